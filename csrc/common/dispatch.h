@@ -1,0 +1,43 @@
+// From a tensor's dtype to the storage type of the loops.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+
+#include "common/check.h"
+#include "common/simd.h"
+
+namespace moe_ext {
+
+// Calls f.operator()<T>() with T the storage type of a floating dtype; check_floating has refused every other.
+template <typename F>
+decltype(auto) dispatch_floating(ScalarType dtype, F&& f) {
+  switch (dtype) {
+    case ScalarType::Double:
+      return f.template operator()<double>();
+    case ScalarType::BFloat16:
+      return f.template operator()<BFloat16>();
+    case ScalarType::Half:
+      return f.template operator()<Half>();
+    default:
+      return f.template operator()<float>();
+  }
+}
+
+// float64 for float64, else float32: the dtype in which sums are taken and weights are kept.
+inline ScalarType acc_dtype(ScalarType dtype) {
+  return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+template <typename T>
+T* data(const Tensor& t) {
+  return static_cast<T*>(t.data_ptr());
+}
+
+// Items a task wants so that it is worth a thread: about 32 KiB of traffic.
+inline int64_t grain_size(int64_t bytes_per_item) {
+  return std::max<int64_t>(1, 32768 / std::max<int64_t>(1, bytes_per_item));
+}
+
+} // namespace moe_ext

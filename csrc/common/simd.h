@@ -1,0 +1,164 @@
+// Scalar types and maths of the loops that are compiled once per instruction set (<family>_simd.cpp).
+// Everything here has internal linkage and such a file includes nothing else: an inline function with external linkage,
+// emitted by the AVX-512 object, could be the copy that the linker keeps for every processor.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#define MOE_INLINE inline __attribute__((always_inline))
+
+namespace moe_ext {
+
+// Storage only, the bits of torch's types of the same names.
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
+
+// Sums and products are taken in float, and in double for double.
+template <typename T>
+using acc_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+// One table of loops for each floating dtype.
+template <template <typename> class Table>
+struct PerDtype {
+  Table<float> f32;
+  Table<double> f64;
+  Table<BFloat16> bf16;
+  Table<Half> f16;
+
+  template <typename T>
+  const Table<T>& of() const {
+    if constexpr (std::is_same_v<T, float>) {
+      return f32;
+    } else if constexpr (std::is_same_v<T, double>) {
+      return f64;
+    } else if constexpr (std::is_same_v<T, BFloat16>) {
+      return bf16;
+    } else {
+      return f16;
+    }
+  }
+};
+
+namespace {
+
+template <typename To, typename From>
+MOE_INLINE To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  __builtin_memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+MOE_INLINE float to_acc(float x) {
+  return x;
+}
+
+MOE_INLINE double to_acc(double x) {
+  return x;
+}
+
+MOE_INLINE float to_acc(BFloat16 x) {
+  return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16);
+}
+
+// Exact: the shifted exponent is put right by a product with 2^112, which also normalises subnormals; NaN and inf keep
+// their exponent of all ones.
+MOE_INLINE float to_acc(Half x) {
+  const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7FFFu) << 13;
+  const float scaled = bit_cast<float>(magnitude) * 0x1p112f;
+  const uint32_t special = magnitude >= 0x0F800000u ? 0x7F800000u : 0u;
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
+  return bit_cast<float>(bit_cast<uint32_t>(scaled) | special | sign);
+}
+
+template <typename T>
+MOE_INLINE T from_acc(acc_t<T> x);
+
+template <>
+MOE_INLINE float from_acc<float>(float x) {
+  return x;
+}
+
+template <>
+MOE_INLINE double from_acc<double>(double x) {
+  return x;
+}
+
+// Round to nearest, ties to even, as torch does; the increment must not carry a NaN into infinity.
+template <>
+MOE_INLINE BFloat16 from_acc<BFloat16>(float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  return {static_cast<uint16_t>(x != x ? 0x7FC0u : rounded)};
+}
+
+// The same rounding. Subnormal results come from adding a float whose last place is 2^-24, half's smallest step.
+template <>
+MOE_INLINE Half from_acc<Half>(float x) {
+  const uint32_t sign = (bit_cast<uint32_t>(x) >> 16) & 0x8000u;
+  const uint32_t bits = bit_cast<uint32_t>(x) & 0x7FFFFFFFu;
+  const uint32_t normal = (bits - 0x38000000u + 0xFFFu + ((bits >> 13) & 1u)) >> 13;
+  const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(bits) + 0.5f) - 0x3F000000u;
+  uint32_t magnitude = bits < 0x38800000u ? subnormal : normal;
+  magnitude = bits >= 0x477FF000u ? 0x7C00u : magnitude;
+  magnitude = bits > 0x7F800000u ? 0x7E00u : magnitude;
+  return {static_cast<uint16_t>(sign | magnitude)};
+}
+
+// exp(x) to about one unit in the last place, for x <= 88; results below 2^-126 are flushed to zero.
+// x = n ln 2 + r, |r| <= ln 2 / 2; adding 1.5 * 2^23 rounds n to an integer and leaves it in the low bits.
+MOE_INLINE float exp_acc(float x) {
+  const float clamped = x < -87.33654f ? -87.33654f : x;
+  const float shifted = clamped * 1.44269504f + 12582912.0f;
+  const float n = shifted - 12582912.0f;
+  const float r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const float scale = bit_cast<float>((bit_cast<int32_t>(shifted) - 0x4B400000 + 127) << 23);
+  return x < -87.33654f ? 0.0f : p * scale;
+}
+
+MOE_INLINE double exp_acc(double x) {
+  return __builtin_exp(x);
+}
+
+// Without overflow for either sign: exp takes -|x| alone.
+template <typename Acc>
+MOE_INLINE Acc sigmoid_acc(Acc x) {
+  const Acc e = exp_acc(x < 0 ? x : -x);
+  return (x < 0 ? e : Acc(1)) / (Acc(1) + e);
+}
+
+// Sum of n products in a fixed order of 16 lanes, so that a width of the vectors does not change the bits.
+template <typename Acc, typename A, typename B>
+MOE_INLINE Acc dot(const A* a, const B* b, int64_t n) {
+  constexpr int64_t kLanes = 16;
+  Acc lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      lanes[lane] += Acc(to_acc(a[i + lane])) * Acc(to_acc(b[i + lane]));
+    }
+  }
+  for (int64_t lane = 0; i + lane < n; ++lane) {
+    lanes[lane] += Acc(to_acc(a[i + lane])) * Acc(to_acc(b[i + lane]));
+  }
+  Acc sum = 0;
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    sum += lanes[lane];
+  }
+  return sum;
+}
+
+} // namespace
+} // namespace moe_ext

@@ -1,0 +1,38 @@
+// Token permutation: the argument checks that both backends share.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "common/check.h"
+
+namespace moe_ext::permutation {
+
+struct IndexOptions {
+  int64_t num_experts;
+  int64_t capacity; // rows an expert keeps; INT64_MAX when dropless
+  bool drop_by_score;
+  int64_t align; // each expert's rows are padded to a multiple of this
+};
+
+// Checks everything that needs no look at the data; returns the options with the defaults filled in.
+IndexOptions check_permute_tokens(
+    const Tensor& x,        // [T, D]
+    const Tensor& topk_idx, // [T, K]
+    int64_t num_experts,
+    const std::optional<Tensor>& topk_weights, // [T, K]
+    std::optional<int64_t> capacity, const std::string& drop_policy, int64_t align);
+
+// min(T K, E capacity) + E (align - 1): static, so that no backend waits for the counts.
+int64_t num_rows(int64_t num_slots, const IndexOptions& options);
+
+void check_unpermute_tokens(
+    const char* op,
+    const Tensor& rows,        // [N, D]
+    const Tensor& slot_of_row, // [N]
+    const Tensor& row_of_slot, // [T K]
+    int64_t top_k,
+    const std::optional<Tensor>& topk_weights); // [T, K]
+
+} // namespace moe_ext::permutation

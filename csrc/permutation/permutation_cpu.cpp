@@ -1,0 +1,303 @@
+// CPU side of the permutation.
+// The sort is a stable counting sort: slots are cut into blocks of a fixed size, each block counts its slots per
+// expert, a prefix sum over (expert, block) gives every block its first rank, and each block then places its slots in
+// order. The result is unique, so it does not depend on the number of threads.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <tuple>
+#include <vector>
+
+#include "common/cpu_isa.h"
+#include "common/dispatch.h"
+#include "permutation/permutation.h"
+#include "permutation/permutation_tables.h"
+
+namespace moe_ext::permutation {
+
+MOE_EXT_SELECT_KERNELS(Kernels)
+
+namespace {
+
+using torch::stable::parallel_for;
+
+constexpr int64_t kSlotsPerBlock = 4096;
+constexpr int64_t kNone = -1;
+
+struct Index {
+  Tensor slot_of_row;
+  Tensor row_of_slot;
+  Tensor expert_offsets;
+  Tensor num_tokens_per_expert;
+  Tensor num_dropped;
+};
+
+template <typename IndexT>
+void check_range(const Tensor& topk_idx, int64_t num_experts) {
+  const IndexT* idx = data<IndexT>(topk_idx);
+  const int64_t num_slots = topk_idx.numel();
+  std::atomic<int64_t> bad{num_slots};
+  parallel_for(0, num_slots, grain_size(sizeof(IndexT)), [&](int64_t begin, int64_t end) {
+    for (int64_t slot = begin; slot < end; ++slot) {
+      if (idx[slot] < kNone || idx[slot] >= num_experts) {
+        int64_t seen = bad.load();
+        while (slot < seen && !bad.compare_exchange_weak(seen, slot)) {
+        }
+        return;
+      }
+    }
+  });
+  const int64_t slot = bad.load();
+  MOE_CHECK(
+      slot == num_slots, "permute_tokens: expected topk_idx to be in [0, ", num_experts, ") or -1, got ", idx[slot],
+      " at token ", slot / topk_idx.size(1), ", choice ", slot % topk_idx.size(1));
+}
+
+// Rank of every slot within its expert, and the totals; returns the totals.
+template <typename IndexT>
+std::vector<int64_t> rank_slots(const IndexT* idx, int64_t num_slots, int64_t num_experts, int64_t* rank) {
+  const int64_t num_blocks = (num_slots + kSlotsPerBlock - 1) / kSlotsPerBlock;
+  std::vector<int64_t> next(num_blocks * num_experts, 0);
+  const auto each_slot = [&](int64_t block, auto&& visit) {
+    const int64_t end = std::min(num_slots, (block + 1) * kSlotsPerBlock);
+    int64_t* counts = next.data() + block * num_experts;
+    for (int64_t slot = block * kSlotsPerBlock; slot < end; ++slot) {
+      if (idx[slot] >= 0) {
+        visit(slot, counts[idx[slot]]);
+      }
+    }
+  };
+  parallel_for(0, num_blocks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      each_slot(block, [](int64_t, int64_t& count) { ++count; });
+    }
+  });
+  std::vector<int64_t> totals(num_experts, 0);
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    for (int64_t e = 0; e < num_experts; ++e) {
+      totals[e] += std::exchange(next[block * num_experts + e], totals[e]);
+    }
+  }
+  parallel_for(0, num_blocks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      each_slot(block, [&](int64_t slot, int64_t& count) { rank[slot] = count++; });
+    }
+  });
+  return totals;
+}
+
+// Re-ranks the slots of each overfull expert so that those with the `capacity` largest weights keep a row, in slot
+// order.
+template <typename IndexT, typename Weight>
+void rank_by_score(
+    const IndexT* idx, const Weight* weights, const std::vector<int64_t>& totals, int64_t num_slots, int64_t capacity,
+    int64_t* rank) {
+  const int64_t num_experts = static_cast<int64_t>(totals.size());
+  std::vector<std::vector<int64_t>> slots_of_expert(num_experts);
+  for (int64_t e = 0; e < num_experts; ++e) {
+    slots_of_expert[e].resize(totals[e] > capacity ? totals[e] : 0);
+  }
+  for (int64_t slot = 0; slot < num_slots; ++slot) {
+    if (idx[slot] >= 0 && totals[idx[slot]] > capacity) {
+      MOE_CHECK(
+          !std::isnan(weights[slot]),
+          "permute_tokens: expected topk_weights to be free of NaN with drop_policy score, got NaN in slot ", slot);
+      slots_of_expert[idx[slot]][rank[slot]] = slot;
+    }
+  }
+  parallel_for(0, num_experts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t e = begin; e < end; ++e) {
+      std::vector<int64_t>& slots = slots_of_expert[e];
+      if (slots.empty()) {
+        continue;
+      }
+      const auto better = [&](int64_t a, int64_t b) {
+        return weights[a] > weights[b] || (weights[a] == weights[b] && a < b);
+      };
+      std::nth_element(slots.begin(), slots.begin() + capacity, slots.end(), better);
+      std::sort(slots.begin(), slots.begin() + capacity);
+      for (int64_t i = 0; i < totals[e]; ++i) {
+        rank[slots[i]] = i;
+      }
+    }
+  });
+}
+
+Index new_index(const Tensor& topk_idx, const IndexOptions& options) {
+  const auto long_tensor = [&](std::initializer_list<int64_t> size) {
+    return torch::stable::new_empty(topk_idx, size, ScalarType::Long);
+  };
+  const int64_t num_slots = topk_idx.numel();
+  return {
+      long_tensor({num_rows(num_slots, options)}), long_tensor({num_slots}), long_tensor({options.num_experts + 1}),
+      long_tensor({options.num_experts}), long_tensor({})};
+}
+
+// Rows from ranks: expert e owns rows [offsets[e], offsets[e + 1]), its kept slots first and padding behind them.
+template <typename IndexT>
+void place_slots(
+    const IndexT* idx, const std::vector<int64_t>& totals, const IndexOptions& options, const Index& index) {
+  int64_t* offsets = data<int64_t>(index.expert_offsets);
+  int64_t* counts = data<int64_t>(index.num_tokens_per_expert);
+  int64_t dropped = 0;
+  offsets[0] = 0;
+  for (int64_t e = 0; e < options.num_experts; ++e) {
+    counts[e] = std::min(totals[e], options.capacity);
+    dropped += totals[e] - counts[e];
+    offsets[e + 1] = offsets[e] + (counts[e] + options.align - 1) / options.align * options.align;
+  }
+  *data<int64_t>(index.num_dropped) = dropped;
+  int64_t* row_of_slot = data<int64_t>(index.row_of_slot);
+  int64_t* slot_of_row = data<int64_t>(index.slot_of_row);
+  std::fill_n(slot_of_row, index.slot_of_row.numel(), kNone);
+  parallel_for(0, index.row_of_slot.numel(), kSlotsPerBlock, [&](int64_t begin, int64_t end) {
+    for (int64_t slot = begin; slot < end; ++slot) {
+      const bool kept = idx[slot] >= 0 && row_of_slot[slot] < options.capacity;
+      row_of_slot[slot] = kept ? offsets[idx[slot]] + row_of_slot[slot] : kNone;
+      if (kept) {
+        slot_of_row[row_of_slot[slot]] = slot;
+      }
+    }
+  });
+}
+
+template <typename IndexT>
+Index build_index(const Tensor& topk_idx, const std::optional<Tensor>& topk_weights, const IndexOptions& options) {
+  check_range<IndexT>(topk_idx, options.num_experts);
+  const Index index = new_index(topk_idx, options);
+  const IndexT* idx = data<IndexT>(topk_idx);
+  const int64_t num_slots = topk_idx.numel();
+  int64_t* rank = data<int64_t>(index.row_of_slot);
+  const std::vector<int64_t> totals = rank_slots(idx, num_slots, options.num_experts, rank);
+  if (options.drop_by_score) {
+    const Tensor weights = torch::stable::to(torch::stable::contiguous(*topk_weights), ScalarType::Double);
+    rank_by_score(idx, data<double>(weights), totals, num_slots, options.capacity, rank);
+  }
+  place_slots(idx, totals, options, index);
+  return index;
+}
+
+// out[r] = x[slot_of_row[r] / top_k], or zeros where the row has no slot. Any dtype: rows are bytes.
+Tensor gather_tokens(const Tensor& x, const Tensor& slot_of_row, int64_t top_k) {
+  Tensor out = torch::stable::new_empty(x, {slot_of_row.size(0), x.size(1)});
+  const int64_t row_bytes = x.size(1) * static_cast<int64_t>(x.element_size());
+  const int64_t* slots = data<int64_t>(slot_of_row);
+  const char* from = data<char>(x);
+  char* to = data<char>(out);
+  parallel_for(0, out.size(0), grain_size(row_bytes), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      if (slots[row] < 0) {
+        std::memset(to + row * row_bytes, 0, row_bytes);
+      } else {
+        std::memcpy(to + row * row_bytes, from + slots[row] / top_k * row_bytes, row_bytes);
+      }
+    }
+  });
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> permute_tokens_cpu(
+    Tensor x,        // [T, D]
+    Tensor topk_idx, // [T, K]
+    int64_t num_experts,
+    std::optional<Tensor> topk_weights, // [T, K]
+    std::optional<int64_t> capacity, std::string drop_policy, int64_t align) {
+  const IndexOptions options =
+      check_permute_tokens(x, topk_idx, num_experts, topk_weights, capacity, drop_policy, align);
+  const Tensor idx = torch::stable::contiguous(topk_idx);
+  const Index index = idx.scalar_type() == ScalarType::Int ? build_index<int32_t>(idx, topk_weights, options)
+                                                           : build_index<int64_t>(idx, topk_weights, options);
+  return {
+      gather_tokens(torch::stable::contiguous(x), index.slot_of_row, idx.size(1)),
+      index.slot_of_row,
+      index.row_of_slot,
+      index.expert_offsets,
+      index.num_tokens_per_expert,
+      index.num_dropped};
+}
+
+Tensor gather_tokens_cpu(Tensor x, Tensor slot_of_row, int64_t top_k) {
+  return gather_tokens(torch::stable::contiguous(x), torch::stable::contiguous(slot_of_row), top_k);
+}
+
+Tensor unpermute_tokens_cpu(
+    Tensor rows,        // [N, D]
+    Tensor slot_of_row, // [N]
+    Tensor row_of_slot, // [T K]
+    int64_t top_k,
+    std::optional<Tensor> topk_weights) { // [T, K]
+  check_unpermute_tokens("unpermute_tokens", rows, slot_of_row, row_of_slot, top_k, topk_weights);
+  const int64_t num_tokens = row_of_slot.size(0) / top_k;
+  const int64_t dim = rows.size(1);
+  Tensor out = torch::stable::new_empty(rows, {num_tokens, dim});
+  const Tensor in = torch::stable::contiguous(rows);
+  const Tensor index = torch::stable::contiguous(row_of_slot);
+  const std::optional<Tensor> weights =
+      topk_weights ? std::optional(torch::stable::contiguous(*topk_weights)) : std::nullopt;
+  dispatch_floating(rows.scalar_type(), [&]<typename T>() {
+    const auto& table = kernels().of<T>();
+    const auto* w = weights ? data<acc_t<T>>(*weights) : nullptr;
+    const int64_t* row_idx = data<int64_t>(index);
+    parallel_for(0, num_tokens, grain_size(top_k * dim * sizeof(T)), [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t) {
+        table.combine(
+            data<T>(out) + t * dim, data<T>(in), row_idx + t * top_k, w == nullptr ? w : w + t * top_k, top_k, dim);
+      }
+    });
+  });
+  return out;
+}
+
+std::tuple<Tensor, Tensor> unpermute_tokens_backward_cpu(
+    Tensor grad,           // [T, D]
+    Tensor rows,           // [N, D]
+    Tensor slot_of_row,    // [N]
+    Tensor row_of_slot,    // [T K]
+    Tensor topk_weights) { // [T, K]
+  const char* op = "_unpermute_tokens_backward";
+  const int64_t top_k = topk_weights.size(1);
+  check_unpermute_tokens(op, rows, slot_of_row, row_of_slot, top_k, topk_weights);
+  check_dtype(op, "grad", grad, rows.scalar_type());
+  check_dim(op, "grad", grad, 2, "[T, D]");
+  check_size(op, "grad", grad, 0, topk_weights.size(0), "the tokens of the permutation");
+  check_size(op, "grad", grad, 1, rows.size(1), "the columns of rows");
+  const int64_t dim = rows.size(1);
+  const Tensor g = torch::stable::contiguous(grad);
+  const Tensor in = torch::stable::contiguous(rows);
+  const Tensor weights = torch::stable::contiguous(topk_weights);
+  const Tensor slots = torch::stable::contiguous(slot_of_row);
+  Tensor grad_rows = torch::stable::new_empty(in, {in.size(0), dim});
+  Tensor grad_weights = torch::stable::new_zeros(weights, {weights.size(0), top_k});
+  dispatch_floating(rows.scalar_type(), [&]<typename T>() {
+    const auto& table = kernels().of<T>();
+    const int64_t* slot = data<int64_t>(slots);
+    parallel_for(0, in.size(0), grain_size(2 * dim * sizeof(T)), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        T* out = data<T>(grad_rows) + row * dim;
+        if (slot[row] < 0) {
+          std::memset(static_cast<void*>(out), 0, dim * sizeof(T));
+          continue;
+        }
+        const T* token_grad = data<T>(g) + slot[row] / top_k * dim;
+        table.scale(out, token_grad, data<acc_t<T>>(weights)[slot[row]], dim);
+        data<acc_t<T>>(grad_weights)[slot[row]] = table.dot(token_grad, data<T>(in) + row * dim, dim);
+      }
+    });
+  });
+  return {grad_rows, grad_weights};
+}
+
+} // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
+  m.impl("permute_tokens", TORCH_BOX(&permute_tokens_cpu));
+  m.impl("unpermute_tokens", TORCH_BOX(&unpermute_tokens_cpu));
+  m.impl("_unpermute_tokens_backward", TORCH_BOX(&unpermute_tokens_backward_cpu));
+  m.impl("_gather_tokens", TORCH_BOX(&gather_tokens_cpu));
+}
+
+} // namespace moe_ext::permutation

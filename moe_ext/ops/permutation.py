@@ -1,0 +1,215 @@
+"""Token permutation: rows sorted by expert, and the weighted way back.
+
+Shape suffixes: T tokens, D model, E experts, K top-k, N permuted rows.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """Where each (token, choice) slot went; slot ``t * K + k`` is choice ``k`` of token ``t``.
+
+    Attributes:
+        slot_of_row (Tensor[N]): int64, slot that a row came from; -1 for a row without a slot.
+        row_of_slot (Tensor[T * K]): int64, row of a slot; -1 for a slot that has no row.
+        expert_offsets (Tensor[E + 1]): int64, expert ``e`` owns the rows from ``expert_offsets[e]`` to
+            ``expert_offsets[e + 1]``, its alignment padding included. Rows past the last offset belong to nobody.
+        num_tokens_per_expert (Tensor[E]): int64, rows of each expert that carry a token.
+        num_dropped (Tensor[]): int64, slots refused for lack of capacity.
+        top_k (int): slots of each token, K.
+    """
+
+    slot_of_row: Tensor
+    row_of_slot: Tensor
+    expert_offsets: Tensor
+    num_tokens_per_expert: Tensor
+    num_dropped: Tensor
+    top_k: int
+
+
+def permute_tokens(
+    x_TD: Tensor,
+    topk_idx_TK: Tensor,
+    num_experts: int,
+    *,
+    topk_weights: Tensor | None = None,
+    capacity: int | None = None,
+    drop_policy: str = "position",
+    align: int = 1,
+) -> tuple[Tensor, Permutation]:
+    """Copies each token once per chosen expert, rows sorted by expert and, within one, by slot.
+
+    The number of rows is ``N = min(T * K, E * capacity) + E * (align - 1)``: it does not depend on the routing, so
+    nothing waits for the counts. Rows without a slot are zero.
+
+    Args:
+        x_TD (Tensor[T, D]): tokens, any dtype.
+        topk_idx_TK (Tensor[T, K]): int32 or int64 expert of each slot; -1 for a slot that is not routed.
+        num_experts (int): number of experts E, >= 1.
+        topk_weights (Tensor[T, K]): weights that `drop_policy="score"` ranks by; not applied and not differentiated.
+        capacity (int): rows an expert keeps at most, >= 1; None keeps every slot.
+        drop_policy (str): ``"position"`` keeps the first slots of an overfull expert, ``"score"`` those with the
+            largest weights, ties to the earlier slot.
+        align (int): each expert's rows are padded with zero rows to a multiple of this, >= 1.
+
+    Returns:
+        tuple[Tensor[N, D], Permutation]: the rows and the tables of the way back. Differentiable in ``x_TD``.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype or shape, or an index is out of range.
+
+    Deterministic, with the same bits for any number of threads; does not synchronise the device.
+    """
+    rows_ND, *tables = torch.ops.moe_ext.permute_tokens(
+        x_TD,
+        topk_idx_TK,
+        num_experts,
+        None if topk_weights is None else topk_weights.detach(),
+        capacity,
+        drop_policy,
+        align,
+    )
+    return rows_ND, Permutation(*tables, top_k=topk_idx_TK.shape[1])
+
+
+@torch.library.register_fake("moe_ext::permute_tokens")
+def _(
+    x: Tensor,
+    topk_idx: Tensor,
+    num_experts: int,
+    topk_weights: Tensor | None = None,
+    capacity: int | None = None,
+    drop_policy: str = "position",
+    align: int = 1,
+) -> tuple[Tensor, ...]:
+    num_slots = topk_idx.shape[0] * topk_idx.shape[1]
+    kept = num_slots if capacity is None else torch.sym_min(num_slots, num_experts * capacity)
+    num_rows = kept + num_experts * (align - 1)
+    sizes = ((num_rows,), (num_slots,), (num_experts + 1,), (num_experts,), ())
+    tables = (topk_idx.new_empty(size, dtype=torch.int64) for size in sizes)
+    return x.new_empty((num_rows, x.shape[1])), *tables
+
+
+def _permute_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    _, slot_of_row, row_of_slot, *rest = output
+    ctx.mark_non_differentiable(slot_of_row, row_of_slot, *rest)
+    ctx.save_for_backward(slot_of_row, row_of_slot)
+    ctx.top_k = inputs[1].shape[1]
+
+
+def _permute_backward(ctx: Any, grad_rows: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    slot_of_row, row_of_slot = ctx.saved_tensors
+    grad_x = None
+    if ctx.needs_input_grad[0]:
+        # The transpose of a copy is a sum: every slot of a token gives its gradient back.
+        grad_x = torch.ops.moe_ext.unpermute_tokens(grad_rows, slot_of_row, row_of_slot, ctx.top_k)
+    return grad_x, None, None, None, None, None, None
+
+
+torch.library.register_autograd(
+    "moe_ext::permute_tokens", _permute_backward, setup_context=_permute_setup_context
+)
+
+
+def unpermute_tokens(
+    rows_ND: Tensor, permutation: Permutation, topk_weights_TK: Tensor | None = None
+) -> Tensor:
+    r"""Sums each token's rows: :math:`y_t = \sum_k w_{t,k} \, \mathrm{rows}_{r(t,k)}`, slots without a row left out.
+
+    Sums are taken in float32 (float64 for float64 rows), without atomics, in the order of k.
+
+    Args:
+        rows_ND (Tensor[N, D]): float32, float64, bfloat16 or float16.
+        permutation (Permutation): what `permute_tokens` returned with the rows.
+        topk_weights_TK (Tensor[T, K]): weight of each slot, any floating dtype; None weighs each by one.
+
+    Returns:
+        Tensor[T, D]: in the dtype of the rows. Differentiable in the rows and in the weights.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype or shape.
+    """
+    weights_TK = topk_weights_TK
+    if weights_TK is not None:
+        weights_TK = weights_TK.to(
+            torch.float64 if rows_ND.dtype == torch.float64 else torch.float32
+        )
+    return torch.ops.moe_ext.unpermute_tokens(
+        rows_ND, permutation.slot_of_row, permutation.row_of_slot, permutation.top_k, weights_TK
+    )
+
+
+@torch.library.register_fake("moe_ext::unpermute_tokens")
+def _(
+    rows: Tensor,
+    slot_of_row: Tensor,
+    row_of_slot: Tensor,
+    top_k: int,
+    topk_weights: Tensor | None = None,
+) -> Tensor:
+    return rows.new_empty((row_of_slot.shape[0] // top_k, rows.shape[1]))
+
+
+def _unpermute_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    rows, slot_of_row, row_of_slot, ctx.top_k, weights = inputs
+    # The rows are kept only for the gradient of the weights: without weights, the tables are enough.
+    ctx.save_for_backward(slot_of_row, row_of_slot, *(() if weights is None else (rows, weights)))
+
+
+def _unpermute_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    slot_of_row, row_of_slot, *weighted = ctx.saved_tensors
+    if not weighted:
+        grad_rows = torch.ops.moe_ext._gather_tokens(grad, slot_of_row, ctx.top_k)
+        return grad_rows, None, None, None, None
+    rows, weights = weighted
+    grad_rows, grad_weights = torch.ops.moe_ext._unpermute_tokens_backward(
+        grad, rows, slot_of_row, row_of_slot, weights
+    )
+    return grad_rows, None, None, None, grad_weights
+
+
+torch.library.register_autograd(
+    "moe_ext::unpermute_tokens", _unpermute_backward, setup_context=_unpermute_setup_context
+)
+
+
+@torch.library.register_fake("moe_ext::_unpermute_tokens_backward")
+def _(
+    grad: Tensor, rows: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, topk_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(rows, memory_format=torch.contiguous_format), torch.empty_like(
+        topk_weights, memory_format=torch.contiguous_format
+    )
+
+
+@torch.library.register_fake("moe_ext::_gather_tokens")
+def _(x: Tensor, slot_of_row: Tensor, top_k: int) -> Tensor:
+    return x.new_empty((slot_of_row.shape[0], x.shape[1]))
+
+
+def _gather_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    x, slot_of_row, ctx.top_k = inputs
+    ctx.num_tokens = x.shape[0]
+    ctx.save_for_backward(slot_of_row)
+
+
+def _gather_backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor, None, None]:
+    (slot_of_row,) = ctx.saved_tensors
+    row_of_slot = slot_of_row.new_full((ctx.num_tokens * ctx.top_k + 1,), -1)
+    # Rows without a slot (-1) write to the last place, which is cut off.
+    row_of_slot[slot_of_row] = torch.arange(slot_of_row.shape[0], device=slot_of_row.device)
+    return (
+        torch.ops.moe_ext.unpermute_tokens(grad_rows, slot_of_row, row_of_slot[:-1], ctx.top_k),
+        None,
+        None,
+    )
+
+
+torch.library.register_autograd(
+    "moe_ext::_gather_tokens", _gather_backward, setup_context=_gather_setup_context
+)
