@@ -28,10 +28,11 @@ class CMakeBuild(build_ext):
     """Configures and builds with CMake and Ninja, then installs the libraries into the package."""
 
     def get_ext_filename(self, fullname):
-        # Loaded with torch.ops.load_library: no Python ABI, so no tag of an interpreter in the name.
+        """Without an interpreter's tag: torch.ops.load_library wants no Python ABI."""
         return str(Path(*fullname.split("."))) + ".so"
 
     def build_extension(self, ext):
+        """Builds the library, and the GoogleTest binaries where MOE_EXT_TESTS=1."""
         import torch
 
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
@@ -63,6 +64,7 @@ class AnyPythonWheel(bdist_wheel):
     """The operators use torch's stable ABI and no Python ABI: one wheel serves every Python."""
 
     def get_tag(self):
+        """The platform's tag alone."""
         return "py3", "none", super().get_tag()[2]
 
 

@@ -17,8 +17,9 @@ class Permutation:
     Attributes:
         slot_of_row (Tensor[N]): int64, slot that a row came from; -1 for a row without a slot.
         row_of_slot (Tensor[T * K]): int64, row of a slot; -1 for a slot that has no row.
-        expert_offsets (Tensor[E + 1]): int64, expert ``e`` owns the rows from ``expert_offsets[e]`` to
-            ``expert_offsets[e + 1]``, its alignment padding included. Rows past the last offset belong to nobody.
+        expert_offsets (Tensor[E + 1]): int64, expert ``e`` owns the rows from
+            ``expert_offsets[e]`` to ``expert_offsets[e + 1]``, its alignment padding included.
+            Rows past the last offset belong to nobody.
         num_tokens_per_expert (Tensor[E]): int64, rows of each expert that carry a token.
         num_dropped (Tensor[]): int64, slots refused for lack of capacity.
         top_k (int): slots of each token, K.
@@ -44,21 +45,24 @@ def permute_tokens(
 ) -> tuple[Tensor, Permutation]:
     """Copies each token once per chosen expert, rows sorted by expert and, within one, by slot.
 
-    The number of rows is ``N = min(T * K, E * capacity) + E * (align - 1)``: it does not depend on the routing, so
-    nothing waits for the counts. Rows without a slot are zero.
+    The number of rows is ``N = min(T * K, E * capacity) + E * (align - 1)``: it does not depend on
+    the routing, so nothing waits for the counts. Rows without a slot are zero.
 
     Args:
         x_TD (Tensor[T, D]): tokens, any dtype.
-        topk_idx_TK (Tensor[T, K]): int32 or int64 expert of each slot; -1 for a slot that is not routed.
+        topk_idx_TK (Tensor[T, K]): int32 or int64 expert of each slot; -1 for a slot that is not
+            routed.
         num_experts (int): number of experts E, >= 1.
-        topk_weights (Tensor[T, K]): weights that `drop_policy="score"` ranks by; not applied and not differentiated.
+        topk_weights (Tensor[T, K]): weights that `drop_policy="score"` ranks by; neither applied
+            nor differentiated.
         capacity (int): rows an expert keeps at most, >= 1; None keeps every slot.
-        drop_policy (str): ``"position"`` keeps the first slots of an overfull expert, ``"score"`` those with the
-            largest weights, ties to the earlier slot.
+        drop_policy (str): ``"position"`` keeps the first slots of an overfull expert, ``"score"``
+            those with the largest weights, ties to the earlier slot.
         align (int): each expert's rows are padded with zero rows to a multiple of this, >= 1.
 
     Returns:
-        tuple[Tensor[N, D], Permutation]: the rows and the tables of the way back. Differentiable in ``x_TD``.
+        tuple[Tensor[N, D], Permutation]: the rows and the tables of the way back. Differentiable
+        in ``x_TD``.
 
     Raises:
         RuntimeError: an argument has the wrong device, dtype or shape, or an index is out of range.
@@ -119,14 +123,16 @@ torch.library.register_autograd(
 def unpermute_tokens(
     rows_ND: Tensor, permutation: Permutation, topk_weights_TK: Tensor | None = None
 ) -> Tensor:
-    r"""Sums each token's rows: :math:`y_t = \sum_k w_{t,k} \, \mathrm{rows}_{r(t,k)}`, slots without a row left out.
+    r"""Sums each token's rows: :math:`y_t = \sum_k w_{t,k} \, \mathrm{rows}_{r(t,k)}`.
 
-    Sums are taken in float32 (float64 for float64 rows), without atomics, in the order of k.
+    Slots without a row add nothing. Sums are taken in float32 (float64 for float64 rows), in the
+    order of k and without atomics: the same bits for any number of threads.
 
     Args:
         rows_ND (Tensor[N, D]): float32, float64, bfloat16 or float16.
         permutation (Permutation): what `permute_tokens` returned with the rows.
-        topk_weights_TK (Tensor[T, K]): weight of each slot, any floating dtype; None weighs each by one.
+        topk_weights_TK (Tensor[T, K]): weight of each slot, any floating dtype; None weighs each by
+            one.
 
     Returns:
         Tensor[T, D]: in the dtype of the rows. Differentiable in the rows and in the weights.
@@ -157,7 +163,7 @@ def _(
 
 def _unpermute_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     rows, slot_of_row, row_of_slot, ctx.top_k, weights = inputs
-    # The rows are kept only for the gradient of the weights: without weights, the tables are enough.
+    # The rows are kept for the gradient of the weights: without weights, the tables are enough.
     ctx.save_for_backward(slot_of_row, row_of_slot, *(() if weights is None else (rows, weights)))
 
 

@@ -1,4 +1,4 @@
-"""Slow, obvious formulas in plain PyTorch: the oracle of the tests and the reading copy of the mathematics."""
+"""Slow, obvious formulas in plain PyTorch: the tests' oracle, and the maths to read."""
 
 from moe_ext.reference.permutation import permute_tokens, unpermute_tokens
 

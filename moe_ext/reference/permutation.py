@@ -41,19 +41,20 @@ def permute_tokens(
         counts.append(len(kept))
         num_dropped += len(slots) - len(kept)
         offsets.append(offsets[-1] + -(-len(kept) // align) * align)
-    tables = (
-        slot_of_row,
-        row_of_slot,
-        torch.tensor(offsets),
-        torch.tensor(counts),
-        torch.tensor(num_dropped),
+    permutation = Permutation(
+        slot_of_row=slot_of_row.to(x_TD.device),
+        row_of_slot=row_of_slot.to(x_TD.device),
+        expert_offsets=torch.tensor(offsets, device=x_TD.device),
+        num_tokens_per_expert=torch.tensor(counts, device=x_TD.device),
+        num_dropped=torch.tensor(num_dropped, device=x_TD.device),
+        top_k=top_k,
     )
-    has_slot = (slot_of_row >= 0).to(x_TD.device)
-    token_of_row = (slot_of_row.clamp(min=0) // top_k).to(x_TD.device)
+    has_slot = permutation.slot_of_row >= 0
     rows_ND = x_TD.new_zeros((slot_of_row.shape[0], x_TD.shape[1]))
     if has_slot.any():
+        token_of_row = permutation.slot_of_row.clamp(min=0) // top_k
         rows_ND = torch.where(has_slot[:, None], x_TD[token_of_row], rows_ND)
-    return rows_ND, Permutation(*(table.to(x_TD.device) for table in tables), top_k=top_k)
+    return rows_ND, permutation
 
 
 def unpermute_tokens(

@@ -1,0 +1,32 @@
+"""Fixtures that the whole suite shares."""
+
+import pytest
+import torch
+
+import moe_ext  # noqa: F401  (registers the operators that the fixtures call)
+
+ISAS = [
+    name for name in ("portable", "avx2", "avx512") if torch.ops.moe_ext._cpu_isa_supported(name)
+]
+
+
+@pytest.fixture(params=ISAS)
+def isa(request):
+    """Forces one variant of the SIMD loops for the test, and puts the former one back."""
+    before = torch.ops.moe_ext._cpu_isa()
+    torch.ops.moe_ext._set_cpu_isa(request.param)
+    yield request.param
+    torch.ops.moe_ext._set_cpu_isa(before)
+
+
+@pytest.fixture
+def num_threads():
+    """A setter of torch's thread count that is undone after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
