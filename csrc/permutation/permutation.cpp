@@ -59,6 +59,15 @@ int64_t num_rows(int64_t num_slots, const IndexOptions& options) {
   return kept + options.num_experts * (options.align - 1);
 }
 
+void check_gather_tokens(const Tensor& x, const Tensor& slot_of_row, int64_t top_k) {
+  const char* op = "_gather_tokens";
+  check_same_device(op, "slot_of_row", slot_of_row, "x", x);
+  check_dtype(op, "slot_of_row", slot_of_row, ScalarType::Long);
+  check_dim(op, "x", x, 2, "[T, D]");
+  check_dim(op, "slot_of_row", slot_of_row, 1, "[N]");
+  MOE_CHECK(top_k >= 1, op, ": expected top_k to be at least 1, got ", top_k);
+}
+
 void check_unpermute_tokens(
     const char* op, const Tensor& rows, const Tensor& slot_of_row, const Tensor& row_of_slot, int64_t top_k,
     const std::optional<Tensor>& topk_weights) {

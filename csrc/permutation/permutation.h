@@ -27,6 +27,11 @@ IndexOptions check_permute_tokens(
 // min(T K, E capacity) + E (align - 1): static, so that no backend waits for the counts.
 int64_t num_rows(int64_t num_slots, const IndexOptions& options);
 
+void check_gather_tokens(
+    const Tensor& x,           // [T, D]
+    const Tensor& slot_of_row, // [N]
+    int64_t top_k);
+
 void check_unpermute_tokens(
     const char* op,
     const Tensor& rows,        // [N, D]

@@ -36,25 +36,30 @@ struct Index {
   Tensor num_dropped;
 };
 
+// The position of the first index outside [-1, bound), or -1 if there is none.
 template <typename IndexT>
-void check_range(const Tensor& topk_idx, int64_t num_experts) {
-  const IndexT* idx = data<IndexT>(topk_idx);
-  const int64_t num_slots = topk_idx.numel();
-  std::atomic<int64_t> bad{num_slots};
-  parallel_for(0, num_slots, grain_size(sizeof(IndexT)), [&](int64_t begin, int64_t end) {
-    for (int64_t slot = begin; slot < end; ++slot) {
-      if (idx[slot] < kNone || idx[slot] >= num_experts) {
-        int64_t seen = bad.load();
-        while (slot < seen && !bad.compare_exchange_weak(seen, slot)) {
+int64_t first_out_of_range(const Tensor& index, int64_t bound) {
+  const IndexT* idx = data<IndexT>(index);
+  const int64_t size = index.numel();
+  std::atomic<int64_t> first{size};
+  parallel_for(0, size, grain_size(sizeof(IndexT)), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (idx[i] < kNone || idx[i] >= bound) {
+        int64_t seen = first.load();
+        while (i < seen && !first.compare_exchange_weak(seen, i)) {
         }
         return;
       }
     }
   });
-  const int64_t slot = bad.load();
+  return first.load() == size ? kNone : first.load();
+}
+
+void check_table(const char* op, const char* name, const Tensor& table, int64_t bound) {
+  const int64_t bad = first_out_of_range<int64_t>(table, bound);
   MOE_CHECK(
-      slot == num_slots, "permute_tokens: expected topk_idx to be in [0, ", num_experts, ") or -1, got ", idx[slot],
-      " at token ", slot / topk_idx.size(1), ", choice ", slot % topk_idx.size(1));
+      bad == kNone, op, ": expected ", name, " to be in [0, ", bound, ") or -1, got ", data<int64_t>(table)[bad],
+      " at position ", bad);
 }
 
 // Rank of every slot within its expert, and the totals; returns the totals.
@@ -167,9 +172,12 @@ void place_slots(
 
 template <typename IndexT>
 Index build_index(const Tensor& topk_idx, const std::optional<Tensor>& topk_weights, const IndexOptions& options) {
-  check_range<IndexT>(topk_idx, options.num_experts);
-  const Index index = new_index(topk_idx, options);
   const IndexT* idx = data<IndexT>(topk_idx);
+  const int64_t bad = first_out_of_range<IndexT>(topk_idx, options.num_experts);
+  MOE_CHECK(
+      bad == kNone, "permute_tokens: expected topk_idx to be in [0, ", options.num_experts, ") or -1, got ", idx[bad],
+      " at token ", bad / topk_idx.size(1), ", choice ", bad % topk_idx.size(1));
+  const Index index = new_index(topk_idx, options);
   const int64_t num_slots = topk_idx.numel();
   int64_t* rank = data<int64_t>(index.row_of_slot);
   const std::vector<int64_t> totals = rank_slots(idx, num_slots, options.num_experts, rank);
@@ -221,7 +229,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> permute_tokens_cpu(
 }
 
 Tensor gather_tokens_cpu(Tensor x, Tensor slot_of_row, int64_t top_k) {
-  return gather_tokens(torch::stable::contiguous(x), torch::stable::contiguous(slot_of_row), top_k);
+  check_gather_tokens(x, slot_of_row, top_k);
+  const Tensor slots = torch::stable::contiguous(slot_of_row);
+  check_table("_gather_tokens", "slot_of_row", slots, x.size(0) * top_k);
+  return gather_tokens(torch::stable::contiguous(x), slots, top_k);
 }
 
 Tensor unpermute_tokens_cpu(
@@ -231,11 +242,12 @@ Tensor unpermute_tokens_cpu(
     int64_t top_k,
     std::optional<Tensor> topk_weights) { // [T, K]
   check_unpermute_tokens("unpermute_tokens", rows, slot_of_row, row_of_slot, top_k, topk_weights);
+  const Tensor index = torch::stable::contiguous(row_of_slot);
+  check_table("unpermute_tokens", "row_of_slot", index, rows.size(0));
   const int64_t num_tokens = row_of_slot.size(0) / top_k;
   const int64_t dim = rows.size(1);
   Tensor out = torch::stable::new_empty(rows, {num_tokens, dim});
   const Tensor in = torch::stable::contiguous(rows);
-  const Tensor index = torch::stable::contiguous(row_of_slot);
   const std::optional<Tensor> weights =
       topk_weights ? std::optional(torch::stable::contiguous(*topk_weights)) : std::nullopt;
   dispatch_floating(rows.scalar_type(), [&]<typename T>() {
@@ -265,11 +277,12 @@ std::tuple<Tensor, Tensor> unpermute_tokens_backward_cpu(
   check_dim(op, "grad", grad, 2, "[T, D]");
   check_size(op, "grad", grad, 0, topk_weights.size(0), "the tokens of the permutation");
   check_size(op, "grad", grad, 1, rows.size(1), "the columns of rows");
+  const Tensor slots = torch::stable::contiguous(slot_of_row);
+  check_table(op, "slot_of_row", slots, row_of_slot.size(0));
   const int64_t dim = rows.size(1);
   const Tensor g = torch::stable::contiguous(grad);
   const Tensor in = torch::stable::contiguous(rows);
   const Tensor weights = torch::stable::contiguous(topk_weights);
-  const Tensor slots = torch::stable::contiguous(slot_of_row);
   Tensor grad_rows = torch::stable::new_empty(in, {in.size(0), dim});
   Tensor grad_weights = torch::stable::new_zeros(weights, {weights.size(0), top_k});
   dispatch_floating(rows.scalar_type(), [&]<typename T>() {
