@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-_LIBRARY = Path(__file__).resolve().parent / "_C.so"
+PATH = Path(__file__).resolve().parent / "_C.so"
 MINIMUM_TORCH = (2, 11)
 
 
@@ -20,14 +20,14 @@ def load() -> None:
             f"moe_ext: expected torch to be 2.11 or later, got {torch.__version__}; "
             "try `pip install 'torch>=2.11'`"
         )
-    if not _LIBRARY.exists():
+    if not PATH.exists():
         raise ImportError(
-            f"moe_ext: expected the compiled operators at {_LIBRARY}, got no file; "
+            f"moe_ext: expected the compiled operators at {PATH}, got no file; "
             "build them with `pip install --no-build-isolation .` or `make build` in the repository"
         )
     try:
-        torch.ops.load_library(str(_LIBRARY))
+        torch.ops.load_library(str(PATH))
     except OSError as error:
         raise ImportError(
-            f"moe_ext: expected {_LIBRARY} to load into torch {torch.__version__}, got: {error}"
+            f"moe_ext: expected {PATH} to load into torch {torch.__version__}, got: {error}"
         ) from error

@@ -1,0 +1,56 @@
+# make demo     build and train a small mixture-of-experts language model on two processes
+# make test     install what testing needs, build, and run every test
+# make lint     formatting, style, types and spelling
+# make bench    time the operators beside their peers and rewrite docs/benchmarks.md
+# make build    build the operators in place;  make compat: test that build under the oldest torch
+# Everything is installed into .venv, which is reused. Neither nvcc nor a GPU is needed.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+OLDEST_TORCH = 2.11.0
+CPP_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
+
+.PHONY: demo test lint bench build compat clean
+.DELETE_ON_ERROR:
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV) || (echo "make: python3-venv is needed: apt-get install python3-venv" && false)
+
+# The stamp carries the metadata it was made from: a changed pin installs again.
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python tools/install.py
+	touch $@
+
+build: $(VENV)/.installed
+	$(BIN)/pip install --quiet --no-build-isolation --no-deps --editable .
+	@$(BIN)/python -m moe_ext info --brief
+
+demo: build
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_moe_lm.py --out runs/demo
+
+test: $(VENV)/.installed
+	tools/install_gtest.sh
+	MOE_EXT_TESTS=1 $(MAKE) build
+	$(BIN)/ctest --test-dir build/cmake-$$($(BIN)/python -c 'import torch; print(torch.__version__)') --output-on-failure --progress
+	$(BIN)/python -m pytest
+
+# A library built against the development torch must serve every torch from the oldest supported one on.
+compat: build
+	test -x $(VENV)-oldest/bin/python || $(PYTHON) -m venv $(VENV)-oldest
+	$(VENV)-oldest/bin/python tools/install.py --torch $(OLDEST_TORCH) pytest pytest-timeout hypothesis numpy
+	PYTHONPATH=. $(VENV)-oldest/bin/python -m moe_ext info --brief
+	$(VENV)-oldest/bin/python -m pytest tests/ops tests/nn
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/codespell $$(git ls-files)
+	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
+
+bench: build
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf build moe_ext/_C.so

@@ -1,0 +1,101 @@
+"""What this installation has: versions, backends, CPU features, operators, and what is missing."""
+
+import importlib.metadata
+import platform
+from typing import Any
+
+import torch
+
+from moe_ext import _library
+from moe_ext._version import __version__
+
+_OPTIONAL = {
+    "transformers": "moe_ext.replace: pip install transformers",
+    "matplotlib": "charts of the examples: pip install matplotlib",
+    "tensorboard": "metrics of the examples: pip install tensorboard",
+    "tqdm": "progress of the examples: pip install tqdm",
+}
+
+
+def info() -> dict[str, Any]:
+    """Describes this installation; builds nothing and touches no device.
+
+    Returns:
+        dict: ``versions``, ``library``, ``cpu`` (``isa`` in use and ``supported``), ``backends``
+        (name to what it offers or why it is absent), ``operators`` (public names) and ``missing``
+        (what is not installed, and the command that gets it).
+    """
+    supported = [
+        isa for isa in ("portable", "avx2", "avx512") if torch.ops.moe_ext._cpu_isa_supported(isa)
+    ]
+    versions = {
+        "moe_ext": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    missing = {}
+    for package, purpose in _OPTIONAL.items():
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            missing[package] = purpose
+    return {
+        "versions": versions,
+        "library": str(_library.PATH),
+        "cpu": {
+            "isa": torch.ops.moe_ext._cpu_isa(),
+            "supported": supported,
+            "threads": torch.get_num_threads(),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+        },
+        "backends": _backends(),
+        "operators": operators(),
+        "missing": missing,
+    }
+
+
+def operators() -> list[str]:
+    """Names of the public operators that the library registered."""
+    schemas = torch._C._jit_get_all_schemas()
+    names = {s.name.removeprefix("moe_ext::") for s in schemas if s.name.startswith("moe_ext::")}
+    return sorted(name for name in names if not name.startswith("_"))
+
+
+def _backends() -> dict[str, str]:
+    backends = {"cpu": "available, all operators"}
+    if not torch.backends.cuda.is_built():
+        backends["cuda"] = "absent: this torch is built without CUDA"
+    elif not torch.cuda.is_available():
+        backends["cuda"] = "absent: torch finds no GPU"
+    else:
+        backends["cuda"] = f"{torch.cuda.get_device_name()}: no CUDA kernels in this version"
+    if torch.distributed.is_available():
+        backends["gloo"] = "available" if torch.distributed.is_gloo_available() else "absent"
+        backends["nccl"] = "available" if torch.distributed.is_nccl_available() else "absent"
+    else:
+        backends["distributed"] = "absent: this torch is built without torch.distributed"
+    return backends
+
+
+def report(brief: bool = False) -> str:
+    """The text of ``python -m moe_ext info``."""
+    facts = info()
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    cpu = facts["cpu"]
+    if brief:
+        names = ", ".join(f"{name} {facts['versions'][name]}" for name in ("moe_ext", "torch"))
+        return f"{names}, CPU {cpu['isa']}; CUDA {facts['backends']['cuda']}"
+    lines = [
+        f"versions:  {versions}",
+        f"library:   {facts['library']}",
+        f"cpu:       {cpu['isa']} in use of {', '.join(cpu['supported'])} "
+        f"(MOE_EXT_CPU_ISA forces one); {cpu['threads']} threads; torch sees {cpu['capability']}",
+        *(
+            f"{name + ':':<10} {state}"
+            for name, state in facts["backends"].items()
+            if name != "cpu"
+        ),
+        f"operators: {', '.join(facts['operators'])}",
+        *(f"missing:   {name} ({how})" for name, how in facts["missing"].items()),
+    ]
+    return "\n".join(lines)

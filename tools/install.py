@@ -1,0 +1,39 @@
+"""Installs what the repository's commands need into the virtual environment that runs this file.
+
+`install.py` installs the `dev` extra of pyproject.toml; `install.py --torch VERSION NAME...`
+installs that torch and, of the extra, the named packages alone.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    from pip._vendor import tomli as tomllib
+
+PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
+
+
+def requirements() -> list[str]:
+    """The pins of the dev extra, with the project's own extras spelt out."""
+    extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
+    pins = []
+    for pin in extras["dev"]:
+        pins += extras["examples"] if pin == "moe_ext[examples]" else [pin]
+    return pins
+
+
+def main() -> None:
+    """Installs with pip, and fails with its exit code."""
+    pins = requirements()
+    if "--torch" in sys.argv:
+        version, *names = sys.argv[sys.argv.index("--torch") + 1 :]
+        pins = [f"torch=={version}", *(pin for pin in pins if pin.split("==")[0] in names)]
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    sys.exit(subprocess.call([*command, *pins]))
+
+
+if __name__ == "__main__":
+    main()
