@@ -1,0 +1,77 @@
+"""Interleaved timings, counted bytes and Markdown tables that the benchmarks share."""
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+Runs = dict[str, Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What one contender took."""
+
+    median: float  # seconds
+    best: float  # seconds
+
+
+@dataclass(frozen=True)
+class Table:
+    """One Markdown table: a title, what was measured, a header and rows of text."""
+
+    title: str
+    note: str
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+
+    def markdown(self) -> str:
+        """The table as it stands in docs/benchmarks.md."""
+        lines = [f"## {self.title}", "", self.note, "", "| " + " | ".join(self.header) + " |"]
+        lines.append("|" + "---|" * len(self.header))
+        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
+        return "\n".join(lines) + "\n"
+
+
+def interleaved(runs: Runs, *, seconds: float = 1.5, warmup: int = 2) -> dict[str, Timing]:
+    """Times the contenders in turn, A B C A B C ...: a drift of the machine hits all alike."""
+    for run in runs.values():
+        for _ in range(warmup):
+            run()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(next(iter(times.values()))) < 5:
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - start)
+    return {name: Timing(statistics.median(t), min(t)) for name, t in times.items()}
+
+
+def copy_of(num_bytes: int) -> Callable[[], object]:
+    """A contender that moves `num_bytes` in all, half read and half written, by torch's copy."""
+    source = torch.zeros(max(1, num_bytes // 8), dtype=torch.float32)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def milliseconds(timing: Timing) -> str:
+    """The median, for a table."""
+    return f"{timing.median * 1e3:.3f}"
+
+
+def ratio(slower: Timing, faster: Timing) -> str:
+    """How many times the first took of the second."""
+    return f"{slower.median / faster.median:.2f}"
+
+
+def machine() -> str:
+    """The line under the title: what the figures were measured on."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return (
+        f"CPU figures: {platform.machine()} with {capability}, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}. Medians of interleaved runs in one process."
+    )

@@ -1,0 +1,88 @@
+"""Permutation against a copy of the same bytes and against indexing in eager torch."""
+
+import torch
+from _harness import Table, copy_of, interleaved, milliseconds, ratio
+from shapes import PERMUTATIONS, PermutationShape
+
+from moe_ext import ops
+
+
+def permute_row(shape: PermutationShape, dtype: torch.dtype) -> list[tuple[str, ...]]:
+    """One shape and dtype: the four passes, each beside eager torch and beside a copy."""
+    num_slots = shape.num_tokens * shape.top_k
+    x = torch.randn(shape.num_tokens, shape.model_dim).to(dtype)
+    idx = torch.rand(shape.num_tokens, shape.num_experts).topk(shape.top_k).indices
+    weights = torch.rand(shape.num_tokens, shape.top_k)
+    rows, permutation = ops.permute_tokens(x, idx, shape.num_experts)
+    grad = torch.randn_like(x)
+    tables = (permutation.slot_of_row, permutation.row_of_slot)
+    order = idx.flatten().argsort(stable=True)
+    token = order // shape.top_k
+    slot_weights = weights.flatten()[order].to(dtype)[:, None]
+    op = torch.ops.moe_ext
+
+    def eager_permute() -> torch.Tensor:
+        return x[idx.flatten().argsort(stable=True) // shape.top_k]
+
+    def eager_unpermute() -> torch.Tensor:
+        return torch.zeros_like(x).index_add_(0, token, rows * slot_weights)
+
+    def eager_unpermute_backward() -> tuple[torch.Tensor, torch.Tensor]:
+        gathered = grad[token]
+        return gathered * slot_weights, (gathered * rows).sum(dim=1)
+
+    passes = {
+        "permute": (
+            lambda: ops.permute_tokens(x, idx, shape.num_experts),
+            eager_permute,
+            shape.num_tokens + num_slots,
+        ),
+        "unpermute": (
+            lambda: ops.unpermute_tokens(rows, permutation, weights),
+            eager_unpermute,
+            shape.num_tokens + num_slots,
+        ),
+        "permute backward": (
+            lambda: op.unpermute_tokens(rows, *tables, shape.top_k),
+            lambda: torch.zeros_like(x).index_add_(0, token, rows),
+            shape.num_tokens + num_slots,
+        ),
+        "unpermute backward": (
+            lambda: op._unpermute_tokens_backward(grad, rows, *tables, weights),
+            eager_unpermute_backward,
+            shape.num_tokens + 2 * num_slots,
+        ),
+    }
+    result = []
+    for name, (ours, eager, rows_moved) in passes.items():
+        num_bytes = rows_moved * shape.model_dim * x.element_size()
+        times = interleaved({"ours": ours, "eager": eager, "copy": copy_of(num_bytes)})
+        share = times["copy"].median / times["ours"].median
+        label = f"T={shape.num_tokens} D={shape.model_dim} E={shape.num_experts} K={shape.top_k}"
+        result.append(
+            (
+                name,
+                label,
+                str(dtype).removeprefix("torch."),
+                milliseconds(times["ours"]),
+                milliseconds(times["eager"]),
+                ratio(times["eager"], times["ours"]),
+                f"{100 * share:.0f} %",
+            )
+        )
+    return result
+
+
+def tables() -> list[Table]:
+    """The table of docs/benchmarks.md."""
+    header = ("pass", "shape", "dtype", "ms", "eager ms", "eager / ours", "share of copy bandwidth")
+    note = (
+        "Bytes are counted as rows read plus rows written, each once; the copy moves as many in "
+        "the same run, into memory that is already mapped, while an operator's output is new. "
+        "Eager is indexing and `index_add_`, with the sort where the pass needs it."
+    )
+    rows = []
+    for shape in PERMUTATIONS:
+        for dtype in (torch.float32, torch.bfloat16):
+            rows += permute_row(shape, dtype)
+    return [Table("Permutation", note, header, rows)]

@@ -1,0 +1,50 @@
+"""python -m moe_ext info, and the forced instruction set."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import moe_ext
+
+
+def test_info_names_versions_backends_and_operators():
+    facts = moe_ext.info()
+    assert facts["versions"]["moe_ext"] == moe_ext.__version__
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["cpu"]["isa"] in facts["cpu"]["supported"]
+    assert {"permute_tokens", "unpermute_tokens"} <= set(facts["operators"])
+    assert "cuda" in facts["backends"]
+
+
+@pytest.mark.parametrize("brief", [[], ["--brief"]])
+def test_command_prints_them(brief):
+    command = [sys.executable, "-m", "moe_ext", "info", *brief]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert moe_ext.__version__ in text
+    assert "cuda" in text.lower()
+    assert (len(text.splitlines()) == 1) == bool(brief)
+
+
+def test_every_operator_has_a_public_function_and_a_docstring():
+    for name in moe_ext.info()["operators"]:
+        assert getattr(moe_ext.ops, name).__doc__, name
+
+
+def run_with_isa(isa):
+    command = [sys.executable, "-m", "moe_ext", "info"]
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "MOE_EXT_CPU_ISA": isa}
+    )
+
+
+def test_environment_forces_the_instruction_set():
+    assert "portable in use of" in run_with_isa("portable").stdout
+
+
+def test_unknown_instruction_set_is_refused():
+    result = run_with_isa("sse9")
+    assert result.returncode != 0
+    assert "expected MOE_EXT_CPU_ISA to be portable, avx2 or avx512, got sse9" in result.stderr
