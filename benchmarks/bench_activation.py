@@ -1,0 +1,65 @@
+"""Gated activations against eager torch and against a copy of the same bytes."""
+
+import torch
+import torch.nn.functional as F
+from _harness import Table, copy_of, interleaved, milliseconds, ratio
+
+from moe_ext import ops
+
+EAGER = {"swiglu": F.silu, "geglu": F.gelu, "reglu": F.relu}
+SHAPE = (4096, 2 * 1792)
+
+
+def eager_gated(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """What a layer without a fused operator runs."""
+    gate, up = x.chunk(2, dim=-1)
+    return EAGER[kind](gate) * up
+
+
+def activation_row(kind: str, dtype: torch.dtype) -> tuple[str, ...]:
+    """One kind and dtype, forward and forward plus backward."""
+    x = torch.randn(SHAPE).to(dtype)
+    leaf = x.clone().requires_grad_()
+    grad = torch.randn(SHAPE[0], SHAPE[1] // 2).to(dtype)
+    times = interleaved(
+        {
+            "ours": lambda: ops.gated_activation(x, kind=kind),
+            "eager": lambda: eager_gated(x, kind),
+            "ours train": lambda: torch.autograd.grad(
+                ops.gated_activation(leaf, kind=kind), leaf, grad
+            ),
+            "eager train": lambda: torch.autograd.grad(eager_gated(leaf, kind), leaf, grad),
+            "copy": copy_of(x.nbytes * 3 // 2),
+        }
+    )
+    share = times["copy"].median / times["ours"].median
+    return (
+        kind,
+        str(dtype).removeprefix("torch."),
+        milliseconds(times["ours"]),
+        milliseconds(times["eager"]),
+        ratio(times["eager"], times["ours"]),
+        f"{100 * share:.0f} %",
+        milliseconds(times["ours train"]),
+        ratio(times["eager train"], times["ours train"]),
+    )
+
+
+def tables() -> list[Table]:
+    """The table of docs/benchmarks.md."""
+    header = (
+        "kind",
+        "dtype",
+        "ms",
+        "eager ms",
+        "eager / ours",
+        "share of copy bandwidth",
+        "with backward ms",
+        "eager / ours",
+    )
+    note = (
+        f"Input [{SHAPE[0]}, {SHAPE[1]}]. Bytes are counted as input read plus output written, "
+        "each once; the copy moves as many, into memory that is already mapped."
+    )
+    kinds = [(kind, dtype) for kind in EAGER for dtype in (torch.float32, torch.bfloat16)]
+    return [Table("Gated activation", note, header, [activation_row(*kind) for kind in kinds])]
