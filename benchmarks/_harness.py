@@ -1,5 +1,6 @@
 """Interleaved timings, counted bytes and Markdown tables that the benchmarks share."""
 
+import ctypes
 import platform
 import statistics
 import time
@@ -34,6 +35,18 @@ class Table:
         lines.append("|" + "---|" * len(self.header))
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]
         return "\n".join(lines) + "\n"
+
+
+def keep_memory() -> None:
+    """Makes malloc reuse freed memory, for every contender alike.
+
+    By default glibc maps each large tensor anew, and the page faults of the fresh memory (three
+    times the time of a copy) would hide what the operators do.
+    """
+    mallopt = ctypes.CDLL(None).mallopt
+    m_trim_threshold, m_mmap_max = -1, -4
+    mallopt(m_mmap_max, 0)
+    mallopt(m_trim_threshold, 2**31 - 1)
 
 
 def interleaved(runs: Runs, *, seconds: float = 1.5, warmup: int = 2) -> dict[str, Timing]:
@@ -73,5 +86,7 @@ def machine() -> str:
     capability = torch.backends.cpu.get_cpu_capability()
     return (
         f"CPU figures: {platform.machine()} with {capability}, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}. Medians of interleaved runs in one process."
+        f"torch {torch.__version__}. Medians of interleaved runs in one process, with malloc set "
+        "to reuse freed memory (`MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=2147483647` does the "
+        "same for a training job: fresh memory costs three copies)."
     )

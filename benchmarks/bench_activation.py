@@ -59,7 +59,7 @@ def tables() -> list[Table]:
     )
     note = (
         f"Input [{SHAPE[0]}, {SHAPE[1]}]. Bytes are counted as input read plus output written, "
-        "each once; the copy moves as many, into memory that is already mapped."
+        "each once; the copy moves as many in the same run."
     )
     kinds = [(kind, dtype) for kind in EAGER for dtype in (torch.float32, torch.bfloat16)]
     return [Table("Gated activation", note, header, [activation_row(*kind) for kind in kinds])]

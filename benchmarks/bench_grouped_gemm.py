@@ -63,7 +63,7 @@ def tables() -> list[Table]:
     header = ("shape", "T", "dtype", "ms", "torch ms", "torch / ours", "ours / plain products")
     note = (
         "Forward and backward of the up projection. torch is `torch.nn.functional.grouped_mm`; the "
-        "plain products are three `mm(out=)` an expert into memory that is already mapped."
+        "plain products are three `mm(out=)` an expert."
     )
     rows = [
         product_row(shape, num_tokens, dtype)

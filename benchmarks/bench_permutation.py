@@ -78,7 +78,7 @@ def tables() -> list[Table]:
     header = ("pass", "shape", "dtype", "ms", "eager ms", "eager / ours", "share of copy bandwidth")
     note = (
         "Bytes are counted as rows read plus rows written, each once; the copy moves as many in "
-        "the same run, into memory that is already mapped, while an operator's output is new. "
+        "the same run. "
         "Eager is indexing and `index_add_`, with the sort where the pass needs it."
     )
     rows = []

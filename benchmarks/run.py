@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import torch
-from _harness import machine
+from _harness import keep_memory, machine
 
 BENCHMARKS = ("gating", "permutation", "activation", "grouped_gemm", "moe_layer")
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
@@ -13,6 +13,7 @@ REPORT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 
 def main() -> None:
     """Runs the benchmarks named on the command line, or all and keeps the report."""
+    keep_memory()
     torch.manual_seed(0)
     names = sys.argv[1:] or BENCHMARKS
     sections = []
