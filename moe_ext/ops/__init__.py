@@ -4,6 +4,20 @@ from moe_ext import _library
 
 _library.load()
 
+from moe_ext.ops.gating import (  # noqa: E402
+    GateOutput,
+    load_balance_loss,
+    router_z_loss,
+    topk_gate,
+)
 from moe_ext.ops.permutation import Permutation, permute_tokens, unpermute_tokens  # noqa: E402
 
-__all__ = ["Permutation", "permute_tokens", "unpermute_tokens"]
+__all__ = [
+    "GateOutput",
+    "Permutation",
+    "load_balance_loss",
+    "permute_tokens",
+    "router_z_loss",
+    "topk_gate",
+    "unpermute_tokens",
+]

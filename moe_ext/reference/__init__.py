@@ -1,5 +1,12 @@
 """Slow, obvious formulas in plain PyTorch: the tests' oracle, and the maths to read."""
 
+from moe_ext.reference.gating import load_balance_loss, router_z_loss, topk_gate
 from moe_ext.reference.permutation import permute_tokens, unpermute_tokens
 
-__all__ = ["permute_tokens", "unpermute_tokens"]
+__all__ = [
+    "load_balance_loss",
+    "permute_tokens",
+    "router_z_loss",
+    "topk_gate",
+    "unpermute_tokens",
+]

@@ -1,0 +1,42 @@
+// Gating: the argument checks that both backends share.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "common/check.h"
+#include "gating/gating_tables.h"
+
+namespace moe_ext::gating {
+
+// Checks everything that needs no look at the data.
+GateOptions check_topk_gate(
+    const Tensor& logits, // [T, E]
+    int64_t top_k, const std::string& score_fn, bool renormalize, double scale,
+    const std::optional<Tensor>& selection_bias, // [E]
+    int64_t num_groups, int64_t top_groups,
+    const std::optional<Tensor>& token_mask); // [T]
+
+GateOptions check_topk_gate_backward(
+    const std::optional<Tensor>& grad_weights,   // [T, K]
+    const std::optional<Tensor>& grad_score_sum, // [E]
+    const Tensor& logits,                        // [T, E]
+    const Tensor& topk_idx,                      // [T, K]
+    const std::string& score_fn, bool renormalize, double scale);
+
+void check_router_z_loss(
+    const char* op,
+    const Tensor& logits,                     // [T, E]
+    const std::optional<Tensor>& token_mask); // [T]
+
+void check_load_balance_loss(
+    const char* op,
+    const Tensor& score_sum,             // [E]
+    const Tensor& num_tokens_per_expert, // [E]
+    int64_t top_k);
+
+// A gradient of a scalar loss.
+void check_scalar_grad(const char* op, const Tensor& grad, const char* as_name, const Tensor& as);
+
+} // namespace moe_ext::gating

@@ -1,0 +1,342 @@
+// CPU side of the gate and of the router losses.
+// Tokens are cut into blocks of a fixed size; a block sums its scores and counts by itself and the blocks are added in
+// order, so the bits do not depend on the number of threads.
+#include <torch/csrc/stable/library.h>
+
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <tuple>
+#include <vector>
+
+#include "common/cpu_isa.h"
+#include "common/dispatch.h"
+#include "gating/gating.h"
+
+namespace moe_ext::gating {
+
+MOE_EXT_SELECT_KERNELS(Kernels)
+
+namespace {
+
+using torch::stable::parallel_for;
+
+constexpr int64_t kTokensPerBlock = 256;
+
+int64_t num_blocks(int64_t num_tokens) {
+  return (num_tokens + kTokensPerBlock - 1) / kTokensPerBlock;
+}
+
+std::optional<Tensor> contiguous(const std::optional<Tensor>& t) {
+  return t ? std::optional(torch::stable::contiguous(*t)) : std::nullopt;
+}
+
+template <typename T>
+const T* data_or_null(const std::optional<Tensor>& t) {
+  return t ? data<T>(*t) : nullptr;
+}
+
+// Says why the gate refused a token.
+template <typename T>
+[[noreturn]] void refuse(const GateArgs<T>& args, int64_t token) {
+  const T* row = args.logits + token * args.options.num_experts;
+  int64_t above = 0;
+  for (int64_t e = 0; e < args.options.num_experts; ++e) {
+    const auto logit = to_acc(row[e]);
+    MOE_CHECK(
+        logit < std::numeric_limits<acc_t<T>>::infinity(),
+        "topk_gate: expected logits to be free of NaN and +inf, got ", std::isnan(logit) ? "nan" : "inf", " at token ",
+        token, ", expert ", e);
+    above += logit > -std::numeric_limits<acc_t<T>>::infinity();
+  }
+  fail(
+      "topk_gate: expected logits to leave at least top_k = ", args.options.top_k,
+      " experts to choose from, got token ", token, " with ", above, " logits above -inf among ",
+      args.options.num_experts, " experts");
+}
+
+// Per block: sums of scores, and counts.
+template <typename T>
+struct Partials {
+  std::vector<acc_t<T>> score_sum;
+  std::vector<int64_t> counts;
+};
+
+template <typename T>
+Partials<T> gate_blocks(const GateArgs<T>& args, int64_t num_tokens) {
+  const int64_t num_experts = args.options.num_experts;
+  const int64_t blocks = num_blocks(num_tokens);
+  Partials<T> partials{std::vector<acc_t<T>>(blocks * num_experts), std::vector<int64_t>(blocks * num_experts, 0)};
+  std::atomic<int64_t> first_refused{num_tokens};
+  const auto& table = kernels().of<T>();
+  parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
+    std::vector<acc_t<T>> scratch(scratch_size(args.options));
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t token = table.gate(
+          args, block * kTokensPerBlock, std::min(num_tokens, (block + 1) * kTokensPerBlock),
+          partials.score_sum.data() + block * num_experts, partials.counts.data() + block * num_experts,
+          scratch.data());
+      int64_t seen = first_refused.load();
+      while (token >= 0 && token < seen && !first_refused.compare_exchange_weak(seen, token)) {
+      }
+    }
+  });
+  if (first_refused.load() < num_tokens) {
+    refuse(args, first_refused.load());
+  }
+  return partials;
+}
+
+template <typename T>
+void add_blocks(const Partials<T>& partials, int64_t blocks, const Tensor& score_sum, const Tensor& counts) {
+  for (int64_t e = 0; e < score_sum.size(0); ++e) {
+    double sum = 0;
+    int64_t count = 0;
+    for (int64_t block = 0; block < blocks; ++block) {
+      sum += partials.score_sum[block * score_sum.size(0) + e];
+      count += partials.counts[block * score_sum.size(0) + e];
+    }
+    data<acc_t<T>>(score_sum)[e] = static_cast<acc_t<T>>(sum);
+    data<int64_t>(counts)[e] = count;
+  }
+}
+
+std::optional<Tensor> finite_bias(const std::optional<Tensor>& selection_bias, ScalarType dtype) {
+  if (!selection_bias) {
+    return std::nullopt;
+  }
+  const Tensor bias = torch::stable::contiguous(torch::stable::to(*selection_bias, dtype));
+  for (int64_t e = 0; e < bias.size(0); ++e) {
+    const double value = dtype == ScalarType::Double ? data<double>(bias)[e] : data<float>(bias)[e];
+    MOE_CHECK(std::isfinite(value), "topk_gate: expected selection_bias to be finite, got ", value, " at expert ", e);
+  }
+  return bias;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> topk_gate_cpu(
+    Tensor logits, // [T, E]
+    int64_t top_k, std::string score_fn, bool renormalize, double scale,
+    std::optional<Tensor> selection_bias, // [E]
+    int64_t num_groups, int64_t top_groups,
+    std::optional<Tensor> token_mask) { // [T]
+  const GateOptions options =
+      check_topk_gate(logits, top_k, score_fn, renormalize, scale, selection_bias, num_groups, top_groups, token_mask);
+  const ScalarType acc = acc_dtype(logits.scalar_type());
+  const std::optional<Tensor> bias = finite_bias(selection_bias, acc);
+  const Tensor x = torch::stable::contiguous(logits);
+  const std::optional<Tensor> mask = contiguous(token_mask);
+  const int64_t num_tokens = logits.size(0);
+  Tensor weights = torch::stable::new_empty(logits, {num_tokens, top_k}, acc);
+  Tensor idx = torch::stable::new_empty(logits, {num_tokens, top_k}, ScalarType::Long);
+  Tensor counts = torch::stable::new_empty(logits, {options.num_experts}, ScalarType::Long);
+  Tensor score_sum = torch::stable::new_empty(logits, {options.num_experts}, acc);
+  dispatch_floating(logits.scalar_type(), [&]<typename T>() {
+    const GateArgs<T> args{
+        data<T>(x), data_or_null<acc_t<T>>(bias), data_or_null<bool>(mask), data<acc_t<T>>(weights), data<int64_t>(idx),
+        options};
+    add_blocks<T>(gate_blocks(args, num_tokens), num_blocks(num_tokens), score_sum, counts);
+  });
+  return {weights, idx, counts, score_sum};
+}
+
+// An index outside [-1, E) would write outside of the gradient.
+void check_idx(const Tensor& topk_idx, int64_t num_experts) {
+  const int64_t* idx = data<int64_t>(topk_idx);
+  for (int64_t i = 0; i < topk_idx.numel(); ++i) {
+    MOE_CHECK(
+        idx[i] >= -1 && idx[i] < num_experts, "_topk_gate_backward: expected topk_idx to be in [0, ", num_experts,
+        ") or -1, got ", idx[i], " at token ", i / topk_idx.size(1), ", choice ", i % topk_idx.size(1));
+    MOE_CHECK(
+        idx[i] >= 0 || idx[i / topk_idx.size(1) * topk_idx.size(1)] < 0,
+        "_topk_gate_backward: expected topk_idx to be -1 in all of a token's choices or in none, got -1 at token ",
+        i / topk_idx.size(1), ", choice ", i % topk_idx.size(1));
+  }
+}
+
+Tensor topk_gate_backward_cpu(
+    std::optional<Tensor> grad_weights,   // [T, K]
+    std::optional<Tensor> grad_score_sum, // [E]
+    Tensor logits,                        // [T, E]
+    Tensor topk_idx,                      // [T, K]
+    std::string score_fn, bool renormalize, double scale) {
+  const GateOptions options =
+      check_topk_gate_backward(grad_weights, grad_score_sum, logits, topk_idx, score_fn, renormalize, scale);
+  const Tensor index = torch::stable::contiguous(topk_idx);
+  check_idx(index, options.num_experts);
+  const Tensor x = torch::stable::contiguous(logits);
+  const std::optional<Tensor> dw = contiguous(grad_weights);
+  const std::optional<Tensor> ds = contiguous(grad_score_sum);
+  const int64_t n = options.num_experts;
+  Tensor grad = torch::stable::new_empty(logits, {logits.size(0), n});
+  dispatch_floating(logits.scalar_type(), [&]<typename T>() {
+    const auto& table = kernels().of<T>();
+    const auto* gw = data_or_null<acc_t<T>>(dw);
+    const int64_t* idx = data<int64_t>(index);
+    parallel_for(0, logits.size(0), grain_size(4 * n * sizeof(T)), [&](int64_t begin, int64_t end) {
+      std::vector<acc_t<T>> scratch(scratch_size(options));
+      for (int64_t t = begin; t < end; ++t) {
+        T* out = data<T>(grad) + t * n;
+        if (idx[t * options.top_k] < 0) {
+          std::fill_n(out, n, T{});
+          continue;
+        }
+        table.gate_backward(
+            out, data<T>(x) + t * n, idx + t * options.top_k, gw == nullptr ? gw : gw + t * options.top_k,
+            data_or_null<acc_t<T>>(ds), options, scratch.data());
+      }
+    });
+  });
+  return grad;
+}
+
+int64_t count_tokens(const std::optional<Tensor>& mask, int64_t num_tokens) {
+  if (!mask) {
+    return num_tokens;
+  }
+  int64_t count = 0;
+  for (int64_t t = 0; t < num_tokens; ++t) {
+    count += data<bool>(*mask)[t];
+  }
+  return count;
+}
+
+Tensor new_scalar(const Tensor& like, double value) {
+  Tensor out = torch::stable::new_empty(like, {}, acc_dtype(like.scalar_type()));
+  if (out.scalar_type() == ScalarType::Double) {
+    *data<double>(out) = value;
+  } else {
+    *data<float>(out) = static_cast<float>(value);
+  }
+  return out;
+}
+
+double scalar_value(const Tensor& t) {
+  return t.scalar_type() == ScalarType::Double ? *data<double>(t) : *data<float>(t);
+}
+
+Tensor router_z_loss_cpu(
+    Tensor logits,                      // [T, E]
+    std::optional<Tensor> token_mask) { // [T]
+  check_router_z_loss("router_z_loss", logits, token_mask);
+  const Tensor x = torch::stable::contiguous(logits);
+  const std::optional<Tensor> mask = contiguous(token_mask);
+  const int64_t num_tokens = logits.size(0);
+  const int64_t n = logits.size(1);
+  const bool* real = data_or_null<bool>(mask);
+  std::vector<double> partials(num_blocks(num_tokens), 0);
+  dispatch_floating(logits.scalar_type(), [&]<typename T>() {
+    const auto& table = kernels().of<T>();
+    parallel_for(0, num_blocks(num_tokens), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin * kTokensPerBlock; t < std::min(num_tokens, end * kTokensPerBlock); ++t) {
+        if (real == nullptr || real[t]) {
+          const double lse = table.logsumexp(data<T>(x) + t * n, n);
+          partials[t / kTokensPerBlock] += lse * lse;
+        }
+      }
+    });
+  });
+  double sum = 0;
+  for (double partial : partials) {
+    sum += partial;
+  }
+  const int64_t count = count_tokens(mask, num_tokens);
+  return new_scalar(logits, count == 0 ? 0 : sum / count);
+}
+
+Tensor router_z_loss_backward_cpu(
+    Tensor grad,                        // []
+    Tensor logits,                      // [T, E]
+    std::optional<Tensor> token_mask) { // [T]
+  check_router_z_loss("_router_z_loss_backward", logits, token_mask);
+  check_scalar_grad("_router_z_loss_backward", grad, "logits", logits);
+  const Tensor x = torch::stable::contiguous(logits);
+  const std::optional<Tensor> mask = contiguous(token_mask);
+  const int64_t n = logits.size(1);
+  const bool* real = data_or_null<bool>(mask);
+  Tensor out = torch::stable::new_empty(logits, {logits.size(0), n});
+  const double factor = 2 * scalar_value(grad) / static_cast<double>(count_tokens(mask, logits.size(0)));
+  dispatch_floating(logits.scalar_type(), [&]<typename T>() {
+    const auto& table = kernels().of<T>();
+    parallel_for(0, logits.size(0), grain_size(4 * n * sizeof(T)), [&](int64_t begin, int64_t end) {
+      std::vector<acc_t<T>> scratch(n);
+      for (int64_t t = begin; t < end; ++t) {
+        if (real == nullptr || real[t]) {
+          table.z_loss_backward(
+              data<T>(out) + t * n, data<T>(x) + t * n, static_cast<acc_t<T>>(factor), n, scratch.data());
+        } else {
+          std::fill_n(data<T>(out) + t * n, n, T{});
+        }
+      }
+    });
+  });
+  return out;
+}
+
+Tensor double_counts(const char* op, const Tensor& num_tokens_per_expert) {
+  const Tensor counts = torch::stable::contiguous(torch::stable::to(num_tokens_per_expert, ScalarType::Double));
+  for (int64_t e = 0; e < counts.size(0); ++e) {
+    MOE_CHECK(
+        data<double>(counts)[e] >= 0, op, ": expected num_tokens_per_expert to be at least 0, got ",
+        data<double>(counts)[e], " at expert ", e);
+  }
+  return counts;
+}
+
+// d loss / d score_sum[e] = slope * counts[e]: with N = sum of counts = T K, E f P = E (c / N) (S K / N).
+double balance_slope(const Tensor& counts, int64_t top_k) {
+  double total = 0;
+  for (int64_t e = 0; e < counts.size(0); ++e) {
+    total += data<double>(counts)[e];
+  }
+  return total == 0 ? 0 : static_cast<double>(counts.size(0) * top_k) / (total * total);
+}
+
+Tensor load_balance_loss_cpu(
+    Tensor score_sum,             // [E]
+    Tensor num_tokens_per_expert, // [E]
+    int64_t top_k) {
+  const char* op = "load_balance_loss";
+  check_load_balance_loss(op, score_sum, num_tokens_per_expert, top_k);
+  const Tensor counts = double_counts(op, num_tokens_per_expert);
+  const Tensor sums = torch::stable::contiguous(torch::stable::to(score_sum, ScalarType::Double));
+  double loss = 0;
+  for (int64_t e = 0; e < sums.size(0); ++e) {
+    loss += data<double>(counts)[e] * data<double>(sums)[e];
+  }
+  return new_scalar(score_sum, loss * balance_slope(counts, top_k));
+}
+
+Tensor load_balance_loss_backward_cpu(
+    Tensor grad,                  // []
+    Tensor score_sum,             // [E]
+    Tensor num_tokens_per_expert, // [E]
+    int64_t top_k) {
+  const char* op = "_load_balance_loss_backward";
+  check_load_balance_loss(op, score_sum, num_tokens_per_expert, top_k);
+  check_scalar_grad(op, grad, "score_sum", score_sum);
+  const Tensor counts = double_counts(op, num_tokens_per_expert);
+  const double slope = scalar_value(grad) * balance_slope(counts, top_k);
+  Tensor out = torch::stable::new_empty(score_sum, {score_sum.size(0)});
+  for (int64_t e = 0; e < out.size(0); ++e) {
+    const double value = slope * data<double>(counts)[e];
+    if (out.scalar_type() == ScalarType::Double) {
+      data<double>(out)[e] = value;
+    } else {
+      data<float>(out)[e] = static_cast<float>(value);
+    }
+  }
+  return out;
+}
+
+} // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
+  m.impl("topk_gate", TORCH_BOX(&topk_gate_cpu));
+  m.impl("_topk_gate_backward", TORCH_BOX(&topk_gate_backward_cpu));
+  m.impl("router_z_loss", TORCH_BOX(&router_z_loss_cpu));
+  m.impl("_router_z_loss_backward", TORCH_BOX(&router_z_loss_backward_cpu));
+  m.impl("load_balance_loss", TORCH_BOX(&load_balance_loss_cpu));
+  m.impl("_load_balance_loss_backward", TORCH_BOX(&load_balance_loss_backward_cpu));
+}
+
+} // namespace moe_ext::gating

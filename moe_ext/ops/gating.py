@@ -1,0 +1,291 @@
+"""Gating: scores, the choice of experts and their weights, and the router losses.
+
+Shape suffixes: T tokens, E experts, K top-k.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class GateOutput(NamedTuple):
+    """What a gate decides; unpacks in this order.
+
+    Attributes:
+        topk_weights (Tensor[T, K]): weights of the chosen experts, float32, or float64 for float64
+            logits; 0 for a masked token.
+        topk_idx (Tensor[T, K]): int64, the chosen experts, best first; -1 for a masked token.
+        num_tokens_per_expert (Tensor[E]): int64, choices of each expert by real tokens.
+        score_sum (Tensor[E]): sum over the real tokens of each expert's normalised score.
+    """
+
+    topk_weights: Tensor
+    topk_idx: Tensor
+    num_tokens_per_expert: Tensor
+    score_sum: Tensor
+
+
+def topk_gate(
+    logits_TE: Tensor,
+    top_k: int,
+    *,
+    score_fn: str = "softmax",
+    renormalize: bool = True,
+    scale: float = 1.0,
+    selection_bias: Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    token_mask: Tensor | None = None,
+) -> GateOutput:
+    r"""Chooses ``top_k`` experts for each token and weighs them, in one pass over the logits.
+
+    With :math:`p = \mathrm{softmax}(x)`, :math:`s = \sigma(x)` and the chosen experts :math:`C`,
+    the weight of :math:`i \in C` is ``scale`` times
+
+    ================  =================================  =======================================
+    ``score_fn``      ``renormalize=True``               ``renormalize=False``
+    ================  =================================  =======================================
+    ``softmax``       :math:`p_i / \sum_{j \in C} p_j`   :math:`p_i`
+    ``topk_softmax``  :math:`e^{x_i} / \sum_{j \in C} e^{x_j}`, whatever ``renormalize`` says
+    ``sigmoid``       :math:`s_i / \sum_{j \in C} s_j`   :math:`s_i`
+    ================  =================================  =======================================
+
+    where a sum of sigmoids below the smallest normal number is replaced by that number.
+
+    *Selection.* Experts are ranked by a key. Without ``selection_bias`` the key is the logit, which
+    orders experts as any of the scores does and still tells them apart where the scores underflow
+    or saturate. With it, the key is :math:`p_i + b_i`, or :math:`s_i + b_i` for
+    ``sigmoid``; the bias changes the choice and never the weights. Equal keys go to the lower
+    index. An expert with a logit of -inf is never chosen.
+
+    *Groups.* With ``top_groups < num_groups``, experts are cut into ``num_groups`` groups of
+    neighbours, and only those of the ``top_groups`` groups with the best score can be chosen. A
+    group's score is its largest key, and with ``selection_bias`` the sum of its two largest keys
+    (keys of -inf left out). Equal scores go to the lower group.
+
+    *Statistics.* ``score_sum[e]`` is the sum over real tokens of :math:`p_e`, for ``sigmoid`` of
+    :math:`s_e / \sum_j s_j`; with `load_balance_loss` it makes the balance loss.
+
+    Args:
+        logits_TE (Tensor[T, E]): float32, float64, bfloat16 or float16. Arithmetic is in float32,
+            in float64 for float64.
+        top_k (int): experts a token goes to, in [1, E] and within the kept groups.
+        score_fn (str): ``"softmax"`` over all experts before the choice, ``"topk_softmax"`` over
+            the chosen ones after it, or ``"sigmoid"``.
+        renormalize (bool): make each token's weights sum to ``scale``.
+        scale (float): finite factor of the weights, applied last.
+        selection_bias (Tensor[E]): finite, any floating dtype; not differentiated.
+        num_groups (int): groups of experts, a divisor of E.
+        top_groups (int): groups that a token may choose from, in [1, num_groups].
+        token_mask (Tensor[T]): bool, True for a real token. The logits of the others are not
+            looked at: they get ``topk_idx`` -1, weight 0, no count and zero gradient.
+
+    Returns:
+        GateOutput: differentiable in ``logits_TE`` through ``topk_weights`` and ``score_sum``; the
+        gradient has the dtype of the logits and does not go through the choice.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype, shape or value; a real token's logit
+            is NaN or +inf, or leaves fewer than ``top_k`` experts above -inf in the kept groups
+            (the message names the token).
+
+    Deterministic, with the same bits for any number of threads; does not synchronise the device.
+
+    Reference: Shazeer et al. 2017 (arXiv 1701.06538), eq. 3-5 (``topk_softmax``); Fedus et al. 2021
+    (arXiv 2101.03961), eq. 1-2 (``softmax``); DeepSeek-V2 (arXiv 2405.04434), section 2.2.2 (groups
+    by their largest score); DeepSeek-V3 (arXiv 2412.19437), eq. 13-16 (``sigmoid``, bias, groups by
+    their two largest).
+    """
+    bias = None if selection_bias is None else selection_bias.detach()
+    return GateOutput(
+        *torch.ops.moe_ext.topk_gate(
+            logits_TE,
+            top_k,
+            score_fn,
+            renormalize,
+            scale,
+            bias,
+            num_groups,
+            top_groups,
+            token_mask,
+        )
+    )
+
+
+def _acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@torch.library.register_fake("moe_ext::topk_gate")
+def _(
+    logits: Tensor,
+    top_k: int,
+    score_fn: str = "softmax",
+    renormalize: bool = True,
+    scale: float = 1.0,
+    selection_bias: Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    token_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch._check(
+        logits.dim() == 2,
+        lambda: f"topk_gate: expected logits to be a 2-D tensor [T, E], got {logits.dim()}-D",
+    )
+    num_tokens, num_experts = logits.shape
+    acc = _acc_dtype(logits.dtype)
+    return (
+        logits.new_empty((num_tokens, top_k), dtype=acc),
+        logits.new_empty((num_tokens, top_k), dtype=torch.int64),
+        logits.new_empty((num_experts,), dtype=torch.int64),
+        logits.new_empty((num_experts,), dtype=acc),
+    )
+
+
+def _gate_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    logits, _, ctx.score_fn, ctx.renormalize, ctx.scale, *_ = inputs
+    _, topk_idx, num_tokens_per_expert, _ = output
+    ctx.mark_non_differentiable(topk_idx, num_tokens_per_expert)
+    # A loss that reads the weights alone must not pay for the softmax over all experts.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, topk_idx)
+
+
+def _gate_backward(
+    ctx: Any, grad_weights: Tensor | None, _idx: Any, _counts: Any, grad_score_sum: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    logits, topk_idx = ctx.saved_tensors
+    grad_logits = None
+    if ctx.needs_input_grad[0] and not (grad_weights is None and grad_score_sum is None):
+        grad_logits = torch.ops.moe_ext._topk_gate_backward(
+            grad_weights, grad_score_sum, logits, topk_idx, ctx.score_fn, ctx.renormalize, ctx.scale
+        )
+    return grad_logits, None, None, None, None, None, None, None, None
+
+
+torch.library.register_autograd(
+    "moe_ext::topk_gate", _gate_backward, setup_context=_gate_setup_context
+)
+
+
+@torch.library.register_fake("moe_ext::_topk_gate_backward")
+def _(
+    grad_weights: Tensor | None,
+    grad_score_sum: Tensor | None,
+    logits: Tensor,
+    topk_idx: Tensor,
+    score_fn: str,
+    renormalize: bool,
+    scale: float,
+) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def router_z_loss(logits_TE: Tensor, *, token_mask: Tensor | None = None) -> Tensor:
+    r"""Keeps router logits small: :math:`\frac{1}{T} \sum_t (\log \sum_e e^{x_{t,e}})^2`.
+
+    The mean is over the real tokens, and 0 where there is none.
+
+    Args:
+        logits_TE (Tensor[T, E]): float32, float64, bfloat16 or float16. Arithmetic is in float32,
+            in float64 for float64, and the mean over tokens in float64.
+        token_mask (Tensor[T]): bool, True for a real token; the logits of the others are not looked
+            at and get zero gradient.
+
+    Returns:
+        Tensor[]: float32, or float64 for float64 logits. Differentiable in the logits. Logits that
+        are NaN or infinite give the value that the formula gives.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype or shape.
+
+    Deterministic, with the same bits for any number of threads; does not synchronise the device.
+
+    Reference: Zoph et al., ST-MoE, 2022 (arXiv 2202.08906), eq. 5.
+    """
+    return torch.ops.moe_ext.router_z_loss(logits_TE, token_mask)
+
+
+@torch.library.register_fake("moe_ext::router_z_loss")
+def _(logits: Tensor, token_mask: Tensor | None = None) -> Tensor:
+    return logits.new_empty((), dtype=_acc_dtype(logits.dtype))
+
+
+def _z_loss_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    logits, token_mask = inputs
+    ctx.save_for_backward(logits, token_mask)
+
+
+def _z_loss_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+    logits, token_mask = ctx.saved_tensors
+    if not ctx.needs_input_grad[0]:
+        return None, None
+    return torch.ops.moe_ext._router_z_loss_backward(grad, logits, token_mask), None
+
+
+torch.library.register_autograd(
+    "moe_ext::router_z_loss", _z_loss_backward, setup_context=_z_loss_setup_context
+)
+
+
+@torch.library.register_fake("moe_ext::_router_z_loss_backward")
+def _(grad: Tensor, logits: Tensor, token_mask: Tensor | None) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def load_balance_loss(score_sum_E: Tensor, num_tokens_per_expert_E: Tensor, top_k: int) -> Tensor:
+    r"""Rewards an even load: :math:`E \sum_e f_e P_e`, 1.0 when the load is balanced.
+
+    :math:`f_e = c_e / (T K)` is the share of the choices that went to expert e and
+    :math:`P_e = S_e / T` its mean score, with :math:`T K = \sum_e c_e`. 0 where there is no token.
+    Both arguments are sums over tokens: add those of several ranks or micro-batches before the call
+    for the loss of the global batch.
+
+    Args:
+        score_sum_E (Tensor[E]): float32 or float64, ``GateOutput.score_sum``.
+        num_tokens_per_expert_E (Tensor[E]): int32 or int64, ``GateOutput.num_tokens_per_expert``.
+        top_k (int): choices of each token, >= 1.
+
+    Returns:
+        Tensor[]: in the dtype of the score sums. Differentiable in the score sums.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype, shape or value.
+
+    Deterministic; does not synchronise the device.
+
+    Reference: Fedus et al., Switch Transformers, 2021 (arXiv 2101.03961), eq. 4-6, with the choices
+    of all K experts counted.
+    """
+    return torch.ops.moe_ext.load_balance_loss(score_sum_E, num_tokens_per_expert_E, top_k)
+
+
+@torch.library.register_fake("moe_ext::load_balance_loss")
+def _(score_sum: Tensor, num_tokens_per_expert: Tensor, top_k: int) -> Tensor:
+    return score_sum.new_empty(())
+
+
+def _balance_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    score_sum, num_tokens_per_expert, ctx.top_k = inputs
+    ctx.save_for_backward(score_sum, num_tokens_per_expert)
+
+
+def _balance_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+    score_sum, num_tokens_per_expert = ctx.saved_tensors
+    if not ctx.needs_input_grad[0]:
+        return None, None, None
+    grad_score_sum = torch.ops.moe_ext._load_balance_loss_backward(
+        grad, score_sum, num_tokens_per_expert, ctx.top_k
+    )
+    return grad_score_sum, None, None
+
+
+torch.library.register_autograd(
+    "moe_ext::load_balance_loss", _balance_backward, setup_context=_balance_setup_context
+)
+
+
+@torch.library.register_fake("moe_ext::_load_balance_loss_backward")
+def _(grad: Tensor, score_sum: Tensor, num_tokens_per_expert: Tensor, top_k: int) -> Tensor:
+    return score_sum.new_empty(score_sum.shape)

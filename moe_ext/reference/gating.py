@@ -1,0 +1,95 @@
+"""Gating written with PyTorch's own functions.
+
+Shape suffixes: T tokens, E experts, K top-k, G groups, R real (unmasked) tokens.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from moe_ext.ops.gating import GateOutput
+
+
+def topk_gate(
+    logits_TE: Tensor,
+    top_k: int,
+    *,
+    score_fn: str = "softmax",
+    renormalize: bool = True,
+    scale: float = 1.0,
+    selection_bias: Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    token_mask: Tensor | None = None,
+) -> GateOutput:
+    """As `moe_ext.ops.topk_gate`: the formulas one after another, on the real tokens."""
+    num_tokens, num_experts = logits_TE.shape
+    real_T = token_mask
+    if real_T is None:
+        real_T = torch.ones(num_tokens, dtype=torch.bool, device=logits_TE.device)
+    x_RE = _acc(logits_TE[real_T])
+    if score_fn == "sigmoid":
+        score_RE = x_RE.sigmoid()
+        share_RE = score_RE / _denominator(score_RE)
+        key_RE = score_RE
+    else:
+        score_RE = share_RE = key_RE = x_RE.softmax(dim=1)
+    if selection_bias is None:
+        key_RE = x_RE
+    else:
+        key_RE = (key_RE + selection_bias.to(x_RE.dtype)).masked_fill(x_RE == -math.inf, -math.inf)
+    key_RE = _limit_groups(key_RE.detach(), num_groups, top_groups, selection_bias is not None)
+    idx_RK = _top(key_RE, top_k)
+    if score_fn == "topk_softmax" or (score_fn == "softmax" and renormalize):
+        weights_RK = x_RE.gather(1, idx_RK).softmax(dim=1)
+    else:
+        weights_RK = score_RE.gather(1, idx_RK)
+        if renormalize:
+            weights_RK = weights_RK / _denominator(weights_RK)
+    weights_TK = x_RE.new_zeros((num_tokens, top_k)).index_put((real_T,), scale * weights_RK)
+    idx_TK = torch.full_like(weights_TK, -1, dtype=torch.int64).index_put((real_T,), idx_RK)
+    counts_E = torch.bincount(idx_RK.flatten(), minlength=num_experts)
+    return GateOutput(weights_TK, idx_TK, counts_E, share_RE.sum(dim=0))
+
+
+def router_z_loss(logits_TE: Tensor, *, token_mask: Tensor | None = None) -> Tensor:
+    """As `moe_ext.ops.router_z_loss`."""
+    x_RE = _acc(logits_TE if token_mask is None else logits_TE[token_mask])
+    return x_RE.logsumexp(dim=1).square().sum() / max(1, x_RE.shape[0])
+
+
+def load_balance_loss(score_sum_E: Tensor, num_tokens_per_expert_E: Tensor, top_k: int) -> Tensor:
+    """As `moe_ext.ops.load_balance_loss`."""
+    counts_E = num_tokens_per_expert_E.to(score_sum_E.dtype)
+    num_choices = counts_E.sum().clamp(min=1)
+    mean_score_E = score_sum_E * top_k / num_choices
+    return score_sum_E.shape[0] * (counts_E / num_choices * mean_score_E).sum()
+
+
+def _acc(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _denominator(scores: Tensor) -> Tensor:
+    return scores.sum(dim=1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+
+
+def _top(keys: Tensor, k: int) -> Tensor:
+    """Columns of the k largest, best first; a stable sort leaves the lower index first in a tie."""
+    return keys.sort(dim=1, descending=True, stable=True).indices[:, :k]
+
+
+def _limit_groups(key_RE: Tensor, num_groups: int, top_groups: int, biased: bool) -> Tensor:
+    if top_groups == num_groups:
+        return key_RE
+    num_tokens, num_experts = key_RE.shape
+    key_RGS = key_RE.reshape(num_tokens, num_groups, num_experts // num_groups)
+    best_two = key_RGS.sort(dim=2, descending=True).values[:, :, :2]
+    group_RG = best_two[:, :, 0]
+    if biased and best_two.shape[2] == 2:
+        second_RG = best_two[:, :, 1]
+        group_RG = group_RG + second_RG.masked_fill(second_RG == -math.inf, 0)
+    keep_RG = torch.zeros_like(group_RG, dtype=torch.bool)
+    keep_RG.scatter_(1, _top(group_RG, top_groups), True)
+    return key_RGS.masked_fill(~keep_RG[:, :, None], -math.inf).reshape(num_tokens, num_experts)

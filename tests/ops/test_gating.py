@@ -1,0 +1,600 @@
+"""topk_gate and the router losses against the reference, and what must hold for any logits."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ext import ops, reference
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+NUM_TOKENS = [0, 1, 255, 256, 257]
+NUM_EXPERTS = 24
+TOP_K = 4
+OPTIONS = {
+    "softmax": {},
+    "softmax_plain": {"renormalize": False},
+    "topk_softmax": {"score_fn": "topk_softmax", "renormalize": False},
+    "sigmoid": {"score_fn": "sigmoid", "scale": 2.5},
+    "sigmoid_plain": {"score_fn": "sigmoid", "renormalize": False},
+    "softmax_biased": {"selection_bias": True},
+    "softmax_plain_biased": {"selection_bias": True, "renormalize": False, "scale": 16.0},
+    "topk_softmax_biased": {"score_fn": "topk_softmax", "selection_bias": True},
+    "groups_by_largest": {"num_groups": 6, "top_groups": 2, "renormalize": False},
+    "sigmoid_groups_by_largest": {"score_fn": "sigmoid", "num_groups": 4, "top_groups": 2},
+    "groups_by_two_largest": {
+        "score_fn": "sigmoid",
+        "num_groups": 8,
+        "top_groups": 3,
+        "selection_bias": True,
+        "scale": 2.5,
+    },
+    "groups_of_one": {"num_groups": 24, "top_groups": 7, "selection_bias": True},
+}
+UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
+# One rounding to the logits' dtype on each side.
+GRAD_ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+
+
+def acc_dtype(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def tolerance(dtype, terms):
+    """Relative: two sums of `terms` positive numbers, and some 32 roundings around them."""
+    return (2 * terms + 32) * UNIT[acc_dtype(dtype)]
+
+
+def make(num_tokens, option, *, dtype=torch.float32, num_experts=NUM_EXPERTS):
+    logits = (2 * torch.randn(num_tokens, num_experts)).to(dtype)
+    options = dict(OPTIONS[option])
+    if options.get("selection_bias"):
+        options["selection_bias"] = torch.randn(num_experts) / 4
+    return logits, options
+
+
+def gate_with_grad(module, logits, top_k, options, grads):
+    leaf = logits.clone().requires_grad_()
+    out = module.topk_gate(leaf, top_k, **options)
+    (grad,) = torch.autograd.grad((out.topk_weights, out.score_sum), leaf, grads)
+    return out, grad
+
+
+def random_grads(logits, top_k):
+    dtype = acc_dtype(logits.dtype)
+    return torch.randn(logits.shape[0], top_k, dtype=dtype), torch.randn(
+        logits.shape[1], dtype=dtype
+    )
+
+
+def assert_equals_reference(logits, top_k, options):
+    grads = random_grads(logits, top_k)
+    out, grad = gate_with_grad(ops, logits, top_k, options, grads)
+    expected, expected_grad = gate_with_grad(reference, logits, top_k, options, grads)
+    assert torch.equal(out.topk_idx, expected.topk_idx)
+    assert torch.equal(out.num_tokens_per_expert, expected.num_tokens_per_expert)
+    dtype, num_experts = logits.dtype, logits.shape[1]
+    assert out.topk_weights.dtype == out.score_sum.dtype == acc_dtype(dtype)
+    assert grad.dtype == dtype
+    rtol = tolerance(dtype, num_experts)
+    # Scores of order 1e-30 are flushed or not: far below any weight that matters.
+    torch.testing.assert_close(out.topk_weights, expected.topk_weights, rtol=rtol, atol=1e-30)
+    rtol_sum = tolerance(dtype, num_experts + logits.shape[0])
+    torch.testing.assert_close(out.score_sum, expected.score_sum, rtol=rtol_sum, atol=1e-30)
+    # A gradient is a score times a difference of numbers up to the largest incoming gradient.
+    magnitude = options.get("scale", 1.0) * sum(
+        g.abs().max().item() if g.numel() else 0 for g in grads
+    )
+    torch.testing.assert_close(
+        grad,
+        expected_grad,
+        rtol=GRAD_ULP.get(dtype, rtol),
+        # Half's smallest step is 2^-24.
+        atol=4 * top_k * magnitude * rtol + 2.0**-24 * (dtype == torch.float16),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_gate_equals_the_reference(isa, option, dtype):
+    logits, options = make(257, option, dtype=dtype)
+    assert_equals_reference(logits, TOP_K, options)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_gate_of_any_number_of_tokens(option, num_tokens, masked):
+    logits, options = make(num_tokens, option)
+    if masked:
+        options["token_mask"] = torch.rand(num_tokens) > 0.4
+    assert_equals_reference(logits, TOP_K, options)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "top_k"),
+    [(1, 1), (2, 2), (7, 3), (8, 8), (16, 6), (33, 5), (64, 8), (64, 64), (160, 6), (257, 9)],
+)
+def test_any_number_of_experts(isa, num_experts, top_k):
+    for option in ("softmax", "sigmoid_plain"):
+        logits, options = make(35, option, num_experts=num_experts)
+        assert_equals_reference(logits, top_k, options)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_strided_inputs(option):
+    logits, options = make(257, option)
+    mask = torch.rand(257) > 0.4
+    grads = random_grads(logits, TOP_K)
+    expected, expected_grad = gate_with_grad(
+        ops, logits, TOP_K, {**options, "token_mask": mask}, grads
+    )
+    strided = {**options, "token_mask": torch.stack([mask, ~mask], dim=1)[:, 0]}
+    if "selection_bias" in options:
+        bias = options["selection_bias"]
+        strided["selection_bias"] = torch.stack([bias, -bias], dim=1)[:, 0]
+    grads = (grads[0].t().contiguous().t(), torch.stack([grads[1], grads[1]], dim=1)[:, 0])
+    columns_first = logits.t().contiguous().t()
+    every_second = torch.stack([logits, -logits], dim=2)[:, :, 0]
+    for view in (columns_first, every_second):
+        assert not view.is_contiguous()
+        leaf = view.detach().requires_grad_()
+        out = ops.topk_gate(leaf, TOP_K, **strided)
+        (grad,) = torch.autograd.grad((out.topk_weights, out.score_sum), leaf, grads)
+        assert all(torch.equal(a, b) for a, b in zip(out, expected, strict=True))
+        assert torch.equal(grad, expected_grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_same_bits_for_any_number_of_threads(isa, num_threads, dtype):
+    # Twelve blocks of tokens.
+    logits, options = make(3001, "groups_by_two_largest", dtype=dtype)
+    grads = random_grads(logits, TOP_K)
+    results = []
+    for threads in (1, 2, 3):
+        num_threads(threads)
+        out, grad = gate_with_grad(ops, logits, TOP_K, options, grads)
+        leaf = logits.clone().requires_grad_()
+        z_loss = ops.router_z_loss(leaf)
+        results.append((*out, grad, z_loss.detach(), *torch.autograd.grad(z_loss, leaf)))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ties_go_to_the_lower_index(isa, dtype):
+    out = ops.topk_gate(torch.zeros(40, 20, dtype=dtype), 5)
+    assert torch.equal(out.topk_idx, torch.arange(5).expand(40, 5))
+    # Few distinct logits, so that every row has ties at the edge of the choice.
+    logits = torch.randint(0, 3, (257, NUM_EXPERTS)).to(dtype)
+    for option in OPTIONS:
+        options = make(0, option)[1]
+        if "selection_bias" in options:
+            options["selection_bias"] = torch.zeros(NUM_EXPERTS)
+        for top_k in (1, 2, 5, 7):
+            actual = ops.topk_gate(logits, top_k, **options).topk_idx
+            assert torch.equal(actual, reference.topk_gate(logits, top_k, **options).topk_idx)
+
+
+def test_experts_are_told_apart_where_their_scores_are_equal():
+    logits = torch.tensor([[0.0, -300.0, -200.0], [500.0, 400.0, 600.0]])
+    assert ops.topk_gate(logits, 3).topk_idx.tolist() == [[0, 2, 1], [2, 0, 1]]
+    sigmoid = ops.topk_gate(logits, 3, score_fn="sigmoid")
+    assert sigmoid.topk_idx.tolist() == [[0, 2, 1], [2, 0, 1]]
+
+
+def test_extreme_logits_stay_finite(isa):
+    big = torch.finfo(torch.float32).max
+    logits = torch.tensor(
+        [[big, -big, 0.0, -math.inf], [-big, -big, -big, -big], [-300.0, -300.0, -400.0, -300.0]]
+    )
+    for score_fn in ("softmax", "topk_softmax", "sigmoid"):
+        for renormalize in (True, False):
+            for bias in (None, torch.tensor([-2.0, 1.0, 1.0, 1.0])):
+                leaf = logits.clone().requires_grad_()
+                out = ops.topk_gate(
+                    leaf, 2, score_fn=score_fn, renormalize=renormalize, selection_bias=bias
+                )
+                (out.topk_weights.square().sum() + out.score_sum.square().sum()).backward()
+                assert out.topk_weights.isfinite().all()
+                assert out.score_sum.isfinite().all()
+                assert leaf.grad.isfinite().all()
+
+
+def test_a_denominator_of_zero_gives_zero_weights():
+    leaf = torch.full((1, 4), -500.0, requires_grad=True)
+    out = ops.topk_gate(leaf, 2, score_fn="sigmoid")
+    out.topk_weights.sum().backward()
+    assert out.topk_weights.tolist() == [[0.0, 0.0]]
+    assert leaf.grad.abs().sum() == 0
+
+
+def test_an_expert_of_minus_infinity_is_never_chosen():
+    logits = torch.zeros(3, 4)
+    logits[:, 1] = -math.inf
+    bias = torch.tensor([0.0, 100.0, 0.0, 0.0])
+    for options in ({}, {"selection_bias": bias}, {"selection_bias": bias, "score_fn": "sigmoid"}):
+        out = ops.topk_gate(logits, 3, **options)
+        assert out.topk_idx.tolist() == [[0, 2, 3]] * 3
+        assert out.score_sum[1] == 0
+    # Alone in its group, expert 0 leaves -inf out of the group's sum and wins it.
+    logits[:, 0] = 1.0
+    out = ops.topk_gate(
+        logits, 1, num_groups=2, top_groups=1, selection_bias=torch.tensor([1.0, 0.0, 0.2, 0.2])
+    )
+    assert out.topk_idx.tolist() == [[0]] * 3
+
+
+def test_bias_changes_the_choice_and_not_the_weights():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    bias = torch.tensor([-5.0, 0.0, 0.0, 5.0], requires_grad=True)
+    out = ops.topk_gate(
+        logits, 2, score_fn="sigmoid", renormalize=False, selection_bias=bias, scale=2.0
+    )
+    assert out.topk_idx.tolist() == [[3, 1]]
+    expected = 2 * logits.sigmoid()[:, [3, 1]]
+    torch.testing.assert_close(out.topk_weights, expected, rtol=8 * 2.0**-24, atol=0)
+    assert not out.topk_weights.requires_grad
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_gradcheck(isa, option):
+    logits, options = make(11, option, dtype=torch.float64)
+    options["token_mask"] = torch.rand(11) > 0.3
+
+    def gate(logits):
+        out = ops.topk_gate(logits, TOP_K, **options)
+        return out.topk_weights, out.score_sum
+
+    assert torch.autograd.gradcheck(gate, (logits.requires_grad_(),))
+
+
+@pytest.mark.parametrize("option", ["softmax", "softmax_plain", "sigmoid"])
+@pytest.mark.parametrize("output", ["topk_weights", "score_sum"])
+def test_gradient_of_one_output_alone(option, output):
+    logits, options = make(9, option, dtype=torch.float64)
+
+    def gate(logits):
+        return getattr(ops.topk_gate(logits, TOP_K, **options), output)
+
+    assert torch.autograd.gradcheck(gate, (logits.requires_grad_(),))
+    # The gradient of a sum is expanded from one number.
+    gate(logits).sum().backward()
+    expected = torch.autograd.grad(gate(logits), logits, torch.ones_like(gate(logits)))[0]
+    assert torch.equal(logits.grad, expected)
+
+
+def test_integer_outputs_have_no_gradient():
+    out = ops.topk_gate(torch.randn(4, 8, requires_grad=True), 2)
+    assert out.topk_weights.requires_grad and out.score_sum.requires_grad
+    assert not out.topk_idx.requires_grad and not out.num_tokens_per_expert.requires_grad
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+def test_masked_tokens_are_not_looked_at(num_tokens, dtype):
+    logits, options = make(num_tokens, "groups_by_two_largest", dtype=dtype)
+    mask = torch.rand(num_tokens) > 0.5
+    poisoned = torch.where(mask[:, None], logits, torch.full_like(logits, math.nan))
+    options["token_mask"] = mask
+    grads = random_grads(logits, TOP_K)
+    out, grad = gate_with_grad(ops, logits, TOP_K, options, grads)
+    other, other_grad = gate_with_grad(ops, poisoned, TOP_K, options, grads)
+    assert all(torch.equal(a, b) for a, b in zip(out, other, strict=True))
+    assert torch.equal(grad, other_grad)
+    assert (out.topk_idx[~mask] == -1).all()
+    assert (out.topk_weights[~mask] == 0).all()
+    assert (grad[~mask] == 0).all()
+    leaf = poisoned.clone().requires_grad_()
+    loss = ops.router_z_loss(leaf, token_mask=mask)
+    loss.backward()
+    assert torch.equal(loss, ops.router_z_loss(logits, token_mask=mask))
+    assert leaf.grad.isfinite().all() and (leaf.grad[~mask] == 0).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_tokens=st.integers(0, 60),
+    num_groups=st.integers(1, 5),
+    group_size=st.integers(1, 6),
+    score_fn=st.sampled_from(["softmax", "topk_softmax", "sigmoid"]),
+    biased=st.booleans(),
+    levels=st.sampled_from([2, 5, 1000]),
+    seed=st.integers(0, 2**31),
+    data=st.data(),
+)
+def test_invariants(num_tokens, num_groups, group_size, score_fn, biased, levels, seed, data):
+    top_groups = data.draw(st.integers(1, num_groups))
+    top_k = data.draw(st.integers(1, top_groups * group_size))
+    num_experts = num_groups * group_size
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(0, levels, (num_tokens, num_experts), generator=generator) * 5 / levels
+    mask = torch.rand(num_tokens, generator=generator) > 0.3
+    bias = torch.randn(num_experts, generator=generator) if biased else None
+    options = dict(
+        score_fn=score_fn, selection_bias=bias, num_groups=num_groups, top_groups=top_groups
+    )
+    out = ops.topk_gate(logits, top_k, scale=3.0, token_mask=mask, **options)
+    num_real = int(mask.sum())
+    assert out.num_tokens_per_expert.sum() == num_real * top_k
+    assert (out.topk_idx[~mask] == -1).all() and (out.topk_weights[~mask] == 0).all()
+    chosen = out.topk_idx[mask]
+    assert torch.equal(
+        out.num_tokens_per_expert, torch.bincount(chosen.flatten(), minlength=num_experts)
+    )
+    assert all(len(set(row)) == top_k for row in chosen.tolist())
+    assert all(len({e // group_size for e in row}) <= top_groups for row in chosen.tolist())
+    rtol = (num_experts + 16) * 2.0**-23
+    torch.testing.assert_close(
+        out.topk_weights[mask].sum(dim=1), torch.full((num_real,), 3.0), rtol=rtol, atol=0
+    )
+    torch.testing.assert_close(
+        out.score_sum.sum(), torch.tensor(float(num_real)), rtol=rtol, atol=0
+    )
+    # A permutation of the tokens permutes the output: no token sees another.
+    order = torch.randperm(num_tokens, generator=generator)
+    moved = ops.topk_gate(logits[order], top_k, scale=3.0, token_mask=mask[order], **options)
+    assert torch.equal(moved.topk_idx, out.topk_idx[order])
+    assert torch.equal(moved.topk_weights, out.topk_weights[order])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+@pytest.mark.parametrize("num_experts", [1, 16, 33])
+def test_z_loss_equals_the_reference(isa, num_experts, num_tokens, dtype):
+    logits = (4 * torch.randn(num_tokens, num_experts)).to(dtype)
+    mask = torch.rand(num_tokens) > 0.3
+    results = []
+    for module in (ops, reference):
+        leaf = logits.clone().requires_grad_()
+        loss = module.router_z_loss(leaf, token_mask=mask)
+        assert loss.dtype == acc_dtype(dtype) and loss.shape == ()
+        results.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
+    (loss, grad), (expected_loss, expected_grad) = results
+    # The sum over tokens is the reference's error; a square doubles that of its argument, which is
+    # relative to the largest logit, not to a sum that may cancel it: four times 4.
+    terms = num_experts + num_tokens
+    rtol = tolerance(dtype, terms)
+    torch.testing.assert_close(loss, expected_loss, rtol=rtol, atol=16 * rtol)
+    torch.testing.assert_close(
+        grad,
+        expected_grad,
+        rtol=GRAD_ULP.get(dtype, rtol),
+        atol=32 * rtol / max(1, num_tokens) + 2.0**-24 * (dtype == torch.float16),
+    )
+
+
+def test_z_loss_of_infinite_and_strided_logits():
+    logits = torch.randn(20, 5)
+    assert torch.equal(
+        ops.router_z_loss(logits.t().contiguous().t()), ops.router_z_loss(logits.contiguous())
+    )
+    for value in (math.inf, -math.inf):
+        logits[3] = value
+        assert ops.router_z_loss(logits) == math.inf
+    logits[3, 1] = math.nan
+    assert ops.router_z_loss(logits).isnan()
+
+
+def test_z_loss_gradcheck():
+    logits = torch.randn(7, 9, dtype=torch.float64, requires_grad=True)
+    mask = torch.rand(7) > 0.3
+    assert torch.autograd.gradcheck(ops.router_z_loss, (logits,))
+    assert torch.autograd.gradcheck(
+        lambda logits: ops.router_z_loss(logits, token_mask=mask), (logits,)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("num_experts", [1, 8, 33])
+def test_balance_loss_equals_the_reference(num_experts, index_dtype, dtype):
+    counts = torch.randint(0, 50, (num_experts,)).to(index_dtype)
+    score_sum = (20 * torch.rand(num_experts)).to(dtype)
+    results = []
+    for module in (ops, reference):
+        leaf = score_sum.clone().requires_grad_()
+        loss = module.load_balance_loss(leaf, counts, 3)
+        assert loss.dtype == dtype and loss.shape == ()
+        results.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=tolerance(dtype, num_experts), atol=0)
+
+
+def test_balance_loss_is_one_when_balanced_and_zero_without_tokens():
+    logits = torch.zeros(16, 8)
+    out = ops.topk_gate(logits, 2)
+    assert ops.load_balance_loss(out.score_sum, torch.full((8,), 4), 2) == 1.0
+    # Every token at the same two experts, with all of its probability there.
+    logits[:, 2:4] = 100.0
+    out = ops.topk_gate(logits, 2)
+    loss = ops.load_balance_loss(out.score_sum, out.num_tokens_per_expert, 2)
+    torch.testing.assert_close(loss, torch.tensor(4.0), rtol=tolerance(torch.float32, 24), atol=0)
+    out = ops.topk_gate(logits[:0].requires_grad_(), 2)
+    loss = ops.load_balance_loss(out.score_sum, out.num_tokens_per_expert, 2)
+    assert loss == 0 and ops.router_z_loss(logits[:0]) == 0
+    loss.backward()
+
+
+def test_balance_loss_gradcheck():
+    score_sum = torch.rand(9, dtype=torch.float64, requires_grad=True)
+    counts = torch.randint(0, 9, (9,))
+    assert torch.autograd.gradcheck(
+        lambda score_sum: ops.load_balance_loss(score_sum, counts, 2), (score_sum,)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("option", ["softmax", "groups_by_two_largest"])
+def test_opcheck_gate(option, dtype):
+    logits, options = make(17, option, dtype=dtype)
+    mask = torch.rand(17) > 0.3
+    args = (
+        options.get("score_fn", "softmax"),
+        True,
+        options.get("scale", 1.0),
+        options.get("selection_bias"),
+        options.get("num_groups", 1),
+        options.get("top_groups", 1),
+        mask,
+    )
+    torch.library.opcheck(
+        torch.ops.moe_ext.topk_gate, (logits.clone().requires_grad_(), TOP_K, *args)
+    )
+    idx = ops.topk_gate(logits, TOP_K, **options, token_mask=mask).topk_idx
+    grads = random_grads(logits, TOP_K)
+    backward = torch.ops.moe_ext._topk_gate_backward
+    torch.library.opcheck(backward, (*grads, logits, idx, *args[:3]))
+    torch.library.opcheck(backward, (None, None, logits, idx, *args[:3]))
+
+
+def test_opcheck_losses():
+    logits = torch.randn(17, 8, requires_grad=True)
+    mask = torch.rand(17) > 0.3
+    z_loss = torch.ops.moe_ext.router_z_loss
+    torch.library.opcheck(z_loss, (logits, mask))
+    torch.library.opcheck(z_loss, (logits.detach().bfloat16().requires_grad_(), None))
+    z_backward = torch.ops.moe_ext._router_z_loss_backward
+    torch.library.opcheck(z_backward, (torch.tensor(2.0), logits.detach(), mask))
+    score_sum = torch.rand(8, requires_grad=True)
+    counts = torch.randint(0, 9, (8,))
+    torch.library.opcheck(torch.ops.moe_ext.load_balance_loss, (score_sum, counts, 2))
+    balance_backward = torch.ops.moe_ext._load_balance_loss_backward
+    torch.library.opcheck(balance_backward, (torch.tensor(2.0), score_sum.detach(), counts, 2))
+
+
+def test_compiles_as_one_graph_for_any_number_of_tokens():
+    def losses(logits, mask):
+        out = ops.topk_gate(logits, TOP_K, token_mask=mask)
+        balance = ops.load_balance_loss(out.score_sum, out.num_tokens_per_expert, TOP_K)
+        z_loss = ops.router_z_loss(logits, token_mask=mask)
+        return out.topk_weights.square().sum() + balance + z_loss
+
+    compiled = torch.compile(losses, fullgraph=True, dynamic=True, backend="aot_eager")
+    for num_tokens in (64, 65, 130):
+        logits = torch.randn(num_tokens, NUM_EXPERTS, requires_grad=True)
+        mask = torch.rand(num_tokens) > 0.3
+        actual, expected = compiled(logits, mask), losses(logits, mask)
+        assert torch.equal(actual, expected)
+        grads = [torch.autograd.grad(loss, logits)[0] for loss in (actual, expected)]
+        torch.testing.assert_close(*grads, rtol=0, atol=8 * 2.0**-24)
+
+
+LOGITS = torch.zeros(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("logits", "top_k", "options", "message"),
+    [
+        (LOGITS.int(), 2, {}, r"expected logits to be float32, .* got Int"),
+        (LOGITS[0], 2, {}, r"expected logits to be a 2-D tensor \[T, E\], got shape \[6\]"),
+        (LOGITS[:, :0], 1, {}, r"expected logits to have at least 1 expert, got shape \[4, 0\]"),
+        (LOGITS, 0, {}, r"expected top_k to be in \[1, 6\], the experts of logits, got 0"),
+        (LOGITS, 7, {}, r"expected top_k to be in \[1, 6\], the experts of logits, got 7"),
+        (LOGITS, 2, {"score_fn": "tanh"}, r"to be softmax, topk_softmax or sigmoid, got tanh"),
+        (LOGITS, 2, {"scale": math.nan}, r"expected scale to be finite, got nan"),
+        (LOGITS, 2, {"num_groups": 4}, r"num_groups to be a divisor of the 6 experts, got 4"),
+        (LOGITS, 2, {"num_groups": 0}, r"num_groups to be a divisor of the 6 experts, got 0"),
+        (LOGITS, 2, {"num_groups": 2, "top_groups": 3}, r"top_groups to be in \[1, 2\].* got 3"),
+        (LOGITS, 2, {"top_groups": 0}, r"expected top_groups to be in \[1, 1\].* got 0"),
+        (LOGITS, 5, {"num_groups": 3, "top_groups": 2}, r"top_k to be at most 4, .* got 5"),
+        (LOGITS, 2, {"selection_bias": LOGITS[0].int()}, r"selection_bias to be float32, .* Int"),
+        (LOGITS, 2, {"selection_bias": LOGITS}, r"selection_bias to be a 1-D tensor \[E\]"),
+        (LOGITS, 2, {"selection_bias": LOGITS[:, 0]}, r"selection_bias to be of size 6 in dim 0"),
+        (
+            LOGITS,
+            2,
+            {"selection_bias": torch.tensor([0, 0, math.inf, 0, 0, 0])},
+            r"expected selection_bias to be finite, got inf at expert 2",
+        ),
+        (LOGITS, 2, {"token_mask": LOGITS[:, 0]}, r"expected token_mask to be Bool, got Float"),
+        (LOGITS, 2, {"token_mask": LOGITS.bool()}, r"token_mask to be a 1-D tensor \[T\]"),
+        (LOGITS, 2, {"token_mask": LOGITS[0].bool()}, r"token_mask to be of size 4 in dim 0"),
+    ],
+)
+def test_gate_refuses(logits, top_k, options, message):
+    with pytest.raises(RuntimeError, match=r"^topk_gate: .*" + message):
+        ops.topk_gate(logits, top_k, **options)
+
+
+@pytest.mark.parametrize("score_fn", ["softmax", "topk_softmax", "sigmoid"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("value", "name"), [(math.nan, "nan"), (math.inf, "inf")])
+def test_refuses_logits_by_token_and_expert(isa, value, name, dtype, score_fn):
+    logits = torch.randn(600, 9).to(dtype)
+    logits[580, 0] = logits[301, 7] = logits[301, 8] = value
+    message = rf"^topk_gate: expected logits to be .* got {name} at token 301, expert 7$"
+    with pytest.raises(RuntimeError, match=message):
+        ops.topk_gate(logits, 3, score_fn=score_fn)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("top_k", [2, 5])
+def test_refuses_rows_with_too_few_experts(isa, top_k, biased):
+    logits = torch.randn(70, 9)
+    logits[33, 1:] = -math.inf
+    logits[50] = -math.inf
+    bias = torch.randn(9) if biased else None
+    message = rf"at least top_k = {top_k} experts .* got token 33 with 1 logits above -inf among 9"
+    with pytest.raises(RuntimeError, match=message):
+        ops.topk_gate(logits, top_k, selection_bias=bias)
+    # The best group holds one expert above -inf.
+    logits = torch.zeros(2, 4)
+    logits[1] = torch.tensor([5.0, -math.inf, 0.0, 0.0])
+    with pytest.raises(RuntimeError, match=r"got token 1 with 3 logits above -inf"):
+        ops.topk_gate(logits, 2, num_groups=2, top_groups=1)
+
+
+@pytest.mark.parametrize(
+    ("idx", "message"),
+    [
+        ([[0, 6]], r"expected topk_idx to be in \[0, 6\) or -1, got 6 at token 0, choice 1"),
+        ([[-2, 0]], r"expected topk_idx to be in \[0, 6\) or -1, got -2 at token 0, choice 0"),
+        ([[0, -1]], r"-1 in all of a token's choices or in none, got -1 at token 0, choice 1"),
+    ],
+)
+def test_gate_backward_refuses_an_index_that_points_outside(idx, message):
+    with pytest.raises(RuntimeError, match=r"^_topk_gate_backward: .*" + message):
+        torch.ops.moe_ext._topk_gate_backward(
+            torch.zeros(1, 2), None, LOGITS[:1], torch.tensor(idx), "softmax", True, 1.0
+        )
+
+
+COUNTS = torch.ones(6, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ops.router_z_loss(LOGITS.long()), r"^router_z_loss: .* logits to be float32"),
+        (lambda: ops.router_z_loss(LOGITS[0]), r"logits to be a 2-D tensor \[T, E\]"),
+        (lambda: ops.router_z_loss(LOGITS[:, :0]), r"logits to have at least 1 expert"),
+        (
+            lambda: ops.router_z_loss(LOGITS, token_mask=COUNTS[:4]),
+            r"expected token_mask to be Bool, got Long",
+        ),
+        (
+            lambda: ops.load_balance_loss(LOGITS[0].half(), COUNTS, 1),
+            r"^load_balance_loss: expected score_sum to be float32 or float64, got Half",
+        ),
+        (
+            lambda: ops.load_balance_loss(LOGITS[0], COUNTS.float(), 1),
+            r"expected num_tokens_per_expert to be int32 or int64, got Float",
+        ),
+        (lambda: ops.load_balance_loss(LOGITS, COUNTS, 1), r"score_sum to be a 1-D tensor \[E\]"),
+        (
+            lambda: ops.load_balance_loss(LOGITS[0], COUNTS[:5], 1),
+            r"num_tokens_per_expert to be of size 6 in dim 0 \(the experts of score_sum\)",
+        ),
+        (lambda: ops.load_balance_loss(LOGITS[0], COUNTS, 0), r"top_k to be at least 1, got 0"),
+        (
+            lambda: ops.load_balance_loss(LOGITS[0], -COUNTS, 1),
+            r"num_tokens_per_expert to be at least 0, got -1 at expert 0",
+        ),
+    ],
+)
+def test_losses_refuse(call, message):
+    with pytest.raises(RuntimeError, match=message):
+        call()
