@@ -10,11 +10,13 @@ from moe_ext.ops.gating import (  # noqa: E402
     router_z_loss,
     topk_gate,
 )
+from moe_ext.ops.grouped_gemm import grouped_mm  # noqa: E402
 from moe_ext.ops.permutation import Permutation, permute_tokens, unpermute_tokens  # noqa: E402
 
 __all__ = [
     "GateOutput",
     "Permutation",
+    "grouped_mm",
     "load_balance_loss",
     "permute_tokens",
     "router_z_loss",

@@ -1,9 +1,11 @@
 """Slow, obvious formulas in plain PyTorch: the tests' oracle, and the maths to read."""
 
 from moe_ext.reference.gating import load_balance_loss, router_z_loss, topk_gate
+from moe_ext.reference.grouped_gemm import grouped_mm
 from moe_ext.reference.permutation import permute_tokens, unpermute_tokens
 
 __all__ = [
+    "grouped_mm",
     "load_balance_loss",
     "permute_tokens",
     "router_z_loss",

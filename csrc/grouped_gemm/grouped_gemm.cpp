@@ -1,0 +1,84 @@
+#include "grouped_gemm/grouped_gemm.h"
+
+#include <torch/csrc/stable/library.h>
+
+namespace moe_ext::grouped_gemm {
+
+STABLE_TORCH_LIBRARY_FRAGMENT(moe_ext, m) {
+  m.def("grouped_mm(Tensor x, Tensor weight, Tensor expert_offsets, Tensor? bias=None) -> Tensor");
+  m.def("_grouped_mm_backward_weight(Tensor grad, Tensor x, Tensor expert_offsets) -> Tensor");
+  m.def("_grouped_mm_backward_bias(Tensor grad, Tensor expert_offsets) -> Tensor");
+}
+
+namespace {
+
+void check_offsets_tensor(const char* op, const Tensor& expert_offsets) {
+  check_dtype(op, "expert_offsets", expert_offsets, ScalarType::Long);
+  check_dim(op, "expert_offsets", expert_offsets, 1, "[E + 1]");
+  MOE_CHECK(
+      expert_offsets.size(0) >= 1, op, ": expected expert_offsets to have E + 1 entries, got shape ",
+      shape_string(expert_offsets));
+}
+
+void check_same_dtype(const char* op, const char* name, const Tensor& t, const char* as_name, const Tensor& as) {
+  MOE_CHECK(
+      t.scalar_type() == as.scalar_type(), op, ": expected ", name, " to be ", dtype_string(as), " as ", as_name,
+      ", got ", dtype_string(t));
+}
+
+} // namespace
+
+void check_grouped_mm(
+    const Tensor& x, const Tensor& weight, const Tensor& expert_offsets, const std::optional<Tensor>& bias) {
+  const char* op = "grouped_mm";
+  check_same_device(op, "weight", weight, "x", x);
+  check_same_device(op, "expert_offsets", expert_offsets, "x", x);
+  check_floating(op, "x", x);
+  check_same_dtype(op, "weight", weight, "x", x);
+  check_dim(op, "x", x, 2, "[N, K]");
+  check_dim(op, "weight", weight, 3, "[E, M, K]");
+  check_offsets_tensor(op, expert_offsets);
+  check_size(op, "weight", weight, 2, x.size(1), "the columns of x");
+  check_size(op, "expert_offsets", expert_offsets, 0, weight.size(0) + 1, "the experts of weight + 1");
+  if (bias) {
+    check_same_device(op, "bias", *bias, "x", x);
+    check_same_dtype(op, "bias", *bias, "x", x);
+    check_dim(op, "bias", *bias, 2, "[E, M]");
+    check_size(op, "bias", *bias, 0, weight.size(0), "the experts of weight");
+    check_size(op, "bias", *bias, 1, weight.size(1), "the rows of each expert's weight");
+  }
+}
+
+void check_backward_weight(const Tensor& grad, const Tensor& x, const Tensor& expert_offsets) {
+  const char* op = "_grouped_mm_backward_weight";
+  check_same_device(op, "x", x, "grad", grad);
+  check_floating(op, "grad", grad);
+  check_same_dtype(op, "x", x, "grad", grad);
+  check_dim(op, "grad", grad, 2, "[N, M]");
+  check_dim(op, "x", x, 2, "[N, K]");
+  check_size(op, "x", x, 0, grad.size(0), "the rows of grad");
+  check_same_device(op, "expert_offsets", expert_offsets, "grad", grad);
+  check_offsets_tensor(op, expert_offsets);
+}
+
+void check_backward_bias(const Tensor& grad, const Tensor& expert_offsets) {
+  const char* op = "_grouped_mm_backward_bias";
+  check_floating(op, "grad", grad);
+  check_dim(op, "grad", grad, 2, "[N, M]");
+  check_same_device(op, "expert_offsets", expert_offsets, "grad", grad);
+  check_offsets_tensor(op, expert_offsets);
+}
+
+void check_offsets(const char* op, const int64_t* offsets, int64_t num_experts, int64_t num_rows) {
+  MOE_CHECK(offsets[0] >= 0, op, ": expected expert_offsets to start at 0 or later, got ", offsets[0]);
+  for (int64_t e = 0; e < num_experts; ++e) {
+    MOE_CHECK(
+        offsets[e] <= offsets[e + 1], op, ": expected expert_offsets to be non-decreasing, got ", offsets[e], " then ",
+        offsets[e + 1], " at expert ", e);
+  }
+  MOE_CHECK(
+      offsets[num_experts] <= num_rows, op, ": expected expert_offsets to end within the ", num_rows, " rows, got ",
+      offsets[num_experts]);
+}
+
+} // namespace moe_ext::grouped_gemm

@@ -1,0 +1,190 @@
+// CPU side of the grouped matrix product: one library product per expert, written straight into its slice of the
+// result. The slices are made by from_blob: one call each, where narrow, select and transpose are up to three.
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "common/dispatch.h"
+#include "grouped_gemm/grouped_gemm.h"
+
+namespace moe_ext::grouped_gemm {
+namespace {
+
+using torch::stable::parallel_for;
+
+// A 2-D view that owns nothing: it must not outlive the tensor it was taken from.
+struct Matrix {
+  int64_t rows;
+  int64_t cols;
+  int64_t row_stride;
+  int64_t col_stride;
+};
+
+Tensor view_of(const Tensor& t, int64_t offset, const Matrix& m) {
+  char* begin = static_cast<char*>(t.data_ptr()) + offset * static_cast<int64_t>(t.element_size());
+  const std::array<int64_t, 2> sizes = {m.rows, m.cols};
+  const std::array<int64_t, 2> strides = {m.row_stride, m.col_stride};
+  return torch::stable::from_blob(
+      begin, sizes, strides, torch::stable::Device(torch::headeronly::DeviceType::CPU), t.scalar_type());
+}
+
+// Rows [begin, end) of a 2-D tensor.
+Tensor rows_of(const Tensor& t, int64_t begin, int64_t end) {
+  return view_of(t, begin * t.stride(0), {end - begin, t.size(1), t.stride(0), t.stride(1)});
+}
+
+Tensor rows_transposed(const Tensor& t, int64_t begin, int64_t end) {
+  return view_of(t, begin * t.stride(0), {t.size(1), end - begin, t.stride(1), t.stride(0)});
+}
+
+// Matrix e of a 3-D tensor.
+Tensor matrix_of(const Tensor& t, int64_t e) {
+  return view_of(t, e * t.stride(0), {t.size(1), t.size(2), t.stride(1), t.stride(2)});
+}
+
+Tensor matrix_transposed(const Tensor& t, int64_t e) {
+  return view_of(t, e * t.stride(0), {t.size(2), t.size(1), t.stride(2), t.stride(1)});
+}
+
+// out = a b
+void mm_out(const Tensor& out, const Tensor& a, const Tensor& b) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 3> stack = {from(a), from(b), from(out)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
+  // The returned alias of out holds a reference of its own.
+  (void)torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// out = a b + bias, rounded once. The dispatcher's stable entry takes no Scalar, which addmm needs.
+void addmm_out(const Tensor& out, const Tensor& bias, const Tensor& a, const Tensor& b) {
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), bias.get(), a.get(), b.get(), 1.0, 1.0));
+}
+
+void zero_rows(const Tensor& t, int64_t begin, int64_t end) {
+  const int64_t row_bytes = t.size(1) * static_cast<int64_t>(t.element_size());
+  if (end > begin && row_bytes > 0) {
+    std::memset(static_cast<char*>(t.data_ptr()) + begin * row_bytes, 0, (end - begin) * row_bytes);
+  }
+}
+
+Tensor grouped_mm_cpu(
+    Tensor x,                     // [N, K]
+    Tensor weight,                // [E, M, K]
+    Tensor expert_offsets,        // [E + 1]
+    std::optional<Tensor> bias) { // [E, M]
+  check_grouped_mm(x, weight, expert_offsets, bias);
+  const int64_t num_experts = weight.size(0);
+  const int64_t dim = weight.size(1);
+  const Tensor offsets_tensor = torch::stable::contiguous(expert_offsets);
+  const int64_t* offsets = data<int64_t>(offsets_tensor);
+  check_offsets("grouped_mm", offsets, num_experts, x.size(0));
+  const Tensor out = torch::stable::new_empty(x, {x.size(0), dim});
+  zero_rows(out, 0, offsets[0]);
+  zero_rows(out, offsets[num_experts], x.size(0));
+  for (int64_t e = 0; e < num_experts; ++e) {
+    const int64_t begin = offsets[e];
+    const int64_t end = offsets[e + 1];
+    if (begin == end || dim == 0) {
+      continue;
+    }
+    const Tensor out_e = rows_of(out, begin, end);
+    const Tensor x_e = rows_of(x, begin, end);
+    const Tensor weight_e = matrix_transposed(weight, e);
+    if (bias) {
+      addmm_out(out_e, rows_of(*bias, e, e + 1), x_e, weight_e);
+    } else {
+      mm_out(out_e, x_e, weight_e);
+    }
+  }
+  return out;
+}
+
+// grad_weight[e] = grad_e^T x_e; an expert without rows gets zeros.
+Tensor backward_weight_cpu(
+    Tensor grad,             // [N, M]
+    Tensor x,                // [N, K]
+    Tensor expert_offsets) { // [E + 1]
+  check_backward_weight(grad, x, expert_offsets);
+  const int64_t num_experts = expert_offsets.size(0) - 1;
+  const Tensor offsets_tensor = torch::stable::contiguous(expert_offsets);
+  const int64_t* offsets = data<int64_t>(offsets_tensor);
+  check_offsets("_grouped_mm_backward_weight", offsets, num_experts, grad.size(0));
+  const Tensor grad_weight = torch::stable::new_empty(grad, {num_experts, grad.size(1), x.size(1)});
+  const int64_t bytes = grad.size(1) * x.size(1) * static_cast<int64_t>(grad.element_size());
+  for (int64_t e = 0; bytes > 0 && e < num_experts; ++e) {
+    if (offsets[e] == offsets[e + 1]) {
+      std::memset(static_cast<char*>(grad_weight.data_ptr()) + e * bytes, 0, bytes);
+    } else {
+      mm_out(
+          matrix_of(grad_weight, e), rows_transposed(grad, offsets[e], offsets[e + 1]),
+          rows_of(x, offsets[e], offsets[e + 1]));
+    }
+  }
+  return grad_weight;
+}
+
+// Sums one expert's rows of columns [begin, begin + width): blocks of rows first, then the blocks, so that the error
+// grows with the square root of the number of rows and the order does not depend on threads.
+template <typename T>
+void sum_rows(T* out, const T* rows, int64_t num_rows, int64_t dim, int64_t width) {
+  constexpr int64_t kRowsPerBlock = 64;
+  constexpr int64_t kTile = 64;
+  for (int64_t tile = 0; tile < width; tile += kTile) {
+    const int64_t cols = std::min(kTile, width - tile);
+    acc_t<T> total[kTile] = {};
+    for (int64_t first = 0; first < num_rows; first += kRowsPerBlock) {
+      acc_t<T> block[kTile] = {};
+      for (int64_t row = first; row < std::min(num_rows, first + kRowsPerBlock); ++row) {
+        for (int64_t i = 0; i < cols; ++i) {
+          block[i] += to_acc(rows[row * dim + tile + i]);
+        }
+      }
+      for (int64_t i = 0; i < cols; ++i) {
+        total[i] += block[i];
+      }
+    }
+    for (int64_t i = 0; i < cols; ++i) {
+      out[tile + i] = from_acc<T>(total[i]);
+    }
+  }
+}
+
+Tensor backward_bias_cpu(
+    Tensor grad,             // [N, M]
+    Tensor expert_offsets) { // [E + 1]
+  check_backward_bias(grad, expert_offsets);
+  const int64_t num_experts = expert_offsets.size(0) - 1;
+  const int64_t dim = grad.size(1);
+  const Tensor offsets_tensor = torch::stable::contiguous(expert_offsets);
+  const int64_t* offsets = data<int64_t>(offsets_tensor);
+  check_offsets("_grouped_mm_backward_bias", offsets, num_experts, grad.size(0));
+  const Tensor in = torch::stable::contiguous(grad);
+  const Tensor grad_bias = torch::stable::new_empty(grad, {num_experts, dim});
+  constexpr int64_t kColsPerTask = 256;
+  const int64_t tasks = (dim + kColsPerTask - 1) / kColsPerTask;
+  dispatch_floating(grad.scalar_type(), [&]<typename T>() {
+    parallel_for(0, num_experts * tasks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t e = task / tasks;
+        const int64_t col = task % tasks * kColsPerTask;
+        sum_rows(
+            data<T>(grad_bias) + e * dim + col, data<T>(in) + offsets[e] * dim + col, offsets[e + 1] - offsets[e], dim,
+            std::min(kColsPerTask, dim - col));
+      }
+    });
+  });
+  return grad_bias;
+}
+
+} // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
+  m.impl("grouped_mm", TORCH_BOX(&grouped_mm_cpu));
+  m.impl("_grouped_mm_backward_weight", TORCH_BOX(&backward_weight_cpu));
+  m.impl("_grouped_mm_backward_bias", TORCH_BOX(&backward_bias_cpu));
+}
+
+} // namespace moe_ext::grouped_gemm

@@ -1,0 +1,129 @@
+"""Grouped matrix product: each expert's rows times that expert's weight.
+
+Shape suffixes: E experts, K input features, M output features, N rows.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def grouped_mm(
+    x_NK: Tensor, weight_EMK: Tensor, expert_offsets: Tensor, *, bias_EM: Tensor | None = None
+) -> Tensor:
+    r"""Multiplies the rows of each expert by that expert's weight.
+
+    .. math:: y_r = W_e x_r + b_e \quad\text{for the rows } r \text{ of expert } e
+
+    One library product per expert, written straight into its rows of the result; the backward pass
+    writes each expert's weight gradient straight into the stacked one. Under autocast, float32,
+    bfloat16 and float16 arguments are cast to the autocast dtype and gradients come back in the
+    dtype of the arguments.
+
+    Args:
+        x_NK (Tensor[N, K]): rows sorted by expert; float32, float64, bfloat16 or float16, any
+            strides.
+        weight_EMK (Tensor[E, M, K]): one matrix per expert, in the dtype of the rows, any strides.
+        expert_offsets (Tensor[E + 1]): int64, non-decreasing, in [0, N]; expert ``e`` owns the rows
+            from ``expert_offsets[e]`` to ``expert_offsets[e + 1]``.
+        bias_EM (Tensor[E, M]): added to each expert's rows, in the dtype of the rows; None adds
+            nothing.
+
+    Returns:
+        Tensor[N, M]: rows of no expert are zero. Differentiable, any number of times, in rows,
+        weight and bias; rows of no expert get zero gradients.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype or shape, or the offsets decrease or
+        leave the rows.
+
+    Deterministic as far as the library's matrix product is.
+    """
+    device_type = x_NK.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        x_NK, weight_EMK = _autocast(x_NK, dtype), _autocast(weight_EMK, dtype)
+        bias_EM = None if bias_EM is None else _autocast(bias_EM, dtype)
+    y_NM: Tensor = torch.ops.moe_ext.grouped_mm(x_NK, weight_EMK, expert_offsets, bias_EM)
+    return y_NM
+
+
+def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # As torch's own rules: float64 stays as it is.
+    return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+
+@torch.library.register_fake("moe_ext::grouped_mm")
+def _(x: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[1]))
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weight, expert_offsets, _ = inputs
+    needs_x, needs_weight, *_ = ctx.needs_input_grad
+    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, expert_offsets)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, expert_offsets = ctx.saved_tensors
+    needs_x, needs_weight, _, *needs_bias = ctx.needs_input_grad  # No entry for a bias left out.
+    grad = grad.contiguous()  # Expanded gradients: one copy here instead of one per product.
+    grad_x = grad_weight = grad_bias = None
+    if needs_x:
+        grad_x = torch.ops.moe_ext.grouped_mm(grad, weight.transpose(1, 2), expert_offsets)
+    if needs_weight:
+        grad_weight = torch.ops.moe_ext._grouped_mm_backward_weight(grad, x, expert_offsets)
+    if any(needs_bias):
+        grad_bias = torch.ops.moe_ext._grouped_mm_backward_bias(grad, expert_offsets)
+    return grad_x, grad_weight, None, grad_bias
+
+
+torch.library.register_autograd("moe_ext::grouped_mm", _backward, setup_context=_setup_context)
+
+
+@torch.library.register_fake("moe_ext::_grouped_mm_backward_weight")
+def _(grad: Tensor, x: Tensor, expert_offsets: Tensor) -> Tensor:
+    return grad.new_empty((expert_offsets.shape[0] - 1, grad.shape[1], x.shape[1]))
+
+
+def _weight_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _weight_backward(ctx: Any, gradient_EMK: Tensor) -> tuple[Tensor | None, ...]:
+    grad, x, expert_offsets = ctx.saved_tensors
+    grad_grad = grad_x = None
+    if ctx.needs_input_grad[0]:
+        grad_grad = torch.ops.moe_ext.grouped_mm(x, gradient_EMK, expert_offsets)
+    if ctx.needs_input_grad[1]:
+        grad_x = torch.ops.moe_ext.grouped_mm(grad, gradient_EMK.transpose(1, 2), expert_offsets)
+    return grad_grad, grad_x, None
+
+
+torch.library.register_autograd(
+    "moe_ext::_grouped_mm_backward_weight", _weight_backward, setup_context=_weight_setup_context
+)
+
+
+@torch.library.register_fake("moe_ext::_grouped_mm_backward_bias")
+def _(grad: Tensor, expert_offsets: Tensor) -> Tensor:
+    return grad.new_empty((expert_offsets.shape[0] - 1, grad.shape[1]))
+
+
+def _bias_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    grad, expert_offsets = inputs
+    ctx.num_rows = grad.shape[0]
+    ctx.save_for_backward(expert_offsets)
+
+
+def _bias_backward(ctx: Any, gradient_EM: Tensor) -> tuple[Tensor, None]:
+    (expert_offsets,) = ctx.saved_tensors
+    # Each row of an expert takes that expert's gradient: the product of a column of ones with it.
+    ones_N1 = gradient_EM.new_ones((ctx.num_rows, 1))
+    return torch.ops.moe_ext.grouped_mm(ones_N1, gradient_EM[:, :, None], expert_offsets), None
+
+
+torch.library.register_autograd(
+    "moe_ext::_grouped_mm_backward_bias", _bias_backward, setup_context=_bias_setup_context
+)

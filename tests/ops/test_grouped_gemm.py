@@ -1,0 +1,348 @@
+"""grouped_mm against the reference in float64, and what must hold for any offsets."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ext import ops, reference
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+NUM_ROWS = [0, 1, 255, 256, 257]
+
+# One rounding to the output's dtype, and one of the accumulator's for each product and each sum.
+OUT_EPS = {
+    torch.float32: 2.0**-24,
+    torch.float64: 2.0**-53,
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+}
+HALF_SUBNORMAL = 2.0**-25
+
+
+def acc_eps(dtype):
+    return 2.0**-53 if dtype == torch.float64 else 2.0**-24
+
+
+def assert_close(actual, expected, magnitude, num_terms):
+    """expected in float64; magnitude is the sum of the absolute values of the num_terms terms."""
+    bound = OUT_EPS[actual.dtype] * expected.abs()
+    bound = bound + (2 * num_terms + 2) * acc_eps(actual.dtype) * magnitude
+    bound = bound + HALF_SUBNORMAL * (actual.dtype == torch.float16)
+    assert ((actual.double() - expected).abs() <= bound).all()
+
+
+def make_offsets(num_rows, num_experts, *, head=0, tail=0):
+    """Random offsets with an empty expert; the first head and the last tail rows are left out."""
+    inner = torch.randint(head, max(head, num_rows - tail) + 1, (num_experts - 1,)).sort().values
+    offsets = torch.tensor([head, *inner.tolist(), max(head, num_rows - tail)])
+    if num_experts > 2:
+        offsets[1] = offsets[2]
+    return offsets
+
+
+def make(num_rows, *, num_experts=5, k=33, m=17, dtype=torch.float32, **kwargs):
+    x = torch.randn(num_rows, k).to(dtype).requires_grad_()
+    weight = torch.randn(num_experts, m, k).to(dtype).requires_grad_()
+    bias = torch.randn(num_experts, m).to(dtype).requires_grad_()
+    return x, weight, bias, make_offsets(num_rows, num_experts, **kwargs)
+
+
+def check_against_reference(x, weight, bias, offsets, grad=None):
+    args = [t for t in (x, weight, bias) if t is not None]
+    y = ops.grouped_mm(x, weight, offsets, bias_EM=bias)
+    grad = torch.randn(y.shape).to(y.dtype) if grad is None else grad(y)
+    grads = torch.autograd.grad(y, args, grad)
+
+    def in_float64(transform):
+        wide = [transform(t.detach().double()).requires_grad_() for t in args]
+        wide_bias = wide[2] if bias is not None else None
+        out = reference.grouped_mm(wide[0], wide[1], offsets, bias_EM=wide_bias)
+        return out, *torch.autograd.grad(out, wide, transform(grad.double()))
+
+    expected, magnitude = in_float64(lambda t: t), in_float64(torch.abs)
+    num_rows, num_terms = x.shape[0], (x.shape[1] + 1, weight.shape[1])
+    counts = (num_terms[0], num_terms[1], num_rows, num_rows)
+    for actual, wide, bound, terms in zip((y, *grads), expected, magnitude, counts, strict=False):
+        assert actual.dtype == x.dtype
+        assert_close(actual, wide, bound, terms)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_the_reference(dtype, num_rows, with_bias):
+    x, weight, bias, offsets = make(num_rows, dtype=dtype)
+    check_against_reference(x, weight, bias if with_bias else None, offsets)
+
+
+@pytest.mark.parametrize(
+    "num_experts, k, m",
+    [(1, 8, 8), (1, 1, 1), (4, 0, 3), (4, 3, 0), (40, 5, 3), (3, 256, 129)],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_awkward_sizes(dtype, num_experts, k, m):
+    x, weight, bias, offsets = make(31, num_experts=num_experts, k=k, m=m, dtype=dtype)
+    check_against_reference(x, weight, bias, offsets)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_experts(dtype):
+    x, weight = torch.randn(7, 3).to(dtype).requires_grad_(), torch.randn(0, 5, 3).to(dtype)
+    y = ops.grouped_mm(x, weight, torch.tensor([2]))
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert y.shape == (7, 5) and (y == 0).all() and (grad == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_arguments(dtype):
+    x, weight, bias, offsets = make(63, dtype=dtype)
+    variants = {
+        "column major": (
+            x.t().contiguous().t(),
+            weight.transpose(1, 2).contiguous().transpose(1, 2),
+        ),
+        "experts innermost": (x, weight.permute(1, 2, 0).contiguous().permute(2, 0, 1)),
+        "every other": (
+            torch.stack([x, -x], dim=2)[:, :, 0],
+            torch.stack([weight, -weight], dim=3)[:, :, :, 0],
+        ),
+        "expanded": (x[:1].expand(63, -1), weight[:1].expand(5, -1, -1)),
+    }
+    for x_view, weight_view in variants.values():
+        check_against_reference(
+            x_view.detach().requires_grad_(), weight_view.detach().requires_grad_(), bias, offsets
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_expanded_and_strided_gradients(dtype):
+    x, weight, bias, offsets = make(63, dtype=dtype)
+    check_against_reference(x, weight, bias, offsets, lambda y: y.new_ones(()).expand(y.shape))
+    check_against_reference(
+        x, weight, bias, offsets, lambda y: torch.randn(y.shape[1], 63).to(dtype).t()
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_no_expert_are_zero_and_get_no_gradient(dtype):
+    x, weight, bias, offsets = make(63, dtype=dtype, head=5, tail=9)
+    with torch.no_grad():
+        x[:5], x[-9:] = float("nan"), float("inf")
+    y = ops.grouped_mm(x, weight, offsets, bias_EM=bias)
+    grads = torch.autograd.grad(y.sum(), (x, weight, bias))
+    for rows in (y, grads[0]):
+        assert (rows[:5] == 0).all() and (rows[-9:] == 0).all()
+    assert all(grad.isfinite().all() for grad in grads)
+    empty = (offsets.diff() == 0).nonzero().flatten()
+    assert len(empty) and (grads[1][empty] == 0).all() and (grads[2][empty] == 0).all()
+
+
+@pytest.mark.parametrize("needed", ["x", "weight", "bias"])
+def test_only_the_needed_gradient_is_computed(needed):
+    tensors = dict(zip(("x", "weight", "bias"), make(20)[:3], strict=True))
+    offsets = make_offsets(20, 5)
+    for name, tensor in tensors.items():
+        tensor.requires_grad_(name == needed)
+    y = ops.grouped_mm(tensors["x"], tensors["weight"], offsets, bias_EM=tensors["bias"])
+    with torch.profiler.profile() as profile:
+        y.sum().backward()
+    assert [name for name, tensor in tensors.items() if tensor.grad is not None] == [needed]
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls.get("aten::mm", 0) == (0 if needed == "bias" else int((offsets.diff() > 0).sum()))
+
+
+def test_gradcheck_twice():
+    x, weight, bias, offsets = make(
+        13, num_experts=4, k=3, m=2, dtype=torch.float64, head=1, tail=2
+    )
+
+    def f(x, weight, bias):
+        return ops.grouped_mm(x, weight, offsets, bias_EM=bias)
+
+    assert torch.autograd.gradcheck(f, (x, weight, bias))
+    assert torch.autograd.gradgradcheck(f, (x, weight, bias))
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_opcheck(with_bias):
+    x, weight, bias, offsets = make(13)
+    args = (x, weight, offsets, bias if with_bias else None)
+    torch.library.opcheck(torch.ops.moe_ext.grouped_mm.default, args)
+    grad = torch.randn(13, 17, requires_grad=True)
+    torch.library.opcheck(torch.ops.moe_ext._grouped_mm_backward_weight.default, (grad, x, offsets))
+    torch.library.opcheck(torch.ops.moe_ext._grouped_mm_backward_bias.default, (grad, offsets))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_and_returns_gradients_in_the_parameters_dtype(dtype):
+    x, weight, bias, offsets = make(20)
+    with torch.autocast("cpu", dtype=dtype):
+        y = ops.grouped_mm(x, weight, offsets, bias_EM=bias)
+    expected = ops.grouped_mm(x.to(dtype), weight.to(dtype), offsets, bias_EM=bias.to(dtype))
+    assert y.dtype == dtype and torch.equal(y, expected)
+    y.float().sum().backward()
+    assert all(t.grad.dtype == torch.float32 for t in (x, weight, bias))
+    mixed = ops.grouped_mm
+    with torch.autocast("cpu", dtype=dtype):
+        assert mixed(x.to(dtype), weight, offsets).dtype == dtype
+        assert mixed(x.double(), weight.double(), offsets).dtype == torch.float64
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiles_to_one_graph(autocast):
+    x, weight, bias, offsets = make(20)
+
+    def step(x, weight, bias, offsets):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            return ops.grouped_mm(x, weight, offsets, bias_EM=bias)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (step, compiled):
+        y = function(x, weight, bias, offsets)
+        results.append((y, *torch.autograd.grad(y.float().sum(), (x, weight, bias))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bias_gradient_has_the_same_bits_for_any_number_of_threads(num_threads, dtype):
+    grad = torch.randn(3001, 257).to(dtype)
+    offsets = make_offsets(3001, 5)
+    results = []
+    for threads in (1, 2, 3):
+        num_threads(threads)
+        results.append(torch.ops.moe_ext._grouped_mm_backward_bias(grad, offsets))
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_saves_only_its_arguments():
+    x, weight, bias, offsets = make(20)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        ops.grouped_mm(x, weight, offsets, bias_EM=bias)
+        assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in (x, weight, offsets)}
+        saved.clear()
+        ops.grouped_mm(x, weight.detach(), offsets)
+        assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in (weight, offsets)}
+
+
+ERRORS = {
+    "x_dtype": (
+        {"x": torch.ones(4, 3, dtype=torch.int64)},
+        "expected x to be float32, .* got Long",
+    ),
+    "weight_dtype": (
+        {"weight": torch.ones(2, 5, 3).double()},
+        "expected weight to be Float as x, got Double",
+    ),
+    "x_dim": (
+        {"x": torch.ones(4, 3, 1)},
+        r"expected x to be a 2-D tensor \[N, K\], got shape \[4, 3, 1\]",
+    ),
+    "weight_dim": (
+        {"weight": torch.ones(5, 3)},
+        r"expected weight to be a 3-D tensor \[E, M, K\], got shape \[5, 3\]",
+    ),
+    "inner": (
+        {"weight": torch.ones(2, 5, 4)},
+        r"expected weight to be of size 3 in dim 2 \(the columns of x\), got shape \[2, 5, 4\]",
+    ),
+    "offsets_dtype": (
+        {"offsets": torch.tensor([0, 1, 2]).int()},
+        "expected expert_offsets to be Long, got Int",
+    ),
+    "offsets_dim": (
+        {"offsets": torch.tensor(0)},
+        r"expected expert_offsets to be a 1-D tensor \[E \+ 1\], got shape \[\]",
+    ),
+    "offsets_size": (
+        {"offsets": torch.tensor([0, 1])},
+        r"expected expert_offsets to be of size 3 in dim 0 \(the experts of weight \+ 1\), got",
+    ),
+    "offsets_start": (
+        {"offsets": torch.tensor([-1, 1, 2])},
+        "expected expert_offsets to start at 0 or later, got -1",
+    ),
+    "offsets_decrease": (
+        {"offsets": torch.tensor([0, 3, 2])},
+        "expected expert_offsets to be non-decreasing, got 3 then 2 at expert 1",
+    ),
+    "offsets_end": (
+        {"offsets": torch.tensor([0, 1, 5])},
+        "expected expert_offsets to end within the 4 rows, got 5",
+    ),
+    "bias_dtype": (
+        {"bias": torch.ones(2, 5).bfloat16()},
+        "expected bias to be Float as x, got BFloat16",
+    ),
+    "bias_dim": (
+        {"bias": torch.ones(5)},
+        r"expected bias to be a 2-D tensor \[E, M\], got shape \[5\]",
+    ),
+    "bias_experts": (
+        {"bias": torch.ones(3, 5)},
+        r"expected bias to be of size 2 in dim 0 .*, got shape \[3, 5\]",
+    ),
+    "bias_size": (
+        {"bias": torch.ones(2, 4)},
+        r"expected bias to be of size 5 in dim 1 .*, got shape \[2, 4\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case):
+    change, message = ERRORS[case]
+    args = {
+        "x": torch.ones(4, 3),
+        "weight": torch.ones(2, 5, 3),
+        "offsets": torch.tensor([0, 1, 4]),
+        "bias": None,
+        **change,
+    }
+    with pytest.raises(RuntimeError, match=f"grouped_mm: {message}"):
+        torch.ops.moe_ext.grouped_mm(args["x"], args["weight"], args["offsets"], args["bias"])
+
+
+BACKWARD_ERRORS = {
+    "rows": (
+        (torch.ones(4, 5), torch.ones(3, 3)),
+        r"expected x to be of size 4 in dim 0 \(the rows of grad\)",
+    ),
+    "dtype": (
+        (torch.ones(4, 5), torch.ones(4, 3).double()),
+        "expected x to be Float as grad, got Double",
+    ),
+    "offsets": (
+        (torch.ones(2, 5), torch.ones(2, 3)),
+        "expected expert_offsets to end within the 2 rows, got 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BACKWARD_ERRORS)
+def test_backward_errors(case):
+    (grad, x), message = BACKWARD_ERRORS[case]
+    offsets = torch.tensor([0, 1, 4])
+    with pytest.raises(RuntimeError, match=f"_grouped_mm_backward_weight: {message}"):
+        torch.ops.moe_ext._grouped_mm_backward_weight(grad, x, offsets)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_offsets_give_each_row_the_product_of_its_expert(data):
+    num_rows = data.draw(st.integers(0, 40))
+    bounds = data.draw(st.lists(st.integers(0, num_rows), min_size=2, max_size=9).map(sorted))
+    num_experts = len(bounds) - 1
+    # Small integers: every product and sum is exact, whatever the order.
+    x = torch.randint(-4, 5, (num_rows, 6)).float().requires_grad_()
+    weight = torch.randint(-4, 5, (num_experts, 3, 6)).float().requires_grad_()
+    bias = torch.randint(-4, 5, (num_experts, 3)).float().requires_grad_()
+    grad = torch.randint(-4, 5, (num_rows, 3)).float()
+    results = []
+    for function in (ops.grouped_mm, reference.grouped_mm):
+        y = function(x, weight, torch.tensor(bounds), bias_EM=bias)
+        grads = torch.autograd.grad(y, (x, weight, bias), grad, materialize_grads=True)
+        results.append((y, *grads))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
