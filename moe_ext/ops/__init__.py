@@ -4,6 +4,7 @@ from moe_ext import _library
 
 _library.load()
 
+from moe_ext.ops.activation import activation, gated_activation  # noqa: E402
 from moe_ext.ops.gating import (  # noqa: E402
     GateOutput,
     load_balance_loss,
@@ -16,6 +17,8 @@ from moe_ext.ops.permutation import Permutation, permute_tokens, unpermute_token
 __all__ = [
     "GateOutput",
     "Permutation",
+    "activation",
+    "gated_activation",
     "grouped_mm",
     "load_balance_loss",
     "permute_tokens",

@@ -1,0 +1,25 @@
+// Activations: the argument checks that both backends share.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "activation/activation_tables.h"
+#include "common/check.h"
+
+namespace moe_ext::activation {
+
+struct GatedOptions {
+  Kind kind; // of the gate
+  Layout layout;
+};
+
+Kind check_activation(const char* op, const Tensor& x, const std::string& kind);
+
+// x [..., 2F]
+GatedOptions check_gated(const char* op, const Tensor& x, const std::string& kind, const std::string& layout);
+
+// The gradient of an output: x's device and dtype, and x's shape but for the last dimension.
+void check_grad(const char* op, const Tensor& grad, const Tensor& x, int64_t last_dim);
+
+} // namespace moe_ext::activation

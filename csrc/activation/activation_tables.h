@@ -1,0 +1,30 @@
+// The loops that activation_simd.cpp provides for each instruction set. Torch-free.
+#pragma once
+
+#include <cstdint>
+
+#include "common/simd.h"
+
+namespace moe_ext::activation {
+
+enum class Kind { kSilu, kGelu, kGeluTanh, kRelu, kReluSquared };
+
+// Where the two halves of a gated input lie: the gate's columns before the up columns, or one beside the other.
+enum class Layout { kConcatenated, kInterleaved };
+
+// Gated loops take n outputs of one row. x points at the first gate; its up is at x + dim (concatenated) or x + 1.
+template <typename T>
+struct Loops {
+  // out[i] = f(x[i])
+  void (*activation)(Kind kind, T* out, const T* x, int64_t n);
+  // grad_x[i] = grad[i] f'(x[i])
+  void (*activation_backward)(Kind kind, T* grad_x, const T* grad, const T* x, int64_t n);
+  // out[i] = f(gate[i]) up[i]
+  void (*gated)(Kind kind, Layout layout, T* out, const T* x, int64_t dim, int64_t n);
+  // grad_gate[i] = grad[i] up[i] f'(gate[i]), grad_up[i] = grad[i] f(gate[i]), laid out as x
+  void (*gated_backward)(Kind kind, Layout layout, T* grad_x, const T* grad, const T* x, int64_t dim, int64_t n);
+};
+
+using Kernels = PerDtype<Loops>;
+
+} // namespace moe_ext::activation

@@ -1,0 +1,34 @@
+"""Activations composed of torch's own functions.
+
+Shape suffixes: F ffn; ``...`` any leading dimensions.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
+}
+_GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def gated_activation(x: Tensor, *, kind: str = "swiglu", layout: str = "concatenated") -> Tensor:
+    """As `moe_ext.ops.gated_activation`: split the columns, activate the gate, multiply."""
+    gate, up = x.chunk(2, dim=-1) if layout == "concatenated" else (x[..., ::2], x[..., 1::2])
+    return (_FUNCTIONS[_GATES[kind]](_widen(gate)) * _widen(up)).to(x.dtype)
+
+
+def activation(x: Tensor, *, kind: str) -> Tensor:
+    """As `moe_ext.ops.activation`."""
+    return _FUNCTIONS[kind](_widen(x)).to(x.dtype)

@@ -1,0 +1,299 @@
+"""Plain and gated activations against the reference in float64, for every instruction set."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ext import ops, reference
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+KINDS = ["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
+GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+LAYOUTS = ["concatenated", "interleaved"]
+SIZES = [0, 1, 255, 256, 257]
+
+OUT_EPS = {
+    torch.float32: 2.0**-24,
+    torch.float64: 2.0**-53,
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+}
+
+
+def bound(dtype, kind, x, expected, factor):
+    """How far |factor * f(x)| or |factor * f'(x)| may be from ``expected``, all in float64.
+
+    The cumulative functions are good to eight roundings of the accumulator (exponential 2.5,
+    polynomial 2.5, division, sum, product), and an exponential turns a relative error of its
+    argument into that of the result times the argument: x^2 / 2 has one rounding, 2 u has four.
+    A slope is the sum of two such terms, of which neither is larger than 1.2 + f'.
+    Results below 2^-126 may be flushed. In float64 the formulas of torch cancel: their own error.
+    """
+    eps = 2.0**-53 if dtype == torch.float64 else 2.0**-24
+    u = 0.8 * (x + 0.0447 * x**3)
+    argument = {"gelu": x.square() / 2, "gelu_tanh": 8 * u.abs()}.get(kind, 0 * x).clamp(max=200)
+    tail = torch.exp(-argument / (8 if kind == "gelu_tanh" else 1)) * argument * (1 + x.abs())
+    scale = (8 * expected.abs() + (tail + 8 * torch.exp(-x.abs() / 2)) * factor.abs()) * eps
+    if dtype == torch.float64:
+        scale = scale + 8 * eps * (1 + x.abs()) * factor.abs()
+    subnormal = 2.0**-25 if dtype == torch.float16 else 2.0**-118
+    return scale + OUT_EPS[dtype] * expected.abs() + subnormal
+
+
+def make(*shape, dtype):
+    # The middle, where the functions bend, and the tails, where they are flat.
+    return (torch.randn(shape) * torch.tensor([0.1, 1.0, 5.0])[torch.randint(3, shape)]).to(dtype)
+
+
+def slope_and_value(kind, gate):
+    leaf = gate.detach().double().requires_grad_()
+    value = reference.activation(leaf, kind=kind)
+    (slope,) = torch.autograd.grad(value.sum(), leaf)
+    return slope, value.detach()
+
+
+def check_activation(x, kind, grad=None):
+    leaf = x.detach().requires_grad_()
+    y = ops.activation(leaf, kind=kind)
+    grad = make(*x.shape, dtype=x.dtype) if grad is None else grad
+    (grad_x,) = torch.autograd.grad(y, leaf, grad)
+    assert y.dtype == grad_x.dtype == x.dtype and y.is_contiguous()
+    slope, value = slope_and_value(kind, x)
+    wide, wide_grad = x.double(), grad.double()
+    one = torch.ones_like(wide)
+    assert ((y.double() - value).abs() <= bound(x.dtype, kind, wide, value, one)).all()
+    expected = wide_grad * slope
+    assert (
+        (grad_x.double() - expected).abs() <= bound(x.dtype, kind, wide, expected, wide_grad)
+    ).all()
+
+
+def split(x, layout):
+    return x.chunk(2, dim=-1) if layout == "concatenated" else (x[..., ::2], x[..., 1::2])
+
+
+def check_gated(x, kind, layout, grad=None):
+    leaf = x.detach().requires_grad_()
+    y = ops.gated_activation(leaf, kind=kind, layout=layout)
+    assert y.shape == (*x.shape[:-1], x.shape[-1] // 2)
+    grad = make(*y.shape, dtype=x.dtype) if grad is None else grad
+    (grad_x,) = torch.autograd.grad(y, leaf, grad)
+    assert y.dtype == grad_x.dtype == x.dtype and y.is_contiguous()
+    gate, up = (t.double() for t in split(x.detach(), layout))
+    slope, value = slope_and_value(GATES[kind], gate)
+    g = grad.double()
+    grad_gate, grad_up = split(grad_x, layout)
+    results = [(y, value * up, up), (grad_gate, g * up * slope, g * up), (grad_up, g * value, g)]
+    for actual, expected, factor in results:
+        difference = (actual.double() - expected).abs()
+        assert (difference <= bound(x.dtype, GATES[kind], gate, expected, factor)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activation_equals_the_reference(isa, dtype, kind):
+    for size in SIZES:
+        check_activation(make(size, 3, dtype=dtype), kind)
+    check_activation(make(9001, dtype=dtype), kind)
+    check_activation(make(dtype=dtype), kind)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_equals_the_reference(isa, dtype, kind, layout):
+    for num_rows in SIZES:
+        check_gated(make(num_rows, 2 * 19, dtype=dtype), kind, layout)
+    for dim in (0, 1, 255, 4099):
+        check_gated(make(2, 3, 2 * dim, dtype=dtype), kind, layout)
+    check_gated(make(6, dtype=dtype), kind, layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_and_expanded_arguments(dtype, layout):
+    x = make(63, 2 * 19, dtype=dtype)
+    views = {
+        "column major": x.t().contiguous().t(),
+        "every other": torch.stack([x, -x], dim=2)[:, :, 0],
+        "part of a wider matrix": torch.cat([x, x], dim=1)[:, 7:45],
+        "expanded": x[:1].expand(63, -1),
+    }
+    grads = [x.new_ones(()).expand(63, 19), make(19, 63, dtype=dtype).t()]
+    for view, grad in itertools.product(views.values(), [None, *grads]):
+        check_gated(view, "swiglu", layout, grad)
+        plain_grad = None if grad is None else torch.cat([grad, grad], dim=1)
+        check_activation(view, "gelu", plain_grad)
+
+
+SPECIAL = [float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1e30, -1e30, 3e19, -3e19]
+
+
+def assert_same_kind_of_number(actual, expected):
+    # Against float64: torch's float32 gelu of inf is NaN in a vector body and inf in a scalar tail.
+    for predicate in (torch.isnan, torch.isposinf, torch.isneginf):
+        assert torch.equal(predicate(actual), predicate(expected.to(actual.dtype)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_and_infinity_propagate(isa, dtype, kind):
+    # Repeated, so that vector bodies and scalar tails both see them.
+    x = torch.tensor(SPECIAL, dtype=dtype).repeat(21)
+    for grad in (1.0, float("inf"), float("nan")):
+        results = []
+        for module, leaf in ((ops, x.clone()), (reference, x.double())):
+            y = module.activation(leaf.requires_grad_(), kind=kind)
+            results.append((y, *torch.autograd.grad(y, leaf, torch.full_like(y, grad))))
+        for actual, expected in zip(*results, strict=True):
+            assert_same_kind_of_number(actual, expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", GATES)
+def test_gated_nan_and_infinity_propagate(isa, kind, layout):
+    pairs = torch.tensor(list(itertools.product(SPECIAL, SPECIAL)))
+    x = pairs.t().reshape(-1) if layout == "concatenated" else pairs.reshape(-1)
+    results = []
+    for module, leaf in ((ops, x.clone()), (reference, x.double())):
+        y = module.gated_activation(leaf.requires_grad_(), kind=kind, layout=layout)
+        results.append((y, *torch.autograd.grad(y.sum(), leaf)))
+    for actual, expected in zip(*results, strict=True):
+        assert_same_kind_of_number(actual, expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_same_bits_for_any_number_of_threads(isa, num_threads, dtype, layout):
+    x = make(257, 2 * 331, dtype=dtype)
+    results = []
+    for threads in (1, 2, 3):
+        num_threads(threads)
+        bits = []
+        for kind in GATES:
+            leaf = x.clone().requires_grad_()
+            y = ops.gated_activation(leaf, kind=kind, layout=layout)
+            z = ops.activation(leaf, kind=GATES[kind])
+            bits += [y, z, torch.autograd.grad(y.sum() + z.sum(), leaf)[0]]
+        results.append(bits)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradcheck(isa, kind):
+    # Away from the kink of relu at zero.
+    x = torch.randn(5, 6, dtype=torch.float64)
+    x = (x + x.sign() * 0.01).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: ops.activation(x, kind=kind), x)
+    for gate, layout in itertools.product([g for g, k in GATES.items() if k == kind], LAYOUTS):
+        assert torch.autograd.gradcheck(
+            lambda x, g=gate, at=layout: ops.gated_activation(x, kind=g, layout=at), x
+        )
+
+
+def test_second_derivative_is_refused():
+    x = torch.randn(4, 6, requires_grad=True)
+    for y in (ops.activation(x, kind="silu"), ops.gated_activation(x)):
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="expected the result to be differentiated once"):
+            grad.sum().backward()
+
+
+def test_opcheck():
+    x = torch.randn(5, 6, requires_grad=True)
+    torch.library.opcheck(torch.ops.moe_ext.activation.default, (x, "gelu"))
+    torch.library.opcheck(torch.ops.moe_ext.gated_activation.default, (x, "geglu", "interleaved"))
+    x = x.detach()
+    torch.library.opcheck(torch.ops.moe_ext._activation_backward.default, (x, x, "gelu"))
+    torch.library.opcheck(
+        torch.ops.moe_ext._gated_activation_backward.default,
+        (x[:, :3], x, "geglu", "interleaved"),
+    )
+
+
+def test_compiles_as_one_graph_for_any_number_of_rows():
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def both(x):
+        return ops.gated_activation(ops.activation(x, kind="gelu"), kind="swiglu")
+
+    for num_rows in (3, 4, 9):
+        x = torch.randn(num_rows, 8, requires_grad=True)
+        y = both(x)
+        expected = ops.gated_activation(ops.activation(x, kind="gelu"), kind="swiglu")
+        assert torch.equal(y, expected)
+        grads = [torch.autograd.grad(out.sum(), x)[0] for out in (y, expected)]
+        assert torch.equal(*grads)
+
+
+def test_saves_only_its_input():
+    x = torch.randn(64, 128, requires_grad=True)
+    for function in (lambda: ops.gated_activation(x), lambda: ops.activation(x, kind="gelu")):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: (saved.append(t), t)[1], lambda t: t
+        ):
+            function()
+        assert [(t.data_ptr(), t.nbytes) for t in saved] == [(x.data_ptr(), x.nbytes)]
+
+
+def test_errors():
+    x = torch.randn(3, 4)
+    with pytest.raises(RuntimeError, match=r"^activation: expected x to be float32, .*, got Long"):
+        ops.activation(x.long(), kind="silu")
+    with pytest.raises(RuntimeError, match=r"expected kind to be silu, .* or relu_squared, got "):
+        ops.activation(x, kind="swish")
+    message = r"^gated_activation: expected "
+    with pytest.raises(RuntimeError, match=message + r"x to be float32, .*, got Int"):
+        ops.gated_activation(x.int())
+    with pytest.raises(RuntimeError, match=message + r"kind to be swiglu, .* reglu, got silu"):
+        ops.gated_activation(x, kind="silu")
+    with pytest.raises(RuntimeError, match=message + r"layout to be .* interleaved, got rows"):
+        ops.gated_activation(x, layout="rows")
+    with pytest.raises(
+        RuntimeError, match=message + r"x to be of even size in the last dim, got shape \[3, 3\]"
+    ):
+        ops.gated_activation(x[:, :3])
+    with pytest.raises(RuntimeError, match=message + r"x to be of even size .*, got shape \[\]"):
+        ops.gated_activation(x[0, 0])
+
+
+def test_backward_errors():
+    x = torch.randn(3, 4)
+    backward = torch.ops.moe_ext._gated_activation_backward
+    message = r"^_gated_activation_backward: expected grad to be "
+    with pytest.raises(RuntimeError, match=message + r"Float, got Double"):
+        backward(x[:, :2].double(), x, "swiglu", "concatenated")
+    for grad in (x, x[0, :2], x[:2, :2]):
+        with pytest.raises(RuntimeError, match=message + r"shaped as the output for x \[3, 4\]"):
+            backward(grad, x, "swiglu", "concatenated")
+    with pytest.raises(RuntimeError, match=r"^_activation_backward: expected grad to be shaped"):
+        torch.ops.moe_ext._activation_backward(x[0], x, "silu")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.sampled_from(list(GATES)),
+    shape=st.lists(st.integers(0, 5), max_size=3),
+    dim=st.integers(0, 40),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_layouts_agree_and_gate_is_the_activation(kind, shape, dim, dtype):
+    x = torch.randn(*shape, 2, dim).to(dtype)
+    concatenated = x.flatten(-2)
+    interleaved = x.transpose(-1, -2).flatten(-2)
+    y = ops.gated_activation(concatenated, kind=kind)
+    assert y.shape == (*shape, dim)
+    # Vector bodies and scalar tails cut the two layouts differently: one rounding apart at most.
+    other = ops.gated_activation(interleaved, kind=kind, layout="interleaved")
+    torch.testing.assert_close(y, other, rtol=4 * OUT_EPS[dtype], atol=1e-37)
+    ones = torch.stack([x[..., 0, :], torch.ones_like(x[..., 0, :])], dim=-2).flatten(-2)
+    torch.testing.assert_close(
+        ops.gated_activation(ones, kind=kind),
+        ops.activation(x[..., 0, :], kind=GATES[kind]),
+        rtol=4 * OUT_EPS[dtype],
+        atol=1e-37,
+    )
