@@ -1,0 +1,262 @@
+"""Token dispatchers: bring every row to the rank of its expert, and back.
+
+Shapes: T tokens, D model, E experts, K top-k, N = T*K rows, R received rows, P ranks, L = E/P local experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext import ops
+from moe_ext.distributed.collectives import (
+    agree,
+    all_to_all_counts,
+    all_to_all_rows,
+    check_equal_over_ranks,
+)
+from moe_ext.distributed.groups import GroupHandle, group_size
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class DispatchMetadata:
+    """What `combine` needs to undo `dispatch`.
+
+    Attributes:
+        permutation: of this rank's tokens, over all E experts.
+        topk_weights: `[T, K]`, in the graph.
+        sent: rows sent to each rank of the group, None when nothing was sent.
+        received: rows received from each rank.
+        received_permutation: groups the received rows by local expert.
+    """
+
+    permutation: ops.Permutation
+    topk_weights: Tensor
+    sent: tuple[int, ...] | None = None
+    received: tuple[int, ...] | None = None
+    received_permutation: ops.Permutation | None = None
+
+    @property
+    def num_dropped(self) -> Tensor:
+        """Slots of this rank dropped for lack of capacity, 0-d int64."""
+        return self.permutation.num_dropped
+
+
+class TokenDispatcher(Protocol):
+    """Brings rows to their experts and back; holds no parameters and no state of a step."""
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_weights_TK: Tensor,
+        *,
+        capacity: int | None = None,
+    ) -> tuple[Tensor, Tensor, DispatchMetadata]:
+        """Return rows grouped by local expert, their offsets `[L + 1]`, and the metadata."""
+        ...
+
+    def combine(self, rows: Tensor, metadata: DispatchMetadata) -> Tensor:
+        """Return `y_TD`, the weighted sum of every token's expert outputs."""
+        ...
+
+
+class LocalDispatcher:
+    """All experts on this rank: a permutation and its inverse.
+
+    Args:
+        num_experts: E.
+        drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
+    """
+
+    def __init__(self, num_experts: int, *, drop_policy: str = "position") -> None:
+        self.num_experts = num_experts
+        self.drop_policy = drop_policy
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_weights_TK: Tensor,
+        *,
+        capacity: int | None = None,
+    ) -> tuple[Tensor, Tensor, DispatchMetadata]:
+        """Group the rows of this rank's tokens by expert.
+
+        Args:
+            x_TD: tokens.
+            topk_idx_TK: experts of every token, -1 = none.
+            topk_weights_TK: their weights.
+            capacity: rows that an expert takes from this rank, None for all.
+
+        Returns:
+            rows `[N, D]`, expert offsets `[E + 1]`, metadata.
+        """
+        rows_ND, permutation = ops.permute_tokens(
+            x_TD,
+            topk_idx_TK,
+            self.num_experts,
+            topk_weights=topk_weights_TK.detach() if self.drop_policy == "score" else None,
+            capacity=capacity,
+            drop_policy=self.drop_policy,
+        )
+        metadata = DispatchMetadata(permutation, topk_weights_TK)
+        return rows_ND, permutation.expert_offsets, metadata
+
+    def combine(self, rows: Tensor, metadata: DispatchMetadata) -> Tensor:
+        """Weighted sum of every token's rows, `[T, D]`."""
+        return ops.unpermute_tokens(rows, metadata.permutation, metadata.topk_weights)
+
+
+class AllToAllDispatcher:
+    """Experts spread over a group: two all-to-alls of rows and one of counts.
+
+    Rank r of P holds experts [r*E/P, (r+1)*E/P). Splits may be uneven or zero; every rank runs the same
+    collectives whatever it sends. The gradient that reaches the expert outputs is divided by P, and the one
+    that goes back to the tokens multiplied by P: so a gradient of an expert's parameter is that of the mean
+    over the group of the local losses, while gradients of everything before the experts are unchanged.
+
+    Args:
+        num_experts: E, a multiple of P.
+        group: process group.
+        drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
+
+    Raises:
+        ValueError: P does not divide E.
+    """
+
+    def __init__(
+        self, num_experts: int, group: ProcessGroup, *, drop_policy: str = "position"
+    ) -> None:
+        self._group = GroupHandle(group)
+        self.num_ranks = group_size(group)
+        if num_experts % self.num_ranks != 0:
+            raise ValueError(
+                "AllToAllDispatcher: expected num_experts to be a multiple of the group size "
+                f"{self.num_ranks}, got {num_experts}"
+            )
+        self.num_experts = num_experts
+        self.num_local_experts = num_experts // self.num_ranks
+        self.drop_policy = drop_policy
+        self._local = LocalDispatcher(num_experts, drop_policy=drop_policy)
+        self._agreed = False
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The process group."""
+        group = self._group.group
+        assert group is not None
+        return group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AllToAllDispatcher:
+        return AllToAllDispatcher(self.num_experts, self.group, drop_policy=self.drop_policy)
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_weights_TK: Tensor,
+        *,
+        capacity: int | None = None,
+    ) -> tuple[Tensor, Tensor, DispatchMetadata]:
+        """Send every row to the rank of its expert.
+
+        Args:
+            x_TD: tokens of this rank; T may differ between ranks and may be 0.
+            topk_idx_TK: experts of every token, -1 = none.
+            topk_weights_TK: their weights.
+            capacity: rows that an expert takes from this rank, None for all.
+
+        Returns:
+            rows `[R, D]` grouped by local expert, expert offsets `[L + 1]`, metadata.
+
+        Raises:
+            TypeError: x_TD is of a dtype that is not exchanged.
+            ValueError: on every rank, when num_experts, top_k, model_dim or the dtype differ between ranks.
+            RankFailureError: a rank died or did not answer.
+        """
+        if x_TD.dtype not in _DTYPES:
+            raise TypeError(
+                f"AllToAllDispatcher: expected x_TD to be one of {_DTYPES}, got {x_TD.dtype}"
+            )
+        self._agree_once(x_TD, topk_idx_TK)
+        rows_ND, offsets, local = self._local.dispatch(
+            x_TD, topk_idx_TK, topk_weights_TK, capacity=capacity
+        )
+        sent, received, counts_PL = self._exchange_counts(x_TD, offsets)
+        rows_RD = all_to_all_rows(
+            rows_ND[: sum(sent)],
+            self.group,
+            sent,
+            received,
+            grad_scale=float(self.num_ranks),
+            operation="AllToAllDispatcher dispatch",
+        )
+        grouped, permutation = self._group_by_expert(rows_RD, counts_PL, sum(received))
+        metadata = DispatchMetadata(local.permutation, topk_weights_TK, sent, received, permutation)
+        return grouped, permutation.expert_offsets, metadata
+
+    def combine(self, rows: Tensor, metadata: DispatchMetadata) -> Tensor:
+        """Send expert outputs back; weighted sum of every token's rows, `[T, D]`."""
+        assert metadata.sent is not None
+        assert metadata.received is not None
+        assert metadata.received_permutation is not None
+        rows_RD = ops.unpermute_tokens(rows, metadata.received_permutation)
+        rows_ND = all_to_all_rows(
+            rows_RD,
+            self.group,
+            metadata.received,
+            metadata.sent,
+            grad_scale=1.0 / self.num_ranks,
+            operation="AllToAllDispatcher combine",
+        )
+        # Masked and dropped slots sent no row; the permutation still counts T*K rows.
+        num_rows = metadata.permutation.slot_of_row.numel()
+        rows_ND = torch.nn.functional.pad(rows_ND, (0, 0, 0, num_rows - rows_ND.shape[0]))
+        return ops.unpermute_tokens(rows_ND, metadata.permutation, metadata.topk_weights)
+
+    def _agree_once(self, x_TD: Tensor, topk_idx_TK: Tensor) -> None:
+        """What decides the size of the counts message must be equal before it is sent."""
+        if self._agreed:
+            return
+        facts = {"num_experts": self.num_experts, "top_k": topk_idx_TK.shape[1]}
+        agree(facts, self.group, x_TD.device, operation="AllToAllDispatcher")
+        self._agreed = True
+
+    def _exchange_counts(
+        self, x_TD: Tensor, offsets: Tensor
+    ) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
+        """Rows sent to each rank, rows received from each, and those per local expert, `[P, L]`.
+
+        The message carries the row size and dtype of its sender, since a later exchange of rows of
+        different sizes would hang or mix up bytes.
+        """
+        operation = "AllToAllDispatcher counts"
+        header = offsets.new_tensor([x_TD.shape[1], _DTYPES.index(x_TD.dtype)])
+        own_PL = offsets.diff().view(self.num_ranks, self.num_local_experts)
+        message = torch.cat([header.expand(self.num_ranks, 2), own_PL], dim=1)
+        received = all_to_all_counts(message, self.group, operation=operation)
+        table = torch.cat([received[:, :2], received[:, 2:].sum(1, True), own_PL.sum(1, True)], 1)
+        # NOTE: device-to-host sync, the only one of the layer: the collective takes its splits, and the
+        # allocator its size, on the host; and every rank must reach the same verdict before rows move.
+        dims, codes, num_received, num_sent = zip(*table.tolist(), strict=True)
+        check_equal_over_ranks("model_dim", dims, self.group, operation)
+        dtypes = [_DTYPES[code] for code in codes]
+        check_equal_over_ranks("the dtype of x_TD", dtypes, self.group, operation)
+        return num_sent, num_received, received[:, 2:]
+
+    def _group_by_expert(
+        self, rows_RD: Tensor, counts_PL: Tensor, num_rows: int
+    ) -> tuple[Tensor, ops.Permutation]:
+        """Regroup rows ordered by (rank, expert) to (expert, rank)."""
+        expert_PL = torch.arange(self.num_local_experts, device=rows_RD.device)
+        expert_R = expert_PL.repeat(self.num_ranks).repeat_interleave(
+            counts_PL.reshape(-1), output_size=num_rows
+        )
+        return ops.permute_tokens(rows_RD, expert_R[:, None], self.num_local_experts)

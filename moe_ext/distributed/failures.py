@@ -1,0 +1,161 @@
+"""Says which rank is missing when a collective fails.
+
+A backend's own message names a socket address at best. Here every process that sees a failure writes a key
+into the default store, and looks for the keys of the others; the ranks that stay silent are named. For ranks
+on the same host the process table gives certainty: a dead process is told from a slow one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from moe_ext.distributed import _c10d
+from moe_ext.distributed.groups import group_ranks
+
+GRACE_SECONDS = 5.0
+_POLL_SECONDS = 0.05
+# The host of the store must outlive the last look of the others at it.
+_LINGER_SECONDS = 0.5
+
+# (host id, process id) of every global rank seen so far; filled by `remember_processes`.
+_processes: dict[int, tuple[int, int]] = {}
+
+
+class RankFailureError(RuntimeError):
+    """A collective failed because ranks died or did not answer.
+
+    Attributes:
+        ranks: the global ranks named, empty if every rank answered.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+def process_identity() -> tuple[int, int]:
+    """(id of the host and its process namespace, process id); the first fits in an int64."""
+    namespace = Path("/proc/self/ns/pid")
+    scope = str(namespace.stat().st_ino) if namespace.exists() else ""
+    digest = hashlib.sha256(f"{platform.node()}/{scope}".encode()).digest()
+    return int.from_bytes(digest[:7], "little"), os.getpid()
+
+
+def remember_processes(ranks: tuple[int, ...], identities: list[tuple[int, int]]) -> None:
+    """Keep who runs which global rank."""
+    _processes.update(zip(ranks, identities, strict=True))
+
+
+def _is_dead_here(rank: int) -> bool | None:
+    """Whether the process of a rank on this host has ended; None when that cannot be told."""
+    host, pid = _processes.get(rank, (0, 0))
+    if pid == 0 or host != process_identity()[0]:
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return None
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        # A killed child that its parent has not reaped still takes signals; its state is Z.
+        return stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return None if not stat.parent.parent.exists() else not stat.exists()
+
+
+@dataclass
+class _RollCall:
+    """What is known about the members of a group after a failure."""
+
+    silent: set[int]
+    dead: set[int] = field(default_factory=set)
+    store_lost: bool = False
+    looked: bool = False
+
+
+def _roll_call(group: ProcessGroup, grace: float) -> _RollCall:
+    """Answer, then wait until every other member has answered, is known dead, or `grace` is over."""
+    me = dist.get_rank()
+    prefix = f"moe_ext/failed/{group.group_name}"
+    call = _RollCall(silent=set(group_ranks(group)) - {me})
+    deadline = time.monotonic() + grace
+    answered = False
+    while True:
+        if not call.store_lost:
+            try:
+                store = _c10d.default_store()
+                if not answered:
+                    store.set(f"{prefix}/{me}", "1")
+                    answered = True
+                call.silent -= {r for r in call.silent if store.check([f"{prefix}/{r}"])}
+                call.looked = True
+            except (RuntimeError, ValueError):
+                call.store_lost = True
+        call.dead = {rank for rank in call.silent if _is_dead_here(rank)}
+        known = call.silent == call.dead
+        if known or time.monotonic() > deadline or (call.store_lost and call.dead):
+            break
+        time.sleep(_POLL_SECONDS)
+    if not call.store_lost:
+        time.sleep(_LINGER_SECONDS)
+    return call
+
+
+def _named(ranks: set[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(
+        str(rank) for rank in sorted(ranks)
+    )
+
+
+def _describe(call: _RollCall, grace: float) -> tuple[str, set[int]]:
+    """The finding in words, and the ranks that it blames."""
+    if call.dead:
+        return f"{_named(call.dead)} died", call.dead
+    if call.store_lost and not call.looked:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return "the launcher that hosts the store is gone; no rank could be asked", set()
+        host = {0} & call.silent
+        return "the store is gone; its host, rank 0, has probably died", host
+    if call.silent:
+        return f"{_named(call.silent)} did not answer within {grace:g} s", call.silent
+    return "every rank of the group is alive", set()
+
+
+def diagnose(
+    group: ProcessGroup, operation: str, error: Exception, *, grace: float = GRACE_SECONDS
+) -> RankFailureError:
+    """Build the error to raise after `operation` on `group` failed with `error`.
+
+    Blocks for at most `grace` seconds beyond the failure itself.
+    """
+    call = _roll_call(group, grace)
+    finding, blamed = _describe(call, grace)
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    message = (
+        f"{operation}: expected every rank of the group {list(group_ranks(group))} to take part, but "
+        f"{finding} (seen by rank {dist.get_rank()}; {group.name()} reports: {reason})"
+    )
+    return RankFailureError(message, tuple(sorted(blamed)))
+
+
+@contextlib.contextmanager
+def naming_failed_ranks(group: ProcessGroup, operation: str) -> Iterator[None]:
+    """Turn a failure of the collectives inside into a `RankFailureError` that names the missing ranks."""
+    try:
+        yield
+    except RankFailureError:
+        raise
+    except RuntimeError as error:
+        raise diagnose(group, operation, error) from error

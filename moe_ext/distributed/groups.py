@@ -1,0 +1,40 @@
+"""Small facts about process groups, with None standing for "this process alone"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+
+class GroupHandle:
+    """Holds a process group inside a module, so that `copy.deepcopy` of the module shares the group."""
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupHandle:
+        return self
+
+
+def group_size(group: ProcessGroup | None) -> int:
+    """Number of ranks; 1 for None."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group: ProcessGroup | None) -> int:
+    """This process's rank in the group; 0 for None."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def group_ranks(group: ProcessGroup) -> tuple[int, ...]:
+    """Global ranks of the members, in group order."""
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def world_size() -> int:
+    """Number of ranks of the default group; 1 when torch.distributed is not initialised."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return 1

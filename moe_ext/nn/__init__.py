@@ -1,0 +1,16 @@
+"""Layers."""
+
+from moe_ext.nn.experts import GroupedExperts
+from moe_ext.nn.losses import inject_loss, set_loss_scale
+from moe_ext.nn.moe_layer import FeedForward, MoELayer
+from moe_ext.nn.routers import RouterOutput, TopKRouter
+
+__all__ = [
+    "FeedForward",
+    "GroupedExperts",
+    "MoELayer",
+    "RouterOutput",
+    "TopKRouter",
+    "inject_loss",
+    "set_loss_scale",
+]

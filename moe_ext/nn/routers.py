@@ -1,0 +1,149 @@
+"""Routers: choose the experts of every token.
+
+Shapes: T tokens, D model, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe_ext import ops
+
+_SCORE_FNS = ("softmax", "topk_softmax", "sigmoid")
+
+
+class RouterOutput(NamedTuple):
+    """What a router hands to a layer.
+
+    Attributes:
+        logits: `[T, E]`, float32 (float64 for float64 inputs).
+        gate: the selection, an `ops.GateOutput`.
+    """
+
+    logits: Tensor
+    gate: ops.GateOutput
+
+
+class TopKRouter(nn.Module):
+    """Linear router with top-k selection: `logits = x @ weight.T`, then `ops.topk_gate`.
+
+    The logits are computed in float32 (float64 for float64 inputs) whatever the dtype of the model, and
+    outside autocast: logits rounded to bfloat16 flip the choice between close experts.
+
+    Args:
+        model_dim: D.
+        num_experts: E, over all ranks.
+        top_k: K, experts per token, at most E.
+        score_fn: "softmax", "topk_softmax" or "sigmoid"; see `ops.topk_gate`.
+        renormalize: divide the K weights of a token by their sum.
+        scale: factor on the weights.
+        num_groups: number of equal groups of experts.
+        top_groups: groups a token may choose its experts from.
+        selection_bias: keep a float32 buffer `selection_bias` [E], added to the scores for the selection
+            only (initially zero; updated by whoever balances the load with it).
+        device: device of the weight.
+        dtype: dtype of the weight.
+
+    Raises:
+        ValueError: a size or an option is out of its range.
+
+    Determinism: as `ops.topk_gate`; no host synchronisation.
+    """
+
+    selection_bias: Tensor | None
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        top_k: int = 2,
+        *,
+        score_fn: str = "softmax",
+        renormalize: bool = True,
+        scale: float = 1.0,
+        num_groups: int = 1,
+        top_groups: int = 1,
+        selection_bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, size in (("model_dim", model_dim), ("num_experts", num_experts)):
+            if size < 1:
+                raise ValueError(f"TopKRouter: expected {name} to be at least 1, got {size}")
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(
+                f"TopKRouter: expected top_k to be in 1..num_experts={num_experts}, got {top_k}"
+            )
+        if score_fn not in _SCORE_FNS:
+            raise ValueError(
+                f"TopKRouter: expected score_fn to be one of {_SCORE_FNS}, got {score_fn!r}"
+            )
+        if num_groups < 1 or num_experts % num_groups != 0:
+            raise ValueError(
+                f"TopKRouter: expected num_groups to divide num_experts={num_experts}, got {num_groups}"
+            )
+        if not 1 <= top_groups <= num_groups or top_groups * (num_experts // num_groups) < top_k:
+            raise ValueError(
+                f"TopKRouter: expected top_groups to be in 1..num_groups={num_groups} and to leave at least "
+                f"top_k={top_k} experts, got {top_groups}"
+            )
+        self.model_dim = model_dim
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.score_fn = score_fn
+        self.renormalize = renormalize
+        self.scale = scale
+        self.num_groups = num_groups
+        self.top_groups = top_groups
+        self.weight = nn.Parameter(torch.empty(num_experts, model_dim, device=device, dtype=dtype))
+        bias = torch.zeros(num_experts, device=device) if selection_bias else None
+        self.register_buffer("selection_bias", bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight uniformly in +-1/sqrt(D); set the selection bias to zero."""
+        bound = 1.0 / math.sqrt(self.model_dim)
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.selection_bias is not None:
+            nn.init.zeros_(self.selection_bias)
+
+    def extra_repr(self) -> str:
+        """Sizes and options for `repr`."""
+        text = (
+            f"model_dim={self.model_dim}, num_experts={self.num_experts}, top_k={self.top_k}, "
+            f"score_fn={self.score_fn!r}, renormalize={self.renormalize}, scale={self.scale}"
+        )
+        if self.num_groups > 1:
+            text += f", num_groups={self.num_groups}, top_groups={self.top_groups}"
+        return text
+
+    def forward(self, x_TD: Tensor, *, token_mask: Tensor | None = None) -> RouterOutput:
+        """Choose K experts for every token.
+
+        Args:
+            x_TD: tokens, `[T, D]`, any floating dtype.
+            token_mask: `[T]` bool, True = real token; a masked token chooses no expert.
+
+        Returns:
+            `RouterOutput(logits [T, E], gate)`.
+        """
+        acc_dtype = torch.promote_types(x_TD.dtype, torch.float32)
+        with torch.autocast(x_TD.device.type, enabled=False):
+            logits_TE = nn.functional.linear(x_TD.to(acc_dtype), self.weight.to(acc_dtype))
+            gate = ops.topk_gate(
+                logits_TE,
+                self.top_k,
+                score_fn=self.score_fn,
+                renormalize=self.renormalize,
+                scale=self.scale,
+                selection_bias=self.selection_bias,
+                num_groups=self.num_groups,
+                top_groups=self.top_groups,
+                token_mask=token_mask,
+            )
+        return RouterOutput(logits_TE, gate)
