@@ -1,7 +1,8 @@
 """moe_ext: the communication side of sparse training, for CPU and CUDA."""
 
-from moe_ext import ops
+from moe_ext import distributed, nn, ops
 from moe_ext._info import info
 from moe_ext._version import __version__
+from moe_ext.nn import MoELayer
 
-__all__ = ["__version__", "info", "ops"]
+__all__ = ["MoELayer", "__version__", "distributed", "info", "nn", "ops"]

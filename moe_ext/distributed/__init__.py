@@ -1,17 +1,30 @@
 """Process groups, token dispatch and gradient synchronisation."""
 
+from moe_ext.distributed.clipping import clip_grad_norm_
+from moe_ext.distributed.data_parallel import broadcast_experts, data_parallel
 from moe_ext.distributed.dispatcher import (
     AllToAllDispatcher,
     DispatchMetadata,
     LocalDispatcher,
     TokenDispatcher,
 )
-from moe_ext.distributed.failures import RankFailureError
+from moe_ext.distributed.failures import RankFailureError, naming_failed_ranks
+from moe_ext.distributed.gradients import sync_gradients
+from moe_ext.distributed.mesh import MoEMesh
+from moe_ext.distributed.parameters import expert_param_groups, expert_parameters
 
 __all__ = [
     "AllToAllDispatcher",
     "DispatchMetadata",
     "LocalDispatcher",
+    "MoEMesh",
     "RankFailureError",
     "TokenDispatcher",
+    "broadcast_experts",
+    "clip_grad_norm_",
+    "data_parallel",
+    "expert_param_groups",
+    "expert_parameters",
+    "naming_failed_ranks",
+    "sync_gradients",
 ]

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
-from torch.distributed import Store
 from torch.nn.parallel import DistributedDataParallel
 
 
-def default_store() -> Store:
+def default_store() -> c10d.Store:
     """Key-value store of the default process group."""
     return c10d._get_default_store()
 
 
 def set_ddp_ignored(module: nn.Module, names: list[str]) -> None:
-    """Have a later `DistributedDataParallel(module)` leave the named parameters and buffers alone."""
+    """Have a later `DistributedDataParallel(module)` leave the named tensors alone."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
 
 

@@ -69,7 +69,8 @@ def all_to_all_rows(
     """Exchange rows with every rank of a group; differentiable.
 
     Args:
-        x_ND: rows, the first `send[0]` for rank 0 of the group, then `send[1]` for rank 1, and so on.
+        x_ND: rows, the first `send[0]` for rank 0 of the group, then `send[1]` for rank 1, and so
+            on.
         group: process group of P ranks.
         send: P row counts that sum to N.
         receive: P row counts, what each rank sends here.
@@ -92,19 +93,22 @@ def all_to_all_counts(message: Tensor, group: ProcessGroup, *, operation: str) -
     return _exchange(message, group, ones, ones, operation)
 
 
-def all_gather_numbers(
-    values: Sequence[float], group: ProcessGroup, device: torch.device, *, operation: str
-) -> list[list[float]]:
-    """Gather a fixed number of numbers from every rank; integers are exact up to 2**53.
+def share(
+    values: Sequence[int], group: ProcessGroup, device: torch.device, *, operation: str
+) -> list[list[int]]:
+    """Gather a fixed number of integers from every rank, in group order.
+
+    It also learns which process runs which rank, for messages about later failures.
 
     NOTE: device-to-host sync, since the callers branch on the result.
     """
-    local = torch.tensor([list(values)], dtype=torch.float64, device=device)
+    local = torch.tensor([[*process_identity(), *values]], dtype=torch.int64, device=device)
     gathered = [torch.empty_like(local) for _ in range(group_size(group))]
     with naming_failed_ranks(group, operation):
         dist.all_gather(gathered, local, group=group)
-    rows: list[list[float]] = torch.cat(gathered).tolist()
-    return rows
+    rows: list[list[int]] = torch.cat(gathered).tolist()
+    remember_processes(group_ranks(group), [(row[0], row[1]) for row in rows])
+    return [row[2:] for row in rows]
 
 
 def agree(
@@ -112,20 +116,12 @@ def agree(
 ) -> None:
     """Check that every rank of the group holds the same facts; one all-gather of fixed size.
 
-    All ranks must call it, with the same names. It also learns which process runs which rank, for messages
-    about later failures.
-
     Raises:
         ValueError: on every rank, naming the first fact that differs with the value of each rank.
     """
-    host, pid = process_identity()
-    # 56-bit host ids do not fit a float64: two halves do.
-    own = [float(host >> 28), float(host & (2**28 - 1)), float(pid), *map(float, facts.values())]
-    rows = all_gather_numbers(own, group, device, operation=operation)
-    identities = [((int(row[0]) << 28) | int(row[1]), int(row[2])) for row in rows]
-    remember_processes(group_ranks(group), identities)
-    for column, name in enumerate(facts, start=3):
-        check_equal_over_ranks(name, [int(row[column]) for row in rows], group, operation)
+    rows = share(list(facts.values()), group, device, operation=operation)
+    for name, column in zip(facts, zip(*rows, strict=True), strict=True):
+        check_equal_over_ranks(name, column, group, operation)
 
 
 def check_equal_over_ranks(

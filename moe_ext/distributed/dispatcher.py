@@ -1,6 +1,7 @@
 """Token dispatchers: bring every row to the rank of its expert, and back.
 
-Shapes: T tokens, D model, E experts, K top-k, N = T*K rows, R received rows, P ranks, L = E/P local experts.
+Shapes: T tokens, D model, E experts, K top-k, N = T*K rows, R received rows, P ranks, L = E/P local
+    experts.
 """
 
 from __future__ import annotations
@@ -117,10 +118,11 @@ class LocalDispatcher:
 class AllToAllDispatcher:
     """Experts spread over a group: two all-to-alls of rows and one of counts.
 
-    Rank r of P holds experts [r*E/P, (r+1)*E/P). Splits may be uneven or zero; every rank runs the same
-    collectives whatever it sends. The gradient that reaches the expert outputs is divided by P, and the one
-    that goes back to the tokens multiplied by P: so a gradient of an expert's parameter is that of the mean
-    over the group of the local losses, while gradients of everything before the experts are unchanged.
+    Rank r of P holds experts [r*E/P, (r+1)*E/P). Splits may be uneven or zero; every rank runs the
+    same collectives whatever it sends. The gradient that reaches the expert outputs is divided by
+    P, and the one that goes back to the tokens multiplied by P: so a gradient of an expert's
+    parameter is that of the mean over the group of the local losses, while gradients of everything
+    before the experts are unchanged.
 
     Args:
         num_experts: E, a multiple of P.
@@ -178,7 +180,8 @@ class AllToAllDispatcher:
 
         Raises:
             TypeError: x_TD is of a dtype that is not exchanged.
-            ValueError: on every rank, when num_experts, top_k, model_dim or the dtype differ between ranks.
+            ValueError: on every rank, when num_experts, top_k, model_dim or the dtype differ
+                between ranks.
             RankFailureError: a rank died or did not answer.
         """
         if x_TD.dtype not in _DTYPES:
@@ -243,8 +246,9 @@ class AllToAllDispatcher:
         message = torch.cat([header.expand(self.num_ranks, 2), own_PL], dim=1)
         received = all_to_all_counts(message, self.group, operation=operation)
         table = torch.cat([received[:, :2], received[:, 2:].sum(1, True), own_PL.sum(1, True)], 1)
-        # NOTE: device-to-host sync, the only one of the layer: the collective takes its splits, and the
-        # allocator its size, on the host; and every rank must reach the same verdict before rows move.
+        # NOTE: device-to-host sync, the only one of the layer: the collective takes its splits, and
+        # the allocator its size, on the host; and every rank must reach the same verdict before
+        # rows move.
         dims, codes, num_received, num_sent = zip(*table.tolist(), strict=True)
         check_equal_over_ranks("model_dim", dims, self.group, operation)
         dtypes = [_DTYPES[code] for code in codes]

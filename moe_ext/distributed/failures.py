@@ -1,8 +1,9 @@
 """Says which rank is missing when a collective fails.
 
-A backend's own message names a socket address at best. Here every process that sees a failure writes a key
-into the default store, and looks for the keys of the others; the ranks that stay silent are named. For ranks
-on the same host the process table gives certainty: a dead process is told from a slow one.
+A backend's own message names a socket address at best. Here every process that sees a failure
+writes a key into the default store, and looks for the keys of the others; the ranks that stay
+silent are named. For ranks on the same host the process table gives certainty: a dead process is
+told from a slow one.
 """
 
 from __future__ import annotations
@@ -86,9 +87,9 @@ class _RollCall:
 
 
 def _roll_call(group: ProcessGroup, grace: float) -> _RollCall:
-    """Answer, then wait until every other member has answered, is known dead, or `grace` is over."""
+    """Answer; wait until every other member has answered or is known dead, or `grace` is over."""
     me = dist.get_rank()
-    prefix = f"moe_ext/failed/{group.group_name}"
+    prefix = "moe_ext/failed"
     call = _RollCall(silent=set(group_ranks(group)) - {me})
     deadline = time.monotonic() + grace
     answered = False
@@ -114,9 +115,8 @@ def _roll_call(group: ProcessGroup, grace: float) -> _RollCall:
 
 
 def _named(ranks: set[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(
-        str(rank) for rank in sorted(ranks)
-    )
+    word = "rank" if len(ranks) == 1 else "ranks"
+    return f"{word} {', '.join(str(rank) for rank in sorted(ranks))}"
 
 
 def _describe(call: _RollCall, grace: float) -> tuple[str, set[int]]:
@@ -142,17 +142,17 @@ def diagnose(
     """
     call = _roll_call(group, grace)
     finding, blamed = _describe(call, grace)
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     message = (
-        f"{operation}: expected every rank of the group {list(group_ranks(group))} to take part, but "
-        f"{finding} (seen by rank {dist.get_rank()}; {group.name()} reports: {reason})"
+        f"{operation}: expected every rank of the group {list(group_ranks(group))} to take part, "
+        f"but {finding} (seen by rank {dist.get_rank()}; {group.name()} reports: {reason})"
     )
     return RankFailureError(message, tuple(sorted(blamed)))
 
 
 @contextlib.contextmanager
 def naming_failed_ranks(group: ProcessGroup, operation: str) -> Iterator[None]:
-    """Turn a failure of the collectives inside into a `RankFailureError` that names the missing ranks."""
+    """Turn a failure of the collectives inside into a `RankFailureError` that names ranks."""
     try:
         yield
     except RankFailureError:

@@ -9,9 +9,14 @@ from torch.distributed import ProcessGroup
 
 
 class GroupHandle:
-    """Holds a process group inside a module, so that `copy.deepcopy` of the module shares the group."""
+    """Holds a process group inside a module; `copy.deepcopy` of the module shares the group."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
+        if group is not None and not isinstance(group, ProcessGroup):
+            raise TypeError(
+                "expected the process group to be a ProcessGroup that this rank belongs to, or "
+                f"None, got {group!r}"
+            )
         self.group = group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupHandle:

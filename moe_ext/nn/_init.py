@@ -14,9 +14,10 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15
 def init_stacked_experts_(stacked: list[Tensor], fan_in: list[int], first_expert: int) -> None:
     """Fill stacked expert tensors `[E_local, ...]` uniformly in +-1/sqrt(fan_in), in place.
 
-    Expert e is drawn from a generator of its own, seeded by one draw from torch's default CPU generator and
-    by e, so that the values depend on `torch.manual_seed` and on the global expert only: every
-    expert-parallel size gives the same experts, and no rank draws the experts of another.
+    Expert e is drawn from a generator of its own, seeded by one draw from torch's default CPU
+    generator and by e, so that the values depend on `torch.manual_seed` and on the global expert
+    only: every expert-parallel size gives the same experts, and no rank draws the experts of
+        another.
 
     Args:
         stacked: tensors whose first dimension is the local expert.

@@ -18,7 +18,7 @@ PLAIN_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
 
 
 def is_gated(activation: str, owner: str) -> bool:
-    """Whether `activation` takes a gate half; ValueError in the name of `owner` when it is unknown."""
+    """Whether `activation` takes a gate half; ValueError naming `owner` when it is unknown."""
     if activation not in GATED_ACTIVATIONS + PLAIN_ACTIVATIONS:
         known = ", ".join(GATED_ACTIVATIONS + PLAIN_ACTIVATIONS)
         raise ValueError(f"{owner}: expected activation to be one of {known}, got {activation!r}")
@@ -28,17 +28,17 @@ def is_gated(activation: str, owner: str) -> bool:
 class GroupedExperts(nn.Module):
     """E two-layer feed-forward networks over rows that are grouped by expert.
 
-    Gated activations: `y = act(x @ gate.T) * (x @ up.T) @ down.T` with `gate_up_proj [L, 2F, D]` (gate rows
-    first) and `down_proj [L, D, F]`, the layout of Hugging Face transformers 5. Plain activations have
-    `up_proj [L, F, D]` in place of `gate_up_proj`. Biases are `gate_up_proj_bias [L, 2F]` (or
-    `up_proj_bias [L, F]`) and `down_proj_bias [L, D]`.
+    Gated activations: `y = act(x @ gate.T) * (x @ up.T) @ down.T` with `gate_up_proj [L, 2F, D]`
+    (gate rows first) and `down_proj [L, D, F]`, the layout of Hugging Face transformers 5. Plain
+    activations have `up_proj [L, F, D]` in place of `gate_up_proj`. Biases are `gate_up_proj_bias
+    [L, 2F]` (or `up_proj_bias [L, F]`) and `down_proj_bias [L, D]`.
 
     Args:
         num_experts: E, over all ranks.
         model_dim: D.
         ffn_dim: F.
-        activation: "swiglu", "geglu", "geglu_tanh", "reglu", or plain "silu", "gelu", "gelu_tanh", "relu",
-            "relu_squared".
+        activation: "swiglu", "geglu", "geglu_tanh", "reglu", or plain "silu", "gelu", "gelu_tanh",
+            "relu", "relu_squared".
         bias: add biases.
         ep_group: expert-parallel process group; rank r of P holds experts [r*E/P, (r+1)*E/P).
         device: device of the parameters.
@@ -102,7 +102,7 @@ class GroupedExperts(nn.Module):
         return group_rank(self.ep_group) * self.num_local_experts
 
     def reset_parameters(self) -> None:
-        """Draw weights and biases uniformly in +-1/sqrt(fan_in); the same experts for any group size."""
+        """Draw all parameters uniformly in +-1/sqrt(fan_in), alike for any group size."""
         stacked: list[Tensor] = []
         fan_in: list[int] = []
         for name, inputs in ((self._up_name, self.model_dim), ("down_proj", self.ffn_dim)):

@@ -23,7 +23,7 @@ class _InjectLoss(torch.autograd.Function):
 
 
 def inject_loss(y: Tensor, loss: Tensor, scale: float | Tensor = 1.0) -> Tensor:
-    """Return y unchanged, such that a backward pass through it also adds `scale * loss` to the objective.
+    """Return y unchanged; a backward pass through it adds `scale * loss` to the objective.
 
     Args:
         y: any tensor on the path to the caller's loss.
@@ -40,8 +40,9 @@ def inject_loss(y: Tensor, loss: Tensor, scale: float | Tensor = 1.0) -> Tensor:
 def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
     """Set `loss_scale` of every `MoELayer` in a model.
 
-    The injected losses do not see what the caller does to the loss: a loss that is divided by the number of
-    accumulation steps, or multiplied by a `GradScaler`, needs the same factor here before the forward pass.
+    The injected losses do not see what the caller does to the loss: a loss that is divided by the
+    number of accumulation steps, or multiplied by a `GradScaler`, needs the same factor here before
+    the forward pass.
 
     Args:
         model: any module.

@@ -67,8 +67,8 @@ class MoELayer(nn.Module):
     """Mixture of experts, `[..., D] -> [..., D]`, in the place of a dense feed-forward network.
 
     `y[t] = sum_k w[t, k] * expert[idx[t, k]](x[t]) (+ shared_expert(x[t]))`. Dropless unless
-    `capacity_factor` is given. The balance loss and the z-loss act by themselves: in training mode a
-    backward pass through the output also adds the gradient of
+    `capacity_factor` is given. The balance loss and the z-loss act by themselves: in training mode
+    a backward pass through the output also adds the gradient of
     `loss_scale * (balance_loss_coef * balance_loss + z_loss_coef * z_loss)`.
 
     Args:
@@ -76,15 +76,16 @@ class MoELayer(nn.Module):
         ffn_dim: F of each expert.
         num_experts: E, over all ranks of `ep_group`.
         top_k: K, experts per token.
-        router: score function of a `TopKRouter`, "softmax", "topk_softmax" or "sigmoid"; or a module that
-            maps `(x_TD, token_mask=)` to a `RouterOutput`.
-        experts: module that maps `(rows [N, D], expert_offsets)` to `[N, D]`; by default `GroupedExperts`.
-            In an expert-parallel layer it holds this rank's experts and has the attributes `ep_group` and
-            `num_experts` (E).
+        router: score function of a `TopKRouter`, "softmax", "topk_softmax" or "sigmoid"; or a
+            module that maps `(x_TD, token_mask=)` to a `RouterOutput`.
+        experts: module that maps `(rows [N, D], expert_offsets)` to `[N, D]`; by default
+            `GroupedExperts`. In an expert-parallel layer it holds this rank's experts and has the
+            attributes `ep_group` and `num_experts` (E).
         activation: of the default experts and of the shared expert.
         bias: biases in the default experts and in the shared expert.
-        capacity_factor: an expert takes at most `ceil(T * K / E * capacity_factor)` rows from the T tokens
-            of this rank (masked ones included in T), the earliest tokens first; the others skip it.
+        capacity_factor: an expert takes at most `ceil(T * K / E * capacity_factor)` rows from the T
+            tokens of this rank (masked ones included in T), the earliest tokens first; the others
+            skip it.
         balance_loss_coef: factor on `ops.load_balance_loss` over this rank's tokens.
         z_loss_coef: factor on `ops.router_z_loss` over this rank's tokens.
         shared_ffn_dim: F of an expert that sees every token, masked ones too; 0 for none.
@@ -94,12 +95,13 @@ class MoELayer(nn.Module):
         dtype: dtype of the parameters.
 
     Attributes:
-        loss_scale: factor on the injected losses, a number or a 0-d tensor, 1.0 at first. Set it to what
-            the caller's loss is multiplied by: 1/steps under gradient accumulation, the scale of a
-            `GradScaler`.
-        metrics: of the last forward pass on this rank, detached: `num_tokens_per_expert` [E] int64 (chosen,
-            before any drop), `num_dropped`, `balance_loss`, `z_loss`. Overwritten, never accumulated, so a
-            recomputation leaves the same values. Reading them is what synchronises with the device.
+        loss_scale: factor on the injected losses, a number or a 0-d tensor, 1.0 at first. Set it to
+            what the caller's loss is multiplied by: 1/steps under gradient accumulation, the scale
+            of a `GradScaler`.
+        metrics: of the last forward pass on this rank, detached: `num_tokens_per_expert` [E] int64
+            (chosen, before any drop), `num_dropped`, `balance_loss`, `z_loss`. Overwritten, never
+            accumulated, so a recomputation leaves the same values. Reading them is what
+            synchronises with the device.
         losses: the terms that were injected, `balance` and `z`: coefficient times loss, detached.
 
     Raises:
@@ -169,8 +171,8 @@ class MoELayer(nn.Module):
             )
         elif group_size(ep_group) > 1 and getattr(experts, "ep_group", None) is not ep_group:
             raise ValueError(
-                "MoELayer: expected experts to carry the layer's process group as attribute ep_group, got "
-                f"{getattr(experts, 'ep_group', None)}"
+                "MoELayer: expected experts to carry the layer's group as attribute ep_group, "
+                f"got {getattr(experts, 'ep_group', None)}"
             )
         self.experts = experts
         self.shared_expert: FeedForward | None = None
@@ -185,7 +187,7 @@ class MoELayer(nn.Module):
             )
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew; the values depend on `torch.manual_seed` but not on `ep_group`."""
+        """Draw all parameters anew; the values depend on the seed but not on `ep_group`."""
         for module in (self.router, self.experts, self.shared_expert):
             if module is not None:
                 module.reset_parameters()  # type: ignore[operator]
@@ -296,7 +298,8 @@ def _make_dispatcher(
     if dispatcher == "alltoall":
         if ep_group is None:
             raise ValueError(
-                "MoELayer: expected ep_group to be a process group for dispatcher='alltoall', got None"
+                "MoELayer: expected ep_group to be a process group for dispatcher='alltoall', "
+                "got None"
             )
         return AllToAllDispatcher(num_experts, ep_group)
     raise ValueError(

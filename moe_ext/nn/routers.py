@@ -31,8 +31,8 @@ class RouterOutput(NamedTuple):
 class TopKRouter(nn.Module):
     """Linear router with top-k selection: `logits = x @ weight.T`, then `ops.topk_gate`.
 
-    The logits are computed in float32 (float64 for float64 inputs) whatever the dtype of the model, and
-    outside autocast: logits rounded to bfloat16 flip the choice between close experts.
+    The logits are computed in float32 (float64 for float64 inputs) whatever the dtype of the model,
+    and outside autocast: logits rounded to bfloat16 flip the choice between close experts.
 
     Args:
         model_dim: D.
@@ -43,8 +43,8 @@ class TopKRouter(nn.Module):
         scale: factor on the weights.
         num_groups: number of equal groups of experts.
         top_groups: groups a token may choose its experts from.
-        selection_bias: keep a float32 buffer `selection_bias` [E], added to the scores for the selection
-            only (initially zero; updated by whoever balances the load with it).
+        selection_bias: keep a float32 buffer `selection_bias` [E], added to the scores for the
+            selection only (initially zero; updated by whoever balances the load with it).
         device: device of the weight.
         dtype: dtype of the weight.
 
@@ -85,12 +85,13 @@ class TopKRouter(nn.Module):
             )
         if num_groups < 1 or num_experts % num_groups != 0:
             raise ValueError(
-                f"TopKRouter: expected num_groups to divide num_experts={num_experts}, got {num_groups}"
+                f"TopKRouter: expected num_groups to divide num_experts={num_experts}, "
+                f"got {num_groups}"
             )
         if not 1 <= top_groups <= num_groups or top_groups * (num_experts // num_groups) < top_k:
             raise ValueError(
-                f"TopKRouter: expected top_groups to be in 1..num_groups={num_groups} and to leave at least "
-                f"top_k={top_k} experts, got {top_groups}"
+                f"TopKRouter: expected top_groups to be in 1..num_groups={num_groups} and to leave "
+                f"at least top_k={top_k} experts, got {top_groups}"
             )
         self.model_dim = model_dim
         self.num_experts = num_experts

@@ -1,0 +1,116 @@
+"""The norm of all gradients, experts on other ranks included."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moe_ext.distributed.failures import naming_failed_ranks
+from moe_ext.distributed.gradients import is_synced, mark_synced, was_synced
+from moe_ext.distributed.groups import group_size, world_size
+from moe_ext.distributed.parameters import sharded_experts
+
+
+def clip_grad_norm_(
+    model: nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale the gradients of a whole model, in place, to a norm of at most `max_norm`.
+
+    The norm is that of all parameters, each expert counted once wherever it lives: the value that
+    one process with the same gradients would compute, and the same bits on every rank. Call it on
+    all ranks, after `sync_gradients`.
+
+    Args:
+        model: the module, or a DistributedDataParallel around it.
+        max_norm: positive.
+        norm_type: 2.0, or `math.inf` for the largest magnitude.
+        error_if_nonfinite: raise instead of scaling by a norm that is NaN or infinite. It costs a
+            device-to-host synchronisation.
+
+    Returns:
+        The norm before scaling, 0-d float32 (float64 if every gradient is).
+
+    Raises:
+        ValueError: max_norm or norm_type is not allowed.
+        RuntimeError: on every rank, gradients unchanged: the norm is not finite and
+            `error_if_nonfinite` is set, or expert gradients were not synchronised.
+        RankFailureError: a rank died or did not answer.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"clip_grad_norm_: expected max_norm to be positive, got {max_norm}")
+    if norm_type not in (2.0, math.inf):
+        raise ValueError(f"clip_grad_norm_: expected norm_type to be 2.0 or inf, got {norm_type}")
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    total = _total_norm(model, norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(
+            f"clip_grad_norm_: expected the norm of the gradients to be finite, got {total.item()}"
+        )
+    coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    with torch.no_grad():
+        for gradient in gradients:
+            synced = is_synced(gradient)
+            gradient.mul_(coefficient.to(gradient.device, gradient.dtype))
+            if synced:
+                mark_synced(gradient)
+    all_double = bool(gradients) and all(g.dtype == torch.float64 for g in gradients)
+    return total if all_double else total.to(torch.float32)
+
+
+def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Sum of squares, or the largest magnitude, in float64."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in gradients:
+        acc_dtype = torch.promote_types(gradient.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(gradient, norm_type, dtype=acc_dtype).to(total)
+        total = torch.maximum(total, norm) if norm_type == math.inf else total + norm * norm
+    return total
+
+
+@torch.no_grad()
+def _total_norm(model: nn.Module, norm_type: float) -> Tensor:
+    """Norm over all ranks, 0-d float64, the same bits on every rank."""
+    sharded = sharded_experts(model) if world_size() > 1 else {}
+    sharded_ids = {id(parameter) for parameter, _ in sharded.values()}
+    parameters = list(model.parameters())
+    device = parameters[0].device if parameters else torch.device("cpu")
+    dense = [p.grad for p in parameters if p.grad is not None and id(p) not in sharded_ids]
+    total = _power_sum(dense, norm_type, device)
+    if world_size() > 1:
+        world = dist.group.WORLD
+        assert world is not None
+        experts = torch.zeros_like(total)
+        unsynced = False
+        for parameter, group in sharded.values():
+            if parameter.grad is None:
+                continue
+            unsynced = unsynced or not was_synced(parameter.grad)
+            part = _power_sum([parameter.grad], norm_type, device)
+            if norm_type == math.inf:
+                experts = torch.maximum(experts, part)
+            else:
+                # Every expert is held by world/ep ranks; each adds its share.
+                experts = experts + part * group_size(group) / world_size()
+        local = torch.stack([total, experts, total.new_tensor(float(unsynced))])
+        gathered = [torch.empty_like(local) for _ in range(world_size())]
+        with naming_failed_ranks(world, "clip_grad_norm_"):
+            dist.all_gather(gathered, local, group=world)
+        rows = torch.stack(gathered)
+        # NOTE: device-to-host sync: clipping by a norm of unsynchronised gradients must not pass.
+        if bool(rows[:, 2].any()):
+            raise RuntimeError(
+                "clip_grad_norm_: expected sync_gradients to have run since the backward pass, "
+                "got expert gradients that were never synchronised"
+            )
+        if norm_type == math.inf:
+            total = torch.maximum(rows[0, 0], rows[:, 1].max())
+        else:
+            total = rows[0, 0] + rows[:, 1].sum()
+    return total if norm_type == math.inf else total.sqrt()

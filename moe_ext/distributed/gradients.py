@@ -1,0 +1,237 @@
+"""Gradients of the mean loss over all ranks, for dense and expert parameters alike.
+
+The backward pass of an expert-parallel layer leaves an expert's gradient as that of the mean over
+its expert-parallel group (see `AllToAllDispatcher`). So every parameter needs one thing only: the
+mean over the ranks that hold a copy of it, all ranks for a dense parameter and those of the same
+ep_rank for an expert. A mean of equal values changes nothing, which is why gradients that were
+synchronised may be accumulated into and synchronised again.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_ext.distributed import _c10d
+from moe_ext.distributed.collectives import check_equal_over_ranks, share
+from moe_ext.distributed.failures import naming_failed_ranks
+from moe_ext.distributed.groups import group_size, world_size
+from moe_ext.distributed.parameters import replica_group, sharded_experts
+
+_BUCKET_BYTES = 25 * 2**20
+# Set on a gradient tensor: its version when it was last synchronised. A new tensor or one that
+# was written to since does not match.
+_SYNCED = "_moe_ext_synced_version"
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """Parameters whose gradients become the mean over one group."""
+
+    group: ProcessGroup
+    parameters: list[nn.Parameter]
+
+
+def sync_gradients(model: nn.Module) -> None:
+    """Make every gradient that of the mean over all ranks of the local losses.
+
+    Call it on all ranks, after the last backward pass of a step and before clipping and the
+    optimizer. Without torch.distributed, or with one rank, it does nothing. A plain module gets all
+    of its gradients reduced. If the model is (or holds) a `DistributedDataParallel`, the
+    parameters that DDP reduces are left to it and only the experts are done; build that with
+    `data_parallel(model)`.
+
+    A gradient that is None on some ranks counts as zero there, and one that is None on every rank
+    stays None. Everything that can be checked is checked before the first gradient changes. If a
+    rank dies in the middle, the gradients of the buckets already reduced (25 MiB each) keep the
+    mean, all others are as before.
+
+    Args:
+        model: the module, the same on every rank.
+
+    Raises:
+        ValueError: on every rank: the parameters differ between ranks, a DistributedDataParallel
+            reduces expert parameters, a gradient is sparse or a parameter is a DTensor.
+        RuntimeError: on every rank, when no gradient changed since the last call.
+        RankFailureError: a rank died or did not answer; the message names it.
+
+    Determinism: as the backend's all-reduce; every rank gets the same bits. One device-to-host
+    synchronisation for the checks and one for the None gradients of each group.
+    """
+    if world_size() == 1:
+        return
+    world = dist.group.WORLD
+    assert world is not None
+    experts = sharded_experts(model)
+    problem = _find_problem(model, experts)
+    dense = [] if problem else _dense_parameters(model, experts)
+    handled = [*dense, *((name, parameter) for name, (parameter, _) in experts.items())]
+    if not any(True for _ in model.parameters()):
+        raise ValueError("sync_gradients: expected model to have parameters, got none")
+    device = next(model.parameters()).device
+    _check_on_all_ranks(handled, problem, world, device)
+
+    reductions = [_Reduction(world, [parameter for _, parameter in dense])]
+    by_group: dict[ProcessGroup, list[nn.Parameter]] = {}
+    for parameter, ep_group in experts.values():
+        by_group.setdefault(ep_group, []).append(parameter)
+    for ep_group, parameters in by_group.items():
+        replicas = replica_group(ep_group, device)
+        if replicas is not None:
+            reductions.append(_Reduction(replicas, parameters))
+    for reduction in reductions:
+        _average(reduction, device)
+    for _, parameter in handled:
+        if parameter.grad is not None:
+            mark_synced(parameter.grad)
+
+
+def was_synced(gradient: Tensor) -> bool:
+    """Whether `sync_gradients` handled this gradient tensor at some time."""
+    return hasattr(gradient, _SYNCED)
+
+
+def is_synced(gradient: Tensor) -> bool:
+    """Whether nothing wrote to this gradient tensor since `sync_gradients` handled it."""
+    return getattr(gradient, _SYNCED, None) == gradient._version
+
+
+def mark_synced(gradient: Tensor) -> None:
+    """Note that the values now in this gradient tensor are synchronised."""
+    setattr(gradient, _SYNCED, gradient._version)
+
+
+def _find_problem(
+    model: nn.Module, experts: dict[str, tuple[nn.Parameter, ProcessGroup]]
+) -> str | None:
+    """What is wrong with this rank's model, None if nothing is."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            return f"expected parameters to be plain tensors, got a DTensor for {name}"
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            layout = parameter.grad.layout
+            return f"expected gradients to be dense, got {layout} for {name}"
+    reduced = _reduced_by_ddp(model)
+    for name, (parameter, _) in experts.items():
+        if id(parameter) in reduced:
+            return (
+                "expected DistributedDataParallel to leave the expert parameters alone, but it "
+                f"reduces {name}: ranks hold different experts under that name. Wrap the model "
+                "with moe_ext.distributed.data_parallel(model) instead"
+            )
+    return None
+
+
+def _reduced_by_ddp(model: nn.Module) -> set[int]:
+    """Ids of the parameters that a DistributedDataParallel in the model reduces."""
+    reduced: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            ignored = _c10d.ddp_ignored(module)
+            named = module.module.named_parameters(remove_duplicate=False)
+            reduced |= {id(parameter) for name, parameter in named if name not in ignored}
+    return reduced
+
+
+def _dense_parameters(
+    model: nn.Module, experts: dict[str, tuple[nn.Parameter, ProcessGroup]]
+) -> list[tuple[str, nn.Parameter]]:
+    elsewhere = _reduced_by_ddp(model) | {id(parameter) for parameter, _ in experts.values()}
+    return [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in elsewhere
+    ]
+
+
+def _check_on_all_ranks(
+    handled: list[tuple[str, nn.Parameter]],
+    problem: str | None,
+    world: ProcessGroup,
+    device: torch.device,
+) -> None:
+    """One all-gather, after which every rank raises or none does."""
+    gradients = [parameter.grad for _, parameter in handled if parameter.grad is not None]
+    fresh = not all(is_synced(grad) for grad in gradients)
+    signature = "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in handled)
+    facts = {
+        "the number of parameters to reduce": len(handled),
+        "the number of their elements": sum(parameter.numel() for _, parameter in handled),
+        "the checksum of their names, shapes and dtypes": zlib.crc32(signature.encode()),
+    }
+    verdicts = [int(problem is not None), int(fresh), int(bool(gradients))]
+    rows = share([*verdicts, *facts.values()], world, device, operation="sync_gradients")
+    bad = [rank for rank, row in enumerate(rows) if row[0]]
+    if bad:
+        raise ValueError(
+            f"sync_gradients: {problem or f'rank {bad[0]} found a problem in its model'}"
+        )
+    for name, column in zip(facts, list(zip(*rows, strict=True))[3:], strict=True):
+        check_equal_over_ranks(name, column, world, "sync_gradients")
+    if any(row[2] for row in rows) and not any(row[1] for row in rows):
+        raise RuntimeError(
+            "sync_gradients: expected new gradients since the last call, but none changed on any "
+            "rank; call it once after the last backward pass of a step"
+        )
+
+
+def _average(reduction: _Reduction, device: torch.device) -> None:
+    """Reduce the gradients of one group to their mean, bucket by bucket."""
+    if not reduction.parameters:
+        return
+    present = torch.tensor(
+        [parameter.grad is not None for parameter in reduction.parameters],
+        dtype=torch.int32,
+        device=device,
+    )
+    with naming_failed_ranks(reduction.group, "sync_gradients"):
+        dist.all_reduce(present, dist.ReduceOp.MAX, group=reduction.group)
+    # NOTE: device-to-host sync: which gradients exist decides what is sent.
+    flags = present.tolist()
+    pairs = zip(reduction.parameters, flags, strict=True)
+    for bucket in _buckets([parameter for parameter, flag in pairs if flag]):
+        _average_bucket(bucket, reduction.group)
+
+
+def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Split into runs of one dtype and device of about `_BUCKET_BYTES`; the same on every rank."""
+    buckets: list[list[nn.Parameter]] = []
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
+    for parameter in parameters:
+        key = (parameter.dtype, parameter.device)
+        bucket, size = open_buckets.get(key, ([], 0))
+        if not bucket:
+            buckets.append(bucket)
+        bucket.append(parameter)
+        size += parameter.numel() * parameter.element_size()
+        open_buckets[key] = ([], 0) if size >= _BUCKET_BYTES else (bucket, size)
+    return buckets
+
+
+def _average_bucket(bucket: list[nn.Parameter], group: ProcessGroup) -> None:
+    with torch.no_grad():
+        flat = torch.cat(
+            [
+                parameter.new_zeros(parameter.numel())
+                if parameter.grad is None
+                else parameter.grad.reshape(-1)
+                for parameter in bucket
+            ]
+        )
+        # Before the sum, so that the sum of many float16 gradients does not overflow.
+        flat.div_(group_size(group))
+        with naming_failed_ranks(group, "sync_gradients"):
+            dist.all_reduce(flat, group=group)
+        pieces = flat.split([parameter.numel() for parameter in bucket])
+        for parameter, piece in zip(bucket, pieces, strict=True):
+            if parameter.grad is None:
+                parameter.grad = piece.view_as(parameter).clone()
+            else:
+                parameter.grad.copy_(piece.view_as(parameter))
