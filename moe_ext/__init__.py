@@ -1,8 +1,19 @@
 """moe_ext: the communication side of sparse training, for CPU and CUDA."""
 
-from moe_ext import distributed, nn, ops
+from moe_ext import distributed, integrations, nn, ops
 from moe_ext._info import info
 from moe_ext._version import __version__
+from moe_ext.integrations import replace, verify
 from moe_ext.nn import MoELayer
 
-__all__ = ["MoELayer", "__version__", "distributed", "info", "nn", "ops"]
+__all__ = [
+    "MoELayer",
+    "__version__",
+    "distributed",
+    "info",
+    "integrations",
+    "nn",
+    "ops",
+    "replace",
+    "verify",
+]

@@ -1,0 +1,5 @@
+"""Drop-in use in models of other libraries."""
+
+from moe_ext.integrations.huggingface import VerifyReport, replace, verify
+
+__all__ = ["VerifyReport", "replace", "verify"]

@@ -1,0 +1,137 @@
+"""Runs a function on several ranks of one machine, for tests."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Collection
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def _rank_main(
+    connection: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    init_method: str,
+    group_timeout: float,
+) -> None:
+    """Body of one rank: join the group, run, send (result, None) or (None, traceback)."""
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=init_method,
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=group_timeout),
+        )
+        connection.send((function(rank, *args), None))
+    except BaseException:
+        connection.send((None, traceback.format_exc()))
+    finally:
+        connection.close()
+    # Without the barrier of destroy_process_group: a rank may be missing on purpose.
+    os._exit(0)
+
+
+def _collect(
+    connections: dict[int, Connection], processes: list[BaseProcess], deadline: float
+) -> tuple[dict[int, Any], dict[int, str]]:
+    """Results and failures by rank, until every rank has spoken, ended, or run out of time."""
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    open_ranks = dict(connections)
+    while open_ranks:
+        left = deadline - monotonic()
+        ready = wait(list(open_ranks.values()), max(left, 0))
+        for rank in [r for r, c in open_ranks.items() if c in ready]:
+            try:
+                result, error = open_ranks.pop(rank).recv()
+            except EOFError:
+                processes[rank].join(5)
+                failures[rank] = f"ended with exit code {processes[rank].exitcode}"
+                continue
+            if error is None:
+                results[rank] = result
+            else:
+                failures[rank] = error
+        if left <= 0:
+            failures.update((rank, "still running at the time limit") for rank in open_ranks)
+            break
+    return results, failures
+
+
+def spawn_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    group_timeout: float = 60.0,
+    store: str = "file",
+    may_die: Collection[int] = (),
+) -> list[Any]:
+    """Run `function(rank, *args)` in `world_size` processes that share a Gloo process group.
+
+    Args:
+        function: a function of an importable module; its result must be picklable.
+        world_size: number of ranks.
+        args: passed on to the function.
+        timeout: seconds after which ranks that still run are killed.
+        group_timeout: timeout of the process group in seconds.
+        store: "file", or "tcp" for a store that rank 0 hosts on 127.0.0.1.
+        may_die: ranks that may end without a result; theirs is None.
+
+    Returns:
+        The result of every rank, in rank order.
+
+    Raises:
+        RuntimeError: a rank raised, ended or ran out of time; the message holds every rank's
+            traceback.
+    """
+    context = multiprocessing.get_context("spawn")
+    processes: list[BaseProcess] = []
+    connections: dict[int, Connection] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        init_method = f"file://{Path(folder) / 'store'}"
+        if store == "tcp":
+            init_method = f"tcp://127.0.0.1:{_free_port()}"
+        try:
+            for rank in range(world_size):
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_rank_main,
+                    args=(theirs, function, args, rank, world_size, init_method, group_timeout),
+                    daemon=True,
+                )
+                process.start()
+                theirs.close()
+                processes.append(process)
+                connections[rank] = ours
+            results, failures = _collect(connections, processes, monotonic() + timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    for rank in may_die:
+        failures.pop(rank, None)
+    if failures:
+        texts = [f"rank {rank}: {text}" for rank, text in sorted(failures.items())]
+        raise RuntimeError("spawn_ranks: expected every rank to succeed, got\n" + "\n".join(texts))
+    return [results.get(rank) for rank in range(world_size)]
+
+
+def _free_port() -> int:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    return int(store.port)
