@@ -102,8 +102,8 @@ def tables() -> list[Table]:
     )
     note = (
         "Forward and backward of the layer beside `MixtralSparseMoeBlock` of transformers with the "
-        "same weights. The difference is that of the outputs, relative to their largest value, over "
-        "the tokens that both route alike: in bfloat16 the peer rounds its logits, we do not."
+        "same weights. The difference is that of the outputs, relative to their largest value, "
+        "over the tokens that both route alike: in bfloat16 the peer rounds its logits, we do not."
     )
     rows = [
         layer_row(shape, num_tokens, dtype)
