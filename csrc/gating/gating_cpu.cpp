@@ -3,6 +3,7 @@
 // order, so the bits do not depend on the number of threads.
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <limits>
@@ -34,6 +35,23 @@ std::optional<Tensor> contiguous(const std::optional<Tensor>& t) {
 template <typename T>
 const T* data_or_null(const std::optional<Tensor>& t) {
   return t ? data<T>(*t) : nullptr;
+}
+
+void keep_smaller(std::atomic<int64_t>& smallest, int64_t value) {
+  int64_t seen = smallest.load();
+  while (value < seen && !smallest.compare_exchange_weak(seen, value)) {
+  }
+}
+
+// Calls f(block, begin, end, scratch) for each block of tokens.
+template <typename Acc, typename F>
+void each_block(int64_t num_tokens, const GateOptions& options, F&& f) {
+  parallel_for(0, num_blocks(num_tokens), 1, [&](int64_t begin, int64_t end) {
+    std::vector<Acc> scratch(scratch_size(options));
+    for (int64_t block = begin; block < end; ++block) {
+      f(block, block * kTokensPerBlock, std::min(num_tokens, (block + 1) * kTokensPerBlock), scratch.data());
+    }
+  });
 }
 
 // Says why the gate refused a token.
@@ -68,18 +86,11 @@ Partials<T> gate_blocks(const GateArgs<T>& args, int64_t num_tokens) {
   const int64_t blocks = num_blocks(num_tokens);
   Partials<T> partials{std::vector<acc_t<T>>(blocks * num_experts), std::vector<int64_t>(blocks * num_experts, 0)};
   std::atomic<int64_t> first_refused{num_tokens};
-  const auto& table = kernels().of<T>();
-  parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-    std::vector<acc_t<T>> scratch(scratch_size(args.options));
-    for (int64_t block = begin; block < end; ++block) {
-      const int64_t token = table.gate(
-          args, block * kTokensPerBlock, std::min(num_tokens, (block + 1) * kTokensPerBlock),
-          partials.score_sum.data() + block * num_experts, partials.counts.data() + block * num_experts,
-          scratch.data());
-      int64_t seen = first_refused.load();
-      while (token >= 0 && token < seen && !first_refused.compare_exchange_weak(seen, token)) {
-      }
-    }
+  each_block<acc_t<T>>(num_tokens, args.options, [&](int64_t block, int64_t begin, int64_t end, auto* scratch) {
+    const int64_t token = kernels().of<T>().gate(
+        args, begin, end, partials.score_sum.data() + block * num_experts, partials.counts.data() + block * num_experts,
+        scratch);
+    keep_smaller(first_refused, token < 0 ? num_tokens : token);
   });
   if (first_refused.load() < num_tokens) {
     refuse(args, first_refused.load());
@@ -139,17 +150,38 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> topk_gate_cpu(
   return {weights, idx, counts, score_sum};
 }
 
-// An index outside [-1, E) would write outside of the gradient.
+// The first token whose choices are neither all in [0, E) nor all -1, or the number of tokens: such an index would
+// write outside of the gradient.
+int64_t first_bad_idx(const int64_t* idx, int64_t num_tokens, int64_t top_k, int64_t num_experts) {
+  std::atomic<int64_t> first{num_tokens};
+  parallel_for(0, num_tokens, grain_size(top_k * sizeof(int64_t)), [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      const int64_t* row = idx + t * top_k;
+      const int64_t low = row[0] == -1 ? -1 : 0;
+      const int64_t high = row[0] == -1 ? -1 : num_experts - 1;
+      bool good = true;
+      for (int64_t k = 0; k < top_k; ++k) {
+        good &= row[k] >= low && row[k] <= high;
+      }
+      if (!good) {
+        keep_smaller(first, t);
+        return;
+      }
+    }
+  });
+  return first.load();
+}
+
 void check_idx(const Tensor& topk_idx, int64_t num_experts) {
-  const int64_t* idx = data<int64_t>(topk_idx);
-  for (int64_t i = 0; i < topk_idx.numel(); ++i) {
-    MOE_CHECK(
-        idx[i] >= -1 && idx[i] < num_experts, "_topk_gate_backward: expected topk_idx to be in [0, ", num_experts,
-        ") or -1, got ", idx[i], " at token ", i / topk_idx.size(1), ", choice ", i % topk_idx.size(1));
-    MOE_CHECK(
-        idx[i] >= 0 || idx[i / topk_idx.size(1) * topk_idx.size(1)] < 0,
-        "_topk_gate_backward: expected topk_idx to be -1 in all of a token's choices or in none, got -1 at token ",
-        i / topk_idx.size(1), ", choice ", i % topk_idx.size(1));
+  const int64_t top_k = topk_idx.size(1);
+  const int64_t t = first_bad_idx(data<int64_t>(topk_idx), topk_idx.size(0), top_k, num_experts);
+  if (t < topk_idx.size(0)) {
+    const int64_t* row = data<int64_t>(topk_idx) + t * top_k;
+    const int64_t* bad = std::find_if(
+        row, row + top_k, [&](int64_t e) { return e < -1 || e >= num_experts || (e < 0) != (row[0] < 0); });
+    fail(
+        "_topk_gate_backward: expected topk_idx to be in [0, ", num_experts,
+        ") or -1 in all of a token's choices, got ", *bad, " at token ", t, ", choice ", bad - row);
   }
 }
 
@@ -169,21 +201,11 @@ Tensor topk_gate_backward_cpu(
   const int64_t n = options.num_experts;
   Tensor grad = torch::stable::new_empty(logits, {logits.size(0), n});
   dispatch_floating(logits.scalar_type(), [&]<typename T>() {
-    const auto& table = kernels().of<T>();
-    const auto* gw = data_or_null<acc_t<T>>(dw);
-    const int64_t* idx = data<int64_t>(index);
-    parallel_for(0, logits.size(0), grain_size(4 * n * sizeof(T)), [&](int64_t begin, int64_t end) {
-      std::vector<acc_t<T>> scratch(scratch_size(options));
-      for (int64_t t = begin; t < end; ++t) {
-        T* out = data<T>(grad) + t * n;
-        if (idx[t * options.top_k] < 0) {
-          std::fill_n(out, n, T{});
-          continue;
-        }
-        table.gate_backward(
-            out, data<T>(x) + t * n, idx + t * options.top_k, gw == nullptr ? gw : gw + t * options.top_k,
-            data_or_null<acc_t<T>>(ds), options, scratch.data());
-      }
+    const GateGradArgs<T> args{
+        data<T>(grad), data<T>(x), data<int64_t>(index), data_or_null<acc_t<T>>(dw), data_or_null<acc_t<T>>(ds),
+        options};
+    each_block<acc_t<T>>(logits.size(0), options, [&](int64_t, int64_t begin, int64_t end, auto* scratch) {
+      kernels().of<T>().gate_backward(args, begin, end, scratch);
     });
   });
   return grad;
@@ -222,17 +244,11 @@ Tensor router_z_loss_cpu(
   const std::optional<Tensor> mask = contiguous(token_mask);
   const int64_t num_tokens = logits.size(0);
   const int64_t n = logits.size(1);
-  const bool* real = data_or_null<bool>(mask);
   std::vector<double> partials(num_blocks(num_tokens), 0);
   dispatch_floating(logits.scalar_type(), [&]<typename T>() {
-    const auto& table = kernels().of<T>();
-    parallel_for(0, num_blocks(num_tokens), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t t = begin * kTokensPerBlock; t < std::min(num_tokens, end * kTokensPerBlock); ++t) {
-        if (real == nullptr || real[t]) {
-          const double lse = table.logsumexp(data<T>(x) + t * n, n);
-          partials[t / kTokensPerBlock] += lse * lse;
-        }
-      }
+    const ZLossArgs<T> args{data<T>(x), data_or_null<bool>(mask), n};
+    each_block<acc_t<T>>(num_tokens, z_loss_options(n), [&](int64_t block, int64_t begin, int64_t end, auto* scratch) {
+      partials[block] = kernels().of<T>().z_loss(args, begin, end, scratch);
     });
   });
   double sum = 0;
@@ -252,21 +268,12 @@ Tensor router_z_loss_backward_cpu(
   const Tensor x = torch::stable::contiguous(logits);
   const std::optional<Tensor> mask = contiguous(token_mask);
   const int64_t n = logits.size(1);
-  const bool* real = data_or_null<bool>(mask);
   Tensor out = torch::stable::new_empty(logits, {logits.size(0), n});
   const double factor = 2 * scalar_value(grad) / static_cast<double>(count_tokens(mask, logits.size(0)));
   dispatch_floating(logits.scalar_type(), [&]<typename T>() {
-    const auto& table = kernels().of<T>();
-    parallel_for(0, logits.size(0), grain_size(4 * n * sizeof(T)), [&](int64_t begin, int64_t end) {
-      std::vector<acc_t<T>> scratch(n);
-      for (int64_t t = begin; t < end; ++t) {
-        if (real == nullptr || real[t]) {
-          table.z_loss_backward(
-              data<T>(out) + t * n, data<T>(x) + t * n, static_cast<acc_t<T>>(factor), n, scratch.data());
-        } else {
-          std::fill_n(data<T>(out) + t * n, n, T{});
-        }
-      }
+    const ZLossArgs<T> args{data<T>(x), data_or_null<bool>(mask), n};
+    each_block<acc_t<T>>(logits.size(0), z_loss_options(n), [&](int64_t, int64_t begin, int64_t end, auto* scratch) {
+      kernels().of<T>().z_loss_backward(args, data<T>(out), static_cast<acc_t<T>>(factor), begin, end, scratch);
     });
   });
   return out;

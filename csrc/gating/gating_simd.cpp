@@ -1,158 +1,35 @@
-// Loops of the gate, compiled once per instruction set.
-// Forward: a tile holds one token a lane, [E, lanes] with as many lanes as a vector has. Every step then goes down the
-// experts with whole vectors, no step reduces across lanes, and no number of experts leaves a tail:
-// transpose in, maximum, exp, sum, score_sum, group limit, top-k by insertion into a sorted list, weights, write out.
-// Backward: one row at a time, sums in 16 lanes and a fixed tree.
-#include "common/simd.h"
-#include "gating/gating_tables.h"
+// Loops of the gate, compiled once per instruction set, a tile of tokens at a time (gating_tile.h).
+// Forward: transpose in, maximum, exp, sum, score_sum, group limit, top-k by insertion into a sorted list, weights,
+// write out. Backward: the same scores again, the gradient of each expert, the chosen experts' own part, transpose out.
+#include "gating/gating_tile.h"
 
 namespace moe_ext::gating::MOE_ISA {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int64_t kVectorBytes = 64;
-#elif defined(__AVX2__)
-constexpr int64_t kVectorBytes = 32;
-#else
-constexpr int64_t kVectorBytes = 16;
-#endif
-
-template <typename Acc>
-struct Lanes {
-  static constexpr int64_t kCount = kVectorBytes / sizeof(Acc);
-  using Int = std::conditional_t<sizeof(Acc) == 8, int64_t, int32_t>;
-  typedef Acc Vec __attribute__((vector_size(kVectorBytes)));
-  typedef Int IntVec __attribute__((vector_size(kVectorBytes)));
-};
-
-template <typename Acc>
-using Vec = typename Lanes<Acc>::Vec;
-template <typename Acc>
-using IntVec = typename Lanes<Acc>::IntVec;
-template <typename Acc>
-using Int = typename Lanes<Acc>::Int;
-
-template <typename Acc>
-constexpr Acc kInf = static_cast<Acc>(__builtin_inf());
-// A smaller denominator is replaced by this one.
-template <typename Acc>
-constexpr Acc kTiny = sizeof(Acc) == 8 ? Acc(0x1p-1022) : Acc(0x1p-126);
-
-template <typename Acc>
-MOE_INLINE Vec<Acc> load(const Acc* from) {
-  Vec<Acc> v;
-  __builtin_memcpy(&v, from, sizeof(v));
-  return v;
-}
-
-template <typename Acc>
-MOE_INLINE void store(Acc* to, Vec<Acc> v) {
-  __builtin_memcpy(to, &v, sizeof(v));
-}
-
-template <typename Acc>
-MOE_INLINE Vec<Acc> broadcast(Acc x) {
-  return x - Vec<Acc>{};
-}
-
-template <typename Acc>
-MOE_INLINE Vec<Acc> max(Vec<Acc> a, Vec<Acc> b) {
-  return a > b ? a : b;
-}
-
-// Parts of the scratch; each is [rows, lanes].
-template <typename Acc>
-struct Tile {
-  Acc* x;              // [E] logits
-  Acc* score;          // [E] exp(x - max), or sigmoid(x)
-  Acc* key;            // [E] what selection compares where there is a bias
-  Acc* score_sum;      // [E, 16] sums of the block
-  Acc* chosen;         // [K] logits or scores of the chosen experts, then their weights
-  Acc* list;           // [K] keys of the chosen experts, descending
-  Int<Acc>* idx;       // [K] the chosen experts
-  Acc* group;          // [G] group scores
-  Acc* keep;           // [G] nonzero for a kept group
-  Acc* group_list;     // [top_groups]
-  Int<Acc>* group_idx; // [top_groups]
-
-  Tile(Acc* scratch, const GateOptions& o) {
-    const auto address = reinterpret_cast<uintptr_t>(scratch);
-    Acc* next = scratch + ((64 - address % 64) % 64) / sizeof(Acc);
-    const auto take = [&next](int64_t rows, int64_t lanes = Lanes<Acc>::kCount) {
-      Acc* part = next;
-      next += rows * lanes;
-      return part;
-    };
-    x = take(o.num_experts);
-    score = take(o.num_experts);
-    key = take(o.num_experts);
-    score_sum = take(o.num_experts, kMaxLanes);
-    chosen = take(o.top_k);
-    list = take(o.top_k);
-    idx = reinterpret_cast<Int<Acc>*>(take(o.top_k));
-    group = take(o.num_groups);
-    keep = take(o.num_groups);
-    group_list = take(o.top_groups);
-    group_idx = reinterpret_cast<Int<Acc>*>(take(o.top_groups));
-  }
-};
-
-// x[e][lane] = logits of token first + lane; zeros for a lane without a real token, whose logits are not looked at.
-template <typename T, typename Acc>
-MOE_INLINE void load_tile(Acc* x, Acc* active, const GateArgs<T>& args, int64_t first, int64_t end) {
-  constexpr int64_t kLanes = Lanes<Acc>::kCount;
-  const int64_t num_experts = args.options.num_experts;
-  for (int64_t lane = 0; lane < kLanes; ++lane) {
-    const int64_t token = first + lane;
-    active[lane] = token < end && (args.token_mask == nullptr || args.token_mask[token]);
-    if (active[lane] != 0) {
-      const T* row = args.logits + token * num_experts;
-      for (int64_t e = 0; e < num_experts; ++e) {
-        x[e * kLanes + lane] = to_acc(row[e]);
-      }
-    } else {
-      for (int64_t e = 0; e < num_experts; ++e) {
-        x[e * kLanes + lane] = 0;
-      }
-    }
-  }
-}
-
 // Fills score, and returns the factor that makes each lane's scores sum to one, zero in a lane that is not active.
 template <typename Acc>
 MOE_INLINE Vec<Acc> compute_scores(
-    Acc* __restrict score, const Acc* __restrict x, ScoreFn fn, int64_t num_experts, const Acc* active,
-    IntVec<Acc>& finite) {
-  constexpr int64_t kLanes = Lanes<Acc>::kCount;
-  Vec<Acc> top = load(x);
-  finite = top < kInf<Acc>;
-  for (int64_t e = 1; e < num_experts; ++e) {
-    const Vec<Acc> v = load(x + e * kLanes);
-    finite &= v < kInf<Acc>;
-    top = max<Acc>(v, top);
+    const Tile<Acc>& tile, ScoreFn fn, int64_t num_experts, const Acc* active, IntVec<Acc>& finite) {
+  const Vec<Acc> top = column_max(tile.x, num_experts);
+  if (fn == ScoreFn::kSigmoid) {
+    column_sigmoid(tile.score, tile.x, num_experts);
+  } else {
+    column_exp(tile.score, tile.x, top, num_experts);
   }
-  Acc shift[kLanes];
-  store(shift, top);
-  for (int64_t e = 0; e < num_experts; ++e) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const int64_t i = e * kLanes + lane;
-      score[i] = fn == ScoreFn::kSigmoid ? sigmoid_acc(x[i]) : exp_acc(x[i] - shift[lane]);
-    }
-  }
-  Vec<Acc> sum{};
-  for (int64_t e = 0; e < num_experts; ++e) {
-    sum += load(score + e * kLanes);
-  }
-  return load(active) / max<Acc>(sum, broadcast(kTiny<Acc>));
+  const Vec<Acc> sum = column_sum(tile.score, num_experts);
+  // A NaN that the maximum passes over makes the sum NaN.
+  finite = (top < kInf<Acc>)&(sum == sum);
+  return load(active) / max<Acc>(broadcast(kTiny<Acc>), sum);
 }
 
 // key = score + bias; a logit of -inf stays out of reach of any bias.
 template <typename Acc>
-MOE_INLINE void bias_scores(Acc* key, const Acc* x, const Acc* score, Vec<Acc> factor, const Acc* bias, int64_t n) {
+MOE_INLINE void bias_scores(const Tile<Acc>& tile, Vec<Acc> factor, const Acc* bias, int64_t n) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
   for (int64_t e = 0; e < n; ++e) {
-    const Vec<Acc> biased = load(score + e * kLanes) * factor + bias[e];
-    store(key + e * kLanes, load(x + e * kLanes) > -kInf<Acc> ? biased : broadcast(-kInf<Acc>));
+    const Vec<Acc> biased = load(tile.score + e * kLanes) * factor + bias[e];
+    const IntVec<Acc> possible = load(tile.x + e * kLanes) > -kInf<Acc>;
+    store(tile.key + e * kLanes, possible ? biased : broadcast(-kInf<Acc>));
   }
 }
 
@@ -183,7 +60,7 @@ void select_fixed(Acc* list, Int<Acc>* idx, const Acc* keys, int64_t num_experts
   }
   for (int64_t k = 0; k < kTopK; ++k) {
     store(list + k * kLanes, key[k]);
-    __builtin_memcpy(idx + k * kLanes, &expert[k], sizeof(expert[k]));
+    store_idx<Acc>(idx + k * kLanes, expert[k]);
   }
 }
 
@@ -191,15 +68,9 @@ void select_fixed(Acc* list, Int<Acc>* idx, const Acc* keys, int64_t num_experts
 template <typename Acc>
 void select_any(Acc* list, Int<Acc>* idx, const Acc* keys, int64_t num_experts, int64_t top_k) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
-  const auto load_idx = [idx](int64_t k) {
-    IntVec<Acc> v;
-    __builtin_memcpy(&v, idx + k * kLanes, sizeof(v));
-    return v;
-  };
-  const auto store_idx = [idx](int64_t k, IntVec<Acc> v) { __builtin_memcpy(idx + k * kLanes, &v, sizeof(v)); };
   for (int64_t k = 0; k < top_k; ++k) {
     store(list + k * kLanes, broadcast(-kInf<Acc>));
-    store_idx(k, IntVec<Acc>{} - 1);
+    store_idx<Acc>(idx + k * kLanes, IntVec<Acc>{} - 1);
   }
   for (int64_t e = 0; e < num_experts; ++e) {
     const Vec<Acc> v = load(keys + e * kLanes);
@@ -214,10 +85,10 @@ void select_any(Acc* list, Int<Acc>* idx, const Acc* keys, int64_t num_experts, 
         const Vec<Acc> before = load(list + (k - 1) * kLanes);
         const IntVec<Acc> above = v > before;
         moved = above ? before : v;
-        moved_idx = above ? load_idx(k - 1) : self;
+        moved_idx = above ? load_idx<Acc>(idx + (k - 1) * kLanes) : self;
       }
       store(list + k * kLanes, here ? moved : old);
-      store_idx(k, here ? moved_idx : load_idx(k));
+      store_idx<Acc>(idx + k * kLanes, here ? moved_idx : load_idx<Acc>(idx + k * kLanes));
     }
   }
 }
@@ -272,39 +143,31 @@ MOE_INLINE void limit_groups(const Tile<Acc>& tile, Acc* keys, bool biased, cons
   }
 }
 
-// tile.chosen: from the chosen experts' logits or scores to their weights.
+// tile.chosen: the weights of the chosen experts.
 template <typename Acc>
-MOE_INLINE void compute_weights(const Tile<Acc>& tile, Vec<Acc> factor, const GateOptions& options) {
+MOE_INLINE void compute_weights(const Tile<Acc>& tile, Vec<Acc> factor, bool biased, const GateOptions& options) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
   const int64_t top_k = options.top_k;
-  const Acc* from = options.softmax_of_chosen() ? tile.x : tile.score;
-  for (int64_t i = 0; i < top_k * kLanes; ++i) {
-    tile.chosen[i] = tile.idx[i] < 0 ? Acc(0) : from[tile.idx[i] * kLanes + i % kLanes];
-  }
-  if (options.softmax_of_chosen()) {
-    Vec<Acc> top = load(tile.chosen);
-    for (int64_t k = 1; k < top_k; ++k) {
-      top = max<Acc>(load(tile.chosen + k * kLanes), top);
+  const bool softmax_of_chosen = options.softmax_of_chosen();
+  if (softmax_of_chosen && !biased) {
+    // The keys are the logits themselves, the largest first.
+    column_exp(tile.chosen, tile.list, load(tile.list), top_k);
+  } else {
+    const Acc* from = softmax_of_chosen ? tile.x : tile.score;
+    for (int64_t i = 0; i < top_k * kLanes; ++i) {
+      tile.chosen[i] = tile.idx[i] < 0 ? Acc(0) : from[tile.idx[i] * kLanes + i % kLanes];
     }
-    Acc shift[kLanes];
-    store(shift, top);
-    for (int64_t k = 0; k < top_k; ++k) {
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        tile.chosen[k * kLanes + lane] = exp_acc(tile.chosen[k * kLanes + lane] - shift[lane]);
-      }
+    if (softmax_of_chosen) {
+      column_exp(tile.chosen, tile.chosen, column_max(tile.chosen, top_k), top_k);
     }
   }
   Vec<Acc> denominator = broadcast(Acc(1));
-  if (options.softmax_of_chosen() || (options.score_fn == ScoreFn::kSigmoid && options.renormalize)) {
-    denominator = Vec<Acc>{};
-    for (int64_t k = 0; k < top_k; ++k) {
-      denominator += load(tile.chosen + k * kLanes);
-    }
-    denominator = max<Acc>(denominator, broadcast(kTiny<Acc>));
+  Vec<Acc> scale = broadcast(static_cast<Acc>(options.scale));
+  if (softmax_of_chosen || options.renormalize) {
+    denominator = max<Acc>(broadcast(kTiny<Acc>), column_sum(tile.chosen, top_k));
+  } else if (options.score_fn == ScoreFn::kSoftmax) {
+    scale *= factor;
   }
-  const Vec<Acc> scale = (options.score_fn == ScoreFn::kSoftmax && !options.renormalize)
-                             ? factor * static_cast<Acc>(options.scale)
-                             : broadcast(static_cast<Acc>(options.scale));
   for (int64_t k = 0; k < top_k; ++k) {
     store(tile.chosen + k * kLanes, load(tile.chosen + k * kLanes) / denominator * scale);
   }
@@ -316,13 +179,20 @@ MOE_INLINE void write_tile(
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
   const int64_t top_k = args.options.top_k;
   for (int64_t lane = 0; lane < kLanes && first + lane < end; ++lane) {
-    Acc* weights = args.weights + (first + lane) * top_k;
-    int64_t* idx = args.idx + (first + lane) * top_k;
+    Acc* __restrict weights = args.weights + (first + lane) * top_k;
+    int64_t* __restrict idx = args.idx + (first + lane) * top_k;
+    if (active[lane] == 0) {
+      for (int64_t k = 0; k < top_k; ++k) {
+        weights[k] = 0;
+        idx[k] = -1;
+      }
+      continue;
+    }
     for (int64_t k = 0; k < top_k; ++k) {
       const int64_t expert = tile.idx[k * kLanes + lane];
-      weights[k] = active[lane] != 0 ? tile.chosen[k * kLanes + lane] : Acc(0);
-      idx[k] = active[lane] != 0 ? expert : -1;
-      counts[expert] += active[lane] != 0;
+      weights[k] = tile.chosen[k * kLanes + lane];
+      idx[k] = expert;
+      ++counts[expert];
     }
   }
 }
@@ -353,6 +223,7 @@ int64_t gate(const GateArgs<T>& args, int64_t begin, int64_t end, Acc* score_sum
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
   const GateOptions& options = args.options;
   const int64_t num_experts = options.num_experts;
+  const bool biased = args.bias != nullptr;
   const Tile<Acc> tile(scratch, options);
   for (int64_t i = 0; i < num_experts * kMaxLanes; ++i) {
     tile.score_sum[i] = 0;
@@ -360,29 +231,28 @@ int64_t gate(const GateArgs<T>& args, int64_t begin, int64_t end, Acc* score_sum
   for (int64_t first = begin; first < end; first += kLanes) {
     Acc active[kLanes];
     IntVec<Acc> finite;
-    load_tile(tile.x, active, args, first, end);
-    const Vec<Acc> factor = compute_scores<Acc>(tile.score, tile.x, options.score_fn, num_experts, active, finite);
-    // Sixteen sums whatever the width of a vector: the same bits for each instruction set's lanes.
+    load_mask(active, args.token_mask, first, end);
+    load_tile(tile, active, args.logits, first, num_experts);
+    const Vec<Acc> factor = compute_scores(tile, options.score_fn, num_experts, active, finite);
+    // Sixteen sums whatever the width of a vector: the same order for each instruction set.
     Acc* sums = tile.score_sum + (first - begin) % kMaxLanes;
     for (int64_t e = 0; e < num_experts; ++e) {
-      Acc* sum = sums + e * kMaxLanes;
-      store(sum, load(sum) + load(tile.score + e * kLanes) * factor);
+      store(sums + e * kMaxLanes, load(sums + e * kMaxLanes) + load(tile.score + e * kLanes) * factor);
     }
-    Acc* keys = tile.x;
-    if (args.bias != nullptr) {
-      keys = tile.key;
-      const bool probabilities = options.score_fn != ScoreFn::kSigmoid;
-      bias_scores<Acc>(keys, tile.x, tile.score, probabilities ? factor : broadcast(Acc(1)), args.bias, num_experts);
+    Acc* keys = biased ? tile.key : tile.x;
+    if (biased) {
+      const Vec<Acc> unit = options.score_fn == ScoreFn::kSigmoid ? broadcast(Acc(1)) : factor;
+      bias_scores(tile, unit, args.bias, num_experts);
     }
     if (options.top_groups < options.num_groups) {
-      limit_groups<Acc>(tile, keys, args.bias != nullptr, options);
+      limit_groups(tile, keys, biased, options);
     }
-    select<Acc>(tile.list, tile.idx, keys, num_experts, options.top_k);
+    select(tile.list, tile.idx, keys, num_experts, options.top_k);
     const int64_t token = refused<Acc>(active, finite, tile.idx + (options.top_k - 1) * kLanes, first);
     if (token >= 0) {
       return token;
     }
-    compute_weights<Acc>(tile, factor, options);
+    compute_weights(tile, factor, biased, options);
     write_tile(tile, active, args, first, end, counts);
   }
   for (int64_t e = 0; e < num_experts; ++e) {
@@ -391,138 +261,118 @@ int64_t gate(const GateArgs<T>& args, int64_t begin, int64_t end, Acc* score_sum
   return -1;
 }
 
+// tile.idx and tile.list: the chosen experts and the gradients of their weights, zeros in a lane that is not active.
 template <typename T, typename Acc>
-MOE_INLINE Acc row_max(const T* x, int64_t n) {
-  Acc lanes[kMaxLanes];
-  for (int64_t lane = 0; lane < kMaxLanes; ++lane) {
-    lanes[lane] = -kInf<Acc>;
-  }
-  int64_t i = 0;
-  for (; i + kMaxLanes <= n; i += kMaxLanes) {
-    for (int64_t lane = 0; lane < kMaxLanes; ++lane) {
-      const Acc v = to_acc(x[i + lane]);
-      lanes[lane] = v > lanes[lane] ? v : lanes[lane];
-    }
-  }
-  for (; i < n; ++i) {
-    const Acc v = to_acc(x[i]);
-    lanes[0] = v > lanes[0] ? v : lanes[0];
-  }
-  for (int64_t half = kMaxLanes / 2; half > 0; half /= 2) {
-    for (int64_t lane = 0; lane < half; ++lane) {
-      lanes[lane] = lanes[lane + half] > lanes[lane] ? lanes[lane + half] : lanes[lane];
-    }
-  }
-  return lanes[0];
-}
-
-// Sum of a row in 16 lanes.
-template <typename Acc>
-MOE_INLINE Acc row_sum(const Acc* p, int64_t n) {
-  Acc lanes[kMaxLanes] = {};
-  int64_t i = 0;
-  for (; i + kMaxLanes <= n; i += kMaxLanes) {
-    for (int64_t lane = 0; lane < kMaxLanes; ++lane) {
-      lanes[lane] += p[i + lane];
-    }
-  }
-  for (int64_t lane = 0; i + lane < n; ++lane) {
-    lanes[lane] += p[i + lane];
-  }
-  return reduce_lanes(lanes);
-}
-
-// p = exp(x - max x); returns their sum.
-template <typename T, typename Acc>
-MOE_INLINE Acc row_exp(Acc* __restrict p, const T* __restrict x, int64_t n) {
-  const Acc top = row_max<T, Acc>(x, n);
-  for (int64_t i = 0; i < n; ++i) {
-    p[i] = exp_acc(to_acc(x[i]) - top);
-  }
-  return row_sum(p, n);
-}
-
-template <typename T, typename Acc>
-MOE_INLINE Acc row_sigmoid(Acc* __restrict p, const T* __restrict x, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    p[i] = sigmoid_acc(to_acc(x[i]));
-  }
-  return row_sum(p, n);
-}
-
-// q = scores of the chosen experts, as their weights use them; returns what divides them.
-template <typename T, typename Acc>
-MOE_INLINE Acc chosen_scores(Acc* q, const T* x, const int64_t* idx, const GateOptions& options) {
-  const int64_t top_k = options.top_k;
-  for (int64_t k = 0; k < top_k; ++k) {
-    q[k] = to_acc(x[idx[k]]);
-  }
-  if (options.softmax_of_chosen()) {
-    const Acc top = row_max<Acc, Acc>(q, top_k);
+MOE_INLINE void load_chosen(
+    const Tile<Acc>& tile, Acc* active, const GateGradArgs<T>& args, int64_t first, int64_t end) {
+  constexpr int64_t kLanes = Lanes<Acc>::kCount;
+  const int64_t top_k = args.options.top_k;
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    const int64_t at = (first + lane) * top_k;
+    active[lane] = first + lane < end && args.idx[at] >= 0;
     for (int64_t k = 0; k < top_k; ++k) {
-      q[k] = exp_acc(q[k] - top);
+      const bool real = active[lane] != 0;
+      tile.idx[k * kLanes + lane] = real ? static_cast<Int<Acc>>(args.idx[at + k]) : 0;
+      tile.list[k * kLanes + lane] = real && args.grad_weights != nullptr ? args.grad_weights[at + k] : Acc(0);
     }
-    return row_sum(q, top_k);
   }
-  for (int64_t k = 0; k < top_k; ++k) {
-    q[k] = sigmoid_acc(q[k]);
-  }
-  return options.renormalize ? row_sum(q, top_k) : Acc(1);
 }
 
-// Adds the gradient through weights that are q / sum q (or a plain sigmoid), which touches the chosen experts only.
+// tile.key = p (1 - s) (g - <p, g>), the gradient through the normalised scores p, with 1 - s for sigmoids alone and
+// g the gradient of score_sum, which is the same for every token. Where the weights are probabilities, theirs are part
+// of <p, g>, and tile.chosen becomes their own term.
+template <typename Acc>
+MOE_INLINE void scores_backward(
+    const Tile<Acc>& tile, Vec<Acc> factor, const Acc* grad_score_sum, bool of_weights, const GateOptions& options) {
+  constexpr int64_t kLanes = Lanes<Acc>::kCount;
+  Vec<Acc> mean{};
+  for (int64_t e = 0; grad_score_sum != nullptr && e < options.num_experts; ++e) {
+    mean += load(tile.score + e * kLanes) * grad_score_sum[e];
+  }
+  mean *= factor;
+  if (of_weights) {
+    for (int64_t i = 0; i < options.top_k * kLanes; ++i) {
+      tile.chosen[i] = tile.score[tile.idx[i] * kLanes + i % kLanes];
+    }
+    for (int64_t k = 0; k < options.top_k; ++k) {
+      const Vec<Acc> p = load(tile.chosen + k * kLanes) * factor;
+      const Vec<Acc> own = p * static_cast<Acc>(options.scale) * load(tile.list + k * kLanes);
+      store(tile.chosen + k * kLanes, own);
+      mean += own;
+    }
+  }
+  for (int64_t e = 0; e < options.num_experts; ++e) {
+    const Vec<Acc> s = load(tile.score + e * kLanes);
+    const Vec<Acc> slope = options.score_fn == ScoreFn::kSigmoid ? Acc(1) - s : broadcast(Acc(1));
+    const Acc g = grad_score_sum != nullptr ? grad_score_sum[e] : Acc(0);
+    store(tile.key + e * kLanes, s * factor * slope * (g - mean));
+  }
+}
+
+// tile.chosen = scale q (1 - s) (g - <q, g>), the gradient through weights q that are scores of the chosen experts
+// divided by their sum; plain sigmoids have no sum to go through.
 template <typename T, typename Acc>
-MOE_INLINE void add_chosen_grad(
-    Acc* d, Acc* q, const T* x, const int64_t* idx, const Acc* grad_weights, const GateOptions& options) {
+MOE_INLINE void weights_backward(const Tile<Acc>& tile, const GateGradArgs<T>& args, const Acc* active, int64_t first) {
+  constexpr int64_t kLanes = Lanes<Acc>::kCount;
+  const GateOptions& options = args.options;
+  const int64_t top_k = options.top_k;
+  for (int64_t i = 0; i < top_k * kLanes; ++i) {
+    const int64_t lane = i % kLanes;
+    const T* row = args.logits + (first + lane) * options.num_experts;
+    tile.chosen[i] = active[lane] != 0 ? Acc(to_acc(row[tile.idx[i]])) : Acc(0);
+  }
   const bool sigmoid = options.score_fn == ScoreFn::kSigmoid;
-  const Acc denominator = chosen_scores<T, Acc>(q, x, idx, options);
-  if (denominator < kTiny<Acc>) {
-    return;
+  if (sigmoid) {
+    column_sigmoid(tile.chosen, tile.chosen, top_k);
+  } else {
+    column_exp(tile.chosen, tile.chosen, column_max(tile.chosen, top_k), top_k);
   }
   const bool normalized = !sigmoid || options.renormalize;
-  const Acc mean = normalized ? dot<Acc>(q, grad_weights, options.top_k) / denominator : Acc(0);
-  for (int64_t k = 0; k < options.top_k; ++k) {
-    const Acc slope = sigmoid ? Acc(1) - q[k] : Acc(1);
-    d[idx[k]] += static_cast<Acc>(options.scale) * (q[k] / denominator) * slope * (grad_weights[k] - mean);
+  Vec<Acc> factor = broadcast(Acc(1));
+  Vec<Acc> mean{};
+  if (normalized) {
+    factor = Acc(1) / max<Acc>(broadcast(kTiny<Acc>), column_sum(tile.chosen, top_k));
+    for (int64_t k = 0; k < top_k; ++k) {
+      mean += load(tile.chosen + k * kLanes) * load(tile.list + k * kLanes);
+    }
+    mean *= factor;
+  }
+  for (int64_t k = 0; k < top_k; ++k) {
+    const Vec<Acc> s = load(tile.chosen + k * kLanes);
+    const Vec<Acc> slope = sigmoid ? Acc(1) - s : broadcast(Acc(1));
+    const Vec<Acc> g = load(tile.list + k * kLanes) - mean;
+    store(tile.chosen + k * kLanes, static_cast<Acc>(options.scale) * (s * factor) * slope * g);
   }
 }
 
 template <typename T, typename Acc>
-void gate_backward(
-    T* grad, const T* x, const int64_t* idx, const Acc* grad_weights, const Acc* grad_score_sum,
-    const GateOptions& options, Acc* scratch) {
+void gate_backward(const GateGradArgs<T>& args, int64_t begin, int64_t end, Acc* scratch) {
+  constexpr int64_t kLanes = Lanes<Acc>::kCount;
+  const GateOptions& options = args.options;
   const int64_t n = options.num_experts;
-  const bool sigmoid = options.score_fn == ScoreFn::kSigmoid;
-  const Acc scale = static_cast<Acc>(options.scale);
-  Acc* d = scratch;
-  Acc* p = scratch + n;
-  Acc* q = scratch + 2 * n;
-  const bool through_probabilities = !sigmoid && !options.softmax_of_chosen() && grad_weights != nullptr;
-  const bool full = grad_score_sum != nullptr || through_probabilities;
-  const Acc sum = !full ? Acc(0) : sigmoid ? row_sigmoid<T, Acc>(p, x, n) : row_exp<T, Acc>(p, x, n);
-  if (sum >= kTiny<Acc>) {
-    const Acc factor = Acc(1) / sum;
-    Acc mean = grad_score_sum != nullptr ? dot<Acc>(p, grad_score_sum, n) * factor : Acc(0);
-    for (int64_t k = 0; through_probabilities && k < options.top_k; ++k) {
-      mean += p[idx[k]] * factor * scale * grad_weights[k];
+  const bool of_weights = args.grad_weights != nullptr;
+  const bool of_probabilities = of_weights && options.score_fn == ScoreFn::kSoftmax && !options.softmax_of_chosen();
+  const Tile<Acc> tile(scratch, options);
+  for (int64_t first = begin; first < end; first += kLanes) {
+    Acc active[kLanes];
+    load_chosen(tile, active, args, first, end);
+    if (args.grad_score_sum != nullptr || of_probabilities) {
+      IntVec<Acc> finite;
+      load_tile(tile, active, args.logits, first, n);
+      const Vec<Acc> factor = compute_scores(tile, options.score_fn, n, active, finite);
+      scores_backward(tile, factor, args.grad_score_sum, of_probabilities, options);
+    } else {
+      for (int64_t e = 0; e < n; ++e) {
+        store(tile.key + e * kLanes, Vec<Acc>{});
+      }
     }
-    for (int64_t e = 0; e < n; ++e) {
-      const Acc slope = sigmoid ? Acc(1) - p[e] : Acc(1);
-      d[e] = p[e] * factor * slope * ((grad_score_sum != nullptr ? grad_score_sum[e] : Acc(0)) - mean);
+    if (of_weights && !of_probabilities) {
+      weights_backward(tile, args, active, first);
     }
-    for (int64_t k = 0; through_probabilities && k < options.top_k; ++k) {
-      d[idx[k]] += p[idx[k]] * factor * scale * grad_weights[k];
+    for (int64_t i = 0; of_weights && i < options.top_k * kLanes; ++i) {
+      tile.key[tile.idx[i] * kLanes + i % kLanes] += tile.chosen[i];
     }
-  } else {
-    for (int64_t e = 0; e < n; ++e) {
-      d[e] = 0;
-    }
-  }
-  if (grad_weights != nullptr && !through_probabilities) {
-    add_chosen_grad<T, Acc>(d, q, x, idx, grad_weights, options);
-  }
-  for (int64_t e = 0; e < n; ++e) {
-    grad[e] = from_acc<T>(d[e]);
+    store_tile(args.grad, tile.key, tile, active, first, end, n);
   }
 }
 
@@ -534,42 +384,65 @@ MOE_INLINE double log_acc(double x) {
   return __builtin_log(x);
 }
 
-template <typename T, typename Acc>
-Acc logsumexp(const T* x, int64_t n) {
-  const Acc top = row_max<T, Acc>(x, n);
-  // A row of -inf, or one with +inf, where the difference of two infinities would be NaN; a NaN itself stays one.
-  if (top == kInf<Acc> || top == -kInf<Acc>) {
-    Acc result = top;
-    for (int64_t e = 0; e < n; ++e) {
-      result = to_acc(x[e]) != to_acc(x[e]) ? to_acc(x[e]) : result;
+// tile.score = exp(x - max), and lse = log sum exp(x); returns 1 / sum.
+template <typename Acc>
+MOE_INLINE Vec<Acc> logsumexp(const Tile<Acc>& tile, Acc* lse, int64_t n) {
+  constexpr int64_t kLanes = Lanes<Acc>::kCount;
+  const Vec<Acc> top = column_max(tile.x, n);
+  column_exp(tile.score, tile.x, top, n);
+  const Vec<Acc> sum = column_sum(tile.score, n);
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    lse[lane] = top[lane] + log_acc(sum[lane]);
+    // Rows of -inf, or with +inf: the difference of two infinities made a NaN of what is infinite.
+    if (top[lane] == kInf<Acc> || top[lane] == -kInf<Acc>) {
+      lse[lane] = top[lane];
+      for (int64_t e = 0; e < n; ++e) {
+        const Acc v = tile.x[e * kLanes + lane];
+        lse[lane] = v != v ? v : lse[lane];
+      }
     }
-    return result;
   }
-  Acc lanes[kMaxLanes] = {};
-  int64_t i = 0;
-  for (; i + kMaxLanes <= n; i += kMaxLanes) {
-    for (int64_t lane = 0; lane < kMaxLanes; ++lane) {
-      lanes[lane] += exp_acc(to_acc(x[i + lane]) - top);
-    }
-  }
-  for (int64_t lane = 0; i + lane < n; ++lane) {
-    lanes[lane] += exp_acc(to_acc(x[i + lane]) - top);
-  }
-  return top + log_acc(reduce_lanes(lanes));
+  return Acc(1) / sum;
 }
 
 template <typename T, typename Acc>
-void z_loss_backward(T* grad, const T* x, Acc factor, int64_t n, Acc* scratch) {
-  const Acc sum = row_exp<T, Acc>(scratch, x, n);
-  const Acc lse = row_max<T, Acc>(x, n) + log_acc(sum);
-  for (int64_t e = 0; e < n; ++e) {
-    grad[e] = from_acc<T>(factor * lse * (scratch[e] / sum));
+double z_loss(const ZLossArgs<T>& args, int64_t begin, int64_t end, Acc* scratch) {
+  constexpr int64_t kLanes = Lanes<Acc>::kCount;
+  const Tile<Acc> tile(scratch, z_loss_options(args.num_experts));
+  double sum = 0;
+  for (int64_t first = begin; first < end; first += kLanes) {
+    Acc active[kLanes], lse[kLanes];
+    load_mask(active, args.token_mask, first, end);
+    load_tile(tile, active, args.logits, first, args.num_experts);
+    logsumexp(tile, lse, args.num_experts);
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      sum += active[lane] != 0 ? static_cast<double>(lse[lane]) * static_cast<double>(lse[lane]) : 0;
+    }
+  }
+  return sum;
+}
+
+template <typename T, typename Acc>
+void z_loss_backward(const ZLossArgs<T>& args, T* grad, Acc factor, int64_t begin, int64_t end, Acc* scratch) {
+  constexpr int64_t kLanes = Lanes<Acc>::kCount;
+  const int64_t n = args.num_experts;
+  const Tile<Acc> tile(scratch, z_loss_options(n));
+  for (int64_t first = begin; first < end; first += kLanes) {
+    Acc active[kLanes], lse[kLanes];
+    load_mask(active, args.token_mask, first, end);
+    load_tile(tile, active, args.logits, first, n);
+    const Vec<Acc> inverse = logsumexp(tile, lse, n);
+    const Vec<Acc> scale = factor * load(lse) * inverse;
+    for (int64_t e = 0; e < n; ++e) {
+      store(tile.key + e * kLanes, load(tile.score + e * kLanes) * scale);
+    }
+    store_tile(grad, tile.key, tile, active, first, end, n);
   }
 }
 
 template <typename T>
 constexpr GateKernels<T> kGateKernels = {
-    gate<T, acc_t<T>>, gate_backward<T, acc_t<T>>, logsumexp<T, acc_t<T>>, z_loss_backward<T, acc_t<T>>};
+    gate<T, acc_t<T>>, gate_backward<T, acc_t<T>>, z_loss<T, acc_t<T>>, z_loss_backward<T, acc_t<T>>};
 
 } // namespace
 

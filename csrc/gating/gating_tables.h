@@ -36,19 +36,33 @@ struct GateArgs {
 };
 
 template <typename T>
+struct GateGradArgs {
+  T* grad;                        // [T, E]
+  const T* logits;                // [T, E]
+  const int64_t* idx;             // [T, K]
+  const acc_t<T>* grad_weights;   // [T, K], or null for zeros
+  const acc_t<T>* grad_score_sum; // [E], or null for zeros
+  GateOptions options;
+};
+
+template <typename T>
+struct ZLossArgs {
+  const T* logits;        // [T, E]
+  const bool* token_mask; // [T], or null
+  int64_t num_experts;
+};
+
+// Each works on the tokens [begin, end), with scratch_size elements of scratch.
+template <typename T>
 struct GateKernels {
   using Acc = acc_t<T>;
-  // Gates the tokens [begin, end), writes their weights and idx, and sets score_sum [E] and adds to counts [E].
-  // Returns the first token that is refused, or -1.
+  // Writes weights and idx, sets score_sum [E] and adds to counts [E]. Returns the first token that is refused, or -1.
   int64_t (*gate)(const GateArgs<T>& args, int64_t begin, int64_t end, Acc* score_sum, int64_t* counts, Acc* scratch);
-  // Gradient of one token's logits; null gradients are zeros.
-  void (*gate_backward)(
-      T* grad, const T* logits, const int64_t* idx, const Acc* grad_weights, const Acc* grad_score_sum,
-      const GateOptions& options, Acc* scratch);
-  // log sum_e exp(logits[e])
-  Acc (*logsumexp)(const T* logits, int64_t num_experts);
-  // grad[e] = factor * logsumexp(logits) * softmax(logits)[e]
-  void (*z_loss_backward)(T* grad, const T* logits, Acc factor, int64_t num_experts, Acc* scratch);
+  void (*gate_backward)(const GateGradArgs<T>& args, int64_t begin, int64_t end, Acc* scratch);
+  // sum_t (log sum_e exp(logits[t][e]))^2
+  double (*z_loss)(const ZLossArgs<T>& args, int64_t begin, int64_t end, Acc* scratch);
+  // grad[t][e] = factor * log sum exp(logits[t]) * softmax(logits[t])[e]
+  void (*z_loss_backward)(const ZLossArgs<T>& args, T* grad, Acc factor, int64_t begin, int64_t end, Acc* scratch);
 };
 
 using Kernels = PerDtype<GateKernels>;
@@ -57,10 +71,14 @@ namespace {
 
 constexpr int64_t kMaxLanes = 16;
 
-// Elements of scratch that any of the loops wants, the slack to align it included.
+// Elements of scratch, the slack to align it included.
 MOE_INLINE int64_t scratch_size(const GateOptions& options) {
   return kMaxLanes *
-         (4 * options.num_experts + 3 * options.top_k + 2 * options.num_groups + 2 * options.top_groups + 1);
+         (6 * options.num_experts + 3 * options.top_k + 2 * options.num_groups + 2 * options.top_groups + 1);
+}
+
+MOE_INLINE GateOptions z_loss_options(int64_t num_experts) {
+  return {num_experts, 1, 1, 1, ScoreFn::kSoftmax, false, 1.0};
 }
 
 } // namespace

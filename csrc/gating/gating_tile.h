@@ -1,0 +1,281 @@
+// A tile of tokens for the loops of gating_simd.cpp, the only file that includes this one: one token a lane,
+// [rows, lanes] with as many lanes as a vector has. A step then goes down the experts with whole vectors: none reduces
+// across lanes, and no number of experts leaves a tail.
+#pragma once
+
+#include "common/simd.h"
+#include "gating/gating_tables.h"
+
+namespace moe_ext::gating::MOE_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int64_t kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr int64_t kVectorBytes = 32;
+#else
+constexpr int64_t kVectorBytes = 16;
+#endif
+
+template <typename Acc>
+struct Lanes {
+  static constexpr int64_t kCount = kVectorBytes / sizeof(Acc);
+  using Int = std::conditional_t<sizeof(Acc) == 8, int64_t, int32_t>;
+  typedef Acc Vec __attribute__((vector_size(kVectorBytes)));
+  typedef Int IntVec __attribute__((vector_size(kVectorBytes)));
+};
+
+template <typename Acc>
+using Vec = typename Lanes<Acc>::Vec;
+template <typename Acc>
+using IntVec = typename Lanes<Acc>::IntVec;
+template <typename Acc>
+using Int = typename Lanes<Acc>::Int;
+
+template <typename Acc>
+constexpr Acc kInf = static_cast<Acc>(__builtin_inf());
+// The smallest normal number: a smaller denominator is replaced by it.
+template <typename Acc>
+constexpr Acc kTiny = sizeof(Acc) == 8 ? static_cast<Acc>(0x1p-1022) : static_cast<Acc>(0x1p-126);
+
+template <typename Acc>
+MOE_INLINE Vec<Acc> load(const Acc* from) {
+  Vec<Acc> v;
+  __builtin_memcpy(&v, from, sizeof(v));
+  return v;
+}
+
+template <typename Acc>
+MOE_INLINE void store(Acc* to, Vec<Acc> v) {
+  __builtin_memcpy(to, &v, sizeof(v));
+}
+
+template <typename Acc>
+MOE_INLINE IntVec<Acc> load_idx(const Int<Acc>* from) {
+  IntVec<Acc> v;
+  __builtin_memcpy(&v, from, sizeof(v));
+  return v;
+}
+
+template <typename Acc>
+MOE_INLINE void store_idx(Int<Acc>* to, IntVec<Acc> v) {
+  __builtin_memcpy(to, &v, sizeof(v));
+}
+
+template <typename Acc>
+MOE_INLINE Vec<Acc> broadcast(Acc x) {
+  return x - Vec<Acc>{};
+}
+
+template <typename Acc>
+MOE_INLINE Vec<Acc> max(Vec<Acc> a, Vec<Acc> b) {
+  return a > b ? a : b;
+}
+
+// The parts of a scratch of scratch_size(options) elements.
+template <typename Acc>
+struct Tile {
+  Acc* x;              // [E] logits
+  Acc* score;          // [E] exp(x - max), or sigmoid(x)
+  Acc* key;            // [E] what selection compares where there is a bias; gradients
+  Acc* score_sum;      // [E, 16] sums of the block
+  Acc* rows;           // [lanes, E] logits or gradients in Acc, before or after the transposition
+  Acc* idle_row;       // [E] stands in for the row of a lane without a real token
+  Acc* chosen;         // [K] logits or scores of the chosen experts, then their weights
+  Acc* list;           // [K] keys of the chosen experts, descending; gradients of the weights
+  Int<Acc>* idx;       // [K] the chosen experts
+  Acc* group;          // [G] group scores
+  Acc* keep;           // [G] nonzero for a kept group
+  Acc* group_list;     // [top_groups]
+  Int<Acc>* group_idx; // [top_groups]
+
+  Tile(Acc* scratch, const GateOptions& o) {
+    const auto address = reinterpret_cast<uintptr_t>(scratch);
+    Acc* next = scratch + ((64 - address % 64) % 64) / sizeof(Acc);
+    const auto take = [&next](int64_t rows, int64_t lanes = Lanes<Acc>::kCount) {
+      Acc* part = next;
+      next += rows * lanes;
+      return part;
+    };
+    x = take(o.num_experts);
+    score = take(o.num_experts);
+    key = take(o.num_experts);
+    score_sum = take(o.num_experts, kMaxLanes);
+    rows = take(o.num_experts);
+    idle_row = take(o.num_experts);
+    chosen = take(o.top_k);
+    list = take(o.top_k);
+    idx = reinterpret_cast<Int<Acc>*>(take(o.top_k));
+    group = take(o.num_groups);
+    keep = take(o.num_groups);
+    group_list = take(o.top_groups);
+    group_idx = reinterpret_cast<Int<Acc>*>(take(o.top_groups));
+  }
+};
+
+// to[j][i] = from[i][j] for 4 x 4 numbers in rows of any stride.
+MOE_INLINE void transpose_4x4(float* const* to, const float* const* from) {
+  typedef float Four __attribute__((vector_size(16)));
+  Four r[4];
+  for (int i = 0; i < 4; ++i) {
+    __builtin_memcpy(&r[i], from[i], sizeof(Four));
+  }
+  const Four a = __builtin_shufflevector(r[0], r[1], 0, 4, 1, 5);
+  const Four b = __builtin_shufflevector(r[2], r[3], 0, 4, 1, 5);
+  const Four c = __builtin_shufflevector(r[0], r[1], 2, 6, 3, 7);
+  const Four d = __builtin_shufflevector(r[2], r[3], 2, 6, 3, 7);
+  const Four out[4] = {
+      __builtin_shufflevector(a, b, 0, 1, 4, 5), __builtin_shufflevector(a, b, 2, 3, 6, 7),
+      __builtin_shufflevector(c, d, 0, 1, 4, 5), __builtin_shufflevector(c, d, 2, 3, 6, 7)};
+  for (int i = 0; i < 4; ++i) {
+    __builtin_memcpy(to[i], &out[i], sizeof(Four));
+  }
+}
+
+// tile[e][lane] = rows[lane][e], or the other way round.
+template <bool kIntoTile, typename Acc, typename Row>
+MOE_INLINE void transpose(Acc* tile, Row* const* rows, int64_t num_experts) {
+  constexpr int64_t kLanes = Lanes<Acc>::kCount;
+  int64_t e = 0;
+  if constexpr (sizeof(Acc) == 4) {
+    for (; e + 4 <= num_experts; e += 4) {
+      Acc* experts[4] = {tile + e * kLanes, tile + (e + 1) * kLanes, tile + (e + 2) * kLanes, tile + (e + 3) * kLanes};
+      for (int64_t lane = 0; lane < kLanes; lane += 4) {
+        Row* tokens[4] = {rows[lane] + e, rows[lane + 1] + e, rows[lane + 2] + e, rows[lane + 3] + e};
+        Acc* places[4] = {experts[0] + lane, experts[1] + lane, experts[2] + lane, experts[3] + lane};
+        if constexpr (kIntoTile) {
+          transpose_4x4(places, tokens);
+        } else {
+          transpose_4x4(tokens, places);
+        }
+      }
+    }
+  }
+  for (; e < num_experts; ++e) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      if constexpr (kIntoTile) {
+        tile[e * kLanes + lane] = rows[lane][e];
+      } else {
+        rows[lane][e] = tile[e * kLanes + lane];
+      }
+    }
+  }
+}
+
+// tile.x from the logits of the tokens from `first`. A lane that is not active has zeros: its logits are not looked at.
+template <typename T, typename Acc>
+MOE_INLINE void load_tile(const Tile<Acc>& tile, const Acc* active, const T* logits, int64_t first, int64_t n) {
+  constexpr int64_t kLanes = Lanes<Acc>::kCount;
+  const Acc* rows[kLanes];
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    const T* row = logits + (first + lane) * n;
+    if (active[lane] == 0) {
+      for (int64_t e = 0; e < n; ++e) {
+        tile.idle_row[e] = 0;
+      }
+      rows[lane] = tile.idle_row;
+    } else if constexpr (std::is_same_v<T, Acc>) {
+      rows[lane] = row;
+    } else {
+      Acc* __restrict converted = tile.rows + lane * n;
+      for (int64_t e = 0; e < n; ++e) {
+        converted[e] = to_acc(row[e]);
+      }
+      rows[lane] = converted;
+    }
+  }
+  transpose<true>(tile.x, rows, n);
+}
+
+// The rows of the tokens [first, end) of grad from `values`; zeros for a lane that is not active.
+template <typename T, typename Acc>
+MOE_INLINE void store_tile(
+    T* grad, Acc* values, const Tile<Acc>& tile, const Acc* active, int64_t first, int64_t end, int64_t n) {
+  constexpr int64_t kLanes = Lanes<Acc>::kCount;
+  Acc* rows[kLanes];
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    if (active[lane] == 0) {
+      rows[lane] = tile.idle_row;
+    } else if constexpr (std::is_same_v<T, Acc>) {
+      rows[lane] = grad + (first + lane) * n;
+    } else {
+      rows[lane] = tile.rows + lane * n;
+    }
+  }
+  transpose<false>(values, rows, n);
+  for (int64_t lane = 0; lane < kLanes && first + lane < end; ++lane) {
+    T* __restrict row = grad + (first + lane) * n;
+    if (active[lane] == 0) {
+      for (int64_t e = 0; e < n; ++e) {
+        row[e] = T{};
+      }
+    } else if constexpr (!std::is_same_v<T, Acc>) {
+      const Acc* __restrict from = rows[lane];
+      for (int64_t e = 0; e < n; ++e) {
+        row[e] = from_acc<T>(from[e]);
+      }
+    }
+  }
+}
+
+// active[lane] = 1 for a real token, else 0.
+template <typename Acc>
+MOE_INLINE void load_mask(Acc* active, const bool* token_mask, int64_t first, int64_t end) {
+  for (int64_t lane = 0; lane < Lanes<Acc>::kCount; ++lane) {
+    active[lane] = first + lane < end && (token_mask == nullptr || token_mask[first + lane]);
+  }
+}
+
+template <typename Acc>
+MOE_INLINE Vec<Acc> column_max(const Acc* x, int64_t n) {
+  Vec<Acc> top = load(x);
+  for (int64_t e = 1; e < n; ++e) {
+    top = max<Acc>(load(x + e * Lanes<Acc>::kCount), top);
+  }
+  return top;
+}
+
+// Two chains, since an addition waits for the one before it.
+template <typename Acc>
+MOE_INLINE Vec<Acc> column_sum(const Acc* x, int64_t n) {
+  constexpr int64_t kLanes = Lanes<Acc>::kCount;
+  Vec<Acc> even{}, odd{};
+  int64_t e = 0;
+  for (; e + 2 <= n; e += 2) {
+    even += load(x + e * kLanes);
+    odd += load(x + (e + 1) * kLanes);
+  }
+  return (e < n ? even + load(x + e * kLanes) : even) + odd;
+}
+
+// out = exp(x - shift); in place if out is x.
+template <typename Acc>
+MOE_INLINE void column_exp(Acc* out, const Acc* x, Vec<Acc> shift, int64_t n) {
+  constexpr int64_t kLanes = Lanes<Acc>::kCount;
+  Acc top[kLanes];
+  store(top, shift);
+  for (int64_t e = 0; e < n; ++e) {
+    Acc values[kLanes];
+    store(values, load(x + e * kLanes));
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      values[lane] = exp_acc(values[lane] - top[lane]);
+    }
+    store(out + e * kLanes, load(values));
+  }
+}
+
+template <typename Acc>
+MOE_INLINE void column_sigmoid(Acc* out, const Acc* x, int64_t n) {
+  constexpr int64_t kLanes = Lanes<Acc>::kCount;
+  for (int64_t e = 0; e < n; ++e) {
+    Acc values[kLanes];
+    store(values, load(x + e * kLanes));
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      values[lane] = sigmoid_acc(values[lane]);
+    }
+    store(out + e * kLanes, load(values));
+  }
+}
+
+} // namespace
+} // namespace moe_ext::gating::MOE_ISA
