@@ -100,12 +100,13 @@ Partials<T> gate_blocks(const GateArgs<T>& args, int64_t num_tokens) {
 
 template <typename T>
 void add_blocks(const Partials<T>& partials, int64_t blocks, const Tensor& score_sum, const Tensor& counts) {
-  for (int64_t e = 0; e < score_sum.size(0); ++e) {
+  const int64_t num_experts = score_sum.size(0);
+  for (int64_t e = 0; e < num_experts; ++e) {
     double sum = 0;
     int64_t count = 0;
     for (int64_t block = 0; block < blocks; ++block) {
-      sum += partials.score_sum[block * score_sum.size(0) + e];
-      count += partials.counts[block * score_sum.size(0) + e];
+      sum += partials.score_sum[block * num_experts + e];
+      count += partials.counts[block * num_experts + e];
     }
     data<acc_t<T>>(score_sum)[e] = static_cast<acc_t<T>>(sum);
     data<int64_t>(counts)[e] = count;

@@ -261,19 +261,31 @@ int64_t gate(const GateArgs<T>& args, int64_t begin, int64_t end, Acc* score_sum
   return -1;
 }
 
-// tile.idx and tile.list: the chosen experts and the gradients of their weights, zeros in a lane that is not active.
+// tile.idx, tile.chosen and tile.list: the chosen experts, their logits and the gradients of their weights. A lane that
+// is not active has zeros.
 template <typename T, typename Acc>
 MOE_INLINE void load_chosen(
     const Tile<Acc>& tile, Acc* active, const GateGradArgs<T>& args, int64_t first, int64_t end) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
   const int64_t top_k = args.options.top_k;
+  for (int64_t i = 0; i < top_k * kLanes; i += kLanes) {
+    store_idx<Acc>(tile.idx + i, IntVec<Acc>{});
+    store(tile.chosen + i, Vec<Acc>{});
+    store(tile.list + i, Vec<Acc>{});
+  }
   for (int64_t lane = 0; lane < kLanes; ++lane) {
-    const int64_t at = (first + lane) * top_k;
-    active[lane] = first + lane < end && args.idx[at] >= 0;
+    const int64_t* idx = args.idx + (first + lane) * top_k;
+    active[lane] = first + lane < end && idx[0] >= 0;
+    if (active[lane] == 0) {
+      continue;
+    }
+    const T* row = args.logits + (first + lane) * args.options.num_experts;
     for (int64_t k = 0; k < top_k; ++k) {
-      const bool real = active[lane] != 0;
-      tile.idx[k * kLanes + lane] = real ? static_cast<Int<Acc>>(args.idx[at + k]) : 0;
-      tile.list[k * kLanes + lane] = real && args.grad_weights != nullptr ? args.grad_weights[at + k] : Acc(0);
+      tile.idx[k * kLanes + lane] = static_cast<Int<Acc>>(idx[k]);
+      tile.chosen[k * kLanes + lane] = to_acc(row[idx[k]]);
+    }
+    for (int64_t k = 0; args.grad_weights != nullptr && k < top_k; ++k) {
+      tile.list[k * kLanes + lane] = args.grad_weights[(first + lane) * top_k + k];
     }
   }
 }
@@ -309,18 +321,12 @@ MOE_INLINE void scores_backward(
   }
 }
 
-// tile.chosen = scale q (1 - s) (g - <q, g>), the gradient through weights q that are scores of the chosen experts
-// divided by their sum; plain sigmoids have no sum to go through.
-template <typename T, typename Acc>
-MOE_INLINE void weights_backward(const Tile<Acc>& tile, const GateGradArgs<T>& args, const Acc* active, int64_t first) {
+// tile.chosen, from the chosen logits: scale q (1 - s) (g - <q, g>), the gradient through weights q that are scores of
+// the chosen experts divided by their sum; plain sigmoids have no sum to go through.
+template <typename Acc>
+MOE_INLINE void weights_backward(const Tile<Acc>& tile, const GateOptions& options) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
-  const GateOptions& options = args.options;
   const int64_t top_k = options.top_k;
-  for (int64_t i = 0; i < top_k * kLanes; ++i) {
-    const int64_t lane = i % kLanes;
-    const T* row = args.logits + (first + lane) * options.num_experts;
-    tile.chosen[i] = active[lane] != 0 ? Acc(to_acc(row[tile.idx[i]])) : Acc(0);
-  }
   const bool sigmoid = options.score_fn == ScoreFn::kSigmoid;
   if (sigmoid) {
     column_sigmoid(tile.chosen, tile.chosen, top_k);
@@ -367,7 +373,7 @@ void gate_backward(const GateGradArgs<T>& args, int64_t begin, int64_t end, Acc*
       }
     }
     if (of_weights && !of_probabilities) {
-      weights_backward(tile, args, active, first);
+      weights_backward(tile, options);
     }
     for (int64_t i = 0; of_weights && i < options.top_k * kLanes; ++i) {
       tile.key[tile.idx[i] * kLanes + i % kLanes] += tile.chosen[i];

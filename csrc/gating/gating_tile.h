@@ -113,20 +113,31 @@ struct Tile {
   }
 };
 
+typedef float Four __attribute__((vector_size(16)));
+typedef int32_t FourIdx __attribute__((vector_size(16)));
+
+// Elements of a (0 to 3) and b (4 to 7). GCC before 12 has no __builtin_shufflevector, and Clang has no other.
+template <int kFirst, int kSecond, int kThird, int kFourth>
+MOE_INLINE Four shuffle(Four a, Four b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, kFirst, kSecond, kThird, kFourth);
+#else
+  return __builtin_shuffle(a, b, FourIdx{kFirst, kSecond, kThird, kFourth});
+#endif
+}
+
 // to[j][i] = from[i][j] for 4 x 4 numbers in rows of any stride.
 MOE_INLINE void transpose_4x4(float* const* to, const float* const* from) {
-  typedef float Four __attribute__((vector_size(16)));
   Four r[4];
   for (int i = 0; i < 4; ++i) {
     __builtin_memcpy(&r[i], from[i], sizeof(Four));
   }
-  const Four a = __builtin_shufflevector(r[0], r[1], 0, 4, 1, 5);
-  const Four b = __builtin_shufflevector(r[2], r[3], 0, 4, 1, 5);
-  const Four c = __builtin_shufflevector(r[0], r[1], 2, 6, 3, 7);
-  const Four d = __builtin_shufflevector(r[2], r[3], 2, 6, 3, 7);
+  const Four a = shuffle<0, 4, 1, 5>(r[0], r[1]);
+  const Four b = shuffle<0, 4, 1, 5>(r[2], r[3]);
+  const Four c = shuffle<2, 6, 3, 7>(r[0], r[1]);
+  const Four d = shuffle<2, 6, 3, 7>(r[2], r[3]);
   const Four out[4] = {
-      __builtin_shufflevector(a, b, 0, 1, 4, 5), __builtin_shufflevector(a, b, 2, 3, 6, 7),
-      __builtin_shufflevector(c, d, 0, 1, 4, 5), __builtin_shufflevector(c, d, 2, 3, 6, 7)};
+      shuffle<0, 1, 4, 5>(a, b), shuffle<2, 3, 6, 7>(a, b), shuffle<0, 1, 4, 5>(c, d), shuffle<2, 3, 6, 7>(c, d)};
   for (int i = 0; i < 4; ++i) {
     __builtin_memcpy(to[i], &out[i], sizeof(Four));
   }
@@ -226,16 +237,20 @@ MOE_INLINE void load_mask(Acc* active, const bool* token_mask, int64_t first, in
   }
 }
 
+// Two chains here and below, since a step waits for the one before it. A NaN behind the first row is passed over.
 template <typename Acc>
 MOE_INLINE Vec<Acc> column_max(const Acc* x, int64_t n) {
-  Vec<Acc> top = load(x);
-  for (int64_t e = 1; e < n; ++e) {
-    top = max<Acc>(load(x + e * Lanes<Acc>::kCount), top);
+  constexpr int64_t kLanes = Lanes<Acc>::kCount;
+  Vec<Acc> even = load(x);
+  Vec<Acc> odd = even;
+  int64_t e = 1;
+  for (; e + 2 <= n; e += 2) {
+    odd = max<Acc>(load(x + e * kLanes), odd);
+    even = max<Acc>(load(x + (e + 1) * kLanes), even);
   }
-  return top;
+  return max<Acc>(e < n ? max<Acc>(load(x + e * kLanes), odd) : odd, even);
 }
 
-// Two chains, since an addition waits for the one before it.
 template <typename Acc>
 MOE_INLINE Vec<Acc> column_sum(const Acc* x, int64_t n) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;

@@ -1,0 +1,189 @@
+"""router_z_loss and load_balance_loss against the reference, alone and behind the gate."""
+
+import math
+
+import pytest
+import torch
+
+from moe_ext import ops, reference
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+NUM_TOKENS = [0, 1, 255, 256, 257]
+UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
+# One rounding to the logits' dtype on each side.
+GRAD_ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+
+
+def acc_dtype(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def tolerance(dtype, terms):
+    """Relative: two sums of `terms` positive numbers, and some 32 roundings around them."""
+    return (2 * terms + 32) * UNIT[acc_dtype(dtype)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+@pytest.mark.parametrize("num_experts", [1, 16, 33])
+def test_z_loss_equals_the_reference(isa, num_experts, num_tokens, dtype):
+    logits = (4 * torch.randn(num_tokens, num_experts)).to(dtype)
+    mask = torch.rand(num_tokens) > 0.3
+    results = []
+    for module in (ops, reference):
+        leaf = logits.clone().requires_grad_()
+        loss = module.router_z_loss(leaf, token_mask=mask)
+        assert loss.dtype == acc_dtype(dtype) and loss.shape == ()
+        results.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
+    (loss, grad), (expected_loss, expected_grad) = results
+    # The sum over tokens is the reference's error; a square doubles that of its argument, which is
+    # relative to the largest logit, not to a sum that may cancel it: four times 4.
+    terms = num_experts + num_tokens
+    rtol = tolerance(dtype, terms)
+    torch.testing.assert_close(loss, expected_loss, rtol=rtol, atol=16 * rtol)
+    torch.testing.assert_close(
+        grad,
+        expected_grad,
+        rtol=GRAD_ULP.get(dtype, rtol),
+        atol=32 * rtol / max(1, num_tokens) + 2.0**-24 * (dtype == torch.float16),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_z_loss_has_the_same_bits_for_any_number_of_threads(isa, num_threads, dtype):
+    # Twelve blocks of tokens.
+    logits = torch.randn(3001, 24).to(dtype)
+    results = []
+    for threads in (1, 2, 3):
+        num_threads(threads)
+        leaf = logits.clone().requires_grad_()
+        loss = ops.router_z_loss(leaf)
+        results.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_z_loss_does_not_look_at_masked_tokens(dtype):
+    logits = torch.randn(257, 9).to(dtype)
+    mask = torch.rand(257) > 0.5
+    poisoned = torch.where(mask[:, None], logits, torch.full_like(logits, math.nan))
+    leaf = poisoned.requires_grad_()
+    loss = ops.router_z_loss(leaf, token_mask=mask)
+    loss.backward()
+    assert torch.equal(loss, ops.router_z_loss(logits, token_mask=mask))
+    assert leaf.grad.isfinite().all() and (leaf.grad[~mask] == 0).all()
+
+
+def test_z_loss_of_infinite_and_strided_logits():
+    logits = torch.randn(20, 5)
+    assert torch.equal(
+        ops.router_z_loss(logits.t().contiguous().t()), ops.router_z_loss(logits.contiguous())
+    )
+    for value in (math.inf, -math.inf):
+        logits[3] = value
+        assert ops.router_z_loss(logits) == math.inf
+    logits[3, 1] = math.nan
+    assert ops.router_z_loss(logits).isnan()
+
+
+def test_z_loss_gradcheck():
+    logits = torch.randn(7, 9, dtype=torch.float64, requires_grad=True)
+    mask = torch.rand(7) > 0.3
+    assert torch.autograd.gradcheck(ops.router_z_loss, (logits,))
+    assert torch.autograd.gradcheck(
+        lambda logits: ops.router_z_loss(logits, token_mask=mask), (logits,)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("num_experts", [1, 8, 33])
+def test_balance_loss_equals_the_reference(num_experts, index_dtype, dtype):
+    counts = torch.randint(0, 50, (num_experts,)).to(index_dtype)
+    score_sum = (20 * torch.rand(num_experts)).to(dtype)
+    results = []
+    for module in (ops, reference):
+        leaf = score_sum.clone().requires_grad_()
+        loss = module.load_balance_loss(leaf, counts, 3)
+        assert loss.dtype == dtype and loss.shape == ()
+        results.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=tolerance(dtype, num_experts), atol=0)
+
+
+def test_balance_loss_is_one_when_balanced_and_zero_without_tokens():
+    logits = torch.zeros(16, 8)
+    out = ops.topk_gate(logits, 2)
+    assert ops.load_balance_loss(out.score_sum, torch.full((8,), 4), 2) == 1.0
+    # Every token at the same two experts, with all of its probability there.
+    logits[:, 2:4] = 100.0
+    out = ops.topk_gate(logits, 2)
+    loss = ops.load_balance_loss(out.score_sum, out.num_tokens_per_expert, 2)
+    torch.testing.assert_close(loss, torch.tensor(4.0), rtol=tolerance(torch.float32, 24), atol=0)
+    out = ops.topk_gate(logits[:0].requires_grad_(), 2)
+    loss = ops.load_balance_loss(out.score_sum, out.num_tokens_per_expert, 2)
+    assert loss == 0 and ops.router_z_loss(logits[:0]) == 0
+    loss.backward()
+
+
+def test_balance_loss_gradcheck():
+    score_sum = torch.rand(9, dtype=torch.float64, requires_grad=True)
+    counts = torch.randint(0, 9, (9,))
+    assert torch.autograd.gradcheck(
+        lambda score_sum: ops.load_balance_loss(score_sum, counts, 2), (score_sum,)
+    )
+
+
+def test_opcheck_losses():
+    logits = torch.randn(17, 8, requires_grad=True)
+    mask = torch.rand(17) > 0.3
+    z_loss = torch.ops.moe_ext.router_z_loss
+    torch.library.opcheck(z_loss, (logits, mask))
+    torch.library.opcheck(z_loss, (logits.detach().bfloat16().requires_grad_(), None))
+    z_backward = torch.ops.moe_ext._router_z_loss_backward
+    torch.library.opcheck(z_backward, (torch.tensor(2.0), logits.detach(), mask))
+    score_sum = torch.rand(8, requires_grad=True)
+    counts = torch.randint(0, 9, (8,))
+    torch.library.opcheck(torch.ops.moe_ext.load_balance_loss, (score_sum, counts, 2))
+    balance_backward = torch.ops.moe_ext._load_balance_loss_backward
+    torch.library.opcheck(balance_backward, (torch.tensor(2.0), score_sum.detach(), counts, 2))
+
+
+LOGITS = torch.zeros(4, 6)
+COUNTS = torch.ones(6, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ops.router_z_loss(LOGITS.long()), r"^router_z_loss: .* logits to be float32"),
+        (lambda: ops.router_z_loss(LOGITS[0]), r"logits to be a 2-D tensor \[T, E\]"),
+        (lambda: ops.router_z_loss(LOGITS[:, :0]), r"logits to have at least 1 expert"),
+        (
+            lambda: ops.router_z_loss(LOGITS, token_mask=COUNTS[:4]),
+            r"expected token_mask to be Bool, got Long",
+        ),
+        (
+            lambda: ops.load_balance_loss(LOGITS[0].half(), COUNTS, 1),
+            r"^load_balance_loss: expected score_sum to be float32 or float64, got Half",
+        ),
+        (
+            lambda: ops.load_balance_loss(LOGITS[0], COUNTS.float(), 1),
+            r"expected num_tokens_per_expert to be int32 or int64, got Float",
+        ),
+        (lambda: ops.load_balance_loss(LOGITS, COUNTS, 1), r"score_sum to be a 1-D tensor \[E\]"),
+        (
+            lambda: ops.load_balance_loss(LOGITS[0], COUNTS[:5], 1),
+            r"num_tokens_per_expert to be of size 6 in dim 0 \(the experts of score_sum\)",
+        ),
+        (lambda: ops.load_balance_loss(LOGITS[0], COUNTS, 0), r"top_k to be at least 1, got 0"),
+        (
+            lambda: ops.load_balance_loss(LOGITS[0], -COUNTS, 1),
+            r"num_tokens_per_expert to be at least 0, got -1 at expert 0",
+        ),
+    ],
+)
+def test_losses_refuse(call, message):
+    with pytest.raises(RuntimeError, match=message):
+        call()
