@@ -18,7 +18,7 @@ MOE_INLINE Vec<Acc> compute_scores(
   }
   const Vec<Acc> sum = column_sum(tile.score, num_experts);
   // A NaN that the maximum passes over makes the sum NaN.
-  finite = (top < kInf<Acc>)&(sum == sum);
+  finite = (top < kInfinity<Acc>)&(sum == sum);
   return load(active) / max<Acc>(broadcast(kTiny<Acc>), sum);
 }
 
@@ -28,8 +28,8 @@ MOE_INLINE void bias_scores(const Tile<Acc>& tile, Vec<Acc> factor, const Acc* b
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
   for (int64_t e = 0; e < n; ++e) {
     const Vec<Acc> biased = load(tile.score + e * kLanes) * factor + bias[e];
-    const IntVec<Acc> possible = load(tile.x + e * kLanes) > -kInf<Acc>;
-    store(tile.key + e * kLanes, possible ? biased : broadcast(-kInf<Acc>));
+    const IntVec<Acc> possible = load(tile.x + e * kLanes) > -kInfinity<Acc>;
+    store(tile.key + e * kLanes, possible ? biased : broadcast(-kInfinity<Acc>));
   }
 }
 
@@ -41,7 +41,7 @@ void select_fixed(Acc* list, Int<Acc>* idx, const Acc* keys, int64_t num_experts
   Vec<Acc> key[kTopK];
   IntVec<Acc> expert[kTopK];
   for (int64_t k = 0; k < kTopK; ++k) {
-    key[k] = broadcast(-kInf<Acc>);
+    key[k] = broadcast(-kInfinity<Acc>);
     expert[k] = IntVec<Acc>{} - 1;
   }
   for (int64_t e = 0; e < num_experts; ++e) {
@@ -69,7 +69,7 @@ template <typename Acc>
 void select_any(Acc* list, Int<Acc>* idx, const Acc* keys, int64_t num_experts, int64_t top_k) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
   for (int64_t k = 0; k < top_k; ++k) {
-    store(list + k * kLanes, broadcast(-kInf<Acc>));
+    store(list + k * kLanes, broadcast(-kInfinity<Acc>));
     store_idx<Acc>(idx + k * kLanes, IntVec<Acc>{} - 1);
   }
   for (int64_t e = 0; e < num_experts; ++e) {
@@ -120,14 +120,14 @@ MOE_INLINE void limit_groups(const Tile<Acc>& tile, Acc* keys, bool biased, cons
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
   const int64_t group_size = options.num_experts / options.num_groups;
   for (int64_t g = 0; g < options.num_groups; ++g) {
-    Vec<Acc> first = broadcast(-kInf<Acc>);
+    Vec<Acc> first = broadcast(-kInfinity<Acc>);
     Vec<Acc> second = first;
     for (int64_t e = g * group_size; e < (g + 1) * group_size; ++e) {
       const Vec<Acc> v = load(keys + e * kLanes);
       second = max<Acc>(second, v > first ? first : v);
       first = max<Acc>(v, first);
     }
-    const Vec<Acc> both = second > -kInf<Acc> ? first + second : first;
+    const Vec<Acc> both = second > -kInfinity<Acc> ? first + second : first;
     store(tile.group + g * kLanes, biased ? both : first);
     store(tile.keep + g * kLanes, Vec<Acc>{});
   }
@@ -139,7 +139,7 @@ MOE_INLINE void limit_groups(const Tile<Acc>& tile, Acc* keys, bool biased, cons
   }
   for (int64_t e = 0; e < options.num_experts; ++e) {
     const Vec<Acc> keep = load(tile.keep + e / group_size * kLanes);
-    store(keys + e * kLanes, keep != Acc(0) ? load(keys + e * kLanes) : broadcast(-kInf<Acc>));
+    store(keys + e * kLanes, keep != Acc(0) ? load(keys + e * kLanes) : broadcast(-kInfinity<Acc>));
   }
 }
 
@@ -400,7 +400,7 @@ MOE_INLINE Vec<Acc> logsumexp(const Tile<Acc>& tile, Acc* lse, int64_t n) {
   for (int64_t lane = 0; lane < kLanes; ++lane) {
     lse[lane] = top[lane] + log_acc(sum[lane]);
     // Rows of -inf, or with +inf: the difference of two infinities made a NaN of what is infinite.
-    if (top[lane] == kInf<Acc> || top[lane] == -kInf<Acc>) {
+    if (top[lane] == kInfinity<Acc> || top[lane] == -kInfinity<Acc>) {
       lse[lane] = top[lane];
       for (int64_t e = 0; e < n; ++e) {
         const Acc v = tile.x[e * kLanes + lane];

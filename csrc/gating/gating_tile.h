@@ -33,7 +33,7 @@ template <typename Acc>
 using Int = typename Lanes<Acc>::Int;
 
 template <typename Acc>
-constexpr Acc kInf = static_cast<Acc>(__builtin_inf());
+constexpr Acc kInfinity = static_cast<Acc>(__builtin_inf());
 // The smallest normal number: a smaller denominator is replaced by it.
 template <typename Acc>
 constexpr Acc kTiny = sizeof(Acc) == 8 ? static_cast<Acc>(0x1p-1022) : static_cast<Acc>(0x1p-126);
