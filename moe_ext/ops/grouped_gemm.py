@@ -38,7 +38,8 @@ def grouped_mm(
         RuntimeError: an argument has the wrong device, dtype or shape, or the offsets decrease or
         leave the rows.
 
-    Deterministic as far as the library's matrix product is.
+    Deterministic; how the library orders the sums of a product may change with the number of
+    threads.
     """
     device_type = x_NK.device.type
     if torch.is_autocast_enabled(device_type):
