@@ -1,0 +1,1 @@
+"""Parts of the example that trains a mixture-of-experts language model."""

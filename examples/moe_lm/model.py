@@ -1,0 +1,247 @@
+"""A decoder-only byte-level transformer whose feed-forward layers are `moe_ext.MoELayer`.
+
+Shape suffixes: B sequences, S bytes in a sequence, D model, H heads, C channels of a head,
+V vocabulary, E experts, L MoE layers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import moe_ext
+
+ROPE_BASE = 10000.0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What must be equal for a checkpoint to fit a model."""
+
+    vocab_size: int = 256
+    model_dim: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    ffn_dim: int = 256
+    num_experts: int = 8
+    top_k: int = 2
+    moe_every: int = 1
+    seq_len: int = 256
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot make a model, naming the option."""
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise ValueError(f"expected --{name.replace('_', '-')} to be positive, got {value}")
+        if self.model_dim % (2 * self.num_heads):
+            raise ValueError(
+                f"expected --model-dim to be a multiple of twice --num-heads {self.num_heads} "
+                f"(rotary pairs), got {self.model_dim}"
+            )
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"expected --top-k to be at most --num-experts {self.num_experts}, got {self.top_k}"
+            )
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv_proj = nn.Linear(config.model_dim, 3 * config.model_dim, bias=False)
+        self.o_proj = nn.Linear(config.model_dim, config.model_dim, bias=False)
+        num_pairs = config.model_dim // config.num_heads // 2
+        frequency = ROPE_BASE ** (-torch.arange(num_pairs) / num_pairs)
+        angle_SC = torch.arange(config.seq_len)[:, None] * frequency
+        self.register_buffer("cos_SC", angle_SC.cos(), persistent=False)
+        self.register_buffer("sin_SC", angle_SC.sin(), persistent=False)
+
+    def _rotate(self, x_BHSC: Tensor) -> Tensor:
+        num_positions = x_BHSC.shape[2]
+        cos_SC = self.cos_SC[:num_positions].to(x_BHSC.dtype)
+        sin_SC = self.sin_SC[:num_positions].to(x_BHSC.dtype)
+        real, imag = x_BHSC.chunk(2, dim=-1)  # channel c turns with channel c + C/2
+        return torch.cat([real * cos_SC - imag * sin_SC, real * sin_SC + imag * cos_SC], dim=-1)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """Return the attention output, [B, S, D]."""
+        qkv = self.qkv_proj(x_BSD).unflatten(-1, (3, self.num_heads, -1))
+        q_BHSC, k_BHSC, v_BHSC = qkv.permute(2, 0, 3, 1, 4)
+        mixed_BHSC = F.scaled_dot_product_attention(
+            self._rotate(q_BHSC), self._rotate(k_BHSC), v_BHSC, is_causal=True
+        )
+        return self.o_proj(mixed_BHSC.transpose(1, 2).flatten(2))
+
+
+class DenseFFN(nn.Module):
+    """SwiGLU with as many active parameters as the MoE layers around it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        ffn_dim = config.ffn_dim * config.top_k
+        self.gate_up_proj = nn.Linear(config.model_dim, 2 * ffn_dim, bias=False)
+        self.down_proj = nn.Linear(ffn_dim, config.model_dim, bias=False)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """Return the layer output, [B, S, D]."""
+        gate, up = self.gate_up_proj(x_BSD).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, make_ffn: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.model_dim, eps=1e-6)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.model_dim, eps=1e-6)
+        self.ffn = make_ffn()
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """Return the residual stream after this block, [B, S, D]."""
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD))
+        return x_BSD + self.ffn(self.ffn_norm(x_BSD))
+
+
+class MoELanguageModel(nn.Module):
+    """Next-byte model; every `moe_every`-th block has experts, counted from the last block."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        ep_group: dist.ProcessGroup | None,
+        balance_loss_coef: float,
+        z_loss_coef: float,
+        capacity_factor: float | None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+
+        def make_moe() -> nn.Module:
+            return moe_ext.MoELayer(
+                config.model_dim,
+                config.ffn_dim,
+                config.num_experts,
+                config.top_k,
+                balance_loss_coef=balance_loss_coef,
+                z_loss_coef=z_loss_coef,
+                capacity_factor=capacity_factor,
+                ep_group=ep_group,
+            )
+
+        def make_dense() -> nn.Module:
+            return DenseFFN(config)
+
+        self.embedding = nn.Embedding(config.vocab_size, config.model_dim)
+        self.blocks = nn.ModuleList(
+            Block(
+                config, make_dense if (config.num_layers - 1 - i) % config.moe_every else make_moe
+            )
+            for i in range(config.num_layers)
+        )
+        self.norm = nn.RMSNorm(config.model_dim, eps=1e-6)
+        self.head = nn.Linear(config.model_dim, config.vocab_size, bias=False)
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """Return logits, [B, S, V]."""
+        x_BSD = self.embedding(tokens_BS)
+        for block in self.blocks:
+            x_BSD = block(x_BSD)
+        return self.head(self.norm(x_BSD))
+
+    def moe_layers(self) -> list[moe_ext.MoELayer]:
+        """Return the MoE layers from first to last."""
+        return [block.ffn for block in self.blocks if isinstance(block.ffn, moe_ext.MoELayer)]
+
+    def expert_counts(self) -> Tensor:
+        """Return how often this rank's tokens chose each expert in the last forward, [L, E]."""
+        counts = [layer.metrics["num_tokens_per_expert"] for layer in self.moe_layers()]
+        return torch.stack(counts)
+
+
+def _generator(*key: object) -> torch.Generator:
+    digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+
+
+def _std(name: str, parameter: Tensor, num_layers: int) -> float:
+    if name.startswith("head"):
+        return 0.02  # near-uniform predictions at the start
+    if name.startswith("embedding"):
+        return 0.5
+    std = parameter.shape[-1] ** -0.5
+    # Two additions to the residual stream per block: keep its variance independent of depth.
+    return std * (2 * num_layers) ** -0.5 if "o_proj" in name or "down_proj" in name else std
+
+
+def _draws(model: nn.Module, seed: int) -> Iterator[tuple[Tensor, torch.Generator, float]]:
+    """Yield each block of weights with the generator and deviation to draw it by."""
+    num_layers = model.config.num_layers
+    experts = {
+        name: (group, num_global)
+        for name, _, group, num_global in moe_ext.distributed.expert_parameters(model)
+    }
+    for name, parameter in model.named_parameters():
+        std = _std(name, parameter, num_layers)
+        if name not in experts:
+            yield parameter, _generator(seed, name), std
+            continue
+        group, _ = experts[name]
+        first = (dist.get_rank(group) if group is not None else 0) * parameter.shape[0]
+        for i in range(parameter.shape[0]):
+            yield parameter[i], _generator(seed, name, first + i), std
+
+
+@torch.no_grad()
+def init_weights(model: MoELanguageModel, seed: int) -> None:
+    """Draw every weight from a generator of its own, named by its place in the whole model.
+
+    So the model is the same on any number of ranks: expert e has the same weights wherever it
+    lives.
+    """
+    for weight, generator, std in _draws(model, seed):
+        if weight.ndim == 1:
+            continue  # norms start at one
+        weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+
+
+def count_parameters(model: MoELanguageModel) -> tuple[int, int]:
+    """Return the parameters of the whole model and those that one token uses."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    active = float(total)
+    for _, parameter, _, num_global in moe_ext.distributed.expert_parameters(model):
+        size = parameter[0].numel()
+        total += size * (num_global - parameter.shape[0])
+        active += size * model.config.top_k - parameter.numel()
+    return total, int(active)
+
+
+@torch.no_grad()
+def sample(
+    model: MoELanguageModel, prompt: bytes, *, num_bytes: int, seed: int, temperature: float
+) -> bytes:
+    """Continue `prompt`; every rank must call this, since experts on all ranks are needed.
+
+    Rank 0 draws the next byte and sends it to the others, so that all forward the same text.
+    """
+    device = model.head.weight.device
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.tensor(list(prompt), dtype=torch.long)
+    for _ in range(num_bytes):
+        window_BS = tokens[-model.config.seq_len :].to(device)[None]
+        logits_V = model(window_BS)[0, -1].float().cpu()
+        probability_V = torch.softmax(logits_V / temperature, dim=-1)
+        next_token = torch.multinomial(probability_V, 1, generator=generator).to(device)
+        dist.broadcast(next_token, src=0)
+        tokens = torch.cat([tokens, next_token.cpu()])
+    return bytes(tokens.tolist())
