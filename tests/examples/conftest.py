@@ -1,0 +1,64 @@
+"""Fixtures that start jobs: in this process, or one process a rank."""
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from example_jobs import Ranks  # noqa: E402 - lies beside this file
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Starts `world_size` ranks; those still alive at the end of the test are killed."""
+    started = []
+
+    def start(args, world_size=2, **kill):
+        folder = tmp_path / f"launch{len(started)}"
+        folder.mkdir()
+        started.append(Ranks(list(map(str, args)), world_size, folder, **kill))
+        return started[-1]
+
+    yield start
+    for ranks in started:
+        for process in ranks.processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    """A file that a tiny model can learn from."""
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(400)))
+    return path
+
+
+@pytest.fixture
+def train(capsys):
+    """Runs the example in this process and returns (exit code, stdout, stderr)."""
+    import train_moe_lm
+
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+
+    def run(*args):
+        code = train_moe_lm.main(list(map(str, args)))
+        assert not dist.is_initialized()
+        return (code, *capsys.readouterr())
+
+    yield run
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def process_group():
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -1,0 +1,106 @@
+"""How the tests of the examples start jobs and look at what they left."""
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import moe_ext
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DRIVER = Path(__file__).with_name("killed_run.py")
+sys.path.insert(0, str(EXAMPLES))
+
+# Small enough for hundreds of steps a second; the balance loss is off since it depends on how the
+# tokens are spread over ranks.
+TINY_OPTIONS = {
+    "model-dim": 16,
+    "num-layers": 2,
+    "num-heads": 2,
+    "ffn-dim": 16,
+    "num-experts": 4,
+    "seq-len": 16,
+    "batch": 4,
+    "warmup": 2,
+    "validate-every": 1000,
+    "validation-batches": 2,
+    "sample-bytes": 3,
+    "balance-loss-coef": 0,
+    "device": "cpu",
+    "timeout": 60,
+}
+TINY = [f"--{name}={value}" for name, value in TINY_OPTIONS.items()] + ["--no-tensorboard"]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Ranks:
+    """One process a rank, with their output."""
+
+    def __init__(self, args, world_size, folder, kill=None, kill_rank=0):
+        port = free_port()
+        self.logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
+        self.processes = []
+        for rank, log in enumerate(self.logs):
+            command = [sys.executable, str(EXAMPLES / "train_moe_lm.py")]
+            if kill is not None and rank == kill_rank:
+                command = [sys.executable, str(DRIVER), kill]
+            env = job_environment() | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            with open(log, "wb") as output:
+                self.processes.append(
+                    subprocess.Popen(
+                        [*command, *args], env=env, stdout=output, stderr=subprocess.STDOUT
+                    )
+                )
+
+    def wait(self, timeout=90):
+        """Return the exit codes; a rank that hangs fails the test."""
+        deadline = time.monotonic() + timeout
+        try:
+            return [
+                process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes
+            ]
+        finally:
+            for process in self.processes:
+                process.kill()
+
+    def output(self, rank=0):
+        return self.logs[rank].read_text(errors="replace")
+
+
+def job_environment():
+    package_root = str(Path(moe_ext.__file__).parents[1])
+    path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def snapshot(folder):
+    """Return the names and contents of all files below a folder, to see that nothing changed."""
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.is_file()
+        else "folder"
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def losses(out):
+    """Return the training losses in metrics.jsonl, and check that no step is missing or double."""
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    train = [(record["step"], record["loss"]) for record in records if "loss" in record]
+    assert [step for step, _ in train] == list(range(1, len(train) + 1))
+    return [loss for _, loss in train]

@@ -1,0 +1,416 @@
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from example_jobs import DRIVER, EXAMPLES, TINY, job_environment, losses, snapshot
+from moe_lm import data as data_module
+from moe_lm.options import check_args, learning_rate, parse_args
+from moe_lm.report import MetricsLog, read_metrics
+from moe_lm.runtime import FolderLock, UserError, choose_expert_parallel_size
+
+PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
+# Ranks add the same gradients in another order; 12 steps of Adam amplify the rounding.
+RANKS_RTOL = 2e-4
+
+
+def job(out, text_file, *extra):
+    return [*TINY, "--out", out, "--data", text_file, *extra]
+
+
+@pytest.fixture
+def undisturbed(train, text_file, tmp_path):
+    """The losses of 12 steps on one rank."""
+    out = tmp_path / "undisturbed"
+    code, _, _ = train(*job(out, text_file, "--steps", 12))
+    assert code == 0
+    return losses(out)
+
+
+def test_run_writes_everything_and_repeats_nothing(train, text_file, tmp_path):
+    out = tmp_path / "out"
+    args = job(out, text_file, "--steps", 60, "--lr", 0.02, "--validate-every", 20, "--tensorboard")
+    code, stdout, _ = train(*args)
+    assert code == 0
+    assert "training on CPU" in stdout
+    assert "1 = 1 data parallel x 1 expert parallel" in stdout
+    values = losses(out)
+    assert len(values) == 60
+    result = json.loads((out / "result.json").read_text())
+    assert result["validation_loss"] < result["unigram_entropy"] < values[0]
+    assert f"{result['unigram_entropy']:.4f} nats/byte" in stdout
+    for picture in ("loss.png", "expert_load.png"):
+        assert (out / picture).read_bytes().startswith(PNG_MAGIC)
+    assert any((out / "tensorboard").iterdir())
+    assert (out / "sample.txt").read_bytes()
+    validated = [r["step"] for r in read_metrics(out / "metrics.jsonl") if "validation_loss" in r]
+    assert validated == [20, 40, 60]
+
+    before = snapshot(out)
+    code, again, _ = train(*args)
+    assert code == 0
+    assert again.splitlines()[-1] == stdout.splitlines()[-1]
+    after = snapshot(out)
+    for name in ("metrics.jsonl", "result.json", "sample.txt"):
+        assert after[name] == before[name]
+    assert {n for n in after if "checkpoints" in n} == {n for n in before if "checkpoints" in n}
+
+
+def test_metrics_hold_the_load_of_every_expert(train, text_file, tmp_path):
+    out = tmp_path / "out"
+    train(*job(out, text_file, "--steps", 2))
+    record = read_metrics(out / "metrics.jsonl")[0]
+    tokens, top_k = 4 * 16, 2
+    assert [sum(layer) for layer in record["expert_load"]] == [tokens * top_k] * 2
+    assert record["load_imbalance"] >= 1
+    assert record["tokens_per_second"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "ep"), [(2, 2), (4, 2)])
+def test_losses_do_not_depend_on_the_number_of_ranks(
+    launch, text_file, tmp_path, undisturbed, world_size, ep
+):
+    out = tmp_path / "out"
+    ranks = launch(job(out, text_file, "--steps", 12, "--ep", ep), world_size)
+    assert ranks.wait() == [0] * world_size, ranks.output()
+    assert losses(out) == pytest.approx(undisturbed, rel=RANKS_RTOL)
+    assert f"{world_size // ep} data parallel x {ep} expert parallel" in ranks.output()
+
+
+@pytest.mark.slow
+def test_resume_on_other_numbers_of_ranks(launch, train, text_file, tmp_path, undisturbed):
+    out = tmp_path / "out"
+    args = job(out, text_file, "--steps", 12, "--checkpoint-every", 3)
+    # 2 ranks share the experts, then 1 rank holds all, then 2 ranks hold all each, then 4 share.
+    launch(args, 2, kill="batch:4").wait()
+    one = launch(args, 1, kill="batch:7")
+    one.wait()
+    assert "from step 3" in one.output()
+    two = launch([*args, "--ep", 1], 2, kill="batch:10", kill_rank=1)
+    two.wait()
+    assert "from step 6" in two.output()
+    four = launch(args, 4)
+    assert four.wait() == [0] * 4, four.output()
+    assert "from step 9" in four.output()
+    assert losses(out) == pytest.approx(undisturbed, rel=RANKS_RTOL)
+
+
+@pytest.mark.slow
+def test_sigkill_at_any_moment_loses_only_the_steps_since_the_checkpoint(
+    launch, text_file, tmp_path
+):
+    out = tmp_path / "out"
+    reference = tmp_path / "reference"
+    extra = ("--steps", 12, "--checkpoint-every", 2, "--keep-checkpoints", 1)
+    assert launch(job(reference, text_file, *extra)).wait() == [0, 0]
+    resumed_from = 0
+    for kill, kill_rank, complete in [
+        ("forward:1", 1, 0),
+        ("before_tensors:2", 1, 0),
+        ("after_tensors:2", 0, 0),
+        ("half_manifest:2", 0, 0),
+        ("after_rename:2", 0, 2),
+        ("backward:3", 0, 2),
+        ("before_rename:4", 0, 2),
+        ("half_removal:4", 0, 4),
+        ("optimizer:7", 1, 6),
+    ]:
+        ranks = launch(job(out, text_file, *extra), kill=kill, kill_rank=kill_rank)
+        codes = ranks.wait()
+        assert codes[kill_rank] == -signal.SIGKILL, (kill, ranks.output())
+        assert codes[1 - kill_rank] not in (0, -signal.SIGKILL), (kill, ranks.output())
+        assert ("resume   " in ranks.output()) == (resumed_from > 0), kill
+        if resumed_from:
+            assert f"from step {resumed_from}:" in ranks.output(), kill
+        steps = sorted(path.name for path in (out / "checkpoints").glob("step-*"))
+        assert steps[-1:] == ([f"step-{complete:08d}"] if complete else []), kill
+        resumed_from = complete
+    ranks = launch(job(out, text_file, *extra))
+    assert ranks.wait() == [0, 0], ranks.output()
+    assert losses(out) == losses(reference)
+    assert (out / "result.json").read_bytes() == (reference / "result.json").read_bytes()
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000012"]
+
+
+@pytest.mark.slow
+def test_sigkill_at_random_times(launch, text_file, tmp_path):
+    out = tmp_path / "out"
+    # A checkpoint every step, so that many kills hit one.
+    args = job(out, text_file, "--steps", 400, "--checkpoint-every", 1)
+    generator = random.Random(0)
+    for _ in range(3):
+        ranks = launch(args)
+        first = len(read_metrics(out / "metrics.jsonl"))
+        deadline = time.monotonic() + 60
+        while len(read_metrics(out / "metrics.jsonl")) <= first + 1:
+            assert time.monotonic() < deadline, ranks.output()
+            time.sleep(0.05)
+        time.sleep(generator.uniform(0, 0.5))
+        victim = generator.randrange(2)
+        ranks.processes[victim].kill()
+        codes = ranks.wait()
+        assert codes[victim] == -signal.SIGKILL and codes[1 - victim] not in (0, -signal.SIGKILL)
+        newest = max(int(p.name[5:]) for p in (out / "checkpoints").glob("step-*"))
+        # The metrics of a step are on disk before its checkpoint; at most one step has none yet.
+        assert newest <= read_metrics(out / "metrics.jsonl")[-1]["step"] <= newest + 1
+    ranks = launch([*args, "--steps", newest + 1])
+    assert ranks.wait() == [0, 0], ranks.output()
+    assert f"from step {newest}:" in ranks.output()
+    assert len(losses(out)) == newest + 1
+
+
+def wait_for_steps(out, num_steps, alive):
+    deadline = time.monotonic() + 90
+    while len(read_metrics(out / "metrics.jsonl")) < num_steps:
+        assert alive() and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_rank_saves_and_all_exit_with_0(launch, train, text_file, tmp_path):
+    out = tmp_path / "out"
+    args = job(out, text_file, "--steps", 100000, "--checkpoint-every", 100000)
+    ranks = launch(args)
+    wait_for_steps(out, 3, lambda: ranks.processes[0].poll() is None)
+    ranks.processes[1].send_signal(signal.SIGTERM)
+    assert ranks.wait() == [0, 0], ranks.output()
+    done = len(losses(out))
+    assert f"stopped by a signal after step {done}" in ranks.output()
+    assert (out / "checkpoints" / f"step-{done:08d}").is_dir()
+    code, stdout, _ = train(*args, "--steps", done)
+    assert code == 0
+    assert f"from step {done}:" in stdout
+
+
+def torchrun(driver, *args, max_restarts=0):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", 2, "--max-restarts", max_restarts, *driver, *args]
+    return subprocess.Popen(
+        list(map(str, command)),
+        env=job_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_sigterm_to_torchrun_saves(text_file, tmp_path):
+    out = tmp_path / "out"
+    args = job(out, text_file, "--steps", 100000, "--checkpoint-every", 100000)
+    with torchrun([EXAMPLES / "train_moe_lm.py"], *args) as launcher:
+        wait_for_steps(out, 3, lambda: launcher.poll() is None)
+        launcher.send_signal(signal.SIGTERM)
+        output, _ = launcher.communicate(timeout=60)
+    done = len(losses(out))
+    assert f"stopped by a signal after step {done}" in output
+    assert (out / "checkpoints" / f"step-{done:08d}").is_dir()
+    assert "Unable to shutdown process" not in output
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_killed_rank(text_file, tmp_path, undisturbed):
+    out = tmp_path / "out"
+    args = job(out, text_file, "--steps", 12, "--checkpoint-every", 3)
+    with torchrun([DRIVER, "batch:7"], *args, max_restarts=1) as launcher:
+        output, _ = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, output
+    assert "from step 6" in output
+    assert losses(out) == pytest.approx(undisturbed, rel=RANKS_RTOL)
+
+
+@pytest.mark.slow
+def test_a_bad_checkpoint_stops_all_ranks(launch, train, text_file, tmp_path):
+    out = tmp_path / "out"
+    args = job(out, text_file, "--steps", 2)
+    assert train(*args)[0] == 0
+    (tensors,) = (out / "checkpoints" / "step-00000002").glob("*.distcp")
+    tensors.write_bytes(tensors.read_bytes()[:-10])
+    before = snapshot(out)
+    ranks = launch(args)
+    assert ranks.wait() == [2, 2]
+    assert f"file {tensors.name} is truncated" in ranks.output(0)
+    assert "Traceback" not in ranks.output(0) + ranks.output(1)
+    assert snapshot(out) == before
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--model-dim", 32, "expected model_dim to be 32 as in this command, got 16"),
+        ("--num-experts", 8, "expected num_experts to be 8 as in this command, got 4"),
+        ("--top-k", 1, "expected top_k to be 1"),
+        ("--seed", 1, "expected seed to be 1"),
+        ("--batch", 8, "expected batch to be 8"),
+    ],
+)
+def test_checkpoint_of_another_job(train, text_file, tmp_path, option, value, message):
+    out = tmp_path / "out"
+    args = job(out, text_file, "--steps", 1)
+    assert train(*args)[0] == 0
+    before = snapshot(out)
+    code, _, stderr = train(*args, option, value)
+    assert code == 2
+    assert message in stderr and "nothing was changed" in stderr
+    assert snapshot(out) == before
+
+
+def test_checkpoint_of_other_text(train, text_file, tmp_path):
+    out = tmp_path / "out"
+    assert train(*job(out, text_file, "--steps", 1))[0] == 0
+    text_file.write_text(text_file.read_text() + "more")
+    before = snapshot(out)
+    code, _, stderr = train(*job(out, text_file, "--steps", 1))
+    assert code == 2
+    assert "expected data_sha256 to be" in stderr
+    assert snapshot(out) == before
+
+
+@pytest.mark.parametrize("case", ["missing", "empty file", "empty folder", "binary", "short"])
+def test_bad_data(train, tmp_path, case):
+    path, out = tmp_path / "data", tmp_path / "out"
+    if case == "empty file":
+        path.touch()
+    elif case != "missing":
+        path.mkdir()
+        (path / "empty.txt").touch()
+    if case == "binary":
+        (path / "image").write_bytes(b"\0" * 1000)
+    if case == "short":
+        (path / "short.txt").write_text("x" * 33)  # one less than two sequences
+    code, _, stderr = train(*TINY, "--out", out, "--data", path)
+    assert code == 2
+    assert "error: expected --data to" in stderr and str(path) in stderr
+    assert ("does not exist" in stderr) == (case == "missing")
+    assert not out.exists()
+
+
+def test_unreadable_data(train, tmp_path, text_file, monkeypatch):
+    def refuse(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    # As root, no mode keeps a file from being read.
+    monkeypatch.setattr(data_module.Path, "read_bytes", refuse)
+    out = tmp_path / "out"
+    code, _, stderr = train(*TINY, "--out", out, "--data", text_file)
+    assert code == 2
+    assert f"expected --data to be readable, got {text_file}: Permission denied" in stderr
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--steps", 0], "expected --steps to be positive, got 0"),
+        (["--lr", "nan"], "expected --lr to be positive, got nan"),
+        (["--warmup", -1], "expected --warmup to be at least 0, got -1"),
+        (["--model-dim", 18], "expected --model-dim to be a multiple of twice --num-heads 2"),
+        (["--num-layers", 0], "expected --num-layers to be positive, got 0"),
+        (["--top-k", 5], "expected --top-k to be at most --num-experts 4, got 5"),
+        (["--ep", 2], "expected --ep to divide the number of ranks 1, got 2"),
+        (["--prompt", ""], "expected --prompt to be at least one byte"),
+        (["--capacity-factor", -1], "capacity_factor"),
+    ],
+)
+def test_bad_options(train, text_file, tmp_path, args, message):
+    out = tmp_path / "out"
+    code, _, stderr = train(*job(out, text_file, *args))
+    assert code == 2
+    assert message in stderr
+    assert not out.exists()
+
+
+def test_out_is_a_file(train, text_file):
+    before = text_file.read_bytes()
+    code, _, stderr = train(*job(text_file, text_file))
+    assert code == 2
+    assert "expected --out to be a folder" in stderr
+    assert text_file.read_bytes() == before
+
+
+def test_out_in_use_by_another_job(train, text_file, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.setattr(FolderLock.acquire, "__defaults__", (0.1,))
+    other = FolderLock()
+    other.acquire(out)
+    code, _, stderr = train(*job(out, text_file))
+    other.release()
+    assert code == 2
+    assert "another job is writing to" in stderr
+    assert not list(out.iterdir())
+
+
+def test_a_loss_that_is_not_finite_stops_the_job(train, text_file, tmp_path):
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        import train_moe_lm
+
+        patch.setattr(train_moe_lm.moe_ext.distributed, "clip_grad_norm_", lambda *_: float("nan"))
+        code, _, stderr = train(*job(out, text_file, "--steps", 2))
+    assert code == 2
+    assert "the gradient norm of step 1 is nan" in stderr
+    assert not list(out.glob("checkpoints/step-*"))
+
+
+def test_batch_must_be_shared_evenly(tmp_path):
+    args = parse_args(["--out", str(tmp_path), "--batch", "6"], "")
+    with pytest.raises(UserError, match="multiple of the number of ranks 4, got 6"):
+        check_args(args, world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "world_size", "num_experts", "size"),
+    [
+        (None, 1, 8, 1),
+        (None, 2, 8, 2),
+        (None, 16, 8, 8),
+        (None, 3, 8, 1),
+        (None, 6, 4, 2),
+        (2, 4, 8, 2),
+    ],
+)
+def test_expert_parallel_size(asked, world_size, num_experts, size):
+    assert choose_expert_parallel_size(asked, world_size, num_experts) == size
+
+
+def test_expert_parallel_size_must_divide_the_experts():
+    with pytest.raises(UserError, match="expected --ep to divide --num-experts 6, got 4"):
+        choose_expert_parallel_size(4, 4, 6)
+
+
+def test_learning_rate_warms_up_and_decays(tmp_path):
+    options = ["--out", str(tmp_path), "--lr", "1", "--warmup", "4", "--steps", "10"]
+    args = parse_args(options, "")
+    assert [learning_rate(args, step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert learning_rate(args, 4) == 1.0
+    assert learning_rate(args, 7) == pytest.approx(0.55)
+    assert learning_rate(args, 10) == pytest.approx(0.1)
+
+
+def test_metrics_drop_what_the_checkpoint_does_not_hold(tmp_path):
+    lines = [json.dumps({"step": step, "loss": 1.0}) for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 4, "lo')
+    log = MetricsLog(tmp_path, first_step=2, tensorboard=False)
+    log.write({"step": 3, "loss": 2.0})
+    log.close()
+    kept = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(record["step"], record["loss"]) for record in kept] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+
+
+def test_help_explains_resume(tmp_path):
+    finished = subprocess.run(
+        [sys.executable, str(EXAMPLES / "train_moe_lm.py"), "--help"],
+        env=job_environment() | {"COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert finished.returncode == 0
+    assert "SIGTERM" in finished.stdout and "--keep-checkpoints" in finished.stdout
+    assert not os.listdir(tmp_path)
