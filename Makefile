@@ -32,7 +32,7 @@ demo: build
 test: $(VENV)/.installed
 	tools/install_gtest.sh
 	MOE_EXT_TESTS=1 $(MAKE) build
-	$(BIN)/ctest --test-dir build/cmake-$$($(BIN)/python -c 'import torch; print(torch.__version__)') --output-on-failure --progress
+	$(BIN)/ctest --test-dir build/cmake-$$($(BIN)/python -c 'import torch; print(torch.__version__)') --verbose
 	$(BIN)/python -m pytest
 
 # A library built against the development torch must serve every torch from the oldest supported one on.
