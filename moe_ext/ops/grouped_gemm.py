@@ -42,7 +42,7 @@ def grouped_mm(
     threads.
     """
     device_type = x_NK.device.type
-    if torch.is_autocast_enabled(device_type):
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         x_NK, weight_EMK = _autocast(x_NK, dtype), _autocast(weight_EMK, dtype)
         bias_EM = None if bias_EM is None else _autocast(bias_EM, dtype)

@@ -189,6 +189,16 @@ def test_autocast_casts_and_returns_gradients_in_the_parameters_dtype(dtype):
         assert mixed(x.double(), weight.double(), offsets).dtype == torch.float64
 
 
+def test_shapes_on_the_meta_device():
+    x, weight, bias, offsets = (
+        t.detach().to("meta").requires_grad_(t.is_floating_point()) for t in make(20)
+    )
+    y = ops.grouped_mm(x, weight, offsets, bias_EM=bias)
+    y.sum().backward()
+    assert y.shape == (20, 17)
+    assert all(t.grad.shape == t.shape for t in (x, weight, bias))
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiles_to_one_graph(autocast):
     x, weight, bias, offsets = make(20)
