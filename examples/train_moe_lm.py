@@ -15,7 +15,8 @@ The folder --out receives
     sample.txt        text the model wrote; result.json: the final numbers
 
 The same command continues where the last checkpoint left off, also with another number of ranks
-or another --ep; it prints the result again when there is nothing left to train. A checkpoint
+or another --ep; it prints the result again when there is nothing left to train. The model, the
+data, --batch and --seed must stay the same, other options may change. A checkpoint
 appears whole or not at all, so a job killed at any moment loses only the steps since the last one
 (`torchrun --max-restarts 3` restarts by itself). SIGTERM or Ctrl-C saves after the current step;
 every rank then exits with 0 (torchrun itself reports a signal that it received with 1).

@@ -17,6 +17,7 @@ from torch import Tensor
 
 VOCAB_SIZE = 256
 HELD_OUT_SHARE = 0.05
+BINARY_CHECK_BYTES = 8192
 # Tests of the standard library hold data in odd encodings; site-packages differs by machine.
 SKIPPED_STDLIB_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -76,10 +77,11 @@ def _read(path: Path) -> bytes | None:
         # Opening a FIFO or a device could block for ever.
         if not stat.S_ISREG(path.stat().st_mode):
             return None
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            head = file.read(BINARY_CHECK_BYTES)
+            return None if b"\0" in head else head + file.read()
     except OSError as error:
         raise DataError(f"expected --data to be readable, got {path}: {error.strerror}") from error
-    return None if b"\0" in content[:8192] else content
 
 
 def _name_digest(name: str) -> bytes:

@@ -29,6 +29,7 @@ from .runtime import (
     UserError,
     agree,
     choose_expert_parallel_size,
+    from_main,
 )
 from .state import TrainState
 
@@ -86,11 +87,22 @@ def build_model(
     return model
 
 
+def require_same_data(data: TextData, expected: str, rank: int) -> None:
+    """Refuse text that differs between machines: ranks would hold out different files."""
+    if data.sha256 != expected:
+        raise DataError(
+            f"expected --data to be the same on every rank, got other text on rank {rank} than on "
+            f"rank 0: {data.describe()}"
+        )
+
+
 def build_job(args: argparse.Namespace, runtime: Runtime, lock: FolderLock) -> Job:
     """Read the data and build the model; writes nothing."""
     config = check_args(args, runtime.world_size)
     ep_size = choose_expert_parallel_size(args.ep, runtime.world_size, config.num_experts)
     data = agree(lambda: load_text(args.data, config.seq_len), (DataError, OSError))
+    expected = from_main(lambda: data.sha256, ())
+    agree(lambda: require_same_data(data, expected, runtime.rank), DataError)
     mesh = moe_ext.distributed.MoEMesh(dp=runtime.world_size // ep_size, ep=ep_size)
     model = build_model(args, config, mesh).to(runtime.device)
     decayed = [p for n, p in model.named_parameters() if p.ndim > 1 and "embedding" not in n]

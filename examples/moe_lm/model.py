@@ -184,7 +184,7 @@ def _std(name: str, parameter: Tensor, num_layers: int) -> float:
     return std * (2 * num_layers) ** -0.5 if "o_proj" in name or "down_proj" in name else std
 
 
-def _draws(model: nn.Module, seed: int) -> Iterator[tuple[Tensor, torch.Generator, float]]:
+def _draws(model: MoELanguageModel, seed: int) -> Iterator[tuple[Tensor, torch.Generator, float]]:
     """Yield each block of weights with the generator and deviation to draw it by."""
     num_layers = model.config.num_layers
     experts = {

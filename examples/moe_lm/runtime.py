@@ -71,7 +71,7 @@ def start(device_name: str, timeout_s: float) -> Runtime:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=timeout_s)
     rank, world_size = 0, 1
-    store: dist.Store = dist.HashStore()
+    store = dist.HashStore()
     if "RANK" in os.environ:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         # torchrun keeps its store over restarts: without a prefix of its own, a new attempt would
