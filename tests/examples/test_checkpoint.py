@@ -234,7 +234,7 @@ def test_pickled_code_in_place_of_a_tensor_is_not_run(tmp_path):
     path, victim = save(tmp_path), tmp_path / "victim"
     file = tensor_file(path)
     with open(file, "r+b") as stream:
-        stream.write(pickle.dumps(Evil(victim)))
+        stream.write(pickle.dumps(Evil(victim), protocol=2))
     accept_changes(path)
     with pytest.raises(UserError, match="cannot be used"):
         load(tmp_path)

@@ -291,11 +291,11 @@ def test_bad_data(train, tmp_path, case):
 
 
 def test_unreadable_data(train, tmp_path, text_file, monkeypatch):
-    def refuse(self):
+    def refuse(self, mode):
         raise PermissionError(13, "Permission denied", str(self))
 
     # As root, no mode keeps a file from being read.
-    monkeypatch.setattr(data_module.Path, "read_bytes", refuse)
+    monkeypatch.setattr(data_module.Path, "open", refuse)
     out = tmp_path / "out"
     code, _, stderr = train(*TINY, "--out", out, "--data", text_file)
     assert code == 2
@@ -322,6 +322,15 @@ def test_bad_options(train, text_file, tmp_path, args, message):
     code, _, stderr = train(*job(out, text_file, *args))
     assert code == 2
     assert message in stderr
+    assert not out.exists()
+
+
+@pytest.mark.slow
+def test_text_that_differs_between_ranks(launch, tmp_path):
+    out = tmp_path / "out"
+    ranks = launch([*TINY, "--out", out, "--data", "/proc/self/status"])
+    assert ranks.wait() == [2, 2]
+    assert "got other text on rank 1 than on rank 0" in ranks.output()
     assert not out.exists()
 
 
