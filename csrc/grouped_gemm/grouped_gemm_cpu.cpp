@@ -1,19 +1,26 @@
-// CPU side of the grouped matrix product: one library product per expert, written straight into its slice of the
-// result. The slices are made by from_blob: one call each, where narrow, select and transpose are up to three.
+// CPU side of the grouped matrix product: library products of an expert's tiles, written straight into their slice of
+// the result. The slices are made by from_blob: one call each, where narrow, select and transpose are up to three.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <vector>
 
 #include "common/dispatch.h"
 #include "grouped_gemm/grouped_gemm.h"
+#include "grouped_gemm/tiles.h"
 
 namespace moe_ext::grouped_gemm {
 namespace {
 
 using torch::stable::parallel_for;
+
+// Rows of a tile: enough that packing the weight again for each costs little beside the product.
+constexpr int64_t kRowsPerTile = 256;
+// Columns of the weight's gradient in a tile; its sum over the rows is never cut.
+constexpr int64_t kGradRowsPerTile = 256;
 
 // A 2-D view that owns nothing: it must not outlive the tensor it was taken from.
 struct Matrix {
@@ -34,15 +41,6 @@ Tensor view_of(const Tensor& t, int64_t offset, const Matrix& m) {
 // Rows [begin, end) of a 2-D tensor.
 Tensor rows_of(const Tensor& t, int64_t begin, int64_t end) {
   return view_of(t, begin * t.stride(0), {end - begin, t.size(1), t.stride(0), t.stride(1)});
-}
-
-Tensor rows_transposed(const Tensor& t, int64_t begin, int64_t end) {
-  return view_of(t, begin * t.stride(0), {t.size(1), end - begin, t.stride(1), t.stride(0)});
-}
-
-// Matrix e of a 3-D tensor.
-Tensor matrix_of(const Tensor& t, int64_t e) {
-  return view_of(t, e * t.stride(0), {t.size(1), t.size(2), t.stride(1), t.stride(2)});
 }
 
 Tensor matrix_transposed(const Tensor& t, int64_t e) {
@@ -84,21 +82,20 @@ Tensor grouped_mm_cpu(
   const Tensor out = torch::stable::new_empty(x, {x.size(0), dim});
   zero_rows(out, 0, offsets[0]);
   zero_rows(out, offsets[num_experts], x.size(0));
-  for (int64_t e = 0; e < num_experts; ++e) {
-    const int64_t begin = offsets[e];
-    const int64_t end = offsets[e + 1];
-    if (begin == end || dim == 0) {
-      continue;
-    }
-    const Tensor out_e = rows_of(out, begin, end);
-    const Tensor x_e = rows_of(x, begin, end);
-    const Tensor weight_e = matrix_transposed(weight, e);
+  std::vector<Tile> tiles;
+  for (int64_t e = 0; dim > 0 && e < num_experts; ++e) {
+    cut(tiles, e, offsets[e], offsets[e + 1], kRowsPerTile);
+  }
+  for_each_tile(tiles, [&](const Tile& tile) {
+    const Tensor out_e = rows_of(out, tile.begin, tile.end);
+    const Tensor x_e = rows_of(x, tile.begin, tile.end);
+    const Tensor weight_e = matrix_transposed(weight, tile.expert);
     if (bias) {
-      addmm_out(out_e, rows_of(*bias, e, e + 1), x_e, weight_e);
+      addmm_out(out_e, rows_of(*bias, tile.expert, tile.expert + 1), x_e, weight_e);
     } else {
       mm_out(out_e, x_e, weight_e);
     }
-  }
+  });
   return out;
 }
 
@@ -113,16 +110,28 @@ Tensor backward_weight_cpu(
   const int64_t* offsets = data<int64_t>(offsets_tensor);
   check_offsets("_grouped_mm_backward_weight", offsets, num_experts, grad.size(0));
   const Tensor grad_weight = torch::stable::new_empty(grad, {num_experts, grad.size(1), x.size(1)});
-  const int64_t bytes = grad.size(1) * x.size(1) * static_cast<int64_t>(grad.element_size());
+  const int64_t matrix_size = grad.size(1) * x.size(1);
+  const int64_t bytes = matrix_size * static_cast<int64_t>(grad.element_size());
+  std::vector<Tile> tiles;
   for (int64_t e = 0; bytes > 0 && e < num_experts; ++e) {
     if (offsets[e] == offsets[e + 1]) {
       std::memset(static_cast<char*>(grad_weight.data_ptr()) + e * bytes, 0, bytes);
     } else {
-      mm_out(
-          matrix_of(grad_weight, e), rows_transposed(grad, offsets[e], offsets[e + 1]),
-          rows_of(x, offsets[e], offsets[e + 1]));
+      cut(tiles, e, 0, grad.size(1), kGradRowsPerTile);
     }
   }
+  for_each_tile(tiles, [&](const Tile& tile) {
+    const int64_t begin = offsets[tile.expert];
+    const int64_t end = offsets[tile.expert + 1];
+    // Rows [tile.begin, tile.end) of grad_weight[e], from the same columns of grad.
+    const Tensor out_e = view_of(
+        grad_weight, tile.expert * matrix_size + tile.begin * x.size(1),
+        {tile.end - tile.begin, x.size(1), x.size(1), 1});
+    const Tensor grad_e = view_of(
+        grad, begin * grad.stride(0) + tile.begin * grad.stride(1),
+        {tile.end - tile.begin, end - begin, grad.stride(1), grad.stride(0)});
+    mm_out(out_e, grad_e, rows_of(x, begin, end));
+  });
   return grad_weight;
 }
 

@@ -38,8 +38,8 @@ def grouped_mm(
         RuntimeError: an argument has the wrong device, dtype or shape, or the offsets decrease or
         leave the rows.
 
-    Deterministic; how the library orders the sums of a product may change with the number of
-    threads.
+    Deterministic, with the same bits for any number of threads: tiles of a fixed size go to the
+    library's product, each on one thread.
     """
     device_type = x_NK.device.type
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):

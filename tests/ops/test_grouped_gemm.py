@@ -148,8 +148,14 @@ def test_only_the_needed_gradient_is_computed(needed):
     with torch.profiler.profile() as profile:
         y.sum().backward()
     assert [name for name, tensor in tensors.items() if tensor.grad is not None] == [needed]
+    products = {
+        "x": "moe_ext::grouped_mm",
+        "weight": "moe_ext::_grouped_mm_backward_weight",
+        "bias": "moe_ext::_grouped_mm_backward_bias",
+    }
     calls = {event.key: event.count for event in profile.key_averages()}
-    assert calls.get("aten::mm", 0) == (0 if needed == "bias" else int((offsets.diff() > 0).sum()))
+    ours = {name: count for name, count in calls.items() if name.startswith("moe_ext::")}
+    assert ours == {products[needed]: 1}
 
 
 def test_gradcheck_twice():
@@ -215,15 +221,27 @@ def test_compiles_to_one_graph(autocast):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+# Shapes at which the own threading of the libraries changes the order of a sum.
+@pytest.mark.parametrize(
+    "sizes", [(300, 512, 1000, 2), (1000, 1000, 1, 1), (1, 4096, 64, 1), (1300, 64, 700, 3)]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bias_gradient_has_the_same_bits_for_any_number_of_threads(num_threads, dtype):
-    grad = torch.randn(3001, 257).to(dtype)
-    offsets = make_offsets(3001, 5)
+def test_same_bits_for_any_number_of_threads(num_threads, dtype, sizes):
+    num_rows, in_dim, out_dim, num_experts = sizes
+    x = torch.randn(num_rows, in_dim).to(dtype).requires_grad_()
+    weight = torch.randn(num_experts, out_dim, in_dim).to(dtype).requires_grad_()
+    bias = torch.randn(num_experts, out_dim).to(dtype).requires_grad_()
+    grad = torch.randn(num_rows, out_dim).to(dtype)
+    offsets = make_offsets(num_rows, num_experts)
     results = []
-    for threads in (1, 2, 3):
+    for threads in (1, 2, 3, 5):
         num_threads(threads)
-        results.append(torch.ops.moe_ext._grouped_mm_backward_bias(grad, offsets))
-    assert all(torch.equal(results[0], other) for other in results[1:])
+        y = ops.grouped_mm(x, weight, offsets, bias_EM=bias)
+        plain = ops.grouped_mm(x, weight, offsets)
+        results.append((y, plain, *torch.autograd.grad(y, (x, weight, bias), grad)))
+        assert torch.get_num_threads() == threads, "the limit of a worker outlived its products"
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 def test_saves_only_its_arguments():

@@ -1,0 +1,81 @@
+// Runs the products of a grouped matrix product as tiles of a fixed size, each on one thread: the tiles do not depend
+// on the number of threads, so neither do the bits, and small experts share the threads as large ones do.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+// Of the libraries inside torch, where it was built with them. A library plans a product for the number of threads that
+// it may use, even inside a parallel region, where it gets one; the plan decides the order of the sums.
+extern "C" {
+__attribute__((weak)) int MKL_Set_Num_Threads_Local(int);
+__attribute__((weak)) int omp_get_max_threads();
+__attribute__((weak)) void omp_set_num_threads(int);
+}
+
+namespace moe_ext::grouped_gemm {
+
+// Limits the libraries to one thread for the products of this thread, and undoes it.
+class OneThread {
+ public:
+  OneThread() {
+    // A thread's first question makes torch set its limits; it must not come after ours.
+    torch::stable::get_num_threads();
+    if (omp_set_num_threads != nullptr && omp_get_max_threads != nullptr) {
+      omp_before_ = omp_get_max_threads();
+      omp_set_num_threads(1);
+    }
+    if (MKL_Set_Num_Threads_Local != nullptr) {
+      mkl_before_ = MKL_Set_Num_Threads_Local(1);
+    }
+  }
+  ~OneThread() {
+    if (MKL_Set_Num_Threads_Local != nullptr) {
+      MKL_Set_Num_Threads_Local(mkl_before_);
+    }
+    if (omp_before_ > 0) {
+      omp_set_num_threads(omp_before_);
+    }
+  }
+  OneThread(const OneThread&) = delete;
+  OneThread& operator=(const OneThread&) = delete;
+
+ private:
+  int omp_before_ = 0;
+  int mkl_before_ = 0;
+};
+
+struct Tile {
+  int64_t expert;
+  int64_t begin;
+  int64_t end;
+};
+
+// Cuts [begin, end) of an expert into tiles of equal size up to one, none larger than `most`.
+inline void cut(std::vector<Tile>& tiles, int64_t expert, int64_t begin, int64_t end, int64_t most) {
+  const int64_t parts = (end - begin + most - 1) / most;
+  for (int64_t i = 0; i < parts; ++i) {
+    tiles.push_back({expert, begin + (end - begin) * i / parts, begin + (end - begin) * (i + 1) / parts});
+  }
+}
+
+// Calls f(tile) for each, the next one by whichever thread is free.
+template <typename F>
+void for_each_tile(const std::vector<Tile>& tiles, const F& f) {
+  std::atomic<size_t> next{0};
+  const int64_t num_workers = std::min<int64_t>(torch::stable::get_num_threads(), tiles.size());
+  torch::stable::parallel_for(0, num_workers, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t worker = begin; worker < end; ++worker) {
+      const OneThread limit;
+      for (size_t i = next++; i < tiles.size(); i = next++) {
+        f(tiles[i]);
+      }
+    }
+  });
+}
+
+} // namespace moe_ext::grouped_gemm
