@@ -6,6 +6,8 @@ Shapes: T tokens, D model, E experts, K top-k, N = T*K rows, R received rows, P 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +22,8 @@ from moe_ext.distributed.collectives import (
     all_to_all_rows,
     check_equal_over_ranks,
 )
-from moe_ext.distributed.groups import GroupHandle, group_size
+from moe_ext.distributed.failures import RankFailureError
+from moe_ext.distributed.groups import GroupHandle, check_group, group_ranks, group_size
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -136,6 +139,7 @@ class AllToAllDispatcher:
     def __init__(
         self, num_experts: int, group: ProcessGroup, *, drop_policy: str = "position"
     ) -> None:
+        check_group(group, "AllToAllDispatcher")
         self._group = GroupHandle(group)
         self.num_ranks = group_size(group)
         if num_experts % self.num_ranks != 0:
@@ -184,15 +188,17 @@ class AllToAllDispatcher:
                 between ranks.
             RankFailureError: a rank died or did not answer.
         """
-        if x_TD.dtype not in _DTYPES:
-            raise TypeError(
-                f"AllToAllDispatcher: expected x_TD to be one of {_DTYPES}, got {x_TD.dtype}"
+        with self.reporting_failures(x_TD):
+            if x_TD.dtype not in _DTYPES:
+                raise TypeError(
+                    f"AllToAllDispatcher: expected x_TD to be one of {_DTYPES}, got {x_TD.dtype}"
+                )
+            rows_ND, offsets, local = self._local.dispatch(
+                x_TD, topk_idx_TK, topk_weights_TK, capacity=capacity
             )
-        self._agree_once(x_TD, topk_idx_TK)
-        rows_ND, offsets, local = self._local.dispatch(
-            x_TD, topk_idx_TK, topk_weights_TK, capacity=capacity
-        )
-        sent, received, counts_PL = self._exchange_counts(x_TD, offsets)
+        own_PL = offsets.diff().view(self.num_ranks, self.num_local_experts)
+        header = (x_TD.shape[1], _DTYPES.index(x_TD.dtype), topk_idx_TK.shape[1], 0)
+        sent, received, counts_PL = self._exchange_counts(own_PL, header)
         rows_RD = all_to_all_rows(
             rows_ND[: sum(sent)],
             self.group,
@@ -224,36 +230,64 @@ class AllToAllDispatcher:
         rows_ND = torch.nn.functional.pad(rows_ND, (0, 0, 0, num_rows - rows_ND.shape[0]))
         return ops.unpermute_tokens(rows_ND, metadata.permutation, metadata.topk_weights)
 
-    def _agree_once(self, x_TD: Tensor, topk_idx_TK: Tensor) -> None:
-        """What decides the size of the counts message must be equal before it is sent."""
-        if self._agreed:
-            return
-        facts = {"num_experts": self.num_experts, "top_k": topk_idx_TK.shape[1]}
-        agree(facts, self.group, x_TD.device, operation="AllToAllDispatcher")
-        self._agreed = True
+    @contextlib.contextmanager
+    def reporting_failures(self, x: Tensor) -> Iterator[None]:
+        """Tell the other ranks when the code inside fails: they raise instead of waiting.
+
+        For what comes before `dispatch` and can fail on one rank alone: checks of x, the router.
+        The others get a ValueError from their `dispatch` that names this rank.
+
+        Args:
+            x: the input that is looked at, `[..., D]`.
+        """
+        try:
+            yield
+        except Exception:
+            code = _DTYPES.index(x.dtype) if x.dtype in _DTYPES else len(_DTYPES)
+            header = (x.shape[-1] if x.dim() else 0, code, 0, 1)
+            nothing_PL = torch.zeros(
+                self.num_ranks, self.num_local_experts, dtype=torch.int64, device=x.device
+            )
+            # The error of this rank says more than that of the exchange.
+            with contextlib.suppress(ValueError, RankFailureError):
+                self._exchange_counts(nothing_PL, header)
+            raise
 
     def _exchange_counts(
-        self, x_TD: Tensor, offsets: Tensor
+        self, own_PL: Tensor, header: tuple[int, int, int, int]
     ) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
-        """Rows sent to each rank, rows received from each, and those per local expert, `[P, L]`.
+        """Rows sent to each rank, received from each, and received per local expert, `[P, L]`.
 
-        The message carries the row size and dtype of its sender, since a later exchange of rows of
-        different sizes would hang or mix up bytes.
+        The message carries a header (model_dim, dtype, top_k, whether the sender failed), since an
+        exchange of rows of different sizes would hang or mix up bytes.
         """
-        operation = "AllToAllDispatcher counts"
-        header = offsets.new_tensor([x_TD.shape[1], _DTYPES.index(x_TD.dtype)])
-        own_PL = offsets.diff().view(self.num_ranks, self.num_local_experts)
-        message = torch.cat([header.expand(self.num_ranks, 2), own_PL], dim=1)
-        received = all_to_all_counts(message, self.group, operation=operation)
-        table = torch.cat([received[:, :2], received[:, 2:].sum(1, True), own_PL.sum(1, True)], 1)
+        operation = "AllToAllDispatcher"
+        if not self._agreed:
+            # The length of the message depends on num_experts.
+            facts = {"num_experts": self.num_experts}
+            agree(facts, self.group, own_PL.device, operation=operation)
+            self._agreed = True
+        head = own_PL.new_tensor(header)
+        message = torch.cat([head.expand(self.num_ranks, -1), own_PL], dim=1)
+        received = all_to_all_counts(message, self.group, operation=f"{operation} counts")
+        heads, counts_PL = received[:, : len(header)], received[:, len(header) :]
         # NOTE: device-to-host sync, the only one of the layer: the collective takes its splits, and
         # the allocator its size, on the host; and every rank must reach the same verdict before
         # rows move.
-        dims, codes, num_received, num_sent = zip(*table.tolist(), strict=True)
+        table = torch.cat([heads, counts_PL.sum(1, True), own_PL.sum(1, True)], 1).tolist()
+        dims, codes, top_ks, failed, num_received, num_sent = zip(*table, strict=True)
         check_equal_over_ranks("model_dim", dims, self.group, operation)
-        dtypes = [_DTYPES[code] for code in codes]
-        check_equal_over_ranks("the dtype of x_TD", dtypes, self.group, operation)
-        return num_sent, num_received, received[:, 2:]
+        names = [*map(str, _DTYPES), "another dtype"]
+        dtypes = [names[code] for code in codes]
+        check_equal_over_ranks("the dtype of x", dtypes, self.group, operation)
+        if any(failed):
+            rank = group_ranks(self.group)[failed.index(1)]
+            raise ValueError(
+                f"{operation}: expected every rank to route its tokens, but rank {rank} failed "
+                "before that; see its own error"
+            )
+        check_equal_over_ranks("top_k", top_ks, self.group, operation)
+        return num_sent, num_received, counts_PL
 
     def _group_by_expert(
         self, rows_RD: Tensor, counts_PL: Tensor, num_rows: int

@@ -25,8 +25,10 @@ from moe_ext.distributed.groups import group_ranks
 
 GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
-# The host of the store must outlive the last look of the others at it.
+# The host of the store must outlive the last look of the others at it; and where the store is gone,
+# a process that ends at once would be taken for another dead one.
 _LINGER_SECONDS = 0.5
+_LINGER_WITHOUT_STORE_SECONDS = 2.0
 
 # (host id, process id) of every global rank seen so far; filled by `remember_processes`.
 _processes: dict[int, tuple[int, int]] = {}
@@ -109,8 +111,7 @@ def _roll_call(group: ProcessGroup, grace: float) -> _RollCall:
         if known or time.monotonic() > deadline or (call.store_lost and call.dead):
             break
         time.sleep(_POLL_SECONDS)
-    if not call.store_lost:
-        time.sleep(_LINGER_SECONDS)
+    time.sleep(_LINGER_WITHOUT_STORE_SECONDS if call.store_lost else _LINGER_SECONDS)
     return call
 
 
@@ -151,11 +152,21 @@ def diagnose(
 
 
 @contextlib.contextmanager
-def naming_failed_ranks(group: ProcessGroup, operation: str) -> Iterator[None]:
-    """Turn a failure of the collectives inside into a `RankFailureError` that names ranks."""
+def naming_failed_ranks(group: ProcessGroup | None, operation: str) -> Iterator[None]:
+    """Turn a failure of the collectives inside into a `RankFailureError` that names ranks.
+
+    Args:
+        group: the group that the collectives run on, None for the default group.
+        operation: what to call the code inside in the message.
+
+    Raises:
+        RankFailureError: in the place of any RuntimeError that is not one already.
+    """
     try:
         yield
     except RankFailureError:
         raise
     except RuntimeError as error:
-        raise diagnose(group, operation, error) from error
+        members = dist.group.WORLD if group is None else group
+        assert members is not None
+        raise diagnose(members, operation, error) from error

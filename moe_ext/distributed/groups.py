@@ -12,15 +12,20 @@ class GroupHandle:
     """Holds a process group inside a module; `copy.deepcopy` of the module shares the group."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        if group is not None and not isinstance(group, ProcessGroup):
-            raise TypeError(
-                "expected the process group to be a ProcessGroup that this rank belongs to, or "
-                f"None, got {group!r}"
-            )
         self.group = group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupHandle:
         return self
+
+
+def check_group(group: object, owner: str) -> None:
+    """TypeError in the name of `owner` unless `group` is None or a group of this rank."""
+    # new_group returns a number on ranks that do not belong to the group.
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"{owner}: expected ep_group to be None or a ProcessGroup that this rank belongs to, "
+            f"got {group!r}"
+        )
 
 
 def group_size(group: ProcessGroup | None) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
-from moe_ext.distributed.groups import GroupHandle, group_rank, group_size
+from moe_ext.distributed.groups import GroupHandle, check_group, group_rank, group_size
 from moe_ext.nn._init import init_stacked_experts_
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu")
@@ -48,6 +48,9 @@ class GroupedExperts(nn.Module):
         ValueError: a size is not positive, the activation is unknown, or P does not divide E.
     """
 
+    down_proj: nn.Parameter
+    down_proj_bias: nn.Parameter | None
+
     def __init__(
         self,
         num_experts: int,
@@ -65,6 +68,7 @@ class GroupedExperts(nn.Module):
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"GroupedExperts: expected {name} to be at least 1, got {size}")
+        check_group(ep_group, "GroupedExperts")
         self.gated = is_gated(activation, "GroupedExperts")
         ep_size = group_size(ep_group)
         if num_experts % ep_size != 0:

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext.distributed.dispatcher import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
-from moe_ext.distributed.groups import group_size
+from moe_ext.distributed.groups import check_group, group_size
 from moe_ext.nn.experts import GroupedExperts, is_gated
 from moe_ext.nn.losses import inject_loss
 from moe_ext.nn.routers import RouterOutput, TopKRouter
@@ -59,8 +59,8 @@ class FeedForward(nn.Module):
         """`[..., D] -> [..., D]`."""
         up = self.get_submodule(self._up_name)(x)
         if self.gated:
-            return self.down_proj(ops.gated_activation(up, kind=self.activation))  # type: ignore[no-any-return]
-        return self.down_proj(ops.activation(up, kind=self.activation))  # type: ignore[no-any-return]
+            return self.down_proj(ops.gated_activation(up, kind=self.activation))
+        return self.down_proj(ops.activation(up, kind=self.activation))
 
 
 class MoELayer(nn.Module):
@@ -132,6 +132,7 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_group(ep_group, "MoELayer")
         if capacity_factor is not None and not (0 < capacity_factor < math.inf):
             raise ValueError(
                 f"MoELayer: expected capacity_factor to be positive or None, got {capacity_factor}"
@@ -215,10 +216,23 @@ class MoELayer(nn.Module):
             ValueError: x or token_mask has the wrong shape.
             TypeError: x is not floating point or token_mask is not bool.
         """
-        self._check_inputs(x, token_mask)
-        x_TD = x.reshape(-1, self.model_dim)
-        mask_T = None if token_mask is None else token_mask.reshape(-1)
-        routed: RouterOutput = self.router(x_TD, token_mask=mask_T)
+        if isinstance(self.dispatcher, AllToAllDispatcher):
+            return self._forward_across_ranks(x, token_mask, self.dispatcher)
+        return self._run_experts(x, *self._route(x, token_mask))
+
+    # Split sizes are known on the host only after an exchange, so a graph cannot hold the layer.
+    @torch.compiler.disable
+    def _forward_across_ranks(
+        self, x: Tensor, token_mask: Tensor | None, dispatcher: AllToAllDispatcher
+    ) -> Tensor:
+        with dispatcher.reporting_failures(x):
+            routed = self._route(x, token_mask)
+        return self._run_experts(x, *routed)
+
+    def _run_experts(
+        self, x: Tensor, x_TD: Tensor, mask_T: Tensor | None, routed: RouterOutput
+    ) -> Tensor:
+        """Dispatch, experts, combine, and the account of it."""
         if torch.is_autocast_enabled(x.device.type):
             # The experts would cast anyway; casting here halves what is permuted and sent.
             x_TD = x_TD.to(torch.get_autocast_dtype(x.device.type))
@@ -232,6 +246,15 @@ class MoELayer(nn.Module):
         y_TD = self._account(y_TD, routed, mask_T, metadata.num_dropped)
         return y_TD.reshape(x.shape)
 
+    def _route(
+        self, x: Tensor, token_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, RouterOutput]:
+        """Check the inputs, flatten them, choose experts: what can fail on one rank alone."""
+        self._check_inputs(x, token_mask)
+        x_TD = x.reshape(-1, self.model_dim)
+        mask_T = None if token_mask is None else token_mask.reshape(-1)
+        return x_TD, mask_T, self.router(x_TD, token_mask=mask_T)
+
     def _check_inputs(self, x: Tensor, token_mask: Tensor | None) -> None:
         if not x.is_floating_point():
             raise TypeError(f"MoELayer: expected x to be floating point, got {x.dtype}")
@@ -239,6 +262,13 @@ class MoELayer(nn.Module):
             raise ValueError(
                 f"MoELayer: expected x to be of shape [..., {self.model_dim}], got {tuple(x.shape)}"
             )
+        if isinstance(self.experts, GroupedExperts):
+            dtype = self.experts.down_proj.dtype
+            if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+                raise TypeError(
+                    f"MoELayer: expected x to be of dtype {dtype}, that of the parameters, got "
+                    f"{x.dtype}"
+                )
         if token_mask is None:
             return
         if token_mask.dtype != torch.bool:

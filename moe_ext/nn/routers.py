@@ -6,7 +6,8 @@ Shapes: T tokens, D model, E experts, K top-k.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +113,16 @@ class TopKRouter(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
         if self.selection_bias is not None:
             nn.init.zeros_(self.selection_bias)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> TopKRouter:
+        """Move or cast, but leave the selection bias in float32: its updates are tiny."""
+        bias = self.selection_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.selection_bias is not None:
+            dtype = torch.promote_types(self.selection_bias.dtype, torch.float32)
+            if dtype != self.selection_bias.dtype and not bias.is_meta:
+                self.selection_bias = bias.to(self.selection_bias.device, dtype)
+        return self
 
     def extra_repr(self) -> str:
         """Sizes and options for `repr`."""

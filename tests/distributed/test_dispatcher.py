@@ -1,0 +1,293 @@
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from checks import assert_passed, outcomes, raised
+from torch.utils.checkpoint import checkpoint
+
+from moe_ext import MoELayer, ops
+from moe_ext.distributed import AllToAllDispatcher, LocalDispatcher
+from moe_ext.nn import RouterOutput
+
+E = 12  # a multiple of every group size used
+
+
+def world():
+    return dist.group.WORLD
+
+
+def layers(dtype=torch.float64, **kwargs):
+    """The expert-parallel layer and the same layer on one rank."""
+    both = []
+    for group in (world(), None):
+        torch.manual_seed(3)
+        both.append(MoELayer(8, 6, E, 2, ep_group=group, dtype=dtype, **kwargs))
+    # One process sums over the ranks' batches; the ranks average.
+    both[1].loss_scale = 1.0 / dist.get_world_size()
+    return both
+
+
+def batches(sizes, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(n, 8, dtype=dtype, generator=generator) for n in sizes]
+
+
+def local_expert_slice(value):
+    return value.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def compare(sizes, masks=None, rtol=1e-12, atol=1e-13, **kwargs):
+    """Forward and backward against one process, with a loss that weighs every output element."""
+    sharded, whole = layers(**kwargs)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    xs, ys, x_grads = batches(sizes), [], []
+    for r, x in enumerate(xs):
+        x.requires_grad_()
+        y = whole(x, token_mask=None if masks is None else masks[r])
+        (y.square().sum() / num_ranks).backward()
+        ys.append(y.detach())
+        x_grads.append(x.grad * num_ranks)
+    x = xs[rank].detach().clone().requires_grad_()
+    y = sharded(x, token_mask=None if masks is None else masks[rank])
+    y.square().sum().backward()
+    torch.testing.assert_close(y, ys[rank], rtol=rtol, atol=atol)
+    torch.testing.assert_close(x.grad, x_grads[rank], rtol=rtol, atol=atol)
+    for (name, p), q in zip(
+        sharded.experts.named_parameters(), whole.experts.parameters(), strict=True
+    ):
+        assert p.grad is not None, name
+        torch.testing.assert_close(p.grad, local_expert_slice(q.grad), rtol=rtol, atol=atol)
+    router_grad = sharded.router.weight.grad / num_ranks
+    dist.all_reduce(router_grad)
+    torch.testing.assert_close(router_grad, whole.router.weight.grad, rtol=rtol, atol=atol)
+    return sharded
+
+
+def check_equals_one_process():
+    sizes = [5, 9, 1][: dist.get_world_size()]
+    compare(sizes)
+    compare(sizes, bias=True, activation="relu_squared", z_loss_coef=0.2)
+    compare(sizes, shared_ffn_dim=4)
+
+
+def check_capacity_counts_on_the_sending_rank():
+    layer = compare([40] * dist.get_world_size(), capacity_factor=0.5)
+    assert int(layer.metrics["num_dropped"]) > 0
+
+
+def check_masks():
+    sizes = [6] * dist.get_world_size()
+    masks = [torch.arange(6) % 2 == r % 2 for r in range(len(sizes))]
+    masks[-1] = torch.zeros(6, dtype=torch.bool)
+    compare(sizes, masks)
+
+
+def check_every_pattern_of_empty_ranks():
+    for sizes in itertools.product([0, 4], repeat=dist.get_world_size()):
+        compare(list(sizes))
+
+
+def check_all_tokens_to_one_rank():
+    sharded, whole = layers(balance_loss_coef=0.0)
+    xs = batches([7] * dist.get_world_size())
+    for layer in (sharded, whole):
+        # Equal logits: ties go to experts 0 and 1, which live on rank 0.
+        layer.router.weight.data.zero_()
+    y = sharded(xs[dist.get_rank()])
+    torch.testing.assert_close(y, whole(xs[dist.get_rank()]))
+    y.sum().backward()
+    assert sharded.experts.down_proj.grad.any() == (dist.get_rank() == 0)
+
+
+def check_number_of_collectives():
+    calls = []
+    original = dist.all_to_all_single
+
+    def counted(out, x, *args, **kwargs):
+        calls.append((x.dtype, tuple(x.shape[1:])))
+        return original(out, x, *args, **kwargs)
+
+    sharded, _ = layers()
+    x = batches([5])[0].requires_grad_()
+    sharded(x)
+    dist.all_to_all_single = counted
+    try:
+        y = sharded(x)
+        counts = (torch.int64, (4 + E // dist.get_world_size(),))
+        assert calls == [counts, (torch.float64, (8,)), (torch.float64, (8,))]
+        calls.clear()
+        y.sum().backward()
+        assert calls == [(torch.float64, (8,)), (torch.float64, (8,))]
+    finally:
+        dist.all_to_all_single = original
+
+
+def check_checkpointing():
+    sharded, _ = layers()
+    x = batches([5])[0].requires_grad_()
+    sharded(x).square().sum().backward()
+    want = [p.grad.clone() for p in sharded.parameters()]
+    for use_reentrant in (False, True):
+        sharded.zero_grad()
+        checkpoint(sharded, x, use_reentrant=use_reentrant).square().sum().backward()
+        assert all(torch.equal(p.grad, w) for p, w in zip(sharded.parameters(), want, strict=True))
+
+
+def check_low_precision_and_autocast():
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        sharded, whole = layers(dtype=dtype)
+        x = batches([9])[0].to(dtype)
+        torch.testing.assert_close(sharded(x), whole(x))
+        if dtype == torch.float32:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = sharded(x)
+                torch.testing.assert_close(y, whole(x))
+            assert y.dtype == torch.bfloat16
+            y.sum().backward()
+
+
+def check_compiling_around_the_layer():
+    sharded, _ = layers()
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8).double(), sharded)
+    compiled = torch.compile(model, backend="aot_eager")
+    x = batches([5])[0]
+    model(x).square().sum().backward()
+    want = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    compiled(x).square().sum().backward()
+    for p, w in zip(model.parameters(), want, strict=True):
+        torch.testing.assert_close(p.grad, w)
+
+
+def check_a_frozen_input_needs_no_gradient():
+    sharded, _ = layers()
+    for p in sharded.router.parameters():
+        p.requires_grad_(False)
+    sharded(batches([5])[0]).sum().backward()
+    assert sharded.experts.down_proj.grad is not None
+
+
+def check_deepcopy_shares_the_group():
+    sharded, _ = layers()
+    twin = copy.deepcopy(sharded)
+    assert twin.experts.ep_group is world()
+    x = batches([5])[0]
+    assert torch.equal(twin(x), sharded(x))
+
+
+def check_differences_between_ranks_raise_everywhere():
+    last = dist.get_world_size() - 1
+    mine = dist.get_rank() == last
+
+    def layer(dim=8, experts=E, top_k=2, dtype=torch.float32):
+        return MoELayer(dim, 6, experts, top_k, ep_group=world(), dtype=dtype)
+
+    cases = [
+        ({"dim": 10}, "model_dim", "8", "10"),
+        ({"experts": 2 * E}, "num_experts", str(E), str(2 * E)),
+        ({"top_k": 3}, "top_k", "2", "3"),
+        ({"dtype": torch.float64}, "the dtype of x", "torch.float32", "torch.float64"),
+    ]
+    for options, what, usual, other in cases:
+        odd = layer(**options) if mine else layer()
+        x = torch.randn(4, odd.model_dim, dtype=odd.router.weight.dtype)
+        text = rf"expected {what} to be equal .* got {usual} on rank 0.*{other} on rank {last}"
+        raised(ValueError, text, odd, x)
+    # The group is still good.
+    layer()(torch.randn(4, 8))
+
+
+def check_a_bad_input_on_one_rank_raises_everywhere():
+    layer = MoELayer(8, 6, E, 2, ep_group=world())
+    last = dist.get_world_size() - 1
+    mine = dist.get_rank() == last
+    x = torch.randn(4, 8)
+    wrong_dim, wrong_dtype, nan = x[:, :5], x.double(), torch.full_like(x, torch.nan)
+    if mine:
+        raised(ValueError, r"expected x to be of shape \[..., 8\], got \(4, 5\)", layer, wrong_dim)
+        raised(TypeError, r"expected x to be of dtype torch.float32", layer, wrong_dtype)
+        raised(TypeError, r"expected x to be floating point", layer, x.long())
+        raised(RuntimeError, r"(?i)nan", layer, nan)
+    else:
+        raised(ValueError, rf"model_dim .* 8 on rank 0.*5 on rank {last}", layer, x)
+        raised(ValueError, rf"float32 on rank 0.*float64 on rank {last}", layer, x)
+        raised(ValueError, rf"float32 on rank 0.*another dtype on rank {last}", layer, x)
+        raised(ValueError, rf"rank {last} failed before that", layer, x)
+    layer(x)
+
+
+class ChoosesExpert(torch.nn.Module):
+    """A router whose choice may be out of range."""
+
+    def __init__(self, index):
+        super().__init__()
+        self.index = index
+
+    def forward(self, x_TD, *, token_mask=None):
+        logits = torch.zeros(x_TD.shape[0], E)
+        gate = ops.topk_gate(logits, 1)
+        return RouterOutput(logits, gate._replace(topk_idx=gate.topk_idx + self.index))
+
+
+def check_an_expert_out_of_range_on_one_rank_raises_everywhere():
+    last = dist.get_world_size() - 1
+    mine = dist.get_rank() == last
+    layer = MoELayer(8, 6, E, 1, router=ChoosesExpert(E if mine else 0), ep_group=world())
+    if mine:
+        raised(RuntimeError, rf"{E}", layer, torch.randn(4, 8))
+    else:
+        raised(ValueError, rf"rank {last} failed before that", layer, torch.randn(4, 8))
+
+
+def check_sizes_that_do_not_divide():
+    num_ranks = dist.get_world_size()
+    text = rf"expected num_experts to be a multiple of .*{num_ranks}\)?, got {E + 1}"
+    raised(ValueError, text, AllToAllDispatcher, E + 1, world())
+    raised(ValueError, text, lambda: MoELayer(8, 6, E + 1, ep_group=world()))
+    text = r"expected dispatcher to be 'auto' or 'alltoall'.*, got 'local'"
+    raised(ValueError, text, lambda: MoELayer(8, 6, E, ep_group=world(), dispatcher="local"))
+    own = torch.nn.Linear(8, 8)
+    text = r"expected experts to carry the layer's .*ep_group, got None"
+    raised(ValueError, text, lambda: MoELayer(8, 6, E, ep_group=world(), experts=own))
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
+def found(request):
+    return outcomes(request.param, CHECKS)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[6:])
+def test_expert_parallel(found, check):
+    assert_passed(found, check)
+
+
+def test_local_dispatch_and_combine():
+    dispatcher = LocalDispatcher(3)
+    x = torch.randn(4, 5)
+    idx = torch.tensor([[2, 0], [1, 2], [-1, -1], [0, 1]])
+    weights = torch.rand(4, 2)
+    rows, offsets, metadata = dispatcher.dispatch(x, idx, weights)
+    assert offsets.tolist() == [0, 2, 4, 6]
+    assert torch.equal(rows[:6], x[[0, 3, 1, 3, 0, 1]])
+    y = dispatcher.combine(rows, metadata)
+    want = x * weights.sum(1, keepdim=True)
+    want[2] = 0
+    torch.testing.assert_close(y, want)
+    _, offsets, metadata = dispatcher.dispatch(x, idx, weights, capacity=1)
+    assert offsets.tolist() == [0, 1, 2, 3]
+    assert int(metadata.num_dropped) == 3
+
+
+def test_drop_by_score_keeps_the_largest_weights():
+    idx = torch.zeros(4, 1, dtype=torch.int64)
+    weights = torch.tensor([[0.1], [0.9], [0.5], [0.7]], requires_grad=True)
+    x = torch.arange(4.0)[:, None]
+    dispatcher = LocalDispatcher(1, drop_policy="score")
+    rows, offsets, _ = dispatcher.dispatch(x, idx, weights, capacity=2)
+    assert offsets.tolist() == [0, 2]
+    assert rows[:2, 0].tolist() == [1.0, 3.0]

@@ -1,0 +1,126 @@
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_ext import MoELayer
+from moe_ext.distributed import RankFailureError, clip_grad_norm_, failures, sync_gradients
+from moe_ext.testing import spawn_ranks
+
+
+def die(how):
+    if how == "SIGKILL":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(3)
+
+
+def train_until_a_rank_dies(rank, moment, victim, how):
+    """(message, ranks named, seconds) of the error that a survivor sees."""
+    layer = MoELayer(8, 6, 6, 2, ep_group=dist.group.WORLD)
+    x = torch.randn(5, 8, requires_grad=True)
+    layer(x).sum().backward()
+    sync_gradients(layer)
+    started = time.monotonic()
+    try:
+        mine = rank == victim
+        if mine and moment == "forward":
+            die(how)
+        y = layer(x)
+        if mine and moment == "backward":
+            y.register_hook(lambda grad: die(how))
+        y.sum().backward()
+        if mine and moment == "sync":
+            die(how)
+        sync_gradients(layer)
+        if mine and moment == "clip":
+            die(how)
+        clip_grad_norm_(layer, 1.0)
+    except RankFailureError as error:
+        return str(error), error.ranks, time.monotonic() - started
+    return "no error", (), 0.0
+
+
+@pytest.mark.parametrize(
+    ("moment", "victim", "how", "store"),
+    [
+        ("forward", 1, "SIGKILL", "tcp"),
+        # Rank 0 takes the store with it.
+        ("backward", 0, "SIGKILL", "tcp"),
+        ("sync", 2, "exit", "file"),
+        ("clip", 0, "exit", "tcp"),
+    ],
+)
+def test_survivors_name_the_rank_that_died(moment, victim, how, store):
+    found = spawn_ranks(
+        train_until_a_rank_dies, 3, moment, victim, how, store=store, may_die=[victim]
+    )
+    operations = {
+        "forward": "AllToAllDispatcher",
+        "backward": "backward",
+        "sync": "sync_gradients",
+        "clip": "clip_grad_norm_",
+    }
+    assert found[victim] is None
+    for rank in {0, 1, 2} - {victim}:
+        message, named, seconds = found[rank]
+        assert named == (victim,), message
+        assert f"rank {victim} died" in message
+        assert f"seen by rank {rank}" in message
+        assert operations[moment] in message
+        # Well within the 60 s of the group.
+        assert seconds < 20
+
+
+def describe(**kwargs):
+    return failures._describe(failures._RollCall(**kwargs), 5.0)
+
+
+def test_a_rank_on_another_host_is_named_by_its_silence():
+    text, ranks = describe(silent={2, 5}, looked=True)
+    assert text == "ranks 2, 5 did not answer within 5 s"
+    assert ranks == {2, 5}
+
+
+def test_only_the_dead_are_blamed_where_some_are_slow():
+    text, ranks = describe(silent={1, 2}, dead={2}, looked=True)
+    assert text == "rank 2 died"
+    assert ranks == {2}
+
+
+def test_a_failure_that_all_survive():
+    text, ranks = describe(silent=set(), looked=True)
+    assert text == "every rank of the group is alive"
+    assert ranks == set()
+
+
+def test_the_host_of_a_store_that_is_gone(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    text, ranks = describe(silent={0, 1}, store_lost=True)
+    assert "its host, rank 0, has probably died" in text
+    assert ranks == {0}
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    text, ranks = describe(silent={0, 1}, store_lost=True)
+    assert "launcher that hosts the store is gone" in text
+    assert ranks == set()
+
+
+def test_processes_of_this_host_are_known_dead_or_alive(monkeypatch):
+    host, pid = failures.process_identity()
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    known = {1: (host, pid), 2: (host, child), 3: (host + 1, child)}
+    monkeypatch.setattr(failures, "_processes", known)
+    deadline = time.monotonic() + 10
+    # Not reaped yet: a zombie counts as dead.
+    while not failures._is_dead_here(2) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert failures._is_dead_here(2) is True
+    os.waitpid(child, 0)
+    assert failures._is_dead_here(2) is True
+    assert failures._is_dead_here(1) is False
+    assert failures._is_dead_here(3) is None
+    assert failures._is_dead_here(4) is None

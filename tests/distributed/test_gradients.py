@@ -1,0 +1,400 @@
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from checks import assert_passed, outcomes, raised
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import moe_ext
+from moe_ext import distributed as md
+
+E = 8
+TIGHT = {"rtol": 1e-11, "atol": 1e-13}
+
+
+class Model(nn.Module):
+    """Two MoE layers between dense ones, a branch for odd ranks, and one that nobody uses."""
+
+    def __init__(self, ep_group, seed=7):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.inp = nn.Linear(6, 8)
+        self.first = moe_ext.MoELayer(8, 6, E, 2, ep_group=ep_group, shared_ffn_dim=4, bias=True)
+        self.second = moe_ext.MoELayer(8, 6, E, 1, ep_group=ep_group, z_loss_coef=0.1)
+        self.out = nn.Linear(8, 3)
+        self.branch = nn.Linear(8, 3)
+        self.unused = nn.Linear(8, 3)
+        self.double()
+
+    def forward(self, x, branch=False):
+        h = self.second(self.first(self.inp(x)))
+        return self.out(h) + self.branch(h) if branch else self.out(h)
+
+
+_meshes = {}
+
+
+def mesh(ep):
+    if ep not in _meshes:
+        _meshes[ep] = md.MoEMesh(dp=dist.get_world_size() // ep, ep=ep)
+    return _meshes[ep]
+
+
+def batches(steps=1):
+    """Uneven batches, `[step][rank]`."""
+    generator = torch.Generator().manual_seed(11)
+    ranks = dist.get_world_size()
+    return [
+        [torch.randn(3 + 2 * r, 6, dtype=torch.float64, generator=generator) for r in range(ranks)]
+        for _ in range(steps)
+    ]
+
+
+def loss_of(model, x, branch=False):
+    return model(x, branch).square().mean()
+
+
+def one_process(steps=1, branch=False):
+    """Gradients of the mean over ranks and steps of the local losses, in one process."""
+    model = Model(None)
+    ranks = dist.get_world_size()
+    moe_ext.nn.set_loss_scale(model, 1.0 / (ranks * steps))
+    for step in batches(steps):
+        for rank, x in enumerate(step):
+            (loss_of(model, x, branch and rank % 2 == 1) / (ranks * steps)).backward()
+    return model
+
+
+def shard(name, value, model, ep):
+    experts = {entry[0] for entry in md.expert_parameters(model)}
+    return value.chunk(ep)[mesh(ep).ep_rank] if name in experts else value
+
+
+def assert_same_gradients(model, want, ep):
+    for (name, p), q in zip(model.named_parameters(), want.parameters(), strict=True):
+        if q.grad is None:
+            assert p.grad is None, name
+            continue
+        expected = shard(name, q.grad, model, ep)
+        torch.testing.assert_close(p.grad, expected, msg=lambda m, n=name: f"{n}: {m}", **TIGHT)
+
+
+def run_steps(model, steps=1, branch=False):
+    moe_ext.nn.set_loss_scale(model, 1.0 / steps)
+    rank = dist.get_rank()
+    for step in batches(steps):
+        (loss_of(model, step[rank], branch and rank % 2 == 1) / steps).backward()
+
+
+def sizes():
+    return [ep for ep in (1, 2, 4) if dist.get_world_size() % ep == 0]
+
+
+def check_gradients_norm_and_step_of_one_process():
+    want = one_process()
+    for ep in sizes():
+        model = Model(mesh(ep).ep_group)
+        run_steps(model)
+        md.sync_gradients(model)
+        assert_same_gradients(model, want, ep)
+        whole = copy.deepcopy(want)
+        for p, q in zip(whole.parameters(), want.parameters(), strict=True):
+            p.grad = None if q.grad is None else q.grad.clone()
+        want_norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.01)
+        norm = md.clip_grad_norm_(model, 0.01)
+        torch.testing.assert_close(norm, want_norm, **TIGHT)
+        norms = [torch.empty_like(norm) for _ in range(dist.get_world_size())]
+        dist.all_gather(norms, norm)
+        assert all(torch.equal(other, norm) for other in norms)
+        assert_same_gradients(model, whole, ep)
+        for module in (model, whole):
+            torch.optim.SGD(md.expert_param_groups(module), lr=0.5).step()
+        for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(p, shard(name, q, model, ep), **TIGHT)
+
+
+def check_gradient_accumulation():
+    want = one_process(steps=3)
+    for ep in sizes():
+        model = Model(mesh(ep).ep_group)
+        run_steps(model, steps=3)
+        md.sync_gradients(model)
+        assert_same_gradients(model, want, ep)
+
+
+def check_accumulating_after_a_sync_is_still_the_mean():
+    want = one_process()
+    model = Model(mesh(2).ep_group)
+    run_steps(model)
+    md.sync_gradients(model)
+    run_steps(model)
+    md.sync_gradients(model)
+    for p in want.parameters():
+        if p.grad is not None:
+            p.grad.mul_(2)
+    assert_same_gradients(model, want, 2)
+
+
+def check_beside_ddp():
+    want = one_process()
+    for ep in sizes():
+        model = Model(mesh(ep).ep_group)
+        wrapped = md.data_parallel(model, find_unused_parameters=True)
+        run_steps(wrapped)
+        before = model.inp.weight.grad.clone()
+        md.sync_gradients(wrapped)
+        assert torch.equal(model.inp.weight.grad, before)
+        assert_same_gradients(model, want, ep)
+        norm = md.clip_grad_norm_(wrapped, 1e9)
+        want_norm = nn.utils.get_total_norm(
+            [p.grad for p in want.parameters() if p.grad is not None]
+        )
+        torch.testing.assert_close(norm, want_norm, **TIGHT)
+
+
+def check_ddp_with_accumulation_under_no_sync():
+    want = one_process(steps=2)
+    model = Model(mesh(2).ep_group)
+    wrapped = md.data_parallel(model, find_unused_parameters=True)
+    moe_ext.nn.set_loss_scale(model, 0.5)
+    first, second = batches(2)
+    rank = dist.get_rank()
+    with wrapped.no_sync():
+        (loss_of(wrapped, first[rank]) / 2).backward()
+    (loss_of(wrapped, second[rank]) / 2).backward()
+    md.sync_gradients(wrapped)
+    assert_same_gradients(model, want, 2)
+
+
+def check_gradients_missing_on_some_ranks():
+    want = one_process(branch=True)
+    model = Model(mesh(2).ep_group)
+    run_steps(model, branch=True)
+    assert (model.branch.weight.grad is None) == (dist.get_rank() % 2 == 0)
+    md.sync_gradients(model)
+    assert_same_gradients(model, want, 2)
+    assert model.unused.weight.grad is None
+
+
+def check_a_rank_without_any_backward():
+    model = Model(mesh(1).ep_group)
+    if dist.get_rank() == 0:
+        model.out.weight.grad = torch.ones_like(model.out.weight)
+    md.sync_gradients(model)
+    share = 1.0 / dist.get_world_size()
+    torch.testing.assert_close(model.out.weight.grad, torch.full_like(model.out.weight, share))
+
+
+def check_twice_is_refused_and_changes_nothing():
+    for wrap in (False, True):
+        model = Model(mesh(2).ep_group)
+        used = md.data_parallel(model, find_unused_parameters=True) if wrap else model
+        run_steps(used)
+        md.sync_gradients(used)
+        before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        raised(RuntimeError, "expected new gradients since the last call", md.sync_gradients, used)
+        after = [p.grad for p in model.parameters() if p.grad is not None]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        md.clip_grad_norm_(used, 0.1)
+        raised(RuntimeError, "expected new gradients since the last call", md.sync_gradients, used)
+        used.zero_grad()
+        run_steps(used)
+        md.sync_gradients(used)
+        used.zero_grad(set_to_none=False)
+        run_steps(used)
+        md.sync_gradients(used)
+        used.zero_grad()
+        md.sync_gradients(used)
+
+
+def check_plain_ddp_around_experts_is_refused():
+    model = Model(mesh(2).ep_group)
+    for p in md.expert_parameters(model):
+        # Plain DDP would already fail where shapes differ; here they do not, which is the trap.
+        assert p[1].shape[0] == E // 2
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    run_steps(wrapped)
+    text = r"expected DistributedDataParallel to leave the expert .*data_parallel\(model\)"
+    raised(ValueError, text, md.sync_gradients, wrapped)
+
+
+def check_models_that_differ_are_refused():
+    model = Model(mesh(1).ep_group)
+    run_steps(model)
+    if dist.get_rank() == 1:
+        model.extra = nn.Linear(2, 2)
+    error = raised(ValueError, "the number of parameters to reduce", md.sync_gradients, model)
+    assert "on rank 0" in str(error)
+    assert "on rank 1" in str(error)
+
+
+def check_a_problem_on_one_rank_raises_everywhere():
+    model = nn.Embedding(4, 2, sparse=dist.get_rank() == 1)
+    model(torch.tensor([1])).sum().backward()
+    grad = model.weight.grad.to_dense().clone()
+    text = r"expected gradients to be dense, got torch.sparse_coo for weight"
+    if dist.get_rank() != 1:
+        text = "rank 1 found a problem in its model"
+    raised(ValueError, text, md.sync_gradients, model)
+    assert torch.equal(model.weight.grad.to_dense(), grad)
+
+
+def check_buckets_of_every_dtype_and_size():
+    from moe_ext.distributed import gradients
+
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+    shapes = [(3,), (), (0, 4), (70,), (2, 3, 4), (1,)]
+    old = gradients._BUCKET_BYTES
+    gradients._BUCKET_BYTES = 64
+    try:
+        pairs = [(dtype, shape) for shape in shapes for dtype in dtypes]
+        model = nn.ParameterList([nn.Parameter(torch.zeros(s, dtype=d)) for d, s in pairs])
+        for i, p in enumerate(model):
+            value = float(dist.get_rank() + i)
+            p.grad = torch.full(p.shape, value, dtype=p.dtype)
+            if p.dim() == 3:
+                p.grad = torch.full(p.shape[::-1], value, dtype=p.dtype).permute(2, 1, 0)
+        md.sync_gradients(model)
+        mean = (dist.get_world_size() - 1) / 2
+        for i, p in enumerate(model):
+            # Small integers and quarters are exact in every dtype but for the two steps of a mean.
+            want = torch.full(p.shape, i + mean, dtype=p.dtype)
+            torch.testing.assert_close(p.grad, want, rtol=2e-2, atol=2e-2)
+    finally:
+        gradients._BUCKET_BYTES = old
+
+
+def check_clipping():
+    model = Model(mesh(2).ep_group)
+    run_steps(model)
+    raised(RuntimeError, "never synchronised", md.clip_grad_norm_, model, 1.0)
+    md.sync_gradients(model)
+    want = one_process()
+    grads = [p.grad for p in want.parameters() if p.grad is not None]
+    norm = md.clip_grad_norm_(model, 1e9, math.inf)
+    torch.testing.assert_close(norm, nn.utils.get_total_norm(grads, math.inf), **TIGHT)
+    assert_same_gradients(model, want, 2)
+    # One expert on one rank only holds the NaN; every rank learns of it.
+    if mesh(2).ep_rank == 1:
+        model.first.experts.down_proj.grad[0, 0, 0] = math.nan
+    before = model.inp.weight.grad.clone()
+    clip = lambda: md.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)  # noqa: E731
+    raised(RuntimeError, "expected the norm of the gradients to be finite, got nan", clip)
+    assert torch.equal(model.inp.weight.grad, before)
+    assert md.clip_grad_norm_(model, 1.0).isnan()
+
+
+def check_experts_become_equal_over_replicas():
+    model = Model(mesh(2).ep_group, seed=dist.get_rank())
+    md.data_parallel(model)
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    for rank, other in enumerate(everyone):
+        assert torch.equal(other, mine) == (rank % 2 == dist.get_rank() % 2)
+    assert not torch.equal(everyone[0], everyone[1])
+
+
+def check_names_of_the_experts():
+    model = Model(mesh(2).ep_group)
+    found = {name: (p, group, total) for name, p, group, total in md.expert_parameters(model)}
+    assert set(found) == {
+        "first.experts.gate_up_proj",
+        "first.experts.gate_up_proj_bias",
+        "first.experts.down_proj",
+        "first.experts.down_proj_bias",
+        "second.experts.gate_up_proj",
+        "second.experts.down_proj",
+    }
+    for name, (p, group, total) in found.items():
+        assert p is model.get_parameter(name)
+        assert group is mesh(2).ep_group
+        assert total == E
+    groups = md.expert_param_groups(model)
+    assert [group["name"] for group in groups] == ["dense", "experts"]
+    assert len(groups[1]["params"]) == 6
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+
+
+def check_mesh():
+    grid = mesh(2)
+    rank = dist.get_rank()
+    assert (grid.dp_rank, grid.ep_rank) == (rank // 2, rank % 2)
+    assert (grid.dp_size, grid.ep_size) == (dist.get_world_size() // 2, 2)
+    assert dist.get_process_group_ranks(grid.ep_group) == [rank - rank % 2, rank - rank % 2 + 1]
+    assert grid.device_mesh.mesh_dim_names == ("dp", "ep")
+    ranks = dist.get_world_size()
+    text = rf"expected dp \* ep to be the number of ranks, {ranks}, got 3 \* 1"
+    raised(ValueError, text, lambda: md.MoEMesh(dp=3))
+
+
+def check_groups_that_do_not_partition():
+    # Ranks 0 and 1 share experts, the others keep to themselves.
+    pair = dist.new_group([0, 1])
+    alone = [dist.new_group([r]) for r in range(dist.get_world_size())]
+    group = pair if dist.get_rank() < 2 else alone[dist.get_rank()]
+    from moe_ext.distributed.parameters import replica_group
+
+    text = r"expected the expert-parallel groups to split .*, got groups of 2 on rank 0"
+    raised(ValueError, text, replica_group, group, torch.device("cpu"))
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+
+
+@pytest.fixture(scope="module")
+def found():
+    return outcomes(4, CHECKS)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[6:])
+def test_four_ranks(found, check):
+    assert_passed(found, check)
+
+
+def test_without_process_group():
+    model = Model(None)
+    loss_of(model, torch.randn(5, 6, dtype=torch.float64)).backward()
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    md.sync_gradients(model)
+    md.sync_gradients(model)
+    after = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    norm = md.clip_grad_norm_(model, 0.01)
+    torch.testing.assert_close(norm, nn.utils.get_total_norm(before))
+    clipped = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert float(clipped) == pytest.approx(0.01, rel=1e-4)
+    grid = md.MoEMesh()
+    assert (grid.dp_rank, grid.ep_rank, grid.ep_group, grid.device_mesh) == (0, 0, None, None)
+    assert repr(grid) == "MoEMesh(dp=1, ep=1, dp_rank=0, ep_rank=0)"
+    with pytest.raises(ValueError, match="expected torch.distributed to be initialised"):
+        md.data_parallel(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_norm": 0.0}, "expected max_norm to be positive, got 0.0"),
+        ({"max_norm": math.nan}, "expected max_norm to be positive, got nan"),
+        ({"max_norm": 1.0, "norm_type": 1.0}, "expected norm_type to be 2.0 or inf, got 1.0"),
+    ],
+)
+def test_wrong_clip_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        md.clip_grad_norm_(nn.Linear(2, 2), **options)
+
+
+@pytest.mark.parametrize("name", ["tp", "cp", "pp", "etp"])
+def test_mesh_axes_of_later_versions(name):
+    with pytest.raises(ValueError, match=f"expected {name} to be 1 in this version, got 2"):
+        md.MoEMesh(**{name: 2})
+
+
+def test_mesh_sizes():
+    with pytest.raises(ValueError, match="expected ep to be at least 1, got 0"):
+        md.MoEMesh(ep=0)
+    with pytest.raises(ValueError, match=r"expected dp \* ep to be the number of ranks, 1"):
+        md.MoEMesh(dp=2)
