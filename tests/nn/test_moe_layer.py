@@ -1,0 +1,401 @@
+import copy
+import io
+import math
+
+import pytest
+import torch
+from layer_oracle import layer_output
+from torch.utils.checkpoint import checkpoint
+
+import moe_ext
+from moe_ext.nn import RouterOutput, TopKRouter, inject_loss, set_loss_scale
+
+# Sums of at most a few dozen products of numbers near one: a hundred roundings at most.
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5}
+
+
+def make_layer(dtype=torch.float64, **kwargs):
+    torch.manual_seed(1)
+    kwargs = {"top_k": 2, **kwargs}
+    return moe_ext.MoELayer(8, 6, 5, dtype=dtype, **kwargs)
+
+
+def gradients(layer):
+    return {name: parameter.grad for name, parameter in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"top_k": 1},
+        {"top_k": 5},
+        {"activation": "geglu", "bias": True},
+        {"activation": "geglu_tanh"},
+        {"activation": "reglu"},
+        {"activation": "relu_squared", "bias": True},
+        {"activation": "gelu"},
+        {"shared_ffn_dim": 4, "bias": True},
+        {"z_loss_coef": 0.3, "balance_loss_coef": 0.5},
+        {"balance_loss_coef": 0.0},
+        {"capacity_factor": 0.5},
+    ],
+    ids=str,
+)
+def test_equals_loops_with_gradients(options, dtype):
+    layer = make_layer(dtype, **options)
+    x = torch.randn(3, 7, 8, dtype=dtype, requires_grad=True)
+    weight = torch.randn(3, 7, 8, dtype=dtype)
+    y = layer(x)
+    (y * weight).sum().backward()
+    got, got_x = gradients(layer), x.grad
+    layer.zero_grad()
+    x.grad = None
+
+    factor = options.get("capacity_factor")
+    capacity = None if factor is None else math.ceil(21 * layer.top_k * factor / 5)
+    want, balance, z, dropped = layer_output(layer, x.reshape(-1, 8), capacity=capacity)
+    objective = (want * weight.reshape(-1, 8)).sum()
+    objective = objective + layer.balance_loss_coef * balance + layer.z_loss_coef * z
+    objective.backward()
+    tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    torch.testing.assert_close(y.reshape(-1, 8), want, **tolerance)
+    torch.testing.assert_close(got_x, x.grad, **tolerance)
+    for name, want_grad in gradients(layer).items():
+        torch.testing.assert_close(
+            got[name], want_grad, msg=lambda m, n=name: f"{n}: {m}", **tolerance
+        )
+    torch.testing.assert_close(layer.metrics["balance_loss"], balance.detach(), **tolerance)
+    torch.testing.assert_close(layer.metrics["z_loss"], z.detach(), **tolerance)
+    assert int(layer.metrics["num_dropped"]) == dropped
+    assert (dropped > 0) == (factor is not None)
+    assert int(layer.metrics["num_tokens_per_expert"].sum()) == 21 * layer.top_k
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"shared_ffn_dim": 3, "bias": True}, {"activation": "gelu"}]
+)
+def test_gradcheck(options):
+    layer = make_layer(balance_loss_coef=0.0, **options)
+    x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+    names = [name for name, _ in layer.named_parameters()]
+
+    def run(x, *parameters):
+        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))
+
+    parameters = [p.detach().clone().requires_grad_() for p in layer.parameters()]
+    assert torch.autograd.gradcheck(run, (x, *parameters))
+
+
+def test_token_mask_takes_tokens_out_of_everything():
+    layer = make_layer(z_loss_coef=0.1)
+    x = torch.randn(2, 6, 8, dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[True] * 6, [True, True, False, False, False, True]])
+    y = layer(x, token_mask=mask)
+    y.sum().backward()
+    got, got_x = gradients(layer), x.grad.clone()
+    metrics = layer.metrics
+    layer.zero_grad()
+    alone = layer(x[mask])
+    alone.sum().backward()
+    assert torch.equal(y[mask], alone)
+    assert not y[~mask].any()
+    assert not got_x[~mask].any()
+    for name, gradient in gradients(layer).items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-12, atol=1e-13)
+    assert torch.equal(metrics["num_tokens_per_expert"], layer.metrics["num_tokens_per_expert"])
+    torch.testing.assert_close(metrics["balance_loss"], layer.metrics["balance_loss"])
+    torch.testing.assert_close(metrics["z_loss"], layer.metrics["z_loss"])
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["empty", "all masked"])
+def test_no_token_at_all(masked):
+    layer = make_layer(z_loss_coef=0.1, capacity_factor=1.0)
+    tokens = 4 if masked else 0
+    x = torch.randn(tokens, 8, dtype=torch.float64, requires_grad=True)
+    mask = torch.zeros(tokens, dtype=torch.bool)
+    y = layer(x, token_mask=mask if masked else None)
+    assert y.shape == x.shape
+    assert not y.any()
+    y.sum().backward()
+    for name, gradient in gradients(layer).items():
+        assert gradient is not None, name
+        assert not gradient.any(), name
+    assert float(layer.metrics["balance_loss"]) == 0.0
+    assert float(layer.metrics["z_loss"]) == 0.0
+
+
+@pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8), (2, 2, 2, 8)], ids=str)
+def test_any_leading_shape_and_strides(shape):
+    layer = make_layer()
+    x = torch.randn(shape, dtype=torch.float64)
+    strided = torch.randn(*shape, 2, dtype=torch.float64)[..., 0].copy_(x)
+    assert layer(strided).shape == shape
+    assert torch.equal(layer(strided), layer(x))
+
+
+def test_losses_are_injected_in_training_only_and_scaled():
+    layer = make_layer(balance_loss_coef=0.5, z_loss_coef=0.25)
+    x = torch.randn(9, 8, dtype=torch.float64)
+    router = layer.router.weight
+
+    def router_grad(scale):
+        set_loss_scale(torch.nn.Sequential(layer), scale)
+        layer.zero_grad()
+        # A loss that ignores the output: what arrives at the router is injected.
+        (layer(x) * 0).sum().backward()
+        return router.grad.clone()
+
+    one = router_grad(1.0)
+    assert one.any()
+    torch.testing.assert_close(router_grad(0.25), one * 0.25)
+    torch.testing.assert_close(router_grad(torch.tensor(8.0, dtype=torch.float64)), one * 8)
+    assert set(layer.losses) == {"balance", "z"}
+    torch.testing.assert_close(layer.losses["balance"], 0.5 * layer.metrics["balance_loss"])
+    torch.testing.assert_close(layer.losses["z"], 0.25 * layer.metrics["z_loss"])
+    assert not any(term.requires_grad for term in layer.losses.values())
+    layer.eval()
+    assert not router_grad(1.0).any()
+
+
+def test_inject_loss_is_the_identity_with_a_second_gradient():
+    y = torch.randn(3, requires_grad=True)
+    p = torch.tensor(2.0, requires_grad=True)
+    out = inject_loss(y, p**2, 3.0)
+    assert torch.equal(out, y)
+    out.sum().backward()
+    assert torch.equal(y.grad, torch.ones(3))
+    assert float(p.grad) == 12.0
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_changes_neither_gradients_nor_metrics(use_reentrant):
+    layer = make_layer(z_loss_coef=0.1)
+    x = torch.randn(9, 8, dtype=torch.float64, requires_grad=True)
+    layer(x).square().sum().backward()
+    want, want_x, want_metrics = gradients(layer), x.grad, layer.metrics
+    layer.zero_grad()
+    x.grad = None
+    checkpoint(layer, x, use_reentrant=use_reentrant).square().sum().backward()
+    assert torch.equal(x.grad, want_x)
+    for name, gradient in gradients(layer).items():
+        assert torch.equal(gradient, want[name]), name
+    for name, value in layer.metrics.items():
+        assert torch.equal(value, want_metrics[name]), name
+
+
+def test_autocast():
+    layer = make_layer(torch.float32, z_loss_coef=0.1, shared_ffn_dim=4)
+    x = torch.randn(33, 8, requires_grad=True)
+    full = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = layer(x)
+        routed = layer.router(x)
+    assert half.dtype == torch.bfloat16
+    assert routed.logits.dtype == torch.float32
+    assert torch.equal(routed.gate.topk_idx, layer.router(x).gate.topk_idx)
+    # bfloat16 keeps 8 bits; three roundings in a row on values near one.
+    torch.testing.assert_close(half.float(), full, rtol=3e-2, atol=3e-2)
+    half.float().square().sum().backward()
+    for name, gradient in gradients(layer).items():
+        assert gradient.dtype == torch.float32, name
+        assert gradient.any(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_parameters(dtype):
+    layer = make_layer(torch.float32)
+    low = copy.deepcopy(layer).to(dtype)
+    x = torch.randn(17, 8).to(dtype)
+    y = low(x)
+    assert y.dtype == dtype
+    assert low.router(x).logits.dtype == torch.float32
+    y.sum().backward()
+    assert all(gradient.dtype == dtype for gradient in gradients(low).values())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"capacity_factor": 1.0, "shared_ffn_dim": 4, "bias": True}]
+)
+def test_compile_fullgraph(options):
+    layer = make_layer(torch.float32, z_loss_coef=0.1, **options)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (16, 23):
+        x = torch.randn(tokens, 8, requires_grad=True)
+        layer.zero_grad()
+        layer(x).square().sum().backward()
+        want = gradients(layer)
+        want_metrics = layer.metrics
+        layer.zero_grad()
+        compiled(x).square().sum().backward()
+        for name, gradient in gradients(layer).items():
+            torch.testing.assert_close(gradient, want[name])
+        for name, value in want_metrics.items():
+            torch.testing.assert_close(layer.metrics[name], value)
+
+
+def test_deepcopy_state_dict_and_repr():
+    layer = make_layer(shared_ffn_dim=4, bias=True)
+    x = torch.randn(5, 8, dtype=torch.float64)
+    y = layer(x)
+    y.sum().backward()
+    twin = copy.deepcopy(layer)
+    assert torch.equal(twin(x), y)
+    fresh = moe_ext.MoELayer(8, 6, 5, shared_ffn_dim=4, bias=True, dtype=torch.float64)
+    assert not torch.equal(fresh(x), y)
+    stream = io.BytesIO()
+    torch.save(layer.state_dict(), stream)
+    stream.seek(0)
+    fresh.load_state_dict(torch.load(stream, weights_only=True))
+    assert torch.equal(fresh(x), y)
+    assert {name: tuple(value.shape) for name, value in layer.state_dict().items()} == {
+        "router.weight": (5, 8),
+        "experts.gate_up_proj": (5, 12, 8),
+        "experts.gate_up_proj_bias": (5, 12),
+        "experts.down_proj": (5, 8, 6),
+        "experts.down_proj_bias": (5, 8),
+        "shared_expert.gate_up_proj.weight": (8, 8),
+        "shared_expert.gate_up_proj.bias": (8,),
+        "shared_expert.down_proj.weight": (8, 4),
+        "shared_expert.down_proj.bias": (8,),
+    }
+    assert "num_experts=5" in repr(layer)
+    assert "top_k=2" in repr(layer)
+
+
+def test_meta_device_then_reset():
+    with torch.device("meta"):
+        layer = moe_ext.MoELayer(8, 6, 5, shared_ffn_dim=4)
+    assert all(parameter.is_meta for parameter in layer.parameters())
+    layer.to_empty(device="cpu")
+    torch.manual_seed(1)
+    layer.reset_parameters()
+    torch.manual_seed(1)
+    direct = moe_ext.MoELayer(8, 6, 5, shared_ffn_dim=4)
+    for (name, value), other in zip(layer.named_parameters(), direct.parameters(), strict=True):
+        assert torch.equal(value, other), name
+
+
+def test_modules_of_ones_own():
+    class FirstExpert(torch.nn.Module):
+        def forward(self, x_TD, *, token_mask=None):
+            logits = torch.zeros(x_TD.shape[0], 3)
+            return RouterOutput(logits, moe_ext.ops.topk_gate(logits, 1, token_mask=token_mask))
+
+    class Double(torch.nn.Module):
+        def forward(self, rows, expert_offsets):
+            return rows * 2
+
+    layer = moe_ext.MoELayer(4, 1, 3, 1, router=FirstExpert(), experts=Double())
+    x = torch.randn(6, 4)
+    assert torch.equal(layer(x), 2 * x)
+    assert layer.metrics["num_tokens_per_expert"].tolist() == [6, 0, 0]
+
+
+def test_same_bits_for_any_number_of_threads(num_threads):
+    layer = make_layer(torch.float32)
+    x = torch.randn(300, 8, requires_grad=True)
+    found = []
+    for threads in (1, 2, 3):
+        num_threads(threads)
+        layer.zero_grad()
+        x.grad = None
+        y = layer(x)
+        y.sum().backward()
+        found.append([y, x.grad, *gradients(layer).values()])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": 6}, r"TopKRouter: expected top_k to be in 1..num_experts=5, got 6"),
+        ({"top_k": 0}, r"expected top_k to be in 1..num_experts=5, got 0"),
+        ({"activation": "tanh"}, r"expected activation to be one of .*, got 'tanh'"),
+        ({"router": "argmax"}, r"expected score_fn to be one of .*, got 'argmax'"),
+        ({"capacity_factor": 0.0}, r"expected capacity_factor to be positive or None, got 0.0"),
+        ({"capacity_factor": math.inf}, r"expected capacity_factor to be positive"),
+        ({"balance_loss_coef": -1.0}, r"expected balance_loss_coef to be at least 0, got -1.0"),
+        ({"z_loss_coef": math.nan}, r"expected z_loss_coef to be at least 0, got nan"),
+        ({"shared_ffn_dim": -1}, r"expected shared_ffn_dim to be at least 0, got -1"),
+        ({"dispatcher": "ring"}, r"expected dispatcher to be 'auto'.*, got 'ring'"),
+        ({"dispatcher": "alltoall"}, r"expected ep_group to be a process group .*, got None"),
+    ],
+    ids=str,
+)
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_layer(**options)
+
+
+@pytest.mark.parametrize("sizes", [(0, 6, 5), (8, 0, 5), (8, 6, 0)], ids=str)
+def test_sizes_must_be_positive(sizes):
+    with pytest.raises(ValueError, match=r"to be at least 1, got 0"):
+        moe_ext.MoELayer(*sizes, top_k=1)
+
+
+def test_ep_group_of_the_wrong_kind():
+    with pytest.raises(
+        TypeError, match=r"expected ep_group to be None or a ProcessGroup .*, got -100"
+    ):
+        moe_ext.MoELayer(8, 6, 4, ep_group=-100)
+
+
+def test_wrong_inputs():
+    layer = make_layer()
+    x = torch.randn(3, 8, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"expected x to be of shape \[..., 8\], got \(3, 7\)"):
+        layer(x[:, :7])
+    with pytest.raises(ValueError, match=r"expected x to be of shape \[..., 8\], got \(\)"):
+        layer(x[0, 0])
+    with pytest.raises(TypeError, match=r"expected x to be floating point, got torch.int64"):
+        layer(x.long())
+    with pytest.raises(TypeError, match=r"expected token_mask to be bool, got torch.float64"):
+        layer(x, token_mask=torch.ones(3, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"expected token_mask to be of shape \(3,\), got \(2,\)"):
+        layer(x, token_mask=torch.ones(2, dtype=torch.bool))
+    with pytest.raises(
+        TypeError, match=r"expected x to be of dtype torch.float64, .*got torch.float32"
+    ):
+        layer(x.float())
+    x[1] = math.nan
+    with pytest.raises(RuntimeError, match=r"(?i)nan"):
+        layer(x)
+
+
+def test_router_options_reach_the_gate():
+    torch.manual_seed(0)
+    router = TopKRouter(
+        8, 6, 2, score_fn="sigmoid", renormalize=False, scale=2.0, num_groups=3, top_groups=1,
+        selection_bias=True,
+    )  # fmt: skip
+    x = torch.randn(40, 8)
+    out = router(x)
+    # One group of two experts: the pair is (2g, 2g + 1) in some order.
+    assert torch.equal(out.gate.topk_idx[:, 0] // 2, out.gate.topk_idx[:, 1] // 2)
+    scores = 2.0 * out.logits.sigmoid().gather(1, out.gate.topk_idx)
+    torch.testing.assert_close(out.gate.topk_weights, scores)
+    router.selection_bias[4:] = 10.0
+    assert set(router(x).gate.topk_idx.flatten().tolist()) == {4, 5}
+    assert "selection_bias" in router.state_dict()
+    assert router(x.bfloat16()).logits.dtype == torch.float32
+    router.selection_bias[0] = 1 + 2**-20
+    router.bfloat16()
+    assert router.weight.dtype == torch.bfloat16
+    assert float(router.selection_bias[0]) == 1 + 2**-20
+    assert router.double().selection_bias.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_groups": 4}, r"expected num_groups to divide num_experts=6, got 4"),
+        ({"num_groups": 3, "top_groups": 4}, r"expected top_groups to be in 1..num_groups=3"),
+        ({"num_groups": 6, "top_groups": 1}, r"leave at least top_k=2 experts, got 1"),
+    ],
+)
+def test_wrong_router_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        TopKRouter(8, 6, 2, **options)
