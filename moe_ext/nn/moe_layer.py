@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from moe_ext import ops
 from moe_ext.distributed.dispatcher import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
 from moe_ext.distributed.groups import check_group, group_size
+from moe_ext.nn._autocast import as_autocast, autocast_dtype
 from moe_ext.nn.experts import GroupedExperts, is_gated
 from moe_ext.nn.losses import inject_loss
 from moe_ext.nn.routers import RouterOutput, TopKRouter
@@ -233,9 +234,8 @@ class MoELayer(nn.Module):
         self, x: Tensor, x_TD: Tensor, mask_T: Tensor | None, routed: RouterOutput
     ) -> Tensor:
         """Dispatch, experts, combine, and the account of it."""
-        if torch.is_autocast_enabled(x.device.type):
-            # The experts would cast anyway; casting here halves what is permuted and sent.
-            x_TD = x_TD.to(torch.get_autocast_dtype(x.device.type))
+        # Under autocast the experts would cast anyway; here it halves what is permuted and sent.
+        x_TD = as_autocast(x_TD)
         gate = routed.gate
         rows, offsets, metadata = self.dispatcher.dispatch(
             x_TD, gate.topk_idx, gate.topk_weights, capacity=self._capacity(x_TD.shape[0])
@@ -264,7 +264,7 @@ class MoELayer(nn.Module):
             )
         if isinstance(self.experts, GroupedExperts):
             dtype = self.experts.down_proj.dtype
-            if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+            if x.dtype != dtype and autocast_dtype(x.device) is None:
                 raise TypeError(
                     f"MoELayer: expected x to be of dtype {dtype}, that of the parameters, got "
                     f"{x.dtype}"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext.nn._autocast import without_autocast
 
 _SCORE_FNS = ("softmax", "topk_softmax", "sigmoid")
 
@@ -145,7 +146,7 @@ class TopKRouter(nn.Module):
             `RouterOutput(logits [T, E], gate)`.
         """
         acc_dtype = torch.promote_types(x_TD.dtype, torch.float32)
-        with torch.autocast(x_TD.device.type, enabled=False):
+        with without_autocast(x_TD.device):
             logits_TE = nn.functional.linear(x_TD.to(acc_dtype), self.weight.to(acc_dtype))
             gate = ops.topk_gate(
                 logits_TE,

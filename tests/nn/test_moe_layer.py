@@ -197,6 +197,9 @@ def test_autocast():
     assert torch.equal(routed.gate.topk_idx, layer.router(x).gate.topk_idx)
     # bfloat16 keeps 8 bits; three roundings in a row on values near one.
     torch.testing.assert_close(half.float(), full, rtol=3e-2, atol=3e-2)
+    double = make_layer()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert double(x.double()).dtype == torch.float64
     half.float().square().sum().backward()
     for name, gradient in gradients(layer).items():
         assert gradient.dtype == torch.float32, name
@@ -268,6 +271,7 @@ def test_meta_device_then_reset():
     with torch.device("meta"):
         layer = moe_ext.MoELayer(8, 6, 5, shared_ffn_dim=4)
     assert all(parameter.is_meta for parameter in layer.parameters())
+    assert layer(torch.empty(2, 3, 8, device="meta")).shape == (2, 3, 8)
     layer.to_empty(device="cpu")
     torch.manual_seed(1)
     layer.reset_parameters()
