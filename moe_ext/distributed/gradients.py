@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,9 @@ _BUCKET_BYTES = 25 * 2**20
 # was written to since does not match.
 _SYNCED = "_moe_ext_synced_version"
 
+# Models whose dense parameters were found equal on all ranks.
+_compared: WeakSet[nn.Module] = WeakSet()
+
 
 @dataclass(frozen=True)
 class _Reduction:
@@ -48,6 +52,9 @@ def sync_gradients(model: nn.Module) -> None:
     parameters that DDP reduces are left to it and only the experts are done; build that with
     `data_parallel(model)`.
 
+    The first call for a model also compares the values of the dense parameters: a mean of gradients
+    keeps replicas equal, it does not make them so.
+
     A gradient that is None on some ranks counts as zero there, and one that is None on every rank
     stays None. Everything that can be checked is checked before the first gradient changes. If a
     rank dies in the middle, the gradients of the buckets already reduced (25 MiB each) keep the
@@ -57,8 +64,9 @@ def sync_gradients(model: nn.Module) -> None:
         model: the module, the same on every rank.
 
     Raises:
-        ValueError: on every rank: the parameters differ between ranks, a DistributedDataParallel
-            reduces expert parameters, a gradient is sparse or a parameter is a DTensor.
+        ValueError: on every rank: the parameters differ between ranks, by name, shape, dtype or (at
+            the first call, the dense ones) by value, a DistributedDataParallel reduces expert
+            parameters, a gradient is sparse or a parameter is a DTensor.
         RuntimeError: on every rank, when no gradient changed since the last call.
         RankFailureError: a rank died or did not answer; the message names it.
 
@@ -76,7 +84,9 @@ def sync_gradients(model: nn.Module) -> None:
     if not any(True for _ in model.parameters()):
         raise ValueError("sync_gradients: expected model to have parameters, got none")
     device = next(model.parameters()).device
-    _check_on_all_ranks(handled, problem, world, device)
+    values = None if problem or model in _compared else _fingerprint(dense)
+    _check_on_all_ranks(handled, problem, values, world, device)
+    _compared.add(model)
 
     reductions = [_Reduction(world, [parameter for _, parameter in dense])]
     by_group: dict[ProcessGroup, list[nn.Parameter]] = {}
@@ -151,13 +161,25 @@ def _dense_parameters(
     ]
 
 
+def _fingerprint(parameters: list[tuple[str, nn.Parameter]]) -> int:
+    """A number from the bits of all values, equal for equal parameters."""
+    hashes = [torch.hash_tensor(p.detach()).view(torch.int64) for _, p in parameters if p.numel()]
+    # NOTE: device-to-host sync, once for a model.
+    text = repr(torch.stack(hashes).tolist()) if hashes else ""
+    return zlib.crc32(text.encode())
+
+
 def _check_on_all_ranks(
     handled: list[tuple[str, nn.Parameter]],
     problem: str | None,
+    values: int | None,
     world: ProcessGroup,
     device: torch.device,
 ) -> None:
-    """One all-gather, after which every rank raises or none does."""
+    """One all-gather, after which every rank raises or none does.
+
+    `values` is the fingerprint of the dense parameters, None where it was compared before.
+    """
     gradients = [parameter.grad for _, parameter in handled if parameter.grad is not None]
     fresh = not all(is_synced(grad) for grad in gradients)
     signature = "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in handled)
@@ -166,15 +188,24 @@ def _check_on_all_ranks(
         "the number of their elements": sum(parameter.numel() for _, parameter in handled),
         "the checksum of their names, shapes and dtypes": zlib.crc32(signature.encode()),
     }
-    verdicts = [int(problem is not None), int(fresh), int(bool(gradients))]
+    verdicts = [
+        int(problem is not None),
+        int(fresh),
+        int(bool(gradients)),
+        -1 if values is None else values,
+    ]
     rows = share([*verdicts, *facts.values()], world, device, operation="sync_gradients")
     bad = [rank for rank, row in enumerate(rows) if row[0]]
     if bad:
         raise ValueError(
             f"sync_gradients: {problem or f'rank {bad[0]} found a problem in its model'}"
         )
-    for name, column in zip(facts, list(zip(*rows, strict=True))[3:], strict=True):
+    columns = list(zip(*rows, strict=True))
+    for name, column in zip(facts, columns[len(verdicts) :], strict=True):
         check_equal_over_ranks(name, column, world, "sync_gradients")
+    if -1 not in columns[3]:
+        name = "the values of the dense parameters at the first call (seed every rank alike)"
+        check_equal_over_ranks(name, columns[3], world, "sync_gradients")
     if any(row[2] for row in rows) and not any(row[1] for row in rows):
         raise RuntimeError(
             "sync_gradients: expected new gradients since the last call, but none changed on any "

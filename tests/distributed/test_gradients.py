@@ -231,6 +231,17 @@ def check_models_that_differ_are_refused():
     assert "on rank 1" in str(error)
 
 
+def check_replicas_with_different_values_are_refused():
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight[1, 2] += float(dist.get_rank() == 3)
+    model(torch.ones(3)).sum().backward()
+    grad = model.weight.grad.clone()
+    text = r"values of the dense parameters at the first call \(seed every rank alike\) to be equal"
+    raised(ValueError, text, md.sync_gradients, model)
+    assert torch.equal(model.weight.grad, grad)
+
+
 def check_a_problem_on_one_rank_raises_everywhere():
     model = nn.Embedding(4, 2, sparse=dist.get_rank() == 1)
     model(torch.tensor([1])).sum().backward()
