@@ -24,3 +24,13 @@ def test_vector_objects_share_no_symbol(isa):
         # W, V, u: symbols of which the linker keeps one copy for the whole library.
         shared = [line for line in symbols.splitlines() if line[17:18] in "WVu" and line[17:18]]
         assert not shared, f"{path.name} may lend this code to processors without {isa}: {shared}"
+
+
+@pytest.mark.parametrize("family", ["activation", "gating", "permutation"])
+def test_portable_loops_compile_for_another_processor(family):
+    compiler = shutil.which("aarch64-linux-gnu-g++")
+    if compiler is None:
+        pytest.skip("no cross compiler: apt-get install g++-aarch64-linux-gnu")
+    options = ["-std=c++20", "-O3", "-Wall", "-Wextra", "-Werror", "-DMOE_ISA=portable", "-Icsrc"]
+    source = f"csrc/{family}/{family}_simd.cpp"
+    subprocess.run([compiler, *options, "-c", source, "-o", "/dev/null"], cwd=ROOT, check=True)
