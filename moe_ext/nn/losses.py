@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class _InjectLoss(torch.autograd.Function):
@@ -35,21 +35,3 @@ def inject_loss(y: Tensor, loss: Tensor, scale: float | Tensor = 1.0) -> Tensor:
     """
     injected: Tensor = _InjectLoss.apply(y, loss, scale)
     return injected
-
-
-def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
-    """Set `loss_scale` of every `MoELayer` in a model.
-
-    The injected losses do not see what the caller does to the loss: a loss that is divided by the
-    number of accumulation steps, or multiplied by a `GradScaler`, needs the same factor here before
-    the forward pass.
-
-    Args:
-        model: any module.
-        scale: the factor, a number or a 0-d tensor on the model's device.
-    """
-    from moe_ext.nn.moe_layer import MoELayer
-
-    for module in model.modules():
-        if isinstance(module, MoELayer):
-            module.loss_scale = scale

@@ -311,6 +311,22 @@ class MoELayer(nn.Module):
         return y_TD
 
 
+def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
+    """Set `loss_scale` of every `MoELayer` in a model.
+
+    The injected losses do not see what the caller does to the loss: a loss that is divided by the
+    number of accumulation steps, or multiplied by a `GradScaler`, needs the same factor here before
+    the forward pass.
+
+    Args:
+        model: any module.
+        scale: the factor, a number or a 0-d tensor on the model's device.
+    """
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            module.loss_scale = scale
+
+
 def _make_dispatcher(
     dispatcher: str | TokenDispatcher, num_experts: int, ep_group: ProcessGroup | None
 ) -> TokenDispatcher:
