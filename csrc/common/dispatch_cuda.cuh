@@ -1,0 +1,42 @@
+// From a tensor's dtype to the scalar type of the kernels, and the checks that CUDA adds.
+#pragma once
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <cstdint>
+
+#include "common/check.h"
+
+namespace moe_ext {
+
+// Builds with MOE_EXT_CUDA_CHECKS trap an index that is out of range, as the CPU operators refuse it. It is off by
+// default: a trap ends the process's use of the device, and a message would want a synchronisation.
+#if defined(MOE_EXT_CUDA_CHECKS)
+constexpr bool kCheckIndices = true;
+#else
+constexpr bool kCheckIndices = false;
+#endif
+
+// Calls f.operator()<T>() with T the kernels' type of a floating dtype; check_floating has refused every other.
+template <typename F>
+decltype(auto) dispatch_floating_cuda(ScalarType dtype, F&& f) {
+  switch (dtype) {
+    case ScalarType::Double:
+      return f.template operator()<double>();
+    case ScalarType::BFloat16:
+      return f.template operator()<c10::BFloat16>();
+    case ScalarType::Half:
+      return f.template operator()<c10::Half>();
+    default:
+      return f.template operator()<float>();
+  }
+}
+
+// Kernels count slots in 32 bits.
+inline int check_int32(const char* op, const char* name, int64_t value) {
+  MOE_CHECK(value <= INT32_MAX, op, ": expected ", name, " to be at most 2^31 - 1 on CUDA, got ", value);
+  return static_cast<int>(value);
+}
+
+} // namespace moe_ext

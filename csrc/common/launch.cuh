@@ -1,0 +1,64 @@
+// The only place that launches: `<<<>>>` is the one piece of CUDA syntax that a C++ compiler cannot parse, and the
+// tests put an emulation in the place of this file (tests/cpp/simt).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <array>
+#include <stdexcept>
+#include <string>
+
+#include "common/launch_config.h"
+
+namespace moe_ext {
+
+inline void cuda_check(cudaError_t error, const char* call) {
+  if (error != cudaSuccess) {
+    throw std::runtime_error(
+        std::string(call) + ": " + cudaGetErrorName(error) + " (" + std::to_string(static_cast<int>(error)) + "), " +
+        cudaGetErrorString(error));
+  }
+}
+
+#define MOE_CUDA_CHECK(call) ::moe_ext::cuda_check((call), #call)
+
+// Of the current device. Attributes, unlike cudaGetDeviceProperties, cost nothing worth a cache and may be read while
+// a graph is captured.
+inline DeviceProperties device_properties() {
+  int device = 0;
+  MOE_CUDA_CHECK(cudaGetDevice(&device));
+  const auto attribute = [device](cudaDeviceAttr name) {
+    int value = 0;
+    MOE_CUDA_CHECK(cudaDeviceGetAttribute(&value, name, device));
+    return value;
+  };
+  return {
+      attribute(cudaDevAttrMultiProcessorCount), attribute(cudaDevAttrMaxThreadsPerMultiProcessor),
+      attribute(cudaDevAttrMaxSharedMemoryPerBlock), attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)};
+}
+
+// Runs kernel(args...) on the stream of `launch`; throws if the launch is refused.
+template <typename... Params, typename... Args>
+void launch(const Launch& launch, void (*kernel)(Params...), Args... args) {
+  const DeviceProperties device = device_properties();
+  check_launch(launch, device);
+  if (launch.shared_bytes > static_cast<size_t>(device.shared_bytes_per_block)) {
+    MOE_CUDA_CHECK(cudaFuncSetAttribute(
+        reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+        static_cast<int>(launch.shared_bytes)));
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = launch.grid;
+  config.blockDim = launch.block;
+  config.dynamicSmemBytes = launch.shared_bytes;
+  config.stream = launch.stream;
+  MOE_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...));
+}
+
+} // namespace moe_ext
+
+// Shared memory goes through these two, so that the emulation can poison it between blocks.
+#define MOE_SHARED(T, name, size) __shared__ T name[size]
+#define MOE_DYNAMIC_SHARED(T, name)                               \
+  extern __shared__ __align__(16) unsigned char moe_ext_shared[]; \
+  T* const name = reinterpret_cast<T*>(moe_ext_shared)

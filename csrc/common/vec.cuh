@@ -1,0 +1,73 @@
+// Vector accesses: 16 bytes where the addresses and the width of a row allow it, else one element.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "common/host_device.h"
+
+namespace moe_ext {
+
+constexpr int kAccessBytes = 16;
+
+// The machine's type of an access of that many bytes: a struct of small members would be moved member by member.
+template <int kBytes>
+struct AccessOf;
+template <>
+struct AccessOf<16> {
+  using type = uint4;
+};
+template <>
+struct AccessOf<8> {
+  using type = uint2;
+};
+template <>
+struct AccessOf<4> {
+  using type = uint32_t;
+};
+template <>
+struct AccessOf<2> {
+  using type = uint16_t;
+};
+template <>
+struct AccessOf<1> {
+  using type = uint8_t;
+};
+template <int kBytes>
+using access_t = typename AccessOf<kBytes>::type;
+
+template <typename T, int kSize>
+struct alignas(sizeof(T) * kSize) Vec {
+  T v[kSize];
+};
+
+template <int kSize, typename T>
+__device__ __forceinline__ Vec<T, kSize> load(const T* from) {
+  const auto raw = *reinterpret_cast<const access_t<sizeof(T) * kSize>*>(from);
+  Vec<T, kSize> value;
+  memcpy(&value, &raw, sizeof(value));
+  return value;
+}
+
+// __stwb is one store whatever the compiler makes of the value: for two-byte elements it would store four bytes at a
+// time.
+template <typename T, int kSize>
+__device__ __forceinline__ void store(T* to, const Vec<T, kSize>& value) {
+  access_t<sizeof(T) * kSize> raw;
+  memcpy(&raw, &value, sizeof(value));
+  __stwb(reinterpret_cast<access_t<sizeof(T) * kSize>*>(to), raw);
+}
+
+inline bool is_aligned(const void* pointer, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(bytes) == 0;
+}
+
+// Whether rows of `row_bytes` at all these addresses start at multiples of 16 bytes.
+template <typename... Pointers>
+bool rows_are_aligned(int64_t row_bytes, const Pointers*... pointers) {
+  return row_bytes % kAccessBytes == 0 && (is_aligned(pointers, kAccessBytes) && ...);
+}
+
+} // namespace moe_ext

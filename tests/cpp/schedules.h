@@ -1,0 +1,45 @@
+// Every kernel is tested under three orders of blocks, warps and lanes.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "simt.h"
+
+namespace simt {
+
+inline std::string to_string(Schedule schedule) {
+  switch (schedule.order) {
+    case Schedule::Order::kForward:
+      return "forward";
+    case Schedule::Order::kReverse:
+      return "reverse";
+    default:
+      return "random" + std::to_string(schedule.seed);
+  }
+}
+
+inline std::vector<Schedule> all_schedules() {
+  return {{Schedule::Order::kForward}, {Schedule::Order::kReverse}, {Schedule::Order::kRandom, 1}};
+}
+
+template <typename Param>
+auto under_all_schedules(const std::vector<Param>& params) {
+  return ::testing::Combine(::testing::ValuesIn(all_schedules()), ::testing::ValuesIn(params));
+}
+
+template <typename Param>
+class ScheduleTest : public ::testing::TestWithParam<std::tuple<Schedule, Param>> {
+ protected:
+  Param param() const {
+    return std::get<1>(this->GetParam());
+  }
+
+ private:
+  ScopedSchedule scoped_{std::get<0>(this->GetParam())};
+};
+
+} // namespace simt
