@@ -67,14 +67,21 @@ def _backends() -> dict[str, str]:
         backends["cuda"] = "absent: this torch is built without CUDA"
     elif not torch.cuda.is_available():
         backends["cuda"] = "absent: torch finds no GPU"
+    elif not _library.has_cuda():
+        backends["cuda"] = f"{torch.cuda.get_device_name()}: the CUDA operators are not built"
     else:
-        backends["cuda"] = f"{torch.cuda.get_device_name()}: no CUDA kernels in this version"
+        backends["cuda"] = f"{torch.cuda.get_device_name()}: {_num_cuda_operators()} operators"
     if torch.distributed.is_available():
         backends["gloo"] = "available" if torch.distributed.is_gloo_available() else "absent"
         backends["nccl"] = "available" if torch.distributed.is_nccl_available() else "absent"
     else:
         backends["distributed"] = "absent: this torch is built without torch.distributed"
     return backends
+
+
+def _num_cuda_operators() -> int:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return sum(has_kernel(f"moe_ext::{name}", "CUDA") for name in operators())
 
 
 def report(brief: bool = False) -> str:

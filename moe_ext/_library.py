@@ -5,11 +5,14 @@ from pathlib import Path
 import torch
 
 PATH = Path(__file__).resolve().parent / "_C.so"
+CUDA_PATH = PATH.with_name("_C_cuda.so")
 MINIMUM_TORCH = (2, 11)
 
 
 def load() -> None:
-    """Registers the operators of `_C` under `torch.ops.moe_ext`; a second call does nothing.
+    """Registers the operators under `torch.ops.moe_ext`; a second call does nothing.
+
+    Those of `_C`, and the CUDA kernels of `_C_cuda` where both were built for CUDA.
 
     Raises:
         ImportError: torch is too old, or the library is missing or does not load.
@@ -25,9 +28,21 @@ def load() -> None:
             f"moe_ext: expected the compiled operators at {PATH}, got no file; "
             "build them with `pip install --no-build-isolation .` or `make build` in the repository"
         )
+    _load(PATH)
+    # It needs libtorch_cuda, which a torch without CUDA does not have.
+    if has_cuda():
+        _load(CUDA_PATH)
+
+
+def has_cuda() -> bool:
+    """Whether this installation has CUDA operators that this torch can load."""
+    return CUDA_PATH.exists() and torch.backends.cuda.is_built()
+
+
+def _load(path: Path) -> None:
     try:
-        torch.ops.load_library(str(PATH))
+        torch.ops.load_library(str(path))
     except OSError as error:
         raise ImportError(
-            f"moe_ext: expected {PATH} to load into torch {torch.__version__}, got: {error}"
+            f"moe_ext: expected {path} to load into torch {torch.__version__}, got: {error}"
         ) from error

@@ -1,5 +1,6 @@
 """Fixtures that the whole suite shares."""
 
+import emulation
 import pytest
 import torch
 
@@ -17,6 +18,20 @@ def isa(request):
     torch.ops.moe_ext._set_cpu_isa(request.param)
     yield request.param
     torch.ops.moe_ext._set_cpu_isa(before)
+
+
+@pytest.fixture(params=["cpu", "simt", "cuda"])
+def device(request):
+    """Where the tensors live; under "simt" that is the CPU, and CUDA kernels are emulated."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if request.param != "simt":
+        yield torch.device(request.param)
+        return
+    if not emulation.is_built():
+        pytest.skip("no emulation: build with MOE_EXT_TESTS=1")
+    with emulation.emulated_cuda():
+        yield torch.device("cpu")
 
 
 @pytest.fixture

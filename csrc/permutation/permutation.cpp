@@ -1,15 +1,14 @@
 #include "permutation/permutation.h"
 
-#include <torch/csrc/stable/library.h>
-
 #include <algorithm>
 #include <limits>
 
 #include "common/dispatch.h"
+#include "common/library.h"
 
 namespace moe_ext::permutation {
 
-STABLE_TORCH_LIBRARY_FRAGMENT(moe_ext, m) {
+MOE_EXT_SCHEMAS(m) {
   m.def(
       "permute_tokens(Tensor x, Tensor topk_idx, SymInt num_experts, Tensor? topk_weights=None, "
       "SymInt? capacity=None, str drop_policy=\"position\", SymInt align=1) -> "
@@ -90,6 +89,19 @@ void check_unpermute_tokens(
     check_size(op, "topk_weights", *topk_weights, 0, row_of_slot.size(0) / top_k, "the tokens of the permutation");
     check_size(op, "topk_weights", *topk_weights, 1, top_k, "top_k");
   }
+}
+
+void check_unpermute_tokens_backward(
+    const Tensor& grad, const Tensor& rows, const Tensor& slot_of_row, const Tensor& row_of_slot,
+    const Tensor& topk_weights) {
+  const char* op = "_unpermute_tokens_backward";
+  check_dim(op, "topk_weights", topk_weights, 2, "[T, K]");
+  check_unpermute_tokens(op, rows, slot_of_row, row_of_slot, topk_weights.size(1), topk_weights);
+  check_same_device(op, "grad", grad, "rows", rows);
+  check_dtype(op, "grad", grad, rows.scalar_type());
+  check_dim(op, "grad", grad, 2, "[T, D]");
+  check_size(op, "grad", grad, 0, topk_weights.size(0), "the tokens of the permutation");
+  check_size(op, "grad", grad, 1, rows.size(1), "the columns of rows");
 }
 
 } // namespace moe_ext::permutation

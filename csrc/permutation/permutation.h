@@ -40,4 +40,11 @@ void check_unpermute_tokens(
     int64_t top_k,
     const std::optional<Tensor>& topk_weights); // [T, K]
 
+void check_unpermute_tokens_backward(
+    const Tensor& grad,          // [T, D]
+    const Tensor& rows,          // [N, D]
+    const Tensor& slot_of_row,   // [N]
+    const Tensor& row_of_slot,   // [T K]
+    const Tensor& topk_weights); // [T, K]
+
 } // namespace moe_ext::permutation

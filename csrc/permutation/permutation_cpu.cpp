@@ -271,12 +271,8 @@ std::tuple<Tensor, Tensor> unpermute_tokens_backward_cpu(
     Tensor row_of_slot,    // [T K]
     Tensor topk_weights) { // [T, K]
   const char* op = "_unpermute_tokens_backward";
+  check_unpermute_tokens_backward(grad, rows, slot_of_row, row_of_slot, topk_weights);
   const int64_t top_k = topk_weights.size(1);
-  check_unpermute_tokens(op, rows, slot_of_row, row_of_slot, top_k, topk_weights);
-  check_dtype(op, "grad", grad, rows.scalar_type());
-  check_dim(op, "grad", grad, 2, "[T, D]");
-  check_size(op, "grad", grad, 0, topk_weights.size(0), "the tokens of the permutation");
-  check_size(op, "grad", grad, 1, rows.size(1), "the columns of rows");
   const Tensor slots = torch::stable::contiguous(slot_of_row);
   check_table(op, "slot_of_row", slots, row_of_slot.size(0));
   const int64_t dim = rows.size(1);
