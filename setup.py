@@ -3,8 +3,8 @@
 Environment: MOE_EXT_CUDA=1 builds the CUDA operators and 0 leaves them out; by default they are
 built where torch has CUDA and nvcc is found. TORCH_CUDA_ARCH_LIST names their architectures
 (8.0;9.0;10.0+PTX), and with MOE_EXT_CUDA_CHECKS=1 the kernels trap an index that is out of range.
-MOE_EXT_TESTS=1 also builds the GoogleTest binaries, MAX_JOBS bounds the compile jobs, DEBUG=1 builds
-without optimisation.
+MOE_EXT_TESTS=1 also builds the GoogleTest binaries, MAX_JOBS bounds the compile jobs, DEBUG=1
+builds without optimisation.
 """
 
 import os

@@ -1,5 +1,7 @@
 """Fixtures that the whole suite shares."""
 
+import contextlib
+
 import emulation
 import pytest
 import torch
@@ -11,26 +13,46 @@ ISAS = [
 ]
 
 
+@contextlib.contextmanager
+def forced_isa(name):
+    before = torch.ops.moe_ext._cpu_isa()
+    torch.ops.moe_ext._set_cpu_isa(name)
+    yield
+    torch.ops.moe_ext._set_cpu_isa(before)
+
+
 @pytest.fixture(params=ISAS)
 def isa(request):
     """Forces one variant of the SIMD loops for the test, and puts the former one back."""
-    before = torch.ops.moe_ext._cpu_isa()
-    torch.ops.moe_ext._set_cpu_isa(request.param)
-    yield request.param
-    torch.ops.moe_ext._set_cpu_isa(before)
+    with forced_isa(request.param):
+        yield request.param
+
+
+@contextlib.contextmanager
+def running_on(name):
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if name == "simt" and not emulation.is_built():
+        pytest.skip("no emulation of CUDA: build with MOE_EXT_TESTS=1")
+    with emulation.emulated_cuda() if name == "simt" else contextlib.nullcontext():
+        yield torch.device("cuda" if name == "cuda" else "cpu")
 
 
 @pytest.fixture(params=["cpu", "simt", "cuda"])
 def device(request):
     """Where the tensors live; under "simt" that is the CPU, and CUDA kernels are emulated."""
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    if request.param != "simt":
-        yield torch.device(request.param)
+    with running_on(request.param) as where:
+        yield where
+
+
+@pytest.fixture(params=[*ISAS, "simt", "cuda"])
+def backend(request):
+    """As `device`, with the CPU once for each variant of the SIMD loops."""
+    if request.param not in ISAS:
+        with running_on(request.param) as where:
+            yield where
         return
-    if not emulation.is_built():
-        pytest.skip("no emulation: build with MOE_EXT_TESTS=1")
-    with emulation.emulated_cuda():
+    with forced_isa(request.param):
         yield torch.device("cpu")
 
 

@@ -1,7 +1,7 @@
 """Runs a compiler command, and keeps ptxas's report of each kernel beside the object file.
 
-CMake calls it as the launcher of nvcc. A file beside the object, unlike the build's output, is still
-there when the next build finds nothing to do.
+CMake calls it as the launcher of nvcc. A file beside the object, unlike the build's output, is
+still there when the next build finds nothing to do.
 """
 
 import subprocess

@@ -6,7 +6,12 @@
 #include <cstdint>
 #include <type_traits>
 
+// Kernels share the maths.
+#if defined(__CUDACC__)
+#define MOE_INLINE __host__ __device__ __forceinline__
+#else
 #define MOE_INLINE inline __attribute__((always_inline))
+#endif
 
 namespace moe_ext {
 

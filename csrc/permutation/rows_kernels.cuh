@@ -17,7 +17,8 @@ namespace moe_ext::permutation {
 
 constexpr int kRowThreads = 256;
 constexpr int kRowWarps = kRowThreads / kWarpSize;
-constexpr int kUnroll = 4; // accesses of a lane in flight
+constexpr int kMinBlocks = 4; // of an SM: left to itself ptxas aims at 32 registers and spills
+constexpr int kUnroll = 4;    // accesses of a lane in flight
 
 struct WarpRange {
   int64_t first;
@@ -61,7 +62,7 @@ __device__ __forceinline__ void zero_rows_without_slot(
 
 // out[row_of_slot[t K + k]] = x[t] for every k; rows without a slot become zero. `width` counts accesses.
 template <typename Access, bool kCheck>
-__global__ void __launch_bounds__(kRowThreads) scatter_tokens_kernel(
+__global__ void __launch_bounds__(kRowThreads, kMinBlocks) scatter_tokens_kernel(
     const Access* __restrict__ x, const int64_t* __restrict__ row_of_slot, const int64_t* __restrict__ slot_of_row,
     int64_t num_tokens, int64_t num_rows, int top_k, int64_t width, Access* __restrict__ out) {
   const int64_t first = int64_t{blockIdx.y} * kUnroll * kWarpSize + lane_id();
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(kRowThreads) scatter_tokens_kernel(
 
 // out[r] = x[slot_of_row[r] / K], or zeros. `width` counts accesses.
 template <typename Access, bool kCheck>
-__global__ void __launch_bounds__(kRowThreads) gather_tokens_kernel(
+__global__ void __launch_bounds__(kRowThreads, kMinBlocks) gather_tokens_kernel(
     const Access* __restrict__ x, const int64_t* __restrict__ slot_of_row, int64_t num_tokens, int64_t num_rows,
     int top_k, int64_t width, Access* __restrict__ out) {
   const int64_t first = int64_t{blockIdx.y} * kUnroll * kWarpSize + lane_id();
@@ -122,7 +123,7 @@ __global__ void __launch_bounds__(kRowThreads) gather_tokens_kernel(
 
 // y[t] = sum_k w[t, k] rows[row_of_slot[t K + k]], summed in the order of k; null weights are ones.
 template <typename T, int kSize, bool kCheck>
-__global__ void __launch_bounds__(kRowThreads) unpermute_tokens_kernel(
+__global__ void __launch_bounds__(kRowThreads, kMinBlocks) unpermute_tokens_kernel(
     const T* __restrict__ rows, const int64_t* __restrict__ row_of_slot, const acc_t<T>* __restrict__ weights,
     int64_t num_tokens, int64_t num_rows, int top_k, int64_t dim, T* __restrict__ y) {
   const int64_t column = (int64_t{blockIdx.y} * kWarpSize + lane_id()) * kSize;
@@ -166,7 +167,7 @@ __global__ void __launch_bounds__(kRowThreads) unpermute_tokens_kernel(
 // For every slot s with row r: grad_rows[r] = w[s] grad[s / K], grad_weights[s] = <grad[s / K], rows[r]>. One warp per
 // slot, so the slots of a token, which read the same gradient, are neighbours in a block.
 template <typename T, int kSize, bool kCheck>
-__global__ void __launch_bounds__(kRowThreads) unpermute_tokens_backward_kernel(
+__global__ void __launch_bounds__(kRowThreads, kMinBlocks) unpermute_tokens_backward_kernel(
     const T* __restrict__ grad, const T* __restrict__ rows, const int64_t* __restrict__ slot_of_row,
     const int64_t* __restrict__ row_of_slot, const acc_t<T>* __restrict__ weights, int64_t num_slots, int64_t num_rows,
     int top_k, int64_t dim, T* __restrict__ grad_rows, acc_t<T>* __restrict__ grad_weights) {

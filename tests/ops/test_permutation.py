@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_ext import ops, reference
@@ -31,11 +31,11 @@ EPS = {
 }
 
 
-def make(num_tokens, *, top_k=3, num_experts=8, dim=33, dtype=torch.float32, unrouted=True):
+def make(num_tokens, *, top_k=3, num_experts=8, dim=33, dtype=torch.float32, device="cpu"):
     x = torch.randn(num_tokens, dim).to(dtype)
-    idx = torch.randint(-1 if unrouted else 0, num_experts, (num_tokens, top_k))
+    idx = torch.randint(-1, num_experts, (num_tokens, top_k))
     weights = torch.rand(num_tokens, top_k)
-    return x, idx, weights
+    return x.to(device), idx.to(device), weights.to(device)
 
 
 def assert_same_permutation(actual, expected):
@@ -46,8 +46,8 @@ def assert_same_permutation(actual, expected):
 
 @pytest.mark.parametrize("num_tokens", NUM_TOKENS)
 @pytest.mark.parametrize("option", OPTIONS)
-def test_tables_and_rows_equal_the_reference(option, num_tokens):
-    x, idx, weights = make(num_tokens)
+def test_tables_and_rows_equal_the_reference(device, option, num_tokens):
+    x, idx, weights = make(num_tokens, device=device)
     options = {"topk_weights": weights, **OPTIONS[option]}
     rows, permutation = ops.permute_tokens(x, idx, 8, **options)
     expected_rows, expected = reference.permute_tokens(x, idx, 8, **options)
@@ -56,17 +56,18 @@ def test_tables_and_rows_equal_the_reference(option, num_tokens):
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8, torch.int64, torch.bool])
-def test_permute_moves_bytes_of_any_dtype(dtype):
-    x = torch.randint(0, 2, (257, 5)).to(dtype)
-    _, idx, _ = make(257)
+@pytest.mark.parametrize("dim", [5, 16])
+def test_permute_moves_bytes_of_any_dtype(device, dtype, dim):
+    x = torch.randint(0, 2, (257, dim)).to(device, dtype)
+    _, idx, _ = make(257, device=device)
     assert torch.equal(ops.permute_tokens(x, idx, 8)[0], reference.permute_tokens(x, idx, 8)[0])
 
 
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("dim", [0, 1, 33, 256, 600])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_unpermute_equals_the_reference(isa, dtype, dim, weighted):
-    x, idx, weights = make(63, dim=dim, dtype=dtype)
+def test_unpermute_equals_the_reference(backend, dtype, dim, weighted):
+    x, idx, weights = make(63, dim=dim, dtype=dtype, device=backend)
     rows, permutation = ops.permute_tokens(x, idx, 8, capacity=20)
     weights = weights.to(torch.float64 if dtype == torch.float64 else torch.float32)
     w = weights if weighted else None
@@ -80,8 +81,8 @@ def test_unpermute_equals_the_reference(isa, dtype, dim, weighted):
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_strided_inputs_and_both_index_dtypes(index_dtype):
-    x, idx, weights = make(257)
+def test_strided_inputs_and_both_index_dtypes(device, index_dtype):
+    x, idx, weights = make(257, device=device)
     strided_x = torch.stack([x, -x], dim=2)[:, :, 0]
     strided_idx = torch.stack([idx, idx + 1], dim=2)[:, :, 0].to(index_dtype)
     strided_weights = weights.t().contiguous().t()
@@ -116,8 +117,8 @@ def test_same_bits_for_any_number_of_threads(num_threads, dtype):
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_gradcheck(isa, option):
-    x, idx, weights = make(13, dim=5, dtype=torch.float64)
+def test_gradcheck(backend, option):
+    x, idx, weights = make(13, dim=5, dtype=torch.float64, device=backend)
     x.requires_grad_()
     weights = weights.double().requires_grad_()
     options = {"topk_weights": weights, **OPTIONS[option]}
@@ -129,8 +130,8 @@ def test_gradcheck(isa, option):
     assert torch.autograd.gradcheck(there_and_back, (x, weights))
 
 
-def test_second_derivative_without_weights():
-    x, idx, _ = make(9, dim=4, dtype=torch.float64)
+def test_second_derivative_without_weights(device):
+    x, idx, _ = make(9, dim=4, dtype=torch.float64, device=device)
 
     def there_and_back(x):
         rows, permutation = ops.permute_tokens(x, idx, 8, capacity=3)
@@ -139,10 +140,11 @@ def test_second_derivative_without_weights():
     assert torch.autograd.gradgradcheck(there_and_back, (x.requires_grad_(),))
 
 
+@pytest.mark.parametrize("dim", [32, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_equal_the_reference(isa, dtype):
-    x, idx, weights = make(257, dtype=dtype)
-    grad = torch.randn(257, 33).to(dtype)
+def test_gradients_equal_the_reference(backend, dtype, dim):
+    x, idx, weights = make(257, dim=dim, dtype=dtype, device=backend)
+    grad = torch.randn(257, dim).to(backend, dtype)
     results = []
     for module in (ops, reference):
         leaves = (x.clone().requires_grad_(), weights.clone().requires_grad_())
@@ -154,8 +156,8 @@ def test_gradients_equal_the_reference(isa, dtype):
         torch.testing.assert_close(actual, expected, rtol=4 * EPS[dtype], atol=33 * EPS[dtype])
 
 
-def test_expanded_gradient():
-    x, idx, weights = make(33)
+def test_expanded_gradient(device):
+    x, idx, weights = make(33, device=device)
     x.requires_grad_()
     rows, permutation = ops.permute_tokens(x, idx, 8)
     ops.unpermute_tokens(rows, permutation, weights).sum().backward()
@@ -174,8 +176,8 @@ def test_rows_without_weights_are_not_saved():
 
 
 @pytest.mark.parametrize("capacity", [None, 5])
-def test_opcheck(capacity):
-    x, idx, weights = make(17)
+def test_opcheck(device, capacity):
+    x, idx, weights = make(17, device=device)
     x.requires_grad_()
     permute = torch.ops.moe_ext.permute_tokens
     torch.library.opcheck(permute, (x, idx, 8, weights, capacity, "score", 4))
@@ -188,24 +190,27 @@ def test_opcheck(capacity):
     torch.library.opcheck(torch.ops.moe_ext._gather_tokens, (x, permutation.slot_of_row, 3))
     torch.library.opcheck(
         torch.ops.moe_ext._unpermute_tokens_backward,
-        (torch.randn(17, 33), rows.detach(), *tables, weights.detach()),
+        (torch.randn(17, 33).to(device), rows.detach(), *tables, weights.detach()),
     )
 
 
-def test_compiles_as_one_graph_for_any_number_of_tokens():
+def test_compiles_as_one_graph_for_any_number_of_tokens(device):
     @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
     def there_and_back(x, idx, weights):
         rows, permutation = ops.permute_tokens(x, idx, 8, capacity=100)
         return ops.unpermute_tokens(rows, permutation, weights)
 
     for num_tokens in (64, 65, 130):
-        x, idx, weights = make(num_tokens)
+        x, idx, weights = make(num_tokens, device=device)
         rows, permutation = ops.permute_tokens(x, idx, 8, capacity=100)
         expected = ops.unpermute_tokens(rows, permutation, weights)
         assert torch.equal(there_and_back(x, idx, weights), expected)
 
 
-@settings(max_examples=60, deadline=None)
+# The fixture gives every example the same device.
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     num_tokens=st.integers(0, 70),
     num_experts=st.integers(1, 9),
@@ -215,12 +220,12 @@ def test_compiles_as_one_graph_for_any_number_of_tokens():
     policy=st.sampled_from(["position", "score"]),
     seed=st.integers(0, 2**31),
 )
-def test_invariants(num_tokens, num_experts, top_k, capacity, align, policy, seed):
+def test_invariants(device, num_tokens, num_experts, top_k, capacity, align, policy, seed):
     generator = torch.Generator().manual_seed(seed)
-    idx = torch.randint(-1, num_experts, (num_tokens, top_k), generator=generator)
+    idx = torch.randint(-1, num_experts, (num_tokens, top_k), generator=generator).to(device)
     # Few distinct weights, so that the tie rule is at work.
-    weights = torch.randint(0, 3, (num_tokens, top_k), generator=generator) / 2
-    x = torch.randn(num_tokens, 3, generator=generator)
+    weights = torch.randint(0, 3, (num_tokens, top_k), generator=generator).to(device) / 2
+    x = torch.randn(num_tokens, 3, generator=generator).to(device)
     options = dict(topk_weights=weights, capacity=capacity, align=align, drop_policy=policy)
     rows, permutation = ops.permute_tokens(x, idx, num_experts, **options)
     assert_same_permutation(
@@ -234,7 +239,9 @@ def test_invariants(num_tokens, num_experts, top_k, capacity, align, policy, see
     assert has_slot.sum() == counts.sum()
     assert (rows[~has_slot] == 0).all()
     if capacity is None and (idx >= 0).all():
-        back = ops.unpermute_tokens(rows, permutation, torch.full((num_tokens, top_k), 1 / top_k))
+        back = ops.unpermute_tokens(
+            rows, permutation, torch.full((num_tokens, top_k), 1 / top_k).to(device)
+        )
         torch.testing.assert_close(back, x, rtol=1e-6, atol=1e-6)
 
 
