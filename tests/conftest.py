@@ -34,8 +34,14 @@ def running_on(name):
         pytest.skip("no CUDA device")
     if name == "simt" and not emulation.is_built():
         pytest.skip("no emulation of CUDA: build with MOE_EXT_TESTS=1")
-    with emulation.emulated_cuda() if name == "simt" else contextlib.nullcontext():
-        yield torch.device("cuda" if name == "cuda" else "cpu")
+    where = torch.device("cuda" if name == "cuda" else "cpu")
+    with contextlib.ExitStack() as stack:
+        if name == "simt":
+            stack.enter_context(emulation.emulated_cuda())
+        if name == "cuda":
+            # Tensors that a test makes without naming a device live there too.
+            stack.enter_context(where)
+        yield where
 
 
 @pytest.fixture(params=["cpu", "simt", "cuda"])

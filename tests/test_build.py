@@ -1,9 +1,11 @@
 """What the build must not do: share code between instruction sets."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
+import emulation
 import pytest
 import torch
 
@@ -34,3 +36,11 @@ def test_portable_loops_compile_for_another_processor(family):
     options = ["-std=c++20", "-O3", "-Wall", "-Wextra", "-Werror", "-DMOE_ISA=portable", "-Icsrc"]
     source = f"csrc/{family}/{family}_simd.cpp"
     subprocess.run([compiler, *options, "-c", source, "-o", "/dev/null"], cwd=ROOT, check=True)
+
+
+def test_every_cuda_operator_is_emulated():
+    if not emulation.is_built():
+        pytest.skip("no emulation of CUDA: build with MOE_EXT_TESTS=1")
+    sources = (ROOT / "csrc").glob("*/*_cuda.cu")
+    names = {name for path in sources for name in re.findall(r'm\.impl\("(\w+)"', path.read_text())}
+    assert set(emulation.operators()) == names

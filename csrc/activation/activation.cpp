@@ -1,10 +1,10 @@
 #include "activation/activation.h"
 
-#include <torch/csrc/stable/library.h>
+#include "common/library.h"
 
 namespace moe_ext::activation {
 
-STABLE_TORCH_LIBRARY_FRAGMENT(moe_ext, m) {
+MOE_EXT_SCHEMAS(m) {
   m.def("activation(Tensor x, str kind) -> Tensor");
   m.def("_activation_backward(Tensor grad, Tensor x, str kind) -> Tensor");
   m.def("gated_activation(Tensor x, str kind=\"swiglu\", str layout=\"concatenated\") -> Tensor");

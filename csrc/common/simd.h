@@ -118,6 +118,9 @@ MOE_INLINE Half from_acc<Half>(float x) {
 // exp(x) to about one unit in the last place, for x <= 88; results below 2^-126 are flushed to zero.
 // x = n ln 2 + r, |r| <= ln 2 / 2; adding 1.5 * 2^23 rounds n to an integer and leaves it in the low bits.
 MOE_INLINE float exp_acc(float x) {
+#if defined(__CUDA_ARCH__)
+  return ::expf(x); // as exact, and shorter: the device has an instruction for 2^x
+#else
   const float clamped = x < -87.33654f ? -87.33654f : x;
   const float shifted = clamped * 1.44269504f + 12582912.0f;
   const float n = shifted - 12582912.0f;
@@ -131,10 +134,23 @@ MOE_INLINE float exp_acc(float x) {
   p = p * r * r + r + 1.0f;
   const float scale = bit_cast<float>((bit_cast<int32_t>(shifted) - 0x4B400000 + 127) << 23);
   return x < -87.33654f ? 0.0f : p * scale;
+#endif
 }
 
 MOE_INLINE double exp_acc(double x) {
+#if defined(__CUDA_ARCH__)
+  return ::exp(x);
+#else
   return __builtin_exp(x);
+#endif
+}
+
+MOE_INLINE double erfc_acc(double x) {
+#if defined(__CUDA_ARCH__)
+  return ::erfc(x);
+#else
+  return __builtin_erfc(x);
+#endif
 }
 
 // Without overflow for either sign: exp takes -|x| alone.

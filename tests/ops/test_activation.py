@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_ext import ops, reference
@@ -94,7 +94,7 @@ def check_gated(x, kind, layout, grad=None):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_activation_equals_the_reference(isa, dtype, kind):
+def test_activation_equals_the_reference(backend, dtype, kind):
     for size in SIZES:
         check_activation(make(size, 3, dtype=dtype), kind)
     check_activation(make(9001, dtype=dtype), kind)
@@ -104,7 +104,7 @@ def test_activation_equals_the_reference(isa, dtype, kind):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gated_equals_the_reference(isa, dtype, kind, layout):
+def test_gated_equals_the_reference(backend, dtype, kind, layout):
     for num_rows in SIZES:
         check_gated(make(num_rows, 2 * 19, dtype=dtype), kind, layout)
     for dim in (0, 1, 255, 4099):
@@ -114,7 +114,7 @@ def test_gated_equals_the_reference(isa, dtype, kind, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_strided_and_expanded_arguments(dtype, layout):
+def test_strided_and_expanded_arguments(device, dtype, layout):
     x = make(63, 2 * 19, dtype=dtype)
     views = {
         "column major": x.t().contiguous().t(),
@@ -140,7 +140,7 @@ def assert_same_kind_of_number(actual, expected):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_nan_and_infinity_propagate(isa, dtype, kind):
+def test_nan_and_infinity_propagate(backend, dtype, kind):
     # Repeated, so that vector bodies and scalar tails both see them.
     x = torch.tensor(SPECIAL, dtype=dtype).repeat(21)
     for grad in (1.0, float("inf"), float("nan")):
@@ -154,7 +154,7 @@ def test_nan_and_infinity_propagate(isa, dtype, kind):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", GATES)
-def test_gated_nan_and_infinity_propagate(isa, kind, layout):
+def test_gated_nan_and_infinity_propagate(backend, kind, layout):
     pairs = torch.tensor(list(itertools.product(SPECIAL, SPECIAL)))
     x = pairs.t().reshape(-1) if layout == "concatenated" else pairs.reshape(-1)
     results = []
@@ -184,7 +184,7 @@ def test_same_bits_for_any_number_of_threads(isa, num_threads, dtype, layout):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradcheck(isa, kind):
+def test_gradcheck(backend, kind):
     # Away from the kink of relu at zero.
     x = torch.randn(5, 6, dtype=torch.float64)
     x = (x + x.sign() * 0.01).requires_grad_()
@@ -195,7 +195,7 @@ def test_gradcheck(isa, kind):
         )
 
 
-def test_second_derivative_is_refused():
+def test_second_derivative_is_refused(device):
     x = torch.randn(4, 6, requires_grad=True)
     for y in (ops.activation(x, kind="silu"), ops.gated_activation(x)):
         (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -203,7 +203,7 @@ def test_second_derivative_is_refused():
             grad.sum().backward()
 
 
-def test_opcheck():
+def test_opcheck(device):
     x = torch.randn(5, 6, requires_grad=True)
     torch.library.opcheck(torch.ops.moe_ext.activation.default, (x, "gelu"))
     torch.library.opcheck(torch.ops.moe_ext.gated_activation.default, (x, "geglu", "interleaved"))
@@ -215,7 +215,7 @@ def test_opcheck():
     )
 
 
-def test_compiles_as_one_graph_for_any_number_of_rows():
+def test_compiles_as_one_graph_for_any_number_of_rows(device):
     @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
     def both(x):
         return ops.gated_activation(ops.activation(x, kind="gelu"), kind="swiglu")
@@ -229,7 +229,7 @@ def test_compiles_as_one_graph_for_any_number_of_rows():
         assert torch.equal(*grads)
 
 
-def test_saves_only_its_input():
+def test_saves_only_its_input(device):
     x = torch.randn(64, 128, requires_grad=True)
     for function in (lambda: ops.gated_activation(x), lambda: ops.activation(x, kind="gelu")):
         saved = []
@@ -240,7 +240,7 @@ def test_saves_only_its_input():
         assert [(t.data_ptr(), t.nbytes) for t in saved] == [(x.data_ptr(), x.nbytes)]
 
 
-def test_errors():
+def test_errors(device):
     x = torch.randn(3, 4)
     with pytest.raises(RuntimeError, match=r"^activation: expected x to be float32, .*, got Long"):
         ops.activation(x.long(), kind="silu")
@@ -261,7 +261,7 @@ def test_errors():
         ops.gated_activation(x[0, 0])
 
 
-def test_backward_errors():
+def test_backward_errors(device):
     x = torch.randn(3, 4)
     backward = torch.ops.moe_ext._gated_activation_backward
     message = r"^_gated_activation_backward: expected grad to be "
@@ -274,14 +274,17 @@ def test_backward_errors():
         torch.ops.moe_ext._activation_backward(x[0], x, "silu")
 
 
-@settings(max_examples=40, deadline=None)
+# The fixture gives every example the same device.
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     kind=st.sampled_from(list(GATES)),
     shape=st.lists(st.integers(0, 5), max_size=3),
     dim=st.integers(0, 40),
     dtype=st.sampled_from(DTYPES),
 )
-def test_layouts_agree_and_gate_is_the_activation(kind, shape, dim, dtype):
+def test_layouts_agree_and_gate_is_the_activation(device, kind, shape, dim, dtype):
     x = torch.randn(*shape, 2, dim).to(dtype)
     concatenated = x.flatten(-2)
     interleaved = x.transpose(-1, -2).flatten(-2)

@@ -221,11 +221,11 @@ def test_compiles_as_one_graph_for_any_number_of_tokens(device):
     seed=st.integers(0, 2**31),
 )
 def test_invariants(device, num_tokens, num_experts, top_k, capacity, align, policy, seed):
-    generator = torch.Generator().manual_seed(seed)
-    idx = torch.randint(-1, num_experts, (num_tokens, top_k), generator=generator).to(device)
+    generator = torch.Generator(device).manual_seed(seed)
+    idx = torch.randint(-1, num_experts, (num_tokens, top_k), generator=generator)
     # Few distinct weights, so that the tie rule is at work.
-    weights = torch.randint(0, 3, (num_tokens, top_k), generator=generator).to(device) / 2
-    x = torch.randn(num_tokens, 3, generator=generator).to(device)
+    weights = torch.randint(0, 3, (num_tokens, top_k), generator=generator) / 2
+    x = torch.randn(num_tokens, 3, generator=generator)
     options = dict(topk_weights=weights, capacity=capacity, align=align, drop_policy=policy)
     rows, permutation = ops.permute_tokens(x, idx, num_experts, **options)
     assert_same_permutation(
