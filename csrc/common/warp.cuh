@@ -32,6 +32,40 @@ __device__ __forceinline__ T warp_sum(T value) {
   return value;
 }
 
+// NaN is passed over.
+template <typename T>
+__device__ __forceinline__ T warp_max(T value) {
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    const T other = __shfl_xor_sync(kFullMask, value, offset);
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
+template <typename T>
+struct Candidate {
+  T key;
+  int idx;
+
+  // The larger key, the lower index in a tie.
+  __device__ __forceinline__ bool beats(const Candidate& other) const {
+    return key > other.key || (key == other.key && idx < other.idx);
+  }
+};
+
+// The best candidate of the warp, in every lane. No key may be NaN.
+template <typename T>
+__device__ __forceinline__ Candidate<T> warp_best(Candidate<T> best) {
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    const Candidate<T> other = {
+        __shfl_xor_sync(kFullMask, best.key, offset), __shfl_xor_sync(kFullMask, best.idx, offset)};
+    best = other.beats(best) ? other : best;
+  }
+  return best;
+}
+
 template <typename T>
 __device__ __forceinline__ T warp_inclusive_scan(T value) {
 #pragma unroll

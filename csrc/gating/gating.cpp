@@ -1,14 +1,13 @@
 #include "gating/gating.h"
 
-#include <torch/csrc/stable/library.h>
-
 #include <cmath>
 
 #include "common/dispatch.h"
+#include "common/library.h"
 
 namespace moe_ext::gating {
 
-STABLE_TORCH_LIBRARY_FRAGMENT(moe_ext, m) {
+MOE_EXT_SCHEMAS(m) {
   m.def(
       "topk_gate(Tensor logits, SymInt top_k, str score_fn=\"softmax\", bool renormalize=True, float scale=1.0, "
       "Tensor? selection_bias=None, SymInt num_groups=1, SymInt top_groups=1, Tensor? token_mask=None) -> "

@@ -20,7 +20,7 @@ struct GateOptions {
   double scale;
 
   // Softmax divided by its sum over the chosen experts is the softmax of their logits, which cannot underflow to 0 / 0.
-  bool softmax_of_chosen() const {
+  constexpr bool softmax_of_chosen() const {
     return score_fn == ScoreFn::kTopkSoftmax || (score_fn == ScoreFn::kSoftmax && renormalize);
   }
 };

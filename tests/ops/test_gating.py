@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_ext import ops, reference
@@ -98,7 +98,7 @@ def assert_equals_reference(logits, top_k, options):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("option", OPTIONS)
-def test_gate_equals_the_reference(isa, option, dtype):
+def test_gate_equals_the_reference(backend, option, dtype):
     logits, options = make(257, option, dtype=dtype)
     assert_equals_reference(logits, TOP_K, options)
 
@@ -106,7 +106,7 @@ def test_gate_equals_the_reference(isa, option, dtype):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("num_tokens", NUM_TOKENS)
 @pytest.mark.parametrize("option", OPTIONS)
-def test_gate_of_any_number_of_tokens(option, num_tokens, masked):
+def test_gate_of_any_number_of_tokens(device, option, num_tokens, masked):
     logits, options = make(num_tokens, option)
     if masked:
         options["token_mask"] = torch.rand(num_tokens) > 0.4
@@ -117,14 +117,14 @@ def test_gate_of_any_number_of_tokens(option, num_tokens, masked):
     ("num_experts", "top_k"),
     [(1, 1), (2, 2), (7, 3), (8, 8), (16, 6), (33, 5), (64, 8), (64, 64), (160, 6), (257, 9)],
 )
-def test_any_number_of_experts(isa, num_experts, top_k):
+def test_any_number_of_experts(backend, num_experts, top_k):
     for option in ("softmax", "sigmoid_plain"):
         logits, options = make(35, option, num_experts=num_experts)
         assert_equals_reference(logits, top_k, options)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_strided_inputs(option):
+def test_strided_inputs(device, option):
     logits, options = make(257, option)
     mask = torch.rand(257) > 0.4
     grads = random_grads(logits, TOP_K)
@@ -162,7 +162,7 @@ def test_same_bits_for_any_number_of_threads(isa, num_threads, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ties_go_to_the_lower_index(isa, dtype):
+def test_ties_go_to_the_lower_index(backend, dtype):
     out = ops.topk_gate(torch.zeros(40, 20, dtype=dtype), 5)
     assert torch.equal(out.topk_idx, torch.arange(5).expand(40, 5))
     # Few distinct logits, so that every row has ties at the edge of the choice.
@@ -176,14 +176,14 @@ def test_ties_go_to_the_lower_index(isa, dtype):
             assert torch.equal(actual, reference.topk_gate(logits, top_k, **options).topk_idx)
 
 
-def test_experts_are_told_apart_where_their_scores_are_equal():
+def test_experts_are_told_apart_where_their_scores_are_equal(device):
     logits = torch.tensor([[0.0, -300.0, -200.0], [500.0, 400.0, 600.0]])
     assert ops.topk_gate(logits, 3).topk_idx.tolist() == [[0, 2, 1], [2, 0, 1]]
     sigmoid = ops.topk_gate(logits, 3, score_fn="sigmoid")
     assert sigmoid.topk_idx.tolist() == [[0, 2, 1], [2, 0, 1]]
 
 
-def test_extreme_logits_stay_finite(isa):
+def test_extreme_logits_stay_finite(backend):
     big = torch.finfo(torch.float32).max
     logits = torch.tensor(
         [[big, -big, 0.0, -math.inf], [-big, -big, -big, -big], [-300.0, -300.0, -400.0, -300.0]]
@@ -201,7 +201,7 @@ def test_extreme_logits_stay_finite(isa):
                 assert leaf.grad.isfinite().all()
 
 
-def test_a_denominator_of_zero_gives_zero_weights():
+def test_a_denominator_of_zero_gives_zero_weights(device):
     leaf = torch.full((1, 4), -500.0, requires_grad=True)
     out = ops.topk_gate(leaf, 2, score_fn="sigmoid")
     out.topk_weights.sum().backward()
@@ -209,7 +209,7 @@ def test_a_denominator_of_zero_gives_zero_weights():
     assert leaf.grad.abs().sum() == 0
 
 
-def test_an_expert_of_minus_infinity_is_never_chosen():
+def test_an_expert_of_minus_infinity_is_never_chosen(device):
     logits = torch.zeros(3, 4)
     logits[:, 1] = -math.inf
     bias = torch.tensor([0.0, 100.0, 0.0, 0.0])
@@ -225,7 +225,7 @@ def test_an_expert_of_minus_infinity_is_never_chosen():
     assert out.topk_idx.tolist() == [[0]] * 3
 
 
-def test_bias_changes_the_choice_and_not_the_weights():
+def test_bias_changes_the_choice_and_not_the_weights(device):
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     bias = torch.tensor([-5.0, 0.0, 0.0, 5.0], requires_grad=True)
     out = ops.topk_gate(
@@ -238,7 +238,7 @@ def test_bias_changes_the_choice_and_not_the_weights():
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_gradcheck(isa, option):
+def test_gradcheck(backend, option):
     logits, options = make(11, option, dtype=torch.float64)
     options["token_mask"] = torch.rand(11) > 0.3
 
@@ -251,7 +251,7 @@ def test_gradcheck(isa, option):
 
 @pytest.mark.parametrize("option", ["softmax", "softmax_plain", "sigmoid"])
 @pytest.mark.parametrize("output", ["topk_weights", "score_sum"])
-def test_gradient_of_one_output_alone(option, output):
+def test_gradient_of_one_output_alone(device, option, output):
     logits, options = make(9, option, dtype=torch.float64)
 
     def gate(logits):
@@ -264,7 +264,7 @@ def test_gradient_of_one_output_alone(option, output):
     assert torch.equal(logits.grad, expected)
 
 
-def test_integer_outputs_have_no_gradient():
+def test_integer_outputs_have_no_gradient(device):
     out = ops.topk_gate(torch.randn(4, 8, requires_grad=True), 2)
     assert out.topk_weights.requires_grad and out.score_sum.requires_grad
     assert not out.topk_idx.requires_grad and not out.num_tokens_per_expert.requires_grad
@@ -272,7 +272,7 @@ def test_integer_outputs_have_no_gradient():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", NUM_TOKENS)
-def test_masked_tokens_are_not_looked_at(num_tokens, dtype):
+def test_masked_tokens_are_not_looked_at(device, num_tokens, dtype):
     logits, options = make(num_tokens, "groups_by_two_largest", dtype=dtype)
     mask = torch.rand(num_tokens) > 0.5
     poisoned = torch.where(mask[:, None], logits, torch.full_like(logits, math.nan))
@@ -287,7 +287,10 @@ def test_masked_tokens_are_not_looked_at(num_tokens, dtype):
     assert (grad[~mask] == 0).all()
 
 
-@settings(max_examples=60, deadline=None)
+# The fixture gives every example the same device.
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     num_tokens=st.integers(0, 60),
     num_groups=st.integers(1, 5),
@@ -298,11 +301,13 @@ def test_masked_tokens_are_not_looked_at(num_tokens, dtype):
     seed=st.integers(0, 2**31),
     data=st.data(),
 )
-def test_invariants(num_tokens, num_groups, group_size, score_fn, biased, levels, seed, data):
+def test_invariants(
+    device, num_tokens, num_groups, group_size, score_fn, biased, levels, seed, data
+):
     top_groups = data.draw(st.integers(1, num_groups))
     top_k = data.draw(st.integers(1, top_groups * group_size))
     num_experts = num_groups * group_size
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     logits = torch.randint(0, levels, (num_tokens, num_experts), generator=generator) * 5 / levels
     mask = torch.rand(num_tokens, generator=generator) > 0.3
     bias = torch.randn(num_experts, generator=generator) if biased else None
@@ -335,7 +340,7 @@ def test_invariants(num_tokens, num_groups, group_size, score_fn, biased, levels
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("option", ["softmax", "groups_by_two_largest"])
-def test_opcheck_gate(option, dtype):
+def test_opcheck_gate(device, option, dtype):
     logits, options = make(17, option, dtype=dtype)
     mask = torch.rand(17) > 0.3
     args = (
@@ -357,7 +362,7 @@ def test_opcheck_gate(option, dtype):
     torch.library.opcheck(backward, (None, None, logits, idx, *args[:3]))
 
 
-def test_compiles_as_one_graph_for_any_number_of_tokens():
+def test_compiles_as_one_graph_for_any_number_of_tokens(device):
     def losses(logits, mask):
         out = ops.topk_gate(logits, TOP_K, token_mask=mask)
         balance = ops.load_balance_loss(out.score_sum, out.num_tokens_per_expert, TOP_K)

@@ -1,0 +1,446 @@
+// The gate: one warp a token, lane l holds the experts l, l + 32, ... in shared memory that no other lane touches
+// unless groups are limited. Forward: maximum, exp, sum, score_sum, group limit, K rounds of the warp's best key,
+// weights. A warp keeps its own sums and counts; a block adds those of its warps, and a second kernel adds the blocks,
+// each in a fixed order: the bits depend on the device's size and on nothing else. Nothing is refused here, since that
+// would want a synchronisation: a choice that does not exist becomes -1 with weight 0, and with kCheck it traps.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/launch.cuh"
+#include "common/warp.cuh"
+#include "gating/gating_tables.h"
+
+namespace moe_ext::gating {
+
+constexpr int kMaxWarps = 8;
+constexpr int kMinBlocks = 2; // of an SM: left to itself ptxas aims at fewer registers and spills
+constexpr int kNoExpert = INT32_MAX;
+
+template <typename Acc>
+constexpr Acc kInfinity = static_cast<Acc>(__builtin_inf());
+// The smallest normal number: a smaller denominator is replaced by it.
+template <typename Acc>
+constexpr Acc kTiny = sizeof(Acc) == 8 ? static_cast<Acc>(0x1p-1022) : static_cast<Acc>(0x1p-126);
+
+// One warp's part of shared memory, `bytes` long; the widest type comes first.
+template <typename Acc>
+struct WarpScratch {
+  Acc* score;     // [E]
+  Acc* key;       // [E] what selection compares; gradients
+  Acc* score_sum; // [E]
+  Acc* chosen;    // [K] logits or scores of the chosen experts, then their weights
+  Acc* group;     // [G] group scores
+  int* count;     // [E]
+  int* keep;      // [G]
+
+  static size_t bytes(const GateOptions& o) {
+    const size_t size =
+        sizeof(Acc) * (3 * o.num_experts + o.top_k + o.num_groups) + sizeof(int) * (o.num_experts + o.num_groups);
+    return ceil_div(size, 16) * 16;
+  }
+
+  __device__ __forceinline__
+  WarpScratch(unsigned char* shared, const GateOptions& o, int64_t bytes_per_warp, int warp) {
+    Acc* next = reinterpret_cast<Acc*>(shared + warp * bytes_per_warp);
+    score = next;
+    key = next += o.num_experts;
+    score_sum = next += o.num_experts;
+    chosen = next += o.num_experts;
+    group = next += o.top_k;
+    count = reinterpret_cast<int*>(next + o.num_groups);
+    keep = count + o.num_experts;
+  }
+};
+
+struct GatePlan {
+  int num_warps; // of a block
+  int64_t bytes_per_warp;
+  unsigned num_blocks;
+
+  size_t shared_bytes() const {
+    return num_warps * bytes_per_warp;
+  }
+  dim3 block() const {
+    return dim3(static_cast<unsigned>(num_warps * kWarpSize));
+  }
+  Launch launch_on(cudaStream_t stream) const {
+    return {dim3(num_blocks), block(), shared_bytes(), stream};
+  }
+};
+
+// num_warps 0: the device has not the shared memory for that many experts.
+template <typename Acc>
+GatePlan plan_gate(int64_t num_tokens, const GateOptions& options, const DeviceProperties& device) {
+  const int64_t bytes = static_cast<int64_t>(WarpScratch<Acc>::bytes(options));
+  const int64_t limit =
+      bytes <= device.shared_bytes_per_block ? device.shared_bytes_per_block : device.shared_bytes_per_block_opt_in;
+  const int warps = static_cast<int>(std::min<int64_t>(kMaxWarps, limit / bytes));
+  if (warps == 0) {
+    return {0, bytes, 0};
+  }
+  return {warps, bytes, persistent_grid(ceil_div(num_tokens, warps), warps * kWarpSize, device).x};
+}
+
+template <typename T>
+__device__ __forceinline__ acc_t<T> widen(T x) {
+  return static_cast<acc_t<T>>(x);
+}
+
+// The tokens that a warp walks over.
+__device__ __forceinline__ int64_t first_token() {
+  return int64_t{blockIdx.x} * (blockDim.x / kWarpSize) + warp_id();
+}
+
+__device__ __forceinline__ int64_t token_stride() {
+  return int64_t{gridDim.x} * (blockDim.x / kWarpSize);
+}
+
+// Fills score, and returns the factor that makes the scores sum to one.
+template <typename T>
+__device__ acc_t<T> compute_scores(const T* row, acc_t<T>* score, ScoreFn fn, int num_experts) {
+  using Acc = acc_t<T>;
+  Acc top = -kInfinity<Acc>;
+  for (int e = lane_id(); e < num_experts; e += kWarpSize) {
+    top = widen(row[e]) > top ? widen(row[e]) : top;
+  }
+  top = warp_max(top);
+  Acc sum = 0;
+  for (int e = lane_id(); e < num_experts; e += kWarpSize) {
+    score[e] = fn == ScoreFn::kSigmoid ? sigmoid_acc(widen(row[e])) : exp_acc(widen(row[e]) - top);
+    sum += score[e];
+  }
+  sum = warp_sum(sum);
+  return Acc(1) / (sum > kTiny<Acc> || sum != sum ? sum : kTiny<Acc>);
+}
+
+// The best key above -inf of the experts that this lane holds.
+template <typename Acc>
+__device__ __forceinline__ Candidate<Acc> lane_best(const Acc* key, int n) {
+  Candidate<Acc> best = {-kInfinity<Acc>, kNoExpert};
+  for (int e = lane_id(); e < n; e += kWarpSize) {
+    if (key[e] > best.key) {
+      best = {key[e], e};
+    }
+  }
+  return best;
+}
+
+// Keys outside the top_groups best groups become -inf. A group's score is its largest key, or, with a bias, the sum of
+// its two largest; keys of -inf are left out of the sum.
+template <typename Acc>
+__device__ void limit_groups(const WarpScratch<Acc>& scratch, bool biased, const GateOptions& options) {
+  const int num_groups = static_cast<int>(options.num_groups);
+  const int num_experts = static_cast<int>(options.num_experts);
+  const int group_size = num_experts / num_groups;
+  __syncwarp();
+  for (int g = lane_id(); g < num_groups; g += kWarpSize) {
+    Acc first = -kInfinity<Acc>, second = -kInfinity<Acc>;
+    for (int e = g * group_size; e < (g + 1) * group_size; ++e) {
+      const Acc v = scratch.key[e];
+      const Acc lower = v > first ? first : v;
+      second = lower > second ? lower : second;
+      first = v > first ? v : first;
+    }
+    scratch.group[g] = biased && second > -kInfinity<Acc> ? first + second : first;
+    scratch.keep[g] = 0;
+  }
+  for (int i = 0; i < options.top_groups; ++i) {
+    const Candidate<Acc> best = warp_best(lane_best(scratch.group, num_groups));
+    if (best.idx != kNoExpert && best.idx % kWarpSize == lane_id()) {
+      scratch.group[best.idx] = -kInfinity<Acc>;
+      scratch.keep[best.idx] = 1;
+    }
+  }
+  __syncwarp();
+  for (int e = lane_id(); e < num_experts; e += kWarpSize) {
+    if (scratch.keep[e / group_size] == 0) {
+      scratch.key[e] = -kInfinity<Acc>;
+    }
+  }
+}
+
+// Writes idx, counts, and leaves in scratch.chosen what the weights are made of.
+template <typename T, bool kCheck>
+__device__ void select_experts(
+    const GateArgs<T>& args, const WarpScratch<acc_t<T>>& scratch, const T* row, int64_t token) {
+  using Acc = acc_t<T>;
+  const int num_experts = static_cast<int>(args.options.num_experts);
+  const bool from_logits = args.options.softmax_of_chosen();
+  Candidate<Acc> mine = lane_best(scratch.key, num_experts);
+  for (int k = 0; k < args.options.top_k; ++k) {
+    const int expert = warp_best(mine).idx;
+    const bool exists = expert != kNoExpert;
+    if constexpr (kCheck) {
+      if (!exists) {
+        __trap();
+      }
+    }
+    const int owner = exists ? expert % kWarpSize : 0;
+    Acc value = from_logits ? -kInfinity<Acc> : Acc(0);
+    if (exists && lane_id() == owner) {
+      value = from_logits ? widen(row[expert]) : scratch.score[expert];
+      scratch.key[expert] = -kInfinity<Acc>;
+      scratch.count[expert] += 1;
+      mine = lane_best(scratch.key, num_experts);
+    }
+    value = __shfl_sync(kFullMask, value, owner);
+    if (lane_id() == k % kWarpSize) {
+      scratch.chosen[k] = value;
+      args.idx[token * args.options.top_k + k] = exists ? expert : -1;
+    }
+  }
+}
+
+// score(chosen) / sum(chosen) in place, softmax for logits; the sum is left out where a score is its own weight.
+template <typename Acc>
+__device__ Acc normalize_chosen(Acc* chosen, int top_k, bool softmax, bool by_sum) {
+  Acc top = -kInfinity<Acc>, sum = 0;
+  for (int k = lane_id(); softmax && k < top_k; k += kWarpSize) {
+    top = chosen[k] > top ? chosen[k] : top;
+  }
+  top = warp_max(top);
+  for (int k = lane_id(); k < top_k; k += kWarpSize) {
+    chosen[k] = softmax ? exp_acc(chosen[k] - top) : chosen[k];
+    sum += chosen[k];
+  }
+  sum = warp_sum(sum);
+  return !by_sum ? Acc(1) : sum > kTiny<Acc> || sum != sum ? sum : kTiny<Acc>;
+}
+
+template <typename T>
+__device__ void write_weights(
+    const GateArgs<T>& args, const WarpScratch<acc_t<T>>& scratch, acc_t<T> factor, int64_t token) {
+  using Acc = acc_t<T>;
+  const GateOptions& options = args.options;
+  const int top_k = static_cast<int>(options.top_k);
+  const bool softmax = options.softmax_of_chosen();
+  const bool by_sum = softmax || options.renormalize;
+  const Acc denominator = normalize_chosen(scratch.chosen, top_k, softmax, by_sum);
+  const Acc unit = !by_sum && options.score_fn == ScoreFn::kSoftmax ? factor : Acc(1);
+  const Acc scale = static_cast<Acc>(options.scale) * unit;
+  for (int k = lane_id(); k < top_k; k += kWarpSize) {
+    args.weights[token * top_k + k] = scratch.chosen[k] / denominator * scale;
+  }
+}
+
+template <typename T, bool kCheck>
+__device__ void gate_token(const GateArgs<T>& args, const WarpScratch<acc_t<T>>& scratch, int64_t token) {
+  using Acc = acc_t<T>;
+  const GateOptions& options = args.options;
+  const int num_experts = static_cast<int>(options.num_experts);
+  const T* const row = args.logits + token * num_experts;
+  const Acc factor = compute_scores(row, scratch.score, options.score_fn, num_experts);
+  const Acc unit = options.score_fn == ScoreFn::kSigmoid ? Acc(1) : factor;
+  for (int e = lane_id(); e < num_experts; e += kWarpSize) {
+    const Acc x = widen(row[e]);
+    if constexpr (kCheck) {
+      if (!(x < kInfinity<Acc>)) {
+        __trap();
+      }
+    }
+    scratch.score_sum[e] += scratch.score[e] * factor;
+    // A logit of -inf stays out of reach of any bias.
+    scratch.key[e] = args.bias != nullptr && x > -kInfinity<Acc> ? scratch.score[e] * unit + args.bias[e] : x;
+  }
+  if (options.top_groups < options.num_groups) {
+    limit_groups(scratch, args.bias != nullptr, options);
+  }
+  select_experts<T, kCheck>(args, scratch, row, token);
+  write_weights(args, scratch, factor, token);
+  __syncwarp();
+}
+
+// Also partial_sums and partial_counts [blocks, E].
+template <typename T, bool kCheck>
+__global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) topk_gate_kernel(
+    GateArgs<T> args, int64_t num_tokens, int64_t bytes_per_warp, acc_t<T>* partial_sums, int* partial_counts) {
+  using Acc = acc_t<T>;
+  MOE_DYNAMIC_SHARED(unsigned char, shared);
+  const GateOptions& options = args.options;
+  const int num_experts = static_cast<int>(options.num_experts);
+  const WarpScratch<Acc> scratch(shared, options, bytes_per_warp, warp_id());
+  for (int e = lane_id(); e < num_experts; e += kWarpSize) {
+    scratch.score_sum[e] = 0;
+    scratch.count[e] = 0;
+  }
+  for (int64_t token = first_token(); token < num_tokens; token += token_stride()) {
+    if (args.token_mask == nullptr || args.token_mask[token]) {
+      gate_token<T, kCheck>(args, scratch, token);
+      continue;
+    }
+    for (int k = lane_id(); k < options.top_k; k += kWarpSize) {
+      args.weights[token * options.top_k + k] = 0;
+      args.idx[token * options.top_k + k] = -1;
+    }
+  }
+  __syncthreads();
+  const int num_warps = static_cast<int>(blockDim.x) / kWarpSize;
+  for (int e = static_cast<int>(threadIdx.x); e < num_experts; e += static_cast<int>(blockDim.x)) {
+    Acc sum = 0;
+    int count = 0;
+    for (int warp = 0; warp < num_warps; ++warp) {
+      const WarpScratch<Acc> other(shared, options, bytes_per_warp, warp);
+      sum += other.score_sum[e];
+      count += other.count[e];
+    }
+    partial_sums[int64_t{blockIdx.x} * num_experts + e] = sum;
+    partial_counts[int64_t{blockIdx.x} * num_experts + e] = count;
+  }
+}
+
+// score_sum [E] and counts [E] from those of the blocks. One warp per expert.
+template <typename Acc>
+__global__ void add_partials_kernel(
+    const Acc* __restrict__ partial_sums, const int* __restrict__ partial_counts, int num_blocks, int num_experts,
+    Acc* __restrict__ score_sum, int64_t* __restrict__ counts) {
+  double sum = 0;
+  int64_t count = 0;
+  for (int block = lane_id(); block < num_blocks; block += kWarpSize) {
+    sum += partial_sums[int64_t{block} * num_experts + blockIdx.x];
+    count += partial_counts[int64_t{block} * num_experts + blockIdx.x];
+  }
+  sum = warp_sum(sum);
+  count = warp_sum(count);
+  if (lane_id() == 0) {
+    score_sum[blockIdx.x] = static_cast<Acc>(sum);
+    counts[blockIdx.x] = count;
+  }
+}
+
+// chosen [K] = scale q (1 - s) (g - <q, g>), the gradient through weights q that are scores of the chosen experts
+// divided by their sum; plain sigmoids have no sum to go through.
+template <typename T>
+__device__ void weights_backward(
+    const GateGradArgs<T>& args, acc_t<T>* chosen, const T* row, const int64_t* idx, const acc_t<T>* grad) {
+  using Acc = acc_t<T>;
+  const int top_k = static_cast<int>(args.options.top_k);
+  const bool sigmoid = args.options.score_fn == ScoreFn::kSigmoid;
+  for (int k = lane_id(); k < top_k; k += kWarpSize) {
+    const Acc x = idx[k] < 0 ? -kInfinity<Acc> : widen(row[idx[k]]);
+    chosen[k] = sigmoid ? sigmoid_acc(x) : x;
+  }
+  const bool by_sum = !sigmoid || args.options.renormalize;
+  const Acc factor = Acc(1) / normalize_chosen(chosen, top_k, !sigmoid, by_sum);
+  Acc mean = 0;
+  for (int k = lane_id(); by_sum && k < top_k; k += kWarpSize) {
+    mean += chosen[k] * grad[k];
+  }
+  mean = warp_sum(mean) * factor;
+  for (int k = lane_id(); k < top_k; k += kWarpSize) {
+    const Acc slope = sigmoid ? Acc(1) - chosen[k] : Acc(1);
+    chosen[k] = static_cast<Acc>(args.options.scale) * (chosen[k] * factor) * slope * (grad[k] - mean);
+  }
+}
+
+// key [E] = p (1 - s) (g - <p, g>), the gradient through the normalised scores p, with 1 - s for sigmoids alone and g
+// that of score_sum. Where the weights are probabilities, `chosen` becomes their own term, a part of <p, g>.
+template <typename T>
+__device__ void scores_backward(
+    const GateGradArgs<T>& args, const WarpScratch<acc_t<T>>& scratch, const T* row, const int64_t* idx,
+    const acc_t<T>* grad_of_probabilities) {
+  using Acc = acc_t<T>;
+  const GateOptions& options = args.options;
+  const int num_experts = static_cast<int>(options.num_experts);
+  const Acc factor = compute_scores(row, scratch.score, options.score_fn, num_experts);
+  const Acc* const g = args.grad_score_sum;
+  Acc mean = 0;
+  for (int e = lane_id(); g != nullptr && e < num_experts; e += kWarpSize) {
+    mean += scratch.score[e] * factor * g[e];
+  }
+  if (grad_of_probabilities != nullptr) {
+    // The scores belong to other lanes.
+    __syncwarp();
+    for (int k = lane_id(); k < options.top_k; k += kWarpSize) {
+      const Acc p = idx[k] < 0 ? Acc(0) : scratch.score[idx[k]] * factor;
+      scratch.chosen[k] = p * static_cast<Acc>(options.scale) * grad_of_probabilities[k];
+      mean += scratch.chosen[k];
+    }
+  }
+  mean = warp_sum(mean);
+  for (int e = lane_id(); e < num_experts; e += kWarpSize) {
+    const Acc s = scratch.score[e];
+    const Acc slope = options.score_fn == ScoreFn::kSigmoid ? Acc(1) - s : Acc(1);
+    scratch.key[e] = s * factor * slope * ((g != nullptr ? g[e] : Acc(0)) - mean);
+  }
+}
+
+template <typename T, bool kCheck>
+__global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
+    topk_gate_backward_kernel(GateGradArgs<T> args, int64_t num_tokens, int64_t bytes_per_warp) {
+  using Acc = acc_t<T>;
+  MOE_DYNAMIC_SHARED(unsigned char, shared);
+  const GateOptions& options = args.options;
+  const int num_experts = static_cast<int>(options.num_experts);
+  const WarpScratch<Acc> scratch(shared, options, bytes_per_warp, warp_id());
+  const bool of_weights = args.grad_weights != nullptr;
+  const bool of_probabilities = of_weights && options.score_fn == ScoreFn::kSoftmax && !options.softmax_of_chosen();
+  for (int64_t token = first_token(); token < num_tokens; token += token_stride()) {
+    const T* const row = args.logits + token * num_experts;
+    const int64_t* const idx = args.idx + token * options.top_k;
+    const Acc* const grad = of_weights ? args.grad_weights + token * options.top_k : nullptr;
+    const bool active = idx[0] >= 0;
+    if (active && (args.grad_score_sum != nullptr || of_probabilities)) {
+      scores_backward(args, scratch, row, idx, of_probabilities ? grad : nullptr);
+    } else {
+      for (int e = lane_id(); e < num_experts; e += kWarpSize) {
+        scratch.key[e] = 0;
+      }
+    }
+    if (active && of_weights) {
+      if (!of_probabilities) {
+        weights_backward(args, scratch.chosen, row, idx, grad);
+      }
+      __syncwarp();
+      for (int k = lane_id(); k < options.top_k; k += kWarpSize) {
+        if constexpr (kCheck) {
+          if (idx[k] < 0 || idx[k] >= num_experts) {
+            __trap();
+          }
+        }
+        if (idx[k] >= 0 && idx[k] < num_experts) {
+          scratch.key[idx[k]] += scratch.chosen[k];
+        }
+      }
+      __syncwarp();
+    }
+    for (int e = lane_id(); e < num_experts; e += kWarpSize) {
+      args.grad[token * num_experts + e] = static_cast<T>(scratch.key[e]);
+    }
+  }
+}
+
+// Bytes of the blocks' partial sums and counts.
+template <typename Acc>
+int64_t gate_workspace_bytes(const GatePlan& plan, int64_t num_experts) {
+  return int64_t{plan.num_blocks} * num_experts * static_cast<int64_t>(sizeof(Acc) + sizeof(int));
+}
+
+template <bool kCheck, typename T>
+void launch_topk_gate(
+    const GateArgs<T>& args, int64_t num_tokens, const GatePlan& plan, void* workspace,
+    acc_t<T>* score_sum, // [E]
+    int64_t* counts,     // [E]
+    cudaStream_t stream) {
+  const int num_experts = static_cast<int>(args.options.num_experts);
+  auto* const sums = static_cast<acc_t<T>*>(workspace);
+  int* const partial_counts = reinterpret_cast<int*>(sums + int64_t{plan.num_blocks} * num_experts);
+  launch(
+      plan.launch_on(stream), topk_gate_kernel<T, kCheck>, args, num_tokens, plan.bytes_per_warp, sums, partial_counts);
+  launch(
+      {dim3(static_cast<unsigned>(num_experts)), dim3(kWarpSize), 0, stream}, add_partials_kernel<acc_t<T>>, sums,
+      partial_counts, static_cast<int>(plan.num_blocks), num_experts, score_sum, counts);
+}
+
+template <bool kCheck, typename T>
+void launch_topk_gate_backward(
+    const GateGradArgs<T>& args, int64_t num_tokens, const GatePlan& plan, cudaStream_t stream) {
+  if (num_tokens > 0) {
+    launch(plan.launch_on(stream), topk_gate_backward_kernel<T, kCheck>, args, num_tokens, plan.bytes_per_warp);
+  }
+}
+
+} // namespace moe_ext::gating
