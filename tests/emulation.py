@@ -15,10 +15,15 @@ import torch
 
 LIBRARY = Path(__file__).resolve().parent.parent / "build" / "_C_simt.so"
 KEY = "PrivateUse1"
+_active = False
 
 
 def is_built() -> bool:
     return LIBRARY.exists()
+
+
+def is_active() -> bool:
+    return _active
 
 
 @functools.cache
@@ -42,7 +47,10 @@ def emulated_cuda() -> Iterator[None]:
         for name in operators():
             op = getattr(torch.ops.moe_ext, name).default
             library.impl(name, functools.partial(op.redispatch, keys), "CPU", allow_override=True)
+    global _active
+    _active = True
     try:
         yield
     finally:
+        _active = False
         library._destroy()

@@ -34,7 +34,8 @@ inline DeviceProperties device_properties() {
   };
   return {
       attribute(cudaDevAttrMultiProcessorCount), attribute(cudaDevAttrMaxThreadsPerMultiProcessor),
-      attribute(cudaDevAttrMaxSharedMemoryPerBlock), attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)};
+      attribute(cudaDevAttrMaxSharedMemoryPerBlock), attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+      attribute(cudaDevAttrComputeCapabilityMajor)};
 }
 
 // Runs kernel(args...) on the stream of `launch`; throws if the launch is refused.

@@ -26,6 +26,7 @@ struct DeviceProperties {
   int max_threads_per_sm;
   int shared_bytes_per_block;        // without an opt-in
   int shared_bytes_per_block_opt_in; // the most that a launch may ask for
+  int compute_capability;            // major
 };
 
 // Blocks that fill the device once, or fewer where the work is less: kernels walk over the rest with a stride.

@@ -1,10 +1,10 @@
 #include "grouped_gemm/grouped_gemm.h"
 
-#include <torch/csrc/stable/library.h>
+#include "common/library.h"
 
 namespace moe_ext::grouped_gemm {
 
-STABLE_TORCH_LIBRARY_FRAGMENT(moe_ext, m) {
+MOE_EXT_SCHEMAS(m) {
   m.def("grouped_mm(Tensor x, Tensor weight, Tensor expert_offsets, Tensor? bias=None) -> Tensor");
   m.def("_grouped_mm_backward_weight(Tensor grad, Tensor x, Tensor expert_offsets) -> Tensor");
   m.def("_grouped_mm_backward_bias(Tensor grad, Tensor expert_offsets) -> Tensor");

@@ -10,6 +10,7 @@
 
 #include "common/dispatch.h"
 #include "grouped_gemm/grouped_gemm.h"
+#include "grouped_gemm/per_expert.h"
 #include "grouped_gemm/tiles.h"
 
 namespace moe_ext::grouped_gemm {
@@ -21,40 +22,6 @@ using torch::stable::parallel_for;
 constexpr int64_t kRowsPerTile = 256;
 // Columns of the weight's gradient in a tile; its sum over the rows is never cut.
 constexpr int64_t kGradRowsPerTile = 256;
-
-// A 2-D view that owns nothing: it must not outlive the tensor it was taken from.
-struct Matrix {
-  int64_t rows;
-  int64_t cols;
-  int64_t row_stride;
-  int64_t col_stride;
-};
-
-Tensor view_of(const Tensor& t, int64_t offset, const Matrix& m) {
-  char* begin = static_cast<char*>(t.data_ptr()) + offset * static_cast<int64_t>(t.element_size());
-  const std::array<int64_t, 2> sizes = {m.rows, m.cols};
-  const std::array<int64_t, 2> strides = {m.row_stride, m.col_stride};
-  return torch::stable::from_blob(
-      begin, sizes, strides, torch::stable::Device(torch::headeronly::DeviceType::CPU), t.scalar_type());
-}
-
-// Rows [begin, end) of a 2-D tensor.
-Tensor rows_of(const Tensor& t, int64_t begin, int64_t end) {
-  return view_of(t, begin * t.stride(0), {end - begin, t.size(1), t.stride(0), t.stride(1)});
-}
-
-Tensor matrix_transposed(const Tensor& t, int64_t e) {
-  return view_of(t, e * t.stride(0), {t.size(2), t.size(1), t.stride(2), t.stride(1)});
-}
-
-// out = a b
-void mm_out(const Tensor& out, const Tensor& a, const Tensor& b) {
-  using torch::stable::detail::from;
-  std::array<StableIValue, 3> stack = {from(a), from(b), from(out)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
-  // The returned alias of out holds a reference of its own.
-  (void)torch::stable::detail::to<Tensor>(stack[0]);
-}
 
 // out = a b + bias, rounded once. The dispatcher's stable entry takes no Scalar, which addmm needs.
 void addmm_out(const Tensor& out, const Tensor& bias, const Tensor& a, const Tensor& b) {

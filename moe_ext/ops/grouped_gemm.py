@@ -38,8 +38,13 @@ def grouped_mm(
         RuntimeError: an argument has the wrong device, dtype or shape, or the offsets decrease or
         leave the rows.
 
-    Deterministic, with the same bits for any number of threads: tiles of a fixed size go to the
-    library's product, each on one thread.
+    On CUDA, bfloat16 on devices of compute capability 9 and 10, with rows and matrices at multiples
+    of 16 bytes, is one library product over all experts and does not synchronise the device; all
+    else there is a product per expert, which does. The bias is then added to the rounded product,
+    and offsets that decrease or leave the rows are not refused where nothing synchronises.
+
+    Deterministic; on CPU with the same bits for any number of threads: tiles of a fixed size go to the
+    library's product, each on one thread. On CUDA as far as the library's product is.
     """
     device_type = x_NK.device.type
     # The meta device has no autocast, and torch 2.11 cannot trace the question whether one has.

@@ -26,7 +26,7 @@ def tolerance(dtype, terms):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", NUM_TOKENS)
 @pytest.mark.parametrize("num_experts", [1, 16, 33])
-def test_z_loss_equals_the_reference(isa, num_experts, num_tokens, dtype):
+def test_z_loss_equals_the_reference(backend, num_experts, num_tokens, dtype):
     logits = (4 * torch.randn(num_tokens, num_experts)).to(dtype)
     mask = torch.rand(num_tokens) > 0.3
     results = []
@@ -50,7 +50,7 @@ def test_z_loss_equals_the_reference(isa, num_experts, num_tokens, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_z_loss_has_the_same_bits_for_any_number_of_threads(isa, num_threads, dtype):
+def test_z_loss_has_the_same_bits_for_any_number_of_threads(backend, num_threads, dtype):
     # Twelve blocks of tokens.
     logits = torch.randn(3001, 24).to(dtype)
     results = []
@@ -64,7 +64,7 @@ def test_z_loss_has_the_same_bits_for_any_number_of_threads(isa, num_threads, dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_z_loss_does_not_look_at_masked_tokens(dtype):
+def test_z_loss_does_not_look_at_masked_tokens(device, dtype):
     logits = torch.randn(257, 9).to(dtype)
     mask = torch.rand(257) > 0.5
     poisoned = torch.where(mask[:, None], logits, torch.full_like(logits, math.nan))
@@ -75,7 +75,7 @@ def test_z_loss_does_not_look_at_masked_tokens(dtype):
     assert leaf.grad.isfinite().all() and (leaf.grad[~mask] == 0).all()
 
 
-def test_z_loss_of_infinite_and_strided_logits():
+def test_z_loss_of_infinite_and_strided_logits(device):
     logits = torch.randn(20, 5)
     assert torch.equal(
         ops.router_z_loss(logits.t().contiguous().t()), ops.router_z_loss(logits.contiguous())
@@ -87,7 +87,7 @@ def test_z_loss_of_infinite_and_strided_logits():
     assert ops.router_z_loss(logits).isnan()
 
 
-def test_z_loss_gradcheck():
+def test_z_loss_gradcheck(device):
     logits = torch.randn(7, 9, dtype=torch.float64, requires_grad=True)
     mask = torch.rand(7) > 0.3
     assert torch.autograd.gradcheck(ops.router_z_loss, (logits,))
@@ -99,7 +99,7 @@ def test_z_loss_gradcheck():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("num_experts", [1, 8, 33])
-def test_balance_loss_equals_the_reference(num_experts, index_dtype, dtype):
+def test_balance_loss_equals_the_reference(device, num_experts, index_dtype, dtype):
     counts = torch.randint(0, 50, (num_experts,)).to(index_dtype)
     score_sum = (20 * torch.rand(num_experts)).to(dtype)
     results = []
@@ -112,7 +112,7 @@ def test_balance_loss_equals_the_reference(num_experts, index_dtype, dtype):
         torch.testing.assert_close(actual, expected, rtol=tolerance(dtype, num_experts), atol=0)
 
 
-def test_balance_loss_is_one_when_balanced_and_zero_without_tokens():
+def test_balance_loss_is_one_when_balanced_and_zero_without_tokens(device):
     logits = torch.zeros(16, 8)
     out = ops.topk_gate(logits, 2)
     assert ops.load_balance_loss(out.score_sum, torch.full((8,), 4), 2) == 1.0
@@ -127,7 +127,7 @@ def test_balance_loss_is_one_when_balanced_and_zero_without_tokens():
     loss.backward()
 
 
-def test_balance_loss_gradcheck():
+def test_balance_loss_gradcheck(device):
     score_sum = torch.rand(9, dtype=torch.float64, requires_grad=True)
     counts = torch.randint(0, 9, (9,))
     assert torch.autograd.gradcheck(
@@ -135,7 +135,7 @@ def test_balance_loss_gradcheck():
     )
 
 
-def test_opcheck_losses():
+def test_opcheck_losses(device):
     logits = torch.randn(17, 8, requires_grad=True)
     mask = torch.rand(17) > 0.3
     z_loss = torch.ops.moe_ext.router_z_loss

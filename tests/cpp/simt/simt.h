@@ -37,6 +37,7 @@ struct Device {
   int max_threads_per_sm = 512;
   int shared_bytes_per_block = 48 * 1024;
   int shared_bytes_per_block_opt_in = 99 * 1024;
+  int compute_capability = 9;
 };
 
 Schedule& schedule();

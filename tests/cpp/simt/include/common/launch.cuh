@@ -10,7 +10,8 @@ namespace moe_ext {
 inline DeviceProperties device_properties() {
   const simt::Device& device = simt::device();
   return {
-      device.num_sms, device.max_threads_per_sm, device.shared_bytes_per_block, device.shared_bytes_per_block_opt_in};
+      device.num_sms, device.max_threads_per_sm, device.shared_bytes_per_block, device.shared_bytes_per_block_opt_in,
+      device.compute_capability};
 }
 
 template <typename... Params, typename... Args>

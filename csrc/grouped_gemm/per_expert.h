@@ -1,0 +1,55 @@
+// One library product per expert, on slices made by from_blob: one call each, where narrow, select and transpose are up
+// to three. For the CPU, and for CUDA where no library takes all experts at once.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <array>
+
+#include "common/check.h"
+
+namespace moe_ext::grouped_gemm {
+
+// A 2-D view that owns nothing: it must not outlive the tensor it was taken from.
+struct Matrix {
+  int64_t rows;
+  int64_t cols;
+  int64_t row_stride;
+  int64_t col_stride;
+};
+
+inline Tensor view_of(const Tensor& t, int64_t offset, const Matrix& m) {
+  char* begin = static_cast<char*>(t.data_ptr()) + offset * static_cast<int64_t>(t.element_size());
+  const std::array<int64_t, 2> sizes = {m.rows, m.cols};
+  const std::array<int64_t, 2> strides = {m.row_stride, m.col_stride};
+  return torch::stable::from_blob(begin, sizes, strides, t.device(), t.scalar_type());
+}
+
+// Rows [begin, end) of a 2-D tensor.
+inline Tensor rows_of(const Tensor& t, int64_t begin, int64_t end) {
+  return view_of(t, begin * t.stride(0), {end - begin, t.size(1), t.stride(0), t.stride(1)});
+}
+
+inline Tensor rows_transposed(const Tensor& t, int64_t begin, int64_t end) {
+  return view_of(t, begin * t.stride(0), {t.size(1), end - begin, t.stride(1), t.stride(0)});
+}
+
+// Matrix e of a 3-D tensor.
+inline Tensor matrix_of(const Tensor& t, int64_t e) {
+  return view_of(t, e * t.stride(0), {t.size(1), t.size(2), t.stride(1), t.stride(2)});
+}
+
+inline Tensor matrix_transposed(const Tensor& t, int64_t e) {
+  return view_of(t, e * t.stride(0), {t.size(2), t.size(1), t.stride(2), t.stride(1)});
+}
+
+// out = a b
+inline void mm_out(const Tensor& out, const Tensor& a, const Tensor& b) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 3> stack = {from(a), from(b), from(out)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
+  // The returned alias of out holds a reference of its own.
+  (void)torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+} // namespace moe_ext::grouped_gemm
