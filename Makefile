@@ -3,7 +3,11 @@
 # make lint     formatting, style, types and spelling
 # make bench    time the operators beside their peers and rewrite docs/benchmarks.md
 # make build    build the operators in place;  make compat: test that build under the oldest torch
-# Everything is installed into .venv, which is reused. Neither nvcc nor a GPU is needed.
+# make cuda     build the CUDA operators too, print what each kernel uses; fails if one spills registers
+# make gpu-check PYTHON=python    on a machine with a GPU: build, test, sanitize and measure with that Python as it is
+# make gpu-report                 docs/gpu.md from what gpu-check found
+# Everything but gpu-check installs into .venv, which is reused. Neither nvcc nor a GPU is needed for the rest; nvcc for
+# make cuda.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +15,7 @@ BIN = $(VENV)/bin
 OLDEST_TORCH = 2.11.0
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
-.PHONY: demo test lint bench build compat clean
+.PHONY: demo test lint bench build compat cuda gpu-check gpu-report clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -40,7 +44,7 @@ compat: build
 	test -x $(VENV)-oldest/bin/python || $(PYTHON) -m venv $(VENV)-oldest
 	$(VENV)-oldest/bin/python tools/install.py --torch $(OLDEST_TORCH) pytest pytest-timeout hypothesis numpy
 	PYTHONPATH=. $(VENV)-oldest/bin/python -m moe_ext info --brief
-	$(VENV)-oldest/bin/python -m pytest tests/ops tests/nn
+	$(VENV)-oldest/bin/python -m pytest tests/ops tests/nn tests/test_cuda_library.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
@@ -52,5 +56,15 @@ lint: $(VENV)/.installed
 bench: build
 	$(BIN)/python benchmarks/run.py
 
+cuda: $(VENV)/.installed
+	MOE_EXT_CUDA=1 $(MAKE) build
+	$(BIN)/python tools/kernel_resources.py build/cmake-$$($(BIN)/python -c 'import torch; print(torch.__version__)')
+
+gpu-check:
+	$(PYTHON) tools/gpu_check.py
+
+gpu-report:
+	$(PYTHON) tools/gpu_check.py --report docs/gpu.md
+
 clean:
-	rm -rf build moe_ext/_C.so
+	rm -rf build moe_ext/_C.so moe_ext/_C_cuda.so

@@ -25,10 +25,12 @@ bool has_aligned_matrices(const Tensor& t) {
   return aligned;
 }
 
-bool torch_has_kernel(const Tensor& a, const Tensor& b) {
+// Its output has padded rows unless they too are multiples of 16 bytes.
+bool torch_has_kernel(const Tensor& a, const Tensor& b, int64_t out_columns) {
   const int capability = device_properties().compute_capability;
   return a.scalar_type() == ScalarType::BFloat16 && (capability == 9 || capability == 10) && a.numel() > 0 &&
-         b.numel() > 0 && has_aligned_matrices(a) && has_aligned_matrices(b);
+         b.numel() > 0 && out_columns * static_cast<int64_t>(a.element_size()) % kAccessBytes == 0 &&
+         has_aligned_matrices(a) && has_aligned_matrices(b);
 }
 
 // ends: int32, the end of each expert's rows.
@@ -59,9 +61,9 @@ Tensor grouped_mm_cuda(
   const int64_t num_experts = weight.size(0), dim = weight.size(1);
   Tensor offsets = contiguous(expert_offsets);
   Tensor out;
-  if (torch_has_kernel(x, weight)) {
+  if (torch_has_kernel(x, weight, dim)) {
     const Tensor ends = torch::stable::to(torch::stable::narrow(offsets, 0, 1, num_experts), ScalarType::Int);
-    out = torch_grouped_mm(x, transpose(weight, 1, 2), ends);
+    out = contiguous(torch_grouped_mm(x, transpose(weight, 1, 2), ends));
   } else {
     const Tensor on_host = host_offsets("grouped_mm", offsets, x.size(0));
     const int64_t* begin = data<int64_t>(on_host);
@@ -90,7 +92,7 @@ Tensor backward_weight_cuda(
   const DeviceScope device(grad);
   const int64_t num_experts = expert_offsets.size(0) - 1;
   const Tensor offsets = contiguous(expert_offsets);
-  if (num_experts > 0 && torch_has_kernel(grad, x)) {
+  if (num_experts > 0 && torch_has_kernel(grad, x, x.size(1))) {
     // The first of E + 1 products is over the rows before the first expert's.
     Tensor with_first = torch_grouped_mm(transpose(grad, 0, 1), x, torch::stable::to(offsets, ScalarType::Int));
     const Tensor out = contiguous(torch::stable::narrow(with_first, 0, 1, num_experts));

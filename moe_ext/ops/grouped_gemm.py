@@ -43,8 +43,8 @@ def grouped_mm(
     else there is a product per expert, which does. The bias is then added to the rounded product,
     and offsets that decrease or leave the rows are not refused where nothing synchronises.
 
-    Deterministic; on CPU with the same bits for any number of threads: tiles of a fixed size go to the
-    library's product, each on one thread. On CUDA as far as the library's product is.
+    Deterministic; on CPU with the same bits for any number of threads: tiles of a fixed size go to
+    the library's product, each on one thread. On CUDA as far as the library's product is.
     """
     device_type = x_NK.device.type
     # The meta device has no autocast, and torch 2.11 cannot trace the question whether one has.

@@ -1,0 +1,201 @@
+"""Times every CUDA kernel beside a copy of as many bytes, on one GPU; prints one JSON object.
+
+Shape suffixes: T tokens, D model, F ffn, E experts, K top-k. Bytes are counted as read once and
+written once; the share is that of the bandwidth of `Tensor.copy_` measured in the same run.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from moe_ext import ops
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer of a large model: tokens, width, experts."""
+
+    num_tokens: int
+    model_dim: int
+    ffn_dim: int
+    num_experts: int
+    top_k: int
+
+
+LARGE = Shape(32768, 4096, 1024, 128, 8)
+SMALL = Shape(64, 256, 64, 8, 2)
+GATE = Shape(16384, 0, 0, 64, 8)
+SMALL_GATE = Shape(64, 0, 0, 16, 4)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One kernel's time; GB/s and share are None where it is not bound by memory."""
+
+    name: str
+    shape: str
+    dtype: str
+    microseconds: float
+    gigabytes_per_second: float | None
+    share_of_copy: float | None
+
+
+class Timer:
+    """Median time of a call, by events on a GPU and by the clock elsewhere."""
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self.device = device
+        self.repeats = repeats
+        # Writing this between calls leaves nothing of the last call in the second-level cache.
+        size = 256 * 2**20 if device.type == "cuda" else 1
+        self.flush = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def __call__(self, run: Callable[[], object]) -> float:
+        """Returns microseconds."""
+        for _ in range(3):
+            run()
+        times = [self._once(run) for _ in range(self.repeats)]
+        return statistics.median(times)
+
+    def _once(self, run: Callable[[], object]) -> float:
+        self.flush.zero_()
+        if self.device.type != "cuda":
+            import time
+
+            start = time.perf_counter()
+            run()
+            return 1e6 * (time.perf_counter() - start)
+        start_event = torch.cuda.Event(enable_timing=True)
+        end_event = torch.cuda.Event(enable_timing=True)
+        start_event.record()
+        run()
+        end_event.record()
+        end_event.synchronize()
+        return 1e3 * start_event.elapsed_time(end_event)
+
+
+class Suite:
+    """Collects results; `copy_bandwidth` in bytes a microsecond."""
+
+    def __init__(self, device: torch.device, repeats: int, copy_bytes: int) -> None:
+        self.device = device
+        self.time = Timer(device, repeats)
+        self.results: list[Result] = []
+        source = torch.zeros(copy_bytes // 2, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        self.copy_bandwidth = copy_bytes / self.time(lambda: target.copy_(source))
+
+    def add(
+        self,
+        name: str,
+        shape: str,
+        dtype: torch.dtype,
+        run: Callable[[], object],
+        num_bytes: int | None = None,
+    ) -> None:
+        """Times `run`, which moves `num_bytes` in all."""
+        time = self.time(run)
+        rate = None if num_bytes is None else num_bytes / time
+        self.results.append(
+            Result(
+                name=name,
+                shape=shape,
+                dtype=str(dtype).removeprefix("torch."),
+                microseconds=time,
+                gigabytes_per_second=None if rate is None else rate / 1e3,
+                share_of_copy=None if rate is None else rate / self.copy_bandwidth,
+            )
+        )
+        print(f"gpu_kernels: {self.results[-1]}", file=sys.stderr)
+
+
+def permutation(suite: Suite, shape: Shape, dtype: torch.dtype) -> None:
+    """The four passes over rows."""
+    device, top_k = suite.device, shape.top_k
+    x_TD = torch.randn(shape.num_tokens, shape.model_dim, device=device).to(dtype)
+    scores_TE = torch.rand(shape.num_tokens, shape.num_experts, device=device)
+    idx_TK = scores_TE.topk(top_k).indices
+    weights_TK = torch.rand(shape.num_tokens, top_k, device=device)
+    rows, p = ops.permute_tokens(x_TD, idx_TK, shape.num_experts)
+    tables = (p.slot_of_row, p.row_of_slot)
+    op = torch.ops.moe_ext
+    tokens, slots = x_TD.nbytes, rows.nbytes
+    label = f"T={shape.num_tokens} D={shape.model_dim} E={shape.num_experts} K={top_k}"
+    runs = {
+        "permute_tokens": (
+            lambda: ops.permute_tokens(x_TD, idx_TK, shape.num_experts),
+            tokens + slots,
+        ),
+        "unpermute_tokens": (lambda: ops.unpermute_tokens(rows, p, weights_TK), tokens + slots),
+        "permute_tokens backward": (
+            lambda: op.unpermute_tokens(rows, *tables, top_k),
+            tokens + slots,
+        ),
+        "unpermute_tokens backward": (
+            lambda: op._unpermute_tokens_backward(x_TD, rows, *tables, weights_TK),
+            tokens + 2 * slots,
+        ),
+    }
+    for name, (run, num_bytes) in runs.items():
+        suite.add(name, label, dtype, run, num_bytes)
+
+
+def activation(suite: Suite, shape: Shape, dtype: torch.dtype) -> None:
+    """The gated activation of a layer's rows, both passes and layouts."""
+    num_rows = shape.num_tokens * shape.top_k
+    x = torch.randn(num_rows, 2 * shape.ffn_dim, device=suite.device).to(dtype)
+    grad = torch.randn(num_rows, shape.ffn_dim, device=suite.device).to(dtype)
+    label = f"N={num_rows} F={shape.ffn_dim}"
+    backward = torch.ops.moe_ext._gated_activation_backward
+    for layout in ("concatenated", "interleaved"):
+        suite.add(
+            f"gated_activation {layout}",
+            label,
+            dtype,
+            lambda layout=layout: ops.gated_activation(x, layout=layout),
+            x.nbytes + grad.nbytes,
+        )
+        suite.add(
+            f"gated_activation {layout} backward",
+            label,
+            dtype,
+            lambda layout=layout: backward(grad, x, "swiglu", layout),
+            2 * x.nbytes + grad.nbytes,
+        )
+
+
+def gating(suite: Suite, shape: Shape, dtype: torch.dtype) -> None:
+    """The gate, which is bound by the latency of its rounds."""
+    logits_TE = torch.randn(shape.num_tokens, shape.num_experts, device=suite.device).to(dtype)
+    out = ops.topk_gate(logits_TE, shape.top_k)
+    label = f"T={shape.num_tokens} E={shape.num_experts} K={shape.top_k}"
+    suite.add("topk_gate", label, dtype, lambda: ops.topk_gate(logits_TE, shape.top_k))
+    backward = torch.ops.moe_ext._topk_gate_backward
+    args = (out.topk_weights, out.score_sum, logits_TE, out.topk_idx, "softmax", True, 1.0)
+    suite.add("topk_gate backward", label, dtype, lambda: backward(*args))
+    suite.add("router_z_loss", label, dtype, lambda: ops.router_z_loss(logits_TE))
+
+
+def measure(device: torch.device, *, small: bool) -> dict[str, object]:
+    """All figures of one run; `small` is for a test of this file on a machine without a GPU."""
+    layer, gate = (SMALL, SMALL_GATE) if small else (LARGE, GATE)
+    suite = Suite(device, repeats=3 if small else 20, copy_bytes=2**16 if small else 2**31)
+    for dtype in (torch.float32, torch.bfloat16):
+        gating(suite, gate, dtype)
+        activation(suite, layer, dtype)
+        permutation(suite, layer, dtype)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return {
+        "copy_gigabytes_per_second": suite.copy_bandwidth / 1e3,
+        "kernels": [asdict(result) for result in suite.results],
+    }
+
+
+if __name__ == "__main__":
+    where = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cuda")
+    print(json.dumps(measure(where, small="--small" in sys.argv)))

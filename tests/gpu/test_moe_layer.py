@@ -1,0 +1,98 @@
+"""What only a GPU shows: the layer without synchronisation, in a graph, and over NCCL."""
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import moe_ext
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+# Sums of some hundred float32 terms in another order.
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def make_layer(dtype, **options):
+    torch.manual_seed(0)
+    layer = moe_ext.MoELayer(64, 128, 8, top_k=2, dtype=torch.float32, **options)
+    return layer.to("cuda", dtype)
+
+
+def has_library_product():
+    return torch.cuda.get_device_capability()[0] in (9, 10)
+
+
+def test_equals_the_cpu():
+    results = []
+    for device in ("cuda", "cpu"):
+        layer = make_layer(torch.float32).to(device)
+        torch.manual_seed(1)
+        x = torch.randn(257, 64).to(device).requires_grad_()
+        y = layer(x)
+        grads = torch.autograd.grad(y.square().mean(), (x, *layer.parameters()))
+        results.append([t.cpu() for t in (y, *grads)])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, **TOLERANCE)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and not has_library_product(),
+    reason="torch has no product over all experts for this device",
+)
+def test_dropless_layer_does_not_synchronise():
+    layer = make_layer(torch.bfloat16)
+    x = torch.randn(256, 64, device="cuda", dtype=torch.bfloat16)
+    layer(x).sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and not has_library_product(),
+    reason="torch has no product over all experts for this device",
+)
+def test_layer_in_a_cuda_graph():
+    layer = make_layer(torch.bfloat16)
+    x = torch.randn(256, 64, device="cuda", dtype=torch.bfloat16)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), torch.no_grad():
+        for _ in range(3):
+            layer(x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        y = layer(x)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        with torch.no_grad():
+            assert torch.equal(y, layer(x))
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+def test_one_nccl_rank_equals_no_group():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    try:
+        results = []
+        for options in ({}, {"ep_group": dist.group.WORLD, "dispatcher": "alltoall"}):
+            layer = make_layer(torch.float32, **options)
+            x = torch.linspace(-1, 1, 100 * 64, device="cuda").reshape(100, 64).requires_grad_()
+            y = layer(x)
+            results.append((y, *torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))))
+        for actual, expected in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected, **TOLERANCE)
+    finally:
+        dist.destroy_process_group()
