@@ -1,12 +1,17 @@
 """Fixtures that the whole suite shares."""
 
 import contextlib
+import importlib.util
 
 import emulation
 import pytest
 import torch
+import without_hypothesis
 
 import moe_ext  # noqa: F401  (registers the operators that the fixtures call)
+
+if importlib.util.find_spec("hypothesis") is None:
+    without_hypothesis.install()
 
 ISAS = [
     name for name in ("portable", "avx2", "avx512") if torch.ops.moe_ext._cpu_isa_supported(name)

@@ -3,9 +3,9 @@
     python tools/gpu_check.py [--out gpu.json] [--report docs/gpu.md]
 
 Needs no network: it takes the Python it runs in with what that has (torch 2.11 or later with CUDA,
-pytest, ninja, cmake) and nvcc. It builds for this card alone, runs the tests on the device, a few of
-them under compute-sanitizer where that is installed, and the kernel benchmarks. With --report alone
-it turns the JSON into a page. Exits with 1 if a step failed.
+pytest, ninja, cmake) and nvcc. It builds for this card alone, runs the tests on the device, a few
+of them under compute-sanitizer where that is installed, and the kernel benchmarks. With --report
+alone it turns the JSON into a page. Exits with 1 if a step failed.
 """
 
 import argparse
@@ -101,23 +101,50 @@ def commit() -> str:
 
 
 def build_step(capability: str) -> Step:
-    """Builds for one architecture."""
-    env = {"MOE_EXT_CUDA": "1", "MOE_EXT_TESTS": "0", "TORCH_CUDA_ARCH_LIST": capability}
-    nvcc = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"
-    if shutil.which("nvcc") is None and (nvcc / "nvcc").exists():
-        env["PATH"] = f"{os.environ['PATH']}:{nvcc}"
-    env.setdefault("MAX_JOBS", str(os.cpu_count() or 1))
-    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
-    return run("build", command, LIMIT["build"], env)
+    """Builds for one architecture by CMake itself: setuptools may be too old for pyproject.toml."""
+    import torch
+
+    cmake, ninja, nvcc = find_tool("cmake"), find_tool("ninja"), find_tool("nvcc")
+    if not (cmake and ninja and nvcc):
+        return Step("build", f"failed: cmake {cmake}, ninja {ninja}, nvcc {nvcc}", 0.1)
+    build = ROOT / "build" / f"gpu-{torch.__version__}"
+    build.mkdir(parents=True, exist_ok=True)
+    options = {
+        "CMAKE_BUILD_TYPE": "Release",
+        "CMAKE_MAKE_PROGRAM": ninja,
+        "CMAKE_PREFIX_PATH": torch.utils.cmake_prefix_path,
+        "CMAKE_CUDA_COMPILER": nvcc,
+        "MOE_EXT_CUDA": "ON",
+        "MOE_EXT_CUDA_ARCHS": capability,
+    }
+    flags = [f"-D{name}={value}" for name, value in options.items()]
+    start = time.monotonic()
+    step = run("configure", [cmake, "-S", ".", "-B", str(build), "-G", "Ninja", *flags], 60)
+    if step.state == "passed":
+        step = run("compile", [cmake, "--build", str(build), "--parallel"], LIMIT["build"])
+    if step.state == "passed":
+        for library in ("_C.so", "_C_cuda.so"):
+            staged = ROOT / "moe_ext" / f"{library}.new"
+            shutil.copy2(build / "csrc" / library, staged)
+            staged.replace(ROOT / "moe_ext" / library)
+    return Step("build", step.state, time.monotonic() - start, step.tail)
+
+
+def find_tool(name: str) -> str | None:
+    """A program beside this Python, on PATH, or in the CUDA toolkit."""
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"
+    for place in (str(Path(sys.executable).parent), None, str(toolkit)):
+        found = shutil.which(name, path=place)
+        if found:
+            return found
+    return None
 
 
 def test_steps() -> list[Step]:
     """The suite on the device, and a few tests under each tool of compute-sanitizer."""
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     steps = [run("tests", [*pytest, "tests/ops", "tests/gpu", "-k", "cuda or gpu"], LIMIT["tests"])]
-    sanitizer = shutil.which("compute-sanitizer") or shutil.which(
-        "compute-sanitizer", path="/usr/local/cuda/bin"
-    )
+    sanitizer = find_tool("compute-sanitizer")
     for tool in SANITIZER_TOOLS:
         name = f"compute-sanitizer {tool}"
         if sanitizer is None:
