@@ -88,7 +88,9 @@ def topk_gate(
     Raises:
         RuntimeError: an argument has the wrong device, dtype, shape or value; a real token's logit
             is NaN or +inf, or leaves fewer than ``top_k`` experts above -inf in the kept groups
-            (the message names the token).
+            (the message names the token). On CUDA, which does not wait for the values, NaN is
+            never chosen and a choice that does not exist is -1 with weight 0; the weights and
+            sums of such a token are not specified.
 
     Deterministic, with the same bits for any number of threads; does not synchronise the device.
 

@@ -65,7 +65,8 @@ def permute_tokens(
         in ``x_TD``.
 
     Raises:
-        RuntimeError: an argument has the wrong device, dtype or shape, or an index is out of range.
+        RuntimeError: an argument has the wrong device, dtype or shape, or, on CPU, an index is out
+            of range; on CUDA such a slot counts as not routed.
 
     Deterministic, with the same bits for any number of threads; does not synchronise the device.
     """
@@ -147,7 +148,8 @@ def unpermute_tokens(
         Tensor[T, D]: in the dtype of the rows. Differentiable in the rows and in the weights.
 
     Raises:
-        RuntimeError: an argument has the wrong device, dtype or shape.
+        RuntimeError: an argument has the wrong device, dtype or shape. Tables that point outside
+            are refused on CPU alone.
     """
     weights_TK = topk_weights_TK
     if weights_TK is not None:

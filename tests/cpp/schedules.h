@@ -5,6 +5,7 @@
 
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "simt.h"
@@ -26,6 +27,22 @@ inline std::vector<Schedule> all_schedules() {
   return {{Schedule::Order::kForward}, {Schedule::Order::kReverse}, {Schedule::Order::kRandom, 1}};
 }
 
+// Sets a global for as long as it lives.
+template <typename T>
+class Scoped {
+ public:
+  Scoped(T& place, T value) : place_(place), before_(std::exchange(place, value)) {
+  }
+  ~Scoped() {
+    place_ = before_;
+  }
+  Scoped(const Scoped&) = delete;
+
+ private:
+  T& place_;
+  T before_;
+};
+
 template <typename Param>
 auto under_all_schedules(const std::vector<Param>& params) {
   return ::testing::Combine(::testing::ValuesIn(all_schedules()), ::testing::ValuesIn(params));
@@ -39,7 +56,7 @@ class ScheduleTest : public ::testing::TestWithParam<std::tuple<Schedule, Param>
   }
 
  private:
-  ScopedSchedule scoped_{std::get<0>(this->GetParam())};
+  Scoped<Schedule> scoped_{schedule, std::get<0>(this->GetParam())};
 };
 
 } // namespace simt

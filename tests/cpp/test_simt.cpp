@@ -33,7 +33,7 @@ std::string error_of_launch(void (*kernel)(Params...), int num_blocks, Args... a
 int num_right(void (*kernel)(int*), int num_blocks, const std::vector<int>& expected) {
   int right = 0;
   for (const simt::Schedule& schedule : simt::all_schedules()) {
-    const simt::ScopedSchedule scoped(schedule);
+    const simt::Scoped scoped(simt::schedule, schedule);
     std::vector<int> out(expected.size(), 0);
     launch({dim3(num_blocks), dim3(kThreads), 0, nullptr}, kernel, out.data());
     right += out == expected;

@@ -9,12 +9,10 @@
 #include <functional>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 struct dim3 {
-  unsigned x = 1, y = 1, z = 1;
-  constexpr dim3() = default;
-  constexpr dim3(unsigned x, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {
+  unsigned x, y, z;
+  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {
   }
 };
 
@@ -26,12 +24,7 @@ struct Schedule {
   uint64_t seed = 0;
 };
 
-// Message: what, then block, thread, file and line.
-struct Error : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-// The emulated device is small, so that kernels walk over their work with a stride already in small tests.
+// Small, so that kernels walk over their work with a stride already in small tests.
 struct Device {
   int num_sms = 2;
   int max_threads_per_sm = 512;
@@ -40,33 +33,12 @@ struct Device {
   int compute_capability = 9;
 };
 
-Schedule& schedule();
-Device& device();
+inline Schedule schedule;
+inline Device device;
 
-template <typename T>
-class Scoped {
- public:
-  Scoped(T& place, T value) : place_(place), before_(place) {
-    place = value;
-  }
-  ~Scoped() {
-    place_ = before_;
-  }
-  Scoped(const Scoped&) = delete;
-
- private:
-  T& place_;
-  T before_;
-};
-
-struct ScopedSchedule : Scoped<Schedule> {
-  explicit ScopedSchedule(Schedule value) : Scoped(schedule(), value) {
-  }
-};
-
-struct ScopedDevice : Scoped<Device> {
-  explicit ScopedDevice(Device value) : Scoped(device(), value) {
-  }
+// What went wrong, then block, thread, file and line.
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
 };
 
 struct Site {
@@ -80,20 +52,18 @@ void run_grid(dim3 grid, dim3 block, size_t shared_bytes, const std::function<vo
 struct Coordinates {
   dim3 thread, block, block_size, grid_size;
 };
-extern Coordinates here;
+inline Coordinates here;
 
 enum class WarpOp : uint8_t { kSync, kShuffle, kBallot, kMatch };
 
 void sync_threads(Site site);
-// Gives `value` to the lanes of `mask`, and returns what the operation makes of theirs: for kShuffle the value of lane
-// `source`.
+// Gives `value` to the lanes of `mask`; returns what the operation makes of theirs, for kShuffle that of lane `source`.
 uint64_t warp_op(WarpOp op, unsigned mask, uint64_t value, int source, Site site);
 int lane();
 void* dynamic_shared();
 [[noreturn]] void fail(const std::string& what, Site site);
-// Counts the atomics of a thread since it last waited: a thread that spins would never give way to the others.
+// A thread that spins on atomics would never give way to the others.
 void count_atomic(Site site);
-
 // Static shared memory is registered at its first use, and filled with 0xFF before every block.
 void register_shared(void* bytes, size_t size);
 
@@ -103,24 +73,16 @@ struct SharedArray {
   SharedArray() {
     register_shared(bytes, sizeof(bytes));
   }
-  T* data() {
-    return reinterpret_cast<T*>(bytes);
-  }
 };
 
-template <typename T>
-uint64_t to_word(T value) {
-  static_assert(sizeof(T) <= sizeof(uint64_t));
+template <typename To, typename From>
+To bits(From from) {
+  static_assert(sizeof(From) <= sizeof(uint64_t) && sizeof(To) <= sizeof(uint64_t));
   uint64_t word = 0;
-  std::memcpy(&word, &value, sizeof(T));
-  return word;
-}
-
-template <typename T>
-T from_word(uint64_t word) {
-  T value;
-  std::memcpy(&value, &word, sizeof(T));
-  return value;
+  To to;
+  std::memcpy(&word, &from, sizeof(from));
+  std::memcpy(&to, &word, sizeof(to));
+  return to;
 }
 
 } // namespace simt

@@ -59,7 +59,7 @@ inline int __all_sync(unsigned mask, int predicate, SIMT_SITE) {
 
 template <typename T>
 unsigned __match_any_sync(unsigned mask, T value, SIMT_SITE) {
-  return static_cast<unsigned>(simt::warp_op(simt::WarpOp::kMatch, mask, simt::to_word(value), 0, {file, line}));
+  return static_cast<unsigned>(simt::warp_op(simt::WarpOp::kMatch, mask, simt::bits<uint64_t>(value), 0, {file, line}));
 }
 
 namespace simt {
@@ -68,7 +68,7 @@ namespace simt {
 template <typename T>
 T shuffle(unsigned mask, T value, int source, bool inside, int width, Site site) {
   const int from = inside ? lane() / width * width + source : lane();
-  return from_word<T>(warp_op(WarpOp::kShuffle, mask, to_word(value), from, site));
+  return bits<T>(warp_op(WarpOp::kShuffle, mask, bits<uint64_t>(value), from, site));
 }
 
 } // namespace simt
@@ -138,13 +138,13 @@ inline int __clz(int x) {
   return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x));
 }
 inline unsigned __float_as_uint(float x) {
-  return simt::from_word<unsigned>(simt::to_word(x));
+  return simt::bits<unsigned>(x);
 }
 inline float __uint_as_float(unsigned x) {
-  return simt::from_word<float>(simt::to_word(x));
+  return simt::bits<float>(x);
 }
 inline long long __double_as_longlong(double x) {
-  return simt::from_word<long long>(simt::to_word(x));
+  return simt::bits<long long>(x);
 }
 inline float rsqrtf(float x) {
   return 1.0f / std::sqrt(x);

@@ -8,7 +8,7 @@
 namespace moe_ext {
 
 inline DeviceProperties device_properties() {
-  const simt::Device& device = simt::device();
+  const simt::Device& device = simt::device;
   return {
       device.num_sms, device.max_threads_per_sm, device.shared_bytes_per_block, device.shared_bytes_per_block_opt_in,
       device.compute_capability};
@@ -24,5 +24,5 @@ void launch(const Launch& launch, void (*kernel)(Params...), Args... args) {
 
 #define MOE_SHARED(T, name, size)                          \
   static ::simt::SharedArray<T, size> name##_of_the_block; \
-  T* const name = name##_of_the_block.data()
+  T* const name = reinterpret_cast<T*>(name##_of_the_block.bytes)
 #define MOE_DYNAMIC_SHARED(T, name) T* const name = static_cast<T*>(::simt::dynamic_shared())
