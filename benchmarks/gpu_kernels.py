@@ -7,11 +7,13 @@ written once; the share is that of the bandwidth of `Tensor.copy_` measured in t
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
 
+import moe_ext
 from moe_ext import ops
 
 
@@ -64,8 +66,6 @@ class Timer:
     def _once(self, run: Callable[[], object]) -> float:
         self.flush.zero_()
         if self.device.type != "cuda":
-            import time
-
             start = time.perf_counter()
             run()
             return 1e6 * (time.perf_counter() - start)
@@ -98,14 +98,14 @@ class Suite:
         num_bytes: int | None = None,
     ) -> None:
         """Times `run`, which moves `num_bytes` in all."""
-        time = self.time(run)
-        rate = None if num_bytes is None else num_bytes / time
+        microseconds = self.time(run)
+        rate = None if num_bytes is None else num_bytes / microseconds
         self.results.append(
             Result(
                 name=name,
                 shape=shape,
                 dtype=str(dtype).removeprefix("torch."),
-                microseconds=time,
+                microseconds=microseconds,
                 gigabytes_per_second=None if rate is None else rate / 1e3,
                 share_of_copy=None if rate is None else rate / self.copy_bandwidth,
             )
@@ -180,16 +180,44 @@ def gating(suite: Suite, shape: Shape, dtype: torch.dtype) -> None:
     suite.add("router_z_loss", label, dtype, lambda: ops.router_z_loss(logits_TE))
 
 
+def layer(suite: Suite, shape: Shape, dtype: torch.dtype) -> None:
+    """A whole layer, forward and backward, and its six grouped products alone."""
+    moe = moe_ext.MoELayer(shape.model_dim, shape.ffn_dim, shape.num_experts, top_k=shape.top_k)
+    moe = moe.to(suite.device, dtype)
+    x_TD = torch.randn(shape.num_tokens, shape.model_dim, device=suite.device).to(dtype)
+    x_TD.requires_grad_()
+    grad_TD = torch.randn_like(x_TD)
+    idx_TK = moe.router(x_TD).gate.topk_idx
+    rows_ND, p = ops.permute_tokens(x_TD.detach(), idx_TK, shape.num_experts)
+    hidden_NF = torch.randn(rows_ND.shape[0], shape.ffn_dim, device=suite.device).to(dtype)
+    rows_ND.requires_grad_()
+    hidden_NF.requires_grad_()
+
+    def whole() -> None:
+        moe(x_TD).backward(grad_TD)
+
+    def products() -> None:
+        up = ops.grouped_mm(rows_ND, moe.experts.gate_up_proj, p.expert_offsets)
+        down = ops.grouped_mm(hidden_NF, moe.experts.down_proj, p.expert_offsets)
+        torch.autograd.backward((up, down), (up.detach(), down.detach()))
+
+    label = f"T={shape.num_tokens} D={shape.model_dim} F={shape.ffn_dim} E={shape.num_experts}"
+    label += f" K={shape.top_k}"
+    suite.add("MoELayer forward and backward", label, dtype, whole)
+    suite.add("its grouped products alone", label, dtype, products)
+
+
 def measure(device: torch.device, *, small: bool) -> dict[str, object]:
     """All figures of one run; `small` is for a test of this file on a machine without a GPU."""
-    layer, gate = (SMALL, SMALL_GATE) if small else (LARGE, GATE)
+    layer_shape, gate = (SMALL, SMALL_GATE) if small else (LARGE, GATE)
     suite = Suite(device, repeats=3 if small else 20, copy_bytes=2**16 if small else 2**31)
     for dtype in (torch.float32, torch.bfloat16):
         gating(suite, gate, dtype)
-        activation(suite, layer, dtype)
-        permutation(suite, layer, dtype)
+        activation(suite, layer_shape, dtype)
+        permutation(suite, layer_shape, dtype)
         if device.type == "cuda":
             torch.cuda.empty_cache()
+    layer(suite, layer_shape, torch.bfloat16)
     return {
         "copy_gigabytes_per_second": suite.copy_bandwidth / 1e3,
         "kernels": [asdict(result) for result in suite.results],

@@ -1,0 +1,53 @@
+"""The parts of gpu-check that need no GPU: the benchmarks' code on the CPU, and the page."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def gpu_check(monkeypatch):
+    spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "tools" / "gpu_check.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "gpu_check", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_benchmarks_run_and_the_page_shows_them(gpu_check):
+    command = [sys.executable, "benchmarks/gpu_kernels.py", "cpu", "--small"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    figures = json.loads(result.stdout.splitlines()[-1])
+    names = ["name", "compute_capability", "num_sms", "memory_gib", "driver", "torch", "cuda"]
+    device = dict.fromkeys([*names, "commit"], "?")
+    steps = [{"name": "tests", "state": "failed", "seconds": 1.5}]
+    page = gpu_check.page({"device": device, "steps": steps, "figures": figures})
+    assert "| tests | failed | 2 |" in page
+    for name in ("topk_gate", "permute_tokens backward", "MoELayer forward and backward"):
+        assert f"| {name} | T=64 " in page
+
+
+def test_page_says_when_nothing_was_measured(gpu_check):
+    assert "Not measured" in gpu_check.page(None)
+
+
+def test_a_step_that_fails_or_hangs_is_recorded(gpu_check):
+    python = sys.executable
+    assert gpu_check.run("good", [python, "-c", "print(1)"], 60).state == "passed"
+    failed = gpu_check.run("bad", [python, "-c", "raise SystemExit('why')"], 60)
+    assert failed.state == "failed" and failed.tail == "why"
+    hung = gpu_check.run("slow", [python, "-c", "import time; time.sleep(60)"], 1)
+    assert hung.state == "timed out after 1 s"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_refuses_a_machine_without_a_gpu(gpu_check, tmp_path, capsys):
+    assert gpu_check.check(tmp_path / "gpu.json") == 1
+    assert "expected a CUDA device, got none" in capsys.readouterr().err
