@@ -52,18 +52,26 @@ def keep_memory() -> None:
     torch.zeros(2**31, dtype=torch.uint8)
 
 
-def interleaved(runs: Runs, *, seconds: float = 1.5, warmup: int = 2) -> dict[str, Timing]:
-    """Times the contenders in turn, A B C A B C ...: a drift of the machine hits all alike."""
+def interleaved(
+    runs: Runs, *, seconds: float = 1.5, warmup: int = 2, least: int = 5
+) -> dict[str, Timing]:
+    """Times the contenders in turn, A B C A B C ...: a drift of the machine hits all alike.
+
+    Each has an equal share of the seconds; one that has used up its share, and ran at least `least`
+    times, sits out the rounds that are left.
+    """
     for run in runs.values():
         for _ in range(warmup):
             run()
     times: dict[str, list[float]] = {name: [] for name in runs}
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(next(iter(times.values()))) < 5:
-        for name, run in runs.items():
+    spent = dict.fromkeys(runs, 0.0)
+    share = seconds / len(runs)
+    while waiting := [n for n in runs if spent[n] < share or len(times[n]) < least]:
+        for name in waiting:
             start = time.perf_counter()
-            run()
+            runs[name]()
             times[name].append(time.perf_counter() - start)
+            spent[name] += times[name][-1]
     return {name: Timing(statistics.median(t), min(t)) for name, t in times.items()}
 
 

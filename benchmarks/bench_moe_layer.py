@@ -1,114 +1,100 @@
-"""The whole layer against the blocks of Hugging Face: same weights, same routing."""
-
-import copy
+"""The whole layer over the time of its products, beside every peer: same weights, same routing."""
 
 import torch
 from _harness import Table, interleaved, milliseconds, ratio
-from shapes import LAYERS, LayerShape
-from transformers import MixtralConfig
-from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from layer_memory import measure
+from layer_peers import MAKERS, Case, contenders, make, plain_products, tokens, train
+from shapes import EVEN, LAYERS, ONE, ZIPF
+from torch import Tensor, nn
 
-import moe_ext
+DTYPES = (torch.float32, torch.bfloat16)
+# Sums of F and K terms in the dtype of the rows, relative to the largest output.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
-def peers(shape: LayerShape, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
-    """The Mixtral block under its two built-in implementations."""
-    config = MixtralConfig(
-        hidden_size=shape.model_dim,
-        intermediate_size=shape.ffn_dim,
-        num_local_experts=shape.num_experts,
-        num_experts_per_tok=shape.top_k,
-    )
-    config._experts_implementation = "grouped_mm"
-    block = MixtralSparseMoeBlock(config)
+def largest_difference(case: Case, layers: dict[str, nn.Module], x: Tensor) -> float:
+    """How far any two outputs are apart, relative to the largest; RuntimeError if too far."""
     with torch.no_grad():
-        for parameter in block.parameters():
-            parameter.normal_(std=0.02)
-    blocks = {"grouped_mm": block.to(dtype)}
-    for name in ("eager",):
-        blocks[name] = copy.deepcopy(block)
-        for module in blocks[name].modules():
-            if hasattr(module, "config"):
-                module.config = copy.deepcopy(module.config)
-                module.config._experts_implementation = name
-    return blocks
+        outputs = {name: layer(x).float() for name, layer in layers.items()}
+    scale = outputs["grouped_mm"].abs().max()
+    worst = 0.0
+    for name, output in outputs.items():
+        difference = float((output - outputs["grouped_mm"]).abs().max() / scale)
+        if difference > TOLERANCE[case.dtype]:
+            raise RuntimeError(
+                f"bench_moe_layer: expected the output of {name} to be within "
+                f"{TOLERANCE[case.dtype]} of grouped_mm's for {case}, got {difference:.1e}"
+            )
+        worst = max(worst, difference)
+    return worst
 
 
-def ours_like(block: torch.nn.Module, shape: LayerShape, dtype: torch.dtype) -> moe_ext.MoELayer:
-    """Our layer with the weights of a block."""
-    layer = moe_ext.MoELayer(
-        shape.model_dim,
-        shape.ffn_dim,
-        shape.num_experts,
-        shape.top_k,
-        balance_loss_coef=0.0,
-        dtype=dtype,
-    )
-    with torch.no_grad():
-        layer.router.weight.copy_(block.gate.weight)
-        layer.experts.gate_up_proj.copy_(block.experts.gate_up_proj)
-        layer.experts.down_proj.copy_(block.experts.down_proj)
-    return layer
-
-
-def layer_row(shape: LayerShape, num_tokens: int, dtype: torch.dtype) -> tuple[str, ...]:
-    """One shape: outputs compared first, then timed."""
-    blocks = peers(shape, dtype)
-    blocks["ours"] = ours_like(blocks["grouped_mm"], shape, dtype)
-    x = torch.randn(1, num_tokens, shape.model_dim).to(dtype)
+def time_row(case: Case) -> tuple[str, ...]:
+    """One case: outputs compared first, then timed."""
+    layers = make(case, contenders(case))
+    x = tokens(case)
     grad = torch.randn_like(x)
-    with torch.no_grad():
-        outputs = {name: block(x).float() for name, block in blocks.items()}
-        theirs = blocks["grouped_mm"].gate(x.flatten(0, 1))[2]
-        ours = blocks["ours"].router(x.flatten(0, 1)).gate.topk_idx
-    alike = (theirs.sort(dim=1).values == ours.sort(dim=1).values).all(dim=1)
-    difference = (outputs["ours"] - outputs["grouped_mm"])[0, alike].abs().max()
-    worst = difference / outputs["grouped_mm"].abs().max()
-
-    def train(block: torch.nn.Module) -> None:
-        block.zero_grad(set_to_none=True)
-        block(x.detach().requires_grad_()).backward(grad)
-
+    worst = largest_difference(case, layers, x)
+    runs = {
+        name: (lambda layer=layer: train(layer, x, grad))  # type: ignore[misc]
+        for name, layer in layers.items()
+    }
     times = interleaved(
-        {name: (lambda block=block: train(block)) for name, block in blocks.items()}, seconds=4.0
+        {**runs, "floor": plain_products(case, x)}, seconds=1.2 * len(runs), warmup=1, least=3
     )
-    return (
-        shape.name,
-        str(num_tokens),
-        str(dtype).removeprefix("torch."),
-        milliseconds(times["ours"]),
-        milliseconds(times["grouped_mm"]),
-        milliseconds(times["eager"]),
-        ratio(times["grouped_mm"], times["ours"]),
-        ratio(times["eager"], times["ours"]),
-        f"{worst:.1e}",
-        f"{100 * alike.float().mean():.1f} %",
+    cells = [milliseconds(times["ours"]), milliseconds(times["floor"])]
+    cells.append(ratio(times["ours"], times["floor"]))
+    for name in list(MAKERS)[1:]:
+        known = name in times
+        cells.append(milliseconds(times[name]) if known else "-")
+        cells.append(ratio(times[name], times["ours"]) if known else "-")
+    return *case.labels, *cells, f"{worst:.0e}"
+
+
+def time_table() -> Table:
+    """Forward and backward of every case."""
+    header = ["shape", "T", "dtype", "routing", "ms", "products ms", "ours / products"]
+    for name in list(MAKERS)[1:]:
+        header += [f"{name} ms", f"{name} / ours"]
+    cases = [Case(s, t, d, EVEN) for s in LAYERS for t in (64, 1024, 4096) for d in DTYPES]
+    cases += [Case(s, 1024, d, r) for s in LAYERS for d in DTYPES for r in (ZIPF, ONE)]
+    note = (
+        "Forward and backward, dropless. *products* are the six `mm(out=)` of each expert on the "
+        "same number of rows, into memory that is there already, and nothing else. `grouped_mm` "
+        "and `eager` are the block of transformers (Mixtral's for A, Qwen3's for B) under its two "
+        "implementations. `deepspeed` is its `MoE` with `drop_tokens=False`, `fairscale` its "
+        "`MOELayer` under a gate with the block's routing (its own draws the second expert at "
+        "random); both dispatch by a dense [T, E, C] tensor, so they are left out above T = 1024 "
+        "and under skewed routing, where it takes gigabytes, and fairscale's takes no bfloat16; a "
+        "dash also stands for a peer that is not installed. *Zipf 1.2*: expert e draws tokens as "
+        "1 / e^1.2; *all to one*: every token chooses the same K experts. *difference* is the "
+        "largest between two outputs, relative to the largest output."
     )
+    rows = [time_row(case) for case in cases]
+    return Table("Mixture-of-experts layer", note, (*header, "difference"), rows)
+
+
+def memory_table() -> Table:
+    """What each contender keeps for the backward pass, and its peak."""
+    cases = [Case(s, 1024, d, EVEN) for s in LAYERS for d in DTYPES]
+    header = ["shape", "T", "dtype", "routing"]
+    header += [f"{name} saved MB" for name in MAKERS] + [f"{name} peak MB" for name in MAKERS]
+    note = (
+        "*saved* counts the distinct storages that autograd keeps between forward and backward, "
+        "parameters left out. *peak* is how far the resident memory of a fresh process rises in "
+        "one forward and backward pass, after one that warmed it up: the gradients of the weights "
+        "are part of it."
+    )
+    rows = []
+    for case in cases:
+        names = contenders(case)
+        found = measure(case, names)
+        saved = [f"{found[n].saved_bytes / 1e6:.1f}" if n in found else "-" for n in MAKERS]
+        peak = [f"{found[n].peak_bytes / 1e6:.1f}" if n in found else "-" for n in MAKERS]
+        rows.append((*case.labels, *saved, *peak))
+    return Table("Memory of the layer", note, tuple(header), rows)
 
 
 def tables() -> list[Table]:
-    """The table of docs/benchmarks.md."""
-    header = (
-        "shape",
-        "T",
-        "dtype",
-        "ms",
-        "HF grouped_mm ms",
-        "HF eager ms",
-        "grouped_mm / ours",
-        "eager / ours",
-        "largest difference",
-        "tokens routed alike",
-    )
-    note = (
-        "Forward and backward of the layer beside `MixtralSparseMoeBlock` of transformers with the "
-        "same weights. The difference is that of the outputs, relative to their largest value, "
-        "over the tokens that both route alike: in bfloat16 the peer rounds its logits, we do not."
-    )
-    rows = [
-        layer_row(shape, num_tokens, dtype)
-        for shape in LAYERS
-        for num_tokens in (64, 1024)
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
-    return [Table("Mixture-of-experts layer", note, header, rows)]
+    """The tables of docs/benchmarks.md."""
+    return [time_table(), memory_table()]

@@ -31,3 +31,17 @@ class PermutationShape:
 
 
 PERMUTATIONS = (PermutationShape(16384, 1024, 8, 2), PermutationShape(4096, 1024, 64, 8))
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How popular the experts are: expert e draws tokens as (e + 1) ** -exponent."""
+
+    name: str
+    exponent: float
+
+
+EVEN = Routing("even", 0.0)
+ZIPF = Routing("Zipf 1.2", 1.2)
+# So steep that every token chooses the same K experts.
+ONE = Routing("all to one", 1000.0)

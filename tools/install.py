@@ -1,7 +1,7 @@
 """Installs what the repository's commands need into the virtual environment that runs this file.
 
-`install.py` installs the `dev` extra of pyproject.toml; `install.py --torch VERSION NAME...`
-installs that torch and, of the extra, the named packages alone.
+`install.py` installs the `dev` extra of pyproject.toml, `install.py --extra NAME` another one;
+`install.py --torch VERSION NAME...` installs that torch and, of `dev`, the named packages alone.
 """
 
 import subprocess
@@ -16,18 +16,19 @@ else:
 PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 
 
-def requirements() -> list[str]:
-    """The pins of the dev extra, with the project's own extras spelt out."""
+def requirements(extra: str) -> list[str]:
+    """The pins of an extra, with the project's own extras spelt out."""
     extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
     pins = []
-    for pin in extras["dev"]:
+    for pin in extras[extra]:
         pins += extras["examples"] if pin == "moe_ext[examples]" else [pin]
     return pins
 
 
 def main() -> None:
     """Installs with pip, and fails with its exit code."""
-    pins = requirements()
+    extra = sys.argv[sys.argv.index("--extra") + 1] if "--extra" in sys.argv else "dev"
+    pins = requirements(extra)
     if "--torch" in sys.argv:
         version, *names = sys.argv[sys.argv.index("--torch") + 1 :]
         pins = [f"torch=={version}", *(pin for pin in pins if pin.split("==")[0] in names)]

@@ -1,0 +1,110 @@
+"""Bytes that a layer keeps for its backward pass, and how far its resident memory rises."""
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from layer_peers import Case, make, tokens, train
+from shapes import LAYERS, Routing
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one contender needed."""
+
+    saved_bytes: int
+    peak_bytes: int
+
+
+def saved_bytes(layer: nn.Module, x: Tensor) -> int:
+    """Bytes of the distinct storages that autograd keeps, parameters left out."""
+    parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    # The tensors are held, so that no address is used twice.
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = layer(x.detach().requires_grad_())
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    del output
+    return sum(size for pointer, size in storages.items() if pointer not in parameters)
+
+
+def status_bytes(key: str) -> int:
+    """A line of /proc/self/status in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"status_bytes: expected key to be a line of /proc/self/status, got {key}")
+
+
+def peak_bytes(layer: nn.Module, x: Tensor) -> int:
+    """Rise of the resident memory over one forward and backward pass."""
+    grad = torch.ones_like(x)
+    train(layer, x, grad)
+    layer.zero_grad(set_to_none=True)
+    ctypes.CDLL(None).malloc_trim(0)
+    # Sets the high-water mark to what is resident now.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status_bytes("VmRSS")
+    train(layer, x, grad)
+    return status_bytes("VmHWM") - before
+
+
+def measure(case: Case, names: list[str]) -> dict[str, Memory]:
+    """Runs each contender in a process of its own."""
+    arguments = {
+        "shape": LAYERS.index(case.shape),
+        "num_tokens": case.num_tokens,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "routing": asdict(case.routing),
+        "names": names,
+    }
+    # Large tensors go back to the system at once, so that the high-water mark is their own.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    environment |= {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    command = [sys.executable, __file__, json.dumps(arguments)]
+    result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+    lines = [line for line in result.stdout.splitlines() if line.startswith(b"{")]
+    return {name: Memory(**json.loads(line)) for name, line in zip(names, lines, strict=True)}
+
+
+def measure_here(case: Case, name: str) -> Memory:
+    """Measures one contender in this process."""
+    layer, x = make(case, [name])[name], tokens(case)
+    return Memory(saved_bytes(layer, x), peak_bytes(layer, x))
+
+
+def main() -> None:
+    """The child: forks once for each contender, which prints what it found.
+
+    A fork of a process that has imported torch and started no thread yet is as good as a fresh
+    process, and starts at once.
+    """
+    arguments = json.loads(sys.argv[1])
+    case = Case(
+        LAYERS[arguments["shape"]],
+        arguments["num_tokens"],
+        getattr(torch, arguments["dtype"]),
+        Routing(**arguments["routing"]),
+    )
+    for name in arguments["names"]:
+        pid = os.fork()
+        if pid == 0:
+            print(json.dumps(asdict(measure_here(case, name))), flush=True)
+            os._exit(0)
+        if os.waitpid(pid, 0)[1] != 0:
+            sys.exit(f"layer_memory: {name} failed")
+
+
+if __name__ == "__main__":
+    main()
