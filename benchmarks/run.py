@@ -7,7 +7,15 @@ from pathlib import Path
 import torch
 from _harness import keep_memory, machine
 
-BENCHMARKS = ("gating", "permutation", "activation", "grouped_gemm", "moe_layer")
+BENCHMARKS = (
+    "moe_layer",
+    "gating",
+    "permutation",
+    "activation",
+    "grouped_gemm",
+    "overhead",
+    "growth",
+)
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 
 

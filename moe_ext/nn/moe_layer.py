@@ -5,6 +5,7 @@ Shapes: T tokens, D model, F ffn, E experts, K top-k, N rows.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -306,7 +307,7 @@ class MoELayer(nn.Module):
             terms["z"] = self.z_loss_coef * z
         self.losses = {name: term.detach() for name, term in terms.items()}
         if terms and self.training and torch.is_grad_enabled():
-            total = sum(terms.values(), start=torch.zeros_like(balance))
+            total = functools.reduce(torch.add, terms.values())
             y_TD = inject_loss(y_TD, total, self.loss_scale)
         return y_TD
 

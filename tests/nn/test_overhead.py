@@ -1,0 +1,44 @@
+"""How many operators one forward pass of the layer calls."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import moe_ext
+
+# Neither reads nor writes an element.
+FREE = {"view", "t", "transpose", "detach", "promote_types", "unsqueeze", "squeeze", "expand"}
+
+
+class Calls(TorchDispatchMode):
+    """Names of the operators that run, those that only make a view left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().split("::")[1].split(".")[0]
+        if name not in FREE:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("z_loss_coef", [0.0, 1e-3])
+def test_forward_calls_fewer_than_twelve_operators(training, z_loss_coef):
+    layer = moe_ext.MoELayer(16, 24, 4, 2, z_loss_coef=z_loss_coef).train(training)
+    with Calls() as calls:
+        layer(torch.randn(2, 8, 16))
+    limit = 12 if z_loss_coef == 0.0 else 13  # two losses to add
+    assert len(calls.names) < limit, calls.names
+
+
+def test_number_of_operators_does_not_depend_on_tokens_or_experts():
+    counts = set()
+    for num_tokens, num_experts in ((1, 2), (64, 2), (64, 16), (300, 16)):
+        layer = moe_ext.MoELayer(16, 24, num_experts, 2)
+        with Calls() as calls:
+            layer(torch.randn(num_tokens, 16))
+        counts.add(tuple(calls.names))
+    assert len(counts) == 1, counts
