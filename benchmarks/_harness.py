@@ -1,15 +1,21 @@
 """Interleaved timings, counted bytes and Markdown tables that the benchmarks share."""
 
 import ctypes
+import math
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 Runs = dict[str, Callable[[], object]]
+
+# Columns that hold a cost: less is better.
+UNIT = re.compile(r"(^|\s)(ms|us|MB)$")
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,41 @@ class Table:
         lines.append("|" + "---|" * len(self.header))
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]
         return "\n".join(lines) + "\n"
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """Every number by the row's labels (the cells before the first time) and its column."""
+        is_figure = [UNIT.search(name) is not None for name in self.header]
+        if not any(is_figure):
+            return {}
+        labels = is_figure.index(True)
+        found: dict[str, dict[str, float]] = {}
+        for row in self.rows:
+            numbers = found.setdefault(", ".join(row[:labels]), {})
+            for name, cell in list(zip(self.header, row, strict=True))[labels:]:
+                try:
+                    numbers[name] = float(cell.rstrip(" %"))
+                except ValueError:
+                    continue  # a dash: nothing was measured
+        return found
+
+
+def compare(title: str, new: dict[str, dict[str, float]], old: dict[str, dict[str, float]]) -> str:
+    """Lines that set a table beside that of the last run: new over old, below one is better."""
+    lines, logs = [], []
+    for row, numbers in new.items():
+        ratios = {
+            column: numbers[column] / old[row][column]
+            for column in numbers
+            if UNIT.search(column) and old.get(row, {}).get(column) and numbers[column] > 0
+        }
+        if ratios:
+            logs += [math.log(r) for r in ratios.values()]
+            cells = "  ".join(f"{column} {r:.2f}" for column, r in ratios.items())
+            lines.append(f"  {row}: {cells}")
+    if not logs:
+        return f"{title}: nothing to compare with"
+    mean = math.exp(statistics.mean(logs))
+    return "\n".join([f"{title}, new over last run (geometric mean {mean:.2f}):", *lines])
 
 
 def keep_memory() -> None:
@@ -92,12 +133,43 @@ def ratio(slower: Timing, faster: Timing) -> str:
     return f"{slower.median / faster.median:.2f}"
 
 
-def machine() -> str:
-    """The line under the title: what the figures were measured on."""
+def machine() -> list[str]:
+    """The lines under the title: what the figures were measured on, its rates included."""
     capability = torch.backends.cpu.get_cpu_capability()
-    return (
-        f"CPU figures: {platform.machine()} with {capability}, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}. Medians of interleaved runs in one process, with malloc set "
-        "to reuse freed memory (`MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=2147483647 "
-        "MALLOC_TOP_PAD_=1073741824` does the same for a training job)."
-    )
+    copied = 2**28
+    times = interleaved({"copy": copy_of(copied), **products()}, seconds=3.0)
+    rates = [f"copy {copied / times['copy'].median / 1e9:.1f} GB/s (read plus written)"]
+    for name in ("float32", "bfloat16"):
+        rates.append(f"{name} product {PRODUCT_FLOP / times[name].median / 1e9:.0f} GFLOP/s")
+    return [
+        f"CPU figures: {cpu_model()} ({platform.machine()}, {capability}), "
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}. Medians of interleaved "
+        "runs in one process, with malloc set to reuse freed memory (`MALLOC_MMAP_MAX_=0 "
+        "MALLOC_TRIM_THRESHOLD_=2147483647 MALLOC_TOP_PAD_=1073741824` does the same for a "
+        "training job).",
+        f"Rates of the machine, measured in the same run: {', '.join(rates)}.",
+    ]
+
+
+PRODUCT_SIZE = 1024
+PRODUCT_FLOP = 2 * PRODUCT_SIZE**3
+
+
+def products() -> Runs:
+    """A square matrix product in each dtype."""
+    runs: Runs = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b, out = (torch.randn(PRODUCT_SIZE, PRODUCT_SIZE).to(dtype) for _ in range(3))
+        name = str(dtype).removeprefix("torch.")
+        runs[name] = lambda a=a, b=b, out=out: torch.mm(a, b, out=out)  # type: ignore[misc]
+    return runs
+
+
+def cpu_model() -> str:
+    """The processor's name where Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

@@ -55,7 +55,7 @@ def tables() -> list[Table]:
         "eager / ours",
         "share of copy bandwidth",
         "with backward ms",
-        "eager / ours",
+        "eager / ours with backward",
     )
     note = (
         f"Input [{SHAPE[0]}, {SHAPE[1]}]. Bytes are counted as input read plus output written, "

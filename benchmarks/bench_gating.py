@@ -56,8 +56,8 @@ def tables() -> list[Table]:
         "eager ms",
         "eager / ours",
         "with backward ms",
-        "eager ms",
-        "eager / ours",
+        "eager with backward ms",
+        "eager / ours with backward",
         "copy of the logits ms",
     )
     note = "float32 logits, softmax before top-k, renormalised; eager is softmax, topk, bincount."
