@@ -34,7 +34,7 @@ demo: build
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_moe_lm.py --out runs/demo
 
 test: $(VENV)/.installed
-	tools/install_gtest.sh
+	tools/install_test_tools.sh
 	MOE_EXT_TESTS=1 $(MAKE) build
 	$(BIN)/ctest --test-dir build/cmake-$$($(BIN)/python -c 'import torch; print(torch.__version__)') --verbose
 	$(BIN)/python -m pytest
