@@ -1,0 +1,146 @@
+"""The benchmarks' own parts: what they count, and that their contenders compute the same."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+BENCHMARKS = str(Path(__file__).resolve().parent.parent / "benchmarks")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def benchmarks_on_path():
+    sys.path.insert(0, BENCHMARKS)
+    yield
+    sys.path.remove(BENCHMARKS)
+
+
+def tiny_case(dtype, routing):
+    from layer_peers import Case
+    from shapes import LayerShape
+
+    return Case(LayerShape("tiny", 32, 16, 8, 2), 64, dtype, routing)
+
+
+def test_interleaved_runs_each_contender_and_keeps_slow_ones_to_the_least():
+    from _harness import interleaved
+
+    calls = {"fast": 0, "slow": 0}
+
+    def run(name, work):
+        calls[name] += 1
+        torch.ones(work).sum()
+
+    interleaved(
+        {"fast": lambda: run("fast", 1), "slow": lambda: run("slow", 10_000_000)},
+        seconds=0.02,
+        warmup=1,
+        least=3,
+    )
+    assert calls["slow"] == 4  # one to warm up
+    assert calls["fast"] > calls["slow"]
+
+
+def test_figures_are_compared_by_row_and_column():
+    from _harness import Table, compare
+
+    header = ("shape", "T", "ms", "eager / ours", "eager ms")
+    rows = [("A", "64", "2.0", "3", "-"), ("B", "64", "1.0", "5", "5.0")]
+    figures = Table("Layer", "", header, rows).figures()
+    assert figures == {
+        "A, 64": {"ms": 2.0, "eager / ours": 3.0},
+        "B, 64": {"ms": 1.0, "eager / ours": 5.0, "eager ms": 5.0},
+    }
+    last = {"A, 64": {"ms": 8.0}, "C, 64": {"ms": 1.0}}
+    assert compare("Layer", figures, last).splitlines() == [
+        "Layer, new over last run (geometric mean 0.25):",
+        "  A, 64: ms 0.25",
+    ]
+    assert compare("Layer", figures, {}) == "Layer: nothing to compare with"
+
+
+def test_a_straight_line_is_found():
+    from bench_growth import line_through
+
+    sizes = (64, 256, 1024)
+    assert line_through(sizes, [3.0 + 0.5 * n for n in sizes]) == pytest.approx((3.0, 0.5))
+
+
+def test_routing_follows_the_popularity():
+    from layer_peers import chosen, tokens
+    from shapes import EVEN, ONE, ZIPF
+
+    counts = {}
+    for routing in (EVEN, ZIPF, ONE):
+        case = tiny_case(torch.bfloat16, routing)
+        counts[routing.name] = chosen(case, tokens(case)).flatten().bincount(minlength=8).tolist()
+    assert min(counts["even"]) > 4
+    assert counts["Zipf 1.2"][0] > 3 * counts["Zipf 1.2"][-1]
+    assert counts["all to one"] == [64, 64, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("routing", ["EVEN", "ZIPF", "ONE"])
+def test_contenders_compute_the_same(dtype, routing):
+    import shapes
+    from bench_moe_layer import TOLERANCE, largest_difference
+    from layer_peers import contenders, make, tokens
+
+    case = tiny_case(dtype, getattr(shapes, routing))
+    # Without the layers that want a process group, which other tests make for themselves.
+    names = [name for name in contenders(case) if name in ("ours", "grouped_mm", "eager")]
+    layers = make(case, names)
+    x = tokens(case)
+    assert largest_difference(case, layers, x) < TOLERANCE[dtype]
+    with torch.no_grad():
+        layers["ours"].experts.down_proj.mul_(1.2)
+    with pytest.raises(RuntimeError, match="expected the output of ours to be within"):
+        largest_difference(case, layers, x)
+
+
+def test_the_dense_gate_of_fairscale_routes_as_the_block():
+    from layer_peers import DenseGate, hf_block, tokens
+    from shapes import EVEN
+
+    case = tiny_case(torch.float32, EVEN)
+    block, x = hf_block(case), tokens(case)
+    _, combine_TEC, mask_TEC = DenseGate(block.gate.weight.data, 2)(x[0])
+    _, weights_TK, idx_TK = block.gate(x[0])
+    expected_TE = torch.zeros(64, 8).scatter(1, idx_TK, weights_TK)
+    torch.testing.assert_close(combine_TEC.sum(dim=2), expected_TE)
+    assert mask_TEC.sum() == 128
+    assert mask_TEC.sum(dim=0).max() == 1  # no two tokens in one place
+
+
+def test_saved_bytes_counts_each_storage_once_and_no_parameter():
+    from layer_memory import saved_bytes
+
+    class Squares(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x):
+            y = self.linear(x)
+            return y * y
+
+    x = torch.randn(4, 8)
+    assert saved_bytes(Squares(), x) == 2 * x.nbytes  # x for the weight's gradient, y once
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_is_measured_in_a_process_of_its_own():
+    from layer_memory import measure
+    from layer_peers import Case
+    from shapes import EVEN, LAYERS
+
+    case = Case(LAYERS[1], 64, torch.float32, EVEN)
+    found = measure(case, ["ours", "grouped_mm"])
+    shape = LAYERS[1]
+    gradients = 3 * shape.num_experts * shape.ffn_dim * shape.model_dim * 4
+    for memory in found.values():
+        assert 0 < memory.saved_bytes < memory.peak_bytes
+        assert gradients < memory.peak_bytes < 6 * gradients
