@@ -21,9 +21,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 import moe_ext
 
-# Layers that dispatch by a dense [T, E, C] tensor; their cost grows with the square of T.
-DENSE_PEERS = ("fairscale", "deepspeed")
-
 
 @dataclass(frozen=True)
 class Case:
@@ -225,12 +222,11 @@ MAKERS: dict[str, Callable[[Case], nn.Module]] = {
 def contenders(case: Case) -> list[str]:
     """Those that can run the case and are installed."""
     names = ["ours", "grouped_mm", "eager"]
-    # The dense dispatch of more tokens would take gigabytes; fairscale's mixes dtypes and is
-    # refused by torch in bfloat16.
-    if case.num_tokens <= 1024 and case.routing.exponent == 0:
-        names += ["deepspeed"] if importlib.util.find_spec("deepspeed") else []
-        if case.dtype == torch.float32 and importlib.util.find_spec("fairscale"):
-            names.append("fairscale")
+    names += ["deepspeed"] if importlib.util.find_spec("deepspeed") else []
+    # fairscale's dense [T, E, C] tensor would take gigabytes; it mixes dtypes, which torch refuses.
+    small = case.num_tokens <= 1024 and case.routing.exponent == 0
+    if small and case.dtype == torch.float32 and importlib.util.find_spec("fairscale"):
+        names.append("fairscale")
     return names
 
 
