@@ -24,6 +24,7 @@ from moe_ext.distributed.collectives import (
 )
 from moe_ext.distributed.failures import RankFailureError
 from moe_ext.distributed.groups import GroupHandle, check_group, group_ranks, group_size
+from moe_ext.ops.grouped_gemm import row_alignment
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -100,7 +101,8 @@ class LocalDispatcher:
             capacity: rows that an expert takes from this rank, None for all.
 
         Returns:
-            rows `[N, D]`, expert offsets `[E + 1]`, metadata.
+            rows `[N, D]`, expert offsets `[E + 1]`, metadata. The rows of an expert may end in zero
+            rows (`row_alignment`).
         """
         rows_ND, permutation = ops.permute_tokens(
             x_TD,
@@ -109,6 +111,7 @@ class LocalDispatcher:
             topk_weights=topk_weights_TK.detach() if self.drop_policy == "score" else None,
             capacity=capacity,
             drop_policy=self.drop_policy,
+            align=row_alignment(x_TD, topk_idx_TK.numel(), self.num_experts),
         )
         metadata = DispatchMetadata(permutation, topk_weights_TK)
         return rows_ND, permutation.expert_offsets, metadata
@@ -297,4 +300,5 @@ class AllToAllDispatcher:
         expert_R = expert_PL.repeat(self.num_ranks).repeat_interleave(
             counts_PL.reshape(-1), output_size=num_rows
         )
-        return ops.permute_tokens(rows_RD, expert_R[:, None], self.num_local_experts)
+        align = row_alignment(rows_RD, num_rows, self.num_local_experts)
+        return ops.permute_tokens(rows_RD, expert_R[:, None], self.num_local_experts, align=align)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
+from moe_ext.ops.grouped_gemm import row_alignment
 
 IMPLEMENTATION = "moe_ext"
 
@@ -36,7 +37,12 @@ def _experts_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """Experts of a block, with the signature of transformers' `ExpertsInterface`."""
-    rows_ND, permutation = ops.permute_tokens(hidden_states, top_k_index, self.num_experts)
+    rows_ND, permutation = ops.permute_tokens(
+        hidden_states,
+        top_k_index,
+        self.num_experts,
+        align=row_alignment(hidden_states, top_k_index.numel(), self.num_experts),
+    )
     offsets = permutation.expert_offsets
     up = ops.grouped_mm(rows_ND, self.gate_up_proj, offsets)
     kind = _GATED_KINDS.get(getattr(self.config, "hidden_act", ""))

@@ -81,8 +81,9 @@ class MoELayer(nn.Module):
         router: score function of a `TopKRouter`, "softmax", "topk_softmax" or "sigmoid"; or a
             module that maps `(x_TD, token_mask=)` to a `RouterOutput`.
         experts: module that maps `(rows [N, D], expert_offsets)` to `[N, D]`; by default
-            `GroupedExperts`. In an expert-parallel layer it holds this rank's experts and has the
-            attributes `ep_group` and `num_experts` (E).
+            `GroupedExperts`. An expert's rows may end in zero rows, whose results go nowhere. In an
+            expert-parallel layer it holds this rank's experts and has the attributes `ep_group` and
+            `num_experts` (E).
         activation: of the default experts and of the shared expert.
         bias: biases in the default experts and in the shared expert.
         capacity_factor: an expert takes at most `ceil(T * K / E * capacity_factor)` rows from the T

@@ -283,6 +283,21 @@ def test_local_dispatch_and_combine():
     assert int(metadata.num_dropped) == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_16_bit_rows_of_an_expert_end_in_zero_rows(dtype):
+    dispatcher = LocalDispatcher(3)
+    x = torch.randn(50, 5).to(dtype).requires_grad_()
+    idx = torch.rand(50, 3).topk(1, dim=1).indices
+    rows, offsets, metadata = dispatcher.dispatch(x, idx, torch.ones(50, 1))
+    counts = idx.flatten().bincount(minlength=3)
+    step = 1 if dtype == torch.float32 else 8
+    assert torch.equal(offsets.diff(), (counts + step - 1) // step * step)
+    assert int((rows == 0).all(dim=1).sum()) == rows.shape[0] - 50
+    y = dispatcher.combine(rows, metadata)
+    y.sum().backward()
+    assert torch.equal(y, x) and (x.grad == 1).all()
+
+
 def test_drop_by_score_keeps_the_largest_weights():
     idx = torch.zeros(4, 1, dtype=torch.int64)
     weights = torch.tensor([[0.1], [0.9], [0.5], [0.7]], requires_grad=True)

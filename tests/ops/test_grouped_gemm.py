@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_ext import ops, reference
+from moe_ext.ops.grouped_gemm import row_alignment
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 NUM_ROWS = [0, 1, 255, 256, 257]
@@ -144,6 +145,31 @@ def test_rows_of_no_expert_are_zero_and_get_no_gradient(device, dtype):
     assert all(grad.isfinite().all() for grad in grads)
     empty = (offsets.diff() == 0).nonzero().flatten()
     assert len(empty) and (grads[1][empty] == 0).all() and (grads[2][empty] == 0).all()
+
+
+# 16-bit gradients of the weight take padded copies of ragged rows.
+@pytest.mark.parametrize("count", [31, 32, 33, 100, 257])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ragged_experts_do_not_see_their_neighbours(device, dtype, count):
+    x, weight, bias, _ = make(2 * count + 40, num_experts=3, dtype=dtype)
+    offsets = torch.tensor([20, 20 + count, 20 + count, 20 + 2 * count])
+    with torch.no_grad():
+        x[:20], x[20 + count :] = float("nan"), float("inf")
+    y = ops.grouped_mm(x, weight, offsets, bias_EM=bias)
+    grad = torch.randn(y.shape).to(dtype)
+    (grad_weight,) = torch.autograd.grad(y, weight, grad)
+    rows = slice(20, 20 + count)
+    terms = grad[rows].double(), x[rows].detach().double()
+    assert_close(grad_weight[0], terms[0].T @ terms[1], terms[0].abs().T @ terms[1].abs(), count)
+    assert (grad_weight[1] == 0).all() and not grad_weight[2].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ragged_experts_of_strided_rows(device, dtype):
+    x, weight, bias, _ = make(300, num_experts=2, dtype=dtype)
+    offsets = torch.tensor([3, 120, 277])
+    for view in (torch.cat([x, x], dim=1)[:, :33], x.t().contiguous().t(), x[:1].expand(300, -1)):
+        check_against_reference(view.detach().requires_grad_(), weight, bias, offsets)
 
 
 @pytest.mark.parametrize("needed", ["x", "weight", "bias"])
@@ -363,6 +389,14 @@ def test_backward_errors(case):
     offsets = torch.tensor([0, 1, 4])
     with pytest.raises(RuntimeError, match=f"_grouped_mm_backward_weight: {message}"):
         torch.ops.moe_ext._grouped_mm_backward_weight(grad, x, offsets)
+
+
+def test_only_16_bit_rows_on_cpu_are_aligned_and_only_where_experts_have_many():
+    for dtype in DTYPES:
+        many = 8 if dtype in (torch.bfloat16, torch.float16) else 1
+        assert row_alignment(torch.empty(0, dtype=dtype), 64, 4) == many
+        assert row_alignment(torch.empty(0, dtype=dtype), 63, 4) == 1
+        assert row_alignment(torch.empty(0, dtype=dtype, device="meta"), 64, 4) == 1
 
 
 # The fixture gives every example the same device.
