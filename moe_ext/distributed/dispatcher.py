@@ -78,11 +78,16 @@ class LocalDispatcher:
     Args:
         num_experts: E.
         drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
+        align: let an expert's rows end in zero rows where that suits the products
+            (`row_alignment`); False where the rows travel first.
     """
 
-    def __init__(self, num_experts: int, *, drop_policy: str = "position") -> None:
+    def __init__(
+        self, num_experts: int, *, drop_policy: str = "position", align: bool = True
+    ) -> None:
         self.num_experts = num_experts
         self.drop_policy = drop_policy
+        self.align = align
 
     def dispatch(
         self,
@@ -101,8 +106,7 @@ class LocalDispatcher:
             capacity: rows that an expert takes from this rank, None for all.
 
         Returns:
-            rows `[N, D]`, expert offsets `[E + 1]`, metadata. The rows of an expert may end in zero
-            rows (`row_alignment`).
+            rows `[N, D]`, expert offsets `[E + 1]`, metadata.
         """
         rows_ND, permutation = ops.permute_tokens(
             x_TD,
@@ -111,7 +115,7 @@ class LocalDispatcher:
             topk_weights=topk_weights_TK.detach() if self.drop_policy == "score" else None,
             capacity=capacity,
             drop_policy=self.drop_policy,
-            align=row_alignment(x_TD, topk_idx_TK.numel(), self.num_experts),
+            align=row_alignment(x_TD, topk_idx_TK.numel(), self.num_experts) if self.align else 1,
         )
         metadata = DispatchMetadata(permutation, topk_weights_TK)
         return rows_ND, permutation.expert_offsets, metadata
@@ -153,7 +157,7 @@ class AllToAllDispatcher:
         self.num_experts = num_experts
         self.num_local_experts = num_experts // self.num_ranks
         self.drop_policy = drop_policy
-        self._local = LocalDispatcher(num_experts, drop_policy=drop_policy)
+        self._local = LocalDispatcher(num_experts, drop_policy=drop_policy, align=False)
         self._agreed = False
 
     @property

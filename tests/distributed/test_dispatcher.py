@@ -124,6 +124,28 @@ def check_number_of_collectives():
         dist.all_to_all_single = original
 
 
+def check_only_rows_of_tokens_travel():
+    sharded, _ = layers(dtype=torch.bfloat16)
+    x = batches([300])[0].bfloat16()
+    sharded(x)
+    sent = []
+    original = dist.all_to_all_single
+
+    def counted(out, x, *args, **kwargs):
+        sent.append((x.shape[0], out.shape[0]))
+        return original(out, x, *args, **kwargs)
+
+    dist.all_to_all_single = counted
+    try:
+        sharded(x)
+    finally:
+        dist.all_to_all_single = original
+    num_rows = int(sharded.metrics["num_tokens_per_expert"].sum())
+    dispatched, combined = sent[1:]
+    assert dispatched[0] == num_rows, "padding went over the wire"
+    assert combined == dispatched[::-1]
+
+
 def check_checkpointing():
     sharded, _ = layers()
     x = batches([5])[0].requires_grad_()
