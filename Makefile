@@ -13,6 +13,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 OLDEST_TORCH = 2.11.0
+# Asked for when a recipe runs: torch is installed by then.
+BUILD_DIR = build/cmake-$$($(BIN)/python -c 'import torch; print(torch.__version__)')
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
 .PHONY: demo test lint bench build compat cuda gpu-check gpu-report clean
@@ -36,7 +38,7 @@ demo: build
 test: $(VENV)/.installed
 	tools/install_test_tools.sh
 	MOE_EXT_TESTS=1 $(MAKE) build
-	$(BIN)/ctest --test-dir build/cmake-$$($(BIN)/python -c 'import torch; print(torch.__version__)') --verbose
+	$(BIN)/ctest --test-dir $(BUILD_DIR) --verbose
 	$(BIN)/python -m pytest
 
 # A library built against the development torch must serve every torch from the oldest supported one on.
@@ -60,7 +62,7 @@ bench: build
 
 cuda: $(VENV)/.installed
 	MOE_EXT_CUDA=1 $(MAKE) build
-	$(BIN)/python tools/kernel_resources.py build/cmake-$$($(BIN)/python -c 'import torch; print(torch.__version__)')
+	$(BIN)/python tools/kernel_resources.py $(BUILD_DIR)
 
 gpu-check:
 	$(PYTHON) tools/gpu_check.py
