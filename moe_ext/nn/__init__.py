@@ -3,14 +3,25 @@
 from moe_ext.nn.experts import GroupedExperts
 from moe_ext.nn.losses import inject_loss
 from moe_ext.nn.moe_layer import FeedForward, MoELayer, set_loss_scale
-from moe_ext.nn.routers import RouterOutput, TopKRouter
+from moe_ext.nn.routers import (
+    BalanceTerms,
+    Router,
+    RouterOutput,
+    TopKRouter,
+    number_routers,
+    set_routing_step,
+)
 
 __all__ = [
+    "BalanceTerms",
     "FeedForward",
     "GroupedExperts",
     "MoELayer",
+    "Router",
     "RouterOutput",
     "TopKRouter",
     "inject_loss",
+    "number_routers",
+    "set_routing_step",
     "set_loss_scale",
 ]

@@ -1,4 +1,4 @@
-"""Routers: choose the experts of every token.
+"""Top-k router.
 
 Shapes: T tokens, D model, E experts, K top-k.
 """
@@ -7,30 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
 from moe_ext.nn._autocast import without_autocast
+from moe_ext.nn.routers.base import Router, RouterOutput
 
 _SCORE_FNS = ("softmax", "topk_softmax", "sigmoid")
 
 
-class RouterOutput(NamedTuple):
-    """What a router hands to a layer.
-
-    Attributes:
-        logits: `[T, E]`, float32 (float64 for float64 inputs).
-        gate: the selection, an `ops.GateOutput`.
-    """
-
-    logits: Tensor
-    gate: ops.GateOutput
-
-
-class TopKRouter(nn.Module):
+class TopKRouter(Router):
     """Linear router with top-k selection: `logits = x @ weight.T`, then `ops.topk_gate`.
 
     The logits are computed in float32 (float64 for float64 inputs) whatever the dtype of the model,
@@ -73,14 +62,7 @@ class TopKRouter(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        for name, size in (("model_dim", model_dim), ("num_experts", num_experts)):
-            if size < 1:
-                raise ValueError(f"TopKRouter: expected {name} to be at least 1, got {size}")
-        if not 1 <= top_k <= num_experts:
-            raise ValueError(
-                f"TopKRouter: expected top_k to be in 1..num_experts={num_experts}, got {top_k}"
-            )
+        super().__init__(model_dim, num_experts, top_k)
         if score_fn not in _SCORE_FNS:
             raise ValueError(
                 f"TopKRouter: expected score_fn to be one of {_SCORE_FNS}, got {score_fn!r}"
@@ -95,9 +77,6 @@ class TopKRouter(nn.Module):
                 f"TopKRouter: expected top_groups to be in 1..num_groups={num_groups} and to leave "
                 f"at least top_k={top_k} experts, got {top_groups}"
             )
-        self.model_dim = model_dim
-        self.num_experts = num_experts
-        self.top_k = top_k
         self.score_fn = score_fn
         self.renormalize = renormalize
         self.scale = scale
@@ -135,12 +114,21 @@ class TopKRouter(nn.Module):
             text += f", num_groups={self.num_groups}, top_groups={self.top_groups}"
         return text
 
-    def forward(self, x_TD: Tensor, *, token_mask: Tensor | None = None) -> RouterOutput:
+    def forward(
+        self,
+        x_TD: Tensor,
+        *,
+        token_mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        token_idx: Tensor | None = None,
+    ) -> RouterOutput:
         """Choose K experts for every token.
 
         Args:
             x_TD: tokens, `[T, D]`, any floating dtype.
             token_mask: `[T]` bool, True = real token; a masked token chooses no expert.
+            token_ids: not looked at.
+            token_idx: not looked at.
 
         Returns:
             `RouterOutput(logits [T, E], gate)`.
