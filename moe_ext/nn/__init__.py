@@ -1,7 +1,9 @@
 """Layers."""
 
+from moe_ext.nn.expert_activation import ClampedSwiGLU
 from moe_ext.nn.experts import GroupedExperts
 from moe_ext.nn.losses import inject_loss
+from moe_ext.nn.module_experts import ModuleExperts
 from moe_ext.nn.moe_layer import FeedForward, MoELayer, set_loss_scale
 from moe_ext.nn.routers import (
     BalanceTerms,
@@ -14,9 +16,11 @@ from moe_ext.nn.routers import (
 
 __all__ = [
     "BalanceTerms",
+    "ClampedSwiGLU",
     "FeedForward",
     "GroupedExperts",
     "MoELayer",
+    "ModuleExperts",
     "Router",
     "RouterOutput",
     "TopKRouter",

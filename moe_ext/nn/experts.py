@@ -5,6 +5,8 @@ Shapes: N rows, D model, F ffn, E experts, L local experts = E / size of the exp
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -12,17 +14,17 @@ from torch.distributed import ProcessGroup
 from moe_ext import ops
 from moe_ext.distributed.groups import GroupHandle, check_group, group_rank, group_size
 from moe_ext.nn._init import init_stacked_experts_
+from moe_ext.nn.expert_activation import (
+    GATED_ACTIVATIONS,
+    LAYOUTS,
+    PLAIN_ACTIVATIONS,
+    Activation,
+    is_gated,
+    resolve_activation,
+    run_activation,
+)
 
-GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu")
-PLAIN_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
-
-
-def is_gated(activation: str, owner: str) -> bool:
-    """Whether `activation` takes a gate half; ValueError naming `owner` when it is unknown."""
-    if activation not in GATED_ACTIVATIONS + PLAIN_ACTIVATIONS:
-        known = ", ".join(GATED_ACTIVATIONS + PLAIN_ACTIVATIONS)
-        raise ValueError(f"{owner}: expected activation to be one of {known}, got {activation!r}")
-    return activation in GATED_ACTIVATIONS
+__all__ = ["GATED_ACTIVATIONS", "PLAIN_ACTIVATIONS", "GroupedExperts", "is_gated"]
 
 
 class GroupedExperts(nn.Module):
@@ -37,19 +39,31 @@ class GroupedExperts(nn.Module):
         num_experts: E, over all ranks.
         model_dim: D.
         ffn_dim: F.
-        activation: "swiglu", "geglu", "geglu_tanh", "reglu", or plain "silu", "gelu", "gelu_tanh",
-            "relu", "relu_squared".
+        activation: a fused kind, "swiglu", "geglu", "geglu_tanh", "reglu", or plain "silu", "gelu",
+            "gelu_tanh", "relu", "relu_squared"; the name of another function of torch, such as
+            "tanh" or "mish"; a `ClampedSwiGLU`; or any function or module of one tensor, applied to
+            `[N, F]`.
+        gated: whether `act(gate) * up` is meant by a plain name or a function; None asks the name
+            and takes a function for plain.
         bias: add biases.
+        layout: where the gate is in the 2F features of `gate_up_proj`: "concatenated", the first
+            half, or "interleaved", the even ones.
+        transposed: store the weights as `[L, D, 2F]` (`[L, D, F]`) and `[L, F, D]`.
+        post_norm: module of `[N, D]` that the output of every expert goes through before it is
+            weighted, such as `nn.RMSNorm(D)`; one for all experts, as `post_expert_norm`.
         ep_group: expert-parallel process group; rank r of P holds experts [r*E/P, (r+1)*E/P).
         device: device of the parameters.
         dtype: dtype of the parameters.
 
     Raises:
-        ValueError: a size is not positive, the activation is unknown, or P does not divide E.
+        ValueError: a size is not positive, the activation or the layout is unknown, P does not
+            divide E, or a post_norm or an activation with parameters is to be spread over ranks.
+        TypeError: the activation is neither a name nor callable.
     """
 
     down_proj: nn.Parameter
     down_proj_bias: nn.Parameter | None
+    activation: Any
 
     def __init__(
         self,
@@ -57,8 +71,12 @@ class GroupedExperts(nn.Module):
         model_dim: int,
         ffn_dim: int,
         *,
-        activation: str = "swiglu",
+        activation: Activation = "swiglu",
+        gated: bool | None = None,
         bias: bool = False,
+        layout: str = "concatenated",
+        transposed: bool = False,
+        post_norm: nn.Module | None = None,
         ep_group: ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -69,31 +87,38 @@ class GroupedExperts(nn.Module):
             if size < 1:
                 raise ValueError(f"GroupedExperts: expected {name} to be at least 1, got {size}")
         check_group(ep_group, "GroupedExperts")
-        self.gated = is_gated(activation, "GroupedExperts")
-        ep_size = group_size(ep_group)
-        if num_experts % ep_size != 0:
+        if layout not in LAYOUTS:
             raise ValueError(
-                "GroupedExperts: expected num_experts to be a multiple of the size of ep_group "
-                f"({ep_size}), got {num_experts}"
+                f"GroupedExperts: expected layout to be one of {LAYOUTS}, got {layout!r}"
             )
+        self.activation, self.gated = resolve_activation(activation, gated, "GroupedExperts")
+        _check_shareable(self.activation, post_norm, ep_group)
         self.num_experts = num_experts
-        self.num_local_experts = num_experts // ep_size
+        self.num_local_experts = local_experts(num_experts, ep_group, "GroupedExperts")
         self.model_dim = model_dim
         self.ffn_dim = ffn_dim
-        self.activation = activation
+        self.layout = layout
+        self.transposed = transposed
+        self.post_expert_norm = post_norm
         self._ep_group = GroupHandle(ep_group)
         self._up_name = "gate_up_proj" if self.gated else "up_proj"
-        up_dim = 2 * ffn_dim if self.gated else ffn_dim
-        for name, out_dim, in_dim in (
-            (self._up_name, up_dim, model_dim),
-            ("down_proj", model_dim, ffn_dim),
-        ):
-            shape = (self.num_local_experts, out_dim, in_dim)
-            weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-            self.register_parameter(name, weight)
-            stacked_bias = nn.Parameter(torch.empty(shape[:2], device=device, dtype=dtype))
-            self.register_parameter(f"{name}_bias", stacked_bias if bias else None)
+        self._add_parameters(bias, device, dtype)
         self.reset_parameters()
+
+    def _add_parameters(
+        self, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        up_dim = 2 * self.ffn_dim if self.gated else self.ffn_dim
+        for name, out_dim, in_dim in (
+            (self._up_name, up_dim, self.model_dim),
+            ("down_proj", self.model_dim, self.ffn_dim),
+        ):
+            shape = (in_dim, out_dim) if self.transposed else (out_dim, in_dim)
+            weight = torch.empty((self.num_local_experts, *shape), device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(weight))
+            bias_shape = (self.num_local_experts, out_dim)
+            stacked_bias = nn.Parameter(torch.empty(bias_shape, device=device, dtype=dtype))
+            self.register_parameter(f"{name}_bias", stacked_bias if bias else None)
 
     @property
     def ep_group(self) -> ProcessGroup | None:
@@ -123,6 +148,10 @@ class GroupedExperts(nn.Module):
             f"num_experts={self.num_experts}, model_dim={self.model_dim}, ffn_dim={self.ffn_dim}, "
             f"activation={self.activation!r}, bias={bias}"
         )
+        if self.layout != "concatenated":
+            text += f", layout={self.layout!r}"
+        if self.transposed:
+            text += ", transposed=True"
         if self.num_local_experts != self.num_experts:
             last = self.first_expert + self.num_local_experts - 1
             text += f", local_experts={self.first_expert}..{last}"
@@ -136,16 +165,39 @@ class GroupedExperts(nn.Module):
             expert_offsets: `[L + 1]` int64; local expert l owns rows [offsets[l], offsets[l + 1]).
 
         Returns:
-            `[N, D]`; rows past the last offset are zero.
+            `[N, D]`; rows past the last offset are zero, or what `post_norm` makes of zeros.
         """
-        up = ops.grouped_mm(
-            rows_ND,
-            getattr(self, self._up_name),
-            expert_offsets,
-            bias_EM=getattr(self, f"{self._up_name}_bias"),
+        up = self._product(self._up_name, rows_ND, expert_offsets)
+        hidden = run_activation(up, self.activation, gated=self.gated, layout=self.layout)
+        out_ND = self._product("down_proj", hidden, expert_offsets)
+        return out_ND if self.post_expert_norm is None else self.post_expert_norm(out_ND)
+
+    def _product(self, name: str, x: Tensor, expert_offsets: Tensor) -> Tensor:
+        weight = getattr(self, name)
+        weight_EMK = weight.transpose(1, 2) if self.transposed else weight
+        return ops.grouped_mm(x, weight_EMK, expert_offsets, bias_EM=getattr(self, f"{name}_bias"))
+
+
+def local_experts(num_experts: int, ep_group: ProcessGroup | None, owner: str) -> int:
+    """Experts of each rank; ValueError naming `owner` where the group does not divide them."""
+    ep_size = group_size(ep_group)
+    if num_experts % ep_size != 0:
+        raise ValueError(
+            f"{owner}: expected num_experts to be a multiple of the size of ep_group "
+            f"({ep_size}), got {num_experts}"
         )
-        if self.gated:
-            hidden = ops.gated_activation(up, kind=self.activation)
-        else:
-            hidden = ops.activation(up, kind=self.activation)
-        return ops.grouped_mm(hidden, self.down_proj, expert_offsets, bias_EM=self.down_proj_bias)
+    return num_experts // ep_size
+
+
+def _check_shareable(
+    activation: Any, post_norm: nn.Module | None, ep_group: ProcessGroup | None
+) -> None:
+    """Refuse parameters that all experts share: over ranks, they would be taken for experts."""
+    if group_size(ep_group) == 1:
+        return
+    for name, module in (("activation", activation), ("post_norm", post_norm)):
+        if isinstance(module, nn.Module) and any(True for _ in module.parameters()):
+            raise ValueError(
+                f"GroupedExperts: expected {name} to have no parameters in an ep_group of "
+                f"{group_size(ep_group)} ranks, got {module}"
+            )

@@ -80,6 +80,7 @@ def _(x: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None = N
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     x, weight, expert_offsets, _ = inputs
     needs_x, needs_weight, *_ = ctx.needs_input_grad
+    ctx.transposed = weight.stride(1) == 1 and weight.stride(2) != 1
     ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, expert_offsets)
 
 
@@ -90,7 +91,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_x = grad_weight = grad_bias = None
     if needs_x:
         grad_x = torch.ops.moe_ext.grouped_mm(grad, weight.transpose(1, 2), expert_offsets)
-    if needs_weight:
+    if needs_weight and ctx.transposed:
+        # In the order of the stored weight: autograd copies a gradient of other strides.
+        grad_weight = torch.ops.moe_ext._grouped_mm_backward_weight(
+            x.contiguous(), grad, expert_offsets
+        ).transpose(1, 2)
+    elif needs_weight:
         grad_weight = torch.ops.moe_ext._grouped_mm_backward_weight(grad, x, expert_offsets)
     if any(needs_bias):
         grad_bias = torch.ops.moe_ext._grouped_mm_backward_bias(grad, expert_offsets)

@@ -1,0 +1,143 @@
+"""Activation functions of experts: fused kinds by name, and any function of torch.
+
+Shapes: N rows, F ffn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_ext import ops
+
+GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu")
+PLAIN_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
+LAYOUTS = ("concatenated", "interleaved")
+
+# The gated kind whose gate half goes through a plain one.
+GATED_KIND_OF = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
+
+# Without a kernel of their own: run as torch functions.
+_TORCH_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "celu": F.celu,
+    "elu": F.elu,
+    "hardsigmoid": F.hardsigmoid,
+    "hardswish": F.hardswish,
+    "hardtanh": F.hardtanh,
+    "identity": lambda x: x,
+    "leaky_relu": F.leaky_relu,
+    "logsigmoid": F.logsigmoid,
+    "mish": F.mish,
+    "relu6": F.relu6,
+    "selu": F.selu,
+    "sigmoid": torch.sigmoid,
+    "softplus": F.softplus,
+    "softsign": F.softsign,
+    "tanh": torch.tanh,
+}
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """The gate of GPT-OSS: `(clamp(up) + 1) * g * sigmoid(alpha * g)`, `g = min(gate, limit)`.
+
+    Attributes:
+        alpha: factor inside the sigmoid.
+        limit: upper bound of the gate, and bound of the magnitude of up.
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Both halves `[N, F]` to `[N, F]`."""
+        gate = gate.clamp(max=self.limit)
+        up = up.clamp(min=-self.limit, max=self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+Activation = str | ClampedSwiGLU | Callable[[Tensor], Tensor]
+
+
+def is_gated(activation: str, owner: str) -> bool:
+    """Whether `activation` takes a gate half; ValueError naming `owner` when it is unknown."""
+    if activation not in GATED_ACTIVATIONS + PLAIN_ACTIVATIONS:
+        known = ", ".join(GATED_ACTIVATIONS + PLAIN_ACTIVATIONS)
+        raise ValueError(f"{owner}: expected activation to be one of {known}, got {activation!r}")
+    return activation in GATED_ACTIVATIONS
+
+
+def resolve_activation(
+    activation: Activation, gated: bool | None, owner: str
+) -> tuple[Activation, bool]:
+    """The activation to run and whether it is gated; fused kinds are chosen where they exist.
+
+    Args:
+        activation: a name, a `ClampedSwiGLU`, or a function of one tensor.
+        gated: whether a gate half is activated and multiplied with an up half; None asks the name.
+        owner: what the error names.
+
+    Raises:
+        ValueError: an unknown name, or `gated` contradicts it.
+        TypeError: neither a name nor callable.
+    """
+    if isinstance(activation, str):
+        if activation in GATED_ACTIVATIONS:
+            if gated is False:
+                raise ValueError(
+                    f"{owner}: expected gated to be True or None for activation={activation!r}, "
+                    "got False"
+                )
+            return activation, True
+        if gated and activation in GATED_KIND_OF:
+            return GATED_KIND_OF[activation], True
+        if activation in PLAIN_ACTIVATIONS or activation in _TORCH_ACTIVATIONS:
+            return activation, bool(gated)
+        names = GATED_ACTIVATIONS + PLAIN_ACTIVATIONS + tuple(_TORCH_ACTIVATIONS)
+        raise ValueError(
+            f"{owner}: expected activation to be one of {', '.join(names)}, or callable, got "
+            f"{activation!r}"
+        )
+    if isinstance(activation, ClampedSwiGLU):
+        if gated is False:
+            raise ValueError(f"{owner}: expected gated to be True or None for {activation}")
+        return activation, True
+    if not callable(activation):
+        raise TypeError(
+            f"{owner}: expected activation to be a name or callable, got {activation!r}"
+        )
+    return activation, bool(gated)
+
+
+def split_gate(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """Gate and up halves of `[N, 2F]`, as views."""
+    if layout == "interleaved":
+        return x[..., ::2], x[..., 1::2]
+    gate, up = x.chunk(2, dim=-1)
+    return gate, up
+
+
+def run_activation(x: Tensor, activation: Any, *, gated: bool, layout: str) -> Tensor:
+    """Apply what `resolve_activation` returned to `[N, 2F]` (gated) or `[N, F]`."""
+    if isinstance(activation, str) and activation in GATED_ACTIVATIONS:
+        return ops.gated_activation(x, kind=activation, layout=layout)
+    if isinstance(activation, ClampedSwiGLU):
+        return activation(*split_gate(x, layout))
+    if not gated:
+        return _run_plain(x, activation)
+    gate, up = split_gate(x, layout)
+    return _run_plain(gate, activation) * up
+
+
+def _run_plain(x: Tensor, activation: Any) -> Tensor:
+    if isinstance(activation, str):
+        if activation in PLAIN_ACTIVATIONS:
+            return ops.activation(x, kind=activation)
+        activation = _TORCH_ACTIVATIONS[activation]
+    y: Tensor = activation(x)
+    return y

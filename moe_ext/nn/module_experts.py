@@ -1,0 +1,140 @@
+"""Experts that are modules of any kind.
+
+Shapes: N rows, D model, E experts, L local experts = E / size of the expert-parallel group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moe_ext.distributed.groups import GroupHandle, check_group, group_rank, group_size
+from moe_ext.nn.experts import local_experts
+
+
+class ModuleExperts(nn.ModuleList):
+    """Any modules `[n, D] -> [n, D]` as the experts of a `MoELayer`, one after the other.
+
+    Every expert runs in every forward pass, on zero rows where nothing was routed to it: so its
+    parameters always have gradients, and an expert with collectives of its own meets its
+    counterparts on the other ranks. `GroupedExperts` is the fast way for feed-forward networks.
+
+    Parameters have the names of a `ModuleList`: `0.weight`, `1.weight`, ... of the local experts.
+
+    Args:
+        experts: the L experts of this rank.
+        ep_group: expert-parallel process group; rank r of P holds experts [r*E/P, (r+1)*E/P), and
+            E = L * P.
+
+    Raises:
+        ValueError: no experts.
+        TypeError: an expert is no module.
+
+    The split sizes are read on the host once per forward pass, a synchronisation on CUDA.
+    """
+
+    def __init__(
+        self, experts: Iterable[nn.Module], *, ep_group: ProcessGroup | None = None
+    ) -> None:
+        check_group(ep_group, "ModuleExperts")
+        modules = list(experts)
+        if not modules:
+            raise ValueError(
+                "ModuleExperts: expected experts to hold at least one module, got none"
+            )
+        for index, module in enumerate(modules):
+            if not isinstance(module, nn.Module):
+                raise TypeError(
+                    f"ModuleExperts: expected experts to be modules, got {module!r} at {index}"
+                )
+        super().__init__(modules)
+        self._ep_group = GroupHandle(ep_group)
+        self.num_experts = len(modules) * group_size(ep_group)
+
+    @classmethod
+    def build(
+        cls,
+        make: Callable[[int], nn.Module],
+        num_experts: int,
+        *,
+        ep_group: ProcessGroup | None = None,
+    ) -> ModuleExperts:
+        """Make this rank's experts from a function of the global index of an expert.
+
+        Args:
+            make: called for the experts of this rank only.
+            num_experts: E, over all ranks.
+            ep_group: expert-parallel process group.
+
+        Raises:
+            ValueError: E is not a positive multiple of the size of the group.
+        """
+        check_group(ep_group, "ModuleExperts")
+        num_local = local_experts(num_experts, ep_group, "ModuleExperts")
+        first = group_rank(ep_group) * num_local
+        return cls((make(first + local) for local in range(num_local)), ep_group=ep_group)
+
+    @property
+    def ep_group(self) -> ProcessGroup | None:
+        """The expert-parallel group, None when every expert is local."""
+        return self._ep_group.group
+
+    @property
+    def num_local_experts(self) -> int:
+        """L."""
+        return len(self)
+
+    @property
+    def first_expert(self) -> int:
+        """Global index of local expert 0."""
+        return group_rank(self.ep_group) * len(self)
+
+    def reset_parameters(self) -> None:
+        """Call `reset_parameters` of every submodule that has it."""
+        for module in self.modules():
+            if module is not self and callable(getattr(module, "reset_parameters", None)):
+                module.reset_parameters()  # type: ignore[operator]
+
+    @torch.compiler.disable
+    def forward(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
+        """Run every row through its expert.
+
+        Args:
+            rows_ND: rows grouped by local expert, `[N, D]`.
+            expert_offsets: `[L + 1]` int64; local expert l owns rows [offsets[l], offsets[l + 1]).
+
+        Returns:
+            `[N, D']`; rows of no expert are zero.
+
+        Raises:
+            ValueError: the offsets are not L + 1, or an expert changed the number of rows.
+            TypeError: an expert did not return a tensor.
+        """
+        if expert_offsets.shape != (len(self) + 1,):
+            raise ValueError(
+                f"ModuleExperts: expected expert_offsets to be of shape ({len(self) + 1},), got "
+                f"{tuple(expert_offsets.shape)}"
+            )
+        # NOTE: device-to-host sync: a module takes its own rows alone, so their number is needed.
+        bounds = expert_offsets.tolist()
+        outputs = []
+        for index, expert in enumerate(self):
+            rows = rows_ND[bounds[index] : bounds[index + 1]]
+            out = expert(rows)
+            if not isinstance(out, Tensor):
+                raise TypeError(
+                    f"ModuleExperts: expected expert {index} to return a tensor, got "
+                    f"{type(out).__name__}"
+                )
+            if out.dim() != 2 or out.shape[0] != rows.shape[0]:
+                raise ValueError(
+                    f"ModuleExperts: expected expert {index} to return {rows.shape[0]} rows, got "
+                    f"shape {tuple(out.shape)}"
+                )
+            outputs.append(out)
+        y = torch.cat(outputs)
+        before, after = bounds[0], rows_ND.shape[0] - bounds[-1]
+        return nn.functional.pad(y, (0, 0, before, after)) if before or after else y

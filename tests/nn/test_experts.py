@@ -1,0 +1,152 @@
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import moe_ext
+from moe_ext.nn import ClampedSwiGLU, GroupedExperts
+
+OFFSETS = torch.tensor([0, 4, 4, 9])  # one expert without rows, and two rows of no expert
+N, D, FFN, E = 11, 5, 6, 3
+
+
+def clamped(gate, up, alpha=1.5, limit=0.4):
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+# What the experts are told, and the function of gate and up (or of the one half) it stands for.
+ACTIVATIONS = {
+    "swiglu": ({"activation": "swiglu"}, lambda g, u: F.silu(g) * u),
+    "geglu_tanh": ({"activation": "geglu_tanh"}, lambda g, u: F.gelu(g, approximate="tanh") * u),
+    "gated silu": ({"activation": "silu", "gated": True}, lambda g, u: F.silu(g) * u),
+    "gated tanh": ({"activation": "tanh", "gated": True}, lambda g, u: torch.tanh(g) * u),
+    "gated relu_squared": (
+        {"activation": "relu_squared", "gated": True},
+        lambda g, u: F.relu(g).square() * u,
+    ),
+    "gated function": ({"activation": F.mish, "gated": True}, lambda g, u: F.mish(g) * u),
+    "gated module": ({"activation": torch.nn.SELU(), "gated": True}, lambda g, u: F.selu(g) * u),
+    "clamped": ({"activation": ClampedSwiGLU(1.5, 0.4)}, clamped),
+    "gelu": ({"activation": "gelu"}, F.gelu),
+    "softplus": ({"activation": "softplus"}, F.softplus),
+    "function": ({"activation": torch.sin}, torch.sin),
+}
+
+
+def one_by_one(experts, x, function):
+    """Each expert as two linear layers, on its rows."""
+    two = experts.gated
+    up_w, up_b = (getattr(experts, n, None) for n in (experts._up_name, f"{experts._up_name}_bias"))
+    outs = []
+    for e in range(E):
+        rows = x[OFFSETS[e] : OFFSETS[e + 1]]
+        turn = (lambda w: w.t()) if experts.transposed else (lambda w: w)
+        h = F.linear(rows, turn(up_w[e]), None if up_b is None else up_b[e])
+        if two and experts.layout == "interleaved":
+            h = function(h[:, 0::2], h[:, 1::2])
+        elif two:
+            h = function(h[:, :FFN], h[:, FFN:])
+        else:
+            h = function(h)
+        bias = experts.down_proj_bias
+        out = F.linear(h, turn(experts.down_proj[e]), None if bias is None else bias[e])
+        outs.append(out if experts.post_expert_norm is None else experts.post_expert_norm(out))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("post_norm", [False, True], ids=["", "post norm"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_equals_each_expert_by_itself(name, bias, layout, transposed, post_norm):
+    options, function = ACTIVATIONS[name]
+    torch.manual_seed(0)
+    experts = GroupedExperts(
+        E, D, FFN, **options, bias=bias, layout=layout, transposed=transposed,
+        post_norm=torch.nn.RMSNorm(D, eps=1e-6) if post_norm else None, dtype=torch.float64,
+    ).double()  # fmt: skip
+    x = torch.randn(N, D, dtype=torch.float64, requires_grad=True)
+    got = experts(x, OFFSETS)
+    assert not got[9:].any()
+    inputs = [x, *experts.parameters()]
+    grad = torch.randn_like(got)
+    grads = torch.autograd.grad(got, inputs, grad)
+    want = one_by_one(experts, x, function)
+    torch.testing.assert_close(got[:9], want)
+    for a, b in zip(grads, torch.autograd.grad(want, inputs, grad[:9]), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_gradient_of_a_transposed_weight_is_stored_as_the_weight_is():
+    experts = GroupedExperts(E, D, FFN, transposed=True)
+    assert experts.gate_up_proj.shape == (E, D, 2 * FFN)
+    assert experts.down_proj.shape == (E, FFN, D)
+    experts(torch.randn(N, D), OFFSETS).sum().backward()
+    for parameter in experts.parameters():
+        assert parameter.grad.stride() == parameter.stride()
+
+
+def test_known_kinds_run_fused(monkeypatch):
+    kinds = []
+    monkeypatch.setattr(
+        moe_ext.ops,
+        "gated_activation",
+        lambda x, *, kind, layout: kinds.append((kind, layout)) or x,
+    )
+    for name, layout in (("silu", "concatenated"), ("gelu", "interleaved")):
+        experts = GroupedExperts(E, D, FFN, activation=name, gated=True, layout=layout)
+        with pytest.raises(RuntimeError, match="columns of x"):
+            experts(torch.randn(N, D), OFFSETS)
+    assert kinds == [("swiglu", "concatenated"), ("geglu", "interleaved")]
+
+
+def test_parameters_of_an_activation_are_trained():
+    experts = GroupedExperts(E, D, FFN, activation=torch.nn.PReLU())
+    assert "activation.weight" in dict(experts.named_parameters())
+    experts(torch.randn(N, D), OFFSETS).sum().backward()
+    assert experts.activation.weight.grad is not None
+    assert copy.deepcopy(experts).activation is not experts.activation
+
+
+def test_representation():
+    text = repr(GroupedExperts(E, D, FFN, layout="interleaved", transposed=True, bias=True))
+    for part in ("activation='swiglu'", "bias=True", "layout='interleaved'", "transposed=True"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        (
+            {"activation": "swish"},
+            ValueError,
+            r"expected activation to be one of swiglu, .*'swish'",
+        ),
+        ({"activation": 3}, TypeError, r"expected activation to be a name or callable, got 3"),
+        (
+            {"activation": "reglu", "gated": False},
+            ValueError,
+            r"expected gated to be True or None for activation='reglu', got False",
+        ),
+        (
+            {"activation": ClampedSwiGLU(), "gated": False},
+            ValueError,
+            r"expected gated to be True or None for ClampedSwiGLU",
+        ),
+        ({"layout": "mixed"}, ValueError, r"expected layout to be one of .* got 'mixed'"),
+    ],
+)
+def test_errors(options, error, text):
+    with pytest.raises(error, match="GroupedExperts: " + text):
+        GroupedExperts(E, D, FFN, **options)
+
+
+def test_shared_parameters_are_refused_over_ranks(monkeypatch):
+    monkeypatch.setattr("moe_ext.nn.experts.group_size", lambda group: 2)
+    with pytest.raises(ValueError, match=r"expected post_norm to have no parameters"):
+        GroupedExperts(4, D, FFN, post_norm=torch.nn.RMSNorm(D))
+    with pytest.raises(ValueError, match=r"expected activation to have no parameters"):
+        GroupedExperts(4, D, FFN, activation=torch.nn.PReLU())
