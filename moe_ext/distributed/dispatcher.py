@@ -39,6 +39,7 @@ class DispatchMetadata:
         sent: rows sent to each rank of the group, None when nothing was sent.
         received: rows received from each rank.
         received_permutation: groups the received rows by local expert.
+        expert_capacity: rows that a local expert gets at most, from all ranks; None without limit.
     """
 
     permutation: ops.Permutation
@@ -46,11 +47,29 @@ class DispatchMetadata:
     sent: tuple[int, ...] | None = None
     received: tuple[int, ...] | None = None
     received_permutation: ops.Permutation | None = None
+    expert_capacity: int | None = None
 
     @property
     def num_dropped(self) -> Tensor:
         """Slots of this rank dropped for lack of capacity, 0-d int64."""
         return self.permutation.num_dropped
+
+
+@dataclass(frozen=True)
+class ExchangedCounts:
+    """Who sends how many rows, as `AllToAllDispatcher.exchange_counts` finds it.
+
+    Attributes:
+        sent: rows that this rank sends to each rank of the group.
+        received: rows that it receives from each.
+        received_PL: rows that it receives for each of its experts.
+        expert_capacity: see `DispatchMetadata`.
+    """
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    received_PL: Tensor
+    expert_capacity: int | None
 
 
 class TokenDispatcher(Protocol):
@@ -117,7 +136,7 @@ class LocalDispatcher:
             drop_policy=self.drop_policy,
             align=row_alignment(x_TD, topk_idx_TK.numel(), self.num_experts) if self.align else 1,
         )
-        metadata = DispatchMetadata(permutation, topk_weights_TK)
+        metadata = DispatchMetadata(permutation, topk_weights_TK, expert_capacity=capacity)
         return rows_ND, permutation.expert_offsets, metadata
 
     def combine(self, rows: Tensor, metadata: DispatchMetadata) -> Tensor:
@@ -195,28 +214,61 @@ class AllToAllDispatcher:
                 between ranks.
             RankFailureError: a rank died or did not answer.
         """
+        rows_ND, local, counts = self.exchange_counts(
+            x_TD, topk_idx_TK, topk_weights_TK, capacity=capacity
+        )
+        rows_RD = all_to_all_rows(
+            rows_ND[: sum(counts.sent)],
+            self.group,
+            counts.sent,
+            counts.received,
+            grad_scale=float(self.num_ranks),
+            operation="AllToAllDispatcher dispatch",
+        )
+        grouped, permutation = self.group_by_expert(rows_RD, counts.received_PL)
+        metadata = DispatchMetadata(
+            local.permutation,
+            topk_weights_TK,
+            counts.sent,
+            counts.received,
+            permutation,
+            counts.expert_capacity,
+        )
+        return grouped, permutation.expert_offsets, metadata
+
+    def exchange_counts(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_weights_TK: Tensor,
+        *,
+        capacity: int | None = None,
+        with_rows: bool = True,
+    ) -> tuple[Tensor, DispatchMetadata, ExchangedCounts]:
+        """The first half of `dispatch`: group the rows by expert and agree on who sends what.
+
+        Args:
+            x_TD: as in `dispatch`.
+            topk_idx_TK: as in `dispatch`.
+            topk_weights_TK: as in `dispatch`.
+            capacity: as in `dispatch`.
+            with_rows: False leaves the rows without columns: only the tables are wanted.
+
+        Returns:
+            This rank's rows grouped by expert, their metadata, and the counts.
+        """
         with self.reporting_failures(x_TD):
             if x_TD.dtype not in _DTYPES:
                 raise TypeError(
                     f"AllToAllDispatcher: expected x_TD to be one of {_DTYPES}, got {x_TD.dtype}"
                 )
             rows_ND, offsets, local = self._local.dispatch(
-                x_TD, topk_idx_TK, topk_weights_TK, capacity=capacity
+                x_TD if with_rows else x_TD[:, :0], topk_idx_TK, topk_weights_TK, capacity=capacity
             )
         own_PL = offsets.diff().view(self.num_ranks, self.num_local_experts)
-        header = (x_TD.shape[1], _DTYPES.index(x_TD.dtype), topk_idx_TK.shape[1], 0)
-        sent, received, counts_PL = self._exchange_counts(own_PL, header)
-        rows_RD = all_to_all_rows(
-            rows_ND[: sum(sent)],
-            self.group,
-            sent,
-            received,
-            grad_scale=float(self.num_ranks),
-            operation="AllToAllDispatcher dispatch",
-        )
-        grouped, permutation = self._group_by_expert(rows_RD, counts_PL, sum(received))
-        metadata = DispatchMetadata(local.permutation, topk_weights_TK, sent, received, permutation)
-        return grouped, permutation.expert_offsets, metadata
+        code = _DTYPES.index(x_TD.dtype)
+        header = (x_TD.shape[1], code, topk_idx_TK.shape[1], 0, capacity or 0)
+        return rows_ND, local, self._exchange_counts(own_PL, header)
 
     def combine(self, rows: Tensor, metadata: DispatchMetadata) -> Tensor:
         """Send expert outputs back; weighted sum of every token's rows, `[T, D]`."""
@@ -251,7 +303,7 @@ class AllToAllDispatcher:
             yield
         except Exception:
             code = _DTYPES.index(x.dtype) if x.dtype in _DTYPES else len(_DTYPES)
-            header = (x.shape[-1] if x.dim() else 0, code, 0, 1)
+            header = (x.shape[-1] if x.dim() else 0, code, 0, 1, 0)
             nothing_PL = torch.zeros(
                 self.num_ranks, self.num_local_experts, dtype=torch.int64, device=x.device
             )
@@ -261,12 +313,12 @@ class AllToAllDispatcher:
             raise
 
     def _exchange_counts(
-        self, own_PL: Tensor, header: tuple[int, int, int, int]
-    ) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
-        """Rows sent to each rank, received from each, and received per local expert, `[P, L]`.
+        self, own_PL: Tensor, header: tuple[int, int, int, int, int]
+    ) -> ExchangedCounts:
+        """Tell every rank how many rows it gets for each of its experts.
 
-        The message carries a header (model_dim, dtype, top_k, whether the sender failed), since an
-        exchange of rows of different sizes would hang or mix up bytes.
+        The message carries a header (model_dim, dtype, top_k, whether the sender failed, capacity),
+        since an exchange of rows of different sizes would hang or mix up bytes.
         """
         operation = "AllToAllDispatcher"
         if not self._agreed:
@@ -282,7 +334,7 @@ class AllToAllDispatcher:
         # the allocator its size, on the host; and every rank must reach the same verdict before
         # rows move.
         table = torch.cat([heads, counts_PL.sum(1, True), own_PL.sum(1, True)], 1).tolist()
-        dims, codes, top_ks, failed, num_received, num_sent = zip(*table, strict=True)
+        dims, codes, top_ks, failed, limits, num_received, num_sent = zip(*table, strict=True)
         check_equal_over_ranks("model_dim", dims, self.group, operation)
         names = [*map(str, _DTYPES), "another dtype"]
         dtypes = [names[code] for code in codes]
@@ -294,12 +346,12 @@ class AllToAllDispatcher:
                 "before that; see its own error"
             )
         check_equal_over_ranks("top_k", top_ks, self.group, operation)
-        return num_sent, num_received, counts_PL
+        expert_capacity = sum(limits) if all(limits) else None
+        return ExchangedCounts(num_sent, num_received, counts_PL, expert_capacity)
 
-    def _group_by_expert(
-        self, rows_RD: Tensor, counts_PL: Tensor, num_rows: int
-    ) -> tuple[Tensor, ops.Permutation]:
+    def group_by_expert(self, rows_RD: Tensor, counts_PL: Tensor) -> tuple[Tensor, ops.Permutation]:
         """Regroup rows ordered by (rank, expert) to (expert, rank)."""
+        num_rows = rows_RD.shape[0]
         expert_PL = torch.arange(self.num_local_experts, device=rows_RD.device)
         expert_R = expert_PL.repeat(self.num_ranks).repeat_interleave(
             counts_PL.reshape(-1), output_size=num_rows

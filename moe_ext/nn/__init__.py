@@ -1,10 +1,13 @@
 """Layers."""
 
+from moe_ext.nn.balance import Balance
+from moe_ext.nn.capacity import Capacity, RowBudget
 from moe_ext.nn.expert_activation import ClampedSwiGLU
 from moe_ext.nn.experts import GroupedExperts
+from moe_ext.nn.feed_forward import FeedForward
 from moe_ext.nn.losses import inject_loss
 from moe_ext.nn.module_experts import ModuleExperts
-from moe_ext.nn.moe_layer import FeedForward, MoELayer, set_loss_scale
+from moe_ext.nn.moe_layer import FeedForward, MoELayer, collect_losses, set_loss_scale
 from moe_ext.nn.routers import (
     BalanceTerms,
     Router,
@@ -15,15 +18,19 @@ from moe_ext.nn.routers import (
 )
 
 __all__ = [
+    "Balance",
     "BalanceTerms",
     "ClampedSwiGLU",
+    "Capacity",
     "FeedForward",
     "GroupedExperts",
     "MoELayer",
     "ModuleExperts",
     "Router",
     "RouterOutput",
+    "RowBudget",
     "TopKRouter",
+    "collect_losses",
     "inject_loss",
     "number_routers",
     "set_routing_step",

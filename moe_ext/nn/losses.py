@@ -7,19 +7,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
+LOSS_MODES = ("inject", "return", "both")
 
-class _InjectLoss(torch.autograd.Function):
-    """Identity on y; in the backward pass `loss` gets the gradient `scale`."""
+
+class _InjectLosses(torch.autograd.Function):
+    """Identity on y; in the backward pass each loss gets the gradient `coefficient * scale`."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
-        ctx.scale, ctx.like = scale, (loss.dtype, loss.device)
+    def forward(
+        ctx: Any, y: Tensor, scale: float | Tensor, coefs: tuple[float, ...], *losses: Tensor
+    ) -> Tensor:
+        ctx.scale, ctx.coefs = scale, coefs
+        ctx.like = [(loss.dtype, loss.device) for loss in losses]
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:
-        dtype, device = ctx.like
-        return grad_y, torch.ones((), dtype=dtype, device=device) * ctx.scale, None
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = [
+            torch.full((), coef, dtype=dtype, device=device) * ctx.scale
+            for coef, (dtype, device) in zip(ctx.coefs, ctx.like, strict=True)
+        ]
+        return grad_y, None, None, *gradients
+
+
+def inject_losses(
+    y: Tensor, losses: dict[str, tuple[float, Tensor]], scale: float | Tensor
+) -> Tensor:
+    """`inject_loss` of several `(coefficient, loss)` terms at once; no operator runs forward."""
+    coefs = tuple(coef for coef, _ in losses.values())
+    terms = [loss for _, loss in losses.values()]
+    injected: Tensor = _InjectLosses.apply(y, scale, coefs, *terms)
+    return injected
 
 
 def inject_loss(y: Tensor, loss: Tensor, scale: float | Tensor = 1.0) -> Tensor:
@@ -33,5 +51,4 @@ def inject_loss(y: Tensor, loss: Tensor, scale: float | Tensor = 1.0) -> Tensor:
     Returns:
         y, same values and shape.
     """
-    injected: Tensor = _InjectLoss.apply(y, loss, scale)
-    return injected
+    return inject_losses(y, {"loss": (1.0, loss)}, scale)

@@ -5,79 +5,67 @@ Shapes: T tokens, D model, F ffn, E experts, K top-k, N rows.
 
 from __future__ import annotations
 
-import functools
 import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_ext import ops
-from moe_ext.distributed.dispatcher import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
+from moe_ext.distributed.dispatcher import AllToAllDispatcher, TokenDispatcher
 from moe_ext.distributed.groups import check_group, group_size
 from moe_ext.nn._autocast import as_autocast, autocast_dtype
-from moe_ext.nn.experts import GroupedExperts, is_gated
-from moe_ext.nn.losses import inject_loss
-from moe_ext.nn.routers import RouterOutput, TopKRouter
+from moe_ext.nn._options import capacity_of, check_options, check_router, make_dispatcher
+from moe_ext.nn._tally import moved
+from moe_ext.nn.accounting import Record, account, read_losses, read_metrics
+from moe_ext.nn.balance import Balance, GlobalCounts
+from moe_ext.nn.capacity import Capacity, RowBudget
+from moe_ext.nn.experts import GroupedExperts
+from moe_ext.nn.feed_forward import FeedForward
+from moe_ext.nn.limits import limit_choices, run_padded
+from moe_ext.nn.metrics import LayerMetrics
+from moe_ext.nn.routers import Router, RouterOutput, TopKRouter
+from moe_ext.nn.row_budget import run_within_budget
 
 
-class FeedForward(nn.Module):
-    """Dense two-layer feed-forward network, the shared expert of a `MoELayer`.
+class _Choices(NamedTuple):
+    """Flattened tokens and where they go, within the capacity.
 
-    Args:
-        model_dim: D.
-        ffn_dim: F.
-        activation: as `GroupedExperts`; gated ones have `gate_up_proj`, plain ones `up_proj`.
-        bias: add biases.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
+    Attributes:
+        x_TD: tokens.
+        mask_T: which are real, None for all.
+        num_sequences: B, equal runs of tokens.
+        routed: what the router said.
+        topk_idx: `[T, K]` experts after the layer's capacity, -1 for none.
+        topk_weights: `[T, K]`.
+        capacity: rows that an expert takes, None for all.
+        num_dropped: slots that the layer itself left out, None for none.
     """
 
-    def __init__(
-        self,
-        model_dim: int,
-        ffn_dim: int,
-        *,
-        activation: str = "swiglu",
-        bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.gated = is_gated(activation, "FeedForward")
-        self.activation = activation
-        up_dim = 2 * ffn_dim if self.gated else ffn_dim
-        up = nn.Linear(model_dim, up_dim, bias=bias, device=device, dtype=dtype)
-        self._up_name = "gate_up_proj" if self.gated else "up_proj"
-        self.add_module(self._up_name, up)
-        self.down_proj = nn.Linear(ffn_dim, model_dim, bias=bias, device=device, dtype=dtype)
-
-    def reset_parameters(self) -> None:
-        """Draw the parameters anew, as `nn.Linear` does."""
-        self.get_submodule(self._up_name).reset_parameters()  # type: ignore[operator]
-        self.down_proj.reset_parameters()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., D] -> [..., D]`."""
-        up = self.get_submodule(self._up_name)(x)
-        if self.gated:
-            return self.down_proj(ops.gated_activation(up, kind=self.activation))
-        return self.down_proj(ops.activation(up, kind=self.activation))
+    x_TD: Tensor
+    mask_T: Tensor | None
+    num_sequences: int
+    routed: RouterOutput
+    topk_idx: Tensor
+    topk_weights: Tensor
+    capacity: int | None
+    num_dropped: Tensor | None
 
 
 class MoELayer(nn.Module):
     """Mixture of experts, `[..., D] -> [..., D]`, in the place of a dense feed-forward network.
 
-    `y[t] = sum_k w[t, k] * expert[idx[t, k]](x[t]) (+ shared_expert(x[t]))`. Dropless unless
-    `capacity_factor` is given. The balance loss and the z-loss act by themselves: in training mode
-    a backward pass through the output also adds the gradient of
-    `loss_scale * (balance_loss_coef * balance_loss + z_loss_coef * z_loss)`.
+    `y[t] = sum_k w[t, k] * expert[idx[t, k]](x[t]) (+ shared_expert(x[t]))`. Dropless unless a
+    capacity is given. The balance loss, the z-loss and the router's own losses act by themselves:
+    in training mode a backward pass through the output also adds the gradient of
+    `loss_scale * (balance_loss_coef * balance_loss + z_loss_coef * z_loss + ...)`.
 
     Args:
         model_dim: D.
         ffn_dim: F of each expert.
         num_experts: E, over all ranks of `ep_group`.
-        top_k: K, experts per token.
+        top_k: K, experts per token; a router module brings its own.
         router: score function of a `TopKRouter`, "softmax", "topk_softmax" or "sigmoid"; or a
             module that maps `(x_TD, token_mask=)` to a `RouterOutput`.
         experts: module that maps `(rows [N, D], expert_offsets)` to `[N, D]`; by default
@@ -86,12 +74,19 @@ class MoELayer(nn.Module):
             `num_experts` (E).
         activation: of the default experts and of the shared expert.
         bias: biases in the default experts and in the shared expert.
-        capacity_factor: an expert takes at most `ceil(T * K / E * capacity_factor)` rows from the T
-            tokens of this rank (masked ones included in T), the earliest tokens first; the others
-            skip it.
-        balance_loss_coef: factor on `ops.load_balance_loss` over this rank's tokens.
-        z_loss_coef: factor on `ops.router_z_loss` over this rank's tokens.
+        capacity_factor: short for `capacity=Capacity(capacity_factor)`.
+        capacity: how many rows an expert takes from the T tokens of this rank (masked ones included
+            in T), and what becomes of the others; None takes all.
+        row_budget: how many rows this rank holds at once; None holds all that come.
+        balance: over which tokens the balance loss counts; None is `Balance()`, those of the pass.
+        balance_loss_coef: factor on `ops.load_balance_loss`; a router that is balanced by
+            construction gets none.
+        z_loss_coef: factor on `ops.router_z_loss`.
+        loss_mode: "inject" adds the losses' gradients in the backward pass of the output; "return"
+            leaves them to the caller, in the graph, in `losses` (see `collect_losses`); "both" does
+            both, for a caller who looks at them without adding them.
         shared_ffn_dim: F of an expert that sees every token, masked ones too; 0 for none.
+        shared_expert_gate: weigh the shared expert by `sigmoid(x @ w)`, as Qwen2-MoE does.
         ep_group: process group to spread the experts over; None keeps all experts on this rank.
         dispatcher: "auto", "local", "alltoall", or a `TokenDispatcher`.
         device: device of the parameters.
@@ -102,10 +97,14 @@ class MoELayer(nn.Module):
             what the caller's loss is multiplied by: 1/steps under gradient accumulation, the scale
             of a `GradScaler`.
         metrics: of the last forward pass on this rank, detached: `num_tokens_per_expert` [E] int64
-            (chosen, before any drop), `num_dropped`, `balance_loss`, `z_loss`. Overwritten, never
-            accumulated, so a recomputation leaves the same values. Reading them is what
-            synchronises with the device.
-        losses: the terms that were injected, `balance` and `z`: coefficient times loss, detached.
+            (chosen, before any drop), `num_dropped`, `balance_loss`, `z_loss`, and `<name>_loss` of
+            each of the router's own. Overwritten, never accumulated, so a recomputation leaves the
+            same values. Reading them is what synchronises with the device, and what computes those
+            that no loss needed.
+        losses: the terms of the last forward pass, `balance`, `z` and the router's own: coefficient
+            times loss; detached where loss_mode is "inject".
+        choices: `[E]` int64, choices of each expert by this rank's tokens in training, counted for
+            `update_selection_bias`, once a token; only where the router has a `selection_bias`.
 
     Raises:
         ValueError: sizes or options out of range, or E not a multiple of the size of `ep_group`.
@@ -126,9 +125,14 @@ class MoELayer(nn.Module):
         activation: str = "swiglu",
         bias: bool = False,
         capacity_factor: float | None = None,
+        capacity: Capacity | None = None,
+        row_budget: RowBudget | None = None,
+        balance: Balance | None = None,
         balance_loss_coef: float = 0.01,
         z_loss_coef: float = 0.0,
+        loss_mode: str = "inject",
         shared_ffn_dim: int = 0,
+        shared_expert_gate: bool = False,
         ep_group: ProcessGroup | None = None,
         dispatcher: str | TokenDispatcher = "auto",
         device: torch.device | str | None = None,
@@ -136,43 +140,29 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         check_group(ep_group, "MoELayer")
-        if capacity_factor is not None and not (0 < capacity_factor < math.inf):
-            raise ValueError(
-                f"MoELayer: expected capacity_factor to be positive or None, got {capacity_factor}"
-            )
-        for name, coef in (("balance_loss_coef", balance_loss_coef), ("z_loss_coef", z_loss_coef)):
-            if not (0 <= coef < math.inf):
-                raise ValueError(f"MoELayer: expected {name} to be at least 0, got {coef}")
-        if shared_ffn_dim < 0:
-            raise ValueError(
-                f"MoELayer: expected shared_ffn_dim to be at least 0, got {shared_ffn_dim}"
-            )
         self.model_dim = model_dim
         self.num_experts = num_experts
-        self.top_k = top_k
-        self.capacity_factor = capacity_factor
+        self.capacity = capacity_of(capacity_factor, capacity)
+        self.row_budget = row_budget
+        self.balance = balance or Balance()
         self.balance_loss_coef = balance_loss_coef
         self.z_loss_coef = z_loss_coef
+        self.loss_mode = loss_mode
+        check_options(self, shared_ffn_dim, shared_expert_gate)
         self.loss_scale: float | Tensor = 1.0
-        self.metrics: dict[str, Tensor] = {}
-        self.losses: dict[str, Tensor] = {}
-        self.dispatcher = _make_dispatcher(dispatcher, num_experts, ep_group)
+        self.counting = False
+        self._record: Record = {}
+        policy = self.capacity.drop if self.capacity is not None else "position"
+        self.dispatcher = make_dispatcher(dispatcher, num_experts, ep_group, policy)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(router, str):
-            router = TopKRouter(
-                model_dim, num_experts, top_k, score_fn=router, device=device, dtype=dtype
-            )
+            router = TopKRouter(model_dim, num_experts, top_k, score_fn=router, **made)
+        check_router(self, router)
         self.router = router
+        self.top_k = router.top_k if isinstance(router, Router) else top_k
+        made.update(activation=activation, bias=bias)
         if experts is None:
-            experts = GroupedExperts(
-                num_experts,
-                model_dim,
-                ffn_dim,
-                activation=activation,
-                bias=bias,
-                ep_group=ep_group,
-                device=device,
-                dtype=dtype,
-            )
+            experts = GroupedExperts(num_experts, model_dim, ffn_dim, ep_group=ep_group, **made)
         elif group_size(ep_group) > 1 and getattr(experts, "ep_group", None) is not ep_group:
             raise ValueError(
                 "MoELayer: expected experts to carry the layer's group as attribute ep_group, "
@@ -180,84 +170,186 @@ class MoELayer(nn.Module):
             )
         self.experts = experts
         self.shared_expert: FeedForward | None = None
+        self.shared_expert_gate: nn.Linear | None = None
         if shared_ffn_dim:
-            self.shared_expert = FeedForward(
-                model_dim,
-                shared_ffn_dim,
-                activation=activation,
-                bias=bias,
-                device=device,
-                dtype=dtype,
+            self.shared_expert = FeedForward(model_dim, shared_ffn_dim, **made)
+        if shared_expert_gate:
+            self.shared_expert_gate = nn.Linear(
+                model_dim, 1, bias=False, device=device, dtype=dtype
             )
+        self._add_counters(device)
+
+    def _add_counters(self, device: torch.device | str | None) -> None:
+        # Plain tensors, no buffers: DistributedDataParallel would overwrite them with rank 0's.
+        self.choices = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
+        self.global_counts: GlobalCounts | None = None
+        if self.balance.scope == "global_batch":
+            self.global_counts = GlobalCounts(self.num_experts, self.balance.group, device)
+        capacity = self.capacity
+        if capacity is not None and capacity.drop == "random":
+            assert isinstance(self.router, Router)
+            if self.router.rng_state is None:
+                self.router.add_rng_state(capacity.seed, device=device)
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew; the values depend on the seed but not on `ep_group`."""
-        for module in (self.router, self.experts, self.shared_expert):
+        for module in (self.router, self.experts, self.shared_expert, self.shared_expert_gate):
             if module is not None:
                 module.reset_parameters()  # type: ignore[operator]
 
     def extra_repr(self) -> str:
         """Sizes and options for `repr`."""
-        return (
+        text = (
             f"model_dim={self.model_dim}, num_experts={self.num_experts}, top_k={self.top_k}, "
-            f"capacity_factor={self.capacity_factor}, balance_loss_coef={self.balance_loss_coef}, "
-            f"z_loss_coef={self.z_loss_coef}, dispatcher={type(self.dispatcher).__name__}"
+            f"balance_loss_coef={self.balance_loss_coef}, z_loss_coef={self.z_loss_coef}, "
+            f"dispatcher={type(self.dispatcher).__name__}"
         )
+        if self.capacity is not None:
+            text += f", capacity={self.capacity}"
+        if self.row_budget is not None:
+            text += f", row_budget={self.row_budget}"
+        if self.balance.scope != "micro_batch":
+            text += f", balance={self.balance.scope!r}"
+        return text if self.loss_mode == "inject" else f"{text}, loss_mode={self.loss_mode!r}"
 
-    def forward(self, x: Tensor, *, token_mask: Tensor | None = None) -> Tensor:
+    @property
+    def metrics(self) -> LayerMetrics:
+        """See the class."""
+        return read_metrics(self._record)
+
+    @property
+    def losses(self) -> dict[str, Tensor]:
+        """See the class."""
+        return read_losses(self._record)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        token_mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        token_idx: Tensor | None = None,
+    ) -> Tensor:
         """Run every token through its experts.
 
         Args:
             x: tokens, `[..., D]`, floating point.
             token_mask: `[...]` bool, True = real token. A masked token reaches no routed expert and
                 counts in no loss; its output is that of the shared expert, or zero.
+            token_ids: `[...]` int64, entry of the vocabulary of each token, for routers that look
+                at it (hash routing).
+            token_idx: `[...]` int64, index of each token in the global batch, for routers and
+                capacities that draw random numbers; by default counted from `set_routing_step`'s
+                `first_token`.
 
         Returns:
             `[..., D]`, in the dtype of x, or under autocast in that of autocast.
 
         Raises:
-            ValueError: x or token_mask has the wrong shape.
-            TypeError: x is not floating point or token_mask is not bool.
+            ValueError: x, token_mask, token_ids or token_idx has the wrong shape.
+            TypeError: x is not floating point, token_mask not bool, or an index not int64.
         """
+        per_token = {"token_mask": token_mask, "token_ids": token_ids, "token_idx": token_idx}
         if isinstance(self.dispatcher, AllToAllDispatcher):
-            return self._forward_across_ranks(x, token_mask, self.dispatcher)
-        return self._run_experts(x, *self._route(x, token_mask))
+            return self._forward_across_ranks(x, per_token, self.dispatcher)
+        return self._run_experts(x, self._route(x, per_token))
 
     # Split sizes are known on the host only after an exchange, so a graph cannot hold the layer.
     @torch.compiler.disable
     def _forward_across_ranks(
-        self, x: Tensor, token_mask: Tensor | None, dispatcher: AllToAllDispatcher
+        self, x: Tensor, per_token: dict[str, Tensor | None], dispatcher: AllToAllDispatcher
     ) -> Tensor:
         with dispatcher.reporting_failures(x):
-            routed = self._route(x, token_mask)
-        return self._run_experts(x, *routed)
+            choices = self._route(x, per_token)
+        return self._run_experts(x, choices)
 
-    def _run_experts(
-        self, x: Tensor, x_TD: Tensor, mask_T: Tensor | None, routed: RouterOutput
-    ) -> Tensor:
+    def _run_experts(self, x: Tensor, choices: _Choices) -> Tensor:
         """Dispatch, experts, combine, and the account of it."""
         # Under autocast the experts would cast anyway; here it halves what is permuted and sent.
-        x_TD = as_autocast(x_TD)
-        gate = routed.gate
-        rows, offsets, metadata = self.dispatcher.dispatch(
-            x_TD, gate.topk_idx, gate.topk_weights, capacity=self._capacity(x_TD.shape[0])
-        )
-        y_TD = self.dispatcher.combine(self.experts(rows, offsets), metadata)
+        x_TD = as_autocast(choices.x_TD)
+        if self.row_budget is not None:
+            y_TD, num_dropped = run_within_budget(
+                self.row_budget,
+                self.experts,
+                self.dispatcher,
+                x_TD,
+                choices.topk_idx,
+                choices.topk_weights,
+                capacity=choices.capacity,
+            )
+        else:
+            rows, offsets, metadata = self.dispatcher.dispatch(
+                x_TD, choices.topk_idx, choices.topk_weights, capacity=choices.capacity
+            )
+            if self.capacity is not None and self.capacity.pad:
+                assert metadata.expert_capacity is not None
+                rows = run_padded(self.experts, rows, offsets, metadata.expert_capacity)
+            else:
+                rows = self.experts(rows, offsets)
+            y_TD, num_dropped = self.dispatcher.combine(rows, metadata), metadata.num_dropped
         if self.shared_expert is not None:
-            y_TD = y_TD + self.shared_expert(x_TD)
-        y_TD = self._account(y_TD, routed, mask_T, metadata.num_dropped)
+            y_TD = y_TD + self._run_shared_expert(x_TD)
+        if choices.num_dropped is not None:
+            num_dropped = num_dropped + choices.num_dropped
+        y_TD, self._record = account(
+            self, y_TD, choices.routed, choices.mask_T, choices.num_sequences, num_dropped
+        )
         return y_TD.reshape(x.shape)
 
-    def _route(
-        self, x: Tensor, token_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, RouterOutput]:
-        """Check the inputs, flatten them, choose experts: what can fail on one rank alone."""
-        self._check_inputs(x, token_mask)
-        x_TD = x.reshape(-1, self.model_dim)
-        mask_T = None if token_mask is None else token_mask.reshape(-1)
-        return x_TD, mask_T, self.router(x_TD, token_mask=mask_T)
+    def _run_shared_expert(self, x_TD: Tensor) -> Tensor:
+        assert self.shared_expert is not None
+        y_TD: Tensor = self.shared_expert(x_TD)
+        if self.shared_expert_gate is not None:
+            y_TD = y_TD * torch.sigmoid(self.shared_expert_gate(x_TD))
+        return y_TD
 
-    def _check_inputs(self, x: Tensor, token_mask: Tensor | None) -> None:
+    def _route(self, x: Tensor, per_token: dict[str, Tensor | None]) -> _Choices:
+        """Check the inputs, flatten them, choose experts: what can fail on one rank alone."""
+        self._check_inputs(x, per_token)
+        x_TD = x.reshape(-1, self.model_dim)
+        flat = {name: None if t is None else t.reshape(-1) for name, t in per_token.items()}
+        mask_T = flat.pop("token_mask")
+        # A router of the caller's own may know no others than the mask.
+        given = {name: t for name, t in flat.items() if t is not None}
+        routed: RouterOutput = self.router(x_TD, token_mask=mask_T, **given)
+        num_sequences = math.prod(x.shape[:-2])
+        return self._limit(x_TD, mask_T, num_sequences, routed, flat["token_idx"])
+
+    def _limit(
+        self,
+        x_TD: Tensor,
+        mask_T: Tensor | None,
+        num_sequences: int,
+        routed: RouterOutput,
+        token_idx_T: Tensor | None,
+    ) -> _Choices:
+        """Apply the capacity, or leave it to the dispatcher where that knows how."""
+        gate = routed.gate
+        choices = _Choices(
+            x_TD, mask_T, num_sequences, routed, gate.topk_idx, gate.topk_weights, None, None
+        )
+        capacity = self.capacity
+        if capacity is None:
+            return choices._replace(capacity=routed.capacity)
+        if routed.capacity is not None:
+            raise ValueError(
+                "MoELayer: expected capacity to be None with a router that sets the rows of each "
+                f"expert itself, got {capacity}"
+            )
+        rows = capacity.rows_per_group(
+            x_TD.shape[0], self.top_k, self.num_experts, training=self.training
+        )
+        choices = choices._replace(capacity=rows * capacity.groups)
+        if capacity.is_plain and capacity.drop == getattr(self.dispatcher, "drop_policy", None):
+            return choices
+        topk_idx, topk_weights, num_dropped = limit_choices(
+            capacity, rows, self.router, routed, token_idx_T, training=self.training
+        )
+        return choices._replace(
+            topk_idx=topk_idx, topk_weights=topk_weights, num_dropped=num_dropped
+        )
+
+    def _check_inputs(self, x: Tensor, per_token: dict[str, Tensor | None]) -> None:
         if not x.is_floating_point():
             raise TypeError(f"MoELayer: expected x to be floating point, got {x.dtype}")
         if x.dim() < 1 or x.shape[-1] != self.model_dim:
@@ -271,46 +363,29 @@ class MoELayer(nn.Module):
                     f"MoELayer: expected x to be of dtype {dtype}, that of the parameters, got "
                     f"{x.dtype}"
                 )
-        if token_mask is None:
-            return
-        if token_mask.dtype != torch.bool:
-            raise TypeError(f"MoELayer: expected token_mask to be bool, got {token_mask.dtype}")
-        if token_mask.shape != x.shape[:-1]:
-            raise ValueError(
-                f"MoELayer: expected token_mask to be of shape {tuple(x.shape[:-1])}, got "
-                f"{tuple(token_mask.shape)}"
-            )
+        for name, value in per_token.items():
+            if value is None:
+                continue
+            wanted, word = (torch.bool, "bool") if name == "token_mask" else (torch.int64, "int64")
+            if value.dtype != wanted:
+                raise TypeError(f"MoELayer: expected {name} to be {word}, got {value.dtype}")
+            if value.shape != x.shape[:-1]:
+                raise ValueError(
+                    f"MoELayer: expected {name} to be of shape {tuple(x.shape[:-1])}, got "
+                    f"{tuple(value.shape)}"
+                )
 
-    def _capacity(self, num_tokens: int) -> int | None:
-        if self.capacity_factor is None:
-            return None
-        slots = num_tokens * self.top_k * self.capacity_factor
-        # An empty rank still takes part; its experts have room for one row that never comes.
-        return max(1, math.ceil(slots / self.num_experts))
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> MoELayer:
+        """Move the counters along, which are no buffers."""
+        super()._apply(fn, recurse)
+        self.choices = moved(self.choices, fn)
+        if self.global_counts is not None:
+            self.global_counts.total = moved(self.global_counts.total, fn)
+        return self
 
-    def _account(
-        self, y_TD: Tensor, routed: RouterOutput, mask_T: Tensor | None, num_dropped: Tensor
-    ) -> Tensor:
-        """Record metrics; return y with the losses attached."""
-        gate = routed.gate
-        balance = ops.load_balance_loss(gate.score_sum, gate.num_tokens_per_expert, self.top_k)
-        z = ops.router_z_loss(routed.logits, token_mask=mask_T)
-        self.metrics = {
-            "num_tokens_per_expert": gate.num_tokens_per_expert.detach(),
-            "num_dropped": num_dropped.detach(),
-            "balance_loss": balance.detach(),
-            "z_loss": z.detach(),
-        }
-        terms: dict[str, Tensor] = {}
-        if self.balance_loss_coef:
-            terms["balance"] = self.balance_loss_coef * balance
-        if self.z_loss_coef:
-            terms["z"] = self.z_loss_coef * z
-        self.losses = {name: term.detach() for name, term in terms.items()}
-        if terms and self.training and torch.is_grad_enabled():
-            total = functools.reduce(torch.add, terms.values())
-            y_TD = inject_loss(y_TD, total, self.loss_scale)
-        return y_TD
+    def __getstate__(self) -> dict[str, Any]:
+        # What is in the graph can be neither copied nor stored.
+        return {**self.__dict__, "_record": {}}
 
 
 def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
@@ -329,28 +404,24 @@ def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
             module.loss_scale = scale
 
 
-def _make_dispatcher(
-    dispatcher: str | TokenDispatcher, num_experts: int, ep_group: ProcessGroup | None
-) -> TokenDispatcher:
-    if not isinstance(dispatcher, str):
-        return dispatcher
-    if dispatcher == "auto":
-        dispatcher = "alltoall" if group_size(ep_group) > 1 else "local"
-    if dispatcher == "local":
-        if group_size(ep_group) > 1:
-            raise ValueError(
-                "MoELayer: expected dispatcher to be 'auto' or 'alltoall' for an ep_group of "
-                f"{group_size(ep_group)} ranks, got 'local'"
-            )
-        return LocalDispatcher(num_experts)
-    if dispatcher == "alltoall":
-        if ep_group is None:
-            raise ValueError(
-                "MoELayer: expected ep_group to be a process group for dispatcher='alltoall', "
-                "got None"
-            )
-        return AllToAllDispatcher(num_experts, ep_group)
-    raise ValueError(
-        "MoELayer: expected dispatcher to be 'auto', 'local', 'alltoall' or a TokenDispatcher, got "
-        f"{dispatcher!r}"
-    )
+def collect_losses(model: nn.Module) -> Tensor:
+    """Sum the losses of every `MoELayer` of a model, as of their last forward passes.
+
+    What to add to the caller's loss where the layers have `loss_mode="return"`: it is in the graph
+    then, and scaled by nothing but the coefficients. The terms of layers that inject theirs are in
+    the sum too, detached. Call it before the backward pass. Under activation checkpointing the
+    layers need `use_reentrant=False`: the reentrant one has no graph until the backward pass.
+
+    Args:
+        model: any module.
+
+    Returns:
+        0-d tensor; 0.0 for a model whose layers have no losses.
+    """
+    terms = [
+        term
+        for module in model.modules()
+        if isinstance(module, MoELayer)
+        for term in module.losses.values()
+    ]
+    return torch.stack(terms).sum() if terms else torch.zeros(())

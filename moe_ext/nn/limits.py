@@ -1,0 +1,111 @@
+"""Experts within their capacity: which slots keep an expert, and rows of equal shapes.
+
+Shapes: T tokens, D model, E experts, K top-k, N rows, C rows of an expert, L local experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moe_ext import ops
+from moe_ext.nn.capacity import Capacity
+from moe_ext.nn.routers import Router, RouterOutput
+
+# Stream of the draws that order the slots of the "random" policy.
+_DROP_STREAM = 3
+
+
+def limit_choices(
+    capacity: Capacity,
+    rows: int,
+    router: nn.Module,
+    routed: RouterOutput,
+    token_idx_T: Tensor | None,
+    *,
+    training: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Take experts from the slots that have no room.
+
+    Args:
+        capacity: the limit and its policies.
+        rows: rows that an expert takes from each group.
+        router: of the layer.
+        routed: its output.
+        token_idx_T: index of each token in the global batch, for random draws.
+        training: draw random numbers where the policy wants them.
+
+    Returns:
+        Experts `[T, K]`, weights `[T, K]` and the number of slots left out.
+    """
+    gate = routed.gate
+    policy, priority = capacity.drop, None
+    if policy == "random":
+        policy = "position"
+        if training:
+            assert isinstance(router, Router)
+            assert router.rng_state is not None
+            num_tokens, num_columns = gate.topk_idx.shape
+            policy = "random"
+            priority = ops.routing_uniform(
+                router.rng_state,
+                num_tokens,
+                num_columns,
+                stream=_DROP_STREAM,
+                token_idx=token_idx_T,
+            )
+    reroute = capacity.overflow == "reroute"
+    topk_idx, num_dropped = ops.limit_capacity(
+        gate.topk_idx,
+        routed.logits.shape[1],
+        rows,
+        topk_weights=gate.topk_weights.detach(),
+        policy=policy,
+        priority=priority,
+        num_groups=capacity.groups,
+        ranked_idx=_ranked_experts(router, routed) if reroute else None,
+        overflow=capacity.overflow,
+    )
+    if not reroute:
+        return topk_idx, gate.topk_weights, num_dropped
+    assert isinstance(router, Router)
+    return topk_idx, router.with_choice(routed, topk_idx).gate.topk_weights, num_dropped
+
+
+def _ranked_experts(router: nn.Module, routed: RouterOutput) -> Tensor:
+    """The experts of every token, best first, `[T, E]`."""
+    key_TE = routed.logits.detach()
+    bias = getattr(router, "selection_bias", None)
+    if bias is not None:
+        sigmoid = getattr(router, "score_fn", "") == "sigmoid"
+        key_TE = (key_TE.sigmoid() if sigmoid else key_TE.softmax(1)) + bias
+    return key_TE.argsort(dim=1, descending=True, stable=True)
+
+
+def run_padded(experts: nn.Module, rows_ND: Tensor, offsets: Tensor, capacity: int) -> Tensor:
+    """Run experts on exactly C rows each, zero rows behind the tokens; results as for `rows_ND`.
+
+    Args:
+        experts: maps `([L * C, D], offsets)` to `[L * C, D]`.
+        rows_ND: rows grouped by expert, at most C each.
+        offsets: `[L + 1]`.
+        capacity: C.
+    """
+    num_rows, num_experts = rows_ND.shape[0], offsets.shape[0] - 1
+    place_LC = torch.arange(capacity, device=offsets.device).expand(num_experts, -1)
+    row_LC = (offsets[:-1, None] + place_LC).where(place_LC < offsets.diff()[:, None], -1)
+    row_of_place = row_LC.reshape(-1)
+    place_of_row = row_of_place.new_full((num_rows + 1,), -1)
+    # Places without a row (-1) write to the last entry, which is cut off.
+    place_of_row[row_of_place] = torch.arange(row_of_place.shape[0], device=offsets.device)
+    place_of_row = place_of_row[:-1]
+    padded = _moved_rows(rows_ND, place_of_row, row_of_place)
+    even = torch.arange(num_experts + 1, device=offsets.device) * capacity
+    return _moved_rows(experts(padded, even), row_of_place, place_of_row)
+
+
+def _moved_rows(rows: Tensor, to: Tensor, origin: Tensor) -> Tensor:
+    """Rows in another order, `out[i] = rows[origin[i]]`, zero where `origin` is -1."""
+    counts = origin.new_zeros(())
+    permutation = ops.Permutation(to, origin, counts, counts, counts, 1)
+    return ops.unpermute_tokens(rows, permutation)
