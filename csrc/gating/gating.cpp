@@ -13,6 +13,9 @@ MOE_EXT_SCHEMAS(m) {
       "Tensor? selection_bias=None, SymInt num_groups=1, SymInt top_groups=1, Tensor? token_mask=None) -> "
       "(Tensor topk_weights, Tensor topk_idx, Tensor num_tokens_per_expert, Tensor score_sum)");
   m.def(
+      "gate_weights(Tensor logits, Tensor topk_idx, str score_fn=\"softmax\", bool renormalize=True, "
+      "float scale=1.0) -> (Tensor topk_weights, Tensor num_tokens_per_expert, Tensor score_sum)");
+  m.def(
       "_topk_gate_backward(Tensor? grad_weights, Tensor? grad_score_sum, Tensor logits, Tensor topk_idx, "
       "str score_fn, bool renormalize, float scale) -> Tensor");
   m.def("router_z_loss(Tensor logits, Tensor? token_mask=None) -> Tensor");
@@ -45,6 +48,15 @@ void check_token_mask(const char* op, const std::optional<Tensor>& token_mask, c
     check_dim(op, "token_mask", *token_mask, 1, "[T]");
     check_size(op, "token_mask", *token_mask, 0, logits.size(0), "the tokens of logits");
   }
+}
+
+void check_topk_idx(const char* op, const Tensor& topk_idx, const Tensor& logits) {
+  check_same_device(op, "topk_idx", topk_idx, "logits", logits);
+  check_dtype(op, "topk_idx", topk_idx, ScalarType::Long);
+  check_dim(op, "topk_idx", topk_idx, 2, "[T, K]");
+  check_size(op, "topk_idx", topk_idx, 0, logits.size(0), "the tokens of logits");
+  MOE_CHECK(
+      topk_idx.size(1) >= 1, op, ": expected topk_idx to have at least 1 column, got shape ", shape_string(topk_idx));
 }
 
 void check_scale(const char* op, double scale) {
@@ -84,17 +96,26 @@ GateOptions check_topk_gate(
   return {num_experts, top_k, num_groups, top_groups, fn, renormalize, scale};
 }
 
+GateOptions check_gate_weights(
+    const Tensor& logits, const Tensor& topk_idx, const std::string& score_fn, bool renormalize, double scale) {
+  const char* op = "gate_weights";
+  check_logits(op, logits);
+  check_topk_idx(op, topk_idx, logits);
+  const ScoreFn fn = parse_score_fn(op, score_fn);
+  check_scale(op, scale);
+  MOE_CHECK(
+      topk_idx.size(1) <= logits.size(1), op, ": expected topk_idx to have at most ", logits.size(1),
+      " columns, the experts of logits, got shape ", shape_string(topk_idx));
+  return {logits.size(1), topk_idx.size(1), 1, 1, fn, renormalize, scale};
+}
+
 GateOptions check_topk_gate_backward(
     const std::optional<Tensor>& grad_weights, const std::optional<Tensor>& grad_score_sum, const Tensor& logits,
     const Tensor& topk_idx, const std::string& score_fn, bool renormalize, double scale) {
   const char* op = "_topk_gate_backward";
   check_logits(op, logits);
-  check_same_device(op, "topk_idx", topk_idx, "logits", logits);
-  check_dtype(op, "topk_idx", topk_idx, ScalarType::Long);
-  check_dim(op, "topk_idx", topk_idx, 2, "[T, K]");
-  check_size(op, "topk_idx", topk_idx, 0, logits.size(0), "the tokens of logits");
+  check_topk_idx(op, topk_idx, logits);
   const int64_t top_k = topk_idx.size(1);
-  MOE_CHECK(top_k >= 1, op, ": expected topk_idx to have at least 1 column, got shape ", shape_string(topk_idx));
   if (grad_weights) {
     check_same_device(op, "grad_weights", *grad_weights, "logits", logits);
     check_dtype(op, "grad_weights", *grad_weights, acc_dtype(logits.scalar_type()));

@@ -18,6 +18,11 @@ GateOptions check_topk_gate(
     int64_t num_groups, int64_t top_groups,
     const std::optional<Tensor>& token_mask); // [T]
 
+GateOptions check_gate_weights(
+    const Tensor& logits,   // [T, E]
+    const Tensor& topk_idx, // [T, K]
+    const std::string& score_fn, bool renormalize, double scale);
+
 GateOptions check_topk_gate_backward(
     const std::optional<Tensor>& grad_weights,   // [T, K]
     const std::optional<Tensor>& grad_score_sum, // [E]

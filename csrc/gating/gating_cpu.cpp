@@ -8,6 +8,7 @@
 #include <cmath>
 #include <limits>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "common/cpu_isa.h"
@@ -54,23 +55,43 @@ void each_block(int64_t num_tokens, const GateOptions& options, F&& f) {
   });
 }
 
+// Experts above -inf in the token's row; refuses a row with NaN or +inf.
+template <typename T>
+int64_t count_possible(const char* op, const T* row, int64_t num_experts, int64_t token) {
+  int64_t above = 0;
+  for (int64_t e = 0; e < num_experts; ++e) {
+    const auto logit = to_acc(row[e]);
+    MOE_CHECK(
+        logit < std::numeric_limits<acc_t<T>>::infinity(), op, ": expected logits to be free of NaN and +inf, got ",
+        std::isnan(logit) ? "nan" : "inf", " at token ", token, ", expert ", e);
+    above += logit > -std::numeric_limits<acc_t<T>>::infinity();
+  }
+  return above;
+}
+
 // Says why the gate refused a token.
 template <typename T>
 [[noreturn]] void refuse(const GateArgs<T>& args, int64_t token) {
   const T* row = args.logits + token * args.options.num_experts;
-  int64_t above = 0;
-  for (int64_t e = 0; e < args.options.num_experts; ++e) {
-    const auto logit = to_acc(row[e]);
-    MOE_CHECK(
-        logit < std::numeric_limits<acc_t<T>>::infinity(),
-        "topk_gate: expected logits to be free of NaN and +inf, got ", std::isnan(logit) ? "nan" : "inf", " at token ",
-        token, ", expert ", e);
-    above += logit > -std::numeric_limits<acc_t<T>>::infinity();
-  }
+  const int64_t above = count_possible("topk_gate", row, args.options.num_experts, token);
   fail(
       "topk_gate: expected logits to leave at least top_k = ", args.options.top_k,
       " experts to choose from, got token ", token, " with ", above, " logits above -inf among ",
       args.options.num_experts, " experts");
+}
+
+template <typename T>
+[[noreturn]] void refuse(const GateWeightsArgs<T>& args, int64_t token) {
+  const int64_t num_experts = args.options.num_experts, top_k = args.options.top_k;
+  const T* row = args.logits + token * num_experts;
+  count_possible("gate_weights", row, num_experts, token);
+  const int64_t* idx = args.idx + token * top_k;
+  const int64_t* bad = std::find_if(idx, idx + top_k, [&](int64_t e) {
+    return e >= 0 && to_acc(row[e]) == -std::numeric_limits<acc_t<T>>::infinity();
+  });
+  fail(
+      "gate_weights: expected logits to be above -inf where topk_idx points, got -inf at token ", token, ", expert ",
+      *bad);
 }
 
 // Per block: sums of scores, and counts.
@@ -80,16 +101,17 @@ struct Partials {
   std::vector<int64_t> counts;
 };
 
-template <typename T>
-Partials<T> gate_blocks(const GateArgs<T>& args, int64_t num_tokens) {
+// f is the table's gate or weigh.
+template <typename T, typename Args, typename F>
+Partials<T> gate_blocks(const Args& args, int64_t num_tokens, F&& f) {
   const int64_t num_experts = args.options.num_experts;
   const int64_t blocks = num_blocks(num_tokens);
   Partials<T> partials{std::vector<acc_t<T>>(blocks * num_experts), std::vector<int64_t>(blocks * num_experts, 0)};
   std::atomic<int64_t> first_refused{num_tokens};
   each_block<acc_t<T>>(num_tokens, args.options, [&](int64_t block, int64_t begin, int64_t end, auto* scratch) {
-    const int64_t token = kernels().of<T>().gate(
-        args, begin, end, partials.score_sum.data() + block * num_experts, partials.counts.data() + block * num_experts,
-        scratch);
+    const int64_t token =
+        f(args, begin, end, partials.score_sum.data() + block * num_experts,
+          partials.counts.data() + block * num_experts, scratch);
     keep_smaller(first_refused, token < 0 ? num_tokens : token);
   });
   if (first_refused.load() < num_tokens) {
@@ -146,44 +168,94 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> topk_gate_cpu(
     const GateArgs<T> args{
         data<T>(x), data_or_null<acc_t<T>>(bias), data_or_null<bool>(mask), data<acc_t<T>>(weights), data<int64_t>(idx),
         options};
-    add_blocks<T>(gate_blocks(args, num_tokens), num_blocks(num_tokens), score_sum, counts);
+    add_blocks<T>(gate_blocks<T>(args, num_tokens, kernels().of<T>().gate), num_blocks(num_tokens), score_sum, counts);
   });
   return {weights, idx, counts, score_sum};
 }
 
-// The first token whose choices are neither all in [0, E) nor all -1, or the number of tokens: such an index would
-// write outside of the gradient.
-int64_t first_bad_idx(const int64_t* idx, int64_t num_tokens, int64_t top_k, int64_t num_experts) {
+struct IdxScan {
+  int64_t first_bad; // the first token with a choice outside of [-1, E), or the number of tokens
+  bool holes;        // whether some token has a choice of -1 beside others
+};
+
+IdxScan scan_idx(const int64_t* idx, int64_t num_tokens, int64_t top_k, int64_t num_experts) {
   std::atomic<int64_t> first{num_tokens};
+  std::atomic<bool> holes{false};
   parallel_for(0, num_tokens, grain_size(top_k * sizeof(int64_t)), [&](int64_t begin, int64_t end) {
+    bool mixed = false;
     for (int64_t t = begin; t < end; ++t) {
-      const int64_t* row = idx + t * top_k;
-      const int64_t low = row[0] == -1 ? -1 : 0;
-      const int64_t high = row[0] == -1 ? -1 : num_experts - 1;
-      bool good = true;
+      int64_t low = num_experts, high = -1;
       for (int64_t k = 0; k < top_k; ++k) {
-        good &= row[k] >= low && row[k] <= high;
+        low = std::min(low, idx[t * top_k + k]);
+        high = std::max(high, idx[t * top_k + k]);
       }
-      if (!good) {
+      if (low < -1 || high >= num_experts) {
         keep_smaller(first, t);
+        return;
+      }
+      mixed |= low == -1 && high >= 0;
+    }
+    if (mixed) {
+      holes = true;
+    }
+  });
+  return {first.load(), holes.load()};
+}
+
+// Refuses an index that would write outside of the gradient; returns whether there are holes.
+bool check_idx(const char* op, const Tensor& topk_idx, int64_t num_experts) {
+  const int64_t top_k = topk_idx.size(1), num_tokens = topk_idx.size(0);
+  const IdxScan scan = scan_idx(data<int64_t>(topk_idx), num_tokens, top_k, num_experts);
+  if (scan.first_bad < num_tokens) {
+    const int64_t* row = data<int64_t>(topk_idx) + scan.first_bad * top_k;
+    const int64_t* bad = std::find_if(row, row + top_k, [&](int64_t e) { return e < -1 || e >= num_experts; });
+    fail(
+        op, ": expected topk_idx to be in [0, ", num_experts, ") or -1, got ", *bad, " at token ", scan.first_bad,
+        ", choice ", bad - row);
+  }
+  return scan.holes;
+}
+
+void check_distinct(const Tensor& topk_idx, int64_t num_experts) {
+  const int64_t top_k = topk_idx.size(1), num_choices = topk_idx.numel();
+  const int64_t* idx = data<int64_t>(topk_idx);
+  std::atomic<int64_t> first{num_choices};
+  parallel_for(0, topk_idx.size(0), grain_size(top_k * sizeof(int64_t)), [&](int64_t begin, int64_t end) {
+    std::vector<int64_t> last_token(num_experts, -1);
+    for (int64_t i = begin * top_k; i < end * top_k; ++i) {
+      if (idx[i] >= 0 && std::exchange(last_token[idx[i]], i / top_k) == i / top_k) {
+        keep_smaller(first, i);
         return;
       }
     }
   });
-  return first.load();
+  const int64_t bad = first.load();
+  if (bad < num_choices) {
+    fail(
+        "gate_weights: expected topk_idx to hold an expert once a token, got ", idx[bad], " again at token ",
+        bad / top_k, ", choice ", bad % top_k);
+  }
 }
 
-void check_idx(const Tensor& topk_idx, int64_t num_experts) {
-  const int64_t top_k = topk_idx.size(1);
-  const int64_t t = first_bad_idx(data<int64_t>(topk_idx), topk_idx.size(0), top_k, num_experts);
-  if (t < topk_idx.size(0)) {
-    const int64_t* row = data<int64_t>(topk_idx) + t * top_k;
-    const int64_t* bad = std::find_if(
-        row, row + top_k, [&](int64_t e) { return e < -1 || e >= num_experts || (e < 0) != (row[0] < 0); });
-    fail(
-        "_topk_gate_backward: expected topk_idx to be in [0, ", num_experts,
-        ") or -1 in all of a token's choices, got ", *bad, " at token ", t, ", choice ", bad - row);
-  }
+std::tuple<Tensor, Tensor, Tensor> gate_weights_cpu(
+    Tensor logits,   // [T, E]
+    Tensor topk_idx, // [T, K]
+    std::string score_fn, bool renormalize, double scale) {
+  const GateOptions options = check_gate_weights(logits, topk_idx, score_fn, renormalize, scale);
+  const Tensor index = torch::stable::contiguous(topk_idx);
+  check_idx("gate_weights", index, options.num_experts);
+  check_distinct(index, options.num_experts);
+  const ScalarType acc = acc_dtype(logits.scalar_type());
+  const Tensor x = torch::stable::contiguous(logits);
+  const int64_t num_tokens = logits.size(0);
+  Tensor weights = torch::stable::new_empty(logits, {num_tokens, options.top_k}, acc);
+  Tensor counts = torch::stable::new_empty(logits, {options.num_experts}, ScalarType::Long);
+  Tensor score_sum = torch::stable::new_empty(logits, {options.num_experts}, acc);
+  dispatch_floating(logits.scalar_type(), [&]<typename T>() {
+    const GateWeightsArgs<T> args{data<T>(x), data<int64_t>(index), data<acc_t<T>>(weights), options};
+    add_blocks<T>(gate_blocks<T>(args, num_tokens, kernels().of<T>().weigh), num_blocks(num_tokens), score_sum, counts);
+  });
+  return {weights, counts, score_sum};
 }
 
 Tensor topk_gate_backward_cpu(
@@ -195,7 +267,7 @@ Tensor topk_gate_backward_cpu(
   const GateOptions options =
       check_topk_gate_backward(grad_weights, grad_score_sum, logits, topk_idx, score_fn, renormalize, scale);
   const Tensor index = torch::stable::contiguous(topk_idx);
-  check_idx(index, options.num_experts);
+  const bool holes = check_idx("_topk_gate_backward", index, options.num_experts);
   const Tensor x = torch::stable::contiguous(logits);
   const std::optional<Tensor> dw = contiguous(grad_weights);
   const std::optional<Tensor> ds = contiguous(grad_score_sum);
@@ -204,7 +276,7 @@ Tensor topk_gate_backward_cpu(
   dispatch_floating(logits.scalar_type(), [&]<typename T>() {
     const GateGradArgs<T> args{
         data<T>(grad), data<T>(x), data<int64_t>(index), data_or_null<acc_t<T>>(dw), data_or_null<acc_t<T>>(ds),
-        options};
+        options,       holes};
     each_block<acc_t<T>>(logits.size(0), options, [&](int64_t, int64_t begin, int64_t end, auto* scratch) {
       kernels().of<T>().gate_backward(args, begin, end, scratch);
     });
@@ -340,6 +412,7 @@ Tensor load_balance_loss_backward_cpu(
 
 STABLE_TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
   m.impl("topk_gate", TORCH_BOX(&topk_gate_cpu));
+  m.impl("gate_weights", TORCH_BOX(&gate_weights_cpu));
   m.impl("_topk_gate_backward", TORCH_BOX(&topk_gate_backward_cpu));
   m.impl("router_z_loss", TORCH_BOX(&router_z_loss_cpu));
   m.impl("_router_z_loss_backward", TORCH_BOX(&router_z_loss_backward_cpu));

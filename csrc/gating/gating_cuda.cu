@@ -7,6 +7,7 @@
 #include "gating/gating.h"
 #include "gating/gating_kernels.cuh"
 #include "gating/losses_kernels.cuh"
+#include "gating/weights_kernels.cuh"
 
 namespace moe_ext::gating {
 namespace {
@@ -65,6 +66,29 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> topk_gate_cuda(
         device.stream());
   });
   return {weights, idx, counts, score_sum};
+}
+
+std::tuple<Tensor, Tensor, Tensor> gate_weights_cuda(
+    Tensor logits,   // [T, E]
+    Tensor topk_idx, // [T, K]
+    std::string score_fn, bool renormalize, double scale) {
+  const GateOptions options = check_gate_weights(logits, topk_idx, score_fn, renormalize, scale);
+  const DeviceScope device(logits);
+  const ScalarType acc = acc_dtype(logits.scalar_type());
+  const int64_t num_tokens = logits.size(0), num_experts = options.num_experts;
+  const Tensor x = contiguous(logits), idx = contiguous(topk_idx);
+  const Tensor weights = new_empty(x, {num_tokens, options.top_k}, acc);
+  const Tensor counts = new_empty(x, {num_experts}, ScalarType::Long);
+  const Tensor score_sum = new_empty(x, {num_experts}, acc);
+  dispatch_floating_cuda(x.scalar_type(), [&]<typename T>() {
+    const GatePlan plan = checked_plan<acc_t<T>>("gate_weights", num_tokens, options);
+    const Tensor workspace = new_empty(x, {gate_workspace_bytes<acc_t<T>>(plan, num_experts)}, ScalarType::Byte);
+    const GateWeightsArgs<T> args{data<T>(x), data<int64_t>(idx), data<acc_t<T>>(weights), options};
+    launch_gate_weights<kCheckIndices>(
+        args, num_tokens, plan, workspace.data_ptr(), data<acc_t<T>>(score_sum), data<int64_t>(counts),
+        device.stream());
+  });
+  return {weights, counts, score_sum};
 }
 
 Tensor topk_gate_backward_cuda(
@@ -174,6 +198,7 @@ Tensor load_balance_loss_backward_cuda(
 
 MOE_EXT_CUDA_IMPL(m) {
   m.impl("topk_gate", TORCH_BOX(&topk_gate_cuda));
+  m.impl("gate_weights", TORCH_BOX(&gate_weights_cuda));
   m.impl("_topk_gate_backward", TORCH_BOX(&topk_gate_backward_cuda));
   m.impl("router_z_loss", TORCH_BOX(&router_z_loss_cuda));
   m.impl("_router_z_loss_backward", TORCH_BOX(&router_z_loss_backward_cuda));

@@ -211,9 +211,9 @@ __device__ Acc normalize_chosen(Acc* chosen, int top_k, bool softmax, bool by_su
   return !by_sum ? Acc(1) : sum > kTiny<Acc> || sum != sum ? sum : kTiny<Acc>;
 }
 
-template <typename T>
-__device__ void write_weights(
-    const GateArgs<T>& args, const WarpScratch<acc_t<T>>& scratch, acc_t<T> factor, int64_t token) {
+// Args: GateArgs or GateWeightsArgs.
+template <typename T, typename Args>
+__device__ void write_weights(const Args& args, const WarpScratch<acc_t<T>>& scratch, acc_t<T> factor, int64_t token) {
   using Acc = acc_t<T>;
   const GateOptions& options = args.options;
   const int top_k = static_cast<int>(options.top_k);
@@ -250,33 +250,23 @@ __device__ void gate_token(const GateArgs<T>& args, const WarpScratch<acc_t<T>>&
     limit_groups(scratch, args.bias != nullptr, options);
   }
   select_experts<T, kCheck>(args, scratch, row, token);
-  write_weights(args, scratch, factor, token);
+  write_weights<T>(args, scratch, factor, token);
   __syncwarp();
 }
 
-// Also partial_sums and partial_counts [blocks, E].
-template <typename T, bool kCheck>
-__global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) topk_gate_kernel(
-    GateArgs<T> args, int64_t num_tokens, int64_t bytes_per_warp, acc_t<T>* partial_sums, int* partial_counts) {
-  using Acc = acc_t<T>;
-  MOE_DYNAMIC_SHARED(unsigned char, shared);
-  const GateOptions& options = args.options;
-  const int num_experts = static_cast<int>(options.num_experts);
-  const WarpScratch<Acc> scratch(shared, options, bytes_per_warp, warp_id());
+template <typename Acc>
+__device__ __forceinline__ void clear_sums(const WarpScratch<Acc>& scratch, int num_experts) {
   for (int e = lane_id(); e < num_experts; e += kWarpSize) {
     scratch.score_sum[e] = 0;
     scratch.count[e] = 0;
   }
-  for (int64_t token = first_token(); token < num_tokens; token += token_stride()) {
-    if (args.token_mask == nullptr || args.token_mask[token]) {
-      gate_token<T, kCheck>(args, scratch, token);
-      continue;
-    }
-    for (int k = lane_id(); k < options.top_k; k += kWarpSize) {
-      args.weights[token * options.top_k + k] = 0;
-      args.idx[token * options.top_k + k] = -1;
-    }
-  }
+}
+
+// The sums and counts of a block's warps, added in order. Every thread of the block calls it.
+template <typename Acc>
+__device__ void write_partials(
+    unsigned char* shared, const GateOptions& options, int64_t bytes_per_warp, Acc* partial_sums, int* partial_counts) {
+  const int num_experts = static_cast<int>(options.num_experts);
   __syncthreads();
   const int num_warps = static_cast<int>(blockDim.x) / kWarpSize;
   for (int e = static_cast<int>(threadIdx.x); e < num_experts; e += static_cast<int>(blockDim.x)) {
@@ -290,6 +280,28 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) topk_gate_ke
     partial_sums[int64_t{blockIdx.x} * num_experts + e] = sum;
     partial_counts[int64_t{blockIdx.x} * num_experts + e] = count;
   }
+}
+
+// Also partial_sums and partial_counts [blocks, E].
+template <typename T, bool kCheck>
+__global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) topk_gate_kernel(
+    GateArgs<T> args, int64_t num_tokens, int64_t bytes_per_warp, acc_t<T>* partial_sums, int* partial_counts) {
+  using Acc = acc_t<T>;
+  MOE_DYNAMIC_SHARED(unsigned char, shared);
+  const GateOptions& options = args.options;
+  const WarpScratch<Acc> scratch(shared, options, bytes_per_warp, warp_id());
+  clear_sums(scratch, static_cast<int>(options.num_experts));
+  for (int64_t token = first_token(); token < num_tokens; token += token_stride()) {
+    if (args.token_mask == nullptr || args.token_mask[token]) {
+      gate_token<T, kCheck>(args, scratch, token);
+      continue;
+    }
+    for (int k = lane_id(); k < options.top_k; k += kWarpSize) {
+      args.weights[token * options.top_k + k] = 0;
+      args.idx[token * options.top_k + k] = -1;
+    }
+  }
+  write_partials<Acc>(shared, options, bytes_per_warp, partial_sums, partial_counts);
 }
 
 // score_sum [E] and counts [E] from those of the blocks. One warp per expert.
@@ -309,6 +321,15 @@ __global__ void add_partials_kernel(
     score_sum[blockIdx.x] = static_cast<Acc>(sum);
     counts[blockIdx.x] = count;
   }
+}
+
+// Whether the warp's token goes anywhere; the same in every lane.
+__device__ __forceinline__ bool has_choice(const int64_t* idx, int64_t top_k) {
+  bool any = false;
+  for (int64_t k = lane_id(); k < top_k; k += kWarpSize) {
+    any = any || idx[k] >= 0;
+  }
+  return __any_sync(kFullMask, any) != 0;
 }
 
 // chosen [K] = scale q (1 - s) (g - <q, g>), the gradient through weights q that are scores of the chosen experts
@@ -382,7 +403,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
     const T* const row = args.logits + token * num_experts;
     const int64_t* const idx = args.idx + token * options.top_k;
     const Acc* const grad = of_weights ? args.grad_weights + token * options.top_k : nullptr;
-    const bool active = idx[0] >= 0;
+    const bool active = has_choice(idx, options.top_k);
     if (active && (args.grad_score_sum != nullptr || of_probabilities)) {
       scores_backward(args, scratch, row, idx, of_probabilities ? grad : nullptr);
     } else {
@@ -397,7 +418,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
       __syncwarp();
       for (int k = lane_id(); k < options.top_k; k += kWarpSize) {
         if constexpr (kCheck) {
-          if (idx[k] < 0 || idx[k] >= num_experts) {
+          if (idx[k] < -1 || idx[k] >= num_experts) {
             __trap();
           }
         }
@@ -419,20 +440,27 @@ int64_t gate_workspace_bytes(const GatePlan& plan, int64_t num_experts) {
   return int64_t{plan.num_blocks} * num_experts * static_cast<int64_t>(sizeof(Acc) + sizeof(int));
 }
 
+// A kernel that leaves partials in the workspace, and the one that adds them.
+template <typename T, typename Args>
+void launch_gate_kernel(
+    void (*kernel)(Args, int64_t, int64_t, acc_t<T>*, int*), const Args& args, int64_t num_tokens, const GatePlan& plan,
+    void* workspace, acc_t<T>* score_sum, int64_t* counts, cudaStream_t stream) {
+  const int num_experts = static_cast<int>(args.options.num_experts);
+  auto* const sums = static_cast<acc_t<T>*>(workspace);
+  int* const partial_counts = reinterpret_cast<int*>(sums + int64_t{plan.num_blocks} * num_experts);
+  launch(plan.launch_on(stream), kernel, args, num_tokens, plan.bytes_per_warp, sums, partial_counts);
+  launch(
+      {dim3(static_cast<unsigned>(num_experts)), dim3(kWarpSize), 0, stream}, add_partials_kernel<acc_t<T>>, sums,
+      partial_counts, static_cast<int>(plan.num_blocks), num_experts, score_sum, counts);
+}
+
 template <bool kCheck, typename T>
 void launch_topk_gate(
     const GateArgs<T>& args, int64_t num_tokens, const GatePlan& plan, void* workspace,
     acc_t<T>* score_sum, // [E]
     int64_t* counts,     // [E]
     cudaStream_t stream) {
-  const int num_experts = static_cast<int>(args.options.num_experts);
-  auto* const sums = static_cast<acc_t<T>*>(workspace);
-  int* const partial_counts = reinterpret_cast<int*>(sums + int64_t{plan.num_blocks} * num_experts);
-  launch(
-      plan.launch_on(stream), topk_gate_kernel<T, kCheck>, args, num_tokens, plan.bytes_per_warp, sums, partial_counts);
-  launch(
-      {dim3(static_cast<unsigned>(num_experts)), dim3(kWarpSize), 0, stream}, add_partials_kernel<acc_t<T>>, sums,
-      partial_counts, static_cast<int>(plan.num_blocks), num_experts, score_sum, counts);
+  launch_gate_kernel<T>(topk_gate_kernel<T, kCheck>, args, num_tokens, plan, workspace, score_sum, counts, stream);
 }
 
 template <bool kCheck, typename T>

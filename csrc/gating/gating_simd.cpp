@@ -6,22 +6,6 @@
 namespace moe_ext::gating::MOE_ISA {
 namespace {
 
-// Fills score, and returns the factor that makes each lane's scores sum to one, zero in a lane that is not active.
-template <typename Acc>
-MOE_INLINE Vec<Acc> compute_scores(
-    const Tile<Acc>& tile, ScoreFn fn, int64_t num_experts, const Acc* active, IntVec<Acc>& finite) {
-  const Vec<Acc> top = column_max(tile.x, num_experts);
-  if (fn == ScoreFn::kSigmoid) {
-    column_sigmoid(tile.score, tile.x, num_experts);
-  } else {
-    column_exp(tile.score, tile.x, top, num_experts);
-  }
-  const Vec<Acc> sum = column_sum(tile.score, num_experts);
-  // A NaN that the maximum passes over makes the sum NaN.
-  finite = (top < kInfinity<Acc>)&(sum == sum);
-  return load(active) / max<Acc>(broadcast(kTiny<Acc>), sum);
-}
-
 // key = score + bias; a logit of -inf stays out of reach of any bias.
 template <typename Acc>
 MOE_INLINE void bias_scores(const Tile<Acc>& tile, Vec<Acc> factor, const Acc* bias, int64_t n) {
@@ -143,36 +127,6 @@ MOE_INLINE void limit_groups(const Tile<Acc>& tile, Acc* keys, bool biased, cons
   }
 }
 
-// tile.chosen: the weights of the chosen experts.
-template <typename Acc>
-MOE_INLINE void compute_weights(const Tile<Acc>& tile, Vec<Acc> factor, bool biased, const GateOptions& options) {
-  constexpr int64_t kLanes = Lanes<Acc>::kCount;
-  const int64_t top_k = options.top_k;
-  const bool softmax_of_chosen = options.softmax_of_chosen();
-  if (softmax_of_chosen && !biased) {
-    // The keys are the logits themselves, the largest first.
-    column_exp(tile.chosen, tile.list, load(tile.list), top_k);
-  } else {
-    const Acc* from = softmax_of_chosen ? tile.x : tile.score;
-    for (int64_t i = 0; i < top_k * kLanes; ++i) {
-      tile.chosen[i] = tile.idx[i] < 0 ? Acc(0) : from[tile.idx[i] * kLanes + i % kLanes];
-    }
-    if (softmax_of_chosen) {
-      column_exp(tile.chosen, tile.chosen, column_max(tile.chosen, top_k), top_k);
-    }
-  }
-  Vec<Acc> denominator = broadcast(Acc(1));
-  Vec<Acc> scale = broadcast(static_cast<Acc>(options.scale));
-  if (softmax_of_chosen || options.renormalize) {
-    denominator = max<Acc>(broadcast(kTiny<Acc>), column_sum(tile.chosen, top_k));
-  } else if (options.score_fn == ScoreFn::kSoftmax) {
-    scale *= factor;
-  }
-  for (int64_t k = 0; k < top_k; ++k) {
-    store(tile.chosen + k * kLanes, load(tile.chosen + k * kLanes) / denominator * scale);
-  }
-}
-
 template <typename T, typename Acc>
 MOE_INLINE void write_tile(
     const Tile<Acc>& tile, const Acc* active, const GateArgs<T>& args, int64_t first, int64_t end, int64_t* counts) {
@@ -218,6 +172,15 @@ MOE_INLINE Acc reduce_lanes(Acc* lanes) {
   return lanes[0];
 }
 
+// Sixteen sums whatever the width of a vector: the same order for each instruction set.
+template <typename Acc>
+MOE_INLINE void add_scores(const Tile<Acc>& tile, Acc* sums, Vec<Acc> factor, int64_t num_experts) {
+  constexpr int64_t kLanes = Lanes<Acc>::kCount;
+  for (int64_t e = 0; e < num_experts; ++e) {
+    store(sums + e * kMaxLanes, load(sums + e * kMaxLanes) + load(tile.score + e * kLanes) * factor);
+  }
+}
+
 template <typename T, typename Acc>
 int64_t gate(const GateArgs<T>& args, int64_t begin, int64_t end, Acc* score_sum, int64_t* counts, Acc* scratch) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
@@ -234,11 +197,7 @@ int64_t gate(const GateArgs<T>& args, int64_t begin, int64_t end, Acc* score_sum
     load_mask(active, args.token_mask, first, end);
     load_tile(tile, active, args.logits, first, num_experts);
     const Vec<Acc> factor = compute_scores(tile, options.score_fn, num_experts, active, finite);
-    // Sixteen sums whatever the width of a vector: the same order for each instruction set.
-    Acc* sums = tile.score_sum + (first - begin) % kMaxLanes;
-    for (int64_t e = 0; e < num_experts; ++e) {
-      store(sums + e * kMaxLanes, load(sums + e * kMaxLanes) + load(tile.score + e * kLanes) * factor);
-    }
+    add_scores(tile, tile.score_sum + (first - begin) % kMaxLanes, factor, num_experts);
     Acc* keys = biased ? tile.key : tile.x;
     if (biased) {
       const Vec<Acc> unit = options.score_fn == ScoreFn::kSigmoid ? broadcast(Acc(1)) : factor;
@@ -252,7 +211,7 @@ int64_t gate(const GateArgs<T>& args, int64_t begin, int64_t end, Acc* score_sum
     if (token >= 0) {
       return token;
     }
-    compute_weights(tile, factor, biased, options);
+    compute_weights(tile, factor, !biased, options);
     write_tile(tile, active, args, first, end, counts);
   }
   for (int64_t e = 0; e < num_experts; ++e) {
@@ -261,9 +220,18 @@ int64_t gate(const GateArgs<T>& args, int64_t begin, int64_t end, Acc* score_sum
   return -1;
 }
 
+MOE_INLINE bool has_choice(const int64_t* idx, int64_t top_k) {
+  int64_t highest = -1;
+  for (int64_t k = 0; k < top_k; ++k) {
+    highest = idx[k] > highest ? idx[k] : highest;
+  }
+  return highest >= 0;
+}
+
 // tile.idx, tile.chosen and tile.list: the chosen experts, their logits and the gradients of their weights. A lane that
-// is not active has zeros.
-template <typename T, typename Acc>
+// is not active has zeros. With kHoles a choice may be -1 beside others: it gets the logit -inf, hence no weight, and
+// brings its gradient of zero to expert 0.
+template <bool kHoles, typename T, typename Acc>
 MOE_INLINE void load_chosen(
     const Tile<Acc>& tile, Acc* active, const GateGradArgs<T>& args, int64_t first, int64_t end) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
@@ -275,17 +243,19 @@ MOE_INLINE void load_chosen(
   }
   for (int64_t lane = 0; lane < kLanes; ++lane) {
     const int64_t* idx = args.idx + (first + lane) * top_k;
-    active[lane] = first + lane < end && idx[0] >= 0;
+    active[lane] = first + lane < end && (kHoles ? has_choice(idx, top_k) : idx[0] >= 0);
     if (active[lane] == 0) {
       continue;
     }
     const T* row = args.logits + (first + lane) * args.options.num_experts;
     for (int64_t k = 0; k < top_k; ++k) {
-      tile.idx[k * kLanes + lane] = static_cast<Int<Acc>>(idx[k]);
-      tile.chosen[k * kLanes + lane] = to_acc(row[idx[k]]);
+      const bool hole = kHoles && idx[k] < 0;
+      tile.idx[k * kLanes + lane] = hole ? 0 : static_cast<Int<Acc>>(idx[k]);
+      tile.chosen[k * kLanes + lane] = hole ? -kInfinity<Acc> : to_acc(row[idx[k]]);
     }
     for (int64_t k = 0; args.grad_weights != nullptr && k < top_k; ++k) {
-      tile.list[k * kLanes + lane] = args.grad_weights[(first + lane) * top_k + k];
+      const bool hole = kHoles && idx[k] < 0;
+      tile.list[k * kLanes + lane] = hole ? Acc(0) : args.grad_weights[(first + lane) * top_k + k];
     }
   }
 }
@@ -361,7 +331,11 @@ void gate_backward(const GateGradArgs<T>& args, int64_t begin, int64_t end, Acc*
   const Tile<Acc> tile(scratch, options);
   for (int64_t first = begin; first < end; first += kLanes) {
     Acc active[kLanes];
-    load_chosen(tile, active, args, first, end);
+    if (args.holes) {
+      load_chosen<true>(tile, active, args, first, end);
+    } else {
+      load_chosen<false>(tile, active, args, first, end);
+    }
     if (args.grad_score_sum != nullptr || of_probabilities) {
       IntVec<Acc> finite;
       load_tile(tile, active, args.logits, first, n);
@@ -380,6 +354,49 @@ void gate_backward(const GateGradArgs<T>& args, int64_t begin, int64_t end, Acc*
     }
     store_tile(args.grad, tile.key, tile, active, first, end, n);
   }
+}
+
+// The gate with its choice given: scores, sums and weights, no selection.
+template <typename T, typename Acc>
+int64_t weigh(
+    const GateWeightsArgs<T>& args, int64_t begin, int64_t end, Acc* score_sum, int64_t* counts, Acc* scratch) {
+  constexpr int64_t kLanes = Lanes<Acc>::kCount;
+  const GateOptions& options = args.options;
+  const int64_t num_experts = options.num_experts, top_k = options.top_k;
+  const Tile<Acc> tile(scratch, options);
+  for (int64_t i = 0; i < num_experts * kMaxLanes; ++i) {
+    tile.score_sum[i] = 0;
+  }
+  for (int64_t first = begin; first < end; first += kLanes) {
+    Acc active[kLanes];
+    IntVec<Acc> finite;
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const int64_t* idx = args.idx + (first + lane) * top_k;
+      active[lane] = first + lane < end && has_choice(idx, top_k);
+      for (int64_t k = 0; k < top_k; ++k) {
+        tile.idx[k * kLanes + lane] = active[lane] != 0 ? static_cast<Int<Acc>>(idx[k]) : 0;
+      }
+    }
+    load_tile(tile, active, args.logits, first, num_experts);
+    const Vec<Acc> factor = compute_scores(tile, options.score_fn, num_experts, active, finite);
+    add_scores(tile, tile.score_sum + (first - begin) % kMaxLanes, factor, num_experts);
+    compute_weights(tile, factor, false, options);
+    for (int64_t lane = 0; lane < kLanes && first + lane < end; ++lane) {
+      for (int64_t k = 0; k < top_k; ++k) {
+        const int64_t expert = tile.idx[k * kLanes + lane];
+        const bool chosen = active[lane] != 0 && expert >= 0;
+        if (active[lane] != 0 && (finite[lane] == 0 || (chosen && tile.x[expert * kLanes + lane] == -kInfinity<Acc>))) {
+          return first + lane;
+        }
+        args.weights[(first + lane) * top_k + k] = chosen ? tile.chosen[k * kLanes + lane] : Acc(0);
+        counts[chosen ? expert : 0] += chosen;
+      }
+    }
+  }
+  for (int64_t e = 0; e < num_experts; ++e) {
+    score_sum[e] = reduce_lanes(tile.score_sum + e * kMaxLanes);
+  }
+  return -1;
 }
 
 MOE_INLINE float log_acc(float x) {
@@ -448,7 +465,8 @@ void z_loss_backward(const ZLossArgs<T>& args, T* grad, Acc factor, int64_t begi
 
 template <typename T>
 constexpr GateKernels<T> kGateKernels = {
-    gate<T, acc_t<T>>, gate_backward<T, acc_t<T>>, z_loss<T, acc_t<T>>, z_loss_backward<T, acc_t<T>>};
+    gate<T, acc_t<T>>, weigh<T, acc_t<T>>, gate_backward<T, acc_t<T>>, z_loss<T, acc_t<T>>,
+    z_loss_backward<T, acc_t<T>>};
 
 } // namespace
 

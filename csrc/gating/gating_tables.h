@@ -36,6 +36,14 @@ struct GateArgs {
 };
 
 template <typename T>
+struct GateWeightsArgs {
+  const T* logits;    // [T, E]
+  const int64_t* idx; // [T, K] the given choice, -1 for none
+  acc_t<T>* weights;  // [T, K]
+  GateOptions options;
+};
+
+template <typename T>
 struct GateGradArgs {
   T* grad;                        // [T, E]
   const T* logits;                // [T, E]
@@ -43,6 +51,7 @@ struct GateGradArgs {
   const acc_t<T>* grad_weights;   // [T, K], or null for zeros
   const acc_t<T>* grad_score_sum; // [E], or null for zeros
   GateOptions options;
+  bool holes = true; // whether some token has a choice of -1 beside others
 };
 
 template <typename T>
@@ -58,6 +67,9 @@ struct GateKernels {
   using Acc = acc_t<T>;
   // Writes weights and idx, sets score_sum [E] and adds to counts [E]. Returns the first token that is refused, or -1.
   int64_t (*gate)(const GateArgs<T>& args, int64_t begin, int64_t end, Acc* score_sum, int64_t* counts, Acc* scratch);
+  // The same with idx given and within [-1, E); a choice of a logit of -inf is refused too.
+  int64_t (*weigh)(
+      const GateWeightsArgs<T>& args, int64_t begin, int64_t end, Acc* score_sum, int64_t* counts, Acc* scratch);
   void (*gate_backward)(const GateGradArgs<T>& args, int64_t begin, int64_t end, Acc* scratch);
   // sum_t (log sum_e exp(logits[t][e]))^2
   double (*z_loss)(const ZLossArgs<T>& args, int64_t begin, int64_t end, Acc* scratch);

@@ -292,5 +292,52 @@ MOE_INLINE void column_sigmoid(Acc* out, const Acc* x, int64_t n) {
   }
 }
 
+// Fills score, and returns the factor that makes each lane's scores sum to one, zero in a lane that is not active.
+template <typename Acc>
+MOE_INLINE Vec<Acc> compute_scores(
+    const Tile<Acc>& tile, ScoreFn fn, int64_t num_experts, const Acc* active, IntVec<Acc>& finite) {
+  const Vec<Acc> top = column_max(tile.x, num_experts);
+  if (fn == ScoreFn::kSigmoid) {
+    column_sigmoid(tile.score, tile.x, num_experts);
+  } else {
+    column_exp(tile.score, tile.x, top, num_experts);
+  }
+  const Vec<Acc> sum = column_sum(tile.score, num_experts);
+  // A NaN that the maximum passes over makes the sum NaN.
+  finite = (top < kInfinity<Acc>)&(sum == sum);
+  return load(active) / max<Acc>(broadcast(kTiny<Acc>), sum);
+}
+
+// tile.chosen: the weights of the chosen experts; `sorted` says that tile.list holds their logits, the largest first. A
+// choice of -1 weighs nothing.
+template <typename Acc>
+MOE_INLINE void compute_weights(const Tile<Acc>& tile, Vec<Acc> factor, bool sorted, const GateOptions& options) {
+  constexpr int64_t kLanes = Lanes<Acc>::kCount;
+  const int64_t top_k = options.top_k;
+  const bool softmax_of_chosen = options.softmax_of_chosen();
+  if (softmax_of_chosen && sorted) {
+    column_exp(tile.chosen, tile.list, load(tile.list), top_k);
+  } else {
+    const Acc* from = softmax_of_chosen ? tile.x : tile.score;
+    const Acc nothing = softmax_of_chosen ? -kInfinity<Acc> : Acc(0);
+    for (int64_t i = 0; i < top_k * kLanes; ++i) {
+      tile.chosen[i] = tile.idx[i] < 0 ? nothing : from[tile.idx[i] * kLanes + i % kLanes];
+    }
+    if (softmax_of_chosen) {
+      column_exp(tile.chosen, tile.chosen, column_max(tile.chosen, top_k), top_k);
+    }
+  }
+  Vec<Acc> denominator = broadcast(Acc(1));
+  Vec<Acc> scale = broadcast(static_cast<Acc>(options.scale));
+  if (softmax_of_chosen || options.renormalize) {
+    denominator = max<Acc>(broadcast(kTiny<Acc>), column_sum(tile.chosen, top_k));
+  } else if (options.score_fn == ScoreFn::kSoftmax) {
+    scale *= factor;
+  }
+  for (int64_t k = 0; k < top_k; ++k) {
+    store(tile.chosen + k * kLanes, load(tile.chosen + k * kLanes) / denominator * scale);
+  }
+}
+
 } // namespace
 } // namespace moe_ext::gating::MOE_ISA

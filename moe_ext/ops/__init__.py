@@ -7,6 +7,7 @@ _library.load()
 from moe_ext.ops.activation import activation, gated_activation  # noqa: E402
 from moe_ext.ops.gating import (  # noqa: E402
     GateOutput,
+    gate_weights,
     load_balance_loss,
     router_z_loss,
     topk_gate,
@@ -18,6 +19,7 @@ __all__ = [
     "GateOutput",
     "Permutation",
     "activation",
+    "gate_weights",
     "gated_activation",
     "grouped_mm",
     "load_balance_loss",

@@ -184,6 +184,85 @@ def _(
     return logits.new_empty(logits.shape)
 
 
+def gate_weights(
+    logits_TE: Tensor,
+    topk_idx_TK: Tensor,
+    *,
+    score_fn: str = "softmax",
+    renormalize: bool = True,
+    scale: float = 1.0,
+) -> GateOutput:
+    r"""Weighs experts that are already chosen: `topk_gate` with the choice given.
+
+    For replayed routing: the weights, counts and sums of scores are those that `topk_gate` returns
+    for logits that lead to this choice, to the bit where the order of the columns is the same.
+
+    Args:
+        logits_TE (Tensor[T, E]): float32, float64, bfloat16 or float16.
+        topk_idx_TK (Tensor[T, K]): int64 in [0, E), a token's choices all different, K at most E.
+            -1 is no expert: weight 0, counted nowhere, left out of the sum that renormalizes. A
+            token with -1 in all columns is a masked one: its logits are not looked at.
+        score_fn (str): as in `topk_gate`.
+        renormalize (bool): as in `topk_gate`.
+        scale (float): as in `topk_gate`.
+
+    Returns:
+        GateOutput: with ``topk_idx_TK`` itself as ``topk_idx``; differentiable in ``logits_TE``
+        through ``topk_weights`` and ``score_sum``.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype, shape or value; an index is outside
+            of [-1, E) or twice in a row; a logit of a token that is not masked is NaN or +inf, or
+            -inf where it was chosen (the message names the token). CUDA does not wait for the
+            values: an index outside weighs nothing, the weights of such logits are not specified.
+
+    Deterministic, with the same bits for any number of threads; does not synchronise the device.
+    """
+    weights, counts, score_sum = torch.ops.moe_ext.gate_weights(
+        logits_TE, topk_idx_TK, score_fn, renormalize, scale
+    )
+    return GateOutput(weights, topk_idx_TK, counts, score_sum)
+
+
+@torch.library.register_fake("moe_ext::gate_weights")
+def _(
+    logits: Tensor,
+    topk_idx: Tensor,
+    score_fn: str = "softmax",
+    renormalize: bool = True,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    torch._check(
+        logits.dim() == 2,
+        lambda: f"gate_weights: expected logits to be a 2-D tensor [T, E], got {logits.dim()}-D",
+    )
+    acc = _acc_dtype(logits.dtype)
+    return (
+        logits.new_empty(topk_idx.shape, dtype=acc),
+        logits.new_empty((logits.shape[1],), dtype=torch.int64),
+        logits.new_empty((logits.shape[1],), dtype=acc),
+    )
+
+
+def _weights_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    logits, topk_idx, ctx.score_fn, ctx.renormalize, ctx.scale = inputs
+    _, num_tokens_per_expert, _ = output
+    ctx.mark_non_differentiable(num_tokens_per_expert)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, topk_idx)
+
+
+def _weights_backward(
+    ctx: Any, grad_weights: Tensor | None, _counts: Any, grad_score_sum: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    return _gate_backward(ctx, grad_weights, None, None, grad_score_sum)[:5]
+
+
+torch.library.register_autograd(
+    "moe_ext::gate_weights", _weights_backward, setup_context=_weights_setup_context
+)
+
+
 def router_z_loss(logits_TE: Tensor, *, token_mask: Tensor | None = None) -> Tensor:
     r"""Keeps router logits small: :math:`\frac{1}{T} \sum_t (\log \sum_e e^{x_{t,e}})^2`.
 

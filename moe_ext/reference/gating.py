@@ -53,6 +53,35 @@ def topk_gate(
     return GateOutput(weights_TK, idx_TK, counts_E, share_RE.sum(dim=0))
 
 
+def gate_weights(
+    logits_TE: Tensor,
+    topk_idx_TK: Tensor,
+    *,
+    score_fn: str = "softmax",
+    renormalize: bool = True,
+    scale: float = 1.0,
+) -> GateOutput:
+    """As `moe_ext.ops.gate_weights`."""
+    num_experts = logits_TE.shape[1]
+    real_T = (topk_idx_TK >= 0).any(dim=1)
+    x_RE = _acc(logits_TE[real_T])
+    idx_RK = topk_idx_TK[real_T].clamp(min=0)
+    absent_RK = topk_idx_TK[real_T] < 0
+    score_RE = x_RE.sigmoid() if score_fn == "sigmoid" else x_RE.softmax(dim=1)
+    if score_fn == "topk_softmax" or (score_fn == "softmax" and renormalize):
+        chosen_RK = x_RE.gather(1, idx_RK).masked_fill(absent_RK, -math.inf)
+        weights_RK = chosen_RK.softmax(dim=1)
+    else:
+        weights_RK = score_RE.gather(1, idx_RK).masked_fill(absent_RK, 0.0)
+        if renormalize:
+            weights_RK = weights_RK / _denominator(weights_RK)
+    shape = topk_idx_TK.shape
+    weights_TK = x_RE.new_zeros(shape).index_put((real_T,), scale * weights_RK)
+    counts_E = torch.bincount(topk_idx_TK[topk_idx_TK >= 0], minlength=num_experts)
+    share_RE = score_RE / _denominator(score_RE)
+    return GateOutput(weights_TK, topk_idx_TK, counts_E, share_RE.sum(dim=0))
+
+
 def router_z_loss(logits_TE: Tensor, *, token_mask: Tensor | None = None) -> Tensor:
     """As `moe_ext.ops.router_z_loss`."""
     x_RE = _acc(logits_TE if token_mask is None else logits_TE[token_mask])

@@ -7,6 +7,7 @@
 
 #include "gating/gating_kernels.cuh"
 #include "gating/losses_kernels.cuh"
+#include "gating/weights_kernels.cuh"
 #include "schedules.h"
 
 namespace moe_ext::gating {
@@ -182,6 +183,54 @@ TEST_P(Gate, BackwardMatchesDifferences) {
   }
 }
 
+// The choice of the gate with every fifth one taken away: what is left has the scores and sums of the serial loops.
+template <typename T>
+void weights_match(const Case& c) {
+  using Acc = acc_t<T>;
+  const auto logits = random_values<T>(int64_t{c.num_tokens} * c.num_experts, 1);
+  const auto bias = random_values<Acc>(c.num_experts, 2);
+  std::vector<int64_t> idx, counts(c.num_experts, 7), expected_counts(c.num_experts);
+  std::vector<double> expected_weights, expected_sum(c.num_experts);
+  for (int t = 0; t < c.num_tokens; ++t) {
+    const Token token = serial_gate(c, logits.data() + int64_t{t} * c.num_experts, bias);
+    double left = 0, all = 0;
+    bool active = false;
+    for (int k = 0; k < c.top_k; ++k) {
+      const bool hole = (t * 3 + k) % 5 == 0;
+      idx.push_back(hole ? -1 : token.idx[k]);
+      expected_weights.push_back(hole ? 0 : token.weights[k]);
+      expected_counts[token.idx[k]] += !hole;
+      active = active || !hole;
+      left += expected_weights.back();
+      all += token.weights[k];
+    }
+    for (int k = 0; k < c.top_k && left > 0; ++k) {
+      expected_weights[t * c.top_k + k] *= c.renormalize || c.options().softmax_of_chosen() ? all / left : 1;
+    }
+    for (int e = 0; e < c.num_experts; ++e) {
+      expected_sum[e] += active ? token.score[e] : 0;
+    }
+  }
+  std::vector<Acc> weights(idx.size(), 7), score_sum(c.num_experts, 7);
+  const GatePlan plan = plan_gate<Acc>(c.num_tokens, c.options(), device_properties());
+  std::vector<double> workspace(ceil_div(gate_workspace_bytes<Acc>(plan, c.num_experts), 8), NAN);
+  const GateWeightsArgs<T> args{logits.data(), idx.data(), weights.data(), c.options()};
+  launch_gate_weights<true>(args, c.num_tokens, plan, workspace.data(), score_sum.data(), counts.data(), nullptr);
+  EXPECT_EQ(counts, expected_counts);
+  for (size_t i = 0; i < idx.size(); ++i) {
+    ASSERT_NEAR(weights[i], expected_weights[i], kTolerance) << "choice " << i;
+  }
+  for (int e = 0; e < c.num_experts; ++e) {
+    ASSERT_NEAR(score_sum[e], expected_sum[e], kTolerance * (1 + expected_sum[e]));
+  }
+}
+
+TEST_P(Gate, WeightsOfAGivenChoiceMatchSerialLoops) {
+  weights_match<float>(param());
+  weights_match<double>(param());
+  weights_match<c10::BFloat16>(param());
+}
+
 std::vector<Case> gate_cases() {
   std::vector<Case> cases;
   for (int num_tokens : {0, 1, 31, 33, 257}) {
@@ -225,6 +274,24 @@ TEST(GateValues, AreTrapped) {
   launch_topk_gate<false>(args, 1, plan, workspace.data(), score_sum.data(), counts.data(), nullptr);
   EXPECT_EQ(idx, (std::vector<int64_t>{0, -1}));
   EXPECT_EQ(weights, (std::vector<float>{1.5f, 0}));
+}
+
+TEST(GateWeightsValues, AreTrapped) {
+  const Case c = {1, 4, 2};
+  std::vector<float> weights(2), score_sum(4);
+  std::vector<int64_t> counts(4);
+  const GatePlan plan = plan_gate<float>(1, c.options(), device_properties());
+  std::vector<double> workspace(100);
+  const std::vector<float> row = {0, 1, 2, 3}, with_nan = {0, NAN, 0, 0};
+  const std::vector<int64_t> good = {0, 1}, beyond = {0, 4}, below = {-2, 1};
+  const auto weigh = [&](const std::vector<float>& logits, const std::vector<int64_t>& idx) {
+    const GateWeightsArgs<float> args{logits.data(), idx.data(), weights.data(), c.options()};
+    launch_gate_weights<true>(args, 1, plan, workspace.data(), score_sum.data(), counts.data(), nullptr);
+  };
+  weigh(row, good);
+  EXPECT_THROW(weigh(with_nan, good), simt::Error);
+  EXPECT_THROW(weigh(row, beyond), simt::Error);
+  EXPECT_THROW(weigh(row, below), simt::Error);
 }
 
 class Losses : public simt::ScheduleTest<int> {};

@@ -1,0 +1,226 @@
+"""gate_weights against the reference and against the gate that made the choice."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_gating import (
+    DTYPES,
+    GRAD_ULP,
+    NUM_EXPERTS,
+    NUM_TOKENS,
+    OPTIONS,
+    TOP_K,
+    acc_dtype,
+    make,
+    random_grads,
+    tolerance,
+)
+
+from moe_ext import ops, reference
+
+# What does not take part in the choice.
+FORMULAS = {
+    name: {k: v for k, v in OPTIONS[name].items() if k in ("score_fn", "renormalize", "scale")}
+    for name in ("softmax", "softmax_plain", "topk_softmax", "sigmoid", "sigmoid_plain")
+}
+
+
+def random_choice(num_tokens, num_experts=NUM_EXPERTS, top_k=TOP_K, absent=0.25):
+    """Distinct experts in any order, with holes and rows without an expert."""
+    idx = torch.rand(num_tokens, num_experts).argsort(dim=1)[:, :top_k]
+    return idx.masked_fill(torch.rand(num_tokens, top_k) < absent, -1)
+
+
+def weigh_with_grad(module, logits, idx, options, grads):
+    leaf = logits.clone().requires_grad_()
+    out = module.gate_weights(leaf, idx, **options)
+    (grad,) = torch.autograd.grad((out.topk_weights, out.score_sum), leaf, grads)
+    return out, grad
+
+
+def assert_equals_reference(logits, idx, options):
+    grads = random_grads(logits, idx.shape[1])
+    out, grad = weigh_with_grad(ops, logits, idx, options, grads)
+    expected, expected_grad = weigh_with_grad(reference, logits, idx, options, grads)
+    assert out.topk_idx is idx
+    assert torch.equal(out.num_tokens_per_expert, expected.num_tokens_per_expert)
+    dtype, num_experts = logits.dtype, logits.shape[1]
+    assert out.topk_weights.dtype == out.score_sum.dtype == acc_dtype(dtype)
+    assert grad.dtype == dtype
+    rtol = tolerance(dtype, num_experts)
+    torch.testing.assert_close(out.topk_weights, expected.topk_weights, rtol=rtol, atol=1e-30)
+    rtol_sum = tolerance(dtype, num_experts + logits.shape[0])
+    torch.testing.assert_close(out.score_sum, expected.score_sum, rtol=rtol_sum, atol=1e-30)
+    magnitude = options.get("scale", 1.0) * sum(
+        g.abs().max().item() if g.numel() else 0 for g in grads
+    )
+    torch.testing.assert_close(
+        grad,
+        expected_grad,
+        rtol=GRAD_ULP.get(dtype, rtol),
+        atol=4 * idx.shape[1] * magnitude * rtol + 2.0**-24 * (dtype == torch.float16),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("option", FORMULAS)
+def test_equals_the_reference(backend, option, dtype):
+    logits, _ = make(257, option, dtype=dtype)
+    assert_equals_reference(logits, random_choice(257), FORMULAS[option])
+
+
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+@pytest.mark.parametrize("option", FORMULAS)
+def test_any_number_of_tokens(device, option, num_tokens):
+    logits, _ = make(num_tokens, option)
+    assert_equals_reference(logits, random_choice(num_tokens), FORMULAS[option])
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (7, 3), (33, 33), (64, 8), (257, 40)])
+def test_any_number_of_experts(backend, num_experts, top_k):
+    for option in ("softmax", "sigmoid_plain"):
+        logits, _ = make(35, option, num_experts=num_experts)
+        idx = random_choice(35, num_experts, top_k)
+        assert_equals_reference(logits, idx, FORMULAS[option])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_has_the_bits_of_the_gate_that_chose(backend, option, dtype):
+    logits, options = make(257, option, dtype=dtype)
+    gate = ops.topk_gate(logits, TOP_K, token_mask=torch.rand(257) > 0.3, **options)
+    formula = {k: v for k, v in options.items() if k in ("score_fn", "renormalize", "scale")}
+    out = ops.gate_weights(logits, gate.topk_idx, **formula)
+    assert all(torch.equal(a, b) for a, b in zip(out, gate, strict=True))
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_order_of_the_columns_moves_weights_and_nothing_else(data):
+    num_experts = data.draw(st.integers(1, 20))
+    top_k = data.draw(st.integers(1, num_experts))
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    logits = torch.randn(9, num_experts, dtype=torch.float64)
+    idx = random_choice(9, num_experts, top_k)
+    order = torch.randperm(top_k)
+    options = FORMULAS[data.draw(st.sampled_from(sorted(FORMULAS)))]
+    out, moved = (ops.gate_weights(logits, i, **options) for i in (idx, idx[:, order]))
+    torch.testing.assert_close(moved.topk_weights, out.topk_weights[:, order])
+    assert torch.equal(moved.num_tokens_per_expert, out.num_tokens_per_expert)
+    assert torch.equal(moved.score_sum, out.score_sum)
+    assert int(out.num_tokens_per_expert.sum()) == int((idx >= 0).sum())
+
+
+def test_drifted_logits_cannot_make_zero_over_zero(device):
+    logits = torch.tensor([[0.0, -200.0, -300.0, 0.0]], requires_grad=True)
+    out = ops.gate_weights(logits, torch.tensor([[1, 2]]))
+    assert out.topk_weights.tolist() == [[1.0, 0.0]]
+    out.topk_weights.square().sum().backward()
+    assert logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_same_bits_for_any_number_of_threads(isa, num_threads, dtype):
+    logits, _ = make(3001, "sigmoid", dtype=dtype)
+    idx, grads = random_choice(3001), random_grads(logits, TOP_K)
+    results = []
+    for threads in (1, 2, 3):
+        num_threads(threads)
+        out, grad = weigh_with_grad(ops, logits, idx, FORMULAS["sigmoid"], grads)
+        results.append((*out, grad))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_strided_inputs(device):
+    logits, _ = make(257, "softmax")
+    idx = random_choice(257)
+    expected = ops.gate_weights(logits, idx)
+    strided = ops.gate_weights(logits.t().contiguous().t(), torch.stack([idx, idx], dim=2)[:, :, 0])
+    assert all(torch.equal(a, b) for a, b in zip(strided, expected, strict=True))
+
+
+@pytest.mark.parametrize("option", FORMULAS)
+def test_gradcheck(backend, option):
+    logits, _ = make(11, option, dtype=torch.float64)
+    idx = random_choice(11)
+
+    def weigh(logits):
+        out = ops.gate_weights(logits, idx, **FORMULAS[option])
+        return out.topk_weights, out.score_sum
+
+    assert torch.autograd.gradcheck(weigh, (logits.requires_grad_(),))
+    for output in ("topk_weights", "score_sum"):
+        assert torch.autograd.gradcheck(
+            lambda x, name=output: getattr(ops.gate_weights(x, idx, **FORMULAS[option]), name),
+            (logits,),
+        )
+
+
+@pytest.mark.parametrize("option", FORMULAS)
+def test_opcheck(option):
+    logits, _ = make(13, option)
+    torch.library.opcheck(
+        torch.ops.moe_ext.gate_weights.default,
+        (logits.requires_grad_(), random_choice(13)),
+        FORMULAS[option],
+    )
+
+
+LOGITS = torch.zeros(4, 6)
+IDX = torch.tensor([[0, 1]] * 4)
+
+
+@pytest.mark.parametrize(
+    ("logits", "idx", "options", "message"),
+    [
+        (LOGITS[0], IDX, {}, r"expected logits to be a 2-D tensor \[T, E\], got shape \[6\]"),
+        (LOGITS.int(), IDX, {}, r"expected logits to be float32, .* got Int"),
+        (LOGITS, IDX.int(), {}, r"expected topk_idx to be Long, got Int"),
+        (LOGITS, IDX[0], {}, r"expected topk_idx to be a 2-D tensor \[T, K\]"),
+        (LOGITS, IDX[:3], {}, r"expected topk_idx to be of size 4 in dim 0"),
+        (LOGITS, IDX[:, :0], {}, r"expected topk_idx to have at least 1 column"),
+        (LOGITS, IDX[:, [0] * 7], {}, r"topk_idx to have at most 6 columns, .* got shape \[4, 7\]"),
+        (LOGITS, IDX, {"score_fn": "tanh"}, r"score_fn to be softmax, .* got tanh"),
+        (LOGITS, IDX, {"scale": math.nan}, r"expected scale to be finite, got nan"),
+    ],
+)
+def test_refuses(device, logits, idx, options, message):
+    with pytest.raises(RuntimeError, match=r"^gate_weights: .*" + message):
+        ops.gate_weights(logits, idx, **options)
+
+
+@pytest.mark.parametrize("score_fn", ["softmax", "topk_softmax", "sigmoid"])
+def test_refuses_values_by_token(isa, score_fn):
+    logits = torch.randn(600, 9)
+    idx = random_choice(600, 9, 3, absent=0.0)
+    for value, name in ((math.nan, "nan"), (math.inf, "inf")):
+        bad = logits.clone()
+        bad[580, 0] = bad[301, 7] = value
+        with pytest.raises(RuntimeError, match=rf"got {name} at token 301, expert 7$"):
+            ops.gate_weights(bad, idx, score_fn=score_fn)
+        masked = idx.clone()
+        masked[[301, 580]] = -1
+        ops.gate_weights(bad, masked, score_fn=score_fn)
+    logits[302, idx[302, 1]] = -math.inf
+    message = rf"logits to be above -inf .* got -inf at token 302, expert {int(idx[302, 1])}$"
+    with pytest.raises(RuntimeError, match=message):
+        ops.gate_weights(logits, idx, score_fn=score_fn)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ([0, 6], r"expected topk_idx to be in \[0, 6\) or -1, got 6 at token 2, choice 1"),
+        ([-2, 0], r"got -2 at token 2, choice 0"),
+        ([3, 3], r"topk_idx to hold an expert once a token, got 3 again at token 2, choice 1"),
+    ],
+)
+def test_refuses_an_index_by_token_and_choice(row, message):
+    idx = IDX.clone()
+    idx[2] = torch.tensor(row)
+    with pytest.raises(RuntimeError, match=r"^gate_weights: .*" + message):
+        ops.gate_weights(LOGITS, idx)
