@@ -157,13 +157,20 @@ class AllToAllDispatcher:
         num_experts: E, a multiple of P.
         group: process group.
         drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
+        average: False leaves out both factors: a gradient of an expert's parameter is then that of
+            the sum over the group.
 
     Raises:
         ValueError: P does not divide E.
     """
 
     def __init__(
-        self, num_experts: int, group: ProcessGroup, *, drop_policy: str = "position"
+        self,
+        num_experts: int,
+        group: ProcessGroup,
+        *,
+        drop_policy: str = "position",
+        average: bool = True,
     ) -> None:
         check_group(group, "AllToAllDispatcher")
         self._group = GroupHandle(group)
@@ -176,6 +183,8 @@ class AllToAllDispatcher:
         self.num_experts = num_experts
         self.num_local_experts = num_experts // self.num_ranks
         self.drop_policy = drop_policy
+        self.average = average
+        self.grad_scale = float(self.num_ranks) if average else 1.0
         self._local = LocalDispatcher(num_experts, drop_policy=drop_policy, align=False)
         self._agreed = False
 
@@ -187,7 +196,9 @@ class AllToAllDispatcher:
         return group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AllToAllDispatcher:
-        return AllToAllDispatcher(self.num_experts, self.group, drop_policy=self.drop_policy)
+        return AllToAllDispatcher(
+            self.num_experts, self.group, drop_policy=self.drop_policy, average=self.average
+        )
 
     def dispatch(
         self,
@@ -222,7 +233,7 @@ class AllToAllDispatcher:
             self.group,
             counts.sent,
             counts.received,
-            grad_scale=float(self.num_ranks),
+            grad_scale=self.grad_scale,
             operation="AllToAllDispatcher dispatch",
         )
         grouped, permutation = self.group_by_expert(rows_RD, counts.received_PL)
@@ -281,7 +292,7 @@ class AllToAllDispatcher:
             self.group,
             metadata.received,
             metadata.sent,
-            grad_scale=1.0 / self.num_ranks,
+            grad_scale=1.0 / self.grad_scale,
             operation="AllToAllDispatcher combine",
         )
         # Masked and dropped slots sent no row; the permutation still counts T*K rows.

@@ -77,15 +77,15 @@ class ExchangeRound:
 
     def run(self, rows_RD: Tensor, experts: Experts) -> Tensor:
         """See `Round`."""
-        group, num_ranks = self.dispatcher.group, float(self.dispatcher.num_ranks)
+        group, scale = self.dispatcher.group, self.dispatcher.grad_scale
         operation = "AllToAllDispatcher round"
         arrived = all_to_all_rows(
-            rows_RD, group, self.sent, self.received, grad_scale=num_ranks, operation=operation
+            rows_RD, group, self.sent, self.received, grad_scale=scale, operation=operation
         )
         grouped, permutation = self.dispatcher.group_by_expert(arrived, self.received_PL)
         out = ops.unpermute_tokens(experts(grouped, permutation.expert_offsets), permutation)
         return all_to_all_rows(
-            out, group, self.received, self.sent, grad_scale=1.0 / num_ranks, operation=operation
+            out, group, self.received, self.sent, grad_scale=1.0 / scale, operation=operation
         )
 
 

@@ -317,7 +317,7 @@ def test_same_bits_for_any_number_of_threads(num_threads):
     [
         ({"top_k": 6}, r"TopKRouter: expected top_k to be in 1..num_experts=5, got 6"),
         ({"top_k": 0}, r"expected top_k to be in 1..num_experts=5, got 0"),
-        ({"activation": "tanh"}, r"expected activation to be one of .*, got 'tanh'"),
+        ({"activation": "swish"}, r"expected activation to be one of .*, got 'swish'"),
         ({"router": "argmax"}, r"expected score_fn to be one of .*, got 'argmax'"),
         ({"capacity_factor": 0.0}, r"expected capacity_factor to be positive or None, got 0.0"),
         ({"capacity_factor": math.inf}, r"expected capacity_factor to be positive"),

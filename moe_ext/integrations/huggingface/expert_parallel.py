@@ -1,0 +1,176 @@
+"""Expert parallelism for models of transformers.
+
+Shapes: T tokens, D model, E experts, K top-k, P ranks, L = E/P local experts, R received rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from moe_ext.distributed.dispatcher import AllToAllDispatcher
+from moe_ext.distributed.failures import naming_failed_ranks
+from moe_ext.distributed.groups import GroupHandle, group_rank, group_size
+from moe_ext.distributed.parameters import sharded_experts
+from moe_ext.integrations.huggingface.experts import as_weight, run_rows
+from moe_ext.nn._autocast import as_autocast
+
+
+class ShardedExperts(nn.Module):
+    """Mixed into the class of experts that `replace(ep_group=...)` spread over ranks.
+
+    `num_experts` stays E, as in every module of moe_ext with an `ep_group`.
+    """
+
+    _ep_group: GroupHandle
+    _dispatcher: AllToAllDispatcher
+
+    @property
+    def ep_group(self) -> ProcessGroup | None:
+        """The expert-parallel group."""
+        return self._ep_group.group
+
+    # Split sizes are known on the host only after an exchange, so a graph cannot hold the layer.
+    @torch.compiler.disable
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As the experts' own, whatever implementation the config names."""
+        x_TD = as_autocast(as_weight(self, hidden_states))
+        rows, offsets, metadata = self._dispatcher.dispatch(x_TD, top_k_index, top_k_weights)
+        y_TD = self._dispatcher.combine(run_rows(self, rows, offsets), metadata)
+        return y_TD.to(hidden_states.dtype)
+
+
+_sharded_classes: dict[type, type] = {}
+
+
+def _sharded_class(cls: type) -> type:
+    if cls not in _sharded_classes:
+        name = f"Sharded{cls.__name__}"
+        _sharded_classes[cls] = type(name, (ShardedExperts, cls), {"__module__": __name__})
+    return _sharded_classes[cls]
+
+
+def shard(experts: dict[str, nn.Module], ep_group: ProcessGroup) -> None:
+    """Keep this rank's slice of every expert tensor; nothing changes if anything is refused.
+
+    Raises:
+        ValueError: P does not divide E, or a parameter is not stacked or has a gradient.
+    """
+    num_ranks, rank = group_size(ep_group), group_rank(ep_group)
+    slices: list[tuple[nn.Parameter, Tensor]] = []
+    dispatchers: list[AllToAllDispatcher] = []
+    for path, module in experts.items():
+        num_experts: int = module.num_experts  # type: ignore[assignment]
+        dispatchers.append(AllToAllDispatcher(num_experts, ep_group))
+        num_local = num_experts // num_ranks
+        for name, parameter in module.named_parameters():
+            if parameter.shape[0] != num_experts:
+                raise ValueError(
+                    f"replace: expected {path}.{name} to be stacked over {num_experts} experts, "
+                    f"got shape {tuple(parameter.shape)}"
+                )
+            if parameter.grad is not None:
+                raise ValueError(
+                    f"replace: expected {path}.{name} to have no gradient when its experts are "
+                    "spread over ranks, got one; call zero_grad first"
+                )
+            mine = parameter.detach()[rank * num_local : (rank + 1) * num_local].clone()
+            slices.append((parameter, mine))
+    # From here on nothing can fail: all memory is there.
+    for parameter, mine in slices:
+        parameter.data = mine
+    for module, dispatcher in zip(experts.values(), dispatchers, strict=True):
+        module._ep_group = GroupHandle(ep_group)  # type: ignore[assignment]
+        module._dispatcher = dispatcher  # type: ignore[assignment]
+        module.__class__ = _sharded_class(type(module))
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state dict of a model with all experts, for `save_pretrained(dir, state_dict=...)`.
+
+    Args:
+        model: a model that `replace(model, ep_group=...)` spread over ranks, or any other.
+
+    Returns:
+        `model.state_dict()` with the experts of all ranks, in the order of the experts. Detached;
+        the tensors of experts are copies.
+
+    A collective: every rank of the group must call it. Each then holds all experts.
+    """
+    state = dict(model.state_dict())
+    for name, (parameter, group) in sharded_experts(model).items():
+        shape = (parameter.shape[0] * group_size(group), *parameter.shape[1:])
+        gathered = parameter.new_empty(shape)
+        with naming_failed_ranks(group, "full_state_dict"):
+            dist.all_gather(
+                list(gathered.chunk(group_size(group))), parameter.detach().contiguous(), group
+            )
+        state[name] = gathered
+    return state
+
+
+def ep_implementation(base: type) -> type:
+    """The class that transformers registers, derived from its `EPImplementation`."""
+
+    class MoeExtEP(base):  # type: ignore[misc]
+        """Rows by moe_ext's dispatcher: one exchange of counts, two of rows, zero rows included.
+
+        Gradients are transformers': those of experts are the sum over the ranks of the group.
+        """
+
+        def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
+            super().__init__(experts, ep_mesh, tp_mesh)
+            self.experts = experts
+            num_experts = self.num_local_experts * ep_mesh.size()
+            self.dispatcher = AllToAllDispatcher(num_experts, ep_mesh.get_group(), average=False)
+
+        def __call__(
+            self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+        ) -> Tensor:
+            num_tokens, model_dim = hidden_states.shape
+            shared = self.tp_mesh.size() > 1
+            if shared:  # every rank of the mesh holds this batch: each takes a slice of the tokens
+                hidden_states, top_k_index, top_k_weights = (
+                    DTensor.from_local(t, self.tp_mesh, [Replicate()], run_check=False)
+                    .redistribute(self.tp_mesh, [Shard(0)])
+                    .to_local()
+                    for t in (hidden_states, top_k_index, top_k_weights)
+                )
+            x_TD = as_autocast(as_weight(self.experts, hidden_states))
+            rows, offsets, metadata = self.dispatcher.dispatch(x_TD, top_k_index, top_k_weights)
+            y_TD = self.dispatcher.combine(self._run(rows, offsets), metadata)
+            if not shared:
+                return y_TD
+            placed = DTensor.from_local(
+                y_TD.contiguous(),
+                self.tp_mesh,
+                [Shard(0)],
+                shape=torch.Size((num_tokens, model_dim)),
+                stride=(model_dim, 1),
+            )
+            return placed.full_tensor()
+
+        def _run(self, rows_RD: Tensor, offsets: Tensor) -> Tensor:
+            """This rank's experts, by moe_ext or by the implementation that the config names."""
+            config = getattr(self.experts, "config", None)
+            if getattr(config, "_experts_implementation", None) == "moe_ext":
+                return run_rows(self.experts, rows_RD, offsets)
+            if rows_RD.shape[0] == 0:
+                # Other implementations lose the graph, and with it the exchange in the backward.
+                one = rows_RD.sum(dim=0, keepdim=True)
+                index_11 = torch.zeros((1, 1), dtype=torch.int64, device=one.device)
+                out: Tensor = self.experts_forward(one, index_11, one.new_ones((1, 1)))
+                return out[:0]
+            position_R = torch.arange(rows_RD.shape[0], device=rows_RD.device)
+            # Past the last offset this is L, which transformers takes for an expert elsewhere.
+            index_R = torch.searchsorted(offsets[1:].contiguous(), position_R, right=True)
+            weight_R = (index_R < self.num_local_experts).to(rows_RD.dtype)
+            result: Tensor = self.experts_forward(rows_RD, index_R[:, None], weight_R[:, None])
+            return result
+
+    return MoeExtEP

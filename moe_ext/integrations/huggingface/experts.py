@@ -1,0 +1,116 @@
+"""The experts of a transformers block on the operators of moe_ext.
+
+Shapes: T tokens, D model, F ffn, E experts, K top-k, N = T*K rows.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ext import ops
+from moe_ext.nn._autocast import autocast_dtype
+from moe_ext.nn.expert_activation import (
+    GATED_KIND_OF,
+    PLAIN_ACTIVATIONS,
+    ClampedSwiGLU,
+    run_activation,
+)
+from moe_ext.ops.grouped_gemm import row_alignment
+
+# Exact class of an experts' `act_fn`, without its package, to the plain kind that it computes.
+_KIND_OF_CLASS = {
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "ReLU": "relu",
+    "ReLUSquaredActivation": "relu_squared",
+}
+# Flags of `use_experts_implementation` that `experts_forward` honours.
+KNOWN_FLAGS = frozenset(
+    ("is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm")
+)
+
+
+def plain_kind(function: object) -> str | None:
+    """The plain activation kind that a module of transformers computes, None for another."""
+    cls = type(function)
+    if cls.__module__.partition(".")[0] not in ("torch", "transformers"):
+        return None
+    return _KIND_OF_CLASS.get(cls.__name__)
+
+
+def _activate(experts: Any, up: Tensor) -> Tensor:
+    """What the module's own gate or activation computes, by a fused operator where one exists."""
+    if not experts.has_gate:
+        kind = plain_kind(experts.act_fn)
+        if kind in PLAIN_ACTIVATIONS:
+            return ops.activation(up, kind=kind)
+        activated: Tensor = experts.act_fn(up)
+        return activated
+    gate = getattr(experts._apply_gate, "__func__", None)
+    moe = importlib.import_module("transformers.integrations.moe")
+    if gate is moe._default_apply_gate:
+        gated = GATED_KIND_OF.get(plain_kind(experts.act_fn) or "")
+        if gated is not None:
+            return ops.gated_activation(up, kind=gated)
+    elif getattr(gate, "__qualname__", "") == "GptOssExperts._apply_gate":
+        clamped = ClampedSwiGLU(experts.alpha, experts.limit)
+        return run_activation(up, clamped, gated=True, layout="interleaved")
+    result: Tensor = experts._apply_gate(up)
+    return result
+
+
+def run_rows(experts: Any, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
+    """Rows grouped by expert through the experts of a transformers module, `[N, D] -> [N, D]`."""
+
+    def product(name: str, x: Tensor) -> Tensor:
+        weight = getattr(experts, name)
+        bias_EM = getattr(experts, f"{name}_bias") if experts.has_bias else None
+        weight_EMK = weight.transpose(1, 2) if experts.is_transposed else weight
+        return ops.grouped_mm(x, weight_EMK, expert_offsets, bias_EM=bias_EM)
+
+    up = product("gate_up_proj" if experts.has_gate else "up_proj", rows_ND)
+    out_ND = product("down_proj", _activate(experts, up))
+    if experts.has_post_expert_norm:
+        out_ND = experts.post_expert_norm(out_ND)
+    return out_ND
+
+
+def as_weight(experts: Any, hidden_states: Tensor) -> Tensor:
+    """The tokens in the dtype of the weights, as the other implementations cast them."""
+    if autocast_dtype(hidden_states.device) is not None:
+        return hidden_states
+    return hidden_states.to(experts.down_proj.dtype)
+
+
+def experts_forward(
+    experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Experts of a block, with the signature of transformers' `ExpertsInterface`.
+
+    Args:
+        experts: module of a class that `use_experts_implementation` decorated, with any flags.
+        hidden_states: `[T, D]`, not written to.
+        top_k_index: `[T, K]`, in [0, E), or E where an expert lives on another rank.
+        top_k_weights: `[T, K]`.
+
+    Returns:
+        `[T, D]` in the dtype of the tokens.
+    """
+    num_experts: int = experts.num_experts  # type: ignore[assignment]
+    if experts._is_expert_parallel:
+        top_k_index = torch.where(top_k_index < num_experts, top_k_index, -1)
+    x_TD = as_weight(experts, hidden_states)
+    rows_ND, permutation = ops.permute_tokens(
+        x_TD,
+        top_k_index,
+        num_experts,
+        align=row_alignment(x_TD, top_k_index.numel(), num_experts),
+    )
+    out_ND = run_rows(experts, rows_ND, permutation.expert_offsets)
+    return ops.unpermute_tokens(out_ND, permutation, top_k_weights).to(hidden_states.dtype)

@@ -1,0 +1,102 @@
+"""Compare a replaced model with the original, on the caller's own batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ext.integrations.huggingface.expert_parallel import ShardedExperts
+from moe_ext.integrations.huggingface.families import find
+from moe_ext.integrations.huggingface.replacement import IMPLEMENTATION, replace
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """Largest differences between moe_ext and the original implementation, absolute and relative.
+
+    Attributes:
+        logits: largest absolute difference of the logits.
+        logits_scale: largest magnitude of the original logits.
+        gradients: parameter name to (largest absolute difference, largest original magnitude).
+    """
+
+    logits: float
+    logits_scale: float
+    gradients: dict[str, tuple[float, float]]
+
+    def __str__(self) -> str:
+        lines = [f"logits: max difference {self.logits:.3g} of {self.logits_scale:.3g}"]
+        worst = sorted(self.gradients.items(), key=lambda item: -item[1][0] / (item[1][1] or 1.0))
+        for name, (difference, scale) in worst[:5]:
+            lines.append(f"gradient of {name}: max difference {difference:.3g} of {scale:.3g}")
+        lines.append(f"({len(self.gradients)} gradients compared, the largest ratios shown)")
+        return "\n".join(lines)
+
+
+def _run(
+    model: Any, batch: Mapping[str, Tensor], implementation: str, seed: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits and gradients under one implementation; leaves `.grad` alone."""
+    model.set_experts_implementation(implementation)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    with torch.random.fork_rng(), torch.enable_grad():
+        torch.manual_seed(seed)
+        output = model(**batch)
+        loss = output.loss if getattr(output, "loss", None) is not None else None
+        if loss is None:
+            loss = output.logits.float().square().mean()
+        gradients = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
+    pairs = zip(named, gradients, strict=True)
+    return output.logits.detach(), {name: g for (name, _), g in pairs if g is not None}
+
+
+def verify(model: nn.Module, batch: Mapping[str, Tensor], *, seed: int = 0) -> VerifyReport:
+    """Compare moe_ext with the original experts on the caller's own batch, and print the result.
+
+    Args:
+        model: a model that `replace` takes, replaced or not. Its implementation, its gradients and
+            the random state are afterwards as before.
+        batch: keyword arguments of the model, such as `input_ids` and `labels`. Without a loss in
+            the output the gradients are those of the mean square of the logits.
+        seed: seed of both runs, for dropout.
+
+    Returns:
+        The largest differences of logits and of every gradient.
+
+    Raises:
+        ImportError: transformers 5 is not installed.
+        ValueError: a model that `replace` refuses.
+    """
+    found = find(model, "verify")
+    model = found.model
+    for name, module in found.experts.items():
+        if isinstance(module, ShardedExperts):
+            raise ValueError(
+                f"verify: expected all experts of {name} on this rank, got experts spread over "
+                "ranks; verify before replace(model, ep_group=...)"
+            )
+    before = model.get_experts_implementation()  # type: ignore[operator]
+    try:
+        original_logits, original = _run(model, batch, "eager", seed)
+        replace(model)
+        logits, gradients = _run(model, batch, IMPLEMENTATION, seed)
+    finally:
+        model.set_experts_implementation(before)  # type: ignore[operator]
+    differences = {
+        name: (
+            (gradients[name] - original[name]).abs().max().item(),
+            original[name].abs().max().item(),
+        )
+        for name in original
+    }
+    report = VerifyReport(
+        (logits - original_logits).abs().max().item(),
+        original_logits.abs().max().item(),
+        differences,
+    )
+    print(report)
+    return report

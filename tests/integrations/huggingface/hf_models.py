@@ -1,0 +1,128 @@
+"""Small models of every family that can be replaced, and what the tests measure on them."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+# Eager sums each token's K expert outputs by adding in the order of the experts, and weight
+# gradients in another order than a grouped product: differences of a few roundings of float32
+# (6e-8) on the largest element of a tensor, which four layers of norms and softmax multiply by
+# about ten.
+RELATIVE = 1e-5
+
+VOCABULARY = 61
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "norm_topk_prob": True,
+}
+# Family to the prefix of its classes and the options of its config; each has two MoE blocks.
+FAMILIES = {
+    "mixtral": ("Mixtral", {"intermediate_size": 20, "num_local_experts": 6}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "intermediate_size": 24,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 16,
+            "num_experts": 6,
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "intermediate_size": 24,
+            "moe_intermediate_size": 12,
+            "head_dim": 8,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "deepseek_v2": ("DeepseekV2", {**DEEPSEEK, "topk_method": "group_limited_greedy"}),
+    "deepseek_v3": ("DeepseekV3", DEEPSEEK),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "intermediate_size": 20,
+            "num_local_experts": 6,
+            "head_dim": 8,
+            # Small weights never reach the limit of 7.
+            "swiglu_limit": 0.02,
+            "layer_types": ["full_attention"] * 2,
+        },
+    ),
+    "olmoe": ("Olmoe", {"intermediate_size": 12, "num_experts": 6}),
+    "phimoe": (
+        "Phimoe",
+        {
+            "intermediate_size": 20,
+            "num_local_experts": 6,
+            # Small logits lie within the default of 0.01, and all gradients of the router vanish.
+            "router_jitter_noise": 0.5,
+        },
+    ),
+}
+NUM_BLOCKS = 2
+
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def build(family, **kwargs):
+    prefix, options = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{prefix}Config")(**{**COMMON, **options, **kwargs})
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Zero biases would hide a bias that is left out; a zero router ties everywhere.
+            if name.endswith("bias") or "gate.weight" in name or "router" in name:
+                parameter.normal_(std=0.1)
+    return model
+
+
+def make_batch():
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (2, 19), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 12:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids}
+
+
+def run(model, batch, seed=5, **kwargs):
+    """Output and gradients of one pass; the seed is for routers that draw."""
+    model.zero_grad()
+    torch.manual_seed(seed)
+    output = model(**batch, **kwargs)
+    output.loss.backward()
+    return output, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_near(got, want, relative=RELATIVE):
+    atol = relative * float(want.detach().abs().max())
+    torch.testing.assert_close(got, want, rtol=0, atol=atol)

@@ -1,0 +1,36 @@
+import pytest
+import torch
+from hf_models import RELATIVE, build, families, make_batch
+
+import moe_ext
+
+
+@families
+def test_reports_and_restores(family, capsys):
+    model = build(family)
+    before = model.config._experts_implementation
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    state = torch.get_rng_state()
+    report = moe_ext.verify(model, make_batch())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.config._experts_implementation == before
+    assert torch.equal(model.lm_head.weight.grad, torch.ones_like(model.lm_head.weight))
+    assert model.model.embed_tokens.weight.grad is None
+    assert report.logits <= RELATIVE * report.logits_scale
+    assert report.gradients.keys() == dict(model.named_parameters()).keys()
+    for name, (difference, scale) in report.gradients.items():
+        assert difference <= RELATIVE * scale, name
+    assert "logits: max difference" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("labels", [False, True])
+def test_a_wrong_operator_shows(labels, monkeypatch, capsys):
+    original = moe_ext.ops.unpermute_tokens
+    monkeypatch.setattr(moe_ext.ops, "unpermute_tokens", lambda *a: 1.01 * original(*a))
+    batch = make_batch()
+    if not labels:
+        del batch["labels"]
+    report = moe_ext.verify(build("mixtral"), batch)
+    assert report.logits > RELATIVE * report.logits_scale
+    assert any(difference > 1e-3 * scale for difference, scale in report.gradients.values())
+    assert "gradient of" in str(report)
