@@ -5,7 +5,6 @@ Shapes: T tokens, D model, F ffn, E experts, K top-k, N = T*K rows.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
@@ -53,12 +52,13 @@ def _activate(experts: Any, up: Tensor) -> Tensor:
         activated: Tensor = experts.act_fn(up)
         return activated
     gate = getattr(experts._apply_gate, "__func__", None)
-    moe = importlib.import_module("transformers.integrations.moe")
-    if gate is moe._default_apply_gate:
+    # By name: the function itself is in a package that may not be installed.
+    name = getattr(gate, "__qualname__", "")
+    if name == "_default_apply_gate":
         gated = GATED_KIND_OF.get(plain_kind(experts.act_fn) or "")
         if gated is not None:
             return ops.gated_activation(up, kind=gated)
-    elif getattr(gate, "__qualname__", "") == "GptOssExperts._apply_gate":
+    elif name == "GptOssExperts._apply_gate":
         clamped = ClampedSwiGLU(experts.alpha, experts.limit)
         return run_activation(up, clamped, gated=True, layout="interleaved")
     result: Tensor = experts._apply_gate(up)

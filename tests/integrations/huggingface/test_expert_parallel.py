@@ -1,0 +1,189 @@
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_models import FAMILIES, NUM_BLOCKS, assert_near, build, families, make_batch
+
+import moe_ext
+from moe_ext.integrations.huggingface import full_state_dict, register
+from moe_ext.testing import spawn_ranks
+
+RANKS = 2
+
+
+def make(family, **kwargs):
+    """In evaluation mode: Phi-MoE's router draws at random in training."""
+    return build(family, **kwargs).eval()
+
+
+def batch_of(rank):
+    """Ranks have batches of different lengths."""
+    batch = make_batch()
+    if rank == 0:
+        return batch
+    return {name: tensor[:1, :7] for name, tensor in batch.items()}
+
+
+def one_process(family):
+    """Gradients of the mean of the ranks' losses."""
+    model = make(family)
+    model.set_experts_implementation("eager")
+    logits = []
+    for rank in range(RANKS):
+        output = model(**batch_of(rank))
+        (output.loss / RANKS).backward()
+        logits.append(output.logits.detach())
+    return model, logits
+
+
+def expert_slice(tensor, rank):
+    return tensor.chunk(RANKS)[rank]
+
+
+def check_replaced(rank):
+    """`replace(ep_group=...)`: gradients, files, copies, for every family."""
+    for family in FAMILIES:
+        whole, logits = one_process(family)
+        model = make(family)
+        names, objects = list(model.state_dict()), list(map(id, model.parameters()))
+        assert moe_ext.replace(model, ep_group=dist.group.WORLD) == NUM_BLOCKS
+        assert list(model.state_dict()) == names
+        assert list(map(id, model.parameters())) == objects
+        output = model(**batch_of(rank))
+        assert_near(output.logits, logits[rank])
+        output.loss.backward()
+        moe_ext.distributed.sync_gradients(model)
+        want = dict(whole.named_parameters())
+        for name, parameter in model.named_parameters():
+            gradient = want[name].grad
+            if ".experts." in name:
+                assert_near(parameter.grad, expert_slice(gradient, rank))
+                assert parameter.shape[0] == gradient.shape[0] // RANKS
+            else:
+                assert_near(parameter.grad, gradient)
+        norm = moe_ext.distributed.clip_grad_norm_(model, 1e9)
+        assert_near(norm, torch.nn.utils.get_total_norm([p.grad for p in want.values()]))
+        state = full_state_dict(model)
+        for name, tensor in whole.state_dict().items():
+            assert torch.equal(state[name], tensor), name
+        again = copy.deepcopy(model)
+        assert_near(again(**batch_of(rank)).logits, logits[rank])
+    return True
+
+
+def check_refusals(rank):
+    model = make("mixtral", num_local_experts=5)
+    before = model.config._experts_implementation
+    text = r"expected num_experts to be a multiple of the group size 2, got 5"
+    with pytest.raises(ValueError, match=text):
+        moe_ext.replace(model, ep_group=dist.group.WORLD)
+    assert model.config._experts_implementation == before
+    assert model.model.layers[0].mlp.experts.down_proj.shape[0] == 5
+    model = make("mixtral")
+    model(**batch_of(rank)).loss.backward()
+    with pytest.raises(ValueError, match=r"expected model.layers.0.mlp.experts.* no gradient"):
+        moe_ext.replace(model, ep_group=dist.group.WORLD)
+    assert model.model.layers[0].mlp.experts.down_proj.shape[0] == 6
+    model.zero_grad()
+    moe_ext.replace(model, ep_group=dist.group.WORLD)
+    with pytest.raises(ValueError, match=r"experts that an earlier call has spread over ranks"):
+        moe_ext.replace(model, ep_group=dist.group.WORLD)
+    with pytest.raises(ValueError, match=r"verify before replace"):
+        moe_ext.verify(model, batch_of(rank))
+    return True
+
+
+def test_replaced_over_two_ranks():
+    assert spawn_ranks(check_replaced, RANKS) == [True] * RANKS
+
+
+def test_refusals():
+    assert spawn_ranks(check_refusals, RANKS) == [True] * RANKS
+
+
+def parallel_model(family, experts_implementation, tp_size):
+    """A model that transformers itself spreads over ranks, by our implementation."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    register()
+    model = make(family)
+    model.set_experts_implementation(experts_implementation)
+    ep_mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
+    tp_mesh = init_device_mesh("cpu", (RANKS // tp_size, tp_size), mesh_dim_names=("fsdp", "tp"))
+    plan = {}
+    for layer in range(len(model.model.layers)):
+        for name, style in model.ep_plan.items():
+            name = name.replace("*", str(layer))
+            names = {n for n, _ in model.named_modules()} | {n for n, _ in model.named_parameters()}
+            if name in names:
+                plan[name] = style
+    assert len(plan) >= 3 * NUM_BLOCKS
+    return apply_expert_parallelism(
+        model, ep_mesh, tp_mesh["tp"], plan, ep_implementation="moe_ext"
+    )
+
+
+def check_interface(rank, experts_implementation, tp_size):
+    for family in ("mixtral", "gpt_oss"):
+        whole = make(family)
+        whole.set_experts_implementation("eager")
+        # A tensor-parallel group shares one batch; else each rank has its own.
+        shared = tp_size == RANKS
+        wants = []
+        for r in range(RANKS):
+            output = whole(**batch_of(0 if shared else r))
+            wants.append(output.logits.detach())
+            if not shared or r == 0:
+                output.loss.backward()
+        model = parallel_model(family, experts_implementation, tp_size)
+        output = model(**batch_of(0 if shared else rank))
+        assert_near(output.logits, wants[rank])
+        output.loss.backward()
+        for name, parameter in whole.named_parameters():
+            if ".experts." in name:
+                own = dict(model.named_parameters())[name].grad.to_local()
+                # The sum over the group, as transformers' own implementation leaves it; where a
+                # group shares one batch, its ranks' losses are one loss.
+                assert_near(own, expert_slice(parameter.grad, rank))
+            elif shared:
+                assert_near(dict(model.named_parameters())[name].grad, parameter.grad)
+    return True
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("experts_implementation", ["moe_ext", "grouped_mm", "eager"])
+def test_interface_of_transformers(experts_implementation, tp_size):
+    check = functools.partial(
+        check_interface, experts_implementation=experts_implementation, tp_size=tp_size
+    )
+    assert spawn_ranks(check, RANKS) == [True] * RANKS
+
+
+def check_empty_rank(rank, experts_implementation):
+    """A rank without tokens takes part in forward and backward."""
+    model = parallel_model("mixtral", experts_implementation, 1)
+    experts = model.model.layers[0].mlp.experts
+    x = torch.randn(0 if rank else 5, 32, requires_grad=True)
+    index = torch.zeros(x.shape[0], 2, dtype=torch.int64)  # all to an expert of rank 0
+    y = experts(x, index, torch.ones(x.shape[0], 2))
+    y.sum().backward()
+    assert y.shape == x.shape
+    return experts.gate_up_proj.grad is not None
+
+
+@pytest.mark.parametrize("experts_implementation", ["moe_ext", "grouped_mm"])
+def test_a_rank_without_tokens(experts_implementation):
+    check = functools.partial(check_empty_rank, experts_implementation=experts_implementation)
+    assert spawn_ranks(check, RANKS) == [True] * RANKS
+
+
+@families
+def test_full_state_dict_of_one_rank(family):
+    model = make(family)
+    moe_ext.replace(model)
+    state = full_state_dict(model)
+    for name, tensor in model.state_dict().items():
+        assert state[name] is tensor or torch.equal(state[name], tensor)
