@@ -4,7 +4,7 @@ from moe_ext import distributed, integrations, nn, ops
 from moe_ext._info import info
 from moe_ext._version import __version__
 from moe_ext.integrations import replace, verify
-from moe_ext.nn import MoELayer
+from moe_ext.nn import MoELayer, replace_ffn
 
 __all__ = [
     "MoELayer",
@@ -15,5 +15,6 @@ __all__ = [
     "nn",
     "ops",
     "replace",
+    "replace_ffn",
     "verify",
 ]

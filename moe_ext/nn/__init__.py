@@ -16,6 +16,7 @@ from moe_ext.nn.routers import (
     number_routers,
     set_routing_step,
 )
+from moe_ext.nn.upcycling import UpcycledFFN, replace_ffn, upcycle
 
 __all__ = [
     "Balance",
@@ -31,8 +32,11 @@ __all__ = [
     "RowBudget",
     "TopKRouter",
     "collect_losses",
+    "UpcycledFFN",
     "inject_loss",
     "number_routers",
+    "replace_ffn",
     "set_routing_step",
     "set_loss_scale",
+    "upcycle",
 ]

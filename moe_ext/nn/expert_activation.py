@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_ext import ops
 
@@ -60,6 +60,17 @@ class ClampedSwiGLU:
         up = up.clamp(min=-self.limit, max=self.limit)
         return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
 
+
+# Exact class of an activation module, without its package, to the plain kind that it computes.
+_KIND_OF_CLASS = {
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "ReLU": "relu",
+    "ReLUSquaredActivation": "relu_squared",
+}
 
 Activation = str | ClampedSwiGLU | Callable[[Tensor], Tensor]
 
@@ -112,6 +123,16 @@ def resolve_activation(
             f"{owner}: expected activation to be a name or callable, got {activation!r}"
         )
     return activation, bool(gated)
+
+
+def plain_kind(function: object) -> str | None:
+    """The plain kind that a module of torch or transformers computes, None for another."""
+    cls = type(function)
+    if cls.__module__.partition(".")[0] not in ("torch", "transformers"):
+        return None
+    if isinstance(function, nn.GELU):
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(function.approximate)
+    return _KIND_OF_CLASS.get(cls.__name__)
 
 
 def split_gate(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:

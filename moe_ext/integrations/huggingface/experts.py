@@ -16,31 +16,15 @@ from moe_ext.nn.expert_activation import (
     GATED_KIND_OF,
     PLAIN_ACTIVATIONS,
     ClampedSwiGLU,
+    plain_kind,
     run_activation,
 )
 from moe_ext.ops.grouped_gemm import row_alignment
 
-# Exact class of an experts' `act_fn`, without its package, to the plain kind that it computes.
-_KIND_OF_CLASS = {
-    "SiLUActivation": "silu",
-    "SiLU": "silu",
-    "GELUActivation": "gelu",
-    "GELUTanh": "gelu_tanh",
-    "ReLU": "relu",
-    "ReLUSquaredActivation": "relu_squared",
-}
 # Flags of `use_experts_implementation` that `experts_forward` honours.
 KNOWN_FLAGS = frozenset(
     ("is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm")
 )
-
-
-def plain_kind(function: object) -> str | None:
-    """The plain activation kind that a module of transformers computes, None for another."""
-    cls = type(function)
-    if cls.__module__.partition(".")[0] not in ("torch", "transformers"):
-        return None
-    return _KIND_OF_CLASS.get(cls.__name__)
 
 
 def _activate(experts: Any, up: Tensor) -> Tensor:

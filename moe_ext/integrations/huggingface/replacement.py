@@ -43,7 +43,7 @@ def _copy_input(
     block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Hook of a block that multiplies its input by a jitter in place: hand it a copy."""
-    implementation = block.experts.config._experts_implementation
+    implementation = block._moe_ext_config._experts_implementation
     jitters = block.training and getattr(block, block._moe_ext_jitter) > 0
     if not jitters or implementation != IMPLEMENTATION:
         return None
@@ -56,6 +56,8 @@ def _protect_inputs(found: Found) -> None:
     for block in found.blocks.values():
         if found.family.jitter and not hasattr(block, "_moe_ext_jitter"):
             block._moe_ext_jitter = found.family.jitter  # type: ignore[assignment]
+            # Not that of block.experts: an adapter may wrap them later.
+            block._moe_ext_config = found.model.config
             block.register_forward_pre_hook(_copy_input, with_kwargs=True)
 
 

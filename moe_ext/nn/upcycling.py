@@ -1,0 +1,444 @@
+"""Turn the dense feed-forward networks of a trained model into mixtures of experts.
+
+Shapes: D model, F ffn, E experts, K top-k, G granularity (pieces that F is cut into), H = F / G.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moe_ext.nn._autocast import without_autocast
+from moe_ext.nn.expert_activation import GATED_KIND_OF, plain_kind, run_activation
+from moe_ext.nn.experts import GroupedExperts
+from moe_ext.nn.moe_layer import FeedForward, MoELayer
+
+METHODS = ("copy", "granular")
+# Names of the projections (gate, up, down) and of the activation in feed-forward networks that
+# people have; an empty gate means a plain one, an empty up means that the gate holds both.
+_FORMS = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("gate_up_proj", "", "down_proj"),
+    ("", "c_fc", "c_proj"),
+    ("", "fc1", "fc2"),
+    ("", "dense_h_to_4h", "dense_4h_to_h"),
+    ("", "up_proj", "down_proj"),
+)
+_ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation", "hidden_act")
+
+
+@dataclass(frozen=True)
+class DenseFFN:
+    """The weights of a feed-forward network, whatever its module called them.
+
+    Attributes:
+        up: `[F, D]`, or `[2F, D]` with the gate first.
+        up_bias: `[F]` or `[2F]`, None without biases.
+        down: `[D, F]`.
+        down_bias: `[D]`, None without biases.
+        activation: kind or function.
+        gated: whether `up` holds a gate.
+        dropout: what follows the last projection, None for nothing.
+    """
+
+    up: Tensor
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    activation: Any
+    gated: bool
+    dropout: nn.Module | None
+
+
+class UpcycledFFN(nn.Module):
+    """A `MoELayer` and the dropout that followed the dense network.
+
+    Args:
+        moe: the layer.
+        dropout: what follows.
+    """
+
+    def __init__(self, moe: MoELayer, dropout: nn.Module) -> None:
+        super().__init__()
+        self.moe = moe
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., D] -> [..., D]`."""
+        y: Tensor = self.dropout(self.moe(x))
+        return y
+
+
+def upcycle(
+    ffn: nn.Module,
+    num_experts: int = 8,
+    top_k: int = 2,
+    *,
+    method: str = "copy",
+    granularity: int | None = None,
+    router: str = "softmax",
+    balance_loss_coef: float = 0.01,
+    z_loss_coef: float = 0.0,
+    capacity_factor: float | None = None,
+    ep_group: ProcessGroup | None = None,
+) -> MoELayer | UpcycledFFN:
+    r"""A mixture of experts that computes what a dense feed-forward network does.
+
+    ``"copy"``: every expert is the network, and the K weights of a token sum to one:
+    :math:`\sum_k w_k \mathrm{FFN}(x) = \mathrm{FFN}(x)`.
+
+    ``"granular"``: the F hidden units are cut into G pieces, expert ``c * G + g`` is piece g of
+    copy c. The router's rows of one copy start equal, so a token chooses all G pieces of K/G
+    copies, each with the weight :math:`w_c / G`, :math:`\sum_c w_c = 1`. Therefore `down_proj` is
+    multiplied by G and its bias is not:
+
+    .. math:: \sum_c \frac{w_c}{G} \sum_g (G\, W_g h_g + b) = \sum_g W_g h_g + b
+
+    The output equals the dense one up to rounding, as long as nothing is dropped. Experts and
+    router rows come apart in training, since each sees other tokens or another output.
+
+    Args:
+        ffn: a network with projections named as in Llama and Qwen (gate_proj, up_proj, down_proj),
+            Phi-3 (gate_up_proj, down_proj), GPT-2 (c_fc, c_proj), ViT (fc1, fc2) or GPT-NeoX
+            (dense_h_to_4h, dense_4h_to_h), a `FeedForward`, or
+            `nn.Sequential(Linear, activation, Linear)`. It is not changed; weights are copied. It
+            runs once, on two random tokens, to see that it is what its names say.
+        num_experts: E, over all ranks; a multiple of G.
+        top_k: K; a multiple of G.
+        method: "copy" or "granular".
+        granularity: G, for "granular" only; divides F.
+        router: score function of the `TopKRouter`; its weights are drawn anew.
+        balance_loss_coef: as in `MoELayer`.
+        z_loss_coef: as in `MoELayer`.
+        capacity_factor: as in `MoELayer`; where it drops, the output is no longer the dense one.
+        ep_group: as in `MoELayer`.
+
+    Returns:
+        A `MoELayer` in the dtype and on the device of the network, followed by the network's last
+        dropout if it had one. In training or evaluation mode as the network was.
+
+    Raises:
+        ValueError: the network is of no known form, computes something else than its projections
+            say, or an option does not fit.
+
+    Reference: Komatsuzaki et al., Sparse Upcycling (2022); He et al., Upcycling Large Language
+    Models into Mixture of Experts (2024), virtual group initialisation.
+    """
+    pieces = _check_options(num_experts, top_k, method, granularity)
+    dense = read_ffn(ffn, "upcycle")
+    if dense is None:
+        raise ValueError(
+            "upcycle: expected ffn to be a feed-forward network with projections named "
+            f"{_known_forms()}, or nn.Sequential(Linear, activation, Linear), got "
+            f"{type(ffn).__name__}"
+        )
+    model_dim, ffn_dim = dense.down.shape
+    if ffn_dim % pieces != 0:
+        raise ValueError(f"upcycle: expected granularity to divide F={ffn_dim}, got {pieces}")
+    _check_formula(ffn, dense)
+    device, dtype = dense.up.device, dense.up.dtype
+    experts = GroupedExperts(
+        num_experts,
+        model_dim,
+        ffn_dim // pieces,
+        activation=dense.activation,
+        gated=dense.gated,
+        bias=dense.up_bias is not None or dense.down_bias is not None,
+        ep_group=ep_group,
+        device=device,
+        dtype=dtype,
+    )
+    moe = MoELayer(
+        model_dim,
+        ffn_dim // pieces,
+        num_experts,
+        top_k,
+        router=router,
+        experts=experts,
+        balance_loss_coef=balance_loss_coef,
+        z_loss_coef=z_loss_coef,
+        capacity_factor=capacity_factor,
+        ep_group=ep_group,
+        device=device,
+        dtype=dtype,
+    )
+    copy_dense_(experts, dense, pieces)
+    weight: Tensor = moe.router.weight  # type: ignore[assignment]
+    with torch.no_grad():
+        weight.copy_(weight[::pieces].repeat_interleave(pieces, dim=0))
+    layer = moe if dense.dropout is None else UpcycledFFN(moe, dense.dropout)
+    return layer.train(ffn.training)
+
+
+def copy_dense_(experts: GroupedExperts, dense: DenseFFN, pieces: int = 1) -> None:
+    """Fill experts with pieces of a dense network, in place: expert e gets piece e mod G.
+
+    Args:
+        experts: with F / G hidden units each.
+        dense: the network.
+        pieces: G; `down_proj` is multiplied by it.
+    """
+    halves = 2 if dense.gated else 1
+    up_name = "gate_up_proj" if dense.gated else "up_proj"
+    # [halves, G, H, ...]: piece g takes the same hidden units of gate and up.
+    up = dense.up.detach().unflatten(0, (halves, pieces, -1))
+    up_bias = None if dense.up_bias is None else dense.up_bias.detach().view(halves, pieces, -1)
+    down = dense.down.detach().unflatten(1, (pieces, -1))
+    with torch.no_grad():
+        for local in range(experts.num_local_experts):
+            piece = (experts.first_expert + local) % pieces
+            getattr(experts, up_name)[local].copy_(up[:, piece].flatten(0, 1))
+            experts.down_proj[local].copy_(down[:, piece] * pieces)
+            if experts.down_proj_bias is None:
+                continue
+            bias: Tensor = getattr(experts, f"{up_name}_bias")[local]
+            bias.zero_() if up_bias is None else bias.copy_(up_bias[:, piece].flatten())
+            down_bias = experts.down_proj_bias[local]
+            down_bias.zero_() if dense.down_bias is None else down_bias.copy_(dense.down_bias)
+
+
+def replace_ffn(
+    model: nn.Module,
+    *,
+    every: int = 2,
+    num_experts: int = 8,
+    top_k: int = 2,
+    method: str = "copy",
+    granularity: int | None = None,
+    select: Callable[[str, nn.Module], bool] | None = None,
+    **options: Any,
+) -> int:
+    """Put mixtures of experts in the place of a model's dense feed-forward networks.
+
+    Of the networks that `upcycle` knows, in the order of `model.named_modules()`, the last of every
+    `every` is replaced: with 2 the second, the fourth, and so on. Networks inside mixtures of
+    experts that the model already has are left alone. Right after, the model computes what it did.
+
+    A model saved after that is loaded by building the dense one, calling `replace_ffn` with the
+    same arguments, and `load_state_dict`.
+
+    Args:
+        model: any module; changed in place, or not at all.
+        every: distance between two replaced networks, 1 for all.
+        num_experts: E.
+        top_k: K.
+        method: "copy" or "granular", see `upcycle`.
+        granularity: G of "granular".
+        select: called with name and module; False leaves a network out of the count.
+        options: further arguments of `upcycle`.
+
+    Returns:
+        Number of networks replaced.
+
+    Raises:
+        ValueError: fewer networks than `every`, a network that looks known but is not plain, or
+            options that do not fit. The model is unchanged.
+    """
+    if every < 1:
+        raise ValueError(f"replace_ffn: expected every to be at least 1, got {every}")
+    _check_options(num_experts, top_k, method, granularity)
+    found = [(n, m) for n, m in _find_ffns(model) if select is None or select(n, m)]
+    chosen = found[every - 1 :: every]
+    if not chosen:
+        raise ValueError(
+            f"replace_ffn: expected model to have at least every={every} feed-forward networks "
+            f"(projections named {_known_forms()}, or nn.Sequential(Linear, activation, Linear)), "
+            f"got {len(found)} in {type(model).__name__}"
+        )
+    # All of them first: an error leaves the model as it is.
+    layers = {
+        id(ffn): upcycle(ffn, num_experts, top_k, method=method, granularity=granularity, **options)
+        for _, ffn in chosen
+    }
+    for module in list(model.modules()):
+        # Not named_children, which leaves out the second name of a shared module.
+        for name, child in list(module._modules.items()):
+            if id(child) in layers:
+                setattr(module, name, layers[id(child)])
+    return len(layers)
+
+
+def read_ffn(ffn: nn.Module, operation: str, name: str = "ffn") -> DenseFFN | None:
+    """The weights of a network of a known form, None for any other module.
+
+    Raises:
+        ValueError: the projections have known names but are not plain, or do not fit together.
+    """
+    if isinstance(ffn, FeedForward):
+        up = ffn.get_submodule("gate_up_proj" if ffn.gated else "up_proj")
+        return _dense([up], ffn.down_proj, ffn.activation, ffn.gated, None, operation, name)
+    if isinstance(ffn, nn.Sequential):
+        return _read_sequential(ffn, operation, name)
+    for gate, up_name, down in _FORMS:
+        names = [n for n in (gate, up_name, down) if n]
+        projections = [getattr(ffn, n, None) for n in names]
+        if not all(isinstance(p, nn.Module) for p in projections):
+            continue
+        activation = _activation_of(ffn)
+        if activation is None:
+            return None
+        known = {id(p) for p in projections} | {id(activation)}
+        others = [m for m in ffn.children() if id(m) not in known]
+        if not all(isinstance(module, nn.Dropout) for module in others):
+            return None
+        dropout = others[0] if others else None
+        *ups, last = projections
+        return _dense(ups, last, activation, bool(gate), dropout, operation, name)
+    return None
+
+
+def _activation_of(ffn: nn.Module) -> Any:
+    """The activation of a network that names its projections, None where it has none."""
+    for key in _ACTIVATION_NAMES:
+        function = getattr(ffn, key, None)
+        if callable(function):
+            return function
+    return None
+
+
+def _read_sequential(ffn: nn.Sequential, operation: str, name: str) -> DenseFFN | None:
+    modules = list(ffn)
+    dropout = modules.pop() if modules and isinstance(modules[-1], nn.Dropout) else None
+    if len(modules) < 3 or not isinstance(modules[0], nn.Linear):
+        return None
+    first, activation, *between, last = modules
+    if not isinstance(last, nn.Linear) or isinstance(activation, nn.Linear):
+        return None
+    if not all(isinstance(module, nn.Dropout) for module in between):
+        return None
+    if last.out_features != first.in_features:
+        return None
+    if any(module.p > 0 for module in between if isinstance(module, nn.Dropout)):
+        raise ValueError(
+            f"{operation}: expected {name} to have no dropout between its projections, got "
+            f"{between[0]}"
+        )
+    if any(True for _ in activation.parameters()):
+        return None
+    return _dense([first], last, activation, False, dropout, operation, name)
+
+
+def _matrix(projection: Any, operation: str, name: str) -> tuple[Tensor, Tensor | None]:
+    """Weight `[out, in]` and bias of a plain linear layer."""
+    cls = type(projection)
+    if cls is nn.Linear:
+        return projection.weight, projection.bias
+    if cls.__name__ == "Conv1D" and cls.__module__.startswith("transformers."):
+        return projection.weight.t(), projection.bias
+    raise ValueError(
+        f"{operation}: expected the projections of {name} to be plain Linear layers, got "
+        f"{cls.__name__}"
+    )
+
+
+def _dense(
+    ups: list[Any],
+    down: Any,
+    activation: Any,
+    gated: bool,
+    dropout: nn.Module | None,
+    operation: str,
+    name: str,
+) -> DenseFFN:
+    weights, biases = zip(*(_matrix(up, operation, name) for up in ups), strict=True)
+    up, up_bias = torch.cat(weights), None
+    if any(bias is not None for bias in biases):
+        pairs = zip(weights, biases, strict=True)
+        up_bias = torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in pairs])
+    down_weight, down_bias = _matrix(down, operation, name)
+    model_dim, ffn_dim = down_weight.shape
+    if up.shape != ((2 if gated else 1) * ffn_dim, model_dim):
+        raise ValueError(
+            f"{operation}: expected the projections of {name} to map D to F and back, got weights "
+            f"{tuple(up.shape)} and {tuple(down_weight.shape)}"
+        )
+    kind = activation if isinstance(activation, str) else plain_kind(activation)
+    if kind in GATED_KIND_OF and gated:
+        kind = GATED_KIND_OF[kind]
+    if kind is None:
+        kind = copy.deepcopy(activation)
+    return DenseFFN(up, up_bias, down_weight, down_bias, kind, gated, copy.deepcopy(dropout))
+
+
+def _check_formula(ffn: nn.Module, dense: DenseFFN) -> None:
+    """Compare the module with what its projections say: a forward of its own may do more."""
+    if dense.up.device.type == "meta":
+        return
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 2, dense.up.shape[1], generator=generator).to(dense.up)
+    modes = [(module, module.training) for module in ffn.modules()]
+    try:
+        with torch.no_grad(), without_autocast(x.device):
+            got = ffn.eval()(x)
+            up = F.linear(x, dense.up, dense.up_bias)
+            hidden = run_activation(up, dense.activation, gated=dense.gated, layout="concatenated")
+            want = F.linear(hidden, dense.down, dense.down_bias)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    # Roundings of two ways to compute the same; another formula differs by a good part of it.
+    tolerance = 1e-3 if x.dtype in (torch.float32, torch.float64) else 0.05
+    if (
+        not isinstance(got, Tensor)
+        or got.shape != want.shape
+        or not torch.allclose(
+            got, want, rtol=0, atol=tolerance * max(1e-12, float(want.abs().max()))
+        )
+    ):
+        raise ValueError(
+            "upcycle: expected the forward pass of ffn to be its projections and activation alone, "
+            f"got another result from {type(ffn).__name__}"
+        )
+
+
+def _find_ffns(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every network of a known form, outside of mixtures of experts and of each other."""
+    found: list[tuple[str, nn.Module]] = []
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        if id(module) in inside:
+            continue
+        mixture = isinstance(module, MoELayer) or isinstance(
+            getattr(module, "experts", None), nn.Module
+        )
+        if not mixture and module is not model and read_ffn(module, "replace_ffn", name):
+            found.append((name, module))
+            mixture = True
+        if mixture:
+            inside.update(id(inner) for inner in module.modules())
+    return found
+
+
+def _check_options(num_experts: int, top_k: int, method: str, granularity: int | None) -> int:
+    """G."""
+    if method not in METHODS:
+        raise ValueError(f"upcycle: expected method to be one of {METHODS}, got {method!r}")
+    if method == "copy":
+        if granularity not in (None, 1):
+            raise ValueError(
+                f"upcycle: expected granularity to be left out for method='copy', got {granularity}"
+            )
+        return 1
+    if granularity is None or granularity < 1:
+        raise ValueError(
+            "upcycle: expected granularity to be at least 1 for method='granular', got "
+            f"{granularity}"
+        )
+    for name, value in (("num_experts", num_experts), ("top_k", top_k)):
+        if value % granularity != 0:
+            raise ValueError(
+                f"upcycle: expected {name} to be a multiple of granularity={granularity}, got "
+                f"{value}"
+            )
+    return granularity
+
+
+def _known_forms() -> str:
+    return "; ".join(", ".join(name for name in form if name) for form in _FORMS)
