@@ -7,7 +7,7 @@ from moe_ext.nn.experts import GroupedExperts
 from moe_ext.nn.feed_forward import FeedForward
 from moe_ext.nn.losses import inject_loss
 from moe_ext.nn.module_experts import ModuleExperts
-from moe_ext.nn.moe_layer import FeedForward, MoELayer, collect_losses, set_loss_scale
+from moe_ext.nn.moe_layer import MoELayer, collect_losses, set_loss_scale
 from moe_ext.nn.routers import (
     BalanceTerms,
     Router,
