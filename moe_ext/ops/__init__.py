@@ -5,6 +5,15 @@ from moe_ext import _library
 _library.load()
 
 from moe_ext.ops.activation import activation, gated_activation  # noqa: E402
+from moe_ext.ops.assignment import (  # noqa: E402
+    SequenceLoad,
+    balanced_assignment,
+    expert_choice_gate,
+    sequence_balance_loss,
+    sequence_load,
+    sinkhorn_gate,
+)
+from moe_ext.ops.capacity import limit_capacity  # noqa: E402
 from moe_ext.ops.gating import (  # noqa: E402
     GateOutput,
     gate_weights,
@@ -18,13 +27,20 @@ from moe_ext.ops.permutation import Permutation, permute_tokens, unpermute_token
 __all__ = [
     "GateOutput",
     "Permutation",
+    "SequenceLoad",
     "activation",
+    "balanced_assignment",
+    "expert_choice_gate",
     "gate_weights",
     "gated_activation",
     "grouped_mm",
+    "limit_capacity",
     "load_balance_loss",
     "permute_tokens",
     "router_z_loss",
+    "sequence_balance_loss",
+    "sequence_load",
+    "sinkhorn_gate",
     "topk_gate",
     "unpermute_tokens",
 ]

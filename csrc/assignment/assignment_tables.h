@@ -1,0 +1,68 @@
+// The loops that assignment_simd.cpp provides for each instruction set. Torch-free.
+// T tokens, E experts.
+#pragma once
+
+#include <cstdint>
+
+#include "common/simd.h"
+
+namespace moe_ext::assignment {
+
+template <typename T>
+struct ScoreArgs {
+  const T* logits;        // [T, E]
+  const bool* token_mask; // [T], or null
+  int64_t num_experts;
+  bool sigmoid; // sigmoids divided by their sum, else softmax
+};
+
+template <typename T>
+struct ScoreGradArgs {
+  ScoreArgs<T> scores;
+  const acc_t<T>* grad_score_sum; // [E], or null for zeros
+  const acc_t<T>* grad_weights;   // [T, E], or null for zeros
+  const int64_t* idx;             // [T, E], -1 where a token has no weight; null with grad_weights
+  T* grad;                        // [T, E]
+};
+
+template <typename Acc>
+struct SinkhornArgs {
+  const Acc* cost;        // [T, E]
+  const bool* token_mask; // [T], or null
+  const Acc* scale;       // [E]
+  int64_t num_experts;
+  int64_t num_real; // tokens
+};
+
+// The expert that is worth most to a token, at which margin over the next one.
+struct Choice {
+  int64_t expert;
+  double margin;
+};
+
+// Each works on the tokens [begin, end); scratch has 2 E elements.
+template <typename T>
+struct ScoreKernels {
+  using Acc = acc_t<T>;
+  // Adds the scores to score_sum [E], and writes them to rows [T, E] unless that is null. Returns the first real token
+  // that is refused, for NaN, +inf or nothing above -inf, or -1.
+  int64_t (*scores)(const ScoreArgs<T>& args, int64_t begin, int64_t end, Acc* rows, Acc* score_sum, Acc* scratch);
+  void (*scores_backward)(const ScoreGradArgs<T>& args, int64_t begin, int64_t end, Acc* scratch);
+  // cost[t][e] = exp(logits[t][e] - max); returns as scores does.
+  int64_t (*cost)(const ScoreArgs<T>& args, int64_t begin, int64_t end, Acc* cost);
+  // column [E] += cost[t] / (num_real <scale, cost[t]>), over the tokens
+  void (*sinkhorn)(const SinkhornArgs<Acc>& args, int64_t begin, int64_t end, Acc* column);
+};
+
+struct Kernels {
+  PerDtype<ScoreKernels> scores;
+  // value [E] minus price [E]; both hold whole numbers, so every instruction set gives the same.
+  Choice (*choose)(const float* value, const double* price, int64_t num_experts);
+
+  template <typename T>
+  const ScoreKernels<T>& of() const {
+    return scores.of<T>();
+  }
+};
+
+} // namespace moe_ext::assignment

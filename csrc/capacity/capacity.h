@@ -1,0 +1,25 @@
+// Capacity: the argument checks that both backends share.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "common/check.h"
+
+namespace moe_ext::capacity {
+
+struct CapacityOptions {
+  int64_t num_experts;
+  int64_t capacity; // of each expert in each group
+  int64_t num_groups;
+};
+
+// Checks everything that needs no look at the data.
+CapacityOptions check_limit_capacity(
+    const Tensor& topk_idx, // [T, K]
+    int64_t num_experts, int64_t capacity,
+    const std::optional<Tensor>& order, // [T K]
+    int64_t num_groups,
+    const std::optional<Tensor>& ranked_idx); // [T, R]
+
+} // namespace moe_ext::capacity

@@ -1,0 +1,330 @@
+"""Assignment: experts that choose tokens, balanced choices, and the load of each sequence.
+
+Shape suffixes: T tokens, E experts, K top-k, B sequences.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ext.ops.gating import GateOutput, gate_weights, topk_gate
+
+
+def expert_choice_gate(
+    logits_TE: Tensor, capacity: int, *, token_mask: Tensor | None = None
+) -> GateOutput:
+    r"""Each expert takes the ``capacity`` tokens that score it highest.
+
+    With :math:`p_t = \mathrm{softmax}(x_t)` over the experts, expert e takes the real tokens with
+    the largest :math:`p_{t,e}`, equal ones in the order of the tokens, and all of them where there
+    are no more than ``capacity``. A token may have no expert or several. Its weights are
+    :math:`p_{t,e}`.
+
+    The choice for a token depends on every other token, those behind it included: it does not fit
+    autoregressive decoding.
+
+    Args:
+        logits_TE (Tensor[T, E]): float32, float64, bfloat16 or float16. Arithmetic is in float32,
+            in float64 for float64.
+        capacity (int): tokens that an expert takes, >= 1.
+        token_mask (Tensor[T]): bool, True for a real token. The logits of the others are not looked
+            at: no expert takes them, and they get zero gradient.
+
+    Returns:
+        GateOutput: with K = E columns: ``topk_idx[t, e]`` is e where expert e takes token t and -1
+        elsewhere, ``topk_weights[t, e]`` is the weight or 0, ``num_tokens_per_expert`` is the same
+        for all experts. Differentiable in ``logits_TE`` through ``topk_weights`` and ``score_sum``.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype, shape or value; on CPU, a real
+            token's logit is NaN or +inf, or all are -inf (the message names the token). On CUDA the
+            choice is not specified then.
+
+    Deterministic, with the same bits for any number of threads; does not synchronise the device.
+
+    Reference: Zhou et al., Mixture-of-Experts with Expert Choice Routing, 2022 (arXiv 2202.09368),
+    section 3.2.
+    """
+    return GateOutput(*torch.ops.moe_ext.expert_choice_gate(logits_TE, capacity, token_mask))
+
+
+def _acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@torch.library.register_fake("moe_ext::expert_choice_gate")
+def _(
+    logits: Tensor, capacity: int, token_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    acc = _acc_dtype(logits.dtype)
+    return (
+        logits.new_empty(logits.shape, dtype=acc),
+        logits.new_empty(logits.shape, dtype=torch.int64),
+        logits.new_empty((logits.shape[1],), dtype=torch.int64),
+        logits.new_empty((logits.shape[1],), dtype=acc),
+    )
+
+
+def _choice_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    logits, _, token_mask = inputs
+    _, topk_idx, num_tokens_per_expert, _ = output
+    ctx.mark_non_differentiable(topk_idx, num_tokens_per_expert)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, topk_idx, token_mask)
+
+
+def _choice_backward(
+    ctx: Any, grad_weights: Tensor | None, _idx: Any, _counts: Any, grad_score_sum: Tensor | None
+) -> tuple[Tensor | None, None, None]:
+    logits, topk_idx, token_mask = ctx.saved_tensors
+    if not ctx.needs_input_grad[0] or (grad_weights is None and grad_score_sum is None):
+        return None, None, None
+    grad_logits = torch.ops.moe_ext._expert_choice_gate_backward(
+        grad_weights, grad_score_sum, logits, topk_idx, token_mask
+    )
+    return grad_logits, None, None
+
+
+torch.library.register_autograd(
+    "moe_ext::expert_choice_gate", _choice_backward, setup_context=_choice_setup_context
+)
+
+
+@torch.library.register_fake("moe_ext::_expert_choice_gate_backward")
+def _(
+    grad_weights: Tensor | None,
+    grad_score_sum: Tensor | None,
+    logits: Tensor,
+    topk_idx: Tensor,
+    token_mask: Tensor | None,
+) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def sinkhorn_gate(
+    logits_TE: Tensor,
+    top_k: int,
+    *,
+    num_iters: int = 100,
+    tolerance: float = 1e-4,
+    token_mask: Tensor | None = None,
+) -> GateOutput:
+    r"""Chooses ``top_k`` experts from logits that Sinkhorn's algorithm has balanced.
+
+    Rows and columns of :math:`C_{t,e} = e^{x_{t,e}}` are scaled in turn so that each token's sum to
+    1/T and each expert's to 1/E,
+
+    .. math::
+        r_t \leftarrow \frac{1}{T \sum_e c_e C_{t,e}}, \qquad
+        c_e \leftarrow \frac{1}{E \, (\sum_t r_t C_{t,e} + 10^{-8})},
+
+    from :math:`c = 1`, until the mean change of c is at most ``tolerance`` or after ``num_iters``
+    rounds. A token takes the experts with the largest :math:`r_t C_{t,e} c_e`, compared as
+    :math:`x_{t,e} + \log c_e`; ties go to the lower expert. This is the function of Megatron-LM up
+    to rounding, with rows divided by their largest number first so that no logit overflows, and a
+    bound on the number of rounds.
+
+    Weights are those of the original logits and not renormalised: :math:`\sigma(x)` for
+    ``top_k == 1`` and :math:`\mathrm{softmax}(x)` over all experts otherwise. The choice has no
+    gradient.
+
+    Args:
+        logits_TE (Tensor[T, E]): float32, float64, bfloat16 or float16. Arithmetic is in float32,
+            in float64 for float64.
+        top_k (int): experts a token goes to, in [1, E].
+        num_iters (int): the most rounds, >= 1.
+        tolerance (float): mean absolute change of c to stop at, >= 0.
+        token_mask (Tensor[T]): bool, True for a real token. The others take no part: they get
+            ``topk_idx`` -1 and weight 0, and T is the number of real ones.
+
+    Returns:
+        GateOutput: as `topk_gate` with ``renormalize=False`` gives it, for ``score_fn`` "sigmoid"
+        (``top_k`` 1) or "softmax"; differentiable in the same way.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype, shape or value; on CPU, a real
+            token's logit is NaN or +inf, or fewer than ``top_k`` are above -inf.
+
+    Deterministic, with the same bits for any number of threads. Does not synchronise the device: on
+    CUDA ``num_iters`` rounds are launched, and those after the last needed one return at once.
+
+    Reference: Clark et al., Unified Scaling Laws for Routed Language Models, 2022 (arXiv
+    2202.01169), section 3.1 (S-BASE).
+    """
+    logits = logits_TE.detach()
+    scale_E = torch.ops.moe_ext._sinkhorn_scale(logits, num_iters, tolerance, token_mask)
+    idx_TK = topk_gate(logits + scale_E, top_k, token_mask=token_mask).topk_idx
+    score_fn = "sigmoid" if top_k == 1 else "softmax"
+    return gate_weights(logits_TE, idx_TK, score_fn=score_fn, renormalize=False)
+
+
+@torch.library.register_fake("moe_ext::_sinkhorn_scale")
+def _(logits: Tensor, num_iters: int, tolerance: float, token_mask: Tensor | None = None) -> Tensor:
+    return logits.new_empty((logits.shape[1],), dtype=_acc_dtype(logits.dtype))
+
+
+def balanced_assignment(scores_TE: Tensor, *, token_mask: Tensor | None = None) -> Tensor:
+    r"""Gives every expert its even share of the tokens, so that the sum of scores is largest.
+
+    Maximises :math:`\sum_t s_{t, e(t)}` over all assignments in which each expert has
+    :math:`\lfloor T/E \rfloor` or :math:`\lceil T/E \rceil` of the T real tokens; which of them have
+    one more is part of the choice.
+
+    Solved by an auction with falling eps over scores rounded to a step of :math:`2^{-24}` of their
+    range R: the sum is within :math:`2^{-23} T R` of the best. Equal scores make it slower, not
+    wrong.
+
+    Args:
+        scores_TE (Tensor[T, E]): float32, float64, bfloat16 or float16; not differentiated.
+        token_mask (Tensor[T]): bool, True for a real token; the scores of the others are not looked
+            at.
+
+    Returns:
+        Tensor[T]: int64 expert of each token, -1 for a masked one.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype or shape; on CPU, a real token's score
+            is not finite. On CUDA such a score counts as the lowest.
+
+    Deterministic: the same assignment on every device and for any number of threads. Does not
+    synchronise the device; on CUDA one block runs the whole auction.
+
+    Reference: Lewis et al., BASE Layers, 2021 (arXiv 2103.16716), section 3.1; Bertsekas and
+    Castanon, The Auction Algorithm for the Transportation Problem, 1989.
+    """
+    return torch.ops.moe_ext.balanced_assignment(scores_TE.detach(), token_mask)
+
+
+@torch.library.register_fake("moe_ext::balanced_assignment")
+def _(scores: Tensor, token_mask: Tensor | None = None) -> Tensor:
+    return scores.new_empty((scores.shape[0],), dtype=torch.int64)
+
+
+class SequenceLoad(NamedTuple):
+    """What each sequence asks of the experts; unpacks in this order.
+
+    Attributes:
+        score_sum (Tensor[B, E]): sum over a sequence's real tokens of the normalised scores,
+            float32, or float64 for float64 logits.
+        num_tokens_per_expert (Tensor[B, E]): int64, choices of each expert by these tokens.
+    """
+
+    score_sum: Tensor
+    num_tokens_per_expert: Tensor
+
+
+def sequence_load(
+    logits_TE: Tensor,
+    topk_idx_TK: Tensor,
+    num_sequences: int,
+    *,
+    score_fn: str = "softmax",
+    token_mask: Tensor | None = None,
+) -> SequenceLoad:
+    r"""Sums the scores and counts the choices of each sequence, for `sequence_balance_loss`.
+
+    Tokens are B sequences of T / B tokens, one after the other. The score of an expert is
+    :math:`\mathrm{softmax}(x)_e`, or :math:`\sigma(x_e) / \sum_j \sigma(x_j)` for ``"sigmoid"``:
+    those of ``GateOutput.score_sum``, which is the sum over the sequences.
+
+    Args:
+        logits_TE (Tensor[T, E]): float32, float64, bfloat16 or float16.
+        topk_idx_TK (Tensor[T, K]): int64 choices, -1 for none.
+        num_sequences (int): B, a divisor of T.
+        score_fn (str): ``"softmax"`` or ``"sigmoid"``.
+        token_mask (Tensor[T]): bool, True for a real token; the others count nowhere.
+
+    Returns:
+        SequenceLoad: the sums are differentiable in the logits.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype, shape or value; on CPU, an index is
+            out of range, or a real token's logit is NaN or +inf.
+
+    Deterministic, with the same bits for any number of threads; does not synchronise the device.
+
+    Reference: DeepSeek-V3, 2024 (arXiv 2412.19437), eq. 17-20.
+    """
+    return SequenceLoad(
+        *torch.ops.moe_ext.sequence_load(
+            logits_TE, topk_idx_TK, num_sequences, score_fn, token_mask
+        )
+    )
+
+
+@torch.library.register_fake("moe_ext::sequence_load")
+def _(
+    logits: Tensor,
+    topk_idx: Tensor,
+    num_sequences: int,
+    score_fn: str = "softmax",
+    token_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    shape = (num_sequences, logits.shape[1])
+    return (
+        logits.new_empty(shape, dtype=_acc_dtype(logits.dtype)),
+        logits.new_empty(shape, dtype=torch.int64),
+    )
+
+
+def _load_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    logits, _, _, ctx.score_fn, token_mask = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(logits, token_mask)
+
+
+def _load_backward(ctx: Any, grad_score_sum: Tensor, _counts: Any) -> tuple[Tensor | None, ...]:
+    logits, token_mask = ctx.saved_tensors
+    grad_logits = None
+    if ctx.needs_input_grad[0]:
+        grad_logits = torch.ops.moe_ext._sequence_load_backward(
+            grad_score_sum, logits, ctx.score_fn, token_mask
+        )
+    return grad_logits, None, None, None, None
+
+
+torch.library.register_autograd(
+    "moe_ext::sequence_load", _load_backward, setup_context=_load_setup_context
+)
+
+
+@torch.library.register_fake("moe_ext::_sequence_load_backward")
+def _(grad_score_sum: Tensor, logits: Tensor, score_fn: str, token_mask: Tensor | None) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def sequence_balance_loss(
+    score_sum_BE: Tensor, num_tokens_per_expert_BE: Tensor, top_k: int
+) -> Tensor:
+    r"""`load_balance_loss` of each sequence by itself, averaged: 1.0 when every one is balanced.
+
+    The mean is over the sequences with a choice, and 0 where there is none. DeepSeek-V3's loss is
+    this times its coefficient alpha.
+
+    Args:
+        score_sum_BE (Tensor[B, E]): ``SequenceLoad.score_sum``.
+        num_tokens_per_expert_BE (Tensor[B, E]): ``SequenceLoad.num_tokens_per_expert``.
+        top_k (int): choices of each token, >= 1.
+
+    Returns:
+        Tensor[]: in the dtype of the score sums. Differentiable in the score sums.
+
+    Raises:
+        ValueError: the shapes differ, or top_k is below 1.
+
+    Reference: DeepSeek-V3, 2024 (arXiv 2412.19437), eq. 17-20.
+    """
+    if score_sum_BE.dim() != 2 or score_sum_BE.shape != num_tokens_per_expert_BE.shape:
+        raise ValueError(
+            "sequence_balance_loss: expected score_sum and num_tokens_per_expert to be of one shape "
+            f"[B, E], got {tuple(score_sum_BE.shape)} and {tuple(num_tokens_per_expert_BE.shape)}"
+        )
+    if top_k < 1:
+        raise ValueError(f"sequence_balance_loss: expected top_k to be at least 1, got {top_k}")
+    counts_BE = num_tokens_per_expert_BE.to(score_sum_BE.dtype)
+    num_choices_B = counts_BE.sum(dim=1)
+    # E sum_e (c_e / N) (S_e K / N) with N = T K choices.
+    slope_B = score_sum_BE.shape[1] * top_k / num_choices_B.clamp(min=1).square()
+    loss_B = slope_B * (counts_BE * score_sum_BE).sum(dim=1)
+    return loss_B.sum() / (num_choices_B > 0).sum().clamp(min=1)

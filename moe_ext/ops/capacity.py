@@ -1,0 +1,151 @@
+"""Capacity: which choices an expert has no room for, decided before tokens move.
+
+Shape suffixes: T tokens, E experts, K top-k, G groups, S tokens of a group, R ranked experts.
+"""
+
+import torch
+from torch import Tensor
+
+_POLICIES = ("position", "choice", "score", "random", "batch_prioritized")
+_OVERFLOWS = ("drop", "reroute")
+
+
+def limit_capacity(
+    topk_idx_TK: Tensor,
+    num_experts: int,
+    capacity: int,
+    *,
+    topk_weights: Tensor | None = None,
+    policy: str = "position",
+    priority: Tensor | None = None,
+    num_groups: int = 1,
+    ranked_idx: Tensor | None = None,
+    overflow: str = "drop",
+) -> tuple[Tensor, Tensor]:
+    """Takes back the choices beyond an expert's capacity.
+
+    The slots (token t, choice k) of a group are served one after the other; an expert takes the
+    first ``capacity`` that ask for it. ``policy`` is the order:
+
+    =====================  ==================================================================
+    ``position``           by token, then by choice: the earliest tokens are kept
+    ``choice``             by choice, then by token: no second choice before all first ones
+    ``score``              by ``topk_weights``, the largest first
+    ``random``             by ``priority``, the largest first
+    ``batch_prioritized``  by choice, then by the largest weight of the token, the largest first
+    =====================  ==================================================================
+
+    Equal numbers are served by position; NaN counts as the largest.
+
+    With ``overflow="reroute"`` the slots that found no room are served once more, in the same
+    order: each goes to the first expert of ``ranked_idx`` that still has room and is in no other
+    slot of its token, else it is dropped. The weight of a slot whose expert changed has to be
+    computed anew, see `gate_weights`.
+
+    `permute_tokens` drops by itself, by position or score over all tokens; its result for the
+    same ``capacity`` is that of permuting what this returns. This function serves the other
+    orders, groups and rerouting.
+
+    Args:
+        topk_idx_TK (Tensor[T, K]): int64 expert of each slot, -1 for none.
+        num_experts (int): E, >= 1.
+        capacity (int): slots that an expert takes from each group, >= 1.
+        topk_weights (Tensor[T, K]): what "score" and "batch_prioritized" order by.
+        policy (str): see above.
+        priority (Tensor[T, K]): what "random" orders by, uniform random numbers say.
+        num_groups (int): groups of T / G neighbouring tokens that share nothing, a divisor of T.
+        ranked_idx (Tensor[T, R]): int64 experts of each token, best first, -1 for none; for
+            "reroute".
+        overflow (str): "drop" or "reroute".
+
+    Returns:
+        tuple[Tensor[T, K], Tensor[]]: the choices, -1 where a slot was dropped, and the number of
+        dropped slots, int64.
+
+    Raises:
+        ValueError: an unknown policy or overflow, an argument that it needs and does not get or
+            that has another shape, or groups that do not divide the tokens.
+        RuntimeError: an argument has the wrong device, dtype, shape or value; on CPU, an index is
+            out of range. On CUDA such a slot counts as not routed.
+
+    Deterministic, with the same bits for any number of threads; does not synchronise the device.
+    On CUDA rerouting serves the slots of a group one by one.
+
+    Reference: Lepikhin et al., GShard, 2020 (arXiv 2006.16668), algorithm 1 (choice, groups); Riquelme
+    et al., V-MoE, 2021 (arXiv 2106.05974), section 2.4 and algorithm 2 (batch_prioritized);
+    Rajbhandari et al., DeepSpeed-MoE, 2022 (arXiv 2201.05596) (random).
+    """
+    if policy not in _POLICIES:
+        raise ValueError(
+            f"limit_capacity: expected policy to be one of {_POLICIES}, got {policy!r}"
+        )
+    if overflow not in _OVERFLOWS:
+        raise ValueError(
+            f"limit_capacity: expected overflow to be one of {_OVERFLOWS}, got {overflow!r}"
+        )
+    if overflow == "reroute" and ranked_idx is None:
+        raise ValueError("limit_capacity: expected ranked_idx to be given to reroute, got None")
+    if num_groups < 1 or (num_groups > 1 and topk_idx_TK.shape[0] % num_groups != 0):
+        raise ValueError(
+            "limit_capacity: expected num_groups to be a divisor of the "
+            f"{topk_idx_TK.shape[0]} tokens, got {num_groups}"
+        )
+    order = _service_order(topk_idx_TK, topk_weights, policy, priority, num_groups)
+    return torch.ops.moe_ext.limit_capacity(
+        topk_idx_TK,
+        num_experts,
+        capacity,
+        order,
+        num_groups,
+        ranked_idx if overflow == "reroute" else None,
+    )
+
+
+def _service_order(
+    topk_idx_TK: Tensor,
+    topk_weights: Tensor | None,
+    policy: str,
+    priority: Tensor | None,
+    num_groups: int,
+) -> Tensor | None:
+    """Slots `t * K + k` in the order they are served, group by group; None for their own order."""
+    num_tokens, top_k = topk_idx_TK.shape
+    if policy == "position" or (policy == "choice" and top_k == 1):
+        return None
+    name, keys_TK = ("priority", priority) if policy == "random" else ("topk_weights", topk_weights)
+    if policy != "choice":
+        if keys_TK is None:
+            raise ValueError(
+                f"limit_capacity: expected {name} to be given with policy {policy!r}, got None"
+            )
+        if keys_TK.shape != topk_idx_TK.shape:
+            raise ValueError(
+                f"limit_capacity: expected {name} to be of shape {tuple(topk_idx_TK.shape)}, that "
+                f"of topk_idx, got {tuple(keys_TK.shape)}"
+            )
+    group_size = num_tokens // num_groups
+    slots_GSK = torch.arange(num_tokens * top_k, device=topk_idx_TK.device)
+    slots_GSK = slots_GSK.view(num_groups, group_size, top_k)
+    if policy == "choice" or keys_TK is None:
+        return slots_GSK.transpose(1, 2).reshape(-1)
+    keys_TK = keys_TK.detach()
+    if policy == "batch_prioritized":
+        keys_GS = keys_TK.amax(dim=1).view(num_groups, group_size)
+        token_GS = keys_GS.argsort(dim=1, descending=True, stable=True)
+        index_GSK = token_GS[:, :, None].expand(-1, -1, top_k)
+        return slots_GSK.gather(1, index_GSK).transpose(1, 2).reshape(-1)
+    keys_GN = keys_TK.reshape(num_groups, group_size * top_k)
+    order_GN = keys_GN.argsort(dim=1, descending=True, stable=True)
+    return slots_GSK.view(num_groups, group_size * top_k).gather(1, order_GN).view(-1)
+
+
+@torch.library.register_fake("moe_ext::limit_capacity")
+def _(
+    topk_idx: Tensor,
+    num_experts: int,
+    capacity: int,
+    order: Tensor | None = None,
+    num_groups: int = 1,
+    ranked_idx: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    return topk_idx.new_empty(topk_idx.shape), topk_idx.new_empty(())
