@@ -18,6 +18,7 @@ BENCHMARKS = (
     "permutation",
     "activation",
     "grouped_gemm",
+    "routers",
     "overhead",
     "growth",
 )
