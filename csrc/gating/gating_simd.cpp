@@ -1,7 +1,7 @@
 // Loops of the gate, compiled once per instruction set, a tile of tokens at a time (gating_tile.h).
 // Forward: transpose in, maximum, exp, sum, score_sum, group limit, top-k by insertion into a sorted list, weights,
 // write out. Backward: the same scores again, the gradient of each expert, the chosen experts' own part, transpose out.
-#include "gating/gating_tile.h"
+#include "gating/gating_select.h"
 
 namespace moe_ext::gating::MOE_ISA {
 namespace {
@@ -14,86 +14,6 @@ MOE_INLINE void bias_scores(const Tile<Acc>& tile, Vec<Acc> factor, const Acc* b
     const Vec<Acc> biased = load(tile.score + e * kLanes) * factor + bias[e];
     const IntVec<Acc> possible = load(tile.x + e * kLanes) > -kInfinity<Acc>;
     store(tile.key + e * kLanes, possible ? biased : broadcast(-kInfinity<Acc>));
-  }
-}
-
-// The K largest keys of each lane, descending, the earlier expert first in a tie; -1 where there are fewer than K above
-// -inf. An expert enters the sorted list before the first smaller key, and what is behind moves on by one.
-template <typename Acc, int64_t kTopK>
-void select_fixed(Acc* list, Int<Acc>* idx, const Acc* keys, int64_t num_experts) {
-  constexpr int64_t kLanes = Lanes<Acc>::kCount;
-  Vec<Acc> key[kTopK];
-  IntVec<Acc> expert[kTopK];
-  for (int64_t k = 0; k < kTopK; ++k) {
-    key[k] = broadcast(-kInfinity<Acc>);
-    expert[k] = IntVec<Acc>{} - 1;
-  }
-  for (int64_t e = 0; e < num_experts; ++e) {
-    const Vec<Acc> v = load(keys + e * kLanes);
-    const IntVec<Acc> self = IntVec<Acc>{} + static_cast<Int<Acc>>(e);
-    IntVec<Acc> here = v > key[kTopK - 1];
-#pragma GCC unroll 8
-    for (int64_t k = kTopK - 1; k > 0; --k) {
-      const IntVec<Acc> above = v > key[k - 1];
-      expert[k] = here ? (above ? expert[k - 1] : self) : expert[k];
-      key[k] = here ? (above ? key[k - 1] : v) : key[k];
-      here = above;
-    }
-    expert[0] = here ? self : expert[0];
-    key[0] = here ? v : key[0];
-  }
-  for (int64_t k = 0; k < kTopK; ++k) {
-    store(list + k * kLanes, key[k]);
-    store_idx<Acc>(idx + k * kLanes, expert[k]);
-  }
-}
-
-// The same for any K, the list in memory.
-template <typename Acc>
-void select_any(Acc* list, Int<Acc>* idx, const Acc* keys, int64_t num_experts, int64_t top_k) {
-  constexpr int64_t kLanes = Lanes<Acc>::kCount;
-  for (int64_t k = 0; k < top_k; ++k) {
-    store(list + k * kLanes, broadcast(-kInfinity<Acc>));
-    store_idx<Acc>(idx + k * kLanes, IntVec<Acc>{} - 1);
-  }
-  for (int64_t e = 0; e < num_experts; ++e) {
-    const Vec<Acc> v = load(keys + e * kLanes);
-    const IntVec<Acc> self = IntVec<Acc>{} + static_cast<Int<Acc>>(e);
-    // No more than e + 1 places are filled.
-    for (int64_t k = e < top_k ? e : top_k - 1; k >= 0; --k) {
-      const Vec<Acc> old = load(list + k * kLanes);
-      const IntVec<Acc> here = v > old;
-      Vec<Acc> moved = v;
-      IntVec<Acc> moved_idx = self;
-      if (k > 0) {
-        const Vec<Acc> before = load(list + (k - 1) * kLanes);
-        const IntVec<Acc> above = v > before;
-        moved = above ? before : v;
-        moved_idx = above ? load_idx<Acc>(idx + (k - 1) * kLanes) : self;
-      }
-      store(list + k * kLanes, here ? moved : old);
-      store_idx<Acc>(idx + k * kLanes, here ? moved_idx : load_idx<Acc>(idx + k * kLanes));
-    }
-  }
-}
-
-template <typename Acc>
-MOE_INLINE void select(Acc* list, Int<Acc>* idx, const Acc* keys, int64_t num_experts, int64_t top_k) {
-  switch (top_k) {
-    case 1:
-      return select_fixed<Acc, 1>(list, idx, keys, num_experts);
-    case 2:
-      return select_fixed<Acc, 2>(list, idx, keys, num_experts);
-    case 3:
-      return select_fixed<Acc, 3>(list, idx, keys, num_experts);
-    case 4:
-      return select_fixed<Acc, 4>(list, idx, keys, num_experts);
-    case 6:
-      return select_fixed<Acc, 6>(list, idx, keys, num_experts);
-    case 8:
-      return select_fixed<Acc, 8>(list, idx, keys, num_experts);
-    default:
-      return select_any<Acc>(list, idx, keys, num_experts, top_k);
   }
 }
 

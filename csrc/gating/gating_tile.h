@@ -1,4 +1,4 @@
-// A tile of tokens for the loops of gating_simd.cpp, the only file that includes this one: one token a lane,
+// A tile of tokens for the loops of gates, compiled once per instruction set (*_simd.cpp): one token a lane,
 // [rows, lanes] with as many lanes as a vector has. A step then goes down the experts with whole vectors: none reduces
 // across lanes, and no number of experts leaves a tail.
 #pragma once

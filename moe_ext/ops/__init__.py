@@ -22,10 +22,22 @@ from moe_ext.ops.gating import (  # noqa: E402
     topk_gate,
 )
 from moe_ext.ops.grouped_gemm import grouped_mm  # noqa: E402
+from moe_ext.ops.noisy_gating import (  # noqa: E402
+    GShardGateOutput,
+    NoisyGateOutput,
+    gshard_gate,
+    noisy_topk_gate,
+    routing_jitter,
+    routing_uniform,
+    squared_variation,
+)
 from moe_ext.ops.permutation import Permutation, permute_tokens, unpermute_tokens  # noqa: E402
+from moe_ext.ops.router_linear import router_logits  # noqa: E402
 
 __all__ = [
+    "GShardGateOutput",
     "GateOutput",
+    "NoisyGateOutput",
     "Permutation",
     "SequenceLoad",
     "activation",
@@ -35,12 +47,18 @@ __all__ = [
     "gated_activation",
     "grouped_mm",
     "limit_capacity",
+    "gshard_gate",
     "load_balance_loss",
+    "noisy_topk_gate",
     "permute_tokens",
+    "router_logits",
     "router_z_loss",
     "sequence_balance_loss",
     "sequence_load",
     "sinkhorn_gate",
+    "routing_jitter",
+    "routing_uniform",
+    "squared_variation",
     "topk_gate",
     "unpermute_tokens",
 ]

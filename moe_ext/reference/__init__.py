@@ -16,7 +16,15 @@ from moe_ext.reference.gating import (
     topk_gate,
 )
 from moe_ext.reference.grouped_gemm import grouped_mm
+from moe_ext.reference.noisy_gating import (
+    gshard_gate,
+    noisy_topk_gate,
+    routing_jitter,
+    routing_uniform,
+    squared_variation,
+)
 from moe_ext.reference.permutation import permute_tokens, unpermute_tokens
+from moe_ext.reference.router_linear import router_logits
 
 __all__ = [
     "activation",
@@ -26,12 +34,18 @@ __all__ = [
     "gated_activation",
     "grouped_mm",
     "limit_capacity",
+    "gshard_gate",
     "load_balance_loss",
+    "noisy_topk_gate",
     "permute_tokens",
+    "router_logits",
     "router_z_loss",
     "sequence_balance_loss",
     "sequence_load",
     "sinkhorn_gate",
+    "routing_jitter",
+    "routing_uniform",
+    "squared_variation",
     "topk_gate",
     "unpermute_tokens",
 ]

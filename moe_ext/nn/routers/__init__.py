@@ -7,12 +7,20 @@ from moe_ext.nn.routers.base import (
     number_routers,
     set_routing_step,
 )
+from moe_ext.nn.routers.cosine import CosineRouter
+from moe_ext.nn.routers.gshard import GShardRouter
+from moe_ext.nn.routers.noisy_topk import NoisyTopKRouter
+from moe_ext.nn.routers.switch import SwitchRouter
 from moe_ext.nn.routers.topk import TopKRouter
 
 __all__ = [
     "BalanceTerms",
+    "CosineRouter",
+    "GShardRouter",
+    "NoisyTopKRouter",
     "Router",
     "RouterOutput",
+    "SwitchRouter",
     "TopKRouter",
     "number_routers",
     "set_routing_step",

@@ -133,9 +133,8 @@ class TopKRouter(Router):
         Returns:
             `RouterOutput(logits [T, E], gate)`.
         """
-        acc_dtype = torch.promote_types(x_TD.dtype, torch.float32)
         with without_autocast(x_TD.device):
-            logits_TE = nn.functional.linear(x_TD.to(acc_dtype), self.weight.to(acc_dtype))
+            logits_TE = ops.router_logits(x_TD, self.weight)
             gate = ops.topk_gate(
                 logits_TE,
                 self.top_k,

@@ -1,0 +1,143 @@
+"""Cosine router.
+
+Shapes: T tokens, D model, P projection, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from moe_ext import ops
+from moe_ext.nn._autocast import without_autocast
+from moe_ext.nn.routers.base import Router, RouterOutput
+
+
+class CosineRouter(Router):
+    """Top-k of the cosine between a projected token and an embedding of each expert.
+
+    `logits[t, e] = cos(proj_weight @ x[t] + proj_bias, expert_embedding[e]) / temperature`, then
+    `ops.topk_gate` with softmax. All in float32 (float64 for float64 tokens). The temperature is
+    learned through its logarithm, `temperature = exp(-log_scale)`, and kept at or above
+    `min_temperature`; there the gradient of `log_scale` is zero.
+
+    Args:
+        model_dim: D.
+        num_experts: E, over all ranks.
+        top_k: K, experts per token, at most E.
+        proj_dim: P, 256 in Tutel.
+        init_temperature: first temperature, 0.5 in Tutel; at least `min_temperature`.
+        min_temperature: least temperature, 0.01 in Tutel.
+        renormalize: divide the K weights of a token by their sum. With one expert its probability
+            stays as it is: it is what the router learns from.
+        scale: finite factor on the weights.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+
+    Raises:
+        ValueError: a size or an option is out of its range.
+
+    Determinism: as `ops.topk_gate`; no host synchronisation.
+
+    Reference: Chi et al., On the Representation Collapse of Sparse Mixture of Experts, 2022 (arXiv
+    2204.09179), section 3; the constants are those of Tutel's cosine gate.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        top_k: int = 1,
+        *,
+        proj_dim: int = 256,
+        init_temperature: float = 0.5,
+        min_temperature: float = 0.01,
+        renormalize: bool = True,
+        scale: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(model_dim, num_experts, top_k)
+        if proj_dim < 1:
+            raise ValueError(f"CosineRouter: expected proj_dim to be at least 1, got {proj_dim}")
+        if not 0 < min_temperature < math.inf:
+            raise ValueError(
+                f"CosineRouter: expected min_temperature to be positive, got {min_temperature}"
+            )
+        if not min_temperature <= init_temperature < math.inf:
+            raise ValueError(
+                "CosineRouter: expected init_temperature to be at least "
+                f"min_temperature={min_temperature}, got {init_temperature}"
+            )
+        if not math.isfinite(scale):
+            raise ValueError(f"CosineRouter: expected scale to be finite, got {scale}")
+        self.proj_dim = proj_dim
+        self.init_temperature = init_temperature
+        self.min_temperature = min_temperature
+        self.renormalize = renormalize
+        self.scale = scale
+        self.proj_weight = nn.Parameter(
+            torch.empty(proj_dim, model_dim, device=device, dtype=dtype)
+        )
+        self.proj_bias = nn.Parameter(torch.empty(proj_dim, device=device, dtype=dtype))
+        self.expert_embedding = nn.Parameter(
+            torch.empty(num_experts, proj_dim, device=device, dtype=dtype)
+        )
+        self.log_scale = nn.Parameter(torch.empty((), device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Projection uniform in +-1/sqrt(D), embeddings normal of deviation 0.01."""
+        bound = 1.0 / math.sqrt(self.model_dim)
+        nn.init.uniform_(self.proj_weight, -bound, bound)
+        nn.init.uniform_(self.proj_bias, -bound, bound)
+        nn.init.normal_(self.expert_embedding, 0.0, 0.01)
+        nn.init.constant_(self.log_scale, -math.log(self.init_temperature))
+
+    def extra_repr(self) -> str:
+        """Sizes and options for `repr`."""
+        return (
+            f"model_dim={self.model_dim}, num_experts={self.num_experts}, top_k={self.top_k}, "
+            f"proj_dim={self.proj_dim}, min_temperature={self.min_temperature}"
+        )
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        *,
+        token_mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        token_idx: Tensor | None = None,
+    ) -> RouterOutput:
+        """Choose K experts for every token.
+
+        Args:
+            x_TD: tokens, `[T, D]`, any floating dtype.
+            token_mask: `[T]` bool, True = real token; a masked token chooses no expert.
+            token_ids: not looked at.
+            token_idx: not looked at.
+
+        Returns:
+            `RouterOutput(logits [T, E], gate)`.
+        """
+        with without_autocast(x_TD.device):
+            logits_TE = self._logits(x_TD)
+            gate = ops.topk_gate(
+                logits_TE,
+                self.top_k,
+                renormalize=self.renormalize and self.top_k > 1,
+                scale=self.scale,
+                token_mask=token_mask,
+            )
+        return RouterOutput(logits_TE, gate)
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        projected_TP = ops.router_logits(x_TD, self.proj_weight)
+        acc_dtype = projected_TP.dtype
+        projected_TP = projected_TP + self.proj_bias.to(acc_dtype)
+        embedding_EP = nn.functional.normalize(self.expert_embedding.to(acc_dtype), dim=1)
+        cosine_TE = ops.router_logits(nn.functional.normalize(projected_TP, dim=1), embedding_EP)
+        most = -math.log(self.min_temperature)
+        return cosine_TE * self.log_scale.to(acc_dtype).clamp(max=most).exp()

@@ -1,0 +1,106 @@
+"""Router of GShard.
+
+Shapes: T tokens, D model, E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ext import ops
+from moe_ext.nn._autocast import without_autocast
+from moe_ext.nn.routers._linear import LinearRouter
+from moe_ext.nn.routers.base import BalanceTerms, RouterOutput
+
+_SECOND_EXPERT = ("random", "always")
+
+
+class GShardRouter(LinearRouter):
+    """Two experts per token; the second is kept with probability `min(1, 2 g2)`.
+
+    `g1` and `g2` are the two largest softmax probabilities divided by their sum. The balance loss
+    counts first choices alone (`RouterOutput.balance`, with top_k 1). In evaluation mode the
+    second expert is always kept.
+
+    Args:
+        model_dim: D.
+        num_experts: E, over all ranks, at least 2.
+        second_expert: "random" (the paper's) or "always".
+        seed: of the draws.
+        scale: finite factor on the weights.
+        device: device of the weight.
+        dtype: dtype of the weight.
+
+    Raises:
+        ValueError: a size or an option is out of its range.
+
+    Determinism: a draw depends on seed, layer, step and the token's index in the global batch (see
+    `set_routing_step`), hence not on the number of ranks; no host synchronisation.
+
+    Reference: Lepikhin et al. 2020 (arXiv 2006.16668), algorithm 1.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        *,
+        second_expert: str = "random",
+        seed: int = 0,
+        scale: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if second_expert not in _SECOND_EXPERT:
+            raise ValueError(
+                f"GShardRouter: expected second_expert to be one of {_SECOND_EXPERT}, got "
+                f"{second_expert!r}"
+            )
+        super().__init__(
+            model_dim,
+            num_experts,
+            2,
+            scale=scale,
+            seed=seed if second_expert == "random" else None,
+            device=device,
+            dtype=dtype,
+        )
+        self.second_expert = second_expert
+        self.reset_parameters()
+
+    def extra_repr(self) -> str:
+        """Sizes and options for `repr`."""
+        return f"{super().extra_repr()}, second_expert={self.second_expert!r}"
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        *,
+        token_mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        token_idx: Tensor | None = None,
+    ) -> RouterOutput:
+        """Choose one or two experts for every token.
+
+        Args:
+            x_TD: tokens, `[T, D]`, any floating dtype.
+            token_mask: `[T]` bool, True = real token; a masked token chooses no expert.
+            token_ids: not looked at.
+            token_idx: `[T]` int64, indices in the global batch; by default `first_token + t`.
+
+        Returns:
+            `RouterOutput(logits [T, E], gate, balance=...)` with two columns; a dropped second
+            choice has index -1 and weight 0.
+        """
+        with without_autocast(x_TD.device):
+            logits_TE = ops.router_logits(x_TD, self.weight)
+            chosen = ops.gshard_gate(
+                logits_TE,
+                self.training_rng_state(),
+                scale=self.scale,
+                token_mask=token_mask,
+                token_idx=token_idx,
+            )
+        balance = BalanceTerms(chosen.score_sum, chosen.num_first_choices, 1)
+        return RouterOutput(logits_TE, ops.GateOutput(*chosen[:4]), balance=balance)

@@ -1,0 +1,142 @@
+"""Noisy top-k router.
+
+Shapes: T tokens, D model, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from moe_ext import ops
+from moe_ext.nn._autocast import without_autocast
+from moe_ext.nn.routers._linear import LinearRouter
+from moe_ext.nn.routers.base import RouterOutput
+
+
+class NoisyTopKRouter(LinearRouter):
+    """Top-k of logits with learned noise, balanced by two losses of its own.
+
+    In training mode `h = x @ weight.T + normal * (softplus(x @ noise_weight.T) + noise_epsilon)`,
+    in evaluation mode `h = x @ weight.T`; the weights are the softmax of the K largest h. The
+    losses are the squared coefficients of variation of the experts' importance (sum of gates) and
+    load (expected number of tokens), over this rank's tokens. A layer adds no balance loss.
+
+    Args:
+        model_dim: D.
+        num_experts: E, over all ranks.
+        top_k: K, experts per token, at most E.
+        importance_coef: factor on the importance loss, at least 0.
+        load_coef: factor on the load loss, at least 0.
+        noise_epsilon: least deviation of the noise; 0.01 as in tensor2tensor, 0 in the paper.
+        seed: of the noise.
+        scale: finite factor on the weights.
+        device: device of the weights.
+        dtype: dtype of the weights.
+
+    Raises:
+        ValueError: a size or an option is out of its range.
+
+    Determinism: the noise depends on seed, layer, step and the token's index in the global batch
+    (see `set_routing_step`), hence not on the number of ranks; no host synchronisation.
+
+    Reference: Shazeer et al. 2017 (arXiv 1701.06538), eq. 3-11.
+    """
+
+    balanced = True
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        top_k: int = 2,
+        *,
+        importance_coef: float = 0.1,
+        load_coef: float = 0.1,
+        noise_epsilon: float = 0.01,
+        seed: int = 0,
+        scale: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        options = (
+            ("importance_coef", importance_coef),
+            ("load_coef", load_coef),
+            ("noise_epsilon", noise_epsilon),
+        )
+        for name, value in options:
+            if not 0 <= value < math.inf:
+                raise ValueError(
+                    f"NoisyTopKRouter: expected {name} to be finite and at least 0, got {value}"
+                )
+        super().__init__(
+            model_dim, num_experts, top_k, scale=scale, seed=seed, device=device, dtype=dtype
+        )
+        self.importance_coef = importance_coef
+        self.load_coef = load_coef
+        self.noise_epsilon = noise_epsilon
+        self.noise_weight = nn.Parameter(torch.empty_like(self.weight))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set both weights to zero, as the paper does: no signal and some noise."""
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.noise_weight)
+        self.reset_rng_state()
+
+    def extra_repr(self) -> str:
+        """Sizes and options for `repr`."""
+        return (
+            f"{super().extra_repr()}, importance_coef={self.importance_coef}, "
+            f"load_coef={self.load_coef}, noise_epsilon={self.noise_epsilon}"
+        )
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        *,
+        token_mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        token_idx: Tensor | None = None,
+    ) -> RouterOutput:
+        """Choose K experts for every token.
+
+        Args:
+            x_TD: tokens, `[T, D]`, any floating dtype.
+            token_mask: `[T]` bool, True = real token; a masked token chooses no expert.
+            token_ids: not looked at.
+            token_idx: `[T]` int64, indices in the global batch; by default `first_token + t`.
+
+        Returns:
+            `RouterOutput(logits [T, E], gate, losses)`: the logits without noise, `score_sum` of
+            the gate is the importance, and the losses "importance" and "load" have their
+            coefficients applied.
+        """
+        rng_state = self.training_rng_state()
+        with without_autocast(x_TD.device):
+            logits_TE = ops.router_logits(x_TD, self.weight)
+            noise_TE = None if rng_state is None else ops.router_logits(x_TD, self.noise_weight)
+            chosen = ops.noisy_topk_gate(
+                logits_TE,
+                noise_TE,
+                rng_state,
+                self.top_k,
+                noise_epsilon=self.noise_epsilon,
+                scale=self.scale,
+                token_mask=token_mask,
+                token_idx=token_idx,
+            )
+            losses = self._losses(chosen)
+        gate = ops.GateOutput(*chosen[:4])
+        return RouterOutput(logits_TE, gate, losses or None)
+
+    def _losses(self, chosen: ops.NoisyGateOutput) -> dict[str, Tensor]:
+        losses = {}
+        if self.importance_coef:
+            variation = ops.squared_variation(chosen.importance)
+            losses["importance"] = self.importance_coef * variation
+        if self.load_coef:
+            losses["load"] = self.load_coef * ops.squared_variation(chosen.load)
+        return losses

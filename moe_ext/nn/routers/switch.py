@@ -1,0 +1,98 @@
+"""Router of the Switch Transformer.
+
+Shapes: T tokens, D model, E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ext import ops
+from moe_ext.nn._autocast import without_autocast
+from moe_ext.nn.routers._linear import LinearRouter
+from moe_ext.nn.routers.base import RouterOutput
+
+
+class SwitchRouter(LinearRouter):
+    """One expert per token, weighed by its softmax probability, with input jitter in training.
+
+    `p = softmax((x * u) @ weight.T)`, `u ~ U[1 - jitter_eps, 1 + jitter_eps)` for every number of
+    every token in training mode and 1 in evaluation; the expert of the largest p gets weight
+    `scale * p`, which is not divided by itself: it is what the router learns from.
+
+    Args:
+        model_dim: D.
+        num_experts: E, over all ranks.
+        jitter_eps: in [0, 1); the paper's is 0.01, 0 turns the jitter off.
+        seed: of the jitter.
+        scale: finite factor on the weights.
+        device: device of the weight.
+        dtype: dtype of the weight.
+
+    Raises:
+        ValueError: a size or an option is out of its range.
+
+    Determinism: the jitter depends on seed, layer, step and the token's index in the global batch
+    (see `set_routing_step`), hence not on the number of ranks; no host synchronisation.
+
+    Reference: Fedus et al. 2021 (arXiv 2101.03961), eq. 1-2 and section 2.4.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        *,
+        jitter_eps: float = 0.01,
+        seed: int = 0,
+        scale: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if not 0 <= jitter_eps < 1:
+            raise ValueError(f"SwitchRouter: expected jitter_eps to be in [0, 1), got {jitter_eps}")
+        super().__init__(
+            model_dim,
+            num_experts,
+            1,
+            scale=scale,
+            seed=seed if jitter_eps else None,
+            device=device,
+            dtype=dtype,
+        )
+        self.jitter_eps = jitter_eps
+        self.reset_parameters()
+
+    def extra_repr(self) -> str:
+        """Sizes and options for `repr`."""
+        return f"{super().extra_repr()}, jitter_eps={self.jitter_eps}"
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        *,
+        token_mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        token_idx: Tensor | None = None,
+    ) -> RouterOutput:
+        """Choose an expert for every token.
+
+        Args:
+            x_TD: tokens, `[T, D]`, any floating dtype; not changed by the jitter.
+            token_mask: `[T]` bool, True = real token; a masked token chooses no expert.
+            token_ids: not looked at.
+            token_idx: `[T]` int64, indices in the global batch; by default `first_token + t`.
+
+        Returns:
+            `RouterOutput(logits [T, E], gate)` with one column.
+        """
+        rng_state = self.training_rng_state()
+        with without_autocast(x_TD.device):
+            if rng_state is not None:
+                x_TD = ops.routing_jitter(x_TD, rng_state, self.jitter_eps, token_idx=token_idx)
+            logits_TE = ops.router_logits(x_TD, self.weight)
+            gate = ops.topk_gate(
+                logits_TE, 1, renormalize=False, scale=self.scale, token_mask=token_mask
+            )
+        return RouterOutput(logits_TE, gate)

@@ -1,0 +1,75 @@
+"""The router's product: logits in float32 from tokens of any dtype.
+
+Shape suffixes: T tokens, D model, E experts.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    r"""Computes :math:`x W^\top`, summed and returned in float32 whatever the dtype of the model.
+
+    The products of bfloat16 and float16 numbers are exact in float32, so the logits are those of
+    the upcast tokens, without a copy of the tokens: on CPU tiles of rows are converted in the
+    cache. Logits rounded to bfloat16 would flip the choice between close experts. Autocast does
+    not change the result.
+
+    Args:
+        x_TD (Tensor[T, D]): float32, float64, bfloat16 or float16, any strides.
+        weight_ED (Tensor[E, D]): any of these dtypes; converted to that of the result.
+
+    Returns:
+        Tensor[T, E]: float32, or float64 for float64 tokens. Differentiable once: the gradients are
+        summed in the dtype of the result, and come back in the dtypes of x and weight. x and weight
+        are saved as they are.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype or shape.
+
+    Deterministic. On CPU a token's logits have the same bits in any batch and for any number of
+    threads; on CUDA as far as the library's product is.
+    """
+    logits_TE: Tensor = torch.ops.moe_ext.router_logits(x_TD, weight_ED)
+    return logits_TE
+
+
+def _acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@torch.library.register_fake("moe_ext::router_logits")
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=_acc_dtype(x.dtype))
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weight = inputs
+    needs_x, needs_weight, *_ = ctx.needs_input_grad
+    ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
+    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    x, weight = ctx.saved_tensors
+    grad_x = grad_weight = None
+    if ctx.needs_input_grad[0]:
+        grad_x = torch.ops.moe_ext._router_logits_backward_x(grad, weight, ctx.x_dtype)
+    if ctx.needs_input_grad[1]:
+        grad_weight = torch.ops.moe_ext._router_logits_backward_weight(grad, x, ctx.weight_dtype)
+    return grad_x, grad_weight
+
+
+torch.library.register_autograd("moe_ext::router_logits", _backward, setup_context=_setup_context)
+
+
+@torch.library.register_fake("moe_ext::_router_logits_backward_x")
+def _(grad: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return grad.new_empty((grad.shape[0], weight.shape[1]), dtype=dtype)
+
+
+@torch.library.register_fake("moe_ext::_router_logits_backward_weight")
+def _(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    return grad.new_empty((grad.shape[1], x.shape[1]), dtype=dtype)
