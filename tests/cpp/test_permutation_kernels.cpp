@@ -82,9 +82,9 @@ class BuildTables : public simt::ScheduleTest<Case> {
   template <typename IndexT, typename Weight>
   void matches_serial_sort() {
     const Case c = param();
-    simt::Device small;
+    DeviceProperties small = device_properties();
     small.shared_bytes_per_block = c.shared_bytes;
-    const simt::Scoped scoped(simt::device, small);
+    const simt::Scoped scoped(device_properties(), small);
     const auto experts = random_experts<IndexT>(c.num_slots, c.num_experts);
     const auto weights = random_weights<Weight>(c.num_slots);
     Expected expected = serial_sort(c, experts, weights);

@@ -1,347 +1,193 @@
 #include "simt.h"
 
+#include <ucontext.h>
 #include <algorithm>
-#include <csetjmp>
 #include <memory>
-#include <mutex>
 #include <numeric>
 #include <random>
-#include <utility>
-#include <vector>
-
-#include <ucontext.h>
+#include <ranges>
+#include <span>
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/common_interface_defs.h>
+#else
+#define __sanitizer_start_switch_fiber(...)
+#define __sanitizer_finish_switch_fiber(...)
 #endif
 
 namespace simt {
 namespace {
 
-constexpr int kWarpSize = 32;
-constexpr unsigned char kPoison = 0xFF;
-constexpr int64_t kMaxAtomics = 10'000'000;
-#if defined(__SANITIZE_ADDRESS__)
-constexpr size_t kStackBytes = 256 * 1024; // the sanitizer pads every local variable
-constexpr size_t kGuardBytes = 0;          // and guards the end of every allocation
-#else
-constexpr size_t kStackBytes = 64 * 1024;
-constexpr size_t kGuardBytes = 256;
-#endif
+constexpr size_t kStackBytes = 256 * 1024; // AddressSanitizer pads every local variable
 
-// One side of a switch: the scheduler or a thread. _setjmp saves no signal mask and so makes no system call, which
-// swapcontext does; AddressSanitizer must be told of each switch, and follows swapcontext alone.
-struct Context {
-  ucontext_t context;
-  jmp_buf jump;
-  const void* stack = nullptr;
-  size_t bytes = 0;
-  bool entered = true;
-
-  void start(void (*entry)(), void* memory) {
-    getcontext(&context);
-    stack = context.uc_stack.ss_sp = memory;
-    bytes = context.uc_stack.ss_size = kStackBytes;
-    context.uc_link = nullptr;
-    entered = false;
-    makecontext(&context, entry, 0);
-  }
-
-  void switch_to(Context& to) {
-#if defined(__SANITIZE_ADDRESS__)
-    void* fake_stack = nullptr;
-    __sanitizer_start_switch_fiber(&fake_stack, to.stack, to.bytes);
-    swapcontext(&context, &to.context);
-    __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
-#else
-    if (_setjmp(jump) == 0) {
-      if (std::exchange(to.entered, true)) {
-        _longjmp(to.jump, 1);
-      }
-      setcontext(&to.context);
-    }
-#endif
-  }
-};
-
-enum class State : uint8_t { kReady, kInWarpOp, kAtBarrier, kDone };
+enum class State : uint8_t { kReady, kWaiting, kGone };
 
 struct Thread {
-  Context context;
-  std::unique_ptr<unsigned char[]> stack{new unsigned char[kStackBytes]};
-  State state = State::kDone;
+  ucontext_t context;
+  std::unique_ptr<unsigned char[]> stack = std::make_unique_for_overwrite<unsigned char[]>(kStackBytes);
   dim3 idx;
-  Site site;
-  WarpOp op = WarpOp::kSync;
-  unsigned mask = 0;
-  uint64_t value = 0, result = 0;
-  int source = 0;
-  int64_t num_atomics = 0;
+  State state = State::kReady;
+  Call call;
 };
 
-std::mutex one_grid;
 std::mt19937_64 generator;
-std::vector<std::unique_ptr<Thread>> threads; // kept between launches: a stack is costly to make
-std::vector<std::pair<void*, size_t>> static_shared;
-std::unique_ptr<unsigned char[]> dynamic;
-Context scheduler;
+std::vector<Thread> pool(1024); // as many as a block may have; kept, since a stack is costly to make
+ucontext_t scheduler;
+const void* scheduler_stack = nullptr;
+size_t scheduler_bytes = 0;
 Thread* current = nullptr;
+std::array<uint64_t, kWarpSize> exchanged;
 const std::function<void()>* running = nullptr;
-std::string thrown;
+std::exception_ptr thrown;
 
 std::string describe(const dim3& at) {
   return "(" + std::to_string(at.x) + ", " + std::to_string(at.y) + ", " + std::to_string(at.z) + ")";
 }
 
 std::string describe(const Thread& t) {
-  const std::string at = t.site.file ? " at " + std::string(t.site.file) + ":" + std::to_string(t.site.line) : "";
-  return "thread " + describe(t.idx) + (t.state == State::kDone ? ", which has returned" : at);
+  const std::string at = std::string(" at ") + t.call.site.file_name() + ":" + std::to_string(t.call.site.line());
+  const char* gone = t.idx.z < blockDim.z ? ", which has returned" : ", which is outside the block";
+  return "thread " + describe(t.idx) + (t.state == State::kGone ? gone : at);
 }
 
-[[noreturn]] void raise(const std::string& what, const Thread& t) {
-  throw Error("simt: " + what + ": block " + describe(here.block) + ", " + describe(t));
+dim3 unflatten(unsigned i, const dim3& size) {
+  return dim3(i % size.x, i / size.x % size.y, i / (size.x * size.y));
 }
 
-std::vector<int> ordered(int count) {
+std::vector<int> ordered(size_t count) {
   std::vector<int> order(count);
   std::iota(order.begin(), order.end(), 0);
   if (schedule.order == Schedule::Order::kReverse) {
-    std::reverse(order.begin(), order.end());
+    std::ranges::reverse(order);
   } else if (schedule.order == Schedule::Order::kRandom) {
-    std::shuffle(order.begin(), order.end(), generator);
+    std::ranges::shuffle(order, generator);
   }
   return order;
 }
 
-// A fiber lives on after its kernel returns, and runs the next one that it is given.
-void fiber_main() {
-#if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_finish_switch_fiber(nullptr, &scheduler.stack, &scheduler.bytes);
-#endif
-  for (;;) {
-    Thread* const self = current;
-    try {
-      (*running)();
-    } catch (const std::exception& error) {
-      thrown = error.what();
-    }
-    self->state = State::kDone;
-    self->context.switch_to(scheduler);
+// AddressSanitizer must be told of each switch between stacks.
+void switch_stack(ucontext_t& from, ucontext_t& to, [[maybe_unused]] const void* stack, [[maybe_unused]] size_t bytes) {
+  [[maybe_unused]] void* fake_stack = nullptr;
+  __sanitizer_start_switch_fiber(&fake_stack, stack, bytes);
+  swapcontext(&from, &to);
+  __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
+}
+
+void leave(State state) {
+  current->state = state;
+  switch_stack(current->context, scheduler, scheduler_stack, scheduler_bytes);
+}
+
+void run_thread() {
+  __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_bytes);
+  try {
+    (*running)();
+  } catch (...) {
+    thrown = std::current_exception();
   }
+  leave(State::kGone);
+}
+
+void start(ucontext_t& context, void* stack) {
+  getcontext(&context);
+  context.uc_stack = {.ss_sp = stack, .ss_flags = 0, .ss_size = kStackBytes};
+  makecontext(&context, run_thread, 0);
 }
 
 void resume(Thread& t) {
   current = &t;
-  t.num_atomics = 0;
-  here.thread = t.idx;
-  scheduler.switch_to(t.context);
-  if (!thrown.empty()) {
-    throw Error(std::exchange(thrown, {}));
+  threadIdx = t.idx;
+  num_atomics = 0;
+  switch_stack(scheduler, t.context, t.stack.get(), kStackBytes);
+  if (thrown) {
+    std::rethrow_exception(std::move(thrown)); // which is null from then on
   }
 }
 
-void wait(State state, Site site) {
-  Thread& self = *current;
-  self.state = state;
-  self.site = site;
-  self.context.switch_to(scheduler);
+// Lets those go on whose whole mask, or block, has come. Where there are none, whoever waits does so for ever.
+bool release(std::span<Thread> threads, bool is_block) {
+  const Thread* missing = nullptr;
+  for (Thread& first : threads) {
+    const Call call = first.call;
+    if (first.state != State::kWaiting || is_block == call.mask.has_value()) {
+      continue;
+    }
+    const auto lane_of = [&](const Thread& t) { return (&t - threads.data()) % kWarpSize; };
+    const auto awaited = [&](const Thread& t) { return (call.mask.value_or(~0u) >> lane_of(t) & 1u) != 0; };
+    // Lanes may come to one operation from several lines; at a barrier the lines must agree.
+    const auto meets = [&](const Thread& t) {
+      const bool same_line = t.call.site.file_name() == call.site.file_name() && t.call.site.line() == call.site.line();
+      return t.state == State::kWaiting && t.call.op == call.op && t.call.mask == call.mask && (!is_block || same_line);
+    };
+    const auto absent = std::ranges::find_if(threads, [&](const Thread& t) { return awaited(t) && !meets(t); });
+    if (absent != threads.end()) {
+      current = &first;
+      missing = &*absent;
+      continue;
+    }
+    for (Thread& t : threads | std::views::filter(awaited)) {
+      exchanged[lane_of(t)] = t.call.value;
+      t.state = State::kReady;
+    }
+  }
+  const bool released = std::ranges::any_of(threads, [](const Thread& t) { return t.state == State::kReady; });
+  if (!released && missing != nullptr) {
+    fail(std::string(current->call.op) + " waits for " + describe(*missing), current->call.site);
+  }
+  return released;
 }
 
-struct Warp {
-  int first, num_lanes;
-
-  Thread& operator[](int lane) const {
-    return *threads[first + lane];
-  }
-
-  void run() const {
-    do {
-      for (int lane : ordered(num_lanes)) {
-        if ((*this)[lane].state == State::kReady) {
-          resume((*this)[lane]);
-        }
-      }
-    } while (release());
-  }
-
-  // Completes every operation whose lanes have all come. A lane that waits for one that cannot come is an error.
-  bool release() const {
-    bool released = false;
-    const Thread* stuck = nullptr;
-    std::string absent;
-    for (int lane = 0; lane < num_lanes; ++lane) {
-      const Thread& t = (*this)[lane];
-      if (t.state != State::kInWarpOp) {
-        continue;
-      }
-      if ((t.mask >> lane & 1u) == 0) {
-        raise("the mask does not name the calling lane", t);
-      }
-      const std::string missing = missing_lane(t);
-      if (missing.empty()) {
-        complete(t.mask);
-        released = true;
-      } else {
-        stuck = &t;
-        absent = missing;
-      }
-    }
-    if (!released && stuck != nullptr) {
-      raise("a warp operation waits for " + absent, *stuck);
-    }
-    return released;
-  }
-
-  // A lane of the mask that has not come to the same operation with the same mask.
-  std::string missing_lane(const Thread& t) const {
-    for (int lane = 0; lane < kWarpSize; ++lane) {
-      if (t.mask >> lane & 1u) {
-        if (lane >= num_lanes) {
-          return "a lane outside the block";
-        }
-        const Thread& other = (*this)[lane];
-        if (other.state != State::kInWarpOp || other.mask != t.mask || other.op != t.op) {
-          return describe(other);
-        }
-      }
-    }
-    return {};
-  }
-
-  void complete(unsigned mask) const {
-    for (int lane = 0; lane < num_lanes; ++lane) {
-      if (mask >> lane & 1u) {
-        (*this)[lane].result = result_of((*this)[lane]);
-      }
-    }
-    for (int lane = 0; lane < num_lanes; ++lane) {
-      if (mask >> lane & 1u) {
-        (*this)[lane].state = State::kReady;
-      }
-    }
-  }
-
-  uint64_t result_of(const Thread& t) const {
-    if (t.op == WarpOp::kShuffle) {
-      if ((t.mask >> t.source & 1u) == 0) {
-        raise("a shuffle reads lane " + std::to_string(t.source) + ", which its mask does not name", t);
-      }
-      return (*this)[t.source].value;
-    }
-    unsigned lanes = 0;
-    for (int lane = 0; lane < num_lanes; ++lane) {
-      const uint64_t value = (*this)[lane].value;
-      lanes |= unsigned{t.op == WarpOp::kMatch ? value == t.value : value != 0} << lane;
-    }
-    return lanes & t.mask;
-  }
-};
-
-// Every thread waits at a barrier or has returned. False: all have returned.
-bool release_barrier(int num_threads) {
-  const Thread* first = nullptr;
-  const Thread* returned = nullptr;
-  for (int i = 0; i < num_threads; ++i) {
-    const Thread& t = *threads[i];
-    if (t.state == State::kDone) {
-      returned = &t;
-    } else if (first == nullptr) {
-      first = &t;
-    } else if (first->site.line != t.site.line || std::strcmp(first->site.file, t.site.file) != 0) {
-      raise("threads wait at different barriers: " + describe(t) + "; and", *first);
-    }
-  }
-  if (first != nullptr && returned != nullptr) {
-    raise("a barrier waits for " + describe(*returned), *first);
-  }
-  for (int i = 0; first != nullptr && i < num_threads; ++i) {
-    threads[i]->state = State::kReady;
-  }
-  return first != nullptr;
-}
-
-void run_block(dim3 block, int num_threads) {
-  while (static_cast<int>(threads.size()) < num_threads) {
-    threads.push_back(std::make_unique<Thread>());
-    threads.back()->context.start(fiber_main, threads.back()->stack.get());
-  }
-  for (int i = 0; i < num_threads; ++i) {
-    threads[i]->state = State::kReady;
-    threads[i]->site = {};
-    threads[i]->idx = dim3(i % block.x, i / block.x % block.y, i / (block.x * block.y));
+void run_block(size_t num_threads) {
+  const size_t num_warps = (num_threads + kWarpSize - 1) / kWarpSize;
+  for (size_t i = 0; i < num_warps * kWarpSize; ++i) {
+    pool[i].idx = unflatten(i, blockDim);
+    pool[i].state = i < num_threads ? State::kReady : State::kGone;
+    start(pool[i].context, pool[i].stack.get());
   }
   do {
-    for (int warp : ordered((num_threads + kWarpSize - 1) / kWarpSize)) {
-      Warp{warp * kWarpSize, std::min(kWarpSize, num_threads - warp * kWarpSize)}.run();
+    for (int warp : ordered(num_warps)) {
+      const std::span lanes = std::span(pool).subspan(warp * kWarpSize, kWarpSize);
+      do {
+        for (int i : ordered(kWarpSize)) {
+          lane = i;
+          if (lanes[i].state == State::kReady) {
+            resume(lanes[i]);
+          }
+        }
+      } while (release(lanes, false));
     }
-  } while (release_barrier(num_threads));
+  } while (release(std::span(pool).first(num_threads), true));
 }
 
 } // namespace
 
 void run_grid(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& kernel) {
-  const std::lock_guard lock(one_grid);
   generator.seed(schedule.seed);
   running = &kernel;
-  here = {{}, {}, block, grid};
-  const size_t dynamic_bytes = shared_bytes + kGuardBytes;
-  dynamic.reset(new unsigned char[dynamic_bytes]);
-  try {
-    for (int i : ordered(static_cast<int>(grid.x * grid.y * grid.z))) {
-      here.block = dim3(i % grid.x, i / grid.x % grid.y, i / (grid.x * grid.y));
-      for (const auto& [bytes, size] : static_shared) {
-        std::memset(bytes, kPoison, size);
-      }
-      std::memset(dynamic.get(), kPoison, dynamic_bytes);
-      run_block(block, static_cast<int>(block.x * block.y * block.z));
-      const unsigned char* const end = dynamic.get() + dynamic_bytes;
-      if (std::any_of(end - kGuardBytes, end, [](unsigned char byte) { return byte != kPoison; })) {
-        throw Error("simt: a store past the end of dynamic shared memory: block " + describe(here.block));
-      }
+  gridDim = grid;
+  blockDim = block;
+  for (int i : ordered(size_t{grid.x} * grid.y * grid.z)) {
+    blockIdx = unflatten(i, grid);
+    for (auto& bytes : static_shared) {
+      std::ranges::fill(bytes, kPoison);
     }
-  } catch (...) {
-    // Threads that wait inside the failed kernel never come back: their stacks are given up with them.
-    threads.clear();
-    throw;
+    // A new allocation, of just this size: AddressSanitizer guards its end.
+    dynamic_shared = std::vector<unsigned char>(shared_bytes, kPoison);
+    run_block(size_t{block.x} * block.y * block.z);
   }
-}
-
-void sync_threads(Site site) {
-  wait(State::kAtBarrier, site);
-}
-
-uint64_t warp_op(WarpOp op, unsigned mask, uint64_t value, int source, Site site) {
-  Thread& self = *current;
-  self.op = op;
-  self.mask = mask;
-  self.value = value;
-  self.source = source;
-  wait(State::kInWarpOp, site);
-  return self.result;
-}
-
-int lane() {
-  const dim3 &at = here.thread, &size = here.block_size;
-  return static_cast<int>((at.x + size.x * (at.y + size.y * at.z)) % kWarpSize);
-}
-
-void* dynamic_shared() {
-  return dynamic.get();
 }
 
 void fail(const std::string& what, Site site) {
-  current->site = site;
-  raise(what, *current);
+  current->call.site = site;
+  throw Error("simt: " + what + ": block " + describe(blockIdx) + ", " + describe(*current));
 }
 
-void count_atomic(Site site) {
-  if (++current->num_atomics > kMaxAtomics) {
-    fail("deadlock: a thread spins on atomics and waits for nothing that lets others run", site);
+const std::array<uint64_t, kWarpSize>& exchange(const Call& call) {
+  if (!(call.mask.value_or(~0u) >> lane & 1u)) {
+    fail("the mask does not name the calling lane", call.site);
   }
-}
-
-void register_shared(void* bytes, size_t size) {
-  static_shared.emplace_back(bytes, size);
-  std::memset(bytes, kPoison, size);
+  current->call = call;
+  leave(State::kWaiting);
+  return exchanged;
 }
 
 } // namespace simt

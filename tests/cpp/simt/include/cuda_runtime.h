@@ -4,16 +4,15 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <string>
+#include <utility>
 
 #include "simt.h"
 
 #define __global__
 #define __device__
-#define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define SIMT_SITE ::simt::Site site = ::simt::Site::current()
 
 using cudaStream_t = void*;
 struct alignas(8) uint2 {
@@ -22,130 +21,80 @@ struct alignas(8) uint2 {
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
-using std::max;
-using std::min;
-
-#define threadIdx (::simt::here.thread)
-#define blockIdx (::simt::here.block)
-#define blockDim (::simt::here.block_size)
-#define gridDim (::simt::here.grid_size)
-
-// As a default argument these two name the caller's line.
-#define SIMT_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
-
-inline void __syncthreads(SIMT_SITE) {
-  simt::sync_threads({file, line});
-}
-
-inline void __syncwarp(unsigned mask = 0xFFFFFFFFu, SIMT_SITE) {
-  simt::warp_op(simt::WarpOp::kSync, mask, 0, 0, {file, line});
-}
-
-[[noreturn]] inline void __trap(SIMT_SITE) {
-  simt::fail("trap", {file, line});
-}
-
-inline unsigned __ballot_sync(unsigned mask, int predicate, SIMT_SITE) {
-  return static_cast<unsigned>(simt::warp_op(simt::WarpOp::kBallot, mask, predicate != 0, 0, {file, line}));
-}
-
-inline int __any_sync(unsigned mask, int predicate, SIMT_SITE) {
-  return __ballot_sync(mask, predicate, file, line) != 0;
-}
-
-inline int __all_sync(unsigned mask, int predicate, SIMT_SITE) {
-  return __ballot_sync(mask, predicate, file, line) == mask;
-}
-
-template <typename T>
-unsigned __match_any_sync(unsigned mask, T value, SIMT_SITE) {
-  return static_cast<unsigned>(simt::warp_op(simt::WarpOp::kMatch, mask, simt::bits<uint64_t>(value), 0, {file, line}));
-}
+using std::max, std::min;
 
 namespace simt {
 
+template <typename To, typename From>
+To bits(From from) {
+  To to{};
+  std::memcpy(&to, &from, std::min(sizeof(to), sizeof(from)));
+  return to;
+}
+
+// The lanes of the mask that give `wanted`.
+template <typename T>
+unsigned lanes_with(T wanted, const char* op, unsigned mask, T value, SIMT_SITE) {
+  const auto& given = exchange({op, mask, bits<uint64_t>(value), site});
+  unsigned lanes = 0;
+  for (int i = 0; i < kWarpSize; ++i) {
+    lanes |= unsigned{given[i] == bits<uint64_t>(wanted)} << i;
+  }
+  return lanes & mask;
+}
+
 // `source` is relative to the lane's segment of `width` lanes; outside of it a lane reads itself.
 template <typename T>
-T shuffle(unsigned mask, T value, int source, bool inside, int width, Site site) {
-  const int from = inside ? lane() / width * width + source : lane();
-  return bits<T>(warp_op(WarpOp::kShuffle, mask, bits<uint64_t>(value), from, site));
+T shuffle(const char* op, unsigned mask, T value, int source, int width, Site site) {
+  static_assert(sizeof(T) <= sizeof(uint64_t));
+  const auto& given = exchange({op, mask, bits<uint64_t>(value), site});
+  const int from = source < 0 || source >= width ? lane : lane / width * width + source;
+  if ((mask >> from & 1u) == 0) {
+    fail("a shuffle reads lane " + std::to_string(from) + ", which its mask does not name", site);
+  }
+  return bits<T>(given[from]);
 }
 
 } // namespace simt
 
-template <typename T>
-T __shfl_sync(unsigned mask, T value, int source, int width = 32, SIMT_SITE) {
-  return simt::shuffle(mask, value, source & (width - 1), true, width, {file, line});
+inline void __syncwarp(unsigned mask = 0xFFFFFFFFu, SIMT_SITE) {
+  simt::exchange({"__syncwarp", mask, 0, site});
 }
+#define __syncthreads() ::simt::exchange({"__syncthreads", {}, 0, ::simt::Site::current()})
+#define __trap() ::simt::fail("trap", ::simt::Site::current())
+#define __ballot_sync(mask, value) ::simt::lanes_with<bool>(true, "__ballot_sync", mask, value)
+#define __match_any_sync(mask, value) ::simt::lanes_with(value, "__match_any_sync", mask, value)
+#define __any_sync(mask, value) (__ballot_sync(mask, value) != 0)
+#define __all_sync(mask, value) (__ballot_sync(mask, value) == (mask))
 
-template <typename T>
-T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, SIMT_SITE) {
-  const int source = simt::lane() % width - static_cast<int>(delta);
-  return simt::shuffle(mask, value, source, source >= 0, width, {file, line});
-}
-
-template <typename T>
-T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, SIMT_SITE) {
-  const int source = simt::lane() % width + static_cast<int>(delta);
-  return simt::shuffle(mask, value, source, source < width, width, {file, line});
-}
-
-template <typename T>
-T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32, SIMT_SITE) {
-  const int source = (simt::lane() % width) ^ lanes;
-  return simt::shuffle(mask, value, source, source < width, width, {file, line});
-}
-
-#define SIMT_ATOMIC(name, expression)                          \
-  template <typename T>                                        \
-  T name(T* place, std::type_identity_t<T> value, SIMT_SITE) { \
-    simt::count_atomic({file, line});                          \
-    const T before = *place;                                   \
-    *place = expression;                                       \
-    return before;                                             \
+// `at` is the lane's place in its segment, `by` the third argument.
+#define SIMT_SHUFFLE(name, source)                                    \
+  template <typename T>                                               \
+  T name(unsigned mask, T value, int by, int width = 32, SIMT_SITE) { \
+    [[maybe_unused]] const int at = simt::lane % width;               \
+    return simt::shuffle(#name, mask, value, source, width, site);    \
   }
-SIMT_ATOMIC(atomicAdd, before + value)
-SIMT_ATOMIC(atomicMax, std::max(before, value))
-SIMT_ATOMIC(atomicMin, std::min(before, value))
+SIMT_SHUFFLE(__shfl_sync, (width - 1) & by)
+SIMT_SHUFFLE(__shfl_up_sync, at - by)
+SIMT_SHUFFLE(__shfl_down_sync, at + by)
+SIMT_SHUFFLE(__shfl_xor_sync, at ^ by)
+
+// A thread that spins on atomics would never give way to the others.
+#define SIMT_ATOMIC(name, expression)                                                                     \
+  template <typename T>                                                                                   \
+  T name(T* place, std::type_identity_t<T> value, SIMT_SITE) {                                            \
+    if (++simt::num_atomics > 10'000'000) {                                                               \
+      simt::fail("deadlock: a thread spins on atomics and waits for nothing that lets others run", site); \
+    }                                                                                                     \
+    return std::exchange(*place, expression);                                                             \
+  }
+SIMT_ATOMIC(atomicAdd, *place + value)
+SIMT_ATOMIC(atomicMax, std::max(*place, value))
+SIMT_ATOMIC(atomicMin, std::min(*place, value))
 SIMT_ATOMIC(atomicExch, value)
-#undef SIMT_ATOMIC
 
-template <typename T>
-T atomicCAS(T* place, std::type_identity_t<T> expected, std::type_identity_t<T> value, SIMT_SITE) {
-  simt::count_atomic({file, line});
-  const T before = *place;
-  *place = before == expected ? value : before;
-  return before;
-}
-
-template <typename T>
-T __ldg(const T* place) {
-  return *place;
-}
-
-template <typename T>
-void __stwb(T* place, T value) {
-  *place = value;
-}
-
-inline int __popc(unsigned x) {
-  return __builtin_popcount(x);
-}
-inline int __ffs(int x) {
-  return __builtin_ffs(x);
-}
-inline int __clz(int x) {
-  return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x));
-}
-inline unsigned __float_as_uint(float x) {
-  return simt::bits<unsigned>(x);
-}
-inline float __uint_as_float(unsigned x) {
-  return simt::bits<float>(x);
-}
-inline long long __double_as_longlong(double x) {
-  return simt::bits<long long>(x);
-}
-inline float rsqrtf(float x) {
-  return 1.0f / std::sqrt(x);
-}
+#define __stwb(place, value) (*(place) = (value))
+#define __popc(x) __builtin_popcount(x)
+#define __ffs(x) __builtin_ffs(x)
+#define __float_as_uint(x) ::simt::bits<unsigned>(float{x})
+#define __double_as_longlong(x) ::simt::bits<long long>(double{x})

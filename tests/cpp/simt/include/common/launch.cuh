@@ -7,11 +7,10 @@
 
 namespace moe_ext {
 
-inline DeviceProperties device_properties() {
-  const simt::Device& device = simt::device;
-  return {
-      device.num_sms, device.max_threads_per_sm, device.shared_bytes_per_block, device.shared_bytes_per_block_opt_in,
-      device.compute_capability};
+// Small, so that kernels walk over their work with a stride already in small tests.
+inline DeviceProperties& device_properties() {
+  static DeviceProperties device = {2, 512, 48 * 1024, 99 * 1024, 9};
+  return device;
 }
 
 template <typename... Params, typename... Args>
@@ -22,7 +21,7 @@ void launch(const Launch& launch, void (*kernel)(Params...), Args... args) {
 
 } // namespace moe_ext
 
-#define MOE_SHARED(T, name, size)                          \
-  static ::simt::SharedArray<T, size> name##_of_the_block; \
-  T* const name = reinterpret_cast<T*>(name##_of_the_block.bytes)
-#define MOE_DYNAMIC_SHARED(T, name) T* const name = static_cast<T*>(::simt::dynamic_shared())
+#define MOE_SHARED(T, name, size) \
+  static T* const name =          \
+      reinterpret_cast<T*>(::simt::static_shared.emplace_back(sizeof(T) * (size), ::simt::kPoison).data())
+#define MOE_DYNAMIC_SHARED(T, name) T* const name = reinterpret_cast<T*>(::simt::dynamic_shared.data())

@@ -9,8 +9,7 @@
 namespace moe_ext {
 
 struct DeviceScope {
-  explicit DeviceScope(const Tensor&) {
-  }
+  Tensor tensor;
   cudaStream_t stream() const {
     return nullptr;
   }
