@@ -7,7 +7,7 @@ Shapes: T tokens, D model, E experts, K top-k, N = T*K rows, R received rows, P 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -281,8 +281,21 @@ class AllToAllDispatcher:
         header = (x_TD.shape[1], code, topk_idx_TK.shape[1], 0, capacity or 0)
         return rows_ND, local, self._exchange_counts(own_PL, header)
 
-    def combine(self, rows: Tensor, metadata: DispatchMetadata) -> Tensor:
-        """Send expert outputs back; weighted sum of every token's rows, `[T, D]`."""
+    def combine(
+        self,
+        rows: Tensor,
+        metadata: DispatchMetadata,
+        *,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """Send expert outputs back; weighted sum of every token's rows, `[T, D]`.
+
+        Args:
+            rows: expert outputs, `[R, D]`.
+            metadata: what `dispatch` returned.
+            meanwhile: called while the rows travel, for kernels that do not need them. On CUDA they
+                and their backward pass run beside the exchange.
+        """
         assert metadata.sent is not None
         assert metadata.received is not None
         assert metadata.received_permutation is not None
@@ -294,6 +307,7 @@ class AllToAllDispatcher:
             metadata.sent,
             grad_scale=1.0 / self.grad_scale,
             operation="AllToAllDispatcher combine",
+            meanwhile=meanwhile,
         )
         # Masked and dropped slots sent no row; the permutation still counts T*K rows.
         num_rows = metadata.permutation.slot_of_row.numel()
