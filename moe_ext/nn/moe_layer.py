@@ -13,7 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed.dispatcher import AllToAllDispatcher, TokenDispatcher
+from moe_ext.distributed.dispatcher import (
+    AllToAllDispatcher,
+    DispatchMetadata,
+    TokenDispatcher,
+)
 from moe_ext.distributed.groups import check_group, group_size
 from moe_ext.nn._autocast import as_autocast, autocast_dtype
 from moe_ext.nn._options import capacity_of, check_options, check_router, make_dispatcher
@@ -286,8 +290,8 @@ class MoELayer(nn.Module):
                 rows = run_padded(self.experts, rows, offsets, metadata.expert_capacity)
             else:
                 rows = self.experts(rows, offsets)
-            y_TD, num_dropped = self.dispatcher.combine(rows, metadata), metadata.num_dropped
-        if self.shared_expert is not None:
+            y_TD, num_dropped = self._combine(rows, metadata, x_TD), metadata.num_dropped
+        if self.shared_expert is not None and self.row_budget is not None:
             y_TD = y_TD + self._run_shared_expert(x_TD)
         if choices.num_dropped is not None:
             num_dropped = num_dropped + choices.num_dropped
@@ -295,6 +299,18 @@ class MoELayer(nn.Module):
             self, y_TD, choices.routed, choices.mask_T, choices.num_sequences, num_dropped
         )
         return y_TD.reshape(x.shape)
+
+    def _combine(self, rows: Tensor, metadata: DispatchMetadata, x_TD: Tensor) -> Tensor:
+        """Bring the rows back to their tokens, and add what the shared expert makes of these."""
+        if self.shared_expert is None:
+            return self.dispatcher.combine(rows, metadata)
+        if not isinstance(self.dispatcher, AllToAllDispatcher):
+            return self.dispatcher.combine(rows, metadata) + self._run_shared_expert(x_TD)
+        shared_TD: list[Tensor] = []
+        y_TD = self.dispatcher.combine(
+            rows, metadata, meanwhile=lambda: shared_TD.append(self._run_shared_expert(x_TD))
+        )
+        return y_TD + shared_TD[0]
 
     def _run_shared_expert(self, x_TD: Tensor) -> Tensor:
         assert self.shared_expert is not None
