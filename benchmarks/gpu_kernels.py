@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+import gpu_layer
 import torch
+from shapes import LayerShape
 
 import moe_ext
 from moe_ext import ops
@@ -182,8 +184,8 @@ def gating(suite: Suite, shape: Shape, dtype: torch.dtype) -> None:
 
 def layer(suite: Suite, shape: Shape, dtype: torch.dtype) -> None:
     """A whole layer, forward and backward, and its six grouped products alone."""
-    moe = moe_ext.MoELayer(shape.model_dim, shape.ffn_dim, shape.num_experts, top_k=shape.top_k)
-    moe = moe.to(suite.device, dtype)
+    sizes = (shape.model_dim, shape.ffn_dim, shape.num_experts, shape.top_k)
+    moe = moe_ext.MoELayer(*sizes, device=suite.device, dtype=dtype)
     x_TD = torch.randn(shape.num_tokens, shape.model_dim, device=suite.device).to(dtype)
     x_TD.requires_grad_()
     grad_TD = torch.randn_like(x_TD)
@@ -218,9 +220,16 @@ def measure(device: torch.device, *, small: bool) -> dict[str, object]:
         if device.type == "cuda":
             torch.cuda.empty_cache()
     layer(suite, layer_shape, torch.bfloat16)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    sizes = (layer_shape.model_dim, layer_shape.ffn_dim, layer_shape.num_experts)
+    shape = LayerShape("layer", *sizes, layer_shape.top_k)
     return {
         "copy_gigabytes_per_second": suite.copy_bandwidth / 1e3,
         "kernels": [asdict(result) for result in suite.results],
+        "layer": gpu_layer.measure(
+            device, shape, layer_shape.num_tokens, torch.bfloat16, suite.time
+        ),
     }
 
 

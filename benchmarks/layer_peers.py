@@ -59,7 +59,9 @@ def chosen(case: Case, x: Tensor) -> Tensor:
     return x[0, :, : case.shape.num_experts].float().topk(case.shape.top_k, dim=1).indices
 
 
-def hf_block(case: Case, implementation: str = "grouped_mm") -> nn.Module:
+def hf_block(
+    case: Case, implementation: str = "grouped_mm", *, device: torch.device | str = "cpu"
+) -> nn.Module:
     """The block of transformers: Qwen3's for the shape with its proportions, else Mixtral's."""
     shape = case.shape
     common = {"hidden_size": shape.model_dim, "num_experts_per_tok": shape.top_k}
@@ -77,20 +79,22 @@ def hf_block(case: Case, implementation: str = "grouped_mm") -> nn.Module:
         )
         make = MixtralSparseMoeBlock
     config._experts_implementation = implementation
-    block = make(config)
-    generator = torch.Generator().manual_seed(1)
+    with torch.device(device):
+        block = make(config)
+    generator = torch.Generator(device).manual_seed(1)
     with torch.no_grad():
         for parameter in block.experts.parameters():
             parameter.normal_(std=0.02, generator=generator)
-        block.gate.weight.copy_(torch.eye(shape.num_experts, shape.model_dim))
+        block.gate.weight.copy_(torch.eye(shape.num_experts, shape.model_dim, device=device))
     return block.to(case.dtype)
 
 
-def our_layer(case: Case) -> nn.Module:
-    """Our layer with the weights of the block."""
-    shape, block = case.shape, hf_block(case)
+def our_layer(case: Case, block: nn.Module | None = None) -> nn.Module:
+    """Our layer with the weights of the block, on its device."""
+    shape, block = case.shape, hf_block(case) if block is None else block
+    device = block.gate.weight.device
     sizes = (shape.model_dim, shape.ffn_dim, shape.num_experts, shape.top_k)
-    layer = moe_ext.MoELayer(*sizes, balance_loss_coef=0.0, dtype=case.dtype)
+    layer = moe_ext.MoELayer(*sizes, balance_loss_coef=0.0, device=device, dtype=case.dtype)
     with torch.no_grad():
         layer.router.weight.copy_(block.gate.weight)
         layer.experts.gate_up_proj.copy_(block.experts.gate_up_proj)

@@ -32,6 +32,16 @@ def test_benchmarks_run_and_the_page_shows_them(gpu_check):
     assert "| tests | failed | 2 |" in page
     for name in ("topk_gate", "permute_tokens backward", "MoELayer forward and backward"):
         assert f"| {name} | T=64 " in page
+    if importlib.util.find_spec("transformers"):
+        assert "## Layer (T=64 D=256 F=64 E=8 K=2, bfloat16" in page
+        assert "| MoELayer ms | Hugging Face grouped_mm ms |" in page
+        assert "forward and backward: not measured: no CUDA device" in page
+
+
+def test_page_says_when_there_was_no_peer(gpu_check):
+    lines = gpu_check.layer_lines({"peer": "not measured: transformers is not installed"})
+    assert "not measured: transformers is not installed" in lines[0]
+    assert "not measured" in gpu_check.layer_lines({})[0]
 
 
 def test_page_says_when_nothing_was_measured(gpu_check):
@@ -43,8 +53,27 @@ def test_a_step_that_fails_or_hangs_is_recorded(gpu_check):
     assert gpu_check.run("good", [python, "-c", "print(1)"], 60).state == "passed"
     failed = gpu_check.run("bad", [python, "-c", "raise SystemExit('why')"], 60)
     assert failed.state == "failed" and failed.tail == "why"
-    hung = gpu_check.run("slow", [python, "-c", "import time; time.sleep(60)"], 1)
-    assert hung.state == "timed out after 1 s"
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', '{}'])"
+    hung = gpu_check.run("slow", [python, "-c", child.format("import time; time.sleep(60)")], 5)
+    assert hung.state == "timed out after 5 s" and hung.seconds < 30
+
+
+def test_no_step_outlives_the_total(gpu_check, monkeypatch):
+    monkeypatch.setattr(gpu_check, "TOTAL", 0)
+    late = gpu_check.run("late", [sys.executable, "-c", "1"], 60)
+    assert late.state == "not run: the 0 s of all steps are over"
+
+
+def test_a_missing_sanitizer_is_said(gpu_check, monkeypatch):
+    monkeypatch.setattr(gpu_check, "find_tool", lambda name: None)
+    states = {step.state for step in gpu_check.sanitizer_steps()}
+    assert states == {"not run: compute-sanitizer is not installed"}
+
+
+def test_figures_are_found_below_other_output(gpu_check):
+    assert gpu_check.figures_in('warning\n{"a": 1}\n{broken\nleaked semaphore') == {"a": 1}
+    assert gpu_check.figures_in("") == {}
+    assert gpu_check.said("no-such-program") == "unknown"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
