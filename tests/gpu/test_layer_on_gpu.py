@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 
 import moe_ext
+from moe_ext.distributed import streams
+from moe_ext.distributed.collectives import all_to_all_rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,11 +90,26 @@ def test_one_nccl_rank_equals_no_group():
     try:
         results = []
         for options in ({}, {"ep_group": dist.group.WORLD, "dispatcher": "alltoall"}):
-            layer = make_layer(torch.float32, **options)
+            layer = make_layer(torch.float32, shared_ffn_dim=32, **options)
             x = torch.linspace(-1, 1, 100 * 64, device="cuda").reshape(100, 64).requires_grad_()
             y = layer(x)
             results.append((y, *torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))))
         for actual, expected in zip(*results, strict=True):
             torch.testing.assert_close(actual, expected, **TOLERANCE)
+        check_rows_wait_for_the_caller(dist.group.WORLD)
     finally:
         dist.destroy_process_group()
+
+
+def check_rows_wait_for_the_caller(group):
+    """Rows written late, on a stream of the caller's; memory is freed while they travel."""
+    main = torch.cuda.Stream()
+    with torch.cuda.stream(main):
+        for step in range(20):
+            torch.cuda._sleep(10_000_000)
+            rows = torch.full((1 << 20, 2), float(step), device="cuda", requires_grad=True) + 0
+            out = all_to_all_rows(rows, group, [1 << 20], [1 << 20], grad_scale=2.0)
+            (grad,) = torch.autograd.grad(out.square().sum(), rows)
+            del rows
+            assert bool((out == step).all() & (grad == 4 * step).all())
+    assert streams.side_stream(torch.device("cuda", torch.cuda.current_device())) != main

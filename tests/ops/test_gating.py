@@ -411,7 +411,8 @@ LOGITS = torch.zeros(4, 6)
         (LOGITS, 2, {"token_mask": LOGITS[0].bool()}, r"token_mask to be of size 4 in dim 0"),
     ],
 )
-def test_gate_refuses(logits, top_k, options, message):
+def test_gate_refuses(moved, logits, top_k, options, message):
+    logits, options = moved((logits, options))
     with pytest.raises(RuntimeError, match=r"^topk_gate: .*" + message):
         ops.topk_gate(logits, top_k, **options)
 

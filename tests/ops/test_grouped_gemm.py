@@ -354,7 +354,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_errors(case):
+def test_errors(moved, case):
     change, message = ERRORS[case]
     args = {
         "x": torch.ones(4, 3),
@@ -363,6 +363,7 @@ def test_errors(case):
         "bias": None,
         **change,
     }
+    args = moved(args)
     with pytest.raises(RuntimeError, match=f"grouped_mm: {message}"):
         torch.ops.moe_ext.grouped_mm(args["x"], args["weight"], args["offsets"], args["bias"])
 
@@ -384,9 +385,10 @@ BACKWARD_ERRORS = {
 
 
 @pytest.mark.parametrize("case", BACKWARD_ERRORS)
-def test_backward_errors(case):
-    (grad, x), message = BACKWARD_ERRORS[case]
-    offsets = torch.tensor([0, 1, 4])
+def test_backward_errors(moved, case):
+    tensors, message = BACKWARD_ERRORS[case]
+    grad, x = moved(tensors)
+    offsets = moved(torch.tensor([0, 1, 4]))
     with pytest.raises(RuntimeError, match=f"_grouped_mm_backward_weight: {message}"):
         torch.ops.moe_ext._grouped_mm_backward_weight(grad, x, offsets)
 

@@ -281,7 +281,8 @@ IDX = torch.zeros(4, 1, dtype=torch.int64)
         ),
     ],
 )
-def test_permute_refuses(args, options, message):
+def test_permute_refuses(moved, args, options, message):
+    args, options = moved((args, options))
     with pytest.raises(RuntimeError, match=r"permute_tokens: .*" + message):
         ops.permute_tokens(*args, **options)
 
@@ -301,8 +302,9 @@ def test_permute_refuses(args, options, message):
         ({}, X, torch.zeros(4, 2), r"expected topk_weights to be of size 1 in dim 1 \(top_k\)"),
     ],
 )
-def test_unpermute_refuses(change, rows, weights, message):
-    permutation = dataclasses.replace(ops.permute_tokens(X, IDX, 2)[1], **change)
+def test_unpermute_refuses(moved, change, rows, weights, message):
+    x, idx, change, rows, weights = moved((X, IDX, change, rows, weights))
+    permutation = dataclasses.replace(ops.permute_tokens(x, idx, 2)[1], **change)
     with pytest.raises(RuntimeError, match=r"unpermute_tokens: .*" + message):
         ops.unpermute_tokens(rows, permutation, weights)
 
