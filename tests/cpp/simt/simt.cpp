@@ -2,11 +2,12 @@
 
 #include <ucontext.h>
 #include <algorithm>
+#include <csetjmp>
 #include <memory>
-#include <numeric>
 #include <random>
 #include <ranges>
 #include <span>
+#include <utility>
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/common_interface_defs.h>
 #else
@@ -16,28 +17,28 @@
 
 namespace simt {
 namespace {
-
-constexpr size_t kStackBytes = 256 * 1024; // AddressSanitizer pads every local variable
-
-enum class State : uint8_t { kReady, kWaiting, kGone };
+constexpr size_t kStackBytes = 256 * 1024;    // AddressSanitizer pads every local variable
+using Stack = std::pair<const void*, size_t>; // lowest byte, size
 
 struct Thread {
   ucontext_t context;
+  const ucontext_t* entry; // until it has run
+  jmp_buf jump;
   std::unique_ptr<unsigned char[]> stack = std::make_unique_for_overwrite<unsigned char[]>(kStackBytes);
   dim3 idx;
-  State state = State::kReady;
+  enum State : uint8_t { kReady, kWaiting, kGone } state = kReady;
   Call call;
 };
 
 std::mt19937_64 generator;
 std::vector<Thread> pool(1024); // as many as a block may have; kept, since a stack is costly to make
-ucontext_t scheduler;
-const void* scheduler_stack = nullptr;
-size_t scheduler_bytes = 0;
+jmp_buf scheduler;
+Stack scheduler_stack;
 Thread* current = nullptr;
 std::array<uint64_t, kWarpSize> exchanged;
 const std::function<void()>* running = nullptr;
 std::exception_ptr thrown;
+const auto is_ready = [](const Thread& t) { return t.state == Thread::kReady; };
 
 std::string describe(const dim3& at) {
   return "(" + std::to_string(at.x) + ", " + std::to_string(at.y) + ", " + std::to_string(at.z) + ")";
@@ -46,7 +47,7 @@ std::string describe(const dim3& at) {
 std::string describe(const Thread& t) {
   const std::string at = std::string(" at ") + t.call.site.file_name() + ":" + std::to_string(t.call.site.line());
   const char* gone = t.idx.z < blockDim.z ? ", which has returned" : ", which is outside the block";
-  return "thread " + describe(t.idx) + (t.state == State::kGone ? gone : at);
+  return "thread " + describe(t.idx) + (t.state == Thread::kGone ? gone : at);
 }
 
 dim3 unflatten(unsigned i, const dim3& size) {
@@ -54,8 +55,8 @@ dim3 unflatten(unsigned i, const dim3& size) {
 }
 
 std::vector<int> ordered(size_t count) {
-  std::vector<int> order(count);
-  std::iota(order.begin(), order.end(), 0);
+  const auto all = std::views::iota(0, static_cast<int>(count));
+  std::vector<int> order(all.begin(), all.end());
   if (schedule.order == Schedule::Order::kReverse) {
     std::ranges::reverse(order);
   } else if (schedule.order == Schedule::Order::kRandom) {
@@ -64,40 +65,45 @@ std::vector<int> ordered(size_t count) {
   return order;
 }
 
-// AddressSanitizer must be told of each switch between stacks.
-void switch_stack(ucontext_t& from, ucontext_t& to, [[maybe_unused]] const void* stack, [[maybe_unused]] size_t bytes) {
+// By jumps, since swapcontext makes a system call. AddressSanitizer must be told of each switch between stacks.
+void switch_stack(jmp_buf& from, jmp_buf& to, const ucontext_t* entry, [[maybe_unused]] Stack stack) {
   [[maybe_unused]] void* fake_stack = nullptr;
-  __sanitizer_start_switch_fiber(&fake_stack, stack, bytes);
-  swapcontext(&from, &to);
+  __sanitizer_start_switch_fiber(&fake_stack, stack.first, stack.second);
+  if (_setjmp(from) == 0) {
+    entry == nullptr ? _longjmp(to, 1) : void(setcontext(entry));
+  }
   __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
 }
 
-void leave(State state) {
+void leave(Thread::State state) {
   current->state = state;
-  switch_stack(current->context, scheduler, scheduler_stack, scheduler_bytes);
+  switch_stack(current->jump, scheduler, nullptr, scheduler_stack);
 }
 
 void run_thread() {
-  __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_bytes);
+  __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack.first, &scheduler_stack.second);
   try {
     (*running)();
   } catch (...) {
     thrown = std::current_exception();
   }
-  leave(State::kGone);
+  leave(Thread::kGone);
 }
 
-void start(ucontext_t& context, void* stack) {
-  getcontext(&context);
-  context.uc_stack = {.ss_sp = stack, .ss_flags = 0, .ss_size = kStackBytes};
-  makecontext(&context, run_thread, 0);
+void prepare(Thread& t, dim3 idx, bool exists) {
+  t.idx = idx;
+  t.state = exists ? Thread::kReady : Thread::kGone;
+  getcontext(&t.context);
+  t.context.uc_stack = {.ss_sp = t.stack.get(), .ss_flags = 0, .ss_size = kStackBytes};
+  makecontext(&t.context, run_thread, 0);
+  t.entry = &t.context;
 }
 
 void resume(Thread& t) {
   current = &t;
   threadIdx = t.idx;
   num_atomics = 0;
-  switch_stack(scheduler, t.context, t.stack.get(), kStackBytes);
+  switch_stack(scheduler, t.jump, std::exchange(t.entry, nullptr), {t.stack.get(), kStackBytes});
   if (thrown) {
     std::rethrow_exception(std::move(thrown)); // which is null from then on
   }
@@ -108,7 +114,7 @@ bool release(std::span<Thread> threads, bool is_block) {
   const Thread* missing = nullptr;
   for (Thread& first : threads) {
     const Call call = first.call;
-    if (first.state != State::kWaiting || is_block == call.mask.has_value()) {
+    if (first.state != Thread::kWaiting || is_block == call.mask.has_value()) {
       continue;
     }
     const auto lane_of = [&](const Thread& t) { return (&t - threads.data()) % kWarpSize; };
@@ -116,20 +122,21 @@ bool release(std::span<Thread> threads, bool is_block) {
     // Lanes may come to one operation from several lines; at a barrier the lines must agree.
     const auto meets = [&](const Thread& t) {
       const bool same_line = t.call.site.file_name() == call.site.file_name() && t.call.site.line() == call.site.line();
-      return t.state == State::kWaiting && t.call.op == call.op && t.call.mask == call.mask && (!is_block || same_line);
+      return t.state == Thread::kWaiting && t.call.op == call.op && t.call.mask == call.mask &&
+             (!is_block || same_line);
     };
     const auto absent = std::ranges::find_if(threads, [&](const Thread& t) { return awaited(t) && !meets(t); });
     if (absent != threads.end()) {
       current = &first;
       missing = &*absent;
-      continue;
-    }
-    for (Thread& t : threads | std::views::filter(awaited)) {
-      exchanged[lane_of(t)] = t.call.value;
-      t.state = State::kReady;
+    } else {
+      for (Thread& t : threads | std::views::filter(awaited)) {
+        exchanged[lane_of(t)] = t.call.value;
+        t.state = Thread::kReady;
+      }
     }
   }
-  const bool released = std::ranges::any_of(threads, [](const Thread& t) { return t.state == State::kReady; });
+  const bool released = std::ranges::any_of(threads, is_ready);
   if (!released && missing != nullptr) {
     fail(std::string(current->call.op) + " waits for " + describe(*missing), current->call.site);
   }
@@ -139,25 +146,20 @@ bool release(std::span<Thread> threads, bool is_block) {
 void run_block(size_t num_threads) {
   const size_t num_warps = (num_threads + kWarpSize - 1) / kWarpSize;
   for (size_t i = 0; i < num_warps * kWarpSize; ++i) {
-    pool[i].idx = unflatten(i, blockDim);
-    pool[i].state = i < num_threads ? State::kReady : State::kGone;
-    start(pool[i].context, pool[i].stack.get());
+    prepare(pool[i], unflatten(i, blockDim), i < num_threads);
   }
   do {
     for (int warp : ordered(num_warps)) {
       const std::span lanes = std::span(pool).subspan(warp * kWarpSize, kWarpSize);
       do {
-        for (int i : ordered(kWarpSize)) {
+        for (int i : ordered(kWarpSize) | std::views::filter([&](int i) { return is_ready(lanes[i]); })) {
           lane = i;
-          if (lanes[i].state == State::kReady) {
-            resume(lanes[i]);
-          }
+          resume(lanes[i]);
         }
       } while (release(lanes, false));
     }
   } while (release(std::span(pool).first(num_threads), true));
 }
-
 } // namespace
 
 void run_grid(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& kernel) {
@@ -167,9 +169,7 @@ void run_grid(dim3 grid, dim3 block, size_t shared_bytes, const std::function<vo
   blockDim = block;
   for (int i : ordered(size_t{grid.x} * grid.y * grid.z)) {
     blockIdx = unflatten(i, grid);
-    for (auto& bytes : static_shared) {
-      std::ranges::fill(bytes, kPoison);
-    }
+    std::ranges::for_each(static_shared, [](auto& bytes) { std::ranges::fill(bytes, kPoison); });
     // A new allocation, of just this size: AddressSanitizer guards its end.
     dynamic_shared = std::vector<unsigned char>(shared_bytes, kPoison);
     run_block(size_t{block.x} * block.y * block.z);
@@ -186,7 +186,7 @@ const std::array<uint64_t, kWarpSize>& exchange(const Call& call) {
     fail("the mask does not name the calling lane", call.site);
   }
   current->call = call;
-  leave(State::kWaiting);
+  leave(Thread::kWaiting);
   return exchanged;
 }
 

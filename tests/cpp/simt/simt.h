@@ -14,9 +14,7 @@
 #include <vector>
 
 struct dim3 {
-  unsigned x, y, z;
-  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {
-  }
+  unsigned x = 1, y = 1, z = 1;
 };
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <utility>
 
@@ -95,6 +96,7 @@ SIMT_ATOMIC(atomicExch, value)
 
 #define __stwb(place, value) (*(place) = (value))
 #define __popc(x) __builtin_popcount(x)
+#define __clz(x) std::countl_zero(unsigned(x))
 #define __ffs(x) __builtin_ffs(x)
 #define __float_as_uint(x) ::simt::bits<unsigned>(float{x})
 #define __double_as_longlong(x) ::simt::bits<long long>(double{x})
