@@ -1,6 +1,6 @@
 """moe_ext: the communication side of sparse training, for CPU and CUDA."""
 
-from moe_ext import distributed, integrations, nn, ops
+from moe_ext import distributed, integrations, nn, ops, plot
 from moe_ext._info import info
 from moe_ext._version import __version__
 from moe_ext.integrations import replace, verify
@@ -14,6 +14,7 @@ __all__ = [
     "integrations",
     "nn",
     "ops",
+    "plot",
     "replace",
     "replace_ffn",
     "verify",

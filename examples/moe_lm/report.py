@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from moe_ext import plot
+
 METRICS = "metrics.jsonl"
-MAX_COLUMNS = 400
 
 
 def read_metrics(path: Path, last_step: int | None = None) -> list[dict[str, Any]]:
@@ -113,41 +114,16 @@ def plot_loss(records: list[dict[str, Any]], entropy: float, path: Path) -> None
     _save_figure(figure, path)
 
 
-def _mean_columns(load_NE: np.ndarray, max_columns: int) -> np.ndarray:
-    """Average neighbouring steps, so that no picture has more columns than pixels."""
-    if len(load_NE) <= max_columns:
-        return load_NE
-    return np.stack([part.mean(axis=0) for part in np.array_split(load_NE, max_columns)])
-
-
 def plot_expert_load(records: list[dict[str, Any]], path: Path) -> None:
     """Draw one panel a MoE layer: expert by step, coloured by load over the balanced load."""
     logged = [record for record in records if "expert_load" in record]
     if not logged:
         return
     load_NLE = np.array([record["expert_load"] for record in logged], dtype=np.float64)
-    load_NLE *= load_NLE.shape[2] / np.maximum(load_NLE.sum(axis=2, keepdims=True), 1)
-    num_layers, num_experts = load_NLE.shape[1:]
-    figure, panels = _pyplot().subplots(
-        num_layers,
-        1,
-        figsize=(8, 1 + 1.4 * num_layers),
-        sharex=True,
-        squeeze=False,
-        layout="constrained",
+    steps = [record["step"] for record in logged]
+    plot.expert_load(
+        {f"MoE layer {layer}": load_NLE[:, layer] for layer in range(load_NLE.shape[1])},
+        path,
+        steps=steps,
+        title="Expert load by layer and step",
     )
-    for layer, axes in enumerate(panels[:, 0]):
-        image = axes.imshow(
-            _mean_columns(load_NLE[:, layer], MAX_COLUMNS).T,
-            aspect="auto",
-            interpolation="nearest",
-            cmap="RdBu_r",
-            vmin=0,
-            vmax=2,
-            extent=(logged[0]["step"], logged[-1]["step"] + 1, num_experts - 0.5, -0.5),
-        )
-        axes.set(ylabel=f"MoE layer {layer}\nexpert")
-    panels[-1, 0].set(xlabel="step")
-    figure.colorbar(image, ax=panels, label="load (1 = balanced)", extend="max")
-    figure.suptitle("Expert load by layer and step")
-    _save_figure(figure, path)

@@ -21,6 +21,7 @@ from moe_ext.distributed.dispatcher import (
 from moe_ext.distributed.groups import check_group, group_size
 from moe_ext.nn._autocast import as_autocast, autocast_dtype
 from moe_ext.nn._options import capacity_of, check_options, check_router, make_dispatcher
+from moe_ext.nn._replay import apply_sessions
 from moe_ext.nn._tally import moved
 from moe_ext.nn.accounting import Record, account, read_losses, read_metrics
 from moe_ext.nn.balance import Balance, GlobalCounts
@@ -102,9 +103,9 @@ class MoELayer(nn.Module):
             of a `GradScaler`.
         metrics: of the last forward pass on this rank, detached: `num_tokens_per_expert` [E] int64
             (chosen, before any drop), `num_dropped`, `balance_loss`, `z_loss`, and `<name>_loss` of
-            each of the router's own. Overwritten, never accumulated, so a recomputation leaves the
-            same values. Reading them is what synchronises with the device, and what computes those
-            that no loss needed.
+            each of the router's own; and what follows from them, see `LayerMetrics`. Overwritten,
+            never accumulated, so a recomputation leaves the same values. Reading them is what
+            synchronises with the device, and what computes those that no loss needed.
         losses: the terms of the last forward pass, `balance`, `z` and the router's own: coefficient
             times loss; detached where loss_mode is "inject".
         choices: `[E]` int64, choices of each expert by this rank's tokens in training, counted for
@@ -328,6 +329,7 @@ class MoELayer(nn.Module):
         # A router of the caller's own may know no others than the mask.
         given = {name: t for name, t in flat.items() if t is not None}
         routed: RouterOutput = self.router(x_TD, token_mask=mask_T, **given)
+        routed = apply_sessions(self, routed, mask_T)
         num_sequences = math.prod(x.shape[:-2])
         return self._limit(x_TD, mask_T, num_sequences, routed, flat["token_idx"])
 

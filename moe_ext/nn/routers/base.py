@@ -87,6 +87,27 @@ class Router(nn.Module):
         state[0] = seed
         self.register_buffer("rng_state", state)
 
+    def with_choice(self, routed: RouterOutput, topk_idx_TK: Tensor) -> RouterOutput:
+        """The output for a choice that was made elsewhere, its weights from the same logits.
+
+        What `RoutingRecord` and `pinned_routing` replay a choice by. A router that weighs the
+        chosen experts in another way than `ops.gate_weights` overrides it.
+
+        Args:
+            routed: what this router returned.
+            topk_idx_TK: the experts to go to, of the shape of its choice; -1 = none.
+
+        Returns:
+            `routed` with the gate, and what follows from it, replaced.
+
+        Raises:
+            TypeError: the router is of a class that cannot do it.
+        """
+        raise TypeError(
+            f"{type(self).__name__}: expected a router that can replay a choice (with_choice), "
+            "got one that cannot"
+        )
+
 
 def set_routing_step(model: nn.Module, step: int, *, first_token: int = 0) -> None:
     """Tell the random routers of a model which draws are due.

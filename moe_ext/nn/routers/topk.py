@@ -147,3 +147,15 @@ class TopKRouter(Router):
                 token_mask=token_mask,
             )
         return RouterOutput(logits_TE, gate)
+
+    def with_choice(self, routed: RouterOutput, topk_idx_TK: Tensor) -> RouterOutput:
+        """See `Router.with_choice`."""
+        with without_autocast(routed.logits.device):
+            gate = ops.gate_weights(
+                routed.logits,
+                topk_idx_TK,
+                score_fn=self.score_fn,
+                renormalize=self.renormalize,
+                scale=self.scale,
+            )
+        return routed._replace(gate=gate)

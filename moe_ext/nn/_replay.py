@@ -1,0 +1,163 @@
+"""Where a layer's choice of experts is recorded or replaced: the sessions that are open now.
+
+Shapes: T tokens, K top-k.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moe_ext.nn.routers.base import Router, RouterOutput
+
+
+class Session(Protocol):
+    """Looks at the choice of a layer, and may replace it."""
+
+    def choose(
+        self, layer: nn.Module, routed: RouterOutput, topk_idx_TK: Tensor, mask_T: Tensor | None
+    ) -> Tensor | None:
+        """Return the choice to go on with, None to leave the one that was given.
+
+        `topk_idx_TK` is the choice so far: the router's, or that of a session opened before.
+        """
+        ...
+
+
+# In the order in which they were opened. Mutated in place: layers look at it in every forward pass.
+_sessions: list[Session] = []
+
+
+def open_session(session: Session) -> None:
+    """From now on layers show the session their routing."""
+    _sessions.append(session)
+
+
+def close_session(session: Session) -> None:
+    """Take the session away, wherever it stands."""
+    index = max(i for i, open_one in enumerate(_sessions) if open_one is session)
+    del _sessions[index]
+
+
+def apply_sessions(layer: nn.Module, routed: RouterOutput, mask_T: Tensor | None) -> RouterOutput:
+    """The hook of a layer: what it calls between its router and its dispatcher."""
+    if not _sessions:
+        return routed
+    return _apply(layer, routed, mask_T)
+
+
+# A list of Python objects that grows is nothing for a graph.
+@torch.compiler.disable
+def _apply(layer: nn.Module, routed: RouterOutput, mask_T: Tensor | None) -> RouterOutput:
+    topk_idx_TK, replaced = routed.gate.topk_idx, False
+    for session in tuple(_sessions):
+        choice = session.choose(layer, routed, topk_idx_TK, mask_T)
+        if choice is not None:
+            topk_idx_TK, replaced = choice, True
+    if not replaced:
+        return routed
+    # Once, whoever replaced it: a recomputation must save the tensors that its forward pass saved.
+    return layer.router.with_choice(routed, topk_idx_TK)  # type: ignore[operator, union-attr]
+
+
+def can_replay(router: Any) -> bool:
+    """Whether a router weighs a choice that is not its own."""
+    method = getattr(type(router), "with_choice", None)
+    return method is not None and method is not Router.with_choice
+
+
+class _Choice(NamedTuple):
+    layer: nn.Module
+    topk_idx: Tensor
+
+
+class _Tape:
+    """The choices of one checkpointed region, in the order in which its layers ran."""
+
+    def __init__(self) -> None:
+        self.choices: list[_Choice] = []
+
+
+class _TapeSession:
+    """Writes a tape in the forward pass, or reads it in a recomputation.
+
+    A context manager that can be entered again: a graph that is kept is recomputed by each backward
+    pass through it.
+    """
+
+    def __init__(self, tape: _Tape, *, replay: bool) -> None:
+        self._tape, self._replay = tape, replay
+        # Autograd recomputes on a thread of each device: two of them must not read one another's.
+        self._threads: dict[int, list[int]] = {}
+
+    def __enter__(self) -> _TapeSession:
+        self._threads.setdefault(threading.get_ident(), []).append(0)
+        if not self._replay:
+            self._tape.choices.clear()
+        open_session(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        close_session(self)
+        thread = threading.get_ident()
+        self._threads[thread].pop()
+        if not self._threads[thread]:
+            del self._threads[thread]
+
+    def choose(
+        self, layer: nn.Module, routed: RouterOutput, topk_idx_TK: Tensor, mask_T: Tensor | None
+    ) -> Tensor | None:
+        places = self._threads.get(threading.get_ident())
+        if places is None:
+            return None
+        if not self._replay:
+            self._tape.choices.append(_Choice(layer, topk_idx_TK))
+            # Its own choice once more, so that both passes save the same tensors.
+            return topk_idx_TK if can_replay(layer.router) else None
+        place = places[-1]
+        places[-1] += 1
+        if place >= len(self._tape.choices) or self._tape.choices[place].layer is not layer:
+            raise RuntimeError(
+                "pinned_routing: expected the recomputation to run the layers of the forward pass "
+                f"in their order, got another one at layer {place} of "
+                f"{len(self._tape.choices)}"
+            )
+        taped_TK = self._tape.choices[place].topk_idx
+        if can_replay(layer.router):
+            return taped_TK
+        if not torch.equal(taped_TK, topk_idx_TK):
+            raise RuntimeError(
+                f"pinned_routing: expected the router of layer {place} of the region, which has no "
+                "with_choice, to choose again what it chose in the forward pass, got a "
+                f"{type(layer.router).__name__} that does not"
+            )
+        return None
+
+
+def pinned_routing() -> tuple[_TapeSession, _TapeSession]:
+    """Keep the routing of a forward pass for its recomputation under activation checkpointing.
+
+    For `torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=False,
+    context_fn=moe_ext.nn.pinned_routing)`. Every `MoELayer` that runs in the region sends its
+    tokens in the recomputation to the experts of the forward pass, whatever its router says then;
+    weights and losses are computed anew at these experts. Without it the layers route the same way
+    anyway where everything before them is recomputed to the same bits; products of another
+    library, dropout without a restored state or weights that have changed flip close choices, and
+    then the gradients are of another function than the loss. What is kept is one `[T, K]` tensor of
+    indices a layer. A router of one's own without `with_choice` is held to choose the same again,
+    which waits for the device.
+
+    Returns:
+        The contexts of the forward pass and of the recomputation.
+    """
+    tape = _Tape()
+    return _TapeSession(tape, replay=False), _TapeSession(tape, replay=True)

@@ -1,0 +1,478 @@
+"""Routing decisions on record: taken from one model, kept as bytes, replayed in another.
+
+Shapes: T tokens of one forward pass, R rows of an entry, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ext.nn._recompute import in_backward
+from moe_ext.nn._record_entries import (
+    NOT_RECORDED,
+    RecordEntry,
+    RecordKey,
+    decode,
+    encode,
+    index_dtype,
+    where,
+)
+from moe_ext.nn._replay import can_replay, close_session, open_session
+from moe_ext.nn.routers.base import RouterOutput
+
+# What wrappers put into the names of modules.
+_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+def moe_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The `MoELayer`s of a model by name, the names of wrappers left out."""
+    from moe_ext.nn.moe_layer import MoELayer
+
+    found = {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
+    short = [".".join(p for p in name.split(".") if p not in _WRAPPERS) for name in found]
+    names = short if len(set(short)) == len(short) else list(found)
+    return {name or "(model)": layer for name, layer in zip(names, found.values(), strict=True)}
+
+
+class RoutingRecord:
+    """Which experts every token went to, by step, micro-batch and layer.
+
+    Recorded are the indices alone. A replay sends the tokens to the recorded experts and computes
+    weights, sums of scores and losses anew from the logits of the replaying model at these experts:
+    they stay differentiable, and a router that has drifted cannot produce a division by zero.
+
+        record = moe_ext.nn.RoutingRecord()
+        with torch.no_grad(), record.recording(rollout_model, step=7):
+            rollout_model(tokens)
+        data = record.to_bytes()                      # to another process
+        record = moe_ext.nn.RoutingRecord.from_bytes(data)
+        with record.replaying(training_model, step=7):
+            loss = training_model(tokens)
+            loss.backward()
+
+    What is recorded stays on the device of the layer, without a synchronisation, until `cpu` or a
+    serialisation fetches it. A record holds the tokens of its own rank.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[RecordKey, RecordEntry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[RecordKey]:
+        return iter(self._entries)
+
+    def __getitem__(self, key: RecordKey | tuple[int, int, str]) -> RecordEntry:
+        return self._entries[RecordKey(*key)]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RoutingRecord):
+            return NotImplemented
+        return self._entries.keys() == other._entries.keys() and all(
+            entry.num_experts == other[key].num_experts
+            and entry.topk_idx.shape == other[key].topk_idx.shape
+            and torch.equal(entry.topk_idx.cpu(), other[key].topk_idx.cpu())
+            for key, entry in self._entries.items()
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return (
+            f"RoutingRecord({len(self)} entries, {len(self.layers())} layers, "
+            f"{len({(k.step, k.micro_batch) for k in self})} forward passes, {self.nbytes} bytes)"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the indices."""
+        return sum(entry.topk_idx.nbytes for entry in self._entries.values())
+
+    def layers(self, *, step: int | None = None, micro_batch: int | None = None) -> list[str]:
+        """Names of the recorded layers in the order in which they ran; of one pass if asked."""
+        return list(
+            dict.fromkeys(
+                key.layer
+                for key in self
+                if (step is None or key.step == step)
+                and (micro_batch is None or key.micro_batch == micro_batch)
+            )
+        )
+
+    def add(
+        self,
+        layer: str,
+        topk_idx: Tensor,
+        num_experts: int,
+        *,
+        step: int = 0,
+        micro_batch: int = 0,
+    ) -> None:
+        """Enter decisions that were taken elsewhere, by an inference engine say.
+
+        Args:
+            layer: name of the layer in the model that will replay them.
+            topk_idx: `[R, K]`, any integer dtype, in [0, E), or -1 for no expert; copied.
+            num_experts: E.
+            step: number of the step.
+            micro_batch: number of the forward pass in the step.
+
+        Raises:
+            TypeError: topk_idx is not of an integer dtype.
+            ValueError: its shape or a value is wrong, or there is such an entry already.
+        """
+        operation = "RoutingRecord.add"
+        if topk_idx.is_floating_point() or topk_idx.dtype == torch.bool:
+            raise TypeError(
+                f"{operation}: expected topk_idx to be of an integer dtype, got {topk_idx.dtype}"
+            )
+        if topk_idx.dim() != 2 or not 1 <= topk_idx.shape[1] <= num_experts:
+            raise ValueError(
+                f"{operation}: expected topk_idx to be of shape [R, K] with K in "
+                f"1..num_experts={num_experts}, got {tuple(topk_idx.shape)}"
+            )
+        if topk_idx.numel():
+            low, high = (int(bound) for bound in topk_idx.aminmax())
+            if low < -1 or high >= num_experts:
+                raise ValueError(
+                    f"{operation}: expected topk_idx to be in -1..{num_experts - 1}, got "
+                    f"{low if low < -1 else high}"
+                )
+        key = _checked_key(operation, step, micro_batch, layer)
+        if key in self._entries:
+            raise ValueError(f"{operation}: expected a new entry, got {where(key)} again")
+        copied = topk_idx.to(index_dtype(num_experts), copy=True)
+        self._entries[key] = RecordEntry(copied, num_experts)
+
+    def update(self, other: RoutingRecord) -> None:
+        """Take over the entries of another record.
+
+        Raises:
+            ValueError: an entry is in both; this record is then unchanged.
+        """
+        for key in other:
+            if key in self._entries:
+                raise ValueError(
+                    f"RoutingRecord.update: expected new entries, got {where(key)} again"
+                )
+        self._entries.update(other._entries)
+
+    def clear(self, *, step: int | None = None) -> None:
+        """Forget the entries of a step, or all."""
+        for key in [key for key in self if step is None or key.step == step]:
+            del self._entries[key]
+
+    def cpu(self) -> RoutingRecord:
+        """A record with the same entries in the memory of the host."""
+        record = RoutingRecord()
+        record._entries = {
+            key: RecordEntry(entry.topk_idx.cpu(), entry.num_experts)
+            for key, entry in self._entries.items()
+        }
+        return record
+
+    @contextlib.contextmanager
+    def recording(
+        self,
+        model: nn.Module,
+        *,
+        step: int = 0,
+        micro_batch: int = 0,
+        token_idx: Tensor | None = None,
+        num_rows: int | None = None,
+    ) -> Iterator[RoutingRecord]:
+        """Record the routing of every `MoELayer` of a model while the context is open.
+
+        Without `token_idx` each layer runs once, and its T tokens are the rows of the entry. A
+        recomputation of activation checkpointing is no second run, and records nothing.
+
+        Args:
+            model: the model, or a wrapper of it.
+            step: number of the step.
+            micro_batch: number of the forward pass in the step.
+            token_idx: `[T]` int64, the row of the entry for each token of the pass, -1 for a token
+                to leave out. Several passes, the decoding steps of a rollout say, then fill one
+                entry: open the context for each, or set its rows in between by another context.
+            num_rows: R, rows of the entry; wanted with `token_idx`.
+
+        Raises:
+            ValueError: the model has no `MoELayer`, an argument is out of range, or an entry is
+                there already (then the message names the layer).
+        """
+        operation = "RoutingRecord.recording"
+        names = _names_of_layers(operation, model)
+        for name in names.values():
+            key = _checked_key(operation, step, micro_batch, name)
+            if token_idx is None and key in self._entries:
+                raise ValueError(f"{operation}: expected a new entry, got {where(key)} again")
+        if (token_idx is None) != (num_rows is None):
+            raise ValueError(
+                f"{operation}: expected num_rows together with token_idx, got num_rows={num_rows}"
+            )
+        session = _Recording(self, names, step, micro_batch, token_idx, num_rows)
+        open_session(session)
+        try:
+            yield self
+        finally:
+            close_session(session)
+
+    @contextlib.contextmanager
+    def replaying(
+        self,
+        model: nn.Module,
+        *,
+        step: int = 0,
+        micro_batch: int = 0,
+        token_idx: Tensor | None = None,
+        strict: bool = True,
+    ) -> Iterator[RoutingRecord]:
+        """Send tokens to the recorded experts in every `MoELayer` while the context is open.
+
+        The routers run as ever: their logits weigh the recorded experts. A row that was recorded as
+        going to no expert (a masked token, then) goes to none again; a token that the layer's mask
+        leaves out now stays out. With activation checkpointing the backward pass belongs into the
+        context too, or the checkpoint wants `context_fn=pinned_routing`; torch refuses the
+        recomputation otherwise.
+
+        Args:
+            model: the model, or a wrapper of it.
+            step: number of the recorded step.
+            micro_batch: number of the recorded forward pass.
+            token_idx: `[T]` int64, the row of the entry for each token of the pass; -1 for a token
+                that its router may send where it likes, as one whose row was never recorded. By
+                default token t has row t, and the entry as many rows as there are tokens.
+            strict: refuse a record with layers that the model does not have; False for a part of a
+                model, such as a stage of a pipeline.
+
+        Raises:
+            ValueError: the step, the micro-batch or a layer is not on record, or a layer is and the
+                model lacks it, or E differs: on entry. In the forward pass: T or K differ. The
+                messages name the layer.
+            TypeError: in the forward pass, a router of a class that cannot replay.
+        """
+        operation = "RoutingRecord.replaying"
+        names = _names_of_layers(operation, model)
+        self._check_pass(operation, step, micro_batch)
+        recorded = self.layers(step=step, micro_batch=micro_batch)
+        missing = [name for name in names.values() if name not in recorded]
+        extra = [name for name in recorded if name not in names.values()]
+        if missing or (extra and strict):
+            raise ValueError(
+                f"{operation}: expected the {len(names)} MoE layers of the model to be the "
+                f"{len(recorded)} on record at step {step}, micro-batch {micro_batch}, got "
+                f"{', '.join(missing or extra)} in the {'model' if missing else 'record'} alone"
+            )
+        for layer, name in names.items():
+            key = RecordKey(step, micro_batch, name)
+            if self[key].num_experts != layer.num_experts:
+                raise ValueError(
+                    f"{operation}: expected {name} to have {self[key].num_experts} experts as "
+                    f"recorded, got {layer.num_experts}"
+                )
+        session = _Replaying(self, names, step, micro_batch, token_idx)
+        open_session(session)
+        try:
+            yield self
+        finally:
+            close_session(session)
+
+    def _check_pass(self, operation: str, step: int, micro_batch: int) -> None:
+        steps = sorted({key.step for key in self})
+        if step not in steps:
+            raise ValueError(f"{operation}: expected step to be one of {steps}, got {step}")
+        passes = sorted({key.micro_batch for key in self if key.step == step})
+        if micro_batch not in passes:
+            raise ValueError(
+                f"{operation}: expected micro_batch to be one of {passes} at step {step}, got "
+                f"{micro_batch}"
+            )
+
+    def agreement(self, other: RoutingRecord) -> dict[RecordKey, float]:
+        """Share of the choices of each entry that the same token makes in another record.
+
+        1.0 where two routers send every token to the same set of experts: what tells training from
+        rollout apart before it shows in the loss. Entries of one record alone are left out; fetches
+        the entries.
+
+        Raises:
+            ValueError: entries of one key differ in shape or in the number of experts.
+        """
+        result = {}
+        for key, entry in self._entries.items():
+            if key not in other._entries:
+                continue
+            theirs = other[key]
+            if (entry.topk_idx.shape, entry.num_experts) != (
+                theirs.topk_idx.shape,
+                theirs.num_experts,
+            ):
+                raise ValueError(
+                    f"RoutingRecord.agreement: expected {where(key)} to have shape "
+                    f"{tuple(entry.topk_idx.shape)} of {entry.num_experts} experts in both, got "
+                    f"{tuple(theirs.topk_idx.shape)} of {theirs.num_experts}"
+                )
+            mine_RK, theirs_RK = entry.topk_idx.cpu(), theirs.topk_idx.cpu()
+            same_RK = (mine_RK[:, :, None] == theirs_RK[:, None, :]).any(dim=2) & (mine_RK >= 0)
+            result[key] = float(same_RK.sum()) / max(1, int((mine_RK >= 0).sum()))
+        return result
+
+    def to_bytes(self) -> bytes:
+        """Serialise: version, checksum, a header in JSON, and the indices as they are."""
+        return encode(self._entries)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> RoutingRecord:
+        """Read what `to_bytes` wrote.
+
+        Raises:
+            ValueError: data is of something else, of another version, cut short or changed.
+        """
+        record = cls()
+        record._entries = decode(bytes(data))
+        return record
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_bytes` to a file, which is replaced in one step."""
+        temporary = Path(f"{os.fspath(path)}.tmp")
+        temporary.write_bytes(self.to_bytes())
+        temporary.replace(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> RoutingRecord:
+        """Read a file that `save` wrote; see `from_bytes`."""
+        return cls.from_bytes(Path(path).read_bytes())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RoutingRecord.from_bytes, (self.to_bytes(),)
+
+
+class _Recording:
+    """Enters what the layers of a model choose."""
+
+    def __init__(
+        self,
+        record: RoutingRecord,
+        names: Mapping[nn.Module, str],
+        step: int,
+        micro_batch: int,
+        token_idx: Tensor | None,
+        num_rows: int | None,
+    ) -> None:
+        self.entries, self.names = record._entries, names
+        self.step, self.micro_batch = step, micro_batch
+        self.token_idx, self.num_rows = token_idx, num_rows
+
+    def choose(
+        self, layer: nn.Module, routed: RouterOutput, topk_idx_TK: Tensor, mask_T: Tensor | None
+    ) -> None:
+        if layer not in self.names or in_backward():
+            return
+        key = RecordKey(self.step, self.micro_batch, self.names[layer])
+        num_experts = int(layer.num_experts)  # type: ignore[arg-type]
+        idx_TK = topk_idx_TK.to(index_dtype(num_experts))
+        if self.token_idx is not None:
+            assert self.num_rows is not None
+            self._fill_rows(key, idx_TK, num_experts)
+            return
+        if key in self.entries:
+            raise ValueError(
+                f"RoutingRecord.recording: expected {key.layer} to run once (or token_idx to be "
+                "given), got another forward pass: give each one a micro_batch of its own"
+            )
+        self.entries[key] = RecordEntry(idx_TK, num_experts)
+
+    def _fill_rows(self, key: RecordKey, idx_TK: Tensor, num_experts: int) -> None:
+        assert self.token_idx is not None
+        assert self.num_rows is not None
+        rows_T = self.token_idx.to(idx_TK.device)
+        if rows_T.shape != idx_TK.shape[:1]:
+            raise ValueError(
+                f"RoutingRecord.recording: expected token_idx to be of shape "
+                f"({idx_TK.shape[0]},), the tokens of {key.layer}, got {tuple(rows_T.shape)}"
+            )
+        shape = (self.num_rows, idx_TK.shape[1])
+        entry = self.entries.get(key)
+        if entry is None:
+            entry = RecordEntry(idx_TK.new_full(shape, NOT_RECORDED), num_experts)
+            self.entries[key] = entry
+        elif entry.topk_idx.shape != shape:
+            raise ValueError(
+                f"RoutingRecord.recording: expected {where(key)} to have the shape "
+                f"{tuple(entry.topk_idx.shape)} of the passes before, got {shape}"
+            )
+        # A row behind the last takes those that are left out, so that no index waits for the host.
+        rows_RK = torch.cat([entry.topk_idx, entry.topk_idx.new_empty((1, shape[1]))])
+        rows_RK[torch.where(rows_T < 0, self.num_rows, rows_T)] = idx_TK
+        self.entries[key] = RecordEntry(rows_RK[:-1], num_experts)
+
+
+class _Replaying:
+    """Replaces what the layers of a model choose."""
+
+    def __init__(
+        self,
+        record: RoutingRecord,
+        names: Mapping[nn.Module, str],
+        step: int,
+        micro_batch: int,
+        token_idx: Tensor | None,
+    ) -> None:
+        self.record, self.names = record, names
+        self.step, self.micro_batch, self.token_idx = step, micro_batch, token_idx
+
+    def choose(
+        self, layer: nn.Module, routed: RouterOutput, topk_idx_TK: Tensor, mask_T: Tensor | None
+    ) -> Tensor | None:
+        if layer not in self.names:
+            return None
+        key = RecordKey(self.step, self.micro_batch, self.names[layer])
+        if not can_replay(layer.router):
+            raise TypeError(
+                f"RoutingRecord.replaying: expected the router of {key.layer} to have a method "
+                f"with_choice, got {type(layer.router).__name__}"
+            )
+        recorded_RK = self.record[key].topk_idx.to(topk_idx_TK.device, torch.int64)
+        num_tokens = recorded_RK.shape[0] if self.token_idx is None else self.token_idx.shape[0]
+        expected = (num_tokens, recorded_RK.shape[1])
+        if tuple(topk_idx_TK.shape) != expected:
+            raise ValueError(
+                f"RoutingRecord.replaying: expected {key.layer} to choose {expected[1]} experts "
+                f"for {expected[0]} tokens as recorded at step {key.step}, micro-batch "
+                f"{key.micro_batch}, got {topk_idx_TK.shape[1]} for {topk_idx_TK.shape[0]}"
+            )
+        idx_TK = recorded_RK
+        if self.token_idx is not None:
+            rows_T = self.token_idx.to(topk_idx_TK.device)
+            idx_TK = recorded_RK[rows_T.clamp(min=0)]
+            idx_TK = torch.where((rows_T < 0)[:, None], NOT_RECORDED, idx_TK)
+        idx_TK = torch.where(idx_TK == NOT_RECORDED, topk_idx_TK, idx_TK)
+        if mask_T is not None:
+            idx_TK = idx_TK.masked_fill(~mask_T[:, None], -1)
+        return idx_TK
+
+
+def _names_of_layers(operation: str, model: nn.Module) -> dict[Any, str]:
+    """Layer to name; a layer hashes by identity."""
+    layers = {layer: name for name, layer in moe_layers(model).items()}
+    if not layers:
+        raise ValueError(
+            f"{operation}: expected model to have a MoELayer, got none in {type(model).__name__}"
+        )
+    return layers
+
+
+def _checked_key(operation: str, step: int, micro_batch: int, layer: str) -> RecordKey:
+    for name, value in (("step", step), ("micro_batch", micro_batch)):
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(
+                f"{operation}: expected {name} to be an int of at least 0, got {value}"
+            )
+    return RecordKey(step, micro_batch, layer)

@@ -1,0 +1,360 @@
+"""Pictures of routing (matplotlib) and a writer for TensorBoard; both are optional dependencies.
+
+Shapes: L layers, N steps, T tokens, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ext.nn.routing_record import RoutingRecord, moe_layers
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MAX_COLUMNS = 400
+
+
+def summary_writer(folder: str | os.PathLike[str], **kwargs: Any) -> Any:
+    """A `torch.utils.tensorboard.SummaryWriter` for `moe_ext.nn.log_metrics`.
+
+    Args:
+        folder: where the event files go.
+        **kwargs: handed on, `purge_step` say.
+
+    Raises:
+        ImportError: TensorBoard is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            "summary_writer: expected tensorboard to be installed, try `pip install tensorboard` "
+            f"({error})"
+        ) from error
+    return SummaryWriter(os.fspath(folder), **kwargs)
+
+
+def _figure(operation: str, **kwargs: Any) -> Figure:
+    """A figure without pyplot: no window, no global state, any backend."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            f"{operation}: expected matplotlib to be installed, try `pip install matplotlib` "
+            f"({error})"
+        ) from error
+    return Figure(layout="constrained", **kwargs)
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str], *, dpi: int = 120) -> None:
+    """Write a figure as PNG, in one step: a kill leaves the old picture or the new one."""
+    temporary = Path(f"{os.fspath(path)}.tmp")
+    figure.savefig(temporary, dpi=dpi, format="png")
+    temporary.replace(path)
+
+
+def expert_load(
+    load: nn.Module | RoutingRecord | Mapping[str, Any] | Tensor,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    steps: Sequence[int] | None = None,
+    title: str = "Expert load",
+) -> Figure:
+    """Draw how many tokens each expert got, over what it would get in balance.
+
+    White is balanced, red above, blue below; from twice the balanced load on the red is full.
+
+    Args:
+        load: one forward pass as layers by experts: a model (`metrics` of its layers), a
+            `RoutingRecord` (added up over its passes), or a mapping of layer name to counts `[E]`.
+            Or a history as one panel a layer, steps by experts: a mapping of layer name to counts
+            `[N, E]`, or one tensor `[N, L, E]`. Counts may be tensors, arrays or lists; each row is
+            scaled by itself.
+        path: PNG to write, None for none.
+        steps: N step numbers of a history; 0 to N - 1 by default.
+        title: of the picture.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: there is no layer, counts of another shape, or not a step number for each row.
+    """
+    counts = _counts_by_layer(load)
+    dims = {value.dim() for value in counts.values()}
+    if not counts or dims not in ({1}, {2}) or any(v.numel() == 0 for v in counts.values()):
+        shapes = {name: tuple(value.shape) for name, value in counts.items()}
+        raise ValueError(
+            "expert_load: expected load to hold counts [E] of each layer, or [N, E] of each, got "
+            f"{shapes}"
+        )
+    relative = {name: _relative(value) for name, value in counts.items()}
+    figure = _draw_layers(relative, title) if dims == {1} else _draw_history(relative, steps, title)
+    if path is not None:
+        save_figure(figure, path)
+    return figure
+
+
+def _counts_by_layer(load: Any) -> dict[str, Tensor]:
+    if isinstance(load, RoutingRecord):
+        counts: dict[str, Tensor] = {}
+        for key in load:
+            idx, num_experts = load[key].topk_idx.cpu().long(), load[key].num_experts
+            total = torch.bincount(idx[idx >= 0], minlength=num_experts).double()
+            counts[key.layer] = counts.get(key.layer, torch.zeros(num_experts)) + total
+        return counts
+    if isinstance(load, nn.Module):
+        metrics: dict[str, Any] = {name: m.metrics for name, m in moe_layers(load).items()}
+        load = {name: of["num_tokens_per_expert"] for name, of in metrics.items() if of}
+    if isinstance(load, Mapping):
+        return {name: _as_counts(value) for name, value in load.items()}
+    history_NLE = _as_counts(load)
+    if history_NLE.dim() != 3:
+        raise ValueError(
+            "expert_load: expected load to be a tensor [N, L, E], a mapping, a model or a "
+            f"RoutingRecord, got shape {tuple(history_NLE.shape)}"
+        )
+    return {f"layer {i}": history_NLE[:, i] for i in range(history_NLE.shape[1])}
+
+
+def _as_counts(value: Any) -> Tensor:
+    return torch.as_tensor(value).detach().cpu().double()
+
+
+def _relative(counts: Tensor) -> Tensor:
+    """Counts over those of a balanced load; 0 in a row without a token."""
+    return counts * counts.shape[-1] / counts.sum(dim=-1, keepdim=True).clamp(min=1)
+
+
+_STYLE: dict[str, Any] = {
+    "aspect": "auto",
+    "interpolation": "nearest",
+    "cmap": "RdBu_r",
+    "vmin": 0,
+    "vmax": 2,
+}
+
+
+def _draw_layers(load: dict[str, Tensor], title: str) -> Figure:
+    """Layers by experts in one panel; experts that a layer does not have stay grey."""
+    num_experts = max(value.shape[0] for value in load.values())
+    rows = torch.full((len(load), num_experts), float("nan"), dtype=torch.float64)
+    for row, value in zip(rows, load.values(), strict=True):
+        row[: value.shape[0]] = value
+    size = (min(14.0, 3.5 + 0.28 * num_experts), 1.6 + 0.34 * len(load))
+    figure = _figure("expert_load", figsize=size)
+    axes = figure.add_subplot()
+    axes.set_facecolor("lightgray")
+    image = axes.imshow(rows.tolist(), **_STYLE)
+    axes.set_yticks(range(len(load)), list(load))
+    axes.set(xlabel="expert", title=title)
+    axes.locator_params(axis="x", integer=True)
+    if num_experts * len(load) <= 160:
+        for y, row in enumerate(rows.tolist()):
+            for x, value in enumerate(row):
+                if value == value:
+                    color = "white" if abs(value - 1) > 0.7 else "black"
+                    axes.text(x, y, f"{value:.2f}", ha="center", va="center", color=color, size=7)
+    figure.colorbar(image, ax=axes, label="load (1 = balanced)", extend="max")
+    return figure
+
+
+def _draw_history(load: dict[str, Tensor], steps: Sequence[int] | None, title: str) -> Figure:
+    """One panel a layer: expert by step."""
+    lengths = {value.shape[0] for value in load.values()}
+    steps = list(range(max(lengths))) if steps is None else list(steps)
+    if lengths != {len(steps)}:
+        raise ValueError(
+            f"expert_load: expected steps to number the {sorted(lengths)} rows of load, got "
+            f"{len(steps)}"
+        )
+    figure = _figure("expert_load", figsize=(8, 1 + 1.4 * len(load)))
+    panels = figure.subplots(len(load), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (name, load_NE) in zip(panels, load.items(), strict=True):
+        image = axes.imshow(
+            _mean_columns(load_NE).T.tolist(),
+            extent=(steps[0], steps[-1] + 1, load_NE.shape[1] - 0.5, -0.5),
+            **_STYLE,
+        )
+        axes.set(ylabel=f"{name}\nexpert")
+        axes.locator_params(axis="y", integer=True)
+    panels[-1].set(xlabel="step")
+    figure.colorbar(image, ax=list(panels), label="load (1 = balanced)", extend="max")
+    figure.suptitle(title)
+    return figure
+
+
+def _mean_columns(load_NE: Tensor) -> Tensor:
+    """Average neighbouring steps, so that no picture has more columns than pixels."""
+    if load_NE.shape[0] <= MAX_COLUMNS:
+        return load_NE
+    return torch.stack([part.mean(dim=0) for part in load_NE.tensor_split(MAX_COLUMNS)])
+
+
+def routing_flow_counts(
+    record: RoutingRecord, first: str, second: str, *, step: int = 0, micro_batch: int = 0
+) -> Tensor:
+    """Tokens that went to expert i of one layer and to expert j of another.
+
+    Args:
+        record: of both layers, in the same forward pass.
+        first: name of a layer.
+        second: name of a later layer.
+        step: number of the step.
+        micro_batch: number of the forward pass.
+
+    Returns:
+        `[E_first, E_second]` int64; a token counts once for each pair of its choices.
+
+    Raises:
+        ValueError: a layer is not on record in this pass, or they saw another number of tokens.
+    """
+    recorded = record.layers(step=step, micro_batch=micro_batch)
+    for name in (first, second):
+        if name not in recorded:
+            raise ValueError(
+                f"routing_flow: expected layers on record at step {step}, micro-batch "
+                f"{micro_batch}, one of {recorded}, got {name!r}"
+            )
+    one, two = (record[step, micro_batch, name] for name in (first, second))
+    if one.topk_idx.shape[0] != two.topk_idx.shape[0]:
+        raise ValueError(
+            f"routing_flow: expected {first} and {second} to have as many tokens, got "
+            f"{one.topk_idx.shape[0]} and {two.topk_idx.shape[0]}"
+        )
+    from_TKK = one.topk_idx.cpu().long()[:, :, None].expand(-1, -1, two.topk_idx.shape[1])
+    to_TKK = two.topk_idx.cpu().long()[:, None, :].expand_as(from_TKK)
+    both = (from_TKK >= 0) & (to_TKK >= 0)
+    pair = from_TKK[both] * two.num_experts + to_TKK[both]
+    flat = torch.bincount(pair, minlength=one.num_experts * two.num_experts)
+    return flat.view(one.num_experts, two.num_experts)
+
+
+def routing_flow(
+    record: RoutingRecord,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    step: int = 0,
+    micro_batch: int = 0,
+    layers: Sequence[str] | None = None,
+    max_flows: int = 400,
+    title: str = "Where the tokens of each expert go next",
+) -> Figure:
+    """Draw where the tokens of each expert go in the next layer.
+
+    A column of bars a layer, one bar an expert, as tall as its load; a band between two bars is as
+    wide as the tokens that went to both experts, in the colour of the expert it comes from.
+
+    Args:
+        record: of the layers, in one forward pass.
+        path: PNG to write, None for none.
+        step: number of the step.
+        micro_batch: number of the forward pass.
+        layers: names, in order; all of the pass by default.
+        max_flows: between two layers the widest bands are drawn, at most so many.
+        title: of the picture.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: fewer than two layers, or one that is not on record in this pass.
+    """
+    names = list(layers or record.layers(step=step, micro_batch=micro_batch))
+    if len(names) < 2:
+        raise ValueError(
+            f"routing_flow: expected at least 2 layers on record at step {step}, micro-batch "
+            f"{micro_batch}, got {names}"
+        )
+    flows = [
+        routing_flow_counts(record, a, b, step=step, micro_batch=micro_batch).double()
+        for a, b in zip(names, names[1:], strict=False)
+    ]
+    most = max(max(flow.shape) for flow in flows)
+    size = (min(18.0, 2.2 + 2.0 * len(names)), min(12.0, max(4.5, 1.5 + 0.16 * most)))
+    figure = _figure("routing_flow", figsize=size)
+    axes = figure.add_subplot()
+    shares = [flow / flow.sum().clamp(min=1) for flow in flows]
+    loads = [share.sum(dim=1) for share in shares] + [shares[-1].sum(dim=0)]
+    # Inner layers may mask other tokens on their two sides; their bars hold the larger.
+    for place in range(1, len(names) - 1):
+        loads[place] = torch.maximum(loads[place], shares[place - 1].sum(dim=0))
+    tops = [_stack(load) for load in loads]
+    for place, share in enumerate(shares):
+        _draw_bands(axes, place, share, tops[place], tops[place + 1], max_flows)
+    for place, (load, top) in enumerate(zip(loads, tops, strict=True)):
+        _draw_bars(axes, place, load, top, least_label=0.13 / size[1])
+    axes.set_xticks(range(len(names)), names, rotation=20 if len(names) > 4 else 0)
+    axes.set_yticks([])
+    axes.set(xlim=(-0.25, len(names) - 0.75), ylim=(1.02, -0.02), title=title)
+    for side in ("top", "right", "bottom", "left"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(length=0)
+    if path is not None:
+        save_figure(figure, path)
+    return figure
+
+
+_BAR_WIDTH = 0.14
+_GAPS = 0.12
+
+
+def _stack(load_E: Tensor) -> Tensor:
+    """Upper edges of the bars of a column of height 1, expert 0 on top, a part of it gaps."""
+    heights = load_E * (1 - _GAPS) / load_E.sum().clamp(min=1e-12)
+    gap = _GAPS / max(1, load_E.shape[0] - 1)
+    return heights.cumsum(0) - heights + gap * torch.arange(load_E.shape[0])
+
+
+def _color(expert: int, num_experts: int) -> Any:
+    from matplotlib import colormaps
+
+    return colormaps["turbo"](0.06 + 0.88 * expert / max(1, num_experts - 1))
+
+
+def _draw_bars(axes: Any, place: int, load_E: Tensor, top_E: Tensor, *, least_label: float) -> None:
+    num_experts = load_E.shape[0]
+    heights = (load_E * (1 - _GAPS) / load_E.sum().clamp(min=1e-12)).tolist()
+    colors = [_color(e, num_experts) for e in range(num_experts)]
+    axes.bar([place] * num_experts, heights, _BAR_WIDTH, top_E.tolist(), color=colors, linewidth=0)
+    for expert, (height, top) in enumerate(zip(heights, top_E.tolist(), strict=True)):
+        if height > least_label:
+            red, green, blue, _ = colors[expert]
+            color = "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.45 else "white"
+            place_of_text = {"ha": "center", "va": "center_baseline"}
+            axes.text(place, top + height / 2, str(expert), color=color, size=7, **place_of_text)
+
+
+def _draw_bands(
+    axes: Any, place: int, share: Tensor, left_E: Tensor, right_E: Tensor, max_flows: int
+) -> None:
+    """Bands leave a bar in the order of the experts they go to, and arrive in that they left."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path as Curve
+
+    widths = share * (1 - _GAPS)
+    starts = left_E[:, None] + widths.cumsum(1) - widths
+    ends = right_E[None, :] + widths.cumsum(0) - widths
+    order = widths.flatten().argsort(descending=True)[:max_flows]
+    x0, x1 = place + _BAR_WIDTH / 2, place + 1 - _BAR_WIDTH / 2
+    middle = (x0 + x1) / 2
+    codes = [Curve.MOVETO, *[Curve.CURVE4] * 3, Curve.LINETO, *[Curve.CURVE4] * 3, Curve.CLOSEPOLY]
+    for flat in order.tolist():
+        source, target = divmod(flat, widths.shape[1])
+        width = widths[source, target].item()
+        if width == 0:
+            break
+        a, b = starts[source, target].item(), ends[source, target].item()
+        points = [(x0, a), (middle, a), (middle, b), (x1, b), (x1, b + width)]
+        points += [(middle, b + width), (middle, a + width), (x0, a + width), (x0, a)]
+        color = _color(source, widths.shape[0])
+        axes.add_patch(PathPatch(Curve(points, codes), facecolor=color, alpha=0.45, linewidth=0))
