@@ -9,7 +9,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import moe_ext
-from moe_ext.nn import RouterOutput, RoutingRecord, TopKRouter, pinned_routing
+from moe_ext.nn import (
+    CosineRouter,
+    GShardRouter,
+    NoisyTopKRouter,
+    RouterOutput,
+    RoutingRecord,
+    SwitchRouter,
+    TopKRouter,
+    pinned_routing,
+)
 
 
 def pinned(function, *args):
@@ -203,3 +212,44 @@ def test_a_replay_that_closes_before_the_recomputation_is_noticed():
         loss = checkpoint(model, x, use_reentrant=False).sum()
     with pytest.raises(torch.utils.checkpoint.CheckpointError):
         loss.backward()
+
+
+ROUTERS = {
+    "switch": lambda: SwitchRouter(8, 6, jitter_eps=0.2, dtype=torch.float64),
+    "gshard": lambda: GShardRouter(8, 6, dtype=torch.float64),
+    "gshard_always": lambda: GShardRouter(8, 6, second_expert="always", dtype=torch.float64),
+    "cosine": lambda: CosineRouter(8, 6, 2, dtype=torch.float64),
+    "noisy": lambda: NoisyTopKRouter(8, 6, 2, dtype=torch.float64),
+}
+
+
+def random_layer(name):
+    torch.manual_seed(2)
+    layer = moe_ext.MoELayer(8, 6, 6, router=ROUTERS[name](), dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in layer.router.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    return layer
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers_that_draw_are_pinned(name):
+    layer, x = random_layer(name), tokens(200).requires_grad_()
+    want = gradients(layer, x, layer)
+    for got, grad in zip(gradients(layer, x, lambda x: pinned(layer, x)), want, strict=True):
+        torch.testing.assert_close(got, grad, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", [name for name in ROUTERS if name != "noisy"])
+def test_a_router_weighs_its_own_choice_as_it_did(name):
+    router = random_layer(name).router
+    mask = torch.rand(200) > 0.2
+    routed = router(tokens(200), token_mask=mask)
+    if name == "gshard":
+        assert ((routed.gate.topk_idx == -1).sum(dim=1) == 1).any()
+    again = router.with_choice(routed, routed.gate.topk_idx)
+    for got, want in zip(again.gate, routed.gate, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+    if routed.balance is not None:
+        for got, want in zip(again.balance, routed.balance, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)

@@ -133,6 +133,17 @@ class CosineRouter(Router):
             )
         return RouterOutput(logits_TE, gate)
 
+    def with_choice(self, routed: RouterOutput, topk_idx_TK: Tensor) -> RouterOutput:
+        """See `Router.with_choice`."""
+        with without_autocast(routed.logits.device):
+            gate = ops.gate_weights(
+                routed.logits,
+                topk_idx_TK,
+                renormalize=self.renormalize and self.top_k > 1,
+                scale=self.scale,
+            )
+        return routed._replace(gate=gate)
+
     def _logits(self, x_TD: Tensor) -> Tensor:
         projected_TP = ops.router_logits(x_TD, self.proj_weight)
         acc_dtype = projected_TP.dtype

@@ -104,3 +104,28 @@ class GShardRouter(LinearRouter):
             )
         balance = BalanceTerms(chosen.score_sum, chosen.num_first_choices, 1)
         return RouterOutput(logits_TE, ops.GateOutput(*chosen[:4]), balance=balance)
+
+    def with_choice(self, routed: RouterOutput, topk_idx_TK: Tensor) -> RouterOutput:
+        """See `Router.with_choice`.
+
+        The first weight of a token whose second choice was dropped is divided by the sum over its
+        first and its best other expert, as the gate does it.
+        """
+        logits_TE = routed.logits
+        first_T, second_T = topk_idx_TK.unbind(dim=1)
+        dropped_T = (first_T >= 0) & (second_T < 0)
+        others_TE = logits_TE.detach().scatter(1, first_T.clamp(min=0)[:, None], -torch.inf)
+        both_TK = torch.stack(
+            [first_T, torch.where(dropped_T, others_TE.argmax(dim=1), second_T)], dim=1
+        )
+        with without_autocast(logits_TE.device):
+            gate = ops.gate_weights(logits_TE, both_TK, scale=self.scale)
+        none_E = torch.zeros_like(gate.num_tokens_per_expert)
+        too_many_E = none_E.scatter_add(0, both_TK[:, 1].clamp(min=0), dropped_T.long())
+        first_E = none_E.scatter_add(0, first_T.clamp(min=0), (first_T >= 0).long())
+        gate = gate._replace(
+            topk_weights=gate.topk_weights.masked_fill(topk_idx_TK < 0, 0.0),
+            topk_idx=topk_idx_TK,
+            num_tokens_per_expert=gate.num_tokens_per_expert - too_many_E,
+        )
+        return routed._replace(gate=gate, balance=BalanceTerms(gate.score_sum, first_E, 1))

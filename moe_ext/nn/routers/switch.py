@@ -96,3 +96,9 @@ class SwitchRouter(LinearRouter):
                 logits_TE, 1, renormalize=False, scale=self.scale, token_mask=token_mask
             )
         return RouterOutput(logits_TE, gate)
+
+    def with_choice(self, routed: RouterOutput, topk_idx_TK: Tensor) -> RouterOutput:
+        """See `Router.with_choice`."""
+        with without_autocast(routed.logits.device):
+            gate = ops.gate_weights(routed.logits, topk_idx_TK, renormalize=False, scale=self.scale)
+        return routed._replace(gate=gate)
