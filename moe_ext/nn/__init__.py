@@ -1,5 +1,6 @@
 """Layers."""
 
+from moe_ext.nn import presets
 from moe_ext.nn._record_entries import RecordEntry, RecordKey
 from moe_ext.nn._replay import pinned_routing
 from moe_ext.nn.balance import Balance
@@ -56,6 +57,7 @@ __all__ = [
     "number_routers",
     "replace_ffn",
     "pinned_routing",
+    "presets",
     "reduce_metrics",
     "set_routing_step",
     "set_loss_scale",

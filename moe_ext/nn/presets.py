@@ -1,0 +1,279 @@
+"""Layers as in the papers: functions that return a `MoELayer` with a paper's constants.
+
+Sizes are the caller's; what the paper fixes is the preset's, and any option of `MoELayer` can be
+given to replace it. A preset makes the layer alone: depth, initialisation and optimizer are the
+model's.
+
+Shapes: D model, F ffn, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_ext.nn.balance import Balance
+from moe_ext.nn.capacity import Capacity
+from moe_ext.nn.moe_layer import MoELayer
+from moe_ext.nn.routers import GShardRouter, Router, SwitchRouter, TopKRouter
+
+__all__ = ["deepseek_v3", "glam", "gshard", "mixtral", "qwen3", "switch"]
+
+_Device = torch.device | str | None
+
+
+def _layer(
+    router: Router, ffn_dim: int, preset: dict[str, Any], options: dict[str, Any]
+) -> MoELayer:
+    if "capacity_factor" in options:
+        preset.pop("capacity", None)
+    return MoELayer(
+        router.model_dim,
+        ffn_dim,
+        router.num_experts,
+        router.top_k,
+        router=router,
+        **{**preset, **options},
+    )
+
+
+def switch(
+    model_dim: int,
+    ffn_dim: int,
+    num_experts: int = 128,
+    *,
+    jitter_eps: float = 0.01,
+    seed: int = 0,
+    device: _Device = None,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> MoELayer:
+    """Switch Transformer: one expert a token, capacity 1.25, balance loss 0.01, input jitter 0.01.
+
+    Weights are the softmax probability of the chosen expert, not renormalised. An expert takes
+    `ceil(1.25 T / E)` tokens in training and `ceil(2 T / E)` in evaluation (the released code's),
+    the first ones; the others pass by. Experts are two linear layers with ReLU, as in the released
+    checkpoints.
+
+    Args:
+        model_dim: D.
+        ffn_dim: F of each expert.
+        num_experts: E.
+        jitter_eps: the tokens are multiplied by U[1 - eps, 1 + eps) before the router.
+        seed: of the jitter.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        **options: of `MoELayer`, in place of the above.
+
+    Reference: Fedus, Zoph, Shazeer 2021 (arXiv 2101.03961): eq. 1-3 (gate, capacity), 4-6 (loss,
+    which is `ops.load_balance_loss` with K = 1, alpha = 0.01), table 1 (capacity factor), appendix
+    C (jitter).
+    """
+    made = {"device": device, "dtype": dtype}
+    router = SwitchRouter(model_dim, num_experts, jitter_eps=jitter_eps, seed=seed, **made)  # type: ignore[arg-type]
+    preset = {
+        "activation": "relu",
+        "capacity": Capacity(1.25, eval_factor=2.0),
+        "balance_loss_coef": 0.01,
+        **made,
+    }
+    return _layer(router, ffn_dim, preset, options)
+
+
+def gshard(
+    model_dim: int,
+    ffn_dim: int,
+    num_experts: int = 128,
+    *,
+    groups: int = 1,
+    seed: int = 0,
+    device: _Device = None,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> MoELayer:
+    """GShard: two experts a token, the second kept with probability 2 g2, capacity 2 S / E a group.
+
+    Of a group of S tokens an expert takes `ceil(2 S / E)`: every first choice is served before any
+    second, by position. Weights are the two probabilities divided by their sum. The balance loss
+    counts first choices; the paper gives no coefficient, 0.01 is that of its successors. Experts
+    are two linear layers with ReLU.
+
+    Args:
+        model_dim: D.
+        ffn_dim: F of each expert.
+        num_experts: E; the paper has 128, 512 and 2048.
+        groups: local groups that the tokens of a rank are cut into.
+        seed: of the second experts.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        **options: of `MoELayer`, in place of the above.
+
+    Reference: Lepikhin et al. 2020 (arXiv 2006.16668): section 2.2 and algorithm 1.
+    """
+    made = {"device": device, "dtype": dtype}
+    router = GShardRouter(model_dim, num_experts, seed=seed, **made)  # type: ignore[arg-type]
+    preset = {
+        "activation": "relu",
+        "capacity": Capacity(1.0, groups=groups, drop="choice"),
+        "balance_loss_coef": 0.01,
+        **made,
+    }
+    return _layer(router, ffn_dim, preset, options)
+
+
+def glam(
+    model_dim: int,
+    ffn_dim: int,
+    num_experts: int = 64,
+    *,
+    groups: int = 1,
+    seed: int = 0,
+    device: _Device = None,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> MoELayer:
+    """GLaM: 64 experts, two a token, with the gate and the loss of GShard; balance loss 0.01.
+
+    The layer takes the place of every other feed-forward network of the model. Experts are two
+    linear layers, with GELU (their size, 2 D F, follows from the parameters in the paper's table 4;
+    the gated networks of the paper are the dense ones).
+
+    Args:
+        model_dim: D; 8192 in the largest model.
+        ffn_dim: F of each expert; 32768 there.
+        num_experts: E.
+        groups: local groups that the tokens of a rank are cut into.
+        seed: of the second experts.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        **options: of `MoELayer`, in place of the above.
+
+    Reference: Du et al. 2021 (arXiv 2112.06905): sections 4 (architecture) and 5 (0.01).
+    """
+    options = {"activation": "gelu", **options}
+    made: dict[str, Any] = {"groups": groups, "seed": seed, "device": device, "dtype": dtype}
+    return gshard(model_dim, ffn_dim, num_experts, **made, **options)
+
+
+def mixtral(
+    model_dim: int,
+    ffn_dim: int,
+    num_experts: int = 8,
+    top_k: int = 2,
+    *,
+    device: _Device = None,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> MoELayer:
+    """Mixtral: 8 SwiGLU experts, two a token, softmax over the two logits, no token dropped.
+
+    The paper tells nothing of a balance loss: the coefficient is the default of `MoELayer`. That of
+    the released configuration (`router_aux_loss_coef`) multiplies a loss that is K times ours.
+
+    Args:
+        model_dim: D; 4096 in Mixtral 8x7B.
+        ffn_dim: F of each expert; 14336 there.
+        num_experts: E.
+        top_k: K.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        **options: of `MoELayer`, in place of the above.
+
+    Reference: Jiang et al. 2024 (arXiv 2401.04088): section 2.1, table 1.
+    """
+    made = {"device": device, "dtype": dtype}
+    router = TopKRouter(model_dim, num_experts, top_k, score_fn="topk_softmax", **made)  # type: ignore[arg-type]
+    return _layer(router, ffn_dim, {"activation": "swiglu", **made}, options)
+
+
+def qwen3(
+    model_dim: int,
+    ffn_dim: int,
+    num_experts: int = 128,
+    top_k: int = 8,
+    *,
+    device: _Device = None,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> MoELayer:
+    """Qwen3-MoE: 128 fine-grained SwiGLU experts, 8 a token, none shared, none dropped.
+
+    Softmax over all experts, the chosen probabilities divided by their sum. The paper balances over
+    the global batch, without saying how strongly: `balance=Balance("global_batch", group=...)`,
+    with the group of the ranks that see data of their own. The coefficient is that of the released
+    configuration, 0.001, times K: the loss that goes with it is K times ours (and the mean over
+    layers, where ours is added up).
+
+    Args:
+        model_dim: D; 2048 in Qwen3-30B-A3B.
+        ffn_dim: F of each expert; 768 there.
+        num_experts: E.
+        top_k: K.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        **options: of `MoELayer`, in place of the above.
+
+    Reference: Qwen team 2025 (arXiv 2505.09388): section 2, table 2; Qiu et al. 2025
+    (arXiv 2501.11873), the global-batch loss.
+    """
+    made = {"device": device, "dtype": dtype}
+    router = TopKRouter(model_dim, num_experts, top_k, **made)  # type: ignore[arg-type]
+    preset = {"activation": "swiglu", "balance_loss_coef": 0.001 * top_k, **made}
+    return _layer(router, ffn_dim, preset, options)
+
+
+def deepseek_v3(
+    model_dim: int,
+    ffn_dim: int,
+    num_experts: int = 256,
+    top_k: int = 8,
+    *,
+    num_groups: int = 8,
+    top_groups: int = 4,
+    scale: float = 2.5,
+    device: _Device = None,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> MoELayer:
+    """DeepSeek-V3: 256 SwiGLU experts, 8 a token from 4 of 8 nodes, one shared, balanced by a bias.
+
+    Sigmoid scores, divided by their sum over the chosen and multiplied by 2.5. The selection bias
+    starts at zero; `update_selection_bias` moves it by 0.001 a step. A sequence-wise balance loss
+    of 0.0001 stays beside it. No token is dropped.
+
+    Args:
+        model_dim: D; 7168 in the paper.
+        ffn_dim: F of each expert, and of the shared one; 2048 there.
+        num_experts: E.
+        top_k: K.
+        num_groups: nodes that the experts are spread over.
+        top_groups: nodes that a token may go to.
+        scale: on the weights.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        **options: of `MoELayer`, in place of the above.
+
+    Reference: DeepSeek-AI 2024 (arXiv 2412.19437): section 2.1.2, eq. 12-20, and 4.2
+    (hyper-parameters); the scale is `routed_scaling_factor` of the released configuration.
+    """
+    made: dict[str, Any] = {"device": device, "dtype": dtype}
+    router = TopKRouter(
+        model_dim,
+        num_experts,
+        top_k,
+        score_fn="sigmoid",
+        scale=scale,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        selection_bias=True,
+        **made,
+    )
+    preset = {
+        "activation": "swiglu",
+        "shared_ffn_dim": ffn_dim,
+        "balance": Balance("sequence"),
+        "balance_loss_coef": 1e-4,
+        **made,
+    }
+    return _layer(router, ffn_dim, preset, options)
