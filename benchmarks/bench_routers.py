@@ -35,7 +35,14 @@ class Case:
     backward: bool = True
 
 
+GIVEN = torch.rand(NUM_TOKENS, NUM_EXPERTS).argsort(dim=1)[:, :8].contiguous()
+
 CASES = (
+    Case(
+        "softmax, 8 given experts",
+        lambda x: ops.gate_weights(x, GIVEN),
+        lambda x: reference.gate_weights(x, GIVEN),
+    ),
     Case(
         "softmax top-8",
         lambda x: ops.topk_gate(x, 8),
