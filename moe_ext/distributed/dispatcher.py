@@ -274,7 +274,10 @@ class AllToAllDispatcher:
                     f"AllToAllDispatcher: expected x_TD to be one of {_DTYPES}, got {x_TD.dtype}"
                 )
             rows_ND, offsets, local = self._local.dispatch(
-                x_TD if with_rows else x_TD[:, :0], topk_idx_TK, topk_weights_TK, capacity=capacity
+                x_TD if with_rows else x_TD.detach()[:, :0],
+                topk_idx_TK,
+                topk_weights_TK,
+                capacity=capacity,
             )
         own_PL = offsets.diff().view(self.num_ranks, self.num_local_experts)
         code = _DTYPES.index(x_TD.dtype)

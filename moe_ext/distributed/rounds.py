@@ -48,13 +48,30 @@ def take_rows(x_TD: Tensor, tables: ops.Permutation) -> Tensor:
 
 @dataclass(frozen=True)
 class LocalRound:
-    """Consecutive rows, grouped by expert."""
+    """Consecutive rows, grouped by expert.
 
-    tables: ops.Permutation
+    Attributes:
+        whole: tables of all rows.
+        start: the first row.
+        budget: number of rows, fewer at the end.
+    """
+
+    whole: ops.Permutation
+    start: int
+    budget: int
+
+    @property
+    def tables(self) -> ops.Permutation:
+        """Of these rows; made when asked for, since each is as long as all slots."""
+        slot_of_row = self.whole.slot_of_row[self.start : self.start + self.budget]
+        row = self.whole.row_of_slot - self.start
+        inside = (row >= 0) & (row < slot_of_row.shape[0])
+        return replace(self.whole, slot_of_row=slot_of_row, row_of_slot=row.where(inside, -1))
 
     def run(self, rows_RD: Tensor, experts: Experts) -> Tensor:
         """See `Round`."""
-        return experts(rows_RD, self.tables.expert_offsets)
+        offsets = (self.whole.expert_offsets - self.start).clamp(0, rows_RD.shape[0])
+        return experts(rows_RD, offsets)
 
 
 @dataclass(frozen=True)
@@ -62,30 +79,40 @@ class ExchangeRound:
     """Rows that travel to the rank of their expert.
 
     Attributes:
-        tables: of the rows that this rank sends, ordered by destination.
+        whole: tables of all rows.
+        slot_of_row: slots of the rows that this rank sends, ordered by destination.
         dispatcher: whose group they travel in.
         sent: rows to each rank.
         received: rows from each rank.
         received_PL: rows from each rank for each local expert.
     """
 
-    tables: ops.Permutation
+    whole: ops.Permutation
+    slot_of_row: Tensor
     dispatcher: AllToAllDispatcher
     sent: list[int]
     received: list[int]
     received_PL: Tensor
 
+    @property
+    def tables(self) -> ops.Permutation:
+        """Of the rows that this rank sends; made when asked for, being as long as all slots."""
+        row_of_slot = torch.full_like(self.whole.row_of_slot, -1)
+        rows = torch.arange(self.slot_of_row.shape[0], device=row_of_slot.device)
+        row_of_slot[self.slot_of_row] = rows
+        return replace(self.whole, slot_of_row=self.slot_of_row, row_of_slot=row_of_slot)
+
     def run(self, rows_RD: Tensor, experts: Experts) -> Tensor:
         """See `Round`."""
-        group, scale = self.dispatcher.group, self.dispatcher.grad_scale
+        group, grad_scale = self.dispatcher.group, self.dispatcher.grad_scale
         operation = "AllToAllDispatcher round"
         arrived = all_to_all_rows(
-            rows_RD, group, self.sent, self.received, grad_scale=scale, operation=operation
+            rows_RD, group, self.sent, self.received, grad_scale=grad_scale, operation=operation
         )
         grouped, permutation = self.dispatcher.group_by_expert(arrived, self.received_PL)
         out = ops.unpermute_tokens(experts(grouped, permutation.expert_offsets), permutation)
         return all_to_all_rows(
-            out, group, self.received, self.sent, grad_scale=1.0 / scale, operation=operation
+            out, group, self.received, self.sent, grad_scale=1.0 / grad_scale, operation=operation
         )
 
 
@@ -146,7 +173,7 @@ def _plan_local(
     drop: bool,
 ) -> tuple[list[Round], Tensor]:
     # Rows without columns: only the tables are wanted, and they cost no row.
-    none_TD = x_TD[:, :0]
+    none_TD = x_TD.detach()[:, :0]
     _, _, metadata = dispatcher.dispatch(none_TD, topk_idx_TK, topk_weights_TK, capacity=capacity)
     tables, num_dropped = metadata.permutation, metadata.num_dropped
     num_rows = tables.slot_of_row.shape[0]
@@ -156,7 +183,7 @@ def _plan_local(
         num_dropped = num_dropped + _num_routed(metadata.permutation) - _num_routed(tables)
         num_rows = budget
     starts = range(0, num_rows, budget) if num_rows else range(1)
-    return [LocalRound(_slice(tables, start, budget)) for start in starts], num_dropped
+    return [LocalRound(tables, start, budget) for start in starts], num_dropped
 
 
 def _tables(none_TD: Tensor, topk_idx_TK: Tensor, num_experts: int) -> ops.Permutation:
@@ -165,19 +192,6 @@ def _tables(none_TD: Tensor, topk_idx_TK: Tensor, num_experts: int) -> ops.Permu
 
 def _num_routed(tables: ops.Permutation) -> Tensor:
     return tables.num_tokens_per_expert.sum()
-
-
-def _slice(tables: ops.Permutation, start: int, budget: int) -> ops.Permutation:
-    """The tables of the rows [start, start + budget)."""
-    slot_of_row = tables.slot_of_row[start : start + budget]
-    row = tables.row_of_slot - start
-    inside = (row >= 0) & (row < slot_of_row.shape[0])
-    return replace(
-        tables,
-        slot_of_row=slot_of_row,
-        row_of_slot=row.where(inside, -1),
-        expert_offsets=(tables.expert_offsets - start).clamp(0, slot_of_row.shape[0]),
-    )
 
 
 def _keep_first(tables: ops.Permutation, topk_idx_TK: Tensor, allowed_P: Tensor) -> Tensor:
@@ -306,6 +320,7 @@ def _exchange_rounds(
         reached_PL = torch.minimum(torch.maximum(ends_PL, begin_P1), end_P1)
         rounds.append(
             ExchangeRound(
+                tables,
                 _select(tables, first_P + sent_P, send_P),
                 dispatcher,
                 send_P.tolist(),
@@ -317,12 +332,9 @@ def _exchange_rounds(
     return rounds
 
 
-def _select(tables: ops.Permutation, begin_P: Tensor, count_P: Tensor) -> ops.Permutation:
-    """The tables of P runs of rows, one behind the other."""
+def _select(tables: ops.Permutation, begin_P: Tensor, count_P: Tensor) -> Tensor:
+    """The slots of P runs of rows, one behind the other."""
     total = int(count_P.sum())
     shift_P = begin_P - (count_P.cumsum(0) - count_P)
     rows = torch.arange(total) + shift_P.repeat_interleave(count_P, output_size=total)
-    slot_of_row = tables.slot_of_row[rows.to(tables.slot_of_row.device)]
-    row_of_slot = torch.full_like(tables.row_of_slot, -1)
-    row_of_slot[slot_of_row] = torch.arange(total, device=row_of_slot.device)
-    return replace(tables, slot_of_row=slot_of_row, row_of_slot=row_of_slot)
+    return tables.slot_of_row[rows.to(tables.slot_of_row.device)]

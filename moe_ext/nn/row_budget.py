@@ -149,10 +149,11 @@ class _Rounds(torch.autograd.Function):
         ctx.save_for_backward(x_TD, weights_TK, *parameters)
         y_TD: Tensor | None = None
         for index, part in enumerate(work.rounds):
-            out = work.run(index, take_rows(x_TD, part.tables), parameters)
+            tables = part.tables
+            out = work.run(index, take_rows(x_TD, tables), parameters)
             dtype = out.dtype
             # A token's rows may lie in several rounds: their sum is rounded once, at the end.
-            part_TD = ops.unpermute_tokens(out.to(_acc_dtype(dtype)), part.tables, weights_TK)
+            part_TD = ops.unpermute_tokens(out.to(_acc_dtype(dtype)), tables, weights_TK)
             del out
             y_TD = part_TD if y_TD is None else y_TD.add_(part_TD)
             del part_TD
@@ -174,9 +175,10 @@ class _Rounds(torch.autograd.Function):
         grad_y_TD = grad_y_TD.to(_acc_dtype(grad_y_TD.dtype))
         with ctx.setting.restored():
             for index, part in enumerate(work.rounds):
-                rows = take_rows(x_TD, part.tables).requires_grad_()
+                tables = part.tables
+                rows = take_rows(x_TD, tables).requires_grad_()
                 out = work.run(index, rows, leaves).to(grad_y_TD.dtype)
-                part_TD = ops.unpermute_tokens(out, part.tables, weights)
+                part_TD = ops.unpermute_tokens(out, tables, weights)
                 del out
                 wanted = [rows, *([weights] if needs_weights else [])]
                 wanted += [leaf for leaf in leaves if leaf.requires_grad]
@@ -184,7 +186,7 @@ class _Rounds(torch.autograd.Function):
                     *torch.autograd.grad(part_TD, wanted, grad_y_TD, allow_unused=True)
                 ]
                 del part_TD
-                sums.add(part.tables, rows, found, needs_x, needs_weights)
+                sums.add(tables, rows, found, needs_x, needs_weights)
         return None, *sums.results(x_TD, needs_x)
 
 

@@ -1,0 +1,199 @@
+import pytest
+import torch
+import torch.distributed as dist
+from checks import assert_passed, outcomes, raised
+from torch.utils.checkpoint import checkpoint
+
+import moe_ext
+from moe_ext.nn import RowBudget
+
+E, K = 12, 2  # a multiple of every group size used
+# The same products; a token's rows are summed in the order of the rounds.
+TIGHT = {"rtol": 1e-12, "atol": 1e-13}
+
+
+def world():
+    return dist.group.WORLD
+
+
+def make(budget=None, ep=True, **options):
+    torch.manual_seed(3)
+    options = {"dtype": torch.float64, **options}
+    group = world() if ep else None
+    return moe_ext.MoELayer(8, 6, E, K, ep_group=group, row_budget=budget, **options)
+
+
+def batch(sizes, rank, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(5 + rank)
+    return torch.randn(sizes[rank], 8, dtype=dtype, generator=generator)
+
+
+def outcome(layer, x, run=None):
+    x = x.detach().requires_grad_()
+    layer.zero_grad()
+    y = layer(x) if run is None else run(layer, x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *[p.grad for p in layer.parameters()]]
+
+
+def peak_bytes(function):
+    """Most bytes that the allocator of the CPU had handed out during a call, above the start."""
+    activity = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activity, profile_memory=True) as profiler:
+        function()
+    now = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+class Exchanged:
+    """Rows of every exchange, sent and received."""
+
+    def __enter__(self):
+        self.rows = []
+        self.original = dist.all_to_all_single
+
+        def counted(out, x, *args, **kwargs):
+            if x.is_floating_point():
+                self.rows += [x.shape[0], out.shape[0]]
+            return self.original(out, x, *args, **kwargs)
+
+        dist.all_to_all_single = counted
+        return self
+
+    def __exit__(self, *error):
+        dist.all_to_all_single = self.original
+
+
+def compare(sizes, rows, one_expert=False, **options):
+    bounded, free = make(RowBudget(rows), **options), make(**options)
+    if one_expert:
+        for layer in (bounded, free):
+            layer.router.weight.data.zero_()
+    x = batch(sizes, dist.get_rank())
+    want = outcome(free, x)
+    with Exchanged() as exchanged:
+        found = outcome(bounded, x)
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b, **TIGHT)
+    assert max(exchanged.rows, default=0) <= rows
+    for name in ("num_dropped", "num_tokens_per_expert"):
+        assert torch.equal(bounded.metrics[name], free.metrics[name])
+    again = outcome(bounded, x)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), "deterministic"
+
+
+def check_rounds_equal_the_layer_without_a_budget():
+    sizes = [9, 4, 13][: dist.get_world_size()]
+    for rows in (1, 5, 11, 500):
+        compare(sizes, rows)
+    compare(sizes, 7, bias=True, activation="relu_squared", shared_ffn_dim=4)
+    compare([40] * len(sizes), 11, capacity_factor=0.5)
+
+
+def check_all_tokens_on_one_expert():
+    sizes = [9, 4, 13][: dist.get_world_size()]
+    compare(sizes, 6, one_expert=True, balance_loss_coef=0.0)
+
+
+def check_ranks_without_tokens():
+    for empty in range(dist.get_world_size()):
+        sizes = [0 if rank == empty else 6 for rank in range(dist.get_world_size())]
+        compare(sizes, 5)
+    compare([0] * dist.get_world_size(), 5)
+
+
+def check_checkpointing():
+    layer = make(RowBudget(5))
+    x = batch([9] * dist.get_world_size(), dist.get_rank())
+    want = outcome(layer, x)
+    for use_reentrant in (False, True):
+        found = outcome(
+            layer, x, lambda layer, x, r=use_reentrant: checkpoint(layer, x, use_reentrant=r)
+        )
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def check_low_precision():
+    layer, free = make(RowBudget(200), dtype=torch.bfloat16), make(dtype=torch.bfloat16)
+    x = batch([150] * dist.get_world_size(), dist.get_rank(), torch.bfloat16)
+    with Exchanged() as exchanged:
+        found = outcome(layer, x)
+    assert max(exchanged.rows) <= 200
+    for a, b in zip(found, outcome(free, x), strict=True):
+        torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-1)
+
+
+def check_drop_is_counted_and_keeps_the_budget():
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    layer = make(RowBudget(8, overflow="drop"), balance_loss_coef=0.0)
+    free = make(balance_loss_coef=0.0)
+    for one in (layer, free):
+        one.router.weight.data.zero_()  # all on experts 0 and 1, which live on rank 0
+    x = batch([9] * num_ranks, rank)
+    with Exchanged() as exchanged:
+        found = outcome(layer, x)
+    assert max(exchanged.rows) <= 8
+    kept = 9 * K - int(layer.metrics["num_dropped"])
+    total = torch.tensor(kept)
+    dist.all_reduce(total)
+    assert int(total) == 8, "the budget of rank 0 is used up"
+    assert abs(kept - 8 / num_ranks) < 1, "every rank gets its share"
+    want = outcome(free, x)[0]
+    whole = kept // K
+    torch.testing.assert_close(found[0][:whole], want[:whole], **TIGHT)
+    assert not found[0][whole + 1 :].any()
+    assert all(gradient is not None for gradient in found)
+    layer.row_budget = RowBudget(1000, overflow="drop")
+    for a, b in zip(outcome(layer, x), outcome(free, x), strict=True):
+        torch.testing.assert_close(a, b, **TIGHT)
+    assert int(layer.metrics["num_dropped"]) == 0
+
+
+def check_peak_with_all_tokens_on_one_expert():
+    num_tokens, model_dim, ffn_dim, rows = 256, 32, 256, 64
+    torch.manual_seed(3)
+    layer = moe_ext.MoELayer(
+        model_dim, ffn_dim, E, K, ep_group=world(), row_budget=RowBudget(rows), balance_loss_coef=0
+    )
+    layer.router.weight.data.zero_()
+    x = torch.randn(num_tokens, model_dim, requires_grad=True)
+    layer(x).sum().backward()
+    layer.zero_grad()
+    x.grad = None
+    peak = peak_bytes(lambda: layer(x).sum().backward())
+    parameters = sum(p.numel() for p in layer.experts.parameters())
+    tables = num_tokens * (12 * K + 2 * E)
+    bound = rows * (7 * model_dim + 5 * ffn_dim) + 4 * num_tokens * model_dim
+    assert peak <= 4 * (bound + 2 * parameters + tables)
+
+
+def check_different_budgets_are_refused_on_every_rank():
+    layer = make(RowBudget(5 + dist.get_rank()))
+    x = batch([9] * dist.get_world_size(), dist.get_rank())
+    raised(ValueError, r"RowBudget: expected rows to be equal on every rank, got 5 on", layer, x)
+
+
+def check_a_rank_that_fails_before_is_named():
+    layer = make(RowBudget(5))
+    x = batch([9] * dist.get_world_size(), dist.get_rank())
+    if dist.get_rank() == 1:
+        raised(ValueError, r"expected x to be of shape", layer, x[:, :7])
+    else:
+        raised(ValueError, r"(rank 1 failed|model_dim to be equal)", layer, x)
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def found(request):
+    return outcomes(request.param, CHECKS)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_on_ranks(found, check):
+    assert_passed(found, check)

@@ -1,0 +1,346 @@
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import moe_ext
+from moe_ext.distributed import LocalDispatcher
+from moe_ext.distributed.rounds import fair_share, schedule
+from moe_ext.nn import Capacity, RowBudget
+
+# The same products; a token's rows are summed in the order of the rounds.
+TIGHT = {"rtol": 1e-12, "atol": 1e-13}
+E, K = 5, 2
+
+
+def layers(budget, dtype=torch.float64, **options):
+    """A layer within a budget, and the same one without."""
+    torch.manual_seed(1)
+    bounded = moe_ext.MoELayer(8, 6, E, K, row_budget=budget, dtype=dtype, **options)
+    free = moe_ext.MoELayer(8, 6, E, K, dtype=dtype, **options)
+    free.load_state_dict(bounded.state_dict())
+    return bounded, free
+
+
+def outcome(layer, x, mask=None):
+    x = x.detach().requires_grad_()
+    layer.zero_grad()
+    y = layer(x, token_mask=mask)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *[p.grad for p in layer.parameters()]]
+
+
+def assert_same(bounded, free, x, mask=None, **tolerance):
+    for a, b in zip(outcome(bounded, x, mask), outcome(free, x, mask), strict=True):
+        torch.testing.assert_close(a, b, **{**TIGHT, **tolerance})
+    for name, value in free.metrics.items():
+        torch.testing.assert_close(bounded.metrics[name], value)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, 21, 41, 42, 1000])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": True, "activation": "relu_squared"},
+        {"shared_ffn_dim": 4, "z_loss_coef": 0.1},
+        {"capacity_factor": 0.6},
+    ],
+    ids=str,
+)
+def test_rounds_equal_the_layer_without_a_budget(rows, options):
+    bounded, free = layers(RowBudget(rows), **options)
+    x = torch.randn(21, 8, dtype=torch.float64)
+    assert_same(bounded, free, x)
+    assert_same(bounded, free, x, torch.rand(21) < 0.5)
+    assert_same(bounded, free, x[:0])
+
+
+@pytest.mark.parametrize("overflow", ["rounds", "drop"])
+def test_rounds_on_every_device(device, overflow):
+    bounded, free = layers(RowBudget(11, overflow=overflow), z_loss_coef=0.1)
+    x = torch.randn(21, 8, dtype=torch.float64)
+    if overflow == "rounds":
+        assert_same(bounded, free, x, torch.rand(21) < 0.7)
+    else:
+        assert all(gradient is not None for gradient in outcome(bounded, x))
+        assert int(bounded.metrics["num_dropped"]) == 21 * K - 11
+
+
+@pytest.mark.parametrize("rows", [4, 100])
+def test_all_tokens_on_one_expert(rows):
+    bounded, free = layers(RowBudget(rows), balance_loss_coef=0.0)
+    for layer in (bounded, free):
+        layer.router.weight.data.zero_()
+    assert_same(bounded, free, torch.randn(21, 8, dtype=torch.float64))
+
+
+def test_gradcheck():
+    bounded, _ = layers(RowBudget(3), balance_loss_coef=0.0)
+    x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+    names = [name for name, _ in bounded.named_parameters()]
+
+    def run(x, *parameters):
+        return torch.func.functional_call(bounded, dict(zip(names, parameters, strict=True)), (x,))
+
+    parameters = [p.detach().clone().requires_grad_() for p in bounded.parameters()]
+    assert torch.autograd.gradcheck(run, (x, *parameters))
+
+
+@pytest.mark.parametrize("frozen", ["router", "experts", "x", "everything"])
+def test_frozen_parts(frozen):
+    bounded, free = layers(RowBudget(5), balance_loss_coef=0.0)
+    found = []
+    for layer in (bounded, free):
+        for name, p in layer.named_parameters():
+            p.requires_grad_(not (name.startswith(frozen) or frozen == "everything"))
+        torch.manual_seed(3)
+        x = torch.randn(9, 8, dtype=torch.float64)
+        x.requires_grad_(frozen not in ("x", "everything"))
+        y = layer(x)
+        assert y.requires_grad == (frozen != "everything")
+        if y.requires_grad:
+            y.square().sum().backward()
+        found.append([y.detach(), x.grad, *[p.grad for p in layer.parameters()]])
+    for a, b in zip(*found, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, **TIGHT)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(use_reentrant):
+    bounded, _ = layers(RowBudget(5))
+    x = torch.randn(9, 8, dtype=torch.float64, requires_grad=True)
+    want = outcome(bounded, x)
+    bounded.zero_grad()
+    y = checkpoint(bounded, x, use_reentrant=use_reentrant)
+    y.square().sum().backward()
+    found = [y.detach(), x.grad, *[p.grad for p in bounded.parameters()]]
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision(dtype):
+    bounded, free = layers(RowBudget(300), dtype=dtype)
+    # Rows are rounded alike; sums over the rounds are rounded once, weight gradients once a round.
+    assert_same(bounded, free, torch.randn(301, 8).to(dtype), rtol=3e-2, atol=3e-1)
+
+
+def test_autocast():
+    bounded, free = layers(RowBudget(100), dtype=torch.float32)
+    x = torch.randn(301, 8)
+    found = []
+    for layer in (bounded, free):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+        assert y.dtype == torch.bfloat16
+        y.float().sum().backward()
+        found.append([y.float(), *[p.grad for p in layer.parameters()]])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-1)
+
+
+class Dropped(nn.Module):
+    """Experts that draw random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, rows, expert_offsets):
+        return self.dropout(rows @ self.weight)
+
+
+def test_a_recomputed_round_draws_the_same_numbers():
+    torch.manual_seed(0)
+    layer = moe_ext.MoELayer(
+        8, 6, E, K, experts=Dropped(), row_budget=RowBudget(5), balance_loss_coef=0.0
+    )
+    layer.router.weight.data.zero_()  # the weights of the experts do not depend on x
+    x = torch.randn(9, 8, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    # An output is the sum over its row of what dropout left: linear in x, so x . grad = y's sum.
+    torch.testing.assert_close((x.grad * x).sum(), y.sum())
+    state = torch.get_rng_state()
+    layer(x).sum().backward()
+    assert not torch.equal(torch.get_rng_state(), state)
+
+
+def test_drop_keeps_the_first_slots_and_counts_the_others():
+    bounded, free = layers(RowBudget(7, overflow="drop"))
+    x = torch.randn(9, 8, dtype=torch.float64)
+    mask = torch.arange(9) != 1
+    y = bounded(x, token_mask=mask)
+    assert int(bounded.metrics["num_dropped"]) == 8 * K - 7
+    full = free(x, token_mask=mask)
+    # Tokens 0, 2 and 3 have two slots each; token 4 keeps its first.
+    torch.testing.assert_close(y[:4], full[:4], **TIGHT)
+    assert not torch.allclose(y[4], full[4])
+    assert y[4].any()
+    assert not y[5:].any()
+    bounded(x[:3])
+    assert int(bounded.metrics["num_dropped"]) == 0
+    y.sum().backward()
+
+
+def test_drop_after_a_capacity():
+    bounded, free = layers(RowBudget(9, overflow="drop"), capacity_factor=0.5)
+    x = torch.randn(20, 8, dtype=torch.float64)
+    bounded(x)
+    free(x)
+    routed = 20 * K - int(free.metrics["num_dropped"])
+    assert routed > 9
+    assert int(bounded.metrics["num_dropped"]) == 20 * K - 9
+
+
+def test_same_bits_for_any_number_of_threads(num_threads):
+    bounded, _ = layers(RowBudget(50), dtype=torch.float32)
+    x = torch.randn(100, 8)
+    found = []
+    for threads in (1, 3):
+        num_threads(threads)
+        found.append(outcome(bounded, x))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def peak_bytes(function):
+    """Most bytes that the allocator of the CPU had handed out during a call, above the start."""
+    gc.collect()
+    activity = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activity, profile_memory=True) as profiler:
+        function()
+    now = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+T, D, F = 512, 32, 256
+
+
+def documented_peak(rows):
+    """The formula of docs/balance.md for float32, in bytes."""
+    return 4 * (rows * (3 * D + 5 * F) + 4 * T * D + 2 * E * 3 * F * D + 12 * T * K + 2 * T * E)
+
+
+def bounded_layer(rows):
+    torch.manual_seed(0)
+    budget = None if rows is None else RowBudget(rows)
+    layer = moe_ext.MoELayer(D, F, E, K, row_budget=budget, balance_loss_coef=0.0)
+    layer.router.weight.data.zero_()  # all tokens on experts 0 and 1
+    return layer
+
+
+@pytest.mark.parametrize("rows", [16, 64, 256])
+def test_peak_is_within_the_documented_function_of_the_budget(rows):
+    layer = bounded_layer(rows)
+    x = torch.randn(T, D, requires_grad=True)
+    layer(x).sum().backward()  # tables of the library's products
+    layer.zero_grad()
+    x.grad = None
+    peak = peak_bytes(lambda: layer(x).sum().backward())
+    assert peak <= documented_peak(rows)
+    assert peak > 0.75 * documented_peak(rows), "the formula says something"
+
+
+def test_peak_without_a_budget_is_beyond_it():
+    layer = bounded_layer(None)
+    x = torch.randn(T, D, requires_grad=True)
+    peak = peak_bytes(lambda: layer(x).sum().backward())
+    assert peak > 2 * documented_peak(16)
+
+
+def saved_bytes(layer, x):
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = layer(x)
+    parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    del y
+    return sum(size for pointer, (size, _) in kept.items() if pointer not in parameters)
+
+
+def test_rounds_keep_no_rows_for_the_backward_pass():
+    x = torch.randn(T, D, requires_grad=True)
+    saved = {rows: saved_bytes(bounded_layer(rows), x) for rows in (16, 64, None)}
+    assert saved[16] == saved[64]
+    # The tokens, their weights and choices, and the logits.
+    assert saved[64] <= T * (4 * D + 4 * K + 8 * K + 4 * E) + 1024
+    assert saved[None] > saved[64] + T * K * (3 * F + D) * 4
+
+
+def test_schedule_and_fair_share():
+    torch.manual_seed(0)
+    for ranks in (1, 2, 3, 4):
+        for limit in (1, 5, 100):
+            pairs = torch.randint(0, 30, (ranks, ranks)) * torch.randint(0, 2, (ranks, ranks))
+            rounds = schedule(pairs, limit)
+            assert torch.equal(torch.stack(rounds).sum(0), pairs)
+            for share in rounds:
+                assert int(share.sum(0).max()) <= limit
+                assert int(share.sum(1).max()) <= limit
+            for dim in (0, 1):
+                cut = fair_share(pairs, limit, dim=dim)
+                assert (cut <= pairs).all()
+                want = pairs.sum(dim).clamp(max=limit)
+                assert torch.equal(cut.sum(dim), want)
+    assert fair_share(torch.tensor([[1, 9, 9]]), 8, dim=1).tolist() == [[1, 4, 3]]
+    assert len(schedule(torch.zeros(2, 2, dtype=torch.int64), 3)) == 1
+    # One source for one destination: as few rounds as the destination alone asks for.
+    pairs = torch.tensor([[0, 40], [0, 0]])
+    assert len(schedule(pairs, 10)) == 4
+
+
+def test_deepcopy_and_eval():
+    bounded, free = layers(RowBudget(5))
+    x = torch.randn(9, 8, dtype=torch.float64)
+    twin = copy.deepcopy(bounded).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(twin(x), free(x), **TIGHT)
+    assert "row_budget=RowBudget(rows=5" in repr(bounded)
+
+
+class Elsewhere:
+    """A dispatcher of the caller's own."""
+
+    def __init__(self):
+        self.inner = LocalDispatcher(E)
+
+    def dispatch(self, *args, **kwargs):
+        return self.inner.dispatch(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: RowBudget(0), ValueError, r"RowBudget: expected rows to be at least 1, got 0"),
+        (lambda: RowBudget(3, overflow="wait"), ValueError, r"expected overflow .*got 'wait'"),
+        (lambda: layers(7), TypeError, r"expected row_budget to be a RowBudget, got 7"),
+        (
+            lambda: layers(RowBudget(3), capacity=Capacity(1.0, pad=True)),
+            ValueError,
+            r"expected capacity.pad to be False with a row_budget",
+        ),
+        (
+            lambda: layers(RowBudget(3), dispatcher=Elsewhere())[0](torch.ones(2, 8).double()),
+            TypeError,
+            r"RowBudget: expected the dispatcher to be a LocalDispatcher .*got Elsewhere",
+        ),
+    ],
+)
+def test_wrong_options(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
