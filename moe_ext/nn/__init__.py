@@ -5,6 +5,7 @@ from moe_ext.nn._record_entries import RecordEntry, RecordKey
 from moe_ext.nn._replay import pinned_routing
 from moe_ext.nn.balance import Balance
 from moe_ext.nn.capacity import Capacity, RowBudget
+from moe_ext.nn.counting import count_tokens, reset_token_counts
 from moe_ext.nn.expert_activation import ClampedSwiGLU
 from moe_ext.nn.experts import GroupedExperts
 from moe_ext.nn.feed_forward import FeedForward
@@ -12,6 +13,7 @@ from moe_ext.nn.losses import inject_loss
 from moe_ext.nn.metrics import LayerMetrics, log_metrics, reduce_metrics
 from moe_ext.nn.module_experts import ModuleExperts
 from moe_ext.nn.moe_layer import MoELayer, collect_losses, set_loss_scale
+from moe_ext.nn.residual import ResidualMoE, pyramid
 from moe_ext.nn.routers import (
     BalanceTerms,
     CosineRouter,
@@ -25,6 +27,7 @@ from moe_ext.nn.routers import (
     set_routing_step,
 )
 from moe_ext.nn.routing_record import RoutingRecord
+from moe_ext.nn.selection_bias import register_bias_update, update_selection_bias
 from moe_ext.nn.upcycling import UpcycledFFN, replace_ffn, upcycle
 
 __all__ = [
@@ -41,6 +44,7 @@ __all__ = [
     "ModuleExperts",
     "RecordEntry",
     "RecordKey",
+    "ResidualMoE",
     "Router",
     "RouterOutput",
     "RoutingRecord",
@@ -50,16 +54,21 @@ __all__ = [
     "RouterOutput",
     "SwitchRouter",
     "TopKRouter",
-    "collect_losses",
     "UpcycledFFN",
+    "collect_losses",
+    "count_tokens",
     "inject_loss",
     "log_metrics",
     "number_routers",
+    "pyramid",
+    "register_bias_update",
     "replace_ffn",
     "pinned_routing",
     "presets",
     "reduce_metrics",
+    "reset_token_counts",
     "set_routing_step",
     "set_loss_scale",
+    "update_selection_bias",
     "upcycle",
 ]

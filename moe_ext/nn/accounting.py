@@ -12,12 +12,7 @@ from torch import Tensor
 
 from moe_ext import ops
 from moe_ext.nn._tally import tally_once
-from moe_ext.nn.balance import (
-    balance_terms,
-    global_batch_losses,
-    sequence_balance_loss,
-    sequence_load,
-)
+from moe_ext.nn.balance import balance_terms, global_batch_losses
 from moe_ext.nn.losses import inject_losses
 from moe_ext.nn.metrics import LayerMetrics, Metric
 from moe_ext.nn.routers import RouterOutput
@@ -43,9 +38,11 @@ def account(
     router_bias = getattr(layer.router, "selection_bias", None)
     if router_bias is not None and layer.training and not layer.counting:
         tally_once(layer.choices, gate.num_tokens_per_expert, 0)
-    terms = _loss_terms(layer, routed, mask_T, num_sequences)
-    injected = layer.loss_mode != "return" and layer.training and torch.is_grad_enabled()
-    if terms and injected and not layer.counting:
+    if layer.global_counts is not None and layer.training:
+        layer.global_counts.add(balance_terms(routed, layer.top_k).num_tokens_per_expert)
+    # The counts of a counting pass are not whole yet, and its losses go nowhere.
+    terms = {} if layer.counting else _loss_terms(layer, routed, mask_T, num_sequences)
+    if terms and layer.loss_mode != "return" and layer.training and torch.is_grad_enabled():
         y_TD = inject_losses(y_TD, terms, layer.loss_scale)
     if layer.loss_mode == "inject":
         terms = {name: (coef, term.detach()) for name, (coef, term) in terms.items()}
@@ -74,18 +71,17 @@ def _loss_terms(
     balance: Tensor | None = None
     if layer.global_counts is not None and layer.training:
         counted = balance_terms(routed, top_k)
-        layer.global_counts.add(counted.num_tokens_per_expert)
         balance, z = global_batch_losses(counted, z, layer.global_counts)
     elif wants_balance and scope == "sequence":
         columns = top_k if routed.balance is None else routed.balance.top_k
-        score_sum_BE, counts_BE = sequence_load(
+        score_sum_BE, counts_BE = ops.sequence_load(
             routed.logits,
             routed.gate.topk_idx[:, :columns],
-            num_sequences,
+            max(num_sequences, 1),
             score_fn="sigmoid" if getattr(layer.router, "score_fn", "") == "sigmoid" else "softmax",
             token_mask=mask_T,
         )
-        balance = sequence_balance_loss(score_sum_BE, counts_BE, columns)
+        balance = ops.sequence_balance_loss(score_sum_BE, counts_BE, columns)
     elif wants_balance:
         balance = ops.load_balance_loss(*balance_terms(routed, top_k))
     terms: dict[str, tuple[float, Tensor]] = {}

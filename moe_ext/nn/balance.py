@@ -129,40 +129,7 @@ def global_batch_losses(
     total_E, passes = counts.total[:-1].clone(), counts.total[-1].clone()
     loss = ops.load_balance_loss(terms.score_sum, total_E, terms.top_k) * passes
     if z_loss is not None:
-        share = terms.num_tokens_per_expert.sum() / total_E.sum().clamp(min=1)
-        z_loss = z_loss * (share * passes)
+        choices = terms.num_tokens_per_expert.sum() * passes
+        # In the dtype of the loss: a quotient of whole numbers would be float32.
+        z_loss = z_loss * choices.to(z_loss.dtype) / total_E.sum().clamp(min=1)
     return loss, z_loss
-
-
-def sequence_load(
-    logits_TE: Tensor,
-    topk_idx_TK: Tensor,
-    num_sequences: int,
-    *,
-    score_fn: str = "softmax",
-    token_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Score sums and choices of each expert in each of B equal runs of tokens, `[B, E]` each."""
-    num_experts = logits_TE.shape[1]
-    logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-    if score_fn == "sigmoid":
-        score_TE = logits_TE.sigmoid()
-        score_TE = score_TE / score_TE.sum(1, keepdim=True)
-    else:
-        score_TE = logits_TE.softmax(1)
-    chosen_TE = torch.zeros_like(logits_TE, dtype=torch.int64)
-    chosen_TE = chosen_TE.scatter_add(1, topk_idx_TK.clamp(min=0), (topk_idx_TK >= 0).long())
-    if token_mask is not None:
-        score_TE = score_TE.where(token_mask[:, None], 0.0)
-        chosen_TE = chosen_TE.where(token_mask[:, None], 0)
-    shape = (num_sequences, logits_TE.shape[0] // max(num_sequences, 1), num_experts)
-    return score_TE.view(shape).sum(1), chosen_TE.view(shape).sum(1)
-
-
-def sequence_balance_loss(score_sum_BE: Tensor, num_tokens_BE: Tensor, top_k: int) -> Tensor:
-    """Mean over the sequences that have a real token of their `ops.load_balance_loss`."""
-    choices_B = num_tokens_BE.sum(1)
-    share_BE = num_tokens_BE / choices_B.clamp(min=1)[:, None]
-    score_BE = score_sum_BE * top_k / choices_B.clamp(min=1)[:, None]
-    loss_B = num_tokens_BE.shape[1] * (share_BE * score_BE).sum(1)
-    return loss_B.sum() / (choices_B > 0).sum().clamp(min=1)

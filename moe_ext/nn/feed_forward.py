@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe_ext import ops
-from moe_ext.nn.experts import is_gated
+from moe_ext.nn.expert_activation import Activation, resolve_activation, run_activation
 
 
 class FeedForward(nn.Module):
@@ -18,7 +17,7 @@ class FeedForward(nn.Module):
     Args:
         model_dim: D.
         ffn_dim: F.
-        activation: as `GroupedExperts`; gated ones have `gate_up_proj`, plain ones `up_proj`.
+        activation: as in `GroupedExperts`; gated ones have `gate_up_proj`, plain ones `up_proj`.
         bias: add biases.
         device: device of the parameters.
         dtype: dtype of the parameters.
@@ -29,14 +28,13 @@ class FeedForward(nn.Module):
         model_dim: int,
         ffn_dim: int,
         *,
-        activation: str = "swiglu",
+        activation: Activation = "swiglu",
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.gated = is_gated(activation, "FeedForward")
-        self.activation = activation
+        self.activation, self.gated = resolve_activation(activation, None, "FeedForward")
         up_dim = 2 * ffn_dim if self.gated else ffn_dim
         up = nn.Linear(model_dim, up_dim, bias=bias, device=device, dtype=dtype)
         self._up_name = "gate_up_proj" if self.gated else "up_proj"
@@ -51,6 +49,5 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., D] -> [..., D]`."""
         up = self.get_submodule(self._up_name)(x)
-        if self.gated:
-            return self.down_proj(ops.gated_activation(up, kind=self.activation))
-        return self.down_proj(ops.activation(up, kind=self.activation))
+        hidden = run_activation(up, self.activation, gated=self.gated, layout="concatenated")
+        return self.down_proj(hidden)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from moe_ext import ops
 from moe_ext.nn.capacity import Capacity
@@ -40,40 +41,54 @@ def limit_choices(
     """
     gate = routed.gate
     policy, priority = capacity.drop, None
-    if policy == "random":
+    if policy == "random" and training:
+        priority = _random_priority(router, gate.topk_idx, token_idx_T)
+    elif policy == "random":
+        # The output of a model that is evaluated must not depend on the step.
         policy = "position"
-        if training:
-            assert isinstance(router, Router)
-            assert router.rng_state is not None
-            num_tokens, num_columns = gate.topk_idx.shape
-            policy = "random"
-            priority = ops.routing_uniform(
-                router.rng_state,
-                num_tokens,
-                num_columns,
-                stream=_DROP_STREAM,
-                token_idx=token_idx_T,
-            )
     reroute = capacity.overflow == "reroute"
+    num_tokens = gate.topk_idx.shape[0]
+    # Groups are of one size: the last one is filled up with tokens that go nowhere.
+    missing = -num_tokens % capacity.groups
+
+    def filled(per_token: Tensor | None, value: float) -> Tensor | None:
+        if per_token is None or capacity.groups == 1:
+            return per_token
+        return functional.pad(per_token, (0, 0, 0, missing), value=value)
+
+    topk_idx = filled(gate.topk_idx, -1)
+    assert topk_idx is not None
     topk_idx, num_dropped = ops.limit_capacity(
-        gate.topk_idx,
+        topk_idx,
         routed.logits.shape[1],
         rows,
-        topk_weights=gate.topk_weights.detach(),
+        topk_weights=filled(gate.topk_weights.detach(), 0.0),
         policy=policy,
-        priority=priority,
+        priority=filled(priority, 0.0),
         num_groups=capacity.groups,
-        ranked_idx=_ranked_experts(router, routed) if reroute else None,
+        ranked_idx=filled(_ranked_experts(router, routed), -1) if reroute else None,
         overflow=capacity.overflow,
     )
+    topk_idx = topk_idx[:num_tokens]
     if not reroute:
         return topk_idx, gate.topk_weights, num_dropped
     assert isinstance(router, Router)
     return topk_idx, router.with_choice(routed, topk_idx).gate.topk_weights, num_dropped
 
 
+def _random_priority(router: nn.Module, topk_idx_TK: Tensor, token_idx_T: Tensor | None) -> Tensor:
+    """Draws of every slot that depend on seed, layer, step and token alone, `[T, K]`."""
+    assert isinstance(router, Router)
+    assert router.rng_state is not None
+    num_tokens, num_columns = topk_idx_TK.shape
+    return ops.routing_uniform(
+        router.rng_state, num_tokens, num_columns, stream=_DROP_STREAM, token_idx=token_idx_T
+    )
+
+
 def _ranked_experts(router: nn.Module, routed: RouterOutput) -> Tensor:
     """The experts of every token, best first, `[T, E]`."""
+    # Scores order experts as logits do; a bias is added to the scores, as in the selection itself.
     key_TE = routed.logits.detach()
     bias = getattr(router, "selection_bias", None)
     if bias is not None:

@@ -26,12 +26,15 @@ from moe_ext.nn._tally import moved
 from moe_ext.nn.accounting import Record, account, read_losses, read_metrics
 from moe_ext.nn.balance import Balance, GlobalCounts
 from moe_ext.nn.capacity import Capacity, RowBudget
+from moe_ext.nn.expert_activation import Activation
 from moe_ext.nn.experts import GroupedExperts
 from moe_ext.nn.feed_forward import FeedForward
 from moe_ext.nn.limits import limit_choices, run_padded
 from moe_ext.nn.metrics import LayerMetrics
 from moe_ext.nn.routers import Router, RouterOutput, TopKRouter
 from moe_ext.nn.row_budget import run_within_budget
+
+__all__ = ["FeedForward", "MoELayer", "collect_losses", "set_loss_scale"]
 
 
 class _Choices(NamedTuple):
@@ -77,7 +80,7 @@ class MoELayer(nn.Module):
             `GroupedExperts`. An expert's rows may end in zero rows, whose results go nowhere. In an
             expert-parallel layer it holds this rank's experts and has the attributes `ep_group` and
             `num_experts` (E).
-        activation: of the default experts and of the shared expert.
+        activation: of the default experts and of the shared expert; see `GroupedExperts`.
         bias: biases in the default experts and in the shared expert.
         capacity_factor: short for `capacity=Capacity(capacity_factor)`.
         capacity: how many rows an expert takes from the T tokens of this rank (masked ones included
@@ -127,7 +130,7 @@ class MoELayer(nn.Module):
         *,
         router: str | nn.Module = "softmax",
         experts: nn.Module | None = None,
-        activation: str = "swiglu",
+        activation: Activation = "swiglu",
         bias: bool = False,
         capacity_factor: float | None = None,
         capacity: Capacity | None = None,
@@ -174,14 +177,13 @@ class MoELayer(nn.Module):
                 f"got {getattr(experts, 'ep_group', None)}"
             )
         self.experts = experts
-        self.shared_expert: FeedForward | None = None
+        self.shared_expert = (
+            FeedForward(model_dim, shared_ffn_dim, **made) if shared_ffn_dim else None
+        )
         self.shared_expert_gate: nn.Linear | None = None
-        if shared_ffn_dim:
-            self.shared_expert = FeedForward(model_dim, shared_ffn_dim, **made)
         if shared_expert_gate:
-            self.shared_expert_gate = nn.Linear(
-                model_dim, 1, bias=False, device=device, dtype=dtype
-            )
+            made = {"bias": False, "device": device, "dtype": dtype}
+            self.shared_expert_gate = nn.Linear(model_dim, 1, **made)
         self._add_counters(device)
 
     def _add_counters(self, device: torch.device | str | None) -> None:

@@ -1,0 +1,127 @@
+"""Pyramid-residual mixture of experts.
+
+Shapes: D model, F ffn.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ext.nn.expert_activation import Activation
+from moe_ext.nn.feed_forward import FeedForward
+from moe_ext.nn.moe_layer import MoELayer
+
+
+class ResidualMoE(nn.Module):
+    """A dense network that every token sees, and experts that correct it, each with its weight.
+
+    `y = c_0 * moe(x) + c_1 * mlp(x)` with `c = softmax(x @ W + b)`.
+
+    Args:
+        model_dim: D.
+        ffn_dim: F, of the experts and of the dense network.
+        num_experts: E.
+        top_k: experts per token.
+        mlp: dense network, `[..., D] -> [..., D]`; by default a `FeedForward`.
+        activation: of the experts and of the default dense network.
+        bias: biases in these.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        options: further options of `MoELayer`.
+
+    Attributes:
+        moe: the `MoELayer`.
+        mlp: the dense network.
+        coefficient: `nn.Linear(D, 2)`.
+
+    Raises:
+        ValueError: as `MoELayer`.
+
+    Reference: Rajbhandari et al., DeepSpeed-MoE, 2022 (arXiv 2201.05596), section 4.1.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        ffn_dim: int,
+        num_experts: int,
+        top_k: int = 1,
+        *,
+        mlp: nn.Module | None = None,
+        activation: Activation = "swiglu",
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        made: dict[str, Any] = {
+            "activation": activation,
+            "bias": bias,
+            "device": device,
+            "dtype": dtype,
+        }
+        self.moe = MoELayer(model_dim, ffn_dim, num_experts, top_k, **made, **options)
+        self.mlp = FeedForward(model_dim, ffn_dim, **made) if mlp is None else mlp
+        self.coefficient = nn.Linear(model_dim, 2, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+        for module in (self.moe, self.mlp, self.coefficient):
+            module.reset_parameters()  # type: ignore[operator]
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        token_mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        token_idx: Tensor | None = None,
+    ) -> Tensor:
+        """Run every token through both.
+
+        Args:
+            x: `[..., D]`.
+            token_mask: as in `MoELayer`; the dense network sees masked tokens too.
+            token_ids: as in `MoELayer`.
+            token_idx: as in `MoELayer`.
+
+        Returns:
+            `[..., D]`.
+        """
+        y: Tensor = self.moe(x, token_mask=token_mask, token_ids=token_ids, token_idx=token_idx)
+        weights = torch.softmax(self.coefficient(x), dim=-1).to(y.dtype)
+        return y * weights[..., :1] + self.mlp(x) * weights[..., 1:]
+
+
+def pyramid(
+    num_layers: int, num_experts: int, *, factor: int = 2, wide_layers: int = 2
+) -> list[int]:
+    """Experts of each layer of a pyramid: more in the last layers, where they are worth most.
+
+    Args:
+        num_layers: number of MoE layers of the model.
+        num_experts: experts of the first ones.
+        factor: how many times as many the last ones have.
+        wide_layers: number of the last ones; the paper's models have 2 of 12.
+
+    Returns:
+        `num_experts` of each layer, first to last.
+
+    Raises:
+        ValueError: a number is out of its range.
+
+    Reference: Rajbhandari et al., DeepSpeed-MoE, 2022 (arXiv 2201.05596), section 4.1.
+    """
+    sizes = {"num_layers": num_layers, "num_experts": num_experts, "factor": factor}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"pyramid: expected {name} to be at least 1, got {size}")
+    if not 0 <= wide_layers <= num_layers:
+        raise ValueError(
+            f"pyramid: expected wide_layers to be in 0..num_layers={num_layers}, got {wide_layers}"
+        )
+    return [num_experts] * (num_layers - wide_layers) + [num_experts * factor] * wide_layers

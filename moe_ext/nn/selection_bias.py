@@ -1,0 +1,148 @@
+"""Load balancing without a loss: the bias of the selection follows the load.
+
+Shapes: E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
+
+from moe_ext.distributed.failures import naming_failed_ranks
+from moe_ext.distributed.groups import group_size
+from moe_ext.nn.moe_layer import MoELayer
+
+
+def update_selection_bias(
+    model: nn.Module,
+    *,
+    rate: float = 1e-3,
+    group: ProcessGroup | None = None,
+    center: bool = False,
+) -> int:
+    r"""Raise the selection bias of experts below the mean load, lower that of those above it.
+
+    .. math:: b_e \leftarrow b_e + \mathrm{rate} \cdot \mathrm{sign}(\bar c - c_e)
+
+    with the choices :math:`c_e` of expert e since the last update, over all ranks of the group.
+    Call it once a step, after the optimizer; or see `register_bias_update`. Layers count the
+    choices of their training passes by themselves: each token once, however the step is cut into
+    micro-batches and whether passes are recomputed or not. The bias is in the state dict, the
+    counts are not.
+
+    Args:
+        model: a module with a `MoELayer` whose router has a `selection_bias`; a stage of a pipeline
+            updates its own.
+        rate: at least 0, of the size of the scores: 0.001 in the papers.
+        group: the ranks whose tokens count, every one that sees data of its own; None for this rank
+            alone. All of its ranks call, and get the same bias.
+        center: subtract the mean from each bias afterwards; it changes no choice.
+
+    Returns:
+        Number of routers updated.
+
+    Raises:
+        ValueError: the rate is out of its range, or no router has a selection bias.
+        RankFailureError: a rank died or did not answer.
+
+    One all-reduce for all layers; no host synchronisation.
+
+    Reference: Wang et al. 2024 (arXiv 2408.15664), algorithm 1; DeepSeek-V3 (arXiv 2412.19437),
+    section 2.1.2.
+    """
+    layers = _check(model, rate, "update_selection_bias")
+    _update(layers, rate, group, center, None)
+    return len(layers)
+
+
+def register_bias_update(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    *,
+    rate: float = 1e-3,
+    group: ProcessGroup | None = None,
+    center: bool = False,
+) -> RemovableHandle:
+    """Call `update_selection_bias` after every step of an optimizer.
+
+    A step that a `GradScaler` skips updates nothing; its tokens count in the next update.
+
+    Args:
+        optimizer: the one whose steps count.
+        model: as in `update_selection_bias`, and so are the others.
+        rate: see there.
+        group: see there.
+        center: see there.
+
+    Returns:
+        Handle whose `remove()` ends it.
+
+    Raises:
+        ValueError: as `update_selection_bias`.
+    """
+    layers = _check(model, rate, "register_bias_update")
+
+    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # A fused optimizer is called even where the scaler found an overflow, and does nothing.
+        _update(layers, rate, group, center, getattr(optimizer, "found_inf", None))
+
+    return optimizer.register_step_post_hook(after_step)
+
+
+def _check(model: nn.Module, rate: float, operation: str) -> list[MoELayer]:
+    if not 0 <= rate < math.inf:
+        raise ValueError(f"{operation}: expected rate to be at least 0, got {rate}")
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, MoELayer) and _bias(module) is not None
+    ]
+    if not layers:
+        raise ValueError(
+            f"{operation}: expected model to have a MoELayer whose router has a selection_bias, "
+            "got none"
+        )
+    return layers
+
+
+def _bias(layer: MoELayer) -> Tensor | None:
+    bias = getattr(layer.router, "selection_bias", None)
+    return bias if isinstance(bias, Tensor) else None
+
+
+@torch.no_grad()
+def _update(
+    layers: list[MoELayer],
+    rate: float,
+    group: ProcessGroup | None,
+    center: bool,
+    skipped: Tensor | None,
+) -> None:
+    totals = torch.cat([layer.choices for layer in layers])
+    if group_size(group) > 1:
+        with naming_failed_ranks(group, "update_selection_bias"):
+            dist.all_reduce(totals, group=group)
+    for layer, total_E in zip(layers, totals.split([_size(x) for x in layers]), strict=True):
+        bias = _bias(layer)
+        assert bias is not None
+        # Whole numbers: an expert with exactly the mean load is left alone.
+        step_E = torch.sign(total_E.sum() - total_E * total_E.shape[0]).to(bias.dtype) * rate
+        if center:
+            step_E = step_E - (bias + step_E).mean()
+        if skipped is None:
+            bias += step_E
+            layer.choices.zero_()
+        else:
+            kept = skipped.to(bias.device) != 0
+            bias += step_E.where(~kept, 0.0)
+            layer.choices.mul_(kept.to(layer.choices.device))
+
+
+def _size(layer: MoELayer) -> int:
+    return layer.choices.shape[0]

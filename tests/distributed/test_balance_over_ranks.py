@@ -1,0 +1,176 @@
+import pytest
+import torch
+import torch.distributed as dist
+from checks import assert_passed, outcomes, raised
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import moe_ext
+from moe_ext import distributed as md
+from moe_ext.nn import Balance, TopKRouter, count_tokens, reset_token_counts, set_loss_scale
+
+# Sums of a few hundred products of numbers near one, in another order.
+TIGHT = {"rtol": 1e-11, "atol": 1e-13}
+E, K, STEPS = 4, 2, 3
+
+
+def world():
+    return dist.group.WORLD
+
+
+def make_model(balance, ep_group=None):
+    torch.manual_seed(1)
+    options = {"balance_loss_coef": 0.5, "z_loss_coef": 0.25, "ep_group": ep_group}
+    layers = [moe_ext.MoELayer(8, 6, E, K, balance=balance, **options) for _ in range(2)]
+    return nn.Sequential(*layers).double()
+
+
+def batches():
+    """Uneven, `[rank][micro-batch]`; one rank has an empty one."""
+    generator = torch.Generator().manual_seed(3)
+    return [
+        [torch.randn((3 * rank + 5 * step) % 7, 8, dtype=torch.float64, generator=generator)
+         for step in range(STEPS)]
+        for rank in range(dist.get_world_size())
+    ]  # fmt: skip
+
+
+def of_one_batch():
+    """The model after a backward pass of the mean over all tokens, in one process."""
+    model = make_model(Balance())
+    x = torch.cat([x for xs in batches() for x in xs])
+    (model(x).square().sum() / x.shape[0]).backward()
+    return model
+
+
+def train(model, run):
+    """One step on this rank's micro-batches: its part of the mean over all tokens."""
+    num_tokens = sum(x.shape[0] for xs in batches() for x in xs)
+    set_loss_scale(model, 1 / STEPS)
+    for x in batches()[dist.get_rank()]:
+        # Of the mean over ranks.
+        (run(model, x).square().sum() * dist.get_world_size() / num_tokens).backward()
+    md.sync_gradients(model)
+
+
+def assert_same_gradients(model, want):
+    experts = {name: group for name, _, group, _ in md.expert_parameters(model)}
+    for (name, p), q in zip(model.named_parameters(), want.parameters(), strict=True):
+        expected = q.grad
+        if experts.get(name) is not None:
+            expected = expected.chunk(dist.get_world_size())[dist.get_rank()]
+        torch.testing.assert_close(p.grad, expected, msg=lambda m, n=name: f"{n}: {m}", **TIGHT)
+
+
+def plain(model, x):
+    return model(x)
+
+
+def reentrant(model, x):
+    return checkpoint(model, x.requires_grad_(), use_reentrant=True)
+
+
+def not_reentrant(model, x):
+    return checkpoint(model, x.requires_grad_(), use_reentrant=False)
+
+
+def check_counted_steps_equal_one_batch():
+    want = of_one_batch()
+    for ep_group in (None, world()):
+        for run in (plain, reentrant, not_reentrant):
+            model = make_model(Balance("global_batch", world()), ep_group)
+            with count_tokens(model):
+                for x in batches()[dist.get_rank()]:
+                    model(x)
+            train(model, run)
+            assert_same_gradients(model, want)
+
+
+def check_running_counts_are_those_of_all_ranks():
+    for run in (plain, reentrant, not_reentrant):
+        model = make_model(Balance("global_batch", world()))[:1]
+        for x in batches()[dist.get_rank()]:
+            run(model, x).sum().backward()
+        num_tokens = sum(x.shape[0] for xs in batches() for x in xs)
+        counts = model[0].global_counts.total
+        assert int(counts[:-1].sum()) == num_tokens * K, "every token once"
+        assert int(counts[-1]) == STEPS * dist.get_world_size()
+        gathered = [torch.empty_like(counts) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, counts)
+        assert all(torch.equal(other, counts) for other in gathered)
+        reset_token_counts(model)
+        assert not counts.any()
+
+
+def check_one_micro_batch_of_even_ranks_equals_one_batch_without_counting():
+    generator = torch.Generator().manual_seed(4)
+    shape = (dist.get_world_size(), 5, 8)
+    xs = torch.randn(shape, dtype=torch.float64, generator=generator)
+    whole = make_model(Balance())
+    whole(xs.flatten(0, 1)).square().mean().backward()
+    model = make_model(Balance("global_batch", world()))
+    model(xs[dist.get_rank()]).square().mean().backward()
+    md.sync_gradients(model)
+    assert_same_gradients(model, whole)
+
+
+def check_different_numbers_of_passes_are_refused_on_every_rank():
+    model = make_model(Balance("global_batch", world()))
+
+    def count():
+        with count_tokens(model):
+            for _ in range(1 + dist.get_rank()):
+                model(batches()[0][1])
+
+    raised(
+        ValueError, r"count_tokens: expected the passes of layer 0 to be equal.*2 on rank 1", count
+    )
+    assert model[0].global_counts.state == "running"
+
+
+def biased_model(seed=1):
+    torch.manual_seed(seed)
+    router = TopKRouter(8, E, K, score_fn="sigmoid", selection_bias=True)
+    return nn.Sequential(moe_ext.MoELayer(8, 6, E, K, router=router)).double()
+
+
+def check_bias_updates_see_the_tokens_of_all_ranks():
+    model, whole = biased_model(), biased_model()
+    changed = False
+    for step in range(4):
+        for xs in batches():
+            whole(xs[step % STEPS]).sum().backward()
+        model(batches()[dist.get_rank()][step % STEPS]).sum().backward()
+        assert moe_ext.nn.update_selection_bias(model, rate=0.25, group=world()) == 1
+        moe_ext.nn.update_selection_bias(whole, rate=0.25)
+        assert torch.equal(model[0].router.selection_bias, whole[0].router.selection_bias)
+        changed = changed or bool(model[0].router.selection_bias.any())
+    assert changed
+
+
+def check_bias_updates_beside_ddp():
+    model, whole = biased_model(), biased_model()
+    wrapped = md.data_parallel(model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.0)
+    moe_ext.nn.register_bias_update(optimizer, wrapped, rate=0.25, group=world())
+    for step in range(3):
+        for xs in batches():
+            whole(xs[1]).sum().backward()
+        for _ in range(2):
+            wrapped(batches()[dist.get_rank()][1]).sum().backward()
+        optimizer.step()
+        moe_ext.nn.update_selection_bias(whole, rate=0.25)
+        assert torch.equal(model[0].router.selection_bias, whole[0].router.selection_bias), step
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request):
+    return outcomes(request.param, CHECKS)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_on_ranks(found, check):
+    assert_passed(found, check)

@@ -1,0 +1,434 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import moe_ext
+from moe_ext.nn import (
+    Balance,
+    RouterOutput,
+    collect_losses,
+    count_tokens,
+    reset_token_counts,
+    set_loss_scale,
+)
+
+# Sums of a few hundred products of numbers near one, each rounded to 1e-16, in another order.
+TIGHT = {"rtol": 1e-11, "atol": 1e-13}
+E, K = 5, 2
+SIZES = (7, 3, 11, 1)
+
+
+def make_model(scope="global_batch", **options):
+    torch.manual_seed(1)
+    options = {"balance_loss_coef": 0.5, "z_loss_coef": 0.25, **options}
+    layers = [
+        moe_ext.MoELayer(8, 6, E, K, balance=Balance(scope), **options),
+        moe_ext.MoELayer(8, 6, E, K, balance=Balance(scope), **options),
+    ]
+    return nn.Sequential(*layers).double()
+
+
+def micro_batches(sizes=SIZES):
+    torch.manual_seed(2)
+    return [torch.randn(size, 8, dtype=torch.float64) for size in sizes]
+
+
+def gradients(model):
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def of_one_batch(xs, **options):
+    """Gradients of the mean loss over all tokens at once."""
+    model = make_model("micro_batch", **options)
+    x = torch.cat(xs)
+    (model(x).square().sum() / x.shape[0]).backward()
+    return gradients(model), model
+
+
+def share(y, xs):
+    """The part of a micro-batch in the mean over all tokens."""
+    return y.square().sum() / sum(x.shape[0] for x in xs)
+
+
+def assert_close(found, wanted):
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, **TIGHT)
+
+
+def run(model, x, how):
+    if how == "plain":
+        return model(x)
+    return checkpoint(model, x.requires_grad_(), use_reentrant=how == "reentrant")
+
+
+@pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
+def test_counted_micro_batches_equal_one_batch(how):
+    xs = micro_batches()
+    want, _ = of_one_batch(xs)
+    model = make_model()
+    set_loss_scale(model, 1 / len(xs))
+    with count_tokens(model):
+        for x in xs:
+            model(x)
+    for x in xs:
+        share(run(model, x, how), xs).backward()
+    assert_close(gradients(model), want)
+
+
+@pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
+def test_order_of_a_pipeline_changes_nothing(how):
+    xs = micro_batches()
+    want, _ = of_one_batch(xs)
+    model = make_model()
+    set_loss_scale(model, 1 / len(xs))
+    with count_tokens(model):
+        for x in reversed(xs):
+            model(x)
+    waiting = []
+    for x in xs:
+        waiting.append(share(run(model, x, how), xs))
+        if len(waiting) == 3:
+            waiting.pop(0).backward()
+    for loss in waiting:
+        loss.backward()
+    assert_close(gradients(model), want)
+
+
+def test_micro_batch_losses_differ_from_those_of_one_batch():
+    # What makes the tests above tell anything.
+    xs = micro_batches()
+    want, _ = of_one_batch(xs)
+    model = make_model("micro_batch")
+    set_loss_scale(model, 1 / len(xs))
+    for x in xs:
+        share(model(x), xs).backward()
+    difference = max((a - b).abs().max() for a, b in zip(gradients(model), want, strict=True))
+    assert difference > 1e-3
+
+
+@pytest.mark.parametrize("scope", ["micro_batch", "sequence", "global_batch"])
+def test_every_scope_on_every_device(device, scope):
+    x = micro_batches()[0]
+    found = []
+    for name in ("micro_batch", scope):
+        model = make_model(name)
+        model(x).square().mean().backward()
+        moe_ext.nn.reset_token_counts(model)
+        found.append(gradients(model))
+    assert_close(*found)
+
+
+def test_padding_counts_nowhere():
+    xs = micro_batches()
+    want, _ = of_one_batch(xs)
+    model = make_model()
+    set_loss_scale(model, 1 / len(xs))
+    padded = [torch.cat([x, torch.full((4, 8), 3.0, dtype=x.dtype)]) for x in xs]
+    masks = [torch.arange(x.shape[0]) < x.shape[0] - 4 for x in padded]
+
+    def forward(x, mask):
+        for layer in model:
+            x = layer(x, token_mask=mask)
+        return x
+
+    with count_tokens(model):
+        for x, mask in zip(padded, masks, strict=True):
+            forward(x, mask)
+    for x, mask in zip(padded, masks, strict=True):
+        share(forward(x, mask)[mask], xs).backward()
+    assert_close(gradients(model), want)
+
+
+def test_values_average_to_those_of_one_batch():
+    xs = micro_batches()
+    _, whole = of_one_batch(xs)
+    model = make_model()
+    with count_tokens(model):
+        for x in xs:
+            model(x)
+    found = {"balance_loss": [[], []], "z_loss": [[], []]}
+    for x in xs:
+        model(x)
+        for name, values in found.items():
+            for layer, kept in zip(model, values, strict=True):
+                kept.append(layer.metrics[name])
+    for name, values in found.items():
+        for layer, kept in zip(whole, values, strict=True):
+            mean = torch.stack(kept).mean()
+            torch.testing.assert_close(mean, layer.metrics[name], **TIGHT)
+
+
+def running_reference(model, xs):
+    """Gradients of the formula with the counts so far, of one layer."""
+    layer = model[0]
+    total, terms = torch.zeros(E, dtype=torch.float64), []
+    for number, x in enumerate(xs, start=1):
+        logits = x @ layer.router.weight.T
+        probs = logits.softmax(1)
+        total = total + torch.bincount(logits.topk(K).indices.flatten(), minlength=E)
+        mean_tokens = total.sum() / K / number
+        share_of = total / total.sum()
+        terms.append(0.5 * E * (share_of * probs.sum(0) / mean_tokens).sum())
+        terms.append(0.25 * logits.logsumexp(1).square().sum() / mean_tokens)
+    return torch.autograd.grad(torch.stack(terms).sum() / len(xs), layer.router.weight)[0]
+
+
+@pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
+def test_running_counts(how):
+    xs = micro_batches()
+    model = make_model()[:1]
+    want = running_reference(model, xs)
+    set_loss_scale(model, 1 / len(xs))
+    for _ in range(2):
+        model.zero_grad()
+        for x in xs:
+            (run(model, x, how) * 0).sum().backward()
+        torch.testing.assert_close(model[0].router.weight.grad, want, **TIGHT)
+        counts = model[0].global_counts.total
+        assert counts[:-1].sum() == sum(SIZES) * K, "every token once"
+        assert counts[-1] == len(xs)
+        reset_token_counts(model)
+    assert not model[0].global_counts.total.any()
+
+
+def test_running_counts_of_a_pass_are_kept_for_its_backward():
+    xs = micro_batches()
+    model = make_model()[:1]
+    want = running_reference(model, xs)
+    set_loss_scale(model, 1 / len(xs))
+    for y in [model(x) for x in xs]:
+        (y * 0).sum().backward()
+    torch.testing.assert_close(model[0].router.weight.grad, want, **TIGHT)
+
+
+@pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
+def test_every_token_is_counted_once_in_a_counted_step(how):
+    xs = micro_batches()
+    model = make_model()
+    for _ in range(2):
+        with count_tokens(model):
+            for x in xs:
+                model(x)
+        counts = [layer.global_counts.total.clone() for layer in model]
+        for x in xs:
+            run(model, x, how).sum().backward()
+        for layer, before in zip(model, counts, strict=True):
+            assert torch.equal(layer.global_counts.total, before)
+            assert before[:-1].sum() == sum(SIZES) * K
+            assert before[-1] == len(xs)
+
+
+def test_dropout_draws_the_same_numbers_in_both_passes():
+    xs = micro_batches()
+    first, second = make_model()
+    model = nn.Sequential(first, nn.Dropout(0.5), second)
+    with count_tokens(model):
+        for x in xs:
+            model(x)
+    counted = second.global_counts.total[:-1]
+    seen = torch.zeros_like(counted)
+    for x in xs:
+        model(x)
+        seen += second.metrics["num_tokens_per_expert"]
+    assert torch.equal(seen, counted)
+
+
+def test_evaluation_neither_counts_nor_needs_counts():
+    xs = micro_batches()
+    model = make_model().eval()
+    plain = make_model("micro_batch").eval()
+    for x in xs:
+        model(x), plain(x)
+        for name in ("balance_loss", "z_loss"):
+            assert torch.equal(model[0].metrics[name], plain[0].metrics[name])
+    assert not model[0].global_counts.total.any()
+
+
+def test_counting_mistakes():
+    xs = micro_batches()
+    with (
+        pytest.raises(ValueError, match=r"count_tokens: expected model to have a MoELayer .*none"),
+        count_tokens(make_model("micro_batch")),
+    ):
+        pass
+    model = make_model()
+    with (
+        pytest.raises(RuntimeError, match=r"expected a forward pass in training mode of layer '0'"),
+        count_tokens(model),
+    ):
+        pass
+    with count_tokens(model):
+        model(xs[0])
+    model(xs[0])
+    with pytest.raises(RuntimeError, match=r"expected 1 training passes after count_tokens"):
+        model(xs[0])
+    with pytest.raises(KeyError), count_tokens(model):
+        model(xs[0])
+        raise KeyError
+    assert not any(layer.global_counts.total.any() or layer.counting for layer in model)
+    model(xs[0]).sum().backward()
+
+
+def test_counts_survive_copies_and_moves():
+    model = make_model()
+    model(micro_batches()[0])
+    twin = copy.deepcopy(model)
+    assert twin[0].global_counts is not model[0].global_counts
+    with torch.device("meta"):
+        meta = make_model()
+    assert meta[0].global_counts.total.is_meta
+    meta.to_empty(device="cpu")
+    assert not meta[0].global_counts.total.any()
+    assert not meta[0].choices.any()
+    assert "choices" not in model[0].state_dict()
+
+
+@pytest.mark.parametrize("score_fn", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_sequence_loss(score_fn, masked):
+    torch.manual_seed(0)
+    layer = moe_ext.MoELayer(
+        8, 6, E, K, router=score_fn, balance=Balance("sequence"), balance_loss_coef=0.5
+    ).double()
+    x = torch.randn(2, 2, 9, 8, dtype=torch.float64)
+    mask = torch.rand(2, 2, 9) < 0.6 if masked else torch.ones(2, 2, 9, dtype=torch.bool)
+    mask[1, 0] = not masked
+    layer(x, token_mask=mask if masked else None).mul(0).sum().backward()
+    found = layer.router.weight.grad.clone()
+    terms = []
+    for sequence, real in zip(x.flatten(0, 1), mask.flatten(0, 1), strict=True):
+        tokens = sequence[real]
+        if not len(tokens):
+            continue
+        logits = tokens @ layer.router.weight.T
+        scores = logits.softmax(1) if score_fn == "softmax" else logits.sigmoid()
+        scores = scores / scores.sum(1, keepdim=True)
+        chosen = torch.bincount(logits.topk(K).indices.flatten(), minlength=E).double()
+        terms.append(E * (chosen / (K * len(tokens)) * scores.mean(0)).sum())
+    want = torch.stack(terms).mean()
+    torch.testing.assert_close(layer.metrics["balance_loss"], want.detach(), **TIGHT)
+    (want_grad,) = torch.autograd.grad(0.5 * want, layer.router.weight)
+    torch.testing.assert_close(found, want_grad, **TIGHT)
+    layer(x[..., :0, :]).sum().backward()
+    assert float(layer.metrics["balance_loss"]) == 0.0
+
+
+def test_one_sequence_is_the_micro_batch():
+    x = micro_batches()[0]
+    for scope in ("sequence", "micro_batch"):
+        model = make_model(scope)
+        model(x)
+        torch.testing.assert_close(
+            model[0].metrics["balance_loss"], make_and_read(x, "micro_batch"), **TIGHT
+        )
+
+
+def make_and_read(x, scope):
+    model = make_model(scope)
+    model(x)
+    return model[0].metrics["balance_loss"]
+
+
+class OwnTerms(nn.Module):
+    """A router with losses of its own, and another count for the balance loss."""
+
+    def __init__(self, inner, balanced=False):
+        super().__init__()
+        self.inner, self.balanced = inner, balanced
+
+    def forward(self, x_TD, *, token_mask=None):
+        routed = self.inner(x_TD, token_mask=token_mask)
+        first = torch.bincount(routed.gate.topk_idx[:, 0], minlength=E)
+        terms = moe_ext.nn.BalanceTerms(routed.gate.score_sum, first, 1)
+        losses = {"importance": routed.logits.square().sum()}
+        return RouterOutput(routed.logits, routed.gate, losses, None, terms)
+
+
+@pytest.mark.parametrize("scope", ["micro_batch", "sequence", "global_batch"])
+def test_a_router_brings_its_own_losses_and_counts(scope):
+    x = micro_batches()[0]
+    inner = make_model()[0].router
+    layer = moe_ext.MoELayer(
+        8, 6, E, K, router=OwnTerms(inner), balance=Balance(scope), dtype=torch.float64
+    )
+    layer(x).mul(0).sum().backward()
+    logits = x @ inner.weight.T
+    first = torch.bincount(logits.argmax(1), minlength=E).double() / len(x)
+    balance = E * (first * logits.softmax(1).mean(0)).sum()
+    importance = logits.square().sum()
+    torch.testing.assert_close(layer.losses["balance"], 0.01 * balance.detach(), **TIGHT)
+    torch.testing.assert_close(layer.losses["importance"], importance.detach(), **TIGHT)
+    torch.testing.assert_close(layer.metrics["importance_loss"], importance.detach(), **TIGHT)
+    (want,) = torch.autograd.grad(0.01 * balance + importance, inner.weight)
+    torch.testing.assert_close(inner.weight.grad, want, **TIGHT)
+
+
+def test_a_balanced_router_gets_no_balance_loss():
+    inner = make_model()[0].router
+    layer = moe_ext.MoELayer(8, 6, E, K, router=OwnTerms(inner, balanced=True), dtype=torch.float64)
+    layer(micro_batches()[0])
+    assert set(layer.losses) == {"importance"}
+    assert layer.metrics["balance_loss"] > 0
+
+
+def total_gradients(loss_mode, add):
+    model = make_model("micro_batch", loss_mode=loss_mode)
+    y = model(micro_batches()[0])
+    loss = y.square().sum()
+    (loss + collect_losses(model) if add else loss).backward()
+    return gradients(model)
+
+
+def test_losses_are_injected_returned_or_both():
+    want = total_gradients("inject", False)
+    assert_close(total_gradients("return", True), want)
+    assert_close(total_gradients("inject", True), want)
+    assert_close(total_gradients("both", False), want)
+    none = total_gradients("return", False)
+    twice = total_gradients("both", True)
+    for a, b, c in zip(none, want, twice, strict=True):
+        torch.testing.assert_close(c - b, b - a, rtol=1e-9, atol=1e-12)
+    assert any((a - b).abs().max() > 1e-3 for a, b in zip(none, want, strict=True))
+
+
+def test_returned_losses_under_checkpointing():
+    want = total_gradients("inject", False)
+    model = make_model("micro_batch", loss_mode="return")
+    y = checkpoint(model, micro_batches()[0].requires_grad_(), use_reentrant=False)
+    (y.square().sum() + collect_losses(model)).backward()
+    assert_close(gradients(model), want)
+
+
+def test_a_layer_with_losses_in_the_graph_is_copied_without_them():
+    model = make_model("micro_batch", loss_mode="return")
+    model(micro_batches()[0])
+    assert all(term.requires_grad for term in model[0].losses.values())
+    twin = copy.deepcopy(model)
+    assert twin[0].losses == {}
+    assert len(twin[0].metrics) == 0
+    assert float(collect_losses(twin)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Balance("batch"), ValueError, r"Balance: expected scope to be one of .*'batch'"),
+        (lambda: Balance("global_batch", 3), TypeError, r"Balance: expected group .*got 3"),
+        (
+            lambda: make_model("micro_batch", loss_mode="add"),
+            ValueError,
+            r"MoELayer: expected loss_mode to be one of .*, got 'add'",
+        ),
+        (
+            lambda: moe_ext.MoELayer(8, 6, E, balance="sequence"),
+            TypeError,
+            r"MoELayer: expected balance to be a Balance, got 'sequence'",
+        ),
+    ],
+)
+def test_wrong_options(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
