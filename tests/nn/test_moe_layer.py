@@ -297,6 +297,38 @@ def test_modules_of_ones_own():
     assert layer.metrics["num_tokens_per_expert"].tolist() == [6, 0, 0]
 
 
+def test_what_the_caller_knows_of_the_tokens_reaches_the_router():
+    class Listening(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.heard = inner, []
+
+        def forward(self, x_TD, **given):
+            self.heard.append({k: v for k, v in given.items() if v is not None})
+            return self.inner(x_TD, **given)
+
+    layer = make_layer()
+    layer.router = Listening(layer.router)
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    ids = torch.arange(6).view(2, 3)
+    layer(x)
+    layer(x, token_ids=ids, token_idx=ids + 10, token_mask=ids > 2)
+    assert layer.router.heard[0] == {}
+    heard = {name: value.tolist() for name, value in layer.router.heard[1].items()}
+    assert heard == {
+        "token_ids": [0, 1, 2, 3, 4, 5],
+        "token_idx": [10, 11, 12, 13, 14, 15],
+        "token_mask": [False, False, False, True, True, True],
+    }
+
+
+def test_a_router_brings_its_number_of_choices():
+    layer = make_layer(router=TopKRouter(8, 5, 3, dtype=torch.float64))
+    assert layer.top_k == 3
+    layer(torch.randn(6, 8, dtype=torch.float64))
+    assert int(layer.metrics["num_tokens_per_expert"].sum()) == 18
+
+
 def test_same_bits_for_any_number_of_threads(num_threads):
     layer = make_layer(torch.float32)
     x = torch.randn(300, 8, requires_grad=True)
@@ -364,6 +396,11 @@ def test_wrong_inputs():
         TypeError, match=r"expected x to be of dtype torch.float64, .*got torch.float32"
     ):
         layer(x.float())
+    for name in ("token_ids", "token_idx"):
+        with pytest.raises(TypeError, match=rf"expected {name} to be int64, got torch.int32"):
+            layer(x, **{name: torch.zeros(3, dtype=torch.int32)})
+        with pytest.raises(ValueError, match=rf"expected {name} to be of shape \(3,\), got \(1, 3"):
+            layer(x, **{name: torch.zeros(1, 3, dtype=torch.int64)})
     x[1] = math.nan
     with pytest.raises(RuntimeError, match=r"(?i)nan"):
         layer(x)

@@ -1,0 +1,109 @@
+"""A layer as one graph, which serves every number of tokens."""
+
+import inspect
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+
+import moe_ext
+from moe_ext.nn import Balance, Capacity, routers
+
+E, K = 4, 2
+
+ROUTERS = sorted(
+    name
+    for name in routers.__all__
+    if isinstance(getattr(routers, name), type)
+    and issubclass(getattr(routers, name), routers.Router)
+    and name != "Router"
+)
+
+
+def make_router(name):
+    torch.manual_seed(0)
+    kind = getattr(routers, name)
+    takes_top_k = "top_k" in inspect.signature(kind).parameters
+    keyword = {"HashRouter": {"vocab_size": 64}}.get(name, {})
+    return kind(8, E, **({"top_k": K} if takes_top_k else {}), **keyword)
+
+
+def tokens(num_tokens):
+    torch.manual_seed(num_tokens)
+    x = torch.randn(num_tokens, 8, requires_grad=True)
+    torch._dynamo.mark_dynamic(x, 0)
+    return x
+
+
+def outcome(layer, module, x, ids):
+    layer.zero_grad()
+    x.grad = None
+    if layer.global_counts is not None:
+        layer.global_counts.total.zero_()
+    y = module(x, **ids)
+    y.square().sum().backward()
+    gradients = [p.grad for p in layer.parameters() if p.grad is not None]
+    return [y.detach(), x.grad, *gradients, *layer.metrics.values(), *layer.losses.values()]
+
+
+def check(layer, sizes=(16, 23, 40), ids=lambda n: {}):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for size in sizes:
+        x, per_token = tokens(size), ids(size)
+        for value in per_token.values():
+            torch._dynamo.mark_dynamic(value, 0)
+        want = outcome(layer, layer, x, per_token)
+        found = outcome(layer, compiled, x, per_token)
+        for a, b in zip(found, want, strict=True):
+            torch.testing.assert_close(a, b)
+    assert counter.frame_count == 1, "compiled once, whatever the number of tokens"
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_every_router_in_one_graph(name):
+    router = make_router(name)
+    layer = moe_ext.MoELayer(8, 6, E, K, router=router, z_loss_coef=0.1, shared_ffn_dim=4)
+    needs_ids = "Hash" in name
+
+    def ids(num_tokens):
+        return {"token_ids": torch.arange(num_tokens)} if needs_ids else {}
+
+    check(layer, ids=ids)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"router": "sigmoid", "loss_mode": "return"},
+        {"capacity_factor": 1.25},
+        {"capacity": Capacity(0.7, groups=3, drop="choice")},
+        {"capacity": Capacity(0.7, drop="batch_prioritized", overflow="reroute")},
+        {"capacity": Capacity(0.7, pad=True)},
+        {"balance": Balance("sequence")},
+        {"balance": Balance("global_batch")},
+        {"shared_ffn_dim": 4, "shared_expert_gate": True},
+    ],
+    ids=str,
+)
+def test_every_option_in_one_graph(options):
+    torch.manual_seed(0)
+    layer = moe_ext.MoELayer(8, 6, E, K, z_loss_coef=0.1, **options)
+    check(layer)
+
+
+def test_a_mask_in_one_graph():
+    layer = moe_ext.MoELayer(8, 6, E, K, z_loss_coef=0.1)
+    check(layer, ids=lambda n: {"token_mask": torch.arange(n) % 3 > 0})
+
+
+def test_without_marks_the_second_size_is_the_last_to_compile():
+    layer = moe_ext.MoELayer(8, 6, E, K, z_loss_coef=0.1)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for size in (16, 23, 40, 8, 100):
+        compiled(torch.randn(size, 8))
+    assert counter.frame_count == 2
