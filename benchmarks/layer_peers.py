@@ -246,9 +246,15 @@ def train(layer: nn.Module, x: Tensor, grad: Tensor) -> None:
 
 
 def plain_products(case: Case, x: Tensor) -> Callable[[], object]:
-    """The floor: the six products of each expert, into memory that is there already."""
-    shape, dtype = case.shape, case.dtype
-    counts = chosen(case, x).flatten().bincount(minlength=shape.num_experts).tolist()
+    """The floor of a case: `expert_products` on its routing."""
+    counts = chosen(case, x).flatten().bincount(minlength=case.shape.num_experts).tolist()
+    return expert_products(case.shape, case.dtype, counts)
+
+
+def expert_products(
+    shape: LayerShape, dtype: torch.dtype, counts: list[int]
+) -> Callable[[], object]:
+    """The six products of each expert on its rows, into memory that is there already."""
     num_rows, two_f = sum(counts), 2 * shape.ffn_dim
     rows_ND, out_ND, grad_x_ND, grad_ND = (
         torch.randn(num_rows, shape.model_dim).to(dtype) for _ in range(4)

@@ -21,6 +21,7 @@ BENCHMARKS = (
     "routers",
     "overhead",
     "growth",
+    "huggingface",
 )
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 FIGURES = REPORT.with_suffix(".json")
