@@ -45,12 +45,12 @@ def free_port():
 class Ranks:
     """One process a rank, with their output."""
 
-    def __init__(self, args, world_size, folder, kill=None, kill_rank=0):
+    def __init__(self, args, world_size, folder, kill=None, kill_rank=0, script="train_moe_lm.py"):
         port = free_port()
         self.logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
         self.processes = []
         for rank, log in enumerate(self.logs):
-            command = [sys.executable, str(EXAMPLES / "train_moe_lm.py")]
+            command = [sys.executable, str(EXAMPLES / script)]
             if kill is not None and rank == kill_rank:
                 command = [sys.executable, str(DRIVER), kill]
             env = job_environment() | {

@@ -1,0 +1,56 @@
+import re
+
+import pytest
+import torch.distributed as dist
+
+pytest.importorskip("transformers", minversion="5.0")
+
+TINY = ["--steps=3", "--batch=4", "--seq-len=16", "--device=cpu", "--timeout=60"]
+CHANGE = re.compile(r"(\d) of 4 networks.* held-out loss ([0-9.]+) before, ([0-9.]+) after")
+
+
+@pytest.fixture
+def upcycle(capsys):
+    import upcycle
+
+    def run(*args):
+        code = upcycle.main([*TINY, *map(str, args)])
+        assert not dist.is_initialized()
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ([], 2),
+        (["--every=1", "--num-experts=4", "--top-k=1"], 4),
+        (["--method=granular", "--granularity=2", "--top-k=4"], 2),
+    ],
+)
+def test_nothing_is_lost(options, count, upcycle, text_file):
+    code, stdout, _ = upcycle("--data", text_file, *options)
+    assert code == 0
+    replaced, before, after = CHANGE.search(stdout).groups()
+    assert int(replaced) == count
+    assert float(after) == pytest.approx(float(before), abs=2e-6)
+    for name in ("dense", "upcycled"):
+        assert re.search(rf"^{name}: held-out loss [0-9.]+$", stdout, re.MULTILINE)
+
+
+def test_two_ranks(launch, text_file):
+    options = [*TINY, "--ep=2", "--data", text_file, "--method=granular", "--granularity=2"]
+    ranks = launch([*options, "--top-k=4"], script="upcycle.py")
+    assert ranks.wait() == [0, 0], ranks.output()
+    _, before, after = CHANGE.search(ranks.output()).groups()
+    assert float(after) == pytest.approx(float(before), abs=2e-6)
+
+
+def test_mistakes_are_named(upcycle, text_file):
+    code, _, stderr = upcycle("--data", text_file, "--method=granular", "--granularity=5")
+    assert code == 2
+    assert "expected num_experts to be a multiple of granularity=5, got 8" in stderr
+    code, _, stderr = upcycle("--data", text_file, "--batch=0")
+    assert code == 2
+    assert "expected --batch to be at least 1, got 0" in stderr
