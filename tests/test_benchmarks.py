@@ -144,3 +144,22 @@ def test_memory_is_measured_in_a_process_of_its_own():
     for memory in found.values():
         assert 0 < memory.saved_bytes < memory.peak_bytes
         assert gradients < memory.peak_bytes < 6 * gradients
+
+
+def test_models_of_transformers_agree():
+    from bench_huggingface import Case, batch_of, check_losses, contenders, experts_part, step
+    from shapes import LayerShape
+
+    for family in ("Mixtral", "Qwen3-MoE"):
+        case = Case(family, LayerShape("tiny", 64, 16, 8, 2), 24, torch.float32)
+        models, batch = contenders(case), batch_of(case)
+        assert list(models) == ["ours", "eager", "grouped_mm", "batched_mm"]
+        check_losses(case, models, batch)
+        part, products = experts_part(case, models["ours"], batch)
+        part()
+        products()
+        with torch.no_grad():
+            models["eager"].lm_head.weight.zero_()
+        with pytest.raises(RuntimeError, match="expected the loss of eager to be that of"):
+            check_losses(case, models, batch)
+        assert step(models["ours"], batch) > 0

@@ -5,6 +5,7 @@ Shapes: N rows, F ffn.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -54,11 +55,48 @@ class ClampedSwiGLU:
     alpha: float = 1.702
     limit: float = 7.0
 
-    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Both halves `[N, F]` to `[N, F]`."""
-        gate = gate.clamp(max=self.limit)
-        up = up.clamp(min=-self.limit, max=self.limit)
-        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+    def __call__(self, x: Tensor, layout: str) -> Tensor:
+        """`[N, 2F]` to `[N, F]`; only x is kept for the backward pass."""
+        y: Tensor = _ClampedSwiGLU.apply(x, self.alpha, self.limit, layout)
+        return y
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    """By the fused kernel: `g sigmoid(a g) (u + 1) = silu(a g) ((u + 1) / a)`.
+
+    Its input is one clamp and one affine map of all columns, contiguous passes in both layouts.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, alpha: float, limit: float, layout: str) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.options = (alpha, limit, layout)
+        prepared, _, _ = _ClampedSwiGLU.prepare(x, alpha, limit, layout)
+        return ops.gated_activation(prepared, kind="swiglu", layout=layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        alpha, limit, layout = ctx.options
+        prepared, clamped, scale = _ClampedSwiGLU.prepare(x, alpha, limit, layout)
+        grad_x: Tensor = torch.ops.moe_ext._gated_activation_backward(
+            grad.contiguous(), prepared, "swiglu", layout
+        )
+        return grad_x.mul_(scale).masked_fill_(clamped != x, 0.0), None, None, None
+
+    @staticmethod
+    def prepare(
+        x: Tensor, alpha: float, limit: float, layout: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The kernel's input, the clamped columns and the factor of each."""
+        low, scale, shift = x.new_empty((3, x.shape[-1]))
+        values = ((-math.inf, -limit), (alpha, 1 / alpha), (0.0, 1 / alpha))
+        for column, (of_gate, of_up) in zip((low, scale, shift), values, strict=True):
+            gate, up = split_gate(column, layout)
+            gate.fill_(of_gate)  # no copy from the host, which would wait for the device
+            up.fill_(of_up)
+        clamped = torch.maximum(x.clamp(max=limit), low)
+        return torch.addcmul(shift, clamped, scale), clamped, scale
 
 
 # Exact class of an activation module, without its package, to the plain kind that it computes.
@@ -148,7 +186,7 @@ def run_activation(x: Tensor, activation: Any, *, gated: bool, layout: str) -> T
     if isinstance(activation, str) and activation in GATED_ACTIVATIONS:
         return ops.gated_activation(x, kind=activation, layout=layout)
     if isinstance(activation, ClampedSwiGLU):
-        return activation(*split_gate(x, layout))
+        return activation(x, layout)
     if not gated:
         return _run_plain(x, activation)
     gate, up = split_gate(x, layout)

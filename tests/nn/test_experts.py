@@ -89,6 +89,26 @@ def test_the_gradient_of_a_transposed_weight_is_stored_as_the_weight_is():
         assert parameter.grad.stride() == parameter.stride()
 
 
+@pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
+def test_clamped_gate(layout):
+    activation = ClampedSwiGLU(1.3, 1.0)
+    x = 2 * torch.randn(7, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x.requires_grad_()
+    halves = (x[:, ::2], x[:, 1::2]) if layout == "interleaved" else x.chunk(2, dim=1)
+    torch.testing.assert_close(activation(x, layout), clamped(*halves, 1.3, 1.0))
+    assert torch.autograd.gradcheck(lambda x: activation(x, layout), (x,))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        activation(x, layout)
+    assert len(kept) == 1
+    assert kept[0].data_ptr() == x.data_ptr()
+    compiled = torch.compile(activation, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, layout), activation(x, layout))
+    (grad,) = torch.autograd.grad(activation(x, layout).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="got a second derivative"):
+        grad.sum().backward()
+
+
 def test_known_kinds_run_fused(monkeypatch):
     kinds = []
     monkeypatch.setattr(

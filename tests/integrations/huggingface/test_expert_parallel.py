@@ -4,7 +4,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import FAMILIES, NUM_BLOCKS, assert_near, build, families, make_batch
+from hf_models import FAMILIES, NUM_BLOCKS, assert_near, build, families, make_batch, run
 
 import moe_ext
 from moe_ext.integrations.huggingface import full_state_dict, register
@@ -93,6 +93,22 @@ def check_refusals(rank):
     with pytest.raises(ValueError, match=r"verify before replace"):
         moe_ext.verify(model, batch_of(rank))
     return True
+
+
+def check_checkpointing(rank):
+    """A recomputed forward pass runs its collectives again, and on every rank."""
+    model = make("qwen3_moe").train()
+    moe_ext.replace(model, ep_group=dist.group.WORLD)
+    _, want = run(model, batch_of(rank))
+    model.gradient_checkpointing_enable()
+    _, grads = run(model, batch_of(rank))
+    for name, gradient in grads.items():
+        assert_near(gradient, want[name])
+    return True
+
+
+def test_gradient_checkpointing_over_two_ranks():
+    assert spawn_ranks(check_checkpointing, RANKS) == [True] * RANKS
 
 
 def test_replaced_over_two_ranks():
