@@ -14,6 +14,7 @@
 
 #include "common/cpu_isa.h"
 #include "common/dispatch.h"
+#include "common/stream.h"
 #include "permutation/permutation.h"
 #include "permutation/permutation_tables.h"
 
@@ -189,19 +190,87 @@ Index build_index(const Tensor& topk_idx, const std::optional<Tensor>& topk_weig
   return index;
 }
 
-// out[r] = x[slot_of_row[r] / top_k], or zeros where the row has no slot. Any dtype: rows are bytes.
+// Rows of a result, written by copies of bytes or past the caches.
+class RowWriter {
+ public:
+  explicit RowWriter(const Tensor& out)
+      : base_(data<char>(out)),
+        row_bytes_(out.size(1) * static_cast<int64_t>(out.element_size())),
+        past_caches_(worth_streaming(base_, out.size(0), row_bytes_)) {
+  }
+
+  int64_t row_bytes() const {
+    return row_bytes_;
+  }
+  bool past_caches() const {
+    return past_caches_;
+  }
+  void copy(int64_t row, const char* from) const {
+    if (past_caches_) {
+      stream(base_ + row * row_bytes_, from, row_bytes_);
+    } else {
+      std::memcpy(base_ + row * row_bytes_, from, row_bytes_);
+    }
+  }
+  void zero(int64_t row) const {
+    std::memset(base_ + row * row_bytes_, 0, row_bytes_);
+  }
+  // Calls f(begin, end) for ranges of [0, size) on several threads, each of which ends its stores.
+  template <typename F>
+  void parallel(int64_t size, int64_t bytes_per_item, const F& f) const {
+    parallel_for(0, size, grain_size(bytes_per_item), [&](int64_t begin, int64_t end) {
+      f(begin, end);
+      if (past_caches_) {
+        stream_end();
+      }
+    });
+  }
+
+ private:
+  char* base_;
+  int64_t row_bytes_;
+  bool past_caches_;
+};
+
+// Zeros in the rows that no slot owns.
+void zero_free_rows(const RowWriter& out, const int64_t* slot_of_row, const int64_t* row_of_slot, int64_t num_rows) {
+  out.parallel(num_rows, sizeof(int64_t), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      if (slot_of_row[row] < 0 || row_of_slot[slot_of_row[row]] != row) {
+        out.zero(row);
+      }
+    }
+  });
+}
+
+// Each token to the rows of its slots: it is read once, where a gather by rows would read it again for each choice. Any
+// dtype: rows are bytes.
+Tensor scatter_tokens(const Tensor& x, const Index& index, int64_t top_k) {
+  const Tensor out = torch::stable::new_empty(x, {index.slot_of_row.size(0), x.size(1)});
+  const RowWriter rows(out);
+  const int64_t* row_of_slot = data<int64_t>(index.row_of_slot);
+  rows.parallel(x.size(0), (top_k + 1) * rows.row_bytes(), [&](int64_t begin, int64_t end) {
+    for (int64_t slot = begin * top_k; slot < end * top_k; ++slot) {
+      if (row_of_slot[slot] >= 0) {
+        rows.copy(row_of_slot[slot], data<char>(x) + slot / top_k * rows.row_bytes());
+      }
+    }
+  });
+  zero_free_rows(rows, data<int64_t>(index.slot_of_row), row_of_slot, out.size(0));
+  return out;
+}
+
+// out[r] = x[slot_of_row[r] / top_k], or zeros where the row has no slot.
 Tensor gather_tokens(const Tensor& x, const Tensor& slot_of_row, int64_t top_k) {
-  Tensor out = torch::stable::new_empty(x, {slot_of_row.size(0), x.size(1)});
-  const int64_t row_bytes = x.size(1) * static_cast<int64_t>(x.element_size());
+  const Tensor out = torch::stable::new_empty(x, {slot_of_row.size(0), x.size(1)});
+  const RowWriter rows(out);
   const int64_t* slots = data<int64_t>(slot_of_row);
-  const char* from = data<char>(x);
-  char* to = data<char>(out);
-  parallel_for(0, out.size(0), grain_size(row_bytes), [&](int64_t begin, int64_t end) {
+  rows.parallel(out.size(0), 2 * rows.row_bytes(), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       if (slots[row] < 0) {
-        std::memset(to + row * row_bytes, 0, row_bytes);
+        rows.zero(row);
       } else {
-        std::memcpy(to + row * row_bytes, from + slots[row] / top_k * row_bytes, row_bytes);
+        rows.copy(row, data<char>(x) + slots[row] / top_k * rows.row_bytes());
       }
     }
   });
@@ -220,7 +289,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> permute_tokens_cpu(
   const Index index = idx.scalar_type() == ScalarType::Int ? build_index<int32_t>(idx, topk_weights, options)
                                                            : build_index<int64_t>(idx, topk_weights, options);
   return {
-      gather_tokens(torch::stable::contiguous(x), index.slot_of_row, idx.size(1)),
+      scatter_tokens(torch::stable::contiguous(x), index, idx.size(1)),
       index.slot_of_row,
       index.row_of_slot,
       index.expert_offsets,
@@ -254,10 +323,13 @@ Tensor unpermute_tokens_cpu(
     const auto& table = kernels().of<T>();
     const auto* w = weights ? data<acc_t<T>>(*weights) : nullptr;
     const int64_t* row_idx = data<int64_t>(index);
+    // Ordinary stores: mixed with as many reads, those past the caches are slower.
     parallel_for(0, num_tokens, grain_size(top_k * dim * sizeof(T)), [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; ++t) {
+        const int64_t* own = row_idx + t * top_k;
         table.combine(
-            data<T>(out) + t * dim, data<T>(in), row_idx + t * top_k, w == nullptr ? w : w + t * top_k, top_k, dim);
+            data<T>(out) + t * dim, data<T>(in), own, t + 1 < end ? own + top_k : nullptr,
+            w == nullptr ? w : w + t * top_k, top_k, dim);
       }
     });
   });
@@ -274,29 +346,34 @@ std::tuple<Tensor, Tensor> unpermute_tokens_backward_cpu(
   check_unpermute_tokens_backward(grad, rows, slot_of_row, row_of_slot, topk_weights);
   const int64_t top_k = topk_weights.size(1);
   const Tensor slots = torch::stable::contiguous(slot_of_row);
+  const Tensor index = torch::stable::contiguous(row_of_slot);
   check_table(op, "slot_of_row", slots, row_of_slot.size(0));
+  check_table(op, "row_of_slot", index, rows.size(0));
   const int64_t dim = rows.size(1);
   const Tensor g = torch::stable::contiguous(grad);
   const Tensor in = torch::stable::contiguous(rows);
   const Tensor weights = torch::stable::contiguous(topk_weights);
   Tensor grad_rows = torch::stable::new_empty(in, {in.size(0), dim});
-  Tensor grad_weights = torch::stable::new_zeros(weights, {weights.size(0), top_k});
+  Tensor grad_weights = torch::stable::new_empty(weights, {weights.size(0), top_k});
+  const RowWriter writer(grad_rows);
+  const int64_t* row_idx = data<int64_t>(index);
   dispatch_floating(rows.scalar_type(), [&]<typename T>() {
     const auto& table = kernels().of<T>();
-    const int64_t* slot = data<int64_t>(slots);
-    parallel_for(0, in.size(0), grain_size(2 * dim * sizeof(T)), [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        T* out = data<T>(grad_rows) + row * dim;
-        if (slot[row] < 0) {
-          std::memset(static_cast<void*>(out), 0, dim * sizeof(T));
-          continue;
-        }
-        const T* token_grad = data<T>(g) + slot[row] / top_k * dim;
-        table.scale(out, token_grad, data<acc_t<T>>(weights)[slot[row]], dim);
-        data<acc_t<T>>(grad_weights)[slot[row]] = table.dot(token_grad, data<T>(in) + row * dim, dim);
+    const auto* w = data<acc_t<T>>(weights);
+    auto* dw = data<acc_t<T>>(grad_weights);
+    writer.parallel(g.size(0), (2 * top_k + 1) * writer.row_bytes(), [&](int64_t begin, int64_t end) {
+      for (int64_t slot = begin * top_k; slot < end * top_k; ++slot) {
+        const int64_t row = row_idx[slot];
+        const int64_t next = slot + 1 < end * top_k ? row_idx[slot + 1] : kNone;
+        dw[slot] = row < 0
+                       ? 0
+                       : table.scale_dot(
+                             data<T>(grad_rows) + row * dim, data<T>(g) + slot / top_k * dim, data<T>(in) + row * dim,
+                             next < 0 ? nullptr : data<T>(in) + next * dim, w[slot], dim, writer.past_caches());
       }
     });
   });
+  zero_free_rows(writer, data<int64_t>(slots), row_idx, in.size(0));
   return {grad_rows, grad_weights};
 }
 

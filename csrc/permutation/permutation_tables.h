@@ -7,15 +7,19 @@
 
 namespace moe_ext::permutation {
 
+// What is wanted by the next call is only asked for in time.
 template <typename T>
 struct RowKernels {
   using Weight = acc_t<T>;
   // out[d] = sum_k weights[k] rows[row_idx[k]][d], summed in Weight; a negative row is left out; null weights are ones.
-  void (*combine)(T* out, const T* rows, const int64_t* row_idx, const Weight* weights, int64_t top_k, int64_t dim);
-  // out[d] = weight * in[d]
-  void (*scale)(T* out, const T* in, Weight weight, int64_t dim);
-  // sum_d a[d] b[d]
-  Weight (*dot)(const T* a, const T* b, int64_t dim);
+  // next_idx: the rows of the next call, or null.
+  void (*combine)(
+      T* out, const T* rows, const int64_t* row_idx, const int64_t* next_idx, const Weight* weights, int64_t top_k,
+      int64_t dim);
+  // out[d] = weight * in[d]; returns sum_d in[d] row[d]. next_row: the row of the next call, or null. `past_caches`
+  // writes by the stores of stream.h, which the caller ends.
+  Weight (*scale_dot)(
+      T* out, const T* in, const T* row, const T* next_row, Weight weight, int64_t dim, bool past_caches);
 };
 
 using Kernels = PerDtype<RowKernels>;

@@ -20,17 +20,12 @@ void add_cases(std::vector<Case>& cases) {
     const float weights[kTopK] = {0.4f, 0.3f, 0.2f, 0.1f};
     for (int64_t first = 0; first < kRows; ++first) {
       const int64_t row_idx[kTopK] = {first, (first + 5) % kRows, -1, (first + 9) % kRows};
-      kernels->combine(out.data(), rows.data(), row_idx, weights, kTopK, kDim);
+      kernels->combine(out.data(), rows.data(), row_idx, row_idx, weights, kTopK, kDim);
     }
   });
-  cases.emplace_back("permutation: scale " + dtype, [=, out = std::vector<T>(kDim)]() mutable {
-    for (int64_t row = 0; row < kRows; ++row) {
-      kernels->scale(out.data(), rows.data() + row * kDim, 0.7f, kDim);
-    }
-  });
-  cases.emplace_back("permutation: dot " + dtype, [=, sum = 0.0f]() mutable {
+  cases.emplace_back("permutation: scale and dot " + dtype, [=, out = std::vector<T>(kDim), sum = 0.0f]() mutable {
     for (int64_t row = 1; row < kRows; ++row) {
-      sum += kernels->dot(rows.data(), rows.data() + row * kDim, kDim);
+      sum += kernels->scale_dot(out.data(), rows.data(), rows.data() + row * kDim, rows.data(), 0.7f, kDim, false);
     }
   });
 }

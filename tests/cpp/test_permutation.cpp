@@ -2,11 +2,13 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstring>
 #include <random>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "common/stream.h"
 #include "isa.h"
 #include "permutation/permutation_tables.h"
 
@@ -52,7 +54,7 @@ class RowLoops : public ::testing::TestWithParam<std::tuple<std::string, int64_t
     const acc_t<T> weights[kTopK] = {0.75, 1e30, -1.5};
     std::vector<T> out(dim() + 1, from_acc<T>(7));
     for (const acc_t<T>* w : {static_cast<const acc_t<T>*>(nullptr), weights}) {
-      kernels().of<T>().combine(out.data(), rows.data(), row_idx, w, kTopK, dim());
+      kernels().of<T>().combine(out.data(), rows.data(), row_idx, w ? row_idx : nullptr, w, kTopK, dim());
       for (int64_t i = 0; i < dim(); ++i) {
         const double a = (w ? 0.75 : 1.0) * to_acc(rows[2 * dim() + i]);
         const double b = (w ? -1.5 : 1.0) * to_acc(rows[i]);
@@ -63,11 +65,12 @@ class RowLoops : public ::testing::TestWithParam<std::tuple<std::string, int64_t
   }
 
   template <typename T>
-  void scale_and_dot_match() {
+  void scale_dot_matches() {
     const std::vector<T> a = random_row<T>(dim(), 2);
     const std::vector<T> b = random_row<T>(dim(), 3);
     std::vector<T> out(dim() + 1, from_acc<T>(7));
-    kernels().of<T>().scale(out.data(), a.data(), acc_t<T>(0.3), dim());
+    const double dot =
+        kernels().of<T>().scale_dot(out.data(), a.data(), b.data(), nullptr, acc_t<T>(0.3), dim(), false);
     double sum = 0, magnitude = 0;
     for (int64_t i = 0; i < dim(); ++i) {
       const double expected = static_cast<double>(acc_t<T>(0.3)) * to_acc(a[i]);
@@ -77,7 +80,23 @@ class RowLoops : public ::testing::TestWithParam<std::tuple<std::string, int64_t
     }
     ASSERT_EQ(to_acc(out[dim()]), 7) << "wrote past the row";
     const double acc_eps = std::is_same_v<T, double> ? 0x1p-53 : 0x1p-24;
-    ASSERT_NEAR(kernels().of<T>().dot(a.data(), b.data(), dim()), sum, magnitude * acc_eps * (dim() / 16 + 20));
+    ASSERT_NEAR(dot, sum, magnitude * acc_eps * (dim() / 16 + 20));
+  }
+
+  // Past the caches and through them: the same bits, and nothing beside the row.
+  template <typename T>
+  void stores_agree() {
+    const int64_t line = 64 / sizeof(T), n = dim() / line * line;
+    const std::vector<T> rows = random_row<T>(2 * n, 4);
+    alignas(64) T out[2][1024 + 64 / sizeof(T)] = {};
+    acc_t<T> dot[2];
+    for (const bool past_caches : {false, true}) {
+      dot[past_caches] = kernels().of<T>().scale_dot(
+          out[past_caches], rows.data(), rows.data() + n, rows.data(), acc_t<T>(0.3), n, past_caches);
+    }
+    stream_end();
+    ASSERT_EQ(std::memcmp(out[0], out[1], sizeof(out[0])), 0);
+    ASSERT_EQ(dot[0], dot[1]);
   }
 };
 
@@ -88,11 +107,18 @@ TEST_P(RowLoops, CombineMatchesScalarSum) {
   combine_matches<Half>();
 }
 
-TEST_P(RowLoops, ScaleAndDotMatchScalarLoop) {
-  scale_and_dot_match<float>();
-  scale_and_dot_match<double>();
-  scale_and_dot_match<BFloat16>();
-  scale_and_dot_match<Half>();
+TEST_P(RowLoops, ScaleDotMatchesScalarLoop) {
+  scale_dot_matches<float>();
+  scale_dot_matches<double>();
+  scale_dot_matches<BFloat16>();
+  scale_dot_matches<Half>();
+}
+
+TEST_P(RowLoops, StoresPastTheCachesWriteTheSame) {
+  stores_agree<float>();
+  stores_agree<double>();
+  stores_agree<BFloat16>();
+  stores_agree<Half>();
 }
 
 INSTANTIATE_TEST_SUITE_P(
