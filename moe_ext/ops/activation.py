@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ext.ops._autograd import register_autograd
+
 
 def gated_activation(x: Tensor, *, kind: str = "swiglu", layout: str = "concatenated") -> Tensor:
     r"""Activates one half of the columns and multiplies it with the other.
@@ -98,9 +100,7 @@ def _gated_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return grad_x, None, None
 
 
-torch.library.register_autograd(
-    "moe_ext::gated_activation", _gated_backward, setup_context=_gated_setup_context
-)
+register_autograd("moe_ext::gated_activation", _gated_backward, setup_context=_gated_setup_context)
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -113,7 +113,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return torch.ops.moe_ext._activation_backward(grad, x, ctx.kind), None
 
 
-torch.library.register_autograd("moe_ext::activation", _backward, setup_context=_setup_context)
+register_autograd("moe_ext::activation", _backward, setup_context=_setup_context)
 
 
 def _refuse_second_derivative(ctx: Any, grad: Tensor) -> None:

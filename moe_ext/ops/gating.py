@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ext.ops._autograd import register_autograd
+
 
 class GateOutput(NamedTuple):
     """What a gate decides; unpacks in this order.
@@ -166,9 +168,7 @@ def _gate_backward(
     return grad_logits, None, None, None, None, None, None, None, None
 
 
-torch.library.register_autograd(
-    "moe_ext::topk_gate", _gate_backward, setup_context=_gate_setup_context
-)
+register_autograd("moe_ext::topk_gate", _gate_backward, setup_context=_gate_setup_context)
 
 
 @torch.library.register_fake("moe_ext::_topk_gate_backward")
@@ -258,9 +258,7 @@ def _weights_backward(
     return _gate_backward(ctx, grad_weights, None, None, grad_score_sum)[:5]
 
 
-torch.library.register_autograd(
-    "moe_ext::gate_weights", _weights_backward, setup_context=_weights_setup_context
-)
+register_autograd("moe_ext::gate_weights", _weights_backward, setup_context=_weights_setup_context)
 
 
 def router_z_loss(logits_TE: Tensor, *, token_mask: Tensor | None = None) -> Tensor:
@@ -305,9 +303,7 @@ def _z_loss_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
     return torch.ops.moe_ext._router_z_loss_backward(grad, logits, token_mask), None
 
 
-torch.library.register_autograd(
-    "moe_ext::router_z_loss", _z_loss_backward, setup_context=_z_loss_setup_context
-)
+register_autograd("moe_ext::router_z_loss", _z_loss_backward, setup_context=_z_loss_setup_context)
 
 
 @torch.library.register_fake("moe_ext::_router_z_loss_backward")
@@ -362,7 +358,7 @@ def _balance_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None
     return grad_score_sum, None, None
 
 
-torch.library.register_autograd(
+register_autograd(
     "moe_ext::load_balance_loss", _balance_backward, setup_context=_balance_setup_context
 )
 

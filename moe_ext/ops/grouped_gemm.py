@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ext.ops._autograd import register_autograd
+
 
 def grouped_mm(
     x_NK: Tensor, weight_EMK: Tensor, expert_offsets: Tensor, *, bias_EM: Tensor | None = None
@@ -103,7 +105,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, grad_weight, None, grad_bias
 
 
-torch.library.register_autograd("moe_ext::grouped_mm", _backward, setup_context=_setup_context)
+register_autograd("moe_ext::grouped_mm", _backward, setup_context=_setup_context)
 
 
 @torch.library.register_fake("moe_ext::_grouped_mm_backward_weight")
@@ -125,7 +127,7 @@ def _weight_backward(ctx: Any, gradient_EMK: Tensor) -> tuple[Tensor | None, ...
     return grad_grad, grad_x, None
 
 
-torch.library.register_autograd(
+register_autograd(
     "moe_ext::_grouped_mm_backward_weight", _weight_backward, setup_context=_weight_setup_context
 )
 
@@ -148,6 +150,6 @@ def _bias_backward(ctx: Any, gradient_EM: Tensor) -> tuple[Tensor, None]:
     return torch.ops.moe_ext.grouped_mm(ones_N1, gradient_EM[:, :, None], expert_offsets), None
 
 
-torch.library.register_autograd(
+register_autograd(
     "moe_ext::_grouped_mm_backward_bias", _bias_backward, setup_context=_bias_setup_context
 )

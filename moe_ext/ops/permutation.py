@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ext.ops._autograd import register_autograd
+
 
 @dataclass(frozen=True)
 class Permutation:
@@ -125,7 +127,7 @@ def _permute_backward(ctx: Any, grad_rows: Tensor, *_: Any) -> tuple[Tensor | No
     return grad_x, None, None, None, None, None, None
 
 
-torch.library.register_autograd(
+register_autograd(
     "moe_ext::permute_tokens", _permute_backward, setup_context=_permute_setup_context
 )
 
@@ -190,7 +192,7 @@ def _unpermute_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_rows, None, None, None, grad_weights
 
 
-torch.library.register_autograd(
+register_autograd(
     "moe_ext::unpermute_tokens", _unpermute_backward, setup_context=_unpermute_setup_context
 )
 
@@ -227,6 +229,4 @@ def _gather_backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor, None, None]:
     )
 
 
-torch.library.register_autograd(
-    "moe_ext::_gather_tokens", _gather_backward, setup_context=_gather_setup_context
-)
+register_autograd("moe_ext::_gather_tokens", _gather_backward, setup_context=_gather_setup_context)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ext.ops._autograd import register_autograd
+
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     r"""Computes :math:`x W^\top`, summed and returned in float32 whatever the dtype of the model.
@@ -62,7 +64,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     return grad_x, grad_weight
 
 
-torch.library.register_autograd("moe_ext::router_logits", _backward, setup_context=_setup_context)
+register_autograd("moe_ext::router_logits", _backward, setup_context=_setup_context)
 
 
 @torch.library.register_fake("moe_ext::_router_logits_backward_x")
