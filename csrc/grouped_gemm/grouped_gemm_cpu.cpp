@@ -132,7 +132,7 @@ Tensor backward_weight_cpu(
   std::vector<Tile> tiles;
   for (int64_t e = 0; bytes > 0 && e < num_experts; ++e) {
     if (offsets[e] == offsets[e + 1]) {
-      std::memset(static_cast<char*>(grad_weight.data_ptr()) + e * bytes, 0, bytes);
+      tiles.push_back({e, 0, 0}); // zeros, the cheapest: they fill the time of threads that are done with products
     } else {
       cut(tiles, e, 0, grad.size(1), tile_columns);
     }
@@ -143,6 +143,10 @@ Tensor backward_weight_cpu(
   for_each_tile(tiles, [&](const Tile& tile) {
     const int64_t begin = offsets[tile.expert];
     const int64_t end = offsets[tile.expert + 1];
+    if (begin == end) {
+      std::memset(static_cast<char*>(grad_weight.data_ptr()) + tile.expert * bytes, 0, bytes);
+      return;
+    }
     // Rows [tile.begin, tile.end) of grad_weight[e], from the same columns of grad.
     const Tensor out_e = view_of(
         grad_weight, tile.expert * matrix_size + tile.begin * x.size(1),
