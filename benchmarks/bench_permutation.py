@@ -79,6 +79,8 @@ def tables() -> list[Table]:
     note = (
         "Bytes are counted as rows read plus rows written, each once; the copy moves as many in "
         "the same run. "
+        "Above 100 %: a copy reads each line that it writes, where results of 32 MiB and more are "
+        "written past the caches; and a row read again soon is still in one. "
         "Eager is indexing and `index_add_`, with the sort where the pass needs it."
     )
     rows = []
