@@ -19,8 +19,7 @@ MOE_EXT_SCHEMAS(m) {
   m.def(
       "sequence_load(Tensor logits, Tensor topk_idx, SymInt num_sequences, str score_fn=\"softmax\", "
       "Tensor? token_mask=None) -> (Tensor score_sum, Tensor num_tokens_per_expert)");
-  m.def(
-      "_sequence_load_backward(Tensor grad_score_sum, Tensor logits, str score_fn, Tensor? token_mask) -> Tensor");
+  m.def("_sequence_load_backward(Tensor grad_score_sum, Tensor logits, str score_fn, Tensor? token_mask) -> Tensor");
 }
 
 namespace {
@@ -50,15 +49,14 @@ void check_topk_idx(const char* op, const Tensor& topk_idx, const Tensor& logits
 }
 
 bool parse_score_fn(const char* op, const std::string& name) {
-  MOE_CHECK(
-      name == "softmax" || name == "sigmoid", op, ": expected score_fn to be softmax or sigmoid, got ", name);
+  MOE_CHECK(name == "softmax" || name == "sigmoid", op, ": expected score_fn to be softmax or sigmoid, got ", name);
   return name == "sigmoid";
 }
 
 void check_num_sequences(const char* op, int64_t num_sequences, int64_t num_tokens) {
   MOE_CHECK(
-      num_sequences >= 1 && num_tokens % num_sequences == 0, op, ": expected num_sequences to be a divisor of the ",
-      num_tokens, " tokens, got ", num_sequences);
+      num_sequences >= 1 ? num_tokens % num_sequences == 0 : num_sequences == 0 && num_tokens == 0, op,
+      ": expected num_sequences to be a divisor of the ", num_tokens, " tokens, got ", num_sequences);
 }
 
 } // namespace

@@ -166,15 +166,13 @@ void apply_cuts(
 
 template <typename T>
 void expert_choice(
-    const ScoreArgs<T>& args, int64_t num_tokens, int64_t taken, acc_t<T>* weights, int64_t* idx,
-    acc_t<T>* score_sum) {
+    const ScoreArgs<T>& args, int64_t num_tokens, int64_t taken, acc_t<T>* weights, int64_t* idx, acc_t<T>* score_sum) {
   using Acc = acc_t<T>;
   const int64_t n = args.num_experts;
   std::vector<Acc> partials(ceil_blocks(num_tokens) * n, Acc(0));
   const auto keys = std::make_unique_for_overwrite<key_t<Acc>[]>(num_tokens * n);
   const int64_t refused = each_block(num_tokens, [&](int64_t block, int64_t begin, int64_t end) {
-    const int64_t token =
-        kernels().of<T>().scores(args, begin, end, weights, partials.data() + block * n, nullptr);
+    const int64_t token = kernels().of<T>().scores(args, begin, end, weights, partials.data() + block * n, nullptr);
     write_keys(weights, args.token_mask, begin, end, num_tokens, n, keys.get());
     return token;
   });
@@ -308,8 +306,8 @@ Tensor sinkhorn_scale_cpu(
 template <typename T>
 ScoreRange score_range(const T* scores, const bool* mask, int64_t num_tokens, int64_t n) {
   const int64_t blocks = ceil_blocks(num_tokens);
-  constexpr double kInf = std::numeric_limits<double>::infinity();
-  std::vector<ScoreRange> ranges(blocks, {kInf, -kInf});
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  std::vector<ScoreRange> ranges(blocks, {kInfinity, -kInfinity});
   const int64_t refused = each_block(num_tokens, [&](int64_t block, int64_t begin, int64_t end) -> int64_t {
     for (int64_t t = begin; t < end; ++t) {
       for (int64_t e = 0; (mask == nullptr || mask[t]) && e < n; ++e) {
@@ -329,7 +327,7 @@ ScoreRange score_range(const T* scores, const bool* mask, int64_t num_tokens, in
         "balanced_assignment: expected scores to be finite, got ", to_acc(*bad), " at token ", refused, ", expert ",
         bad - row);
   }
-  ScoreRange all{kInf, -kInf};
+  ScoreRange all{kInfinity, -kInfinity};
   for (const ScoreRange& r : ranges) {
     all = {std::min(all.low, r.low), std::max(all.high, r.high)};
   }
@@ -389,8 +387,7 @@ Tensor balanced_assignment_cpu(
 }
 
 // counts [E] of the choices of the tokens [begin, end).
-void count_choices(
-    const Tensor& topk_idx, const bool* mask, int64_t begin, int64_t end, int64_t n, int64_t* counts) {
+void count_choices(const Tensor& topk_idx, const bool* mask, int64_t begin, int64_t end, int64_t n, int64_t* counts) {
   const int64_t top_k = topk_idx.size(1);
   const int64_t* idx = data<int64_t>(topk_idx);
   for (int64_t t = begin; t < end; ++t) {
@@ -414,12 +411,12 @@ std::tuple<Tensor, Tensor> sequence_load_cpu(
   const bool sigmoid = check_sequence_load(logits, topk_idx, num_sequences, score_fn, token_mask);
   const Tensor x = contiguous(logits), index = contiguous(topk_idx);
   const std::optional<Tensor> mask = optional_contiguous(token_mask);
-  const int64_t n = x.size(1), length = x.size(0) / num_sequences, blocks = ceil_blocks(length);
+  const int64_t n = x.size(1), length = x.size(0) / std::max<int64_t>(1, num_sequences);
+  const int64_t blocks = ceil_blocks(length);
   const Tensor score_sum = new_empty(x, {num_sequences, n}, acc_dtype(x.scalar_type()));
   const Tensor counts = torch::stable::new_zeros(x, {num_sequences, n}, ScalarType::Long);
   for (int64_t b = 0; b < num_sequences; ++b) {
-    count_choices(
-        index, data_or_null<bool>(mask), b * length, (b + 1) * length, n, data<int64_t>(counts) + b * n);
+    count_choices(index, data_or_null<bool>(mask), b * length, (b + 1) * length, n, data<int64_t>(counts) + b * n);
   }
   dispatch_floating(x.scalar_type(), [&]<typename T>() {
     using Acc = acc_t<T>;
@@ -454,7 +451,8 @@ Tensor sequence_load_backward_cpu(
   const bool sigmoid = check_sequence_load_backward(grad_score_sum, logits, score_fn, token_mask);
   const Tensor x = contiguous(logits), ds = contiguous(grad_score_sum);
   const std::optional<Tensor> mask = optional_contiguous(token_mask);
-  const int64_t num_sequences = ds.size(0), n = x.size(1), length = x.size(0) / num_sequences;
+  const int64_t num_sequences = ds.size(0), n = x.size(1);
+  const int64_t length = x.size(0) / std::max<int64_t>(1, num_sequences);
   const Tensor grad = new_empty(x, {x.size(0), n});
   dispatch_floating(x.scalar_type(), [&]<typename T>() {
     parallel_for(0, num_sequences, 1, [&](int64_t begin, int64_t end) {

@@ -2,8 +2,8 @@
 // Scores become whole numbers in [0, 2^24], so that every sum below is exact and no backend differs from another.
 // Every token without a place bids for the class of places worth most to it (value minus price) its price plus the
 // margin over the second best plus eps; a class keeps the highest bids, the lower token in a tie, and is as dear as the
-// lowest that it keeps once it is full. A phase ends when every token has a place; the next one starts from its prices with a
-// fifth of its eps, down to eps = 1. An assignment found with eps is within eps a token of the best one.
+// lowest that it keeps once it is full. A phase ends when every token has a place; the next one starts from its prices
+// with a fifth of its eps, down to eps = 1. An assignment found with eps is within eps a token of the best one.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,6 @@ constexpr double kScoreLevels = 16777216.0; // 2^24: exact in float
 constexpr double kFirstEps = 3355443.0;
 constexpr double kEpsDivisor = 5.0;
 constexpr float kNever = -1099511627776.0f; // -2^40, below any value minus price
-
-namespace {
 
 // Of the real tokens' scores.
 struct ScoreRange {
@@ -60,7 +58,8 @@ struct AuctionShape {
   int64_t rest; // R % E
 
   MOE_INLINE AuctionShape(int64_t num_real, int64_t experts)
-      : num_experts(experts), even(num_real / experts), rest(num_real % experts) {}
+      : num_experts(experts), even(num_real / experts), rest(num_real % experts) {
+  }
 
   MOE_INLINE int64_t num_dummies() const {
     return rest > 0 ? num_experts - rest : 0;
@@ -80,5 +79,4 @@ struct AuctionShape {
   }
 };
 
-} // namespace
 } // namespace moe_ext::assignment

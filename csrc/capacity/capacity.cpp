@@ -21,9 +21,7 @@ CapacityOptions check_limit_capacity(
       topk_idx.size(1) >= 1, op, ": expected topk_idx to have at least 1 column, got shape ", shape_string(topk_idx));
   MOE_CHECK(num_experts >= 1, op, ": expected num_experts to be at least 1, got ", num_experts);
   MOE_CHECK(capacity >= 1, op, ": expected capacity to be at least 1, got ", capacity);
-  MOE_CHECK(
-      num_groups >= 1 && topk_idx.size(0) % num_groups == 0, op, ": expected num_groups to be a divisor of the ",
-      topk_idx.size(0), " tokens, got ", num_groups);
+  MOE_CHECK(num_groups >= 1, op, ": expected num_groups to be at least 1, got ", num_groups);
   if (order) {
     check_same_device(op, "order", *order, "topk_idx", topk_idx);
     check_dtype(op, "order", *order, ScalarType::Long);
@@ -36,7 +34,8 @@ CapacityOptions check_limit_capacity(
     check_dim(op, "ranked_idx", *ranked_idx, 2, "[T, R]");
     check_size(op, "ranked_idx", *ranked_idx, 0, topk_idx.size(0), "the tokens of topk_idx");
   }
-  return {num_experts, capacity, num_groups};
+  const int64_t group_size = (topk_idx.size(0) + num_groups - 1) / num_groups;
+  return {num_experts, capacity, num_groups, topk_idx.size(1) * group_size};
 }
 
 } // namespace moe_ext::capacity

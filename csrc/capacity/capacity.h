@@ -12,6 +12,7 @@ struct CapacityOptions {
   int64_t num_experts;
   int64_t capacity; // of each expert in each group
   int64_t num_groups;
+  int64_t slots_per_group; // of K ceil(T / G); the last groups have fewer
 };
 
 // Checks everything that needs no look at the data.

@@ -23,7 +23,7 @@ struct Slots {
   int64_t* out;          // [T, K]
   int64_t top_k;
   int64_t num_ranked;
-  int64_t per_group;
+  int64_t num_slots;
 };
 
 // The token's best expert that has room and none of its slots, or -1.
@@ -41,7 +41,9 @@ int64_t next_expert(const Slots& slots, int64_t token, const std::vector<int64_t
 // Returns how many slots of the group are dropped.
 int64_t limit_group(const Slots& slots, int64_t group, const CapacityOptions& options) {
   std::vector<int64_t> room(options.num_experts, options.capacity), refused;
-  for (int64_t i = group * slots.per_group; i < (group + 1) * slots.per_group; ++i) {
+  const int64_t begin = group * options.slots_per_group;
+  const int64_t end = std::min(slots.num_slots, begin + options.slots_per_group);
+  for (int64_t i = begin; i < end; ++i) {
     const int64_t slot = slots.order == nullptr ? i : slots.order[i];
     const int64_t e = slots.idx[slot];
     slots.out[slot] = e >= 0 && room[e] > 0 ? e : -1;
@@ -93,18 +95,16 @@ std::tuple<Tensor, Tensor> limit_capacity_cpu(
     std::optional<Tensor> order, // [T K]
     int64_t num_groups,
     std::optional<Tensor> ranked_idx) { // [T, R]
-  const CapacityOptions options =
-      check_limit_capacity(topk_idx, num_experts, capacity, order, num_groups, ranked_idx);
+  const CapacityOptions options = check_limit_capacity(topk_idx, num_experts, capacity, order, num_groups, ranked_idx);
   const Tensor idx = contiguous(topk_idx);
   const std::optional<Tensor> slots_in_order = order ? std::optional(contiguous(*order)) : std::nullopt;
   const std::optional<Tensor> ranked = ranked_idx ? std::optional(contiguous(*ranked_idx)) : std::nullopt;
-  const int64_t per_group = idx.numel() / num_groups;
   check_values("topk_idx", idx, num_experts);
   if (ranked) {
     check_values("ranked_idx", *ranked, num_experts);
   }
   if (slots_in_order) {
-    check_order(*slots_in_order, per_group);
+    check_order(*slots_in_order, options.slots_per_group);
   }
   const Tensor out = new_empty(idx, {idx.size(0), idx.size(1)});
   const Tensor num_dropped = new_empty(idx, {});
@@ -115,7 +115,7 @@ std::tuple<Tensor, Tensor> limit_capacity_cpu(
       data<int64_t>(out),
       idx.size(1),
       ranked ? ranked->size(1) : 0,
-      per_group};
+      idx.numel()};
   std::vector<int64_t> dropped(num_groups, 0);
   parallel_for(0, num_groups, 1, [&](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; ++group) {

@@ -168,8 +168,8 @@ def balanced_assignment(scores_TE: Tensor, *, token_mask: Tensor | None = None) 
     r"""Gives every expert its even share of the tokens, so that the sum of scores is largest.
 
     Maximises :math:`\sum_t s_{t, e(t)}` over all assignments in which each expert has
-    :math:`\lfloor T/E \rfloor` or :math:`\lceil T/E \rceil` of the T real tokens; which of them have
-    one more is part of the choice.
+    :math:`\lfloor T/E \rfloor` or :math:`\lceil T/E \rceil` of the T real tokens; which of them
+    have one more is part of the choice.
 
     Solved by an auction with falling eps over scores rounded to a step of :math:`2^{-24}` of their
     range R: the sum is within :math:`2^{-23} T R` of the best. Equal scores make it slower, not
@@ -231,7 +231,7 @@ def sequence_load(
     Args:
         logits_TE (Tensor[T, E]): float32, float64, bfloat16 or float16.
         topk_idx_TK (Tensor[T, K]): int64 choices, -1 for none.
-        num_sequences (int): B, a divisor of T.
+        num_sequences (int): B, a divisor of T; 0 only without tokens.
         score_fn (str): ``"softmax"`` or ``"sigmoid"``.
         token_mask (Tensor[T]): bool, True for a real token; the others count nowhere.
 
@@ -317,8 +317,9 @@ def sequence_balance_loss(
     """
     if score_sum_BE.dim() != 2 or score_sum_BE.shape != num_tokens_per_expert_BE.shape:
         raise ValueError(
-            "sequence_balance_loss: expected score_sum and num_tokens_per_expert to be of one shape "
-            f"[B, E], got {tuple(score_sum_BE.shape)} and {tuple(num_tokens_per_expert_BE.shape)}"
+            "sequence_balance_loss: expected score_sum and num_tokens_per_expert to be of one "
+            f"shape [B, E], got {tuple(score_sum_BE.shape)} and "
+            f"{tuple(num_tokens_per_expert_BE.shape)}"
         )
     if top_k < 1:
         raise ValueError(f"sequence_balance_loss: expected top_k to be at least 1, got {top_k}")

@@ -53,7 +53,8 @@ def limit_capacity(
         topk_weights (Tensor[T, K]): what "score" and "batch_prioritized" order by.
         policy (str): see above.
         priority (Tensor[T, K]): what "random" orders by, uniform random numbers say.
-        num_groups (int): groups of T / G neighbouring tokens that share nothing, a divisor of T.
+        num_groups (int): G groups of ceil(T / G) neighbouring tokens that share nothing; the last
+            ones may be smaller.
         ranked_idx (Tensor[T, R]): int64 experts of each token, best first, -1 for none; for
             "reroute".
         overflow (str): "drop" or "reroute".
@@ -63,16 +64,16 @@ def limit_capacity(
         dropped slots, int64.
 
     Raises:
-        ValueError: an unknown policy or overflow, an argument that it needs and does not get or
-            that has another shape, or groups that do not divide the tokens.
+        ValueError: an unknown policy or overflow, or an argument that it needs and does not get or
+            that has another shape.
         RuntimeError: an argument has the wrong device, dtype, shape or value; on CPU, an index is
             out of range. On CUDA such a slot counts as not routed.
 
     Deterministic, with the same bits for any number of threads; does not synchronise the device.
     On CUDA rerouting serves the slots of a group one by one.
 
-    Reference: Lepikhin et al., GShard, 2020 (arXiv 2006.16668), algorithm 1 (choice, groups); Riquelme
-    et al., V-MoE, 2021 (arXiv 2106.05974), section 2.4 and algorithm 2 (batch_prioritized);
+    Reference: Lepikhin et al., GShard, 2020 (arXiv 2006.16668), algorithm 1 (choice, groups);
+    Riquelme et al., V-MoE, 2021 (arXiv 2106.05974), section 2.4 (batch_prioritized);
     Rajbhandari et al., DeepSpeed-MoE, 2022 (arXiv 2201.05596) (random).
     """
     if policy not in _POLICIES:
@@ -85,12 +86,11 @@ def limit_capacity(
         )
     if overflow == "reroute" and ranked_idx is None:
         raise ValueError("limit_capacity: expected ranked_idx to be given to reroute, got None")
-    if num_groups < 1 or (num_groups > 1 and topk_idx_TK.shape[0] % num_groups != 0):
-        raise ValueError(
-            "limit_capacity: expected num_groups to be a divisor of the "
-            f"{topk_idx_TK.shape[0]} tokens, got {num_groups}"
-        )
-    order = _service_order(topk_idx_TK, topk_weights, policy, priority, num_groups)
+    keys_TK = priority if policy == "random" else topk_weights
+    order = None
+    if policy != "position":
+        _check_keys(topk_idx_TK, keys_TK, policy)
+        order = _service_order(topk_idx_TK, keys_TK, policy, max(num_groups, 1))
     return torch.ops.moe_ext.limit_capacity(
         topk_idx_TK,
         num_experts,
@@ -101,42 +101,48 @@ def limit_capacity(
     )
 
 
+def _check_keys(topk_idx_TK: Tensor, keys_TK: Tensor | None, policy: str) -> None:
+    name = "priority" if policy == "random" else "topk_weights"
+    if policy == "choice":
+        return
+    if keys_TK is None:
+        raise ValueError(
+            f"limit_capacity: expected {name} to be given with policy {policy!r}, got None"
+        )
+    if keys_TK.shape != topk_idx_TK.shape:
+        raise ValueError(
+            f"limit_capacity: expected {name} to be of shape {tuple(topk_idx_TK.shape)}, that of "
+            f"topk_idx, got {tuple(keys_TK.shape)}"
+        )
+
+
 def _service_order(
-    topk_idx_TK: Tensor,
-    topk_weights: Tensor | None,
-    policy: str,
-    priority: Tensor | None,
-    num_groups: int,
-) -> Tensor | None:
-    """Slots `t * K + k` in the order they are served, group by group; None for their own order."""
+    topk_idx_TK: Tensor, keys_TK: Tensor | None, policy: str, num_groups: int
+) -> Tensor:
+    """Slots `t * K + k` in the order they are served, group by group."""
     num_tokens, top_k = topk_idx_TK.shape
-    if policy == "position" or (policy == "choice" and top_k == 1):
-        return None
-    name, keys_TK = ("priority", priority) if policy == "random" else ("topk_weights", topk_weights)
-    if policy != "choice":
-        if keys_TK is None:
-            raise ValueError(
-                f"limit_capacity: expected {name} to be given with policy {policy!r}, got None"
-            )
-        if keys_TK.shape != topk_idx_TK.shape:
-            raise ValueError(
-                f"limit_capacity: expected {name} to be of shape {tuple(topk_idx_TK.shape)}, that "
-                f"of topk_idx, got {tuple(keys_TK.shape)}"
-            )
-    group_size = num_tokens // num_groups
-    slots_GSK = torch.arange(num_tokens * top_k, device=topk_idx_TK.device)
-    slots_GSK = slots_GSK.view(num_groups, group_size, top_k)
+    if num_groups > 1 and num_tokens % num_groups != 0:
+        # Groups of one size, and the rest.
+        size = -(-num_tokens // num_groups)
+        whole = num_tokens // size
+        even = [t if t is None else t[: whole * size] for t in (topk_idx_TK, keys_TK)]
+        rest = [t if t is None else t[whole * size :] for t in (topk_idx_TK, keys_TK)]
+        assert even[0] is not None
+        assert rest[0] is not None
+        first = _service_order(even[0], even[1], policy, whole)
+        last = _service_order(rest[0], rest[1], policy, 1)
+        return torch.cat([first, last + whole * size * top_k])
+    shape = (num_groups, num_tokens // num_groups, top_k)
+    slots_GSK = torch.arange(num_tokens * top_k, device=topk_idx_TK.device).view(shape)
     if policy == "choice" or keys_TK is None:
         return slots_GSK.transpose(1, 2).reshape(-1)
-    keys_TK = keys_TK.detach()
+    keys_GSK = keys_TK.detach().reshape(shape)
     if policy == "batch_prioritized":
-        keys_GS = keys_TK.amax(dim=1).view(num_groups, group_size)
-        token_GS = keys_GS.argsort(dim=1, descending=True, stable=True)
-        index_GSK = token_GS[:, :, None].expand(-1, -1, top_k)
-        return slots_GSK.gather(1, index_GSK).transpose(1, 2).reshape(-1)
-    keys_GN = keys_TK.reshape(num_groups, group_size * top_k)
-    order_GN = keys_GN.argsort(dim=1, descending=True, stable=True)
-    return slots_GSK.view(num_groups, group_size * top_k).gather(1, order_GN).view(-1)
+        token_GS = keys_GSK.amax(dim=2).argsort(dim=1, descending=True, stable=True)
+        slots_GSK = slots_GSK.gather(1, token_GS[:, :, None].expand(-1, -1, top_k))
+        return slots_GSK.transpose(1, 2).reshape(-1)
+    order_GN = keys_GSK.flatten(1).argsort(dim=1, descending=True, stable=True)
+    return slots_GSK.flatten(1).gather(1, order_GN).view(-1)
 
 
 @torch.library.register_fake("moe_ext::limit_capacity")

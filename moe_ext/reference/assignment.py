@@ -145,7 +145,7 @@ def sequence_load(
     else:
         share_TE = x_TE.softmax(dim=1)
     chosen_TE = (topk_idx_TK[:, :, None] == torch.arange(x_TE.shape[1], device=x_TE.device)).sum(1)
-    shape = (num_sequences, x_TE.shape[0] // num_sequences, x_TE.shape[1])
+    shape = (num_sequences, x_TE.shape[0] // max(1, num_sequences), x_TE.shape[1])
     return SequenceLoad(
         (share_TE * real_T[:, None]).view(shape).sum(dim=1),
         (chosen_TE * real_T[:, None]).view(shape).sum(dim=1),

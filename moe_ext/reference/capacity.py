@@ -34,9 +34,9 @@ def limit_capacity(
 
     out: list[list[int]] = topk_idx_TK.tolist()
     dropped = 0
-    group_size = num_tokens // num_groups
+    group_size = -(-num_tokens // num_groups)
     for group in range(num_groups):
-        tokens = range(group * group_size, (group + 1) * group_size)
+        tokens = range(group * group_size, min((group + 1) * group_size, num_tokens))
         slots = sorted(((t, k) for t in tokens for k in range(top_k)), key=place)
         room = [capacity] * num_experts
         refused = []

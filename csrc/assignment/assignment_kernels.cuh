@@ -1,0 +1,465 @@
+// Scores: one warp a token, lane l holds the experts l, l + 32, ...; a warp sums its tokens' scores in shared memory, a
+// block adds its warps, and a last kernel adds the blocks, each in a fixed order.
+// Expert choice: scores, then one block an expert finds the worst that it takes by radix, and where equal scores
+// straddle that, the last token that still counts; then every (token, expert) is compared with that. Sinkhorn:
+// num_iters times a kernel over tokens, which leaves the blocks' sums per expert, and one block that makes the experts'
+// factors of them and raises a flag once they stand still; raised, it makes both return at once.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "assignment/assignment_tables.h"
+#include "common/block.cuh"
+#include "common/launch.cuh"
+#include "common/select.cuh"
+#include "common/warp.cuh"
+
+namespace moe_ext::assignment {
+
+constexpr int kMaxWarps = 8;
+constexpr int kMinBlocks = 2; // of an SM: left to itself ptxas aims at fewer registers and spills
+constexpr int kSumThreads = 256;
+constexpr double kSinkhornEps = 1e-8; // of Megatron-LM's sums over tokens
+
+template <typename Acc>
+constexpr Acc kInfinity = static_cast<Acc>(__builtin_inf());
+template <typename Acc>
+constexpr Acc kTiny = sizeof(Acc) == 8 ? static_cast<Acc>(0x1p-1022) : static_cast<Acc>(0x1p-126);
+
+// Blocks of warps with rows of E numbers each in shared memory, `rows` of them a warp. num_warps 0: it has no room.
+struct RowPlan {
+  int num_warps;
+  unsigned num_blocks; // of a sequence
+  size_t shared_bytes;
+
+  Launch launch_on(unsigned sequences, cudaStream_t stream) const {
+    return {dim3(num_blocks, sequences), dim3(static_cast<unsigned>(num_warps * kWarpSize)), shared_bytes, stream};
+  }
+};
+
+template <typename Acc>
+RowPlan plan_rows(int64_t num_tokens, int64_t num_experts, int rows, const DeviceProperties& device) {
+  const int64_t bytes = ceil_div(static_cast<int64_t>(sizeof(Acc)) * rows * num_experts, 16) * 16;
+  const int64_t limit =
+      bytes <= device.shared_bytes_per_block ? device.shared_bytes_per_block : device.shared_bytes_per_block_opt_in;
+  const int warps = static_cast<int>(std::min<int64_t>(kMaxWarps, limit / bytes));
+  if (warps == 0) {
+    return {0, 0, 0};
+  }
+  // Two blocks an SM: more of them only leave more sums to add.
+  const int64_t most = std::min<int64_t>(2 * device.num_sms, ceil_div(num_tokens, int64_t{warps}));
+  return {warps, static_cast<unsigned>(std::max<int64_t>(1, most)), static_cast<size_t>(warps * bytes)};
+}
+
+template <typename T>
+__device__ __forceinline__ acc_t<T> widen(T x) {
+  return static_cast<acc_t<T>>(x);
+}
+
+template <typename T>
+__device__ __forceinline__ bool is_real(const ScoreArgs<T>& args, int64_t token) {
+  return args.token_mask == nullptr || args.token_mask[token];
+}
+
+template <typename Acc>
+__device__ __forceinline__ Acc at_least_tiny(Acc sum) {
+  return sum > kTiny<Acc> || sum != sum ? sum : kTiny<Acc>;
+}
+
+// Fills score, each lane its own experts, and returns the factor that makes the scores sum to one.
+template <typename T, bool kCheck>
+__device__ acc_t<T> row_scores(const T* row, int num_experts, bool sigmoid, acc_t<T>* score) {
+  using Acc = acc_t<T>;
+  Acc top = -kInfinity<Acc>;
+  bool nan = false;
+  for (int e = lane_id(); e < num_experts; e += kWarpSize) {
+    const Acc x = widen(row[e]);
+    top = x > top ? x : top;
+    nan = nan || x != x;
+  }
+  top = warp_max(top);
+  if constexpr (kCheck) {
+    if (__any_sync(kFullMask, nan) || top == kInfinity<Acc> || top == -kInfinity<Acc>) {
+      __trap();
+    }
+  }
+  Acc sum = 0;
+  for (int e = lane_id(); e < num_experts; e += kWarpSize) {
+    score[e] = sigmoid ? sigmoid_acc(widen(row[e])) : exp_acc(widen(row[e]) - top);
+    sum += score[e];
+  }
+  return Acc(1) / at_least_tiny(warp_sum(sum));
+}
+
+// The tokens of a sequence that a warp walks over: blockIdx.y is the sequence.
+struct WarpTokens {
+  int64_t first;
+  int64_t end;
+  int64_t stride;
+};
+
+__device__ __forceinline__ WarpTokens warp_tokens(int64_t length) {
+  const int64_t begin = int64_t{blockIdx.y} * length;
+  const int num_warps = static_cast<int>(blockDim.x) / kWarpSize;
+  return {begin + int64_t{blockIdx.x} * num_warps + warp_id(), begin + length, int64_t{gridDim.x} * num_warps};
+}
+
+// A block's sums [E] from those of its warps, whose rows lie `rows * E` apart.
+template <typename Acc>
+__device__ void add_warps(const Acc* sums, int rows, int num_experts, Acc* partial) {
+  __syncthreads();
+  const int num_warps = static_cast<int>(blockDim.x) / kWarpSize;
+  for (int e = static_cast<int>(threadIdx.x); e < num_experts; e += static_cast<int>(blockDim.x)) {
+    Acc sum = 0;
+    for (int warp = 0; warp < num_warps; ++warp) {
+      sum += sums[warp * rows * num_experts + e];
+    }
+    partial[e] = sum;
+  }
+}
+
+// partials [sequences, blocks, E]; rows [T, E] of scores unless null.
+template <typename T, bool kCheck>
+__global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
+    scores_kernel(ScoreArgs<T> args, int64_t length, acc_t<T>* __restrict__ rows, acc_t<T>* __restrict__ partials) {
+  using Acc = acc_t<T>;
+  MOE_DYNAMIC_SHARED(Acc, shared);
+  const int n = static_cast<int>(args.num_experts);
+  Acc* const sums = shared + warp_id() * 2 * n;
+  Acc* const score = sums + n;
+  for (int e = lane_id(); e < n; e += kWarpSize) {
+    sums[e] = 0;
+  }
+  const WarpTokens tokens = warp_tokens(length);
+  for (int64_t t = tokens.first; t < tokens.end; t += tokens.stride) {
+    const bool real = is_real(args, t);
+    const Acc factor = real ? row_scores<T, kCheck>(args.logits + t * n, n, args.sigmoid, score) : Acc(0);
+    for (int e = lane_id(); e < n; e += kWarpSize) {
+      const Acc share = real ? score[e] * factor : Acc(0);
+      sums[e] += share;
+      if (rows != nullptr) {
+        rows[t * n + e] = share;
+      }
+    }
+  }
+  add_warps(shared, 2, n, partials + (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * n);
+}
+
+// score_sum [sequences, E]: one block a sequence.
+template <typename Acc>
+__global__ void add_blocks_kernel(
+    const Acc* __restrict__ partials, int num_blocks, int num_experts, Acc* __restrict__ score_sum) {
+  const Acc* const from = partials + int64_t{blockIdx.x} * num_blocks * num_experts;
+  for (int e = static_cast<int>(threadIdx.x); e < num_experts; e += static_cast<int>(blockDim.x)) {
+    double sum = 0;
+    for (int block = 0; block < num_blocks; ++block) {
+      sum += from[int64_t{block} * num_experts + e];
+    }
+    score_sum[int64_t{blockIdx.x} * num_experts + e] = static_cast<Acc>(sum);
+  }
+}
+
+template <typename T, bool kCheck>
+__global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
+    scores_backward_kernel(ScoreGradArgs<T> args, int64_t length) {
+  using Acc = acc_t<T>;
+  MOE_DYNAMIC_SHARED(Acc, shared);
+  const int n = static_cast<int>(args.scores.num_experts);
+  Acc* const score = shared + warp_id() * 2 * n;
+  Acc* const g = score + n;
+  const Acc* const of_sum = args.grad_score_sum != nullptr ? args.grad_score_sum + int64_t{blockIdx.y} * n : nullptr;
+  const WarpTokens tokens = warp_tokens(length);
+  for (int64_t t = tokens.first; t < tokens.end; t += tokens.stride) {
+    const bool real = is_real(args.scores, t);
+    const Acc factor = real ? row_scores<T, kCheck>(args.scores.logits + t * n, n, args.scores.sigmoid, score) : Acc(0);
+    Acc mean = 0;
+    for (int e = lane_id(); real && e < n; e += kWarpSize) {
+      g[e] = of_sum != nullptr ? of_sum[e] : Acc(0);
+      if (args.grad_weights != nullptr && args.idx[t * n + e] >= 0) {
+        g[e] += args.grad_weights[t * n + e];
+      }
+      mean += score[e] * g[e];
+    }
+    mean = warp_sum(mean) * factor;
+    for (int e = lane_id(); e < n; e += kWarpSize) {
+      const Acc slope = real && args.scores.sigmoid ? Acc(1) - score[e] : Acc(1);
+      args.grad[t * n + e] = static_cast<T>(real ? score[e] * factor * slope * (g[e] - mean) : Acc(0));
+    }
+  }
+}
+
+// counts [sequences, E] of the choices of real tokens, from zeros. Whole numbers: their order does not matter.
+template <bool kCheck>
+__global__ void count_choices_kernel(
+    const int64_t* __restrict__ idx, const bool* __restrict__ token_mask, int64_t length, int top_k, int num_experts,
+    unsigned long long* __restrict__ counts) {
+  const int64_t slots = length * top_k, begin = int64_t{blockIdx.y} * slots;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < slots; i += int64_t{gridDim.x} * blockDim.x) {
+    const int64_t e = idx[begin + i];
+    if constexpr (kCheck) {
+      if (e < -1 || e >= num_experts) {
+        __trap();
+      }
+    }
+    if (e >= 0 && e < num_experts && (token_mask == nullptr || token_mask[(begin + i) / top_k])) {
+      atomicAdd(&counts[int64_t{blockIdx.y} * num_experts + e], 1ull);
+    }
+  }
+}
+
+// What an expert takes: scores above `score`, and equal ones up to the token `last_tie`.
+template <typename Acc>
+struct Cut {
+  Acc score;
+  int64_t last_tie;
+};
+
+// A key in the order of the scores, which are not negative; 0 for a token that is not there.
+__device__ __forceinline__ uint32_t score_key(float score) {
+  return __float_as_uint(score) + 1;
+}
+
+__device__ __forceinline__ uint64_t score_key(double score) {
+  return static_cast<uint64_t>(__double_as_longlong(score)) + 1;
+}
+
+__device__ __forceinline__ int64_t count_real_tokens(const bool* token_mask, int64_t num_tokens) {
+  if (token_mask == nullptr) {
+    return num_tokens;
+  }
+  int64_t count = 0, total = 0;
+  for (int64_t t = threadIdx.x; t < num_tokens; t += kSelectThreads) {
+    count += token_mask[t];
+  }
+  block_exclusive_scan<kSelectThreads>(count, total);
+  return total;
+}
+
+// The token of the `ties`-th key that equals `cut`, in order.
+template <typename Key, typename F>
+__device__ int64_t find_last_tie(F&& key, Key cut, int64_t num_tokens, int64_t ties) {
+  MOE_SHARED(int64_t, last, 1);
+  int64_t before = 0;
+  for (int64_t base = 0; before < ties; base += kSelectThreads) {
+    const int64_t t = base + threadIdx.x;
+    const bool equal = t < num_tokens && key(t) == cut;
+    int total = 0;
+    const int64_t rank = before + block_exclusive_scan<kSelectThreads>(int{equal}, total);
+    if (equal && rank == ties - 1) {
+      last[0] = t;
+    }
+    before += total;
+  }
+  __syncthreads();
+  return last[0];
+}
+
+// One block an expert.
+template <typename Acc>
+__global__ void __launch_bounds__(kSelectThreads, kMinBlocks) find_cuts_kernel(
+    const Acc* __restrict__ scores, const bool* __restrict__ token_mask, int64_t num_tokens, int64_t capacity,
+    Cut<Acc>* __restrict__ cuts, int64_t* __restrict__ counts) {
+  using Key = decltype(score_key(Acc()));
+  const int64_t n = gridDim.x, expert = blockIdx.x;
+  const int64_t wanted = min(capacity, count_real_tokens(token_mask, num_tokens));
+  const auto key = [&](int64_t t) -> Key {
+    return token_mask == nullptr || token_mask[t] ? score_key(scores[t * n + expert]) : Key(0);
+  };
+  Key cut = 0;
+  int64_t last_tie = -1;
+  if (wanted > 0) {
+    int64_t ties = 0;
+    cut = block_select<Key>(key, num_tokens, wanted, ties);
+    last_tie = find_last_tie(key, cut, num_tokens, ties);
+  }
+  if (threadIdx.x == 0) {
+    cuts[expert] = {last_tie >= 0 ? scores[last_tie * n + expert] : kInfinity<Acc>, last_tie};
+    counts[expert] = wanted;
+  }
+}
+
+// Turns the scores [T, E] into weights, zero where the expert does not take the token.
+template <typename Acc>
+__global__ void apply_cuts_kernel(
+    const Cut<Acc>* __restrict__ cuts, const bool* __restrict__ token_mask, int64_t num_tokens, int num_experts,
+    Acc* __restrict__ scores, int64_t* __restrict__ idx) {
+  const int64_t total = num_tokens * num_experts;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < total; i += int64_t{gridDim.x} * blockDim.x) {
+    const int64_t t = i / num_experts;
+    const int e = static_cast<int>(i - t * num_experts);
+    const Acc score = scores[i];
+    const Cut<Acc> cut = cuts[e];
+    const bool above = score > cut.score || (score == cut.score && t <= cut.last_tie);
+    const bool taken = above && (token_mask == nullptr || token_mask[t]);
+    scores[i] = taken ? score : Acc(0);
+    idx[i] = taken ? e : -1;
+  }
+}
+
+// Of a Sinkhorn iteration, between the kernels.
+template <typename Acc>
+struct SinkhornState {
+  Acc* scale;    // [E]
+  Acc* partials; // [blocks, E]
+  int* done;
+};
+
+template <typename Acc>
+__global__ void sinkhorn_start_kernel(SinkhornState<Acc> state, int num_experts) {
+  for (int e = static_cast<int>(threadIdx.x); e < num_experts; e += static_cast<int>(blockDim.x)) {
+    state.scale[e] = 1;
+  }
+  if (threadIdx.x == 0) {
+    *state.done = 0;
+  }
+}
+
+// partials[block][e] = sum over the block's tokens of cost[t][e] / <scale, cost[t]>
+template <typename T, bool kCheck>
+__global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
+    sinkhorn_tokens_kernel(ScoreArgs<T> args, int64_t num_tokens, SinkhornState<acc_t<T>> state) {
+  using Acc = acc_t<T>;
+  MOE_DYNAMIC_SHARED(Acc, shared);
+  if (*state.done != 0) {
+    return;
+  }
+  const int n = static_cast<int>(args.num_experts);
+  Acc* const sums = shared + warp_id() * 2 * n;
+  Acc* const cost = sums + n;
+  for (int e = lane_id(); e < n; e += kWarpSize) {
+    sums[e] = 0;
+  }
+  const WarpTokens tokens = warp_tokens(num_tokens);
+  for (int64_t t = tokens.first; t < tokens.end; t += tokens.stride) {
+    if (!is_real(args, t)) {
+      continue;
+    }
+    row_scores<T, kCheck>(args.logits + t * n, n, false, cost);
+    Acc dot = 0;
+    for (int e = lane_id(); e < n; e += kWarpSize) {
+      dot += state.scale[e] * cost[e];
+    }
+    const Acc factor = Acc(1) / warp_sum(dot);
+    for (int e = lane_id(); e < n; e += kWarpSize) {
+      sums[e] += factor * cost[e];
+    }
+  }
+  add_warps(shared, 2, n, state.partials + int64_t{blockIdx.x} * n);
+}
+
+// One block of kSumThreads.
+template <typename Acc>
+__global__ void sinkhorn_experts_kernel(
+    const bool* __restrict__ token_mask, int64_t num_tokens, SinkhornState<Acc> state, int num_blocks, int num_experts,
+    double tolerance) {
+  if (*state.done != 0) {
+    return;
+  }
+  const int64_t num_real = count_real_tokens(token_mask, num_tokens);
+  double change = 0;
+  for (int e = static_cast<int>(threadIdx.x); num_real > 0 && e < num_experts; e += kSumThreads) {
+    double sum = 0;
+    for (int block = 0; block < num_blocks; ++block) {
+      sum += state.partials[int64_t{block} * num_experts + e];
+    }
+    const double mean = sum / static_cast<double>(num_real);
+    const Acc next = static_cast<Acc>(1 / (num_experts * (mean + kSinkhornEps)));
+    const double difference = static_cast<double>(next) - static_cast<double>(state.scale[e]);
+    change += difference < 0 ? -difference : difference;
+    state.scale[e] = next;
+  }
+  double total = 0;
+  block_exclusive_scan<kSumThreads>(change, total);
+  if (threadIdx.x == 0 && !(total / num_experts > tolerance)) {
+    *state.done = 1;
+  }
+}
+
+template <typename Acc>
+__global__ void log_kernel(const Acc* __restrict__ in, int n, Acc* __restrict__ out) {
+  for (int e = static_cast<int>(threadIdx.x); e < n; e += static_cast<int>(blockDim.x)) {
+    if constexpr (sizeof(Acc) == 8) {
+      out[e] = ::log(in[e]);
+    } else {
+      out[e] = ::logf(in[e]);
+    }
+  }
+}
+
+inline dim3 grid_for(int64_t items) {
+  return persistent_grid(ceil_div(items, int64_t{kSumThreads}), kSumThreads, device_properties());
+}
+
+// score_sum [sequences, E] and, unless null, rows [T, E]; partials [sequences, plan.num_blocks, E] is scratch.
+template <bool kCheck, typename T>
+void launch_scores(
+    const ScoreArgs<T>& args, int64_t num_sequences, int64_t length, const RowPlan& plan, acc_t<T>* rows,
+    acc_t<T>* partials, acc_t<T>* score_sum, cudaStream_t stream) {
+  const unsigned sequences = static_cast<unsigned>(num_sequences);
+  if (sequences == 0) {
+    return;
+  }
+  launch(plan.launch_on(sequences, stream), scores_kernel<T, kCheck>, args, length, rows, partials);
+  launch(
+      {dim3(sequences), dim3(kSumThreads), 0, stream}, add_blocks_kernel<acc_t<T>>, partials,
+      static_cast<int>(plan.num_blocks), static_cast<int>(args.num_experts), score_sum);
+}
+
+template <bool kCheck, typename T>
+void launch_scores_backward(
+    const ScoreGradArgs<T>& args, int64_t num_sequences, int64_t length, const RowPlan& plan, cudaStream_t stream) {
+  if (length > 0) {
+    launch(
+        plan.launch_on(static_cast<unsigned>(num_sequences), stream), scores_backward_kernel<T, kCheck>, args, length);
+  }
+}
+
+// counts [sequences, E] must be zero.
+template <bool kCheck>
+void launch_count_choices(
+    const int64_t* idx, const bool* token_mask, int64_t num_sequences, int64_t length, int top_k, int num_experts,
+    int64_t* counts, cudaStream_t stream) {
+  if (length * top_k > 0) {
+    const dim3 grid(grid_for(length * top_k).x, static_cast<unsigned>(num_sequences));
+    launch(
+        {grid, dim3(kSumThreads), 0, stream}, count_choices_kernel<kCheck>, idx, token_mask, length, top_k, num_experts,
+        reinterpret_cast<unsigned long long*>(counts));
+  }
+}
+
+// weights [T, E] holds the scores at first; cuts [E] is scratch.
+template <typename Acc>
+void launch_expert_choice(
+    const bool* token_mask, int64_t num_tokens, int num_experts, int64_t capacity, Cut<Acc>* cuts, Acc* weights,
+    int64_t* idx, int64_t* counts, cudaStream_t stream) {
+  launch(
+      {dim3(static_cast<unsigned>(num_experts)), dim3(kSelectThreads), 0, stream}, find_cuts_kernel<Acc>, weights,
+      token_mask, num_tokens, capacity, cuts, counts);
+  if (num_tokens > 0) {
+    launch(
+        {grid_for(num_tokens * num_experts), dim3(kSumThreads), 0, stream}, apply_cuts_kernel<Acc>, cuts, token_mask,
+        num_tokens, num_experts, weights, idx);
+  }
+}
+
+// out [E], logarithms of the experts' factors.
+template <bool kCheck, typename T>
+void launch_sinkhorn_scale(
+    const ScoreArgs<T>& args, int64_t num_tokens, int64_t num_iters, double tolerance, const RowPlan& plan,
+    const SinkhornState<acc_t<T>>& state, acc_t<T>* out, cudaStream_t stream) {
+  using Acc = acc_t<T>;
+  const int n = static_cast<int>(args.num_experts);
+  const Launch one_block = {dim3(1), dim3(kSumThreads), 0, stream};
+  launch(one_block, sinkhorn_start_kernel<Acc>, state, n);
+  for (int64_t i = 0; i < num_iters; ++i) {
+    launch(plan.launch_on(1, stream), sinkhorn_tokens_kernel<T, kCheck>, args, num_tokens, state);
+    launch(
+        one_block, sinkhorn_experts_kernel<Acc>, args.token_mask, num_tokens, state, static_cast<int>(plan.num_blocks),
+        n, tolerance);
+  }
+  launch(one_block, log_kernel<Acc>, state.scale, n, out);
+}
+
+} // namespace moe_ext::assignment
