@@ -1,0 +1,109 @@
+"""Expert choice: experts choose tokens.
+
+Shapes: T tokens, D model, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from moe_ext import ops
+from moe_ext.nn._autocast import without_autocast
+from moe_ext.nn.routers._linear import LinearRouter
+from moe_ext.nn.routers.base import RouterOutput
+
+
+class ExpertChoiceRouter(LinearRouter):
+    """Each expert takes the tokens that score it highest; see `ops.expert_choice_gate`.
+
+    With `p = softmax(x @ weight.T)` over the experts, expert e takes `C = ceil(T * capacity_factor
+    / E)` tokens with the largest p_e, of weight p_e. The load is even by construction; a token has
+    `capacity_factor` experts on average, and may have none: then a layer's routed output is zero.
+
+    Not for autoregressive models: whether an expert takes a token depends on the tokens behind it,
+    which are not there when text is generated. It fits encoders and vision.
+
+    Args:
+        model_dim: D.
+        num_experts: E, over all ranks.
+        capacity_factor: experts of a token on average, positive.
+        device: device of the weight.
+        dtype: dtype of the weight.
+
+    Raises:
+        ValueError: a size or an option is out of its range.
+
+    Determinism: as `ops.expert_choice_gate`; no host synchronisation. Each rank's tokens are a
+    choice of their own.
+
+    Reference: Zhou et al. 2022 (arXiv 2202.09368).
+    """
+
+    balanced = True
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        *,
+        capacity_factor: float = 2.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if not 0 < capacity_factor < math.inf:
+            raise ValueError(
+                "ExpertChoiceRouter: expected capacity_factor to be positive, got "
+                f"{capacity_factor}"
+            )
+        super().__init__(model_dim, num_experts, num_experts, device=device, dtype=dtype)
+        self.capacity_factor = capacity_factor
+        self.reset_parameters()
+
+    def extra_repr(self) -> str:
+        """Sizes and options for `repr`."""
+        return (
+            f"model_dim={self.model_dim}, num_experts={self.num_experts}, "
+            f"capacity_factor={self.capacity_factor}"
+        )
+
+    def capacity(self, num_tokens: int) -> int:
+        """Tokens that an expert takes of T, those that are masked counted in T; at least 1."""
+        share = Fraction(self.capacity_factor).limit_denominator(1 << 20) / self.num_experts
+        # Whole numbers: under torch.compile T may be a symbol.
+        taken = (num_tokens * share.numerator + share.denominator - 1) // share.denominator
+        return torch.sym_max(1, taken)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        *,
+        token_mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        token_idx: Tensor | None = None,
+    ) -> RouterOutput:
+        """Let every expert choose its tokens.
+
+        Args:
+            x_TD: tokens, `[T, D]`, any floating dtype.
+            token_mask: `[T]` bool, True = real token; no expert takes a masked one.
+            token_ids: not looked at.
+            token_idx: not looked at.
+
+        Returns:
+            `RouterOutput(logits [T, E], gate, capacity=C)` with E columns: column e is e or -1.
+        """
+        capacity = self.capacity(x_TD.shape[0])
+        with without_autocast(x_TD.device):
+            logits_TE = ops.router_logits(x_TD, self.weight)
+            gate = ops.expert_choice_gate(logits_TE, capacity, token_mask=token_mask)
+        return RouterOutput(logits_TE, gate, capacity=capacity)
+
+    def with_choice(self, routed: RouterOutput, topk_idx_TK: Tensor) -> RouterOutput:
+        """See `Router.with_choice`."""
+        with without_autocast(routed.logits.device):
+            gate = ops.gate_weights(routed.logits, topk_idx_TK, renormalize=False)
+        return routed._replace(gate=gate)

@@ -1,0 +1,211 @@
+"""Hash router: a token's expert is a function of its vocabulary entry.
+
+Shapes: T tokens, D model, E experts, K top-k, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import torch
+from torch import Tensor
+
+from moe_ext import ops
+from moe_ext.nn.routers.base import Router, RouterOutput
+
+_METHODS = ("balanced", "random")
+
+
+class HashRouter(Router):
+    """K fixed experts for each entry of the vocabulary, of weight 1/K; nothing is learned.
+
+    The experts of an entry are a row of the table `expert_of_id` [V, K], made from `seed` alone:
+
+    - "balanced" without `token_counts`: every expert has the same number of entries in each column,
+      up to one, in a random order;
+    - "balanced" with `token_counts`: entries go from the most to the least frequent to the K
+      experts with the least tokens so far, the paper's Balanced assignment;
+    - "random": K different experts drawn uniformly for each entry.
+
+    Without `vocab_size` there is no table: "random" mixes the bits of the number instead.
+
+    The layer has to pass `token_ids`: `MoELayer.forward(x, token_ids=ids)`. There is no router to
+    teach, so a layer adds no balance loss.
+
+    Args:
+        model_dim: D; not looked at.
+        num_experts: E, over all ranks.
+        top_k: K, experts per token, at most E.
+        vocab_size: V; None for any number as an id, with method "random".
+        method: "balanced" or "random".
+        token_counts: `[V]`, how often each entry occurs in the training data, for "balanced".
+        seed: of the table.
+        device: device of the table.
+
+    Raises:
+        ValueError: a size or an option is out of its range, or they do not go together.
+
+    Determinism: the same experts for the same seed on every rank, device and version of torch with
+    the same random generator; the table is part of the state dict. No host synchronisation.
+
+    Reference: Roller et al., Hash Layers, 2021 (arXiv 2106.04426), section 3.
+    """
+
+    balanced = True
+    expert_of_id: Tensor | None
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        *,
+        top_k: int = 1,
+        vocab_size: int | None = None,
+        method: str = "balanced",
+        token_counts: Tensor | None = None,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(model_dim, num_experts, top_k)
+        if method not in _METHODS:
+            raise ValueError(f"HashRouter: expected method to be one of {_METHODS}, got {method!r}")
+        if vocab_size is None and method == "balanced":
+            raise ValueError(
+                "HashRouter: expected vocab_size to be given with method 'balanced', got None"
+            )
+        if vocab_size is not None and vocab_size < 1:
+            raise ValueError(f"HashRouter: expected vocab_size to be at least 1, got {vocab_size}")
+        if not 0 <= seed < 2**63:
+            raise ValueError(f"HashRouter: expected seed to be in 0..2**63-1, got {seed}")
+        if token_counts is not None and (
+            method != "balanced" or token_counts.shape != (vocab_size,)
+        ):
+            raise ValueError(
+                "HashRouter: expected token_counts to be of shape [vocab_size] and method to be "
+                f"'balanced', got {tuple(token_counts.shape)} and {method!r}"
+            )
+        self.vocab_size = vocab_size
+        self.method = method
+        self.seed = seed
+        self._counts = None if token_counts is None else token_counts.detach().cpu().tolist()
+        table = None
+        if vocab_size is not None:
+            table = torch.empty((vocab_size, top_k), dtype=torch.int64, device=device)
+        self.register_buffer("expert_of_id", table)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Make the table anew; it is the same as before."""
+        if self.expert_of_id is None or self.vocab_size is None or self.expert_of_id.is_meta:
+            return
+        generator = torch.Generator().manual_seed(self.seed)
+        if self.method == "random":
+            draws = torch.rand(self.vocab_size, self.num_experts, generator=generator)
+            table_VK = draws.argsort(dim=1)[:, : self.top_k]
+        elif self._counts is not None:
+            table_VK = _greedy_table(self._counts, self.num_experts, self.top_k)
+        else:
+            table_VK = _even_table(self.vocab_size, self.num_experts, self.top_k, generator)
+        self.expert_of_id.copy_(table_VK)
+
+    def extra_repr(self) -> str:
+        """Sizes and options for `repr`."""
+        return (
+            f"num_experts={self.num_experts}, top_k={self.top_k}, vocab_size={self.vocab_size}, "
+            f"method={self.method!r}, seed={self.seed}"
+        )
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        *,
+        token_mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        token_idx: Tensor | None = None,
+    ) -> RouterOutput:
+        """Look up the experts of every token.
+
+        Args:
+            x_TD: tokens, `[T, D]`; only their number is looked at.
+            token_mask: `[T]` bool, True = real token; a masked token has no expert, and any id.
+            token_ids: `[T]` int64, entries of the vocabulary, in [0, V).
+            token_idx: not looked at.
+
+        Returns:
+            `RouterOutput(logits [T, E], gate)`; the logits are zeros without a gradient.
+
+        Raises:
+            ValueError: token_ids is missing or not of shape [T].
+            TypeError: token_ids is not int64.
+            IndexError: on CPU, an id is outside of the vocabulary.
+        """
+        num_tokens = x_TD.shape[0]
+        if token_ids is None:
+            raise ValueError(
+                "HashRouter: expected token_ids [T] to be given (MoELayer.forward takes them), got "
+                "None"
+            )
+        if token_ids.dtype != torch.int64:
+            raise TypeError(f"HashRouter: expected token_ids to be int64, got {token_ids.dtype}")
+        if token_ids.shape != (num_tokens,):
+            raise ValueError(
+                f"HashRouter: expected token_ids to be of shape [{num_tokens}], got "
+                f"{tuple(token_ids.shape)}"
+            )
+        if token_mask is not None:
+            token_ids = token_ids.where(token_mask, 0)
+        if self.expert_of_id is not None:
+            idx_TK = self.expert_of_id.index_select(0, token_ids)
+        else:
+            idx_TK = _mixed_experts(token_ids, self.num_experts, self.top_k, self.seed)
+        if token_mask is not None:
+            idx_TK = idx_TK.where(token_mask[:, None], -1)
+        dtype = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+        logits_TE = torch.zeros((num_tokens, self.num_experts), dtype=dtype, device=x_TD.device)
+        return RouterOutput(logits_TE, ops.gate_weights(logits_TE, idx_TK))
+
+    def with_choice(self, routed: RouterOutput, topk_idx_TK: Tensor) -> RouterOutput:
+        """See `Router.with_choice`."""
+        return routed._replace(gate=ops.gate_weights(routed.logits, topk_idx_TK))
+
+
+def _even_table(
+    vocab_size: int, num_experts: int, top_k: int, generator: torch.Generator
+) -> Tensor:
+    """Blocks of E entries in a random order; column k of a block is the experts, rotated."""
+    place_V = torch.randperm(vocab_size, generator=generator)
+    num_blocks = -(-vocab_size // num_experts)
+    # The rotations of a block differ, so the K experts of an entry do.
+    rotation_BE = torch.rand(num_blocks, num_experts, generator=generator).argsort(dim=1)
+    rotation_VK = rotation_BE[place_V // num_experts, :top_k]
+    return (place_V[:, None] + rotation_VK) % num_experts
+
+
+def _greedy_table(counts: list[float], num_experts: int, top_k: int) -> Tensor:
+    """Each entry, the most frequent first, to the K experts with the least tokens so far."""
+    table = torch.empty(len(counts), top_k, dtype=torch.int64)
+    load: list[tuple[float, int]] = [(0.0, e) for e in range(num_experts)]
+    for token_id in sorted(range(len(counts)), key=lambda i: -counts[i]):
+        chosen = [heapq.heappop(load) for _ in range(top_k)]
+        table[token_id] = torch.tensor([e for _, e in chosen])
+        for tokens, expert in chosen:
+            heapq.heappush(load, (tokens + counts[token_id], expert))
+    return table
+
+
+def _mixed_experts(ids_T: Tensor, num_experts: int, top_k: int, seed: int) -> Tensor:
+    """K different experts from the bits of a number: the finaliser of SplitMix64."""
+    bits_T = ids_T + (seed * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) % 2**63
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        bits_T = (bits_T ^ _shifted(bits_T, shift)) * factor
+    bits_T = _shifted(bits_T ^ _shifted(bits_T, 31), 1)
+    # The first expert, and the distance to the others: each leaves out those before it.
+    column_K = torch.arange(top_k, device=ids_T.device)
+    first_T = bits_T % num_experts
+    stride_T = bits_T // num_experts % max(1, num_experts // top_k) + 1
+    return (first_T[:, None] + column_K * stride_T[:, None]) % num_experts
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """Right shift of the bits as an unsigned number."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
