@@ -1,5 +1,6 @@
 """Each router's gate against its formula in eager torch; a router is one entry of `CASES`."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,22 @@ class Case:
 
 GIVEN = torch.rand(NUM_TOKENS, NUM_EXPERTS).argsort(dim=1)[:, :8].contiguous()
 
+
+@functools.cache
+def two_choices() -> Tensor:
+    """Two experts of each token, the first ones crowded."""
+    logits = torch.randn(NUM_TOKENS, NUM_EXPERTS) + torch.linspace(1, 0, NUM_EXPERTS)
+    return logits.topk(2).indices
+
+
+def limited_by_cumsum(idx_TK: Tensor, capacity: int) -> tuple[Tensor]:
+    """Choices within the capacity, choice by choice: a running count over one-hot rows."""
+    order_N = idx_TK.t().reshape(-1)
+    rank_NE = torch.nn.functional.one_hot(order_N, NUM_EXPERTS).cumsum(dim=0)
+    rank_N = rank_NE.gather(1, order_N[:, None])[:, 0]
+    return (order_N.where(rank_N <= capacity, -1).view(idx_TK.shape[1], -1).t(),)
+
+
 CASES = (
     Case(
         "softmax, 8 given experts",
@@ -52,6 +69,32 @@ CASES = (
         "sigmoid top-8",
         lambda x: ops.topk_gate(x, 8, score_fn="sigmoid"),
         lambda x: reference.topk_gate(x, 8, score_fn="sigmoid"),
+    ),
+    Case(
+        "expert choice, 2 experts a token",
+        lambda x: ops.expert_choice_gate(x, 2 * NUM_TOKENS // NUM_EXPERTS),
+        lambda x: reference.expert_choice_gate(x, 2 * NUM_TOKENS // NUM_EXPERTS),
+    ),
+    Case(
+        "Sinkhorn top-1",
+        lambda x: ops.sinkhorn_gate(x, 1),
+        lambda x: reference.sinkhorn_gate(x, 1),
+    ),
+    Case(
+        "Sinkhorn top-2",
+        lambda x: ops.sinkhorn_gate(x, 2),
+        lambda x: reference.sinkhorn_gate(x, 2),
+    ),
+    Case(
+        "load of 8 sequences",
+        lambda x: ops.sequence_load(x, two_choices(), 8),
+        lambda x: reference.sequence_load(x, two_choices(), 8),
+    ),
+    Case(
+        "capacity by choice",
+        lambda _: ops.limit_capacity(two_choices(), NUM_EXPERTS, 512, policy="choice"),
+        lambda _: limited_by_cumsum(two_choices(), 512),
+        backward=False,
     ),
 )
 
