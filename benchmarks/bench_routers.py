@@ -14,6 +14,9 @@ Gate = Callable[..., Sequence[Tensor]]
 
 NUM_TOKENS = 16384
 NUM_EXPERTS = 64
+MODEL_DIM = 1024
+RNG_STATE = torch.tensor([1, 0, 0, 0])
+GIVEN = torch.rand(NUM_TOKENS, NUM_EXPERTS).argsort(dim=1)[:, :8].contiguous()
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,40 @@ class Case:
     backward: bool = True
 
 
-GIVEN = torch.rand(NUM_TOKENS, NUM_EXPERTS).argsort(dim=1)[:, :8].contiguous()
+def eager_gshard(logits: Tensor) -> Sequence[Tensor]:
+    """GShard's top-2 with torch's random numbers."""
+    p = logits.softmax(dim=1)
+    g, idx = p.topk(2, dim=1)
+    g = g / g.sum(dim=1, keepdim=True)
+    kept = torch.stack([torch.ones(len(g)), torch.rand(len(g))], dim=1) < 2 * g
+    kept[:, 0] = True
+    counts = idx[kept].bincount(minlength=logits.shape[1])
+    firsts = idx[:, 0].bincount(minlength=logits.shape[1])
+    return g * kept, idx.masked_fill(~kept, -1), counts, p.sum(dim=0), firsts
+
+
+def eager_noisy(clean: Tensor, raw_noise: Tensor, top_k: int) -> Sequence[Tensor]:
+    """Noisy top-k with torch's random numbers: eq. 3 to 10 of the paper."""
+    deviation = torch.nn.functional.softplus(raw_noise) + 0.01
+    noisy = clean + torch.randn_like(clean) * deviation
+    top, idx = noisy.topk(top_k + 1, dim=1)
+    gates = top[:, :top_k].softmax(dim=1)
+    importance = torch.zeros_like(clean).scatter(1, idx[:, :top_k], gates).sum(dim=0)
+    is_in = noisy > top[:, top_k:]
+    threshold = torch.where(is_in, top[:, top_k:], top[:, top_k - 1 : top_k])
+    load = torch.special.ndtr((clean - threshold) / deviation).sum(dim=0)
+    counts = idx[:, :top_k].flatten().bincount(minlength=clean.shape[1])
+    return gates, idx[:, :top_k], counts, importance, load
+
+
+def noisy_case(top_k: int) -> Case:
+    """Noisy top-k, its noise logits given."""
+    return Case(
+        f"noisy top-{top_k}",
+        lambda c, n: ops.noisy_topk_gate(c, n, RNG_STATE, top_k, noise_epsilon=0.01),
+        lambda c, n: eager_noisy(c, n, top_k),
+        num_inputs=2,
+    )
 
 
 @functools.cache
@@ -96,6 +132,14 @@ CASES = (
         lambda _: limited_by_cumsum(two_choices(), 512),
         backward=False,
     ),
+    Case(
+        "Switch top-1",
+        lambda x: ops.topk_gate(x, 1, renormalize=False),
+        lambda x: reference.topk_gate(x, 1, renormalize=False),
+    ),
+    Case("GShard top-2", lambda x: ops.gshard_gate(x, RNG_STATE), eager_gshard),
+    noisy_case(2),
+    noisy_case(8),
 )
 
 
@@ -130,8 +174,42 @@ def row(case: Case) -> tuple[str, ...]:
     return tuple(cells)
 
 
+def product_row(dtype: torch.dtype) -> tuple[str, ...]:
+    """The router's product, forward and with both gradients, beside upcast tokens and linear."""
+    x = torch.randn(NUM_TOKENS, MODEL_DIM).to(dtype).requires_grad_()
+    weight = torch.randn(NUM_EXPERTS, MODEL_DIM).to(dtype).requires_grad_()
+    grad = torch.randn(NUM_TOKENS, NUM_EXPERTS)
+    x_plain, weight_plain = x.detach(), weight.detach()
+    times = interleaved(
+        {
+            "ours": lambda: ops.router_logits(x_plain, weight_plain),
+            "upcast": lambda: upcast_logits(x_plain, weight_plain),
+            "ours train": lambda: torch.autograd.grad(
+                ops.router_logits(x, weight), (x, weight), grad
+            ),
+            "upcast train": lambda: torch.autograd.grad(
+                upcast_logits(x, weight), (x, weight), grad
+            ),
+        }
+    )
+    return (
+        str(dtype).removeprefix("torch."),
+        milliseconds(times["ours"]),
+        milliseconds(times["upcast"]),
+        ratio(times["upcast"], times["ours"]),
+        milliseconds(times["ours train"]),
+        milliseconds(times["upcast train"]),
+        ratio(times["upcast train"], times["ours train"]),
+    )
+
+
+def upcast_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """What keeps float32 logits without the operator."""
+    return torch.nn.functional.linear(x.float(), weight.float())
+
+
 def tables() -> list[Table]:
-    """The table of docs/benchmarks.md."""
+    """The tables of docs/benchmarks.md."""
     header = (
         "gate",
         "ms",
@@ -141,5 +219,16 @@ def tables() -> list[Table]:
         "formula with backward ms",
         "formula / ours with backward",
     )
-    note = f"T={NUM_TOKENS}, E={NUM_EXPERTS}, float32; the formula is that of `moe_ext.reference`."
-    return [Table("Routers", note, header, [row(case) for case in CASES])]
+    note = (
+        f"T={NUM_TOKENS}, E={NUM_EXPERTS}, float32; the formula is eager torch, with torch's own "
+        "random numbers where a gate draws."
+    )
+    product_header = ("dtype", *(name.replace("formula", "upcast") for name in header[1:]))
+    product_note = (
+        f"T={NUM_TOKENS}, D={MODEL_DIM}, E={NUM_EXPERTS}; upcast is x.float() and linear."
+    )
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    return [
+        Table("Routers", note, header, [row(case) for case in CASES]),
+        Table("Router product", product_note, product_header, [product_row(d) for d in dtypes]),
+    ]

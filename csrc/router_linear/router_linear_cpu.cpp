@@ -165,7 +165,7 @@ Tensor backward_weight_cpu(
     ScalarType dtype) { // of the weight
   check_backward_weight(grad, x, dtype);
   const int64_t num_tokens = x.size(0), num_experts = grad.size(1), dim = x.size(1);
-  const Tensor in = with_dense_rows(x), dout = with_dense_rows(grad);
+  const Tensor in = with_dense_rows(x), rows_grad = with_dense_rows(grad);
   // Whole tiles, as many in every part but the last.
   const int64_t num_tiles = (num_tokens + kTileRows - 1) / kTileRows;
   const int64_t part_rows = std::max<int64_t>(1, (num_tiles + kMostParts - 1) / kMostParts) * kTileRows;
@@ -174,7 +174,7 @@ Tensor backward_weight_cpu(
   Tensor out = new_empty(grad, {num_experts, dim}, dtype);
   dispatch_floating(x.scalar_type(), [&]<typename T>() {
     using Acc = acc_t<T>;
-    sum_parts<T>(parts, dout, in, part_rows);
+    sum_parts<T>(parts, rows_grad, in, part_rows);
     const int64_t size = num_experts * dim;
     std::vector<Acc> total(size, 0);
     for (int64_t p = 0; p < num_parts; ++p) {

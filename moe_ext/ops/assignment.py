@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ext.ops._autograd import register_autograd
 from moe_ext.ops.gating import GateOutput, gate_weights, topk_gate
 
 
@@ -86,7 +87,7 @@ def _choice_backward(
     return grad_logits, None, None
 
 
-torch.library.register_autograd(
+register_autograd(
     "moe_ext::expert_choice_gate", _choice_backward, setup_context=_choice_setup_context
 )
 
@@ -284,9 +285,7 @@ def _load_backward(ctx: Any, grad_score_sum: Tensor, _counts: Any) -> tuple[Tens
     return grad_logits, None, None, None, None
 
 
-torch.library.register_autograd(
-    "moe_ext::sequence_load", _load_backward, setup_context=_load_setup_context
-)
+register_autograd("moe_ext::sequence_load", _load_backward, setup_context=_load_setup_context)
 
 
 @torch.library.register_fake("moe_ext::_sequence_load_backward")

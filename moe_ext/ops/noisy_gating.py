@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ext.ops._autograd import register_autograd
+
 
 class GShardGateOutput(NamedTuple):
     """What `gshard_gate` decides; the first four are those of a `GateOutput`.
@@ -143,9 +145,7 @@ def _jitter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.moe_ext.routing_jitter(grad, rng_state, ctx.eps, token_idx), None, None, None
 
 
-torch.library.register_autograd(
-    "moe_ext::routing_jitter", _jitter_backward, setup_context=_jitter_setup_context
-)
+register_autograd("moe_ext::routing_jitter", _jitter_backward, setup_context=_jitter_setup_context)
 
 
 def gshard_gate(
@@ -239,9 +239,7 @@ def _gshard_backward(
     return grad_logits, None, None, None, None
 
 
-torch.library.register_autograd(
-    "moe_ext::gshard_gate", _gshard_backward, setup_context=_gshard_setup_context
-)
+register_autograd("moe_ext::gshard_gate", _gshard_backward, setup_context=_gshard_setup_context)
 
 
 @torch.library.register_fake("moe_ext::_gshard_gate_backward")
@@ -379,9 +377,7 @@ def _noisy_backward(
     return grad_clean, grad_noise, None, None, None, None, None, None
 
 
-torch.library.register_autograd(
-    "moe_ext::noisy_topk_gate", _noisy_backward, setup_context=_noisy_setup_context
-)
+register_autograd("moe_ext::noisy_topk_gate", _noisy_backward, setup_context=_noisy_setup_context)
 
 
 @torch.library.register_fake("moe_ext::_noisy_topk_gate_backward")
