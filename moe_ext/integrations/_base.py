@@ -1,0 +1,277 @@
+"""What the layers of other libraries share: names, groups, gates and capacity.
+
+Shapes: T tokens, D model, E experts, K top-k, P ranks of the expert-parallel group.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moe_ext import ops
+from moe_ext.distributed.collectives import all_to_all_counts
+from moe_ext.distributed.groups import group_rank, group_size, world_size
+from moe_ext.distributed.mesh import MoEMesh
+from moe_ext.nn._autocast import without_autocast
+from moe_ext.nn.moe_layer import MoELayer
+from moe_ext.nn.routers import BalanceTerms, Router, RouterOutput
+
+
+class Gate(Router):
+    """Base of the gates that are named and counted as another library does it.
+
+    Attributes:
+        loss: balance loss of the last forward pass, in the graph, as the library defines it.
+        num_dropped: slots of the last forward pass without room at their expert, 0-d int64.
+    """
+
+    loss: Tensor | None
+    num_dropped: Tensor | None
+
+    def __init__(self, model_dim: int, num_experts: int, top_k: int) -> None:
+        super().__init__(model_dim, num_experts, top_k)
+        self.loss = None
+        self.num_dropped = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A tensor inside a graph can be neither copied nor pickled.
+        return {**self.__dict__, "loss": None}
+
+    def output(
+        self,
+        logits_TE: Tensor,
+        topk_weights: Tensor,
+        topk_idx: Tensor,
+        kept: Tensor | None,
+        counts: tuple[Tensor, Tensor],
+        score_sum: Tensor,
+    ) -> RouterOutput:
+        """Bundle a decision.
+
+        Args:
+            logits_TE: `[T, E]`.
+            topk_weights: `[T, K]`, zero where a slot has no expert.
+            topk_idx: `[T, K]`, -1 where a slot has no expert.
+            kept: `[T, K]` bool, slots that their expert has room for; None for all.
+            counts: choices of each expert, and those that the balance loss counts, `[E]` each.
+            score_sum: `[E]`.
+        """
+        chosen = topk_idx >= 0
+        if kept is None:
+            self.num_dropped = topk_idx.new_zeros(())
+        else:
+            self.num_dropped = (chosen & ~kept).sum()
+            topk_idx = topk_idx.masked_fill(~kept, -1)
+            topk_weights = topk_weights.masked_fill(~kept, 0.0)
+        gate = ops.GateOutput(topk_weights, topk_idx, counts[0], score_sum)
+        top_k = self.top_k if counts[0] is counts[1] else 1
+        return RouterOutput(
+            logits_TE, gate, balance=BalanceTerms(score_sum.detach(), counts[1], top_k)
+        )
+
+
+class RenamedLayer(MoELayer):
+    """A `MoELayer` whose submodules stand where another library has them.
+
+    `paths` maps an attribute of `MoELayer` to the dotted name under which it is registered, so
+    that parameters and state dicts have the library's names.
+    """
+
+    paths: ClassVar[dict[str, str]] = {}
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        *,
+        gate: Gate,
+        experts: nn.Module,
+        ep_group: ProcessGroup | None,
+    ) -> None:
+        super().__init__(
+            model_dim,
+            1,
+            num_experts,
+            gate.top_k,
+            router=gate,
+            experts=experts,
+            balance_loss_coef=0.0,
+            ep_group=ep_group if group_size(ep_group) > 1 else None,
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        owner, _, leaf = self.paths.get(name, name).rpartition(".")
+        if not owner:
+            super().__setattr__(leaf, value)
+            return
+        module: nn.Module = self
+        for part in owner.split("."):
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        setattr(module, leaf, value)
+
+    def __getattr__(self, name: str) -> Any:
+        path = self.__class__.paths.get(name)
+        return super().__getattr__(name) if path is None else self.get_submodule(path)
+
+    def run(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
+        """The forward pass of `MoELayer`, for classes with another signature."""
+        y = MoELayer.forward(self, x, token_mask=token_mask)
+        self.metrics["num_dropped"] = self.router.num_dropped
+        return y
+
+
+_groups: weakref.WeakKeyDictionary[ProcessGroup, dict[int, ProcessGroup]]
+_groups = weakref.WeakKeyDictionary()
+
+
+def expert_group(ep_size: int, owner: str) -> ProcessGroup | None:
+    """Group of `ep_size` consecutive ranks that this rank belongs to; None for one rank.
+
+    All ranks call it in the same order. The groups of a size are made once.
+
+    Raises:
+        ValueError: there are not so many ranks, or they do not divide into such groups.
+    """
+    if ep_size < 1 or world_size() % ep_size != 0:
+        raise ValueError(
+            f"{owner}: expected ep_size to divide the number of ranks, {world_size()}, got "
+            f"{ep_size}"
+        )
+    if ep_size == 1:
+        return None
+    world = dist.group.WORLD
+    assert world is not None
+    known = _groups.setdefault(world, {})
+    if ep_size not in known:
+        mesh = MoEMesh(dp=world_size() // ep_size, ep=ep_size)
+        assert mesh.ep_group is not None
+        known[ep_size] = mesh.ep_group
+    return known[ep_size]
+
+
+def world_group() -> ProcessGroup | None:
+    """The default group; None where torch.distributed is not initialised."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def float32_logits(x_TD: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias` in float32, float64 for float64 tokens, outside autocast."""
+    dtype = torch.promote_types(x_TD.dtype, torch.float32)
+    with without_autocast(x_TD.device):
+        return nn.functional.linear(
+            x_TD.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        )
+
+
+def places(topk_idx_TK: Tensor, num_experts: int, *, first_choices_first: bool) -> Tensor:
+    """Place of every slot in the queue of its expert, `[T, K]` int64; -1 without an expert.
+
+    Queues are in the order of tokens, or with `first_choices_first` hold all first choices before
+    all second ones.
+    """
+    idx = topk_idx_TK.t() if first_choices_first else topk_idx_TK
+    slots_S1 = idx.reshape(-1, 1)
+    # Rows without features: only the tables of the permutation are wanted.
+    _, permutation = ops.permute_tokens(
+        slots_S1.new_empty((slots_S1.shape[0], 0), dtype=torch.float32), slots_S1, num_experts
+    )
+    first_row_S = permutation.expert_offsets[slots_S1[:, 0].clamp(min=0)]
+    place_S = (permutation.row_of_slot - first_row_S).masked_fill(slots_S1[:, 0] < 0, -1)
+    place = place_S.view(idx.shape)
+    return place.t() if first_choices_first else place
+
+
+def best_slots(priority_TK: Tensor, topk_idx_TK: Tensor, num_experts: int, capacity: int) -> Tensor:
+    """Which slots are among the `capacity` of their expert with the highest priority."""
+    slots_S1 = topk_idx_TK.reshape(-1, 1)
+    _, permutation = ops.permute_tokens(
+        slots_S1.new_empty((slots_S1.shape[0], 0), dtype=torch.float32),
+        slots_S1,
+        num_experts,
+        topk_weights=priority_TK.detach().reshape(-1, 1),
+        capacity=capacity,
+        drop_policy="score",
+    )
+    return (permutation.row_of_slot >= 0).view(topk_idx_TK.shape)
+
+
+def counts_of(idx: Tensor, num_experts: int) -> Tensor:
+    """How often each expert occurs among indices, `[E]` int64; -1 counts for none."""
+    flat = idx.reshape(-1)
+    return torch.bincount(flat[flat >= 0], minlength=num_experts)
+
+
+def room_across_ranks(
+    topk_idx_TK: Tensor, num_experts: int, capacity: int, group: ProcessGroup | None
+) -> Tensor:
+    """Rows `[E]` that each expert takes from this rank when `capacity` holds for the whole group.
+
+    The ranks are served in their order. A collective over the group.
+    """
+    own_E = counts_of(topk_idx_TK, num_experts)
+    if group_size(group) == 1:
+        return torch.full_like(own_E, capacity)
+    assert group is not None
+    message_PE = own_E.expand(group_size(group), -1).contiguous()
+    counts_PE = all_to_all_counts(message_PE, group, operation="capacity of the experts")
+    before_E = counts_PE[: group_rank(group)].sum(0)
+    return (capacity - before_E).clamp(min=0)
+
+
+def gumbel_noise(like: Tensor) -> Tensor:
+    """Standard Gumbel noise from torch's generator: the draws of torch.distributions."""
+    zero, one = (torch.tensor(v, dtype=torch.float32, device=like.device) for v in (0.0, 1.0))
+    noise: Tensor = torch.distributions.Gumbel(zero, one, validate_args=False).rsample(like.shape)
+    return noise
+
+
+def uniform_noise(like: Tensor, low: float, high: float) -> Tensor:
+    """Uniform noise from torch's generator: the draws of torch.distributions."""
+    ends = (torch.tensor(v, dtype=torch.float32, device=like.device) for v in (low, high))
+    noise: Tensor = torch.distributions.Uniform(*ends, validate_args=False).rsample(like.shape)
+    return noise
+
+
+def refuse_option(owner: str, name: str, value: object, rule: str) -> None:
+    """Raise the ValueError for an option that has no meaning here."""
+    raise ValueError(f"{owner}: expected {name} to be {rule}, got {value!r}")
+
+
+def check_known_keys(owner: str, config: dict[str, Any], known: tuple[str, ...], what: str) -> None:
+    """ValueError that names the first unknown key of a configuration."""
+    for key in config:
+        if key not in known:
+            raise ValueError(
+                f"{owner}: expected the keys of {what} to be among {', '.join(known)}, got {key!r}"
+            )
+
+
+def fused_name(activation: Callable[[Tensor], Tensor]) -> str | None:
+    """Name of the fused kernel that computes the same function; None if there is none."""
+    function: Any = activation
+    options = getattr(function, "keywords", {})
+    function = getattr(function, "func", function)
+    if isinstance(function, nn.GELU):
+        function, options = nn.functional.gelu, {"approximate": function.approximate}
+    gelu = "gelu_tanh" if options.get("approximate", "none") == "tanh" else "gelu"
+    if function in (nn.functional.gelu, torch.nn.functional.gelu):
+        return gelu
+    if isinstance(function, nn.ReLU) or function in (nn.functional.relu, torch.relu):
+        return "relu"
+    if isinstance(function, nn.SiLU) or function is nn.functional.silu:
+        return "silu"
+    return None
+
+
+def activate(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """Run an activation function, fused where a kernel computes it."""
+    kind = fused_name(activation)
+    return activation(x) if kind is None else ops.activation(x, kind=kind)

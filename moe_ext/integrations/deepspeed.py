@@ -1,0 +1,385 @@
+"""DeepSpeed's `MoE` on moe_ext.
+
+Shapes: T tokens, D model, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from moe_ext import ops
+from moe_ext.integrations._base import (
+    Gate,
+    RenamedLayer,
+    best_slots,
+    counts_of,
+    expert_group,
+    float32_logits,
+    gumbel_noise,
+    places,
+    refuse_option,
+    uniform_noise,
+)
+from moe_ext.nn.module_experts import ModuleExperts
+from moe_ext.nn.routers import RouterOutput
+
+_JITTER = 1e-2
+_MAX_GROUP_SIZE = 178956971
+
+
+class TopKGate(Gate):
+    """DeepSpeed's gate: Switch for k = 1, GShard for k = 2, top-k with drops by score above.
+
+    Logits, scores and losses are in float32. Random numbers come from torch's generator, the same
+    draws as DeepSpeed's: equal seeds give equal decisions.
+
+    Args:
+        model_dim: D.
+        num_experts: E, over all ranks.
+        k: K.
+        capacity_factor: in training mode an expert takes `ceil(T / E * k * capacity_factor)` rows
+            of each rank.
+        eval_capacity_factor: the same in evaluation mode.
+        min_capacity: an expert takes at least so many rows.
+        noisy_gate_policy: None or "None"; "Jitter", tokens times noise in 1 +- 0.01 before the
+            product; "RSample" (k = 1), the expert is drawn by Gumbel noise on the logits.
+        drop_tokens: False sets no capacity.
+        use_rts: k = 1: the rows that an expert has no room for are random ones, not the last.
+        top2_2nd_expert_sampling: k = 2: the second expert is drawn by Gumbel noise on the logits.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 8,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        super().__init__(model_dim, num_experts, k)
+        if noisy_gate_policy not in (None, "None", "Jitter", "RSample"):
+            rule = "None, 'Jitter' or 'RSample'"
+            refuse_option("deepspeed.MoE", "noisy_gate_policy", noisy_gate_policy, rule)
+        if noisy_gate_policy == "RSample" and k != 1:
+            refuse_option("deepspeed.MoE", "noisy_gate_policy", "RSample", f"None for k={k}")
+        factors = {"capacity_factor": capacity_factor, "eval_capacity_factor": eval_capacity_factor}
+        for name, factor in factors.items():
+            if not 0 < factor < math.inf:
+                refuse_option("deepspeed.MoE", name, factor, "positive")
+        if min_capacity < 0:
+            refuse_option("deepspeed.MoE", "min_capacity", min_capacity, "at least 0")
+        self.wg = nn.Linear(model_dim, num_experts, bias=False)
+        self.k = k
+        self.capacity_factor = capacity_factor
+        self.eval_capacity_factor = eval_capacity_factor
+        self.min_capacity = min_capacity
+        self.noisy_gate_policy = None if noisy_gate_policy == "None" else noisy_gate_policy
+        self.drop_tokens = drop_tokens
+        self.use_rts = use_rts
+        self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
+
+    def reset_parameters(self) -> None:
+        """Draw the weight anew, as `nn.Linear` does."""
+        self.wg.reset_parameters()
+
+    def capacity(self, num_tokens: int) -> int | None:
+        """Rows that an expert takes from a rank with so many tokens; None for all."""
+        if not self.drop_tokens:
+            return None
+        factor = self.capacity_factor if self.training else self.eval_capacity_factor
+        # DeepSpeed multiplies in float32, which decides where the product is close to an integer.
+        rows = torch.tensor(num_tokens / self.num_experts) * torch.tensor(factor * self.k)
+        return max(math.ceil(rows.item()), self.min_capacity, 1)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        *,
+        token_mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        token_idx: Tensor | None = None,
+    ) -> RouterOutput:
+        """Choose k experts for every token.
+
+        Args:
+            x_TD: tokens, `[T, D]`.
+            token_mask: `[T]` bool; a token that is not used chooses no expert, but its scores count
+                in the loss, as in DeepSpeed.
+            token_ids: not looked at.
+            token_idx: not looked at.
+        """
+        if self.noisy_gate_policy == "Jitter" and self.training:
+            x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
+            x_TD = x_TD * uniform_noise(x_TD, 1.0 - _JITTER, 1.0 + _JITTER).to(x_TD.dtype)
+        logits_TE = float32_logits(x_TD, self.wg.weight)
+        weights, idx, score_sum = self._choose(logits_TE)
+        if token_mask is not None:
+            idx = idx.masked_fill(~token_mask[:, None], -1)
+        counts = counts_of(idx, self.num_experts)
+        counted = counts_of(idx[:, 0], self.num_experts) if self.k == 2 else counts
+        kept = self._kept(logits_TE, weights, idx)
+        if self.k > 1:
+            used = weights * (kept if token_mask is None else kept & token_mask[:, None])
+            total = used.sum(1, keepdim=True).clamp(min=torch.finfo(used.dtype).eps)
+            weights = used / total
+        if token_mask is not None:
+            weights = weights * token_mask[:, None]
+        choices = max(x_TD.shape[0], 1) * (1 if self.k == 2 else self.k)
+        loss = (score_sum / max(x_TD.shape[0], 1)) @ (counted / choices).to(score_sum.dtype)
+        self.loss = loss * self.num_experts
+        return self.output(logits_TE, weights, idx, kept, (counts, counted), score_sum)
+
+    def _choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Softmax scores `[T, K]` of the chosen experts, the experts, and the sum of all scores."""
+        drawn_first = self.k == 1 and self.noisy_gate_policy == "RSample" and self.training
+        drawn_second = self.k == 2 and self.top2_2nd_expert_sampling
+        if not drawn_first and not drawn_second:
+            gate = ops.topk_gate(logits_TE, self.k, renormalize=False)
+            return gate.topk_weights, gate.topk_idx, gate.score_sum
+        scores_TE = logits_TE.softmax(dim=1)
+        noisy_TE = logits_TE.detach() + gumbel_noise(logits_TE)
+        if drawn_first:
+            idx = noisy_TE.argmax(dim=1, keepdim=True)
+        else:
+            first_T1 = scores_TE.argmax(dim=1, keepdim=True)
+            second_T1 = noisy_TE.scatter(1, first_T1, -math.inf).argmax(dim=1, keepdim=True)
+            idx = torch.cat([first_T1, second_T1], dim=1)
+        return scores_TE.gather(1, idx), idx, scores_TE.sum(0)
+
+    def _kept(self, logits_TE: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        """Slots with room at their expert."""
+        capacity = self.capacity(logits_TE.shape[0])
+        if self.k == 1 and self.use_rts:
+            # Drawn even where nothing is dropped, as in DeepSpeed: later draws depend on it.
+            priority_TE = torch.rand(logits_TE.shape, device=logits_TE.device)
+            if capacity is not None:
+                priority_T1 = priority_TE.gather(1, idx.clamp(min=0))
+                return best_slots(priority_T1, idx, self.num_experts, capacity)
+        if capacity is None:
+            return idx >= 0
+        if self.k > 2:
+            return best_slots(weights, idx, self.num_experts, capacity)
+        place = places(idx, self.num_experts, first_choices_first=True)
+        return (place >= 0) & (place < capacity)
+
+
+class MoE(RenamedLayer):
+    """Mixture of experts with the signature, results and parameter names of `deepspeed.moe.layer`.
+
+    Args:
+        hidden_size: D.
+        expert: module `[n, D] -> [n, D]`; every expert is a deep copy of it.
+        num_experts: E, over all ranks.
+        ep_size: consecutive ranks that share the experts.
+        k: experts per token.
+        capacity_factor: see `TopKGate`.
+        eval_capacity_factor: see `TopKGate`.
+        min_capacity: see `TopKGate`.
+        use_residual: weigh the output with that of one dense expert, by a learned softmax.
+        noisy_gate_policy: see `TopKGate`.
+        drop_tokens: see `TopKGate`.
+        use_rts: see `TopKGate`.
+        use_tutel: False; there is one implementation.
+        enable_expert_tensor_parallelism: False.
+        top2_2nd_expert_sampling: see `TopKGate`.
+
+    Raises:
+        ValueError: an option or a size has no meaning here; the message names it.
+    """
+
+    paths: ClassVar[dict[str, str]] = {
+        "router": "deepspeed_moe.gate",
+        "experts": "deepspeed_moe.experts.deepspeed_experts",
+    }
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        owner = "deepspeed.MoE"
+        if use_tutel:
+            refuse_option(owner, "use_tutel", use_tutel, "False, as there is one implementation")
+        if enable_expert_tensor_parallelism:
+            refuse_option(owner, "enable_expert_tensor_parallelism", True, "False")
+        if ep_size < 1 or num_experts % ep_size != 0:
+            refuse_option(owner, "num_experts", num_experts, f"a multiple of ep_size={ep_size}")
+        gate = TopKGate(
+            hidden_size,
+            num_experts,
+            k,
+            capacity_factor,
+            eval_capacity_factor,
+            min_capacity,
+            noisy_gate_policy,
+            drop_tokens,
+            use_rts,
+            top2_2nd_expert_sampling,
+        )
+        group = expert_group(ep_size, owner)
+        copies = [copy.deepcopy(expert) for _ in range(num_experts // ep_size)]
+        experts = ModuleExperts(copies, ep_group=group)
+        super().__init__(hidden_size, num_experts, gate=gate, experts=experts, ep_group=group)
+        self.ep_size = ep_size
+        self.num_local_experts = num_experts // ep_size
+        self.expert_group_name = f"ep_size_{ep_size}"
+        self.use_residual = use_residual
+        for module in copies:
+            module.register_forward_hook(_first_output)
+            for parameter in module.parameters():
+                parameter.allreduce = False  # type: ignore[attr-defined]
+                parameter.group_name = self.expert_group_name  # type: ignore[attr-defined]
+        if use_residual:
+            self.mlp = expert
+            self.coefficient = nn.Linear(hidden_size, 2)
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Nothing to do: the groups exist since construction, of consecutive ranks."""
+        if use_data_before_expert_parallel_:
+            refuse_option("deepspeed.MoE", "use_data_before_expert_parallel_", True, "False")
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, used_token: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run every token through its experts.
+
+        Args:
+            hidden_states: `[..., D]`.
+            used_token: `[...]` or `[T]`, nonzero = used; another token reaches no expert.
+
+        Returns:
+            Output `[..., D]`; l_aux, 0-d, to be added to the loss; exp_counts `[E]` int64, choices
+            of each expert before any drop.
+        """
+        mask = None
+        if used_token is not None:
+            mask = (used_token != 0).reshape(hidden_states.shape[:-1])
+        output = self.run(hidden_states, mask)
+        gate: TopKGate = self.router
+        l_aux, gate.loss = gate.loss, None
+        assert l_aux is not None
+        if self.use_residual:
+            dense = self.mlp(hidden_states)
+            dense = dense[0] if isinstance(dense, tuple) else dense
+            weight = self.coefficient(hidden_states).softmax(dim=-1)
+            output = output * weight[..., 0:1] + dense * weight[..., 1:]
+        return output, l_aux, self.metrics["num_tokens_per_expert"]
+
+
+def _first_output(module: nn.Module, args: Any, output: Any) -> Any:
+    """Output of an expert that returns `(output, None)`, as Megatron's do."""
+    if not isinstance(output, tuple):
+        return output
+    if any(other is not None for other in output[1:]):
+        raise ValueError(
+            "deepspeed.MoE: expected expert to return a tensor or (tensor, None), got another "
+            "output beside it, which would be lost"
+        )
+    return output[0]
+
+
+def is_moe_param(param: Tensor) -> bool:
+    """Whether a parameter belongs to an expert of a `MoE`."""
+    return not getattr(param, "allreduce", True)
+
+
+def is_moe_param_group(param_group: dict[str, Any]) -> bool:
+    """Whether an optimizer group holds expert parameters."""
+    return bool(param_group.get("moe", False))
+
+
+def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
+    """Whether a model has a `MoE`, and the number of experts of the first one."""
+    for module in m.modules():
+        if isinstance(module, MoE):
+            return True, module.num_experts
+    return False, 0
+
+
+def _pieces(parameters: Sequence[nn.Parameter], limit: float | None) -> list[list[nn.Parameter]]:
+    """Cut a list into runs of at most `limit` elements; a larger parameter is a run of its own."""
+    pieces: list[list[nn.Parameter]] = []
+    size = 0.0
+    for parameter in parameters:
+        if not pieces or (limit is not None and size + parameter.numel() > limit):
+            pieces.append([])
+            size = 0
+        pieces[-1].append(parameter)
+        size += parameter.numel()
+    return pieces
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: dict[str, Any] | tuple[dict[str, Any], ...] | list[dict[str, Any]],
+    max_group_size: float | None = _MAX_GROUP_SIZE,
+) -> list[dict[str, Any]]:
+    """Split the expert parameters of optimizer groups into groups of their own.
+
+    Args:
+        param_groups: groups with "params" and "name"; they are left as they are.
+        max_group_size: elements in an expert group; None for no limit.
+
+    Returns:
+        The groups without expert parameters, then groups with "moe": True and "name": "ep_size_N"
+        and the other entries of the group that they come from.
+
+    Raises:
+        ValueError: something else than groups, or one without a name.
+    """
+    if isinstance(param_groups, dict):
+        param_groups = [param_groups]
+    if not isinstance(param_groups, (list, tuple)):
+        raise ValueError(
+            "split_params_into_different_moe_groups_for_optimizer: expected param_groups to be a "
+            f"dict, list or tuple, got {type(param_groups).__name__}"
+        )
+    dense: list[dict[str, Any]] = []
+    split: list[dict[str, Any]] = []
+    for group in param_groups:
+        if not isinstance(group, dict) or not {"params", "name"} <= group.keys():
+            raise ValueError(
+                "split_params_into_different_moe_groups_for_optimizer: expected param_groups to be "
+                "dicts with the keys 'params' and 'name', got one without"
+            )
+        parameters = list(group["params"])
+        dense.append({**group, "params": [p for p in parameters if not is_moe_param(p)]})
+        experts = [p for p in parameters if is_moe_param(p)]
+        for name in sorted({p.group_name for p in experts}):
+            own = [p for p in experts if p.group_name == name]
+            for piece in _pieces(own, max_group_size):
+                split.append({**group, "name": name, "moe": True, "params": piece})
+    return dense + split
+
+
+def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, Any]]:
+    """Optimizer groups with the experts apart, from parameters or from groups of them."""
+    if model_parameters and isinstance(model_parameters[0], dict):
+        if any("moe" in group for group in model_parameters):
+            return model_parameters
+        return split_params_into_different_moe_groups_for_optimizer(model_parameters)
+    group = {"params": model_parameters, "name": "dense-params"}
+    return split_params_into_different_moe_groups_for_optimizer(group)
