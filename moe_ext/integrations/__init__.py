@@ -1,6 +1,16 @@
 """Drop-in use in models of other libraries."""
 
-from moe_ext.integrations import deepspeed
+from moe_ext.integrations import deepspeed, fairscale, fastmoe, megablocks, paddle, tutel
 from moe_ext.integrations.huggingface import VerifyReport, replace, verify
 
-__all__ = ["VerifyReport", "deepspeed", "replace", "verify"]
+__all__ = [
+    "VerifyReport",
+    "deepspeed",
+    "fairscale",
+    "fastmoe",
+    "megablocks",
+    "paddle",
+    "replace",
+    "tutel",
+    "verify",
+]

@@ -1,0 +1,176 @@
+"""The gates that FastMoE and PaddlePaddle share.
+
+Shapes: T tokens, D model, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moe_ext import ops
+from moe_ext.distributed.groups import GroupHandle
+from moe_ext.integrations._base import (
+    Gate,
+    counts_of,
+    float32_logits,
+    places,
+    room_across_ranks,
+)
+from moe_ext.nn.routers import RouterOutput
+
+GateHook = Callable[[Tensor, Tensor, Any], object]
+
+
+class LinearGate(Gate):
+    """A linear gate; what it chooses is up to the subclasses.
+
+    Args:
+        d_model: D.
+        num_expert: experts of each rank.
+        world_size: ranks that the experts are spread over; E = num_expert * world_size.
+        top_k: K.
+        gate_bias: add a bias to the logits.
+
+    Attributes:
+        hook: called with (indices, weights, None) after every choice.
+    """
+
+    def __init__(
+        self, d_model: int, num_expert: int, world_size: int, top_k: int, gate_bias: bool
+    ) -> None:
+        super().__init__(d_model, num_expert * world_size, top_k)
+        self.num_expert = num_expert
+        self.world_size = world_size
+        self.tot_expert = num_expert * world_size
+        self.gate = nn.Linear(d_model, self.tot_expert, bias=gate_bias)
+        self._group = GroupHandle(None)
+        self.hook: GateHook | None = None
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The ranks that the experts are spread over, None for this one alone."""
+        return self._group.group
+
+    @group.setter
+    def group(self, group: ProcessGroup | None) -> None:
+        self._group = GroupHandle(group)
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew, as `nn.Linear` does."""
+        self.gate.reset_parameters()
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether a loss waits to be fetched."""
+        return self.loss is not None
+
+    def set_loss(self, loss: Tensor | None) -> None:
+        """Replace the loss."""
+        self.loss = loss
+
+    def get_loss(self, clear: bool = True) -> Tensor | None:
+        """Balance loss of the last forward pass; `clear` forgets it and its graph."""
+        loss = self.loss
+        if clear:
+            self.loss = None
+        return loss
+
+    def decide(self, logits_TE: Tensor) -> RouterOutput:
+        """Choose experts from logits."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        *,
+        token_mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        token_idx: Tensor | None = None,
+    ) -> RouterOutput:
+        """Choose K experts for every token.
+
+        Args:
+            x_TD: tokens, `[T, D]`.
+            token_mask: None; the layers of these libraries take none.
+            token_ids: not looked at.
+            token_idx: not looked at.
+        """
+        assert token_mask is None
+        decided = self.decide(float32_logits(x_TD, self.gate.weight, self.gate.bias))
+        if self.hook is not None:
+            self.hook(decided.gate.topk_idx, decided.gate.topk_weights, None)
+        return decided
+
+
+def first_choice_loss(score_sum: Tensor, idx_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """GShard's loss over first choices, 1 when they are even, and their counts `[E]`."""
+    first_E = counts_of(idx_TK[:, 0], score_sum.shape[0])
+    return ops.load_balance_loss(score_sum, first_E, 1), first_E
+
+
+def gshard_output(
+    gate: LinearGate, logits_TE: Tensor, weights_TK: Tensor, chosen: ops.GateOutput, room: Any
+) -> RouterOutput:
+    """GShard: drop for lack of room, then drop second experts at random (kept iff u <= 2 * w2).
+
+    Args:
+        gate: whose loss is set.
+        logits_TE: `[T, E]`.
+        weights_TK: weights that the outputs are combined with; `u` is compared with the second.
+        chosen: the two best experts.
+        room: rows that an expert takes, a number or `[E]`.
+    """
+    idx = chosen.topk_idx
+    gate.loss, first_E = first_choice_loss(chosen.score_sum, idx)
+    kept = has_room(idx, logits_TE.shape[1], room)
+    if getattr(gate, "random_routing", False):
+        drawn_T = torch.rand(idx.shape[0], device=idx.device)
+        second_T = 2 * weights_TK[:, 1].detach() >= drawn_T
+        stays = torch.stack([torch.ones_like(second_T), second_T], dim=1)
+        idx = idx.masked_fill(~stays, -1)
+        weights_TK = weights_TK.masked_fill(~stays, 0.0)
+    counts = (chosen.num_tokens_per_expert, first_E)
+    return gate.output(logits_TE, weights_TK, idx, kept, counts, chosen.score_sum)
+
+
+def switch_output(gate: LinearGate, logits_TE: Tensor, eps: float, capacity: int) -> RouterOutput:
+    """Switch: additive noise in training, top-1, capacity over all ranks, loss over what is kept.
+
+    Args:
+        gate: whose loss is set.
+        logits_TE: `[T, E]`.
+        eps: the noise is uniform in 1 - eps .. 1 + eps.
+        capacity: rows that an expert takes from all ranks.
+    """
+    if gate.training:
+        logits_TE = logits_TE + (torch.rand_like(logits_TE) * 2 * eps + 1.0 - eps)
+    chosen = ops.topk_gate(logits_TE, 1, renormalize=False)
+    idx, num_experts = chosen.topk_idx, logits_TE.shape[1]
+    kept = has_room(idx, num_experts, room_across_ranks(idx, num_experts, capacity, gate.group))
+    kept_E = counts_of(idx.masked_fill(~kept, -1), num_experts)
+    valid = kept_E.sum().clamp(min=1)
+    fraction_E = kept_E / valid
+    gate.loss = (chosen.score_sum / valid) @ fraction_E.to(chosen.score_sum.dtype) * num_experts
+    counts = (chosen.num_tokens_per_expert, chosen.num_tokens_per_expert)
+    return gate.output(logits_TE, chosen.topk_weights, idx, kept, counts, chosen.score_sum)
+
+
+def has_room(idx_TK: Tensor, num_experts: int, room: int | Tensor) -> Tensor:
+    """Slots whose place in the queue of their expert is below `room`, a number or `[E]`."""
+    place = places(idx_TK, num_experts, first_choices_first=False)
+    limit = room[idx_TK.clamp(min=0)] if isinstance(room, Tensor) else room
+    return (place >= 0) & (place < limit)
+
+
+def check_capacity(owner: str, capacity: tuple[float, float]) -> tuple[float, float]:
+    """The rates for training and evaluation; ValueError where they are not two positive ones."""
+    rates = tuple(capacity)
+    if len(rates) != 2 or not all(0 < rate < math.inf for rate in rates):
+        raise ValueError(f"{owner}: expected capacity to be two positive rates, got {capacity}")
+    return rates

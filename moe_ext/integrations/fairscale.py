@@ -1,0 +1,160 @@
+"""fairscale's `MOELayer` on moe_ext.
+
+Shapes: T tokens, D model, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moe_ext.distributed.groups import check_group, group_size
+from moe_ext.integrations._base import (
+    Gate,
+    RenamedLayer,
+    counts_of,
+    float32_logits,
+    gumbel_noise,
+    places,
+    world_group,
+)
+from moe_ext.nn.module_experts import ModuleExperts
+from moe_ext.nn.routers import RouterOutput
+
+
+class Top2Gate(Gate):
+    """GShard's gate as fairscale has it.
+
+    The second expert is drawn by Gumbel noise on the logits, from torch's generator and by the same
+    draws as fairscale's. An expert takes `2 * T // E` rows of each rank, first choices before
+    second ones, and the weights of a token are normalised over the choices that found room.
+
+    Args:
+        model_dim: D.
+        num_experts: E, over all ranks.
+    """
+
+    def __init__(self, model_dim: int, num_experts: int) -> None:
+        super().__init__(model_dim, num_experts, 2)
+        self.wg = nn.Linear(model_dim, num_experts, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Draw the weight anew, as `nn.Linear` does."""
+        self.wg.reset_parameters()
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        *,
+        token_mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        token_idx: Tensor | None = None,
+    ) -> RouterOutput:
+        """Choose two experts for every token.
+
+        Args:
+            x_TD: tokens, `[T, D]`.
+            token_mask: None; fairscale's layer takes none.
+            token_ids: not looked at.
+            token_idx: not looked at.
+        """
+        assert token_mask is None
+        num_tokens = x_TD.shape[0]
+        logits_TE = float32_logits(x_TD, self.wg.weight)
+        scores_TE = logits_TE.softmax(dim=1)
+        first_T1 = scores_TE.argmax(dim=1, keepdim=True)
+        noisy_TE = logits_TE.detach() + gumbel_noise(logits_TE)
+        second_T1 = noisy_TE.scatter(1, first_T1, -math.inf).argmax(dim=1, keepdim=True)
+        idx = torch.cat([first_T1, second_T1], dim=1)
+        kept = places(idx, self.num_experts, first_choices_first=True) < (
+            2 * num_tokens // self.num_experts
+        )
+        weights = scores_TE.gather(1, idx) * kept
+        weights = weights / weights.sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
+        first_E = counts_of(first_T1, self.num_experts)
+        score_sum = scores_TE.sum(0)
+        scale = max(num_tokens, 1) ** 2 * self.num_experts
+        self.loss = score_sum @ first_E.to(score_sum.dtype) / scale
+        counts = (counts_of(idx, self.num_experts), first_E)
+        return self.output(logits_TE, weights, idx, kept, counts, score_sum)
+
+
+class MOELayer(RenamedLayer):
+    """Mixture of experts with the signature, results and parameter names of `fairscale.nn.moe`.
+
+    Args:
+        gate: a `Top2Gate` of this module.
+        experts: the experts of this rank, one module or several, each `[n, D] -> [n, D]`.
+        group: expert-parallel group; None is the default group, or this process alone where
+            torch.distributed is not initialised.
+
+    Attributes:
+        l_aux: balance loss of the last forward pass, 0-d, in the graph. As in fairscale it is the
+            mean over experts of `f_e * P_e`: `1 / E^2` when the load is even.
+
+    Raises:
+        TypeError: the gate is not a gate of this module.
+        ValueError: the gate is not for as many experts as the ranks hold.
+    """
+
+    paths: ClassVar[dict[str, str]] = {"router": "gate"}
+    l_aux: Tensor | None
+
+    def __init__(
+        self,
+        gate: Gate,
+        experts: nn.Module | Iterable[nn.Module],
+        group: ProcessGroup | None = None,
+    ) -> None:
+        if not isinstance(gate, Gate):
+            raise TypeError(
+                "fairscale.MOELayer: expected gate to be a moe_ext.integrations.fairscale.Top2Gate,"
+                f" got {type(gate).__name__}"
+            )
+        group = world_group() if group is None else group
+        check_group(group, "fairscale.MOELayer")
+        local = [experts] if type(experts) is not nn.ModuleList else list(experts)
+        total = len(local) * group_size(group)
+        if total != gate.num_experts:
+            raise ValueError(
+                f"fairscale.MOELayer: expected gate to be for {total} experts ({len(local)} on each"
+                f" of {group_size(group)} ranks), got {gate.num_experts}"
+            )
+        ep_group = group if group_size(group) > 1 else None
+        modules = ModuleExperts(local, ep_group=ep_group)  # type: ignore[arg-type]
+        super().__init__(
+            gate.model_dim, gate.num_experts, gate=gate, experts=modules, ep_group=ep_group
+        )
+        self.l_aux = None
+        for parameter in modules.parameters():
+            parameter.expert = True  # type: ignore[attr-defined]
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "l_aux": None}
+
+    def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
+        """Run every token through its experts.
+
+        Args:
+            input: `[S, T, D]`.
+
+        Returns:
+            `[S, T, D]`.
+
+        Raises:
+            ValueError: not three dimensions.
+        """
+        if input.dim() != 3:
+            raise ValueError(
+                f"fairscale.MOELayer: expected input to have 3 dimensions, got {input.dim()}"
+            )
+        output = self.run(input)
+        loss, self.router.loss = self.router.loss, None
+        # fairscale's loss has the dtype of its logits.
+        self.l_aux = loss.to(input.dtype)
+        return output

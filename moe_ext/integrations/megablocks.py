@@ -1,0 +1,375 @@
+"""MegaBlocks' `dMoE` on moe_ext.
+
+Shapes: T tokens, D model, F ffn, E experts, L local experts, K top-k, N rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
+
+from moe_ext import ops
+from moe_ext.distributed.groups import GroupHandle, group_rank, group_size
+from moe_ext.integrations._base import (
+    Gate,
+    RenamedLayer,
+    activate,
+    counts_of,
+    float32_logits,
+    refuse_option,
+)
+from moe_ext.nn.routers import RouterOutput
+
+InitFn = Callable[[Tensor], Any]
+
+
+@dataclasses.dataclass
+class Arguments:
+    """The configuration of MegaBlocks, field by field.
+
+    The fields that differ: `device` is None for torch's default device; `mlp_impl` and the `fp32`
+    switches choose among ways to the same result and all lead to one here, with losses in float32.
+    """
+
+    hidden_size: int = 1024
+    ffn_hidden_size: int = 4096
+    num_layers: int = 1
+    bias: bool = True
+    return_bias: bool = True
+    activation_fn: Callable[[Tensor], Tensor] = partial(F.gelu, approximate="tanh")
+    moe_num_experts: int = 1
+    moe_top_k: int = 1
+    moe_capacity_factor: float = 1
+    moe_normalize_expert_weights: float | None = None
+    moe_loss_weight: float = 0.1
+    moe_jitter_eps: float | None = None
+    moe_lbl_in_fp32: bool = False
+    moe_expert_model_parallelism: bool = False
+    expert_parallel_group: ProcessGroup | None = None
+    pipeline_model_parallel_size: int = 1
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    memory_optimized_mlp: bool = False
+    mlp_type: str = "mlp"
+    mlp_impl: str = "grouped"
+    fp16: bool = True
+    bf16: bool = False
+    device: torch.device | str | int | None = None
+    init_method: InitFn = partial(nn.init.normal_, mean=0.0, std=0.02)
+    output_layer_init_method: InitFn = partial(nn.init.normal_, mean=0.0, std=0.02)
+    uniform_expert_assignment: bool = False
+    shared_expert: bool = False
+    fc_cls: Any = nn.Linear
+    fc_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    remat_act_fn: bool = True
+    shared_expert_hidden_size: int | None = None
+    shared_expert_weighted_sum: bool = False
+    moe_zloss_weight: float = 0
+    moe_zloss_in_fp32: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mlp_type not in ("mlp", "glu"):
+            refuse_option("megablocks.Arguments", "mlp_type", self.mlp_type, "'mlp' or 'glu'")
+        if self.mlp_impl not in ("grouped", "sparse"):
+            rule = "'grouped' or 'sparse'"
+            refuse_option("megablocks.Arguments", "mlp_impl", self.mlp_impl, rule)
+        if self.shared_expert_hidden_size is None:
+            self.shared_expert_hidden_size = self.ffn_hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the parameters: float16, bfloat16, or torch's default."""
+        return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else None
+
+    @property
+    def num_layers_here(self) -> int:
+        """Layers of this pipeline stage."""
+        if self.num_layers_per_virtual_pipeline_stage is not None:
+            return self.num_layers_per_virtual_pipeline_stage
+        return self.num_layers // self.pipeline_model_parallel_size
+
+
+def from_megatron(megatron_args: Any) -> Arguments:
+    """`Arguments` from an object that has some of the fields as attributes."""
+    names = [field.name for field in dataclasses.fields(Arguments)]
+    given = {name: getattr(megatron_args, name) for name in names if hasattr(megatron_args, name)}
+    return Arguments(**given)
+
+
+class LearnedRouter(Gate):
+    """MegaBlocks' router: softmax, then top-k.
+
+    Args:
+        args: the configuration.
+    """
+
+    def __init__(self, args: Arguments) -> None:
+        super().__init__(args.hidden_size, args.moe_num_experts, args.moe_top_k)
+        self.args = args
+        self.layer = nn.Linear(
+            args.hidden_size,
+            args.moe_num_experts,
+            bias=False,
+            dtype=args.dtype,
+            device=args.device,
+        )
+        self.zloss: Tensor | None = None
+        self.reset_parameters()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "zloss": None}
+
+    def reset_parameters(self) -> None:
+        """Draw the weight by `init_method`."""
+        with torch.no_grad():
+            self.args.init_method(self.layer.weight)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        *,
+        token_mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        token_idx: Tensor | None = None,
+    ) -> RouterOutput:
+        """Choose K experts for every token.
+
+        Args:
+            x_TD: tokens, `[T, D]`.
+            token_mask: None; dMoE takes none.
+            token_ids: not looked at.
+            token_idx: not looked at.
+        """
+        assert token_mask is None
+        args = self.args
+        if self.training and args.moe_jitter_eps is not None:
+            noise = torch.rand(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+            low, high = 1.0 - args.moe_jitter_eps, 1.0 + args.moe_jitter_eps
+            x_TD = x_TD * (low + noise * (high - low))
+        logits_TE = float32_logits(x_TD, self.layer.weight)
+        chosen = ops.topk_gate(logits_TE, self.top_k, renormalize=False)
+        idx, weights = chosen.topk_idx, chosen.topk_weights
+        counts_E = chosen.num_tokens_per_expert
+        if args.moe_normalize_expert_weights:
+            order = float(args.moe_normalize_expert_weights)
+            weights = weights / weights.norm(p=order, dim=-1, keepdim=True)
+        if args.uniform_expert_assignment:
+            slots = torch.arange(idx.numel(), device=idx.device)
+            idx = (slots % self.num_experts).view_as(idx)
+            counts_E = counts_of(idx, self.num_experts)
+        self.loss = ops.load_balance_loss(chosen.score_sum, counts_E, self.top_k)
+        if args.moe_zloss_weight:
+            self.zloss = ops.router_z_loss(logits_TE)
+        return self.output(logits_TE, weights, idx, None, (counts_E, counts_E), chosen.score_sum)
+
+
+class _MLP(nn.Module):
+    """MegaBlocks' experts: `w1`, `w2` and for "glu" `v1`, each `[L*F, D]`."""
+
+    def __init__(self, args: Arguments, group: ProcessGroup | None) -> None:
+        super().__init__()
+        self.args = args
+        self._ep_group = GroupHandle(group)
+        self.num_experts = args.moe_num_experts
+        self.num_local_experts = args.moe_num_experts // group_size(group)
+        rows = self.num_local_experts * args.ffn_hidden_size
+        for name in ("w1", "w2", "v1")[: 3 if args.mlp_type == "glu" else 2]:
+            empty = torch.empty(rows, args.hidden_size, dtype=args.dtype, device=args.device)
+            self.register_parameter(name, nn.Parameter(empty))
+        self.reset_parameters()
+
+    @property
+    def ep_group(self) -> ProcessGroup | None:
+        return self._ep_group.group
+
+    def reset_parameters(self) -> None:
+        """Draw all E experts and keep this rank's: equal seeds give equal experts on any ranks."""
+        args, first = self.args, group_rank(self.ep_group) * self.num_local_experts
+        shape = (self.num_experts, args.ffn_hidden_size, args.hidden_size)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters(recurse=False):
+                drawn = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+                init = args.output_layer_init_method if name == "w2" else args.init_method
+                init(drawn)
+                own = drawn[first : first + self.num_local_experts]
+                parameter.copy_(own.reshape(parameter.shape))
+
+    def forward(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
+        if self.args.memory_optimized_mlp:
+            y: Tensor = checkpoint(self._run, rows_ND, expert_offsets, use_reentrant=False)
+            return y
+        return self._run(rows_ND, expert_offsets)
+
+    def _run(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
+        shape = (self.num_local_experts, self.args.ffn_hidden_size, self.args.hidden_size)
+        weights = {name: p.view(shape) for name, p in self.named_parameters(recurse=False)}
+        up = ops.grouped_mm(rows_ND, weights["w1"], expert_offsets)
+        hidden = activate(up, self.args.activation_fn)
+        if "v1" in weights:
+            hidden = hidden * ops.grouped_mm(rows_ND, weights["v1"], expert_offsets)
+        return ops.grouped_mm(hidden, weights["w2"].transpose(1, 2), expert_offsets)
+
+
+class _SharedMLP(nn.Module):
+    """The expert that sees every token; its output times `scale`."""
+
+    def __init__(self, args: Arguments, scale: float) -> None:
+        super().__init__()
+        self.args, self.scale = args, scale
+        options = {"bias": args.bias, "device": args.device, **args.fc_kwargs}
+        sizes = (args.hidden_size, args.shared_expert_hidden_size)
+        self.up_proj = args.fc_cls(*sizes, **options)
+        self.down_proj = args.fc_cls(*sizes[::-1], **options)
+        if args.mlp_type == "glu":
+            self.gate_proj = args.fc_cls(*sizes, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up_proj(x)
+        if self.args.mlp_type == "glu":
+            hidden = activate(self.gate_proj(x), self.args.activation_fn) * up
+        else:
+            hidden = activate(up, self.args.activation_fn)
+        return self.down_proj(hidden) * self.scale
+
+
+# Losses of the last forward pass of each layer, in the order of the passes. A layer that runs again
+# replaces its own, so that nothing grows where nobody clears.
+_balance: weakref.WeakKeyDictionary[dMoE, Tensor] = weakref.WeakKeyDictionary()
+_zlosses: weakref.WeakKeyDictionary[dMoE, Tensor] = weakref.WeakKeyDictionary()
+
+
+class dMoE(RenamedLayer):  # noqa: N801 - MegaBlocks' name
+    """Dropless mixture of experts with the results and parameter names of MegaBlocks' `dMoE`.
+
+    Args:
+        args: the configuration.
+
+    Raises:
+        ValueError: an option has no meaning here; the message names it.
+    """
+
+    def __init__(self, args: Arguments) -> None:
+        owner = "megablocks.dMoE"
+        group = args.expert_parallel_group
+        if not args.moe_expert_model_parallelism and group is not None:
+            rule = "None without moe_expert_model_parallelism"
+            refuse_option(owner, "expert_parallel_group", group, rule)
+        if args.moe_num_experts % group_size(group) != 0:
+            rule = f"a multiple of the size of expert_parallel_group, {group_size(group)}"
+            refuse_option(owner, "moe_num_experts", args.moe_num_experts, rule)
+        if args.shared_expert and args.bias and args.return_bias:
+            refuse_option(owner, "return_bias", True, "False with a shared expert")
+        ep_group = group if group_size(group) > 1 else None
+        super().__init__(
+            args.hidden_size,
+            args.moe_num_experts,
+            gate=LearnedRouter(args),
+            experts=_MLP(args, ep_group),
+            ep_group=ep_group,
+        )
+        self.args = args
+        bias = torch.zeros(args.hidden_size, dtype=args.dtype, device=args.device)
+        # Every rank has the whole bias: it stays outside of the experts, which are spread.
+        self.expert_bias = nn.Parameter(bias) if args.bias else None
+        if args.shared_expert:
+            scale = 1.0 / args.moe_top_k if args.shared_expert_weighted_sum else 1.0
+            self.shared_expert = _SharedMLP(args, scale)  # type: ignore[assignment]
+        self.register_state_dict_post_hook(_to_megablocks_names)
+        self.register_load_state_dict_pre_hook(_from_megablocks_names)
+
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        """Run every token through its experts.
+
+        Args:
+            x: `[S, B, D]`.
+
+        Returns:
+            `[S, B, D]` with the bias added; or with `return_bias` and `bias`, the pair of the
+            output without it and the bias.
+        """
+        args = self.args
+        y = self.run(x)
+        gate: LearnedRouter = self.router
+        self._keep(_balance, gate.loss if self.training and args.moe_loss_weight > 0 else None)
+        self._keep(_zlosses, gate.zloss)
+        gate.loss = gate.zloss = None
+        if self.expert_bias is not None:
+            if args.return_bias:
+                return y, self.expert_bias
+            y = y + self.expert_bias
+        if args.shared_expert and args.shared_expert_weighted_sum:
+            y = y * (args.moe_top_k / (args.moe_top_k + 1))
+        return y
+
+    def _keep(self, kept: weakref.WeakKeyDictionary[dMoE, Tensor], loss: Tensor | None) -> None:
+        if loss is not None:
+            kept.pop(self, None)
+            kept[self] = loss
+
+
+def _to_megablocks_names(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    for name in [n for n in state if n.startswith(f"{prefix}experts.")]:
+        state[f"{prefix}experts.mlp.{name[len(prefix) + 8 :]}"] = state.pop(name)
+    if f"{prefix}expert_bias" in state:
+        state[f"{prefix}experts.bias"] = state.pop(f"{prefix}expert_bias")
+
+
+def _from_megablocks_names(
+    module: nn.Module, state: dict[str, Any], prefix: str, *args: Any
+) -> None:
+    for name in [n for n in state if n.startswith(f"{prefix}experts.mlp.")]:
+        state[f"{prefix}experts.{name[len(prefix) + 12 :]}"] = state.pop(name)
+    if f"{prefix}experts.bias" in state:
+        state[f"{prefix}expert_bias"] = state.pop(f"{prefix}experts.bias")
+
+
+def batched_load_balancing_loss(args: Arguments) -> Tensor | float:
+    """`moe_loss_weight / num_layers` times the sum of the balance losses of all layers.
+
+    Raises:
+        ValueError: not as many layers have run as the pipeline stage has.
+    """
+    if args.moe_loss_weight == 0:
+        return 0.0
+    losses = list(_balance.values())
+    if len(losses) != args.num_layers_here:
+        raise ValueError(
+            "batched_load_balancing_loss: expected the losses of "
+            f"{args.num_layers_here} layers since the last clear, got {len(losses)}"
+        )
+    return torch.stack(losses).sum() * (args.moe_loss_weight / args.num_layers)
+
+
+def clear_load_balancing_loss() -> None:
+    """Forget the balance losses of all layers."""
+    _balance.clear()
+
+
+def batched_router_zloss(args: Arguments) -> Tensor:
+    """`moe_zloss_weight` times the z-loss of every layer, one entry a layer.
+
+    Raises:
+        ValueError: the weight is zero, or no layer has run.
+    """
+    if not args.moe_zloss_weight:
+        refuse_option("batched_router_zloss", "moe_zloss_weight", 0, "positive")
+    if not _zlosses:
+        raise ValueError(
+            "batched_router_zloss: expected a layer to have run since the last clear, got none"
+        )
+    return torch.stack(list(_zlosses.values())) * args.moe_zloss_weight
+
+
+def clear_router_zloss() -> None:
+    """Forget the z-losses of all layers."""
+    _zlosses.clear()
