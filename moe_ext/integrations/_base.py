@@ -5,6 +5,7 @@ Shapes: T tokens, D model, E experts, K top-k, P ranks of the expert-parallel gr
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -112,9 +113,11 @@ class RenamedLayer(MoELayer):
             return
         module: nn.Module = self
         for part in owner.split("."):
-            if part not in module._modules:
-                module.add_module(part, nn.Module())
-            module = module.get_submodule(part)
+            child = module._modules.get(part)
+            if child is None:
+                child = nn.Module()
+                module.add_module(part, child)
+            module = child
         setattr(module, leaf, value)
 
     def __getattr__(self, name: str) -> Any:
@@ -124,7 +127,8 @@ class RenamedLayer(MoELayer):
     def run(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
         """The forward pass of `MoELayer`, for classes with another signature."""
         y = MoELayer.forward(self, x, token_mask=token_mask)
-        self.metrics["num_dropped"] = self.router.num_dropped
+        # The gate drops, so that it can weigh what is left; the layer saw nothing of it.
+        self._record["num_dropped"] = self.router.num_dropped
         return y
 
 
@@ -171,36 +175,25 @@ def float32_logits(x_TD: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
         )
 
 
-def places(topk_idx_TK: Tensor, num_experts: int, *, first_choices_first: bool) -> Tensor:
-    """Place of every slot in the queue of its expert, `[T, K]` int64; -1 without an expert.
-
-    Queues are in the order of tokens, or with `first_choices_first` hold all first choices before
-    all second ones.
-    """
-    idx = topk_idx_TK.t() if first_choices_first else topk_idx_TK
-    slots_S1 = idx.reshape(-1, 1)
+def slots_with_own_room(topk_idx_TK: Tensor, num_experts: int, room_E: Tensor) -> Tensor:
+    """Which slots are among the first `room_E[e]` of their expert, `[T, K]` bool."""
+    slots_S1 = topk_idx_TK.reshape(-1, 1)
     # Rows without features: only the tables of the permutation are wanted.
     _, permutation = ops.permute_tokens(
         slots_S1.new_empty((slots_S1.shape[0], 0), dtype=torch.float32), slots_S1, num_experts
     )
-    first_row_S = permutation.expert_offsets[slots_S1[:, 0].clamp(min=0)]
-    place_S = (permutation.row_of_slot - first_row_S).masked_fill(slots_S1[:, 0] < 0, -1)
-    place = place_S.view(idx.shape)
-    return place.t() if first_choices_first else place
+    expert_S = slots_S1[:, 0].clamp(min=0)
+    place_S = permutation.row_of_slot - permutation.expert_offsets[expert_S]
+    kept_S = (slots_S1[:, 0] >= 0) & (place_S < room_E[expert_S])
+    return kept_S.view(topk_idx_TK.shape)
 
 
-def best_slots(priority_TK: Tensor, topk_idx_TK: Tensor, num_experts: int, capacity: int) -> Tensor:
-    """Which slots are among the `capacity` of their expert with the highest priority."""
-    slots_S1 = topk_idx_TK.reshape(-1, 1)
-    _, permutation = ops.permute_tokens(
-        slots_S1.new_empty((slots_S1.shape[0], 0), dtype=torch.float32),
-        slots_S1,
-        num_experts,
-        topk_weights=priority_TK.detach().reshape(-1, 1),
-        capacity=capacity,
-        drop_policy="score",
-    )
-    return (permutation.row_of_slot >= 0).view(topk_idx_TK.shape)
+def slots_with_room(topk_idx_TK: Tensor, num_experts: int, capacity: int, **options: Any) -> Tensor:
+    """Which slots an expert takes, `[T, K]` bool; `options` of `ops.limit_capacity`."""
+    if capacity < 1:
+        return torch.zeros_like(topk_idx_TK, dtype=torch.bool)
+    kept_idx, _ = ops.limit_capacity(topk_idx_TK, num_experts, capacity, **options)
+    return kept_idx >= 0
 
 
 def counts_of(idx: Tensor, num_experts: int) -> Tensor:
@@ -209,21 +202,21 @@ def counts_of(idx: Tensor, num_experts: int) -> Tensor:
     return torch.bincount(flat[flat >= 0], minlength=num_experts)
 
 
-def room_across_ranks(
+def slots_with_room_on_all_ranks(
     topk_idx_TK: Tensor, num_experts: int, capacity: int, group: ProcessGroup | None
 ) -> Tensor:
-    """Rows `[E]` that each expert takes from this rank when `capacity` holds for the whole group.
+    """Which slots an expert takes where `capacity` holds for all ranks of a group together.
 
     The ranks are served in their order. A collective over the group.
     """
-    own_E = counts_of(topk_idx_TK, num_experts)
     if group_size(group) == 1:
-        return torch.full_like(own_E, capacity)
+        return slots_with_room(topk_idx_TK, num_experts, capacity)
     assert group is not None
+    own_E = counts_of(topk_idx_TK, num_experts)
     message_PE = own_E.expand(group_size(group), -1).contiguous()
     counts_PE = all_to_all_counts(message_PE, group, operation="capacity of the experts")
     before_E = counts_PE[: group_rank(group)].sum(0)
-    return (capacity - before_E).clamp(min=0)
+    return slots_with_own_room(topk_idx_TK, num_experts, (capacity - before_E).clamp(min=0))
 
 
 def gumbel_noise(like: Tensor) -> Tensor:
@@ -233,10 +226,18 @@ def gumbel_noise(like: Tensor) -> Tensor:
     return noise
 
 
+def first_and_drawn(logits_TE: Tensor, noisy_TE: Tensor) -> Tensor:
+    """GShard's choice by the Gumbel trick, `[T, 2]`: first by logit, then by noise."""
+    first_T1 = logits_TE.argmax(dim=1, keepdim=True)
+    others_TE = noisy_TE.scatter(1, first_T1, -math.inf)
+    return torch.cat([first_T1, others_TE.argmax(dim=1, keepdim=True)], dim=1)
+
+
 def uniform_noise(like: Tensor, low: float, high: float) -> Tensor:
     """Uniform noise from torch's generator: the draws of torch.distributions."""
-    ends = (torch.tensor(v, dtype=torch.float32, device=like.device) for v in (low, high))
-    noise: Tensor = torch.distributions.Uniform(*ends, validate_args=False).rsample(like.shape)
+    first, last = (torch.tensor(v, dtype=torch.float32, device=like.device) for v in (low, high))
+    uniform = torch.distributions.Uniform(first, last, validate_args=False)
+    noise: Tensor = uniform.rsample(like.shape)
     return noise
 
 

@@ -19,8 +19,7 @@ from moe_ext.integrations._base import (
     Gate,
     counts_of,
     float32_logits,
-    places,
-    room_across_ranks,
+    slots_with_room_on_all_ranks,
 )
 from moe_ext.nn.routers import RouterOutput
 
@@ -115,7 +114,7 @@ def first_choice_loss(score_sum: Tensor, idx_TK: Tensor) -> tuple[Tensor, Tensor
 
 
 def gshard_output(
-    gate: LinearGate, logits_TE: Tensor, weights_TK: Tensor, chosen: ops.GateOutput, room: Any
+    gate: LinearGate, logits_TE: Tensor, weights_TK: Tensor, chosen: ops.GateOutput, kept: Tensor
 ) -> RouterOutput:
     """GShard: drop for lack of room, then drop second experts at random (kept iff u <= 2 * w2).
 
@@ -124,11 +123,10 @@ def gshard_output(
         logits_TE: `[T, E]`.
         weights_TK: weights that the outputs are combined with; `u` is compared with the second.
         chosen: the two best experts.
-        room: rows that an expert takes, a number or `[E]`.
+        kept: slots that their expert has room for, `[T, K]` bool.
     """
     idx = chosen.topk_idx
     gate.loss, first_E = first_choice_loss(chosen.score_sum, idx)
-    kept = has_room(idx, logits_TE.shape[1], room)
     if getattr(gate, "random_routing", False):
         drawn_T = torch.rand(idx.shape[0], device=idx.device)
         second_T = 2 * weights_TK[:, 1].detach() >= drawn_T
@@ -152,20 +150,13 @@ def switch_output(gate: LinearGate, logits_TE: Tensor, eps: float, capacity: int
         logits_TE = logits_TE + (torch.rand_like(logits_TE) * 2 * eps + 1.0 - eps)
     chosen = ops.topk_gate(logits_TE, 1, renormalize=False)
     idx, num_experts = chosen.topk_idx, logits_TE.shape[1]
-    kept = has_room(idx, num_experts, room_across_ranks(idx, num_experts, capacity, gate.group))
+    kept = slots_with_room_on_all_ranks(idx, num_experts, capacity, gate.group)
     kept_E = counts_of(idx.masked_fill(~kept, -1), num_experts)
     valid = kept_E.sum().clamp(min=1)
-    fraction_E = kept_E / valid
-    gate.loss = (chosen.score_sum / valid) @ fraction_E.to(chosen.score_sum.dtype) * num_experts
+    share_E = kept_E.to(chosen.score_sum.dtype) / valid
+    gate.loss = (chosen.score_sum / valid) @ share_E * num_experts
     counts = (chosen.num_tokens_per_expert, chosen.num_tokens_per_expert)
     return gate.output(logits_TE, chosen.topk_weights, idx, kept, counts, chosen.score_sum)
-
-
-def has_room(idx_TK: Tensor, num_experts: int, room: int | Tensor) -> Tensor:
-    """Slots whose place in the queue of their expert is below `room`, a number or `[E]`."""
-    place = places(idx_TK, num_experts, first_choices_first=False)
-    limit = room[idx_TK.clamp(min=0)] if isinstance(room, Tensor) else room
-    return (place >= 0) & (place < limit)
 
 
 def check_capacity(owner: str, capacity: tuple[float, float]) -> tuple[float, float]:

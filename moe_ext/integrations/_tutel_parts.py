@@ -72,7 +72,7 @@ def make_gate(config: dict[str, Any], model_dim: int, num_experts: int) -> nn.Mo
     owner = "tutel.moe_layer"
     kind = config.get("type")
     k = int(config.get("k", 1))
-    if not 1 <= k:
+    if k < 1:
         refuse_option(owner, "gate_type['k']", config["k"], "at least 1")
     if kind == "top":
         check_known_keys(owner, config, _GATE_KEYS, "a gate of type 'top'")
@@ -96,6 +96,9 @@ def make_gate(config: dict[str, Any], model_dim: int, num_experts: int) -> nn.Mo
 
 class FFNExperts(nn.Module):
     """`act(x @ fc1[e].T + b1[e]) @ fc2[e] + b2[e]`; fc1 and fc2 are `[L, F, D]`."""
+
+    batched_fc1_bias: nn.Parameter | None
+    batched_fc2_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -149,6 +152,10 @@ class FFNExperts(nn.Module):
 class LlamaExperts(nn.Module):
     """`(act(x @ fc1[e]) * (x @ fc2[e])) @ fc3[e]`; each parameter is flat, as in Tutel."""
 
+    W_fc1: nn.Parameter
+    W_fc2: nn.Parameter
+    W_fc3: nn.Parameter
+
     def __init__(
         self,
         model_dim: int,
@@ -194,7 +201,7 @@ def make_experts(
 ) -> nn.Module:
     """Experts from Tutel's configuration, which is left as it is."""
     owner = "tutel.moe_layer"
-    kind = config.get("type")
+    kind = str(config.get("type"))
     if kind not in _EXPERT_KEYS:
         refuse_option(owner, "experts['type']", kind, "'ffn' or 'llama_ffn'")
     sizes = ("type", "num_experts_per_device", "count_per_node", "hidden_size_per_expert")

@@ -17,13 +17,13 @@ from moe_ext import ops
 from moe_ext.integrations._base import (
     Gate,
     RenamedLayer,
-    best_slots,
     counts_of,
     expert_group,
+    first_and_drawn,
     float32_logits,
     gumbel_noise,
-    places,
     refuse_option,
+    slots_with_room,
     uniform_noise,
 )
 from moe_ext.nn.module_experts import ModuleExperts
@@ -136,7 +136,7 @@ class TopKGate(Gate):
         if token_mask is not None:
             weights = weights * token_mask[:, None]
         choices = max(x_TD.shape[0], 1) * (1 if self.k == 2 else self.k)
-        loss = (score_sum / max(x_TD.shape[0], 1)) @ (counted / choices).to(score_sum.dtype)
+        loss = (score_sum / max(x_TD.shape[0], 1)) @ (counted.to(score_sum.dtype) / choices)
         self.loss = loss * self.num_experts
         return self.output(logits_TE, weights, idx, kept, (counts, counted), score_sum)
 
@@ -147,31 +147,27 @@ class TopKGate(Gate):
         if not drawn_first and not drawn_second:
             gate = ops.topk_gate(logits_TE, self.k, renormalize=False)
             return gate.topk_weights, gate.topk_idx, gate.score_sum
-        scores_TE = logits_TE.softmax(dim=1)
         noisy_TE = logits_TE.detach() + gumbel_noise(logits_TE)
         if drawn_first:
             idx = noisy_TE.argmax(dim=1, keepdim=True)
         else:
-            first_T1 = scores_TE.argmax(dim=1, keepdim=True)
-            second_T1 = noisy_TE.scatter(1, first_T1, -math.inf).argmax(dim=1, keepdim=True)
-            idx = torch.cat([first_T1, second_T1], dim=1)
-        return scores_TE.gather(1, idx), idx, scores_TE.sum(0)
+            idx = first_and_drawn(logits_TE, noisy_TE)
+        gate = ops.gate_weights(logits_TE, idx, renormalize=False)
+        return gate.topk_weights, idx, gate.score_sum
 
     def _kept(self, logits_TE: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
         """Slots with room at their expert."""
         capacity = self.capacity(logits_TE.shape[0])
+        options: dict[str, Any] = {"policy": "choice"}
         if self.k == 1 and self.use_rts:
             # Drawn even where nothing is dropped, as in DeepSpeed: later draws depend on it.
-            priority_TE = torch.rand(logits_TE.shape, device=logits_TE.device)
-            if capacity is not None:
-                priority_T1 = priority_TE.gather(1, idx.clamp(min=0))
-                return best_slots(priority_T1, idx, self.num_experts, capacity)
+            drawn_TE = uniform_noise(logits_TE, 0.0, 1.0)
+            options = {"policy": "random", "priority": drawn_TE.gather(1, idx.clamp(min=0))}
+        elif self.k > 2:
+            options = {"policy": "score", "topk_weights": weights}
         if capacity is None:
             return idx >= 0
-        if self.k > 2:
-            return best_slots(weights, idx, self.num_experts, capacity)
-        place = places(idx, self.num_experts, first_choices_first=True)
-        return (place >= 0) & (place < capacity)
+        return slots_with_room(idx, self.num_experts, capacity, **options)
 
 
 class MoE(RenamedLayer):
@@ -279,7 +275,7 @@ class MoE(RenamedLayer):
         if used_token is not None:
             mask = (used_token != 0).reshape(hidden_states.shape[:-1])
         output = self.run(hidden_states, mask)
-        gate: TopKGate = self.router
+        gate: Any = self.router
         l_aux, gate.loss = gate.loss, None
         assert l_aux is not None
         if self.use_residual:

@@ -5,22 +5,23 @@ Shapes: T tokens, D model, E experts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_ext import ops
 from moe_ext.distributed.groups import check_group, group_size
 from moe_ext.integrations._base import (
     Gate,
     RenamedLayer,
     counts_of,
+    first_and_drawn,
     float32_logits,
     gumbel_noise,
-    places,
+    slots_with_room,
     world_group,
 )
 from moe_ext.nn.module_experts import ModuleExperts
@@ -66,22 +67,17 @@ class Top2Gate(Gate):
         assert token_mask is None
         num_tokens = x_TD.shape[0]
         logits_TE = float32_logits(x_TD, self.wg.weight)
-        scores_TE = logits_TE.softmax(dim=1)
-        first_T1 = scores_TE.argmax(dim=1, keepdim=True)
-        noisy_TE = logits_TE.detach() + gumbel_noise(logits_TE)
-        second_T1 = noisy_TE.scatter(1, first_T1, -math.inf).argmax(dim=1, keepdim=True)
-        idx = torch.cat([first_T1, second_T1], dim=1)
-        kept = places(idx, self.num_experts, first_choices_first=True) < (
-            2 * num_tokens // self.num_experts
-        )
-        weights = scores_TE.gather(1, idx) * kept
+        idx = first_and_drawn(logits_TE, logits_TE.detach() + gumbel_noise(logits_TE))
+        gate = ops.gate_weights(logits_TE, idx, renormalize=False)
+        capacity = 2 * num_tokens // self.num_experts
+        kept = slots_with_room(idx, self.num_experts, capacity, policy="choice")
+        weights = gate.topk_weights * kept
         weights = weights / weights.sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
-        first_E = counts_of(first_T1, self.num_experts)
-        score_sum = scores_TE.sum(0)
-        scale = max(num_tokens, 1) ** 2 * self.num_experts
-        self.loss = score_sum @ first_E.to(score_sum.dtype) / scale
-        counts = (counts_of(idx, self.num_experts), first_E)
-        return self.output(logits_TE, weights, idx, kept, counts, score_sum)
+        first_E = counts_of(idx[:, 0], self.num_experts)
+        # fairscale takes the mean over experts where GShard has E times the sum.
+        self.loss = ops.load_balance_loss(gate.score_sum, first_E, 1) / self.num_experts**2
+        counts = (gate.num_tokens_per_expert, first_E)
+        return self.output(logits_TE, weights, idx, kept, counts, gate.score_sum)
 
 
 class MOELayer(RenamedLayer):
@@ -135,7 +131,7 @@ class MOELayer(RenamedLayer):
             parameter.expert = True  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "l_aux": None}
+        return {**super().__getstate__(), "l_aux": None}
 
     def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
         """Run every token through its experts.
@@ -154,7 +150,7 @@ class MOELayer(RenamedLayer):
                 f"fairscale.MOELayer: expected input to have 3 dimensions, got {input.dim()}"
             )
         output = self.run(input)
-        loss, self.router.loss = self.router.loss, None
+        gate: Any = self.router
         # fairscale's loss has the dtype of its logits.
-        self.l_aux = loss.to(input.dtype)
+        self.l_aux, gate.loss = gate.loss.to(input.dtype), None
         return output

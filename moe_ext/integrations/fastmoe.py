@@ -15,7 +15,13 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext.distributed.groups import check_group, group_size
-from moe_ext.integrations._base import RenamedLayer, activate, refuse_option, world_group
+from moe_ext.integrations._base import (
+    RenamedLayer,
+    activate,
+    refuse_option,
+    slots_with_room,
+    world_group,
+)
 from moe_ext.integrations._fastmoe_gates import (
     GateHook,
     LinearGate,
@@ -93,7 +99,8 @@ class GShardGate(NaiveGate):
         chosen = ops.topk_gate(logits_TE, 2, score_fn="topk_softmax")
         rows = math.ceil(self.capacity[0 if self.training else 1] * logits_TE.shape[0])
         room = rows * 2 // self.tot_expert
-        return gshard_output(self, logits_TE, chosen.topk_weights, chosen, room)
+        kept = slots_with_room(chosen.topk_idx, self.tot_expert, room)
+        return gshard_output(self, logits_TE, chosen.topk_weights, chosen, kept)
 
 
 class SwitchGate(NaiveGate):
@@ -248,7 +255,7 @@ class FMoE(RenamedLayer):
         """Note on the parameters what synchronises them, as `dp_comm`, for code that reads it."""
         for module, comm in ((self.experts, expert_dp_comm), (self.router, "gate")):
             for parameter in module.parameters():
-                parameter.dp_comm = comm
+                parameter.dp_comm = comm  # type: ignore[attr-defined]
 
     def forward(self, moe_inp: Tensor) -> Tensor:  # type: ignore[override]
         """Run every token `[..., D]` through its experts."""

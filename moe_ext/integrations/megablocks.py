@@ -231,6 +231,10 @@ class _SharedMLP(nn.Module):
         if args.mlp_type == "glu":
             self.gate_proj = args.fc_cls(*sizes, **options)
 
+    def reset_parameters(self) -> None:
+        for layer in self.children():
+            layer.reset_parameters()  # type: ignore[operator]
+
     def forward(self, x: Tensor) -> Tensor:
         up = self.up_proj(x)
         if self.args.mlp_type == "glu":
@@ -297,7 +301,7 @@ class dMoE(RenamedLayer):  # noqa: N801 - MegaBlocks' name
         """
         args = self.args
         y = self.run(x)
-        gate: LearnedRouter = self.router
+        gate: Any = self.router
         self._keep(_balance, gate.loss if self.training and args.moe_loss_weight > 0 else None)
         self._keep(_zlosses, gate.zloss)
         gate.loss = gate.zloss = None

@@ -19,7 +19,7 @@ from moe_ext.integrations._base import (
     RenamedLayer,
     check_known_keys,
     refuse_option,
-    room_across_ranks,
+    slots_with_room_on_all_ranks,
 )
 from moe_ext.integrations._fastmoe_gates import (
     LinearGate,
@@ -87,9 +87,9 @@ class GShardGate(NaiveGate):
         """Choose experts from logits."""
         chosen = ops.topk_gate(logits_TE, 2)
         rows = math.ceil(self.capacity[0 if self.training else 1] * logits_TE.shape[0])
-        room_E = room_across_ranks(chosen.topk_idx, self.tot_expert, rows, self.group)
+        kept = slots_with_room_on_all_ranks(chosen.topk_idx, self.tot_expert, rows, self.group)
         weights = logits_TE.gather(1, chosen.topk_idx)
-        return gshard_output(self, logits_TE, weights, chosen, room_E)
+        return gshard_output(self, logits_TE, weights, chosen, kept)
 
 
 class SwitchGate(NaiveGate):

@@ -20,8 +20,8 @@ from moe_ext.integrations._base import (
     Gate,
     RenamedLayer,
     counts_of,
-    places,
     refuse_option,
+    slots_with_room,
     world_group,
 )
 from moe_ext.integrations._tutel_parts import local_count, make_experts, make_gate
@@ -87,37 +87,39 @@ class _Gates(Gate):
             noise = torch.randn_like(logits_TE) / self.num_experts
             noisy_TE = logits_TE + gate.gate_noise * noise
         with without_autocast(x_TD.device):
-            chosen = ops.topk_gate(noisy_TE, top_k, renormalize=self.normalize_gate and top_k > 1)
-            idx = chosen.topk_idx
+            chosen = ops.topk_gate(noisy_TE, top_k, renormalize=False)
+            idx, weights = chosen.topk_idx, chosen.topk_weights
             first_E = counts_of(idx[:, 0], self.num_experts)
             if self.is_gshard_loss:
                 self.loss = ops.load_balance_loss(chosen.score_sum, first_E, 1)
             else:
                 self.loss = _load_importance_loss(logits_TE, noisy_TE, idx, gate.gate_noise)
+        kept = self._kept(gate, chosen)
+        if self.normalize_gate and top_k > 1:
+            total = weights.sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
+            weights = weights / total
         counts = (chosen.num_tokens_per_expert, first_E)
-        kept = self._kept(gate, chosen, noisy_TE)
-        return self.output(logits_TE, chosen.topk_weights, idx, kept, counts, chosen.score_sum)
+        return self.output(logits_TE, weights, idx, kept, counts, chosen.score_sum)
 
-    def _kept(self, gate: Any, chosen: ops.GateOutput, noisy_TE: Tensor) -> Tensor | None:
+    def _kept(self, gate: Any, chosen: ops.GateOutput) -> Tensor | None:
         """Slots with room at their expert; None for all."""
         factor = self.call.capacity_factor
         factor = gate.capacity_factor if factor is None else factor
-        num_tokens, top_k = chosen.topk_idx.shape
+        idx = chosen.topk_idx
+        num_tokens, top_k = idx.shape
         if self.call.inequivalent_tokens:
             # On every rank alike, also where this one's factor drops nothing.
-            num_tokens = _largest(num_tokens, self._group.group, noisy_TE.device)
+            num_tokens = _largest(num_tokens, self._group.group, idx.device)
         if factor == 0:
             return None
         capacity = top_k * int(abs(factor) * -(-num_tokens // self.num_experts))
-        idx = chosen.topk_idx
-        if not self.batch_prioritized_routing:
-            return places(idx, self.num_experts, first_choices_first=True) < capacity
-        best_T = noisy_TE.softmax(dim=1).amax(dim=1)
-        order_T = best_T.argsort(descending=True, stable=True)
-        kept = torch.empty_like(idx, dtype=torch.bool)
-        sorted_place = places(idx[order_T], self.num_experts, first_choices_first=True)
-        kept[order_T] = sorted_place < capacity
-        return kept
+        return slots_with_room(
+            idx,
+            self.num_experts,
+            capacity,
+            policy="batch_prioritized" if self.batch_prioritized_routing else "choice",
+            topk_weights=chosen.topk_weights,
+        )
 
 
 class MOELayer(RenamedLayer):
@@ -216,7 +218,7 @@ class MOELayer(RenamedLayer):
             parameter._tutel_expert = True  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "l_aux": None}
+        return {**super().__getstate__(), "l_aux": None}
 
     def get_parameter_iterator(self, param_type: str) -> Any:
         """Named parameters of the gates ("gate") or of this rank's experts ("local_experts")."""
@@ -265,7 +267,7 @@ class MOELayer(RenamedLayer):
             refuse_option(owner, "megablocks_size", megablocks_size, "0")
         if top_k is not None and top_k < 1:
             refuse_option(owner, "top_k", top_k, "at least 1")
-        gates: _Gates = self.router
+        gates: Any = self.router
         if str(gate_index) not in dict(gates.named_children()):
             rule = f"in 0..{len(list(gates.children())) - 1}"
             refuse_option(owner, "gate_index", gate_index, rule)
