@@ -1,6 +1,14 @@
 """Drop-in use in models of other libraries."""
 
-from moe_ext.integrations import deepspeed, fairscale, fastmoe, megablocks, paddle, tutel
+from moe_ext.integrations import (
+    deepspeed,
+    fairscale,
+    fastmoe,
+    megablocks,
+    paddle,
+    state_dict,
+    tutel,
+)
 from moe_ext.integrations.huggingface import VerifyReport, replace, verify
 
 __all__ = [
@@ -11,6 +19,7 @@ __all__ = [
     "megablocks",
     "paddle",
     "replace",
+    "state_dict",
     "tutel",
     "verify",
 ]
