@@ -121,8 +121,15 @@ class RenamedLayer(MoELayer):
         setattr(module, leaf, value)
 
     def __getattr__(self, name: str) -> Any:
-        path = self.__class__.paths.get(name)
-        return super().__getattr__(name) if path is None else self.get_submodule(path)
+        path = self.paths.get(name)
+        if path is None:
+            return super().__getattr__(name)
+        module: Any = self
+        for part in path.split("."):
+            module = module._modules.get(part)
+            if module is None:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return module
 
     def run(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
         """The forward pass of `MoELayer`, for classes with another signature."""
@@ -198,8 +205,10 @@ def slots_with_room(topk_idx_TK: Tensor, num_experts: int, capacity: int, **opti
 
 def counts_of(idx: Tensor, num_experts: int) -> Tensor:
     """How often each expert occurs among indices, `[E]` int64; -1 counts for none."""
-    flat = idx.reshape(-1)
-    return torch.bincount(flat[flat >= 0], minlength=num_experts)
+    flat = idx.reshape(-1) + 1
+    # No bincount: on CUDA it waits for the device.
+    counts = flat.new_zeros(num_experts + 1)
+    return counts.scatter_add_(0, flat, torch.ones_like(flat))[1:]
 
 
 def slots_with_room_on_all_ranks(
@@ -221,9 +230,9 @@ def slots_with_room_on_all_ranks(
 
 def gumbel_noise(like: Tensor) -> Tensor:
     """Standard Gumbel noise from torch's generator: the draws of torch.distributions."""
-    zero, one = (torch.tensor(v, dtype=torch.float32, device=like.device) for v in (0.0, 1.0))
-    noise: Tensor = torch.distributions.Gumbel(zero, one, validate_args=False).rsample(like.shape)
-    return noise
+    limits = torch.finfo(torch.float32)
+    uniform = uniform_noise(like, limits.tiny, 1.0 - limits.eps)
+    return -(-uniform.log()).log()
 
 
 def first_and_drawn(logits_TE: Tensor, noisy_TE: Tensor) -> Tensor:
@@ -235,10 +244,8 @@ def first_and_drawn(logits_TE: Tensor, noisy_TE: Tensor) -> Tensor:
 
 def uniform_noise(like: Tensor, low: float, high: float) -> Tensor:
     """Uniform noise from torch's generator: the draws of torch.distributions."""
-    first, last = (torch.tensor(v, dtype=torch.float32, device=like.device) for v in (low, high))
-    uniform = torch.distributions.Uniform(first, last, validate_args=False)
-    noise: Tensor = uniform.rsample(like.shape)
-    return noise
+    noise = torch.rand(like.shape, dtype=torch.float32, device=like.device)
+    return noise.mul_(high - low).add_(low)
 
 
 def refuse_option(owner: str, name: str, value: object, rule: str) -> None:

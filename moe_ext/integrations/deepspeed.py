@@ -123,10 +123,10 @@ class TopKGate(Gate):
             x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
             x_TD = x_TD * uniform_noise(x_TD, 1.0 - _JITTER, 1.0 + _JITTER).to(x_TD.dtype)
         logits_TE = float32_logits(x_TD, self.wg.weight)
-        weights, idx, score_sum = self._choose(logits_TE)
+        weights, idx, counts, score_sum = self._choose(logits_TE)
         if token_mask is not None:
             idx = idx.masked_fill(~token_mask[:, None], -1)
-        counts = counts_of(idx, self.num_experts)
+            counts = counts_of(idx, self.num_experts)
         counted = counts_of(idx[:, 0], self.num_experts) if self.k == 2 else counts
         kept = self._kept(logits_TE, weights, idx)
         if self.k > 1:
@@ -140,20 +140,18 @@ class TopKGate(Gate):
         self.loss = loss * self.num_experts
         return self.output(logits_TE, weights, idx, kept, (counts, counted), score_sum)
 
-    def _choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Softmax scores `[T, K]` of the chosen experts, the experts, and the sum of all scores."""
+    def _choose(self, logits_TE: Tensor) -> ops.GateOutput:
+        """Chosen experts, weighed by their softmax scores."""
         drawn_first = self.k == 1 and self.noisy_gate_policy == "RSample" and self.training
         drawn_second = self.k == 2 and self.top2_2nd_expert_sampling
         if not drawn_first and not drawn_second:
-            gate = ops.topk_gate(logits_TE, self.k, renormalize=False)
-            return gate.topk_weights, gate.topk_idx, gate.score_sum
+            return ops.topk_gate(logits_TE, self.k, renormalize=False)
         noisy_TE = logits_TE.detach() + gumbel_noise(logits_TE)
         if drawn_first:
             idx = noisy_TE.argmax(dim=1, keepdim=True)
         else:
             idx = first_and_drawn(logits_TE, noisy_TE)
-        gate = ops.gate_weights(logits_TE, idx, renormalize=False)
-        return gate.topk_weights, idx, gate.score_sum
+        return ops.gate_weights(logits_TE, idx, renormalize=False)
 
     def _kept(self, logits_TE: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
         """Slots with room at their expert."""

@@ -5,6 +5,7 @@ Shapes: N rows, D model, E experts, L local experts = E / size of the expert-par
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -120,9 +121,12 @@ class ModuleExperts(nn.ModuleList):
             )
         # NOTE: device-to-host sync: a module takes its own rows alone, so their number is needed.
         bounds = expert_offsets.tolist()
+        edges = [0, *bounds, rows_ND.shape[0]]
+        # One split: the gradient of a slice would be as large as all rows, once an expert.
+        pieces = rows_ND.split([last - first for first, last in itertools.pairwise(edges)])
         outputs = []
         for index, expert in enumerate(self):
-            rows = rows_ND[bounds[index] : bounds[index + 1]]
+            rows = pieces[index + 1]
             out = expert(rows)
             if not isinstance(out, Tensor):
                 raise TypeError(
