@@ -99,7 +99,7 @@ def deepspeed_pair(case: Case) -> dict[str, nn.Module]:
 
 
 def fairscale_pair(case: Case) -> dict[str, nn.Module]:
-    """fairscale's layer and ours, with one state dict."""
+    """Fairscale's layer and ours, with one state dict."""
     from fairscale.nn.moe import MOELayer, Top2Gate
 
     join_group()

@@ -1,0 +1,112 @@
+import re
+
+import pytest
+import torch.distributed as dist
+
+pytest.importorskip("sklearn")
+
+FEW = ["--steps=2", "--batch=16", "--device=cpu", "--timeout=60"]
+ACCURACY = re.compile(r"held-out accuracy ([0-9.]+) after (\d+) steps")
+
+
+@pytest.fixture(params=["paddle_sample", "deepspeed_sample"])
+def sample(request, capsys):
+    """Runs an example in this process and returns (exit code, stdout, stderr)."""
+    module = pytest.importorskip(request.param)
+
+    def run(*args):
+        code = module.main(list(args))
+        assert not dist.is_initialized()
+        return (code, *capsys.readouterr())
+
+    run.name = request.param
+    return run
+
+
+@pytest.fixture
+def deepspeed_sample(capsys):
+    import deepspeed_sample as module
+
+    return lambda *args: (module.main([*FEW, *args]), *capsys.readouterr())
+
+
+def test_a_few_steps_and_the_same_again(sample):
+    results = []
+    for _ in range(2):
+        code, stdout, stderr = sample(*FEW)
+        assert code == 0, stderr
+        results.append(ACCURACY.search(stdout).groups())
+        assert "loss" in stdout
+    assert results[0] == results[1]
+    assert results[0][1] == "2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("paddle_sample.py", ["--steps=60"]),
+        ("deepspeed_sample.py", ["--steps=200"]),
+        ("deepspeed_sample.py", ["--steps=150", "--mlp-type=residual"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_accuracy_is_what_the_example_says(launch, script, options):
+    ranks = launch([*options, "--device=cpu"], 1, script=script)
+    assert ranks.wait(240) == [0], ranks.output()
+    assert float(ACCURACY.search(ranks.output())[1]) > 0.9
+
+
+@pytest.mark.parametrize("options", [["--ep-size=2"], ["--ep-size=1", "--mlp-type=residual"]])
+def test_deepspeed_sample_on_two_ranks(launch, options):
+    ranks = launch([*FEW, *options], script="deepspeed_sample.py")
+    assert ranks.wait() == [0, 0], ranks.output()
+    assert ACCURACY.search(ranks.output())
+
+
+def test_paddle_sample_on_two_ranks(launch):
+    ranks = launch(FEW, script="paddle_sample.py")
+    assert ranks.wait() == [0, 0], ranks.output()
+    assert ACCURACY.search(ranks.output())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--dtype=bf16", "--top-k=1", "--noisy-gate-policy=RSample"],
+        ["--dtype=fp16", "--noisy-gate-policy=Jitter"],
+        ["--mlp-type=residual", "--top-k=3"],
+    ],
+    ids=" ".join,
+)
+def test_options_of_the_deepspeed_sample(deepspeed_sample, options):
+    code, stdout, stderr = deepspeed_sample(*options)
+    assert code == 0, stderr
+    assert ACCURACY.search(stdout)
+
+
+def test_loss_scale_skips_steps_that_overflow():
+    import torch
+    from deepspeed_sample import LossScale
+    from moe_lm.runtime import UserError
+
+    scale = LossScale(enabled=True, calm=2)
+    assert not scale.accept(torch.tensor(torch.inf))
+    assert scale.value == 2.0**15
+    assert scale.accept(torch.tensor(1.0))
+    assert scale.accept(torch.tensor(1.0))
+    assert scale.value == 2.0**16
+    with pytest.raises(UserError, match="gradients are not finite"):
+        LossScale(enabled=False).accept(torch.tensor(torch.nan))
+
+
+def test_mistakes_are_named(sample, deepspeed_sample):
+    code, _, stderr = sample(*FEW, "--batch=0")
+    assert code == 2
+    assert "expected --batch to be at least 1, got 0" in stderr
+    code, _, stderr = deepspeed_sample("--num-experts=3", "--top-k=4")
+    assert code == 2
+    assert "expected top_k to be in 1..num_experts=3, got 4" in stderr
+    code, _, stderr = deepspeed_sample("--ep-size=3")
+    assert code == 2
+    assert "expected num_experts to be a multiple of ep_size=3" in stderr
