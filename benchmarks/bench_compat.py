@@ -18,6 +18,16 @@ from moe_ext.integrations import fairscale as our_fairscale
 
 # Sums of F and K float32 terms in another order, relative to the largest output.
 TOLERANCE = 1e-5
+HEADER = (
+    "library",
+    "shape",
+    "T",
+    "options",
+    "ms",
+    "original ms",
+    "original / ours",
+    "difference",
+)
 
 
 @dataclass(frozen=True)
@@ -137,7 +147,7 @@ def train(layer: nn.Module, x_TD: Tensor, grad: Tensor) -> None:
     layer(x_TD.detach().requires_grad_()).backward(grad)
 
 
-def row(case: Case) -> tuple[str, ...]:
+def row(case: Case, seconds: float = 2.0) -> tuple[str, ...]:
     """One case: outputs compared first, then timed."""
     torch.manual_seed(0)
     made = deepspeed_pair(case) if case.library == "DeepSpeed" else fairscale_pair(case)
@@ -149,14 +159,13 @@ def row(case: Case) -> tuple[str, ...]:
         name: (lambda layer=layer: train(layer, x_TD, grad))  # type: ignore[misc]
         for name, layer in pair.items()
     }
-    times = interleaved(runs, seconds=2.0, warmup=1)
+    times = interleaved(runs, seconds=seconds, warmup=1)
     cells = [milliseconds(times["ours"]), milliseconds(times["theirs"])]
     return *case.labels, *cells, ratio(times["theirs"], times["ours"]), f"{worst:.0e}"
 
 
 def tables() -> list[Table]:
     """The table of docs/benchmarks.md."""
-    header = ("library", "shape", "T", "options", "ms", "original ms", "original / ours")
     note = (
         "Forward and backward in float32 of `moe_ext.integrations.<library>` and of the library's "
         "own layer, with one state dict, one seed and the same modules as experts (two linear "
@@ -165,4 +174,4 @@ def tables() -> list[Table]:
         "two outputs for one seed, relative to the largest output."
     )
     rows = [row(case) for case in cases()]
-    return [Table("Layers of other libraries", note, (*header, "difference"), rows)]
+    return [Table("Layers of other libraries", note, HEADER, rows)]

@@ -22,6 +22,7 @@ BENCHMARKS = (
     "overhead",
     "growth",
     "huggingface",
+    "compat",
 )
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 FIGURES = REPORT.with_suffix(".json")

@@ -163,3 +163,14 @@ def test_models_of_transformers_agree():
         with pytest.raises(RuntimeError, match="expected the loss of eager to be that of"):
             check_losses(case, models, batch)
         assert step(models["ours"], batch) > 0
+@pytest.mark.parametrize("library", ["deepspeed", "fairscale"])
+def test_stand_ins_compute_what_the_originals_compute(library):
+    pytest.importorskip(library)
+    import bench_compat
+    from shapes import LayerShape
+
+    shape = LayerShape("tiny", 32, 16, 8, 2)
+    name = "DeepSpeed" if library == "deepspeed" else library
+    row = bench_compat.row(bench_compat.Case(name, shape, 64, 2), seconds=0.01)
+    assert row[:4] == (name, "tiny", "64", "k=2")
+    assert len(row) == len(bench_compat.HEADER)
