@@ -175,13 +175,7 @@ class MOELayer(RenamedLayer):
     ) -> None:
         owner = "tutel.moe_layer"
         _check_overlap(owner, a2a_ffn_overlap_degree)
-        if not is_postscore:
-            refuse_option(owner, "is_postscore", is_postscore, "True")
-        if use_2dh:
-            refuse_option(owner, "use_2dh", use_2dh, "False")
-        if parallel_type not in ("adaptive:1", "data", "model", "auto"):
-            rule = "'adaptive:1', 'data', 'model' or 'auto'"
-            refuse_option(owner, "parallel_type", parallel_type, rule)
+        _check_ways(owner, is_postscore, parallel_type, use_2dh)
         group = world_group() if group is None else group
         check_group(group, owner)
         group = group if group_size(group) > 1 else None
@@ -284,6 +278,16 @@ moe_layer = MOELayer
 def _check_overlap(owner: str, degree: int) -> None:
     if degree != 1:
         refuse_option(owner, "a2a_ffn_overlap_degree", degree, "1")
+
+
+def _check_ways(owner: str, is_postscore: bool, parallel_type: str, use_2dh: bool) -> None:
+    if not is_postscore:
+        refuse_option(owner, "is_postscore", is_postscore, "True")
+    if use_2dh:
+        refuse_option(owner, "use_2dh", use_2dh, "False")
+    if parallel_type not in ("adaptive:1", "data", "model", "auto"):
+        rule = "'adaptive:1', 'data', 'model' or 'auto'"
+        refuse_option(owner, "parallel_type", parallel_type, rule)
 
 
 def _seed(seeds: Sequence[int | None] | None, place: int, offset: int = 0) -> None:

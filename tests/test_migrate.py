@@ -1,0 +1,22 @@
+"""What docs/migrate.md says exists."""
+
+import importlib
+import re
+from pathlib import Path
+
+from moe_ext.integrations.state_dict import LAYOUTS
+
+TEXT = (Path(__file__).resolve().parent.parent / "docs" / "migrate.md").read_text()
+
+
+def test_imports_work():
+    found = re.findall(r"^from (moe_ext\S*) import (.+)$", TEXT, re.MULTILINE)
+    assert len(found) >= 7
+    for module, names in found:
+        for name in names.split(", "):
+            assert hasattr(importlib.import_module(module), name), (module, name)
+
+
+def test_every_layout_has_a_row():
+    table = TEXT[TEXT.index("## Checkpoints") :]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(LAYOUTS)
