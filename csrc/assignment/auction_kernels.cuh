@@ -317,7 +317,7 @@ __device__ Survey survey_scores(const T* scores, const bool* token_mask, int num
 
 // expert_of [T], -1 for a masked token. One block of whole warps.
 template <typename T, bool kCheck>
-__global__ void __launch_bounds__(kAuctionThreads) auction_kernel(
+__global__ void __launch_bounds__(kAuctionThreads, 1) auction_kernel(
     const T* __restrict__ scores, const bool* __restrict__ token_mask, int num_tokens, int num_experts,
     AuctionScratch scratch, int64_t* __restrict__ expert_of) {
   MOE_DYNAMIC_SHARED(double, shared);
