@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import moe_ext
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -15,7 +18,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 @pytest.mark.slow
 def test_training_script_runs_on_two_ranks(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(next(block for block in BLOCKS if "MoELayer" in block))
+    script.write_text(next(block for block in BLOCKS if "init_process_group" in block))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     result = subprocess.run(
         [*launch, script],
@@ -27,6 +30,13 @@ def test_training_script_runs_on_two_ranks(tmp_path):
     assert result.returncode == 0, result.stderr
     steps = re.findall(r"^(\d+) \d+\.\d+ \[\d+", result.stdout, re.MULTILINE)
     assert [int(step) for step in steps] == list(range(10))
+
+
+def test_options_snippet_runs():
+    names = {}
+    exec(next(block for block in BLOCKS if "presets" in block), names)
+    x = torch.randn(2, 3, 512)
+    assert names["layer"](x).shape == x.shape
 
 
 def test_drop_in_snippet_runs():
@@ -41,6 +51,12 @@ def test_drop_in_snippet_runs():
         num_local_experts=4,
     )
     snippet = next(block for block in BLOCKS if "replace" in block)
-    names = {"transformers": transformers, "config": config, "moe_ext": __import__("moe_ext")}
+    ids = torch.randint(0, 32, (2, 8))
+    names = {
+        "transformers": transformers,
+        "config": config,
+        "moe_ext": moe_ext,
+        "batch": {"input_ids": ids, "labels": ids},
+    }
     exec(snippet, names)
     assert names["model"].config._experts_implementation == "moe_ext"
