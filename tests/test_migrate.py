@@ -10,10 +10,11 @@ TEXT = (Path(__file__).resolve().parent.parent / "docs" / "migrate.md").read_tex
 
 
 def test_imports_work():
-    found = re.findall(r"^from (moe_ext\S*) import (.+)$", TEXT, re.MULTILINE)
+    pattern = r"^from (moe_ext\S*) import (?:\(([^)]+)\)|(.+))$"
+    found = re.findall(pattern, TEXT, re.MULTILINE)
     assert len(found) >= 7
-    for module, names in found:
-        for name in names.split(", "):
+    for module, *names in found:
+        for name in re.findall(r"\w+", " ".join(names)):
             assert hasattr(importlib.import_module(module), name), (module, name)
 
 
