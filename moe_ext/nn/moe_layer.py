@@ -203,6 +203,8 @@ class MoELayer(nn.Module):
         for module in (self.router, self.experts, self.shared_expert, self.shared_expert_gate):
             if module is not None:
                 module.reset_parameters()  # type: ignore[operator]
+        if isinstance(self.router, Router):
+            self.router.reset_rng_state()
 
     def extra_repr(self) -> str:
         """Sizes and options for `repr`."""

@@ -3,9 +3,10 @@ import torch
 import torch.distributed as dist
 from checks import assert_passed, outcomes
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import moe_ext
-from moe_ext.nn import Capacity, set_routing_step
+from moe_ext.nn import Capacity, SwitchRouter, set_routing_step
 
 E, K = 4, 2
 TIGHT = {"rtol": 1e-12, "atol": 1e-13}
@@ -103,6 +104,25 @@ def check_random_drops_do_not_depend_on_the_number_of_ranks():
         )
     ]
     assert torch.equal(draws[0], draws[1][first : first + draws[0].shape[0]])
+
+
+def check_noise_does_not_depend_on_the_number_of_ranks_under_ddp():
+    rank, x = dist.get_rank(), torch.randn(4 * dist.get_world_size(), 8)
+    layer = moe_ext.MoELayer(8, 6, E, router=SwitchRouter(8, E, jitter_eps=0.5))
+    # DDP copies rank 0's buffers to all ranks before every forward pass.
+    wrapped = DistributedDataParallel(layer)
+    set_routing_step(layer, 3)
+    whole = layer.router(x).logits
+    for _ in range(2):
+        set_routing_step(layer, 3, first_token=4 * rank)
+        seen = []
+        hook = layer.router.register_forward_hook(
+            lambda module, args, out, seen=seen: seen.append(out.logits)
+        )
+        wrapped(x[4 * rank : 4 * rank + 4]).sum().backward()
+        hook.remove()
+        torch.testing.assert_close(seen[0], whole[4 * rank : 4 * rank + 4])
+    assert layer.router.rng_state.tolist() == [0, 0, 3, 4 * rank]
 
 
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

@@ -145,6 +145,12 @@ def test_random_drops_follow_the_step_and_the_token():
     assert "router.rng_state" in layer.state_dict()
 
 
+def test_the_seed_of_a_layer_from_the_meta_device():
+    layer = make_layer(Capacity(0.5, drop="random", seed=7), device="meta").to_empty(device="cpu")
+    layer.reset_parameters()
+    assert layer.router.rng_state.tolist() == [7, 0, 0, 0]
+
+
 def test_capacity_of_eval_mode_and_minimum():
     x = tokens()
     layer = make_layer(Capacity(0.5, eval_factor=100.0))

@@ -302,6 +302,25 @@ def test_state_round_trip_and_meta_device(name):
     assert repr(real).startswith(type(real).__name__)
 
 
+def test_the_random_state_in_a_state_dict():
+    router = make("switch")
+    set_routing_step(router, 5, first_token=9)
+    state = router.state_dict()
+    assert state["rng_state"].tolist() == [0, 0, 5, 9]
+    other = make("switch")
+    assert other.load_state_dict(state).unexpected_keys == []
+    assert other.rng_state.tolist() == [0, 0, 5, 9] and other.rng_state is not router.rng_state
+    on_meta = SwitchRouter(D, E, device="meta")
+    on_meta.load_state_dict(state, assign=True)
+    assert on_meta.rng_state.tolist() == [0, 0, 5, 9]
+    with pytest.raises(RuntimeError, match=r"Missing key.*rng_state"):
+        other.load_state_dict({"weight": state["weight"]})
+    with pytest.raises(RuntimeError, match=r"expected rng_state to be int64 of shape \(4,\), got"):
+        other.load_state_dict({**state, "rng_state": torch.zeros(3)})
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*rng_state"):
+        SwitchRouter(D, E, jitter_eps=0).load_state_dict(state)
+
+
 @pytest.mark.parametrize("name", MAKE)
 def test_a_layer_runs_and_trains_on_it(name):
     layer = moe_ext.MoELayer(D, 8, E, router=make(name))

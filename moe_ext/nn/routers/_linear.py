@@ -52,12 +52,6 @@ class LinearRouter(Router):
         nn.init.uniform_(self.weight, -bound, bound)
         self.reset_rng_state()
 
-    def reset_rng_state(self) -> None:
-        """Set the random state to that of a new router; after `to_empty` it holds nothing."""
-        if self.rng_state is not None and self.seed is not None:
-            self.rng_state.zero_()
-            self.rng_state[0] = self.seed
-
     def training_rng_state(self) -> Tensor | None:
         """The random state where this router is to draw: in training mode."""
         return self.rng_state if self.training else None

@@ -5,12 +5,14 @@ Shapes: T tokens, D model, E experts, K top-k.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext.nn._tally import moved
 
 
 class BalanceTerms(NamedTuple):
@@ -75,7 +77,9 @@ class Router(nn.Module):
         self.model_dim = model_dim
         self.num_experts = num_experts
         self.top_k = top_k
-        self.register_buffer("rng_state", None)
+        # No buffer: DistributedDataParallel would overwrite first_token with rank 0's.
+        self.rng_state = None
+        self._rng_seed = 0
 
     def add_rng_state(self, seed: int, *, device: torch.device | str | None = None) -> None:
         """Give the router its random state: `(seed, 0, 0, 0)`, kept in the state dict."""
@@ -83,9 +87,62 @@ class Router(nn.Module):
             raise ValueError(
                 f"{type(self).__name__}: expected seed to be in 0..2**63-1, got {seed}"
             )
-        state = torch.zeros(4, dtype=torch.int64, device=device)
-        state[0] = seed
-        self.register_buffer("rng_state", state)
+        self.rng_state = torch.zeros(4, dtype=torch.int64, device=device)
+        self._rng_seed = seed
+        self.reset_rng_state()
+
+    def reset_rng_state(self) -> None:
+        """Set the random state to that of a new router; after `to_empty` it holds nothing."""
+        if self.rng_state is not None:
+            self.rng_state.zero_()
+            self.rng_state[0] = self._rng_seed
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Router:
+        """Move the random state along."""
+        super()._apply(fn, recurse)
+        if self.rng_state is not None:
+            self.rng_state = moved(self.rng_state, fn)
+        return self
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        if self.rng_state is not None:
+            destination[f"{prefix}rng_state"] = self.rng_state
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        key = f"{prefix}rng_state"
+        if self.rng_state is None:
+            return
+        state = state_dict.get(key)
+        if state is None:
+            if strict:
+                missing_keys.append(key)
+            return
+        if key in unexpected_keys:
+            unexpected_keys.remove(key)
+        if state.shape != (4,) or state.dtype != torch.int64:
+            error_msgs.append(
+                f"expected {key} to be int64 of shape (4,), got {state.dtype} of shape "
+                f"{tuple(state.shape)}"
+            )
+        elif local_metadata.get("assign_to_params_buffers", False):
+            self.rng_state = state
+        else:
+            self.rng_state.copy_(state)
 
     def with_choice(self, routed: RouterOutput, topk_idx_TK: Tensor) -> RouterOutput:
         """The output for a choice that was made elsewhere, its weights from the same logits.
