@@ -192,7 +192,8 @@ class RoutingRecord:
         """Record the routing of every `MoELayer` of a model while the context is open.
 
         Without `token_idx` each layer runs once, and its T tokens are the rows of the entry. A
-        recomputation of activation checkpointing is no second run, and records nothing.
+        recomputation of activation checkpointing is no second run, and records nothing. An error
+        in the context leaves the record as it was.
 
         Args:
             model: the model, or a wrapper of it.
@@ -209,10 +210,12 @@ class RoutingRecord:
         """
         operation = "RoutingRecord.recording"
         names = _names_of_layers(operation, model)
-        for name in names.values():
-            key = _checked_key(operation, step, micro_batch, name)
-            if token_idx is None and key in self._entries:
-                raise ValueError(f"{operation}: expected a new entry, got {where(key)} again")
+        keys = [_checked_key(operation, step, micro_batch, name) for name in names.values()]
+        before = {key: self._entries[key] for key in keys if key in self._entries}
+        if token_idx is None and before:
+            raise ValueError(
+                f"{operation}: expected a new entry, got {where(next(iter(before)))} again"
+            )
         if (token_idx is None) != (num_rows is None):
             raise ValueError(
                 f"{operation}: expected num_rows together with token_idx, got num_rows={num_rows}"
@@ -221,6 +224,12 @@ class RoutingRecord:
         open_session(session)
         try:
             yield self
+        except BaseException:
+            # Half a forward pass is none: it can be recorded again.
+            for key in keys:
+                self._entries.pop(key, None)
+            self._entries.update(before)
+            raise
         finally:
             close_session(session)
 

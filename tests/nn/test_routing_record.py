@@ -60,6 +60,25 @@ def record_of(model, x, step=0, micro_batch=0, **kwargs):
     return record
 
 
+@pytest.mark.parametrize("rows", [None, torch.arange(21)])
+def test_half_a_forward_pass_leaves_the_record_as_it_was(rows):
+    model, x = Model(), tokens()
+    record = RoutingRecord()
+    options = {} if rows is None else {"token_idx": rows, "num_rows": 21}
+    if rows is not None:
+        with record.recording(model, **options):
+            model(x)
+    before = copy.deepcopy(record)
+    handle = model.blocks[2].register_forward_pre_hook(lambda module, args: 1 / 0)
+    with pytest.raises(ZeroDivisionError), record.recording(model, **options):
+        model(x + 1)
+    assert record == before
+    handle.remove()
+    with record.recording(model, **options):
+        model(x)
+    assert len(record) == 3
+
+
 def test_records_what_each_layer_chose():
     model, x = Model(), tokens()
     seen = {}
