@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext.distributed.dispatcher import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
 from moe_ext.distributed.groups import group_size
+from moe_ext.nn._replay import can_replay
 from moe_ext.nn.balance import Balance
 from moe_ext.nn.capacity import Capacity, RowBudget
 from moe_ext.nn.losses import LOSS_MODES
@@ -63,16 +64,40 @@ def check_options(layer: MoELayer, shared_ffn_dim: int, shared_expert_gate: bool
         )
 
 
+def check_experts(layer: MoELayer, experts: nn.Module, ep_group: ProcessGroup | None) -> None:
+    """What a layer asks of an experts module that it did not make."""
+    if group_size(ep_group) > 1 and getattr(experts, "ep_group", None) is not ep_group:
+        raise ValueError(
+            "MoELayer: expected experts to carry the layer's group as attribute ep_group, "
+            f"got {getattr(experts, 'ep_group', None)}"
+        )
+    held = getattr(experts, "num_experts", layer.num_experts)
+    if held != layer.num_experts:
+        raise ValueError(
+            f"MoELayer: expected experts to have num_experts={layer.num_experts}, got {held}"
+        )
+
+
 def check_router(layer: MoELayer, router: nn.Module) -> None:
     """What the options ask of a router module."""
+    capacity = layer.capacity
     if isinstance(router, Router):
         if router.num_experts != layer.num_experts:
             raise ValueError(
                 f"MoELayer: expected router to have num_experts={layer.num_experts}, got "
                 f"{router.num_experts}"
             )
+        if capacity is not None and router.sets_capacity:
+            raise ValueError(
+                "MoELayer: expected capacity to be None with a router that sets the rows of each "
+                f"expert itself, got {capacity}"
+            )
+        if capacity is not None and capacity.overflow == "reroute" and not can_replay(router):
+            raise ValueError(
+                "MoELayer: expected router to weigh a choice that is not its own (with_choice) for "
+                f"capacity.overflow='reroute', got {type(router).__name__}"
+            )
         return
-    capacity = layer.capacity
     for name, option in (("drop", "random"), ("overflow", "reroute")):
         if capacity is not None and getattr(capacity, name) == option:
             raise ValueError(
@@ -88,7 +113,7 @@ def make_dispatcher(
     drop_policy: str,
 ) -> TokenDispatcher:
     """The dispatcher that a name stands for; it drops by `drop_policy` where it knows that."""
-    if not isinstance(dispatcher, str):
+    if not isinstance(dispatcher, str) and hasattr(dispatcher, "dispatch"):
         return dispatcher
     if drop_policy not in ("position", "score"):
         drop_policy = "position"

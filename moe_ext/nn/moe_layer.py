@@ -18,9 +18,15 @@ from moe_ext.distributed.dispatcher import (
     DispatchMetadata,
     TokenDispatcher,
 )
-from moe_ext.distributed.groups import check_group, group_size
+from moe_ext.distributed.groups import check_group
 from moe_ext.nn._autocast import as_autocast, autocast_dtype
-from moe_ext.nn._options import capacity_of, check_options, check_router, make_dispatcher
+from moe_ext.nn._options import (
+    capacity_of,
+    check_experts,
+    check_options,
+    check_router,
+    make_dispatcher,
+)
 from moe_ext.nn._replay import apply_sessions
 from moe_ext.nn._tally import moved
 from moe_ext.nn.accounting import Record, account, read_losses, read_metrics
@@ -171,11 +177,8 @@ class MoELayer(nn.Module):
         made.update(activation=activation, bias=bias)
         if experts is None:
             experts = GroupedExperts(num_experts, model_dim, ffn_dim, ep_group=ep_group, **made)
-        elif group_size(ep_group) > 1 and getattr(experts, "ep_group", None) is not ep_group:
-            raise ValueError(
-                "MoELayer: expected experts to carry the layer's group as attribute ep_group, "
-                f"got {getattr(experts, 'ep_group', None)}"
-            )
+        else:
+            check_experts(self, experts, ep_group)
         self.experts = experts
         self.shared_expert = (
             FeedForward(model_dim, shared_ffn_dim, **made) if shared_ffn_dim else None

@@ -440,3 +440,33 @@ def test_router_options_reach_the_gate():
 def test_wrong_router_options(options, message):
     with pytest.raises(ValueError, match=message):
         TopKRouter(8, 6, 2, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"router": lambda: moe_ext.nn.ExpertChoiceRouter(8, 4), "capacity": 1.0},
+            ValueError,
+            "expected capacity to be None with a router that sets the rows",
+        ),
+        (
+            {"router": lambda: moe_ext.nn.NoisyTopKRouter(8, 4), "overflow": "reroute"},
+            ValueError,
+            r"\(with_choice\) for capacity.overflow='reroute', got NoisyTopKRouter",
+        ),
+        (
+            {"experts": lambda: moe_ext.nn.GroupedExperts(8, 8, 4)},
+            ValueError,
+            "expected experts to have num_experts=4, got 8",
+        ),
+        ({"dispatcher": lambda: 3}, ValueError, "or a TokenDispatcher, got 3"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_when_the_layer_is_made(options, error, message):
+    made = {name: value() for name, value in options.items() if callable(value)}
+    if "capacity" in options or "overflow" in options:
+        overflow = options.get("overflow", "drop")
+        made["capacity"] = moe_ext.nn.Capacity(1.0, overflow=overflow)
+    with pytest.raises(error, match=message):
+        moe_ext.MoELayer(8, 4, 4, **made)

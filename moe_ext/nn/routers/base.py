@@ -55,6 +55,7 @@ class Router(nn.Module):
         num_experts: E, over all ranks.
         top_k: K, columns of the gate.
         balanced: the router fills its experts evenly by construction: a layer adds no balance loss.
+        sets_capacity: the router decides how many rows an expert takes (`RouterOutput.capacity`).
         rng_state: `[4]` int64 `(seed, layer, step, first_token)` of a router that draws random
             numbers, None in the others. A draw depends on these, on the token's index and on
             nothing else: not on the number of ranks, not on a recomputation. See
@@ -62,6 +63,7 @@ class Router(nn.Module):
     """
 
     balanced: bool = False
+    sets_capacity: bool = False
     rng_state: Tensor | None
 
     def __init__(self, model_dim: int, num_experts: int, top_k: int) -> None:

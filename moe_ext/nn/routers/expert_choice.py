@@ -44,6 +44,7 @@ class ExpertChoiceRouter(LinearRouter):
     """
 
     balanced = True
+    sets_capacity = True
 
     def __init__(
         self,
