@@ -1,0 +1,70 @@
+"""The Python in docs/ runs as it stands, given the names that a reader would have."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import moe_ext
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+# Those need other libraries, or ranks: tests/test_migrate.py and tests/test_readme.py look at them.
+ELSEWHERE = {"distributed.md", "migrate.md"}
+
+
+def blocks():
+    for page in sorted(DOCS.glob("*.md")):
+        found = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+        for index, code in enumerate(found):
+            if page.name not in ELSEWHERE:
+                yield pytest.param(code, id=f"{page.stem}-{index}")
+
+
+def names():
+    """A model with every kind of layer that the pages speak of, and what goes with it."""
+    router = moe_ext.nn.TopKRouter(8, 4, selection_bias=True)
+    balance = moe_ext.nn.Balance("global_batch")
+    model = nn.Sequential(
+        nn.Linear(8, 8),
+        moe_ext.MoELayer(8, 8, 4, router=router, balance=balance),
+        moe_ext.MoELayer(8, 8, 4, router=moe_ext.nn.SwitchRouter(8, 4)),
+    )
+    return {
+        "moe_ext": moe_ext,
+        "torch": torch,
+        "model": model,
+        "rollout_model": model,
+        "training_model": model,
+        "block": model,
+        "criterion": torch.mean,
+        "loss": torch.mean,
+        "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+        "tokens": torch.randn(6, 8),
+        "x": torch.randn(6, 8),
+        "micro_batches": torch.randn(3, 6, 8),
+        "step": 7,
+        "index_of_first": 6,
+        "checkpoint": torch.utils.checkpoint.checkpoint,
+    }
+
+
+@pytest.mark.parametrize("code", list(blocks()))
+def test_a_block_runs(code):
+    # An update wants choices that were counted.
+    given = names()
+    given["model"](given["x"])
+    exec(code, given)
+
+
+def test_the_index_has_every_page():
+    index = (DOCS / "README.md").read_text()
+    linked = re.findall(r"\]\((\w+\.md)\)", index)
+    assert sorted(linked) == sorted(p.name for p in DOCS.glob("*.md") if p.name != "README.md")
+
+
+def test_links_lead_somewhere():
+    for page in [*DOCS.glob("*.md"), DOCS.parent / "README.md"]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
