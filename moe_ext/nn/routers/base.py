@@ -109,7 +109,7 @@ class Router(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.rng_state is not None:
             destination[f"{prefix}rng_state"] = self.rng_state
 
