@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
+import pickle
 import socket
 import tempfile
 import traceback
@@ -38,9 +39,10 @@ def _rank_main(
             world_size=world_size,
             timeout=datetime.timedelta(seconds=group_timeout),
         )
-        connection.send((function(rank, *args), None))
+        # Not connection.send: its tensors stay in memory that this process serves, and it ends.
+        connection.send_bytes(pickle.dumps((function(rank, *args), None)))
     except BaseException:
-        connection.send((None, traceback.format_exc()))
+        connection.send_bytes(pickle.dumps((None, traceback.format_exc())))
     finally:
         connection.close()
     # Without the barrier of destroy_process_group: a rank may be missing on purpose.
@@ -59,7 +61,7 @@ def _collect(
         ready = wait(list(open_ranks.values()), max(left, 0))
         for rank in [r for r, c in open_ranks.items() if c in ready]:
             try:
-                result, error = open_ranks.pop(rank).recv()
+                result, error = pickle.loads(open_ranks.pop(rank).recv_bytes())
             except EOFError:
                 processes[rank].join(5)
                 failures[rank] = f"ended with exit code {processes[rank].exitcode}"
@@ -86,7 +88,8 @@ def spawn_ranks(
     """Run `function(rank, *args)` in `world_size` processes that share a Gloo process group.
 
     Args:
-        function: a function of an importable module; its result must be picklable.
+        function: a function of an importable module; its result must be picklable;
+            tensors come by value.
         world_size: number of ranks.
         args: passed on to the function.
         timeout: seconds after which ranks that still run are killed.

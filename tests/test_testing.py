@@ -44,3 +44,14 @@ def test_failures_are_raised(how, message, timeout):
 
 def test_a_rank_that_may_die():
     assert spawn_ranks(behave, 2, "exits", may_die=[1], store="tcp") == [(0, 1), None]
+
+
+def a_tensor(rank):
+    return torch.full((3,), rank)
+
+
+def test_tensors_come_by_value():
+    # A tensor in shared memory is gone with the rank that made it, if that ends first.
+    found = spawn_ranks(a_tensor, 2)
+    assert not any(tensor.is_shared() for tensor in found)
+    assert torch.equal(torch.stack(found), torch.tensor([[0] * 3, [1] * 3]))
