@@ -185,8 +185,7 @@ class MoELayer(nn.Module):
         )
         self.shared_expert_gate: nn.Linear | None = None
         if shared_expert_gate:
-            made = {"bias": False, "device": device, "dtype": dtype}
-            self.shared_expert_gate = nn.Linear(model_dim, 1, **made)
+            self.shared_expert_gate = nn.Linear(model_dim, 1, False, device=device, dtype=dtype)
         self._add_counters(device)
 
     def _add_counters(self, device: torch.device | str | None) -> None:
