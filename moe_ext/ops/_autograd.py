@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import _C
+from torch import _C, Tensor
 
 Formula = Callable[..., Any]
 
@@ -34,6 +34,47 @@ def register_autograd(name: str, backward: Formula, *, setup_context: Formula) -
         return
     kernel = _autograd_kernel(operator, backward, setup_context)
     _LIBRARY.impl(operator_name, kernel, "Autograd", with_keyset=True)
+
+
+class _SecondDerivative(torch.autograd.Function):
+    """Passes results on; an error is all there is to their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, num_results: int, *tensors: Any) -> tuple[Tensor, ...]:
+        ctx.operator = name
+        return tensors[:num_results]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        raise RuntimeError(
+            f"{ctx.operator}: expected the result to be differentiated once, got a second "
+            "derivative"
+        )
+
+
+def once_differentiable(name: str) -> Formula:
+    """The operator of a formula that has no formula itself: to differentiate it again is an error.
+
+    Torch leaves such a term out and warns. Its `once_differentiable` refuses a gradient of the
+    result's gradient alone, and would still leave out what comes by the saved tensors.
+
+    Args:
+        name: of the operator, `moe_ext::_<name of the forward operator>_backward...`.
+    """
+    operator_name = name.split("::")[1]
+    operator = getattr(torch.ops.moe_ext, operator_name).default
+    forward_name = operator_name.removeprefix("_").partition("_backward")[0]
+
+    def call(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return operator(*args)
+        with torch.no_grad():
+            result = operator(*args)
+        results = result if isinstance(result, tuple) else (result,)
+        passed: Any = _SecondDerivative.apply(forward_name, len(results), *results, *args)
+        return passed if isinstance(result, tuple) else passed[0]
+
+    return call
 
 
 def _autograd_kernel(operator: Any, backward: Formula, setup_context: Formula) -> Formula:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ext.ops._autograd import register_autograd
+from moe_ext.ops._autograd import once_differentiable, register_autograd
 from moe_ext.ops.gating import GateOutput, gate_weights, topk_gate
 
 
@@ -75,15 +75,16 @@ def _choice_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(logits, topk_idx, token_mask)
 
 
+_choice_gradient = once_differentiable("moe_ext::_expert_choice_gate_backward")
+
+
 def _choice_backward(
     ctx: Any, grad_weights: Tensor | None, _idx: Any, _counts: Any, grad_score_sum: Tensor | None
 ) -> tuple[Tensor | None, None, None]:
     logits, topk_idx, token_mask = ctx.saved_tensors
     if not ctx.needs_input_grad[0] or (grad_weights is None and grad_score_sum is None):
         return None, None, None
-    grad_logits = torch.ops.moe_ext._expert_choice_gate_backward(
-        grad_weights, grad_score_sum, logits, topk_idx, token_mask
-    )
+    grad_logits = _choice_gradient(grad_weights, grad_score_sum, logits, topk_idx, token_mask)
     return grad_logits, None, None
 
 
@@ -275,13 +276,14 @@ def _load_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(logits, token_mask)
 
 
+_load_gradient = once_differentiable("moe_ext::_sequence_load_backward")
+
+
 def _load_backward(ctx: Any, grad_score_sum: Tensor, _counts: Any) -> tuple[Tensor | None, ...]:
     logits, token_mask = ctx.saved_tensors
     grad_logits = None
     if ctx.needs_input_grad[0]:
-        grad_logits = torch.ops.moe_ext._sequence_load_backward(
-            grad_score_sum, logits, ctx.score_fn, token_mask
-        )
+        grad_logits = _load_gradient(grad_score_sum, logits, ctx.score_fn, token_mask)
     return grad_logits, None, None, None, None
 
 

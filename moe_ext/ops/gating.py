@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ext.ops._autograd import register_autograd
+from moe_ext.ops._autograd import once_differentiable, register_autograd
 
 
 class GateOutput(NamedTuple):
@@ -156,13 +156,16 @@ def _gate_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(logits, topk_idx)
 
 
+_topk_gate_gradient = once_differentiable("moe_ext::_topk_gate_backward")
+
+
 def _gate_backward(
     ctx: Any, grad_weights: Tensor | None, _idx: Any, _counts: Any, grad_score_sum: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     logits, topk_idx = ctx.saved_tensors
     grad_logits = None
     if ctx.needs_input_grad[0] and not (grad_weights is None and grad_score_sum is None):
-        grad_logits = torch.ops.moe_ext._topk_gate_backward(
+        grad_logits = _topk_gate_gradient(
             grad_weights, grad_score_sum, logits, topk_idx, ctx.score_fn, ctx.renormalize, ctx.scale
         )
     return grad_logits, None, None, None, None, None, None, None, None
@@ -296,11 +299,14 @@ def _z_loss_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(logits, token_mask)
 
 
+_z_loss_gradient = once_differentiable("moe_ext::_router_z_loss_backward")
+
+
 def _z_loss_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
     logits, token_mask = ctx.saved_tensors
     if not ctx.needs_input_grad[0]:
         return None, None
-    return torch.ops.moe_ext._router_z_loss_backward(grad, logits, token_mask), None
+    return _z_loss_gradient(grad, logits, token_mask), None
 
 
 register_autograd("moe_ext::router_z_loss", _z_loss_backward, setup_context=_z_loss_setup_context)
@@ -348,13 +354,14 @@ def _balance_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(score_sum, num_tokens_per_expert)
 
 
+_balance_gradient = once_differentiable("moe_ext::_load_balance_loss_backward")
+
+
 def _balance_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
     score_sum, num_tokens_per_expert = ctx.saved_tensors
     if not ctx.needs_input_grad[0]:
         return None, None, None
-    grad_score_sum = torch.ops.moe_ext._load_balance_loss_backward(
-        grad, score_sum, num_tokens_per_expert, ctx.top_k
-    )
+    grad_score_sum = _balance_gradient(grad, score_sum, num_tokens_per_expert, ctx.top_k)
     return grad_score_sum, None, None
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ext.ops._autograd import register_autograd
+from moe_ext.ops._autograd import once_differentiable, register_autograd
 
 
 class GShardGateOutput(NamedTuple):
@@ -222,6 +222,9 @@ def _gshard_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(logits, topk_idx)
 
 
+_gshard_gradient = once_differentiable("moe_ext::_gshard_gate_backward")
+
+
 def _gshard_backward(
     ctx: Any,
     grad_weights: Tensor | None,
@@ -233,9 +236,7 @@ def _gshard_backward(
     logits, topk_idx = ctx.saved_tensors
     grad_logits = None
     if ctx.needs_input_grad[0] and not (grad_weights is None and grad_score_sum is None):
-        grad_logits = torch.ops.moe_ext._gshard_gate_backward(
-            grad_weights, grad_score_sum, logits, topk_idx, ctx.scale
-        )
+        grad_logits = _gshard_gradient(grad_weights, grad_score_sum, logits, topk_idx, ctx.scale)
     return grad_logits, None, None, None, None
 
 
@@ -351,6 +352,9 @@ def _noisy_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(clean_logits, noise_logits, state, topk_idx, token_idx)
 
 
+_noisy_gradient = once_differentiable("moe_ext::_noisy_topk_gate_backward")
+
+
 def _noisy_backward(
     ctx: Any,
     grad_weights: Tensor | None,
@@ -363,7 +367,7 @@ def _noisy_backward(
     grads = (grad_weights, grad_importance, grad_load)
     grad_clean = grad_noise = None
     if any(ctx.needs_input_grad[:2]) and any(grad is not None for grad in grads):
-        grad_clean, grad_noise = torch.ops.moe_ext._noisy_topk_gate_backward(
+        grad_clean, grad_noise = _noisy_gradient(
             *grads,
             clean_logits,
             noise_logits,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ext.ops._autograd import register_autograd
+from moe_ext.ops._autograd import once_differentiable, register_autograd
 
 
 @dataclass(frozen=True)
@@ -180,15 +180,16 @@ def _unpermute_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(slot_of_row, row_of_slot, *(() if weights is None else (rows, weights)))
 
 
+_weighted_gradient = once_differentiable("moe_ext::_unpermute_tokens_backward")
+
+
 def _unpermute_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     slot_of_row, row_of_slot, *weighted = ctx.saved_tensors
     if not weighted:
         grad_rows = torch.ops.moe_ext._gather_tokens(grad, slot_of_row, ctx.top_k)
         return grad_rows, None, None, None, None
     rows, weights = weighted
-    grad_rows, grad_weights = torch.ops.moe_ext._unpermute_tokens_backward(
-        grad, rows, slot_of_row, row_of_slot, weights
-    )
+    grad_rows, grad_weights = _weighted_gradient(grad, rows, slot_of_row, row_of_slot, weights)
     return grad_rows, None, None, None, grad_weights
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ext.ops._autograd import register_autograd
+from moe_ext.ops._autograd import once_differentiable, register_autograd
 
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -54,13 +54,17 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
 
 
+_gradient_of_x = once_differentiable("moe_ext::_router_logits_backward_x")
+_gradient_of_weight = once_differentiable("moe_ext::_router_logits_backward_weight")
+
+
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     x, weight = ctx.saved_tensors
     grad_x = grad_weight = None
     if ctx.needs_input_grad[0]:
-        grad_x = torch.ops.moe_ext._router_logits_backward_x(grad, weight, ctx.x_dtype)
+        grad_x = _gradient_of_x(grad, weight, ctx.x_dtype)
     if ctx.needs_input_grad[1]:
-        grad_weight = torch.ops.moe_ext._router_logits_backward_weight(grad, x, ctx.weight_dtype)
+        grad_weight = _gradient_of_weight(grad, x, ctx.weight_dtype)
     return grad_x, grad_weight
 
 

@@ -1,0 +1,44 @@
+"""Operators that differentiate once say so, instead of leaving a term of the gradient out."""
+
+import pytest
+import torch
+
+from moe_ext import ops
+
+STATE = torch.tensor([1, 2, 3, 4])
+IDX = torch.tensor([[0, 1], [2, 3], [1, 0], [3, 2]])
+
+FORMULAS = {
+    "topk_gate": lambda x: ops.topk_gate(x, 2).topk_weights,
+    "gate_weights": lambda x: ops.gate_weights(x, IDX.to(x.device)).topk_weights,
+    "router_z_loss": lambda x: ops.router_z_loss(x),
+    "load_balance_loss": lambda x: ops.load_balance_loss(x[0], STATE.to(x.device), 1),
+    "expert_choice_gate": lambda x: ops.expert_choice_gate(x, 2).topk_weights,
+    "sequence_load": lambda x: ops.sequence_load(x, IDX.to(x.device), 2).score_sum,
+    "gshard_gate": lambda x: ops.gshard_gate(x, STATE.to(x.device)).topk_weights,
+    "noisy_topk_gate": lambda x: ops.noisy_topk_gate(x, x, STATE.to(x.device), 2).load,
+    "router_logits": lambda x: ops.router_logits(x, x),
+    "unpermute_tokens": lambda x: ops.unpermute_tokens(
+        *ops.permute_tokens(x, IDX.to(x.device), 4), x[:, :2]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_penalty_on_the_gradient_is_refused(device, name):
+    x = torch.linspace(-1, 1, 16, device=device).sin().view(4, 4).requires_grad_()
+    loss = FORMULAS[name](x).square().sum()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    # By way of the loss there is a path to x that the refused one could hide behind.
+    with pytest.raises(RuntimeError, match=r"expected the result to be differentiated once"):
+        torch.autograd.grad(loss + grad.square().sum(), x)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_graph_of_the_gradient_changes_no_number(device, name):
+    x = torch.linspace(-1, 1, 16, device=device).sin().view(4, 4).requires_grad_()
+    grads = [
+        torch.autograd.grad(FORMULAS[name](x).square().sum(), x, create_graph=create_graph)[0]
+        for create_graph in (False, True)
+    ]
+    assert torch.equal(grads[0], grads[1])
