@@ -40,8 +40,8 @@ struct Slots {
 // pairs [T K] = group * E + expert in the order of service, or -1.
 template <bool kCheck>
 __global__ void gather_pairs_kernel(Slots slots, int* __restrict__ pairs) {
-  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < slots.num_slots;
-       i += static_cast<int>(gridDim.x * blockDim.x)) {
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < slots.num_slots;
+       i += int64_t{gridDim.x} * blockDim.x) {
     const int slot = slots.slot(i);
     const int64_t e = slot < 0 ? -1 : slots.idx[slot];
     if constexpr (kCheck) {
@@ -49,14 +49,15 @@ __global__ void gather_pairs_kernel(Slots slots, int* __restrict__ pairs) {
         __trap();
       }
     }
-    pairs[i] = e >= 0 && e < slots.num_experts ? i / slots.per_group * slots.num_experts + static_cast<int>(e) : -1;
+    const int group = static_cast<int>(i) / slots.per_group;
+    pairs[i] = e >= 0 && e < slots.num_experts ? group * slots.num_experts + static_cast<int>(e) : -1;
   }
 }
 
 // out = idx where the slot has a row, else -1.
 static __global__ void mark_slots_kernel(Slots slots, const int64_t* __restrict__ row_of_slot) {
-  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < slots.num_slots;
-       i += static_cast<int>(gridDim.x * blockDim.x)) {
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < slots.num_slots;
+       i += int64_t{gridDim.x} * blockDim.x) {
     const int slot = slots.slot(i);
     if (slot >= 0) {
       slots.out[slot] = row_of_slot[i] < 0 ? -1 : slots.idx[slot];

@@ -257,3 +257,6 @@ def test_refuses_values_that_point_outside():
     for order in (torch.zeros(8, dtype=torch.int64), torch.arange(8).roll(1)):
         with pytest.raises(RuntimeError, match=r"order to name each slot of a group once, got"):
             op(IDX, 3, 1, order, 2)
+    # Beyond the slots there are, within what a whole last group would have.
+    with pytest.raises(RuntimeError, match=r"order to name each slot of a group once, got 5 at"):
+        op(torch.zeros(5, 1, dtype=torch.int64), 3, 1, torch.tensor([0, 1, 2, 5, 3]), 2)
