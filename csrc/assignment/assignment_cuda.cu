@@ -125,7 +125,7 @@ Tensor balanced_assignment_cuda(
   check_int32(op, "the number of scores", scores.numel() + scores.size(1));
   const int num_tokens = static_cast<int>(scores.size(0)), n = static_cast<int>(scores.size(1));
   const DeviceScope device(scores);
-  const int64_t most = device_properties().shared_bytes_per_block_opt_in / ClassState::bytes(2) - 1;
+  const int64_t most = ClassState::most_experts(device_properties());
   MOE_CHECK(n <= most, op, ": expected scores to have at most ", most, " experts on this device, got ", n);
   const Tensor x = contiguous(scores);
   const std::optional<Tensor> mask = optional_contiguous(token_mask);

@@ -18,6 +18,7 @@
 namespace moe_ext::assignment {
 
 constexpr int kAuctionThreads = 1024;
+constexpr int kOwnSharedBytes = 1024; // no less than what the kernel declares beside the classes
 constexpr int kDigitBits = 4;
 constexpr int kDigits = 1 << kDigitBits;
 constexpr int kNoPlace = -1;
@@ -53,6 +54,9 @@ struct ClassState {
 
   static int64_t bytes(int64_t num_classes) {
     return num_classes * (8 * 3 + 4 * 3 + 4 * kDigits);
+  }
+  static int64_t most_experts(const DeviceProperties& device) {
+    return (device.shared_bytes_per_block_opt_in - kOwnSharedBytes) / bytes(2);
   }
   __device__ __forceinline__ ClassState(void* shared, int num_classes) {
     price = static_cast<double*>(shared);

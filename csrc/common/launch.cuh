@@ -38,15 +38,27 @@ inline DeviceProperties device_properties() {
       attribute(cudaDevAttrComputeCapabilityMajor)};
 }
 
+// Lets the kernel have as much shared memory as there is. It is the same for every launch: another thread's never finds
+// the limit lowered.
+inline void raise_shared_limit(const void* kernel, const Launch& launch, const DeviceProperties& device) {
+  cudaFuncAttributes attributes = {};
+  MOE_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+  check_shared_memory(launch, attributes.sharedSizeBytes, device);
+  if (launch.shared_bytes + attributes.sharedSizeBytes > static_cast<size_t>(device.shared_bytes_per_block)) {
+    MOE_CUDA_CHECK(cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+        device.shared_bytes_per_block_opt_in - static_cast<int>(attributes.sharedSizeBytes)));
+  }
+}
+
 // Runs kernel(args...) on the stream of `launch`; throws if the launch is refused.
 template <typename... Params, typename... Args>
 void launch(const Launch& launch, void (*kernel)(Params...), Args... args) {
   const DeviceProperties device = device_properties();
   check_launch(launch, device);
-  if (launch.shared_bytes > static_cast<size_t>(device.shared_bytes_per_block)) {
-    MOE_CUDA_CHECK(cudaFuncSetAttribute(
-        reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-        static_cast<int>(launch.shared_bytes)));
+  // Half of it leaves room for any kernel's own, and small launches are spared the question.
+  if (launch.shared_bytes > static_cast<size_t>(device.shared_bytes_per_block / 2)) {
+    raise_shared_limit(reinterpret_cast<const void*>(kernel), launch, device);
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = launch.grid;

@@ -56,4 +56,15 @@ inline void check_launch(const Launch& launch, const DeviceProperties& device) {
   }
 }
 
+// own_bytes: what the kernel itself declares, which shares the block's memory with what the launch asks for.
+inline void check_shared_memory(const Launch& launch, size_t own_bytes, const DeviceProperties& device) {
+  const size_t bytes = launch.shared_bytes + own_bytes;
+  if (bytes > static_cast<size_t>(device.shared_bytes_per_block_opt_in)) {
+    throw std::runtime_error(
+        "launch: expected at most " + std::to_string(device.shared_bytes_per_block_opt_in) +
+        " bytes of shared memory, got " + std::to_string(launch.shared_bytes) + " and the kernel's own " +
+        std::to_string(own_bytes));
+  }
+}
+
 } // namespace moe_ext

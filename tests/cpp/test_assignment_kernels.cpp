@@ -324,6 +324,20 @@ INSTANTIATE_TEST_SUITE_P(
          {36, 3, 0, false, false, 1, true},
          {35, 3, 0, false, false, 1, true}}));
 
+// The launch is refused where the classes and what the kernel declares do not fit together.
+TEST(Auction, RunsWithTheMostExperts) {
+  const int n = static_cast<int>(ClassState::most_experts(device_properties()));
+  std::vector<float> scores(n * n, 0.0f);
+  for (int t = 0; t < n; ++t) {
+    scores[t * n + t] = 1.0f;
+  }
+  std::vector<int64_t> expert_of(n, -1), expected(n);
+  std::iota(expected.begin(), expected.end(), 0);
+  std::vector<double> memory(AuctionScratch::bytes(n, n) / 8 + 1);
+  launch_auction<true>(scores.data(), nullptr, n, n, memory.data(), expert_of.data(), nullptr);
+  EXPECT_EQ(expert_of, expected);
+}
+
 TEST(Auction, NamesScoresThatAreNotFinite) {
   const std::vector<float> scores = {0, NAN};
   std::vector<int64_t> expert_of(1);

@@ -297,6 +297,16 @@ TEST(Launch, RefusesWhatADeviceRefuses) {
   EXPECT_FALSE(refuses({dim3(1), dim3(32)}, ""));
 }
 
+TEST(Launch, CountsTheKernelsOwnSharedMemory) {
+  const size_t most = device_properties().shared_bytes_per_block_opt_in;
+  std::vector<int> out(kThreads);
+  const auto run = [&](size_t dynamic) {
+    launch({dim3(1), dim3(kThreads), dynamic, nullptr}, reverse_block_kernel<false>, out.data());
+  };
+  run(most - kThreads * sizeof(int));
+  EXPECT_THROW(run(most - kThreads * sizeof(int) + 1), std::runtime_error);
+}
+
 __global__ void primitives_kernel(int* out) {
   const int value = static_cast<int>(threadIdx.x);
   int total = 0;

@@ -165,11 +165,12 @@ void run_block(size_t num_threads) {
 void run_grid(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& kernel) {
   generator.seed(schedule.seed);
   running = &kernel;
+  std::ranges::for_each(static_shared, [](auto& shared) { shared.used = false; });
   gridDim = grid;
   blockDim = block;
   for (int i : ordered(size_t{grid.x} * grid.y * grid.z)) {
     blockIdx = unflatten(i, grid);
-    std::ranges::for_each(static_shared, [](auto& bytes) { std::ranges::fill(bytes, kPoison); });
+    std::ranges::for_each(static_shared, [](auto& shared) { std::ranges::fill(shared.bytes, kPoison); });
     // A new allocation, of just this size: AddressSanitizer guards its end.
     dynamic_shared = std::vector<unsigned char>(shared_bytes, kPoison);
     run_block(size_t{block.x} * block.y * block.z);

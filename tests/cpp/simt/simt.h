@@ -47,8 +47,31 @@ struct Call {
 
 inline int lane;
 inline int64_t num_atomics; // of the thread, since it ran last
-inline std::vector<std::vector<unsigned char>> static_shared;
+// Of one declaration in a kernel, or in a function that it calls.
+struct StaticShared {
+  std::vector<unsigned char> bytes;
+  bool used; // by the last grid
+};
+inline std::vector<StaticShared> static_shared;
 inline std::vector<unsigned char> dynamic_shared;
+
+inline size_t declare_shared(size_t bytes) {
+  static_shared.push_back({std::vector<unsigned char>(bytes, kPoison), false});
+  return static_shared.size() - 1;
+}
+
+inline unsigned char* use_shared(size_t place) {
+  static_shared[place].used = true;
+  return static_shared[place].bytes.data();
+}
+
+inline size_t used_shared_bytes() {
+  size_t sum = 0;
+  for (const StaticShared& shared : static_shared) {
+    sum += shared.used ? shared.bytes.size() : 0;
+  }
+  return sum;
+}
 
 [[noreturn]] void fail(const std::string& what, Site site);
 // Waits until every lane of the mask has come with the same call; what each gave, until the next one.
