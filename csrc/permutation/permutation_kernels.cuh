@@ -13,12 +13,14 @@
 
 #include "common/block.cuh"
 #include "common/launch.cuh"
+#include "common/select.cuh"
 #include "common/vec.cuh"
 #include "common/warp.cuh"
 
 namespace moe_ext::permutation {
 
 constexpr int kNumThreads = 256;
+static_assert(kNumThreads == kSelectThreads);
 constexpr int kWarpsPerBlock = kNumThreads / kWarpSize;
 constexpr int64_t kNone = -1;
 
@@ -236,45 +238,6 @@ __device__ __forceinline__ uint64_t ordered_key(double weight) {
   return bits >> 63 ? ~bits : bits | 0x8000000000000000ull;
 }
 
-// The key of the capacity-th largest weight of `slots`, digit by digit from the top; `ties` becomes how many slots with
-// that very key are kept. Every thread of the block calls it.
-template <typename Weight>
-__device__ auto select_key(
-    const Weight* __restrict__ weights, const int64_t* __restrict__ slots, int64_t num_slots, int64_t capacity,
-    int64_t& ties) {
-  using Key = decltype(ordered_key(Weight()));
-  static_assert(kNumThreads == 256, "one thread per value of a digit");
-  MOE_SHARED(int, histogram, kNumThreads);
-  MOE_SHARED(int64_t, found, 2);
-  Key prefix = 0, mask = 0;
-  int64_t wanted = capacity;
-  for (int shift = 8 * static_cast<int>(sizeof(Key)) - 8; shift >= 0; shift -= 8) {
-    histogram[threadIdx.x] = 0;
-    __syncthreads();
-    for (int64_t i = threadIdx.x; i < num_slots; i += kNumThreads) {
-      const Key key = ordered_key(weights[slots[i]]);
-      if ((key & mask) == prefix) {
-        atomicAdd(&histogram[(key >> shift) & 255], 1);
-      }
-    }
-    __syncthreads();
-    const int digit = kNumThreads - 1 - static_cast<int>(threadIdx.x);
-    const int64_t here = histogram[digit];
-    int64_t total = 0;
-    const int64_t above = block_exclusive_scan<kNumThreads>(here, total);
-    if (above < wanted && wanted <= above + here) {
-      found[0] = digit;
-      found[1] = wanted - above;
-    }
-    __syncthreads();
-    prefix |= static_cast<Key>(found[0]) << shift;
-    mask |= static_cast<Key>(255) << shift;
-    wanted = found[1];
-  }
-  ties = wanted;
-  return prefix;
-}
-
 // Keeps the `capacity` largest weights of an expert, ties to the earlier slot. One block per expert.
 template <typename Weight, bool kCheck>
 __global__ void __launch_bounds__(kNumThreads) keep_by_score_kernel(
@@ -295,7 +258,8 @@ __global__ void __launch_bounds__(kNumThreads) keep_by_score_kernel(
         }
       }
     }
-    threshold = select_key(weights, slots, num_slots, capacity, ties);
+    const auto key = [&](int64_t i) { return ordered_key(weights[slots[i]]); };
+    threshold = block_select<decltype(threshold)>(key, num_slots, capacity, ties);
   }
   int64_t larger_before = 0, equal_before = 0;
   for (int64_t base = 0; base < num_slots; base += kNumThreads) {
