@@ -222,10 +222,12 @@ void check_distinct(const Tensor& topk_idx, int64_t num_experts) {
   std::atomic<int64_t> first{num_choices};
   parallel_for(0, topk_idx.size(0), grain_size(top_k * sizeof(int64_t)), [&](int64_t begin, int64_t end) {
     std::vector<int64_t> last_token(num_experts, -1);
-    for (int64_t i = begin * top_k; i < end * top_k; ++i) {
-      if (idx[i] >= 0 && std::exchange(last_token[idx[i]], i / top_k) == i / top_k) {
-        keep_smaller(first, i);
-        return;
+    for (int64_t t = begin; t < end; ++t) {
+      for (int64_t i = t * top_k; i < (t + 1) * top_k; ++i) {
+        if (idx[i] >= 0 && std::exchange(last_token[idx[i]], t) == t) {
+          keep_smaller(first, i);
+          return;
+        }
       }
     }
   });
@@ -244,7 +246,9 @@ std::tuple<Tensor, Tensor, Tensor> gate_weights_cpu(
   const GateOptions options = check_gate_weights(logits, topk_idx, score_fn, renormalize, scale);
   const Tensor index = torch::stable::contiguous(topk_idx);
   check_idx("gate_weights", index, options.num_experts);
-  check_distinct(index, options.num_experts);
+  if (options.top_k > 1) {
+    check_distinct(index, options.num_experts);
+  }
   const ScalarType acc = acc_dtype(logits.scalar_type());
   const Tensor x = torch::stable::contiguous(logits);
   const int64_t num_tokens = logits.size(0);

@@ -276,6 +276,33 @@ void gate_backward(const GateGradArgs<T>& args, int64_t begin, int64_t end, Acc*
   }
 }
 
+// Weights and counts of a tile whose choice is given. Returns the first token that is refused, or -1.
+template <typename T, typename Acc>
+MOE_INLINE int64_t write_given(
+    const Tile<Acc>& tile, const Acc* active, IntVec<Acc> finite, const GateWeightsArgs<T>& args, int64_t first,
+    int64_t end, int64_t* counts) {
+  constexpr int64_t kLanes = Lanes<Acc>::kCount;
+  const int64_t top_k = args.options.top_k;
+  for (int64_t lane = 0; lane < kLanes && first + lane < end; ++lane) {
+    Acc* __restrict weights = args.weights + (first + lane) * top_k;
+    if (active[lane] != 0 && finite[lane] == 0) {
+      return first + lane;
+    }
+    for (int64_t k = 0; k < top_k; ++k) {
+      const Acc weight = tile.chosen[k * kLanes + lane];
+      const int64_t expert = active[lane] != 0 ? tile.idx[k * kLanes + lane] : -1;
+      // A weight above or below zero is that of a logit above -inf, and spares a look at it.
+      const bool is_number = weight > 0 || weight < 0;
+      if (!is_number && expert >= 0 && tile.x[expert * kLanes + lane] == -kInfinity<Acc>) {
+        return first + lane;
+      }
+      weights[k] = expert < 0 ? Acc(0) : weight;
+      counts[expert < 0 ? 0 : expert] += expert >= 0;
+    }
+  }
+  return -1;
+}
+
 // The gate with its choice given: scores, sums and weights, no selection.
 template <typename T, typename Acc>
 int64_t weigh(
@@ -301,16 +328,9 @@ int64_t weigh(
     const Vec<Acc> factor = compute_scores(tile, options.score_fn, num_experts, active, finite);
     add_scores(tile, tile.score_sum + (first - begin) % kMaxLanes, factor, num_experts);
     compute_weights(tile, factor, false, options);
-    for (int64_t lane = 0; lane < kLanes && first + lane < end; ++lane) {
-      for (int64_t k = 0; k < top_k; ++k) {
-        const int64_t expert = tile.idx[k * kLanes + lane];
-        const bool chosen = active[lane] != 0 && expert >= 0;
-        if (active[lane] != 0 && (finite[lane] == 0 || (chosen && tile.x[expert * kLanes + lane] == -kInfinity<Acc>))) {
-          return first + lane;
-        }
-        args.weights[(first + lane) * top_k + k] = chosen ? tile.chosen[k * kLanes + lane] : Acc(0);
-        counts[chosen ? expert : 0] += chosen;
-      }
+    const int64_t token = write_given(tile, active, finite, args, first, end, counts);
+    if (token >= 0) {
+      return token;
     }
   }
   for (int64_t e = 0; e < num_experts; ++e) {
