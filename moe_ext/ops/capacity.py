@@ -88,7 +88,8 @@ def limit_capacity(
         raise ValueError("limit_capacity: expected ranked_idx to be given to reroute, got None")
     keys_TK = priority if policy == "random" else topk_weights
     order = None
-    if policy != "position":
+    # What is no [T, K] with a column has no order either: the operator says so.
+    if policy != "position" and topk_idx_TK.dim() == 2 and topk_idx_TK.shape[1] > 0:
         _check_keys(topk_idx_TK, keys_TK, policy)
         order = _service_order(topk_idx_TK, keys_TK, policy, max(num_groups, 1))
     return torch.ops.moe_ext.limit_capacity(

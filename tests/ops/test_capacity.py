@@ -207,6 +207,12 @@ IDX = torch.zeros(4, 2, dtype=torch.int64)
         ((IDX.int(), 3, 1), {}, r"^limit_capacity: expected topk_idx to be Long, got Int"),
         ((IDX[0], 3, 1), {}, r"topk_idx to be a 2-D tensor \[T, K\]"),
         ((IDX[:, :0], 3, 1), {}, r"topk_idx to have at least 1 column"),
+        ((IDX[0], 3, 1), {"policy": "choice"}, r"topk_idx to be a 2-D tensor \[T, K\]"),
+        (
+            (IDX[:, :0], 3, 1),
+            {"policy": "batch_prioritized", "topk_weights": IDX[:, :0]},
+            r"topk_idx to have at least 1 column",
+        ),
         ((IDX, 0, 1), {}, r"num_experts to be at least 1, got 0"),
         ((IDX, 3, 0), {}, r"capacity to be at least 1, got 0"),
         ((IDX, 3, 1), {"num_groups": 0}, r"num_groups to be at least 1, got 0"),
