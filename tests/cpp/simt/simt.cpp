@@ -165,12 +165,13 @@ void run_block(size_t num_threads) {
 void run_grid(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& kernel) {
   generator.seed(schedule.seed);
   running = &kernel;
-  std::ranges::for_each(static_shared, [](auto& shared) { shared.used = false; });
+  ++num_grids;
+  own_shared_bytes = 0;
   gridDim = grid;
   blockDim = block;
   for (int i : ordered(size_t{grid.x} * grid.y * grid.z)) {
     blockIdx = unflatten(i, grid);
-    std::ranges::for_each(static_shared, [](auto& shared) { std::ranges::fill(shared.bytes, kPoison); });
+    std::ranges::for_each(static_shared, [](auto& bytes) { std::ranges::fill(bytes, kPoison); });
     // A new allocation, of just this size: AddressSanitizer guards its end.
     dynamic_shared = std::vector<unsigned char>(shared_bytes, kPoison);
     run_block(size_t{block.x} * block.y * block.z);
@@ -190,5 +191,4 @@ const std::array<uint64_t, kWarpSize>& exchange(const Call& call) {
   leave(Thread::kWaiting);
   return exchanged;
 }
-
 } // namespace simt

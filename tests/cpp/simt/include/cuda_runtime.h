@@ -25,7 +25,6 @@ struct alignas(16) uint4 {
 using std::max, std::min;
 
 namespace simt {
-
 template <typename To, typename From>
 To bits(From from) {
   To to{};
@@ -55,7 +54,6 @@ T shuffle(const char* op, unsigned mask, T value, int source, int width, Site si
   }
   return bits<T>(given[from]);
 }
-
 } // namespace simt
 
 inline void __syncwarp(unsigned mask = 0xFFFFFFFFu, SIMT_SITE) {

@@ -17,12 +17,15 @@ template <typename... Params, typename... Args>
 void launch(const Launch& launch, void (*kernel)(Params...), Args... args) {
   check_launch(launch, device_properties());
   simt::run_grid(launch.grid, launch.block, launch.shared_bytes, [=] { kernel(static_cast<Params>(args)...); });
-  check_shared_memory(launch, simt::used_shared_bytes(), device_properties());
+  check_shared_memory(launch, simt::own_shared_bytes, device_properties());
 }
 
 } // namespace moe_ext
 
-#define MOE_SHARED(T, name, size)                                                \
-  static const size_t name##_place = ::simt::declare_shared(sizeof(T) * (size)); \
-  T* const name = reinterpret_cast<T*>(::simt::use_shared(name##_place))
+#define MOE_SHARED(T, name, size)                                                                           \
+  static T* const name =                                                                                    \
+      reinterpret_cast<T*>(::simt::static_shared.emplace_back(sizeof(T) * (size), ::simt::kPoison).data()); \
+  static size_t name##_grid = 0;                                                                            \
+  ::simt::own_shared_bytes +=                                                                               \
+      std::exchange(name##_grid, ::simt::num_grids) == ::simt::num_grids ? 0 : sizeof(T) * (size)
 #define MOE_DYNAMIC_SHARED(T, name) T* const name = reinterpret_cast<T*>(::simt::dynamic_shared.data())
