@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import moe_ext
+from moe_ext import reference
 from moe_ext.nn import (
     CosineRouter,
     GShardRouter,
@@ -240,7 +241,7 @@ def test_routers_that_draw_are_pinned(name):
         torch.testing.assert_close(got, grad, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", [name for name in ROUTERS if name != "noisy"])
+@pytest.mark.parametrize("name", ROUTERS)
 def test_a_router_weighs_its_own_choice_as_it_did(name):
     router = random_layer(name).router
     mask = torch.rand(200) > 0.2
@@ -253,3 +254,26 @@ def test_a_router_weighs_its_own_choice_as_it_did(name):
     if routed.balance is not None:
         for got, want in zip(again.balance, routed.balance, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+
+
+def test_noisy_routing_is_replayed_with_other_weights_and_the_same_noise():
+    router = random_layer("noisy").router
+    x, mask = tokens(200), torch.rand(200) > 0.2
+    choice = router(x, token_mask=mask).gate.topk_idx
+    with torch.no_grad():
+        router.weight.mul_(-1.0)
+    routed = router(x, token_mask=mask)
+    assert not torch.equal(routed.gate.topk_idx, choice)
+    gate = router.with_choice(routed, choice).gate
+    normal = reference.noisy_gating.routing_normal(router.rng_state, 200, 6, stream=2)
+    deviation = nn.functional.softplus(x @ router.noise_weight.T) + router.noise_epsilon
+    h = x @ router.weight.T + normal * deviation
+    want = h.gather(1, choice.clamp(min=0)).softmax(dim=1) * mask[:, None]
+    # The operator draws its normals in float32.
+    torch.testing.assert_close(gate.topk_weights, want, rtol=1e-5, atol=1e-6)
+    sums = torch.zeros(200, 6, dtype=want.dtype).scatter_add(1, choice.clamp(min=0), want).sum(0)
+    torch.testing.assert_close(gate.score_sum, sums, rtol=1e-5, atol=1e-6)
+    grads = torch.autograd.grad(gate.topk_weights[:, 0].sum(), list(router.parameters()))
+    wanted = torch.autograd.grad(want[:, 0].sum(), list(router.parameters()))
+    for got, grad in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(got, grad, rtol=1e-4, atol=1e-5)

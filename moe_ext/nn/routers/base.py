@@ -29,6 +29,22 @@ class BalanceTerms(NamedTuple):
     top_k: int
 
 
+class DrawnNoise(NamedTuple):
+    """What `ops.noisy_topk_gate` draws its noise from, kept to draw the same again.
+
+    Attributes:
+        noise_logits: `[T, E]`, in the graph.
+        rng_state: `[4]`, a copy.
+        token_mask: as the router was given it.
+        token_idx: as the router was given it.
+    """
+
+    noise_logits: Tensor
+    rng_state: Tensor
+    token_mask: Tensor | None
+    token_idx: Tensor | None
+
+
 class RouterOutput(NamedTuple):
     """What a router hands to a layer.
 
@@ -39,6 +55,7 @@ class RouterOutput(NamedTuple):
         capacity: rows that an expert takes, where the router decides it; None leaves it to the
             layer.
         balance: what the balance loss counts, where that is not what the gate counted.
+        noise: what moved the logits that the gate saw, where that is not `logits`.
     """
 
     logits: Tensor
@@ -46,6 +63,7 @@ class RouterOutput(NamedTuple):
     losses: dict[str, Tensor] | None = None
     capacity: int | None = None
     balance: BalanceTerms | None = None
+    noise: DrawnNoise | None = None
 
 
 class Router(nn.Module):

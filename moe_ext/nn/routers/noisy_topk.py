@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moe_ext import ops
 from moe_ext.nn._autocast import without_autocast
 from moe_ext.nn.routers._linear import LinearRouter
-from moe_ext.nn.routers.base import RouterOutput
+from moe_ext.nn.routers.base import DrawnNoise, RouterOutput
 
 
 class NoisyTopKRouter(LinearRouter):
@@ -130,7 +130,48 @@ class NoisyTopKRouter(LinearRouter):
             )
             losses = self._losses(chosen)
         gate = ops.GateOutput(*chosen[:4])
-        return RouterOutput(logits_TE, gate, losses or None)
+        noise = None
+        if noise_TE is not None and rng_state is not None:
+            noise = DrawnNoise(noise_TE, rng_state.clone(), token_mask, token_idx)
+        return RouterOutput(logits_TE, gate, losses or None, noise=noise)
+
+    def with_choice(self, routed: RouterOutput, topk_idx_TK: Tensor) -> RouterOutput:
+        """See `Router.with_choice`.
+
+        The same noise is drawn again; the losses stay those of the router's own choice.
+        """
+        with without_autocast(routed.logits.device):
+            logits_TE = self._noisy_logits(routed)
+            gate = ops.gate_weights(logits_TE, topk_idx_TK, score_fn="topk_softmax")
+        # A slot without an expert adds its zero to expert 0.
+        idx_TK, nothing_TE = topk_idx_TK.clamp(min=0), torch.zeros_like(logits_TE)
+        importance_E = nothing_TE.scatter_add(1, idx_TK, gate.topk_weights).sum(dim=0)
+        dtype = routed.gate.topk_weights.dtype
+        gate = gate._replace(
+            topk_weights=(self.scale * gate.topk_weights).to(dtype),
+            score_sum=importance_E.to(dtype),
+        )
+        return routed._replace(gate=gate)
+
+    def _noisy_logits(self, routed: RouterOutput) -> Tensor:
+        """The logarithm of the softmax of what the gate saw, `[T, E]`, in float64."""
+        logits_TE, noise = routed.logits.double(), routed.noise
+        if noise is None:
+            return logits_TE
+        # The gate of all experts gives the softmax over them, from the bits of its own noise. In
+        # float64 no expert within 700 of the best underflows.
+        whole = ops.noisy_topk_gate(
+            logits_TE,
+            noise.noise_logits.double(),
+            noise.rng_state,
+            self.num_experts,
+            noise_epsilon=self.noise_epsilon,
+            token_mask=noise.token_mask,
+            token_idx=noise.token_idx,
+        )
+        tiny = torch.finfo(torch.float64).tiny
+        log_TE = whole.topk_weights.clamp(min=tiny).log()
+        return torch.zeros_like(logits_TE).scatter(1, whole.topk_idx.clamp(min=0), log_TE)
 
     def _losses(self, chosen: ops.NoisyGateOutput) -> dict[str, Tensor]:
         losses = {}
