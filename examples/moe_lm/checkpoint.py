@@ -7,6 +7,7 @@ name, flushed to disk and renamed; whoever sees the final name sees a whole chec
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
 import os
@@ -31,6 +32,18 @@ FORMAT = "moe_lm checkpoint 1"
 PREFIX = "step-"
 TEMPORARY = ".incomplete-"
 
+
+class CheckpointError(UserError):
+    """The checkpoint cannot be used; the message says why and what to do."""
+
+
+def _enum_member(owner: Any, name: str) -> Any:
+    """What stands for `getattr`, by which Python 3.11.0 to 3.11.3 pickles a member of an enum."""
+    if not (isinstance(owner, type) and issubclass(owner, enum.Enum) and name in owner.__members__):
+        raise CheckpointError("its metadata asks for an attribute, which is not allowed")
+    return owner[name]
+
+
 # The classes that DCP's own metadata consists of, looked up by exact name: unpickling can then
 # build these and nothing else.
 _METADATA_CLASSES: dict[tuple[str, str], Any] = {
@@ -47,14 +60,11 @@ _METADATA_CLASSES: dict[tuple[str, str], Any] = {
             filesystem._StorageInfo,
         )
     },
+    ("builtins", "getattr"): _enum_member,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     **{("torch", str(dtype)[6:]): dtype for dtype in (torch.float32, torch.float64, torch.int64)},
 }
-
-
-class CheckpointError(UserError):
-    """The checkpoint cannot be used; the message says why and what to do."""
 
 
 @dataclass(frozen=True)

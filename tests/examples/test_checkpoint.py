@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import pickle
@@ -228,6 +229,27 @@ def test_only_the_classes_of_tensor_metadata_can_be_unpickled(tmp_path, module, 
     accept_changes(path)
     with pytest.raises(UserError, match="which is not allowed"):
         load(tmp_path)
+
+
+class ByAttribute:
+    """Pickled as `getattr(owner, name)`."""
+
+    def __init__(self, owner, name):
+        self.reduced = getattr, (owner, name)
+
+    def __reduce__(self):
+        return self.reduced
+
+
+def test_an_attribute_is_unpickled_only_as_a_member_of_an_enum():
+    encoding = dcp.metadata._MEM_FORMAT_ENCODING
+    for member in encoding:
+        pickled = pickle.dumps(ByAttribute(encoding, member.name))
+        assert ckpt._MetadataUnpickler(io.BytesIO(pickled)).load() is member
+    for owner, name in ((encoding, "__members__"), (dcp.metadata.Metadata, "__init__")):
+        pickled = pickle.dumps(ByAttribute(owner, name))
+        with pytest.raises(UserError, match="which is not allowed"):
+            ckpt._MetadataUnpickler(io.BytesIO(pickled)).load()
 
 
 def test_pickled_code_in_place_of_a_tensor_is_not_run(tmp_path):
