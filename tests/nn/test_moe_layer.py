@@ -442,6 +442,10 @@ def test_wrong_router_options(options, message):
         TopKRouter(8, 6, 2, **options)
 
 
+class OwnRouter(moe_ext.nn.Router):
+    """One that cannot weigh a choice which is not its own."""
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -451,9 +455,9 @@ def test_wrong_router_options(options, message):
             "expected capacity to be None with a router that sets the rows",
         ),
         (
-            {"router": lambda: moe_ext.nn.NoisyTopKRouter(8, 4), "overflow": "reroute"},
+            {"router": lambda: OwnRouter(8, 4, 2), "overflow": "reroute"},
             ValueError,
-            r"\(with_choice\) for capacity.overflow='reroute', got NoisyTopKRouter",
+            r"\(with_choice\) for capacity.overflow='reroute', got OwnRouter",
         ),
         (
             {"experts": lambda: moe_ext.nn.GroupedExperts(8, 8, 4)},
