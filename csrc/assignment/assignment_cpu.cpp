@@ -33,15 +33,6 @@ using torch::stable::parallel_for;
 constexpr int64_t kTokensPerBlock = 256;
 constexpr double kSinkhornEps = 1e-8; // of Megatron-LM's sums over tokens
 
-std::optional<Tensor> optional_contiguous(const std::optional<Tensor>& t) {
-  return t ? std::optional(contiguous(*t)) : std::nullopt;
-}
-
-template <typename T>
-const T* data_or_null(const std::optional<Tensor>& t) {
-  return t ? data<T>(*t) : nullptr;
-}
-
 void keep_smaller(std::atomic<int64_t>& smallest, int64_t value) {
   int64_t seen = smallest.load();
   while (value < seen && !smallest.compare_exchange_weak(seen, value)) {

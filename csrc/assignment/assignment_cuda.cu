@@ -15,15 +15,6 @@ namespace {
 using torch::stable::contiguous;
 using torch::stable::new_empty;
 
-std::optional<Tensor> optional_contiguous(const std::optional<Tensor>& t) {
-  return t ? std::optional(contiguous(*t)) : std::nullopt;
-}
-
-template <typename T>
-const T* data_or_null(const std::optional<Tensor>& t) {
-  return t ? data<const T>(*t) : nullptr;
-}
-
 template <typename Acc>
 RowPlan checked_plan(const char* op, int64_t num_tokens, int64_t num_experts) {
   check_int32(op, "the number of experts", num_experts);

@@ -30,8 +30,8 @@ std::tuple<Tensor, Tensor> limit_capacity_cuda(
       !ranked_idx || num_experts <= most, op, ": expected num_experts to be at most ", most,
       " to reroute on CUDA, got ", num_experts);
   const Tensor idx = contiguous(topk_idx);
-  const std::optional<Tensor> slots_in_order = order ? std::optional(contiguous(*order)) : std::nullopt;
-  const std::optional<Tensor> ranked = ranked_idx ? std::optional(contiguous(*ranked_idx)) : std::nullopt;
+  const std::optional<Tensor> slots_in_order = optional_contiguous(order);
+  const std::optional<Tensor> ranked = optional_contiguous(ranked_idx);
   const permutation::SortPlan plan = permutation::plan_sort(num_slots, pairs, device_properties());
   const int64_t rows = permutation::num_rows(num_slots, {pairs, capacity, false, 1});
   const auto long_tensor = [&](int64_t size) { return new_empty(idx, {size}, ScalarType::Long); };
@@ -50,8 +50,8 @@ std::tuple<Tensor, Tensor> limit_capacity_cuda(
       sort.data_ptr()};
   const Slots slots{
       data<int64_t>(idx),
-      slots_in_order ? data<int64_t>(*slots_in_order) : nullptr,
-      ranked ? data<int64_t>(*ranked) : nullptr,
+      data_or_null<int64_t>(slots_in_order),
+      data_or_null<int64_t>(ranked),
       data<int64_t>(out),
       num_slots,
       static_cast<int>(idx.size(1)),

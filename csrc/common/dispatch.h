@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "common/check.h"
 #include "common/simd.h"
@@ -33,6 +34,16 @@ inline ScalarType acc_dtype(ScalarType dtype) {
 template <typename T>
 T* data(const Tensor& t) {
   return static_cast<T*>(t.data_ptr());
+}
+
+inline std::optional<Tensor> optional_contiguous(const std::optional<Tensor>& t) {
+  return t ? std::optional(torch::stable::contiguous(*t)) : std::nullopt;
+}
+
+// Of a tensor that may be absent.
+template <typename T>
+const T* data_or_null(const std::optional<Tensor>& t) {
+  return t ? data<const T>(*t) : nullptr;
 }
 
 // Items a task wants so that it is worth a thread: about 32 KiB of traffic.

@@ -29,15 +29,6 @@ int64_t num_blocks(int64_t num_tokens) {
   return (num_tokens + kTokensPerBlock - 1) / kTokensPerBlock;
 }
 
-std::optional<Tensor> contiguous(const std::optional<Tensor>& t) {
-  return t ? std::optional(torch::stable::contiguous(*t)) : std::nullopt;
-}
-
-template <typename T>
-const T* data_or_null(const std::optional<Tensor>& t) {
-  return t ? data<T>(*t) : nullptr;
-}
-
 void keep_smaller(std::atomic<int64_t>& smallest, int64_t value) {
   int64_t seen = smallest.load();
   while (value < seen && !smallest.compare_exchange_weak(seen, value)) {
@@ -158,7 +149,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> topk_gate_cpu(
   const ScalarType acc = acc_dtype(logits.scalar_type());
   const std::optional<Tensor> bias = finite_bias(selection_bias, acc);
   const Tensor x = torch::stable::contiguous(logits);
-  const std::optional<Tensor> mask = contiguous(token_mask);
+  const std::optional<Tensor> mask = optional_contiguous(token_mask);
   const int64_t num_tokens = logits.size(0);
   Tensor weights = torch::stable::new_empty(logits, {num_tokens, top_k}, acc);
   Tensor idx = torch::stable::new_empty(logits, {num_tokens, top_k}, ScalarType::Long);
@@ -273,8 +264,8 @@ Tensor topk_gate_backward_cpu(
   const Tensor index = torch::stable::contiguous(topk_idx);
   const bool holes = check_idx("_topk_gate_backward", index, options.num_experts);
   const Tensor x = torch::stable::contiguous(logits);
-  const std::optional<Tensor> dw = contiguous(grad_weights);
-  const std::optional<Tensor> ds = contiguous(grad_score_sum);
+  const std::optional<Tensor> dw = optional_contiguous(grad_weights);
+  const std::optional<Tensor> ds = optional_contiguous(grad_score_sum);
   const int64_t n = options.num_experts;
   Tensor grad = torch::stable::new_empty(logits, {logits.size(0), n});
   dispatch_floating(logits.scalar_type(), [&]<typename T>() {
@@ -318,7 +309,7 @@ Tensor router_z_loss_cpu(
     std::optional<Tensor> token_mask) { // [T]
   check_router_z_loss("router_z_loss", logits, token_mask);
   const Tensor x = torch::stable::contiguous(logits);
-  const std::optional<Tensor> mask = contiguous(token_mask);
+  const std::optional<Tensor> mask = optional_contiguous(token_mask);
   const int64_t num_tokens = logits.size(0);
   const int64_t n = logits.size(1);
   std::vector<double> partials(num_blocks(num_tokens), 0);
@@ -343,7 +334,7 @@ Tensor router_z_loss_backward_cpu(
   check_router_z_loss("_router_z_loss_backward", logits, token_mask);
   check_scalar_grad("_router_z_loss_backward", grad, "logits", logits);
   const Tensor x = torch::stable::contiguous(logits);
-  const std::optional<Tensor> mask = contiguous(token_mask);
+  const std::optional<Tensor> mask = optional_contiguous(token_mask);
   const int64_t n = logits.size(1);
   Tensor out = torch::stable::new_empty(logits, {logits.size(0), n});
   const double factor = 2 * scalar_value(grad) / static_cast<double>(count_tokens(mask, logits.size(0)));

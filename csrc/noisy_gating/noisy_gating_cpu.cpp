@@ -30,15 +30,6 @@ int64_t num_blocks(int64_t num_tokens) {
   return (num_tokens + kTokensPerBlock - 1) / kTokensPerBlock;
 }
 
-OptionalTensor contiguous(const OptionalTensor& t) {
-  return t ? std::optional(torch::stable::contiguous(*t)) : std::nullopt;
-}
-
-template <typename T>
-const T* data_or_null(const OptionalTensor& t) {
-  return t ? data<T>(*t) : nullptr;
-}
-
 RngSource rng_source(const OptionalTensor& rng_state, const OptionalTensor& token_idx) {
   return {data_or_null<int64_t>(rng_state), data_or_null<int64_t>(token_idx)};
 }
@@ -130,7 +121,7 @@ Tensor routing_uniform_cpu(
     OptionalTensor token_idx) { // [T]
   check_routing_uniform(rng_state, num_tokens, num_columns, stream, token_idx);
   const Tensor state = torch::stable::contiguous(rng_state);
-  const OptionalTensor idx = contiguous(token_idx);
+  const OptionalTensor idx = optional_contiguous(token_idx);
   Tensor out = new_empty(rng_state, {num_tokens, num_columns}, ScalarType::Float);
   const RngSource rng = {data<int64_t>(state), data_or_null<int64_t>(idx)};
   parallel_for(0, num_tokens, grain_size(4 * num_columns), [&](int64_t begin, int64_t end) {
@@ -146,7 +137,7 @@ Tensor routing_jitter_cpu(
     OptionalTensor token_idx) { // [T]
   check_routing_jitter(x, rng_state, eps, token_idx);
   const Tensor in = torch::stable::contiguous(x), state = torch::stable::contiguous(rng_state);
-  const OptionalTensor idx = contiguous(token_idx);
+  const OptionalTensor idx = optional_contiguous(token_idx);
   Tensor out = new_empty(x, {x.size(0), x.size(1)});
   dispatch_floating(x.scalar_type(), [&]<typename T>() {
     const JitterArgs<T> args{
@@ -168,7 +159,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gshard_gate_cpu(
   const ScalarType acc = acc_dtype(logits.scalar_type());
   const int64_t num_tokens = logits.size(0), n = logits.size(1);
   const Tensor x = torch::stable::contiguous(logits);
-  const OptionalTensor mask = contiguous(token_mask), state = contiguous(rng_state), token = contiguous(token_idx);
+  const OptionalTensor mask = optional_contiguous(token_mask), state = optional_contiguous(rng_state),
+                       token = optional_contiguous(token_idx);
   Tensor weights = new_empty(logits, {num_tokens, 2}, acc);
   Tensor idx = new_empty(logits, {num_tokens, 2}, ScalarType::Long);
   Tensor counts = new_empty(logits, {n}, ScalarType::Long), firsts = new_empty(logits, {n}, ScalarType::Long);
@@ -196,7 +188,7 @@ Tensor gshard_gate_backward_cpu(
     double scale) {
   check_gshard_gate_backward(grad_weights, grad_score_sum, logits, topk_idx, scale);
   const Tensor x = torch::stable::contiguous(logits), idx = torch::stable::contiguous(topk_idx);
-  const OptionalTensor dw = contiguous(grad_weights), ds = contiguous(grad_score_sum);
+  const OptionalTensor dw = optional_contiguous(grad_weights), ds = optional_contiguous(grad_score_sum);
   const int64_t n = logits.size(1);
   Tensor grad = new_empty(logits, {logits.size(0), n});
   dispatch_floating(logits.scalar_type(), [&]<typename T>() {
@@ -232,8 +224,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> noisy_topk_gate_cpu(
   const ScalarType acc = acc_dtype(clean_logits.scalar_type());
   const int64_t num_tokens = clean_logits.size(0), n = options.num_experts;
   const Tensor x = torch::stable::contiguous(clean_logits);
-  const OptionalTensor noise = contiguous(noise_logits), mask = contiguous(token_mask);
-  const OptionalTensor state = contiguous(rng_state), token = contiguous(token_idx);
+  const OptionalTensor noise = optional_contiguous(noise_logits), mask = optional_contiguous(token_mask);
+  const OptionalTensor state = optional_contiguous(rng_state), token = optional_contiguous(token_idx);
   Tensor weights = new_empty(x, {num_tokens, top_k}, acc);
   Tensor idx = new_empty(x, {num_tokens, top_k}, ScalarType::Long);
   Tensor counts = new_empty(x, {n}, ScalarType::Long);
@@ -272,9 +264,9 @@ std::tuple<Tensor, Tensor> noisy_topk_gate_backward_cpu(
       token_idx);
   const int64_t num_tokens = clean_logits.size(0), n = options.num_experts;
   const Tensor x = torch::stable::contiguous(clean_logits), idx = torch::stable::contiguous(topk_idx);
-  const OptionalTensor noise = contiguous(noise_logits), dw = contiguous(grad_weights);
-  const OptionalTensor di = contiguous(grad_importance), dl = contiguous(grad_load);
-  const OptionalTensor state = contiguous(rng_state), token = contiguous(token_idx);
+  const OptionalTensor noise = optional_contiguous(noise_logits), dw = optional_contiguous(grad_weights);
+  const OptionalTensor di = optional_contiguous(grad_importance), dl = optional_contiguous(grad_load);
+  const OptionalTensor state = optional_contiguous(rng_state), token = optional_contiguous(token_idx);
   Tensor grad_clean = new_empty(x, {num_tokens, n});
   Tensor grad_noise = new_empty(x, {noise ? num_tokens : 0, n});
   dispatch_floating(x.scalar_type(), [&]<typename T>() {

@@ -15,15 +15,6 @@ using torch::stable::contiguous;
 using torch::stable::new_empty;
 using OptionalTensor = std::optional<Tensor>;
 
-OptionalTensor optional_contiguous(const OptionalTensor& t) {
-  return t ? std::optional(contiguous(*t)) : std::nullopt;
-}
-
-template <typename T>
-const T* data_or_null(const OptionalTensor& t) {
-  return t ? data<const T>(*t) : nullptr;
-}
-
 RngSource rng_source(const OptionalTensor& rng_state, const OptionalTensor& token_idx) {
   return {data_or_null<int64_t>(rng_state), data_or_null<int64_t>(token_idx)};
 }
