@@ -5,6 +5,7 @@ Shapes: T tokens, D model, E experts, K top-k.
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,7 @@ from moe_ext.nn.routers import RouterOutput
 GateHook = Callable[[Tensor, Tensor, Any], object]
 
 
-class LinearGate(Gate):
+class LinearGate(Gate, abc.ABC):
     """A linear gate; what it chooses is up to the subclasses.
 
     Args:
@@ -80,9 +81,9 @@ class LinearGate(Gate):
             self.loss = None
         return loss
 
+    @abc.abstractmethod
     def decide(self, logits_TE: Tensor) -> RouterOutput:
         """Choose experts from logits."""
-        raise NotImplementedError
 
     def forward(
         self,

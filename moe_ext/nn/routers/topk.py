@@ -5,7 +5,6 @@ Shapes: T tokens, D model, E experts, K top-k.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +13,13 @@ from torch import Tensor, nn
 
 from moe_ext import ops
 from moe_ext.nn._autocast import without_autocast
-from moe_ext.nn.routers.base import Router, RouterOutput
+from moe_ext.nn.routers._linear import LinearRouter
+from moe_ext.nn.routers.base import RouterOutput
 
 _SCORE_FNS = ("softmax", "topk_softmax", "sigmoid")
 
 
-class TopKRouter(Router):
+class TopKRouter(LinearRouter):
     """Linear router with top-k selection: `logits = x @ weight.T`, then `ops.topk_gate`.
 
     The logits are computed in float32 (float64 for float64 inputs) whatever the dtype of the model,
@@ -31,7 +31,7 @@ class TopKRouter(Router):
         top_k: K, experts per token, at most E.
         score_fn: "softmax", "topk_softmax" or "sigmoid"; see `ops.topk_gate`.
         renormalize: divide the K weights of a token by their sum.
-        scale: factor on the weights.
+        scale: finite factor on the weights.
         num_groups: number of equal groups of experts.
         top_groups: groups a token may choose its experts from.
         selection_bias: keep a float32 buffer `selection_bias` [E], added to the scores for the
@@ -62,7 +62,7 @@ class TopKRouter(Router):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(model_dim, num_experts, top_k)
+        super().__init__(model_dim, num_experts, top_k, scale=scale, device=device, dtype=dtype)
         if score_fn not in _SCORE_FNS:
             raise ValueError(
                 f"TopKRouter: expected score_fn to be one of {_SCORE_FNS}, got {score_fn!r}"
@@ -79,18 +79,15 @@ class TopKRouter(Router):
             )
         self.score_fn = score_fn
         self.renormalize = renormalize
-        self.scale = scale
         self.num_groups = num_groups
         self.top_groups = top_groups
-        self.weight = nn.Parameter(torch.empty(num_experts, model_dim, device=device, dtype=dtype))
         bias = torch.zeros(num_experts, device=device) if selection_bias else None
         self.register_buffer("selection_bias", bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw the weight uniformly in +-1/sqrt(D); set the selection bias to zero."""
-        bound = 1.0 / math.sqrt(self.model_dim)
-        nn.init.uniform_(self.weight, -bound, bound)
+        super().reset_parameters()
         if self.selection_bias is not None:
             nn.init.zeros_(self.selection_bias)
 
