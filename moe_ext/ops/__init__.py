@@ -13,6 +13,15 @@ from moe_ext.ops.assignment import (  # noqa: E402
     sequence_load,
     sinkhorn_gate,
 )
+from moe_ext.ops.attention import (  # noqa: E402
+    attention_block,
+    attention_block_,
+    attention_block_backward,
+    attention_delta,
+    document_ids,
+    merge_attention,
+    merge_attention_sinks,
+)
 from moe_ext.ops.capacity import limit_capacity  # noqa: E402
 from moe_ext.ops.gating import (  # noqa: E402
     GateOutput,
@@ -41,7 +50,12 @@ __all__ = [
     "Permutation",
     "SequenceLoad",
     "activation",
+    "attention_block",
+    "attention_block_",
+    "attention_block_backward",
+    "attention_delta",
     "balanced_assignment",
+    "document_ids",
     "expert_choice_gate",
     "gate_weights",
     "gated_activation",
@@ -49,6 +63,8 @@ __all__ = [
     "limit_capacity",
     "gshard_gate",
     "load_balance_loss",
+    "merge_attention",
+    "merge_attention_sinks",
     "noisy_topk_gate",
     "permute_tokens",
     "router_logits",

@@ -8,6 +8,12 @@ from moe_ext.reference.assignment import (
     sequence_load,
     sinkhorn_gate,
 )
+from moe_ext.reference.attention import (
+    attention_block,
+    attention_delta,
+    merge_attention,
+    merge_attention_sinks,
+)
 from moe_ext.reference.capacity import limit_capacity
 from moe_ext.reference.gating import (
     gate_weights,
@@ -28,6 +34,8 @@ from moe_ext.reference.router_linear import router_logits
 
 __all__ = [
     "activation",
+    "attention_block",
+    "attention_delta",
     "balanced_assignment",
     "expert_choice_gate",
     "gate_weights",
@@ -36,6 +44,8 @@ __all__ = [
     "limit_capacity",
     "gshard_gate",
     "load_balance_loss",
+    "merge_attention",
+    "merge_attention_sinks",
     "noisy_topk_gate",
     "permute_tokens",
     "router_logits",

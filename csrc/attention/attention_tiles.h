@@ -1,0 +1,110 @@
+// Which part of a tile of scores the masks leave, found from positions and documents alone. Torch-free.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "attention/attention_math.h"
+
+namespace moe_ext::attention {
+
+// Positions and documents of one side of a block.
+struct Tokens {
+  std::vector<int32_t> positions;
+  std::vector<int32_t> documents;
+
+  int64_t size() const {
+    return static_cast<int64_t>(positions.size());
+  }
+};
+
+// Smallest and largest position and document of some tokens, which may be in any order.
+struct Extent {
+  int32_t first = kNoLimit, last = -1;
+  int32_t first_document = INT32_MAX, last_document = INT32_MIN;
+
+  void add(int32_t position, int32_t document) {
+    first = std::min(first, position);
+    last = std::max(last, position);
+    first_document = std::min(first_document, document);
+    last_document = std::max(last_document, document);
+  }
+  bool empty() const {
+    return last < first;
+  }
+};
+
+inline Extent extent_of(const Tokens& tokens, int64_t begin, int64_t end) {
+  Extent extent;
+  for (int64_t i = begin; i < end; ++i) {
+    extent.add(tokens.positions[i], tokens.documents[i]);
+  }
+  return extent;
+}
+
+// A tile [row_begin, row_end) x [col_begin, col_end) of scores.
+struct VisibleTile {
+  int64_t row_begin, row_end, col_begin, col_end;
+  bool masked; // some row does not see some key
+
+  bool empty() const {
+    return row_begin >= row_end || col_begin >= col_end;
+  }
+};
+
+// Whether some token of `rows` may see some token of `keys`, and whether all see all. Exact for one token; for more,
+// what their smallest and largest can tell.
+inline bool may_see(const Extent& rows, const Extent& keys, Window window) {
+  return keys.first <= visible_positions(rows.last, window).last &&
+         keys.last >= visible_positions(rows.first, window).first && keys.first_document <= rows.last_document &&
+         keys.last_document >= rows.first_document;
+}
+
+inline bool all_see_all(const Extent& rows, const Extent& keys, Window window) {
+  return keys.last <= visible_positions(rows.first, window).last &&
+         keys.first >= visible_positions(rows.last, window).first && rows.first_document == rows.last_document &&
+         keys.first_document == keys.last_document && rows.first_document == keys.first_document;
+}
+
+// Shrinks [begin, end) from both sides to tokens that f accepts, and returns what lies between.
+template <typename F>
+Extent shrink(const Tokens& tokens, int64_t& begin, int64_t& end, const F& f) {
+  const auto accepts = [&](int64_t i) {
+    Extent one;
+    one.add(tokens.positions[i], tokens.documents[i]);
+    return f(i, one);
+  };
+  while (begin < end && !accepts(begin)) {
+    ++begin;
+  }
+  while (begin < end && !accepts(end - 1)) {
+    --end;
+  }
+  return extent_of(tokens, begin, end);
+}
+
+// The part of a tile that has anything to compute. key_mask [keys] may be null.
+inline VisibleTile visible_tile(
+    const Tokens& queries, const Tokens& keys, const bool* key_mask, Window window, VisibleTile tile,
+    const Extent& row_extent, const Extent& col_extent) {
+  if (!may_see(row_extent, col_extent, window)) {
+    tile.row_end = tile.row_begin;
+    return tile;
+  }
+  const Extent cols = shrink(keys, tile.col_begin, tile.col_end, [&](int64_t i, const Extent& key) {
+    return (key_mask == nullptr || key_mask[i]) && may_see(row_extent, key, window);
+  });
+  if (tile.col_begin >= tile.col_end) {
+    return tile;
+  }
+  const Extent rows = shrink(
+      queries, tile.row_begin, tile.row_end, [&](int64_t, const Extent& row) { return may_see(row, cols, window); });
+  tile.masked = !all_see_all(rows, cols, window);
+  for (int64_t i = tile.col_begin; key_mask != nullptr && !tile.masked && i < tile.col_end; ++i) {
+    tile.masked = !key_mask[i];
+  }
+  return tile;
+}
+
+} // namespace moe_ext::attention
