@@ -166,6 +166,15 @@ void sum_parts(const Tensor& sum, const Tensor& parts) {
   });
 }
 
+// Memory [parts, B * Hkv, Sk, D] for the sums of `grad`; its own where there is one part.
+Tensor parts_of(const Tensor& grad, int64_t parts) {
+  const int64_t matrices = grad.size(0) * grad.size(1), keys = grad.size(2), dim = grad.size(3);
+  const std::array<int64_t, 4> sizes = {parts, matrices, keys, dim};
+  const std::array<int64_t, 4> strides = {matrices * keys * dim, keys * dim, dim, 1};
+  return parts > 1 ? new_empty(grad, {parts, matrices, keys, dim})
+                   : torch::stable::from_blob(grad.data_ptr(), sizes, strides, grad.device(), grad.scalar_type());
+}
+
 template <typename Acc>
 void backward_block(const Block<Acc>& block, const Gradients& g) {
   const int64_t tiles = block.num_row_tiles(), group = block.group(), parts = g.grad_k.size(0);
@@ -200,11 +209,13 @@ std::tuple<Tensor, Tensor, Tensor> attention_block_backward_cpu(
     const Tensor grad_k = new_empty(q, {block.batch, block.key_heads, keys, k.size(3)}, acc);
     const Tensor grad_v = new_empty(q, {block.batch, block.key_heads, keys, v.size(3)}, acc);
     Gradients g = {as_rows(grad_out, acc), dense(lse, acc), dense(delta, acc), grad_q, {}, {}};
-    g.grad_k = new_empty(q, {parts, matrices, keys, k.size(3)}, acc);
-    g.grad_v = new_empty(q, {parts, matrices, keys, v.size(3)}, acc);
+    g.grad_k = parts_of(grad_k, parts);
+    g.grad_v = parts_of(grad_v, parts);
     backward_block(block, g);
-    sum_parts<Acc>(grad_k, g.grad_k);
-    sum_parts<Acc>(grad_v, g.grad_v);
+    if (parts > 1) {
+      sum_parts<Acc>(grad_k, g.grad_k);
+      sum_parts<Acc>(grad_v, g.grad_v);
+    }
     return std::make_tuple(grad_q, grad_k, grad_v);
   });
 }

@@ -161,16 +161,18 @@ TEST_P(Tiles, BackwardIsTheFormula) {
   }
 }
 
+std::string tile_case_name(const ::testing::TestParamInfo<TileCase>& info) {
+  const auto& [isa, cols, masked, softcap, slope, dropout_p] = info.param;
+  return isa + "_cols" + std::to_string(cols) + (masked ? "_masked" : "") + (softcap > 0 ? "_softcap" : "") +
+         (slope > 0 ? "_alibi" : "") + (dropout_p > 0 ? "_dropout" : "");
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Isas, Tiles,
     ::testing::Combine(
         ::testing::ValuesIn(testing::supported_isas()), ::testing::Values(1, 15, 16, 17, 255, 256, 257),
         ::testing::Bool(), ::testing::Values(0.0, 1.5), ::testing::Values(0.0, 0.125), ::testing::Values(0.0, 0.25)),
-    [](const auto& info) {
-      const auto [isa, cols, masked, softcap, slope, dropout_p] = info.param;
-      return isa + "_cols" + std::to_string(cols) + (masked ? "_masked" : "") + (softcap > 0 ? "_softcap" : "") +
-             (slope > 0 ? "_alibi" : "") + (dropout_p > 0 ? "_dropout" : "");
-    });
+    tile_case_name);
 
 class Rows : public ::testing::TestWithParam<std::string> {
  protected:
