@@ -42,22 +42,25 @@ MOE_INLINE int64_t padded(int64_t cols) {
   return (cols + kLanes - 1) / kLanes * kLanes;
 }
 
+// Both halve the lanes, which they overwrite: a chain through all of them would take longer than a row of 128 columns.
 template <typename Acc>
-MOE_INLINE Acc largest(const Acc* lanes) {
-  Acc most = lanes[0];
-  for (int64_t lane = 1; lane < kLanes; ++lane) {
-    most = lanes[lane] > most ? lanes[lane] : most;
+MOE_INLINE Acc largest(Acc* lanes) {
+  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+    for (int64_t lane = 0; lane < half; ++lane) {
+      lanes[lane] = lanes[lane + half] > lanes[lane] ? lanes[lane + half] : lanes[lane];
+    }
   }
-  return most;
+  return lanes[0];
 }
 
 template <typename Acc>
-MOE_INLINE Acc total(const Acc* lanes) {
-  Acc sum = 0;
-  for (int64_t lane = 0; lane < kLanes; ++lane) {
-    sum += lanes[lane];
+MOE_INLINE Acc total(Acc* lanes) {
+  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+    for (int64_t lane = 0; lane < half; ++lane) {
+      lanes[lane] += lanes[lane + half];
+    }
   }
-  return sum;
+  return lanes[0];
 }
 
 // Scores of a row in place, -inf where the row does not see the key; returns their maximum.
@@ -87,9 +90,9 @@ MOE_INLINE Acc score_row(Acc* __restrict s, const TileArgs<Acc>& args, int64_t r
   return largest(most);
 }
 
-// The same where every key is seen; the columns beyond the tile's are set to -inf.
+// The largest of a row's products; the columns beyond the tile's are set to -inf.
 template <typename Acc>
-MOE_INLINE Acc scale_row(Acc* __restrict s, Acc scale, int64_t cols, int64_t width) {
+MOE_INLINE Acc largest_product(Acc* __restrict s, int64_t cols, int64_t width) {
   const Acc none = -Acc(kInf);
   Acc most[kLanes];
   for (int64_t lane = 0; lane < kLanes; ++lane) {
@@ -99,22 +102,22 @@ MOE_INLINE Acc scale_row(Acc* __restrict s, Acc scale, int64_t cols, int64_t wid
     s[col] = none;
   }
   for (int64_t col = 0; col < width; col += kLanes) {
+    // Unrolled here, the comparisons would stay scalar.
+#pragma GCC unroll 1
     for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const Acc value = s[col + lane] * scale;
-      s[col + lane] = value;
-      most[lane] = value > most[lane] ? value : most[lane];
+      most[lane] = s[col + lane] > most[lane] ? s[col + lane] : most[lane];
     }
   }
   return largest(most);
 }
 
-// s = exp(s - shift); returns the sum.
+// s = exp(scale s - shift); returns the sum.
 template <typename Acc>
-MOE_INLINE Acc exp_row(Acc* __restrict s, Acc shift, int64_t width) {
+MOE_INLINE Acc exp_row(Acc* __restrict s, Acc scale, Acc shift, int64_t width) {
   Acc sum[kLanes] = {};
   for (int64_t col = 0; col < width; col += kLanes) {
     for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const Acc p = exp_acc(s[col + lane] - shift);
+      const Acc p = exp_acc(s[col + lane] * scale - shift);
       s[col + lane] = p;
       sum[lane] += p;
     }
@@ -129,13 +132,15 @@ void softmax_rows(Acc* scores, const TileArgs<Acc>& args, const RowState<Acc>& s
   alignas(64) Acc keep[kMaxCols];
   for (int64_t row = 0; row < args.rows; ++row) {
     Acc* s = scores + row * args.row_stride;
+    // Nothing but a factor, which exp_row applies; it keeps the order and -inf where it is positive.
     const bool plain = !kSoftcap && !kAlibi && !args.masked && args.score.scale > 0;
+    const Acc scale = plain ? args.score.scale : Acc(1);
     const Acc tile_max =
-        plain ? scale_row(s, args.score.scale, args.cols, width) : score_row<kSoftcap, kAlibi>(s, args, row, width);
+        plain ? scale * largest_product(s, args.cols, width) : score_row<kSoftcap, kAlibi>(s, args, row, width);
     const Acc before = state.max[row];
     const Acc now = tile_max > before ? tile_max : before;
     const Acc shift = now == none ? Acc(0) : now;
-    const Acc sum = exp_row(s, shift, width);
+    const Acc sum = exp_row(s, scale, shift, width);
     if (now != before) {
       const Acc fade = exp_acc(before - shift);
       Acc* __restrict out = state.out + row * state.dim;
