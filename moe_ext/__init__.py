@@ -1,6 +1,6 @@
 """moe_ext: the communication side of sparse training, for CPU and CUDA."""
 
-from moe_ext import distributed, integrations, nn, ops, plot
+from moe_ext import attention, distributed, integrations, nn, ops, plot
 from moe_ext._info import info
 from moe_ext._version import __version__
 from moe_ext.integrations import replace, verify
@@ -9,6 +9,7 @@ from moe_ext.nn import MoELayer, replace_ffn
 __all__ = [
     "MoELayer",
     "__version__",
+    "attention",
     "distributed",
     "info",
     "integrations",

@@ -1,0 +1,25 @@
+"""Attention over sequences that the ranks of a group hold in parts."""
+
+from moe_ext.attention.api import ring_attention
+from moe_ext.attention.layouts import LAYOUTS, Layout, make_layout
+from moe_ext.attention.masks import Mask
+from moe_ext.attention.sharding import (
+    position_ids,
+    shard_sequence,
+    shift_labels,
+    token_mean_loss,
+    unshard_sequence,
+)
+
+__all__ = [
+    "LAYOUTS",
+    "Layout",
+    "Mask",
+    "make_layout",
+    "position_ids",
+    "ring_attention",
+    "shard_sequence",
+    "shift_labels",
+    "token_mean_loss",
+    "unshard_sequence",
+]

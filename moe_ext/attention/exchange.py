@@ -1,0 +1,148 @@
+"""Point-to-point hops of a ring, posted early and awaited late.
+
+Shapes: none; messages are flat rows of bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext.distributed.failures import naming_failed_ranks
+
+
+@dataclass
+class Hop:
+    """Messages underway; keeps what is being sent alive until `wait`."""
+
+    group: ProcessGroup | None
+    operation: str
+    received: Tensor | None = None
+    _sent: list[Tensor] = field(default_factory=list)
+    _works: list[dist.Work] = field(default_factory=list)
+
+    def wait(self) -> Tensor | None:
+        """What arrived, after all that was posted is done; None where nothing was expected."""
+        if self._works:
+            with naming_failed_ranks(self.group, self.operation):
+                for work in self._works:
+                    work.wait()
+        self._works.clear()
+        self._sent.clear()
+        return self.received
+
+
+class Exchange:
+    """Posts the messages of one pass around a ring.
+
+    Every rank computes by arithmetic what it sends and receives at each stage, so that posts match
+    without any talk; the tag is the stage and the kind of message.
+
+    Args:
+        group: the ranks of the ring; None is this process alone.
+        operation: name for error messages.
+    """
+
+    def __init__(self, group: ProcessGroup | None, operation: str) -> None:
+        self.group = group
+        self.operation = operation
+
+    def post(
+        self,
+        sends: Sequence[tuple[Tensor, int]],
+        buffer: Tensor | None,
+        source: int,
+        tag: int,
+    ) -> Hop:
+        """Start to send (message, rank) pairs, and to fill `buffer` from rank `source`.
+
+        Ranks are those of the group. Empty messages are left out on both sides.
+        """
+        hop = Hop(self.group, self.operation, buffer)
+        posts = []
+        for message, rank in sends:
+            if message.numel():
+                posts.append(dist.P2POp(dist.isend, message, None, self.group, tag, rank))
+                hop._sent.append(message)
+        if buffer is not None and buffer.numel():
+            posts.append(dist.P2POp(dist.irecv, buffer, None, self.group, tag, source))
+        if posts:
+            with naming_failed_ranks(self.group, self.operation):
+                hop._works = dist.batch_isend_irecv(posts)
+        return hop
+
+
+class Buffers:
+    """Two byte buffers that take turns: one is read and sent while the other is filled."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._bytes = num_bytes
+        self._device = device
+        self._pair: list[Tensor | None] = [None, None]
+
+    def take(self, turn: int, num_bytes: int) -> Tensor:
+        """The buffer of a turn, cut to a length."""
+        found = self._pair[turn & 1]
+        if found is None:
+            found = torch.empty(self._bytes, dtype=torch.uint8, device=self._device)
+            self._pair[turn & 1] = found
+        return found[:num_bytes]
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys `[B, Hkv, M, D]`, values `[B, Hkv, M, Dv]` and `[B, M]` mask or None of one rank."""
+
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+
+    @property
+    def form(self) -> KeysForm:
+        """What the keys of all ranks have in common."""
+        batch, heads, _, dim = self.k.shape
+        masked = self.key_mask is not None
+        return KeysForm(batch, heads, dim, self.v.shape[3], self.k.dtype, masked)
+
+    def packed(self) -> Tensor:
+        """All of it as one row of bytes."""
+        parts = [self.k, self.v] + ([] if self.key_mask is None else [self.key_mask])
+        return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
+
+
+@dataclass(frozen=True)
+class KeysForm:
+    """Sizes and dtype of `Keys`, but for the number of positions."""
+
+    batch: int
+    heads: int
+    dim: int
+    v_dim: int
+    dtype: torch.dtype
+    masked: bool
+
+    def num_elements(self, length: int) -> int:
+        """Of keys and values together."""
+        return self.batch * self.heads * length * (self.dim + self.v_dim)
+
+    def num_bytes(self, length: int) -> int:
+        """Of a message."""
+        return self.num_elements(length) * self.dtype.itemsize + self.masked * self.batch * length
+
+    def split(self, row: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """`row` of `num_elements` as tensors of the shapes of keys and of values."""
+        end = self.batch * self.heads * length * self.dim
+        k = row[:end].view(self.batch, self.heads, length, self.dim)
+        return k, row[end:].view(self.batch, self.heads, length, self.v_dim)
+
+    def unpacked(self, message: Tensor, length: int) -> Keys:
+        """What a rank with `length` positions packed."""
+        end = self.num_elements(length) * self.dtype.itemsize
+        k, v = self.split(message[:end].view(self.dtype), length)
+        mask = message[end:].view(torch.bool).view(self.batch, length) if self.masked else None
+        return Keys(k, v, mask)

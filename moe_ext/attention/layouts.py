@@ -1,0 +1,274 @@
+"""Which positions of a sequence each rank holds.
+
+Shapes: S whole sequence, L positions of this rank, P ranks of the group.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_ext.attention.masks import Mask, check_cu_seqlens, check_end, check_window
+
+LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "cost_balanced")
+_BALANCE = 1.01
+# Chunks that each rank of a cost-balanced layout gets.
+_CHUNKS = 16
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who holds which positions of a sequence, for any length: no padding, uneven shards.
+
+    Attributes:
+        name: one of `LAYOUTS`, or the caller's own.
+        seq_len: length of the whole sequence.
+        shards: for every rank the ranges of global positions that it holds, in its local order.
+    """
+
+    name: str
+    seq_len: int
+    shards: tuple[tuple[range, ...], ...]
+
+    def __post_init__(self) -> None:
+        """Refuse shards that do not hold every position once."""
+        parts = [part for shard in self.shards for part in shard]
+        inside = all(part.step > 0 and 0 <= part.start < self.seq_len for part in parts if part)
+        held_S = torch.zeros(self.seq_len, dtype=torch.bool)
+        if inside:
+            for part in parts:
+                held_S[part.start : part.stop : part.step] = True
+        if sum(self.sizes) != self.seq_len or not bool(held_S.all()):
+            raise ValueError(
+                f"Layout: expected shards to hold each of the {self.seq_len} positions once, "
+                f"ascending in each range, got {sum(self.sizes)} positions, "
+                f"{int(held_S.sum())} of them different and inside"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of shards."""
+        return len(self.shards)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Positions held by each rank."""
+        return tuple(sum(len(part) for part in shard) for shard in self.shards)
+
+    def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
+        """`[L]` int64, the global positions that a rank holds, in its local order."""
+        parts = [torch.arange(r.start, r.stop, r.step, device=device) for r in self.shards[rank]]
+        empty = torch.empty(0, dtype=torch.int64, device=device)
+        return torch.cat(parts) if parts else empty
+
+    def areas(self, mask: Mask) -> tuple[int, ...]:
+        """Pairs of query and key that each rank computes under a mask."""
+        areas_S = mask.areas(self.seq_len)
+        return tuple(int(areas_S[self.positions(r)].sum()) for r in range(self.num_ranks))
+
+    def local_cu_seqlens(
+        self, cu_seqlens: Tensor | Sequence[int], rank: int
+    ) -> tuple[Tensor, Tensor]:
+        """Offsets `[n + 1]` of the local runs of one document, and the document `[n]` of each run.
+
+        A run is a stretch of the local order that belongs to one document and one range of
+        positions; a document may have several runs on one rank.
+        """
+        offsets = check_cu_seqlens(cu_seqlens, "local_cu_seqlens")
+        check_end(offsets, self.seq_len, "local_cu_seqlens")
+        lengths: list[int] = []
+        documents: list[int] = []
+        for part in self.shards[rank]:
+            found = torch.bucketize(
+                torch.arange(part.start, part.stop, part.step), torch.tensor(offsets), right=True
+            )
+            values, counts = torch.unique_consecutive(found - 1, return_counts=True)
+            documents += values.tolist()
+            lengths += counts.tolist()
+        sums = list(itertools.accumulate(lengths, initial=0))
+        return torch.tensor(sums), torch.tensor(documents, dtype=torch.int64)
+
+
+def make_layout(
+    layout: str | Layout,
+    seq_len: int,
+    num_ranks: int,
+    *,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    is_causal: bool = True,
+    window: tuple[int, int] | None = None,
+) -> Layout:
+    """The layout of a sequence over ranks; a `Layout` is passed through after a check.
+
+    Args:
+        layout: "contiguous", one stretch a rank, least traffic under a window; "zigzag", stretch r
+            and stretch 2P - 1 - r of 2P, even work under a causal mask; "striped", every P-th
+            position; "per_document", zigzag inside each document; "cost_balanced", stretches dealt
+            out by the area of the mask.
+        seq_len: S, any length.
+        num_ranks: P.
+        cu_seqlens: offsets of packed documents; "per_document" and "cost_balanced" need them.
+        is_causal: of the mask that "cost_balanced" deals out. By its name alone, which is what the
+            other functions take, it stands for the causal mask; for another mask, make the layout
+            here and pass it on.
+        window: likewise.
+
+    Raises:
+        ValueError: unknown name, or a `Layout` for another length or number of ranks.
+    """
+    op = "make_layout"
+    if isinstance(layout, Layout):
+        if (layout.seq_len, layout.num_ranks) != (seq_len, num_ranks):
+            raise ValueError(
+                f"{op}: expected layout to be for {seq_len} positions on {num_ranks} ranks, "
+                f"got {layout.seq_len} on {layout.num_ranks}"
+            )
+        return layout
+    if layout not in LAYOUTS:
+        raise ValueError(f"{op}: expected layout to be one of {LAYOUTS}, got {layout!r}")
+    if seq_len < 0 or num_ranks < 1:
+        raise ValueError(
+            f"{op}: expected seq_len to be at least 0 and num_ranks at least 1, "
+            f"got {seq_len} and {num_ranks}"
+        )
+    offsets = check_cu_seqlens(cu_seqlens, op)
+    check_end(offsets, seq_len, op)
+    follows = layout in ("per_document", "cost_balanced")
+    if follows and offsets is None:
+        # By default "cost_balanced" could be one thing for the data and another for the attention.
+        raise ValueError(f"{op}: expected cu_seqlens to be given for {layout!r}, got None")
+    # The others do not depend on the mask; equal keys spare the cache.
+    mask = Mask(cu_seqlens=offsets if follows else None)
+    if layout == "cost_balanced":
+        mask = Mask(is_causal, *check_window(window, op), offsets)
+    return _make(layout, seq_len, num_ranks, mask)
+
+
+@functools.lru_cache(maxsize=256)
+def _make(layout: str, seq_len: int, num_ranks: int, mask: Mask) -> Layout:
+    whole = range(seq_len)
+    shards: Iterable[Iterable[range]]
+    if layout == "contiguous":
+        shards = [[part] for part in _split(whole, num_ranks)]
+    elif layout == "striped":
+        shards = [[range(rank, seq_len, num_ranks)] for rank in range(num_ranks)]
+    elif layout == "zigzag":
+        shards = _balanced(_pairs(whole, num_ranks), seq_len)
+    elif layout == "per_document":
+        assert mask.cu_seqlens is not None
+        shards = _per_document(mask.cu_seqlens, num_ranks)
+    else:
+        shards = _by_cost(seq_len, num_ranks, mask)
+    return Layout(layout, seq_len, tuple(tuple(r for r in shard if r) for shard in shards))
+
+
+def _split(whole: range, parts: int) -> list[range]:
+    """Stretches between the edges floor(i * n / parts)."""
+    edges = [i * len(whole) // parts for i in range(parts + 1)]
+    return [whole[a:b] for a, b in itertools.pairwise(edges)]
+
+
+def _pairs(whole: range, num_ranks: int) -> list[list[range]]:
+    """Stretch r and stretch 2P - 1 - r of 2P, for each rank r; one range where they touch."""
+    parts = _split(whole, 2 * num_ranks)
+    pairs = [[parts[r], parts[-1 - r]] for r in range(num_ranks)]
+    innermost = pairs[-1]
+    pairs[-1] = [range(innermost[0].start, innermost[1].stop)]
+    return pairs
+
+
+def _causal_area(part: range) -> int:
+    return len(part) * (part.start + part.stop + 1) // 2
+
+
+def _balanced(shards: list[list[range]], seq_len: int) -> list[list[range]]:
+    """Swap single positions until no rank has more than 1.01 times the mean of the causal area.
+
+    Where even edges leave no remainder, or S is past some 200 P, there is nothing to swap.
+    """
+    num_ranks = len(shards)
+    total = seq_len * (seq_len + 1) // 2
+    limit = max(-(-total // num_ranks), int(_BALANCE * total / num_ranks))
+    areas = [sum(_causal_area(part) for part in shard) for shard in shards]
+    if seq_len < 2 * num_ranks or max(areas) <= limit:
+        return shards
+    held = [{p for part in shard for p in part} for shard in shards]
+    while max(areas) > limit and _swap(held, areas):
+        pass
+    return [_ranges(sorted(positions)) for positions in held]
+
+
+def _swap(held: list[set[int]], areas: list[int]) -> bool:
+    """One exchange that takes area from the fullest rank without making another as full."""
+    full = max(range(len(areas)), key=areas.__getitem__)
+    for other in sorted(range(len(areas)), key=areas.__getitem__):
+        gap = areas[full] - areas[other]
+        for amount in range(gap // 2, 0, -1):
+            for position in sorted(held[full]):
+                if position - amount in held[other]:
+                    held[full] ^= {position, position - amount}
+                    held[other] ^= {position, position - amount}
+                    areas[full] -= amount
+                    areas[other] += amount
+                    return True
+    return False
+
+
+def _ranges(positions: list[int]) -> list[range]:
+    """Ascending positions as maximal ranges."""
+    cuts = [i for i in range(1, len(positions)) if positions[i] != positions[i - 1] + 1]
+    edges = [0, *cuts, len(positions)]
+    return [
+        range(positions[a], positions[b - 1] + 1) for a, b in itertools.pairwise(edges) if b > a
+    ]
+
+
+def _per_document(offsets: tuple[int, ...], num_ranks: int) -> list[list[range]]:
+    """Each rank gets one pair of stretches of each document, the largest goes to the emptiest."""
+    shards: list[list[range]] = [[] for _ in range(num_ranks)]
+    loads = [(0, rank) for rank in range(num_ranks)]
+    for start, stop in itertools.pairwise(offsets):
+        dealt = []
+        for pair in _pairs(range(start, stop), num_ranks):
+            area = sum(_causal_area(range(p.start - start, p.stop - start)) for p in pair)
+            dealt.append((area, sum(map(len, pair)), pair))
+        dealt.sort(key=lambda item: item[:2], reverse=True)
+        loads.sort()
+        for i, (area, _, pair) in enumerate(dealt):
+            load, rank = loads[i]
+            shards[rank] += pair
+            loads[i] = (load + area, rank)
+    return shards
+
+
+def _by_cost(seq_len: int, num_ranks: int, mask: Mask) -> list[list[range]]:
+    """Deal stretches out in rounds: the costliest of a round goes to the rank with least cost."""
+    sums = torch.cat([torch.zeros(1, dtype=torch.int64), mask.areas(seq_len).cumsum(0)])
+    parts = _split(range(seq_len), min(_CHUNKS * num_ranks, max(seq_len, 1)))
+    edges = torch.tensor([part.start for part in parts] + [seq_len])
+    costs = (sums[edges[1:]] - sums[edges[:-1]]).tolist()
+    order = sorted(range(len(parts)), key=lambda i: (-costs[i], i))
+    loads = [(0, rank) for rank in range(num_ranks)]
+    shards: list[list[range]] = [[] for _ in range(num_ranks)]
+    for first in range(0, len(parts), num_ranks):
+        loads.sort()
+        for i, part in enumerate(order[first : first + num_ranks]):
+            load, rank = loads[i]
+            shards[rank].append(parts[part])
+            loads[i] = (load + costs[part], rank)
+    return [_joined(sorted(shard, key=lambda part: part.start)) for shard in shards]
+
+
+def _joined(parts: list[range]) -> list[range]:
+    joined: list[range] = []
+    for part in parts:
+        if joined and joined[-1].stop == part.start:
+            joined[-1] = range(joined[-1].start, part.stop)
+        else:
+            joined.append(part)
+    return joined

@@ -1,0 +1,109 @@
+"""Attention of one process by the formula, and cases that ranks and one process both compute."""
+
+import torch
+import torch.distributed as dist
+
+from moe_ext.attention import ring_attention, shard_sequence
+
+
+def visible(seq_len, is_causal=False, window=None, cu_seqlens=None):
+    """[S, S] bool, row = query."""
+    distance = torch.arange(seq_len)[None, :] - torch.arange(seq_len)[:, None]
+    seen = torch.ones(seq_len, seq_len, dtype=torch.bool)
+    if is_causal:
+        seen &= distance <= 0
+    left, right = window or (-1, -1)
+    if left >= 0:
+        seen &= distance >= -left
+    if right >= 0:
+        seen &= distance <= right
+    if cu_seqlens is not None:
+        lengths = torch.tensor(cu_seqlens).diff()
+        document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        seen &= document[:, None] == document[None, :]
+    return seen
+
+
+def reference(
+    q, k, v, *, scale=None, key_mask=None, alibi_slopes=None, softcap=None, sinks=None, **masks
+):
+    """(out, lse); written from the formula, keys expanded, differentiable."""
+    heads, seq_len, dim = q.shape[1:]
+    k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * (dim**-0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        positions = torch.arange(seq_len)
+        distance = (positions[:, None] - positions[None, :]).abs()
+        scores = scores - alibi_slopes.to(q.dtype)[:, None, None] * distance
+    seen = visible(seq_len, **masks)[None, None]
+    if key_mask is not None:
+        seen = seen & key_mask[:, None, None, :]
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        sink = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+        v = torch.cat([v, torch.zeros_like(v[:, :, :1])], 2)
+        scores = torch.cat([scores, sink], 3)
+    lse = torch.logsumexp(scores, 3)
+    some = (lse > -torch.inf)[..., None]
+    # The gradient of a softmax over nothing would be NaN.
+    weights = torch.where(some, torch.where(some, scores, 0.0).softmax(3), 0.0)
+    return weights @ v, lse
+
+
+def make_inputs(
+    batch=2, heads=4, kv_heads=2, seq_len=37, dim=8, v_dim=6, dtype=torch.float64, seed=0
+):
+    """q, k, v and a gradient of the output, of the whole sequence, equal on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(heads, dim), (kv_heads, dim), (kv_heads, v_dim), (heads, v_dim)]
+    return [
+        torch.randn(batch, h, seq_len, d, generator=generator, dtype=torch.float64).to(dtype)
+        for h, d in shapes
+    ]
+
+
+def whole(q, k, v, grad, sinks=None, **kwargs):
+    """out, lse and the gradients of one process; that of lse is 0.1 where it is finite."""
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    tensors = leaves + ([] if sinks is None else [sinks.detach().clone().requires_grad_()])
+    out, lse = reference(*leaves, sinks=None if sinks is None else tensors[3], **kwargs)
+    finite = lse > -torch.inf
+    loss = (out * grad).sum() + 0.1 * torch.where(finite, lse, 0.0).sum()
+    return [out.detach(), lse.detach(), *torch.autograd.grad(loss, tensors)]
+
+
+def sharded(q, k, v, grad, *, group, layout="zigzag", sinks=None, key_mask=None, **kwargs):
+    """The same as `whole` with this rank's shards, by `ring_attention`."""
+    where = {"group": group, "layout": layout, "cu_seqlens": kwargs.get("cu_seqlens")}
+    parts = [shard_sequence(x, dim=2, **where) for x in (q, k, v, grad)]
+    leaves = [x.detach().requires_grad_() for x in parts[:3]]
+    tensors = leaves + ([] if sinks is None else [sinks.detach().clone().requires_grad_()])
+    mask = None if key_mask is None else shard_sequence(key_mask, dim=1, **where)
+    out, lse = ring_attention(
+        *leaves,
+        group=group,
+        layout=layout,
+        key_mask=mask,
+        sinks=None if sinks is None else tensors[3],
+        return_lse=True,
+        **kwargs,
+    )
+    loss = (out * parts[3]).sum() + 0.1 * torch.where(lse > -torch.inf, lse, 0.0).sum()
+    return [out.detach(), lse.detach(), *torch.autograd.grad(loss, tensors)]
+
+
+def expect_equal(found, expected, *, group, layout="zigzag", cu_seqlens=None, rtol, atol):
+    """Compare this rank's shards with the parts of the whole that belong to it."""
+    names = ["out", "lse", "dq", "dk", "dv", "dsinks"]
+    for name, part, full in zip(names, found, expected, strict=False):
+        if name == "dsinks":
+            part = part.clone()
+            if group is not None:
+                dist.all_reduce(part, group=group)
+        else:
+            full = shard_sequence(full, group=group, dim=2, layout=layout, cu_seqlens=cu_seqlens)
+        torch.testing.assert_close(
+            part, full.to(part.dtype), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+        )

@@ -1,0 +1,139 @@
+import pytest
+import torch
+from helpers import expect_equal, make_inputs, sharded, whole
+
+from moe_ext.attention import ring_attention
+
+OFFSETS = (0, 5, 5, 14, 30, 37)
+KEY_MASK = torch.arange(37).repeat(2, 1) % 5 != torch.tensor([[1], [3]])
+CASES = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "scale": {"is_causal": True, "scale": 0.3},
+    "window": {"window": (4, 2)},
+    "causal_window": {"is_causal": True, "window": (5, -1)},
+    "documents": {"is_causal": True, "cu_seqlens": OFFSETS},
+    "key_mask": {"key_mask": KEY_MASK},
+    "alibi": {"is_causal": True, "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.06])},
+    "softcap": {"softcap": 0.7},
+    "sinks": {"is_causal": True, "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0]).double()},
+    "all": {
+        "is_causal": True,
+        "window": (9, -1),
+        "cu_seqlens": OFFSETS,
+        "key_mask": KEY_MASK,
+        "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.06]),
+        "softcap": 1.5,
+        "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0]).double(),
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_one_process_computes_the_formula(case, kv_heads):
+    inputs = make_inputs(kv_heads=kv_heads)
+    found = sharded(*inputs, group=None, **CASES[case])
+    expect_equal(found, whole(*inputs, **CASES[case]), group=None, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("seq_len", [0, 1])
+def test_short_sequences(seq_len):
+    inputs = make_inputs(seq_len=seq_len)
+    found = sharded(*inputs, group=None, is_causal=True)
+    expect_equal(found, whole(*inputs, is_causal=True), group=None, rtol=1e-10, atol=1e-11)
+
+
+def test_queries_without_keys_give_zeros():
+    inputs = make_inputs(seq_len=6)
+    hidden = torch.zeros(2, 6, dtype=torch.bool)
+    hidden[1, 2:] = True
+    out, lse, *grads = sharded(*inputs, group=None, key_mask=hidden, is_causal=True)
+    assert not out[0].any() and not out[1, :, :2].any() and out[1, :, 2:].any()
+    assert torch.equal(lse[0], torch.full_like(lse[0], -torch.inf))
+    assert all(bool(torch.isfinite(grad).all()) for grad in grads)
+    assert not any(grad[0].any() for grad in grads)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 0.9, "window": (3, 0), "dropout_p": 0.3}])
+def test_gradients_of_one_process(options):
+    q, k, v, _ = (x.requires_grad_() for x in make_inputs(batch=1, seq_len=5, dim=3, v_dim=2))
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+
+    def attend(q, k, v, sinks):
+        kwargs = {"group": None, "is_causal": True, "sinks": sinks, "seed": 3, "return_lse": True}
+        return ring_attention(q, k, v, **kwargs, **options)
+
+    assert torch.autograd.gradcheck(attend, (q, k, v, sinks))
+
+
+def test_dropout_keeps_the_mean_and_the_seed():
+    q, k, v, _ = make_inputs(seq_len=64, dtype=torch.float32)
+    plain = ring_attention(q, k, v, group=None)
+    draws = [ring_attention(q, k, v, group=None, dropout_p=0.25, seed=s) for s in range(200)]
+    again = ring_attention(q, k, v, group=None, dropout_p=0.25, seed=7)
+    assert torch.equal(draws[7], again) and not torch.equal(draws[7], draws[8])
+    torch.testing.assert_close(torch.stack(draws).mean(0), plain, rtol=0, atol=0.08)
+    torch.manual_seed(1)
+    first = ring_attention(q, k, v, group=None, dropout_p=0.25)
+    torch.manual_seed(1)
+    assert torch.equal(first, ring_attention(q, k, v, group=None, dropout_p=0.25))
+
+
+def test_strided_inputs():
+    q, k, v, _ = make_inputs()
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    assert not strided[0].is_contiguous()
+    expected = ring_attention(q, k, v, group=None, is_causal=True)
+    assert torch.equal(ring_attention(*strided, group=None, is_causal=True), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scheme": "tree"}, "scheme to be one of .* got 'tree'"),
+        ({"precision": "sloppy"}, "precision to be one of .* got 'sloppy'"),
+        ({"layout": "spiral"}, "layout to be a Layout or one of .* got 'spiral'"),
+        ({"window": (-2, 0)}, r"window to be -1 \(no limit\) or more, got \(-2, 0\)"),
+        ({"window": 3}, r"window to be None or \(left, right\), got 3"),
+        ({"dropout_p": 1.0}, r"dropout_p to be in \[0, 1\), got 1.0"),
+        ({"dropout_p": -0.1}, r"dropout_p to be in \[0, 1\), got -0.1"),
+        ({"seed": 1 << 63}, "seed to be a 64-bit integer"),
+        ({"softcap": -1.0}, r"softcap to be 0 \(none\) or more, got -1.0"),
+        ({"scale": float("nan")}, "scale to be finite, got nan"),
+        ({"cu_seqlens": [0, 9, 4, 37]}, "cu_seqlens to start at 0 and be sorted"),
+        ({"cu_seqlens": torch.zeros(2)}, "cu_seqlens to be a row of integers"),
+        ({"cu_seqlens": [0, 36]}, "cu_seqlens to end at .* 37, got 36"),
+        ({"key_mask": torch.ones(2, 36, dtype=torch.bool)}, r"key_mask to be bool \[2, 37\]"),
+        ({"key_mask": torch.ones(2, 37)}, "key_mask to be bool"),
+        ({"alibi_slopes": torch.ones(2)}, r"alibi_slopes to be \[4\], got \[2\]"),
+        ({"sinks": torch.ones(5)}, r"sinks to be \[4\], got \[5\]"),
+        ({"kv_grad_dtype": torch.int8}, "kv_grad_dtype to be one of"),
+        ({"layout": "per_document"}, "cu_seqlens to be given for 'per_document'"),
+    ],
+)
+def test_arguments_refused(changes, message):
+    q, k, v, _ = make_inputs()
+    with pytest.raises(ValueError, match=message):
+        ring_attention(q, k, v, group=None, **changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v: (q[0], k, v), r"q to be of shape \[B, H, S/P, D\]"),
+        (lambda q, k, v: (q.float(), k, v), "k to be torch.float32 like q, got torch.float64"),
+        (lambda q, k, v: (q, k[:, :, 1:], v), r"k to be \[2, Hkv, 37, 8\] to go with q"),
+        (lambda q, k, v: (q, k, v[:, :1]), r"v to be \[2, 2, 37, Dv\] to go with k"),
+        (lambda q, k, v: (q[:, :3], k, v), "heads of q to be a multiple of the 2 heads of k"),
+        (lambda q, k, v: (q.long(), k, v), "q to be float32, bfloat16, float16 or float64"),
+    ],
+)
+def test_tensors_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        ring_attention(*change(*make_inputs()[:3]), group=None)
+
+
+def test_a_group_that_is_none_of_ours_is_refused():
+    with pytest.raises(TypeError, match="to be None or a ProcessGroup"):
+        ring_attention(*make_inputs()[:3], group=-100)

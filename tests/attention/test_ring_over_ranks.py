@@ -1,0 +1,318 @@
+"""Ranks against one process; one group of processes runs the whole list of cases."""
+
+import contextlib
+import functools
+import itertools
+import os
+import signal
+import time
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import expect_equal, make_inputs, sharded, whole
+from test_ring_attention import CASES
+from torch.utils.checkpoint import checkpoint
+
+from moe_ext.attention import (
+    LAYOUTS,
+    make_layout,
+    position_ids,
+    ring_attention,
+    shard_sequence,
+    shift_labels,
+    token_mean_loss,
+    unshard_sequence,
+)
+from moe_ext.distributed import RankFailureError
+from moe_ext.testing import spawn_ranks
+
+TIGHT = {"rtol": 1e-10, "atol": 1e-11}
+CHECKS = {}
+
+
+def check(*cases):
+    """Register a function of a rank, once for each tuple of arguments."""
+
+    def register(function):
+        for case in cases or [()]:
+            name = "-".join([function.__name__, *map(str, case)])
+            CHECKS[name] = functools.partial(function, *case)
+        return function
+
+    return register
+
+
+def group():
+    return dist.group.WORLD
+
+
+@contextlib.contextmanager
+def bytes_sent():
+    """A list whose sum is the bytes that this rank sends point to point."""
+    counted, real = [], dist.batch_isend_irecv
+
+    def counting(posts):
+        counted.extend(p.tensor.nbytes for p in posts if p.op is dist.isend)
+        return real(posts)
+
+    dist.batch_isend_irecv = counting
+    yield counted
+    dist.batch_isend_irecv = real
+
+
+@check(*itertools.product(LAYOUTS, CASES))
+def equals_one_process(layout, case):
+    kwargs = {"cu_seqlens": (0, 20, 37), **CASES[case]}
+    if case in ("full", "causal") and layout in ("contiguous", "zigzag", "striped"):
+        del kwargs["cu_seqlens"]
+    inputs = make_inputs(kv_heads=(1, 2, 4)[len(case) % 3])
+    found = sharded(*inputs, group=group(), layout=layout, **kwargs)
+    where = {"layout": layout, "cu_seqlens": kwargs.get("cu_seqlens")}
+    expect_equal(found, whole(*inputs, **kwargs), group=group(), **where, **TIGHT)
+
+
+@check(*itertools.product(("contiguous", "zigzag", "striped"), (0, 1, 2, 5, 7, 8, 13)))
+def any_length(layout, seq_len):
+    inputs = make_inputs(seq_len=seq_len)
+    for kwargs in ({"is_causal": True}, {"window": (1, 0)}):
+        found = sharded(*inputs, group=group(), layout=layout, **kwargs)
+        expected = whole(*inputs, **kwargs)
+        expect_equal(found, expected, group=group(), layout=layout, **TIGHT)
+
+
+@check(("float32", 2e-6), ("bfloat16", 1.8e-3), ("float16", 2.5e-4))
+def error_is_that_of_one_rounding(dtype, limit):
+    inputs = make_inputs(batch=1, seq_len=384, dim=32, v_dim=32, dtype=getattr(torch, dtype))
+    found = sharded(*inputs, group=group(), is_causal=True)
+    expected = whole(*(x.double() for x in inputs), is_causal=True)
+    for i, (part, full) in enumerate(zip(found, expected, strict=True)):
+        part = unshard_sequence(part, group=group(), dim=2).double()
+        error = ((part - full).norm() / full.norm()).item()
+        assert error <= limit, (i, error)
+
+
+@check()
+def bfloat16_on_the_wire():
+    inputs = make_inputs(batch=1, seq_len=256, dim=32, v_dim=32, dtype=torch.bfloat16)
+    found = sharded(*inputs, group=group(), is_causal=True, kv_grad_dtype=torch.bfloat16)
+    expected = whole(*(x.double() for x in inputs), is_causal=True)
+    for part, full in zip(found, expected, strict=True):
+        part = unshard_sequence(part, group=group(), dim=2).double()
+        assert ((part - full).norm() / full.norm()).item() <= 5e-3
+
+
+@check((torch.float32,), (torch.bfloat16,))
+def bytes_are_those_of_the_formula(wire):
+    num_ranks = dist.get_world_size()
+    inputs = make_inputs(seq_len=16 * num_ranks, dtype=torch.bfloat16)
+    shard = 2 * 2 * 16 * (8 + 6) * 2
+    with bytes_sent() as counted:
+        sharded(*inputs, group=group(), is_causal=True, kv_grad_dtype=wire)
+    # K and V forward and again backward; dK and dV at twice the width, or the same.
+    assert sum(counted) == shard * (num_ranks - 1) * (4 if wire == torch.float32 else 3)
+
+
+@check()
+def keys_go_no_farther_than_the_window():
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    inputs = make_inputs(seq_len=16 * num_ranks, dtype=torch.float32)
+    kwargs = {"is_causal": True, "window": (8, 0)}
+    with bytes_sent() as counted:
+        found = sharded(*inputs, group=group(), layout="contiguous", **kwargs)
+    shard = 2 * 2 * 16 * (8 + 6) * 4
+    # Keys to the right neighbour twice, their gradients back once.
+    assert sum(counted) == shard * (2 * (rank < num_ranks - 1) + (rank > 0))
+    expected = whole(*(x.double() for x in inputs), **kwargs)
+    tolerances = {"rtol": 1e-4, "atol": 1e-5}
+    expect_equal(found, expected, group=group(), layout="contiguous", **tolerances)
+
+
+@check(*itertools.product(("zigzag", "contiguous", "striped")))
+def dropout_is_that_of_one_process(layout):
+    inputs = make_inputs()
+    kwargs = {"is_causal": True, "dropout_p": 0.4, "seed": 11}
+    found = sharded(*inputs, group=group(), layout=layout, **kwargs)
+    expected = sharded(*inputs, group=None, **kwargs)
+    expect_equal(found, expected, group=group(), layout=layout, **TIGHT)
+
+
+@check()
+def a_seed_is_drawn_for_all_ranks():
+    inputs = make_inputs()
+    torch.manual_seed(100 + dist.get_rank())
+    found = sharded(*inputs, group=group(), dropout_p=0.4)
+    torch.manual_seed(100)
+    expected = sharded(*inputs, group=None, dropout_p=0.4)
+    expect_equal(found, expected, group=group(), **TIGHT)
+
+
+@check()
+def a_layout_of_ones_own():
+    num_ranks = dist.get_world_size()
+    offsets = (0, 13, 37)
+    made = make_layout("per_document", 37, num_ranks, cu_seqlens=offsets)
+    inputs = make_inputs()
+    found = sharded(*inputs, group=group(), layout=made, is_causal=True)
+    expected = whole(*inputs, is_causal=True)
+    expect_equal(found, expected, group=group(), layout=made, **TIGHT)
+
+
+@check()
+def recomputation_gives_the_same_bits():
+    q, k, v, grad = (shard_sequence(x, group=group(), dim=2) for x in make_inputs())
+
+    def run(recompute):
+        torch.manual_seed(5)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+
+        def attend(*tensors):
+            return ring_attention(*tensors, group=group(), is_causal=True, dropout_p=0.2)
+
+        out = checkpoint(attend, *leaves, use_reentrant=False) if recompute else attend(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, grad)]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+
+
+def attend(tensors, masks):
+    return ring_attention(*tensors, group=group(), **masks)
+
+
+@check()
+def two_attentions_and_inference():
+    q, k, v, grad = (shard_sequence(x, group=group(), dim=2) for x in make_inputs())
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    masks = [{"is_causal": True}, {"window": (3, 3)}]
+    apart = [torch.autograd.grad(attend(leaves, m), leaves, grad) for m in masks]
+    once = attend(leaves, masks[0])
+    together = torch.autograd.grad(once + attend(leaves, masks[1]), leaves, grad)
+    for total, a, b in zip(together, *apart, strict=True):
+        torch.testing.assert_close(total, a + b)
+    with torch.inference_mode():
+        assert torch.equal(attend(leaves, masks[0]), once)
+
+
+@check(*itertools.product(LAYOUTS))
+def helpers_of_sequences(layout):
+    rank, offsets = dist.get_rank(), [0, 11, 11, 30, 37]
+    where = {"group": group(), "layout": layout, "cu_seqlens": offsets}
+    x = torch.randn(3, 37, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    part = shard_sequence(x, dim=1, **where).requires_grad_()
+    full = unshard_sequence(part, dim=1, **where)
+    assert torch.equal(full, x)
+    (full * x * (rank + 1)).sum().backward()
+    ranks = sum(range(1, dist.get_world_size() + 1))
+    torch.testing.assert_close(part.grad, part.detach() * ranks)
+    ids = position_ids(37, **where)
+    assert torch.equal(
+        ids, shard_sequence(torch.cat([torch.arange(n) for n in (11, 19, 7)]), dim=0, **where)
+    )
+    plain = position_ids(37, restart=False, **where)
+    assert torch.equal(x[:, plain], part)
+
+
+@check()
+def the_loss_is_that_of_one_process():
+    tokens = torch.randint(0, 9, (2, 37), generator=torch.Generator().manual_seed(2))
+    logits = torch.randn(2, 37, 9, generator=torch.Generator().manual_seed(3)).double()
+    labels = shift_labels(tokens, cu_seqlens=[0, 11, 37])
+    labels[:, :6] = -100
+    full = logits.clone().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(full.flatten(0, 1), labels.flatten())
+    expected.backward()
+    where = {"group": group(), "dim": 1, "layout": "contiguous"}
+    part = shard_sequence(logits, **where).requires_grad_()
+    local = shard_sequence(labels, **where)
+    loss = torch.nn.functional.cross_entropy(part.flatten(0, 1), local.flatten(), reduction="sum")
+    mean = token_mean_loss(loss, (local != -100).sum(), group=group(), grad_scale=1.0)
+    mean.backward()
+    torch.testing.assert_close(mean, expected.detach())
+    torch.testing.assert_close(part.grad, shard_sequence(full.grad, **where))
+
+
+def refused(match, *tensors, **kwargs):
+    with pytest.raises(ValueError, match=match):
+        ring_attention(*tensors, group=group(), **kwargs)
+
+
+@check()
+def what_differs_between_ranks_is_refused_on_all():
+    rank = dist.get_rank()
+    q, k, v, _ = (shard_sequence(x, group=group(), dim=2) for x in make_inputs())
+    odd = rank == 1
+    match = r"the dtype of q to be equal .* torch.float64 on rank 0, torch.float32 on rank 1"
+    refused(match, *(x.float() if odd else x for x in (q, k, v)))
+    refused("B of q to be equal .* 2 on rank 0, 1 on rank 1", *(x[odd:] for x in (q, k, v)))
+    refused("D of q to be equal", q[..., odd:], k[..., odd:], v)
+    refused("is_causal to be equal .* 0 on rank 0, 1 on rank 1", q, k, v, is_causal=odd)
+    refused("scale to be equal .* 0.5 on rank 0, 0.25 on rank 1", q, k, v, scale=0.5 - odd / 4)
+    refused(r"window\[0\] to be equal .* -1 on rank 0, 4", q, k, v, window=(4 if odd else -1, 0))
+    refused("cu_seqlens .* to be equal", q, k, v, cu_seqlens=[0, 30 + odd, 37])
+    refused(
+        "layout to be equal .* zigzag on rank 0, striped on rank 1",
+        q,
+        k,
+        v,
+        layout="striped" if odd else "zigzag",
+    )
+    refused("giving seed to be equal", q, k, v, dropout_p=0.1, seed=1 if odd else None)
+    refused("seed to be equal .* 0 on rank 0, 1 on rank 1", q, k, v, dropout_p=0.1, seed=int(odd))
+    slopes = torch.ones(4) if odd else None
+    refused("giving alibi_slopes to be equal", q, k, v, alibi_slopes=slopes)
+    shorter = [x[:, :, odd:] for x in (q, k, v)]
+    refused(r"shards of a zigzag layout of 36 positions to be \[.*\] long, got \[", *shorter)
+
+
+def run_all(rank):
+    """Outcome of every check on this rank: None, or a traceback."""
+    found = {}
+    for name, function in CHECKS.items():
+        try:
+            function()
+            found[name] = None
+        except BaseException:
+            found[name] = traceback.format_exc()
+    return found
+
+
+@functools.lru_cache
+def outcomes(num_ranks):
+    return spawn_ranks(run_all, num_ranks)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_ranks(num_ranks, name):
+    failed = {r: found[name] for r, found in enumerate(outcomes(num_ranks)) if found[name]}
+    assert not failed, "\n".join(f"rank {r}: {text}" for r, text in failed.items())
+
+
+def attend_until_a_rank_dies(rank, moment):
+    """(message, ranks named, seconds) of the error that a survivor sees."""
+    q, k, v, _ = (shard_sequence(x, group=group(), dim=2) for x in make_inputs())
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    ring_attention(*leaves, group=group()).sum().backward()
+    started = time.monotonic()
+    try:
+        if moment == "forward" and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        out = ring_attention(*leaves, group=group())
+        if moment == "backward" and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        out.sum().backward()
+    except RankFailureError as error:
+        return str(error), error.ranks, time.monotonic() - started
+    return "no error", (), 0.0
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+def test_survivors_name_the_rank_that_died(moment):
+    found = spawn_ranks(attend_until_a_rank_dies, 3, moment, may_die=[1])
+    for rank in (0, 2):
+        message, named, seconds = found[rank]
+        assert named == (1,), message
+        assert "ring_attention" in message and "rank 1 died" in message
+        # Well within the 60 s of the group.
+        assert seconds < 20
