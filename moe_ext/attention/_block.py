@@ -129,17 +129,22 @@ def _kept(block: Block, options: BlockOptions) -> Tensor | None:
     return keep.to(accumulation_dtype(block.q.dtype)) / (1 - options.dropout_p)
 
 
-def block_forward(block: Block, options: BlockOptions) -> tuple[Tensor, Tensor]:
-    """(out `[B, H, L, Dv]`, lse `[B, H, L]`), both float32 (float64); 0 and -inf without keys."""
+def attend_(out: Tensor, lse: Tensor, block: Block, options: BlockOptions) -> None:
+    """Add the keys of a block to `out` `[B, H, L, Dv]` and `lse` `[B, H, L]`, in place.
+
+    Both are float32 (float64); 0 and -inf stand for no keys yet.
+    """
     scores, _ = _scores(block, options)
-    lse = torch.logsumexp(scores, dim=-1)
-    shift = lse.masked_fill(lse == -torch.inf, 0.0)
+    block_lse = torch.logsumexp(scores, dim=-1)
+    shift = block_lse.masked_fill(block_lse == -torch.inf, 0.0)
     weights = (scores - shift[..., None]).exp()
     kept = _kept(block, options)
     if kept is not None:
         weights = weights * kept
-    out = _grouped(weights, block.k.shape[1]) @ block.v.to(weights.dtype)
-    return out.reshape(*lse.shape, -1), lse
+    block_out = _grouped(weights, block.k.shape[1]) @ block.v.to(weights.dtype)
+    merged = _merge(out, lse, block_out.reshape(out.shape), block_lse)
+    out.copy_(merged[0])
+    lse.copy_(merged[1])
 
 
 def block_backward(
@@ -174,7 +179,7 @@ def block_backward(
     return grad_q, grad_scores.transpose(2, 3) @ q, grad_v
 
 
-def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Two partial results as one, safe where a side has no keys (lse -inf)."""
     most = torch.maximum(lse_a, lse_b)
     shift = most.masked_fill(most == -torch.inf, 0.0)

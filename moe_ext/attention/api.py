@@ -16,16 +16,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext.attention._block import BlockOptions, accumulation_dtype
+from moe_ext.attention.gathered import AllGather
 from moe_ext.attention.layouts import LAYOUTS, Layout, make_layout
 from moe_ext.attention.masks import Mask, check_cu_seqlens, check_end, check_window
-from moe_ext.attention.ring import Plan, ring
+from moe_ext.attention.plan import Plan, Scheme, attend
+from moe_ext.attention.ring import Ring
 from moe_ext.attention.sharding import check_lengths
+from moe_ext.attention.ulysses import Ulysses, check_heads
 from moe_ext.distributed.collectives import check_equal_over_ranks, share
-from moe_ext.distributed.groups import check_group
+from moe_ext.distributed.groups import check_group, group_size
 
 _OP = "ring_attention"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-SCHEMES = ("ring",)
+SCHEMES: dict[str, Scheme] = {"ring": Ring(), "all_gather": AllGather(), "ulysses": Ulysses()}
 _PRECISIONS = ("exact",)
 
 
@@ -76,7 +79,7 @@ def _check_names(
 ) -> None:
     known = isinstance(layout, Layout) or layout in LAYOUTS
     _require(known, "layout", f"a Layout or one of {LAYOUTS}", repr(layout))
-    _require(scheme in SCHEMES, "scheme", f"one of {SCHEMES}", repr(scheme))
+    _require(scheme in SCHEMES, "scheme", f"one of {tuple(SCHEMES)}", repr(scheme))
     _require(precision in _PRECISIONS, "precision", f"one of {_PRECISIONS}", repr(precision))
     allowed = (None, torch.float32, torch.bfloat16)
     _require(kv_grad_dtype in allowed, "kv_grad_dtype", f"one of {allowed}", kv_grad_dtype)
@@ -127,7 +130,13 @@ class _Facts:
 
 
 def _facts(
-    q: Tensor, k: Tensor, v: Tensor, layout: str | Layout, options: BlockOptions, flags: list[bool]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: str | Layout,
+    scheme: str,
+    options: BlockOptions,
+    flags: list[bool],
 ) -> _Facts:
     facts = _Facts()
     facts.choice("the dtype of q", q.dtype, _DTYPES)
@@ -138,6 +147,7 @@ def _facts(
     name = "a Layout" if isinstance(layout, Layout) else layout
     facts.choice("layout", name, (*LAYOUTS, "a Layout"))
     facts.checksum("layout", layout)
+    facts.choice("scheme", scheme, tuple(SCHEMES))
     facts.integer("is_causal", options.mask.is_causal)
     facts.integer("window[0]", options.mask.left)
     facts.integer("window[1]", options.mask.right)
@@ -204,7 +214,9 @@ def ring_attention(
             the two positions alone: neither on P nor on the layout.
         seed: of the dropout, equal on every rank; None draws one from torch's generator of the
             first rank.
-        scheme: "ring".
+        scheme: "ring", keys and values go round and memory stays that of a shard; "all_gather", all
+            keys and values on every rank at once; "ulysses", an all-to-all from shards of the
+            sequence to shards of the heads and back, for H divisible by P and Hkv by P or P by Hkv.
         precision: "exact": blocks are summed up in float32 and rounded once.
         kv_grad_dtype: of dK and dV underway, None for float32 (float64 for float64);
             torch.bfloat16 halves these bytes and rounds at every hop.
@@ -227,10 +239,12 @@ def ring_attention(
     _check_tensors(q, k, v, key_mask, {"alibi_slopes": alibi_slopes, "sinks": sinks})
     _check_numbers(scale, softcap, dropout_p, seed)
     mask = Mask(is_causal, *check_window(window, _OP), check_cu_seqlens(cu_seqlens, _OP))
+    if scheme == "ulysses":
+        check_heads(q.shape[1], k.shape[1], group_size(group), _OP)
     factor = scale if scale is not None else 1 / math.sqrt(max(q.shape[3], 1))
     options = BlockOptions(factor, mask, softcap or 0.0, dropout_p)
     given = [x is not None for x in (seed, key_mask, alibi_slopes, sinks)]
-    facts = _facts(q, k, v, layout, options, [*given, kv_grad_dtype == torch.bfloat16])
+    facts = _facts(q, k, v, layout, scheme, options, [*given, kv_grad_dtype == torch.bfloat16])
     if seed is None:
         seed = int(torch.randint(1 << 62, ())) if dropout_p > 0 else 0
     lengths, seed = _agree(facts, q.shape[2], seed, given[0], group, q.device)
@@ -243,7 +257,7 @@ def ring_attention(
     options = BlockOptions(factor, mask, softcap or 0.0, dropout_p, seed)
     slopes = None if alibi_slopes is None else alibi_slopes.detach()
     plan = Plan(group, made, options, slopes, wire)
-    out, lse = ring(q, k, v, sinks, key_mask, plan)
+    out, lse = attend(q, k, v, sinks, key_mask, plan, SCHEMES[scheme])
     return (out, lse) if return_lse else out
 
 

@@ -204,18 +204,20 @@ def _balanced(shards: list[list[range]], seq_len: int) -> list[list[range]]:
 
 
 def _swap(held: list[set[int]], areas: list[int]) -> bool:
-    """One exchange that takes area from the fullest rank without making another as full."""
-    full = max(range(len(areas)), key=areas.__getitem__)
-    for other in sorted(range(len(areas)), key=areas.__getitem__):
+    """One exchange of two positions that brings the areas of two ranks closer together."""
+    pairs = sorted(
+        itertools.permutations(range(len(areas)), 2), key=lambda p: areas[p[1]] - areas[p[0]]
+    )
+    for full, other in pairs:
         gap = areas[full] - areas[other]
-        for amount in range(gap // 2, 0, -1):
-            for position in sorted(held[full]):
-                if position - amount in held[other]:
-                    held[full] ^= {position, position - amount}
-                    held[other] ^= {position, position - amount}
-                    areas[full] -= amount
-                    areas[other] += amount
-                    return True
+        for amount in (*range(gap // 2, 0, -1), *range(gap // 2 + 1, gap)):
+            found = [p for p in held[full] if p - amount in held[other]]
+            if found:
+                held[full] ^= {min(found), min(found) - amount}
+                held[other] ^= {min(found), min(found) - amount}
+                areas[full] -= amount
+                areas[other] += amount
+                return True
     return False
 
 

@@ -6,69 +6,14 @@ Shapes: B batch, H heads, Hkv heads of keys and values, S whole sequence, L posi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 
-from moe_ext.attention._block import (
-    Block,
-    BlockOptions,
-    accumulation_dtype,
-    block_backward,
-    block_forward,
-    merge,
-)
+from moe_ext.attention._block import accumulation_dtype, attend_, block_backward
 from moe_ext.attention.exchange import Buffers, Exchange, Hop, Keys, KeysForm
-from moe_ext.attention.layouts import Layout
-from moe_ext.attention.masks import Route, plan_route
-from moe_ext.distributed.groups import group_rank
+from moe_ext.attention.plan import Plan, Saved
 
 _KEYS, _GRADS = 0, 1
-
-
-@dataclass(frozen=True)
-class Plan:
-    """All of an attention over a group that is not a tensor of its graph.
-
-    Attributes:
-        group: the ranks; None is this process alone.
-        layout: who holds which positions.
-        options: of every block.
-        alibi_slopes: `[H]` or None.
-        grad_dtype: of the gradients of keys and values on the wire.
-    """
-
-    group: ProcessGroup | None
-    layout: Layout
-    options: BlockOptions
-    alibi_slopes: Tensor | None
-    grad_dtype: torch.dtype
-
-    @property
-    def rank(self) -> int:
-        """This process's rank in the group."""
-        return group_rank(self.group)
-
-    @property
-    def route(self) -> Route:
-        """Where the keys of each rank have to go."""
-        return plan_route(self.layout.shards, self.options.mask, self.layout.seq_len)
-
-    def block(self, q: Tensor, source: int, keys: Keys) -> Block:
-        """This rank's queries against the keys of rank `source`."""
-        return Block(
-            q,
-            keys.k,
-            keys.v,
-            self.layout.positions(self.rank, q.device),
-            self.layout.positions(source, q.device),
-            keys.key_mask,
-            self.alibi_slopes,
-        )
 
 
 def _forward(q: Tensor, own: Keys, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -82,7 +27,6 @@ def _forward(q: Tensor, own: Keys, plan: Plan) -> tuple[Tensor, Tensor, Tensor |
     out = q.new_zeros((*q.shape[:3], own.v.shape[3]), dtype=dtype)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
     held = own.packed() if max(route.reach) > 0 else None
-    empty = True
     for step in range(num_ranks):
         source, following = (rank - step) % num_ranks, (rank - step - 1) % num_ranks
         goes_on = held is not None and route.reach[source] > step
@@ -93,9 +37,7 @@ def _forward(q: Tensor, own: Keys, plan: Plan) -> tuple[Tensor, Tensor, Tensor |
         hop = exchange.post(sends, buffer, (rank - 1) % num_ranks, 2 * step + _KEYS)
         if route.needs[rank][source]:
             keys = own if step == 0 else form.unpacked(_present(held), sizes[source])
-            partial = block_forward(plan.block(q, source, keys), plan.options)
-            out, lse = partial if empty else merge(out, lse, *partial)
-            empty = False
+            attend_(out, lse, plan.block(q, source, keys), plan.options)
         last, held = held, hop.wait()
     return out, lse, last if route.is_full else None
 
@@ -204,58 +146,18 @@ class _BackwardPass:
         return grad_q, *self.form.split(row, self.sizes[self.rank])
 
 
-class _Ring(torch.autograd.Function):
-    """(out, lse) of this rank's queries; lse is differentiable."""
+class Ring:
+    """Keys and values go round: P - 1 hops, then P - 1 back, and P - 1 for their gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        key_mask: Tensor | None,
-        plan: Plan,
-    ) -> tuple[Tensor, Tensor]:
-        q = q.contiguous()
-        own = Keys(k.contiguous(), v.contiguous(), key_mask)
-        out, lse, kept = _forward(q, own, plan)
-        if sinks is not None:
-            out, lse = add_sinks(out, lse, sinks)
-        out = out.to(q.dtype)
-        # Where the keys go all round, those that came last stand for our own.
-        saved = (None, None, None) if kept is not None else (own.k, own.v, key_mask)
-        ctx.save_for_backward(q, out, lse, sinks, kept, *saved)
-        ctx.plan, ctx.form = plan, own.form
-        return out, lse
+    def forward(q: Tensor, own: Keys, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(out, lse, keys to keep in the place of our own)."""
+        return _forward(q, own, plan)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        q, out, lse, sinks, kept, k, v, key_mask = ctx.saved_tensors
-        own = None if kept is not None else Keys(k, v, key_mask)
-        delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - grad_lse
-        ring = _BackwardPass(ctx.plan, ctx.form, own, kept)
-        grads = [grad.to(q.dtype) for grad in ring.run(q, grad_out, lse, delta)]
-        grad_sinks = None if sinks is None else sinks_backward(lse, delta, sinks)
-        return *grads, grad_sinks, None, None
-
-
-def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Put a key with score `sinks[h]` and value zero before every query of head h."""
-    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-    return out * (lse - total).exp()[..., None], total
-
-
-def sinks_backward(lse: Tensor, delta: Tensor, sinks: Tensor) -> Tensor:
-    """Gradient of `sinks` from this rank's queries."""
-    weights = (sinks.to(lse.dtype)[:, None] - lse).exp()
-    return -(weights * delta).sum((0, 2)).to(sinks.dtype)
-
-
-def ring(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, key_mask: Tensor | None, plan: Plan
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) by P - 1 hops of keys and values; as many each way back with their gradients."""
-    out, lse = _Ring.apply(q, k, v, sinks, key_mask, plan)
-    return out, lse
+    def backward(
+        saved: Saved, grad_out: Tensor, lse: Tensor, delta: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv)."""
+        ring = _BackwardPass(saved.plan, saved.form, saved.own, saved.kept)
+        return ring.run(saved.q, grad_out, lse, delta)

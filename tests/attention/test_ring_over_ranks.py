@@ -28,6 +28,7 @@ from moe_ext.attention import (
 from moe_ext.distributed import RankFailureError
 from moe_ext.testing import spawn_ranks
 
+PER_HEAD = ("alibi_slopes", "sinks")
 TIGHT = {"rtol": 1e-10, "atol": 1e-11}
 CHECKS = {}
 
@@ -73,11 +74,47 @@ def equals_one_process(layout, case):
     expect_equal(found, whole(*inputs, **kwargs), group=group(), **where, **TIGHT)
 
 
+@check(*itertools.product(("all_gather", "ulysses"), ("contiguous", "striped"), CASES))
+def other_schemes_equal_one_process(scheme, layout, case):
+    kwargs = CASES[case]
+    num_ranks = dist.get_world_size()
+    for heads, kv_heads in ((num_ranks, num_ranks), (2 * num_ranks, 1), (2 * num_ranks, num_ranks)):
+        inputs = make_inputs(heads=heads, kv_heads=kv_heads)
+        per_head = {n: kwargs[n][torch.arange(heads) % 4] for n in PER_HEAD if n in kwargs}
+        case_kwargs = {**kwargs, **per_head}
+        found = sharded(*inputs, group=group(), layout=layout, scheme=scheme, **case_kwargs)
+        expected = whole(*inputs, **case_kwargs)
+        expect_equal(found, expected, group=group(), layout=layout, **TIGHT)
+
+
+@check(("all_gather", 1), ("ulysses", 1), ("ulysses", 4), ("all_gather", 4))
+def other_schemes_in_bfloat16(scheme, kv_heads):
+    num_ranks = dist.get_world_size()
+    shapes = {"heads": 4 * num_ranks, "kv_heads": 1 if kv_heads == 1 else num_ranks}
+    inputs = make_inputs(batch=1, seq_len=131, dim=32, v_dim=32, dtype=torch.bfloat16, **shapes)
+    mask = (torch.arange(131) % 7 != 2)[None]
+    kwargs = {"is_causal": True, "key_mask": mask}
+    found = sharded(*inputs, group=group(), scheme=scheme, **kwargs)
+    expected = whole(*(x.double() for x in inputs), **kwargs)
+    for i, (part, full) in enumerate(zip(found, expected, strict=True)):
+        part = unshard_sequence(part, group=group(), dim=2).double()
+        assert ((part - full).norm() / full.norm()).item() <= 1.8e-3, i
+
+
+@check()
+def heads_that_do_not_divide_are_refused():
+    q, k, v, _ = make_inputs(heads=5, kv_heads=5)
+    refused(
+        "heads of q to be a multiple of . ranks for scheme 'ulysses'", q, k, v, scheme="ulysses"
+    )
+
+
 @check(*itertools.product(("contiguous", "zigzag", "striped"), (0, 1, 2, 5, 7, 8, 13)))
 def any_length(layout, seq_len):
-    inputs = make_inputs(seq_len=seq_len)
-    for kwargs in ({"is_causal": True}, {"window": (1, 0)}):
-        found = sharded(*inputs, group=group(), layout=layout, **kwargs)
+    inputs = make_inputs(seq_len=seq_len, heads=dist.get_world_size(), kv_heads=1)
+    cases = [{"is_causal": True}, {"window": (1, 0)}]
+    for kwargs, scheme in itertools.product(cases, ("ring", "all_gather", "ulysses")):
+        found = sharded(*inputs, group=group(), layout=layout, scheme=scheme, **kwargs)
         expected = whole(*inputs, **kwargs)
         expect_equal(found, expected, group=group(), layout=layout, **TIGHT)
 
@@ -129,11 +166,11 @@ def keys_go_no_farther_than_the_window():
     expect_equal(found, expected, group=group(), layout="contiguous", **tolerances)
 
 
-@check(*itertools.product(("zigzag", "contiguous", "striped")))
-def dropout_is_that_of_one_process(layout):
-    inputs = make_inputs()
+@check(*itertools.product(("zigzag", "striped"), ("ring", "all_gather", "ulysses")))
+def dropout_is_that_of_one_process(layout, scheme):
+    inputs = make_inputs(heads=dist.get_world_size() * 2, kv_heads=dist.get_world_size())
     kwargs = {"is_causal": True, "dropout_p": 0.4, "seed": 11}
-    found = sharded(*inputs, group=group(), layout=layout, **kwargs)
+    found = sharded(*inputs, group=group(), layout=layout, scheme=scheme, **kwargs)
     expected = sharded(*inputs, group=None, **kwargs)
     expect_equal(found, expected, group=group(), layout=layout, **TIGHT)
 

@@ -1,0 +1,160 @@
+"""What the schemes of sequence parallelism share: the plan of a call, and its place in autograd.
+
+Shapes: B batch, H heads, Hkv heads of keys and values, L positions of this rank, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from moe_ext.attention._block import Block, BlockOptions
+from moe_ext.attention.exchange import Keys, KeysForm
+from moe_ext.attention.layouts import Layout
+from moe_ext.attention.masks import Route, plan_route
+from moe_ext.distributed.groups import group_rank
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of an attention over a group that is not a tensor of its graph.
+
+    Attributes:
+        group: the ranks; None is this process alone.
+        layout: who holds which positions.
+        options: of every block.
+        alibi_slopes: `[H]` or None.
+        grad_dtype: of the gradients of keys and values on the wire.
+    """
+
+    group: ProcessGroup | None
+    layout: Layout
+    options: BlockOptions
+    alibi_slopes: Tensor | None
+    grad_dtype: torch.dtype
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return group_rank(self.group)
+
+    @property
+    def route(self) -> Route:
+        """Where the keys of each rank have to go."""
+        return plan_route(self.layout.shards, self.options.mask, self.layout.seq_len)
+
+    def block(self, q: Tensor, source: int, keys: Keys) -> Block:
+        """This rank's queries against the keys of rank `source`."""
+        return Block(
+            q,
+            keys.k,
+            keys.v,
+            self.layout.positions(self.rank, q.device),
+            self.layout.positions(source, q.device),
+            keys.key_mask,
+            self.alibi_slopes,
+        )
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a backward pass starts from.
+
+    Attributes:
+        plan: of the call.
+        q: `[B, H, L, D]`.
+        form: of the keys.
+        own: this rank's keys; None where `kept` stands for them.
+        kept: what the forward pass asked to keep.
+    """
+
+    plan: Plan
+    q: Tensor
+    form: KeysForm
+    own: Keys | None
+    kept: Tensor | None
+
+
+class Scheme(Protocol):
+    """A way to bring queries and keys together; everything is float32 (float64) but q and keys."""
+
+    @staticmethod
+    def forward(q: Tensor, own: Keys, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(out, lse, keys to keep in the place of our own)."""
+
+    @staticmethod
+    def backward(
+        saved: Saved, grad_out: Tensor, lse: Tensor, delta: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv)."""
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        key_mask: Tensor | None,
+        plan: Plan,
+        scheme: Scheme,
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+        q = q.contiguous()
+        own = Keys(k.contiguous(), v.contiguous(), key_mask)
+        exact, lse, kept = scheme.forward(q, own, plan)
+        if sinks is not None:
+            exact, lse = _add_sinks(exact, lse, sinks)
+        out = exact.to(q.dtype)
+        # delta from the rounded output would cost dQ and dK a tenth of their last place.
+        residual = None if out.dtype == exact.dtype else (exact - out).to(q.dtype)
+        saved = (None, None, None) if kept is not None else (own.k, own.v, key_mask)
+        ctx.save_for_backward(q, out, residual, lse, sinks, kept, *saved)
+        ctx.plan, ctx.form, ctx.scheme = plan, own.form, scheme
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        """Of q, k, v and the sinks."""
+        q, out, residual, lse, sinks, kept, k, v, key_mask = ctx.saved_tensors
+        exact = out if residual is None else out.to(lse.dtype) + residual
+        delta = (grad_out.to(lse.dtype) * exact).sum(-1) - grad_lse
+        own = None if kept is not None else Keys(k, v, key_mask)
+        saved = Saved(ctx.plan, q, ctx.form, own, kept)
+        grads = [g.to(q.dtype) for g in ctx.scheme.backward(saved, grad_out, lse, delta)]
+        grad_sinks = None if sinks is None else _sinks_backward(lse, delta, sinks)
+        return *grads, grad_sinks, None, None, None
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    key_mask: Tensor | None,
+    plan: Plan,
+    scheme: Scheme,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's queries over the keys of all ranks; both differentiable."""
+    out, lse = _Attention.apply(q, k, v, sinks, key_mask, plan, scheme)
+    return out, lse
+
+
+def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Put a key with score `sinks[h]` and value zero before every query of head h."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    return out * (lse - total).exp()[..., None], total
+
+
+def _sinks_backward(lse: Tensor, delta: Tensor, sinks: Tensor) -> Tensor:
+    """Gradient of `sinks` from this rank's queries."""
+    weights = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    return -(weights * delta).sum((0, 2)).to(sinks.dtype)
