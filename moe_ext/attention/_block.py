@@ -1,20 +1,18 @@
-"""Attention of one block of queries and keys, in plain torch: the slow path of the ring.
+"""One block of queries and keys, as the operators take it.
 
-Shapes: B batch, H heads, G heads that share a head of keys, L queries, M keys, D head dim.
+Shapes: B batch, H heads, Hkv heads of keys and values, L queries, M keys, D and Dv head dims.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_ext.attention.masks import Mask
-from moe_ext.reference.noisy_gating import philox4x32
-
-_DROPOUT_STREAM = 4
-_BITS = 1 << 24
+from moe_ext.ops.attention import attention_block_, attention_block_backward
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,10 @@ class Block:
         v: `[B, Hkv, M, Dv]`.
         q_positions: `[L]`.
         k_positions: `[M]`.
+        q_documents: `[L]` or None.
+        k_documents: `[M]` or None.
         key_mask: `[B, M]` bool, True = real key.
-        alibi_slopes: `[H]` float32.
+        alibi_slopes: `[H]`.
     """
 
     q: Tensor
@@ -57,8 +57,28 @@ class Block:
     v: Tensor
     q_positions: Tensor
     k_positions: Tensor
+    q_documents: Tensor | None = None
+    k_documents: Tensor | None = None
     key_mask: Tensor | None = None
     alibi_slopes: Tensor | None = None
+
+    def arguments(self, options: BlockOptions) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """Of the operators, without what they work on."""
+        tensors = (self.q, self.k, self.v, self.q_positions, self.k_positions)
+        return tensors, {
+            "scale": options.scale,
+            "causal": options.mask.is_causal,
+            "window_left": options.mask.left,
+            "window_right": options.mask.right,
+            "q_documents": self.q_documents,
+            "k_documents": self.k_documents,
+            "key_mask": self.key_mask,
+            "alibi_slopes": self.alibi_slopes,
+            "softcap": options.softcap,
+            "dropout_p": options.dropout_p,
+            "seed": options.seed if options.dropout_p > 0 else None,
+            "head_offset": options.first_head,
+        }
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -66,85 +86,13 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
-    """`[B, H, L, D]` as `[B, Hkv, G * L, D]`."""
-    batch, heads, length, dim = x.shape
-    return x.reshape(batch, num_kv_heads, heads // num_kv_heads * length, dim)
-
-
-def _visible(block: Block, options: BlockOptions) -> Tensor:
-    """`[B or 1, 1, L, M]` bool."""
-    mask = options.mask
-    distance_LM = block.k_positions[None, :] - block.q_positions[:, None]
-    seen_LM = torch.ones_like(distance_LM, dtype=torch.bool)
-    right = 0 if mask.is_causal else mask.right
-    if right >= 0:
-        seen_LM &= distance_LM <= right
-    if mask.left >= 0:
-        seen_LM &= distance_LM >= -mask.left
-    if mask.cu_seqlens is not None:
-        edges = torch.tensor(mask.cu_seqlens, device=block.q.device)
-        q_documents = torch.bucketize(block.q_positions, edges, right=True)
-        k_documents = torch.bucketize(block.k_positions, edges, right=True)
-        seen_LM &= q_documents[:, None] == k_documents[None, :]
-    seen = seen_LM[None, None]
-    return seen if block.key_mask is None else seen & block.key_mask[:, None, None, :]
-
-
-def _scores(block: Block, options: BlockOptions) -> tuple[Tensor, Tensor]:
-    """`[B, H, L, M]` scores, -inf where masked, and d score / d (scaled q.k)."""
-    dtype = accumulation_dtype(block.q.dtype)
-    batch, heads, length, _ = block.q.shape
-    q = _grouped(block.q, block.k.shape[1]).to(dtype)
-    scores = q @ block.k.to(dtype).transpose(2, 3) * options.scale
-    scores = scores.view(batch, heads, length, -1)
-    slope = torch.ones((), dtype=dtype, device=scores.device)
-    if options.softcap > 0:
-        tanh = (scores / options.softcap).tanh()
-        scores, slope = tanh * options.softcap, 1 - tanh.square()
-    if block.alibi_slopes is not None:
-        distance_LM = (block.q_positions[:, None] - block.k_positions[None, :]).abs().to(dtype)
-        scores = scores - block.alibi_slopes.to(dtype)[:, None, None] * distance_LM
-    return scores.masked_fill(~_visible(block, options), -torch.inf), slope
-
-
-def _kept(block: Block, options: BlockOptions) -> Tensor | None:
-    """`[B, H, L, M]`: 0 where dropped, else 1 / (1 - p)."""
-    if options.dropout_p == 0.0:
-        return None
-    device = block.q.device
-    shape = (*block.q.shape[:3], block.k.shape[2])
-    heads_H = torch.arange(shape[1], device=device) + options.first_head
-    last_H = ((heads_H & 0xFFFF) << 16) | (_DROPOUT_STREAM << 8)
-    counter = (
-        (block.k_positions // 4).expand(shape),
-        block.q_positions[:, None].expand(shape),
-        torch.arange(shape[0], device=device)[:, None, None, None].expand(shape),
-        last_H[:, None, None].expand(shape),
-    )
-    words = philox4x32(counter, (options.seed & 0xFFFFFFFF, options.seed >> 32 & 0xFFFFFFFF))
-    column = (block.k_positions % 4).expand(shape)[..., None]
-    draws = torch.stack(words, dim=-1).gather(-1, column)[..., 0] >> 8
-    keep = draws >= int(options.dropout_p * _BITS + 0.5)
-    return keep.to(accumulation_dtype(block.q.dtype)) / (1 - options.dropout_p)
-
-
 def attend_(out: Tensor, lse: Tensor, block: Block, options: BlockOptions) -> None:
     """Add the keys of a block to `out` `[B, H, L, Dv]` and `lse` `[B, H, L]`, in place.
 
     Both are float32 (float64); 0 and -inf stand for no keys yet.
     """
-    scores, _ = _scores(block, options)
-    block_lse = torch.logsumexp(scores, dim=-1)
-    shift = block_lse.masked_fill(block_lse == -torch.inf, 0.0)
-    weights = (scores - shift[..., None]).exp()
-    kept = _kept(block, options)
-    if kept is not None:
-        weights = weights * kept
-    block_out = _grouped(weights, block.k.shape[1]) @ block.v.to(weights.dtype)
-    merged = _merge(out, lse, block_out.reshape(out.shape), block_lse)
-    out.copy_(merged[0])
-    lse.copy_(merged[1])
+    tensors, kwargs = block.arguments(options)
+    attention_block_(out, lse, *tensors, **kwargs)
 
 
 def block_backward(
@@ -153,38 +101,11 @@ def block_backward(
     """Gradients (dq, dk, dv) of this block in float32 (float64).
 
     Args:
-        grad_out: `[B, H, L, Dv]`.
+        grad_out: `[B, H, L, Dv]` float32 (float64).
         lse: `[B, H, L]` over the keys of all blocks.
         delta: `[B, H, L]`, rowsum(grad_out * out) - grad_lse, with the out of all blocks.
         block: as in the forward pass.
         options: as in the forward pass.
     """
-    scores, slope = _scores(block, options)
-    num_kv_heads = block.k.shape[1]
-    # A row without any key gives exp(-inf - inf) = 0.
-    shift = lse.masked_fill(lse == -torch.inf, torch.inf)
-    weights = (scores - shift[..., None]).exp()
-    grad_out = _grouped(grad_out.to(scores.dtype), num_kv_heads)
-    grad_weights = grad_out @ block.v.to(scores.dtype).transpose(2, 3)
-    grad_weights = grad_weights.view(scores.shape)
-    kept = _kept(block, options)
-    dropped = weights if kept is None else weights * kept
-    grad_v = _grouped(dropped, num_kv_heads).transpose(2, 3) @ grad_out
-    if kept is not None:
-        grad_weights = grad_weights * kept
-    grad_scores = weights * (grad_weights - delta[..., None]) * slope * options.scale
-    grad_scores = _grouped(grad_scores, num_kv_heads)
-    grad_q = (grad_scores @ block.k.to(scores.dtype)).view(block.q.shape)
-    q = _grouped(block.q.to(scores.dtype), num_kv_heads)
-    return grad_q, grad_scores.transpose(2, 3) @ q, grad_v
-
-
-def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Two partial results as one, safe where a side has no keys (lse -inf)."""
-    most = torch.maximum(lse_a, lse_b)
-    shift = most.masked_fill(most == -torch.inf, 0.0)
-    a, b = (lse_a - shift).exp(), (lse_b - shift).exp()
-    total = a + b
-    inverse = torch.where(total > 0, 1 / total, 0.0)
-    out = (a * inverse)[..., None] * out_a + (b * inverse)[..., None] * out_b
-    return out, shift + total.log()
+    tensors, kwargs = block.arguments(options)
+    return attention_block_backward(grad_out, lse, delta, *tensors, **kwargs)

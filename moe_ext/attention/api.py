@@ -256,7 +256,10 @@ def ring_attention(
         wire = torch.bfloat16
     options = BlockOptions(factor, mask, softcap or 0.0, dropout_p, seed)
     slopes = None if alibi_slopes is None else alibi_slopes.detach()
-    plan = Plan(group, made, options, slopes, wire)
+    offsets = None
+    if mask.cu_seqlens is not None:
+        offsets = torch.tensor(mask.cu_seqlens, device=q.device)
+    plan = Plan(group, made, options, offsets, slopes, wire)
     out, lse = attend(q, k, v, sinks, key_mask, plan, SCHEMES[scheme])
     return (out, lse) if return_lse else out
 

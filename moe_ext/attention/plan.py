@@ -18,6 +18,7 @@ from moe_ext.attention.exchange import Keys, KeysForm
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import Route, plan_route
 from moe_ext.distributed.groups import group_rank
+from moe_ext.ops.attention import attention_delta, document_ids, merge_attention_sinks
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Plan:
         group: the ranks; None is this process alone.
         layout: who holds which positions.
         options: of every block.
+        offsets: cu_seqlens of the mask on the device, or None.
         alibi_slopes: `[H]` or None.
         grad_dtype: of the gradients of keys and values on the wire.
     """
@@ -35,6 +37,7 @@ class Plan:
     group: ProcessGroup | None
     layout: Layout
     options: BlockOptions
+    offsets: Tensor | None
     alibi_slopes: Tensor | None
     grad_dtype: torch.dtype
 
@@ -50,12 +53,22 @@ class Plan:
 
     def block(self, q: Tensor, source: int, keys: Keys) -> Block:
         """This rank's queries against the keys of rank `source`."""
+        positions_L = self.layout.positions(self.rank, q.device)
+        return self.block_at(q, positions_L, keys, self.layout.positions(source, q.device))
+
+    def block_at(self, q: Tensor, q_positions: Tensor, keys: Keys, k_positions: Tensor) -> Block:
+        """Queries against keys, wherever they are in the sequence."""
+        documents: list[Tensor | None] = [None, None]
+        if self.offsets is not None:
+            documents = [document_ids(x, self.offsets) for x in (q_positions, k_positions)]
         return Block(
             q,
             keys.k,
             keys.v,
-            self.layout.positions(self.rank, q.device),
-            self.layout.positions(source, q.device),
+            q_positions,
+            k_positions,
+            documents[0],
+            documents[1],
             keys.key_mask,
             self.alibi_slopes,
         )
@@ -111,7 +124,7 @@ class _Attention(torch.autograd.Function):
         own = Keys(k.contiguous(), v.contiguous(), key_mask)
         exact, lse, kept = scheme.forward(q, own, plan)
         if sinks is not None:
-            exact, lse = _add_sinks(exact, lse, sinks)
+            exact, lse = merge_attention_sinks(exact, lse, sinks)
         out = exact.to(q.dtype)
         # delta from the rounded output would cost dQ and dK a tenth of their last place.
         residual = None if out.dtype == exact.dtype else (exact - out).to(q.dtype)
@@ -126,7 +139,8 @@ class _Attention(torch.autograd.Function):
         """Of q, k, v and the sinks."""
         q, out, residual, lse, sinks, kept, k, v, key_mask = ctx.saved_tensors
         exact = out if residual is None else out.to(lse.dtype) + residual
-        delta = (grad_out.to(lse.dtype) * exact).sum(-1) - grad_lse
+        grad_out = grad_out.to(lse.dtype).contiguous()
+        delta = attention_delta(grad_out, exact, grad_lse.contiguous())
         own = None if kept is not None else Keys(k, v, key_mask)
         saved = Saved(ctx.plan, q, ctx.form, own, kept)
         grads = [g.to(q.dtype) for g in ctx.scheme.backward(saved, grad_out, lse, delta)]
@@ -146,12 +160,6 @@ def attend(
     """(out, lse) of this rank's queries over the keys of all ranks; both differentiable."""
     out, lse = _Attention.apply(q, k, v, sinks, key_mask, plan, scheme)
     return out, lse
-
-
-def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Put a key with score `sinks[h]` and value zero before every query of head h."""
-    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-    return out * (lse - total).exp()[..., None], total
 
 
 def _sinks_backward(lse: Tensor, delta: Tensor, sinks: Tensor) -> Tensor:

@@ -55,16 +55,18 @@ class _BackwardPass:
     anywhere on the ring, they get there from home in one long hop.
     """
 
-    def __init__(self, plan: Plan, form: KeysForm, own: Keys | None, kept: Tensor | None) -> None:
+    def __init__(self, saved: Saved) -> None:
+        plan, form, own, kept = saved.plan, saved.form, saved.own, saved.kept
         self.plan, self.form, self.own, self.kept = plan, form, own, kept
         self.num_ranks, self.rank = plan.layout.num_ranks, plan.rank
         self.left, self.right = (self.rank - 1) % self.num_ranks, (self.rank + 1) % self.num_ranks
         self.reach, self.sizes = plan.route.reach, plan.layout.sizes
         self.exchange = Exchange(plan.group, "ring_attention backward")
-        self.device = kept.device if own is None else own.k.device
+        self.device = saved.q.device
         self.buffers = Buffers(form.num_bytes(max(self.sizes)), self.device)
-        travels = own is not None and self.reach[self.rank] > 0
-        self.message = own.packed() if travels else None
+        self.message = None
+        if own is not None and self.reach[self.rank] > 0:
+            self.message = own.packed()
 
     def source(self, stage: int) -> int:
         """Whose keys are here at a stage."""
@@ -159,5 +161,4 @@ class Ring:
         saved: Saved, grad_out: Tensor, lse: Tensor, delta: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv)."""
-        ring = _BackwardPass(saved.plan, saved.form, saved.own, saved.kept)
-        return ring.run(saved.q, grad_out, lse, delta)
+        return _BackwardPass(saved).run(saved.q, grad_out, lse, delta)

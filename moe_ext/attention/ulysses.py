@@ -57,7 +57,9 @@ def _to_heads(tensors: Sequence[Tensor], plan: Plan, operation: str) -> list[Ten
     for part, size in zip(row.split(receive), sizes, strict=True):
         pieces = part.split([count * size for count in per_position])
         for i, (piece, x) in enumerate(zip(pieces, tensors, strict=True)):
-            parts[i].append(piece.view(x.shape[0], max(x.shape[1] // num_ranks, 1), size, x.shape[3]))
+            parts[i].append(
+                piece.view(x.shape[0], max(x.shape[1] // num_ranks, 1), size, x.shape[3])
+            )
     return [torch.cat(part, dim=2) for part in parts]
 
 
@@ -98,7 +100,8 @@ def _block(q: Tensor, own: Keys, plan: Plan, operation: str) -> tuple[Block, Blo
         # As a head that every rank has.
         bytes_B1L1 = key_mask[:, None, :, None].to(torch.uint8)
         key_mask = _to_heads([bytes_B1L1], plan, operation)[0][:, 0, :, 0].bool()
-    block = Block(q_heads, k_heads, v_heads, positions_S, positions_S, key_mask, mine.alibi_slopes)
+    keys = Keys(k_heads, v_heads, key_mask)
+    block = mine.block_at(q_heads, positions_S, keys, positions_S)
     return block, options
 
 
