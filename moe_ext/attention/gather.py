@@ -22,11 +22,10 @@ def gather_shards(
     longest = max(sizes)
     sent_M = x_L.new_zeros((longest, *x_L.shape[1:]))
     sent_M[: x_L.shape[0]] = x_L
-    found = sent_M.new_empty((len(sizes) * longest, *x_L.shape[1:]))
-    if found.numel():
+    parts = [torch.empty_like(sent_M) for _ in sizes]
+    if sent_M.numel():
         with naming_failed_ranks(group, operation):
-            dist.all_gather_into_tensor(found, sent_M, group=group)
-    parts = found.view(len(sizes), longest, *x_L.shape[1:]).unbind(0)
+            dist.all_gather(parts, sent_M, group=group)
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
@@ -41,5 +40,5 @@ def reduce_scatter_shards(
     found_M = x_S.new_empty((longest, *x_S.shape[1:]))
     if found_M.numel():
         with naming_failed_ranks(group, operation):
-            dist.reduce_scatter_tensor(found_M, sent.flatten(0, 1), group=group)
+            dist.reduce_scatter(found_M, list(sent), group=group)
     return found_M[: sizes[rank]]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.attention._block import accumulation_dtype, attend_, block_backward
-from moe_ext.attention.exchange import Buffers, Exchange, Hop, Keys, KeysForm
+from moe_ext.attention.exchange import Buffers, Exchange, Hop, Keys
 from moe_ext.attention.plan import Plan, Saved
 
 _KEYS, _GRADS = 0, 1
