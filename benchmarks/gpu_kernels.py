@@ -1,7 +1,8 @@
 """Times every CUDA kernel beside a copy of as many bytes, on one GPU; prints one JSON object.
 
-Shape suffixes: T tokens, D model, F ffn, E experts, K top-k. Bytes are counted as read once and
-written once; the share is that of the bandwidth of `Tensor.copy_` measured in the same run.
+Shape suffixes: T tokens, D model, F ffn, E experts, K top-k; of attention: B batch, H heads, G key
+heads, Q queries, K keys, D head dim. Bytes are counted as read once and written once; the share is
+that of the bandwidth of `Tensor.copy_` measured in the same run.
 """
 
 import json
@@ -182,6 +183,41 @@ def gating(suite: Suite, shape: Shape, dtype: torch.dtype) -> None:
     suite.add("router_z_loss", label, dtype, lambda: ops.router_z_loss(logits_TE))
 
 
+def attention(suite: Suite, num_tokens: int, dtype: torch.dtype) -> None:
+    """A causal block of the whole sequence and the merge, of 16 heads over 4 heads of keys."""
+    num_heads, key_heads, head_dim = 16, 4, 64
+    at_Q = torch.arange(num_tokens, device=suite.device)
+    q_BHQD, k_BGKD, v_BGKD = (
+        torch.randn(1, heads, num_tokens, head_dim, device=suite.device).to(dtype)
+        for heads in (num_heads, key_heads, key_heads)
+    )
+    given = (q_BHQD, k_BGKD, v_BGKD, at_Q, at_Q)
+    out_BHQD, lse_BHQ = ops.attention_block(*given, causal=True)
+    delta_BHQ = ops.attention_delta(out_BHQD, out_BHQD, lse_BHQ)
+    label = f"S={num_tokens} H={num_heads} Hkv={key_heads} Dk={head_dim}"
+    suite.add("attention_block", label, dtype, lambda: ops.attention_block(*given, causal=True))
+    suite.add(
+        "attention_block backward",
+        label,
+        dtype,
+        lambda: ops.attention_block_backward(out_BHQD, lse_BHQ, delta_BHQ, *given, causal=True),
+    )
+    suite.add(
+        "attention_delta",
+        label,
+        out_BHQD.dtype,
+        lambda: ops.attention_delta(out_BHQD, out_BHQD, lse_BHQ),
+        2 * out_BHQD.nbytes + 2 * lse_BHQ.nbytes,
+    )
+    suite.add(
+        "merge_attention",
+        label,
+        out_BHQD.dtype,
+        lambda: ops.merge_attention(out_BHQD, lse_BHQ, out_BHQD, lse_BHQ),
+        3 * out_BHQD.nbytes + 3 * lse_BHQ.nbytes,
+    )
+
+
 def layer(suite: Suite, shape: Shape, dtype: torch.dtype) -> None:
     """A whole layer, forward and backward, and its six grouped products alone."""
     sizes = (shape.model_dim, shape.ffn_dim, shape.num_experts, shape.top_k)
@@ -217,6 +253,7 @@ def measure(device: torch.device, *, small: bool) -> dict[str, object]:
         gating(suite, gate, dtype)
         activation(suite, layer_shape, dtype)
         permutation(suite, layer_shape, dtype)
+        attention(suite, 64 if small else 8192, dtype)
         if device.type == "cuda":
             torch.cuda.empty_cache()
     layer(suite, layer_shape, torch.bfloat16)

@@ -32,6 +32,8 @@ def test_benchmarks_run_and_the_page_shows_them(gpu_check):
     assert "| tests | failed | 2 |" in page
     for name in ("topk_gate", "permute_tokens backward", "MoELayer forward and backward"):
         assert f"| {name} | T=64 " in page
+    for name in ("attention_block backward", "merge_attention"):
+        assert f"| {name} | S=64 " in page
     if importlib.util.find_spec("transformers"):
         assert "## Layer (T=64 D=256 F=64 E=8 K=2, bfloat16" in page
         assert "| MoELayer ms | Hugging Face grouped_mm ms |" in page

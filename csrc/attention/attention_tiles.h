@@ -1,11 +1,10 @@
 // Which part of a tile of scores the masks leave, found from positions and documents alone. Torch-free.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <vector>
 
-#include "attention/attention_math.h"
+#include "attention/attention_extent.h"
 
 namespace moe_ext::attention {
 
@@ -16,22 +15,6 @@ struct Tokens {
 
   int64_t size() const {
     return static_cast<int64_t>(positions.size());
-  }
-};
-
-// Smallest and largest position and document of some tokens, which may be in any order.
-struct Extent {
-  int32_t first = kNoLimit, last = -1;
-  int32_t first_document = INT32_MAX, last_document = INT32_MIN;
-
-  void add(int32_t position, int32_t document) {
-    first = std::min(first, position);
-    last = std::max(last, position);
-    first_document = std::min(first_document, document);
-    last_document = std::max(last_document, document);
-  }
-  bool empty() const {
-    return last < first;
   }
 };
 
@@ -52,20 +35,6 @@ struct VisibleTile {
     return row_begin >= row_end || col_begin >= col_end;
   }
 };
-
-// Whether some token of `rows` may see some token of `keys`, and whether all see all. Exact for one token; for more,
-// what their smallest and largest can tell.
-inline bool may_see(const Extent& rows, const Extent& keys, Window window) {
-  return keys.first <= visible_positions(rows.last, window).last &&
-         keys.last >= visible_positions(rows.first, window).first && keys.first_document <= rows.last_document &&
-         keys.last_document >= rows.first_document;
-}
-
-inline bool all_see_all(const Extent& rows, const Extent& keys, Window window) {
-  return keys.last <= visible_positions(rows.first, window).last &&
-         keys.first >= visible_positions(rows.last, window).first && rows.first_document == rows.last_document &&
-         keys.first_document == keys.last_document && rows.first_document == keys.first_document;
-}
 
 // Shrinks [begin, end) from both sides to tokens that f accepts, and returns what lies between.
 template <typename F>

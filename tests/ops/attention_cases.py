@@ -42,7 +42,9 @@ def mask_options(name, batch, heads, q_positions, k_positions):
         "q_documents": ops.document_ids(q_positions, cu_seqlens),
         "k_documents": ops.document_ids(k_positions, cu_seqlens),
     }
-    key_mask = torch.rand(batch, len(k_positions), generator=torch.Generator().manual_seed(1)) < 0.7
+    generator = torch.Generator(q_positions.device).manual_seed(1)
+    key_mask = torch.rand(batch, len(k_positions), generator=generator, device=q_positions.device)
+    key_mask = key_mask < 0.7
     slopes = 2.0 ** -torch.arange(1, heads + 1, dtype=torch.float64)
     return {
         "none": {},

@@ -64,25 +64,25 @@ BLOCK_ERRORS = [
 ]
 
 
-def block(function, *before, **changes):
-    values = BASE | changes
+def block(function, *before, moved=dict, **changes):
+    values = moved(BASE | changes)
     tensors = [values.pop(name) for name in ("q", "k", "v", "q_positions", "k_positions")]
     return function(*before, *tensors, **values)
 
 
 @pytest.mark.parametrize(("changes", "message"), BLOCK_ERRORS)
-def test_block_refuses(changes, message):
+def test_block_refuses(moved, changes, message):
     with pytest.raises(RuntimeError, match="attention_block: expected .*" + message):
-        block(ops.attention_block, **changes)
+        block(ops.attention_block, moved=moved, **changes)
     out, lse = torch.ones(2, 4, 3, 6), torch.ones(2, 4, 3)
     with pytest.raises(RuntimeError, match="attention_block_: expected .*" + message):
-        block(ops.attention_block_, out, lse, **changes)
+        block(ops.attention_block_, out, lse, moved=moved, **changes)
     assert (out == 1).all() and (lse == 1).all()
     with pytest.raises(RuntimeError, match="attention_block_backward: expected .*" + message):
-        block(ops.attention_block_backward, out, lse, lse, **changes)
+        block(ops.attention_block_backward, out, lse, lse, moved=moved, **changes)
 
 
-def test_slopes_have_no_gradient():
+def test_slopes_have_no_gradient(device):
     with pytest.raises(ValueError, match="alibi_slopes not to require a gradient"):
         block(ops.attention_block, alibi_slopes=torch.ones(4, requires_grad=True))
 
@@ -99,9 +99,9 @@ def test_slopes_have_no_gradient():
         (torch.zeros(2, 4, 3, 6), torch.zeros(2, 3, 4).mT, "lse to be contiguous"),
     ],
 )
-def test_state_is_refused(out, lse, message):
+def test_state_is_refused(moved, out, lse, message):
     with pytest.raises(RuntimeError, match="attention_block_: expected .*" + message):
-        block(ops.attention_block_, out, lse)
+        block(ops.attention_block_, *moved((out, lse)), moved=moved)
 
 
 @pytest.mark.parametrize(
@@ -114,11 +114,11 @@ def test_state_is_refused(out, lse, message):
         ({"delta": torch.zeros(2, 4, 3).double()}, "delta to be Float, got Double"),
     ],
 )
-def test_backward_refuses(change, message):
+def test_backward_refuses(moved, change, message):
     given = {"grad_out": torch.zeros(2, 4, 3, 6), "lse": torch.zeros(2, 4, 3)}
     given["delta"] = given["lse"]
     with pytest.raises(RuntimeError, match="attention_block_backward: expected .*" + message):
-        block(ops.attention_block_backward, *(given | change).values())
+        block(ops.attention_block_backward, *moved(given | change).values(), moved=moved)
 
 
 @pytest.mark.parametrize(
@@ -131,9 +131,9 @@ def test_backward_refuses(change, message):
         ((torch.zeros(1, 2, 3, 4),) * 2 + (torch.zeros(1, 2),), "grad_lse to have the first 3"),
     ],
 )
-def test_delta_refuses(args, message):
+def test_delta_refuses(moved, args, message):
     with pytest.raises(RuntimeError, match="attention_delta: expected " + message):
-        ops.attention_delta(*args)
+        ops.attention_delta(*moved(args))
 
 
 @pytest.mark.parametrize(
@@ -149,18 +149,18 @@ def test_delta_refuses(args, message):
         ({3: torch.zeros(4)}, "lse_b to have the first 1 sizes of out_a"),
     ],
 )
-def test_merge_refuses(change, message):
+def test_merge_refuses(moved, change, message):
     args = dict(enumerate((torch.zeros(3, 4), torch.zeros(3), torch.zeros(3, 4), torch.zeros(3))))
     with pytest.raises(RuntimeError, match="merge_attention: expected " + message):
-        ops.merge_attention(*(args | change).values())
+        ops.merge_attention(*moved(args | change).values())
 
 
-def test_sinks_refuse():
+def test_sinks_refuse(device):
     with pytest.raises(ValueError, match=r"sinks_H to hold a number for each head .* got shapes"):
         ops.merge_attention_sinks(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3), torch.zeros(3))
 
 
-def test_document_ids():
+def test_document_ids(device):
     cu_seqlens = torch.tensor([0, 3, 3, 5, 9], dtype=torch.int32)
     positions = torch.tensor([8, 0, 2, 3, 4, 5])
     assert ops.document_ids(positions, cu_seqlens).tolist() == [3, 0, 0, 2, 2, 3]
@@ -197,12 +197,12 @@ def operator_args(mask):
 
 
 @pytest.mark.parametrize("mask", [mask for mask in MASKS if mask != "key mask"])
-def test_opcheck_block(mask):
+def test_opcheck_block(device, mask):
     args = operator_args(mask)
     torch.library.opcheck(torch.ops.moe_ext.attention_block, args)
 
 
-def test_opcheck_others():
+def test_opcheck_others(device):
     op, args = torch.ops.moe_ext, operator_args("all")
     detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in args]
     out, lse = op.attention_block(*detached)

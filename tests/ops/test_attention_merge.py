@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from attention_cases import DTYPES, acc_dtype, assert_close
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_ext import ops, reference
@@ -26,7 +26,7 @@ def dtype_pairs():
 
 @pytest.mark.parametrize("dtypes", dtype_pairs())
 @pytest.mark.parametrize("num_rows", [0, 1, 255, 256, 257])
-def test_against_float64(isa, num_rows, dtypes):
+def test_against_float64(backend, num_rows, dtypes):
     acc = acc_dtype(dtypes[0])
     args = [t.requires_grad_() for t in pair((num_rows,), 19, *dtypes)]
     exact_args = [t.detach().double().requires_grad_() for t in args]
@@ -43,7 +43,7 @@ def test_against_float64(isa, num_rows, dtypes):
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (2, 3, 5)])
 @pytest.mark.parametrize("dim", [0, 1, 16, 33])
-def test_shapes(shape, dim):
+def test_shapes(device, shape, dim):
     args = pair(shape, dim, torch.float32, torch.float32)
     out, lse = ops.merge_attention(*args)
     exact = reference.merge_attention(*(t.double() for t in args))
@@ -51,7 +51,7 @@ def test_shapes(shape, dim):
     assert_close(lse, exact[1])
 
 
-def test_strided_arguments():
+def test_strided_arguments(device):
     out_a, lse_a, out_b, lse_b = pair((2, 4, 7), 6, torch.float32, torch.float32)
     expected = ops.merge_attention(out_a, lse_a, out_b, lse_b)
     actual = ops.merge_attention(
@@ -64,7 +64,7 @@ def test_strided_arguments():
 
 
 @pytest.mark.parametrize("empty", [-math.inf, math.inf])
-def test_empty_rows_weigh_nothing_and_are_not_read(isa, empty):
+def test_empty_rows_weigh_nothing_and_are_not_read(backend, empty):
     out = torch.randn(6, 5)
     lse = torch.randn(6)
     nothing = torch.full((6, 5), math.nan), torch.full((6,), empty)
@@ -80,7 +80,7 @@ def test_empty_rows_weigh_nothing_and_are_not_read(isa, empty):
 
 
 @pytest.mark.parametrize("lses", [*itertools.product([-math.inf, math.inf], repeat=2)])
-def test_empty_in_both(isa, lses):
+def test_empty_in_both(backend, lses):
     args = [
         torch.full((3, 5), math.nan, requires_grad=True),
         torch.full((3,), lses[0], requires_grad=True),
@@ -94,14 +94,14 @@ def test_empty_in_both(isa, lses):
 
 
 @pytest.mark.parametrize("lses", [(math.nan, 0.0), (0.0, math.nan), (math.nan, -math.inf)])
-def test_nan_is_handed_on(isa, lses):
+def test_nan_is_handed_on(backend, lses):
     lse_a, lse_b = (torch.tensor([x]) for x in lses)
     out, lse = ops.merge_attention(torch.ones(1, 4), lse_a, torch.ones(1, 4), lse_b)
     assert lse.isnan().all() and out.isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_differences_that_overflow_an_exponential(isa, dtype):
+def test_differences_that_overflow_an_exponential(backend, dtype):
     a, b = torch.zeros(4, 3, dtype=dtype), torch.ones(4, 3, dtype=dtype)
     lse_a = torch.tensor([0.0, 1000.0, -1000.0, 3e38], dtype=dtype)
     lse_b = torch.tensor([1000.0, 0.0, 0.0, -3e38], dtype=dtype)
@@ -110,7 +110,7 @@ def test_differences_that_overflow_an_exponential(isa, dtype):
     assert torch.equal(lse, torch.maximum(lse_a, lse_b))
 
 
-def test_gradcheck():
+def test_gradcheck(device):
     args = pair((2, 3), 4, torch.float64, torch.float64)
     args = [t.requires_grad_() for t in args]
     assert torch.autograd.gradcheck(ops.merge_attention, args)
@@ -119,7 +119,11 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(ops.merge_attention_sinks, args)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(
+    max_examples=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     values=st.lists(
         st.one_of(st.floats(-60, 60), st.just(-math.inf), st.just(math.inf)),
@@ -127,7 +131,7 @@ def test_gradcheck():
         max_size=3,
     )
 )
-def test_commutes_and_associates(values):
+def test_commutes_and_associates(device, values):
     outs = [torch.randn(1, 6, dtype=torch.float64) for _ in values]
     parts = [(o, torch.tensor([v], dtype=torch.float64)) for o, v in zip(outs, values, strict=True)]
     expected = ops.merge_attention(*ops.merge_attention(*parts[0], *parts[1]), *parts[2])
@@ -139,7 +143,7 @@ def test_commutes_and_associates(values):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sinks_are_a_key_with_value_zero(isa, dtype):
+def test_sinks_are_a_key_with_value_zero(backend, dtype):
     acc = acc_dtype(dtype)
     out, lse = torch.randn(2, 3, 5, 7).to(dtype), torch.randn(2, 3, 5, dtype=acc)
     lse[1, :, 2] = -math.inf
@@ -156,7 +160,7 @@ def test_sinks_are_a_key_with_value_zero(isa, dtype):
     assert grads[2][0] != 0 and grads[2][1] == 0
 
 
-def test_sinks_equal_a_key_of_zero_value():
+def test_sinks_equal_a_key_of_zero_value(device):
     q, k, v = (torch.randn(1, 2, n, 4, dtype=torch.float64) for n in (5, 7, 7))
     sinks = torch.tensor([0.3, -1.0], dtype=torch.float64)
     at = torch.arange(5), torch.arange(7)

@@ -1,0 +1,35 @@
+// What positions and documents of a tile's rows and columns tell of its scores, for loops and kernels. Torch-free.
+#pragma once
+
+#include "attention/attention_math.h"
+
+namespace moe_ext::attention {
+
+// Smallest and largest position and document of some tokens, which may be in any order.
+struct Extent {
+  int32_t first = kNoLimit, last = -1;
+  int32_t first_document = INT32_MAX, last_document = INT32_MIN;
+
+  MOE_INLINE void add(int32_t position, int32_t document) {
+    first = position < first ? position : first;
+    last = position > last ? position : last;
+    first_document = document < first_document ? document : first_document;
+    last_document = document > last_document ? document : last_document;
+  }
+};
+
+// Whether some token of `rows` may see some token of `keys`, and whether all see all. Exact for one token; for more,
+// what their smallest and largest can tell.
+MOE_INLINE bool may_see(const Extent& rows, const Extent& keys, Window window) {
+  return keys.first <= visible_positions(rows.last, window).last &&
+         keys.last >= visible_positions(rows.first, window).first && keys.first_document <= rows.last_document &&
+         keys.last_document >= rows.first_document;
+}
+
+MOE_INLINE bool all_see_all(const Extent& rows, const Extent& keys, Window window) {
+  return keys.last <= visible_positions(rows.first, window).last &&
+         keys.first >= visible_positions(rows.last, window).first && rows.first_document == rows.last_document &&
+         keys.first_document == keys.last_document && rows.first_document == keys.first_document;
+}
+
+} // namespace moe_ext::attention

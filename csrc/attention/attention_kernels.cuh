@@ -1,0 +1,216 @@
+// The forward pass of block attention: FlashAttention-2 (Dao 2023), algorithm 1, over tiles of 64 queries and 64 keys.
+// A block of threads owns a tile of queries and up to kCols columns of their output, which stay in registers.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "attention/block_kernels.cuh"
+
+namespace moe_ext::attention {
+
+template <typename Acc>
+struct ForwardState {
+  Acc* out;          // [B, H, Sq, Dv]
+  Acc* lse;          // [B, H, Sq]
+  const Acc* before; // LSE of the result that the block is added to, which `out` holds; null: there is none
+  int cols;          // Dv
+  bool aligned;      // rows of `out`
+};
+
+// The largest and the sum over the half of a warp that holds a row; NaN is passed over.
+template <typename Acc>
+__device__ __forceinline__ Acc row_max(Acc value) {
+#pragma unroll
+  for (int offset = kSide / 2; offset > 0; offset /= 2) {
+    const Acc other = __shfl_xor_sync(kFullMask, value, offset);
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
+template <typename Acc>
+__device__ __forceinline__ Acc row_sum(Acc value) {
+#pragma unroll
+  for (int offset = kSide / 2; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(kFullMask, value, offset);
+  }
+  return value;
+}
+
+// Products to scores, -inf where the query does not see the key.
+template <bool kSoftcap, bool kAlibi, typename Acc>
+__device__ __forceinline__ void mask_scores(
+    Scores<Acc>& s, const TileTokens<Acc>& tokens, const HeadScore<Acc>& head, bool masked) {
+  const Score<Acc> score = head.score;
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    const int row = thread_row() + kSide * i;
+    const int32_t q = tokens.q_positions[row], document = tokens.q_documents[row];
+    const Interval visible = visible_positions(q, head.window);
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j) {
+      const int col = thread_col() + kSide * j;
+      const int32_t k = tokens.k_positions[col];
+      Acc unused = 0;
+      const Acc value = score_of<kSoftcap, kAlibi>(s[i][j], score, unused, k - q);
+      const bool seen =
+          (!masked) | ((k >= visible.first) & (k <= visible.last) & (tokens.k_documents[col] == document));
+      s[i][j] = seen ? value : -Acc(kInf);
+    }
+  }
+}
+
+// Scores to exp(score - max), after the maxima have moved on. A thread's sums are those of its own columns.
+template <typename Acc, int kCols>
+__device__ __forceinline__ void softmax_tile(
+    Scores<Acc>& s, Acc (&max)[kPerThread], Acc (&sum)[kPerThread], Sums<Acc, kCols>& out) {
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    Acc most = max[i];
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j) {
+      most = s[i][j] > most ? s[i][j] : most;
+    }
+    most = row_max(most);
+    const Acc shift = most == -Acc(kInf) ? Acc(0) : most;
+    const Acc fade = exp_acc(max[i] - shift);
+    max[i] = most;
+    sum[i] *= fade;
+    out.scale_row(i, fade);
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j) {
+      s[i][j] = exp_acc(s[i][j] - shift);
+      sum[i] += s[i][j];
+    }
+  }
+}
+
+template <typename Acc>
+__device__ __forceinline__ void drop(Scores<Acc>& s, unsigned kept, Acc inv_keep) {
+#pragma unroll
+  for (int n = 0; n < kPerThread * kPerThread; ++n) {
+    s[n / kPerThread][n % kPerThread] *= (kept >> n & 1u) != 0 ? inv_keep : Acc(0);
+  }
+}
+
+// Starts a tile's rows from a finished result: its sum is 1 and its maximum the LSE. Rows without keys are not read.
+template <typename Acc, int kCols>
+__device__ __forceinline__ void load_state(
+    const ForwardState<Acc>& state, int64_t row0, int rows, int first_col, Acc (&max)[kPerThread],
+    Acc (&sum)[kPerThread], Sums<Acc, kCols>& out) {
+  const Rows<Acc> before = {state.out + row0 * state.cols, state.cols, rows, state.cols, state.aligned};
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    const int row = thread_row() + kSide * i;
+    const Acc lse = state.before != nullptr && row < rows ? state.before[row0 + row] : -Acc(kInf);
+    const bool empty = lse == Acc(kInf) || lse == -Acc(kInf);
+    max[i] = empty ? -Acc(kInf) : lse;
+    sum[i] = empty || thread_col() > 0 ? Acc(0) : Acc(1);
+#pragma unroll
+    for (int c = 0; c < Sums<Acc, kCols>::kGroups; ++c) {
+      const int col = first_col + c * kGroupCols + thread_col() * 4;
+      out.v[i][c] = empty ? Quad<Acc>{} : read_quad(before, row, col);
+    }
+  }
+}
+
+// out /= sum, lse = max + log(sum); rows without keys: out 0, LSE -inf. The first chunk of columns writes the LSE.
+template <typename Acc, int kCols>
+__device__ __forceinline__ void finish_rows(
+    const ForwardState<Acc>& state, int64_t row0, int rows, int first_col, const Acc (&max)[kPerThread],
+    const Acc (&sum)[kPerThread], Sums<Acc, kCols>& out) {
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    const int row = thread_row() + kSide * i;
+    const Acc total = row_sum(sum[i]);
+    if (row >= rows) {
+      continue;
+    }
+    out.scale_row(i, total == 0 ? Acc(0) : Acc(1) / total);
+    out.store_row(i, state.out + (row0 + row) * state.cols, state.cols, first_col, state.aligned);
+    if (first_col == 0 && thread_col() == 0) {
+      // Only a sum of nothing is 0: the largest score adds exp(0). NaN goes on to both results.
+      state.lse[row0 + row] = total == 0 ? -Acc(kInf) : total > 0 ? max[i] + log_positive(total) : total;
+    }
+  }
+}
+
+// Blocks that an SM should hold at once, which limits their registers: two where the output takes few.
+template <typename Acc, int kCols>
+constexpr int kBlocksPerSm = sizeof(Acc) == 4 && kCols == kGroupCols ? 2 : 1;
+
+template <int kCols, typename T>
+__global__ void __launch_bounds__(kNumThreads, kBlocksPerSm<acc_t<T>, kCols>)
+    forward_kernel(BlockParams<T> params, ForwardState<acc_t<T>> state, int num_chunks) {
+  using Acc = acc_t<T>;
+  MOE_DYNAMIC_SHARED(TileScratch<T>, scratch);
+  const TileTask task(params.queries.num_tiles, num_chunks, params.heads);
+  // Under a causal mask the last tiles cost most: they come first.
+  const int tile = params.queries.num_tiles - 1 - task.tile;
+  const int64_t row = int64_t{tile} * kTile, b = task.sequence;
+  const int first_col = task.chunk * kCols;
+  const TokenTile& own = params.queries.of_sequence(b)[tile];
+  const TokenTile* const keys = params.keys.of_sequence(b);
+  TileTokens<Acc>& tokens = scratch->tokens;
+  const int64_t row0 = task.matrix * params.q.num_rows + row;
+  if (threadIdx.x == 0) {
+    const int64_t key_head = task.head / params.group();
+    scratch->q = params.q.of(b, task.head);
+    scratch->k = params.k.of(b, key_head);
+    scratch->v = params.v.of(b, key_head).columns(first_col, kCols);
+    scratch->head = head_score(params, b, task.head);
+    scratch->row = row;
+    scratch->row0 = row0;
+  }
+  copy_tokens(own, tokens.q_positions, tokens.q_documents);
+  Acc max[kPerThread], sum[kPerThread];
+  Sums<Acc, kCols> out;
+  load_state(state, row0, own.count, first_col, max, sum, out);
+  const auto may = [&](int t) { return may_see(own.extent, keys[t].extent, params.window); };
+  for_each_visible(params.keys.num_tiles, scratch->visible, may, [&](int t) {
+    copy_tokens(keys[t], tokens.k_positions, tokens.k_documents);
+    __syncthreads();
+    Scores<Acc> s;
+    multiply_rows(s, scratch->stage, scratch->q, scratch->row, scratch->k, int64_t{t} * kTile);
+    const bool masked = is_masked(own.extent, keys[t], params.window);
+    with_score(scratch->head.score, [&]<bool kSoftcap, bool kAlibi>() {
+      mask_scores<kSoftcap, kAlibi>(s, tokens, scratch->head, masked);
+    });
+    softmax_tile(s, max, sum, out);
+    if (params.threshold > 0) {
+      drop(s, kept_scores<true>(tokens, scratch->head), params.inv_keep);
+    }
+    write_weights(scratch->weights, s);
+    out.add(scratch->stage, scratch->weights, scratch->v, int64_t{t} * kTile);
+  });
+  __syncthreads();
+  finish_rows(state, scratch->row0, own.count, first_col, max, sum, out);
+}
+
+template <int kCols, typename T>
+void launch_forward_columns(const BlockParams<T>& params, const ForwardState<acc_t<T>>& state, cudaStream_t stream) {
+  const int chunks = num_chunks(state.cols, kCols);
+  const int64_t blocks = int64_t{params.queries.num_tiles} * params.batch * params.heads * chunks;
+  if (blocks > 0) {
+    launch(
+        {dim3(static_cast<unsigned>(blocks)), dim3(kNumThreads), sizeof(TileScratch<T>), stream},
+        forward_kernel<kCols, T>, params, state, chunks);
+  }
+}
+
+// Columns that a block of threads keeps: more share the scores, and double takes twice the registers.
+template <typename Acc>
+constexpr int kMostCols = sizeof(Acc) == 8 ? kGroupCols : 2 * kGroupCols;
+
+template <typename T>
+void launch_forward(const BlockParams<T>& params, const ForwardState<acc_t<T>>& state, cudaStream_t stream) {
+  if (state.cols > kGroupCols && kMostCols<acc_t<T>> > kGroupCols) {
+    launch_forward_columns<kMostCols<acc_t<T>>>(params, state, stream);
+  } else {
+    launch_forward_columns<kGroupCols>(params, state, stream);
+  }
+}
+
+} // namespace moe_ext::attention

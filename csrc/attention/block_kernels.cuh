@@ -1,0 +1,147 @@
+// What the passes over a block share: its arguments, the tokens of the tile at hand, and the scores that the masks,
+// the bias and the dropout make of products.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "attention/tile_products.cuh"
+#include "attention/tokens_kernels.cuh"
+
+namespace moe_ext::attention {
+
+template <typename T>
+struct BlockParams {
+  Heads<T> q; // [B, H, Sq, Dk]
+  Heads<T> k; // [B, Hkv, Sk, Dk]
+  Heads<T> v; // [B, Hkv, Sk, Dv]
+  TokenTiles queries, keys;
+  const acc_t<T>* slopes; // [H], or null
+  const int64_t* seed;    // [1], or null
+  acc_t<T> scale, softcap;
+  Window window;
+  uint32_t threshold; // of the dropout
+  acc_t<T> inv_keep;
+  int64_t batch, heads, key_heads;
+  int64_t batch_offset, head_offset;
+
+  __device__ __forceinline__ int64_t group() const {
+    return heads / key_heads;
+  }
+};
+
+template <typename Acc>
+struct TileTokens {
+  int32_t q_positions[kTile], q_documents[kTile];
+  int32_t k_positions[kTile], k_documents[kTile];
+  Acc q_lse[kTile], q_delta[kTile]; // for the backward pass
+};
+
+// A block of threads' part of the work: index = (matrix * chunks + chunk) * tiles + tile.
+struct TileTask {
+  int tile, chunk;
+  int matrix, sequence, head; // matrix = sequence * heads + head
+
+  __device__ __forceinline__ TileTask(int num_tiles, int num_chunks, int64_t num_heads) {
+    const unsigned index = blockIdx.x, tiles = static_cast<unsigned>(num_tiles), rest = index / tiles;
+    const unsigned chunks = static_cast<unsigned>(num_chunks), heads = static_cast<unsigned>(num_heads);
+    tile = static_cast<int>(index - rest * tiles);
+    matrix = static_cast<int>(rest / chunks);
+    chunk = static_cast<int>(rest - rest / chunks * chunks);
+    sequence = matrix / static_cast<int>(heads);
+    head = matrix - sequence * static_cast<int>(heads);
+  }
+};
+
+// Chunks of columns of the results; one even where there are none, for the LSE.
+inline int num_chunks(int cols, int chunk_cols) {
+  return std::max(1, ceil_div(cols, chunk_cols));
+}
+
+// Positions and documents to shared memory; a barrier has to follow.
+__device__ __forceinline__ void copy_tokens(const TokenTile& tile, int32_t* positions, int32_t* documents) {
+  const int i = static_cast<int>(threadIdx.x);
+  if (i < kTile) {
+    positions[i] = tile.positions[i];
+  } else if (i < 2 * kTile) {
+    documents[i - kTile] = tile.documents[i - kTile];
+  }
+}
+
+// What is added to the products of one head.
+template <typename Acc>
+struct HeadScore {
+  Score<Acc> score;
+  Window window;
+  uint64_t seed;
+  uint32_t threshold;
+  Acc inv_keep;
+  int64_t batch, head; // of the whole batch and model: they choose the dropped numbers
+
+  __device__ __forceinline__ bool keeps(int32_t q_position, int32_t k_position) const {
+    const uint32_t column = static_cast<uint32_t>(k_position);
+    const PhiloxWords words = dropout_draws(seed, batch, head, q_position).words(column);
+    const uint32_t low = (column & 1u) != 0 ? words.w[1] : words.w[0];
+    const uint32_t high = (column & 1u) != 0 ? words.w[3] : words.w[2];
+    return ((column & 2u) != 0 ? high : low) >> 8 >= threshold;
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ HeadScore<acc_t<T>> head_score(const BlockParams<T>& p, int64_t b, int64_t h) {
+  const acc_t<T> slope = p.slopes != nullptr ? p.slopes[h] : acc_t<T>(0);
+  const uint64_t seed = p.threshold > 0 ? static_cast<uint64_t>(*p.seed) : 0;
+  return {{p.scale, p.softcap, slope}, p.window, seed, p.threshold, p.inv_keep, b + p.batch_offset, h + p.head_offset};
+}
+
+// Calls f.operator()<softcap, alibi>(): a choice for each score would keep the sixteen of a thread apart.
+template <typename Acc, typename F>
+__device__ __forceinline__ void with_score(const Score<Acc>& score, const F& f) {
+  if (score.softcap != 0) {
+    f.template operator()<true, true>();
+  } else if (score.slope != 0) {
+    f.template operator()<false, true>();
+  } else {
+    f.template operator()<false, false>();
+  }
+}
+
+// Shared memory of a block of threads: with what is read now and then beside what would not fit the registers.
+template <typename T>
+struct TileScratch {
+  using Acc = acc_t<T>;
+  Acc stage[kStageSize];
+  Acc weights[kTile * kWeightStride];
+  TileTokens<Acc> tokens;
+  unsigned visible[kNumWarps];
+  Rows<T> q, k, v;
+  Rows<Acc> grad_out;
+  HeadScore<Acc> head;
+  int first_col; // of the results
+  int64_t row;   // first of the tile's own, in its sequence
+  int64_t row0;  // the same in [B * H, Sq] or [B * Hkv, Sk]
+};
+
+// Whether some query of a tile does not see some key of another.
+__device__ __forceinline__ bool is_masked(const Extent& queries, const TokenTile& keys, Window window) {
+  return keys.count < kTile || !all_see_all(queries, keys.extent, window);
+}
+
+// Which of a thread's scores dropout keeps: bit kPerThread * i + j. Not unrolled, as sixteen generators at a time would
+// want all registers.
+template <bool kRowsAreQueries, typename Acc>
+__device__ __forceinline__ unsigned kept_scores(const TileTokens<Acc>& tokens, const HeadScore<Acc>& head) {
+  unsigned kept = 0;
+#pragma unroll 1
+  for (int n = 0; n < kPerThread * kPerThread; ++n) {
+    const int row = thread_row() + kSide * (n / kPerThread), col = thread_col() + kSide * (n % kPerThread);
+    const int32_t q = tokens.q_positions[kRowsAreQueries ? row : col];
+    const int32_t k = tokens.k_positions[kRowsAreQueries ? col : row];
+    kept |= unsigned{head.keeps(q, k)} << n;
+  }
+  return kept;
+}
+
+} // namespace moe_ext::attention

@@ -1,0 +1,213 @@
+// Rows that are merged, and their gradients. A row belongs to the fewest lanes, a power of two, of which each takes at
+// most four columns; or to a warp.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "attention/attention_tables.h"
+#include "attention/tile_products.cuh"
+#include "common/launch.cuh"
+#include "common/warp.cuh"
+
+namespace moe_ext::attention {
+
+struct RowPlan {
+  int64_t num_rows;
+  int lanes; // of a row
+};
+
+inline RowPlan plan_rows(int64_t num_rows, int64_t dim) {
+  int lanes = 1;
+  while (lanes < kWarpSize && 4 * lanes < dim) {
+    lanes *= 2;
+  }
+  return {num_rows, lanes};
+}
+
+// The row of a lane and the first of its columns. Lanes without a row of their own take the last one, and write
+// nothing: all of a warp go through the shuffles.
+struct RowLane {
+  int64_t row;
+  int first, step;
+  bool real;
+
+  __device__ __forceinline__ explicit RowLane(const RowPlan& plan) {
+    const int64_t mine = (int64_t{blockIdx.x} * kNumThreads + threadIdx.x) / plan.lanes;
+    real = mine < plan.num_rows;
+    row = real ? mine : plan.num_rows - 1;
+    first = 4 * (static_cast<int>(threadIdx.x) % plan.lanes);
+    step = 4 * plan.lanes;
+  }
+
+  __device__ __forceinline__ bool leads() const {
+    return real && first == 0;
+  }
+
+  template <typename Acc>
+  __device__ __forceinline__ Acc sum(Acc value) const {
+    for (int offset = step / 8; offset > 0; offset /= 2) {
+      value += __shfl_xor_sync(kFullMask, value, offset);
+    }
+    return value;
+  }
+};
+
+// Four columns of a dense row.
+template <typename T>
+__device__ __forceinline__ Quad<acc_t<T>> read_columns(const T* row, int col, int64_t dim, bool aligned) {
+  return read_quad(Rows<T>{row, 0, 1, static_cast<int>(dim), aligned}, 0, col);
+}
+
+template <typename T>
+__device__ __forceinline__ void write_columns(
+    T* row, int col, int64_t dim, bool aligned, acc_t<T> scale, const Quad<acc_t<T>>& x) {
+  Quad<T> quad;
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    quad.v[e] = static_cast<T>(scale * x.v[e]);
+  }
+  if (aligned) {
+    store_quad(row + col, quad);
+    return;
+  }
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    if (col + e < dim) {
+      row[col + e] = quad.v[e];
+    }
+  }
+}
+
+template <typename Acc>
+__device__ __forceinline__ Acc dot_quad(const Quad<Acc>& a, const Quad<Acc>& b) {
+  return a.v[0] * b.v[0] + a.v[1] * b.v[1] + (a.v[2] * b.v[2] + a.v[3] * b.v[3]);
+}
+
+// out = weight_a a + weight_b b. An output that weighs nothing is not read: it may hold anything.
+template <typename T>
+__global__ void __launch_bounds__(kNumThreads)
+    merge_kernel(MergeArgs<T> args, RowPlan plan, bool aligned, acc_t<T>* out, acc_t<T>* lse) {
+  using Acc = acc_t<T>;
+  const RowLane lane(plan);
+  if (!lane.real) {
+    return;
+  }
+  const MergeWeights<Acc> w = merge_weights(args.lse_a[lane.row], args.lse_b[lane.row]);
+  const int64_t offset = lane.row * args.dim;
+  const bool has_a = !(w.a == 0), has_b = args.out_b != nullptr && !(w.b == 0);
+  if (lane.leads()) {
+    lse[lane.row] = w.lse;
+  }
+  for (int64_t col = lane.first; col < args.dim; col += lane.step) {
+    const int c = static_cast<int>(col);
+    const Quad<Acc> a = has_a ? read_columns(args.out_a + offset, c, args.dim, aligned) : Quad<Acc>{};
+    const Quad<Acc> b = has_b ? read_columns(args.out_b + offset, c, args.dim, aligned) : Quad<Acc>{};
+    Quad<Acc> sum;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const Acc of_b = has_b ? w.b * b.v[e] : Acc(0);
+      sum.v[e] = has_a ? w.a * a.v[e] + of_b : of_b;
+    }
+    write_columns(out + offset, c, args.dim, aligned, Acc(1), sum);
+  }
+}
+
+// d lse_a = w_a d lse + w_a w_b d out . (a - b), and d lse_b with the sign of the product changed.
+template <typename T>
+__global__ void __launch_bounds__(kNumThreads)
+    merge_backward_kernel(MergeGrads<T> grads, MergeArgs<T> args, RowPlan plan, bool aligned) {
+  using Acc = acc_t<T>;
+  const RowLane lane(plan);
+  const MergeWeights<Acc> w = merge_weights(args.lse_a[lane.row], args.lse_b[lane.row]);
+  const int64_t offset = lane.row * args.dim;
+  // Where one of the two weighs nothing, the product does not count and its output may hold anything.
+  const bool both = !(w.a == 0) && !(w.b == 0);
+  Acc of_a = 0, of_b = 0;
+  for (int64_t col = lane.first; col < args.dim; col += lane.step) {
+    const int c = static_cast<int>(col);
+    const Quad<Acc> grad = read_columns(grads.grad_out + offset, c, args.dim, aligned);
+    if (both) {
+      of_a += dot_quad(grad, read_columns(args.out_a + offset, c, args.dim, aligned));
+    }
+    if (both && args.out_b != nullptr) {
+      of_b += dot_quad(grad, read_columns(args.out_b + offset, c, args.dim, aligned));
+    }
+    if (lane.real) {
+      write_columns(grads.grad_a + offset, c, args.dim, aligned, w.a, grad);
+    }
+    if (lane.real && grads.grad_b != nullptr) {
+      write_columns(grads.grad_b + offset, c, args.dim, aligned, w.b, grad);
+    }
+  }
+  const Acc product = lane.sum(of_a - of_b);
+  if (lane.leads()) {
+    const Acc share = both ? w.a * w.b * product : Acc(0);
+    grads.grad_lse_a[lane.row] = w.a * grads.grad_lse[lane.row] + share;
+    grads.grad_lse_b[lane.row] = w.b * grads.grad_lse[lane.row] - share;
+  }
+}
+
+// delta = grad_out . out - grad_lse
+template <typename Acc>
+__global__ void __launch_bounds__(kNumThreads) delta_kernel(
+    const Acc* grad_out, const Acc* out, const Acc* grad_lse, RowPlan plan, int64_t dim, bool aligned, Acc* delta) {
+  const RowLane lane(plan);
+  Acc product = 0;
+  for (int64_t col = lane.first; col < dim; col += lane.step) {
+    const int c = static_cast<int>(col);
+    product += dot_quad(
+        read_columns(grad_out + lane.row * dim, c, dim, aligned), read_columns(out + lane.row * dim, c, dim, aligned));
+  }
+  product = lane.sum(product);
+  if (lane.leads()) {
+    delta[lane.row] = grad_lse != nullptr ? product - grad_lse[lane.row] : product;
+  }
+}
+
+inline dim3 row_grid(const RowPlan& plan) {
+  return dim3(static_cast<unsigned>(ceil_div(plan.num_rows * plan.lanes, int64_t{kNumThreads})));
+}
+
+// Whether rows of `dim` elements may be read four at a time at all these addresses; null is no obstacle.
+template <typename... T>
+bool quads_are_aligned(int64_t dim, const T*... data) {
+  return dim % 4 == 0 && (is_aligned(data, std::min<int64_t>(kAccessBytes, 4 * sizeof(T))) && ...);
+}
+
+template <typename T>
+void launch_merge(const MergeArgs<T>& args, int64_t num_rows, acc_t<T>* out, acc_t<T>* lse, cudaStream_t stream) {
+  const RowPlan plan = plan_rows(num_rows, args.dim);
+  const bool aligned = quads_are_aligned(args.dim, args.out_a, args.out_b, out);
+  if (num_rows > 0) {
+    launch({row_grid(plan), dim3(kNumThreads), 0, stream}, merge_kernel<T>, args, plan, aligned, out, lse);
+  }
+}
+
+template <typename T>
+void launch_merge_backward(
+    const MergeGrads<T>& grads, const MergeArgs<T>& args, int64_t num_rows, cudaStream_t stream) {
+  const RowPlan plan = plan_rows(num_rows, args.dim);
+  const bool aligned = quads_are_aligned(args.dim, args.out_a, args.out_b, grads.grad_out, grads.grad_a, grads.grad_b);
+  if (num_rows > 0) {
+    launch({row_grid(plan), dim3(kNumThreads), 0, stream}, merge_backward_kernel<T>, grads, args, plan, aligned);
+  }
+}
+
+// All [rows, dim] or [rows]; grad_lse may be null.
+template <typename Acc>
+void launch_delta(
+    const Acc* grad_out, const Acc* out, const Acc* grad_lse, int64_t num_rows, int64_t dim, Acc* delta,
+    cudaStream_t stream) {
+  const RowPlan plan = plan_rows(num_rows, dim);
+  const bool aligned = quads_are_aligned(dim, grad_out, out);
+  if (num_rows > 0) {
+    launch(
+        {row_grid(plan), dim3(kNumThreads), 0, stream}, delta_kernel<Acc>, grad_out, out, grad_lse, plan, dim, aligned,
+        delta);
+  }
+}
+
+} // namespace moe_ext::attention
