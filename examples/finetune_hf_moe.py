@@ -15,8 +15,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from hf_text import TextTask, add_common_options, check, import_transformers, run_example
-from moe_lm.runtime import Runtime, UserError, agree, run_and_exit
+from hf_text import TextTask, add_common_options, check, import_transformers
+from moe_lm.runtime import Runtime, UserError, agree, run_and_exit, run_example
 
 import moe_ext
 from moe_ext.integrations.huggingface import full_state_dict

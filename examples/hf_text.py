@@ -6,14 +6,12 @@ Shape suffixes: B sequences of this rank, S bytes in a sequence.
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from moe_lm.data import DataError, TextData, load_text, train_batch, validation_batches
-from moe_lm.runtime import Runtime, UserError, agree, start
+from moe_lm.runtime import Runtime, UserError, agree
 from torch import nn
 
 import moe_ext
@@ -123,20 +121,3 @@ class TextTask:
             if step % max(1, self.args.steps // 10) == 0:
                 self.say(f"{name} step {step}: loss {losses[-1]:.4f}, norm {float(norm):.3f}")
         return losses
-
-
-def run_example(
-    work: Callable[[argparse.Namespace, Runtime], None], args: argparse.Namespace
-) -> int:
-    """Join the job, do the work; mistakes of the user are one line and exit code 2."""
-    try:
-        runtime = start(args.device, args.timeout)
-        work(args, runtime)
-        dist.destroy_process_group()
-    except UserError as error:
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            print(f"error: {error}", file=sys.stderr)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        return 2
-    return 0

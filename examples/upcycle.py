@@ -13,8 +13,8 @@ import argparse
 import copy
 from typing import Any
 
-from hf_text import TextTask, add_common_options, check, import_transformers, run_example
-from moe_lm.runtime import Runtime, agree, run_and_exit
+from hf_text import TextTask, add_common_options, check, import_transformers
+from moe_lm.runtime import Runtime, agree, run_and_exit, run_example
 
 import moe_ext
 

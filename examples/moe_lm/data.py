@@ -1,11 +1,12 @@
 """Text files as bytes: which files, which part is held out, and which bytes make batch n.
 
-Shape suffixes: B sequences in a batch, S bytes in a sequence, N bytes in a split.
+Shape suffixes: B sequences in a batch, S bytes in a sequence, N bytes in a split, F files of it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import stat
 import sysconfig
@@ -30,9 +31,13 @@ class DataError(Exception):
 
 @dataclass(frozen=True)
 class TextData:
-    """Bytes to train on and bytes held out, with where they come from."""
+    """Bytes to train on and bytes held out, with where they come from.
+
+    `train_offsets` [F + 1] says where in `train_N` each file begins, and the last one ends.
+    """
 
     train_N: Tensor
+    train_offsets: Tensor
     validation_N: Tensor
     source: str
     num_files: int
@@ -88,10 +93,16 @@ def _name_digest(name: str) -> bytes:
     return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
 
 
-def _split(texts: dict[str, bytes], min_bytes: int) -> tuple[bytes, bytes]:
+def _offsets(texts: list[bytes], end: int) -> list[int]:
+    """Where each text begins among all of them up to `end`, and the end."""
+    return sorted({min(start, end) for start in itertools.accumulate(map(len, texts), initial=0)})
+
+
+def _split(texts: dict[str, bytes], min_bytes: int) -> tuple[bytes, bytes, list[int]]:
     """Hold out whole files, in an order that depends only on their names.
 
-    With too few files for that, the last bytes are held out.
+    With too few files for that, the last bytes are held out. The third result is where files
+    begin in the first.
     """
     total = sum(map(len, texts.values()))
     wanted = max(int(total * HELD_OUT_SHARE), min_bytes)
@@ -102,12 +113,13 @@ def _split(texts: dict[str, bytes], min_bytes: int) -> tuple[bytes, bytes]:
         if size < wanted and len(texts[name]) <= wanted // 4:
             held_out.add(name)
             size += len(texts[name])
-    train = b"".join(text for name, text in texts.items() if name not in held_out)
+    kept = [text for name, text in texts.items() if name not in held_out]
+    train = b"".join(kept)
     validation = b"".join(text for name, text in texts.items() if name in held_out)
     if size >= wanted and len(train) >= min_bytes:
-        return train, validation
-    everything = b"".join(texts.values())
-    return everything[: total - wanted], everything[total - wanted :]
+        return train, validation, _offsets(kept, len(train))
+    everything, end = b"".join(texts.values()), total - wanted
+    return everything[:end], everything[end:], _offsets(list(texts.values()), end)
 
 
 def load_text(path: str | None, seq_len: int) -> TextData:
@@ -141,10 +153,11 @@ def load_text(path: str | None, seq_len: int) -> TextData:
             f"expected --data to hold at least {2 * min_bytes} bytes of text "
             f"(twice --seq-len and one), got {total} bytes in {len(texts)} text files: {source}"
         )
-    train, validation = _split(texts, min_bytes)
+    train, validation, offsets = _split(texts, min_bytes)
     digest = hashlib.sha256(len(train).to_bytes(8, "little") + train + validation).hexdigest()
     return TextData(
         train_N=torch.frombuffer(bytearray(train), dtype=torch.uint8),
+        train_offsets=torch.tensor(offsets),
         validation_N=torch.frombuffer(bytearray(validation), dtype=torch.uint8),
         source=source,
         num_files=len(texts),
@@ -170,6 +183,27 @@ def train_batch(
     starts_B = torch.randint(len(data.train_N) - seq_len, (batch,), generator=generator)
     share = batch // world_size
     return _windows(data.train_N, starts_B[rank * share : (rank + 1) * share], seq_len)
+
+
+def packed_documents(
+    data: TextData, *, step: int, seed: int, seq_len: int, longest: int
+) -> tuple[Tensor, list[int]]:
+    """Return sequence number `step` [S] of whole documents, and the offsets where they begin.
+
+    Documents are files drawn at random; of one longer than `longest`, a piece drawn at random. The
+    last one is cut where the sequence is full.
+    """
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
+    parts, offsets = [], [0]
+    while offsets[-1] < seq_len:
+        file = int(torch.randint(len(data.train_offsets) - 1, (), generator=generator))
+        begin, end = data.train_offsets[file : file + 2].tolist()
+        length = min(end - begin, longest)
+        begin += int(torch.randint(end - begin - length + 1, (), generator=generator))
+        length = min(length, seq_len - offsets[-1])
+        parts.append(data.train_N[begin : begin + length])
+        offsets.append(offsets[-1] + length)
+    return torch.cat(parts).long(), offsets
 
 
 def validation_batches(

@@ -50,6 +50,14 @@ class ModelConfig:
             )
 
 
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def causal_attention(q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor) -> Tensor:
+    """Each position attends to itself and those before it."""
+    return F.scaled_dot_product_attention(q_BHSC, k_BHSC, v_BHSC, is_causal=True)
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions."""
 
@@ -64,20 +72,25 @@ class Attention(nn.Module):
         self.register_buffer("cos_SC", angle_SC.cos(), persistent=False)
         self.register_buffer("sin_SC", angle_SC.sin(), persistent=False)
 
-    def _rotate(self, x_BHSC: Tensor) -> Tensor:
-        num_positions = x_BHSC.shape[2]
-        cos_SC = self.cos_SC[:num_positions].to(x_BHSC.dtype)
-        sin_SC = self.sin_SC[:num_positions].to(x_BHSC.dtype)
+    def _rotate(self, x_BHSC: Tensor, ids_S: Tensor) -> Tensor:
+        cos_SC = self.cos_SC[ids_S].to(x_BHSC.dtype)
+        sin_SC = self.sin_SC[ids_S].to(x_BHSC.dtype)
         real, imag = x_BHSC.chunk(2, dim=-1)  # channel c turns with channel c + C/2
         return torch.cat([real * cos_SC - imag * sin_SC, real * sin_SC + imag * cos_SC], dim=-1)
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        """Return the attention output, [B, S, D]."""
+    def forward(
+        self, x_BSD: Tensor, ids_S: Tensor | None = None, attend: Attend = causal_attention
+    ) -> Tensor:
+        """Return the attention output, [B, S, D].
+
+        `ids_S` are the positions that the rotation takes, 0 to S - 1 by default; `attend` mixes
+        the values, where that is not causal attention over the S positions alone.
+        """
+        if ids_S is None:
+            ids_S = torch.arange(x_BSD.shape[1], device=x_BSD.device)
         qkv = self.qkv_proj(x_BSD).unflatten(-1, (3, self.num_heads, -1))
         q_BHSC, k_BHSC, v_BHSC = qkv.permute(2, 0, 3, 1, 4)
-        mixed_BHSC = F.scaled_dot_product_attention(
-            self._rotate(q_BHSC), self._rotate(k_BHSC), v_BHSC, is_causal=True
-        )
+        mixed_BHSC = attend(self._rotate(q_BHSC, ids_S), self._rotate(k_BHSC, ids_S), v_BHSC)
         return self.o_proj(mixed_BHSC.transpose(1, 2).flatten(2))
 
 
@@ -99,21 +112,40 @@ class DenseFFN(nn.Module):
 class Block(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, make_ffn: Callable[[], nn.Module]) -> None:
+    def __init__(self, config: ModelConfig, ffn: nn.Module) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.model_dim, eps=1e-6)
         self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.model_dim, eps=1e-6)
-        self.ffn = make_ffn()
+        self.ffn = ffn
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        """Return the residual stream after this block, [B, S, D]."""
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD))
+    def forward(self, x_BSD: Tensor, *context: object) -> Tensor:
+        """Return the residual stream after this block, [B, S, D]; the context is attention's."""
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), *context)
         return x_BSD + self.ffn(self.ffn_norm(x_BSD))
 
 
-class MoELanguageModel(nn.Module):
-    """Next-byte model; every `moe_every`-th block has experts, counted from the last block."""
+class LanguageModel(nn.Module):
+    """Next-byte model; `make_ffn(i)` is the feed-forward layer of block i."""
+
+    def __init__(self, config: ModelConfig, make_ffn: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.model_dim)
+        self.blocks = nn.ModuleList(Block(config, make_ffn(i)) for i in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.model_dim, eps=1e-6)
+        self.head = nn.Linear(config.model_dim, config.vocab_size, bias=False)
+
+    def forward(self, tokens_BS: Tensor, *context: object) -> Tensor:
+        """Return logits, [B, S, V]; the context is what `Attention` takes besides its input."""
+        x_BSD = self.embedding(tokens_BS)
+        for block in self.blocks:
+            x_BSD = block(x_BSD, *context)
+        return self.head(self.norm(x_BSD))
+
+
+class MoELanguageModel(LanguageModel):
+    """Every `moe_every`-th block has experts, counted from the last block."""
 
     def __init__(
         self,
@@ -124,10 +156,9 @@ class MoELanguageModel(nn.Module):
         z_loss_coef: float,
         capacity_factor: float | None,
     ) -> None:
-        super().__init__()
-        self.config = config
-
-        def make_moe() -> nn.Module:
+        def make_ffn(block: int) -> nn.Module:
+            if (config.num_layers - 1 - block) % config.moe_every:
+                return DenseFFN(config)
             return moe_ext.MoELayer(
                 config.model_dim,
                 config.ffn_dim,
@@ -139,25 +170,7 @@ class MoELanguageModel(nn.Module):
                 ep_group=ep_group,
             )
 
-        def make_dense() -> nn.Module:
-            return DenseFFN(config)
-
-        self.embedding = nn.Embedding(config.vocab_size, config.model_dim)
-        self.blocks = nn.ModuleList(
-            Block(
-                config, make_dense if (config.num_layers - 1 - i) % config.moe_every else make_moe
-            )
-            for i in range(config.num_layers)
-        )
-        self.norm = nn.RMSNorm(config.model_dim, eps=1e-6)
-        self.head = nn.Linear(config.model_dim, config.vocab_size, bias=False)
-
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Return logits, [B, S, V]."""
-        x_BSD = self.embedding(tokens_BS)
-        for block in self.blocks:
-            x_BSD = block(x_BSD)
-        return self.head(self.norm(x_BSD))
+        super().__init__(config, make_ffn)
 
     def moe_layers(self) -> list[moe_ext.MoELayer]:
         """Return the MoE layers from first to last."""
@@ -184,7 +197,7 @@ def _std(name: str, parameter: Tensor, num_layers: int) -> float:
     return std * (2 * num_layers) ** -0.5 if "o_proj" in name or "down_proj" in name else std
 
 
-def _draws(model: MoELanguageModel, seed: int) -> Iterator[tuple[Tensor, torch.Generator, float]]:
+def _draws(model: LanguageModel, seed: int) -> Iterator[tuple[Tensor, torch.Generator, float]]:
     """Yield each block of weights with the generator and deviation to draw it by."""
     num_layers = model.config.num_layers
     experts = {
@@ -203,7 +216,7 @@ def _draws(model: MoELanguageModel, seed: int) -> Iterator[tuple[Tensor, torch.G
 
 
 @torch.no_grad()
-def init_weights(model: MoELanguageModel, seed: int) -> None:
+def init_weights(model: LanguageModel, seed: int) -> None:
     """Draw every weight from a generator of its own, named by its place in the whole model.
 
     So the model is the same on any number of ranks: expert e has the same weights wherever it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import fcntl
@@ -107,6 +108,23 @@ def from_main(step: Callable[[], T], errors: type[Exception] | tuple[type[Except
     box = [result]
     dist.broadcast_object_list(box, src=0)
     return box[0]  # type: ignore[return-value]
+
+
+def run_example(
+    work: Callable[[argparse.Namespace, Runtime], int | None], args: argparse.Namespace
+) -> int:
+    """Join the job, do the work; mistakes of the user are one line and exit code 2."""
+    try:
+        runtime = start(args.device, args.timeout)
+        code = work(args, runtime)
+        dist.destroy_process_group()
+    except UserError as error:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"error: {error}", file=sys.stderr)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return 2
+    return code or 0
 
 
 class StopSignal:

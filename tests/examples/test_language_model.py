@@ -37,7 +37,8 @@ def test_attention_depends_on_relative_positions_alone():
     attention = make_model().blocks[0].attention
     q = torch.randn(8).expand(1, 2, 12, 8)
     k = torch.randn(8).expand(1, 2, 12, 8)
-    scores = attention._rotate(q) @ attention._rotate(k).transpose(-1, -2)
+    ids = torch.arange(12)
+    scores = attention._rotate(q, ids) @ attention._rotate(k, ids).transpose(-1, -2)
     torch.testing.assert_close(scores[..., 5, 2], scores[..., 9, 6])
     assert not torch.allclose(scores[..., 5, 2], scores[..., 5, 3])
 
