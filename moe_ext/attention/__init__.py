@@ -1,8 +1,10 @@
 """Attention over sequences that the ranks of a group hold in parts."""
 
 from moe_ext.attention.api import ring_attention
+from moe_ext.attention.context import sequence_parallel
 from moe_ext.attention.layouts import LAYOUTS, Layout, make_layout
 from moe_ext.attention.masks import Mask
+from moe_ext.attention.module import RingAttention
 from moe_ext.attention.sharding import (
     position_ids,
     shard_sequence,
@@ -15,9 +17,11 @@ __all__ = [
     "LAYOUTS",
     "Layout",
     "Mask",
+    "RingAttention",
     "make_layout",
     "position_ids",
     "ring_attention",
+    "sequence_parallel",
     "shard_sequence",
     "shift_labels",
     "token_mean_loss",

@@ -10,12 +10,15 @@ import math
 import struct
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext.attention._block import BlockOptions, accumulation_dtype
+from moe_ext.attention._compiled import attend_in_graph, set_planner
+from moe_ext.attention._options import Options
 from moe_ext.attention.gathered import AllGather
 from moe_ext.attention.layouts import LAYOUTS, Layout, make_layout
 from moe_ext.attention.masks import Mask, check_cu_seqlens, check_end, check_window
@@ -74,15 +77,19 @@ def _check_numbers(
         _require(-(1 << 63) <= seed < 1 << 63, "seed", "a 64-bit integer", seed)
 
 
-def _check_names(
-    layout: str | Layout, scheme: str, precision: str, kv_grad_dtype: torch.dtype | None
-) -> None:
+def check_options(options: Options, seed: int | None = None) -> None:
+    """ValueError or TypeError for options that no tensors could go with."""
+    check_group(options.group, _OP, name="group")
+    layout, scheme, precision = options.layout, options.scheme, options.precision
     known = isinstance(layout, Layout) or layout in LAYOUTS
     _require(known, "layout", f"a Layout or one of {LAYOUTS}", repr(layout))
     _require(scheme in SCHEMES, "scheme", f"one of {tuple(SCHEMES)}", repr(scheme))
     _require(precision in _PRECISIONS, "precision", f"one of {_PRECISIONS}", repr(precision))
     allowed = (None, torch.float32, torch.bfloat16)
-    _require(kv_grad_dtype in allowed, "kv_grad_dtype", f"one of {allowed}", kv_grad_dtype)
+    wire = options.kv_grad_dtype
+    _require(wire in allowed, "kv_grad_dtype", f"one of {allowed}", wire)
+    _check_numbers(options.scale, options.softcap, options.dropout_p, seed)
+    check_window(options.window, _OP)
 
 
 def _bits(number: float) -> int:
@@ -234,34 +241,76 @@ def ring_attention(
     Reference:
         Liu, Zaharia, Abbeel: Ring Attention with Blockwise Transformers (2023).
     """
-    check_group(group, _OP)
-    _check_names(layout, scheme, precision, kv_grad_dtype)
+    options = Options(
+        group,
+        layout,
+        is_causal,
+        scale,
+        window,
+        softcap,
+        dropout_p,
+        scheme,
+        precision,
+        kv_grad_dtype,
+    )
+    tensors = (q, k, v, key_mask, alibi_slopes, sinks)
+    if torch.compiler.is_compiling():
+        out, lse = attend_in_graph(*tensors, cu_seqlens, options, seed)
+    else:
+        plan, _, way = plan_call(*tensors, cu_seqlens, options, seed)
+        out, lse = attend(q, k, v, sinks, key_mask, plan, way)
+    return (out, lse) if return_lse else out
+
+
+def plan_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    cu_seqlens: Tensor | Sequence[int] | None,
+    options: Options,
+    seed: int | None = None,
+    drawn: int | None = None,
+    agreed: tuple[list[int], int] | None = None,
+) -> tuple[Plan, list[int], Scheme]:
+    """What precedes an attention: all checks, the agreement of the ranks, and what they imply.
+
+    `drawn` is a seed that this rank drew in the place of the missing one; `agreed` is what an
+    earlier plan of the same call found, lengths and seed, and spares the message.
+    """
+    check_options(options, seed)
     _check_tensors(q, k, v, key_mask, {"alibi_slopes": alibi_slopes, "sinks": sinks})
-    _check_numbers(scale, softcap, dropout_p, seed)
-    mask = Mask(is_causal, *check_window(window, _OP), check_cu_seqlens(cu_seqlens, _OP))
+    window = check_window(options.window, _OP)
+    mask = Mask(options.is_causal, *window, check_cu_seqlens(cu_seqlens, _OP))
+    group, scheme = options.group, options.scheme
     if scheme == "ulysses":
         check_heads(q.shape[1], k.shape[1], group_size(group), _OP)
-    factor = scale if scale is not None else 1 / math.sqrt(max(q.shape[3], 1))
-    options = BlockOptions(factor, mask, softcap or 0.0, dropout_p)
-    given = [x is not None for x in (seed, key_mask, alibi_slopes, sinks)]
-    facts = _facts(q, k, v, layout, scheme, options, [*given, kv_grad_dtype == torch.bfloat16])
-    if seed is None:
-        seed = int(torch.randint(1 << 62, ())) if dropout_p > 0 else 0
-    lengths, seed = _agree(facts, q.shape[2], seed, given[0], group, q.device)
+    factor = options.scale if options.scale is not None else 1 / math.sqrt(max(q.shape[3], 1))
+    block = BlockOptions(factor, mask, options.softcap or 0.0, options.dropout_p)
+    half = options.kv_grad_dtype == torch.bfloat16
+    if agreed is None:
+        given = [x is not None for x in (seed, key_mask, alibi_slopes, sinks)]
+        facts = _facts(q, k, v, options.layout, scheme, block, [*given, half])
+        mine = seed if seed is not None else drawn
+        if mine is None:
+            mine = int(torch.randint(1 << 62, ())) if options.dropout_p > 0 else 0
+        agreed = _agree(facts, q.shape[2], mine, given[0], group, q.device)
+    lengths, common = agreed
     check_end(mask.cu_seqlens, sum(lengths), _OP)
-    made = make_layout(layout, sum(lengths), len(lengths), cu_seqlens=mask.cu_seqlens)
+    made = make_layout(options.layout, sum(lengths), len(lengths), cu_seqlens=mask.cu_seqlens)
     check_lengths(made, lengths, _OP)
-    wire = accumulation_dtype(q.dtype)
-    if kv_grad_dtype == torch.bfloat16:
-        wire = torch.bfloat16
-    options = BlockOptions(factor, mask, softcap or 0.0, dropout_p, seed)
+    wire = torch.bfloat16 if half else accumulation_dtype(q.dtype)
     slopes = None if alibi_slopes is None else alibi_slopes.detach()
     offsets = None
     if mask.cu_seqlens is not None:
         offsets = torch.tensor(mask.cu_seqlens, device=q.device)
-    plan = Plan(group, made, options, offsets, slopes, wire)
-    out, lse = attend(q, k, v, sinks, key_mask, plan, SCHEMES[scheme])
-    return (out, lse) if return_lse else out
+    plan = Plan(group, made, replace(block, seed=common), offsets, slopes, wire)
+    return plan, lengths, SCHEMES[scheme]
+
+
+set_planner(plan_call)
 
 
 def _agree(

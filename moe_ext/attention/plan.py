@@ -107,6 +107,43 @@ class Scheme(Protocol):
         """(dq, dk, dv)."""
 
 
+def forward_pass(
+    q: Tensor,
+    own: Keys,
+    sinks: Tensor | None,
+    plan: Plan,
+    scheme: Scheme,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """(out, what rounding took from it or None, lse, keys to keep in the place of our own)."""
+    exact, lse, kept = scheme.forward(q, own, plan)
+    if sinks is not None:
+        exact, lse = merge_attention_sinks(exact, lse, sinks)
+    out = exact.to(q.dtype)
+    # delta from the rounded output would cost dQ and dK a tenth of their last place.
+    residual = None if out.dtype == exact.dtype else (exact - out).to(q.dtype)
+    return out, residual, lse, kept
+
+
+def backward_pass(
+    saved: Saved,
+    scheme: Scheme,
+    sinks: Tensor | None,
+    result: tuple[Tensor, Tensor | None, Tensor],
+    grad_out: Tensor,
+    grad_lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and the sinks; `result` is what `forward_pass` gave."""
+    out, residual, lse = result
+    exact = out if residual is None else out.to(lse.dtype) + residual
+    grad_out = grad_out.to(lse.dtype).contiguous()
+    delta = attention_delta(grad_out, exact, grad_lse.contiguous())
+    grad_q, grad_k, grad_v = (
+        grad.to(saved.q.dtype) for grad in scheme.backward(saved, grad_out, lse, delta)
+    )
+    grad_sinks = None if sinks is None else _sinks_backward(lse, delta, sinks)
+    return grad_q, grad_k, grad_v, grad_sinks
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -122,12 +159,7 @@ class _Attention(torch.autograd.Function):
         """(out, lse)."""
         q = q.contiguous()
         own = Keys(k.contiguous(), v.contiguous(), key_mask)
-        exact, lse, kept = scheme.forward(q, own, plan)
-        if sinks is not None:
-            exact, lse = merge_attention_sinks(exact, lse, sinks)
-        out = exact.to(q.dtype)
-        # delta from the rounded output would cost dQ and dK a tenth of their last place.
-        residual = None if out.dtype == exact.dtype else (exact - out).to(q.dtype)
+        out, residual, lse, kept = forward_pass(q, own, sinks, plan, scheme)
         saved = (None, None, None) if kept is not None else (own.k, own.v, key_mask)
         ctx.save_for_backward(q, out, residual, lse, sinks, kept, *saved)
         ctx.plan, ctx.form, ctx.scheme = plan, own.form, scheme
@@ -138,14 +170,10 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         """Of q, k, v and the sinks."""
         q, out, residual, lse, sinks, kept, k, v, key_mask = ctx.saved_tensors
-        exact = out if residual is None else out.to(lse.dtype) + residual
-        grad_out = grad_out.to(lse.dtype).contiguous()
-        delta = attention_delta(grad_out, exact, grad_lse.contiguous())
         own = None if kept is not None else Keys(k, v, key_mask)
         saved = Saved(ctx.plan, q, ctx.form, own, kept)
-        grads = [g.to(q.dtype) for g in ctx.scheme.backward(saved, grad_out, lse, delta)]
-        grad_sinks = None if sinks is None else _sinks_backward(lse, delta, sinks)
-        return *grads, grad_sinks, None, None, None
+        grads = backward_pass(saved, ctx.scheme, sinks, (out, residual, lse), grad_out, grad_lse)
+        return *grads, None, None, None
 
 
 def attend(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -20,3 +21,11 @@ def set_ddp_ignored(module: nn.Module, names: list[str]) -> None:
 def ddp_ignored(ddp: DistributedDataParallel) -> set[str]:
     """Names, relative to `ddp.module`, that the wrapper leaves alone."""
     return set(ddp.parameters_to_ignore)
+
+
+def group_of_name(name: str) -> ProcessGroup | None:
+    """The group with a `group_name`; None for an empty one."""
+    if not name:
+        return None
+    group: ProcessGroup = c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+    return group

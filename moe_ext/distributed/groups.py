@@ -18,12 +18,12 @@ class GroupHandle:
         return self
 
 
-def check_group(group: object, owner: str) -> None:
-    """TypeError in the name of `owner` unless `group` is None or a group of this rank."""
+def check_group(group: object, owner: str, *, name: str = "ep_group") -> None:
+    """TypeError in the name of `owner` unless argument `name` is None or a group of this rank."""
     # new_group returns a number on ranks that do not belong to the group.
     if group is not None and not isinstance(group, ProcessGroup):
         raise TypeError(
-            f"{owner}: expected ep_group to be None or a ProcessGroup that this rank belongs to, "
+            f"{owner}: expected {name} to be None or a ProcessGroup that this rank belongs to, "
             f"got {group!r}"
         )
 

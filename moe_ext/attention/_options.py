@@ -1,0 +1,68 @@
+"""The arguments of an attention that are not tensors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from moe_ext.attention.layouts import Layout
+from moe_ext.distributed._c10d import group_of_name
+
+
+@dataclass(frozen=True)
+class Options:
+    """What calls of one attention have in common; see `ring_attention`."""
+
+    group: ProcessGroup | None
+    layout: str | Layout = "zigzag"
+    is_causal: bool = False
+    scale: float | None = None
+    window: tuple[int, int] | None = None
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    scheme: str = "ring"
+    precision: str = "exact"
+    kv_grad_dtype: torch.dtype | None = None
+
+    @staticmethod
+    def of_text(
+        text: str,
+        is_causal: bool,
+        scale: float | None,
+        window: tuple[int, int],
+        softcap: float,
+        dropout_p: float,
+    ) -> Options:
+        """The options of `options_text`, and the others."""
+        group, layout, scheme, precision, dtype = json.loads(text)
+        if isinstance(layout, list):
+            name, seq_len, shards = layout
+            layout = Layout(name, seq_len, tuple(tuple(range(*r) for r in s) for s in shards))
+        wire = getattr(torch, dtype) if dtype else None
+        numbers = (is_causal, scale, window, softcap, dropout_p)
+        return Options(group_of_name(group), layout, *numbers, scheme, precision, wire)
+
+
+def options_text(
+    group: ProcessGroup | None,
+    layout: str | Layout,
+    scheme: str,
+    precision: str,
+    kv_grad_dtype: torch.dtype | None,
+) -> str:
+    """Those options as a string that an operator can take; the others are numbers."""
+    found: Any = layout
+    if isinstance(layout, Layout):
+        shards = [[[r.start, r.stop, r.step] for r in shard] for shard in layout.shards]
+        found = [layout.name, layout.seq_len, shards]
+    dtype = "" if kv_grad_dtype is None else str(kv_grad_dtype).removeprefix("torch.")
+    return json.dumps(["" if group is None else group.group_name, found, scheme, precision, dtype])
+
+
+def group_of_text(text: str) -> ProcessGroup | None:
+    """The group of `options_text`."""
+    return group_of_name(json.loads(text)[0])

@@ -1,0 +1,187 @@
+"""`torch.nn.functional.scaled_dot_product_attention` over a sharded sequence, inside a context.
+
+Shapes: B batch, H heads, L positions of this rank, D head dim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from moe_ext.attention._options import Options
+from moe_ext.attention.api import check_options, ring_attention
+from moe_ext.attention.layouts import Layout
+
+_OP = "sequence_parallel"
+
+
+def _refuse(argument: str, rule: str, value: object) -> None:
+    raise ValueError(
+        f"{_OP}: expected {argument} of scaled_dot_product_attention to be {rule}, got {value}"
+    )
+
+
+def _attend(
+    ring: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What torch's function computes, over the whole sequence; its signature but for the first."""
+    if attn_mask is not None:
+        rule = "None (masks by position, packing and padding are arguments of the context)"
+        _refuse("attn_mask", rule, f"a mask of shape {list(attn_mask.shape)}")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        # A nested or distributed tensor has a length that is not this rank's.
+        if x.is_nested or type(x) not in (Tensor, torch.nn.Parameter):
+            _refuse(name, "a plain tensor", type(x).__name__)
+        if x.dim() not in (3, 4):
+            _refuse(name, "of shape [B, H, L, D] or [B, L, D]", list(x.shape))
+    if key.shape[-2] != query.shape[-2]:
+        rule = f"as long as this rank's {query.shape[-2]} queries"
+        _refuse("key", rule, f"{key.shape[-2]} positions")
+    if query.dim() == 4 and not enable_gqa and key.shape[1] != query.shape[1]:
+        rule = f"of {query.shape[1]} heads without enable_gqa"
+        _refuse("key", rule, f"{key.shape[1]} heads")
+    tensors = [x if x.dim() == 4 else x.unsqueeze(1) for x in (query, key, value)]
+    out: Tensor = ring(*tensors, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
+    return out if query.dim() == 4 else out.squeeze(1)
+
+
+def _open_checkpoints() -> int:
+    """How many forward passes of reentrant checkpoints are on this thread's stack."""
+    wanted, count = CheckpointFunction.forward.__code__, 0
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        count += frame.f_code is wanted
+        frame = frame.f_back
+    return count
+
+
+def _multi_head(ring: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Multi-head attention of torch with its inner function replaced.
+
+    Its body, under a mode, would only call the mode again.
+    """
+    # Weights need the whole row of scores, which torch computes without the function.
+    if kwargs.get("need_weights", True):
+        raise ValueError(
+            f"{_OP}: expected need_weights of multi_head_attention_forward to be False, got True"
+        )
+    names = {**vars(F), "has_torch_function": lambda _: False}
+    names["scaled_dot_product_attention"] = functools.partial(_attend, ring)
+    body = F.multi_head_attention_forward
+    copy = types.FunctionType(body.__code__, names, None, body.__defaults__)
+    copy.__kwdefaults__ = body.__kwdefaults__
+    return copy(*args, **kwargs)
+
+
+class _RingMode(TorchFunctionMode):
+    """Sends torch's attention round the ring, on the thread that entered it."""
+
+    def __init__(self, ring: Callable[..., Any]) -> None:
+        super().__init__()
+        self._ring = ring
+        self._checkpoints = 0 if torch.compiler.is_compiling() else _open_checkpoints()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self._check_recompute()
+            return _attend(self._ring, *args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            self._check_recompute()
+            return _multi_head(self._ring, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _check_recompute(self) -> None:
+        """Refuse what autograd may run again where the context has ended, without a word."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return
+        if _open_checkpoints() > self._checkpoints:
+            raise ValueError(
+                f"{_OP}: expected the context to be entered inside a reentrant checkpoint, whose "
+                "backward pass runs the function again, got one around it; decorate the function "
+                f"with {_OP}(...), or use use_reentrant=False and call backward in the context"
+            )
+
+
+@contextlib.contextmanager
+def sequence_parallel(
+    group: ProcessGroup | None,
+    *,
+    layout: str | Layout = "zigzag",
+    window: tuple[int, int] | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    key_mask: Tensor | None = None,
+    softcap: float | None = None,
+    scheme: str = "ring",
+    precision: str = "exact",
+    kv_grad_dtype: torch.dtype | None = None,
+) -> Iterator[None]:
+    """Inside, torch's `scaled_dot_product_attention` is attention over the whole sequence.
+
+    Queries, keys and values are then this rank's shards. It holds on the thread that enters the
+    context, for every way to call the function, and for `torch.nn.MultiheadAttention` and the
+    layers of `torch.nn.Transformer`; nothing of torch is replaced, so nothing has to be restored.
+    Contexts nest, the innermost holds. `is_causal`, `scale`, `dropout_p` and `enable_gqa` are
+    served. The backward pass may be outside, unless activation checkpointing computes the forward
+    pass again there: decorate the checkpointed function then, `checkpoint(sequence_parallel(group)
+    (block), x)`.
+
+    Args:
+        group: the ranks that share each sequence; None is this process alone.
+        layout: see `make_layout`.
+        window: (left, right) of every attention inside, -1 for no limit.
+        cu_seqlens: offsets of packed documents in the whole sequence.
+        key_mask: `[B, L]` bool, False for this rank's keys that no query sees.
+        softcap: see `ring_attention`.
+        scheme: see `ring_attention`.
+        precision: see `ring_attention`.
+        kv_grad_dtype: see `ring_attention`.
+
+    Raises:
+        ValueError: an option is out of range; inside: an attn_mask, keys of another length than
+            the queries, weights of `MultiheadAttention`, and whatever `ring_attention` refuses.
+        TypeError: the group is none of this rank.
+    """
+    numbers: dict[str, Any] = {"window": window, "softcap": softcap}
+    names: dict[str, Any] = {
+        "scheme": scheme,
+        "precision": precision,
+        "kv_grad_dtype": kv_grad_dtype,
+    }
+    check_options(Options(group, layout, **numbers, **names))
+    ring = functools.partial(
+        ring_attention,
+        group=group,
+        layout=layout,
+        cu_seqlens=cu_seqlens,
+        key_mask=key_mask,
+        **numbers,
+        **names,
+    )
+    with _RingMode(ring):
+        yield

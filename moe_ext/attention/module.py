@@ -1,0 +1,136 @@
+"""Attention over a sharded sequence as a module.
+
+Shapes: B batch, H heads, Hkv heads of keys and values, L positions of this rank, D and Dv head
+    dims.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moe_ext.attention._options import Options
+from moe_ext.attention.api import check_options, ring_attention
+from moe_ext.attention.layouts import Layout
+from moe_ext.distributed.groups import GroupHandle
+
+
+class RingAttention(nn.Module):
+    """`ring_attention` with its options, for the place of an attention function in a model.
+
+    It has no parameters: projections and rotary embeddings stay with the caller, who gives the
+    latter the `position_ids` of this rank's shard.
+
+    Args:
+        group: the ranks that share each sequence; None is this process alone.
+        layout: see `make_layout`.
+        is_causal: a query sees no key after it.
+        scale: factor on q k^T; None for 1 / sqrt(D).
+        window: (left, right), -1 for no limit.
+        softcap: see `ring_attention`.
+        dropout_p: in training; 0 in evaluation.
+        scheme: see `ring_attention`.
+        precision: see `ring_attention`.
+        kv_grad_dtype: see `ring_attention`.
+
+    Raises:
+        ValueError: an option is out of range.
+        TypeError: the group is none of this rank.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        *,
+        layout: str | Layout = "zigzag",
+        is_causal: bool = False,
+        scale: float | None = None,
+        window: tuple[int, int] | None = None,
+        softcap: float | None = None,
+        dropout_p: float = 0.0,
+        scheme: str = "ring",
+        precision: str = "exact",
+        kv_grad_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        numbers = (is_causal, scale, window, softcap, dropout_p)
+        check_options(Options(group, layout, *numbers, scheme, precision, kv_grad_dtype))
+        self._handle = GroupHandle(group)
+        self.layout = layout
+        self.is_causal = is_causal
+        self.scale = scale
+        self.window = window
+        self.softcap = softcap
+        self.dropout_p = dropout_p
+        self.scheme = scheme
+        self.precision = precision
+        self.kv_grad_dtype = kv_grad_dtype
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The ranks that share each sequence."""
+        return self._handle.group
+
+    def extra_repr(self) -> str:
+        """Options for `repr`."""
+        layout = self.layout if isinstance(self.layout, str) else self.layout.name
+        text = f"layout={layout!r}, is_causal={self.is_causal}, scheme={self.scheme!r}"
+        for name in ("scale", "window", "softcap", "kv_grad_dtype"):
+            if getattr(self, name) is not None:
+                text += f", {name}={getattr(self, name)}"
+        return f"{text}, dropout_p={self.dropout_p}" if self.dropout_p else text
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens: Tensor | tuple[int, ...] | None = None,
+        key_mask: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+        seed: int | None = None,
+    ) -> Tensor:
+        """This rank's rows of the attention over the whole sequence.
+
+        Args:
+            q: `[B, H, L, D]`.
+            k: `[B, Hkv, L, D]`.
+            v: `[B, Hkv, L, Dv]`.
+            cu_seqlens: offsets of packed documents in the whole sequence.
+            key_mask: `[B, L]` bool, False for this rank's keys that no query sees.
+            alibi_slopes: `[H]`.
+            sinks: `[H]`.
+            seed: of the dropout, equal on every rank; None draws one.
+
+        Returns:
+            `[B, H, L, Dv]`.
+
+        Raises:
+            ValueError: see `ring_attention`.
+            RankFailureError: a rank died or did not answer; the message names it.
+        """
+        out = ring_attention(
+            q,
+            k,
+            v,
+            group=self.group,
+            is_causal=self.is_causal,
+            scale=self.scale,
+            layout=self.layout,
+            window=self.window,
+            cu_seqlens=cu_seqlens,
+            key_mask=key_mask,
+            alibi_slopes=alibi_slopes,
+            softcap=self.softcap,
+            sinks=sinks,
+            dropout_p=self.dropout_p if self.training else 0.0,
+            seed=seed,
+            scheme=self.scheme,
+            precision=self.precision,
+            kv_grad_dtype=self.kv_grad_dtype,
+        )
+        assert isinstance(out, Tensor)
+        return out
