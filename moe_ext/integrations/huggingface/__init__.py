@@ -1,7 +1,20 @@
-"""Hugging Face transformers 5: moe_ext as the experts of a model, on one rank or many."""
+"""Hugging Face transformers 5: moe_ext as the experts or the attention of a model."""
 
+from moe_ext.integrations.huggingface.attention import ATTENTION, register_ring_attention
 from moe_ext.integrations.huggingface.expert_parallel import full_state_dict
+from moe_ext.integrations.huggingface.packing import causal_lm_loss, shard_batch
 from moe_ext.integrations.huggingface.replacement import IMPLEMENTATION, register, replace
 from moe_ext.integrations.huggingface.verification import VerifyReport, verify
 
-__all__ = ["IMPLEMENTATION", "VerifyReport", "full_state_dict", "register", "replace", "verify"]
+__all__ = [
+    "ATTENTION",
+    "IMPLEMENTATION",
+    "VerifyReport",
+    "causal_lm_loss",
+    "full_state_dict",
+    "register",
+    "register_ring_attention",
+    "replace",
+    "shard_batch",
+    "verify",
+]

@@ -1,0 +1,284 @@
+"""Ring attention as the attention of a Hugging Face model.
+
+Shapes: B batch, H heads, Hkv heads of keys and values, S whole sequence, L positions of this rank,
+    D and Dv head dims.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moe_ext.attention import ring_attention, unshard_sequence
+from moe_ext.attention._options import Options
+from moe_ext.attention.api import check_options
+from moe_ext.attention.layouts import Layout
+from moe_ext.distributed.collectives import agree
+from moe_ext.distributed.groups import group_rank, group_size
+from moe_ext.integrations.huggingface.packing import document_offsets
+
+ATTENTION = "moe_ext_ring"
+# Arguments of attention functions that change the result and that no ring serves.
+_REFUSED = ("position_bias", "head_mask", "cache", "block_table", "output_attentions")
+
+
+@dataclass(frozen=True)
+class RingMask:
+    """What the model's layers hand to their attention in the place of a mask of all pairs.
+
+    Attributes:
+        is_causal: a query sees no key after it.
+        window: keys that a query sees on each side, its own position included; None for all.
+        key_mask: `[B, L]` bool, False for padding; None for none.
+    """
+
+    is_causal: bool
+    window: int | None
+    key_mask: Tensor | None
+
+
+def _refuse(name: str, argument: str, rule: str, value: object) -> None:
+    raise ValueError(f"{name}: expected {argument} to be {rule}, got {value}")
+
+
+def _parse(name: str, function: Callable[..., Any]) -> tuple[bool, int | None]:
+    """(causal, window) of a mask function of transformers, which is composed of closures."""
+    held = inspect.getclosurevars(function).nonlocals
+    kind = function.__qualname__.partition(".")[0]
+    if kind == "and_masks":
+        parts = [_parse(name, part) for part in held["mask_functions"]]
+        windows = [window for _, window in parts if window is not None]
+        return any(causal for causal, _ in parts), min(windows, default=None)
+    if kind == "remap_positions_for_packed_sequence":
+        return _parse(name, held["mask_function"])
+    if kind in ("sliding_window_overlay", "sliding_window_bidirectional_overlay"):
+        return False, held["sliding_window"]
+    plain = ("causal_mask_function", "bidirectional_mask_function", "packed_sequence_mask_function")
+    if kind not in plain:
+        rule = "causal or bidirectional, with a window, documents or padding at most"
+        _refuse(name, "the mask of the model", rule, function.__qualname__)
+    return kind == "causal_mask_function", None
+
+
+def _ring_mask(
+    name: str,
+    *,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any],
+    q_offset: int | Tensor = 0,
+    attention_mask: Tensor | None = None,
+    **_: Any,
+) -> RingMask:
+    """The mask of a layer, with the signature of transformers' `AttentionMaskInterface`."""
+    if kv_length != q_length or int(q_offset) != 0:
+        rule = "empty: a cache of keys holds no shards, call the model with use_cache=False"
+        _refuse(name, "past_key_values", rule, f"{kv_length} keys for {q_length} queries")
+    causal, window = _parse(name, mask_function)
+    if attention_mask is not None and attention_mask.dim() != 2:
+        rule = "[B, L], this rank's part of the padding mask"
+        _refuse(name, "attention_mask", rule, list(attention_mask.shape))
+    return RingMask(causal, window, None if attention_mask is None else attention_mask.bool())
+
+
+class _Documents:
+    """The documents of a forward pass, found once for all its layers."""
+
+    def __init__(self, name: str, options: Options) -> None:
+        self._name = name
+        self._options = options
+        self._known: tuple[Callable[[], Tensor | None], int] | None = None
+        self._offsets: tuple[int, ...] | None = None
+
+    # It reads values, which no graph can hold.
+    @torch.compiler.disable
+    def offsets(self, position_ids: Tensor, given: Tensor | None) -> tuple[int, ...] | None:
+        """Offsets of packed documents in the whole sequence; None for a single one.
+
+        NOTE: device-to-host sync and a collective, once for a tensor of positions.
+        """
+        version = 0 if position_ids.is_inference() else position_ids._version
+        if self._known is not None:
+            reference, known_version = self._known
+            if reference() is position_ids and known_version == version:
+                return self._offsets
+        self._known = None
+        self._offsets = self._find(position_ids, given)
+        self._known = (weakref.ref(position_ids), version)
+        return self._offsets
+
+    def _find(self, position_ids: Tensor, given: Tensor | None) -> tuple[int, ...] | None:
+        group, name = self._options.group, self._name
+        facts = {
+            "the number of rows of position_ids": position_ids.shape[0],
+            "giving cu_seq_lens_q": int(given is not None),
+        }
+        if group is not None:
+            agree(facts, group, position_ids.device, operation=name)
+        offsets = None if given is None else tuple(int(x) for x in given.tolist())
+        with torch.no_grad():
+            whole = unshard_sequence(
+                position_ids, group=group, dim=1, layout=self._options.layout, cu_seqlens=offsets
+            )
+        if offsets is None:
+            self._check_counting(whole)
+        return document_offsets(whole, offsets, name)
+
+    def _check_counting(self, whole: Tensor) -> None:
+        """Refuse what a model counts by itself when nobody gives it the positions of a shard."""
+        layout = self._options.layout
+        num_ranks = group_size(self._options.group)
+        contiguous = layout == "contiguous" or getattr(layout, "name", "") == "contiguous"
+        if num_ranks == 1 or not contiguous or whole.shape[1] < 2 * num_ranks:
+            return
+        edges = [i * whole.shape[1] // num_ranks for i in range(num_ranks)]
+        if bool((whole[:, edges] == 0).all()) and int((whole == 0).sum(1).max()) == num_ranks:
+            rule = "those of this rank's shard in the whole sequence (see shard_batch)"
+            rank = group_rank(self._options.group)
+            _refuse(self._name, "position_ids", rule, f"a count from 0 on every rank (rank {rank})")
+
+
+def _given_offsets(name: str, kwargs: dict[str, Any]) -> Tensor | None:
+    queries, keys = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if queries is None and keys is None:
+        return None
+    if queries is None or keys is None or not torch.equal(queries, keys):
+        _refuse(name, "cu_seq_lens_q and cu_seq_lens_k", "given both, and equal", "others")
+    assert isinstance(queries, Tensor)
+    return queries
+
+
+def _window(name: str, mask: RingMask, sliding_window: int | None) -> tuple[int, int] | None:
+    if mask.window is not None and sliding_window not in (None, mask.window):
+        rule = f"{mask.window}, that of the mask"
+        _refuse(name, "sliding_window", rule, sliding_window)
+    width = mask.window
+    if width is None:
+        return None
+    return (width - 1, -1) if mask.is_causal else (width, width)
+
+
+def _ring_forward(
+    name: str,
+    options: Options,
+    documents: _Documents,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: RingMask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a layer, with the signature of transformers' `AttentionInterface`.
+
+    Returns:
+        `[B, L, H, Dv]`, and None for the weights.
+    """
+    for refused in _REFUSED:
+        if kwargs.get(refused) is not None and kwargs[refused] is not False:
+            _refuse(name, refused, "None", type(kwargs[refused]).__name__)
+    if key.shape[2] != query.shape[2]:
+        rule = f"as many as this rank's {query.shape[2]} queries: a cache of keys holds no shards"
+        _refuse(name, "keys", rule, key.shape[2])
+    mask = attention_mask
+    if mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        mask = RingMask(bool(causal), sliding_window, None)
+    if not isinstance(mask, RingMask):
+        rule = "None or this rank's part [B, L] of a padding mask"
+        _refuse(name, "attention_mask", rule, f"{type(mask).__name__} {list(mask.shape)}")
+        raise AssertionError
+    elif is_causal not in (None, mask.is_causal):
+        _refuse(name, "is_causal", f"{mask.is_causal}, as the mask is", is_causal)
+    if position_ids is None or position_ids.dim() != 2:
+        found = "None" if position_ids is None else list(position_ids.shape)
+        _refuse(name, "position_ids of the attention", "[B, L] or [1, L]", found)
+    assert position_ids is not None
+    out = ring_attention(
+        query,
+        key,
+        value,
+        group=options.group,
+        layout=options.layout,
+        is_causal=mask.is_causal,
+        scale=scaling,
+        window=_window(name, mask, sliding_window),
+        cu_seqlens=documents.offsets(position_ids, _given_offsets(name, kwargs)),
+        key_mask=mask.key_mask,
+        softcap=softcap,
+        sinks=s_aux,
+        dropout_p=dropout,
+        scheme=options.scheme,
+        precision=options.precision,
+        kv_grad_dtype=options.kv_grad_dtype,
+    )
+    assert isinstance(out, Tensor)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def register_ring_attention(
+    group: ProcessGroup | None,
+    *,
+    layout: str | Layout = "zigzag",
+    scheme: str = "ring",
+    precision: str = "exact",
+    kv_grad_dtype: torch.dtype | None = None,
+    name: str = ATTENTION,
+) -> None:
+    """Make ring attention known to transformers under a name.
+
+    A model built or loaded with `attn_implementation=name`, or after
+    `model.set_attn_implementation(name)`, attends over the whole sequence while each rank of the
+    group runs it on its shard: what `shard_batch` makes. No mask of all pairs is built. Packed
+    documents are found as the resets of `position_ids` in the whole sequence, or taken from
+    `cu_seq_lens_q`; padding by `attention_mask`, sliding windows, softcap, sinks and dropout are
+    served.
+
+    Args:
+        group: the ranks that share each sequence; None is this process alone.
+        layout: of the shards, see `moe_ext.attention.make_layout`.
+        scheme: see `ring_attention`.
+        precision: see `ring_attention`.
+        kv_grad_dtype: see `ring_attention`.
+        name: of the implementation; models with different names use different groups. A name that
+            is registered again stands for the new options, in models that have it already too.
+
+    Raises:
+        ImportError: transformers 5 is not installed.
+        ValueError: an option is out of range. In the forward pass, on every rank: positions that do
+            not count up from 0 in each document of the whole sequence, or differ between the
+            sequences of a batch. On each rank: a cache with keys in it, masks of other kinds,
+            `output_attentions`, position biases.
+        TypeError: the group is none of this rank.
+    """
+    options = Options(
+        group, layout, scheme=scheme, precision=precision, kv_grad_dtype=kv_grad_dtype
+    )
+    check_options(options)
+    try:
+        attention = importlib.import_module("transformers.modeling_utils").AttentionInterface
+        masks = importlib.import_module("transformers.masking_utils").AttentionMaskInterface
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            "register_ring_attention: expected transformers 5 or later to be installed, "
+            f"try `pip install 'transformers>=5'` ({error})"
+        ) from error
+    documents = _Documents(name, options)
+    attention.register(name, functools.partial(_ring_forward, name, options, documents))
+    masks.register(name, functools.partial(_ring_mask, name))

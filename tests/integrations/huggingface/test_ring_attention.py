@@ -1,0 +1,319 @@
+"""Models on shards of a sequence against the same models in one process."""
+
+import functools
+import itertools
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_models import VOCABULARY, assert_near, build, transformers
+
+import moe_ext
+from moe_ext.attention import make_layout
+from moe_ext.integrations.huggingface import (
+    causal_lm_loss,
+    register_ring_attention,
+    shard_batch,
+)
+from moe_ext.testing import spawn_ranks
+
+DENSE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+# Name to its prefix and options, or to what hf_models builds.
+MODELS = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": 6}),
+    "gemma2": ("Gemma2", {**SLIDING, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 8}),
+    "qwen3_moe": None,
+    "gpt_oss": SLIDING,
+    "deepseek_v3": {"v_head_dim": 6},
+}
+DOCUMENTS = (9, 1, 20, 7)
+POSITIONS = torch.cat([torch.arange(n) for n in DOCUMENTS])[None]
+CHECKS = {}
+
+
+def check(*cases):
+    def register(function):
+        for case in cases or [()]:
+            name = "-".join([function.__name__, *map(str, case)])
+            CHECKS[name] = functools.partial(function, *case)
+        return function
+
+    return register
+
+
+def make(name, **kwargs):
+    options = MODELS[name]
+    if not isinstance(options, tuple):
+        model = build(name, **(options or {}), **kwargs)
+    else:
+        prefix, own = options
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{prefix}Config")(**{**DENSE, **own, **kwargs})
+        model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            # Scores of small weights are all alike: no mask would be seen.
+            if "q_proj" in parameter_name or "k_proj" in parameter_name:
+                parameter.mul_(20)
+            if "sinks" in parameter_name:
+                parameter.normal_()
+    return model
+
+
+def make_batch(kind):
+    rows = 1 if kind == "packed" else 2
+    ids = torch.randint(3, VOCABULARY, (rows, 37), generator=torch.Generator().manual_seed(3))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if kind == "packed":
+        batch["position_ids"] = POSITIONS
+    if kind == "padded":
+        batch["attention_mask"] = torch.ones_like(ids)
+        batch["attention_mask"][1, 22:] = 0
+        batch["labels"][1, 22:] = -100
+    return batch
+
+
+def one_process(name, kind):
+    """The model with transformers' own attention, after a backward pass, and its loss.
+
+    Documents go through it one by one: some families forget to keep packed ones apart.
+    """
+    model = make(name, attn_implementation="eager")
+    batch = make_batch(kind)
+    parts = [batch]
+    if kind == "packed":
+        columns = batch["input_ids"].split(DOCUMENTS, dim=1)
+        parts = [{"input_ids": ids, "labels": ids} for ids in columns]
+    count = sum(int((part["labels"][:, 1:] != -100).sum()) for part in parts)
+    loss = sum(model(**part, use_cache=False, num_items_in_batch=count).loss for part in parts)
+    loss.backward()
+    return model, loss.detach()
+
+
+def expect_equal(model, loss, name, kind):
+    whole, expected = one_process(name, kind)
+    assert_near(loss, expected)
+    for (parameter_name, parameter), other in zip(
+        model.named_parameters(), whole.parameters(), strict=True
+    ):
+        if other.grad is None:
+            continue
+        try:
+            assert_near(parameter.grad, other.grad)
+        except AssertionError as error:
+            raise AssertionError(parameter_name) from error
+
+
+def group():
+    return dist.group.WORLD
+
+
+KINDS = ("plain", "packed", "padded")
+
+
+@check(
+    *itertools.product(MODELS, KINDS, ["zigzag"]),
+    ("llama", "packed", "contiguous"),
+    ("llama", "packed", "per_document"),
+    ("llama", "padded", "striped"),
+)
+def equals_one_process(name, kind, layout):
+    register_ring_attention(group(), layout=layout)
+    model = make(name, attn_implementation="moe_ext_ring")
+    batch = shard_batch(make_batch(kind), group=group(), layout=layout)
+    # By the model's own loss.
+    loss = model(**batch).loss
+    loss.backward()
+    moe_ext.distributed.sync_gradients(model)
+    total = loss.detach() / dist.get_world_size()
+    dist.all_reduce(total)
+    expect_equal(model, total, name, kind)
+
+
+@check(("llama",), ("qwen3_moe",))
+def equals_one_process_with_our_loss_and_experts(name):
+    register_ring_attention(group())
+    model = make(name)
+    model.set_attn_implementation("moe_ext_ring")
+    if name == "qwen3_moe":
+        assert moe_ext.replace(model, ep_group=None) == 2
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    batch = shard_batch(make_batch("packed"), group=group())
+    labels = batch.pop("shift_labels")
+    del batch["labels"]
+    loss = causal_lm_loss(model(**batch).logits, labels, group=group())
+    loss.backward()
+    moe_ext.distributed.sync_gradients(model)
+    expect_equal(model, loss.detach(), name, "packed")
+
+
+@check()
+def reentrant_checkpointing():
+    register_ring_attention(group())
+    model = make("llama", attn_implementation="moe_ext_ring", attention_dropout=0.2).train()
+    batch = shard_batch(make_batch("packed"), group=group())
+    found = []
+    for kwargs in (None, {"use_reentrant": True}, {"use_reentrant": False}):
+        model.zero_grad()
+        if kwargs:
+            model.gradient_checkpointing_enable(kwargs)
+        torch.manual_seed(5)
+        model(**batch, use_cache=False).loss.backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    assert all(map(torch.equal, found[0], found[1]))
+    assert all(map(torch.equal, found[0], found[2]))
+
+
+@check()
+def documents_are_found_without_being_told():
+    register_ring_attention(group())
+    model = make("llama", attn_implementation="moe_ext_ring")
+    batch = shard_batch(make_batch("packed"), group=group())
+    told = model(**batch).logits
+    kept = {key: batch[key] for key in ("input_ids", "position_ids")}
+    assert torch.equal(model(**kept).logits, told)
+    with torch.inference_mode():
+        assert torch.equal(model(**batch).logits, told)
+    # Positions in place: the tensor is the same, its values are not.
+    kept["position_ids"].copy_(shard_batch(make_batch("plain"), group=group())["position_ids"][:1])
+    assert not torch.equal(model(**kept).logits, told)
+
+
+@check()
+def two_names_at_a_time():
+    register_ring_attention(group(), name="ring_a")
+    register_ring_attention(None, name="ring_b")
+    a = make("llama", attn_implementation="ring_a")
+    b = make("llama", attn_implementation="ring_b")
+    whole = make_batch("packed")
+    expected = shard_batch(
+        {"inputs_embeds": b(**shard_batch(whole, group=None)).logits}, group=group()
+    )
+    assert_near(a(**shard_batch(whole, group=group())).logits, expected["inputs_embeds"])
+
+
+@check(("contiguous",), ("zigzag",), ("striped",))
+def positions_that_nobody_gave_are_refused(layout):
+    register_ring_attention(group(), layout=layout)
+    model = make("llama", attn_implementation="moe_ext_ring")
+    batch = shard_batch(make_batch("plain"), group=group(), layout=layout)
+    with pytest.raises(ValueError, match=r"moe_ext_ring: expected position_ids to .* shard"):
+        model(input_ids=batch["input_ids"])
+
+
+@check()
+def documents_that_differ_between_rows_are_refused():
+    register_ring_attention(group())
+    model = make("llama", attn_implementation="moe_ext_ring")
+    batch = shard_batch(make_batch("plain"), group=group())
+    ids = batch["position_ids"].expand(2, -1).clone()
+    if dist.get_rank() == 1:
+        ids[1, 0] = 0
+    with pytest.raises(ValueError, match="position_ids to be equal in all sequences of a batch"):
+        model(input_ids=batch["input_ids"], position_ids=ids)
+
+
+@check()
+def a_cache_is_refused():
+    register_ring_attention(group())
+    model = make("llama", attn_implementation="moe_ext_ring")
+    batch = shard_batch(make_batch("plain"), group=group())
+    inputs = {key: batch[key] for key in ("input_ids", "position_ids")}
+    cache = model(**inputs, use_cache=True).past_key_values
+    step = {"input_ids": inputs["input_ids"][:, :1], "position_ids": torch.tensor([[37]])}
+    with pytest.raises(ValueError, match="expected past_key_values to be empty"):
+        model(**step, past_key_values=cache)
+    with pytest.raises(ValueError, match="moe_ext_ring: expected"):
+        model.generate(inputs["input_ids"], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks(num_ranks):
+    results = spawn_ranks(run_checks, num_ranks, timeout=300)
+    failures = {name: text for result in results for name, text in result.items()}
+    assert not failures, "\n".join(f"{name}: {text}" for name, text in failures.items())
+
+
+def run_checks(rank):
+    """Every check on one group of processes; name to traceback of those that failed."""
+    failures = {}
+    for name, function in CHECKS.items():
+        try:
+            function()
+        except Exception:
+            failures[name] = traceback.format_exc()
+            # The ranks may be at different collectives now.
+            break
+    return failures
+
+
+def refused(message, model, **kwargs):
+    ids = torch.randint(3, VOCABULARY, (2, 6))
+    with pytest.raises(ValueError, match=message):
+        model(input_ids=ids, **kwargs)
+
+
+def test_refusals():
+    register_ring_attention(None)
+    model = make("llama", attn_implementation="moe_ext_ring")
+    refused("attention_mask to be", model, attention_mask=torch.zeros(2, 1, 6, 6))
+    refused("counts? up from 0", model, position_ids=torch.arange(1, 7)[None])
+    row = torch.tensor([0, 6])
+    refused("given both, and equal", model, cu_seq_lens_q=row)
+    refused("expected cache to be None", model, cache=object())
+    refused("expected position_bias to be None", model, position_bias=torch.zeros(1))
+    gpt = make("gpt_oss", attn_implementation="moe_ext_ring")
+    gpt.model.layers[0].self_attn.sliding_window = 3
+    refused("sliding_window to be 5, that of the mask, got 3", gpt)
+
+
+def test_masks_of_other_kinds_are_refused():
+    from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
+
+    register_ring_attention(None)
+    config = make("llama", attn_implementation="moe_ext_ring").config
+    config.attention_chunk_size = 4
+    given = (config, torch.zeros(1, 12, 32), None, None)
+    with pytest.raises(ValueError, match=r"the mask of the model to be .* chunked_overlay"):
+        create_chunked_causal_mask(*given)
+    with pytest.raises(ValueError, match=r"expected the mask of the model to be .* or_masks"):
+        create_causal_mask(*given, or_mask_function=lambda b, h, q, k: q == k)
+    assert create_causal_mask(*given).key_mask is None
+
+
+def test_options_are_checked():
+    with pytest.raises(ValueError, match="expected layout to be"):
+        register_ring_attention(None, layout="zagzig")
+    with pytest.raises(TypeError, match="expected group to be None or a ProcessGroup"):
+        register_ring_attention("cp")
+    ids = torch.zeros(1, 6, dtype=torch.int64)
+    with pytest.raises(ValueError, match="other keys to be among"):
+        shard_batch({"input_ids": ids, "token_type_ids": ids}, group=None)
+    with pytest.raises(ValueError, match="expected labels to be 6 long"):
+        shard_batch({"input_ids": ids, "labels": ids[:, :4]}, group=None)
+    with pytest.raises(ValueError, match="expected position_ids to count up from 0"):
+        shard_batch({"input_ids": ids, "position_ids": ids + 3}, group=None)
+
+
+def test_a_layout_of_ones_own():
+    layout = make_layout("striped", 37, 1)
+    register_ring_attention(None, layout=layout)
+    model = make("llama", attn_implementation="moe_ext_ring")
+    loss = model(**shard_batch(make_batch("padded"), group=None, layout=layout)).loss
+    loss.backward()
+    expect_equal(model, loss.detach(), "llama", "padded")
