@@ -32,6 +32,7 @@ from moe_ext.nn.routers import (
 )
 from moe_ext.nn.routing_record import RoutingRecord
 from moe_ext.nn.selection_bias import register_bias_update, update_selection_bias
+from moe_ext.nn.transformer_block import TransformerBlock
 from moe_ext.nn.upcycling import UpcycledFFN, replace_ffn, upcycle
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "SinkhornRouter",
     "SwitchRouter",
     "TopKRouter",
+    "TransformerBlock",
     "UpcycledFFN",
     "collect_losses",
     "count_tokens",

@@ -398,7 +398,7 @@ def test_wrong_clip_options(options, message):
         md.clip_grad_norm_(nn.Linear(2, 2), **options)
 
 
-@pytest.mark.parametrize("name", ["tp", "cp", "pp", "etp"])
+@pytest.mark.parametrize("name", ["tp", "pp", "etp"])
 def test_mesh_axes_of_later_versions(name):
     with pytest.raises(ValueError, match=f"expected {name} to be 1 in this version, got 2"):
         md.MoEMesh(**{name: 2})
@@ -407,5 +407,9 @@ def test_mesh_axes_of_later_versions(name):
 def test_mesh_sizes():
     with pytest.raises(ValueError, match="expected ep to be at least 1, got 0"):
         md.MoEMesh(ep=0)
+    with pytest.raises(ValueError, match="expected cp to be at least 1, got 0"):
+        md.MoEMesh(cp=0)
+    with pytest.raises(ValueError, match=r"the number of ranks, 1, got dp 1, cp 2, ep 1"):
+        md.MoEMesh(cp=2)
     with pytest.raises(ValueError, match=r"expected dp \* ep to be the number of ranks, 1"):
         md.MoEMesh(dp=2)

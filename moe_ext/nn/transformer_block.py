@@ -1,0 +1,152 @@
+"""A transformer block whose sequences, and whose experts, ranks share.
+
+Shapes: B batch, L positions of this rank, D model, H heads, Hkv heads of keys and values,
+    C channels of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moe_ext.attention import Layout, RingAttention
+from moe_ext.nn.moe_layer import MoELayer
+
+
+def rotate(x_BHLC: Tensor, position_ids: Tensor, base: float) -> Tensor:
+    """Rotary embedding: channel c turns with channel c + C / 2, by the positions given.
+
+    Args:
+        x_BHLC: queries or keys, C even.
+        position_ids: `[L]` or `[B, L]`.
+        base: of the frequencies.
+    """
+    half = x_BHLC.shape[-1] // 2
+    exponent = torch.arange(half, device=x_BHLC.device) / half
+    # In the precision of the positions' own arithmetic: bf16 has no far positions.
+    dtype = torch.promote_types(x_BHLC.dtype, torch.float32)
+    angle = position_ids[..., None].to(dtype) * base ** -exponent.to(dtype)
+    angle = angle if position_ids.dim() == 1 else angle[:, None]
+    cos, sin = angle.cos().to(x_BHLC.dtype), angle.sin().to(x_BHLC.dtype)
+    real, imag = x_BHLC.chunk(2, dim=-1)
+    return torch.cat([real * cos - imag * sin, real * sin + imag * cos], dim=-1)
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm causal attention and a feed-forward network, `[B, L, D] -> [B, L, D]`.
+
+    With `cp_group` the ranks share each sequence and attend over all of it; with a `MoELayer` on an
+    `ep_group` as network they share the experts. `MoEMesh(cp=, ep=)` makes both groups, and one may
+    be the other.
+
+    Args:
+        model_dim: D.
+        num_heads: H.
+        ffn: maps `[B, L, D]` to `[B, L, D]`, such as a `MoELayer`.
+        num_kv_heads: Hkv, a divisor of H; None for H.
+        cp_group: the ranks that share each sequence; None is this process alone.
+        layout: see `moe_ext.attention.make_layout`.
+        window: (left, right) of the attention.
+        dropout_p: of the attention, in training.
+        rope_base: of the rotary embedding.
+        scheme: see `moe_ext.attention.ring_attention`.
+        precision: see `moe_ext.attention.ring_attention`.
+        eps: of the norms.
+        device: of the parameters made here.
+        dtype: of the parameters made here.
+
+    Raises:
+        ValueError: sizes that do not divide, or options out of range.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_heads: int,
+        ffn: nn.Module,
+        *,
+        num_kv_heads: int | None = None,
+        cp_group: ProcessGroup | None = None,
+        layout: str | Layout = "zigzag",
+        window: tuple[int, int] | None = None,
+        dropout_p: float = 0.0,
+        rope_base: float = 10000.0,
+        scheme: str = "ring",
+        precision: str = "exact",
+        eps: float = 1e-6,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or model_dim % (2 * num_heads):
+            raise ValueError(
+                "TransformerBlock: expected model_dim to be a multiple of twice num_heads "
+                f"{num_heads} (rotary pairs), got {model_dim}"
+            )
+        if kv_heads < 1 or num_heads % kv_heads:
+            raise ValueError(
+                f"TransformerBlock: expected num_kv_heads to divide {num_heads} heads, "
+                f"got {kv_heads}"
+            )
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.head_dim = model_dim // num_heads
+        self.rope_base = rope_base
+        self._widths = [heads * self.head_dim for heads in (num_heads, kv_heads, kv_heads)]
+        self.attention_norm = nn.RMSNorm(model_dim, eps=eps, **made)
+        self.qkv_proj = nn.Linear(model_dim, sum(self._widths), bias=False, **made)
+        self.attention = RingAttention(
+            cp_group,
+            layout=layout,
+            is_causal=True,
+            window=window,
+            dropout_p=dropout_p,
+            scheme=scheme,
+            precision=precision,
+        )
+        self.o_proj = nn.Linear(model_dim, model_dim, bias=False, **made)
+        self.ffn_norm = nn.RMSNorm(model_dim, eps=eps, **made)
+        self.ffn = ffn
+
+    def _attend(
+        self,
+        x_BLD: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor | Sequence[int] | None,
+        token_mask: Tensor | None,
+    ) -> Tensor:
+        parts = self.qkv_proj(x_BLD).split(self._widths, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
+        q, k = (rotate(x, position_ids, self.rope_base) for x in (q, k))
+        mixed_BHLC = self.attention(q, k, v, cu_seqlens=cu_seqlens, key_mask=token_mask)
+        out_BLD: Tensor = self.o_proj(mixed_BHLC.transpose(1, 2).flatten(2))
+        return out_BLD
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        position_ids: Tensor,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        token_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The residual stream after this block.
+
+        Args:
+            x: `[B, L, D]`, this rank's shard.
+            position_ids: `[L]` or `[B, L]`, as `moe_ext.attention.position_ids` gives them.
+            cu_seqlens: offsets of packed documents in the whole sequence.
+            token_mask: `[B, L]` bool, True = real token: the others are seen by no query and, in a
+                `MoELayer`, reach no expert and count in no loss.
+
+        Returns:
+            `[B, L, D]`.
+        """
+        x = x + self._attend(self.attention_norm(x), position_ids, cu_seqlens, token_mask)
+        masked = {"token_mask": token_mask} if isinstance(self.ffn, MoELayer) else {}
+        out: Tensor = x + self.ffn(self.ffn_norm(x), **masked)
+        return out

@@ -1,0 +1,188 @@
+"""A model whose ranks share sequences and experts, against one process with all of both."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import moe_ext
+from moe_ext.attention import position_ids, shard_sequence, shift_labels, token_mean_loss
+from moe_ext.distributed import MoEMesh
+from moe_ext.nn import Balance, TransformerBlock
+from moe_ext.testing import spawn_ranks
+
+VOCABULARY, DIM, SEQ_LEN, EXPERTS = 23, 16, 29, 4
+TIGHT = {"rtol": 1e-9, "atol": 1e-12}
+
+
+class Model(nn.Module):
+    def __init__(self, mesh, balance, layout="zigzag"):
+        super().__init__()
+        torch.manual_seed(0)
+        groups = {} if mesh is None else {"cp_group": mesh.cp_group}
+        ep_group = None if mesh is None else mesh.ep_group
+        self.embedding = nn.Embedding(VOCABULARY, DIM)
+        self.blocks = nn.ModuleList(
+            TransformerBlock(
+                DIM,
+                4,
+                moe_ext.MoELayer(
+                    DIM,
+                    12,
+                    EXPERTS,
+                    balance=balance,
+                    balance_loss_coef=0.5,
+                    z_loss_coef=0.1,
+                    ep_group=ep_group,
+                    dtype=torch.float64,
+                ),
+                num_kv_heads=2,
+                layout=layout,
+                dtype=torch.float64,
+                **groups,
+            )
+            for _ in range(2)
+        )
+        self.head = nn.Linear(DIM, VOCABULARY)
+        self.double()
+
+    def forward(self, tokens, **where):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, **where)
+        return self.head(x)
+
+
+def make_tokens(data_size):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(VOCABULARY, (data_size, SEQ_LEN), generator=generator)
+
+
+def make_mask(data_size, padded):
+    mask = torch.ones(data_size, SEQ_LEN, dtype=torch.bool)
+    if padded:
+        mask[0, 17:] = False
+    return mask
+
+
+def one_process(data_size, cu_seqlens, padded, apart):
+    """Model with the gradients of the mean loss, and that loss; `apart`: balanced by sequence."""
+    model = Model(None, Balance("global_batch") if not apart else None, "contiguous")
+    tokens = make_tokens(data_size)
+    mask = make_mask(data_size, padded)
+    labels = shift_labels(tokens, cu_seqlens=cu_seqlens).masked_fill(~mask, -100)
+    where = {"cu_seqlens": cu_seqlens, "position_ids": position_ids(SEQ_LEN, group=None)}
+    count = (labels != -100).sum()
+    total = 0.0
+    batches = [slice(i, i + 1) for i in range(data_size)] if apart else [slice(None)]
+    for rows in batches:
+        logits = model(tokens[rows], token_mask=mask[rows] if padded else None, **where)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels[rows].flatten(), reduction="sum")
+        # The injected losses do not see the factor: their mean over the batches is wanted.
+        moe_ext.nn.set_loss_scale(model, 1.0)
+        (loss / count * len(batches)).backward()
+        total = total + loss.detach() / count
+    for parameter in model.parameters():
+        parameter.grad /= len(batches)
+    return model, total
+
+
+def check_equal(rank, sizes, layout, cu_seqlens, padded, apart):
+    mesh = MoEMesh(**sizes)
+    group, world = mesh.cp_group, dist.get_world_size()
+    assert mesh.data_size == world // mesh.cp_size
+    balance = Balance("global_batch", group=mesh.cp_group if apart else dist.group.WORLD)
+    model = Model(mesh, balance, layout)
+    where = {"group": group, "layout": layout, "cu_seqlens": cu_seqlens}
+    tokens = make_tokens(mesh.data_size)
+    mask = make_mask(mesh.data_size, padded)
+    labels = shift_labels(tokens, cu_seqlens=cu_seqlens).masked_fill(~mask, -100)
+    rows = slice(mesh.data_rank, mesh.data_rank + 1)
+    tokens, labels, mask = (shard_sequence(x[rows], dim=1, **where) for x in (tokens, labels, mask))
+    logits = model(
+        tokens,
+        position_ids=position_ids(SEQ_LEN, restart=False, **where),
+        cu_seqlens=cu_seqlens,
+        token_mask=mask if padded else None,
+    )
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    count = (labels != -100).sum()
+    loss = token_mean_loss(loss, count, group=dist.group.WORLD, grad_scale=world)
+    loss.backward()
+    moe_ext.distributed.sync_gradients(model)
+    whole, expected = one_process(mesh.data_size, cu_seqlens, padded, apart)
+    torch.testing.assert_close(loss.detach(), expected, **TIGHT)
+    each = EXPERTS // mesh.ep_size
+    for (name, parameter), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+        wanted = other.grad
+        if ".experts." in name:
+            wanted = wanted[mesh.ep_rank * each : (mesh.ep_rank + 1) * each]
+        message = functools.partial("{}: {}".format, name)
+        torch.testing.assert_close(parameter.grad, wanted, msg=message, **TIGHT)
+    norm = moe_ext.distributed.clip_grad_norm_(model, 1.0)
+    grads = [p.grad for p in whole.parameters()]
+    torch.testing.assert_close(norm, nn.utils.get_total_norm(grads), **TIGHT)
+
+
+GRIDS = {
+    "folded": {"dp": 2, "ep": 2, "cp": 2},
+    "beside": {"ep": 2, "cp": 2},
+    "experts over two sequences": {"ep": 4, "cp": 2},
+    "one sequence over two sets of experts": {"dp": 2, "ep": 2, "cp": 4},
+    "no experts apart": {"dp": 4, "cp": 2},
+}
+
+
+def check_all(rank):
+    for sizes in GRIDS.values():
+        check_equal(rank, sizes, "zigzag", None, False, False)
+    packed = (0, 11, 11, 12, SEQ_LEN)
+    for sizes in (GRIDS["folded"], GRIDS["beside"]):
+        check_equal(rank, sizes, "per_document", packed, False, False)
+        check_equal(rank, sizes, "striped", None, True, False)
+        check_equal(rank, sizes, "zigzag", None, False, True)
+    check_groups(rank)
+    return True
+
+
+def check_groups(rank):
+    def ranks(group):
+        return dist.get_process_group_ranks(group)
+
+    mesh = MoEMesh(cp=2, ep=2)
+    assert (mesh.dp_rank, mesh.cp_rank, mesh.ep_rank) == (0, rank // 2, rank % 2)
+    assert ranks(mesh.cp_group) == [rank % 2, rank % 2 + 2]
+    assert ranks(mesh.ep_group) == [rank - rank % 2, rank - rank % 2 + 1]
+    assert mesh.device_mesh.mesh_dim_names == ("dp", "cp", "ep")
+    assert (mesh.data_rank, mesh.data_size) == (rank % 2, 2)
+    assert repr(mesh) == f"MoEMesh(dp=1, ep=2, cp=2, dp_rank=0, ep_rank={rank % 2}, " + (
+        f"cp_rank={rank // 2})"
+    )
+    mesh = MoEMesh(ep=4, cp=2)
+    assert ranks(mesh.cp_group) == [rank - rank % 2, rank - rank % 2 + 1]
+    assert ranks(mesh.ep_group) == [0, 1, 2, 3]
+    assert (mesh.data_rank, mesh.cp_rank, mesh.ep_rank) == (rank // 2, rank % 2, rank)
+    assert mesh.data_mesh.mesh_dim_names == ("data", "cp")
+    with pytest.raises(ValueError, match="dp \\* ep with cp a divisor, to be the number of ranks"):
+        MoEMesh(dp=2, ep=2, cp=3)
+    assert MoEMesh(ep=4).cp_group is None
+
+
+def test_four_ranks_equal_one_process():
+    assert all(spawn_ranks(check_all, 4, timeout=300))
+
+
+def test_block_sizes():
+    with pytest.raises(ValueError, match="model_dim to be a multiple of twice num_heads 3"):
+        TransformerBlock(16, 3, nn.Identity())
+    with pytest.raises(ValueError, match="num_kv_heads to divide 4 heads, got 3"):
+        TransformerBlock(16, 4, nn.Identity(), num_kv_heads=3)
+    block = TransformerBlock(16, 2, nn.Identity())
+    x = torch.randn(2, 5, 16)
+    once = block(x, position_ids=torch.arange(5))
+    assert torch.equal(once, block(x, position_ids=torch.arange(5).expand(2, -1)))
+    # Rotations compose: what counts is the distance.
+    torch.testing.assert_close(once, block(x, position_ids=torch.arange(5) + 7))
