@@ -74,22 +74,34 @@ def _open_checkpoints() -> int:
     return count
 
 
-def _multi_head(ring: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Multi-head attention of torch with its inner function replaced.
+def _body(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
+    """A function of torch that does not ask for a mode first; `names` it sees in place of others.
 
-    Its body, under a mode, would only call the mode again.
+    Under a mode, its own body would only call the mode again.
     """
+    known = {**function.__globals__, **names}
+    for question in ("has_torch_function", "has_torch_function_unary"):
+        known[question] = lambda _: False
+    copy = types.FunctionType(function.__code__, known, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _multi_head(ring: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Multi-head attention of torch with its inner function replaced."""
     # Weights need the whole row of scores, which torch computes without the function.
     if kwargs.get("need_weights", True):
         raise ValueError(
             f"{_OP}: expected need_weights of multi_head_attention_forward to be False, got True"
         )
-    names = {**vars(F), "has_torch_function": lambda _: False}
-    names["scaled_dot_product_attention"] = functools.partial(_attend, ring)
-    body = F.multi_head_attention_forward
-    copy = types.FunctionType(body.__code__, names, None, body.__defaults__)
-    copy.__kwdefaults__ = body.__kwdefaults__
-    return copy(*args, **kwargs)
+    attend = functools.partial(_attend, ring)
+    return _body(F.multi_head_attention_forward, scaled_dot_product_attention=attend)(
+        *args, **kwargs
+    )
+
+
+# Within these a checkpoint computes its forward pass again, where the mode has to hold.
+_BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
 class _RingMode(TorchFunctionMode):
@@ -114,6 +126,9 @@ class _RingMode(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             self._check_recompute()
             return _multi_head(self._ring, *args, **kwargs)
+        if func in _BACKWARD:
+            with self:
+                return _body(func)(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _check_recompute(self) -> None:

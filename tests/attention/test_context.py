@@ -1,0 +1,332 @@
+"""torch's attention inside `sequence_parallel`."""
+
+import functools
+import threading
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from helpers import make_inputs
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as bound_early
+from torch.utils.checkpoint import checkpoint
+
+from moe_ext.attention import (
+    make_layout,
+    ring_attention,
+    sequence_parallel,
+    shard_sequence,
+    unshard_sequence,
+)
+from moe_ext.testing import spawn_ranks
+
+TIGHT = {"rtol": 1e-10, "atol": 1e-11}
+CHECKS = {}
+
+
+def check(*cases):
+    def register(function):
+        for case in cases or [()]:
+            name = "-".join([function.__name__, *map(str, case)])
+            CHECKS[name] = functools.partial(function, *case)
+        return function
+
+    return register
+
+
+def leaves(tensors):
+    return [x.detach().clone().requires_grad_() for x in tensors]
+
+
+def gradients(function, tensors, grad):
+    """Output of torch's attention and the gradients of its inputs."""
+    tensors = leaves(tensors)
+    out = function(*tensors)
+    return [out.detach(), *torch.autograd.grad(out, tensors, grad)]
+
+
+def expect_shards(found, whole, **where):
+    for part, full in zip(found, whole, strict=True):
+        torch.testing.assert_close(part, shard_sequence(full, dim=2, **where), **TIGHT)
+
+
+CASES = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scale": {"is_causal": True, "scale": 0.7},
+    "gqa": {"is_causal": True, "enable_gqa": True},
+}
+
+
+@check(*((case, layout) for case in CASES for layout in ("zigzag", "contiguous")))
+def equals_one_process(case, layout):
+    *tensors, grad = make_inputs(kv_heads=2 if case == "gqa" else 4)
+    where = {"group": dist.group.WORLD, "layout": layout}
+    call = functools.partial(F.scaled_dot_product_attention, **CASES[case])
+    whole = gradients(call, tensors, grad)
+    shards = leaves(shard_sequence(x, dim=2, **where) for x in tensors)
+    with sequence_parallel(**where):
+        out = call(*shards)
+    # Autograd needs no context.
+    grads = torch.autograd.grad(out, shards, shard_sequence(grad, dim=2, **where))
+    expect_shards([out.detach(), *grads], whole, **where)
+
+
+@check()
+def options_of_the_context_hold():
+    *tensors, _ = make_inputs(kv_heads=4)
+    mask = torch.arange(37)[None].expand(2, -1) % 5 != 1
+    where = {"group": dist.group.WORLD, "layout": "per_document", "cu_seqlens": (0, 20, 37)}
+    shards = [shard_sequence(x, dim=2, **where) for x in tensors]
+    options = {"window": (7, 0), "softcap": 2.0, "scheme": "all_gather"}
+    options["key_mask"] = shard_sequence(mask, dim=1, **where)
+    with sequence_parallel(**where, **options):
+        found = F.scaled_dot_product_attention(*shards)
+    assert torch.equal(found, ring_attention(*shards, **where, **options))
+
+
+@check()
+def two_groups_at_a_time():
+    """Nested: all ranks, then this rank's half of them, then all again."""
+    world, num_ranks = dist.group.WORLD, dist.get_world_size()
+    halves = [
+        dist.new_group(list(r)) for r in (range(num_ranks // 2), range(num_ranks // 2, num_ranks))
+    ]
+    half = halves[dist.get_rank() >= num_ranks // 2]
+    *tensors, _ = make_inputs(kv_heads=4)
+    expected = F.scaled_dot_product_attention(*tensors)
+    for_world = [shard_sequence(x, dim=2, group=world) for x in tensors]
+    for_half = [shard_sequence(x, dim=2, group=half, layout="striped") for x in tensors]
+    with sequence_parallel(world):
+        before = F.scaled_dot_product_attention(*for_world)
+        with sequence_parallel(half, layout="striped"):
+            inner = F.scaled_dot_product_attention(*for_half)
+        after = F.scaled_dot_product_attention(*for_world)
+    expect_shards([before, after], [expected, expected], group=world)
+    expect_shards([inner], [expected], group=half, layout="striped")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True, dtype=torch.float64)
+
+    def forward(self, x):
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+@check(("reentrant",), ("not",))
+def checkpointing(kind):
+    """The recomputation runs after the context: the decorated function brings its own."""
+    where = {"group": dist.group.WORLD}
+    x = torch.randn(2, 19, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    block = Block()
+    block(x.requires_grad_()).square().sum().backward()
+    shard = shard_sequence(x.detach(), dim=1, **where).requires_grad_()
+    step = sequence_parallel(**where)(Block())
+    out = checkpoint(step, shard, use_reentrant=kind == "reentrant")
+    out.square().sum().backward()
+    torch.testing.assert_close(shard.grad, shard_sequence(x.grad, dim=1, **where), **TIGHT)
+
+
+@check()
+def a_recomputation_outside_is_refused():
+    shard = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
+    block = Block()
+    with (
+        sequence_parallel(dist.group.WORLD),
+        pytest.raises(ValueError, match="reentrant checkpoint"),
+    ):
+        checkpoint(block, shard, use_reentrant=True)
+    with sequence_parallel(dist.group.WORLD):
+        out = checkpoint(block, shard, use_reentrant=False)
+    with pytest.raises(torch.utils.checkpoint.CheckpointError):
+        out.sum().backward()
+    with sequence_parallel(dist.group.WORLD):
+        out = checkpoint(block, shard, use_reentrant=False)
+        out.sum().backward()
+
+
+@check()
+def compiled():
+    where = {"group": dist.group.WORLD}
+    *tensors, _ = make_inputs(kv_heads=4)
+    shards = [shard_sequence(x, dim=2, **where) for x in tensors]
+
+    def inside(q, k, v):
+        with sequence_parallel(**where):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def around(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    expected = inside(*shards)
+    compile_whole = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compile_whole(inside)(*shards), expected)
+    graph = compile_whole(around)
+    with sequence_parallel(**where):
+        assert torch.equal(graph(*shards), expected)
+    assert torch.equal(graph(*shards), around(*shards))
+
+
+@check()
+def without_gradients():
+    *tensors, _ = make_inputs(kv_heads=4)
+    expected = F.scaled_dot_product_attention(*tensors)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), sequence_parallel(dist.group.WORLD):
+            shards = [shard_sequence(x, dim=2, group=dist.group.WORLD) for x in tensors]
+            out = F.scaled_dot_product_attention(*shards)
+            whole = unshard_sequence(out, dim=2, group=dist.group.WORLD)
+        torch.testing.assert_close(whole, expected, **TIGHT)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks(num_ranks):
+    failures = [text for text in spawn_ranks(run_checks, num_ranks, timeout=300) if text]
+    assert not failures, "\n".join(failures)
+
+
+def run_checks(rank):
+    """Every check on one group of processes; the first failure, since then ranks may differ."""
+    for name, function in CHECKS.items():
+        try:
+            function()
+        except Exception:
+            return f"{name}: {traceback.format_exc()}"
+    return ""
+
+
+def inputs(**kwargs):
+    return make_inputs(kv_heads=4, **kwargs)[:3]
+
+
+def ring_ran(q, k, v, **kwargs):
+    """Whether a call goes to our operators, told by a dropout that is keyed on positions."""
+    torch.manual_seed(3)
+    expected = ring_attention(q, k, v, group=None, dropout_p=0.5)
+    torch.manual_seed(3)
+    return torch.equal(F.scaled_dot_product_attention(q, k, v, dropout_p=0.5), expected)
+
+
+def test_every_way_to_call_it():
+    tensors = inputs()
+    torch.manual_seed(3)
+    expected = ring_attention(*tensors, group=None, dropout_p=0.5)
+    ways = (
+        F.scaled_dot_product_attention,
+        bound_early,
+        torch._C._nn.scaled_dot_product_attention,
+        lambda q, k, v, dropout_p: bound_early(query=q, key=k, value=v, dropout_p=dropout_p),
+    )
+    for call in ways:
+        with sequence_parallel(None):
+            torch.manual_seed(3)
+            assert torch.equal(call(*tensors, dropout_p=0.5), expected)
+        torch.manual_seed(3)
+        assert not torch.equal(call(*tensors, dropout_p=0.5), expected)
+
+
+def test_three_dimensions():
+    tensors = [x[:, 0] for x in inputs()]
+    expected = F.scaled_dot_product_attention(*tensors, is_causal=True)
+    with sequence_parallel(None):
+        found = F.scaled_dot_product_attention(*tensors, is_causal=True)
+    torch.testing.assert_close(found, expected, **TIGHT)
+
+
+def test_it_ends_with_an_exception():
+    function = F.scaled_dot_product_attention
+    with pytest.raises(KeyError), sequence_parallel(None), sequence_parallel(None):
+        assert ring_ran(*inputs())
+        raise KeyError
+    assert not ring_ran(*inputs())
+    with pytest.raises(ValueError, match="attn_mask"), sequence_parallel(None):
+        bound_early(*inputs(), attn_mask=torch.zeros(37, 37))
+    assert not ring_ran(*inputs())
+    assert F.scaled_dot_product_attention is function
+
+
+def test_other_threads_are_left_alone():
+    found = []
+    with sequence_parallel(None):
+        thread = threading.Thread(target=lambda: found.append(ring_ran(*inputs())))
+        thread.start()
+        thread.join()
+        found.append(ring_ran(*inputs()))
+    assert found == [False, True]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_layers_of_torch(grad):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0).eval()
+    x = torch.randn(3, 7, 16)
+    mask = nn.Transformer.generate_square_subsequent_mask(7)
+    with torch.set_grad_enabled(grad):
+        for kwargs in ({}, {"src_mask": mask, "is_causal": True}):
+            expected = layer(x, **kwargs)
+            with sequence_parallel(None):
+                torch.testing.assert_close(layer(x, **kwargs), expected)
+    with (
+        sequence_parallel(None),
+        pytest.raises(ValueError, match="need_weights .* got True"),
+    ):
+        layer.self_attn(x, x, x)
+    with sequence_parallel(None), pytest.raises(ValueError, match="attn_mask .* to be None"):
+        layer(x, src_mask=mask)
+    with sequence_parallel(None), pytest.raises(ValueError, match="attn_mask .* to be None"):
+        layer(x, src_key_padding_mask=torch.zeros(3, 7, dtype=torch.bool))
+
+
+def test_it_trains_a_layer_with_dropout():
+    layer = nn.MultiheadAttention(16, 4, dropout=0.5, batch_first=True)
+    x = torch.randn(3, 7, 16)
+    found = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        with sequence_parallel(None):
+            found.append(layer(x, x, x, need_weights=False)[0])
+    assert torch.equal(found[0], found[1])
+    torch.manual_seed(3)
+    assert not torch.allclose(layer(x, x, x, need_weights=False)[0], found[0])
+
+
+q, k, v = inputs()
+REFUSED = {
+    "attn_mask": ((q, k, v, torch.zeros(37, 37)), {}, r"attn_mask .* None .* shape \[37, 37\]"),
+    "lengths": (
+        (q, k[:, :, :5], v[:, :, :5]),
+        {},
+        "key .* this rank's 37 queries, got 5",
+    ),
+    "heads": ((q, k[:, :2], v[:, :2]), {}, "key .* of 4 heads without enable_gqa, got 2 heads"),
+    "rank": ((q[0, 0], k[0, 0], v[0, 0]), {}, r"query .* \[B, H, L, D\] or"),
+    "dropout": ((q, k, v), {"dropout_p": 1.0}, r"dropout_p to be in \[0, 1\), got 1.0"),
+    "dtype": ((q, k.float(), v), {}, "expected k to be torch.float64 like q"),
+    "batch": ((q, k[:1], v), {}, r"expected k to be \[2, Hkv, 37, 8\] to go with q"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name):
+    args, kwargs, message = REFUSED[name]
+    with sequence_parallel(None), pytest.raises(ValueError, match=message):
+        F.scaled_dot_product_attention(*args, **kwargs)
+
+
+def test_nested_tensors_are_refused():
+    x = torch.nested.nested_tensor([q[0], q[1]], layout=torch.jagged)
+    with sequence_parallel(None), pytest.raises(ValueError, match="query .* a plain tensor"):
+        F.scaled_dot_product_attention(x, x, x)
+
+
+def test_options_are_checked():
+    layout = make_layout("striped", 37, 1)
+    with sequence_parallel(None, layout=layout):
+        F.scaled_dot_product_attention(q, k, v)
+        with pytest.raises(ValueError, match="expected layout to be for 36 positions"):
+            F.scaled_dot_product_attention(*(x[:, :, :36] for x in (q, k, v)))

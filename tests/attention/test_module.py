@@ -1,0 +1,291 @@
+"""`RingAttention`, and what models do with it: compile, checkpoint, infer, two groups at a time."""
+
+import copy
+import functools
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import make_inputs
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from moe_ext.attention import Layout, RingAttention, make_layout, ring_attention, shard_sequence
+from moe_ext.attention._options import Options, options_text
+from moe_ext.testing import spawn_ranks
+
+CHECKS = {}
+
+
+def check(*cases):
+    def register(function):
+        for case in cases or [()]:
+            name = "-".join([function.__name__, *map(str, case)])
+            CHECKS[name] = functools.partial(function, *case)
+        return function
+
+    return register
+
+
+class Model(nn.Module):
+    """Projections around the module, a query without keys included."""
+
+    def __init__(self, group, dtype=torch.float64, **kwargs):
+        super().__init__()
+        torch.manual_seed(1)
+        self.proj = nn.Linear(8, 8, dtype=dtype)
+        self.sinks = nn.Parameter(torch.randn(4, dtype=dtype))
+        self.attention = RingAttention(group, **kwargs)
+
+    def forward(self, q, k, v, **kwargs):
+        return self.attention(self.proj(q), k, v, sinks=self.sinks, **kwargs).square()
+
+
+def leaves(tensors):
+    return [x.detach().clone().requires_grad_() for x in tensors]
+
+
+def results(model, tensors, run=None, **kwargs):
+    """Output and all gradients."""
+    tensors = leaves(tensors)
+    out = (model if run is None else run)(*tensors, **kwargs)
+    return [out.detach(), *torch.autograd.grad(out.sum(), [*tensors, *model.parameters()])]
+
+
+def assert_same_bits(found, expected):
+    assert [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a.ne(b).any()] == []
+
+
+def make_shards(layout="zigzag", cu_seqlens=None, dtype=torch.float64, **kwargs):
+    where = {"group": dist.group.WORLD, "layout": layout, "cu_seqlens": cu_seqlens}
+    return [shard_sequence(x, dim=2, **where) for x in make_inputs(dtype=dtype, **kwargs)[:3]]
+
+
+PACKED = (0, 9, 9, 30, 37)
+CASES = {
+    "plain": ({}, {}),
+    "causal": ({"is_causal": True, "layout": "contiguous"}, {}),
+    "options": ({"window": (5, 2), "scale": 0.3, "softcap": 1.5, "layout": "striped"}, {}),
+    "packed": ({"layout": "per_document", "is_causal": True}, {"cu_seqlens": PACKED}),
+    "dropout": ({"dropout_p": 0.4, "is_causal": True}, {"seed": 7}),
+    "ulysses": ({"scheme": "all_gather", "kv_grad_dtype": torch.float32}, {}),
+}
+
+
+@check(*((case, dtype) for case in CASES for dtype in ("float64", "bfloat16")))
+def compiled_like_eager(case, dtype):
+    options, kwargs = CASES[case]
+    model = Model(dist.group.WORLD, getattr(torch, dtype), **options)
+    layout = options.get("layout", "zigzag")
+    shards = make_shards(layout, kwargs.get("cu_seqlens"), getattr(torch, dtype))
+    if "cu_seqlens" in kwargs:
+        kwargs = {"cu_seqlens": torch.tensor(PACKED)}
+    mask = torch.arange(shards[0].shape[2])[None].expand(2, -1) % 4 != 1
+    expected = results(model, shards, key_mask=mask, **kwargs)
+    graph = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_same_bits(results(model, shards, graph, key_mask=mask, **kwargs), expected)
+
+
+@check()
+def a_layout_of_ones_own_in_a_graph():
+    layout = make_layout("cost_balanced", 37, dist.get_world_size(), cu_seqlens=PACKED)
+    model = Model(dist.group.WORLD, layout=layout, is_causal=True)
+    shards = make_shards(layout)
+    graph = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_same_bits(results(model, shards, graph), results(model, shards))
+
+
+@check()
+def compiled_dropout_draws_as_torch_does():
+    model = Model(dist.group.WORLD, dropout_p=0.4)
+    shards = make_shards()
+    graph = torch.compile(model, fullgraph=True, backend="aot_eager")
+    runs = []
+    for turn, seed in enumerate((3, 3, 4)):
+        # Only the first rank's draw counts.
+        torch.manual_seed(seed if dist.get_rank() == 0 else 100 + turn)
+        runs.append(results(model, shards, graph))
+    assert_same_bits(runs[1], runs[0])
+    assert not torch.equal(runs[2][0], runs[0][0])
+
+
+@check()
+def what_the_ranks_refuse_reaches_the_caller_of_a_graph():
+    model = Model(dist.group.WORLD)
+    shards = make_shards()
+    graph = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with pytest.raises(ValueError, match=r"expected window\[0\] to be equal on every rank"):
+        model.attention.window = (dist.get_rank(), 0)
+        graph(*shards)
+
+
+@check(("reentrant",), ("not",), ("compiled",))
+def recomputation_has_the_same_bits(kind):
+    model = Model(dist.group.WORLD, dropout_p=0.4, is_causal=True)
+    shards = make_shards()
+    torch.manual_seed(3 + dist.get_rank())
+    expected = results(model, shards)
+
+    def run(*tensors):
+        return checkpoint(model, *tensors, use_reentrant=kind == "reentrant")
+
+    if kind == "compiled":
+        run = torch.compile(run, fullgraph=True, backend="aot_eager")
+    tensors = leaves(shards)
+    torch.manual_seed(3 + dist.get_rank())
+    out = run(*tensors)
+    # The reentrant kind wants backward; later draws must not reach the recomputation.
+    torch.manual_seed(99)
+    out.sum().backward()
+    found = [out.detach(), *(x.grad for x in [*tensors, *model.parameters()])]
+    assert_same_bits(found, expected)
+
+
+@check()
+def without_gradients():
+    model = Model(dist.group.WORLD, is_causal=True)
+    expected = model(*make_shards()).detach()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(model(*make_shards()), expected)
+
+
+@check()
+def any_strides_and_unequal_head_dims():
+    model = RingAttention(dist.group.WORLD, is_causal=True)
+    shards = make_shards(dim=8, v_dim=5)
+    out = model(*shards)
+    assert out.shape[3] == 5
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in shards]
+    assert not strided[0].is_contiguous()
+    every_other = [torch.stack([x, x], -1).flatten(3)[..., ::2] for x in shards]
+    for other in (strided, every_other):
+        assert torch.equal(model(*other), out)
+        graph = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert torch.equal(graph(*other), out)
+
+
+@check()
+def two_groups_at_a_time():
+    """A model on all ranks and one on half of them, in one graph of autograd."""
+    world, num_ranks = dist.group.WORLD, dist.get_world_size()
+    middle = num_ranks // 2
+    parts = [range(middle), range(middle, num_ranks)]
+    half = [dist.new_group(list(part)) for part in parts][dist.get_rank() >= middle]
+    tensors = make_inputs()[:3]
+    whole = leaves(tensors)
+    alone = ring_attention(*whole, group=None, is_causal=True)
+    expected = torch.autograd.grad(alone.square().sum(), whole)
+    shards = {g: leaves(shard_sequence(x, dim=2, group=g) for x in tensors) for g in (world, half)}
+    modules = {g: RingAttention(g, is_causal=True) for g in (world, half)}
+    loss = sum(modules[g](*shards[g]).square().sum() for g in (world, half))
+    loss.backward()
+    for g in (world, half):
+        for shard, full in zip(shards[g], expected, strict=True):
+            wanted = shard_sequence(full, dim=2, group=g)
+            torch.testing.assert_close(shard.grad, wanted, rtol=1e-10, atol=1e-11)
+
+
+@check()
+def copies_share_the_group():
+    module = RingAttention(dist.group.WORLD, is_causal=True)
+    again = copy.deepcopy(nn.Sequential(module))[0]
+    assert again.group is dist.group.WORLD
+    shards = make_shards()
+    assert torch.equal(again(*shards), module(*shards))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks(num_ranks):
+    failures = [text for text in spawn_ranks(run_checks, num_ranks, timeout=300) if text]
+    assert not failures, "\n".join(failures)
+
+
+def run_checks(rank):
+    """Every check on one group of processes; the first failure, since then ranks may differ."""
+    for name, function in CHECKS.items():
+        torch.compiler.reset()
+        try:
+            function()
+        except Exception:
+            return f"{name}: {traceback.format_exc()}"
+    return ""
+
+
+def test_it_is_the_function():
+    tensors = make_inputs()[:3]
+    module = RingAttention(None, is_causal=True, window=(9, 3), softcap=2.0, scale=0.4)
+    options = {"is_causal": True, "window": (9, 3), "softcap": 2.0, "scale": 0.4}
+    assert torch.equal(module(*tensors), ring_attention(*tensors, group=None, **options))
+    assert "window=(9, 3)" in repr(module)
+
+
+def test_dropout_is_for_training():
+    tensors = make_inputs()[:3]
+    module = RingAttention(None, dropout_p=0.5)
+    expected = ring_attention(*tensors, group=None)
+    assert not torch.equal(module(*tensors), expected)
+    assert torch.equal(module.eval()(*tensors), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layout": "zagzig"}, "layout to be a Layout or one of"),
+        ({"scheme": "star"}, "scheme to be one of"),
+        ({"precision": "low"}, "precision to be one of"),
+        ({"dropout_p": 1.0}, r"dropout_p to be in \[0, 1\), got 1.0"),
+        ({"window": (-2, 0)}, "both sides of window"),
+        ({"softcap": -1.0}, "softcap to be 0"),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        RingAttention(None, **options)
+
+
+def test_wrong_group():
+    with pytest.raises(TypeError, match="expected group to be None or a ProcessGroup"):
+        RingAttention("cp")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_operator(dtype):
+    q, k, v = leaves(make_inputs(dtype=dtype)[:3])
+    sinks = torch.randn(4, requires_grad=True)
+    mask = torch.rand(2, 37) < 0.8
+    text = options_text(None, "zigzag", "ring", "exact", None)
+    numbers = (True, 0.3, 9, -1, 1.5, 0.25)
+    seed = torch.tensor([5])
+    offsets = torch.tensor(PACKED)
+    for given in ((mask, torch.rand(4), sinks, offsets, seed), (None,) * 4 + (seed,)):
+        arguments = (q, k, v, *given, False, *numbers, text)
+        torch.library.opcheck(torch.ops.moe_ext.ring_attention.default, arguments)
+
+
+def test_options_survive_as_text():
+    layout = make_layout("striped", 9, 2)
+    given = Options(None, layout, True, 0.1, (3, -1), 2.0, 0.3, "ulysses", "exact", torch.bfloat16)
+    numbers = (True, 0.1, (3, -1), 2.0, 0.3)
+    text = options_text(None, layout, "ulysses", "exact", torch.bfloat16)
+    assert Options.of_text(text, *numbers) == given
+    own = Layout("mine", 3, ((range(0, 3, 2),), (range(1, 2),)))
+    assert Options.of_text(options_text(None, own, "ring", "exact", None), *numbers).layout == own
+
+
+def test_a_second_derivative_is_refused():
+    tensors = leaves(make_inputs()[:3])
+    graph = torch.compile(RingAttention(None), fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError):
+        grad = torch.autograd.grad(graph(*tensors).square().sum(), tensors, create_graph=True)
+        torch.autograd.grad(grad[0].sum(), tensors)
+
+
+def test_inductor():
+    tensors = make_inputs(dtype=torch.float32)[:3]
+    model = Model(None, torch.float32, is_causal=True)
+    expected = results(model, tensors)
+    found = results(model, tensors, torch.compile(model, fullgraph=True))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
