@@ -5,6 +5,8 @@ from moe_ext.attention.context import sequence_parallel
 from moe_ext.attention.layouts import LAYOUTS, Layout, make_layout
 from moe_ext.attention.masks import Mask
 from moe_ext.attention.module import RingAttention
+from moe_ext.attention.self_attention import RingSelfAttention
+from moe_ext.attention.self_attention_ring import ring_self_attention
 from moe_ext.attention.sharding import (
     position_ids,
     shard_sequence,
@@ -22,6 +24,11 @@ __all__ = [
     "position_ids",
     "ring_attention",
     "sequence_parallel",
+    "RingSelfAttention",
+    "make_layout",
+    "position_ids",
+    "ring_attention",
+    "ring_self_attention",
     "shard_sequence",
     "shift_labels",
     "token_mean_loss",

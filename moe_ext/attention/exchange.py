@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext.distributed.failures import naming_failed_ranks
+from moe_ext.distributed.traffic import record_traffic
 
 
 @dataclass
@@ -69,6 +70,7 @@ class Exchange:
             if message.numel():
                 posts.append(dist.P2POp(dist.isend, message, None, self.group, tag, rank))
                 hop._sent.append(message)
+                record_traffic("send", message.nbytes)
         if buffer is not None and buffer.numel():
             posts.append(dist.P2POp(dist.irecv, buffer, None, self.group, tag, source))
         if posts:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext.distributed.failures import naming_failed_ranks
+from moe_ext.distributed.traffic import record_traffic
 
 
 def gather_shards(
@@ -24,6 +25,7 @@ def gather_shards(
     sent_M[: x_L.shape[0]] = x_L
     parts = [torch.empty_like(sent_M) for _ in sizes]
     if sent_M.numel():
+        record_traffic("all_gather", (len(sizes) - 1) * sent_M.nbytes)
         with naming_failed_ranks(group, operation):
             dist.all_gather(parts, sent_M, group=group)
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
@@ -39,6 +41,7 @@ def reduce_scatter_shards(
         row[: shard.shape[0]] = shard
     found_M = x_S.new_empty((longest, *x_S.shape[1:]))
     if found_M.numel():
+        record_traffic("reduce_scatter", (len(sizes) - 1) * found_M.nbytes)
         with naming_failed_ranks(group, operation):
             dist.reduce_scatter(found_M, list(sent), group=group)
     return found_M[: sizes[rank]]

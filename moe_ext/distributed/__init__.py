@@ -12,6 +12,7 @@ from moe_ext.distributed.failures import RankFailureError, naming_failed_ranks
 from moe_ext.distributed.gradients import sync_gradients
 from moe_ext.distributed.mesh import MoEMesh
 from moe_ext.distributed.parameters import expert_param_groups, expert_parameters
+from moe_ext.distributed.traffic import Traffic, count_traffic
 
 __all__ = [
     "AllToAllDispatcher",
@@ -20,8 +21,10 @@ __all__ = [
     "MoEMesh",
     "RankFailureError",
     "TokenDispatcher",
+    "Traffic",
     "broadcast_experts",
     "clip_grad_norm_",
+    "count_traffic",
     "data_parallel",
     "expert_param_groups",
     "expert_parameters",

@@ -1,0 +1,69 @@
+"""Counts what the sequence-parallel layers send, call by call."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Traffic:
+    """What this rank sent while `count_traffic` was open.
+
+    Bytes are those that leave this rank where each collective is done by the algorithm that sends
+    least: (P - 1) times its shard for an all-gather, all shards but its own for a reduce-scatter,
+    2 (P - 1) / P times the tensor for an all-reduce.
+
+    Attributes:
+        calls: kind ("send", "all_gather", "reduce_scatter", "all_reduce") to number of calls;
+            an empty message is not one.
+        sent_bytes: kind to bytes.
+    """
+
+    calls: Counter[str] = field(default_factory=Counter)
+    sent_bytes: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all kinds."""
+        return sum(self.sent_bytes.values())
+
+
+_open: list[Traffic] = []
+# A backward pass on an accelerator runs in a thread of its own.
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def count_traffic() -> Iterator[Traffic]:
+    """Count what this process sends inside, for sequence parallelism.
+
+    Counted are the tensors of `moe_ext.attention`: hops of a ring, all-gathers, reduce-scatters,
+    and all-reduces of gradients, forward and backward. Not counted are all-to-alls, and the
+    messages of fixed size by which ranks compare their arguments.
+
+    Yields:
+        The counts, which grow until the context ends.
+    """
+    traffic = Traffic()
+    with _lock:
+        _open.append(traffic)
+    try:
+        yield traffic
+    finally:
+        with _lock:
+            # By identity: two counts may be equal.
+            _open[:] = [other for other in _open if other is not traffic]
+
+
+def record_traffic(kind: str, num_bytes: int) -> None:
+    """Add one call to every open count."""
+    if num_bytes == 0 or not _open:
+        return
+    with _lock:
+        for traffic in _open:
+            traffic.calls[kind] += 1
+            traffic.sent_bytes[kind] += num_bytes

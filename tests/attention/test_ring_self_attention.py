@@ -1,0 +1,432 @@
+"""Published ring self-attention on ranks against one process; all cases share a spawn of ranks."""
+
+import functools
+import itertools
+import os
+import signal
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import make_inputs, reference, visible
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from moe_ext.attention import (
+    LAYOUTS,
+    RingSelfAttention,
+    make_layout,
+    ring_attention,
+    ring_self_attention,
+    shard_sequence,
+)
+from moe_ext.distributed import RankFailureError, count_traffic
+from moe_ext.testing import spawn_ranks
+
+TIGHT = {"rtol": 1e-10, "atol": 1e-11}
+OFFSETS = (0, 5, 5, 14, 30, 37)
+KEY_MASK = torch.arange(37).repeat(2, 1) % 5 != torch.tensor([[1], [3]])
+CASES = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "scale": {"is_causal": True, "scale": 0.3},
+    "window": {"window": (4, 2)},
+    "documents": {"is_causal": True, "cu_seqlens": OFFSETS},
+    "key_mask": {"is_causal": True, "key_mask": KEY_MASK},
+}
+CHECKS = {}
+
+
+def check(*cases):
+    """Register a function of a rank, once for each tuple of arguments."""
+
+    def register(function):
+        for case in cases or [()]:
+            name = "-".join([function.__name__, *map(str, case)])
+            CHECKS[name] = functools.partial(function, *case)
+        return function
+
+    return register
+
+
+def group():
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def with_grads(function, q, k, v, grad):
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def expected_of(inputs, **kwargs):
+    return with_grads(lambda *qkv: reference(*qkv, **kwargs)[0], *inputs)
+
+
+def found_of(inputs, layout="contiguous", key_mask=None, attn_mask=None, **kwargs):
+    where = {"group": group(), "layout": layout, "cu_seqlens": kwargs.get("cu_seqlens")}
+    if key_mask is not None:
+        key_mask = shard_sequence(key_mask, dim=1, **where)
+    if attn_mask is not None:
+        attn_mask = shard_sequence(attn_mask, dim=2, **where)
+    masks = {"key_mask": key_mask, "attn_mask": attn_mask}
+
+    def attend(*qkv):
+        return ring_self_attention(*qkv, group=group(), layout=layout, **masks, **kwargs)
+
+    return with_grads(attend, *(shard_sequence(x, dim=2, **where) for x in inputs))
+
+
+def assert_same(found, expected, layout="contiguous", cu_seqlens=None, **tolerances):
+    where = {"group": group(), "layout": layout, "cu_seqlens": cu_seqlens}
+    for name, part, full in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        full = shard_sequence(full, dim=2, **where).to(part.dtype)
+        torch.testing.assert_close(
+            part, full, **(tolerances or TIGHT), msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@check(*itertools.product(LAYOUTS, CASES))
+def equals_one_process(layout, case):
+    kwargs = {"cu_seqlens": (0, 20, 37), **CASES[case]}
+    if layout in ("contiguous", "zigzag", "striped") and case != "documents":
+        del kwargs["cu_seqlens"]
+    inputs = make_inputs(kv_heads=(1, 2, 4)[len(case) % 3])
+    found = found_of(inputs, layout=layout, **kwargs)
+    assert_same(found, expected_of(inputs, **kwargs), layout, kwargs.get("cu_seqlens"))
+
+
+@check(*itertools.product(("contiguous", "zigzag", "striped"), (0, 1, 2, 3, 5, 8)))
+def any_length(layout, seq_len):
+    inputs = make_inputs(seq_len=seq_len)
+    for kwargs in ({"is_causal": True}, {"window": (1, 0)}):
+        found = found_of(inputs, layout=layout, **kwargs)
+        assert_same(found, expected_of(inputs, **kwargs), layout)
+    dropped = found_of(inputs, layout=layout, dropout_p=0.5, seed=1)
+    assert all(bool(torch.isfinite(x).all()) for x in dropped)
+
+
+@check(("contiguous",), ("striped",))
+def masks_of_ones_own(layout):
+    q, k, v, grad = make_inputs(kv_heads=1)
+    generator = torch.Generator().manual_seed(4)
+    bias = torch.randn(1, 4, 37, 37, generator=generator, dtype=torch.float64)
+    seen = torch.rand(2, 1, 37, 37, generator=generator) < 0.3
+    seen[0, 0, 5] = False
+
+    def attend(*qkv, mask):
+        return nn.functional.scaled_dot_product_attention(*qkv, attn_mask=mask, enable_gqa=True)
+
+    expected = with_grads(functools.partial(attend, mask=bias), q, k, v, grad)
+    assert_same(found_of((q, k, v, grad), layout=layout, attn_mask=bias), expected, layout)
+    expected = with_grads(functools.partial(attend, mask=seen), q, k, v, grad)
+    found = found_of((q, k, v, grad), layout=layout, attn_mask=seen)
+    assert_same(found, expected, layout)
+
+
+@check()
+def queries_without_keys_give_zeros():
+    hidden = torch.zeros(2, 37, dtype=torch.bool)
+    hidden[1, 30:] = True
+    inputs = make_inputs()
+    found = found_of(inputs, key_mask=hidden, is_causal=True)
+    assert_same(found, expected_of(inputs, key_mask=hidden, is_causal=True))
+    assert not any(x[0].any() for x in found)
+
+
+@check(("contiguous",), ("zigzag",))
+def dropout_is_that_of_ring_attention(layout):
+    inputs = make_inputs()
+    kwargs = {"is_causal": True, "dropout_p": 0.4, "seed": -11}
+
+    def attend(*qkv):
+        return ring_attention(*qkv, group=None, **kwargs)
+
+    expected = with_grads(attend, *inputs)
+    assert_same(found_of(inputs, layout=layout, **kwargs), expected, layout)
+
+
+@check()
+def a_seed_is_drawn_for_all_ranks():
+    inputs = make_inputs()
+    torch.manual_seed(100 + (dist.get_rank() if group() else 0))
+    found = found_of(inputs, dropout_p=0.4)
+    torch.manual_seed(100)
+    seed = int(torch.randint(1 << 62, ()))
+    assert_same(found, found_of_one(inputs, dropout_p=0.4, seed=seed))
+
+
+def found_of_one(inputs, **kwargs):
+    return with_grads(lambda *qkv: ring_self_attention(*qkv, group=None, **kwargs), *inputs)
+
+
+@check(("float32",), ("bfloat16",), ("float16",))
+def error_is_that_of_one_rounding(dtype):
+    inputs = make_inputs(batch=1, seq_len=192, dim=32, v_dim=32, dtype=getattr(torch, dtype))
+    found = found_of(inputs, is_causal=True)
+    expected = expected_of([x.double() for x in inputs], is_causal=True)
+    for part, full in zip(found, expected, strict=True):
+        full = shard_sequence(full, dim=2, group=group(), layout="contiguous")
+        floor = (full.to(part.dtype).double() - full).norm()
+        assert (part.double() - full).norm() <= 1.05 * floor + 2e-6 * full.norm()
+
+
+@check(("float32",), ("bfloat16",))
+def bytes_are_those_of_the_formula(dtype):
+    num_ranks = dist.get_world_size() if group() else 1
+    kwargs = {"heads": 4, "kv_heads": 4, "dim": 8, "v_dim": 8, "seq_len": 6 * num_ranks}
+    inputs = make_inputs(dtype=getattr(torch, dtype), **kwargs)
+    leaves = [shard_sequence(x, dim=2, group=group(), layout="contiguous") for x in inputs]
+    leaves = [x.requires_grad_() for x in leaves]
+    # B H S D elements; a shard of K or V is a P-th of them.
+    elements = 2 * 4 * 6 * num_ranks * 8
+    unit = elements * leaves[0].element_size() * (num_ranks - 1) // num_ranks
+    with count_traffic() as forward:
+        out = ring_self_attention(*leaves[:3], group=group())
+    assert forward.total_bytes == forward.sent_bytes["send"] == 2 * unit
+    assert forward.calls["send"] == 2 * (num_ranks - 1)
+    with count_traffic() as backward:
+        out.backward(leaves[3].detach())
+    assert backward.sent_bytes["send"] == 2 * unit
+    # dK and dV travel in float32.
+    wire = 4 // leaves[0].element_size()
+    assert backward.sent_bytes["reduce_scatter"] == 2 * wire * unit
+    assert backward.calls["reduce_scatter"] == (2 if group() else 0)
+    if dtype == "float32":
+        published = 8 * unit
+        assert forward.total_bytes + backward.total_bytes == published * 6 // 8
+
+
+@check()
+def recomputation_gives_the_same_bits():
+    q, k, v, grad = (
+        shard_sequence(x, group=group(), dim=2, layout="contiguous") for x in make_inputs()
+    )
+
+    def run(recompute):
+        torch.manual_seed(5)
+
+        def attend(*qkv):
+            return ring_self_attention(*qkv, group=group(), is_causal=True, dropout_p=0.2)
+
+        def again(*qkv):
+            return checkpoint(attend, *qkv, use_reentrant=False)
+
+        return with_grads(again if recompute else attend, q, k, v, grad)
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+    with torch.inference_mode():
+        out = ring_self_attention(q, k, v, group=group(), is_causal=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(ring_self_attention(q, k, v, group=group(), is_causal=True), out)
+
+
+def run_module(module, x, grad, **kwargs):
+    x = x.detach().clone().requires_grad_()
+    y = module(x, **kwargs)
+    module.zero_grad()
+    y.backward(grad)
+    return y.detach(), x.grad, {n: p.grad.clone() for n, p in module.named_parameters()}
+
+
+@check(("contiguous", 4), ("zigzag", 2))
+def module_equals_one_process(layout, kv_heads):
+    torch.manual_seed(3)
+    options = {"num_kv_heads": kv_heads, "is_causal": True, "dropout": 0.3, "rotary_base": 1e4}
+    where = {"group": group(), "layout": layout}
+    module = RingSelfAttention(16, 4, dtype=torch.float64, **where, **options)
+    whole = RingSelfAttention(16, 4, group=None, dtype=torch.float64, **options)
+    whole.load_state_dict(module.state_dict())
+    x, grad = torch.randn(2, 2, 23, 16, dtype=torch.float64)
+    y, dx, grads = run_module(whole, x, grad, seed=7)
+    parts = [shard_sequence(t, dim=1, **where) for t in (x, grad)]
+    part_y, part_dx, part_grads = run_module(module, *parts, seed=7)
+    torch.testing.assert_close(part_y, shard_sequence(y, dim=1, **where))
+    torch.testing.assert_close(part_dx, shard_sequence(dx, dim=1, **where))
+    for name, g in part_grads.items():
+        if group() is not None:
+            dist.all_reduce(g)
+        torch.testing.assert_close(g, grads[name], msg=lambda m, n=name: f"{n}: {m}")
+    module.eval()
+    assert torch.equal(module(parts[0]), module(parts[0]))
+
+
+@check()
+def module_equals_that_of_torch():
+    torch.manual_seed(3)
+    theirs = nn.MultiheadAttention(16, 4, batch_first=True, dtype=torch.float64)
+    nn.init.normal_(theirs.in_proj_bias)
+    module = RingSelfAttention.from_multihead_attention(theirs, group=group(), is_causal=True)
+    x = torch.randn(2, 37, 16, dtype=torch.float64)
+    hidden = ~visible(37, is_causal=True)
+    padding = ~KEY_MASK
+    padding[:, 0] = False
+    mask = {"attn_mask": hidden, "key_padding_mask": padding, "need_weights": False}
+    expected, _ = theirs(x, x, x, **mask)
+    where = {"dim": 1, "group": group(), "layout": "contiguous"}
+    found = module(shard_sequence(x, **where), key_mask=shard_sequence(~padding, **where))
+    torch.testing.assert_close(found, shard_sequence(expected, **where))
+
+
+def refused(match, *tensors, **kwargs):
+    with pytest.raises(ValueError, match=match):
+        ring_self_attention(*tensors, group=group(), **kwargs)
+
+
+@check()
+def what_differs_between_ranks_is_refused_on_all():
+    if group() is None:
+        return
+    rank = dist.get_rank()
+    q, k, v, _ = (
+        shard_sequence(x, group=group(), dim=2, layout="contiguous") for x in make_inputs()
+    )
+    odd = rank == 1
+    match = r"the dtype of q to be equal .* torch.float64 on rank 0, torch.float32 on rank 1"
+    refused(match, *(x.float() if odd else x for x in (q, k, v)))
+    refused("B of q to be equal .* 2 on rank 0, 1 on rank 1", *(x[odd:] for x in (q, k, v)))
+    refused("is_causal to be equal .* False on rank 0, True on", q, k, v, is_causal=odd)
+    refused("scale to be equal .* 0.5 on rank 0, 0.25 on rank 1", q, k, v, scale=0.5 - odd / 4)
+    layout = "zigzag" if odd else "striped"
+    refused("layout to be equal .* striped on rank 0, zigzag on", q, k, v, layout=layout)
+    refused("seed to be equal .* 0 on rank 0, 1 on rank 1", q, k, v, dropout_p=0.1, seed=int(odd))
+    refused("shards of a contiguous layout of", *(x[:, :, 3 * odd :] for x in (q, k, v)))
+    mask = torch.ones(1, 1, q.shape[2], 36, dtype=torch.bool)
+    refused("S of attn_mask to be the 37 keys of all ranks, got 36", q, k, v, attn_mask=mask)
+
+
+def run_all(_=0):
+    """Outcome of every check on this rank: None, or a traceback."""
+    found = {}
+    for name, function in CHECKS.items():
+        try:
+            function()
+            found[name] = None
+        except BaseException:
+            found[name] = traceback.format_exc()
+    return found
+
+
+@functools.lru_cache
+def outcomes(num_ranks):
+    return [run_all()] if num_ranks == 1 else spawn_ranks(run_all, num_ranks)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_ranks(num_ranks, name):
+    failed = {r: found[name] for r, found in enumerate(outcomes(num_ranks)) if found[name]}
+    assert not failed, "\n".join(f"rank {r}: {text}" for r, text in failed.items())
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (2, 1), "dropout_p": 0.3, "seed": 3}])
+def test_gradients_of_one_process(options):
+    q, k, v, _ = (x.requires_grad_() for x in make_inputs(batch=1, seq_len=5, dim=3, v_dim=2))
+    attend = functools.partial(ring_self_attention, group=None, **options)
+    assert torch.autograd.gradcheck(attend, (q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layout": "spiral"}, "layout to be a Layout or one of .* got 'spiral'"),
+        ({"window": (-2, 0)}, r"window to be -1 \(no limit\) or more, got \(-2, 0\)"),
+        ({"dropout_p": 1.0}, r"dropout_p to be in \[0, 1\), got 1.0"),
+        ({"seed": 1 << 63}, "seed to be a 64-bit integer"),
+        ({"scale": float("inf")}, "scale to be finite, got inf"),
+        ({"cu_seqlens": [0, 9, 4, 37]}, "cu_seqlens to start at 0 and be sorted"),
+        ({"cu_seqlens": [0, 36]}, "cu_seqlens to end at .* 37, got 36"),
+        ({"key_mask": torch.ones(2, 37)}, r"key_mask to be bool \[2, 37\]"),
+        ({"attn_mask": torch.ones(37, 37)}, r"attn_mask to be \[2 or 1, 4 or 1, 37, S\]"),
+        ({"attn_mask": torch.ones(1, 1, 37, 36)}, "S of attn_mask to be the 37 keys"),
+        ({"attn_mask": torch.ones(1, 1, 37, 37).int()}, "attn_mask to be bool or floating"),
+        ({"attn_mask": torch.ones(1, 1, 37, 37).requires_grad_()}, "without gradient"),
+        ({"layout": make_layout("contiguous", 36, 1)}, "layout to be for 37 positions"),
+    ],
+)
+def test_arguments_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ring_self_attention(*make_inputs()[:3], group=None, **changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v: (q[0], k, v), r"q to be of shape \[B, H, L, D\]"),
+        (lambda q, k, v: (q.float(), k, v), "k to be torch.float32 like q, got torch.float64"),
+        (lambda q, k, v: (q, k[:, :, 1:], v), r"k to be \[2, Hkv, 37, 8\] to go with q"),
+        (lambda q, k, v: (q, k, v[:, :1]), r"v to be \[2, 2, 37, Dv\] to go with k"),
+        (lambda q, k, v: (q[:, :3], k, v), "heads of q to be a multiple of the 2 heads of k"),
+        (lambda q, k, v: (q.long(), k, v), "q to be float32, bfloat16, float16 or float64"),
+    ],
+)
+def test_tensors_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        ring_self_attention(*change(*make_inputs()[:3]), group=None)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"num_heads": 3}, "model_dim to be a multiple of the 3 heads, got 16"),
+        ({"num_heads": 0}, "num_heads to be at least 1, got 0"),
+        ({"num_kv_heads": 3}, "num_kv_heads to be a divisor of the 4 heads, got 3"),
+        ({"dropout": 1.0}, r"dropout to be in \[0, 1\), got 1.0"),
+        ({"layout": "spiral"}, "layout to be a Layout or one of"),
+        ({"num_heads": 16, "rotary_base": 1e4}, "head dim to be even for rotary_base, got 1"),
+    ],
+)
+def test_modules_refused(kwargs, message):
+    with pytest.raises(ValueError, match=f"RingSelfAttention: expected {message}"):
+        RingSelfAttention(16, **{"num_heads": 4, "group": None, **kwargs})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kdim": 8}, "kdim and vdim to be embed_dim"),
+        ({"add_bias_kv": True}, "module to be without add_bias_kv"),
+        ({"batch_first": False}, "module to be batch_first=True"),
+    ],
+)
+def test_modules_of_torch_refused(options, message):
+    theirs = nn.MultiheadAttention(16, 4, **{"batch_first": True, **options})
+    with pytest.raises(ValueError, match=message):
+        RingSelfAttention.from_multihead_attention(theirs, group=None)
+
+
+def test_inputs_of_modules_refused():
+    module = RingSelfAttention(16, 4, group=None, rotary_base=1e4)
+    with pytest.raises(ValueError, match=r"x to be of shape \[B, L, 16\], got \[2, 5, 8\]"):
+        module(torch.zeros(2, 5, 8))
+    with pytest.raises(ValueError, match=r"position_ids to be \[5\] or \[B, 5\]"):
+        module(torch.zeros(2, 5, 16), position_ids=torch.arange(4))
+
+
+def attend_until_a_rank_dies(rank, moment):
+    """(message, ranks named) of the error that a survivor sees."""
+    q, k, v, _ = (
+        shard_sequence(x, group=group(), dim=2, layout="contiguous") for x in make_inputs()
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    ring_self_attention(*leaves, group=group()).sum().backward()
+    try:
+        if moment == "forward" and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        out = ring_self_attention(*leaves, group=group())
+        if moment == "backward" and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        out.sum().backward()
+    except RankFailureError as error:
+        return str(error), error.ranks
+    return "no error", ()
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+def test_survivors_name_the_rank_that_died(moment):
+    found = spawn_ranks(attend_until_a_rank_dies, 3, moment, may_die=[1])
+    for rank in (0, 2):
+        message, named = found[rank]
+        assert named == (1,), message
+        assert "ring_self_attention" in message and "rank 1 died" in message
