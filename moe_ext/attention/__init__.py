@@ -7,6 +7,12 @@ from moe_ext.attention.masks import Mask
 from moe_ext.attention.module import RingAttention
 from moe_ext.attention.self_attention import RingSelfAttention
 from moe_ext.attention.self_attention_ring import ring_self_attention
+from moe_ext.attention.sequence_collectives import (
+    gather_from_sequence,
+    reduce_scatter_to_sequence,
+    scatter_to_sequence,
+)
+from moe_ext.attention.sequence_parallel_mlp import SequenceParallelMLP
 from moe_ext.attention.sharding import (
     position_ids,
     shard_sequence,
@@ -25,10 +31,14 @@ __all__ = [
     "ring_attention",
     "sequence_parallel",
     "RingSelfAttention",
+    "SequenceParallelMLP",
+    "gather_from_sequence",
     "make_layout",
     "position_ids",
     "ring_attention",
     "ring_self_attention",
+    "reduce_scatter_to_sequence",
+    "scatter_to_sequence",
     "shard_sequence",
     "shift_labels",
     "token_mean_loss",

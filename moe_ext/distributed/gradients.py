@@ -24,7 +24,11 @@ from moe_ext.distributed import _c10d
 from moe_ext.distributed.collectives import check_equal_over_ranks, share
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import group_size, world_size
-from moe_ext.distributed.parameters import replica_group, sharded_experts
+from moe_ext.distributed.parameters import (
+    replica_group,
+    sharded_experts,
+    tensor_parallel_modules,
+)
 
 _BUCKET_BYTES = 25 * 2**20
 # Set on a gradient tensor: its version when it was last synchronised. A new tensor or one that
@@ -128,6 +132,13 @@ def _find_problem(
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             layout = parameter.grad.layout
             return f"expected gradients to be dense, got {layout} for {name}"
+    for name, module in tensor_parallel_modules(model):
+        if module.grad_reduction != "mean":
+            return (
+                "expected tensor-parallel modules to be made with grad_reduction='mean', since "
+                f"that is what other gradients become, got {module.grad_reduction!r} for "
+                f"{name or type(module).__name__}"
+            )
     reduced = _reduced_by_ddp(model)
     for name, (parameter, _) in experts.items():
         if id(parameter) in reduced:

@@ -45,12 +45,33 @@ def expert_parameters(
 
 
 def sharded_experts(model: nn.Module) -> dict[str, tuple[nn.Parameter, ProcessGroup]]:
-    """Name to (parameter, group) of the experts that other ranks do not hold."""
-    return {
+    """Name to (parameter, group) of what other ranks of a group do not hold.
+
+    Those are experts, and the layers that a `SequenceParallelMLP` splits.
+    """
+    found = {
         name: (parameter, group)
         for name, parameter, group, _ in expert_parameters(model)
         if group is not None and group_size(group) > 1
     }
+    for prefix, module in tensor_parallel_modules(model):
+        parameters = dict(module.named_parameters())
+        for name in module.tp_sharded:  # type: ignore[union-attr]
+            full_name = f"{prefix}.{name}" if prefix else name
+            found[full_name] = (parameters[name], module.tp_group)  # type: ignore[assignment]
+    return found
+
+
+def tensor_parallel_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) for modules with a `tp_group` of more than one rank.
+
+    Their attribute `tp_sharded` names the parameters of which each rank holds another part, and
+    `grad_reduction` says whether gradients are those of the "sum" or the "mean" over that group.
+    """
+    for name, module in model.named_modules():
+        group = getattr(module, "tp_group", None)
+        if isinstance(group, ProcessGroup) and group_size(group) > 1:
+            yield name, module
 
 
 def expert_param_groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -1,0 +1,362 @@
+"""Feed-forward block in Megatron's sequence parallelism.
+
+Shapes: S whole sequence, L positions of this rank, n rows of this rank, D model, F ffn, P ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moe_ext.attention._sequence_linear import (
+    column_parallel,
+    drop,
+    row_parallel,
+    with_scaled_grad,
+    with_summed_grads,
+)
+from moe_ext.attention.layouts import LAYOUTS, Layout, make_layout
+from moe_ext.attention.sequence_collectives import Shards, start_all_gather
+from moe_ext.attention.sharding import check_lengths
+from moe_ext.distributed.collectives import check_equal_over_ranks, share
+from moe_ext.distributed.groups import GroupHandle, check_group, group_rank, group_size
+from moe_ext.nn._autocast import as_autocast, autocast_dtype
+from moe_ext.nn.expert_activation import Activation, resolve_activation, run_activation
+
+_NAME = "SequenceParallelMLP"
+_NORMS = ("layer_norm", "rms_norm", None)
+_REDUCTIONS = ("sum", "mean")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _require(condition: bool, argument: str, rule: str, value: object) -> None:
+    if not condition:
+        raise ValueError(f"{_NAME}: expected {argument} to be {rule}, got {value}")
+
+
+def _prepared(parameter: Tensor | None, factor: float) -> Tensor | None:
+    scaled = with_scaled_grad(parameter, factor)
+    return None if scaled is None else as_autocast(scaled)
+
+
+class SequenceParallelMLP(nn.Module):
+    """Norm, two-layer feed-forward network and dropout, over a sequence in shards.
+
+    Norm and dropout see this rank's positions alone. The rows are all-gathered before the first
+    layer, of which each rank has some columns, and reduce-scattered after the second, of which it
+    has the same rows: one all-gather and one reduce-scatter forward, and one of each backward.
+    There the product for the first weight's gradient runs while the reduce-scatter is underway. The
+    residual connection is the caller's: `x + mlp(x)`.
+
+    Nothing is left to do about gradients: those of the norm, which each rank computes from its own
+    positions, are summed over the group within the backward pass, in one all-reduce of the norm's
+    size; that of the last bias is whole on every rank. Every rank has to run the backward pass.
+
+    Ranks that were seeded alike start from the slices of what one process draws; biases start at 0.
+    Dropout draws by position: with the same generator state on all ranks it drops what one process
+    drops, and with others it is as random.
+
+    Args:
+        model_dim: D.
+        ffn_dim: F over all ranks, a multiple of P.
+        group: the P ranks; None is this process alone.
+        activation: as in `GroupedExperts`; gated ones have `gate_up_proj`, plain ones `up_proj`.
+        norm: "layer_norm", "rms_norm" or None.
+        norm_eps: of the norm.
+        bias: biases in both layers.
+        dropout: share of the output dropped in training.
+        layout: who holds which positions, see `make_layout`.
+        regather: keep this rank's rows alone for the backward pass and all-gather them again there,
+            as Megatron does: one all-gather more for S - L rows less in memory.
+        grad_reduction: "sum": gradients of the parameters are those of the sum over ranks of the
+            local losses, as in Megatron. "mean": of their mean, as
+            `moe_ext.distributed.sync_gradients` takes it for all other parameters, which refuses
+            "sum". The gradient of the input is the same.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Attributes:
+        norm: `nn.LayerNorm`, `nn.RMSNorm` or `nn.Identity`, equal on every rank.
+        gate_up_proj: `nn.Linear(D, 2F/P)`, this rank's gates above its ups; or up_proj:
+            `nn.Linear(D, F/P)`.
+        down_proj: `nn.Linear(F/P, D)`; its bias is equal on every rank.
+
+    Raises:
+        ValueError: a number or name out of its range.
+        TypeError: `group` is none of this rank's.
+
+    Reference: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models,
+    2022 (arXiv 2205.05198), section 4.2.2.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        ffn_dim: int,
+        *,
+        group: ProcessGroup | None,
+        activation: Activation = "gelu",
+        norm: str | None = "layer_norm",
+        norm_eps: float = 1e-5,
+        bias: bool = True,
+        dropout: float = 0.0,
+        layout: str | Layout = "contiguous",
+        regather: bool = False,
+        grad_reduction: str = "sum",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_group(group, _NAME)
+        ranks = group_size(group)
+        _require(model_dim >= 1, "model_dim", "at least 1", model_dim)
+        fits = ffn_dim >= 1 and ffn_dim % ranks == 0
+        _require(fits, "ffn_dim", f"a multiple of the {ranks} ranks", ffn_dim)
+        _require(norm in _NORMS, "norm", f"one of {_NORMS}", repr(norm))
+        _require(0 <= dropout < 1, "dropout", "in [0, 1)", dropout)
+        known = isinstance(layout, Layout) or layout in LAYOUTS
+        _require(known, "layout", f"a Layout or one of {LAYOUTS}", repr(layout))
+        rule = f"one of {_REDUCTIONS}"
+        _require(grad_reduction in _REDUCTIONS, "grad_reduction", rule, repr(grad_reduction))
+        self.activation, self.gated = resolve_activation(activation, None, _NAME)
+        self.model_dim, self.ffn_dim, self.dropout = model_dim, ffn_dim, dropout
+        self.layout, self.regather, self.grad_reduction = layout, regather, grad_reduction
+        self._group = GroupHandle(group)
+        self._agreed: set[tuple[int, ...]] = set()
+        where = torch.get_default_device() if device is None else device
+        self.norm: nn.Module = nn.Identity()
+        if norm == "layer_norm":
+            self.norm = nn.LayerNorm(model_dim, norm_eps, device=where, dtype=dtype)
+        elif norm == "rms_norm":
+            self.norm = nn.RMSNorm(model_dim, norm_eps, device=where, dtype=dtype)
+        up_dim = (2 if self.gated else 1) * (ffn_dim // ranks)
+        self._up_name = "gate_up_proj" if self.gated else "up_proj"
+        # Without a draw by torch: the state of the generator must not depend on P.
+        up = nn.Linear(model_dim, up_dim, bias, "meta", dtype).to_empty(device=where)
+        down = nn.Linear(ffn_dim // ranks, model_dim, bias, "meta", dtype).to_empty(device=where)
+        self.add_module(self._up_name, up)
+        self.down_proj = down
+        self.reset_parameters()
+
+    @property
+    def tp_group(self) -> ProcessGroup | None:
+        """The ranks that share a sequence and the two layers."""
+        return self._group.group
+
+    @property
+    def tp_sharded(self) -> tuple[str, ...]:
+        """Names of the parameters of which each rank holds another part."""
+        names = [f"{self._up_name}.weight", f"{self._up_name}.bias", "down_proj.weight"]
+        return tuple(name for name in names if name in dict(self.named_parameters()))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew, as `nn.Linear` does, whole, of which this rank keeps its part.
+
+        Biases become 0, so that those that every rank holds are equal for any seeds.
+        """
+        if isinstance(self.norm, nn.LayerNorm | nn.RMSNorm):
+            self.norm.reset_parameters()
+        rows = (2 if self.gated else 1) * self.ffn_dim
+        for linear, shape in ((self._up, (rows, self.model_dim)), (self.down_proj, None)):
+            weight: Tensor = linear.weight
+            bound = 1 / math.sqrt(self.model_dim if shape else self.ffn_dim)
+            whole = weight.new_empty(shape or (self.model_dim, self.ffn_dim))
+            whole.uniform_(-bound, bound)
+            weight.copy_(self._part(whole) if shape else whole[:, self._columns])
+            if linear.bias is not None:
+                linear.bias.zero_()
+
+    @property
+    def _up(self) -> nn.Linear:
+        up = self.get_submodule(self._up_name)
+        assert isinstance(up, nn.Linear)
+        return up
+
+    @property
+    def _columns(self) -> slice:
+        """This rank's part of F."""
+        part = self.ffn_dim // group_size(self.tp_group)
+        start = part * group_rank(self.tp_group)
+        return slice(start, start + part)
+
+    def _part(self, whole: Tensor) -> Tensor:
+        """This rank's rows of the first layer: of the gates and of the ups."""
+        parts = whole.view(-1, self.ffn_dim, *whole.shape[1:])[:, self._columns]
+        return parts.reshape(-1, *whole.shape[1:])
+
+    def load_whole_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Load this rank's parts of the parameters of one process (`group=None`).
+
+        Args:
+            state_dict: as `state_dict()` of such a module, or `whole_state_dict()` of one of any P.
+
+        Raises:
+            ValueError: a name is missing or unknown, or a shape is another; nothing has changed.
+        """
+        own = self.state_dict()
+        if set(own) != set(state_dict):
+            differing = sorted(set(own) ^ set(state_dict))
+            _require(
+                False, "state_dict", f"of the names {sorted(own)}", f"a difference in {differing}"
+            )
+        parts = {}
+        for name, whole in state_dict.items():
+            shape = list(own[name].shape)
+            if name.startswith(self._up_name):
+                shape[0] *= group_size(self.tp_group)
+            elif name == "down_proj.weight":
+                shape[1] *= group_size(self.tp_group)
+            _require(list(whole.shape) == shape, name, f"of shape {shape}", list(whole.shape))
+            if name.startswith(self._up_name):
+                whole = self._part(whole)
+            elif name == "down_proj.weight":
+                whole = whole[:, self._columns]
+            parts[name] = whole
+        self.load_state_dict(parts)
+
+    @torch.no_grad()
+    def whole_state_dict(self) -> dict[str, Tensor]:
+        """The parameters as one process would hold them, on every rank; all ranks must call it."""
+        size, group = group_size(self.tp_group), self.tp_group
+        found = {}
+        for name, part in self.state_dict().items():
+            if name not in self.tp_sharded:
+                found[name] = part.clone()
+                continue
+            is_down = name == "down_proj.weight"
+            across = part.mT.contiguous() if is_down else part
+            shards = Shards(group, (across.shape[0],) * size, f"{_NAME}.whole_state_dict")
+            whole = start_all_gather(across, shards).wait()
+            if is_down:
+                found[name] = whole.mT.clone()
+                continue
+            halves = 2 if self.gated else 1
+            by_rank = whole.view(size, halves, -1, *part.shape[1:])
+            found[name] = by_rank.transpose(0, 1).reshape(whole.shape).clone()
+        return found
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        seq_len: int | None = None,
+        layout: str | Layout | None = None,
+        seed: int | None = None,
+    ) -> Tensor:
+        """Run this rank's positions through the block.
+
+        The first call with new shapes compares them between the ranks, in one small message more.
+
+        Args:
+            x: `[..., L, D]`, this rank's positions.
+            seq_len: S; None for shards of one length, S = L P. For another S the shards are uneven,
+                and their lengths those of the layout.
+            layout: in the place of the module's; a `Layout` brings its S along.
+            seed: of the dropout; None draws one from torch's generator.
+
+        Returns:
+            `[..., L, D]`.
+
+        Raises:
+            ValueError: an argument that is wrong by itself, before any communication; at the first
+                call with new shapes also what differs between ranks, on every rank.
+            RankFailureError: a rank died or did not answer; the message names it.
+        """
+        self._check_input(x)
+        given = self.layout if layout is None else layout
+        whole = seq_len
+        if whole is None:
+            ranks = group_size(self.tp_group)
+            whole = given.seq_len if isinstance(given, Layout) else x.shape[-2] * ranks
+        made = self._agreed_layout(x, given, whole)
+        batch = math.prod(x.shape[:-2])
+        shards = Shards(self.tp_group, tuple(batch * size for size in made.sizes), _NAME)
+        factor = 1.0
+        if self.grad_reduction == "mean":
+            factor /= group_size(self.tp_group)
+        rows_nD = as_autocast(self._normed(x, factor).reshape(-1, self.model_dim))
+        up, down = self._up, self.down_proj
+        weights = [
+            with_scaled_grad(p, factor) for p in (up.weight, up.bias, down.weight, down.bias)
+        ]
+        w_up, b_up, w_down, b_down = (None if w is None else as_autocast(w) for w in weights)
+        assert w_up is not None and w_down is not None
+        hidden_NF = column_parallel(rows_nD, w_up, b_up, shards, keep=not self.regather)
+        hidden_NF = run_activation(
+            hidden_NF, self.activation, gated=self.gated, layout="concatenated"
+        )
+        y_nD = row_parallel(hidden_NF, w_down, b_down, shards)
+        if self.training and self.dropout > 0:
+            y_nD = self._dropped(y_nD, batch, made, seed)
+        return y_nD.view(x.shape)
+
+    def _check_input(self, x: Tensor) -> None:
+        fits = x.dim() >= 2 and x.shape[-1] == self.model_dim
+        _require(fits, "x", f"of shape [..., L, {self.model_dim}]", list(x.shape))
+        weight = self.down_proj.weight
+        _require(x.device == weight.device, "x", f"on {weight.device}", x.device)
+        _require(x.dtype in _DTYPES, "x", f"one of {_DTYPES}", x.dtype)
+        if autocast_dtype(x.device) is None:
+            _require(x.dtype == weight.dtype, "x", f"{weight.dtype} like the weights", x.dtype)
+
+    def _agreed_layout(self, x: Tensor, given: str | Layout, seq_len: int) -> Layout:
+        """The layout of a call, once the ranks are known to agree on it."""
+        size, group = group_size(self.tp_group), self.tp_group
+        trained = [p.requires_grad for p in (x, *self.parameters())]
+        facts = {
+            "seq_len (by default P times the shard)": seq_len,
+            "the rows of x beside the sequence": math.prod(x.shape[:-2]),
+            "the dtype of x (as a number)": _DTYPES.index(x.dtype),
+            "autocast (checksum)": zlib.crc32(repr(autocast_dtype(x.device)).encode()),
+            "layout (checksum)": zlib.crc32(repr(given).encode()),
+            "model_dim": self.model_dim,
+            "ffn_dim": self.ffn_dim,
+            "activation, regather and gradients wanted (checksum)": zlib.crc32(
+                repr((self.gated, self.regather, trained, torch.is_grad_enabled())).encode()
+            ),
+        }
+        key = (*facts.values(), x.shape[-2])
+        if group is None or key in self._agreed:
+            made = make_layout(given, seq_len, size)
+            check_lengths(made, [x.shape[-2]] if group is None else made.sizes, _NAME)
+            return made
+        rows = share(list(key), group, x.device, operation=_NAME)
+        for i, name in enumerate(facts):
+            check_equal_over_ranks(name, [row[i] for row in rows], group, _NAME)
+        made = make_layout(given, seq_len, size)
+        check_lengths(made, [row[-1] for row in rows], _NAME)
+        self._agreed.add(key)
+        return made
+
+    def _normed(self, x: Tensor, factor: float) -> Tensor:
+        norm = self.norm
+        if not isinstance(norm, nn.LayerNorm | nn.RMSNorm):
+            return x
+        parameters = [norm.weight, getattr(norm, "bias", None)]
+        weight, bias = with_summed_grads(
+            self.tp_group, [with_scaled_grad(p, factor) for p in parameters]
+        )
+        if isinstance(norm, nn.LayerNorm):
+            return F.layer_norm(x, (self.model_dim,), weight, bias, norm.eps)
+        return F.rms_norm(x, (self.model_dim,), weight, norm.eps)
+
+    def _dropped(self, y_nD: Tensor, batch: int, layout: Layout, seed: int | None) -> Tensor:
+        if seed is None:
+            seed = int(torch.randint(1 << 62, ()))
+        positions_L = layout.positions(group_rank(self.tp_group), y_nD.device)
+        starts_B = torch.arange(batch, device=y_nD.device) * layout.seq_len
+        return drop(y_nD, self.dropout, seed, (starts_B[:, None] + positions_L).flatten())
+
+    def extra_repr(self) -> str:
+        """Of `repr`."""
+        return (
+            f"model_dim={self.model_dim}, ffn_dim={self.ffn_dim}, activation={self.activation!r}, "
+            f"ranks={group_size(self.tp_group)}, dropout={self.dropout}, regather={self.regather}"
+        )

@@ -1,0 +1,527 @@
+"""Megatron's sequence parallelism on ranks against one process; all cases share a spawn."""
+
+import collections
+import contextlib
+import copy
+import functools
+import itertools
+import os
+import signal
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from moe_ext.attention import (
+    SequenceParallelMLP,
+    _sequence_linear,
+    gather_from_sequence,
+    make_layout,
+    reduce_scatter_to_sequence,
+    scatter_to_sequence,
+    shard_sequence,
+)
+from moe_ext.distributed import (
+    RankFailureError,
+    clip_grad_norm_,
+    count_traffic,
+    sync_gradients,
+)
+from moe_ext.nn.feed_forward import FeedForward
+from moe_ext.testing import spawn_ranks
+
+D, FFN = 6, 24  # a multiple of 1, 2, 3 and 4 ranks
+COLLECTIVES = """
+all_gather all_gather_into_tensor reduce_scatter reduce_scatter_tensor all_reduce broadcast
+all_to_all all_to_all_single isend irecv batch_isend_irecv
+"""
+CHECKS = {}
+
+
+def check(*cases):
+    """Register a function of a rank, once for each tuple of arguments."""
+
+    def register(function):
+        for case in cases or [()]:
+            name = "-".join([function.__name__, *map(str, case)])
+            CHECKS[name] = functools.partial(function, *case)
+        return function
+
+    return register
+
+
+def group():
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def num_ranks():
+    return dist.get_world_size() if group() else 1
+
+
+def make(group, **options):
+    torch.manual_seed(3)
+    return SequenceParallelMLP(D, FFN, group=group, **{"dtype": torch.float64, **options})
+
+
+def formula(state, x, activation, norm):
+    """The block written out, of the parameters of one process."""
+    if norm == "layer_norm":
+        x = F.layer_norm(x, (D,), state["norm.weight"], state["norm.bias"], 1e-5)
+    elif norm == "rms_norm":
+        x = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * state["norm.weight"]
+    if activation == "swiglu":
+        name = "gate_up_proj"
+        gate, up = F.linear(x, state[f"{name}.weight"], state.get(f"{name}.bias")).chunk(2, -1)
+        hidden = F.silu(gate) * up
+    else:
+        hidden = F.gelu(F.linear(x, state["up_proj.weight"], state.get("up_proj.bias")))
+    return F.linear(hidden, state["down_proj.weight"], state.get("down_proj.bias"))
+
+
+def data(seq_len, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seq_len)
+    return torch.randn(2, 3, seq_len, D, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def part_of(module, name, whole):
+    """This rank's part of a parameter, or of its gradient."""
+    if name == "down_proj.weight":
+        return whole.chunk(num_ranks(), 1)[dist.get_rank() if group() else 0]
+    if "up_proj" in name:
+        halves = whole.chunk(2) if module.gated else [whole]
+        rank = dist.get_rank() if group() else 0
+        return torch.cat([half.chunk(num_ranks())[rank] for half in halves])
+    return whole
+
+
+def train(module, x, grad, rate=0.3, **kwargs):
+    """Three steps of gradient descent: outputs, gradients of x, gradients of the last step."""
+    outputs = []
+    for _ in range(3):
+        leaf = x.detach().clone().requires_grad_()
+        y = module(leaf, **kwargs)
+        module.zero_grad()
+        y.backward(grad)
+        outputs += [y.detach(), leaf.grad]
+        with torch.no_grad():
+            for p in module.parameters():
+                p -= rate * p.grad
+    return outputs, {n: p.grad.clone() for n, p in module.named_parameters()}
+
+
+@check(
+    *itertools.product(("gelu", "swiglu"), ("layer_norm", "rms_norm", None), (12, 13)),
+    *[("gelu", "layer_norm", n) for n in (0, 1, 2)],
+)
+def equals_one_process(activation, norm, seq_len):
+    options = {"activation": activation, "norm": norm, "bias": norm != "rms_norm"}
+    x, grad = data(seq_len)
+    for layout, regather in (("contiguous", False), ("zigzag", False), ("striped", True)):
+        module = make(group(), layout=layout, regather=regather, **options)
+        state = {n: p.clone().requires_grad_() for n, p in module.whole_state_dict().items()}
+        where = {"group": group(), "layout": layout, "dim": 1}
+        parts = [shard_sequence(t, **where) for t in (x, grad)]
+        found, found_grads = train(module, *parts, seq_len=seq_len)
+        for step in range(3):
+            leaf = x.detach().clone().requires_grad_()
+            y = formula(state, leaf, activation, norm)
+            grads = torch.autograd.grad(y, [leaf, *state.values()], grad)
+            expected = (y.detach(), grads[0])
+            for part, full in zip(found[2 * step : 2 * step + 2], expected, strict=True):
+                torch.testing.assert_close(part, shard_sequence(full, **where))
+            whole_grads = dict(zip(state, grads[1:], strict=True))
+            state = {n: (p - 0.3 * whole_grads[n]).detach() for n, p in state.items()}
+            state = {n: p.requires_grad_() for n, p in state.items()}
+        for name, part in found_grads.items():
+            full = part_of(module, name, whole_grads[name])
+            torch.testing.assert_close(part, full, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@check(("gelu",), ("swiglu",))
+def starts_from_the_slices_of_one_process(activation):
+    module, whole = make(group(), activation=activation), make(None, activation=activation)
+    after = torch.rand(1)
+    for name, parameter in module.named_parameters():
+        expected = part_of(module, name, dict(whole.named_parameters())[name])
+        assert torch.equal(parameter, expected), name
+        assert parameter.any() or name.endswith("bias")
+    make(group(), activation=activation)
+    assert torch.equal(torch.rand(1), after)
+    gathered = module.whole_state_dict()
+    assert all(torch.equal(gathered[n], p) for n, p in whole.state_dict().items())
+    other = make(group(), activation=activation)
+    other.reset_parameters()
+    other.load_whole_state_dict(whole.state_dict())
+    pairs = zip(other.parameters(), module.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    with pytest.raises(ValueError, match="down_proj.weight to be of shape"):
+        other.load_whole_state_dict({**gathered, "down_proj.weight": torch.zeros(D, 5)})
+    with pytest.raises(ValueError, match="state_dict to be of the names"):
+        other.load_whole_state_dict({"norm.weight": torch.zeros(D)})
+
+
+@check()
+def loads_a_feed_forward():
+    theirs = FeedForward(D, FFN, activation="swiglu", dtype=torch.float64)
+    torch.manual_seed(4)
+    theirs.reset_parameters()
+    module = make(group(), activation="swiglu", norm=None, bias=False)
+    module.load_whole_state_dict(theirs.state_dict())
+    x, _ = data(12)
+    where = {"group": group(), "layout": "contiguous", "dim": 1}
+    torch.testing.assert_close(
+        module(shard_sequence(x, **where)), shard_sequence(theirs(x), **where)
+    )
+
+
+@check(("contiguous",), ("zigzag",))
+def dropout_is_that_of_one_process(layout):
+    x, grad = data(13)
+    where = {"group": group(), "layout": layout, "dim": 1}
+    whole, part = make(None, dropout=0.4), make(group(), dropout=0.4, layout=layout)
+    torch.manual_seed(8)
+    expected, _ = train(whole, x, grad)
+    torch.manual_seed(8)
+    found, _ = train(part, *(shard_sequence(t, **where) for t in (x, grad)), seq_len=13)
+    for part_of_it, full in zip(found, expected, strict=True):
+        torch.testing.assert_close(part_of_it, shard_sequence(full, **where))
+    zeros = (expected[0] == 0).double().mean()
+    assert 0.3 < zeros < 0.5 and not torch.equal(expected[0] == 0, expected[2] == 0)
+    part.eval()
+    assert (part(shard_sequence(x, **where), seq_len=13) != 0).all()
+
+
+@contextlib.contextmanager
+def collectives():
+    """Counts of every collective and message that torch.distributed is asked for."""
+    counted = collections.Counter()
+    real = {name: getattr(dist, name) for name in COLLECTIVES.split()}
+
+    def counting(name, *args, **kwargs):
+        counted[name] += 1
+        return real[name](*args, **kwargs)
+
+    for name in real:
+        setattr(dist, name, functools.partial(counting, name))
+    yield counted
+    for name, function in real.items():
+        setattr(dist, name, function)
+
+
+@check(*itertools.product((12, 13), (False, True)))
+def one_all_gather_and_one_reduce_scatter(seq_len, regather):
+    module = make(group(), regather=regather)
+    x = shard_sequence(data(seq_len)[0], group=group(), layout="contiguous", dim=1)
+    x.requires_grad_()
+    module(x, seq_len=seq_len).sum().backward()
+    some = int(num_ranks() > 1)
+    longest = 3 * -(-seq_len // num_ranks()) * D * 8
+    one_each = {"all_gather_into_tensor": some, "reduce_scatter_tensor": some}
+    unit = (num_ranks() - 1) * longest
+    with collectives() as forward, count_traffic() as traffic:
+        y = module(x, seq_len=seq_len)
+    assert forward == collections.Counter(one_each)
+    assert traffic.sent_bytes == collections.Counter(all_gather=unit, reduce_scatter=unit)
+    with collectives() as backward, count_traffic() as traffic:
+        y.sum().backward()
+    # Weight and bias of the norm, in float64.
+    of_norm = 2 * (num_ranks() - 1) * (2 * D * 8) // num_ranks()
+    expected = {"all_gather": unit * (1 + regather), "reduce_scatter": unit, "all_reduce": of_norm}
+    assert traffic.sent_bytes == collections.Counter(expected)
+    one_each["all_gather_into_tensor"] += regather * some
+    assert backward == collections.Counter({**one_each, "all_reduce": some})
+    plain = make(group(), norm=None)
+    plain(x.detach(), seq_len=seq_len)
+    with collectives() as counted, torch.no_grad():
+        plain(x, seq_len=seq_len)
+    assert set(counted) <= {"all_gather", *one_each}
+
+
+class LoggedWork:
+    def __init__(self, work, name, events):
+        self.work, self.name, self.events = work, name, events
+
+    def wait(self):
+        self.events.append(f"wait {self.name}")
+        return self.work.wait()
+
+
+@check()
+def the_weight_gradient_overlaps_the_reduce_scatter():
+    if num_ranks() == 1:
+        return
+    events, patched = [], []
+
+    def log(owner, name, wrap):
+        real = getattr(owner, name)
+        patched.append((owner, name, real))
+
+        def logged(*args, **kwargs):
+            events.append(name)
+            return wrap(real(*args, **kwargs), name)
+
+        setattr(owner, name, logged)
+
+    module, (x, _) = make(group()), data(12)
+    x = shard_sequence(x, group=group(), layout="contiguous", dim=1).requires_grad_()
+    y = module(x)
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        log(dist, name, lambda work, n: LoggedWork(work, n, events))
+    log(_sequence_linear, "_weight_grad", lambda result, _: result)
+    try:
+        y.sum().backward()
+    finally:
+        for owner, name, real in patched:
+            setattr(owner, name, real)
+    assert events == [
+        "all_gather_into_tensor",
+        "wait all_gather_into_tensor",
+        "_weight_grad",
+        "reduce_scatter_tensor",
+        "_weight_grad",
+        "wait reduce_scatter_tensor",
+    ]
+
+
+@check((False,), (True,))
+def recomputation_gives_the_same_bits(reentrant):
+    module = make(group(), dropout=0.3, activation="swiglu")
+    where = {"group": group(), "layout": "contiguous", "dim": 1}
+    x, grad = (shard_sequence(t, **where) for t in data(13))
+
+    def run(recompute):
+        torch.manual_seed(6)
+        leaf = x.detach().clone().requires_grad_()
+        call = functools.partial(module, seq_len=13)
+        y = checkpoint(call, leaf, use_reentrant=reentrant) if recompute else call(leaf)
+        module.zero_grad()
+        y.backward(grad)
+        return [y.detach(), leaf.grad, *(p.grad.clone() for p in module.parameters())]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+    with torch.inference_mode():
+        assert torch.isfinite(module(x, seq_len=13)).all()
+
+
+@check(("autocast",), ("bfloat16",), ("float16",))
+def half_precision(how):
+    dtype = getattr(torch, how, torch.float32) if how != "autocast" else torch.float32
+    module = make(group(), dtype=dtype, activation="swiglu")
+    state = {n: p.double().requires_grad_() for n, p in module.whole_state_dict().items()}
+    x, grad = data(13, dtype)
+    where = {"group": group(), "layout": "contiguous", "dim": 1}
+    leaf = shard_sequence(x, **where).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        y = module(leaf, seq_len=13)
+    assert y.dtype == (torch.bfloat16 if how == "autocast" else dtype)
+    y.backward(shard_sequence(grad, **where).to(y.dtype))
+    full = x.double().requires_grad_()
+    expected = formula(state, full, "swiglu", "layer_norm")
+    grads = torch.autograd.grad(expected, [full, *state.values()], grad.double())
+    pairs = [(y, shard_sequence(expected, **where)), (leaf.grad, shard_sequence(grads[0], **where))]
+    for (name, parameter), whole in zip(module.named_parameters(), grads[1:], strict=True):
+        pairs.append((parameter.grad, part_of(module, name, whole)))
+    for found, exact in pairs:
+        assert found.isfinite().all()
+        assert (found.double() - exact).norm() <= 0.02 * exact.norm()
+
+
+@check()
+def two_modules_and_frozen_parameters():
+    modules = [make(group(), activation=a) for a in ("gelu", "swiglu")]
+    states = [{n: p.clone() for n, p in m.whole_state_dict().items()} for m in modules]
+    for module, state in zip(modules, states, strict=True):
+        module.norm.requires_grad_(False)
+        module.down_proj.weight.requires_grad_(False)
+        state["down_proj.bias"].requires_grad_()
+    where = {"group": group(), "layout": "contiguous", "dim": 1}
+    x, grad = data(12)
+    part = shard_sequence(x, **where)
+    y = part + modules[0](part)
+    y = y + modules[1](y)
+    y.backward(shard_sequence(grad, **where))
+    full = x + formula(states[0], x, "gelu", "layer_norm")
+    full = full + formula(states[1], full, "swiglu", "layer_norm")
+    full.backward(grad)
+    for module, state in zip(modules, states, strict=True):
+        torch.testing.assert_close(module.down_proj.bias.grad, state["down_proj.bias"].grad)
+        assert module.norm.weight.grad is None and module.down_proj.weight.grad is None
+    twin = copy.deepcopy(modules[0])
+    assert twin.tp_group is group()
+    torch.testing.assert_close(twin(part), modules[0](part))
+
+
+@check()
+def sync_gradients_takes_the_mean():
+    """A block between layers that every rank holds: all gradients of one and the same mean."""
+    where = {"group": group(), "layout": "contiguous", "dim": 1}
+
+    def model(group, reduction):
+        torch.manual_seed(5)
+        ends = [nn.Linear(D, D, dtype=torch.float64) for _ in range(2)]
+        block = make(group, grad_reduction=reduction)
+        return nn.Sequential(ends[0], block, ends[1])
+
+    x, grad = data(12)
+    whole = model(None, "sum")
+    whole(x).backward(grad / num_ranks())
+    found = model(group(), "mean")
+    found(shard_sequence(x, **where)).backward(shard_sequence(grad, **where))
+    sync_gradients(found)
+    for name, parameter in found.named_parameters():
+        full = dict(whole.named_parameters())[name].grad
+        expected = part_of(found[1], name.partition(".")[2], full) if name[0] == "1" else full
+        torch.testing.assert_close(parameter.grad, expected, msg=lambda m, n=name: f"{n}: {m}")
+    norm = clip_grad_norm_(found, 1e9)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(whole.parameters(), 1e9))
+    if num_ranks() > 1:
+        other = model(group(), "sum")
+        other(shard_sequence(x, **where)).backward(shard_sequence(grad, **where))
+        with pytest.raises(ValueError, match="made with grad_reduction='mean', .* got 'sum' for 1"):
+            sync_gradients(other)
+
+
+@check((12,), (13,))
+def building_blocks(length):
+    rank = dist.get_rank() if group() else 0
+    made = make_layout("contiguous", length, num_ranks())
+    even = length % num_ranks() == 0
+    where = {"group": group(), "dim": 1, "sizes": None if even else made.sizes}
+    whole = data(length)[0]
+    part = whole[:, made.positions(rank)].requires_grad_()
+    assert torch.equal(gather_from_sequence(part, **where), whole)
+    (gather_from_sequence(part, **where) * (rank + 1)).sum().backward()
+    torch.testing.assert_close(part.grad, torch.full_like(part, sum(range(num_ranks() + 1))))
+    part.grad = None
+    (gather_from_sequence(part, whole_grad=True, **where) * whole).sum().backward()
+    torch.testing.assert_close(part.grad, part.detach())
+    leaf = (whole * (rank + 1)).requires_grad_()
+    reduced = reduce_scatter_to_sequence(leaf, **where)
+    torch.testing.assert_close(reduced, part.detach() * sum(range(num_ranks() + 1)))
+    (reduced * part.detach()).sum().backward()
+    assert torch.equal(leaf.grad, whole)
+    leaf = whole.clone().requires_grad_()
+    shard = scatter_to_sequence(leaf, **where)
+    assert torch.equal(shard, part)
+    (shard * part.detach()).sum().backward()
+    assert torch.equal(leaf.grad, whole)
+    for function in (reduce_scatter_to_sequence, gather_from_sequence, scatter_to_sequence):
+        with pytest.raises(ValueError, match=f"{function.__name__}: expected sizes to be"):
+            function(part, group=group(), dim=1, sizes=[1] * num_ranks() + [2])
+    if num_ranks() > 1:
+        with pytest.raises(ValueError, match="to be a multiple of the . ranks"):
+            reduce_scatter_to_sequence(torch.zeros(1, num_ranks() + 1), group=group(), dim=1)
+
+
+def refused(match, module, x, **kwargs):
+    with pytest.raises(ValueError, match=match):
+        module(x, **kwargs)
+
+
+@check()
+def what_differs_between_ranks_is_refused_on_all():
+    if num_ranks() == 1:
+        return
+    odd, module = dist.get_rank() == 1, make(group())
+    x = data(4)[0]
+    refused("seq_len .* equal on every rank, got .* on rank 0, .* on rank 1", module, x[:, odd:])
+    match = "rows of x beside the sequence to be equal .* 3 on rank 0, 2 on rank 1"
+    refused(match, module, x[odd:])
+    refused("shards of a contiguous layout of 13", module, x, seq_len=13)
+    layout = "zigzag" if odd else "contiguous"
+    refused(r"layout \(checksum\) to be equal", module, x, layout=layout)
+    refused("gradients wanted", module, x.clone().requires_grad_(odd))
+    refused("model_dim|ffn_dim", make_of(FFN * (1 + odd)), x)
+    assert torch.isfinite(module(x)).all()
+
+
+def make_of(ffn_dim):
+    return SequenceParallelMLP(D, ffn_dim, group=group(), dtype=torch.float64)
+
+
+def run_all(_=0):
+    """Outcome of every check on this rank: None, or a traceback."""
+    found = {}
+    for name, function in CHECKS.items():
+        try:
+            function()
+            found[name] = None
+        except BaseException:
+            found[name] = traceback.format_exc()
+    return found
+
+
+@functools.lru_cache
+def outcomes(num_ranks):
+    return [run_all()] if num_ranks == 1 else spawn_ranks(run_all, num_ranks)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_ranks(num_ranks, name):
+    failed = {r: found[name] for r, found in enumerate(outcomes(num_ranks)) if found[name]}
+    assert not failed, "\n".join(f"rank {r}: {text}" for r, text in failed.items())
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"model_dim": 0}, "model_dim to be at least 1, got 0"),
+        ({"ffn_dim": 0}, "ffn_dim to be a multiple of the 1 ranks, got 0"),
+        ({"norm": "batch_norm"}, "norm to be one of .* got 'batch_norm'"),
+        ({"dropout": 1.0}, r"dropout to be in \[0, 1\), got 1.0"),
+        ({"layout": "spiral"}, "layout to be a Layout or one of"),
+        ({"grad_reduction": "max"}, "grad_reduction to be one of .* got 'max'"),
+        ({"activation": "softmax"}, "activation to be one of"),
+    ],
+)
+def test_modules_refused(kwargs, message):
+    with pytest.raises(ValueError, match=f"SequenceParallelMLP: expected {message}"):
+        SequenceParallelMLP(**{"model_dim": D, "ffn_dim": FFN, "group": None, **kwargs})
+
+
+def test_inputs_refused():
+    module = make(None)
+    with pytest.raises(ValueError, match=r"x to be of shape \[..., L, 6\], got \[2, 5\]"):
+        module(torch.zeros(2, 5, dtype=torch.float64))
+    with pytest.raises(ValueError, match="x to be torch.float64 like the weights, got torch.float"):
+        module(torch.zeros(2, 5, D))
+    with pytest.raises(ValueError, match="shards of a contiguous layout of 6"):
+        module(torch.zeros(2, 5, D, dtype=torch.float64), seq_len=6)
+    with pytest.raises(ValueError, match="cu_seqlens to be given for 'per_document'"):
+        module(torch.zeros(2, 5, D, dtype=torch.float64), layout="per_document")
+
+
+def test_gradients_of_one_process():
+    module = make(None, activation="swiglu", dropout=0.3)
+    x = torch.randn(2, 3, D, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(functools.partial(module, seed=3), (x,))
+
+
+def run_until_a_rank_dies(rank, moment):
+    """(message, ranks named) of the error that a survivor sees."""
+    module, x = make(group()), torch.ones(2, 3, D, dtype=torch.float64)
+    module(x).sum().backward()
+    try:
+        if moment == "forward" and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        y = module(x)
+        if moment == "backward" and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        y.sum().backward()
+    except RankFailureError as error:
+        return str(error), error.ranks
+    return "no error", ()
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+def test_survivors_name_the_rank_that_died(moment):
+    found = spawn_ranks(run_until_a_rank_dies, 3, moment, may_die=[1])
+    for rank in (0, 2):
+        message, named = found[rank]
+        assert named == (1,), message
+        assert "SequenceParallelMLP" in message and "rank 1 died" in message
