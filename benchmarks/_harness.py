@@ -78,7 +78,7 @@ def compare(title: str, new: dict[str, dict[str, float]], old: dict[str, dict[st
     return "\n".join([f"{title}, new over last run (geometric mean {mean:.2f}):", *lines])
 
 
-def keep_memory() -> None:
+def keep_memory(touched: int = 2**31) -> None:
     """Makes malloc reuse freed memory, for every contender alike.
 
     By default glibc maps each large tensor anew, and the page faults of the fresh memory (three
@@ -90,7 +90,7 @@ def keep_memory() -> None:
     mallopt(m_trim_threshold, 2**31 - 1)
     mallopt(m_top_pad, 2**30)
     # Touch the memory once, so that no contender pays for the first use of it.
-    torch.zeros(2**31, dtype=torch.uint8)
+    torch.zeros(touched, dtype=torch.uint8)
 
 
 def interleaved(

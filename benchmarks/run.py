@@ -1,10 +1,12 @@
 """Runs every benchmark and rewrites docs/benchmarks.md; ``run.py gating`` prints that one.
 
-The figures are kept in docs/benchmarks.json, and every run prints its ratios to those.
+``run.py --keep gating`` also puts its tables in the place of those in the report. The figures are
+kept in docs/benchmarks.json, and every run prints its ratios to those.
 """
 
 import importlib
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -23,6 +25,7 @@ BENCHMARKS = (
     "growth",
     "huggingface",
     "compat",
+    "attention",
 )
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 FIGURES = REPORT.with_suffix(".json")
@@ -39,20 +42,35 @@ def run(name: str) -> list[Table]:
     return tables
 
 
+def merged(report: str, tables: list[Table]) -> str:
+    """A report with tables in the place of those of the same title, new ones at the end."""
+    head, *sections = re.split(r"^(?=## )", report, flags=re.MULTILINE)
+    by_title = {section.splitlines()[0].removeprefix("## "): section for section in sections}
+    by_title = {title: section.rstrip("\n") + "\n" for title, section in by_title.items()}
+    by_title |= {table.title: table.markdown() for table in tables}
+    return "\n".join([head.rstrip("\n") + "\n", *by_title.values()])
+
+
 def main() -> None:
     """Runs the benchmarks named on the command line, or all and keeps the report."""
+    names = [name for name in sys.argv[1:] if name != "--keep"]
     keep_memory()
     torch.manual_seed(0)
     last = json.loads(FIGURES.read_text()) if FIGURES.exists() else {"tables": {}}
     about = machine()
-    tables = [table for name in sys.argv[1:] or BENCHMARKS for table in run(name)]
+    tables = [table for name in names or BENCHMARKS for table in run(name)]
     figures = {table.title: table.figures() for table in tables}
     for title, found in figures.items():
         print(compare(title, found, last["tables"].get(title, {})), file=sys.stderr)
-    if not sys.argv[1:]:
-        head = "\n\n".join(["# Benchmarks", "Written by `make bench`.", *about])
-        REPORT.write_text("\n".join([head + "\n", *(table.markdown() for table in tables)]))
-        FIGURES.write_text(json.dumps({"machine": about, "tables": figures}, indent=1) + "\n")
+    if names and "--keep" not in sys.argv:
+        return
+    report = "\n\n".join(["# Benchmarks", "Written by `make bench`.", *about])
+    if names and REPORT.exists():
+        # What was not run again was measured on the machine that the report names.
+        report, about = REPORT.read_text(), last.get("machine", about)
+        figures = last["tables"] | figures
+    REPORT.write_text(merged(report, tables))
+    FIGURES.write_text(json.dumps({"machine": about, "tables": figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
