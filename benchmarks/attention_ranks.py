@@ -182,8 +182,8 @@ def measure(
 ) -> dict[str, Found]:
     """Every job on `num_ranks` processes of one thread each, by label.
 
-    "products float32" holds the CPU seconds of a product of `PRODUCT_FLOP`, summed over ranks and
-    divided by them.
+    Where there are repeats, "products float32" (or of another dtype of the jobs) holds the CPU of
+    `PRODUCTS_AT_A_TIME` products on each rank.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = None
