@@ -46,7 +46,7 @@ compat: build
 	test -x $(VENV)-oldest/bin/python || $(PYTHON) -m venv $(VENV)-oldest
 	$(VENV)-oldest/bin/python tools/install.py --torch $(OLDEST_TORCH) pytest pytest-timeout hypothesis numpy
 	PYTHONPATH=. $(VENV)-oldest/bin/python -m moe_ext info --brief
-	$(VENV)-oldest/bin/python -m pytest tests/ops tests/nn tests/test_cuda_library.py
+	$(VENV)-oldest/bin/python -m pytest tests/ops tests/nn tests/test_cuda_library.py tests/test_runtime_library.py tests/distributed/test_ring_exchange.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
@@ -71,4 +71,4 @@ gpu-report:
 	$(PYTHON) tools/gpu_check.py --report docs/gpu.md
 
 clean:
-	rm -rf build moe_ext/_C.so moe_ext/_C_cuda.so
+	rm -rf build moe_ext/_C.so moe_ext/_C_cuda.so moe_ext/_runtime.*.so

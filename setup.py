@@ -3,6 +3,8 @@
 Environment: MOE_EXT_CUDA=1 builds the CUDA operators and 0 leaves them out; by default they are
 built where torch has CUDA and nvcc is found. TORCH_CUDA_ARCH_LIST names their architectures
 (8.0;9.0;10.0+PTX), and with MOE_EXT_CUDA_CHECKS=1 the kernels trap an index that is out of range.
+MOE_EXT_RUNTIME=1 builds `_runtime`, for this torch and this Python, and 0 leaves it out; by default
+it is built where Python's headers are installed.
 MOE_EXT_TESTS=1 also builds the GoogleTest binaries, MAX_JOBS bounds the compile jobs, DEBUG=1
 builds without optimisation.
 """
@@ -11,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -32,14 +35,21 @@ class CMakeBuild(build_ext):
     """Configures and builds with CMake and Ninja, then installs the libraries into the package."""
 
     def get_ext_filename(self, fullname):
-        """Without an interpreter's tag: torch.ops.load_library wants no Python ABI."""
-        return str(Path(*fullname.split("."))) + ".so"
+        """Without an interpreter's tag: torch.ops.load_library wants no Python ABI.
+
+        But for `_runtime`, whose name says which torch and which Python may load it.
+        """
+        *folders, name = fullname.split(".")
+        return str(Path(*folders, runtime_name() if name == "_runtime" else f"{name}.so"))
 
     def build_extensions(self):
-        """Builds everything in one go, and drops what a former build with CUDA left behind."""
+        """Builds everything in one go, and drops what only a former build had."""
         build()
         if not wants_cuda():
             (ROOT / "moe_ext" / "_C_cuda.so").unlink(missing_ok=True)
+        for former in (ROOT / "moe_ext").glob("_runtime.*"):
+            if not (wants_runtime() and former.name == runtime_name()):
+                former.unlink()
         super().build_extensions()
 
     def build_extension(self, ext):
@@ -48,12 +58,15 @@ class CMakeBuild(build_ext):
         target.parent.mkdir(parents=True, exist_ok=True)
         # Replace, never overwrite: a process that has the old library mapped keeps it.
         staged = target.with_suffix(".so.new")
-        shutil.copy2(build_dir() / "csrc" / target.name, staged)
+        shutil.copy2(build_dir() / "csrc" / f"{ext.name.rpartition('.')[2]}.so", staged)
         os.replace(staged, target)
 
 
 class AnyPythonWheel(bdist_wheel):
-    """The operators use torch's stable ABI and no Python ABI: one wheel serves every Python."""
+    """The operators use torch's stable ABI and no Python ABI: one wheel serves every Python.
+
+    Another Python or torch than that of the build does without `_runtime`.
+    """
 
     def get_tag(self):
         """The platform's tag alone."""
@@ -82,6 +95,32 @@ def wants_cuda():
     return bool(torch.version.cuda and nvcc)
 
 
+def runtime_name():
+    """The file of `_runtime`: moe_ext/_runtime_library.py looks for the same name."""
+    import torch
+
+    return f"_runtime.torch-{torch.__version__}{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def wants_runtime():
+    """Whether to build `_runtime`: as MOE_EXT_RUNTIME says, else where that can be done."""
+    import torch
+
+    asked = os.environ.get("MOE_EXT_RUNTIME", "")
+    if asked not in ("", "0", "1"):
+        raise RuntimeError(f"setup.py: expected MOE_EXT_RUNTIME to be 0 or 1, got {asked}")
+    lacking = None
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        lacking = "Python.h (Debian's python3-dev)"
+    elif not torch.distributed.is_available():
+        lacking = "torch.distributed"
+    if asked == "1" and lacking:
+        raise RuntimeError(f"setup.py: expected {lacking} to be there with MOE_EXT_RUNTIME=1")
+    if asked != "0" and lacking:
+        print(f"setup.py: no {lacking}: building without moe_ext._runtime", file=sys.stderr)
+    return asked != "0" and not lacking
+
+
 def build_dir():
     """Where CMake builds for this torch."""
     import torch
@@ -101,6 +140,9 @@ def build():
         "CMAKE_EXPORT_COMPILE_COMMANDS": "ON",
         "MOE_EXT_TESTS": on_off(os.environ.get("MOE_EXT_TESTS") == "1"),
         "MOE_EXT_CUDA": on_off(cuda),
+        "MOE_EXT_RUNTIME": on_off(wants_runtime()),
+        "MOE_EXT_PYTHON_INCLUDE": sysconfig.get_path("include"),
+        "MOE_EXT_TORCH_VERSION": torch.__version__,
         "MOE_EXT_CUDA_CHECKS": on_off(os.environ.get("MOE_EXT_CUDA_CHECKS") == "1"),
     }
     if cuda:
@@ -126,9 +168,12 @@ def find_tool(name):
     return path
 
 
+OPTIONAL = {"_C_cuda": wants_cuda, "_runtime": wants_runtime}
+
 setup(
     ext_modules=[
-        CMakeExtension(f"moe_ext.{name}") for name in ("_C", *(["_C_cuda"] if wants_cuda() else []))
+        CMakeExtension(f"moe_ext.{name}")
+        for name in ("_C", *(name for name, wanted in OPTIONAL.items() if wanted()))
     ],
     cmdclass={"build_ext": CMakeBuild, "bdist_wheel": AnyPythonWheel},
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from moe_ext import _library
+from moe_ext import _library, _runtime_library
 from moe_ext._version import __version__
 
 _OPTIONAL = {
@@ -15,6 +15,7 @@ _OPTIONAL = {
     "tensorboard": "metrics of the examples: pip install tensorboard",
     "tqdm": "progress of the examples: pip install tqdm",
 }
+_BRIEF = {"CUDA": "cuda", "runtime": "runtime"}
 
 
 def info() -> dict[str, Any]:
@@ -76,6 +77,7 @@ def _backends() -> dict[str, str]:
         backends["nccl"] = "available" if torch.distributed.is_nccl_available() else "absent"
     else:
         backends["distributed"] = "absent: this torch is built without torch.distributed"
+    backends["runtime"] = _runtime_library.state()
     return backends
 
 
@@ -91,7 +93,8 @@ def report(brief: bool = False) -> str:
     cpu = facts["cpu"]
     if brief:
         names = ", ".join(f"{name} {facts['versions'][name]}" for name in ("moe_ext", "torch"))
-        return f"{names}, CPU {cpu['isa']}; CUDA {facts['backends']['cuda']}"
+        states = "; ".join(f"{n} {facts['backends'][k]}" for n, k in _BRIEF.items())
+        return f"{names}, CPU {cpu['isa']}; {states}"
     lines = [
         f"versions:  {versions}",
         f"library:   {facts['library']}",

@@ -6,13 +6,13 @@ Shapes: none; messages are flat rows of bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_ext.distributed import ring_exchange
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.traffic import record_traffic
 
@@ -23,19 +23,14 @@ class Hop:
 
     group: ProcessGroup | None
     operation: str
-    received: Tensor | None = None
-    _sent: list[Tensor] = field(default_factory=list)
-    _works: list[dist.Work] = field(default_factory=list)
+    underway: ring_exchange.Hop | None = None
 
     def wait(self) -> Tensor | None:
         """What arrived, after all that was posted is done; None where nothing was expected."""
-        if self._works:
-            with naming_failed_ranks(self.group, self.operation):
-                for work in self._works:
-                    work.wait()
-        self._works.clear()
-        self._sent.clear()
-        return self.received
+        if self.underway is None:
+            return None
+        with naming_failed_ranks(self.group, self.operation):
+            return self.underway.wait()
 
 
 class Exchange:
@@ -52,6 +47,7 @@ class Exchange:
     def __init__(self, group: ProcessGroup | None, operation: str) -> None:
         self.group = group
         self.operation = operation
+        self._ring = None if group is None else ring_exchange.ring_exchange(group)
 
     def post(
         self,
@@ -64,19 +60,15 @@ class Exchange:
 
         Ranks are those of the group. Empty messages are left out on both sides.
         """
-        hop = Hop(self.group, self.operation, buffer)
-        posts = []
-        for message, rank in sends:
+        if self._ring is None:
+            assert not sends and buffer is None, "one process has nobody to talk to"
+            return Hop(self.group, self.operation)
+        for message, _ in sends:
             if message.numel():
-                posts.append(dist.P2POp(dist.isend, message, None, self.group, tag, rank))
-                hop._sent.append(message)
                 record_traffic("send", message.nbytes)
-        if buffer is not None and buffer.numel():
-            posts.append(dist.P2POp(dist.irecv, buffer, None, self.group, tag, source))
-        if posts:
-            with naming_failed_ranks(self.group, self.operation):
-                hop._works = dist.batch_isend_irecv(posts)
-        return hop
+        with naming_failed_ranks(self.group, self.operation):
+            underway = self._ring.post(sends, buffer, source, tag)
+        return Hop(self.group, self.operation, underway)
 
 
 class Buffers:

@@ -15,6 +15,7 @@ from helpers import expect_equal, make_inputs, sharded, whole
 from test_ring_attention import CASES
 from torch.utils.checkpoint import checkpoint
 
+from moe_ext import _runtime_library
 from moe_ext.attention import (
     LAYOUTS,
     make_layout,
@@ -25,6 +26,7 @@ from moe_ext.attention import (
     token_mean_loss,
     unshard_sequence,
 )
+from moe_ext.attention.exchange import Exchange
 from moe_ext.distributed import RankFailureError
 from moe_ext.testing import spawn_ranks
 
@@ -52,15 +54,15 @@ def group():
 @contextlib.contextmanager
 def bytes_sent():
     """A list whose sum is the bytes that this rank sends point to point."""
-    counted, real = [], dist.batch_isend_irecv
+    counted, real = [], Exchange.post
 
-    def counting(posts):
-        counted.extend(p.tensor.nbytes for p in posts if p.op is dist.isend)
-        return real(posts)
+    def counting(self, sends, *args):
+        counted.extend(message.nbytes for message, _ in sends)
+        return real(self, sends, *args)
 
-    dist.batch_isend_irecv = counting
-    yield counted
-    dist.batch_isend_irecv = real
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Exchange, "post", counting)
+        yield counted
 
 
 @check(*itertools.product(LAYOUTS, CASES))
@@ -306,9 +308,10 @@ def what_differs_between_ranks_is_refused_on_all():
     refused(r"shards of a zigzag layout of 36 positions to be \[.*\] long, got \[", *shorter)
 
 
-def run_all(rank):
+def run_all(rank, path):
     """Outcome of every check on this rank: None, or a traceback."""
     found = {}
+    os.environ["MOE_EXT_RUNTIME"] = path
     for name, function in CHECKS.items():
         try:
             function()
@@ -319,19 +322,22 @@ def run_all(rank):
 
 
 @functools.lru_cache
-def outcomes(num_ranks):
-    return spawn_ranks(run_all, num_ranks)
+def outcomes(num_ranks, path):
+    return spawn_ranks(run_all, num_ranks, path)
 
 
 @pytest.mark.parametrize("name", CHECKS)
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_ranks(num_ranks, name):
-    failed = {r: found[name] for r, found in enumerate(outcomes(num_ranks)) if found[name]}
+@pytest.mark.parametrize(("num_ranks", "path"), [(2, "auto"), (3, "auto"), (3, "0"), (4, "auto")])
+def test_ranks(num_ranks, path, name):
+    path = path.removeprefix("auto")
+    found = outcomes(num_ranks, path)
+    failed = {r: outcome[name] for r, outcome in enumerate(found) if outcome[name]}
     assert not failed, "\n".join(f"rank {r}: {text}" for r, text in failed.items())
 
 
-def attend_until_a_rank_dies(rank, moment):
+def attend_until_a_rank_dies(rank, moment, path):
     """(message, ranks named, seconds) of the error that a survivor sees."""
+    os.environ["MOE_EXT_RUNTIME"] = path
     q, k, v, _ = (shard_sequence(x, group=group(), dim=2) for x in make_inputs())
     leaves = [x.requires_grad_() for x in (q, k, v)]
     ring_attention(*leaves, group=group()).sum().backward()
@@ -348,9 +354,32 @@ def attend_until_a_rank_dies(rank, moment):
     return "no error", (), 0.0
 
 
+def both_paths(rank):
+    """Whether the compiled and the Python exchange give the same bits; None without the former."""
+    if _runtime_library.load() is None:
+        return None
+    found = []
+    for path in ("1", "0"):
+        os.environ["MOE_EXT_RUNTIME"] = path
+        for kwargs in ({"is_causal": True}, {"window": (5, 0), "layout": "contiguous"}):
+            inputs = make_inputs(dtype=torch.float32, seq_len=61)
+            found.append(sharded(*inputs, group=group(), **kwargs))
+    half = len(found) // 2
+    pairs = zip(found[:half], found[half:], strict=True)
+    return all(torch.equal(a, b) for pair in pairs for a, b in zip(*pair, strict=True))
+
+
+def test_both_paths_give_the_same_bits():
+    found = spawn_ranks(both_paths, 3)
+    if None in found:
+        pytest.skip(_runtime_library.state())
+    assert found == [True] * 3
+
+
+@pytest.mark.parametrize("path", ["", "0"])
 @pytest.mark.parametrize("moment", ["forward", "backward"])
-def test_survivors_name_the_rank_that_died(moment):
-    found = spawn_ranks(attend_until_a_rank_dies, 3, moment, may_die=[1])
+def test_survivors_name_the_rank_that_died(moment, path):
+    found = spawn_ranks(attend_until_a_rank_dies, 3, moment, path, may_die=[1])
     for rank in (0, 2):
         message, named, seconds = found[rank]
         assert named == (1,), message

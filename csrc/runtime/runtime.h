@@ -1,0 +1,10 @@
+// What each file of the module adds to it.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace moe_ext::runtime {
+
+void bind_ring_exchange(pybind11::module_& module);
+
+} // namespace moe_ext::runtime

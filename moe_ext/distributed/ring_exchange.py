@@ -1,0 +1,135 @@
+"""Hops of a ring over c10d: the compiled `moe_ext._runtime.RingExchange`, or the same in Python.
+
+Shapes: none; messages are flat rows of bytes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext import _runtime_library
+
+
+class Hop(Protocol):
+    """Messages underway."""
+
+    def wait(self) -> Tensor | None:
+        """The filled buffer, or None where there was none, once all that was posted is done."""
+
+
+class RingExchange(Protocol):
+    """Posts the messages of one pass around a ring; for one thread at a time."""
+
+    def post(
+        self, sends: Sequence[tuple[Tensor, int]], buffer: Tensor | None, source: int, tag: int
+    ) -> Hop:
+        """Start to send (message, rank) pairs and to fill `buffer` from rank `source`.
+
+        Ranks are those of the group. Empty messages are left out on both sides. The hop keeps its
+        tensors alive; what one underway uses cannot be filled by another.
+
+        Raises:
+            ValueError: something is not a row of bytes or is in use, or a rank is not of the group.
+            RuntimeError: the backend failed.
+        """
+
+
+def ring_exchange(group: ProcessGroup) -> RingExchange:
+    """The compiled exchange where this installation has it for this torch, else that in Python."""
+    module = _runtime_library.load()
+    return PythonRingExchange(group) if module is None else module.RingExchange(group)
+
+
+def _require(condition: bool, argument: str, rule: str, value: object) -> None:
+    if not condition:
+        raise ValueError(f"RingExchange: expected {argument} to be {rule}, got {value}")
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    begin_a, begin_b = a.data_ptr(), b.data_ptr()
+    return begin_a < begin_b + b.nbytes and begin_b < begin_a + a.nbytes
+
+
+class PythonHop:
+    """What `PythonRingExchange.post` returns."""
+
+    def __init__(self, sent: list[Tensor], received: Tensor | None) -> None:
+        self.sent = sent
+        self.received = received
+        self.works: list[dist.Work] = []
+
+    def wait(self) -> Tensor | None:
+        """As `Hop.wait`."""
+        for work in self.works:
+            work.wait()
+        self.works, self.sent = [], []
+        return self.received
+
+    def sends(self, memory: Tensor) -> bool:
+        """Whether any of `memory` is being sent."""
+        return any(_overlap(message, memory) for message in self.sent)
+
+    def fills(self, memory: Tensor) -> bool:
+        """Whether any of `memory` is being received."""
+        return self.received is not None and _overlap(self.received, memory)
+
+
+class PythonRingExchange:
+    """`csrc/runtime/ring_exchange.cpp` in Python."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self._underway: list[weakref.ref[PythonHop]] = []
+
+    def post(
+        self, sends: Sequence[tuple[Tensor, int]], buffer: Tensor | None, source: int, tag: int
+    ) -> PythonHop:
+        """As `RingExchange.post`."""
+        for message, rank in sends:
+            self._check(message, "a message", rank, "a destination")
+        if buffer is not None:
+            self._check(buffer, "the buffer", source, "the source")
+        messages = [(message, rank) for message, rank in sends if message.numel()]
+        filled = buffer if buffer is not None and buffer.numel() else None
+        hop = PythonHop([message for message, _ in messages], buffer)
+        if not messages and filled is None:
+            return hop
+        self._check_free(messages, filled, tag)
+        group = self._group
+        posts = [dist.P2POp(dist.isend, x, None, group, tag, rank) for x, rank in messages]
+        if filled is not None:
+            receive = dist.P2POp(dist.irecv, filled, None, group, tag, source)
+            # A backend whose sends wait for their receiver finds one in every ring.
+            posts.insert(0 if self._rank % 2 else len(posts), receive)
+        hop.works = dist.batch_isend_irecv(posts)
+        self._underway.append(weakref.ref(hop))
+        return hop
+
+    def _check(self, row: Tensor, name: str, rank: int, rank_name: str) -> None:
+        is_bytes = row.dtype == torch.uint8 and row.dim() == 1 and row.is_contiguous()
+        found = f"{row.dtype} {list(row.shape)}"
+        _require(is_bytes, name, "a contiguous row of bytes (uint8)", found)
+        _require(0 <= rank < self._size, rank_name, f"in [0, {self._size})", rank)
+
+    def _check_free(
+        self, sends: Sequence[tuple[Tensor, int]], buffer: Tensor | None, tag: int
+    ) -> None:
+        hops = [(entry, entry()) for entry in self._underway]
+        self._underway = [entry for entry, hop in hops if hop is not None and hop.works]
+        value = f"one that a hop underway {{}} at tag {tag}"
+        for _, hop in hops:
+            if hop is None or not hop.works:
+                continue
+            filled = any(hop.fills(message) for message, _ in sends)
+            _require(not filled, "a message", "free", value.format("fills"))
+            if buffer is not None:
+                _require(not hop.fills(buffer), "the buffer", "free", value.format("fills"))
+                _require(not hop.sends(buffer), "the buffer", "free", value.format("sends"))
