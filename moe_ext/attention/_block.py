@@ -11,8 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ext.attention._libraries import Library, library_for
+from moe_ext.attention._pieces import Piece, Runs, cut_block, runs_of
 from moe_ext.attention.masks import Mask
-from moe_ext.ops.attention import attention_block_, attention_block_backward
+from moe_ext.ops.attention import (
+    attention_block,
+    attention_block_,
+    attention_block_backward,
+    merge_attention,
+)
+
+# Pairs of a query and a key that a library should get in one call, on average over the block.
+_LEAST_PAIRS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,7 @@ class BlockOptions:
         dropout_p: share of the softmax that is dropped.
         seed: of the dropout.
         first_head: number of the first head here in the whole model, for the dropout.
+        precision: "exact", or "fast": blocks may be rounded to the dtype of q.
     """
 
     scale: float
@@ -34,6 +45,7 @@ class BlockOptions:
     dropout_p: float = 0.0
     seed: int = 0
     first_head: int = 0
+    precision: str = "exact"
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,8 @@ class Block:
         k_documents: `[M]` or None.
         key_mask: `[B, M]` bool, True = real key.
         alibi_slopes: `[H]`.
+        q_runs: the positions of the queries as ranges, where they are known on the host.
+        k_runs: those of the keys.
     """
 
     q: Tensor
@@ -61,6 +75,8 @@ class Block:
     k_documents: Tensor | None = None
     key_mask: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    q_runs: Runs | None = None
+    k_runs: Runs | None = None
 
     def arguments(self, options: BlockOptions) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         """Of the operators, without what they work on."""
@@ -80,6 +96,19 @@ class Block:
             "head_offset": options.first_head,
         }
 
+    def part(self, piece: Piece) -> Block:
+        """The queries and keys of a piece; masks that libraries do not serve are not cut."""
+        rows, cols = slice(*piece.rows), slice(*piece.cols)
+        return Block(
+            self.q[:, :, rows],
+            self.k[:, :, cols],
+            self.v[:, :, cols],
+            self.q_positions[rows],
+            self.k_positions[cols],
+            None if self.q_documents is None else self.q_documents[rows],
+            None if self.k_documents is None else self.k_documents[cols],
+        )
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64, else float32."""
@@ -91,8 +120,20 @@ def attend_(out: Tensor, lse: Tensor, block: Block, options: BlockOptions) -> No
 
     Both are float32 (float64); 0 and -inf stand for no keys yet.
     """
-    tensors, kwargs = block.arguments(options)
-    attention_block_(out, lse, *tensors, **kwargs)
+    library, pieces = _served(block, options)
+    if library is None:
+        tensors, kwargs = block.arguments(options)
+        attention_block_(out, lse, *tensors, **kwargs)
+        return
+    for piece in pieces:
+        part, rows = block.part(piece), slice(*piece.rows)
+        if piece.kind == "masked":
+            tensors, kwargs = part.arguments(options)
+            found = attention_block(*tensors, **kwargs)
+        else:
+            found = library.forward(part.q, part.k, part.v, piece.kind == "causal", options.scale)
+        merged = merge_attention(out[:, :, rows], lse[:, :, rows], *found)
+        out[:, :, rows], lse[:, :, rows] = merged
 
 
 def block_backward(
@@ -107,5 +148,56 @@ def block_backward(
         block: as in the forward pass.
         options: as in the forward pass.
     """
-    tensors, kwargs = block.arguments(options)
-    return attention_block_backward(grad_out, lse, delta, *tensors, **kwargs)
+    library, pieces = _served(block, options)
+    if library is None:
+        tensors, kwargs = block.arguments(options)
+        return attention_block_backward(grad_out, lse, delta, *tensors, **kwargs)
+    narrow, out = grad_out.to(block.q.dtype), _out_of(grad_out, delta).to(block.q.dtype)
+    dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (block.q, block.k, block.v))
+    for piece in pieces:
+        part, rows, cols = block.part(piece), slice(*piece.rows), slice(*piece.cols)
+        if piece.kind == "masked":
+            tensors, kwargs = part.arguments(options)
+            given = (x[:, :, rows] for x in (grad_out, lse, delta))
+            grads = attention_block_backward(*given, *tensors, **kwargs)
+        else:
+            grads = library.backward(
+                narrow[:, :, rows],
+                out[:, :, rows],
+                lse[:, :, rows],
+                (part.q, part.k, part.v),
+                piece.kind == "causal",
+                options.scale,
+            )
+        dq[:, :, rows] += grads[0]
+        dk[:, :, cols] += grads[1]
+        dv[:, :, cols] += grads[2]
+    return dq, dk, dv
+
+
+def _served(block: Block, options: BlockOptions) -> tuple[Library | None, tuple[Piece, ...]]:
+    """A library and the pieces of a block for it; None where all of it is for our kernel."""
+    kept = options.precision == "exact" or options.softcap != 0 or options.dropout_p > 0
+    if kept or block.key_mask is not None or block.alibi_slopes is not None:
+        return None, ()
+    library = library_for(block.q, block.k, block.v)
+    if library is None:
+        return None, ()
+    q_runs = runs_of(block.q_positions) if block.q_runs is None else block.q_runs
+    k_runs = runs_of(block.k_positions) if block.k_runs is None else block.k_runs
+    pieces = cut_block(q_runs, k_runs, options.mask)
+    if all(piece.kind == "masked" for piece in pieces):
+        return None, ()
+    pairs = sum(piece.num_pairs for piece in pieces)
+    return (library, pieces) if pairs >= _LEAST_PAIRS * len(pieces) else (None, ())
+
+
+def _out_of(grad_out: Tensor, delta: Tensor) -> Tensor:
+    """An output `[B, H, L, Dv]` with rowsum(grad_out * output) = delta.
+
+    A library wants the output for that product alone. Along grad_out the terms do not cancel, so
+    that rounding it costs less than rounding the true output would.
+    """
+    size = grad_out.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(delta.dtype).tiny)
+    unit = grad_out / size
+    return unit * (delta[..., None] / size / unit.square().sum(-1, keepdim=True).clamp_min(1))

@@ -32,7 +32,7 @@ from moe_ext.distributed.groups import check_group, group_size
 _OP = "ring_attention"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SCHEMES: dict[str, Scheme] = {"ring": Ring(), "all_gather": AllGather(), "ulysses": Ulysses()}
-_PRECISIONS = ("exact",)
+_PRECISIONS = ("exact", "fast")
 
 
 def _require(condition: bool, argument: str, rule: str, value: object) -> None:
@@ -155,6 +155,7 @@ def _facts(
     facts.choice("layout", name, (*LAYOUTS, "a Layout"))
     facts.checksum("layout", layout)
     facts.choice("scheme", scheme, tuple(SCHEMES))
+    facts.choice("precision", options.precision, _PRECISIONS)
     facts.integer("is_causal", options.mask.is_causal)
     facts.integer("window[0]", options.mask.left)
     facts.integer("window[1]", options.mask.right)
@@ -224,7 +225,9 @@ def ring_attention(
         scheme: "ring", keys and values go round and memory stays that of a shard; "all_gather", all
             keys and values on every rank at once; "ulysses", an all-to-all from shards of the
             sequence to shards of the heads and back, for H divisible by P and Hkv by P or P by Hkv.
-        precision: "exact": blocks are summed up in float32 and rounded once.
+        precision: "exact": blocks are summed up in float32 and rounded once. "fast": blocks of 16
+            bits that a kernel of torch serves are its, and rounded one by one; see the docs for the
+            error of both.
         kv_grad_dtype: of dK and dV underway, None for float32 (float64 for float64);
             torch.bfloat16 halves these bytes and rounds at every hop.
         return_lse: return (out, lse).
@@ -288,7 +291,8 @@ def plan_call(
     if scheme == "ulysses":
         check_heads(q.shape[1], k.shape[1], group_size(group), _OP)
     factor = options.scale if options.scale is not None else 1 / math.sqrt(max(q.shape[3], 1))
-    block = BlockOptions(factor, mask, options.softcap or 0.0, options.dropout_p)
+    numbers = (factor, mask, options.softcap or 0.0, options.dropout_p)
+    block = BlockOptions(*numbers, precision=options.precision)
     half = options.kv_grad_dtype == torch.bfloat16
     if agreed is None:
         given = [x is not None for x in (seed, key_mask, alibi_slopes, sinks)]

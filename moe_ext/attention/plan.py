@@ -5,7 +5,7 @@ Shapes: B batch, H heads, Hkv heads of keys and values, L positions of this rank
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from moe_ext.attention._block import Block, BlockOptions
+from moe_ext.attention._pieces import Runs
 from moe_ext.attention.exchange import Keys, KeysForm
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import Route, plan_route
@@ -51,13 +52,31 @@ class Plan:
         """Where the keys of each rank have to go."""
         return plan_route(self.layout.shards, self.options.mask, self.layout.seq_len)
 
+    @property
+    def exact(self) -> Plan:
+        """Without library blocks, which have no gradient of a log-sum-exp."""
+        return replace(self, options=replace(self.options, precision="exact"))
+
     def block(self, q: Tensor, source: int, keys: Keys) -> Block:
         """This rank's queries against the keys of rank `source`."""
         positions_L = self.layout.positions(self.rank, q.device)
-        return self.block_at(q, positions_L, keys, self.layout.positions(source, q.device))
+        k_positions = self.layout.positions(source, q.device)
+        shards = self.layout.shards
+        return self.block_at(
+            q, positions_L, keys, k_positions, q_runs=shards[self.rank], k_runs=shards[source]
+        )
 
-    def block_at(self, q: Tensor, q_positions: Tensor, keys: Keys, k_positions: Tensor) -> Block:
-        """Queries against keys, wherever they are in the sequence."""
+    def block_at(
+        self,
+        q: Tensor,
+        q_positions: Tensor,
+        keys: Keys,
+        k_positions: Tensor,
+        *,
+        q_runs: Runs | None = None,
+        k_runs: Runs | None = None,
+    ) -> Block:
+        """Queries against keys, wherever they are in the sequence; runs are their positions."""
         documents: list[Tensor | None] = [None, None]
         if self.offsets is not None:
             documents = [document_ids(x, self.offsets) for x in (q_positions, k_positions)]
@@ -71,6 +90,8 @@ class Plan:
             documents[1],
             keys.key_mask,
             self.alibi_slopes,
+            q_runs,
+            k_runs,
         )
 
 
@@ -129,16 +150,18 @@ def backward_pass(
     scheme: Scheme,
     sinks: Tensor | None,
     result: tuple[Tensor, Tensor | None, Tensor],
-    grad_out: Tensor,
-    grad_lse: Tensor,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and the sinks; `result` is what `forward_pass` gave."""
     out, residual, lse = result
     exact = out if residual is None else out.to(lse.dtype) + residual
-    grad_out = grad_out.to(lse.dtype).contiguous()
-    delta = attention_delta(grad_out, exact, grad_lse.contiguous())
+    wide = torch.zeros_like(exact) if grad_out is None else grad_out.to(lse.dtype).contiguous()
+    delta = attention_delta(wide, exact, None if grad_lse is None else grad_lse.contiguous())
+    if grad_lse is not None:
+        saved = replace(saved, plan=saved.plan.exact)
     grad_q, grad_k, grad_v = (
-        grad.to(saved.q.dtype) for grad in scheme.backward(saved, grad_out, lse, delta)
+        grad.to(saved.q.dtype) for grad in scheme.backward(saved, wide, lse, delta)
     )
     grad_sinks = None if sinks is None else _sinks_backward(lse, delta, sinks)
     return grad_q, grad_k, grad_v, grad_sinks
@@ -157,6 +180,7 @@ class _Attention(torch.autograd.Function):
         scheme: Scheme,
     ) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
+        ctx.set_materialize_grads(False)
         q = q.contiguous()
         own = Keys(k.contiguous(), v.contiguous(), key_mask)
         out, residual, lse, kept = forward_pass(q, own, sinks, plan, scheme)
@@ -167,7 +191,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """Of q, k, v and the sinks."""
         q, out, residual, lse, sinks, kept, k, v, key_mask = ctx.saved_tensors
         own = None if kept is not None else Keys(k, v, key_mask)
