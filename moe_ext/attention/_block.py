@@ -5,6 +5,7 @@ Shapes: B batch, H heads, Hkv heads of keys and values, L queries, M keys, D and
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,8 +137,45 @@ def attend_(out: Tensor, lse: Tensor, block: Block, options: BlockOptions) -> No
         out[:, :, rows], lse[:, :, rows] = merged
 
 
+class Narrowed:
+    """Gradient and output of rows in the dtype that a library reads, made when it is called.
+
+    Args:
+        grad_out: `[B, H, L, Dv]` float32 (float64).
+        delta: `[B, H, L]`.
+        dtype: of q.
+    """
+
+    def __init__(self, grad_out: Tensor, delta: Tensor, dtype: torch.dtype) -> None:
+        self._rows = (grad_out, delta, dtype)
+
+    @functools.cached_property
+    def grad_out(self) -> Tensor:
+        """`[B, H, L, Dv]`."""
+        grad_out, _, dtype = self._rows
+        return grad_out.to(dtype)
+
+    @functools.cached_property
+    def out(self) -> Tensor:
+        """`[B, H, L, Dv]` with rowsum(grad_out * out) = delta.
+
+        A library wants the output for that product alone. Along grad_out its terms do not cancel,
+        so that rounding it costs less than rounding the true output would.
+        """
+        grad_out, delta, dtype = self._rows
+        # Squares of small gradients would vanish in float32.
+        norm = torch.linalg.vector_norm(grad_out, dim=-1, dtype=torch.float64)
+        factor = torch.where(norm > 0, delta / norm.square(), 0.0)
+        return (grad_out * factor.to(delta.dtype)[..., None]).to(dtype)
+
+
 def block_backward(
-    grad_out: Tensor, lse: Tensor, delta: Tensor, block: Block, options: BlockOptions
+    grad_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    block: Block,
+    options: BlockOptions,
+    narrowed: Narrowed | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv) of this block in float32 (float64).
 
@@ -147,32 +185,55 @@ def block_backward(
         delta: `[B, H, L]`, rowsum(grad_out * out) - grad_lse, with the out of all blocks.
         block: as in the forward pass.
         options: as in the forward pass.
+        narrowed: of grad_out and delta, where several blocks share them.
     """
     library, pieces = _served(block, options)
     if library is None:
         tensors, kwargs = block.arguments(options)
         return attention_block_backward(grad_out, lse, delta, *tensors, **kwargs)
-    narrow, out = grad_out.to(block.q.dtype), _out_of(grad_out, delta).to(block.q.dtype)
-    dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (block.q, block.k, block.v))
+    narrowed = narrowed or Narrowed(grad_out, delta, block.q.dtype)
+    sums = [_Sum(x, lse.dtype) for x in (block.q, block.k, block.v)]
     for piece in pieces:
-        part, rows, cols = block.part(piece), slice(*piece.rows), slice(*piece.cols)
+        part, rows = block.part(piece), slice(*piece.rows)
         if piece.kind == "masked":
             tensors, kwargs = part.arguments(options)
             given = (x[:, :, rows] for x in (grad_out, lse, delta))
             grads = attention_block_backward(*given, *tensors, **kwargs)
         else:
             grads = library.backward(
-                narrow[:, :, rows],
-                out[:, :, rows],
+                narrowed.grad_out[:, :, rows],
+                narrowed.out[:, :, rows],
                 lse[:, :, rows],
                 (part.q, part.k, part.v),
                 piece.kind == "causal",
                 options.scale,
             )
-        dq[:, :, rows] += grads[0]
-        dk[:, :, cols] += grads[1]
-        dv[:, :, cols] += grads[2]
-    return dq, dk, dv
+        for total, grad, span in zip(
+            sums, grads, (piece.rows, piece.cols, piece.cols), strict=True
+        ):
+            total.add(grad, *span)
+    return sums[0].value, sums[1].value, sums[2].value
+
+
+class _Sum:
+    """Gradients of parts of `like`, summed up in a wider dtype."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self._like, self._dtype = like, dtype
+        self._value: Tensor | None = None
+
+    def add(self, grad: Tensor, begin: int, end: int) -> None:
+        if self._value is None and end - begin == self._like.shape[2]:
+            self._value = grad.to(self._dtype)
+        else:
+            self._value = self.value
+            self._value[:, :, begin:end] += grad
+
+    @property
+    def value(self) -> Tensor:
+        if self._value is None:
+            return torch.zeros_like(self._like, dtype=self._dtype)
+        return self._value
 
 
 def _served(block: Block, options: BlockOptions) -> tuple[Library | None, tuple[Piece, ...]]:
@@ -190,14 +251,3 @@ def _served(block: Block, options: BlockOptions) -> tuple[Library | None, tuple[
         return None, ()
     pairs = sum(piece.num_pairs for piece in pieces)
     return (library, pieces) if pairs >= _LEAST_PAIRS * len(pieces) else (None, ())
-
-
-def _out_of(grad_out: Tensor, delta: Tensor) -> Tensor:
-    """An output `[B, H, L, Dv]` with rowsum(grad_out * output) = delta.
-
-    A library wants the output for that product alone. Along grad_out the terms do not cancel, so
-    that rounding it costs less than rounding the true output would.
-    """
-    size = grad_out.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(delta.dtype).tiny)
-    unit = grad_out / size
-    return unit * (delta[..., None] / size / unit.square().sum(-1, keepdim=True).clamp_min(1))

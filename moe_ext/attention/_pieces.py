@@ -58,21 +58,24 @@ class _Run:
 
 
 def runs_of(positions: Tensor) -> Runs:
-    """Ranges of step 1 that make up positions in their order.
+    """Evenly spaced ranges that make up positions in their order.
 
     NOTE: device-to-host sync.
     """
-    if not positions.numel():
-        return ()
     values = positions.cpu()
-    breaks = (values.diff() != 1).nonzero().flatten() + 1
-    starts = [0, *breaks.tolist()]
-    ends = [*starts[1:], len(values)]
-    firsts = values[torch.tensor(starts)].tolist()
-    return tuple(
-        range(first, first + end - start)
-        for first, start, end in zip(firsts, starts, ends, strict=True)
-    )
+    steps, counts = torch.unique_consecutive(values.diff(), return_counts=True)
+    runs: list[range] = []
+    begin = end = 0  # of the positions that are in no run yet, and past the last one looked at
+    at = values.tolist()
+    for step, count in zip(steps.tolist(), counts.tolist(), strict=True):
+        end += count
+        if step == 1 or (step > 1 and count > 1):
+            runs.append(range(at[begin], at[end] + 1, step))
+            begin = end + 1
+        else:
+            runs += [range(position, position + 1) for position in at[begin:end]]
+            begin = max(begin, end)
+    return (*runs, *(range(position, position + 1) for position in at[begin:]))
 
 
 def _cut(runs: Runs, offsets: tuple[int, ...] | None) -> list[_Run]:

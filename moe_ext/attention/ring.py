@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ext.attention._block import accumulation_dtype, attend_, block_backward
+from moe_ext.attention._block import Narrowed, accumulation_dtype, attend_, block_backward
 from moe_ext.attention.exchange import Buffers, Exchange, Hop, Keys
 from moe_ext.attention.plan import Plan, Saved
 
@@ -114,18 +114,27 @@ class _BackwardPass:
         return self.form.unpacked(_present(held), self.sizes[self.source(stage)])
 
     def block(
-        self, stage: int, keys: Keys, q: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor
+        self,
+        stage: int,
+        keys: Keys,
+        q: Tensor,
+        grad_out: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        narrowed: Narrowed,
     ) -> tuple[Tensor, Tensor]:
         """(dq, row of dk and dv) of the block of a stage."""
         block = self.plan.block(q, self.source(stage), keys)
-        grad_q, grad_k, grad_v = block_backward(grad_out, lse, delta, block, self.plan.options)
+        grad_q, grad_k, grad_v = block_backward(
+            grad_out, lse, delta, block, self.plan.options, narrowed
+        )
         return grad_q, torch.cat([grad_k.reshape(-1), grad_v.reshape(-1)])
 
     def run(
         self, q: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of this rank, float32 (float64)."""
-        grad_q = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
+        grad_q, narrowed = None, Narrowed(grad_out, delta, q.dtype)
         held = self.kept if self.own is None else self.post_keys(0, None).wait()
         needs, underway, row = self.plan.route.needs[self.rank], Hop(self.plan.group, ""), None
         for stage in range(1, self.num_ranks + 1):
@@ -134,10 +143,10 @@ class _BackwardPass:
             row = None
             if needs[source]:
                 keys = self.keys(stage, held)
-                partial, row = self.block(stage, keys, q, grad_out, lse, delta)
-                grad_q += partial
+                partial, row = self.block(stage, keys, q, grad_out, lse, delta, narrowed)
+                grad_q = partial if grad_q is None else grad_q.add_(partial)
             elif last or self.first_stage(source) <= stage:
-                row = grad_q.new_zeros(self.form.num_elements(self.sizes[source]))
+                row = lse.new_zeros(self.form.num_elements(self.sizes[source]))
             arrived = underway.wait()
             if arrived is not None and row is not None:
                 row += arrived.view(self.plan.grad_dtype)
@@ -145,6 +154,8 @@ class _BackwardPass:
                 underway = self.post_grads(stage, row)
                 held = hop.wait()
         assert row is not None
+        if grad_q is None:
+            grad_q = torch.zeros_like(q, dtype=lse.dtype)
         return grad_q, *self.form.split(row, self.sizes[self.rank])
 
 

@@ -1,0 +1,257 @@
+"""Blocks that kernels of torch compute, against float64 and against our own kernel."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import make_inputs, reference
+from test_ring_attention import CASES
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_ext.attention import _block, ring_attention, shard_sequence
+from moe_ext.attention._libraries import LIBRARIES, library_for
+from moe_ext.testing import spawn_ranks
+
+SERVED = ("full", "causal", "scale", "window", "causal_window", "documents", "sinks")
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class LibraryCalls(TorchDispatchMode):
+    """Lists (queries, keys) of what goes to a library."""
+
+    def __init__(self):
+        super().__init__()
+        self.forward, self.backward = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "scaled_dot_product" in func.__name__:
+            q, k = args[1:3] if "backward" in func.__name__ else args[:2]
+            sizes = self.backward if "backward" in func.__name__ else self.forward
+            sizes.append((q.shape[2], k.shape[2]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def every_piece(monkeypatch):
+    monkeypatch.setattr(_block, "_LEAST_PAIRS", 0)
+
+
+def halves(dtype=torch.bfloat16, **kwargs):
+    return make_inputs(**{"dim": 16, "v_dim": 16, "dtype": dtype, **kwargs})
+
+
+def results(inputs, case, with_lse=True, **kwargs):
+    """out, lse and gradients of one process, and the calls of libraries."""
+    q, k, v, grad = inputs
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    options = {**CASES[case], **kwargs}
+    with LibraryCalls() as calls:
+        out, lse = ring_attention(*leaves, group=None, return_lse=True, **options)
+        loss = (out * grad).sum()
+        if with_lse:
+            loss = loss + 0.1 * torch.where(lse > -torch.inf, lse, 0.0).sum()
+        grads = torch.autograd.grad(loss, leaves)
+    return [out.detach(), lse.detach(), *grads], calls
+
+
+def exact(inputs, case, with_lse=True):
+    leaves = [x.double().requires_grad_() for x in inputs[:3]]
+    out, lse = reference(*leaves, **CASES[case])
+    loss = (out * inputs[3].double()).sum()
+    if with_lse:
+        loss = loss + 0.1 * torch.where(lse > -torch.inf, lse, 0.0).sum()
+    return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def errors(found, expected):
+    finite = expected[1] > -torch.inf
+    assert torch.equal(finite, found[1] > -torch.inf)
+    lse = [torch.where(finite, x[1], 0.0).double() for x in (found, expected)]
+    pairs = [(found[0], expected[0]), tuple(lse), *zip(found[2:], expected[2:], strict=True)]
+    return [float((a.double() - b).norm() / b.norm()) for a, b in pairs]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("case", SERVED)
+def test_served_blocks_are_a_librarys(case, kv_heads, dtype):
+    inputs = halves(dtype, kv_heads=kv_heads)
+    found, calls = results(inputs, case, with_lse=False, precision="fast")
+    windowed = "window" in case
+    assert windowed or len(calls.forward) == len(calls.backward) > 0
+    assert all(min(sizes) > 0 for sizes in calls.forward + calls.backward)
+    limit = 12e-3 if dtype == torch.bfloat16 else 1.5e-3
+    assert max(errors(found, exact(inputs, case, with_lse=False))) < limit
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in SERVED])
+def test_what_no_library_serves_is_ours(case):
+    found, calls = results(halves(), case, precision="fast")
+    assert not calls.forward and not calls.backward
+    expected, _ = results(halves(), case)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": torch.float32},
+        {"dtype": torch.float64},
+        {"v_dim": 8},
+        {"seq_len": 0},
+        {"heads": 0, "kv_heads": 0},
+        {"batch": 0},
+    ],
+)
+def test_inputs_that_no_library_serves(change):
+    found, calls = results(halves(**change), "causal", precision="fast")
+    assert not calls.forward and not calls.backward
+    expected, _ = results(halves(**change), "causal")
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_dropout_is_ours():
+    inputs, kwargs = halves(), {"dropout_p": 0.3, "seed": 5}
+    found, calls = results(inputs, "causal", precision="fast", **kwargs)
+    assert not calls.forward
+    assert torch.equal(found[0], results(inputs, "causal", **kwargs)[0][0])
+
+
+def test_exact_calls_no_library():
+    _, calls = results(halves(), "causal")
+    assert not calls.forward and not calls.backward
+
+
+def test_small_pieces_stay_together(monkeypatch):
+    monkeypatch.setattr(_block, "_LEAST_PAIRS", 9 * 9 * 4)
+    assert not results(halves(), "documents", precision="fast")[1].forward
+    assert results(halves(), "causal", precision="fast")[1].forward == [(37, 37)]
+
+
+def test_a_gradient_of_the_lse_goes_through_our_kernel():
+    inputs = halves()
+    found, calls = results(inputs, "causal", precision="fast")
+    assert calls.forward and not calls.backward
+    assert max(errors(found, exact(inputs, "causal"))) < 6e-3
+
+
+def test_a_window_is_cut_where_it_ends():
+    q, k, v, _ = halves(seq_len=60)
+    positions = torch.arange(60)
+    mask = _block.Mask(True, 30)
+    options = _block.BlockOptions(0.25, mask, precision="fast")
+    runs = (range(0, 20), range(20, 40), range(40, 60))
+    block = _block.Block(q, k, v, positions, positions, q_runs=runs, k_runs=runs)
+    out, lse = torch.zeros(q.shape), torch.full(q.shape[:3], -torch.inf)
+    with LibraryCalls() as calls:
+        _block.attend_(out, lse, block, options)
+    # Three blocks of the diagonal; those beside it are cut by the window, the one in the corner is
+    # out of sight.
+    assert calls.forward == [(20, 20)] * 3
+    expected = reference(
+        q.double(), k.double(), v.double(), scale=0.25, is_causal=True, window=(30, -1)
+    )
+    assert max(errors([out, lse], expected)) < 4e-3
+
+
+def test_the_stand_in_for_the_output_has_the_same_product():
+    grad = torch.randn(2, 3, 40, 16) * torch.logspace(-30, 10, 40)[:, None]
+    grad[0, 0, 3] = 0
+    delta = (grad * torch.randn(grad.shape)).sum(-1)
+    out = _block.Narrowed(grad, delta, torch.float32).out
+    assert out.isfinite().all()
+    torch.testing.assert_close((grad * out).sum(-1), delta, rtol=1e-5, atol=0)
+
+
+def ring(rank, layout, case, scheme):
+    _block._LEAST_PAIRS = 0
+    inputs = halves(seq_len=75, kv_heads=2)
+    kwargs = {"cu_seqlens": (0, 20, 20, 75)} if case == "documents" else dict(CASES[case])
+    if layout in ("per_document", "cost_balanced"):
+        kwargs["cu_seqlens"] = (0, 20, 20, 75)
+    where = {"group": dist.group.WORLD, "layout": layout, "cu_seqlens": kwargs.get("cu_seqlens")}
+    q, k, v, grad = (shard_sequence(x, dim=2, **where) for x in inputs)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with LibraryCalls() as calls:
+        out = ring_attention(*leaves, precision="fast", scheme=scheme, **{**kwargs, **where})
+        grads = torch.autograd.grad(out, leaves, grad)
+    masks = {name: kwargs[name] for name in ("is_causal", "window", "scale") if name in kwargs}
+    wide = [x.double().requires_grad_() for x in inputs[:3]]
+    expected, _ = reference(*wide, cu_seqlens=kwargs.get("cu_seqlens"), **masks)
+    expected = [expected, *torch.autograd.grad(expected, wide, inputs[3].double())]
+    for part, full in zip((out, *grads), expected, strict=True):
+        full = shard_sequence(full, dim=2, **where)
+        assert (part.double() - full).norm() < 12e-3 * full.norm(), (layout, case, scheme)
+    return len(calls.forward), len(calls.backward)
+
+
+def all_rings(rank):
+    found = {}
+    for layout in ("contiguous", "zigzag", "striped", "per_document", "cost_balanced"):
+        for case in ("full", "causal", "causal_window", "documents"):
+            found[layout, case, "ring"] = ring(rank, layout, case, "ring")
+    for scheme in ("all_gather", "ulysses"):
+        for layout in ("zigzag", "striped"):
+            found[layout, "causal", scheme] = ring(rank, layout, "causal", scheme)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks(num_ranks):
+    for found in spawn_ranks(all_rings, num_ranks):
+        for (layout, case, scheme), (forward, backward) in found.items():
+            assert forward == backward
+            if case != "causal_window":
+                assert forward > 0, (layout, case, scheme)
+
+
+def precisions(rank):
+    where = {"group": dist.group.WORLD, "layout": "zigzag"}
+    parts = [shard_sequence(x, dim=2, **where) for x in halves()[:3]]
+    with pytest.raises(ValueError) as raised:
+        ring_attention(*parts, precision=("exact", "fast")[rank], **where)
+    return str(raised.value)
+
+
+def test_ranks_have_to_agree():
+    for message in spawn_ranks(precisions, 2):
+        assert "precision" in message and "exact" in message and "fast" in message
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("library", LIBRARIES[1:], ids=lambda library: library.name)
+def test_calls_of_the_cuda_libraries_fit_their_signatures(library, is_causal):
+    """On meta tensors: shapes and arguments alone."""
+    q, grad = (torch.empty(2, 4, 40, 32, device="meta", dtype=torch.bfloat16) for _ in range(2))
+    k, v = (
+        torch.empty(2, 4, 40 if is_causal else 24, 32, device="meta", dtype=torch.bfloat16)
+        for _ in range(2)
+    )
+    assert library.serves(q, k, v)
+    out, lse = library.forward(q, k, v, is_causal, 0.3)
+    assert out.shape == q.shape and out.dtype == q.dtype
+    assert lse.shape == q.shape[:3] and lse.dtype == torch.float32
+    grads = library.backward(grad, out, lse, (q, k, v), is_causal, 0.3)
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+    assert {g.dtype for g in grads} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({}, "flash (CUDA)"),
+        ({"kv_heads": 2}, "flash (CUDA)"),
+        ({"dtype": torch.float32}, "efficient (CUDA)"),
+        ({"dtype": torch.float32, "kv_heads": 2}, None),
+        ({"v_dim": 24}, "efficient (CUDA)"),
+        ({"v_dim": 24, "kv_heads": 2}, "cuDNN (CUDA)"),
+        ({"dim": 12, "v_dim": 12}, None),
+        ({"dim": 512, "v_dim": 512}, "efficient (CUDA)"),
+        ({"dtype": torch.float64}, None),
+        ({"batch": 0}, None),
+        ({"seq_len": 0}, None),
+    ],
+)
+def test_which_library_serves_on_cuda(change, name):
+    inputs = halves(**{"kv_heads": 4, **change})
+    library = library_for(*(x.to("meta") for x in inputs[:3]))
+    assert (library.name if library else None) == name
