@@ -64,8 +64,7 @@ class Exchange:
             assert not sends and buffer is None, "one process has nobody to talk to"
             return Hop(self.group, self.operation)
         for message, _ in sends:
-            if message.numel():
-                record_traffic("send", message.nbytes)
+            record_traffic("send", message.nbytes)
         with naming_failed_ranks(self.group, self.operation):
             underway = self._ring.post(sends, buffer, source, tag)
         return Hop(self.group, self.operation, underway)

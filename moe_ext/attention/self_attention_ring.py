@@ -162,9 +162,8 @@ class _Call:
                 buffer = buffers.take(step, sizes[(rank - step - 1) % num_ranks])
             hop = exchange.post(sends, buffer, left, _NUM_PASSES * step + kind)
             yield (rank - step) % num_ranks, held
-            arrived = hop.wait()
-            if arrived is not None:
-                held = arrived
+            hop.wait()
+            held = held if buffer is None else buffer
 
     def kept(self, weights_BGRS: Tensor, heads: int) -> Tensor | None:
         """What dropout keeps, bool of the shape of the weights; None where it keeps all.
