@@ -1,6 +1,7 @@
 """Attention over sequences that the ranks of a group hold in parts."""
 
-from moe_ext.attention.api import ring_attention
+from moe_ext.attention.api import explain_scheme, ring_attention
+from moe_ext.attention.choice import Candidate, SchemeChoice, choose_scheme
 from moe_ext.attention.context import sequence_parallel
 from moe_ext.attention.layouts import LAYOUTS, Layout, make_layout
 from moe_ext.attention.masks import Mask
@@ -23,22 +24,23 @@ from moe_ext.attention.sharding import (
 
 __all__ = [
     "LAYOUTS",
+    "Candidate",
     "Layout",
     "Mask",
     "RingAttention",
-    "make_layout",
-    "position_ids",
-    "ring_attention",
-    "sequence_parallel",
     "RingSelfAttention",
+    "SchemeChoice",
     "SequenceParallelMLP",
+    "choose_scheme",
+    "explain_scheme",
     "gather_from_sequence",
     "make_layout",
     "position_ids",
+    "reduce_scatter_to_sequence",
     "ring_attention",
     "ring_self_attention",
-    "reduce_scatter_to_sequence",
     "scatter_to_sequence",
+    "sequence_parallel",
     "shard_sequence",
     "shift_labels",
     "token_mean_loss",

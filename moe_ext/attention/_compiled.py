@@ -178,7 +178,7 @@ def attend_in_graph(
     left, right = (-1, -1) if options.window is None else options.window
     cap = options.softcap or 0.0
     numbers = (options.is_causal, options.scale, left, right, cap, options.dropout_p)
-    names = (options.scheme, options.precision, options.kv_grad_dtype)
+    names = (options.scheme, options.precision, options.kv_grad_dtype, options.grid)
     text = _text(options.group, options.layout, *names)
     out, lse, _, _ = torch.ops.moe_ext.ring_attention(*tensors, drawn, *numbers, text)
     return out, lse

@@ -9,13 +9,17 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from moe_ext.attention.grid import Grid
 from moe_ext.attention.layouts import Layout
 from moe_ext.distributed._c10d import group_of_name
 
 
 @dataclass(frozen=True)
 class Options:
-    """What calls of one attention have in common; see `ring_attention`."""
+    """What calls of one attention have in common; see `ring_attention`.
+
+    `grid` holds the rows that a 2-D mesh puts the ranks of `group` in.
+    """
 
     group: ProcessGroup | None
     layout: str | Layout = "zigzag"
@@ -27,6 +31,7 @@ class Options:
     scheme: str = "ring"
     precision: str = "exact"
     kv_grad_dtype: torch.dtype | None = None
+    grid: Grid | None = None
 
     @staticmethod
     def of_text(
@@ -38,13 +43,14 @@ class Options:
         dropout_p: float,
     ) -> Options:
         """The options of `options_text`, and the others."""
-        group, layout, scheme, precision, dtype = json.loads(text)
+        group, layout, scheme, precision, dtype, rows = json.loads(text)
         if isinstance(layout, list):
             name, seq_len, shards = layout
             layout = Layout(name, seq_len, tuple(tuple(range(*r) for r in s) for s in shards))
         wire = getattr(torch, dtype) if dtype else None
         numbers = (is_causal, scale, window, softcap, dropout_p)
-        return Options(group_of_name(group), layout, *numbers, scheme, precision, wire)
+        grid = None if rows is None else Grid(tuple(map(tuple, rows)))
+        return Options(group_of_name(group), layout, *numbers, scheme, precision, wire, grid)
 
 
 def options_text(
@@ -53,6 +59,7 @@ def options_text(
     scheme: str,
     precision: str,
     kv_grad_dtype: torch.dtype | None,
+    grid: Grid | None = None,
 ) -> str:
     """Those options as a string that an operator can take; the others are numbers."""
     found: Any = layout
@@ -60,7 +67,9 @@ def options_text(
         shards = [[[r.start, r.stop, r.step] for r in shard] for shard in layout.shards]
         found = [layout.name, layout.seq_len, shards]
     dtype = "" if kv_grad_dtype is None else str(kv_grad_dtype).removeprefix("torch.")
-    return json.dumps(["" if group is None else group.group_name, found, scheme, precision, dtype])
+    rows = None if grid is None else grid.rows
+    name = "" if group is None else group.group_name
+    return json.dumps([name, found, scheme, precision, dtype, rows])
 
 
 def group_of_text(text: str) -> ProcessGroup | None:

@@ -7,169 +7,50 @@ Shapes: B batch, H heads, Hkv heads of keys and values, S whole sequence, L posi
 from __future__ import annotations
 
 import math
-import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.attention._block import BlockOptions, accumulation_dtype
 from moe_ext.attention._compiled import attend_in_graph, set_planner
 from moe_ext.attention._options import Options
-from moe_ext.attention.gathered import AllGather
+from moe_ext.attention.arguments import (
+    OPERATION,
+    PRECISIONS,
+    Facts,
+    check_numbers,
+    check_tensors,
+    collect_facts,
+    require,
+)
+from moe_ext.attention.choice import SchemeChoice
+from moe_ext.attention.exchange import Keys, KeysForm
+from moe_ext.attention.grid import split_group
 from moe_ext.attention.layouts import LAYOUTS, Layout, make_layout
 from moe_ext.attention.masks import Mask, check_cu_seqlens, check_end, check_window
 from moe_ext.attention.plan import Plan, Scheme, attend
-from moe_ext.attention.ring import Ring
+from moe_ext.attention.schemes import SCHEME_NAMES, check_scheme, explain, settle
 from moe_ext.attention.sharding import check_lengths
-from moe_ext.attention.ulysses import Ulysses, check_heads
 from moe_ext.distributed.collectives import check_equal_over_ranks, share
-from moe_ext.distributed.groups import check_group, group_size
-
-_OP = "ring_attention"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-SCHEMES: dict[str, Scheme] = {"ring": Ring(), "all_gather": AllGather(), "ulysses": Ulysses()}
-_PRECISIONS = ("exact", "fast")
-
-
-def _require(condition: bool, argument: str, rule: str, value: object) -> None:
-    if not condition:
-        raise ValueError(f"{_OP}: expected {argument} to be {rule}, got {value}")
-
-
-def _check_tensors(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, per_head: dict[str, Tensor | None]
-) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        _require(x.dtype in _DTYPES, name, "float32, bfloat16, float16 or float64", x.dtype)
-        _require(x.dim() == 4, name, "of shape [B, H, S/P, D]", list(x.shape))
-        _require(x.dtype == q.dtype, name, f"{q.dtype} like q", x.dtype)
-        _require(x.device == q.device, name, f"on {q.device} like q", x.device)
-    batch, heads, length, dim = q.shape
-    kv_heads = k.shape[1]
-    rule = f"[{batch}, Hkv, {length}, {dim}] to go with q"
-    _require(k.shape == (batch, kv_heads, length, dim), "k", rule, list(k.shape))
-    rule = f"[{batch}, {kv_heads}, {length}, Dv] to go with k"
-    _require(v.shape[:3] == k.shape[:3], "v", rule, list(v.shape))
-    multiple = heads % kv_heads == 0 if kv_heads else heads == 0
-    _require(multiple, "heads of q", f"a multiple of the {kv_heads} heads of k", heads)
-    if key_mask is not None:
-        fits = key_mask.shape == (batch, length) and key_mask.dtype == torch.bool
-        found = f"{key_mask.dtype} {list(key_mask.shape)}"
-        _require(fits, "key_mask", f"bool [{batch}, {length}], this rank's keys", found)
-    for name, values in per_head.items():
-        if values is not None:
-            _require(values.shape == (heads,), name, f"[{heads}]", list(values.shape))
-
-
-def _check_numbers(
-    scale: float | None, softcap: float | None, dropout_p: float, seed: int | None
-) -> None:
-    if scale is not None:
-        _require(math.isfinite(scale), "scale", "finite", scale)
-    if softcap is not None:
-        _require(0 <= softcap < math.inf, "softcap", "0 (none) or more", softcap)
-    _require(0 <= dropout_p < 1, "dropout_p", "in [0, 1)", dropout_p)
-    if seed is not None:
-        _require(-(1 << 63) <= seed < 1 << 63, "seed", "a 64-bit integer", seed)
 
 
 def check_options(options: Options, seed: int | None = None) -> None:
     """ValueError or TypeError for options that no tensors could go with."""
-    check_group(options.group, _OP, name="group")
+    split_group(options.group, OPERATION)
     layout, scheme, precision = options.layout, options.scheme, options.precision
     known = isinstance(layout, Layout) or layout in LAYOUTS
-    _require(known, "layout", f"a Layout or one of {LAYOUTS}", repr(layout))
-    _require(scheme in SCHEMES, "scheme", f"one of {tuple(SCHEMES)}", repr(scheme))
-    _require(precision in _PRECISIONS, "precision", f"one of {_PRECISIONS}", repr(precision))
+    require(known, "layout", f"a Layout or one of {LAYOUTS}", repr(layout))
+    require(scheme in SCHEME_NAMES, "scheme", f"one of {SCHEME_NAMES}", repr(scheme))
+    require(precision in PRECISIONS, "precision", f"one of {PRECISIONS}", repr(precision))
     allowed = (None, torch.float32, torch.bfloat16)
     wire = options.kv_grad_dtype
-    _require(wire in allowed, "kv_grad_dtype", f"one of {allowed}", wire)
-    _check_numbers(options.scale, options.softcap, options.dropout_p, seed)
-    check_window(options.window, _OP)
-
-
-def _bits(number: float) -> int:
-    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
-    return bits
-
-
-def _number(bits: int) -> float:
-    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
-    return number
-
-
-class _Facts:
-    """What ranks have to agree on, as integers to send and as values to print."""
-
-    def __init__(self) -> None:
-        self.words: list[int] = []
-        self._shown: list[tuple[str, tuple[object, ...] | str]] = []
-
-    def integer(self, name: str, value: int) -> None:
-        self.words.append(int(value))
-        self._shown.append((name, "integer"))
-
-    def number(self, name: str, value: float) -> None:
-        self.words.append(_bits(value))
-        self._shown.append((name, "number"))
-
-    def choice(self, name: str, value: object, choices: Sequence[object]) -> None:
-        self.words.append(list(choices).index(value))
-        self._shown.append((name, tuple(choices)))
-
-    def checksum(self, name: str, value: object) -> None:
-        self.words.append(zlib.crc32(repr(value).encode()))
-        self._shown.append((f"{name} (checksum)", "integer"))
-
-    def check(self, rows: list[list[int]], group: ProcessGroup) -> None:
-        """ValueError on every rank, naming the first fact that differs and every rank's value."""
-        for i, (name, kind) in enumerate(self._shown):
-            column: list[object] = [row[i] for row in rows]
-            if kind == "number":
-                column = [_number(row[i]) for row in rows]
-            elif isinstance(kind, tuple):
-                column = [kind[row[i]] for row in rows]
-            check_equal_over_ranks(name, column, group, _OP)
-
-
-def _facts(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: str | Layout,
-    scheme: str,
-    options: BlockOptions,
-    flags: list[bool],
-) -> _Facts:
-    facts = _Facts()
-    facts.choice("the dtype of q", q.dtype, _DTYPES)
-    for name, value in zip("BHD", (q.shape[0], q.shape[1], q.shape[3]), strict=True):
-        facts.integer(f"{name} of q", value)
-    facts.integer("Hkv of k", k.shape[1])
-    facts.integer("Dv of v", v.shape[3])
-    name = "a Layout" if isinstance(layout, Layout) else layout
-    facts.choice("layout", name, (*LAYOUTS, "a Layout"))
-    facts.checksum("layout", layout)
-    facts.choice("scheme", scheme, tuple(SCHEMES))
-    facts.choice("precision", options.precision, _PRECISIONS)
-    facts.integer("is_causal", options.mask.is_causal)
-    facts.integer("window[0]", options.mask.left)
-    facts.integer("window[1]", options.mask.right)
-    facts.checksum("cu_seqlens", options.mask.cu_seqlens)
-    facts.number("scale", options.scale)
-    facts.number("softcap", options.softcap)
-    facts.number("dropout_p", options.dropout_p)
-    for name, flag in zip(
-        ("seed", "key_mask", "alibi_slopes", "sinks", "bfloat16 for kv_grad_dtype"),
-        flags,
-        strict=True,
-    ):
-        facts.integer(f"giving {name}", flag)
-    return facts
+    require(wire in allowed, "kv_grad_dtype", f"one of {allowed}", wire)
+    check_numbers(options.scale, options.softcap, options.dropout_p, seed)
+    check_window(options.window, OPERATION)
 
 
 def ring_attention(
@@ -177,7 +58,7 @@ def ring_attention(
     k: Tensor,
     v: Tensor,
     *,
-    group: ProcessGroup | None,
+    group: ProcessGroup | DeviceMesh | None,
     is_causal: bool = False,
     scale: float | None = None,
     layout: str | Layout = "zigzag",
@@ -206,7 +87,9 @@ def ring_attention(
         q: `[B, H, L, D]`, this rank's queries; L as `layout` says for any S.
         k: `[B, Hkv, L, D]`; H is a multiple of Hkv.
         v: `[B, Hkv, L, Dv]`.
-        group: the P ranks; None is this process alone.
+        group: the P ranks; None is this process alone. A 2-D DeviceMesh ('ring', 'ulysses') holds
+            them in rows; shards then follow the group of all its ranks, whose order is that of
+            ascending ranks of the job: row by row for a mesh of `init_device_mesh`.
         is_causal: a query sees no key after it.
         scale: factor on q k^T; None for 1 / sqrt(D).
         layout: who holds which positions, see `make_layout`.
@@ -224,7 +107,10 @@ def ring_attention(
             first rank.
         scheme: "ring", keys and values go round and memory stays that of a shard; "all_gather", all
             keys and values on every rank at once; "ulysses", an all-to-all from shards of the
-            sequence to shards of the heads and back, for H divisible by P and Hkv by P or P by Hkv.
+            sequence to shards of the heads and back, for H divisible by P and Hkv by P or P by Hkv;
+            "hybrid", this in each row of a mesh, and a ring in each column; "double_ring", rings in
+            rows and seldom a hop between them, for a mesh, or a group with as many ranks on each
+            host; "auto", the one of least cost by the bytes it sends, see `explain_scheme`.
         precision: "exact": blocks are summed up in float32 and rounded once. "fast": blocks of 16
             bits that a kernel of torch serves are its, and rounded one by one; see the docs for the
             error of both.
@@ -244,8 +130,9 @@ def ring_attention(
     Reference:
         Liu, Zaharia, Abbeel: Ring Attention with Blockwise Transformers (2023).
     """
+    whole, grid = split_group(group, OPERATION)
     options = Options(
-        group,
+        whole,
         layout,
         is_causal,
         scale,
@@ -255,6 +142,7 @@ def ring_attention(
         scheme,
         precision,
         kv_grad_dtype,
+        grid,
     )
     tensors = (q, k, v, key_mask, alibi_slopes, sinks)
     if torch.compiler.is_compiling():
@@ -263,6 +151,35 @@ def ring_attention(
         plan, _, way = plan_call(*tensors, cu_seqlens, options, seed)
         out, lse = attend(q, k, v, sinks, key_mask, plan, way)
     return (out, lse) if return_lse else out
+
+
+def explain_scheme(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: ProcessGroup | DeviceMesh | None,
+    is_causal: bool = False,
+    layout: str | Layout = "zigzag",
+    window: tuple[int, int] | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    key_mask: Tensor | None = None,
+    kv_grad_dtype: torch.dtype | None = None,
+) -> SchemeChoice:
+    """What `ring_attention(..., scheme="auto")` takes for these arguments, and why.
+
+    Every rank has to call it: they agree on lengths and learn who shares a host, as they do in
+    `ring_attention`. Without ranks, `choose_scheme` tells the same from sizes.
+
+    Returns:
+        The choice, equal on every rank; `print` it for a table of all candidates.
+    """
+    whole, grid = split_group(group, OPERATION)
+    options = Options(
+        whole, layout, is_causal, window=window, kv_grad_dtype=kv_grad_dtype, grid=grid
+    )
+    made, _, form = _agreed_plan(q, k, v, key_mask, None, None, cu_seqlens, options)
+    return explain(made, q.shape[1], form)
 
 
 def plan_call(
@@ -283,42 +200,62 @@ def plan_call(
     `drawn` is a seed that this rank drew in the place of the missing one; `agreed` is what an
     earlier plan of the same call found, lengths and seed, and spares the message.
     """
-    check_options(options, seed)
-    _check_tensors(q, k, v, key_mask, {"alibi_slopes": alibi_slopes, "sinks": sinks})
-    window = check_window(options.window, _OP)
-    mask = Mask(options.is_causal, *window, check_cu_seqlens(cu_seqlens, _OP))
-    group, scheme = options.group, options.scheme
-    if scheme == "ulysses":
-        check_heads(q.shape[1], k.shape[1], group_size(group), _OP)
-    factor = options.scale if options.scale is not None else 1 / math.sqrt(max(q.shape[3], 1))
-    numbers = (factor, mask, options.softcap or 0.0, options.dropout_p)
-    block = BlockOptions(*numbers, precision=options.precision)
-    half = options.kv_grad_dtype == torch.bfloat16
-    if agreed is None:
-        given = [x is not None for x in (seed, key_mask, alibi_slopes, sinks)]
-        facts = _facts(q, k, v, options.layout, scheme, block, [*given, half])
-        mine = seed if seed is not None else drawn
-        if mine is None:
-            mine = int(torch.randint(1 << 62, ())) if options.dropout_p > 0 else 0
-        agreed = _agree(facts, q.shape[2], mine, given[0], group, q.device)
-    lengths, common = agreed
-    check_end(mask.cu_seqlens, sum(lengths), _OP)
-    made = make_layout(options.layout, sum(lengths), len(lengths), cu_seqlens=mask.cu_seqlens)
-    check_lengths(made, lengths, _OP)
-    wire = torch.bfloat16 if half else accumulation_dtype(q.dtype)
-    slopes = None if alibi_slopes is None else alibi_slopes.detach()
-    offsets = None
-    if mask.cu_seqlens is not None:
-        offsets = torch.tensor(mask.cu_seqlens, device=q.device)
-    plan = Plan(group, made, replace(block, seed=common), offsets, slopes, wire)
-    return plan, lengths, SCHEMES[scheme]
+    tensors = (q, k, v, key_mask, alibi_slopes, sinks)
+    plan, lengths, form = _agreed_plan(*tensors, cu_seqlens, options, seed, drawn, agreed)
+    way, settled = settle(options.scheme, plan, q.shape[1], form, OPERATION)
+    return settled, lengths, way
 
 
 set_planner(plan_call)
 
 
+def _agreed_plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    cu_seqlens: Tensor | Sequence[int] | None,
+    options: Options,
+    seed: int | None = None,
+    drawn: int | None = None,
+    agreed: tuple[list[int], int] | None = None,
+) -> tuple[Plan, list[int], KeysForm]:
+    """(plan before a scheme is settled, lengths of all shards, form of the keys)."""
+    check_options(options, seed)
+    check_tensors(q, k, v, key_mask, {"alibi_slopes": alibi_slopes, "sinks": sinks})
+    window = check_window(options.window, OPERATION)
+    mask = Mask(options.is_causal, *window, check_cu_seqlens(cu_seqlens, OPERATION))
+    group, grid = options.group, options.grid
+    check_scheme(options.scheme, q.shape[1], k.shape[1], group, grid, OPERATION)
+    factor = options.scale if options.scale is not None else 1 / math.sqrt(max(q.shape[3], 1))
+    block = BlockOptions(
+        factor, mask, options.softcap or 0.0, options.dropout_p, precision=options.precision
+    )
+    half = options.kv_grad_dtype == torch.bfloat16
+    if agreed is None:
+        given = [x is not None for x in (seed, key_mask, alibi_slopes, sinks)]
+        facts = collect_facts(q, k, v, options, block, [*given, half])
+        mine = seed if seed is not None else drawn
+        if mine is None:
+            mine = int(torch.randint(1 << 62, ())) if options.dropout_p > 0 else 0
+        agreed = _agree(facts, q.shape[2], mine, given[0], group, q.device)
+    lengths, common = agreed
+    check_end(mask.cu_seqlens, sum(lengths), OPERATION)
+    made = make_layout(options.layout, sum(lengths), len(lengths), cu_seqlens=mask.cu_seqlens)
+    check_lengths(made, lengths, OPERATION, group)
+    wire = torch.bfloat16 if half else accumulation_dtype(q.dtype)
+    slopes = None if alibi_slopes is None else alibi_slopes.detach()
+    offsets = None
+    if mask.cu_seqlens is not None:
+        offsets = torch.tensor(mask.cu_seqlens, device=q.device)
+    plan = Plan(group, made, replace(block, seed=common), offsets, slopes, wire, grid)
+    return plan, lengths, Keys(k, v, key_mask).form
+
+
 def _agree(
-    facts: _Facts,
+    facts: Facts,
     length: int,
     seed: int,
     given: bool,
@@ -328,8 +265,8 @@ def _agree(
     """(lengths of all shards, the seed of all ranks), once every rank holds the same facts."""
     if group is None:
         return [length], seed
-    rows = share([*facts.words, length, seed], group, device, operation=_OP)
+    rows = share([*facts.words, length, seed], group, device, operation=OPERATION)
     facts.check(rows, group)
     if given:
-        check_equal_over_ranks("seed", [row[-1] for row in rows], group, _OP)
+        check_equal_over_ranks("seed", [row[-1] for row in rows], group, OPERATION)
     return [row[-2] for row in rows], rows[0][-1]

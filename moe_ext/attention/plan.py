@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from moe_ext.attention._block import Block, BlockOptions
 from moe_ext.attention._pieces import Runs
 from moe_ext.attention.exchange import Keys, KeysForm
+from moe_ext.attention.grid import Grid
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import Route, plan_route
 from moe_ext.distributed.groups import group_rank
@@ -33,6 +34,7 @@ class Plan:
         offsets: cu_seqlens of the mask on the device, or None.
         alibi_slopes: `[H]` or None.
         grad_dtype: of the gradients of keys and values on the wire.
+        grid: the ranks in rows, for the schemes that have them.
     """
 
     group: ProcessGroup | None
@@ -41,6 +43,7 @@ class Plan:
     offsets: Tensor | None
     alibi_slopes: Tensor | None
     grad_dtype: torch.dtype
+    grid: Grid | None = None
 
     @property
     def rank(self) -> int:
@@ -57,13 +60,17 @@ class Plan:
         """Without library blocks, which have no gradient of a log-sum-exp."""
         return replace(self, options=replace(self.options, precision="exact"))
 
-    def block(self, q: Tensor, source: int, keys: Keys) -> Block:
-        """This rank's queries against the keys of rank `source`."""
-        positions_L = self.layout.positions(self.rank, q.device)
+    def block(self, q: Tensor, source: int, keys: Keys, *, place: int | None = None) -> Block:
+        """This rank's queries against the keys of rank `source`.
+
+        `place` is the shard of the queries, where shards are not those of the ranks.
+        """
+        place = self.rank if place is None else place
+        q_positions = self.layout.positions(place, q.device)
         k_positions = self.layout.positions(source, q.device)
         shards = self.layout.shards
         return self.block_at(
-            q, positions_L, keys, k_positions, q_runs=shards[self.rank], k_runs=shards[source]
+            q, q_positions, keys, k_positions, q_runs=shards[place], k_runs=shards[source]
         )
 
     def block_at(

@@ -204,7 +204,7 @@ class RingSelfAttention(nn.Module):
     ) -> Tensor:
         lengths = gathered_lengths(x.shape[1], self.group, x.device, operation=_NAME)
         made = make_layout(layout, sum(lengths), len(lengths), cu_seqlens=cu_seqlens)
-        check_lengths(made, lengths, _NAME)
+        check_lengths(made, lengths, _NAME, self.group)
         return position_ids_of(
             made.seq_len, group=self.group, layout=made, cu_seqlens=cu_seqlens, device=x.device
         )

@@ -111,7 +111,7 @@ def ring_self_attention(
     check_end(mask.cu_seqlens, sum(lengths), OPERATION)
     check_attn_mask(attn_mask, sum(lengths))
     made = make_layout(layout, sum(lengths), len(lengths), cu_seqlens=mask.cu_seqlens)
-    check_lengths(made, lengths, OPERATION)
+    check_lengths(made, lengths, OPERATION, group)
     call = _Call(group, made, mask, factor, dropout_p, seed)
     out: Tensor = _RingSelfAttention.apply(q, k, v, key_mask, attn_mask, call)
     return out

@@ -325,13 +325,13 @@ class SequenceParallelMLP(nn.Module):
         key = (*facts.values(), x.shape[-2])
         if group is None or key in self._agreed:
             made = make_layout(given, seq_len, size)
-            check_lengths(made, [x.shape[-2]] if group is None else made.sizes, _NAME)
+            check_lengths(made, [x.shape[-2]] if group is None else made.sizes, _NAME, group)
             return made
         rows = share(list(key), group, x.device, operation=_NAME)
         for i, name in enumerate(facts):
             check_equal_over_ranks(name, [row[i] for row in rows], group, _NAME)
         made = make_layout(given, seq_len, size)
-        check_lengths(made, [row[-1] for row in rows], _NAME)
+        check_lengths(made, [row[-1] for row in rows], _NAME, group)
         self._agreed.add(key)
         return made
 

@@ -13,19 +13,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.attention.gather import gather_shards, reduce_scatter_shards
+from moe_ext.attention.grid import ranks_of
 from moe_ext.attention.layouts import Layout, make_layout
 from moe_ext.attention.masks import check_cu_seqlens, check_end
 from moe_ext.distributed.collectives import share
 from moe_ext.distributed.failures import naming_failed_ranks
-from moe_ext.distributed.groups import group_rank, group_size
+from moe_ext.distributed.groups import group_rank, group_ranks, group_size
 
 
 def shard_sequence(
     x: Tensor,
     *,
-    group: ProcessGroup | None,
+    group: ProcessGroup | DeviceMesh | None,
     dim: int,
     layout: str | Layout = "zigzag",
     cu_seqlens: Tensor | Sequence[int] | None = None,
@@ -34,7 +36,7 @@ def shard_sequence(
 
     Args:
         x: any shape and dtype.
-        group: the ranks that share the sequence; None is this process alone.
+        group: the ranks that share the sequence, see `ring_attention`; None is this process alone.
         dim: dimension of the sequence, S long.
         layout: see `make_layout`.
         cu_seqlens: offsets of packed documents, for the layouts that follow them.
@@ -42,6 +44,7 @@ def shard_sequence(
     Returns:
         A copy with L in the place of S; differentiable.
     """
+    group = ranks_of(group, "shard_sequence")
     made = make_layout(layout, x.shape[dim], group_size(group), cu_seqlens=cu_seqlens)
     return x.index_select(dim, made.positions(group_rank(group), x.device))
 
@@ -73,7 +76,7 @@ class _Unshard(torch.autograd.Function):
 def unshard_sequence(
     x: Tensor,
     *,
-    group: ProcessGroup | None,
+    group: ProcessGroup | DeviceMesh | None,
     dim: int,
     layout: str | Layout = "zigzag",
     cu_seqlens: Tensor | Sequence[int] | None = None,
@@ -94,9 +97,10 @@ def unshard_sequence(
         RankFailureError: a rank died or did not answer; the message names it.
     """
     op = "unshard_sequence"
+    group = ranks_of(group, op)
     lengths = gathered_lengths(x.shape[dim], group, x.device, operation=op)
     made = make_layout(layout, sum(lengths), len(lengths), cu_seqlens=cu_seqlens)
-    check_lengths(made, lengths, op)
+    check_lengths(made, lengths, op, group)
     whole: Tensor = _Unshard.apply(x.movedim(dim, 0), made, group)
     return whole.movedim(0, dim)
 
@@ -110,19 +114,28 @@ def gathered_lengths(
     return [row[0] for row in share([length], group, device, operation=operation)]
 
 
-def check_lengths(layout: Layout, lengths: Sequence[int], operation: str) -> None:
-    """ValueError unless every rank's shard is as long as its layout says."""
-    if tuple(lengths) != layout.sizes:
-        raise ValueError(
-            f"{operation}: expected the shards of a {layout.name} layout of {layout.seq_len} "
-            f"positions to be {list(layout.sizes)} long, got {list(lengths)}"
-        )
+def check_lengths(
+    layout: Layout, lengths: Sequence[int], operation: str, group: ProcessGroup | None
+) -> None:
+    """ValueError, naming the ranks, unless every rank's shard is as long as its layout says."""
+    if tuple(lengths) == layout.sizes:
+        return
+    ranks = (0,) if group is None else group_ranks(group)
+    wrong = ", ".join(
+        f"{found} in the place of {size} on rank {rank}"
+        for rank, found, size in zip(ranks, lengths, layout.sizes, strict=True)
+        if found != size
+    )
+    raise ValueError(
+        f"{operation}: expected the shards of a {layout.name} layout of {layout.seq_len} "
+        f"positions to be {list(layout.sizes)} long, got {list(lengths)}: {wrong}"
+    )
 
 
 def position_ids(
     seq_len: int,
     *,
-    group: ProcessGroup | None,
+    group: ProcessGroup | DeviceMesh | None,
     layout: str | Layout = "zigzag",
     cu_seqlens: Tensor | Sequence[int] | None = None,
     restart: bool = True,
@@ -138,6 +151,7 @@ def position_ids(
         restart: count from 0 in each document; False for positions in the whole sequence.
         device: of the result.
     """
+    group = ranks_of(group, "position_ids")
     made = make_layout(layout, seq_len, group_size(group), cu_seqlens=cu_seqlens)
     ids_L = made.positions(group_rank(group), device)
     offsets = check_cu_seqlens(cu_seqlens, "position_ids")
@@ -197,7 +211,7 @@ def token_mean_loss(
     loss_sum: Tensor,
     num_tokens: Tensor | int,
     *,
-    group: ProcessGroup | None,
+    group: ProcessGroup | DeviceMesh | None,
     grad_scale: float = 1.0,
 ) -> Tensor:
     """Mean of the loss over the tokens of all ranks, as one process has it, equal on every rank.
@@ -213,6 +227,7 @@ def token_mean_loss(
         group: ranks that share the sequence.
         grad_scale: factor on the gradient.
     """
+    group = ranks_of(group, "token_mean_loss")
     count = torch.as_tensor(num_tokens, device=loss_sum.device)
     if loss_sum.dim() != 0 or count.dim() != 0:
         raise ValueError(

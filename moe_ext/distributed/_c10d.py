@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -21,6 +22,11 @@ def set_ddp_ignored(module: nn.Module, names: list[str]) -> None:
 def ddp_ignored(ddp: DistributedDataParallel) -> set[str]:
     """Names, relative to `ddp.module`, that the wrapper leaves alone."""
     return set(ddp.parameters_to_ignore)
+
+
+def flat_group(mesh: DeviceMesh) -> ProcessGroup:
+    """The group of all ranks of a mesh, made once and kept with the mesh."""
+    return mesh._flatten().get_group()
 
 
 def group_of_name(name: str) -> ProcessGroup | None:

@@ -59,6 +59,14 @@ def remember_processes(ranks: tuple[int, ...], identities: list[tuple[int, int]]
     _processes.update(zip(ranks, identities, strict=True))
 
 
+def known_hosts(ranks: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The host of each global rank, counted from 0; None unless all are known."""
+    if any(rank not in _processes for rank in ranks):
+        return None
+    numbers: dict[int, int] = {}
+    return tuple(numbers.setdefault(_processes[rank][0], len(numbers)) for rank in ranks)
+
+
 def _is_dead_here(rank: int) -> bool | None:
     """Whether the process of a rank on this host has ended; None when that cannot be told."""
     host, pid = _processes.get(rank, (0, 0))

@@ -1,9 +1,14 @@
 """Attention of one process by the formula, and cases that ranks and one process both compute."""
 
+import contextlib
+
+import pytest
 import torch
 import torch.distributed as dist
 
 from moe_ext.attention import ring_attention, shard_sequence
+from moe_ext.attention.exchange import Exchange
+from moe_ext.attention.grid import ranks_of
 
 
 def visible(seq_len, is_causal=False, window=None, cu_seqlens=None):
@@ -101,9 +106,46 @@ def expect_equal(found, expected, *, group, layout="zigzag", cu_seqlens=None, rt
         if name == "dsinks":
             part = part.clone()
             if group is not None:
-                dist.all_reduce(part, group=group)
+                dist.all_reduce(part, group=ranks_of(group, "helpers"))
         else:
             full = shard_sequence(full, group=group, dim=2, layout=layout, cu_seqlens=cu_seqlens)
         torch.testing.assert_close(
             part, full.to(part.dtype), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+@contextlib.contextmanager
+def bytes_sent():
+    """A list whose sum is the bytes that this rank sends to others, the small share apart."""
+    counted, real = [], {}
+
+    def post(self, sends, *args):
+        counted.extend(message.nbytes for message, _ in sends)
+        return real["post"](self, sends, *args)
+
+    def all_gather(parts, x, group=None):
+        # The message by which ranks compare their arguments is of int64, which no keys are.
+        counted.append((len(parts) - 1) * x.nbytes * (x.dtype != torch.int64))
+        return real["all_gather"](parts, x, group=group)
+
+    def reduce_scatter(out, parts, group=None):
+        counted.append((len(parts) - 1) * out.nbytes)
+        return real["reduce_scatter"](out, parts, group=group)
+
+    def all_to_all_single(out, x, receive, send, group=None):
+        others = sum(send) - send[dist.get_rank(group)]
+        counted.append(others * x[:1].nbytes)
+        return real["all_to_all_single"](out, x, receive, send, group=group)
+
+    replacements = {
+        "all_gather": all_gather,
+        "reduce_scatter": reduce_scatter,
+        "all_to_all_single": all_to_all_single,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, replacement in replacements.items():
+            real[name] = getattr(dist, name)
+            patch.setattr(dist, name, replacement)
+        real["post"] = Exchange.post
+        patch.setattr(Exchange, "post", post)
+        yield counted

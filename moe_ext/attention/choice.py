@@ -1,0 +1,293 @@
+"""Chooses a scheme by what each would send, and says why.
+
+Shapes: B batch, H heads, Hkv heads of keys and values, S whole sequence, D and Dv head dims,
+    P ranks of the group.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_ext.attention._block import accumulation_dtype
+from moe_ext.attention.costs import (
+    Traffic,
+    Workload,
+    all_gather_traffic,
+    double_ring_traffic,
+    hybrid_traffic,
+    ring_traffic,
+)
+from moe_ext.attention.exchange import KeysForm
+from moe_ext.attention.grid import Grid, even_grid, grid_of_hosts
+from moe_ext.attention.layouts import Layout, make_layout
+from moe_ext.attention.masks import Mask, check_cu_seqlens, check_end, check_window
+from moe_ext.attention.ulysses import heads_refused
+
+_OP = "choose_scheme"
+_FORMULAS: dict[str, Callable[[Workload, Grid], Traffic]] = {
+    "ring": ring_traffic,
+    "double_ring": double_ring_traffic,
+    "all_gather": all_gather_traffic,
+    "ulysses": hybrid_traffic,
+    "hybrid": hybrid_traffic,
+}
+# As much as a link of 12 GB/s carries in the 5 us that a message takes to start.
+ROUND_BYTES = 1 << 16
+# Products that an accelerator does while a link inside a host carries a byte.
+FLOPS_PER_BYTE = 2000
+# Keys of all ranks on each are no longer memory of a shard; up to here that does not matter.
+GATHERED_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A scheme and what it would cost, by the rank that sends most.
+
+    Attributes:
+        scheme: name for `ring_attention`.
+        shape: (rows, ranks of a row); rows are those of a 2-D mesh.
+        forward_bytes: that a rank sends in the forward pass.
+        backward_bytes: that a rank sends in the backward pass.
+        abroad_bytes: those of both that go to other hosts.
+        rounds: exchanges one after the other, of both.
+        held_bytes: keys, values, exchanged queries and all their gradients, beside its own shards.
+        cost: what the choice goes by, in bytes inside a host.
+        refused: why it cannot be or is not taken, None where it can.
+    """
+
+    scheme: str
+    shape: tuple[int, int]
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    abroad_bytes: int = 0
+    rounds: int = 0
+    held_bytes: int = 0
+    cost: int = 0
+    refused: str | None = None
+
+
+@dataclass(frozen=True)
+class SchemeChoice:
+    """The scheme with the least cost, and all candidates; print it for a table.
+
+    Attributes:
+        scheme: name for `ring_attention`.
+        grid: ranks of the group in rows, for the scheme.
+        reason: one line.
+        candidates: cheapest first, then those that are refused.
+    """
+
+    scheme: str
+    grid: Grid
+    reason: str
+    candidates: tuple[Candidate, ...]
+
+    def __str__(self) -> str:
+        header = ("scheme", "rows x ranks", "forward", "backward", "to other hosts", "rounds")
+        table: list[tuple[str, ...]] = [(*header, "held", "cost")]
+        for c in self.candidates:
+            shape = f"{c.shape[0]} x {c.shape[1]}"
+            amounts = (c.forward_bytes, c.backward_bytes, c.abroad_bytes)
+            cells = [*map(_amount, amounts), str(c.rounds), *map(_amount, (c.held_bytes, c.cost))]
+            if c.refused is not None and c.held_bytes == 0:
+                cells = ["-"] * len(cells)
+            table.append((c.scheme, shape, *cells))
+        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+        lines = [self.reason]
+        for row, note in zip(table, ["", *(c.refused for c in self.candidates)], strict=True):
+            cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+            lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:], note or ""]).rstrip())
+        return "\n".join(lines)
+
+
+def _amount(num_bytes: int) -> str:
+    """A number of bytes in three digits."""
+    if num_bytes < 1024:
+        return f"{num_bytes} B"
+    size = float(num_bytes)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        size /= 1024
+        if size < 999.5 or unit == "TiB":
+            break
+    return f"{size:.3g} {unit}"
+
+
+def _shapes(work: Workload, grid: Grid | None) -> list[tuple[str, Grid]]:
+    """Every scheme with every shape that could be meant, the simplest first."""
+    size = work.num_ranks
+    line = even_grid(size, size)
+    found = [("ring", line), ("all_gather", line), ("ulysses", line)]
+    if grid is not None:
+        return [*found, ("double_ring", grid), ("hybrid", grid)]
+    by_host = grid_of_hosts(work.hosts)
+    if by_host is not None and min(by_host.shape) > 1:
+        found.append(("double_ring", by_host))
+    inner = [u for u in range(2, size) if size % u == 0]
+    return [*found, *(("hybrid", even_grid(size, u)) for u in inner)]
+
+
+def _judge(
+    work: Workload, scheme: str, grid: Grid, flops: tuple[list[int], list[int]]
+) -> Candidate:
+    """One line of the table."""
+    ranks = grid.shape[1] if scheme in ("ulysses", "hybrid") else 1
+    refused = heads_refused(work.heads, work.form.heads, ranks)
+    if refused is not None:
+        return Candidate(scheme, grid.shape, refused=f"expects {refused}")
+    traffic = _FORMULAS[scheme](work, grid)
+    passes = (traffic.forward, traffic.backward)
+    costs = [0] * work.num_ranks
+    for one, products in zip(passes, flops, strict=True):
+        for rank in range(work.num_ranks):
+            beside = max(0, one.beside[rank] - products[rank] // FLOPS_PER_BYTE)
+            costs[rank] += one.awaited[rank] + beside + ROUND_BYTES * one.rounds
+    if scheme == "all_gather" and traffic.held > GATHERED_BYTES:
+        refused = f"holds more than {_amount(GATHERED_BYTES)}, and more with every rank"
+    abroad = [sum(both) for both in zip(*(one.abroad for one in passes), strict=True)]
+    return Candidate(
+        scheme,
+        grid.shape,
+        forward_bytes=max(traffic.forward.sent),
+        backward_bytes=max(traffic.backward.sent),
+        abroad_bytes=max(abroad),
+        rounds=traffic.forward.rounds + traffic.backward.rounds,
+        held_bytes=traffic.held,
+        cost=max(costs),
+        refused=refused,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def choose(work: Workload, grid: Grid | None) -> SchemeChoice:
+    """The cheapest of all schemes, by arithmetic on what every rank knows.
+
+    The cost of a rank is the bytes it sends, those to other hosts `ABROAD_FACTOR` times, and
+    `ROUND_BYTES` for each round. Hops of a ring run beside the products of the blocks, so that
+    many bytes less are counted. The highest of all ranks counts; of equals the simplest is taken.
+    """
+    areas = work.layout.areas(work.mask)
+    form = work.form
+    each = 2 * work.batch * work.heads * (form.dim + form.v_dim)
+    flops = [area * each for area in areas], [area * each * 5 // 2 for area in areas]
+    shapes = _shapes(work, grid)
+    judged = [_judge(work, scheme, shape, flops) for scheme, shape in shapes]
+    legal = [i for i, candidate in enumerate(judged) if candidate.refused is None]
+    best = min(legal, key=lambda i: judged[i].cost)
+    order = sorted(
+        range(len(judged)), key=lambda i: (judged[i].refused is not None, judged[i].cost)
+    )
+    return SchemeChoice(
+        shapes[best][0],
+        shapes[best][1],
+        _reason(judged, best, order),
+        tuple(judged[i] for i in order),
+    )
+
+
+def _reason(judged: Sequence[Candidate], best: int, order: Sequence[int]) -> str:
+    name = _titled(judged[best])
+    others = [i for i in order if i != best and judged[i].refused is None]
+    if not others:
+        return f"{name}: no other scheme can serve"
+    other = judged[others[0]]
+    if other.cost == judged[best].cost:
+        return f"{name}: as cheap as {_titled(other)}, and simpler"
+    return (
+        f"{name}: costs {_amount(judged[best].cost)}, the next, {_titled(other)}, "
+        f"{_amount(other.cost)}"
+    )
+
+
+def _titled(candidate: Candidate) -> str:
+    if candidate.scheme in ("hybrid", "double_ring"):
+        return f"{candidate.scheme} {candidate.shape[0]} x {candidate.shape[1]}"
+    return candidate.scheme
+
+
+def choose_scheme(
+    *,
+    batch: int,
+    heads: int,
+    seq_len: int,
+    dim: int,
+    num_ranks: int,
+    kv_heads: int | None = None,
+    v_dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    layout: str | Layout = "zigzag",
+    is_causal: bool = False,
+    window: tuple[int, int] | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    has_key_mask: bool = False,
+    kv_grad_dtype: torch.dtype | None = None,
+    hosts: Sequence[int] | None = None,
+    mesh_shape: tuple[int, int] | None = None,
+) -> SchemeChoice:
+    """What `ring_attention(..., scheme="auto")` takes for such sizes, without any process group.
+
+    The cost of a rank is the bytes it sends in both passes, those to other hosts 8 times, and 64
+    KiB for each round of exchange. A ring's hops run beside its blocks: a byte less for each 2000
+    operations of the products. All-gather is left out where it would hold more than 64 MiB.
+
+    Args:
+        batch: B.
+        heads: H.
+        seq_len: S.
+        dim: D.
+        num_ranks: P.
+        kv_heads: Hkv, None for H.
+        v_dim: Dv, None for D.
+        dtype: of queries, keys and values.
+        layout: see `make_layout`.
+        is_causal: see `ring_attention`.
+        window: see `ring_attention`.
+        cu_seqlens: see `ring_attention`.
+        has_key_mask: whether a mask of keys travels with them.
+        kv_grad_dtype: see `ring_attention`.
+        hosts: for each rank the number of its host; None for one host.
+        mesh_shape: (rows, ranks of a row) of a 2-D mesh, whose rows count as hosts then.
+
+    Returns:
+        The choice; `print` it for a table of all candidates.
+
+    Raises:
+        ValueError: sizes that go with no attention.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "dim": dim}
+    for name, size in {**sizes, "num_ranks": num_ranks, "seq_len": seq_len}.items():
+        if size < (0 if name == "seq_len" else 1):
+            raise ValueError(f"{_OP}: expected {name} to be positive, got {size}")
+    if heads % kv_heads:
+        raise ValueError(
+            f"{_OP}: expected heads to be a multiple of the {kv_heads} kv_heads, got {heads}"
+        )
+    if hosts is not None and len(hosts) != num_ranks:
+        raise ValueError(
+            f"{_OP}: expected hosts to be of {num_ranks} ranks, got {len(hosts)} numbers"
+        )
+    if mesh_shape is not None and mesh_shape[0] * mesh_shape[1] != num_ranks:
+        raise ValueError(
+            f"{_OP}: expected mesh_shape to hold {num_ranks} ranks, got {tuple(mesh_shape)}"
+        )
+    offsets = check_cu_seqlens(cu_seqlens, _OP)
+    check_end(offsets, seq_len, _OP)
+    made = make_layout(layout, seq_len, num_ranks, cu_seqlens=offsets)
+    form = KeysForm(batch, kv_heads, dim, dim if v_dim is None else v_dim, dtype, has_key_mask)
+    wire = torch.bfloat16 if kv_grad_dtype == torch.bfloat16 else accumulation_dtype(dtype)
+    mask = Mask(is_causal, *check_window(window, _OP), offsets)
+    grid = None if mesh_shape is None else even_grid(num_ranks, mesh_shape[1])
+    work = Workload(batch, heads, form, wire, made, mask, hosts_of(num_ranks, hosts, grid))
+    return choose(work, grid)
+
+
+def hosts_of(num_ranks: int, hosts: Sequence[int] | None, grid: Grid | None) -> tuple[int, ...]:
+    """For each rank the number of its host: its row of a grid, else what is known, else one."""
+    if grid is not None:
+        return tuple(grid.place(rank)[0] for rank in range(num_ranks))
+    return (0,) * num_ranks if hosts is None else tuple(hosts)

@@ -1,0 +1,467 @@
+"""Every scheme against one process, and what it sends against its formula."""
+
+import contextlib
+import functools
+import itertools
+import os
+import signal
+import time
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import bytes_sent, expect_equal, make_inputs, sharded, whole
+from test_ring_attention import CASES
+from torch.distributed.device_mesh import init_device_mesh
+
+from moe_ext.attention import (
+    LAYOUTS,
+    Mask,
+    double_ring,
+    explain_scheme,
+    make_layout,
+    position_ids,
+    ring_attention,
+    shard_sequence,
+    token_mean_loss,
+    unshard_sequence,
+)
+from moe_ext.attention.choice import _FORMULAS
+from moe_ext.attention.costs import Workload
+from moe_ext.attention.exchange import KeysForm
+from moe_ext.attention.grid import even_grid
+from moe_ext.attention.plan import Plan
+from moe_ext.distributed import RankFailureError, collectives
+from moe_ext.testing import spawn_ranks
+
+TIGHT = {"rtol": 1e-10, "atol": 1e-11}
+PER_HEAD = ("alibi_slopes", "sinks")
+SHAPES = {
+    2: [(1, 2), (2, 1)],
+    3: [(1, 3), (3, 1)],
+    4: [(1, 4), (2, 2), (4, 1)],
+    6: [(2, 3), (3, 2)],
+    8: [(2, 4), (4, 2)],
+}
+FLAT = ("ring", "all_gather", "ulysses", "auto")
+CHECKS = {}
+
+
+def check(*num_ranks):
+    """Register a function for groups of so many ranks."""
+
+    def register(function):
+        for count in num_ranks:
+            CHECKS.setdefault(count, {})[function.__name__] = function
+        return function
+
+    return register
+
+
+@functools.cache
+def mesh(shape):
+    return init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
+
+
+def ways():
+    """(scheme, group) of every scheme and shape for this number of ranks."""
+    shapes = SHAPES[dist.get_world_size()]
+    found = [(scheme, mesh(shape)) for scheme in ("hybrid", "double_ring") for shape in shapes]
+    return [*found, *((scheme, dist.group.WORLD) for scheme in FLAT), ("auto", mesh(shapes[-1]))]
+
+
+def compare(inputs, scheme, group, layout, tolerances=TIGHT, reference=None, **kwargs):
+    found = sharded(*inputs, group=group, layout=layout, scheme=scheme, **kwargs)
+    expected = whole(*(reference or inputs), **kwargs)
+    where = {"layout": layout, "cu_seqlens": kwargs.get("cu_seqlens")}
+    expect_equal(found, expected, group=group, **where, **tolerances)
+
+
+def row_size(group):
+    return dist.get_world_size() if group is dist.group.WORLD else group.size(1)
+
+
+@check(2, 3, 4, 6)
+def schemes_equal_one_process():
+    num_ranks = dist.get_world_size()
+    heads = 2 * num_ranks
+    groups_of_heads = itertools.cycle((heads, num_ranks, 1, 2))
+    layouts = itertools.cycle(LAYOUTS)
+    repeats = 2 if num_ranks < 4 else 1
+    for (scheme, group), case, _ in itertools.product(ways(), CASES, range(repeats)):
+        layout, kv_heads = next(layouts), next(groups_of_heads)
+        kwargs = {"cu_seqlens": (0, 20, 20, 37), **CASES[case]}
+        if layout not in ("per_document", "cost_balanced") and "documents" not in case:
+            kwargs["cu_seqlens"] = CASES[case].get("cu_seqlens")
+        if scheme in ("ulysses", "hybrid") and max(row_size(group), 2) % kv_heads:
+            kv_heads = row_size(group)
+        inputs = make_inputs(heads=heads, kv_heads=kv_heads)
+        per_head = {n: kwargs[n][torch.arange(heads) % 4] for n in PER_HEAD if n in kwargs}
+        try:
+            compare(inputs, scheme, group, layout, **{**kwargs, **per_head})
+        except BaseException as error:
+            raise AssertionError(f"{scheme} {group} {layout} {case} {kv_heads}") from error
+
+
+@check(2, 3, 4)
+def lengths_down_to_none():
+    cases = [{"is_causal": True}, {"window": (1, 0)}, {"is_causal": True, "cu_seqlens": True}]
+    for (scheme, group), seq_len, kwargs in itertools.product(ways(), (0, 1, 3, 6), cases):
+        if "cu_seqlens" in kwargs:
+            kwargs = {**kwargs, "cu_seqlens": (0, 0, seq_len // 2, seq_len // 2, seq_len)}
+        inputs = make_inputs(seq_len=seq_len, heads=dist.get_world_size(), kv_heads=1)
+        for layout in ("contiguous", "zigzag"):
+            compare(inputs, scheme, group, layout, **kwargs)
+
+
+@check(2, 4)
+def dtypes_are_rounded_once():
+    num_ranks = dist.get_world_size()
+    kwargs = {"is_causal": True, "key_mask": (torch.arange(131) % 7 != 2)[None]}
+    dtypes = itertools.cycle((torch.bfloat16, torch.float16, torch.float32))
+    for scheme, group in ways():
+        dtype = next(dtypes)
+        inputs = make_inputs(
+            1, 2 * num_ranks, num_ranks, seq_len=131, dim=32, v_dim=32, dtype=dtype
+        )
+        found = sharded(*inputs, group=group, scheme=scheme, **kwargs)
+        expected = whole(*(x.double() for x in inputs), **kwargs)
+        for i, (part, full) in enumerate(zip(found, expected, strict=True)):
+            part = unshard_sequence(part, group=group, dim=2)
+            floor = (full.to(part.dtype).double() - full).norm()
+            error = (part.double() - full).norm()
+            assert error <= 1.03 * floor + 2e-6 * full.norm(), (scheme, i, error / full.norm())
+
+
+@check(4)
+def library_blocks_in_every_scheme():
+    inputs = make_inputs(1, 8, 4, seq_len=260, dim=16, v_dim=16, dtype=torch.bfloat16)
+    expected = whole(*(x.double() for x in inputs), is_causal=True)
+    for scheme, group in ways():
+        leaves = [shard_sequence(x, group=group, dim=2).requires_grad_() for x in inputs[:3]]
+        given = {"group": group, "scheme": scheme, "precision": "fast", "is_causal": True}
+        out = ring_attention(*leaves, **given)
+        (out * shard_sequence(inputs[3], group=group, dim=2)).sum().backward()
+        full = unshard_sequence(out.detach(), group=group, dim=2).double()
+        error = (full - expected[0]).norm() / expected[0].norm()
+        # More than one rounding, and no wrong key.
+        assert error <= 6e-3, (scheme, error)
+
+
+@check(2, 4)
+def dropout_is_that_of_one_process():
+    inputs = make_inputs(heads=2 * dist.get_world_size(), kv_heads=dist.get_world_size())
+    kwargs = {"is_causal": True, "dropout_p": 0.4, "seed": 11}
+    expected = sharded(*inputs, group=None, **kwargs)
+    for scheme, group in ways():
+        found = sharded(*inputs, group=group, scheme=scheme, **kwargs)
+        expect_equal(found, expected, group=group, **TIGHT)
+
+
+def workload(inputs, layout, wire, masked, *, is_causal=False, window=(-1, -1), cu_seqlens=None):
+    q, k, v, _ = inputs
+    num_ranks = dist.get_world_size()
+    form = KeysForm(k.shape[0], k.shape[1], q.shape[3], v.shape[3], q.dtype, masked)
+    made = make_layout(layout, q.shape[2], num_ranks, cu_seqlens=cu_seqlens)
+    mask = Mask(is_causal, *window, cu_seqlens)
+    return Workload(q.shape[0], q.shape[1], form, wire, made, mask, (0,) * num_ranks)
+
+
+MASKS = [
+    ("zigzag", {"is_causal": True}),
+    ("contiguous", {"is_causal": True}),
+    ("contiguous", {"window": (4, 0)}),
+    ("contiguous", {"window": (13, 3)}),
+    ("striped", {"window": (2, 1)}),
+    ("contiguous", {"is_causal": True, "cu_seqlens": (0, 9, 9, 30, 43)}),
+    ("per_document", {"is_causal": True, "cu_seqlens": (0, 9, 9, 30, 43)}),
+]
+
+
+@check(2, 3, 4, 6)
+def bytes_sent_are_those_of_the_formula():
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    wires = itertools.cycle((torch.float32, torch.float32, torch.bfloat16, torch.bfloat16))
+    masked = itertools.cycle((False, True, True))
+    counts = itertools.cycle((2 * num_ranks, 1))
+    for (scheme, group), (layout, kwargs) in itertools.product(ways(), MASKS):
+        if scheme == "auto":
+            continue
+        wire, has_mask = next(wires), next(masked)
+        inputs = make_inputs(
+            heads=2 * num_ranks, kv_heads=next(counts), seq_len=43, dtype=torch.bfloat16
+        )
+        key_mask = torch.ones(2, 43, dtype=torch.bool) if has_mask else None
+        where = {"group": group, "layout": layout, "cu_seqlens": kwargs.get("cu_seqlens")}
+        parts = [shard_sequence(x, dim=2, **where).requires_grad_() for x in inputs[:3]]
+        options = {"kv_grad_dtype": wire, "scheme": scheme, **kwargs}
+        if has_mask:
+            options["key_mask"] = shard_sequence(key_mask, dim=1, **where)
+        with bytes_sent() as forward:
+            out = ring_attention(*parts, group=group, layout=layout, **options)
+        with bytes_sent() as backward:
+            out.sum().backward()
+        work = workload(inputs, layout, wire, has_mask, **kwargs)
+        traffic = _FORMULAS[scheme](work, even_grid(num_ranks, row_size(group)))
+        expected = [traffic.forward.sent[rank], traffic.backward.sent[rank]]
+        found = [sum(forward), sum(backward)]
+        assert found == expected, (scheme, str(group), layout, kwargs, found, expected)
+
+
+@check(2, 4, 8)
+def a_ring_sends_as_few_bytes_as_it_says():
+    num_ranks = dist.get_world_size()
+    inputs = make_inputs(1, 2, 2, seq_len=4 * num_ranks, dtype=torch.bfloat16)
+    shard = 2 * 4 * (8 + 6) * 2
+    groups = [("ring", dist.group.WORLD)]
+    groups += [("double_ring", mesh(shape)) for shape in SHAPES[num_ranks]]
+    for scheme, group in groups:
+        for wire, per_hop in ((torch.float32, 4), (torch.bfloat16, 3)):
+            with bytes_sent() as counted:
+                sharded(*inputs, group=group, scheme=scheme, is_causal=True, kv_grad_dtype=wire)
+            assert sum(counted) == shard * (num_ranks - 1) * per_hop
+
+
+@check(4)
+def the_choice_is_the_same_on_every_rank_and_says_why():
+    num_ranks = dist.get_world_size()
+    for group, (layout, kwargs) in itertools.product((dist.group.WORLD, mesh((2, 2))), MASKS):
+        inputs = make_inputs(heads=8, kv_heads=4, seq_len=43, dtype=torch.bfloat16)
+        where = {"group": group, "layout": layout, "cu_seqlens": kwargs.get("cu_seqlens")}
+        parts = [shard_sequence(x, dim=2, **where) for x in inputs]
+        choice = explain_scheme(*parts[:3], group=group, layout=layout, **kwargs)
+        texts = [None] * num_ranks
+        dist.all_gather_object(texts, str(choice))
+        assert len(set(texts)) == 1
+        with bytes_sent() as forward:
+            leaves = [x.requires_grad_() for x in parts[:3]]
+            out = ring_attention(*leaves, group=group, layout=layout, scheme="auto", **kwargs)
+        with bytes_sent() as backward:
+            out.sum().backward()
+        most = torch.tensor([sum(forward), sum(backward)])
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        best = choice.candidates[0]
+        assert best.scheme == choice.scheme
+        assert most.tolist() == [best.forward_bytes, best.backward_bytes], str(choice)
+
+
+@check(6)
+def hops_between_rings_are_few_and_posted_early():
+    inputs = make_inputs(seq_len=36, dtype=torch.bfloat16)
+    for rings, inner in SHAPES[6]:
+        events, place = [], divmod(dist.get_rank(), inner)
+        real_post, real_attend = double_ring.Exchange.post, double_ring.attend_
+        real_wait = double_ring.Hop.wait
+
+        def post(self, sends, *rest, real=real_post, into=events, place=place, inner=inner):
+            hop = real(self, sends, *rest)
+            for _, rank in sends:
+                between = divmod(rank, inner)[0] != place[0]
+                hop.between = between
+                into.append("between" if between else "inside")
+            return hop
+
+        def wait(self, real=real_wait, into=events):
+            if getattr(self, "between", False) and self._works:
+                into.append("awaited")
+            return real(self)
+
+        def attend(*args, real=real_attend, into=events):
+            into.append("block")
+            return real(*args)
+
+        q, k, v, _ = (shard_sequence(x, group=mesh((rings, inner)), dim=2) for x in inputs)
+        double_ring.Exchange.post, double_ring.attend_ = post, attend
+        double_ring.Hop.wait = wait
+        try:
+            ring_attention(
+                q, k, v, group=mesh((rings, inner)), scheme="double_ring", is_causal=True
+            )
+        finally:
+            double_ring.Exchange.post, double_ring.attend_ = real_post, real_attend
+            double_ring.Hop.wait = real_wait
+        assert events.count("between") == rings - 1
+        assert events.count("inside") == rings * (inner - 1)
+        for number in range(rings - 1):
+            start = [i for i, e in enumerate(events) if e == "between"][number]
+            stop = [i for i, e in enumerate(events) if e == "awaited"][number]
+            assert events[start:stop].count("block") == inner, events
+
+
+@check(4)
+def helpers_take_meshes():
+    group = mesh((2, 2))
+    x = torch.arange(37.0)[:, None]
+    part = shard_sequence(x, group=group, dim=0)
+    assert torch.equal(part[:, 0].long(), position_ids(37, group=group))
+    assert torch.equal(unshard_sequence(part, group=group, dim=0), x)
+    mean = token_mean_loss(part.sum(), len(part), group=group)
+    assert mean.item() == 18.0
+    row = dist.get_rank() // 2 * 2
+    wide = make_layout("zigzag", 37, 4)
+    assert set(part[:, 0].long().tolist()) == set(
+        wide.positions(row + dist.get_rank() % 2).tolist()
+    )
+
+
+def refused(match, *tensors, error=ValueError, **kwargs):
+    with pytest.raises(error, match=match):
+        ring_attention(*tensors, **kwargs)
+
+
+@check(2, 4)
+def what_differs_between_ranks_is_refused_on_all():
+    odd, num_ranks = dist.get_rank() == 1, dist.get_world_size()
+    for scheme, group in ways():
+        given = {"group": group, "scheme": scheme}
+        inputs = make_inputs(heads=2 * num_ranks, kv_heads=num_ranks)
+        q, k, v, _ = (shard_sequence(x, group=group, dim=2) for x in inputs)
+        match = "the dtype of q to be equal .* torch.float64 on rank 0, torch.float32 on rank 1"
+        refused(match, *(x.float() if odd else x for x in (q, k, v)), **given)
+        match = "Dv of v to be equal .* 6 on rank 0, 5 on rank 1"
+        refused(match, q, k, v[..., odd:], **given)
+        match = r"long, got \[.*\]: .*in the place of .* on rank"
+        refused(match, *(x[:, :, odd:] for x in (q, k, v)), **given)
+    other = "ring" if odd else "all_gather"
+    match = "scheme to be equal .* all_gather on rank 0, ring on rank 1"
+    refused(match, q, k, v, group=dist.group.WORLD, scheme=other)
+
+
+@check(4)
+def groups_that_no_scheme_can_use_are_refused():
+    q, k, v, _ = make_inputs(heads=6, kv_heads=6)
+    match = "group to be a 2-D DeviceMesh .'ring', 'ulysses'. for scheme 'hybrid', got a group of 4"
+    refused(match, q, k, v, group=dist.group.WORLD, scheme="hybrid")
+    match = "heads of q to be a multiple of the 4 ranks that share them, .* got 6 and 6"
+    refused(match, q, k, v, group=mesh((1, 4)), scheme="hybrid")
+    swapped = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "ring"))
+    refused("dims of group to be .'ring', 'ulysses'., in this order", q, k, v, group=swapped)
+    cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "ring", "ulysses"))
+    refused("group to be a mesh of one dim, or of two with names", q, k, v, group=cube)
+    nameless = init_device_mesh("cpu", (2, 2))
+    refused("group to be a mesh of one dim, or of two with names", q, k, v, group=nameless)
+    refused("to be None or a ProcessGroup or DeviceMesh", q, k, v, group=7, error=TypeError)
+
+
+@check(4)
+def slices_of_a_mesh_are_groups():
+    inputs = make_inputs(kv_heads=2)
+    cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "ring", "ulysses"))
+    expected = whole(*inputs, is_causal=True)
+    for scheme in ("hybrid", "double_ring", "auto"):
+        part = cube["ring", "ulysses"]
+        found = sharded(*inputs, group=part, scheme=scheme, is_causal=True)
+        expect_equal(found, expected, group=part, **TIGHT)
+    line = cube["ring"]
+    found = sharded(*inputs, group=line, is_causal=True)
+    expect_equal(found, expected, group=line, **TIGHT)
+
+
+@contextlib.contextmanager
+def host(number):
+    """Have this process pass for one of another host."""
+    real = collectives.process_identity
+    collectives.process_identity = lambda: (number + 1, os.getpid())
+    try:
+        yield
+    finally:
+        collectives.process_identity = real
+
+
+@check(4)
+def rows_of_a_double_ring_are_the_hosts():
+    group, rank, inputs = dist.group.WORLD, dist.get_rank(), make_inputs()
+    parts = [shard_sequence(x, group=group, dim=2) for x in inputs[:3]]
+    # All ranks are here: one row, which is a plain ring.
+    compare(inputs, "double_ring", group, "zigzag", is_causal=True)
+    for hosts in ((0, 0, 1, 1), (0, 1, 0, 1)):
+        with host(hosts[rank]):
+            compare(inputs, "double_ring", group, "zigzag", is_causal=True)
+            choice = explain_scheme(*parts, group=group, is_causal=True)
+        assert ("double_ring", (2, 2)) in [(c.scheme, c.shape) for c in choice.candidates]
+    with host(rank == 3):
+        match = "of hosts with as many ranks each, .* got hosts of .3, 1. ranks"
+        refused(match, *parts, group=group, scheme="double_ring")
+    explain_scheme(*parts, group=group)
+
+
+@check(1)
+def groups_of_one():
+    group = init_device_mesh("cpu", (1, 1), mesh_dim_names=("ring", "ulysses"))
+    inputs = make_inputs()
+    schemes = ("ring", "all_gather", "ulysses", "hybrid", "double_ring", "auto")
+    for scheme, where in itertools.product(schemes, (group, None)):
+        compare(inputs, scheme, where, "zigzag", is_causal=True)
+    assert explain_scheme(*inputs[:3], group=None).scheme == "ring"
+
+
+def run_all(rank):
+    """Outcome of every check on this rank: None, or a traceback."""
+    found = {}
+    for name, function in CHECKS[dist.get_world_size()].items():
+        try:
+            function()
+            found[name] = None
+        except BaseException:
+            found[name] = traceback.format_exc()
+    return found
+
+
+@functools.lru_cache
+def outcomes(num_ranks):
+    return spawn_ranks(run_all, num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "name"), [(n, name) for n, checks in sorted(CHECKS.items()) for name in checks]
+)
+def test_ranks(num_ranks, name):
+    failed = {r: found[name] for r, found in enumerate(outcomes(num_ranks)) if found[name]}
+    assert not failed, "\n".join(f"rank {r}: {text}" for r, text in failed.items())
+
+
+def attend_until_a_rank_dies(rank, scheme, moment):
+    """(message, ranks named, seconds) of the error that a survivor sees."""
+    group = dist.group.WORLD
+    if scheme in ("hybrid", "double_ring"):
+        group = mesh((2, 2))
+    inputs = make_inputs(heads=4, kv_heads=4)
+    leaves = [shard_sequence(x, group=group, dim=2).requires_grad_() for x in inputs[:3]]
+    ring_attention(*leaves, group=group, scheme=scheme).sum().backward()
+
+    def die(*args):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    started = time.monotonic()
+    try:
+        if moment == "forward" and rank == 1:
+            Plan.block_at = die
+        out = ring_attention(*leaves, group=group, scheme=scheme)
+        if rank == 1:
+            Plan.block_at = die
+        out.sum().backward()
+    except RankFailureError as error:
+        return str(error), error.ranks, time.monotonic() - started
+    return "no error", (), 0.0
+
+
+@pytest.mark.parametrize(
+    ("scheme", "moment"),
+    [
+        ("all_gather", "backward"),
+        ("ulysses", "backward"),
+        ("hybrid", "forward"),
+        ("hybrid", "backward"),
+        ("double_ring", "forward"),
+        ("double_ring", "backward"),
+    ],
+)
+def test_survivors_name_the_rank_that_died(scheme, moment):
+    found = spawn_ranks(attend_until_a_rank_dies, 4, scheme, moment, may_die=[1])
+    for rank in (0, 2, 3):
+        message, named, seconds = found[rank]
+        assert named == (1,), message
+        assert "ring_attention" in message and "rank 1 died" in message
+        # Well within the 60 s of the group.
+        assert seconds < 20
