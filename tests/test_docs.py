@@ -10,8 +10,8 @@ from torch import nn
 import moe_ext
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-# Those need other libraries, or ranks: tests/test_migrate.py and tests/test_readme.py look at them.
-ELSEWHERE = {"distributed.md", "migrate.md"}
+# Those need other libraries, ranks or sequences: tests of their own look at them.
+ELSEWHERE = {"attention.md", "distributed.md", "migrate.md"}
 
 
 def blocks():

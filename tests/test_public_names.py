@@ -12,7 +12,11 @@ import moe_ext
 PUBLIC = {
     "moe_ext": "MoELayer info replace replace_ffn verify",
     "moe_ext.nn": "TopKRouter SwitchRouter GShardRouter NoisyTopKRouter ExpertChoiceRouter "
-    "HashRouter BaseRouter SinkhornRouter CosineRouter GroupedExperts RoutingRecord",
+    "HashRouter BaseRouter SinkhornRouter CosineRouter GroupedExperts RoutingRecord "
+    "TransformerBlock",
+    "moe_ext.attention": "ring_attention RingAttention sequence_parallel shard_sequence "
+    "unshard_sequence position_ids shift_labels token_mean_loss make_layout",
+    "moe_ext.integrations.huggingface": "register_ring_attention shard_batch causal_lm_loss",
     "moe_ext.nn.presets": "switch gshard glam mixtral qwen3 deepseek_v3",
     "moe_ext.integrations.deepspeed": "MoE split_params_into_different_moe_groups_for_optimizer",
     "moe_ext.integrations.paddle": "MoELayer",

@@ -32,7 +32,11 @@ def set_planner(planner: Planner) -> None:
     _planner[:] = [planner]
 
 
-@torch.library.custom_op("moe_ext::ring_attention", mutates_args=())
+# The host takes part: lengths are agreed on, and hops awaited.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+
+
+@torch.library.custom_op("moe_ext::ring_attention", mutates_args=(), tags=_TAGS)
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -72,7 +76,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tens
     return q.new_empty(shape), q.new_empty(q.shape[:3], dtype=dtype), residual, agreed
 
 
-@torch.library.custom_op("moe_ext::_ring_attention_backward", mutates_args=())
+@torch.library.custom_op("moe_ext::_ring_attention_backward", mutates_args=(), tags=_TAGS)
 def _backward(
     grad_out: Tensor,
     grad_lse: Tensor,

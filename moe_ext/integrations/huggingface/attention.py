@@ -167,6 +167,26 @@ def _window(name: str, mask: RingMask, sliding_window: int | None) -> tuple[int,
     return (width - 1, -1) if mask.is_causal else (width, width)
 
 
+def _mask_of(
+    name: str,
+    module: nn.Module,
+    attention_mask: RingMask | Tensor | None,
+    is_causal: bool | None,
+    sliding_window: int | None,
+) -> RingMask:
+    """What the layer's arguments say together."""
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        return RingMask(bool(causal), sliding_window, None)
+    if not isinstance(attention_mask, RingMask):
+        found = f"{type(attention_mask).__name__} {list(attention_mask.shape)}"
+        rule = "None or this rank's part [B, L] of a padding mask"
+        raise ValueError(f"{name}: expected attention_mask to be {rule}, got {found}")
+    if is_causal not in (None, attention_mask.is_causal):
+        _refuse(name, "is_causal", f"{attention_mask.is_causal}, as the mask is", is_causal)
+    return attention_mask
+
+
 def _ring_forward(
     name: str,
     options: Options,
@@ -196,16 +216,7 @@ def _ring_forward(
     if key.shape[2] != query.shape[2]:
         rule = f"as many as this rank's {query.shape[2]} queries: a cache of keys holds no shards"
         _refuse(name, "keys", rule, key.shape[2])
-    mask = attention_mask
-    if mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        mask = RingMask(bool(causal), sliding_window, None)
-    if not isinstance(mask, RingMask):
-        rule = "None or this rank's part [B, L] of a padding mask"
-        _refuse(name, "attention_mask", rule, f"{type(mask).__name__} {list(mask.shape)}")
-        raise AssertionError
-    elif is_causal not in (None, mask.is_causal):
-        _refuse(name, "is_causal", f"{mask.is_causal}, as the mask is", is_causal)
+    mask = _mask_of(name, module, attention_mask, is_causal, sliding_window)
     if position_ids is None or position_ids.dim() != 2:
         found = "None" if position_ids is None else list(position_ids.shape)
         _refuse(name, "position_ids of the attention", "[B, L] or [1, L]", found)
