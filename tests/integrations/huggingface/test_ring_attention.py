@@ -35,7 +35,7 @@ SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_atten
 MODELS = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": 6}),
-    "gemma2": ("Gemma2", {**SLIDING, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 8}),
+    "gemma2": ("Gemma2", {**SLIDING, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 5}),
     "qwen3_moe": None,
     "gpt_oss": SLIDING,
     "deepseek_v3": {"v_head_dim": 6},
@@ -82,8 +82,10 @@ def make_batch(kind):
         batch["position_ids"] = POSITIONS
     if kind == "padded":
         batch["attention_mask"] = torch.ones_like(ids)
-        batch["attention_mask"][1, 22:] = 0
-        batch["labels"][1, 22:] = -100
+        # A hole, too: causal queries never look at padding on the right.
+        for hidden in (slice(4, 11), slice(31, None)):
+            batch["attention_mask"][1, hidden] = 0
+            batch["labels"][1, hidden] = -100
     return batch
 
 
