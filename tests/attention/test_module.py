@@ -69,7 +69,7 @@ CASES = {
     "options": ({"window": (5, 2), "scale": 0.3, "softcap": 1.5, "layout": "striped"}, {}),
     "packed": ({"layout": "per_document", "is_causal": True}, {"cu_seqlens": PACKED}),
     "dropout": ({"dropout_p": 0.4, "is_causal": True}, {"seed": 7}),
-    "ulysses": ({"scheme": "all_gather", "kv_grad_dtype": torch.float32}, {}),
+    "all_gather": ({"scheme": "all_gather", "kv_grad_dtype": torch.float32}, {}),
 }
 
 
