@@ -83,9 +83,10 @@ def make_batch(kind):
     if kind == "padded":
         batch["attention_mask"] = torch.ones_like(ids)
         # A hole, too: causal queries never look at padding on the right.
-        for hidden in (slice(4, 11), slice(31, None)):
-            batch["attention_mask"][1, hidden] = 0
-            batch["labels"][1, hidden] = -100
+        for start, stop in ((4, 11), (31, 37)):
+            batch["attention_mask"][1, start:stop] = 0
+            # A query in the hole may see no key, where eager attention takes the mean of them all.
+            batch["labels"][1, start : stop + 1] = -100
     return batch
 
 
