@@ -133,8 +133,14 @@ def attend_(out: Tensor, lse: Tensor, block: Block, options: BlockOptions) -> No
             found = attention_block(*tensors, **kwargs)
         else:
             found = library.forward(part.q, part.k, part.v, piece.kind == "causal", options.scale)
-        merged = merge_attention(out[:, :, rows], lse[:, :, rows], *found)
-        out[:, :, rows], lse[:, :, rows] = merged
+        if not _is_empty(lse[:, :, rows]):
+            found = merge_attention(out[:, :, rows], lse[:, :, rows], *found)
+        out[:, :, rows], lse[:, :, rows] = found
+
+
+def _is_empty(lse: Tensor) -> bool:
+    """Whether no row has any key yet; False where asking would hold up the device."""
+    return lse.device.type == "cpu" and bool((lse == -torch.inf).all())
 
 
 class Narrowed:
@@ -236,12 +242,17 @@ class _Sum:
         return self._value
 
 
-def _served(block: Block, options: BlockOptions) -> tuple[Library | None, tuple[Piece, ...]]:
-    """A library and the pieces of a block for it; None where all of it is for our kernel."""
+def block_library(block: Block, options: BlockOptions) -> Library | None:
+    """The library that blocks of these tensors and masks may go to, if any."""
     kept = options.precision == "exact" or options.softcap != 0 or options.dropout_p > 0
     if kept or block.key_mask is not None or block.alibi_slopes is not None:
-        return None, ()
-    library = library_for(block.q, block.k, block.v)
+        return None
+    return library_for(block.q, block.k, block.v)
+
+
+def _served(block: Block, options: BlockOptions) -> tuple[Library | None, tuple[Piece, ...]]:
+    """A library and the pieces of a block for it; None where all of it is for our kernel."""
+    library = block_library(block, options)
     if library is None:
         return None, ()
     q_runs = runs_of(block.q_positions) if block.q_runs is None else block.q_runs

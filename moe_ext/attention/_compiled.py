@@ -64,7 +64,10 @@ def _forward(
     own = Keys(k.contiguous(), v.contiguous(), key_mask)
     out, residual, lse, _ = forward_pass(q.contiguous(), own, sinks, plan, scheme)
     agreed = torch.tensor([plan.options.seed, *lengths])
-    return out, lse, q.new_empty(0) if residual is None else residual, agreed
+    if residual is None:
+        # Its shape has to follow from the dtype alone, as a graph knows no more.
+        residual = q.new_zeros(0 if out.dtype == lse.dtype else out.shape)
+    return out, lse, residual, agreed
 
 
 @_forward.register_fake

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from moe_ext.attention._block import Block, BlockOptions
+from moe_ext.attention._block import Block, BlockOptions, block_library
 from moe_ext.attention._pieces import Runs
 from moe_ext.attention.exchange import Keys, KeysForm
 from moe_ext.attention.grid import Grid
@@ -148,7 +148,10 @@ def forward_pass(
         exact, lse = merge_attention_sinks(exact, lse, sinks)
     out = exact.to(q.dtype)
     # delta from the rounded output would cost dQ and dK a tenth of their last place.
-    residual = None if out.dtype == exact.dtype else (exact - out).to(q.dtype)
+    rounded = block_library(plan.block(q, plan.rank, own), plan.options) is not None
+    residual = None
+    if out.dtype != exact.dtype and not rounded:
+        residual = (exact - out).to(q.dtype)
     return out, residual, lse, kept
 
 
@@ -162,7 +165,9 @@ def backward_pass(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and the sinks; `result` is what `forward_pass` gave."""
     out, residual, lse = result
-    exact = out if residual is None else out.to(lse.dtype) + residual
+    exact = out.to(lse.dtype)
+    if residual is not None:
+        exact = exact + residual
     wide = torch.zeros_like(exact) if grad_out is None else grad_out.to(lse.dtype).contiguous()
     delta = attention_delta(wide, exact, None if grad_lse is None else grad_lse.contiguous())
     if grad_lse is not None:

@@ -1,0 +1,40 @@
+"""Peak memory of a rank, counted from every allocation and release of its process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_ext.attention import ring_attention
+from moe_ext.testing import spawn_ranks
+
+LENGTH = 384
+
+
+def peak_bytes(rank, precision, dtype):
+    """Most bytes of tensors alive at once in forward and backward, beside the inputs."""
+    where = {"group": dist.group.WORLD, "is_causal": True, "precision": precision}
+    q, k, v, grad = (torch.randn(1, 4, LENGTH, 32).to(dtype) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    torch.autograd.grad(ring_attention(*leaves, **where), leaves, grad)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        torch.autograd.grad(ring_attention(*leaves, **where), leaves, grad)
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    alive = most = 0
+    for _, change in changes:
+        alive += change
+        most = max(most, alive)
+    return most
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("exact", torch.float32), ("exact", torch.bfloat16), ("fast", torch.bfloat16)],
+)
+def test_twice_the_ranks_and_twice_the_length_need_no_more(precision, dtype):
+    # Two ranks need less: no keys arrive while others are sent on.
+    few, many = (max(spawn_ranks(peak_bytes, ranks, precision, dtype)) for ranks in (4, 8))
+    assert many < 1.05 * few
+    assert few > 4 * LENGTH * 32 * torch.float32.itemsize, "no allocation was counted"
