@@ -56,15 +56,6 @@ def test_tiles_of_packed_documents(layout, num_ranks):
         computed += computed_tiles(*at, offsets)
         needed += needed_tiles(*at, seen)
     areas = [sum(rows * cols for rows, cols in tiles) for tiles in (computed, needed)]
-    print(
-        layout,
-        num_ranks,
-        len(computed),
-        len(needed),
-        areas[0] / areas[1],
-        areas[0] / int(seen.sum()),
-        areas[0] / (SEQ_LEN**2 / 2),
-    )
     assert len(computed) <= 1.1 * len(needed)
     assert areas[0] <= 1.1 * areas[1]
     assert areas[0] < SEQ_LEN**2 / 2
