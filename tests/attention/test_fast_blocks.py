@@ -153,6 +153,28 @@ def test_a_window_is_cut_where_it_ends():
     assert max(errors([out, lse], expected)) < 4e-3
 
 
+def test_gradients_of_pieces_are_summed():
+    q, k, v, grad = halves(seq_len=60)
+    runs = (
+        (range(20, 40), range(40, 60), range(0, 20)),
+        (range(40, 60), range(0, 20), range(20, 40)),
+    )
+    at = [torch.cat([torch.arange(r.start, r.stop) for r in side]) for side in runs]
+    block = _block.Block(q, k, v, *at, q_runs=runs[0], k_runs=runs[1])
+    exactly = _block.BlockOptions(0.25, _block.Mask(True))
+    out, lse = torch.zeros(q.shape), torch.full(q.shape[:3], -torch.inf)
+    _block.attend_(out, lse, block, exactly)
+    wide = grad.float()
+    delta = (wide * out).sum(-1)
+    expected = _block.block_backward(wide, lse, delta, block, exactly)
+    with LibraryCalls() as calls:
+        fast = _block.BlockOptions(0.25, _block.Mask(True), precision="fast")
+        found = _block.block_backward(wide, lse, delta, block, fast)
+    assert len(calls.backward) > 3
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == torch.float32 and (a - b).norm() < 8e-3 * b.norm()
+
+
 def test_the_stand_in_for_the_output_has_the_same_product():
     grad = torch.randn(2, 3, 40, 16) * torch.logspace(-30, 10, 40)[:, None]
     grad[0, 0, 3] = 0
