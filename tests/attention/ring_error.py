@@ -20,7 +20,7 @@ NAMES = ("out", "dq", "dk", "dv")
 
 
 def exact_results(tensors: list[Tensor]) -> list[Tensor]:
-    """out, dq, dk and dv of causal attention in float64; `tensors` are q, k, v and dout."""
+    """out, dq, dk and dv of causal attention in float64, from q, k, v and a gradient of out."""
     leaves = [x.double().requires_grad_() for x in tensors[:3]]
     out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
     return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3].double())]
