@@ -81,8 +81,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tens
 
 @torch.library.custom_op("moe_ext::_ring_attention_backward", mutates_args=(), tags=_TAGS)
 def _backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
     out: Tensor,
     lse: Tensor,
     residual: Tensor,
@@ -117,8 +117,8 @@ def _backward(
 
 @_backward.register_fake
 def _(
-    grad_out: Tensor,
-    grad_lse: Tensor,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
     out: Tensor,
     lse: Tensor,
     residual: Tensor,
@@ -136,12 +136,14 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    # A gradient of lse, even of zeros, keeps blocks from kernels that have none.
+    ctx.set_materialize_grads(False)
     tensors, ctx.options = inputs[:7], inputs[9:]
     ctx.save_for_backward(*output, *tensors)
 
 
 def _autograd_backward(
-    ctx: Any, grad_out: Tensor, grad_lse: Tensor, *_rest: Tensor
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_rest: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     out, lse, residual, agreed, *tensors = ctx.saved_tensors
     grads = torch.ops.moe_ext._ring_attention_backward(

@@ -18,7 +18,7 @@ from moe_ext.distributed._c10d import group_of_name
 class Options:
     """What calls of one attention have in common; see `ring_attention`.
 
-    `grid` holds the rows that a 2-D mesh puts the ranks of `group` in.
+    `group` is that of all ranks, `grid` the rows that a 2-D mesh puts them in.
     """
 
     group: ProcessGroup | None
@@ -49,7 +49,7 @@ class Options:
             layout = Layout(name, seq_len, tuple(tuple(range(*r) for r in s) for s in shards))
         wire = getattr(torch, dtype) if dtype else None
         numbers = (is_causal, scale, window, softcap, dropout_p)
-        grid = None if rows is None else Grid(tuple(map(tuple, rows)))
+        grid = Grid(tuple(map(tuple, rows))) if rows else None
         return Options(group_of_name(group), layout, *numbers, scheme, precision, wire, grid)
 
 
@@ -59,7 +59,7 @@ def options_text(
     scheme: str,
     precision: str,
     kv_grad_dtype: torch.dtype | None,
-    grid: Grid | None = None,
+    grid: Grid | None,
 ) -> str:
     """Those options as a string that an operator can take; the others are numbers."""
     found: Any = layout

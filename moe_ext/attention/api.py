@@ -39,8 +39,7 @@ from moe_ext.distributed.collectives import check_equal_over_ranks, share
 
 
 def check_options(options: Options, seed: int | None = None) -> None:
-    """ValueError or TypeError for options that no tensors could go with."""
-    split_group(options.group, OPERATION)
+    """ValueError for options that no tensors could go with."""
     layout, scheme, precision = options.layout, options.scheme, options.precision
     known = isinstance(layout, Layout) or layout in LAYOUTS
     require(known, "layout", f"a Layout or one of {LAYOUTS}", repr(layout))
@@ -230,9 +229,8 @@ def _agreed_plan(
     group, grid = options.group, options.grid
     check_scheme(options.scheme, q.shape[1], k.shape[1], group, grid, OPERATION)
     factor = options.scale if options.scale is not None else 1 / math.sqrt(max(q.shape[3], 1))
-    block = BlockOptions(
-        factor, mask, options.softcap or 0.0, options.dropout_p, precision=options.precision
-    )
+    cap, precision = options.softcap or 0.0, options.precision
+    block = BlockOptions(factor, mask, cap, options.dropout_p, precision=precision)
     half = options.kv_grad_dtype == torch.bfloat16
     if agreed is None:
         given = [x is not None for x in (seed, key_mask, alibi_slopes, sinks)]

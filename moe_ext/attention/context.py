@@ -16,11 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from moe_ext.attention._options import Options
 from moe_ext.attention.api import check_options, ring_attention
+from moe_ext.attention.grid import split_group
 from moe_ext.attention.layouts import Layout
 
 _OP = "sequence_parallel"
@@ -145,7 +147,7 @@ class _RingMode(TorchFunctionMode):
 
 @contextlib.contextmanager
 def sequence_parallel(
-    group: ProcessGroup | None,
+    group: ProcessGroup | DeviceMesh | None,
     *,
     layout: str | Layout = "zigzag",
     window: tuple[int, int] | None = None,
@@ -167,7 +169,7 @@ def sequence_parallel(
     (block), x)`.
 
     Args:
-        group: the ranks that share each sequence; None is this process alone.
+        group: the ranks that share each sequence, see `ring_attention`; None is this process alone.
         layout: see `make_layout`.
         window: (left, right) of every attention inside, -1 for no limit.
         cu_seqlens: offsets of packed documents in the whole sequence.
@@ -188,7 +190,8 @@ def sequence_parallel(
         "precision": precision,
         "kv_grad_dtype": kv_grad_dtype,
     }
-    check_options(Options(group, layout, **numbers, **names))
+    whole, grid = split_group(group, _OP)
+    check_options(Options(whole, layout, grid=grid, **numbers, **names))
     ring = functools.partial(
         ring_attention,
         group=group,

@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.attention._options import Options
 from moe_ext.attention.api import check_options, ring_attention
+from moe_ext.attention.grid import split_group
 from moe_ext.attention.layouts import Layout
 from moe_ext.distributed.groups import GroupHandle
 
@@ -23,7 +25,7 @@ class RingAttention(nn.Module):
     latter the `position_ids` of this rank's shard.
 
     Args:
-        group: the ranks that share each sequence; None is this process alone.
+        group: the ranks that share each sequence, see `ring_attention`; None is this process alone.
         layout: see `make_layout`.
         is_causal: a query sees no key after it.
         scale: factor on q k^T; None for 1 / sqrt(D).
@@ -41,7 +43,7 @@ class RingAttention(nn.Module):
 
     def __init__(
         self,
-        group: ProcessGroup | None,
+        group: ProcessGroup | DeviceMesh | None,
         *,
         layout: str | Layout = "zigzag",
         is_causal: bool = False,
@@ -55,7 +57,8 @@ class RingAttention(nn.Module):
     ) -> None:
         super().__init__()
         numbers = (is_causal, scale, window, softcap, dropout_p)
-        check_options(Options(group, layout, *numbers, scheme, precision, kv_grad_dtype))
+        whole, grid = split_group(group, "RingAttention")
+        check_options(Options(whole, layout, *numbers, scheme, precision, kv_grad_dtype, grid))
         self._handle = GroupHandle(group)
         self.layout = layout
         self.is_causal = is_causal
@@ -68,7 +71,7 @@ class RingAttention(nn.Module):
         self.kv_grad_dtype = kv_grad_dtype
 
     @property
-    def group(self) -> ProcessGroup | None:
+    def group(self) -> ProcessGroup | DeviceMesh | None:
         """The ranks that share each sequence."""
         return self._handle.group
 

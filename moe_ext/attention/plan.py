@@ -65,12 +65,11 @@ class Plan:
 
         `place` is the shard of the queries, where shards are not those of the ranks.
         """
-        place = self.rank if place is None else place
-        q_positions = self.layout.positions(place, q.device)
+        place, shards = self.rank if place is None else place, self.layout.shards
+        positions_L = self.layout.positions(place, q.device)
         k_positions = self.layout.positions(source, q.device)
-        shards = self.layout.shards
         return self.block_at(
-            q, q_positions, keys, k_positions, q_runs=shards[place], k_runs=shards[source]
+            q, positions_L, keys, k_positions, q_runs=shards[place], k_runs=shards[source]
         )
 
     def block_at(

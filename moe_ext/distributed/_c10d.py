@@ -24,14 +24,14 @@ def ddp_ignored(ddp: DistributedDataParallel) -> set[str]:
     return set(ddp.parameters_to_ignore)
 
 
-def flat_group(mesh: DeviceMesh) -> ProcessGroup:
-    """The group of all ranks of a mesh, made once and kept with the mesh."""
-    return mesh._flatten().get_group()
-
-
 def group_of_name(name: str) -> ProcessGroup | None:
     """The group with a `group_name`; None for an empty one."""
     if not name:
         return None
     group: ProcessGroup = c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
     return group
+
+
+def flat_group(mesh: DeviceMesh) -> ProcessGroup:
+    """The group of all ranks of a mesh, made once and kept with the mesh."""
+    return mesh._flatten().get_group()

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 class GroupHandle:
     """Holds a process group inside a module; `copy.deepcopy` of the module shares the group."""
 
-    def __init__(self, group: ProcessGroup | None) -> None:
+    def __init__(self, group: Any) -> None:
         self.group = group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupHandle:

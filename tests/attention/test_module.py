@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_ext.attention import Layout, RingAttention, make_layout, ring_attention, shard_sequence
 from moe_ext.attention._options import Options, options_text
+from moe_ext.attention.grid import even_grid
 from moe_ext.testing import spawn_ranks
 
 CHECKS = {}
@@ -70,6 +71,8 @@ CASES = {
     "packed": ({"layout": "per_document", "is_causal": True}, {"cu_seqlens": PACKED}),
     "dropout": ({"dropout_p": 0.4, "is_causal": True}, {"seed": 7}),
     "all_gather": ({"scheme": "all_gather", "kv_grad_dtype": torch.float32}, {}),
+    "auto": ({"scheme": "auto", "is_causal": True}, {}),
+    "fast": ({"precision": "fast", "is_causal": True, "layout": "contiguous"}, {}),
 }
 
 
@@ -255,7 +258,7 @@ def test_operator(dtype):
     q, k, v = leaves(make_inputs(dtype=dtype)[:3])
     sinks = torch.randn(4, requires_grad=True)
     mask = torch.rand(2, 37) < 0.8
-    text = options_text(None, "zigzag", "ring", "exact", None)
+    text = options_text(None, "zigzag", "ring", "exact", None, None)
     numbers = (True, 0.3, 9, -1, 1.5, 0.25)
     seed = torch.tensor([5])
     offsets = torch.tensor(PACKED)
@@ -266,12 +269,16 @@ def test_operator(dtype):
 
 def test_options_survive_as_text():
     layout = make_layout("striped", 9, 2)
-    given = Options(None, layout, True, 0.1, (3, -1), 2.0, 0.3, "ulysses", "exact", torch.bfloat16)
-    numbers = (True, 0.1, (3, -1), 2.0, 0.3)
-    text = options_text(None, layout, "ulysses", "exact", torch.bfloat16)
+    grid, numbers = even_grid(4, 2), (True, 0.1, (3, -1), 2.0, 0.3)
+    names = ("hybrid", "exact", torch.bfloat16, grid)
+    given = Options(None, layout, *numbers, *names)
+    text = options_text(None, layout, *names)
     assert Options.of_text(text, *numbers) == given
     own = Layout("mine", 3, ((range(0, 3, 2),), (range(1, 2),)))
-    assert Options.of_text(options_text(None, own, "ring", "exact", None), *numbers).layout == own
+    assert (
+        Options.of_text(options_text(None, own, "ring", "exact", None, None), *numbers).layout
+        == own
+    )
 
 
 def test_a_second_derivative_is_refused():

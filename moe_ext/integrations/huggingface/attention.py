@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from moe_ext.attention import ring_attention, unshard_sequence
 from moe_ext.attention._options import Options
 from moe_ext.attention.api import check_options
+from moe_ext.attention.grid import split_group
 from moe_ext.attention.layouts import Layout
 from moe_ext.distributed.collectives import agree
 from moe_ext.distributed.groups import group_rank, group_size
@@ -278,6 +279,7 @@ def register_ring_attention(
             `output_attentions`, position biases.
         TypeError: the group is none of this rank.
     """
+    split_group(group, "register_ring_attention")
     options = Options(
         group, layout, scheme=scheme, precision=precision, kv_grad_dtype=kv_grad_dtype
     )
