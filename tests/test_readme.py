@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,24 @@ def test_options_snippet_runs():
     exec(next(block for block in BLOCKS if "presets" in block), names)
     x = torch.randn(2, 3, 512)
     assert names["layer"](x).shape == x.shape
+
+
+def test_sequence_snippet_runs():
+    calls = []
+
+    def model(tokens, position_ids):
+        x = torch.stack([tokens, position_ids.expand_as(tokens)], -1)[:, None].float()
+        calls.append(torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True))
+        return calls[-1]
+
+    names = {
+        "mesh": types.SimpleNamespace(cp_group=None),
+        "model": model,
+        "tokens": torch.randint(9, (2, 7)),
+    }
+    exec(next(block for block in BLOCKS if "sequence_parallel" in block), names)
+    assert names["logits_L"].shape == (2, 1, 7, 2)
+    assert calls[0].grad_fn is None and torch.isfinite(calls[0]).all()
 
 
 def test_drop_in_snippet_runs():
