@@ -169,18 +169,20 @@ def double_ring_traffic(work: Workload, grid: Grid) -> Traffic:
 
 
 def all_gather_traffic(work: Workload, grid: Grid) -> Traffic:
-    """Every rank sends its keys to all, padded to the longest shard, and gets gradients of all."""
+    """Every rank sends its keys to all, padded to the longest shard, and the gradients home."""
     forward, backward = Pass(work.hosts), Pass(work.hosts)
     longest = max(work.layout.sizes)
-    keys, grads = work.form.num_bytes(longest), work.grad_bytes(longest)
+    keys, grads = work.form.num_bytes(longest), [work.grad_bytes(n) for n in work.layout.sizes]
     for sender in range(work.num_ranks):
         for receiver in range(work.num_ranks):
             if sender != receiver:
                 forward.add(sender, receiver, keys, hop=False)
-                backward.add(sender, receiver, keys + grads, hop=False)
+                backward.add(sender, receiver, keys + grads[receiver], hop=False)
     if work.num_ranks > 1 and longest:
         forward.rounds, backward.rounds = 1, 2
-    return Traffic(forward, backward, work.num_ranks * (keys + grads))
+    # Of the gradients, those of all keys, and every rank's of its own.
+    held = work.num_ranks * (keys + 2 * max(grads))
+    return Traffic(forward, backward, held)
 
 
 def _add_all_to_all(work: Workload, grid: Grid, passes: tuple[Pass, Pass], kept: bool) -> None:

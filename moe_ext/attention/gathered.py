@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moe_ext.attention._block import accumulation_dtype, attend_, block_backward
 from moe_ext.attention.exchange import Keys, KeysForm
-from moe_ext.attention.gather import gather_shards, reduce_scatter_shards
 from moe_ext.attention.plan import Plan, Saved
+from moe_ext.attention.sequence_collectives import Shards, start_all_gather, sum_shards
 
 
 def _gathered(own: Keys, form: KeysForm, plan: Plan, operation: str) -> list[Keys]:
@@ -19,8 +19,8 @@ def _gathered(own: Keys, form: KeysForm, plan: Plan, operation: str) -> list[Key
     if plan.group is None:
         return [own]
     lengths = plan.layout.sizes
-    sizes = [form.num_bytes(length) for length in lengths]
-    rows = gather_shards(own.packed(), sizes, plan.group, operation=operation).split(sizes)
+    shards = Shards(plan.group, tuple(form.num_bytes(length) for length in lengths), operation)
+    rows = start_all_gather(own.packed(), shards).wait().split(shards.sizes)
     # A shard of odd length leaves the next one at an address that its dtype cannot have.
     return [form.unpacked(row.clone(), n) for row, n in zip(rows, lengths, strict=True)]
 
@@ -57,5 +57,5 @@ class AllGather:
                 grad_q += partial
                 parts[source].copy_(torch.cat([grad.reshape(-1) for grad in grads]))
         if plan.group is not None:
-            row = reduce_scatter_shards(row, sizes, plan.rank, plan.group, operation=op)
+            row = sum_shards(row, Shards(plan.group, tuple(sizes), op))
         return grad_q, *form.split(row, plan.layout.sizes[plan.rank])

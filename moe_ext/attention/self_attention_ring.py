@@ -19,7 +19,6 @@ from torch.distributed import ProcessGroup
 
 from moe_ext.attention._block import accumulation_dtype
 from moe_ext.attention.exchange import Buffers, Exchange
-from moe_ext.attention.gather import reduce_scatter_shards
 from moe_ext.attention.layouts import Layout, make_layout
 from moe_ext.attention.masks import Mask, check_cu_seqlens, check_end, check_window
 from moe_ext.attention.self_attention_checks import (
@@ -28,6 +27,7 @@ from moe_ext.attention.self_attention_checks import (
     check_arguments,
     check_attn_mask,
 )
+from moe_ext.attention.sequence_collectives import Shards, sum_shards
 from moe_ext.attention.sharding import check_lengths
 from moe_ext.distributed.groups import check_group, group_rank
 from moe_ext.nn._autocast import without_autocast
@@ -332,14 +332,9 @@ def _output(weights_BGRS: Tensor, v: Tensor, heads: int, call: _Call) -> Tensor:
 
 def _scattered(parts: list[Tensor], call: _Call, like: Tensor) -> Tensor:
     """This rank's shard of the sum over ranks of gradients of all keys or values."""
-    if call.group is None:
-        return parts[0].view(like.shape)
-    sizes = [part.numel() for part in parts]
+    sizes = tuple(part.numel() for part in parts)
     row = torch.cat([part.reshape(-1) for part in parts])
-    operation = f"{OPERATION} backward"
-    return reduce_scatter_shards(row, sizes, call.rank, call.group, operation=operation).view(
-        like.shape
-    )
+    return sum_shards(row, Shards(call.group, sizes, f"{OPERATION} backward")).view(like.shape)
 
 
 def _values_backward(

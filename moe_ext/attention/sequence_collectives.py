@@ -5,6 +5,7 @@ Shapes: S whole sequence, L shard of this rank, M the longest shard, P ranks of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from moe_ext.distributed.collectives import all_to_all_rows
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import check_group, group_rank, group_size
 from moe_ext.distributed.traffic import record_traffic
@@ -78,6 +80,26 @@ def start_all_gather(x_L: Tensor, shards: Shards) -> Underway:
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     return Underway(wait)
+
+
+def sum_shards(x_S: Tensor, shards: Shards) -> Tensor:
+    """This rank's shard of the sum over ranks, added up here in group order.
+
+    Gloo's reduce-scatter sends every shard twice; this sends it once, to the rank that it is for.
+    """
+    group, sizes = shards.group, shards.sizes
+    if group is None or len(sizes) == 1:
+        return x_S
+    each, own = math.prod(x_S.shape[1:]), sizes[group_rank(group)]
+    record_traffic("reduce_scatter", (sum(sizes) - own) * each * x_S.element_size())
+    send, receive = [size * each for size in sizes], [own * each] * len(sizes)
+    found = all_to_all_rows(x_S.reshape(-1), group, send, receive, operation=shards.operation).view(
+        len(sizes), own, *x_S.shape[1:]
+    )
+    total_L = found[0].to(torch.promote_types(x_S.dtype, torch.float32), copy=True)
+    for part_L in found[1:]:
+        total_L += part_L
+    return total_L.to(x_S.dtype)
 
 
 def start_reduce_scatter(x_S: Tensor, shards: Shards) -> Underway:

@@ -15,10 +15,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_ext.attention.gather import gather_shards, reduce_scatter_shards
 from moe_ext.attention.grid import ranks_of
 from moe_ext.attention.layouts import Layout, make_layout
 from moe_ext.attention.masks import check_cu_seqlens, check_end
+from moe_ext.attention.sequence_collectives import Shards, start_all_gather, sum_shards
 from moe_ext.distributed.collectives import share
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import group_rank, group_ranks, group_size
@@ -56,9 +56,7 @@ class _Unshard(torch.autograd.Function):
     def forward(ctx: Any, x_L: Tensor, layout: Layout, group: ProcessGroup | None) -> Tensor:
         ctx.layout, ctx.group = layout, group
         order_S = torch.cat([layout.positions(r, x_L.device) for r in range(layout.num_ranks)])
-        found_S = x_L
-        if group is not None:
-            found_S = gather_shards(x_L, layout.sizes, group, operation="unshard_sequence")
+        found_S = start_all_gather(x_L, Shards(group, layout.sizes, "unshard_sequence")).wait()
         return torch.empty_like(found_S).index_copy_(0, order_S, found_S)
 
     @staticmethod
@@ -66,11 +64,8 @@ class _Unshard(torch.autograd.Function):
     def backward(ctx: Any, grad_S: Tensor) -> tuple[Tensor, None, None]:
         layout: Layout = ctx.layout
         order_S = torch.cat([layout.positions(r, grad_S.device) for r in range(layout.num_ranks)])
-        grad_S = grad_S.index_select(0, order_S)
-        if ctx.group is not None:
-            rank, op = group_rank(ctx.group), "unshard_sequence backward"
-            grad_S = reduce_scatter_shards(grad_S, layout.sizes, rank, ctx.group, operation=op)
-        return grad_S, None, None
+        shards = Shards(ctx.group, layout.sizes, "unshard_sequence backward")
+        return sum_shards(grad_S.index_select(0, order_S), shards), None, None
 
 
 def unshard_sequence(

@@ -23,6 +23,7 @@ from moe_ext.attention.exchange import Keys, KeysForm
 from moe_ext.attention.grid import grid_for, merged_layout
 from moe_ext.attention.plan import Plan, Saved
 from moe_ext.distributed.collectives import all_to_all_rows
+from moe_ext.distributed.traffic import record_traffic
 
 
 def heads_refused(heads: int, kv_heads: int, num_ranks: int) -> str | None:
@@ -83,6 +84,8 @@ class _Row:
         # The group orders messages by rank, whatever the order of the row.
         by_rank = sorted(range(len(self.ranks)), key=lambda i: self.ranks[i])
         row = torch.cat([messages[i] for i in by_rank])
+        others = len(row) - send[self.plan.rank]
+        record_traffic("all_to_all", others * row.element_size())
         found = all_to_all_rows(row, self.plan.group, send, due, operation=self.operation)
         parts = found.split(due)
         return tuple(parts[rank] for rank in self.ranks)

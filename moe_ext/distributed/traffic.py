@@ -18,8 +18,8 @@ class Traffic:
     2 (P - 1) / P times the tensor for an all-reduce.
 
     Attributes:
-        calls: kind ("send", "all_gather", "reduce_scatter", "all_reduce") to number of calls;
-            an empty message is not one.
+        calls: kind ("send", "all_gather", "reduce_scatter", "all_reduce", "all_to_all") to number
+            of calls; an empty message is not one.
         sent_bytes: kind to bytes.
     """
 
@@ -42,8 +42,8 @@ def count_traffic() -> Iterator[Traffic]:
     """Count what this process sends inside, for sequence parallelism.
 
     Counted are the tensors of `moe_ext.attention`: hops of a ring, all-gathers, reduce-scatters,
-    and all-reduces of gradients, forward and backward. Not counted are all-to-alls, and the
-    messages of fixed size by which ranks compare their arguments.
+    all-to-alls, and all-reduces of gradients, forward and backward. Not counted are the messages of
+    fixed size by which ranks compare their arguments.
 
     Yields:
         The counts, which grow until the context ends.

@@ -123,14 +123,9 @@ def bytes_sent():
         counted.extend(message.nbytes for message, _ in sends)
         return real["post"](self, sends, *args)
 
-    def all_gather(parts, x, group=None):
-        # The message by which ranks compare their arguments is of int64, which no keys are.
-        counted.append((len(parts) - 1) * x.nbytes * (x.dtype != torch.int64))
-        return real["all_gather"](parts, x, group=group)
-
-    def reduce_scatter(out, parts, group=None):
-        counted.append((len(parts) - 1) * out.nbytes)
-        return real["reduce_scatter"](out, parts, group=group)
+    def all_gather_into_tensor(found, x, **kwargs):
+        counted.append(found.nbytes - x.nbytes)
+        return real["all_gather_into_tensor"](found, x, **kwargs)
 
     def all_to_all_single(out, x, receive, send, group=None):
         others = sum(send) - send[dist.get_rank(group)]
@@ -138,8 +133,7 @@ def bytes_sent():
         return real["all_to_all_single"](out, x, receive, send, group=group)
 
     replacements = {
-        "all_gather": all_gather,
-        "reduce_scatter": reduce_scatter,
+        "all_gather_into_tensor": all_gather_into_tensor,
         "all_to_all_single": all_to_all_single,
     }
     with pytest.MonkeyPatch.context() as patch:
