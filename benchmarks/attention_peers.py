@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ext import attention
-from moe_ext.attention import api
 
 # Of 4 * area * H * D in the forward pass, and two and a half times as many in the backward pass.
 FLOP_FORWARD, FLOP_BOTH = 4, 14
@@ -186,8 +185,6 @@ CONTENDERS: dict[str, Callable[..., Contender]] = {
 
 def missing(name: str) -> str | None:
     """Why a contender cannot run here, or None."""
-    if "fast" in name and "fast" not in api._PRECISIONS:
-        return 'ring_attention has no precision="fast"'
     if name == OTHER_LIBRARY and importlib.util.find_spec("ring_attention_pytorch") is None:
         return "ring-attention-pytorch is not installed"
     if name.startswith(TORCH_RING):
