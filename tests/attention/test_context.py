@@ -2,13 +2,13 @@
 
 import functools
 import threading
-import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import make_inputs
+from registry import Registry, assert_passed, run
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as bound_early
 from torch.utils.checkpoint import checkpoint
@@ -23,17 +23,7 @@ from moe_ext.attention import (
 from moe_ext.testing import spawn_ranks
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-11}
-CHECKS = {}
-
-
-def check(*cases):
-    def register(function):
-        for case in cases or [()]:
-            name = "-".join([function.__name__, *map(str, case)])
-            CHECKS[name] = functools.partial(function, *case)
-        return function
-
-    return register
+check = Registry()
 
 
 def leaves(tensors):
@@ -184,20 +174,19 @@ def without_gradients():
         torch.testing.assert_close(whole, expected, **TIGHT)
 
 
+def run_all(rank):
+    return run(check)
+
+
+@functools.lru_cache
+def outcomes(num_ranks):
+    return spawn_ranks(run_all, num_ranks, timeout=300)
+
+
+@pytest.mark.parametrize("name", check)
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks(num_ranks):
-    failures = [text for text in spawn_ranks(run_checks, num_ranks, timeout=300) if text]
-    assert not failures, "\n".join(failures)
-
-
-def run_checks(rank):
-    """Every check on one group of processes; the first failure, since then ranks may differ."""
-    for name, function in CHECKS.items():
-        try:
-            function()
-        except Exception:
-            return f"{name}: {traceback.format_exc()}"
-    return ""
+def test_ranks(num_ranks, name):
+    assert_passed(outcomes(num_ranks), name)
 
 
 def inputs(**kwargs):

@@ -2,12 +2,12 @@
 
 import copy
 import functools
-import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import make_inputs
+from registry import Registry, assert_passed, run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,17 +16,7 @@ from moe_ext.attention._options import Options, options_text
 from moe_ext.attention.grid import even_grid
 from moe_ext.testing import spawn_ranks
 
-CHECKS = {}
-
-
-def check(*cases):
-    def register(function):
-        for case in cases or [()]:
-            name = "-".join([function.__name__, *map(str, case)])
-            CHECKS[name] = functools.partial(function, *case)
-        return function
-
-    return register
+check = Registry()
 
 
 class Model(nn.Module):
@@ -199,21 +189,19 @@ def copies_share_the_group():
     assert torch.equal(again(*shards), module(*shards))
 
 
+def run_all(rank):
+    return run(check, torch.compiler.reset)
+
+
+@functools.lru_cache
+def outcomes(num_ranks):
+    return spawn_ranks(run_all, num_ranks, timeout=300)
+
+
+@pytest.mark.parametrize("name", check)
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks(num_ranks):
-    failures = [text for text in spawn_ranks(run_checks, num_ranks, timeout=300) if text]
-    assert not failures, "\n".join(failures)
-
-
-def run_checks(rank):
-    """Every check on one group of processes; the first failure, since then ranks may differ."""
-    for name, function in CHECKS.items():
-        torch.compiler.reset()
-        try:
-            function()
-        except Exception:
-            return f"{name}: {traceback.format_exc()}"
-    return ""
+def test_ranks(num_ranks, name):
+    assert_passed(outcomes(num_ranks), name)
 
 
 def test_it_is_the_function():

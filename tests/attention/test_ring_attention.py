@@ -121,7 +121,7 @@ def test_arguments_refused(changes, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda q, k, v: (q[0], k, v), r"q to be of shape \[B, H, S/P, D\]"),
+        (lambda q, k, v: (q[0], k, v), r"q to be of shape \[B, H, L, D\]"),
         (lambda q, k, v: (q.float(), k, v), "k to be torch.float32 like q, got torch.float64"),
         (lambda q, k, v: (q, k[:, :, 1:], v), r"k to be \[2, Hkv, 37, 8\] to go with q"),
         (lambda q, k, v: (q, k, v[:, :1]), r"v to be \[2, 2, 37, Dv\] to go with k"),

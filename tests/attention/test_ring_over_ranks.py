@@ -5,12 +5,12 @@ import itertools
 import os
 import signal
 import time
-import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import bytes_sent, expect_equal, make_inputs, sharded, whole
+from registry import Registry, assert_passed, run
 from test_ring_attention import CASES
 from torch.utils.checkpoint import checkpoint
 
@@ -30,19 +30,7 @@ from moe_ext.testing import spawn_ranks
 
 PER_HEAD = ("alibi_slopes", "sinks")
 TIGHT = {"rtol": 1e-10, "atol": 1e-11}
-CHECKS = {}
-
-
-def check(*cases):
-    """Register a function of a rank, once for each tuple of arguments."""
-
-    def register(function):
-        for case in cases or [()]:
-            name = "-".join([function.__name__, *map(str, case)])
-            CHECKS[name] = functools.partial(function, *case)
-        return function
-
-    return register
+check = Registry()
 
 
 def group():
@@ -272,7 +260,7 @@ def what_differs_between_ranks_is_refused_on_all():
     refused(match, *(x.float() if odd else x for x in (q, k, v)))
     refused("B of q to be equal .* 2 on rank 0, 1 on rank 1", *(x[odd:] for x in (q, k, v)))
     refused("D of q to be equal", q[..., odd:], k[..., odd:], v)
-    refused("is_causal to be equal .* 0 on rank 0, 1 on rank 1", q, k, v, is_causal=odd)
+    refused("is_causal to be equal .* False on rank 0, True on rank 1", q, k, v, is_causal=odd)
     refused("scale to be equal .* 0.5 on rank 0, 0.25 on rank 1", q, k, v, scale=0.5 - odd / 4)
     refused(r"window\[0\] to be equal .* -1 on rank 0, 4", q, k, v, window=(4 if odd else -1, 0))
     refused("cu_seqlens .* to be equal", q, k, v, cu_seqlens=[0, 30 + odd, 37])
@@ -292,16 +280,8 @@ def what_differs_between_ranks_is_refused_on_all():
 
 
 def run_all(rank, path):
-    """Outcome of every check on this rank: None, or a traceback."""
-    found = {}
     os.environ["MOE_EXT_RUNTIME"] = path
-    for name, function in CHECKS.items():
-        try:
-            function()
-            found[name] = None
-        except BaseException:
-            found[name] = traceback.format_exc()
-    return found
+    return run(check)
 
 
 @functools.lru_cache
@@ -309,13 +289,10 @@ def outcomes(num_ranks, path):
     return spawn_ranks(run_all, num_ranks, path)
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", check)
 @pytest.mark.parametrize(("num_ranks", "path"), [(2, "auto"), (3, "auto"), (3, "0"), (4, "auto")])
 def test_ranks(num_ranks, path, name):
-    path = path.removeprefix("auto")
-    found = outcomes(num_ranks, path)
-    failed = {r: outcome[name] for r, outcome in enumerate(found) if outcome[name]}
-    assert not failed, "\n".join(f"rank {r}: {text}" for r, text in failed.items())
+    assert_passed(outcomes(num_ranks, path.removeprefix("auto")), name)
 
 
 def attend_until_a_rank_dies(rank, moment, path):

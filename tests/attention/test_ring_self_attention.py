@@ -4,12 +4,12 @@ import functools
 import itertools
 import os
 import signal
-import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import make_inputs, reference, visible
+from registry import Registry, assert_passed, run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -35,19 +35,7 @@ CASES = {
     "documents": {"is_causal": True, "cu_seqlens": OFFSETS},
     "key_mask": {"is_causal": True, "key_mask": KEY_MASK},
 }
-CHECKS = {}
-
-
-def check(*cases):
-    """Register a function of a rank, once for each tuple of arguments."""
-
-    def register(function):
-        for case in cases or [()]:
-            name = "-".join([function.__name__, *map(str, case)])
-            CHECKS[name] = functools.partial(function, *case)
-        return function
-
-    return register
+check = Registry()
 
 
 def group():
@@ -297,19 +285,7 @@ def what_differs_between_ranks_is_refused_on_all():
 
 
 def run_all(_=0):
-    """Outcome of every check on this rank: None, or a traceback; ends with the first failure.
-
-    From there on the ranks may be at different messages.
-    """
-    found = dict.fromkeys(CHECKS, "not run, after another failure")
-    for name, function in CHECKS.items():
-        try:
-            function()
-            found[name] = None
-        except BaseException:
-            found[name] = traceback.format_exc()
-            break
-    return found
+    return run(check)
 
 
 @functools.lru_cache
@@ -317,11 +293,10 @@ def outcomes(num_ranks):
     return [run_all()] if num_ranks == 1 else spawn_ranks(run_all, num_ranks, group_timeout=30)
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", check)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_ranks(num_ranks, name):
-    failed = {r: found[name] for r, found in enumerate(outcomes(num_ranks)) if found[name]}
-    assert not failed, "\n".join(f"rank {r}: {text}" for r, text in failed.items())
+    assert_passed(outcomes(num_ranks), name)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": (2, 1), "dropout_p": 0.3, "seed": 3}])

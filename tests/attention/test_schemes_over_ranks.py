@@ -6,12 +6,12 @@ import itertools
 import os
 import signal
 import time
-import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import bytes_sent, expect_equal, make_inputs, sharded, whole
+from registry import assert_passed, run
 from test_ring_attention import CASES
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -398,15 +398,7 @@ def groups_of_one():
 
 
 def run_all(rank):
-    """Outcome of every check on this rank: None, or a traceback."""
-    found = {}
-    for name, function in CHECKS[dist.get_world_size()].items():
-        try:
-            function()
-            found[name] = None
-        except BaseException:
-            found[name] = traceback.format_exc()
-    return found
+    return run(CHECKS[dist.get_world_size()])
 
 
 @functools.lru_cache
@@ -418,8 +410,7 @@ def outcomes(num_ranks):
     ("num_ranks", "name"), [(n, name) for n, checks in sorted(CHECKS.items()) for name in checks]
 )
 def test_ranks(num_ranks, name):
-    failed = {r: found[name] for r, found in enumerate(outcomes(num_ranks)) if found[name]}
-    assert not failed, "\n".join(f"rank {r}: {text}" for r, text in failed.items())
+    assert_passed(outcomes(num_ranks), name)
 
 
 def attend_until_a_rank_dies(rank, scheme, moment):

@@ -7,12 +7,12 @@ import functools
 import itertools
 import os
 import signal
-import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from registry import Registry, assert_passed, run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -39,19 +39,7 @@ COLLECTIVES = """
 all_gather all_gather_into_tensor reduce_scatter reduce_scatter_tensor all_reduce broadcast
 all_to_all all_to_all_single isend irecv batch_isend_irecv
 """
-CHECKS = {}
-
-
-def check(*cases):
-    """Register a function of a rank, once for each tuple of arguments."""
-
-    def register(function):
-        for case in cases or [()]:
-            name = "-".join([function.__name__, *map(str, case)])
-            CHECKS[name] = functools.partial(function, *case)
-        return function
-
-    return register
+check = Registry()
 
 
 def group():
@@ -446,19 +434,7 @@ def make_of(ffn_dim):
 
 
 def run_all(_=0):
-    """Outcome of every check on this rank: None, or a traceback; ends with the first failure.
-
-    From there on the ranks may be at different messages.
-    """
-    found = dict.fromkeys(CHECKS, "not run, after another failure")
-    for name, function in CHECKS.items():
-        try:
-            function()
-            found[name] = None
-        except BaseException:
-            found[name] = traceback.format_exc()
-            break
-    return found
+    return run(check)
 
 
 @functools.lru_cache
@@ -466,11 +442,10 @@ def outcomes(num_ranks):
     return [run_all()] if num_ranks == 1 else spawn_ranks(run_all, num_ranks, group_timeout=30)
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", check)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_ranks(num_ranks, name):
-    failed = {r: found[name] for r, found in enumerate(outcomes(num_ranks)) if found[name]}
-    assert not failed, "\n".join(f"rank {r}: {text}" for r, text in failed.items())
+    assert_passed(outcomes(num_ranks), name)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,40 @@
+"""Checks that ranks run together in one spawn, since starting a rank takes seconds."""
+
+import functools
+import traceback
+
+
+class Registry(dict):
+    """Names to functions that every rank calls; as a decorator, one for each tuple of arguments."""
+
+    def __call__(self, *cases):
+        def register(function):
+            for case in cases or [()]:
+                name = "-".join([function.__name__, *map(str, case)])
+                self[name] = functools.partial(function, *case)
+            return function
+
+        return register
+
+
+def run(functions, before=lambda: None):
+    """Outcome of each function on this rank: None, or a traceback; ends with the first failure.
+
+    From there on the ranks may be at different messages.
+    """
+    found = dict.fromkeys(functions, "not run, after another failure")
+    for name, function in functions.items():
+        before()
+        try:
+            function()
+            found[name] = None
+        except BaseException:
+            found[name] = traceback.format_exc()
+            break
+    return found
+
+
+def assert_passed(outcomes, name):
+    """AssertionError with what each rank that failed found."""
+    failed = {rank: found[name] for rank, found in enumerate(outcomes) if found[name]}
+    assert not failed, "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
