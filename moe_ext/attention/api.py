@@ -21,7 +21,6 @@ from moe_ext.attention._options import Options
 from moe_ext.attention.arguments import (
     OPERATION,
     PRECISIONS,
-    Facts,
     check_numbers,
     check_tensors,
     collect_facts,
@@ -35,7 +34,6 @@ from moe_ext.attention.masks import Mask, check_cu_seqlens, check_end, check_win
 from moe_ext.attention.plan import Plan, Scheme, attend
 from moe_ext.attention.schemes import SCHEME_NAMES, check_scheme, explain, settle
 from moe_ext.attention.sharding import check_lengths
-from moe_ext.distributed.collectives import check_equal_over_ranks, share
 
 
 def check_options(options: Options, seed: int | None = None) -> None:
@@ -238,7 +236,7 @@ def _agreed_plan(
         mine = seed if seed is not None else drawn
         if mine is None:
             mine = int(torch.randint(1 << 62, ())) if options.dropout_p > 0 else 0
-        agreed = _agree(facts, q.shape[2], mine, given[0], group, q.device)
+        agreed = facts.agree(q.shape[2], mine, given[0], group, q.device)
     lengths, common = agreed
     check_end(mask.cu_seqlens, sum(lengths), OPERATION)
     made = make_layout(options.layout, sum(lengths), len(lengths), cu_seqlens=mask.cu_seqlens)
@@ -250,21 +248,3 @@ def _agreed_plan(
         offsets = torch.tensor(mask.cu_seqlens, device=q.device)
     plan = Plan(group, made, replace(block, seed=common), offsets, slopes, wire, grid)
     return plan, lengths, Keys(k, v, key_mask).form
-
-
-def _agree(
-    facts: Facts,
-    length: int,
-    seed: int,
-    given: bool,
-    group: ProcessGroup | None,
-    device: torch.device,
-) -> tuple[list[int], int]:
-    """(lengths of all shards, the seed of all ranks), once every rank holds the same facts."""
-    if group is None:
-        return [length], seed
-    rows = share([*facts.words, length, seed], group, device, operation=OPERATION)
-    facts.check(rows, group)
-    if given:
-        check_equal_over_ranks("seed", [row[-1] for row in rows], group, OPERATION)
-    return [row[-2] for row in rows], rows[0][-1]

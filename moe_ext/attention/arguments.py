@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,27 +18,43 @@ from torch.distributed import ProcessGroup
 from moe_ext.attention._block import BlockOptions
 from moe_ext.attention._options import Options
 from moe_ext.attention.layouts import LAYOUTS, Layout
+from moe_ext.attention.masks import Mask
 from moe_ext.attention.schemes import SCHEME_NAMES
-from moe_ext.distributed.collectives import check_equal_over_ranks
+from moe_ext.distributed.collectives import check_equal_over_ranks, share
 
 OPERATION = "ring_attention"
 PRECISIONS = ("exact", "fast")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def require(condition: bool, argument: str, rule: str, value: object) -> None:
-    """ValueError about an argument unless the condition holds."""
-    if not condition:
-        raise ValueError(f"{OPERATION}: expected {argument} to be {rule}, got {value}")
+Require = Callable[[bool, str, str, object], None]
+
+
+def requires(operation: str) -> Require:
+    """A function (condition, argument, rule, value) that raises ValueError unless it holds."""
+
+    def require(condition: bool, argument: str, rule: str, value: object) -> None:
+        if not condition:
+            raise ValueError(f"{operation}: expected {argument} to be {rule}, got {value}")
+
+    return require
+
+
+require = requires(OPERATION)
 
 
 def check_tensors(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, per_head: dict[str, Tensor | None]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    per_head: dict[str, Tensor | None],
+    require: Require = require,
 ) -> None:
     """ValueError unless dtypes, devices and shapes go together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         require(x.dtype in _DTYPES, name, "float32, bfloat16, float16 or float64", x.dtype)
-        require(x.dim() == 4, name, "of shape [B, H, S/P, D]", list(x.shape))
+        require(x.dim() == 4, name, "of shape [B, H, L, D]", list(x.shape))
         require(x.dtype == q.dtype, name, f"{q.dtype} like q", x.dtype)
         require(x.device == q.device, name, f"on {q.device} like q", x.device)
     batch, heads, length, dim = q.shape
@@ -59,7 +75,11 @@ def check_tensors(
 
 
 def check_numbers(
-    scale: float | None, softcap: float | None, dropout_p: float, seed: int | None
+    scale: float | None,
+    softcap: float | None,
+    dropout_p: float,
+    seed: int | None,
+    require: Require = require,
 ) -> None:
     """ValueError for a number out of its range."""
     if scale is not None:
@@ -84,7 +104,8 @@ def _number(bits: int) -> float:
 class Facts:
     """What ranks have to agree on, as integers to send and as values to print."""
 
-    def __init__(self) -> None:
+    def __init__(self, operation: str) -> None:
+        self.operation = operation
         self.words: list[int] = []
         self._shown: list[tuple[str, tuple[object, ...] | str]] = []
 
@@ -108,15 +129,49 @@ class Facts:
         self.words.append(zlib.crc32(repr(value).encode()))
         self._shown.append((f"{name} (checksum)", "integer"))
 
-    def check(self, rows: list[list[int]], group: ProcessGroup) -> None:
-        """ValueError on every rank, naming the first fact that differs and every rank's value."""
+    def tensors(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """The dtype, and all sizes but the number of positions."""
+        self.choice("the dtype of q", q.dtype, _DTYPES)
+        for name, value in zip("BHD", (q.shape[0], q.shape[1], q.shape[3]), strict=True):
+            self.integer(f"{name} of q", value)
+        self.integer("Hkv of k", k.shape[1])
+        self.integer("Dv of v", v.shape[3])
+
+    def places(self, layout: str | Layout, mask: Mask) -> None:
+        """Who holds which positions, and which keys are seen by them."""
+        name = "a Layout" if isinstance(layout, Layout) else layout
+        self.choice("layout", name, (*LAYOUTS, "a Layout"))
+        self.checksum("layout", layout)
+        self.choice("is_causal", mask.is_causal, (False, True))
+        self.integer("window[0]", mask.left)
+        self.integer("window[1]", mask.right)
+        self.checksum("cu_seqlens", mask.cu_seqlens)
+
+    def agree(
+        self,
+        length: int,
+        seed: int,
+        seed_is_given: bool,
+        group: ProcessGroup | None,
+        device: torch.device,
+    ) -> tuple[list[int], int]:
+        """(lengths of all shards, the seed of all ranks), once every rank holds the same facts.
+
+        ValueError on every rank otherwise, naming the first fact that differs and its values.
+        """
+        if group is None:
+            return [length], seed
+        rows = share([*self.words, length, seed], group, device, operation=self.operation)
         for i, (name, kind) in enumerate(self._shown):
             column: list[object] = [row[i] for row in rows]
             if kind == "number":
                 column = [_number(row[i]) for row in rows]
             elif isinstance(kind, tuple):
                 column = [kind[row[i]] for row in rows]
-            check_equal_over_ranks(name, column, group, OPERATION)
+            check_equal_over_ranks(name, column, group, self.operation)
+        if seed_is_given:
+            check_equal_over_ranks("seed", [row[-1] for row in rows], group, self.operation)
+        return [row[-2] for row in rows], rows[0][-1]
 
 
 def collect_facts(
@@ -128,24 +183,14 @@ def collect_facts(
     flags: list[bool],
 ) -> Facts:
     """Of one call; all but lengths and seed."""
-    facts = Facts()
-    facts.choice("the dtype of q", q.dtype, _DTYPES)
-    for name, value in zip("BHD", (q.shape[0], q.shape[1], q.shape[3]), strict=True):
-        facts.integer(f"{name} of q", value)
-    facts.integer("Hkv of k", k.shape[1])
-    facts.integer("Dv of v", v.shape[3])
-    layout, grid = options.layout, options.grid
-    name = "a Layout" if isinstance(layout, Layout) else layout
-    facts.choice("layout", name, (*LAYOUTS, "a Layout"))
-    facts.checksum("layout", layout)
+    facts = Facts(OPERATION)
+    facts.tensors(q, k, v)
+    facts.places(options.layout, block.mask)
+    grid = options.grid
     facts.choice("scheme", options.scheme, SCHEME_NAMES)
     facts.choice("precision", options.precision, PRECISIONS)
     facts.integer("rows of the mesh", 0 if grid is None else grid.shape[0])
     facts.checksum("mesh", grid)
-    facts.integer("is_causal", block.mask.is_causal)
-    facts.integer("window[0]", block.mask.left)
-    facts.integer("window[1]", block.mask.right)
-    facts.checksum("cu_seqlens", block.mask.cu_seqlens)
     facts.number("scale", block.scale)
     facts.number("softcap", block.softcap)
     facts.number("dropout_p", block.dropout_p)
