@@ -43,6 +43,16 @@ def test_a_block_of_attention_runs(code):
     exec(code, names)
 
 
+def test_the_table_of_schemes_is_what_its_code_prints(capsys):
+    text = (DOCS / "attention.md").read_text()
+    code, table = re.search(
+        r"```python\n([^`]*choose_scheme[^`]*)```\n+```text\n(.*?)```", text, re.S
+    ).groups()
+    exec(code, {})
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert printed == table.splitlines()
+
+
 def run_four_ranks(rank):
     code = next(block for block in blocks("distributed.md") if "TransformerBlock" in block)
     code = code.replace("512", "16").replace("1024", "12")
