@@ -104,8 +104,14 @@ def sent_by_formula(args: argparse.Namespace, num_ranks: int) -> float:
 
 
 def draw(args: argparse.Namespace, found: dict[int, list[Cost]], path: Path) -> None:
-    """Peak memory and bytes of the fullest rank against the number of ranks."""
-    from matplotlib.figure import Figure
+    """Peak memory and bytes of the fullest rank against the number of ranks.
+
+    ImportError without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("matplotlib is not installed; try `pip install matplotlib`") from error
 
     ranks, peaks, sent = zip(*largest(found), strict=True)
     figure = Figure(figsize=(9, 4), layout="constrained")

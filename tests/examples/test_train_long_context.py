@@ -1,4 +1,5 @@
 import json
+import math
 import re
 import sys
 
@@ -104,6 +105,36 @@ def test_a_wrong_attention_is_noticed(long_context, monkeypatch):
     code, stdout, _ = long_context(*NO_COSTS)
     assert code == 1
     assert "NOT EQUAL to one process" in stdout
+
+
+@pytest.mark.parametrize("order", [(math.nan, 1.0), (1.0, math.nan)], ids=["first", "last"])
+def test_a_loss_that_is_not_a_number_is_noticed(order):
+    import train_long_context
+
+    found, one = train_long_context.Differences(), [torch.ones(2)]
+    for loss in order:
+        found.add((1.0, loss), one, one)
+    assert math.isnan(found.worst)
+
+
+def test_without_matplotlib_there_is_no_picture(long_context, monkeypatch, tmp_path):
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, stdout, stderr = long_context("--seq-len=64", "--measure", 1)
+    assert code == 0, stderr
+    assert "no picture" in stdout
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["costs"]["1"]
+
+
+def test_a_system_without_proc_is_not_measured(long_context, monkeypatch, tmp_path):
+    from long_context import measure
+
+    monkeypatch.setattr(measure, "PROC", tmp_path / "proc")
+    code, stdout, _ = long_context("--measure", 1)
+    assert code == 0
+    assert "not measured" in stdout
+    assert len(json.loads((tmp_path / "out" / "result.json").read_text())["losses"]) == 3
 
 
 def test_packed_documents_are_pieces_of_files(folder):
