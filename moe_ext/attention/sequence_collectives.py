@@ -21,6 +21,15 @@ from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import check_group, group_rank, group_size
 from moe_ext.distributed.traffic import record_traffic
 
+# torch 2.13 warns of the names that earlier versions have.
+ALL_GATHER, REDUCE_SCATTER = (
+    new if hasattr(dist, new) else old
+    for new, old in (
+        ("all_gather_single", "all_gather_into_tensor"),
+        ("reduce_scatter_single", "reduce_scatter_tensor"),
+    )
+)
+
 
 @dataclass(frozen=True)
 class Shards:
@@ -66,7 +75,7 @@ def start_all_gather(x_L: Tensor, shards: Shards) -> Underway:
     found = x_L.new_empty((len(sizes) * longest, *x_L.shape[1:]))
     record_traffic("all_gather", (len(sizes) - 1) * sent_M.nbytes)
     with naming_failed_ranks(group, shards.operation):
-        work = dist.all_gather_into_tensor(found, sent_M, group=group, async_op=True)
+        work = getattr(dist, ALL_GATHER)(found, sent_M, group=group, async_op=True)
 
     def wait() -> Tensor:
         with naming_failed_ranks(group, shards.operation):
@@ -114,7 +123,7 @@ def start_reduce_scatter(x_S: Tensor, shards: Shards) -> Underway:
     found_M = x_S.new_empty((longest, *x_S.shape[1:]))
     record_traffic("reduce_scatter", (len(sizes) - 1) * found_M.nbytes)
     with naming_failed_ranks(group, shards.operation):
-        work = dist.reduce_scatter_tensor(found_M, sent, group=group, async_op=True)
+        work = getattr(dist, REDUCE_SCATTER)(found_M, sent, group=group, async_op=True)
 
     def wait() -> Tensor:
         with naming_failed_ranks(group, shards.operation):

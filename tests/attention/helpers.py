@@ -9,6 +9,7 @@ import torch.distributed as dist
 from moe_ext.attention import ring_attention, shard_sequence
 from moe_ext.attention.exchange import Exchange
 from moe_ext.attention.grid import ranks_of
+from moe_ext.attention.sequence_collectives import ALL_GATHER
 
 
 def visible(seq_len, is_causal=False, window=None, cu_seqlens=None):
@@ -123,9 +124,9 @@ def bytes_sent():
         counted.extend(message.nbytes for message, _ in sends)
         return real["post"](self, sends, *args)
 
-    def all_gather_into_tensor(found, x, **kwargs):
+    def all_gather(found, x, **kwargs):
         counted.append(found.nbytes - x.nbytes)
-        return real["all_gather_into_tensor"](found, x, **kwargs)
+        return real[ALL_GATHER](found, x, **kwargs)
 
     def all_to_all_single(out, x, receive, send, group=None):
         others = sum(send) - send[dist.get_rank(group)]
@@ -133,7 +134,7 @@ def bytes_sent():
         return real["all_to_all_single"](out, x, receive, send, group=group)
 
     replacements = {
-        "all_gather_into_tensor": all_gather_into_tensor,
+        ALL_GATHER: all_gather,
         "all_to_all_single": all_to_all_single,
     }
     with pytest.MonkeyPatch.context() as patch:
