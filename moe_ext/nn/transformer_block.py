@@ -6,6 +6,7 @@ Shapes: B batch, L positions of this rank, D model, H heads, Hkv heads of keys a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,14 +27,29 @@ def rotate(x_BHLC: Tensor, position_ids: Tensor, base: float) -> Tensor:
         base: of the frequencies.
     """
     half = x_BHLC.shape[-1] // 2
-    exponent = torch.arange(half, device=x_BHLC.device) / half
-    # In the precision of the positions' own arithmetic: bf16 has no far positions.
-    dtype = torch.promote_types(x_BHLC.dtype, torch.float32)
-    angle = position_ids[..., None].to(dtype) * base ** -exponent.to(dtype)
+    # float64: a float32 angle of position 10^6 is off by a twentieth.
+    exponent = torch.arange(half, dtype=torch.float64, device=x_BHLC.device) / half
+    angle = position_ids[..., None].double() * base**-exponent
     angle = angle if position_ids.dim() == 1 else angle[:, None]
     cos, sin = angle.cos().to(x_BHLC.dtype), angle.sin().to(x_BHLC.dtype)
     real, imag = x_BHLC.chunk(2, dim=-1)
     return torch.cat([real * cos - imag * sin, real * sin + imag * cos], dim=-1)
+
+
+def _masks(ffn: nn.Module) -> bool:
+    """Whether a network takes a `token_mask`; ValueError where experts in it would not get it."""
+    parameters = inspect.signature(ffn.forward).parameters
+    if "token_mask" in parameters:
+        return True
+    if not any(isinstance(module, MoELayer) for module in ffn.modules()):
+        return False
+    # Wrappers, such as that of activation checkpointing, hand on what they are given.
+    if any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return True
+    raise ValueError(
+        "TransformerBlock: expected ffn to take token_mask, which the MoELayer in it needs, "
+        f"got {type(ffn).__name__}"
+    )
 
 
 class TransformerBlock(nn.Module):
@@ -145,8 +161,11 @@ class TransformerBlock(nn.Module):
 
         Returns:
             `[B, L, D]`.
+
+        Raises:
+            ValueError: a `token_mask`, and the network has a `MoELayer` inside but takes none.
         """
         x = x + self._attend(self.attention_norm(x), position_ids, cu_seqlens, token_mask)
-        masked = {"token_mask": token_mask} if isinstance(self.ffn, MoELayer) else {}
+        masked = {"token_mask": token_mask} if token_mask is not None and _masks(self.ffn) else {}
         out: Tensor = x + self.ffn(self.ffn_norm(x), **masked)
         return out

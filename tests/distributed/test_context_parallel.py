@@ -7,11 +7,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import moe_ext
 from moe_ext.attention import position_ids, shard_sequence, shift_labels, token_mean_loss
 from moe_ext.distributed import MoEMesh
 from moe_ext.nn import Balance, TransformerBlock
+from moe_ext.nn.transformer_block import rotate
 from moe_ext.testing import spawn_ranks
 
 VOCABULARY, DIM, SEQ_LEN, EXPERTS = 23, 16, 29, 4
@@ -186,3 +188,33 @@ def test_block_sizes():
     assert torch.equal(once, block(x, position_ids=torch.arange(5).expand(2, -1)))
     # Rotations compose: what counts is the distance.
     torch.testing.assert_close(once, block(x, position_ids=torch.arange(5) + 7))
+
+
+def test_rotations_far_into_a_sequence_are_exact():
+    """At position 10^6 a float32 angle is off by a twentieth."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 1, 3, 12, generator=generator, dtype=torch.float64)
+    ids = torch.tensor([1_000_003, 777_777, 5])
+    angle = ids[:, None].double() * 10000.0 ** -(torch.arange(6, dtype=torch.float64) / 6)
+    a, b = x.chunk(2, -1)
+    cos, sin = angle.cos(), angle.sin()
+    expected = torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+    torch.testing.assert_close(rotate(x, ids, 10000.0), expected, rtol=1e-9, atol=1e-9)
+    found = rotate(x.float(), ids[None], 10000.0)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_masked_tokens_reach_no_expert_of_any_network_that_takes_a_mask():
+    moe = moe_ext.nn.ResidualMoE(16, 8, 4)
+    x, mask = torch.randn(1, 5, 16), torch.tensor([[True, True, True, False, False]])
+    TransformerBlock(16, 2, moe)(x, position_ids=torch.arange(5), token_mask=mask)
+    assert int(moe.moe.metrics["num_tokens_per_expert"].sum()) == 3
+    wrapped = TransformerBlock(16, 2, checkpoint_wrapper(moe))
+    wrapped(x, position_ids=torch.arange(5), token_mask=mask)
+    assert int(moe.moe.metrics["num_tokens_per_expert"].sum()) == 3
+    dense = TransformerBlock(16, 2, nn.Linear(16, 16))
+    assert dense(x, position_ids=torch.arange(5), token_mask=mask).shape == x.shape
+    hidden = TransformerBlock(16, 2, nn.Sequential(moe))
+    assert hidden(x, position_ids=torch.arange(5)).shape == x.shape
+    with pytest.raises(ValueError, match="ffn to take token_mask, .* got Sequential"):
+        hidden(x, position_ids=torch.arange(5), token_mask=mask)
