@@ -27,7 +27,12 @@ from moe_ext.attention.sharding import check_lengths
 from moe_ext.distributed.collectives import check_equal_over_ranks, share
 from moe_ext.distributed.groups import GroupHandle, check_group, group_rank, group_size
 from moe_ext.nn._autocast import as_autocast, autocast_dtype
-from moe_ext.nn.expert_activation import Activation, resolve_activation, run_activation
+from moe_ext.nn.expert_activation import (
+    Activation,
+    ClampedSwiGLU,
+    resolve_activation,
+    run_activation,
+)
 
 _NAME = "SequenceParallelMLP"
 _NORMS = ("layer_norm", "rms_norm", None)
@@ -270,6 +275,8 @@ class SequenceParallelMLP(nn.Module):
             RankFailureError: a rank died or did not answer; the message names it.
         """
         self._check_input(x)
+        fits = seed is None or -(1 << 63) <= seed < 1 << 63
+        _require(fits, "seed", "a 64-bit integer", seed)
         given = self.layout if layout is None else layout
         whole = seq_len
         if whole is None:
@@ -310,6 +317,10 @@ class SequenceParallelMLP(nn.Module):
         """The layout of a call, once the ranks are known to agree on it."""
         size, group = group_size(self.tp_group), self.tp_group
         trained = [p.requires_grad for p in (x, *self.parameters())]
+        kind = self.activation
+        if not isinstance(kind, str | ClampedSwiGLU):
+            # Not as it prints: that may hold an address, another on every rank.
+            kind = getattr(kind, "__qualname__", type(kind).__qualname__)
         facts = {
             "seq_len (by default P times the shard)": seq_len,
             "the rows of x beside the sequence": math.prod(x.shape[:-2]),
@@ -319,8 +330,9 @@ class SequenceParallelMLP(nn.Module):
             "model_dim": self.model_dim,
             "ffn_dim": self.ffn_dim,
             "activation, regather and gradients wanted (checksum)": zlib.crc32(
-                repr((self.gated, self.regather, trained, torch.is_grad_enabled())).encode()
+                repr((kind, self.gated, self.regather, trained, torch.is_grad_enabled())).encode()
             ),
+            "grad_reduction (0: sum, 1: mean)": _REDUCTIONS.index(self.grad_reduction),
         }
         key = (*facts.values(), x.shape[-2])
         if group is None or key in self._agreed:

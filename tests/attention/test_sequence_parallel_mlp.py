@@ -25,6 +25,7 @@ from moe_ext.attention import (
     scatter_to_sequence,
     shard_sequence,
 )
+from moe_ext.attention.sequence_collectives import ALL_GATHER, REDUCE_SCATTER
 from moe_ext.distributed import (
     RankFailureError,
     clip_grad_norm_,
@@ -35,8 +36,8 @@ from moe_ext.nn.feed_forward import FeedForward
 from moe_ext.testing import spawn_ranks
 
 D, FFN = 6, 24  # a multiple of 1, 2, 3 and 4 ranks
-COLLECTIVES = """
-all_gather all_gather_into_tensor reduce_scatter reduce_scatter_tensor all_reduce broadcast
+COLLECTIVES = f"""
+all_gather {ALL_GATHER} reduce_scatter {REDUCE_SCATTER} all_reduce broadcast
 all_to_all all_to_all_single isend irecv batch_isend_irecv
 """
 check = Registry()
@@ -210,7 +211,7 @@ def one_all_gather_and_one_reduce_scatter(seq_len, regather):
     module(x, seq_len=seq_len).sum().backward()
     some = int(num_ranks() > 1)
     longest = 3 * -(-seq_len // num_ranks()) * D * 8
-    one_each = {"all_gather_into_tensor": some, "reduce_scatter_tensor": some}
+    one_each = {ALL_GATHER: some, REDUCE_SCATTER: some}
     unit = (num_ranks() - 1) * longest
     with collectives() as forward, count_traffic() as traffic:
         y = module(x, seq_len=seq_len)
@@ -222,7 +223,7 @@ def one_all_gather_and_one_reduce_scatter(seq_len, regather):
     of_norm = 2 * (num_ranks() - 1) * (2 * D * 8) // num_ranks()
     expected = {"all_gather": unit * (1 + regather), "reduce_scatter": unit, "all_reduce": of_norm}
     assert traffic.sent_bytes == collections.Counter(expected)
-    one_each["all_gather_into_tensor"] += regather * some
+    one_each[ALL_GATHER] += regather * some
     assert backward == collections.Counter({**one_each, "all_reduce": some})
     plain = make(group(), norm=None)
     plain(x.detach(), seq_len=seq_len)
@@ -259,7 +260,7 @@ def the_weight_gradient_overlaps_the_reduce_scatter():
     module, (x, _) = make(group()), data(12)
     x = shard_sequence(x, group=group(), layout="contiguous", dim=1).requires_grad_()
     y = module(x)
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+    for name in (ALL_GATHER, REDUCE_SCATTER):
         log(dist, name, lambda work, n: LoggedWork(work, n, events))
     log(_sequence_linear, "_weight_grad", lambda result, _: result)
     try:
@@ -268,12 +269,12 @@ def the_weight_gradient_overlaps_the_reduce_scatter():
         for owner, name, real in patched:
             setattr(owner, name, real)
     assert events == [
-        "all_gather_into_tensor",
-        "wait all_gather_into_tensor",
+        ALL_GATHER,
+        f"wait {ALL_GATHER}",
         "_weight_grad",
-        "reduce_scatter_tensor",
+        REDUCE_SCATTER,
         "_weight_grad",
-        "wait reduce_scatter_tensor",
+        f"wait {REDUCE_SCATTER}",
     ]
 
 
@@ -426,7 +427,12 @@ def what_differs_between_ranks_is_refused_on_all():
     refused(r"layout \(checksum\) to be equal", module, x, layout=layout)
     refused("gradients wanted", module, x.clone().requires_grad_(odd))
     refused("model_dim|ffn_dim", make_of(FFN * (1 + odd)), x)
+    refused("activation, .*checksum", make(group(), activation="relu" if odd else "gelu"), x)
+    refused("grad_reduction", make(group(), grad_reduction="mean" if odd else "sum"), x)
     assert torch.isfinite(module(x)).all()
+    # A function of each process's own.
+    partial = make(group(), activation=functools.partial(F.leaky_relu, negative_slope=0.1))
+    assert torch.isfinite(partial(x)).all()
 
 
 def make_of(ffn_dim):
@@ -475,6 +481,8 @@ def test_inputs_refused():
         module(torch.zeros(2, 5, D, dtype=torch.float64), seq_len=6)
     with pytest.raises(ValueError, match="cu_seqlens to be given for 'per_document'"):
         module(torch.zeros(2, 5, D, dtype=torch.float64), layout="per_document")
+    with pytest.raises(ValueError, match=f"seed to be a 64-bit integer, got {1 << 63}"):
+        module(torch.zeros(2, 5, D, dtype=torch.float64), seed=1 << 63)
 
 
 def test_gradients_of_one_process():
