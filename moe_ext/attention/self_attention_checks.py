@@ -32,6 +32,9 @@ def check_arguments(
     """ValueError for what one rank can tell is wrong."""
     check_tensors(q, k, v, key_mask, {}, _require)
     if attn_mask is not None:
+        _require(
+            attn_mask.device == q.device, "attn_mask", f"on {q.device} like q", attn_mask.device
+        )
         _check_mask(attn_mask, *q.shape[:3])
     known = isinstance(layout, Layout) or layout in LAYOUTS
     _require(known, "layout", f"a Layout or one of {LAYOUTS}", repr(layout))

@@ -322,6 +322,8 @@ def test_gradients_of_one_process(options):
         ({"attn_mask": torch.ones(1, 1, 37, 37).int()}, "attn_mask to be bool or floating"),
         ({"attn_mask": torch.ones(1, 1, 37, 37).requires_grad_()}, "without gradient"),
         ({"layout": make_layout("contiguous", 36, 1)}, "layout to be for 37 positions"),
+        ({"key_mask": torch.ones(2, 37, device="meta") > 0}, "key_mask to be on cpu like q"),
+        ({"attn_mask": torch.ones(1, 1, 37, 37, device="meta")}, "attn_mask to be on cpu like q"),
     ],
 )
 def test_arguments_refused(changes, message):
