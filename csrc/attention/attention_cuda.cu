@@ -17,15 +17,6 @@ namespace {
 using torch::stable::contiguous;
 using torch::stable::new_empty;
 
-OptionalTensor optional_contiguous(const OptionalTensor& t) {
-  return t ? OptionalTensor(contiguous(*t)) : std::nullopt;
-}
-
-template <typename T>
-const T* data_or_null(const OptionalTensor& t) {
-  return t ? data<const T>(*t) : nullptr;
-}
-
 Tensor dense_as(const Tensor& t, ScalarType dtype) {
   return contiguous(t.scalar_type() == dtype ? t : torch::stable::to(t, dtype));
 }
