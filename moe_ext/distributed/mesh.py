@@ -52,6 +52,7 @@ class MoEMesh:
             folded; None otherwise, and with cp = 1.
 
     Raises:
+        TypeError: a size is not an int.
         ValueError: a size is below 1 or not supported, or the number of ranks fits neither
             arrangement.
     """
@@ -59,6 +60,11 @@ class MoEMesh:
     def __init__(
         self, *, dp: int = 1, ep: int = 1, tp: int = 1, cp: int = 1, pp: int = 1, etp: int = 1
     ) -> None:
+        sizes = {"dp": dp, "ep": ep, "cp": cp, "tp": tp, "pp": pp, "etp": etp}
+        for name, size in sizes.items():
+            # A quotient of numbers of ranks is a float.
+            if not isinstance(size, int):
+                raise TypeError(f"MoEMesh: expected {name} to be an int, got {size!r}")
         for name, size in (("dp", dp), ("ep", ep), ("cp", cp)):
             if size < 1:
                 raise ValueError(f"MoEMesh: expected {name} to be at least 1, got {size}")
@@ -69,9 +75,9 @@ class MoEMesh:
         folded = dp * ep == ranks and ranks % cp == 0
         if not folded and dp * cp * ep != ranks:
             product = "dp * ep" if cp == 1 else "dp * cp * ep, or dp * ep with cp a divisor,"
-            sizes = f"{dp} * {ep}" if cp == 1 else f"dp {dp}, cp {cp}, ep {ep}"
+            got = f"{dp} * {ep}" if cp == 1 else f"dp {dp}, cp {cp}, ep {ep}"
             raise ValueError(
-                f"MoEMesh: expected {product} to be the number of ranks, {ranks}, got {sizes}"
+                f"MoEMesh: expected {product} to be the number of ranks, {ranks}, got {got}"
             )
         self.dp_size, self.ep_size, self.cp_size = dp, ep, cp
         self.data_size = ranks // cp

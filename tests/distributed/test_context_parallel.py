@@ -177,6 +177,12 @@ def test_four_ranks_equal_one_process():
     assert all(spawn_ranks(check_all, 4, timeout=300))
 
 
+@pytest.mark.parametrize("size", [1.0, "2", None])
+def test_sizes_of_a_mesh_are_ints(size):
+    with pytest.raises(TypeError, match=f"MoEMesh: expected cp to be an int, got {size!r}"):
+        MoEMesh(cp=size)
+
+
 def test_block_sizes():
     with pytest.raises(ValueError, match="model_dim to be a multiple of twice num_heads 3"):
         TransformerBlock(16, 3, nn.Identity())
