@@ -31,6 +31,8 @@ from moe_ext.distributed.parameters import (
 )
 
 _BUCKET_BYTES = 25 * 2**20
+# Integers of as many bytes.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Set on a gradient tensor: its version when it was last synchronised. A new tensor or one that
 # was written to since does not match.
 _SYNCED = "_moe_ext_synced_version"
@@ -174,7 +176,14 @@ def _dense_parameters(
 
 def _fingerprint(parameters: list[tuple[str, nn.Parameter]]) -> int:
     """A number from the bits of all values, equal for equal parameters."""
-    hashes = [torch.hash_tensor(p.detach()).view(torch.int64) for _, p in parameters if p.numel()]
+    hashes = []
+    for _, parameter in parameters:
+        if parameter.numel():
+            flat = parameter.detach().reshape(-1)
+            bits = flat.view(_BITS[min(flat.element_size(), 8)])
+            # hash_tensor is an exclusive or: an even number of equal values gives 0, whatever they
+            # are. Sums of integers have the same bits in any order.
+            hashes += [torch.hash_tensor(flat).view(torch.int64), bits.sum(dtype=torch.int64)]
     # NOTE: device-to-host sync, once for a model.
     text = repr(torch.stack(hashes).tolist()) if hashes else ""
     return zlib.crc32(text.encode())

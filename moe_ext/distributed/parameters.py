@@ -70,7 +70,8 @@ def tensor_parallel_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]
     """
     for name, module in model.named_modules():
         group = getattr(module, "tp_group", None)
-        if isinstance(group, ProcessGroup) and group_size(group) > 1:
+        known = hasattr(module, "tp_sharded") and hasattr(module, "grad_reduction")
+        if known and isinstance(group, ProcessGroup) and group_size(group) > 1:
             yield name, module
 
 

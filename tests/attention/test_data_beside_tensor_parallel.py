@@ -69,3 +69,23 @@ def check_pairs(rank, wrapped):
 @pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "DistributedDataParallel"])
 def test_accumulated_gradients_are_those_of_one_process(wrapped):
     assert all(spawn_ranks(check_pairs, RANKS, wrapped))
+
+
+def check_module_of_another_library(rank):
+    module, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    for layer in (module, other):
+        layer.tp_group = dist.group.WORLD
+        nn.init.ones_(layer.weight), nn.init.zeros_(layer.bias)
+    module(torch.full((1, 2), rank + 1.0)).sum().backward()
+    sync_gradients(module)
+    torch.testing.assert_close(module.weight.grad, torch.full((2, 2), 1.5))
+    # The exclusive or of four equal numbers is 0 on both ranks.
+    nn.init.constant_(other.weight, rank)
+    other(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ValueError, match="the values of the dense parameters at the first call"):
+        sync_gradients(other)
+    return True
+
+
+def test_a_module_of_another_library_is_taken_as_dense():
+    assert all(spawn_ranks(check_module_of_another_library, 2))
