@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ext.ops._autograd import register_autograd
+from moe_ext.ops._autograd import once_differentiable, register_autograd
 
 
 def attention_block(
@@ -433,10 +433,14 @@ def _block_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*tensors, None if seed is None else seed.clone(), *output)
 
 
+_block_gradient = once_differentiable("moe_ext::attention_block_backward")
+
+
 def _block_backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     *inputs, out, lse = ctx.saved_tensors
-    delta = torch.ops.moe_ext.attention_delta(grad_out, out, grad_lse)
-    grads = torch.ops.moe_ext.attention_block_backward(grad_out, lse, delta, *inputs, *ctx.options)
+    with torch.no_grad():
+        delta = torch.ops.moe_ext.attention_delta(grad_out, out, grad_lse)
+    grads = _block_gradient(grad_out, lse, delta, *inputs, *ctx.options)
     needed = zip(grads, inputs[:3], ctx.needs_input_grad[:3], strict=True)
     rounded = (grad.to(x.dtype) if needs else None for grad, x, needs in needed)
     return (*rounded, *([None] * 15))
@@ -468,9 +472,12 @@ def _merge_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*inputs)
 
 
+_merge_gradient = once_differentiable("moe_ext::_merge_attention_backward")
+
+
 def _merge_backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     inputs = ctx.saved_tensors
-    grads = torch.ops.moe_ext._merge_attention_backward(grad_out, grad_lse, *inputs)
+    grads = _merge_gradient(grad_out, grad_lse, *inputs)
     needed = zip(grads, ctx.needs_input_grad[:4], strict=True)
     return tuple(grad if needs else None for grad, needs in needed)
 

@@ -8,6 +8,12 @@ from moe_ext import ops
 STATE = torch.tensor([1, 2, 3, 4])
 IDX = torch.tensor([[0, 1], [2, 3], [1, 0], [3, 2]])
 
+
+def attend(x, result=0):
+    x_BHSD, positions_S = x.view(1, 1, 4, 4), torch.arange(4, device=x.device)
+    return ops.attention_block(*[x_BHSD] * 3, positions_S, positions_S)[result]
+
+
 FORMULAS = {
     "topk_gate": lambda x: ops.topk_gate(x, 2).topk_weights,
     "gate_weights": lambda x: ops.gate_weights(x, IDX.to(x.device)).topk_weights,
@@ -21,6 +27,13 @@ FORMULAS = {
     "unpermute_tokens": lambda x: ops.unpermute_tokens(
         *ops.permute_tokens(x, IDX.to(x.device), 4), x[:, :2]
     ),
+    "attention_block": attend,
+    "attention_block, its LSE": lambda x: attend(x, 1),
+    "merge_attention": lambda x: ops.merge_attention(x, x[0], x * x, x[1])[0],
+    "merge_attention, its LSE": lambda x: ops.merge_attention(x, x[0], x * x, x[1])[1],
+    "merge_attention_sinks": lambda x: ops.merge_attention_sinks(
+        x.view(1, 1, 4, 4), x[0].view(1, 1, 4), x[1, :1]
+    )[0],
 }
 
 
