@@ -229,5 +229,7 @@ def attend(
 
 def _sinks_backward(lse: Tensor, delta: Tensor, sinks: Tensor) -> Tensor:
     """Gradient of `sinks` from this rank's queries."""
-    weights = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    # A sink of -inf is none; beside a row without keys it would give NaN.
+    sinks_H1 = sinks.to(lse.dtype)[:, None]
+    weights = torch.where(sinks_H1 > -torch.inf, (sinks_H1 - lse).exp(), 0.0)
     return -(weights * delta).sum((0, 2)).to(sinks.dtype)

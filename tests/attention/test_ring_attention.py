@@ -55,6 +55,16 @@ def test_queries_without_keys_give_zeros():
     assert not any(grad[0].any() for grad in grads)
 
 
+def test_sinks_of_no_weight_are_none():
+    inputs = make_inputs(seq_len=6)
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    mask[0] = False
+    sinks = torch.full((4,), -torch.inf, dtype=torch.float64)
+    *found, grad_sinks = sharded(*inputs, group=None, key_mask=mask, sinks=sinks)
+    assert torch.equal(grad_sinks, torch.zeros_like(sinks))
+    expect_equal(found, whole(*inputs, key_mask=mask), group=None, rtol=1e-10, atol=1e-11)
+
+
 @pytest.mark.parametrize("options", [{}, {"softcap": 0.9, "window": (3, 0), "dropout_p": 0.3}])
 def test_gradients_of_one_process(options):
     q, k, v, _ = (x.requires_grad_() for x in make_inputs(batch=1, seq_len=5, dim=3, v_dim=2))
