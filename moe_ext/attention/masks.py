@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import bisect
 import functools
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,13 +95,24 @@ def _any_inside(keys: range, intervals: Sequence[tuple[int, int]]) -> bool:
     return False
 
 
+def _integers(values: Iterable[Any]) -> tuple[int, ...] | None:
+    """None where one of them is no integer."""
+    try:
+        return tuple(operator.index(value) for value in values)
+    except TypeError:
+        return None
+
+
 def check_window(window: object, operation: str) -> tuple[int, int]:
     """(left, right) of a window argument; ValueError unless None or two integers from -1 on."""
     if window is None:
         return -1, -1
-    if not isinstance(window, tuple | list) or len(window) != 2:
-        raise ValueError(f"{operation}: expected window to be None or (left, right), got {window}")
-    left, right = (int(side) for side in window)
+    sides = _integers(window) if isinstance(window, tuple | list) else None
+    if sides is None or len(sides) != 2:
+        raise ValueError(
+            f"{operation}: expected window to be None or (left, right), integers, got {window}"
+        )
+    left, right = sides
     if min(left, right) < -1:
         raise ValueError(
             f"{operation}: expected both sides of window to be -1 (no limit) or more, got {window}"
@@ -123,7 +136,11 @@ def check_cu_seqlens(
                 f"{cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}"
             )
         cu_seqlens = cu_seqlens.tolist()
-    offsets = tuple(int(offset) for offset in cu_seqlens)
+    offsets = _integers(cu_seqlens)
+    if offsets is None:
+        raise ValueError(
+            f"{operation}: expected cu_seqlens to be a row of integers, got {cu_seqlens}"
+        )
     if not offsets or offsets[0] != 0 or list(offsets) != sorted(offsets):
         raise ValueError(
             f"{operation}: expected cu_seqlens to start at 0 and be sorted, got {list(offsets)}"

@@ -105,7 +105,7 @@ def test_strided_inputs():
         ({"precision": "sloppy"}, "precision to be one of .* got 'sloppy'"),
         ({"layout": "spiral"}, "layout to be a Layout or one of .* got 'spiral'"),
         ({"window": (-2, 0)}, r"window to be -1 \(no limit\) or more, got \(-2, 0\)"),
-        ({"window": 3}, r"window to be None or \(left, right\), got 3"),
+        ({"window": 3}, r"window to be None or \(left, right\), integers, got 3"),
         ({"dropout_p": 1.0}, r"dropout_p to be in \[0, 1\), got 1.0"),
         ({"dropout_p": -0.1}, r"dropout_p to be in \[0, 1\), got -0.1"),
         ({"seed": 1 << 63}, "seed to be a 64-bit integer"),
