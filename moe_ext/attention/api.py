@@ -19,12 +19,14 @@ from moe_ext.attention._block import BlockOptions, accumulation_dtype
 from moe_ext.attention._compiled import attend_in_graph, set_planner
 from moe_ext.attention._options import Options
 from moe_ext.attention.arguments import (
+    NUM_FACTS,
     OPERATION,
     PRECISIONS,
     check_numbers,
     check_tensors,
     collect_facts,
     require,
+    tell_refusal,
 )
 from moe_ext.attention.choice import SchemeChoice
 from moe_ext.attention.exchange import Keys, KeysForm
@@ -221,18 +223,25 @@ def _agreed_plan(
 ) -> tuple[Plan, list[int], KeysForm]:
     """(plan before a scheme is settled, lengths of all shards, form of the keys)."""
     check_options(options, seed)
-    check_tensors(q, k, v, key_mask, {"alibi_slopes": alibi_slopes, "sinks": sinks})
     window = check_window(options.window, OPERATION)
     mask = Mask(options.is_causal, *window, check_cu_seqlens(cu_seqlens, OPERATION))
     group, grid = options.group, options.grid
-    check_scheme(options.scheme, q.shape[1], k.shape[1], group, grid, OPERATION)
+    try:
+        check_tensors(q, k, v, key_mask, {"alibi_slopes": alibi_slopes, "sinks": sinks})
+        check_scheme(options.scheme, q.shape[1], k.shape[1], group, grid, OPERATION)
+    except ValueError:
+        if agreed is None:
+            tell_refusal(OPERATION, NUM_FACTS, group, q.device)
+        raise
     factor = options.scale if options.scale is not None else 1 / math.sqrt(max(q.shape[3], 1))
     cap, precision = options.softcap or 0.0, options.precision
     block = BlockOptions(factor, mask, cap, options.dropout_p, precision=precision)
     half = options.kv_grad_dtype == torch.bfloat16
     if agreed is None:
         given = [x is not None for x in (seed, key_mask, alibi_slopes, sinks)]
-        facts = collect_facts(q, k, v, options, block, [*given, half])
+        learns = [x.requires_grad for x in (q, k, v, sinks) if x is not None]
+        wants_grad = torch.is_grad_enabled() and any(learns)
+        facts = collect_facts(q, k, v, options, block, [*given, half], wants_grad)
         mine = seed if seed is not None else drawn
         if mine is None:
             mine = int(torch.randint(1 << 62, ())) if options.dropout_p > 0 else 0

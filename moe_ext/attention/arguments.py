@@ -6,6 +6,7 @@ Shapes: B batch, H heads, Hkv heads of keys and values, L positions of this rank
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
 import zlib
@@ -21,9 +22,13 @@ from moe_ext.attention.layouts import LAYOUTS, Layout
 from moe_ext.attention.masks import Mask
 from moe_ext.attention.schemes import SCHEME_NAMES
 from moe_ext.distributed.collectives import check_equal_over_ranks, share
+from moe_ext.distributed.failures import RankFailureError
+from moe_ext.distributed.groups import group_ranks
 
 OPERATION = "ring_attention"
 PRECISIONS = ("exact", "fast")
+# Words of `collect_facts`: a rank without facts has to send as many.
+NUM_FACTS = 25
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -69,9 +74,13 @@ def check_tensors(
         fits = key_mask.shape == (batch, length) and key_mask.dtype == torch.bool
         found = f"{key_mask.dtype} {list(key_mask.shape)}"
         require(fits, "key_mask", f"bool [{batch}, {length}], this rank's keys", found)
+    if key_mask is not None:
+        require(key_mask.device == q.device, "key_mask", f"on {q.device} like q", key_mask.device)
     for name, values in per_head.items():
         if values is not None:
             require(values.shape == (heads,), name, f"[{heads}]", list(values.shape))
+            require(values.dtype in _DTYPES, name, "floating point", values.dtype)
+            require(values.device == q.device, name, f"on {q.device} like q", values.device)
 
 
 def check_numbers(
@@ -161,7 +170,15 @@ class Facts:
         """
         if group is None:
             return [length], seed
-        rows = share([*self.words, length, seed], group, device, operation=self.operation)
+        words = [0, *self.words, length, seed]
+        rows = share(words, group, device, operation=self.operation)
+        refused = [str(r) for r, row in zip(group_ranks(group), rows, strict=True) if row[0]]
+        if refused:
+            raise ValueError(
+                f"{self.operation}: expected tensors that go together on every rank, got others on "
+                f"rank {', '.join(refused)}"
+            )
+        rows = [row[1:] for row in rows]
         for i, (name, kind) in enumerate(self._shown):
             column: list[object] = [row[i] for row in rows]
             if kind == "number":
@@ -174,6 +191,15 @@ class Facts:
         return [row[-2] for row in rows], rows[0][-1]
 
 
+def tell_refusal(
+    operation: str, num_facts: int, group: ProcessGroup | None, device: torch.device
+) -> None:
+    """Take part in `Facts.agree` without facts, so that no other rank waits for this one."""
+    if group is not None:
+        with contextlib.suppress(RankFailureError):
+            share([1] + [0] * (num_facts + 2), group, device, operation=operation)
+
+
 def collect_facts(
     q: Tensor,
     k: Tensor,
@@ -181,6 +207,7 @@ def collect_facts(
     options: Options,
     block: BlockOptions,
     flags: list[bool],
+    wants_grad: bool,
 ) -> Facts:
     """Of one call; all but lengths and seed."""
     facts = Facts(OPERATION)
@@ -200,4 +227,7 @@ def collect_facts(
         strict=True,
     ):
         facts.integer(f"giving {name}", flag)
+    # A rank without a backward pass would leave the others waiting in theirs.
+    facts.integer("requiring a gradient", wants_grad)
+    assert len(facts.words) == NUM_FACTS
     return facts

@@ -82,4 +82,7 @@ def agree_on_call(
     facts.integer("giving seed", given)
     facts.integer("giving key_mask", key_mask is not None)
     facts.integer("S of attn_mask (0: none)", 0 if attn_mask is None else attn_mask.shape[3])
+    # A rank without a backward pass would leave the others waiting in theirs.
+    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in qkv)
+    facts.integer("requiring a gradient", wants_grad)
     return facts.agree(q.shape[2], seed, given, group, q.device)

@@ -277,6 +277,25 @@ def what_differs_between_ranks_is_refused_on_all():
     refused("giving alibi_slopes to be equal", q, k, v, alibi_slopes=slopes)
     shorter = [x[:, :, odd:] for x in (q, k, v)]
     refused(r"shards of a zigzag layout of 36 positions to be \[.*\] long, got \[", *shorter)
+    needs = [x.clone().requires_grad_(odd) for x in (q, k, v)]
+    refused("requiring a gradient to be equal .* 0 on rank 0, 1 on rank 1", *needs)
+
+
+@check()
+def tensors_that_do_not_go_together_on_one_rank_are_refused_on_all():
+    odd = dist.get_rank() == 1
+    q, k, v, _ = (shard_sequence(x, group=group(), dim=2) for x in make_inputs())
+    expected = ring_attention(q, k, v, group=group())
+    elsewhere = r"expected tensors that go together on every rank, got others on rank 1$"
+    refused("k to be .* to go with q" if odd else elsewhere, q, k[:, :, odd:], v)
+    refused("v to be torch.float64 like q" if odd else elsewhere, q, k, v.float() if odd else v)
+    slopes = torch.ones(4, dtype=torch.int64 if odd else torch.float64)
+    refused("slopes to be floating" if odd else elsewhere, q, k, v, alibi_slopes=slopes)
+    q_heads, keys = q.repeat(1, 3, 1, 1)[:, int(odd) :], [x[:, :1] for x in (k, v)]
+    message = "the heads of q to be a multiple of the" if odd else elsewhere
+    refused(message, q_heads, *keys, scheme="ulysses")
+    # Nothing is left underway that a later call could take for its own.
+    assert torch.equal(ring_attention(q, k, v, group=group()), expected)
 
 
 def run_all(rank, path):
