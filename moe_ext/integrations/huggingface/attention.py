@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.attention import ring_attention, unshard_sequence
 from moe_ext.attention._options import Options
@@ -190,7 +191,7 @@ def _mask_of(
 
 def _ring_forward(
     name: str,
-    options: Options,
+    ring: Callable[..., Any],
     documents: _Documents,
     module: nn.Module,
     query: Tensor,
@@ -222,12 +223,10 @@ def _ring_forward(
         found = "None" if position_ids is None else list(position_ids.shape)
         _refuse(name, "position_ids of the attention", "[B, L] or [1, L]", found)
     assert position_ids is not None
-    out = ring_attention(
+    out: Tensor = ring(
         query,
         key,
         value,
-        group=options.group,
-        layout=options.layout,
         is_causal=mask.is_causal,
         scale=scaling,
         window=_window(name, mask, sliding_window),
@@ -236,16 +235,12 @@ def _ring_forward(
         softcap=softcap,
         sinks=s_aux,
         dropout_p=dropout,
-        scheme=options.scheme,
-        precision=options.precision,
-        kv_grad_dtype=options.kv_grad_dtype,
     )
-    assert isinstance(out, Tensor)
     return out.transpose(1, 2).contiguous(), None
 
 
 def register_ring_attention(
-    group: ProcessGroup | None,
+    group: ProcessGroup | DeviceMesh | None,
     *,
     layout: str | Layout = "zigzag",
     scheme: str = "ring",
@@ -263,7 +258,7 @@ def register_ring_attention(
     served.
 
     Args:
-        group: the ranks that share each sequence; None is this process alone.
+        group: the ranks that share each sequence, see `ring_attention`; None is this process alone.
         layout: of the shards, see `moe_ext.attention.make_layout`.
         scheme: see `ring_attention`.
         precision: see `ring_attention`.
@@ -279,10 +274,13 @@ def register_ring_attention(
             `output_attentions`, position biases.
         TypeError: the group is none of this rank.
     """
-    split_group(group, "register_ring_attention")
-    options = Options(
-        group, layout, scheme=scheme, precision=precision, kv_grad_dtype=kv_grad_dtype
-    )
+    whole, grid = split_group(group, "register_ring_attention")
+    names: dict[str, Any] = {
+        "scheme": scheme,
+        "precision": precision,
+        "kv_grad_dtype": kv_grad_dtype,
+    }
+    options = Options(whole, layout, grid=grid, **names)
     check_options(options)
     try:
         attention = importlib.import_module("transformers.modeling_utils").AttentionInterface
@@ -293,5 +291,6 @@ def register_ring_attention(
             f"try `pip install 'transformers>=5'` ({error})"
         ) from error
     documents = _Documents(name, options)
-    attention.register(name, functools.partial(_ring_forward, name, options, documents))
+    ring = functools.partial(ring_attention, group=group, layout=layout, **names)
+    attention.register(name, functools.partial(_ring_forward, name, ring, documents))
     masks.register(name, functools.partial(_ring_mask, name))

@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.attention import shard_sequence, token_mean_loss
 from moe_ext.attention import shift_labels as shifted
+from moe_ext.attention.grid import ranks_of
 from moe_ext.attention.layouts import Layout
 from moe_ext.distributed.groups import group_size
 
@@ -74,7 +76,7 @@ def _cu_seqlens(offsets: Sequence[int], device: torch.device) -> dict[str, Tenso
 def shard_batch(
     batch: Mapping[str, Tensor],
     *,
-    group: ProcessGroup | None,
+    group: ProcessGroup | DeviceMesh | None,
     layout: str | Layout = "zigzag",
     ignore_index: int = -100,
 ) -> dict[str, Tensor | int]:
@@ -89,7 +91,7 @@ def shard_batch(
         batch: `input_ids` `[B, S]` or `inputs_embeds` `[B, S, D]`; if wanted `labels` `[B, S]`, not
             shifted, `attention_mask` `[B, S]`, and `position_ids` `[B, S]` or `[1, S]`, whose
             resets are packed documents.
-        group: the ranks that share each sequence; None is this process alone.
+        group: the ranks that share each sequence, see `ring_attention`; None is this process alone.
         layout: as in `register_ring_attention`.
         ignore_index: stands for no label.
 
@@ -110,7 +112,7 @@ def shard_batch(
             f"{op}: expected input_ids or inputs_embeds, and other keys to be among {_KEYS}, "
             f"got {list(batch)}"
         )
-    seq_len = tokens.shape[1]
+    seq_len, num_ranks = tokens.shape[1], group_size(ranks_of(group, op))
     for key, tensor in batch.items():
         if tensor.dim() < 2 or tensor.shape[1] != seq_len:
             raise ValueError(f"{op}: expected {key} to be {seq_len} long, got {list(tensor.shape)}")
@@ -122,7 +124,7 @@ def shard_batch(
     if "labels" in whole:
         labels = shifted(whole["labels"], cu_seqlens=offsets, ignore_index=ignore_index)
         whole["labels"] = whole["shift_labels"] = labels
-        extra["num_items_in_batch"] = (labels != ignore_index).sum() / group_size(group)
+        extra["num_items_in_batch"] = (labels != ignore_index).sum() / num_ranks
     if offsets is not None:
         extra.update(_cu_seqlens(offsets, tokens.device))
     parts = {
@@ -136,7 +138,7 @@ def causal_lm_loss(
     logits: Tensor,
     shift_labels: Tensor,
     *,
-    group: ProcessGroup | None,
+    group: ProcessGroup | DeviceMesh | None,
     grad_scale: float | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
@@ -160,5 +162,6 @@ def causal_lm_loss(
         reduction="sum",
     )
     count = (shift_labels != ignore_index).sum()
-    scale = float(group_size(group)) if grad_scale is None else grad_scale
+    num_ranks = group_size(ranks_of(group, "causal_lm_loss"))
+    scale = float(num_ranks) if grad_scale is None else grad_scale
     return token_mean_loss(total, count, group=group, grad_scale=scale)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hf_models import VOCABULARY, assert_near, build, transformers
+from torch.distributed.device_mesh import init_device_mesh
 
 import moe_ext
 from moe_ext.attention import make_layout
@@ -198,6 +199,22 @@ def documents_are_found_without_being_told():
     # Positions in place: the tensor is the same, its values are not.
     kept["position_ids"].copy_(shard_batch(make_batch("plain"), group=group())["position_ids"][:1])
     assert not torch.equal(model(**kept).logits, told)
+
+
+@check()
+def meshes_stand_for_their_ranks():
+    num_ranks = dist.get_world_size()
+    row = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("cp",))
+    grid = init_device_mesh("cpu", (1, num_ranks), mesh_dim_names=("ring", "ulysses"))
+    for mesh, scheme in ((row, "ring"), (grid, "double_ring"), (grid, "auto")):
+        register_ring_attention(mesh, scheme=scheme)
+        model = make("llama", attn_implementation="moe_ext_ring")
+        batch = shard_batch(make_batch("packed"), group=mesh)
+        logits = model(**{name: x for name, x in batch.items() if "labels" not in name}).logits
+        loss = causal_lm_loss(logits, batch["shift_labels"], group=mesh)
+        loss.backward()
+        moe_ext.distributed.sync_gradients(model)
+        expect_equal(model, loss.detach(), "llama", "packed")
 
 
 @check()
