@@ -25,6 +25,8 @@ from moe_ext.attention.plan import Plan, Saved
 from moe_ext.distributed.collectives import all_to_all_rows
 from moe_ext.distributed.traffic import record_traffic
 
+_CONTIGUOUS = torch.contiguous_format
+
 
 def heads_refused(heads: int, kv_heads: int, num_ranks: int) -> str | None:
     """Why so many ranks cannot share the heads; None where they can."""
@@ -171,7 +173,9 @@ class Hybrid:
         if _keeps_keys(plan, own.form.heads):
             kept = keys.packed()
         both = row.to_positions(torch.cat([out, lse[..., None]], -1), heads)
-        return both[..., :-1].contiguous(), both[..., -1].contiguous(), kept
+        # Copies, even of a single row: a graph's operator must not give two views of one tensor.
+        out, lse = (x.clone(memory_format=_CONTIGUOUS) for x in (both[..., :-1], both[..., -1]))
+        return out, lse, kept
 
     @staticmethod
     def backward(

@@ -80,6 +80,25 @@ def compiled_like_eager(case, dtype):
     assert_same_bits(results(model, shards, graph, key_mask=mask, **kwargs), expected)
 
 
+@check(("ring",), ("ulysses",), ("all_gather",), ("double_ring",))
+def a_graph_for_any_length(scheme):
+    heads = dist.get_world_size()
+
+    def run(*tensors):
+        return ring_attention(*tensors, group=dist.group.WORLD, is_causal=True, scheme=scheme)
+
+    graph = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+    # Down to one row on a rank, and none on the others.
+    for seq_len in (37, 6, 1, 0):
+        shards = make_shards(batch=1, heads=heads, kv_heads=heads, seq_len=seq_len)
+        found = []
+        for function in (graph, run):
+            tensors = leaves(shards)
+            out = function(*tensors)
+            found.append([out.detach(), *torch.autograd.grad(out.square().sum(), tensors)])
+        assert_same_bits(*found)
+
+
 @check()
 def a_layout_of_ones_own_in_a_graph():
     layout = make_layout("cost_balanced", 37, dist.get_world_size(), cu_seqlens=PACKED)
