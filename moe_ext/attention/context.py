@@ -34,6 +34,14 @@ def _refuse(argument: str, rule: str, value: object) -> None:
     )
 
 
+def _autocast(x: Tensor) -> Tensor:
+    """As torch casts what its attention reads, which an operator of our own does not get."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
+
+
 def _attend(
     ring: Callable[..., Any],
     query: Tensor,
@@ -61,7 +69,7 @@ def _attend(
     if query.dim() == 4 and not enable_gqa and key.shape[1] != query.shape[1]:
         rule = f"of {query.shape[1]} heads without enable_gqa"
         _refuse("key", rule, f"{key.shape[1]} heads")
-    tensors = [x if x.dim() == 4 else x.unsqueeze(1) for x in (query, key, value)]
+    tensors = [_autocast(x if x.dim() == 4 else x.unsqueeze(1)) for x in (query, key, value)]
     out: Tensor = ring(*tensors, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
     return out if query.dim() == 4 else out.squeeze(1)
 
