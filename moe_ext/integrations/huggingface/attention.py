@@ -92,13 +92,48 @@ def _ring_mask(
     return RingMask(causal, window, None if attention_mask is None else attention_mask.bool())
 
 
+@dataclass(frozen=True)
+class _Known:
+    """Tensors that documents were found in, to tell whether others are these.
+
+    Every rank has to find anew or none, so values, which may change on one rank alone, cannot tell.
+    """
+
+    tensors: tuple[Callable[[], Tensor | None], ...]
+    versions: tuple[int, ...]
+    values: Tensor | None
+
+    @staticmethod
+    def of(position_ids: Tensor, given: Tensor | None) -> _Known:
+        """Without a reference to them."""
+        found = [x for x in (position_ids, given) if x is not None]
+        versions = tuple(_version(x) for x in found)
+        values = position_ids.clone() if position_ids.is_inference() else None
+        return _Known(tuple(weakref.ref(x) for x in found), versions, values)
+
+    def is_of(self, name: str, position_ids: Tensor, given: Tensor | None) -> bool:
+        """Whether they are the same; ValueError where they changed and no version counts it."""
+        found = [x for x in (position_ids, given) if x is not None]
+        same = [reference() is x for reference, x in zip(self.tensors, found, strict=False)]
+        if len(found) != len(self.tensors) or not all(same):
+            return False
+        if self.values is not None and not torch.equal(self.values, position_ids):
+            rule = "a new tensor where its values change in inference mode"
+            _refuse(name, "position_ids", rule, "the same one")
+        return self.versions == tuple(_version(x) for x in found)
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
 class _Documents:
     """The documents of a forward pass, found once for all its layers."""
 
     def __init__(self, name: str, options: Options) -> None:
         self._name = name
         self._options = options
-        self._known: tuple[Callable[[], Tensor | None], int] | None = None
+        self._known: _Known | None = None
         self._offsets: tuple[int, ...] | None = None
 
     # It reads values, which no graph can hold.
@@ -108,14 +143,11 @@ class _Documents:
 
         NOTE: device-to-host sync and a collective, once for a tensor of positions.
         """
-        version = 0 if position_ids.is_inference() else position_ids._version
-        if self._known is not None:
-            reference, known_version = self._known
-            if reference() is position_ids and known_version == version:
-                return self._offsets
+        if self._known is not None and self._known.is_of(self._name, position_ids, given):
+            return self._offsets
         self._known = None
         self._offsets = self._find(position_ids, given)
-        self._known = (weakref.ref(position_ids), version)
+        self._known = _Known.of(position_ids, given)
         return self._offsets
 
     def _find(self, position_ids: Tensor, given: Tensor | None) -> tuple[int, ...] | None:

@@ -196,9 +196,29 @@ def documents_are_found_without_being_told():
     assert torch.equal(model(**kept).logits, told)
     with torch.inference_mode():
         assert torch.equal(model(**batch).logits, told)
+    # Offsets that part of the positions does not show: the positions are the same tensor.
+    count = {**kept, "position_ids": shard_batch(make_batch("plain"), group=group())["position_ids"]}
+    apart = {name: torch.tensor((0, 20, 37)) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
+    together = model(**count).logits
+    assert not torch.equal(model(**count, **apart).logits, together)
+    assert torch.equal(model(**count).logits, together)
     # Positions in place: the tensor is the same, its values are not.
     kept["position_ids"].copy_(shard_batch(make_batch("plain"), group=group())["position_ids"][:1])
     assert not torch.equal(model(**kept).logits, told)
+
+
+@check()
+def positions_that_change_in_inference_mode_are_refused():
+    register_ring_attention(group())
+    model = make("llama", attn_implementation="moe_ext_ring")
+    with torch.inference_mode():
+        batch = shard_batch(make_batch("packed"), group=group())
+        ids, position_ids = batch["input_ids"], batch["position_ids"]
+        assert position_ids.is_inference()
+        model(input_ids=ids, position_ids=position_ids)
+        position_ids.add_(1)
+        with pytest.raises(ValueError, match="position_ids to be a new tensor .* inference mode"):
+            model(input_ids=ids, position_ids=position_ids)
 
 
 @check()
