@@ -197,7 +197,8 @@ def documents_are_found_without_being_told():
     with torch.inference_mode():
         assert torch.equal(model(**batch).logits, told)
     # Offsets that part of the positions does not show: the positions are the same tensor.
-    count = {**kept, "position_ids": shard_batch(make_batch("plain"), group=group())["position_ids"]}
+    plain = shard_batch(make_batch("plain"), group=group())["position_ids"]
+    count = {**kept, "position_ids": plain}
     apart = {name: torch.tensor((0, 20, 37)) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
     together = model(**count).logits
     assert not torch.equal(model(**count, **apart).logits, together)
