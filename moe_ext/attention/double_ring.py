@@ -78,19 +78,24 @@ class _KeysUnderway:
         own: Keys | None,
         device: torch.device,
         *,
+        kept: Tensor | None = None,
         backward: bool = False,
     ) -> None:
         self.tour, self.form, self.backward = tour, form, backward
-        self.paths, self.root = tour.paths.forward, 0
+        self.paths, self.root, self.first = tour.paths.forward, 0, tour.place
         name = "ring_attention"
         if backward:
-            self.paths = tour.paths.kept if own is None else tour.paths.home
-            self.root, name = tour.circuit.num_places, "ring_attention backward"
+            self.paths, self.root = tour.paths.home, tour.circuit.num_places
+            name = "ring_attention backward"
+        if backward and own is None:
+            self.paths, self.root = tour.paths.kept, self.root - 1
+            self.first = tour.source(self.root)
         self.exchange = Exchange(tour.plan.group, name)
         largest = form.num_bytes(max(tour.plan.layout.sizes))
         # Of this ring, and of the others.
         self.buffers = (Buffers(largest, device), Buffers(largest, device))
-        self.home = own.packed() if own is not None and self.paths[tour.place] else None
+        # The keys that are here as the pass begins, those of `first`.
+        self.start = own.packed() if own is not None and self.paths[tour.place] else kept
         self.hops: dict[int, Hop] = {}
 
     def post(self, stage: int, held: Tensor | None) -> None:
@@ -100,13 +105,14 @@ class _KeysUnderway:
             self._post(stage, target, held)
 
     def _post(self, stage: int, target: int, held: Tensor | None) -> None:
-        tour, me = self.tour, self.tour.place
+        tour = self.tour
         sends: list[tuple[Tensor, int]] = []
-        source = tour.source(stage) if stage < tour.circuit.num_places else me
-        if held is not None and self.paths[source].get(target) == stage:
-            sends.append((held, tour.holder(source, target)))
-        if self.home is not None and self.paths[me].get(target) == self.root:
-            sends.append((self.home, tour.holder(me, target)))
+        if held is not None and stage != self.root:
+            source = tour.source(stage)
+            if self.paths[source].get(target) == stage:
+                sends.append((held, tour.holder(source, target)))
+        if self.start is not None and self.paths[self.first].get(target) == self.root:
+            sends.append((self.start, tour.holder(self.first, target)))
         self._expect(target, sends)
 
     def _expect(self, target: int, sends: list[tuple[Tensor, int]]) -> None:
@@ -114,7 +120,8 @@ class _KeysUnderway:
         source = tour.source(target)
         if target in self.paths[source]:
             stage = self.paths[source][target]
-            origin = tour.ranks[source] if stage == self.root else tour.holder(source, stage)
+            at_home = stage == tour.circuit.num_places
+            origin = tour.ranks[source] if at_home else tour.holder(source, stage)
             buffer = self._buffer(target, tour.plan.layout.sizes[source])
         if sends or buffer is not None:
             tag = _KINDS * target + _KEYS
@@ -228,7 +235,7 @@ def circulate_back(
     """(dq, dk, dv) of this rank, float32 (float64); `saved` in terms of the tour."""
     q, form, own, last = saved.q, saved.form, saved.own, tour.circuit.num_places - 1
     grad_q = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
-    underway = _KeysUnderway(tour, form, own, q.device, backward=True)
+    underway = _KeysUnderway(tour, form, own, q.device, kept=saved.kept, backward=True)
     grads = _GradsUnderway(tour, form, q.device)
     row = None
     if own is not None:

@@ -115,6 +115,15 @@ def lengths_down_to_none():
             compare(inputs, scheme, group, layout, **kwargs)
 
 
+@check(3, 4)
+def kept_keys_jump_where_none_of_the_next_ranks_sees_them():
+    # All keys go all round, and some are needed by the last ranks of the way and by the first.
+    for (scheme, group), seq_len in itertools.product(ways(), range(7, 11)):
+        inputs = make_inputs(1, seq_len=seq_len, heads=dist.get_world_size(), kv_heads=1)
+        for window in ((1, 2), (1, 1), (0, 2)):
+            compare(inputs, scheme, group, "zigzag", window=window)
+
+
 @check(2, 4)
 def dtypes_are_rounded_once():
     num_ranks = dist.get_world_size()
