@@ -23,6 +23,7 @@ from moe_ext.attention.arguments import (
     OPERATION,
     PRECISIONS,
     check_numbers,
+    check_slopes,
     check_tensors,
     collect_facts,
     require,
@@ -145,6 +146,8 @@ def ring_attention(
     )
     tensors = (q, k, v, key_mask, alibi_slopes, sinks)
     if torch.compiler.is_compiling():
+        # Its operator could not tell: autograd is over there.
+        check_slopes(alibi_slopes)
         out, lse = attend_in_graph(*tensors, cu_seqlens, options, seed)
     else:
         plan, _, way = plan_call(*tensors, cu_seqlens, options, seed)

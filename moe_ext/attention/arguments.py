@@ -81,6 +81,13 @@ def check_tensors(
             require(values.shape == (heads,), name, f"[{heads}]", list(values.shape))
             require(values.dtype in _DTYPES, name, "floating point", values.dtype)
             require(values.device == q.device, name, f"on {q.device} like q", values.device)
+    check_slopes(per_head.get("alibi_slopes"))
+
+
+def check_slopes(slopes: Tensor | None) -> None:
+    """ValueError for slopes that would wait for their gradient in vain."""
+    wants = slopes is not None and slopes.requires_grad and torch.is_grad_enabled()
+    require(not wants, "alibi_slopes", "without gradient", "a tensor that requires one")
 
 
 def check_numbers(

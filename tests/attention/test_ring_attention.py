@@ -119,6 +119,7 @@ def test_strided_inputs():
         ({"alibi_slopes": torch.ones(2)}, r"alibi_slopes to be \[4\], got \[2\]"),
         ({"sinks": torch.ones(5)}, r"sinks to be \[4\], got \[5\]"),
         ({"alibi_slopes": torch.ones(4).long()}, "alibi_slopes to be floating .* torch.int64"),
+        ({"alibi_slopes": torch.ones(4).requires_grad_()}, "alibi_slopes to be without gradient"),
         ({"sinks": torch.ones(4).bool()}, "sinks to be floating point, got torch.bool"),
         ({"sinks": torch.ones(4, device="meta")}, "sinks to be on cpu like q, got meta"),
         ({"window": (1.5, 0)}, r"window to be None or \(left, right\), integers, got \(1.5, 0\)"),
