@@ -251,6 +251,7 @@ def circulate_back(
             partial, *parts = block_backward(grad_out, lse, delta, block, tour.plan.options)
             grad_q += partial
             row = torch.cat([part.reshape(-1) for part in parts])
+            del partial, parts
         row = grads.add_arrived(stage, row)
         if stage > 0:
             grads.post(stage, row)

@@ -145,11 +145,14 @@ class _BackwardPass:
                 keys = self.keys(stage, held)
                 partial, row = self.block(stage, keys, q, grad_out, lse, delta, narrowed)
                 grad_q = partial if grad_q is None else grad_q.add_(partial)
+                del partial
             elif last or self.first_stage(source) <= stage:
                 row = lse.new_zeros(self.form.num_elements(self.sizes[source]))
-            arrived = underway.wait()
+            arrived, underway = underway.wait(), Hop(self.plan.group, "")
             if arrived is not None and row is not None:
                 row += arrived.view(self.plan.grad_dtype)
+            # Its memory goes before that of the next one comes.
+            del arrived
             if hop is not None:
                 underway = self.post_grads(stage, row)
                 held = hop.wait()
