@@ -20,6 +20,7 @@ from moe_ext.attention.sequence_collectives import (
     start_reduce_scatter,
 )
 from moe_ext.ops import routing_uniform
+from moe_ext.ops._autograd import refuse_second_derivative
 
 _DROPOUT_STREAM = 4
 
@@ -41,7 +42,7 @@ class _ColumnParallel(torch.autograd.Function):
         return F.linear(x_ND, weight_FD, bias_F)
 
     @staticmethod
-    @once_differentiable
+    @refuse_second_derivative("SequenceParallelMLP")
     def backward(ctx: Any, grad_NF: Tensor) -> tuple[Tensor | None, ...]:
         kept, weight_FD = ctx.saved_tensors
         of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
@@ -74,7 +75,7 @@ class _RowParallel(torch.autograd.Function):
         return y_nD if bias_D is None else y_nD + bias_D
 
     @staticmethod
-    @once_differentiable
+    @refuse_second_derivative("SequenceParallelMLP")
     def backward(ctx: Any, grad_nD: Tensor) -> tuple[Tensor | None, ...]:
         x_NF, weight_DF = ctx.saved_tensors
         of_x, of_weight, of_bias, _ = ctx.needs_input_grad

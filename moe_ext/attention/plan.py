@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from moe_ext.attention._block import Block, BlockOptions, block_library
@@ -20,6 +19,7 @@ from moe_ext.attention.grid import Grid
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import Route, plan_route
 from moe_ext.distributed.groups import group_rank
+from moe_ext.ops._autograd import refuse_second_derivative
 from moe_ext.ops.attention import attention_delta, document_ids, merge_attention_sinks
 
 
@@ -201,7 +201,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @refuse_second_derivative("ring_attention")
     def backward(
         ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from moe_ext.attention._block import accumulation_dtype
@@ -32,6 +31,7 @@ from moe_ext.attention.sharding import check_lengths
 from moe_ext.distributed.groups import check_group, group_rank
 from moe_ext.nn._autocast import without_autocast
 from moe_ext.ops import routing_uniform
+from moe_ext.ops._autograd import refuse_second_derivative
 from moe_ext.ops.attention import document_ids
 
 _DROPOUT_STREAM = 4
@@ -222,7 +222,7 @@ class _RingSelfAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @refuse_second_derivative(OPERATION)
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         """Of q, k and v."""
         q, k, v, weights_BGRS = ctx.saved_tensors

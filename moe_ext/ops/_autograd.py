@@ -5,6 +5,7 @@ than a small kernel. What is here does the same by fewer steps, with private fun
 are used in this file alone; where a version of torch lacks one of them, torch's helper serves.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,34 @@ def once_differentiable(name: str) -> Formula:
         return passed if isinstance(result, tuple) else passed[0]
 
     return call
+
+
+def refuse_second_derivative(name: str) -> Callable[[Formula], Formula]:
+    """Decorates the `backward` of an `autograd.Function` as `once_differentiable` does an operator.
+
+    Args:
+        name: of what is differentiated, for the error.
+    """
+
+    def decorate(backward: Formula) -> Formula:
+        @functools.wraps(backward)
+        def call(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+            if not torch.is_grad_enabled():
+                return tuple(backward(ctx, *grads))
+            with torch.no_grad():
+                result = list(backward(ctx, *grads))
+            given = [i for i, grad in enumerate(result) if grad is not None]
+            results = [result[i] for i in given]
+            # Inputs that were not saved are on no path from here: the last one stands for them.
+            others = (*ctx.saved_tensors, *grads, torch.zeros((), requires_grad=True))
+            passed = _SecondDerivative.apply(name, len(given), *results, *others)
+            for i, grad in zip(given, passed, strict=True):
+                result[i] = grad
+            return tuple(result)
+
+        return call
+
+    return decorate
 
 
 def _autograd_kernel(operator: Any, backward: Formula, setup_context: Formula) -> Formula:
