@@ -56,10 +56,15 @@ def info() -> dict[str, Any]:
 
 
 def operators() -> list[str]:
-    """Names of the public operators that the library registered."""
+    """Names of the public operators that the library registered; those in Python are left out."""
     schemas = torch._C._jit_get_all_schemas()
-    names = {s.name.removeprefix("moe_ext::") for s in schemas if s.name.startswith("moe_ext::")}
-    return sorted(name for name in names if not name.startswith("_"))
+    names = {s.name for s in schemas if s.name.startswith("moe_ext::")}
+    compiled = [name.removeprefix("moe_ext::") for name in names if _has_kernel(name, "CPU")]
+    return sorted(name for name in compiled if not name.startswith("_"))
+
+
+def _has_kernel(name: str, key: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
 def _backends() -> dict[str, str]:
@@ -82,8 +87,7 @@ def _backends() -> dict[str, str]:
 
 
 def _num_cuda_operators() -> int:
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return sum(has_kernel(f"moe_ext::{name}", "CUDA") for name in operators())
+    return sum(_has_kernel(f"moe_ext::{name}", "CUDA") for name in operators())
 
 
 def report(brief: bool = False) -> str:
