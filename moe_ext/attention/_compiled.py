@@ -9,20 +9,19 @@ Shapes: B batch, H heads, Hkv heads of keys and values, L positions of this rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_ext.attention._block import accumulation_dtype
-from moe_ext.attention._options import Options, group_of_text, options_text
+from moe_ext.attention._options import Inputs, Options, group_of_text, options_text
 from moe_ext.attention.exchange import Keys
 from moe_ext.attention.plan import Plan, Saved, Scheme, backward_pass, forward_pass
 from moe_ext.distributed.groups import group_size
 
-# Plans a call from (q, k, v, key_mask, alibi_slopes, sinks, cu_seqlens), the options, a seed given,
-# a seed drawn, and what the ranks agreed on before.
+# Plans a call from its tensors, the options, a seed given, one drawn, and what ranks agreed on
 Planner = Callable[..., tuple[Plan, list[int], Scheme]]
 _planner: list[Planner] = []
 
@@ -56,11 +55,11 @@ def _forward(
     text: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, lse, what rounding took from out, seed and lengths that the ranks agreed on)."""
-    tensors = (q, k, v, key_mask, alibi_slopes, sinks, cu_seqlens)
+    inputs = Inputs(q, k, v, key_mask, alibi_slopes, sinks, cu_seqlens)
     number = None if seed is None else int(seed)
     given, drawn = (None, number) if seed_is_drawn else (number, None)
     options = Options.of_text(text, is_causal, scale, (left, right), softcap, dropout_p)
-    plan, lengths, scheme = _planner[0](*tensors, options, given, drawn)
+    plan, lengths, scheme = _planner[0](inputs, options, given, drawn)
     own = Keys(k.contiguous(), v.contiguous(), key_mask)
     out, residual, lse, _ = forward_pass(q.contiguous(), own, sinks, plan, scheme)
     agreed = torch.tensor([plan.options.seed, *lengths])
@@ -104,9 +103,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsinks); the last is empty without sinks."""
     seed, *lengths = agreed.tolist()
-    tensors = (q, k, v, key_mask, alibi_slopes, sinks, cu_seqlens)
+    inputs = Inputs(q, k, v, key_mask, alibi_slopes, sinks, cu_seqlens)
     options = Options.of_text(text, is_causal, scale, (left, right), softcap, dropout_p)
-    plan, _, scheme = _planner[0](*tensors, options, None, 0, (lengths, seed))
+    plan, _, scheme = _planner[0](inputs, options, None, 0, (lengths, seed))
     own = Keys(k.contiguous(), v.contiguous(), key_mask)
     saved = Saved(plan, q.contiguous(), own.form, own, None)
     result = (out, residual if residual.numel() else None, lse)
@@ -159,17 +158,7 @@ _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
 _text = torch.compiler.assume_constant_result(options_text)
 
 
-def attend_in_graph(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    cu_seqlens: Tensor | Sequence[int] | None,
-    options: Options,
-    seed: int | None,
-) -> tuple[Tensor, Tensor]:
+def attend_in_graph(inputs: Inputs, options: Options, seed: int | None) -> tuple[Tensor, Tensor]:
     """(out, lse) by the operator; a seed is drawn outside of it, since a graph's operator must not.
 
     The ranks agree inside the operator, so what they refuse is raised when the graph runs.
@@ -180,14 +169,15 @@ def attend_in_graph(
         seed_1 = torch.randint(1 << 62, (1,))
     elif seed is not None:
         seed_1 = torch.tensor([seed])
+    *tensors, cu_seqlens = inputs
     if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
         cu_seqlens = torch.tensor(list(cu_seqlens))
-    slopes = None if alibi_slopes is None else alibi_slopes.detach()
-    tensors = (q, k, v, key_mask, slopes, sinks, cu_seqlens, seed_1)
     left, right = (-1, -1) if options.window is None else options.window
     cap = options.softcap or 0.0
     numbers = (options.is_causal, options.scale, left, right, cap, options.dropout_p)
     names = (options.scheme, options.precision, options.kv_grad_dtype, options.grid)
     text = _text(options.group, options.layout, *names)
-    out, lse, _, _ = torch.ops.moe_ext.ring_attention(*tensors, drawn, *numbers, text)
+    out, lse, _, _ = torch.ops.moe_ext.ring_attention(
+        *tensors, cu_seqlens, seed_1, drawn, *numbers, text
+    )
     return out, lse

@@ -1,17 +1,42 @@
-"""The arguments of an attention that are not tensors."""
+"""The arguments of an attention: its tensors, and the others."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext.attention.grid import Grid
 from moe_ext.attention.layouts import Layout
 from moe_ext.distributed._c10d import group_of_name
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call, in the order of the compiled operator; see `ring_attention`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    cu_seqlens: Tensor | Sequence[int] | None = None
+
+
+def scale_of(scale: float | None, head_dim: int) -> float:
+    """The factor on scores, 1 / sqrt(D) where none is given."""
+    return scale if scale is not None else 1 / math.sqrt(max(head_dim, 1))
+
+
+def draw_seed(dropout_p: float) -> int:
+    """A seed from torch's generator; without dropout none is drawn."""
+    return int(torch.randint(1 << 62, ())) if dropout_p > 0 else 0
 
 
 @dataclass(frozen=True)

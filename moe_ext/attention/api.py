@@ -6,7 +6,6 @@ Shapes: B batch, H heads, Hkv heads of keys and values, S whole sequence, L posi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.attention._block import BlockOptions, accumulation_dtype
 from moe_ext.attention._compiled import attend_in_graph, set_planner
-from moe_ext.attention._options import Options
+from moe_ext.attention._options import Inputs, Options, draw_seed, scale_of
 from moe_ext.attention.arguments import (
     NUM_FACTS,
     OPERATION,
@@ -144,13 +143,13 @@ def ring_attention(
         kv_grad_dtype,
         grid,
     )
-    tensors = (q, k, v, key_mask, alibi_slopes, sinks)
+    inputs = Inputs(q, k, v, key_mask, alibi_slopes, sinks, cu_seqlens)
     if torch.compiler.is_compiling():
         # Its operator could not tell: autograd is over there.
         check_slopes(alibi_slopes)
-        out, lse = attend_in_graph(*tensors, cu_seqlens, options, seed)
+        out, lse = attend_in_graph(inputs, options, seed)
     else:
-        plan, _, way = plan_call(*tensors, cu_seqlens, options, seed)
+        plan, _, way = plan_call(inputs, options, seed)
         out, lse = attend(q, k, v, sinks, key_mask, plan, way)
     return (out, lse) if return_lse else out
 
@@ -180,18 +179,13 @@ def explain_scheme(
     options = Options(
         whole, layout, is_causal, window=window, kv_grad_dtype=kv_grad_dtype, grid=grid
     )
-    made, _, form = _agreed_plan(q, k, v, key_mask, None, None, cu_seqlens, options)
+    inputs = Inputs(q, k, v, key_mask, cu_seqlens=cu_seqlens)
+    made, _, form = _agreed_plan(inputs, options)
     return explain(made, q.shape[1], form)
 
 
 def plan_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    cu_seqlens: Tensor | Sequence[int] | None,
+    inputs: Inputs,
     options: Options,
     seed: int | None = None,
     drawn: int | None = None,
@@ -202,9 +196,8 @@ def plan_call(
     `drawn` is a seed that this rank drew in the place of the missing one; `agreed` is what an
     earlier plan of the same call found, lengths and seed, and spares the message.
     """
-    tensors = (q, k, v, key_mask, alibi_slopes, sinks)
-    plan, lengths, form = _agreed_plan(*tensors, cu_seqlens, options, seed, drawn, agreed)
-    way, settled = settle(options.scheme, plan, q.shape[1], form, OPERATION)
+    plan, lengths, form = _agreed_plan(inputs, options, seed, drawn, agreed)
+    way, settled = settle(options.scheme, plan, inputs.q.shape[1], form, OPERATION)
     return settled, lengths, way
 
 
@@ -212,19 +205,14 @@ set_planner(plan_call)
 
 
 def _agreed_plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    cu_seqlens: Tensor | Sequence[int] | None,
+    inputs: Inputs,
     options: Options,
     seed: int | None = None,
     drawn: int | None = None,
     agreed: tuple[list[int], int] | None = None,
 ) -> tuple[Plan, list[int], KeysForm]:
     """(plan before a scheme is settled, lengths of all shards, form of the keys)."""
+    q, k, v, key_mask, alibi_slopes, sinks, cu_seqlens = inputs
     check_options(options, seed)
     window = check_window(options.window, OPERATION)
     mask = Mask(options.is_causal, *window, check_cu_seqlens(cu_seqlens, OPERATION))
@@ -236,7 +224,7 @@ def _agreed_plan(
         if agreed is None:
             tell_refusal(OPERATION, NUM_FACTS, group, q.device)
         raise
-    factor = options.scale if options.scale is not None else 1 / math.sqrt(max(q.shape[3], 1))
+    factor = scale_of(options.scale, q.shape[3])
     cap, precision = options.softcap or 0.0, options.precision
     block = BlockOptions(factor, mask, cap, options.dropout_p, precision=precision)
     half = options.kv_grad_dtype == torch.bfloat16
@@ -247,16 +235,15 @@ def _agreed_plan(
         facts = collect_facts(q, k, v, options, block, [*given, half], wants_grad)
         mine = seed if seed is not None else drawn
         if mine is None:
-            mine = int(torch.randint(1 << 62, ())) if options.dropout_p > 0 else 0
+            mine = draw_seed(options.dropout_p)
         agreed = facts.agree(q.shape[2], mine, given[0], group, q.device)
     lengths, common = agreed
     check_end(mask.cu_seqlens, sum(lengths), OPERATION)
     made = make_layout(options.layout, sum(lengths), len(lengths), cu_seqlens=mask.cu_seqlens)
     check_lengths(made, lengths, OPERATION, group)
     wire = torch.bfloat16 if half else accumulation_dtype(q.dtype)
-    slopes = None if alibi_slopes is None else alibi_slopes.detach()
     offsets = None
     if mask.cu_seqlens is not None:
         offsets = torch.tensor(mask.cu_seqlens, device=q.device)
-    plan = Plan(group, made, replace(block, seed=common), offsets, slopes, wire, grid)
+    plan = Plan(group, made, replace(block, seed=common), offsets, alibi_slopes, wire, grid)
     return plan, lengths, Keys(k, v, key_mask).form

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_ext.attention._options import draw_seed
 from moe_ext.attention.arguments import Facts, check_numbers, check_tensors, requires
 from moe_ext.attention.layouts import LAYOUTS, Layout
 from moe_ext.attention.masks import Mask
@@ -73,7 +74,7 @@ def agree_on_call(
     q, k, v = qkv
     given = seed is not None
     if seed is None:
-        seed = int(torch.randint(1 << 62, ())) if dropout_p > 0 else 0
+        seed = draw_seed(dropout_p)
     facts = Facts(OPERATION)
     facts.tensors(q, k, v)
     facts.places(layout, mask)

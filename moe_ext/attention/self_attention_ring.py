@@ -7,7 +7,6 @@ Shapes: B batch, H heads, G heads of keys and values, S whole sequence, L positi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext.attention._block import accumulation_dtype
+from moe_ext.attention._options import scale_of
 from moe_ext.attention.exchange import Buffers, Exchange
 from moe_ext.attention.layouts import Layout, make_layout
 from moe_ext.attention.masks import Mask, check_cu_seqlens, check_end, check_window
@@ -104,7 +104,7 @@ def ring_self_attention(
     mask = Mask(
         is_causal, *check_window(window, OPERATION), check_cu_seqlens(cu_seqlens, OPERATION)
     )
-    factor = scale if scale is not None else 1 / math.sqrt(max(q.shape[3], 1))
+    factor = scale_of(scale, q.shape[3])
     lengths, seed = agree_on_call(
         (q, k, v), group, layout, mask, factor, dropout_p, seed, key_mask, attn_mask
     )

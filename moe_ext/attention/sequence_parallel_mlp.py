@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_ext.attention._options import draw_seed
 from moe_ext.attention._sequence_linear import (
     column_parallel,
     drop,
@@ -361,7 +362,7 @@ class SequenceParallelMLP(nn.Module):
 
     def _dropped(self, y_nD: Tensor, batch: int, layout: Layout, seed: int | None) -> Tensor:
         if seed is None:
-            seed = int(torch.randint(1 << 62, ()))
+            seed = draw_seed(self.dropout)
         positions_L = layout.positions(group_rank(self.tp_group), y_nD.device)
         starts_B = torch.arange(batch, device=y_nD.device) * layout.seq_len
         return drop(y_nD, self.dropout, seed, (starts_B[:, None] + positions_L).flatten())
