@@ -45,7 +45,15 @@ from moe_lm.data import train_batch, unigram_entropy, validation_batches
 from moe_lm.job import Job, build_job, describe, lock_existing_out, prepare_out
 from moe_lm.model import sample
 from moe_lm.options import learning_rate, parse_args
-from moe_lm.runtime import FolderLock, StopSignal, UserError, agree, from_main, run_and_exit, start
+from moe_lm.runtime import (
+    FolderLock,
+    StopSignal,
+    UserError,
+    agree,
+    from_main,
+    run_and_exit,
+    run_example,
+)
 from tqdm import tqdm
 
 import moe_ext
@@ -272,16 +280,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv, __doc__ or "")
     lock = FolderLock()
     try:
-        runtime = start(args.device, args.timeout)
-        run(build_job(args, runtime, lock))
-        dist.destroy_process_group()
-    except UserError as error:
-        # Every rank raises these together: one of them prints, none waits for another.
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            print(f"error: {error}", file=sys.stderr)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        return 2
+        return run_example(lambda args, runtime: run(build_job(args, runtime, lock)), args)
     except Exception:
         rank = dist.get_rank() if dist.is_initialized() else 0
         print(
@@ -291,7 +290,6 @@ def main(argv: list[str] | None = None) -> int:
         raise
     finally:
         lock.release()
-    return 0
 
 
 if __name__ == "__main__":

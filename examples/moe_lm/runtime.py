@@ -113,7 +113,10 @@ def from_main(step: Callable[[], T], errors: type[Exception] | tuple[type[Except
 def run_example(
     work: Callable[[argparse.Namespace, Runtime], int | None], args: argparse.Namespace
 ) -> int:
-    """Join the job, do the work; mistakes of the user are one line and exit code 2."""
+    """Join the job, do the work; mistakes of the user are one line and exit code 2.
+
+    Every rank raises these together: one of them prints, none waits for another.
+    """
     try:
         runtime = start(args.device, args.timeout)
         code = work(args, runtime)
