@@ -1,5 +1,7 @@
 """Permutation against a copy of the same bytes and against indexing in eager torch."""
 
+from collections.abc import Callable
+
 import torch
 from _harness import Table, copy_of, interleaved, milliseconds, ratio
 from shapes import PERMUTATIONS, PermutationShape
@@ -53,24 +55,27 @@ def permute_row(shape: PermutationShape, dtype: torch.dtype) -> list[tuple[str, 
             shape.num_tokens + 2 * num_slots,
         ),
     }
-    result = []
-    for name, (ours, eager, rows_moved) in passes.items():
-        num_bytes = rows_moved * shape.model_dim * x.element_size()
-        times = interleaved({"ours": ours, "eager": eager, "copy": copy_of(num_bytes)})
-        share = times["copy"].median / times["ours"].median
-        label = f"T={shape.num_tokens} D={shape.model_dim} E={shape.num_experts} K={shape.top_k}"
-        result.append(
-            (
-                name,
-                label,
-                str(dtype).removeprefix("torch."),
-                milliseconds(times["ours"]),
-                milliseconds(times["eager"]),
-                ratio(times["eager"], times["ours"]),
-                f"{100 * share:.0f} %",
-            )
-        )
-    return result
+    label = f"T={shape.num_tokens} D={shape.model_dim} E={shape.num_experts} K={shape.top_k}"
+    names = (label, str(dtype).removeprefix("torch."))
+    row_bytes = shape.model_dim * x.element_size()
+    return [
+        (name, *names, *_timed(ours, eager, rows_moved * row_bytes))
+        for name, (ours, eager, rows_moved) in passes.items()
+    ]
+
+
+def _timed(
+    ours: Callable[[], object], eager: Callable[[], object], num_bytes: int
+) -> tuple[str, ...]:
+    """Both times, their ratio, and the share of the bandwidth of a copy of as many bytes."""
+    times = interleaved({"ours": ours, "eager": eager, "copy": copy_of(num_bytes)})
+    share = times["copy"].median / times["ours"].median
+    return (
+        milliseconds(times["ours"]),
+        milliseconds(times["eager"]),
+        ratio(times["eager"], times["ours"]),
+        f"{100 * share:.0f} %",
+    )
 
 
 def tables() -> list[Table]:
