@@ -11,7 +11,14 @@
 namespace moe_ext {
 
 // What the numbers are for: two uses of a layer never share them.
-enum class Stream : int64_t { kJitter = 0, kSecondExpert = 1, kNoise = 2, kDropPriority = 3, kDropout = 4 };
+enum class Stream : int64_t {
+  kJitter = 0,
+  kSecondExpert = 1,
+  kNoise = 2,
+  kDropPriority = 3,
+  kDropout = 4,
+  kRounding = 5
+};
 constexpr int64_t kNumStreams = 256;
 
 // Where an operator's numbers come from; on a device, pointers into its memory.

@@ -41,14 +41,29 @@ from moe_ext.ops.noisy_gating import (  # noqa: E402
     squared_variation,
 )
 from moe_ext.ops.permutation import Permutation, permute_tokens, unpermute_tokens  # noqa: E402
+from moe_ext.ops.quantize import (  # noqa: E402
+    QuantizedBlocks,
+    dequantize_add_,
+    dequantize_blockwise,
+    quantize_blockwise,
+)
 from moe_ext.ops.router_linear import router_logits  # noqa: E402
+from moe_ext.ops.topk import (  # noqa: E402
+    SparseGradient,
+    ThresholdGradient,
+    threshold_compress_,
+    topk_compress_,
+)
 
 __all__ = [
     "GShardGateOutput",
     "GateOutput",
     "NoisyGateOutput",
     "Permutation",
+    "QuantizedBlocks",
     "SequenceLoad",
+    "SparseGradient",
+    "ThresholdGradient",
     "activation",
     "attention_block",
     "attention_block_",
@@ -56,6 +71,8 @@ __all__ = [
     "attention_delta",
     "balanced_assignment",
     "document_ids",
+    "dequantize_add_",
+    "dequantize_blockwise",
     "expert_choice_gate",
     "gate_weights",
     "gated_activation",
@@ -67,6 +84,7 @@ __all__ = [
     "merge_attention_sinks",
     "noisy_topk_gate",
     "permute_tokens",
+    "quantize_blockwise",
     "router_logits",
     "router_z_loss",
     "sequence_balance_loss",
@@ -75,6 +93,8 @@ __all__ = [
     "routing_jitter",
     "routing_uniform",
     "squared_variation",
+    "threshold_compress_",
+    "topk_compress_",
     "topk_gate",
     "unpermute_tokens",
 ]

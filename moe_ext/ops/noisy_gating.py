@@ -69,7 +69,7 @@ def routing_uniform(
         num_tokens (int): T.
         num_columns (int): C.
         stream (int): in [0, 256): 0 is the jitter's, 1 that of GShard's second expert, 2 the noise
-            of noisy top-k, 3 random drop priorities.
+            of noisy top-k, 3 random drop priorities, 4 dropout, 5 rounding.
         token_idx (Tensor[T]): int64, indices of the tokens in the global batch; by default
             ``first_token + arange(T)``.
 

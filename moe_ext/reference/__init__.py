@@ -30,13 +30,21 @@ from moe_ext.reference.noisy_gating import (
     squared_variation,
 )
 from moe_ext.reference.permutation import permute_tokens, unpermute_tokens
+from moe_ext.reference.quantize import (
+    dequantize_add_,
+    dequantize_blockwise,
+    quantize_blockwise,
+)
 from moe_ext.reference.router_linear import router_logits
+from moe_ext.reference.topk import threshold_compress_, topk_compress_
 
 __all__ = [
     "activation",
     "attention_block",
     "attention_delta",
     "balanced_assignment",
+    "dequantize_add_",
+    "dequantize_blockwise",
     "expert_choice_gate",
     "gate_weights",
     "gated_activation",
@@ -48,6 +56,7 @@ __all__ = [
     "merge_attention_sinks",
     "noisy_topk_gate",
     "permute_tokens",
+    "quantize_blockwise",
     "router_logits",
     "router_z_loss",
     "sequence_balance_loss",
@@ -56,6 +65,8 @@ __all__ = [
     "routing_jitter",
     "routing_uniform",
     "squared_variation",
+    "threshold_compress_",
+    "topk_compress_",
     "topk_gate",
     "unpermute_tokens",
 ]

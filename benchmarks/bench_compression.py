@@ -1,0 +1,128 @@
+"""Gradient selection and quantisers on one thread, beside a copy and eager torch."""
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from _harness import Runs, Table, Timing, interleaved, milliseconds
+
+from moe_ext import ops
+
+NUMEL = 2**24
+DENSITIES = (0.1, 0.01, 0.001)
+INPUTS: dict[str, Callable[[int], torch.Tensor]] = {
+    "normal": torch.randn,
+    "all equal": lambda n: torch.full((n,), 0.5),
+    "all zero": torch.zeros,
+    "denormal": lambda n: torch.randn(n) * 1e-39,
+}
+
+
+def eager_topk(grad: torch.Tensor, residual: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
+    """What a hook without a fused operator runs."""
+    residual.add_(grad)
+    _, indices = residual.abs().topk(k, sorted=False)
+    values = residual[indices]
+    residual[indices] = 0
+    return values, indices
+
+
+def eager_threshold(
+    grad: torch.Tensor, residual: torch.Tensor, threshold: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """The same with a known threshold."""
+    residual.add_(grad)
+    indices = residual.abs().ge(threshold).nonzero().squeeze(1)
+    values = residual[indices]
+    residual[indices] = 0
+    return values, indices
+
+
+def settled(grads: list[torch.Tensor], k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A residual and a threshold as they are some steps into a training."""
+    residual, threshold = torch.zeros_like(grads[0]), torch.tensor(1.0)
+    for grad in itertools.islice(itertools.cycle(grads), 60):
+        ops.threshold_compress_(grad, residual, threshold, len(grad), target=k)
+    return residual, threshold
+
+
+def one_thread(runs: Runs, seconds: float = 8.0) -> dict[str, Timing]:
+    """The times of the contenders on a single thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return interleaved(runs, seconds=seconds, warmup=1, least=3)
+    finally:
+        torch.set_num_threads(before)
+
+
+def row(labels: tuple[str, ...], times: dict[str, Timing]) -> tuple[str, ...]:
+    """The milliseconds of every contender, and the first ones over the copy."""
+    copy = times["copy"].median
+    cells = [milliseconds(t) for t in times.values()]
+    shares = [f"{t.median / copy:.2f}" for name, t in times.items() if name.startswith("ours")]
+    return (*labels, *cells, *shares)
+
+
+def selection_times(numel: int, density: float, kind: str) -> dict[str, Timing]:
+    """Exact and thresholded selection of one input."""
+    k = max(1, int(numel * density))
+    grads = [INPUTS[kind](numel) for _ in range(3)]
+    turn = itertools.cycle(grads)
+    residual, threshold = settled(grads, k)
+    states = [residual.clone() for _ in range(4)]
+    bounds = [threshold.clone() for _ in range(2)]
+    target = torch.empty_like(residual)
+    capacity = min(numel, 2 * k)
+
+    def carried(i: int, check: bool) -> object:
+        return ops.threshold_compress_(
+            next(turn), states[i], bounds[i - 1], capacity, target=k, check_finite=check
+        )
+
+    return one_thread(
+        {
+            "ours top-k": lambda: ops.topk_compress_(next(turn), states[0], k),
+            "ours carried": lambda: carried(1, True),
+            "ours carried unchecked": lambda: carried(2, False),
+            "copy": lambda: target.copy_(grads[0]),
+            "torch.topk": lambda: grads[0].topk(k, sorted=False),
+            "eager top-k": lambda: eager_topk(next(turn), states[3], k),
+            "eager threshold": lambda: eager_threshold(next(turn), states[3], threshold),
+        }
+    )
+
+
+def selection_table(numel: int = NUMEL) -> Table:
+    """Selection with error feedback."""
+    header = (
+        "input",
+        "selected",
+        "top-k ms",
+        "carried ms",
+        "carried, unchecked ms",
+        "copy ms",
+        "torch.topk ms",
+        "eager top-k ms",
+        "eager threshold ms",
+        "top-k / copy",
+        "carried / copy",
+        "unchecked / copy",
+    )
+    note = (
+        f"{numel} float32 elements, one thread. Every contender adds the gradient to the residual "
+        "and takes the selected elements out, torch.topk and the copy alone do not; the eager "
+        "threshold is a constant."
+    )
+    cases = [("normal", density) for density in DENSITIES]
+    cases += [(kind, 0.01) for kind in INPUTS if kind != "normal"]
+    rows = [
+        row((kind, f"{100 * density:g} %"), selection_times(numel, density, kind))
+        for kind, density in cases
+    ]
+    return Table("Gradient selection", note, header, rows)
+
+
+def tables() -> list[Table]:
+    """The tables of docs/benchmarks.md."""
+    return [selection_table()]

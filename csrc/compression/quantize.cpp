@@ -1,0 +1,89 @@
+#include "compression/quantize.h"
+
+#include "common/library.h"
+#include "compression/overlap.h"
+
+namespace moe_ext::compression::quantize {
+
+MOE_EXT_SCHEMAS(m) {
+  m.def(
+      "quantize_blockwise(Tensor x, str format, SymInt block, Tensor(a!)? residual=None, Tensor? rng_state=None) -> "
+      "(Tensor codes, Tensor scales)");
+  m.def(
+      "dequantize_blockwise(Tensor codes, Tensor scales, SymInt numel, str format, SymInt block, "
+      "ScalarType dtype=float) -> Tensor");
+  m.def("dequantize_add_(Tensor(a!) out, Tensor codes, Tensor scales, str format, SymInt block) -> ()");
+}
+
+namespace {
+
+Format parse_format(const char* op, const std::string& format) {
+  constexpr const char* kNames[kNumFormats] = {"int8", "int4", "fp8", "sign"};
+  for (int64_t i = 0; i < kNumFormats; ++i) {
+    if (format == kNames[i]) {
+      return static_cast<Format>(i);
+    }
+  }
+  fail(op, ": expected format to be int8, int4, fp8 or sign, got ", format);
+}
+
+void check_block(const char* op, int64_t block) {
+  MOE_CHECK(
+      block >= kLeastBlock && block <= kLargestBlock && (block & (block - 1)) == 0, op,
+      ": expected block to be a power of two from ", kLeastBlock, " to ", kLargestBlock, ", got ", block);
+}
+
+} // namespace
+
+void check_short_floating(const char* op, const char* name, ScalarType dtype) {
+  MOE_CHECK(
+      dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half, op, ": expected ", name,
+      " to be float32, bfloat16 or float16, got ", torch::headeronly::toString(dtype));
+}
+
+Format check_quantize(
+    const Tensor& x, const std::string& format, int64_t block, const std::optional<Tensor>& residual,
+    const std::optional<Tensor>& rng_state) {
+  const char* op = "quantize_blockwise";
+  check_short_floating(op, "x", x.scalar_type());
+  const Format parsed = parse_format(op, format);
+  check_block(op, block);
+  if (residual) {
+    check_same_device(op, "residual", *residual, "x", x);
+    check_dtype(op, "residual", *residual, ScalarType::Float);
+    MOE_CHECK(
+        shape_string(*residual) == shape_string(x), op, ": expected residual to be of shape ", shape_string(x),
+        ", that of x, got shape ", shape_string(*residual));
+    MOE_CHECK(
+        residual->is_contiguous(), op, ": expected residual to be contiguous, got a strided tensor of shape ",
+        shape_string(*residual));
+    MOE_CHECK(!overlap(*residual, x), op, ": expected residual to be in memory of its own, got a part of x's");
+  }
+  if (rng_state) {
+    check_same_device(op, "rng_state", *rng_state, "x", x);
+    check_dtype(op, "rng_state", *rng_state, ScalarType::Long);
+    check_dim(op, "rng_state", *rng_state, 1, "[4]");
+    check_size(op, "rng_state", *rng_state, 0, 4, "seed, tensor, step, rank");
+    MOE_CHECK(
+        parsed != Format::kSign, op, ": expected rng_state to be absent for signs, which are not rounded, got one");
+  }
+  return parsed;
+}
+
+Format check_dequantize(
+    const char* op, const Tensor& codes, const Tensor& scales, int64_t numel, const std::string& format,
+    int64_t block) {
+  const Format parsed = parse_format(op, format);
+  check_block(op, block);
+  MOE_CHECK(numel >= 0, op, ": expected numel to be at least 0, got ", numel);
+  check_same_device(op, "scales", scales, "codes", codes);
+  check_dtype(op, "codes", codes, ScalarType::Byte);
+  check_dtype(op, "scales", scales, ScalarType::Float);
+  check_dim(op, "codes", codes, 1, "of bytes");
+  check_dim(op, "scales", scales, 1, "of blocks");
+  check_size(op, "codes", codes, 0, num_code_bytes(numel, parsed), "the bytes of that many elements");
+  check_size(op, "scales", scales, 0, num_blocks(numel, block), "the blocks of that many elements");
+  return parsed;
+}
+
+} // namespace moe_ext::compression::quantize

@@ -1,0 +1,34 @@
+// Block quantisers: the argument checks that both backends share.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "common/check.h"
+#include "compression/quantize_tables.h"
+
+namespace moe_ext::compression::quantize {
+
+// Bytes of `numel` codes.
+inline int64_t num_code_bytes(int64_t numel, Format format) {
+  const int64_t per_byte = elements_per_byte(format);
+  return numel / per_byte + (numel % per_byte != 0);
+}
+
+inline int64_t num_blocks(int64_t numel, int64_t block) {
+  return numel / block + (numel % block != 0);
+}
+
+// Both check everything that needs no look at the data.
+Format check_quantize(
+    const Tensor& x, const std::string& format, int64_t block, const std::optional<Tensor>& residual,
+    const std::optional<Tensor>& rng_state); // [4]
+
+Format check_dequantize(
+    const char* op, const Tensor& codes, const Tensor& scales, int64_t numel, const std::string& format, int64_t block);
+
+// float32, bfloat16 or float16.
+void check_short_floating(const char* op, const char* name, ScalarType dtype);
+
+} // namespace moe_ext::compression::quantize

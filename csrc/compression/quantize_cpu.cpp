@@ -1,0 +1,138 @@
+// CPU side of the block quantisers: blocks do not see each other and go to different threads.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <tuple>
+#include <vector>
+
+#include "common/cpu_isa.h"
+#include "common/dispatch.h"
+#include "compression/quantize.h"
+
+namespace moe_ext::compression::quantize {
+
+MOE_EXT_SELECT_KERNELS(Kernels)
+
+namespace {
+
+using torch::stable::contiguous;
+using torch::stable::new_empty;
+using torch::stable::parallel_for;
+using OptionalTensor = std::optional<Tensor>;
+
+// As dispatch_floating, without float64, which check_short_floating has refused.
+template <typename F>
+decltype(auto) dispatch_short_floating(ScalarType dtype, F&& f) {
+  switch (dtype) {
+    case ScalarType::BFloat16:
+      return f.template operator()<BFloat16>();
+    case ScalarType::Half:
+      return f.template operator()<Half>();
+    default:
+      return f.template operator()<float>();
+  }
+}
+
+int64_t blocks_per_task(int64_t block) {
+  return std::max<int64_t>(1, 16384 / block);
+}
+
+// Calls f(begin, end) over the blocks and returns the largest key of all.
+template <typename F>
+uint32_t largest_over_blocks(int64_t blocks, int64_t block, F&& f) {
+  const int64_t per_task = blocks_per_task(block), tasks = (blocks + per_task - 1) / per_task;
+  std::vector<uint32_t> keys(tasks);
+  parallel_for(0, tasks, 1, [&](int64_t first, int64_t last) {
+    for (int64_t task = first; task < last; ++task) {
+      keys[task] = f(task * per_task, std::min(blocks, (task + 1) * per_task));
+    }
+  });
+  return keys.empty() ? 0 : *std::max_element(keys.begin(), keys.end());
+}
+
+template <typename T>
+[[noreturn]] void refuse(const QuantizeArgs<T>& args) {
+  int64_t i = 0;
+  const auto value = [&] { return to_acc(args.x[i]) + (args.residual == nullptr ? 0.0f : args.residual[i]); };
+  while (i + 1 < args.numel && key_of(value()) < kInfinityKey<float>) {
+    ++i;
+  }
+  fail(
+      "quantize_blockwise: expected x", args.residual == nullptr ? "" : " plus residual", " to be finite, got ",
+      key_of(value()) == kInfinityKey<float> ? "inf" : "nan", " at element ", i);
+}
+
+std::tuple<Tensor, Tensor> quantize_blockwise_cpu(
+    Tensor x, std::string format_name, int64_t block, OptionalTensor residual, OptionalTensor rng_state) {
+  const Format format = check_quantize(x, format_name, block, residual, rng_state);
+  const Tensor in = contiguous(x);
+  const OptionalTensor state = optional_contiguous(rng_state);
+  const int64_t numel = in.numel(), blocks = num_blocks(numel, block);
+  Tensor codes = new_empty(in, {num_code_bytes(numel, format)}, ScalarType::Byte);
+  Tensor scales = new_empty(in, {blocks}, ScalarType::Float);
+  dispatch_short_floating(in.scalar_type(), [&]<typename T>() {
+    const QuantizeArgs<T> args{
+        data<const T>(in),
+        residual ? data<float>(*residual) : nullptr,
+        data<uint8_t>(codes),
+        data<float>(scales),
+        numel,
+        block,
+        {data_or_null<int64_t>(state), nullptr}};
+    const QuantizeKernels<T>& loops = kernels().of<T>();
+    const auto run = [&](auto loop) {
+      return largest_over_blocks(
+          blocks, block, [&, loop](int64_t begin, int64_t end) { return loop(args, begin, end); });
+    };
+    // Without a residual nothing of the caller's is changed: what has been written can be thrown away.
+    if (residual && run(loops.largest) >= kInfinityKey<float>) {
+      refuse(args);
+    }
+    if (run(loops.quantize[static_cast<int64_t>(format)]) >= kInfinityKey<float> && !residual) {
+      refuse(args);
+    }
+  });
+  return {codes, scales};
+}
+
+void dequantize_into(
+    const Tensor& out, const Tensor& codes, const Tensor& scales, Format format, int64_t block, bool add) {
+  const int64_t numel = out.numel(), blocks = num_blocks(numel, block);
+  dispatch_short_floating(out.scalar_type(), [&]<typename T>() {
+    const DequantizeArgs<T> args{data<T>(out), data<const uint8_t>(codes), data<const float>(scales), numel, block,
+                                 add};
+    parallel_for(0, blocks, blocks_per_task(block), [&](int64_t begin, int64_t end) {
+      kernels().of<T>().dequantize[static_cast<int64_t>(format)](args, begin, end);
+    });
+  });
+}
+
+Tensor dequantize_blockwise_cpu(
+    Tensor codes, Tensor scales, int64_t numel, std::string format_name, int64_t block, ScalarType dtype) {
+  const char* op = "dequantize_blockwise";
+  check_short_floating(op, "dtype", dtype);
+  const Format format = check_dequantize(op, codes, scales, numel, format_name, block);
+  Tensor out = new_empty(codes, {numel}, dtype);
+  dequantize_into(out, contiguous(codes), contiguous(scales), format, block, false);
+  return out;
+}
+
+void dequantize_add_cpu(Tensor out, Tensor codes, Tensor scales, std::string format_name, int64_t block) {
+  const char* op = "dequantize_add_";
+  check_short_floating(op, "out", out.scalar_type());
+  check_same_device(op, "out", out, "codes", codes);
+  MOE_CHECK(
+      out.is_contiguous(), op, ": expected out to be contiguous, got a strided tensor of shape ", shape_string(out));
+  const Format format = check_dequantize(op, codes, scales, out.numel(), format_name, block);
+  dequantize_into(out, contiguous(codes), contiguous(scales), format, block, true);
+}
+
+} // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
+  m.impl("quantize_blockwise", TORCH_BOX(&quantize_blockwise_cpu));
+  m.impl("dequantize_blockwise", TORCH_BOX(&dequantize_blockwise_cpu));
+  m.impl("dequantize_add_", TORCH_BOX(&dequantize_add_cpu));
+}
+
+} // namespace moe_ext::compression::quantize

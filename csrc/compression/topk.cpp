@@ -1,0 +1,83 @@
+#include "compression/topk.h"
+
+#include <cmath>
+
+#include "common/dispatch.h"
+#include "common/library.h"
+#include "compression/overlap.h"
+
+namespace moe_ext::compression::topk {
+
+MOE_EXT_SCHEMAS(m) {
+  m.def(
+      "topk_compress_(Tensor grad, Tensor(a!) residual, SymInt k, SymInt scope_size=0, Tensor(b!)? velocity=None, "
+      "float momentum=0.0, float residual_scale=1.0) -> (Tensor values, Tensor indices)");
+  m.def(
+      "threshold_compress_(Tensor grad, Tensor(a!) residual, Tensor(b!) threshold, SymInt capacity, SymInt target=0, "
+      "Tensor(c!)? velocity=None, float momentum=0.0, float residual_scale=1.0, bool check_finite=True) -> "
+      "(Tensor values, Tensor indices, Tensor count)");
+}
+
+namespace {
+
+// A tensor of float32 state beside the gradient, of the gradient's shape, changed in place.
+void check_state(const char* op, const char* name, const Tensor& state, const Tensor& grad) {
+  check_same_device(op, name, state, "grad", grad);
+  check_dtype(op, name, state, acc_dtype(grad.scalar_type()));
+  MOE_CHECK(
+      shape_string(state) == shape_string(grad), op, ": expected ", name, " to be of shape ", shape_string(grad),
+      ", that of grad, got shape ", shape_string(state));
+  MOE_CHECK(
+      state.is_contiguous(), op, ": expected ", name, " to be contiguous, got a strided tensor of shape ",
+      shape_string(state));
+  MOE_CHECK(!overlap(state, grad), op, ": expected ", name, " to be in memory of its own, got a part of grad's");
+}
+
+void check_feedback(
+    const char* op, const Tensor& grad, const Tensor& residual, const std::optional<Tensor>& velocity, double momentum,
+    double residual_scale) {
+  check_floating(op, "grad", grad);
+  check_state(op, "residual", residual, grad);
+  if (velocity) {
+    check_state(op, "velocity", *velocity, grad);
+    MOE_CHECK(
+        !overlap(*velocity, residual), op, ": expected velocity to be in memory of its own, got a part of residual's");
+  }
+  MOE_CHECK(momentum >= 0 && momentum < 1, op, ": expected momentum to be in [0, 1), got ", momentum);
+  MOE_CHECK(
+      residual_scale >= 0 && std::isfinite(residual_scale), op,
+      ": expected residual_scale to be finite and at least 0, got ", residual_scale);
+}
+
+} // namespace
+
+Scopes check_topk_compress(
+    const Tensor& grad, const Tensor& residual, int64_t k, int64_t scope_size, const std::optional<Tensor>& velocity,
+    double momentum, double residual_scale) {
+  const char* op = "topk_compress_";
+  check_feedback(op, grad, residual, velocity, momentum, residual_scale);
+  const int64_t numel = grad.numel();
+  MOE_CHECK(scope_size >= 0, op, ": expected scope_size to be at least 0, got ", scope_size);
+  const int64_t size = scope_size == 0 ? numel : scope_size;
+  MOE_CHECK(
+      k >= 0 && k <= size, op, ": expected k to be in [0, ", size, "], the elements of a ",
+      scope_size == 0 ? "gradient" : "scope", ", got ", k);
+  return {numel, size, k};
+}
+
+void check_threshold_compress(
+    const Tensor& grad, const Tensor& residual,
+    const Tensor& threshold, // []
+    int64_t capacity, int64_t target, const std::optional<Tensor>& velocity, double momentum, double residual_scale) {
+  const char* op = "threshold_compress_";
+  check_feedback(op, grad, residual, velocity, momentum, residual_scale);
+  check_same_device(op, "threshold", threshold, "grad", grad);
+  check_dtype(op, "threshold", threshold, acc_dtype(grad.scalar_type()));
+  check_dim(op, "threshold", threshold, 0, "[]");
+  MOE_CHECK(
+      capacity >= 0 && capacity <= grad.numel(), op, ": expected capacity to be in [0, ", grad.numel(),
+      "], the elements of grad, got ", capacity);
+  MOE_CHECK(target >= 0, op, ": expected target to be at least 0, got ", target);
+}
+
+} // namespace moe_ext::compression::topk

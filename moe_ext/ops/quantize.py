@@ -1,0 +1,187 @@
+"""Block quantisers with error feedback.
+
+Shape suffixes: N elements, B blocks of neighbouring elements.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_FORMATS = {8: "int8", 4: "int4", 1: "sign"}
+
+
+class QuantizedBlocks(NamedTuple):
+    """What `quantize_blockwise` makes of a tensor.
+
+    Attributes:
+        codes (Tensor): uint8, one after the other: a byte an element for int8 (two's complement)
+            and fp8 (e4m3fn), two elements a byte for int4 (the first one in the low half), eight
+            for signs (the first one in the lowest bit, 1 for negative).
+        scales (Tensor[B]): float32, what a code of one stands for.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+
+def _format_of(op: str, bits: int, format: str | None) -> str:
+    if format is not None:
+        return format
+    if bits not in _FORMATS:
+        raise ValueError(f"{op}: expected bits to be one of {tuple(_FORMATS)}, got {bits!r}")
+    return _FORMATS[bits]
+
+
+def quantize_blockwise(
+    x: Tensor,
+    *,
+    bits: int = 8,
+    block: int = 128,
+    format: str | None = None,
+    residual: Tensor | None = None,
+    rng_state: Tensor | None = None,
+) -> QuantizedBlocks:
+    r"""Codes blocks of neighbouring elements with a scale each, and keeps the error.
+
+    .. math::
+        a = e + x,\quad s = \max |a| / c,\quad q = \mathrm{round}(a / s),\quad e \leftarrow a - s q
+
+    with :math:`c` = 127 for int8, 7 for int4 and 448 for fp8. Signs are 1 bit: :math:`s` is the
+    mean of :math:`|a|` and :math:`q = \pm 1`, so that they want a residual. A block of zeros has
+    scale 0 and comes back as zeros.
+
+    Args:
+        x (Tensor[N]): float32, bfloat16 or float16, of any shape; not changed.
+        bits (int): 8, 4 or 1: the formats "int8", "int4" and "sign".
+        block (int): elements of a block, a power of two from 64 to 1024; the last may be shorter.
+        format (str): "int8", "int4", "sign", or "fp8" (e4m3fn); overrides ``bits``.
+        residual (Tensor[N]): e, float32, contiguous, of the shape of x; changed in place. Without
+            it :math:`a = x` and the error is lost.
+        rng_state (Tensor[4]): int64 ``(seed, tensor, step, rank)``: rounds up or down at random,
+            so that the expectation is exact (Philox, stream 4, column = element, see
+            `routing_uniform`); None rounds to the nearest, ties to even.
+
+    Returns:
+        QuantizedBlocks: codes and scales.
+
+    Raises:
+        ValueError: an unknown number of bits.
+        RuntimeError: an argument has the wrong device, dtype, shape or value; an element of
+            :math:`a` is NaN or infinite (the message names the first). The residual has not changed
+            then.
+
+    Deterministic, with the same bits for any number of threads and every instruction set.
+
+    Reference: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022 (arXiv
+    2110.02861); Micikevicius et al., FP8 Formats for Deep Learning, 2022 (arXiv 2209.05433);
+    Seide et al., 1-bit SGD, 2014; Karimireddy et al., Error Feedback Fixes SignSGD, 2019 (arXiv
+    1901.09847), algorithm 1.
+    """
+    name = _format_of("quantize_blockwise", bits, format)
+    return QuantizedBlocks(
+        *torch.ops.moe_ext.quantize_blockwise(x, name, block, residual, rng_state)
+    )
+
+
+def _num_code_bytes(numel: int, format: str) -> int:
+    per_byte = {"int4": 2, "sign": 8}.get(format, 1)
+    return (numel + per_byte - 1) // per_byte
+
+
+@torch.library.register_fake("moe_ext::quantize_blockwise")
+def _(
+    x: Tensor,
+    format: str,
+    block: int,
+    residual: Tensor | None = None,
+    rng_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    numel = x.numel()
+    return (
+        x.new_empty((_num_code_bytes(numel, format),), dtype=torch.uint8),
+        x.new_empty(((numel + block - 1) // block,), dtype=torch.float32),
+    )
+
+
+def dequantize_blockwise(
+    codes: Tensor,
+    scales: Tensor,
+    numel: int,
+    *,
+    bits: int = 8,
+    block: int = 128,
+    format: str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The numbers that the codes of `quantize_blockwise` stand for.
+
+    Args:
+        codes (Tensor): uint8, as `quantize_blockwise` returns them.
+        scales (Tensor[B]): float32.
+        numel (int): N.
+        bits (int): as they were made.
+        block (int): as they were made.
+        format (str): as they were made.
+        dtype (torch.dtype): float32, bfloat16 or float16.
+
+    Returns:
+        Tensor[N]: code times scale, rounded once.
+
+    Raises:
+        ValueError: an unknown number of bits.
+        RuntimeError: an argument has the wrong device, dtype, size or value.
+
+    Deterministic.
+    """
+    name = _format_of("dequantize_blockwise", bits, format)
+    values_N: Tensor = torch.ops.moe_ext.dequantize_blockwise(
+        codes, scales, numel, name, block, dtype
+    )
+    return values_N
+
+
+@torch.library.register_fake("moe_ext::dequantize_blockwise")
+def _(
+    codes: Tensor,
+    scales: Tensor,
+    numel: int,
+    format: str,
+    block: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    return codes.new_empty((numel,), dtype=dtype)
+
+
+def dequantize_add_(
+    out: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    *,
+    bits: int = 8,
+    block: int = 128,
+    format: str | None = None,
+) -> None:
+    """Adds what `dequantize_blockwise` returns to a tensor, without making it.
+
+    Args:
+        out (Tensor): float32, bfloat16 or float16, contiguous, of any shape; changed in place.
+        codes (Tensor): as `dequantize_blockwise`, of as many elements.
+        scales (Tensor[B]): as `dequantize_blockwise`.
+        bits (int): as `dequantize_blockwise`.
+        block (int): as `dequantize_blockwise`.
+        format (str): as `dequantize_blockwise`.
+
+    Raises:
+        ValueError: an unknown number of bits.
+        RuntimeError: an argument has the wrong device, dtype, size or value.
+
+    Deterministic.
+    """
+    name = _format_of("dequantize_add_", bits, format)
+    torch.ops.moe_ext.dequantize_add_(out, codes, scales, name, block)
+
+
+@torch.library.register_fake("moe_ext::dequantize_add_")
+def _(out: Tensor, codes: Tensor, scales: Tensor, format: str, block: int) -> None:
+    return None

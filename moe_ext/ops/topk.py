@@ -1,0 +1,226 @@
+"""Gradient selection with error feedback: exact top-k, and a carried threshold.
+
+Shape suffixes: K selected elements.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_SCOPES = ("tensor", "row", "expert")
+
+
+class SparseGradient(NamedTuple):
+    """What `topk_compress_` selects.
+
+    Attributes:
+        values (Tensor[K]): float32, or float64 for float64 gradients.
+        indices (Tensor[K]): int64, ascending and all different, into the flattened gradient.
+    """
+
+    values: Tensor
+    indices: Tensor
+
+    @property
+    def num_selected(self) -> Tensor:
+        """Tensor[]: how many of the values are not zero; the others only fill up K slots."""
+        return self.values.count_nonzero()
+
+
+class ThresholdGradient(NamedTuple):
+    """What `threshold_compress_` selects.
+
+    Attributes:
+        values (Tensor[K]): float32, or float64 for float64 gradients; zeros from ``count`` on.
+        indices (Tensor[K]): int64, ascending, into the flattened gradient; the last one of the
+            gradient from ``count`` on, so that adding all values at all indices is right.
+        count (Tensor[]): int64, how many slots are filled.
+    """
+
+    values: Tensor
+    indices: Tensor
+    count: Tensor  # type: ignore[assignment]  # hides a method of tuple
+
+
+def scope_size_of(grad: Tensor, scope: str | int) -> int:
+    """Elements that choose among themselves, 0 for all of them; refuses an unknown scope."""
+    if isinstance(scope, str) and scope in _SCOPES:
+        if scope == "tensor" or grad.dim() == 0 or grad.numel() == 0:
+            return 0
+        return grad.shape[-1] if scope == "row" else grad.numel() // grad.shape[0]
+    if isinstance(scope, bool) or not isinstance(scope, int) or scope < 1:
+        raise ValueError(
+            f"topk_compress_: expected scope to be one of {_SCOPES} or a number of elements, "
+            f"got {scope!r}"
+        )
+    return scope
+
+
+def topk_compress_(
+    grad: Tensor,
+    residual: Tensor,
+    k: int,
+    *,
+    scope: str | int = "tensor",
+    velocity: Tensor | None = None,
+    momentum: float = 0.9,
+    residual_scale: float = 1.0,
+) -> SparseGradient:
+    r"""Adds a gradient to what is owed, takes the k largest out and keeps the rest.
+
+    .. math::
+        u \leftarrow m u + g,\quad a = s e + u,\quad S = \mathrm{top}_k |a|,\quad
+        e \leftarrow a \text{ with } a_S = 0,\quad u_S \leftarrow 0
+
+    Without ``velocity``, :math:`u = g`. The choice is exact; among equal magnitudes the lower index
+    comes first. Nothing is lost: what is returned plus the residual is :math:`a`, bit for bit. With
+    fewer than k elements that are not zero, zeros of the lowest indices fill up: every index is
+    valid and differs from the others, and a zero changes nothing wherever it is added.
+
+    Args:
+        grad (Tensor): float32, float64, bfloat16 or float16, of any shape; not changed.
+        residual (Tensor): e, float32 (float64 for float64), contiguous, of the gradient's shape;
+            changed in place.
+        k (int): elements to select from each scope, in [0, its elements].
+        scope (str | int): which elements compete: "tensor" all of them (a parameter, or a bucket
+            that holds many), "row" those of the last dimension, "expert" those of one index of the
+            first dimension, a number B those of B neighbours (the last scope may be smaller, and
+            gives all it has where that is less than k).
+        velocity (Tensor): u, as the residual: momentum correction and factor masking of Deep
+            Gradient Compression, the optimizer then runs without momentum.
+        momentum (float): m in [0, 1); for ``velocity`` alone.
+        residual_scale (float): s, finite and at least 0: the last learning rate over this one keeps
+            a residual of gradients right when the rate changes; 0 drops the residual.
+
+    Returns:
+        SparseGradient: k values and indices a scope, in the order of the indices.
+
+    Raises:
+        ValueError: an unknown scope.
+        RuntimeError: an argument has the wrong device, dtype, shape or value, or shares memory with
+            another one; an element of :math:`a` is NaN or infinite (the message names the first).
+            Neither residual nor velocity has changed then.
+
+    Deterministic, with the same bits for any number of threads and every instruction set.
+
+    Reference: Lin et al., Deep Gradient Compression, 2018 (arXiv 1712.01887), algorithm 1;
+    Stich et al., Sparsified SGD with Memory, 2018 (arXiv 1809.07599).
+    """
+    return SparseGradient(
+        *torch.ops.moe_ext.topk_compress_(
+            grad,
+            residual,
+            k,
+            scope_size_of(grad, scope),
+            velocity,
+            momentum if velocity is not None else 0.0,
+            residual_scale,
+        )
+    )
+
+
+@torch.library.register_fake("moe_ext::topk_compress_")
+def _(
+    grad: Tensor,
+    residual: Tensor,
+    k: int,
+    scope_size: int = 0,
+    velocity: Tensor | None = None,
+    momentum: float = 0.0,
+    residual_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    numel = grad.numel()
+    total = k
+    if scope_size != 0:
+        total = numel // scope_size * k + torch.sym_min(numel % scope_size, k)
+    return residual.new_empty((total,)), residual.new_empty((total,), dtype=torch.int64)
+
+
+def threshold_compress_(
+    grad: Tensor,
+    residual: Tensor,
+    threshold: float | Tensor,
+    capacity: int,
+    *,
+    target: int = 0,
+    velocity: Tensor | None = None,
+    momentum: float = 0.9,
+    residual_scale: float = 1.0,
+    check_finite: bool = True,
+) -> ThresholdGradient:
+    r"""Adds a gradient to what is owed and takes out what reaches a threshold.
+
+    As `topk_compress_` with :math:`S = \{i : |a_i| \ge t,\ a_i \ne 0\}`: one pass, no search. Where
+    more than ``capacity`` elements pass, the largest of them are taken (the lower index first among
+    equals) and the others stay in the residual.
+
+    A threshold that is carried from step to step follows the gradient: with ``target`` it is
+    multiplied by :math:`(\mathrm{found} / \mathrm{target})^{1/8}`, by at least 1/2 and at most 2,
+    where `found` counts what passed, the overflow included.
+
+    Args:
+        grad (Tensor): as `topk_compress_`.
+        residual (Tensor): as `topk_compress_`.
+        threshold (float | Tensor[]): t, finite and at least 0; a tensor has the dtype and device of
+            the residual, and is changed in place with ``target``.
+        capacity (int): K, slots of the result, in [0, elements of the gradient].
+        target (int): elements that should pass; 0 leaves the threshold as it is.
+        velocity (Tensor): as `topk_compress_`.
+        momentum (float): as `topk_compress_`.
+        residual_scale (float): as `topk_compress_`.
+        check_finite (bool): look for NaN and infinity before anything is changed, which reads
+            everything once more. False is for gradients that have just been checked (by clipping,
+            by a loss scaler): a NaN is then selected as the largest of all.
+
+    Returns:
+        ThresholdGradient: values and indices, in the order of the indices, and their count.
+
+    Raises:
+        ValueError: ``target`` with a threshold that is no tensor.
+        RuntimeError: as `topk_compress_`; the threshold is negative, infinite or NaN.
+
+    Deterministic, with the same bits for any number of threads and every instruction set.
+
+    Reference: Aji and Heafield, Sparse Communication for Distributed Gradient Descent, 2017 (arXiv
+    1704.05021); Li and Hoefler, Ok-Topk, 2022 (arXiv 2201.07598), section 3.1.3 (reuse).
+    """
+    if not isinstance(threshold, Tensor):
+        if target != 0:
+            raise ValueError(
+                "threshold_compress_: expected threshold to be a tensor where a target adapts it, "
+                f"got {threshold!r}"
+            )
+        threshold = residual.new_tensor(threshold)
+    return ThresholdGradient(
+        *torch.ops.moe_ext.threshold_compress_(
+            grad,
+            residual,
+            threshold,
+            capacity,
+            target,
+            velocity,
+            momentum if velocity is not None else 0.0,
+            residual_scale,
+            check_finite,
+        )
+    )
+
+
+@torch.library.register_fake("moe_ext::threshold_compress_")
+def _(
+    grad: Tensor,
+    residual: Tensor,
+    threshold: Tensor,
+    capacity: int,
+    target: int = 0,
+    velocity: Tensor | None = None,
+    momentum: float = 0.0,
+    residual_scale: float = 1.0,
+    check_finite: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        residual.new_empty((capacity,)),
+        residual.new_empty((capacity,), dtype=torch.int64),
+        residual.new_empty((), dtype=torch.int64),
+    )

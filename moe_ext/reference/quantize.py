@@ -1,0 +1,146 @@
+"""Block quantisers in plain PyTorch.
+
+Shape suffixes: N elements, B blocks, S elements of a block.
+"""
+
+import torch
+from torch import Tensor
+
+from moe_ext.ops.quantize import QuantizedBlocks, _format_of
+from moe_ext.reference.noisy_gating import routing_uniform
+
+_LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
+
+
+def _blocks(x_N: Tensor, block: int) -> Tensor:
+    """[B, S], the last block filled up with zeros."""
+    missing = -len(x_N) % block
+    return torch.cat([x_N, x_N.new_zeros(missing)]).view(-1, block)
+
+
+def _mean_magnitude(a_BS: Tensor, numel: int) -> Tensor:
+    """Of each block, summed over sixteen lanes and then over halves of the lanes."""
+    block = a_BS.shape[1]
+    factor_B1 = torch.where(a_BS.abs().amax(1, keepdim=True) > 2.0**100, 2.0**-32, 1.0)
+    lanes = torch.zeros(len(a_BS), 16)
+    for part in (a_BS.abs() * factor_B1).split(16, dim=1):
+        lanes = lanes + part
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    sizes_B = torch.full((len(a_BS),), float(block))
+    if numel % block:
+        sizes_B[-1] = numel % block
+    return lanes[:, 0] / sizes_B / factor_B1[:, 0]
+
+
+def _scales(a_BS: Tensor, largest: float) -> Tensor:
+    scale_B = a_BS.abs().amax(dim=1) / largest
+    too_large = (scale_B * largest).isinf()
+    return torch.where(too_large, torch.nextafter(scale_B, torch.zeros(())), scale_B)
+
+
+def _e4m3(x: Tensor, uniform: Tensor | None) -> Tensor:
+    """Rounded to a number of float8 e4m3fn, not beyond 448."""
+    exponent = torch.frexp(x).exponent.clamp(min=-5) - 1
+    step = torch.ldexp(torch.ones_like(x), exponent - 3)
+    steps = x.abs() / step
+    whole = steps.round() if uniform is None else (steps + uniform).floor()
+    return torch.copysign((whole * step).clamp(max=448.0), x)
+
+
+def _codes(a_BS: Tensor, scale_B: Tensor, format: str, uniform: Tensor | None) -> Tensor:
+    """The codes as numbers."""
+    largest = _LARGEST[format]
+    lift_B = torch.where(scale_B < 2.0**-64, 2.0**64, 1.0)
+    inverse_B = torch.where(scale_B > 0, 1 / (scale_B * lift_B), 0.0)
+    scaled = a_BS * lift_B[:, None] * inverse_B[:, None]
+    if format == "fp8":
+        return _e4m3(scaled.clamp(-largest, largest), uniform)
+    whole = scaled.round() if uniform is None else (scaled + uniform).floor()
+    return whole.clamp(-largest, largest)
+
+
+def _pack(code_N: Tensor, format: str) -> Tensor:
+    if format == "fp8":
+        return code_N.to(torch.float8_e4m3fn).view(torch.uint8)
+    byte_N = code_N.to(torch.int8).view(torch.uint8)
+    if format == "int8":
+        return byte_N
+    bits, per_byte = (4, 2) if format == "int4" else (1, 8)
+    parts = _blocks((byte_N & (2**bits - 1)).long(), per_byte)
+    return (parts << (bits * torch.arange(per_byte))).sum(dim=1).to(torch.uint8)
+
+
+def quantize_blockwise(
+    x: Tensor,
+    *,
+    bits: int = 8,
+    block: int = 128,
+    format: str | None = None,
+    residual: Tensor | None = None,
+    rng_state: Tensor | None = None,
+) -> QuantizedBlocks:
+    """As `moe_ext.ops.quantize_blockwise`."""
+    name = _format_of("quantize_blockwise", bits, format)
+    numel = x.numel()
+    a_N = x.float().flatten() if residual is None else residual.flatten() + x.float().flatten()
+    if not a_N.isfinite().all():
+        raise RuntimeError("quantize_blockwise: expected x to be finite, got others")
+    a_BS = _blocks(a_N, block)
+    if name == "sign":
+        scale_B = _mean_magnitude(a_BS, numel)
+        code_BS = torch.where(a_BS < 0, -1.0, 1.0)
+        codes = _pack((a_N < 0).float(), name)
+    else:
+        uniform_BS = None
+        if rng_state is not None:
+            uniform_BS = _blocks(routing_uniform(rng_state, 1, numel, stream=4)[0], block)
+        scale_B = _scales(a_BS, _LARGEST[name])
+        code_BS = _codes(a_BS, scale_B, name, uniform_BS)
+        codes = _pack(code_BS.flatten()[:numel], name)
+    if residual is not None:
+        residual.copy_((a_BS - code_BS * scale_B[:, None]).flatten()[:numel].view(x.shape))
+    return QuantizedBlocks(codes, scale_B)
+
+
+def dequantize_blockwise(
+    codes: Tensor,
+    scales: Tensor,
+    numel: int,
+    *,
+    bits: int = 8,
+    block: int = 128,
+    format: str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """As `moe_ext.ops.dequantize_blockwise`."""
+    name = _format_of("dequantize_blockwise", bits, format)
+    if name == "fp8":
+        code_N = codes.view(torch.float8_e4m3fn).float()
+    elif name == "int8":
+        code_N = codes.view(torch.int8).float()
+    elif name == "int4":
+        nibbles = torch.stack([codes & 15, codes >> 4], dim=1).flatten()[:numel].float()
+        code_N = nibbles - 16.0 * (nibbles > 7)
+    else:
+        negative = (codes[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+        code_N = 1.0 - 2.0 * negative.flatten()[:numel].float()
+    values_BS = _blocks(code_N, block) * scales[:, None]
+    return values_BS.flatten()[:numel].to(dtype)
+
+
+def dequantize_add_(
+    out: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    *,
+    bits: int = 8,
+    block: int = 128,
+    format: str | None = None,
+) -> None:
+    """As `moe_ext.ops.dequantize_add_`."""
+    values_N = dequantize_blockwise(
+        codes, scales, out.numel(), bits=bits, block=block, format=format
+    )
+    out.copy_(out.float() + values_N.view(out.shape))

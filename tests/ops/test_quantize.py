@@ -1,0 +1,256 @@
+"""Block quantisers against plain PyTorch: the same bits."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moe_ext import ops, reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FORMATS = ["int8", "int4", "fp8", "sign"]
+SIZES = [0, 1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1025]
+FIXTURES = [HealthCheck.function_scoped_fixture]
+
+
+def rng_state(step=3):
+    return torch.tensor([2**40 + 12345, 7, step, 2])
+
+
+def assert_same(x, residual=None, **options):
+    """The operator and the reference: equal codes, scales and residuals."""
+    outs = []
+    for module in (ops, reference):
+        e = None if residual is None else residual.clone()
+        outs.append([*module.quantize_blockwise(x, residual=e, **options), e])
+    for actual, expected in zip(*outs, strict=True):
+        if actual is not None:
+            assert actual.dtype == expected.dtype and torch.equal(actual, expected)
+    return outs[0]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", SIZES)
+def test_equals_the_reference(isa, numel, dtype, format):
+    x, residual = torch.randn(numel).to(dtype), torch.randn(numel)
+    for block in (64, 128, 256, 1024):
+        codes, scales, _ = assert_same(x, format=format, block=block)
+        assert_same(x, residual, format=format, block=block)
+        if format != "sign":
+            assert_same(x, residual, format=format, block=block, rng_state=rng_state())
+        shape = {"format": format, "block": block}
+        for out in DTYPES:
+            actual = ops.dequantize_blockwise(codes, scales, numel, dtype=out, **shape)
+            expected = reference.dequantize_blockwise(codes, scales, numel, dtype=out, **shape)
+            assert actual.dtype == out and torch.equal(actual, expected)
+        sums = [x.clone(), x.clone()]
+        ops.dequantize_add_(sums[0], codes, scales, **shape)
+        reference.dequantize_add_(sums[1], codes, scales, **shape)
+        assert torch.equal(*sums)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("magnitude", [1e-45, 1e-42, 1e-38, 1e-30, 1e30, 3.4028234e38])
+def test_extreme_magnitudes(isa, format, magnitude):
+    x = (2 * torch.rand(300) - 1) * magnitude
+    x[::100] = magnitude
+    codes, scales, rest = assert_same(x, torch.zeros(300), format=format)
+    values = ops.dequantize_blockwise(codes, scales, 300, format=format)
+    assert values.isfinite().all() and rest.isfinite().all()
+    assert torch.equal(x - values, rest)
+
+
+def test_every_code_of_e4m3(isa):
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[[127, 255]] = 0  # NaN is never made
+    values = ops.dequantize_blockwise(codes, torch.ones(1), 256, block=256, format="fp8")
+    assert torch.equal(values, codes.view(torch.float8_e4m3fn).float())
+    again = ops.quantize_blockwise(values, block=256, format="fp8")
+    assert torch.equal(again.codes, codes) and again.scales == 1
+    # Halfway between neighbours: to even, as torch rounds.
+    between = (values[:126] + values[1:127]) / 2
+    between = torch.cat([between, torch.tensor([448.0])])
+    out = ops.quantize_blockwise(between, block=128, format="fp8")
+    assert torch.equal(out.codes, between.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_zero_blocks_stay_zero(isa, format):
+    x = torch.randn(512)
+    x[128:256] = 0
+    codes, scales, rest = assert_same(x, torch.zeros(512), format=format)
+    values = ops.dequantize_blockwise(codes, scales, 512, format=format)
+    assert scales[1] == 0 and not values[128:256].any() and not rest[128:256].any()
+    assert (scales[[0, 2, 3]] > 0).all()
+
+
+@pytest.mark.parametrize(("format", "steps"), [("int8", 127), ("int4", 7)])
+def test_error_is_half_a_step(isa, format, steps):
+    x = torch.randn(1000)
+    codes, scales, rest = assert_same(x, torch.zeros(1000), format=format)
+    assert (rest.abs() <= scales.repeat_interleave(128)[:1000] * 0.50001).all()
+    assert torch.equal(scales, torch.stack([b.abs().max() for b in x.split(128)]) / steps)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
+def test_random_rounding_is_unbiased(format):
+    x = torch.rand(64) * 0.9 + 0.05
+    x[0] = 1.0
+    total = torch.zeros(64)
+    draws = 2000
+    for step in range(draws):
+        codes, scales = ops.quantize_blockwise(
+            x, block=64, format=format, rng_state=rng_state(step)
+        )
+        ops.dequantize_add_(total, codes, scales, block=64, format=format)
+    # Four deviations of the mean of steps of at most 1/7, one half of a step each.
+    assert (total / draws - x).abs().max() < 4 * (0.5 / 7) / draws**0.5
+    other = ops.quantize_blockwise(
+        x, block=64, format=format, rng_state=rng_state() + torch.tensor([0, 0, 0, 1])
+    )
+    same = ops.quantize_blockwise(x, block=64, format=format, rng_state=rng_state())
+    assert not torch.equal(other.codes, same.codes)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=FIXTURES)
+@given(
+    numel=st.integers(1, 400),
+    format=st.sampled_from(FORMATS),
+    block=st.sampled_from([64, 128, 256]),
+    steps=st.integers(1, 5),
+    seed=st.integers(0, 2**31),
+)
+def test_nothing_is_lost(isa, numel, format, block, steps, seed):
+    """What was sent plus the residual is the sum of the gradients, to rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    grads = torch.randn(steps, numel, generator=generator)
+    residual, sent = torch.zeros(numel), torch.zeros(numel, dtype=torch.float64)
+    for grad in grads:
+        out = ops.quantize_blockwise(grad, residual=residual, format=format, block=block)
+        sent += ops.dequantize_blockwise(*out, numel, format=format, block=block).double()
+    expected = grads.double().sum(dim=0)
+    # Two roundings a step, of numbers below 64.
+    assert (sent + residual - expected).abs().max() <= 2 * steps * 64 * 2.0**-24
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_same_bits_for_any_number_of_threads(num_threads, threads):
+    x, residual = torch.randn(100000), torch.randn(100000)
+    num_threads(threads)
+    for format in FORMATS:
+        state = None if format == "sign" else rng_state()
+        assert_same(x, residual, format=format, rng_state=state)
+
+
+def test_strided_and_shaped(isa):
+    assert_same(torch.randn(40, 30).t(), torch.randn(30, 40), bits=4)
+    assert_same(torch.randn(3, 5, 7), bits=1)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_refuses_what_is_not_finite_and_changes_nothing(isa, bad, format):
+    for where in (0, 299):
+        x, residual = torch.randn(300), torch.randn(300)
+        before = residual.clone()
+        x[where] = bad
+        with pytest.raises(RuntimeError, match=rf"x to be finite, got .* at element {where}$"):
+            ops.quantize_blockwise(x, format=format)
+        with pytest.raises(RuntimeError, match=rf"residual to be finite.* at element {where}$"):
+            ops.quantize_blockwise(x, format=format, residual=residual)
+        assert torch.equal(residual, before)
+
+
+X = torch.zeros(4, 64)
+CODES = torch.zeros(256, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: ops.quantize_blockwise(X.double()),
+            r"^quantize_blockwise: expected x to be float32, bfloat16 or float16, got Double",
+        ),
+        (
+            lambda: ops.quantize_blockwise(X, format="int3"),
+            r"format to be int8, int4, fp8 or sign, got int3",
+        ),
+        (
+            lambda: ops.quantize_blockwise(X, block=96),
+            r"block to be a power of two from 64 to 1024, got 96",
+        ),
+        (lambda: ops.quantize_blockwise(X, block=32), r"block to be a power of two .*, got 32"),
+        (
+            lambda: ops.quantize_blockwise(X, residual=X.bfloat16()),
+            r"residual to be Float, got BFloat16",
+        ),
+        (
+            lambda: ops.quantize_blockwise(X, residual=torch.zeros(256)),
+            r"residual to be of shape \[4, 64\], that of x, got shape \[256\]",
+        ),
+        (
+            lambda: ops.quantize_blockwise(X, residual=torch.zeros(64, 4).t()),
+            r"residual to be contiguous",
+        ),
+        (lambda: ops.quantize_blockwise(X, residual=X), r"residual to be in memory of its own"),
+        (
+            lambda: ops.quantize_blockwise(X, rng_state=rng_state()[:3]),
+            r"rng_state to be of size 4 in dim 0 \(seed, tensor, step, rank\), got shape \[3\]",
+        ),
+        (
+            lambda: ops.quantize_blockwise(X, bits=1, rng_state=rng_state()),
+            r"rng_state to be absent for signs",
+        ),
+        (
+            lambda: ops.dequantize_blockwise(CODES, torch.ones(2), 255),
+            r"^dequantize_blockwise: expected codes to be of size 255 in dim 0 \(the bytes of",
+        ),
+        (
+            lambda: ops.dequantize_blockwise(CODES, torch.ones(3), 256),
+            r"scales to be of size 2 in dim 0 \(the blocks of that many elements\), got shape",
+        ),
+        (
+            lambda: ops.dequantize_blockwise(CODES.char(), torch.ones(2), 256),
+            r"expected codes to be Byte, got Char",
+        ),
+        (
+            lambda: ops.dequantize_blockwise(CODES, torch.ones(2), 256, dtype=torch.float64),
+            r"dtype to be float32, bfloat16 or float16, got Double",
+        ),
+        (
+            lambda: ops.dequantize_blockwise(CODES, torch.ones(2), -1),
+            r"numel to be at least 0, got -1",
+        ),
+        (
+            lambda: ops.dequantize_add_(X.t(), CODES, torch.ones(2)),
+            r"^dequantize_add_: expected out to be contiguous",
+        ),
+        (
+            lambda: ops.dequantize_add_(X.clone(), CODES, torch.ones(2), bits=4),
+            r"codes to be of size 128 in dim 0",
+        ),
+    ],
+)
+def test_refuses(call, message):
+    with pytest.raises(RuntimeError, match=message):
+        call()
+
+
+def test_refuses_a_number_of_bits():
+    with pytest.raises(
+        ValueError, match=r"quantize_blockwise: expected bits to be one of .* got 3"
+    ):
+        ops.quantize_blockwise(X, bits=3)
+
+
+def test_opcheck():
+    op = torch.ops.moe_ext
+    x, residual = torch.randn(300), torch.randn(300)
+    for format in FORMATS:
+        torch.library.opcheck(op.quantize_blockwise.default, (x, format, 128))
+        codes, scales = op.quantize_blockwise(x, format, 128)
+        torch.library.opcheck(op.dequantize_blockwise.default, (codes, scales, 300, format, 128))
+        torch.library.opcheck(op.dequantize_add_.default, (x.clone(), codes, scales, format, 128))
+    torch.library.opcheck(op.quantize_blockwise.default, (x, "int8", 128, residual, rng_state()))

@@ -1,0 +1,367 @@
+"""Gradient selection against sorting, and what must hold for any gradient."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moe_ext import ops, reference
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+# Around a vector, a block and a segment of the loops, and beyond: there the bound is sampled.
+SIZES = [0, 1, 15, 16, 17, 255, 256, 257, 16383, 16384, 16385, 40000]
+FIXTURES = [HealthCheck.function_scoped_fixture]
+
+
+def state_dtype(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def make(numel, dtype=torch.float32, *, levels=None):
+    """A gradient, a residual and a velocity; with `levels`, of few different magnitudes."""
+    draw = (lambda: torch.randint(-levels, levels + 1, (numel,)) / 4) if levels else None
+    grad, residual, velocity = (draw() if draw else torch.randn(numel) for _ in range(3))
+    return grad.to(dtype), residual.to(state_dtype(dtype)), velocity.to(state_dtype(dtype))
+
+
+def assert_same(name, state, *args, velocity=None, **options):
+    """The operator and the reference on copies of the state: equal bits."""
+    results = []
+    for module in (ops, reference):
+        grad, residual = state[0], state[1].clone()
+        u = None if velocity is None else velocity.clone()
+        copied = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+        out = getattr(module, name)(grad, residual, *copied, velocity=u, **options)
+        results.append([*out, residual, *([] if u is None else [u]), *copied])
+    for actual, expected in zip(*results, strict=True):
+        if isinstance(actual, torch.Tensor):
+            assert actual.dtype == expected.dtype
+            assert torch.equal(actual, expected)
+        else:
+            assert actual == expected
+    return results[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", SIZES)
+def test_topk_equals_the_reference(isa, numel, dtype):
+    grad, residual, velocity = make(numel, dtype)
+    for k in sorted({0, min(1, numel), numel // 100, numel // 2, numel}):
+        assert_same("topk_compress_", (grad, residual), k)
+    assert_same(
+        "topk_compress_",
+        (grad, residual),
+        numel // 10,
+        velocity=velocity,
+        momentum=0.7,
+        residual_scale=0.3,
+    )
+
+
+@pytest.mark.parametrize("numel", [257, 40000])
+@pytest.mark.parametrize("levels", [1, 3])
+def test_topk_breaks_ties_by_index(isa, numel, levels):
+    grad, residual, velocity = make(numel, levels=levels)
+    for k in (1, numel // 10, numel // 2, numel - 1, numel):
+        assert_same("topk_compress_", (grad, residual), k)
+        assert_same("topk_compress_", (grad, residual), k, velocity=velocity, momentum=0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_topk_in_scopes(isa, dtype):
+    grad, residual, velocity = make(3 * 5 * 40, dtype)
+    shaped = [x.view(3, 5, 40) for x in (grad, residual)]
+    for scope in ("tensor", "row", "expert", 1, 7, 128, 599, 600, 601):
+        for k in (0, 1, 3):
+            if scope != 1 or k < 2:
+                assert_same(
+                    "topk_compress_", shaped, k, scope=scope, velocity=velocity.view(3, 5, 40)
+                )
+
+
+def test_topk_in_large_scopes(isa):
+    grad, residual, _ = make(3 * 20000)
+    grad[20000:40000] = residual[20000:40000] = 0  # an expert without tokens
+    for k in (1, 200, 19999):
+        assert_same("topk_compress_", (grad.view(3, -1), residual.view(3, -1)), k, scope="expert")
+    assert_same("topk_compress_", (grad, residual), 300, scope=17000)
+
+
+@pytest.mark.parametrize("numel", [40, 40000])
+def test_topk_fills_up_with_the_first_zeros(isa, numel):
+    zeros = torch.zeros(numel)
+    out = ops.topk_compress_(zeros, zeros.clone(), 30)
+    assert torch.equal(out.indices, torch.arange(30)) and out.num_selected == 0
+    grad = torch.zeros(numel)
+    grad[[3, 7, numel - 1]] = torch.tensor([-1.0, 1e-45, 2.0])
+    residual = torch.zeros(numel)
+    out = ops.topk_compress_(grad, residual, 6)
+    assert out.indices.tolist() == [0, 1, 2, 3, 7, numel - 1]
+    assert torch.equal(out.values, grad[out.indices]) and out.num_selected == 3
+    assert not residual.any()
+    for k in (10, 20000):
+        if k < numel:
+            grad = torch.zeros(numel)
+            grad[torch.randperm(numel)[: k // 2]] = 1.0
+            assert_same("topk_compress_", (grad, torch.zeros(numel)), k)
+
+
+@pytest.mark.parametrize(
+    "make_grad",
+    [
+        lambda n: torch.full((n,), -0.5),
+        lambda n: torch.full((n,), 1e-42),
+        lambda n: torch.arange(n) * 1e-45,
+        lambda n: torch.arange(n, 0, -1).float(),
+        # Large numbers where no sample falls: the first bound is too low or too high.
+        lambda n: torch.where(torch.arange(n) % 1024 < 16, 1e-3, torch.rand(n)),
+        lambda n: torch.where(torch.arange(n) < n // 50, 100.0, 1e-3) * torch.rand(n),
+        lambda n: torch.rand(n).double().pow(-3).clamp(max=1e38).float(),
+    ],
+)
+def test_topk_of_inputs_that_defeat_a_sample(isa, make_grad):
+    for numel in (20000, 70000):
+        for k in (1, numel // 100, numel // 3):
+            assert_same("topk_compress_", (make_grad(numel), torch.zeros(numel)), k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", SIZES)
+def test_threshold_equals_the_reference(isa, numel, dtype):
+    grad, residual, velocity = make(numel, dtype)
+    for threshold in (0.0, 1.5, 4.0, 1e30):
+        for capacity in (0, numel // 10, numel):
+            bound = torch.tensor(threshold, dtype=residual.dtype)
+            assert_same("threshold_compress_", (grad, residual), bound, capacity, target=100)
+            assert_same("threshold_compress_", (grad, residual), bound, capacity, velocity=velocity)
+
+
+def test_threshold_never_selects_zeros(isa):
+    grad = torch.zeros(300)
+    grad[5] = 1e-45
+    out = ops.threshold_compress_(grad, torch.zeros(300), 0.0, 10)
+    assert out.count == 1 and out.indices.tolist() == [5] + [299] * 9
+    assert_same("threshold_compress_", make(300, levels=1)[:2], 0.0, 300)
+
+
+def test_overflow_keeps_the_largest_and_the_state_of_the_rest(isa):
+    grad, residual, velocity = make(50000, levels=3)
+    for capacity in (1, 1000):
+        results = assert_same(
+            "threshold_compress_", (grad, residual), 0.25, capacity, velocity=velocity, momentum=0.5
+        )
+        assert results[2] == capacity
+
+
+def test_a_carried_threshold_finds_its_target():
+    threshold, residual = torch.tensor(1.0), torch.zeros(50000)
+    for _ in range(60):
+        ops.threshold_compress_(torch.randn(50000), residual, threshold, 50000, target=500)
+    out = ops.threshold_compress_(torch.randn(50000), residual, threshold, 50000, target=500)
+    assert 250 < out.count < 1000
+    ops.threshold_compress_(torch.zeros(9), torch.zeros(9), threshold.fill_(8.0), 9, target=3)
+    assert threshold == 4.0
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_same_bits_for_any_number_of_threads(num_threads, threads):
+    grad, residual, velocity = make(200000, levels=40)
+    num_threads(threads)
+    assert_same("topk_compress_", (grad, residual), 5000, velocity=velocity, momentum=0.5)
+    assert_same("topk_compress_", (grad, residual), 3, scope=100)
+    assert_same("threshold_compress_", (grad, residual), 6.0, 2000, velocity=velocity, momentum=0.5)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=FIXTURES)
+@given(
+    numel=st.integers(1, 600),
+    steps=st.integers(1, 4),
+    share=st.floats(0, 1),
+    scope=st.one_of(st.just("tensor"), st.integers(1, 700)),
+    seed=st.integers(0, 2**31),
+)
+def test_nothing_is_lost(isa, numel, steps, share, scope, seed):
+    """Whole numbers are added exactly: what was sent plus the residual is the sum of gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    grads = torch.randint(-9, 10, (steps, numel), generator=generator).float()
+    for threshold in (False, True):
+        residual, sent = torch.zeros(numel), torch.zeros(numel)
+        for grad in grads:
+            size = numel if scope == "tensor" else scope
+            before = grad.clone()
+            if threshold:
+                out = ops.threshold_compress_(grad, residual, 10 * share, int(share * numel))
+            else:
+                out = ops.topk_compress_(grad, residual, int(share * size), scope=scope)
+            assert torch.equal(grad, before)
+            sent.index_add_(0, out.indices, out.values)
+        assert torch.equal(sent + residual, grads.sum(dim=0))
+
+
+def test_strided_gradients(isa):
+    grad = torch.randn(40, 30).t()
+    residual = torch.randn(30, 40)
+    assert_same("topk_compress_", (grad, residual), 17)
+    assert_same("threshold_compress_", (grad, residual), 1.0, 100)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("numel", [300, 40000])
+def test_refuses_what_is_not_finite_and_changes_nothing(isa, bad, numel):
+    for where in (0, numel - 1):
+        for poisoned in (0, 1, 2):
+            state = make(numel)
+            state[poisoned][where] = bad
+            grad, residual, velocity = (x.clone() for x in state)
+            message = (
+                rf"expected grad plus residual to be finite, got (nan|inf) at element {where} "
+            )
+            calls = [
+                lambda s: ops.topk_compress_(s[0], s[1], 20, velocity=s[2]),
+                lambda s: ops.topk_compress_(s[0], s[1], 2, scope=64, velocity=s[2]),
+                lambda s: ops.topk_compress_(s[0], s[1], 2, scope=numel // 2 + 1, velocity=s[2]),
+                lambda s: ops.threshold_compress_(s[0], s[1], 1.0, 20, velocity=s[2]),
+            ]
+            for call in calls:
+                with pytest.raises(RuntimeError, match=message):
+                    call((grad, residual, velocity))
+                for after, before in zip((grad, residual, velocity), state, strict=True):
+                    assert torch.equal(after.nan_to_num(7.0), before.nan_to_num(7.0))
+    # The sum of two finite numbers may be infinite.
+    with pytest.raises(
+        RuntimeError, match=r"got inf at element 2 \(grad 3e\+38, residual 3e\+38\)"
+    ):
+        ops.topk_compress_(torch.tensor([0, 0, 3e38]), torch.tensor([0, 0, 3e38]), 1)
+
+
+def test_unchecked_nan_is_selected():
+    grad = torch.zeros(40)
+    grad[7] = float("nan")
+    out = ops.threshold_compress_(grad, torch.zeros(40), 1.0, 3, check_finite=False)
+    assert out.count == 1 and out.indices[0] == 7 and out.values[0].isnan()
+
+
+GRAD = torch.zeros(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: ops.topk_compress_(GRAD.int(), GRAD, 1),
+            r"^topk_compress_: expected grad to be fl",
+        ),
+        (
+            lambda: ops.topk_compress_(GRAD, GRAD.double(), 1),
+            r"expected residual to be Float, got Double",
+        ),
+        (
+            lambda: ops.topk_compress_(GRAD.bfloat16(), GRAD.bfloat16(), 1),
+            r"expected residual to be Float, got BFloat16",
+        ),
+        (
+            lambda: ops.topk_compress_(GRAD, torch.zeros(24), 1),
+            r"residual to be of shape \[4, 6\], that of grad, got shape \[24\]",
+        ),
+        (
+            lambda: ops.topk_compress_(GRAD, torch.zeros(6, 4).t(), 1),
+            r"residual to be contiguous, got a strided tensor of shape \[4, 6\]",
+        ),
+        (
+            lambda: ops.topk_compress_(GRAD, GRAD, 1),
+            r"residual to be in memory of its own, got a part of grad's",
+        ),
+        (
+            lambda: ops.topk_compress_(GRAD, (r := GRAD.clone()), 1, velocity=r),
+            r"velocity to be in memory of its own, got a part of residual's",
+        ),
+        (
+            lambda: ops.topk_compress_(GRAD, GRAD.clone(), 1, velocity=torch.zeros(4)),
+            r"velocity to be of shape \[4, 6\]",
+        ),
+        (
+            lambda: ops.topk_compress_(GRAD, GRAD.clone(), 25),
+            r"k to be in \[0, 24\], the elements of a gradient, got 25",
+        ),
+        (
+            lambda: ops.topk_compress_(GRAD, GRAD.clone(), 7, scope="row"),
+            r"k to be in \[0, 6\], the elements of a scope, got 7",
+        ),
+        (lambda: ops.topk_compress_(GRAD, GRAD.clone(), -1), r"k to be in \[0, 24\].* got -1"),
+        (
+            lambda: ops.topk_compress_(GRAD, GRAD.clone(), 1, velocity=GRAD.clone(), momentum=1.0),
+            r"momentum to be in \[0, 1\), got 1",
+        ),
+        (
+            lambda: ops.topk_compress_(GRAD, GRAD.clone(), 1, residual_scale=float("nan")),
+            r"residual_scale to be finite and at least 0, got nan",
+        ),
+        (
+            lambda: torch.ops.moe_ext.topk_compress_(GRAD, GRAD.clone(), 1, -3),
+            r"scope_size to be at least 0, got -3",
+        ),
+        (
+            lambda: ops.threshold_compress_(GRAD, GRAD.clone(), -1.0, 3),
+            r"^threshold_compress_: expected threshold to be finite and at least 0, got -1",
+        ),
+        (
+            lambda: ops.threshold_compress_(GRAD, GRAD.clone(), float("nan"), 3),
+            r"threshold to be finite and at least 0, got nan",
+        ),
+        (
+            lambda: ops.threshold_compress_(GRAD, GRAD.clone(), torch.ones(1), 3),
+            r"threshold to be a 0-D tensor \[\], got shape \[1\]",
+        ),
+        (
+            lambda: ops.threshold_compress_(GRAD, GRAD.clone(), torch.ones(()).double(), 3),
+            r"threshold to be Float, got Double",
+        ),
+        (
+            lambda: ops.threshold_compress_(GRAD, GRAD.clone(), 1.0, 25),
+            r"capacity to be in \[0, 24\], the elements of grad, got 25",
+        ),
+        (
+            lambda: ops.threshold_compress_(GRAD, GRAD.clone(), torch.ones(()), 2, target=-1),
+            r"target to be at least 0, got -1",
+        ),
+    ],
+)
+def test_refuses(call, message):
+    with pytest.raises(RuntimeError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("scope", ["column", 0, -4, True, 2.0])
+def test_refuses_a_scope(scope):
+    with pytest.raises(ValueError, match=r"topk_compress_: expected scope to be one of .*, got "):
+        ops.topk_compress_(GRAD, GRAD.clone(), 1, scope=scope)
+
+
+def test_refuses_to_adapt_a_number():
+    with pytest.raises(
+        ValueError, match="threshold to be a tensor where a target adapts it, got 2"
+    ):
+        ops.threshold_compress_(GRAD, GRAD.clone(), 2.0, 1, target=3)
+
+
+def test_opcheck():
+    grad, residual, velocity = make(300)
+    op = torch.ops.moe_ext
+    torch.library.opcheck(op.topk_compress_.default, (grad, residual.clone(), 7))
+    torch.library.opcheck(
+        op.topk_compress_.default, (grad, residual.clone(), 7, 64, velocity.clone(), 0.5, 0.9)
+    )
+    arguments = (grad, residual.clone(), torch.tensor(1.0), 30, 20, velocity.clone(), 0.5)
+    torch.library.opcheck(op.threshold_compress_.default, arguments)
+
+
+def test_compiles_without_a_break():
+    def step(grad, residual):
+        return ops.topk_compress_(grad, residual, 9, scope=50)
+
+    grad, residual, _ = make(333)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    states = [residual.clone(), residual.clone()]
+    for actual, expected in zip(compiled(grad, states[0]), step(grad, states[1]), strict=True):
+        assert torch.equal(actual, expected)
+    assert torch.equal(*states)
