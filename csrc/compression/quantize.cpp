@@ -7,8 +7,8 @@ namespace moe_ext::compression::quantize {
 
 MOE_EXT_SCHEMAS(m) {
   m.def(
-      "quantize_blockwise(Tensor x, str format, SymInt block, Tensor(a!)? residual=None, Tensor? rng_state=None) -> "
-      "(Tensor codes, Tensor scales)");
+      "quantize_blockwise(Tensor x, str format, SymInt block, Tensor(a!)? residual=None, Tensor? rng_state=None, "
+      "bool check_finite=True) -> (Tensor codes, Tensor scales)");
   m.def(
       "dequantize_blockwise(Tensor codes, Tensor scales, SymInt numel, str format, SymInt block, "
       "ScalarType dtype=float) -> Tensor");

@@ -63,7 +63,8 @@ template <typename T>
 }
 
 std::tuple<Tensor, Tensor> quantize_blockwise_cpu(
-    Tensor x, std::string format_name, int64_t block, OptionalTensor residual, OptionalTensor rng_state) {
+    Tensor x, std::string format_name, int64_t block, OptionalTensor residual, OptionalTensor rng_state,
+    bool check_finite) {
   const Format format = check_quantize(x, format_name, block, residual, rng_state);
   const Tensor in = contiguous(x);
   const OptionalTensor state = optional_contiguous(rng_state);
@@ -85,10 +86,10 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cpu(
           blocks, block, [&, loop](int64_t begin, int64_t end) { return loop(args, begin, end); });
     };
     // Without a residual nothing of the caller's is changed: what has been written can be thrown away.
-    if (residual && run(loops.largest) >= kInfinityKey<float>) {
+    if (residual && check_finite && run(loops.largest) >= kInfinityKey<float>) {
       refuse(args);
     }
-    if (run(loops.quantize[static_cast<int64_t>(format)]) >= kInfinityKey<float> && !residual) {
+    if (run(loops.quantize[static_cast<int64_t>(format)]) >= kInfinityKey<float>) {
       refuse(args);
     }
   });

@@ -2,45 +2,55 @@
 // the first cache; its largest element or the sum of its magnitudes is taken there, and its codes are made from there.
 #include "compression/quantize_tables.h"
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 namespace moe_ext::compression::quantize::MOE_ISA {
 namespace {
 
 constexpr int64_t kLanes = 16;
 constexpr int64_t kAhead = 2048;
 
-// Adds x and what is owed, and pads with zeros to whole vectors. Returns the size.
+struct Block {
+  int64_t size;
+  int64_t padded;   // to whole vectors, with zeros
+  uint32_t largest; // key
+};
+
+// Adds x and what is owed.
 template <typename T>
-MOE_INLINE int64_t load_block(const QuantizeArgs<T>& args, int64_t block, float* __restrict a) {
+MOE_INLINE Block load_block(const QuantizeArgs<T>& args, int64_t block, float* __restrict a) {
   const int64_t begin = block * args.block;
   const int64_t n = args.numel - begin < args.block ? args.numel - begin : args.block;
   const T* __restrict x = args.x + begin;
   for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) {
     __builtin_prefetch(x + kAhead + i);
   }
+  // A key has no sign bit, and more instruction sets have a maximum of signed numbers.
+  int32_t most = 0;
   if (args.residual != nullptr) {
     const float* __restrict residual = args.residual + begin;
+    for (int64_t i = 0; i < n; i += kLanes) {
+      __builtin_prefetch(residual + kAhead + i);
+    }
     for (int64_t i = 0; i < n; ++i) {
       a[i] = residual[i] + to_acc(x[i]);
+      const int32_t key = static_cast<int32_t>(key_of(a[i]));
+      most = key > most ? key : most;
     }
   } else {
     for (int64_t i = 0; i < n; ++i) {
       a[i] = to_acc(x[i]);
+      const int32_t key = static_cast<int32_t>(key_of(a[i]));
+      most = key > most ? key : most;
     }
   }
-  for (int64_t i = n; i % kLanes != 0; ++i) {
+  const int64_t padded = (n + kLanes - 1) / kLanes * kLanes;
+  for (int64_t i = n; i < padded; ++i) {
     a[i] = 0;
   }
-  return n;
-}
-
-// Of n elements, a multiple of kLanes.
-MOE_INLINE uint32_t largest_key(const float* a, int64_t n) {
-  int32_t most = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const int32_t key = static_cast<int32_t>(key_of(a[i]));
-    most = key > most ? key : most;
-  }
-  return static_cast<uint32_t>(most);
+  return {n, padded, static_cast<uint32_t>(most)};
 }
 
 // Sum of |a| * factor in the same order for every instruction set.
@@ -71,23 +81,34 @@ MOE_INLINE void draw(uint32_t* words, const RngSource& rng, int64_t begin, int64
   }
 }
 
-// Codes as floats (as bits of a byte for e4m3), and the values that they stand for.
+// A float that holds a small integer to that integer's low bits; of NaN to any.
+MOE_INLINE int8_t to_int8(float whole) {
+  return static_cast<int8_t>(bit_cast<uint32_t>(whole + 12582912.0f));
+}
+
 template <Format kFormat, bool kRandom>
 MOE_INLINE void encode(
-    const float* __restrict a, const uint32_t* words, Scaling s, int64_t n, int8_t* codes, float* values) {
+    const float* __restrict a, const uint32_t* __restrict words, Scaling s, int64_t n, int8_t* __restrict codes) {
   constexpr float kBound = largest_code(kFormat);
   for (int64_t i = 0; i < n; ++i) {
     const float scaled = (a[i] * s.lift) * s.inverse;
     if constexpr (kFormat == Format::kFp8) {
-      const uint32_t code = to_e4m3(clamped(scaled, kBound), kRandom, kRandom ? words[i] : 0u);
-      codes[i] = static_cast<int8_t>(code);
-      values[i] = from_e4m3(code) * s.scale;
+      codes[i] = static_cast<int8_t>(to_e4m3(clamped(scaled, kBound), kRandom, kRandom ? words[i] : 0u));
     } else {
       const float whole = kRandom ? round_random(scaled, to_uniform(words[i])) : round_even(scaled);
-      const float code = clamped(whole, kBound);
-      codes[i] = static_cast<int8_t>(static_cast<int32_t>(code));
-      values[i] = code * s.scale;
+      codes[i] = to_int8(clamped(whole, kBound));
     }
+  }
+}
+
+template <Format kFormat>
+MOE_INLINE void keep_rest(
+    float* __restrict residual, const float* __restrict a, const int8_t* __restrict codes, float scale, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float code =
+        kFormat == Format::kFp8 ? from_e4m3(static_cast<uint8_t>(codes[i])) : static_cast<float>(codes[i]);
+    const float value = code * scale;
+    residual[i] = a[i] - value;
   }
 }
 
@@ -106,45 +127,39 @@ MOE_INLINE void pack(uint8_t* __restrict out, const int8_t* __restrict codes, in
 // Bit i % 8 of byte i / 8 is the sign of element i; zeros are positive.
 MOE_INLINE void pack_signs(uint8_t* out, const float* a, int64_t n) {
   for (int64_t i = 0; i < n; i += 8) {
-    uint8_t below[8];
-    for (int64_t j = 0; j < 8; ++j) {
-      below[j] = a[i + j] < 0;
-    }
+#if defined(__AVX2__)
+    const __m256 eight = _mm256_loadu_ps(a + i);
+    const int bits = _mm256_movemask_ps(_mm256_cmp_ps(eight, _mm256_setzero_ps(), _CMP_LT_OQ));
+#else
     uint32_t bits = 0;
     for (int64_t j = 0; j < 8; ++j) {
-      bits |= static_cast<uint32_t>(below[j]) << j;
+      bits |= static_cast<uint32_t>(a[i + j] < 0) << j;
     }
+#endif
     out[i / 8] = static_cast<uint8_t>(bits);
-  }
-}
-
-MOE_INLINE void keep_rest(float* __restrict residual, const float* __restrict a, const float* values, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    residual[i] = a[i] - values[i];
   }
 }
 
 template <typename T, Format kFormat>
 uint32_t quantize(const QuantizeArgs<T>& args, int64_t begin, int64_t end) {
-  alignas(64) float a[kLargestBlock], values[kLargestBlock];
+  alignas(64) float a[kLargestBlock];
   alignas(64) uint32_t words[kLargestBlock];
   alignas(64) int8_t codes[kLargestBlock];
   uint32_t most = 0;
   for (int64_t block = begin; block < end; ++block) {
-    const int64_t n = load_block(args, block, a), padded = (n + kLanes - 1) / kLanes * kLanes;
-    const uint32_t key = largest_key(a, padded);
+    const auto [n, padded, key] = load_block(args, block, a);
     most = key > most ? key : most;
     const Scaling s = scaling_of(bit_cast<float>(key), largest_code(kFormat));
     if (args.rng.state != nullptr) {
       draw(words, args.rng, block * args.block, n);
-      encode<kFormat, true>(a, words, s, padded, codes, values);
+      encode<kFormat, true>(a, words, s, padded, codes);
     } else {
-      encode<kFormat, false>(a, words, s, padded, codes, values);
+      encode<kFormat, false>(a, words, s, padded, codes);
     }
     args.scales[block] = s.scale;
     pack<kFormat>(args.codes + block * args.block / elements_per_byte(kFormat), codes, n);
     if (args.residual != nullptr) {
-      keep_rest(args.residual + block * args.block, a, values, n);
+      keep_rest<kFormat>(args.residual + block * args.block, a, codes, s.scale, n);
     }
   }
   return most;
@@ -153,21 +168,20 @@ uint32_t quantize(const QuantizeArgs<T>& args, int64_t begin, int64_t end) {
 // The mean magnitude of each block. Far above one the terms are scaled down first: their sum might not be finite.
 template <typename T>
 uint32_t quantize_signs(const QuantizeArgs<T>& args, int64_t begin, int64_t end) {
-  alignas(64) float a[kLargestBlock], values[kLargestBlock];
+  alignas(64) float a[kLargestBlock];
   uint32_t most = 0;
   for (int64_t block = begin; block < end; ++block) {
-    const int64_t n = load_block(args, block, a), padded = (n + kLanes - 1) / kLanes * kLanes;
-    const uint32_t key = largest_key(a, padded);
+    const auto [n, padded, key] = load_block(args, block, a);
     most = key > most ? key : most;
     const float factor = bit_cast<float>(key) > 0x1p100f ? 0x1p-32f : 1.0f;
     const float scale = magnitude_sum(a, padded, factor) / static_cast<float>(n) / factor;
     args.scales[block] = scale;
     pack_signs(args.codes + block * args.block / 8, a, (n + 7) / 8 * 8);
     if (args.residual != nullptr) {
-      for (int64_t i = 0; i < padded; ++i) {
-        values[i] = a[i] < 0 ? -scale : scale;
+      float* __restrict residual = args.residual + block * args.block;
+      for (int64_t i = 0; i < n; ++i) {
+        residual[i] = a[i] - (a[i] < 0 ? -scale : scale);
       }
-      keep_rest(args.residual + block * args.block, a, values, n);
     }
   }
   return most;
@@ -178,24 +192,38 @@ uint32_t largest(const QuantizeArgs<T>& args, int64_t begin, int64_t end) {
   alignas(64) float a[kLargestBlock];
   uint32_t most = 0;
   for (int64_t block = begin; block < end; ++block) {
-    const int64_t n = load_block(args, block, a);
-    const uint32_t key = largest_key(a, (n + kLanes - 1) / kLanes * kLanes);
+    const uint32_t key = load_block(args, block, a).largest;
     most = key > most ? key : most;
   }
   return most;
 }
 
+// Two elements of a byte at a time, and eight for signs: `values` has room for whole bytes.
 template <Format kFormat>
 MOE_INLINE void decode(float* __restrict values, const uint8_t* __restrict codes, float scale, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    if constexpr (kFormat == Format::kInt8) {
+  if constexpr (kFormat == Format::kInt8) {
+    for (int64_t i = 0; i < n; ++i) {
       values[i] = static_cast<float>(static_cast<int8_t>(codes[i])) * scale;
-    } else if constexpr (kFormat == Format::kFp8) {
+    }
+  } else if constexpr (kFormat == Format::kFp8) {
+    for (int64_t i = 0; i < n; ++i) {
       values[i] = from_e4m3(codes[i]) * scale;
-    } else if constexpr (kFormat == Format::kInt4) {
-      values[i] = static_cast<float>(from_nibble(codes[i / 2] >> 4 * (i % 2))) * scale;
-    } else {
-      values[i] = (codes[i / 8] >> i % 8 & 1) != 0 ? -scale : scale;
+    }
+  } else if constexpr (kFormat == Format::kInt4) {
+    for (int64_t i = 0; i < (n + 1) / 2; ++i) {
+      values[2 * i] = static_cast<float>(from_nibble(codes[i])) * scale;
+      values[2 * i + 1] = static_cast<float>(from_nibble(codes[i] >> 4)) * scale;
+    }
+  } else {
+    constexpr uint32_t kBits[8] = {1, 2, 4, 8, 16, 32, 64, 128};
+    const uint32_t positive = bit_cast<uint32_t>(scale);
+    for (int64_t i = 0; i < (n + 7) / 8; ++i) {
+      const uint32_t byte = codes[i];
+      uint32_t eight[8];
+      for (int64_t j = 0; j < 8; ++j) {
+        eight[j] = positive ^ ((byte & kBits[j]) != 0 ? 0x80000000u : 0u);
+      }
+      __builtin_memcpy(values + 8 * i, eight, sizeof(eight));
     }
   }
 }

@@ -48,14 +48,28 @@ from moe_ext.ops.quantize import (  # noqa: E402
     quantize_blockwise,
 )
 from moe_ext.ops.router_linear import router_logits  # noqa: E402
+from moe_ext.ops.sparse_blocks import (  # noqa: E402
+    block_indices,
+    gather_blocks,
+    nonzero_blocks,
+    scatter_blocks_,
+    sum_rows,
+)
 from moe_ext.ops.topk import (  # noqa: E402
     SparseGradient,
     ThresholdGradient,
     threshold_compress_,
     topk_compress_,
 )
+from moe_ext.ops.wire import (  # noqa: E402
+    DecodedGradient,
+    choose_index_codec,
+    decode_gradient,
+    encode_gradient,
+)
 
 __all__ = [
+    "DecodedGradient",
     "GShardGateOutput",
     "GateOutput",
     "NoisyGateOutput",
@@ -71,11 +85,16 @@ __all__ = [
     "attention_delta",
     "balanced_assignment",
     "document_ids",
+    "block_indices",
+    "choose_index_codec",
+    "decode_gradient",
     "dequantize_add_",
     "dequantize_blockwise",
+    "encode_gradient",
     "expert_choice_gate",
     "gate_weights",
     "gated_activation",
+    "gather_blocks",
     "grouped_mm",
     "limit_capacity",
     "gshard_gate",
@@ -83,16 +102,19 @@ __all__ = [
     "merge_attention",
     "merge_attention_sinks",
     "noisy_topk_gate",
+    "nonzero_blocks",
     "permute_tokens",
     "quantize_blockwise",
     "router_logits",
     "router_z_loss",
+    "scatter_blocks_",
     "sequence_balance_loss",
     "sequence_load",
     "sinkhorn_gate",
     "routing_jitter",
     "routing_uniform",
     "squared_variation",
+    "sum_rows",
     "threshold_compress_",
     "topk_compress_",
     "topk_gate",

@@ -41,6 +41,7 @@ def quantize_blockwise(
     format: str | None = None,
     residual: Tensor | None = None,
     rng_state: Tensor | None = None,
+    check_finite: bool = True,
 ) -> QuantizedBlocks:
     r"""Codes blocks of neighbouring elements with a scale each, and keeps the error.
 
@@ -61,6 +62,9 @@ def quantize_blockwise(
         rng_state (Tensor[4]): int64 ``(seed, tensor, step, rank)``: rounds up or down at random,
             so that the expectation is exact (Philox, stream 4, column = element, see
             `routing_uniform`); None rounds to the nearest, ties to even.
+        check_finite (bool): with a residual, look for NaN and infinity before it is changed, which
+            reads everything once more. False is for gradients that have just been checked: the
+            error then comes too late for the residual.
 
     Returns:
         QuantizedBlocks: codes and scales.
@@ -80,7 +84,7 @@ def quantize_blockwise(
     """
     name = _format_of("quantize_blockwise", bits, format)
     return QuantizedBlocks(
-        *torch.ops.moe_ext.quantize_blockwise(x, name, block, residual, rng_state)
+        *torch.ops.moe_ext.quantize_blockwise(x, name, block, residual, rng_state, check_finite)
     )
 
 
@@ -96,6 +100,7 @@ def _(
     block: int,
     residual: Tensor | None = None,
     rng_state: Tensor | None = None,
+    check_finite: bool = True,
 ) -> tuple[Tensor, Tensor]:
     numel = x.numel()
     return (

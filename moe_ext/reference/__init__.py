@@ -36,6 +36,12 @@ from moe_ext.reference.quantize import (
     quantize_blockwise,
 )
 from moe_ext.reference.router_linear import router_logits
+from moe_ext.reference.sparse_blocks import (
+    gather_blocks,
+    nonzero_blocks,
+    scatter_blocks_,
+    sum_rows,
+)
 from moe_ext.reference.topk import threshold_compress_, topk_compress_
 
 __all__ = [
@@ -48,6 +54,7 @@ __all__ = [
     "expert_choice_gate",
     "gate_weights",
     "gated_activation",
+    "gather_blocks",
     "grouped_mm",
     "limit_capacity",
     "gshard_gate",
@@ -55,16 +62,19 @@ __all__ = [
     "merge_attention",
     "merge_attention_sinks",
     "noisy_topk_gate",
+    "nonzero_blocks",
     "permute_tokens",
     "quantize_blockwise",
     "router_logits",
     "router_z_loss",
+    "scatter_blocks_",
     "sequence_balance_loss",
     "sequence_load",
     "sinkhorn_gate",
     "routing_jitter",
     "routing_uniform",
     "squared_variation",
+    "sum_rows",
     "threshold_compress_",
     "topk_compress_",
     "topk_gate",

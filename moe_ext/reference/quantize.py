@@ -80,6 +80,7 @@ def quantize_blockwise(
     format: str | None = None,
     residual: Tensor | None = None,
     rng_state: Tensor | None = None,
+    check_finite: bool = True,
 ) -> QuantizedBlocks:
     """As `moe_ext.ops.quantize_blockwise`."""
     name = _format_of("quantize_blockwise", bits, format)

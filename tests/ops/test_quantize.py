@@ -160,6 +160,8 @@ def test_refuses_what_is_not_finite_and_changes_nothing(isa, bad, format):
         with pytest.raises(RuntimeError, match=rf"residual to be finite.* at element {where}$"):
             ops.quantize_blockwise(x, format=format, residual=residual)
         assert torch.equal(residual, before)
+        with pytest.raises(RuntimeError, match="residual to be finite"):
+            ops.quantize_blockwise(x, format=format, residual=residual, check_finite=False)
 
 
 X = torch.zeros(4, 64)

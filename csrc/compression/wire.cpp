@@ -1,0 +1,118 @@
+#include "compression/wire.h"
+
+#include <algorithm>
+
+#include "common/library.h"
+
+namespace moe_ext::compression::wire {
+
+MOE_EXT_SCHEMAS(m) {
+  m.def(
+      "encode_payload(Tensor indices, Tensor codes, Tensor scales, SymInt numel, SymInt count, str index_codec, "
+      "str value_codec, SymInt value_block, bool checksum=False) -> Tensor");
+  m.def("payload_header(Tensor payload) -> Tensor");
+  m.def("decode_payload(Tensor payload) -> (Tensor indices, Tensor codes, Tensor scales)");
+}
+
+namespace {
+
+constexpr const char* kIndexNames[kNumIndexCodecs] = {"dense", "bitmap", "u16", "delta"};
+constexpr const char* kValueNames[kNumValueCodecs] = {"fp32", "bf16", "fp8", "int8", "int4", "sign"};
+constexpr uint64_t kMostElements = uint64_t{1} << 62;
+
+int64_t find_name(const char* const* names, int64_t count, const std::string& name) {
+  return std::find(names, names + count, name) - names;
+}
+
+bool is_block(uint64_t block) {
+  return block >= 64 && block <= 1024 && (block & (block - 1)) == 0;
+}
+
+// Of the two codecs that have a size of their own; that of gaps depends on them.
+bool index_bytes_fit(const Header& h) {
+  switch (static_cast<IndexCodec>(h.index_codec)) {
+    case IndexCodec::kDense:
+      return h.index_bytes == 0 && h.count == h.numel;
+    case IndexCodec::kBitmap:
+      return h.index_bytes == h.numel / 8 + (h.numel % 8 != 0);
+    case IndexCodec::kU16:
+      return h.index_bytes == 4 * num_runs(h.numel) + 2 * h.count;
+    default:
+      return h.index_bytes >= h.count && h.index_bytes <= kLongestGap * h.count;
+  }
+}
+
+} // namespace
+
+Codecs check_encode_payload(
+    const Tensor& indices, // [K]; [0] for dense
+    const Tensor& codes, const Tensor& scales, int64_t numel, int64_t count, const std::string& index_codec,
+    const std::string& value_codec, int64_t value_block) {
+  const char* op = "encode_payload";
+  const int64_t index = find_name(kIndexNames, kNumIndexCodecs, index_codec);
+  MOE_CHECK(index < kNumIndexCodecs, op, ": expected index_codec to be dense, bitmap, u16 or delta, got ", index_codec);
+  const int64_t value = find_name(kValueNames, kNumValueCodecs, value_codec);
+  MOE_CHECK(
+      value < kNumValueCodecs, op, ": expected value_codec to be fp32, bf16, fp8, int8, int4 or sign, got ",
+      value_codec);
+  const Codecs codecs{static_cast<IndexCodec>(index), static_cast<ValueCodec>(value)};
+  MOE_CHECK(
+      has_scales(codecs.value) ? is_block(value_block) : value_block == 0, op, ": expected value_block to be ",
+      has_scales(codecs.value) ? "a power of two from 64 to 1024" : "0 for values without scales", ", got ",
+      value_block);
+  MOE_CHECK(
+      numel >= 0 && numel <= static_cast<int64_t>(kMostElements), op, ": expected numel to be in [0, 2^62], got ",
+      numel);
+  MOE_CHECK(count >= 0 && count <= numel, op, ": expected count to be in [0, ", numel, "], got ", count);
+  check_dtype(op, "indices", indices, ScalarType::Long);
+  check_same_device(op, "codes", codes, "indices", indices);
+  check_same_device(op, "scales", scales, "indices", indices);
+  check_dtype(op, "codes", codes, ScalarType::Byte);
+  check_dtype(op, "scales", scales, ScalarType::Float);
+  check_dim(op, "indices", indices, 1, "[K]");
+  check_dim(op, "codes", codes, 1, "of bytes");
+  check_dim(op, "scales", scales, 1, "of blocks");
+  const bool dense = codecs.index == IndexCodec::kDense;
+  MOE_CHECK(!dense || count == numel, op, ": expected count to be numel, ", numel, ", for dense, got ", count);
+  check_size(op, "indices", indices, 0, dense ? 0 : count, dense ? "dense has none" : "one for each value");
+  check_size(op, "codes", codes, 0, static_cast<int64_t>(code_bytes(codecs.value, count)), "the bytes of the values");
+  check_size(
+      op, "scales", scales, 0, static_cast<int64_t>(num_scales(codecs.value, count, value_block)),
+      "the blocks of values");
+  return codecs;
+}
+
+void check_payload(const char* op, const Tensor& payload) {
+  check_dtype(op, "payload", payload, ScalarType::Byte);
+  check_dim(op, "payload", payload, 1, "of bytes");
+  MOE_CHECK(
+      payload.size(0) >= static_cast<int64_t>(sizeof(Header)), op, ": expected payload to have at least ",
+      sizeof(Header), " bytes, got ", payload.size(0));
+}
+
+void check_header(const char* op, const Header& h, uint64_t size) {
+  MOE_CHECK(
+      h.magic == kMagic, op, ": expected payload to begin with MX, got the bytes ", h.magic & 0xFF, " and ",
+      h.magic >> 8);
+  MOE_CHECK(h.version == kVersion, op, ": expected payload to be of version ", int{kVersion}, ", got ", int{h.version});
+  MOE_CHECK(
+      h.index_codec < kNumIndexCodecs && h.value_codec < kNumValueCodecs && h.flags <= kHasChecksum && h.reserved == 0,
+      op, ": expected payload to use codecs and flags of version ", int{kVersion}, ", got index codec ",
+      int{h.index_codec}, ", value codec ", int{h.value_codec}, ", flags ", int{h.flags});
+  MOE_CHECK(
+      h.total_bytes == size, op, ": expected payload to have the ", h.total_bytes, " bytes that its header says, got ",
+      size);
+  const ValueCodec codec = static_cast<ValueCodec>(h.value_codec);
+  // In this order: each bound keeps the sums and products of the next from wrapping.
+  const bool consistent = h.numel <= kMostElements && h.count <= h.numel && h.count / 8 <= size &&
+                          h.index_bytes <= size && (has_scales(codec) ? is_block(h.value_block) : h.value_block == 0) &&
+                          h.code_bytes == code_bytes(codec, h.count) &&
+                          h.num_scales == num_scales(codec, h.count, h.value_block) && index_bytes_fit(h) &&
+                          layout_of(h.index_bytes, h.code_bytes, h.num_scales).end == size &&
+                          ((h.flags & kHasChecksum) != 0 || h.checksum == 0);
+  MOE_CHECK(
+      consistent, op, ": expected payload to have a consistent header, got ", h.count, " of ", h.numel, " elements in ",
+      h.index_bytes, " bytes of indices, ", h.code_bytes, " of values and ", h.num_scales, " scales");
+}
+
+} // namespace moe_ext::compression::wire

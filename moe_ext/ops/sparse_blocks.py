@@ -1,0 +1,132 @@
+"""Exact sparsity: blocks that are not zero, and rows that were touched.
+
+Shape suffixes: N rows, D their width, U different rows, B blocks.
+"""
+
+import torch
+from torch import Tensor
+
+
+def nonzero_blocks(x: Tensor, *, block: int = 256) -> Tensor:
+    """Marks the blocks of neighbouring elements in which something is not zero.
+
+    Maps of several ranks are joined by a bitwise or; `block_indices` lists their blocks.
+
+    Args:
+        x (Tensor): float32, float64, bfloat16 or float16, of any shape. -0.0 counts as zero, NaN
+            does not.
+        block (int): elements of a block, at least 1; the last may be shorter.
+
+    Returns:
+        Tensor[ceil(B / 8)]: uint8; bit ``b % 8`` of byte ``b // 8`` is block b's.
+
+    Raises:
+        RuntimeError: an argument has the wrong dtype or value.
+
+    Deterministic.
+
+    Reference: Fei et al., OmniReduce, SIGCOMM 2021, section 3.
+    """
+    bitmap: Tensor = torch.ops.moe_ext.nonzero_blocks(x, block)
+    return bitmap
+
+
+@torch.library.register_fake("moe_ext::nonzero_blocks")
+def _(x: Tensor, block: int) -> Tensor:
+    num_blocks = (x.numel() + block - 1) // block
+    return x.new_empty(((num_blocks + 7) // 8,), dtype=torch.uint8)
+
+
+def block_indices(bitmap: Tensor) -> Tensor:
+    """The blocks that a map of `nonzero_blocks` marks.
+
+    Args:
+        bitmap (Tensor): uint8, as `nonzero_blocks` returns it, or the bitwise or of several.
+
+    Returns:
+        Tensor[B]: int64, ascending.
+
+    Deterministic; synchronises the device, since the number of blocks depends on the data.
+    """
+    bits = torch.arange(8, dtype=torch.uint8, device=bitmap.device)
+    return ((bitmap[:, None] >> bits) & 1).flatten().nonzero().squeeze(1)
+
+
+def gather_blocks(x: Tensor, block_idx_B: Tensor, *, block: int = 256) -> Tensor:
+    """Copies blocks of neighbouring elements into one tensor.
+
+    Args:
+        x (Tensor): float32, float64, bfloat16 or float16, of any shape.
+        block_idx_B (Tensor[B]): int64, in any order.
+        block (int): elements of a block, at least 1.
+
+    Returns:
+        Tensor[B, block]: in the dtype of x; a short last block is filled up with zeros.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype, shape or value.
+
+    Deterministic.
+    """
+    packed: Tensor = torch.ops.moe_ext.gather_blocks(x, block_idx_B, block)
+    return packed
+
+
+@torch.library.register_fake("moe_ext::gather_blocks")
+def _(x: Tensor, block_idx: Tensor, block: int) -> Tensor:
+    return x.new_empty((block_idx.shape[0], block))
+
+
+def scatter_blocks_(out: Tensor, packed: Tensor, block_idx_B: Tensor, *, block: int = 256) -> None:
+    """Copies blocks back to where `gather_blocks` took them from; the others stay as they are.
+
+    Args:
+        out (Tensor): contiguous, of any shape; changed in place.
+        packed (Tensor[B, block]): in the dtype of ``out``; what lies past its end is left out.
+        block_idx_B (Tensor[B]): int64, ascending and all different.
+        block (int): elements of a block, at least 1.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype, shape or value; nothing has changed
+            then.
+
+    Deterministic.
+    """
+    torch.ops.moe_ext.scatter_blocks_(out, packed, block_idx_B, block)
+
+
+@torch.library.register_fake("moe_ext::scatter_blocks_")
+def _(out: Tensor, packed: Tensor, block_idx: Tensor, block: int) -> None:
+    return None
+
+
+def sum_rows(rows_ND: Tensor, row_idx_N: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Adds the rows that belong together: the touched rows of an embedding, each once.
+
+    Rows whose numbers cancel stay in the result: which rows were touched is told by the indices.
+
+    Args:
+        rows_ND (Tensor[N, D]): float32, float64, bfloat16 or float16.
+        row_idx_N (Tensor[N]): int64 in [0, num_rows), or -1 for a row that is left out.
+        num_rows (int): rows of the embedding.
+
+    Returns:
+        tuple[Tensor[U, D], Tensor[U]]: the sums, taken in float32 (float64 for float64) in the
+        order of the rows and rounded once, and their different indices, ascending.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype, shape or value.
+
+    Deterministic, with the same bits for any number of threads; U depends on the data.
+    """
+    row_sums_UD, unique_idx_U = torch.ops.moe_ext.sum_rows(rows_ND, row_idx_N, num_rows)
+    return row_sums_UD, unique_idx_U
+
+
+@torch.library.register_fake("moe_ext::sum_rows")
+def _(rows: Tensor, row_idx: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    num_unique = torch.library.get_ctx().new_dynamic_size()
+    return (
+        rows.new_empty((num_unique, rows.shape[1])),
+        row_idx.new_empty((num_unique,)),
+    )

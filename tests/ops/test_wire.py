@@ -1,0 +1,309 @@
+"""The wire format: what comes back, and that no payload whatever makes a decoder misbehave."""
+
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ext import ops
+
+INDEX_CODECS = ["bitmap", "u16", "delta"]
+VALUE_CODECS = ["fp32", "bf16", "fp8", "int8", "int4", "sign"]
+
+
+def make(numel, count):
+    indices = torch.randperm(numel)[:count].sort().values if numel < 10**7 else None
+    if indices is None:
+        indices = torch.randint(0, numel, (count,)).unique()
+    return torch.randn(len(indices)), indices
+
+
+def expected_values(values, codec, block=128):
+    if codec in ("fp32", "bf16"):
+        return values if codec == "fp32" else values.bfloat16().float()
+    out = ops.quantize_blockwise(values, format=codec, block=block)
+    return ops.dequantize_blockwise(*out, len(values), format=codec, block=block)
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("value_codec", VALUE_CODECS)
+@pytest.mark.parametrize("index_codec", INDEX_CODECS)
+def test_what_is_encoded_comes_back(index_codec, value_codec, checksum):
+    for numel, count in ((0, 0), (1, 0), (1, 1), (9, 4), (300, 300), (200000, 257), (131072, 2000)):
+        values, indices = make(numel, count)
+        if count > 1:
+            indices[0], indices[-1] = 0, numel - 1
+        payload = ops.encode_gradient(
+            values,
+            indices,
+            numel,
+            index_codec=index_codec,
+            value_codec=value_codec,
+            block=64,
+            checksum=checksum,
+        )
+        assert payload.dtype == torch.uint8 and len(payload) % 16 == 0
+        out = ops.decode_gradient(payload)
+        assert out.numel == numel and torch.equal(out.indices, indices)
+        assert torch.equal(out.values, expected_values(values, value_codec, 64))
+
+
+@pytest.mark.parametrize("value_codec", VALUE_CODECS)
+def test_dense(value_codec):
+    for numel in (0, 1, 130):
+        values = torch.randn(numel)
+        payload = ops.encode_gradient(values, None, numel, value_codec=value_codec)
+        out = ops.decode_gradient(payload)
+        assert out.indices is None and out.numel == numel
+        assert torch.equal(out.values, expected_values(values, value_codec))
+        everything = ops.encode_gradient(
+            values, torch.arange(numel), numel, value_codec=value_codec
+        )
+        assert torch.equal(everything, payload)
+
+
+def test_indices_beyond_32_bits():
+    numel = 2**40 + 5
+    values, indices = torch.randn(4), torch.tensor([0, 2**24 + 1, 2**32 + 3, numel - 1])
+    payload = ops.encode_gradient(values, indices, numel, index_codec="delta")
+    out = ops.decode_gradient(payload)
+    assert out.numel == numel and torch.equal(out.indices, indices)
+    numel = 2**33
+    indices = torch.tensor([2**24 + 1, 2**31, 2**32 + 3, numel - 1])
+    out = ops.decode_gradient(ops.encode_gradient(values, indices, numel, index_codec="u16"))
+    assert torch.equal(out.indices, indices)
+
+
+def test_sizes():
+    numel, count = 2**24, 2**24 // 100
+    values, indices = make(numel, count)
+    count = len(indices)
+    sizes = {
+        codec: len(
+            ops.encode_gradient(values, indices, numel, index_codec=codec, value_codec="int8")
+        )
+        for codec in INDEX_CODECS
+    }
+    scales = 4 * -(-count // 128)
+    assert abs(sizes["u16"] - (3 * count + 4 * 256 + scales)) <= 112
+    assert abs(sizes["bitmap"] - (numel // 8 + count + scales)) <= 112
+    # A gap of 128 or more takes two bytes: exp(-1.28) of them.
+    assert abs(sizes["delta"] - (2.28 * count + scales)) < 0.02 * count
+    assert ops.choose_index_codec(count, numel) == "u16"
+    assert ops.choose_index_codec(numel // 8, numel) == "bitmap"
+    assert ops.choose_index_codec(numel, numel) == "dense"
+
+
+def test_the_first_version_stays_as_it_is():
+    """Bytes that other versions and machines must be able to read."""
+    payload = ops.encode_gradient(
+        torch.tensor([1.0, -2.0]), torch.tensor([3, 200]), 300, index_codec="delta", checksum=True
+    )
+    header = struct.unpack("<HBBBBHQQQQQQII", bytes(payload[:64].tolist()))
+    assert header[:12] == (0x584D, 1, 3, 0, 1, 0, 300, 2, 3, 8, 0, 96) and header[13] == 0
+    assert payload[64:68].tolist() == [3, 196, 1, 0]
+    assert bytes(payload[80:88].tolist()) == struct.pack("<2f", 1.0, -2.0)
+    assert header[12] == crc32c(
+        bytes(payload[:56].tolist()) + bytes(4) + bytes(payload[60:].tolist())
+    )
+
+
+def crc32c(data):
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def test_crc32c_of_the_standard():
+    assert crc32c(b"123456789") == 0xE3069283
+
+
+def sample(index_codec="delta", value_codec="int8", checksum=False):
+    torch.manual_seed(0)
+    values, indices = make(70000, 90)
+    return ops.encode_gradient(
+        values,
+        indices,
+        70000,
+        index_codec=index_codec,
+        value_codec=value_codec,
+        block=64,
+        checksum=checksum,
+    )
+
+
+@pytest.mark.parametrize("index_codec", INDEX_CODECS)
+def test_every_truncation_is_refused(index_codec):
+    payload = sample(index_codec)
+    for size in [*range(0, 130), *range(130, len(payload), 61), len(payload) - 1]:
+        with pytest.raises(RuntimeError, match=r"^payload_header: expected payload to have"):
+            ops.decode_gradient(payload[:size])
+    with pytest.raises(RuntimeError, match=r"expected payload to have the \d+ bytes that its head"):
+        ops.decode_gradient(torch.cat([payload, payload[:1]]))
+
+
+def test_every_flipped_bit_is_seen_with_a_checksum():
+    payload = sample(checksum=True)
+    for position in range(len(payload)):
+        for bit in (0, 7) if position >= 64 else range(8):
+            broken = payload.clone()
+            broken[position] ^= 1 << bit
+            with pytest.raises(RuntimeError, match="expected payload to"):
+                ops.decode_gradient(broken)
+
+
+def assert_decodes_or_refuses(payload):
+    try:
+        out = ops.decode_gradient(payload)
+    except RuntimeError as error:
+        assert "expected payload to" in str(error), error
+        return
+    count = out.numel if out.indices is None else len(out.indices)
+    assert len(out.values) == count <= 8 * len(payload)
+    if out.indices is not None and count:
+        assert out.indices[0] >= 0 and out.indices[-1] < out.numel
+        assert (out.indices.diff() > 0).all()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    index_codec=st.sampled_from(INDEX_CODECS),
+    value_codec=st.sampled_from(VALUE_CODECS),
+    edits=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=6),
+    header=st.booleans(),
+)
+def test_a_corrupted_payload_is_decoded_in_range_or_refused(
+    index_codec, value_codec, edits, header
+):
+    payload = sample(index_codec, value_codec)
+    for position, byte in edits:
+        payload[position % (64 if header else len(payload))] = byte
+    assert_decodes_or_refuses(payload)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    fields=st.tuples(
+        st.integers(0, 4), st.integers(0, 6), st.integers(0, 1), st.sampled_from([0, 63, 64, 128])
+    ),
+    sizes=st.lists(
+        st.one_of(st.integers(0, 40), st.sampled_from([2**32, 2**62, 2**63, 2**64 - 1])),
+        min_size=5,
+        max_size=5,
+    ),
+    body=st.binary(max_size=200),
+    honest=st.booleans(),
+)
+def test_a_foreign_header_is_refused(fields, sizes, body, honest):
+    total = 64 + len(body) if honest else sizes[0]
+    header = struct.pack("<HBBBBHQQQQQQII", 0x584D, 1, *fields, *sizes, total, 0, 0)
+    assert_decodes_or_refuses(torch.tensor(list(header + body), dtype=torch.uint8))
+
+
+@settings(max_examples=100, deadline=None)
+@given(body=st.binary(max_size=300))
+def test_noise_is_refused(body):
+    with pytest.raises(RuntimeError, match="expected payload to"):
+        ops.decode_gradient(torch.tensor(list(body), dtype=torch.uint8))
+
+
+VALUES, INDICES = torch.ones(3), torch.tensor([1, 5, 7])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: ops.encode_gradient(VALUES, INDICES.flip(0), 8),
+            r"^encode_payload: expected indices to be ascending and all different, got 5 after 7",
+        ),
+        (
+            lambda: ops.encode_gradient(VALUES, INDICES * 0 + 4, 8),
+            r"indices to be ascending and all different, got 4 after 4 at 1",
+        ),
+        (lambda: ops.encode_gradient(VALUES, INDICES, 7), r"indices to be in \[0, 7\), got 7 at 2"),
+        (lambda: ops.encode_gradient(VALUES, INDICES - 2, 7), r"indices to be in .* got -1 at 0"),
+        (lambda: ops.encode_gradient(VALUES, INDICES[:2], 8), r"indices to be of size 3 in dim 0"),
+        (lambda: ops.encode_gradient(VALUES, INDICES.int(), 8), r"indices to be Long, got Int"),
+        (
+            lambda: ops.encode_gradient(VALUES, INDICES, 8, index_codec="rle"),
+            r"index_codec to be dense, bitmap, u16 or delta, got rle",
+        ),
+        (
+            lambda: ops.encode_gradient(VALUES, INDICES, 8, index_codec="dense"),
+            r"count to be numel, 8, for dense, got 3",
+        ),
+        (lambda: ops.encode_gradient(VALUES, INDICES, 2), r"count to be in \[0, 2\], got 3"),
+        (lambda: ops.encode_gradient(VALUES, INDICES, 2**62 + 1), r"numel to be in \[0, 2\^62\]"),
+        (
+            lambda: torch.ops.moe_ext.encode_payload(
+                INDICES, torch.zeros(6).byte(), VALUES[:0], 8, 3, "u16", "fp16", 0
+            ),
+            r"value_codec to be fp32, bf16, fp8, int8, int4 or sign, got fp16",
+        ),
+        (
+            lambda: torch.ops.moe_ext.encode_payload(
+                INDICES, torch.zeros(11).byte(), VALUES[:0], 8, 3, "u16", "fp32", 0
+            ),
+            r"codes to be of size 12 in dim 0 \(the bytes of the values\), got shape \[11\]",
+        ),
+        (
+            lambda: torch.ops.moe_ext.encode_payload(
+                INDICES, torch.zeros(12).byte(), VALUES[:0], 8, 3, "u16", "fp32", 64
+            ),
+            r"value_block to be 0 for values without scales, got 64",
+        ),
+        (
+            lambda: ops.encode_gradient(VALUES, INDICES, 8, value_codec="int8", block=100),
+            r"block to be a power of two from 64 to 1024, got 100",
+        ),
+        (lambda: ops.decode_gradient(VALUES), r"expected payload to be Byte, got Float"),
+        (
+            lambda: ops.decode_gradient(torch.zeros(64, dtype=torch.uint8)),
+            r"payload to begin with MX, got the bytes 0 and 0",
+        ),
+    ],
+)
+def test_refuses(call, message):
+    with pytest.raises(RuntimeError, match=message):
+        call()
+
+
+def test_refuses_missing_indices():
+    with pytest.raises(ValueError, match="expected indices to be given for 'u16', got None"):
+        ops.encode_gradient(VALUES, None, 8, index_codec="u16")
+
+
+@pytest.mark.parametrize("values", [VALUES.double(), VALUES[:, None]])
+def test_refuses_values(values):
+    with pytest.raises(ValueError, match=r"expected values to be a 1-D tensor of float32, got "):
+        ops.encode_gradient(values, INDICES, 8)
+
+
+def test_refuses_a_value_codec():
+    with pytest.raises(ValueError, match=r"expected value_codec to be one of .*, got 'fp16'"):
+        ops.encode_gradient(VALUES, INDICES, 8, value_codec="fp16")
+
+
+def test_another_version_is_named():
+    payload = sample()
+    payload[2] = 9
+    with pytest.raises(RuntimeError, match="payload to be of version 1, got 9"):
+        ops.decode_gradient(payload)
+
+
+def test_opcheck():
+    op = torch.ops.moe_ext
+    codes = torch.zeros(12, dtype=torch.uint8)
+    scales = torch.zeros(0)
+    for codec in INDEX_CODECS:
+        torch.library.opcheck(
+            op.encode_payload.default, (INDICES, codes, scales, 9, 3, codec, "fp32", 0, True)
+        )
+    torch.library.opcheck(op.payload_header.default, (sample(),))
+    torch.library.opcheck(op.decode_payload.default, (sample(),))
