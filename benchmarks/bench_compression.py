@@ -70,7 +70,7 @@ def selection_times(numel: int, density: float, kind: str) -> dict[str, Timing]:
     grads = [INPUTS[kind](numel) for _ in range(3)]
     turn = itertools.cycle(grads)
     residual, threshold = settled(grads, k)
-    states = [residual.clone() for _ in range(4)]
+    states = [residual.clone() for _ in range(5)]
     bounds = [threshold.clone() for _ in range(2)]
     target = torch.empty_like(residual)
     capacity = min(numel, 2 * k)
@@ -83,6 +83,9 @@ def selection_times(numel: int, density: float, kind: str) -> dict[str, Timing]:
     return one_thread(
         {
             "ours top-k": lambda: ops.topk_compress_(next(turn), states[0], k),
+            "ours top-k unchecked": lambda: ops.topk_compress_(
+                next(turn), states[4], k, check_finite=False
+            ),
             "ours carried": lambda: carried(1, True),
             "ours carried unchecked": lambda: carried(2, False),
             "copy": lambda: target.copy_(grads[0]),
@@ -99,6 +102,7 @@ def selection_table(numel: int = NUMEL) -> Table:
         "input",
         "selected",
         "top-k ms",
+        "top-k, unchecked ms",
         "carried ms",
         "carried, unchecked ms",
         "copy ms",
@@ -106,8 +110,9 @@ def selection_table(numel: int = NUMEL) -> Table:
         "eager top-k ms",
         "eager threshold ms",
         "top-k / copy",
-        "carried / copy",
         "unchecked / copy",
+        "carried / copy",
+        "carried, unchecked / copy",
     )
     note = (
         f"{numel} float32 elements, one thread. Every contender adds the gradient to the residual "
@@ -123,6 +128,60 @@ def selection_table(numel: int = NUMEL) -> Table:
     return Table("Gradient selection", note, header, rows)
 
 
+def eager_int8(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block quantisation in plain torch."""
+    blocks = x.view(-1, block)
+    scales = blocks.abs().amax(dim=1, keepdim=True) / 127
+    return (blocks / scales).round().to(torch.int8), scales
+
+
+def quantizer_times(format: str, numel: int, block: int = 256) -> dict[str, Timing]:
+    """One format: with and without a residual, and back."""
+    x, total = torch.randn(numel), torch.zeros(numel)
+    residuals = [torch.zeros(numel) for _ in range(2)]
+    target = torch.empty_like(x)
+    shape = {"format": format, "block": block}
+    coded = ops.quantize_blockwise(x, **shape)
+
+    def with_residual(i: int, check: bool) -> object:
+        return ops.quantize_blockwise(x, residual=residuals[i], check_finite=check, **shape)
+
+    runs: Runs = {
+        "ours": lambda: ops.quantize_blockwise(x, **shape),
+        "ours with residual": lambda: with_residual(0, True),
+        "ours with residual, unchecked": lambda: with_residual(1, False),
+        "ours add": lambda: ops.dequantize_add_(total, *coded, **shape),
+        "copy": lambda: target.copy_(x),
+    }
+    if format == "int8":
+        runs["eager"] = lambda: eager_int8(x, block)
+    return one_thread(runs, seconds=4.0)
+
+
+def quantizer_table(numel: int = NUMEL) -> Table:
+    """Block quantisers."""
+    header = (
+        "format",
+        "quantise ms",
+        "with residual ms",
+        "with residual, unchecked ms",
+        "dequantise and add ms",
+        "copy ms",
+        "eager ms",
+        "quantise / copy",
+        "with residual / copy",
+        "unchecked / copy",
+        "add / copy",
+    )
+    note = f"{numel} float32 elements in blocks of 256, rounded to the nearest, one thread."
+    rows = []
+    for format in ("int8", "int4", "fp8", "sign"):
+        times = quantizer_times(format, numel)
+        cells = row((format,), times)
+        rows.append(cells if "eager" in times else (*cells[:6], "-", *cells[6:]))
+    return Table("Block quantisers", note, header, rows)
+
+
 def tables() -> list[Table]:
     """The tables of docs/benchmarks.md."""
-    return [selection_table()]
+    return [selection_table(), quantizer_table()]

@@ -11,7 +11,7 @@ namespace moe_ext::compression::topk {
 MOE_EXT_SCHEMAS(m) {
   m.def(
       "topk_compress_(Tensor grad, Tensor(a!) residual, SymInt k, SymInt scope_size=0, Tensor(b!)? velocity=None, "
-      "float momentum=0.0, float residual_scale=1.0) -> (Tensor values, Tensor indices)");
+      "float momentum=0.0, float residual_scale=1.0, bool check_finite=True) -> (Tensor values, Tensor indices)");
   m.def(
       "threshold_compress_(Tensor grad, Tensor(a!) residual, Tensor(b!) threshold, SymInt capacity, SymInt target=0, "
       "Tensor(c!)? velocity=None, float momentum=0.0, float residual_scale=1.0, bool check_finite=True) -> "

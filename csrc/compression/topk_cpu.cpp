@@ -101,29 +101,44 @@ std::vector<key_t<acc_t<T>>> sample(const Feedback<T>& args, int64_t numel) {
   return keys;
 }
 
-// The candidates for the k largest of `numel` elements: at least k of them, or all that are not zero.
+// As `scan`, of a residual that has been fed.
 template <typename T>
-Candidates<key_t<acc_t<T>>> candidates(const Feedback<T>& args, int64_t numel, int64_t k) {
+int64_t scan_fed(const acc_t<T>* residual, int64_t n, key_t<acc_t<T>> low, key_t<acc_t<T>>* keys, uint32_t* offsets) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    keys[count] = key_of(residual[i]);
+    offsets[count] = static_cast<uint32_t>(i);
+    count += keys[count] >= low;
+  }
+  return count;
+}
+
+// The candidates for the k largest of `numel` elements: at least k of them, or all that are not zero. With `feed` the
+// first pass writes the residual, else nothing is written and a number that is not finite ends the search.
+template <typename T>
+Candidates<key_t<acc_t<T>>> candidates(const Feedback<T>& args, int64_t numel, int64_t k, bool feed) {
   using Key = key_t<acc_t<T>>;
-  const int64_t size = numel / kSampleRun * kSampleLine;
+  const FeedbackKernels<T>& loops = kernels().of<T>();
+  const std::vector<Key> sampled = sample(args, numel);
+  const int64_t size = static_cast<int64_t>(sampled.size());
   const double expected = static_cast<double>(k) * static_cast<double>(size) / static_cast<double>(numel);
   // Four deviations if the elements of a line are all alike.
   double rank = expected + 4 * std::sqrt(expected * kSampleLine) + kSampleLine;
-  while (true) {
+  for (bool fed = false;; fed = feed, rank *= 4) {
     Key low = 1;
     if (rank < static_cast<double>(size)) {
-      std::vector<Key> sampled = sample(args, numel);
-      low = std::max<Key>(1, kth_largest(sampled.data(), size, static_cast<int64_t>(rank)));
+      std::vector<Key> scratch = sampled;
+      low = std::max<Key>(1, kth_largest(scratch.data(), size, static_cast<int64_t>(rank)));
     }
-    Candidates<Key> found =
-        collect<Key>(numel, k + k / 4, [&](int64_t segment, Key* keys, uint32_t* offsets, Key* largest) {
-          return kernels().of<T>().scan(
-              args, segment * kSegment, segment_size(segment, numel), low, keys, offsets, largest);
-        });
-    if (found.count() >= k || low == 1 || found.largest >= kInfinityKey<acc_t<T>>) {
+    const auto scan = feed ? loops.feed_and_scan : loops.scan;
+    Candidates<Key> found = collect<Key>(numel, k + k / 4, [&](int64_t s, Key* keys, uint32_t* offsets, Key* largest) {
+      const int64_t begin = s * kSegment, n = segment_size(s, numel);
+      return fed ? scan_fed<T>(args.residual + begin, n, low, keys, offsets)
+                 : scan(args, begin, n, low, keys, offsets, largest);
+    });
+    if (found.count() >= k || low == 1 || (!feed && found.largest >= kInfinityKey<acc_t<T>>)) {
       return found;
     }
-    rank *= 4;
   }
 }
 
@@ -143,10 +158,9 @@ void take(const Feedback<T>& args, int64_t i, int64_t base, const Chosen<T>& out
   }
 }
 
-// Feeds n elements and takes those that the cut takes, looking at each. For scopes that fit a segment.
+// Takes those of n elements that the cut takes, looking at each. For scopes that fit a segment.
 template <typename T>
-void feed_and_cut(const Feedback<T>& args, int64_t n, int64_t base, Cut<key_t<acc_t<T>>> cut, const Chosen<T>& out) {
-  kernels().of<T>().feed(args, 0, n);
+void take_cut(const Feedback<T>& args, int64_t n, int64_t base, Cut<key_t<acc_t<T>>> cut, const Chosen<T>& out) {
   int64_t place = 0;
   for (int64_t i = 0; i < n; ++i) {
     const auto key = key_of(args.residual[i]);
@@ -164,7 +178,9 @@ void small_scope(const Feedback<T>& args, int64_t n, int64_t k, int64_t base, co
   std::vector<Key> keys(n), scratch;
   kernels().of<T>().keys(args, 0, n, keys.data());
   scratch = keys;
-  feed_and_cut(args, n, base, cut_largest(keys.data(), scratch.data(), n, k), out);
+  const Cut<Key> cut = cut_largest(keys.data(), scratch.data(), n, k);
+  kernels().of<T>().feed(args, 0, n);
+  take_cut(args, n, base, cut, out);
 }
 
 // Zeros that fill up what is left of k, by segment: the lowest indices first.
@@ -178,11 +194,13 @@ inline std::vector<int64_t> zeros_taken(const std::vector<int64_t>& begin, int64
   return taken;
 }
 
+// With `check` in two passes over everything, without it in one.
 template <typename T>
-void large_scope(const char* op, const Feedback<T>& args, int64_t n, int64_t k, int64_t base, const Chosen<T>& out) {
+void large_scope(
+    const char* op, const Feedback<T>& args, int64_t n, int64_t k, int64_t base, bool check, const Chosen<T>& out) {
   using Key = key_t<acc_t<T>>;
-  Candidates<Key> all = candidates(args, n, k);
-  if (all.largest >= kInfinityKey<acc_t<T>>) {
+  Candidates<Key> all = candidates(args, n, k, !check);
+  if (check && all.largest >= kInfinityKey<acc_t<T>>) {
     refuse(op, args, n);
   }
   const std::vector<int64_t> zeros = zeros_taken(all.begin, n, k - all.count());
@@ -200,11 +218,13 @@ void large_scope(const char* op, const Feedback<T>& args, int64_t n, int64_t k, 
       const int64_t begin = s * kSegment, size = segment_size(s, n);
       const Feedback<T> segment = shifted(args, begin);
       const Chosen<T> to{out.values + place[s], out.indices + place[s]};
+      if (check) {
+        kernels().of<T>().feed(segment, 0, size);
+      }
       if (zeros[s] > 0) {
-        feed_and_cut(segment, size, base + begin, Cut<Key>{0, zeros[s]}, to);
+        take_cut(segment, size, base + begin, Cut<Key>{0, zeros[s]}, to);
         continue;
       }
-      kernels().of<T>().feed(segment, 0, size);
       const int64_t count = all.begin[s + 1] - all.begin[s];
       const uint32_t* offsets = all.offsets.data() + all.begin[s];
       for (int64_t i = 0; i < count; ++i) {
@@ -215,8 +235,10 @@ void large_scope(const char* op, const Feedback<T>& args, int64_t n, int64_t k, 
 }
 
 template <typename T>
-void topk_scopes(const char* op, const Feedback<T>& args, const Scopes& scopes, const Chosen<T>& out) {
-  if (scopes.count() > 1 || scopes.size <= kSegment) {
+void topk_scopes(const char* op, const Feedback<T>& args, const Scopes& scopes, bool check, const Chosen<T>& out) {
+  // A single large scope is checked as it is scanned.
+  const bool alone = scopes.count() == 1 && scopes.size > kSegment;
+  if (check && !alone) {
     check_finite(op, args, scopes.numel);
   }
   const auto run = [&](int64_t scope) {
@@ -226,7 +248,7 @@ void topk_scopes(const char* op, const Feedback<T>& args, const Scopes& scopes, 
     if (size <= kSegment) {
       small_scope(part, size, scopes.kept(scope), begin, to);
     } else {
-      large_scope(op, part, size, scopes.kept(scope), begin, to);
+      large_scope(op, part, size, scopes.kept(scope), begin, check && alone, to);
     }
   };
   if (scopes.size > kSegment) {
@@ -244,7 +266,7 @@ void topk_scopes(const char* op, const Feedback<T>& args, const Scopes& scopes, 
 
 std::tuple<Tensor, Tensor> topk_compress_cpu(
     Tensor grad, Tensor residual, int64_t k, int64_t scope_size, OptionalTensor velocity, double momentum,
-    double residual_scale) {
+    double residual_scale, bool check) {
   const Scopes scopes = check_topk_compress(grad, residual, k, scope_size, velocity, momentum, residual_scale);
   const Tensor g = contiguous(grad);
   Tensor values = new_empty(residual, {scopes.total()});
@@ -252,7 +274,7 @@ std::tuple<Tensor, Tensor> topk_compress_cpu(
   if (scopes.numel > 0) {
     dispatch_floating(g.scalar_type(), [&]<typename T>() {
       topk_scopes<T>(
-          "topk_compress_", feedback<T>(g, residual, velocity, momentum, residual_scale), scopes,
+          "topk_compress_", feedback<T>(g, residual, velocity, momentum, residual_scale), scopes, check,
           {data<acc_t<T>>(values), data<int64_t>(indices)});
     });
   }

@@ -66,6 +66,7 @@ def topk_compress_(
     velocity: Tensor | None = None,
     momentum: float = 0.9,
     residual_scale: float = 1.0,
+    check_finite: bool = True,
 ) -> SparseGradient:
     r"""Adds a gradient to what is owed, takes the k largest out and keeps the rest.
 
@@ -92,6 +93,9 @@ def topk_compress_(
         momentum (float): m in [0, 1); for ``velocity`` alone.
         residual_scale (float): s, finite and at least 0: the last learning rate over this one keeps
             a residual of gradients right when the rate changes; 0 drops the residual.
+        check_finite (bool): look for NaN and infinity before anything is changed, which reads
+            everything once more. False is for gradients that have just been checked (by clipping,
+            by a loss scaler): a NaN is then selected as the largest of all.
 
     Returns:
         SparseGradient: k values and indices a scope, in the order of the indices.
@@ -116,6 +120,7 @@ def topk_compress_(
             velocity,
             momentum if velocity is not None else 0.0,
             residual_scale,
+            check_finite,
         )
     )
 
@@ -129,6 +134,7 @@ def _(
     velocity: Tensor | None = None,
     momentum: float = 0.0,
     residual_scale: float = 1.0,
+    check_finite: bool = True,
 ) -> tuple[Tensor, Tensor]:
     numel = grad.numel()
     total = k
@@ -169,9 +175,7 @@ def threshold_compress_(
         velocity (Tensor): as `topk_compress_`.
         momentum (float): as `topk_compress_`.
         residual_scale (float): as `topk_compress_`.
-        check_finite (bool): look for NaN and infinity before anything is changed, which reads
-            everything once more. False is for gradients that have just been checked (by clipping,
-            by a loss scaler): a NaN is then selected as the largest of all.
+        check_finite (bool): as `topk_compress_`.
 
     Returns:
         ThresholdGradient: values and indices, in the order of the indices, and their count.

@@ -52,6 +52,7 @@ def topk_compress_(
     velocity: Tensor | None = None,
     momentum: float = 0.9,
     residual_scale: float = 1.0,
+    check_finite: bool = True,
 ) -> SparseGradient:
     """As `moe_ext.ops.topk_compress_`."""
     _feed_(grad, residual, velocity, momentum, residual_scale, "topk_compress_")

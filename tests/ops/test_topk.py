@@ -48,14 +48,16 @@ def test_topk_equals_the_reference(isa, numel, dtype):
     grad, residual, velocity = make(numel, dtype)
     for k in sorted({0, min(1, numel), numel // 100, numel // 2, numel}):
         assert_same("topk_compress_", (grad, residual), k)
-    assert_same(
-        "topk_compress_",
-        (grad, residual),
-        numel // 10,
-        velocity=velocity,
-        momentum=0.7,
-        residual_scale=0.3,
-    )
+    for check_finite in (True, False):
+        assert_same(
+            "topk_compress_",
+            (grad, residual),
+            numel // 10,
+            velocity=velocity,
+            momentum=0.7,
+            residual_scale=0.3,
+            check_finite=check_finite,
+        )
 
 
 @pytest.mark.parametrize("numel", [257, 40000])
@@ -104,6 +106,7 @@ def test_topk_fills_up_with_the_first_zeros(isa, numel):
             grad = torch.zeros(numel)
             grad[torch.randperm(numel)[: k // 2]] = 1.0
             assert_same("topk_compress_", (grad, torch.zeros(numel)), k)
+            assert_same("topk_compress_", (grad, torch.zeros(numel)), k, check_finite=False)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +125,9 @@ def test_topk_fills_up_with_the_first_zeros(isa, numel):
 def test_topk_of_inputs_that_defeat_a_sample(isa, make_grad):
     for numel in (20000, 70000):
         for k in (1, numel // 100, numel // 3):
-            assert_same("topk_compress_", (make_grad(numel), torch.zeros(numel)), k)
+            state = (make_grad(numel), torch.zeros(numel))
+            assert_same("topk_compress_", state, k)
+            assert_same("topk_compress_", state, k, velocity=state[1], check_finite=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -168,6 +173,7 @@ def test_same_bits_for_any_number_of_threads(num_threads, threads):
     grad, residual, velocity = make(200000, levels=40)
     num_threads(threads)
     assert_same("topk_compress_", (grad, residual), 5000, velocity=velocity, momentum=0.5)
+    assert_same("topk_compress_", (grad, residual), 5000, check_finite=False)
     assert_same("topk_compress_", (grad, residual), 3, scope=100)
     assert_same("threshold_compress_", (grad, residual), 6.0, 2000, velocity=velocity, momentum=0.5)
 
@@ -239,6 +245,11 @@ def test_unchecked_nan_is_selected():
     grad[7] = float("nan")
     out = ops.threshold_compress_(grad, torch.zeros(40), 1.0, 3, check_finite=False)
     assert out.count == 1 and out.indices[0] == 7 and out.values[0].isnan()
+    for numel in (40, 40000):
+        grad = torch.zeros(numel)
+        grad[7] = float("nan")
+        selected = ops.topk_compress_(grad, torch.zeros(numel), 2, check_finite=False)
+        assert selected.indices.tolist() == [0, 7] and selected.values[1].isnan()
 
 
 GRAD = torch.zeros(4, 6)
