@@ -60,7 +60,7 @@ def quantize_blockwise(
         residual (Tensor[N]): e, float32, contiguous, of the shape of x; changed in place. Without
             it :math:`a = x` and the error is lost.
         rng_state (Tensor[4]): int64 ``(seed, tensor, step, rank)``: rounds up or down at random,
-            so that the expectation is exact (Philox, stream 4, column = element, see
+            so that the expectation is exact (Philox, stream 5, column = element, see
             `routing_uniform`); None rounds to the nearest, ties to even.
         check_finite (bool): with a residual, look for NaN and infinity before it is changed, which
             reads everything once more. False is for gradients that have just been checked: the

@@ -96,7 +96,7 @@ def quantize_blockwise(
     else:
         uniform_BS = None
         if rng_state is not None:
-            uniform_BS = _blocks(routing_uniform(rng_state, 1, numel, stream=4)[0], block)
+            uniform_BS = _blocks(routing_uniform(rng_state, 1, numel, stream=5)[0], block)
         scale_B = _scales(a_BS, _LARGEST[name])
         code_BS = _codes(a_BS, scale_B, name, uniform_BS)
         codes = _pack(code_BS.flatten()[:numel], name)
