@@ -14,8 +14,8 @@ MOE_EXT_SCHEMAS(m) {
       "float momentum=0.0, float residual_scale=1.0, bool check_finite=True) -> (Tensor values, Tensor indices)");
   m.def(
       "threshold_compress_(Tensor grad, Tensor(a!) residual, Tensor(b!) threshold, SymInt capacity, SymInt target=0, "
-      "Tensor(c!)? velocity=None, float momentum=0.0, float residual_scale=1.0, bool check_finite=True) -> "
-      "(Tensor values, Tensor indices, Tensor count)");
+      "Tensor(c!)? velocity=None, float momentum=0.0, float residual_scale=1.0, bool check_finite=True, "
+      "SymInt scope_size=0) -> (Tensor values, Tensor indices, Tensor count)");
 }
 
 namespace {
@@ -49,6 +49,11 @@ void check_feedback(
       ": expected residual_scale to be finite and at least 0, got ", residual_scale);
 }
 
+int64_t scope_elements(const char* op, int64_t numel, int64_t scope_size) {
+  MOE_CHECK(scope_size >= 0, op, ": expected scope_size to be at least 0, got ", scope_size);
+  return scope_size == 0 ? numel : scope_size;
+}
+
 } // namespace
 
 Scopes check_topk_compress(
@@ -56,28 +61,37 @@ Scopes check_topk_compress(
     double momentum, double residual_scale) {
   const char* op = "topk_compress_";
   check_feedback(op, grad, residual, velocity, momentum, residual_scale);
-  const int64_t numel = grad.numel();
-  MOE_CHECK(scope_size >= 0, op, ": expected scope_size to be at least 0, got ", scope_size);
-  const int64_t size = scope_size == 0 ? numel : scope_size;
+  const int64_t size = scope_elements(op, grad.numel(), scope_size);
   MOE_CHECK(
       k >= 0 && k <= size, op, ": expected k to be in [0, ", size, "], the elements of a ",
       scope_size == 0 ? "gradient" : "scope", ", got ", k);
-  return {numel, size, k};
+  return {grad.numel(), size, k};
 }
 
-void check_threshold_compress(
+Scopes check_threshold_compress(
     const Tensor& grad, const Tensor& residual,
-    const Tensor& threshold, // []
-    int64_t capacity, int64_t target, const std::optional<Tensor>& velocity, double momentum, double residual_scale) {
+    const Tensor& threshold, // [], or [num_scopes]
+    int64_t capacity, int64_t target, const std::optional<Tensor>& velocity, double momentum, double residual_scale,
+    int64_t scope_size) {
   const char* op = "threshold_compress_";
   check_feedback(op, grad, residual, velocity, momentum, residual_scale);
   check_same_device(op, "threshold", threshold, "grad", grad);
   check_dtype(op, "threshold", threshold, acc_dtype(grad.scalar_type()));
-  check_dim(op, "threshold", threshold, 0, "[]");
+  const Scopes scopes{grad.numel(), scope_elements(op, grad.numel(), scope_size), capacity};
+  if (scope_size == 0) {
+    check_dim(op, "threshold", threshold, 0, "[]");
+  } else {
+    check_dim(op, "threshold", threshold, 1, "[num_scopes]");
+    MOE_CHECK(
+        threshold.size(0) == scopes.count(), op, ": expected threshold to be of shape [", scopes.count(),
+        "], one of each scope, got shape ", shape_string(threshold));
+    MOE_CHECK(threshold.is_contiguous(), op, ": expected threshold to be contiguous, got a strided tensor");
+  }
   MOE_CHECK(
-      capacity >= 0 && capacity <= grad.numel(), op, ": expected capacity to be in [0, ", grad.numel(),
-      "], the elements of grad, got ", capacity);
+      capacity >= 0 && capacity <= scopes.size, op, ": expected capacity to be in [0, ", scopes.size,
+      "], the elements of ", scope_size == 0 ? "grad" : "a scope", ", got ", capacity);
   MOE_CHECK(target >= 0, op, ": expected target to be at least 0, got ", target);
+  return scopes;
 }
 
 } // namespace moe_ext::compression::topk

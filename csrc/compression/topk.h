@@ -36,9 +36,11 @@ Scopes check_topk_compress(
     const Tensor& grad, const Tensor& residual, int64_t k, int64_t scope_size, const std::optional<Tensor>& velocity,
     double momentum, double residual_scale);
 
-void check_threshold_compress(
+// The capacity of each scope takes the place of `k`.
+Scopes check_threshold_compress(
     const Tensor& grad, const Tensor& residual,
-    const Tensor& threshold, // []
-    int64_t capacity, int64_t target, const std::optional<Tensor>& velocity, double momentum, double residual_scale);
+    const Tensor& threshold, // [], or [num_scopes]
+    int64_t capacity, int64_t target, const std::optional<Tensor>& velocity, double momentum, double residual_scale,
+    int64_t scope_size);
 
 } // namespace moe_ext::compression::topk
