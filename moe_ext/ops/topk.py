@@ -1,6 +1,6 @@
 """Gradient selection with error feedback: exact top-k, and a carried threshold.
 
-Shape suffixes: K selected elements.
+Shape suffixes: K selected elements, S scopes.
 """
 
 from typing import NamedTuple
@@ -29,13 +29,15 @@ class SparseGradient(NamedTuple):
 
 
 class ThresholdGradient(NamedTuple):
-    """What `threshold_compress_` selects.
+    """What `threshold_compress_` selects; K slots, or S scopes of K slots.
 
     Attributes:
-        values (Tensor[K]): float32, or float64 for float64 gradients; zeros from ``count`` on.
-        indices (Tensor[K]): int64, ascending, into the flattened gradient; the last one of the
-            gradient from ``count`` on, so that adding all values at all indices is right.
-        count (Tensor[]): int64, how many slots are filled.
+        values (Tensor[K] | Tensor[S*K]): float32, or float64 for float64 gradients; zeros from
+            ``count`` on.
+        indices (Tensor[K] | Tensor[S*K]): int64, ascending, into the flattened gradient; the last
+            one of the gradient, or of the scope, from ``count`` on, so that adding all values at
+            all indices is right.
+        count (Tensor[] | Tensor[S]): int64, how many slots are filled.
     """
 
     values: Tensor
@@ -43,7 +45,7 @@ class ThresholdGradient(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # hides a method of tuple
 
 
-def scope_size_of(grad: Tensor, scope: str | int) -> int:
+def scope_size_of(grad: Tensor, scope: str | int, op: str = "topk_compress_") -> int:
     """Elements that choose among themselves, 0 for all of them; refuses an unknown scope."""
     if isinstance(scope, str) and scope in _SCOPES:
         if scope == "tensor" or grad.dim() == 0 or grad.numel() == 0:
@@ -51,8 +53,7 @@ def scope_size_of(grad: Tensor, scope: str | int) -> int:
         return grad.shape[-1] if scope == "row" else grad.numel() // grad.shape[0]
     if isinstance(scope, bool) or not isinstance(scope, int) or scope < 1:
         raise ValueError(
-            f"topk_compress_: expected scope to be one of {_SCOPES} or a number of elements, "
-            f"got {scope!r}"
+            f"{op}: expected scope to be one of {_SCOPES} or a number of elements, got {scope!r}"
         )
     return scope
 
@@ -93,9 +94,8 @@ def topk_compress_(
         momentum (float): m in [0, 1); for ``velocity`` alone.
         residual_scale (float): s, finite and at least 0: the last learning rate over this one keeps
             a residual of gradients right when the rate changes; 0 drops the residual.
-        check_finite (bool): look for NaN and infinity before anything is changed, which reads
-            everything once more. False is for gradients that have just been checked (by clipping,
-            by a loss scaler): a NaN is then selected as the largest of all.
+        check_finite (bool): refuse NaN and infinity. False is for gradients that have just been
+            checked (by clipping, by a loss scaler): a NaN is then selected as the largest of all.
 
     Returns:
         SparseGradient: k values and indices a scope, in the order of the indices.
@@ -150,6 +150,7 @@ def threshold_compress_(
     capacity: int,
     *,
     target: int = 0,
+    scope: str | int = "tensor",
     velocity: Tensor | None = None,
     momentum: float = 0.9,
     residual_scale: float = 1.0,
@@ -163,15 +164,19 @@ def threshold_compress_(
 
     A threshold that is carried from step to step follows the gradient: with ``target`` it is
     multiplied by :math:`(\mathrm{found} / \mathrm{target})^{1/8}`, by at least 1/2 and at most 2,
-    where `found` counts what passed, the overflow included.
+    where `found` counts what passed, the overflow included. With a ``scope`` other than "tensor"
+    every scope has its threshold, capacity, target and count; S is their number.
 
     Args:
         grad (Tensor): as `topk_compress_`.
         residual (Tensor): as `topk_compress_`.
-        threshold (float | Tensor[]): t, finite and at least 0; a tensor has the dtype and device of
-            the residual, and is changed in place with ``target``.
-        capacity (int): K, slots of the result, in [0, elements of the gradient].
-        target (int): elements that should pass; 0 leaves the threshold as it is.
+        threshold (float | Tensor[] | Tensor[S]): t, finite and at least 0; a tensor has the dtype
+            and device of the residual, and is changed in place with ``target``.
+        capacity (int): K, slots of the result (of each scope), in [0, elements of the gradient, or
+            of a scope].
+        target (int): elements that should pass (in each scope); 0 leaves the threshold as it is.
+        scope (str | int): as `topk_compress_`; slots of scope s are [s K, (s + 1) K), also those of
+            a last one that is smaller.
         velocity (Tensor): as `topk_compress_`.
         momentum (float): as `topk_compress_`.
         residual_scale (float): as `topk_compress_`.
@@ -189,13 +194,15 @@ def threshold_compress_(
     Reference: Aji and Heafield, Sparse Communication for Distributed Gradient Descent, 2017 (arXiv
     1704.05021); Li and Hoefler, Ok-Topk, 2022 (arXiv 2201.07598), section 3.1.3 (reuse).
     """
+    scope_size = scope_size_of(grad, scope, "threshold_compress_")
     if not isinstance(threshold, Tensor):
         if target != 0:
             raise ValueError(
                 "threshold_compress_: expected threshold to be a tensor where a target adapts it, "
                 f"got {threshold!r}"
             )
-        threshold = residual.new_tensor(threshold)
+        shape = (-(-grad.numel() // scope_size),) if scope_size else ()
+        threshold = residual.new_full(shape, threshold)
     return ThresholdGradient(
         *torch.ops.moe_ext.threshold_compress_(
             grad,
@@ -207,6 +214,7 @@ def threshold_compress_(
             momentum if velocity is not None else 0.0,
             residual_scale,
             check_finite,
+            scope_size,
         )
     )
 
@@ -222,9 +230,11 @@ def _(
     momentum: float = 0.0,
     residual_scale: float = 1.0,
     check_finite: bool = True,
+    scope_size: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    slots = capacity if scope_size == 0 else threshold.shape[0] * capacity
     return (
-        residual.new_empty((capacity,)),
-        residual.new_empty((capacity,), dtype=torch.int64),
-        residual.new_empty((), dtype=torch.int64),
+        residual.new_empty((slots,)),
+        residual.new_empty((slots,), dtype=torch.int64),
+        residual.new_empty(threshold.shape, dtype=torch.int64),
     )

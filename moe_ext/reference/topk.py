@@ -70,6 +70,7 @@ def threshold_compress_(
     capacity: int,
     *,
     target: int = 0,
+    scope: str | int = "tensor",
     velocity: Tensor | None = None,
     momentum: float = 0.9,
     residual_scale: float = 1.0,
@@ -77,19 +78,30 @@ def threshold_compress_(
 ) -> ThresholdGradient:
     """As `moe_ext.ops.threshold_compress_`."""
     _feed_(grad, residual, velocity, momentum, residual_scale, "threshold_compress_")
-    magnitudes_N = residual.view(-1).abs()
-    passed_N = (magnitudes_N >= threshold) & (magnitudes_N > 0)
-    found = int(passed_N.sum())
-    indices_K = _largest(magnitudes_N.where(passed_N, -1.0), min(found, capacity))
-    values_K = _take_(indices_K, residual, velocity)
-    free = capacity - len(indices_K)
-    if target > 0:
-        assert isinstance(threshold, Tensor)
-        eighth_root = math.sqrt(math.sqrt(math.sqrt(found / target)))
-        factor = min(2.0, max(0.5, eighth_root))
-        threshold.copy_(threshold.double() * factor)
+    numel = grad.numel()
+    size = scope_size_of(grad, scope, "threshold_compress_")
+    scopes = residual.view(-1).abs().split(size) if size else (residual.view(-1).abs(),)
+    if size and numel == 0:
+        scopes = ()
+    values, indices, counts = [], [], []
+    for s, magnitudes_N in enumerate(scopes):
+        bound = threshold.view(-1)[s] if isinstance(threshold, Tensor) else threshold
+        passed_N = (magnitudes_N >= bound) & (magnitudes_N > 0)
+        found = int(passed_N.sum())
+        chosen_K = _largest(magnitudes_N.where(passed_N, -1.0), min(found, capacity)) + s * size
+        free = capacity - len(chosen_K)
+        values_K = _take_(chosen_K, residual, velocity)
+        values += [values_K, values_K.new_zeros(free)]
+        last = s * size + len(magnitudes_N) - 1
+        indices += [chosen_K, chosen_K.new_full((free,), last)]
+        counts.append(len(chosen_K))
+        if target > 0:
+            assert isinstance(bound, Tensor)
+            eighth_root = math.sqrt(math.sqrt(math.sqrt(found / target)))
+            bound.copy_(bound.double() * min(2.0, max(0.5, eighth_root)))
+    shape = (len(scopes),) if size else ()
     return ThresholdGradient(
-        torch.cat([values_K, values_K.new_zeros(free)]),
-        torch.cat([indices_K, indices_K.new_full((free,), grad.numel() - 1)]),
-        torch.tensor(len(indices_K), device=grad.device),
+        torch.cat(values) if values else residual.new_empty(0),
+        torch.cat(indices) if indices else residual.new_empty(0, dtype=torch.int64),
+        torch.tensor(counts, device=grad.device, dtype=torch.int64).view(shape),
     )
