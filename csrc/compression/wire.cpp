@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "common/library.h"
+#include "compression/wire_codec.h"
 
 namespace moe_ext::compression::wire {
 
@@ -16,30 +17,10 @@ MOE_EXT_SCHEMAS(m) {
 
 namespace {
 
-constexpr const char* kIndexNames[kNumIndexCodecs] = {"dense", "bitmap", "u16", "delta"};
 constexpr const char* kValueNames[kNumValueCodecs] = {"fp32", "bf16", "fp8", "int8", "int4", "sign"};
-constexpr uint64_t kMostElements = uint64_t{1} << 62;
 
 int64_t find_name(const char* const* names, int64_t count, const std::string& name) {
   return std::find(names, names + count, name) - names;
-}
-
-bool is_block(uint64_t block) {
-  return block >= 64 && block <= 1024 && (block & (block - 1)) == 0;
-}
-
-// Of the two codecs that have a size of their own; that of gaps depends on them.
-bool index_bytes_fit(const Header& h) {
-  switch (static_cast<IndexCodec>(h.index_codec)) {
-    case IndexCodec::kDense:
-      return h.index_bytes == 0 && h.count == h.numel;
-    case IndexCodec::kBitmap:
-      return h.index_bytes == h.numel / 8 + (h.numel % 8 != 0);
-    case IndexCodec::kU16:
-      return h.index_bytes == 4 * num_runs(h.numel) + 2 * h.count;
-    default:
-      return h.index_bytes >= h.count && h.index_bytes <= kLongestGap * h.count;
-  }
 }
 
 } // namespace
@@ -102,17 +83,9 @@ void check_header(const char* op, const Header& h, uint64_t size) {
   MOE_CHECK(
       h.total_bytes == size, op, ": expected payload to have the ", h.total_bytes, " bytes that its header says, got ",
       size);
-  const ValueCodec codec = static_cast<ValueCodec>(h.value_codec);
-  // In this order: each bound keeps the sums and products of the next from wrapping.
-  const bool consistent = h.numel <= kMostElements && h.count <= h.numel && h.count / 8 <= size &&
-                          h.index_bytes <= size && (has_scales(codec) ? is_block(h.value_block) : h.value_block == 0) &&
-                          h.code_bytes == code_bytes(codec, h.count) &&
-                          h.num_scales == num_scales(codec, h.count, h.value_block) && index_bytes_fit(h) &&
-                          layout_of(h.index_bytes, h.code_bytes, h.num_scales).end == size &&
-                          ((h.flags & kHasChecksum) != 0 || h.checksum == 0);
   MOE_CHECK(
-      consistent, op, ": expected payload to have a consistent header, got ", h.count, " of ", h.numel, " elements in ",
-      h.index_bytes, " bytes of indices, ", h.code_bytes, " of values and ", h.num_scales, " scales");
+      is_consistent(h, size), op, ": expected payload to have a consistent header, got ", h.count, " of ", h.numel,
+      " elements in ", h.index_bytes, " bytes of indices, ", h.code_bytes, " of values and ", h.num_scales, " scales");
 }
 
 } // namespace moe_ext::compression::wire
