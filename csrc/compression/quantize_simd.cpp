@@ -126,7 +126,14 @@ MOE_INLINE void pack(uint8_t* __restrict out, const int8_t* __restrict codes, in
 
 // Bit i % 8 of byte i / 8 is the sign of element i; zeros are positive.
 MOE_INLINE void pack_signs(uint8_t* out, const float* a, int64_t n) {
-  for (int64_t i = 0; i < n; i += 8) {
+  int64_t i = 0;
+#if defined(__AVX512F__)
+  for (; i + kLanes <= n; i += kLanes) {
+    const __mmask16 bits = _mm512_cmp_ps_mask(_mm512_loadu_ps(a + i), _mm512_setzero_ps(), _CMP_LT_OQ);
+    __builtin_memcpy(out + i / 8, &bits, sizeof(bits));
+  }
+#endif
+  for (; i < n; i += 8) {
 #if defined(__AVX2__)
     const __m256 eight = _mm256_loadu_ps(a + i);
     const int bits = _mm256_movemask_ps(_mm256_cmp_ps(eight, _mm256_setzero_ps(), _CMP_LT_OQ));

@@ -65,18 +65,24 @@ struct Cut {
   int64_t ties;
 };
 
-// The k largest of n, equal ones by their order. Destroys `scratch`, a copy of the keys.
+// The k largest of n keys in [low, most], equal ones by their order. Destroys `scratch`, a copy of the keys.
 template <typename Key>
-Cut<Key> cut_largest(const Key* keys, Key* scratch, int64_t n, int64_t k) {
+Cut<Key> cut_largest(const Key* keys, Key* scratch, int64_t n, int64_t k, Key low, Key most) {
   if (k == 0) {
     return {static_cast<Key>(-1), 0};
   }
-  const Key bound = kth_largest(scratch, n, k);
+  const Key bound = kth_largest(scratch, n, k, low, most);
   int64_t above = 0;
   for (int64_t i = 0; i < n; ++i) {
     above += keys[i] > bound;
   }
   return {bound, k - above};
+}
+
+template <typename Key>
+Cut<Key> cut_largest(const Key* keys, Key* scratch, int64_t n, int64_t k) {
+  const auto [low, most] = std::minmax_element(keys, keys + n);
+  return cut_largest(keys, scratch, n, k, *low, *most);
 }
 
 } // namespace moe_ext::compression

@@ -7,24 +7,50 @@ namespace moe_ext::compression::topk {
 
 // Elements that a loop is called with at most; a thread keeps the candidates of one segment in its cache.
 constexpr int64_t kSegment = 16384;
-// What the buffers of `scan` and `feed_and_scan` hold: whole vectors are stored at their end.
+// What the buffers of the scans hold: whole vectors are stored at their end.
 constexpr int64_t kSegmentBuffer = kSegment + 16;
+// Of a segment's residual or velocity in an `UndoLog`: two bits an element.
+constexpr int64_t kCodeBytes = kSegment / 4;
 
-// Each works on the elements [begin, begin + n), n <= kSegment. Keys are those of a = residual_scale e + u.
+// What a scan saw besides the keys that it collects; raised by each call.
+template <typename Key>
+struct Scanned {
+  Key largest = 0;   // of all keys
+  int64_t equal = 0; // keys that equal the bound
+};
+
+// How to take a feed back bit for bit. Nearly always the old value is what the feed taken backwards gives (code 0) or
+// one of the two floats beside it (1 above, 2 below); else (3) the value itself is kept.
+template <typename Acc>
+struct UndoLog {
+  uint8_t* codes;    // kCodeBytes of the residual, and where there is one of the velocity
+  Acc* values;       // room for 2 kSegmentBuffer
+  int64_t count = 0; // of values
+};
+
+// Each works on the elements [begin, begin + n), n <= kSegment. Keys are those of a = residual_scale e + u. A scan
+// collects the keys that are larger than `low`, with their offsets from `begin`, in order, and returns how many.
 template <typename T>
 struct FeedbackKernels {
-  using Key = key_t<acc_t<T>>;
+  using Acc = acc_t<T>;
+  using Key = key_t<Acc>;
   // Writes the key of every element.
   void (*keys)(const Feedback<T>& args, int64_t begin, int64_t n, Key* keys);
-  // Collects the keys that are at least `low`, with their offsets from `begin`, in order; returns how many. `largest`
-  // is raised to the largest key of all.
+  Key (*largest)(const Feedback<T>& args, int64_t begin, int64_t n);
   int64_t (*scan)(
-      const Feedback<T>& args, int64_t begin, int64_t n, Key low, Key* keys, uint32_t* offsets, Key* largest);
+      const Feedback<T>& args, int64_t begin, int64_t n, Key low, Key* keys, uint32_t* offsets, Scanned<Key>* seen);
   // e = a, and the velocity's new value.
   void (*feed)(const Feedback<T>& args, int64_t begin, int64_t n);
-  // Both at once.
+  // Both at once; and with a log.
   int64_t (*feed_and_scan)(
-      const Feedback<T>& args, int64_t begin, int64_t n, Key low, Key* keys, uint32_t* offsets, Key* largest);
+      const Feedback<T>& args, int64_t begin, int64_t n, Key low, Key* keys, uint32_t* offsets, Scanned<Key>* seen);
+  int64_t (*logged_feed_and_scan)(
+      const Feedback<T>& args, int64_t begin, int64_t n, Key low, Key* keys, uint32_t* offsets, Scanned<Key>* seen,
+      UndoLog<Acc>* log);
+  // Residual and velocity as they were before `logged_feed_and_scan`.
+  void (*undo)(const Feedback<T>& args, int64_t begin, int64_t n, const UndoLog<Acc>& log);
+  // A scan of what has been fed.
+  int64_t (*scan_fed)(const Acc* residual, int64_t n, Key low, Key* keys, uint32_t* offsets, Scanned<Key>* seen);
 };
 
 using Kernels = PerDtype<FeedbackKernels>;

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <random>
 #include <string>
@@ -82,6 +83,7 @@ struct Scanned {
   std::vector<uint32_t> keys, offsets;
   std::vector<float> residual, velocity;
   uint32_t largest = 0;
+  int64_t equal = 0;
   int64_t count = 0;
 
   bool operator==(const Scanned&) const = default;
@@ -94,7 +96,10 @@ Scanned scan(const topk::Kernels& kernels, int64_t n, bool with_velocity, uint32
       random_floats(n + 1, 3)};
   const Feedback<float> args{
       grad.data(), out.residual.data(), with_velocity ? out.velocity.data() : nullptr, 0.7f, 0.9f};
-  out.count = kernels.f32.feed_and_scan(args, 0, n, low, out.keys.data(), out.offsets.data(), &out.largest);
+  topk::Scanned<uint32_t> seen;
+  out.count = kernels.f32.feed_and_scan(args, 0, n, low, out.keys.data(), out.offsets.data(), &seen);
+  out.largest = seen.largest;
+  out.equal = seen.equal;
   // What lies behind the candidates is scratch, up to one vector past the end.
   EXPECT_EQ(out.keys[n + 16], 7u);
   EXPECT_EQ(out.offsets[n + 16], 7u);
@@ -111,6 +116,112 @@ TEST_P(EachIsa, ScansAsThePortableLoops) {
         const Scanned expected = scan(topk::table("portable"), n, with_velocity, key_of(low));
         ASSERT_TRUE(actual == expected) << n << " elements from " << low << " on";
       }
+    }
+  }
+}
+
+// A gradient and a state of one kind that the feed taken backwards finds easy or hard.
+struct State {
+  std::vector<float> grad, residual, velocity;
+};
+
+State state_of(const std::string& kind, int64_t n) {
+  State state{random_floats(n, 6), random_floats(n, 7), random_floats(n, 8)};
+  for (int64_t i = 0; i < n; ++i) {
+    if (kind == "settled") {
+      state.residual[i] *= 8;
+      state.velocity[i] *= 8;
+    } else if (kind == "small residual") {
+      state.residual[i] *= 1e-6f;
+    } else if (kind == "subnormal") {
+      state.grad[i] *= 1e-39f;
+      state.residual[i] *= 1e-39f;
+      state.velocity[i] *= 1e-38f;
+    } else if (kind == "not finite") {
+      state.residual[i] = i % 5 == 0 ? std::nanf("0x123") : i % 7 == 0 ? -INFINITY : i % 3 == 0 ? -0.0f : 3e38f;
+    }
+  }
+  return state;
+}
+
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+// What lies on the stack behind a block that is not full must not be taken for elements of it.
+__attribute__((noinline)) void litter_the_stack() {
+  char litter[65536];
+  std::memset(litter, 0x41, sizeof(litter));
+  asm volatile("" : : "r"(litter) : "memory");
+}
+
+TEST_P(EachIsa, ScansBlocksThatAreNotFull) {
+  const auto& loops = topk::table(GetParam()).f32;
+  for (int64_t n = 1; n < 300; n += 7) {
+    const std::vector<float> grad(n, 1.0f);
+    std::vector<float> residual(n);
+    const Feedback<float> args{grad.data(), residual.data(), nullptr, 1, 0};
+    std::vector<uint32_t> keys(topk::kSegmentBuffer), offsets(topk::kSegmentBuffer);
+    for (const uint32_t low : {0u, key_of(0.5f), key_of(1.0f), key_of(2.0f)}) {
+      topk::Scanned<uint32_t> seen, fed;
+      litter_the_stack();
+      EXPECT_EQ(loops.scan(args, 0, n, low, keys.data(), offsets.data(), &seen), low < key_of(1.0f) ? n : 0);
+      EXPECT_EQ(seen.equal, low == key_of(1.0f) ? n : 0);
+      EXPECT_EQ(seen.largest, key_of(1.0f));
+      litter_the_stack();
+      EXPECT_EQ(loops.scan_fed(residual.data(), n, low, keys.data(), offsets.data(), &fed), 0);
+      EXPECT_EQ(fed.equal, low == 0 ? n : 0);
+    }
+  }
+}
+
+TEST_P(EachIsa, TakesAFeedBackBitForBit) {
+  const auto& loops = topk::table(GetParam()).f32;
+  for (const int64_t n : {int64_t{1}, int64_t{17}, int64_t{256}, int64_t{1000}, topk::kSegment}) {
+    for (const char* kind : {"settled", "small residual", "subnormal", "not finite"}) {
+      for (const float scale : {1.0f, 0.9f, 0.0f, 1e-30f}) {
+        for (const bool with_velocity : {false, true}) {
+          const State before = state_of(kind, n);
+          State state = before, fed = before;
+          const auto feedback = [&](State& s) {
+            return Feedback<float>{
+                before.grad.data(), s.residual.data(), with_velocity ? s.velocity.data() : nullptr, scale, 0.9f};
+          };
+          std::vector<uint32_t> keys(topk::kSegmentBuffer), offsets(topk::kSegmentBuffer);
+          std::vector<uint8_t> codes(2 * topk::kCodeBytes);
+          std::vector<float> values(2 * topk::kSegmentBuffer);
+          topk::UndoLog<float> log{codes.data(), values.data()};
+          topk::Scanned<uint32_t> seen;
+          loops.logged_feed_and_scan(feedback(state), 0, n, 0, keys.data(), offsets.data(), &seen, &log);
+          loops.feed(feedback(fed), 0, n);
+          ASSERT_TRUE(same_bits(state.residual, fed.residual) && same_bits(state.velocity, fed.velocity)) << kind;
+          loops.undo(feedback(state), 0, n, log);
+          ASSERT_TRUE(same_bits(state.residual, before.residual)) << kind << " scaled by " << scale;
+          ASSERT_TRUE(same_bits(state.velocity, before.velocity)) << kind << " scaled by " << scale;
+          if (std::string(kind) == "settled" && scale > 0.5f && n == topk::kSegment) {
+            EXPECT_LT(log.count, n / 4);
+          }
+        }
+      }
+    }
+  }
+}
+
+// The way around slow products must round as the processor does.
+TEST_P(EachIsa, FeedsSubnormalNumbersAsTheProcessorDoes) {
+  const auto& loops = topk::table(GetParam()).f32;
+  std::mt19937 generator(9);
+  constexpr int64_t kNumel = 4096;
+  for (const float scale : {0.9f, 0.5f, 3.0f, 1e-3f, 1e-20f, 1e-40f, 0.0f}) {
+    for (const uint32_t range : {0x00000010u, 0x00800000u, 0x01800000u, 0x40000000u}) {
+      std::vector<float> grad(kNumel), residual(kNumel), expected(kNumel);
+      for (int64_t i = 0; i < kNumel; ++i) {
+        residual[i] = bit_cast<float>(static_cast<uint32_t>(generator() % range) | (i % 2 == 0 ? 0x80000000u : 0));
+        const volatile float product = scale * residual[i];
+        expected[i] = product + grad[i];
+      }
+      loops.feed({grad.data(), residual.data(), nullptr, scale, 0}, 0, kNumel);
+      ASSERT_TRUE(same_bits(residual, expected)) << scale << " times floats below " << range;
     }
   }
 }

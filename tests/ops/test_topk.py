@@ -141,6 +141,62 @@ def test_threshold_equals_the_reference(isa, numel, dtype):
             assert_same("threshold_compress_", (grad, residual), bound, capacity, velocity=velocity)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threshold_in_scopes(isa, dtype):
+    grad, residual, velocity = make(3 * 5 * 40, dtype)
+    shaped = [x.view(3, 5, 40) for x in (grad, residual)]
+    for scope, size in (("row", 40), ("expert", 200), (1, 1), (7, 7), (128, 128), (601, 601)):
+        bound = torch.rand(-(-600 // size), dtype=residual.dtype) * 2
+        for capacity in (0, 1, min(5, size), size):
+            out = assert_same(
+                "threshold_compress_",
+                shaped,
+                bound,
+                capacity,
+                target=3,
+                scope=scope,
+                velocity=velocity.view(3, 5, 40),
+            )
+            assert out[2].shape == bound.shape and len(out[0]) == len(bound) * capacity
+    assert_same("threshold_compress_", shaped, 1.0, 3, scope="row")
+    empty = torch.zeros(0, dtype=dtype), torch.zeros(0, dtype=residual.dtype)
+    assert_same("threshold_compress_", empty, 1.0, 3, scope=7)
+
+
+def test_threshold_in_large_scopes(isa):
+    grad, residual, velocity = make(3 * 20000)
+    grad[20000:40000] = residual[20000:40000] = 0  # an expert without tokens
+    bound = torch.tensor([3.0, 1.0, 0.1])  # the last one overflows
+    for u in (None, velocity.view(3, -1)):
+        state = (grad.view(3, -1), residual.view(3, -1))
+        assert_same("threshold_compress_", state, bound, 900, scope="expert", target=9, velocity=u)
+
+
+@pytest.mark.parametrize("make_grad", ["equal", "few", "sorted", "huge"])
+def test_overflow_of_many_times_the_capacity(isa, make_grad):
+    numel = 100000
+    grad = {
+        "equal": torch.full((numel,), -0.5),
+        "few": torch.randint(-3, 4, (numel,)) / 4,
+        "sorted": torch.arange(1, numel + 1) / 100,
+        "huge": torch.where(torch.arange(numel) == 77777, 1e38, 1.0),
+    }[make_grad]
+    _, residual, velocity = make(numel, levels=2)
+    for start in (torch.zeros(numel), residual):
+        for capacity in (0, 1, 100, 30000):
+            for check_finite in (True, False):
+                assert_same(
+                    "threshold_compress_",
+                    (grad, start),
+                    torch.tensor(1e-9),
+                    capacity,
+                    target=5,
+                    velocity=velocity,
+                    momentum=0.5,
+                    check_finite=check_finite,
+                )
+
+
 def test_threshold_never_selects_zeros(isa):
     grad = torch.zeros(300)
     grad[5] = 1e-45
@@ -196,12 +252,59 @@ def test_nothing_is_lost(isa, numel, steps, share, scope, seed):
             size = numel if scope == "tensor" else scope
             before = grad.clone()
             if threshold:
-                out = ops.threshold_compress_(grad, residual, 10 * share, int(share * numel))
+                out = ops.threshold_compress_(
+                    grad, residual, 10 * share, int(share * size), scope=scope
+                )
             else:
                 out = ops.topk_compress_(grad, residual, int(share * size), scope=scope)
             assert torch.equal(grad, before)
             sent.index_add_(0, out.indices, out.values)
         assert torch.equal(sent + residual, grads.sum(dim=0))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=FIXTURES)
+@given(
+    numel=st.one_of(st.integers(1, 400), st.integers(16000, 70000)),
+    dtype=st.sampled_from(DTYPES),
+    kept=st.floats(0, 1),
+    parts=st.sampled_from([1, 1, 2, 30]),
+    with_velocity=st.booleans(),
+    scale=st.sampled_from([1.0, 0.9, 1e-3, 0.0]),
+    exponent=st.sampled_from([0, -40, -148]),
+    check_finite=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_what_is_sent_and_what_stays_is_what_was_owed(
+    isa, numel, dtype, kept, parts, with_velocity, scale, exponent, check_finite, seed
+):
+    """Of any numbers, bit for bit."""
+    torch.manual_seed(seed)
+    grad, residual, velocity = (x * 2.0**exponent for x in make(numel, dtype))
+    size = -(-numel // parts)
+    options = {
+        "scope": size,
+        "residual_scale": scale,
+        "momentum": 0.9,
+        "check_finite": check_finite,
+    }
+    moved = grad.to(residual.dtype)
+    if with_velocity:
+        moved = velocity * 0.9 + moved
+    owed = residual * scale + moved
+    for threshold in (False, True):
+        e, u = residual.clone(), velocity.clone() if with_velocity else None
+        if threshold:
+            count = int(kept * size / 2)
+            bound = float(owed.abs().median())
+            out = ops.threshold_compress_(grad, e, bound, count, velocity=u, **options)
+        else:
+            out = ops.topk_compress_(grad, e, int(kept * size), velocity=u, **options)
+        chosen = out.indices[out.values != 0] if threshold else out.indices
+        assert not e[chosen].any()
+        sent = torch.zeros_like(e).index_add_(0, out.indices, out.values)
+        assert torch.equal(sent + e, owed)
+        if u is not None:
+            assert torch.equal(u, moved.index_fill(0, chosen, 0.0))
 
 
 def test_strided_gradients(isa):
@@ -233,7 +336,38 @@ def test_refuses_what_is_not_finite_and_changes_nothing(isa, bad, numel):
                     call((grad, residual, velocity))
                 for after, before in zip((grad, residual, velocity), state, strict=True):
                     assert torch.equal(after.nan_to_num(7.0), before.nan_to_num(7.0))
-    # The sum of two finite numbers may be infinite.
+
+
+def same_bits(a, b):
+    integer = torch.int64 if a.dtype == torch.float64 else torch.int32
+    return torch.equal(a.view(integer), b.view(integer))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1.0, 0.9, 0.0])
+def test_a_refused_call_is_undone_bit_for_bit(isa, dtype, scale):
+    numel = 9 * 16384 + 5
+    grad, residual, velocity = make(numel, dtype)
+    tiny, residual[7] = torch.finfo(residual.dtype).tiny, -0.0
+    # Residuals that the feed taken backwards finds, some that it does not, and subnormal ones.
+    residual[40000:90000] *= 1e-5
+    residual[90000:99000] *= tiny
+    grad[-3] = float("nan")
+    bound = torch.ones((), dtype=residual.dtype)
+    for u in (None, velocity):
+        options = {"velocity": None if u is None else u.clone(), "residual_scale": scale}
+        for capacity in (None, 9999, 9):
+            state = residual.clone()
+            with pytest.raises(RuntimeError, match=f"got nan at element {numel - 3} "):
+                if capacity is None:
+                    ops.topk_compress_(grad, state, 999, **options)
+                else:
+                    ops.threshold_compress_(grad, state, bound, capacity, target=9, **options)
+            assert same_bits(state, residual) and bound == 1
+            assert u is None or same_bits(options["velocity"], u)
+
+
+def test_the_sum_of_finite_numbers_may_be_infinite():
     with pytest.raises(
         RuntimeError, match=r"got inf at element 2 \(grad 3e\+38, residual 3e\+38\)"
     ):
@@ -348,6 +482,23 @@ def test_refuses_a_scope(scope):
         ops.topk_compress_(GRAD, GRAD.clone(), 1, scope=scope)
 
 
+def test_refuses_a_threshold_that_does_not_fit_the_scopes():
+    with pytest.raises(ValueError, match=r"threshold_compress_: expected scope to be one of "):
+        ops.threshold_compress_(GRAD, GRAD.clone(), 1.0, 1, scope="column")
+    for bound, capacity, message in (
+        (torch.ones(()), 1, r"threshold to be a 1-D tensor \[num_scopes\], got shape \[\]"),
+        (torch.ones(3), 1, r"threshold to be of shape \[4\], one of each scope, got shape \[3\]"),
+        (torch.ones(8)[::2], 1, r"threshold to be contiguous, got a strided tensor"),
+        (torch.tensor([1, 1, -1.0, 1]), 1, r"threshold to be finite and at least 0, got -1"),
+        (torch.ones(4), 7, r"capacity to be in \[0, 6\], the elements of a scope, got 7"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            ops.threshold_compress_(GRAD, GRAD.clone(), bound, capacity, scope="row")
+    with pytest.raises(RuntimeError, match="scope_size to be at least 0, got -1"):
+        arguments = (GRAD, GRAD.clone(), torch.ones(4), 1, 0, None, 0.0, 1.0, True, -1)
+        torch.ops.moe_ext.threshold_compress_(*arguments)
+
+
 def test_refuses_to_adapt_a_number():
     with pytest.raises(
         ValueError, match="threshold to be a tensor where a target adapts it, got 2"
@@ -364,6 +515,8 @@ def test_opcheck():
     )
     arguments = (grad, residual.clone(), torch.tensor(1.0), 30, 20, velocity.clone(), 0.5)
     torch.library.opcheck(op.threshold_compress_.default, arguments)
+    in_scopes = (grad, residual.clone(), torch.ones(5), 30, 20, None, 0.0, 1.0, True, 64)
+    torch.library.opcheck(op.threshold_compress_.default, in_scopes)
 
 
 def test_compiles_without_a_break():
