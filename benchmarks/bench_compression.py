@@ -1,4 +1,4 @@
-"""Gradient selection and quantisers on one thread, beside a copy and eager torch."""
+"""Gradient selection and quantisers beside a copy, torch's selections and eager torch."""
 
 import itertools
 from collections.abc import Callable
@@ -9,14 +9,28 @@ from _harness import Runs, Table, Timing, interleaved, milliseconds
 from moe_ext import ops
 
 NUMEL = 2**24
+SIZES = (2**20, 2**22, 2**24, 2**26, 2**28)
 DENSITIES = (0.1, 0.01, 0.001)
 # Without it the residual of three gradients that come again and again grows for hundreds of steps.
 DECAY = 0.9
+# What selection with error feedback moves: it reads gradient and residual and writes the residual.
+FEEDBACK_BYTES, COPY_BYTES = 12, 8
+
+
+def with_one_huge(numel: int) -> torch.Tensor:
+    """Small numbers and one that is 38 orders larger."""
+    grad = torch.randn(numel)
+    grad[numel // 3] = 1e38
+    return grad
+
+
 INPUTS: dict[str, Callable[[int], torch.Tensor]] = {
     "normal": torch.randn,
     "all equal": lambda n: torch.full((n,), 0.5),
     "all zero": torch.zeros,
     "denormal": lambda n: torch.randn(n) * 1e-39,
+    "ascending": lambda n: torch.arange(1, n + 1).float(),
+    "one huge": with_one_huge,
 }
 
 
@@ -50,95 +64,140 @@ def settled(grads: list[torch.Tensor], k: int) -> tuple[torch.Tensor, torch.Tens
     return residual, threshold
 
 
-def one_thread(runs: Runs, seconds: float = 8.0) -> dict[str, Timing]:
-    """The times of the contenders on a single thread."""
+def on_threads(runs: Runs, threads: int = 1, seconds: float = 4.0) -> dict[str, Timing]:
+    """The times of the contenders on that many threads."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     try:
         return interleaved(runs, seconds=seconds, warmup=1, least=3)
     finally:
         torch.set_num_threads(before)
 
 
-def row(labels: tuple[str, ...], times: dict[str, Timing]) -> tuple[str, ...]:
-    """The milliseconds of every contender, and the first ones over the copy."""
-    copy = times["copy"].median
-    cells = [milliseconds(t) for t in times.values()]
-    shares = [f"{t.median / copy:.2f}" for name, t in times.items() if name.startswith("ours")]
-    return (*labels, *cells, *shares)
+def selections(
+    grads: list[torch.Tensor], residual: torch.Tensor, threshold: torch.Tensor, k: int, check: bool
+) -> Runs:
+    """Our two operators on states of their own, which their runs carry on."""
+    turn = itertools.cycle(grads)
+    states, bound = [residual.clone() for _ in range(2)], threshold.clone()
+    options = {"residual_scale": DECAY, "check_finite": check}
+    suffix = "" if check else ", unchecked"
+    return {
+        f"top-k{suffix}": lambda: ops.topk_compress_(next(turn), states[0], k, **options),
+        f"carried{suffix}": lambda: ops.threshold_compress_(
+            next(turn), states[1], bound, min(len(residual), 2 * k), target=k, **options
+        ),
+    }
 
 
-def selection_times(numel: int, density: float, kind: str) -> dict[str, Timing]:
-    """Exact and thresholded selection of one input."""
+def selection_times(kind: str, density: float, numel: int = NUMEL) -> dict[str, Timing]:
+    """Exact and carried selection of one input, and where it is the usual one, torch's."""
     k = max(1, int(numel * density))
     grads = [INPUTS[kind](numel) for _ in range(3)]
     turn = itertools.cycle(grads)
     residual, threshold = settled(grads, k)
-    states = [residual.clone() for _ in range(5)]
-    bounds = [threshold.clone() for _ in range(2)]
-    target = torch.empty_like(residual)
-    capacity = min(numel, 2 * k)
-
-    def carried(i: int, check: bool) -> object:
-        return ops.threshold_compress_(
-            next(turn),
-            states[i],
-            bounds[i - 1],
-            capacity,
-            target=k,
-            residual_scale=DECAY,
-            check_finite=check,
-        )
-
-    def exact(i: int, check: bool) -> object:
-        return ops.topk_compress_(
-            next(turn), states[i], k, residual_scale=DECAY, check_finite=check
-        )
-
-    return one_thread(
-        {
-            "ours top-k": lambda: exact(0, True),
-            "ours top-k unchecked": lambda: exact(4, False),
-            "ours carried": lambda: carried(1, True),
-            "ours carried unchecked": lambda: carried(2, False),
-            "copy": lambda: target.copy_(grads[0]),
+    target, state = torch.empty_like(residual), residual.clone()
+    runs = {
+        **selections(grads, residual, threshold, k, True),
+        **selections(grads, residual, threshold, k, False),
+        "copy": lambda: target.copy_(grads[0]),
+    }
+    if kind == "normal":
+        runs |= {
             "torch.topk": lambda: grads[0].topk(k, sorted=False),
-            "eager top-k": lambda: eager_topk(next(turn), states[3], k),
-            "eager threshold": lambda: eager_threshold(next(turn), states[3], threshold),
+            "kthvalue": lambda: grads[0].kthvalue(numel - k + 1),
+            "eager top-k": lambda: eager_topk(next(turn), state, k),
+            "eager threshold": lambda: eager_threshold(next(turn), state, threshold),
         }
-    )
+    return on_threads(runs)
 
 
-def selection_table(numel: int = NUMEL) -> Table:
-    """Selection with error feedback."""
-    header = (
-        "input",
-        "selected",
-        "top-k ms",
-        "top-k, unchecked ms",
-        "carried ms",
-        "carried, unchecked ms",
-        "copy ms",
-        "torch.topk ms",
-        "eager top-k ms",
-        "eager threshold ms",
-        "top-k / copy",
-        "unchecked / copy",
-        "carried / copy",
-        "carried, unchecked / copy",
-    )
+OURS = ("top-k", "top-k, unchecked", "carried", "carried, unchecked")
+PEERS = ("torch.topk", "kthvalue", "eager top-k", "eager threshold")
+Found = dict[tuple[str, float], dict[str, Timing]]
+
+
+def bandwidth(timing: Timing, numel: int, num_bytes: int = FEEDBACK_BYTES) -> float:
+    """Bytes moved a second, in GB/s."""
+    return num_bytes * numel / timing.median / 1e9
+
+
+def selection_table(found: Found) -> Table:
+    """Milliseconds of selection with error feedback."""
+    header = ("input", "selected", *(f"{name} ms" for name in (*OURS, "copy", *PEERS)))
     note = (
-        f"{numel} float32 elements, one thread. Every contender adds the gradient to the residual "
-        "and takes the selected elements out, torch.topk and the copy alone do not. Unchecked: "
-        "without the pass that looks for NaN. The eager threshold is a constant."
+        f"{NUMEL} float32 elements, one thread. Every contender adds the gradient to the residual "
+        "and takes the selected elements out; `torch.topk`, `kthvalue` and the copy alone do not. "
+        "Unchecked: without looking for NaN. The eager threshold is a constant, the carried one "
+        "follows the gradient."
     )
-    cases = [("normal", density) for density in DENSITIES]
-    cases += [(kind, 0.01) for kind in INPUTS if kind != "normal"]
-    rows = [
-        row((kind, f"{100 * density:g} %"), selection_times(numel, density, kind))
-        for kind, density in cases
-    ]
+    rows = []
+    for (kind, density), times in found.items():
+        cells = [milliseconds(times[n]) if n in times else "-" for n in (*OURS, "copy", *PEERS)]
+        rows.append((kind, f"{100 * density:g} %", *cells))
     return Table("Gradient selection", note, header, rows)
+
+
+def share_table(found: Found) -> Table:
+    """The same over the time and the bandwidth of a copy."""
+    names = (*OURS, "torch.topk", "kthvalue", "eager top-k", "eager threshold")
+    header = ("input", "selected", *names, "carried GB/s", "copy GB/s", "share of copy bandwidth")
+    note = (
+        "The times above over that of `copy_`. An error feedback that keeps its residual in memory "
+        f"moves {FEEDBACK_BYTES} bytes an element, the copy {COPY_BYTES}: at equal bandwidth 1.5."
+    )
+    rows = []
+    for (kind, density), times in found.items():
+        copy = times["copy"].median
+        cells = [f"{times[n].median / copy:.2f}" if n in times else "-" for n in names]
+        ours, theirs = (
+            bandwidth(times["carried"], NUMEL),
+            bandwidth(times["copy"], NUMEL, COPY_BYTES),
+        )
+        rates = (f"{ours:.1f}", f"{theirs:.1f}", f"{100 * ours / theirs:.0f} %")
+        rows.append((kind, f"{100 * density:g} %", *cells, *rates))
+    return Table("Gradient selection, over a copy", note, header, rows)
+
+
+def grown(numel: int, threads: int, density: float = 0.01) -> dict[str, Timing]:
+    """Selection from normal gradients of any size."""
+    small = min(SIZES)
+    residual, threshold = settled([torch.randn(small) for _ in range(3)], int(density * small))
+    grad = torch.randn(numel)
+    target = torch.empty_like(grad)
+    runs = selections(
+        [grad], residual.repeat(numel // small), threshold, int(density * numel), True
+    )
+    return on_threads({**runs, "copy": lambda: target.copy_(grad)}, threads, seconds=1.0)
+
+
+def size_table() -> Table:
+    """Sizes and threads."""
+    header = (
+        "elements",
+        "threads",
+        "top-k ms",
+        "carried ms",
+        "copy ms",
+        "top-k / copy",
+        "carried / copy",
+        "carried GB/s",
+    )
+    note = "1 % of normal float32 gradients, checked; the copy has as many threads."
+    rows = []
+    for numel, threads in itertools.product(SIZES, (1, 2)):
+        times = grown(numel, threads)
+        copy = times["copy"].median
+        rows.append(
+            (
+                f"2^{numel.bit_length() - 1}",
+                str(threads),
+                *(milliseconds(times[name]) for name in ("top-k", "carried", "copy")),
+                *(f"{times[name].median / copy:.2f}" for name in ("top-k", "carried")),
+                f"{bandwidth(times['carried'], numel):.1f}",
+            )
+        )
+    return Table("Gradient selection by size", note, header, rows)
 
 
 def eager_int8(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,41 +219,62 @@ def quantizer_times(format: str, numel: int, block: int = 256) -> dict[str, Timi
         return ops.quantize_blockwise(x, residual=residuals[i], check_finite=check, **shape)
 
     runs: Runs = {
-        "ours": lambda: ops.quantize_blockwise(x, **shape),
-        "ours with residual": lambda: with_residual(0, True),
-        "ours with residual, unchecked": lambda: with_residual(1, False),
-        "ours add": lambda: ops.dequantize_add_(total, *coded, **shape),
+        "quantise": lambda: ops.quantize_blockwise(x, **shape),
+        "with residual": lambda: with_residual(0, True),
+        "with residual, unchecked": lambda: with_residual(1, False),
+        "dequantise and add": lambda: ops.dequantize_add_(total, *coded, **shape),
         "copy": lambda: target.copy_(x),
     }
     if format == "int8":
         runs["eager"] = lambda: eager_int8(x, block)
-    return one_thread(runs, seconds=4.0)
+    return on_threads(runs, seconds=2.5)
 
 
-def quantizer_table(numel: int = NUMEL) -> Table:
+def quantizer_table(found: dict[str, dict[str, Timing]]) -> Table:
     """Block quantisers."""
-    header = (
-        "format",
-        "quantise ms",
-        "with residual ms",
-        "with residual, unchecked ms",
-        "dequantise and add ms",
-        "copy ms",
-        "eager ms",
-        "quantise / copy",
-        "with residual / copy",
-        "unchecked / copy",
-        "add / copy",
-    )
-    note = f"{numel} float32 elements in blocks of 256, rounded to the nearest, one thread."
+    ours = ("quantise", "with residual", "with residual, unchecked", "dequantise and add")
+    names = (*ours, "copy", "eager")
+    header = ("format", *(f"{name} ms" for name in names), *(f"{name} / copy" for name in ours))
+    note = f"{NUMEL} float32 elements in blocks of 256, rounded to the nearest, one thread."
     rows = []
-    for format in ("int8", "int4", "fp8", "sign"):
-        times = quantizer_times(format, numel)
-        cells = row((format,), times)
-        rows.append(cells if "eager" in times else (*cells[:6], "-", *cells[6:]))
+    for format, times in found.items():
+        cells = [milliseconds(times[name]) if name in times else "-" for name in names]
+        shares = [f"{times[name].median / times['copy'].median:.2f}" for name in ours]
+        rows.append((format, *cells, *shares))
     return Table("Block quantisers", note, header, rows)
+
+
+def target_table(found: Found, quantized: dict[str, dict[str, Timing]]) -> Table:
+    """What was aimed at, and whether it is met."""
+    usual = found["normal", 0.01]
+    exact = max(times["top-k"].median / times["copy"].median for times in found.values())
+    aims = [
+        ("exact top-k 1 %, error feedback, checked", 2.0, usual, "top-k"),
+        ("carried threshold 1 %, error feedback, checked", 1.2, usual, "carried"),
+        ("the same, unchecked", 1.2, usual, "carried, unchecked"),
+        ("int8 blocks", 0.8, quantized["int8"], "quantise"),
+        ("signs with the mean magnitude", 0.6, quantized["sign"], "quantise"),
+    ]
+    measured = [(what, aim, t[name].median / t["copy"].median) for what, aim, t, name in aims]
+    measured.append(("exact top-k, the slowest input of the table", 3.0, exact))
+    rows = [
+        (what, f"{aim:.1f}", f"{time:.2f}", "yes" if time <= aim else "no")
+        for what, aim, time in measured
+    ]
+    note = f"Times of {NUMEL} float32 elements on one thread over that of `copy_`."
+    return Table("Compression, aims", note, ("what", "aim", "measured", "met"), rows)
 
 
 def tables() -> list[Table]:
     """The tables of docs/benchmarks.md."""
-    return [selection_table(), quantizer_table()]
+    cases = [("normal", density) for density in DENSITIES]
+    cases += [(kind, 0.01) for kind in INPUTS if kind != "normal"]
+    found = {case: selection_times(*case) for case in cases}
+    quantized = {name: quantizer_times(name, NUMEL) for name in ("int8", "int4", "fp8", "sign")}
+    return [
+        selection_table(found),
+        share_table(found),
+        size_table(),
+        quantizer_table(quantized),
+        target_table(found, quantized),
+    ]

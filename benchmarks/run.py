@@ -26,6 +26,7 @@ BENCHMARKS = (
     "huggingface",
     "compat",
     "attention",
+    "compression",
 )
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 FIGURES = REPORT.with_suffix(".json")

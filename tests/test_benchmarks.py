@@ -185,3 +185,24 @@ def test_stand_ins_compute_what_the_originals_compute(library):
     ((row, header),) = spawn_ranks(stand_in_row, 1, library)
     assert row[:4] == (library, "tiny", "64", "k=2")
     assert len(row) == len(header)
+
+
+def test_contenders_of_selection_choose_the_same():
+    import bench_compression as bench
+
+    from moe_ext import ops
+
+    for make in bench.INPUTS.values():
+        grad, start = make(5000), torch.randn(5000) / 8
+        eager, ours = start.clone(), start.clone()
+        _, indices = bench.eager_topk(grad, eager, 50)
+        out = ops.topk_compress_(grad, ours, 50)
+        # Among equal magnitudes torch takes any.
+        assert torch.equal(
+            (start + grad)[indices].abs().sort().values, out.values.abs().sort().values
+        )
+    eager, ours = start.clone(), start.clone()
+    values, indices = bench.eager_threshold(grad, eager, torch.tensor(1.0))
+    out = ops.threshold_compress_(grad, ours, 1.0, 5000)
+    assert torch.equal(indices, out.indices[: out.count]) and torch.equal(eager, ours)
+    assert torch.equal(values, out.values[: out.count])
