@@ -19,26 +19,6 @@ struct ForwardState {
   bool aligned;      // rows of `out`
 };
 
-// The largest and the sum over the half of a warp that holds a row; NaN is passed over.
-template <typename Acc>
-__device__ __forceinline__ Acc row_max(Acc value) {
-#pragma unroll
-  for (int offset = kSide / 2; offset > 0; offset /= 2) {
-    const Acc other = __shfl_xor_sync(kFullMask, value, offset);
-    value = other > value ? other : value;
-  }
-  return value;
-}
-
-template <typename Acc>
-__device__ __forceinline__ Acc row_sum(Acc value) {
-#pragma unroll
-  for (int offset = kSide / 2; offset > 0; offset /= 2) {
-    value += __shfl_xor_sync(kFullMask, value, offset);
-  }
-  return value;
-}
-
 // Products to scores, -inf where the query does not see the key.
 template <bool kSoftcap, bool kAlibi, typename Acc>
 __device__ __forceinline__ void mask_scores(
@@ -73,7 +53,7 @@ __device__ __forceinline__ void softmax_tile(
     for (int j = 0; j < kPerThread; ++j) {
       most = s[i][j] > most ? s[i][j] : most;
     }
-    most = row_max(most);
+    most = warp_max<kSide>(most);
     const Acc shift = most == -Acc(kInf) ? Acc(0) : most;
     const Acc fade = exp_acc(max[i] - shift);
     max[i] = most;
@@ -124,7 +104,7 @@ __device__ __forceinline__ void finish_rows(
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
     const int row = thread_row() + kSide * i;
-    const Acc total = row_sum(sum[i]);
+    const Acc total = warp_sum<kSide>(sum[i]);
     if (row >= rows) {
       continue;
     }

@@ -22,21 +22,21 @@ __device__ __forceinline__ unsigned lanes_below() {
   return (1u << lane_id()) - 1u;
 }
 
-// The same bits in every lane.
-template <typename T>
+// Of each kWidth neighbouring lanes; the same bits in all of them.
+template <int kWidth = kWarpSize, typename T>
 __device__ __forceinline__ T warp_sum(T value) {
 #pragma unroll
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+  for (int offset = kWidth / 2; offset > 0; offset /= 2) {
     value += __shfl_xor_sync(kFullMask, value, offset);
   }
   return value;
 }
 
-// NaN is passed over.
-template <typename T>
+// As warp_sum. NaN is passed over.
+template <int kWidth = kWarpSize, typename T>
 __device__ __forceinline__ T warp_max(T value) {
 #pragma unroll
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+  for (int offset = kWidth / 2; offset > 0; offset /= 2) {
     const T other = __shfl_xor_sync(kFullMask, value, offset);
     value = other > value ? other : value;
   }
