@@ -211,14 +211,6 @@ struct __attribute__((visibility("hidden"))) MergeTensors {
   }
 };
 
-std::vector<int64_t> sizes_of(const Tensor& t) {
-  std::vector<int64_t> sizes;
-  for (int64_t i = 0; i < t.dim(); ++i) {
-    sizes.push_back(t.size(i));
-  }
-  return sizes;
-}
-
 std::tuple<Tensor, Tensor> merge_attention_cuda(Tensor out_a, Tensor lse_a, OptionalTensor out_b, Tensor lse_b) {
   check_merge("merge_attention", out_a, lse_a, out_b, lse_b);
   const DeviceScope device(out_a);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <vector>
 
 #include "common/check.h"
 #include "common/simd.h"
@@ -44,6 +45,14 @@ inline std::optional<Tensor> optional_contiguous(const std::optional<Tensor>& t)
 template <typename T>
 const T* data_or_null(const std::optional<Tensor>& t) {
   return t ? data<const T>(*t) : nullptr;
+}
+
+inline std::vector<int64_t> sizes_of(const Tensor& t) {
+  std::vector<int64_t> sizes;
+  for (int64_t i = 0; i < t.dim(); ++i) {
+    sizes.push_back(t.size(i));
+  }
+  return sizes;
 }
 
 // Items a task wants so that it is worth a thread: about 32 KiB of traffic.
