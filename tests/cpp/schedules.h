@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <random>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -60,3 +62,17 @@ class ScheduleTest : public ::testing::TestWithParam<std::tuple<Schedule, Param>
 };
 
 } // namespace simt
+
+namespace moe_ext {
+
+// Of a normal distribution.
+template <typename T>
+std::vector<T> random_values(int64_t n, int seed) {
+  std::mt19937 generator(seed);
+  std::normal_distribution<float> normal;
+  std::vector<T> values(n);
+  std::generate(values.begin(), values.end(), [&] { return static_cast<T>(normal(generator)); });
+  return values;
+}
+
+} // namespace moe_ext

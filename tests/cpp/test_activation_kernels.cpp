@@ -20,15 +20,6 @@ double tolerance() {
   return std::is_same_v<T, c10::BFloat16> ? 0x1p-7 : std::is_same_v<T, c10::Half> ? 0x1p-10 : 0x1p-20;
 }
 
-template <typename T>
-std::vector<T> random_values(int64_t n, int seed) {
-  std::mt19937 generator(seed);
-  std::normal_distribution<float> normal;
-  std::vector<T> values(n);
-  std::generate(values.begin(), values.end(), [&] { return static_cast<T>(normal(generator)); });
-  return values;
-}
-
 double wide(double x) {
   return x;
 }

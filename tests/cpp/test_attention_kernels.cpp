@@ -34,15 +34,6 @@ struct Case {
   int padding = 0; // unused elements between rows, which then may be unaligned
 };
 
-template <typename T>
-std::vector<T> random_values(int64_t n, int seed) {
-  std::mt19937 generator(seed);
-  std::normal_distribution<float> normal;
-  std::vector<T> values(n);
-  std::generate(values.begin(), values.end(), [&] { return static_cast<T>(normal(generator)); });
-  return values;
-}
-
 // [heads, rows, dim] with `padding` elements after each row.
 template <typename T>
 struct Matrices {

@@ -92,15 +92,6 @@ Token serial_gate(const Case& c, const T* row, const std::vector<acc_t<T>>& bias
   return out;
 }
 
-template <typename T>
-std::vector<T> random_values(int64_t n, int seed) {
-  std::mt19937 generator(seed);
-  std::normal_distribution<float> normal;
-  std::vector<T> values(n);
-  std::generate(values.begin(), values.end(), [&] { return static_cast<T>(normal(generator)); });
-  return values;
-}
-
 class Gate : public simt::ScheduleTest<Case> {};
 
 template <typename T>

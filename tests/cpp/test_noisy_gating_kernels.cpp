@@ -25,15 +25,6 @@ constexpr double kTolerance = 2e-5;
 constexpr double kScale = 1.5, kEpsilon = 0.01;
 
 template <typename T>
-std::vector<T> random_values(int64_t n, int seed) {
-  std::mt19937 generator(seed);
-  std::normal_distribution<float> normal;
-  std::vector<T> values(n);
-  std::generate(values.begin(), values.end(), [&] { return static_cast<T>(normal(generator)); });
-  return values;
-}
-
-template <typename T>
 std::vector<double> row(const std::vector<T>& values, int64_t t, int n) {
   return values.empty() ? std::vector<double>()
                         : std::vector<double>(values.begin() + t * n, values.begin() + (t + 1) * n);

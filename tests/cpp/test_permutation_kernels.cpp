@@ -167,15 +167,6 @@ constexpr int kTopK = 2;
 const std::vector<int64_t> kRowOfSlot = {3, -1, 0, 5, -1, 2};
 const std::vector<int64_t> kSlotOfRow = {2, -1, 5, 0, -1, 3};
 
-template <typename T>
-std::vector<T> random_values(int64_t n, int seed) {
-  std::mt19937 generator(seed);
-  std::normal_distribution<float> normal;
-  std::vector<T> values(n);
-  std::generate(values.begin(), values.end(), [&] { return static_cast<T>(normal(generator)); });
-  return values;
-}
-
 // Half a unit in the last place of the output, and one rounding of each term of the sum.
 template <typename T>
 double tolerance(double magnitude, int64_t terms) {
