@@ -86,4 +86,14 @@ Format check_dequantize(
   return parsed;
 }
 
+Format check_dequantize_add(
+    const Tensor& out, const Tensor& codes, const Tensor& scales, const std::string& format, int64_t block) {
+  const char* op = "dequantize_add_";
+  check_short_floating(op, "out", out.scalar_type());
+  check_same_device(op, "out", out, "codes", codes);
+  MOE_CHECK(
+      out.is_contiguous(), op, ": expected out to be contiguous, got a strided tensor of shape ", shape_string(out));
+  return check_dequantize(op, codes, scales, out.numel(), format, block);
+}
+
 } // namespace moe_ext::compression::quantize

@@ -28,6 +28,22 @@ Format check_quantize(
 Format check_dequantize(
     const char* op, const Tensor& codes, const Tensor& scales, int64_t numel, const std::string& format, int64_t block);
 
+Format check_dequantize_add(
+    const Tensor& out, const Tensor& codes, const Tensor& scales, const std::string& format, int64_t block);
+
+// As dispatch_floating, without float64, which check_short_floating has refused.
+template <typename F>
+decltype(auto) dispatch_short_floating(ScalarType dtype, F&& f) {
+  switch (dtype) {
+    case ScalarType::BFloat16:
+      return f.template operator()<BFloat16>();
+    case ScalarType::Half:
+      return f.template operator()<Half>();
+    default:
+      return f.template operator()<float>();
+  }
+}
+
 // float32, bfloat16 or float16.
 void check_short_floating(const char* op, const char* name, ScalarType dtype);
 

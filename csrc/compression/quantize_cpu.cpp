@@ -20,19 +20,6 @@ using torch::stable::new_empty;
 using torch::stable::parallel_for;
 using OptionalTensor = std::optional<Tensor>;
 
-// As dispatch_floating, without float64, which check_short_floating has refused.
-template <typename F>
-decltype(auto) dispatch_short_floating(ScalarType dtype, F&& f) {
-  switch (dtype) {
-    case ScalarType::BFloat16:
-      return f.template operator()<BFloat16>();
-    case ScalarType::Half:
-      return f.template operator()<Half>();
-    default:
-      return f.template operator()<float>();
-  }
-}
-
 int64_t blocks_per_task(int64_t block) {
   return std::max<int64_t>(1, 16384 / block);
 }
@@ -119,12 +106,7 @@ Tensor dequantize_blockwise_cpu(
 }
 
 void dequantize_add_cpu(Tensor out, Tensor codes, Tensor scales, std::string format_name, int64_t block) {
-  const char* op = "dequantize_add_";
-  check_short_floating(op, "out", out.scalar_type());
-  check_same_device(op, "out", out, "codes", codes);
-  MOE_CHECK(
-      out.is_contiguous(), op, ": expected out to be contiguous, got a strided tensor of shape ", shape_string(out));
-  const Format format = check_dequantize(op, codes, scales, out.numel(), format_name, block);
+  const Format format = check_dequantize_add(out, codes, scales, format_name, block);
   dequantize_into(out, contiguous(codes), contiguous(scales), format, block, true);
 }
 

@@ -80,5 +80,45 @@ MOE_INLINE int32_t from_nibble(uint32_t bits) {
   return static_cast<int32_t>(bits & 15u) - static_cast<int32_t>((bits & 8u) << 1);
 }
 
+// A float that holds a small integer to that integer's low bits; of NaN to any.
+MOE_INLINE int8_t to_int8(float whole) {
+  return static_cast<int8_t>(bit_cast<uint32_t>(whole + 12582912.0f));
+}
+
+// `word` is drawn where codes are rounded at random.
+template <Format kFormat, bool kRandom>
+MOE_INLINE int8_t code_of(float a, Scaling s, uint32_t word) {
+  constexpr float kBound = largest_code(kFormat);
+  const float scaled = (a * s.lift) * s.inverse;
+  if constexpr (kFormat == Format::kFp8) {
+    return static_cast<int8_t>(to_e4m3(clamped(scaled, kBound), kRandom, word));
+  }
+  const float whole = kRandom ? round_random(scaled, to_uniform(word)) : round_even(scaled);
+  return to_int8(clamped(whole, kBound));
+}
+
+template <Format kFormat>
+MOE_INLINE float value_of(int8_t code, float scale) {
+  const float number = kFormat == Format::kFp8 ? from_e4m3(static_cast<uint8_t>(code)) : static_cast<float>(code);
+  return number * scale;
+}
+
+// Of a block that begins at that element; words(i) are those of the elements i to i + 3.
+MOE_INLINE TokenDraws rounding_draws(const RngSource& rng, int64_t begin) {
+  TokenDraws draws = token_draws(rng, Stream::kRounding, 0);
+  draws.c1 ^= static_cast<uint32_t>(begin >> 34) << 20;
+  return draws;
+}
+
+// Of the mean magnitude of a block of signs. Far above one the terms are scaled down first: their sum might not be
+// finite.
+MOE_INLINE float sign_factor(uint32_t largest) {
+  return bit_cast<float>(largest) > 0x1p100f ? 0x1p-32f : 1.0f;
+}
+
+MOE_INLINE float sign_scale(float sum, int64_t n, float factor) {
+  return sum / static_cast<float>(n) / factor;
+}
+
 } // namespace
 } // namespace moe_ext::compression::quantize

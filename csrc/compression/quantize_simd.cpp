@@ -71,8 +71,7 @@ MOE_INLINE float magnitude_sum(const float* a, int64_t n, float factor) {
 
 // A word for each of n elements from `begin` on, rounded up to four.
 MOE_INLINE void draw(uint32_t* words, const RngSource& rng, int64_t begin, int64_t n) {
-  TokenDraws draws = token_draws(rng, Stream::kRounding, 0);
-  draws.c1 ^= static_cast<uint32_t>(begin >> 34) << 20;
+  const TokenDraws draws = rounding_draws(rng, begin);
   for (int64_t i = 0; i < n; i += 4) {
     const PhiloxWords four = draws.words(begin + i);
     for (int j = 0; j < 4; ++j) {
@@ -81,23 +80,11 @@ MOE_INLINE void draw(uint32_t* words, const RngSource& rng, int64_t begin, int64
   }
 }
 
-// A float that holds a small integer to that integer's low bits; of NaN to any.
-MOE_INLINE int8_t to_int8(float whole) {
-  return static_cast<int8_t>(bit_cast<uint32_t>(whole + 12582912.0f));
-}
-
 template <Format kFormat, bool kRandom>
 MOE_INLINE void encode(
     const float* __restrict a, const uint32_t* __restrict words, Scaling s, int64_t n, int8_t* __restrict codes) {
-  constexpr float kBound = largest_code(kFormat);
   for (int64_t i = 0; i < n; ++i) {
-    const float scaled = (a[i] * s.lift) * s.inverse;
-    if constexpr (kFormat == Format::kFp8) {
-      codes[i] = static_cast<int8_t>(to_e4m3(clamped(scaled, kBound), kRandom, kRandom ? words[i] : 0u));
-    } else {
-      const float whole = kRandom ? round_random(scaled, to_uniform(words[i])) : round_even(scaled);
-      codes[i] = to_int8(clamped(whole, kBound));
-    }
+    codes[i] = code_of<kFormat, kRandom>(a[i], s, kRandom ? words[i] : 0u);
   }
 }
 
@@ -105,9 +92,7 @@ template <Format kFormat>
 MOE_INLINE void keep_rest(
     float* __restrict residual, const float* __restrict a, const int8_t* __restrict codes, float scale, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
-    const float code =
-        kFormat == Format::kFp8 ? from_e4m3(static_cast<uint8_t>(codes[i])) : static_cast<float>(codes[i]);
-    const float value = code * scale;
+    const float value = value_of<kFormat>(codes[i], scale);
     residual[i] = a[i] - value;
   }
 }
@@ -172,7 +157,7 @@ uint32_t quantize(const QuantizeArgs<T>& args, int64_t begin, int64_t end) {
   return most;
 }
 
-// The mean magnitude of each block. Far above one the terms are scaled down first: their sum might not be finite.
+// The mean magnitude of each block.
 template <typename T>
 uint32_t quantize_signs(const QuantizeArgs<T>& args, int64_t begin, int64_t end) {
   alignas(64) float a[kLargestBlock];
@@ -180,8 +165,8 @@ uint32_t quantize_signs(const QuantizeArgs<T>& args, int64_t begin, int64_t end)
   for (int64_t block = begin; block < end; ++block) {
     const auto [n, padded, key] = load_block(args, block, a);
     most = key > most ? key : most;
-    const float factor = bit_cast<float>(key) > 0x1p100f ? 0x1p-32f : 1.0f;
-    const float scale = magnitude_sum(a, padded, factor) / static_cast<float>(n) / factor;
+    const float factor = sign_factor(key);
+    const float scale = sign_scale(magnitude_sum(a, padded, factor), n, factor);
     args.scales[block] = scale;
     pack_signs(args.codes + block * args.block / 8, a, (n + 7) / 8 * 8);
     if (args.residual != nullptr) {

@@ -10,6 +10,7 @@
 #include "common/cpu_isa.h"
 #include "common/dispatch.h"
 #include "compression/large_scope.h"
+#include "compression/threshold_math.h"
 
 namespace moe_ext::compression::topk {
 
@@ -135,15 +136,6 @@ std::tuple<Tensor, Tensor> topk_compress_cpu(
     });
   }
   return {values, indices};
-}
-
-// The next threshold, from how many passed this one. The eighth root keeps the loop stable where the count falls with
-// up to the sixteenth power of the threshold, as in the tail of a normal distribution.
-template <typename Acc>
-Acc adapted(Acc threshold, int64_t found, int64_t target) {
-  const double ratio = static_cast<double>(found) / static_cast<double>(target);
-  const double factor = std::sqrt(std::sqrt(std::sqrt(ratio)));
-  return static_cast<Acc>(static_cast<double>(threshold) * std::min(2.0, std::max(0.5, factor)));
 }
 
 // How many elements of a scope passed its threshold, and how many of them were written.

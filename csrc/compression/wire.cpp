@@ -88,4 +88,36 @@ void check_header(const char* op, const Header& h, uint64_t size) {
       " elements in ", h.index_bytes, " bytes of indices, ", h.code_bytes, " of values and ", h.num_scales, " scales");
 }
 
+void check_checksum(const char* op, const Header& h, uint32_t sum) {
+  MOE_CHECK(sum == h.checksum, op, ": expected payload to have the checksum ", h.checksum, " of its header, got ", sum);
+}
+
+void refuse_indices(IndexCodec codec, uint64_t at) {
+  fail(
+      "decode_payload: expected payload to hold as many ", kIndexNames[static_cast<int64_t>(codec)],
+      " indices as its header says, ascending and in range, got others from value ", at, " on");
+}
+
+Header make_header(Codecs codecs, int64_t numel, int64_t count, int64_t value_block, bool checksum) {
+  Header header{};
+  header.magic = kMagic;
+  header.version = kVersion;
+  header.index_codec = static_cast<uint8_t>(codecs.index);
+  header.value_codec = static_cast<uint8_t>(codecs.value);
+  header.flags = checksum ? kHasChecksum : 0;
+  header.value_block = static_cast<uint16_t>(value_block);
+  header.numel = static_cast<uint64_t>(numel);
+  header.count = static_cast<uint64_t>(count);
+  header.code_bytes = code_bytes(codecs.value, header.count);
+  header.num_scales = num_scales(codecs.value, header.count, header.value_block);
+  return header;
+}
+
+Layout set_index_bytes(Header& header, uint64_t bytes) {
+  header.index_bytes = bytes;
+  const Layout layout = layout_of(bytes, header.code_bytes, header.num_scales);
+  header.total_bytes = layout.end;
+  return layout;
+}
+
 } // namespace moe_ext::compression::wire

@@ -26,4 +26,14 @@ void check_payload(const char* op, const Tensor& payload);
 // nothing allocated that the payload does not pay for.
 void check_header(const char* op, const Header& header, uint64_t size);
 
+// `sum` is the payload's, or 0 where its header says that it has none.
+void check_checksum(const char* op, const Header& header, uint32_t sum);
+
+[[noreturn]] void refuse_indices(IndexCodec codec, uint64_t at);
+
+// All but the sizes that depend on the indices, which set_index_bytes adds.
+Header make_header(Codecs codecs, int64_t numel, int64_t count, int64_t value_block, bool checksum);
+
+Layout set_index_bytes(Header& header, uint64_t bytes);
+
 } // namespace moe_ext::compression::wire

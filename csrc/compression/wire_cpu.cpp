@@ -46,20 +46,8 @@ Tensor encode_payload_cpu(
   const Tensor idx = contiguous(indices), values = contiguous(codes), factors = contiguous(scales);
   check_ascending(data<const int64_t>(idx), idx.size(0), numel);
   const std::vector<uint8_t> packed = encode_indices(codecs.index, data<const int64_t>(idx), idx.size(0), numel);
-  Header header{};
-  header.magic = kMagic;
-  header.version = kVersion;
-  header.index_codec = static_cast<uint8_t>(codecs.index);
-  header.value_codec = static_cast<uint8_t>(codecs.value);
-  header.flags = checksum ? kHasChecksum : 0;
-  header.value_block = static_cast<uint16_t>(value_block);
-  header.numel = static_cast<uint64_t>(numel);
-  header.count = static_cast<uint64_t>(count);
-  header.index_bytes = packed.size();
-  header.code_bytes = static_cast<uint64_t>(values.numel());
-  header.num_scales = static_cast<uint64_t>(factors.numel());
-  const Layout layout = layout_of(header.index_bytes, header.code_bytes, header.num_scales);
-  header.total_bytes = layout.end;
+  Header header = make_header(codecs, numel, count, value_block, checksum);
+  const Layout layout = set_index_bytes(header, packed.size());
   Tensor payload = new_empty(idx, {static_cast<int64_t>(layout.end)}, ScalarType::Byte);
   uint8_t* out = data<uint8_t>(payload);
   append(out, layout.indices, packed.data(), packed.size());
@@ -78,9 +66,7 @@ Header read_header(const char* op, const Tensor& payload) {
   std::memcpy(&header, payload.data_ptr(), sizeof(header));
   check_header(op, header, static_cast<uint64_t>(payload.size(0)));
   const uint32_t sum = (header.flags & kHasChecksum) != 0 ? checksum_of(header, data<const uint8_t>(payload)) : 0;
-  MOE_CHECK(
-      sum == header.checksum, op, ": expected payload to have the checksum ", header.checksum, " of its header, got ",
-      sum);
+  check_checksum(op, header, sum);
   return header;
 }
 
@@ -103,9 +89,9 @@ std::tuple<Tensor, Tensor, Tensor> decode_payload_cpu(Tensor payload) {
   const int64_t count = codec == IndexCodec::kDense ? 0 : static_cast<int64_t>(h.count);
   Tensor indices = new_empty(in, {count}, ScalarType::Long);
   const int64_t wrong = decode_indices(data<int64_t>(indices), bytes + layout.indices, h);
-  MOE_CHECK(
-      wrong == kDecoded, kDecode, ": expected payload to hold as many ", kIndexNames[h.index_codec],
-      " indices as its header says, ascending and in range, got others from value ", wrong, " on");
+  if (wrong != kDecoded) {
+    refuse_indices(codec, static_cast<uint64_t>(wrong));
+  }
   Tensor codes = new_empty(in, {static_cast<int64_t>(h.code_bytes)});
   Tensor scales = new_empty(in, {static_cast<int64_t>(h.num_scales)}, ScalarType::Float);
   std::copy_n(bytes + layout.codes, h.code_bytes, data<uint8_t>(codes));
