@@ -1,5 +1,8 @@
 """Block quantisers against plain PyTorch: the same bits."""
 
+import contextlib
+
+import emulation
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -32,7 +35,7 @@ def assert_same(x, residual=None, **options):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", SIZES)
-def test_equals_the_reference(isa, numel, dtype, format):
+def test_equals_the_reference(backend, numel, dtype, format):
     x, residual = torch.randn(numel).to(dtype), torch.randn(numel)
     for block in (64, 128, 256, 1024):
         codes, scales, _ = assert_same(x, format=format, block=block)
@@ -52,7 +55,7 @@ def test_equals_the_reference(isa, numel, dtype, format):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("magnitude", [1e-45, 1e-42, 1e-38, 1e-30, 1e30, 3.4028234e38])
-def test_extreme_magnitudes(isa, format, magnitude):
+def test_extreme_magnitudes(backend, format, magnitude):
     x = (2 * torch.rand(300) - 1) * magnitude
     x[::100] = magnitude
     codes, scales, rest = assert_same(x, torch.zeros(300), format=format)
@@ -61,7 +64,7 @@ def test_extreme_magnitudes(isa, format, magnitude):
     assert torch.equal(x - values, rest)
 
 
-def test_every_code_of_e4m3(isa):
+def test_every_code_of_e4m3(backend):
     codes = torch.arange(256, dtype=torch.uint8)
     codes[[127, 255]] = 0  # NaN is never made
     values = ops.dequantize_blockwise(codes, torch.ones(1), 256, block=256, format="fp8")
@@ -76,7 +79,7 @@ def test_every_code_of_e4m3(isa):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_zero_blocks_stay_zero(isa, format):
+def test_zero_blocks_stay_zero(backend, format):
     x = torch.randn(512)
     x[128:256] = 0
     codes, scales, rest = assert_same(x, torch.zeros(512), format=format)
@@ -86,7 +89,7 @@ def test_zero_blocks_stay_zero(isa, format):
 
 
 @pytest.mark.parametrize(("format", "steps"), [("int8", 127), ("int4", 7)])
-def test_error_is_half_a_step(isa, format, steps):
+def test_error_is_half_a_step(backend, format, steps):
     x = torch.randn(1000)
     codes, scales, rest = assert_same(x, torch.zeros(1000), format=format)
     assert (rest.abs() <= scales.repeat_interleave(128)[:1000] * 0.50001).all()
@@ -121,7 +124,7 @@ def test_random_rounding_is_unbiased(format):
     steps=st.integers(1, 5),
     seed=st.integers(0, 2**31),
 )
-def test_nothing_is_lost(isa, numel, format, block, steps, seed):
+def test_nothing_is_lost(backend, numel, format, block, steps, seed):
     """What was sent plus the residual is the sum of the gradients, to rounding."""
     generator = torch.Generator().manual_seed(seed)
     grads = torch.randn(steps, numel, generator=generator)
@@ -143,7 +146,7 @@ def test_same_bits_for_any_number_of_threads(num_threads, threads):
         assert_same(x, residual, format=format, rng_state=state)
 
 
-def test_strided_and_shaped(isa):
+def test_strided_and_shaped(backend):
     assert_same(torch.randn(40, 30).t(), torch.randn(30, 40), bits=4)
     assert_same(torch.randn(3, 5, 7), bits=1)
 
@@ -162,6 +165,33 @@ def test_refuses_what_is_not_finite_and_changes_nothing(isa, bad, format):
         assert torch.equal(residual, before)
         with pytest.raises(RuntimeError, match="residual to be finite"):
             ops.quantize_blockwise(x, format=format, residual=residual, check_finite=False)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_cuda_leaves_the_residual_where_something_is_not_finite(device, format):
+    """No error without a synchronisation: it travels as a scale, and the emulation traps it."""
+    traps = emulation.is_active()
+    if device.type == "cpu" and not traps:
+        pytest.skip("the CPU refuses it")
+    x, residual = torch.randn(300), torch.randn(300)
+    before = residual.clone()
+    x[200] = float("nan")
+    with pytest.raises(RuntimeError, match="trap") if traps else contextlib.nullcontext():
+        out = ops.quantize_blockwise(x, format=format, residual=residual)
+        values = ops.dequantize_blockwise(*out, 300, format=format)
+        assert values[200].isnan() and values[:128].isfinite().all()
+    assert torch.equal(residual, before)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_any_address(backend, format):
+    x, residual = torch.randn(301)[1:], torch.randn(301)[1:]
+    codes, scales, _ = assert_same(x, residual, format=format)
+    codes = torch.cat([codes[:1], codes])[1:]
+    sums = [torch.ones(301)[1:], torch.ones(301)[1:]]
+    ops.dequantize_add_(sums[0], codes, scales, format=format)
+    reference.dequantize_add_(sums[1], codes, scales, format=format)
+    assert torch.equal(*sums)
 
 
 X = torch.zeros(4, 64)

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_ext import ops, reference
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SIZES = [0, 1, 7, 8, 9, 255, 256, 257, 5000]
+FIXTURES = [HealthCheck.function_scoped_fixture]
 
 
 def sparse(numel, dtype, block):
@@ -25,7 +26,7 @@ def sparse(numel, dtype, block):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", SIZES)
-def test_blocks_equal_the_reference(numel, dtype):
+def test_blocks_equal_the_reference(device, numel, dtype):
     for block in (1, 3, 33, 256, 10000):
         x = sparse(numel, dtype, block)
         bitmap = ops.nonzero_blocks(x, block=block)
@@ -43,7 +44,7 @@ def test_blocks_equal_the_reference(numel, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_smallest_numbers_and_nan_are_not_zero(dtype):
+def test_smallest_numbers_and_nan_are_not_zero(device, dtype):
     for number in (torch.finfo(dtype).smallest_normal, float("nan"), float("-inf")):
         x = torch.zeros(1000, dtype=dtype)
         x[999] = number
@@ -52,14 +53,14 @@ def test_smallest_numbers_and_nan_are_not_zero(dtype):
     assert ops.nonzero_blocks(subnormal).tolist() == [1]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=FIXTURES)
 @given(
     ranks=st.integers(1, 4),
     numel=st.integers(1, 500),
     block=st.integers(1, 64),
     seed=st.integers(0, 2**31),
 )
-def test_the_sum_over_ranks_is_exact(ranks, numel, block, seed):
+def test_the_sum_over_ranks_is_exact(device, ranks, numel, block, seed):
     """Union of the maps, sum of the packed blocks, scatter: the dense sum."""
     torch.manual_seed(seed)
     grads = [sparse(numel, torch.float32, block) for _ in range(ranks)]
@@ -75,7 +76,7 @@ def test_the_sum_over_ranks_is_exact(ranks, numel, block, seed):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [0, 1, 17, 300])
-def test_rows_equal_the_reference(num_tokens, dtype):
+def test_rows_equal_the_reference(device, num_tokens, dtype):
     for width in (0, 1, 5, 64):
         rows = torch.randn(num_tokens, width).to(dtype)
         idx = torch.randint(-1, 40, (num_tokens,))
@@ -84,7 +85,7 @@ def test_rows_equal_the_reference(num_tokens, dtype):
             assert a.dtype == b.dtype and torch.equal(a, b)
 
 
-def test_rows_that_cancel_are_kept():
+def test_rows_that_cancel_are_kept(device):
     rows = torch.tensor([[1.0, -1.0], [2.0, 0.0], [-2.0, 0.0]])
     sums, idx = ops.sum_rows(rows, torch.tensor([7, 3, 3]), 9)
     assert idx.tolist() == [3, 7] and sums.tolist() == [[0.0, 0.0], [1.0, -1.0]]

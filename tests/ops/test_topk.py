@@ -1,5 +1,8 @@
 """Gradient selection against sorting, and what must hold for any gradient."""
 
+import contextlib
+
+import emulation
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -44,7 +47,7 @@ def assert_same(name, state, *args, velocity=None, **options):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", SIZES)
-def test_topk_equals_the_reference(isa, numel, dtype):
+def test_topk_equals_the_reference(backend, numel, dtype):
     grad, residual, velocity = make(numel, dtype)
     for k in sorted({0, min(1, numel), numel // 100, numel // 2, numel}):
         assert_same("topk_compress_", (grad, residual), k)
@@ -62,7 +65,7 @@ def test_topk_equals_the_reference(isa, numel, dtype):
 
 @pytest.mark.parametrize("numel", [257, 40000])
 @pytest.mark.parametrize("levels", [1, 3])
-def test_topk_breaks_ties_by_index(isa, numel, levels):
+def test_topk_breaks_ties_by_index(backend, numel, levels):
     grad, residual, velocity = make(numel, levels=levels)
     for k in (1, numel // 10, numel // 2, numel - 1, numel):
         assert_same("topk_compress_", (grad, residual), k)
@@ -70,7 +73,7 @@ def test_topk_breaks_ties_by_index(isa, numel, levels):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_topk_in_scopes(isa, dtype):
+def test_topk_in_scopes(backend, dtype):
     grad, residual, velocity = make(3 * 5 * 40, dtype)
     shaped = [x.view(3, 5, 40) for x in (grad, residual)]
     for scope in ("tensor", "row", "expert", 1, 7, 128, 599, 600, 601):
@@ -81,7 +84,7 @@ def test_topk_in_scopes(isa, dtype):
                 )
 
 
-def test_topk_in_large_scopes(isa):
+def test_topk_in_large_scopes(backend):
     grad, residual, _ = make(3 * 20000)
     grad[20000:40000] = residual[20000:40000] = 0  # an expert without tokens
     for k in (1, 200, 19999):
@@ -90,7 +93,7 @@ def test_topk_in_large_scopes(isa):
 
 
 @pytest.mark.parametrize("numel", [40, 40000])
-def test_topk_fills_up_with_the_first_zeros(isa, numel):
+def test_topk_fills_up_with_the_first_zeros(backend, numel):
     zeros = torch.zeros(numel)
     out = ops.topk_compress_(zeros, zeros.clone(), 30)
     assert torch.equal(out.indices, torch.arange(30)) and out.num_selected == 0
@@ -122,7 +125,7 @@ def test_topk_fills_up_with_the_first_zeros(isa, numel):
         lambda n: torch.rand(n).double().pow(-3).clamp(max=1e38).float(),
     ],
 )
-def test_topk_of_inputs_that_defeat_a_sample(isa, make_grad):
+def test_topk_of_inputs_that_defeat_a_sample(backend, make_grad):
     for numel in (20000, 70000):
         for k in (1, numel // 100, numel // 3):
             state = (make_grad(numel), torch.zeros(numel))
@@ -132,7 +135,7 @@ def test_topk_of_inputs_that_defeat_a_sample(isa, make_grad):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", SIZES)
-def test_threshold_equals_the_reference(isa, numel, dtype):
+def test_threshold_equals_the_reference(backend, numel, dtype):
     grad, residual, velocity = make(numel, dtype)
     for threshold in (0.0, 1.5, 4.0, 1e30):
         for capacity in (0, numel // 10, numel):
@@ -142,7 +145,7 @@ def test_threshold_equals_the_reference(isa, numel, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_threshold_in_scopes(isa, dtype):
+def test_threshold_in_scopes(backend, dtype):
     grad, residual, velocity = make(3 * 5 * 40, dtype)
     shaped = [x.view(3, 5, 40) for x in (grad, residual)]
     for scope, size in (("row", 40), ("expert", 200), (1, 1), (7, 7), (128, 128), (601, 601)):
@@ -163,7 +166,7 @@ def test_threshold_in_scopes(isa, dtype):
     assert_same("threshold_compress_", empty, 1.0, 3, scope=7)
 
 
-def test_threshold_in_large_scopes(isa):
+def test_threshold_in_large_scopes(backend):
     grad, residual, velocity = make(3 * 20000)
     grad[20000:40000] = residual[20000:40000] = 0  # an expert without tokens
     bound = torch.tensor([3.0, 1.0, 0.1])  # the last one overflows
@@ -173,7 +176,7 @@ def test_threshold_in_large_scopes(isa):
 
 
 @pytest.mark.parametrize("make_grad", ["equal", "few", "sorted", "huge"])
-def test_overflow_of_many_times_the_capacity(isa, make_grad):
+def test_overflow_of_many_times_the_capacity(backend, make_grad):
     numel = 100000
     grad = {
         "equal": torch.full((numel,), -0.5),
@@ -197,7 +200,7 @@ def test_overflow_of_many_times_the_capacity(isa, make_grad):
                 )
 
 
-def test_threshold_never_selects_zeros(isa):
+def test_threshold_never_selects_zeros(backend):
     grad = torch.zeros(300)
     grad[5] = 1e-45
     out = ops.threshold_compress_(grad, torch.zeros(300), 0.0, 10)
@@ -205,7 +208,7 @@ def test_threshold_never_selects_zeros(isa):
     assert_same("threshold_compress_", make(300, levels=1)[:2], 0.0, 300)
 
 
-def test_overflow_keeps_the_largest_and_the_state_of_the_rest(isa):
+def test_overflow_keeps_the_largest_and_the_state_of_the_rest(backend):
     grad, residual, velocity = make(50000, levels=3)
     for capacity in (1, 1000):
         results = assert_same(
@@ -242,7 +245,7 @@ def test_same_bits_for_any_number_of_threads(num_threads, threads):
     scope=st.one_of(st.just("tensor"), st.integers(1, 700)),
     seed=st.integers(0, 2**31),
 )
-def test_nothing_is_lost(isa, numel, steps, share, scope, seed):
+def test_nothing_is_lost(backend, numel, steps, share, scope, seed):
     """Whole numbers are added exactly: what was sent plus the residual is the sum of gradients."""
     generator = torch.Generator().manual_seed(seed)
     grads = torch.randint(-9, 10, (steps, numel), generator=generator).float()
@@ -307,7 +310,7 @@ def test_what_is_sent_and_what_stays_is_what_was_owed(
             assert torch.equal(u, moved.index_fill(0, chosen, 0.0))
 
 
-def test_strided_gradients(isa):
+def test_strided_gradients(backend):
     grad = torch.randn(40, 30).t()
     residual = torch.randn(30, 40)
     assert_same("topk_compress_", (grad, residual), 17)
@@ -372,6 +375,35 @@ def test_the_sum_of_finite_numbers_may_be_infinite():
         RuntimeError, match=r"got inf at element 2 \(grad 3e\+38, residual 3e\+38\)"
     ):
         ops.topk_compress_(torch.tensor([0, 0, 3e38]), torch.tensor([0, 0, 3e38]), 1)
+
+
+@pytest.mark.parametrize("numel", [300, 3000, 40000])
+def test_cuda_leaves_the_state_where_something_is_not_finite(device, numel):
+    """No error without a synchronisation: it travels, and the emulation traps it."""
+    traps = emulation.is_active()
+    if device.type == "cpu" and not traps:
+        pytest.skip("the CPU refuses it")
+    for bad in (float("nan"), float("inf")):
+        state = make(numel)
+        state[0][numel // 2] = bad
+        grad, residual, velocity = (x.clone() for x in state)
+        threshold = torch.tensor(1.0)
+        for call in (
+            lambda s: ops.topk_compress_(s[0], s[1], 20, velocity=s[2]),
+            lambda s, t=threshold: ops.threshold_compress_(*s[:2], t, 20, target=5, velocity=s[2]),
+        ):
+            with pytest.raises(RuntimeError, match="trap") if traps else contextlib.nullcontext():
+                out = call((grad, residual, velocity))
+                assert not out.values.isfinite().all()
+            assert torch.equal(residual, state[1]) and torch.equal(velocity, state[2])
+        assert threshold == 1.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_address(backend, dtype):
+    for numel in (100, 900, 9000):
+        grad, residual, velocity = (x[1:] for x in make(numel + 1, dtype))
+        assert_same("topk_compress_", (grad, residual), 30, velocity=velocity, momentum=0.5)
 
 
 def test_unchecked_nan_is_selected():

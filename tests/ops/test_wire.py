@@ -2,15 +2,17 @@
 
 import struct
 
+import emulation
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_ext import ops
 
 INDEX_CODECS = ["bitmap", "u16", "delta"]
 VALUE_CODECS = ["fp32", "bf16", "fp8", "int8", "int4", "sign"]
+FIXTURES = [HealthCheck.function_scoped_fixture]
 
 
 def make(numel, count):
@@ -30,7 +32,7 @@ def expected_values(values, codec, block=128):
 @pytest.mark.parametrize("checksum", [False, True])
 @pytest.mark.parametrize("value_codec", VALUE_CODECS)
 @pytest.mark.parametrize("index_codec", INDEX_CODECS)
-def test_what_is_encoded_comes_back(index_codec, value_codec, checksum):
+def test_what_is_encoded_comes_back(device, index_codec, value_codec, checksum):
     for numel, count in ((0, 0), (1, 0), (1, 1), (9, 4), (300, 300), (200000, 257), (131072, 2000)):
         values, indices = make(numel, count)
         if count > 1:
@@ -51,7 +53,7 @@ def test_what_is_encoded_comes_back(index_codec, value_codec, checksum):
 
 
 @pytest.mark.parametrize("value_codec", VALUE_CODECS)
-def test_dense(value_codec):
+def test_dense(device, value_codec):
     for numel in (0, 1, 130):
         values = torch.randn(numel)
         payload = ops.encode_gradient(values, None, numel, value_codec=value_codec)
@@ -64,7 +66,7 @@ def test_dense(value_codec):
         assert torch.equal(everything, payload)
 
 
-def test_indices_beyond_32_bits():
+def test_indices_beyond_32_bits(device):
     numel = 2**40 + 5
     values, indices = torch.randn(4), torch.tensor([0, 2**24 + 1, 2**32 + 3, numel - 1])
     payload = ops.encode_gradient(values, indices, numel, index_codec="delta")
@@ -96,7 +98,7 @@ def test_sizes():
     assert ops.choose_index_codec(numel, numel) == "dense"
 
 
-def test_the_first_version_stays_as_it_is():
+def test_the_first_version_stays_as_it_is(device):
     """Bytes that other versions and machines must be able to read."""
     payload = ops.encode_gradient(
         torch.tensor([1.0, -2.0]), torch.tensor([3, 200]), 300, index_codec="delta", checksum=True
@@ -138,7 +140,7 @@ def sample(index_codec="delta", value_codec="int8", checksum=False):
 
 
 @pytest.mark.parametrize("index_codec", INDEX_CODECS)
-def test_every_truncation_is_refused(index_codec):
+def test_every_truncation_is_refused(device, index_codec):
     payload = sample(index_codec)
     for size in [*range(0, 130), *range(130, len(payload), 61), len(payload) - 1]:
         with pytest.raises(RuntimeError, match=r"^payload_header: expected payload to have"):
@@ -147,9 +149,10 @@ def test_every_truncation_is_refused(index_codec):
         ops.decode_gradient(torch.cat([payload, payload[:1]]))
 
 
-def test_every_flipped_bit_is_seen_with_a_checksum():
+def test_every_flipped_bit_is_seen_with_a_checksum(device):
     payload = sample(checksum=True)
-    for position in range(len(payload)):
+    step = 7 if device.type == "cuda" or emulation.is_active() else 1
+    for position in range(0, len(payload), step):
         for bit in (0, 7) if position >= 64 else range(8):
             broken = payload.clone()
             broken[position] ^= 1 << bit
@@ -170,7 +173,7 @@ def assert_decodes_or_refuses(payload):
         assert (out.indices.diff() > 0).all()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=FIXTURES)
 @given(
     index_codec=st.sampled_from(INDEX_CODECS),
     value_codec=st.sampled_from(VALUE_CODECS),
@@ -178,7 +181,7 @@ def assert_decodes_or_refuses(payload):
     header=st.booleans(),
 )
 def test_a_corrupted_payload_is_decoded_in_range_or_refused(
-    index_codec, value_codec, edits, header
+    device, index_codec, value_codec, edits, header
 ):
     payload = sample(index_codec, value_codec)
     for position, byte in edits:
@@ -186,7 +189,7 @@ def test_a_corrupted_payload_is_decoded_in_range_or_refused(
     assert_decodes_or_refuses(payload)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=FIXTURES)
 @given(
     fields=st.tuples(
         st.integers(0, 4), st.integers(0, 6), st.integers(0, 1), st.sampled_from([0, 63, 64, 128])
@@ -199,15 +202,15 @@ def test_a_corrupted_payload_is_decoded_in_range_or_refused(
     body=st.binary(max_size=200),
     honest=st.booleans(),
 )
-def test_a_foreign_header_is_refused(fields, sizes, body, honest):
+def test_a_foreign_header_is_refused(device, fields, sizes, body, honest):
     total = 64 + len(body) if honest else sizes[0]
     header = struct.pack("<HBBBBHQQQQQQII", 0x584D, 1, *fields, *sizes, total, 0, 0)
     assert_decodes_or_refuses(torch.tensor(list(header + body), dtype=torch.uint8))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=FIXTURES)
 @given(body=st.binary(max_size=300))
-def test_noise_is_refused(body):
+def test_noise_is_refused(device, body):
     with pytest.raises(RuntimeError, match="expected payload to"):
         ops.decode_gradient(torch.tensor(list(body), dtype=torch.uint8))
 
@@ -290,7 +293,26 @@ def test_refuses_a_value_codec():
         ops.encode_gradient(VALUES, INDICES, 8, value_codec="fp16")
 
 
-def test_another_version_is_named():
+@pytest.mark.parametrize("index_codec", INDEX_CODECS)
+def test_any_address(device, index_codec):
+    payload = sample(index_codec, checksum=True)
+    moved = torch.cat([payload[:3], payload])[3:]
+    for actual, expected in zip(
+        ops.decode_gradient(moved), ops.decode_gradient(payload), strict=True
+    ):
+        assert actual == expected if isinstance(actual, int) else torch.equal(actual, expected)
+
+
+def test_cuda_kernels_trap_indices_that_do_not_ascend():
+    if not emulation.is_built():
+        pytest.skip("no emulation of CUDA: build with MOE_EXT_TESTS=1")
+    with emulation.emulated_cuda():
+        for indices in (INDICES.flip(0), INDICES * 0, INDICES - 2, INDICES + 1):
+            with pytest.raises(RuntimeError, match="trap"):
+                ops.encode_gradient(VALUES, indices, 8)
+
+
+def test_another_version_is_named(device):
     payload = sample()
     payload[2] = 9
     with pytest.raises(RuntimeError, match="payload to be of version 1, got 9"):

@@ -1,0 +1,132 @@
+// Error feedback on a device: what every kernel of the gradient selection reads and writes.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/launch.cuh"
+#include "common/vec.cuh"
+#include "common/warp.cuh"
+#include "compression/feedback_math.h"
+
+namespace moe_ext::compression::topk {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarpSize;
+
+// Elements of an access of 16 bytes to the residual.
+template <typename T>
+constexpr int kVec = kAccessBytes / static_cast<int>(sizeof(acc_t<T>));
+
+// The state of a call. `refused` is null where nothing is checked; where it points to other than 0, an element is not
+// finite, and neither the residual nor the velocity may change.
+template <typename T>
+struct State {
+  Feedback<T> args;
+  const int* refused;
+  bool aligned; // vectors of kVec elements begin at multiples of their size
+
+  __device__ __forceinline__ bool is_refused() const {
+    return refused != nullptr && *refused != 0;
+  }
+};
+
+// A number of which whole vectors can be read from every scope.
+template <typename T>
+bool vectors_fit(const Feedback<T>& args, int64_t scope_size, int64_t num_scopes) {
+  constexpr int64_t kGradBytes = sizeof(T) * kVec<T>;
+  return (num_scopes == 1 || scope_size % kVec<T> == 0) && is_aligned(args.grad, kGradBytes) &&
+         is_aligned(args.residual, kAccessBytes) && is_aligned(args.velocity, kAccessBytes);
+}
+
+// What is owed of kVec elements from i on; zeros from `end` on. Writes it, and the velocity, where `write` says so.
+template <bool kVelocity, typename T>
+__device__ __forceinline__ void feed_vector(
+    const State<T>& state, int64_t i, int64_t end, bool write, acc_t<T> (&a)[kVec<T>]) {
+  using Acc = acc_t<T>;
+  constexpr int kSize = kVec<T>;
+  const Feedback<T>& args = state.args;
+  if (state.aligned && i + kSize <= end) {
+    const Vec<T, kSize> grad = load<kSize>(args.grad + i);
+    Vec<Acc, kSize> residual = load<kSize>(args.residual + i), velocity = {};
+    if constexpr (kVelocity) {
+      velocity = load<kSize>(args.velocity + i);
+    }
+    const Feedback<T> here{grad.v, residual.v, velocity.v, args.residual_scale, args.momentum};
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      velocity.v[j] = momentum_of<kVelocity>(here, j);
+      a[j] = residual.v[j] = owed(here, velocity.v[j], j);
+    }
+    if (write) {
+      store(args.residual + i, residual);
+      if constexpr (kVelocity) {
+        store(args.velocity + i, velocity);
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) {
+    a[j] = 0;
+    if (i + j < end) {
+      const Acc u = momentum_of<kVelocity>(args, i + j);
+      a[j] = owed(args, u, i + j);
+      if (write) {
+        args.residual[i + j] = a[j];
+        if constexpr (kVelocity) {
+          args.velocity[i + j] = u;
+        }
+      }
+    }
+  }
+}
+
+// What is owed of an element that has been fed, or that may not be.
+template <bool kVelocity, typename T>
+__device__ __forceinline__ acc_t<T> owed_after(const State<T>& state, bool refused, int64_t i) {
+  if (refused) {
+    return owed(state.args, momentum_of<kVelocity>(state.args, i), i);
+  }
+  return state.args.residual[i];
+}
+
+template <bool kVelocity, typename T>
+__device__ __forceinline__ void take_out(const State<T>& state, int64_t i) {
+  state.args.residual[i] = 0;
+  if constexpr (kVelocity) {
+    state.args.velocity[i] = 0;
+  }
+}
+
+// refused = 1 where an element is not finite; with kCheck that is a trap.
+template <bool kVelocity, bool kCheck, typename T>
+__global__ void __launch_bounds__(kThreads)
+    check_finite_kernel(State<T> state, int64_t numel, int* __restrict__ refused) {
+  using Acc = acc_t<T>;
+  bool found = false;
+  const int64_t stride = int64_t{gridDim.x} * kThreads * kVec<T>;
+  for (int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kVec<T>; i < numel; i += stride) {
+    Acc a[kVec<T>];
+    feed_vector<kVelocity>(state, i, numel, false, a);
+#pragma unroll
+    for (int j = 0; j < kVec<T>; ++j) {
+      found = found || key_of(a[j]) >= kInfinityKey<Acc>;
+    }
+  }
+  if (found) {
+    if constexpr (kCheck) {
+      __trap();
+    }
+    atomicMax(refused, 1);
+  }
+}
+
+template <bool kVelocity, bool kCheck, typename T>
+void launch_check_finite(const State<T>& state, int64_t numel, int* refused, cudaStream_t stream) {
+  const dim3 grid = persistent_grid(ceil_div(numel, int64_t{kThreads} * kVec<T>), kThreads, device_properties());
+  launch({grid, dim3(kThreads), 0, stream}, check_finite_kernel<kVelocity, kCheck, T>, state, numel, refused);
+}
+
+} // namespace moe_ext::compression::topk

@@ -1,0 +1,186 @@
+// The block quantisers' CUDA kernels, emulated, against a serial quantiser, under every schedule: the same bits.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "compression/quantize_kernels.cuh"
+#include "schedules.h"
+
+namespace moe_ext::compression::quantize {
+namespace {
+
+struct Case {
+  int64_t numel;
+  int64_t block;
+  bool residual = false;
+  bool random = false;
+  int64_t offset = 0; // elements, of every tensor
+};
+
+std::ostream& operator<<(std::ostream& out, const Case& c) {
+  return out << c.numel << " in " << c.block << (c.residual ? ", residual" : "") << (c.random ? ", random" : "") << ", "
+             << c.offset;
+}
+
+struct Result {
+  std::vector<uint8_t> codes;
+  std::vector<float> scales, residual;
+
+  bool operator==(const Result&) const = default;
+};
+
+constexpr int64_t kState[4] = {(int64_t{1} << 40) + 5, 7, 3, 2};
+
+template <typename T>
+struct Problem {
+  Case c;
+  std::vector<T> x;
+  std::vector<float> residual;
+
+  explicit Problem(const Case& of) : c(of), residual(random_values<float>(of.numel + of.offset, 2)) {
+    for (const float value : random_values<float>(of.numel + of.offset, 1)) {
+      x.push_back(from_acc<T>(value));
+    }
+  }
+  Result start(Format format) const {
+    return {
+        std::vector<uint8_t>(c.offset + ceil_div(c.numel, elements_per_byte(format))),
+        std::vector<float>(ceil_div(c.numel, c.block)), residual};
+  }
+  QuantizeArgs<T> args(Format format, Result& out) const {
+    return {
+        x.data() + c.offset,
+        c.residual ? out.residual.data() + c.offset : nullptr,
+        out.codes.data() + c.offset,
+        out.scales.data(),
+        c.numel,
+        c.block,
+        {c.random && format != Format::kSign ? kState : nullptr, nullptr}};
+  }
+};
+
+float sum_of(const std::vector<float>& a, float factor) {
+  float lanes[16] = {};
+  for (size_t i = 0; i < a.size(); ++i) {
+    lanes[i % 16] += std::abs(a[i]) * factor;
+  }
+  for (int half = 8; half > 0; half /= 2) {
+    for (int lane = 0; lane < half; ++lane) {
+      lanes[lane] += lanes[lane + half];
+    }
+  }
+  return lanes[0];
+}
+
+template <Format kFormat, typename T>
+void serial_block(const QuantizeArgs<T>& args, int64_t block) {
+  const int64_t begin = block * args.block, end = std::min(args.numel, begin + args.block);
+  std::vector<float> a;
+  uint32_t most = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    a.push_back(args.residual == nullptr ? to_acc(args.x[i]) : args.residual[i] + to_acc(args.x[i]));
+    most = std::max(most, key_of(a.back()));
+  }
+  Scaling s = scaling_of(bit_cast<float>(most), largest_code(kFormat));
+  if (kFormat == Format::kSign) {
+    s.scale = sign_scale(sum_of(a, sign_factor(most)), end - begin, sign_factor(most));
+  }
+  args.scales[block] = s.scale;
+  for (int64_t i = begin; i < end; ++i) {
+    const float value = a[i - begin];
+    uint8_t& byte = args.codes[i / elements_per_byte(kFormat)];
+    float back = value < 0 ? -s.scale : s.scale;
+    if constexpr (kFormat == Format::kSign) {
+      byte |= static_cast<uint8_t>((value < 0) << i % 8);
+    } else {
+      int8_t code = code_of<kFormat, false>(value, s, 0);
+      if (args.rng.state != nullptr) {
+        code = code_of<kFormat, true>(value, s, rounding_draws(args.rng, begin).words(i).w[i % 4]);
+      }
+      back = value_of<kFormat>(code, s.scale);
+      byte |= static_cast<uint8_t>(kFormat == Format::kInt4 ? (code & 15) << 4 * (i % 2) : code);
+    }
+    if (args.residual != nullptr) {
+      args.residual[i] = value - back;
+    }
+  }
+}
+
+template <Format kFormat, typename T>
+void check_format(const Case& c) {
+  const Problem<T> problem(c);
+  Result expected = problem.start(kFormat), out = problem.start(kFormat);
+  for (int64_t block = 0; block < ceil_div(c.numel, c.block); ++block) {
+    serial_block<kFormat>(problem.args(kFormat, expected), block);
+  }
+  launch_quantize(kFormat, problem.args(kFormat, out), nullptr, nullptr);
+  EXPECT_EQ(out, expected);
+
+  // What the residual keeps is what the decoder does not give back; a sum with x tells the other entry.
+  for (const bool add : {false, true}) {
+    std::vector<T> values = problem.x;
+    launch_dequantize<T>(
+        kFormat, {values.data() + c.offset, out.codes.data() + c.offset, out.scales.data(), c.numel, c.block, add},
+        nullptr);
+    for (int64_t i = 0; i < c.numel; ++i) {
+      const uint32_t byte = out.codes[c.offset + i / elements_per_byte(kFormat)];
+      const float scale = out.scales[i / c.block];
+      const float value = kFormat == Format::kSign   ? ((byte >> i % 8 & 1u) != 0 ? -scale : scale)
+                          : kFormat == Format::kInt4 ? static_cast<float>(from_nibble(byte >> 4 * (i % 2))) * scale
+                                                     : value_of<kFormat>(static_cast<int8_t>(byte), scale);
+      const float sum = add ? to_acc(problem.x[c.offset + i]) + value : value;
+      ASSERT_EQ(to_acc(values[c.offset + i]), to_acc(from_acc<T>(sum))) << i;
+    }
+  }
+}
+
+class Quantize : public simt::ScheduleTest<Case> {};
+
+TEST_P(Quantize, EqualsASerialQuantizer) {
+  const auto check = [&]<typename T>() {
+    check_format<Format::kInt8, T>(param());
+    check_format<Format::kInt4, T>(param());
+    check_format<Format::kFp8, T>(param());
+    check_format<Format::kSign, T>(param());
+  };
+  check.operator()<float>();
+  check.operator()<BFloat16>();
+  check.operator()<Half>();
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Sizes, Quantize,
+    simt::under_all_schedules<Case>(
+        {{1, 64},
+         {63, 64, true},
+         {64, 64, true, true},
+         {129, 128, true, true},
+         {1000, 128, false, true},
+         {1000, 128, true, true, 1},
+         {1025, 1024, true},
+         {5000, 256, true, true}}));
+
+TEST(Quantize, WhatIsNotFiniteTravelsAndTheResidualStays) {
+  for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
+    for (const Format format : {Format::kInt8, Format::kInt4, Format::kFp8, Format::kSign}) {
+      Problem<float> problem({300, 64, true});
+      problem.x[70] = bad;
+      Result out = problem.start(format);
+      int refused = 0;
+      const auto args = problem.args(format, out);
+      launch_check_finite<false>(args, &refused, nullptr);
+      launch_quantize(format, args, &refused, nullptr);
+      EXPECT_EQ(refused, 1);
+      EXPECT_EQ(out.residual, problem.residual);
+      std::vector<float> values(300);
+      launch_dequantize<float>(format, {values.data(), out.codes.data(), out.scales.data(), 300, 64, false}, nullptr);
+      EXPECT_FALSE(std::isfinite(values[70]));
+      EXPECT_TRUE(std::isfinite(values[0]));
+      EXPECT_THROW(launch_check_finite<true>(args, &refused, nullptr), simt::Error);
+    }
+  }
+}
+
+} // namespace
+} // namespace moe_ext::compression::quantize
