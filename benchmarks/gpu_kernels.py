@@ -1,8 +1,9 @@
 """Times every CUDA kernel beside a copy of as many bytes, on one GPU; prints one JSON object.
 
 Shape suffixes: T tokens, D model, F ffn, E experts, K top-k; of attention: B batch, H heads, G key
-heads, Q queries, K keys, D head dim. Bytes are counted as read once and written once; the share is
-that of the bandwidth of `Tensor.copy_` measured in the same run.
+heads, Q queries, K keys, D head dim; of compression: N elements, K selected. Bytes are counted as
+read once and written once; the share is that of the bandwidth of `Tensor.copy_` measured in the
+same run.
 """
 
 import json
@@ -218,6 +219,60 @@ def attention(suite: Suite, num_tokens: int, dtype: torch.dtype) -> None:
     )
 
 
+def compression(suite: Suite, numel: int, dtype: torch.dtype) -> None:
+    """Selection of 1 % and the block quantisers, with error feedback, beside torch's selection."""
+    grad_N = torch.randn(numel, device=suite.device).to(dtype)
+    residual_N = torch.zeros(numel, device=suite.device)
+    k = numel // 100
+    label = f"N={numel} K={k}"
+    fed = grad_N.nbytes + 2 * residual_N.nbytes
+    for check in (False, True):
+        suite.add(
+            "topk_compress_" + (" checked" if check else ""),
+            label,
+            dtype,
+            lambda check=check: ops.topk_compress_(grad_N, residual_N, k, check_finite=check),
+            fed,
+        )
+    suite.add("torch.topk alone", label, dtype, lambda: torch.topk(grad_N.abs(), k), grad_N.nbytes)
+    residual_N.zero_()
+    threshold = torch.tensor(2.576, device=suite.device)
+    suite.add(
+        "threshold_compress_",
+        label,
+        dtype,
+        lambda: ops.threshold_compress_(
+            grad_N, residual_N, threshold, 4 * k, target=k, check_finite=False
+        ),
+        fed,
+    )
+    for format in ("int8", "int4", "fp8", "sign"):
+        residual_N.zero_()
+        options = {"format": format, "block": 256}
+        codes, scales = ops.quantize_blockwise(grad_N, residual=residual_N, **options)
+        suite.add(
+            f"quantize_blockwise {format}",
+            f"N={numel}",
+            dtype,
+            lambda options=options: ops.quantize_blockwise(
+                grad_N, residual=residual_N, check_finite=False, **options
+            ),
+            fed + codes.nbytes + scales.nbytes,
+        )
+        suite.add(
+            f"dequantize_add_ {format}",
+            f"N={numel}",
+            dtype,
+            lambda codes=codes, scales=scales, options=options: ops.dequantize_add_(
+                residual_N, codes, scales, **options
+            ),
+            2 * residual_N.nbytes + codes.nbytes + scales.nbytes,
+        )
+    suite.add(
+        "nonzero_blocks", f"N={numel}", dtype, lambda: ops.nonzero_blocks(grad_N), grad_N.nbytes
+    )
+
+
 def layer(suite: Suite, shape: Shape, dtype: torch.dtype) -> None:
     """A whole layer, forward and backward, and its six grouped products alone."""
     sizes = (shape.model_dim, shape.ffn_dim, shape.num_experts, shape.top_k)
@@ -254,6 +309,7 @@ def measure(device: torch.device, *, small: bool) -> dict[str, object]:
         activation(suite, layer_shape, dtype)
         permutation(suite, layer_shape, dtype)
         attention(suite, 64 if small else 8192, dtype)
+        compression(suite, 2**12 if small else 2**28, dtype)
         if device.type == "cuda":
             torch.cuda.empty_cache()
     layer(suite, layer_shape, torch.bfloat16)

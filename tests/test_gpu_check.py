@@ -34,6 +34,8 @@ def test_benchmarks_run_and_the_page_shows_them(gpu_check):
         assert f"| {name} | T=64 " in page
     for name in ("attention_block backward", "merge_attention"):
         assert f"| {name} | S=64 " in page
+    for name in ("topk_compress_ checked", "quantize_blockwise sign"):
+        assert f"| {name} | N=4096" in page
     if importlib.util.find_spec("transformers"):
         assert "## Layer (T=64 D=256 F=64 E=8 K=2, bfloat16" in page
         assert "| MoELayer ms | Hugging Face grouped_mm ms |" in page

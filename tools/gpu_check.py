@@ -30,6 +30,9 @@ SANITIZED_TESTS = [
     "tests/ops/test_permutation.py::test_tables_and_rows_equal_the_reference",
     "tests/ops/test_activation.py::test_gated_equals_the_reference",
     "tests/ops/test_gating.py::test_gate_of_any_number_of_tokens",
+    "tests/ops/test_quantize.py::test_equals_the_reference",
+    "tests/ops/test_sparse_blocks.py::test_blocks_equal_the_reference",
+    "tests/ops/test_topk.py::test_topk_equals_the_reference",
 ]
 # Seconds of each step, and of all together: a step gets no more than what is left.
 LIMIT = {"build": 240, "tests": 180, "sanitizer": 50, "benchmarks": 120}
