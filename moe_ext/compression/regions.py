@@ -1,0 +1,60 @@
+"""Which rank adds up which part of a gradient, so that all have as much to do."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class SplitRegions:
+    """Bounds of the regions that `sparse_all_reduce(algorithm="split")` gives to the ranks.
+
+    One object serves one tensor over all steps. The regions of a step hold as many of the pairs
+    that were sent in the last one each. They follow from what every rank has received, so that they
+    are equal on all ranks without a message.
+
+    Args:
+        numel (int): elements of the tensor.
+        world_size (int): ranks.
+
+    Attributes:
+        bounds (tuple[int, ...]): region p is ``[bounds[p], bounds[p + 1])``.
+        step (int): how often they were used.
+        loads (tuple[int, ...]): pairs that all ranks had for each region in the last step.
+    """
+
+    def __init__(self, numel: int, world_size: int) -> None:
+        self.numel = numel
+        self.bounds = tuple(numel * p // world_size for p in range(world_size + 1))
+        self.step = 0
+        self.loads: tuple[int, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return len(self.bounds) - 1
+
+    def update(self, loads_P: Tensor, kept_idx_PK: Tensor) -> None:
+        """Move the bounds to where the pairs of the last step were.
+
+        Args:
+            loads_P (Tensor[P]): pairs that all ranks had for each region.
+            kept_idx_PK (Tensor[P, K]): ascending indices of each region that were kept: how the
+                pairs are spread inside it.
+        """
+        # NOTE: device-to-host sync.
+        loads = [max(int(load), 0) for load in loads_P.tolist()]
+        size, total = self.world_size, sum(loads)
+        self.loads, self.step = tuple(loads), self.step + 1
+        if total == 0 or kept_idx_PK.shape[1] == 0:
+            return
+        bounds, region, before = [0], 0, 0
+        for part in range(1, size):
+            while region < size - 1 and (before + loads[region]) * size < part * total:
+                before += loads[region]
+                region += 1
+            share = (part * total - before * size) / max(loads[region] * size, 1)
+            column = min(int(share * kept_idx_PK.shape[1]), kept_idx_PK.shape[1] - 1)
+            found = int(kept_idx_PK[region, column])
+            # Every region keeps an element at least.
+            bounds.append(min(max(found, bounds[-1] + 1), self.numel - (size - part)))
+        self.bounds = (*bounds, self.numel)

@@ -1,0 +1,188 @@
+"""What a collective does, as a list of stages: operators, and messages between the ranks.
+
+One description serves every path: `run_stages` interprets it in Python, `moe_ext._runtime` without
+the interpreter's lock. Both call the same operators on the same tensors, so that they give the same
+bits.
+
+Shapes: P ranks of the group; messages are contiguous.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext.distributed.groups import group_size
+
+# torch 2.13 warns of the name that earlier versions have.
+_ALL_GATHER = (
+    "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor will be when the stages run."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step: an operator of torch, or a message.
+
+    Attributes:
+        name: "aten::add_.Tensor" and the like; or "all_to_all", "all_gather", "all_reduce".
+        args: constants, slots and lists of slots, in the order of the operator's schema.
+        outputs: slots that are filled.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass
+class Stages:
+    """A list of stages and the slots that they use; the first `num_inputs` are given by the caller.
+
+    Attributes:
+        undo: pairs of slots; when a stage fails, the first of each is overwritten with the second.
+        results: slots of what is returned.
+    """
+
+    num_inputs: int
+    steps: list[Stage] = field(default_factory=list)
+    undo: list[tuple[int, int]] = field(default_factory=list)
+    results: list[int] = field(default_factory=list)
+    num_slots: int = 0
+    # The same for `moe_ext._runtime`, made at its first use.
+    compiled: Any = None
+
+    def __post_init__(self) -> None:
+        self.num_slots = self.num_inputs
+
+    def inputs(self) -> tuple[Slot, ...]:
+        """Slots of what the caller gives."""
+        return tuple(Slot(index) for index in range(self.num_inputs))
+
+    def call(self, name: str, *args: Any) -> Slot:
+        """Add an operator that returns one tensor."""
+        return self.call_many(name, 1, *args)[0]
+
+    def call_many(self, name: str, num_outputs: int, *args: Any) -> tuple[Slot, ...]:
+        """Add an operator that returns `num_outputs` tensors."""
+        first = self.num_slots
+        self.num_slots += num_outputs
+        outputs = tuple(range(first, self.num_slots))
+        self.steps.append(Stage(name, args, outputs))
+        return tuple(Slot(index) for index in outputs)
+
+    def all_to_all(self, sent: Slot) -> Slot:
+        """Part p of P equal parts goes to rank p; returns what came, in rank order."""
+        return self.call("all_to_all", sent)
+
+    def all_gather(self, sent: Slot) -> Slot:
+        """One row of what every rank sent, in rank order."""
+        return self.call("all_gather", sent)
+
+    def all_reduce(self, x: Slot) -> None:
+        """Sum over the ranks, in place; of any shape, and nothing where it is empty."""
+        self.call_many("all_reduce", 0, x)
+
+    def keep(self, x: Slot) -> None:
+        """Remember a tensor that later stages change, to put it back when one of them fails."""
+        saved = self.call("aten::clone", x)
+        self.undo.append((x.index, saved.index))
+
+
+@functools.cache
+def _operator(name: str) -> tuple[Any, tuple[str, ...]]:
+    """The overload of a qualified name, and the names of its arguments that only go by keyword."""
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    found = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    keywords = tuple(a.name if a.kwarg_only else "" for a in found._schema.arguments)
+    return found, keywords
+
+
+def sent_bytes(name: str, num_bytes: int, size: int) -> int:
+    """What leaves a rank of `size` for a message of `num_bytes`."""
+    if name == "all_gather":
+        return (size - 1) * num_bytes
+    if name == "all_to_all":
+        return (size - 1) * num_bytes // size
+    return 2 * (size - 1) * num_bytes // size
+
+
+def _message(name: str, x: Tensor, group: ProcessGroup | None) -> Tensor | None:
+    size = group_size(group)
+    if name == "all_reduce":
+        if size > 1 and x.numel():
+            dist.all_reduce(x, group=group)
+        return None
+    if size == 1:
+        return x.view(-1)
+    out = x.new_empty(size * x.numel() if name == "all_gather" else x.numel())
+    if x.numel():
+        if name == "all_gather":
+            getattr(dist, _ALL_GATHER)(out, x.view(-1), group=group)
+        else:
+            dist.all_to_all_single(out, x.view(-1), group=group)
+    return out
+
+
+def run_stages(
+    stages: Stages,
+    inputs: Sequence[Tensor],
+    group: ProcessGroup | None,
+    on_sent: Callable[[str, int], None] | None,
+) -> list[Tensor]:
+    """Run the stages in this thread; what `moe_ext._runtime.StageRunner.run` does.
+
+    Args:
+        stages: what to do.
+        inputs: the tensors of the first slots.
+        group: whose ranks all run the same stages.
+        on_sent: told kind and bytes of every message.
+    """
+    slots: list[Any] = [*inputs, *[None] * (stages.num_slots - len(inputs))]
+
+    def value(arg: Any) -> Any:
+        if isinstance(arg, Slot):
+            return slots[arg.index]
+        if isinstance(arg, (list, tuple)):
+            return [value(entry) for entry in arg]
+        return arg
+
+    try:
+        with torch.no_grad():
+            for step in stages.steps:
+                args = [value(arg) for arg in step.args]
+                if "::" not in step.name:
+                    found: Any = _message(step.name, args[0], group)
+                    if on_sent is not None:
+                        on_sent(step.name, sent_bytes(step.name, args[0].nbytes, group_size(group)))
+                else:
+                    operator, keywords = _operator(step.name)
+                    plain = [a for a, key in zip(args, keywords, strict=False) if not key]
+                    named = {key: a for a, key in zip(args, keywords, strict=False) if key}
+                    found = operator(*plain, **named)
+                if len(step.outputs) == 1:
+                    slots[step.outputs[0]] = found
+                elif step.outputs:
+                    for index, tensor in zip(step.outputs, found, strict=True):
+                        slots[index] = tensor
+    except BaseException:
+        for changed, saved in stages.undo:
+            if slots[saved] is not None:
+                slots[changed].copy_(slots[saved])
+        raise
+    return [slots[index] for index in stages.results]
