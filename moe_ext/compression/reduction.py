@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,24 +13,44 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.compression.stages import Stages, run_stages
+from moe_ext import _runtime_library
+from moe_ext.compression.stages import Slot, Stages, run_stages
+from moe_ext.distributed import _c10d, streams
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import group_ranks
-from moe_ext.distributed.traffic import record_traffic
+from moe_ext.distributed.traffic import is_counted, record_traffic
+
+_OnSent = Callable[[str, int], None]
+_Finish = Callable[[list[Tensor]], Tensor]
+
+
+class _Future(Protocol):
+    """`torch.futures.Future`, or the class in C++ below it."""
+
+    def wait(self) -> Any: ...
+    def done(self) -> bool: ...
+    def then(self, callback: Callable[[Any], Any]) -> Any: ...
 
 
 class Reduction:
-    """A collective of moe_ext.compression underway, as `async_op=True` returns it."""
+    """A collective of moe_ext.compression underway, as ``async_op=True`` returns it."""
 
-    def __init__(self, future: torch.futures.Future[Tensor]) -> None:
+    def __init__(
+        self, future: _Future, finish: _Finish, group: ProcessGroup | None, operation: str
+    ) -> None:
         self._future = future
+        self._finish: _Finish | None = finish
+        self._group, self._operation = group, operation
+        self._result: Tensor | None = None
+        # `wait` and the callbacks of a future may come from two threads.
+        self._lock = threading.Lock()
 
     @classmethod
     def done(cls, result: Tensor) -> Reduction:
         """One that has ended."""
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(result)
-        return cls(future)
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result([result])
+        return cls(future, lambda found: found[0], None, "")
 
     def wait(self) -> Tensor:
         """The result, once it is there; on CUDA the current stream waits, not the host.
@@ -38,57 +58,137 @@ class Reduction:
         Raises:
             RankFailureError: a rank died or did not answer; the message names it.
         """
-        return self._future.wait()
+        with naming_failed_ranks(self._group, self._operation):
+            found = self._future.wait()
+        with self._lock:
+            if self._finish is not None:
+                self._result, self._finish = self._finish(found), None
+        assert self._result is not None
+        return self._result
 
     def is_completed(self) -> bool:
         """Whether `wait` returns, or raises, at once."""
         return self._future.done()
 
     def get_future(self) -> torch.futures.Future[Tensor]:
-        """The same for hooks: its value is the result."""
-        return self._future
+        """A future of what `wait` returns or raises, as hooks want it."""
+        future: torch.futures.Future[Tensor] = self._future.then(lambda _: self.wait())
+        return future
 
 
-class _Worker:
-    """A thread that runs stages one after the other over a process group of its own."""
+class _Worker(Protocol):
+    """A thread that runs stages one after the other, over one process group."""
+
+    def submit(self, stages: Any, inputs: list[Tensor], on_sent: _OnSent | None) -> _Future:
+        """Queue the stages; returns a future of the tensors of their results."""
+
+
+class PythonWorker:
+    """`moe_ext._runtime.StageWorker` in Python."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        own = dist.new_group(list(group_ranks(group)), use_local_synchronization=True)
-        assert isinstance(own, ProcessGroup)
-        self._group = own
+        self._group = group
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name="moe_ext.compression", daemon=True).start()
+        threading.Thread(
+            target=_serve, args=(self._tasks,), name="moe_ext.compression", daemon=True
+        ).start()
 
-    def _serve(self) -> None:
-        while True:
-            self._tasks.get()()
+    def __del__(self) -> None:
+        self._tasks.put(_stop)
 
-    def submit(
-        self,
-        stages: Stages,
-        inputs: Sequence[Tensor],
-        finish: Callable[[list[Tensor]], Tensor],
-        operation: str,
-    ) -> torch.futures.Future[Tensor]:
-        """Queue the stages; the future holds what `finish` makes of their results."""
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        num_threads = torch.get_num_threads()
+    def submit(self, stages: Stages, inputs: list[Tensor], on_sent: _OnSent | None) -> _Future:
+        """As `_Worker.submit`."""
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        num_threads, group = torch.get_num_threads(), self._group
 
         def task() -> None:
             if torch.get_num_threads() != num_threads:
                 torch.set_num_threads(num_threads)
             try:
-                with naming_failed_ranks(self._group, operation):
-                    found = run_stages(stages, inputs, self._group, record_traffic)
-                future.set_result(finish(found))
+                found = run_stages(stages, inputs, group, on_sent)
             except Exception as error:
                 future.set_exception(error)  # type: ignore[arg-type]
+            else:
+                future.set_result(found)
 
         self._tasks.put(task)
         return future
 
 
-_workers: WeakKeyDictionary[Any, _Worker] = WeakKeyDictionary()
+def _serve(tasks: queue.SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        task = tasks.get()
+        if task is _stop:
+            return
+        task()
+
+
+def _stop() -> None:
+    """Ends the thread of a worker that is gone."""
+
+
+# Of the caller's groups, by whether it is the compiled one.
+_workers: WeakKeyDictionary[ProcessGroup, dict[bool, _Worker]] = WeakKeyDictionary()
+
+
+def _worker(group: ProcessGroup, module: Any, device: torch.device) -> _Worker:
+    """The worker of a group, made at its first use, which all ranks of the group take part in."""
+    found = _workers.setdefault(group, {})
+    compiled = module is not None
+    if compiled not in found:
+        # Messages of the caller and of the worker must not meet.
+        timeout = _c10d.group_timeout(group, device)
+        own = dist.new_group(group_ranks(group), timeout=timeout, use_local_synchronization=True)
+        found[compiled] = module.StageWorker(own) if compiled else PythonWorker(own)  # type: ignore[arg-type]
+    return found[compiled]
+
+
+def _compiled() -> Any:
+    """`moe_ext._runtime`, or None: what is built in place may be older than these sources."""
+    module = _runtime_library.load()
+    return module if hasattr(module, "StageProgram") else None
+
+
+def _program(stages: Stages, module: Any) -> Any:
+    """The stages as `moe_ext._runtime` takes them."""
+
+    def argument(arg: Any) -> tuple[int, Any]:
+        if isinstance(arg, Slot):
+            return 1, arg.index
+        if isinstance(arg, list) and arg and isinstance(arg[0], Slot):
+            return 2, [slot.index for slot in arg]
+        return 0, arg
+
+    if stages.compiled is None:
+        steps = [
+            (step.name, [argument(arg) for arg in step.args], list(step.outputs))
+            for step in stages.steps
+        ]
+        stages.compiled = module.StageProgram(steps, stages.num_slots, stages.undo, stages.results)
+    return stages.compiled
+
+
+def _run_here(
+    stages: Stages, inputs: list[Tensor], group: ProcessGroup | None, module: Any
+) -> list[Tensor]:
+    on_sent = record_traffic if is_counted() else None
+    if module is None or group is None:
+        return run_stages(stages, inputs, group, on_sent)
+    found: list[Tensor] = _program(stages, module).run(inputs, group, on_sent)
+    return found
+
+
+def _run_on_stream(
+    stages: Stages, inputs: list[Tensor], group: ProcessGroup, module: Any, device: torch.device
+) -> _Future:
+    """Enqueue the stages on the side stream, in the caller's thread: messages stay in order."""
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[device])
+
+    def work() -> None:
+        future.set_result(_run_here(stages, inputs, group, module))
+
+    streams.run_beside(work, *inputs)
+    return future
 
 
 def run(
@@ -97,16 +197,23 @@ def run(
     group: ProcessGroup | None,
     operation: str,
     *,
-    finish: Callable[[list[Tensor]], Tensor],
+    finish: _Finish,
     async_op: bool,
 ) -> Tensor | Reduction:
     """Run the stages, here or beside the caller; `finish` makes the result of what they return."""
-    if not async_op:
+    tensors = list(inputs)
+    module = _compiled()
+    if not async_op or group is None:
         with naming_failed_ranks(group, operation):
-            found = run_stages(stages, inputs, group, record_traffic)
-        return finish(found)
-    if group is None:
-        return Reduction.done(finish(run_stages(stages, inputs, None, None)))
-    if group not in _workers:
-        _workers[group] = _Worker(group)
-    return Reduction(_workers[group].submit(stages, inputs, finish, operation))
+            found = _run_here(stages, tensors, group, module)
+        result = finish(found)
+        return Reduction.done(result) if async_op else result
+    device = tensors[0].device
+    with naming_failed_ranks(group, operation):
+        if streams.has_streams(device):
+            future = _run_on_stream(stages, tensors, group, module, device)
+        else:
+            on_sent = record_traffic if is_counted() else None
+            program = stages if module is None else _program(stages, module)
+            future = _worker(group, module, device).submit(program, tensors, on_sent)
+    return Reduction(future, finish, group, operation)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
+import torch
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -30,6 +33,13 @@ def group_of_name(name: str) -> ProcessGroup | None:
         return None
     group: ProcessGroup = c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
     return group
+
+
+def group_timeout(group: ProcessGroup, device: torch.device) -> timedelta | None:
+    """What a group was made with, for another one like it; None if its backend does not say."""
+    options = getattr(group._get_backend(device), "options", None)  # type: ignore[attr-defined]
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return timeout
 
 
 def flat_group(mesh: DeviceMesh) -> ProcessGroup:

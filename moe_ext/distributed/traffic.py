@@ -1,4 +1,4 @@
-"""Counts what the sequence-parallel layers send, call by call."""
+"""Counts what sequence-parallel layers and compressed reductions send, call by call."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def count_traffic() -> Iterator[Traffic]:
-    """Count what this process sends inside, for sequence parallelism.
+    """Count what this process sends inside, for sequence parallelism and compressed reductions.
 
     Counted are the tensors of `moe_ext.attention`: hops of a ring, all-gathers, reduce-scatters,
-    all-to-alls, and all-reduces of gradients, forward and backward. Not counted are the messages of
-    fixed size by which ranks compare their arguments.
+    all-to-alls, and all-reduces of gradients, forward and backward; and the messages of
+    `moe_ext.compression`, with ``async_op=True`` those of calls made inside. Not counted are the
+    messages of fixed size by which ranks compare their arguments.
 
     Yields:
         The counts, which grow until the context ends.
@@ -57,6 +58,11 @@ def count_traffic() -> Iterator[Traffic]:
         with _lock:
             # By identity: two counts may be equal.
             _open[:] = [other for other in _open if other is not traffic]
+
+
+def is_counted() -> bool:
+    """Whether any count is open."""
+    return bool(_open)
 
 
 def record_traffic(kind: str, num_bytes: int) -> None:

@@ -1,0 +1,362 @@
+// StageProgram and StageWorker: the stages of a collective (operators, and messages between ranks), run without the
+// GIL.
+//
+// moe_ext/compression/stages.py describes the stages and holds the same interpreter in Python: both call the same
+// operators, through the dispatcher, on the same tensors. A program is made once and runs any number of times, in the
+// caller's thread or in that of a worker, one program after the other.
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <ATen/Parallel.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "runtime/runtime.h"
+
+namespace moe_ext::runtime {
+namespace {
+
+namespace py = pybind11;
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Tensors = std::vector<at::Tensor>;
+
+enum class Kind { kOperator, kAllToAll, kAllGather, kAllReduce };
+
+// An argument: a constant, a tensor of a slot, or a list of those.
+struct SlotIndex {
+  size_t index;
+};
+using SlotList = std::vector<SlotIndex>;
+using Argument = std::variant<c10::IValue, SlotIndex, SlotList>;
+
+struct Step {
+  Kind kind = Kind::kOperator;
+  std::string name;
+  std::optional<c10::OperatorHandle> op;
+  std::vector<Argument> args;
+  std::vector<size_t> outputs;
+};
+
+// Told the kind and the bytes of every message; takes the GIL for it.
+class OnSent {
+ public:
+  explicit OnSent(py::object function) : function_(function.release().ptr()) {
+  }
+  OnSent(const OnSent&) = delete;
+  OnSent& operator=(const OnSent&) = delete;
+  ~OnSent() {
+    if (function_ != nullptr && Py_IsInitialized() != 0) {
+      py::gil_scoped_acquire held;
+      Py_DECREF(function_);
+    }
+  }
+
+  void operator()(const std::string& name, int64_t num_bytes) const {
+    if (function_ != nullptr) {
+      py::gil_scoped_acquire held;
+      py::reinterpret_borrow<py::object>(function_)(name, num_bytes);
+    }
+  }
+
+ private:
+  PyObject* function_;
+};
+
+std::shared_ptr<OnSent> on_sent_of(const py::object& function) {
+  return function.is_none() ? nullptr : std::make_shared<OnSent>(function);
+}
+
+int64_t sent_bytes(Kind kind, int64_t num_bytes, int64_t size) {
+  switch (kind) {
+    case Kind::kAllGather:
+      return (size - 1) * num_bytes;
+    case Kind::kAllToAll:
+      return (size - 1) * num_bytes / size;
+    default:
+      return 2 * (size - 1) * num_bytes / size;
+  }
+}
+
+// torch 2.13 renames two collectives; templates, so that only the one that exists is looked at.
+template <class T>
+c10::intrusive_ptr<c10d::Work> all_gather(T& group, at::Tensor& out, at::Tensor& in) {
+  if constexpr (requires { group.all_gather_single(out, in); }) {
+    return group.all_gather_single(out, in);
+  } else {
+    return group._allgather_base(out, in);
+  }
+}
+
+template <class T>
+c10::intrusive_ptr<c10d::Work> all_to_all(T& group, at::Tensor& out, at::Tensor& in) {
+  std::vector<int64_t> even;
+  if constexpr (requires { group.all_to_all_single(out, in, even, even); }) {
+    return group.all_to_all_single(out, in, even, even);
+  } else {
+    return group.alltoall_base(out, in, even, even);
+  }
+}
+
+// The tensor that a message fills; none for one in place.
+std::optional<at::Tensor> message(Kind kind, at::Tensor x, c10d::ProcessGroup& group) {
+  if (kind == Kind::kAllReduce) {
+    if (x.numel() > 0) {
+      Tensors tensors{x};
+      group.allreduce(tensors)->wait();
+    }
+    return std::nullopt;
+  }
+  x = x.view({-1});
+  at::Tensor out = at::empty({kind == Kind::kAllGather ? group.getSize() * x.numel() : x.numel()}, x.options());
+  if (x.numel() > 0) {
+    (kind == Kind::kAllGather ? all_gather(group, out, x) : all_to_all(group, out, x))->wait();
+  }
+  return out;
+}
+
+class StageProgram {
+ public:
+  // steps: (name, args, outputs), an argument being (0, constant), (1, slot) or (2, slots).
+  StageProgram(
+      const py::list& steps, size_t num_slots, std::vector<std::pair<size_t, size_t>> undo, std::vector<size_t> results)
+      : num_slots_(num_slots), undo_(std::move(undo)), results_(std::move(results)) {
+    for (const auto& entry : steps) {
+      steps_.push_back(parse(entry.cast<py::tuple>()));
+    }
+  }
+
+  Tensors run(const Tensors& inputs, c10d::ProcessGroup& group, const OnSent* on_sent) const {
+    const at::NoGradGuard no_grad;
+    Tensors slots(num_slots_);
+    std::copy(inputs.begin(), inputs.end(), slots.begin());
+    try {
+      for (const auto& step : steps_) {
+        take(step, slots, group, on_sent);
+      }
+    } catch (...) {
+      for (const auto& [changed, saved] : undo_) {
+        if (slots[saved].defined()) {
+          slots[changed].copy_(slots[saved]);
+        }
+      }
+      throw;
+    }
+    Tensors found;
+    for (const size_t index : results_) {
+      found.push_back(slots[index]);
+    }
+    return found;
+  }
+
+ private:
+  static Step parse(const py::tuple& entry) {
+    Step step;
+    step.name = entry[0].cast<std::string>();
+    step.outputs = entry[2].cast<std::vector<size_t>>();
+    const auto args = entry[1].cast<py::list>();
+    const auto colons = step.name.find("::");
+    if (colons == std::string::npos) {
+      step.kind = step.name == "all_gather"   ? Kind::kAllGather
+                  : step.name == "all_to_all" ? Kind::kAllToAll
+                                              : Kind::kAllReduce;
+      step.args.emplace_back(argument(args[0].cast<py::tuple>(), c10::TensorType::get()));
+      return step;
+    }
+    const auto dot = step.name.find('.', colons);
+    const auto overload = dot == std::string::npos ? "" : step.name.substr(dot + 1);
+    step.op = c10::Dispatcher::singleton().findSchemaOrThrow(step.name.substr(0, dot).c_str(), overload.c_str());
+    const auto& expected = step.op->schema().arguments();
+    for (size_t index = 0; index < expected.size(); ++index) {
+      if (index < args.size()) {
+        step.args.push_back(argument(args[index].cast<py::tuple>(), expected[index].type()));
+      } else {
+        step.args.emplace_back(expected[index].default_value().value());
+      }
+    }
+    return step;
+  }
+
+  static Argument argument(const py::tuple& arg, const c10::TypePtr& type) {
+    switch (arg[0].cast<int>()) {
+      case 1:
+        return SlotIndex{arg[1].cast<size_t>()};
+      case 2: {
+        SlotList slots;
+        for (const size_t index : arg[1].cast<std::vector<size_t>>()) {
+          slots.push_back(SlotIndex{index});
+        }
+        return slots;
+      }
+      default:
+        return torch::jit::toIValue(arg[1], type);
+    }
+  }
+
+  static void take(const Step& step, Tensors& slots, c10d::ProcessGroup& group, const OnSent* on_sent) {
+    if (step.kind != Kind::kOperator) {
+      const at::Tensor& x = slots[std::get<SlotIndex>(step.args[0]).index];
+      const auto found = message(step.kind, x, group);
+      if (on_sent != nullptr) {
+        (*on_sent)(step.name, sent_bytes(step.kind, static_cast<int64_t>(x.nbytes()), group.getSize()));
+      }
+      if (found) {
+        slots[step.outputs[0]] = *found;
+      }
+      return;
+    }
+    torch::jit::Stack stack;
+    for (const auto& arg : step.args) {
+      stack.push_back(value(arg, slots));
+    }
+    step.op->callBoxed(stack);
+    for (size_t index = 0; index < step.outputs.size(); ++index) {
+      slots[step.outputs[index]] = stack[index].toTensor();
+    }
+  }
+
+  static c10::IValue value(const Argument& arg, const Tensors& slots) {
+    if (const auto* slot = std::get_if<SlotIndex>(&arg)) {
+      return slots[slot->index];
+    }
+    if (const auto* list = std::get_if<SlotList>(&arg)) {
+      Tensors tensors;
+      for (const auto& slot : *list) {
+        tensors.push_back(slots[slot.index]);
+      }
+      return tensors;
+    }
+    return std::get<c10::IValue>(arg);
+  }
+
+  std::vector<Step> steps_;
+  size_t num_slots_;
+  std::vector<std::pair<size_t, size_t>> undo_;
+  std::vector<size_t> results_;
+};
+
+// The tasks of a worker, and the thread that takes them; they outlive the worker until the last one has run.
+class TaskQueue {
+ public:
+  void push(std::function<void()> task) {
+    {
+      const std::lock_guard lock(mutex_);
+      tasks_.push_back(std::move(task));
+    }
+    changed_.notify_one();
+  }
+
+  void close() {
+    {
+      const std::lock_guard lock(mutex_);
+      closed_ = true;
+    }
+    changed_.notify_one();
+  }
+
+  void serve() {
+    for (;;) {
+      std::function<void()> task;
+      {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [&] { return closed_ || !tasks_.empty(); });
+        if (tasks_.empty()) {
+          return;
+        }
+        task = std::move(tasks_.front());
+        tasks_.pop_front();
+      }
+      task();
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> tasks_;
+  bool closed_ = false;
+};
+
+class StageWorker {
+ public:
+  explicit StageWorker(Group group) : group_(std::move(group)), tasks_(std::make_shared<TaskQueue>()) {
+    // Detached: a message whose peer is gone may block for as long as the group's timeout, which must not keep the
+    // process from ending.
+    std::thread([tasks = tasks_] { tasks->serve(); }).detach();
+  }
+  StageWorker(const StageWorker&) = delete;
+  StageWorker& operator=(const StageWorker&) = delete;
+  ~StageWorker() {
+    tasks_->close();
+  }
+
+  std::shared_ptr<torch::jit::PythonFutureWrapper> submit(
+      std::shared_ptr<const StageProgram> program, Tensors inputs, const py::object& on_sent) {
+    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
+    auto task = [program = std::move(program), inputs = std::move(inputs), sent = on_sent_of(on_sent), group = group_,
+                 future, num_threads = at::get_num_threads()]() mutable {
+      if (at::get_num_threads() != num_threads) {
+        at::set_num_threads(num_threads);
+      }
+      Tensors found;
+      try {
+        found = program->run(inputs, *group, sent.get());
+      } catch (...) {
+        inputs.clear();
+        future->setError(std::current_exception());
+        return;
+      }
+      inputs.clear();
+      future->markCompleted(c10::IValue(std::move(found)));
+    };
+    // std::function wants what can be copied.
+    auto shared = std::make_shared<decltype(task)>(std::move(task));
+    {
+      py::gil_scoped_release others_run;
+      tasks_->push([shared] { (*shared)(); });
+    }
+    return std::make_shared<torch::jit::PythonFutureWrapper>(std::move(future));
+  }
+
+ private:
+  Group group_;
+  std::shared_ptr<TaskQueue> tasks_;
+};
+
+} // namespace
+
+void bind_stages(py::module_& module) {
+  py::class_<StageProgram, std::shared_ptr<StageProgram>>(module, "StageProgram", "Operators and messages, in order.")
+      .def(
+          py::init<const py::list&, size_t, std::vector<std::pair<size_t, size_t>>, std::vector<size_t>>(),
+          py::arg("steps"), py::arg("num_slots"), py::arg("undo"), py::arg("results"))
+      .def(
+          "run",
+          [](const StageProgram& program, const Tensors& inputs, const Group& group, const py::object& on_sent) {
+            const auto sent = on_sent_of(on_sent);
+            py::gil_scoped_release others_run;
+            return program.run(inputs, *group, sent.get());
+          },
+          "Runs in this thread, without the GIL; returns the tensors of the results.", py::arg("inputs"),
+          py::arg("group"), py::arg("on_sent"));
+  py::class_<StageWorker>(module, "StageWorker", "A thread that runs programs one after the other.")
+      .def(py::init<Group>(), py::arg("group"))
+      .def(
+          "submit", &StageWorker::submit, "Queues a program; returns a future of the tensors of its results.",
+          py::arg("program"), py::arg("inputs"), py::arg("on_sent"));
+}
+
+} // namespace moe_ext::runtime

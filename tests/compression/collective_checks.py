@@ -1,0 +1,138 @@
+"""What the tests of collectives share: checks that ranks run in one spawn, and simulated ranks."""
+
+import functools
+import os
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_ext import _runtime_library
+from moe_ext.compression.stages import Slot, _operator
+
+PATHS = {"python": "0", "compiled": "1"}
+
+
+class Checks(dict):
+    """Functions that every rank calls, by name; as a decorator, for groups of so many ranks."""
+
+    def __call__(self, *num_ranks):
+        def register(function):
+            for count in num_ranks:
+                self.setdefault(count, {})[function.__name__] = function
+            return function
+
+        return register
+
+    def cases(self):
+        """Tuples (ranks, name) of all checks."""
+        return [(count, name) for count, found in sorted(self.items()) for name in found]
+
+
+def run_checks(rank, functions, path):
+    """Outcome of each function on this rank: None, or a traceback; ends with the first failure."""
+    os.environ["MOE_EXT_RUNTIME"] = PATHS[path]
+    found = dict.fromkeys(functions, "not run, after another failure")
+    for name, function in functions.items():
+        try:
+            function(rank, dist.get_world_size())
+            found[name] = None
+        except BaseException:
+            found[name] = traceback.format_exc()
+            break
+    return found
+
+
+def assert_passed(outcomes, name):
+    """AssertionError with what each rank that failed found."""
+    failed = {rank: found[name] for rank, found in enumerate(outcomes) if found[name]}
+    assert not failed, "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
+
+
+def skip_unless_built(path):
+    """Skip where the path is the compiled one and is not there."""
+    if path == "compiled" and _runtime_library._load()[0] is None:
+        pytest.skip(_runtime_library.state())
+
+
+def of_rank(rank, numel, *, salt=0, dtype=torch.float32):
+    """What a rank holds; every rank can tell."""
+    generator = torch.Generator().manual_seed(1000 * salt + rank)
+    return torch.randn(numel, generator=generator).to(dtype)
+
+
+def whole_numbers(rank, numel, *, salt=0, dtype=torch.float32):
+    """Numbers whose sums are exact in any order."""
+    generator = torch.Generator().manual_seed(1000 * salt + rank)
+    return torch.randint(-4, 5, (numel,), generator=generator).to(dtype)
+
+
+def assert_same_on_all_ranks(x):
+    """The same bits everywhere."""
+    flat = x.detach().contiguous().view(-1).view(torch.uint8)
+    found = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, flat)
+    for rank, other in enumerate(found):
+        assert torch.equal(other, flat), f"other bits on rank {rank}"
+
+
+def total(x):
+    """Sum over ranks in float64."""
+    found = x.detach().double().clone()
+    dist.all_reduce(found)
+    return found
+
+
+@functools.cache
+def has_compiled():
+    """Whether both paths are there."""
+    return _runtime_library._load()[0] is not None
+
+
+def simulate(programs, inputs):
+    """Run one list of stages for each rank in this process; returns the results of each."""
+    ranks = [_steps(stages, given) for stages, given in zip(programs, inputs, strict=True)]
+    asked = [next(rank) for rank in ranks]
+    while asked[0] is not None:
+        names = {name for name, _ in asked}
+        assert len(names) == 1, names
+        asked = [rank.send(answer) for rank, answer in zip(ranks, _answers(asked), strict=True)]
+    assert all(one is None for one in asked)
+    return [next(rank) for rank in ranks]
+
+
+def _answers(asked):
+    name, sent = asked[0][0], [x.reshape(-1) for _, x in asked]
+    if name == "all_gather":
+        return [torch.cat(sent)] * len(sent)
+    if name == "all_to_all":
+        parts = [x.chunk(len(sent)) for x in sent]
+        return [torch.cat([part[rank] for part in parts]) for rank in range(len(sent))]
+    return [torch.stack(sent).sum(0)] * len(sent)
+
+
+def _steps(stages, inputs):
+    """Yields every message, then None, then the results."""
+    slots = [*inputs, *[None] * (stages.num_slots - len(inputs))]
+
+    def value(arg):
+        if isinstance(arg, Slot):
+            return slots[arg.index]
+        return [value(entry) for entry in arg] if isinstance(arg, (list, tuple)) else arg
+
+    for step in stages.steps:
+        args = [value(arg) for arg in step.args]
+        if "::" not in step.name:
+            found = yield step.name, args[0]
+            if step.name == "all_reduce":
+                args[0].copy_(found.view_as(args[0]))
+        else:
+            operator, keywords = _operator(step.name)
+            plain = [a for a, key in zip(args, keywords, strict=False) if not key]
+            found = operator(*plain, **{k: a for a, k in zip(args, keywords, strict=False) if k})
+        outputs = [found] if len(step.outputs) == 1 else found or []
+        for index, tensor in zip(step.outputs, outputs, strict=True):
+            slots[index] = tensor
+    yield None
+    yield [slots[index] for index in stages.results]

@@ -1,0 +1,501 @@
+"""Compressed collectives over ranks, compiled and in Python, against one process."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from collective_checks import (
+    PATHS,
+    Checks,
+    assert_passed,
+    assert_same_on_all_ranks,
+    of_rank,
+    run_checks,
+    skip_unless_built,
+    total,
+    whole_numbers,
+)
+
+from moe_ext.compression import (
+    Reduction,
+    SplitRegions,
+    block_sparse_all_reduce_,
+    hierarchical_all_reduce_,
+    masked_all_reduce_,
+    quantized_all_gather,
+    quantized_all_reduce_,
+    quantized_reduce_scatter,
+    row_sparse_all_reduce,
+    shard_numel,
+    sparse_all_reduce,
+)
+from moe_ext.compression.quantized_reduce import payload_bytes, quantized_all_reduce_bytes
+from moe_ext.compression.sparse_reduce import SparseLayout
+from moe_ext.distributed.traffic import count_traffic
+from moe_ext.ops import (
+    dequantize_blockwise,
+    nonzero_blocks,
+    quantize_blockwise,
+    threshold_compress_,
+    topk_compress_,
+)
+from moe_ext.testing import spawn_ranks
+
+EPS = torch.finfo(torch.float32).eps
+FORMATS = ("int8", "int4", "fp8", "sign")
+SIZES = (0, 1, 3, 1000, 70_001)
+check = Checks()
+
+
+def selected(rank, numel, k, *, salt=0):
+    """(values, indices, residual) of a rank."""
+    residual = torch.zeros(numel)
+    values, indices = topk_compress_(of_rank(rank, numel, salt=salt), residual, k)
+    return values, indices, residual
+
+
+def sizes_and_counts():
+    for numel in SIZES:
+        for k in sorted({0, 1, numel // 100, numel // 7, numel}):
+            if k <= numel:
+                yield numel, k
+
+
+@check(1, 2, 3, 4, 8)
+def all_gather_adds_in_rank_order(rank, size):
+    for numel, k in sizes_and_counts():
+        for average in (True, False):
+            expected = torch.zeros(numel)
+            for other in range(size):
+                values, indices, _ = selected(other, numel, k)
+                expected.index_add_(0, indices, values / size if average else values)
+            values, indices, _ = selected(rank, numel, k)
+            found = sparse_all_reduce(
+                values, indices, numel, algorithm="all_gather", average=average
+            )
+            assert torch.equal(found, expected), (numel, k)
+
+
+@check(1, 2, 3, 4, 8)
+def nothing_is_lost_by_any_algorithm_and_value_codec(rank, size):
+    codecs = ("fp32", "bf16", "int8") if size < 8 else ("fp32",)
+    for (numel, k), codec in itertools.product(sizes_and_counts(), codecs):
+        gradient = total(of_rank(rank, numel))
+        bound = (2 * size * EPS * total(of_rank(rank, numel).abs())).clamp(min=1e-30)
+        for algorithm in ("all_gather", "split", "dense", "auto"):
+            values, indices, residual = selected(rank, numel, k)
+            found = sparse_all_reduce(
+                values, indices, numel, algorithm=algorithm, value_codec=codec, residual=residual
+            )
+            assert_same_on_all_ranks(found)
+            kept = size * found.double() + total(residual)
+            assert ((kept - gradient).abs() <= bound).all(), (numel, k, codec, algorithm)
+
+
+@check(2, 3, 4, 8)
+def split_sends_less_than_six_values_for_each_that_is_selected(rank, size):
+    numel, k = 70_001, 2100
+    values, indices, residual = selected(rank, numel, k)
+    with count_traffic() as traffic:
+        sparse_all_reduce(values, indices, numel, algorithm="split", residual=residual)
+    layout = SparseLayout(k, numel, size)
+    assert traffic.total_bytes == layout.sent_bytes("split")
+    assert traffic.total_bytes < 6 * k * 4
+    assert dict(traffic.calls) == {"all_to_all": 1, "all_gather": 1}
+    with count_traffic() as traffic:
+        sparse_all_reduce(values, indices, numel, algorithm="all_gather")
+        sparse_all_reduce(values, indices, numel, algorithm="dense")
+    assert traffic.sent_bytes["all_gather"] == layout.sent_bytes("all_gather")
+    assert traffic.sent_bytes["all_reduce"] == layout.sent_bytes("dense")
+
+
+@check(2, 4)
+def regions_follow_where_the_pairs_are(rank, size):
+    numel, k = 20_000, 800
+    regions = SplitRegions(numel, size)
+    residual = torch.zeros(numel)
+    for step in range(4):
+        gradient = of_rank(rank, numel, salt=step) * 0.01
+        # Nine of ten pairs are in the first tenth.
+        gradient[: numel // 10] *= 50
+        values, indices = topk_compress_(gradient, residual, k)
+        sparse_all_reduce(
+            values, indices, numel, algorithm="split", residual=residual, regions=regions
+        )
+        if step == 0:
+            assert max(regions.loads) > 0.9 * size * k
+    assert regions.step == 4
+    assert regions.bounds[1] < numel // 10
+    assert max(regions.loads) < 1.3 * k
+    assert_same_on_all_ranks(torch.tensor(regions.bounds))
+
+
+@check(2, 3)
+def unused_slots_of_a_threshold_change_nothing(rank, size):
+    numel, capacity = 5000, 600
+    residual = torch.zeros(numel)
+    gradient = of_rank(rank, numel)
+    values, indices, count = threshold_compress_(gradient, residual, 2.0, capacity)
+    assert int(count) < capacity
+    for algorithm in ("all_gather", "split"):
+        owed = residual.clone()
+        found = sparse_all_reduce(values, indices, numel, algorithm=algorithm, residual=owed)
+        kept = size * found.double() + total(owed)
+        torch.testing.assert_close(kept, total(gradient), rtol=0, atol=1e-5)
+
+
+@check(2, 3)
+def result_goes_where_it_is_wanted(rank, size):
+    values, indices, _ = selected(rank, 1000, 50)
+    out = torch.full((1000,), 7.0)
+    found = sparse_all_reduce(values, indices, 1000, out=out)
+    assert found is out
+    assert torch.equal(out, sparse_all_reduce(values, indices, 1000))
+
+
+def quantized_reference(size, numel, format, block, average):
+    """(x, residuals, server residuals) of one process that does what the ranks do."""
+    shard = shard_numel(numel, size, block)
+    sums, residuals = torch.zeros(size * shard), [torch.zeros(numel) for _ in range(size)]
+    for rank in range(size):
+        for part in range(0, numel, shard):
+            end = min(part + shard, numel)
+            x, owed = of_rank(rank, numel)[part:end], residuals[rank][part:end]
+            codes, scales = quantize_blockwise(x, format=format, block=block, residual=owed)
+            sums[part:end] += dequantize_blockwise(
+                codes, scales, end - part, format=format, block=block
+            )
+    result, servers = torch.zeros(numel), [torch.zeros(shard) for _ in range(size)]
+    for rank in range(size):
+        part, end = rank * shard, min((rank + 1) * shard, numel)
+        if part < end:
+            codes, scales = quantize_blockwise(
+                sums[part:end], format=format, block=block, residual=servers[rank][: end - part]
+            )
+            result[part:end] = dequantize_blockwise(
+                codes, scales / size if average else scales, end - part, format=format, block=block
+            )
+    return result, residuals, servers
+
+
+@check(2, 3, 4, 8)
+def quantized_all_reduce_is_that_of_one_process(rank, size):
+    for numel, format in itertools.product((1, 77, 1000, 20_001), FORMATS):
+        for block, average in ((64, True), (256, False)):
+            wanted = quantized_reference(size, numel, format, block, average)
+            x, residual = of_rank(rank, numel), torch.zeros(numel)
+            server = torch.zeros(shard_numel(numel, size, block))
+            with count_traffic() as traffic:
+                found = quantized_all_reduce_(
+                    x,
+                    format=format,
+                    block=block,
+                    residual=residual,
+                    server_residual=server,
+                    average=average,
+                )
+            assert found is x
+            assert torch.equal(x, wanted[0]), (numel, format, block)
+            assert torch.equal(residual, wanted[1][rank])
+            assert torch.equal(server, wanted[2][rank])
+            sent = quantized_all_reduce_bytes(numel, size, format, block)
+            assert traffic.total_bytes == sent
+
+
+@check(1, 2, 3, 4)
+def quantized_all_reduce_conserves(rank, size):
+    for numel, format in itertools.product(SIZES, FORMATS):
+        block = 64
+        shard = shard_numel(numel, size, block)
+        residual, server = torch.zeros(numel), torch.zeros(shard)
+        applied, gradients = torch.zeros(numel).double(), torch.zeros(numel).double()
+        bound = torch.zeros(numel).double()
+        for step in range(3):
+            x = of_rank(rank, numel, salt=step)
+            gradients += total(x)
+            bound += 4 * size * EPS * total(x.abs())
+            state = torch.tensor([1, 2, step, rank]) if format != "sign" else None
+            quantized_all_reduce_(
+                x,
+                format=format,
+                block=block,
+                residual=residual,
+                server_residual=server,
+                rng_state=state,
+            )
+            assert_same_on_all_ranks(x)
+            applied += size * x.double()
+        owed = torch.zeros(size * shard)
+        owed[rank * shard : (rank + 1) * shard] = server
+        kept = applied + total(residual) + total(owed)[:numel]
+        # What is owed is rounded in every step, at its own size and that of what is sent.
+        bound += 16 * size * EPS * (total(residual.abs()) + total(owed.abs())[:numel] + 1)
+        assert ((kept - gradients).abs() <= bound).all(), (numel, format)
+
+
+@check(2, 3)
+def low_precision_tensors(rank, size):
+    for dtype, numel in itertools.product((torch.bfloat16, torch.float16), (5, 3000)):
+        x = of_rank(rank, numel, dtype=dtype)
+        mean = total(x) / size
+        quantized_all_reduce_(x, format="int8")
+        assert_same_on_all_ranks(x)
+        assert (x.double() - mean).abs().max() < 0.05
+
+
+@check(1, 2, 3, 4)
+def reduce_scatter_and_all_gather_of_codes(rank, size):
+    for shard, format in itertools.product((0, 1, 77, 3000), FORMATS):
+        x, residual = of_rank(rank, size * shard), torch.zeros(size * shard)
+        output = torch.full((shard,), 9.0)
+        mean = total(x)[rank * shard : (rank + 1) * shard] / size
+        with count_traffic() as traffic:
+            quantized_reduce_scatter(output, x, format=format, residual=residual)
+        sent = (size - 1) * payload_bytes(shard, format, 256) if shard else 0
+        assert traffic.total_bytes == sent
+        owed = total(residual)[rank * shard : (rank + 1) * shard] / size
+        torch.testing.assert_close(output.double() + owed, mean, rtol=0, atol=1e-5)
+        everything = torch.empty(size * shard)
+        quantized_all_gather(everything, output, format=format)
+        assert_same_on_all_ranks(everything)
+        if format == "int8":
+            exact = [torch.empty(shard) for _ in range(size)]
+            dist.all_gather(exact, output)
+            torch.testing.assert_close(everything, torch.cat(exact), rtol=0, atol=0.02)
+
+
+@check(1, 2, 3, 4, 8)
+def block_sparse_is_exact(rank, size):
+    for numel, dtype in itertools.product((0, 1, 1000, 5001), (torch.float32, torch.bfloat16)):
+        x = whole_numbers(rank, numel, dtype=dtype)
+        x[: numel // 3] = 0
+        x[numel // 2 : numel // 2 + 64 * rank] = 0
+        wanted = x.clone()
+        dist.all_reduce(wanted)
+        given = x.clone()
+        with count_traffic() as traffic:
+            assert block_sparse_all_reduce_(x, block=64, average=False) is x
+        assert torch.equal(x, wanted)
+        block_sparse_all_reduce_(
+            given, block=64, average=False, bitmap=nonzero_blocks(given, block=64)
+        )
+        assert torch.equal(given, wanted)
+        if numel == 5001 and size > 1:
+            union = (nonzero_blocks(wanted, block=64)[:, None] >> torch.arange(8)) & 1
+            assert traffic.sent_bytes["all_gather"] == (size - 1) * 10
+            packed = int(union.sum()) * 64 * x.element_size()
+            assert traffic.sent_bytes["all_reduce"] >= 2 * (size - 1) * packed // size
+            assert traffic.sent_bytes["all_reduce"] < 2 * (size - 1) * x.nbytes // size
+
+
+@check(2, 3)
+def nan_reaches_every_rank_by_the_exact_ways(rank, size):
+    x = torch.zeros(1000)
+    if rank == 1:
+        x[700] = float("nan")
+    block_sparse_all_reduce_(x)
+    assert x[700].isnan()
+    assert x.isnan().sum() == 1
+
+
+@check(1, 2, 3, 4)
+def masked_is_exact_and_leaves_the_others(rank, size):
+    for numel in (1, 1000):
+        mask = torch.arange(numel) % 3 == 0
+        start = whole_numbers(rank, numel)
+        wanted = start.clone()
+        dist.all_reduce(wanted)
+        wanted = torch.where(mask, wanted / size, start)
+        for given in (mask, mask.nonzero().view(-1)):
+            x = start.clone()
+            with count_traffic() as traffic:
+                assert masked_all_reduce_(x, given) is x
+            assert torch.equal(x, wanted)
+            count = int(mask.sum())
+            assert traffic.total_bytes == 2 * (size - 1) * 4 * count // size
+
+
+@check(1, 2, 3, 4)
+def rows_of_an_embedding(rank, size):
+    # Rank 1 has an empty batch; rows repeat, and on rank 0 they cancel.
+    rows = {0: [3, 7, 3, 3], 1: []}.get(rank, [rank, 3, 49])
+    values = whole_numbers(rank, len(rows) * 4).view(-1, 4)
+    if rank == 0:
+        values[3] = -values[0] - values[2]
+    grad = torch.sparse_coo_tensor(
+        torch.tensor([rows], dtype=torch.int64), values, (50, 4), check_invariants=True
+    )
+    wanted = grad.to_dense()
+    dist.all_reduce(wanted)
+    found = row_sparse_all_reduce(grad)
+    assert found.is_coalesced()
+    assert torch.equal(found.to_dense(), wanted / size)
+    assert 3 in found.indices()[0]
+    assert_same_on_all_ranks(found.values())
+    empty = torch.sparse_coo_tensor(
+        torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0, 4), (50, 4), check_invariants=True
+    )
+    assert row_sparse_all_reduce(empty)._nnz() == 0
+
+
+@check(4)
+def nodes_first(rank, size):
+    local = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    nodes = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    for numel in (1, 77, 1000):
+        x = whole_numbers(rank, numel)
+        wanted = x.clone()
+        dist.all_reduce(wanted)
+        found = hierarchical_all_reduce_(
+            x, local_group=local, node_group=nodes, reduce=block_sparse_all_reduce_
+        )
+        assert found is x
+        assert torch.equal(x, wanted / size)
+        x = of_rank(rank, numel)
+        mean = total(x) / size
+        residual = torch.zeros(shard_numel(numel, 2, 1))
+        hierarchical_all_reduce_(
+            x,
+            local_group=local,
+            node_group=nodes,
+            reduce=functools.partial(quantized_all_reduce_, residual=residual),
+        )
+        assert_same_on_all_ranks(x)
+        assert (x.double() - mean).abs().max() < 0.05
+
+
+@check(1, 2, 3)
+def several_underway_end_in_order_and_leave_the_group_free(rank, size):
+    numel = 30_000
+    expected, handles, tensors = [], [], []
+    for salt in range(6):
+        x = of_rank(rank, numel, salt=salt)
+        y = x.clone()
+        quantized_all_reduce_(y)
+        expected.append(y)
+        tensors.append(x)
+        handles.append(quantized_all_reduce_(x, async_op=True))
+        # The caller's own messages do not meet those of the worker.
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        assert one == size
+    assert all(isinstance(handle, Reduction) for handle in handles)
+    for handle, x, y in reversed(list(zip(handles, tensors, expected, strict=True))):
+        assert handle.wait() is x
+        assert handle.is_completed()
+        assert torch.equal(x, y)
+    future = quantized_all_reduce_(tensors[0], async_op=True).get_future()
+    assert future.wait() is tensors[0]
+    chained = sparse_all_reduce(*selected(rank, 1000, 10)[:2], 1000, async_op=True).get_future()
+    doubled = chained.then(lambda done: done.value() * 2)
+    direct = sparse_all_reduce(*selected(rank, 1000, 10)[:2], 1000)
+    assert torch.equal(doubled.wait(), 2 * direct)
+
+
+@check(2, 3)
+def async_counts_bytes_and_updates_regions_once(rank, size):
+    numel, k = 20_000, 500
+    regions = SplitRegions(numel, size)
+    values, indices, residual = selected(rank, numel, k)
+    with count_traffic() as traffic:
+        handle = sparse_all_reduce(
+            values,
+            indices,
+            numel,
+            algorithm="split",
+            residual=residual,
+            regions=regions,
+            async_op=True,
+        )
+        future = handle.get_future()
+        assert future.wait() is handle.wait()
+    assert regions.step == 1
+    assert traffic.total_bytes == SparseLayout(k, numel, size).sent_bytes("split")
+
+
+@check(2, 3)
+def callers_that_differ_are_told_on_every_rank(rank, size):
+    values, indices, residual = selected(rank, 1000, 10)
+    other = rank == 1
+    with pytest.raises(ValueError, match=r"number of values .* got 10 on rank 0, 9 on rank 1"):
+        cut = 9 if other else 10
+        sparse_all_reduce(values[:cut], indices[:cut], 1000)
+    with pytest.raises(ValueError, match=r"numel .* got 1000 on rank 0, 1001 on rank 1"):
+        sparse_all_reduce(values, indices, 1000 + other)
+    with pytest.raises(ValueError, match="dtype .* got torch.float32 on rank 0, torch.bfloat16 on"):
+        quantized_all_reduce_(torch.zeros(8, dtype=torch.bfloat16 if other else torch.float32))
+    with pytest.raises(ValueError, match="block to be equal on every rank, got 64 on rank 0, 128"):
+        block_sparse_all_reduce_(torch.zeros(256), block=128 if other else 64)
+    with pytest.raises(ValueError, match="the operation to be equal on every rank"):
+        (quantized_all_reduce_ if other else block_sparse_all_reduce_)(torch.zeros(8))
+    with pytest.raises(ValueError, match="checksum of the mask"):
+        masked_all_reduce_(torch.zeros(8), torch.tensor([1, 3 + other]))
+    twice = torch.tensor([4, 4]) if other else torch.tensor([3, 4])
+    with pytest.raises(ValueError, match="indices to be all different, got 4 twice on rank 1"):
+        sparse_all_reduce(torch.ones(2), twice, 10)
+    with pytest.raises(ValueError, match="x to be finite, got NaN or infinity on rank 1"):
+        quantized_all_reduce_(torch.full((8,), float("nan") if other else 1.0))
+    with pytest.raises(ValueError, match="shape to be equal on every rank"):
+        empty = torch.zeros(1, 0, dtype=torch.int64)
+        row_sparse_all_reduce(
+            torch.sparse_coo_tensor(
+                empty, torch.zeros(0, 4), (50 + other, 4), check_invariants=True
+            )
+        )
+    # Everyone is still there.
+    block_sparse_all_reduce_(torch.ones(8))
+
+
+@check(2)
+def both_paths_give_the_same_bits(rank, size):
+    found = {}
+    for path in PATHS:
+        skip_unless_built("compiled")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MOE_EXT_RUNTIME", PATHS[path])
+            results = []
+            for async_op, algorithm in itertools.product((False, True), ("all_gather", "split")):
+                values, indices, residual = selected(rank, 9000, 300)
+                out = sparse_all_reduce(
+                    values,
+                    indices,
+                    9000,
+                    algorithm=algorithm,
+                    residual=residual,
+                    value_codec="int8",
+                    async_op=async_op,
+                )
+                results += [out.wait() if async_op else out, residual]
+            for format, async_op in itertools.product(FORMATS, (False, True)):
+                x, residual = of_rank(rank, 9000), torch.zeros(9000)
+                handle = quantized_all_reduce_(
+                    x,
+                    format=format,
+                    residual=residual,
+                    async_op=async_op,
+                    rng_state=None if format == "sign" else torch.tensor([5, 6, 7, rank]),
+                )
+                if async_op:
+                    handle.wait()
+                results += [x, residual]
+            x = of_rank(rank, 9000)
+            x[:4000] = 0
+            results.append(block_sparse_all_reduce_(x))
+            found[path] = results
+    for one, other in zip(*found.values(), strict=True):
+        assert torch.equal(one, other)
+
+
+@functools.cache
+def outcomes(size, path):
+    """What every rank found; one spawn for all checks of a group size."""
+    return spawn_ranks(run_checks, size, check[size], path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("size", "name"), check.cases())
+def test_over_ranks(size, name, path):
+    skip_unless_built(path)
+    assert_passed(outcomes(size, path), name)
