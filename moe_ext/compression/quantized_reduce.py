@@ -78,7 +78,8 @@ class _Codec:
         codes = taken(self.stages, row, start, code_bytes(length, self.format), torch.uint8)
         at = start + aligned(code_bytes(room, self.format))
         scales = taken(self.stages, row, at, 4 * -(-length // self.block), torch.float32)
-        self.stages.call("moe_ext::dequantize_add_", out, codes, scales, self.format, self.block)
+        name = "moe_ext::dequantize_add_"
+        self.stages.call_many(name, 0, out, codes, scales, self.format, self.block)
 
     def divide(self, row: Slot, count: int, room: int, divisor: int) -> None:
         """Divide the scales of `count` payloads in a row, in place."""

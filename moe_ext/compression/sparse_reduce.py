@@ -123,8 +123,9 @@ def _slotted(
 ) -> tuple[Slot, Slot, Slot, Slot]:
     """Values and indices [P * S] in slots, pairs found for each region [P], what did not fit [K].
 
-    Where a region has more pairs than slots, a window of them is sent that moves from step to step:
-    cutting at the end would always leave out the same elements.
+    Where a region has L pairs, more than slots, those j are sent for which j S mod L is less than
+    S: S pairs, evenly spread, others in the next step. Cutting at the end would leave out the same
+    elements again and again, and tell nothing of where they are.
     """
     size, slots = layout.world_size, layout.slots.count
     call = stages.call
@@ -144,7 +145,7 @@ def _slotted(
     loads = call("aten::sub.Tensor", call("aten::narrow", before, 0, 1, size), first)
     place = call("aten::sub.Tensor", upto, call("aten::index_select", first, 0, region))
     load = call("aten::clamp", call("aten::index_select", loads, 0, region), 1)
-    turned = call("aten::sub.Scalar", place, 1 + step * slots)
+    turned = call("aten::mul.Scalar", call("aten::sub.Scalar", place, 1 + step), slots)
     turned = call("aten::remainder.Tensor", turned, load)
     kept = call("aten::bitwise_and.Tensor", wanted, call("aten::lt.Scalar", turned, slots))
     upto, before = counted(kept)
