@@ -16,6 +16,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -34,7 +35,7 @@ namespace py = pybind11;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Tensors = std::vector<at::Tensor>;
 
-enum class Kind { kOperator, kAllToAll, kAllGather, kAllReduce };
+enum class Kind { kOperator, kAllToAll, kAllGather, kAllReduce, kScratch };
 
 // An argument: a constant, a tensor of a slot, or a list of those.
 struct SlotIndex {
@@ -80,6 +81,16 @@ std::shared_ptr<OnSent> on_sent_of(const py::object& function) {
   return function.is_none() ? nullptr : std::make_shared<OnSent>(function);
 }
 
+Kind kind_of(const std::string& name) {
+  if (name == "all_gather") {
+    return Kind::kAllGather;
+  }
+  if (name == "all_to_all") {
+    return Kind::kAllToAll;
+  }
+  return name == "scratch" ? Kind::kScratch : Kind::kAllReduce;
+}
+
 int64_t sent_bytes(Kind kind, int64_t num_bytes, int64_t size) {
   switch (kind) {
     case Kind::kAllGather:
@@ -111,8 +122,68 @@ c10::intrusive_ptr<c10d::Work> all_to_all(T& group, at::Tensor& out, at::Tensor&
   }
 }
 
+// Memory for what stages need for a while. New memory has to be mapped page by page, which takes longer than what is
+// done with it. An accelerator's allocator does the same by itself.
+class Pool {
+ public:
+  static Pool& instance() {
+    // Never destroyed: a worker may outlive the end of main.
+    static auto* pool = new Pool;
+    return *pool;
+  }
+
+  at::Tensor take(int64_t num_bytes, const at::Tensor& like) {
+    if (like.is_cpu()) {
+      const std::lock_guard lock(mutex_);
+      // The least that is enough, and not more than twice of it.
+      auto best = free_.end();
+      for (auto row = free_.begin(); row != free_.end(); ++row) {
+        const int64_t size = row->numel();
+        if (num_bytes <= size && size <= 2 * num_bytes && (best == free_.end() || size < best->numel())) {
+          best = row;
+        }
+      }
+      if (best != free_.end()) {
+        at::Tensor found = *best;
+        free_.erase(best);
+        return found;
+      }
+    }
+    return at::empty({num_bytes}, like.options().dtype(at::kByte));
+  }
+
+  // Those unused for the longest time go.
+  void give_back(const Tensors& rows) {
+    const std::lock_guard lock(mutex_);
+    std::copy_if(rows.begin(), rows.end(), std::back_inserter(free_), [](const auto& row) { return row.is_cpu(); });
+    while (free_.size() > kPooled) {
+      free_.pop_front();
+    }
+  }
+
+ private:
+  static constexpr size_t kPooled = 24;
+  std::mutex mutex_;
+  std::deque<at::Tensor> free_;
+};
+
+// What one run has taken from the pool.
+class Borrowed {
+ public:
+  at::Tensor take(int64_t num_bytes, const at::Tensor& like) {
+    rows_.push_back(Pool::instance().take(num_bytes, like));
+    return rows_.back().narrow(0, 0, num_bytes);
+  }
+  void give_back() {
+    Pool::instance().give_back(rows_);
+  }
+
+ private:
+  Tensors rows_;
+};
+
 // The tensor that a message fills; none for one in place.
-std::optional<at::Tensor> message(Kind kind, at::Tensor x, c10d::ProcessGroup& group) {
+std::optional<at::Tensor> message(Kind kind, at::Tensor x, c10d::ProcessGroup& group, Borrowed& borrowed) {
   if (kind == Kind::kAllReduce) {
     if (x.numel() > 0) {
       Tensors tensors{x};
@@ -121,7 +192,8 @@ std::optional<at::Tensor> message(Kind kind, at::Tensor x, c10d::ProcessGroup& g
     return std::nullopt;
   }
   x = x.view({-1});
-  at::Tensor out = at::empty({kind == Kind::kAllGather ? group.getSize() * x.numel() : x.numel()}, x.options());
+  const auto num_bytes = static_cast<int64_t>(x.nbytes()) * (kind == Kind::kAllGather ? group.getSize() : 1);
+  at::Tensor out = borrowed.take(num_bytes, x).view(x.scalar_type());
   if (x.numel() > 0) {
     (kind == Kind::kAllGather ? all_gather(group, out, x) : all_to_all(group, out, x))->wait();
   }
@@ -143,9 +215,10 @@ class StageProgram {
     const at::NoGradGuard no_grad;
     Tensors slots(num_slots_);
     std::copy(inputs.begin(), inputs.end(), slots.begin());
+    Borrowed borrowed;
     try {
       for (const auto& step : steps_) {
-        take(step, slots, group, on_sent);
+        take(step, slots, group, on_sent, borrowed);
       }
     } catch (...) {
       for (const auto& [changed, saved] : undo_) {
@@ -153,8 +226,10 @@ class StageProgram {
           slots[changed].copy_(slots[saved]);
         }
       }
+      // What was borrowed is not given back: a backend may still write to it.
       throw;
     }
+    borrowed.give_back();
     Tensors found;
     for (const size_t index : results_) {
       found.push_back(slots[index]);
@@ -170,10 +245,11 @@ class StageProgram {
     const auto args = entry[1].cast<py::list>();
     const auto colons = step.name.find("::");
     if (colons == std::string::npos) {
-      step.kind = step.name == "all_gather"   ? Kind::kAllGather
-                  : step.name == "all_to_all" ? Kind::kAllToAll
-                                              : Kind::kAllReduce;
+      step.kind = kind_of(step.name);
       step.args.emplace_back(argument(args[0].cast<py::tuple>(), c10::TensorType::get()));
+      if (step.kind == Kind::kScratch) {
+        step.args.emplace_back(argument(args[1].cast<py::tuple>(), c10::IntType::get()));
+      }
       return step;
     }
     const auto dot = step.name.find('.', colons);
@@ -206,10 +282,16 @@ class StageProgram {
     }
   }
 
-  static void take(const Step& step, Tensors& slots, c10d::ProcessGroup& group, const OnSent* on_sent) {
+  static void take(
+      const Step& step, Tensors& slots, c10d::ProcessGroup& group, const OnSent* on_sent, Borrowed& borrowed) {
+    if (step.kind == Kind::kScratch) {
+      const at::Tensor& like = slots[std::get<SlotIndex>(step.args[0]).index];
+      slots[step.outputs[0]] = borrowed.take(std::get<c10::IValue>(step.args[1]).toInt(), like);
+      return;
+    }
     if (step.kind != Kind::kOperator) {
       const at::Tensor& x = slots[std::get<SlotIndex>(step.args[0]).index];
-      const auto found = message(step.kind, x, group);
+      const auto found = message(step.kind, x, group, borrowed);
       if (on_sent != nullptr) {
         (*on_sent)(step.name, sent_bytes(step.kind, static_cast<int64_t>(x.nbytes()), group.getSize()));
       }

@@ -51,7 +51,7 @@ def _mean(stages: Stages, x: Slot, divisor: int) -> None:
         stages.call("aten::div_.Scalar", x, divisor)
 
 
-@functools.cache
+@functools.lru_cache(256)
 def _block_stages(numel: int, block: int, size: int, divisor: int, scans: bool) -> Stages:
     stages = Stages(1 if scans else 2)
     x, *given = stages.inputs()
@@ -130,7 +130,7 @@ def block_sparse_all_reduce_(
     return run(stages, inputs, ranks, name, finish=lambda _: x, async_op=async_op)
 
 
-@functools.cache
+@functools.lru_cache(256)
 def _masked_stages(divisor: int) -> Stages:
     stages = Stages(2)
     x, indices = stages.inputs()
@@ -226,7 +226,7 @@ def masked_all_reduce_(
     return run(stages, inputs, ranks, name, finish=lambda _: x, async_op=async_op)
 
 
-@functools.cache
+@functools.lru_cache(256)
 def _row_stages(num_rows: int, size: int, divisor: int) -> Stages:
     stages = Stages(2)
     sums_UD, touched_U = stages.inputs()

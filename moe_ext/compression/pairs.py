@@ -86,7 +86,8 @@ def joined(stages: Stages, parts: list[tuple[Slot, int]]) -> Slot:
         row.append(stages.call("aten::view.dtype", part, torch.uint8))
         if aligned(num_bytes) != num_bytes:
             row.append(_zeros(stages, part, aligned(num_bytes) - num_bytes))
-    return stages.call("aten::cat", row, 0)
+    room = stages.scratch(row[0], sum(aligned(num_bytes) for _, num_bytes in parts))
+    return stages.call("aten::cat.out", row, 0, room)
 
 
 def taken(stages: Stages, row: Slot, start: int, num_bytes: int, dtype: torch.dtype) -> Slot:
@@ -115,7 +116,7 @@ def unpack_values(
     num_bytes = code_bytes(count, codec)
     if codec in _PLAIN:
         codes = taken(stages, row, start, num_bytes, _PLAIN[codec])
-        return stages.call("aten::to.dtype", codes, torch.float32, False, True)
+        return stages.call("aten::to.dtype", codes, torch.float32)
     codes = taken(stages, row, start, num_bytes, torch.uint8)
     num_scales = -(-count // block)
     scales = taken(stages, row, start + aligned(num_bytes), 4 * num_scales, torch.float32)
@@ -142,6 +143,16 @@ def pack_pairs(
     return [*parts, (stages.call("aten::cat", row, 0), 4 * runs + 2 * count)]
 
 
+def _counts(stages: Stages, ends: Slot, runs: int, count: int) -> Slot:
+    """Pairs of each run; whatever the ends are, none is negative and their sum is `count`."""
+    inner = stages.call("aten::narrow", ends, 0, 0, runs - 1)
+    inner = stages.call("aten::clamp", inner, 0, count)
+    bounds = stages.call("aten::constant_pad_nd", inner, [0, 1], count)
+    bounds, _ = stages.call_many("aten::cummax", 2, bounds, 0)
+    bounds = stages.call("aten::constant_pad_nd", bounds, [1, 0], 0)
+    return stages.call("aten::diff", bounds)
+
+
 def unpack_pairs(stages: Stages, row: Slot, start: int, layout: PairLayout) -> tuple[Slot, Slot]:
     """Values (float32) and indices (int64, in range) that begin at byte `start` of a row."""
     count, runs = layout.count, layout.num_runs
@@ -150,11 +161,12 @@ def unpack_pairs(stages: Stages, row: Slot, start: int, layout: PairLayout) -> t
     if runs:
         ends = taken(stages, row, start, 4 * runs, torch.int32)
         offsets = taken(stages, row, start + 4 * runs, 2 * count, torch.int16)
-        order = stages.call("aten::new_ones", ends, [count])
-        order = stages.call("aten::cumsum", order, 0, torch.int32)
-        # The j-th pair, counted from 1, is in the run after those that ended before it.
-        run = stages.call("aten::searchsorted.Tensor", ends, order)
-        base = stages.call("aten::mul.Scalar", run, _RUN)
+        run = stages.call(
+            "aten::repeat_interleave.Tensor", _counts(stages, ends, runs, count), count
+        )
+        base = stages.call(
+            "aten::mul.Scalar", stages.call("aten::to.dtype", run, torch.int64), _RUN
+        )
         offsets = stages.call("aten::to.dtype", offsets, torch.int64)
         offsets = stages.call("aten::bitwise_and.Scalar", offsets, _RUN - 1)
         indices_K = stages.call("aten::add.Tensor", base, offsets)

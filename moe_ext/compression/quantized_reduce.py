@@ -5,6 +5,7 @@ Shapes: N elements, P ranks, M elements of a shard.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -116,7 +117,7 @@ def _scatter(
         owed = None if residual is None else stages.call("aten::narrow", residual, *place)
         parts += codec.encode(piece, length, shard, owed, rng_states[part])
     found = stages.all_to_all(joined(stages, parts))
-    total = stages.call("aten::new_zeros", x, [lengths[rank]], torch.float32)
+    total = stages.call("aten::zero_", stages.scratch(x, 4 * lengths[rank], torch.float32))
     size = payload_bytes(shard, codec.format, codec.block)
     for source in range(len(lengths)):
         codec.add(total, found, source * size, lengths[rank], shard)
@@ -140,6 +141,7 @@ def _rng_slots(stages: Stages, rng_state: Slot | None, size: int) -> list[Slot |
     return [*found, moved]
 
 
+@functools.lru_cache(256)
 def _all_reduce_stages(
     numel: int,
     size: int,
@@ -155,10 +157,10 @@ def _all_reduce_stages(
     residual = others.pop(0) if has_residual else None
     server = others.pop(0) if has_server else None
     rng_states = _rng_slots(stages, others.pop(0) if has_rng else None, size)
-    for kept in (residual, server):
-        if kept is not None:
-            stages.keep(kept)
     codec, shard = _Codec(stages, format, block), shard_numel(numel, size, block)
+    for kept, length in ((residual, numel), (server, shard)):
+        if kept is not None:
+            stages.keep(kept, 4 * length)
     lengths = _lengths(numel, size, shard)
     total = _scatter(codec, x, lengths, shard, residual, rng_states, rank)
     own = None if server is None else stages.call("aten::narrow", server, 0, 0, lengths[rank])
@@ -375,7 +377,7 @@ def quantized_reduce_scatter(
     owed = others.pop(0) if residual is not None else None
     rng_states = _rng_slots(stages, others.pop(0) if rng_state is not None else None, size)
     if owed is not None:
-        stages.keep(owed)
+        stages.keep(owed, 4 * numel)
     shard = numel // size
     codec = _Codec(stages, format, block)
     total = _scatter(codec, x, [shard] * size, shard, owed, rng_states, group_rank(ranks))

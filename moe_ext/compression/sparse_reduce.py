@@ -5,6 +5,7 @@ Shape suffixes: K pairs that a rank gives, P ranks, S slots for a region.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,7 @@ SLACK = 1.25
 _MIN_REGION = 64
 # Pairs of unused slots and of the second cut come late: splitting must send this much less.
 _SPLIT_GAIN = 0.75
+_CACHED = 256
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ def _add_pairs(stages: Stages, out: Slot, values_K: Slot, indices_K: Slot, scale
     stages.call("aten::index_add_", out, 0, indices_K, values_K)
 
 
+@functools.lru_cache(_CACHED)
 def _gathered(layout: SparseLayout, divisor: int, keeps_error: bool) -> Stages:
     stages = Stages(3 + keeps_error)
     values, indices, out, *residual = stages.inputs()
@@ -106,6 +109,7 @@ def _gathered(layout: SparseLayout, divisor: int, keeps_error: bool) -> Stages:
     return stages
 
 
+@functools.lru_cache(_CACHED)
 def _dense(layout: SparseLayout, divisor: int) -> Stages:
     stages = Stages(3)
     values, indices, out = stages.inputs()

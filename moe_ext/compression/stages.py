@@ -10,6 +10,7 @@ Shapes: P ranks of the group; messages are contiguous.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +40,8 @@ class Stage:
     """One step: an operator of torch, or a message.
 
     Attributes:
-        name: "aten::add_.Tensor" and the like; or "all_to_all", "all_gather", "all_reduce".
+        name: "aten::add_.Tensor" and the like; or "all_to_all", "all_gather", "all_reduce"; or
+            "scratch".
         args: constants, slots and lists of slots, in the order of the operator's schema.
         outputs: slots that are filled.
     """
@@ -97,10 +99,16 @@ class Stages:
         """Sum over the ranks, in place; of any shape, and nothing where it is empty."""
         self.call_many("all_reduce", 0, x)
 
-    def keep(self, x: Slot) -> None:
+    def scratch(self, like: Slot, num_bytes: int, dtype: torch.dtype = torch.uint8) -> Slot:
+        """Memory on the device of `like` that is given back at the end: no result may be in it."""
+        room = self.call("scratch", like, num_bytes)
+        return room if dtype is torch.uint8 else self.call("aten::view.dtype", room, dtype)
+
+    def keep(self, x: Slot, num_bytes: int) -> None:
         """Remember a tensor that later stages change, to put it back when one of them fails."""
-        saved = self.call("aten::clone", x)
-        self.undo.append((x.index, saved.index))
+        bits = self.call("aten::view.dtype", x, torch.uint8)
+        saved = self.call("aten::copy_", self.scratch(x, num_bytes), bits)
+        self.undo.append((bits.index, saved.index))
 
 
 @functools.cache
@@ -122,7 +130,42 @@ def sent_bytes(name: str, num_bytes: int, size: int) -> int:
     return 2 * (size - 1) * num_bytes // size
 
 
-def _message(name: str, x: Tensor, group: ProcessGroup | None) -> Tensor | None:
+class _Pool:
+    """Memory for what stages need for a while.
+
+    New memory has to be mapped page by page, which takes longer than what is done with it. An
+    accelerator's allocator does the same by itself.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int, like: Tensor) -> Tensor:
+        """A row of bytes on the device of `like`."""
+        if like.device.type == "cpu":
+            with self._lock:
+                # The least that is enough, and not more than twice of it.
+                fitting = [x for x in self._free if num_bytes <= x.numel() <= 2 * num_bytes]
+                if fitting:
+                    best = min(fitting, key=lambda x: x.numel())
+                    self._free = [x for x in self._free if x is not best]
+                    return best
+        return torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
+
+    def give_back(self, rows: list[Tensor]) -> None:
+        """For the next ones; those unused for the longest time go."""
+        with self._lock:
+            self._free = [*self._free, *(x for x in rows if x.device.type == "cpu")][-POOLED:]
+
+
+POOLED = 24
+_pool = _Pool()
+
+
+def _message(
+    name: str, x: Tensor, group: ProcessGroup | None, take: Callable[[int, Tensor], Tensor]
+) -> Tensor | None:
     size = group_size(group)
     if name == "all_reduce":
         if size > 1 and x.numel():
@@ -130,7 +173,7 @@ def _message(name: str, x: Tensor, group: ProcessGroup | None) -> Tensor | None:
         return None
     if size == 1:
         return x.view(-1)
-    out = x.new_empty(size * x.numel() if name == "all_gather" else x.numel())
+    out = take(size * x.nbytes if name == "all_gather" else x.nbytes, x).view(x.dtype)
     if x.numel():
         if name == "all_gather":
             getattr(dist, _ALL_GATHER)(out, x.view(-1), group=group)
@@ -162,12 +205,20 @@ def run_stages(
             return [value(entry) for entry in arg]
         return arg
 
+    borrowed: list[Tensor] = []
+
+    def take(num_bytes: int, like: Tensor) -> Tensor:
+        borrowed.append(_pool.take(num_bytes, like))
+        return borrowed[-1][:num_bytes]
+
     try:
         with torch.no_grad():
             for step in stages.steps:
                 args = [value(arg) for arg in step.args]
-                if "::" not in step.name:
-                    found: Any = _message(step.name, args[0], group)
+                if step.name == "scratch":
+                    found: Any = take(args[1], args[0])
+                elif "::" not in step.name:
+                    found = _message(step.name, args[0], group, take)
                     if on_sent is not None:
                         on_sent(step.name, sent_bytes(step.name, args[0].nbytes, group_size(group)))
                 else:
@@ -184,5 +235,7 @@ def run_stages(
         for changed, saved in stages.undo:
             if slots[saved] is not None:
                 slots[changed].copy_(slots[saved])
+        # What was borrowed is not given back: a backend may still write to it.
         raise
+    _pool.give_back(borrowed)
     return [slots[index] for index in stages.results]

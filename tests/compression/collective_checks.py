@@ -123,7 +123,9 @@ def _steps(stages, inputs):
 
     for step in stages.steps:
         args = [value(arg) for arg in step.args]
-        if "::" not in step.name:
+        if step.name == "scratch":
+            found = torch.full((args[1],), 0xA5, dtype=torch.uint8)
+        elif "::" not in step.name:
             found = yield step.name, args[0]
             if step.name == "all_reduce":
                 args[0].copy_(found.view_as(args[0]))
