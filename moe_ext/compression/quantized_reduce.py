@@ -293,7 +293,7 @@ def quantized_all_reduce_(
     has = (residual is not None, server_residual is not None, rng_state is not None)
     divisor = size if average else 1
     stages = _all_reduce_stages(numel, size, group_rank(ranks), format, block, divisor, has)
-    inputs = [x.view(-1), *(state.view(-1) for state in states if state is not None)]
+    inputs = [x.detach().view(-1), *(state.view(-1) for state in states if state is not None)]
     return run(stages, inputs, ranks, name, finish=lambda _: x, async_op=async_op)
 
 
@@ -385,7 +385,7 @@ def quantized_reduce_scatter(
         stages.call("aten::div_.Scalar", total, size)
     stages.call("aten::copy_", out, total)
     states = [state.view(-1) for state in (residual, rng_state) if state is not None]
-    inputs = [input.view(-1), output.view(-1), *states]
+    inputs = [input.detach().view(-1), output.detach().view(-1), *states]
     return run(stages, inputs, ranks, name, finish=lambda _: output, async_op=async_op)
 
 
@@ -444,5 +444,9 @@ def quantized_all_gather(
     for part in range(size):
         piece = stages.call("aten::narrow", out, 0, part * shard, shard)
         codec.add(piece, found, part * row_bytes, shard, shard)
-    inputs = [input.view(-1), output.view(-1), *([] if rng_state is None else [rng_state])]
+    inputs = [
+        input.detach().view(-1),
+        output.detach().view(-1),
+        *([] if rng_state is None else [rng_state]),
+    ]
     return run(stages, inputs, ranks, name, finish=lambda _: output, async_op=async_op)

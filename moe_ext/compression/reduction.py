@@ -139,7 +139,7 @@ def _worker(group: ProcessGroup, module: Any, device: torch.device) -> _Worker:
         # Messages of the caller and of the worker must not meet.
         timeout = _c10d.group_timeout(group, device)
         own = dist.new_group(group_ranks(group), timeout=timeout, use_local_synchronization=True)
-        found[compiled] = module.StageWorker(own) if compiled else PythonWorker(own)  # type: ignore[arg-type]
+        found[compiled] = module.StageWorker(own) if compiled else PythonWorker(own)
     return found[compiled]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moe_ext.compression.reduction import Reduction
+
 
 class SplitRegions:
     """Bounds of the regions that `sparse_all_reduce(algorithm="split")` gives to the ranks.
@@ -20,6 +22,7 @@ class SplitRegions:
         bounds (tuple[int, ...]): region p is ``[bounds[p], bounds[p + 1])``.
         step (int): how often they were used.
         loads (tuple[int, ...]): pairs that all ranks had for each region in the last step.
+        pending (Reduction): one with ``async_op=True`` that uses them.
     """
 
     def __init__(self, numel: int, world_size: int) -> None:
@@ -27,11 +30,18 @@ class SplitRegions:
         self.bounds = tuple(numel * p // world_size for p in range(world_size + 1))
         self.step = 0
         self.loads: tuple[int, ...] = ()
+        self.pending: Reduction | None = None
 
     @property
     def world_size(self) -> int:
         """Ranks."""
         return len(self.bounds) - 1
+
+    def settle(self) -> None:
+        """Wait for a reduction underway: the next one takes its regions from it, on every rank."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.wait()
 
     def update(self, loads_P: Tensor, kept_idx_PK: Tensor) -> None:
         """Move the bounds to where the pairs of the last step were.

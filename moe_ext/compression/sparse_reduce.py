@@ -363,6 +363,8 @@ def sparse_all_reduce(
     (arXiv 2201.07598); Renggli et al., SparCML, SC 2019 (the dense hand-over).
     """
     ranks = resolve(group, _NAME)
+    if regions is not None:
+        regions.settle()
     problem = _problem(values_K, indices_K, numel, residual, out)
     problem = problem or _option_problem(
         algorithm, value_codec, residual, regions, numel, group_size(ranks)
@@ -383,11 +385,12 @@ def sparse_all_reduce(
     chosen = layout.choose(algorithm, may_split=residual is not None)
     divisor = layout.world_size if average else 1
     result = values_K.new_empty(numel) if out is None else out
-    inputs = [values_K.contiguous(), indices_K.contiguous(), result.view(-1)]
+    inputs = [values_K.contiguous(), indices_K.contiguous(), result.detach().view(-1)]
 
     def finish(found: list[Tensor]) -> Tensor:
         if chosen == "split" and regions is not None:
             regions.update(found[1], found[2])
+            regions.pending = None
         return result
 
     if chosen == "split":
@@ -403,7 +406,10 @@ def sparse_all_reduce(
         if keeps_error:
             assert residual is not None
             inputs.append(residual.view(-1))
-    return run(stages, inputs, ranks, _NAME, finish=finish, async_op=async_op)
+    underway = run(stages, inputs, ranks, _NAME, finish=finish, async_op=async_op)
+    if regions is not None and isinstance(underway, Reduction):
+        regions.pending = underway
+    return underway
 
 
 def _option_problem(
