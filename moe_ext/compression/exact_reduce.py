@@ -261,7 +261,7 @@ def row_sparse_all_reduce(
     the rows of the union densely. A rank without any row takes part like the others.
 
     Args:
-        grad (Tensor[N, D]): sparse COO with one sparse dimension, coalesced or not; float32,
+        grad (Tensor[N, D]): torch.sparse_coo with one sparse dimension, coalesced or not; float32,
             float64, bfloat16 or float16. Not changed.
         group: the ranks; None is the default group.
         average (bool): divide by P.
@@ -269,8 +269,8 @@ def row_sparse_all_reduce(
         async_op (bool): return a `Reduction` at once.
 
     Returns:
-        Tensor[N, D]: sparse COO, coalesced, with the same bits on all ranks; or a `Reduction` of
-        it. Rows that cancel stay in it.
+        Tensor[N, D]: torch.sparse_coo, coalesced, with the same bits on all ranks; or a
+        `Reduction` of it. Rows that cancel stay in it.
 
     Raises:
         ValueError: on every rank (of the others only with ``validate``): an argument has the wrong
@@ -286,7 +286,7 @@ def row_sparse_all_reduce(
     problem = None
     if grad.layout != torch.sparse_coo or grad.sparse_dim() != 1 or grad.dtype not in _DTYPES:
         problem = (
-            "expected grad to be sparse COO with one sparse dimension, of float32, float64, "
+            "expected grad to be torch.sparse_coo with one sparse dimension, of float32, float64, "
             f"bfloat16 or float16, got {grad.layout} {grad.dtype} of shape {tuple(grad.shape)}"
         )
     facts = {"shape": tuple(grad.shape), "dtype": grad.dtype, "average": average}

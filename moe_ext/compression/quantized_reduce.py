@@ -202,6 +202,8 @@ def _option_problem(format: str, block: int, rng_state: Tensor | None) -> str | 
         return f"expected format to be one of {FORMATS}, got {format!r}"
     if block not in (64, 128, 256, 512, 1024):
         return f"expected block to be a power of two from 64 to 1024, got {block}"
+    if rng_state is not None and format == "sign":
+        return "expected rng_state to be None for signs, which are not rounded, got one"
     if rng_state is not None and (rng_state.dtype != torch.int64 or rng_state.shape != (4,)):
         return (
             f"expected rng_state to be int64 of shape (4,), got {rng_state.dtype} of shape "

@@ -1,6 +1,5 @@
 """What the tests of collectives share: checks that ranks run in one spawn, and simulated ranks."""
 
-import functools
 import os
 import traceback
 
@@ -9,7 +8,9 @@ import torch
 import torch.distributed as dist
 
 from moe_ext import _runtime_library
+from moe_ext.compression import shard_numel
 from moe_ext.compression.stages import Slot, _operator
+from moe_ext.ops import dequantize_blockwise, quantize_blockwise
 
 PATHS = {"python": "0", "compiled": "1"}
 
@@ -84,10 +85,29 @@ def total(x):
     return found
 
 
-@functools.cache
-def has_compiled():
-    """Whether both paths are there."""
-    return _runtime_library._load()[0] is not None
+def quantized_reference(size, numel, format, block, average):
+    """(x, residuals, server residuals) of one process that does what the ranks do."""
+    shard = shard_numel(numel, size, block)
+    sums, residuals = torch.zeros(size * shard), [torch.zeros(numel) for _ in range(size)]
+    for rank in range(size):
+        for part in range(0, numel, shard):
+            end = min(part + shard, numel)
+            x, owed = of_rank(rank, numel)[part:end], residuals[rank][part:end]
+            codes, scales = quantize_blockwise(x, format=format, block=block, residual=owed)
+            sums[part:end] += dequantize_blockwise(
+                codes, scales, end - part, format=format, block=block
+            )
+    result, servers = torch.zeros(numel), [torch.zeros(shard) for _ in range(size)]
+    for rank in range(size):
+        part, end = rank * shard, min((rank + 1) * shard, numel)
+        if part < end:
+            codes, scales = quantize_blockwise(
+                sums[part:end], format=format, block=block, residual=servers[rank][: end - part]
+            )
+            result[part:end] = dequantize_blockwise(
+                codes, scales / size if average else scales, end - part, format=format, block=block
+            )
+    return result, residuals, servers
 
 
 def simulate(programs, inputs):

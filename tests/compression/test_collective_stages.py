@@ -165,6 +165,10 @@ def test_bad_arguments_of_sparse_all_reduce(change, message):
         ({"residual": torch.zeros(63)}, "residual to be contiguous float32 of 64 elements"),
         ({"server_residual": torch.zeros(64)}, "server_residual to be .* of 256 elements"),
         ({"rng_state": torch.zeros(3)}, r"rng_state to be int64 of shape \(4,\)"),
+        (
+            {"format": "sign", "rng_state": torch.zeros(4, dtype=torch.int64)},
+            "rng_state to be None for signs",
+        ),
         ({"x": torch.full((64,), float("nan"))}, "x to be finite"),
     ],
 )

@@ -12,6 +12,7 @@ from collective_checks import (
     assert_passed,
     assert_same_on_all_ranks,
     of_rank,
+    quantized_reference,
     run_checks,
     skip_unless_built,
     total,
@@ -35,9 +36,7 @@ from moe_ext.compression.quantized_reduce import payload_bytes, quantized_all_re
 from moe_ext.compression.sparse_reduce import SparseLayout
 from moe_ext.distributed.traffic import count_traffic
 from moe_ext.ops import (
-    dequantize_blockwise,
     nonzero_blocks,
-    quantize_blockwise,
     threshold_compress_,
     topk_compress_,
 )
@@ -153,31 +152,6 @@ def result_goes_where_it_is_wanted(rank, size):
     found = sparse_all_reduce(values, indices, 1000, out=out)
     assert found is out
     assert torch.equal(out, sparse_all_reduce(values, indices, 1000))
-
-
-def quantized_reference(size, numel, format, block, average):
-    """(x, residuals, server residuals) of one process that does what the ranks do."""
-    shard = shard_numel(numel, size, block)
-    sums, residuals = torch.zeros(size * shard), [torch.zeros(numel) for _ in range(size)]
-    for rank in range(size):
-        for part in range(0, numel, shard):
-            end = min(part + shard, numel)
-            x, owed = of_rank(rank, numel)[part:end], residuals[rank][part:end]
-            codes, scales = quantize_blockwise(x, format=format, block=block, residual=owed)
-            sums[part:end] += dequantize_blockwise(
-                codes, scales, end - part, format=format, block=block
-            )
-    result, servers = torch.zeros(numel), [torch.zeros(shard) for _ in range(size)]
-    for rank in range(size):
-        part, end = rank * shard, min((rank + 1) * shard, numel)
-        if part < end:
-            codes, scales = quantize_blockwise(
-                sums[part:end], format=format, block=block, residual=servers[rank][: end - part]
-            )
-            result[part:end] = dequantize_blockwise(
-                codes, scales / size if average else scales, end - part, format=format, block=block
-            )
-    return result, residuals, servers
 
 
 @check(2, 3, 4, 8)
