@@ -20,12 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed.groups import group_size
+from moe_ext.distributed.groups import group_rank, group_size
 
 # torch 2.13 warns of the name that earlier versions have.
 _ALL_GATHER = (
     "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 )
+
+# Of messages that csrc/runtime/stages.cpp sends too, apart from the caller's.
+_EXCHANGE_TAG = 0x6D78
 
 
 @dataclass(frozen=True)
@@ -163,9 +166,42 @@ POOLED = 24
 _pool = _Pool()
 
 
-def _message(
-    name: str, x: Tensor, group: ProcessGroup | None, take: Callable[[int, Tensor], Tensor]
+def _exchange(name: str, out: Tensor, x: Tensor, group: ProcessGroup | None) -> None:
+    """All parts to and from all ranks, over Gloo.
+
+    Its own collectives ask for data behind the data that they send, so that what comes waits for
+    what goes: twice the time on a slow link. Here everything is asked for first.
+    """
+    size, rank = group_size(group), group_rank(group)
+    theirs = out.chunk(size)
+    mine = [x] * size if name == "all_gather" else x.chunk(size)
+    works = []
+    for step in range(1, size):
+        peer = (rank - step) % size
+        works.append(dist.irecv(theirs[peer], group=group, group_src=peer, tag=_EXCHANGE_TAG))
+    for step in range(1, size):
+        peer = (rank + step) % size
+        works.append(dist.isend(mine[peer], group=group, group_dst=peer, tag=_EXCHANGE_TAG))
+    theirs[rank].copy_(mine[rank])
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+def message(
+    name: str,
+    x: Tensor,
+    group: ProcessGroup | None,
+    take: Callable[[int, Tensor], Tensor] | None = None,
 ) -> Tensor | None:
+    """Send `x` as one of the messages of `Stages`; returns what came, None for one in place.
+
+    Args:
+        name: of the message.
+        x: what to send.
+        group: the ranks.
+        take: where the memory for what comes is from; None for new memory.
+    """
     size = group_size(group)
     if name == "all_reduce":
         if size > 1 and x.numel():
@@ -173,9 +209,13 @@ def _message(
         return None
     if size == 1:
         return x.view(-1)
-    out = take(size * x.nbytes if name == "all_gather" else x.nbytes, x).view(x.dtype)
+    num_bytes = size * x.nbytes if name == "all_gather" else x.nbytes
+    room = x.new_empty(num_bytes, dtype=torch.uint8) if take is None else take(num_bytes, x)
+    out = room.view(x.dtype)
     if x.numel():
-        if name == "all_gather":
+        if x.device.type == "cpu":
+            _exchange(name, out, x.view(-1), group)
+        elif name == "all_gather":
             getattr(dist, _ALL_GATHER)(out, x.view(-1), group=group)
         else:
             dist.all_to_all_single(out, x.view(-1), group=group)
@@ -218,7 +258,7 @@ def run_stages(
                 if step.name == "scratch":
                     found: Any = take(args[1], args[0])
                 elif "::" not in step.name:
-                    found = _message(step.name, args[0], group, take)
+                    found = message(step.name, args[0], group, take)
                     if on_sent is not None:
                         on_sent(step.name, sent_bytes(step.name, args[0].nbytes, group_size(group)))
                 else:
