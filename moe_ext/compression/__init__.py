@@ -29,3 +29,4 @@ __all__ = [
     "shard_numel",
     "sparse_all_reduce",
 ]
+"""Compressed data parallelism."""

@@ -1,0 +1,396 @@
+r"""Picks what to send for each bucket: dense, 16 bits, quantised or sparse.
+
+A reduction takes
+
+.. math:: T = \mathrm{bytes} / BW + \mathrm{rounds} \cdot \alpha + c_0 + n (1/E + 1/D)
+
+with the latency and bandwidth of the group, and with what encoding and decoding costs on this
+device. Compression pays where it saves more on the wire than it computes, which is far from always.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext.compression._cost_table import cost_table
+from moe_ext.compression.probe import Link, link_of, max_over_ranks
+from moe_ext.compression.rates import Codec, MemoryFactory, rate_of
+from moe_ext.distributed.failures import naming_failed_ranks
+from moe_ext.distributed.groups import check_group, world_size
+
+# A bucket of fewer bytes in float32 is sent as it is: all it costs is latency.
+SMALL_BUCKET_BYTES = 64 * 1024
+# Another codec must be this much better than the one in use.
+HYSTERESIS = 0.10
+# How far behind plain all-reduce a codec may be measured before it is given up.
+ALLOWED_BEHIND = 0.05
+# Below these shares of what plain all-reduce is taken to need, nobody asks what it really needs: in
+# the first place, and again.
+CLEAR_SHARE, CLEAR_SHARE_AGAIN = 0.2, 0.5
+# Turns that a comparison with plain all-reduce takes; the first of them warms up.
+TRIAL_TURNS = 2
+# Turns after which one that may have changed is made again.
+STALE_TURNS = 256
+REMEMBERED = 5
+TRIAL = "measured, to compare with"
+PLAIN_NAMES = ("none", "dense", "fp32", "bf16", "fp16")
+
+
+def is_plain(codec: Codec) -> bool:
+    """Whether a codec is one all-reduce in some dtype, which no other may fall behind."""
+    return codec.name in PLAIN_NAMES
+
+
+def _residual_like(codec: Codec, grad_N: Tensor) -> Any:
+    """Memory for a rehearsal, of the codec's own making where it has a say."""
+    make = getattr(codec, "new_memory", None)
+    return torch.zeros_like(grad_N) if make is None else make(grad_N)
+
+
+@dataclass
+class _Measured:
+    """What one codec really took for one bucket, on the slowest rank."""
+
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    count: int = 0
+    turn: int = 0
+
+    def add(self, seconds: float, turn: int) -> None:
+        """The first one counts until there is another: it touches new memory."""
+        if self.count == 1:
+            self.seconds.clear()
+        self.seconds.append(seconds)
+        self.count += 1
+        self.turn = turn
+
+    @property
+    def median(self) -> float:
+        """Of the last few."""
+        return statistics.median(self.seconds)
+
+
+@dataclass
+class BucketState:
+    """What is known of one bucket; equal on all ranks."""
+
+    numel: int = 0
+    codecs: tuple[Codec, ...] = ()
+    turn: int = 0
+    current: Codec | None = None
+    chosen: Codec | None = None
+    reason: str = ""
+    measured: dict[Codec, _Measured] = field(default_factory=dict)
+    trial_turn: dict[Codec, int] = field(default_factory=dict)
+
+
+class CostModel:
+    """Chooses a codec for every bucket from what link and device were measured to do.
+
+    Every choice follows from numbers that all ranks agreed on, so that all choose alike; each
+    method marked *collective* is called by all ranks of the group in the same order.
+
+    Args:
+        group: process group of P ranks; None is the default group, or this process alone.
+        device: where buckets are.
+        link: what is known of the network; measured by `probe` where it is None.
+        num_ranks: P, for the question what would be chosen on another group than this one; with
+            ``link``. Nothing is agreed then.
+        memory_of: makes the memory that ``codec.rehearse`` takes, from codec and gradient; None
+            for ``codec.new_memory(grad)``, and a tensor of zeros where there is no such method.
+
+    Raises:
+        TypeError: ``group`` is not a process group that this rank belongs to.
+        ValueError: ``num_ranks`` without ``link``.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        link: Link | None = None,
+        num_ranks: int | None = None,
+        memory_of: MemoryFactory | None = None,
+    ) -> None:
+        check_group(group, "CostModel", name="group")
+        if num_ranks is not None and link is None:
+            raise ValueError("CostModel: expected link to be given with num_ranks, got None")
+        self.device = torch.device(device)
+        self.link = link
+        self._group = group
+        self._alone = num_ranks is not None
+        size = world_size() if group is None else dist.get_world_size(group)
+        self.num_ranks = size if num_ranks is None else num_ranks
+        self._memory_of = memory_of or _residual_like
+        self._rates: dict[Codec, tuple[float, float]] = {}
+        self.buckets: dict[Hashable, BucketState] = {}
+        self._observed: list[tuple[Hashable, Codec, float]] = []
+        self._scales: dict[Codec, dict[Hashable, float]] = {}
+        self._corrections: dict[Codec, float] = {}
+
+    def _agreed(self, seconds: list[float]) -> list[float]:
+        """The slowest rank's; collective."""
+        if self._alone or self.num_ranks == 1 or not seconds:
+            return seconds
+        group = self._group or dist.group.WORLD
+        assert group is not None
+        with naming_failed_ranks(group, "CostModel"):
+            return max_over_ranks(seconds, group, self.device)
+
+    def probe(self, *, again: bool = False) -> Link | None:
+        """Measures the group with ten messages of two sizes, at the first call; *collective*.
+
+        Args:
+            again: measure even if it has been, since the link has changed.
+
+        Returns:
+            Link: agreed over the ranks and kept for the group; None for P = 1.
+
+        Raises:
+            RankFailureError: a rank died or did not answer.
+        """
+        if self.num_ranks == 1 or (self.link is not None and not again) or self._alone:
+            return self.link
+        group = self._group or dist.group.WORLD
+        assert group is not None
+        self.link = link_of(group, self.device, again=again)
+        return self.link
+
+    def prepare(self, codecs: Sequence[Codec]) -> None:
+        """Times the codecs that are new to this model on this device; *collective*.
+
+        Each is rehearsed on a million elements, at the first time in the life of the process.
+        `choose` calls it for what it is given.
+        """
+        new = [codec for codec in dict.fromkeys(codecs) if codec not in self._rates]
+        if not new or self.num_ranks == 1:
+            return
+        local: list[float] = []
+        for codec in new:
+            local += rate_of(codec, self.device, self.num_ranks, self._memory_of)
+        agreed = self._agreed(local)
+        for i, codec in enumerate(new):
+            self._rates[codec] = (agreed[2 * i], agreed[2 * i + 1])
+
+    def knows(self, codecs: Sequence[Codec]) -> bool:
+        """Whether link and codecs have been measured, so that `predict` works."""
+        return self.link is not None and all(codec in self._rates for codec in codecs)
+
+    def compute_seconds(self, codec: Codec, numel: int) -> float:
+        """To encode and decode; after `prepare`."""
+        fixed, each = self._rates[codec]
+        return fixed + each * numel
+
+    def wire_seconds(self, codec: Codec, numel: int) -> float:
+        """On the wire; after `probe`."""
+        assert self.link is not None
+        plain = is_plain(codec)
+        bandwidth = self.link.reduce_bandwidth if plain else self.link.exchange_bandwidth
+        sent = codec.sent_bytes(numel, self.num_ranks)
+        return sent / bandwidth + codec.num_rounds(self.num_ranks) * self.link.latency
+
+    def predict(self, codec: Codec, numel: int) -> float:
+        """Seconds of one reduction by the formula; after `probe` and `prepare`."""
+        return self.wire_seconds(codec, numel) + self.compute_seconds(codec, numel)
+
+    def estimate(self, codec: Codec, bucket: Hashable) -> float:
+        """Seconds as measured for the bucket, or as predicted and corrected by other buckets."""
+        state = self.buckets[bucket]
+        if codec in state.measured:
+            return state.measured[codec].median
+        if codec in self._scales and codec not in self._corrections:
+            self._corrections[codec] = statistics.median(self._scales[codec].values())
+        return self.predict(codec, state.numel) * self._corrections.get(codec, 1.0)
+
+    def break_even(self, codec: Codec, against: Codec, numel: int) -> float:
+        r"""Bandwidth above which a codec is slower than another one; after `prepare`.
+
+        .. math:: BW^* = \frac{\mathrm{bytes}_a - \mathrm{bytes}_c}{t_c - t_a}
+
+        Args:
+            codec: c, the one that computes more.
+            against: a, mostly dense.
+            numel: elements of the bucket.
+
+        Returns:
+            float: bytes a second; infinite where the codec computes no more than the other, 0 where
+            it sends no less.
+        """
+        saved = against.sent_bytes(numel, self.num_ranks) - codec.sent_bytes(numel, self.num_ranks)
+        more = self.compute_seconds(codec, numel) - self.compute_seconds(against, numel)
+        if saved <= 0:
+            return 0.0
+        return float("inf") if more <= 0 else saved / more
+
+    def choose(
+        self,
+        numel: int,
+        codecs: Sequence[Codec],
+        *,
+        bucket: Hashable,
+        current: Codec | None = None,
+    ) -> Codec:
+        """The codec for the next reduction of a bucket; *collective* where codecs are new.
+
+        P = 1 and buckets below 64 KiB stay dense, and so does what would send more bytes than the
+        dense bucket. Otherwise the least estimate wins, where it is 10 % below that of the codec in
+        use. Where the choice is not clear, plain all-reduce is measured for a turn or two, now and
+        then again; and a codec that was measured to be more than 5 % behind it is given up at once.
+
+        Args:
+            numel: elements of the bucket.
+            codecs: to choose from, the same in the same order on all ranks; the first plain one
+                (dense in float32 or 16 bits) is taken where a rule says dense, so that there must
+                be one.
+            bucket: what to remember measurements by, as a name or a number.
+            current: the codec in use; None for the one chosen last.
+
+        Returns:
+            Codec: one of ``codecs``.
+
+        Raises:
+            ValueError: no plain codec in ``codecs``.
+            RankFailureError: a rank died or did not answer.
+        """
+        plain = [codec for codec in codecs if is_plain(codec)]
+        if not plain:
+            raise ValueError(
+                "CostModel.choose: expected codecs to hold a dense one to fall back to, got "
+                f"{[codec.name for codec in codecs]}"
+            )
+        state = self.buckets.setdefault(bucket, BucketState())
+        if state.numel != numel:
+            state.measured.clear()
+            state.trial_turn.clear()
+        state.numel, state.codecs, state.turn = numel, tuple(dict.fromkeys(codecs)), state.turn + 1
+        state.current = state.current if current is None else current
+        chosen, state.reason = self._rule(numel, plain[0])
+        if chosen is None:
+            self.probe()
+            self.prepare(state.codecs)
+            chosen, state.reason = self._least(bucket, state, plain)
+        state.chosen = chosen
+        if state.reason != TRIAL:
+            state.current = chosen  # what a trial interrupts goes on after it
+        return chosen
+
+    def _rule(self, numel: int, plain: Codec) -> tuple[Codec | None, str]:
+        if self.num_ranks == 1:
+            return plain, "one rank"
+        if 4 * numel < SMALL_BUCKET_BYTES:
+            return plain, "below 64 KiB"
+        return None, ""
+
+    def _least(self, bucket: Hashable, state: BucketState, plain: list[Codec]) -> tuple[Codec, str]:
+        """The least estimate, but for trials and for the codec in use."""
+        dense = max(codec.sent_bytes(state.numel, self.num_ranks) for codec in plain)
+        seconds = {
+            codec: self.estimate(codec, bucket)
+            for codec in state.codecs
+            if is_plain(codec) or codec.sent_bytes(state.numel, self.num_ranks) < dense
+        }
+        best = min(seconds, key=lambda codec: seconds[codec])
+        baseline = min(plain, key=lambda codec: seconds[codec])
+        trial = self._trial(state, plain, seconds, best)
+        if trial is not None:
+            return trial, TRIAL
+        current = state.current
+        if best == current or current not in seconds:
+            return best, self._why(best, baseline, seconds)
+        behind = seconds[current] > (1 + ALLOWED_BEHIND) * seconds[baseline]
+        if behind:
+            return best, f"{current.name} was behind {baseline.name}"
+        if seconds[best] < (1 - HYSTERESIS) * seconds[current]:
+            return best, self._why(best, baseline, seconds)
+        return current, f"in use, and {best.name} is less than 10 % better"
+
+    def _why(self, best: Codec, baseline: Codec, seconds: dict[Codec, float]) -> str:
+        if is_plain(best):
+            return "least; nothing compressed is faster"
+        return f"least; {seconds[baseline] / seconds[best]:.1f} x faster than {baseline.name}"
+
+    def _trial(
+        self, state: BucketState, plain: list[Codec], seconds: dict[Codec, float], best: Codec
+    ) -> Codec | None:
+        """A plain codec that should be measured before a close call, if there is one."""
+        for codec in plain:
+            known = state.measured.get(codec)
+            share = CLEAR_SHARE_AGAIN if known else CLEAR_SHARE
+            if codec == best or seconds[best] <= share * seconds[codec]:
+                continue
+            if known and known.count >= TRIAL_TURNS and state.turn - known.turn < STALE_TURNS:
+                continue
+            if state.turn - state.trial_turn.get(codec, -STALE_TURNS) >= STALE_TURNS:
+                state.trial_turn[codec] = state.turn
+            # By turns, not by measurements: where nobody measures, a trial must end too.
+            if state.turn - state.trial_turn[codec] < TRIAL_TURNS:
+                return codec
+        return None
+
+    def record(self, bucket: Hashable, codec: Codec, seconds: float) -> None:
+        """Takes in what a reduction took; the number must be the same on all ranks.
+
+        It corrects the estimates of this bucket, and those of the codec in other buckets.
+
+        Args:
+            bucket: as in `choose`.
+            codec: what was used.
+            seconds: from its start to its end, on the slowest rank.
+        """
+        state = self.buckets.get(bucket)
+        if state is None or not seconds > 0:
+            return
+        state.measured.setdefault(codec, _Measured()).add(seconds, state.turn)
+        if self.knows([codec]):
+            ratio = state.measured[codec].median / self.predict(codec, state.numel)
+            self._scales.setdefault(codec, {})[bucket] = ratio
+            self._corrections.pop(codec, None)
+
+    def observe(self, bucket: Hashable, codec: Codec, seconds: float) -> None:
+        """Keeps what a reduction took on this rank until `settle`, or until `pending` is sent."""
+        self._observed.append((bucket, codec, seconds))
+
+    def pending(self) -> list[float]:
+        """Seconds observed on this rank since the last `settle`, for a message of the caller's."""
+        return [seconds for _, _, seconds in self._observed]
+
+    def settle(self, agreed: Sequence[float] | None = None) -> None:
+        """Records what was observed since the last call; *collective* without ``agreed``.
+
+        All ranks have observed the same reductions in the same order.
+
+        Args:
+            agreed: the largest over the ranks of what `pending` returned, element by element; None
+                to find them with one small all-reduce.
+
+        Raises:
+            ValueError: ``agreed`` is not as long as `pending`.
+            RankFailureError: a rank died or did not answer.
+        """
+        local = self.pending()
+        numbers = self._agreed(local) if agreed is None else list(agreed)
+        if len(numbers) != len(local):
+            raise ValueError(
+                f"CostModel.settle: expected agreed to be {len(local)} long, got {len(numbers)}"
+            )
+        for (bucket, codec, _), seconds in zip(self._observed, numbers, strict=True):
+            self.record(bucket, codec, seconds)
+        self._observed.clear()
+
+    def explain(self) -> str:
+        """What is chosen for each bucket and why.
+
+        Returns:
+            str: a line about the link, a table with the milliseconds of every codec (predicted, or
+            with a star as measured), and the bandwidth up to which each codec pays.
+        """
+        return cost_table(self)

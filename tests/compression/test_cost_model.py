@@ -1,0 +1,333 @@
+"""The cost model: its formula, its rules, what it learns, and that ranks agree."""
+
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_ext.compression import rates
+from moe_ext.compression.cost_model import (
+    HYSTERESIS,
+    STALE_TURNS,
+    TRIAL_TURNS,
+    CostModel,
+)
+from moe_ext.compression.probe import Link
+from moe_ext.testing import spawn_ranks
+
+NUMEL = 2**20
+SLOW = Link.of_rate(200e6)
+FAST = Link.of_rate(400e9)
+
+
+@dataclass(frozen=True)
+class FakeCodec:
+    """Sends `share` of a float32 bucket; computes what `rehearsal` says, in seconds an element."""
+
+    name: str
+    share: float
+    rehearsal: float = 0.0
+    lossy: bool = True
+    rounds: int = 2
+
+    def sent_bytes(self, numel, world_size):
+        return int(8 * (world_size - 1) / world_size * numel * self.share)
+
+    def num_rounds(self, world_size):
+        return self.rounds
+
+    def rehearse(self, grad_N, memory, world_size):
+        time.sleep(self.rehearsal * grad_N.numel())
+
+
+DENSE = FakeCodec("none", 1.0, 0.1e-9, lossy=False)
+BF16 = FakeCodec("bf16", 0.5, 0.3e-9)
+INT8 = FakeCodec("int8", 0.25, 1e-9)
+TOPK = FakeCodec("topk", 0.02, 3e-9)
+ALL = (DENSE, BF16, INT8, TOPK)
+
+
+@pytest.fixture
+def known_rates(monkeypatch):
+    """Rates as the fakes state them, without a clock."""
+    rate = lambda codec, device, world_size, memory_of: (0.0, codec.rehearsal)  # noqa: E731
+    monkeypatch.setattr("moe_ext.compression.cost_model.rate_of", rate)
+
+
+def model_on(link, num_ranks=2):
+    return CostModel(link=link, num_ranks=num_ranks)
+
+
+def settled(model, codecs=ALL, numel=NUMEL, bucket=0):
+    """The choice once trials are over."""
+    for _ in range(2 * TRIAL_TURNS):
+        model.choose(numel, codecs, bucket=bucket)
+    return model.choose(numel, codecs, bucket=bucket)
+
+
+def test_prediction_is_bytes_and_rounds_and_computing(known_rates):
+    link = Link(latency=1e-3, exchange_bandwidth=2e9, reduce_bandwidth=1e9)
+    model = CostModel(link=link, num_ranks=4)
+    model.prepare(ALL)
+    sent = int(1.5 * NUMEL * 4 * 0.25)
+    assert model.predict(INT8, NUMEL) == pytest.approx(sent / 2e9 + 2e-3 + 1e-9 * NUMEL)
+    # Dense all-reduces have a bandwidth of their own.
+    assert model.wire_seconds(BF16, NUMEL) == pytest.approx(2 * sent / 1e9 + 2e-3)
+
+
+@pytest.mark.parametrize(("link", "codec"), [(SLOW, TOPK), (FAST, DENSE)])
+def test_the_least_wins(known_rates, link, codec):
+    assert settled(model_on(link)) == codec
+
+
+def test_break_even_is_where_predictions_cross(known_rates):
+    model = model_on(SLOW)
+    free = FakeCodec("free", 0.1, 0.0)
+    model.prepare((*ALL, free))
+    limit = model.break_even(INT8, BF16, NUMEL)
+    for factor, faster in ((0.9, True), (1.1, False)):
+        link = Link(0.0, factor * limit, factor * limit)
+        other = model_on(link)
+        other.prepare(ALL)
+        assert (other.predict(INT8, NUMEL) < other.predict(BF16, NUMEL)) is faster
+    assert model.break_even(DENSE, BF16, NUMEL) == 0.0
+    assert model.break_even(free, BF16, NUMEL) == float("inf")
+
+
+def test_rules_before_the_formula(known_rates):
+    alone = CostModel()
+    assert alone.num_ranks == 1
+    assert alone.choose(NUMEL, ALL, bucket="a") == DENSE
+    assert "one rank" in alone.explain()
+    model = model_on(SLOW)
+    assert model.choose(2**14 - 1, ALL, bucket="small") == DENSE
+    assert model.choose(2**14, ALL, bucket="large") == TOPK
+    # Whatever it takes: all-gathered indices of many ranks are more than the dense bucket.
+    grows = FakeCodec("grows", 1.1, 0.0)
+    model.choose(NUMEL, (DENSE, grows), bucket="many")
+    for _ in range(3):
+        model.record("many", grows, 1e-9)
+    assert settled(model, (DENSE, grows), bucket="many") == DENSE
+    assert model.choose(NUMEL, (BF16, DENSE), bucket="tiny ranks") in (BF16, DENSE)
+
+
+def test_without_a_dense_codec_there_is_nothing_to_fall_back_to(known_rates):
+    with pytest.raises(ValueError, match=r"expected codecs to hold a dense one .*got \['int8'"):
+        model_on(SLOW).choose(NUMEL, (INT8, TOPK), bucket=0)
+
+
+def test_a_little_better_is_not_enough_to_change(known_rates):
+    a, b = FakeCodec("a", 0.1), FakeCodec("b", 0.1 * (1 - HYSTERESIS / 2))
+    model = model_on(SLOW)
+    assert model.choose(NUMEL, (DENSE, a), bucket=0) == a
+    assert model.choose(NUMEL, (DENSE, a, b), bucket=0) == a
+    assert "less than 10 % better" in model.explain()
+    # Without a codec in use the least is taken, and one that is much better replaces another.
+    assert model.choose(NUMEL, (DENSE, a, b), bucket=1) == b
+    much = FakeCodec("much", 0.1 * (1 - 2 * HYSTERESIS))
+    assert model.choose(NUMEL, (DENSE, a, b, much), bucket=0) == much
+    assert model.choose(NUMEL, (DENSE, a, b), bucket=1, current=a) == a
+
+
+def run(model, truth, turns, codecs=ALL, bucket=0):
+    """Steps that take what `truth` says; the codecs used."""
+    used = []
+    for _ in range(turns):
+        codec = model.choose(NUMEL, codecs, bucket=bucket)
+        used.append(codec)
+        model.record(bucket, codec, truth[codec])
+    return used
+
+
+def test_a_codec_that_is_slower_than_predicted_is_given_up(known_rates):
+    model = model_on(Link.of_rate(10e9))
+    truth = dict(zip(ALL, (4e-3, 3e-3, 9e-3, 8e-3), strict=True))
+    used = run(model, truth, 12)
+    assert used[0] in (DENSE, BF16)  # close by the formula: what plain all-reduce takes is measured
+    assert used[-1] == BF16
+    assert set(used[-4:]) == {BF16}
+    # Other buckets of the same codecs are corrected too.
+    assert settled(model, bucket="another") == BF16
+
+
+def test_no_turn_is_lost_where_the_choice_is_clear(known_rates):
+    assert set(run(model_on(SLOW), {TOPK: 5e-3}, 2 * STALE_TURNS)) == {TOPK}
+
+
+def test_hysteresis_does_not_keep_a_codec_that_is_behind(known_rates):
+    """Between 5 and 10 % behind: the bound is stronger than the wish to stay."""
+    model = model_on(Link.of_rate(1e9))
+    codecs = (BF16, INT8)
+    model.choose(NUMEL, codecs, bucket=0)
+    for _ in range(3):
+        model.record(0, INT8, 1.07e-3)
+        model.record(0, BF16, 1e-3)
+    assert model.choose(NUMEL, codecs, bucket=0, current=INT8) == BF16
+    assert "int8 was behind bf16" in model.explain()
+
+
+def test_auto_stays_within_5_percent_of_the_best_plain_all_reduce(known_rates):
+    """Over many truths that contradict the formula, all turns of measuring included."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        factors = (2.0 ** (2 * torch.rand(4, generator=generator) - 1)).tolist()
+        model = model_on(Link.of_rate(10e9))
+        model.prepare(ALL)
+        truth = {c: f * model.predict(c, NUMEL) for c, f in zip(ALL, factors, strict=True)}
+        used = run(model, truth, STALE_TURNS)
+        best = min(truth[DENSE], truth[BF16])
+        late = [truth[codec] for codec in used[20:]]
+        assert truth[used[-1]] <= 1.05 * best
+        assert sum(late) <= 1.05 * best * len(late)
+
+
+def test_a_trial_is_repeated_when_it_is_old_and_interrupts_only(known_rates):
+    model = model_on(Link.of_rate(10e9))
+    truth = {DENSE: 4e-3, BF16: 2e-3, INT8: 1.5e-3, TOPK: 1.6e-3}
+    used = run(model, truth, 3 * STALE_TURNS)
+    assert used[10] in (INT8, TOPK)
+    plain = [turn for turn, codec in enumerate(used) if codec in (DENSE, BF16)]
+    assert STALE_TURNS - 10 < max(plain) < len(used)
+    assert len(plain) < 0.02 * len(used) + 6
+    assert used[plain[-1] + 1] == used[10] if plain[-1] + 1 < len(used) else True
+
+
+def test_where_nobody_measures_trials_end(known_rates):
+    model = model_on(Link.of_rate(10e9))
+    used = [model.choose(NUMEL, ALL, bucket=0) for _ in range(20)]
+    assert TRIAL_TURNS <= sum(codec in (DENSE, BF16) for codec in used) <= 2 * TRIAL_TURNS
+
+
+def test_the_first_measurement_only_counts_until_there_is_another(known_rates):
+    model = model_on(SLOW)
+    model.choose(NUMEL, ALL, bucket=0)
+    model.record(0, TOPK, 10.0)
+    assert model.estimate(TOPK, 0) == 10.0
+    model.record(0, TOPK, 2.0)
+    assert model.estimate(TOPK, 0) == 2.0
+    for seconds in (2.0, 50.0, 2.0):
+        model.record(0, TOPK, seconds)
+    assert model.estimate(TOPK, 0) == 2.0  # a median: one turn that was disturbed is nothing
+    model.record("unknown", TOPK, 1.0)
+    model.record(0, TOPK, 0.0)
+    assert model.estimate(TOPK, 0) == 2.0
+
+
+def test_a_bucket_of_another_size_keeps_the_ratio_to_the_formula(known_rates):
+    model = model_on(SLOW)
+    model.choose(NUMEL, ALL, bucket=0)
+    model.record(0, TOPK, 2 * model.predict(TOPK, NUMEL))
+    model.choose(2 * NUMEL, ALL, bucket=0)
+    assert model.estimate(TOPK, 0) == pytest.approx(2 * model.predict(TOPK, 2 * NUMEL))
+
+
+def test_observations_wait_until_they_are_settled(known_rates):
+    model = model_on(SLOW)
+    model.choose(NUMEL, ALL, bucket=0)
+    model.observe(0, TOPK, 1.0)
+    model.observe(0, INT8, 2.0)
+    assert model.pending() == [1.0, 2.0]
+    with pytest.raises(ValueError, match="expected agreed to be 2 long, got 1"):
+        model.settle([1.0])
+    model.settle([3.0, 4.0])
+    assert (model.estimate(TOPK, 0), model.estimate(INT8, 0)) == (3.0, 4.0)
+    assert model.pending() == []
+    model.settle()
+
+
+def test_explain_is_a_table(known_rates):
+    model = CostModel(link=Link(1e-4, 25e6, 20e6), num_ranks=2)
+    settled(model)
+    model.record(0, TOPK, 0.0123)
+    model.choose(100, ALL, bucket="norm")
+    lines = model.explain().splitlines()
+    assert lines[0] == (
+        "2 ranks on cpu, latency 100 us, all-to-all 0.2 Gbit/s, all-reduce 0.16 Gbit/s"
+    )
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:5]]
+    assert cells[0] == [
+        *("bucket", "elements", "none ms", "bf16 ms", "int8 ms", "topk ms", "choice", "why")
+    ]
+    dense = 1e3 * model.predict(DENSE, NUMEL)
+    assert cells[2][:3] == ["0", str(NUMEL), f"{dense:.3f}"]
+    assert cells[2][5:7] == ["12.300*", "topk"]
+    assert "x faster than bf16" in cells[2][7]
+    assert cells[3][0] == "norm"
+    assert cells[3][6:] == ["none", "below 64 KiB"]
+    assert lines[5].startswith("int8 pays below ")
+    assert lines[5].endswith(f"Gbit/s ({NUMEL} elements, beside bf16)")
+    twins = (DENSE, TOPK, FakeCodec("topk", 0.1))
+    model.choose(NUMEL, twins, bucket="twins")
+    assert "share=0.1" in model.explain()
+
+
+def test_arguments_are_checked():
+    with pytest.raises(TypeError, match="expected group to be None or a ProcessGroup"):
+        CostModel(group=3)
+    with pytest.raises(ValueError, match="expected link to be given with num_ranks"):
+        CostModel(num_ranks=4)
+    with pytest.raises(ValueError, match="expected reduce_bandwidth to be above 0"):
+        Link(1e-3, 1.0, 0.0)
+    with pytest.raises(ValueError, match="expected latency to be at least 0"):
+        Link(float("nan"), 1.0, 1.0)
+
+
+def test_rates_are_measured_once_and_split_into_fixed_and_growing_parts(monkeypatch):
+    monkeypatch.setattr(rates, "_rates", {})
+    calls = []
+
+    @dataclass(frozen=True)
+    class Counting(FakeCodec):
+        def rehearse(self, grad_N, memory, world_size):
+            calls.append((grad_N.numel(), memory.shape == grad_N.shape, world_size))
+            time.sleep(2e-3 + 20e-9 * grad_N.numel())
+
+    codec = Counting("counting", 0.1)
+    first = CostModel(link=SLOW, num_ranks=3)
+    first.prepare([codec, codec])
+    assert [call[0] for call in calls] == [rates.FEW] * 3 + [rates.MANY] * 3
+    assert all(call[1:] == (True, 3) for call in calls)
+    assert 1e-3 < first.compute_seconds(codec, 0) < 10e-3
+    assert 15e-3 < first.compute_seconds(codec, NUMEL) - first.compute_seconds(codec, 0) < 60e-3
+    CostModel(link=SLOW, num_ranks=3).prepare([codec])
+    assert len(calls) == 6
+
+
+def ranks_agree(rank):
+    """Ranks whose clocks and codecs say different things."""
+    model = CostModel()
+    link = model.probe()
+    assert CostModel().probe() is link  # the group is measured once
+
+    @dataclass(frozen=True)
+    class Uneven(FakeCodec):
+        def rehearse(self, grad_N, memory, world_size):
+            time.sleep((0.02 if rank == 1 else 0.0) * (self.name == "uneven"))
+
+    codecs = (Uneven("none", 1.0), Uneven("bf16", 0.5), Uneven("uneven", 0.01))
+    chosen = []
+    for turn in range(8):
+        codec = model.choose(NUMEL, codecs, bucket="b")
+        chosen.append(codec.name)
+        # Rank 0 thinks well of what rank 1 thinks badly of.
+        model.observe("b", codec, 1e-3 * (1 + rank * (codec.name == "uneven")) + 1e-4 * turn)
+        model.settle()
+    again = model.probe(again=True)
+    groups = [dist.new_group([0, 1, 2]), dist.new_group([1, 2])]
+    sizes = [CostModel(g).num_ranks for g in groups[: 1 + (rank > 0)]]
+    figures = [link.latency, link.exchange_bandwidth, link.reduce_bandwidth, again.latency]
+    return figures, chosen, model.explain(), model.compute_seconds(codecs[2], 0), sizes
+
+
+def test_ranks_agree():
+    found = spawn_ranks(ranks_agree, 3)
+    assert found[0][:4] == found[1][:4] == found[2][:4]
+    figures, chosen, text, seconds, _ = found[0]
+    assert all(figure > 0 for figure in figures)
+    assert 1e6 < figures[1] < 1e12
+    assert len(chosen) == 8
+    assert "3 ranks on cpu" in text
+    assert seconds >= 0.015  # the slowest rank's
+    assert [rank[4] for rank in found] == [[3], [3, 2], [3, 2]]
