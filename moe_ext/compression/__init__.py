@@ -1,11 +1,13 @@
 """Compressed data parallelism: what ranks send each other instead of dense gradients."""
 
+from moe_ext.compression.cost_model import CostModel
 from moe_ext.compression.exact_reduce import (
     block_sparse_all_reduce_,
     masked_all_reduce_,
     row_sparse_all_reduce,
 )
 from moe_ext.compression.hierarchical import hierarchical_all_reduce_
+from moe_ext.compression.probe import Link
 from moe_ext.compression.quantized_reduce import (
     quantized_all_gather,
     quantized_all_reduce_,
@@ -17,6 +19,8 @@ from moe_ext.compression.regions import SplitRegions
 from moe_ext.compression.sparse_reduce import sparse_all_reduce
 
 __all__ = [
+    "CostModel",
+    "Link",
     "Reduction",
     "SplitRegions",
     "block_sparse_all_reduce_",
@@ -29,4 +33,3 @@ __all__ = [
     "shard_numel",
     "sparse_all_reduce",
 ]
-"""Compressed data parallelism."""
