@@ -27,6 +27,7 @@ BENCHMARKS = (
     "compat",
     "attention",
     "compression",
+    "allreduce",
 )
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 FIGURES = REPORT.with_suffix(".json")

@@ -41,6 +41,8 @@ TRIAL_TURNS = 2
 # Turns after which one that may have changed is made again.
 STALE_TURNS = 256
 REMEMBERED = 5
+# A shorter time is that of a clock that was not read, not that of a message.
+LEAST_SECONDS = 1e-6
 TRIAL = "measured, to compare with"
 PLAIN_NAMES = ("none", "dense", "fp32", "bf16", "fp16")
 
@@ -147,7 +149,7 @@ class CostModel:
             return max_over_ranks(seconds, group, self.device)
 
     def probe(self, *, again: bool = False) -> Link | None:
-        """Measures the group with ten messages of two sizes, at the first call; *collective*.
+        """Measures the group with a dozen messages of two sizes, at the first call; *collective*.
 
         Args:
             again: measure even if it has been, since the link has changed.
@@ -347,7 +349,7 @@ class CostModel:
             seconds: from its start to its end, on the slowest rank.
         """
         state = self.buckets.get(bucket)
-        if state is None or not seconds > 0:
+        if state is None or not seconds >= LEAST_SECONDS:
             return
         state.measured.setdefault(codec, _Measured()).add(seconds, state.turn)
         if self.knows([codec]):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_ext.compression.stages import message
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import check_group
 
@@ -19,7 +20,7 @@ from moe_ext.distributed.groups import check_group
 # an accelerator's network it must be larger to last longer than its latency.
 SMALL_BYTES = 1024
 LARGE_BYTES = {"cpu": 2**20, "cuda": 2**24}
-REPEATS = 2
+SMALL_REPEATS, LARGE_REPEATS = 3, 2
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,10 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _quickest(send: Callable[[Tensor], None], x: Tensor, device: torch.device) -> float:
+def _quickest(send: Callable[[Tensor], object], x: Tensor, repeats: int) -> float:
     """Least seconds of a few messages: whatever disturbs one makes it longer."""
-    times = []
-    for _ in range(REPEATS):
+    times, device = [], x.device
+    for _ in range(repeats):
         synchronize(device)
         start = time.perf_counter()
         send(x)
@@ -90,18 +91,18 @@ def _quickest(send: Callable[[Tensor], None], x: Tensor, device: torch.device) -
     return min(times)
 
 
-def _line(send: Callable[[Tensor], None], sizes: list[Tensor], sent: int) -> tuple[float, float]:
+def _line(send: Callable[[Tensor], object], sizes: list[Tensor], sent: int) -> tuple[float, float]:
     """(seconds of a small message, seconds a byte) of one kind of collective."""
     small, large = sizes
-    device = large.device
     send(large)  # connections are made, and their windows opened
-    least, most = _quickest(send, small, device), _quickest(send, large, device)
+    least = _quickest(send, small, SMALL_REPEATS)
+    most = _quickest(send, large, LARGE_REPEATS)
     # Where the link is too fast for the clock, a tenth of the time is taken to be bytes.
     return least, max(most - least, 0.1 * most, 1e-9) / sent
 
 
 def measure_link(group: ProcessGroup, device: torch.device) -> Link:
-    """Ten messages of two sizes in two kinds of collectives; agreed over the ranks.
+    """Six messages of two sizes in each of two kinds of collectives; agreed over the ranks.
 
     Args:
         group: of P > 1 ranks.
@@ -117,7 +118,7 @@ def measure_link(group: ProcessGroup, device: torch.device) -> Link:
     large = LARGE_BYTES.get(device.type, LARGE_BYTES["cpu"])
 
     def exchange(x: Tensor) -> None:
-        dist.all_to_all_single(torch.empty_like(x), x, group=group)
+        message("all_to_all", x, group)
 
     def reduce(x: Tensor) -> None:
         dist.all_reduce(x, group=group)

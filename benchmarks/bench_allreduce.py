@@ -1,0 +1,175 @@
+"""A bucket of gradients averaged over ranks on slow and fast links, beside PyTorch's ways.
+
+Every rank is in a network namespace of its own, see namespaces.py. Run by run.py.
+"""
+
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import namespaces
+from _harness import Table
+from allreduce_peers import AUTO, AUTO_TOPK, BF16, DENSE, DENSITY, MAKERS, POWERSGD, RANK, SHAPE
+from namespaces import Network, Ranks
+
+SCRIPT = Path(__file__).resolve().parent / "allreduce_rank.py"
+NUM_RANKS = (2, 4)
+# Bits a second, and how often each contender takes its turn; the first turn warms up.
+LINKS: dict[str, tuple[float | None, int]] = {
+    "200 Mbit/s": (200e6, 6),
+    "1 Gbit/s": (1e9, 8),
+    "10 Gbit/s": (10e9, 9),
+    "unthrottled": (None, 9),
+}
+# Until `auto` has measured what it chooses between.
+SETTLING_TURNS = 8
+# Their first steps are dense.
+LATE = (AUTO, AUTO_TOPK, POWERSGD)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one contender: medians over the turns.
+
+    Attributes:
+        wall: seconds of the slowest rank.
+        cpu: seconds of all ranks together.
+        sent: bytes out of the busiest rank's interface.
+    """
+
+    wall: float
+    cpu: float
+    sent: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """On one link: costs by contender, and (explanation, choice) of those that choose."""
+
+    costs: dict[str, Cost]
+    said: dict[str, tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Seconds of a copy of the bucket: on one rank while the others wait, and on all at once."""
+
+    alone: float
+    together: float
+
+
+def cost_of(turns: list[list[list[float]]]) -> Cost:
+    """From (wall, CPU, bytes) of every rank in every turn."""
+    walls, cpus, sents = zip(*(zip(*ranks, strict=True) for ranks in turns), strict=True)
+    return Cost(
+        statistics.median(max(wall) for wall in walls),
+        statistics.median(sum(cpu) for cpu in cpus),
+        statistics.median(max(sent) for sent in sents),
+    )
+
+
+def measure(wires: Network, ranks: Ranks, names: list[str]) -> dict[str, Found]:
+    """Contenders in turn, A B C A B C ..., on every link."""
+    found = {}
+    for label, (rate, turns) in LINKS.items():
+        wires.limit(rate)
+        # They probe the link as it is now.
+        choosing = [name for name in names if name in (AUTO, AUTO_TOPK)]
+        ranks.ask({"do": "renew", "names": choosing})
+        for _ in range(SETTLING_TURNS):
+            ranks.ask({"do": "time", "names": choosing})
+        answers = [ranks.ask({"do": "time", "names": names}) for _ in range(turns)][1:]
+        costs = {name: cost_of([[a[name] for a in turn] for turn in answers]) for name in names}
+        found[label] = Found(costs, ranks.ask({"do": "explain", "names": choosing})[0])
+    return found
+
+
+def row(key: tuple[int, str, str], found: Found, error: float | None) -> tuple[str, ...]:
+    """One line of the table."""
+    num_ranks, link, name = key
+    cost = found.costs[name]
+    return (
+        str(num_ranks),
+        link,
+        name,
+        f"{1e3 * cost.wall:.1f}",
+        f"{found.costs[DENSE].wall / cost.wall:.2f}",
+        f"{found.costs[BF16].wall / cost.wall:.2f}",
+        f"{1e3 * cost.cpu:.0f}",
+        f"{cost.sent / 1e6:.3f}",
+        "-" if error is None else f"{error:.1e}",
+        found.said[name][1] if name in found.said else "",
+    )
+
+
+HEADER = (
+    "P",
+    "link",
+    "contender",
+    "ms",
+    f"{DENSE} / this",
+    f"{BF16} / this",
+    "CPU ms",
+    "sent MB",
+    "error",
+    "took",
+)
+
+
+def note(copies: dict[int, Copies]) -> str:
+    """What stands above the table."""
+    shared = "; ".join(
+        f"{1e3 * copy.alone:.1f} ms on one rank alone and {1e3 * copy.together:.1f} ms on all "
+        f"{num_ranks} at once"
+        for num_ranks, copy in copies.items()
+    )
+    megabytes = 4 * SHAPE[0] * SHAPE[1] / 1e6
+    return (
+        f"One bucket of {megabytes:.0f} MB of normally distributed float32, P ranks of one thread "
+        "each over Gloo, each rank in a network namespace of its own; two are joined by one veth "
+        "pair, four by a bridge, and `tc tbf` holds every end of every wire to the rate. *ms* is "
+        "the slowest rank's wall time (the machine may have fewer cores than P), *CPU* that of all "
+        "ranks together without the kernel's work in their stead, *sent* what the busiest rank's "
+        "interface counted, headers included. *error* is the relative distance of the first step "
+        "to the mean in float64: what is missing stays in residuals and is sent in later steps, "
+        "but in the 16-bit contenders. `eager top-k` is error feedback, `torch.topk`, all-gather "
+        f"and `index_add_`; top-k is {100 * DENSITY:g} %, PowerSGD of rank {RANK}. `ours, auto` "
+        "chooses from dense, bf16, int8 and int4, the other one from dense, bf16, int8 and top-k; "
+        "*took* is the choice. Ours are measured as the hook that DistributedDataParallel calls, "
+        "with its look for NaN, its copy of what is owed and its message of status. Ranks that "
+        "share a machine share its memory: a copy of the bucket takes "
+        f"{shared}. "
+        "Speed is one side only: what training loses by it is in the table of convergence."
+    )
+
+
+def explanation(found: dict[int, dict[str, Found]]) -> str:
+    """What `auto` printed, for every link."""
+    lines = []
+    for num_ranks, links in found.items():
+        for link, one in links.items():
+            for name, (text, _) in one.said.items():
+                lines += [f"{name}, P = {num_ranks}, {link}:", text, ""]
+    return "\n".join(lines)
+
+
+def tables() -> list[Table]:
+    """The table of docs/benchmarks.md; none, with a line that says why, where it cannot be made."""
+    reason = namespaces.why_not()
+    if reason:
+        print(f"benchmark allreduce: skipped, since {reason}", file=sys.stderr)
+        return []
+    names, found, rows, copies = list(MAKERS), {}, [], {}
+    for num_ranks in NUM_RANKS:
+        with namespaces.network(num_ranks) as wires, namespaces.ranks_on(wires, SCRIPT) as ranks:
+            ranks.ask({"do": "prepare", "names": names, "shape": SHAPE})
+            first = [name for name in names if name not in LATE]
+            errors = ranks.ask({"do": "error", "names": first})[0]
+            alone, together = zip(*ranks.ask({"do": "copies"}), strict=True)
+            copies[num_ranks] = Copies(alone[0], max(together))
+            found[num_ranks] = measure(wires, ranks, names)
+        for link, one in found[num_ranks].items():
+            rows += [row((num_ranks, link, name), one, errors.get(name)) for name in names]
+    print(explanation(found), file=sys.stderr)
+    return [Table("All-reduce of gradients over slow links", note(copies), HEADER, rows)]
