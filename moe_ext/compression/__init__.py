@@ -1,12 +1,18 @@
 """Compressed data parallelism: what ranks send each other instead of dense gradients."""
 
+from moe_ext.compression.codecs import BlockSparse, Codec, Dense, OneBit, Quantize
 from moe_ext.compression.cost_model import CostModel
+from moe_ext.compression.ddp import compress_hook
 from moe_ext.compression.exact_reduce import (
     block_sparse_all_reduce_,
     masked_all_reduce_,
     row_sparse_all_reduce,
 )
 from moe_ext.compression.hierarchical import hierarchical_all_reduce_
+from moe_ext.compression.loop import compress_gradients, flush
+from moe_ext.compression.memory import CodecMemory
+from moe_ext.compression.named_codecs import codec_of
+from moe_ext.compression.policy import Policy, parameter_roles
 from moe_ext.compression.probe import Link
 from moe_ext.compression.quantized_reduce import (
     quantized_all_gather,
@@ -16,16 +22,36 @@ from moe_ext.compression.quantized_reduce import (
 )
 from moe_ext.compression.reduction import Reduction
 from moe_ext.compression.regions import SplitRegions
+from moe_ext.compression.schedules import ResidualMonitor, Warmup
+from moe_ext.compression.sparse_codecs import Threshold, TopK
 from moe_ext.compression.sparse_reduce import sparse_all_reduce
+from moe_ext.compression.state import CompressionState
 
 __all__ = [
+    "BlockSparse",
+    "Codec",
+    "CodecMemory",
+    "CompressionState",
+    "Dense",
+    "OneBit",
+    "Policy",
+    "Quantize",
     "CostModel",
     "Link",
     "Reduction",
+    "ResidualMonitor",
     "SplitRegions",
+    "Threshold",
+    "TopK",
+    "Warmup",
     "block_sparse_all_reduce_",
+    "codec_of",
+    "compress_gradients",
+    "compress_hook",
+    "flush",
     "hierarchical_all_reduce_",
     "masked_all_reduce_",
+    "parameter_roles",
     "quantized_all_gather",
     "quantized_all_reduce_",
     "quantized_reduce_scatter",

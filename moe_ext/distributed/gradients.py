@@ -141,7 +141,7 @@ def _find_problem(
                 f"that is what other gradients become, got {module.grad_reduction!r} for "
                 f"{name or type(module).__name__}"
             )
-    reduced = _reduced_by_ddp(model)
+    reduced = reduced_by_ddp(model)
     for name, (parameter, _) in experts.items():
         if id(parameter) in reduced:
             return (
@@ -152,7 +152,7 @@ def _find_problem(
     return None
 
 
-def _reduced_by_ddp(model: nn.Module) -> set[int]:
+def reduced_by_ddp(model: nn.Module) -> set[int]:
     """Ids of the parameters that a DistributedDataParallel in the model reduces."""
     reduced: set[int] = set()
     for module in model.modules():
@@ -166,7 +166,7 @@ def _reduced_by_ddp(model: nn.Module) -> set[int]:
 def _dense_parameters(
     model: nn.Module, experts: dict[str, tuple[nn.Parameter, ProcessGroup]]
 ) -> list[tuple[str, nn.Parameter]]:
-    elsewhere = _reduced_by_ddp(model) | {id(parameter) for parameter, _ in experts.values()}
+    elsewhere = reduced_by_ddp(model) | {id(parameter) for parameter, _ in experts.values()}
     return [
         (name, parameter)
         for name, parameter in model.named_parameters()
@@ -247,11 +247,11 @@ def _average(reduction: _Reduction, device: torch.device) -> None:
     # NOTE: device-to-host sync: which gradients exist decides what is sent.
     flags = present.tolist()
     pairs = zip(reduction.parameters, flags, strict=True)
-    for bucket in _buckets([parameter for parameter, flag in pairs if flag]):
+    for bucket in gradient_buckets([parameter for parameter, flag in pairs if flag]):
         _average_bucket(bucket, reduction.group)
 
 
-def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+def gradient_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Split into runs of one dtype and device of about `_BUCKET_BYTES`; the same on every rank."""
     buckets: list[list[nn.Parameter]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}

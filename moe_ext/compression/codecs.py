@@ -1,0 +1,411 @@
+"""What a gradient is sent as, one frozen dataclass each.
+
+Shape suffixes: N elements of a flat gradient, B blocks that are not zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext import ops
+from moe_ext.compression.exact_reduce import bitmap_bytes, block_sparse_all_reduce_
+from moe_ext.compression.memory import CodecMemory
+from moe_ext.compression.quantized_reduce import (
+    FORMATS,
+    quantized_all_reduce_,
+    quantized_all_reduce_bytes,
+    shard_numel,
+)
+from moe_ext.compression.reduction import Reduction
+from moe_ext.distributed.failures import naming_failed_ranks
+from moe_ext.distributed.groups import group_rank, group_size
+from moe_ext.distributed.traffic import record_traffic
+
+_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """What the hooks and the cost model want of a codec; a hashable value, equal on all ranks."""
+
+    @property
+    def name(self) -> str:
+        """For tables and messages."""
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the result differs from the dense mean."""
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether what is not sent stays in the residual."""
+
+    def sent_bytes(self, numel: int, world_size: int) -> int:
+        """Bytes that leave a rank in one all-reduce of a float32 gradient."""
+
+    def num_rounds(self, world_size: int) -> int:
+        """Messages that follow each other in one all-reduce."""
+
+    def start(
+        self,
+        grad_N: Tensor,
+        memory: CodecMemory,
+        *,
+        group: ProcessGroup | None = None,
+        average: bool = True,
+        step: int = 0,
+    ) -> Reduction:
+        """Begin to reduce a gradient, which may be overwritten; the result has N elements.
+
+        What changes in the memory is kept by its `commit`.
+        """
+
+    def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
+        """Compute what a reduction computes on this rank, and send nothing."""
+
+
+def check_choice(owner: str, argument: str, value: object, allowed: Sequence[object]) -> None:
+    """ValueError unless the value is one of those that are allowed."""
+    if value not in allowed:
+        raise ValueError(
+            f"{owner}: expected {argument} to be one of {tuple(allowed)}, got {value!r}"
+        )
+
+
+class WithMemory:
+    """What all codecs have."""
+
+    def new_memory(self, grad_N: Tensor) -> CodecMemory:
+        """An empty memory for one flat gradient."""
+        return CodecMemory([grad_N.shape], grad_N.device)
+
+
+def take_owed(grad_N: Tensor, memory: CodecMemory) -> Tensor:
+    """The gradient and all that is owed from another codec, which is then owed no more."""
+    if not memory.has("residual"):
+        return grad_N
+    residual_N = memory.tensor("residual")
+    grad_N = grad_N + residual_N.to(grad_N.dtype)
+    residual_N.zero_()
+    return grad_N
+
+
+def dense_reduction(
+    x_N: Tensor, group: ProcessGroup | None, average: bool, operation: str
+) -> Reduction:
+    """All-reduce in the dtype of x, in place; a mean is scaled first, as DDP does."""
+    size = group_size(group)
+    if average and size > 1:
+        x_N.mul_(1.0 / size)
+    if size == 1 or x_N.numel() == 0:
+        return Reduction.done(x_N)
+    record_traffic("all_reduce", 2 * (size - 1) * x_N.nbytes // size)
+    with naming_failed_ranks(group, operation):
+        work = dist.all_reduce(x_N, group=group, async_op=True)
+    assert work is not None
+    return Reduction(work.get_future(), lambda found: found[0], group, operation)
+
+
+@dataclass(frozen=True)
+class Dense(WithMemory):
+    """A plain all-reduce.
+
+    Args:
+        dtype: "fp32" sends a gradient as it is, "bf16" and "fp16" round it on the way.
+    """
+
+    dtype: str = "fp32"
+
+    def __post_init__(self) -> None:
+        check_choice("Dense", "dtype", self.dtype, tuple(_DTYPES))
+
+    @property
+    def name(self) -> str:
+        """See `Codec`."""
+        return "none" if self.dtype == "fp32" else self.dtype
+
+    @property
+    def lossy(self) -> bool:
+        """See `Codec`."""
+        return self.dtype != "fp32"
+
+    @property
+    def feeds_back(self) -> bool:
+        """See `Codec`."""
+        return False
+
+    def sent_bytes(self, numel: int, world_size: int) -> int:
+        """See `Codec`."""
+        size = 4 if self.dtype == "fp32" else 2
+        return 2 * (world_size - 1) * numel * size // world_size
+
+    def num_rounds(self, world_size: int) -> int:
+        """See `Codec`."""
+        return 2 * (world_size - 1)
+
+    def start(
+        self,
+        grad_N: Tensor,
+        memory: CodecMemory,
+        *,
+        group: ProcessGroup | None = None,
+        average: bool = True,
+        step: int = 0,
+    ) -> Reduction:
+        """See `Codec`."""
+        x_N = take_owed(grad_N, memory)
+        dtype = _DTYPES[self.dtype]
+        if dtype is not None:
+            x_N = x_N.to(dtype)
+        return dense_reduction(x_N, group, average, f"all-reduce in {self.dtype}")
+
+    def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
+        """See `Codec`."""
+        dtype = _DTYPES[self.dtype]
+        if dtype is not None:
+            grad_N.to(dtype).mul_(1.0 / world_size).to(grad_N.dtype)
+
+
+@dataclass(frozen=True)
+class Quantize(WithMemory):
+    """Blocks of few bits with a scale each, summed in float32 by the owner of a shard.
+
+    Args:
+        format: "int8", "int4", "fp8" (e4m3) or "sign".
+        block: elements that share a scale, a power of two from 64 to 1024.
+        stochastic: round up or down at random, which is right in expectation, instead of to the
+            nearest.
+        feedback: keep what rounding lost, on the ranks and on the owners, and send it with the
+            next gradient. Without it nothing has to be stored, and what is lost is lost.
+    """
+
+    format: str = "int8"
+    block: int = 256
+    stochastic: bool = False
+    feedback: bool = True
+
+    def __post_init__(self) -> None:
+        check_choice("Quantize", "format", self.format, FORMATS)
+        check_choice("Quantize", "block", self.block, (64, 128, 256, 512, 1024))
+        if self.format == "sign" and self.stochastic:
+            raise ValueError(
+                "Quantize: expected stochastic to be False for signs, which have no neighbours to "
+                "choose from, got True"
+            )
+
+    @property
+    def name(self) -> str:
+        """See `Codec`."""
+        return "onebit" if self.format == "sign" else self.format
+
+    @property
+    def lossy(self) -> bool:
+        """See `Codec`."""
+        return True
+
+    @property
+    def feeds_back(self) -> bool:
+        """See `Codec`."""
+        return self.feedback
+
+    def sent_bytes(self, numel: int, world_size: int) -> int:
+        """See `Codec`."""
+        return quantized_all_reduce_bytes(numel, world_size, self.format, self.block)
+
+    def num_rounds(self, world_size: int) -> int:
+        """See `Codec`."""
+        return 2 if world_size > 1 else 0
+
+    def start(
+        self,
+        grad_N: Tensor,
+        memory: CodecMemory,
+        *,
+        group: ProcessGroup | None = None,
+        average: bool = True,
+        step: int = 0,
+    ) -> Reduction:
+        """See `Codec`."""
+        size, rank = group_size(group), group_rank(group)
+        x_N = grad_N if self.feedback else take_owed(grad_N, memory)
+        residual_N = memory.tensor("residual") if self.feedback else None
+        server = None
+        if self.feedback and size > 1:
+            shard = shard_numel(memory.numel, size, self.block)
+            memory.server_start = rank * shard
+            server = memory.tensor("server", shard)
+        found = quantized_all_reduce_(
+            x_N,
+            format=self.format,
+            block=self.block,
+            residual=residual_N,
+            server_residual=server,
+            rng_state=memory.rng_state(step, rank) if self.stochastic else None,
+            group=group,
+            average=average,
+            validate=False,
+            async_op=True,
+        )
+        assert isinstance(found, Reduction)
+        return found
+
+    def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
+        """See `Codec`."""
+        memory.open()
+        residual_N = memory.tensor("residual") if self.feedback else None
+        kwargs: dict[str, Any] = {"block": self.block, "format": self.format}
+        coded = ops.quantize_blockwise(grad_N, residual=residual_N, check_finite=False, **kwargs)
+        # P shards of N / P elements come in, and as many go out.
+        sum_N = torch.zeros_like(grad_N)
+        ops.dequantize_add_(sum_N, *coded, **kwargs)
+        shard = min(shard_numel(grad_N.numel(), world_size, self.block), grad_N.numel())
+        ops.quantize_blockwise(sum_N[:shard], check_finite=False, **kwargs)
+        ops.dequantize_blockwise(*coded, grad_N.numel(), **kwargs)
+        memory.commit()
+
+
+@dataclass(frozen=True)
+class OneBit(WithMemory):
+    """Signs with the mean magnitude of each block, and error feedback.
+
+    For momentum rather than for gradients of Adam (see `moe_ext.optim.OneBitAdam`).
+
+    Args:
+        block: elements that share a magnitude.
+    """
+
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        self._quantize()
+
+    def _quantize(self) -> Quantize:
+        return Quantize("sign", self.block)
+
+    @property
+    def name(self) -> str:
+        """See `Codec`."""
+        return "onebit"
+
+    @property
+    def lossy(self) -> bool:
+        """See `Codec`."""
+        return True
+
+    @property
+    def feeds_back(self) -> bool:
+        """See `Codec`."""
+        return True
+
+    def sent_bytes(self, numel: int, world_size: int) -> int:
+        """See `Codec`."""
+        return self._quantize().sent_bytes(numel, world_size)
+
+    def num_rounds(self, world_size: int) -> int:
+        """See `Codec`."""
+        return self._quantize().num_rounds(world_size)
+
+    def start(
+        self,
+        grad_N: Tensor,
+        memory: CodecMemory,
+        *,
+        group: ProcessGroup | None = None,
+        average: bool = True,
+        step: int = 0,
+    ) -> Reduction:
+        """See `Codec`."""
+        return self._quantize().start(grad_N, memory, group=group, average=average, step=step)
+
+    def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
+        """See `Codec`."""
+        self._quantize().rehearse(grad_N, memory, world_size)
+
+
+@dataclass(frozen=True)
+class BlockSparse(WithMemory):
+    """Only blocks that are not zero on some rank; exact.
+
+    Args:
+        block: elements of a block; "row" takes those of one index of the first dimension of a
+            parameter, which is a row of an embedding or one expert of several.
+    """
+
+    block: int | str = 256
+
+    def __post_init__(self) -> None:
+        if self.block != "row" and not (isinstance(self.block, int) and self.block >= 1):
+            raise ValueError(
+                f"BlockSparse: expected block to be 'row' or at least 1, got {self.block!r}"
+            )
+
+    @property
+    def name(self) -> str:
+        """See `Codec`."""
+        return "block_sparse"
+
+    @property
+    def lossy(self) -> bool:
+        """See `Codec`."""
+        return False
+
+    @property
+    def feeds_back(self) -> bool:
+        """See `Codec`."""
+        return False
+
+    def sent_bytes(self, numel: int, world_size: int) -> int:
+        """See `Codec`; the most it can be, since the rest depends on the gradient."""
+        block = self.block if isinstance(self.block, int) else 256
+        bitmap = (world_size - 1) * bitmap_bytes(numel, block)
+        return Dense().sent_bytes(numel, world_size) + bitmap
+
+    def num_rounds(self, world_size: int) -> int:
+        """See `Codec`."""
+        return 3 * (world_size - 1)
+
+    def block_of(self, memory: CodecMemory) -> int:
+        """Elements of a block."""
+        if isinstance(self.block, int):
+            return self.block
+        shape = memory.shapes[0]
+        return max(1, memory.sizes[0] // max(1, shape[0])) if len(shape) else 1
+
+    def start(
+        self,
+        grad_N: Tensor,
+        memory: CodecMemory,
+        *,
+        group: ProcessGroup | None = None,
+        average: bool = True,
+        step: int = 0,
+    ) -> Reduction:
+        """See `Codec`."""
+        x_N = take_owed(grad_N, memory)
+        # What was owed may lie in blocks that nothing was added to.
+        bitmap = memory.bitmap if x_N is grad_N else None
+        found = block_sparse_all_reduce_(
+            x_N,
+            block=self.block_of(memory),
+            bitmap=bitmap,
+            group=group,
+            average=average,
+            validate=False,
+            async_op=True,
+        )
+        assert isinstance(found, Reduction)
+        return found
+
+    def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
+        """See `Codec`."""
+        block = self.block_of(memory)
+        block_idx_B = ops.block_indices(ops.nonzero_blocks(grad_N, block=block))
+        packed = ops.gather_blocks(grad_N, block_idx_B, block=block)
+        ops.scatter_blocks_(grad_N, packed, block_idx_B, block=block)

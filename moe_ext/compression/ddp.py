@@ -1,0 +1,97 @@
+"""The hook for DistributedDataParallel.
+
+DDP hands over one bucket of gradients after the other while the backward pass runs, and waits for
+all of them at its end. The results stay here until the last bucket is there: only then it is known
+whether the step went well on every rank.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+
+from moe_ext.compression._step import Step
+from moe_ext.compression.state import CompressionState
+
+_Future = torch.futures.Future[Tensor]
+
+
+# DistributedDataParallel compares the annotations, which must not be text.
+def compress_hook(
+    state: CompressionState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
+    """Reduces a bucket as the state says: `ddp.register_comm_hook(state, compress_hook)`.
+
+    Works with rebuilt buckets, `no_sync`, `static_graph`, `find_unused_parameters`,
+    `gradient_as_bucket_view` and sparse embeddings. What is owed for parameters that no rank has a
+    gradient for stays owed.
+
+    Args:
+        state: made for the model that DDP wraps; one state for one DDP.
+        bucket: of gradients of this rank.
+
+    Returns:
+        A future of the mean over ranks, which is there when the last bucket of the pass is.
+
+    Raises:
+        ValueError: on every rank, at the end of the backward pass: a gradient is NaN or infinite
+            (unless the state lets it pass), the ranks have different codecs, or the state serves
+            another model. Gradients are zero then, and what is owed is as it was; the next step may
+            go on.
+        RankFailureError: at the end of the backward pass: a rank died or did not answer.
+        TypeError: state is no `CompressionState`.
+    """
+    if not isinstance(state, CompressionState):
+        raise TypeError(
+            f"compress_hook: expected state to be a CompressionState, got {type(state).__name__}"
+        )
+    with torch.no_grad():
+        return _take(state, bucket)
+
+
+def _take(state: CompressionState, bucket: Any) -> _Future:
+    step: Step | None = state.underway
+    problem = None
+    if bucket.index() == 0:
+        if step is not None:
+            # An error has ended that pass early.
+            step.abandon()
+        step = state.underway = Step(state)
+    elif step is None or bucket.index() != len(step.works):
+        problem = "expected the state to serve one DistributedDataParallel, got buckets of two"
+        step = state.underway = step or Step(state)
+    state.operation, state.is_hooked = "compress_hook", True
+    flat_N = bucket.buffer()
+    future: _Future = torch.futures.Future(devices=[flat_N.device] if flat_N.is_cuda else None)
+    step.add(bucket.parameters(), flat_N, state.group, problem)
+    step.futures.append(future)
+    if bucket.is_last():
+        _finish(state, step)
+    return future
+
+
+def _finish(state: CompressionState, step: Step) -> None:
+    state.underway = None
+    try:
+        step.finish()
+    except Exception as error:
+        _raise_after_backward(error)
+    for future, work in zip(step.futures, step.works, strict=True):
+        future.set_result(work.flat_N)
+
+
+def _raise_after_backward(error: Exception) -> None:
+    """Raise when DDP has ended its pass: it cannot be used again if a hook raises.
+
+    The first callback is queued before that of DDP, and the second one after it.
+    """
+
+    def boom() -> None:
+        raise error
+
+    queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+    queue(lambda: queue(boom))

@@ -1,0 +1,292 @@
+"""Compressed reduction for hand-written loops, and of what is owed before saving."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from moe_ext.compression._step import Step, Work
+from moe_ext.compression.agreement import check_call
+from moe_ext.compression.state import CompressionState
+from moe_ext.distributed.clipping import clip_grad_norm_
+from moe_ext.distributed.collectives import share
+from moe_ext.distributed.failures import naming_failed_ranks
+from moe_ext.distributed.gradients import (
+    gradient_buckets,
+    is_synced,
+    mark_synced,
+    reduced_by_ddp,
+)
+from moe_ext.distributed.groups import group_size
+from moe_ext.distributed.parameters import replica_group, sharded_experts
+from moe_ext.distributed.traffic import record_traffic
+
+# What a rank has as gradient of a parameter.
+_NOTHING, _DENSE, _SPARSE = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """Parameters that the ranks of one group hold copies of; None is this process alone."""
+
+    group: ProcessGroup | None
+    parameters: list[nn.Parameter]
+
+
+def compress_gradients(model: nn.Module, state: CompressionState) -> bool:
+    """Make every gradient the mean over all ranks, compressed as the state says.
+
+    What `sync_gradients` does densely: call it on all ranks, after the last backward pass of a step
+    and before clipping and the optimizer. Experts of an expert-parallel model are reduced over the
+    ranks that hold the same ones. Where the model is a `DistributedDataParallel` (see
+    `data_parallel`), what DDP reduces is left to it and only the experts are done, as the second
+    half of the same step.
+
+    A gradient that is None on some ranks counts as zero there, and one that is None on every rank
+    stays None. Unlike with `sync_gradients`, gradients must not be accumulated into reduced ones:
+    what they have in common would be owed twice.
+
+    Args:
+        model: the module that the state was made for, the same on every rank.
+        state: see `CompressionState`.
+
+    Returns:
+        Whether all gradients were finite on every rank; False only with nonfinite="propagate".
+
+    Raises:
+        ValueError: on every rank: a gradient is NaN or infinite (unless the state lets it pass),
+            the ranks have different codecs or parameters, a parameter is a DTensor or not of the
+            state's model, or a DistributedDataParallel reduces experts. Gradients are zero where
+            they were not finite, and what is owed is as it was.
+        RuntimeError: on every rank, when no gradient changed since the last call.
+        RankFailureError: a rank died or did not answer; what is owed is as it was.
+    """
+    state.operation = "compress_gradients"
+    if state.is_hooked and not state.was_finite:
+        # The optimizer will not step, for the half of the gradients that DDP has reduced.
+        return False
+    experts = sharded_experts(model)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    _check(model, state, experts, device)
+    step = Step(state)
+    if state.local_clip_norm is not None:
+        step.whole_norm = _local_norm(model)
+    placed: list[tuple[list[nn.Parameter], Work]] = []
+    with torch.no_grad():
+        for copies in _copies(model, state, experts, device):
+            for bucket, flat_N in _filled_buckets(copies, device):
+                placed.append((bucket, step.add(bucket, flat_N, copies.group)))
+        try:
+            finite = step.finish()
+        except Exception:
+            if state.is_hooked:
+                state.undo()
+            raise
+        finally:
+            for bucket, work in placed:
+                _put_back(bucket, work.flat_N)
+    if not finite and state.is_hooked:
+        state.undo()
+    if finite and state.clip_norm is not None and experts:
+        clip_grad_norm_(model, state.clip_norm)
+    return finite
+
+
+def _check(
+    model: nn.Module,
+    state: CompressionState,
+    experts: dict[str, tuple[nn.Parameter, ProcessGroup]],
+    device: torch.device,
+) -> None:
+    """Everything that can be checked before the first message; every rank raises or none does."""
+    problem = None
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            problem = f"expected parameters to be plain tensors, got a DTensor for {name}"
+    reduced = reduced_by_ddp(model)
+    for name, (parameter, _) in experts.items():
+        if id(parameter) in reduced:
+            problem = (
+                "expected DistributedDataParallel to leave the expert parameters alone, but it "
+                f"reduces {name}; wrap the model with moe_ext.distributed.data_parallel(model)"
+            )
+    _, strange = state.names_of([p for p in model.parameters() if p.requires_grad])
+    facts = {"the number of parameters": sum(1 for _ in model.parameters())}
+    check_call(state.operation, facts, problem or strange, state.group, device, validate=True)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None and id(p) not in reduced]
+    fresh = [int(not all(is_synced(g) for g in gradients)), int(bool(gradients))]
+    rows = [fresh]
+    if state.group is not None:
+        rows = share(fresh, state.group, device, operation=state.operation)
+    if any(row[1] for row in rows) and not any(row[0] for row in rows):
+        raise RuntimeError(
+            f"{state.operation}: expected new gradients since the last call, but none changed on "
+            "any rank; call it once after the last backward pass of a step"
+        )
+
+
+def _copies(
+    model: nn.Module,
+    state: CompressionState,
+    experts: dict[str, tuple[nn.Parameter, ProcessGroup]],
+    device: torch.device,
+) -> list[_Copies]:
+    """The dense parameters that DDP does not reduce, and the experts by their groups."""
+    elsewhere = reduced_by_ddp(model) | {id(parameter) for parameter, _ in experts.values()}
+    dense = [p for p in model.parameters() if p.requires_grad and id(p) not in elsewhere]
+    found = [_Copies(state.group, dense)]
+    by_group: dict[ProcessGroup, list[nn.Parameter]] = {}
+    for parameter, ep_group in experts.values():
+        if parameter.requires_grad:
+            by_group.setdefault(ep_group, []).append(parameter)
+    for ep_group, parameters in by_group.items():
+        found.append(_Copies(replica_group(ep_group, device), parameters))
+    return found
+
+
+def _filled_buckets(
+    copies: _Copies, device: torch.device
+) -> list[tuple[list[nn.Parameter], Tensor]]:
+    """Parameters that some rank has a gradient for, with those of this rank side by side."""
+    kinds = _agreed_kinds(copies, device)
+    pairs = list(zip(copies.parameters, kinds, strict=True))
+    found = [
+        (bucket, torch.cat([_flat_gradient(p) for p in bucket]))
+        for bucket in gradient_buckets([p for p, kind in pairs if kind == _DENSE])
+    ]
+    for parameter, kind in pairs:
+        if kind == _SPARSE:
+            found.append(([parameter], _sparse_gradient(parameter)))
+    return found
+
+
+def _agreed_kinds(copies: _Copies, device: torch.device) -> list[int]:
+    """What the gradient of each parameter is on the ranks that have one."""
+    kinds = [_kind(parameter) for parameter in copies.parameters]
+    if copies.group is None or not kinds or group_size(copies.group) == 1:
+        return kinds
+    rows = share(kinds, copies.group, device, operation="compress_gradients")
+    agreed = []
+    for parameter, column in zip(copies.parameters, zip(*rows, strict=True), strict=True):
+        present = {kind for kind in column if kind != _NOTHING}
+        if len(present) > 1:
+            raise ValueError(
+                "compress_gradients: expected the gradient of a parameter to be sparse on every "
+                f"rank or on none, got both for one of shape {tuple(parameter.shape)}"
+            )
+        agreed.append(present.pop() if present else _NOTHING)
+    return agreed
+
+
+def _kind(parameter: nn.Parameter) -> int:
+    if parameter.grad is None:
+        return _NOTHING
+    return _SPARSE if parameter.grad.layout == torch.sparse_coo else _DENSE
+
+
+def _flat_gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        return parameter.new_zeros(parameter.numel())
+    return parameter.grad.reshape(-1)
+
+
+def _sparse_gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is not None:
+        return parameter.grad
+    indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+    values = parameter.new_empty((0, *parameter.shape[1:]))
+    return torch.sparse_coo_tensor(indices, values, tuple(parameter.shape), is_coalesced=True)
+
+
+def _put_back(bucket: Sequence[nn.Parameter], flat_N: Tensor) -> None:
+    if flat_N.layout == torch.sparse_coo:
+        bucket[0].grad = flat_N
+        mark_synced(flat_N)
+        return
+    pieces = flat_N.split([parameter.numel() for parameter in bucket])
+    for parameter, piece in zip(bucket, pieces, strict=True):
+        if parameter.grad is None:
+            parameter.grad = piece.view_as(parameter).clone()
+        else:
+            parameter.grad.copy_(piece.view_as(parameter))
+        mark_synced(parameter.grad)
+
+
+def _local_norm(model: nn.Module) -> float:
+    """Norm of all gradients of this rank."""
+    total = 0.0
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            grad = parameter.grad.coalesce() if parameter.grad.is_sparse else parameter.grad
+            values = grad.values() if grad.is_sparse else grad
+            total += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+    return math.sqrt(total)
+
+
+def flush(model: nn.Module, state: CompressionState) -> None:
+    """Add all that is owed to the gradients: one dense all-reduce, after which nothing is owed.
+
+    Call it on all ranks, between the reduction of a step and the step of the optimizer, in the step
+    after which the model is saved: a checkpoint then needs no state and fits any number of ranks.
+    With a `GradScaler`, before `unscale_`.
+
+    Args:
+        model: the module that the state was made for.
+        state: of every rank.
+
+    Raises:
+        ValueError: on every rank: the ranks owe for different parameters.
+        RankFailureError: a rank died or did not answer; gradients and what is owed are as before.
+    """
+    state.operation = "flush"
+    state.regroup()
+    owed = state.residuals()
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    told = ", ".join(owed)
+    facts = {"the parameters that are owed for": f"{len(owed)} ({told[:80]}...)"}
+    check_call(state.operation, facts, None, state.group, device, validate=True)
+    experts = {id(p): group for p, group in sharded_experts(model).values()}
+    by_group: dict[ProcessGroup | None, list[str]] = {}
+    for name in owed:
+        ep_group = experts.get(id(state.parameter(name)))
+        group = state.group if ep_group is None else replica_group(ep_group, device)
+        by_group.setdefault(group, []).append(name)
+    with torch.no_grad():
+        totals: dict[str, Tensor] = {}
+        for group, names in by_group.items():
+            flat_N = torch.cat([owed[name].reshape(-1).to(device) for name in names])
+            _reduce_(flat_N, group, state.average)
+            pieces = flat_N.split([owed[name].numel() for name in names])
+            totals.update(zip(names, pieces, strict=True))
+        for name, total in totals.items():
+            _add_to_gradient(state.parameter(name), total)
+    state.memory.clear("residual", set(owed))
+
+
+def _reduce_(flat_N: Tensor, group: ProcessGroup | None, average: bool) -> None:
+    """The mean or sum over the ranks, in place."""
+    size = group_size(group)
+    if size > 1:
+        record_traffic("all_reduce", 2 * (size - 1) * flat_N.nbytes // size)
+        with naming_failed_ranks(group, "flush"):
+            dist.all_reduce(flat_N, group=group)
+    if average:
+        flat_N.div_(size)
+
+
+def _add_to_gradient(parameter: nn.Parameter, flat: Tensor) -> None:
+    total = flat.view_as(parameter).to(parameter.dtype)
+    if parameter.grad is None:
+        parameter.grad = total.clone()
+        return
+    synced = is_synced(parameter.grad)
+    parameter.grad.add_(total)
+    if synced:
+        mark_synced(parameter.grad)

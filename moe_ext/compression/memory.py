@@ -1,0 +1,355 @@
+"""Error feedback: what a rank still owes, kept by the name of the parameter.
+
+A step works on copies, so that one that fails leaves everything as it was, bit for bit.
+
+Shape suffixes: N elements of the parameters that are reduced together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+# Kinds of tensors that have an element for each one of the gradient.
+ELEMENTWISE = ("residual", "velocity")
+
+_T = TypeVar("_T")
+
+
+class CodecMemory:
+    """What a codec remembers of parameters that are reduced together.
+
+    Args:
+        shapes: of the parameters, in the order in which they lie in the flat gradient.
+        device: of the gradient.
+        key: tells the streams of random numbers of different memories apart.
+        seed: of the random numbers.
+
+    Attributes:
+        numel: N.
+        bitmap: what the caller knows of the blocks that are not zero (see `nonzero_blocks`).
+        server_start: first element of the shard whose sum this rank owns.
+        marks: numbers that go with what is kept, such as its learning rate.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[torch.Size],
+        device: torch.device,
+        *,
+        key: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self.shapes = tuple(shapes)
+        self.sizes = tuple(math.prod(shape) for shape in self.shapes)
+        self.numel = sum(self.sizes)
+        self.device = device
+        self.key = key
+        self.seed = seed
+        self.bitmap: Tensor | None = None
+        self._carried: dict[str, Any] = {}
+        self._open_carried: dict[str, Any] = {}
+        self.server_start = 0
+        self._kept: dict[str, Tensor] = {}
+        self._open: dict[str, Tensor] = {}
+        self._spare: dict[str, Tensor] = {}
+        self._scales: dict[str, float] = {}
+        self.marks: dict[str, float] = {}
+        self._open_marks: dict[str, float] = {}
+        # What the last `commit` has replaced.
+        self._before: tuple[dict[str, Any], dict[str, float], dict[str, Any]] | None = None
+
+    def open(
+        self, scales: Mapping[str, float] | None = None, marks: Mapping[str, float] | None = None
+    ) -> None:
+        """Begin a step; what an unfinished one has changed is dropped.
+
+        Args:
+            scales: factors on kinds of tensors, as on the residual for a new learning rate.
+            marks: numbers to keep with what this step leaves.
+        """
+        self.rollback()
+        self._scales, self._open_marks = dict(scales or {}), dict(marks or {})
+
+    def tensor(self, kind: str, numel: int | None = None) -> Tensor:
+        """The copy of this step of a float32 tensor, zeros at first, to change in place."""
+        if kind in self._open:
+            return self._open[kind]
+        self._before = None
+        kept, scale = self._kept.get(kind), self._scales.get(kind, 1.0)
+        size = self.numel if numel is None else numel
+        if kept is None:
+            working = torch.zeros(size, device=self.device)
+        else:
+            spare = self._spare.pop(kind, None)
+            working = torch.empty_like(kept) if spare is None else spare
+            torch.mul(kept, scale, out=working) if scale != 1.0 else working.copy_(kept)
+        self._open[kind] = working
+        return working
+
+    def carry(self, name: str, make: Callable[[], _T], copy: Callable[[_T], _T]) -> _T:
+        """The copy of this step of an object that is no tensor, to change in place."""
+        if name not in self._open_carried:
+            kept = self._carried.get(name)
+            self._open_carried[name] = make() if kept is None else copy(kept)
+        found: _T = self._open_carried[name]
+        return found
+
+    def has(self, kind: str) -> bool:
+        """Whether there is a tensor of this kind."""
+        return kind in self._kept or kind in self._open
+
+    def pieces(self, flat: Tensor) -> list[Tensor]:
+        """Views of a tensor of N elements, one for each parameter, in its shape."""
+        parts = flat.split(self.sizes)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def rng_state(self, step: int, rank: int) -> Tensor:
+        """What `quantize_blockwise` wants for rounding at random."""
+        return torch.tensor([self.seed, self.key, step, rank], device=self.device)
+
+    def commit(self) -> None:
+        """End the step and keep what it has changed."""
+        if not (self._open or self._open_marks or self._open_carried):
+            self._before = None
+            return
+        replaced = {kind: self._kept.get(kind) for kind in self._open}
+        self._before = (replaced, self.marks, dict(self._carried))
+        for kind, working in self._open.items():
+            before = self._kept.get(kind)
+            if before is not None and before.shape == working.shape:
+                self._spare[kind] = before
+            self._kept[kind] = working
+        self.marks = {**self.marks, **self._open_marks}
+        self._carried.update(self._open_carried)
+        self._open, self._open_carried, self._open_marks = {}, {}, {}
+
+    def undo(self) -> None:
+        """Take the last `commit` back; nothing where another step has begun since."""
+        if self._before is None:
+            return
+        replaced, self.marks, self._carried = self._before
+        self._before = None
+        for kind, tensor in replaced.items():
+            self.put(kind, tensor)
+
+    def rollback(self) -> None:
+        """End the step and forget what it has changed."""
+        for kind, working in self._open.items():
+            if kind in self._kept:
+                self._spare[kind] = working
+        self._open, self._open_carried, self._open_marks = {}, {}, {}
+
+    def kinds(self) -> list[str]:
+        """What is kept."""
+        return sorted(self._kept)
+
+    def copy_of(self, kind: str) -> Tensor:
+        """A copy of what is kept."""
+        return self._kept[kind].clone()
+
+    def kept(self, kind: str) -> Tensor | None:
+        """The tensor of a kind as the last step that was committed has left it."""
+        return self._kept.get(kind)
+
+    def put(self, kind: str, value: Tensor | None) -> None:
+        """Replace what is kept; None forgets it."""
+        self._spare.pop(kind, None)
+        if value is None:
+            self._kept.pop(kind, None)
+        else:
+            self._kept[kind] = value
+
+    def whole(self, kind: str) -> Tensor | None:
+        """A copy of what is kept, N elements; in the residual, what the shard of the sum owes."""
+        kept, server = self._kept.get(kind), self._kept.get("server")
+        if kind != "residual" or server is None:
+            return None if kept is None else kept.clone()
+        found = torch.zeros(self.numel, device=self.device) if kept is None else kept.clone()
+        add_server(found, server, self.server_start)
+        return found
+
+
+def add_server(residual: Tensor, server: Tensor, start: int) -> None:
+    """Add the residual of a shard of the sum, in place; what lies past the end is padding."""
+    stop = min(start + server.numel(), residual.numel())
+    if stop > start:
+        residual[start:stop].add_(server[: stop - start].to(residual.device))
+
+
+class FeedbackMemory:
+    """The memories of all groups of parameters, which may be regrouped at any time.
+
+    Args:
+        seed: of random numbers.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+        self._groups: dict[tuple[str, ...], CodecMemory] = {}
+        self._loose: dict[str, dict[str, Tensor]] = {}
+        self._marks: dict[str, dict[str, float]] = {}
+        self._waiting: dict[tuple[str, ...], dict[str, Any]] = {}
+        # All of it, as it was before a step that has regrouped parameters.
+        self._before: tuple[Any, ...] | None = None
+
+    def group(
+        self, names: tuple[str, ...], shapes: Sequence[torch.Size], device: torch.device, key: int
+    ) -> CodecMemory:
+        """The memory of parameters that are reduced together, made of what is kept by name."""
+        if names in self._groups:
+            return self._groups[names]
+        if self._before is None:
+            loose = {name: dict(kinds) for name, kinds in self._loose.items()}
+            self._before = (dict(self._groups), loose, dict(self._waiting), dict(self._marks))
+        wanted = set(names)
+        for other in [g for g in self._groups if wanted & set(g)]:
+            self._dissolve(other)
+        extras = self._waiting.pop(names, None)
+        for other in [g for g in self._waiting if wanted & set(g)]:
+            self._fold_waiting(other)
+        memory = CodecMemory(shapes, device, key=key, seed=self.seed)
+        for kind in ELEMENTWISE:
+            if any(kind in self._loose.get(name, {}) for name in names):
+                memory.put(kind, self._assembled(kind, names, memory))
+        for name in names:
+            self._loose.pop(name, None)
+            memory.marks = self._marks.pop(name, memory.marks)
+        if extras is not None:
+            memory.server_start = extras["server_start"]
+            for kind, tensor in extras["tensors"].items():
+                memory.put(kind, tensor.to(device=device, dtype=torch.float32))
+        self._groups[names] = memory
+        return memory
+
+    def _assembled(self, kind: str, names: tuple[str, ...], memory: CodecMemory) -> Tensor:
+        flat = torch.zeros(memory.numel, device=memory.device)
+        for name, piece in zip(names, memory.pieces(flat), strict=True):
+            kept = self._loose.get(name, {}).get(kind)
+            if kept is None:
+                continue
+            if kept.shape != piece.shape:
+                raise ValueError(
+                    f"CompressionState: expected the {kind} of {name} to be of shape "
+                    f"{tuple(piece.shape)}, got {tuple(kept.shape)}"
+                )
+            piece.copy_(kept)
+        return flat
+
+    def _dissolve(self, names: tuple[str, ...]) -> None:
+        """Keep the tensors of a group by name instead."""
+        memory = self._groups.pop(names)
+        if memory.marks:
+            self._marks.update((name, dict(memory.marks)) for name in names)
+        for kind in ELEMENTWISE:
+            flat = memory.whole(kind)
+            if flat is None:
+                continue
+            for name, piece in zip(names, memory.pieces(flat), strict=True):
+                self._loose.setdefault(name, {})[kind] = piece
+
+    def _fold_waiting(self, names: tuple[str, ...]) -> None:
+        """The same for a shard's residual that was loaded for a group that is not made again."""
+        extras = self._waiting.pop(names)
+        fold_into(self._loose, names, extras)
+
+    def settle(self) -> None:
+        """Keep everything by name, shards included; groups are made anew when asked for."""
+        self._before = None
+        for names in list(self._groups):
+            self._dissolve(names)
+        for names in list(self._waiting):
+            self._fold_waiting(names)
+
+    def commit(self) -> None:
+        """End the step in all groups and keep what it has changed."""
+        self._before = None
+        for memory in self._groups.values():
+            memory.commit()
+
+    def undo(self) -> None:
+        """Take the last `commit` of all groups back."""
+        for memory in self._groups.values():
+            memory.undo()
+
+    def rollback(self) -> bool:
+        """End the step in all groups and forget what it has changed.
+
+        Returns:
+            Whether groups that `group` has made in this step are gone.
+        """
+        regrouped = self._before is not None
+        if self._before is not None:
+            self._groups, self._loose, self._waiting, self._marks = self._before
+            self._before = None
+        for memory in self._groups.values():
+            memory.rollback()
+        return regrouped
+
+    def named(self, kind: str) -> dict[str, Tensor]:
+        """Name to tensor in the parameter's shape; views where the parameter is in a group."""
+        found = {name: kinds[kind] for name, kinds in self._loose.items() if kind in kinds}
+        for names, memory in self._groups.items():
+            flat = memory.kept(kind)
+            if flat is not None:
+                found.update(zip(names, memory.pieces(flat), strict=True))
+        return dict(sorted(found.items()))
+
+    def clear(self, kind: str, names: set[str]) -> None:
+        """Forget the tensors of a kind that belong to some parameters; after `settle`."""
+        for name in names:
+            self._loose.get(name, {}).pop(kind, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of everything: by name, and for groups what is not by element."""
+        found: dict[str, Any] = {
+            kind: {name: tensor.clone() for name, tensor in self.named(kind).items()}
+            for kind in ELEMENTWISE
+        }
+        layouts = [{"names": list(names), **extras} for names, extras in self._waiting.items()]
+        for names, memory in self._groups.items():
+            tensors = {k: memory.copy_of(k) for k in memory.kinds() if k not in ELEMENTWISE}
+            if tensors:
+                start = memory.server_start
+                layouts.append({"names": list(names), "server_start": start, "tensors": tensors})
+        found["layouts"] = layouts
+        marks = {name: dict(marks) for name, marks in self._marks.items()}
+        for names, memory in self._groups.items():
+            marks.update((name, dict(memory.marks)) for name in names if memory.marks)
+        found["marks"] = marks
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace everything."""
+        self._groups, self._waiting, self._loose, self._before = {}, {}, {}, None
+        self._marks = {name: dict(marks) for name, marks in state["marks"].items()}
+        for kind in ELEMENTWISE:
+            for name, tensor in state[kind].items():
+                self._loose.setdefault(name, {})[kind] = tensor.detach().clone().float()
+        for layout in state["layouts"]:
+            extras = {key: value for key, value in layout.items() if key != "names"}
+            self._waiting[tuple(layout["names"])] = extras
+
+
+def fold_into(
+    loose: dict[str, dict[str, Tensor]], names: Sequence[str], extras: Mapping[str, Any]
+) -> None:
+    """Add a shard's residual to the residuals by name that its group is made of."""
+    if "server" not in extras["tensors"]:
+        return
+    start = 0
+    for name in names:
+        residual = loose[name]["residual"]
+        flat = residual.reshape(-1).clone()
+        shift = extras["server_start"] - start
+        server = extras["tensors"]["server"]
+        if shift < 0:
+            add_server(flat, server[min(-shift, server.numel()) :], 0)
+        elif shift < flat.numel():
+            add_server(flat, server, shift)
+        loose[name]["residual"] = flat.view(residual.shape)
+        start += flat.numel()

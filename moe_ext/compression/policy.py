@@ -1,0 +1,149 @@
+"""Which codec each parameter gets, by what it is for."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import nn
+
+from moe_ext.compression.codecs import BlockSparse, Codec
+from moe_ext.compression.named_codecs import CODEC_NAMES, codec_of
+from moe_ext.nn.routers import Router
+
+Role = Literal["expert", "router", "norm", "bias", "embedding", "attention", "other"]
+ROLES: tuple[Role, ...] = (
+    "expert", "router", "norm", "bias", "embedding", "attention", "other",
+)  # fmt: skip
+
+# Last part of a module's name: "gate" is a router, "gate_proj" is not.
+_ROUTER = re.compile(r"router|^w?gate$|expert_gate$")
+_NORM = re.compile(r"norm|^ln(_|\d|$)")
+_ATTENTION = re.compile(r"attn|attention")
+_EMBEDDING = re.compile(r"embedding|^(wte|wpe)$")
+
+
+def _is_expert(module: nn.Module) -> bool:
+    held = hasattr(module, "ep_group") and not isinstance(module, Router)
+    return (held and hasattr(module, "num_experts")) or "expert" in type(module).__name__.lower()
+
+
+def _role_of_module(module: nn.Module, name: str) -> Role | None:
+    """What a module says about the parameters in it; `name` is the last part of its own."""
+    kind, name = type(module).__name__.lower(), name.lower()
+    if isinstance(module, Router) or _ROUTER.search(name) or "router" in kind:
+        return "router"
+    if _NORM.search(name) or "norm" in kind:
+        return "norm"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) or _EMBEDDING.search(kind):
+        return "embedding"
+    if _ATTENTION.search(name) or _ATTENTION.search(kind):
+        return "attention"
+    # The layer holds its router too; its experts are a module of their own.
+    if _is_expert(module) and not isinstance(getattr(module, "router", None), nn.Module):
+        return "expert"
+    return None
+
+
+def parameter_roles(model: nn.Module) -> dict[str, Role]:
+    """The role of every parameter, by its name in `model.named_parameters()`.
+
+    The innermost module that says something decides: routers (of moe_ext, or modules called
+    `router` or `gate`), norms (a class or name with "norm", or `ln_1` and the like), embeddings,
+    attention, experts. A parameter whose name ends with "bias" is a bias, but in a router or norm.
+
+    Args:
+        model: any module.
+    """
+    roles: dict[str, Role] = {}
+    inherited: dict[str, Role | None] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        parent, _, last = path.rpartition(".")
+        own = _role_of_module(module, last) if path else None
+        above = inherited.get(parent) if path else None
+        inherited[path] = own or above
+        for name, _ in module.named_parameters(recurse=False):
+            role = inherited[path] or "other"
+            if role not in ("router", "norm") and name.endswith("bias"):
+                role = "bias"
+            roles[f"{path}.{name}" if path else name] = role
+    return {name: roles[name] for name, _ in model.named_parameters()}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Codecs by role; None means the default.
+
+    Routers, norms and biases are few and sensitive: dense. Of embeddings the touched rows are sent,
+    exactly. Experts that no token reached are left out where the codec is a plain all-reduce.
+
+    Args:
+        default: a codec or its name; "auto" lets the cost model choose.
+        expert: for experts.
+        router: for routers.
+        norm: for norms.
+        bias: for biases.
+        embedding: for embeddings.
+        attention: for attention.
+        other: for what is none of these.
+        by_name: glob pattern of parameter names to codec; the first that fits comes before roles.
+        dense_below: parameters of fewer elements are dense.
+        density: for the names "topk" and "threshold".
+
+    Raises:
+        ValueError: an unknown codec.
+    """
+
+    default: str | Codec = "auto"
+    expert: str | Codec | None = None
+    router: str | Codec | None = "none"
+    norm: str | Codec | None = "none"
+    bias: str | Codec | None = "none"
+    embedding: str | Codec | None = "rows"
+    attention: str | Codec | None = None
+    other: str | Codec | None = None
+    by_name: Mapping[str, str | Codec] = field(default_factory=dict)
+    dense_below: int = 1024
+    density: float = 0.01
+
+    def __post_init__(self) -> None:
+        named = [self.default, *(getattr(self, role) for role in ROLES), *self.by_name.values()]
+        for codec in named:
+            if codec is not None and codec != "auto":
+                codec_of(codec, self.density, owner="Policy")
+
+    def codec_for(self, name: str, role: Role, parameter: nn.Parameter) -> Codec | None:
+        """The codec of a parameter; None where the cost model chooses."""
+        for pattern, codec in self.by_name.items():
+            if fnmatch.fnmatchcase(name, pattern):
+                return self._made(codec)
+        chosen: str | Codec | None = getattr(self, role)
+        if parameter.numel() < self.dense_below:
+            return codec_of("none")
+        return self._made(self.default if chosen is None else chosen)
+
+    def is_exact(self, role: Role, parameter: nn.Parameter, codec: Codec | None) -> bool:
+        """Whether rows that are zero are left out where the codec turns out to be "none"."""
+        if isinstance(codec, BlockSparse):
+            return True
+        plain = codec is None or codec.name == "none"
+        return role == "expert" and plain and parameter.numel() >= self.dense_below
+
+    def _made(self, codec: str | Codec) -> Codec | None:
+        return None if codec == "auto" else codec_of(codec, self.density, owner="Policy")
+
+
+def policy_of(codec: str | Codec | Policy, density: float) -> Policy:
+    """A policy with the usual exceptions around one codec.
+
+    Raises:
+        ValueError: an unknown codec.
+    """
+    if isinstance(codec, Policy):
+        return codec
+    if isinstance(codec, str) and codec not in CODEC_NAMES:
+        codec_of(codec, owner="CompressionState")
+    return Policy(codec, density=density)

@@ -1,0 +1,322 @@
+"""What is owed is conserved, whatever becomes of its grouping; one process."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from moe_ext.compression import (
+    BlockSparse,
+    CodecMemory,
+    CompressionState,
+    Dense,
+    OneBit,
+    Policy,
+    Quantize,
+    Threshold,
+    TopK,
+    codec_of,
+    compress_gradients,
+    flush,
+)
+from moe_ext.compression.elastic import by_name, merged_for
+from moe_ext.compression.memory import FeedbackMemory
+
+CODECS = [
+    Dense(),
+    Quantize("int8", 64),
+    Quantize("int4", 64),
+    Quantize("fp8", 128, stochastic=True),
+    OneBit(64),
+    TopK(0.0),
+    TopK(0.1),
+    TopK(0.1, scope="parameter"),
+    TopK(0.3, scope="row"),
+    TopK(0.2, scope=7),
+    TopK(1.0),
+    Threshold(0.1),
+    BlockSparse("row"),
+]
+
+
+class Few(nn.Module):
+    """Parameters of some shapes."""
+
+    def __init__(self, shapes):
+        super().__init__()
+        for i, shape in enumerate(shapes):
+            self.register_parameter(f"p{i}", nn.Parameter(torch.zeros(shape)))
+
+
+SHAPES = st.lists(
+    st.tuples(st.integers(1, 9), st.integers(1, 40)) | st.tuples(st.integers(1, 70)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=SHAPES,
+    codecs=st.lists(st.sampled_from(CODECS), min_size=2, max_size=4),
+    scale=st.sampled_from([1.0, 1e-20, 1e10, 0.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_applied_and_owed_are_what_was_given(shapes, codecs, scale, seed):
+    """The codec changes from step to step; what another one owed is sent or kept."""
+    torch.manual_seed(seed)
+    model = Few(shapes)
+    names = dict(model.named_parameters())
+    given_, applied = ({n: torch.zeros_like(p).double() for n, p in names.items()} for _ in "12")
+    saved = None
+    for step in range(5):
+        policy = Policy(codecs[step % len(codecs)], bias=None, dense_below=0)
+        state = CompressionState(model=model, policy=policy)
+        if saved is not None:
+            state.load_state_dict(saved)
+        for name, p in names.items():
+            p.grad = torch.randn(p.shape) * scale
+            p.grad[torch.rand(p.shape) < 0.3] = 0.0
+            given_[name] += p.grad.double()
+        compress_gradients(model, state)
+        if step == 4:
+            flush(model, state)
+            assert not state.residuals()
+        for name, p in names.items():
+            applied[name] += p.grad.double()
+        saved = state.state_dict()
+        owed = by_name(saved["memory"])
+        for name in names:
+            left = owed.get(name, {}).get("residual", torch.zeros(1))
+            bound = 1e-6 * (step + 1) * (scale * 6 * (step + 1)) + 1e-44
+            assert (applied[name] + left - given_[name]).abs().max() <= bound, (step, name)
+
+
+def filled(groups, rank, size, seed, server=True):
+    """A memory with residuals in the groups, and a shard of each group's sum."""
+    generator = torch.Generator().manual_seed(seed + rank)
+    memory = FeedbackMemory()
+    for names, shapes in groups:
+        part = memory.group(names, [torch.Size(s) for s in shapes], torch.device("cpu"), 0)
+        part.open(marks={"rate": 0.5})
+        part.tensor("residual").copy_(torch.randn(part.numel, generator=generator))
+        if server:
+            shard = -(-part.numel // (size * 64)) * 64
+            part.server_start = rank * shard
+            part.tensor("server", shard).copy_(torch.randn(shard, generator=generator))
+            # What lies past the end is padding, and nobody owes it.
+            part.tensor("server")[max(0, part.numel - part.server_start) :] = 0.0
+    memory.commit()
+    return memory
+
+
+def groups_of(shapes, cuts):
+    names = [f"p{i}" for i in range(len(shapes))]
+    bounds = sorted({0, len(shapes), *(c % len(shapes) for c in cuts)})
+    spans = list(zip(bounds, bounds[1:], strict=False))
+    return [(tuple(names[a:b]), shapes[a:b]) for a, b in spans]
+
+
+def total_owed(memories):
+    total = {}
+    for memory in memories:
+        for name, kinds in by_name(memory).items():
+            known = total.get(name)
+            value = kinds["residual"].double()
+            total[name] = value if known is None else known + value
+    return total
+
+
+def assert_total(got, want, factor=1.0):
+    assert set(got) == set(want)
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value * factor, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=SHAPES,
+    before=st.lists(st.integers(0, 9), max_size=3),
+    after=st.lists(st.integers(0, 9), max_size=3),
+    size=st.integers(1, 4),
+    reload=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_regrouping_conserves(shapes, before, after, size, reload, seed):
+    groups = groups_of(shapes, before)
+    memories = [filled(groups, rank, size, seed) for rank in range(size)]
+    want = total_owed([m.state_dict() for m in memories])
+    for memory in memories:
+        if reload:
+            state = memory.state_dict()
+            memory.load_state_dict(state)
+        frozen = memory.state_dict()
+        for names, part_shapes in groups_of(shapes, after):
+            parts = [torch.Size(s) for s in part_shapes]
+            memory.group(names, parts, torch.device("cpu"), 0)
+        if seed % 3 == 0:
+            # A step that fails takes the grouping back, bit for bit.
+            assert memory.rollback() or groups_of(shapes, after) == groups
+            assert repr(memory.state_dict()) == repr(frozen)
+        else:
+            memory.commit()
+    assert_total(total_owed([m.state_dict() for m in memories]), want)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shapes=SHAPES,
+    cuts=st.lists(st.integers(0, 9), max_size=3),
+    sizes=st.lists(st.integers(1, 6), min_size=2, max_size=4),
+    average=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_other_numbers_of_ranks_conserve(shapes, cuts, sizes, average, seed):
+    states = [
+        {
+            "version": 1,
+            "rank": rank,
+            "world_size": sizes[0],
+            "average": average,
+            "step": 3,
+            "expert_parallel": {},
+            "memory": filled(groups_of(shapes, cuts), rank, sizes[0], seed).state_dict(),
+        }
+        for rank in range(sizes[0])
+    ]
+    want = total_owed([state["memory"] for state in states])
+    for size in sizes[1:]:
+        states = [merged_for(states[::-1], rank, size, {}) for rank in range(size)]
+    factor = sizes[-1] / sizes[0] if average else 1.0
+    assert_total(total_owed([state["memory"] for state in states]), want, factor)
+    assert all(state["memory"]["marks"]["p0"] == {"rate": 0.5} for state in states)
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_experts_go_to_ranks_with_the_same_ones(size):
+    """Four ranks, experts over two: every replica takes over the mean of what is owed."""
+    ep = {f"p{i}": (0, 2) for i in range(2)}
+    states = []
+    for rank in range(4):
+        memory = FeedbackMemory()
+        names = ("p0", "p1")
+        part = memory.group(names, [torch.Size([3])] * 2, torch.device("cpu"), 0)
+        part.open()
+        part.tensor("residual").fill_(1.0 + rank)
+        memory.commit()
+        held = {name: (rank % 2, 2) for name in ep}
+        states.append(
+            {
+                "version": 1,
+                "rank": rank,
+                "world_size": 4,
+                "average": True,
+                "step": 1,
+                "expert_parallel": held,
+                "memory": memory.state_dict(),
+            }
+        )
+    for rank in range(size):
+        mine = {name: (rank % 2, 2) for name in ep}
+        merged = merged_for(states, rank, size, mine)
+        want = 2.0 if rank % 2 == 0 else 3.0
+        assert torch.equal(merged["memory"]["residual"]["p0"], torch.full((3,), want))
+    with pytest.raises(ValueError, match="expert-parallel groups of 4 ranks, got 2 for p0"):
+        merged_for(states, 0, size, {"p0": (0, 4)})
+
+
+def test_states_that_do_not_belong_together():
+    state = CompressionState(codec="int8").state_dict()
+    load = CompressionState(codec="int8").load_state_dict
+    with pytest.raises(ValueError, match="states of all ranks, got none"):
+        load([])
+    with pytest.raises(ValueError, match="version 1, got 7"):
+        load({**state, "version": 7})
+    with pytest.raises(ValueError, match="each once, got"):
+        load([{**state, "world_size": 2}])
+    two = [{**state, "world_size": 2, "rank": r, "step": r} for r in range(2)]
+    with pytest.raises(ValueError, match=r"got those of steps \[0, 1\]"):
+        load(two)
+    wrong = CompressionState(codec="int8").state_dict()
+    wrong["memory"]["residual"] = {"parameter_0": torch.zeros(3)}
+    model = nn.Linear(40, 40)
+    state = CompressionState(codec="int8")
+    state.load_state_dict(wrong)
+    model(torch.ones(1, 40)).sum().backward()
+    with pytest.raises(ValueError, match=r"residual of parameter_0 to be of shape \(40, 40\)"):
+        compress_gradients(model, state)
+
+
+def test_a_step_that_fails_in_memory():
+    memory = CodecMemory([torch.Size([5]), torch.Size([2, 3])], torch.device("cpu"), key=3, seed=9)
+    memory.open()
+    memory.tensor("residual").add_(1.0)
+    memory.commit()
+    kept = memory.copy_of("residual")
+    memory.open({"residual": 0.5})
+    assert torch.equal(memory.tensor("residual"), kept * 0.5)
+    memory.tensor("residual").add_(1.0)
+    memory.carry("regions", lambda: [1], list).append(2)
+    memory.rollback()
+    assert torch.equal(memory.copy_of("residual"), kept)
+    assert memory.carry("regions", lambda: [], list) == []
+    memory.open()
+    memory.tensor("residual").add_(7.0)
+    memory.commit()
+    memory.undo()
+    assert torch.equal(memory.copy_of("residual"), kept)
+    memory.undo()
+    assert torch.equal(memory.copy_of("residual"), kept)
+    assert memory.rng_state(4, 2).tolist() == [9, 3, 4, 2]
+    assert [tuple(p.shape) for p in memory.pieces(kept)] == [(5,), (2, 3)]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_rehearsals_change_nothing_but_the_memory(codec):
+    grad = torch.randn(1000)
+    before = grad.clone()
+    memory = codec.new_memory(grad)
+    for _ in range(2):
+        codec.rehearse(grad, memory, 4)
+    assert torch.equal(grad, before)
+    assert codec.sent_bytes(1000, 1) == 0 and codec.sent_bytes(1000, 4) >= 0
+    assert codec.num_rounds(1) == 0 and codec.num_rounds(4) > 0
+
+
+@pytest.mark.parametrize("name", ["none", "bf16", "fp16", "int8", "int4", "fp8", "onebit", "topk"])
+def test_names(name):
+    assert codec_of(name).name == name
+    assert hash(codec_of(name)) == hash(codec_of(name)) and codec_of(name) == codec_of(name)
+    assert codec_of(codec_of(name)) == codec_of(name)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: codec_of("zip"), "codec_of: expected codec to be one of"),
+        (lambda: codec_of(3), "codec_of: expected codec to be a codec or one of"),
+        (lambda: Dense("fp64"), "Dense: expected dtype to be one of"),
+        (lambda: Quantize("int2"), "Quantize: expected format to be one of"),
+        (lambda: Quantize(block=100), "Quantize: expected block to be one of"),
+        (lambda: Quantize("sign", stochastic=True), "expected stochastic to be False for signs"),
+        (lambda: TopK(1.5), r"TopK: expected density to be in \[0, 1\], got 1.5"),
+        (lambda: TopK(math.nan), r"TopK: expected density to be in \[0, 1\], got nan"),
+        (lambda: TopK(scope="column"), "TopK: expected scope to be one of"),
+        (lambda: TopK(scope=0), "TopK: expected scope to be at least 1, got 0"),
+        (lambda: TopK(algorithm="tree"), "TopK: expected algorithm to be one of"),
+        (lambda: TopK(value_codec="fp64"), "TopK: expected value_codec to be one of"),
+        (lambda: TopK(momentum=1.0), "TopK: expected momentum to be None or in"),
+        (lambda: Threshold(-0.1), "Threshold: expected density to be in"),
+        (lambda: BlockSparse(0), "BlockSparse: expected block to be 'row' or at least 1, got 0"),
+        (lambda: CompressionState(codec="zip"), "expected codec to be one of"),
+        (lambda: CompressionState(nonfinite="skip"), "expected nonfinite to be one of"),
+        (lambda: CompressionState(clip_norm=0.0), "expected clip_norm to be positive, got 0"),
+        (lambda: CompressionState(candidates=["auto"]), "expected codec to be one of"),
+    ],
+)
+def test_arguments_that_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
