@@ -1,0 +1,148 @@
+"""Models and steps that the tests of the hooks share."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_ext.compression import (
+    CompressionState,
+    OneBit,
+    Quantize,
+    Threshold,
+    TopK,
+    compress_hook,
+)
+from moe_ext.compression.elastic import by_name
+
+# Small enough for several buckets.
+CAP_MB = 0.008
+
+
+class Net(nn.Module):
+    """Linear layers with norms between them, and a branch that may stay unused."""
+
+    def __init__(self, width=40):
+        super().__init__()
+        torch.manual_seed(5)
+        self.inp = nn.Linear(12, width)
+        self.norm = nn.LayerNorm(width)
+        self.hidden = nn.Linear(width, width)
+        self.branch = nn.Linear(width, width)
+        self.out = nn.Linear(width, 3)
+
+    def forward(self, x, branch=True):
+        h = torch.relu(self.norm(self.inp(x)))
+        h = torch.relu(self.hidden(h))
+        if branch:
+            h = h + self.branch(h)
+        return self.out(h)
+
+
+def batch(step, rows=6, rank=None):
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(rows, 12, generator=generator)
+
+
+def loss_of(model, x, **kwargs):
+    return model(x, **kwargs).square().mean()
+
+
+def wrapped(model=None, *, ddp=None, **options):
+    """(DDP, state) of a copy of the model with the hook."""
+    model = copy.deepcopy(model) if model is not None else Net()
+    state = CompressionState(model=model, **options)
+    parallel = DistributedDataParallel(model, **{"bucket_cap_mb": CAP_MB, **(ddp or {})})
+    parallel.register_comm_hook(state, compress_hook)
+    return parallel, state
+
+
+def local_gradients(model, step, **kwargs):
+    """Name to gradient of this rank alone, for the model's parameters as they are."""
+    twin = copy.deepcopy(model)
+    for parameter in twin.parameters():
+        parameter.grad = None
+    loss_of(twin, batch(step), **kwargs).backward()
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in twin.named_parameters()
+    }
+
+
+def summed(tensor):
+    """Float64 sum over the ranks."""
+    total = tensor.double().clone()
+    dist.all_reduce(total)
+    return total
+
+
+def same_on_all_ranks(tensor):
+    others = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, tensor.contiguous())
+    return all(torch.equal(other, others[0]) for other in others)
+
+
+class Ledger:
+    """Checks that P times what was applied plus what is owed is the sum of the gradients."""
+
+    def __init__(self, state, model):
+        self.state, self.size = state, dist.get_world_size()
+        self.given = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in model}
+        self.applied = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in model}
+
+    def add(self, gradients, named):
+        for name, gradient in gradients.items():
+            self.given[name] += summed(gradient)
+        for name, parameter in named:
+            if parameter.grad is not None:
+                assert same_on_all_ranks(parameter.grad), name
+                self.applied[name] += parameter.grad.double()
+
+    def check(self, tolerance=2e-6):
+        loose = by_name(self.state.state_dict()["memory"])
+        for name, given in self.given.items():
+            left = loose.get(name, {}).get("residual", torch.zeros(given.shape))
+            total = self.size * self.applied[name] + summed(left)
+            scale = given.abs().max() + summed(left.abs()).max() + 1e-6
+            error = (total - given).abs().max()
+            assert error <= tolerance * self.size * scale, (name, error, scale)
+
+
+KINDS = {
+    "plain": {},
+    "view": {"gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+    "static_view": {"static_graph": True, "gradient_as_bucket_view": True},
+}
+CODECS = {
+    "int8": "int8",
+    "int4": Quantize("int4", 64),
+    "random": Quantize("int8", 64, stochastic=True),
+    "fp8": "fp8",
+    "onebit": OneBit(64),
+    "nothing": TopK(0.0),
+    "topk": TopK(0.05),
+    "rows": TopK(0.1, scope="row"),
+    "parameter": TopK(0.05, scope="parameter"),
+    "blocks": TopK(0.05, scope=128),
+    "split": TopK(0.05, algorithm="split"),
+    "bf16_values": TopK(0.05, algorithm="all_gather", value_codec="bf16"),
+    "threshold": Threshold(0.05),
+}
+
+
+def reference(hook=None, **ddp):
+    parallel = DistributedDataParallel(Net(), **{"bucket_cap_mb": CAP_MB, **ddp})
+    if hook is not None:
+        parallel.register_comm_hook(None, hook)
+    return parallel
+
+
+def gradients_of(parallel, step, **kwargs):
+    parallel.zero_grad()
+    loss_of(parallel, batch(step), **kwargs).backward()
+    return {n: p.grad for n, p in parallel.module.named_parameters()}

@@ -1,0 +1,353 @@
+import copy
+import math
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+from hook_models import (
+    CODECS,
+    KINDS,
+    Ledger,
+    Net,
+    batch,
+    gradients_of,
+    local_gradients,
+    loss_of,
+    reference,
+    same_on_all_ranks,
+    summed,
+    wrapped,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+from moe_ext.compression import (
+    Dense,
+    Policy,
+    ResidualMonitor,
+    TopK,
+    Warmup,
+    codec_of,
+)
+from moe_ext.compression.elastic import by_name
+from moe_ext.distributed import count_traffic
+from moe_ext.testing import spawn_ranks
+
+
+def check_none_is_plain_ddp(kind):
+    ours, state = wrapped(codec="none", ddp=KINDS[kind])
+    theirs = reference(**KINDS[kind])
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (ours, theirs)]
+    for step in range(4):
+        branch = kind != "unused" or step % 2 == 0
+        got, want = (gradients_of(m, step, branch=branch) for m in (ours, theirs))
+        for name, gradient in want.items():
+            if gradient is None:
+                assert got[name] is None, name
+            else:
+                assert torch.equal(got[name], gradient), (kind, step, name)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert state.step == 4
+
+
+def rank_none(rank):
+    for kind in KINDS:
+        check_none_is_plain_ddp(kind)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_none_is_plain_ddp(world):
+    spawn_ranks(rank_none, world)
+
+
+def rank_conserves(rank):
+    for name, codec in CODECS.items():
+        kind = KINDS[list(KINDS)[len(name) % len(KINDS)]]
+        parallel, state = wrapped(codec=codec, ddp=kind)
+        ledger = Ledger(state, list(parallel.module.named_parameters()))
+        for step in range(5):
+            branch = "find_unused_parameters" not in kind or step not in (1, 2)
+            local = local_gradients(parallel.module, step, branch=branch)
+            gradients_of(parallel, step, branch=branch)
+            ledger.add(local, parallel.module.named_parameters())
+            ledger.check()
+            with torch.no_grad():
+                for p in parallel.parameters():
+                    if p.grad is not None:
+                        p.add_(p.grad, alpha=-0.05)
+        assert state.residuals(), name
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_applied_and_owed_are_the_sum_of_the_gradients(world):
+    spawn_ranks(rank_conserves, world)
+
+
+def check_fp16_is_that_of_torch():
+    policy = Policy("fp16", norm=None, bias=None, dense_below=0)
+    ours, _ = wrapped(policy=policy)
+    theirs = reference(fp16_compress_hook)
+    for step in range(3):
+        got, want = gradients_of(ours, step), gradients_of(theirs, step)
+        assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def check_bf16_rounds_once_a_rank_and_once_an_addition():
+    ours, _ = wrapped(policy=Policy("bf16", norm=None, bias=None, dense_below=0))
+    size = dist.get_world_size()
+    local = local_gradients(ours.module, 0)
+    for name, gradient in gradients_of(ours, 0).items():
+        magnitude = summed(local[name].abs()) / size
+        # Half a unit of 8 bits for each rank, as much for each of P - 1 additions.
+        bound = 2.0**-8 * magnitude * (1 + size)
+        assert bool(((gradient - summed(local[name]) / size).abs() <= bound + 1e-30).all()), name
+
+
+def check_gradients_of_16_bits():
+    for dtype, bits in ((torch.bfloat16, 8), (torch.float16, 11)):
+        for codec in ("none", "bf16", "int8", TopK(1.0), TopK(0.2)):
+            parallel, state = wrapped(Net().to(dtype), codec=codec)
+            local, size = None, dist.get_world_size()
+            parallel.zero_grad()
+            parallel(batch(0).to(dtype)).square().mean().backward()
+            twin = copy.deepcopy(parallel.module)
+            twin.zero_grad()
+            twin(batch(0).to(dtype)).square().mean().backward()
+            local = {n: p.grad for n, p in twin.named_parameters()}
+            for name, p in parallel.module.named_parameters():
+                assert p.grad.dtype == dtype and same_on_all_ranks(p.grad)
+                left = by_name(state.state_dict()["memory"]).get(name, {}).get("residual")
+                owed = 0.0 if left is None else summed(left) / size
+                magnitude = summed(local[name].abs()) / size
+                # Rounded once on the way in each rank, once in a sum, once in the result.
+                bound = 4 * 2.0 ** -min(bits, 8) * magnitude.max() + 1e-6
+                error = (p.grad.double() + owed - summed(local[name]) / size).abs()
+                assert (error <= bound).all(), (dtype, codec, name)
+
+
+def check_buckets_are_rebuilt_and_residuals_follow():
+    parallel, state = wrapped(codec=TopK(0.05))
+    gradients_of(parallel, 0)
+    before = {name: r.clone() for name, r in state.residuals().items()}
+    groups = set(state.memory._groups)
+    local = local_gradients(parallel.module, 1)
+    applied = gradients_of(parallel, 1)
+    assert set(state.memory._groups) != groups
+    for name, residual in state.residuals().items():
+        total = summed(before[name] + local[name])
+        found = dist.get_world_size() * applied[name].double() + summed(residual)
+        torch.testing.assert_close(found, total, rtol=1e-5, atol=1e-7)
+
+
+def check_no_sync_accumulates_outside():
+    for codec in ("none", "int8", TopK(0.1)):
+        parallel, state = wrapped(codec=codec)
+        want = None
+        with parallel.no_sync():
+            loss_of(parallel, batch(0)).backward()
+        assert state.step == 0
+        want = {n: p.grad.clone() for n, p in parallel.module.named_parameters()}
+        for name, gradient in local_gradients(parallel.module, 1).items():
+            want[name] += gradient
+        loss_of(parallel, batch(1)).backward()
+        assert state.step == 1
+        ledger = Ledger(state, list(parallel.module.named_parameters()))
+        ledger.add(want, parallel.module.named_parameters())
+        ledger.check()
+
+
+def check_momentum_is_that_of_sgd_where_everything_is_sent():
+    """A dense step of Deep Gradient Compression, without momentum in the optimizer."""
+    ours, _ = wrapped(policy=Policy(TopK(1.0, momentum=0.9), norm=None, bias=None, dense_below=0))
+    theirs = reference()
+    optimizers = [
+        torch.optim.SGD(ours.parameters(), 0.1),
+        torch.optim.SGD(theirs.parameters(), 0.1, momentum=0.9),
+    ]
+    for step in range(4):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            gradients_of(model, step)
+            optimizer.step()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
+def check_learning_rates_scale_what_is_owed():
+    """With plain SGD, rate times (P applied + owed) is the sum of rate times gradient."""
+    parallel, state = wrapped(codec=TopK(0.05))
+    module = parallel.module
+    named = dict(module.named_parameters())
+    groups = [{"params": [p for n, p in named.items() if n != "branch.weight"]}]
+    groups.append({"params": [module.branch.weight]})
+    state.optimizer = optimizer = torch.optim.SGD(groups, 0.1)
+    moved = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in named.items()}
+    wanted = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in named.items()}
+    for step in range(5):
+        for group, rate in zip(
+            optimizer.param_groups, (0.1 / (step + 1), 0.3 * 3**step), strict=True
+        ):
+            group["lr"] = rate
+        rates = {n: 0.3 * 3**step if n == "branch.weight" else 0.1 / (step + 1) for n in named}
+        local = local_gradients(module, step)
+        applied = gradients_of(parallel, step)
+        for name in named:
+            wanted[name] += rates[name] * summed(local[name])
+            moved[name] += rates[name] * dist.get_world_size() * applied[name].double()
+    assert {"hidden.weight", "branch.weight"} <= set(state.residuals())
+    for name, residual in state.residuals().items():
+        total = moved[name] + rates[name] * summed(residual)
+        torch.testing.assert_close(total, wanted[name], rtol=1e-5, atol=1e-6)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for step in range(2):
+        gradients_of(parallel, step)
+    assert all(torch.isfinite(r).all() for r in state.residuals().values())
+
+
+def check_clipping_after_the_reduction():
+    ours, _ = wrapped(codec="none", clip_norm=0.01)
+    theirs = reference()
+    gradients_of(ours, 0)
+    gradients_of(theirs, 0)
+    torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.01)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def check_local_clipping():
+    parallel, state = wrapped(codec=TopK(0.1), local_clip_norm=1e-3)
+    gradients_of(parallel, 0)
+    bound = 1e-3 / math.sqrt(dist.get_world_size())
+    total = sum(float(r.square().sum()) for r in state.residuals().values())
+    assert 0 < math.sqrt(total) <= bound * 1.001
+
+
+def check_warm_up():
+    warmup = Warmup(dense_steps=2, ramp_steps=4, start_density=0.25, stages=2)
+    parallel, state = wrapped(codec=TopK(0.01, algorithm="all_gather"), warmup=warmup)
+    plain = reference()
+    sent = []
+    for step in range(7):
+        with count_traffic() as traffic:
+            got = gradients_of(parallel, step)
+        sent.append(traffic.total_bytes)
+        if step < 2:
+            want = gradients_of(plain, step)
+            assert all(torch.equal(got[name], want[name]) for name in want)
+            assert not any(r.any() for r in state.residuals().values())
+    assert sent[0] == sent[1] > sent[2] == sent[3] > sent[4] == sent[5] > sent[6]
+
+
+def check_the_monitor():
+    monitor = ResidualMonitor(every=2, limit=1e-3, action="densify")
+    parallel, state = wrapped(codec=TopK(0.02), monitor=monitor)
+    gradients_of(parallel, 0)
+    assert state.residual_ratio is None
+    with pytest.warns(UserWarning, match="the density is doubled"):
+        gradients_of(parallel, 1)
+    assert state.residual_ratio > 0
+    assert "density=0.04" in state.explain()
+
+
+class Chooser:
+    """Chooses in turns, and remembers what it was told."""
+
+    def __init__(self):
+        self.turn, self.told, self.settled = 0, [], []
+
+    def choose(self, numel, codecs, *, bucket, current=None):
+        self.turn += 1
+        return codecs[self.turn % len(codecs)]
+
+    def observe(self, bucket, codec, seconds):
+        self.told.append(seconds)
+
+    def pending(self):
+        return list(self.told)
+
+    def settle(self, agreed=None):
+        assert len(agreed) == len(self.told)
+        assert all(a >= t > 0 for a, t in zip(agreed, self.told, strict=True))
+        self.settled.append(agreed)
+        self.told.clear()
+
+    def explain(self):
+        return "a table"
+
+
+def check_codecs_chosen_anew_in_every_step():
+    chooser = Chooser()
+    parallel, state = wrapped(cost_model=chooser, candidates=("none", "int8", TopK(0.1), "onebit"))
+    ledger = Ledger(state, list(parallel.module.named_parameters()))
+    for step in range(6):
+        local = local_gradients(parallel.module, step)
+        gradients_of(parallel, step)
+        ledger.add(local, parallel.module.named_parameters())
+        ledger.check()
+    assert len(chooser.settled) == 6 and state.explain() == "a table"
+    times = torch.tensor(chooser.settled[-1], dtype=torch.float64)
+    assert torch.equal(summed(times), times * dist.get_world_size())
+
+
+def check_auto_agrees_and_explains():
+    """Sixteen steps: enough for all trials of a close call."""
+    parallel, state = wrapped(
+        Net(300), ddp={"bucket_cap_mb": 1}, candidates=("none", "int8", TopK(0.01))
+    )
+    ledger = Ledger(state, list(parallel.module.named_parameters()))
+    for step in range(16):
+        local = local_gradients(parallel.module, step)
+        gradients_of(parallel, step)
+        ledger.add(local, parallel.module.named_parameters())
+        ledger.check()
+    table = state.explain()
+    assert "branch.weight" in table and "int8 pays" in table, table
+    tables = [None] * dist.get_world_size()
+    dist.all_gather_object(tables, table)
+    assert len(set(tables)) == 1
+
+
+def check_bytes_are_those_that_a_codec_announces():
+    numel = 70_000
+    for codec in (Dense(), Dense("bf16"), *CODECS.values()):
+        codec = codec_of(codec)
+        memory = codec.new_memory(torch.empty(numel))
+        memory.open()
+        with count_traffic() as traffic:
+            found = codec.start(torch.randn(numel), memory, group=dist.group.WORLD).wait()
+        memory.commit()
+        assert found.shape == (numel,) and same_on_all_ranks(found)
+        announced = codec.sent_bytes(numel, dist.get_world_size())
+        if codec in (CODECS["rows"], CODECS["parameter"], CODECS["blocks"]):
+            # Each scope is rounded up.
+            assert announced <= traffic.total_bytes < 1.1 * announced
+        else:
+            assert traffic.total_bytes == announced, codec
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+SINGLE = [check_none_is_plain_ddp]
+
+
+def rank_all(rank):
+    found = {}
+    for check in CHECKS:
+        if check not in SINGLE:
+            try:
+                check()
+            except BaseException:
+                found[check.__name__] = traceback.format_exc()
+                break
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return spawn_ranks(rank_all, 2)
+
+
+@pytest.mark.parametrize("name", [c.__name__ for c in CHECKS if c not in SINGLE])
+def test_hook(outcomes, name):
+    failed = {rank: found[name] for rank, found in enumerate(outcomes) if name in found}
+    assert not failed, "\n".join(failed.values())

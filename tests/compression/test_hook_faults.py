@@ -1,0 +1,243 @@
+"""Steps that fail leave no trace on any rank."""
+
+import math
+import os
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+from hook_models import (
+    CAP_MB,
+    KINDS,
+    Ledger,
+    Net,
+    batch,
+    gradients_of,
+    local_gradients,
+    loss_of,
+    wrapped,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_ext.compression import CompressionState, Threshold, TopK, compress_hook
+from moe_ext.distributed import RankFailureError
+from moe_ext.testing import spawn_ranks
+
+
+def state_bits(state):
+    state = state.state_dict()
+    return [state["step"], state["memory"]]
+
+
+def assert_same_bits(got, want):
+    assert type(got) is type(want)
+    if isinstance(want, torch.Tensor):
+        assert torch.equal(got, want)
+    elif isinstance(want, dict):
+        assert list(got) == list(want)
+        for key in want:
+            assert_same_bits(got[key], want[key])
+    elif isinstance(want, list):
+        assert len(got) == len(want)
+        for one, other in zip(got, want, strict=True):
+            assert_same_bits(one, other)
+    else:
+        assert got == want
+
+
+def poisoned(parallel, step, rank, value=math.nan):
+    """A backward pass in which one rank's gradient of `hidden.weight` holds a value."""
+    parallel.zero_grad()
+    weight = parallel.module.hidden.weight
+    handle = None
+    if dist.get_rank() == rank:
+        handle = weight.register_hook(
+            lambda g: g.index_put((torch.tensor(3),), g.new_tensor(value))
+        )
+    try:
+        loss_of(parallel, batch(step)).backward()
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def check_nan_on_one_rank_is_named_everywhere():
+    for codec in ("none", "int8", "onebit", TopK(0.1), Threshold(0.1), TopK(0.1, momentum=0.9)):
+        for kind in ("view", "static"):
+            parallel, state = wrapped(codec=codec, ddp=KINDS[kind])
+            twin, same = wrapped(codec=codec, ddp=KINDS[kind])
+            for step in range(2):
+                gradients_of(parallel, step)
+                gradients_of(twin, step)
+            before = state_bits(state)
+            match = "in hidden.weight on rank 1$"
+            for value in (math.nan, math.inf):
+                with pytest.raises(ValueError, match=match):
+                    poisoned(parallel, 2, 1, value)
+                assert_same_bits(state_bits(state), before)
+                assert all(not p.grad.any() for p in parallel.parameters())
+            got, want = gradients_of(parallel, 3), gradients_of(twin, 3)
+            assert all(torch.equal(got[name], want[name]) for name in want)
+            assert_same_bits(state_bits(state), state_bits(same))
+
+
+def check_large_gradients_are_finite():
+    parallel, _ = wrapped(codec="int8")
+    parallel.zero_grad()
+    (loss_of(parallel, batch(0)) * 1e25).backward()
+    assert all(torch.isfinite(p.grad).all() for p in parallel.parameters())
+
+
+def check_overflow_under_a_grad_scaler():
+    for codec in ("int8", TopK(0.1)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        parallel, state = wrapped(codec=codec, nonfinite="propagate", grad_scaler=scaler)
+        optimizer = torch.optim.SGD(parallel.parameters(), 0.05)
+        ledger = Ledger(state, list(parallel.module.named_parameters()))
+        for step in range(6):
+            bad = step == 3
+            weights = [p.clone() for p in parallel.parameters()]
+            before, scale = state_bits(state), scaler.get_scale()
+            local = local_gradients(parallel.module, step)
+            optimizer.zero_grad()
+            weight, handle = parallel.module.hidden.weight, None
+            if bad and dist.get_rank() == 1:
+                handle = weight.register_hook(lambda g: g * math.inf)
+            scaler.scale(loss_of(parallel, batch(step))).backward()
+            if handle is not None:
+                handle.remove()
+            scaler.unscale_(optimizer)
+            if not bad:
+                ledger.add(local, parallel.module.named_parameters())
+            scaler.step(optimizer)
+            scaler.update()
+            if bad:
+                assert_same_bits(state_bits(state), before)
+                assert all(
+                    torch.equal(p, w) for p, w in zip(parallel.parameters(), weights, strict=True)
+                )
+                assert scaler.get_scale() == scale / 2
+        # What is owed is in units of the last scale that was used.
+        used = {m["loss_scale"] for m in state.state_dict()["memory"]["marks"].values()}
+        assert len(used) == 1
+        for residual in state.residuals().values():
+            residual.div_(used.copy().pop())
+        for memory in state.memory._groups.values():
+            if memory.kept("server") is not None:
+                memory.kept("server").div_(used.copy().pop())
+        ledger.check()
+
+
+def check_codecs_that_differ():
+    for codecs in (("int8", "int4"), ("none", TopK(0.1)), (TopK(0.1), TopK(0.2))):
+        parallel, state = wrapped(codec=codecs[dist.get_rank() % 2])
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"codecs.* to be equal on every rank.* on rank 1"):
+                gradients_of(parallel, 0)
+        assert state.step == 0 and not state.residuals()
+
+
+def check_steps_that_differ():
+    parallel, state = wrapped(codec="int8")
+    for step in range(2):
+        gradients_of(parallel, step)
+    if dist.get_rank() == 1:
+        state.step = 7
+    before = state_bits(state)
+    with pytest.raises(
+        ValueError, match="expected the step to be equal .*2 on rank 0, 7 on rank 1"
+    ):
+        gradients_of(parallel, 3)
+    assert_same_bits(state_bits(state), before)
+
+
+def check_one_state_serves_one_model():
+    parallel, state = wrapped(codec="int8")
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        parallel.register_comm_hook(state, compress_hook)
+    gradients_of(parallel, 0)
+    other = DistributedDataParallel(Net(), bucket_cap_mb=CAP_MB)
+    other.register_comm_hook(state, compress_hook)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="belong to the one model that the state serves"):
+            gradients_of(other, 0)
+    gradients_of(parallel, 1)
+    assert state.step == 2
+    unnamed = CompressionState(codec="int8")
+    for i in range(2):
+        wrapper = DistributedDataParallel(Net(), bucket_cap_mb=CAP_MB)
+        wrapper.register_comm_hook(unnamed, compress_hook)
+        if i == 0:
+            gradients_of(wrapper, 0)
+        else:
+            with pytest.raises(ValueError, match="belong to the one model"):
+                gradients_of(wrapper, 0)
+    wrong = DistributedDataParallel(Net())
+    wrong.register_comm_hook(None, compress_hook)
+    with pytest.raises(TypeError, match="expected state to be a CompressionState, got NoneType"):
+        gradients_of(wrong, 0)
+
+
+def check_an_aborted_backward_pass():
+    parallel, state = wrapped(codec=TopK(0.1))
+    for step in range(2):
+        gradients_of(parallel, step)
+    before = state_bits(state)
+    parallel.zero_grad()
+
+    def boom(gradient):
+        raise KeyError("boom")
+
+    handle = parallel.module.inp.weight.register_hook(boom)
+    with pytest.raises(KeyError):
+        loss_of(parallel, batch(2)).backward()
+    handle.remove()
+    assert state.underway is not None
+    assert_same_bits(state_bits(state), before)
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+
+
+def rank_all(rank):
+    found = {}
+    for check in CHECKS:
+        try:
+            check()
+        except BaseException:
+            found[check.__name__] = traceback.format_exc()
+            break
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return spawn_ranks(rank_all, 2)
+
+
+@pytest.mark.parametrize("name", [c.__name__ for c in CHECKS])
+def test_fault(outcomes, name):
+    failed = {rank: found[name] for rank, found in enumerate(outcomes) if name in found}
+    assert not failed, "\n".join(failed.values())
+
+
+def rank_dies(rank):
+    parallel, state = wrapped(codec=TopK(0.1))
+    for step in range(2):
+        gradients_of(parallel, step)
+    before = state_bits(state)
+    weights = [p.clone() for p in parallel.parameters()]
+    parallel.zero_grad()
+    loss = loss_of(parallel, batch(2))
+    if rank == 1:
+        os._exit(7)
+    with pytest.raises(RankFailureError, match="but rank 1 died"):
+        loss.backward()
+    assert_same_bits(state_bits(state), before)
+    assert all(torch.equal(p, w) for p, w in zip(parallel.parameters(), weights, strict=True))
+    return True
+
+
+def test_a_rank_that_dies_in_the_backward_pass():
+    assert spawn_ranks(rank_dies, 2, may_die=[1]) == [True, None]
