@@ -148,6 +148,7 @@ MAKERS: dict[str, Callable[[], Reduce]] = {
     "torch's fp16 hook": lambda: hooked(default_hooks.fp16_compress_hook, None),
     POWERSGD: torch_powersgd,
     "eager top-k": naive_topk,
+    "ours, dense": lambda: Ours("none"),
     "ours, int8": lambda: Ours("int8"),
     "ours, int4": lambda: Ours("int4"),
     "ours, onebit": lambda: Ours("onebit"),
