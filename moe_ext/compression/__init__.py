@@ -8,6 +8,8 @@ from moe_ext.compression.exact_reduce import (
     masked_all_reduce_,
     row_sparse_all_reduce,
 )
+from moe_ext.compression.fsdp import CompressedAllGather, CompressedReduceScatter
+from moe_ext.compression.fsdp_nodes import CompressedAllReduce
 from moe_ext.compression.hierarchical import hierarchical_all_reduce_
 from moe_ext.compression.loop import compress_gradients, flush
 from moe_ext.compression.memory import CodecMemory
@@ -26,18 +28,23 @@ from moe_ext.compression.schedules import ResidualMonitor, Warmup
 from moe_ext.compression.sparse_codecs import Threshold, TopK
 from moe_ext.compression.sparse_reduce import sparse_all_reduce
 from moe_ext.compression.state import CompressionState
+from moe_ext.compression.zero_plus_plus import FSDPCompression, zero_plus_plus
 
 __all__ = [
     "BlockSparse",
     "Codec",
     "CodecMemory",
+    "CompressedAllGather",
+    "CompressedAllReduce",
+    "CompressedReduceScatter",
     "CompressionState",
+    "CostModel",
     "Dense",
+    "FSDPCompression",
+    "Link",
     "OneBit",
     "Policy",
     "Quantize",
-    "CostModel",
-    "Link",
     "Reduction",
     "ResidualMonitor",
     "SplitRegions",
@@ -58,4 +65,5 @@ __all__ = [
     "row_sparse_all_reduce",
     "shard_numel",
     "sparse_all_reduce",
+    "zero_plus_plus",
 ]

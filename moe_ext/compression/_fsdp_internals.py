@@ -1,0 +1,108 @@
+"""The only file that reads private attributes of torch's FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor
+
+__all__ = ["AllGather", "ReduceScatter"]
+
+
+@dataclass(frozen=True)
+class ManagedParameter:
+    """A parameter that one FSDP module gathers and reduces.
+
+    Attributes:
+        owner: the module that holds it, and its name there.
+        param: the sharded parameter.
+        shard_numel: elements of a rank's shard in the messages, padding included.
+    """
+
+    owner: nn.Module
+    name: str
+    param: nn.Parameter
+    shard_numel: int
+
+    @property
+    def sharded(self) -> DTensor:
+        """The parameter, as what it is."""
+        return cast(DTensor, self.param.data)
+
+
+def _param_groups(module: FSDPModule) -> list[Any]:
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def managed_parameters(module: FSDPModule) -> list[ManagedParameter]:
+    """Those of one FSDP module, in the order of its messages."""
+    groups = _param_groups(module)
+    if len(groups) > 1:
+        raise ValueError(
+            "fsdp compression: expected a module to have one mesh for all of its parameters, got "
+            f"{len(groups)} groups of parameters"
+        )
+    return [
+        ManagedParameter(
+            entry._module_info.module,
+            entry._module_info.param_name,
+            entry.sharded_param,
+            entry.padded_sharded_param_size.numel(),
+        )
+        for group in groups
+        for entry in group.fsdp_params
+    ]
+
+
+def fsdp_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
+    """Names and modules that send messages; one for modules that were wrapped together."""
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            state = id(module._get_fsdp_state())
+            if state not in seen and _param_groups(module):
+                seen.add(state)
+                yield name, module
+
+
+def shard_group(module: FSDPModule) -> ProcessGroup:
+    """The ranks that a module's parameters are sharded over."""
+    group: ProcessGroup = _param_groups(module)[0].mesh_info.shard_process_group
+    return group
+
+
+def replicate_group(module: FSDPModule) -> ProcessGroup | None:
+    """The ranks that hold the same shard, where FSDP itself reduces between them."""
+    info = _param_groups(module)[0].mesh_info
+    group: ProcessGroup | None = getattr(info, "replicate_process_group", None)
+    return group
+
+
+def resharded_over(module: FSDPModule) -> int:
+    """Ranks that share the parameters after the forward pass; 1 where each rank keeps them all."""
+    info = _param_groups(module)[0].post_forward_mesh_info
+    return 1 if info is None else int(info.shard_mesh_size)
+
+
+def reduce_scale(op: Any, num_ranks: int) -> float:
+    """What a sum over ranks is multiplied with; ValueError for other reductions."""
+    # The factor of PREMUL_SUM has no other accessor. (Both types pass for `ReduceOp`.)
+    kind, factor = (op, None) if isinstance(op, ReduceOp.RedOpType) else op.__getstate__()
+    if kind == ReduceOp.AVG:
+        return 1.0 / num_ranks
+    if kind == ReduceOp.SUM:
+        return 1.0
+    if kind == ReduceOp.PREMUL_SUM and isinstance(factor, float):
+        return factor
+    raise ValueError(
+        f"CompressedReduceScatter: expected op to be SUM, AVG or PREMUL_SUM of a number, got {kind}"
+    )

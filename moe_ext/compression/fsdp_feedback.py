@@ -1,0 +1,182 @@
+"""Error feedback of FSDP's messages: residuals that a step which fails leaves as they were.
+
+Shape suffixes: see `fsdp_layout`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext.compression.fsdp_layout import ShardLayout
+from moe_ext.distributed.failures import naming_failed_ranks
+
+# A gradient above this counts as overflowed: adding the residual must not reach infinity.
+LARGEST_GRADIENT = 1e38
+
+
+def is_finite(flat: Tensor) -> Tensor:
+    """Tensor[]: whether every element is finite and small enough; no synchronisation."""
+    if flat.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=flat.device)
+    largest = torch.linalg.vector_norm(flat, float("inf"), dtype=torch.float32)
+    return largest <= LARGEST_GRADIENT  # False for NaN
+
+
+class Residual:
+    """What one message owes: as it was before the step, and as the step has left it."""
+
+    def __init__(self) -> None:
+        """Nothing is owed."""
+        self.kept: Tensor | None = None
+        self._open: Tensor | None = None
+        self.layout: ShardLayout | None = None
+
+    def open(self, layout: ShardLayout, num_shards: int, device: torch.device) -> Tensor:
+        """The residual of this step ``[P, Q]``, float32, to change in place."""
+        if self.kept is not None and self.layout is not layout:
+            self.kept = self._moved(layout, num_shards, device)
+        self.layout = layout
+        shape = (num_shards, layout.packed_numel)
+        self._open = torch.zeros(shape, device=device) if self.kept is None else self.kept.clone()
+        return self._open
+
+    def _moved(self, layout: ShardLayout, num_shards: int, device: torch.device) -> Tensor:
+        """By name into another layout, after a parameter was frozen, or was no longer."""
+        assert self.kept is not None and self.layout is not None
+        moved_PQ = torch.zeros((num_shards, layout.packed_numel), device=device)
+        for name, part_PN in segments_of(self.layout, self.kept).items():
+            for segment in layout.compressed:
+                if segment.name == name and segment.numel == part_PN.shape[1]:
+                    moved_PQ.narrow(1, segment.packed_start, segment.numel).copy_(part_PN)
+        return moved_PQ
+
+    def settle(self, finite: Tensor) -> None:
+        """Keep what the step has left where it was finite everywhere, else what was before."""
+        if self._open is None:
+            return
+        if self._open.is_cuda and self.kept is not None:
+            # Without waiting for the device to know.
+            self.kept = torch.where(finite, self._open, self.kept)
+        elif bool(finite):
+            self.kept = self._open
+        self._open = None
+
+
+def segments_of(layout: ShardLayout, packed_PQ: Tensor) -> dict[str, Tensor]:
+    """Name to ``[P, elements of the parameter's shard]``, views."""
+    return {
+        s.name: packed_PQ.narrow(1, s.packed_start, s.numel) for s in layout.compressed if s.numel
+    }
+
+
+class StepLedger:
+    """Knows when one backward pass ends, and whether every message of it was finite.
+
+    A pass ends where a message is sent for the second time, or where `settle` is called.
+    """
+
+    def __init__(self) -> None:
+        """No message yet."""
+        self._finite: list[Tensor] = []
+        self._senders: dict[int, str] = {}
+        self._residuals: list[Residual] = []
+        self._groups: dict[int, ProcessGroup] = {}
+        self._bad: list[tuple[Tensor, list[str]]] = []
+        self._last = torch.ones((), dtype=torch.bool)
+        self.flushing = False
+
+    def add_group(self, group: ProcessGroup) -> None:
+        """Have the ranks of a group agree on how a step ended."""
+        self._groups.setdefault(id(group), group)
+
+    def add_residual(self, residual: Residual) -> None:
+        """Settle a residual with the others."""
+        self._residuals.append(residual)
+
+    def begin(self, sender: object, name: str) -> None:
+        """Note that a message is sent; settles the last pass where it belongs to a new one."""
+        if id(sender) in self._senders:
+            self.settle()
+        if not self._senders:
+            self._bad.clear()
+        self._senders[id(sender)] = name
+
+    def note(self, finite: Tensor) -> None:
+        """Note how a message ended, a bool tensor of one element."""
+        self._finite.append(finite)
+
+    def note_bad(self, finite: Tensor, names: list[str]) -> None:
+        """Note which parameters are not finite on this rank, where the tensor is False."""
+        self._bad.append((finite, names))
+
+    def bad_parameters(self) -> list[str]:
+        """Parameters whose gradients of the last pass were not finite on this rank."""
+        return [name for finite, names in self._bad if not bool(finite) for name in names]
+
+    def fail(self) -> None:
+        """Count the pass as failed: an exception has stopped it."""
+        self._finite.append(torch.zeros((), dtype=torch.bool))
+
+    def settle(self) -> Tensor:
+        """End the pass: keep its residuals, or put them back on every rank.
+
+        Returns:
+            Tensor[]: whether every gradient of the pass was finite on every rank; of the last pass
+            where nothing was sent since.
+        """
+        if not self._senders:
+            return self._last
+        device = self._finite[-1].device if self._finite else torch.device("cpu")
+        self._last = self._agree([flag.to(device) for flag in self._finite], device)
+        for residual in self._residuals:
+            residual.settle(self._last)
+        self._finite.clear()
+        self._senders.clear()
+        if self.flushing:
+            # NOTE: device-to-host sync, after a pass that flushes.
+            self.flushing = not bool(self._last)
+        return self._last
+
+    def _agree(self, flags: list[Tensor], device: torch.device) -> Tensor:
+        finite = torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool)
+        flag = finite.to(device, torch.int32).view(1)
+        for group in self._groups.values():
+            with naming_failed_ranks(group, "fsdp compression"):
+                dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+        return flag[0] == 1
+
+
+def guard(
+    ledger: StepLedger, layout: ShardLayout, flat: Tensor, packed_PQ: Tensor, dense_PD: Tensor
+) -> Tensor:
+    """Keeps what is not finite from the coders, which refuse it on one rank alone.
+
+    Args:
+        ledger (StepLedger): notes the names.
+        layout (ShardLayout): of the message.
+        flat (Tensor[P * S]): the message.
+        packed_PQ (Tensor): as `ShardLayout.pack` returns it.
+        dense_PD (Tensor): likewise, with one spare element a shard, that tells all ranks: NaN where
+            the message is not finite. Changed in place.
+
+    Returns:
+        Tensor[P, Q]: what to code, zeros where the message is not finite.
+    """
+    finite = is_finite(flat)
+    if flat.is_cuda:
+        # Without waiting for the device: names of parameters would need that.
+        ledger.note_bad(finite, sorted({segment.name for segment in layout.segments}))
+        dense_PD[:, -1] = torch.where(finite, 0.0, float("nan")).to(dense_PD.dtype)
+        return torch.where(finite, packed_PQ, packed_PQ.new_zeros(()))
+    if bool(finite):
+        return packed_PQ
+    flat_PS = flat.view(packed_PQ.shape[0], layout.shard_numel)
+    names = [
+        s.name for s in layout.segments if not bool(is_finite(flat_PS.narrow(1, s.start, s.numel)))
+    ]
+    ledger.note_bad(finite, names)
+    dense_PD[:, -1] = float("nan")
+    return torch.zeros_like(packed_PQ)

@@ -1,0 +1,196 @@
+"""Where the parameters of an FSDP module lie in its messages, and which of them are compressed.
+
+Shape suffixes: P ranks of the group, S elements of a rank's shard, Q of its packed part that is
+compressed (each parameter padded to whole blocks), D of the part that is sent as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from moe_ext.compression._fsdp_internals import ManagedParameter, managed_parameters
+from moe_ext.nn.routers.base import Router
+
+KeepDense = Callable[[str, nn.Module, nn.Parameter], bool]
+
+
+def keep_small_dense(name: str, owner: nn.Module, param: nn.Parameter) -> bool:
+    """The default rule: norms, biases and routers are sent as they are.
+
+    Args:
+        name (str): of the parameter in the model.
+        owner (nn.Module): the module that holds it.
+        param (nn.Parameter): of any kind, sharded or not.
+
+    Returns:
+        bool: True for parameters of one dimension, those whose name ends in "bias" (of stacked
+        experts), and those of a router.
+    """
+    return param.dim() <= 1 or name.endswith("bias") or isinstance(owner, Router)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter in the shard of a rank.
+
+    Attributes:
+        name: of the parameter in the model, "" where parameters are not told apart.
+        start: its first element in the shard.
+        numel: its elements there, padding included.
+        packed_start: its first element in the part it belongs to.
+        compressed: which of the two parts.
+        source: the parameter, None where parameters are not told apart.
+    """
+
+    name: str
+    start: int
+    numel: int
+    packed_start: int
+    compressed: bool
+    source: ManagedParameter | None
+
+
+class ShardLayout:
+    """Splits shards into what is compressed and what is not, and puts them together again."""
+
+    def __init__(self, segments: Sequence[Segment], block: int) -> None:
+        """Take segments in the order of the message."""
+        self.segments = tuple(segments)
+        self.block = block
+        self.shard_numel = sum(segment.numel for segment in segments)
+        self.packed_numel = sum(self._aligned(s.numel) for s in segments if s.compressed)
+        self.dense_numel = sum(s.numel for s in segments if not s.compressed)
+        self._is_whole = self.packed_numel == self.shard_numel and len(self.segments) == 1
+
+    def _aligned(self, numel: int) -> int:
+        return -(-numel // self.block) * self.block
+
+    @property
+    def compressed(self) -> Iterator[Segment]:
+        """The segments that are compressed."""
+        return (segment for segment in self.segments if segment.compressed)
+
+    def pack(self, flat: Tensor, num_shards: int, *, spare: int = 0) -> tuple[Tensor, Tensor]:
+        """Copies the two parts out of shards that follow each other.
+
+        Args:
+            flat (Tensor[P * S]): contiguous.
+            num_shards (int): P.
+            spare (int): elements to leave, zero, behind each shard of the dense part.
+
+        Returns:
+            Packed part ``[P, Q]`` (a view of ``flat`` where it is all of it; read only), and dense
+            part ``[P, D + spare]``.
+        """
+        flat_PS = flat.view(num_shards, self.shard_numel)
+        dense_PD = flat.new_zeros((num_shards, self.dense_numel + spare))
+        if self._is_whole:
+            return flat_PS, dense_PD
+        packed_PQ = flat.new_zeros((num_shards, self.packed_numel))
+        self._copy(flat_PS, packed_PQ, dense_PD, back=False)
+        return packed_PQ, dense_PD
+
+    def unpack_(self, flat: Tensor, packed_PQ: Tensor, dense_PD: Tensor) -> None:
+        """Writes the two parts back into shards; the arguments as `pack` returns them."""
+        self._copy(flat.view(packed_PQ.shape[0], self.shard_numel), packed_PQ, dense_PD, back=True)
+
+    def _copy(self, flat_PS: Tensor, packed_PQ: Tensor, dense_PD: Tensor, *, back: bool) -> None:
+        in_flat, in_parts = [], []
+        for segment in self.segments:
+            if segment.numel:
+                part = packed_PQ if segment.compressed else dense_PD
+                in_flat.append(flat_PS.narrow(1, segment.start, segment.numel))
+                in_parts.append(part.narrow(1, segment.packed_start, segment.numel))
+        if in_flat:
+            to, of = (in_flat, in_parts) if back else (in_parts, in_flat)
+            torch._foreach_copy_(to, of)
+
+
+def whole_layout(shard_numel: int, block: int) -> ShardLayout:
+    """The layout of messages whose parameters are not known: all compressed, as one."""
+    segment = Segment("", 0, shard_numel, 0, True, None)
+    return ShardLayout([segment] if shard_numel else [], block)
+
+
+class LayoutFinder:
+    """The layouts of one FSDP module's messages."""
+
+    def __init__(
+        self,
+        module: FSDPModule | None,
+        name: str,
+        model: nn.Module | None,
+        *,
+        block: int,
+        keep_dense: KeepDense,
+        min_numel: int,
+    ) -> None:
+        """Name the parameters of ``module`` as ``model`` does, else as the module itself does."""
+        self.module = module
+        self.name = name
+        self._block = block
+        self._keep_dense = keep_dense
+        self._min_numel = min_numel
+        self._names: dict[nn.Module, str] = {}
+        if module is not None:
+            root = model if model is not None else module
+            assert isinstance(root, nn.Module)
+            self._names = {owner: prefix for prefix, owner in root.named_modules()}
+        self._found: dict[tuple[object, ...], ShardLayout | None] = {}
+
+    def parameters(self) -> list[tuple[str, ManagedParameter]]:
+        """Names and parameters, in the order of the messages."""
+        if self.module is None:
+            return []
+        entries = managed_parameters(self.module)
+        return [(f"{self._names.get(e.owner, '')}.{e.name}".lstrip("."), e) for e in entries]
+
+    def find(
+        self,
+        shard_numel: int,
+        *,
+        trainable_only: bool,
+        frozen_only: bool = False,
+    ) -> ShardLayout | None:
+        """The layout of a message.
+
+        Args:
+            shard_numel (int): S, elements of a rank's shard in it.
+            trainable_only (bool): it holds gradients, hence nothing of frozen parameters.
+            frozen_only (bool): compress frozen parameters alone.
+
+        Returns:
+            ShardLayout | None: None where the message does not hold what it should, since a
+            parameter took no part in the backward pass.
+        """
+        if self.module is None:
+            return whole_layout(shard_numel, self._block)
+        entries = self.parameters()
+        mask = tuple(entry.param.requires_grad for _, entry in entries)
+        key = (mask, shard_numel, trainable_only, frozen_only)
+        if key not in self._found:
+            kept = [
+                e for e, train in zip(entries, mask, strict=True) if train or not trainable_only
+            ]
+            layout = self._build(kept, frozen_only)
+            self._found[key] = layout if layout.shard_numel == shard_numel else None
+        return self._found[key]
+
+    def _build(self, entries: list[tuple[str, ManagedParameter]], frozen_only: bool) -> ShardLayout:
+        segments: list[Segment] = []
+        start, ends = 0, {True: 0, False: 0}
+        for name, entry in entries:
+            numel = entry.shard_numel
+            compressed = entry.param.numel() >= self._min_numel and not self._keep_dense(
+                name, entry.owner, entry.param
+            )
+            compressed &= not (frozen_only and entry.param.requires_grad)
+            segments.append(Segment(name, start, numel, ends[compressed], compressed, entry))
+            start += numel
+            ends[compressed] += -(-numel // self._block) * self._block if compressed else numel
+        return ShardLayout(segments, self._block)

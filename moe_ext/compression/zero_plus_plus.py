@@ -1,0 +1,327 @@
+"""ZeRO++ for FSDP2 under DeepSpeed's names, and the state of its messages.
+
+Shape suffixes: as `fsdp`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+
+from moe_ext.compression._fsdp_internals import (
+    fsdp_modules,
+    replicate_group,
+    resharded_over,
+    shard_group,
+)
+from moe_ext.compression.fsdp import CompressedAllGather, CompressedReduceScatter
+from moe_ext.compression.fsdp_feedback import StepLedger
+from moe_ext.compression.fsdp_layout import KeepDense, keep_small_dense
+from moe_ext.compression.fsdp_nodes import CompressedAllReduce
+from moe_ext.compression.fsdp_residuals import NamedResiduals
+from moe_ext.distributed.groups import group_ranks
+
+_OP = "zero_plus_plus"
+_LOCO_KEYS = {"err_beta", "reset_T"}
+
+
+class FSDPCompression:
+    """What `zero_plus_plus` has set on a model: how steps ended, and the residuals.
+
+    Attributes:
+        all_gathers: module name to `CompressedAllGather`.
+        reduce_scatters: module name to `CompressedReduceScatter`.
+        all_reduces: module name to `CompressedAllReduce`.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is compressed yet."""
+        self.ledger = StepLedger()
+        self.all_gathers: dict[str, CompressedAllGather] = {}
+        self.reduce_scatters: dict[str, CompressedReduceScatter] = {}
+        self.all_reduces: dict[str, CompressedAllReduce] = {}
+
+    def finite(self) -> bool:
+        """Whether the last backward pass was finite on every rank; ends it (collective).
+
+        Where it was not, gradients are NaN, and the residuals are what they were before: skip the
+        optimizer's step. Called or not, the pass ends with the next one.
+
+        NOTE: device-to-host sync.
+        """
+        return bool(self.ledger.settle())
+
+    def check(self) -> None:
+        """As `finite`, but raises.
+
+        Raises:
+            ValueError: on every rank, naming the ranks and parameters.
+        """
+        if self.finite():
+            return
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, self.ledger.bad_parameters())
+        bad = "; ".join(f"{', '.join(n)} on rank {rank}" for rank, n in enumerate(found) if n)
+        raise ValueError(f"{_OP}: expected gradients to be finite, got NaN or infinity in {bad}")
+
+    def flush(self) -> None:
+        """Have the next backward pass send gradients plus residuals densely.
+
+        Afterwards nothing is owed, on any rank. For the last step before something that cannot take
+        residuals along, a change of the optimizer for instance; `state_dict` can. It stays ordered
+        until a pass is finite.
+        """
+        self.ledger.settle()
+        self.ledger.flushing = True
+
+    def _residuals(self) -> Iterator[tuple[str, NamedResiduals]]:
+        for name, scatter in self.reduce_scatters.items():
+            if scatter.residual is not None:
+                module = scatter.finder.module
+                assert module is not None
+                yield (
+                    f"reduce_scatter.{name}",
+                    NamedResiduals(
+                        scatter.finder,
+                        scatter.residual,
+                        shard_group(module),
+                        replicate_group(module),
+                    ),
+                )
+        for name, reduce in self.all_reduces.items():
+            if reduce.residual is not None:
+                yield (
+                    f"all_reduce.{name}",
+                    NamedResiduals(reduce.finder, reduce.residual, None, reduce.group),
+                )
+
+    def state_dict(self, *, sharded: bool = True) -> dict[str, Any]:
+        """The residuals, by module and parameter name (collective).
+
+        Args:
+            sharded (bool): True gives the mean over ranks of each residual as a DTensor, sharded as
+                the parameter: torch.distributed.checkpoint saves it, and it can be loaded on any
+                number of ranks. False gives this rank's own residuals, for its own file: training
+                goes on with the same bits, on the same number of ranks.
+
+        Returns:
+            dict: for `load_state_dict`.
+        """
+        self.ledger.settle()
+        residuals: dict[str, dict[str, Tensor]] = {}
+        for name, named in self._residuals():
+            residuals[name] = named.mean() if sharded else named.local()
+        state: dict[str, Any] = {
+            "version": 1,
+            "sharded": sharded,
+            "steps": {name: comm.step for name, comm in self.reduce_scatters.items()},
+            "residuals": residuals,
+        }
+        if not sharded:
+            state["rank"], state["num_ranks"] = dist.get_rank(), dist.get_world_size()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes residuals back; nothing has changed where it raises.
+
+        Args:
+            state (dict): of `state_dict`, on any number of ranks where it is sharded. DTensors may
+                lie on another mesh; plain tensors hold whole parameters.
+
+        Raises:
+            ValueError: another version, rank or number of ranks (own residuals), a name or shape
+                that the model does not have, or one that is missing.
+        """
+        if state.get("version") != 1:
+            raise ValueError(
+                f"{_OP}: expected state to be of version 1, got {state.get('version')!r}"
+            )
+        sharded = bool(state["sharded"])
+        here = (dist.get_rank(), dist.get_world_size())
+        saved = (state.get("rank"), state.get("num_ranks"))
+        if not sharded and saved != here:
+            raise ValueError(
+                f"{_OP}: expected own residuals of rank {here[0]} of {here[1]}, got those of rank "
+                f"{saved[0]} of {saved[1]}; state_dict(sharded=True) can change the number of ranks"
+            )
+        mine = dict(self._residuals())
+        if set(mine) != set(state["residuals"]):
+            raise ValueError(
+                f"{_OP}: expected residuals of {sorted(mine)}, got {sorted(state['residuals'])}"
+            )
+        self.ledger.settle()
+        packed = {
+            name: named.packed(state["residuals"][name], own=not sharded)
+            for name, named in mine.items()
+        }
+        for name, named in mine.items():
+            named.put(packed[name])
+        for name, step in state["steps"].items():
+            if name in self.reduce_scatters:
+                self.reduce_scatters[name].step = int(step)
+
+
+def zero_plus_plus(
+    model: nn.Module,
+    *,
+    zero_quantized_weights: bool = False,
+    zero_quantized_gradients: bool = False,
+    zero_hpz_partition_size: int = 1,
+    zero_quantized_nontrainable_weights: bool = False,
+    zeropp_loco_param: Mapping[str, float] | None = None,
+    weight_format: str = "int8",
+    gradient_format: str = "int4",
+    block: int = 256,
+    error_feedback: bool = False,
+    stochastic: bool = False,
+    seed: int = 0,
+    node_group: ProcessGroup | None = None,
+    node_codec: str = "int8",
+    density: float = 0.01,
+    keep_dense: KeepDense = keep_small_dense,
+    min_numel: int = 1024,
+) -> FSDPCompression:
+    """Compresses the messages of a model that `fully_shard` has wrapped; DeepSpeed's names.
+
+    ============================= ==============================================================
+    name                          in FSDP2
+    ============================= ==============================================================
+    zero_quantized_weights (qwZ)  `CompressedAllGather` on every module
+    zero_quantized_gradients      `CompressedReduceScatter` on every module (qgZ), in one hop: codes
+                                  are decoded and summed once, in float32
+    zero_hpz_partition_size (hpZ) ``fully_shard(..., reshard_after_forward=<that number>)``: after
+                                  the forward pass parameters stay with groups of that many ranks, a
+                                  node, which gather them for the backward pass; checked here
+    zeropp_loco_param             error feedback
+    ============================= ==============================================================
+
+    Call it after the last `fully_shard`, and before the first step.
+
+    Args:
+        model (nn.Module): holds FSDP modules, or is one.
+        zero_quantized_weights (bool): as above.
+        zero_quantized_gradients (bool): as above.
+        zero_hpz_partition_size (int): as above; 1 is off.
+        zero_quantized_nontrainable_weights (bool): code frozen parameters alone (LoRA).
+        zeropp_loco_param (dict): turns error feedback on. Its ``err_beta`` and ``reset_T`` forget
+            a part of what is owed; here nothing is forgotten, and they are not used (a warning).
+        weight_format (str): as `CompressedAllGather`.
+        gradient_format (str): as `CompressedReduceScatter`.
+        block (int): elements that share a scale.
+        error_feedback (bool): as `CompressedReduceScatter`, for gradients.
+        stochastic (bool): as `CompressedReduceScatter`.
+        seed (int): as `CompressedReduceScatter`.
+        node_group (ProcessGroup): reduce over these ranks too, by `CompressedAllReduce`.
+        node_codec (str): its codec.
+        density (float): its density.
+        keep_dense (callable): as `CompressedAllGather`.
+        min_numel (int): as `CompressedAllGather`.
+
+    Returns:
+        FSDPCompression: keep it: `FSDPCompression.finite`, `FSDPCompression.state_dict`.
+
+    Raises:
+        ValueError: the model has no FSDP module; modules are not wrapped as
+            ``zero_hpz_partition_size`` says; what the three classes refuse.
+
+    Reference: Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model
+    Training, 2023 (arXiv 2306.10209).
+    """
+    modules = list(fsdp_modules(model))
+    if not modules:
+        raise ValueError(
+            f"{_OP}: expected model to be wrapped with fully_shard, got {type(model).__name__}"
+        )
+    _check_hpz(modules, zero_hpz_partition_size)
+    error_feedback |= _is_loco(zeropp_loco_param)
+    found = FSDPCompression()
+    for name, module in modules:
+        common: dict[str, Any] = {
+            "block": block,
+            "module": module,
+            "name": name,
+            "model": model,
+            "keep_dense": keep_dense,
+            "min_numel": min_numel,
+        }
+        if zero_quantized_weights or zero_quantized_nontrainable_weights:
+            found.all_gathers[name] = CompressedAllGather(
+                weight_format, frozen_only=not zero_quantized_weights, **common
+            )
+        common["ledger"] = found.ledger
+        if zero_quantized_gradients:
+            found.reduce_scatters[name] = CompressedReduceScatter(
+                gradient_format,
+                error_feedback=error_feedback,
+                stochastic=stochastic,
+                seed=seed,
+                **common,
+            )
+        if node_group is not None:
+            found.all_reduces[name] = CompressedAllReduce(
+                node_codec, node_group, density=density, **common
+            )
+    _install(modules, found)
+    return found
+
+
+def _is_loco(param: Mapping[str, float] | None) -> bool:
+    if param is None:
+        return False
+    if not set(param) <= _LOCO_KEYS:
+        raise ValueError(
+            f"{_OP}: expected zeropp_loco_param to have keys of {sorted(_LOCO_KEYS)}, got "
+            f"{sorted(param)}"
+        )
+    if param:
+        warnings.warn(
+            f"{_OP}: {', '.join(sorted(param))} of zeropp_loco_param are not used: error feedback "
+            "forgets nothing here",
+            stacklevel=3,
+        )
+    return True
+
+
+def _check_hpz(modules: list[tuple[str, FSDPModule]], size: int) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(
+            f"{_OP}: expected zero_hpz_partition_size to be a number of ranks, got {size!r}"
+        )
+    if size == 1:
+        return
+    # The outermost module keeps its parameters where it was told nothing.
+    wrong = {name or "the model": resharded_over(m) for name, m in modules}
+    wrong = {name: ranks for name, ranks in wrong.items() if ranks not in (1, size)}
+    if wrong or all(resharded_over(m) == 1 for _, m in modules):
+        raise ValueError(
+            f"{_OP}: expected modules to be wrapped with fully_shard(..., "
+            f"reshard_after_forward={size}) for zero_hpz_partition_size={size}, got "
+            f"{wrong or 'parameters that stay with each rank'}"
+        )
+
+
+def _install(modules: list[tuple[str, FSDPModule]], found: FSDPCompression) -> None:
+    for name, module in modules:
+        if name in found.all_gathers:
+            module.set_custom_all_gather(found.all_gathers[name])
+        if name in found.reduce_scatters:
+            module.set_custom_reduce_scatter(found.reduce_scatters[name])
+        if name in found.all_reduces:
+            module.set_all_reduce_hook(found.all_reduces[name])
+        between = replicate_group(module)
+        if found.all_reduces:
+            if between is not None:
+                raise ValueError(
+                    f"{_OP}: expected fully_shard to have a mesh of one dimension where node_group "
+                    f"is given, got ranks {list(group_ranks(between))} that reduce densely"
+                )
+            # Ranks of other shards do not see what a hook sees.
+            found.ledger.add_group(shard_group(module))
+        elif between is not None:
+            found.ledger.add_group(between)

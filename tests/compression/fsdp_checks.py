@@ -1,0 +1,185 @@
+"""Checks that ranks run together in one spawn, and a model for them to wrap."""
+
+import functools
+import traceback
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import moe_ext
+from moe_ext.compression.zero_plus_plus import zero_plus_plus
+
+STEPS = 3
+
+
+class Checks(dict):
+    """Names to functions that every rank calls; as a decorator, one for each tuple of arguments."""
+
+    def __call__(self, *cases):
+        def register(function):
+            for case in cases or [()]:
+                name = "-".join([function.__name__, *map(str, case)])
+                self[name] = functools.partial(function, *case)
+            return function
+
+        return register
+
+
+def run(functions):
+    """Outcome of each function on this rank; the first failure ends it, ranks may be apart then."""
+    found = dict.fromkeys(functions, "not run, after another failure")
+    for name, function in functions.items():
+        try:
+            function()
+            found[name] = None
+        except BaseException:
+            found[name] = traceback.format_exc()
+            break
+    return found
+
+
+def assert_passed(outcomes, name):
+    failed = {rank: found[name] for rank, found in enumerate(outcomes) if found[name]}
+    assert not failed, "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
+
+
+class Block(nn.Module):
+    """Odd widths, so that shards are uneven: 50 rows over 4 ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.up = nn.Linear(64, 50)
+        self.down = nn.Linear(50, 64, bias=False)
+        self.moe = moe_ext.MoELayer(64, 48, 4, 2, bias=True)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return self.moe(x + self.down(torch.nn.functional.gelu(self.up(h))))
+
+
+class Model(nn.Module):
+    def __init__(self, seed=3):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.inp = nn.Linear(12, 64)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.out = nn.Linear(64, 5)
+
+    def forward(self, x):
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+COMPRESSED = ("up.weight", "down.weight", "gate_up_proj", "down_proj")
+
+
+def is_compressed(name):
+    return name.endswith(COMPRESSED)
+
+
+def mesh_of(ranks):
+    return DeviceMesh("cpu", list(ranks))
+
+
+def wrapped(mesh=None, model=None, **kwargs):
+    model = Model() if model is None else model
+    kwargs["mesh"] = mesh if mesh is not None else mesh_of(range(dist.get_world_size()))
+    for block in model.blocks:
+        fully_shard(block, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def batch(step, rank=None):
+    generator = torch.Generator().manual_seed(100 * step)
+    ranks = dist.get_world_size()
+    data = [torch.randn(6 + r, 12, generator=generator) for r in range(ranks)]
+    return data[dist.get_rank() if rank is None else rank]
+
+
+def loss_of(model, step, rank=None):
+    return model(batch(step, rank)).float().square().mean()
+
+
+def backward(model, step):
+    """One pass on gradients that start from none; returns the loss."""
+    model.zero_grad()
+    loss = loss_of(model, step)
+    loss.backward()
+    return loss.detach()
+
+
+def train(model, steps, lr=0.05):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    losses = []
+    for step in steps:
+        losses.append(backward(model, step))
+        optimizer.step()
+    return torch.stack(losses)
+
+
+def whole(tensors):
+    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in tensors}
+
+
+def weights(model):
+    return whole((n, p.data) for n, p in model.named_parameters())
+
+
+def gradients(model):
+    return whole((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
+
+
+def local_gradients(step, rank, state=None):
+    """Of one rank's loss, in one process."""
+    model = Model()
+    if state is not None:
+        model.load_state_dict(state)
+    loss_of(model, step, rank).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_same(found, want):
+    assert found.keys() == want.keys()
+    for name, tensor in want.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def ranks():
+    return dist.get_world_size()
+
+
+@functools.cache
+def mesh():
+    return mesh_of(range(dist.get_world_size()))
+
+
+@functools.cache
+def node_mesh():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
+
+
+def quantized_gradients(**kwargs):
+    model = wrapped(mesh())
+    return model, zero_plus_plus(model, zero_quantized_gradients=True, **kwargs)
+
+
+def mean_of_gradients(steps):
+    """Over ranks, summed over steps, as one process computes them; and the largest of each rank."""
+    total, largest = {}, {}
+    for step in steps:
+        for rank in range(ranks()):
+            for name, grad in local_gradients(step, rank).items():
+                total[name] = total.get(name, 0) + grad.double() / ranks()
+                largest.setdefault(name, []).append(grad.abs().max().item())
+    return total, largest
+
+
+def poisoned_backward(model, step, rank, factor):
+    model.zero_grad()
+    (loss_of(model, step) * (factor if dist.get_rank() == rank else 1.0)).backward()

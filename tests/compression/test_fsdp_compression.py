@@ -1,0 +1,497 @@
+"""FSDP2 with compressed messages against FSDP2 without; one spawn of ranks for each number."""
+
+import functools
+import math
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_checks import (
+    Checks,
+    Model,
+    assert_passed,
+    assert_same,
+    backward,
+    batch,
+    gradients,
+    is_compressed,
+    local_gradients,
+    loss_of,
+    mean_of_gradients,
+    mesh,
+    poisoned_backward,
+    quantized_gradients,
+    ranks,
+    run,
+    train,
+    weights,
+    whole,
+    wrapped,
+)
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from moe_ext.compression.fsdp import CompressedAllGather, CompressedReduceScatter
+from moe_ext.compression.fsdp_nodes import CompressedAllReduce
+from moe_ext.compression.zero_plus_plus import zero_plus_plus
+from moe_ext.distributed import count_traffic
+from moe_ext.testing import spawn_ranks
+
+two = Checks()
+LEVELS = {"int8": 127, "int4": 7}
+
+
+@two()
+def none_is_plain_fsdp_bit_for_bit():
+    plain, ours = wrapped(mesh()), wrapped(mesh())
+    zero_plus_plus(
+        ours,
+        zero_quantized_weights=True,
+        zero_quantized_gradients=True,
+        weight_format="none",
+        gradient_format="none",
+    )
+    assert torch.equal(train(plain, range(3)), train(ours, range(3)))
+    assert_same(weights(ours), weights(plain))
+
+
+@two(("int8",), ("int4",), ("fp8",))
+def gathered_weights_are_within_half_a_code(format):
+    model = wrapped(mesh())
+    zero_plus_plus(model, zero_quantized_weights=True, weight_format=format)
+    want = weights(model)
+    for module in (model, *model.blocks):
+        module.unshard()
+    # A code of fp8 has 3 bits behind the leading one; the others are a whole number of scales.
+    relative = {"fp8": 1 / 16}.get(format, 0.5 / LEVELS.get(format, 1))
+    for name, found in model.named_parameters():
+        error = (found - want[name]).abs().max()
+        if is_compressed(name):
+            assert 0 < error <= 1.001 * relative * want[name].abs().max(), name
+        else:
+            assert error == 0, name
+        other = found.detach().clone()
+        dist.broadcast(other, 0)
+        assert torch.equal(other, found), name
+
+
+@two()
+def quantized_weights_change_the_loss_by_less_than_their_rounding():
+    model = wrapped(mesh())
+    exact = backward(model, 0)
+    zero_plus_plus(model, zero_quantized_weights=True)
+    found = backward(model, 0)
+    # To first order: the sum of |gradient| times half a code of int8, twice that for the rest.
+    bound = sum(
+        grad.abs().sum() * weights(model)[name].abs().max() / 254
+        for name, grad in local_gradients(0, dist.get_rank()).items()
+        if is_compressed(name)
+    )
+    assert 0 < abs(found - exact) < 2 * bound
+
+
+@two(("int8", "AVG"), ("int4", "AVG"), ("int8", "SUM"), ("int8", "divide"), ("fp8", "AVG"))
+def gradients_are_within_half_a_code(format, op):
+    model, compression = quantized_gradients(gradient_format=format)
+    factor = 1.0
+    for module in (model, *model.blocks):
+        if op != "AVG":
+            module.set_force_sum_reduction_for_comms(True)
+        if op == "divide":
+            module.set_gradient_divide_factor(8.0)
+            factor = ranks() / 8.0
+    backward(model, 0)
+    want, largest = mean_of_gradients([0])
+    relative = {"fp8": 1 / 16}.get(format, 0.5 / LEVELS.get(format, 1))
+    for name, found in gradients(model).items():
+        error = (found / factor - want[name]).abs().max().item()
+        bound = relative * math.fsum(largest[name]) / ranks()
+        if not is_compressed(name):
+            bound = 0.0
+        elif bound > 1e-5:
+            assert error > 0, name
+        assert error <= 1.001 * bound + 1e-6, name
+    assert compression.finite()
+
+
+@two()
+def premultiplied_sums_are_understood():
+    out, flat = torch.empty(512), torch.randn(1024, generator=torch.Generator().manual_seed(2))
+    comm = CompressedReduceScatter("int8")
+    op = dist._make_nccl_premul_sum(0.25)
+    work = comm(out, flat, dist.group.WORLD, op, async_op=True)
+    assert work.wait()
+    mine = flat.view(2, 512)[dist.get_rank()]
+    torch.testing.assert_close(out, 0.5 * mine, rtol=0, atol=flat.abs().max().item() / 254)
+    with pytest.raises(ValueError, match=r"expected op to be SUM, AVG or PREMUL_SUM .*, got .*MAX"):
+        comm(out, flat, dist.group.WORLD, dist.ReduceOp.MAX)
+
+
+@two(("int4",), ("sign",), ("int8",))
+def error_feedback_loses_nothing(format):
+    model, compression = quantized_gradients(gradient_format=format, error_feedback=True)
+    applied = {}
+    for step in range(4):
+        backward(model, step)
+        for name, grad in gradients(model).items():
+            applied[name] = applied.get(name, 0) + grad.double()
+    owed = {}
+    for tensors in compression.state_dict()["residuals"].values():
+        owed.update(whole(tensors.items()))
+    want, largest = mean_of_gradients(range(4))
+    assert {name for name in want if is_compressed(name)} == set(owed)
+    for name, total in want.items():
+        found = applied[name] + owed.get(name, 0)
+        assert (found - total).abs().max() <= 1e-6 * (1 + max(largest[name])), name
+        if name in owed:
+            assert (applied[name] - total).abs().max() > 1e-5 * max(largest[name]), name
+
+
+@two()
+def random_rounding_depends_on_the_seed_alone():
+    found = []
+    for seed in (1, 1, 2):
+        model, _ = quantized_gradients(gradient_format="int4", stochastic=True, seed=seed)
+        backward(model, 0)
+        found.append(gradients(model))
+    assert_same(found[0], found[1])
+    name = "blocks.0.up.weight"
+    assert not torch.equal(found[0][name], found[2][name])
+
+
+@two()
+def a_nan_on_one_rank_leaves_residuals_as_they_were():
+    model, compression = quantized_gradients(error_feedback=True)
+    backward(model, 0)
+    assert compression.finite()
+    before = compression.state_dict(sharded=False)["residuals"]
+    assert any(t.abs().max() > 0 for part in before.values() for t in part.values())
+    poisoned_backward(model, 1, 1, math.nan)
+    assert all(g.isnan().all() for n, g in gradients(model).items() if is_compressed(n))
+    assert not compression.finite()
+    with pytest.raises(ValueError, match=r"got NaN or infinity in .*up\.weight.* on rank 1$"):
+        compression.check()
+    after = compression.state_dict(sharded=False)["residuals"]
+    assert before.keys() == after.keys()
+    for name, part in before.items():
+        assert_same(after[name], part)
+    backward(model, 2)
+    assert compression.finite()
+    assert all(g.isfinite().all() for g in gradients(model).values())
+
+
+@two()
+def weights_that_are_nan_on_one_rank_reach_all():
+    model = wrapped(mesh())
+    zero_plus_plus(model, zero_quantized_weights=True)
+    if dist.get_rank() == 1:
+        next(p for n, p in model.named_parameters() if n == "blocks.0.up.weight").data.to_local()[
+            0, 0
+        ] = float("nan")
+    model.blocks[0].unshard()
+    found = dict(model.named_parameters())["blocks.0.up.weight"]
+    assert found[25:].isnan().all()
+    assert found[:25].isfinite().all()
+
+
+@two()
+def bytes_follow_from_the_format():
+    shards = {
+        name: math.ceil(p.shape[0] / ranks()) * p[0].numel()
+        for name, p in Model().named_parameters()
+    }
+    dense = sum(n for name, n in shards.items() if not is_compressed(name))
+    coded = [n for name, n in shards.items() if is_compressed(name)]
+    blocks = sum(math.ceil(n / 256) for n in coded)
+    sent = {}
+    for format, bits in (("int8", 8), ("int4", 4)):
+        model = wrapped(mesh())
+        zero_plus_plus(
+            model,
+            zero_quantized_weights=True,
+            zero_quantized_gradients=True,
+            weight_format=format,
+            gradient_format=format,
+        )
+        with count_traffic() as traffic:
+            backward(model, 0)
+        sent[format] = traffic.sent_bytes
+        # One more for each module that is coded tells that it is finite.
+        assert traffic.sent_bytes["reduce_scatter"] == 4 * (dense + 2)
+        codes = blocks * 256 * bits // 8 + blocks * 4
+        assert codes <= traffic.sent_bytes["all_to_all"] <= codes + 4 * 64
+    assert sent["int4"]["all_gather"] < 0.62 * sent["int8"]["all_gather"]
+
+
+@two(("param",), ("reduce",))
+def mixed_precision(kind):
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.bfloat16 if kind == "reduce" else torch.float32,
+    )
+    plain, ours = wrapped(mesh(), mp_policy=policy), wrapped(mesh(), mp_policy=policy)
+    zero_plus_plus(ours, zero_quantized_gradients=True, gradient_format="int8")
+    assert torch.equal(backward(plain, 0), backward(ours, 0))
+    want = gradients(plain)
+    for name, found in gradients(ours).items():
+        assert found.dtype == torch.float32
+        # Half a code of int8 and, where sums are rounded, 8 bits of bfloat16.
+        bound = want[name].abs().max() * (ranks() / 254 + (1 / 128 if kind == "reduce" else 0))
+        torch.testing.assert_close(found, want[name], rtol=0.02, atol=3 * bound.item() + 1e-6)
+    zero_plus_plus(ours, zero_quantized_weights=True)
+    assert abs(backward(ours, 1) - backward(plain, 1)) < 0.02
+
+
+@two()
+def own_residuals_resume_with_the_same_bits():
+    model, compression = quantized_gradients(error_feedback=True, stochastic=True)
+    train(model, range(2))
+    state, saved = compression.state_dict(sharded=False), weights(model)
+    train(model, range(2, 4))
+    other = Model()
+    other.load_state_dict(saved)
+    other = wrapped(mesh(), other)
+    resumed = zero_plus_plus(
+        other, zero_quantized_gradients=True, error_feedback=True, stochastic=True
+    )
+    resumed.load_state_dict(state)
+    train(other, range(2, 4))
+    assert_same(weights(other), weights(model))
+
+
+@two()
+def a_flush_applies_what_is_owed():
+    model, compression = quantized_gradients(error_feedback=True)
+    backward(model, 0)
+    residuals = compression.state_dict()["residuals"]
+    owed = {n: t for part in residuals.values() for n, t in whole(part.items()).items()}
+    compression.flush()
+    backward(model, 1)
+    assert compression.finite()
+    want, largest = mean_of_gradients([1])
+    for name, found in gradients(model).items():
+        total = want[name] + owed.get(name, 0)
+        assert (found - total).abs().max() <= 1e-6 * (1 + max(largest[name])), name
+    for part in compression.state_dict(sharded=False)["residuals"].values():
+        assert all(t.count_nonzero() == 0 for t in part.values())
+    backward(model, 2)
+    left = compression.state_dict(sharded=False)["residuals"]["reduce_scatter.blocks.0"]
+    assert all(t.count_nonzero() > 0 for t in left.values())
+
+
+@two()
+def accumulated_gradients_are_sent_once():
+    model, compression = quantized_gradients(gradient_format="int8")
+    model.set_requires_gradient_sync(False)
+    with count_traffic() as traffic:
+        loss_of(model, 0).backward()
+    assert traffic.total_bytes == 0
+    model.set_requires_gradient_sync(True)
+    loss_of(model, 1).backward()
+    assert compression.finite()
+    want, largest = mean_of_gradients([0, 1])
+    for name, found in gradients(model).items():
+        bound = 2 * max(largest[name]) / 254 if is_compressed(name) else 0
+        assert (found - want[name]).abs().max() <= 1.001 * bound + 1e-6, name
+
+
+@two()
+def parameters_may_be_frozen_and_thawed():
+    model, compression = quantized_gradients(error_feedback=True)
+    backward(model, 0)
+    frozen = model.blocks[0].up.weight
+    frozen.requires_grad_(False)
+    backward(model, 1)
+    kept = compression.state_dict()["residuals"]["reduce_scatter.blocks.0"]
+    assert "blocks.0.down.weight" in kept
+    assert "blocks.0.up.weight" not in kept
+    frozen.requires_grad_(True)
+    backward(model, 2)
+    assert "blocks.0.up.weight" in compression.state_dict()["residuals"]["reduce_scatter.blocks.0"]
+
+
+@two()
+def frozen_weights_alone():
+    model = Model()
+    model.blocks[0].requires_grad_(False)
+    want = {n: p.detach().clone() for n, p in model.named_parameters()}
+    model = wrapped(mesh(), model)
+    zero_plus_plus(model, zero_quantized_nontrainable_weights=True)
+    for block in model.blocks:
+        block.unshard()
+    found = dict(model.named_parameters())
+    assert not torch.equal(found["blocks.0.up.weight"], want["blocks.0.up.weight"])
+    assert torch.equal(found["blocks.1.up.weight"], want["blocks.1.up.weight"])
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.idle = nn.Linear(32, 64), nn.Linear(32, 64)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@two()
+def a_parameter_without_gradient_is_told():
+    plain, ours = fully_shard(Branches(), mesh=mesh()), fully_shard(Branches(), mesh=mesh())
+    zero_plus_plus(ours, zero_quantized_gradients=True)
+    x = batch(0).repeat(1, 3)[:, :32]
+    plain(x).sum().backward()
+    with pytest.warns(UserWarning, match="had no gradient"):
+        ours(x).sum().backward()
+    assert_same(gradients(ours), gradients(plain))
+    if hasattr(ours, "set_reduce_scatter_unused_params"):
+        ours.zero_grad()
+        ours.set_reduce_scatter_unused_params(True)
+        with warnings.catch_warnings(), count_traffic() as traffic:
+            warnings.simplefilter("error", UserWarning)
+            ours(x).sum().backward()
+        assert traffic.calls["all_to_all"] == 1
+
+
+@two()
+def modules_that_are_wrapped_together():
+    def pair():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 48), nn.LayerNorm(48), nn.Linear(48, 32))
+        fully_shard([model[0], model[2]], mesh=mesh())
+        return fully_shard(model, mesh=mesh())
+
+    plain, ours = pair(), pair()
+    found = zero_plus_plus(
+        ours, zero_quantized_gradients=True, gradient_format="int8", error_feedback=True
+    )
+    x = batch(0).repeat(1, 3)[:, :32]
+    plain(x).square().sum().backward()
+    with count_traffic() as traffic:
+        ours(x).square().sum().backward()
+    assert traffic.calls["all_to_all"] == 1
+    want = gradients(plain)
+    for name, grad in gradients(ours).items():
+        bound = 0.01 * want[name].abs().max().item()
+        torch.testing.assert_close(grad, want[name], rtol=0, atol=bound)
+    names = [set(part) for part in found.state_dict()["residuals"].values() if part]
+    assert names == [{"0.weight", "2.weight"}]
+
+
+@two()
+def asynchronous_gathers():
+    shard = torch.randn(700, generator=torch.Generator().manual_seed(dist.get_rank()))
+    comm = CompressedAllGather("int8")
+    out, again = torch.empty(1400), torch.empty(1400)
+    assert comm(out, shard, dist.group.WORLD) is None
+    work = comm(again, shard, dist.group.WORLD, async_op=True)
+    assert isinstance(work, dist.Work)
+    assert work.wait()
+    assert torch.equal(out, again)
+    bytes_in = torch.arange(12, dtype=torch.uint8)
+    gathered = torch.empty(24, dtype=torch.uint8)
+    comm(gathered, bytes_in, dist.group.WORLD)
+    assert torch.equal(gathered, bytes_in.repeat(2))
+
+
+@two()
+def wrong_states_and_options_are_refused():
+    model, compression = quantized_gradients(error_feedback=True)
+    backward(model, 0)
+    good = compression.state_dict(sharded=False)
+    sharded = compression.state_dict()
+    module = "reduce_scatter.blocks.0"
+    cut = {n: t[:, :1] for n, t in good["residuals"][module].items()}
+    for state, match in (
+        ({**good, "version": 2}, "expected state to be of version 1, got 2"),
+        ({**good, "num_ranks": 3}, "expected own residuals of rank . of 2, got those of rank . of"),
+        ({**good, "residuals": {}}, r"expected residuals of \[.*\], got \[\]"),
+        ({**good, "residuals": {**good["residuals"], module: cut}}, "expected the residual of"),
+        (
+            {**sharded, "residuals": {**sharded["residuals"], module: {"x": torch.ones(1)}}},
+            "expected residuals of parameters",
+        ),
+    ):
+        with pytest.raises(ValueError, match=match):
+            compression.load_state_dict(state)
+    after = compression.state_dict(sharded=False)
+    for name, part in good["residuals"].items():
+        assert_same(after["residuals"][name], part)
+    with pytest.raises(ValueError, match=r"expected modules to be wrapped with .*=4\) for"):
+        zero_plus_plus(wrapped(mesh()), zero_hpz_partition_size=4)
+    with pytest.raises(ValueError, match=r"expected error_feedback to be on for top-k"):
+        CompressedAllReduce("topk", dist.group.WORLD, error_feedback=False)
+    with pytest.raises(ValueError, match=r"expected module to be given with error feedback"):
+        CompressedAllReduce("int8", dist.group.WORLD)
+
+
+@two()
+def deepspeeds_names_are_taken():
+    with pytest.warns(UserWarning, match="err_beta, reset_T of zeropp_loco_param are not used"):
+        found = zero_plus_plus(
+            wrapped(mesh()),
+            zero_quantized_weights=True,
+            zero_quantized_gradients=True,
+            zero_hpz_partition_size=1,
+            zeropp_loco_param={"err_beta": 0.8, "reset_T": 1024},
+        )
+    assert all(comm.residual is not None for comm in found.reduce_scatters.values())
+    assert list(found.all_gathers) == ["", "blocks.0", "blocks.1"]
+    with pytest.raises(ValueError, match="expected zeropp_loco_param to have keys"):
+        zero_plus_plus(wrapped(mesh()), zeropp_loco_param={"beta": 1.0})
+
+
+def ranks_run(rank, checks):
+    return run(checks)
+
+
+@functools.cache
+def outcomes():
+    return spawn_ranks(ranks_run, 2, two)
+
+
+@pytest.mark.parametrize("name", two)
+def test_two_ranks(name):
+    assert_passed(outcomes(), name)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (
+            lambda: CompressedAllGather("sign"),
+            r"CompressedAllGather: expected format to be one of \(.*\), got 'sign'",
+        ),
+        (
+            lambda: CompressedReduceScatter("int3"),
+            "CompressedReduceScatter: expected format to be one of .*, got 'int3'",
+        ),
+        (
+            lambda: CompressedReduceScatter("int8", 100),
+            r"expected block to be a power of two in \[64, 1024\], got 100",
+        ),
+        (
+            lambda: CompressedReduceScatter("sign"),
+            "expected error_feedback to be on for signs, got False",
+        ),
+        (
+            lambda: CompressedReduceScatter("int8", error_feedback=True),
+            "expected module to be given with error feedback, got None",
+        ),
+        (
+            lambda: CompressedAllReduce("int8", density=0.0),
+            r"expected density to be in \(0, 1\], got 0.0",
+        ),
+        (
+            lambda: CompressedAllReduce("huffman"),
+            "CompressedAllReduce: expected format to be one of .*'topk'.*, got 'huffman'",
+        ),
+        (
+            lambda: zero_plus_plus(nn.Linear(2, 2)),
+            "zero_plus_plus: expected model to be wrapped with fully_shard, got Linear",
+        ),
+    ],
+)
+def test_errors(make, match):
+    with pytest.raises(ValueError, match=match):
+        make()

@@ -1,0 +1,181 @@
+"""FSDP2 on four ranks: between nodes, on two meshes, and with another number of ranks."""
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_checks import (
+    Checks,
+    assert_passed,
+    assert_same,
+    backward,
+    gradients,
+    is_compressed,
+    local_gradients,
+    mean_of_gradients,
+    mesh,
+    mesh_of,
+    node_mesh,
+    poisoned_backward,
+    quantized_gradients,
+    run,
+    train,
+    weights,
+    whole,
+    wrapped,
+)
+
+from moe_ext.compression.zero_plus_plus import zero_plus_plus
+from moe_ext.distributed import count_traffic
+from moe_ext.testing import spawn_ranks
+
+four = Checks()
+
+
+@four()
+def uneven_shards_of_four_ranks():
+    model, _ = quantized_gradients(gradient_format="int8", zero_quantized_weights=True)
+    losses = train(model, range(3), lr=0.01)
+    plain = train(wrapped(mesh()), range(3), lr=0.01)
+    assert (losses - plain).abs().max() < 1e-3
+    assert {tuple(p.to_local().shape) for p in [model.blocks[0].up.weight.data]} <= {
+        (13, 64),
+        (11, 64),
+    }
+
+
+@four(("none",), ("int8",), ("sign",), ("topk",))
+def nodes_of_two_ranks(codec):
+    plain = wrapped(node_mesh())
+    ours = wrapped(node_mesh()["local"])
+    compression = zero_plus_plus(
+        ours, node_group=node_mesh()["node"].get_group(), node_codec=codec, density=0.05
+    )
+    if codec == "none":
+        assert torch.equal(train(plain, range(3)), train(ours, range(3)))
+        assert_same(weights(ours), weights(plain))
+        return
+    applied, want = {}, {}
+    for step in range(3):
+        backward(plain, step)
+        backward(ours, step)
+        assert compression.finite()
+        for name, grad in gradients(ours).items():
+            applied[name] = applied.get(name, 0) + grad.double()
+        for name, grad in gradients(plain).items():
+            want[name] = want.get(name, 0) + grad.double()
+    owed = {}
+    for part in compression.state_dict()["residuals"].values():
+        owed.update(whole(part.items()))
+    assert {name for name in want if is_compressed(name)} == set(owed)
+    for name, total in want.items():
+        found = applied[name] + owed.get(name, 0)
+        assert (found - total).abs().max() <= 2e-6 * (1 + total.abs().max()), name
+
+
+@four()
+def a_nan_in_one_node_reaches_all_nodes():
+    model = wrapped(node_mesh()["local"])
+    compression = zero_plus_plus(
+        model, node_group=node_mesh()["node"].get_group(), node_codec="topk", density=0.1
+    )
+    backward(model, 0)
+    before = compression.state_dict(sharded=False)["residuals"]
+    poisoned_backward(model, 1, 3, math.inf)
+    assert not compression.finite()
+    after = compression.state_dict(sharded=False)["residuals"]
+    for name, part in before.items():
+        assert_same(after[name], part)
+
+
+@four()
+def secondary_partitions_gather_inside_a_node():
+    alike = {}
+    for size in (True, 2):
+        model = wrapped(mesh(), reshard_after_forward=size)
+        zero_plus_plus(
+            model,
+            zero_quantized_weights=True,
+            zero_hpz_partition_size=1 if size is True else size,
+        )
+        with count_traffic() as traffic:
+            losses = train(model, range(2))
+        alike[size] = losses, weights(model), traffic.calls["all_gather"]
+    assert torch.equal(alike[True][0], alike[2][0])
+    assert_same(alike[2][1], alike[True][1])
+
+
+@four()
+def native_hsdp_with_error_feedback():
+    model = wrapped(node_mesh())
+    compression = zero_plus_plus(model, zero_quantized_gradients=True, error_feedback=True)
+    backward(model, 0)
+    owed = {}
+    for part in compression.state_dict()["residuals"].values():
+        owed.update(whole(part.items()))
+    want, largest = mean_of_gradients([0])
+    for name, found in gradients(model).items():
+        total = found + owed.get(name, 0)
+        assert (total - want[name]).abs().max() <= 1e-6 * (1 + max(largest[name])), name
+    with pytest.raises(ValueError, match="expected fully_shard to have a mesh of one dimension"):
+        zero_plus_plus(model, node_group=node_mesh()["node"].get_group())
+
+
+def on_ranks(members, state, steps):
+    """Load, run steps, and return the sum of what was applied and what is owed, on every rank."""
+    where = mesh_of(members)
+    if dist.get_rank() not in members:
+        return None, None
+    model = wrapped(where)
+    compression = zero_plus_plus(model, zero_quantized_gradients=True, error_feedback=True)
+    if state is not None:
+        compression.load_state_dict(state)
+    for step in steps:
+        backward(model, step)
+    state = compression.state_dict()
+    owed = {name: whole(part.items()) for name, part in state["residuals"].items()}
+    return {**state, "residuals": owed}, gradients(model) if steps else None
+
+
+def from_first(value):
+    box = [value]
+    dist.broadcast_object_list(box, 0)
+    return box[0]
+
+
+@four()
+def residuals_survive_another_number_of_ranks():
+    four_state, _ = on_ranks(range(4), None, [0, 1])
+    total = {n: t for part in four_state["residuals"].values() for n, t in part.items()}
+    assert len(total) == 8
+    state = four_state
+    for members in ((0, 1), (0, 1, 2)):
+        state = from_first(on_ranks(members, from_first(state), [])[0])
+        found = {n: t for part in state["residuals"].values() for n, t in part.items()}
+        assert found.keys() == total.keys()
+        for name, tensor in total.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-9)
+    # And they are applied: the next gradients of 3 ranks plus what is owed then.
+    after, applied = on_ranks((0, 1, 2), state, [2])
+    after, applied = from_first(after), from_first(applied)
+    grads = [local_gradients(2, rank) for rank in range(3)]
+    for name, owed in total.items():
+        want = sum(g[name].double() for g in grads) / 3 + owed
+        part = next(p for p in after["residuals"].values() if name in p)
+        assert (applied[name] + part[name] - want).abs().max() <= 2e-6, name
+
+
+def ranks_run(rank, checks):
+    return run(checks)
+
+
+@functools.cache
+def outcomes():
+    return spawn_ranks(ranks_run, 4, four)
+
+
+@pytest.mark.parametrize("name", four)
+def test_four_ranks(name):
+    assert_passed(outcomes(), name)
