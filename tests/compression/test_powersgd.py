@@ -1,0 +1,233 @@
+"""PowerSGD as a codec, on a memory of its own and behind DDP."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_checks import Checks, assert_passed, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
+
+from moe_ext.compression.powersgd import PowerSGD
+from moe_ext.distributed import count_traffic
+from moe_ext.testing import spawn_ranks
+
+two = Checks()
+SHAPES = tuple(torch.Size(s) for s in ((24, 40), (24,), (4, 32, 16), (4, 3, 3, 2), (24, 40), (0,)))
+NUMEL = sum(s.numel() for s in SHAPES)
+
+
+class Memory:
+    """What a codec's memory does, without steps that can fail."""
+
+    def __init__(self, shapes=SHAPES):
+        self.shapes = shapes
+        self.tensors = {}
+
+    def has(self, kind):
+        return kind in self.tensors
+
+    def tensor(self, kind, numel=None):
+        size = sum(s.numel() for s in self.shapes) if numel is None else numel
+        return self.tensors.setdefault(kind, torch.zeros(size))
+
+    def pieces(self, flat):
+        parts = flat.split([s.numel() for s in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+def gradient(step, rank=None, numel=NUMEL):
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def mean(step, numel=NUMEL):
+    ranks = range(dist.get_world_size())
+    return torch.stack([gradient(step, r, numel).double() for r in ranks]).mean(0)
+
+
+def owed(memory):
+    total = memory.tensor("residual").double().clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+@two((1,), (3,))
+def nothing_is_lost(rank):
+    codec, memory = PowerSGD(rank), Memory()
+    applied = want = 0
+    for step in range(4):
+        found = codec.start(gradient(step), memory, step=step).wait()
+        other = found.clone()
+        dist.broadcast(other, 0)
+        assert torch.equal(other, found)
+        applied, want = applied + found.double(), want + mean(step)
+    assert (applied + owed(memory) - want).abs().max() < 1e-5
+    assert (applied - want).abs().max() > 0.1
+    dense = memory.pieces(memory.tensor("residual"))[1]
+    assert dense.count_nonzero() == 0
+
+
+@two()
+def what_is_small_is_exact_and_counted():
+    codec, memory = PowerSGD(2), Memory()
+    assert codec.matrices_of(SHAPES) == [
+        (24, 40), (24,), *[(32, 16)] * 4, (72,), (24, 40), (0,)
+    ]  # fmt: skip
+    with count_traffic() as traffic:
+        found = codec.start(gradient(0), memory).wait()
+    pieces, want = memory.pieces(found), memory.pieces(mean(0))
+    for i in (1, 3, 5):
+        torch.testing.assert_close(pieces[i].double(), want[i], rtol=1e-5, atol=1e-6)
+    factors = 2 * 2 * (24 + 40) + 4 * 2 * (32 + 16)
+    assert traffic.sent_bytes["all_reduce"] == 4 * (24 + 72 + factors)
+
+
+@two()
+def full_rank_is_exact():
+    shapes = (torch.Size((64, 8)),)
+    codec, memory = PowerSGD(8, min_compression_rate=1.0), Memory(shapes)
+    assert codec.matrices_of(shapes) == [(512,)]
+    # Of rank 2 on every rank, and the same columns: P spans them.
+    x = torch.randn(64, 2, generator=torch.Generator().manual_seed(1))
+    y = torch.randn(2, 40, generator=torch.Generator().manual_seed(2 + dist.get_rank()))
+    memory = Memory((torch.Size((64, 40)),))
+    found = PowerSGD(4).start((x @ y).view(-1), memory).wait().view(64, 40)
+    both = [y.clone() for _ in range(2)]
+    dist.all_gather(both, y)
+    torch.testing.assert_close(found, x @ (both[0] + both[1]) / 2, rtol=1e-3, atol=1e-3)
+
+
+@two()
+def sums_and_short_floats():
+    found = {}
+    for average in (True, False):
+        found[average] = PowerSGD(2).start(gradient(0), Memory(), average=average).wait()
+    torch.testing.assert_close(found[False], 2 * found[True])
+    half = PowerSGD(2).start(gradient(0).bfloat16(), Memory()).wait()
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), found[True], rtol=0.1, atol=0.1)
+
+
+@two()
+def equals_torchs_hook():
+    shapes = (torch.Size((24, 40)), torch.Size((24,)), torch.Size((24, 40)))
+    numel = sum(s.numel() for s in shapes)
+    memory = Memory(shapes)
+    state = torchs.PowerSGDState(None, 2, 2, 2, orthogonalization_epsilon=1e-8)
+    state.iter, state.batch_tensors_with_same_shape = 2, True
+    state.q_memory_dict[0] = torch.randn(160, generator=torch.Generator().manual_seed(3))
+    state.p_memory_dict[0] = torch.empty(96)
+    memory.tensors["powersgd"] = state.q_memory_dict[0].clone()
+
+    class Bucket:
+        def __init__(self, flat):
+            self.flat = flat
+
+        def buffer(self):
+            return self.flat
+
+        def gradients(self):
+            return memory.pieces(self.flat)
+
+        def index(self):
+            return 0
+
+        def is_last(self):
+            return False
+
+    for step in range(3):
+        want = torchs.powerSGD_hook(state, Bucket(gradient(step, numel=numel))).wait()
+        found = PowerSGD(2).start(gradient(step, numel=numel), memory, step=step).wait()
+        # Torch's residual of what is dense adds up to nothing, but for its rounding.
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+
+@two((1,), (4,))
+def experts_without_tokens_wake_up(rank):
+    shapes = (torch.Size((3, 32, 16)),)
+    codec, memory = PowerSGD(rank, min_compression_rate=1.5), Memory(shapes)
+    zeros = torch.zeros(3 * 32 * 16)
+    for step in range(2):
+        assert codec.start(zeros.clone(), memory, step=step).wait().count_nonzero() == 0
+    applied = want = 0
+    for step in range(2, 40):
+        applied = applied + codec.start(gradient(2, numel=1536), memory, step=step).wait().double()
+        want = want + mean(2, 1536)
+    assert (applied + owed(memory) - want).abs().max() < 1e-3
+    # The same gradient again and again: error feedback gets to all of it.
+    assert ((applied - want).norm() / want.norm()) < 0.4
+
+
+@two()
+def residuals_of_another_codec_are_applied():
+    memory = Memory()
+    memory.tensor("residual").fill_(1.0)
+    found = PowerSGD(2, feedback=False, warm_start=False).start(gradient(0), memory).wait()
+    assert memory.tensor("residual").count_nonzero() == 0
+    bias = memory.pieces(found)[1].double()
+    torch.testing.assert_close(bias, memory.pieces(mean(0))[1] + 1, rtol=1e-5, atol=1e-5)
+
+
+def ranks_run(rank, checks):
+    return run(checks)
+
+
+@functools.cache
+def outcomes():
+    return spawn_ranks(ranks_run, 2, two)
+
+
+@pytest.mark.parametrize("name", two)
+def test_two_ranks(name):
+    assert_passed(outcomes(), name)
+
+
+def test_one_rank_sends_nothing():
+    memory = Memory()
+    memory.tensor("residual").fill_(2.0)
+    with count_traffic() as traffic:
+        found = PowerSGD().start(torch.ones(NUMEL), memory).wait()
+    assert torch.equal(found, torch.full((NUMEL,), 3.0))
+    assert memory.tensor("residual").count_nonzero() == 0
+    assert traffic.total_bytes == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=1, max_size=4),
+    st.integers(1, 6),
+)
+def test_every_element_is_in_one_matrix(shapes, rank):
+    sizes = [torch.Size(shape) for shape in shapes]
+    codec = PowerSGD(rank)
+    found = codec.matrices_of(sizes)
+    assert sum(torch.Size(m).numel() for m in found) == sum(s.numel() for s in sizes)
+    coded = [m for m in found if len(m) == 2]
+    assert all((n + m) * min(n, m, rank) * 2 < n * m for n, m in coded)
+    codec.rehearse(torch.ones(sum(s.numel() for s in sizes)), Memory(tuple(sizes)), 2)
+
+
+def test_what_it_says_of_itself():
+    codec = PowerSGD(4)
+    assert (codec.name, codec.lossy, codec.feeds_back) == ("powersgd", True, True)
+    assert codec.sent_bytes(1024 * 1024, 2) == 4 * 8 * 1024
+    assert codec.sent_bytes(100, 2) == 400
+    assert codec.num_rounds(2) == 6
+    assert hash(codec) == hash(PowerSGD(4))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"rank": 0}, "PowerSGD: expected rank to be at least 1, got 0"),
+        ({"rank": True}, "PowerSGD: expected rank to be at least 1, got True"),
+        ({"min_compression_rate": 0.5}, "expected min_compression_rate to be at least 1, got 0.5"),
+        ({"epsilon": 0.0}, "expected epsilon to be above 0 and finite, got 0.0"),
+    ],
+)
+def test_errors(kwargs, match):
+    with pytest.raises(ValueError, match=match):
+        PowerSGD(**kwargs)
