@@ -39,6 +39,8 @@ class Residual:
         if self.kept is not None and self.layout is not layout:
             self.kept = self._moved(layout, num_shards, device)
         self.layout = layout
+        if self.kept is not None:
+            self.kept = self.kept.to(device)
         shape = (num_shards, layout.packed_numel)
         self._open = torch.zeros(shape, device=device) if self.kept is None else self.kept.clone()
         return self._open
@@ -86,6 +88,7 @@ class StepLedger:
         self._groups: dict[int, ProcessGroup] = {}
         self._bad: list[tuple[Tensor, list[str]]] = []
         self._last = torch.ones((), dtype=torch.bool)
+        self._failed = False
         self.flushing = False
 
     def add_group(self, group: ProcessGroup) -> None:
@@ -118,7 +121,7 @@ class StepLedger:
 
     def fail(self) -> None:
         """Count the pass as failed: an exception has stopped it."""
-        self._finite.append(torch.zeros((), dtype=torch.bool))
+        self._failed = True
 
     def settle(self) -> Tensor:
         """End the pass: keep its residuals, or put them back on every rank.
@@ -129,20 +132,20 @@ class StepLedger:
         """
         if not self._senders:
             return self._last
-        device = self._finite[-1].device if self._finite else torch.device("cpu")
-        self._last = self._agree([flag.to(device) for flag in self._finite], device)
+        # After an exception there may be no rank to agree with.
+        self._last = torch.zeros((), dtype=torch.bool) if self._failed else self._agree()
         for residual in self._residuals:
             residual.settle(self._last)
         self._finite.clear()
         self._senders.clear()
+        self._failed = False
         if self.flushing:
             # NOTE: device-to-host sync, after a pass that flushes.
             self.flushing = not bool(self._last)
         return self._last
 
-    def _agree(self, flags: list[Tensor], device: torch.device) -> Tensor:
-        finite = torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool)
-        flag = finite.to(device, torch.int32).view(1)
+    def _agree(self) -> Tensor:
+        flag = torch.stack(self._finite).all().to(torch.int32).view(1)
         for group in self._groups.values():
             with naming_failed_ranks(group, "fsdp compression"):
                 dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)

@@ -100,8 +100,9 @@ class NamedResiduals:
         ranks = self._num_shards
         first = next(iter(sources.values())).source
         assert first is not None
+        # Not that of the shard, which may be offloaded.
         packed_PQ = torch.zeros(
-            (ranks, layout.packed_numel), device=first.sharded.to_local().device
+            (ranks, layout.packed_numel), device=first.sharded.device_mesh.device_type
         )
         row = 0 if self.shards is None else group_ranks(self.shards).index(dist.get_rank())
         for name, segment in sources.items():

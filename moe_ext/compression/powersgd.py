@@ -175,8 +175,8 @@ class PowerSGD:
         self._record(plan, x_N, size)
         bucket: Any = _Bucket(x_N, self._views(memory.pieces(x_N)))
 
-        def finish(future: torch.futures.Future[Tensor]) -> Tensor:
-            reduced_N = future.value()
+        def finish(found: Any) -> Tensor:
+            reduced_N: Tensor = found
             if residual_N is not None:
                 residual_N.copy_(state.error_dict[0])
                 # Torch keeps there how far a rank was from the mean, of which nothing is owed.
@@ -190,10 +190,10 @@ class PowerSGD:
             return reduced_N.to(grad_N.dtype)
 
         with naming_failed_ranks(group, "PowerSGD"):
-            found: torch.futures.Future[Tensor] = powerSGD_hook(state, bucket).then(finish)
-            if x_N.device.type == "cpu":
-                found.wait()
-        return Reduction(found)
+            reduction = Reduction(powerSGD_hook(state, bucket), finish, group, "PowerSGD")
+        if x_N.device.type == "cpu":
+            reduction.wait()
+        return reduction
 
     def rehearse(self, grad_N: Tensor, memory: _Memory, world_size: int) -> None:
         """Compute what a reduction computes on this rank, and send nothing."""

@@ -2,10 +2,12 @@
 
 import functools
 import math
+import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from fsdp_checks import (
     Checks,
     assert_passed,
@@ -165,6 +167,24 @@ def residuals_survive_another_number_of_ranks():
         want = sum(g[name].double() for g in grads) / 3 + owed
         part = next(p for p in after["residuals"].values() if name in p)
         assert (applied[name] + part[name] - want).abs().max() <= 2e-6, name
+
+
+@four()
+def distributed_checkpoints_hold_residuals():
+    model, compression = quantized_gradients(error_feedback=True)
+    backward(model, 0)
+    want = {n: whole(p.items()) for n, p in compression.state_dict()["residuals"].items()}
+    with tempfile.TemporaryDirectory() as own:
+        path = from_first(own)
+        checkpoint.save({"compression": compression.state_dict()}, checkpoint_id=path)
+        backward(model, 1)
+        target = compression.state_dict()
+        checkpoint.load({"compression": target}, checkpoint_id=path)
+        dist.barrier()
+    compression.load_state_dict(target)
+    for name, part in compression.state_dict()["residuals"].items():
+        for key, tensor in whole(part.items()).items():
+            torch.testing.assert_close(tensor, want[name][key], rtol=1e-6, atol=1e-9)
 
 
 def ranks_run(rank, checks):
