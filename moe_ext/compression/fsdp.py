@@ -295,9 +295,14 @@ class CompressedReduceScatter(_Message, ReduceScatter):
             layout = self.finder.find(output_tensor.numel(), trainable_only=True)
             if layout is None:
                 self._warn()
-        if layout is None or layout.packed_numel == 0:
-            return reduce_scatter(output_tensor, input_tensor, group, op, async_op)
         scale = reduce_scale(op, group.size())
+        if layout is None or layout.packed_numel == 0:
+            if output_tensor.is_cuda or op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+                return reduce_scatter(output_tensor, input_tensor, group, op, async_op)
+            # Gloo does not know PREMUL_SUM.
+            reduce_scatter(output_tensor, input_tensor, group, dist.ReduceOp.SUM, False)
+            output_tensor.mul_(scale)
+            return _Finishing(lambda: None) if async_op else None
         self.ledger.begin(self, self.name)
         try:
             self._reduce(output_tensor, input_tensor, group, scale, layout)

@@ -85,14 +85,12 @@ class FSDPCompression:
             if scatter.residual is not None:
                 module = scatter.finder.module
                 assert module is not None
+                copies = replicate_group(module)
+                if copies is None and name in self.all_reduces:
+                    copies = self.all_reduces[name].group
                 yield (
                     f"reduce_scatter.{name}",
-                    NamedResiduals(
-                        scatter.finder,
-                        scatter.residual,
-                        shard_group(module),
-                        replicate_group(module),
-                    ),
+                    NamedResiduals(scatter.finder, scatter.residual, shard_group(module), copies),
                 )
         for name, reduce in self.all_reduces.items():
             if reduce.residual is not None:

@@ -91,14 +91,14 @@ def quantized_weights_change_the_loss_by_less_than_their_rounding():
     assert 0 < abs(found - exact) < 2 * bound
 
 
-@two(("int8", "AVG"), ("int4", "AVG"), ("int8", "SUM"), ("int8", "divide"), ("fp8", "AVG"))
+@two(("int8", "AVG"), ("int4", "AVG"), ("int8", "SUM"), ("int8", "divide"), ("int8", "premultiply"))
 def gradients_are_within_half_a_code(format, op):
     model, compression = quantized_gradients(gradient_format=format)
     factor = 1.0
     for module in (model, *model.blocks):
-        if op != "AVG":
+        if op in ("SUM", "divide"):
             module.set_force_sum_reduction_for_comms(True)
-        if op == "divide":
+        if op in ("divide", "premultiply"):
             module.set_gradient_divide_factor(8.0)
             factor = ranks() / 8.0
     backward(model, 0)

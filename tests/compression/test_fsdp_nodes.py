@@ -78,6 +78,32 @@ def nodes_of_two_ranks(codec):
 
 
 @four()
+def both_hops_feed_back():
+    model = wrapped(node_mesh()["local"])
+    compression = zero_plus_plus(
+        model,
+        zero_quantized_weights=True,
+        weight_format="none",
+        zero_quantized_gradients=True,
+        error_feedback=True,
+        node_group=node_mesh()["node"].get_group(),
+        node_codec="topk",
+        density=0.1,
+    )
+    applied = {}
+    for step in range(2):
+        backward(model, step)
+        for name, grad in gradients(model).items():
+            applied[name] = applied.get(name, 0) + grad.double()
+    want, largest = mean_of_gradients(range(2))
+    for part in compression.state_dict()["residuals"].values():
+        for name, owed in whole(part.items()).items():
+            applied[name] = applied[name] + owed
+    for name, total in want.items():
+        assert (applied[name] - total).abs().max() <= 2e-6 * (1 + max(largest[name])), name
+
+
+@four()
 def a_nan_in_one_node_reaches_all_nodes():
     model = wrapped(node_mesh()["local"])
     compression = zero_plus_plus(
