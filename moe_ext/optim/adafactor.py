@@ -1,0 +1,254 @@
+"""Adafactor for whole and sharded parameters, with clipping per expert.
+
+Shapes: a parameter is `[..., N, M]`, N rows and M columns; E experts of a stacked one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from moe_ext.optim._arguments import (
+    Trained,
+    check_expert_axis,
+    check_positive,
+    trained_parameters,
+)
+from moe_ext.optim._shards import (
+    SliceNorms,
+    check_placements,
+    like_placed,
+    local_part,
+    sharding_groups,
+    sum_over_groups,
+)
+from moe_ext.optim._steps import advance, run_closure
+
+
+class Adafactor(Optimizer):
+    r"""`torch.optim.Adafactor`, for sharded parameters and stacked experts too.
+
+    .. math::
+        R \leftarrow \beta R + (1 - \beta)\, \mathrm{mean}_M(g^2),\quad
+        C \leftarrow \beta C + (1 - \beta)\, \mathrm{mean}_N(g^2),\quad
+        \hat v = \frac{R\, C}{\max(\mathrm{mean}_N(R), \epsilon_1)}
+
+    .. math::
+        u = \frac{g}{\max(\sqrt{\hat v}, \epsilon_1)},\quad
+        w \leftarrow (1 - \gamma \lambda) w - \max(\epsilon_2, \mathrm{rms}(w))
+        \min(\gamma, t^{-1/2}) \frac{u}{\max(1, \mathrm{rms}(u) / d)}
+
+    with :math:`1 - \beta = t^{\tau}`. A vector keeps all of v. The names, the defaults and the
+    results of one process are those of torch.
+
+    Parameters may be DTensors sharded along any dimension, evenly or not: row and column means
+    are summed over the ranks that share them, so that the steps are those of the whole tensors.
+    The factors are DTensors then, sharded as far as their dimension is left. A step sends column
+    sums (and row sums where columns are sharded) and all norms, each in one all-reduce per mesh.
+
+    Args:
+        params: parameters, or groups of them; see `moe_ext.optim.param_groups`.
+        lr: :math:`\gamma`, the bound on the relative step and the rate of the weight decay.
+        beta2_decay: :math:`\tau`.
+        eps: :math:`\epsilon_1` (None: that of the dtype) and :math:`\epsilon_2`.
+        d: bound on the root mean square of u.
+        weight_decay: :math:`\lambda`.
+        per_expert: the first dimension of the group's parameters counts experts: both root mean
+            squares are those of each expert, and a stacked bias `[E, M]` is E vectors.
+        foreach: taken for compatibility.
+        maximize: step up the gradient.
+
+    Raises:
+        ValueError: an option is out of range. In `step`: a gradient is placed unlike its parameter.
+        TypeError: in `step`: a gradient is not dense, or a parameter not real floating-point.
+
+    Nothing is synchronised with the host.
+
+    Reference: Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost,
+    2018 (arXiv 1804.04235), algorithms 4 and 5, with torch's use of :math:`\epsilon_1`.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        per_expert: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "beta2_decay": beta2_decay,
+            "eps": eps,
+            "d": d,
+            "weight_decay": weight_decay,
+            "per_expert": per_expert,
+            "foreach": foreach,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with options of its own."""
+        group = {**self.defaults, **param_group}
+        for name in ("lr", "weight_decay"):
+            check_positive("Adafactor", name, group[name])
+        for name, value in zip(("eps[0]", "eps[1]"), group["eps"], strict=True):
+            if value is not None:
+                check_positive("Adafactor", name, value)
+        if not group["beta2_decay"] <= 0:
+            raise ValueError(
+                f"Adafactor: expected beta2_decay to be at most 0, got {group['beta2_decay']}"
+            )
+        if not group["d"] >= 1:
+            raise ValueError(f"Adafactor: expected d to be at least 1, got {group['d']}")
+        super().add_param_group(param_group)
+        check_expert_axis("Adafactor", self.param_groups[-1], len(self.param_groups) - 1)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = run_closure(closure)
+        trained = trained_parameters("Adafactor", self.param_groups)
+        for entry in trained:
+            check_placements("Adafactor", entry.parameter, entry.grad, entry.label)
+        slices = SliceNorms(
+            [e.parameter for e in trained], [e.group["per_expert"] for e in trained]
+        )
+        moments = [self._moment(entry) for entry in trained]
+        _update_factors([moment for moment in moments if moment.factored])
+        updates = [moment.update() for moment in moments]
+        weights = [local_part(entry.parameter) for entry in trained]
+        weight_norms, update_norms = slices.norms(weights, updates)
+        scales = [
+            moment.step_size(weight_G, update_G)
+            for moment, weight_G, update_G in zip(moments, weight_norms, update_norms, strict=True)
+        ]
+        for weight, update, moment, scale in zip(
+            weights, updates, moments, slices.factors(scales), strict=True
+        ):
+            group = moment.entry.group
+            if group["weight_decay"] != 0:
+                weight.mul_(1 - float(group["lr"]) * group["weight_decay"])
+            weight.sub_(update.mul_(scale.to(update.dtype)))
+        return loss
+
+    def _moment(self, entry: Trained) -> _Moment:
+        """The second moment of a parameter, one step on if it is not factored."""
+        parameter, state = entry.parameter, self.state[entry.parameter]
+        grad = local_part(entry.grad)
+        factored = parameter.dim() - int(entry.group["per_expert"]) > 1
+        step = advance(state, parameter, () if factored else ("variance",))
+        if factored and "row_var" not in state:
+            shape = list(grad.shape)
+            rows, columns = [*shape[:-1], 1], [*shape[:-2], 1, shape[-1]]
+            state["row_var"] = like_placed(parameter, grad.new_zeros(rows), -1)
+            state["col_var"] = like_placed(parameter, grad.new_zeros(columns), -2)
+        if entry.group["maximize"]:
+            grad = grad.neg()
+        return _Moment(entry, state, grad, step, factored)
+
+
+@dataclass
+class _Moment:
+    """One parameter within a step."""
+
+    entry: Trained
+    state: dict[str, Any]
+    grad: Tensor
+    step: int
+    factored: bool
+    row_mean: Tensor = field(init=False)  # of R over the rows: [..., 1, 1]
+
+    @property
+    def weight_of_new(self) -> float:
+        """What the means of this step count for: 1 - beta."""
+        return float(self.step ** self.entry.group["beta2_decay"])
+
+    @property
+    def eps1(self) -> float:
+        eps1 = self.entry.group["eps"][0]
+        return torch.finfo(self.entry.parameter.dtype).eps if eps1 is None else eps1
+
+    def groups(self, dim: int) -> list[ProcessGroup]:
+        """Over whom a sum along one dimension goes on."""
+        parameter = self.entry.parameter
+        return sharding_groups(parameter, [dim % parameter.dim()])
+
+    def sum_of_squares(self, dim: int) -> Tensor:
+        """Along the local part of a dimension, which stays with length 1."""
+        return torch.linalg.vector_norm(self.grad, dim=dim, keepdim=True).square_()
+
+    def follow(self, name: str, dim: int, total: Tensor) -> None:
+        """Move a factor on by sums of squares."""
+        mean = total.div(max(1, self.entry.parameter.shape[dim]))
+        local_part(self.state[name]).lerp_(mean, self.weight_of_new)
+
+    def sum_of_rows(self) -> Tensor:
+        """Of R, over the local rows."""
+        return local_part(self.state["row_var"]).sum(dim=-2, keepdim=True)
+
+    def update(self) -> Tensor:
+        """U, a tensor of its own."""
+        if self.factored:
+            estimate = local_part(self.state["row_var"]) @ local_part(self.state["col_var"])
+            estimate.div_(self.row_mean.clamp(min=self.eps1))
+        else:
+            variance = local_part(self.state["variance"])
+            variance.lerp_(self.grad.square(), self.weight_of_new)
+            estimate = variance.clone()
+        return estimate.clamp_(min=self.eps1 * self.eps1).rsqrt_().mul_(self.grad)
+
+    def step_size(self, weight_norm_G: Tensor, update_norm_G: Tensor) -> Tensor:
+        """Factor on U for each slice."""
+        group, parameter = self.entry.group, self.entry.parameter
+        num_slices = parameter.shape[0] if group["per_expert"] else 1
+        root = max(1, parameter.numel() // max(1, num_slices)) ** 0.5
+        rho = min(float(group["lr"]), self.step**-0.5)
+        clip_G = (update_norm_G / (root * group["d"])).clamp(min=1.0)
+        return (weight_norm_G / root).clamp(min=group["eps"][1]) * rho / clip_G
+
+
+def _update_factors(moments: list[_Moment]) -> None:
+    """Move R and C on, with the sums over shards in one all-reduce, or two where both are cut."""
+    parts: list[Tensor] = []
+    over: list[list[ProcessGroup]] = []
+    late = [bool(moment.groups(-1)) for moment in moments]
+    for moment, rows_later in zip(moments, late, strict=True):
+        if not rows_later:
+            moment.follow("row_var", -1, moment.sum_of_squares(-1))
+        parts += [
+            moment.sum_of_squares(-1) if rows_later else moment.sum_of_rows(),
+            moment.sum_of_squares(-2),
+        ]
+        over += [moment.groups(-1 if rows_later else -2), moment.groups(-2)]
+    sums = sum_over_groups(parts, over)
+    waiting = []
+    for moment, rows_later, rows, columns in zip(moments, late, sums[::2], sums[1::2], strict=True):
+        moment.follow("col_var", -2, columns)
+        if rows_later:
+            moment.follow("row_var", -1, rows)
+            waiting.append(moment)
+        else:
+            moment.row_mean = rows / max(1, moment.entry.parameter.shape[-2])
+    totals = sum_over_groups([m.sum_of_rows() for m in waiting], [m.groups(-2) for m in waiting])
+    for moment, total in zip(waiting, totals, strict=True):
+        moment.row_mean = total / max(1, moment.entry.parameter.shape[-2])

@@ -1,0 +1,184 @@
+"""LAMB, with a trust ratio per expert and for sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from moe_ext.optim._arguments import (
+    Trained,
+    check_betas,
+    check_expert_axis,
+    check_positive,
+    trained_parameters,
+)
+from moe_ext.optim._shards import SliceNorms, check_placements, local_part
+from moe_ext.optim._steps import advance, run_closure
+
+
+class LAMB(Optimizer):
+    r"""Adam's direction, as long as the weights are: layer-wise adaptive steps for large batches.
+
+    .. math::
+        r = \frac{\hat m}{\sqrt{\hat v} + \epsilon} + \lambda w,\quad
+        c = \mathrm{clamp}(\|w\| / \|r\|, c_{min}, c_{max}),\quad
+        w \leftarrow w - \gamma\, c\, r
+
+    m and v are Adam's moments, with its bias correction. c is 1 where a norm is zero. The norms are
+    those of whole tensors, or of each expert of a stacked parameter `[E, ...]`: an expert that
+    few tokens reach then takes steps by its own size, not that of its neighbours.
+
+    Parameters may be DTensors, sharded evenly or not along any dimension (FSDP2, tensor
+    parallelism) or replicated: the steps are those of the whole tensors. All norms of a mesh take
+    one all-reduce.
+
+    Args:
+        params: parameters, or groups of them. `moe_ext.optim.param_groups(model)` makes groups
+            that exclude biases and norms and mark stacked experts.
+        lr: :math:`\gamma`.
+        betas: decay of m and of v.
+        eps: :math:`\epsilon`, added outside of the root.
+        weight_decay: :math:`\lambda`, decoupled from the moments.
+        bias_correction: correct m and v for starting at zero.
+        min_coeff: :math:`c_{min}`.
+        max_coeff: :math:`c_{max}`.
+        adapt: False sets c = 1, which is AdamW; meant for groups of biases and norms.
+        per_expert: the first dimension of the group's parameters counts experts, which have a
+            ratio each. Needed for expert-parallel parameters, if the result must not depend on how
+            many ranks share the experts.
+        maximize: step up the gradient.
+
+    Raises:
+        ValueError: an option is out of range. In `step`: a gradient is placed unlike its parameter.
+        TypeError: in `step`: a gradient is not dense, or a parameter not real floating-point.
+
+    All options may differ between groups. Nothing is synchronised with the host.
+
+    Reference: You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes,
+    2020 (arXiv 1904.00962), algorithm 2, with the bounds on the ratio instead of on the norm.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        bias_correction: bool = True,
+        min_coeff: float = 0.01,
+        max_coeff: float = 10.0,
+        adapt: bool = True,
+        per_expert: bool = False,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "min_coeff": min_coeff,
+            "max_coeff": max_coeff,
+            "adapt": adapt,
+            "per_expert": per_expert,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with options of its own."""
+        group = {**self.defaults, **param_group}
+        for name in ("lr", "eps", "weight_decay", "min_coeff"):
+            check_positive("LAMB", name, group[name])
+        check_betas("LAMB", group["betas"])
+        if not group["max_coeff"] >= group["min_coeff"]:
+            raise ValueError(
+                f"LAMB: expected max_coeff to be at least min_coeff ({group['min_coeff']}), got "
+                f"{group['max_coeff']}"
+            )
+        super().add_param_group(param_group)
+        check_expert_axis("LAMB", self.param_groups[-1], len(self.param_groups) - 1)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = run_closure(closure)
+        trained = trained_parameters("LAMB", self.param_groups)
+        for entry in trained:
+            check_placements("LAMB", entry.parameter, entry.grad, entry.label)
+        slices = SliceNorms(
+            [e.parameter for e in trained], [e.group["per_expert"] for e in trained]
+        )
+        weights = [local_part(entry.parameter) for entry in trained]
+        updates = self._directions(trained, weights)
+        weight_norms, update_norms = slices.norms(weights, updates)
+        ratios = [
+            _trust_ratio(entry.group, weight_G, update_G)
+            for entry, weight_G, update_G in zip(trained, weight_norms, update_norms, strict=True)
+        ]
+        for weight, update, entry, ratio in zip(
+            weights, updates, trained, slices.factors(ratios), strict=True
+        ):
+            weight.sub_(update.mul_((ratio * entry.group["lr"]).to(update.dtype)))
+        return loss
+
+    def _directions(self, trained: list[Trained], weights: list[Tensor]) -> list[Tensor]:
+        """Every parameter's r, and the moments moved on."""
+        updates: dict[int, Tensor] = {}
+        for group in self.param_groups:
+            members = [i for i, entry in enumerate(trained) if entry.group is group]
+            if not members:
+                continue
+            found = self._group_directions(
+                group, [trained[i] for i in members], [weights[i] for i in members]
+            )
+            updates |= dict(zip(members, found, strict=True))
+        return [updates[index] for index in range(len(trained))]
+
+    def _group_directions(
+        self, group: dict[str, Any], entries: list[Trained], weights: list[Tensor]
+    ) -> list[Tensor]:
+        steps = [advance(self.state[e.parameter], e.parameter, _BUFFERS) for e in entries]
+        exp_avgs, exp_avg_sqs = (
+            [local_part(self.state[e.parameter][name]) for e in entries] for name in _BUFFERS
+        )
+        grads = [local_part(e.grad) for e in entries]
+        if group["maximize"]:
+            grads = list(torch._foreach_neg(grads))
+        beta1, beta2 = group["betas"]
+        torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
+        torch._foreach_mul_(exp_avg_sqs, beta2)
+        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
+        denominators = list(torch._foreach_sqrt(exp_avg_sqs))
+        if group["bias_correction"]:
+            torch._foreach_div_(denominators, [(1 - beta2**step) ** 0.5 for step in steps])
+        torch._foreach_add_(denominators, group["eps"])
+        if group["bias_correction"]:
+            torch._foreach_mul_(denominators, [1 - beta1**step for step in steps])
+        updates = list(torch._foreach_div(exp_avgs, denominators))
+        if group["weight_decay"] != 0:
+            torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
+        return updates
+
+
+_BUFFERS = ("exp_avg", "exp_avg_sq")
+
+
+def _trust_ratio(group: dict[str, Any], weight_G: Tensor, update_G: Tensor) -> Tensor:
+    if not group["adapt"]:
+        return torch.ones_like(weight_G)
+    ratio_G = (weight_G / update_G).clamp(group["min_coeff"], group["max_coeff"])
+    return torch.where((weight_G > 0) & (update_G > 0), ratio_G, 1.0)

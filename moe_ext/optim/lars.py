@@ -1,0 +1,145 @@
+"""LARS, with a learning rate per expert and for sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from moe_ext.optim._arguments import (
+    Trained,
+    check_expert_axis,
+    check_positive,
+    trained_parameters,
+)
+from moe_ext.optim._shards import SliceNorms, check_placements, local_part
+from moe_ext.optim._steps import run_closure
+
+
+class LARS(Optimizer):
+    r"""Momentum with a learning rate for each tensor, by the ratio of its weights to its gradient.
+
+    .. math::
+        c = \eta \frac{\|w\|}{\|g\| + \lambda \|w\| + \epsilon},\quad
+        u \leftarrow \mu u + \gamma c (g + \lambda w),\quad w \leftarrow w - u
+
+    c is 1 where a norm is zero. As in `LAMB` the norms are those of whole tensors or of each expert
+    of a stacked parameter `[E, ...]`, parameters may be DTensors, and all norms of a mesh
+    take one all-reduce.
+
+    Args:
+        params: parameters, or groups of them; see `moe_ext.optim.param_groups`.
+        lr: :math:`\gamma`.
+        momentum: :math:`\mu`.
+        weight_decay: :math:`\lambda`.
+        trust_coefficient: :math:`\eta`.
+        eps: :math:`\epsilon`.
+        nesterov: look ahead: w moves by :math:`\mu u + \gamma c (g + \lambda w)`.
+        adapt: False sets c = 1, for groups of biases and norms.
+        per_expert: the first dimension of the group's parameters counts experts.
+        maximize: step up the gradient.
+
+    Raises:
+        ValueError: an option is out of range. In `step`: a gradient is placed unlike its parameter.
+        TypeError: in `step`: a gradient is not dense, or a parameter not real floating-point.
+
+    All options may differ between groups. Nothing is synchronised with the host.
+
+    Reference: You et al., Large Batch Training of Convolutional Networks, 2017 (arXiv 1708.03888),
+    algorithm 1.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 0.001,
+        *,
+        eps: float = 1e-8,
+        nesterov: bool = False,
+        adapt: bool = True,
+        per_expert: bool = False,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+            "eps": eps,
+            "nesterov": nesterov,
+            "adapt": adapt,
+            "per_expert": per_expert,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with options of its own."""
+        group = {**self.defaults, **param_group}
+        for name in ("lr", "weight_decay", "trust_coefficient", "eps"):
+            check_positive("LARS", name, group[name])
+        if not 0 <= group["momentum"] < 1:
+            raise ValueError(f"LARS: expected momentum to be in [0, 1), got {group['momentum']}")
+        if group["nesterov"] and group["momentum"] == 0:
+            raise ValueError("LARS: expected momentum to be positive with nesterov, got 0")
+        super().add_param_group(param_group)
+        check_expert_axis("LARS", self.param_groups[-1], len(self.param_groups) - 1)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = run_closure(closure)
+        trained = trained_parameters("LARS", self.param_groups)
+        for entry in trained:
+            check_placements("LARS", entry.parameter, entry.grad, entry.label)
+        slices = SliceNorms(
+            [e.parameter for e in trained], [e.group["per_expert"] for e in trained]
+        )
+        weights = [local_part(entry.parameter) for entry in trained]
+        grads = [local_part(entry.grad) for entry in trained]
+        weight_norms, grad_norms = slices.norms(weights, grads)
+        rates = [
+            _rate(entry.group, weight_G, grad_G)
+            for entry, weight_G, grad_G in zip(trained, weight_norms, grad_norms, strict=True)
+        ]
+        for weight, grad, entry, rate in zip(
+            weights, grads, trained, slices.factors(rates), strict=True
+        ):
+            self._apply(entry, weight, grad, rate)
+        return loss
+
+    def _apply(self, entry: Trained, weight: Tensor, grad: Tensor, rate: Tensor) -> None:
+        group = entry.group
+        update = grad.neg() if group["maximize"] else grad
+        if group["weight_decay"] != 0:
+            update = update.add(weight, alpha=group["weight_decay"])
+        update = update * rate.to(update.dtype)
+        if group["momentum"] != 0:
+            state = self.state[entry.parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(entry.parameter)
+            buffer = local_part(state["momentum_buffer"]).mul_(group["momentum"]).add_(update)
+            update = update.add_(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
+        weight.sub_(update)
+
+
+def _rate(group: dict[str, Any], weight_G: Tensor, grad_G: Tensor) -> Tensor:
+    """Learning rate of each slice."""
+    if not group["adapt"]:
+        return torch.ones_like(weight_G) * group["lr"]
+    ratio_G = weight_G / (grad_G + group["weight_decay"] * weight_G + group["eps"])
+    ratio_G = ratio_G * group["trust_coefficient"]
+    return torch.where((weight_G > 0) & (grad_G > 0), ratio_G, 1.0) * group["lr"]

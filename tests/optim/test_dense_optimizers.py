@@ -1,0 +1,350 @@
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import moe_ext
+from moe_ext import optim
+
+TIGHT = {"rtol": 1e-12, "atol": 1e-14}
+CLOSE = {"rtol": 2e-6, "atol": 1e-7}
+MAKERS = {
+    "LAMB": lambda params, **kw: optim.LAMB(params, lr=0.05, weight_decay=0.1, **kw),
+    "LARS": lambda params, **kw: optim.LARS(params, lr=0.05, weight_decay=0.1, **kw),
+    "Adafactor": lambda params, **kw: optim.Adafactor(params, lr=0.05, weight_decay=0.1, **kw),
+}
+each_optimizer = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+def parameters(dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(4, 3), (5,), (2, 3, 4), (1, 1), (0, 3)]
+    return [
+        nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
+        for shape in shapes
+    ]
+
+
+def give_gradients(params, step):
+    generator = torch.Generator().manual_seed(100 + step)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
+
+
+def lamb_by_formula(w, grads, *, lr, betas, eps, decay, bounds=(0.01, 10.0), corrected=True):
+    m, v = torch.zeros_like(w), torch.zeros_like(w)
+    for t, g in enumerate(grads, 1):
+        m = betas[0] * m + (1 - betas[0]) * g
+        v = betas[1] * v + (1 - betas[1]) * g * g
+        m_hat = m / (1 - betas[0] ** t) if corrected else m
+        v_hat = v / (1 - betas[1] ** t) if corrected else v
+        r = m_hat / (v_hat.sqrt() + eps) + decay * w
+        norms = w.norm().item(), r.norm().item()
+        ratio = min(max(norms[0] / norms[1], bounds[0]), bounds[1]) if min(norms) > 0 else 1.0
+        w = w - lr * ratio * r
+    return w
+
+
+def lars_by_formula(w, grads, *, lr, momentum, decay, eta, eps=1e-8, nesterov=False):
+    u = torch.zeros_like(w)
+    for g in grads:
+        norms = w.norm().item(), g.norm().item()
+        ratio = eta * norms[0] / (norms[1] + decay * norms[0] + eps) if min(norms) > 0 else 1.0
+        step = lr * ratio * (g + decay * w)
+        u = momentum * u + step
+        w = w - (momentum * u + step if nesterov else u)
+    return w
+
+
+def after_steps(optimizer, params, steps=4):
+    """The gradients of each parameter, once the optimizer has taken them."""
+    seen = []
+    for step in range(steps):
+        give_gradients(params, step)
+        seen.append([p.grad.clone() for p in params])
+        optimizer.step()
+    return list(zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.parametrize("bounds", [(0.01, 10.0), (0.9, 1.1), (0.0, 0.2)])
+def test_lamb_is_the_formula(corrected, bounds):
+    params = parameters()
+    before = [p.detach().clone() for p in params]
+    optimizer = optim.LAMB(
+        params,
+        lr=0.05,
+        betas=(0.8, 0.95),
+        eps=1e-5,
+        weight_decay=0.1,
+        bias_correction=corrected,
+        min_coeff=bounds[0],
+        max_coeff=bounds[1],
+    )
+    for w, p, grads in zip(before, params, after_steps(optimizer, params), strict=True):
+        want = lamb_by_formula(
+            w,
+            grads,
+            lr=0.05,
+            betas=(0.8, 0.95),
+            eps=1e-5,
+            decay=0.1,
+            bounds=bounds,
+            corrected=corrected,
+        )
+        torch.testing.assert_close(p.detach(), want, **TIGHT)
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, False), (0.9, True), (0.0, False)])
+def test_lars_is_the_formula(momentum, nesterov):
+    params = parameters()
+    before = [p.detach().clone() for p in params]
+    optimizer = optim.LARS(params, 0.5, momentum, 0.1, 0.02, nesterov=nesterov)
+    for w, p, grads in zip(before, params, after_steps(optimizer, params), strict=True):
+        want = lars_by_formula(
+            w, grads, lr=0.5, momentum=momentum, decay=0.1, eta=0.02, nesterov=nesterov
+        )
+        torch.testing.assert_close(p.detach(), want, **TIGHT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"lr": 0.3, "weight_decay": 0.1},
+        {"maximize": True, "eps": (1e-3, 0.1)},
+        {"d": 2.0, "beta2_decay": -0.5},
+    ],
+    ids=repr,
+)
+def test_adafactor_is_that_of_torch(options, dtype):
+    ours, theirs = parameters(dtype), parameters(dtype)
+    after_steps(optim.Adafactor(ours, **options), ours)
+    # torch divides by the number of elements of an empty tensor, which it leaves as it is.
+    after_steps(torch.optim.Adafactor(theirs[:-1], **options), theirs[:-1])
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else CLOSE
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, **tolerance)
+
+
+def test_without_ratio_lamb_is_adamw():
+    ours, theirs = parameters(torch.float32), parameters(torch.float32)
+    options = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-5, "weight_decay": 0.1}
+    after_steps(optim.LAMB(ours, adapt=False, **options), ours)
+    after_steps(torch.optim.AdamW(theirs, **options), theirs)
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, **CLOSE)
+
+
+def test_without_ratio_lars_is_sgd():
+    ours, theirs = parameters(torch.float32), parameters(torch.float32)
+    after_steps(optim.LARS(ours, 0.05, weight_decay=0.1, adapt=False, nesterov=True), ours)
+    sgd = torch.optim.SGD(theirs, 0.05, momentum=0.9, weight_decay=0.1, nesterov=True)
+    after_steps(sgd, theirs)
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, **CLOSE)
+
+
+@each_optimizer
+def test_per_expert_steps_are_those_of_separate_tensors(make):
+    stacked = parameters()[2:3] + [nn.Parameter(torch.randn(2, 5, dtype=torch.float64))]
+    with torch.no_grad():
+        for p in stacked:
+            p[1] *= 50  # a ratio over both would be far from that of either
+    apart = [nn.Parameter(p[e].detach().clone()) for p in stacked for e in range(2)]
+    whole = make(stacked, per_expert=True)
+    separate = make(apart)
+    for step in range(3):
+        give_gradients(stacked, step)
+        for index, p in enumerate(apart):
+            p.grad = stacked[index // 2].grad[index % 2].clone()
+        whole.step()
+        separate.step()
+    for index, p in enumerate(apart):
+        torch.testing.assert_close(stacked[index // 2][index % 2], p, **TIGHT)
+    other = make(copy.deepcopy(stacked))
+    give_gradients(other.param_groups[0]["params"], 7)
+    give_gradients(stacked, 7)
+    whole.step()
+    other.step()
+    assert not torch.allclose(stacked[0], other.param_groups[0]["params"][0])
+
+
+@each_optimizer
+def test_zero_weights_and_zero_gradients_have_ratio_one(make):
+    zero, still = nn.Parameter(torch.zeros(3, 3)), nn.Parameter(torch.ones(3, 3))
+    zero.grad, still.grad = torch.ones(3, 3), torch.zeros(3, 3)
+    make([zero, still]).step()
+    assert bool(torch.isfinite(zero).all() and torch.isfinite(still).all())
+    assert bool((zero < 0).all())
+
+
+@each_optimizer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_resumed_steps_have_the_same_bits(make, dtype):
+    params = parameters(dtype)
+    optimizer = make(params)
+    after_steps(optimizer, params, 3)
+    copies = [nn.Parameter(p.detach().clone()) for p in params]
+    resumed = make(copies)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    after_steps(optimizer, params, 2)
+    after_steps(resumed, copies, 2)
+    for p, q in zip(params, copies, strict=True):
+        assert torch.equal(p, q)
+
+
+@each_optimizer
+def test_frozen_parameters_stay_and_the_closure_is_called(make):
+    params = parameters()
+    params[1].requires_grad_(False)
+    optimizer = make(params)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sum(p.square().sum() for p in params)
+        loss.backward()
+        return loss
+
+    before = [p.detach().clone() for p in params]
+    first, second = optimizer.step(closure), optimizer.step(closure)
+    assert second < first
+    assert torch.equal(params[1], before[1])
+    assert not torch.equal(params[0], before[0])
+    assert params[1] not in optimizer.state
+    optimizer.zero_grad()
+    before = [p.detach().clone() for p in params]
+    assert optimizer.step() is None
+    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+
+
+@each_optimizer
+def test_maximize_is_a_step_down_the_negative(make):
+    up, down = parameters(), parameters()
+    a, b = make(up, maximize=True), make(down)
+    for step in range(3):
+        give_gradients(up, step)
+        for p, q in zip(up, down, strict=True):
+            q.grad = -p.grad
+        a.step()
+        b.step()
+    for p, q in zip(up, down, strict=True):
+        torch.testing.assert_close(p, q, **TIGHT)
+
+
+@each_optimizer
+def test_a_schedule_and_groups_set_the_rate(make):
+    params = parameters()
+    optimizer = make([{"params": params[:1]}, {"params": params[1:], "lr": 0.0}])
+    rates = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.0)
+    before = [p.detach().clone() for p in params]
+    after_steps(optimizer, params, 1)
+    assert not torch.equal(params[0], before[0])
+    assert all(torch.equal(p, b) for p, b in zip(params[1:], before[1:], strict=True))
+    rates.step()
+    # A buffer of momentum holds rates of the past.
+    if not isinstance(optimizer, optim.LARS):
+        before = params[0].detach().clone()
+        after_steps(optimizer, params, 1)
+        assert torch.equal(params[0], before)
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inp = nn.Linear(6, 8)
+        self.norm = nn.LayerNorm(8)
+        self.moe = moe_ext.MoELayer(8, 4, 4, 2, bias=True)
+        self.frozen = nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+
+
+def test_param_groups_tell_matrices_vectors_and_stacked_experts():
+    model = Mixed()
+    groups = {group["name"]: group for group in optim.param_groups(model)}
+    names = {name: [n for n, _ in group["params"]] for name, group in groups.items()}
+    assert names == {
+        "dense": ["inp.weight", "moe.router.weight"],
+        "dense vectors": ["inp.bias", "norm.weight", "norm.bias"],
+        "stacked experts": ["moe.experts.gate_up_proj", "moe.experts.down_proj"],
+        "stacked experts vectors": [
+            "moe.experts.gate_up_proj_bias",
+            "moe.experts.down_proj_bias",
+        ],
+    }
+    assert [g.get("per_expert") for g in groups.values()] == [None, None, True, True]
+    assert [g.get("adapt") for g in groups.values()] == [None, False, None, False]
+    assert "weight_decay" not in groups["dense"]
+    for make in MAKERS.values():
+        optimizer = make(optim.param_groups(model))
+        decays = [group["weight_decay"] for group in optimizer.param_groups]
+        assert decays == [0.1, 0.0, 0.1, 0.0]
+        assert optimizer.param_groups[2]["param_names"] == names["stacked experts"]
+
+
+def test_a_model_learns_with_each():
+    torch.manual_seed(0)
+    x = torch.randn(64, 6)
+    target = x @ torch.randn(6, 8)
+    for make in MAKERS.values():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 32), nn.GELU(), nn.Linear(32, 8))
+        optimizer = make(optim.param_groups(model))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.3 if isinstance(optimizer, optim.LARS) else 0.03
+            if "trust_coefficient" in group:
+                group["trust_coefficient"] = 0.05
+        losses = []
+        for _ in range(100):
+            optimizer.zero_grad()
+            loss = (model(x) - target).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[-1] < 0.3 * losses[0]
+
+
+W = nn.Parameter(torch.zeros(3))
+BAD = [
+    (optim.LAMB, {"lr": -1.0}, "LAMB: expected lr to be at least 0 and finite, got -1.0"),
+    (optim.LAMB, {"eps": math.nan}, "LAMB: expected eps to be at least 0 and finite, got nan"),
+    (optim.LAMB, {"betas": (1.0, 0.9)}, r"LAMB: expected betas to be .* got \(1.0, 0.9\)"),
+    (optim.LAMB, {"weight_decay": -1}, "LAMB: expected weight_decay to be at least 0"),
+    (optim.LAMB, {"min_coeff": 20.0}, r"expected max_coeff to be at least min_coeff \(20.0\)"),
+    (optim.LARS, {"lr": math.inf}, "LARS: expected lr to be at least 0 and finite, got inf"),
+    (optim.LARS, {"momentum": 1.0}, r"LARS: expected momentum to be in \[0, 1\), got 1.0"),
+    (optim.LARS, {"momentum": 0, "nesterov": True}, "expected momentum to be positive with nest"),
+    (optim.LARS, {"trust_coefficient": -1}, "LARS: expected trust_coefficient to be at least 0"),
+    (optim.Adafactor, {"lr": -1.0}, "Adafactor: expected lr to be at least 0"),
+    (optim.Adafactor, {"d": 0.5}, "Adafactor: expected d to be at least 1, got 0.5"),
+    (optim.Adafactor, {"beta2_decay": 0.8}, "expected beta2_decay to be at most 0, got 0.8"),
+    (optim.Adafactor, {"eps": (None, -1.0)}, r"expected eps\[1\] to be at least 0"),
+]
+
+
+@pytest.mark.parametrize(("cls", "options", "message"), BAD)
+def test_options_out_of_range(cls, options, message):
+    with pytest.raises(ValueError, match=message):
+        cls([W], **options)
+
+
+@each_optimizer
+def test_what_cannot_be_trained_is_named(make):
+    p, q = nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.ones(2))
+    optimizer = make([{"params": [q]}, {"params": [p]}])
+    q.grad, p.grad = torch.ones(2), torch.ones(4, 3).to_sparse()
+    with pytest.raises(TypeError, match=r"gradients to be dense, got torch.sparse_coo for para"):
+        optimizer.step()
+    assert torch.equal(q, torch.ones(2))
+    optimizer = make([("emb.weight", p)])
+    with pytest.raises(TypeError, match="for 'emb.weight'"):
+        optimizer.step()
+    z = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    z.grad = torch.zeros(2, dtype=torch.complex64)
+    with pytest.raises(TypeError, match="real floating-point tensors, got torch.complex64 for par"):
+        make([z]).step()
+    with pytest.raises(ValueError, match=r"first dimension of experts, got shape \(\) for param"):
+        make([nn.Parameter(torch.tensor(1.0))], per_expert=True)

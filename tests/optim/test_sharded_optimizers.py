@@ -1,0 +1,213 @@
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from optim_checks import assert_all_passed, run_in_order
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import moe_ext
+from moe_ext import distributed as md
+from moe_ext import optim
+from moe_ext.testing import spawn_ranks
+
+TIGHT = {"rtol": 1e-11, "atol": 1e-13}
+SHAPES = [(5, 3), (7,), (2, 5, 4), (1, 6), (3, 1)]
+MAKERS = {
+    "LAMB": functools.partial(optim.LAMB, lr=0.05, weight_decay=0.1),
+    "LARS": functools.partial(optim.LARS, lr=0.05, weight_decay=0.1, trust_coefficient=0.1),
+    "Adafactor": functools.partial(optim.Adafactor, lr=0.05, weight_decay=0.1),
+}
+
+
+@functools.cache
+def mesh(*sizes):
+    return init_device_mesh("cpu", sizes)
+
+
+def placements():
+    """Name to (mesh, placements of a parameter), for this number of ranks."""
+    ranks = dist.get_world_size()
+    line = mesh(ranks)
+    found = {
+        "rows": (line, lambda p: [Shard(0)]),
+        "last": (line, lambda p: [Shard(p.dim() - 1)]),
+        "replicated": (line, lambda p: [Replicate()]),
+    }
+    if ranks == 4:
+        grid = mesh(2, 2)
+        found |= {
+            "hybrid": (grid, lambda p: [Replicate(), Shard(0)]),
+            "rows and last": (grid, lambda p: [Shard(0), Shard(p.dim() - 1)]),
+            "rows twice": (grid, lambda p: [Shard(0), Shard(0)]),
+            "middle": (grid, lambda p: [Shard(max(0, p.dim() - 2)), Shard(p.dim() - 1)]),
+        }
+    return found
+
+
+def whole_parameters(scale=1.0):
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for shape in SHAPES:
+        value = torch.randn(shape, generator=generator, dtype=torch.float64)
+        # Slices of far different size, so that a norm over the wrong ones shows.
+        value *= torch.logspace(0, scale, shape[0]).double().view(-1, *[1] * (len(shape) - 1))
+        found.append(nn.Parameter(value))
+    return found
+
+
+def gradients(step):
+    generator = torch.Generator().manual_seed(50 + step)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+
+
+def take_steps(optimizer, params, spread=lambda grad, p: grad, steps=3):
+    for step in range(steps):
+        for p, grad in zip(params, gradients(step), strict=True):
+            p.grad = spread(grad, p)
+        optimizer.step()
+
+
+def check_any_placement(name, per_expert):
+    for kind, (where, place) in placements().items():
+        whole = whole_parameters()
+        sharded = [nn.Parameter(distribute_tensor(p.detach(), where, place(p))) for p in whole]
+        take_steps(MAKERS[name](whole, per_expert=per_expert), whole)
+        optimizer = MAKERS[name](sharded, per_expert=per_expert)
+        take_steps(
+            optimizer, sharded, lambda g, p, where=where: distribute_tensor(g, where, p.placements)
+        )
+        for p, q in zip(sharded, whole, strict=True):
+            torch.testing.assert_close(
+                p.full_tensor(), q, msg=lambda m, kind=kind: f"{kind}: {m}", **TIGHT
+            )
+        for p, state in optimizer.state.items():
+            for key, value in state.items():
+                assert key == "step" or isinstance(value, DTensor)
+                if isinstance(value, DTensor) and value.shape == p.shape:
+                    # A dimension of length one that was summed is on all ranks.
+                    assert value.placements == p.placements or key in ("row_var", "col_var")
+
+
+def check_factors_are_those_of_the_whole():
+    where, place = mesh(dist.get_world_size()), [Shard(0)]
+    whole = whole_parameters()
+    sharded = [nn.Parameter(distribute_tensor(p.detach(), where, place)) for p in whole]
+    ours, want = MAKERS["Adafactor"](sharded), MAKERS["Adafactor"](whole)
+    take_steps(want, whole)
+    take_steps(ours, sharded, lambda g, p: distribute_tensor(g, where, place))
+    for p, q in zip(sharded, whole, strict=True):
+        for key, value in want.state[q].items():
+            if key != "step":
+                found = ours.state[p][key].full_tensor()
+                torch.testing.assert_close(found, value, **TIGHT)
+
+
+def check_one_all_reduce_for_all_norms():
+    ranks, where = dist.get_world_size(), mesh(dist.get_world_size())
+    for name in MAKERS:
+        # Rows and stacked experts lie along dimension 0: an expert's norms need no message.
+        calls = {False: 1 if name != "Adafactor" else 2, True: 0}
+        for per_expert in (False, True):
+            params = [
+                nn.Parameter(distribute_tensor(p.detach(), where, [Shard(0)]))
+                for p in whole_parameters()
+            ]
+            optimizer = MAKERS[name](params, per_expert=per_expert)
+            with md.count_traffic() as traffic:
+                take_steps(
+                    optimizer, params, lambda g, p: distribute_tensor(g, where, [Shard(0)]), 1
+                )
+            assert traffic.calls["all_reduce"] == calls[per_expert], (name, traffic)
+        if name != "Adafactor":
+            norms = 2 * len(SHAPES) * 8
+            take_one = MAKERS[name](params)
+            with md.count_traffic() as traffic:
+                take_one.step()
+            assert traffic.total_bytes == 2 * (ranks - 1) * norms // ranks
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inp = nn.Linear(5, 9)
+        self.moe = moe_ext.MoELayer(9, 6, 4, 2, bias=True)
+        self.out = nn.Linear(9, 3)
+        self.unused = nn.Linear(3, 3)
+        self.double()
+
+    def forward(self, x):
+        return self.out(self.moe(self.inp(x)))
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        torch.manual_seed(70 + step)
+        # Every rank has the whole batch: the mean over ranks is the gradient of one process.
+        model(torch.randn(8, 5, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def check_fully_shard(name):
+    whole, model = Model(), Model()
+    want = MAKERS[name](optim.param_groups(whole))
+    train(whole, want, range(4))
+    for block in (model.moe, model):
+        fully_shard(block, mesh=mesh(dist.get_world_size()))
+    optimizer = MAKERS[name](optim.param_groups(model))
+    assert [g["name"] for g in optimizer.param_groups] == [g["name"] for g in want.param_groups]
+    train(model, optimizer, range(2))
+    resumed = MAKERS[name](optim.param_groups(model))
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, resumed, range(2, 4))
+    wanted = dict(whole.named_parameters())
+    for key, p in model.named_parameters():
+        torch.testing.assert_close(p.full_tensor(), wanted[key], **TIGHT)
+
+
+def check_messages():
+    where = mesh(dist.get_world_size())
+    for make in MAKERS.values():
+        p = nn.Parameter(distribute_tensor(torch.ones(4, 3), where, [Shard(0)]))
+        p.grad = distribute_tensor(torch.ones(4, 3), where, [Replicate()])
+        with pytest.raises(ValueError, match=r"gradients to be placed as their parameters.*'w'"):
+            make([("w", p)]).step()
+        part = DTensor.from_local(torch.ones(4, 3), where, [Partial()])
+        q = nn.Parameter(part)
+        q.grad = part
+        with pytest.raises(ValueError, match="DTensor parameters to be sharded or replicated"):
+            make([q]).step()
+
+
+CHECKS = {
+    **{
+        f"check_any_placement-{name}-{each}": functools.partial(check_any_placement, name, each)
+        for name in MAKERS
+        for each in (False, True)
+    },
+    **{f"check_fully_shard-{n}": functools.partial(check_fully_shard, n) for n in MAKERS},
+    "check_factors_are_those_of_the_whole": check_factors_are_those_of_the_whole,
+    "check_one_all_reduce_for_all_norms": check_one_all_reduce_for_all_norms,
+    "check_messages": check_messages,
+}
+
+
+def run(rank):
+    return run_in_order(CHECKS)
+
+
+@functools.cache
+def outcomes(world_size):
+    return spawn_ranks(run, world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("name", CHECKS)
+def test_sharded(name, world_size):
+    assert_all_passed(outcomes(world_size), name)
