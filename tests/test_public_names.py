@@ -16,7 +16,7 @@ PUBLIC = {
     "TransformerBlock",
     "moe_ext.attention": "ring_attention RingAttention sequence_parallel shard_sequence "
     "unshard_sequence position_ids shift_labels token_mean_loss make_layout",
-    "moe_ext.optim": "LAMB LARS Adafactor param_groups",
+    "moe_ext.optim": "LAMB LARS Adafactor OneBitAdam OneBitLamb ZeroOneAdam param_groups",
     "moe_ext.integrations.huggingface": "register_ring_attention shard_batch causal_lm_loss",
     "moe_ext.nn.presets": "switch gshard glam mixtral qwen3 deepseek_v3",
     "moe_ext.integrations.deepspeed": "MoE split_params_into_different_moe_groups_for_optimizer",

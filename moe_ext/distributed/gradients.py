@@ -90,7 +90,7 @@ def sync_gradients(model: nn.Module) -> None:
     if not any(True for _ in model.parameters()):
         raise ValueError("sync_gradients: expected model to have parameters, got none")
     device = next(model.parameters()).device
-    values = None if problem or model in _compared else _fingerprint(dense)
+    values = None if problem or model in _compared else fingerprint(dense)
     _check_on_all_ranks(handled, problem, values, world, device)
     _compared.add(model)
 
@@ -174,7 +174,7 @@ def _dense_parameters(
     ]
 
 
-def _fingerprint(parameters: list[tuple[str, nn.Parameter]]) -> int:
+def fingerprint(parameters: list[tuple[str, nn.Parameter]]) -> int:
     """A number from the bits of all values, equal for equal parameters."""
     hashes = []
     for _, parameter in parameters:

@@ -75,3 +75,15 @@ def trained_parameters(op: str, param_groups: list[dict[str, Any]]) -> list[Trai
                 )
             found.append(Trained(parameter, grad, group, name))
     return found
+
+
+def check_variant(op: str, amsgrad: bool) -> None:
+    """ValueError for the variant that has no compressed form."""
+    if amsgrad:
+        raise ValueError(f"{op}: expected amsgrad to be False, got {amsgrad}")
+
+
+def check_count(op: str, name: str, value: int, *, least: int = 0) -> None:
+    """ValueError unless a number of steps is a whole one."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{op}: expected {name} to be an integer of at least {least}, got {value}")

@@ -126,7 +126,7 @@ class LAMB(Optimizer):
         updates = self._directions(trained, weights)
         weight_norms, update_norms = slices.norms(weights, updates)
         ratios = [
-            _trust_ratio(entry.group, weight_G, update_G)
+            trust_ratio(entry.group, weight_G, update_G)
             for entry, weight_G, update_G in zip(trained, weight_norms, update_norms, strict=True)
         ]
         for weight, update, entry, ratio in zip(
@@ -177,7 +177,8 @@ class LAMB(Optimizer):
 _BUFFERS = ("exp_avg", "exp_avg_sq")
 
 
-def _trust_ratio(group: dict[str, Any], weight_G: Tensor, update_G: Tensor) -> Tensor:
+def trust_ratio(group: dict[str, Any], weight_G: Tensor, update_G: Tensor) -> Tensor:
+    """The factor on the learning rate of each slice, by the group's bounds."""
     if not group["adapt"]:
         return torch.ones_like(weight_G)
     ratio_G = (weight_G / update_G).clamp(group["min_coeff"], group["max_coeff"])

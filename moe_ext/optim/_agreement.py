@@ -1,0 +1,139 @@
+"""What ranks tell each other before a step: that it is the same step, of finite gradients.
+
+One all-gather of a few integers, after which every rank raises the same error or none does.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from moe_ext.compression.agreement import non_finite
+from moe_ext.distributed.collectives import check_equal_over_ranks, share
+from moe_ext.distributed.gradients import fingerprint
+from moe_ext.distributed.groups import group_ranks
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PROBLEMS: dict[int, tuple[type[Exception], str]] = {
+    1: (TypeError, "parameters to be plain tensors, got a DTensor"),
+    2: (TypeError, "parameters to be float32, bfloat16 or float16, got another type"),
+    3: (TypeError, "gradients to be dense, got a sparse one"),
+    4: (ValueError, "gradients to be finite, got NaN or infinity"),
+}
+_BITS = 62
+
+
+@dataclass(frozen=True)
+class Named:
+    """A parameter and its name in messages."""
+
+    parameter: nn.Parameter
+    label: str
+    ranks: tuple[int, ...] | None  # global ranks that hold copies, None for all
+
+
+def _find_problem(named: Sequence[Named]) -> tuple[int, int]:
+    """Number of a problem of this rank and of the parameter, (0, 0) without."""
+    for index, entry in enumerate(named):
+        grad = entry.parameter.grad
+        if isinstance(entry.parameter, DTensor):
+            return 1, index
+        if entry.parameter.dtype not in _DTYPES:
+            return 2, index
+        if grad is not None and grad.layout != torch.strided:
+            return 3, index
+    present, grads = [], []
+    for index, entry in enumerate(named):
+        if entry.parameter.grad is not None and entry.parameter.numel():
+            present.append(index)
+            grads.append(entry.parameter.grad)
+    if not grads:
+        return 0, 0
+    norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
+    # NOTE: device-to-host sync: a step that must not be taken is known only then.
+    finite = torch.isfinite(norms).tolist()
+    for index, grad, known in zip(present, grads, finite, strict=True):
+        # Squares of finite elements may overflow.
+        if not known and non_finite(grad):
+            return 4, index
+    return 0, 0
+
+
+def agree_on_step(
+    op: str, named: Sequence[Named], step: int, group: ProcessGroup | None, *, first: bool
+) -> list[bool]:
+    """Check the gradients of all ranks, and find out which parameters have one.
+
+    Args:
+        op: name for messages.
+        named: all parameters, in the order of all ranks.
+        step: number of the step.
+        group: the ranks, None for this one alone.
+        first: also compare the values of the parameters that all ranks hold.
+
+    Returns:
+        For each parameter whether any rank that holds it has a gradient.
+
+    Raises:
+        ValueError: on every rank: steps or parameters differ, or a gradient is not finite.
+        TypeError: on every rank: a parameter or gradient is of a kind that is not supported.
+        RankFailureError: a rank died or did not answer.
+    """
+    problem, which = _find_problem(named)
+    has = [entry.parameter.grad is not None for entry in named]
+    if group is None:
+        _raise(op, named, problem, which, None)
+        return has
+    device, ranks = named[0].parameter.device, group_ranks(group)
+    if first:
+        _compare_parameters(op, named, problem, which, group)
+    words = [
+        sum(1 << bit for bit, flag in enumerate(has[start : start + _BITS]) if flag)
+        for start in range(0, len(has), _BITS)
+    ]
+    rows = share([problem, which, step, *words], group, device, operation=op)
+    for rank, row in zip(ranks, rows, strict=True):
+        _raise(op, named, row[0], row[1], rank)
+    check_equal_over_ranks("the number of the step", [row[2] for row in rows], group, op)
+    masks = {rank: row[3:] for rank, row in zip(ranks, rows, strict=True)}
+    return [
+        any(masks[r][i // _BITS] >> (i % _BITS) & 1 for r in (entry.ranks or ranks))
+        for i, entry in enumerate(named)
+    ]
+
+
+def _compare_parameters(
+    op: str, named: Sequence[Named], problem: int, which: int, group: ProcessGroup
+) -> None:
+    """Raise on every rank unless all have the same parameters; a message of fixed size."""
+    signature = "\n".join(f"{tuple(e.parameter.shape)} {e.parameter.dtype}" for e in named)
+    # Only ranks with plain tensors can be compared by value; the others raise in any case.
+    shared = [(e.label, e.parameter) for e in named if e.ranks is None and not problem]
+    facts = {
+        "the number of parameters": len(named),
+        "the checksum of their shapes and dtypes": zlib.crc32(signature.encode()),
+        "the values of the parameters at the first step (seed every rank alike)": fingerprint(
+            shared
+        ),
+    }
+    message = [problem, which, *facts.values()]
+    rows = share(message, group, named[0].parameter.device, operation=op)
+    columns = list(zip(*rows, strict=True))[2:]
+    for name, column in list(zip(facts, columns, strict=True))[:2]:
+        check_equal_over_ranks(name, column, group, op)
+    for rank, row in zip(group_ranks(group), rows, strict=True):
+        _raise(op, named, row[0], row[1], rank)
+    check_equal_over_ranks(list(facts)[2], columns[2], group, op)
+
+
+def _raise(op: str, named: Sequence[Named], problem: int, which: int, rank: int | None) -> None:
+    if problem:
+        error, rule = _PROBLEMS[problem]
+        where = "" if rank is None else f" on rank {rank}"
+        raise error(f"{op}: expected {rule} for {named[which].label}{where}")

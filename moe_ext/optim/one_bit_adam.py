@@ -1,0 +1,235 @@
+"""1-bit Adam: momentum that travels as signs once the variance is settled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim.optimizer import ParamsT
+
+from moe_ext.optim._arguments import check_count, check_variant
+from moe_ext.optim._compressed import CompressedOptimizer, Entry, warn_of_ignored
+from moe_ext.optim._variance import fill_zeros
+
+
+class OneBitAdam(CompressedOptimizer):
+    r"""AdamW that communicates, from a step on by one bit an element.
+
+    Up to ``freeze_step`` steps the gradients are averaged as they are: AdamW. From then on the
+    variance v stays as it is, and every rank moves the momentum on by its own gradient and sends it
+    as signs with a scale per block, keeping the error for the next step:
+
+    .. math::
+        m_r = \beta_1 \bar m + (1 - \beta_1) g_r,\quad
+        \bar m = \mathrm{mean}_r\, C(m_r + e_r),\quad
+        w \leftarrow (1 - \gamma \lambda) w - \gamma \frac{\bar m}{\sqrt{v} + \epsilon}
+
+    Do not reduce the gradients otherwise: use the plain module (or `ddp.no_sync()`), made from the
+    same seed on every rank. A compressed step sends numel / 8 bytes of signs and 4 numel / block of
+    scales in each of two rounds; with the warm-up's share w of the steps the volume is
+    :math:`w + (1 - w) / 16` of that of 16-bit gradients, and the scales. Parameters have the same
+    bits on all ranks after every step.
+
+    A bit cannot say zero. Blocks of zeros (experts without tokens, unused rows) stay zero, rows
+    that share a block with others too as long as no rank has anything in them, and a variance of
+    exactly zero counts as the mean of its tensor: masks (``exp_avg_mask`` in a group, taken as by
+    DeepSpeed) are not needed.
+
+    Args:
+        params: parameters, or groups of them. A group may have ``process_group`` (the ranks
+            that hold copies of its parameters, or "self"; see `moe_ext.optim.param_groups`),
+            ``non_freeze=True`` (never compressed) and ``exp_avg_mask``.
+        lr: :math:`\gamma`.
+        freeze_step: steps before compression starts, 15 to 25 % of a training.
+        bias_correction: correct m and v for starting at zero; the correction of v freezes with it.
+        betas: decay of m and of v.
+        eps: :math:`\epsilon`.
+        eps_inside_sqrt: add it to v instead.
+        weight_decay: :math:`\lambda`, decoupled.
+        max_grad_norm: bound on the norm of all gradients, 0 for none: of the averaged ones before
+            ``freeze_step``, of those of each rank after.
+        amsgrad: must be False.
+        cuda_aware: ignored, as ``comm_backend_name`` and ``deepspeed`` are: the process group moves
+            the data.
+        comm_backend_name: ignored.
+        deepspeed: ignored.
+        group: ranks that train together; None is the default group, or this process alone.
+        block: elements that share a scale, a power of two from 64 to 1024.
+        communication_data_type: type of the gradients in the warm-up's all-reduce; None is that of
+            the parameter.
+
+    Raises:
+        ValueError: an option is out of range.
+
+    Moments are float32 for parameters of every type. One device-to-host synchronisation a step, to
+    know that the gradients of all ranks are finite before anything changes.
+
+    Reference: Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's
+    Convergence Speed, 2021 (arXiv 2102.02888), algorithm 1.
+    """
+
+    _op = "OneBitAdam"
+    _more_defaults: dict[str, Any] = {}
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        freeze_step: int = 100000,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+        *,
+        deepspeed: object = None,
+        group: ProcessGroup | None = None,
+        block: int = 256,
+        communication_data_type: torch.dtype | None = None,
+    ) -> None:
+        check_variant(self._op, amsgrad)
+        check_count(self._op, "freeze_step", freeze_step)
+        warn_of_ignored(self._op, deepspeed, cuda_aware, comm_backend_name)
+        self.freeze_step = freeze_step
+        self._eps_inside_sqrt = eps_inside_sqrt
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "max_grad_norm": max_grad_norm,
+            "per_expert": False,
+            **self._more_defaults,
+        }
+        super().__init__(
+            params,
+            defaults,
+            group=group,
+            block=block,
+            communication_data_type=communication_data_type,
+        )
+
+    def _is_dense(self) -> bool:
+        return self.steps_taken < self.freeze_step
+
+    def _take_step(self, entries: list[Entry]) -> None:
+        for entry in entries:
+            self._moments(entry, ("exp_avg", "exp_avg_sq"))
+            state = self.state[entry.parameter]
+            state["var_steps"] = state.get("var_steps", state.setdefault("step", 0))
+        if self._is_dense():
+            compressed: list[Entry] = []
+        else:
+            compressed = [entry for entry in entries if self._is_compressed(entry)]
+            if not self._means:
+                self._freeze(compressed)
+        chosen = {id(entry) for entry in compressed}
+        dense = [entry for entry in entries if id(entry) not in chosen]
+        self._average_gradients(dense)
+        self._clip(dense, local=False)
+        momenta = self._mean_momenta(compressed) if compressed else {}
+        for group_index in range(len(self.param_groups)):
+            members = [e for e in entries if e.group_index == group_index and e.active]
+            self._update_group(self.param_groups[group_index], members, momenta)
+
+    def _freeze(self, entries: list[Entry]) -> None:
+        """What is needed once, before the first compressed step."""
+        for mean, members in self._flat_means():
+            mean.note_rows([self.state[e.parameter]["exp_avg_sq"] for e in members])
+        fill_zeros([self.state[entry.parameter]["exp_avg_sq"] for entry in entries])
+        for entry in entries:
+            state = self.state[entry.parameter]
+            state["var_steps"] = state["var_steps"] or max(1, self.steps_taken)
+
+    def _mean_momenta(self, entries: list[Entry]) -> dict[int, Tensor]:
+        """The new momentum of compressed entries, by id of the entry."""
+        means = self._flat_means()
+        for mean, members in means:
+            torch._foreach_copy_(mean.views, [self.state[e.parameter]["exp_avg"] for e in members])
+            for view, entry in zip(mean.views, members, strict=True):
+                beta1 = self.param_groups[entry.group_index]["betas"][0]
+                if entry.grad is None:
+                    view.mul_(beta1)
+                else:
+                    view.lerp_(entry.grad, 1 - beta1)
+        self._reduce(means)
+        return {
+            id(entry): view
+            for mean, members in means
+            for view, entry in zip(mean.views, members, strict=True)
+        }
+
+    def _update_group(
+        self, group: dict[str, Any], entries: list[Entry], momenta: dict[int, Tensor]
+    ) -> None:
+        dense = [entry for entry in entries if id(entry) not in momenta]
+        self._update_dense(group, dense)
+        for entry in entries:
+            state = self.state[entry.parameter]
+            if id(entry) in momenta:
+                self._follow_momentum(group, entry, momenta[id(entry)])
+            state["step"] += 1
+        self._apply(group, entries)
+
+    def _follow_momentum(self, group: dict[str, Any], entry: Entry, momentum: Tensor) -> None:
+        self.state[entry.parameter]["exp_avg"].copy_(momentum)
+
+    def _update_dense(self, group: dict[str, Any], entries: list[Entry]) -> None:
+        """Both moments by averaged gradients."""
+        grads = [entry.grad for entry in entries if entry.grad is not None]
+        if not entries:
+            return
+        exp_avgs = [self.state[entry.parameter]["exp_avg"] for entry in entries]
+        exp_avg_sqs = [self.state[entry.parameter]["exp_avg_sq"] for entry in entries]
+        beta1, beta2 = group["betas"]
+        torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
+        torch._foreach_mul_(exp_avg_sqs, beta2)
+        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
+        for entry in entries:
+            self.state[entry.parameter]["var_steps"] += 1
+
+    def _denominators(self, group: dict[str, Any], entries: list[Entry]) -> list[Tensor]:
+        exp_avg_sqs = [self.state[entry.parameter]["exp_avg_sq"] for entry in entries]
+        corrections = [1.0] * len(entries)
+        if group["bias_correction"]:
+            beta2 = group["betas"][1]
+            corrections = [1 - beta2 ** self.state[e.parameter]["var_steps"] for e in entries]
+        return self._roots(group, exp_avg_sqs, corrections)
+
+    def _roots(
+        self, group: dict[str, Any], exp_avg_sqs: list[Tensor], corrections: list[float]
+    ) -> list[Tensor]:
+        if self._eps_inside_sqrt:
+            inside = torch._foreach_div(exp_avg_sqs, corrections)
+            torch._foreach_add_(inside, group["eps"])
+            return list(torch._foreach_sqrt(inside))
+        roots = list(torch._foreach_sqrt(exp_avg_sqs))
+        torch._foreach_div_(roots, [correction**0.5 for correction in corrections])
+        torch._foreach_add_(roots, group["eps"])
+        return roots
+
+    def _apply(self, group: dict[str, Any], entries: list[Entry]) -> None:
+        if not entries:
+            return
+        lr, beta1 = float(group["lr"]), group["betas"][0]
+        parameters: list[Tensor] = [entry.parameter for entry in entries]
+        if group["weight_decay"] != 0:
+            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+        rates = [-lr] * len(entries)
+        if group["bias_correction"]:
+            rates = [-lr / (1 - beta1 ** self.state[p]["step"]) for p in parameters]
+        exp_avgs = [self.state[p]["exp_avg"] for p in parameters]
+        denominators = self._denominators(group, entries)
+        if all(p.dtype == torch.float32 for p in parameters):
+            torch._foreach_addcdiv_(parameters, exp_avgs, denominators, rates)
+            return
+        updates = torch._foreach_div(exp_avgs, denominators)
+        for parameter, update, rate in zip(parameters, updates, rates, strict=True):
+            parameter.add_(update, alpha=rate)

@@ -1,0 +1,234 @@
+"""1-bit LAMB: compressed momentum, with ratios that follow a fresh variance.
+
+Shapes: G slices of a parameter that have a ratio each, its experts or the whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim.optimizer import ParamsT
+
+from moe_ext.optim._arguments import check_positive
+from moe_ext.optim._compressed import Entry
+from moe_ext.optim._shards import SliceNorms
+from moe_ext.optim.lamb import trust_ratio
+from moe_ext.optim.one_bit_adam import OneBitAdam
+
+
+class OneBitLamb(OneBitAdam):
+    r"""LAMB that communicates, from a step on by one bit an element.
+
+    Up to ``freeze_step`` steps it is `LAMB`, with a running mean of the ratios c. Then momentum
+    travels as in `OneBitAdam` and the variance v of the direction r stays as it is; the ratio is
+    that mean times a factor that follows a variance which goes on, made of the gradients that the
+    averaged momentum tells:
+
+    .. math::
+        \hat g = \frac{\bar m_t - \beta_1 \bar m_{t-1}}{1 - \beta_1},\quad
+        \tilde v \leftarrow \beta_2 \tilde v + (1 - \beta_2) \hat g^2,\quad
+        f = \max \frac{\sqrt{v} + \epsilon}{\sqrt{\tilde v} + \epsilon},\quad
+        w \leftarrow w - \gamma\, f\, \bar c\, r
+
+    With weight decay the part of f is that of the direction without it. All of it is per tensor, or
+    per expert in groups with ``per_expert``. Momenta are not scaled to one size before they are
+    compressed: no block holds elements of two tensors, and signs do not depend on the scale.
+
+    Args:
+        params: as `OneBitAdam`; a group may also have ``adapt=False``, which is `OneBitAdam` for
+            biases and norms, and ``per_expert=True``.
+        lr: :math:`\gamma`.
+        freeze_step: as `OneBitAdam`.
+        bias_correction: as `OneBitAdam`.
+        betas: as `OneBitAdam`.
+        eps: as `OneBitAdam`.
+        eps_inside_sqrt: as `OneBitAdam`.
+        weight_decay: part of r.
+        max_grad_norm: as `OneBitAdam`.
+        max_coeff: bound on c.
+        min_coeff: bound on c.
+        amsgrad: must be False.
+        cuda_aware: ignored.
+        comm_backend_name: ignored.
+        coeff_beta: decay of the running mean of c; 1 / (1 - coeff_beta) should be at most
+            freeze_step.
+        factor_max: bound on f.
+        factor_min: bound on f.
+        factor_threshold: bound on the relative change of f in a step.
+        deepspeed: ignored.
+        group: as `OneBitAdam`.
+        block: as `OneBitAdam`.
+        communication_data_type: as `OneBitAdam`.
+
+    Raises:
+        ValueError: an option is out of range.
+
+    Reference: Li et al., 1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with
+    LAMB's Convergence Speed, 2021 (arXiv 2104.06069), algorithm 1.
+    """
+
+    _op = "OneBitLamb"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        freeze_step: int = 100000,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+        *,
+        deepspeed: object = None,
+        group: ProcessGroup | None = None,
+        block: int = 256,
+        communication_data_type: torch.dtype | None = None,
+    ) -> None:
+        if not 0 <= coeff_beta < 1:
+            raise ValueError(f"OneBitLamb: expected coeff_beta to be in [0, 1), got {coeff_beta}")
+        _check_range("min_coeff", min_coeff, "max_coeff", max_coeff)
+        _check_range("factor_min", factor_min, "factor_max", factor_max)
+        check_positive(self._op, "factor_threshold", factor_threshold)
+        self._coeff_beta, self._factor_threshold = coeff_beta, factor_threshold
+        self._factor_range = (factor_min, factor_max)
+        self._more_defaults = {"max_coeff": max_coeff, "min_coeff": min_coeff, "adapt": True}
+        self._coefficients: list[Tensor] = []
+        super().__init__(
+            params,
+            lr,
+            freeze_step,
+            bias_correction,
+            betas,
+            eps,
+            eps_inside_sqrt,
+            weight_decay,
+            max_grad_norm,
+            amsgrad,
+            cuda_aware,
+            comm_backend_name,
+            deepspeed=deepspeed,
+            group=group,
+            block=block,
+            communication_data_type=communication_data_type,
+        )
+
+    def get_lamb_coeffs(self) -> list[float | list[float]]:
+        """Factors on the learning rate in the last step, a list for stacked experts."""
+        return [c.item() if len(c) == 1 else c.tolist() for c in self._coefficients]
+
+    def _freeze(self, entries: list[Entry]) -> None:
+        super()._freeze(entries)
+        for entry in entries:
+            state = self.state[entry.parameter]
+            state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
+
+    def _take_step(self, entries: list[Entry]) -> None:
+        self._coefficients = []
+        super()._take_step(entries)
+
+    def _follow_momentum(self, group: dict[str, Any], entry: Entry, momentum: Tensor) -> None:
+        state = self.state[entry.parameter]
+        if "exp_avg_sq_fresh" in state:
+            beta1, beta2 = group["betas"]
+            grad = momentum.sub(state["exp_avg"], alpha=beta1).div_(1 - beta1)
+            state["exp_avg_sq_fresh"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        super()._follow_momentum(group, entry, momentum)
+
+    def _apply(self, group: dict[str, Any], entries: list[Entry]) -> None:
+        entries = [entry for entry in entries if entry.parameter.numel()]
+        if not entries:
+            return
+        parameters: list[Tensor] = [entry.parameter for entry in entries]
+        denominators = self._denominators(group, entries)
+        exp_avgs = [self.state[p]["exp_avg"] for p in parameters]
+        directions = list(torch._foreach_div(exp_avgs, denominators))
+        if group["bias_correction"]:
+            beta1 = group["betas"][0]
+            steps = [self.state[p]["step"] for p in parameters]
+            torch._foreach_div_(directions, [1 - beta1**step for step in steps])
+        slices = SliceNorms(parameters, [group["per_expert"]] * len(parameters))
+        updates = directions
+        if group["weight_decay"] != 0:
+            updates = list(torch._foreach_add(directions, parameters, alpha=group["weight_decay"]))
+        norms = slices.norms(parameters, updates, directions)
+        coefficients = []
+        for position, entry in enumerate(entries):
+            weight_G, update_G, direction_G = (family[position] for family in norms)
+            state = self.state[entry.parameter]
+            if not group["adapt"]:
+                coefficient_G = torch.ones_like(weight_G)
+            elif "exp_avg_sq_fresh" in state:
+                share_G = torch.where(update_G > 0, direction_G / update_G, 1.0).clamp(max=1.0)
+                coefficient_G = self._frozen_ratio(group, entry, denominators[position], share_G)
+            else:
+                coefficient_G = trust_ratio(group, weight_G, update_G)
+                self._remember(state, coefficient_G)
+            coefficients.append(coefficient_G)
+        self._coefficients += coefficients
+        lr = float(group["lr"])
+        for parameter, update, factor in zip(
+            parameters, updates, slices.factors(coefficients), strict=True
+        ):
+            parameter.sub_(update.mul_((factor * lr).to(update.dtype)))
+
+    def _remember(self, state: dict[str, Any], ratio_G: Tensor) -> None:
+        """The running mean of ratios that say something."""
+        mean_G = _slice_state(state, "lamb_coeff_freeze", 0.0, ratio_G)
+        moved_G = mean_G * self._coeff_beta + (1 - self._coeff_beta) * ratio_G
+        mean_G.copy_(torch.where(ratio_G == 1.0, mean_G, moved_G))
+
+    def _frozen_ratio(
+        self, group: dict[str, Any], entry: Entry, denominator: Tensor, share_G: Tensor
+    ) -> Tensor:
+        """The mean ratio of the warm-up times f."""
+        state = self.state[entry.parameter]
+        correction = self._fresh_correction(group, state)
+        real = self._roots(group, [state["exp_avg_sq_fresh"]], [correction])[0]
+        quotient = (denominator / real).reshape(len(share_G), -1)
+        factor_G = quotient.amax(dim=1).to(share_G)
+        if group["weight_decay"] != 0:
+            factor_G = factor_G * share_G + (1 - share_G)
+        last_G = _slice_state(state, "last_factor", 1.0, share_G)
+        factor_G = factor_G.clamp(*self._factor_range)
+        threshold = self._factor_threshold
+        factor_G = factor_G.clamp(last_G * (1 - threshold), last_G * (1 + threshold))
+        last_G.copy_(factor_G)
+        mean_G = _slice_state(state, "lamb_coeff_freeze", 0.0, share_G)
+        # No ratio was ever other than one: a parameter of zeros, or without a gradient so far.
+        return torch.where(mean_G > 0, mean_G, 1.0) * factor_G
+
+    def _fresh_correction(self, group: dict[str, Any], state: dict[str, Any]) -> float:
+        if not group["bias_correction"]:
+            return 1.0
+        return float(1 - group["betas"][1] ** max(state["var_steps"], state["step"]))
+
+
+def _slice_state(state: dict[str, Any], name: str, start: float, like_G: Tensor) -> Tensor:
+    """A number for each slice, as kept or as DeepSpeed saves it."""
+    value = state.get(name, start)
+    if not isinstance(value, Tensor):
+        state[name] = torch.full_like(like_G, float(value))
+    found: Tensor = state[name]
+    return found
+
+
+def _check_range(low_name: str, low: float, high_name: str, high: float) -> None:
+    check_positive("OneBitLamb", low_name, low)
+    if not high >= low:
+        raise ValueError(
+            f"OneBitLamb: expected {high_name} to be at least {low_name} ({low}), got {high}"
+        )

@@ -1,0 +1,294 @@
+"""0/1 Adam: variance at ever longer intervals, local steps, and one bit between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim.optimizer import ParamsT
+
+from moe_ext.optim._arguments import check_count, check_variant
+from moe_ext.optim._compressed import CompressedOptimizer, Entry, warn_of_ignored
+from moe_ext.optim._compressed_mean import CompressedMean, sum_in_place
+from moe_ext.optim._variance import fillings
+
+_BUFFERS = ("exp_avg", "exp_avg_sq", "momentum_accumulator")
+
+
+class ZeroOneAdam(CompressedOptimizer):
+    r"""AdamW that communicates by one bit an element from the start, and later not every step.
+
+    Every rank r moves by its own momentum and adds up how far; at a synchronisation the sums
+    travel as signs with a scale per block, and all ranks move by their mean instead:
+
+    .. math::
+        m_r \leftarrow \beta_1 m_r + (1 - \beta_1) g_r,\quad u_r \leftarrow u_r + \gamma m_r,\quad
+        \bar u = \mathrm{mean}_r\, C(u_r + e_r)
+
+    .. math::
+        w \leftarrow w' - \frac{\bar u}{\sqrt{v} + \epsilon},\quad
+        m_r \leftarrow \frac{\bar u}{\sum \gamma},\quad u_r \leftarrow 0
+
+    with w' the weights of the last synchronisation (times those steps' weight decay).
+    Up to step ``var_freeze_step`` every step synchronises. Those that are a multiple of the
+    variance interval average the gradients as they are instead, for both moments; the interval
+    doubles after every ``var_update_scaler`` of them. After that v stays as it is, and steps
+    synchronise that are a multiple of the local interval, which doubles after every
+    ``local_step_scaler`` steps up to ``local_step_clipper``.
+
+    Between two synchronisations parameters differ between ranks: `synchronised` tells, and
+    `flush` makes them equal. Wiring, zeros, process groups and masks are as for `OneBitAdam`.
+
+    Args:
+        params: as `OneBitAdam`.
+        lr: :math:`\gamma`.
+        bias_correction: correct m and v for starting at zero, v by the number of its updates.
+        betas: decay of m and of v.
+        eps: :math:`\epsilon`.
+        eps_inside_sqrt: add it to v instead.
+        weight_decay: decoupled.
+        max_grad_norm: as `OneBitAdam`: of averaged gradients in a step that updates v.
+        var_freeze_step: last step that may update v.
+        var_update_scaler: updates of v between two doublings of their interval.
+        local_step_scaler: steps between two doublings of the local interval.
+        local_step_clipper: bound on the local interval.
+        amsgrad: must be False.
+        cuda_aware: ignored.
+        comm_backend_name: ignored.
+        deepspeed: ignored.
+        group: as `OneBitAdam`.
+        block: as `OneBitAdam`.
+        communication_data_type: as `OneBitAdam`.
+
+    Raises:
+        ValueError: an option is out of range.
+
+    Reference: Lu et al., Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam,
+    2022 (arXiv 2202.06009), algorithm 1 and section 6.
+    """
+
+    _op = "ZeroOneAdam"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        var_freeze_step: int = 100000,
+        var_update_scaler: int = 16,
+        local_step_scaler: int = 32678,
+        local_step_clipper: int = 16,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+        *,
+        deepspeed: object = None,
+        group: ProcessGroup | None = None,
+        block: int = 256,
+        communication_data_type: torch.dtype | None = None,
+    ) -> None:
+        check_variant(self._op, amsgrad)
+        check_count(self._op, "var_freeze_step", var_freeze_step, least=1)
+        check_count(self._op, "var_update_scaler", var_update_scaler, least=1)
+        check_count(self._op, "local_step_scaler", local_step_scaler, least=1)
+        check_count(self._op, "local_step_clipper", local_step_clipper, least=1)
+        warn_of_ignored(self._op, deepspeed, cuda_aware, comm_backend_name)
+        self.var_freeze_step, self.var_update_scaler = var_freeze_step, var_update_scaler
+        self.local_step_scaler = local_step_scaler
+        self.local_step_clipper = local_step_clipper
+        self._eps_inside_sqrt = eps_inside_sqrt
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "max_grad_norm": max_grad_norm,
+            "per_expert": False,
+            # The schedule, in the group so that it is saved with the options.
+            "var_interval": 1,
+            "var_counter": 0,
+            "local_step_interval": 1,
+            "local_step_counter": 0,
+            "lrs": 0.0,
+        }
+        super().__init__(
+            params,
+            defaults,
+            group=group,
+            block=block,
+            communication_data_type=communication_data_type,
+        )
+
+    @property
+    def synchronised(self) -> bool:
+        """Whether parameters are equal on all ranks now."""
+        return all(not self.state[entry.parameter].get("apart", False) for entry in self._made)
+
+    def flush(self) -> None:
+        """Synchronise, and bring in what all ranks owe, by one dense all-reduce, on all ranks.
+
+        Raises:
+            RankFailureError: a rank died or did not answer.
+        """
+        with torch.no_grad():
+            for mean, members in self._made_means():
+                total_N = mean.errors()
+                for part, entry in zip(mean.parts_of(total_N), members, strict=True):
+                    part.add_(self.state[entry.parameter]["momentum_accumulator"])
+                sum_in_place(total_N, mean.group, self._op)
+                total_N.div_(mean.size)
+                self._land(members, mean.parts_of(total_N))
+                mean.clear_errors()
+            for group in self.param_groups:
+                group["lrs"] = 0.0
+
+    def _is_dense(self) -> bool:
+        step = self.steps_taken + 1
+        group = self.param_groups[0]
+        return step <= self.var_freeze_step and step % group["var_interval"] == 0
+
+    def _is_between(self, state_dict: dict[str, Any]) -> bool:
+        return any(state.get("apart", False) for state in state_dict["state"].values())
+
+    def _take_step(self, entries: list[Entry]) -> None:
+        for entry in entries:
+            self._moments(entry, _BUFFERS)
+            state = self.state[entry.parameter]
+            state.setdefault("var_steps", self.steps_taken)
+            if "filling" not in state:
+                state["filling"] = fillings([state["exp_avg_sq"]])[0]
+        step, first = self.steps_taken + 1, self.param_groups[0]
+        means = self._flat_means()
+        kept = [entry for entry in entries if not self._is_compressed(entry)]
+        if self._is_dense():
+            self._dense_step(entries, means)
+            self._count("var", self.var_update_scaler)
+            return
+        self._dense_step(kept, ())
+        members = [entry for entry in entries if self._is_compressed(entry) and entry.active]
+        local = step > self.var_freeze_step
+        if not local or step % first["local_step_interval"] == 0:
+            self._synchronise(means)
+        else:
+            self._local_step(members)
+        if local:
+            self._count("local_step", self.local_step_scaler, self.local_step_clipper)
+
+    def _count(self, name: str, scaler: int, most: int | None = None) -> None:
+        """Double an interval after `scaler` calls."""
+        for group in self.param_groups:
+            group[f"{name}_counter"] += 1
+            if group[f"{name}_counter"] == scaler:
+                group[f"{name}_counter"] = 0
+                doubled = 2 * group[f"{name}_interval"]
+                group[f"{name}_interval"] = doubled if most is None else min(doubled, most)
+
+    def _rate(self, group: dict[str, Any]) -> float:
+        """How far a step moves by a momentum of one, before the root of v."""
+        lr = float(group["lr"])
+        if not group["bias_correction"]:
+            return lr
+        return float(lr / (1 - group["betas"][0] ** (self.steps_taken + 1)))
+
+    def _dense_step(
+        self, entries: list[Entry], means: list[tuple[CompressedMean, list[Entry]]] | tuple[()]
+    ) -> None:
+        """A step of AdamW by averaged gradients; what is owed stays owed."""
+        self._average_gradients(entries)
+        self._clip(entries, local=False)
+        moved = [entry for entry in entries if entry.active and entry.grad is not None]
+        for entry in moved:
+            group, state = self.param_groups[entry.group_index], self.state[entry.parameter]
+            assert entry.grad is not None
+            state["exp_avg"].lerp_(entry.grad, 1 - group["betas"][0])
+            beta2 = group["betas"][1]
+            state["exp_avg_sq"].mul_(beta2).addcmul_(entry.grad, entry.grad, value=1 - beta2)
+            state["var_steps"] += 1
+        seconds = [self.state[entry.parameter]["exp_avg_sq"] for entry in entries]
+        for entry, filling in zip(entries, fillings(seconds), strict=True):
+            self.state[entry.parameter]["filling"] = filling
+        for mean, members in means:
+            mean.note_rows([self.state[entry.parameter]["exp_avg_sq"] for entry in members])
+        for entry in moved:
+            group, state = self.param_groups[entry.group_index], self.state[entry.parameter]
+            entry.parameter.mul_(1 - float(group["lr"]) * group["weight_decay"])
+            self._move(entry, state["exp_avg"] * self._rate(group))
+
+    def _local_step(self, entries: list[Entry]) -> None:
+        """Move this rank alone, and remember how far."""
+        for entry in entries:
+            group, state = self.param_groups[entry.group_index], self.state[entry.parameter]
+            if not state.get("apart", False):
+                state["anchor"], state["decay"], state["apart"] = entry.parameter.clone(), 1.0, True
+            exp_avg, rate = state["exp_avg"], self._rate(group)
+            self._follow(entry, exp_avg)
+            state["momentum_accumulator"].add_(exp_avg, alpha=rate)
+            factor = 1 - float(group["lr"]) * group["weight_decay"]
+            state["decay"] *= factor
+            entry.parameter.mul_(factor)
+            self._move(entry, exp_avg * rate)
+        for group in self.param_groups:
+            group["lrs"] += self._rate(group)
+
+    def _follow(self, entry: Entry, exp_avg: Tensor) -> None:
+        beta1 = self.param_groups[entry.group_index]["betas"][0]
+        if entry.grad is None:
+            exp_avg.mul_(beta1)
+        else:
+            exp_avg.lerp_(entry.grad, 1 - beta1)
+
+    def _synchronise(self, means: list[tuple[CompressedMean, list[Entry]]]) -> None:
+        """A local step on all ranks that ends in the same place."""
+        totals = [group["lrs"] + self._rate(group) for group in self.param_groups]
+        for mean, members in means:
+            for view, entry in zip(mean.views, members, strict=True):
+                state, group = self.state[entry.parameter], self.param_groups[entry.group_index]
+                self._follow(entry, view.copy_(state["exp_avg"]))
+                view.mul_(self._rate(group)).add_(state["momentum_accumulator"])
+        self._reduce(means)
+        for group, total in zip(self.param_groups, totals, strict=True):
+            group["lrs"] = total
+        for mean, members in means:
+            for entry in members:
+                state, group = self.state[entry.parameter], self.param_groups[entry.group_index]
+                if entry.active or state.get("apart", False):
+                    factor = 1 - float(group["lr"]) * group["weight_decay"]
+                    state["decay"] = state.get("decay", 1.0) * (factor if entry.active else 1.0)
+            self._land(members, mean.views)
+        for group in self.param_groups:
+            group["lrs"] = 0.0
+
+    def _land(self, entries: list[Entry], means: list[Tensor]) -> None:
+        """Go from the last common place by the mean of what the ranks went."""
+        for entry, mean in zip(entries, means, strict=True):
+            state, group = self.state[entry.parameter], self.param_groups[entry.group_index]
+            if state.pop("apart", False):
+                entry.parameter.copy_(state.pop("anchor"))
+            entry.parameter.mul_(state.pop("decay", 1.0))
+            self._move(entry, mean)
+            # Steps at a rate of zero went nowhere, and leave the momentum as it is.
+            if group["lrs"] > 0:
+                state["exp_avg"].copy_(mean).div_(group["lrs"])
+            state["momentum_accumulator"].zero_()
+
+    def _move(self, entry: Entry, distance: Tensor) -> None:
+        """Subtract a distance over the root of v."""
+        group, state = self.param_groups[entry.group_index], self.state[entry.parameter]
+        second = state["exp_avg_sq"]
+        second = torch.where(second > 0, second, state["filling"])
+        correction = 1.0
+        if group["bias_correction"]:
+            correction = 1 - group["betas"][1] ** max(1, state["var_steps"])
+        if self._eps_inside_sqrt:
+            root = (second / correction + group["eps"]).sqrt_()
+        else:
+            root = second.sqrt_().div_(correction**0.5).add_(group["eps"])
+        entry.parameter.sub_(distance / root)

@@ -1,0 +1,431 @@
+"""The optimizers that communicate themselves, on one rank: their formulas and their messages."""
+
+import copy
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from moe_ext import optim
+
+CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+MAKERS = {
+    "OneBitAdam": lambda params, **kw: optim.OneBitAdam(params, freeze_step=3, **kw),
+    "OneBitLamb": lambda params, **kw: optim.OneBitLamb(params, freeze_step=3, **kw),
+    "ZeroOneAdam": lambda params, **kw: optim.ZeroOneAdam(
+        params,
+        var_freeze_step=4,
+        var_update_scaler=2,
+        local_step_scaler=2,
+        local_step_clipper=4,
+        **kw,
+    ),
+}
+each_optimizer = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+def parameters(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(4, 3), (5,), (2, 3, 4), (0, 3)]
+    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+
+
+def gradients(step, params):
+    generator = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(p.shape, generator=generator).to(p.dtype) for p in params]
+
+
+def run(optimizer, params, steps):
+    seen = []
+    for step in steps:
+        for p, grad in zip(params, gradients(step, params), strict=True):
+            p.grad = grad
+        seen.append([p.grad.double() for p in params])
+        optimizer.step()
+    return list(zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_before_the_freeze_it_is_adamw_bit_for_bit(decay):
+    ours, theirs = parameters(), parameters()
+    options = {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": decay}
+    run(optim.OneBitAdam(ours, **options), ours, range(5))
+    run(torch.optim.AdamW(theirs, foreach=True, **options), theirs, range(5))
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+def test_one_bit_adam_alone_is_the_formula(corrected, inside):
+    params = parameters()
+    before = [p.detach().double() for p in params]
+    lr, (b1, b2), eps, decay, freeze = 0.05, (0.8, 0.95), 1e-3, 0.1, 3
+    optimizer = optim.OneBitAdam(
+        params, lr, freeze, corrected, (b1, b2), eps, inside, weight_decay=decay
+    )
+    for w, p, grads in zip(before, params, run(optimizer, params, range(7)), strict=True):
+        m, v = torch.zeros_like(w), torch.zeros_like(w)
+        for t, g in enumerate(grads, 1):
+            m = b1 * m + (1 - b1) * g
+            if t <= freeze:
+                v = b2 * v + (1 - b2) * g * g
+            m_hat = m / (1 - b1**t) if corrected else m
+            v_hat = v / (1 - b2 ** min(t, freeze)) if corrected else v
+            root = (v_hat + eps).sqrt() if inside else v_hat.sqrt() + eps
+            w = w * (1 - lr * decay) - lr * m_hat / root
+        torch.testing.assert_close(p.detach().double(), w, **CLOSE)
+
+
+def lamb_by_formula(w, grads, *, lr, betas, eps, decay, freeze, beta3, factors, threshold):
+    (b1, b2), (low, high) = betas, factors
+    m, v, mean, last, fresh = torch.zeros_like(w), torch.zeros_like(w), 0.0, 1.0, None
+    coefficients = []
+    for t, g in enumerate(grads, 1):
+        m = b1 * m + (1 - b1) * g
+        if t <= freeze:
+            v = b2 * v + (1 - b2) * g * g
+            root = v.sqrt() + eps
+            r = m / root + decay * w
+            c = min(max(w.norm().item() / r.norm().item(), 0.01), 10.0)
+            mean = beta3 * mean + (1 - beta3) * c
+            fresh = v
+        else:
+            fresh = b2 * fresh + (1 - b2) * g * g
+            root = v.sqrt() + eps
+            r = m / root + decay * w
+            f = (root / (fresh.sqrt() + eps)).max().item()
+            share = min(1.0, (m / root).norm().item() / r.norm().item()) if decay else 1.0
+            f = min(max(f * share + 1 - share, low), high)
+            f = last = min(max(f, last * (1 - threshold)), last * (1 + threshold))
+            c = mean * f
+        coefficients.append(c)
+        w = w - lr * c * r
+    return w, coefficients
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("threshold", [0.1, 0.5])
+def test_one_bit_lamb_alone_is_the_formula(decay, threshold):
+    params = parameters()[:3]
+    before = [p.detach().double() for p in params]
+    options = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-3}
+    optimizer = optim.OneBitLamb(
+        params,
+        freeze_step=3,
+        bias_correction=False,
+        weight_decay=decay,
+        coeff_beta=0.6,
+        factor_max=1.7,
+        factor_min=0.8,
+        factor_threshold=threshold,
+        **options,
+    )
+    taken = run(optimizer, params, range(7))
+    for index, (w, p, grads) in enumerate(zip(before, params, taken, strict=True)):
+        want, coefficients = lamb_by_formula(
+            w,
+            grads,
+            decay=decay,
+            freeze=3,
+            beta3=0.6,
+            factors=(0.8, 1.7),
+            threshold=threshold,
+            **options,
+        )
+        torch.testing.assert_close(p.detach().double(), want, **CLOSE)
+        assert optimizer.get_lamb_coeffs()[index] == pytest.approx(coefficients[-1], rel=1e-4)
+
+
+def test_one_bit_lamb_before_the_freeze_is_lamb():
+    ours, theirs = parameters(), parameters()
+    options = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-5, "weight_decay": 0.1}
+    run(optim.OneBitLamb(ours, **options), ours, range(4))
+    run(optim.LAMB(theirs, **options), theirs, range(4))
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, **CLOSE)
+
+
+def test_one_bit_lamb_per_expert_is_that_of_separate_tensors():
+    stacked = [nn.Parameter(torch.randn(2, 3, 4)), nn.Parameter(torch.randn(2, 5))]
+    with torch.no_grad():
+        for p in stacked:
+            p[1] *= 50
+    apart = [nn.Parameter(p[e].detach().clone()) for p in stacked for e in range(2)]
+    options = {"lr": 0.05, "freeze_step": 2, "weight_decay": 0.1, "coeff_beta": 0.5}
+    whole = optim.OneBitLamb([{"params": stacked, "per_expert": True}], **options)
+    separate = optim.OneBitLamb(apart, **options)
+    for step in range(6):
+        for p, grad in zip(stacked, gradients(step, stacked), strict=True):
+            p.grad = grad
+        for index, p in enumerate(apart):
+            p.grad = stacked[index // 2].grad[index % 2].clone()
+        whole.step()
+        separate.step()
+    for index, p in enumerate(apart):
+        torch.testing.assert_close(stacked[index // 2][index % 2], p, **CLOSE)
+    flat = [c for entry in whole.get_lamb_coeffs() for c in entry]
+    assert flat == pytest.approx(separate.get_lamb_coeffs(), rel=1e-4)
+
+
+def test_without_ratio_one_bit_lamb_is_one_bit_adam_without_decay():
+    ours, theirs = parameters(), parameters()
+    groups = [{"params": ours, "adapt": False}]
+    run(optim.OneBitLamb(groups, lr=0.05, freeze_step=2), ours, range(5))
+    run(optim.OneBitAdam(theirs, lr=0.05, freeze_step=2), theirs, range(5))
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, **CLOSE)
+
+
+def zero_one_by_formula(w, grads, *, lr, betas, eps, decay, freeze, kappa, scaler, clipper):
+    b1, b2 = betas
+    m, v, u, lrs = (torch.zeros_like(w) for _ in range(4))
+    lrs, updates, shrink, anchor = 0.0, 0, 1.0, w
+    interval, counter, local, local_counter = 1, 0, 1, 0
+    for t, g in enumerate(grads, 1):
+        m = b1 * m + (1 - b1) * g
+        rate = lr / (1 - b1**t)
+        if t <= freeze and t % interval == 0:
+            v, updates, counter = b2 * v + (1 - b2) * g * g, updates + 1, counter + 1
+            w = w * (1 - lr * decay) - rate * m / ((v / (1 - b2**updates)).sqrt() + eps)
+            anchor = w
+            if counter == kappa:
+                interval, counter = 2 * interval, 0
+            continue
+        u, lrs, shrink = u + rate * m, lrs + rate, shrink * (1 - lr * decay)
+        root = (v / (1 - b2**updates)).sqrt() + eps
+        if t <= freeze or t % local == 0:
+            w = anchor = anchor * shrink - u / root
+            m, u, lrs, shrink = u / lrs, torch.zeros_like(w), 0.0, 1.0
+        else:
+            w = w * (1 - lr * decay) - rate * m / root
+        if t > freeze:
+            local_counter += 1
+            if local_counter == scaler:
+                local, local_counter = min(clipper, 2 * local), 0
+    return w
+
+
+def test_zero_one_adam_alone_is_the_formula():
+    for steps in range(1, 24):
+        params = parameters()[:3]
+        before = [p.detach().double() for p in params]
+        optimizer = optim.ZeroOneAdam(
+            params,
+            0.05,
+            betas=(0.8, 0.95),
+            eps=1e-3,
+            weight_decay=0.1,
+            var_freeze_step=9,
+            var_update_scaler=2,
+            local_step_scaler=4,
+            local_step_clipper=4,
+        )
+        taken = run(optimizer, params, range(steps))
+        for w, p, grads in zip(before, params, taken, strict=True):
+            want = zero_one_by_formula(
+                w,
+                grads,
+                lr=0.05,
+                betas=(0.8, 0.95),
+                eps=1e-3,
+                decay=0.1,
+                freeze=9,
+                kappa=2,
+                scaler=4,
+                clipper=4,
+            )
+            torch.testing.assert_close(p.detach().double(), want, **CLOSE)
+
+
+@each_optimizer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("steps", [2, 5, 7])
+def test_resumed_steps_have_the_same_bits(make, dtype, steps):
+    params = parameters(dtype)
+    optimizer = make(params, lr=0.05)
+    run(optimizer, params, range(steps))
+    copies = [nn.Parameter(p.detach().clone()) for p in params]
+    resumed = make(copies, lr=0.01)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert resumed.param_groups[0]["lr"] == 0.05
+    assert resumed.steps_taken == steps
+    run(optimizer, params, range(steps, steps + 6))
+    run(resumed, copies, range(steps, steps + 6))
+    assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
+    for p in params[:3]:
+        assert optimizer.state[p]["exp_avg"].dtype == torch.float32
+
+
+def test_it_goes_on_from_a_state_of_torch():
+    ours, theirs = parameters(), parameters()
+    theirs_adam = torch.optim.AdamW(theirs, lr=0.05, foreach=True)
+    run(theirs_adam, theirs, range(3))
+    with torch.no_grad():
+        for p, q in zip(ours, theirs, strict=True):
+            p.copy_(q)
+    optimizer = optim.OneBitAdam(ours, freeze_step=6)
+    optimizer.load_state_dict(copy.deepcopy(theirs_adam.state_dict()))
+    assert optimizer.steps_taken == 3
+    run(theirs_adam, theirs, range(3, 6))
+    run(optimizer, ours, range(3, 6))
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+    run(optimizer, ours, range(6, 8))
+    assert not any(torch.equal(p, q) for p, q in zip(ours[:3], theirs[:3], strict=True))
+
+
+@each_optimizer
+def test_closure_missing_gradients_and_frozen_parameters(make):
+    params = parameters()
+    params[1].requires_grad_(False)
+    optimizer = make(params, lr=0.05, weight_decay=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = params[0].square().sum()
+        loss.backward()
+        return loss
+
+    before = [p.detach().clone() for p in params]
+    losses = [optimizer.step(closure).item() for _ in range(3)]
+    assert losses[0] > losses[1] > losses[2]
+    assert all(torch.equal(p, b) for p, b in zip(params[1:], before[1:], strict=True))
+    assert params[1] not in optimizer.state
+    losses = [optimizer.step(closure).item() for _ in range(8)]
+    assert losses[0] > losses[-1]
+    assert torch.equal(params[1], before[1])
+
+
+@each_optimizer
+def test_nan_changes_nothing_and_is_named(make):
+    params = parameters()
+    optimizer = make([("a", params[0]), ("b", params[2])], lr=0.05)
+    params = [params[0], params[2]]
+    for steps in (2, 4):
+        run(optimizer, params, range(steps))
+        before = copy.deepcopy(optimizer.state_dict())
+        weights = [p.detach().clone() for p in params]
+        params[1].grad[1, 2, 3] = math.inf if steps == 2 else math.nan
+        message = f"{optimizer._op}: expected gradients to be finite, got NaN or infinity for 'b'"
+        with pytest.raises(ValueError, match=message):
+            optimizer.step()
+        assert all(torch.equal(p, w) for p, w in zip(params, weights, strict=True))
+        assert repr(optimizer.state_dict()) == repr(before)
+
+
+@each_optimizer
+def test_large_finite_gradients_are_taken(make):
+    p = nn.Parameter(torch.zeros(2, 3))
+    optimizer = make([p])
+    p.grad = torch.full((2, 3), 3e30)  # the squares are infinite
+    optimizer.step()
+    assert bool(torch.isfinite(p).all())
+
+
+def test_masks_hold_zeros_as_in_deepspeed_and_are_not_saved():
+    p = nn.Parameter(torch.ones(2, 3))
+    mask = torch.tensor([[1.0, 1.0, 0.0]])
+    optimizer = optim.OneBitAdam([{"params": [p], "exp_avg_mask": mask}], freeze_step=1)
+    run(optimizer, [p], range(3))
+    state = optimizer.state_dict()
+    assert "exp_avg_mask" not in state["param_groups"][0]
+    assert optimizer.param_groups[0]["exp_avg_mask"] is mask
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["exp_avg_mask"] is mask
+
+
+def test_max_grad_norm_bounds_all_gradients():
+    ours, theirs = parameters()[:3], parameters()[:3]
+    optimizer = optim.OneBitAdam(ours, 0.05, max_grad_norm=0.5)
+    other = torch.optim.AdamW(theirs, 0.05, weight_decay=0.0)
+    for step in range(3):
+        for params in (ours, theirs):
+            for p, grad in zip(params, gradients(step, params), strict=True):
+                p.grad = grad
+        torch.nn.utils.clip_grad_norm_(theirs, 0.5)
+        kept = [p.grad.clone() for p in ours]
+        optimizer.step()
+        other.step()
+        assert all(torch.equal(p.grad, k) for p, k in zip(ours, kept, strict=True))
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, **CLOSE)
+
+
+W = nn.Parameter(torch.zeros(3))
+BAD = [
+    ("OneBitAdam", {"amsgrad": True}, "OneBitAdam: expected amsgrad to be False, got True"),
+    ("OneBitAdam", {"freeze_step": -1}, "expected freeze_step to be an integer of at least 0"),
+    ("OneBitAdam", {"freeze_step": 1.5}, "freeze_step to be an integer of at least 0, got 1.5"),
+    ("OneBitAdam", {"block": 100}, "block to be a power of two from 64 to 1024, got 100"),
+    ("OneBitAdam", {"lr": -1.0}, "OneBitAdam: expected lr to be at least 0 and finite, got -1.0"),
+    ("OneBitAdam", {"betas": (0.9,)}, "expected betas to be two numbers"),
+    ("OneBitAdam", {"max_grad_norm": -1.0}, "expected max_grad_norm to be at least 0"),
+    (
+        "OneBitAdam",
+        {"communication_data_type": torch.int8},
+        "expected communication_data_type to be None, float32, bfloat16 or float16, got torch.int8",
+    ),
+    ("OneBitLamb", {"amsgrad": True}, "OneBitLamb: expected amsgrad to be False, got True"),
+    ("OneBitLamb", {"coeff_beta": 1.0}, r"expected coeff_beta to be in \[0, 1\), got 1.0"),
+    ("OneBitLamb", {"factor_min": 5.0}, r"expected factor_max to be at least factor_min \(5.0\)"),
+    ("OneBitLamb", {"min_coeff": 50.0}, r"expected max_coeff to be at least min_coeff \(50.0\)"),
+    ("OneBitLamb", {"factor_threshold": -1}, "expected factor_threshold to be at least 0"),
+    ("ZeroOneAdam", {"amsgrad": True}, "ZeroOneAdam: expected amsgrad to be False, got True"),
+    ("ZeroOneAdam", {"var_freeze_step": 0}, "var_freeze_step to be an integer of at least 1"),
+    ("ZeroOneAdam", {"var_update_scaler": 0}, "var_update_scaler to be an integer of at least 1"),
+    ("ZeroOneAdam", {"local_step_scaler": 0}, "local_step_scaler to be an integer of at least 1"),
+    ("ZeroOneAdam", {"local_step_clipper": 0}, "local_step_clipper to be an integer of at least"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), BAD)
+def test_options_out_of_range(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        getattr(optim, name)([W], **options)
+
+
+@each_optimizer
+def test_what_cannot_be_trained_is_named(make):
+    p, q = nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    p.grad = torch.ones(4, 3).to_sparse()
+    name = type(make([p])).__name__
+    with pytest.raises(TypeError, match=f"{name}: expected gradients to be dense, got a sparse on"):
+        make([p]).step()
+    q.grad = torch.ones(2, dtype=torch.float64)
+    with pytest.raises(TypeError, match="to be float32, bfloat16 or float16, got another type for"):
+        make([q]).step()
+    with pytest.raises(TypeError, match="expected group to be None or a ProcessGroup"):
+        make([p], group=3)
+    with pytest.raises(TypeError, match="expected process_group to be None or a ProcessGroup"):
+        make([{"params": [p], "process_group": 3}])
+    with pytest.raises(ValueError, match="expected max_grad_norm to be 0 with a process_group"):
+        make([{"params": [p], "process_group": "self"}], max_grad_norm=1.0)
+    with pytest.raises(ValueError, match=r"first dimension of experts, got shape \(\)"):
+        make([{"params": [nn.Parameter(torch.tensor(1.0))], "per_expert": True}])
+    optimizer = make([W])
+    W.grad = torch.ones(3)
+    optimizer.step()
+    with pytest.raises(ValueError, match="expected all groups to be added before the first step"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+@each_optimizer
+def test_arguments_of_deepspeed_are_taken_with_a_warning(make):
+    name = type(make([W])).__name__
+    for options, text in (
+        ({"deepspeed": object()}, f"{name}: deepspeed is ignored"),
+        ({"cuda_aware": True}, f"{name}: cuda_aware is ignored"),
+        ({"comm_backend_name": "what"}, f"{name}: comm_backend_name='what' is ignored"),
+    ):
+        with pytest.warns(UserWarning, match=re.escape(text)):
+            make([W], **options)
+
+
+def test_a_training_of_nothing_does_nothing():
+    for make in MAKERS.values():
+        p = nn.Parameter(torch.zeros(2), requires_grad=False)
+        optimizer = make([p])
+        optimizer.step()
+        optimizer.flush()
+        assert optimizer.steps_taken == 0

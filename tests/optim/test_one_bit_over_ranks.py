@@ -1,0 +1,419 @@
+"""The optimizers that communicate themselves, over ranks."""
+
+import copy
+import functools
+import io
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from one_bit_ranks import (
+    BLOCK,
+    MAKERS,
+    assert_equal_on_ranks,
+    assert_same,
+    give,
+    owed,
+    parameters,
+    rank_gradient,
+    run,
+    total,
+)
+from optim_checks import assert_all_passed, run_in_order
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import moe_ext
+from moe_ext import distributed as md
+from moe_ext import optim
+from moe_ext.testing import spawn_ranks
+
+
+def check_warm_up_is_adam_on_the_mean():
+    params, want = parameters(), parameters()
+    options = {"lr": 0.05, "betas": (0.8, 0.95)}
+    optimizer = optim.OneBitAdam(params, freeze_step=5, weight_decay=0.1, **options)
+    adam = torch.optim.AdamW(want, weight_decay=0.1, foreach=True, **options)
+    ranks = dist.get_world_size()
+    for step in range(5):
+        give(params, step, dist.get_rank())
+        for index, p in enumerate(want):
+            grads = [rank_gradient(p.shape, step, rank, index) for rank in range(ranks)]
+            p.grad = torch.stack(grads).mean(0)
+        kept = [p.grad.clone() for p in params]
+        optimizer.step()
+        adam.step()
+        assert all(torch.equal(p.grad, k) for p, k in zip(params, kept, strict=True))
+    for p, q in zip(params, want, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
+
+
+def check_equal_bits(name, dtype):
+    params = parameters(dtype)
+    optimizer = MAKERS[name](params, lr=0.05, weight_decay=0.1)
+    before = [p.detach().clone() for p in params]
+    for step in range(14):
+        run(optimizer, params, [step])
+        if name != "ZeroOneAdam" or optimizer.synchronised:
+            assert_equal_on_ranks(params)
+    optimizer.flush()
+    assert_equal_on_ranks(params)
+    assert not torch.equal(params[0], before[0])
+    assert all(bool(torch.isfinite(p).all()) for p in params)
+    assert not bool(owed(optimizer).any())
+
+
+def check_what_is_applied_plus_what_is_owed():
+    params, ranks = parameters(), dist.get_world_size()
+    optimizer = MAKERS["OneBitAdam"](params, lr=0.05)
+    run(optimizer, params, range(3))
+    for step in range(3, 10):
+        give(params, step, dist.get_rank())
+        sent = [0.9 * optimizer.state[p]["exp_avg"] + 0.1 * p.grad for p in params]
+        before = total(owed(optimizer)) if step > 3 else torch.zeros(1, dtype=torch.float64)
+        optimizer.step()
+        mean, members = optimizer._made_means()[0]
+        after = mean.parts_of(total(owed(optimizer)))
+        before = mean.parts_of(before.expand(len(mean.flat_N)).clone())
+        for entry, kept, had in zip(members, after, before, strict=True):
+            index = next(i for i, p in enumerate(params) if p is entry.parameter)
+            applied = ranks * optimizer.state[entry.parameter]["exp_avg"].double()
+            torch.testing.assert_close(applied + kept, total(sent[index]) + had, rtol=0, atol=2e-5)
+
+
+def check_bytes_are_those_of_the_formula():
+    ranks = dist.get_world_size()
+    numel = 2 * 3 * 4 * 1024 * BLOCK // 16  # whole blocks for 2, 3 and 4 ranks
+    steps, freeze = 12, 3
+    p = nn.Parameter(torch.zeros(numel // 64, 64))
+    optimizer = optim.OneBitAdam(
+        [p], freeze_step=freeze, block=BLOCK, communication_data_type=torch.bfloat16
+    )
+    sent = []
+    for step in range(steps):
+        give([p], step, dist.get_rank())
+        with md.count_traffic() as traffic:
+            optimizer.step()
+        sent.append(traffic.total_bytes)
+    share = 2 * (ranks - 1) / ranks
+    dense = share * 2 * numel
+    compressed = share * (numel / 8 + 4 * numel / BLOCK)
+    assert sent == [dense] * freeze + [compressed] * (steps - freeze)
+    # The published average, w + (1 - w) / 16 of 16-bit gradients, is that of the signs alone.
+    scales = share * 4 * numel / BLOCK * (steps - freeze)
+    warm = freeze / steps
+    assert math.isclose((sum(sent) - scales) / (dense * steps), warm + (1 - warm) / 16)
+
+
+def check_zero_one_sends_nothing_between_synchronisations():
+    p = nn.Parameter(torch.zeros(64, 64))
+    optimizer = MAKERS["ZeroOneAdam"]([p])
+    kinds = []
+    for step in range(16):
+        give([p], step, dist.get_rank())
+        with md.count_traffic() as traffic:
+            optimizer.step()
+        sizes = {0: "-", 2 * (dist.get_world_size() - 1) * p.nbytes // dist.get_world_size(): "d"}
+        kinds.append(sizes.get(traffic.total_bytes, "c"))
+        assert optimizer.synchronised == (kinds[-1] != "-")
+    # Variance at steps 1, 2, 4; frozen after 5; intervals 1 (6 to 8), 2 (9 to 11), then 4.
+    assert "".join(kinds) == "ddcdc" + "ccc" + "-c-" + "c---c"
+
+
+def check_nan_on_one_rank(name):
+    params = parameters()
+    optimizer = MAKERS[name]([(f"p{i}", p) for i, p in enumerate(params)], lr=0.05)
+    bad_rank = dist.get_world_size() - 1
+    for done, more in ((0, 2), (2, 7), (7, 9)):
+        run(optimizer, params, range(done, more))
+        weights = [p.detach().clone() for p in params]
+        before = copy.deepcopy(optimizer.state_dict())
+        give(params, 99, dist.get_rank())
+        if dist.get_rank() == bad_rank:
+            params[2].grad[1, 1, 1] = math.nan
+        message = f"{name}: expected gradients to be finite, got NaN or infinity for 'p2' on rank "
+        with pytest.raises(ValueError, match=message + str(bad_rank)):
+            optimizer.step()
+        assert all(torch.equal(p, w) for p, w in zip(params, weights, strict=True))
+        assert str(optimizer.state_dict()) == str(before)
+        assert_same(optimizer.state_dict(), before)
+    run(optimizer, params, range(9, 11))
+
+
+def check_zeros_stay_zero(name):
+    torch.manual_seed(0)
+    table = nn.Parameter(torch.randn(12, 20))  # rows share blocks
+    experts = nn.Parameter(torch.randn(4, 8, 64))
+    optimizer = MAKERS[name]([table, experts], lr=0.05)
+    start = [table.detach().clone(), experts.detach().clone()]
+    rank, steps = dist.get_rank(), 16
+    for step in range(steps):
+        give([table, experts], step, rank)
+        table.grad[6:] = 0
+        experts.grad[2:] = 0
+        optimizer.step()
+    for p, first in ((table, 6), (experts, 2)):
+        assert torch.equal(p[first:], start[p is experts][first:])
+        state = optimizer.state_dict()["state"][int(p is experts)]
+        assert not bool(state["worker_error"][first:].any())
+        assert not bool(state["exp_avg"][first:].any())
+        assert bool(state["worker_error"][:first].any())
+        assert not torch.equal(p[:first], start[p is experts][:first])
+    assert not bool(optimizer.state_dict()["state"][0]["touched_rows"][6:].any())
+    # A row and an expert that only the last rank meets, after v was frozen at zero.
+    for step in range(steps, steps + 4):
+        give([table, experts], step, rank)
+        table.grad[6:], experts.grad[2:] = 0, 0
+        if rank == dist.get_world_size() - 1:
+            table.grad[9], experts.grad[3] = 1.0, 1.0
+        optimizer.step()
+    assert torch.equal(table[10:], start[0][10:])
+    assert torch.equal(experts[2], start[1][2])
+    for moved, was in ((table[9], start[0][9]), (experts[3], start[1][3])):
+        step = (moved - was).abs()
+        assert 0 < step.max() < 2.0
+    optimizer.flush()
+    assert_equal_on_ranks([table, experts])
+
+
+def check_messages_on_every_rank():
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    for name, make in MAKERS.items():
+        p = nn.Parameter(torch.zeros(4, 4))
+        optimizer = make([("w", p)])
+        p.grad = torch.ones(4, 4).to_sparse() if rank == last else torch.ones(4, 4)
+        message = f"{name}: expected gradients to be dense, got a sparse one for 'w' on rank {last}"
+        with pytest.raises(TypeError, match=message):
+            optimizer.step()
+        p.grad = torch.ones(4, 4)
+        optimizer.step()
+        q = nn.Parameter(torch.full((2, 2), float(rank)))
+        q.grad = torch.ones(2, 2)
+        message = r"the values of the parameters at the first step \(seed every rank alike\) to be"
+        with pytest.raises(ValueError, match=message):
+            make([q]).step()
+        more = [nn.Parameter(torch.ones(2)) for _ in range(1 + rank)]
+        message = "expected the number of parameters to be equal on every rank, got 1 on rank 0, 2 "
+        with pytest.raises(ValueError, match=message):
+            make(more).step()
+        p.grad = torch.ones(4, 4)
+        if rank == last:
+            optimizer.param_groups[0]["step"] += 1
+        message = "expected the number of the step to be equal on every rank, got 1 on rank 0"
+        with pytest.raises(ValueError, match=message):
+            optimizer.step()
+        where = init_device_mesh("cpu", (dist.get_world_size(),))
+        d = nn.Parameter(distribute_tensor(torch.ones(4), where, [Shard(0)]))
+        d.grad = distribute_tensor(torch.ones(4), where, [Shard(0)])
+        with pytest.raises(
+            TypeError, match="to be plain tensors, got a DTensor for parameter 0 of"
+        ):
+            make([d]).step()
+
+
+def check_gradients_that_some_ranks_lack():
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for name, make in MAKERS.items():
+        p, q = nn.Parameter(torch.zeros(3, 64)), nn.Parameter(torch.zeros(3, 64))
+        optimizer = make([p, q], lr=0.05)
+        for _ in range(8):
+            p.grad = torch.ones(3, 64) if rank == 0 else None
+            optimizer.step()
+        optimizer.flush()
+        assert_equal_on_ranks([p])
+        assert bool((p < 0).all()), name
+        assert not bool(q.any())
+        if name == "OneBitAdam":
+            torch.testing.assert_close(
+                optimizer.state[p]["exp_avg"].mean().item(), (1 - 0.9**8) / ranks, rtol=1e-4, atol=0
+            )
+
+
+class Model(nn.Module):
+    def __init__(self, ep_group):
+        super().__init__()
+        torch.manual_seed(5)
+        self.inp = nn.Linear(6, 16)
+        self.moe = moe_ext.MoELayer(16, 8, 4, 2, ep_group=ep_group)
+        self.out = nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.out(self.inp(x) + self.moe(self.inp(x)))
+
+
+def check_expert_parallel():
+    for ep in (2, 4):
+        mesh = md.MoEMesh(dp=4 // ep, ep=ep)
+        ours, want = Model(mesh.ep_group), Model(mesh.ep_group)
+        groups = optim.param_groups(ours, process_groups=True)
+        optimizer = optim.OneBitAdam(groups, 0.01, freeze_step=4, block=BLOCK)
+        adam = torch.optim.AdamW(want.parameters(), 0.01, weight_decay=0.0, foreach=True)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for step in range(10):
+            x = torch.randn(12, 6, generator=generator)
+            for model in (ours, want):
+                model.zero_grad()
+                model(x).square().mean().backward()
+            optimizer.step()
+            md.sync_gradients(want)
+            adam.step()
+            if step < 4:
+                for p, q in zip(ours.parameters(), want.parameters(), strict=True):
+                    torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+        experts = {name for name, *_ in md.expert_parameters(ours)}
+        assert_equal_on_ranks([p for n, p in ours.named_parameters() if n not in experts])
+        replicas = dist.new_subgroups_by_enumeration(
+            [[r for r in range(4) if r % ep == e] for e in range(ep)]
+        )[0]
+        assert_equal_on_ranks([p for n, p in ours.named_parameters() if n in experts], replicas)
+        state = optimizer.state_dict()
+        assert [s["world_size"] for s in state["compression"]["servers"]] == [4, 4 // ep]
+        torch.save(state, io.BytesIO())
+        optimizer.load_state_dict(state)
+
+
+def check_non_freeze_stays_dense():
+    ranks = dist.get_world_size()
+    p, q = nn.Parameter(torch.zeros(4, 64)), nn.Parameter(torch.zeros(4, 64))
+    want = nn.Parameter(torch.zeros(4, 64))
+    optimizer = optim.OneBitAdam(
+        [{"params": [p]}, {"params": [q], "non_freeze": True}], 0.05, freeze_step=2
+    )
+    adam = torch.optim.AdamW([want], 0.05, weight_decay=0.0, foreach=True)
+    for step in range(6):
+        give([p, q], step, dist.get_rank())
+        grads = [rank_gradient(q.shape, step, rank, 1) for rank in range(ranks)]
+        want.grad = torch.stack(grads).mean(0)
+        optimizer.step()
+        adam.step()
+    torch.testing.assert_close(q, want, rtol=1e-4, atol=1e-5)
+    assert len(optimizer.state_dict()["compression"]["servers"][0]["parameters"]) == 1
+
+
+def check_masks():
+    mask = torch.ones(9, 20)
+    mask[4:, ::2] = 0
+    params = parameters()
+    groups = [{"params": params[:1], "exp_avg_mask": mask}, {"params": params[1:]}]
+    optimizer = MAKERS["OneBitAdam"](groups, lr=0.05)
+    run(optimizer, params, range(3))
+    before = params[0].detach().clone()
+    run(optimizer, params, range(3, 8))
+    state = optimizer.state_dict()["state"][0]
+    assert not bool(state["exp_avg"][mask == 0].any())
+    assert not bool(state["worker_error"][mask == 0].any())
+    assert torch.equal(params[0][mask == 0], before[mask == 0])
+    assert not torch.equal(params[0], before)
+
+
+class SignOfGradient(torch.optim.Adam):
+    """The negative control: signs of gradients, no memory of the error, under Adam."""
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                signs = p.grad.sign() * p.grad.abs().mean()
+                dist.all_reduce(signs)
+                p.grad = signs / dist.get_world_size()
+        super().step()
+
+
+def trained(make, steps=200):
+    """Squared error of a regression against the mean of a skewed distribution.
+
+    A sign without a memory of its error follows the median.
+    """
+    torch.manual_seed(3)
+    model, teacher = nn.Linear(8, 70), nn.Linear(8, 70)
+    optimizer = make(list(model.parameters()))
+    generator = torch.Generator().manual_seed(40 + dist.get_rank())
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * (1 - step / steps)
+        x = torch.randn(1, 8, generator=generator)
+        noise = torch.empty(1, 70).exponential_(generator=generator) - 1
+        optimizer.zero_grad()
+        (model(x) - teacher(x).detach() - 2 * noise).square().mean().backward()
+        optimizer.step()
+    return sum(
+        (p - q).square().sum().item()
+        for p, q in zip(model.parameters(), teacher.parameters(), strict=True)
+    )
+
+
+class DenseAdam(optim.OneBitAdam):
+    def _is_compressed(self, entry):
+        return False
+
+
+class DenseLamb(optim.OneBitLamb):
+    def _is_compressed(self, entry):
+        return False
+
+
+def check_convergence():
+    adam, lamb, control = trained(DenseAdam), trained(DenseLamb), trained(SignOfGradient)
+    one_bit = trained(lambda p: optim.OneBitAdam(p, freeze_step=40, block=BLOCK))
+    one_bit_lamb = trained(lambda p: optim.OneBitLamb(p, freeze_step=40, block=BLOCK))
+    zero_one = trained(
+        lambda p: optim.ZeroOneAdam(
+            p, var_freeze_step=80, local_step_scaler=40, local_step_clipper=4, block=BLOCK
+        )
+    )
+    found = f"{adam=} {one_bit=} {zero_one=} {control=} {lamb=} {one_bit_lamb=}"
+    assert one_bit < 1.3 * adam, found
+    assert zero_one < 1.6 * adam, found
+    assert max(one_bit, zero_one) < 0.4 * control, found
+    assert one_bit_lamb < 1.3 * lamb, found
+
+
+CHECKS = {
+    **{
+        f"check_equal_bits-{name}-{dtype}": functools.partial(check_equal_bits, name, dtype)
+        for name in MAKERS
+        for dtype in (torch.float32, torch.bfloat16)
+    },
+    **{f"check_nan_on_one_rank-{n}": functools.partial(check_nan_on_one_rank, n) for n in MAKERS},
+    **{f"check_zeros_stay_zero-{n}": functools.partial(check_zeros_stay_zero, n) for n in MAKERS},
+    **{
+        check.__name__: check
+        for check in (
+            check_warm_up_is_adam_on_the_mean,
+            check_what_is_applied_plus_what_is_owed,
+            check_bytes_are_those_of_the_formula,
+            check_zero_one_sends_nothing_between_synchronisations,
+            check_messages_on_every_rank,
+            check_gradients_that_some_ranks_lack,
+            check_non_freeze_stays_dense,
+            check_masks,
+            check_convergence,
+        )
+    },
+}
+# What needs four ranks, or an even number of them.
+OF_FOUR = {
+    "check_equal_bits": functools.partial(check_equal_bits, "OneBitAdam", torch.float32),
+    "check_zeros_stay_zero": functools.partial(check_zeros_stay_zero, "OneBitAdam"),
+    "check_expert_parallel": check_expert_parallel,
+}
+
+
+def run_on_rank(rank):
+    return run_in_order(OF_FOUR if dist.get_world_size() == 4 else CHECKS)
+
+
+@functools.cache
+def outcomes(world_size):
+    return spawn_ranks(run_on_rank, world_size)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_over_three_ranks(name):
+    assert_all_passed(outcomes(3), name)
+
+
+@pytest.mark.parametrize("name", OF_FOUR)
+def test_over_four_ranks(name):
+    assert_all_passed(outcomes(4), name)

@@ -1,0 +1,199 @@
+"""States of the optimizers that communicate themselves: saved, flushed, on other ranks."""
+
+import copy
+import functools
+import io
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from one_bit_ranks import (
+    BLOCK,
+    MAKERS,
+    assert_equal_on_ranks,
+    assert_same,
+    give,
+    owed,
+    parameters,
+    run,
+    total,
+)
+from optim_checks import assert_all_passed, run_in_order
+from torch import nn
+
+from moe_ext import distributed as md
+from moe_ext import optim
+from moe_ext.testing import spawn_ranks
+
+
+@functools.cache
+def first_ranks(count):
+    return dist.new_group(list(range(count)))
+
+
+def check_resume_has_the_same_bits(name, steps):
+    params = parameters()
+    optimizer = MAKERS[name](params, lr=0.05, weight_decay=0.1)
+    run(optimizer, params, range(steps))
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    copies = [nn.Parameter(p.detach().clone()) for p in params]
+    resumed = MAKERS[name](copies)
+    file.seek(0)
+    resumed.load_state_dict(torch.load(file))
+    run(optimizer, params, range(steps, steps + 6))
+    run(resumed, copies, range(steps, steps + 6))
+    assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
+    assert_same(optimizer.state_dict(), resumed.state_dict())
+
+
+def check_flush_brings_in_what_is_owed():
+    params, ranks = parameters(), dist.get_world_size()
+    optimizer = MAKERS["OneBitAdam"](params, lr=0.05)
+    run(optimizer, params, range(8))
+    mean, members = optimizer._made_means()[0]
+    before = [optimizer.state[e.parameter]["exp_avg"].clone() for e in members]
+    parts = mean.parts_of(total(owed(optimizer)))
+    assert bool(owed(optimizer).any())
+    optimizer.flush()
+    for entry, had, part in zip(members, before, parts, strict=True):
+        found = optimizer.state[entry.parameter]["exp_avg"]
+        torch.testing.assert_close(found.double(), had + part / ranks, rtol=1e-5, atol=1e-6)
+    assert not bool(owed(optimizer).any())
+    # The state of any rank now fits any number of ranks.
+    state = [None]
+    if dist.get_rank() == 0:
+        state = [optimizer.state_dict()]
+    dist.broadcast_object_list(state)
+    pair = first_ranks(2)
+    if dist.get_rank() < 2:
+        other = MAKERS["OneBitAdam"](params, lr=0.05, group=pair)
+        other.load_state_dict(state[0])
+        run(other, params, range(8, 10))
+        assert_equal_on_ranks(params, pair)
+
+
+def all_states(optimizer, group):
+    states = [None] * dist.get_world_size(group)
+    dist.all_gather_object(states, optimizer.state_dict(), group=group)
+    return states
+
+
+def check_elastic(name, sizes):
+    """What the mean is owed stays the same from one number of ranks to the next."""
+    params = parameters()
+    optimizer, size, done, states = None, None, 0, None
+    for size in sizes:
+        group = first_ranks(size)
+        carried = [states, [p.detach() for p in params]]
+        dist.broadcast_object_list(carried, src=0)
+        if dist.get_rank() < size:
+            params = [nn.Parameter(p.clone()) for p in carried[1]]
+            optimizer = MAKERS[name](params, lr=0.05, group=group)
+            if carried[0] is not None:
+                optimizer.load_rank_states(carried[0])
+                found = total(owed(optimizer), group) / size
+                torch.testing.assert_close(found, want_of(carried[0]), rtol=1e-6, atol=1e-7)
+                assert optimizer.steps_taken == done
+            run(optimizer, params, range(done, done + 8))
+            assert_equal_on_ranks(params, group)
+            states = all_states(optimizer, group)
+        done += 8
+
+
+def want_of(states):
+    """Mean over the old ranks of what they owed, by the saved states alone."""
+    sums = 0
+    for state in states:
+        (server,) = state["compression"]["servers"]
+        rows = []
+        for index in server["parameters"]:
+            error = state["state"][index]["worker_error"].double().flatten()
+            rows.append(torch.cat([error, error.new_zeros(-len(error) % BLOCK)]))
+        flat = torch.cat(rows)
+        shard = server["server_error"].double()
+        start = server["rank"] * len(shard)
+        flat[start : start + len(shard)] += shard[: max(0, len(flat) - start)]
+        sums = sums + flat
+    return sums / len(states)
+
+
+def check_states_of_other_ranks_are_refused():
+    params = parameters()
+    optimizer = MAKERS["OneBitAdam"](params, lr=0.05)
+    run(optimizer, params, range(6))
+    states = all_states(optimizer, None)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    other = (rank + 1) % ranks
+    message = f"expected the state of rank {rank} of {ranks}, got that of rank {other} of {ranks}; "
+    with pytest.raises(ValueError, match=message + "call flush before saving, or load_rank_states"):
+        MAKERS["OneBitAdam"](params).load_state_dict(states[other])
+    message = rf"OneBitAdam: expected state 0 of {ranks} to be that of rank 0 of {ranks}, got rank"
+    with pytest.raises(ValueError, match=message):
+        MAKERS["OneBitAdam"](params).load_rank_states(states[::-1])
+    with pytest.raises(ValueError, match="expected a state of blocks of 128 of parameters .* got"):
+        optim.OneBitAdam(params, freeze_step=3, block=128).load_state_dict(states[rank])
+    local = MAKERS["ZeroOneAdam"](params, lr=0.05)
+    run(local, params, range(9))
+    assert not local.synchronised
+    with pytest.raises(ValueError, match="expected states of synchronised ranks, got some from be"):
+        MAKERS["ZeroOneAdam"](params).load_rank_states(all_states(local, None))
+    with pytest.raises(ValueError, match="expected the state of rank"):
+        MAKERS["ZeroOneAdam"](params).load_state_dict(all_states(local, None)[other])
+    dist.barrier()
+
+
+def lose_a_rank(rank):
+    params = parameters()
+    optimizer = MAKERS["OneBitAdam"](params, lr=0.05)
+    run(optimizer, params, range(6))
+    weights = [p.detach().clone() for p in params]
+    before = copy.deepcopy(optimizer.state_dict())
+    give(params, 6, rank)
+    if rank == 1:
+        os._exit(1)
+    with pytest.raises(md.RankFailureError, match="OneBitAdam: expected every rank .* rank 1"):
+        optimizer.step()
+    assert all(torch.equal(p, w) for p, w in zip(params, weights, strict=True))
+    assert_same(optimizer.state_dict(), before)
+    return True
+
+
+OF_THREE = {
+    **{
+        f"check_resume-{name}-{steps}": functools.partial(
+            check_resume_has_the_same_bits, name, steps
+        )
+        for name in MAKERS
+        for steps in (2, 5, 9)
+    },
+    "check_flush": check_flush_brings_in_what_is_owed,
+    "check_states_of_other_ranks_are_refused": check_states_of_other_ranks_are_refused,
+}
+OF_FOUR = {
+    f"check_elastic-{name}": functools.partial(check_elastic, name, (4, 2, 3)) for name in MAKERS
+}
+
+
+def run_on_rank(rank):
+    return run_in_order(OF_FOUR if dist.get_world_size() == 4 else OF_THREE)
+
+
+@functools.cache
+def outcomes(world_size):
+    return spawn_ranks(run_on_rank, world_size)
+
+
+@pytest.mark.parametrize("name", OF_THREE)
+def test_state_over_three_ranks(name):
+    assert_all_passed(outcomes(3), name)
+
+
+@pytest.mark.parametrize("name", OF_FOUR)
+def test_other_numbers_of_ranks(name):
+    assert_all_passed(outcomes(4), name)
+
+
+def test_a_rank_that_dies_is_named_and_nothing_changes():
+    assert spawn_ranks(lose_a_rank, 2, may_die=[1], group_timeout=10)[0]
