@@ -28,6 +28,7 @@ BENCHMARKS = (
     "attention",
     "compression",
     "allreduce",
+    "optim",
 )
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 FIGURES = REPORT.with_suffix(".json")

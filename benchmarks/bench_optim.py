@@ -1,0 +1,54 @@
+"""Steps of the optimizers on one rank, beside those of torch's foreach Adam."""
+
+import torch
+from _harness import Runs, Table, interleaved, milliseconds
+from torch import nn
+
+from moe_ext import optim
+
+# A block of a small mixture-of-experts model: attention, norms, biases and stacked experts.
+MATRICES = [(1024, 1024)] * 4
+VECTORS = [(1024,)] * 8
+EXPERTS = [(8, 1024, 512), (8, 512, 512)]
+
+
+def parameters(shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
+    """Parameters with gradients."""
+    found = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    for p in found:
+        p.grad = torch.randn_like(p)
+    return found
+
+
+def groups() -> list[dict[str, object]]:
+    """As `moe_ext.optim.param_groups` makes them."""
+    return [
+        {"params": parameters(MATRICES)},
+        {"params": parameters(VECTORS), "weight_decay": 0.0, "adapt": False},
+        {"params": parameters(EXPERTS), "per_expert": True},
+    ]
+
+
+def tables() -> list[Table]:
+    """The table of this benchmark."""
+    contenders = {
+        "torch Adam foreach": torch.optim.Adam(groups(), foreach=True),
+        "torch Adafactor": torch.optim.Adafactor(groups()),
+        "LAMB": optim.LAMB(groups()),
+        "LARS": optim.LARS(groups(), weight_decay=0.01),
+        "Adafactor": optim.Adafactor(groups()),
+        "OneBitAdam warm-up": optim.OneBitAdam(groups()),
+        "OneBitLamb warm-up": optim.OneBitLamb(groups()),
+    }
+    runs: Runs = {name: optimizer.step for name, optimizer in contenders.items()}
+    times = interleaved(runs, seconds=10.0)
+    numel = sum(torch.Size(s).numel() for s in MATRICES + VECTORS + EXPERTS)
+    note = (
+        f"{numel / 1e6:.1f} M float32 parameters in {len(MATRICES + VECTORS + EXPERTS)} tensors, "
+        "one rank. Ratios and clipping are per expert in LAMB, LARS and Adafactor, over whole "
+        "tensors in torch's. OneBitAdam and OneBitLamb include the look for NaN."
+    )
+    adam = times["torch Adam foreach"].median
+    rows = [(name, milliseconds(t), f"{t.median / adam:.2f}") for name, t in times.items()]
+    header = ("optimizer", "step ms", "over torch's Adam")
+    return [Table("Optimizer steps", note, header, rows)]
