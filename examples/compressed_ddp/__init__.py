@@ -1,0 +1,1 @@
+"""The parts of the example `train_compressed_ddp.py`."""
