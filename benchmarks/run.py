@@ -30,6 +30,8 @@ BENCHMARKS = (
     "allreduce",
     "optim",
 )
+# Run by name alone, for the time that they take: a quarter of an hour.
+BY_NAME = ("convergence",)
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 FIGURES = REPORT.with_suffix(".json")
 
@@ -57,6 +59,9 @@ def merged(report: str, tables: list[Table]) -> str:
 def main() -> None:
     """Runs the benchmarks named on the command line, or all and keeps the report."""
     names = [name for name in sys.argv[1:] if name != "--keep"]
+    unknown = [name for name in names if name not in (*BENCHMARKS, *BY_NAME)]
+    if unknown:
+        sys.exit(f"run.py: expected benchmarks of {(*BENCHMARKS, *BY_NAME)}, got {unknown}")
     keep_memory()
     torch.manual_seed(0)
     last = json.loads(FIGURES.read_text()) if FIGURES.exists() else {"tables": {}}

@@ -1,0 +1,55 @@
+"""The parts of the convergence benchmark: what a run finds, and what the table says of it."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = str(Path(__file__).resolve().parent.parent / "benchmarks")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def benchmarks_on_path():
+    before = list(sys.path)
+    sys.path.insert(0, BENCHMARKS)
+    yield
+    sys.path[:] = before
+
+
+def test_settings_train_and_send_what_they_say():
+    from bench_convergence import measure
+
+    names = ("dense", "int8", "1-bit Adam", "top 1 %", "top 1 %, rest forgotten")
+    found = measure(names, seed=0, steps=4, ranks=2)
+    assert tuple(found) == names
+    assert all(math.isfinite(one.loss) and one.seconds > 0 for one in found.values())
+    assert found["dense"].loss < math.log(256)
+    sent = {name: one.sent_bytes for name, one in found.items()}
+    assert sent["int8"] < 0.3 * sent["dense"]
+    assert sent["1-bit Adam"] < 0.05 * sent["dense"]
+    assert sent["top 1 %"] < 0.1 * sent["dense"]
+    assert sent["top 1 %, rest forgotten"] == sent["top 1 %"]
+    # Nothing differs but what is kept from step to step.
+    assert found["top 1 %, rest forgotten"].loss != found["top 1 %"].loss
+    again = measure(("top 1 %",), seed=0, steps=4, ranks=2)
+    assert again["top 1 %"].loss == found["top 1 %"].loss
+
+
+def test_the_table_says_what_is_met():
+    from bench_convergence import SETTINGS, Found, table
+
+    losses = {"dense": (1.0, 2.0), "int8": (1.01, 2.02), "int4": (1.01, 2.06), "bf16": (1.0, 2.0)}
+    found = [{n: Found(of[seed], 1e6, 0.002) for n, of in losses.items()} for seed in range(2)]
+    made = table(found)
+    rows = {row[0]: dict(zip(made.header, row, strict=True)) for row in made.rows}
+    assert rows["int8"]["above dense"] == "+1.0 %"
+    assert rows["int8"]["target"] == "+1.5 %: met"
+    assert rows["int8"]["range"] == "1.010 to 2.020"
+    assert rows["int4"]["above dense"] == "+2.0 %"
+    assert rows["int4"]["target"] == "+1.5 %: missed"
+    assert rows["bf16"]["target"] == "-"
+    figures = made.figures()["int8"]
+    assert figures["step ms"] == 2.0 and figures["sent MB"] == 1.0
+    assert {s.limit for s in SETTINGS.values()} == {None, 1.015, 1.07}
+    assert sum(setting.control for setting in SETTINGS.values()) == 2
