@@ -9,10 +9,10 @@ namespace moe_ext::compression::wire {
 
 MOE_EXT_SCHEMAS(m) {
   m.def(
-      "encode_payload(Tensor indices, Tensor codes, Tensor scales, SymInt numel, SymInt count, str index_codec, "
+      "_encode_payload(Tensor indices, Tensor codes, Tensor scales, SymInt numel, SymInt count, str index_codec, "
       "str value_codec, SymInt value_block, bool checksum=False) -> Tensor");
-  m.def("payload_header(Tensor payload) -> Tensor");
-  m.def("decode_payload(Tensor payload) -> (Tensor indices, Tensor codes, Tensor scales)");
+  m.def("_payload_header(Tensor payload) -> Tensor");
+  m.def("_decode_payload(Tensor payload) -> (Tensor indices, Tensor codes, Tensor scales)");
 }
 
 namespace {
@@ -29,7 +29,7 @@ Codecs check_encode_payload(
     const Tensor& indices, // [K]; [0] for dense
     const Tensor& codes, const Tensor& scales, int64_t numel, int64_t count, const std::string& index_codec,
     const std::string& value_codec, int64_t value_block) {
-  const char* op = "encode_payload";
+  const char* op = "encode_gradient";
   const int64_t index = find_name(kIndexNames, kNumIndexCodecs, index_codec);
   MOE_CHECK(index < kNumIndexCodecs, op, ": expected index_codec to be dense, bitmap, u16 or delta, got ", index_codec);
   const int64_t value = find_name(kValueNames, kNumValueCodecs, value_codec);
@@ -94,7 +94,7 @@ void check_checksum(const char* op, const Header& h, uint32_t sum) {
 
 void refuse_indices(IndexCodec codec, uint64_t at) {
   fail(
-      "decode_payload: expected payload to hold as many ", kIndexNames[static_cast<int64_t>(codec)],
+      "decode_gradient: expected payload to hold as many ", kIndexNames[static_cast<int64_t>(codec)],
       " indices as its header says, ascending and in range, got others from value ", at, " on");
 }
 

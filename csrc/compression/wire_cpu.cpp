@@ -16,8 +16,8 @@ namespace {
 using torch::stable::contiguous;
 using torch::stable::new_empty;
 
-constexpr const char* kEncode = "encode_payload";
-constexpr const char* kDecode = "decode_payload";
+constexpr const char* kEncode = "encode_gradient";
+constexpr const char* kDecode = "decode_gradient";
 
 void check_ascending(const int64_t* indices, int64_t count, int64_t numel) {
   for (int64_t i = 0; i < count; ++i) {
@@ -72,7 +72,7 @@ Header read_header(const char* op, const Tensor& payload) {
 
 // numel, count, index codec, value codec, elements that share a scale.
 Tensor payload_header_cpu(Tensor payload) {
-  const Header h = read_header("payload_header", contiguous(payload));
+  const Header h = read_header("decode_gradient", contiguous(payload));
   Tensor out = new_empty(payload, {5}, ScalarType::Long);
   const int64_t fields[5] = {
       static_cast<int64_t>(h.numel), static_cast<int64_t>(h.count), h.index_codec, h.value_codec, h.value_block};
@@ -102,9 +102,9 @@ std::tuple<Tensor, Tensor, Tensor> decode_payload_cpu(Tensor payload) {
 } // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
-  m.impl("encode_payload", TORCH_BOX(&encode_payload_cpu));
-  m.impl("payload_header", TORCH_BOX(&payload_header_cpu));
-  m.impl("decode_payload", TORCH_BOX(&decode_payload_cpu));
+  m.impl("_encode_payload", TORCH_BOX(&encode_payload_cpu));
+  m.impl("_payload_header", TORCH_BOX(&payload_header_cpu));
+  m.impl("_decode_payload", TORCH_BOX(&decode_payload_cpu));
 }
 
 } // namespace moe_ext::compression::wire

@@ -120,7 +120,7 @@ Tensor aligned_payload(const Tensor& payload) {
 // numel, count, index codec, value codec, elements that share a scale.
 Tensor payload_header_cuda(Tensor payload) {
   const DeviceScope device(payload);
-  const Header h = read_header("payload_header", contiguous(payload), device.stream());
+  const Header h = read_header("decode_gradient", contiguous(payload), device.stream());
   Tensor out = new_empty(payload, {5}, ScalarType::Long);
   const std::array<int64_t, 5> fields{
       static_cast<int64_t>(h.numel), static_cast<int64_t>(h.count), h.index_codec, h.value_codec, h.value_block};
@@ -129,7 +129,7 @@ Tensor payload_header_cuda(Tensor payload) {
 }
 
 std::tuple<Tensor, Tensor, Tensor> decode_payload_cuda(Tensor payload) {
-  const char* op = "decode_payload";
+  const char* op = "decode_gradient";
   check_payload(op, payload);
   const DeviceScope device(payload);
   const Tensor in = aligned_payload(payload);
@@ -164,9 +164,9 @@ std::tuple<Tensor, Tensor, Tensor> decode_payload_cuda(Tensor payload) {
 } // namespace
 
 MOE_EXT_CUDA_IMPL(m) {
-  m.impl("encode_payload", TORCH_BOX(&encode_payload_cuda));
-  m.impl("payload_header", TORCH_BOX(&payload_header_cuda));
-  m.impl("decode_payload", TORCH_BOX(&decode_payload_cuda));
+  m.impl("_encode_payload", TORCH_BOX(&encode_payload_cuda));
+  m.impl("_payload_header", TORCH_BOX(&payload_header_cuda));
+  m.impl("_decode_payload", TORCH_BOX(&decode_payload_cuda));
 }
 
 } // namespace moe_ext::compression::wire

@@ -109,7 +109,7 @@ def encode_gradient(
         scales, block = values_K.new_empty((0,), dtype=torch.float32), 0
     else:
         codes, scales = quantize_blockwise(values_K, format=value_codec, block=block)
-    payload: Tensor = torch.ops.moe_ext.encode_payload(
+    payload: Tensor = torch.ops.moe_ext._encode_payload(
         indices_K, codes, scales, numel, count, codec, value_codec, block, checksum
     )
     return payload
@@ -124,7 +124,7 @@ def _aligned(num_bytes: int) -> int:
     return (num_bytes + 15) // 16 * 16
 
 
-@torch.library.register_fake("moe_ext::encode_payload")
+@torch.library.register_fake("moe_ext::_encode_payload")
 def _(
     indices: Tensor,
     codes: Tensor,
@@ -162,10 +162,10 @@ def decode_gradient(payload: Tensor) -> DecodedGradient:
 
     Deterministic; synchronises the device, since sizes depend on the data.
     """
-    numel, count, index_codec, value_codec, block = torch.ops.moe_ext.payload_header(
+    numel, count, index_codec, value_codec, block = torch.ops.moe_ext._payload_header(
         payload
     ).tolist()
-    indices_K, codes, scales = torch.ops.moe_ext.decode_payload(payload)
+    indices_K, codes, scales = torch.ops.moe_ext._decode_payload(payload)
     name = _VALUE_CODECS[value_codec]
     if name in _PLAIN:
         values_K = codes.view(_PLAIN[name]).float()
@@ -175,12 +175,12 @@ def decode_gradient(payload: Tensor) -> DecodedGradient:
     return DecodedGradient(values_K, None if dense else indices_K, numel)
 
 
-@torch.library.register_fake("moe_ext::payload_header")
+@torch.library.register_fake("moe_ext::_payload_header")
 def _(payload: Tensor) -> Tensor:
     return payload.new_empty((5,), dtype=torch.int64)
 
 
-@torch.library.register_fake("moe_ext::decode_payload")
+@torch.library.register_fake("moe_ext::_decode_payload")
 def _(payload: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     sizes = [torch.library.get_ctx().new_dynamic_size() for _ in range(3)]
     return (

@@ -143,7 +143,7 @@ def sample(index_codec="delta", value_codec="int8", checksum=False):
 def test_every_truncation_is_refused(device, index_codec):
     payload = sample(index_codec)
     for size in [*range(0, 130), *range(130, len(payload), 61), len(payload) - 1]:
-        with pytest.raises(RuntimeError, match=r"^payload_header: expected payload to have"):
+        with pytest.raises(RuntimeError, match=r"^decode_gradient: expected payload to have"):
             ops.decode_gradient(payload[:size])
     with pytest.raises(RuntimeError, match=r"expected payload to have the \d+ bytes that its head"):
         ops.decode_gradient(torch.cat([payload, payload[:1]]))
@@ -223,7 +223,7 @@ VALUES, INDICES = torch.ones(3), torch.tensor([1, 5, 7])
     [
         (
             lambda: ops.encode_gradient(VALUES, INDICES.flip(0), 8),
-            r"^encode_payload: expected indices to be ascending and all different, got 5 after 7",
+            r"^encode_gradient: expected indices to be ascending and all different, got 5 after 7",
         ),
         (
             lambda: ops.encode_gradient(VALUES, INDICES * 0 + 4, 8),
@@ -244,19 +244,19 @@ VALUES, INDICES = torch.ones(3), torch.tensor([1, 5, 7])
         (lambda: ops.encode_gradient(VALUES, INDICES, 2), r"count to be in \[0, 2\], got 3"),
         (lambda: ops.encode_gradient(VALUES, INDICES, 2**62 + 1), r"numel to be in \[0, 2\^62\]"),
         (
-            lambda: torch.ops.moe_ext.encode_payload(
+            lambda: torch.ops.moe_ext._encode_payload(
                 INDICES, torch.zeros(6).byte(), VALUES[:0], 8, 3, "u16", "fp16", 0
             ),
             r"value_codec to be fp32, bf16, fp8, int8, int4 or sign, got fp16",
         ),
         (
-            lambda: torch.ops.moe_ext.encode_payload(
+            lambda: torch.ops.moe_ext._encode_payload(
                 INDICES, torch.zeros(11).byte(), VALUES[:0], 8, 3, "u16", "fp32", 0
             ),
             r"codes to be of size 12 in dim 0 \(the bytes of the values\), got shape \[11\]",
         ),
         (
-            lambda: torch.ops.moe_ext.encode_payload(
+            lambda: torch.ops.moe_ext._encode_payload(
                 INDICES, torch.zeros(12).byte(), VALUES[:0], 8, 3, "u16", "fp32", 64
             ),
             r"value_block to be 0 for values without scales, got 64",
@@ -325,7 +325,7 @@ def test_opcheck():
     scales = torch.zeros(0)
     for codec in INDEX_CODECS:
         torch.library.opcheck(
-            op.encode_payload.default, (INDICES, codes, scales, 9, 3, codec, "fp32", 0, True)
+            op._encode_payload.default, (INDICES, codes, scales, 9, 3, codec, "fp32", 0, True)
         )
-    torch.library.opcheck(op.payload_header.default, (sample(),))
-    torch.library.opcheck(op.decode_payload.default, (sample(),))
+    torch.library.opcheck(op._payload_header.default, (sample(),))
+    torch.library.opcheck(op._decode_payload.default, (sample(),))
