@@ -1,6 +1,6 @@
 """moe_ext: the communication side of sparse training, for CPU and CUDA."""
 
-from moe_ext import attention, distributed, integrations, nn, ops, plot
+from moe_ext import attention, compression, distributed, integrations, nn, ops, optim, plot
 from moe_ext._info import info
 from moe_ext._version import __version__
 from moe_ext.integrations import replace, verify
@@ -10,11 +10,13 @@ __all__ = [
     "MoELayer",
     "__version__",
     "attention",
+    "compression",
     "distributed",
     "info",
     "integrations",
     "nn",
     "ops",
+    "optim",
     "plot",
     "replace",
     "replace_ffn",

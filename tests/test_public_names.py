@@ -16,6 +16,12 @@ PUBLIC = {
     "TransformerBlock",
     "moe_ext.attention": "ring_attention RingAttention sequence_parallel shard_sequence "
     "unshard_sequence position_ids shift_labels token_mean_loss make_layout",
+    "moe_ext.compression": "CompressionState compress_hook compress_gradients flush Policy TopK "
+    "Threshold Quantize Dense CostModel sparse_all_reduce quantized_all_reduce_ "
+    "block_sparse_all_reduce_ masked_all_reduce_ row_sparse_all_reduce "
+    "hierarchical_all_reduce_ zero_plus_plus",
+    "moe_ext.compression.grace": "Compressor Memory Communicator grace_from_params",
+    "moe_ext.compression.powersgd": "PowerSGD",
     "moe_ext.optim": "LAMB LARS Adafactor OneBitAdam OneBitLamb ZeroOneAdam param_groups",
     "moe_ext.integrations.huggingface": "register_ring_attention shard_batch causal_lm_loss",
     "moe_ext.nn.presets": "switch gshard glam mixtral qwen3 deepseek_v3",
