@@ -317,7 +317,8 @@ class Step:
                 memory = underway.part.memory
                 if not memory.has("residual") or work.norms is None:
                     continue
-                owed += float(torch.linalg.vector_norm(memory.tensor("residual"))) ** 2
+                if not memory.is_taken("residual"):
+                    owed += float(torch.linalg.vector_norm(memory.tensor("residual"))) ** 2
                 norms = work.norms[list(underway.part.indices)]
                 given += float(norms.square().sum())
         return owed, given
@@ -348,7 +349,7 @@ class Step:
             share_of = 1.0 if self.state.average else 1.0 / group_size(work.layout.group)
             for underway, result in zip(work.parts, tensors, strict=True):
                 memory = underway.part.memory
-                if not memory.has("residual"):
+                if not memory.has("residual") or unused.isdisjoint(underway.part.names):
                     continue
                 pieces = zip(
                     underway.part.names,

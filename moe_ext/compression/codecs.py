@@ -87,16 +87,6 @@ class WithMemory:
         return CodecMemory([grad_N.shape], grad_N.device)
 
 
-def take_owed(grad_N: Tensor, memory: CodecMemory) -> Tensor:
-    """The gradient and all that is owed from another codec, which is then owed no more."""
-    if not memory.has("residual"):
-        return grad_N
-    residual_N = memory.tensor("residual")
-    grad_N = grad_N + residual_N.to(grad_N.dtype)
-    residual_N.zero_()
-    return grad_N
-
-
 def dense_reduction(
     x_N: Tensor, group: ProcessGroup | None, average: bool, operation: str
 ) -> Reduction:
@@ -160,10 +150,9 @@ class Dense(WithMemory):
         step: int = 0,
     ) -> Reduction:
         """See `Codec`."""
-        x_N = take_owed(grad_N, memory)
+        memory.take_owed(grad_N)
         dtype = _DTYPES[self.dtype]
-        if dtype is not None:
-            x_N = x_N.to(dtype)
+        x_N = grad_N if dtype is None else grad_N.to(dtype)
         return dense_reduction(x_N, group, average, f"all-reduce in {self.dtype}")
 
     def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
@@ -234,7 +223,8 @@ class Quantize(WithMemory):
     ) -> Reduction:
         """See `Codec`."""
         size, rank = group_size(group), group_rank(group)
-        x_N = grad_N if self.feedback else take_owed(grad_N, memory)
+        if not self.feedback:
+            memory.take_owed(grad_N)
         residual_N = memory.tensor("residual") if self.feedback else None
         server = None
         if self.feedback and size > 1:
@@ -242,7 +232,7 @@ class Quantize(WithMemory):
             memory.server_start = rank * shard
             server = memory.tensor("server", shard)
         found = quantized_all_reduce_(
-            x_N,
+            grad_N,
             format=self.format,
             block=self.block,
             residual=residual_N,
@@ -388,11 +378,10 @@ class BlockSparse(WithMemory):
         step: int = 0,
     ) -> Reduction:
         """See `Codec`."""
-        x_N = take_owed(grad_N, memory)
         # What was owed may lie in blocks that nothing was added to.
-        bitmap = memory.bitmap if x_N is grad_N else None
+        bitmap = None if memory.take_owed(grad_N) else memory.bitmap
         found = block_sparse_all_reduce_(
-            x_N,
+            grad_N,
             block=self.block_of(memory),
             bitmap=bitmap,
             group=group,

@@ -57,6 +57,8 @@ class CodecMemory:
         self._kept: dict[str, Tensor] = {}
         self._open: dict[str, Tensor] = {}
         self._spare: dict[str, Tensor] = {}
+        # Kinds that this step forgets, but for what it has left in `_open`.
+        self._taken: set[str] = set()
         self._scales: dict[str, float] = {}
         self.marks: dict[str, float] = {}
         self._open_marks: dict[str, float] = {}
@@ -81,6 +83,8 @@ class CodecMemory:
             return self._open[kind]
         self._before = None
         kept, scale = self._kept.get(kind), self._scales.get(kind, 1.0)
+        if kind in self._taken:
+            kept = None
         size = self.numel if numel is None else numel
         if kept is None:
             working = torch.zeros(size, device=self.device)
@@ -91,6 +95,31 @@ class CodecMemory:
         self._open[kind] = working
         return working
 
+    def take_owed(self, grad_N: Tensor) -> bool:
+        """Add to a gradient, in place, all that is owed, which is then owed no more.
+
+        Returns:
+            Whether anything was owed.
+        """
+        found = False
+        for kind in ("residual", "server"):
+            if kind in self._open:
+                add_at(grad_N, self._open[kind], self._start_of(kind))
+                self._open[kind].zero_()
+            elif kind in self._kept and kind not in self._taken:
+                scale = self._scales.get(kind, 1.0)
+                add_at(grad_N, self._kept[kind], self._start_of(kind), scale)
+                self._taken.add(kind)
+                self._before = None
+            else:
+                continue
+            found = True
+        return found
+
+    def is_taken(self, kind: str) -> bool:
+        """Whether this step has taken the tensor of a kind, and left nothing instead."""
+        return kind in self._taken and kind not in self._open
+
     def carry(self, name: str, make: Callable[[], _T], copy: Callable[[_T], _T]) -> _T:
         """The copy of this step of an object that is no tensor, to change in place."""
         if name not in self._open_carried:
@@ -98,6 +127,9 @@ class CodecMemory:
             self._open_carried[name] = make() if kept is None else copy(kept)
         found: _T = self._open_carried[name]
         return found
+
+    def _start_of(self, kind: str) -> int:
+        return self.server_start if kind == "server" else 0
 
     def has(self, kind: str) -> bool:
         """Whether there is a tensor of this kind."""
@@ -114,11 +146,14 @@ class CodecMemory:
 
     def commit(self) -> None:
         """End the step and keep what it has changed."""
-        if not (self._open or self._open_marks or self._open_carried):
+        if not (self._open or self._taken or self._open_marks or self._open_carried):
             self._before = None
             return
-        replaced = {kind: self._kept.get(kind) for kind in self._open}
+        replaced = {kind: self._kept.get(kind) for kind in {*self._open, *self._taken}}
         self._before = (replaced, self.marks, dict(self._carried))
+        for kind in self._taken:
+            self._kept.pop(kind, None)
+            self._spare.pop(kind, None)
         for kind, working in self._open.items():
             before = self._kept.get(kind)
             if before is not None and before.shape == working.shape:
@@ -127,6 +162,7 @@ class CodecMemory:
         self.marks = {**self.marks, **self._open_marks}
         self._carried.update(self._open_carried)
         self._open, self._open_carried, self._open_marks = {}, {}, {}
+        self._taken = set()
 
     def undo(self) -> None:
         """Take the last `commit` back; nothing where another step has begun since."""
@@ -143,6 +179,7 @@ class CodecMemory:
             if kind in self._kept:
                 self._spare[kind] = working
         self._open, self._open_carried, self._open_marks = {}, {}, {}
+        self._taken = set()
 
     def kinds(self) -> list[str]:
         """What is kept."""
@@ -170,15 +207,15 @@ class CodecMemory:
         if kind != "residual" or server is None:
             return None if kept is None else kept.clone()
         found = torch.zeros(self.numel, device=self.device) if kept is None else kept.clone()
-        add_server(found, server, self.server_start)
+        add_at(found, server, self.server_start)
         return found
 
 
-def add_server(residual: Tensor, server: Tensor, start: int) -> None:
-    """Add the residual of a shard of the sum, in place; what lies past the end is padding."""
-    stop = min(start + server.numel(), residual.numel())
+def add_at(flat: Tensor, owed: Tensor, start: int, scale: float = 1.0) -> None:
+    """Add what is owed from an element on, in place; what lies past the end is padding."""
+    stop = min(start + owed.numel(), flat.numel())
     if stop > start:
-        residual[start:stop].add_(server[: stop - start].to(residual.device))
+        flat[start:stop].add_(owed[: stop - start].to(flat.device), alpha=scale)
 
 
 class FeedbackMemory:
@@ -348,8 +385,8 @@ def fold_into(
         shift = extras["server_start"] - start
         server = extras["tensors"]["server"]
         if shift < 0:
-            add_server(flat, server[min(-shift, server.numel()) :], 0)
+            add_at(flat, server[min(-shift, server.numel()) :], 0)
         elif shift < flat.numel():
-            add_server(flat, server, shift)
+            add_at(flat, server, shift)
         loose[name]["residual"] = flat.view(residual.shape)
         start += flat.numel()

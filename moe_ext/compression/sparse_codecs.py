@@ -20,7 +20,6 @@ from moe_ext.compression.codecs import (
     WithMemory,
     check_choice,
     dense_reduction,
-    take_owed,
 )
 from moe_ext.compression.memory import CodecMemory
 from moe_ext.compression.pairs import PAIR_CODECS
@@ -205,7 +204,8 @@ class TopK(WithMemory):
     ) -> Reduction:
         """See `Codec`."""
         if self.density > _DENSE_ABOVE:
-            x_N = take_owed(_feed_velocity(grad_N, memory, self.momentum), memory)
+            x_N = _feed_velocity(grad_N, memory, self.momentum)
+            memory.take_owed(x_N)
             return dense_reduction(x_N, group, average, "all-reduce")
         velocity_N = memory.tensor("velocity") if self.momentum is not None else None
         values_K, indices_K = _selected(grad_N, memory, self, velocity_N)
@@ -307,7 +307,8 @@ class Threshold(WithMemory):
     ) -> Reduction:
         """See `Codec`."""
         if self.density > _DENSE_ABOVE:
-            x_N = take_owed(_feed_velocity(grad_N, memory, self.momentum), memory)
+            x_N = _feed_velocity(grad_N, memory, self.momentum)
+            memory.take_owed(x_N)
             return dense_reduction(x_N, group, average, "all-reduce")
         values_K, indices_K = self._select(grad_N, memory)
         return _sparse_reduction(values_K, indices_K, memory, self, group, average)

@@ -274,6 +274,48 @@ def test_a_step_that_fails_in_memory():
     assert [tuple(p.shape) for p in memory.pieces(kept)] == [(5,), (2, 3)]
 
 
+def owing():
+    """Of 10 elements, with the shard of the sum from the seventh on, two of them padding."""
+    memory = CodecMemory([torch.Size([10])], torch.device("cpu"))
+    memory.open(marks={"rate": 1.0})
+    memory.tensor("residual").copy_(torch.arange(10.0))
+    memory.tensor("server", 6).fill_(100.0)
+    memory.server_start = 6
+    memory.commit()
+    return memory
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_what_a_dense_step_takes_is_owed_no_more(opened):
+    memory, owed = owing(), torch.arange(10.0) + 100.0 * (torch.arange(10) >= 6)
+    for keeps in (False, True):
+        memory.open({"residual": 0.5, "server": 0.5})
+        if opened:
+            memory.tensor("residual")
+        grad = torch.ones(10)
+        assert memory.take_owed(grad) and torch.equal(grad, 1.0 + 0.5 * owed)
+        assert not memory.take_owed(grad) or opened
+        assert torch.equal(grad, 1.0 + 0.5 * owed)
+        assert memory.is_taken("residual") != opened and not memory.tensor("residual").any()
+        memory.commit() if keeps else memory.rollback()
+        # Bit for bit as it was, until the step is kept.
+        assert torch.equal(memory.whole("residual"), owed * (not keeps))
+    memory.undo()
+    assert torch.equal(memory.whole("residual"), owed)
+
+
+def test_a_dense_step_forgets_the_residual():
+    for codec in (Dense(), Dense("bf16"), BlockSparse(4), Quantize("int8", 64, feedback=False)):
+        memory = owing()
+        memory.open()
+        result = codec.start(torch.ones(10), memory).wait()
+        assert torch.equal(result.float(), 1.0 + owing().whole("residual"))
+        memory.commit()
+        assert memory.kinds() == [] and not memory.has("residual")
+        memory.undo()
+        assert torch.equal(memory.whole("residual"), owing().whole("residual"))
+
+
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_rehearsals_change_nothing_but_the_memory(codec):
     grad = torch.randn(1000)
