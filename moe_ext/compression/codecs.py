@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
+from moe_ext.compression.agreement import resolve
 from moe_ext.compression.exact_reduce import bitmap_bytes, block_sparse_all_reduce_
 from moe_ext.compression.memory import CodecMemory
 from moe_ext.compression.quantized_reduce import (
     FORMATS,
-    quantized_all_reduce_,
     quantized_all_reduce_bytes,
     shard_numel,
+    start_all_reduce,
 )
 from moe_ext.compression.reduction import Reduction
 from moe_ext.distributed.failures import naming_failed_ranks
@@ -231,20 +232,17 @@ class Quantize(WithMemory):
             shard = shard_numel(memory.numel, size, self.block)
             memory.server_start = rank * shard
             server = memory.tensor("server", shard)
-        found = quantized_all_reduce_(
+        rng_state = memory.rng_state(step, rank) if self.stochastic else None
+        # What the memory hands out are copies already.
+        return start_all_reduce(
             grad_N,
-            format=self.format,
-            block=self.block,
-            residual=residual_N,
-            server_residual=server,
-            rng_state=memory.rng_state(step, rank) if self.stochastic else None,
-            group=group,
-            average=average,
-            validate=False,
-            async_op=True,
+            (residual_N, server, rng_state),
+            self.format,
+            self.block,
+            resolve(group, "Quantize"),
+            average,
+            restores=False,
         )
-        assert isinstance(found, Reduction)
-        return found
 
     def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
         """See `Codec`."""

@@ -150,6 +150,7 @@ def _all_reduce_stages(
     block: int,
     divisor: int,
     has: tuple[bool, bool, bool],
+    restores: bool,
 ) -> Stages:
     has_residual, has_server, has_rng = has
     stages = Stages(1 + sum(has))
@@ -159,7 +160,7 @@ def _all_reduce_stages(
     rng_states = _rng_slots(stages, others.pop(0) if has_rng else None, size)
     codec, shard = _Codec(stages, format, block), shard_numel(numel, size, block)
     for kept, length in ((residual, numel), (server, shard)):
-        if kept is not None:
+        if kept is not None and restores:
             stages.keep(kept, 4 * length)
     lengths = _lengths(numel, size, shard)
     total = _scatter(codec, x, lengths, shard, residual, rng_states, rank)
@@ -286,17 +287,49 @@ def quantized_all_reduce_(
     }
     check_call(name, facts, problem, ranks, x.device, validate=validate)
     states = (residual, server_residual, rng_state)
+    underway = start_all_reduce(x, states, format, block, ranks, average, async_op=async_op)
+    return underway if async_op else underway.wait()
+
+
+def start_all_reduce(
+    x: Tensor,
+    states: tuple[Tensor | None, Tensor | None, Tensor | None],
+    format: str,
+    block: int,
+    group: ProcessGroup | None,
+    average: bool,
+    *,
+    async_op: bool = True,
+    restores: bool = True,
+) -> Reduction:
+    """What `quantized_all_reduce_` does with arguments that are right.
+
+    Args:
+        x: as there.
+        states: residual, server_residual and rng_state.
+        format: as there.
+        block: as there.
+        group: resolved.
+        average: as there.
+        async_op: as there.
+        restores: whether an error leaves the residuals as they were, for which they are copied.
+    """
+    residual, server_residual, rng_state = states
+    size, numel = group_size(group), x.numel()
     if size == 1 or numel == 0:
         for owed in (residual, server_residual):
             if owed is not None and size == 1:
                 x.view(-1).add_(owed.view(-1)[:numel])
                 owed.zero_()
-        return Reduction.done(x) if async_op else x
+        return Reduction.done(x)
     has = (residual is not None, server_residual is not None, rng_state is not None)
-    divisor = size if average else 1
-    stages = _all_reduce_stages(numel, size, group_rank(ranks), format, block, divisor, has)
+    plan = (numel, size, group_rank(group), format, block, size if average else 1, has, restores)
     inputs = [x.detach().view(-1), *(state.view(-1) for state in states if state is not None)]
-    return run(stages, inputs, ranks, name, finish=lambda _: x, async_op=async_op)
+    name = "quantized_all_reduce_"
+    found = run(
+        _all_reduce_stages(*plan), inputs, group, name, finish=lambda _: x, async_op=async_op
+    )
+    return found if isinstance(found, Reduction) else Reduction.done(found)
 
 
 def _check_shards(
