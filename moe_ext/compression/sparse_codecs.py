@@ -103,12 +103,15 @@ def _sent_bytes(count: int, numel: int, world_size: int, codec: TopK | Threshold
 def _sparse_reduction(
     values_K: Tensor,
     indices_K: Tensor,
+    grad_N: Tensor,
     memory: CodecMemory,
     codec: TopK | Threshold,
     group: ProcessGroup | None,
     average: bool,
 ) -> Reduction:
     size = group_size(group)
+    # The gradient has gone into the selection and the residual.
+    out_N = grad_N if grad_N.dtype == torch.float32 and grad_N.is_contiguous() else None
     layout = _layout(values_K.shape[0], memory.numel, size, codec)
     regions = None
     if layout.choose(codec.algorithm, may_split=True) == "split":
@@ -121,6 +124,7 @@ def _sparse_reduction(
         value_codec=codec.value_codec,
         residual=memory.tensor("residual"),
         regions=regions,
+        out=out_N,
         group=group,
         average=average,
         validate=False,
@@ -209,7 +213,7 @@ class TopK(WithMemory):
             return dense_reduction(x_N, group, average, "all-reduce")
         velocity_N = memory.tensor("velocity") if self.momentum is not None else None
         values_K, indices_K = _selected(grad_N, memory, self, velocity_N)
-        return _sparse_reduction(values_K, indices_K, memory, self, group, average)
+        return _sparse_reduction(values_K, indices_K, grad_N, memory, self, group, average)
 
     def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
         """See `Codec`."""
@@ -311,7 +315,7 @@ class Threshold(WithMemory):
             memory.take_owed(x_N)
             return dense_reduction(x_N, group, average, "all-reduce")
         values_K, indices_K = self._select(grad_N, memory)
-        return _sparse_reduction(values_K, indices_K, memory, self, group, average)
+        return _sparse_reduction(values_K, indices_K, grad_N, memory, self, group, average)
 
     def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
         """See `Codec`."""
