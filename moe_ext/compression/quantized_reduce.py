@@ -20,6 +20,8 @@ from moe_ext.distributed.groups import group_rank, group_size
 
 FORMATS = ("int8", "int4", "fp8", "sign")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Elements, a multiple of all blocks; and into how many chunks a tensor is divided at most.
+_CHUNK, _MAX_CHUNKS = 262144, 256
 # The second rounding of a step draws from another stream than the first.
 _SECOND_SEED = 0x5851F42D4C957F2D
 
@@ -52,8 +54,8 @@ def quantized_all_reduce_bytes(numel: int, world_size: int, format: str, block: 
 class _Codec:
     """Adds the stages that turn parts of tensors into payloads and back."""
 
-    def __init__(self, stages: Stages, format: str, block: int) -> None:
-        self.stages, self.format, self.block = stages, format, block
+    def __init__(self, stages: Stages, format: str, block: int, chunk: int) -> None:
+        self.stages, self.format, self.block, self.chunk = stages, format, block, chunk
 
     def encode(
         self, x: Slot, length: int, room: int, residual: Slot | None, rng_state: Slot | None
@@ -74,13 +76,20 @@ class _Codec:
                 parts.append((zeros, more))
         return parts
 
-    def add(self, out: Slot, row: Slot, start: int, length: int, room: int) -> None:
-        """Add to `out` the first `length` elements of the payload at byte `start` of a row."""
-        codes = taken(self.stages, row, start, code_bytes(length, self.format), torch.uint8)
-        at = start + aligned(code_bytes(room, self.format))
-        scales = taken(self.stages, row, at, 4 * -(-length // self.block), torch.float32)
-        name = "moe_ext::dequantize_add_"
-        self.stages.call_many(name, 0, out, codes, scales, self.format, self.block)
+    def decode(self, out: Slot, row: Slot, starts: Sequence[int], length: int, room: int) -> None:
+        """Overwrite `length` elements with the sum of the payloads at some bytes of a row."""
+        scales_at = aligned(code_bytes(room, self.format))
+        for first in range(0, length, self.chunk):
+            count = min(self.chunk, length - first)
+            piece = self.stages.call("aten::narrow", out, 0, first, count)
+            self.stages.call("aten::zero_", piece)
+            for start in starts:
+                at = start + code_bytes(first, self.format)
+                codes = taken(self.stages, row, at, code_bytes(count, self.format), torch.uint8)
+                at = start + scales_at + 4 * first // self.block
+                scales = taken(self.stages, row, at, 4 * -(-count // self.block), torch.float32)
+                name = "moe_ext::dequantize_add_"
+                self.stages.call_many(name, 0, piece, codes, scales, self.format, self.block)
 
     def divide(self, row: Slot, count: int, room: int, divisor: int) -> None:
         """Divide the scales of `count` payloads in a row, in place."""
@@ -92,6 +101,13 @@ class _Codec:
         for part in range(count):
             scales = taken(self.stages, row, part * size + first, num_bytes, torch.float32)
             self.stages.call("aten::div_.Scalar", scales, divisor)
+
+
+def _chunk(x: Tensor) -> int:
+    """Elements to decode at a time: on a CPU, few enough to stay in the cache meanwhile."""
+    if x.device.type != "cpu":
+        return max(x.numel(), 1)
+    return max(_CHUNK, -(-x.numel() // (_MAX_CHUNKS * _CHUNK)) * _CHUNK)
 
 
 def _lengths(numel: int, size: int, shard: int) -> list[int]:
@@ -117,10 +133,10 @@ def _scatter(
         owed = None if residual is None else stages.call("aten::narrow", residual, *place)
         parts += codec.encode(piece, length, shard, owed, rng_states[part])
     found = stages.all_to_all(joined(stages, parts))
-    total = stages.call("aten::zero_", stages.scratch(x, 4 * lengths[rank], torch.float32))
+    total = stages.scratch(x, 4 * lengths[rank], torch.float32)
     size = payload_bytes(shard, codec.format, codec.block)
-    for source in range(len(lengths)):
-        codec.add(total, found, source * size, lengths[rank], shard)
+    starts = range(0, len(lengths) * size, size)
+    codec.decode(total, found, starts, lengths[rank], shard)
     return total
 
 
@@ -149,6 +165,7 @@ def _all_reduce_stages(
     format: str,
     block: int,
     divisor: int,
+    chunk: int,
     has: tuple[bool, bool, bool],
     restores: bool,
 ) -> Stages:
@@ -158,7 +175,7 @@ def _all_reduce_stages(
     residual = others.pop(0) if has_residual else None
     server = others.pop(0) if has_server else None
     rng_states = _rng_slots(stages, others.pop(0) if has_rng else None, size)
-    codec, shard = _Codec(stages, format, block), shard_numel(numel, size, block)
+    codec, shard = _Codec(stages, format, block, chunk), shard_numel(numel, size, block)
     for kept, length in ((residual, numel), (server, shard)):
         if kept is not None and restores:
             stages.keep(kept, 4 * length)
@@ -168,12 +185,11 @@ def _all_reduce_stages(
     row = joined(stages, codec.encode(total, lengths[rank], shard, own, rng_states[size]))
     found = stages.all_gather(row)
     codec.divide(found, size, shard, divisor)
-    stages.call("aten::zero_", x)
     row_bytes = payload_bytes(shard, format, block)
     for part, length in enumerate(lengths):
         if length:
             piece = stages.call("aten::narrow", x, 0, part * shard, length)
-            codec.add(piece, found, part * row_bytes, length, shard)
+            codec.decode(piece, found, (part * row_bytes,), length, shard)
     stages.results = [x.index]
     return stages
 
@@ -302,17 +318,10 @@ def start_all_reduce(
     async_op: bool = True,
     restores: bool = True,
 ) -> Reduction:
-    """What `quantized_all_reduce_` does with arguments that are right.
+    """`quantized_all_reduce_` without its checks; states: residual, server_residual, rng_state.
 
-    Args:
-        x: as there.
-        states: residual, server_residual and rng_state.
-        format: as there.
-        block: as there.
-        group: resolved.
-        average: as there.
-        async_op: as there.
-        restores: whether an error leaves the residuals as they were, for which they are copied.
+    Args as there, but `restores`: whether an error leaves the residuals as they were, for which
+    they are copied.
     """
     residual, server_residual, rng_state = states
     size, numel = group_size(group), x.numel()
@@ -323,7 +332,8 @@ def start_all_reduce(
                 owed.zero_()
         return Reduction.done(x)
     has = (residual is not None, server_residual is not None, rng_state is not None)
-    plan = (numel, size, group_rank(group), format, block, size if average else 1, has, restores)
+    divisor, chunk = size if average else 1, _chunk(x)
+    plan = (numel, size, group_rank(group), format, block, divisor, chunk, has, restores)
     inputs = [x.detach().view(-1), *(state.view(-1) for state in states if state is not None)]
     name = "quantized_all_reduce_"
     found = run(
@@ -414,7 +424,7 @@ def quantized_reduce_scatter(
     if owed is not None:
         stages.keep(owed, 4 * numel)
     shard = numel // size
-    codec = _Codec(stages, format, block)
+    codec = _Codec(stages, format, block, _chunk(input))
     total = _scatter(codec, x, [shard] * size, shard, owed, rng_states, group_rank(ranks))
     if average:
         stages.call("aten::div_.Scalar", total, size)
@@ -471,14 +481,13 @@ def quantized_all_gather(
         return Reduction.done(output) if async_op else output
     stages = Stages(2 + (rng_state is not None))
     x, out, *others = stages.inputs()
-    codec = _Codec(stages, format, block)
+    codec = _Codec(stages, format, block, _chunk(output))
     row = joined(stages, codec.encode(x, shard, shard, None, others[0] if others else None))
     found = stages.all_gather(row)
-    stages.call("aten::zero_", out)
     row_bytes = payload_bytes(shard, format, block)
     for part in range(size):
         piece = stages.call("aten::narrow", out, 0, part * shard, shard)
-        codec.add(piece, found, part * row_bytes, shard, shard)
+        codec.decode(piece, found, (part * row_bytes,), shard, shard)
     inputs = [
         input.detach().view(-1),
         output.detach().view(-1),

@@ -125,7 +125,7 @@ def simulate(programs, inputs):
 def _answers(asked):
     name, sent = asked[0][0], [x.reshape(-1) for _, x in asked]
     if name == "all_gather":
-        return [torch.cat(sent)] * len(sent)
+        return [torch.cat(sent) for _ in sent]
     if name == "all_to_all":
         parts = [x.chunk(len(sent)) for x in sent]
         return [torch.cat([part[rank] for part in parts]) for rank in range(len(sent))]

@@ -2,12 +2,18 @@
 
 import pytest
 import torch
-from collective_checks import of_rank, simulate
+from collective_checks import of_rank, quantized_reference, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ext.compression import SplitRegions, quantized_all_reduce_, sparse_all_reduce
+from moe_ext.compression import (
+    SplitRegions,
+    quantized_all_reduce_,
+    shard_numel,
+    sparse_all_reduce,
+)
 from moe_ext.compression.pairs import PairLayout, joined, pack_pairs, unpack_pairs
+from moe_ext.compression.quantized_reduce import _all_reduce_stages
 from moe_ext.compression.sparse_reduce import SparseLayout, _gathered, _split
 from moe_ext.compression.stages import Stages
 from moe_ext.ops import topk_compress_
@@ -71,6 +77,24 @@ def test_every_element_of_a_full_region_gets_its_turn():
             programs.append(_split(layout, size, bounds, rank, step))
         sent += simulate(programs, inputs)[0][0]
     assert (sent[: 2 * count : 2] > 0).all()
+
+
+@pytest.mark.parametrize("numel", [4096, 5000, 6145])
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8", "sign"])
+def test_decoding_in_chunks_gives_the_same_bits(format, numel):
+    size, block, chunk = 3, 128, 1024
+    programs, inputs = [], []
+    for rank in range(size):
+        plan = (numel, size, rank, format, block, size, chunk, (True, True, False), False)
+        programs.append(_all_reduce_stages(*plan))
+        server = torch.zeros(shard_numel(numel, size, block))
+        inputs.append([of_rank(rank, numel), torch.zeros(numel), server])
+    want, residuals, servers = quantized_reference(size, numel, format, block, average=True)
+    found = simulate(programs, inputs)
+    for rank in range(size):
+        assert torch.equal(found[rank][0], want)
+        assert torch.equal(inputs[rank][1], residuals[rank])
+        assert torch.equal(inputs[rank][2], servers[rank])
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 255, 70_000])
