@@ -11,6 +11,9 @@ namespace {
 
 constexpr int64_t kLanes = 16;
 constexpr int64_t kAhead = 2048;
+// Of loops that are faster than the memory: into the second cache, in time.
+constexpr int64_t kFarAhead = 8192;
+constexpr int kSecondCache = 2;
 
 struct Block {
   int64_t size;
@@ -69,6 +72,43 @@ MOE_INLINE float magnitude_sum(const float* a, int64_t n, float factor) {
   return lanes[0];
 }
 
+#if defined(__AVX512F__)
+// The largest key of whole vectors.
+MOE_INLINE uint32_t largest_of(const float* x, int64_t n) {
+  __m512i most = _mm512_setzero_si512();
+  for (int64_t i = 0; i < n; i += kLanes) {
+    __builtin_prefetch(x + kFarAhead + i, 0, kSecondCache);
+    most = _mm512_max_epi32(most, _mm512_and_si512(_mm512_loadu_si512(x + i), _mm512_set1_epi32(0x7FFFFFFF)));
+  }
+  return static_cast<uint32_t>(_mm512_reduce_max_epi32(most));
+}
+
+// lanes[0] after the folds of `magnitude_sum`.
+MOE_INLINE float folded(__m512 lanes) {
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+// Sum of magnitudes, signs and largest key of whole vectors in one read.
+MOE_INLINE uint32_t signs_of(const float* x, int64_t n, uint8_t* out, float* sum) {
+  const __m512 magnitude = _mm512_castsi512_ps(_mm512_set1_epi32(0x7FFFFFFF));
+  __m512 lanes = _mm512_setzero_ps();
+  __m512i most = _mm512_setzero_si512();
+  for (int64_t i = 0; i < n; i += kLanes) {
+    __builtin_prefetch(x + kFarAhead + i, 0, kSecondCache);
+    const __m512 a = _mm512_loadu_ps(x + i), key = _mm512_and_ps(a, magnitude);
+    most = _mm512_max_epi32(most, _mm512_castps_si512(key));
+    lanes = _mm512_add_ps(lanes, key);
+    const __mmask16 bits = _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_LT_OQ);
+    __builtin_memcpy(out + i / 8, &bits, sizeof(bits));
+  }
+  *sum = folded(lanes);
+  return static_cast<uint32_t>(_mm512_reduce_max_epi32(most));
+}
+#endif
+
 // A word for each of n elements from `begin` on, rounded up to four.
 MOE_INLINE void draw(uint32_t* words, const RngSource& rng, int64_t begin, int64_t n) {
   const TokenDraws draws = rounding_draws(rng, begin);
@@ -109,6 +149,17 @@ MOE_INLINE void pack(uint8_t* __restrict out, const int8_t* __restrict codes, in
   }
 }
 
+// A whole block that nothing is added to is read where it is.
+template <typename T>
+MOE_INLINE bool read_in_place(const QuantizeArgs<T>& args, int64_t block) {
+#if defined(__AVX512F__)
+  return std::is_same_v<T, float> && args.residual == nullptr && args.block % kLanes == 0 &&
+         (block + 1) * args.block <= args.numel;
+#else
+  return (void)args, (void)block, false;
+#endif
+}
+
 // Bit i % 8 of byte i / 8 is the sign of element i; zeros are positive.
 MOE_INLINE void pack_signs(uint8_t* out, const float* a, int64_t n) {
   int64_t i = 0;
@@ -139,6 +190,20 @@ uint32_t quantize(const QuantizeArgs<T>& args, int64_t begin, int64_t end) {
   alignas(64) int8_t codes[kLargestBlock];
   uint32_t most = 0;
   for (int64_t block = begin; block < end; ++block) {
+    uint8_t* out = args.codes + block * args.block / elements_per_byte(kFormat);
+#if defined(__AVX512F__)
+    if constexpr (std::is_same_v<T, float> && kFormat != Format::kInt4) {
+      if (args.rng.state == nullptr && read_in_place(args, block)) {
+        const float* x = args.x + block * args.block;
+        const uint32_t key = largest_of(x, args.block);
+        const Scaling s = scaling_of(bit_cast<float>(key), largest_code(kFormat));
+        most = key > most ? key : most;
+        encode<kFormat, false>(x, words, s, args.block, reinterpret_cast<int8_t*>(out));
+        args.scales[block] = s.scale;
+        continue;
+      }
+    }
+#endif
     const auto [n, padded, key] = load_block(args, block, a);
     most = key > most ? key : most;
     const Scaling s = scaling_of(bit_cast<float>(key), largest_code(kFormat));
@@ -149,7 +214,7 @@ uint32_t quantize(const QuantizeArgs<T>& args, int64_t begin, int64_t end) {
       encode<kFormat, false>(a, words, s, padded, codes);
     }
     args.scales[block] = s.scale;
-    pack<kFormat>(args.codes + block * args.block / elements_per_byte(kFormat), codes, n);
+    pack<kFormat>(out, codes, n);
     if (args.residual != nullptr) {
       keep_rest<kFormat>(args.residual + block * args.block, a, codes, s.scale, n);
     }
@@ -163,6 +228,20 @@ uint32_t quantize_signs(const QuantizeArgs<T>& args, int64_t begin, int64_t end)
   alignas(64) float a[kLargestBlock];
   uint32_t most = 0;
   for (int64_t block = begin; block < end; ++block) {
+#if defined(__AVX512F__)
+    if constexpr (std::is_same_v<T, float>) {
+      if (read_in_place(args, block)) {
+        float sum;
+        const uint32_t key =
+            signs_of(args.x + block * args.block, args.block, args.codes + block * args.block / 8, &sum);
+        if (sign_factor(key) == 1) {
+          most = key > most ? key : most;
+          args.scales[block] = sign_scale(sum, args.block, 1);
+          continue;
+        }
+      }
+    }
+#endif
     const auto [n, padded, key] = load_block(args, block, a);
     most = key > most ? key : most;
     const float factor = sign_factor(key);
@@ -209,7 +288,17 @@ MOE_INLINE void decode(float* __restrict values, const uint8_t* __restrict codes
   } else {
     constexpr uint32_t kBits[8] = {1, 2, 4, 8, 16, 32, 64, 128};
     const uint32_t positive = bit_cast<uint32_t>(scale);
-    for (int64_t i = 0; i < (n + 7) / 8; ++i) {
+    int64_t i = 0;
+#if defined(__AVX512F__)
+    const __m512i all_positive = _mm512_set1_epi32(static_cast<int32_t>(positive));
+    const __m512i sign_bit = _mm512_set1_epi32(INT32_MIN);
+    for (; (i + 2) * 8 <= n; i += 2) {
+      __mmask16 bits;
+      __builtin_memcpy(&bits, codes + i, sizeof(bits));
+      _mm512_storeu_si512(values + 8 * i, _mm512_mask_xor_epi32(all_positive, bits, all_positive, sign_bit));
+    }
+#endif
+    for (; i < (n + 7) / 8; ++i) {
       const uint32_t byte = codes[i];
       uint32_t eight[8];
       for (int64_t j = 0; j < 8; ++j) {
