@@ -103,6 +103,11 @@ class CompressedOptimizer(Optimizer):
                 f"{self._op}: expected max_grad_norm to be 0 with a process_group, since norms "
                 f"differ between its groups, got {group['max_grad_norm']}"
             )
+        if group["max_grad_norm"] != self.defaults["max_grad_norm"]:
+            raise ValueError(
+                f"{self._op}: expected max_grad_norm of a group to be that of the optimizer "
+                f"({self.defaults['max_grad_norm']}), got {group['max_grad_norm']}"
+            )
         param_group.setdefault("step", 0)
         super().add_param_group(param_group)
         self._ranks.append(self._process_group if ranks is None else ranks)
@@ -256,11 +261,15 @@ class CompressedOptimizer(Optimizer):
                 }
                 mean.set_masks(masks)
                 mean.note_local_rows(mean.views, self._op)
-                mean.reduce()
+                mean.reduce([i for i, entry in enumerate(members) if self._is_idle(entry)])
         except BaseException:
             for mean, errors in saved:
                 mean.restore(errors)
             raise
+
+    def _is_idle(self, entry: Entry) -> bool:
+        """Whether a step leaves a parameter and its moments alone."""
+        return not entry.active
 
     def _moments(self, entry: Entry, names: Sequence[str]) -> list[Tensor]:
         """Buffers of a parameter in float32, made of zeros at first."""

@@ -88,8 +88,11 @@ class CompressedMean:
             for start, shape in zip(self._offsets, self._shapes, strict=False)
         ]
 
-    def reduce(self) -> None:
+    def reduce(self, idle: Sequence[int] = ()) -> None:
         """Replace what is in `views` by the mean over ranks, as far as a bit each tells it.
+
+        Args:
+            idle: tensors whose mean will not be used: what is owed of them stays as it is.
 
         Raises:
             RankFailureError: a rank died or did not answer; what is owed is as it was.
@@ -97,6 +100,7 @@ class CompressedMean:
         if self.size == 1:
             return
         assert isinstance(self.group, ProcessGroup)
+        kept = [(owed, owed.clone()) for index in idle for owed in self._owed_of(index)]
         self._padding.fill(self.flat_N, self.worker_N)
         quantized_all_reduce_(
             self.flat_N,
@@ -119,6 +123,17 @@ class CompressedMean:
             self.worker_N.masked_fill_(self._dead_N, 0)
             own = self._dead_N[self._own_shard()]
             self.server_M[: len(own)].masked_fill_(own, 0)
+        for owed, before in kept:
+            owed.copy_(before)
+
+    def _owed_of(self, index: int) -> tuple[Tensor, Tensor]:
+        """Views of both errors of one tensor; that of the shard may be empty."""
+        own = self._own_shard()
+        start, stop = (
+            min(max(place, own.start), own.stop) - own.start
+            for place in self._offsets[index : index + 2]
+        )
+        return self.worker_views[index], self.server_M[start:stop]
 
     def errors(self) -> Tensor:
         """All that this rank owes, [N], in units of the sum over ranks."""

@@ -169,16 +169,20 @@ class ZeroOneAdam(CompressedOptimizer):
         means = self._flat_means()
         kept = [entry for entry in entries if not self._is_compressed(entry)]
         if self._is_dense():
+            self._average_gradients(entries)
+            self._clip(entries, local=False)
             self._dense_step(entries, means)
             self._count("var", self.var_update_scaler)
             return
-        self._dense_step(kept, ())
+        # All messages that may fail come before the first change.
+        self._average_gradients(kept)
         members = [entry for entry in entries if self._is_compressed(entry) and entry.active]
         local = step > self.var_freeze_step
         if not local or step % first["local_step_interval"] == 0:
             self._synchronise(means)
         else:
             self._local_step(members)
+        self._dense_step(kept, ())
         if local:
             self._count("local_step", self.local_step_scaler, self.local_step_clipper)
 
@@ -202,8 +206,6 @@ class ZeroOneAdam(CompressedOptimizer):
         self, entries: list[Entry], means: list[tuple[CompressedMean, list[Entry]]] | tuple[()]
     ) -> None:
         """A step of AdamW by averaged gradients; what is owed stays owed."""
-        self._average_gradients(entries)
-        self._clip(entries, local=False)
         moved = [entry for entry in entries if entry.active and entry.grad is not None]
         for entry in moved:
             group, state = self.param_groups[entry.group_index], self.state[entry.parameter]
@@ -259,12 +261,16 @@ class ZeroOneAdam(CompressedOptimizer):
         for mean, members in means:
             for entry in members:
                 state, group = self.state[entry.parameter], self.param_groups[entry.group_index]
-                if entry.active or state.get("apart", False):
+                if entry.active:
                     factor = 1 - float(group["lr"]) * group["weight_decay"]
-                    state["decay"] = state.get("decay", 1.0) * (factor if entry.active else 1.0)
-            self._land(members, mean.views)
+                    state["decay"] = state.get("decay", 1.0) * factor
+            moved = [i for i, entry in enumerate(members) if not self._is_idle(entry)]
+            self._land([members[i] for i in moved], [mean.views[i] for i in moved])
         for group in self.param_groups:
             group["lrs"] = 0.0
+
+    def _is_idle(self, entry: Entry) -> bool:
+        return not entry.active and not self.state[entry.parameter].get("apart", False)
 
     def _land(self, entries: list[Entry], means: list[Tensor]) -> None:
         """Go from the last common place by the mean of what the ranks went."""

@@ -352,6 +352,28 @@ def test_max_grad_norm_bounds_all_gradients():
         torch.testing.assert_close(p, q, **CLOSE)
 
 
+def test_a_group_has_no_bound_on_the_norm_of_its_own():
+    groups = [{"params": parameters()[:1], "max_grad_norm": 0.0}]
+    message = r"expected max_grad_norm of a group to be that of the optimizer \(1.0\), got 0.0"
+    with pytest.raises(ValueError, match=message):
+        optim.OneBitAdam(groups, max_grad_norm=1.0)
+
+
+def test_a_reduction_that_fails_leaves_what_is_not_compressed_as_it_was(monkeypatch):
+    p, q = parameters()[:2]
+    groups = [{"params": [p]}, {"params": [q], "non_freeze": True}]
+    optimizer = optim.ZeroOneAdam(groups, 0.05, var_freeze_step=2)
+    run(optimizer, [p, q], range(4))
+    monkeypatch.setattr(optimizer, "_reduce", lambda means: 1 / 0)
+    before = [p.detach().clone(), q.detach().clone(), copy.deepcopy(optimizer.state_dict())]
+    with pytest.raises(ZeroDivisionError):
+        run(optimizer, [p, q], [4])
+    assert torch.equal(p, before[0])
+    assert torch.equal(q, before[1])
+    state = optimizer.state_dict()["state"][1]
+    assert all(torch.equal(state[n], before[2]["state"][1][n]) for n in ("exp_avg", "exp_avg_sq"))
+
+
 W = nn.Parameter(torch.zeros(3))
 BAD = [
     ("OneBitAdam", {"amsgrad": True}, "OneBitAdam: expected amsgrad to be False, got True"),

@@ -231,6 +231,28 @@ def check_gradients_that_some_ranks_lack():
             )
 
 
+def check_without_gradients_nothing_is_owed_nor_moves(name):
+    p, q = nn.Parameter(torch.zeros(3, 64)), nn.Parameter(torch.zeros(5, 20))
+    optimizer = MAKERS[name]([p, q], lr=0.05)
+    last = 10 if name == "ZeroOneAdam" else 5  # a synchronisation
+    run(optimizer, [p, q], range(last))
+    assert name != "ZeroOneAdam" or optimizer.synchronised
+    index = next(i for i, e in enumerate(optimizer._made_means()[0][1]) if e.parameter is q)
+
+    def of_q():
+        mean = optimizer._made_means()[0][0]
+        owed_q = mean.parts_of(mean.errors())[index]
+        return [t.clone() for t in (q.detach(), optimizer.state[q]["exp_avg"], owed_q)]
+
+    before = of_q()
+    assert bool(total(before[2]).any())
+    for step in range(last, last + 4):
+        give([p, q], step, dist.get_rank())
+        q.grad = None
+        optimizer.step()
+    assert_same(of_q(), before)
+
+
 class Model(nn.Module):
     def __init__(self, ep_group):
         super().__init__()
@@ -377,6 +399,12 @@ CHECKS = {
     },
     **{f"check_nan_on_one_rank-{n}": functools.partial(check_nan_on_one_rank, n) for n in MAKERS},
     **{f"check_zeros_stay_zero-{n}": functools.partial(check_zeros_stay_zero, n) for n in MAKERS},
+    **{
+        f"check_without_gradients_nothing_is_owed_nor_moves-{name}": functools.partial(
+            check_without_gradients_nothing_is_owed_nor_moves, name
+        )
+        for name in MAKERS
+    },
     **{
         check.__name__: check
         for check in (
