@@ -296,15 +296,13 @@ class CompressedReduceScatter(_Message, ReduceScatter):
             if layout is None:
                 self._warn()
         scale = reduce_scale(op, group.size())
-        if layout is None or layout.packed_numel == 0:
-            if output_tensor.is_cuda or op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-                return reduce_scatter(output_tensor, input_tensor, group, op, async_op)
-            # Gloo does not know PREMUL_SUM.
-            reduce_scatter(output_tensor, input_tensor, group, dist.ReduceOp.SUM, False)
-            output_tensor.mul_(scale)
-            return _Finishing(lambda: None) if async_op else None
         self.ledger.begin(self, self.name)
         try:
+            if layout is None or layout.packed_numel == 0:
+                self.ledger.look_at(self.name, layout, input_tensor, group.size())
+                # Nothing in this message tells other ranks.
+                self.ledger.add_group(group)
+                return _reduce_dense(output_tensor, input_tensor, group, op, async_op)
             self._reduce(output_tensor, input_tensor, group, scale, layout)
         except BaseException:
             self.ledger.fail()
@@ -369,6 +367,17 @@ class CompressedReduceScatter(_Message, ReduceScatter):
             validate=False,
         )
         return packed_Q
+
+
+def _reduce_dense(
+    out: Tensor, flat: Tensor, group: ProcessGroup, op: Any, async_op: bool
+) -> dist.Work | None:
+    if out.is_cuda or op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        return reduce_scatter(out, flat, group, op, async_op)
+    # Gloo does not know PREMUL_SUM.
+    reduce_scatter(out, flat, group, dist.ReduceOp.SUM, False)
+    out.mul_(reduce_scale(op, group.size()))
+    return _Finishing(lambda: None) if async_op else None
 
 
 def check_feedback(op: str, format: str, error_feedback: bool, module: FSDPModule | None) -> None:

@@ -111,6 +111,15 @@ class StepLedger:
         """Note how a message ended, a bool tensor of one element."""
         self._finite.append(finite)
 
+    def look_at(self, name: str, layout: ShardLayout | None, flat: Tensor, num_shards: int) -> None:
+        """Note how a module's message ends that is sent as it is, shards one after the other."""
+        if layout is None:
+            finite = is_finite(flat)
+            self.note_bad(finite, [f"module {name!r}"])
+        else:
+            finite = watch(self, layout, flat, num_shards)
+        self.note(finite)
+
     def note_bad(self, finite: Tensor, names: list[str]) -> None:
         """Note which parameters are not finite on this rank, where the tensor is False."""
         self._bad.append((finite, names))
@@ -168,18 +177,25 @@ def guard(
     Returns:
         Tensor[P, Q]: what to code, zeros where the message is not finite.
     """
-    finite = is_finite(flat)
+    finite = watch(ledger, layout, flat, packed_PQ.shape[0])
     if flat.is_cuda:
-        # Without waiting for the device: names of parameters would need that.
-        ledger.note_bad(finite, sorted({segment.name for segment in layout.segments}))
+        # Without waiting for the device.
         dense_PD[:, -1] = torch.where(finite, 0.0, float("nan")).to(dense_PD.dtype)
         return torch.where(finite, packed_PQ, packed_PQ.new_zeros(()))
     if bool(finite):
         return packed_PQ
-    flat_PS = flat.view(packed_PQ.shape[0], layout.shard_numel)
-    names = [
-        s.name for s in layout.segments if not bool(is_finite(flat_PS.narrow(1, s.start, s.numel)))
-    ]
-    ledger.note_bad(finite, names)
     dense_PD[:, -1] = float("nan")
     return torch.zeros_like(packed_PQ)
+
+
+def watch(ledger: StepLedger, layout: ShardLayout, flat: Tensor, num_shards: int) -> Tensor:
+    """Tensor[]: whether a message is finite; notes the names of parameters where it is not."""
+    finite = is_finite(flat)
+    if flat.is_cuda:
+        # Without waiting for the device: names of single parameters would need that.
+        ledger.note_bad(finite, sorted({segment.name for segment in layout.segments}))
+    elif not bool(finite):
+        flat_PS = flat.view(num_shards, layout.shard_numel)
+        parts = {s.name: flat_PS.narrow(1, s.start, s.numel) for s in layout.segments}
+        ledger.note_bad(finite, [n for n, part in parts.items() if not bool(is_finite(part))])
+    return finite

@@ -109,11 +109,12 @@ class CompressedAllReduce:
         layout = None
         if self.codec != "none":
             layout = self.finder.find(reduce_output.numel(), trainable_only=True)
-        if layout is None or layout.packed_numel == 0:
-            self._all_reduce(reduce_output)
-            return
         self.ledger.begin(self, self.name)
         try:
+            if layout is None or layout.packed_numel == 0:
+                self._all_reduce(reduce_output)
+                self.ledger.look_at(self.name, layout, reduce_output, 1)
+                return
             packed_1Q, dense_1D = layout.pack(reduce_output, 1, spare=1)
             packed_1Q = guard(self.ledger, layout, reduce_output, packed_1Q, dense_1D)
             self._all_reduce(dense_1D)

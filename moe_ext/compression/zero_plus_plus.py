@@ -53,8 +53,16 @@ class FSDPCompression:
         Where it was not, gradients are NaN, and the residuals are what they were before: skip the
         optimizer's step. Called or not, the pass ends with the next one.
 
+        Raises:
+            ValueError: gradients are not compressed, so that nothing looks at them.
+
         NOTE: device-to-host sync.
         """
+        if not (self.reduce_scatters or self.all_reduces):
+            raise ValueError(
+                f"{_OP}: expected zero_quantized_gradients or node_group to be set, got neither: "
+                "nothing looks at gradients"
+            )
         return bool(self.ledger.settle())
 
     def check(self) -> None:
@@ -305,6 +313,8 @@ def _check_hpz(modules: list[tuple[str, FSDPModule]], size: int) -> None:
 
 
 def _install(modules: list[tuple[str, FSDPModule]], found: FSDPCompression) -> None:
+    # Ranks of one mesh do not see the messages of another.
+    several = len({group_ranks(shard_group(module)) for _, module in modules}) > 1
     for name, module in modules:
         if name in found.all_gathers:
             module.set_custom_all_gather(found.all_gathers[name])
@@ -319,7 +329,8 @@ def _install(modules: list[tuple[str, FSDPModule]], found: FSDPCompression) -> N
                     f"{_OP}: expected fully_shard to have a mesh of one dimension where node_group "
                     f"is given, got ranks {list(group_ranks(between))} that reduce densely"
                 )
-            # Ranks of other shards do not see what a hook sees.
-            found.ledger.add_group(shard_group(module))
         elif between is not None:
             found.ledger.add_group(between)
+        if found.all_reduces or several:
+            # Ranks of other shards do not see what a hook sees.
+            found.ledger.add_group(shard_group(module))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from fsdp_checks import (
     Checks,
+    Model,
     assert_passed,
     assert_same,
     backward,
@@ -28,6 +29,7 @@ from fsdp_checks import (
     whole,
     wrapped,
 )
+from torch.distributed.fsdp import fully_shard
 
 from moe_ext.compression.zero_plus_plus import zero_plus_plus
 from moe_ext.distributed import count_traffic
@@ -116,6 +118,75 @@ def a_nan_in_one_node_reaches_all_nodes():
     after = compression.state_dict(sharded=False)["residuals"]
     for name, part in before.items():
         assert_same(after[name], part)
+
+
+class NanForWeight(torch.autograd.Function):
+    """An identity that gives a parameter, and nothing else, a gradient of NaN."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.like = torch.empty_like(weight)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.full_like(ctx.like, math.nan)
+
+
+def assert_only_rank_two_is_bad(model, module, parameter, **kwargs):
+    """Every rank is told of a gradient that one rank holds, in whatever message it was."""
+    compression = zero_plus_plus(model, **kwargs)
+    backward(model, 0)
+    assert compression.finite()
+    before = compression.state_dict(sharded=False)["residuals"]
+    if dist.get_rank() == 2:
+        module.register_forward_hook(
+            lambda m, args, out: NanForWeight.apply(out, getattr(m, parameter))
+        )
+    backward(model, 1)
+    assert not compression.finite()
+    with pytest.raises(ValueError, match=rf"NaN or infinity in .*{parameter}.* on rank 2$"):
+        compression.check()
+    after = compression.state_dict(sharded=False)["residuals"]
+    for name, part in before.items():
+        assert_same(after[name], part)
+
+
+GRADIENTS = {"zero_quantized_gradients": True, "error_feedback": True}
+
+
+@four()
+def modules_on_meshes_of_their_own_agree():
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block, mesh=node_mesh()["local"])
+    fully_shard(model, mesh=mesh())
+    assert_only_rank_two_is_bad(model, model.blocks[0].up, "weight", **GRADIENTS)
+
+
+@four()
+def messages_that_are_not_compressed_are_looked_at():
+    model = wrapped(mesh())
+    assert_only_rank_two_is_bad(model, model.out, "bias", **GRADIENTS)
+
+
+@four()
+def messages_that_are_not_compressed_between_nodes_are_looked_at():
+    model, nodes = wrapped(node_mesh()["local"]), node_mesh()["node"].get_group()
+    compression = zero_plus_plus(model, node_group=nodes)
+    model.out.register_forward_hook(
+        lambda m, args, out: NanForWeight.apply(out, m.bias) if dist.get_rank() == 2 else out
+    )
+    backward(model, 0)
+    assert not compression.finite()
+
+
+@four()
+def nothing_is_said_of_gradients_that_nobody_looks_at():
+    compression = zero_plus_plus(wrapped(mesh()), zero_quantized_weights=True)
+    message = "expected zero_quantized_gradients or node_group to be set, got neither"
+    with pytest.raises(ValueError, match=message):
+        compression.finite()
 
 
 @four()
