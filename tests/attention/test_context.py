@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import make_inputs
-from registry import Registry, assert_passed, run
+from rank_checks import Checks, assert_passed, run_checks
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as bound_early
 from torch.utils.checkpoint import checkpoint
@@ -23,7 +23,7 @@ from moe_ext.attention import (
 from moe_ext.testing import spawn_ranks
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-11}
-check = Registry()
+check = Checks()
 
 
 def leaves(tensors):
@@ -175,7 +175,7 @@ def without_gradients():
 
 
 def run_all(rank):
-    return run(check)
+    return run_checks(check)
 
 
 @functools.lru_cache

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import make_inputs
-from registry import Registry, assert_passed, run
+from rank_checks import Checks, assert_passed, run_checks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,7 +16,7 @@ from moe_ext.attention._options import Options, options_text
 from moe_ext.attention.grid import even_grid
 from moe_ext.testing import spawn_ranks
 
-check = Registry()
+check = Checks()
 
 
 class Model(nn.Module):
@@ -209,7 +209,7 @@ def copies_share_the_group():
 
 
 def run_all(rank):
-    return run(check, torch.compiler.reset)
+    return run_checks(check, before=torch.compiler.reset)
 
 
 @functools.lru_cache

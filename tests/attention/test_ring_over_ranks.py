@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import bytes_sent, expect_equal, make_inputs, sharded, whole
-from registry import Registry, assert_passed, run
+from rank_checks import Checks, assert_passed, run_checks
 from test_ring_attention import CASES
 from torch.utils.checkpoint import checkpoint
 
@@ -30,7 +30,7 @@ from moe_ext.testing import spawn_ranks
 
 PER_HEAD = ("alibi_slopes", "sinks")
 TIGHT = {"rtol": 1e-10, "atol": 1e-11}
-check = Registry()
+check = Checks()
 
 
 def group():
@@ -300,7 +300,7 @@ def tensors_that_do_not_go_together_on_one_rank_are_refused_on_all():
 
 def run_all(rank, path):
     os.environ["MOE_EXT_RUNTIME"] = path
-    return run(check)
+    return run_checks(check)
 
 
 @functools.lru_cache

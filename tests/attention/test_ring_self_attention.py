@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import make_inputs, reference, visible
-from registry import Registry, assert_passed, run
+from rank_checks import Checks, assert_passed, run_checks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -35,7 +35,7 @@ CASES = {
     "documents": {"is_causal": True, "cu_seqlens": OFFSETS},
     "key_mask": {"is_causal": True, "key_mask": KEY_MASK},
 }
-check = Registry()
+check = Checks()
 
 
 def group():
@@ -285,7 +285,7 @@ def what_differs_between_ranks_is_refused_on_all():
 
 
 def run_all(_=0):
-    return run(check)
+    return run_checks(check)
 
 
 @functools.lru_cache

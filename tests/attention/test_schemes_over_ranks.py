@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import bytes_sent, expect_equal, make_inputs, sharded, whole
-from registry import assert_passed, run
+from rank_checks import assert_passed, run_checks
 from test_ring_attention import CASES
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -407,7 +407,7 @@ def groups_of_one():
 
 
 def run_all(rank):
-    return run(CHECKS[dist.get_world_size()])
+    return run_checks(CHECKS[dist.get_world_size()])
 
 
 @functools.lru_cache

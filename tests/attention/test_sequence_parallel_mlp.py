@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from registry import Registry, assert_passed, run
+from rank_checks import Checks, assert_passed, run_checks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,7 +37,7 @@ COLLECTIVES = f"""
 all_gather {ALL_GATHER} reduce_scatter {REDUCE_SCATTER} all_reduce broadcast
 all_to_all all_to_all_single isend irecv batch_isend_irecv
 """
-check = Registry()
+check = Checks()
 
 
 def group():
@@ -437,7 +437,7 @@ def make_of(ffn_dim):
 
 
 def run_all(_=0):
-    return run(check)
+    return run_checks(check)
 
 
 @functools.lru_cache

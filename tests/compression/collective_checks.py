@@ -1,11 +1,11 @@
 """What the tests of collectives share: checks that ranks run in one spawn, and simulated ranks."""
 
 import os
-import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_checks import run_checks
 
 from moe_ext import _runtime_library
 from moe_ext.compression import shard_numel
@@ -15,7 +15,7 @@ from moe_ext.ops import dequantize_blockwise, quantize_blockwise
 PATHS = {"python": "0", "compiled": "1"}
 
 
-class Checks(dict):
+class ChecksOfSizes(dict):
     """Functions that every rank calls, by name; as a decorator, for groups of so many ranks."""
 
     def __call__(self, *num_ranks):
@@ -31,24 +31,10 @@ class Checks(dict):
         return [(count, name) for count, found in sorted(self.items()) for name in found]
 
 
-def run_checks(rank, functions, path):
-    """Outcome of each function on this rank: None, or a traceback; ends with the first failure."""
+def run_on_path(rank, functions, path):
+    """Outcome of each function on this rank, on one of the paths."""
     os.environ["MOE_EXT_RUNTIME"] = PATHS[path]
-    found = dict.fromkeys(functions, "not run, after another failure")
-    for name, function in functions.items():
-        try:
-            function(rank, dist.get_world_size())
-            found[name] = None
-        except BaseException:
-            found[name] = traceback.format_exc()
-            break
-    return found
-
-
-def assert_passed(outcomes, name):
-    """AssertionError with what each rank that failed found."""
-    failed = {rank: found[name] for rank, found in enumerate(outcomes) if found[name]}
-    assert not failed, "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
+    return run_checks(functions, rank, dist.get_world_size())
 
 
 def skip_unless_built(path):

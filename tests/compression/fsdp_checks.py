@@ -1,7 +1,6 @@
-"""Checks that ranks run together in one spawn, and a model for them to wrap."""
+"""A model for ranks to wrap, and what their gradients are in one process."""
 
 import functools
-import traceback
 
 import torch
 import torch.distributed as dist
@@ -13,37 +12,6 @@ import moe_ext
 from moe_ext.compression.zero_plus_plus import zero_plus_plus
 
 STEPS = 3
-
-
-class Checks(dict):
-    """Names to functions that every rank calls; as a decorator, one for each tuple of arguments."""
-
-    def __call__(self, *cases):
-        def register(function):
-            for case in cases or [()]:
-                name = "-".join([function.__name__, *map(str, case)])
-                self[name] = functools.partial(function, *case)
-            return function
-
-        return register
-
-
-def run(functions):
-    """Outcome of each function on this rank; the first failure ends it, ranks may be apart then."""
-    found = dict.fromkeys(functions, "not run, after another failure")
-    for name, function in functions.items():
-        try:
-            function()
-            found[name] = None
-        except BaseException:
-            found[name] = traceback.format_exc()
-            break
-    return found
-
-
-def assert_passed(outcomes, name):
-    failed = {rank: found[name] for rank, found in enumerate(outcomes) if found[name]}
-    assert not failed, "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
 
 
 class Block(nn.Module):

@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 from collective_checks import (
     PATHS,
-    Checks,
-    assert_passed,
+    ChecksOfSizes,
     assert_same_on_all_ranks,
     of_rank,
     quantized_reference,
-    run_checks,
+    run_on_path,
     skip_unless_built,
     total,
     whole_numbers,
 )
+from rank_checks import assert_passed
 
 from moe_ext.compression import (
     Reduction,
@@ -45,7 +45,7 @@ from moe_ext.testing import spawn_ranks
 EPS = torch.finfo(torch.float32).eps
 FORMATS = ("int8", "int4", "fp8", "sign")
 SIZES = (0, 1, 3, 1000, 70_001)
-check = Checks()
+check = ChecksOfSizes()
 
 
 def selected(rank, numel, k, *, salt=0):
@@ -465,7 +465,7 @@ def both_paths_give_the_same_bits(rank, size):
 @functools.cache
 def outcomes(size, path):
     """What every rank found; one spawn for all checks of a group size."""
-    return spawn_ranks(run_checks, size, check[size], path)
+    return spawn_ranks(run_on_path, size, check[size], path)
 
 
 @pytest.mark.parametrize("path", PATHS)

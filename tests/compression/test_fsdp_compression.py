@@ -8,9 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_checks import (
-    Checks,
     Model,
-    assert_passed,
     assert_same,
     backward,
     batch,
@@ -23,12 +21,12 @@ from fsdp_checks import (
     poisoned_backward,
     quantized_gradients,
     ranks,
-    run,
     train,
     weights,
     whole,
     wrapped,
 )
+from rank_checks import Checks, assert_passed, run_checks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -442,7 +440,7 @@ def deepspeeds_names_are_taken():
 
 
 def ranks_run(rank, checks):
-    return run(checks)
+    return run_checks(checks)
 
 
 @functools.cache

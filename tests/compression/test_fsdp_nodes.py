@@ -9,9 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from fsdp_checks import (
-    Checks,
     Model,
-    assert_passed,
     assert_same,
     backward,
     gradients,
@@ -23,12 +21,12 @@ from fsdp_checks import (
     node_mesh,
     poisoned_backward,
     quantized_gradients,
-    run,
     train,
     weights,
     whole,
     wrapped,
 )
+from rank_checks import Checks, assert_passed, run_checks
 from torch.distributed.fsdp import fully_shard
 
 from moe_ext.compression.zero_plus_plus import zero_plus_plus
@@ -285,7 +283,7 @@ def distributed_checkpoints_hold_residuals():
 
 
 def ranks_run(rank, checks):
-    return run(checks)
+    return run_checks(checks)
 
 
 @functools.cache

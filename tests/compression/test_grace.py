@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_checks import Checks, assert_passed, assert_same, run
+from fsdp_checks import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_checks import Checks, assert_passed, run_checks
 
 from moe_ext.compression import grace
 from moe_ext.compression.grace import grace_from_params
@@ -205,7 +206,7 @@ def a_compressor_of_ones_own():
 
 
 def ranks_run(rank, checks):
-    return run(checks)
+    return run_checks(checks)
 
 
 @functools.cache

@@ -5,9 +5,9 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_checks import Checks, assert_passed, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_checks import Checks, assert_passed, run_checks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 
 from moe_ext.compression.powersgd import PowerSGD
@@ -172,7 +172,7 @@ def residuals_of_another_codec_are_applied():
 
 
 def ranks_run(rank, checks):
-    return run(checks)
+    return run_checks(checks)
 
 
 @functools.cache

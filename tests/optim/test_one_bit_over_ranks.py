@@ -20,7 +20,7 @@ from one_bit_ranks import (
     run,
     total,
 )
-from optim_checks import assert_all_passed, run_in_order
+from rank_checks import assert_passed, run_checks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -429,7 +429,7 @@ OF_FOUR = {
 
 
 def run_on_rank(rank):
-    return run_in_order(OF_FOUR if dist.get_world_size() == 4 else CHECKS)
+    return run_checks(OF_FOUR if dist.get_world_size() == 4 else CHECKS)
 
 
 @functools.cache
@@ -439,9 +439,9 @@ def outcomes(world_size):
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_over_three_ranks(name):
-    assert_all_passed(outcomes(3), name)
+    assert_passed(outcomes(3), name)
 
 
 @pytest.mark.parametrize("name", OF_FOUR)
 def test_over_four_ranks(name):
-    assert_all_passed(outcomes(4), name)
+    assert_passed(outcomes(4), name)

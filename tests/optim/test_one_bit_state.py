@@ -19,7 +19,7 @@ from one_bit_ranks import (
     run,
     total,
 )
-from optim_checks import assert_all_passed, run_in_order
+from rank_checks import assert_passed, run_checks
 from torch import nn
 
 from moe_ext import distributed as md
@@ -177,7 +177,7 @@ OF_FOUR = {
 
 
 def run_on_rank(rank):
-    return run_in_order(OF_FOUR if dist.get_world_size() == 4 else OF_THREE)
+    return run_checks(OF_FOUR if dist.get_world_size() == 4 else OF_THREE)
 
 
 @functools.cache
@@ -187,12 +187,12 @@ def outcomes(world_size):
 
 @pytest.mark.parametrize("name", OF_THREE)
 def test_state_over_three_ranks(name):
-    assert_all_passed(outcomes(3), name)
+    assert_passed(outcomes(3), name)
 
 
 @pytest.mark.parametrize("name", OF_FOUR)
 def test_other_numbers_of_ranks(name):
-    assert_all_passed(outcomes(4), name)
+    assert_passed(outcomes(4), name)
 
 
 def test_a_rank_that_dies_is_named_and_nothing_changes():

@@ -4,7 +4,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from optim_checks import assert_all_passed, run_in_order
+from rank_checks import assert_passed, run_checks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -199,7 +199,7 @@ CHECKS = {
 
 
 def run(rank):
-    return run_in_order(CHECKS)
+    return run_checks(CHECKS)
 
 
 @functools.cache
@@ -210,4 +210,4 @@ def outcomes(world_size):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("name", CHECKS)
 def test_sharded(name, world_size):
-    assert_all_passed(outcomes(world_size), name)
+    assert_passed(outcomes(world_size), name)

@@ -4,7 +4,7 @@ import functools
 import traceback
 
 
-class Registry(dict):
+class Checks(dict):
     """Names to functions that every rank calls; as a decorator, one for each tuple of arguments."""
 
     def __call__(self, *cases):
@@ -17,7 +17,7 @@ class Registry(dict):
         return register
 
 
-def run(functions, before=lambda: None):
+def run_checks(functions, *args, before=lambda: None):
     """Outcome of each function on this rank: None, or a traceback; ends with the first failure.
 
     From there on the ranks may be at different messages.
@@ -26,7 +26,7 @@ def run(functions, before=lambda: None):
     for name, function in functions.items():
         before()
         try:
-            function()
+            function(*args)
             found[name] = None
         except BaseException:
             found[name] = traceback.format_exc()
