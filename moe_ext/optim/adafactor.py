@@ -5,33 +5,27 @@ Shapes: a parameter is `[..., N, M]`, N rows and M columns; E experts of a stack
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
-from moe_ext.optim._arguments import (
-    Trained,
-    check_expert_axis,
-    check_positive,
-    trained_parameters,
-)
+from moe_ext.optim._arguments import Trained, check_positive
 from moe_ext.optim._shards import (
     SliceNorms,
-    check_placements,
     like_placed,
     local_part,
     sharding_groups,
     sum_over_groups,
 )
-from moe_ext.optim._steps import advance, run_closure
+from moe_ext.optim._sliced import SlicedOptimizer
+from moe_ext.optim._steps import advance
 
 
-class Adafactor(Optimizer):
+class Adafactor(SlicedOptimizer):
     r"""`torch.optim.Adafactor`, for sharded parameters and stacked experts too.
 
     .. math::
@@ -74,6 +68,8 @@ class Adafactor(Optimizer):
     2018 (arXiv 1804.04235), algorithms 4 and 5, with torch's use of :math:`\epsilon_1`.
     """
 
+    _op = "Adafactor"
+
     def __init__(
         self,
         params: ParamsT,
@@ -99,44 +95,23 @@ class Adafactor(Optimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with options of its own."""
-        group = {**self.defaults, **param_group}
+    def _check_options(self, group: dict[str, Any]) -> None:
         for name in ("lr", "weight_decay"):
-            check_positive("Adafactor", name, group[name])
+            check_positive(self._op, name, group[name])
         for name, value in zip(("eps[0]", "eps[1]"), group["eps"], strict=True):
             if value is not None:
-                check_positive("Adafactor", name, value)
+                check_positive(self._op, name, value)
         if not group["beta2_decay"] <= 0:
             raise ValueError(
                 f"Adafactor: expected beta2_decay to be at most 0, got {group['beta2_decay']}"
             )
         if not group["d"] >= 1:
             raise ValueError(f"Adafactor: expected d to be at least 1, got {group['d']}")
-        super().add_param_group(param_group)
-        check_expert_axis("Adafactor", self.param_groups[-1], len(self.param_groups) - 1)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step.
-
-        Args:
-            closure: evaluates the model again and returns the loss.
-
-        Returns:
-            What the closure returned.
-        """
-        loss = run_closure(closure)
-        trained = trained_parameters("Adafactor", self.param_groups)
-        for entry in trained:
-            check_placements("Adafactor", entry.parameter, entry.grad, entry.label)
-        slices = SliceNorms(
-            [e.parameter for e in trained], [e.group["per_expert"] for e in trained]
-        )
+    def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
         moments = [self._moment(entry) for entry in trained]
         _update_factors([moment for moment in moments if moment.factored])
         updates = [moment.update() for moment in moments]
-        weights = [local_part(entry.parameter) for entry in trained]
         weight_norms, update_norms = slices.norms(weights, updates)
         scales = [
             moment.step_size(weight_G, update_G)
@@ -149,7 +124,6 @@ class Adafactor(Optimizer):
             if group["weight_decay"] != 0:
                 weight.mul_(1 - float(group["lr"]) * group["weight_decay"])
             weight.sub_(update.mul_(scale.to(update.dtype)))
-        return loss
 
     def _moment(self, entry: Trained) -> _Moment:
         """The second moment of a parameter, one step on if it is not factored."""

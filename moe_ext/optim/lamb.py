@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
-from moe_ext.optim._arguments import (
-    Trained,
-    check_betas,
-    check_expert_axis,
-    check_positive,
-    trained_parameters,
-)
-from moe_ext.optim._shards import SliceNorms, check_placements, local_part
-from moe_ext.optim._steps import advance, run_closure
+from moe_ext.optim._arguments import Trained, check_betas, check_positive
+from moe_ext.optim._shards import SliceNorms, local_part
+from moe_ext.optim._sliced import SlicedOptimizer
+from moe_ext.optim._steps import advance
 
 
-class LAMB(Optimizer):
+class LAMB(SlicedOptimizer):
     r"""Adam's direction, as long as the weights are: layer-wise adaptive steps for large batches.
 
     .. math::
@@ -62,6 +56,8 @@ class LAMB(Optimizer):
     2020 (arXiv 1904.00962), algorithm 2, with the bounds on the ratio instead of on the norm.
     """
 
+    _op = "LAMB"
+
     def __init__(
         self,
         params: ParamsT,
@@ -91,38 +87,17 @@ class LAMB(Optimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with options of its own."""
-        group = {**self.defaults, **param_group}
+    def _check_options(self, group: dict[str, Any]) -> None:
         for name in ("lr", "eps", "weight_decay", "min_coeff"):
-            check_positive("LAMB", name, group[name])
-        check_betas("LAMB", group["betas"])
+            check_positive(self._op, name, group[name])
+        check_betas(self._op, group["betas"])
         if not group["max_coeff"] >= group["min_coeff"]:
             raise ValueError(
                 f"LAMB: expected max_coeff to be at least min_coeff ({group['min_coeff']}), got "
                 f"{group['max_coeff']}"
             )
-        super().add_param_group(param_group)
-        check_expert_axis("LAMB", self.param_groups[-1], len(self.param_groups) - 1)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step.
-
-        Args:
-            closure: evaluates the model again and returns the loss.
-
-        Returns:
-            What the closure returned.
-        """
-        loss = run_closure(closure)
-        trained = trained_parameters("LAMB", self.param_groups)
-        for entry in trained:
-            check_placements("LAMB", entry.parameter, entry.grad, entry.label)
-        slices = SliceNorms(
-            [e.parameter for e in trained], [e.group["per_expert"] for e in trained]
-        )
-        weights = [local_part(entry.parameter) for entry in trained]
+    def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
         updates = self._directions(trained, weights)
         weight_norms, update_norms = slices.norms(weights, updates)
         ratios = [
@@ -133,7 +108,6 @@ class LAMB(Optimizer):
             weights, updates, trained, slices.factors(ratios), strict=True
         ):
             weight.sub_(update.mul_((ratio * entry.group["lr"]).to(update.dtype)))
-        return loss
 
     def _directions(self, trained: list[Trained], weights: list[Tensor]) -> list[Tensor]:
         """Every parameter's r, and the moments moved on."""

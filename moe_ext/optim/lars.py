@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
-from moe_ext.optim._arguments import (
-    Trained,
-    check_expert_axis,
-    check_positive,
-    trained_parameters,
-)
-from moe_ext.optim._shards import SliceNorms, check_placements, local_part
-from moe_ext.optim._steps import run_closure
+from moe_ext.optim._arguments import Trained, check_positive
+from moe_ext.optim._shards import SliceNorms, local_part
+from moe_ext.optim._sliced import SlicedOptimizer
 
 
-class LARS(Optimizer):
+class LARS(SlicedOptimizer):
     r"""Momentum with a learning rate for each tensor, by the ratio of its weights to its gradient.
 
     .. math::
@@ -52,6 +46,8 @@ class LARS(Optimizer):
     algorithm 1.
     """
 
+    _op = "LARS"
+
     def __init__(
         self,
         params: ParamsT,
@@ -79,36 +75,15 @@ class LARS(Optimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with options of its own."""
-        group = {**self.defaults, **param_group}
+    def _check_options(self, group: dict[str, Any]) -> None:
         for name in ("lr", "weight_decay", "trust_coefficient", "eps"):
-            check_positive("LARS", name, group[name])
+            check_positive(self._op, name, group[name])
         if not 0 <= group["momentum"] < 1:
             raise ValueError(f"LARS: expected momentum to be in [0, 1), got {group['momentum']}")
         if group["nesterov"] and group["momentum"] == 0:
             raise ValueError("LARS: expected momentum to be positive with nesterov, got 0")
-        super().add_param_group(param_group)
-        check_expert_axis("LARS", self.param_groups[-1], len(self.param_groups) - 1)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step.
-
-        Args:
-            closure: evaluates the model again and returns the loss.
-
-        Returns:
-            What the closure returned.
-        """
-        loss = run_closure(closure)
-        trained = trained_parameters("LARS", self.param_groups)
-        for entry in trained:
-            check_placements("LARS", entry.parameter, entry.grad, entry.label)
-        slices = SliceNorms(
-            [e.parameter for e in trained], [e.group["per_expert"] for e in trained]
-        )
-        weights = [local_part(entry.parameter) for entry in trained]
+    def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
         grads = [local_part(entry.grad) for entry in trained]
         weight_norms, grad_norms = slices.norms(weights, grads)
         rates = [
@@ -119,7 +94,6 @@ class LARS(Optimizer):
             weights, grads, trained, slices.factors(rates), strict=True
         ):
             self._apply(entry, weight, grad, rate)
-        return loss
 
     def _apply(self, entry: Trained, weight: Tensor, grad: Tensor, rate: Tensor) -> None:
         group = entry.group

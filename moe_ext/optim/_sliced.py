@@ -1,0 +1,52 @@
+"""Base of the optimizers that look at norms of whole tensors or of each expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from moe_ext.optim._arguments import Trained, check_expert_axis, trained_parameters
+from moe_ext.optim._shards import SliceNorms, check_placements, local_part
+from moe_ext.optim._steps import run_closure
+
+
+class SlicedOptimizer(Optimizer):
+    """Base of LAMB, LARS and Adafactor."""
+
+    _op = ""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with options of its own."""
+        self._check_options({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        check_expert_axis(self._op, self.param_groups[-1], len(self.param_groups) - 1)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = run_closure(closure)
+        trained = trained_parameters(self._op, self.param_groups)
+        for entry in trained:
+            check_placements(self._op, entry.parameter, entry.grad, entry.label)
+        slices = SliceNorms(
+            [e.parameter for e in trained], [e.group["per_expert"] for e in trained]
+        )
+        self._take_step(trained, [local_part(entry.parameter) for entry in trained], slices)
+        return loss
+
+    def _check_options(self, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
+        raise NotImplementedError
