@@ -20,6 +20,7 @@ from moe_ext.compression.powersgd import PowerSGD
 from moe_ext.ops.quantize import dequantize_blockwise, quantize_blockwise
 from moe_ext.ops.topk import threshold_compress_, topk_compress_
 
+_LARGEST_HALF = torch.finfo(torch.float16).max
 _MAX_LEVELS = {"int4": 7, "int8": 127}
 
 
@@ -65,13 +66,14 @@ class NoneCompressor(Compressor):
 
 
 class FP16Compressor(Compressor):
-    """Sends half-precision numbers; `Allreduce` adds them up in half precision."""
+    """Sends half-precision numbers, of at most 65504; `Allreduce` adds them in half precision."""
 
     is_linear = True
 
     def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Context]:
         """See `Compressor`."""
-        return [tensor.detach().half()], Context(tensor.shape)
+        # Infinity would stay in the residual for ever; what is cut off is owed.
+        return [tensor.detach().clamp(-_LARGEST_HALF, _LARGEST_HALF).half()], Context(tensor.shape)
 
     def decompress(self, tensors: Sequence[Tensor], ctx: Context) -> Tensor:
         """See `Compressor`."""

@@ -312,3 +312,11 @@ def test_shapes_must_not_change():
         communicator.step(torch.ones(9), "w")
     with pytest.raises(ValueError, match=r"expected a state of \['residuals'\], got \[\]"):
         communicator.memory.load_state_dict({})
+
+
+def test_what_half_precision_cannot_hold_is_owed():
+    communicator = grace_from_params({"compressor": "fp16", "memory": "residual"})
+    found = communicator.step(torch.tensor([1e5, -7e4, 1.0]), "w")
+    assert found.tolist() == [65504.0, -65504.0, 1.0]
+    assert communicator.memory.residuals["w"].tolist() == [1e5 - 65504.0, 65504.0 - 7e4, 0.0]
+    assert communicator.step(torch.zeros(3), "w").sum() == pytest.approx(3e4, rel=1e-3)
