@@ -25,6 +25,11 @@ _PROBLEMS: dict[int, tuple[type[Exception], str]] = {
     2: (TypeError, "parameters to be float32, bfloat16 or float16, got another type"),
     3: (TypeError, "gradients to be dense, got a sparse one"),
     4: (ValueError, "gradients to be finite, got NaN or infinity"),
+    5: (
+        ValueError,
+        "parameters to require gradients from the first step on, or from load_state_dict (flush, "
+        "and load the state_dict again), got a later one",
+    ),
 }
 _BITS = 62
 
@@ -38,8 +43,11 @@ class Named:
     ranks: tuple[int, ...] | None  # global ranks that hold copies, None for all
 
 
-def _find_problem(named: Sequence[Named]) -> tuple[int, int]:
+def _find_problem(named: Sequence[Named], frozen: Sequence[Named]) -> tuple[int, int]:
     """Number of a problem of this rank and of the parameter, (0, 0) without."""
+    for index, entry in enumerate(frozen):
+        if entry.parameter.requires_grad:
+            return 5, len(named) + index
     for index, entry in enumerate(named):
         grad = entry.parameter.grad
         if isinstance(entry.parameter, DTensor):
@@ -66,13 +74,20 @@ def _find_problem(named: Sequence[Named]) -> tuple[int, int]:
 
 
 def agree_on_step(
-    op: str, named: Sequence[Named], step: int, group: ProcessGroup | None, *, first: bool
+    op: str,
+    named: Sequence[Named],
+    frozen: Sequence[Named],
+    step: int,
+    group: ProcessGroup | None,
+    *,
+    first: bool,
 ) -> list[bool]:
     """Check the gradients of all ranks, and find out which parameters have one.
 
     Args:
         op: name for messages.
-        named: all parameters, in the order of all ranks.
+        named: all parameters that are trained, in the order of all ranks.
+        frozen: the others; none of them may require gradients by now.
         step: number of the step.
         group: the ranks, None for this one alone.
         first: also compare the values of the parameters that all ranks hold.
@@ -85,10 +100,11 @@ def agree_on_step(
         TypeError: on every rank: a parameter or gradient is of a kind that is not supported.
         RankFailureError: a rank died or did not answer.
     """
-    problem, which = _find_problem(named)
+    problem, which = _find_problem(named, frozen)
+    everything = [*named, *frozen]
     has = [entry.parameter.grad is not None for entry in named]
     if group is None:
-        _raise(op, named, problem, which, None)
+        _raise(op, everything, problem, which, None)
         return has
     device, ranks = named[0].parameter.device, group_ranks(group)
     if first:
@@ -99,7 +115,7 @@ def agree_on_step(
     ]
     rows = share([problem, which, step, *words], group, device, operation=op)
     for rank, row in zip(ranks, rows, strict=True):
-        _raise(op, named, row[0], row[1], rank)
+        _raise(op, everything, row[0], row[1], rank)
     check_equal_over_ranks("the number of the step", [row[2] for row in rows], group, op)
     masks = {rank: row[3:] for rank, row in zip(ranks, rows, strict=True)}
     return [

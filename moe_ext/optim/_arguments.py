@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_KNOWN_BACKENDS = ("nccl", "gloo", "mpi", "hccl", "compressed")
 
 
 @dataclass(frozen=True)
@@ -87,3 +90,13 @@ def check_count(op: str, name: str, value: int, *, least: int = 0) -> None:
     """ValueError unless a number of steps is a whole one."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{op}: expected {name} to be an integer of at least {least}, got {value}")
+
+
+def warn_of_ignored(op: str, deepspeed: object, cuda_aware: bool, backend: str) -> None:
+    """Warn of arguments that name DeepSpeed's parts; the process group says it all here."""
+    if deepspeed is not None:
+        warnings.warn(f"{op}: deepspeed is ignored", stacklevel=3)
+    if cuda_aware:
+        warnings.warn(f"{op}: cuda_aware is ignored: the group moves the data", stacklevel=3)
+    if backend not in _KNOWN_BACKENDS:
+        warnings.warn(f"{op}: comm_backend_name={backend!r} is ignored", stacklevel=3)

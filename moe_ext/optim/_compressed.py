@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from moe_ext.compression import shard_numel
 from moe_ext.compression.agreement import resolve
 from moe_ext.distributed.groups import check_group, group_ranks
 from moe_ext.optim._agreement import Named, agree_on_step
@@ -20,14 +19,14 @@ from moe_ext.optim._arguments import check_betas, check_expert_axis, check_posit
 from moe_ext.optim._compressed_mean import (
     CompressedMean,
     Ranks,
-    offsets_of,
+    all_owed,
+    owes,
     ranks_in,
     sum_in_place,
 )
 from moe_ext.optim._steps import run_closure
 
 _BUCKET_NUMEL = 25 * 2**18
-_KNOWN_BACKENDS = ("nccl", "gloo", "mpi", "hccl", "compressed")
 
 
 @dataclass
@@ -42,14 +41,20 @@ class Entry:
     active: bool = True
 
 
-def warn_of_ignored(op: str, deepspeed: object, cuda_aware: bool, backend: str) -> None:
-    """Warn of arguments that name DeepSpeed's parts; the process group says it all here."""
-    if deepspeed is not None:
-        warnings.warn(f"{op}: deepspeed is ignored", stacklevel=3)
-    if cuda_aware:
-        warnings.warn(f"{op}: cuda_aware is ignored: the group moves the data", stacklevel=3)
-    if backend not in _KNOWN_BACKENDS:
-        warnings.warn(f"{op}: comm_backend_name={backend!r} is ignored", stacklevel=3)
+def _unless_it_fails(load: Callable[..., None]) -> Callable[..., None]:
+    """Put back what an optimizer had where loading a state raises."""
+
+    @functools.wraps(load)
+    def run(self: CompressedOptimizer, saved: Any) -> None:
+        names = ("state", "param_groups", "_made", "_frozen", "_means")
+        kept = {name: getattr(self, name) for name in names}
+        try:
+            load(self, saved)
+        except BaseException:
+            self.__dict__.update(kept)
+            raise
+
+    return run
 
 
 class CompressedOptimizer(Optimizer):
@@ -83,6 +88,7 @@ class CompressedOptimizer(Optimizer):
         # By parameter group: a process group can be neither compared nor saved with the options.
         self._ranks: list[Ranks] = []
         self._made: list[Entry] = []
+        self._frozen: list[Named] = []
         self._means: dict[int, tuple[CompressedMean, list[int]]] = {}
         super().__init__(params, defaults)
 
@@ -152,13 +158,18 @@ class CompressedOptimizer(Optimizer):
     def _entries(self) -> list[Entry]:
         """All trained parameters, in an order that does not change."""
         if not self._made:
-            self._made = [
+            found = [
                 Entry(parameter, group_index, label(group, group_index, index), ranks)
                 for group_index, (group, ranks) in enumerate(
                     zip(self.param_groups, self._ranks, strict=True)
                 )
                 for index, parameter in enumerate(group["params"])
-                if parameter.requires_grad
+            ]
+            self._made = [entry for entry in found if entry.parameter.requires_grad]
+            self._frozen = [
+                Named(entry.parameter, entry.label, None)
+                for entry in found
+                if not entry.parameter.requires_grad
             ]
         return self._made
 
@@ -178,7 +189,7 @@ class CompressedOptimizer(Optimizer):
             )
         try:
             active = agree_on_step(
-                self._op, named, self.steps_taken, self._process_group, first=first
+                self._op, named, self._frozen, self.steps_taken, self._process_group, first=first
             )
         except Exception:
             if first:
@@ -327,6 +338,7 @@ class CompressedOptimizer(Optimizer):
         found["compression"] = {"block": self._block, "servers": servers}
         return found
 
+    @_unless_it_fails
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the state that this rank saved, or any rank after `flush`.
 
@@ -334,13 +346,14 @@ class CompressedOptimizer(Optimizer):
         something to another number of ranks see `load_rank_states`.
 
         Raises:
-            ValueError: the state owes something and is of another rank or number of ranks.
+            ValueError: the state owes something and is of another rank or number of ranks;
+                nothing has changed.
         """
         saved = state_dict.get("compression", {"block": self._block, "servers": []})
         self._load_shared(state_dict)
         self._means = {}
-        owes = any(_owes(state_dict, server) for server in saved["servers"])
-        if not owes and not self._is_between(state_dict):
+        owing = any(owes(state_dict, server) for server in saved["servers"])
+        if not owing and not self._is_between(state_dict):
             self._load_rows(state_dict, saved["servers"])
             return
         means = self._flat_means()
@@ -368,6 +381,7 @@ class CompressedOptimizer(Optimizer):
                 view.copy_(state_dict["state"][index]["worker_error"])
         self._load_rows(state_dict, saved["servers"])
 
+    @_unless_it_fails
     def load_rank_states(self, states: Sequence[dict[str, Any]]) -> None:
         """Go on from the states of all ranks of a run with another number of ranks.
 
@@ -402,7 +416,7 @@ class CompressedOptimizer(Optimizer):
                 ids = [numbers[id(entry.parameter)] for entry in members]
                 mine = range(mean.rank, len(states), mean.size)
                 for rank in mine:
-                    owed = _all_owed(states[rank], saved[rank])
+                    owed = all_owed(states[rank], saved[rank])
                     for view, index in zip(mean.worker_views, ids, strict=True):
                         view.add_(owed[index].to(view), alpha=mean.size / len(states))
         self._load_rows(states[0], saved[0])
@@ -448,7 +462,8 @@ class CompressedOptimizer(Optimizer):
         numbers = self._numbers()
         for mean, members in self._flat_means():
             for position, touched_R in mean.touched.items():
-                state = state_dict["state"][numbers[id(members[position].parameter)]]
+                # A parameter may be new: frozen until now.
+                state = state_dict["state"].get(numbers[id(members[position].parameter)], {})
                 if "touched_rows" in state:
                     touched_R.copy_(state["touched_rows"])
             mean.refresh()
@@ -475,25 +490,3 @@ def _average(op: str, run: list[Entry], dtype: torch.dtype) -> None:
         parts = [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
     for entry, part in zip(run, parts, strict=True):
         entry.grad = part
-
-
-def _owes(state_dict: dict[str, Any], server: dict[str, Any]) -> bool:
-    workers = [state_dict["state"][index]["worker_error"] for index in server["parameters"]]
-    return any(bool(error.any()) for error in (server["server_error"], *workers))
-
-
-def _all_owed(state_dict: dict[str, Any], servers: Sequence[dict[str, Any]]) -> dict[int, Tensor]:
-    """What one rank owes, by number of the parameter."""
-    found: dict[int, Tensor] = {}
-    block = state_dict["compression"]["block"]
-    for server in servers:
-        ids = server["parameters"]
-        workers = [state_dict["state"][index]["worker_error"] for index in ids]
-        offsets = offsets_of([error.numel() for error in workers], block)
-        flat_N = workers[0].new_zeros(offsets[-1])
-        start = server["rank"] * shard_numel(len(flat_N), server["world_size"], block)
-        own = flat_N[start : start + len(server["server_error"])]
-        own.copy_(server["server_error"][: len(own)])
-        for index, error, offset in zip(ids, workers, offsets, strict=False):
-            found[index] = error + flat_N[offset : offset + error.numel()].view(error.shape)
-    return found

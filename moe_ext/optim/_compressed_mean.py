@@ -7,7 +7,7 @@ of a tensor (its last dimension).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -239,3 +239,26 @@ class _Padding:
 
 def _nonzero_rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).ne(0).any(dim=1)
+
+
+def owes(state_dict: dict[str, Any], server: dict[str, Any]) -> bool:
+    """Whether a saved state owes anything, for one of its groups of ranks."""
+    workers = [state_dict["state"][index]["worker_error"] for index in server["parameters"]]
+    return any(bool(error.any()) for error in (server["server_error"], *workers))
+
+
+def all_owed(state_dict: dict[str, Any], servers: Sequence[dict[str, Any]]) -> dict[int, Tensor]:
+    """What the rank of a saved state owes, by number of the parameter."""
+    found: dict[int, Tensor] = {}
+    block = state_dict["compression"]["block"]
+    for server in servers:
+        ids = server["parameters"]
+        workers = [state_dict["state"][index]["worker_error"] for index in ids]
+        offsets = offsets_of([error.numel() for error in workers], block)
+        flat_N = workers[0].new_zeros(offsets[-1])
+        start = server["rank"] * shard_numel(len(flat_N), server["world_size"], block)
+        own = flat_N[start : start + len(server["server_error"])]
+        own.copy_(server["server_error"][: len(own)])
+        for index, error, offset in zip(ids, workers, offsets, strict=False):
+            found[index] = error + flat_N[offset : offset + error.numel()].view(error.shape)
+    return found

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
-from moe_ext.optim._arguments import check_count, check_variant
-from moe_ext.optim._compressed import CompressedOptimizer, Entry, warn_of_ignored
+from moe_ext.optim._arguments import check_count, check_variant, warn_of_ignored
+from moe_ext.optim._compressed import CompressedOptimizer, Entry
 from moe_ext.optim._variance import fill_zeros
 
 
@@ -128,8 +128,7 @@ class OneBitAdam(CompressedOptimizer):
             compressed: list[Entry] = []
         else:
             compressed = [entry for entry in entries if self._is_compressed(entry)]
-            if not self._means:
-                self._freeze(compressed)
+            self._freeze(compressed)
         chosen = {id(entry) for entry in compressed}
         dense = [entry for entry in entries if id(entry) not in chosen]
         self._average_gradients(dense)
@@ -140,10 +139,18 @@ class OneBitAdam(CompressedOptimizer):
             self._update_group(self.param_groups[group_index], members, momenta)
 
     def _freeze(self, entries: list[Entry]) -> None:
-        """What is needed once, before the first compressed step."""
-        for mean, members in self._flat_means():
-            mean.note_rows([self.state[e.parameter]["exp_avg_sq"] for e in members])
-        fill_zeros([self.state[entry.parameter]["exp_avg_sq"] for entry in entries])
+        """What is needed before the first compressed step of a parameter."""
+        late = entries
+        if self._means:
+            late = [e for e in entries if not self.state[e.parameter]["var_steps"]]
+        else:
+            for mean, members in self._flat_means():
+                mean.note_rows([self.state[e.parameter]["exp_avg_sq"] for e in members])
+        if late:
+            fill_zeros([self.state[entry.parameter]["exp_avg_sq"] for entry in entries])
+            self._keep_variance(late)
+
+    def _keep_variance(self, entries: list[Entry]) -> None:
         for entry in entries:
             state = self.state[entry.parameter]
             state["var_steps"] = state["var_steps"] or max(1, self.steps_taken)

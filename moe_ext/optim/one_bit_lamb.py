@@ -130,8 +130,8 @@ class OneBitLamb(OneBitAdam):
         """Factors on the learning rate in the last step, a list for stacked experts."""
         return [c.item() if len(c) == 1 else c.tolist() for c in self._coefficients]
 
-    def _freeze(self, entries: list[Entry]) -> None:
-        super()._freeze(entries)
+    def _keep_variance(self, entries: list[Entry]) -> None:
+        super()._keep_variance(entries)
         for entry in entries:
             state = self.state[entry.parameter]
             state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
-from moe_ext.optim._arguments import check_count, check_variant
-from moe_ext.optim._compressed import CompressedOptimizer, Entry, warn_of_ignored
+from moe_ext.optim._arguments import check_count, check_variant, warn_of_ignored
+from moe_ext.optim._compressed import CompressedOptimizer, Entry
 from moe_ext.optim._compressed_mean import CompressedMean, sum_in_place
 from moe_ext.optim._variance import fillings
 
@@ -160,9 +160,10 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def _take_step(self, entries: list[Entry]) -> None:
         for entry in entries:
-            self._moments(entry, _BUFFERS)
             state = self.state[entry.parameter]
-            state.setdefault("var_steps", self.steps_taken)
+            # Of a state of Adam, which does not count them; none of a parameter frozen until now.
+            state.setdefault("var_steps", self.steps_taken if state else 0)
+            self._moments(entry, _BUFFERS)
             if "filling" not in state:
                 state["filling"] = fillings([state["exp_avg_sq"]])[0]
         step, first = self.steps_taken + 1, self.param_groups[0]

@@ -352,6 +352,45 @@ def test_max_grad_norm_bounds_all_gradients():
         torch.testing.assert_close(p, q, **CLOSE)
 
 
+@each_optimizer
+@pytest.mark.parametrize("steps", [2, 8])
+def test_parameters_that_are_thawed_are_not_left_behind(make, steps):
+    params = [parameters()[0], nn.Parameter(torch.ones(5, 3))]
+    params[1].requires_grad_(False)
+    optimizer = make([("w", params[0]), ("b", params[1])], lr=0.05)
+    run(optimizer, params[:1], range(steps))
+    params[1].requires_grad_(True)
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(
+        ValueError, match="expected parameters to require gradients from .* for 'b'"
+    ):
+        run(optimizer, params, [2])
+    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+    optimizer.flush()
+    optimizer.load_state_dict(optimizer.state_dict())
+    run(optimizer, params, range(2, 8))
+    assert not torch.equal(params[1], before[1])
+    # Over a variance of zero a step would be a million.
+    assert (params[1] - before[1]).abs().max() < 100
+
+
+def test_a_state_that_is_refused_changes_nothing():
+    params = parameters()[:1]
+    optimizer = optim.OneBitAdam(params, 0.05, freeze_step=1)
+    run(optimizer, params, range(3))
+    kept, bad = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.state_dict())
+    bad["compression"]["block"] = 64
+    bad["state"][0]["worker_error"] += 1
+    bad["state"][0]["exp_avg"].zero_()
+    bad["param_groups"][0]["lr"] = 7.0
+    with pytest.raises(ValueError, match="expected a state of blocks of 256"):
+        optimizer.load_state_dict(bad)
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert torch.equal(optimizer.state[params[0]]["exp_avg"], kept["state"][0]["exp_avg"])
+    assert optimizer.steps_taken == 3
+    run(optimizer, params, [3])
+
+
 def test_a_group_has_no_bound_on_the_norm_of_its_own():
     groups = [{"params": parameters()[:1], "max_grad_norm": 0.0}]
     message = r"expected max_grad_norm of a group to be that of the optimizer \(1.0\), got 0.0"
