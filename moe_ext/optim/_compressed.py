@@ -89,6 +89,7 @@ class CompressedOptimizer(Optimizer):
         self._ranks: list[Ranks] = []
         self._made: list[Entry] = []
         self._frozen: list[Named] = []
+        self._compared = False
         self._means: dict[int, tuple[CompressedMean, list[int]]] = {}
         super().__init__(params, defaults)
 
@@ -166,22 +167,19 @@ class CompressedOptimizer(Optimizer):
                 for index, parameter in enumerate(group["params"])
             ]
             self._made = [entry for entry in found if entry.parameter.requires_grad]
-            self._frozen = [
-                Named(entry.parameter, entry.label, None)
-                for entry in found
-                if not entry.parameter.requires_grad
-            ]
+            others = [entry for entry in found if not entry.parameter.requires_grad]
+            self._frozen = [Named(entry.parameter, entry.label, None) for entry in others]
         return self._made
 
     def _agreed_entries(self) -> list[Entry]:
         """The parameters with this rank's gradients in float32, once all ranks have agreed."""
-        first = not self._made
+        first = not self._compared
         entries = self._entries()
         if not entries:
             return []
         named = []
         for entry in entries:
-            shared = entry.ranks is self._process_group
+            shared = entry.ranks is self._process_group and not self._is_apart(entry)
             own = isinstance(entry.ranks, ProcessGroup)
             ranks = group_ranks(entry.ranks) if own else None  # type: ignore[arg-type]
             named.append(
@@ -195,11 +193,16 @@ class CompressedOptimizer(Optimizer):
             if first:
                 self._made = []
             raise
+        self._compared = True
         for entry, has in zip(entries, active, strict=True):
             grad = entry.parameter.grad
             entry.active = has
             entry.grad = None if grad is None else grad.float()
         return entries
+
+    def _is_apart(self, entry: Entry) -> bool:
+        """Whether a parameter has other values on each rank now."""
+        return bool(self.state.get(entry.parameter, {}).get("apart", False))
 
     def _this_rank(self) -> tuple[int, ...]:
         return (torch.distributed.get_rank(),) if self._process_group is not None else (0,)
@@ -455,6 +458,8 @@ class CompressedOptimizer(Optimizer):
                 group["exp_avg_mask"] = mask
         self._made = []
         self._entries()
+        # A rank that alone has loaded would send another message than those that have not.
+        self._compared = False
 
     def _load_rows(self, state_dict: dict[str, Any], servers: Sequence[dict[str, Any]]) -> None:
         if not servers:

@@ -130,7 +130,7 @@ class ZeroOneAdam(CompressedOptimizer):
     @property
     def synchronised(self) -> bool:
         """Whether parameters are equal on all ranks now."""
-        return all(not self.state[entry.parameter].get("apart", False) for entry in self._made)
+        return not any(self._is_apart(entry) for entry in self._made)
 
     def flush(self) -> None:
         """Synchronise, and bring in what all ranks owe, by one dense all-reduce, on all ranks.
@@ -229,7 +229,7 @@ class ZeroOneAdam(CompressedOptimizer):
         """Move this rank alone, and remember how far."""
         for entry in entries:
             group, state = self.param_groups[entry.group_index], self.state[entry.parameter]
-            if not state.get("apart", False):
+            if not self._is_apart(entry):
                 state["anchor"], state["decay"], state["apart"] = entry.parameter.clone(), 1.0, True
             exp_avg, rate = state["exp_avg"], self._rate(group)
             self._follow(entry, exp_avg)
@@ -271,7 +271,7 @@ class ZeroOneAdam(CompressedOptimizer):
             group["lrs"] = 0.0
 
     def _is_idle(self, entry: Entry) -> bool:
-        return not entry.active and not self.state[entry.parameter].get("apart", False)
+        return not entry.active and not self._is_apart(entry)
 
     def _land(self, entries: list[Entry], means: list[Tensor]) -> None:
         """Go from the last common place by the mean of what the ranks went."""

@@ -231,6 +231,19 @@ def check_gradients_that_some_ranks_lack():
             )
 
 
+def check_a_state_loaded_on_one_rank_is_told(name):
+    params, rank = parameters(), dist.get_rank()
+    optimizer = MAKERS[name](params, lr=0.05)
+    if rank == 1:
+        others = parameters()
+        adam = torch.optim.AdamW(others)
+        run(adam, others, range(2))
+        optimizer.load_state_dict(adam.state_dict())
+    give(params, 0, rank)
+    with pytest.raises(ValueError, match="expected the number of the step to be equal"):
+        optimizer.step()
+
+
 def check_without_gradients_nothing_is_owed_nor_moves(name):
     p, q = nn.Parameter(torch.zeros(3, 64)), nn.Parameter(torch.zeros(5, 20))
     optimizer = MAKERS[name]([p, q], lr=0.05)
@@ -399,6 +412,12 @@ CHECKS = {
     },
     **{f"check_nan_on_one_rank-{n}": functools.partial(check_nan_on_one_rank, n) for n in MAKERS},
     **{f"check_zeros_stay_zero-{n}": functools.partial(check_zeros_stay_zero, n) for n in MAKERS},
+    **{
+        f"check_a_state_loaded_on_one_rank_is_told-{name}": functools.partial(
+            check_a_state_loaded_on_one_rank_is_told, name
+        )
+        for name in MAKERS
+    },
     **{
         f"check_without_gradients_nothing_is_owed_nor_moves-{name}": functools.partial(
             check_without_gradients_nothing_is_owed_nor_moves, name
