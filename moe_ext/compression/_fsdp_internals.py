@@ -106,3 +106,13 @@ def reduce_scale(op: Any, num_ranks: int) -> float:
     raise ValueError(
         f"CompressedReduceScatter: expected op to be SUM, AVG or PREMUL_SUM of a number, got {kind}"
     )
+
+
+def messages_of(module: FSDPModule) -> dict[str, Any]:
+    """What sends a module's messages, by kind."""
+    group = _param_groups(module)[0]
+    return {
+        "all-gather": getattr(group, "_all_gather_comm", None),
+        "reduce-scatter": getattr(group, "_reduce_scatter_comm", None),
+        "all-reduce": getattr(group, "_all_reduce_hook", None),
+    }

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from moe_ext.compression._fsdp_internals import (
     fsdp_modules,
+    messages_of,
     replicate_group,
     resharded_over,
     shard_group,
@@ -234,7 +235,8 @@ def zero_plus_plus(
 
     Raises:
         ValueError: the model has no FSDP module; modules are not wrapped as
-            ``zero_hpz_partition_size`` says; what the three classes refuse.
+            ``zero_hpz_partition_size`` says; a message of a module is compressed already; what the
+            three classes refuse.
 
     Reference: Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model
     Training, 2023 (arXiv 2306.10209).
@@ -245,6 +247,12 @@ def zero_plus_plus(
             f"{_OP}: expected model to be wrapped with fully_shard, got {type(model).__name__}"
         )
     _check_hpz(modules, zero_hpz_partition_size)
+    wanted = {
+        "all-gather": zero_quantized_weights or zero_quantized_nontrainable_weights,
+        "reduce-scatter": zero_quantized_gradients,
+        "all-reduce": node_group is not None,
+    }
+    _check_free(modules, [kind for kind, is_wanted in wanted.items() if is_wanted])
     error_feedback |= _is_loco(zeropp_loco_param)
     found = FSDPCompression()
     for name, module in modules:
@@ -310,6 +318,18 @@ def _check_hpz(modules: list[tuple[str, FSDPModule]], size: int) -> None:
             f"reshard_after_forward={size}) for zero_hpz_partition_size={size}, got "
             f"{wrong or 'parameters that stay with each rank'}"
         )
+
+
+def _check_free(modules: list[tuple[str, FSDPModule]], kinds: list[str]) -> None:
+    ours = (CompressedAllGather, CompressedReduceScatter, CompressedAllReduce)
+    for name, module in modules:
+        for kind in kinds:
+            # What it owes would be lost without a word.
+            if isinstance(messages_of(module)[kind], ours):
+                raise ValueError(
+                    f"{_OP}: expected modules without a compressed {kind}, got "
+                    f"{name or 'the model'}, which has one"
+                )
 
 
 def _install(modules: list[tuple[str, FSDPModule]], found: FSDPCompression) -> None:

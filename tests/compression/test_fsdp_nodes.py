@@ -28,6 +28,7 @@ from fsdp_checks import (
 )
 from rank_checks import Checks, assert_passed, run_checks
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from moe_ext.compression.zero_plus_plus import zero_plus_plus
 from moe_ext.distributed import count_traffic
@@ -177,6 +178,25 @@ def messages_that_are_not_compressed_between_nodes_are_looked_at():
     )
     backward(model, 0)
     assert not compression.finite()
+
+
+@four()
+def what_is_set_twice_is_refused():
+    model, nodes = wrapped(node_mesh()["local"]), node_mesh()["node"].get_group()
+    kinds = {
+        "all-gather": {"zero_quantized_weights": True},
+        "reduce-scatter": {"zero_quantized_gradients": True},
+        "all-reduce": {"node_group": nodes},
+    }
+    for options in kinds.values():
+        zero_plus_plus(model, **options)
+    for kind, options in kinds.items():
+        message = f"expected modules without a compressed {kind}, got the model, which has one"
+        with pytest.raises(ValueError, match=message):
+            zero_plus_plus(model, **options)
+    model.set_custom_reduce_scatter(DefaultReduceScatter())
+    with pytest.raises(ValueError, match="got blocks.0, which has one"):
+        zero_plus_plus(model, zero_quantized_gradients=True)
 
 
 @four()
