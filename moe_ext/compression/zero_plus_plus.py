@@ -330,6 +330,12 @@ def _check_free(modules: list[tuple[str, FSDPModule]], kinds: list[str]) -> None
                     f"{_OP}: expected modules without a compressed {kind}, got "
                     f"{name or 'the model'}, which has one"
                 )
+        between = replicate_group(module)
+        if "all-reduce" in kinds and between is not None:
+            raise ValueError(
+                f"{_OP}: expected fully_shard to have a mesh of one dimension where node_group is "
+                f"given, got ranks {list(group_ranks(between))} that reduce densely"
+            )
 
 
 def _install(modules: list[tuple[str, FSDPModule]], found: FSDPCompression) -> None:
@@ -343,13 +349,7 @@ def _install(modules: list[tuple[str, FSDPModule]], found: FSDPCompression) -> N
         if name in found.all_reduces:
             module.set_all_reduce_hook(found.all_reduces[name])
         between = replicate_group(module)
-        if found.all_reduces:
-            if between is not None:
-                raise ValueError(
-                    f"{_OP}: expected fully_shard to have a mesh of one dimension where node_group "
-                    f"is given, got ranks {list(group_ranks(between))} that reduce densely"
-                )
-        elif between is not None:
+        if between is not None:
             found.ledger.add_group(between)
         if found.all_reduces or several:
             # Ranks of other shards do not see what a hook sees.

@@ -30,6 +30,9 @@ from rank_checks import Checks, assert_passed, run_checks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
+from moe_ext.compression._fsdp_internals import messages_of
+from moe_ext.compression.fsdp import CompressedAllGather, CompressedReduceScatter
+from moe_ext.compression.fsdp_nodes import CompressedAllReduce
 from moe_ext.compression.zero_plus_plus import zero_plus_plus
 from moe_ext.distributed import count_traffic
 from moe_ext.testing import spawn_ranks
@@ -178,6 +181,20 @@ def messages_that_are_not_compressed_between_nodes_are_looked_at():
     )
     backward(model, 0)
     assert not compression.finite()
+
+
+@four()
+def a_mesh_of_two_dimensions_is_refused_before_anything_is_set():
+    model, nodes = wrapped(node_mesh()), node_mesh()["node"].get_group()
+    with pytest.raises(ValueError, match="expected fully_shard to have a mesh of one dimension"):
+        zero_plus_plus(model, zero_quantized_gradients=True, node_group=nodes)
+    assert all(message is None for message in set_on(model))
+
+
+def set_on(model):
+    """What compresses the messages of the outermost module."""
+    ours = (CompressedAllGather, CompressedReduceScatter, CompressedAllReduce)
+    return [m if isinstance(m, ours) else None for m in messages_of(model).values()]
 
 
 @four()
