@@ -86,8 +86,9 @@ class StepLedger:
         self._senders: dict[int, str] = {}
         self._residuals: list[Residual] = []
         self._groups: dict[int, ProcessGroup] = {}
-        self._bad: list[tuple[Tensor, list[str]]] = []
-        self._last = torch.ones((), dtype=torch.bool)
+        self._bad: dict[tuple[str, ...], Tensor] = {}
+        self._since: Tensor | None = None
+        self._was_asked = False
         self._failed = False
         self.flushing = False
 
@@ -103,8 +104,9 @@ class StepLedger:
         """Note that a message is sent; settles the last pass where it belongs to a new one."""
         if id(sender) in self._senders:
             self.settle()
-        if not self._senders:
+        if not self._senders and self._was_asked:
             self._bad.clear()
+            self._since, self._was_asked = None, False
         self._senders[id(sender)] = name
 
     def note(self, finite: Tensor) -> None:
@@ -122,36 +124,43 @@ class StepLedger:
 
     def note_bad(self, finite: Tensor, names: list[str]) -> None:
         """Note which parameters are not finite on this rank, where the tensor is False."""
-        self._bad.append((finite, names))
+        key = tuple(names)
+        # Nobody may ever ask: what is noted must not grow with the steps.
+        self._bad[key] = finite & self._bad[key] if key in self._bad else finite
 
     def bad_parameters(self) -> list[str]:
-        """Parameters whose gradients of the last pass were not finite on this rank."""
-        return [name for finite, names in self._bad if not bool(finite) for name in names]
+        """Parameters whose gradients were not finite on this rank, in the passes of `finite`."""
+        found = (n for names, finite in self._bad.items() if not bool(finite) for n in names)
+        return list(dict.fromkeys(found))
 
     def fail(self) -> None:
         """Count the pass as failed: an exception has stopped it."""
         self._failed = True
 
-    def settle(self) -> Tensor:
-        """End the pass: keep its residuals, or put them back on every rank.
+    def finite(self) -> bool:
+        """Whether all passes since it was asked last were finite on every rank; ends the last one.
 
-        Returns:
-            Tensor[]: whether every gradient of the pass was finite on every rank; of the last pass
-            where nothing was sent since.
+        Gradients of several passes add up: a finite one does not make up for another.
         """
+        self.settle()
+        self._was_asked = True
+        return self._since is None or bool(self._since)
+
+    def settle(self) -> None:
+        """End the pass: keep its residuals, or put them back on every rank."""
         if not self._senders:
-            return self._last
+            return
         # After an exception there may be no rank to agree with.
-        self._last = torch.zeros((), dtype=torch.bool) if self._failed else self._agree()
+        finite = torch.zeros((), dtype=torch.bool) if self._failed else self._agree()
+        self._since = finite if self._since is None else self._since & finite
         for residual in self._residuals:
-            residual.settle(self._last)
+            residual.settle(finite)
         self._finite.clear()
         self._senders.clear()
         self._failed = False
         if self.flushing:
             # NOTE: device-to-host sync, after a pass that flushes.
-            self.flushing = not bool(self._last)
-        return self._last
+            self.flushing = not bool(finite)
 
     def _agree(self) -> Tensor:
         flag = torch.stack(self._finite).all().to(torch.int32).view(1)

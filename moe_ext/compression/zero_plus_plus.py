@@ -49,10 +49,10 @@ class FSDPCompression:
         self.all_reduces: dict[str, CompressedAllReduce] = {}
 
     def finite(self) -> bool:
-        """Whether the last backward pass was finite on every rank; ends it (collective).
+        """Whether all backward passes since the last call were finite on every rank (collective).
 
-        Where it was not, gradients are NaN, and the residuals are what they were before: skip the
-        optimizer's step. Called or not, the pass ends with the next one.
+        Where one was not, gradients are NaN, and the residuals are what they were before it: skip
+        the optimizer's step. Called or not, a pass ends with the next one.
 
         Raises:
             ValueError: gradients are not compressed, so that nothing looks at them.
@@ -64,7 +64,7 @@ class FSDPCompression:
                 f"{_OP}: expected zero_quantized_gradients or node_group to be set, got neither: "
                 "nothing looks at gradients"
             )
-        return bool(self.ledger.settle())
+        return self.ledger.finite()
 
     def check(self) -> None:
         """As `finite`, but raises.

@@ -15,6 +15,7 @@ from fsdp_checks import (
     gradients,
     is_compressed,
     local_gradients,
+    loss_of,
     mean_of_gradients,
     mesh,
     mesh_of,
@@ -214,6 +215,19 @@ def what_is_set_twice_is_refused():
     model.set_custom_reduce_scatter(DefaultReduceScatter())
     with pytest.raises(ValueError, match="got blocks.0, which has one"):
         zero_plus_plus(model, zero_quantized_gradients=True)
+
+
+@four()
+def passes_that_add_up_are_all_looked_at():
+    model, compression = quantized_gradients()
+    poisoned_backward(model, 0, 1, math.nan)
+    loss_of(model, 1).backward()  # onto the gradients of the first
+    assert not compression.finite()
+    assert not compression.finite()
+    with pytest.raises(ValueError, match="got NaN or infinity in .* on rank 1$"):
+        compression.check()
+    backward(model, 2)
+    assert compression.finite()
 
 
 @four()
