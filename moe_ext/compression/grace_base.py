@@ -5,6 +5,7 @@ Shape suffixes: N elements of a tensor.
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_ext.distributed.collectives import check_equal_over_ranks, share
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import group_size
 from moe_ext.distributed.traffic import record_traffic
@@ -148,8 +150,8 @@ class Communicator(ABC):
             Tensor: of the same shape and dtype, a new one, with the same bits on all ranks.
 
         Raises:
-            ValueError: an element is NaN or infinite on some rank: on every rank, naming those
-                that hold one. Nothing is sent, and the memory is as it was.
+            ValueError: on every rank: an element is NaN or infinite on some rank, or ranks gave
+                other tensors, naming them. Nothing is sent, and the memory is as it was.
             RankFailureError: a rank died or did not answer; the memory is as it was.
         """
         with naming_failed_ranks(self.group, f"{_OP}: {name}"):
@@ -190,18 +192,25 @@ class Communicator(ABC):
         self.memory.load_state_dict(state["memory"])
 
     def _check(self, tensor: Tensor, name: str) -> None:
-        """ValueError on every rank where a rank holds NaN or infinity: it would poison residuals.
+        """ValueError on every rank where a rank holds NaN or infinity, or another tensor.
+
+        The former would poison residuals; of the latter codes have other sizes, or mean others.
 
         NOTE: device-to-host sync.
         """
-        largest = tensor.detach().abs().max().float() if tensor.numel() else tensor.new_zeros(())
-        flags = largest.isfinite().to(torch.int32).view(1)
-        found = [torch.empty_like(flags) for _ in range(self.world_size)]
-        if self.world_size > 1:
-            dist.all_gather(found, flags, group=self.group)
-        else:
-            found = [flags]
-        bad = [rank for rank, flag in enumerate(found) if not bool(flag)]
+        largest = tensor.detach().abs().max().float() if tensor.numel() else torch.zeros(())
+        what = f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+        facts = [int(largest.isfinite()), tensor.numel(), zlib.crc32(what.encode())]
+        found = [facts]
+        if self.group is not None and self.world_size > 1:
+            found = share(facts, self.group, tensor.device, operation=_OP)
+            for fact, column in zip(
+                (f"the numel of {name}", f"the checksum of name, shape and dtype of {name}"),
+                list(zip(*found, strict=True))[1:],
+                strict=True,
+            ):
+                check_equal_over_ranks(fact, column, self.group, _OP)
+        bad = [rank for rank, row in enumerate(found) if not row[0]]
         if bad:
             raise ValueError(
                 f"{_OP}: expected the gradient of {name} to be finite, got NaN or infinity on "

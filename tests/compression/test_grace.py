@@ -180,6 +180,18 @@ def bytes_are_those_of_the_codes():
     }  # fmt: skip
 
 
+@three(("int8",), ("topk",), ("none",))
+def other_tensors_than_other_ranks_are_told(name):
+    communicator, rank = made(name, memory="residual"), dist.get_rank()
+    with pytest.raises(ValueError, match="numel of w to be equal on every rank, got 8 on rank 0"):
+        communicator.step(torch.ones(8 + 300 * (rank == 1)), "w")
+    with pytest.raises(ValueError, match="name, shape and dtype of .* to be equal on every rank"):
+        communicator.step(torch.ones(8), "v" if rank == 1 else "w")
+    with pytest.raises(ValueError, match="name, shape and dtype of .* to be equal on every rank"):
+        communicator.step(torch.ones(8).to(torch.bfloat16 if rank == 1 else torch.float32), "w")
+    assert communicator.step(torch.ones(8), "w").shape == (8,)
+
+
 class Halves(grace.Compressor):
     """A compressor of a user's own, with a type that is wider behind one that is narrower."""
 
