@@ -7,6 +7,7 @@ compressed, D of the part that is sent as it is.
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -352,7 +353,9 @@ class CompressedReduceScatter(_Message, ReduceScatter):
             return packed_Q
         rng_state = None
         if self.stochastic:
-            numbers = [self.seed, 0, self.step, dist.get_rank(group)]
+            # Equal elements of two modules must not be rounded alike.
+            tensor_id = zlib.crc32(self.name.encode()) & 0xFFFF
+            numbers = [self.seed, tensor_id, self.step, dist.get_rank(group)]
             rng_state = torch.tensor(numbers, device=packed_PQ.device)
         self.step += 1
         quantized_reduce_scatter(

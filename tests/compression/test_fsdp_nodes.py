@@ -199,6 +199,17 @@ def set_on(model):
 
 
 @four()
+def modules_round_differently():
+    flat, found = torch.randn(4096, generator=torch.Generator().manual_seed(1)), []
+    for name in ("blocks.0", "blocks.1", "blocks.0"):
+        scatter = CompressedReduceScatter("int4", stochastic=True, name=name)
+        found.append(torch.empty(1024))
+        scatter(found[-1], flat.clone(), dist.group.WORLD, dist.ReduceOp.SUM)
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[1])
+
+
+@four()
 def what_is_set_twice_is_refused():
     model, nodes = wrapped(node_mesh()["local"]), node_mesh()["node"].get_group()
     kinds = {
