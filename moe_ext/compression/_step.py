@@ -220,7 +220,7 @@ class Step:
             return False
         self._keep_unused(results, finding.unused)
         self._give(results)
-        state.memory.commit()
+        state.memory.commit(continues=not state.begins_step)
         self._clip()
         self._learn(finding)
         state.committed(finding.ratio)

@@ -144,10 +144,15 @@ class CodecMemory:
         """What `quantize_blockwise` wants for rounding at random."""
         return torch.tensor([self.seed, self.key, step, rank], device=self.device)
 
-    def commit(self) -> None:
-        """End the step and keep what it has changed."""
+    def commit(self, *, continues: bool = False) -> None:
+        """End the step and keep what it has changed.
+
+        Args:
+            continues: it is the rest of the last step, so that `undo` takes both back.
+        """
         if not (self._open or self._taken or self._open_marks or self._open_carried):
-            self._before = None
+            if not continues:
+                self._before = None
             return
         replaced = {kind: self._kept.get(kind) for kind in {*self._open, *self._taken}}
         self._before = (replaced, self.marks, dict(self._carried))
@@ -302,11 +307,11 @@ class FeedbackMemory:
         for names in list(self._waiting):
             self._fold_waiting(names)
 
-    def commit(self) -> None:
-        """End the step in all groups and keep what it has changed."""
+    def commit(self, *, continues: bool = False) -> None:
+        """End the step in all groups and keep what it has changed; see `CodecMemory.commit`."""
         self._before = None
         for memory in self._groups.values():
-            memory.commit()
+            memory.commit(continues=continues)
 
     def undo(self) -> None:
         """Take the last `commit` of all groups back."""

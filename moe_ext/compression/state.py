@@ -363,10 +363,16 @@ class CompressionState:
         """Bound on the norm, unless gradients that are not here count too."""
         return None if self._sharded else self.clip_norm
 
+    @property
+    def begins_step(self) -> bool:
+        """Whether a reduction is not the rest of a step that DDP has begun."""
+        return self.operation == "compress_hook" or not self.is_hooked
+
     def committed(self, ratio: float | None) -> None:
         """Note that a step went well."""
-        self._counted = self.operation == "compress_hook" or not self.is_hooked
-        self.step += self._counted
+        if self.begins_step:
+            self._counted = True
+            self.step += 1
         if self._reached is not None:
             self._reached.clear()
         if ratio is not None:

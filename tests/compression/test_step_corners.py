@@ -1,0 +1,58 @@
+"""Corners of a step: halves, codecs that change, buckets that are not compressed; one process."""
+
+import torch
+from torch import nn
+
+from moe_ext.compression import (
+    CompressionState,
+    Policy,
+    TopK,
+    compress_gradients,
+)
+from moe_ext.compression._step import Step
+
+
+class Two(nn.Module):
+    """Two parameters, in a bucket each where their dtypes differ."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(20, 3))
+        self.b = nn.Parameter(torch.zeros(20, 3, dtype=dtype))
+
+
+def fill(model, seed):
+    torch.manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape).to(p.dtype)
+
+
+def state_of(model, codec, **options):
+    return CompressionState(
+        model=model, policy=Policy(codec, dense_below=0, **options.pop("policy", {})), **options
+    )
+
+
+def hooked_half(state, parameter, grad):
+    """What the hook of DistributedDataParallel does with one bucket."""
+    state.operation, state.is_hooked = "compress_hook", True
+    step = Step(state)
+    step.add([parameter], grad.reshape(-1).clone(), state.group)
+    step.finish()
+
+
+def test_undo_takes_both_halves_back():
+    model = Two()
+    state = state_of(model, TopK(0.2))
+    for seed in range(2):
+        before = {n: t.clone() for n, t in state.residuals().items()}
+        fill(model, seed)
+        hooked_half(state, model.a, model.a.grad)
+        model.a.grad = None
+        compress_gradients(model, state)
+    assert state.step == 2
+    assert set(before) == {"a", "b"}
+    state.undo()
+    assert state.step == 1
+    for name, tensor in state.residuals().items():
+        assert torch.equal(tensor, before[name]), name
