@@ -396,8 +396,9 @@ class Step:
         if limit is None:
             return
         flats = [w.flat_N._values() if w.rows is not None else w.flat_N for w in self.works]
-        norms = [torch.linalg.vector_norm(flat, dtype=torch.float32).double() for flat in flats]
-        total = torch.linalg.vector_norm(torch.stack(norms))
+        if not flats:
+            return
+        total = torch.linalg.vector_norm(torch.cat([_norms([flat]) for flat in flats]))
         coefficient = (limit / (total + 1e-6)).clamp(max=1.0)
         for flat in flats:
             flat.mul_(coefficient.to(flat.dtype))

@@ -1,5 +1,8 @@
 """Corners of a step: halves, codecs that change, buckets that are not compressed; one process."""
 
+import math
+
+import pytest
 import torch
 from torch import nn
 
@@ -56,3 +59,23 @@ def test_undo_takes_both_halves_back():
     assert state.step == 1
     for name, tensor in state.residuals().items():
         assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize("codec", ["none", TopK(0.1)])
+def test_clipping_where_nothing_has_a_gradient(codec):
+    model = Two()
+    state = state_of(model, codec, clip_norm=1.0)
+    assert compress_gradients(model, state)
+    assert model.a.grad is None
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float64, 1.0), (torch.float32, 1e30)])
+def test_clipping_of_wide_and_of_large_gradients(dtype, scale):
+    model = Two().to(dtype)
+    state = state_of(model, "none", clip_norm=1.0)
+    fill(model, 0)
+    for p in model.parameters():
+        p.grad *= scale
+    compress_gradients(model, state)
+    total = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
+    assert total == pytest.approx(1.0, rel=1e-4)
