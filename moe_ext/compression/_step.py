@@ -216,7 +216,7 @@ class Step:
             raise
         if finding.bad:
             state.rollback()
-            self._poison(results, finding)
+            self._poison(results)
             return False
         self._keep_unused(results, finding.unused)
         self._give(results)
@@ -379,16 +379,16 @@ class Step:
             else:
                 work.flat_N.zero_()
 
-    def _poison(self, results: list[list[Tensor]], finding: _Finding) -> None:
-        """Let the NaN of one rank reach the gradient of every rank, as a dense mean would."""
+    def _poison(self, results: list[list[Tensor]]) -> None:
+        """Let the NaN of one rank reach the gradients of every rank.
+
+        Of all that was compressed: what they owe is put back, so that no optimizer may take them.
+        """
         self._give(results)
-        bad = {name for _, name in finding.bad}
         for work in self.works:
             for underway in work.parts:
-                for name, (start, stop) in zip(
-                    underway.part.names, underway.part.spans, strict=True
-                ):
-                    if underway.prepared and name in bad:
+                if underway.prepared:
+                    for start, stop in underway.part.spans:
                         work.flat_N[start:stop] = math.nan
 
     def _clip(self) -> None:

@@ -163,12 +163,16 @@ class CompressionState:
         self._parameters: dict[str, nn.Parameter] = {}
         self._reached: ReachedExperts | None = None
         self._sharded: dict[str, tuple[int, int]] = {}
+        # Whether a parameter may have a residual; not known without the model.
+        self._compresses = inner is None
         if inner is None:
             return
         self._roles = parameter_roles(inner)
         for name, parameter in inner.named_parameters():
             self._names[id(parameter)] = name
             self._parameters[name] = parameter
+        codecs = self._codecs(tuple(self._parameters), tuple(self._parameters.values()))
+        self._compresses = any(codec is None or codec.feeds_back for codec in codecs)
         experts = [
             name
             for name, parameter in self._parameters.items()
@@ -298,7 +302,8 @@ class CompressionState:
 
     def watches(self, layout: Layout) -> bool:
         """Whether the gradients of a bucket are looked at; the same on every rank."""
-        if self.nonfinite == "raise":
+        # A NaN anywhere makes the optimizer skip the step, and puts back what all buckets owe.
+        if self.nonfinite == "raise" or self._compresses:
             return True
         return any(
             part.exact

@@ -79,3 +79,31 @@ def test_clipping_of_wide_and_of_large_gradients(dtype, scale):
     compress_gradients(model, state)
     total = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
     assert total == pytest.approx(1.0, rel=1e-4)
+
+
+def test_a_nan_in_a_bucket_that_is_not_compressed():
+    model = Two(torch.bfloat16)
+    policy = {"by_name": {"b": "none"}}
+    state = state_of(model, TopK(0.1), nonfinite="propagate", policy=policy)
+    fill(model, 0)
+    assert compress_gradients(model, state)
+    before = state.residuals()["a"].clone()
+    fill(model, 1)
+    model.b.grad[0, 0] = math.inf
+    assert not compress_gradients(model, state)
+    assert not model.b.grad.isfinite().all()
+    assert torch.equal(state.residuals()["a"], before)
+    assert state.step == 1
+
+
+def test_no_gradient_with_a_residual_that_was_put_back_is_applied():
+    """A second optimizer would take a finite one, though what was owed in it is owed again."""
+    model = Two()
+    state = state_of(model, TopK(0.1, scope="parameter"), nonfinite="propagate")
+    fill(model, 0)
+    compress_gradients(model, state)
+    fill(model, 1)
+    model.a.grad[0, 0] = math.nan
+    assert not compress_gradients(model, state)
+    assert model.a.grad.isnan().all()
+    assert model.b.grad.isnan().all()
