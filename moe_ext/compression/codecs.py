@@ -230,8 +230,7 @@ class Quantize(WithMemory):
         server = None
         if self.feedback and size > 1:
             shard = shard_numel(memory.numel, size, self.block)
-            memory.server_start = rank * shard
-            server = memory.tensor("server", shard)
+            server = memory.shard(rank * shard, shard)
         rng_state = memory.rng_state(step, rank) if self.stochastic else None
         # What the memory hands out are copies already.
         return start_all_reduce(

@@ -54,6 +54,7 @@ class CodecMemory:
         self._carried: dict[str, Any] = {}
         self._open_carried: dict[str, Any] = {}
         self.server_start = 0
+        self._open_start: int | None = None
         self._kept: dict[str, Tensor] = {}
         self._open: dict[str, Tensor] = {}
         self._spare: dict[str, Tensor] = {}
@@ -63,7 +64,7 @@ class CodecMemory:
         self.marks: dict[str, float] = {}
         self._open_marks: dict[str, float] = {}
         # What the last `commit` has replaced.
-        self._before: tuple[dict[str, Any], dict[str, float], dict[str, Any]] | None = None
+        self._before: tuple[dict[str, Any], dict[str, float], dict[str, Any], int] | None = None
 
     def open(
         self, scales: Mapping[str, float] | None = None, marks: Mapping[str, float] | None = None
@@ -95,6 +96,31 @@ class CodecMemory:
         self._open[kind] = working
         return working
 
+    def whole_residual(self) -> Tensor:
+        """The copy of this step of the residual, with what the owner of a shard owes in it.
+
+        For what does not divide the gradient into shards, or divides it otherwise.
+        """
+        residual_N = self.tensor("residual")
+        if "server" in self._kept and "server" not in {*self._open, *self._taken}:
+            scale = self._scales.get("server", 1.0)
+            add_at(residual_N, self._kept["server"], self.server_start, scale)
+            self._taken.add("server")
+        return residual_N
+
+    def shard(self, start: int, numel: int) -> Tensor:
+        """The copy of this step of what is owed for the shard of the sum that this rank owns.
+
+        Args:
+            start: first element of the shard.
+            numel: elements of the shard.
+        """
+        kept = self._kept.get("server")
+        if kept is not None and (self.server_start, kept.numel()) != (start, numel):
+            self.whole_residual()
+        self._open_start = start
+        return self.tensor("server", numel)
+
     def take_owed(self, grad_N: Tensor) -> bool:
         """Add to a gradient, in place, all that is owed, which is then owed no more.
 
@@ -104,11 +130,15 @@ class CodecMemory:
         found = False
         for kind in ("residual", "server"):
             if kind in self._open:
-                add_at(grad_N, self._open[kind], self._start_of(kind))
+                start = 0 if kind == "residual" else self.server_start
+                if kind == "server" and self._open_start is not None:
+                    start = self._open_start
+                add_at(grad_N, self._open[kind], start)
                 self._open[kind].zero_()
             elif kind in self._kept and kind not in self._taken:
                 scale = self._scales.get(kind, 1.0)
-                add_at(grad_N, self._kept[kind], self._start_of(kind), scale)
+                start = 0 if kind == "residual" else self.server_start
+                add_at(grad_N, self._kept[kind], start, scale)
                 self._taken.add(kind)
                 self._before = None
             else:
@@ -127,9 +157,6 @@ class CodecMemory:
             self._open_carried[name] = make() if kept is None else copy(kept)
         found: _T = self._open_carried[name]
         return found
-
-    def _start_of(self, kind: str) -> int:
-        return self.server_start if kind == "server" else 0
 
     def has(self, kind: str) -> bool:
         """Whether there is a tensor of this kind."""
@@ -154,8 +181,14 @@ class CodecMemory:
             if not continues:
                 self._before = None
             return
+        for kind in {*self._kept} - {*self._open, *self._taken}:
+            # Of a codec that was not used: in the units of this step like the marks.
+            if self._scales.get(kind, 1.0) != 1.0:
+                self.tensor(kind)
         replaced = {kind: self._kept.get(kind) for kind in {*self._open, *self._taken}}
-        self._before = (replaced, self.marks, dict(self._carried))
+        self._before = (replaced, self.marks, dict(self._carried), self.server_start)
+        if self._open_start is not None:
+            self.server_start = self._open_start
         for kind in self._taken:
             self._kept.pop(kind, None)
             self._spare.pop(kind, None)
@@ -166,14 +199,13 @@ class CodecMemory:
             self._kept[kind] = working
         self.marks = {**self.marks, **self._open_marks}
         self._carried.update(self._open_carried)
-        self._open, self._open_carried, self._open_marks = {}, {}, {}
-        self._taken = set()
+        self._close()
 
     def undo(self) -> None:
         """Take the last `commit` back; nothing where another step has begun since."""
         if self._before is None:
             return
-        replaced, self.marks, self._carried = self._before
+        replaced, self.marks, self._carried, self.server_start = self._before
         self._before = None
         for kind, tensor in replaced.items():
             self.put(kind, tensor)
@@ -181,10 +213,13 @@ class CodecMemory:
     def rollback(self) -> None:
         """End the step and forget what it has changed."""
         for kind, working in self._open.items():
-            if kind in self._kept:
+            if kind in self._kept and self._kept[kind].shape == working.shape:
                 self._spare[kind] = working
+        self._close()
+
+    def _close(self) -> None:
         self._open, self._open_carried, self._open_marks = {}, {}, {}
-        self._taken = set()
+        self._taken, self._scales, self._open_start = set(), {}, None
 
     def kinds(self) -> list[str]:
         """What is kept."""

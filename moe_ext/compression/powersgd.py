@@ -34,6 +34,8 @@ class _Memory(Protocol):
 
     def tensor(self, kind: str, numel: int | None = None) -> Tensor: ...
 
+    def whole_residual(self) -> Tensor: ...
+
     def pieces(self, flat: Tensor) -> list[Tensor]: ...
 
 
@@ -160,10 +162,10 @@ class PowerSGD:
         group = resolve(group, "PowerSGD")
         size = group_size(group)
         x_N = grad_N.reshape(-1).float()
-        residual_N = memory.tensor("residual") if self.feedback else None
+        residual_N = memory.whole_residual() if self.feedback else None
         if not self.feedback and memory.has("residual"):
             # Owed from a codec that was used before.
-            owed_N = memory.tensor("residual")
+            owed_N = memory.whole_residual()
             x_N = x_N + owed_N
             owed_N.zero_()
         if size == 1:

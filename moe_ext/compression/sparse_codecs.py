@@ -49,7 +49,7 @@ def _selected(
     grad_N: Tensor, memory: CodecMemory, codec: TopK, velocity_N: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Values and indices that leave this rank; the residual keeps the rest."""
-    residual_N = memory.tensor("residual")
+    residual_N = memory.whole_residual()
     common: dict[str, Any] = {"momentum": codec.momentum or 0.0, "check_finite": False}
     if codec.scope == "bucket" or isinstance(codec.scope, int):
         size = memory.numel if codec.scope == "bucket" else int(codec.scope)
@@ -282,7 +282,7 @@ class Threshold(WithMemory):
         threshold = memory.tensor("threshold", 1).view(())
         if not known:
             # The first step searches once for what later ones carry.
-            owed_N = memory.tensor("residual") + grad_N
+            owed_N = memory.whole_residual() + grad_N
             start = ops.topk_compress_(
                 owed_N, torch.zeros_like(owed_N), num_selected(memory.numel, self.density)
             )
@@ -290,7 +290,7 @@ class Threshold(WithMemory):
                 threshold.copy_(start.values.abs().min())
         found = ops.threshold_compress_(
             grad_N,
-            memory.tensor("residual"),
+            memory.whole_residual(),
             threshold,
             capacity,
             target=num_selected(memory.numel, self.density),

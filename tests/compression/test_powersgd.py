@@ -33,6 +33,9 @@ class Memory:
         size = sum(s.numel() for s in self.shapes) if numel is None else numel
         return self.tensors.setdefault(kind, torch.zeros(size))
 
+    def whole_residual(self):
+        return self.tensor("residual")
+
     def pieces(self, flat):
         parts = flat.split([s.numel() for s in self.shapes])
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]

@@ -7,12 +7,16 @@ import torch
 from torch import nn
 
 from moe_ext.compression import (
+    CodecMemory,
     CompressionState,
     Policy,
     TopK,
     compress_gradients,
 )
 from moe_ext.compression._step import Step
+from moe_ext.compression.codecs import Dense
+from moe_ext.compression.powersgd import PowerSGD
+from moe_ext.compression.sparse_codecs import Threshold
 
 
 class Two(nn.Module):
@@ -107,3 +111,57 @@ def test_no_gradient_with_a_residual_that_was_put_back_is_applied():
     assert not compress_gradients(model, state)
     assert model.a.grad.isnan().all()
     assert model.b.grad.isnan().all()
+
+
+@pytest.fixture
+def owing():
+    """A memory that owes for a shard of the sum: elements 64 to 127, in a loss scale of 8."""
+    memory = CodecMemory([torch.Size([200])], torch.device("cpu"))
+    memory.open({}, {"loss_scale": 8.0})
+    memory.tensor("residual").fill_(1.0)
+    memory.shard(64, 64).fill_(16.0)
+    memory.commit()
+    return memory
+
+
+def total(memory):
+    return memory.whole("residual")
+
+
+def test_a_shard_of_another_size_is_owed_where_it_was(owing):
+    before = total(owing)
+    owing.open()
+    assert not owing.shard(128, 128).any()
+    owing.rollback()
+    assert torch.equal(total(owing), before)
+    owing.open()
+    assert not owing.shard(128, 128).any()
+    owing.commit()
+    assert torch.equal(total(owing), before)
+    owing.undo()
+    assert torch.equal(total(owing), before)
+    owing.open()
+    assert bool((owing.shard(64, 64) == 16.0).all())
+
+
+@pytest.mark.parametrize("codec", [TopK(0.05), Threshold(0.05), PowerSGD(2)])
+def test_selection_sends_what_the_owner_of_a_shard_owes(owing, codec):
+    before = total(owing)
+    owing.open({"residual": 0.5, "server": 0.5}, {"loss_scale": 4.0})
+    sent = codec.start(torch.zeros(200), owing).wait()
+    owing.commit()
+    assert sent.max() == 8.5
+    torch.testing.assert_close(sent + total(owing), before * 0.5)
+
+
+def test_what_a_step_does_not_touch_follows_the_units_too(owing):
+    """Another codec, for which momentum means nothing, between two that have it."""
+    owing.open()
+    owing.tensor("velocity").fill_(8.0)
+    owing.commit()
+    owing.open({"velocity": 0.5, "residual": 0.5, "server": 0.5}, {"loss_scale": 4.0})
+    Dense().start(torch.zeros(200), owing)
+    owing.commit()
+    assert bool((owing.kept("velocity") == 4.0).all())
+    owing.commit()
+    assert bool((owing.kept("velocity") == 4.0).all())
