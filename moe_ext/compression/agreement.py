@@ -15,7 +15,7 @@ from moe_ext.distributed.collectives import share
 from moe_ext.distributed.groups import check_group, group_ranks
 
 # Fixed, so that ranks that call different operations understand each other.
-_TEXT_BYTES = 768
+_TEXT_BYTES = 1024
 
 
 def resolve(group: ProcessGroup | None, operation: str) -> ProcessGroup | None:

@@ -240,13 +240,16 @@ class CompressionState:
         if key in self._layouts and problem is None and strange is None:
             return self._layouts[key]
         shapes = tuple(parameter.shape for parameter in parameters)
-        chosen = self._codecs(names, parameters)
+        chosen, rates = self._codecs(names, parameters), self._rate_groups()
         facts = {
             "the parameters of a bucket": _told(names),
             "their shapes": _told([tuple(shape) for shape in shapes]),
             "their dtype": flat_N.dtype,
             "the codecs": _told([c.name if c else "auto" for c in chosen]),
             "the options of the codecs": _told(list(dict.fromkeys(map(repr, chosen)))),
+            "the warm-up": _told([self.warmup]),
+            "other options": _told([self.candidates, self.monitor, self.local_clip_norm]),
+            "the optimizer's groups": _told([rates.get(id(p), 0) for p in parameters]),
             "the step": self.step,
             "average": self.average,
             "nonfinite": self.nonfinite,

@@ -28,6 +28,7 @@ from moe_ext.compression import (
     Policy,
     Quantize,
     TopK,
+    Warmup,
     compress_gradients,
     compress_hook,
     flush,
@@ -198,6 +199,17 @@ def check_options_that_differ_in_a_loop():
     loss_of(model, batch(0)).backward()
     with pytest.raises(ValueError, match="compress_gradients: expected the codecs to be equal"):
         compress_gradients(model, state)
+    first = dist.get_rank() == 0
+    optimizer = torch.optim.SGD([{"params": [p]} for p in model.parameters()], 0.1)
+    for text, options in (
+        ("the warm-up", {"codec": "topk", "warmup": Warmup(dense_steps=int(first))}),
+        ("other options", {"candidates": ("none", ("int8", "int4")[first])}),
+        ("the optimizer's groups", {"codec": "int8", "optimizer": optimizer if first else None}),
+    ):
+        model.zero_grad()
+        loss_of(model, batch(0)).backward()
+        with pytest.raises(ValueError, match=f"expected {text} to be equal on every rank, got"):
+            compress_gradients(model, CompressionState(model=model, **options))
     mixed = Words(sparse=dist.get_rank() == 0)
     backward(mixed, 0)
     with pytest.raises(ValueError, match="sparse on every rank or on none"):
