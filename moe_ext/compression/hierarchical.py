@@ -106,8 +106,14 @@ def hierarchical_all_reduce_(
         "the size of local_group": size,
         "the size of node_group": group_size(nodes),
     }
-    for members in (local, nodes):
-        check_call(name, facts, problem, members, x.device, validate=validate)
+    try:
+        check_call(name, facts, problem, local, x.device, validate=validate)
+    except ValueError as error:
+        if not validate:
+            raise
+        # The other nodes have found nothing, and wait to be told.
+        problem = str(error).removeprefix(f"{name}: ")
+    check_call(name, facts, problem, nodes, x.device, validate=validate)
     if numel == 0:
         return x
     shard = shard_numel(numel, size, 1)

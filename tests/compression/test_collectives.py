@@ -338,6 +338,15 @@ def nodes_first(rank, size):
         )
         assert_same_on_all_ranks(x)
         assert (x.double() - mean).abs().max() < 0.05
+    # Only the ranks of one node see it by themselves.
+    for odd in (torch.zeros(7), torch.zeros(8, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"hierarchical_all_reduce_: expected .* rank 3"):
+            hierarchical_all_reduce_(
+                odd if rank == 3 else torch.zeros(8),
+                local_group=local,
+                node_group=nodes,
+                reduce=block_sparse_all_reduce_,
+            )
 
 
 @check(1, 2, 3)
