@@ -72,7 +72,9 @@ def _exchange(
     text = json.dumps(call).encode()
     if len(text) > _TEXT_BYTES:
         problem = f"expected arguments that can be told in {_TEXT_BYTES} bytes"
-        text = json.dumps({"told": {}, "problem": str(call["problem"])[:256] or problem}).encode()
+        problem = str(call["problem"] or problem)
+        # Up to six bytes a character.
+        text = json.dumps({"told": {}, "problem": problem[:128]}).encode()
     words = struct.unpack(f"<{_TEXT_BYTES // 8}q", text.ljust(_TEXT_BYTES))
     rows = share(words, group, device, operation=operation)
     return [json.loads(struct.pack(f"<{len(row)}q", *row)) for row in rows]

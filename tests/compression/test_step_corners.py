@@ -11,6 +11,7 @@ from moe_ext.compression import (
     CompressionState,
     Policy,
     TopK,
+    agreement,
     compress_gradients,
 )
 from moe_ext.compression._step import Step
@@ -165,3 +166,10 @@ def test_what_a_step_does_not_touch_follows_the_units_too(owing):
     assert bool((owing.kept("velocity") == 4.0).all())
     owing.commit()
     assert bool((owing.kept("velocity") == 4.0).all())
+
+
+def test_a_call_that_is_too_long_to_be_told(monkeypatch):
+    monkeypatch.setattr(agreement, "share", lambda words, *args, **kwargs: [words])
+    call = {"told": {"numel": "1" * 2000}, "problem": None}
+    (found,) = agreement._exchange(call, None, torch.device("cpu"), "op")
+    assert found["problem"].startswith("expected arguments that can be told in")
