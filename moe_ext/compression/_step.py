@@ -162,15 +162,18 @@ class Step:
         return underway
 
     def _look(self, part: Part, grad: Tensor, codec: BlockSparse) -> float:
-        """Find the blocks that are not zero, from the router's counts where they are known."""
+        """Find the blocks that may not be zero: experts that the router has chosen, and others.
+
+        Of those it has not, too: a penalty on the weights reaches them, or another layer.
+        """
         block = codec.block_of(part.memory)
-        bitmap = None
-        if codec.block == "row":
-            bitmap = self.state.reached_bitmap(part.names[0])
-        if bitmap is None:
-            bitmap = ops.nonzero_blocks(grad, block=block)
-        part.memory.bitmap = bitmap
+        bitmap = self.state.reached_bitmap(part.names[0]) if codec.block == "row" else None
         num_blocks = -(-grad.numel() // block)
+        if bitmap is None or ops.block_indices(bitmap).numel() < num_blocks:
+            # Takes no time where a block begins with other numbers than zero.
+            seen = ops.nonzero_blocks(grad, block=block)
+            bitmap = seen if bitmap is None else bitmap | seen
+        part.memory.bitmap = bitmap
         return ops.block_indices(bitmap).numel() / max(num_blocks, 1)
 
     def _prepared(self, work: Work, part: Part, grad: Tensor) -> Tensor:

@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+import moe_ext
+from moe_ext import ops
 from moe_ext.compression import (
+    BlockSparse,
     CodecMemory,
     CompressionState,
     Policy,
@@ -173,3 +176,25 @@ def test_a_call_that_is_too_long_to_be_told(monkeypatch):
     call = {"told": {"numel": "1" * 2000}, "problem": None}
     (found,) = agreement._exchange(call, None, torch.device("cpu"), "op")
     assert found["problem"].startswith("expected arguments that can be told in")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_experts_that_something_else_than_the_router_reaches(shared):
+    """A penalty on the weights, or a second layer with the same experts."""
+    model = nn.ModuleList([moe_ext.MoELayer(4, 64, 8, 1) for _ in range(2)])
+    model[1].experts = model[0].experts
+    state = CompressionState(model=model, codec="none")
+    weight = model[0].experts.down_proj
+    x = torch.randn(1, 4)
+    loss = model[0](x).sum()
+    if shared:
+        loss = loss + model[1](-x).sum() + model[1](torch.randn(30, 4)).sum()
+    else:
+        loss = loss + weight.square().sum()
+    loss.backward()
+    layout = state.layout([weight], weight.grad.view(-1), None)
+    (part,) = layout.parts
+    Step(state)._look(part, weight.grad.view(-1), BlockSparse("row"))
+    found = set(ops.block_indices(part.memory.bitmap).tolist())
+    assert found >= set(weight.grad.flatten(1).any(1).nonzero().view(-1).tolist())
+    assert len(found) > 1
