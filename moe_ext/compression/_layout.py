@@ -100,6 +100,14 @@ def random_key(names: Sequence[str]) -> int:
     return zlib.crc32("\n".join(names).encode()) & 0x7FFFFFFF
 
 
+def told(values: Sequence[object]) -> str:
+    """A short text that differs where the values do."""
+    text = ", ".join(map(str, values))
+    if len(text) <= 60:
+        return text
+    return f"{text[:40]}... ({len(values)}, checksum {random_key([text])})"
+
+
 def divide(
     codecs: Sequence[Codec | None],
     rate_groups: Sequence[int],

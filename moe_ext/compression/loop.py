@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from moe_ext.compression._layout import told
 from moe_ext.compression._step import Step, Work
 from moe_ext.compression.agreement import check_call
 from moe_ext.compression.state import CompressionState
@@ -247,10 +248,9 @@ def flush(model: nn.Module, state: CompressionState) -> None:
     """
     state.operation = "flush"
     state.regroup()
-    owed = state.residuals()
+    owed = state.owed_now()
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    told = ", ".join(owed)
-    facts = {"the parameters that are owed for": f"{len(owed)} ({told[:80]}...)"}
+    facts = {"the parameters that are owed for": told(list(owed))}
     check_call(state.operation, facts, None, state.group, device, validate=True)
     experts = {id(p): group for p, group in sharded_experts(model).values()}
     by_group: dict[ProcessGroup | None, list[str]] = {}

@@ -258,6 +258,16 @@ def add_at(flat: Tensor, owed: Tensor, start: int, scale: float = 1.0) -> None:
         flat[start:stop].add_(owed[: stop - start].to(flat.device), alpha=scale)
 
 
+def unit_factors(before: Mapping[str, float], marks: Mapping[str, float]) -> dict[str, float]:
+    """Factors on what is kept from a step with some marks, for a step with others, by kind."""
+    velocity = residual = 1.0
+    if "loss_scale" in before and "loss_scale" in marks:
+        velocity = residual = marks["loss_scale"] / before["loss_scale"]
+    if "rate" in before and "rate" in marks:
+        residual *= before["rate"] / marks["rate"]
+    return {"residual": residual, "server": residual, "velocity": velocity}
+
+
 class FeedbackMemory:
     """The memories of all groups of parameters, which may be regrouped at any time.
 
@@ -290,12 +300,13 @@ class FeedbackMemory:
         for other in [g for g in self._waiting if wanted & set(g)]:
             self._fold_waiting(other)
         memory = CodecMemory(shapes, device, key=key, seed=self.seed)
+        memory.marks = next((self._marks[name] for name in names if name in self._marks), {})
         for kind in ELEMENTWISE:
             if any(kind in self._loose.get(name, {}) for name in names):
                 memory.put(kind, self._assembled(kind, names, memory))
         for name in names:
             self._loose.pop(name, None)
-            memory.marks = self._marks.pop(name, memory.marks)
+            self._marks.pop(name, None)
         if extras is not None:
             memory.server_start = extras["server_start"]
             for kind, tensor in extras["tensors"].items():
@@ -314,8 +325,13 @@ class FeedbackMemory:
                     f"CompressionState: expected the {kind} of {name} to be of shape "
                     f"{tuple(piece.shape)}, got {tuple(kept.shape)}"
                 )
-            piece.copy_(kept)
+            factor = unit_factors(self.marks_of(name), memory.marks)[kind]
+            torch.mul(kept.to(flat.device), factor, out=piece)
         return flat
+
+    def marks_of(self, name: str) -> dict[str, float]:
+        """What goes with the tensors of a parameter that is in no group."""
+        return self._marks.get(name, {})
 
     def _dissolve(self, names: tuple[str, ...]) -> None:
         """Keep the tensors of a group by name instead."""

@@ -14,13 +14,13 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from moe_ext.compression._layout import Layout, Part, divide, random_key
+from moe_ext.compression._layout import Layout, Part, divide, random_key, told
 from moe_ext.compression._reached import ReachedExperts
 from moe_ext.compression._step import Step
 from moe_ext.compression.agreement import check_call, resolve
 from moe_ext.compression.codecs import BlockSparse, Codec, Dense, check_choice
 from moe_ext.compression.elastic import merged_for
-from moe_ext.compression.memory import FeedbackMemory
+from moe_ext.compression.memory import FeedbackMemory, unit_factors
 from moe_ext.compression.named_codecs import codec_of
 from moe_ext.compression.policy import Policy, Role, parameter_roles, policy_of
 from moe_ext.compression.schedules import ResidualMonitor, Warmup
@@ -242,14 +242,14 @@ class CompressionState:
         shapes = tuple(parameter.shape for parameter in parameters)
         chosen, rates = self._codecs(names, parameters), self._rate_groups()
         facts = {
-            "the parameters of a bucket": _told(names),
-            "their shapes": _told([tuple(shape) for shape in shapes]),
+            "the parameters of a bucket": told(names),
+            "their shapes": told([tuple(shape) for shape in shapes]),
             "their dtype": flat_N.dtype,
-            "the codecs": _told([c.name if c else "auto" for c in chosen]),
-            "the options of the codecs": _told(list(dict.fromkeys(map(repr, chosen)))),
-            "the warm-up": _told([self.warmup]),
-            "other options": _told([self.candidates, self.monitor, self.local_clip_norm]),
-            "the optimizer's groups": _told([rates.get(id(p), 0) for p in parameters]),
+            "the codecs": told([c.name if c else "auto" for c in chosen]),
+            "the options of the codecs": told(list(dict.fromkeys(map(repr, chosen)))),
+            "the warm-up": told([self.warmup]),
+            "other options": told([self.candidates, self.monitor, self.local_clip_norm]),
+            "the optimizer's groups": told([rates.get(id(p), 0) for p in parameters]),
             "the step": self.step,
             "average": self.average,
             "nonfinite": self.nonfinite,
@@ -346,22 +346,18 @@ class CompressionState:
 
         Those are the loss scale, and for gradients that were left out the learning rate.
         """
+        marks = self._marks_now(part.rate_group)
+        part.memory.open(unit_factors(part.memory.marks, marks), marks)
+
+    def _marks_now(self, rate_group: int) -> dict[str, float]:
         marks: dict[str, float] = {}
         if self.optimizer is not None:
-            marks["rate"] = float(self.optimizer.param_groups[part.rate_group]["lr"])
+            rate = float(self.optimizer.param_groups[rate_group]["lr"])
+            # A rate of zero applies nothing that could be scaled.
+            marks.update({"rate": rate} if rate > 0.0 else {})
         if self.grad_scaler is not None:
             marks["loss_scale"] = float(self.grad_scaler.get_scale())
-        before = part.memory.marks
-        velocity = marks.get("loss_scale", 1.0) / before.get("loss_scale", 1.0)
-        if "loss_scale" not in marks or "loss_scale" not in before:
-            velocity = 1.0
-        residual = velocity
-        if marks.get("rate", 0.0) > 0.0:
-            residual *= before.get("rate", marks["rate"]) / marks["rate"]
-        else:
-            # A rate of zero applies nothing that could be scaled.
-            marks.pop("rate", None)
-        part.memory.open({"residual": residual, "server": residual, "velocity": velocity}, marks)
+        return marks
 
     def reached_bitmap(self, name: str) -> Tensor | None:
         """Experts of a parameter that got tokens since the last step, None if unknown."""
@@ -414,6 +410,15 @@ class CompressionState:
         return "\n".join(lines) or "no gradient was reduced yet"
 
     # -- saving ------------------------------------------------------------------------------
+
+    def owed_now(self) -> dict[str, Tensor]:
+        """Copies of what this rank owes, in units of this step; after `regroup`."""
+        rates, found = self._rate_groups(), {}
+        for name, residual in self.residuals().items():
+            marks = self._marks_now(rates.get(id(self._parameters[name]), 0))
+            factor = unit_factors(self.memory.marks_of(name), marks)["residual"]
+            found[name] = residual * factor
+        return found
 
     def residuals(self) -> dict[str, Tensor]:
         """What this rank owes, by the name of the parameter; not to be changed."""
@@ -488,11 +493,3 @@ class CompressionState:
         """Keep everything by name; layouts are agreed on anew."""
         self.memory.settle()
         self._layouts = {}
-
-
-def _told(values: Sequence[object]) -> str:
-    """A short text that differs where the values do."""
-    text = ", ".join(map(str, values))
-    if len(text) <= 60:
-        return text
-    return f"{text[:40]}... ({len(values)}, checksum {random_key([text])})"

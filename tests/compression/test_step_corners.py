@@ -16,6 +16,7 @@ from moe_ext.compression import (
     TopK,
     agreement,
     compress_gradients,
+    flush,
 )
 from moe_ext.compression._step import Step
 from moe_ext.compression.codecs import Dense
@@ -198,3 +199,27 @@ def test_experts_that_something_else_than_the_router_reaches(shared):
     found = set(ops.block_indices(part.memory.bitmap).tolist())
     assert found >= set(weight.grad.flatten(1).any(1).nonzero().view(-1).tolist())
     assert len(found) > 1
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_parameters_without_a_gradient_keep_up_with_the_learning_rate(flushed):
+    model = Two()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    state = state_of(model, TopK(0.1, scope="parameter"), optimizer=optimizer)
+    fill(model, 0)
+    compress_gradients(model, state)
+    owed = state.residuals()["a"].clone()
+    optimizer.param_groups[0]["lr"] = 0.5
+    fill(model, 1)
+    model.a.grad = None
+    compress_gradients(model, state)
+    if flushed:
+        flush(model, state)
+        assert torch.equal(model.a.grad, 2.0 * owed)
+        assert not state.residuals()
+        return
+    assert torch.equal(state.residuals()["a"], owed)
+    fill(model, 2)
+    model.a.grad.zero_()
+    compress_gradients(model, state)
+    assert torch.equal(state.residuals()["a"], 2.0 * owed)
