@@ -52,6 +52,8 @@ class CodecMemory:
         self.seed = seed
         self.bitmap: Tensor | None = None
         self._carried: dict[str, Any] = {}
+        # Of the objects that are carried, until they are made.
+        self.loaded: dict[str, Any] = {}
         self._open_carried: dict[str, Any] = {}
         self.server_start = 0
         self._open_start: int | None = None
@@ -154,7 +156,10 @@ class CodecMemory:
         """The copy of this step of an object that is no tensor, to change in place."""
         if name not in self._open_carried:
             kept = self._carried.get(name)
-            self._open_carried[name] = make() if kept is None else copy(kept)
+            made: Any = make() if kept is None else copy(kept)
+            if kept is None and name in self.loaded:
+                made.load_state_dict(self.loaded[name])
+            self._open_carried[name] = made
         found: _T = self._open_carried[name]
         return found
 
@@ -220,6 +225,10 @@ class CodecMemory:
     def _close(self) -> None:
         self._open, self._open_carried, self._open_marks = {}, {}, {}
         self._taken, self._scales, self._open_start = set(), {}, None
+
+    def carried_state(self) -> dict[str, Any]:
+        """The `state_dict` of the objects that are carried."""
+        return {**self.loaded, **{name: made.state_dict() for name, made in self._carried.items()}}
 
     def kinds(self) -> list[str]:
         """What is kept."""
@@ -308,7 +317,7 @@ class FeedbackMemory:
             self._loose.pop(name, None)
             self._marks.pop(name, None)
         if extras is not None:
-            memory.server_start = extras["server_start"]
+            memory.server_start, memory.loaded = extras["server_start"], extras["carried"]
             for kind, tensor in extras["tensors"].items():
                 memory.put(kind, tensor.to(device=device, dtype=torch.float32))
         self._groups[names] = memory
@@ -406,9 +415,9 @@ class FeedbackMemory:
         layouts = [{"names": list(names), **extras} for names, extras in self._waiting.items()]
         for names, memory in self._groups.items():
             tensors = {k: memory.copy_of(k) for k in memory.kinds() if k not in ELEMENTWISE}
-            if tensors:
-                start = memory.server_start
-                layouts.append({"names": list(names), "server_start": start, "tensors": tensors})
+            extras = {"server_start": memory.server_start, "carried": memory.carried_state()}
+            if tensors or extras["carried"]:
+                layouts.append({"names": list(names), **extras, "tensors": tensors})
         found["layouts"] = layouts
         marks = {name: dict(marks) for name, marks in self._marks.items()}
         for names, memory in self._groups.items():

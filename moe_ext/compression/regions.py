@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 
 from moe_ext.compression.reduction import Reduction
@@ -36,6 +39,15 @@ class SplitRegions:
     def world_size(self) -> int:
         """Ranks."""
         return len(self.bounds) - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step needs to know of the last ones, in plain numbers."""
+        return {"bounds": list(self.bounds), "step": self.step, "loads": list(self.loads)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned, for as many elements and ranks."""
+        self.bounds, self.loads = tuple(state["bounds"]), tuple(state["loads"])
+        self.step = state["step"]
 
     def settle(self) -> None:
         """Wait for a reduction underway: the next one takes its regions from it, on every rank."""

@@ -248,7 +248,8 @@ def check_flush():
 
 
 def check_resuming_is_as_if_nothing_had_been():
-    for codec in (TopK(0.05), Quantize("int8", 64, stochastic=True)):
+    split = TopK(0.1, algorithm="split")
+    for codec in (TopK(0.05), split, Quantize("int8", 64, stochastic=True)):
         model = Net()
         state = CompressionState(model=model, codec=codec, seed=4)
         other = None
