@@ -231,7 +231,7 @@ def _local_norm(model: nn.Module) -> float:
     return math.sqrt(total)
 
 
-def flush(model: nn.Module, state: CompressionState) -> None:
+def flush(model: nn.Module, state: CompressionState) -> bool:
     """Add all that is owed to the gradients: one dense all-reduce, after which nothing is owed.
 
     Call it on all ranks, between the reduction of a step and the step of the optimizer, in the step
@@ -242,11 +242,17 @@ def flush(model: nn.Module, state: CompressionState) -> None:
         model: the module that the state was made for.
         state: of every rank.
 
+    Returns:
+        Whether it was done: with nonfinite="propagate" nothing is after a step that was not finite,
+        which the optimizer will not take. Flush the next one then.
+
     Raises:
         ValueError: on every rank: the ranks owe for different parameters.
         RankFailureError: a rank died or did not answer; gradients and what is owed are as before.
     """
     state.operation = "flush"
+    if state.nonfinite == "propagate" and not state.was_finite:
+        return False
     state.regroup()
     owed = state.owed_now()
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -268,6 +274,7 @@ def flush(model: nn.Module, state: CompressionState) -> None:
         for name, total in totals.items():
             _add_to_gradient(state.parameter(name), total)
     state.memory.clear("residual", set(owed))
+    return True
 
 
 def _reduce_(flat_N: Tensor, group: ProcessGroup | None, average: bool) -> None:

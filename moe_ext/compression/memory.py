@@ -290,8 +290,9 @@ class FeedbackMemory:
         self._loose: dict[str, dict[str, Tensor]] = {}
         self._marks: dict[str, dict[str, float]] = {}
         self._waiting: dict[tuple[str, ...], dict[str, Any]] = {}
-        # All of it, as it was before a step that has regrouped parameters.
+        # All of it, as it was before a step that has regrouped parameters, and before `settle`.
         self._before: tuple[Any, ...] | None = None
+        self._unsettled: tuple[Any, ...] | None = None
 
     def group(
         self, names: tuple[str, ...], shapes: Sequence[torch.Size], device: torch.device, key: int
@@ -299,9 +300,9 @@ class FeedbackMemory:
         """The memory of parameters that are reduced together, made of what is kept by name."""
         if names in self._groups:
             return self._groups[names]
+        self._unsettled = None
         if self._before is None:
-            loose = {name: dict(kinds) for name, kinds in self._loose.items()}
-            self._before = (dict(self._groups), loose, dict(self._waiting), dict(self._marks))
+            self._before = self._all()
         wanted = set(names)
         for other in [g for g in self._groups if wanted & set(g)]:
             self._dissolve(other)
@@ -322,6 +323,10 @@ class FeedbackMemory:
                 memory.put(kind, tensor.to(device=device, dtype=torch.float32))
         self._groups[names] = memory
         return memory
+
+    def _all(self) -> tuple[Any, ...]:
+        loose = {name: dict(kinds) for name, kinds in self._loose.items()}
+        return dict(self._groups), loose, dict(self._waiting), dict(self._marks)
 
     def _assembled(self, kind: str, names: tuple[str, ...], memory: CodecMemory) -> Tensor:
         flat = torch.zeros(memory.numel, device=memory.device)
@@ -361,7 +366,7 @@ class FeedbackMemory:
 
     def settle(self) -> None:
         """Keep everything by name, shards included; groups are made anew when asked for."""
-        self._before = None
+        self._before, self._unsettled = None, self._all()
         for names in list(self._groups):
             self._dissolve(names)
         for names in list(self._waiting):
@@ -374,7 +379,10 @@ class FeedbackMemory:
             memory.commit(continues=continues)
 
     def undo(self) -> None:
-        """Take the last `commit` of all groups back."""
+        """Take the last `commit` of all groups back, and a `settle` after it."""
+        if self._unsettled is not None:
+            self._groups, self._loose, self._waiting, self._marks = self._unsettled
+            self._unsettled = None
         for memory in self._groups.values():
             memory.undo()
 
@@ -427,7 +435,8 @@ class FeedbackMemory:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace everything."""
-        self._groups, self._waiting, self._loose, self._before = {}, {}, {}, None
+        self._groups, self._waiting, self._loose = {}, {}, {}
+        self._before = self._unsettled = None
         self._marks = {name: dict(marks) for name, marks in state["marks"].items()}
         for kind in ELEMENTWISE:
             for name, tensor in state[kind].items():

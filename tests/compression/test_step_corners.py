@@ -223,3 +223,34 @@ def test_parameters_without_a_gradient_keep_up_with_the_learning_rate(flushed):
     model.a.grad.zero_()
     compress_gradients(model, state)
     assert torch.equal(state.residuals()["a"], 2.0 * owed)
+
+
+def test_undo_after_a_flush():
+    model = Two()
+    state = state_of(model, TopK(0.1))
+    for seed in range(2):
+        before = {n: t.clone() for n, t in state.residuals().items()}
+        fill(model, seed)
+        compress_gradients(model, state)
+    assert flush(model, state)
+    assert not state.residuals()
+    state.undo()
+    assert state.step == 1
+    assert {n: t.tolist() for n, t in state.residuals().items()} == {
+        n: t.tolist() for n, t in before.items()
+    }
+    fill(model, 2)
+    assert compress_gradients(model, state)
+
+
+def test_a_flush_of_a_step_that_will_be_skipped():
+    model = Two()
+    state = state_of(model, TopK(0.1), nonfinite="propagate")
+    fill(model, 0)
+    compress_gradients(model, state)
+    before = state.residuals()["a"].clone()
+    fill(model, 1)
+    model.a.grad[0, 0] = math.inf
+    compress_gradients(model, state)
+    assert not flush(model, state)
+    assert torch.equal(state.residuals()["a"], before)
