@@ -61,6 +61,20 @@ def merged_for(
     return {**states[0], "rank": rank, "world_size": world_size, "memory": memory}
 
 
+def check_single(state: Mapping[str, Any], rank: int, world_size: int) -> None:
+    """ValueError unless a state is that of this rank of as many ranks."""
+    prefix = "CompressionState.load_state_dict: expected"
+    if state.get("version") != 1:
+        raise ValueError(f"{prefix} a state of version 1, got {state.get('version')}")
+    found = (state["rank"], state["world_size"])
+    if (rank, world_size) != found:
+        raise ValueError(
+            f"{prefix} the state of rank {rank} of {world_size}, got that of rank {found[0]} of "
+            f"{found[1]}; give the list of the states of all ranks to resume on another number of "
+            "them"
+        )
+
+
 def by_name(memory: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
     """Residuals and velocities by name, with the residuals of shards of the sum folded in."""
     loose: dict[str, dict[str, Tensor]] = {}

@@ -19,7 +19,7 @@ from moe_ext.compression._reached import ReachedExperts
 from moe_ext.compression._step import Step
 from moe_ext.compression.agreement import check_call, resolve
 from moe_ext.compression.codecs import BlockSparse, Codec, Dense, check_choice
-from moe_ext.compression.elastic import merged_for
+from moe_ext.compression.elastic import check_single, merged_for
 from moe_ext.compression.memory import FeedbackMemory, unit_factors
 from moe_ext.compression.named_codecs import codec_of
 from moe_ext.compression.policy import Policy, Role, parameter_roles, policy_of
@@ -130,7 +130,7 @@ class CompressionState:
         for name, norm in (("clip_norm", clip_norm), ("local_clip_norm", local_clip_norm)):
             if norm is not None and not norm > 0:
                 raise ValueError(f"CompressionState: expected {name} to be positive, got {norm}")
-        self.group = resolve(group, "CompressionState")
+        self._group = resolve(group, "CompressionState")
         self.policy = policy_of(codec, density) if policy is None else policy
         self.candidates = tuple(codec_of(c, density, owner="CompressionState") for c in candidates)
         self.warmup, self.monitor = warmup or Warmup(), monitor or ResidualMonitor()
@@ -150,6 +150,14 @@ class CompressionState:
         self._density_factor = 1.0
         self._layouts: dict[tuple[object, ...], Layout] = {}
         self._identify(model)
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The data-parallel ranks; None as long as there is no torch.distributed."""
+        if self._group is None:
+            # It may have been started since.
+            self._group = resolve(None, "CompressionState")
+        return self._group
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -454,10 +462,10 @@ class CompressionState:
             ValueError: one state for another number of ranks, states of several runs, of another
                 version, or of expert-parallel groups of another size; names that the model lacks.
         """
+        rank, size = group_rank(self.group), group_size(self.group)
         if isinstance(state, Mapping):
-            self._check_single(state)
+            check_single(state, rank, size)
         else:
-            rank, size = group_rank(self.group), group_size(self.group)
             state = merged_for(list(state), rank, size, self._sharded)
         if self.model is not None:
             known = set(self._parameters)
@@ -473,21 +481,6 @@ class CompressionState:
         self._density_factor = state["density_factor"]
         # Agreed on anew: another rank may have loaded something else.
         self._layouts = {}
-
-    def _check_single(self, state: Mapping[str, Any]) -> None:
-        if state.get("version") != 1:
-            raise ValueError(
-                "CompressionState.load_state_dict: expected a state of version 1, got "
-                f"{state.get('version')}"
-            )
-        here = (group_rank(self.group), group_size(self.group))
-        found = (state["rank"], state["world_size"])
-        if here != found:
-            raise ValueError(
-                f"CompressionState.load_state_dict: expected the state of rank {here[0]} of "
-                f"{here[1]}, got that of rank {found[0]} of {found[1]}; give the list of the "
-                "states of all ranks to resume on another number of them"
-            )
 
     def regroup(self) -> None:
         """Keep everything by name; layouts are agreed on anew."""

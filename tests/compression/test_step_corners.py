@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import moe_ext
@@ -254,3 +255,14 @@ def test_a_flush_of_a_step_that_will_be_skipped():
     compress_gradients(model, state)
     assert not flush(model, state)
     assert torch.equal(state.residuals()["a"], before)
+
+
+def test_a_state_made_before_the_process_group(tmp_path):
+    """Its steps would be those of a process alone, on each rank."""
+    state = state_of(Two(), "int8")
+    assert state.group is None
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert state.group is dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
