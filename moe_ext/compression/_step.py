@@ -21,6 +21,7 @@ from moe_ext import ops
 from moe_ext.compression._layout import Layout, Part
 from moe_ext.compression.codecs import BlockSparse, Codec, Dense
 from moe_ext.compression.exact_reduce import row_sparse_all_reduce
+from moe_ext.compression.named_codecs import unsent
 from moe_ext.compression.reduction import Reduction
 from moe_ext.distributed.collectives import share
 from moe_ext.distributed.failures import naming_failed_ranks
@@ -126,6 +127,9 @@ class Step:
         layout = work.layout
         if work.flat_N.layout == torch.sparse_coo:
             work.norms = _norms([work.flat_N._values()])
+            if self._is_alone(work):
+                work.rows = Reduction.done(work.flat_N.coalesce())
+                return
             found = row_sparse_all_reduce(
                 work.flat_N,
                 group=layout.group,
@@ -141,9 +145,15 @@ class Step:
         for part in layout.parts:
             work.parts.append(self._start_part(work, part))
 
+    def _is_alone(self, work: Work) -> bool:
+        """Whether no other rank has these experts; for collectives, None is the default group."""
+        return work.layout.group is None and self.state.group is not None
+
     def _start_part(self, work: Work, part: Part) -> Underway:
         state, group = self.state, work.layout.group
         codec = state.codec_now(part)
+        if self._is_alone(work):
+            codec = unsent(codec)
         grad = part.take(work.flat_N)
         state.open(part)
         prepared = part.memory.has("residual") or not isinstance(codec, Dense | BlockSparse)

@@ -64,6 +64,11 @@ def codec_of(codec: str | Codec, density: float = 0.01, *, owner: str = "codec_o
     return codec
 
 
+def unsent(codec: Codec) -> Codec:
+    """What a codec is for a rank that has no other one to reduce with: all of the gradient."""
+    return with_density(codec, 1.0) if isinstance(codec, TopK | Threshold) else Dense()
+
+
 def with_density(codec: Codec, density: float) -> Codec:
     """The same codec that sends another share of the elements; others as they are."""
     return replace(codec, density=density) if isinstance(codec, TopK | Threshold) else codec

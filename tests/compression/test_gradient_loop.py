@@ -277,6 +277,21 @@ def check_resuming_is_as_if_nothing_had_been():
             other.load_state_dict(strange)
 
 
+def check_experts_that_no_other_rank_has():
+    mesh = md.MoEMesh(ep=dist.get_world_size())
+    for codec in ("none", "int8", "onebit", TopK(0.1), "powersgd", "auto"):
+        model = Words(ep_group=mesh.ep_group, experts=4 * dist.get_world_size())
+        policy = Policy("none", expert=codec, dense_below=0)
+        state = CompressionState(model=model, policy=policy)
+        for step in range(2):
+            backward(model, step)
+            local = {n: p.grad.clone() for n, p in model.named_parameters() if "experts" in n}
+            compress_gradients(model, state)
+            for name, p in model.named_parameters():
+                assert name not in local or torch.equal(p.grad, local[name]), (codec, name)
+        assert not state.residuals()
+
+
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 
 
