@@ -112,6 +112,11 @@ def _check(
         if isinstance(parameter, DTensor):
             problem = f"expected parameters to be plain tensors, got a DTensor for {name}"
     reduced = reduced_by_ddp(model)
+    if state.is_hooked and not reduced:
+        problem = (
+            "expected model to be the DistributedDataParallel that reduces with this state, got "
+            f"{type(model).__name__}; a loop without it wants a state of its own"
+        )
     for name, (parameter, _) in experts.items():
         if id(parameter) in reduced:
             problem = (

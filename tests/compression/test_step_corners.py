@@ -18,6 +18,7 @@ from moe_ext.compression import (
     agreement,
     compress_gradients,
     flush,
+    loop,
 )
 from moe_ext.compression._step import Step
 from moe_ext.compression.codecs import Dense
@@ -54,8 +55,9 @@ def hooked_half(state, parameter, grad):
     step.finish()
 
 
-def test_undo_takes_both_halves_back():
+def test_undo_takes_both_halves_back(monkeypatch):
     model = Two()
+    monkeypatch.setattr(loop, "reduced_by_ddp", lambda module: {id(model.a)})
     state = state_of(model, TopK(0.2))
     for seed in range(2):
         before = {n: t.clone() for n, t in state.residuals().items()}
@@ -266,3 +268,14 @@ def test_a_state_made_before_the_process_group(tmp_path):
         assert state.group is dist.group.WORLD
     finally:
         dist.destroy_process_group()
+
+
+def test_gradients_that_a_hook_has_reduced_are_not_reduced_again():
+    model = Two()
+    state = state_of(model, TopK(0.2))
+    fill(model, 0)
+    hooked_half(state, model.a, model.a.grad)
+    before = state.residuals()["a"].clone()
+    with pytest.raises(ValueError, match="expected model to be the DistributedDataParallel"):
+        compress_gradients(model, state)
+    assert torch.equal(state.residuals()["a"], before)
