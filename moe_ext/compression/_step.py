@@ -156,6 +156,8 @@ class Step:
             codec = unsent(codec)
         grad = part.take(work.flat_N)
         state.open(part)
+        if work.norms is not None and codec == Dense("fp16"):
+            _note_overflow(work.norms, work.layout.pieces(work.flat_N), part.indices)
         prepared = part.memory.has("residual") or not isinstance(codec, Dense | BlockSparse)
         if prepared:
             grad = self._prepared(work, part, grad.float())
@@ -437,10 +439,22 @@ def _norms(pieces: list[Tensor]) -> Tensor:
     else:
         norms = [float(torch.linalg.vector_norm(piece, dtype=wide)) for piece in pieces]
     for i, norm in enumerate(norms):
-        # Squares of large elements overflow before they do.
-        if not math.isfinite(norm) and bool(torch.isfinite(pieces[i]).all()):
+        # Squares overflow and vanish before the elements do.
+        wrong = bool(pieces[i].any()) if norm == 0.0 else not math.isfinite(norm)
+        if wrong and bool(torch.isfinite(pieces[i]).all()):
             norms[i] = float(torch.linalg.vector_norm(pieces[i], dtype=torch.float64))
     return torch.tensor(norms, dtype=torch.float64)
+
+
+def _note_overflow(norms: Tensor, pieces: Sequence[Tensor], indices: Sequence[int]) -> None:
+    """Count a gradient that float16 does not hold as infinite, which is what it becomes."""
+    limit = torch.finfo(torch.float16).max
+    for i in indices:
+        if norms.device.type == "cpu" and float(norms[i]) <= limit:
+            continue
+        if pieces[i].numel():
+            largest = pieces[i].abs().amax().half()
+            norms[i] = torch.where(largest.isinf(), math.inf, norms[i])
 
 
 def _note_end(underway: Underway) -> None:

@@ -279,3 +279,31 @@ def test_gradients_that_a_hook_has_reduced_are_not_reduced_again():
     with pytest.raises(ValueError, match="expected model to be the DistributedDataParallel"):
         compress_gradients(model, state)
     assert torch.equal(state.residuals()["a"], before)
+
+
+@pytest.mark.parametrize("codec", [TopK(0.1), Threshold(0.1)])
+def test_gradients_whose_squares_are_zero_are_sent(codec):
+    model = Two()
+    state = state_of(model, codec)
+    for p in model.parameters():
+        p.grad = torch.full(p.shape, 1e-30)
+    compress_gradients(model, state)
+    assert model.a.grad.any()
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "propagate"])
+def test_gradients_that_half_precision_does_not_hold(nonfinite):
+    model = Two()
+    state = state_of(model, "fp16", nonfinite=nonfinite)
+    for p in model.parameters():
+        p.grad = torch.full(p.shape, 6e4)
+    assert compress_gradients(model, state)
+    assert model.a.grad.isfinite().all()
+    model.b.grad = torch.full(model.b.shape, 7e4)
+    if nonfinite == "raise":
+        with pytest.raises(ValueError, match="expected gradients to be finite, got .* in b on"):
+            compress_gradients(model, state)
+        assert not model.b.grad.any()
+    else:
+        compress_gradients(model, state)
+        assert not model.b.grad.isfinite().any()
