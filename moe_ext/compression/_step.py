@@ -298,7 +298,7 @@ class Step:
         ]
         floats = [[as_float(v) for v in row[2 : len(row) - len(flags)]] for row in rows]
         sums = [sum(column) for column in zip(*floats, strict=True)]
-        ratio = math.sqrt(sums[0]) / max(math.sqrt(sums[1]), 1e-30) if looked else None
+        ratio = math.sqrt(sums[0] / sums[1]) if looked and sums[1] > 0.0 else None
         slowest = [max(column) for column in zip(*floats, strict=True)][2 + len(filled) :]
         unused = _unused(names, [row[len(row) - len(flags) :] for row in rows])
         return _Finding(bad_names, unused, ratio, sums[2 : 2 + len(filled)], slowest)

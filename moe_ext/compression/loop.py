@@ -79,11 +79,8 @@ def compress_gradients(model: nn.Module, state: CompressionState) -> bool:
     step = Step(state)
     if state.local_clip_norm is not None:
         step.whole_norm = _local_norm(model)
-    placed: list[tuple[list[nn.Parameter], Work]] = []
     with torch.no_grad():
-        for copies in _copies(model, state, experts, device):
-            for bucket, flat_N in _filled_buckets(copies, device):
-                placed.append((bucket, step.add(bucket, flat_N, copies.group)))
+        placed = _begin(step, _copies(model, state, experts, device), device)
         try:
             finite = step.finish()
         except Exception:
@@ -98,6 +95,21 @@ def compress_gradients(model: nn.Module, state: CompressionState) -> bool:
     if finite and state.clip_norm is not None and experts:
         clip_grad_norm_(model, state.clip_norm)
     return finite
+
+
+def _begin(
+    step: Step, found: Sequence[_Copies], device: torch.device
+) -> list[tuple[list[nn.Parameter], Work]]:
+    placed: list[tuple[list[nn.Parameter], Work]] = []
+    try:
+        for copies in found:
+            for bucket, flat_N in _filled_buckets(copies, device):
+                placed.append((bucket, step.add(bucket, flat_N, copies.group)))
+    except Exception:
+        # Nothing may write to what is owed any more.
+        step.abandon()
+        raise
+    return placed
 
 
 def _check(

@@ -14,6 +14,7 @@ from moe_ext.compression import (
     CodecMemory,
     CompressionState,
     Policy,
+    ResidualMonitor,
     TopK,
     agreement,
     compress_gradients,
@@ -307,3 +308,35 @@ def test_gradients_that_half_precision_does_not_hold(nonfinite):
     else:
         compress_gradients(model, state)
         assert not model.b.grad.isfinite().any()
+
+
+def test_no_gradient_at_all_is_no_growing_residual(recwarn):
+    model = Two()
+    monitor = ResidualMonitor(every=1, action="densify")
+    state = state_of(model, TopK(0.1), monitor=monitor)
+    for seed in range(2):
+        fill(model, seed)
+        if seed:
+            model.a.grad.zero_()
+            model.b.grad.zero_()
+        compress_gradients(model, state)
+    assert not recwarn.list
+
+
+def test_what_has_begun_ends_where_a_later_bucket_fails(monkeypatch):
+    model = Two()
+    state = state_of(model, TopK(0.1))
+    fill(model, 0)
+    compress_gradients(model, state)
+    before = state.residuals()["a"].clone()
+
+    def buckets(copies, device):
+        yield [model.a], model.a.grad.reshape(-1).clone()
+        raise ValueError("later")
+
+    monkeypatch.setattr(loop, "_filled_buckets", buckets)
+    fill(model, 1)
+    with pytest.raises(ValueError, match="later"):
+        compress_gradients(model, state)
+    assert torch.equal(state.residuals()["a"], before)
+    assert not any(memory._open for memory in state.memory._groups.values())
