@@ -389,6 +389,9 @@ class _Factors:
             self.kept[kind] = torch.zeros(size, device=self.device)
         return self.kept[kind]
 
+    def whole_residual(self) -> Tensor:
+        return self.tensor("residual")
+
     def pieces(self, flat: Tensor) -> list[Tensor]:
         return [flat.view(self.shapes[0])]
 
