@@ -317,6 +317,8 @@ def ranks_agree(rank):
     again = model.probe(again=True)
     groups = [dist.new_group([0, 1, 2]), dist.new_group([1, 2])]
     sizes = [CostModel(g).num_ranks for g in groups[: 1 + (rank > 0)]]
+    # A rank that ends while others still connect closes what they connect to.
+    dist.barrier()
     figures = [link.latency, link.exchange_bandwidth, link.reduce_bandwidth, again.latency]
     return figures, chosen, model.explain(), model.compute_seconds(codecs[2], 0), sizes
 
