@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,8 +101,9 @@ class _SparseCompressor(Compressor):
         # Indices differ from each other, but for zeros that fill up: adding is right for both.
         return dense_N.index_add_(0, indices_K.long(), values_K).view(ctx.shape)
 
+    @abstractmethod
     def _select(self, flat_N: Tensor, left_N: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
+        """Values and indices that are sent; what is not goes into `left_N`."""
 
 
 class TopKCompressor(_SparseCompressor):

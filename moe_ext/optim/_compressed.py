@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +58,7 @@ def _unless_it_fails(load: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-class CompressedOptimizer(Optimizer):
+class CompressedOptimizer(Optimizer, ABC):
     """Base of OneBitAdam, OneBitLamb and ZeroOneAdam."""
 
     _op = ""
@@ -146,8 +147,9 @@ class CompressedOptimizer(Optimizer):
                     group["step"] += 1
         return loss
 
+    @abstractmethod
     def _take_step(self, entries: list[Entry]) -> None:
-        raise NotImplementedError
+        """Reduce, and change moments and parameters."""
 
     @property
     def steps_taken(self) -> int:
@@ -219,9 +221,9 @@ class CompressedOptimizer(Optimizer):
             if entry.grad is not None:
                 entry.grad = entry.grad * scale
 
+    @abstractmethod
     def _is_dense(self) -> bool:
         """Whether the next step sends gradients as they are."""
-        raise NotImplementedError
 
     def _average_gradients(self, entries: list[Entry]) -> None:
         """Replace the gradients of active entries by their means over ranks."""

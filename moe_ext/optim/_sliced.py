@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from moe_ext.optim._shards import SliceNorms, check_placements, local_part
 from moe_ext.optim._steps import run_closure
 
 
-class SlicedOptimizer(Optimizer):
+class SlicedOptimizer(Optimizer, ABC):
     """Base of LAMB, LARS and Adafactor."""
 
     _op = ""
@@ -45,8 +46,10 @@ class SlicedOptimizer(Optimizer):
         self._take_step(trained, [local_part(entry.parameter) for entry in trained], slices)
         return loss
 
+    @abstractmethod
     def _check_options(self, group: dict[str, Any]) -> None:
-        raise NotImplementedError
+        """ValueError for options out of their range."""
 
+    @abstractmethod
     def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
-        raise NotImplementedError
+        """Change moments and weights, which are this rank's parts."""
