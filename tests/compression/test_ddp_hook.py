@@ -1,6 +1,5 @@
 import copy
 import math
-import traceback
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from hook_models import (
     summed,
     wrapped,
 )
+from rank_checks import assert_passed, run_checks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from moe_ext.compression import (
@@ -326,20 +326,16 @@ def check_bytes_are_those_that_a_codec_announces():
             assert traffic.total_bytes == announced, codec
 
 
-CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 SINGLE = [check_none_is_plain_ddp]
+CHECKS = {
+    name: value
+    for name, value in list(globals().items())
+    if name.startswith("check_") and value not in SINGLE
+}
 
 
 def rank_all(rank):
-    found = {}
-    for check in CHECKS:
-        if check not in SINGLE:
-            try:
-                check()
-            except BaseException:
-                found[check.__name__] = traceback.format_exc()
-                break
-    return found
+    return run_checks(CHECKS)
 
 
 @pytest.fixture(scope="module")
@@ -347,7 +343,6 @@ def outcomes():
     return spawn_ranks(rank_all, 2)
 
 
-@pytest.mark.parametrize("name", [c.__name__ for c in CHECKS if c not in SINGLE])
+@pytest.mark.parametrize("name", list(CHECKS))
 def test_hook(outcomes, name):
-    failed = {rank: found[name] for rank, found in enumerate(outcomes) if name in found}
-    assert not failed, "\n".join(failed.values())
+    assert_passed(outcomes, name)

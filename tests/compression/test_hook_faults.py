@@ -2,7 +2,6 @@
 
 import math
 import os
-import traceback
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from hook_models import (
     loss_of,
     wrapped,
 )
+from rank_checks import assert_passed, run_checks
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.compression import CompressionState, Threshold, TopK, compress_hook
@@ -197,18 +197,11 @@ def check_an_aborted_backward_pass():
     assert_same_bits(state_bits(state), before)
 
 
-CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+CHECKS = {name: value for name, value in list(globals().items()) if name.startswith("check_")}
 
 
 def rank_all(rank):
-    found = {}
-    for check in CHECKS:
-        try:
-            check()
-        except BaseException:
-            found[check.__name__] = traceback.format_exc()
-            break
-    return found
+    return run_checks(CHECKS)
 
 
 @pytest.fixture(scope="module")
@@ -216,10 +209,9 @@ def outcomes():
     return spawn_ranks(rank_all, 2)
 
 
-@pytest.mark.parametrize("name", [c.__name__ for c in CHECKS])
+@pytest.mark.parametrize("name", list(CHECKS))
 def test_fault(outcomes, name):
-    failed = {rank: found[name] for rank, found in enumerate(outcomes) if name in found}
-    assert not failed, "\n".join(failed.values())
+    assert_passed(outcomes, name)
 
 
 def rank_dies(rank):
