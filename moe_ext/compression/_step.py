@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext.compression._layout import Layout, Part
-from moe_ext.compression.codecs import BlockSparse, Codec, Dense
+from moe_ext.compression.codecs import BlockSparse, Codec, Dense, Unsent
 from moe_ext.compression.exact_reduce import row_sparse_all_reduce
 from moe_ext.compression.named_codecs import unsent
 from moe_ext.compression.reduction import Reduction
@@ -146,7 +146,7 @@ class Step:
             work.parts.append(self._start_part(work, part))
 
     def _is_alone(self, work: Work) -> bool:
-        """Whether no other rank has these experts; for collectives, None is the default group."""
+        """Whether no other rank has these experts; to collectives, None means the default group."""
         return work.layout.group is None and self.state.group is not None
 
     def _start_part(self, work: Work, part: Part) -> Underway:
@@ -158,7 +158,8 @@ class Step:
         state.open(part)
         if work.norms is not None and codec == Dense("fp16"):
             _note_overflow(work.norms, work.layout.pieces(work.flat_N), part.indices)
-        prepared = part.memory.has("residual") or not isinstance(codec, Dense | BlockSparse)
+        as_it_is = isinstance(codec, Dense | BlockSparse) or codec == Unsent()
+        prepared = part.memory.has("residual") or not as_it_is
         if prepared:
             grad = self._prepared(work, part, grad.float())
         filled = 0.0

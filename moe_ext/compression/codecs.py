@@ -65,7 +65,8 @@ class Codec(Protocol):
     ) -> Reduction:
         """Begin to reduce a gradient, which may be overwritten; the result has N elements.
 
-        What changes in the memory is kept by its `commit`.
+        What changes in the memory is kept by its `commit`. As for the collectives, no group is the
+        default group, and this process alone where there is no torch.distributed.
         """
 
     def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
@@ -92,6 +93,7 @@ def dense_reduction(
     x_N: Tensor, group: ProcessGroup | None, average: bool, operation: str
 ) -> Reduction:
     """All-reduce in the dtype of x, in place; a mean is scaled first, as DDP does."""
+    group = resolve(group, operation)
     size = group_size(group)
     if average and size > 1:
         x_N.mul_(1.0 / size)
@@ -163,6 +165,65 @@ class Dense(WithMemory):
             grad_N.to(dtype).mul_(1.0 / world_size).to(grad_N.dtype)
 
 
+def feed_velocity(grad_N: Tensor, memory: CodecMemory, momentum: float | None) -> Tensor:
+    """For a step that leaves nothing out: momentum as the optimizer would have it."""
+    if momentum is None:
+        return grad_N
+    velocity_N = memory.tensor("velocity")
+    return velocity_N.mul_(momentum).add_(grad_N).clone()
+
+
+@dataclass(frozen=True)
+class Unsent(WithMemory):
+    """All of the gradient and of what is owed, for what no other rank has; whatever the group.
+
+    Args:
+        momentum: of the codec in whose place it stands.
+    """
+
+    momentum: float | None = None
+
+    @property
+    def name(self) -> str:
+        """See `Codec`."""
+        return "unsent"
+
+    @property
+    def lossy(self) -> bool:
+        """See `Codec`."""
+        return False
+
+    @property
+    def feeds_back(self) -> bool:
+        """See `Codec`."""
+        return False
+
+    def sent_bytes(self, numel: int, world_size: int) -> int:
+        """See `Codec`."""
+        return 0
+
+    def num_rounds(self, world_size: int) -> int:
+        """See `Codec`."""
+        return 0
+
+    def start(
+        self,
+        grad_N: Tensor,
+        memory: CodecMemory,
+        *,
+        group: ProcessGroup | None = None,
+        average: bool = True,
+        step: int = 0,
+    ) -> Reduction:
+        """See `Codec`."""
+        x_N = feed_velocity(grad_N, memory, self.momentum)
+        memory.take_owed(x_N)
+        return Reduction.done(x_N)
+
+    def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
+        """See `Codec`."""
+
+
 @dataclass(frozen=True)
 class Quantize(WithMemory):
     """Blocks of few bits with a scale each, summed in float32 by the owner of a shard.
@@ -223,6 +284,7 @@ class Quantize(WithMemory):
         step: int = 0,
     ) -> Reduction:
         """See `Codec`."""
+        group = resolve(group, "Quantize")
         size, rank = group_size(group), group_rank(group)
         if not self.feedback:
             memory.take_owed(grad_N)
@@ -238,7 +300,7 @@ class Quantize(WithMemory):
             (residual_N, server, rng_state),
             self.format,
             self.block,
-            resolve(group, "Quantize"),
+            group,
             average,
             restores=False,
         )

@@ -12,6 +12,7 @@ from moe_ext.compression.codecs import (
     Dense,
     OneBit,
     Quantize,
+    Unsent,
     check_choice,
 )
 from moe_ext.compression.sparse_codecs import Threshold, TopK
@@ -64,9 +65,9 @@ def codec_of(codec: str | Codec, density: float = 0.01, *, owner: str = "codec_o
     return codec
 
 
-def unsent(codec: Codec) -> Codec:
-    """What a codec is for a rank that has no other one to reduce with: all of the gradient."""
-    return with_density(codec, 1.0) if isinstance(codec, TopK | Threshold) else Dense()
+def unsent(codec: Codec) -> Unsent:
+    """What a codec is for a rank that has no other one to reduce with."""
+    return Unsent(codec.momentum if isinstance(codec, TopK | Threshold) else None)
 
 
 def with_density(codec: Codec, density: float) -> Codec:

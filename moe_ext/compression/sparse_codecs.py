@@ -15,11 +15,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
+from moe_ext.compression.agreement import resolve
 from moe_ext.compression.codecs import (
     Dense,
     WithMemory,
     check_choice,
     dense_reduction,
+    feed_velocity,
 )
 from moe_ext.compression.memory import CodecMemory
 from moe_ext.compression.pairs import PAIR_CODECS
@@ -81,14 +83,6 @@ def num_selected(numel: int, density: float) -> int:
     return min(numel, math.ceil(density * numel))
 
 
-def _feed_velocity(grad_N: Tensor, memory: CodecMemory, momentum: float | None) -> Tensor:
-    """For a step that sends everything: momentum as the optimizer would have it."""
-    if momentum is None:
-        return grad_N
-    velocity_N = memory.tensor("velocity")
-    return velocity_N.mul_(momentum).add_(grad_N).clone()
-
-
 def _layout(count: int, numel: int, world_size: int, codec: TopK | Threshold) -> SparseLayout:
     return SparseLayout(count, numel, world_size, codec.value_codec)
 
@@ -109,7 +103,7 @@ def _sparse_reduction(
     group: ProcessGroup | None,
     average: bool,
 ) -> Reduction:
-    size = group_size(group)
+    size = group_size(resolve(group, codec.name))
     # The gradient has gone into the selection and the residual.
     out_N = grad_N if grad_N.dtype == torch.float32 and grad_N.is_contiguous() else None
     layout = _layout(values_K.shape[0], memory.numel, size, codec)
@@ -208,7 +202,7 @@ class TopK(WithMemory):
     ) -> Reduction:
         """See `Codec`."""
         if self.density > _DENSE_ABOVE:
-            x_N = _feed_velocity(grad_N, memory, self.momentum)
+            x_N = feed_velocity(grad_N, memory, self.momentum)
             memory.take_owed(x_N)
             return dense_reduction(x_N, group, average, "all-reduce")
         velocity_N = memory.tensor("velocity") if self.momentum is not None else None
@@ -311,7 +305,7 @@ class Threshold(WithMemory):
     ) -> Reduction:
         """See `Codec`."""
         if self.density > _DENSE_ABOVE:
-            x_N = _feed_velocity(grad_N, memory, self.momentum)
+            x_N = feed_velocity(grad_N, memory, self.momentum)
             memory.take_owed(x_N)
             return dense_reduction(x_N, group, average, "all-reduce")
         values_K, indices_K = self._select(grad_N, memory)

@@ -1,0 +1,111 @@
+"""Codecs called directly: what no group means."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_checks import Checks, assert_passed, run_checks
+
+from moe_ext.compression import (
+    BlockSparse,
+    CodecMemory,
+    Dense,
+    OneBit,
+    Quantize,
+    Threshold,
+    TopK,
+)
+from moe_ext.compression.codecs import Unsent
+from moe_ext.compression.named_codecs import unsent
+from moe_ext.compression.powersgd import PowerSGD
+from moe_ext.distributed import count_traffic
+from moe_ext.testing import spawn_ranks
+
+two = Checks()
+SHAPES = [torch.Size((48, 40)), torch.Size((80,))]
+NUMEL = sum(shape.numel() for shape in SHAPES)
+CODECS = {
+    "dense": Dense(),
+    "bf16": Dense("bf16"),
+    "int8": Quantize("int8"),
+    "onebit": OneBit(),
+    "blocks": BlockSparse(),
+    "topk": TopK(0.1),
+    "everything": TopK(1.0),
+    "threshold": Threshold(0.1),
+    "powersgd": PowerSGD(2),
+}
+
+
+def gradient(rank):
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
+
+
+def opened():
+    memory = CodecMemory(SHAPES, torch.device("cpu"))
+    memory.open()
+    return memory
+
+
+def reduced(codec, rank, **kwargs):
+    return codec.start(gradient(rank), opened(), **kwargs).wait()
+
+
+@two(*[(name,) for name in CODECS])
+def no_group_is_the_default_group(name):
+    rank = dist.get_rank()
+    with count_traffic() as traffic:
+        found = reduced(CODECS[name], rank)
+    assert traffic.total_bytes > 0
+    assert torch.equal(found, reduced(CODECS[name], rank, group=dist.group.WORLD))
+    other = found.clone()
+    dist.broadcast(other, 0)
+    assert torch.equal(other, found)
+
+
+@two()
+def what_is_unsent_stays_here():
+    rank, memory = dist.get_rank(), opened()
+    memory.put("residual", torch.full((NUMEL,), 2.0))
+    with count_traffic() as traffic:
+        found = unsent(Quantize()).start(gradient(rank), memory, group=dist.group.WORLD).wait()
+    memory.commit()
+    assert traffic.total_bytes == 0
+    assert torch.equal(found, gradient(rank) + 2.0)
+    assert not memory.has("residual")
+
+
+def ranks_run(rank, checks):
+    return run_checks(checks)
+
+
+@functools.cache
+def outcomes():
+    return spawn_ranks(ranks_run, 2, two)
+
+
+@pytest.mark.parametrize("name", two)
+def test_two_ranks(name):
+    assert_passed(outcomes(), name)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_without_ranks_everything_is_applied_or_owed(name):
+    memory = opened()
+    found = CODECS[name].start(gradient(0), memory).wait().float()
+    memory.commit()
+    owed = memory.whole("residual")
+    lost = gradient(0) - found if owed is None else gradient(0) - found - owed
+    assert lost.abs().max() < (0.02 if name == "bf16" else 1e-5)
+
+
+def test_what_stands_in_for_a_codec_keeps_its_momentum():
+    memory = opened()
+    memory.put("velocity", torch.ones(NUMEL))
+    found = unsent(TopK(0.1, momentum=0.5)).start(gradient(0), memory).wait()
+    torch.testing.assert_close(found, gradient(0) + 0.5)
+    assert unsent(OneBit()) == Unsent()
+    assert (Unsent().name, Unsent().lossy, Unsent().feeds_back) == ("unsent", False, False)
+    assert Unsent().sent_bytes(100, 4) == Unsent().num_rounds(4) == 0
+    Unsent().rehearse(gradient(0), memory, 2)
