@@ -391,6 +391,10 @@ class _Factors:
             self.kept[kind] = torch.zeros(size, device=self.device)
         return self.kept[kind]
 
+    def fresh(self, kind: str, numel: int) -> Tensor:
+        self.kept[kind] = torch.zeros(numel, device=self.device)
+        return self.kept[kind]
+
     def whole_residual(self) -> Tensor:
         return self.tensor("residual")
 

@@ -98,6 +98,13 @@ class CodecMemory:
         self._open[kind] = working
         return working
 
+    def fresh(self, kind: str, numel: int) -> Tensor:
+        """Zeros in the place of what was kept, from this step on; for what has another size now."""
+        self._before = None
+        self._spare.pop(kind, None)
+        self._open[kind] = torch.zeros(numel, device=self.device)
+        return self._open[kind]
+
     def whole_residual(self) -> Tensor:
         """The copy of this step of the residual, with what the owner of a shard owes in it.
 

@@ -34,6 +34,8 @@ class _Memory(Protocol):
 
     def tensor(self, kind: str, numel: int | None = None) -> Tensor: ...
 
+    def fresh(self, kind: str, numel: int) -> Tensor: ...
+
     def whole_residual(self) -> Tensor: ...
 
     def pieces(self, flat: Tensor) -> list[Tensor]: ...
@@ -63,7 +65,7 @@ class PowerSGD:
     fails leaves both as they were, and both are in the `state_dict`. Hence there is no
     ``start_powerSGD_iter`` of at least 2, a warm-up of the state does the same. A column of Q that
     has become zero, since no token reached an expert for a step, starts anew from random numbers;
-    it would stay zero for ever.
+    it would stay zero for ever. All of them do after a step with another rank.
 
     On CPU `start` returns when the result is there: torch's hook waits for one message in the
     callback of another, which with two buckets underway blocks all of Gloo's threads.
@@ -250,6 +252,9 @@ class PowerSGD:
             return state, None
         is_first = not memory.has(_FACTORS)
         warm = memory.tensor(_FACTORS, numel)
+        if warm.numel() != numel:
+            # Of another rank: a cost model has changed its mind, or a state was loaded.
+            is_first, warm = True, memory.fresh(_FACTORS, numel)
         if not is_first:
             generator = torch.Generator().manual_seed(state.rng.randint(1_000_000_000))
             state.q_memory_dict[0] = _without_zero_columns(warm, plan, generator)

@@ -1,4 +1,4 @@
-"""Codecs called directly: what no group means."""
+"""Codecs called directly: what no group means, and what several of one kind share of a memory."""
 
 import functools
 
@@ -10,11 +10,15 @@ from rank_checks import Checks, assert_passed, run_checks
 from moe_ext.compression import (
     BlockSparse,
     CodecMemory,
+    CompressionState,
+    CostModel,
     Dense,
+    Link,
     OneBit,
     Quantize,
     Threshold,
     TopK,
+    compress_gradients,
 )
 from moe_ext.compression.codecs import Unsent
 from moe_ext.compression.named_codecs import unsent
@@ -74,6 +78,57 @@ def what_is_unsent_stays_here():
     assert traffic.total_bytes == 0
     assert torch.equal(found, gradient(rank) + 2.0)
     assert not memory.has("residual")
+
+
+@two()
+def powersgd_changes_its_rank():
+    memory, applied, want = opened(), 0, 0
+    for step, codec in enumerate([PowerSGD(2), PowerSGD(4), PowerSGD(4), PowerSGD(2)]):
+        memory.open()
+        found = codec.start(gradient(2 * step + dist.get_rank()), memory, step=step).wait()
+        memory.commit()
+        applied = applied + found.double()
+        want = want + (gradient(2 * step) + gradient(2 * step + 1)).double() / 2
+        assert memory.kept("powersgd").numel() == 40 * codec.rank
+    factors = memory.copy_of("powersgd")
+    memory.open()
+    PowerSGD(4).start(gradient(0), memory, step=4).wait()
+    memory.rollback()
+    assert torch.equal(memory.kept("powersgd"), factors)
+    owed = memory.whole("residual").double()
+    dist.all_reduce(owed)
+    assert (applied + owed / 2 - want).abs().max() < 1e-5
+    assert owed.abs().max() > 0.1
+
+
+@two()
+def a_cost_model_may_choose_between_two_ranks():
+    model = torch.nn.Linear(200, 200, bias=False)
+    state = CompressionState(model=model, candidates=("none", PowerSGD(2), PowerSGD(4)))
+    state.cost_model = InTurn([Dense(), PowerSGD(2), PowerSGD(4), PowerSGD(2), Dense()])
+    applied, want = torch.zeros(200, 200), torch.zeros(200, 200)
+    for _ in range(5):
+        local = torch.randn(200, 200, generator=torch.Generator().manual_seed(dist.get_rank()))
+        model.weight.grad = local.clone()
+        assert compress_gradients(model, state)
+        applied += model.weight.grad
+        want += local
+        owed = state.residuals().get("weight", torch.zeros(200, 200))
+        both = torch.stack([want, owed])
+        dist.all_reduce(both)
+        torch.testing.assert_close(2 * applied + both[1], both[0], rtol=1e-4, atol=1e-4)
+    assert not owed.any()
+
+
+class InTurn(CostModel):
+    """Takes what it is told, one after the other."""
+
+    def __init__(self, codecs):
+        super().__init__(link=Link.of_rate(1e9))
+        self.codecs = iter(codecs)
+
+    def choose(self, numel, codecs, *, bucket, current=None):
+        return next(self.codecs)
 
 
 def ranks_run(rank, checks):
