@@ -221,6 +221,8 @@ class Communicator(ABC):
 class Allreduce(Communicator):
     """Adds up what compressors make, element by element; for those that are linear.
 
+    A sum of half-precision numbers that passes 65504 is sent again in float32, on all ranks.
+
     Raises:
         ValueError: the compressor is not linear: a sum of its codes means nothing.
     """
@@ -243,16 +245,24 @@ class Allreduce(Communicator):
 
     def send_receive(self, tensors: Sequence[Tensor], name: str, ctx: Any) -> Tensor:
         """See `Communicator`."""
-        sums = [tensor.clone() for tensor in tensors]
-        for total in sums:
-            size = 2 * (self.world_size - 1) * total.nbytes // self.world_size
-            record_traffic("all_reduce", size)
-            if self.world_size > 1 and total.numel():
-                dist.all_reduce(total, group=self.group)
+        sums = [self._sum(tensor) for tensor in tensors]
         found = self.compressor.decompress(sums, ctx)
         # A compressor that sends nothing has reduced on its own.
         divides = self.compressor.average and len(sums) > 0
         return found / self.world_size if divides else found
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        total = self._all_reduce(tensor.clone())
+        # NOTE: device-to-host sync. Every rank has the same sum, and decides alike.
+        if tensor.dtype == torch.float16 and not bool(total.isfinite().all()):
+            return self._all_reduce(tensor.float())
+        return total
+
+    def _all_reduce(self, total: Tensor) -> Tensor:
+        record_traffic("all_reduce", 2 * (self.world_size - 1) * total.nbytes // self.world_size)
+        if self.world_size > 1 and total.numel():
+            dist.all_reduce(total, group=self.group)
+        return total
 
 
 class Allgather(Communicator):

@@ -67,7 +67,10 @@ class NoneCompressor(Compressor):
 
 
 class FP16Compressor(Compressor):
-    """Sends half-precision numbers, of at most 65504; `Allreduce` adds them in half precision."""
+    """Sends half-precision numbers, of at most 65504; `Allreduce` adds them in half precision.
+
+    Unless their sum does not fit, see `Allreduce`.
+    """
 
     is_linear = True
 

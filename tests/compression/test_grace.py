@@ -180,6 +180,21 @@ def bytes_are_those_of_the_codes():
     }  # fmt: skip
 
 
+@three()
+def sums_that_half_precision_cannot_hold_are_sent_again():
+    communicator = made("fp16", communicator="allreduce")
+    x = torch.full((300,), 1.0)
+    with count_traffic() as traffic:
+        communicator.step(x, "w")
+    half = traffic.total_bytes
+    x[7], x[8] = 3e4, -6e4
+    with count_traffic() as traffic:
+        found = communicator.step(x, "w")
+    assert found[6:10].tolist() == [1.0, 3e4, -6e4, 1.0]
+    assert (half, traffic.total_bytes) == (4 * 300 // 3 * 2, 3 * half)
+    assert not owed(communicator).any()
+
+
 @three(("int8",), ("topk",), ("none",))
 def other_tensors_than_other_ranks_are_told(name):
     communicator, rank = made(name, memory="residual"), dist.get_rank()
