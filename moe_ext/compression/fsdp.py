@@ -24,7 +24,13 @@ from moe_ext.compression._fsdp_internals import (
     shard_group,
 )
 from moe_ext.compression.fsdp_feedback import Residual, StepLedger, guard, is_finite
-from moe_ext.compression.fsdp_layout import KeepDense, LayoutFinder, ShardLayout, keep_small_dense
+from moe_ext.compression.fsdp_layout import (
+    KeepDense,
+    LayoutFinder,
+    ShardLayout,
+    fill_padding_,
+    keep_small_dense,
+)
 from moe_ext.compression.quantized_reduce import quantized_all_gather, quantized_reduce_scatter
 from moe_ext.compression.reduction import Reduction
 from moe_ext.distributed.failures import naming_failed_ranks
@@ -332,6 +338,9 @@ class CompressedReduceScatter(_Message, ReduceScatter):
         residual_PQ = None
         if self.residual is not None:
             residual_PQ = self.residual.open(layout, ranks, flat.device)
+            if self.format == "sign":
+                partial = layout.partial_blocks(0, ranks, flat.device)
+                fill_padding_(packed_PQ, residual_PQ, partial, self.block)
         packed_Q = self._reduce_packed(packed_PQ, residual_PQ, group)
         packed_Q *= scale
         status = dense_D[-1:].isfinite()

@@ -1,7 +1,8 @@
 """Where the parameters of an FSDP module lie in its messages, and which of them are compressed.
 
 Shape suffixes: P ranks of the group, S elements of a rank's shard, Q of its packed part that is
-compressed (each parameter padded to whole blocks), D of the part that is sent as it is.
+compressed (each parameter padded to whole blocks), D of the part that is sent as it is, K blocks
+that hold padding beside elements of a parameter, B elements of a block.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class ShardLayout:
         self.packed_numel = sum(self._aligned(s.numel) for s in segments if s.compressed)
         self.dense_numel = sum(s.numel for s in segments if not s.compressed)
         self._is_whole = self.packed_numel == self.shard_numel and len(self.segments) == 1
+        self._partial: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
 
     def _aligned(self, numel: int) -> int:
         return -(-numel // self.block) * self.block
@@ -109,6 +111,56 @@ class ShardLayout:
         if in_flat:
             to, of = (in_flat, in_parts) if back else (in_parts, in_flat)
             torch._foreach_copy_(to, of)
+
+    def partial_blocks(
+        self, first_shard: int, num_shards: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """The blocks of packed parts that a parameter ends in, in some of its shards.
+
+        Args:
+            first_shard (int): the first of the shards.
+            num_shards (int): P.
+            device (torch.device): of the result.
+
+        Returns:
+            Numbers of the blocks in ``[P, Q]`` and how many elements each of them holds, ``[K]``.
+        """
+        key = (first_shard, num_shards, device)
+        if key not in self._partial:
+            found = []
+            for segment in self.compressed:
+                numel = segment.numel if segment.source is None else segment.source.param.numel()
+                for row in range(num_shards):
+                    # FSDP pads the last shards, and packing pads all of them.
+                    left = numel - (first_shard + row) * segment.numel
+                    blocks, rest = divmod(min(max(left, 0), segment.numel), self.block)
+                    start = row * self.packed_numel + segment.packed_start
+                    if rest:
+                        found.append((start // self.block + blocks, rest))
+            pairs = torch.tensor(found, dtype=torch.int64, device=device).view(-1, 2)
+            self._partial[key] = pairs[:, 0], pairs[:, 1]
+        return self._partial[key]
+
+
+def fill_padding_(x: Tensor, owed: Tensor, partial: tuple[Tensor, Tensor], block: int) -> None:
+    """Makes padding as large as the elements of its block are on average, by what it owes.
+
+    The scale of a block of signs is then that of its elements.
+
+    Args:
+        x (Tensor): of whole blocks, what is coded together with ``owed``.
+        owed (Tensor): float32, as many; changed in place where there is padding.
+        partial: as `ShardLayout.partial_blocks` returns it.
+        block (int): B.
+    """
+    blocks_K, counts_K = partial
+    counts_K1 = counts_K[:, None]
+    x_KB, owed_KB = x.view(-1, block)[blocks_K].float(), owed.view(-1, block)[blocks_K]
+    is_real_KB = torch.arange(block, device=x.device) < counts_K1
+    # Divided first: a sum of large numbers might be infinite.
+    share_KB = torch.where(is_real_KB, (x_KB + owed_KB).abs() / counts_K1, 0.0)
+    mean_K1 = share_KB.sum(1, keepdim=True)
+    owed.view(-1, block)[blocks_K] = torch.where(is_real_KB, owed_KB, mean_K1 - x_KB)
 
 
 def whole_layout(shard_numel: int, block: int) -> ShardLayout:

@@ -5,22 +5,37 @@ Shape suffixes: as `fsdp`; M nodes, Q elements of the shard that are compressed.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
+from moe_ext.compression._fsdp_internals import shard_group
 from moe_ext.compression.fsdp import check_feedback, check_format
 from moe_ext.compression.fsdp_feedback import Residual, StepLedger, guard
-from moe_ext.compression.fsdp_layout import KeepDense, LayoutFinder, keep_small_dense
-from moe_ext.compression.quantized_reduce import quantized_all_reduce_, shard_numel
+from moe_ext.compression.fsdp_layout import (
+    KeepDense,
+    LayoutFinder,
+    ShardLayout,
+    fill_padding_,
+    keep_small_dense,
+)
+from moe_ext.compression.quantized_reduce import (
+    quantized_all_gather,
+    quantized_all_reduce_,
+    quantized_reduce_scatter,
+    shard_numel,
+)
 from moe_ext.compression.sparse_reduce import sparse_all_reduce
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.traffic import record_traffic
 from moe_ext.ops.topk import topk_compress_
 
 _TOPK = "topk"
+_SIGN = "sign"
 
 
 class CompressedAllReduce:
@@ -121,7 +136,7 @@ class CompressedAllReduce:
             residual_1Q = None
             if self.residual is not None:
                 residual_1Q = self.residual.open(layout, 1, reduce_output.device)
-            packed_Q = self._reduce_packed(packed_1Q, residual_1Q)
+            packed_Q = self._reduce_packed(packed_1Q, residual_1Q, layout)
         except BaseException:
             self.ledger.fail()
             raise
@@ -138,7 +153,9 @@ class CompressedAllReduce:
         if self.average:
             x.div_(nodes)
 
-    def _reduce_packed(self, packed_1Q: Tensor, residual_1Q: Tensor | None) -> Tensor:
+    def _reduce_packed(
+        self, packed_1Q: Tensor, residual_1Q: Tensor | None, layout: ShardLayout
+    ) -> Tensor:
         """Sum or mean over nodes ``[Q]``, float32; changes the residual."""
         if self.ledger.flushing:
             whole_Q = packed_1Q.view(-1).float().clone()
@@ -150,6 +167,9 @@ class CompressedAllReduce:
         if self.codec == _TOPK:
             assert residual_1Q is not None
             return self._reduce_topk(packed_1Q.view(-1), residual_1Q.view(-1))
+        if self.codec == _SIGN:
+            assert residual_1Q is not None
+            return self._reduce_signs(packed_1Q.view(-1), residual_1Q.view(-1), layout)
         return self._reduce_quantized(packed_1Q, residual_1Q)
 
     def _reduce_topk(self, packed_Q: Tensor, residual_Q: Tensor) -> Tensor:
@@ -190,3 +210,29 @@ class CompressedAllReduce:
             mine = residual_1Q.view(-1)[start : start + second.numel()]
             mine.add_(second[: mine.numel()])
         return whole_Q
+
+    def _reduce_signs(self, packed_Q: Tensor, residual_Q: Tensor, layout: ShardLayout) -> Tensor:
+        """As `_reduce_quantized`, but padding counts in no scale, neither here nor of the sums."""
+        nodes, numel = self.group.size(), packed_Q.numel()
+        device, block = packed_Q.device, self.block
+        module = self.finder.module
+        assert module is not None
+        place = dist.get_rank(shard_group(module))
+        partial = blocks_K, counts_K = layout.partial_blocks(place, 1, device)
+        fill_padding_(packed_Q, residual_Q, partial, block)
+        shard = shard_numel(numel, nodes, block)
+        whole_Q, owed_Q = torch.zeros((2, nodes * shard), device=device)
+        whole_Q[:numel], owed_Q[:numel] = packed_Q, residual_Q
+        sum_S = torch.empty(shard, device=device)
+        options: dict[str, Any] = {"format": _SIGN, "block": block, "group": self.group}
+        quantized_reduce_scatter(
+            sum_S, whole_Q, residual=owed_Q, average=False, validate=False, **options
+        )
+        start = dist.get_rank(self.group) * shard
+        here_K = (blocks_K * block >= start) & (blocks_K * block < start + shard)
+        mine = blocks_K[here_K] - start // block, counts_K[here_K]
+        fill_padding_(torch.zeros_like(sum_S), sum_S, mine, block)
+        quantized_all_gather(whole_Q, sum_S, validate=False, **options)
+        owed_Q[start : start + shard] += sum_S - whole_Q[start : start + shard]
+        residual_Q.copy_(owed_Q[:numel])
+        return whole_Q[:numel].div_(nodes if self.average else 1)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from fsdp_checks import (
     Model,
+    assert_nearly_all_close,
     assert_same,
     backward,
     gradients,
@@ -22,6 +23,7 @@ from fsdp_checks import (
     node_mesh,
     poisoned_backward,
     quantized_gradients,
+    signs_of_shards,
     train,
     weights,
     whole,
@@ -80,6 +82,30 @@ def nodes_of_two_ranks(codec):
     for name, total in want.items():
         found = applied[name] + owed.get(name, 0)
         assert (found - total).abs().max() <= 2e-6 * (1 + total.abs().max()), name
+
+
+@four()
+def padding_has_no_part_in_the_scale_of_signs():
+    """Over four ranks the last shard has two rows of padding, besides what fills up blocks."""
+    model, _ = quantized_gradients(gradient_format="sign", error_feedback=True)
+    backward(model, 0)
+    for name, found in gradients(model).items():
+        if is_compressed(name):
+            coded = [signs_of_shards(local_gradients(0, r)[name], 4) for r in range(4)]
+            assert_nearly_all_close(found, torch.stack(coded).mean(0))
+
+
+@four()
+def padding_has_no_part_in_the_scales_between_nodes():
+    model = wrapped(node_mesh()["local"])
+    zero_plus_plus(model, node_group=node_mesh()["node"].get_group(), node_codec="sign")
+    backward(model, 0)
+    for name, found in gradients(model).items():
+        if is_compressed(name):
+            local = [local_gradients(0, r)[name] for r in range(4)]
+            nodes = [(local[0] + local[1]) / 2, (local[2] + local[3]) / 2]
+            total = sum(signs_of_shards(node, 2) for node in nodes)
+            assert_nearly_all_close(found, signs_of_shards(total, 2) / 2)
 
 
 @four()
