@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,32 +18,21 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext.compression._layout import Layout, Part
+from moe_ext.compression._status import Finding, Told, exchange
 from moe_ext.compression.codecs import BlockSparse, Codec, Dense, Unsent
 from moe_ext.compression.exact_reduce import row_sparse_all_reduce
 from moe_ext.compression.named_codecs import unsent
 from moe_ext.compression.reduction import Reduction
-from moe_ext.distributed.collectives import share
 from moe_ext.distributed.failures import naming_failed_ranks
-from moe_ext.distributed.groups import group_ranks, group_size
+from moe_ext.distributed.groups import group_size
 
 if TYPE_CHECKING:
+    from moe_ext.compression._choice import ChoosesCodecs
     from moe_ext.compression.state import CompressionState
 
-# Flags of parameters that go in one number of a message.
-_FLAGS = 62
 # Above this share of the blocks, the sum over ranks, all of them are sent for a while.
 _MOSTLY_FULL = 0.75
 _DENSE_STEPS = 16
-
-
-def as_integer(value: float) -> int:
-    """The bits of a float64, for a message of integers."""
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def as_float(value: int) -> float:
-    """The float64 of some bits."""
-    return float(struct.unpack("<d", struct.pack("<q", value))[0])
 
 
 @dataclass
@@ -60,6 +48,20 @@ class Underway:
     filled: float = 0.0
     # Whether the gradient went in without what is not finite.
     prepared: bool = False
+    # Where the cost model has chosen.
+    chooser: ChoosesCodecs | None = None
+    seconds: float = 0.0
+
+    def settle_time(self) -> float:
+        """Seconds that it took, for good: its end may be noted late; 0 where nobody asks."""
+        if self.chooser is not None:
+            self.seconds = max(self.ended - self.began, 1e-9)
+        return self.seconds
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether there is something to tell of it; the same on all ranks that hold it."""
+        return self.part.exact or self.part.codec is None
 
 
 @dataclass
@@ -73,17 +75,6 @@ class Work:
     rows: Reduction | None = None
 
 
-@dataclass
-class _Finding:
-    """What the ranks have told each other at the end of a step."""
-
-    bad: list[tuple[int, str]]
-    unused: set[str]
-    ratio: float | None
-    filled: list[float]
-    seconds: list[float]
-
-
 class Step:
     """Takes the buckets of one step, in the same order on every rank."""
 
@@ -91,10 +82,20 @@ class Step:
         self.state = state
         self.works: list[Work] = []
         self.error: Exception | None = None
+        # Parameters that other ranks of the state do not hold, to the ranks that do.
+        self._held_by: dict[str, ProcessGroup | None] = {}
         # Of the hook, one for each bucket.
         self.futures: list[torch.futures.Future[Tensor]] = []
         # Norm of all gradients of this rank, where the caller has them at once.
         self.whole_norm: float | None = None
+
+    def expect(self, parameters: Sequence[nn.Parameter], group: ProcessGroup | None) -> None:
+        """Keep places in the status message for parameters that not all ranks hold.
+
+        Ranks that hold others add other buckets, and none where no replica has a gradient.
+        """
+        names, _ = self.state.names_of(parameters)
+        self._held_by.update(dict.fromkeys(names, group))
 
     def add(
         self,
@@ -114,11 +115,11 @@ class Step:
                 self.error = error
         return work
 
-    def abandon(self) -> None:
-        """End a step that will get no more buckets."""
-        self.error = self.error or RuntimeError("abandoned")
+    def abandon(self, error: Exception | None = None) -> None:
+        """End a step that will get no more buckets, for an error of the caller's."""
+        self.error = self.error or error or RuntimeError("abandoned")
         with contextlib.suppress(Exception):
-            self._wait()
+            self._results()
         self.state.rollback()
 
     # -- beginning ---------------------------------------------------------------------------
@@ -151,7 +152,10 @@ class Step:
 
     def _start_part(self, work: Work, part: Part) -> Underway:
         state, group = self.state, work.layout.group
-        codec = state.codec_now(part)
+        chooser = None
+        if part.codec is None and not self._is_alone(work):
+            chooser = state.choosers.of(group, part.memory.device, state.group)
+        codec = state.codec_now(part, chooser)
         if self._is_alone(work):
             codec = unsent(codec)
         grad = part.take(work.flat_N)
@@ -169,8 +173,8 @@ class Step:
         reduction = codec.start(
             grad, part.memory, group=group, average=state.average, step=state.step
         )
-        underway = Underway(part, codec, reduction, began, filled=filled, prepared=prepared)
-        if part.codec is None and state.cost_model is not None:
+        underway = Underway(part, codec, reduction, began, 0.0, filled, prepared, chooser)
+        if chooser is not None:
             _note_end(underway)
         return underway
 
@@ -221,7 +225,7 @@ class Step:
         """
         state = self.state
         try:
-            results = self._wait()
+            results = self._results()
             finding = self._share()
             state.was_finite = not finding.bad
             if finding.bad and state.nonfinite == "raise":
@@ -247,6 +251,16 @@ class Step:
         """For messages."""
         return self.state.operation
 
+    def _results(self) -> list[list[Tensor]]:
+        """As `_wait`; an error reaches the ranks that hold other experts, which have met none."""
+        try:
+            return self._wait()
+        except ValueError:
+            if self._held_by:
+                with contextlib.suppress(ValueError):
+                    self._share(failed=True)
+            raise
+
     def _wait(self) -> list[list[Tensor]]:
         """Results of the parts of each bucket; of those begun none runs any more afterwards."""
         results = []
@@ -269,61 +283,45 @@ class Step:
             raise self.error
         return results
 
-    def _share(self) -> _Finding:
+    def _share(self, *, failed: bool = False) -> Finding:
         """One small message: what is finite, used, owed and how long things took."""
         state = self.state
-        names = [name for work in self.works for name in work.layout.names]
-        if not any(work.norms is not None for work in self.works):
-            return _Finding([], set(), None, [], [])
-        flags, bad = self._flags(names)
+        if not self._held_by and not any(work.norms is not None for work in self.works):
+            return Finding()
+        common = [w for w in self.works if not self._is_held_elsewhere(w.layout)]
         looked = state.monitor is not None and state.monitor.due(state.step)
-        squares = self._squares() if looked else (0.0, 0.0)
-        filled = [u.filled for u in self._exact()]
-        seconds = self._observed()
-        message = [bad, state.step, *map(as_integer, [*squares, *filled, *seconds]), *flags]
-        group = state.group
-        rows = [message]
-        if group_size(group) > 1:
-            assert group is not None
-            device = self.works[0].flat_N.device
-            rows = share(message, group, device, operation=self.operation)
-        ranks = group_ranks(group) if group is not None else (0,)
-        steps = {row[1] for row in rows}
-        if len(steps) > 1:
-            found = ", ".join(f"{row[1]} on rank {r}" for r, row in zip(ranks, rows, strict=True))
-            raise ValueError(
-                f"{self.operation}: expected the step to be equal on every rank, got {found}"
-            )
-        bad_names = [
-            (rank, names[row[0]]) for rank, row in zip(ranks, rows, strict=True) if row[0] >= 0
-        ]
-        floats = [[as_float(v) for v in row[2 : len(row) - len(flags)]] for row in rows]
-        sums = [sum(column) for column in zip(*floats, strict=True)]
-        ratio = math.sqrt(sums[0] / sums[1]) if looked and sums[1] > 0.0 else None
-        slowest = [max(column) for column in zip(*floats, strict=True)][2 + len(filled) :]
-        unused = _unused(names, [row[len(row) - len(flags) :] for row in rows])
-        return _Finding(bad_names, unused, ratio, sums[2 : 2 + len(filled)], slowest)
+        numbered = {u.part.names[0]: u for u in self._parts() if u.is_numbered}
+        places = [u.part.names[0] for work in common for u in work.parts if u.is_numbered]
+        told = Told(
+            step=state.step,
+            failed=failed,
+            names=[*(name for work in common for name in work.layout.names), *self._held_by],
+            norms=self._named_norms(),
+            squares=self._squares() if looked and not failed else (0.0, 0.0),
+            parts=[*places, *self._held_by],
+            filled={name: underway.filled for name, underway in numbered.items()},
+            seconds={name: underway.settle_time() for name, underway in numbered.items()},
+        )
+        device = self.works[0].flat_N.device if self.works else self._held_device()
+        return exchange(told, state.group, self._held_by, device, self.operation)
 
-    def _exact(self) -> list[Underway]:
-        """Parts of which zero blocks may be left out."""
-        return [u for work in self.works for u in work.parts if u.part.exact]
+    def _held_device(self) -> torch.device:
+        return self.state.parameter(next(iter(self._held_by))).device
 
-    def _flags(self, names: Sequence[str]) -> tuple[list[int], int]:
-        """Bits of the parameters with a gradient here, and the first that is not finite or -1."""
-        words = [0] * (-(-len(names) // _FLAGS))
-        bad, index = -1, 0
+    def _parts(self) -> list[Underway]:
+        return [underway for work in self.works for underway in work.parts]
+
+    def _is_held_elsewhere(self, layout: Layout) -> bool:
+        return bool(layout.names) and layout.names[0] in self._held_by
+
+    def _named_norms(self) -> dict[str, float]:
+        found: dict[str, float] = {}
         for work in self.works:
-            count = len(work.layout.names)
             # NOTE: device-to-host sync, at the end of a step.
-            norms = [1.0] * count if work.norms is None else work.norms.tolist()
-            for offset, norm in enumerate(norms):
-                place = index + offset
-                if norm != 0.0:
-                    words[place // _FLAGS] |= 1 << (place % _FLAGS)
-                if bad < 0 and not math.isfinite(norm):
-                    bad = place
-            index += count
-        return words, bad
+            norms = None if work.norms is None else work.norms.tolist()
+            names = work.layout.names
+            found.update(zip(names, norms or [1.0] * len(names), strict=True))
+        return found
 
     def _squares(self) -> tuple[float, float]:
         """Squares of the norms of what is owed and of the gradients, where something is owed."""
@@ -338,20 +336,6 @@ class Step:
                 norms = work.norms[list(underway.part.indices)]
                 given += float(norms.square().sum())
         return owed, given
-
-    def _observed(self) -> list[float]:
-        """Seconds of the parts that the cost model chose for, in their order."""
-        model = self.state.cost_model
-        if model is None:
-            return []
-        for work in self.works:
-            for underway in work.parts:
-                if underway.part.codec is None:
-                    took = max(underway.ended - underway.began, 1e-9)
-                    exact = isinstance(underway.codec, BlockSparse)
-                    codec = Dense() if exact else underway.codec
-                    model.observe(underway.part.label, codec, took)
-        return list(model.pending())
 
     def _keep_unused(self, results: list[list[Tensor]], unused: set[str]) -> None:
         """Owe again what was sent for parameters that no rank has a gradient for.
@@ -419,14 +403,22 @@ class Step:
         for flat in flats:
             flat.mul_(coefficient.to(flat.dtype))
 
-    def _learn(self, finding: _Finding) -> None:
+    def _learn(self, finding: Finding) -> None:
         """Adapt to how full the blocks were and how long things took."""
-        state = self.state
-        for underway, filled in zip(self._exact(), finding.filled, strict=False):
-            if isinstance(underway.codec, BlockSparse) and filled > _MOSTLY_FULL:
-                underway.part.dense_until = state.step + _DENSE_STEPS
-        if state.cost_model is not None:
-            state.cost_model.settle(finding.seconds)
+        timed: dict[int, list[float]] = {}
+        for underway in self._parts():
+            part, codec = underway.part, underway.codec
+            full = part.exact and finding.filled[part.names[0]] > _MOSTLY_FULL
+            if full and isinstance(codec, BlockSparse):
+                part.dense_until = self.state.step + _DENSE_STEPS
+            if underway.chooser is not None:
+                codec = Dense() if isinstance(codec, BlockSparse) else codec
+                underway.chooser.observe(part.label, codec, underway.seconds)
+                agreed = timed.setdefault(id(underway.chooser), [])
+                agreed.append(finding.seconds[part.names[0]])
+        for chooser in {id(u.chooser): u.chooser for u in self._parts()}.values():
+            if chooser is not None:
+                chooser.settle(timed[id(chooser)])
 
 
 def _norms(pieces: list[Tensor]) -> Tensor:
@@ -463,14 +455,6 @@ def _note_end(underway: Underway) -> None:
         underway.ended = time.perf_counter()
 
     underway.reduction.get_future().then(note)
-
-
-def _unused(names: Sequence[str], rows: Sequence[Sequence[int]]) -> set[str]:
-    """Parameters whose gradient is zero on every rank."""
-    joined = [0] * (len(rows[0]) if rows else 0)
-    for row in rows:
-        joined = [a | b for a, b in zip(joined, row, strict=True)]
-    return {name for i, name in enumerate(names) if not joined[i // _FLAGS] >> (i % _FLAGS) & 1}
 
 
 def _describe(bad: list[tuple[int, str]], operation: str) -> str:

@@ -5,6 +5,7 @@ all of them at its end. The results stay here until the last bucket is there: on
 whether the step went well on every rank.
 """
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.compression._step import Step
 from moe_ext.compression.state import CompressionState
@@ -40,8 +42,8 @@ def compress_hook(
     Raises:
         ValueError: on every rank, at the end of the backward pass: a gradient is NaN or infinite
             (unless the state lets it pass), the ranks have different codecs, or the state serves
-            another model. Gradients are zero then, and what is owed is as it was; the next step may
-            go on.
+            another model or other ranks than DDP. Gradients are zero then, and what is owed is as
+            it was; the next step may go on.
         RankFailureError: at the end of the backward pass: a rank died or did not answer.
         TypeError: state is no `CompressionState`.
     """
@@ -64,7 +66,9 @@ def _take(state: CompressionState, bucket: Any) -> _Future:
     elif step is None or bucket.index() != len(step.works):
         problem = "expected the state to serve one DistributedDataParallel, got buckets of two"
         step = state.underway = step or Step(state)
-    state.operation, state.is_hooked = "compress_hook", True
+    state.operation = "compress_hook"
+    if not state.is_hooked:
+        _adopt_group(state, step)
     flat_N = bucket.buffer()
     future: _Future = torch.futures.Future(devices=[flat_N.device] if flat_N.is_cuda else None)
     step.add(bucket.parameters(), flat_N, state.group, problem)
@@ -72,6 +76,32 @@ def _take(state: CompressionState, bucket: Any) -> _Future:
     if bucket.is_last():
         _finish(state, step)
     return future
+
+
+def _adopt_group(state: CompressionState, step: Step) -> None:
+    """Reduce over the ranks of DDP, of which a bucket tells nothing."""
+    group = _group_of_ddp(state)
+    try:
+        if group is not None:
+            state.adopt_group(group)
+    except ValueError as error:
+        # Without a message: all ranks of DDP find the same, and others wait for none.
+        step.error = error
+        return
+    state.is_hooked = True
+
+
+def _group_of_ddp(state: CompressionState) -> Any:
+    """The process group of the DistributedDataParallel that a state is registered with, if found.
+
+    Looked for among all objects, once: DDP knows its hooks, but no hook knows its DDP.
+    """
+    for one in gc.get_objects():
+        if issubclass(type(one), DistributedDataParallel):
+            hooks = getattr(one, "_comm_hooks", ())
+            if any(known is state for _, known in hooks):
+                return one.process_group
+    return None
 
 
 def _finish(state: CompressionState, step: Step) -> None:

@@ -101,13 +101,15 @@ def _begin(
     step: Step, found: Sequence[_Copies], device: torch.device
 ) -> list[tuple[list[nn.Parameter], Work]]:
     placed: list[tuple[list[nn.Parameter], Work]] = []
+    for copies in found[1:]:
+        step.expect(copies.parameters, copies.group)
     try:
         for copies in found:
             for bucket, flat_N in _filled_buckets(copies, device):
                 placed.append((bucket, step.add(bucket, flat_N, copies.group)))
-    except Exception:
+    except Exception as error:
         # Nothing may write to what is owed any more.
-        step.abandon()
+        step.abandon(error)
         raise
     return placed
 

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from moe_ext.compression._choice import Choosers, ChoosesCodecs
 from moe_ext.compression._layout import Layout, Part, divide, random_key, told
 from moe_ext.compression._reached import ReachedExperts
 from moe_ext.compression._step import Step
@@ -24,7 +25,7 @@ from moe_ext.compression.memory import FeedbackMemory, unit_factors
 from moe_ext.compression.named_codecs import codec_of
 from moe_ext.compression.policy import Policy, Role, parameter_roles, policy_of
 from moe_ext.compression.schedules import ResidualMonitor, Warmup
-from moe_ext.distributed.groups import group_rank, group_size
+from moe_ext.distributed.groups import group_rank, group_ranks, group_size
 from moe_ext.distributed.parameters import sharded_experts
 
 CANDIDATES = ("none", "bf16", "int8", "int4")
@@ -35,25 +36,6 @@ class GradScaler(Protocol):
 
     def get_scale(self) -> float:
         """The factor on the loss of this step."""
-
-
-class ChoosesCodecs(Protocol):
-    """What the state wants of a cost model (see `CostModel`)."""
-
-    def choose(self, numel: int, codecs: Sequence[Any], *, bucket: Any, current: Any = None) -> Any:
-        """One of the codecs, the same on every rank."""
-
-    def observe(self, bucket: Any, codec: Any, seconds: float) -> None:
-        """Takes in what a reduction took here."""
-
-    def pending(self) -> list[float]:
-        """What was observed since the last `settle`."""
-
-    def settle(self, agreed: Sequence[float] | None = None) -> None:
-        """Takes in the same of the slowest rank."""
-
-    def explain(self) -> str:
-        """A table."""
 
 
 class CompressionState:
@@ -69,9 +51,11 @@ class CompressionState:
     momentum.
 
     Args:
-        group: the data-parallel ranks; None is the default group.
-        model: tells names and roles. Without it parameters are numbered in the order in which they
-            come, and those of one dimension count as biases.
+        group: the data-parallel ranks; None is those of the DistributedDataParallel that reduces
+            with this state, and the default group without one.
+        model: tells names and roles; a DistributedDataParallel its group, too. Without it
+            parameters are numbered in the order in which they come, and those of one dimension
+            count as biases.
         codec: a codec, its name ("none", "bf16", "fp16", "int8", "int4", "fp8", "onebit", "topk",
             "threshold"), or "auto": the cost model chooses from `candidates` for every bucket.
         density: share of the elements for the names "topk" and "threshold".
@@ -90,7 +74,8 @@ class CompressionState:
             rate counts as much as that rate made of it.
         grad_scaler: the scaler of the loss, whose factor the residuals follow.
         monitor: watches what is owed.
-        cost_model: for "auto"; made at the first use if it is None.
+        cost_model: for "auto", on the ranks of `group`; made at the first use if it is None.
+            Experts that fewer ranks hold copies of are always priced by one of those ranks' own.
         average: the mean over ranks, or the sum.
         seed: of stochastic rounding.
 
@@ -130,14 +115,15 @@ class CompressionState:
         for name, norm in (("clip_norm", clip_norm), ("local_clip_norm", local_clip_norm)):
             if norm is not None and not norm > 0:
                 raise ValueError(f"CompressionState: expected {name} to be positive, got {norm}")
-        self._group = resolve(group, "CompressionState")
+        resolve(group, "CompressionState")
+        self._group = group
         self.policy = policy_of(codec, density) if policy is None else policy
         self.candidates = tuple(codec_of(c, density, owner="CompressionState") for c in candidates)
         self.warmup, self.monitor = warmup or Warmup(), monitor or ResidualMonitor()
         self.nonfinite, self.average = nonfinite, average
         self.clip_norm, self.local_clip_norm = clip_norm, local_clip_norm
         self.optimizer, self.grad_scaler = optimizer, grad_scaler
-        self.cost_model = cost_model
+        self.choosers = Choosers(cost_model)
         self.operation = "compress_hook"
         self.step = 0
         self.residual_ratio: float | None = None
@@ -152,12 +138,36 @@ class CompressionState:
         self._identify(model)
 
     @property
+    def cost_model(self) -> ChoosesCodecs | None:
+        """Of the ranks of `group`, once "auto" has chosen; others have experts of their own."""
+        return self.choosers.common
+
+    @cost_model.setter
+    def cost_model(self, model: ChoosesCodecs) -> None:
+        self.choosers.common, self.choosers.used = model, True
+
+    @property
     def group(self) -> ProcessGroup | None:
         """The data-parallel ranks; None as long as there is no torch.distributed."""
-        if self._group is None:
-            # It may have been started since.
-            self._group = resolve(None, "CompressionState")
-        return self._group
+        return resolve(self._group, "CompressionState")
+
+    def adopt_group(self, group: ProcessGroup) -> None:
+        """Reduce over the ranks of a DistributedDataParallel, unless `group` was given.
+
+        Raises:
+            ValueError: `group` was given and has other ranks, or steps were counted without it.
+        """
+        own = self.group
+        if own is None or group_ranks(own) == group_ranks(group):
+            return
+        if self._group is None and self.step == 0:
+            self._group = group
+            return
+        raise ValueError(
+            "CompressionState: expected group to be the process_group of the "
+            f"DistributedDataParallel that reduces with this state, of ranks {group_ranks(group)}, "
+            f"got ranks {group_ranks(own)}"
+        )
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -165,6 +175,8 @@ class CompressionState:
         """Names and roles, of the module inside a DistributedDataParallel."""
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         self.model = inner
+        if isinstance(model, DistributedDataParallel):
+            self.adopt_group(model.process_group)
         self._names: dict[int, str] = {}
         self._roles: dict[str, Role] = {}
         # Held, so that an id means one parameter for as long as the state lives.
@@ -326,28 +338,18 @@ class CompressionState:
 
     # -- a step ------------------------------------------------------------------------------
 
-    def codec_now(self, part: Part) -> Codec:
-        """What a part is sent as in this step."""
+    def codec_now(self, part: Part, chooser: ChoosesCodecs | None = None) -> Codec:
+        """What a part is sent as in this step; of a cost model's choice where there is one."""
         codec = part.codec
-        if codec is None:
-            codec = self._chosen(part)
-        codec = self.monitor.codec(self.warmup.codec(codec, self.step), self._density_factor)
+        if codec is None and chooser is not None:
+            codec = chooser.choose(part.memory.numel, self.candidates, bucket=part.label)
+        codec = self.warmup.codec(codec or Dense(), self.step)
+        codec = self.monitor.codec(codec, self._density_factor)
         if part.exact and codec.name in ("none", "block_sparse"):
             full = self.step < part.dense_until
             if full or codec == Dense():
                 codec = Dense() if full else BlockSparse("row")
         return codec
-
-    def _chosen(self, part: Part) -> Codec:
-        if self.cost_model is None:
-            from moe_ext.compression.cost_model import CostModel
-
-            made: ChoosesCodecs = CostModel(self.group, device=part.memory.device)
-            self.cost_model = made
-        chosen: Codec = self.cost_model.choose(
-            part.memory.numel, self.candidates, bucket=part.label
-        )
-        return chosen
 
     def open(self, part: Part) -> None:
         """Begin a step of a part, with what it owes in units of this step.
@@ -408,8 +410,8 @@ class CompressionState:
 
     def explain(self) -> str:
         """What "auto" chose and why, as a table; what the policy says without "auto"."""
-        if self.cost_model is not None:
-            return self.cost_model.explain()
+        if self.choosers.used:
+            return self.choosers.explain()
         lines = [
             f"{part.label}: {self.codec_now(part)}"
             for layout in self._layouts.values()

@@ -1,0 +1,159 @@
+"""The one small message by which the ranks of a step tell each other how it went.
+
+Its length follows from what all ranks have agreed on, whatever gradients there are: experts have
+their places in it even where no replica of them has a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from moe_ext.distributed.collectives import share
+from moe_ext.distributed.groups import group_ranks, group_size
+
+# Flags of parameters that go in one number of a message.
+_FLAGS = 62
+
+
+def as_integer(value: float) -> int:
+    """The bits of a float64, for a message of integers."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def as_float(value: int) -> float:
+    """The float64 of some bits."""
+    return float(struct.unpack("<d", struct.pack("<q", value))[0])
+
+
+@dataclass
+class Told:
+    """What a rank tells the others.
+
+    Attributes:
+        step: its number.
+        failed: whether it has met an error that the others may not know of.
+        names: parameters of the step, the same in the same order on every rank.
+        norms: of the gradients, for those that are here.
+        squares: of the norms of what is owed and of the gradients.
+        parts: first names of the parts with numbers, the same in the same order on every rank.
+        filled: share of the blocks that are not zero, for those that are here.
+        seconds: that the reduction took, for those that are here.
+    """
+
+    step: int
+    failed: bool
+    names: Sequence[str]
+    norms: Mapping[str, float]
+    squares: tuple[float, float]
+    parts: Sequence[str]
+    filled: Mapping[str, float]
+    seconds: Mapping[str, float]
+
+    def message(self) -> list[int]:
+        """Of a length that `names` and `parts` tell."""
+        words = [0] * (-(-len(self.names) // _FLAGS))
+        bad = -1
+        for place, name in enumerate(self.names):
+            norm = self.norms.get(name, 0.0)
+            if norm != 0.0:
+                words[place // _FLAGS] |= 1 << (place % _FLAGS)
+            if bad < 0 and not math.isfinite(norm):
+                bad = place
+        floats = [*self.squares]
+        for numbers in (self.filled, self.seconds):
+            floats += [numbers.get(name, 0.0) for name in self.parts]
+        return [int(self.failed), bad, self.step, *map(as_integer, floats), *words]
+
+
+@dataclass
+class Finding:
+    """What the ranks have told each other at the end of a step.
+
+    Attributes:
+        bad: (rank, parameter) of gradients that are not finite, the first of each rank.
+        unused: parameters whose gradient is zero on every rank that holds them.
+        ratio: norm of what is owed over that of the gradients; None if nobody looked.
+        filled: first name of a part to the sum over its ranks.
+        seconds: first name of a part to those of the slowest of its ranks.
+    """
+
+    bad: list[tuple[int, str]] = field(default_factory=list)
+    unused: set[str] = field(default_factory=set)
+    ratio: float | None = None
+    filled: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def exchange(
+    told: Told,
+    group: ProcessGroup | None,
+    groups_of: Mapping[str, ProcessGroup | None],
+    device: torch.device,
+    operation: str,
+) -> Finding:
+    """Tell the others, and find what that comes to.
+
+    Args:
+        told: by this rank.
+        group: the ranks of the step.
+        groups_of: parameters and parts that other ranks of the step do not hold, to those that do
+            (None is this process alone).
+        device: of messages.
+        operation: for error messages.
+
+    Raises:
+        ValueError: on every rank: one of them has failed, or they are not at the same step.
+        RankFailureError: a rank died or did not answer.
+    """
+    message = told.message()
+    rows = [message]
+    if group_size(group) > 1:
+        assert group is not None
+        rows = share(message, group, device, operation=operation)
+    ranks = group_ranks(group) if group is not None else (0,)
+    _check(rows, ranks, operation)
+    bad = [(r, told.names[row[1]]) for r, row in zip(ranks, rows, strict=True) if row[1] >= 0]
+    end = 5 + 2 * len(told.parts)
+    floats = [[as_float(value) for value in row[3:end]] for row in rows]
+    owed, given = (sum(row[i] for row in floats) for i in range(2))
+    ratio = math.sqrt(owed / given) if given > 0.0 else None
+    found = Finding(bad, ratio=ratio)
+    places = {rank: place for place, rank in enumerate(ranks)}
+    mine = places[dist.get_rank()] if group is not None else 0
+    everyone = list(range(len(rows)))
+
+    def holders(name: str) -> list[int]:
+        """Rows of the ranks that hold a parameter."""
+        if name not in groups_of:
+            return everyone
+        others = groups_of[name]
+        return [mine] if others is None else [places[r] for r in group_ranks(others) if r in places]
+
+    for i, name in enumerate(told.parts):
+        held = holders(name)
+        found.filled[name] = sum(floats[row][2 + i] for row in held)
+        found.seconds[name] = max(floats[row][2 + len(told.parts) + i] for row in held)
+    for i, name in enumerate(told.names):
+        word, bit = end + i // _FLAGS, i % _FLAGS
+        if not any(rows[row][word] >> bit & 1 for row in holders(name)):
+            found.unused.add(name)
+    return found
+
+
+def _check(rows: Sequence[Sequence[int]], ranks: Sequence[int], operation: str) -> None:
+    failed = [rank for rank, row in zip(ranks, rows, strict=True) if row[0]]
+    if failed:
+        raise ValueError(
+            f"{operation}: expected every rank to reduce its gradients, got an error on ranks "
+            f"{failed}, which say what it is"
+        )
+    if len({row[2] for row in rows}) > 1:
+        found = ", ".join(f"{row[2]} on rank {r}" for r, row in zip(ranks, rows, strict=True))
+        raise ValueError(f"{operation}: expected the step to be equal on every rank, got {found}")
