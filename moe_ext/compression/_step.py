@@ -6,11 +6,12 @@ Shape suffixes: N elements of a bucket.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext.compression._layout import Layout, Part
+from moe_ext.compression._look import marks_of, norms_of, not_finite, note_overflow
 from moe_ext.compression._status import Finding, Told, exchange
 from moe_ext.compression.codecs import BlockSparse, Codec, Dense, Unsent
 from moe_ext.compression.exact_reduce import row_sparse_all_reduce
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 # Above this share of the blocks, the sum over ranks, all of them are sent for a while.
 _MOSTLY_FULL = 0.75
 _DENSE_STEPS = 16
+# Codecs that look whether a gradient is finite in their own pass over it.
+_LOOKING = (Dense(), Dense("bf16"))
 
 
 @dataclass
@@ -66,11 +70,17 @@ class Underway:
 
 @dataclass
 class Work:
-    """A bucket in this step; `flat_N` holds the gradients, and later the result."""
+    """A bucket in this step; `flat_N` holds the gradients, and later the result.
+
+    Attributes:
+        norms: of the gradients, where they are watched.
+        only_marks: whether all that is wanted of `norms` is what is zero and what is not finite.
+    """
 
     layout: Layout
     flat_N: Tensor
     norms: Tensor | None = None
+    only_marks: bool = False
     parts: list[Underway] = field(default_factory=list)
     rows: Reduction | None = None
 
@@ -127,7 +137,7 @@ class Step:
     def _start(self, work: Work) -> None:
         layout = work.layout
         if work.flat_N.layout == torch.sparse_coo:
-            work.norms = _norms([work.flat_N._values()])
+            work.norms = norms_of([work.flat_N._values()])
             if self._is_alone(work):
                 work.rows = Reduction.done(work.flat_N.coalesce())
                 return
@@ -142,9 +152,18 @@ class Step:
             work.rows = found
             return
         if self.state.watches(layout):
-            work.norms = _norms(layout.pieces(work.flat_N))
+            work.only_marks = self._wants_only_marks(work.flat_N)
+            if work.only_marks:
+                work.norms = marks_of(work.flat_N, layout.sizes)
+            else:
+                work.norms = norms_of(layout.pieces(work.flat_N))
         for part in layout.parts:
             work.parts.append(self._start_part(work, part))
+
+    def _wants_only_marks(self, flat_N: Tensor) -> bool:
+        state = self.state
+        looked = state.monitor.due(state.step)
+        return flat_N.device.type == "cpu" and state.local_clip_norm is None and not looked
 
     def _is_alone(self, work: Work) -> bool:
         """Whether no other rank has these experts; to collectives, None means the default group."""
@@ -160,23 +179,36 @@ class Step:
             codec = unsent(codec)
         grad = part.take(work.flat_N)
         state.open(part)
-        if work.norms is not None and codec == Dense("fp16"):
-            _note_overflow(work.norms, work.layout.pieces(work.flat_N), part.indices)
+        looks = work.only_marks and codec in _LOOKING
+        if work.norms is not None and not looks:
+            self._look_first(work, part, codec)
         as_it_is = isinstance(codec, Dense | BlockSparse) or codec == Unsent()
         prepared = part.memory.has("residual") or not as_it_is
         if prepared:
-            grad = self._prepared(work, part, grad.float())
+            grad = grad.float() if looks else self._prepared(work, part, grad.float())
         filled = 0.0
         if isinstance(codec, BlockSparse) and group_size(group) > 1:
             filled = self._look(part, grad, codec)
         began = time.perf_counter()
+        more: dict[str, Any] = {}
+        if looks:
+            more["on_nonfinite"] = functools.partial(_note_bad, work, part, grad)
         reduction = codec.start(
-            grad, part.memory, group=group, average=state.average, step=state.step
+            grad, part.memory, group=group, average=state.average, step=state.step, **more
         )
         underway = Underway(part, codec, reduction, began, 0.0, filled, prepared, chooser)
         if chooser is not None:
             _note_end(underway)
         return underway
+
+    def _look_first(self, work: Work, part: Part, codec: Codec) -> None:
+        """Norms of a part whose codec does not look whether it is finite."""
+        assert work.norms is not None
+        pieces = work.layout.pieces(work.flat_N)
+        if work.only_marks:
+            work.norms[list(part.indices)] = norms_of([pieces[i] for i in part.indices])
+        if codec == Dense("fp16"):
+            note_overflow(work.norms, pieces, part.indices)
 
     def _look(self, part: Part, grad: Tensor, codec: BlockSparse) -> float:
         """Find the blocks that may not be zero: experts that the router has chosen, and others.
@@ -272,7 +304,7 @@ class Step:
                     with naming_failed_ranks(work.layout.group, self.operation):
                         if work.rows is not None:
                             work.flat_N = work.rows.wait()
-                        found.extend(underway.reduction.wait() for underway in work.parts)
+                        found.extend(_ended(underway) for underway in work.parts)
                     continue
             except Exception as error:
                 self.error = error
@@ -398,7 +430,7 @@ class Step:
         flats = [w.flat_N._values() if w.rows is not None else w.flat_N for w in self.works]
         if not flats:
             return
-        total = torch.linalg.vector_norm(torch.cat([_norms([flat]) for flat in flats]))
+        total = torch.linalg.vector_norm(torch.cat([norms_of([flat]) for flat in flats]))
         coefficient = (limit / (total + 1e-6)).clamp(max=1.0)
         for flat in flats:
             flat.mul_(coefficient.to(flat.dtype))
@@ -421,40 +453,29 @@ class Step:
                 chooser.settle(timed[id(chooser)])
 
 
-def _norms(pieces: list[Tensor]) -> Tensor:
-    """Norm of each tensor, float64; infinite or NaN only where one of its elements is."""
-    if pieces[0].device.type != "cpu":
-        return torch.stack([torch.linalg.vector_norm(p, dtype=torch.float64) for p in pieces])
-    wide = torch.promote_types(pieces[0].dtype, torch.float32)
-    if pieces[0].dtype == wide and all(piece.dim() == 1 for piece in pieces):
-        # Takes half the time of a norm.
-        norms = [math.sqrt(float(torch.dot(piece, piece))) for piece in pieces]
-    else:
-        norms = [float(torch.linalg.vector_norm(piece, dtype=wide)) for piece in pieces]
-    for i, norm in enumerate(norms):
-        # Squares overflow and vanish before the elements do.
-        wrong = bool(pieces[i].any()) if norm == 0.0 else not math.isfinite(norm)
-        if wrong and bool(torch.isfinite(pieces[i]).all()):
-            norms[i] = float(torch.linalg.vector_norm(pieces[i], dtype=torch.float64))
-    return torch.tensor(norms, dtype=torch.float64)
-
-
-def _note_overflow(norms: Tensor, pieces: Sequence[Tensor], indices: Sequence[int]) -> None:
-    """Count a gradient that float16 does not hold as infinite, which is what it becomes."""
-    limit = torch.finfo(torch.float16).max
-    for i in indices:
-        if norms.device.type == "cpu" and float(norms[i]) <= limit:
-            continue
-        if pieces[i].numel():
-            largest = pieces[i].abs().amax().half()
-            norms[i] = torch.where(largest.isinf(), math.inf, norms[i])
+def _note_bad(work: Work, part: Part, grad_N: Tensor) -> None:
+    """Find which gradients of a part are not finite."""
+    assert work.norms is not None
+    for i in not_finite(part.memory.pieces(grad_N)):
+        work.norms[part.indices[i]] = math.inf
 
 
 def _note_end(underway: Underway) -> None:
+    """Remember when a reduction has ended, which may be long before anyone waits for it."""
+
     def note(_: object) -> None:
         underway.ended = time.perf_counter()
 
     underway.reduction.get_future().then(note)
+
+
+def _ended(underway: Underway) -> Tensor:
+    """The result of a reduction, once it is there."""
+    result = underway.reduction.wait()
+    if underway.ended == 0.0:
+        # The callback of `_note_end` has not had its turn yet.
+        underway.ended = time.perf_counter()
+    return result
 
 
 def _describe(bad: list[tuple[int, str]], operation: str) -> str:

@@ -5,7 +5,7 @@ Shape suffixes: N elements of a flat gradient, B blocks that are not zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
+from moe_ext.compression._look import scaled
 from moe_ext.compression.agreement import resolve
 from moe_ext.compression.exact_reduce import bitmap_bytes, block_sparse_all_reduce_
 from moe_ext.compression.memory import CodecMemory
@@ -90,13 +91,35 @@ class WithMemory:
 
 
 def dense_reduction(
-    x_N: Tensor, group: ProcessGroup | None, average: bool, operation: str
+    x_N: Tensor,
+    group: ProcessGroup | None,
+    average: bool,
+    dtype: str = "fp32",
+    on_nonfinite: Callable[[], None] | None = None,
 ) -> Reduction:
-    """All-reduce in the dtype of x, in place; a mean is scaled first, as DDP does."""
+    """All-reduce; a mean is scaled first, as DDP does.
+
+    Args:
+        x_N: overwritten.
+        group: the ranks.
+        average: the mean, or the sum.
+        dtype: as of `Dense`.
+        on_nonfinite: called before anything is sent where an element may be NaN or infinite; None
+            does not look. On CPU alone.
+    """
+    operation = f"all-reduce in {dtype}"
     group = resolve(group, operation)
     size = group_size(group)
-    if average and size > 1:
-        x_N.mul_(1.0 / size)
+    factor = 1.0 / size if average else 1.0
+    sent = _DTYPES[dtype] or x_N.dtype
+    if on_nonfinite is None:
+        x_N = x_N.to(sent)
+        if factor != 1.0:
+            x_N.mul_(factor)
+    else:
+        x_N, finite = scaled(x_N, factor, sent)
+        if not finite:
+            on_nonfinite()
     if size == 1 or x_N.numel() == 0:
         return Reduction.done(x_N)
     record_traffic("all_reduce", 2 * (size - 1) * x_N.nbytes // size)
@@ -151,12 +174,11 @@ class Dense(WithMemory):
         group: ProcessGroup | None = None,
         average: bool = True,
         step: int = 0,
+        on_nonfinite: Callable[[], None] | None = None,
     ) -> Reduction:
-        """See `Codec`."""
+        """See `Codec`, and `dense_reduction` for the last argument."""
         memory.take_owed(grad_N)
-        dtype = _DTYPES[self.dtype]
-        x_N = grad_N if dtype is None else grad_N.to(dtype)
-        return dense_reduction(x_N, group, average, f"all-reduce in {self.dtype}")
+        return dense_reduction(grad_N, group, average, self.dtype, on_nonfinite)
 
     def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
         """See `Codec`."""

@@ -204,7 +204,7 @@ class TopK(WithMemory):
         if self.density > _DENSE_ABOVE:
             x_N = feed_velocity(grad_N, memory, self.momentum)
             memory.take_owed(x_N)
-            return dense_reduction(x_N, group, average, "all-reduce")
+            return dense_reduction(x_N, group, average)
         velocity_N = memory.tensor("velocity") if self.momentum is not None else None
         values_K, indices_K = _selected(grad_N, memory, self, velocity_N)
         return _sparse_reduction(values_K, indices_K, grad_N, memory, self, group, average)
@@ -307,7 +307,7 @@ class Threshold(WithMemory):
         if self.density > _DENSE_ABOVE:
             x_N = feed_velocity(grad_N, memory, self.momentum)
             memory.take_owed(x_N)
-            return dense_reduction(x_N, group, average, "all-reduce")
+            return dense_reduction(x_N, group, average)
         values_K, indices_K = self._select(grad_N, memory)
         return _sparse_reduction(values_K, indices_K, grad_N, memory, self, group, average)
 
