@@ -8,11 +8,13 @@ namespace moe_ext::compression::quantize {
 MOE_EXT_SCHEMAS(m) {
   m.def(
       "quantize_blockwise(Tensor x, str format, SymInt block, Tensor(a!)? residual=None, Tensor? rng_state=None, "
-      "bool check_finite=True) -> (Tensor codes, Tensor scales)");
+      "bool check_finite=True, *, Tensor? residual_in=None, SymInt element_offset=0) -> (Tensor codes, Tensor scales)");
   m.def(
       "dequantize_blockwise(Tensor codes, Tensor scales, SymInt numel, str format, SymInt block, "
       "ScalarType dtype=float) -> Tensor");
-  m.def("dequantize_add_(Tensor(a!) out, Tensor codes, Tensor scales, str format, SymInt block) -> ()");
+  m.def(
+      "dequantize_add_(Tensor(a!) out, Tensor codes, Tensor scales, str format, SymInt block, bool accumulate=True) -> "
+      "()");
 }
 
 namespace {
@@ -33,6 +35,17 @@ void check_block(const char* op, int64_t block) {
       ": expected block to be a power of two from ", kLeastBlock, " to ", kLargestBlock, ", got ", block);
 }
 
+void check_residual(const char* op, const char* name, const Tensor& residual, const Tensor& x) {
+  check_same_device(op, name, residual, "x", x);
+  check_dtype(op, name, residual, ScalarType::Float);
+  MOE_CHECK(
+      shape_string(residual) == shape_string(x), op, ": expected ", name, " to be of shape ", shape_string(x),
+      ", that of x, got shape ", shape_string(residual));
+  MOE_CHECK(
+      residual.is_contiguous(), op, ": expected ", name, " to be contiguous, got a strided tensor of shape ",
+      shape_string(residual));
+}
+
 } // namespace
 
 void check_short_floating(const char* op, const char* name, ScalarType dtype) {
@@ -43,22 +56,27 @@ void check_short_floating(const char* op, const char* name, ScalarType dtype) {
 
 Format check_quantize(
     const Tensor& x, const std::string& format, int64_t block, const std::optional<Tensor>& residual,
-    const std::optional<Tensor>& rng_state) {
+    const std::optional<Tensor>& rng_state, const std::optional<Tensor>& residual_in, int64_t element_offset) {
   const char* op = "quantize_blockwise";
   check_short_floating(op, "x", x.scalar_type());
   const Format parsed = parse_format(op, format);
   check_block(op, block);
   if (residual) {
-    check_same_device(op, "residual", *residual, "x", x);
-    check_dtype(op, "residual", *residual, ScalarType::Float);
-    MOE_CHECK(
-        shape_string(*residual) == shape_string(x), op, ": expected residual to be of shape ", shape_string(x),
-        ", that of x, got shape ", shape_string(*residual));
-    MOE_CHECK(
-        residual->is_contiguous(), op, ": expected residual to be contiguous, got a strided tensor of shape ",
-        shape_string(*residual));
+    check_residual(op, "residual", *residual, x);
     MOE_CHECK(!overlap(*residual, x), op, ": expected residual to be in memory of its own, got a part of x's");
   }
+  if (residual_in) {
+    MOE_CHECK(
+        residual.has_value(), op, ": expected residual to be given with residual_in, which is only read, got none");
+    check_residual(op, "residual_in", *residual_in, x);
+    MOE_CHECK(
+        !overlap(*residual_in, *residual), op,
+        ": expected residual_in to be in memory of its own, got a part of "
+        "residual's");
+  }
+  MOE_CHECK(
+      element_offset >= 0 && element_offset % block == 0, op, ": expected element_offset to be a multiple of block (",
+      block, "), got ", element_offset);
   if (rng_state) {
     check_same_device(op, "rng_state", *rng_state, "x", x);
     check_dtype(op, "rng_state", *rng_state, ScalarType::Long);

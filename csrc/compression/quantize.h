@@ -23,7 +23,8 @@ inline int64_t num_blocks(int64_t numel, int64_t block) {
 // Both check everything that needs no look at the data.
 Format check_quantize(
     const Tensor& x, const std::string& format, int64_t block, const std::optional<Tensor>& residual,
-    const std::optional<Tensor>& rng_state); // [4]
+    const std::optional<Tensor>& rng_state, // [4]
+    const std::optional<Tensor>& residual_in, int64_t element_offset);
 
 Format check_dequantize(
     const char* op, const Tensor& codes, const Tensor& scales, int64_t numel, const std::string& format, int64_t block);

@@ -40,40 +40,43 @@ uint32_t largest_over_blocks(int64_t blocks, int64_t block, F&& f) {
 template <typename T>
 [[noreturn]] void refuse(const QuantizeArgs<T>& args) {
   int64_t i = 0;
-  const auto value = [&] { return to_acc(args.x[i]) + (args.residual == nullptr ? 0.0f : args.residual[i]); };
+  const auto value = [&] { return to_acc(args.x[i]) + (args.residual_in == nullptr ? 0.0f : args.residual_in[i]); };
   while (i + 1 < args.numel && key_of(value()) < kInfinityKey<float>) {
     ++i;
   }
   fail(
-      "quantize_blockwise: expected x", args.residual == nullptr ? "" : " plus residual", " to be finite, got ",
+      "quantize_blockwise: expected x", args.residual_in == nullptr ? "" : " plus residual", " to be finite, got ",
       key_of(value()) == kInfinityKey<float> ? "inf" : "nan", " at element ", i);
 }
 
 std::tuple<Tensor, Tensor> quantize_blockwise_cpu(
     Tensor x, std::string format_name, int64_t block, OptionalTensor residual, OptionalTensor rng_state,
-    bool check_finite) {
-  const Format format = check_quantize(x, format_name, block, residual, rng_state);
+    bool check_finite, OptionalTensor residual_in, int64_t element_offset) {
+  const Format format = check_quantize(x, format_name, block, residual, rng_state, residual_in, element_offset);
   const Tensor in = contiguous(x);
   const OptionalTensor state = optional_contiguous(rng_state);
   const int64_t numel = in.numel(), blocks = num_blocks(numel, block);
   Tensor codes = new_empty(in, {num_code_bytes(numel, format)}, ScalarType::Byte);
   Tensor scales = new_empty(in, {blocks}, ScalarType::Float);
+  const OptionalTensor& owed = residual_in ? residual_in : residual;
   dispatch_short_floating(in.scalar_type(), [&]<typename T>() {
     const QuantizeArgs<T> args{
         data<const T>(in),
+        data_or_null<float>(owed),
         residual ? data<float>(*residual) : nullptr,
         data<uint8_t>(codes),
         data<float>(scales),
         numel,
         block,
-        {data_or_null<int64_t>(state), nullptr}};
+        {data_or_null<int64_t>(state), nullptr},
+        element_offset};
     const QuantizeKernels<T>& loops = kernels().of<T>();
     const auto run = [&](auto loop) {
       return largest_over_blocks(
           blocks, block, [&, loop](int64_t begin, int64_t end) { return loop(args, begin, end); });
     };
-    // Without a residual nothing of the caller's is changed: what has been written can be thrown away.
-    if (residual && check_finite && run(loops.largest) >= kInfinityKey<float>) {
+    // Where no residual is changed in place, what has been written can be thrown away.
+    if (residual && !residual_in && check_finite && run(loops.largest) >= kInfinityKey<float>) {
       refuse(args);
     }
     if (run(loops.quantize[static_cast<int64_t>(format)]) >= kInfinityKey<float>) {
@@ -105,9 +108,10 @@ Tensor dequantize_blockwise_cpu(
   return out;
 }
 
-void dequantize_add_cpu(Tensor out, Tensor codes, Tensor scales, std::string format_name, int64_t block) {
+void dequantize_add_cpu(
+    Tensor out, Tensor codes, Tensor scales, std::string format_name, int64_t block, bool accumulate) {
   const Format format = check_dequantize_add(out, codes, scales, format_name, block);
-  dequantize_into(out, contiguous(codes), contiguous(scales), format, block, true);
+  dequantize_into(out, contiguous(codes), contiguous(scales), format, block, accumulate);
 }
 
 } // namespace

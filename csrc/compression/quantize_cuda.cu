@@ -17,8 +17,8 @@ using OptionalTensor = std::optional<Tensor>;
 
 std::tuple<Tensor, Tensor> quantize_blockwise_cuda(
     Tensor x, std::string format_name, int64_t block, OptionalTensor residual, OptionalTensor rng_state,
-    bool check_finite) {
-  const Format format = check_quantize(x, format_name, block, residual, rng_state);
+    bool check_finite, OptionalTensor residual_in, int64_t element_offset) {
+  const Format format = check_quantize(x, format_name, block, residual, rng_state, residual_in, element_offset);
   const DeviceScope device(x);
   const Tensor in = contiguous(x);
   const OptionalTensor state = optional_contiguous(rng_state);
@@ -29,17 +29,20 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cuda(
   if (numel == 0) {
     return {codes, scales};
   }
-  // Without a residual there is nothing to keep.
-  const bool check = check_finite && (residual || kCheckIndices);
+  // Where no residual is changed in place there is nothing to keep.
+  const bool check = check_finite && ((residual && !residual_in) || kCheckIndices);
+  const OptionalTensor& owed = residual_in ? residual_in : residual;
   dispatch_short_floating(in.scalar_type(), [&]<typename T>() {
     const QuantizeArgs<T> args{
         data<const T>(in),
+        data_or_null<float>(owed),
         residual ? data<float>(*residual) : nullptr,
         data<uint8_t>(codes),
         data<float>(scales),
         numel,
         block,
-        {data_or_null<int64_t>(state), nullptr}};
+        {data_or_null<int64_t>(state), nullptr},
+        element_offset};
     if (check) {
       launch_check_finite<kCheckIndices>(args, data<int>(refused), device.stream());
     }
@@ -71,10 +74,11 @@ Tensor dequantize_blockwise_cuda(
   return out;
 }
 
-void dequantize_add_cuda(Tensor out, Tensor codes, Tensor scales, std::string format_name, int64_t block) {
+void dequantize_add_cuda(
+    Tensor out, Tensor codes, Tensor scales, std::string format_name, int64_t block, bool accumulate) {
   const Format format = check_dequantize_add(out, codes, scales, format_name, block);
   const DeviceScope device(out);
-  dequantize_into(out, contiguous(codes), contiguous(scales), format, block, true, device.stream());
+  dequantize_into(out, contiguous(codes), contiguous(scales), format, block, accumulate, device.stream());
 }
 
 } // namespace

@@ -65,8 +65,8 @@ template <typename T>
 __device__ __forceinline__ Vec<float, kFour> owed_four(
     const QuantizeArgs<T>& args, int64_t i, int64_t end, bool aligned) {
   Vec<float, kFour> a = load_four(args.x, i, end, aligned);
-  if (args.residual != nullptr) {
-    const Vec<float, kFour> residual = load_four(args.residual, i, end, aligned);
+  if (args.residual_in != nullptr) {
+    const Vec<float, kFour> residual = load_four(args.residual_in, i, end, aligned);
 #pragma unroll
     for (int j = 0; j < kFour; ++j) {
       a.v[j] = residual.v[j] + a.v[j];
@@ -139,7 +139,7 @@ __device__ __forceinline__ void encode_four(
   Vec<float, kFour> rest;
   PhiloxWords words = {};
   if constexpr (kRandom) {
-    words = draws.words(i);
+    words = draws.words(args.offset + i);
   }
 #pragma unroll
   for (int j = 0; j < kFour; ++j) {
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     TokenDraws draws = {};
     if constexpr (kRandom) {
-      draws = rounding_draws(args.rng, begin);
+      draws = rounding_draws(args.rng, args.offset + begin);
     }
     for (int64_t i = begin + lane * kFour; i < begin + args.block; i += kStep) {
       encode_four<kFormat, kRandom>(args, draws, i, end, aligned, write, load<kFour>(own + (i - begin)), s);
@@ -286,8 +286,8 @@ inline Launch over_elements(int64_t numel, int per_thread, cudaStream_t stream) 
 
 template <typename T>
 bool aligned_for(const QuantizeArgs<T>& args) {
-  return is_aligned(args.x, kFour * sizeof(T)) && is_aligned(args.residual, kAccessBytes) &&
-         is_aligned(args.codes, kFour);
+  return is_aligned(args.x, kFour * sizeof(T)) && is_aligned(args.residual_in, kAccessBytes) &&
+         is_aligned(args.residual, kAccessBytes) && is_aligned(args.codes, kFour);
 }
 
 template <bool kCheck, typename T>

@@ -32,8 +32,8 @@ MOE_INLINE Block load_block(const QuantizeArgs<T>& args, int64_t block, float* _
   }
   // A key has no sign bit, and more instruction sets have a maximum of signed numbers.
   int32_t most = 0;
-  if (args.residual != nullptr) {
-    const float* __restrict residual = args.residual + begin;
+  if (args.residual_in != nullptr) {
+    const float* __restrict residual = args.residual_in + begin;
     for (int64_t i = 0; i < n; i += kLanes) {
       __builtin_prefetch(residual + kAhead + i);
     }
@@ -153,7 +153,7 @@ MOE_INLINE void pack(uint8_t* __restrict out, const int8_t* __restrict codes, in
 template <typename T>
 MOE_INLINE bool read_in_place(const QuantizeArgs<T>& args, int64_t block) {
 #if defined(__AVX512F__)
-  return std::is_same_v<T, float> && args.residual == nullptr && args.block % kLanes == 0 &&
+  return std::is_same_v<T, float> && args.residual_in == nullptr && args.block % kLanes == 0 &&
          (block + 1) * args.block <= args.numel;
 #else
   return (void)args, (void)block, false;
@@ -208,7 +208,7 @@ uint32_t quantize(const QuantizeArgs<T>& args, int64_t begin, int64_t end) {
     most = key > most ? key : most;
     const Scaling s = scaling_of(bit_cast<float>(key), largest_code(kFormat));
     if (args.rng.state != nullptr) {
-      draw(words, args.rng, block * args.block, n);
+      draw(words, args.rng, args.offset + block * args.block, n);
       encode<kFormat, true>(a, words, s, padded, codes);
     } else {
       encode<kFormat, false>(a, words, s, padded, codes);

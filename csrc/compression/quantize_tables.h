@@ -12,12 +12,14 @@ constexpr int64_t kLargestBlock = 1024;
 template <typename T>
 struct QuantizeArgs {
   const T* x;
-  float* residual; // or null
+  const float* residual_in; // what is owed, or null; `residual` itself where that is changed in place
+  float* residual;          // or null
   uint8_t* codes;
   float* scales;
   int64_t numel;
   int64_t block;
-  RngSource rng; // its state is null to round to the nearest
+  RngSource rng;  // its state is null to round to the nearest
+  int64_t offset; // elements before these in the streams of random numbers
 };
 
 template <typename T>

@@ -42,6 +42,8 @@ def quantize_blockwise(
     residual: Tensor | None = None,
     rng_state: Tensor | None = None,
     check_finite: bool = True,
+    residual_in: Tensor | None = None,
+    element_offset: int = 0,
 ) -> QuantizedBlocks:
     r"""Codes blocks of neighbouring elements with a scale each, and keeps the error.
 
@@ -62,9 +64,14 @@ def quantize_blockwise(
         rng_state (Tensor[4]): int64 ``(seed, tensor, step, rank)``: rounds up or down at random,
             so that the expectation is exact (Philox, stream 5, column = element, see
             `routing_uniform`); None rounds to the nearest, ties to even.
-        check_finite (bool): with a residual, look for NaN and infinity before it is changed, which
+        check_finite (bool): look for NaN and infinity before a residual is changed in place, which
             reads everything once more. False is for gradients that have just been checked: the
             error then comes too late for the residual.
+        residual_in (Tensor[N]): e is read here, and not changed; ``residual``, in memory of its
+            own, is only written, whatever was in it. The check is then part of the pass, and
+            whoever may have to take a step back need not copy the residual first.
+        element_offset (int): number of the first element in the stream of random numbers, a
+            multiple of ``block``: pieces of a tensor then give the codes of the whole.
 
     Returns:
         QuantizedBlocks: codes and scales.
@@ -72,8 +79,8 @@ def quantize_blockwise(
     Raises:
         ValueError: an unknown number of bits.
         RuntimeError: an argument has the wrong device, dtype, shape or value; an element of
-            :math:`a` is NaN or infinite (the message names the first). The residual has not changed
-            then.
+            :math:`a` is NaN or infinite (the message names the first). What e was read from has not
+            changed then; ``residual`` beside a ``residual_in`` may hold anything.
 
     Deterministic, with the same bits for any number of threads and every instruction set.
 
@@ -84,7 +91,16 @@ def quantize_blockwise(
     """
     name = _format_of("quantize_blockwise", bits, format)
     return QuantizedBlocks(
-        *torch.ops.moe_ext.quantize_blockwise(x, name, block, residual, rng_state, check_finite)
+        *torch.ops.moe_ext.quantize_blockwise(
+            x,
+            name,
+            block,
+            residual,
+            rng_state,
+            check_finite,
+            residual_in=residual_in,
+            element_offset=element_offset,
+        )
     )
 
 
@@ -101,6 +117,9 @@ def _(
     residual: Tensor | None = None,
     rng_state: Tensor | None = None,
     check_finite: bool = True,
+    *,
+    residual_in: Tensor | None = None,
+    element_offset: int = 0,
 ) -> tuple[Tensor, Tensor]:
     numel = x.numel()
     return (
@@ -166,6 +185,7 @@ def dequantize_add_(
     bits: int = 8,
     block: int = 128,
     format: str | None = None,
+    accumulate: bool = True,
 ) -> None:
     """Adds what `dequantize_blockwise` returns to a tensor, without making it.
 
@@ -176,6 +196,7 @@ def dequantize_add_(
         bits (int): as `dequantize_blockwise`.
         block (int): as `dequantize_blockwise`.
         format (str): as `dequantize_blockwise`.
+        accumulate (bool): False overwrites the tensor.
 
     Raises:
         ValueError: an unknown number of bits.
@@ -184,9 +205,16 @@ def dequantize_add_(
     Deterministic.
     """
     name = _format_of("dequantize_add_", bits, format)
-    torch.ops.moe_ext.dequantize_add_(out, codes, scales, name, block)
+    torch.ops.moe_ext.dequantize_add_(out, codes, scales, name, block, accumulate)
 
 
 @torch.library.register_fake("moe_ext::dequantize_add_")
-def _(out: Tensor, codes: Tensor, scales: Tensor, format: str, block: int) -> None:
+def _(
+    out: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    format: str,
+    block: int,
+    accumulate: bool = True,
+) -> None:
     return None

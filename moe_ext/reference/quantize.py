@@ -81,11 +81,14 @@ def quantize_blockwise(
     residual: Tensor | None = None,
     rng_state: Tensor | None = None,
     check_finite: bool = True,
+    residual_in: Tensor | None = None,
+    element_offset: int = 0,
 ) -> QuantizedBlocks:
     """As `moe_ext.ops.quantize_blockwise`."""
     name = _format_of("quantize_blockwise", bits, format)
     numel = x.numel()
-    a_N = x.float().flatten() if residual is None else residual.flatten() + x.float().flatten()
+    owed = residual if residual_in is None else residual_in
+    a_N = x.float().flatten() if owed is None else owed.flatten() + x.float().flatten()
     if not a_N.isfinite().all():
         raise RuntimeError("quantize_blockwise: expected x to be finite, got others")
     a_BS = _blocks(a_N, block)
@@ -96,7 +99,8 @@ def quantize_blockwise(
     else:
         uniform_BS = None
         if rng_state is not None:
-            uniform_BS = _blocks(routing_uniform(rng_state, 1, numel, stream=5)[0], block)
+            uniform_N = routing_uniform(rng_state, 1, element_offset + numel, stream=5)[0]
+            uniform_BS = _blocks(uniform_N[element_offset:], block)
         scale_B = _scales(a_BS, _LARGEST[name])
         code_BS = _codes(a_BS, scale_B, name, uniform_BS)
         codes = _pack(code_BS.flatten()[:numel], name)
@@ -139,9 +143,11 @@ def dequantize_add_(
     bits: int = 8,
     block: int = 128,
     format: str | None = None,
+    accumulate: bool = True,
 ) -> None:
     """As `moe_ext.ops.dequantize_add_`."""
     values_N = dequantize_blockwise(
         codes, scales, out.numel(), bits=bits, block=block, format=format
     )
-    out.copy_(out.float() + values_N.view(out.shape))
+    values = values_N.view(out.shape)
+    out.copy_(out.float() + values if accumulate else values)

@@ -238,7 +238,15 @@ Quantized quantized(const quantize::Kernels& kernels, int64_t format, int64_t n,
   const int64_t state[4] = {5, 6, 7, 8};
   Quantized out{std::vector<uint8_t>(n + 1, 7), std::vector<float>(n / 64 + 2, 7), random_floats(n + 1, 5)};
   const quantize::QuantizeArgs<float> args{
-      x.data(), out.residual.data(), out.codes.data(), out.scales.data(), n, 64, {random ? state : nullptr, nullptr}};
+      x.data(),
+      out.residual.data(),
+      out.residual.data(),
+      out.codes.data(),
+      out.scales.data(),
+      n,
+      64,
+      {random ? state : nullptr, nullptr},
+      0};
   kernels.f32.quantize[format](args, 0, (n + 63) / 64);
   EXPECT_EQ(out.codes[n], 7) << "wrote past the codes";
   EXPECT_EQ(out.scales[(n + 63) / 64], 7) << "wrote past the scales";

@@ -15,12 +15,14 @@ struct Case {
   int64_t block;
   bool residual = false;
   bool random = false;
-  int64_t offset = 0; // elements, of every tensor
+  int64_t offset = 0;     // elements, of every tensor
+  bool elsewhere = false; // the old residual is read from another tensor
+  int64_t first = 0;      // number of the first element
 };
 
 std::ostream& operator<<(std::ostream& out, const Case& c) {
   return out << c.numel << " in " << c.block << (c.residual ? ", residual" : "") << (c.random ? ", random" : "") << ", "
-             << c.offset;
+             << c.offset << (c.elsewhere ? ", elsewhere" : "") << ", " << c.first;
 }
 
 struct Result {
@@ -46,17 +48,20 @@ struct Problem {
   Result start(Format format) const {
     return {
         std::vector<uint8_t>(c.offset + ceil_div(c.numel, elements_per_byte(format))),
-        std::vector<float>(ceil_div(c.numel, c.block)), residual};
+        std::vector<float>(ceil_div(c.numel, c.block)),
+        c.elsewhere ? std::vector<float>(residual.size(), -9.0f) : residual};
   }
   QuantizeArgs<T> args(Format format, Result& out) const {
     return {
         x.data() + c.offset,
+        c.residual ? (c.elsewhere ? residual : out.residual).data() + c.offset : nullptr,
         c.residual ? out.residual.data() + c.offset : nullptr,
         out.codes.data() + c.offset,
         out.scales.data(),
         c.numel,
         c.block,
-        {c.random && format != Format::kSign ? kState : nullptr, nullptr}};
+        {c.random && format != Format::kSign ? kState : nullptr, nullptr},
+        c.first};
   }
 };
 
@@ -79,7 +84,7 @@ void serial_block(const QuantizeArgs<T>& args, int64_t block) {
   std::vector<float> a;
   uint32_t most = 0;
   for (int64_t i = begin; i < end; ++i) {
-    a.push_back(args.residual == nullptr ? to_acc(args.x[i]) : args.residual[i] + to_acc(args.x[i]));
+    a.push_back(args.residual_in == nullptr ? to_acc(args.x[i]) : args.residual_in[i] + to_acc(args.x[i]));
     most = std::max(most, key_of(a.back()));
   }
   Scaling s = scaling_of(bit_cast<float>(most), largest_code(kFormat));
@@ -96,7 +101,8 @@ void serial_block(const QuantizeArgs<T>& args, int64_t block) {
     } else {
       int8_t code = code_of<kFormat, false>(value, s, 0);
       if (args.rng.state != nullptr) {
-        code = code_of<kFormat, true>(value, s, rounding_draws(args.rng, begin).words(i).w[i % 4]);
+        const int64_t number = args.offset + i;
+        code = code_of<kFormat, true>(value, s, rounding_draws(args.rng, number - i + begin).words(number).w[i % 4]);
       }
       back = value_of<kFormat>(code, s.scale);
       byte |= static_cast<uint8_t>(kFormat == Format::kInt4 ? (code & 15) << 4 * (i % 2) : code);
@@ -159,7 +165,9 @@ INSTANTIATE_TEST_SUITE_P(
          {1000, 128, false, true},
          {1000, 128, true, true, 1},
          {1025, 1024, true},
-         {5000, 256, true, true}}));
+         {5000, 256, true, true},
+         {1000, 128, true, false, 0, true},
+         {1000, 128, true, true, 1, true, 256}}));
 
 TEST(Quantize, WhatIsNotFiniteTravelsAndTheResidualStays) {
   for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {

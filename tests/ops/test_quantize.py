@@ -20,12 +20,18 @@ def rng_state(step=3):
     return torch.tensor([2**40 + 12345, 7, step, 2])
 
 
-def assert_same(x, residual=None, **options):
+def assert_same(x, residual=None, *, elsewhere=False, **options):
     """The operator and the reference: equal codes, scales and residuals."""
     outs = []
     for module in (ops, reference):
         e = None if residual is None else residual.clone()
-        outs.append([*module.quantize_blockwise(x, residual=e, **options), e])
+        if elsewhere:
+            old, e = e, torch.full_like(residual, float("nan"))
+            found = module.quantize_blockwise(x, residual=e, residual_in=old, **options)
+            assert torch.equal(old, residual)
+        else:
+            found = module.quantize_blockwise(x, residual=e, **options)
+        outs.append([*found, e])
     for actual, expected in zip(*outs, strict=True):
         if actual is not None:
             assert actual.dtype == expected.dtype and torch.equal(actual, expected)
@@ -39,9 +45,13 @@ def test_equals_the_reference(backend, numel, dtype, format):
     x, residual = torch.randn(numel).to(dtype), torch.randn(numel)
     for block in (64, 128, 256, 1024):
         codes, scales, _ = assert_same(x, format=format, block=block)
-        assert_same(x, residual, format=format, block=block)
+        here = assert_same(x, residual, format=format, block=block)
+        there = assert_same(x, residual, elsewhere=True, format=format, block=block)
+        assert all(torch.equal(*pair) for pair in zip(here, there, strict=True))
         if format != "sign":
-            assert_same(x, residual, format=format, block=block, rng_state=rng_state())
+            for number in (0, 4096):
+                random = {"rng_state": rng_state(), "element_offset": number}
+                assert_same(x, residual, format=format, block=block, **random)
         shape = {"format": format, "block": block}
         for out in DTYPES:
             actual = ops.dequantize_blockwise(codes, scales, numel, dtype=out, **shape)
@@ -51,6 +61,27 @@ def test_equals_the_reference(backend, numel, dtype, format):
         ops.dequantize_add_(sums[0], codes, scales, **shape)
         reference.dequantize_add_(sums[1], codes, scales, **shape)
         assert torch.equal(*sums)
+        for out, module in zip(sums, (ops, reference), strict=True):
+            module.dequantize_add_(
+                out.fill_(float("nan")), codes, scales, accumulate=False, **shape
+            )
+        assert torch.equal(*sums)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("rounds_at_random", [False, True])
+def test_pieces_give_the_codes_of_the_whole(backend, format, rounds_at_random):
+    if format == "sign" and rounds_at_random:
+        pytest.skip("signs are not rounded")
+    x, state = torch.randn(1000), rng_state() if rounds_at_random else None
+    options = {"format": format, "block": 128, "rng_state": state}
+    whole = ops.quantize_blockwise(x, **options)
+    pieces = [
+        ops.quantize_blockwise(piece, element_offset=256 * i, **options)
+        for i, piece in enumerate(x.split(256))
+    ]
+    assert torch.equal(torch.cat([piece.codes for piece in pieces]), whole.codes)
+    assert torch.equal(torch.cat([piece.scales for piece in pieces]), whole.scales)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -165,6 +196,10 @@ def test_refuses_what_is_not_finite_and_changes_nothing(isa, bad, format):
         assert torch.equal(residual, before)
         with pytest.raises(RuntimeError, match="residual to be finite"):
             ops.quantize_blockwise(x, format=format, residual=residual, check_finite=False)
+        old = before.clone()
+        with pytest.raises(RuntimeError, match=rf"residual to be finite.* at element {where}$"):
+            ops.quantize_blockwise(x, format=format, residual=residual, residual_in=old)
+        assert torch.equal(old, before)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -181,11 +216,15 @@ def test_cuda_leaves_the_residual_where_something_is_not_finite(device, format):
         values = ops.dequantize_blockwise(*out, 300, format=format)
         assert values[200].isnan() and values[:128].isfinite().all()
     assert torch.equal(residual, before)
+    with pytest.raises(RuntimeError, match="trap") if traps else contextlib.nullcontext():
+        ops.quantize_blockwise(x, format=format, residual=torch.empty(300), residual_in=residual)
+    assert torch.equal(residual, before)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_any_address(backend, format):
     x, residual = torch.randn(301)[1:], torch.randn(301)[1:]
+    assert_same(x, residual, elsewhere=True, format=format)
     codes, scales, _ = assert_same(x, residual, format=format)
     codes = torch.cat([codes[:1], codes])[1:]
     sums = [torch.ones(301)[1:], torch.ones(301)[1:]]
@@ -194,7 +233,7 @@ def test_any_address(backend, format):
     assert torch.equal(*sums)
 
 
-X = torch.zeros(4, 64)
+X, OWED = torch.zeros(4, 64), torch.zeros(4, 64)
 CODES = torch.zeros(256, dtype=torch.uint8)
 
 
@@ -227,6 +266,26 @@ CODES = torch.zeros(256, dtype=torch.uint8)
             r"residual to be contiguous",
         ),
         (lambda: ops.quantize_blockwise(X, residual=X), r"residual to be in memory of its own"),
+        (
+            lambda: ops.quantize_blockwise(X, residual_in=torch.zeros(4, 64)),
+            r"residual to be given with residual_in, which is only read, got none",
+        ),
+        (
+            lambda: ops.quantize_blockwise(X, residual=OWED, residual_in=OWED[:2]),
+            r"residual_in to be of shape \[4, 64\], that of x, got shape \[2, 64\]",
+        ),
+        (
+            lambda: ops.quantize_blockwise(X, residual=OWED, residual_in=OWED.half()),
+            r"residual_in to be Float, got Half",
+        ),
+        (
+            lambda: ops.quantize_blockwise(X, residual=OWED, residual_in=OWED),
+            r"residual_in to be in memory of its own, got a part of residual's",
+        ),
+        (
+            lambda: ops.quantize_blockwise(X, element_offset=64),
+            r"element_offset to be a multiple of block \(128\), got 64",
+        ),
         (
             lambda: ops.quantize_blockwise(X, rng_state=rng_state()[:3]),
             r"rng_state to be of size 4 in dim 0 \(seed, tensor, step, rank\), got shape \[3\]",
@@ -286,3 +345,12 @@ def test_opcheck():
         torch.library.opcheck(op.dequantize_blockwise.default, (codes, scales, 300, format, 128))
         torch.library.opcheck(op.dequantize_add_.default, (x.clone(), codes, scales, format, 128))
     torch.library.opcheck(op.quantize_blockwise.default, (x, "int8", 128, residual, rng_state()))
+    torch.library.opcheck(
+        op.quantize_blockwise.default,
+        (x, "int8", 128, residual),
+        {"residual_in": torch.randn(300), "element_offset": 256},
+    )
+    torch.library.opcheck(
+        op.dequantize_add_.default,
+        (x.clone(), *op.quantize_blockwise(x, "int8", 128), "int8", 128) + (False,),
+    )
