@@ -35,6 +35,10 @@ class SlicedOptimizer(Optimizer, ABC):
 
         Returns:
             What the closure returned.
+
+        Raises:
+            RankFailureError: a rank that holds other shards died or did not answer; parameters
+                and moments are as before.
         """
         loss = run_closure(closure)
         trained = trained_parameters(self._op, self.param_groups)

@@ -22,7 +22,7 @@ from moe_ext.optim._shards import (
     sum_over_groups,
 )
 from moe_ext.optim._sliced import SlicedOptimizer
-from moe_ext.optim._steps import advance
+from moe_ext.optim._steps import advance, unchanged_if_it_fails
 
 
 class Adafactor(SlicedOptimizer):
@@ -109,10 +109,11 @@ class Adafactor(SlicedOptimizer):
             raise ValueError(f"Adafactor: expected d to be at least 1, got {group['d']}")
 
     def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
-        moments = [self._moment(entry) for entry in trained]
-        _update_factors([moment for moment in moments if moment.factored])
-        updates = [moment.update() for moment in moments]
-        weight_norms, update_norms = slices.norms(weights, updates)
+        with unchanged_if_it_fails(self.state, [entry.parameter for entry in trained]):
+            moments = [self._moment(entry) for entry in trained]
+            _update_factors([moment for moment in moments if moment.factored])
+            updates = [moment.update() for moment in moments]
+            weight_norms, update_norms = slices.norms(weights, updates)
         scales = [
             moment.step_size(weight_G, update_G)
             for moment, weight_G, update_G in zip(moments, weight_norms, update_norms, strict=True)

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from moe_ext.optim._arguments import Trained, check_betas, check_positive
 from moe_ext.optim._shards import SliceNorms, local_part
 from moe_ext.optim._sliced import SlicedOptimizer
-from moe_ext.optim._steps import advance
+from moe_ext.optim._steps import advance, unchanged_if_it_fails
 
 
 class LAMB(SlicedOptimizer):
@@ -98,8 +98,9 @@ class LAMB(SlicedOptimizer):
             )
 
     def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
-        updates = self._directions(trained, weights)
-        weight_norms, update_norms = slices.norms(weights, updates)
+        with unchanged_if_it_fails(self.state, [entry.parameter for entry in trained]):
+            updates = self._directions(trained, weights)
+            weight_norms, update_norms = slices.norms(weights, updates)
         ratios = [
             trust_ratio(entry.group, weight_G, update_G)
             for entry, weight_G, update_G in zip(trained, weight_norms, update_norms, strict=True)

@@ -1,5 +1,6 @@
 import copy
 import functools
+import os
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def gradients(step):
 
 def take_steps(optimizer, params, spread=lambda grad, p: grad, steps=3):
     for step in range(steps):
-        for p, grad in zip(params, gradients(step), strict=True):
+        for p, grad in zip(params, gradients(step), strict=False):
             p.grad = spread(grad, p)
         optimizer.step()
 
@@ -185,6 +186,38 @@ def check_messages():
             make([q]).step()
 
 
+def lose_a_rank(rank, name):
+    where = mesh(2)
+    sharded = [
+        nn.Parameter(distribute_tensor(p.detach(), where, [Shard(p.dim() - 1)]))
+        for p in whole_parameters()
+    ]
+    *early, late = sharded
+    optimizer = MAKERS[name](sharded)
+    spread = functools.partial(distribute_tensor, device_mesh=where)
+    take_steps(optimizer, early, lambda g, p: spread(g, placements=p.placements), 2)
+    weights = [p.to_local().detach().clone() for p in sharded]
+    before = copy.deepcopy(optimizer.state_dict())
+    # One parameter has no state yet.
+    late.grad = spread(gradients(0)[-1], placements=late.placements)
+    dist.barrier()
+    if rank == 1:
+        os._exit(1)
+    with pytest.raises(md.RankFailureError, match="optimizer step"):
+        optimizer.step()
+    assert all(torch.equal(p.to_local(), w) for p, w in zip(sharded, weights, strict=True))
+    after = optimizer.state_dict()
+    assert after["state"].keys() == before["state"].keys()
+    for index, state in before["state"].items():
+        assert after["state"][index].keys() == state.keys()
+        for key, value in state.items():
+            found = after["state"][index][key]
+            if isinstance(value, DTensor):
+                value, found = value.to_local(), found.to_local()
+            assert torch.equal(found, value), (index, key)
+    return True
+
+
 CHECKS = {
     **{
         f"check_any_placement-{name}-{each}": functools.partial(check_any_placement, name, each)
@@ -211,3 +244,8 @@ def outcomes(world_size):
 @pytest.mark.parametrize("name", CHECKS)
 def test_sharded(name, world_size):
     assert_passed(outcomes(world_size), name)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_rank_that_dies_leaves_weights_and_moments(name):
+    assert spawn_ranks(lose_a_rank, 2, name, may_die=[1], group_timeout=10)[0]
