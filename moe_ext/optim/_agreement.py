@@ -1,6 +1,7 @@
 """What ranks tell each other before a step: that it is the same step, of finite gradients.
 
-One all-gather of a few integers, after which every rank raises the same error or none does.
+One all-gather of a few integers, after which every rank raises the same error or none does. It has
+one size on all ranks and at all steps; for more than 496 parameters a second one follows.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _PROBLEMS: dict[int, tuple[type[Exception], str]] = {
     ),
 }
 _BITS = 62
+_FIRST_WORDS = 8
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def agree_on_step(
     step: int,
     group: ProcessGroup | None,
     *,
-    first: bool,
+    options: str | None,
 ) -> list[bool]:
     """Check the gradients of all ranks, and find out which parameters have one.
 
@@ -90,62 +92,81 @@ def agree_on_step(
         frozen: the others; none of them may require gradients by now.
         step: number of the step.
         group: the ranks, None for this one alone.
-        first: also compare the values of the parameters that all ranks hold.
+        options: at the first step, what must be equal on all ranks beside the values of the
+            parameters that all hold; None afterwards.
 
     Returns:
         For each parameter whether any rank that holds it has a gradient.
 
     Raises:
-        ValueError: on every rank: steps or parameters differ, or a gradient is not finite.
+        ValueError: on every rank: steps, options or parameters differ, a state was loaded on some
+            ranks only, or a gradient is not finite.
         TypeError: on every rank: a parameter or gradient is of a kind that is not supported.
         RankFailureError: a rank died or did not answer.
     """
     problem, which = _find_problem(named, frozen)
-    everything = [*named, *frozen]
     has = [entry.parameter.grad is not None for entry in named]
     if group is None:
-        _raise(op, everything, problem, which, None)
+        _raise(op, [*named, *frozen], problem, which, None)
         return has
     device, ranks = named[0].parameter.device, group_ranks(group)
-    if first:
-        _compare_parameters(op, named, problem, which, group)
     words = [
         sum(1 << bit for bit, flag in enumerate(has[start : start + _BITS]) if flag)
         for start in range(0, len(has), _BITS)
     ]
-    rows = share([problem, which, step, *words], group, device, operation=op)
-    for rank, row in zip(ranks, rows, strict=True):
-        _raise(op, everything, row[0], row[1], rank)
-    check_equal_over_ranks("the number of the step", [row[2] for row in rows], group, op)
-    masks = {rank: row[3:] for rank, row in zip(ranks, rows, strict=True)}
+    facts = _facts(named, step, problem, options)
+    # Of one size whatever ranks have: a rank in another place must be told, not waited for.
+    head = (words + [0] * _FIRST_WORDS)[:_FIRST_WORDS]
+    rows = share([problem, which, *facts.values(), *head], group, device, operation=op)
+    _compare(op, [*named, *frozen], list(facts), rows, group)
+    masks = {rank: row[2 + len(facts) :] for rank, row in zip(ranks, rows, strict=True)}
+    if len(words) > _FIRST_WORDS:
+        # Only now is known that this is as long on every rank.
+        rows = share(words[_FIRST_WORDS:], group, device, operation=op)
+        masks = {rank: masks[rank] + row for rank, row in zip(ranks, rows, strict=True)}
     return [
         any(masks[r][i // _BITS] >> (i % _BITS) & 1 for r in (entry.ranks or ranks))
         for i, entry in enumerate(named)
     ]
 
 
-def _compare_parameters(
-    op: str, named: Sequence[Named], problem: int, which: int, group: ProcessGroup
-) -> None:
-    """Raise on every rank unless all have the same parameters; a message of fixed size."""
-    signature = "\n".join(f"{tuple(e.parameter.shape)} {e.parameter.dtype}" for e in named)
-    # Only ranks with plain tensors can be compared by value; the others raise in any case.
-    shared = [(e.label, e.parameter) for e in named if e.ranks is None and not problem]
-    facts = {
+def _facts(named: Sequence[Named], step: int, problem: int, options: str | None) -> dict[str, int]:
+    """What must be equal on every rank; as many numbers at every step."""
+    first, signature = options is not None, ""
+    shared: list[tuple[str, nn.Parameter]] = []
+    if first:
+        signature = "\n".join(f"{tuple(e.parameter.shape)} {e.parameter.dtype}" for e in named)
+        # Only ranks with plain tensors can be compared by value; the others raise in any case.
+        shared = [(e.label, e.parameter) for e in named if e.ranks is None and not problem]
+    return {
+        "whether this is the first step since the start or load_state_dict (load a state on all "
+        "ranks or on none)": int(first),
         "the number of parameters": len(named),
         "the checksum of their shapes and dtypes": zlib.crc32(signature.encode()),
-        "the values of the parameters at the first step (seed every rank alike)": fingerprint(
-            shared
+        "the number of the step": step,
+        "the checksum of the options at the first step": zlib.crc32((options or "").encode()),
+        "the values of the parameters at the first step (seed every rank alike)": (
+            fingerprint(shared) if first else 0
         ),
     }
-    message = [problem, which, *facts.values()]
-    rows = share(message, group, named[0].parameter.device, operation=op)
-    columns = list(zip(*rows, strict=True))[2:]
-    for name, column in list(zip(facts, columns, strict=True))[:2]:
+
+
+def _compare(
+    op: str,
+    everything: Sequence[Named],
+    names: list[str],
+    rows: list[list[int]],
+    group: ProcessGroup,
+) -> None:
+    """Raise the same on every rank unless all may take the step."""
+    checks = list(zip(names, list(zip(*rows, strict=True))[2:], strict=False))
+    for name, column in checks[:3]:
         check_equal_over_ranks(name, column, group, op)
+    # Only lists of one length name the same parameter by a number.
     for rank, row in zip(group_ranks(group), rows, strict=True):
-        _raise(op, named, row[0], row[1], rank)
-    check_equal_over_ranks(list(facts)[2], columns[2], group, op)
+        _raise(op, everything, row[0], row[1], rank)
+    for name, column in checks[3:]:
+        check_equal_over_ranks(name, column, group, op)
 
 
 def _raise(op: str, named: Sequence[Named], problem: int, which: int, rank: int | None) -> None:

@@ -1,17 +1,15 @@
-"""What the optimizers that communicate themselves share: agreement, dense means, errors, state."""
+"""What the optimizers that communicate themselves share: agreement, dense and compressed means."""
 
 from __future__ import annotations
 
-import functools
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from moe_ext.compression.agreement import resolve
 from moe_ext.distributed.groups import check_group, group_ranks
@@ -20,48 +18,16 @@ from moe_ext.optim._arguments import check_betas, check_expert_axis, check_posit
 from moe_ext.optim._compressed_mean import (
     CompressedMean,
     Ranks,
-    all_owed,
-    owes,
-    ranks_in,
-    sum_in_place,
+    mean_over_ranks,
 )
+from moe_ext.optim._compressed_state import CompressedState, Entry
 from moe_ext.optim._steps import run_closure
 
 _BUCKET_NUMEL = 25 * 2**18
 
 
-@dataclass
-class Entry:
-    """A trained parameter within a step; `grad` is None where no rank has one."""
-
-    parameter: nn.Parameter
-    group_index: int
-    label: str
-    ranks: Ranks
-    grad: Tensor | None = None
-    active: bool = True
-
-
-def _unless_it_fails(load: Callable[..., None]) -> Callable[..., None]:
-    """Put back what an optimizer had where loading a state raises."""
-
-    @functools.wraps(load)
-    def run(self: CompressedOptimizer, saved: Any) -> None:
-        names = ("state", "param_groups", "_made", "_frozen", "_means")
-        kept = {name: getattr(self, name) for name in names}
-        try:
-            load(self, saved)
-        except BaseException:
-            self.__dict__.update(kept)
-            raise
-
-    return run
-
-
-class CompressedOptimizer(Optimizer, ABC):
+class CompressedOptimizer(CompressedState):
     """Base of OneBitAdam, OneBitLamb and ZeroOneAdam."""
-
-    _op = ""
 
     def __init__(
         self,
@@ -189,7 +155,12 @@ class CompressedOptimizer(Optimizer, ABC):
             )
         try:
             active = agree_on_step(
-                self._op, named, self._frozen, self.steps_taken, self._process_group, first=first
+                self._op,
+                named,
+                self._frozen,
+                self.steps_taken,
+                self._process_group,
+                options=self._told_options() if first else None,
             )
         except Exception:
             if first:
@@ -202,6 +173,18 @@ class CompressedOptimizer(Optimizer, ABC):
             entry.grad = None if grad is None else grad.float()
         return entries
 
+    def _told_options(self) -> str:
+        """What must be equal on all ranks, or their messages or parameters are not."""
+        groups = [{n: group[n] for n in self._options} for group in self.param_groups]
+        for group in groups:
+            group["lr"] = float(group["lr"])
+            group["betas"] = tuple(group["betas"])
+        return f"{self._block} {self._wire_dtype} {self._schedule()} {groups}"
+
+    @abstractmethod
+    def _schedule(self) -> tuple[int, ...]:
+        """Which step does what, as far as that is not an option of groups."""
+
     def _is_apart(self, entry: Entry) -> bool:
         """Whether a parameter has other values on each rank now."""
         return bool(self.state.get(entry.parameter, {}).get("apart", False))
@@ -211,15 +194,19 @@ class CompressedOptimizer(Optimizer, ABC):
 
     def _clip(self, entries: list[Entry], *, local: bool) -> None:
         """Scale gradients to max_grad_norm, replacing them in the entries."""
+        scale = None if local == self._is_dense() else self._clip_factor(entries)
+        for entry in entries:
+            if entry.grad is not None and scale is not None:
+                entry.grad = entry.grad * scale
+
+    def _clip_factor(self, entries: list[Entry]) -> Tensor | None:
+        """What makes the norm of the gradients max_grad_norm at most, None without a bound."""
         max_norm = self.defaults["max_grad_norm"]
         grads = [entry.grad for entry in entries if entry.grad is not None]
-        if max_norm == 0 or not grads or local == self._is_dense():
-            return
+        if max_norm == 0 or not grads:
+            return None
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2)))
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for entry in entries:
-            if entry.grad is not None:
-                entry.grad = entry.grad * scale
+        return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
     @abstractmethod
     def _is_dense(self) -> bool:
@@ -238,7 +225,13 @@ class CompressedOptimizer(Optimizer, ABC):
             runs[-1].append(entry)
         for (_, dtype), runs in buckets.items():
             for run in runs:
-                _average(self._op, run, dtype)
+                parts = [
+                    torch.zeros_like(e.parameter, dtype=torch.float32) if e.grad is None else e.grad
+                    for e in run
+                ]
+                means = mean_over_ranks(parts, run[0].ranks, self._op, dtype=dtype)
+                for entry, mean in zip(run, means, strict=True):
+                    entry.grad = mean
 
     # -- compressed means
 
@@ -256,10 +249,6 @@ class CompressedOptimizer(Optimizer, ABC):
                 self._means[members[0]] = (mean, members)
         made = self._entries()
         return [(mean, [made[i] for i in members]) for mean, members in self._means.values()]
-
-    def _made_means(self) -> list[tuple[CompressedMean, list[Entry]]]:
-        """As `_flat_means`, none before the first compressed step."""
-        return self._flat_means() if self._means else []
 
     def _is_compressed(self, entry: Entry) -> bool:
         frozen = not self.param_groups[entry.group_index].get("non_freeze", False)
@@ -294,206 +283,3 @@ class CompressedOptimizer(Optimizer, ABC):
             if name not in state:
                 state[name] = torch.zeros_like(entry.parameter, dtype=torch.float32)
         return [state[name] for name in names]
-
-    # -- state
-
-    def flush(self) -> None:
-        """Bring what all ranks owe into the moments, by one dense all-reduce of it, on all ranks.
-
-        Afterwards nothing is owed, and the state is that of any rank: save it, and go on with any
-        number of ranks.
-
-        Raises:
-            RankFailureError: a rank died or did not answer.
-        """
-        with torch.no_grad():
-            for mean, members in self._made_means():
-                owed = mean.mean_error(self._op)
-                for entry, error in zip(members, owed, strict=True):
-                    self.state[entry.parameter]["exp_avg"].add_(error)
-                mean.clear_errors()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of this rank: of torch's form, with what this rank owes.
-
-        ``state[i]["worker_error"]`` belongs to parameter i; ``compression`` holds the errors of
-        this rank's shard. Save it on every rank, or call `flush` and save it on one.
-        """
-        found = super().state_dict()
-        found["state"] = {index: dict(state) for index, state in found["state"].items()}
-        for group in found["param_groups"]:
-            group.pop("exp_avg_mask", None)
-        numbers = self._numbers()
-        servers = []
-        for mean, members in self._made_means():
-            ids = [numbers[id(entry.parameter)] for entry in members]
-            for position, index in enumerate(ids):
-                state = found["state"].setdefault(index, {})
-                state["worker_error"] = mean.worker_views[position].clone()
-                if position in mean.touched:
-                    state["touched_rows"] = mean.touched[position].clone()
-            servers.append(
-                {
-                    "rank": mean.rank,
-                    "world_size": mean.size,
-                    "parameters": ids,
-                    "server_error": mean.server_M.clone(),
-                }
-            )
-        found["compression"] = {"block": self._block, "servers": servers}
-        return found
-
-    @_unless_it_fails
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the state that this rank saved, or any rank after `flush`.
-
-        States of Adam or of a flushed optimizer fit any number of ranks. For states that owe
-        something to another number of ranks see `load_rank_states`.
-
-        Raises:
-            ValueError: the state owes something and is of another rank or number of ranks;
-                nothing has changed.
-        """
-        saved = state_dict.get("compression", {"block": self._block, "servers": []})
-        self._load_shared(state_dict)
-        self._means = {}
-        owing = any(owes(state_dict, server) for server in saved["servers"])
-        if not owing and not self._is_between(state_dict):
-            self._load_rows(state_dict, saved["servers"])
-            return
-        means = self._flat_means()
-        numbers = self._numbers()
-        if len(saved["servers"]) != len(means):
-            raise ValueError(
-                f"{self._op}: expected a state with the errors of {len(means)} groups of ranks, "
-                f"got {len(saved['servers'])}"
-            )
-        for server, (mean, members) in zip(saved["servers"], means, strict=True):
-            ids = [numbers[id(entry.parameter)] for entry in members]
-            if (server["rank"], server["world_size"]) != (mean.rank, mean.size):
-                raise ValueError(
-                    f"{self._op}: expected the state of rank {mean.rank} of {mean.size}, got that "
-                    f"of rank {server['rank']} of {server['world_size']}; call flush before "
-                    "saving, or load_rank_states with the states of all ranks"
-                )
-            if server["parameters"] != ids or saved["block"] != self._block:
-                raise ValueError(
-                    f"{self._op}: expected a state of blocks of {self._block} of parameters {ids}, "
-                    f"got blocks of {saved['block']} of {server['parameters']}"
-                )
-            mean.server_M.copy_(server["server_error"])
-            for view, index in zip(mean.worker_views, ids, strict=True):
-                view.copy_(state_dict["state"][index]["worker_error"])
-        self._load_rows(state_dict, saved["servers"])
-
-    @_unless_it_fails
-    def load_rank_states(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go on from the states of all ranks of a run with another number of ranks.
-
-        Rank j takes over what ranks j, j + P', ... of the old run owe, times P' / P: what the mean
-        over ranks is owed stays the same.
-
-        Args:
-            states: what `state_dict` returned on each rank, in the order of ranks.
-
-        Raises:
-            ValueError: the states are not those of all ranks, each once, in order.
-        """
-        saved = [state["compression"]["servers"] for state in states]
-        for rank, servers in enumerate(saved):
-            for server in servers:
-                if (server["rank"], server["world_size"]) != (rank, len(states)):
-                    raise ValueError(
-                        f"{self._op}: expected state {rank} of {len(states)} to be that of rank "
-                        f"{rank} of {len(states)}, got rank {server['rank']} of "
-                        f"{server['world_size']}"
-                    )
-        if any(self._is_between(state) for state in states):
-            raise ValueError(
-                f"{self._op}: expected states of synchronised ranks, got some from between two "
-                "synchronisations; call flush before saving"
-            )
-        self._load_shared(states[0])
-        self._means = {}
-        if saved[0]:
-            numbers = self._numbers()
-            for mean, members in self._flat_means():
-                ids = [numbers[id(entry.parameter)] for entry in members]
-                mine = range(mean.rank, len(states), mean.size)
-                for rank in mine:
-                    owed = all_owed(states[rank], saved[rank])
-                    for view, index in zip(mean.worker_views, ids, strict=True):
-                        view.add_(owed[index].to(view), alpha=mean.size / len(states))
-        self._load_rows(states[0], saved[0])
-
-    def _is_between(self, state_dict: dict[str, Any]) -> bool:
-        """Whether ranks differ in more than errors, so that only their own state fits them."""
-        return False
-
-    def _load_shared(self, state_dict: dict[str, Any]) -> None:
-        """All but the errors."""
-        masks = [group.get("exp_avg_mask") for group in self.param_groups]
-        private = ("worker_error", "touched_rows")
-        plain = {
-            index: {key: value for key, value in state.items() if key not in private}
-            for index, state in state_dict["state"].items()
-        }
-        super().load_state_dict({**state_dict, "state": plain})
-        numbers = {index: p for p, index in self._by_number()}
-        for index, state in plain.items():
-            for key, value in state.items():
-                if key == "step":
-                    self.state[numbers[index]][key] = int(value)
-                elif isinstance(value, Tensor):
-                    # torch casts to the type of the parameter, which may be shorter.
-                    dtype = torch.promote_types(value.dtype, torch.float32)
-                    self.state[numbers[index]][key] = value.detach().to(
-                        numbers[index].device, dtype, copy=True
-                    )
-        for group, mask in zip(self.param_groups, masks, strict=True):
-            # Those of torch and DeepSpeed count in the state of each parameter.
-            steps = [self.state[p].get("step", 0) for p in group["params"] if p in self.state]
-            group.setdefault("step", int(max(steps, default=0)))
-            for name, value in self._options.items():
-                group.setdefault(name, value)
-            if mask is not None:
-                group["exp_avg_mask"] = mask
-        self._made = []
-        self._entries()
-        # A rank that alone has loaded would send another message than those that have not.
-        self._compared = False
-
-    def _load_rows(self, state_dict: dict[str, Any], servers: Sequence[dict[str, Any]]) -> None:
-        if not servers:
-            return
-        numbers = self._numbers()
-        for mean, members in self._flat_means():
-            for position, touched_R in mean.touched.items():
-                # A parameter may be new: frozen until now.
-                state = state_dict["state"].get(numbers[id(members[position].parameter)], {})
-                if "touched_rows" in state:
-                    touched_R.copy_(state["touched_rows"])
-            mean.refresh()
-
-    def _by_number(self) -> list[tuple[nn.Parameter, int]]:
-        flat = [p for group in self.param_groups for p in group["params"]]
-        return [(p, index) for index, p in enumerate(flat)]
-
-    def _numbers(self) -> dict[int, int]:
-        """Id of a parameter to its number in a state of torch's form."""
-        return {id(p): index for p, index in self._by_number()}
-
-
-def _average(op: str, run: list[Entry], dtype: torch.dtype) -> None:
-    size = ranks_in(run[0].ranks)
-    parts = [
-        torch.zeros_like(e.parameter, dtype=torch.float32) if e.grad is None else e.grad
-        for e in run
-    ]
-    if size > 1:
-        flat = torch.cat([part.reshape(-1) for part in parts]).div_(size).to(dtype)
-        sum_in_place(flat, run[0].ranks, op)
-        pieces = flat.float().split([part.numel() for part in parts])
-        parts = [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
-    for entry, part in zip(run, parts, strict=True):
-        entry.grad = part

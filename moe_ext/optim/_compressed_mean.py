@@ -39,6 +39,19 @@ def sum_in_place(x: Tensor, group: Ranks, operation: str, *, maximum: bool = Fal
     record_traffic("all_reduce", 2 * (size - 1) * x.nbytes // size)
 
 
+def mean_over_ranks(
+    parts: list[Tensor], group: Ranks, operation: str, *, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Means of float32 tensors, which travel in one counted all-reduce as a type."""
+    size = ranks_in(group)
+    if size == 1:
+        return parts
+    flat = torch.cat([part.reshape(-1) for part in parts]).div_(size).to(dtype)
+    sum_in_place(flat, group, operation)
+    pieces = flat.float().split([part.numel() for part in parts])
+    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+
+
 def offsets_of(numels: Sequence[int], block: int) -> list[int]:
     """Where each tensor begins in the flat one, and at the end the length of that."""
     offsets = [0]

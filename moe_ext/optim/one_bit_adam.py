@@ -10,7 +10,8 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from moe_ext.optim._arguments import check_count, check_variant, warn_of_ignored
-from moe_ext.optim._compressed import CompressedOptimizer, Entry
+from moe_ext.optim._compressed import CompressedOptimizer
+from moe_ext.optim._compressed_state import Entry
 from moe_ext.optim._variance import fill_zeros
 
 
@@ -115,6 +116,9 @@ class OneBitAdam(CompressedOptimizer):
             block=block,
             communication_data_type=communication_data_type,
         )
+
+    def _schedule(self) -> tuple[int, ...]:
+        return (self.freeze_step,)
 
     def _is_dense(self) -> bool:
         return self.steps_taken < self.freeze_step

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from moe_ext.optim._arguments import check_positive
-from moe_ext.optim._compressed import Entry
+from moe_ext.optim._compressed_state import Entry
 from moe_ext.optim._shards import SliceNorms
 from moe_ext.optim.lamb import trust_ratio
 from moe_ext.optim.one_bit_adam import OneBitAdam

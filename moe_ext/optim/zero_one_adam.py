@@ -10,8 +10,9 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from moe_ext.optim._arguments import check_count, check_variant, warn_of_ignored
-from moe_ext.optim._compressed import CompressedOptimizer, Entry
+from moe_ext.optim._compressed import CompressedOptimizer
 from moe_ext.optim._compressed_mean import CompressedMean, sum_in_place
+from moe_ext.optim._compressed_state import Entry
 from moe_ext.optim._variance import fillings
 
 _BUFFERS = ("exp_avg", "exp_avg_sq", "momentum_accumulator")
@@ -117,7 +118,6 @@ class ZeroOneAdam(CompressedOptimizer):
             "var_counter": 0,
             "local_step_interval": 1,
             "local_step_counter": 0,
-            "lrs": 0.0,
         }
         super().__init__(
             params,
@@ -147,8 +147,14 @@ class ZeroOneAdam(CompressedOptimizer):
                 total_N.div_(mean.size)
                 self._land(members, mean.parts_of(total_N))
                 mean.clear_errors()
-            for group in self.param_groups:
-                group["lrs"] = 0.0
+
+    def _schedule(self) -> tuple[int, ...]:
+        return (
+            self.var_freeze_step,
+            self.var_update_scaler,
+            self.local_step_scaler,
+            self.local_step_clipper,
+        )
 
     def _is_dense(self) -> bool:
         step = self.steps_taken + 1
@@ -234,12 +240,11 @@ class ZeroOneAdam(CompressedOptimizer):
             exp_avg, rate = state["exp_avg"], self._rate(group)
             self._follow(entry, exp_avg)
             state["momentum_accumulator"].add_(exp_avg, alpha=rate)
+            state["lrs"] = state.get("lrs", 0.0) + rate
             factor = 1 - float(group["lr"]) * group["weight_decay"]
             state["decay"] *= factor
             entry.parameter.mul_(factor)
             self._move(entry, exp_avg * rate)
-        for group in self.param_groups:
-            group["lrs"] += self._rate(group)
 
     def _follow(self, entry: Entry, exp_avg: Tensor) -> None:
         beta1 = self.param_groups[entry.group_index]["betas"][0]
@@ -250,25 +255,24 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def _synchronise(self, means: list[tuple[CompressedMean, list[Entry]]]) -> None:
         """A local step on all ranks that ends in the same place."""
-        totals = [group["lrs"] + self._rate(group) for group in self.param_groups]
         for mean, members in means:
             for view, entry in zip(mean.views, members, strict=True):
                 state, group = self.state[entry.parameter], self.param_groups[entry.group_index]
-                self._follow(entry, view.copy_(state["exp_avg"]))
-                view.mul_(self._rate(group)).add_(state["momentum_accumulator"])
+                if entry.active:
+                    self._follow(entry, view.copy_(state["exp_avg"]))
+                    view.mul_(self._rate(group)).add_(state["momentum_accumulator"])
+                else:
+                    view.copy_(state["momentum_accumulator"])
         self._reduce(means)
-        for group, total in zip(self.param_groups, totals, strict=True):
-            group["lrs"] = total
         for mean, members in means:
             for entry in members:
                 state, group = self.state[entry.parameter], self.param_groups[entry.group_index]
                 if entry.active:
                     factor = 1 - float(group["lr"]) * group["weight_decay"]
                     state["decay"] = state.get("decay", 1.0) * factor
+                    state["lrs"] = state.get("lrs", 0.0) + self._rate(group)
             moved = [i for i, entry in enumerate(members) if not self._is_idle(entry)]
             self._land([members[i] for i in moved], [mean.views[i] for i in moved])
-        for group in self.param_groups:
-            group["lrs"] = 0.0
 
     def _is_idle(self, entry: Entry) -> bool:
         return not entry.active and not self._is_apart(entry)
@@ -276,14 +280,16 @@ class ZeroOneAdam(CompressedOptimizer):
     def _land(self, entries: list[Entry], means: list[Tensor]) -> None:
         """Go from the last common place by the mean of what the ranks went."""
         for entry, mean in zip(entries, means, strict=True):
-            state, group = self.state[entry.parameter], self.param_groups[entry.group_index]
+            state = self.state[entry.parameter]
             if state.pop("apart", False):
                 entry.parameter.copy_(state.pop("anchor"))
             entry.parameter.mul_(state.pop("decay", 1.0))
             self._move(entry, mean)
-            # Steps at a rate of zero went nowhere, and leave the momentum as it is.
-            if group["lrs"] > 0:
-                state["exp_avg"].copy_(mean).div_(group["lrs"])
+            # By the steps that this parameter took: it may have had no gradient in others. Steps at
+            # a rate of zero went nowhere, and leave the momentum as it is.
+            rates = state.pop("lrs", 0.0)
+            if rates > 0:
+                state["exp_avg"].copy_(mean).div_(rates)
             state["momentum_accumulator"].zero_()
 
     def _move(self, entry: Entry, distance: Tensor) -> None:

@@ -1,0 +1,135 @@
+"""What ranks of the optimizers that communicate themselves tell each other before a step."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from one_bit_ranks import MAKERS, assert_equal_on_ranks, give, parameters, run
+from rank_checks import assert_passed, run_checks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from moe_ext import optim
+from moe_ext.testing import spawn_ranks
+
+
+def check_messages_on_every_rank():
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    for name, make in MAKERS.items():
+        p = nn.Parameter(torch.zeros(4, 4))
+        optimizer = make([("w", p)])
+        p.grad = torch.ones(4, 4).to_sparse() if rank == last else torch.ones(4, 4)
+        message = f"{name}: expected gradients to be dense, got a sparse one for 'w' on rank {last}"
+        with pytest.raises(TypeError, match=message):
+            optimizer.step()
+        p.grad = torch.ones(4, 4)
+        optimizer.step()
+        q = nn.Parameter(torch.full((2, 2), float(rank)))
+        q.grad = torch.ones(2, 2)
+        message = r"the values of the parameters at the first step \(seed every rank alike\) to be"
+        with pytest.raises(ValueError, match=message):
+            make([q]).step()
+        more = [nn.Parameter(torch.ones(2)) for _ in range(1 + rank)]
+        message = "expected the number of parameters to be equal on every rank, got 1 on rank 0, 2 "
+        with pytest.raises(ValueError, match=message):
+            make(more).step()
+        p.grad = torch.ones(4, 4)
+        if rank == last:
+            optimizer.param_groups[0]["step"] += 1
+        message = "expected the number of the step to be equal on every rank, got 1 on rank 0"
+        with pytest.raises(ValueError, match=message):
+            optimizer.step()
+        where = init_device_mesh("cpu", (dist.get_world_size(),))
+        d = nn.Parameter(distribute_tensor(torch.ones(4), where, [Shard(0)]))
+        d.grad = distribute_tensor(torch.ones(4), where, [Shard(0)])
+        with pytest.raises(
+            TypeError, match="to be plain tensors, got a DTensor for parameter 0 of"
+        ):
+            make([d]).step()
+
+
+def check_a_state_loaded_on_one_rank_is_told(name):
+    params, rank = parameters(), dist.get_rank()
+    optimizer = MAKERS[name](params, lr=0.05)
+    if rank == 1:
+        others = parameters()
+        adam = torch.optim.AdamW(others)
+        run(adam, others, range(2))
+        optimizer.load_state_dict(adam.state_dict())
+    give(params, 0, rank)
+    with pytest.raises(ValueError, match="expected the number of the step to be equal"):
+        optimizer.step()
+
+
+def check_a_state_loaded_on_one_rank_in_mid_training_is_told(name):
+    params, rank = parameters(), dist.get_rank()
+    optimizer = MAKERS[name](params, lr=0.05)
+    run(optimizer, params, range(4))
+    saved = copy.deepcopy(optimizer.state_dict())
+    if rank == 1:
+        optimizer.load_state_dict(saved)
+    before = [p.detach().clone() for p in params]
+    for _ in range(2):
+        give(params, 4, rank)
+        with pytest.raises(
+            ValueError, match=r"\(load a state on all ranks or on none\) to be equal"
+        ):
+            optimizer.step()
+        assert all(torch.equal(p, w) for p, w in zip(params, before, strict=True))
+    optimizer.load_state_dict(saved)
+    run(optimizer, params, range(4, 6))
+
+
+def check_options_of_one_rank_are_told():
+    p, rank = nn.Parameter(torch.zeros(4)), dist.get_rank()
+    p.grad = torch.ones(4)
+    message = "expected the checksum of the options at the first step to be equal on every rank"
+    for options in ({"freeze_step": 3 + rank}, {"lr": 0.1 + rank}, {"block": 64 << rank}):
+        with pytest.raises(ValueError, match=message):
+            optim.OneBitAdam([p], **options).step()
+    for options in ({"eps": 1e-8 * (1 + rank)}, {"betas": (0.9, 0.9 + 0.01 * rank)}):
+        with pytest.raises(ValueError, match=message):
+            optim.OneBitAdam([p], **options).step()
+
+
+def check_many_parameters():
+    params = [nn.Parameter(torch.zeros(1)) for _ in range(520)]
+    optimizer = optim.OneBitAdam(params, 0.1)
+    last = dist.get_world_size() - 1
+    for index in (1, 300, 510):
+        params[index].grad = torch.ones(1) if dist.get_rank() == last else None
+    optimizer.step()
+    assert [i for i, p in enumerate(params) if bool(p)] == [1, 300, 510]
+    assert_equal_on_ranks(params[300:301] + params[510:511])
+
+
+CHECKS = {
+    **{
+        f"{check.__name__}-{name}": functools.partial(check, name)
+        for check in (
+            check_a_state_loaded_on_one_rank_is_told,
+            check_a_state_loaded_on_one_rank_in_mid_training_is_told,
+        )
+        for name in MAKERS
+    },
+    "check_messages_on_every_rank": check_messages_on_every_rank,
+    "check_options_of_one_rank_are_told": check_options_of_one_rank_are_told,
+    "check_many_parameters": check_many_parameters,
+}
+
+
+def run_on_rank(rank):
+    return run_checks(CHECKS)
+
+
+@functools.cache
+def outcomes():
+    return spawn_ranks(run_on_rank, 3)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_over_three_ranks(name):
+    assert_passed(outcomes(), name)
