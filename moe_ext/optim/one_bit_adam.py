@@ -11,26 +11,38 @@ from torch.optim.optimizer import ParamsT
 
 from moe_ext.optim._arguments import check_count, check_variant, warn_of_ignored
 from moe_ext.optim._compressed import CompressedOptimizer
+from moe_ext.optim._compressed_mean import mean_over_ranks
 from moe_ext.optim._compressed_state import Entry
-from moe_ext.optim._variance import fill_zeros
+from moe_ext.optim._variance import (
+    block_squares,
+    fill_zeros,
+    follow_squares,
+    scale_blocks,
+)
 
 
 class OneBitAdam(CompressedOptimizer):
     r"""AdamW that communicates, from a step on by one bit an element.
 
     Up to ``freeze_step`` steps the gradients are averaged as they are: AdamW. From then on the
-    variance v stays as it is, and every rank moves the momentum on by its own gradient and sends it
-    as signs with a scale per block, keeping the error for the next step:
+    variance v is frozen, and every rank moves the momentum on by its own gradient and sends it as
+    signs with a scale per block, keeping the error for the next step:
 
     .. math::
         m_r = \beta_1 \bar m + (1 - \beta_1) g_r,\quad
         \bar m = \mathrm{mean}_r\, C(m_r + e_r),\quad
         w \leftarrow (1 - \gamma \lambda) w - \gamma \frac{\bar m}{\sqrt{v} + \epsilon}
 
+    Frozen is how v differs within a block. Every ``variance_interval`` steps ranks exchange the
+    squares of their gradients, a number a block, and v is scaled by how far the running mean of
+    those (which decays like v) has grown: steps stay the right size where gradients grow or shrink
+    after the freeze. It begins after eight such looks. ``variance_interval=0`` is the paper's.
+
     Do not reduce the gradients otherwise: use the plain module (or `ddp.no_sync()`), made from the
     same seed on every rank. A compressed step sends numel / 8 bytes of signs and 4 numel / block of
     scales in each of two rounds; with the warm-up's share w of the steps the volume is
-    :math:`w + (1 - w) / 16` of that of 16-bit gradients, and the scales. Parameters have the same
+    :math:`w + (1 - w) / 16` of that of 16-bit gradients, and the scales. A look adds as much as the
+    scales of one step. Parameters have the same
     bits on all ranks after every step.
 
     A bit cannot say zero. Blocks of zeros (experts without tokens, unused rows) stay zero, rows
@@ -55,6 +67,7 @@ class OneBitAdam(CompressedOptimizer):
         cuda_aware: ignored, as ``comm_backend_name`` and ``deepspeed`` are: the process group moves
             the data.
         comm_backend_name: ignored.
+        variance_interval: steps between two looks at how far gradients have grown; 0 for none.
         deepspeed: ignored.
         group: ranks that train together; None is the default group, or this process alone.
         block: elements that share a scale, a power of two from 64 to 1024.
@@ -89,6 +102,7 @@ class OneBitAdam(CompressedOptimizer):
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
         *,
+        variance_interval: int = 16,
         deepspeed: object = None,
         group: ProcessGroup | None = None,
         block: int = 256,
@@ -96,8 +110,9 @@ class OneBitAdam(CompressedOptimizer):
     ) -> None:
         check_variant(self._op, amsgrad)
         check_count(self._op, "freeze_step", freeze_step)
+        check_count(self._op, "variance_interval", variance_interval)
         warn_of_ignored(self._op, deepspeed, cuda_aware, comm_backend_name)
-        self.freeze_step = freeze_step
+        self.freeze_step, self.variance_interval = freeze_step, variance_interval
         self._eps_inside_sqrt = eps_inside_sqrt
         defaults = {
             "lr": lr,
@@ -118,7 +133,7 @@ class OneBitAdam(CompressedOptimizer):
         )
 
     def _schedule(self) -> tuple[int, ...]:
-        return (self.freeze_step,)
+        return self.freeze_step, self.variance_interval
 
     def _is_dense(self) -> bool:
         return self.steps_taken < self.freeze_step
@@ -128,28 +143,29 @@ class OneBitAdam(CompressedOptimizer):
             self._moments(entry, ("exp_avg", "exp_avg_sq"))
             state = self.state[entry.parameter]
             state["var_steps"] = state.get("var_steps", state.setdefault("step", 0))
-        if self._is_dense():
-            compressed: list[Entry] = []
-        else:
+        compressed: list[Entry] = []
+        if not self._is_dense():
             compressed = [entry for entry in entries if self._is_compressed(entry)]
-            self._freeze(compressed)
         chosen = {id(entry) for entry in compressed}
         dense = [entry for entry in entries if id(entry) not in chosen]
+        # All messages that may fail come before the first change.
+        squares = self._mean_squares(entries)
         self._average_gradients(dense)
         self._clip(dense, local=False)
+        frozen_before = bool(self._means)
         momenta = self._mean_momenta(compressed) if compressed else {}
+        if compressed:
+            self._freeze(compressed, first=not frozen_before)
+        self._follow_squares(squares, chosen)
         for group_index in range(len(self.param_groups)):
             members = [e for e in entries if e.group_index == group_index and e.active]
             self._update_group(self.param_groups[group_index], members, momenta)
 
-    def _freeze(self, entries: list[Entry]) -> None:
-        """What is needed before the first compressed step of a parameter."""
+    def _freeze(self, entries: list[Entry], *, first: bool) -> None:
+        """What is needed at the first compressed step of a parameter."""
         late = entries
-        if self._means:
+        if not first:
             late = [e for e in entries if not self.state[e.parameter]["var_steps"]]
-        else:
-            for mean, members in self._flat_means():
-                mean.note_rows([self.state[e.parameter]["exp_avg_sq"] for e in members])
         if late:
             fill_zeros([self.state[entry.parameter]["exp_avg_sq"] for entry in entries])
             self._keep_variance(late)
@@ -159,9 +175,41 @@ class OneBitAdam(CompressedOptimizer):
             state = self.state[entry.parameter]
             state["var_steps"] = state["var_steps"] or max(1, self.steps_taken)
 
+    def _mean_squares(self, entries: list[Entry]) -> list[tuple[Entry, Tensor]]:
+        """Sums of squares of this step's gradients in each block, mean over ranks, at a look."""
+        interval = self.variance_interval
+        if not interval or (self.steps_taken + 1) % interval:
+            return []
+        # Before the freeze gradients are still unclipped.
+        scale = self._clip_factor(entries) if self._is_dense() else None
+        found: list[tuple[Entry, Tensor]] = []
+        together: dict[tuple[int, torch.device], list[Entry]] = {}
+        for entry in entries:
+            if entry.active and self._is_compressed(entry):
+                key = (id(entry.ranks), entry.parameter.device)
+                together.setdefault(key, []).append(entry)
+        for looked in together.values():
+            squares = [block_squares(e.parameter, e.grad, self._block) for e in looked]
+            if scale is not None:
+                torch._foreach_mul_(squares, scale.square())
+            found += zip(looked, mean_over_ranks(squares, looked[0].ranks, self._op), strict=True)
+        return found
+
+    def _follow_squares(self, squares: list[tuple[Entry, Tensor]], frozen: set[int]) -> None:
+        """Scale frozen variances by how far the squares of gradients have grown."""
+        for entry, mean_S in squares:
+            state = self.state[entry.parameter]
+            beta2 = self.param_groups[entry.group_index]["betas"][1] ** self.variance_interval
+            growth_S = follow_squares(state, mean_S, beta2)
+            if id(entry) in frozen and growth_S is not None:
+                scale_blocks(state["exp_avg_sq"], growth_S, self._block)
+
     def _mean_momenta(self, entries: list[Entry]) -> dict[int, Tensor]:
         """The new momentum of compressed entries, by id of the entry."""
-        means = self._flat_means()
+        first, means = not self._means, self._flat_means()
+        if first:
+            for mean, members in means:
+                mean.note_rows([self.state[e.parameter]["exp_avg_sq"] for e in members])
         for mean, members in means:
             torch._foreach_copy_(mean.views, [self.state[e.parameter]["exp_avg"] for e in members])
             for view, entry in zip(mean.views, members, strict=True):
@@ -170,7 +218,12 @@ class OneBitAdam(CompressedOptimizer):
                     view.mul_(beta1)
                 else:
                     view.lerp_(entry.grad, 1 - beta1)
-        self._reduce(means)
+        try:
+            self._reduce(means)
+        except BaseException:
+            if first:
+                self._means = {}
+            raise
         return {
             id(entry): view
             for mean, members in means

@@ -120,6 +120,7 @@ class OneBitLamb(OneBitAdam):
             amsgrad,
             cuda_aware,
             comm_backend_name,
+            variance_interval=0,
             deepspeed=deepspeed,
             group=group,
             block=block,

@@ -10,7 +10,9 @@ from moe_ext import optim
 
 BLOCK = 64
 MAKERS = {
-    "OneBitAdam": functools.partial(optim.OneBitAdam, freeze_step=3, block=BLOCK),
+    "OneBitAdam": functools.partial(
+        optim.OneBitAdam, freeze_step=3, block=BLOCK, variance_interval=1
+    ),
     "OneBitLamb": functools.partial(optim.OneBitLamb, freeze_step=3, block=BLOCK),
     "ZeroOneAdam": functools.partial(
         optim.ZeroOneAdam,

@@ -418,6 +418,7 @@ BAD = [
     ("OneBitAdam", {"amsgrad": True}, "OneBitAdam: expected amsgrad to be False, got True"),
     ("OneBitAdam", {"freeze_step": -1}, "expected freeze_step to be an integer of at least 0"),
     ("OneBitAdam", {"freeze_step": 1.5}, "freeze_step to be an integer of at least 0, got 1.5"),
+    ("OneBitAdam", {"variance_interval": -1}, "variance_interval to be an integer of at least 0"),
     ("OneBitAdam", {"block": 100}, "block to be a power of two from 64 to 1024, got 100"),
     ("OneBitAdam", {"lr": -1.0}, "OneBitAdam: expected lr to be at least 0 and finite, got -1.0"),
     ("OneBitAdam", {"betas": (0.9,)}, "expected betas to be two numbers"),
