@@ -3,6 +3,8 @@
 import functools
 import traceback
 
+from moe_ext.testing import spawn_ranks
+
 
 class Checks(dict):
     """Names to functions that every rank calls; as a decorator, one for each tuple of arguments."""
@@ -15,6 +17,17 @@ class Checks(dict):
             return function
 
         return register
+
+    def assert_passed(self, num_ranks, name):
+        """Assert that a check passed on every one of so many ranks, which run all of them once."""
+        found = self.__dict__.setdefault("found", {})
+        if num_ranks not in found:
+            found[num_ranks] = spawn_ranks(_run_on_rank, num_ranks, dict(self))
+        assert_passed(found[num_ranks], name)
+
+
+def _run_on_rank(rank, functions):
+    return run_checks(functions)
 
 
 def run_checks(functions, *args, before=lambda: None):

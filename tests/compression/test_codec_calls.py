@@ -1,11 +1,9 @@
 """Codecs called directly: what no group means, and what several of one kind share of a memory."""
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
-from rank_checks import Checks, assert_passed, run_checks
+from rank_checks import Checks
 
 from moe_ext.compression import (
     BlockSparse,
@@ -24,7 +22,6 @@ from moe_ext.compression.codecs import Unsent
 from moe_ext.compression.named_codecs import unsent
 from moe_ext.compression.powersgd import PowerSGD
 from moe_ext.distributed import count_traffic
-from moe_ext.testing import spawn_ranks
 
 two = Checks()
 SHAPES = [torch.Size((48, 40)), torch.Size((80,))]
@@ -131,18 +128,9 @@ class InTurn(CostModel):
         return next(self.codecs)
 
 
-def ranks_run(rank, checks):
-    return run_checks(checks)
-
-
-@functools.cache
-def outcomes():
-    return spawn_ranks(ranks_run, 2, two)
-
-
 @pytest.mark.parametrize("name", two)
 def test_two_ranks(name):
-    assert_passed(outcomes(), name)
+    two.assert_passed(2, name)
 
 
 @pytest.mark.parametrize("name", CODECS)

@@ -178,7 +178,7 @@ def quantized_all_reduce_is_that_of_one_process(rank, size):
             assert traffic.total_bytes == sent
 
 
-@check(1, 2, 3, 4)
+@check(1, 2, 3, 4, 8)
 def quantized_all_reduce_conserves(rank, size):
     for numel, format in itertools.product(SIZES, FORMATS):
         block = 64
@@ -219,7 +219,7 @@ def low_precision_tensors(rank, size):
         assert (x.double() - mean).abs().max() < 0.05
 
 
-@check(1, 2, 3, 4)
+@check(1, 2, 3, 4, 8)
 def reduce_scatter_and_all_gather_of_codes(rank, size):
     for shard, format in itertools.product((0, 1, 77, 3000), FORMATS):
         x, residual = of_rank(rank, size * shard), torch.zeros(size * shard)
@@ -274,7 +274,7 @@ def nan_reaches_every_rank_by_the_exact_ways(rank, size):
     assert x.isnan().sum() == 1
 
 
-@check(1, 2, 3, 4)
+@check(1, 2, 3, 4, 8)
 def masked_is_exact_and_leaves_the_others(rank, size):
     for numel in (1, 1000):
         mask = torch.arange(numel) % 3 == 0
@@ -291,7 +291,7 @@ def masked_is_exact_and_leaves_the_others(rank, size):
             assert traffic.total_bytes == 2 * (size - 1) * 4 * count // size
 
 
-@check(1, 2, 3, 4)
+@check(1, 2, 3, 4, 8)
 def rows_of_an_embedding(rank, size):
     # Rank 1 has an empty batch; rows repeat, and on rank 0 they cancel.
     rows = {0: [3, 7, 3, 3], 1: []}.get(rank, [rank, 3, 49])

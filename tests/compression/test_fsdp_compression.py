@@ -1,6 +1,5 @@
 """FSDP2 with compressed messages against FSDP2 without; one spawn of ranks for each number."""
 
-import functools
 import math
 import warnings
 
@@ -26,7 +25,7 @@ from fsdp_checks import (
     whole,
     wrapped,
 )
-from rank_checks import Checks, assert_passed, run_checks
+from rank_checks import Checks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -34,7 +33,6 @@ from moe_ext.compression.fsdp import CompressedAllGather, CompressedReduceScatte
 from moe_ext.compression.fsdp_nodes import CompressedAllReduce
 from moe_ext.compression.zero_plus_plus import zero_plus_plus
 from moe_ext.distributed import count_traffic
-from moe_ext.testing import spawn_ranks
 
 two = Checks()
 LEVELS = {"int8": 127, "int4": 7}
@@ -439,18 +437,9 @@ def deepspeeds_names_are_taken():
         zero_plus_plus(wrapped(mesh()), zeropp_loco_param={"beta": 1.0})
 
 
-def ranks_run(rank, checks):
-    return run_checks(checks)
-
-
-@functools.cache
-def outcomes():
-    return spawn_ranks(ranks_run, 2, two)
-
-
 @pytest.mark.parametrize("name", two)
 def test_two_ranks(name):
-    assert_passed(outcomes(), name)
+    two.assert_passed(2, name)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """FSDP2 on four ranks: between nodes, on two meshes, and with another number of ranks."""
 
-import functools
 import math
 import tempfile
 
@@ -29,7 +28,7 @@ from fsdp_checks import (
     whole,
     wrapped,
 )
-from rank_checks import Checks, assert_passed, run_checks
+from rank_checks import Checks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
@@ -38,7 +37,6 @@ from moe_ext.compression.fsdp import CompressedAllGather, CompressedReduceScatte
 from moe_ext.compression.fsdp_nodes import CompressedAllReduce
 from moe_ext.compression.zero_plus_plus import zero_plus_plus
 from moe_ext.distributed import count_traffic
-from moe_ext.testing import spawn_ranks
 
 four = Checks()
 
@@ -370,15 +368,6 @@ def distributed_checkpoints_hold_residuals():
             torch.testing.assert_close(tensor, want[name][key], rtol=1e-6, atol=1e-9)
 
 
-def ranks_run(rank, checks):
-    return run_checks(checks)
-
-
-@functools.cache
-def outcomes():
-    return spawn_ranks(ranks_run, 4, four)
-
-
 @pytest.mark.parametrize("name", four)
 def test_four_ranks(name):
-    assert_passed(outcomes(), name)
+    four.assert_passed(4, name)

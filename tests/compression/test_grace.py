@@ -1,6 +1,5 @@
 """GRACE's interface on three ranks, and each compressor by itself."""
 
-import functools
 import math
 
 import pytest
@@ -9,12 +8,11 @@ import torch.distributed as dist
 from fsdp_checks import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_checks import Checks, assert_passed, run_checks
+from rank_checks import Checks
 
 from moe_ext.compression import grace
 from moe_ext.compression.grace import grace_from_params
 from moe_ext.distributed import count_traffic
-from moe_ext.testing import spawn_ranks
 
 three = Checks()
 SHAPE = (40, 33)
@@ -232,18 +230,9 @@ def a_compressor_of_ones_own():
         made("topk", world_size=4)
 
 
-def ranks_run(rank, checks):
-    return run_checks(checks)
-
-
-@functools.cache
-def outcomes():
-    return spawn_ranks(ranks_run, 3, three)
-
-
 @pytest.mark.parametrize("name", three)
 def test_three_ranks(name):
-    assert_passed(outcomes(), name)
+    three.assert_passed(3, name)
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,18 +1,15 @@
 """PowerSGD as a codec, on a memory of its own and behind DDP."""
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_checks import Checks, assert_passed, run_checks
+from rank_checks import Checks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 
 from moe_ext.compression.powersgd import PowerSGD
 from moe_ext.distributed import count_traffic
-from moe_ext.testing import spawn_ranks
 
 two = Checks()
 SHAPES = tuple(torch.Size(s) for s in ((24, 40), (24,), (4, 32, 16), (4, 3, 3, 2), (24, 40), (0,)))
@@ -174,18 +171,9 @@ def residuals_of_another_codec_are_applied():
     torch.testing.assert_close(bias, memory.pieces(mean(0))[1] + 1, rtol=1e-5, atol=1e-5)
 
 
-def ranks_run(rank, checks):
-    return run_checks(checks)
-
-
-@functools.cache
-def outcomes():
-    return spawn_ranks(ranks_run, 2, two)
-
-
 @pytest.mark.parametrize("name", two)
 def test_two_ranks(name):
-    assert_passed(outcomes(), name)
+    two.assert_passed(2, name)
 
 
 def test_one_rank_sends_nothing():
