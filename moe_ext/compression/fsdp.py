@@ -6,7 +6,6 @@ compressed, D of the part that is sent as it is.
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -86,7 +85,7 @@ class _Message:
         self.block = block
         self.name = name
         self.finder = LayoutFinder(
-            module, name, model, block=block, keep_dense=keep_dense, min_numel=min_numel
+            module, name, model, op=op, block=block, keep_dense=keep_dense, min_numel=min_numel
         )
 
     def allocate(
@@ -286,7 +285,6 @@ class CompressedReduceScatter(_Message, ReduceScatter):
         self.stochastic = stochastic
         self.seed = seed
         self.step = 0
-        self._warned = False
 
     def __call__(
         self,
@@ -300,13 +298,12 @@ class CompressedReduceScatter(_Message, ReduceScatter):
         layout = None
         if self.format != "none" and input_tensor.dtype in _CODED:
             layout = self.finder.find(output_tensor.numel(), trainable_only=True)
-            if layout is None:
-                self._warn()
         scale = reduce_scale(op, group.size())
         self.ledger.begin(self, self.name)
         try:
             if layout is None or layout.packed_numel == 0:
                 self.ledger.look_at(self.name, layout, input_tensor, group.size())
+                self.ledger.leave_out(self.residual)
                 # Nothing in this message tells other ranks.
                 self.ledger.add_group(group)
                 return _reduce_dense(output_tensor, input_tensor, group, op, async_op)
@@ -315,16 +312,6 @@ class CompressedReduceScatter(_Message, ReduceScatter):
             self.ledger.fail()
             raise
         return _Finishing(lambda: None) if async_op else None
-
-    def _warn(self) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"CompressedReduceScatter: parameters of module {self.name!r} had no gradient, its "
-                "gradients are not compressed then; set_reduce_scatter_unused_params(True) gives "
-                "every parameter one (torch 2.13 and later)",
-                stacklevel=3,
-            )
 
     def _reduce(
         self, out: Tensor, flat: Tensor, group: ProcessGroup, scale: float, layout: ShardLayout

@@ -90,6 +90,8 @@ class StepLedger:
         self._since: Tensor | None = None
         self._was_asked = False
         self._failed = False
+        # Whether a message that is sent as it is owes something.
+        self._left_out = False
         self.flushing = False
 
     def add_group(self, group: ProcessGroup) -> None:
@@ -122,6 +124,10 @@ class StepLedger:
             finite = watch(self, layout, flat, num_shards)
         self.note(finite)
 
+    def leave_out(self, residual: Residual | None) -> None:
+        """Note that a message was sent without its residual; a flush goes on with the next pass."""
+        self._left_out |= residual is not None and residual.kept is not None
+
     def note_bad(self, finite: Tensor, names: list[str]) -> None:
         """Note which parameters are not finite on this rank, where the tensor is False."""
         key = tuple(names)
@@ -151,23 +157,27 @@ class StepLedger:
         if not self._senders:
             return
         # After an exception there may be no rank to agree with.
-        finite = torch.zeros((), dtype=torch.bool) if self._failed else self._agree()
+        finite = flushed = torch.zeros((), dtype=torch.bool)
+        if not self._failed:
+            finite, flushed = self._agree()
         self._since = finite if self._since is None else self._since & finite
         for residual in self._residuals:
             residual.settle(finite)
         self._finite.clear()
         self._senders.clear()
-        self._failed = False
+        self._failed = self._left_out = False
         if self.flushing:
             # NOTE: device-to-host sync, after a pass that flushes.
-            self.flushing = not bool(finite)
+            self.flushing = not bool(finite & flushed)
 
-    def _agree(self) -> Tensor:
-        flag = torch.stack(self._finite).all().to(torch.int32).view(1)
+    def _agree(self) -> tuple[Tensor, Tensor]:
+        """Whether all messages were finite, and whether none left out what it owes."""
+        finite = torch.stack(self._finite).all()
+        flags = torch.stack([finite, torch.full_like(finite, not self._left_out)]).to(torch.int32)
         for group in self._groups.values():
             with naming_failed_ranks(group, "fsdp compression"):
-                dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
-        return flag[0] == 1
+                dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=group)
+        return flags[0] == 1, flags[1] == 1
 
 
 def guard(

@@ -7,6 +7,7 @@ that hold padding beside elements of a parameter, B elements of a block.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -178,6 +179,7 @@ class LayoutFinder:
         name: str,
         model: nn.Module | None,
         *,
+        op: str,
         block: int,
         keep_dense: KeepDense,
         min_numel: int,
@@ -185,6 +187,8 @@ class LayoutFinder:
         """Name the parameters of ``module`` as ``model`` does, else as the module itself does."""
         self.module = module
         self.name = name
+        self._op = op
+        self._warned = False
         self._block = block
         self._keep_dense = keep_dense
         self._min_numel = min_numel
@@ -218,7 +222,7 @@ class LayoutFinder:
 
         Returns:
             ShardLayout | None: None where the message does not hold what it should, since a
-            parameter took no part in the backward pass.
+            parameter took no part in the backward pass; a warning tells so once.
         """
         if self.module is None:
             return whole_layout(shard_numel, self._block)
@@ -231,6 +235,15 @@ class LayoutFinder:
             ]
             layout = self._build(kept, frozen_only)
             self._found[key] = layout if layout.shard_numel == shard_numel else None
+        if self._found[key] is None and not self._warned:
+            self._warned = True
+            why = "had no gradient" if trainable_only else "are not what its messages hold"
+            warnings.warn(
+                f"{self._op}: parameters of module {self.name!r} {why}, its messages are not "
+                "compressed then; set_reduce_scatter_unused_params(True) gives every parameter a "
+                "gradient (torch 2.13 and later)",
+                stacklevel=3,
+            )
         return self._found[key]
 
     def _build(self, entries: list[tuple[str, ManagedParameter]], frozen_only: bool) -> ShardLayout:

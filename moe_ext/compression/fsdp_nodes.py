@@ -111,7 +111,7 @@ class CompressedAllReduce:
         self.average = average
         self.name = name
         self.finder = LayoutFinder(
-            module, name, model, block=block, keep_dense=keep_dense, min_numel=min_numel
+            module, name, model, op=op, block=block, keep_dense=keep_dense, min_numel=min_numel
         )
         self.ledger = ledger if ledger is not None else StepLedger()
         self.residual = Residual() if error_feedback and codec != "none" else None
@@ -129,6 +129,7 @@ class CompressedAllReduce:
             if layout is None or layout.packed_numel == 0:
                 self._all_reduce(reduce_output)
                 self.ledger.look_at(self.name, layout, reduce_output, 1)
+                self.ledger.leave_out(self.residual)
                 return
             packed_1Q, dense_1D = layout.pack(reduce_output, 1, spare=1)
             packed_1Q = guard(self.ledger, layout, reduce_output, packed_1Q, dense_1D)

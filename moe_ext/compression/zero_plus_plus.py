@@ -84,7 +84,7 @@ class FSDPCompression:
 
         Afterwards nothing is owed, on any rank. For the last step before something that cannot take
         residuals along, a change of the optimizer for instance; `state_dict` can. It stays ordered
-        until a pass is finite.
+        until a pass is finite in which every parameter has a gradient.
         """
         self.ledger.settle()
         self.ledger.flushing = True
@@ -241,12 +241,7 @@ def zero_plus_plus(
     Reference: Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model
     Training, 2023 (arXiv 2306.10209).
     """
-    modules = list(fsdp_modules(model))
-    if not modules:
-        raise ValueError(
-            f"{_OP}: expected model to be wrapped with fully_shard, got {type(model).__name__}"
-        )
-    _check_hpz(modules, zero_hpz_partition_size)
+    modules = _wrapped_modules(model, zero_hpz_partition_size)
     wanted = {
         "all-gather": zero_quantized_weights or zero_quantized_nontrainable_weights,
         "reduce-scatter": zero_quantized_gradients,
@@ -300,6 +295,17 @@ def _is_loco(param: Mapping[str, float] | None) -> bool:
             stacklevel=3,
         )
     return True
+
+
+def _wrapped_modules(model: nn.Module, hpz_size: int) -> list[tuple[str, FSDPModule]]:
+    """Names and modules that send messages; ValueError where they are not wrapped as they must."""
+    modules = list(fsdp_modules(model))
+    if not modules:
+        raise ValueError(
+            f"{_OP}: expected model to be wrapped with fully_shard, got {type(model).__name__}"
+        )
+    _check_hpz(modules, hpz_size)
+    return modules
 
 
 def _check_hpz(modules: list[tuple[str, FSDPModule]], size: int) -> None:

@@ -106,6 +106,43 @@ def padding_has_no_part_in_the_scales_between_nodes():
             assert_nearly_all_close(found, signs_of_shards(total, 2) / 2)
 
 
+class Idle(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.idle = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+
+    def forward(self, x, both=True):
+        return self.used(x) + (self.idle(x) if both else 0)
+
+
+@four(("gradients",), ("nodes",))
+def a_flush_waits_for_what_has_no_gradient(hop):
+    nodes = hop == "nodes"
+    model = fully_shard(Idle(), mesh=node_mesh()["local"] if nodes else mesh())
+    compression = zero_plus_plus(
+        model,
+        zero_quantized_gradients=not nodes,
+        error_feedback=not nodes,
+        node_group=node_mesh()["node"].get_group() if nodes else None,
+    )
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model(x).square().sum().backward()
+    assert compression.finite()
+    compression.flush()
+    with pytest.warns(UserWarning, match="parameters of module '' had no gradient, its messages"):
+        model(x, both=False).square().sum().backward()
+    assert compression.finite() and compression.ledger.flushing
+    assert any(t.any() for part in residuals_of(compression) for t in part.values())
+    model(x).square().sum().backward()
+    assert compression.finite() and not compression.ledger.flushing
+    assert not any(t.any() for part in residuals_of(compression) for t in part.values())
+
+
+def residuals_of(compression):
+    return compression.state_dict(sharded=False)["residuals"].values()
+
+
 @four()
 def both_hops_feed_back():
     model = wrapped(node_mesh()["local"])
