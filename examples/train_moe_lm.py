@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from moe_lm import checkpoint as ckpt
 from moe_lm import report
-from moe_lm.data import train_batch, unigram_entropy, validation_batches
+from moe_lm.data import train_batch, unigram_entropy
 from moe_lm.job import Job, build_job, describe, lock_existing_out, prepare_out
 from moe_lm.model import sample
 from moe_lm.options import learning_rate, parse_args
@@ -54,6 +54,7 @@ from moe_lm.runtime import (
     run_and_exit,
     run_example,
 )
+from moe_lm.validation import sum_over_ranks, validation_loss
 from tqdm import tqdm
 
 import moe_ext
@@ -72,30 +73,6 @@ def resume(job: Job) -> int:
     job.state.restore(tensors, found.step)
     job.say(f"resume      from step {found.step}: {found.path}")
     return found.step
-
-
-def sum_over_ranks(values: torch.Tensor, what: str) -> None:
-    """Add `values` over all ranks in place; when a rank has died the error names it."""
-    with moe_ext.distributed.naming_failed_ranks(dist.group.WORLD, what):
-        dist.all_reduce(values)
-
-
-@torch.no_grad()
-def validate(job: Job) -> float:
-    """Return the mean loss over the held-out batches, equal on every rank."""
-    job.model.eval()
-    batches = validation_batches(
-        job.data,
-        num_batches=job.args.validation_batches,
-        batch=job.args.batch,
-        seq_len=job.config.seq_len,
-        rank=job.runtime.rank,
-        world_size=job.runtime.world_size,
-    )
-    total = torch.stack([job.loss(*batch).double() for batch in batches]).sum()
-    sum_over_ranks(total, "validation")
-    job.model.train()
-    return float(total) / len(batches) / job.runtime.world_size
 
 
 def train_step(job: Job, step: int, signals: StopSignal) -> dict[str, Any]:
@@ -181,7 +158,8 @@ def train(job: Job, first_step: int, signals: StopSignal) -> int:
         last = done == args.steps
         records = [metrics]
         if last or done % args.validate_every == 0:
-            records.append({"step": done, "validation_loss": validate(job)})
+            loss = validation_loss(job, job.model, job.loss)
+            records.append({"step": done, "validation_loss": loss})
             job.say(f"step {done}: validation loss {records[-1]['validation_loss']:.4f}")
         if log is not None:
             for record in records:
@@ -228,7 +206,7 @@ def printable(text: bytes) -> str:
 def finish(job: Job, step: int) -> None:
     """Validate, write a sample, draw the pictures and print the result."""
     args = job.args
-    loss = validate(job)
+    loss = validation_loss(job, job.model, job.loss)
     entropy = unigram_entropy(job.data.validation_N)
     prompt = b"def " if args.data is None else bytes(job.data.validation_N[:32].tolist())
     if args.prompt is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import inspect
 import math
 import time
@@ -15,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from moe_lm.data import TextData, train_batch, validation_batches
+from moe_lm.data import TextData, train_batch
 from moe_lm.model import ModelConfig, MoELanguageModel, init_weights
 from moe_lm.options import learning_rate
 from moe_lm.runtime import Runtime, UserError
+from moe_lm.validation import validation_loss
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -101,24 +102,6 @@ def mean_loss(model: nn.Module, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor
     return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
 
 
-@torch.no_grad()
-def validate(job: Job, model: nn.Module) -> float:
-    """Mean loss over the held-out batches, equal on every rank."""
-    model.eval()
-    batches = validation_batches(
-        job.data,
-        num_batches=job.args.validation_batches,
-        batch=job.args.batch,
-        seq_len=job.config.seq_len,
-        rank=job.runtime.rank,
-        world_size=job.runtime.world_size,
-    )
-    total = torch.stack([mean_loss(model, *batch).double() for batch in batches]).sum()
-    dist.all_reduce(total)
-    model.train()
-    return float(total) / len(batches) / job.runtime.world_size
-
-
 def written() -> int:
     """Bytes that this process has written so far: Gloo's to its sockets, in a training step."""
     with contextlib.suppress(OSError):
@@ -170,7 +153,8 @@ def train(job: Job, setting: Setting, progress: Callable[[Run], None]) -> tuple[
     for step in range(args.steps):
         train_step(job, trained, step, run)
         if (step + 1) % args.validate_every == 0 or step + 1 == args.steps:
-            loss = validate(job, trained.forward)
+            model = trained.forward
+            loss = validation_loss(job, model, functools.partial(mean_loss, model))
             if not math.isfinite(loss):
                 raise UserError(f"the loss of step {step + 1} is {loss}: try a lower --lr")
             run.validation.append(Point(step + 1, loss, run.total_bytes, sum(run.seconds)))

@@ -23,6 +23,7 @@ from moe_ext.distributed.gradients import (
     gradient_buckets,
     is_synced,
     mark_synced,
+    put_gradients,
     reduced_by_ddp,
 )
 from moe_ext.distributed.groups import group_size
@@ -230,12 +231,9 @@ def _put_back(bucket: Sequence[nn.Parameter], flat_N: Tensor) -> None:
         bucket[0].grad = flat_N
         mark_synced(flat_N)
         return
-    pieces = flat_N.split([parameter.numel() for parameter in bucket])
-    for parameter, piece in zip(bucket, pieces, strict=True):
-        if parameter.grad is None:
-            parameter.grad = piece.view_as(parameter).clone()
-        else:
-            parameter.grad.copy_(piece.view_as(parameter))
+    put_gradients(bucket, flat_N)
+    for parameter in bucket:
+        assert parameter.grad is not None
         mark_synced(parameter.grad)
 
 

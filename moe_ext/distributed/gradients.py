@@ -10,6 +10,7 @@ synchronised may be accumulated into and synchronised again.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakSet
 
@@ -251,6 +252,16 @@ def _average(reduction: _Reduction, device: torch.device) -> None:
         _average_bucket(bucket, reduction.group)
 
 
+def put_gradients(bucket: Sequence[nn.Parameter], flat: Tensor) -> None:
+    """Give parameters that lie side by side in `flat` their gradients."""
+    pieces = flat.split([parameter.numel() for parameter in bucket])
+    for parameter, piece in zip(bucket, pieces, strict=True):
+        if parameter.grad is None:
+            parameter.grad = piece.view_as(parameter).clone()
+        else:
+            parameter.grad.copy_(piece.view_as(parameter))
+
+
 def gradient_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Split into runs of one dtype and device of about `_BUCKET_BYTES`; the same on every rank."""
     buckets: list[list[nn.Parameter]] = []
@@ -280,9 +291,4 @@ def _average_bucket(bucket: list[nn.Parameter], group: ProcessGroup) -> None:
         flat.div_(group_size(group))
         with naming_failed_ranks(group, "sync_gradients"):
             dist.all_reduce(flat, group=group)
-        pieces = flat.split([parameter.numel() for parameter in bucket])
-        for parameter, piece in zip(bucket, pieces, strict=True):
-            if parameter.grad is None:
-                parameter.grad = piece.view_as(parameter).clone()
-            else:
-                parameter.grad.copy_(piece.view_as(parameter))
+        put_gradients(bucket, flat)

@@ -164,7 +164,6 @@ class MoELayer(nn.Module):
         self.loss_mode = loss_mode
         check_options(self, shared_ffn_dim, shared_expert_gate)
         self.loss_scale: float | Tensor = 1.0
-        self.counting = False
         self._record: Record = {}
         policy = self.capacity.drop if self.capacity is not None else "position"
         self.dispatcher = make_dispatcher(dispatcher, num_experts, ep_group, policy)
@@ -191,6 +190,7 @@ class MoELayer(nn.Module):
     def _add_counters(self, device: torch.device | str | None) -> None:
         # Plain tensors, no buffers: DistributedDataParallel would overwrite them with rank 0's.
         self.choices = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
+        self.counting = False
         self.global_counts: GlobalCounts | None = None
         if self.balance.scope == "global_batch":
             self.global_counts = GlobalCounts(self.num_experts, self.balance.group, device)
