@@ -393,23 +393,33 @@ def sparse_all_reduce(
             regions.pending = None
         return result
 
-    if chosen == "split":
-        assert residual is not None
-        split = regions or SplitRegions(numel, layout.world_size)
-        stages = _split(layout, divisor, split.bounds, group_rank(ranks), split.step)
-        inputs += [residual.view(-1), indices_K.new_tensor(split.bounds)]
-    elif chosen == "dense":
-        stages = _dense(layout, divisor)
-    else:
-        keeps_error = residual is not None and value_codec != "fp32"
-        stages = _gathered(layout, divisor, keeps_error)
-        if keeps_error:
-            assert residual is not None
-            inputs.append(residual.view(-1))
+    stages, more = _program(layout, chosen, divisor, residual, regions, group_rank(ranks))
+    inputs += more
     underway = run(stages, inputs, ranks, _NAME, finish=finish, async_op=async_op)
     if regions is not None and isinstance(underway, Reduction):
         regions.pending = underway
     return underway
+
+
+def _program(
+    layout: SparseLayout,
+    algorithm: str,
+    divisor: int,
+    residual: Tensor | None,
+    regions: SplitRegions | None,
+    rank: int,
+) -> tuple[Stages, list[Tensor]]:
+    """What is run, and what it takes besides values, indices and result."""
+    if algorithm == "split":
+        assert residual is not None
+        split = regions or SplitRegions(layout.numel, layout.world_size)
+        stages = _split(layout, divisor, split.bounds, rank, split.step)
+        return stages, [residual.view(-1), torch.tensor(split.bounds, device=residual.device)]
+    if algorithm == "dense":
+        return _dense(layout, divisor), []
+    if residual is None or layout.value_codec == "fp32":
+        return _gathered(layout, divisor, False), []
+    return _gathered(layout, divisor, True), [residual.view(-1)]
 
 
 def _option_problem(
