@@ -30,8 +30,7 @@ from moe_ext.compression.quantized_reduce import (
     shard_numel,
 )
 from moe_ext.compression.sparse_reduce import sparse_all_reduce
-from moe_ext.distributed.failures import naming_failed_ranks
-from moe_ext.distributed.traffic import record_traffic
+from moe_ext.distributed.collectives import sum_over_ranks_
 from moe_ext.ops.topk import topk_compress_
 
 _TOPK = "topk"
@@ -147,12 +146,9 @@ class CompressedAllReduce:
         layout.unpack_(reduce_output, packed_Q.view(1, -1), dense_1D)
 
     def _all_reduce(self, x: Tensor) -> None:
-        nodes = self.group.size()
-        record_traffic("all_reduce", 2 * (nodes - 1) * x.nbytes // nodes)
-        with naming_failed_ranks(self.group, "CompressedAllReduce"):
-            dist.all_reduce(x, group=self.group)
+        sum_over_ranks_(x, self.group, operation="CompressedAllReduce")
         if self.average:
-            x.div_(nodes)
+            x.div_(self.group.size())
 
     def _reduce_packed(
         self, packed_1Q: Tensor, residual_1Q: Tensor | None, layout: ShardLayout

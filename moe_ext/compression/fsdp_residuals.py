@@ -18,7 +18,7 @@ from moe_ext.compression._fsdp_internals import ManagedParameter
 from moe_ext.compression.fsdp import reduce_scatter
 from moe_ext.compression.fsdp_feedback import Residual, segments_of
 from moe_ext.compression.fsdp_layout import LayoutFinder, ShardLayout
-from moe_ext.distributed.failures import naming_failed_ranks
+from moe_ext.distributed.collectives import sum_over_ranks_
 from moe_ext.distributed.groups import group_ranks
 
 _OP = "FSDPCompression"
@@ -69,8 +69,7 @@ class NamedResiduals:
             reduce_scatter(packed_Q, kept.view(-1), self.shards, dist.ReduceOp.SUM, False)
             packed_Q /= self.shards.size()
         if self.copies is not None:
-            with naming_failed_ranks(self.copies, _OP):
-                dist.all_reduce(packed_Q, group=self.copies)
+            sum_over_ranks_(packed_Q, self.copies, operation=_OP)
             packed_Q /= self.copies.size()
         found: dict[str, Tensor] = {}
         for segment in layout.compressed:

@@ -131,6 +131,18 @@ _UNUSED = {
 }
 
 
+class _Read(dict[str, Any]):
+    """Keys and values that tell which keys nobody asked for."""
+
+    def __init__(self, params: _Params) -> None:
+        super().__init__(params)
+        self.unread = set(params)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.unread.discard(key)
+        return super().get(key, default)
+
+
 def _chosen(params: _Params, key: str, default: str, table: Mapping[str, Any]) -> Any:
     name = params.get(key, default)
     if name not in table:
@@ -172,23 +184,29 @@ def grace_from_params(params: Mapping[str, Any], *, group: ProcessGroup | None =
         Communicator: its ``step(tensor, name)`` does the rest.
 
     Raises:
-        ValueError: an unknown key or value, or a combination that has no meaning.
+        ValueError: an unknown key or value, or a combination that has no meaning. A key that
+            nothing reads is a warning.
     """
     unknown = set(params) - _KEYS - set(_UNUSED)
     if unknown:
         raise ValueError(
             f"{_OP}: expected keys of {tuple(sorted(_KEYS))}, got {tuple(sorted(unknown))}"
         )
-    for key in sorted(set(params) & set(_UNUSED)):
-        warnings.warn(f"{_OP}: {key} is not used: {_UNUSED[key]}", stacklevel=2)
-    compressor = _chosen(params, "compressor", "none", _COMPRESSORS)(params, group)
-    memory = _chosen(params, "memory", "none", _MEMORIES)(params, group)
+    given = _Read(params)
+    compressor = _chosen(given, "compressor", "none", _COMPRESSORS)(given, group)
+    memory = _chosen(given, "memory", "none", _MEMORIES)(given, group)
     if isinstance(memory, DgcMemory) and not isinstance(
         compressor, TopKCompressor | ThresholdCompressor | RandomKCompressor
     ):
         raise ValueError(
             f"{_OP}: expected compressor to select elements for memory 'dgc', got "
-            f"{params.get('compressor', 'none')!r}"
+            f"{given.get('compressor', 'none')!r}"
         )
-    communicator = _chosen(params, "communicator", "allreduce", _COMMUNICATORS)
-    return communicator(compressor, memory, params.get("world_size"), group=group)
+    communicator = _chosen(given, "communicator", "allreduce", _COMMUNICATORS)
+    made = communicator(compressor, memory, given.get("world_size"), group=group)
+    for key in sorted(given.unread):
+        why = _UNUSED.get(
+            key, f"{type(compressor).__name__} and {type(memory).__name__} do not read it"
+        )
+        warnings.warn(f"{_OP}: {key} is not used: {why}", stacklevel=2)
+    return made

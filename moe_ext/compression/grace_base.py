@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed.collectives import check_equal_over_ranks, share
+from moe_ext.compression.agreement import resolve
+from moe_ext.distributed.collectives import check_equal_over_ranks, share, sum_over_ranks_
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import group_size
 from moe_ext.distributed.traffic import record_traffic
@@ -122,8 +123,7 @@ class Communicator(ABC):
         group: ProcessGroup | None = None,
     ) -> None:
         """Check the number of ranks."""
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
+        group = resolve(group, type(self).__name__)
         ranks = group_size(group)
         if world_size is not None and world_size != ranks:
             raise ValueError(
@@ -252,16 +252,10 @@ class Allreduce(Communicator):
         return found / self.world_size if divides else found
 
     def _sum(self, tensor: Tensor) -> Tensor:
-        total = self._all_reduce(tensor.clone())
+        total = sum_over_ranks_(tensor.clone(), self.group, operation=_OP)
         # NOTE: device-to-host sync. Every rank has the same sum, and decides alike.
         if tensor.dtype == torch.float16 and not bool(total.isfinite().all()):
-            return self._all_reduce(tensor.float())
-        return total
-
-    def _all_reduce(self, total: Tensor) -> Tensor:
-        record_traffic("all_reduce", 2 * (self.world_size - 1) * total.nbytes // self.world_size)
-        if self.world_size > 1 and total.numel():
-            dist.all_reduce(total, group=self.group)
+            return sum_over_ranks_(tensor.float(), self.group, operation=_OP)
         return total
 
 
@@ -304,6 +298,7 @@ class Allgather(Communicator):
     def _share(self, mine: list[int], device: torch.device) -> list[list[int]]:
         local = torch.tensor(mine, device=device)
         found = [torch.empty_like(local) for _ in range(self.world_size)]
+        record_traffic("all_gather", (self.world_size - 1) * local.nbytes)
         dist.all_gather(found, local, group=self.group)
         # NOTE: device-to-host sync, since messages are cut by these sizes.
         return [row.tolist() for row in found]

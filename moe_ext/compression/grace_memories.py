@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_ext.compression.agreement import resolve
 from moe_ext.compression.grace_base import Compressor, Memory
 from moe_ext.compression.grace_compressors import Context
+from moe_ext.distributed.collectives import sum_over_ranks_
 from moe_ext.distributed.groups import group_size
 
 
@@ -181,9 +182,8 @@ class DgcMemory(_NamedMemory):
             self._put(kind, name, kept)
 
     def _clipped(self, gradient: Tensor) -> Tensor:
+        group = resolve(self.group, "DgcMemory")
         square = gradient.square().sum().view(1)
-        ranks = dist.get_world_size(self.group) if dist.is_initialized() else group_size(self.group)
-        if ranks > 1:
-            dist.all_reduce(square, group=self.group)
-        limit = torch.sqrt(square / ranks)
+        sum_over_ranks_(square, group, operation="DgcMemory")
+        limit = torch.sqrt(square / group_size(group))
         return torch.minimum(torch.maximum(gradient, -limit), limit)

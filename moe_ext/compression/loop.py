@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
@@ -17,8 +16,7 @@ from moe_ext.compression._step import Step, Work
 from moe_ext.compression.agreement import check_call
 from moe_ext.compression.state import CompressionState
 from moe_ext.distributed.clipping import clip_grad_norm_
-from moe_ext.distributed.collectives import share
-from moe_ext.distributed.failures import naming_failed_ranks
+from moe_ext.distributed.collectives import share, sum_over_ranks_
 from moe_ext.distributed.gradients import (
     gradient_buckets,
     is_synced,
@@ -28,7 +26,6 @@ from moe_ext.distributed.gradients import (
 )
 from moe_ext.distributed.groups import group_size
 from moe_ext.distributed.parameters import replica_group, sharded_experts
-from moe_ext.distributed.traffic import record_traffic
 
 # What a rank has as gradient of a parameter.
 _NOTHING, _DENSE, _SPARSE = 0, 1, 2
@@ -296,13 +293,9 @@ def flush(model: nn.Module, state: CompressionState) -> bool:
 
 def _reduce_(flat_N: Tensor, group: ProcessGroup | None, average: bool) -> None:
     """The mean or sum over the ranks, in place."""
-    size = group_size(group)
-    if size > 1:
-        record_traffic("all_reduce", 2 * (size - 1) * flat_N.nbytes // size)
-        with naming_failed_ranks(group, "flush"):
-            dist.all_reduce(flat_N, group=group)
+    sum_over_ranks_(flat_N, group, operation="flush")
     if average:
-        flat_N.div_(size)
+        flat_N.div_(group_size(group))
 
 
 def _add_to_gradient(parameter: nn.Parameter, flat: Tensor) -> None:

@@ -22,6 +22,7 @@ from moe_ext.distributed.failures import (
     remember_processes,
 )
 from moe_ext.distributed.groups import group_ranks, group_size
+from moe_ext.distributed.traffic import record_traffic
 
 
 def _exchange(
@@ -145,6 +146,19 @@ def all_to_all_counts(message: Tensor, group: ProcessGroup, *, operation: str) -
     """Send row p of an int64 `[P, M]` message to rank p; returns `[P, M]`, row p from rank p."""
     ones = [1] * message.shape[0]
     return _exchange(message, group, ones, ones, operation)
+
+
+def sum_over_ranks_(x: Tensor, group: ProcessGroup | None, *, operation: str) -> Tensor:
+    """Add up a contiguous tensor over the ranks of a group, in place, and count what is sent.
+
+    Nothing is sent where there is one rank (group None) or no element.
+    """
+    size = group_size(group)
+    if size > 1 and x.numel():
+        record_traffic("all_reduce", 2 * (size - 1) * x.nbytes // size)
+        with naming_failed_ranks(group, operation):
+            dist.all_reduce(x, group=group)
+    return x
 
 
 def share(

@@ -74,7 +74,10 @@ def nothing_is_lost(name, communicator):
 def sizes_may_differ_between_ranks():
     communicator = made("threshold", threshold=1.0)
     x = torch.tensor([-3.0, 0.5, 0.2, 0.0]) if dist.get_rank() == 0 else torch.zeros(4)
-    found = communicator.step(x, "w")
+    with count_traffic() as traffic:
+        found = communicator.step(x, "w")
+    # Two sizes, then as much as the largest has.
+    assert traffic.total_bytes == 2 * (2 * 8 + 8)
     # By magnitude: the largest element of all is below the threshold.
     assert found.tolist() == [-1.0, 0.0, 0.0, 0.0]
     assert owed(communicator)[0] == 0
@@ -99,7 +102,9 @@ def momentum_is_corrected():
 @three()
 def clipping_is_the_same_on_all_ranks():
     communicator = made("topk", memory="dgc", compress_ratio=1.0, gradient_clipping=True)
-    found = communicator.step(torch.full((4,), 10.0 * (dist.get_rank() == 0)), "w")
+    with count_traffic() as traffic:
+        found = communicator.step(torch.full((4,), 10.0 * (dist.get_rank() == 0)), "w")
+    assert traffic.sent_bytes["all_reduce"] == 4 * 4 // 3
     limit = math.sqrt(400 / 3)
     torch.testing.assert_close(found, torch.full((4,), min(10.0, limit) / 3))
 
@@ -169,7 +174,8 @@ def states_resume_with_the_same_bits(name, memory):
 def bytes_are_those_of_the_codes():
     x, sent = gradient(0, shape=(4096,)), {}
     for name in ("none", "onebit", "int8", "int4", "topk"):
-        communicator = made(name, memory="none", compress_ratio=0.01)
+        options = {"compress_ratio": 0.01} if name == "topk" else {}
+        communicator = made(name, memory="none", **options)
         with count_traffic() as traffic:
             communicator.step(x, "w")
         sent[name] = traffic.total_bytes / 2
@@ -319,6 +325,11 @@ def test_what_is_not_used_is_told():
         grace_from_params(params)
     told = [str(warning.message) for warning in found]
     assert [text.split(" is not used")[0].split()[-1] for text in told] == ["kernel", "lr"]
+    params = {"compressor": "fp16", "compress_ratio": 0.1, "momentum": 0.5, "memory": "residual"}
+    with pytest.warns(UserWarning, match="FP16Compressor and ResidualMemory do not read") as found:
+        grace_from_params(params)
+    told = [str(warning.message).split()[1] for warning in found]
+    assert told == ["compress_ratio", "momentum"]
 
 
 def test_shapes_must_not_change():
