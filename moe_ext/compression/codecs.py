@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
+from moe_ext.compression import rates
 from moe_ext.compression._look import scaled
 from moe_ext.compression.agreement import resolve
 from moe_ext.compression.exact_reduce import bitmap_bytes, block_sparse_all_reduce_
@@ -34,26 +35,12 @@ _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @runtime_checkable
-class Codec(Protocol):
-    """What the hooks and the cost model want of a codec; a hashable value, equal on all ranks."""
-
-    @property
-    def name(self) -> str:
-        """For tables and messages."""
-
-    @property
-    def lossy(self) -> bool:
-        """Whether the result differs from the dense mean."""
+class Codec(rates.Codec, Protocol):
+    """What the hooks want of a codec besides; a hashable value, equal on all ranks."""
 
     @property
     def feeds_back(self) -> bool:
         """Whether what is not sent stays in the residual."""
-
-    def sent_bytes(self, numel: int, world_size: int) -> int:
-        """Bytes that leave a rank in one all-reduce of a float32 gradient."""
-
-    def num_rounds(self, world_size: int) -> int:
-        """Messages that follow each other in one all-reduce."""
 
     def start(
         self,
@@ -69,9 +56,6 @@ class Codec(Protocol):
         What changes in the memory is kept by its `commit`. As for the collectives, no group is the
         default group, and this process alone where there is no torch.distributed.
         """
-
-    def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
-        """Compute what a reduction computes on this rank, and send nothing."""
 
 
 def check_choice(owner: str, argument: str, value: object, allowed: Sequence[object]) -> None:
