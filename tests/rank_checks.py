@@ -18,6 +18,11 @@ class Checks(dict):
 
         return register
 
+    @classmethod
+    def of(cls, namespace):
+        """Those of a module, which begin with check_."""
+        return cls({name: f for name, f in namespace.items() if name.startswith("check_")})
+
     def assert_passed(self, num_ranks, name):
         """Assert that a check passed on every one of so many ranks, which run all of them once."""
         found = self.__dict__.setdefault("found", {})

@@ -15,10 +15,10 @@ from torch.distributed import ProcessGroup
 
 from moe_ext.attention.sequence_collectives import (
     Shards,
-    all_reduce_sum,
     start_all_gather,
     start_reduce_scatter,
 )
+from moe_ext.distributed.collectives import sum_over_ranks_
 from moe_ext.ops import routing_uniform
 from moe_ext.ops._autograd import refuse_second_derivative
 
@@ -99,7 +99,7 @@ class _SummedGrads(torch.autograd.Function):
         # A sum of rounded sums would cost a bfloat16 parameter half of its digits.
         dtype = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
         row = torch.cat([grad.reshape(-1).to(dtype) for grad in grads])
-        all_reduce_sum(row, ctx.group, "SequenceParallelMLP backward")
+        sum_over_ranks_(row, ctx.group, operation="SequenceParallelMLP backward")
         parts = row.split([grad.numel() for grad in grads])
         return None, *(p.view_as(g).to(g.dtype) for p, g in zip(parts, grads, strict=True))
 

@@ -135,16 +135,6 @@ def start_reduce_scatter(x_S: Tensor, shards: Shards) -> Underway:
     return Underway(wait)
 
 
-def all_reduce_sum(x: Tensor, group: ProcessGroup | None, operation: str) -> Tensor:
-    """Sum over the ranks, in place."""
-    size = group_size(group)
-    if size > 1 and x.numel():
-        record_traffic("all_reduce", 2 * (size - 1) * x.nbytes // size)
-        with naming_failed_ranks(group, operation):
-            dist.all_reduce(x, group=group)
-    return x
-
-
 def _padded(x_L: Tensor, length: int) -> Tensor:
     padded = x_L.new_zeros((length, *x_L.shape[1:]))
     padded[: x_L.shape[0]] = x_L

@@ -18,7 +18,7 @@ from hook_models import (
     summed,
     wrapped,
 )
-from rank_checks import assert_passed, run_checks
+from rank_checks import Checks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from moe_ext.compression import (
@@ -34,7 +34,7 @@ from moe_ext.distributed import count_traffic
 from moe_ext.testing import spawn_ranks
 
 
-def check_none_is_plain_ddp(kind):
+def none_is_plain_ddp(kind):
     ours, state = wrapped(codec="none", ddp=KINDS[kind])
     theirs = reference(**KINDS[kind])
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (ours, theirs)]
@@ -53,7 +53,7 @@ def check_none_is_plain_ddp(kind):
 
 def rank_none(rank):
     for kind in KINDS:
-        check_none_is_plain_ddp(kind)
+        none_is_plain_ddp(kind)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -326,23 +326,9 @@ def check_bytes_are_those_that_a_codec_announces():
             assert traffic.total_bytes == announced, codec
 
 
-SINGLE = [check_none_is_plain_ddp]
-CHECKS = {
-    name: value
-    for name, value in list(globals().items())
-    if name.startswith("check_") and value not in SINGLE
-}
+CHECKS = Checks.of(globals())
 
 
-def rank_all(rank):
-    return run_checks(CHECKS)
-
-
-@pytest.fixture(scope="module")
-def outcomes():
-    return spawn_ranks(rank_all, 2)
-
-
-@pytest.mark.parametrize("name", list(CHECKS))
-def test_hook(outcomes, name):
-    assert_passed(outcomes, name)
+@pytest.mark.parametrize("name", CHECKS)
+def test_hook(name):
+    CHECKS.assert_passed(2, name)

@@ -17,7 +17,7 @@ from hook_models import (
     summed,
     wrapped,
 )
-from rank_checks import assert_passed, run_checks
+from rank_checks import Checks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -292,21 +292,12 @@ def check_experts_that_no_other_rank_has():
         assert not state.residuals()
 
 
-CHECKS = {name: value for name, value in list(globals().items()) if name.startswith("check_")}
+CHECKS = Checks.of(globals())
 
 
-def rank_all(rank):
-    return run_checks(CHECKS)
-
-
-@pytest.fixture(scope="module")
-def outcomes():
-    return spawn_ranks(rank_all, 2)
-
-
-@pytest.mark.parametrize("name", list(CHECKS))
-def test_loop(outcomes, name):
-    assert_passed(outcomes, name)
+@pytest.mark.parametrize("name", CHECKS)
+def test_loop(name):
+    CHECKS.assert_passed(2, name)
 
 
 def experts_model(mesh, wrapped_in_ddp):

@@ -17,7 +17,7 @@ from hook_models import (
     loss_of,
     wrapped,
 )
-from rank_checks import assert_passed, run_checks
+from rank_checks import Checks
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.compression import CompressionState, Threshold, TopK, compress_hook
@@ -197,21 +197,12 @@ def check_an_aborted_backward_pass():
     assert_same_bits(state_bits(state), before)
 
 
-CHECKS = {name: value for name, value in list(globals().items()) if name.startswith("check_")}
+CHECKS = Checks.of(globals())
 
 
-def rank_all(rank):
-    return run_checks(CHECKS)
-
-
-@pytest.fixture(scope="module")
-def outcomes():
-    return spawn_ranks(rank_all, 2)
-
-
-@pytest.mark.parametrize("name", list(CHECKS))
-def test_fault(outcomes, name):
-    assert_passed(outcomes, name)
+@pytest.mark.parametrize("name", CHECKS)
+def test_fault(name):
+    CHECKS.assert_passed(2, name)
 
 
 def rank_dies(rank):
