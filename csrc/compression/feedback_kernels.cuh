@@ -20,23 +20,48 @@ template <typename T>
 constexpr int kVec = kAccessBytes / static_cast<int>(sizeof(acc_t<T>));
 
 // The state of a call. `refused` is null where nothing is checked; where it points to other than 0, an element is not
-// finite, and neither the residual nor the velocity may change.
+// finite. A call that works in place looks beforehand, since then neither the residual nor the velocity may change; one
+// that writes elsewhere raises it as it feeds.
 template <typename T>
 struct State {
   Feedback<T> args;
-  const int* refused;
+  int* refused;
   bool aligned; // vectors of kVec elements begin at multiples of their size
+  bool traps;   // what is not finite, as it is fed
 
+  // Known before the feed.
   __device__ __forceinline__ bool is_refused() const {
+    return args.in_place() && is_refused_when_fed();
+  }
+  __device__ __forceinline__ bool is_refused_when_fed() const {
     return refused != nullptr && *refused != 0;
   }
+  __device__ __forceinline__ void note(bool not_finite) const {
+    if (not_finite && refused != nullptr && !args.in_place()) {
+      if (traps) {
+        __trap();
+      }
+      atomicMax(refused, 1);
+    }
+  }
 };
+
+template <int kSize, typename Acc>
+__device__ __forceinline__ bool any_not_finite(const Acc (&a)[kSize]) {
+  bool found = false;
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) {
+    found = found || key_of(a[j]) >= kInfinityKey<Acc>;
+  }
+  return found;
+}
 
 // A number of which whole vectors can be read from every scope.
 template <typename T>
 bool vectors_fit(const Feedback<T>& args, int64_t scope_size, int64_t num_scopes) {
   constexpr int64_t kGradBytes = sizeof(T) * kVec<T>;
   return (num_scopes == 1 || scope_size % kVec<T> == 0) && is_aligned(args.grad, kGradBytes) &&
+         is_aligned(args.residual_in, kAccessBytes) && is_aligned(args.velocity_in, kAccessBytes) &&
          is_aligned(args.residual, kAccessBytes) && is_aligned(args.velocity, kAccessBytes);
 }
 
@@ -49,11 +74,11 @@ __device__ __forceinline__ void feed_vector(
   const Feedback<T>& args = state.args;
   if (state.aligned && i + kSize <= end) {
     const Vec<T, kSize> grad = load<kSize>(args.grad + i);
-    Vec<Acc, kSize> residual = load<kSize>(args.residual + i), velocity = {};
+    Vec<Acc, kSize> residual = load<kSize>(args.residual_in + i), velocity = {};
     if constexpr (kVelocity) {
-      velocity = load<kSize>(args.velocity + i);
+      velocity = load<kSize>(args.velocity_in + i);
     }
-    const Feedback<T> here{grad.v, residual.v, velocity.v, args.residual_scale, args.momentum};
+    const Feedback<T> here{grad.v, residual.v, velocity.v, nullptr, nullptr, args.residual_scale, args.momentum};
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
       velocity.v[j] = momentum_of<kVelocity>(here, j);
@@ -110,10 +135,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kVec<T>; i < numel; i += stride) {
     Acc a[kVec<T>];
     feed_vector<kVelocity>(state, i, numel, false, a);
-#pragma unroll
-    for (int j = 0; j < kVec<T>; ++j) {
-      found = found || key_of(a[j]) >= kInfinityKey<Acc>;
-    }
+    found = found || any_not_finite<kVec<T>>(a);
   }
   if (found) {
     if constexpr (kCheck) {

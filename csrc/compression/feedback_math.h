@@ -11,14 +11,24 @@ namespace moe_ext::compression {
 template <typename Acc>
 using key_t = std::conditional_t<sizeof(Acc) == 8, uint64_t, uint32_t>;
 
-// What an error-feedback pass reads and writes.
+// What an error-feedback pass reads and writes. The state that is read is the one that is written, or lies elsewhere;
+// then what is written need not hold anything.
 template <typename T>
 struct Feedback {
+  using Acc = acc_t<T>;
+
   const T* grad;
-  acc_t<T>* residual;
-  acc_t<T>* velocity; // or null
-  acc_t<T> residual_scale;
-  acc_t<T> momentum;
+  const Acc* residual_in;
+  const Acc* velocity_in; // or null
+  Acc* residual;
+  Acc* velocity; // or null
+  Acc residual_scale;
+  Acc momentum;
+  bool streamed = false; // on the host, written past the caches
+
+  MOE_INLINE bool in_place() const {
+    return residual_in == residual;
+  }
 };
 
 namespace {
@@ -39,7 +49,7 @@ template <bool kVelocity, typename T>
 MOE_INLINE acc_t<T> momentum_of(const Feedback<T>& x, int64_t i) {
   const acc_t<T> grad = to_acc(x.grad[i]);
   if constexpr (kVelocity) {
-    const acc_t<T> kept = x.momentum * x.velocity[i];
+    const acc_t<T> kept = x.momentum * x.velocity_in[i];
     return kept + grad;
   }
   return grad;
@@ -48,7 +58,7 @@ MOE_INLINE acc_t<T> momentum_of(const Feedback<T>& x, int64_t i) {
 // What there is to send: a = residual_scale e + u.
 template <typename T>
 MOE_INLINE acc_t<T> owed(const Feedback<T>& x, acc_t<T> momentum, int64_t i) {
-  const acc_t<T> carried = x.residual_scale * x.residual[i];
+  const acc_t<T> carried = x.residual_scale * x.residual_in[i];
   return carried + momentum;
 }
 

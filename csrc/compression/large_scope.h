@@ -1,7 +1,7 @@
-// Selection in a scope of many segments. One pass feeds the residual, collects the candidates and takes them out while
-// their segment is in the cache; those that are not chosen are put back. A pass that also looks for NaN keeps a log of
-// two bits an element (topk_tables.h), by which all is undone when it finds one. Where the log grows, since the
-// residual is small beside the gradient, segments are only read, and fed when nothing was found. Host.
+// Selection in a scope of many segments. One pass feeds the residual, collects the candidates and leaves them out;
+// those that are not chosen are put back. A pass that works in place and also looks for NaN keeps a log of two bits an
+// element (topk_tables.h), by which all is undone when it finds one. Where the log grows, since the residual is small
+// beside the gradient, segments are only read, and fed when nothing was found. Host.
 #pragma once
 
 #include <cmath>
@@ -28,9 +28,15 @@ struct Chosen {
 
 template <typename T>
 Feedback<T> shifted(const Feedback<T>& args, int64_t begin) {
-  return {
-      args.grad + begin, args.residual + begin, args.velocity == nullptr ? nullptr : args.velocity + begin,
-      args.residual_scale, args.momentum};
+  Feedback<T> part = args;
+  part.grad += begin;
+  part.residual_in += begin;
+  part.residual += begin;
+  if (args.velocity != nullptr) {
+    part.velocity_in += begin;
+    part.velocity += begin;
+  }
+  return part;
 }
 
 template <typename T>
@@ -58,6 +64,29 @@ int64_t take_cut(const Feedback<T>& args, int64_t n, int64_t base, Cut<key_t<acc
   return place;
 }
 
+// Delivers of `count` elements, which a scan that feeds has collected, those that the cut takes; puts the others back.
+template <typename T>
+int64_t deliver_found(
+    const Feedback<T>& args, const Found<acc_t<T>>& found, int64_t count, Cut<key_t<acc_t<T>>> cut, int64_t base,
+    const Chosen<T>& out) {
+  int64_t place = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t offset = found.offsets[i] & ~kSignBit;
+    const bool tie = found.keys[i] == cut.bound && cut.ties > 0;
+    cut.ties -= tie;
+    if (found.keys[i] > cut.bound || tie) {
+      out.values[place] = signed_value<acc_t<T>>(found.keys[i], found.offsets[i]);
+      out.indices[place++] = base + offset;
+      continue;
+    }
+    args.residual[offset] = signed_value<acc_t<T>>(found.keys[i], found.offsets[i]);
+    if (found.velocities != nullptr) {
+      args.velocity[offset] = found.velocities[i];
+    }
+  }
+  return place;
+}
+
 template <typename T>
 class LargeScope {
  public:
@@ -67,7 +96,7 @@ class LargeScope {
   LargeScope(const FeedbackKernels<T>& loops, const Feedback<T>& args, int64_t numel, bool check);
 
   // Collects all keys above `low`, `room` of them at most in each thread. Where an element is not finite and `check` is
-  // set, everything is as it was, and false is returned.
+  // set, what was read is as it was, and false is returned.
   bool pass(Key low, int64_t expected, int64_t room);
 
   // A pass whose bound at least k keys reach.
@@ -91,7 +120,7 @@ class LargeScope {
  private:
   int64_t scan_segment(int64_t s, Key low, Share<Acc>& share, Scanned<Key>& seen);
   int64_t scan_and_log(int64_t s, Key low, Share<Acc>& share, Scanned<Key>& seen);
-  void take_out(int64_t s, int64_t count, Share<Acc>& share);
+  void take_out(int64_t s, int64_t count, const Found<Acc>& found);
   bool log_has_room(int64_t s, const Share<Acc>& share) const;
   void put_back(int64_t s);
   void undo();
@@ -109,7 +138,8 @@ class LargeScope {
   const FeedbackKernels<T>& loops_;
   Feedback<T> args_;
   int64_t numel_, segments_;
-  bool check_; // still to do
+  bool check_;     // still to do
+  bool logs_each_; // what it may have to undo
   Key low_ = 0;
   Key largest_ = 0;
   int64_t found_ = 0;
@@ -127,10 +157,11 @@ LargeScope<T>::LargeScope(const FeedbackKernels<T>& loops, const Feedback<T>& ar
       numel_(numel),
       segments_(num_segments(numel)),
       check_(check),
+      logs_each_(check && args.in_place()),
       equal_(segments_),
       fed_(segments_),
-      logs_(check ? segments_ : 0) {
-  if (check) {
+      logs_(logs_each_ ? segments_ : 0) {
+  if (logs_each_) {
     codes_.reset(new uint8_t[segments_ * kCodeBytes * (args.velocity == nullptr ? 1 : 2)]);
   }
 }
@@ -150,26 +181,22 @@ int64_t LargeScope<T>::scan_and_log(int64_t s, Key low, Share<Acc>& share, Scann
   const int64_t n = segment_size(s, numel_);
   share.values.resize(2 * kSegmentBuffer);
   UndoLog<Acc> log{codes(s), share.values.data()};
-  const int64_t count =
-      loops_.logged_feed_and_scan(segment(s), 0, n, low, share.keys.data(), share.offsets.data(), &seen, &log);
+  const int64_t count = loops_.logged_feed_and_scan(segment(s), 0, n, low, share.buffer.found(), &seen, &log);
   logs_[s].assign(log.values, log.values + log.count);
   return count;
 }
 
-// The candidates leave the state while it is in the cache; their sign goes with their offset.
+// What a scan of a fed segment has collected leaves the state.
 template <typename T>
-void LargeScope<T>::take_out(int64_t s, int64_t count, Share<Acc>& share) {
+void LargeScope<T>::take_out(int64_t s, int64_t count, const Found<Acc>& found) {
   const Feedback<T> part = segment(s);
   for (int64_t i = 0; i < count; ++i) {
-    const uint32_t offset = share.offsets[i];
-    share.offsets[i] = offset | (std::signbit(part.residual[offset]) ? kSignBit : 0);
+    const uint32_t offset = found.offsets[i];
+    found.offsets[i] = offset | (std::signbit(part.residual[offset]) ? kSignBit : 0);
     part.residual[offset] = 0;
-  }
-  if (part.velocity != nullptr) {
-    for (int64_t i = 0; i < count; ++i) {
-      Acc& velocity = part.velocity[share.offsets[i] & ~kSignBit];
-      share.found.velocities.push_back(velocity);
-      velocity = 0;
+    if (part.velocity != nullptr) {
+      found.velocities[i] = part.velocity[offset];
+      part.velocity[offset] = 0;
     }
   }
 }
@@ -177,16 +204,17 @@ void LargeScope<T>::take_out(int64_t s, int64_t count, Share<Acc>& share) {
 template <typename T>
 int64_t LargeScope<T>::scan_segment(int64_t s, Key low, Share<Acc>& share, Scanned<Key>& seen) {
   const int64_t n = segment_size(s, numel_);
-  Key* keys = share.keys.data();
-  uint32_t* offsets = share.offsets.data();
+  const Found<Acc> found = share.buffer.found();
   if (fed_[s]) {
-    return loops_.scan_fed(args_.residual + s * kSegment, n, low, keys, offsets, &seen);
+    const int64_t count = loops_.scan_fed(args_.residual + s * kSegment, n, low, found, &seen);
+    take_out(s, count, found);
+    return count;
   }
-  if (check_ && !log_has_room(s, share)) {
-    return loops_.scan(segment(s), 0, n, low, keys, offsets, &seen);
+  if (logs_each_ && !log_has_room(s, share)) {
+    return loops_.scan(segment(s), 0, n, low, found, &seen);
   }
   fed_[s] = 1;
-  return check_ ? scan_and_log(s, low, share, seen) : loops_.feed_and_scan(segment(s), 0, n, low, keys, offsets, &seen);
+  return logs_each_ ? scan_and_log(s, low, share, seen) : loops_.feed_and_scan(segment(s), 0, n, low, found, &seen);
 }
 
 template <typename T>
@@ -194,30 +222,30 @@ bool LargeScope<T>::pass(Key low, int64_t expected, int64_t room) {
   std::vector<int64_t> counts(segments_);
   std::vector<Key> largest(segments_);
   low_ = low;
-  all_ = collect<Acc>(numel_, expected, [&](int64_t s, Share<Acc>& share) -> int64_t {
+  const bool with_velocity = args_.velocity != nullptr;
+  all_ = collect<Acc>(numel_, expected, with_velocity, [&](int64_t s, Share<Acc>& share) -> int64_t {
     Scanned<Key> seen;
     const int64_t count = counts[s] = scan_segment(s, low, share, seen);
     equal_[s] = seen.equal;
     largest[s] = seen.largest;
-    if (share.found.count() >= room) {
-      return 0;
+    if (share.found.count() < room) {
+      share.found.append(share.buffer.found(), count);
+      return count;
     }
     if (fed_[s]) {
-      take_out(s, count, share);
-    } else if (args_.velocity != nullptr) {
-      share.found.velocities.resize(share.found.velocities.size() + count);
+      deliver_found(segment(s), share.buffer.found(), count, Cut<Key>{static_cast<Key>(-1), 0}, 0, Chosen<T>{});
     }
-    share.found.keys.insert(share.found.keys.end(), share.keys.data(), share.keys.data() + count);
-    share.found.offsets.insert(share.found.offsets.end(), share.offsets.data(), share.offsets.data() + count);
-    return count;
+    return 0;
   });
   found_ = std::accumulate(counts.begin(), counts.end(), int64_t{0});
   largest_ = *std::max_element(largest.begin(), largest.end());
   if (check_ && largest_ >= kInfinityKey<Acc>) {
-    undo();
+    if (logs_each_) {
+      undo();
+    }
     return false;
   }
-  check_ = false;
+  check_ = logs_each_ = false;
   logs_.clear();
   codes_.reset();
   return true;
@@ -356,22 +384,16 @@ void LargeScope<T>::deliver_segment(int64_t s, Cut<Key> cut, int64_t fill, int64
     take_cut(part, n, base, Cut<Key>{low_, fill}, out);
     return;
   }
+  if (fed_[s]) {
+    deliver_found(part, all_.from(all_.begin[s]), all_.begin[s + 1] - all_.begin[s], cut, base, out);
+    return;
+  }
   int64_t place = 0;
   for (int64_t i = all_.begin[s]; i < all_.begin[s + 1]; ++i) {
-    const int64_t offset = all_.offset(i);
     const bool tie = all_.keys[i] == cut.bound && cut.ties > 0;
     cut.ties -= tie;
-    const bool chosen = all_.keys[i] > cut.bound || tie;
-    if (chosen && fed_[s]) {
-      out.values[place] = all_.value(i);
-      out.indices[place++] = base + offset;
-    } else if (chosen) {
-      take(part, offset, base, out, place++);
-    } else if (fed_[s]) {
-      part.residual[offset] = all_.value(i);
-      if (part.velocity != nullptr) {
-        part.velocity[offset] = all_.velocities[i];
-      }
+    if (all_.keys[i] > cut.bound || tie) {
+      take(part, all_.offset(i), base, out, place++);
     }
   }
 }

@@ -31,10 +31,11 @@ __device__ __forceinline__ key_t<acc_t<T>> lowest_key(
   return plan.by_threshold ? max(key_t<acc_t<T>>{1}, key_of(thresholds.bound[scope])) : 0;
 }
 
-// As finish_threshold_kernel, by `size` threads of which the caller is number `thread`.
+// Fills the slots that are left, by `size` threads of which the caller is number `thread`, and notes how many elements
+// passed the threshold, for adapt_kernel.
 template <typename T>
 __device__ __forceinline__ void finish_scope(
-    const Plan& plan, const Thresholds<T>& thresholds, int64_t scope, int64_t found, bool write, int thread, int size,
+    const Plan& plan, const Thresholds<T>& thresholds, int64_t scope, int64_t found, int thread, int size,
     const Selected<T>& out) {
   if (!plan.by_threshold) {
     return;
@@ -45,8 +46,20 @@ __device__ __forceinline__ void finish_scope(
     out.indices[scope * plan.k + i] = last;
   }
   if (thread == 0) {
-    thresholds.count[scope] = count;
-    if (thresholds.target > 0 && write) {
+    thresholds.count[scope] = found;
+  }
+}
+
+// From how many passed to how many were taken, and to the next thresholds: these must not change where any scope holds
+// what is not finite.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) adapt_kernel(State<T> state, Plan plan, Thresholds<T> thresholds) {
+  const bool adapts = thresholds.target > 0 && !state.is_refused_when_fed();
+  const int64_t stride = int64_t{gridDim.x} * kThreads;
+  for (int64_t scope = int64_t{blockIdx.x} * kThreads + threadIdx.x; scope < plan.num_scopes; scope += stride) {
+    const int64_t found = thresholds.count[scope];
+    thresholds.count[scope] = min(found, plan.k);
+    if (adapts) {
       thresholds.bound[scope] = adapted(thresholds.bound[scope], found, thresholds.target);
     }
   }
@@ -89,6 +102,7 @@ __global__ void __launch_bounds__(kThreads)
         }
       }
     }
+    state.note(any_not_finite<kItems>(a));
     const Key low = lowest_key(plan, thresholds, scope);
     const int found = count_from(a, low, size);
     const Bound<Key> bound = scope_bound(plan, wanted, low, found, [&] {
@@ -106,7 +120,7 @@ __global__ void __launch_bounds__(kThreads)
       const int i = j * kWarpSize + lane_id();
       select_lane<kVelocity>(state, bound, write, i < size, begin + i, a[j], to, above, equal);
     }
-    finish_scope(plan, thresholds, scope, found, write, lane_id(), kWarpSize, out);
+    finish_scope(plan, thresholds, scope, found, lane_id(), kWarpSize, out);
   }
 }
 
@@ -121,15 +135,18 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks)
   const int64_t scope = blockIdx.x, begin = scope * plan.size, size = plan.length(scope), wanted = plan.wanted(scope);
   const Key low = lowest_key(plan, thresholds, scope);
   int reached = 0, found = 0;
+  bool not_finite = false;
   for (int64_t i = static_cast<int64_t>(threadIdx.x) * kSize; i < size; i += kThreads * kSize) {
     Acc a[kSize];
     feed_vector<kVelocity>(state, begin + i, begin + size, write, a);
+    not_finite = not_finite || any_not_finite<kSize>(a);
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
       // Where it matters how many there are, low is at least 1, and the zeros beyond the end do not count.
       reached += key_of(a[j]) >= low;
     }
   }
+  state.note(not_finite);
   block_exclusive_scan<kThreads>(reached, found);
   const auto value_at = [&](int64_t i) { return owed_after<kVelocity>(state, !write, begin + i); };
   const Bound<Key> bound = scope_bound(plan, wanted, low, found, [&] {
@@ -159,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks)
     above_before += total & 0xFFFF;
     equal_before += total >> 16;
   }
-  finish_scope(plan, thresholds, scope, found, write, static_cast<int>(threadIdx.x), kThreads, out);
+  finish_scope(plan, thresholds, scope, found, static_cast<int>(threadIdx.x), kThreads, out);
 }
 
 template <bool kVelocity, typename T>
@@ -170,12 +187,16 @@ void launch_select_small(
     launch(
         {dim3(static_cast<unsigned>(plan.num_scopes)), dim3(kThreads), 0, stream}, block_scopes_kernel<kVelocity, T>,
         state, plan, thresholds, out);
-    return;
+  } else {
+    const auto kernel =
+        plan.size <= 4 * kWarpSize ? warp_scopes_kernel<4, kVelocity, T> : warp_scopes_kernel<16, kVelocity, T>;
+    const dim3 grid = persistent_grid(ceil_div(plan.num_scopes, int64_t{kWarps}), kThreads, device_properties());
+    launch({grid, dim3(kThreads), 0, stream}, kernel, state, plan, thresholds, out);
   }
-  const auto kernel =
-      plan.size <= 4 * kWarpSize ? warp_scopes_kernel<4, kVelocity, T> : warp_scopes_kernel<16, kVelocity, T>;
-  const dim3 grid = persistent_grid(ceil_div(plan.num_scopes, int64_t{kWarps}), kThreads, device_properties());
-  launch({grid, dim3(kThreads), 0, stream}, kernel, state, plan, thresholds, out);
+  if (plan.by_threshold) {
+    const dim3 grid = persistent_grid(ceil_div(plan.num_scopes, int64_t{kThreads}), kThreads, device_properties());
+    launch({grid, dim3(kThreads), 0, stream}, adapt_kernel<T>, state, plan, thresholds);
+  }
 }
 
 template <bool kVelocity, typename T>

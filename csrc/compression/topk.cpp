@@ -11,16 +11,18 @@ namespace moe_ext::compression::topk {
 MOE_EXT_SCHEMAS(m) {
   m.def(
       "topk_compress_(Tensor grad, Tensor(a!) residual, SymInt k, SymInt scope_size=0, Tensor(b!)? velocity=None, "
-      "float momentum=0.0, float residual_scale=1.0, bool check_finite=True) -> (Tensor values, Tensor indices)");
+      "float momentum=0.0, float residual_scale=1.0, bool check_finite=True, Tensor? residual_in=None, "
+      "Tensor? velocity_in=None) -> (Tensor values, Tensor indices)");
   m.def(
       "threshold_compress_(Tensor grad, Tensor(a!) residual, Tensor(b!) threshold, SymInt capacity, SymInt target=0, "
       "Tensor(c!)? velocity=None, float momentum=0.0, float residual_scale=1.0, bool check_finite=True, "
-      "SymInt scope_size=0) -> (Tensor values, Tensor indices, Tensor count)");
+      "SymInt scope_size=0, Tensor? residual_in=None, Tensor? velocity_in=None) "
+      "-> (Tensor values, Tensor indices, Tensor count)");
 }
 
 namespace {
 
-// A tensor of float32 state beside the gradient, of the gradient's shape, changed in place.
+// A tensor of float32 state beside the gradient, of the gradient's shape.
 void check_state(const char* op, const char* name, const Tensor& state, const Tensor& grad) {
   check_same_device(op, name, state, "grad", grad);
   check_dtype(op, name, state, acc_dtype(grad.scalar_type()));
@@ -30,23 +32,47 @@ void check_state(const char* op, const char* name, const Tensor& state, const Te
   MOE_CHECK(
       state.is_contiguous(), op, ": expected ", name, " to be contiguous, got a strided tensor of shape ",
       shape_string(state));
-  MOE_CHECK(!overlap(state, grad), op, ": expected ", name, " to be in memory of its own, got a part of grad's");
 }
 
-void check_feedback(
-    const char* op, const Tensor& grad, const Tensor& residual, const std::optional<Tensor>& velocity, double momentum,
-    double residual_scale) {
-  check_floating(op, "grad", grad);
-  check_state(op, "residual", residual, grad);
-  if (velocity) {
-    check_state(op, "velocity", *velocity, grad);
-    MOE_CHECK(
-        !overlap(*velocity, residual), op, ": expected velocity to be in memory of its own, got a part of residual's");
-  }
-  MOE_CHECK(momentum >= 0 && momentum < 1, op, ": expected momentum to be in [0, 1), got ", momentum);
+// `written` and what else a call reads or writes.
+void check_apart(const char* op, const char* name, const Tensor& x, const char* written_name, const Tensor& written) {
   MOE_CHECK(
-      residual_scale >= 0 && std::isfinite(residual_scale), op,
-      ": expected residual_scale to be finite and at least 0, got ", residual_scale);
+      !overlap(x, written), op, ": expected ", name, " to be in memory of its own, got a part of ", written_name, "'s");
+}
+
+// The state that is read, where that is not the one that is written.
+void check_state_in(const char* op, const FeedbackTensors& x) {
+  MOE_CHECK(
+      x.velocity_in.has_value() == (x.residual_in.has_value() && x.velocity.has_value()), op,
+      ": expected velocity_in to be given where residual_in and velocity are, and only there, got ",
+      x.velocity_in ? "a tensor" : "None");
+  const auto check = [&](const char* name, const std::optional<Tensor>& state) {
+    if (state) {
+      check_state(op, name, *state, x.grad);
+      check_apart(op, name, *state, "residual", x.residual);
+      if (x.velocity) {
+        check_apart(op, name, *state, "velocity", *x.velocity);
+      }
+    }
+  };
+  check("residual_in", x.residual_in);
+  check("velocity_in", x.velocity_in);
+}
+
+void check_feedback(const char* op, const FeedbackTensors& x) {
+  check_floating(op, "grad", x.grad);
+  check_state(op, "residual", x.residual, x.grad);
+  check_apart(op, "residual", x.residual, "grad", x.grad);
+  if (x.velocity) {
+    check_state(op, "velocity", *x.velocity, x.grad);
+    check_apart(op, "velocity", *x.velocity, "grad", x.grad);
+    check_apart(op, "velocity", *x.velocity, "residual", x.residual);
+  }
+  check_state_in(op, x);
+  MOE_CHECK(x.momentum >= 0 && x.momentum < 1, op, ": expected momentum to be in [0, 1), got ", x.momentum);
+  MOE_CHECK(
+      x.residual_scale >= 0 && std::isfinite(x.residual_scale), op,
+      ": expected residual_scale to be finite and at least 0, got ", x.residual_scale);
 }
 
 int64_t scope_elements(const char* op, int64_t numel, int64_t scope_size) {
@@ -56,11 +82,10 @@ int64_t scope_elements(const char* op, int64_t numel, int64_t scope_size) {
 
 } // namespace
 
-Scopes check_topk_compress(
-    const Tensor& grad, const Tensor& residual, int64_t k, int64_t scope_size, const std::optional<Tensor>& velocity,
-    double momentum, double residual_scale) {
+Scopes check_topk_compress(const FeedbackTensors& state, int64_t k, int64_t scope_size) {
   const char* op = "topk_compress_";
-  check_feedback(op, grad, residual, velocity, momentum, residual_scale);
+  check_feedback(op, state);
+  const Tensor& grad = state.grad;
   const int64_t size = scope_elements(op, grad.numel(), scope_size);
   MOE_CHECK(
       k >= 0 && k <= size, op, ": expected k to be in [0, ", size, "], the elements of a ",
@@ -69,12 +94,12 @@ Scopes check_topk_compress(
 }
 
 Scopes check_threshold_compress(
-    const Tensor& grad, const Tensor& residual,
+    const FeedbackTensors& state,
     const Tensor& threshold, // [], or [num_scopes]
-    int64_t capacity, int64_t target, const std::optional<Tensor>& velocity, double momentum, double residual_scale,
-    int64_t scope_size) {
+    int64_t capacity, int64_t target, int64_t scope_size) {
   const char* op = "threshold_compress_";
-  check_feedback(op, grad, residual, velocity, momentum, residual_scale);
+  check_feedback(op, state);
+  const Tensor& grad = state.grad;
   check_same_device(op, "threshold", threshold, "grad", grad);
   check_dtype(op, "threshold", threshold, acc_dtype(grad.scalar_type()));
   const Scopes scopes{grad.numel(), scope_elements(op, grad.numel(), scope_size), capacity};

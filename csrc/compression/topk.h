@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "common/check.h"
+#include "common/dispatch.h"
 #include "compression/topk_tables.h"
 
 namespace moe_ext::compression::topk {
@@ -31,16 +32,45 @@ struct Scopes {
   }
 };
 
+// What a call reads and writes. Where `residual_in` is given, what was owed is read from there, the velocity from
+// `velocity_in`, and both results are only written.
+struct FeedbackTensors {
+  const Tensor& grad;
+  const Tensor& residual;
+  const std::optional<Tensor>& velocity;
+  const std::optional<Tensor>& residual_in;
+  const std::optional<Tensor>& velocity_in;
+  double momentum;
+  double residual_scale;
+};
+
 // Both check everything that needs no look at the data.
-Scopes check_topk_compress(
-    const Tensor& grad, const Tensor& residual, int64_t k, int64_t scope_size, const std::optional<Tensor>& velocity,
-    double momentum, double residual_scale);
+Scopes check_topk_compress(const FeedbackTensors& state, int64_t k, int64_t scope_size);
 
 // The capacity of each scope takes the place of `k`.
 Scopes check_threshold_compress(
-    const Tensor& grad, const Tensor& residual,
+    const FeedbackTensors& state,
     const Tensor& threshold, // [], or [num_scopes]
-    int64_t capacity, int64_t target, const std::optional<Tensor>& velocity, double momentum, double residual_scale,
-    int64_t scope_size);
+    int64_t capacity, int64_t target, int64_t scope_size);
+
+// The loops' view of it; `grad` is contiguous.
+template <typename T>
+Feedback<T> feedback(const FeedbackTensors& state, const Tensor& grad) {
+  using Acc = acc_t<T>;
+  const auto of = [](const std::optional<Tensor>& tensor) { return tensor ? data<Acc>(*tensor) : nullptr; };
+  Feedback<T> args{
+      data<const T>(grad),
+      data<Acc>(state.residual),
+      of(state.velocity),
+      data<Acc>(state.residual),
+      of(state.velocity),
+      static_cast<Acc>(state.residual_scale),
+      static_cast<Acc>(state.momentum)};
+  if (state.residual_in) {
+    args.residual_in = data<const Acc>(*state.residual_in);
+    args.velocity_in = of(state.velocity_in);
+  }
+  return args;
+}
 
 } // namespace moe_ext::compression::topk

@@ -15,26 +15,17 @@ using torch::stable::new_empty;
 using torch::stable::new_zeros;
 using OptionalTensor = std::optional<Tensor>;
 
-struct Factors {
-  double momentum;
-  double residual_scale;
-};
-
 // Looks for what is not finite where that is asked for, and selects.
 template <bool kVelocity, typename T>
 void select(
-    const Tensor& grad, const Tensor& residual, const OptionalTensor& velocity, Factors factors, const Plan& plan,
-    bool check, const Thresholds<T>& thresholds, const Selected<T>& out, cudaStream_t stream) {
-  using Acc = acc_t<T>;
-  State<T> state{
-      {data<const T>(grad), data<Acc>(residual), velocity ? data<Acc>(*velocity) : nullptr,
-       static_cast<Acc>(factors.residual_scale), static_cast<Acc>(factors.momentum)},
-      nullptr,
-      false};
-  state.aligned = vectors_fit(state.args, plan.size, plan.num_scopes);
+    const Feedback<T>& args, const Tensor& residual, const Plan& plan, bool check, const Thresholds<T>& thresholds,
+    const Selected<T>& out, cudaStream_t stream) {
+  State<T> state{args, nullptr, vectors_fit(args, plan.size, plan.num_scopes), kCheckIndices};
   const Tensor refused = new_zeros(residual, {1}, ScalarType::Int);
   if (check && plan.numel > 0) {
-    launch_check_finite<kVelocity, kCheckIndices>(state, plan.numel, data<int>(refused), stream);
+    if (args.in_place()) {
+      launch_check_finite<kVelocity, kCheckIndices>(state, plan.numel, data<int>(refused), stream);
+    }
     state.refused = data<int>(refused);
   }
   const ScratchBytes bytes = plan.size <= kBlockScope ? ScratchBytes{0, 0} : scratch_bytes<T>(plan);
@@ -46,16 +37,17 @@ void select(
 
 template <typename T>
 void select(
-    const Tensor& grad, const Tensor& residual, const OptionalTensor& velocity, Factors factors, const Plan& plan,
-    bool check, const Thresholds<T>& thresholds, const Selected<T>& out, cudaStream_t stream) {
-  const auto run = velocity ? select<true, T> : select<false, T>;
-  run(grad, residual, velocity, factors, plan, check, thresholds, out, stream);
+    const Feedback<T>& args, const Tensor& residual, const Plan& plan, bool check, const Thresholds<T>& thresholds,
+    const Selected<T>& out, cudaStream_t stream) {
+  const auto run = args.velocity != nullptr ? select<true, T> : select<false, T>;
+  run(args, residual, plan, check, thresholds, out, stream);
 }
 
 std::tuple<Tensor, Tensor> topk_compress_cuda(
     Tensor grad, Tensor residual, int64_t k, int64_t scope_size, OptionalTensor velocity, double momentum,
-    double residual_scale, bool check) {
-  const Scopes scopes = check_topk_compress(grad, residual, k, scope_size, velocity, momentum, residual_scale);
+    double residual_scale, bool check, OptionalTensor residual_in, OptionalTensor velocity_in) {
+  const FeedbackTensors state{grad, residual, velocity, residual_in, velocity_in, momentum, residual_scale};
+  const Scopes scopes = check_topk_compress(state, k, scope_size);
   check_int32("topk_compress_", "the number of scopes", scopes.count());
   const DeviceScope device(residual);
   const Tensor g = contiguous(grad);
@@ -66,8 +58,8 @@ std::tuple<Tensor, Tensor> topk_compress_cuda(
         make_plan(scopes.numel, std::min(scopes.size, scopes.numel), scopes.count(), k, false, device_properties());
     dispatch_floating(g.scalar_type(), [&]<typename T>() {
       select<T>(
-          g, residual, velocity, {momentum, residual_scale}, plan, check, {},
-          {data<acc_t<T>>(values), data<int64_t>(indices)}, device.stream());
+          feedback<T>(state, g), residual, plan, check, {}, {data<acc_t<T>>(values), data<int64_t>(indices)},
+          device.stream());
     });
   }
   return {values, indices};
@@ -75,9 +67,10 @@ std::tuple<Tensor, Tensor> topk_compress_cuda(
 
 std::tuple<Tensor, Tensor, Tensor> threshold_compress_cuda(
     Tensor grad, Tensor residual, Tensor threshold, int64_t capacity, int64_t target, OptionalTensor velocity,
-    double momentum, double residual_scale, bool check, int64_t scope_size) {
-  const Scopes scopes = check_threshold_compress(
-      grad, residual, threshold, capacity, target, velocity, momentum, residual_scale, scope_size);
+    double momentum, double residual_scale, bool check, int64_t scope_size, OptionalTensor residual_in,
+    OptionalTensor velocity_in) {
+  const FeedbackTensors state{grad, residual, velocity, residual_in, velocity_in, momentum, residual_scale};
+  const Scopes scopes = check_threshold_compress(state, threshold, capacity, target, scope_size);
   check_int32("threshold_compress_", "the number of scopes", scopes.count());
   const DeviceScope device(residual);
   const Tensor g = contiguous(grad);
@@ -91,9 +84,8 @@ std::tuple<Tensor, Tensor, Tensor> threshold_compress_cuda(
         make_plan(scopes.numel, std::min(scopes.size, scopes.numel), count, capacity, true, device_properties());
     dispatch_floating(g.scalar_type(), [&]<typename T>() {
       select<T>(
-          g, residual, velocity, {momentum, residual_scale}, plan, check,
-          {data<acc_t<T>>(threshold), data<int64_t>(filled), target}, {data<acc_t<T>>(values), data<int64_t>(indices)},
-          device.stream());
+          feedback<T>(state, g), residual, plan, check, {data<acc_t<T>>(threshold), data<int64_t>(filled), target},
+          {data<acc_t<T>>(values), data<int64_t>(indices)}, device.stream());
     });
   }
   return {values, indices, filled};

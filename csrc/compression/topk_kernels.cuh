@@ -171,10 +171,12 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks) feed_kernel(State<T> st
     Acc* const values = scratch.values + s * kSegmentFound;
     uint16_t* const offsets = scratch.offsets + s * kSegmentFound;
     int count = 0;
+    bool not_finite = false;
     for (int64_t base = begin; base < end; base += kWarpSize * kSize) {
       const int64_t i = base + lane_id() * kSize;
       Acc a[kSize];
       feed_vector<kVelocity>(state, i, end, write, a);
+      not_finite = not_finite || any_not_finite<kSize>(a);
       unsigned mine = 0;
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
@@ -185,6 +187,7 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks) feed_kernel(State<T> st
         count += set_aside<kSize>(a, mine, static_cast<int>(i - begin), count, values, offsets);
       }
     }
+    state.note(not_finite);
     if (lane_id() == 0) {
       scratch.counts[s] = count;
       if (count > 0) {
@@ -335,7 +338,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (thread == 0) {
     thresholds.count[scope] = count;
-    if (thresholds.target > 0 && !state.is_refused()) {
+    if (thresholds.target > 0 && !state.is_refused_when_fed()) {
       thresholds.bound[scope] = adapted(thresholds.bound[scope], found, thresholds.target);
     }
   }

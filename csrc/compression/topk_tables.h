@@ -12,6 +12,17 @@ constexpr int64_t kSegmentBuffer = kSegment + 16;
 // Of a segment's residual or velocity in an `UndoLog`: two bits an element.
 constexpr int64_t kCodeBytes = kSegment / 4;
 
+constexpr uint32_t kSignBit = 0x80000000u;
+
+// Where a scan puts what it collects, each with room for kSegmentBuffer: the keys, and their offsets from the first
+// element. Where they leave the state, the top bit of an offset is the sign, and the velocities are kept too.
+template <typename Acc>
+struct Found {
+  key_t<Acc>* keys;
+  uint32_t* offsets;
+  Acc* velocities; // or null
+};
+
 // What a scan saw besides the keys that it collects; raised by each call.
 template <typename Key>
 struct Scanned {
@@ -29,7 +40,7 @@ struct UndoLog {
 };
 
 // Each works on the elements [begin, begin + n), n <= kSegment. Keys are those of a = residual_scale e + u. A scan
-// collects the keys that are larger than `low`, with their offsets from `begin`, in order, and returns how many.
+// collects the keys that are larger than `low`, in order, and returns how many.
 template <typename T>
 struct FeedbackKernels {
   using Acc = acc_t<T>;
@@ -38,19 +49,19 @@ struct FeedbackKernels {
   void (*keys)(const Feedback<T>& args, int64_t begin, int64_t n, Key* keys);
   Key (*largest)(const Feedback<T>& args, int64_t begin, int64_t n);
   int64_t (*scan)(
-      const Feedback<T>& args, int64_t begin, int64_t n, Key low, Key* keys, uint32_t* offsets, Scanned<Key>* seen);
+      const Feedback<T>& args, int64_t begin, int64_t n, Key low, const Found<Acc>& out, Scanned<Key>* seen);
   // e = a, and the velocity's new value.
   void (*feed)(const Feedback<T>& args, int64_t begin, int64_t n);
-  // Both at once; and with a log.
+  // Both at once: what is collected leaves the state. And with a log, in place.
   int64_t (*feed_and_scan)(
-      const Feedback<T>& args, int64_t begin, int64_t n, Key low, Key* keys, uint32_t* offsets, Scanned<Key>* seen);
+      const Feedback<T>& args, int64_t begin, int64_t n, Key low, const Found<Acc>& out, Scanned<Key>* seen);
   int64_t (*logged_feed_and_scan)(
-      const Feedback<T>& args, int64_t begin, int64_t n, Key low, Key* keys, uint32_t* offsets, Scanned<Key>* seen,
+      const Feedback<T>& args, int64_t begin, int64_t n, Key low, const Found<Acc>& out, Scanned<Key>* seen,
       UndoLog<Acc>* log);
-  // Residual and velocity as they were before `logged_feed_and_scan`.
+  // Residual and velocity as they were before `logged_feed_and_scan`, of which what was collected has been put back.
   void (*undo)(const Feedback<T>& args, int64_t begin, int64_t n, const UndoLog<Acc>& log);
-  // A scan of what has been fed.
-  int64_t (*scan_fed)(const Acc* residual, int64_t n, Key low, Key* keys, uint32_t* offsets, Scanned<Key>* seen);
+  // A scan of what has been fed, and stays there.
+  int64_t (*scan_fed)(const Acc* residual, int64_t n, Key low, const Found<Acc>& out, Scanned<Key>* seen);
 };
 
 using Kernels = PerDtype<FeedbackKernels>;

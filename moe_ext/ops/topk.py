@@ -68,6 +68,8 @@ def topk_compress_(
     momentum: float = 0.9,
     residual_scale: float = 1.0,
     check_finite: bool = True,
+    residual_in: Tensor | None = None,
+    velocity_in: Tensor | None = None,
 ) -> SparseGradient:
     r"""Adds a gradient to what is owed, takes the k largest out and keeps the rest.
 
@@ -96,6 +98,12 @@ def topk_compress_(
             a residual of gradients right when the rate changes; 0 drops the residual.
         check_finite (bool): refuse NaN and infinity. False is for gradients that have just been
             checked (by clipping, by a loss scaler): a NaN is then selected as the largest of all.
+        residual_in (Tensor): e is read from here, and ``residual`` is only written; in memory of
+            its own, else as ``residual``, and not changed. The same bits with less traffic, and a
+            check that costs next to nothing: a step that may fail keeps the two apart, and swaps
+            them when it is done.
+        velocity_in (Tensor): the same of ``velocity``; given with ``residual_in`` where there is a
+            velocity.
 
     Returns:
         SparseGradient: k values and indices a scope, in the order of the indices.
@@ -104,7 +112,8 @@ def topk_compress_(
         ValueError: an unknown scope.
         RuntimeError: an argument has the wrong device, dtype, shape or value, or shares memory with
             another one; an element of :math:`a` is NaN or infinite (the message names the first).
-            Neither residual nor velocity has changed then.
+            Neither residual nor velocity has changed then; with ``residual_in`` they hold nothing
+            of use, and what was read has not changed.
 
     Deterministic, with the same bits for any number of threads and every instruction set.
 
@@ -121,6 +130,8 @@ def topk_compress_(
             momentum if velocity is not None else 0.0,
             residual_scale,
             check_finite,
+            residual_in,
+            velocity_in,
         )
     )
 
@@ -135,6 +146,8 @@ def _(
     momentum: float = 0.0,
     residual_scale: float = 1.0,
     check_finite: bool = True,
+    residual_in: Tensor | None = None,
+    velocity_in: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     numel = grad.numel()
     total = k
@@ -155,6 +168,8 @@ def threshold_compress_(
     momentum: float = 0.9,
     residual_scale: float = 1.0,
     check_finite: bool = True,
+    residual_in: Tensor | None = None,
+    velocity_in: Tensor | None = None,
 ) -> ThresholdGradient:
     r"""Adds a gradient to what is owed and takes out what reaches a threshold.
 
@@ -181,13 +196,16 @@ def threshold_compress_(
         momentum (float): as `topk_compress_`.
         residual_scale (float): as `topk_compress_`.
         check_finite (bool): as `topk_compress_`.
+        residual_in (Tensor): as `topk_compress_`.
+        velocity_in (Tensor): as `topk_compress_`.
 
     Returns:
         ThresholdGradient: values and indices, in the order of the indices, and their count.
 
     Raises:
         ValueError: ``target`` with a threshold that is no tensor.
-        RuntimeError: as `topk_compress_`; the threshold is negative, infinite or NaN.
+        RuntimeError: as `topk_compress_`; the threshold, which has not changed then, is negative,
+            infinite or NaN.
 
     Deterministic, with the same bits for any number of threads and every instruction set.
 
@@ -215,6 +233,8 @@ def threshold_compress_(
             residual_scale,
             check_finite,
             scope_size,
+            residual_in,
+            velocity_in,
         )
     )
 
@@ -231,6 +251,8 @@ def _(
     residual_scale: float = 1.0,
     check_finite: bool = True,
     scope_size: int = 0,
+    residual_in: Tensor | None = None,
+    velocity_in: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     slots = capacity if scope_size == 0 else threshold.shape[0] * capacity
     return (

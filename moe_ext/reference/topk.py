@@ -53,8 +53,14 @@ def topk_compress_(
     momentum: float = 0.9,
     residual_scale: float = 1.0,
     check_finite: bool = True,
+    residual_in: Tensor | None = None,
+    velocity_in: Tensor | None = None,
 ) -> SparseGradient:
     """As `moe_ext.ops.topk_compress_`."""
+    if residual_in is not None:
+        residual.copy_(residual_in)
+    if velocity is not None and velocity_in is not None:
+        velocity.copy_(velocity_in)
     _feed_(grad, residual, velocity, momentum, residual_scale, "topk_compress_")
     size = scope_size_of(grad, scope) or max(1, grad.numel())
     magnitudes = residual.view(-1).abs().split(size) if residual.numel() else ()
@@ -75,8 +81,14 @@ def threshold_compress_(
     momentum: float = 0.9,
     residual_scale: float = 1.0,
     check_finite: bool = True,
+    residual_in: Tensor | None = None,
+    velocity_in: Tensor | None = None,
 ) -> ThresholdGradient:
     """As `moe_ext.ops.threshold_compress_`."""
+    if residual_in is not None:
+        residual.copy_(residual_in)
+    if velocity is not None and velocity_in is not None:
+        velocity.copy_(velocity_in)
     _feed_(grad, residual, velocity, momentum, residual_scale, "threshold_compress_")
     numel = grad.numel()
     size = scope_size_of(grad, scope, "threshold_compress_")

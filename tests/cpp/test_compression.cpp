@@ -77,6 +77,11 @@ TEST(Select, TakesNothingForZero) {
   EXPECT_GT(cut.bound, 3u);
 }
 
+Feedback<float> in_place(
+    const std::vector<float>& grad, float* residual, float* velocity, float residual_scale, float momentum) {
+  return {grad.data(), residual, velocity, residual, velocity, residual_scale, momentum};
+}
+
 class EachIsa : public ::testing::TestWithParam<std::string> {};
 
 struct Scanned {
@@ -94,10 +99,12 @@ Scanned scan(const topk::Kernels& kernels, int64_t n, bool with_velocity, uint32
   Scanned out{
       std::vector<uint32_t>(n + 32, 7), std::vector<uint32_t>(n + 32, 7), random_floats(n + 1, 2),
       random_floats(n + 1, 3)};
-  const Feedback<float> args{
-      grad.data(), out.residual.data(), with_velocity ? out.velocity.data() : nullptr, 0.7f, 0.9f};
+  float* const velocity = with_velocity ? out.velocity.data() : nullptr;
+  std::vector<float> velocities(n + 16);
+  const Feedback<float> args = in_place(grad, out.residual.data(), velocity, 0.7f, 0.9f);
   topk::Scanned<uint32_t> seen;
-  out.count = kernels.f32.feed_and_scan(args, 0, n, low, out.keys.data(), out.offsets.data(), &seen);
+  out.count = kernels.f32.feed_and_scan(
+      args, 0, n, low, {out.keys.data(), out.offsets.data(), with_velocity ? velocities.data() : nullptr}, &seen);
   out.largest = seen.largest;
   out.equal = seen.equal;
   // What lies behind the candidates is scratch, up to one vector past the end.
@@ -160,16 +167,16 @@ TEST_P(EachIsa, ScansBlocksThatAreNotFull) {
   for (int64_t n = 1; n < 300; n += 7) {
     const std::vector<float> grad(n, 1.0f);
     std::vector<float> residual(n);
-    const Feedback<float> args{grad.data(), residual.data(), nullptr, 1, 0};
+    const Feedback<float> args = in_place(grad, residual.data(), nullptr, 1, 0);
     std::vector<uint32_t> keys(topk::kSegmentBuffer), offsets(topk::kSegmentBuffer);
     for (const uint32_t low : {0u, key_of(0.5f), key_of(1.0f), key_of(2.0f)}) {
       topk::Scanned<uint32_t> seen, fed;
       litter_the_stack();
-      EXPECT_EQ(loops.scan(args, 0, n, low, keys.data(), offsets.data(), &seen), low < key_of(1.0f) ? n : 0);
+      EXPECT_EQ(loops.scan(args, 0, n, low, {keys.data(), offsets.data(), nullptr}, &seen), low < key_of(1.0f) ? n : 0);
       EXPECT_EQ(seen.equal, low == key_of(1.0f) ? n : 0);
       EXPECT_EQ(seen.largest, key_of(1.0f));
       litter_the_stack();
-      EXPECT_EQ(loops.scan_fed(residual.data(), n, low, keys.data(), offsets.data(), &fed), 0);
+      EXPECT_EQ(loops.scan_fed(residual.data(), n, low, {keys.data(), offsets.data(), nullptr}, &fed), 0);
       EXPECT_EQ(fed.equal, low == 0 ? n : 0);
     }
   }
@@ -184,15 +191,15 @@ TEST_P(EachIsa, TakesAFeedBackBitForBit) {
           const State before = state_of(kind, n);
           State state = before, fed = before;
           const auto feedback = [&](State& s) {
-            return Feedback<float>{
-                before.grad.data(), s.residual.data(), with_velocity ? s.velocity.data() : nullptr, scale, 0.9f};
+            return in_place(before.grad, s.residual.data(), with_velocity ? s.velocity.data() : nullptr, scale, 0.9f);
           };
           std::vector<uint32_t> keys(topk::kSegmentBuffer), offsets(topk::kSegmentBuffer);
           std::vector<uint8_t> codes(2 * topk::kCodeBytes);
           std::vector<float> values(2 * topk::kSegmentBuffer);
           topk::UndoLog<float> log{codes.data(), values.data()};
           topk::Scanned<uint32_t> seen;
-          loops.logged_feed_and_scan(feedback(state), 0, n, 0, keys.data(), offsets.data(), &seen, &log);
+          const uint32_t none = 0x7FFFFFFFu;
+          loops.logged_feed_and_scan(feedback(state), 0, n, none, {keys.data(), offsets.data(), nullptr}, &seen, &log);
           loops.feed(feedback(fed), 0, n);
           ASSERT_TRUE(same_bits(state.residual, fed.residual) && same_bits(state.velocity, fed.velocity)) << kind;
           loops.undo(feedback(state), 0, n, log);
@@ -220,7 +227,7 @@ TEST_P(EachIsa, FeedsSubnormalNumbersAsTheProcessorDoes) {
         const volatile float product = scale * residual[i];
         expected[i] = product + grad[i];
       }
-      loops.feed({grad.data(), residual.data(), nullptr, scale, 0}, 0, kNumel);
+      loops.feed(in_place(grad, residual.data(), nullptr, scale, 0), 0, kNumel);
       ASSERT_TRUE(same_bits(residual, expected)) << scale << " times floats below " << range;
     }
   }

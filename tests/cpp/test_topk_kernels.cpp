@@ -20,11 +20,13 @@ struct Case {
   int levels = 0; // of few different magnitudes
   bool velocity = false;
   bool unaligned = false;
+  bool elsewhere = false; // what was owed is read from
 };
 
 std::ostream& operator<<(std::ostream& out, const Case& c) {
   return out << c.numel << " in " << c.size << ", k " << c.k << ", threshold " << c.threshold << ", levels " << c.levels
-             << (c.velocity ? ", velocity" : "") << (c.unaligned ? ", unaligned" : "");
+             << (c.velocity ? ", velocity" : "") << (c.unaligned ? ", unaligned" : "")
+             << (c.elsewhere ? ", elsewhere" : "");
 }
 
 template <typename Acc>
@@ -65,19 +67,20 @@ struct Problem {
     return c.threshold >= 0;
   }
   Feedback<T> feedback(Result<Acc>& state) const {
-    return {
-        grad.data() + offset(), state.residual.data() + offset(),
-        c.velocity ? state.velocity.data() + offset() : nullptr, Acc(0.5), Acc(0.75)};
+    Acc* const e = state.residual.data() + offset();
+    Acc* const u = c.velocity ? state.velocity.data() + offset() : nullptr;
+    if (!c.elsewhere) {
+      return {grad.data() + offset(), e, u, e, u, Acc(0.5), Acc(0.75)};
+    }
+    const Acc* const u_in = c.velocity ? velocity.data() + offset() : nullptr;
+    return {grad.data() + offset(), residual.data() + offset(), u_in, e, u, Acc(0.5), Acc(0.75)};
   }
   Result<Acc> start() const {
     const int64_t slots = num_scopes() * c.k;
-    return {
-        std::vector<Acc>(slots, -7),
-        residual,
-        velocity,
-        std::vector<Acc>(num_scopes(), static_cast<Acc>(c.threshold)),
-        std::vector<int64_t>(slots, -7),
-        std::vector<int64_t>(num_scopes(), -7)};
+    const std::vector<Acc> litter(residual.size(), -7);
+    return {std::vector<Acc>(slots, -7),     c.elsewhere ? litter : residual,
+            c.elsewhere ? litter : velocity, std::vector<Acc>(num_scopes(), static_cast<Acc>(c.threshold)),
+            std::vector<int64_t>(slots, -7), std::vector<int64_t>(num_scopes(), -7)};
   }
 };
 
@@ -131,7 +134,7 @@ Result<acc_t<T>> serial(const Problem<T>& problem) {
 template <bool kVelocity, bool kCheck, typename T>
 void run(const Problem<T>& problem, Result<acc_t<T>>& out, bool check) {
   const Case& c = problem.c;
-  State<T> state{problem.feedback(out), nullptr, false};
+  State<T> state{problem.feedback(out), nullptr, false, kCheck};
   state.aligned = vectors_fit(state.args, c.size, problem.num_scopes());
   const Plan plan = make_plan(c.numel, c.size, problem.num_scopes(), c.k, problem.by_threshold(), device_properties());
   const ScratchBytes bytes = scratch_bytes<T>(plan);
@@ -194,7 +197,13 @@ INSTANTIATE_TEST_SUITE_P(
          {9001, 9001, 400, 1.5, 0, true},
          {20001, 9001, 50, 1.5, 0, false, true},
          {9001, 9001, 9001, 0.0},
-         {9001, 9001, 100, 0.25, 1}}));
+         {9001, 9001, 100, 0.25, 1},
+         {1000, 100, 7, -1, 0, true, false, true},
+         {900, 300, 5, 0.25, 2, true, true, true},
+         {5000, 1999, 150, -1, 2, false, false, true},
+         {5000, 2000, 9, 0.25, 2, true, false, true},
+         {20001, 9001, 100, -1, 0, true, false, true},
+         {20001, 9001, 50, 1.5, 0, false, true, true}}));
 
 // The most that a sample can mislead: nearly all is zero, or what is not lies where no sample falls.
 TEST(Select, FillsUpWithTheFirstZeros) {
@@ -230,13 +239,33 @@ TEST(Select, WhatIsNotFiniteTravelsAndTheStateStays) {
   }
 }
 
+// A scope that is fed before the one that is not finite must not adapt its threshold either.
+TEST(Select, WhatIsNotFiniteTravelsElsewhereAndTheThresholdsStay) {
+  for (const int64_t size : {300, 3000, 10000}) {
+    Problem<float> problem({2 * size, size, 5, 2.0, 0, true, false, true});
+    problem.grad[2 * size - 2] = std::numeric_limits<float>::infinity();
+    const auto after = emulated(problem, true);
+    EXPECT_EQ(after.thresholds, problem.start().thresholds);
+    EXPECT_EQ(after.counts, std::vector<int64_t>(2, 5));
+    const auto place = std::find(after.indices.begin(), after.indices.end(), 2 * size - 2) - after.indices.begin();
+    ASSERT_LT(place, 10);
+    EXPECT_FALSE(std::isfinite(after.values[place]));
+    problem.grad[2 * size - 2] = 0;
+    EXPECT_EQ(emulated(problem, true), serial(problem));
+  }
+}
+
 TEST(Select, TrapsWhatIsNotFinite) {
-  Problem<float> problem({300, 300, 5});
-  problem.grad[7] = std::numeric_limits<float>::infinity();
-  auto out = problem.start();
-  const auto checked = [&] { run<false, true>(problem, out, true); };
-  EXPECT_THROW(checked(), simt::Error);
-  EXPECT_EQ(out, problem.start());
+  for (const bool elsewhere : {false, true}) {
+    for (const int64_t numel : {300, 3000, 10000}) {
+      Problem<float> problem({numel, numel, 5, -1, 0, false, false, elsewhere});
+      problem.grad[7] = std::numeric_limits<float>::infinity();
+      auto out = problem.start();
+      const auto checked = [&] { run<false, true>(problem, out, true); };
+      EXPECT_THROW(checked(), simt::Error);
+      EXPECT_TRUE(elsewhere || out == problem.start());
+    }
+  }
 }
 
 } // namespace
