@@ -51,6 +51,9 @@ class Compressor(ABC):
     def decompress(self, tensors: Sequence[Tensor], ctx: Any) -> Tensor:
         """A tensor of the shape that was compressed."""
 
+    def undo(self, name: str) -> None:  # noqa: B027
+        """The step has failed: forget what the last `compress` of a name left for the next one."""
+
     def aggregate(self, tensors: Sequence[Tensor]) -> Tensor:
         """The sum of what was decoded of each rank, in rank order."""
         total = tensors[0].clone()
@@ -151,16 +154,20 @@ class Communicator(ABC):
 
         Raises:
             ValueError: on every rank: an element is NaN or infinite on some rank, or ranks gave
-                other tensors, naming them. Nothing is sent, and the memory is as it was.
-            RankFailureError: a rank died or did not answer; the memory is as it was.
+                other tensors, naming them. Nothing is sent; memory and compressor are as before.
+            RankFailureError: a rank died or did not answer; memory and compressor are as before.
         """
         with naming_failed_ranks(self.group, f"{_OP}: {name}"):
             self._check(tensor, name)
             try:
                 compensated = self.memory.compensate(tensor, name)
                 tensors, ctx = self.compressor.compress(compensated, name)
-                self.memory.update(compensated, name, self.compressor, tensors, ctx)
-                found = self.send_receive(tensors, name, ctx)
+                try:
+                    self.memory.update(compensated, name, self.compressor, tensors, ctx)
+                    found = self.send_receive(tensors, name, ctx)
+                except BaseException:
+                    self.compressor.undo(name)
+                    raise
             except BaseException:
                 self.memory.rollback()
                 raise

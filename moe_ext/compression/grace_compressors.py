@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext.compression.grace_base import Compressor
+from moe_ext.compression.memory import CodecMemory
 from moe_ext.compression.powersgd import PowerSGD
 from moe_ext.ops.quantize import dequantize_blockwise, quantize_blockwise
 from moe_ext.ops.topk import threshold_compress_, topk_compress_
@@ -156,7 +157,33 @@ class ThresholdCompressor(_SparseCompressor):
         return found.values[:count], found.indices[:count]
 
 
-class RandomKCompressor(Compressor):
+class _CountingCompressor(Compressor):
+    """Numbers the steps of each name, for random numbers that differ from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps: dict[str, int] = {}
+
+    def _next_step(self, name: str) -> int:
+        step = self._steps.get(name, 0)
+        self._steps[name] = step + 1
+        return step
+
+    def undo(self, name: str) -> None:
+        """See `Compressor`."""
+        if name in self._steps:
+            self._steps[name] -= 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Compressor`."""
+        return {"steps": dict(self._steps)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Compressor`."""
+        self._steps = dict(state["steps"])
+
+
+class RandomKCompressor(_CountingCompressor):
     """Sends elements at random places, the same on all ranks in every step: no indices travel.
 
     Args:
@@ -171,14 +198,12 @@ class RandomKCompressor(Compressor):
         super().__init__()
         self.compress_ratio = _check_ratio("RandomKCompressor", compress_ratio)
         self.seed = seed
-        self._steps: dict[str, int] = {}
 
     def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Context]:
         """See `Compressor`."""
         flat_N = _flat(tensor)
         k = min(flat_N.numel(), max(1, int(flat_N.numel() * self.compress_ratio)))
-        step = self._steps.get(name, 0)
-        self._steps[name] = step + 1
+        step = self._next_step(name)
         # Not hash(): it differs between processes.
         text = f"{self.seed}/{name}/{step}".encode()
         seed = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
@@ -193,16 +218,8 @@ class RandomKCompressor(Compressor):
         dense_N[ctx.indices_K] = tensors[0]
         return dense_N.view(ctx.shape)
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `Compressor`."""
-        return {"steps": dict(self._steps)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Compressor`."""
-        self._steps = dict(state["steps"])
-
-
-class _BlockCompressor(Compressor):
+class _BlockCompressor(_CountingCompressor):
     """Sends codes of blocks with a scale each."""
 
     def __init__(self, format: str, block: int, *, stochastic: bool = False, seed: int = 0) -> None:
@@ -217,7 +234,6 @@ class _BlockCompressor(Compressor):
         self.block = block
         self.stochastic = stochastic
         self.seed = seed
-        self._steps: dict[str, int] = {}
 
     def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Context]:
         """See `Compressor`."""
@@ -244,20 +260,11 @@ class _BlockCompressor(Compressor):
     def _rng_state(self, name: str, device: torch.device) -> Tensor | None:
         if not self.stochastic:
             return None
-        step = self._steps.get(name, 0)
-        self._steps[name] = step + 1
+        step = self._next_step(name)
         tensor_id = int.from_bytes(hashlib.sha256(name.encode()).digest()[:2], "little")
         # Ranks round differently, so that their errors are independent.
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         return torch.tensor([self.seed, tensor_id, step, rank], device=device)
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Compressor`."""
-        return {"steps": dict(self._steps)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Compressor`."""
-        self._steps = dict(state["steps"])
 
 
 class QSGDCompressor(_BlockCompressor):
@@ -356,6 +363,7 @@ class SignumCompressor(SignSGDCompressor):
             )
         self.momentum = momentum
         self._momenta: dict[str, Tensor] = {}
+        self._before: dict[str, Tensor | None] = {}
 
     def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Context]:
         """See `Compressor`."""
@@ -363,8 +371,18 @@ class SignumCompressor(SignSGDCompressor):
         mixed = (1.0 - self.momentum) * tensor.detach().float()
         if before is not None:
             mixed += self.momentum * before
-        self._momenta[name] = mixed
-        return super().compress(mixed, name)
+        found = super().compress(mixed, name)
+        self._momenta[name], self._before = mixed, {name: before}
+        return found
+
+    def undo(self, name: str) -> None:
+        """See `Compressor`."""
+        super().undo(name)
+        before = self._before.pop(name, None)
+        if before is None:
+            self._momenta.pop(name, None)
+        else:
+            self._momenta[name] = before
 
     def state_dict(self) -> dict[str, Any]:
         """See `Compressor`."""
@@ -377,35 +395,7 @@ class SignumCompressor(SignSGDCompressor):
         self._momenta = {name: tensor.clone() for name, tensor in state["momenta"].items()}
 
 
-class _Factors:
-    """The memory of `PowerSGD` for one tensor."""
-
-    def __init__(self, shape: torch.Size, device: torch.device) -> None:
-        self.shapes = (shape,)
-        self.device = device
-        self.kept: dict[str, Tensor] = {}
-
-    def has(self, kind: str) -> bool:
-        return kind in self.kept
-
-    def tensor(self, kind: str, numel: int | None = None) -> Tensor:
-        size = self.shapes[0].numel() if numel is None else numel
-        if kind not in self.kept:
-            self.kept[kind] = torch.zeros(size, device=self.device)
-        return self.kept[kind]
-
-    def fresh(self, kind: str, numel: int) -> Tensor:
-        self.kept[kind] = torch.zeros(numel, device=self.device)
-        return self.kept[kind]
-
-    def whole_residual(self) -> Tensor:
-        return self.tensor("residual")
-
-    def pieces(self, flat: Tensor) -> list[Tensor]:
-        return [flat.view(self.shapes[0])]
-
-
-class PowerSGDCompressor(Compressor):
+class PowerSGDCompressor(_CountingCompressor):
     """Low-rank factors, see `PowerSGD`; sends its own messages while it compresses.
 
     Args:
@@ -420,19 +410,24 @@ class PowerSGDCompressor(Compressor):
         super().__init__()
         self.codec = PowerSGD(rank, feedback=False)
         self.group = group
-        self._factors: dict[str, _Factors] = {}
-        self._steps: dict[str, int] = {}
+        self._factors: dict[str, CodecMemory] = {}
 
     def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Context]:
         """See `Compressor`."""
         if name not in self._factors or self._factors[name].shapes[0] != tensor.shape:
-            self._factors[name] = _Factors(tensor.shape, tensor.device)
-        step = self._steps.get(name, 0)
+            self._factors[name] = CodecMemory([tensor.shape], tensor.device)
+        factors, step = self._factors[name], self._steps.get(name, 0)
+        factors.open()
+        reduced = self.codec.start(_flat(tensor).clone(), factors, group=self.group, step=step)
+        found = reduced.wait().view(tensor.shape)
+        factors.commit()
         self._steps[name] = step + 1
-        reduced = self.codec.start(
-            _flat(tensor).clone(), self._factors[name], group=self.group, step=step
-        )
-        return [], Context(tensor.shape, reduced=reduced.wait().view(tensor.shape))
+        return [], Context(tensor.shape, reduced=found)
+
+    def undo(self, name: str) -> None:
+        """See `Compressor`."""
+        super().undo(name)
+        self._factors[name].undo()
 
     def decompress(self, tensors: Sequence[Tensor], ctx: Context) -> Tensor:
         """See `Compressor`."""
@@ -442,18 +437,18 @@ class PowerSGDCompressor(Compressor):
     def state_dict(self) -> dict[str, Any]:
         """See `Compressor`."""
         kept = {
-            name: {kind: t.clone() for kind, t in factors.kept.items()}
+            name: {kind: factors.copy_of(kind) for kind in factors.kinds()}
             for name, factors in self._factors.items()
         }
         shapes = {name: tuple(factors.shapes[0]) for name, factors in self._factors.items()}
-        return {"factors": kept, "shapes": shapes, "steps": dict(self._steps)}
+        return {**super().state_dict(), "factors": kept, "shapes": shapes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Compressor`."""
-        self._steps = dict(state["steps"])
+        super().load_state_dict(state)
         self._factors = {}
         for name, kinds in state["factors"].items():
             device = next((t.device for t in kinds.values()), torch.device("cpu"))
-            factors = _Factors(torch.Size(state["shapes"][name]), device)
-            factors.kept = {kind: tensor.clone() for kind, tensor in kinds.items()}
-            self._factors[name] = factors
+            self._factors[name] = CodecMemory([torch.Size(state["shapes"][name])], device)
+            for kind, tensor in kinds.items():
+                self._factors[name].put(kind, tensor.clone())

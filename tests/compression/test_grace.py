@@ -156,6 +156,30 @@ def a_step_that_fails_changes_nothing():
     assert_same(communicator.state_dict()["memory"]["residuals"], before)
 
 
+class Forgetful(grace.NoneMemory):
+    fails = False
+
+    def update(self, *args):
+        if self.fails:
+            raise OSError("no room")
+
+
+@three(("randomk",), ("qsgd",), ("signum",), ("powersgd",))
+def a_step_that_fails_leaves_the_compressor_as_it_was(name):
+    first, twin = made(name), made(name)
+    first.memory = Forgetful()
+    twin.memory = grace.NoneMemory()
+    first.memory.fails = True
+    with pytest.raises(OSError, match="no room"):
+        first.step(gradient(7), "w")
+    for step in range(3):
+        first.memory.fails = False
+        assert torch.equal(first.step(gradient(step), "w"), twin.step(gradient(step), "w"))
+        first.memory.fails = True
+        with pytest.raises(OSError, match="no room"):
+            first.step(gradient(7), "w")
+
+
 @three(("topk", "dgc"), ("qsgd", "residual"), ("randomk", "residual"), ("powersgd", "powersgd"))
 def states_resume_with_the_same_bits(name, memory):
     first, second = made(name, memory), made(name, memory)
