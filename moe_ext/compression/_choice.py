@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
-
 import torch
 from torch.distributed import ProcessGroup
 
+from moe_ext.compression._layout import Layout
+from moe_ext.compression._protocols import ChoosesCodecs
 from moe_ext.compression.cost_model import CostModel
 from moe_ext.distributed.groups import group_ranks
-
-
-class ChoosesCodecs(Protocol):
-    """What the state wants of a cost model (see `CostModel`)."""
-
-    def choose(self, numel: int, codecs: Sequence[Any], *, bucket: Any, current: Any = None) -> Any:
-        """One of the codecs, the same on every rank."""
-
-    def observe(self, bucket: Any, codec: Any, seconds: float) -> None:
-        """Takes in what a reduction took here."""
-
-    def settle(self, agreed: Sequence[float] | None = None) -> None:
-        """Takes in the same of the slowest rank."""
-
-    def explain(self) -> str:
-        """A table."""
 
 
 class Choosers:
@@ -35,36 +18,48 @@ class Choosers:
     no two wait for each other in two groups.
 
     Args:
-        given: the one for the ranks of the state.
+        given: the one for the ranks of the state; where these lie on nodes, its link is taken as
+            that between nodes.
     """
 
     def __init__(self, given: ChoosesCodecs | None) -> None:
         self.common = given
         self.used = given is not None
+        # Ranks of a node that `common` looks upon as one.
+        self._node_size = 1
         self._others: dict[ProcessGroup, ChoosesCodecs] = {}
 
     def of(
-        self, group: ProcessGroup | None, device: torch.device, common: ProcessGroup | None
+        self, layout: Layout, common: ProcessGroup | None, device: torch.device
     ) -> ChoosesCodecs:
-        """The cost model of a group.
+        """The cost model of the ranks that reduce a bucket.
+
+        With nodes it measures what is between them; all ranks agree on what these have found.
 
         Args:
-            group: the ranks that reduce a bucket.
-            device: of the bucket.
+            layout: of the bucket.
             common: the ranks of the state.
+            device: of the bucket.
         """
         self.used = True
-        if group is None or group is common:
-            if self.common is None:
-                self.common = CostModel(group, device=device)
-            return self.common
-        if group not in self._others:
-            self._others[group] = CostModel(group, device=device)
-        return self._others[group]
+        group, agreed_over = layout.exchange_group, layout.group if layout.levels else None
+        if layout.group is None or layout.group is common:
+            given = self.common
+            is_new = layout.node_size != self._node_size and isinstance(given, CostModel)
+            if given is None or is_new:
+                link = given.link if isinstance(given, CostModel) else None
+                given = CostModel(group, device=device, link=link, agreed_over=agreed_over)
+                self.common, self._node_size = given, layout.node_size
+            return given
+        if layout.group not in self._others:
+            made = CostModel(group, device=device, agreed_over=agreed_over)
+            self._others[layout.group] = made
+        return self._others[layout.group]
 
     def explain(self) -> str:
         """The tables, those of some of the ranks under a line that names them."""
-        tables = [] if self.common is None else [self.common.explain()]
+        where = f"between nodes of {self._node_size} ranks:\n" if self._node_size > 1 else ""
+        tables = [] if self.common is None else [where + self.common.explain()]
         for group, model in self._others.items():
             ranks = ", ".join(map(str, group_ranks(group)))
             tables.append(f"ranks {ranks}, which hold the same experts:\n{model.explain()}")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_ext.compression._nodes import Levels
 from moe_ext.compression.codecs import Codec, Dense
 from moe_ext.compression.memory import CodecMemory
 
@@ -47,6 +48,11 @@ class Part:
         more = len(self.names) - 1
         return f"{self.names[0]} +{more}" if more else self.names[0]
 
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each parameter."""
+        return [stop - start for start, stop in self.spans]
+
     def _is_run(self) -> bool:
         pairs = zip(self.spans, self.spans[1:], strict=False)
         return all(a[1] == b[0] for a, b in pairs)
@@ -64,7 +70,7 @@ class Part:
             if target.data_ptr() != result.data_ptr() or target.dtype != result.dtype:
                 target.copy_(result)
             return
-        pieces = result.split([stop - start for start, stop in self.spans])
+        pieces = result.split(self.sizes)
         for (start, stop), piece in zip(self.spans, pieces, strict=True):
             flat_N[start:stop].copy_(piece)
 
@@ -77,13 +83,25 @@ class Layout:
         names: of the parameters, in the order in which they lie in the bucket.
         shapes: of the parameters.
         group: ranks that hold copies of them; None is this process alone.
+        levels: how these lie on nodes, if they are to be reduced there first.
         parts: none for a sparse gradient, which goes by rows.
     """
 
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
     group: ProcessGroup | None
+    levels: Levels | None = None
     parts: list[Part] = field(default_factory=list)
+
+    @property
+    def exchange_group(self) -> ProcessGroup | None:
+        """The ranks that a codec reduces over; None if there are no others."""
+        return self.group if self.levels is None else self.levels.node_group
+
+    @property
+    def node_size(self) -> int:
+        """Ranks that reduce densely first; 1 without nodes."""
+        return 1 if self.levels is None else self.levels.node_size
 
     @property
     def sizes(self) -> list[int]:

@@ -10,7 +10,6 @@ import functools
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ from moe_ext import ops
 from moe_ext.compression._layout import Layout, Part
 from moe_ext.compression._look import marks_of, norms_of, not_finite, note_overflow
 from moe_ext.compression._status import Finding, Told, exchange
+from moe_ext.compression._work import Underway, Work
 from moe_ext.compression.codecs import BlockSparse, Codec, Dense, Unsent
 from moe_ext.compression.exact_reduce import row_sparse_all_reduce
 from moe_ext.compression.named_codecs import unsent
@@ -29,7 +29,6 @@ from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import group_size
 
 if TYPE_CHECKING:
-    from moe_ext.compression._choice import ChoosesCodecs
     from moe_ext.compression.state import CompressionState
 
 # Above this share of the blocks, the sum over ranks, all of them are sent for a while.
@@ -37,52 +36,6 @@ _MOSTLY_FULL = 0.75
 _DENSE_STEPS = 16
 # Codecs that look whether a gradient is finite in their own pass over it.
 _LOOKING = (Dense(), Dense("bf16"))
-
-
-@dataclass
-class Underway:
-    """A part whose reduction has begun."""
-
-    part: Part
-    codec: Codec
-    reduction: Reduction
-    began: float
-    ended: float = 0.0
-    # Share of the blocks that are not zero here.
-    filled: float = 0.0
-    # Whether the gradient went in without what is not finite.
-    prepared: bool = False
-    # Where the cost model has chosen.
-    chooser: ChoosesCodecs | None = None
-    seconds: float = 0.0
-
-    def settle_time(self) -> float:
-        """Seconds that it took, for good: its end may be noted late; 0 where nobody asks."""
-        if self.chooser is not None:
-            self.seconds = max(self.ended - self.began, 1e-9)
-        return self.seconds
-
-    @property
-    def is_numbered(self) -> bool:
-        """Whether there is something to tell of it; the same on all ranks that hold it."""
-        return self.part.exact or self.part.codec is None
-
-
-@dataclass
-class Work:
-    """A bucket in this step; `flat_N` holds the gradients, and later the result.
-
-    Attributes:
-        norms: of the gradients, where they are watched.
-        only_marks: whether all that is wanted of `norms` is what is zero and what is not finite.
-    """
-
-    layout: Layout
-    flat_N: Tensor
-    norms: Tensor | None = None
-    only_marks: bool = False
-    parts: list[Underway] = field(default_factory=list)
-    rows: Reduction | None = None
 
 
 class Step:
@@ -152,7 +105,7 @@ class Step:
             work.rows = found
             return
         if self.state.watches(layout):
-            work.only_marks = self._wants_only_marks(work.flat_N)
+            work.only_marks = layout.levels is None and self._wants_only_marks(work.flat_N)
             if work.only_marks:
                 work.norms = marks_of(work.flat_N, layout.sizes)
             else:
@@ -170,12 +123,13 @@ class Step:
         return work.layout.group is None and self.state.group is not None
 
     def _start_part(self, work: Work, part: Part) -> Underway:
-        state, group = self.state, work.layout.group
+        state, group = self.state, work.layout.exchange_group
+        is_alone = group is None and state.group is not None
         chooser = None
-        if part.codec is None and not self._is_alone(work):
-            chooser = state.choosers.of(group, part.memory.device, state.group)
+        if part.codec is None and not is_alone:
+            chooser = state.choosers.of(work.layout, state.group, part.memory.device)
         codec = state.codec_now(part, chooser)
-        if self._is_alone(work):
+        if is_alone:
             codec = unsent(codec)
         grad = part.take(work.flat_N)
         state.open(part)
@@ -186,17 +140,18 @@ class Step:
         prepared = part.memory.has("residual") or not as_it_is
         if prepared:
             grad = grad.float() if looks else self._prepared(work, part, grad.float())
-        filled = 0.0
+        underway = Underway(part, codec, prepared=prepared, chooser=chooser)
+        if work.layout.levels is not None:
+            grad = self._sum_in_node(work, underway, grad)
         if isinstance(codec, BlockSparse) and group_size(group) > 1:
-            filled = self._look(part, grad, codec)
-        began = time.perf_counter()
+            underway.filled = self._look(part, grad, codec) / work.layout.node_size
+        underway.began = time.perf_counter()
         more: dict[str, Any] = {}
         if looks:
             more["on_nonfinite"] = functools.partial(_note_bad, work, part, grad)
-        reduction = codec.start(
+        underway.reduction = codec.start(
             grad, part.memory, group=group, average=state.average, step=state.step, **more
         )
-        underway = Underway(part, codec, reduction, began, 0.0, filled, prepared, chooser)
         if chooser is not None:
             _note_end(underway)
         return underway
@@ -210,13 +165,33 @@ class Step:
         if codec == Dense("fp16"):
             note_overflow(work.norms, pieces, part.indices)
 
+    def _sum_in_node(self, work: Work, underway: Underway, grad: Tensor) -> Tensor:
+        """This rank's shard of the sum over its node; of the mean where no codec owes anything."""
+        levels, memory = work.layout.levels, underway.part.memory
+        assert levels is not None
+        shard_S = levels.shard_of(grad, memory.numel)
+        unit = 1.0 / levels.node_size if self.state.average else 1.0
+        if isinstance(underway.codec, Dense | BlockSparse):
+            # What is owed is in units of the sum.
+            memory.take_owed(shard_S)
+            return shard_S.mul_(unit).to(grad.dtype)
+        underway.scale = unit
+        assert work.norms is not None
+        norm = norms_of([shard_S])[0]
+        underway.square = norm.square()
+        # A sum may overflow where no gradient does.
+        places = list(underway.part.indices)
+        work.norms[places] = torch.where(torch.isfinite(norm), work.norms[places], math.inf)
+        return torch.where(torch.isfinite(norm), shard_S, 0.0)
+
     def _look(self, part: Part, grad: Tensor, codec: BlockSparse) -> float:
         """Find the blocks that may not be zero: experts that the router has chosen, and others.
 
         Of those it has not, too: a penalty on the weights reaches them, or another layer.
         """
         block = codec.block_of(part.memory)
-        bitmap = self.state.reached_bitmap(part.names[0]) if codec.block == "row" else None
+        knows = codec.block == "row" and part.memory.window is None
+        bitmap = self.state.reached_bitmap(part.names[0]) if knows else None
         num_blocks = -(-grad.numel() // block)
         if bitmap is None or ops.block_indices(bitmap).numel() < num_blocks:
             # Takes no time where a block begins with other numbers than zero.
@@ -304,16 +279,25 @@ class Step:
                     with naming_failed_ranks(work.layout.group, self.operation):
                         if work.rows is not None:
                             work.flat_N = work.rows.wait()
-                        found.extend(_ended(underway) for underway in work.parts)
+                        found.extend(self._whole(work, underway) for underway in work.parts)
                     continue
             except Exception as error:
                 self.error = error
             for underway in work.parts:
                 with contextlib.suppress(Exception):
-                    underway.reduction.wait()
+                    underway.end()
         if self.error is not None:
             raise self.error
         return results
+
+    def _whole(self, work: Work, underway: Underway) -> Tensor:
+        """The result of a part, from the shards of the ranks of a node where there are any."""
+        sent = underway.end()
+        if work.layout.levels is None:
+            return sent
+        target = underway.part.take(work.flat_N)
+        work.layout.levels.share(target, sent * underway.scale)
+        return target
 
     def _share(self, *, failed: bool = False) -> Finding:
         """One small message: what is finite, used, owed and how long things took."""
@@ -366,7 +350,8 @@ class Step:
                 if not memory.is_taken("residual"):
                     owed += float(torch.linalg.vector_norm(memory.tensor("residual"))) ** 2
                 norms = work.norms[list(underway.part.indices)]
-                given += float(norms.square().sum())
+                square = norms.square().sum() if underway.square is None else underway.square
+                given += float(square)
         return owed, given
 
     def _keep_unused(self, results: list[list[Tensor]], unused: set[str]) -> None:
@@ -377,21 +362,22 @@ class Step:
         if not unused:
             return
         for work, tensors in zip(self.works, results, strict=True):
-            # Every rank keeps the mean, or its share of the sum.
-            share_of = 1.0 if self.state.average else 1.0 / group_size(work.layout.group)
+            layout = work.layout
+            # Every rank that has sent it keeps the mean, or its share of the sum.
+            share_of = 1.0 / group_size(layout.exchange_group)
             for underway, result in zip(work.parts, tensors, strict=True):
-                memory = underway.part.memory
-                if not memory.has("residual") or unused.isdisjoint(underway.part.names):
+                part, memory, sent = underway.part, underway.part.memory, underway.sent
+                if not memory.has("residual") or unused.isdisjoint(part.names):
                     continue
-                pieces = zip(
-                    underway.part.names,
-                    memory.pieces(memory.tensor("residual")),
-                    memory.pieces(result),
-                    strict=True,
-                )
-                for name, residual, piece in pieces:
+                assert sent is not None
+                if self.state.average:
+                    share_of = underway.scale * layout.node_size
+                residual, pieces = memory.tensor("residual"), result.split(part.sizes)
+                for name, (low, high), piece in zip(
+                    part.names, memory.spans(), pieces, strict=True
+                ):
                     if name in unused:
-                        residual.add_(piece.float(), alpha=share_of)
+                        residual[low:high].add_(sent[low:high].float(), alpha=share_of)
                         piece.zero_()
 
     def _give(self, results: list[list[Tensor]]) -> None:
@@ -466,16 +452,8 @@ def _note_end(underway: Underway) -> None:
     def note(_: object) -> None:
         underway.ended = time.perf_counter()
 
+    assert underway.reduction is not None
     underway.reduction.get_future().then(note)
-
-
-def _ended(underway: Underway) -> Tensor:
-    """The result of a reduction, once it is there."""
-    result = underway.reduction.wait()
-    if underway.ended == 0.0:
-        # The callback of `_note_end` has not had its turn yet.
-        underway.ended = time.perf_counter()
-    return result
 
 
 def _describe(bad: list[tuple[int, str]], operation: str) -> str:

@@ -36,9 +36,8 @@ ALLOWED_BEHIND = 0.05
 # Below these shares of what plain all-reduce is taken to need, nobody asks what it really needs: in
 # the first place, and again.
 CLEAR_SHARE, CLEAR_SHARE_AGAIN = 0.2, 0.5
-# Turns that a comparison with plain all-reduce takes: the first of them warms up, and of three one
-# may be disturbed. To repeat it takes one turn, since the others are still known.
-TRIAL_TURNS = 4
+# Turns that a comparison with plain all-reduce takes; the first of them warms up.
+TRIAL_TURNS = 2
 # Turns after which one that may have changed is made again.
 STALE_TURNS = 256
 REMEMBERED = 5
@@ -107,6 +106,8 @@ class CostModel:
         link: what is known of the network; measured by `probe` where it is None.
         num_ranks: P, for the question what would be chosen on another group than this one; with
             ``link``. Nothing is agreed then.
+        agreed_over: ranks that choose alike, if they are more than those of ``group``: every one of
+            them has a group of this kind. None for those of ``group``.
         memory_of: makes the memory that ``codec.rehearse`` takes, from codec and gradient; None
             for ``codec.new_memory(grad)``, and a tensor of zeros where there is no such method.
 
@@ -122,6 +123,7 @@ class CostModel:
         device: torch.device | str = "cpu",
         link: Link | None = None,
         num_ranks: int | None = None,
+        agreed_over: ProcessGroup | None = None,
         memory_of: MemoryFactory | None = None,
     ) -> None:
         check_group(group, "CostModel", name="group")
@@ -130,6 +132,7 @@ class CostModel:
         self.device = torch.device(device)
         self.link = link
         self._group = group
+        self._agreed_over = agreed_over or group
         self._alone = num_ranks is not None
         size = world_size() if group is None else dist.get_world_size(group)
         self.num_ranks = size if num_ranks is None else num_ranks
@@ -144,7 +147,7 @@ class CostModel:
         """The slowest rank's; collective."""
         if self._alone or self.num_ranks == 1 or not seconds:
             return seconds
-        group = self._group or dist.group.WORLD
+        group = self._agreed_over or dist.group.WORLD
         assert group is not None
         with naming_failed_ranks(group, "CostModel"):
             return max_over_ranks(seconds, group, self.device)
@@ -165,7 +168,12 @@ class CostModel:
             return self.link
         group = self._group or dist.group.WORLD
         assert group is not None
-        self.link = link_of(group, self.device, again=again)
+        link = link_of(group, self.device, again=again)
+        if self._agreed_over is not self._group:
+            costs = [link.latency, 1 / link.exchange_bandwidth, 1 / link.reduce_bandwidth]
+            latency, exchange, reduce = self._agreed(costs)
+            link = Link(latency, 1 / exchange, 1 / reduce)
+        self.link = link
         return self.link
 
     def prepare(self, codecs: Sequence[Codec]) -> None:
@@ -327,18 +335,15 @@ class CostModel:
         """A plain codec that should be measured before a close call, if there is one."""
         for codec in plain:
             known = state.measured.get(codec)
-            since = state.turn - state.trial_turn.get(codec, -STALE_TURNS)
-            # What a turn or two have shown may be a disturbance. By turns too, not by measurements
-            # alone: where nobody measures, a trial must end.
-            begun = known and known.count < TRIAL_TURNS and since < 4 * TRIAL_TURNS
             share = CLEAR_SHARE_AGAIN if known else CLEAR_SHARE
-            if codec == best or (not begun and seconds[best] <= share * seconds[codec]):
+            if codec == best or seconds[best] <= share * seconds[codec]:
                 continue
             if known and known.count >= TRIAL_TURNS and state.turn - known.turn < STALE_TURNS:
                 continue
-            if since >= STALE_TURNS:
-                state.trial_turn[codec], since = state.turn, 0
-            if begun or since < TRIAL_TURNS:
+            if state.turn - state.trial_turn.get(codec, -STALE_TURNS) >= STALE_TURNS:
+                state.trial_turn[codec] = state.turn
+            # By turns, not by measurements: where nobody measures, a trial must end too.
+            if state.turn - state.trial_turn[codec] < TRIAL_TURNS:
                 return codec
         return None
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ext.compression.memory import ELEMENTWISE, fold_into
+from moe_ext.compression._owed import fold_into
+from moe_ext.compression.memory import ELEMENTWISE
 
 
 def merged_for(
@@ -16,6 +17,7 @@ def merged_for(
     rank: int,
     world_size: int,
     expert_parallel: Mapping[str, tuple[int, int]],
+    average: bool,
 ) -> dict[str, Any]:
     r"""The state of one of P' ranks, from those of P ranks.
 
@@ -30,16 +32,17 @@ def merged_for(
         world_size: P'.
         expert_parallel: of the model that loads: name to (rank, size) of the expert-parallel group;
             those parameters are different ones on its ranks.
+        average: whether the state that loads takes the mean, which must be what was saved.
 
     Raises:
         ValueError: states are missing or do not belong together, or expert-parallel groups have
             another size than they had.
     """
     states = sorted(states, key=lambda state: state["rank"])
-    _check(states, expert_parallel)
-    if len(states) == world_size:
+    _check(states, expert_parallel, average)
+    size = len(states)
+    if size == world_size:
         return dict(states[rank])
-    size, average = len(states), states[0]["average"]
     memory: dict[str, Any] = {kind: {} for kind in ELEMENTWISE}
     for state in states:
         for name, kinds in by_name(state["memory"]).items():
@@ -61,17 +64,27 @@ def merged_for(
     return {**states[0], "rank": rank, "world_size": world_size, "memory": memory}
 
 
-def check_single(state: Mapping[str, Any], rank: int, world_size: int) -> None:
+def check_single(state: Mapping[str, Any], rank: int, world_size: int, average: bool) -> None:
     """ValueError unless a state is that of this rank of as many ranks."""
     prefix = "CompressionState.load_state_dict: expected"
-    if state.get("version") != 1:
-        raise ValueError(f"{prefix} a state of version 1, got {state.get('version')}")
+    _check_kind(state, average)
     found = (state["rank"], state["world_size"])
     if (rank, world_size) != found:
         raise ValueError(
             f"{prefix} the state of rank {rank} of {world_size}, got that of rank {found[0]} of "
             f"{found[1]}; give the list of the states of all ranks to resume on another number of "
             "them"
+        )
+
+
+def _check_kind(state: Mapping[str, Any], average: bool) -> None:
+    prefix = "CompressionState.load_state_dict: expected"
+    if state.get("version") != 1:
+        raise ValueError(f"{prefix} a state of version 1, got {state.get('version')}")
+    if state["average"] != average:
+        raise ValueError(
+            f"{prefix} a state of average={average}, got one of average={state['average']}: what a "
+            "residual makes of a parameter is not the same with both; flush before the change"
         )
 
 
@@ -87,20 +100,21 @@ def by_name(memory: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
 
 
 def _check(
-    states: Sequence[Mapping[str, Any]], expert_parallel: Mapping[str, tuple[int, int]]
+    states: Sequence[Mapping[str, Any]],
+    expert_parallel: Mapping[str, tuple[int, int]],
+    average: bool,
 ) -> None:
     prefix = "CompressionState.load_state_dict: expected"
     if not states:
         raise ValueError(f"{prefix} the states of all ranks, got none")
     for state in states:
-        if state.get("version") != 1:
-            raise ValueError(f"{prefix} states of version 1, got {state.get('version')}")
+        _check_kind(state, average)
     size = states[0]["world_size"]
     ranks = [state["rank"] for state in states]
     if ranks != list(range(size)) or any(state["world_size"] != size for state in states):
         raise ValueError(f"{prefix} the states of ranks 0 to {size - 1}, each once, got {ranks}")
     steps = [state["step"] for state in states]
-    if len(set(steps)) > 1 or len({state["average"] for state in states}) > 1:
+    if len(set(steps)) > 1:
         raise ValueError(f"{prefix} states of one step, got those of steps {steps}")
     for state in states:
         for name, (_, ep_size) in expert_parallel.items():

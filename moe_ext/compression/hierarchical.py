@@ -5,6 +5,7 @@ Shapes: N elements, L ranks of a node.
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol
 
 import torch
@@ -15,7 +16,7 @@ from moe_ext.compression.agreement import check_call, resolve
 from moe_ext.compression.quantized_reduce import shard_numel
 from moe_ext.compression.reduction import run
 from moe_ext.compression.stages import Stages
-from moe_ext.distributed.groups import check_group, group_rank, group_size
+from moe_ext.distributed.groups import check_group, group_size
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -27,7 +28,8 @@ class Reduce(Protocol):
         """The sum over `group` of x (its mean with `average`), in place or not."""
 
 
-def _scatter_stages(numel: int, size: int, rank: int, shard: int, dtype: torch.dtype) -> Stages:
+@functools.lru_cache(256)
+def _scatter_stages(numel: int, size: int, shard: int, dtype: torch.dtype) -> Stages:
     """This rank's shard of the sum over the ranks of a node."""
     stages = Stages(1)
     (x,) = stages.inputs()
@@ -43,6 +45,7 @@ def _scatter_stages(numel: int, size: int, rank: int, shard: int, dtype: torch.d
     return stages
 
 
+@functools.lru_cache(256)
 def _gather_stages(numel: int) -> Stages:
     stages = Stages(2)
     x, shard = stages.inputs()
@@ -50,6 +53,28 @@ def _gather_stages(numel: int) -> Stages:
     stages.call("aten::copy_", x, stages.call("aten::narrow", found, 0, 0, numel))
     stages.results = [x.index]
     return stages
+
+
+def sum_in_node(
+    x_N: Tensor, shard: int, local_group: ProcessGroup | None, operation: str
+) -> Tensor:
+    """This rank's shard of the sum over the ranks of a node, float32 (float64 for float64)."""
+    stages = _scatter_stages(x_N.numel(), group_size(local_group), shard, x_N.dtype)
+    found = run(stages, [x_N], local_group, operation, finish=_first, async_op=False)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def share_in_node(
+    x_N: Tensor, shard_S: Tensor, local_group: ProcessGroup | None, operation: str
+) -> None:
+    """Write the shards of the ranks of a node into x, whose dtype they have."""
+    stages = _gather_stages(x_N.numel())
+    run(stages, [x_N, shard_S], local_group, operation, finish=_first, async_op=False)
+
+
+def _first(found: list[Tensor]) -> Tensor:
+    return found[0]
 
 
 def hierarchical_all_reduce_(
@@ -118,19 +143,8 @@ def hierarchical_all_reduce_(
         return x
     shard = shard_numel(numel, size, 1)
     flat = x.detach().view(-1)
-    stages = _scatter_stages(numel, size, group_rank(local), shard, x.dtype)
-    total = run(stages, [flat], local, name, finish=lambda found: found[0], async_op=False)
-    assert isinstance(total, Tensor)
-    total = reduce(total, group=node_group, average=False)
+    total = reduce(sum_in_node(flat, shard, local, name), group=node_group, average=False)
     if average:
         total = total / (size * group_size(nodes))
-    stages = _gather_stages(numel)
-    run(
-        stages,
-        [flat, total.to(x.dtype)],
-        local,
-        name,
-        finish=lambda found: found[0],
-        async_op=False,
-    )
+    share_in_node(flat, total.to(x.dtype), local, name)
     return x

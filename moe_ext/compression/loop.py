@@ -12,7 +12,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from moe_ext.compression._layout import told
-from moe_ext.compression._step import Step, Work
+from moe_ext.compression._step import Step
+from moe_ext.compression._work import Work
 from moe_ext.compression.agreement import check_call
 from moe_ext.compression.state import CompressionState
 from moe_ext.distributed.clipping import clip_grad_norm_

@@ -7,12 +7,15 @@ Shape suffixes: N elements of the parameters that are reduced together.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from moe_ext.compression._owed import add_at, fold_into, unit_factors
 
 # Kinds of tensors that have an element for each one of the gradient.
 ELEMENTWISE = ("residual", "velocity")
@@ -56,6 +59,8 @@ class CodecMemory:
         self.loaded: dict[str, Any] = {}
         self._open_carried: dict[str, Any] = {}
         self.server_start = 0
+        # Where N elements lie in the parameters, if they are a shard of them: (start, N).
+        self.window: tuple[int, int] | None = None
         self._open_start: int | None = None
         self._kept: dict[str, Tensor] = {}
         self._open: dict[str, Tensor] = {}
@@ -67,6 +72,11 @@ class CodecMemory:
         self._open_marks: dict[str, float] = {}
         # What the last `commit` has replaced.
         self._before: tuple[dict[str, Any], dict[str, float], dict[str, Any], int] | None = None
+
+    @property
+    def start(self) -> int:
+        """Which element of the parameters the first one is."""
+        return 0 if self.window is None else self.window[0]
 
     def open(
         self, scales: Mapping[str, float] | None = None, marks: Mapping[str, float] | None = None
@@ -179,6 +189,19 @@ class CodecMemory:
         parts = flat.split(self.sizes)
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
+    def spans(self) -> list[tuple[int, int]]:
+        """(start, stop) of each parameter among the N elements."""
+        stops = list(itertools.accumulate(self.sizes))
+        return list(zip([0, *stops], stops, strict=False))
+
+    def by_parameter(self, flat: Tensor) -> list[Tensor]:
+        """A tensor of N elements as one in the shape of each parameter."""
+        return self.pieces(flat)
+
+    def take_over(self, kind: str, flat: Tensor) -> None:
+        """Keep what this rank had of all elements of the parameters."""
+        self.put(kind, flat)
+
     def rng_state(self, step: int, rank: int) -> Tensor:
         """What `quantize_blockwise` wants for rounding at random."""
         return torch.tensor([self.seed, self.key, step, rank], device=self.device)
@@ -267,23 +290,6 @@ class CodecMemory:
         return found
 
 
-def add_at(flat: Tensor, owed: Tensor, start: int, scale: float = 1.0) -> None:
-    """Add what is owed from an element on, in place; what lies past the end is padding."""
-    stop = min(start + owed.numel(), flat.numel())
-    if stop > start:
-        flat[start:stop].add_(owed[: stop - start].to(flat.device), alpha=scale)
-
-
-def unit_factors(before: Mapping[str, float], marks: Mapping[str, float]) -> dict[str, float]:
-    """Factors on what is kept from a step with some marks, for a step with others, by kind."""
-    velocity = residual = 1.0
-    if "loss_scale" in before and "loss_scale" in marks:
-        velocity = residual = marks["loss_scale"] / before["loss_scale"]
-    if "rate" in before and "rate" in marks:
-        residual *= before["rate"] / marks["rate"]
-    return {"residual": residual, "server": residual, "velocity": velocity}
-
-
 class FeedbackMemory:
     """The memories of all groups of parameters, which may be regrouped at any time.
 
@@ -302,9 +308,22 @@ class FeedbackMemory:
         self._unsettled: tuple[Any, ...] | None = None
 
     def group(
-        self, names: tuple[str, ...], shapes: Sequence[torch.Size], device: torch.device, key: int
+        self,
+        names: tuple[str, ...],
+        shapes: Sequence[torch.Size],
+        device: torch.device,
+        key: int,
+        make: Callable[..., CodecMemory] = CodecMemory,
     ) -> CodecMemory:
-        """The memory of parameters that are reduced together, made of what is kept by name."""
+        """The memory of parameters that are reduced together, made of what is kept by name.
+
+        Args:
+            names: of the parameters.
+            shapes: of the parameters.
+            device: of their gradients.
+            key: of random numbers.
+            make: as the constructor of `CodecMemory`, where it is to hold a part of the elements.
+        """
         if names in self._groups:
             return self._groups[names]
         self._unsettled = None
@@ -313,19 +332,22 @@ class FeedbackMemory:
         wanted = set(names)
         for other in [g for g in self._groups if wanted & set(g)]:
             self._dissolve(other)
-        extras = self._waiting.pop(names, None)
+        memory = make(shapes, device, key=key, seed=self.seed)
+        extras = None
+        if names in self._waiting and self._waiting[names].get("window") == memory.window:
+            extras = self._waiting.pop(names)
         for other in [g for g in self._waiting if wanted & set(g)]:
             self._fold_waiting(other)
-        memory = CodecMemory(shapes, device, key=key, seed=self.seed)
         memory.marks = next((self._marks[name] for name in names if name in self._marks), {})
         for kind in ELEMENTWISE:
             if any(kind in self._loose.get(name, {}) for name in names):
-                memory.put(kind, self._assembled(kind, names, memory))
+                memory.take_over(kind, self._assembled(kind, names, shapes, memory))
         for name in names:
             self._loose.pop(name, None)
             self._marks.pop(name, None)
         if extras is not None:
-            memory.server_start, memory.loaded = extras["server_start"], extras["carried"]
+            memory.server_start = extras["server_start"] - memory.start
+            memory.loaded = extras["carried"]
             for kind, tensor in extras["tensors"].items():
                 memory.put(kind, tensor.to(device=device, dtype=torch.float32))
         self._groups[names] = memory
@@ -335,9 +357,13 @@ class FeedbackMemory:
         loose = {name: dict(kinds) for name, kinds in self._loose.items()}
         return dict(self._groups), loose, dict(self._waiting), dict(self._marks)
 
-    def _assembled(self, kind: str, names: tuple[str, ...], memory: CodecMemory) -> Tensor:
-        flat = torch.zeros(memory.numel, device=memory.device)
-        for name, piece in zip(names, memory.pieces(flat), strict=True):
+    def _assembled(
+        self, kind: str, names: tuple[str, ...], shapes: Sequence[torch.Size], memory: CodecMemory
+    ) -> Tensor:
+        flat = torch.zeros(sum(shape.numel() for shape in shapes), device=memory.device)
+        flats = flat.split([shape.numel() for shape in shapes])
+        for name, shape, one in zip(names, shapes, flats, strict=True):
+            piece = one.view(shape)
             kept = self._loose.get(name, {}).get(kind)
             if kept is None:
                 continue
@@ -363,7 +389,7 @@ class FeedbackMemory:
             flat = memory.whole(kind)
             if flat is None:
                 continue
-            for name, piece in zip(names, memory.pieces(flat), strict=True):
+            for name, piece in zip(names, memory.by_parameter(flat), strict=True):
                 self._loose.setdefault(name, {})[kind] = piece
 
     def _fold_waiting(self, names: tuple[str, ...]) -> None:
@@ -413,8 +439,12 @@ class FeedbackMemory:
         for names, memory in self._groups.items():
             flat = memory.kept(kind)
             if flat is not None:
-                found.update(zip(names, memory.pieces(flat), strict=True))
+                found.update(zip(names, memory.by_parameter(flat), strict=True))
         return dict(sorted(found.items()))
+
+    def kinds_of(self, names: Sequence[str]) -> list[str]:
+        """Which kinds of tensors there are for any of some parameters."""
+        return [kind for kind in ELEMENTWISE if not set(names).isdisjoint(self.named(kind))]
 
     def clear(self, kind: str, names: set[str]) -> None:
         """Forget the tensors of a kind that belong to some parameters; after `settle`."""
@@ -430,7 +460,11 @@ class FeedbackMemory:
         layouts = [{"names": list(names), **extras} for names, extras in self._waiting.items()]
         for names, memory in self._groups.items():
             tensors = {k: memory.copy_of(k) for k in memory.kinds() if k not in ELEMENTWISE}
-            extras = {"server_start": memory.server_start, "carried": memory.carried_state()}
+            extras = {
+                "server_start": memory.start + memory.server_start,
+                "window": memory.window,
+                "carried": memory.carried_state(),
+            }
             if tensors or extras["carried"]:
                 layouts.append({"names": list(names), **extras, "tensors": tensors})
         found["layouts"] = layouts
@@ -451,23 +485,3 @@ class FeedbackMemory:
         for layout in state["layouts"]:
             extras = {key: value for key, value in layout.items() if key != "names"}
             self._waiting[tuple(layout["names"])] = extras
-
-
-def fold_into(
-    loose: dict[str, dict[str, Tensor]], names: Sequence[str], extras: Mapping[str, Any]
-) -> None:
-    """Add a shard's residual to the residuals by name that its group is made of."""
-    if "server" not in extras["tensors"]:
-        return
-    start = 0
-    for name in names:
-        residual = loose[name]["residual"]
-        flat = residual.reshape(-1).clone()
-        shift = extras["server_start"] - start
-        server = extras["tensors"]["server"]
-        if shift < 0:
-            add_at(flat, server[min(-shift, server.numel()) :], 0)
-        elif shift < flat.numel():
-            add_at(flat, server, shift)
-        loose[name]["residual"] = flat.view(residual.shape)
-        start += flat.numel()

@@ -6,7 +6,7 @@ Shape suffixes: N elements of a bucket.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +14,17 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from moe_ext.compression._choice import Choosers, ChoosesCodecs
+from moe_ext.compression._choice import Choosers
 from moe_ext.compression._layout import Layout, Part, divide, random_key, told
+from moe_ext.compression._nodes import Nodes, memory_maker
+from moe_ext.compression._owed import unit_factors
+from moe_ext.compression._protocols import ChoosesCodecs, GradScaler
 from moe_ext.compression._reached import ReachedExperts
 from moe_ext.compression._step import Step
 from moe_ext.compression.agreement import check_call, resolve
 from moe_ext.compression.codecs import BlockSparse, Codec, Dense, check_choice
 from moe_ext.compression.elastic import check_single, merged_for
-from moe_ext.compression.memory import FeedbackMemory, unit_factors
+from moe_ext.compression.memory import FeedbackMemory
 from moe_ext.compression.named_codecs import codec_of
 from moe_ext.compression.policy import Policy, Role, parameter_roles, policy_of
 from moe_ext.compression.schedules import ResidualMonitor, Warmup
@@ -29,13 +32,6 @@ from moe_ext.distributed.groups import group_rank, group_ranks, group_size
 from moe_ext.distributed.parameters import sharded_experts
 
 CANDIDATES = ("none", "bf16", "int8", "int4")
-
-
-class GradScaler(Protocol):
-    """What the state wants of a `torch.amp.GradScaler`."""
-
-    def get_scale(self) -> float:
-        """The factor on the loss of this step."""
 
 
 class CompressionState:
@@ -74,9 +70,12 @@ class CompressionState:
             rate counts as much as that rate made of it.
         grad_scaler: the scaler of the loss, whose factor the residuals follow.
         monitor: watches what is owed.
-        cost_model: for "auto", on the ranks of `group`; made at the first use if it is None.
-            Experts that fewer ranks hold copies of are always priced by one of those ranks' own.
+        cost_model: for "auto", on the ranks of `group` (with `node_size` its link is that between
+            nodes); made at the first use if it is None. Experts that fewer ranks hold copies of are
+            always priced by one of those ranks' own.
         average: the mean over ranks, or the sum.
+        node_size: ranks of a node, neighbours in `group`: gradients are added up densely among
+            them, and codecs send shards of those sums between nodes. None reduces over all at once.
         seed: of stochastic rounding.
 
     Attributes:
@@ -109,6 +108,7 @@ class CompressionState:
         monitor: ResidualMonitor | None = None,
         cost_model: ChoosesCodecs | None = None,
         average: bool = True,
+        node_size: int | None = None,
         seed: int = 0,
     ) -> None:
         check_choice("CompressionState", "nonfinite", nonfinite, ("raise", "propagate"))
@@ -124,6 +124,7 @@ class CompressionState:
         self.clip_norm, self.local_clip_norm = clip_norm, local_clip_norm
         self.optimizer, self.grad_scaler = optimizer, grad_scaler
         self.choosers = Choosers(cost_model)
+        self.nodes = Nodes(node_size)
         self.operation = "compress_hook"
         self.step = 0
         self.residual_ratio: float | None = None
@@ -273,9 +274,14 @@ class CompressionState:
             "the step": self.step,
             "average": self.average,
             "nonfinite": self.nonfinite,
+            "node_size": self.nodes.size,
         }
-        check_call(self.operation, facts, problem or strange, group, flat_N.device, validate=True)
-        layout = Layout(names, shapes, group)
+        if self.nodes.size is not None:
+            # It is brought to the ranks whose shards it is in.
+            facts["what is kept of them"] = told(self.memory.kinds_of(names))
+        problem = problem or strange or self.nodes.problem(self.group, chosen, self.candidates)
+        check_call(self.operation, facts, problem, group, flat_N.device, validate=True)
+        layout = Layout(names, shapes, group, self.nodes.levels(group, self.group))
         if not sparse:
             self._divide(layout, parameters, chosen, flat_N)
         self._layouts[key] = layout
@@ -308,7 +314,9 @@ class CompressionState:
         for codec, rate, indices in divide(codecs, rate_groups, exact, flat_N.dtype):
             names = tuple(layout.names[i] for i in indices)
             shapes = [layout.shapes[i] for i in indices]
-            memory = self.memory.group(names, shapes, flat_N.device, random_key(names))
+            make = memory_maker(layout.levels, exact[indices[0]])
+            key = random_key(names)
+            memory = self.memory.group(names, shapes, flat_N.device, key, make)
             spans = tuple((starts[i], starts[i + 1]) for i in indices)
             part = Part(names, tuple(indices), spans, codec, rate, memory, exact[indices[0]])
             layout.parts.append(part)
@@ -457,18 +465,19 @@ class CompressionState:
         Args:
             state: that of this rank, for as many ranks as there are now; or the list of those of
                 all ranks, for any number: a rank takes over what one or several ranks owed, and
-                what the parameters are owed is conserved. (With the mean over ranks that is the
-                sum of the residuals over their number.)
+                what the parameters are owed is conserved: with the mean over ranks the sum of the
+                residuals over their number, otherwise their sum.
 
         Raises:
             ValueError: one state for another number of ranks, states of several runs, of another
-                version, or of expert-parallel groups of another size; names that the model lacks.
+                version or `average`, or of expert-parallel groups of another size; names that the
+                model lacks.
         """
         rank, size = group_rank(self.group), group_size(self.group)
         if isinstance(state, Mapping):
-            check_single(state, rank, size)
+            check_single(state, rank, size, self.average)
         else:
-            state = merged_for(list(state), rank, size, self._sharded)
+            state = merged_for(list(state), rank, size, self._sharded, self.average)
         if self.model is not None:
             known = set(self._parameters)
             strange = sorted(set(state["memory"]["residual"]) - known)

@@ -189,7 +189,7 @@ def test_other_numbers_of_ranks_conserve(shapes, cuts, sizes, average, seed):
     ]
     want = total_owed([state["memory"] for state in states])
     for size in sizes[1:]:
-        states = [merged_for(states[::-1], rank, size, {}) for rank in range(size)]
+        states = [merged_for(states[::-1], rank, size, {}, average) for rank in range(size)]
     factor = sizes[-1] / sizes[0] if average else 1.0
     assert_total(total_owed([state["memory"] for state in states]), want, factor)
     assert all(state["memory"]["marks"]["p0"] == {"rate": 0.5} for state in states)
@@ -221,11 +221,14 @@ def test_experts_go_to_ranks_with_the_same_ones(size):
         )
     for rank in range(size):
         mine = {name: (rank % 2, 2) for name in ep}
-        merged = merged_for(states, rank, size, mine)
+        merged = merged_for(states, rank, size, mine, True)
         want = 2.0 if rank % 2 == 0 else 3.0
         assert torch.equal(merged["memory"]["residual"]["p0"], torch.full((3,), want))
     with pytest.raises(ValueError, match="expert-parallel groups of 4 ranks, got 2 for p0"):
-        merged_for(states, 0, size, {"p0": (0, 4)})
+        merged_for(states, 0, size, {"p0": (0, 4)}, True)
+    for one in (states[0], states):
+        with pytest.raises(ValueError, match="of average=False, got one of average=True"):
+            CompressionState(average=False).load_state_dict(one)
 
 
 def test_states_that_do_not_belong_together():

@@ -137,6 +137,53 @@ def experts_are_priced_with_their_own_link(mesh):
     assert tables[0] == tables[1]
 
 
+def rank_elastic(rank, states, weights, average):
+    """Some steps with experts over two ranks; what each expert's replicas are owed."""
+    size = dist.get_world_size()
+    mesh = md.MoEMesh(dp=size // 2, ep=2)
+    model = Two(mesh.ep_group)
+    state = CompressionState(
+        model=model, policy=Policy("none", expert="int8", dense_below=1), average=average
+    )
+    replicas = replica_group(mesh.ep_group, CPU)
+
+    def owed():
+        found = {}
+        for name, residual in state.residuals().items():
+            total = residual.double()
+            if replicas is not None:
+                dist.all_reduce(total, group=replicas)
+            found[name] = total / (size // 2) if average else total
+        return found
+
+    found = {"ep_rank": mesh.ep_rank}
+    if states is not None:
+        model.load_state_dict(weights[mesh.ep_rank])
+        state.load_state_dict(states)
+        found["loaded"] = owed()
+    backward(model, 0)
+    compress_gradients(model, state)
+    found["state"], found["weights"] = state.state_dict(), model.state_dict()
+    state.regroup()
+    found["owed"] = owed()
+    return found
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_resuming_with_another_number_of_replicas(average):
+    """Two replicas of every expert, then one, three and two."""
+    found = spawn_ranks(rank_elastic, 4, None, None, average)
+    for size in (2, 6, 4):
+        states, weights = [one["state"] for one in found], [one["weights"] for one in found[:2]]
+        before = {one["ep_rank"]: one["owed"] for one in found}
+        found = spawn_ranks(rank_elastic, size, states, weights, average)
+        for one in found:
+            want = before[one["ep_rank"]]
+            assert set(one["loaded"]) == set(want)
+            for name, owed in one["loaded"].items():
+                torch.testing.assert_close(owed, want[name], rtol=1e-5, atol=1e-7)
+
+
 def rank_all(rank):
     mesh = md.MoEMesh(dp=2, ep=2)
     return run_checks(CHECKS, mesh)
@@ -145,7 +192,7 @@ def rank_all(rank):
 @pytest.fixture(scope="module")
 def outcomes():
     # A message that one rank waits for in vain must not take a minute.
-    return spawn_ranks(rank_all, 4, timeout=60, group_timeout=10)
+    return spawn_ranks(rank_all, 4, timeout=90, group_timeout=20)
 
 
 @pytest.mark.parametrize("name", list(CHECKS))

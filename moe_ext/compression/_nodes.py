@@ -1,0 +1,231 @@
+"""Reduction in two levels: dense among the ranks of a node, a codec between nodes.
+
+Each rank of a node takes a shard of the node's sum to the ranks of its place in the other nodes.
+
+Shape suffixes: N elements of a part, L ranks of a node, M nodes, S elements of a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext.compression._owed import add_at
+from moe_ext.compression.codecs import Codec
+from moe_ext.compression.hierarchical import share_in_node, sum_in_node
+from moe_ext.compression.memory import CodecMemory
+from moe_ext.compression.quantized_reduce import shard_numel
+from moe_ext.compression.sparse_codecs import TopK
+from moe_ext.distributed import _c10d
+from moe_ext.distributed.groups import group_rank, group_ranks, group_size
+
+_OPERATION = "CompressionState"
+
+
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """The ranks of a group, of which L > 1 are on each node.
+
+    Attributes:
+        local_group: those of this node.
+        node_group: those of this rank's place in every node; None where there is one node.
+    """
+
+    local_group: ProcessGroup
+    node_group: ProcessGroup | None
+
+    @property
+    def node_size(self) -> int:
+        """L."""
+        return group_size(self.local_group)
+
+    def shard_of(self, flat_N: Tensor, numel: int) -> Tensor:
+        """This rank's shard of the sum over the node, float32 or wider."""
+        return sum_in_node(flat_N, numel, self.local_group, _OPERATION)
+
+    def share(self, target_N: Tensor, shard_S: Tensor) -> None:
+        """Make a whole of the shards of the ranks of this node."""
+        share_in_node(target_N, shard_S.to(target_N.dtype), self.local_group, _OPERATION)
+
+
+class ShardMemory(CodecMemory):
+    """What a codec remembers of a shard of parameters that are reduced together.
+
+    By name it is what the whole of the parameters is owed, with zeros outside of the shard: the sum
+    over ranks means the same with nodes and without.
+
+    Args:
+        levels: the ranks that have the other shards.
+        exact: whether rows may be left out, so that no row is cut where there are enough of them.
+        shapes: of the parameters.
+        device: of the gradient.
+        key: as `CodecMemory`.
+        seed: as `CodecMemory`.
+    """
+
+    def __init__(
+        self,
+        levels: Levels,
+        exact: bool,
+        shapes: Sequence[torch.Size],
+        device: torch.device,
+        *,
+        key: int = 0,
+        seed: int = 0,
+    ) -> None:
+        place = group_rank(levels.local_group)
+        self._levels = levels
+        self._parameter_shapes = tuple(shapes)
+        whole = [shape.numel() for shape in shapes]
+        numel = shard_numel(sum(whole), levels.node_size, _row(shapes[0], levels) if exact else 1)
+        super().__init__(
+            _shapes_of_shard(whole, numel, place, _row(shapes[0], levels) if exact else 0),
+            device,
+            key=(key + place) & 0x7FFFFFFF,
+            seed=seed,
+        )
+        self.window = (place * numel, numel)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """See `CodecMemory`; empty ones for parameters that are in other shards."""
+        found, start = [], 0
+        for shape in self._parameter_shapes:
+            stop = start + shape.numel()
+            low, high = (min(max(x - self.start, 0), self.numel) for x in (start, stop))
+            found.append((low, high))
+            start = stop
+        return found
+
+    def by_parameter(self, flat: Tensor) -> list[Tensor]:
+        """See `CodecMemory`."""
+        sizes = [shape.numel() for shape in self._parameter_shapes]
+        whole_N = flat.new_zeros(sum(sizes))
+        add_at(whole_N, flat, self.start)
+        pieces = whole_N.split(sizes)
+        return [p.view(shape) for p, shape in zip(pieces, self._parameter_shapes, strict=True)]
+
+    def take_over(self, kind: str, flat: Tensor) -> None:
+        """See `CodecMemory`: what this rank had of other shards goes to the ranks that have them.
+
+        All ranks of the node call it together.
+        """
+        self.put(kind, self._levels.shard_of(flat, self.numel))
+
+
+def _row(shape: torch.Size, levels: Levels) -> int:
+    """Elements that shards are made of: rows, or less where there are fewer rows than ranks."""
+    rows = shape[0] if len(shape) else 1
+    if rows >= levels.node_size:
+        return shape.numel() // rows
+    return shard_numel(shape.numel(), levels.node_size, 1)
+
+
+def _shapes_of_shard(sizes: Sequence[int], numel: int, place: int, row: int) -> list[torch.Size]:
+    """Rows of a shard, or the pieces of parameters in it, and padding."""
+    if row:
+        return [torch.Size([numel // row, row])]
+    start, found, left = place * numel, [], numel
+    for size in sizes:
+        piece = min(max(size - max(start, 0), 0), left) if start < size else 0
+        if piece:
+            found.append(torch.Size([piece]))
+            left -= piece
+        start -= size
+    return [*found, torch.Size([left])] if left else found
+
+
+class Nodes:
+    """Which ranks of a group share a node.
+
+    Args:
+        size: ranks of a node, neighbours in the group of the state; None for reduction at once.
+
+    Raises:
+        ValueError: not a positive number.
+    """
+
+    def __init__(self, size: int | None) -> None:
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ValueError(f"{_OPERATION}: expected node_size to be at least 1, got {size!r}")
+        self.size = size
+        self._levels: dict[ProcessGroup, Levels | None] = {}
+
+    def problem(
+        self,
+        common: ProcessGroup | None,
+        codecs: Sequence[Codec | None],
+        candidates: Sequence[Codec],
+    ) -> str | None:
+        """What is wrong with the number of ranks or the codecs; None there is any candidate."""
+        size, num_ranks = self.size, group_size(common)
+        if size is None or num_ranks == 1:
+            return None
+        if num_ranks % size:
+            return f"expected node_size to divide the number of ranks, got {size} for {num_ranks}"
+        if size == 1:
+            return None
+        for codec in (*codecs, *(candidates if None in codecs else ())):
+            whole = isinstance(codec, TopK) and codec.scope in ("row", "expert")
+            if whole or (codec is not None and codec.name == "powersgd"):
+                return (
+                    "expected codecs that any shard of a parameter can be sent as with node_size, "
+                    f"got {codec}"
+                )
+        return None
+
+    def levels(self, group: ProcessGroup | None, common: ProcessGroup | None) -> Levels | None:
+        """How a group lies on nodes; None where no two of its ranks share one.
+
+        All ranks of the group call it together. Groups of which nodes have different numbers of
+        ranks are reduced at once, which is right too.
+
+        Args:
+            group: the ranks that reduce a bucket.
+            common: the ranks of the state.
+        """
+        if self.size is None or group is None or common is None:
+            return None
+        if group not in self._levels:
+            self._levels[group] = self._made(group, common)
+        return self._levels[group]
+
+    def _made(self, group: ProcessGroup, common: ProcessGroup) -> Levels | None:
+        assert self.size is not None
+        place_of = {rank: place for place, rank in enumerate(group_ranks(common))}
+        nodes: dict[int, list[int]] = {}
+        for rank in group_ranks(group):
+            if rank not in place_of:
+                return None
+            nodes.setdefault(place_of[rank] // self.size, []).append(rank)
+        counts = {len(ranks) for ranks in nodes.values()}
+        if counts == {1} or len(counts) > 1:
+            return None
+        me = dist.get_rank()
+        local = next(ranks for ranks in nodes.values() if me in ranks)
+        place = local.index(me)
+        beside = [ranks[place] for ranks in nodes.values()]
+        make = partial(
+            dist.new_group,
+            timeout=_c10d.group_timeout(group, _device_of(group)),
+            use_local_synchronization=True,
+        )
+        local_group = make(local)
+        return Levels(local_group, make(beside) if len(beside) > 1 else None)
+
+
+def _device_of(group: ProcessGroup) -> torch.device:
+    """Of the messages of a group."""
+    devices: Any = getattr(group, "_device_types", None) or [torch.device("cpu")]
+    return torch.device(devices[0])
+
+
+def memory_maker(levels: Levels | None, exact: bool) -> Any:
+    """What makes the memory of a part (see `FeedbackMemory.group`)."""
+    return CodecMemory if levels is None else partial(ShardMemory, levels, exact)

@@ -1,0 +1,428 @@
+"""Dense inside a node, compressed between nodes: four ranks on two nodes."""
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from hook_models import (
+    CAP_MB,
+    CODECS,
+    KINDS,
+    Ledger,
+    Net,
+    batch,
+    gradients_of,
+    local_gradients,
+    loss_of,
+    reference,
+    same_on_all_ranks,
+    summed,
+    wrapped,
+)
+from rank_checks import Checks, assert_passed, run_checks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import moe_ext
+from moe_ext import distributed as md
+from moe_ext.compression import (
+    CompressionState,
+    CostModel,
+    OneBit,
+    Policy,
+    Quantize,
+    TopK,
+    codec_of,
+    compress_gradients,
+    compress_hook,
+    flush,
+    probe,
+    shard_numel,
+)
+from moe_ext.distributed import count_traffic
+from moe_ext.testing import spawn_ranks
+
+CHECKS = Checks()
+SPLITTABLE = [name for name in CODECS if name != "rows"]
+
+
+def owed_of(state):
+    return {name: r.clone() for name, r in state.residuals().items()}
+
+
+def loop_step(model, state, step):
+    model.zero_grad()
+    loss_of(model, batch(step)).backward()
+    return compress_gradients(model, state)
+
+
+@CHECKS(*[(name,) for name in SPLITTABLE])
+def applied_and_owed_are_the_sum_of_the_gradients(name):
+    """While buckets are rebuilt, so that shards come to other ranks, and a branch is not used."""
+    kind = KINDS[list(KINDS)[len(name) % len(KINDS)]]
+    parallel, state = wrapped(codec=CODECS[name], ddp=kind, node_size=2)
+    ledger = Ledger(state, list(parallel.module.named_parameters()))
+    for step in range(5):
+        branch = "find_unused_parameters" not in kind or step not in (1, 2)
+        local = local_gradients(parallel.module, step, branch=branch)
+        gradients_of(parallel, step, branch=branch)
+        ledger.add(local, parallel.module.named_parameters())
+        ledger.check()
+    # One rank of a node owes for an element.
+    for residual in state.residuals().values():
+        alone = (residual != 0).int()
+        dist.all_reduce(alone)
+        assert alone.max() <= 2
+
+
+@CHECKS(("int8",), ("topk",))
+def the_sum_and_gradients_of_16_bits(codec):
+    for dtype, average in ((torch.bfloat16, True), (torch.float16, True), (torch.float32, False)):
+        parallel, state = wrapped(
+            Net().to(dtype), codec=codec, density=0.2, average=average, node_size=2
+        )
+        twin = copy.deepcopy(parallel.module)
+        for model in (parallel, twin):
+            model.zero_grad()
+            model(batch(0).to(dtype)).square().mean().backward()
+        for (name, p), q in zip(parallel.module.named_parameters(), twin.parameters(), strict=True):
+            assert p.grad.dtype == dtype and same_on_all_ranks(p.grad), name
+            left = state.state_dict()["memory"]["residual"].get(name)
+            divisor = 4 if average else 1
+            want = summed(q.grad) - (0.0 if left is None else summed(left))
+            magnitude = summed(q.grad.abs()).max() / divisor
+            bound = (4 * 2.0**-8 if dtype != torch.float32 else 0.02) * magnitude + 1e-6
+            assert (p.grad.double() - want / divisor).abs().max() <= bound, (dtype, name)
+
+
+@CHECKS(("none",), ("bf16",), ("fp16",))
+def plain_all_reduces_are_the_mean(codec):
+    ours, state = wrapped(policy=Policy(codec, dense_below=0, bias=None), node_size=2)
+    theirs = reference()
+    for step in range(3):
+        got, want = gradients_of(ours, step), gradients_of(theirs, step)
+        for name, gradient in want.items():
+            assert same_on_all_ranks(got[name])
+            tolerance = 1e-6 if codec == "none" else 2.0**-6
+            error = (got[name] - gradient).abs().max()
+            assert error <= tolerance * gradient.abs().max() + 1e-9, (name, error)
+    assert not state.residuals()
+
+
+@CHECKS(("int8",), (TopK(0.05),), ("threshold",), (OneBit(64),))
+def bytes_between_nodes(codec):
+    """Dense ones stay inside the node; between nodes it is what the codec sends of a shard."""
+    codec, numel = codec_of(codec), 30_000
+    model = nn.Linear(numel // 4, 4, bias=False)
+    state = CompressionState(model=model, policy=Policy(codec, dense_below=0), node_size=2)
+    model.weight.grad = torch.randn(4, numel // 4)
+    with count_traffic() as traffic:
+        compress_gradients(model, state)
+    shard = shard_numel(numel, 2, 1)
+    inside, between = 2 * 4 * shard, codec.sent_bytes(shard, 2)
+    assert traffic.total_bytes == inside + between
+    # Of all that leave a node: two ranks send, and with one level one of three peers is inside.
+    assert 2 * between < 0.75 * 2 * codec.sent_bytes(numel, 4)
+
+
+@CHECKS(("int8",), (TopK(0.05),), (TopK(0.05, algorithm="split"),), (Quantize(stochastic=True),))
+def a_nan_on_one_rank(codec):
+    """No trace is left of the step on any rank, whichever node the rank is on."""
+    for nonfinite in ("raise", "propagate"):
+        parallel, state = wrapped(codec=codec, nonfinite=nonfinite, node_size=2)
+        for step in range(3):
+            gradients_of(parallel, step)
+        before, kept = owed_of(state), state.state_dict()
+        loss = loss_of(parallel, batch(3))
+        parallel.zero_grad()
+        scale = float("nan") if dist.get_rank() == 2 else 1.0
+        if nonfinite == "raise":
+            with pytest.raises(ValueError, match=r"on rank 2$"):
+                (loss * scale).backward()
+        else:
+            (loss * scale).backward()
+            assert all(p.grad.isnan().any() for p in parallel.parameters() if p.numel() > 1024)
+        assert state.step == kept["step"] == 3
+        after = state.state_dict()["memory"]
+        for name, residual in owed_of(state).items():
+            assert torch.equal(residual, before[name]), name
+        for one, other in zip(after["layouts"], kept["memory"]["layouts"], strict=True):
+            for kind, tensor in one["tensors"].items():
+                assert torch.equal(tensor, other["tensors"][kind]), kind
+        gradients_of(parallel, 4)
+        state.undo()
+        assert all(torch.equal(r, before[name]) for name, r in owed_of(state).items())
+
+
+@CHECKS()
+def a_sum_that_overflows_inside_a_node():
+    model = nn.Linear(50, 50, bias=False)
+    state = CompressionState(model=model, policy=Policy("int8", dense_below=0), node_size=2)
+    model.weight.grad = torch.full((50, 50), 3e38 if dist.get_rank() < 2 else 1.0)
+    with pytest.raises(ValueError, match=r"weight on rank 0, weight on rank 1$"):
+        compress_gradients(model, state)
+    assert not any(r.any() for r in state.residuals().values())
+
+
+@CHECKS()
+def momentum_follows_shards_to_other_ranks():
+    """Everything is sent by one node after the other: the momentum is that of the optimizer."""
+    policy = Policy(TopK(1.0, momentum=0.9), norm=None, bias=None, dense_below=0)
+    ours, _ = wrapped(policy=policy, node_size=2)
+    theirs = reference()
+    optimizers = [
+        torch.optim.SGD(ours.parameters(), 0.1),
+        torch.optim.SGD(theirs.parameters(), 0.1, momentum=0.9),
+    ]
+    for step in range(4):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            gradients_of(model, step)
+            optimizer.step()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
+@CHECKS(("int8",), (TopK(0.05),), (TopK(0.1, algorithm="split"),))
+def flush_and_exact_resumption(codec):
+    model = Net()
+    state = CompressionState(model=model, codec=codec, node_size=2)
+    ledger = Ledger(state, list(model.named_parameters()))
+    for step in range(4):
+        if step == 2:
+            twin = copy.deepcopy(model)
+            other = CompressionState(model=twin, codec=codec, node_size=2)
+            other.load_state_dict(state.state_dict())
+        local = local_gradients(model, step)
+        loop_step(model, state, step)
+        if step >= 2:
+            loop_step(twin, other, step)
+            for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+                assert torch.equal(p.grad, q.grad)
+        if step == 3:
+            assert state.residuals() and flush(model, state) and not state.residuals()
+        ledger.add(local, model.named_parameters())
+    ledger.check()
+
+
+@CHECKS((None, 2), (2, None), (2, 4), (4, 2))
+def another_size_of_nodes_takes_over_what_is_owed(before, after):
+    model = Net()
+    states = [
+        CompressionState(model=model, codec="int8", node_size=size) for size in (before, after)
+    ]
+    ledger = Ledger(states[0], list(model.named_parameters()))
+    for step in range(4):
+        state = states[step // 2]
+        if step == 2:
+            state.load_state_dict(states[0].state_dict())
+            ledger.state = state
+        local = local_gradients(model, step)
+        loop_step(model, state, step)
+        ledger.add(local, model.named_parameters())
+        ledger.check()
+
+
+@CHECKS()
+def one_node_is_dense():
+    parallel, state = wrapped(codec="onebit", node_size=4)
+    plain = reference()
+    for step in range(2):
+        want = gradients_of(plain, step)
+        for name, gradient in gradients_of(parallel, step).items():
+            torch.testing.assert_close(gradient, want[name], rtol=1e-5, atol=1e-7)
+    assert not state.residuals()
+
+
+@CHECKS()
+def auto_prices_the_link_between_nodes():
+    parallel, state = wrapped(
+        Net(300), ddp={"bucket_cap_mb": 1}, candidates=("none", "int8", "int4"), node_size=2
+    )
+    levels, place = state.nodes.levels(state.group, state.group), dist.get_rank() % 2
+    assert dist.get_process_group_ranks(levels.node_group) == [place, place + 2]
+    # As the ranks of the second place have measured it, which are the slower ones.
+    probe._links[levels.node_group] = probe.Link.of_rate(1e7 if place else 1e10)
+    ledger = Ledger(state, list(parallel.module.named_parameters()))
+    for step in range(4):
+        local = local_gradients(parallel.module, step)
+        gradients_of(parallel, step)
+        ledger.add(local, parallel.module.named_parameters())
+        ledger.check()
+    model = state.cost_model
+    assert model.num_ranks == 2
+    assert model.link.exchange_bandwidth == pytest.approx(1e7 / 8, rel=1e-4)
+    assert 300 * 300 < 2 * max(bucket.numel for bucket in model.buckets.values()) < 400 * 600
+    tables = [None] * 4
+    dist.all_gather_object(tables, state.explain())
+    assert len(set(tables)) == 1 and "int4" in tables[0]
+
+
+@CHECKS()
+def a_link_that_was_given_is_that_between_nodes():
+    link = probe.Link.of_rate(1e6)
+    parallel, state = wrapped(Net(300), cost_model=CostModel(link=link), node_size=2)
+    gradients_of(parallel, 0)
+    assert state.cost_model.num_ranks == 2 and state.cost_model.link == link
+    assert state.explain().startswith("between nodes of 2 ranks:\n2 ranks on cpu, latency 50 us")
+
+
+class Words(nn.Module):
+    """An embedding of which few rows are touched, and experts of which few are reached."""
+
+    def __init__(self, *, sparse=False, ep_group=None):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(300, 16, sparse=sparse)
+        self.moe = moe_ext.MoELayer(16, 24, 8, 1, ep_group=ep_group)
+        self.head = nn.Linear(16, 100)
+
+    def forward(self, ids):
+        h = self.embedding(ids)
+        return self.head(h + self.moe(h))
+
+
+def backward(model, step, count=3):
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    model.zero_grad()
+    model(torch.randint(0, 300, (count,), generator=generator)).square().sum().backward()
+
+
+@CHECKS((False,), (True,))
+def rows_and_experts_that_nobody_reached(sparse):
+    ours, theirs = Words(sparse=sparse), Words()
+    parallel = DistributedDataParallel(ours, bucket_cap_mb=CAP_MB)
+    state = CompressionState(model=ours, codec="none", node_size=2)
+    parallel.register_comm_hook(state, compress_hook)
+    plain = DistributedDataParallel(theirs, bucket_cap_mb=CAP_MB)
+    for step in range(4):
+        count = 0 if step == 2 and dist.get_rank() == 1 else 3
+        backward(plain, step, count)
+        with count_traffic() as traffic:
+            backward(parallel, step, count)
+        for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            got = p.grad.to_dense() if p.grad.is_sparse else p.grad
+            torch.testing.assert_close(got, q.grad, rtol=1e-5, atol=1e-7, msg=name)
+    # Twice half of everything inside a node, half of it between nodes, without what is zero there.
+    assert traffic.total_bytes < 1.5 * 4 * sum(p.numel() for p in theirs.parameters())
+
+
+@CHECKS(("none", False), ("int8", False), ("int8", True))
+def experts(codec, replicas_on_a_node):
+    """Their replicas may be on other nodes, or all on this one."""
+    rank = dist.get_rank()
+    if replicas_on_a_node:
+        groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+        ep_group = groups[rank % 2]
+    else:
+        ep_group = md.MoEMesh(dp=2, ep=2).ep_group
+    model, twin = (Words(ep_group=ep_group) for _ in range(2))
+    state = CompressionState(model=model, policy=Policy(codec, dense_below=1), node_size=2)
+    for step in range(3):
+        backward(twin, step)
+        md.sync_gradients(twin)
+        backward(model, step)
+        assert compress_gradients(model, state)
+        for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+            exact = codec == "none" or (replicas_on_a_node and "experts" in name)
+            error = (p.grad - q.grad).abs().max()
+            assert error <= (1e-5 if exact else 0.05) * q.grad.abs().max() + 1e-6, (name, error)
+    owing = {name for name in state.residuals() if "experts" in name}
+    assert bool(owing) == (codec == "int8" and not replicas_on_a_node)
+
+
+@CHECKS()
+def what_is_refused():
+    cases = [
+        ({"node_size": 3}, r"expected node_size to divide the number of ranks, got 3 for 4"),
+        ({"node_size": 2, "codec": TopK(0.1, scope="row")}, "any shard of a parameter"),
+        ({"node_size": 2, "codec": "powersgd"}, "any shard of a parameter"),
+        ({"node_size": 2, "candidates": ("none", "powersgd")}, "any shard of a parameter"),
+        ({"node_size": 1 + dist.get_rank() // 2}, "expected node_size to be equal on every rank"),
+    ]
+    for options, message in cases:
+        parallel, state = wrapped(**options)
+        with pytest.raises(ValueError, match=message):
+            gradients_of(parallel, 0)
+        assert state.step == 0
+    for size in (0, -1, True, 2.0):
+        with pytest.raises(ValueError, match="expected node_size to be at least 1, got"):
+            CompressionState(node_size=size)
+
+
+def rank_all(rank):
+    return run_checks(CHECKS)
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return spawn_ranks(rank_all, 4, timeout=150, group_timeout=20)
+
+
+@pytest.mark.parametrize("name", list(CHECKS))
+def test_nodes(outcomes, name):
+    assert_passed(outcomes, name)
+
+
+def rank_elastic(rank, states, node_size, codec):
+    model = Net()
+    state = CompressionState(model=model, codec=codec, node_size=node_size)
+    found = {}
+    if states is not None:
+        state.load_state_dict(states)
+        size = dist.get_world_size()
+        found["loaded"] = {n: summed(r) / size for n, r in state.residuals().items()}
+    for step in range(2):
+        loop_step(model, state, step)
+    found["state"] = state.state_dict()
+    state.regroup()
+    found["owed"] = {n: summed(r) / dist.get_world_size() for n, r in state.residuals().items()}
+    return found
+
+
+@pytest.mark.parametrize("codec", ["int8", TopK(0.05)])
+def test_resuming_on_other_numbers_of_ranks(codec):
+    """Four ranks on two nodes, two on none, two on one, four on two."""
+    found = spawn_ranks(rank_elastic, 4, None, 2, codec)
+    for size, node_size in ((2, None), (4, 2), (3, None), (2, 2)):
+        states, before = [one["state"] for one in found], found[0]["owed"]
+        found = spawn_ranks(rank_elastic, size, states, node_size, codec)
+        assert list(found[0]["loaded"]) == list(before) and before
+        for name, owed in found[0]["loaded"].items():
+            torch.testing.assert_close(owed, before[name], rtol=1e-5, atol=1e-7)
+
+
+def rank_dies(rank):
+    """In one node; the others learn of it inside theirs and between nodes."""
+    parallel, state = wrapped(codec=TopK(0.1), node_size=2)
+    for step in range(3):
+        gradients_of(parallel, step)
+    before = state.state_dict()
+    loss = loss_of(parallel, batch(3))
+    if rank == 3:
+        os._exit(7)
+    with pytest.raises(md.RankFailureError):
+        loss.backward()
+    after = state.state_dict()
+    assert after["step"] == before["step"] == 3
+    for kind in ("residual", "velocity"):
+        for name, tensor in before["memory"][kind].items():
+            assert torch.equal(after["memory"][kind][name], tensor), name
+    return True
+
+
+def test_a_rank_that_dies():
+    found = spawn_ranks(rank_dies, 4, may_die=[3], timeout=60, group_timeout=10)
+    assert found == [True, True, True, None]
+
+
+def rank_three(rank):
+    parallel, state = wrapped(codec="int8", node_size=2)
+    with pytest.raises(ValueError, match="divide the number of ranks, got 2 for 3"):
+        gradients_of(parallel, 0)
+    return state.step
+
+
+def test_three_ranks_are_no_nodes_of_two():
+    assert spawn_ranks(rank_three, 3, timeout=30, group_timeout=10) == [0, 0, 0]
