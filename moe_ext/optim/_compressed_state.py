@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 
+from moe_ext.distributed.groups import group_size
 from moe_ext.optim._agreement import Named
 from moe_ext.optim._compressed_mean import CompressedMean, Ranks, all_owed, owes
+from moe_ext.optim._rank_states import check_order, holders, members_of, shared_state
 
 
 @dataclass
@@ -53,6 +56,8 @@ class CompressedState(Optimizer, ABC):
     _made: list[Entry]
     _frozen: list[Named]
     _compared: bool
+    _process_group: ProcessGroup | None
+    _ranks: list[Ranks]
     _means: dict[int, tuple[CompressedMean, list[int]]]
 
     @abstractmethod
@@ -110,7 +115,11 @@ class CompressedState(Optimizer, ABC):
                     "server_error": mean.server_M.clone(),
                 }
             )
-        found["compression"] = {"block": self._block, "servers": servers}
+        found["compression"] = {
+            "block": self._block,
+            "servers": servers,
+            "members": self._members(),
+        }
         return found
 
     @_unless_it_fails
@@ -161,40 +170,43 @@ class CompressedState(Optimizer, ABC):
         """Go on from the states of all ranks of a run with another number of ranks.
 
         Rank j takes over what ranks j, j + P', ... of the old run owe, times P' / P: what the mean
-        over ranks is owed stays the same.
+        over ranks is owed stays the same. Experts, and what they owe, come from the old ranks that
+        held the same ones: their replicas may be more or fewer, if they are divided over as many
+        ranks as they were.
 
         Args:
             states: what `state_dict` returned on each rank, in the order of ranks.
 
         Raises:
-            ValueError: the states are not those of all ranks, each once, in order.
+            ValueError: the states are not those of all ranks, each once, in order; or experts were
+                divided over another number of ranks. Nothing has changed.
         """
-        saved = [state["compression"]["servers"] for state in states]
-        for rank, servers in enumerate(saved):
-            for server in servers:
-                if (server["rank"], server["world_size"]) != (rank, len(states)):
-                    raise ValueError(
-                        f"{self._op}: expected state {rank} of {len(states)} to be that of rank "
-                        f"{rank} of {len(states)}, got rank {server['rank']} of "
-                        f"{server['world_size']}"
-                    )
+        check_order(self._op, states)
         if any(self._is_between(state) for state in states):
             raise ValueError(
                 f"{self._op}: expected states of synchronised ranks, got some from between two "
                 "synchronisations; call flush before saving"
             )
-        self._load_shared(states[0])
+        saved = [state["compression"]["servers"] for state in states]
+        size = group_size(self._process_group)
+        held_by = holders(self._op, states, self._members(), size)
+        merged = shared_state(states, held_by)
+        self._load_shared(merged)
         self._means = {}
         if saved[0]:
             numbers = self._numbers()
             for mean, members in self._flat_means():
                 ids = [numbers[id(entry.parameter)] for entry in members]
-                mine = range(mean.rank, len(states), mean.size)
-                for rank in mine:
+                held = held_by[members[0].group_index]
+                for rank in held[mean.rank :: mean.size]:
                     owed = all_owed(states[rank], saved[rank])
                     for view, index in zip(mean.worker_views, ids, strict=True):
-                        view.add_(owed[index].to(view), alpha=mean.size / len(states))
-        self._load_rows(states[0], saved[0])
+                        view.add_(owed[index].to(view), alpha=mean.size / len(held))
+        self._load_rows(merged, saved[0])
+
+    def _members(self) -> list[list[int]]:
+        """Of each parameter group: places of the ranks that share it."""
+        return [members_of(ranks, self._process_group) for ranks in self._ranks]
 
     def _is_between(self, state_dict: dict[str, Any]) -> bool:
         """Whether ranks differ in more than errors, so that only their own state fits them."""
