@@ -23,7 +23,7 @@ LINKS: dict[str, tuple[float | None, int]] = {
     "unthrottled": (None, 9),
 }
 # Until `auto` has measured what it chooses between.
-SETTLING_TURNS = 8
+SETTLING_TURNS = 12
 # Their first steps are dense.
 LATE = (AUTO, AUTO_TOPK, POWERSGD)
 

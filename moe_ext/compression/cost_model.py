@@ -36,8 +36,9 @@ ALLOWED_BEHIND = 0.05
 # Below these shares of what plain all-reduce is taken to need, nobody asks what it really needs: in
 # the first place, and again.
 CLEAR_SHARE, CLEAR_SHARE_AGAIN = 0.2, 0.5
-# Turns that a comparison with plain all-reduce takes; the first of them warms up.
-TRIAL_TURNS = 2
+# Turns that a comparison with plain all-reduce takes: the first of them warms up, and of three one
+# may be disturbed. To repeat it takes one turn, since the others are still known.
+TRIAL_TURNS = 4
 # Turns after which one that may have changed is made again.
 STALE_TURNS = 256
 REMEMBERED = 5
@@ -335,15 +336,18 @@ class CostModel:
         """A plain codec that should be measured before a close call, if there is one."""
         for codec in plain:
             known = state.measured.get(codec)
+            since = state.turn - state.trial_turn.get(codec, -STALE_TURNS)
+            # What a turn or two have shown may be a disturbance. By turns too, not by measurements
+            # alone: where nobody measures, a trial must end.
+            begun = known and known.count < TRIAL_TURNS and since < 4 * TRIAL_TURNS
             share = CLEAR_SHARE_AGAIN if known else CLEAR_SHARE
-            if codec == best or seconds[best] <= share * seconds[codec]:
+            if codec == best or (not begun and seconds[best] <= share * seconds[codec]):
                 continue
             if known and known.count >= TRIAL_TURNS and state.turn - known.turn < STALE_TURNS:
                 continue
-            if state.turn - state.trial_turn.get(codec, -STALE_TURNS) >= STALE_TURNS:
-                state.trial_turn[codec] = state.turn
-            # By turns, not by measurements: where nobody measures, a trial must end too.
-            if state.turn - state.trial_turn[codec] < TRIAL_TURNS:
+            if since >= STALE_TURNS:
+                state.trial_turn[codec], since = state.turn, 0
+            if begun or since < TRIAL_TURNS:
                 return codec
         return None
 
