@@ -93,9 +93,11 @@ def dense_reduction(
     """
     operation = f"all-reduce in {dtype}"
     group = resolve(group, operation)
-    size = group_size(group)
-    factor = 1.0 / size if average else 1.0
-    sent = _DTYPES[dtype] or x_N.dtype
+    size, given = group_size(group), x_N.dtype
+    sent = _DTYPES[dtype] or given
+    # Half precision may hold all numbers, and not their sum: that travels as a mean.
+    back = size if sent == torch.float16 and given != sent and not average else 1
+    factor = 1.0 / size if average or back > 1 else 1.0
     if on_nonfinite is None:
         x_N = x_N.to(sent)
         if factor != 1.0:
@@ -110,7 +112,11 @@ def dense_reduction(
     with naming_failed_ranks(group, operation):
         work = dist.all_reduce(x_N, group=group, async_op=True)
     assert work is not None
-    return Reduction(work.get_future(), lambda found: found[0], group, operation)
+
+    def finish(found: list[Tensor]) -> Tensor:
+        return found[0] if back == 1 else found[0].to(given).mul_(back)
+
+    return Reduction(work.get_future(), finish, group, operation)
 
 
 @dataclass(frozen=True)

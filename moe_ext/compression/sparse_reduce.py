@@ -330,7 +330,8 @@ def sparse_all_reduce(
     pairs, its owner adds them up, keeps the largest :math:`K / P` sums and sends those to all.
     Whatever is left out on the way goes into ``residual``: :math:`P` times the mean, plus the sum
     of all residuals, is what it was. "dense" scatters and takes a dense all-reduce, which is less
-    once the union of the pairs fills the tensor. "auto" takes what sends least.
+    once the union of the pairs fills the tensor. "auto" takes what sends least. One rank, and fewer
+    than 64 elements a rank, are not split but gathered.
 
     Args:
         values_K (Tensor[K]): float32; as `topk_compress_` and `threshold_compress_` return them.

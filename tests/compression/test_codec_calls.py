@@ -66,6 +66,15 @@ def no_group_is_the_default_group(name):
 
 
 @two()
+def a_sum_that_half_precision_cannot_hold():
+    for looks in ({}, {"on_nonfinite": list}):
+        x = torch.tensor([4e4, -6e4, 1.0, 0.5]) * (1 + dist.get_rank())
+        x[:2] /= 1 + dist.get_rank()
+        found = Dense("fp16").start(x, opened(), average=False, **looks).wait()
+        assert found.tolist() == [8e4, -1.2e5, 3.0, 1.5]
+
+
+@two()
 def what_is_unsent_stays_here():
     rank, memory = dist.get_rank(), opened()
     memory.put("residual", torch.full((NUMEL,), 2.0))
