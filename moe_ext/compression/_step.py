@@ -174,6 +174,9 @@ class Step:
         if isinstance(underway.codec, Dense | BlockSparse):
             # What is owed is in units of the sum.
             memory.take_owed(shard_S)
+            if underway.codec == Dense("fp16") and not self.state.average:
+                # Half precision may hold all numbers, and not their sum.
+                unit, underway.scale = 1.0 / levels.node_size, float(levels.node_size)
             return shard_S.mul_(unit).to(grad.dtype)
         underway.scale = unit
         assert work.norms is not None
@@ -364,12 +367,12 @@ class Step:
         for work, tensors in zip(self.works, results, strict=True):
             layout = work.layout
             # Every rank that has sent it keeps the mean, or its share of the sum.
-            share_of = 1.0 / group_size(layout.exchange_group)
             for underway, result in zip(work.parts, tensors, strict=True):
                 part, memory, sent = underway.part, underway.part.memory, underway.sent
                 if not memory.has("residual") or unused.isdisjoint(part.names):
                     continue
                 assert sent is not None
+                share_of = underway.scale / group_size(layout.exchange_group)
                 if self.state.average:
                     share_of = underway.scale * layout.node_size
                 residual, pieces = memory.tensor("residual"), result.split(part.sizes)

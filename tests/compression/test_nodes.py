@@ -167,6 +167,16 @@ def a_sum_that_overflows_inside_a_node():
 
 
 @CHECKS()
+def a_sum_that_half_precision_does_not_hold():
+    model = nn.Linear(50, 50, bias=False)
+    policy = Policy("fp16", dense_below=0)
+    state = CompressionState(model=model, policy=policy, average=False, node_size=2)
+    model.weight.grad = torch.full((50, 50), 4e4)
+    compress_gradients(model, state)
+    torch.testing.assert_close(model.weight.grad, torch.full((50, 50), 1.6e5), rtol=1e-3, atol=0)
+
+
+@CHECKS()
 def momentum_follows_shards_to_other_ranks():
     """Everything is sent by one node after the other: the momentum is that of the optimizer."""
     policy = Policy(TopK(1.0, momentum=0.9), norm=None, bias=None, dense_below=0)
