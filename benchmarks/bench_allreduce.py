@@ -137,7 +137,7 @@ def note(copies: dict[int, Copies]) -> str:
         f"and `index_add_`; top-k is {100 * DENSITY:g} %, PowerSGD of rank {RANK}. `ours, auto` "
         "chooses from dense, bf16, int8 and int4, the other one from dense, bf16, int8 and top-k; "
         "*took* is the choice. Ours are measured as the hook that DistributedDataParallel calls, "
-        "with its look for NaN, its copy of what is owed and its message of status. Ranks that "
+        "with its look for NaN and its message of status. Ranks that "
         "share a machine share its memory: a copy of the bucket takes "
         f"{shared}. "
         "Speed is one side only: what training loses by it is in the table of convergence."

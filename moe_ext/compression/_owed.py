@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -24,6 +25,33 @@ def unit_factors(before: Mapping[str, float], marks: Mapping[str, float]) -> dic
     if "rate" in before and "rate" in marks:
         residual *= before["rate"] / marks["rate"]
     return {"residual": residual, "server": residual, "velocity": velocity}
+
+
+def joined(
+    kind: str,
+    names: Sequence[str],
+    shapes: Sequence[torch.Size],
+    kept: Sequence[Tensor | None],
+    factors: Sequence[float],
+    device: torch.device,
+) -> Tensor:
+    """What is kept by name times a factor each, side by side; zeros where it is None.
+
+    Raises:
+        ValueError: it has not the shape of its parameter.
+    """
+    found = []
+    for name, shape, tensor, factor in zip(names, shapes, kept, factors, strict=True):
+        if tensor is None:
+            found.append(torch.zeros(shape.numel(), device=device))
+            continue
+        if tensor.shape != shape:
+            raise ValueError(
+                f"CompressionState: expected the {kind} of {name} to be of shape "
+                f"{tuple(shape)}, got {tuple(tensor.shape)}"
+            )
+        found.append(tensor.reshape(-1).to(device) * factor)
+    return torch.cat(found)
 
 
 def fold_into(

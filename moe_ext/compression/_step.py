@@ -25,6 +25,7 @@ from moe_ext.compression.codecs import BlockSparse, Codec, Dense, Unsent
 from moe_ext.compression.exact_reduce import row_sparse_all_reduce
 from moe_ext.compression.named_codecs import unsent
 from moe_ext.compression.reduction import Reduction
+from moe_ext.compression.sparse_codecs import Threshold, TopK
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import group_size
 
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 # Above this share of the blocks, the sum over ranks, all of them are sent for a while.
 _MOSTLY_FULL = 0.75
 _DENSE_STEPS = 16
-# Codecs that look whether a gradient is finite in their own pass over it.
-_LOOKING = (Dense(), Dense("bf16"))
+# What is less does not make a finite float32 overflow that it is added to.
+_LARGE = 1e30
 
 
 class Step:
@@ -133,13 +134,14 @@ class Step:
             codec = unsent(codec)
         grad = part.take(work.flat_N)
         state.open(part)
-        looks = work.only_marks and codec in _LOOKING
-        if work.norms is not None and not looks:
-            self._look_first(work, part, codec)
+        looks = work.norms is not None and grad.device.type == "cpu" and _looks(codec, work.layout)
+        looked = work.norms is not None and not (looks and work.only_marks)
+        if looked:
+            self._look_first(work, part, codec, grad)
         as_it_is = isinstance(codec, Dense | BlockSparse) or codec == Unsent()
         prepared = part.memory.has("residual") or not as_it_is
         if prepared:
-            grad = grad.float() if looks else self._prepared(work, part, grad.float())
+            grad = self._prepared(work, part, grad.float()) if looked else grad.float()
         underway = Underway(part, codec, prepared=prepared, chooser=chooser)
         if work.layout.levels is not None:
             grad = self._sum_in_node(work, underway, grad)
@@ -148,7 +150,7 @@ class Step:
         underway.began = time.perf_counter()
         more: dict[str, Any] = {}
         if looks:
-            more["on_nonfinite"] = functools.partial(_note_bad, work, part, grad)
+            more["on_nonfinite"] = functools.partial(_note_bad, work, part)
         underway.reduction = codec.start(
             grad, part.memory, group=group, average=state.average, step=state.step, **more
         )
@@ -156,14 +158,19 @@ class Step:
             _note_end(underway)
         return underway
 
-    def _look_first(self, work: Work, part: Part, codec: Codec) -> None:
-        """Norms of a part whose codec does not look whether it is finite."""
+    def _look_first(self, work: Work, part: Part, codec: Codec, grad: Tensor) -> None:
+        """Norms of a part, where its codec does not look whether it is finite."""
         assert work.norms is not None
         pieces = work.layout.pieces(work.flat_N)
         if work.only_marks:
             work.norms[list(part.indices)] = norms_of([pieces[i] for i in part.indices])
         if codec == Dense("fp16"):
             note_overflow(work.norms, pieces, part.indices)
+        owed = part.memory.kept("residual")
+        may_overflow = owed is not None and work.layout.levels is None
+        if may_overflow and grad.device.type == "cpu" and bool((work.norms >= _LARGE).any()):
+            assert owed is not None
+            _note_bad(work, part, grad + owed * part.memory.factor("residual"))
 
     def _sum_in_node(self, work: Work, underway: Underway, grad: Tensor) -> Tensor:
         """This rank's shard of the sum over its node; of the mean where no codec owes anything."""
@@ -442,11 +449,21 @@ class Step:
                 chooser.settle(timed[id(chooser)])
 
 
+def _looks(codec: Codec, layout: Layout) -> bool:
+    """Whether a codec tells `OnNonfinite` what it is given.
+
+    A dense sum over a node may hold the NaN of another rank, which names it.
+    """
+    plain = layout.levels is None and codec in (Dense(), Dense("bf16"))
+    return plain or isinstance(codec, TopK | Threshold)
+
+
 def _note_bad(work: Work, part: Part, grad_N: Tensor) -> None:
-    """Find which gradients of a part are not finite."""
+    """Find which gradients of a part are not finite; all of them where a sum of ranks is not."""
     assert work.norms is not None
-    for i in not_finite(part.memory.pieces(grad_N)):
-        work.norms[part.indices[i]] = math.inf
+    pieces = part.memory.pieces(grad_N) if part.memory.window is None else [grad_N]
+    for i in not_finite(pieces):
+        work.norms[part.indices[i] if len(pieces) > 1 else list(part.indices)] = math.inf
 
 
 def _note_end(underway: Underway) -> None:

@@ -31,6 +31,10 @@ from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import group_rank, group_size
 from moe_ext.distributed.traffic import record_traffic
 
+# Called before anything is sent with what holds NaN or infinity, or may hold it: the gradient, with
+# what was owed in it. On CPU, by codecs that look in their own pass over the gradient.
+OnNonfinite = Callable[[Tensor], None]
+
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -79,7 +83,7 @@ def dense_reduction(
     group: ProcessGroup | None,
     average: bool,
     dtype: str = "fp32",
-    on_nonfinite: Callable[[], None] | None = None,
+    on_nonfinite: OnNonfinite | None = None,
 ) -> Reduction:
     """All-reduce; a mean is scaled first, as DDP does.
 
@@ -88,8 +92,7 @@ def dense_reduction(
         group: the ranks.
         average: the mean, or the sum.
         dtype: as of `Dense`.
-        on_nonfinite: called before anything is sent where an element may be NaN or infinite; None
-            does not look. On CPU alone.
+        on_nonfinite: see `OnNonfinite`; None does not look.
     """
     operation = f"all-reduce in {dtype}"
     group = resolve(group, operation)
@@ -105,7 +108,7 @@ def dense_reduction(
     else:
         x_N, finite = scaled(x_N, factor, sent)
         if not finite:
-            on_nonfinite()
+            on_nonfinite(x_N)
     if size == 1 or x_N.numel() == 0:
         return Reduction.done(x_N)
     record_traffic("all_reduce", 2 * (size - 1) * x_N.nbytes // size)
@@ -164,9 +167,9 @@ class Dense(WithMemory):
         group: ProcessGroup | None = None,
         average: bool = True,
         step: int = 0,
-        on_nonfinite: Callable[[], None] | None = None,
+        on_nonfinite: OnNonfinite | None = None,
     ) -> Reduction:
-        """See `Codec`, and `dense_reduction` for the last argument."""
+        """See `Codec` and `OnNonfinite`."""
         memory.take_owed(grad_N)
         return dense_reduction(grad_N, group, average, self.dtype, on_nonfinite)
 

@@ -1,6 +1,7 @@
 """Error feedback: what a rank still owes, kept by the name of the parameter.
 
-A step works on copies, so that one that fails leaves everything as it was, bit for bit.
+A step writes to other tensors than it reads, so that one that fails leaves everything as it was,
+bit for bit.
 
 Shape suffixes: N elements of the parameters that are reduced together.
 """
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from moe_ext.compression._owed import add_at, fold_into, unit_factors
+from moe_ext.compression._owed import add_at, fold_into, joined, unit_factors
 
 # Kinds of tensors that have an element for each one of the gradient.
 ELEMENTWISE = ("residual", "velocity")
@@ -95,18 +96,40 @@ class CodecMemory:
         if kind in self._open:
             return self._open[kind]
         self._before = None
-        kept, scale = self._kept.get(kind), self._scales.get(kind, 1.0)
+        kept, scale = self._kept.get(kind), self.factor(kind)
         if kind in self._taken:
             kept = None
-        size = self.numel if numel is None else numel
         if kept is None:
-            working = torch.zeros(size, device=self.device)
+            working = torch.zeros(self.numel if numel is None else numel, device=self.device)
         else:
-            spare = self._spare.pop(kind, None)
-            working = torch.empty_like(kept) if spare is None else spare
+            working = self._room_for(kind, kept)
             torch.mul(kept, scale, out=working) if scale != 1.0 else working.copy_(kept)
         self._open[kind] = working
         return working
+
+    def renewed(self, *kinds: str) -> dict[str, Tensor] | None:
+        """Tensors to be written in this step, and as `<kind>_in` those of the last, to be read.
+
+        None where `tensor` is needed: for new or open ones, and units other than the residual's.
+        """
+        found: dict[str, Tensor] = {}
+        unused = {*self._kept} - {*self._open, *self._taken}
+        scaled = any(kind != "residual" and self.factor(kind) != 1.0 for kind in kinds)
+        if scaled or "server" in unused or not {*kinds} <= unused:
+            return None
+        self._before = None
+        for kind in kinds:
+            self._open[kind] = self._room_for(kind, self._kept[kind])
+            found.update({kind: self._open[kind], f"{kind}_in": self._kept[kind]})
+        return found
+
+    def _room_for(self, kind: str, kept: Tensor) -> Tensor:
+        spare = self._spare.pop(kind, None)
+        return torch.empty_like(kept) if spare is None else spare
+
+    def factor(self, kind: str) -> float:
+        """What makes units of this step of what is kept."""
+        return self._scales.get(kind, 1.0)
 
     def fresh(self, kind: str, numel: int) -> Tensor:
         """Zeros in the place of what was kept, from this step on; for what has another size now."""
@@ -122,8 +145,7 @@ class CodecMemory:
         """
         residual_N = self.tensor("residual")
         if "server" in self._kept and "server" not in {*self._open, *self._taken}:
-            scale = self._scales.get("server", 1.0)
-            add_at(residual_N, self._kept["server"], self.server_start, scale)
+            add_at(residual_N, self._kept["server"], self.server_start, self.factor("server"))
             self._taken.add("server")
         return residual_N
 
@@ -155,9 +177,8 @@ class CodecMemory:
                 add_at(grad_N, self._open[kind], start)
                 self._open[kind].zero_()
             elif kind in self._kept and kind not in self._taken:
-                scale = self._scales.get(kind, 1.0)
                 start = 0 if kind == "residual" else self.server_start
-                add_at(grad_N, self._kept[kind], start, scale)
+                add_at(grad_N, self._kept[kind], start, self.factor(kind))
                 self._taken.add(kind)
                 self._before = None
             else:
@@ -218,7 +239,7 @@ class CodecMemory:
             return
         for kind in {*self._kept} - {*self._open, *self._taken}:
             # Of a codec that was not used: in the units of this step like the marks.
-            if self._scales.get(kind, 1.0) != 1.0:
+            if self.factor(kind) != 1.0:
                 self.tensor(kind)
         replaced = {kind: self._kept.get(kind) for kind in {*self._open, *self._taken}}
         self._before = (replaced, self.marks, dict(self._carried), self.server_start)
@@ -341,7 +362,9 @@ class FeedbackMemory:
         memory.marks = next((self._marks[name] for name in names if name in self._marks), {})
         for kind in ELEMENTWISE:
             if any(kind in self._loose.get(name, {}) for name in names):
-                memory.take_over(kind, self._assembled(kind, names, shapes, memory))
+                kept = [self._loose.get(name, {}).get(kind) for name in names]
+                units = [unit_factors(self.marks_of(n), memory.marks)[kind] for n in names]
+                memory.take_over(kind, joined(kind, names, shapes, kept, units, device))
         for name in names:
             self._loose.pop(name, None)
             self._marks.pop(name, None)
@@ -356,25 +379,6 @@ class FeedbackMemory:
     def _all(self) -> tuple[Any, ...]:
         loose = {name: dict(kinds) for name, kinds in self._loose.items()}
         return dict(self._groups), loose, dict(self._waiting), dict(self._marks)
-
-    def _assembled(
-        self, kind: str, names: tuple[str, ...], shapes: Sequence[torch.Size], memory: CodecMemory
-    ) -> Tensor:
-        flat = torch.zeros(sum(shape.numel() for shape in shapes), device=memory.device)
-        flats = flat.split([shape.numel() for shape in shapes])
-        for name, shape, one in zip(names, shapes, flats, strict=True):
-            piece = one.view(shape)
-            kept = self._loose.get(name, {}).get(kind)
-            if kept is None:
-                continue
-            if kept.shape != piece.shape:
-                raise ValueError(
-                    f"CompressionState: expected the {kind} of {name} to be of shape "
-                    f"{tuple(piece.shape)}, got {tuple(kept.shape)}"
-                )
-            factor = unit_factors(self.marks_of(name), memory.marks)[kind]
-            torch.mul(kept.to(flat.device), factor, out=piece)
-        return flat
 
     def marks_of(self, name: str) -> dict[str, float]:
         """What goes with the tensors of a parameter that is in no group."""

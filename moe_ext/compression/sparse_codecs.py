@@ -18,6 +18,7 @@ from moe_ext import ops
 from moe_ext.compression.agreement import resolve
 from moe_ext.compression.codecs import (
     Dense,
+    OnNonfinite,
     WithMemory,
     check_choice,
     dense_reduction,
@@ -47,35 +48,53 @@ def _check_momentum(owner: str, momentum: float | None) -> None:
         raise ValueError(f"{owner}: expected momentum to be None or in [0, 1), got {momentum!r}")
 
 
-def _selected(
-    grad_N: Tensor, memory: CodecMemory, codec: TopK, velocity_N: Tensor | None
+def _states(memory: CodecMemory, momentum: float | None) -> dict[str, Any]:
+    """What the operators want to know of earlier steps: residual, velocity, and where to write."""
+    kinds = ["residual"] if momentum is None else ["residual", "velocity"]
+    common: dict[str, Any] = {"momentum": momentum or 0.0}
+    found = memory.renewed(*kinds)
+    if found is not None:
+        return {**common, **found, "residual_scale": memory.factor("residual")}
+    common["residual"] = memory.whole_residual()
+    return {**common, **{kind: memory.tensor(kind) for kind in kinds[1:]}}
+
+
+def _pieces_of(states: dict[str, Any], memory: CodecMemory) -> list[dict[str, Any]]:
+    """The same for each parameter."""
+    cut = {k: memory.pieces(x) if isinstance(x, Tensor) else x for k, x in states.items()}
+    return [
+        {name: x[i] if isinstance(x, list) else x for name, x in cut.items()}
+        for i in range(len(memory.shapes))
+    ]
+
+
+def _checked(
+    codec: TopK | Threshold,
+    grad_N: Tensor,
+    memory: CodecMemory,
+    on_nonfinite: OnNonfinite | None,
 ) -> tuple[Tensor, Tensor]:
-    """Values and indices that leave this rank; the residual keeps the rest."""
-    residual_N = memory.whole_residual()
-    common: dict[str, Any] = {"momentum": codec.momentum or 0.0, "check_finite": False}
-    if codec.scope == "bucket" or isinstance(codec.scope, int):
-        size = memory.numel if codec.scope == "bucket" else int(codec.scope)
-        scope = "tensor" if codec.scope == "bucket" else size
-        k = num_selected(min(size, memory.numel), codec.density)
-        return ops.topk_compress_(grad_N, residual_N, k, scope=scope, velocity=velocity_N, **common)
-    values, indices, start = [], [], 0
-    velocities = memory.pieces(velocity_N) if velocity_N is not None else None
-    residuals = memory.pieces(residual_N)
-    for i, (grad, residual) in enumerate(zip(memory.pieces(grad_N), residuals, strict=True)):
-        scope = "tensor" if codec.scope == "parameter" else codec.scope
-        size = scope_size_of(grad, scope) or grad.numel()
-        found = ops.topk_compress_(
-            grad,
-            residual,
-            num_selected(size, codec.density),
-            scope=scope,
-            velocity=None if velocities is None else velocities[i],
-            **common,
-        )
-        values.append(found.values)
-        indices.append(found.indices + start)
-        start += grad.numel()
-    return torch.cat(values), torch.cat(indices)
+    """What is selected; of zeros where something is not finite, since this step fails anyway."""
+    if on_nonfinite is None:
+        return codec.select(grad_N, memory)
+    try:
+        return codec.select(grad_N, memory, check_finite=True)
+    except RuntimeError:
+        fed_N = _fed(grad_N, memory, codec.momentum)
+        if bool(torch.isfinite(fed_N).all()):
+            raise
+    on_nonfinite(fed_N)
+    memory.open()
+    return codec.select(torch.zeros_like(grad_N), memory)
+
+
+def _fed(grad_N: Tensor, memory: CodecMemory, momentum: float | None) -> Tensor:
+    """What the operators select from."""
+    for kind, factor in (("velocity", momentum), ("residual", 1.0)):
+        kept_N = memory.kept(kind)
+        if factor is not None and kept_N is not None:
+            grad_N = kept_N * (memory.factor(kind) * factor) + grad_N
+    return grad_N
 
 
 def num_selected(numel: int, density: float) -> int:
@@ -191,6 +210,27 @@ class TopK(WithMemory):
         """See `Codec`."""
         return world_size - 1
 
+    def select(
+        self, grad_N: Tensor, memory: CodecMemory, *, check_finite: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Values and indices that leave this rank; the residual keeps the rest."""
+        states = {**_states(memory, self.momentum), "check_finite": check_finite}
+        if self.scope == "bucket" or isinstance(self.scope, int):
+            size = memory.numel if self.scope == "bucket" else int(self.scope)
+            scope = "tensor" if self.scope == "bucket" else size
+            k = num_selected(min(size, memory.numel), self.density)
+            return ops.topk_compress_(grad_N, k=k, scope=scope, **states)
+        values, indices, start = [], [], 0
+        for grad, one in zip(memory.pieces(grad_N), _pieces_of(states, memory), strict=True):
+            scope = "tensor" if self.scope == "parameter" else self.scope
+            size = scope_size_of(grad, scope) or grad.numel()
+            k = num_selected(size, self.density)
+            found = ops.topk_compress_(grad, k=k, scope=scope, **one)
+            values.append(found.values)
+            indices.append(found.indices + start)
+            start += grad.numel()
+        return torch.cat(values), torch.cat(indices)
+
     def start(
         self,
         grad_N: Tensor,
@@ -199,22 +239,21 @@ class TopK(WithMemory):
         group: ProcessGroup | None = None,
         average: bool = True,
         step: int = 0,
+        on_nonfinite: OnNonfinite | None = None,
     ) -> Reduction:
-        """See `Codec`."""
+        """See `Codec` and `OnNonfinite`."""
         if self.density > _DENSE_ABOVE:
             x_N = feed_velocity(grad_N, memory, self.momentum)
             memory.take_owed(x_N)
-            return dense_reduction(x_N, group, average)
-        velocity_N = memory.tensor("velocity") if self.momentum is not None else None
-        values_K, indices_K = _selected(grad_N, memory, self, velocity_N)
+            return dense_reduction(x_N, group, average, on_nonfinite=on_nonfinite)
+        values_K, indices_K = _checked(self, grad_N, memory, on_nonfinite)
         return _sparse_reduction(values_K, indices_K, grad_N, memory, self, group, average)
 
     def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
         """See `Codec`."""
         memory.open()
         if self.density <= _DENSE_ABOVE:
-            velocity_N = memory.tensor("velocity") if self.momentum is not None else None
-            values_K, indices_K = _selected(grad_N, memory, self, velocity_N)
+            values_K, indices_K = self.select(grad_N, memory)
             _decode_rehearsal(values_K, indices_K, grad_N.numel(), world_size)
         memory.commit()
 
@@ -269,9 +308,10 @@ class Threshold(WithMemory):
         """See `Codec`."""
         return world_size - 1
 
-    def _select(self, grad_N: Tensor, memory: CodecMemory) -> tuple[Tensor, Tensor]:
-        capacity = self._capacity(memory.numel)
-        velocity_N = memory.tensor("velocity") if self.momentum is not None else None
+    def select(
+        self, grad_N: Tensor, memory: CodecMemory, *, check_finite: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Values and indices that leave this rank; the residual keeps the rest."""
         known = memory.has("threshold")
         threshold = memory.tensor("threshold", 1).view(())
         if not known:
@@ -284,13 +324,11 @@ class Threshold(WithMemory):
                 threshold.copy_(start.values.abs().min())
         found = ops.threshold_compress_(
             grad_N,
-            memory.whole_residual(),
-            threshold,
-            capacity,
+            threshold=threshold,
+            capacity=self._capacity(memory.numel),
             target=num_selected(memory.numel, self.density),
-            velocity=velocity_N,
-            momentum=self.momentum or 0.0,
-            check_finite=False,
+            check_finite=check_finite,
+            **_states(memory, self.momentum),
         )
         return found.values, found.indices
 
@@ -302,19 +340,20 @@ class Threshold(WithMemory):
         group: ProcessGroup | None = None,
         average: bool = True,
         step: int = 0,
+        on_nonfinite: OnNonfinite | None = None,
     ) -> Reduction:
-        """See `Codec`."""
+        """See `Codec` and `OnNonfinite`."""
         if self.density > _DENSE_ABOVE:
             x_N = feed_velocity(grad_N, memory, self.momentum)
             memory.take_owed(x_N)
-            return dense_reduction(x_N, group, average)
-        values_K, indices_K = self._select(grad_N, memory)
+            return dense_reduction(x_N, group, average, on_nonfinite=on_nonfinite)
+        values_K, indices_K = _checked(self, grad_N, memory, on_nonfinite)
         return _sparse_reduction(values_K, indices_K, grad_N, memory, self, group, average)
 
     def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
         """See `Codec`."""
         memory.open()
         if self.density <= _DENSE_ABOVE:
-            values_K, indices_K = self._select(grad_N, memory)
+            values_K, indices_K = self.select(grad_N, memory)
             _decode_rehearsal(values_K, indices_K, grad_N.numel(), world_size)
         memory.commit()

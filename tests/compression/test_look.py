@@ -1,13 +1,19 @@
-"""What is found in gradients before they are sent."""
+"""What is found in gradients before they are sent, and how often a step reads them."""
 
+import contextlib
 import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from moe_ext.compression._look import _CHUNK, marks_of, not_finite, scaled
-from moe_ext.compression.codecs import Dense
+from moe_ext.compression._step import Step
+from moe_ext.compression.codecs import Dense, Quantize
 from moe_ext.compression.loop import compress_gradients
+from moe_ext.compression.schedules import ResidualMonitor
+from moe_ext.compression.sparse_codecs import Threshold, TopK
 from moe_ext.compression.state import CompressionState
 
 
@@ -45,21 +51,120 @@ def test_scaled_sees_what_is_not_finite(value, place):
     assert not_finite(found.split([_CHUNK, 5])) == [int(place >= _CHUNK)]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_sum_with_what_is_owed_that_overflows_is_refused(dtype):
-    """The gradient is finite, and so is the residual."""
-    model = torch.nn.Linear(40, 40, bias=False)
-    state = CompressionState(model=model, codec="int8")
-    model.weight.grad = torch.full((40, 40), 1e30)
-    assert compress_gradients(model, state)
-    memory = next(iter(state.memory._groups.values()))
-    memory._kept["residual"].fill_(3e38)
-    for layout in state._layouts.values():
-        layout.parts[0].codec = Dense(dtype)
-    model.weight.grad = torch.full((40, 40), 3e38)
-    with pytest.raises(ValueError, match="expected gradients to be finite, got .* in weight on"):
+def stack(codec, **options):
+    """Two layers and their state."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(40, 40, bias=False) for _ in range(2)))
+    return model, CompressionState(model=model, codec=codec, **options)
+
+
+def fill(model, seed):
+    torch.manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape)
+
+
+def assert_same_bits(got, want):
+    """Of what is remembered."""
+    (got, made), (want, wanted) = (tree_flatten(x["memory"]) for x in (got, want))
+    assert made == wanted
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+SPARSE = [
+    TopK(0.1),
+    TopK(0.1, scope="parameter"),
+    TopK(0.1, momentum=0.5),
+    Threshold(0.1),
+    Threshold(0.1, momentum=0.5),
+]
+
+
+@pytest.mark.parametrize("codec", [*SPARSE, Quantize("int8"), Dense(), Dense("bf16")])
+@pytest.mark.parametrize("every", [0, 1])
+def test_what_overflows_only_with_what_is_owed_is_refused(codec, every):
+    """Gradient and residual are finite; the parameter is named and nothing is changed."""
+    plain = isinstance(codec, Dense)
+    model, state = stack(
+        TopK(0.1) if plain else codec, monitor=ResidualMonitor(every=every, limit=1e9)
+    )
+    for seed in range(2):
+        fill(model, seed)
+        assert compress_gradients(model, state)
+    (memory,) = state.memory._groups.values()
+    memory.pieces(memory._kept["residual"])[1].fill_(3e38)
+    if plain:
+        (part,) = next(iter(state._layouts.values())).parts
+        part.codec = codec
+    before = state.state_dict()
+    fill(model, 2)
+    model[1].weight.grad.fill_(3e38)
+    with pytest.raises(ValueError, match=r"be finite, got NaN or infinity in 1\.weight on rank 0$"):
         compress_gradients(model, state)
-    assert bool((state.residuals()["weight"] == 3e38).all())
+    assert not model[0].weight.grad.any()
+    assert_same_bits(state.state_dict(), before)
+
+
+@pytest.mark.parametrize("codec", SPARSE)
+def test_undo_and_a_failed_step_bring_back_what_was_read(codec):
+    model, state = stack(codec)
+    before = []
+    for seed in range(3):
+        before.append(state.state_dict())
+        fill(model, seed)
+        assert compress_gradients(model, state)
+    after = state.state_dict()
+    want = [p.grad.clone() for p in model.parameters()]
+    fill(model, 5)
+    model[0].weight.grad[3, 4] = math.nan
+    with pytest.raises(ValueError, match=r"got NaN or infinity in 0\.weight on rank 0$"):
+        compress_gradients(model, state)
+    assert_same_bits(state.state_dict(), after)
+    fill(model, 3)
+    assert compress_gradients(model, state)
+    state.undo()
+    assert_same_bits(state.state_dict(), after)
+    # The same bits as where every step works on copies.
+    other_model, other = stack(codec)
+    other.load_state_dict(before[2])
+    fill(other_model, 2)
+    assert compress_gradients(other_model, other)
+    assert all(map(torch.equal, want, (p.grad for p in other_model.parameters())))
+
+
+class Passes(TorchDispatchMode):
+    """Operators that are given a vector of at least N elements."""
+
+    def __init__(self, numel):
+        super().__init__()
+        self.numel, self.found = numel, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.Tensor)]
+        views = ("view", "split", "slice", "detach", "_unsafe_view", "reshape", "select", "narrow")
+        name = func._schema.name.split("::")[1]
+        if name not in views and any(x.numel() >= self.numel for x in tensors):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("codec", [TopK(0.01), Threshold(0.01)])
+def test_a_step_passes_once_over_gradient_and_residual(codec):
+    """No norm of the gradient, no copy of the residual: on CPU a step is made of such passes."""
+    model = torch.nn.Linear(1000, 100, bias=False)
+    state = CompressionState(model=model, codec=codec)
+    (parameter,) = model.parameters()
+    step, passes = None, Passes(parameter.numel())
+    for seed in range(3):
+        flat = torch.randn(parameter.numel(), generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad(), passes if seed == 2 else contextlib.nullcontext():
+            step = Step(state)
+            step.add([parameter], flat, state.group)
+            assert step.finish()
+    operator = "topk_compress_" if isinstance(codec, TopK) else "threshold_compress_"
+    assert passes.found[:1] == ["index"]  # the first elements of the parameters
+    assert passes.found[1] == operator
+    assert set(passes.found[2:]) <= {"zero_", "index_add_", "empty_like", "_scatter_pairs_"}
 
 
 class _Link:
