@@ -16,7 +16,6 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
-#include <iterator>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -27,18 +26,13 @@
 #include <vector>
 
 #include "runtime/runtime.h"
+#include "runtime/stage_messages.h"
 
 namespace moe_ext::runtime {
 namespace {
 
 namespace py = pybind11;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-using Tensors = std::vector<at::Tensor>;
-
-// Of messages that stages.py sends too, apart from the caller's.
-constexpr int kExchangeTag = 0x6d78;
-
-enum class Kind { kOperator, kAllToAll, kAllGather, kAllReduce, kScratch };
 
 // An argument: a constant, a tensor of a slot, or a list of those.
 struct SlotIndex {
@@ -53,6 +47,7 @@ struct Step {
   std::optional<c10::OperatorHandle> op;
   std::vector<Argument> args;
   std::vector<size_t> outputs;
+  std::optional<int64_t> expects; // bytes of what comes, where that is known beforehand
 };
 
 // Told the kind and the bytes of every message; takes the GIL for it.
@@ -91,141 +86,14 @@ Kind kind_of(const std::string& name) {
   if (name == "all_to_all") {
     return Kind::kAllToAll;
   }
+  if (name == "wait") {
+    return Kind::kWait;
+  }
   return name == "scratch" ? Kind::kScratch : Kind::kAllReduce;
 }
 
-int64_t sent_bytes(Kind kind, int64_t num_bytes, int64_t size) {
-  switch (kind) {
-    case Kind::kAllGather:
-      return (size - 1) * num_bytes;
-    case Kind::kAllToAll:
-      return (size - 1) * num_bytes / size;
-    default:
-      return 2 * (size - 1) * num_bytes / size;
-  }
-}
-
-// torch 2.13 renames two collectives; templates, so that only the one that exists is looked at.
-template <class T>
-c10::intrusive_ptr<c10d::Work> all_gather(T& group, at::Tensor& out, at::Tensor& in) {
-  if constexpr (requires { group.all_gather_single(out, in); }) {
-    return group.all_gather_single(out, in);
-  } else {
-    return group._allgather_base(out, in);
-  }
-}
-
-template <class T>
-c10::intrusive_ptr<c10d::Work> all_to_all(T& group, at::Tensor& out, at::Tensor& in) {
-  std::vector<int64_t> even;
-  if constexpr (requires { group.all_to_all_single(out, in, even, even); }) {
-    return group.all_to_all_single(out, in, even, even);
-  } else {
-    return group.alltoall_base(out, in, even, even);
-  }
-}
-
-// Memory for what stages need for a while. New memory has to be mapped page by page, which takes longer than what is
-// done with it. An accelerator's allocator does the same by itself.
-class Pool {
- public:
-  static Pool& instance() {
-    // Never destroyed: a worker may outlive the end of main.
-    static auto* pool = new Pool;
-    return *pool;
-  }
-
-  at::Tensor take(int64_t num_bytes, const at::Tensor& like) {
-    if (like.is_cpu()) {
-      const std::lock_guard lock(mutex_);
-      // The least that is enough, and not more than twice of it.
-      auto best = free_.end();
-      for (auto row = free_.begin(); row != free_.end(); ++row) {
-        const int64_t size = row->numel();
-        if (num_bytes <= size && size <= 2 * num_bytes && (best == free_.end() || size < best->numel())) {
-          best = row;
-        }
-      }
-      if (best != free_.end()) {
-        at::Tensor found = *best;
-        free_.erase(best);
-        return found;
-      }
-    }
-    return at::empty({num_bytes}, like.options().dtype(at::kByte));
-  }
-
-  // Those unused for the longest time go.
-  void give_back(const Tensors& rows) {
-    const std::lock_guard lock(mutex_);
-    std::copy_if(rows.begin(), rows.end(), std::back_inserter(free_), [](const auto& row) { return row.is_cpu(); });
-    while (free_.size() > kPooled) {
-      free_.pop_front();
-    }
-  }
-
- private:
-  static constexpr size_t kPooled = 24;
-  std::mutex mutex_;
-  std::deque<at::Tensor> free_;
-};
-
-// What one run has taken from the pool.
-class Borrowed {
- public:
-  at::Tensor take(int64_t num_bytes, const at::Tensor& like) {
-    rows_.push_back(Pool::instance().take(num_bytes, like));
-    return rows_.back().narrow(0, 0, num_bytes);
-  }
-  void give_back() {
-    Pool::instance().give_back(rows_);
-  }
-
- private:
-  Tensors rows_;
-};
-
-// All parts to and from all ranks, over Gloo. Its own collectives ask for data behind the data that they send, so that
-// what comes waits for what goes: twice the time on a slow link. Here everything is asked for first.
-void exchange(Kind kind, at::Tensor& out, const at::Tensor& x, c10d::ProcessGroup& group) {
-  const int size = group.getSize(), rank = group.getRank();
-  const int64_t part = out.numel() / size;
-  const auto mine = [&](int to) { return kind == Kind::kAllGather ? x : x.narrow(0, to * part, part); };
-  std::vector<c10::intrusive_ptr<c10d::Work>> works;
-  for (int step = 1; step < size; ++step) {
-    const int from = (rank - step + size) % size;
-    Tensors theirs{out.narrow(0, from * part, part)};
-    works.push_back(group.recv(theirs, from, kExchangeTag));
-  }
-  for (int step = 1; step < size; ++step) {
-    const int to = (rank + step) % size;
-    Tensors sent{mine(to)};
-    works.push_back(group.send(sent, to, kExchangeTag));
-  }
-  out.narrow(0, rank * part, part).copy_(mine(rank));
-  for (const auto& work : works) {
-    work->wait();
-  }
-}
-
-// The tensor that a message fills; none for one in place.
-std::optional<at::Tensor> message(Kind kind, at::Tensor x, c10d::ProcessGroup& group, Borrowed& borrowed) {
-  if (kind == Kind::kAllReduce) {
-    if (x.numel() > 0) {
-      Tensors tensors{x};
-      group.allreduce(tensors)->wait();
-    }
-    return std::nullopt;
-  }
-  x = x.view({-1});
-  const auto num_bytes = static_cast<int64_t>(x.nbytes()) * (kind == Kind::kAllGather ? group.getSize() : 1);
-  at::Tensor out = borrowed.take(num_bytes, x).view(x.scalar_type());
-  if (x.numel() > 0 && x.is_cpu()) {
-    exchange(kind, out, x, group);
-  } else if (x.numel() > 0) {
-    (kind == Kind::kAllGather ? all_gather(group, out, x) : all_to_all(group, out, x))->wait();
-  }
-  return out;
+bool is_message(Kind kind) {
+  return kind == Kind::kAllToAll || kind == Kind::kAllGather || kind == Kind::kAllReduce;
 }
 
 class StageProgram {
@@ -244,10 +112,20 @@ class StageProgram {
     Tensors slots(num_slots_);
     std::copy(inputs.begin(), inputs.end(), slots.begin());
     Borrowed borrowed;
+    // Gone before the memory that they fill.
+    Messages messages(group, borrowed);
     try {
+      size_t number = 0;
       for (const auto& step : steps_) {
-        take(step, slots, group, on_sent, borrowed);
+        if (step.expects) {
+          messages.expect(step.kind, number, *step.expects, inputs.at(0));
+        }
+        number += static_cast<size_t>(is_message(step.kind));
       }
+      for (const auto& step : steps_) {
+        take(step, slots, messages, on_sent, borrowed);
+      }
+      messages.wait();
     } catch (...) {
       for (const auto& [changed, saved] : undo_) {
         if (slots[saved].defined()) {
@@ -274,9 +152,14 @@ class StageProgram {
     const auto colons = step.name.find("::");
     if (colons == std::string::npos) {
       step.kind = kind_of(step.name);
+      if (step.kind == Kind::kWait) {
+        return step;
+      }
       step.args.emplace_back(argument(args[0].cast<py::tuple>(), c10::TensorType::get()));
       if (step.kind == Kind::kScratch) {
         step.args.emplace_back(argument(args[1].cast<py::tuple>(), c10::IntType::get()));
+      } else if (args.size() > 1) {
+        step.expects = args[1].cast<py::tuple>()[1].cast<std::optional<int64_t>>();
       }
       return step;
     }
@@ -310,18 +193,22 @@ class StageProgram {
     }
   }
 
-  static void take(
-      const Step& step, Tensors& slots, c10d::ProcessGroup& group, const OnSent* on_sent, Borrowed& borrowed) {
+  static void take(const Step& step, Tensors& slots, Messages& messages, const OnSent* on_sent, Borrowed& borrowed) {
+    if (step.kind == Kind::kWait) {
+      messages.wait();
+      return;
+    }
     if (step.kind == Kind::kScratch) {
       const at::Tensor& like = slots[std::get<SlotIndex>(step.args[0]).index];
       slots[step.outputs[0]] = borrowed.take(std::get<c10::IValue>(step.args[1]).toInt(), like);
       return;
     }
+    wait_for(step, slots, messages);
     if (step.kind != Kind::kOperator) {
       const at::Tensor& x = slots[std::get<SlotIndex>(step.args[0]).index];
-      const auto found = message(step.kind, x, group, borrowed);
+      const auto found = messages.post(step.kind, x);
       if (on_sent != nullptr) {
-        (*on_sent)(step.name, sent_bytes(step.kind, static_cast<int64_t>(x.nbytes()), group.getSize()));
+        (*on_sent)(step.name, sent_bytes(step.kind, static_cast<int64_t>(x.nbytes()), messages.num_ranks()));
       }
       if (found) {
         slots[step.outputs[0]] = *found;
@@ -335,6 +222,18 @@ class StageProgram {
     step.op->callBoxed(stack);
     for (size_t index = 0; index < step.outputs.size(); ++index) {
       slots[step.outputs[index]] = stack[index].toTensor();
+    }
+  }
+
+  static void wait_for(const Step& step, const Tensors& slots, Messages& messages) {
+    for (const auto& arg : step.args) {
+      if (const auto* slot = std::get_if<SlotIndex>(&arg)) {
+        messages.wait_for(slots[slot->index]);
+      } else if (const auto* list = std::get_if<SlotList>(&arg)) {
+        for (const auto& entry : *list) {
+          messages.wait_for(slots[entry.index]);
+        }
+      }
     }
   }
 

@@ -22,6 +22,7 @@ from moe_ext.compression.exact_reduce import bitmap_bytes, block_sparse_all_redu
 from moe_ext.compression.memory import CodecMemory
 from moe_ext.compression.quantized_reduce import (
     FORMATS,
+    States,
     quantized_all_reduce_bytes,
     shard_numel,
     start_all_reduce,
@@ -312,7 +313,7 @@ class Quantize(WithMemory):
         # What the memory hands out are copies already.
         return start_all_reduce(
             grad_N,
-            (residual_N, server, rng_state),
+            States(residual_N, server, rng_state),
             self.format,
             self.block,
             group,

@@ -5,25 +5,41 @@ Shapes: N elements, P ranks, M elements of a shard.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext.compression.agreement import check_call, non_finite, resolve
-from moe_ext.compression.pairs import aligned, code_bytes, joined, taken
+from moe_ext.compression.quantized_stages import (
+    Plan,
+    all_gather_stages,
+    all_reduce_stages,
+    chunk_numel,
+    payload_bytes,
+    piece_numel,
+    reduce_scatter_stages,
+)
 from moe_ext.compression.reduction import Reduction, run
-from moe_ext.compression.stages import Slot, Stages
 from moe_ext.distributed.groups import group_rank, group_size
 
 FORMATS = ("int8", "int4", "fp8", "sign")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Elements, a multiple of all blocks; and into how many chunks a tensor is divided at most.
-_CHUNK, _MAX_CHUNKS = 262144, 256
-# The second rounding of a step draws from another stream than the first.
-_SECOND_SEED = 0x5851F42D4C957F2D
+
+
+class States(NamedTuple):
+    """What a reduction reads and writes beside its tensor; see `quantized_all_reduce_`."""
+
+    residual: Tensor | None = None
+    server_residual: Tensor | None = None
+    rng_state: Tensor | None = None
+    residual_in: Tensor | None = None
+    server_residual_in: Tensor | None = None
+
+    def given(self) -> dict[str, Tensor]:
+        """Those that are there, flat, by name."""
+        return {name: x.view(-1) for name, x in self._asdict().items() if x is not None}
 
 
 def shard_numel(numel: int, world_size: int, block: int = 256) -> int:
@@ -40,158 +56,10 @@ def shard_numel(numel: int, world_size: int, block: int = 256) -> int:
     return -(-numel // (world_size * block)) * block
 
 
-def payload_bytes(numel: int, format: str, block: int) -> int:
-    """Bytes of `numel` quantised elements: codes and scales, each padded to 16."""
-    return aligned(code_bytes(numel, format)) + aligned(4 * -(-numel // block))
-
-
 def quantized_all_reduce_bytes(numel: int, world_size: int, format: str, block: int = 256) -> int:
     """What leaves a rank in one `quantized_all_reduce_`: two rounds of a payload for each other."""
     shard = shard_numel(numel, world_size, block)
     return 2 * (world_size - 1) * payload_bytes(shard, format, block)
-
-
-class _Codec:
-    """Adds the stages that turn parts of tensors into payloads and back."""
-
-    def __init__(self, stages: Stages, format: str, block: int, chunk: int) -> None:
-        self.stages, self.format, self.block, self.chunk = stages, format, block, chunk
-
-    def encode(
-        self, x: Slot, length: int, room: int, residual: Slot | None, rng_state: Slot | None
-    ) -> list[tuple[Slot, int]]:
-        """Codes and scales of `length` elements, with zeros up to those of `room`."""
-        codes, scales = self.stages.call_many(
-            "moe_ext::quantize_blockwise", 2, x, self.format, self.block, residual, rng_state, False
-        )
-        parts: list[tuple[Slot, int]] = []
-        for part, here, wanted in (
-            (codes, code_bytes(length, self.format), code_bytes(room, self.format)),
-            (scales, 4 * -(-length // self.block), 4 * -(-room // self.block)),
-        ):
-            parts.append((part, here))
-            if aligned(wanted) > aligned(here):
-                more = aligned(wanted) - aligned(here)
-                zeros = self.stages.call("aten::new_zeros", part, [more], torch.uint8)
-                parts.append((zeros, more))
-        return parts
-
-    def decode(self, out: Slot, row: Slot, starts: Sequence[int], length: int, room: int) -> None:
-        """Overwrite `length` elements with the sum of the payloads at some bytes of a row."""
-        scales_at = aligned(code_bytes(room, self.format))
-        for first in range(0, length, self.chunk):
-            count = min(self.chunk, length - first)
-            piece = self.stages.call("aten::narrow", out, 0, first, count)
-            self.stages.call("aten::zero_", piece)
-            for start in starts:
-                at = start + code_bytes(first, self.format)
-                codes = taken(self.stages, row, at, code_bytes(count, self.format), torch.uint8)
-                at = start + scales_at + 4 * first // self.block
-                scales = taken(self.stages, row, at, 4 * -(-count // self.block), torch.float32)
-                name = "moe_ext::dequantize_add_"
-                self.stages.call_many(name, 0, piece, codes, scales, self.format, self.block)
-
-    def divide(self, row: Slot, count: int, room: int, divisor: int) -> None:
-        """Divide the scales of `count` payloads in a row, in place."""
-        if divisor == 1:
-            return
-        size = payload_bytes(room, self.format, self.block)
-        first = aligned(code_bytes(room, self.format))
-        num_bytes = 4 * -(-room // self.block)
-        for part in range(count):
-            scales = taken(self.stages, row, part * size + first, num_bytes, torch.float32)
-            self.stages.call("aten::div_.Scalar", scales, divisor)
-
-
-def _chunk(x: Tensor) -> int:
-    """Elements to decode at a time: on a CPU, few enough to stay in the cache meanwhile."""
-    if x.device.type != "cpu":
-        return max(x.numel(), 1)
-    return max(_CHUNK, -(-x.numel() // (_MAX_CHUNKS * _CHUNK)) * _CHUNK)
-
-
-def _lengths(numel: int, size: int, shard: int) -> list[int]:
-    """Elements of each shard that exist."""
-    return [min(max(numel - part * shard, 0), shard) for part in range(size)]
-
-
-def _scatter(
-    codec: _Codec,
-    x: Slot,
-    lengths: Sequence[int],
-    shard: int,
-    residual: Slot | None,
-    rng_states: Sequence[Slot | None],
-    rank: int,
-) -> Slot:
-    """Float32 sum over ranks [lengths[rank]] of this rank's shard."""
-    stages = codec.stages
-    parts: list[tuple[Slot, int]] = []
-    for part, length in enumerate(lengths):
-        place = (0, part * shard if length else 0, length)
-        piece = stages.call("aten::narrow", x, *place)
-        owed = None if residual is None else stages.call("aten::narrow", residual, *place)
-        parts += codec.encode(piece, length, shard, owed, rng_states[part])
-    found = stages.all_to_all(joined(stages, parts))
-    total = stages.scratch(x, 4 * lengths[rank], torch.float32)
-    size = payload_bytes(shard, codec.format, codec.block)
-    starts = range(0, len(lengths) * size, size)
-    codec.decode(total, found, starts, lengths[rank], shard)
-    return total
-
-
-def _rng_slots(stages: Stages, rng_state: Slot | None, size: int) -> list[Slot | None]:
-    """A stream of random numbers for each shard, and one for the second rounding."""
-    if rng_state is None:
-        return [None] * (size + 1)
-    found: list[Slot | None] = []
-    for part in range(size):
-        # The number of an element starts at 0 in every shard.
-        moved = stages.call("aten::clone", rng_state)
-        seed = stages.call("aten::narrow", moved, 0, 0, 1)
-        stages.call("aten::add_.Scalar", seed, part)
-        found.append(moved)
-    moved = stages.call("aten::clone", rng_state)
-    seed = stages.call("aten::narrow", moved, 0, 0, 1)
-    stages.call("aten::bitwise_xor_.Scalar", seed, _SECOND_SEED)
-    return [*found, moved]
-
-
-@functools.lru_cache(256)
-def _all_reduce_stages(
-    numel: int,
-    size: int,
-    rank: int,
-    format: str,
-    block: int,
-    divisor: int,
-    chunk: int,
-    has: tuple[bool, bool, bool],
-    restores: bool,
-) -> Stages:
-    has_residual, has_server, has_rng = has
-    stages = Stages(1 + sum(has))
-    x, *others = stages.inputs()
-    residual = others.pop(0) if has_residual else None
-    server = others.pop(0) if has_server else None
-    rng_states = _rng_slots(stages, others.pop(0) if has_rng else None, size)
-    codec, shard = _Codec(stages, format, block, chunk), shard_numel(numel, size, block)
-    for kept, length in ((residual, numel), (server, shard)):
-        if kept is not None and restores:
-            stages.keep(kept, 4 * length)
-    lengths = _lengths(numel, size, shard)
-    total = _scatter(codec, x, lengths, shard, residual, rng_states, rank)
-    own = None if server is None else stages.call("aten::narrow", server, 0, 0, lengths[rank])
-    row = joined(stages, codec.encode(total, lengths[rank], shard, own, rng_states[size]))
-    found = stages.all_gather(row)
-    codec.divide(found, size, shard, divisor)
-    row_bytes = payload_bytes(shard, format, block)
-    for part, length in enumerate(lengths):
-        if length:
-            piece = stages.call("aten::narrow", x, 0, part * shard, length)
-            codec.decode(piece, found, (part * row_bytes,), length, shard)
-    stages.results = [x.index]
-    return stages
 
 
 def _tensor_problem(x: Tensor, name: str) -> str | None:
@@ -214,6 +82,17 @@ def _state_problem(x: Tensor | None, name: str, numel: int) -> str | None:
     return None
 
 
+def _elsewhere_problem(old: Tensor | None, new: Tensor | None, name: str) -> str | None:
+    """What is wrong with the residual that another one is made from."""
+    if old is None:
+        return None
+    if new is None:
+        return f"expected {name} to be given with {name}_in, which is only read, got None"
+    if old.untyped_storage().data_ptr() == new.untyped_storage().data_ptr():
+        return f"expected {name}_in to be in memory of its own, got a part of {name}'s"
+    return _state_problem(old, f"{name}_in", new.numel())
+
+
 def _option_problem(format: str, block: int, rng_state: Tensor | None) -> str | None:
     if format not in FORMATS:
         return f"expected format to be one of {FORMATS}, got {format!r}"
@@ -229,6 +108,16 @@ def _option_problem(format: str, block: int, rng_state: Tensor | None) -> str | 
     return None
 
 
+def _states_problem(states: States, numel: int, size: int, block: int) -> str | None:
+    residual, server = states.residual, states.server_residual
+    return (
+        _state_problem(residual, "residual", numel)
+        or _state_problem(server, "server_residual", shard_numel(numel, size, block))
+        or _elsewhere_problem(states.residual_in, residual, "residual")
+        or _elsewhere_problem(states.server_residual_in, server, "server_residual")
+    )
+
+
 def _finite_problem(x: Tensor, name: str) -> str | None:
     return f"expected {name} to be finite, got NaN or infinity" if non_finite(x) else None
 
@@ -241,6 +130,8 @@ def quantized_all_reduce_(
     residual: Tensor | None = None,
     server_residual: Tensor | None = None,
     rng_state: Tensor | None = None,
+    residual_in: Tensor | None = None,
+    server_residual_in: Tensor | None = None,
     group: ProcessGroup | None = None,
     average: bool = True,
     validate: bool = True,
@@ -249,7 +140,8 @@ def quantized_all_reduce_(
     r"""The mean over ranks, in place, of which only codes travel.
 
     Every rank quantises its tensor (with ``residual``) and sends each shard to its owner, who adds
-    them up in float32, quantises the sum (with ``server_residual``) and sends it to all. What both
+    them up in float32, quantises the sum (with ``server_residual``) and sends it to all. On a CPU a
+    large shard goes in up to 8 pieces, some of which travel while others are coded. What both
     residuals keep is in units of the sum: :math:`P` times the mean, plus all residuals and server
     residuals, is conserved up to the rounding of float32.
 
@@ -262,6 +154,9 @@ def quantized_all_reduce_(
             owes; changed in place.
         rng_state (Tensor[4]): int64, as `quantize_blockwise`: rounds at random. Its rank must
             differ between ranks for the errors to be independent.
+        residual_in (Tensor[N]): what this rank owes is read here, and not changed; ``residual`` is
+            only written. No copy has to be made then to put it back after an error.
+        server_residual_in (Tensor[M]): the same for ``server_residual``.
         group: the ranks; None is the default group.
         average (bool): divide by P.
         validate (bool): compare the arguments of all ranks first, and look for NaN and infinity.
@@ -275,7 +170,7 @@ def quantized_all_reduce_(
     Raises:
         ValueError: on every rank (of the others only with ``validate``): an argument has the wrong
             dtype, shape or value, or differs between ranks; the message names them.
-        RankFailureError: a rank died or did not answer; x and the residuals are as they were.
+        RankFailureError: a rank died or did not answer; x and what is owed are as they were.
 
     Deterministic: shards are added in the order of the ranks.
 
@@ -286,10 +181,8 @@ def quantized_all_reduce_(
     ranks = resolve(group, name)
     size, numel = group_size(ranks), x.numel()
     problem = _tensor_problem(x, "x") or _option_problem(format, block, rng_state)
-    problem = problem or _state_problem(residual, "residual", numel)
-    if problem is None:
-        shard = shard_numel(numel, size, block)
-        problem = _state_problem(server_residual, "server_residual", shard)
+    states = States(residual, server_residual, rng_state, residual_in, server_residual_in)
+    problem = problem or _states_problem(states, numel, size, block)
     if problem is None and validate:
         problem = _finite_problem(x, "x")
     facts = {
@@ -302,14 +195,13 @@ def quantized_all_reduce_(
         "having a server_residual": server_residual is not None,
     }
     check_call(name, facts, problem, ranks, x.device, validate=validate)
-    states = (residual, server_residual, rng_state)
     underway = start_all_reduce(x, states, format, block, ranks, average, async_op=async_op)
     return underway if async_op else underway.wait()
 
 
 def start_all_reduce(
     x: Tensor,
-    states: tuple[Tensor | None, Tensor | None, Tensor | None],
+    states: States,
     format: str,
     block: int,
     group: ProcessGroup | None,
@@ -318,26 +210,40 @@ def start_all_reduce(
     async_op: bool = True,
     restores: bool = True,
 ) -> Reduction:
-    """`quantized_all_reduce_` without its checks; states: residual, server_residual, rng_state.
+    """`quantized_all_reduce_` without its checks.
 
-    Args as there, but `restores`: whether an error leaves the residuals as they were, for which
-    they are copied.
+    Args as there, but `restores`: whether an error leaves x and the residuals as they were. Without
+    it x is overwritten while some of it is still on its way, and no residual is copied.
     """
-    residual, server_residual, rng_state = states
-    size, numel = group_size(group), x.numel()
+    size, numel, given = group_size(group), x.numel(), states.given()
     if size == 1 or numel == 0:
-        for owed in (residual, server_residual):
-            if owed is not None and size == 1:
-                x.view(-1).add_(owed.view(-1)[:numel])
-                owed.zero_()
+        for name in ("residual", "server_residual"):
+            if name in given and size == 1:
+                x.view(-1).add_(given.get(f"{name}_in", given[name])[:numel])
+                given[name].zero_()
         return Reduction.done(x)
-    has = (residual is not None, server_residual is not None, rng_state is not None)
-    divisor, chunk = size if average else 1, _chunk(x)
-    plan = (numel, size, group_rank(group), format, block, divisor, chunk, has, restores)
-    inputs = [x.detach().view(-1), *(state.view(-1) for state in states if state is not None)]
-    name = "quantized_all_reduce_"
+    shard = shard_numel(numel, size, block)
+    plan = Plan(
+        numel=numel,
+        shard=shard,
+        size=size,
+        rank=group_rank(group),
+        format=format,
+        block=block,
+        piece=piece_numel(x, shard, format, block),
+        chunk=chunk_numel(x),
+        divisor=size if average else 1,
+        given=tuple(given),
+        restores=restores,
+    )
+    inputs = [x.detach().view(-1), *given.values()]
     found = run(
-        _all_reduce_stages(*plan), inputs, group, name, finish=lambda _: x, async_op=async_op
+        all_reduce_stages(plan),
+        inputs,
+        group,
+        "quantized_all_reduce_",
+        finish=lambda _: x,
+        async_op=async_op,
     )
     return found if isinstance(found, Reduction) else Reduction.done(found)
 
@@ -362,6 +268,7 @@ def quantized_reduce_scatter(
     block: int = 256,
     residual: Tensor | None = None,
     rng_state: Tensor | None = None,
+    residual_in: Tensor | None = None,
     group: ProcessGroup | None = None,
     average: bool = True,
     validate: bool = True,
@@ -378,6 +285,7 @@ def quantized_reduce_scatter(
         block (int): as `quantized_all_reduce_`; blocks begin anew in each shard.
         residual (Tensor[N]): as `quantized_all_reduce_`.
         rng_state (Tensor[4]): as `quantized_all_reduce_`.
+        residual_in (Tensor[N]): as `quantized_all_reduce_`.
         group: as `quantized_all_reduce_`.
         average (bool): as `quantized_all_reduce_`.
         validate (bool): as `quantized_all_reduce_`.
@@ -398,7 +306,8 @@ def quantized_reduce_scatter(
     size, numel = group_size(ranks), input.numel()
     problem = _check_shards(name, input, output, size, ("input", "output"))
     problem = problem or _option_problem(format, block, rng_state)
-    problem = problem or _state_problem(residual, "residual", numel)
+    states = States(residual=residual, rng_state=rng_state, residual_in=residual_in)
+    problem = problem or _states_problem(states, numel, size, block)
     if problem is None and validate:
         problem = _finite_problem(input, "input")
     facts = {
@@ -410,28 +319,43 @@ def quantized_reduce_scatter(
         "having a residual": residual is not None,
     }
     check_call(name, facts, problem, ranks, input.device, validate=validate)
+    given = states.given()
     if size == 1 or numel == 0:
+        output.view(-1).copy_(input.view(-1))
         if residual is not None and size == 1:
-            output.view(-1).copy_(input.view(-1) + residual.view(-1))
+            owed = given.get("residual_in", given["residual"])
+            output.view(-1).copy_(input.view(-1) + owed)
             residual.zero_()
-        else:
-            output.view(-1).copy_(input.view(-1))
         return Reduction.done(output) if async_op else output
-    stages = Stages(2 + (residual is not None) + (rng_state is not None))
-    x, out, *others = stages.inputs()
-    owed = others.pop(0) if residual is not None else None
-    rng_states = _rng_slots(stages, others.pop(0) if rng_state is not None else None, size)
-    if owed is not None:
-        stages.keep(owed, 4 * numel)
-    shard = numel // size
-    codec = _Codec(stages, format, block, _chunk(input))
-    total = _scatter(codec, x, [shard] * size, shard, owed, rng_states, group_rank(ranks))
-    if average:
-        stages.call("aten::div_.Scalar", total, size)
-    stages.call("aten::copy_", out, total)
-    states = [state.view(-1) for state in (residual, rng_state) if state is not None]
-    inputs = [input.detach().view(-1), output.detach().view(-1), *states]
+    plan = _plan_of_shards(input, numel // size, ranks, format, block, average, given)
+    inputs = [input.detach().view(-1), output.detach().view(-1), *given.values()]
+    stages = reduce_scatter_stages(plan)
     return run(stages, inputs, ranks, name, finish=lambda _: output, async_op=async_op)
+
+
+def _plan_of_shards(
+    x: Tensor,
+    shard: int,
+    group: ProcessGroup | None,
+    format: str,
+    block: int,
+    average: bool,
+    given: dict[str, Tensor],
+) -> Plan:
+    """Of P shards that the caller has made."""
+    size = group_size(group)
+    return Plan(
+        numel=size * shard,
+        shard=shard,
+        size=size,
+        rank=group_rank(group),
+        format=format,
+        block=block,
+        piece=piece_numel(x, shard, format, block),
+        chunk=chunk_numel(x),
+        divisor=size if average else 1,
+        given=tuple(given),
+    )
 
 
 def quantized_all_gather(
@@ -479,18 +403,8 @@ def quantized_all_gather(
     if size == 1 or shard == 0:
         output.view(-1).copy_(input.view(-1))
         return Reduction.done(output) if async_op else output
-    stages = Stages(2 + (rng_state is not None))
-    x, out, *others = stages.inputs()
-    codec = _Codec(stages, format, block, _chunk(output))
-    row = joined(stages, codec.encode(x, shard, shard, None, others[0] if others else None))
-    found = stages.all_gather(row)
-    row_bytes = payload_bytes(shard, format, block)
-    for part in range(size):
-        piece = stages.call("aten::narrow", out, 0, part * shard, shard)
-        codec.decode(piece, found, (part * row_bytes,), shard, shard)
-    inputs = [
-        input.detach().view(-1),
-        output.detach().view(-1),
-        *([] if rng_state is None else [rng_state]),
-    ]
+    given = States(rng_state=rng_state).given()
+    plan = _plan_of_shards(output, shard, ranks, format, block, False, given)
+    inputs = [input.detach().view(-1), output.detach().view(-1), *given.values()]
+    stages = all_gather_stages(plan)
     return run(stages, inputs, ranks, name, finish=lambda _: output, async_op=async_op)

@@ -131,6 +131,8 @@ def _steps(stages, inputs):
         args = [value(arg) for arg in step.args]
         if step.name == "scratch":
             found = torch.full((args[1],), 0xA5, dtype=torch.uint8)
+        elif step.name == "wait":
+            found = None
         elif "::" not in step.name:
             found = yield step.name, args[0]
             if step.name == "all_reduce":

@@ -13,7 +13,7 @@ from moe_ext.compression import (
     sparse_all_reduce,
 )
 from moe_ext.compression.pairs import PairLayout, joined, pack_pairs, unpack_pairs
-from moe_ext.compression.quantized_reduce import _all_reduce_stages
+from moe_ext.compression.quantized_stages import Plan, all_reduce_stages
 from moe_ext.compression.sparse_reduce import SparseLayout, _gathered, _split
 from moe_ext.compression.stages import Stages
 from moe_ext.ops import topk_compress_
@@ -79,22 +79,48 @@ def test_every_element_of_a_full_region_gets_its_turn():
     assert (sent[: 2 * count : 2] > 0).all()
 
 
-@pytest.mark.parametrize("numel", [4096, 5000, 6145])
+def reduce_in_pieces(numel, size, format, *, piece, elsewhere=False, state=None):
+    """Results, residuals and server residuals of all ranks, which one process plays."""
+    programs, inputs, owed = [], [], []
+    shard = shard_numel(numel, size, 128)
+    for rank in range(size):
+        given = {"residual": torch.zeros(numel), "server_residual": torch.zeros(shard)}
+        owed.append(given)
+        if elsewhere:
+            given |= {f"{name}_in": x.clone() for name, x in given.items()}
+            given["residual"].fill_(float("nan"))
+            given["server_residual"].fill_(float("nan"))
+        if state is not None:
+            given["rng_state"] = state + torch.tensor([0, 0, 0, rank])
+        shared = {"format": format, "block": 128, "divisor": size, "given": tuple(given)}
+        plan = Plan(numel, shard, size, rank, piece=piece, chunk=1024, restores=False, **shared)
+        programs.append(all_reduce_stages(plan))
+        inputs.append([of_rank(rank, numel), *given.values()])
+    found = [result[0] for result in simulate(programs, inputs)]
+    return found, [x["residual"] for x in owed], [x["server_residual"] for x in owed]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize(("numel", "size"), [(4096, 3), (25_000, 3), (30_721, 2), (9000, 4)])
 @pytest.mark.parametrize("format", ["int8", "int4", "fp8", "sign"])
-def test_decoding_in_chunks_gives_the_same_bits(format, numel):
-    size, block, chunk = 3, 128, 1024
-    programs, inputs = [], []
-    for rank in range(size):
-        plan = (numel, size, rank, format, block, size, chunk, (True, True, False), False)
-        programs.append(_all_reduce_stages(*plan))
-        server = torch.zeros(shard_numel(numel, size, block))
-        inputs.append([of_rank(rank, numel), torch.zeros(numel), server])
-    want, residuals, servers = quantized_reference(size, numel, format, block, average=True)
-    found = simulate(programs, inputs)
-    for rank in range(size):
-        assert torch.equal(found[rank][0], want)
-        assert torch.equal(inputs[rank][1], residuals[rank])
-        assert torch.equal(inputs[rank][2], servers[rank])
+def test_pieces_give_the_same_bits(format, numel, size, elsewhere):
+    want, residuals, servers = quantized_reference(size, numel, format, 128, average=True)
+    for piece in (4096, 1 << 20):
+        found = reduce_in_pieces(numel, size, format, piece=piece, elsewhere=elsewhere)
+        for rank in range(size):
+            assert torch.equal(found[0][rank], want)
+            assert torch.equal(found[1][rank], residuals[rank])
+            assert torch.equal(found[2][rank], servers[rank])
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
+def test_pieces_draw_the_same_numbers(format):
+    state = torch.tensor([5, 6, 7, 0])
+    whole, cut = (
+        reduce_in_pieces(25_000, 2, format, piece=piece, state=state) for piece in (1 << 20, 4096)
+    )
+    for one, other in zip(whole, cut, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 255, 70_000])
