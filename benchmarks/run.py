@@ -30,7 +30,7 @@ BENCHMARKS = (
     "allreduce",
     "optim",
 )
-# Run by name alone, for the time that they take: a quarter of an hour.
+# Run by name alone, for the time that they take: twenty minutes.
 BY_NAME = ("convergence",)
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 FIGURES = REPORT.with_suffix(".json")
