@@ -85,9 +85,11 @@ void undo(const Feedback<T>& args, int64_t begin, int64_t n, const UndoLog<acc_t
 
 // A block is read in one go and compacted after: the processor does not see far enough ahead to read the next one in
 // the meantime, and its own prefetcher stops at the end of a page.
+constexpr int64_t kAhead = 2048; // elements
+
 template <typename T>
 MOE_INLINE void prefetch(const T* block) {
-  constexpr int64_t kAhead = 2048, kLine = 64 / sizeof(T);
+  constexpr int64_t kLine = 64 / sizeof(T);
   for (int64_t i = 0; i < kBlock; i += kLine) {
     __builtin_prefetch(block + kAhead + i);
   }
@@ -235,6 +237,95 @@ int64_t scan(const Feedback<T>& args, int64_t begin, int64_t n, Key low, const F
   return scan_logged<kMode>(args, begin, n, low, out, seen, static_cast<UndoLog<Acc>*>(nullptr));
 }
 
+#if defined(__AVX512F__)
+// A whole block in one go, where no product is slow: else false, and nothing is written but to the buffers.
+template <bool kScaled>
+MOE_INLINE bool feed_block(
+    const Feedback<float>& args, int64_t begin, uint32_t low, uint32_t* keys, float* fed, Bits* chosen,
+    Scanned<uint32_t>* seen) {
+  const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF), bound = _mm512_set1_epi32(static_cast<int32_t>(low));
+  const __m512i one = _mm512_set1_epi32(1);
+  const __m512i least = _mm512_set1_epi32(static_cast<int32_t>(normal_from(args.residual_scale) - 1));
+  const __m512 factor = _mm512_set1_ps(args.residual_scale);
+  __m512i most = _mm512_set1_epi32(static_cast<int32_t>(seen->largest)), equal = _mm512_setzero_si512();
+  unsigned slow = 0;
+  for (int64_t w = 0; w < kWords; ++w) {
+    uint64_t word = 0;
+    for (int64_t i = 64 * w; i < 64 * (w + 1); i += kLanes) {
+      __builtin_prefetch(args.residual_in + begin + i + kAhead);
+      __builtin_prefetch(args.grad + begin + i + kAhead);
+      __m512 carried = _mm512_loadu_ps(args.residual_in + begin + i);
+      if constexpr (kScaled) {
+        // Of zeros, the key less one is the largest number.
+        const __m512i key = _mm512_and_si512(_mm512_castps_si512(carried), magnitude);
+        slow |= _mm512_cmplt_epu32_mask(_mm512_sub_epi32(key, one), least);
+        carried = _mm512_mul_ps(factor, carried);
+      }
+      const __m512 a = _mm512_add_ps(carried, _mm512_loadu_ps(args.grad + begin + i));
+      const __m512i key = _mm512_and_si512(_mm512_castps_si512(a), magnitude);
+      most = _mm512_max_epu32(most, key);
+      equal = _mm512_mask_add_epi32(equal, _mm512_cmpeq_epi32_mask(key, bound), equal, one);
+      word |= static_cast<uint64_t>(_mm512_cmpgt_epu32_mask(key, bound)) << (i % 64);
+      _mm512_store_ps(fed + i, a);
+      _mm512_store_si512(keys + i, key);
+    }
+    chosen->word[w] = word;
+  }
+  if (slow != 0) {
+    return false;
+  }
+  seen->largest = _mm512_reduce_max_epu32(most);
+  seen->equal += _mm512_reduce_add_epi32(equal);
+  return true;
+}
+
+template <bool kScaled>
+int64_t feed_and_scan_blocks(
+    const Feedback<float>& args, int64_t begin, int64_t n, uint32_t low, const Found<float>& out,
+    Scanned<uint32_t>* seen) {
+  alignas(64) uint32_t keys[kBlock];
+  alignas(64) float fed[kBlock];
+  Bits chosen;
+  const bool streamed = args.streamed && reinterpret_cast<uintptr_t>(args.residual + begin) % kLineBytes == 0;
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i += kBlock) {
+    int64_t place = count;
+    if (n - i >= kBlock && feed_block<kScaled>(args, begin + i, low, keys, fed, &chosen, seen)) {
+      count = compact(keys, chosen, i, out.keys, out.offsets, count);
+      for (; place < count; ++place) {
+        out.offsets[place] |= bit_cast<uint32_t>(fed[out.offsets[place] - i]) & kSignBit;
+      }
+      write_block(fed, keys, low, kBlock, args.residual + begin + i, streamed);
+      continue;
+    }
+    const Found<float> rest{out.keys + count, out.offsets + count, nullptr};
+    count +=
+        scan<Mode::kFeed, float, float, uint32_t>(args, begin + i, n - i < kBlock ? n - i : kBlock, low, rest, seen);
+    for (; place < count; ++place) {
+      out.offsets[place] += static_cast<uint32_t>(i);
+    }
+  }
+  if (args.streamed) {
+    stream_end();
+  }
+  return count;
+}
+#endif
+
+template <typename T, typename Acc, typename Key>
+int64_t feed_and_scan(
+    const Feedback<T>& args, int64_t begin, int64_t n, Key low, const Found<Acc>& out, Scanned<Key>* seen) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, float>) {
+    if (args.velocity == nullptr) {
+      return args.residual_scale == 1 ? feed_and_scan_blocks<false>(args, begin, n, low, out, seen)
+                                      : feed_and_scan_blocks<true>(args, begin, n, low, out, seen);
+    }
+  }
+#endif
+  return scan<Mode::kFeed, T, Acc, Key>(args, begin, n, low, out, seen);
+}
+
 template <typename Acc, typename Key>
 int64_t scan_fed(const Acc* residual, int64_t n, Key low, const Found<Acc>& out, Scanned<Key>* seen) {
   alignas(64) Key block[kBlock];
@@ -283,7 +374,7 @@ constexpr FeedbackKernels<T> kTable = {
     largest<T>,
     scan<Mode::kRead, T, Acc, Key>,
     feed<T>,
-    scan<Mode::kFeed, T, Acc, Key>,
+    feed_and_scan<T, Acc, Key>,
     scan_logged<Mode::kLog, T, Acc, Key>,
     undo<T>,
     scan_fed<Acc, Key>};
