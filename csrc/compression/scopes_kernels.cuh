@@ -14,6 +14,8 @@ namespace moe_ext::compression::topk {
 constexpr int64_t kWarpScope = 512;
 constexpr int64_t kBlockScope = 8192;
 static_assert(kThreads == kSelectThreads);
+// A block's scope in four a multiprocessor would spill.
+constexpr int kScopeBlocks = 3;
 
 // What is taken of a scope in which `found` keys reach `low`; searched for only where there are more than wanted.
 template <typename Key, typename F>
@@ -87,6 +89,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t begin = scope * plan.size, wanted = plan.wanted(scope);
     const int size = static_cast<int>(plan.length(scope));
     Acc a[kItems];
+    bool not_finite = false;
 #pragma unroll
     for (int j = 0; j < kItems; ++j) {
       const int64_t i = begin + j * kWarpSize + lane_id();
@@ -94,6 +97,7 @@ __global__ void __launch_bounds__(kThreads)
       if (j * kWarpSize + lane_id() < size) {
         const Acc u = momentum_of<kVelocity>(state.args, i);
         a[j] = owed(state.args, u, i);
+        not_finite = not_finite || key_of(a[j]) >= kInfinityKey<Acc>;
         if (write) {
           state.args.residual[i] = a[j];
           if constexpr (kVelocity) {
@@ -102,7 +106,7 @@ __global__ void __launch_bounds__(kThreads)
         }
       }
     }
-    state.note(any_not_finite<kItems>(a));
+    state.note(not_finite);
     const Key low = lowest_key(plan, thresholds, scope);
     const int found = count_from(a, low, size);
     const Bound<Key> bound = scope_bound(plan, wanted, low, found, [&] {
@@ -126,7 +130,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // One block a scope.
 template <bool kVelocity, typename T>
-__global__ void __launch_bounds__(kThreads, kWalkBlocks)
+__global__ void __launch_bounds__(kThreads, kScopeBlocks)
     block_scopes_kernel(State<T> state, Plan plan, Thresholds<T> thresholds, Selected<T> out) {
   using Acc = acc_t<T>;
   using Key = key_t<Acc>;
