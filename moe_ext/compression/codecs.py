@@ -304,22 +304,32 @@ class Quantize(WithMemory):
         size, rank = group_size(group), group_rank(group)
         if not self.feedback:
             memory.take_owed(grad_N)
-        residual_N = memory.tensor("residual") if self.feedback else None
-        server = None
-        if self.feedback and size > 1:
-            shard = shard_numel(memory.numel, size, self.block)
-            server = memory.shard(rank * shard, shard)
         rng_state = memory.rng_state(step, rank) if self.stochastic else None
-        # What the memory hands out are copies already.
+        # What is kept is only read, so that nothing has to be restored.
         return start_all_reduce(
             grad_N,
-            States(residual_N, server, rng_state),
+            self._states(memory, size, rank)._replace(rng_state=rng_state),
             self.format,
             self.block,
             group,
             average,
             restores=False,
         )
+
+    def _states(self, memory: CodecMemory, size: int, rank: int) -> States:
+        """What is owed, here and for the shard of the sum; read where it is kept if it can be."""
+        if not self.feedback:
+            return States()
+        shard = shard_numel(memory.numel, size, self.block)
+        kinds = ("residual", "server") if size > 1 else ("residual",)
+        fits = size == 1 or memory.keeps_shard(rank * shard, shard)
+        # The operator has no factor.
+        found = memory.renewed(*kinds) if fits and memory.factor("residual") == 1.0 else None
+        if found is not None:
+            names = {"server": "server_residual", "server_in": "server_residual_in"}
+            return States(**{names.get(kind, kind): x for kind, x in found.items()})
+        residual_N = memory.tensor("residual")
+        return States(residual_N, memory.shard(rank * shard, shard) if size > 1 else None)
 
     def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
         """See `Codec`."""

@@ -115,7 +115,7 @@ class CodecMemory:
         found: dict[str, Tensor] = {}
         unused = {*self._kept} - {*self._open, *self._taken}
         scaled = any(kind != "residual" and self.factor(kind) != 1.0 for kind in kinds)
-        if scaled or "server" in unused or not {*kinds} <= unused:
+        if scaled or not {*kinds} <= unused or "server" in unused - {*kinds}:
             return None
         self._before = None
         for kind in kinds:
@@ -149,6 +149,11 @@ class CodecMemory:
             self._taken.add("server")
         return residual_N
 
+    def keeps_shard(self, start: int, numel: int) -> bool:
+        """Whether what is owed for a shard of the sum is that for this one."""
+        kept = self._kept.get("server")
+        return kept is not None and (self.server_start, kept.numel()) == (start, numel)
+
     def shard(self, start: int, numel: int) -> Tensor:
         """The copy of this step of what is owed for the shard of the sum that this rank owns.
 
@@ -156,8 +161,7 @@ class CodecMemory:
             start: first element of the shard.
             numel: elements of the shard.
         """
-        kept = self._kept.get("server")
-        if kept is not None and (self.server_start, kept.numel()) != (start, numel):
+        if "server" in self._kept and not self.keeps_shard(start, numel):
             self.whole_residual()
         self._open_start = start
         return self.tensor("server", numel)

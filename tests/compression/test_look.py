@@ -12,6 +12,7 @@ from moe_ext.compression._look import _CHUNK, marks_of, not_finite, scaled
 from moe_ext.compression._step import Step
 from moe_ext.compression.codecs import Dense, Quantize
 from moe_ext.compression.loop import compress_gradients
+from moe_ext.compression.memory import CodecMemory
 from moe_ext.compression.schedules import ResidualMonitor
 from moe_ext.compression.sparse_codecs import Threshold, TopK
 from moe_ext.compression.state import CompressionState
@@ -198,3 +199,29 @@ def test_a_step_is_timed_though_the_callback_comes_late(monkeypatch):
     assert compress_gradients(model, state)
     assert len(heard.heard) == 1
     assert 1e-6 < heard.heard[0] < 60.0
+
+
+@pytest.mark.parametrize(
+    ("factor", "rank", "reads"), [(1.0, 1, True), (0.5, 1, False), (1.0, 0, False)]
+)
+def test_a_quantiser_reads_what_is_owed_where_it_is_kept(factor, rank, reads):
+    """Not in other units, nor where the shard is another one: these need a working copy."""
+    memory, codec = CodecMemory([torch.Size([1024])], torch.device("cpu")), Quantize("int8", 64)
+    for kept in codec._states(memory, 2, 1)[:2]:
+        kept.copy_(torch.arange(kept.numel()))
+    memory.commit()
+    residual, server = memory.kept("residual"), memory.kept("server")
+    memory.open({"residual": factor, "server": factor})
+    states = codec._states(memory, 2, rank)
+    if reads:
+        assert states.residual_in is residual
+        assert states.server_residual_in is server
+        memory.rollback()
+        assert torch.equal(memory.kept("residual"), torch.arange(1024.0))
+        return
+    assert states.residual_in is None
+    assert states.server_residual_in is None
+    whole = residual.clone()
+    if rank == 0:
+        whole[512:] += server
+    assert torch.equal(states.residual, factor * whole)
