@@ -14,8 +14,10 @@ namespace moe_ext::compression::topk {
 constexpr int64_t kWarpScope = 512;
 constexpr int64_t kBlockScope = 8192;
 static_assert(kThreads == kSelectThreads);
-// A block's scope in four a multiprocessor would spill.
-constexpr int kScopeBlocks = 3;
+// Blocks a multiprocessor has room for at the registers that they need: left to itself, nvcc spills some to run more.
+constexpr int kAdaptBlocks = 4;
+constexpr int kBlockScopeBlocks = 3;
+constexpr int kWarpScopeBlocks = 2;
 
 // What is taken of a scope in which `found` keys reach `low`; searched for only where there are more than wanted.
 template <typename Key, typename F>
@@ -55,7 +57,8 @@ __device__ __forceinline__ void finish_scope(
 // From how many passed to how many were taken, and to the next thresholds: these must not change where any scope holds
 // what is not finite.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) adapt_kernel(State<T> state, Plan plan, Thresholds<T> thresholds) {
+__global__ void __launch_bounds__(kThreads, kAdaptBlocks)
+    adapt_kernel(State<T> state, Plan plan, Thresholds<T> thresholds) {
   const bool adapts = thresholds.target > 0 && !state.is_refused_when_fed();
   const int64_t stride = int64_t{gridDim.x} * kThreads;
   for (int64_t scope = int64_t{blockIdx.x} * kThreads + threadIdx.x; scope < plan.num_scopes; scope += stride) {
@@ -80,7 +83,7 @@ __device__ __forceinline__ int count_from(const Acc (&a)[kItems], key_t<Acc> low
 
 // Scopes of up to 32 kItems elements.
 template <int kItems, bool kVelocity, typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kWarpScopeBlocks)
     warp_scopes_kernel(State<T> state, Plan plan, Thresholds<T> thresholds, Selected<T> out) {
   using Acc = acc_t<T>;
   using Key = key_t<Acc>;
@@ -130,7 +133,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // One block a scope.
 template <bool kVelocity, typename T>
-__global__ void __launch_bounds__(kThreads, kScopeBlocks)
+__global__ void __launch_bounds__(kThreads, kBlockScopeBlocks)
     block_scopes_kernel(State<T> state, Plan plan, Thresholds<T> thresholds, Selected<T> out) {
   using Acc = acc_t<T>;
   using Key = key_t<Acc>;
