@@ -79,16 +79,17 @@ def compress_gradients(model: nn.Module, state: CompressionState) -> bool:
     if state.local_clip_norm is not None:
         step.whole_norm = _local_norm(model)
     with torch.no_grad():
-        placed = _begin(step, _copies(model, state, experts, device), device)
         try:
-            finite = step.finish()
+            placed = _begin(step, _copies(model, state, experts, device), device)
+            try:
+                finite = step.finish()
+            finally:
+                for bucket, work in placed:
+                    _put_back(bucket, work.flat_N)
         except Exception:
             if state.is_hooked:
                 state.undo()
             raise
-        finally:
-            for bucket, work in placed:
-                _put_back(bucket, work.flat_N)
     if not finite and state.is_hooked:
         state.undo()
     if finite and state.clip_norm is not None and experts:

@@ -407,7 +407,9 @@ class FeedbackMemory:
 
     def settle(self) -> None:
         """Keep everything by name, shards included; groups are made anew when asked for."""
-        self._before, self._unsettled = None, self._all()
+        self._before = None
+        if self._unsettled is None:
+            self._unsettled = self._all()
         for names in list(self._groups):
             self._dissolve(names)
         for names in list(self._waiting):

@@ -5,6 +5,7 @@ Shape suffixes: N elements of a bucket.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -70,9 +71,8 @@ class CompressionState:
             rate counts as much as that rate made of it.
         grad_scaler: the scaler of the loss, whose factor the residuals follow.
         monitor: watches what is owed.
-        cost_model: for "auto", on the ranks of `group` (with `node_size` its link is that between
-            nodes); made at the first use if it is None. Experts that fewer ranks hold copies of are
-            always priced by one of those ranks' own.
+        cost_model: for "auto", on the ranks of `group`, with `node_size` on the link between
+            nodes; None makes one at the first use. Experts have one for the ranks that hold them.
         average: the mean over ranks, or the sum.
         node_size: ranks of a node, neighbours in `group`: gradients are added up densely among
             them, and codecs send shards of those sums between nodes. None reduces over all at once.
@@ -302,9 +302,7 @@ class CompressionState:
         codecs: Sequence[Codec | None],
         flat_N: Tensor,
     ) -> None:
-        starts = [0]
-        for size in layout.sizes:
-            starts.append(starts[-1] + size)
+        starts = list(itertools.accumulate(layout.sizes, initial=0))
         rates = self._rate_groups()
         exact = [
             self.policy.is_exact(self.role_of(name, parameter), parameter, codec)
@@ -315,8 +313,7 @@ class CompressionState:
             names = tuple(layout.names[i] for i in indices)
             shapes = [layout.shapes[i] for i in indices]
             make = memory_maker(layout.levels, exact[indices[0]])
-            key = random_key(names)
-            memory = self.memory.group(names, shapes, flat_N.device, key, make)
+            memory = self.memory.group(names, shapes, flat_N.device, random_key(names), make)
             spans = tuple((starts[i], starts[i + 1]) for i in indices)
             part = Part(names, tuple(indices), spans, codec, rate, memory, exact[indices[0]])
             layout.parts.append(part)
@@ -405,15 +402,17 @@ class CompressionState:
         """Forget what an unfinished step has changed."""
         if self.memory.rollback():
             self._layouts = {}
+        self._counted = self._counted and not self.begins_step
 
     def undo(self) -> None:
         """Take the last reduction back: what is owed is as before, bit for bit.
 
         For a step that the optimizer does not take after all, on any rank; call it on all of them.
-        The gradients are not brought back.
+        The gradients are not brought back. Nothing where the last reduction has failed.
         """
-        self.memory.undo()
-        self.step -= self._counted
+        if self._counted:
+            self.memory.undo()
+            self.step -= 1
         self._counted = False
 
     def explain(self) -> str:
@@ -488,7 +487,7 @@ class CompressionState:
                 )
         self.memory.load_state_dict(state["memory"])
         self.memory.seed = state["seed"]
-        self.step = state["step"]
+        self.step, self._counted = state["step"], False
         self._density_factor = state["density_factor"]
         # Agreed on anew: another rank may have loaded something else.
         self._layouts = {}

@@ -247,6 +247,57 @@ def test_undo_after_a_flush():
     assert compress_gradients(model, state)
 
 
+def test_undo_after_two_flushes():
+    model = Two()
+    state = state_of(model, TopK(0.1))
+    fill(model, 0)
+    compress_gradients(model, state)
+    before = {n: t.tolist() for n, t in state.residuals().items()}
+    fill(model, 1)
+    compress_gradients(model, state)
+    assert flush(model, state) and flush(model, state)
+    state.undo()
+    assert state.step == 1
+    assert {n: t.tolist() for n, t in state.residuals().items()} == before
+
+
+@pytest.mark.parametrize("how", ["failed", "loaded"])
+def test_undo_takes_nothing_back_but_the_last_reduction(how):
+    model = Two()
+    state = state_of(model, TopK(0.1))
+    fill(model, 0)
+    compress_gradients(model, state)
+    before = {n: t.tolist() for n, t in state.residuals().items()}
+    if how == "loaded":
+        state.load_state_dict(state.state_dict())
+    else:
+        fill(model, 1)
+        model.a.grad[0, 0] = math.nan
+        with pytest.raises(ValueError, match="got NaN or infinity in a on rank 0"):
+            compress_gradients(model, state)
+    state.undo()
+    assert state.step == 1
+    assert {n: t.tolist() for n, t in state.residuals().items()} == before
+
+
+def test_the_first_half_is_taken_back_where_the_second_cannot_begin(monkeypatch):
+    model = Two()
+    monkeypatch.setattr(loop, "reduced_by_ddp", lambda module: {id(model.a)})
+    state = state_of(model, TopK(0.2))
+    fill(model, 0)
+    hooked_half(state, model.a, model.a.grad)
+    model.a.grad = None
+
+    def fail(*_):
+        raise ValueError("sparse on one rank")
+
+    monkeypatch.setattr(loop, "_agreed_kinds", fail)
+    with pytest.raises(ValueError, match="sparse on one rank"):
+        compress_gradients(model, state)
+    assert state.step == 0
+    assert not state.residuals()
+
+
 def test_a_flush_of_a_step_that_will_be_skipped():
     model = Two()
     state = state_of(model, TopK(0.1), nonfinite="propagate")
