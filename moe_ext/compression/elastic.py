@@ -49,7 +49,7 @@ def merged_for(
             scale = world_size / size if average else 1.0
             if name in expert_parallel:
                 ep_rank, ep_size = expert_parallel[name]
-                if state["expert_parallel"][name][0] != ep_rank:
+                if state["expert_parallel"].get(name, (0, 1))[0] != ep_rank:
                     continue
                 # All replicas of an expert take over the same.
                 scale = ep_size / (size if average else world_size)
@@ -117,7 +117,8 @@ def _check(
     if len(set(steps)) > 1:
         raise ValueError(f"{prefix} states of one step, got those of steps {steps}")
     for state in states:
-        for name, (_, ep_size) in expert_parallel.items():
+        for name in {**expert_parallel, **state["expert_parallel"]}:
+            ep_size = expert_parallel.get(name, (0, 1))[1]
             held = state["expert_parallel"].get(name, (0, 1))[1]
             if held != ep_size:
                 raise ValueError(

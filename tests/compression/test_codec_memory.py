@@ -226,9 +226,25 @@ def test_experts_go_to_ranks_with_the_same_ones(size):
         assert torch.equal(merged["memory"]["residual"]["p0"], torch.full((3,), want))
     with pytest.raises(ValueError, match="expert-parallel groups of 4 ranks, got 2 for p0"):
         merged_for(states, 0, size, {"p0": (0, 4)}, True)
+    with pytest.raises(ValueError, match="expert-parallel groups of 1 ranks, got 2 for p0"):
+        merged_for(states, 0, size, {}, True)
     for one in (states[0], states):
         with pytest.raises(ValueError, match="of average=False, got one of average=True"):
             CompressionState(average=False).load_state_dict(one)
+
+
+def test_experts_that_every_rank_holds_are_divided_over_one():
+    model = Few([(20, 40)])
+    state = CompressionState(model=model, policy=Policy(TopK(0.1), dense_below=0))
+    model.p0.grad = torch.randn(20, 40)
+    compress_gradients(model, state)
+    states = [{**state.state_dict(), "rank": rank, "world_size": 2} for rank in range(2)]
+    owed = state.residuals()["p0"]
+    for held in ({}, {"p0": (0, 1)}):
+        merged = merged_for([{**s, "expert_parallel": held} for s in states], 0, 1, {}, True)
+        assert torch.equal(merged["memory"]["residual"]["p0"], owed)
+        merged = merged_for(states, 0, 1, held, True)
+        assert torch.equal(merged["memory"]["residual"]["p0"], owed)
 
 
 def test_states_that_do_not_belong_together():
