@@ -38,15 +38,34 @@ def norms_of(pieces: Sequence[Tensor]) -> Tensor:
     return torch.tensor(norms, dtype=torch.float64)
 
 
-def note_overflow(norms: Tensor, pieces: Sequence[Tensor], indices: Sequence[int]) -> None:
-    """Count a gradient that float16 does not hold as infinite, which is what it becomes."""
+def note_overflow(
+    norms: Tensor,
+    pieces: Sequence[Tensor],
+    indices: Sequence[int],
+    owed: Sequence[Tensor] | None = None,
+) -> None:
+    """Count a gradient that float16 does not hold as infinite, which is what it becomes.
+
+    Args:
+        norms: of the gradients of a bucket.
+        pieces: these gradients.
+        indices: which of them to look at.
+        owed: what is added to each of those before it is sent.
+    """
     limit = torch.finfo(torch.float16).max
-    for i in indices:
-        if norms.device.type == "cpu" and float(norms[i]) <= limit:
+    for place, i in enumerate(indices):
+        sent = pieces[i]
+        if owed is not None:
+            sent = sent + owed[place].view_as(sent)
+        elif norms.device.type == "cpu" and float(norms[i]) <= limit:
             continue
-        if pieces[i].numel():
-            largest = pieces[i].abs().amax().half()
-            norms[i] = torch.where(largest.isinf(), math.inf, norms[i])
+        if sent.numel():
+            norms[i] = torch.where(infinite_as_half(sent), math.inf, norms[i])
+
+
+def infinite_as_half(x: Tensor) -> Tensor:
+    """Whether float16 does not hold an element, 0-d."""
+    return x.abs().amax().half().isinf()
 
 
 def marks_of(flat_N: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -18,7 +18,13 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext.compression._layout import Layout, Part
-from moe_ext.compression._look import marks_of, norms_of, not_finite, note_overflow
+from moe_ext.compression._look import (
+    infinite_as_half,
+    marks_of,
+    norms_of,
+    not_finite,
+    note_overflow,
+)
 from moe_ext.compression._status import Finding, Told, exchange
 from moe_ext.compression._work import Underway, Work
 from moe_ext.compression.codecs import BlockSparse, Codec, Dense, Unsent
@@ -165,7 +171,7 @@ class Step:
         if work.only_marks:
             work.norms[list(part.indices)] = norms_of([pieces[i] for i in part.indices])
         if codec == Dense("fp16"):
-            note_overflow(work.norms, pieces, part.indices)
+            note_overflow(work.norms, pieces, part.indices, _added(work, part))
         owed = part.memory.kept("residual")
         may_overflow = owed is not None and work.layout.levels is None
         if may_overflow and grad.device.type == "cpu" and bool((work.norms >= _LARGE).any()):
@@ -180,18 +186,21 @@ class Step:
         unit = 1.0 / levels.node_size if self.state.average else 1.0
         if isinstance(underway.codec, Dense | BlockSparse):
             # What is owed is in units of the sum.
-            memory.take_owed(shard_S)
-            if underway.codec == Dense("fp16") and not self.state.average:
+            was_owed = memory.take_owed(shard_S)
+            half = underway.codec == Dense("fp16")
+            if half and not self.state.average:
                 # Half precision may hold all numbers, and not their sum.
                 unit, underway.scale = 1.0 / levels.node_size, float(levels.node_size)
-            return shard_S.mul_(unit).to(grad.dtype)
+            shard_S.mul_(unit)
+            if half and was_owed:
+                work.note_if(infinite_as_half(shard_S), underway.part)
+            return shard_S.to(grad.dtype)
         underway.scale = unit
         assert work.norms is not None
         norm = norms_of([shard_S])[0]
         underway.square = norm.square()
         # A sum may overflow where no gradient does.
-        places = list(underway.part.indices)
-        work.norms[places] = torch.where(torch.isfinite(norm), work.norms[places], math.inf)
+        work.note_if(~torch.isfinite(norm), underway.part)
         return torch.where(torch.isfinite(norm), shard_S, 0.0)
 
     def _look(self, part: Part, grad: Tensor, codec: BlockSparse) -> float:
@@ -447,6 +456,12 @@ class Step:
         for chooser in {id(u.chooser): u.chooser for u in self._parts()}.values():
             if chooser is not None:
                 chooser.settle(timed[id(chooser)])
+
+
+def _added(work: Work, part: Part) -> list[Tensor] | None:
+    """What a dense codec adds to the gradients of a part before it sends them, if anything."""
+    owed = None if work.layout.levels is not None else part.memory.whole("residual")
+    return None if owed is None else part.memory.pieces(owed.mul_(part.memory.factor("residual")))
 
 
 def _looks(codec: Codec, layout: Layout) -> bool:

@@ -5,9 +5,11 @@ Shape suffixes: N elements of a bucket.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from moe_ext.compression._layout import Layout, Part
@@ -74,3 +76,9 @@ class Work:
     only_marks: bool = False
     parts: list[Underway] = field(default_factory=list)
     rows: Reduction | None = None
+
+    def note_if(self, bad: Tensor, part: Part) -> None:
+        """Count all gradients of a part as not finite, where `bad` (0-d) is set."""
+        assert self.norms is not None
+        places = list(part.indices)
+        self.norms[places] = torch.where(bad, math.inf, self.norms[places])

@@ -177,6 +177,23 @@ def a_sum_that_half_precision_does_not_hold():
 
 
 @CHECKS()
+def what_is_owed_counts_in_half_precision():
+    model = nn.Linear(50, 50, bias=False)
+    options = {"model": model, "average": False, "node_size": 2}
+    state = CompressionState(policy=Policy(TopK(0.0), dense_below=0), **options)
+    model.weight.grad = torch.full((50, 50), 4e4)
+    compress_gradients(model, state)
+    saved = state.state_dict()
+    state = CompressionState(policy=Policy("fp16", dense_below=0), **options)
+    state.load_state_dict(saved)
+    model.weight.grad = torch.full((50, 50), 4e4)
+    with pytest.raises(ValueError, match="got NaN or infinity in weight on rank 0, weight on rank"):
+        compress_gradients(model, state)
+    owed = saved["memory"]["residual"]["weight"]
+    assert torch.equal(state.state_dict()["memory"]["residual"]["weight"], owed)
+
+
+@CHECKS()
 def momentum_follows_shards_to_other_ranks():
     """Everything is sent by one node after the other: the momentum is that of the optimizer."""
     policy = Policy(TopK(1.0, momentum=0.9), norm=None, bias=None, dense_below=0)

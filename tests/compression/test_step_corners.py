@@ -361,6 +361,30 @@ def test_gradients_that_half_precision_does_not_hold(nonfinite):
         assert not model.b.grad.isfinite().any()
 
 
+@pytest.mark.parametrize("nonfinite", ["raise", "propagate"])
+def test_what_is_owed_counts_in_half_precision(nonfinite):
+    model = Two()
+    state = state_of(model, TopK(0.1), nonfinite=nonfinite)
+    for p in model.parameters():
+        p.grad = torch.full(p.shape, 4e4)
+    assert compress_gradients(model, state)
+    before = {n: t.tolist() for n, t in state.residuals().items()}
+    state.policy = Policy("fp16", dense_below=0)
+    state.regroup()
+    for p in model.parameters():
+        p.grad = torch.full(p.shape, 4e4)
+    if nonfinite == "raise":
+        with pytest.raises(ValueError, match="got NaN or infinity in a on rank 0"):
+            compress_gradients(model, state)
+    else:
+        assert not compress_gradients(model, state)
+    assert {n: t.tolist() for n, t in state.residuals().items()} == before
+    for p in model.parameters():
+        p.grad = torch.full(p.shape, 1.0)
+    assert compress_gradients(model, state)
+    assert not state.residuals()
+
+
 def test_no_gradient_at_all_is_no_growing_residual(recwarn):
     model = Two()
     monitor = ResidualMonitor(every=1, action="densify")
