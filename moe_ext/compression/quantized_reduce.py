@@ -88,7 +88,7 @@ def _elsewhere_problem(old: Tensor | None, new: Tensor | None, name: str) -> str
         return None
     if new is None:
         return f"expected {name} to be given with {name}_in, which is only read, got None"
-    if old.untyped_storage().data_ptr() == new.untyped_storage().data_ptr():
+    if old.numel() and old.untyped_storage().data_ptr() == new.untyped_storage().data_ptr():
         return f"expected {name}_in to be in memory of its own, got a part of {name}'s"
     return _state_problem(old, f"{name}_in", new.numel())
 

@@ -119,6 +119,13 @@ def halves_in_pieces(rank, size):
 
 
 @check(1)
+def nothing_may_be_owed_for_nothing(rank, size):
+    """Empty tensors are in no memory at all."""
+    x, old, new = (torch.zeros(0) for _ in range(3))
+    assert quantized_all_reduce_(x, residual=new, residual_in=old) is x
+
+
+@check(1)
 def a_residual_in_must_be_elsewhere(rank, size):
     x, owed = torch.zeros(64), torch.zeros(64)
     for given, message in (
