@@ -215,7 +215,10 @@ class CompressedState(Optimizer, ABC):
     def _load_shared(self, state_dict: dict[str, Any]) -> None:
         """All but the errors."""
         masks = [group.get("exp_avg_mask") for group in self.param_groups]
-        private = ("worker_error", "touched_rows")
+        private = ["worker_error", "touched_rows"]
+        if state_dict.get("compression", {}).get("block", self._block) != self._block:
+            # Means of other blocks: how far gradients grow is looked at anew.
+            private += ["block_sq", "looks"]
         plain = {
             index: {key: value for key, value in state.items() if key not in private}
             for index, state in state_dict["state"].items()

@@ -62,6 +62,22 @@ def test_looks_bound_gradients_as_the_steps_do(freeze):
     torch.testing.assert_close(state["block_sq"] / (1 - 0.999**5), torch.tensor([4.0]))
 
 
+def test_a_flushed_state_goes_on_with_other_blocks():
+    p = nn.Parameter(torch.zeros(1000))
+    optimizer = optim.OneBitAdam([p], freeze_step=2, variance_interval=1)
+    for _ in range(10):
+        p.grad = torch.randn(1000)
+        optimizer.step()
+    optimizer.flush()
+    other = optim.OneBitAdam([p], freeze_step=2, variance_interval=1, block=64)
+    other.load_state_dict(optimizer.state_dict())
+    assert torch.equal(other.state[p]["exp_avg_sq"], optimizer.state[p]["exp_avg_sq"])
+    p.grad = torch.randn(1000)
+    other.step()
+    assert other.state[p]["looks"] == 1
+    assert len(other.state[p]["block_sq"]) == 16
+
+
 def test_a_first_compressed_step_that_fails_leaves_the_variance(monkeypatch):
     params = [nn.Parameter(torch.zeros(n)) for n in (5, 64)]
     optimizer = optim.OneBitAdam(params, freeze_step=3)
