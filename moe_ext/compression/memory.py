@@ -376,7 +376,8 @@ class FeedbackMemory:
             memory.server_start = extras["server_start"] - memory.start
             memory.loaded = extras["carried"]
             for kind, tensor in extras["tensors"].items():
-                memory.put(kind, tensor.to(device=device, dtype=torch.float32))
+                # What is kept is written to in later steps.
+                memory.put(kind, tensor.to(device, torch.float32, copy=True))
         self._groups[names] = memory
         return memory
 

@@ -247,6 +247,23 @@ def test_experts_that_every_rank_holds_are_divided_over_one():
         assert torch.equal(merged["memory"]["residual"]["p0"], owed)
 
 
+def test_a_saved_state_is_not_written_to():
+    model = Few([(20, 40)])
+    policy = Policy(Threshold(0.1), dense_below=0)
+    saved, found = None, []
+    for _ in range(2):
+        torch.manual_seed(0)
+        state = CompressionState(model=model, policy=policy)
+        if saved is not None:
+            state.load_state_dict(saved)
+        for _ in range(3):
+            model.p0.grad = torch.randn(20, 40)
+            compress_gradients(model, state)
+        saved = saved or state.state_dict()
+        found.append(saved["memory"]["layouts"][0]["tensors"]["threshold"].clone())
+    assert torch.equal(*found)
+
+
 def test_states_that_do_not_belong_together():
     state = CompressionState(codec="int8").state_dict()
     load = CompressionState(codec="int8").load_state_dict
