@@ -238,17 +238,31 @@ int64_t scan(const Feedback<T>& args, int64_t begin, int64_t n, Key low, const F
 }
 
 #if defined(__AVX512F__)
-// A whole block in one go, where no product is slow: else false, and nothing is written but to the buffers.
+// Whether a product of the block is slow; one that is taken all the same costs more than the look.
+MOE_INLINE bool has_slow_products(const float* block, float factor) {
+  const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF), one = _mm512_set1_epi32(1);
+  const __m512i least = _mm512_set1_epi32(static_cast<int32_t>(normal_from(factor) - 1));
+  unsigned slow = 0;
+  for (int64_t i = 0; i < kBlock; i += kLanes) {
+    const __m512i key = _mm512_and_si512(_mm512_loadu_si512(block + i), magnitude);
+    // Of zeros, the key less one is the largest number.
+    slow |= _mm512_cmplt_epu32_mask(_mm512_sub_epi32(key, one), least);
+  }
+  return slow != 0;
+}
+
+// A whole block in one go, where no product is slow: else false, and nothing is written.
 template <bool kScaled>
 MOE_INLINE bool feed_block(
     const Feedback<float>& args, int64_t begin, uint32_t low, uint32_t* keys, float* fed, Bits* chosen,
     Scanned<uint32_t>* seen) {
+  if (kScaled && has_slow_products(args.residual_in + begin, args.residual_scale)) {
+    return false;
+  }
   const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF), bound = _mm512_set1_epi32(static_cast<int32_t>(low));
   const __m512i one = _mm512_set1_epi32(1);
-  const __m512i least = _mm512_set1_epi32(static_cast<int32_t>(normal_from(args.residual_scale) - 1));
   const __m512 factor = _mm512_set1_ps(args.residual_scale);
   __m512i most = _mm512_set1_epi32(static_cast<int32_t>(seen->largest)), equal = _mm512_setzero_si512();
-  unsigned slow = 0;
   for (int64_t w = 0; w < kWords; ++w) {
     uint64_t word = 0;
     for (int64_t i = 64 * w; i < 64 * (w + 1); i += kLanes) {
@@ -256,9 +270,6 @@ MOE_INLINE bool feed_block(
       __builtin_prefetch(args.grad + begin + i + kAhead);
       __m512 carried = _mm512_loadu_ps(args.residual_in + begin + i);
       if constexpr (kScaled) {
-        // Of zeros, the key less one is the largest number.
-        const __m512i key = _mm512_and_si512(_mm512_castps_si512(carried), magnitude);
-        slow |= _mm512_cmplt_epu32_mask(_mm512_sub_epi32(key, one), least);
         carried = _mm512_mul_ps(factor, carried);
       }
       const __m512 a = _mm512_add_ps(carried, _mm512_loadu_ps(args.grad + begin + i));
@@ -270,9 +281,6 @@ MOE_INLINE bool feed_block(
       _mm512_store_si512(keys + i, key);
     }
     chosen->word[w] = word;
-  }
-  if (slow != 0) {
-    return false;
   }
   seen->largest = _mm512_reduce_max_epu32(most);
   seen->equal += _mm512_reduce_add_epi32(equal);
