@@ -312,10 +312,13 @@ class Threshold(WithMemory):
         self, grad_N: Tensor, memory: CodecMemory, *, check_finite: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Values and indices that leave this rank; the residual keeps the rest."""
-        known = memory.has("threshold")
+        kept = memory.kept("threshold")
+        # NOTE: only on CPU, where looking waits for nothing.
+        known = kept is not None and (kept.device.type != "cpu" or float(kept) > 0.0)
         threshold = memory.tensor("threshold", 1).view(())
         if not known:
-            # The first step searches once for what later ones carry.
+            # The first step searches once for what later ones carry; gradients of zero tell
+            # nothing, and a threshold of zero would stay.
             owed_N = memory.whole_residual() + grad_N
             start = ops.topk_compress_(
                 owed_N, torch.zeros_like(owed_N), num_selected(memory.numel, self.density)

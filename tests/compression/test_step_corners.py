@@ -343,6 +343,19 @@ def test_gradients_whose_squares_are_zero_are_sent(codec):
     assert model.a.grad.any()
 
 
+def test_a_threshold_of_zero_gradients_does_not_stay():
+    model = Two()
+    state = state_of(model, Threshold(0.1))
+    for seed in range(2):
+        fill(model, seed)
+        if seed == 0:
+            model.a.grad.zero_()
+            model.b.grad.zero_()
+        compress_gradients(model, state)
+    # Twelve of 120 are aimed at; there is room for fifteen.
+    assert sum(int(p.grad.count_nonzero()) for p in model.parameters()) == 12
+
+
 @pytest.mark.parametrize("nonfinite", ["raise", "propagate"])
 def test_gradients_that_half_precision_does_not_hold(nonfinite):
     model = Two()
