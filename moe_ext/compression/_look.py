@@ -102,21 +102,22 @@ def _is_zero(piece_N: Tensor) -> bool:
 
 
 def scaled(x_N: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """A vector in some dtype, times a factor, and whether all of it is finite; on CPU.
+    """A vector in some dtype, times a factor, and whether all of it is finite there; on CPU.
 
-    In place where it has that dtype. A chunk that was looked at is in the cache when it is scaled.
-    Squares overflow before elements do: a vector that is not finite may be.
+    In place where it has that dtype; in the one pass by which a GradScaler unscales.
     """
+    if x_N.dtype == torch.float64:
+        # The pass takes a factor of float32.
+        x_N, factor = x_N.mul_(factor), 1.0
     out_N = x_N if x_N.dtype == dtype else torch.empty_like(x_N, dtype=dtype)
-    finite = True
-    for chunk, out in zip(x_N.split(_CHUNK), out_N.split(_CHUNK), strict=True):
-        wide = chunk if chunk.dtype.itemsize >= 4 else chunk.float()
-        finite = math.isfinite(float(torch.dot(wide, wide))) and finite
-        if out_N is not x_N:
+    found, scale = torch.zeros(1), torch.tensor([factor], dtype=torch.float32)
+    if out_N is x_N:
+        torch._amp_foreach_non_finite_check_and_unscale_([out_N], found, scale)
+    else:
+        for chunk, out in zip(x_N.split(_CHUNK), out_N.split(_CHUNK), strict=True):
             out.copy_(chunk)
-        if factor != 1.0:
-            out.mul_(factor)
-    return out_N, finite
+            torch._amp_foreach_non_finite_check_and_unscale_([out], found, scale)
+    return out_N, not bool(found)
 
 
 def not_finite(pieces: Sequence[Tensor]) -> list[int]:

@@ -31,15 +31,23 @@ def test_marks_of_nothing():
     assert marks_of(torch.empty(0), [0, 0]).tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("numel", [0, 5, _CHUNK, 2 * _CHUNK + 3])
-def test_scaled_has_the_bits_of_two_operators(dtype, numel):
-    x = torch.randn(numel)
-    want = x.to(dtype).mul_(1 / 3)
+def test_scaled_has_the_bits_of_two_operators(given, dtype, numel):
+    x = torch.randn(numel).to(given)
+    dtype = dtype or given
+    want = x.to(dtype).mul_(1 / 3) if given != torch.float64 else (x * (1 / 3)).to(dtype)
     found, finite = scaled(x, 1 / 3, dtype)
     assert finite
+    assert found.dtype == dtype
     assert torch.equal(found, want)
-    assert (found is x) == (dtype == torch.float32)
+    assert (found is x) == (dtype == given)
+
+
+def test_scaled_takes_large_numbers_for_finite():
+    found, finite = scaled(torch.full((9,), 3e38), 0.5, torch.float32)
+    assert finite and found.tolist() == torch.full((9,), 1.5e38).tolist()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
