@@ -38,7 +38,7 @@ demo: build
 test: $(VENV)/.installed
 	tools/install_test_tools.sh
 	MOE_EXT_TESTS=1 $(MAKE) build
-	$(BIN)/ctest --test-dir $(BUILD_DIR) --verbose
+	$(BIN)/ctest --test-dir $(BUILD_DIR) --verbose --parallel "$$(nproc)"
 	$(BIN)/python -m pytest
 
 # A library built against the development torch must serve every torch from the oldest supported one on.
