@@ -223,7 +223,34 @@ def start_all_reduce(
                 given[name].zero_()
         return Reduction.done(x)
     shard = shard_numel(numel, size, block)
-    plan = Plan(
+    plan = _plan_of(x, numel, shard, group, format, block, average, given, restores=restores)
+    inputs = [x.detach().view(-1), *given.values()]
+    found = run(
+        all_reduce_stages(plan),
+        inputs,
+        group,
+        "quantized_all_reduce_",
+        finish=lambda _: x,
+        async_op=async_op,
+    )
+    return found if isinstance(found, Reduction) else Reduction.done(found)
+
+
+def _plan_of(
+    x: Tensor,
+    numel: int,
+    shard: int,
+    group: ProcessGroup | None,
+    format: str,
+    block: int,
+    average: bool,
+    given: dict[str, Tensor],
+    *,
+    restores: bool = True,
+) -> Plan:
+    """Of numel elements in P shards, the last of which may be shorter."""
+    size = group_size(group)
+    return Plan(
         numel=numel,
         shard=shard,
         size=size,
@@ -236,16 +263,6 @@ def start_all_reduce(
         given=tuple(given),
         restores=restores,
     )
-    inputs = [x.detach().view(-1), *given.values()]
-    found = run(
-        all_reduce_stages(plan),
-        inputs,
-        group,
-        "quantized_all_reduce_",
-        finish=lambda _: x,
-        async_op=async_op,
-    )
-    return found if isinstance(found, Reduction) else Reduction.done(found)
 
 
 def _check_shards(
@@ -327,35 +344,10 @@ def quantized_reduce_scatter(
             output.view(-1).copy_(input.view(-1) + owed)
             residual.zero_()
         return Reduction.done(output) if async_op else output
-    plan = _plan_of_shards(input, numel // size, ranks, format, block, average, given)
+    plan = _plan_of(input, numel, numel // size, ranks, format, block, average, given)
     inputs = [input.detach().view(-1), output.detach().view(-1), *given.values()]
     stages = reduce_scatter_stages(plan)
     return run(stages, inputs, ranks, name, finish=lambda _: output, async_op=async_op)
-
-
-def _plan_of_shards(
-    x: Tensor,
-    shard: int,
-    group: ProcessGroup | None,
-    format: str,
-    block: int,
-    average: bool,
-    given: dict[str, Tensor],
-) -> Plan:
-    """Of P shards that the caller has made."""
-    size = group_size(group)
-    return Plan(
-        numel=size * shard,
-        shard=shard,
-        size=size,
-        rank=group_rank(group),
-        format=format,
-        block=block,
-        piece=piece_numel(x, shard, format, block),
-        chunk=chunk_numel(x),
-        divisor=size if average else 1,
-        given=tuple(given),
-    )
 
 
 def quantized_all_gather(
@@ -404,7 +396,7 @@ def quantized_all_gather(
         output.view(-1).copy_(input.view(-1))
         return Reduction.done(output) if async_op else output
     given = States(rng_state=rng_state).given()
-    plan = _plan_of_shards(output, shard, ranks, format, block, False, given)
+    plan = _plan_of(output, output.numel(), shard, ranks, format, block, False, given)
     inputs = [input.detach().view(-1), output.detach().view(-1), *given.values()]
     stages = all_gather_stages(plan)
     return run(stages, inputs, ranks, name, finish=lambda _: output, async_op=async_op)
