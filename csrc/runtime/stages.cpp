@@ -13,11 +13,8 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <condition_variable>
-#include <deque>
-#include <functional>
+#include <chrono>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
@@ -27,6 +24,7 @@
 
 #include "runtime/runtime.h"
 #include "runtime/stage_messages.h"
+#include "runtime/task_queue.h"
 
 namespace moe_ext::runtime {
 namespace {
@@ -257,48 +255,6 @@ class StageProgram {
   std::vector<size_t> results_;
 };
 
-// The tasks of a worker, and the thread that takes them; they outlive the worker until the last one has run.
-class TaskQueue {
- public:
-  void push(std::function<void()> task) {
-    {
-      const std::lock_guard lock(mutex_);
-      tasks_.push_back(std::move(task));
-    }
-    changed_.notify_one();
-  }
-
-  void close() {
-    {
-      const std::lock_guard lock(mutex_);
-      closed_ = true;
-    }
-    changed_.notify_one();
-  }
-
-  void serve() {
-    for (;;) {
-      std::function<void()> task;
-      {
-        std::unique_lock lock(mutex_);
-        changed_.wait(lock, [&] { return closed_ || !tasks_.empty(); });
-        if (tasks_.empty()) {
-          return;
-        }
-        task = std::move(tasks_.front());
-        tasks_.pop_front();
-      }
-      task();
-    }
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::function<void()>> tasks_;
-  bool closed_ = false;
-};
-
 class StageWorker {
  public:
   explicit StageWorker(Group group) : group_(std::move(group)), tasks_(std::make_shared<TaskQueue>()) {
@@ -366,6 +322,10 @@ void bind_stages(py::module_& module) {
       .def(
           "submit", &StageWorker::submit, "Queues a program; returns a future of the tensors of its results.",
           py::arg("program"), py::arg("inputs"), py::arg("on_sent"));
+  module.def(
+      "wait_for_workers", [](double seconds) { return wait_for_tasks(std::chrono::duration<double>(seconds)); },
+      "For the exit of the process: waits until no worker has anything left to do, and says whether that is so.",
+      py::arg("seconds"), py::call_guard<py::gil_scoped_release>());
 }
 
 } // namespace moe_ext::runtime

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import _runtime_library
 from moe_ext.compression.stages import Slot, Stages, run_stages
-from moe_ext.distributed import _c10d, streams
+from moe_ext.distributed import _c10d, _exit, streams
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import group_ranks
 from moe_ext.distributed.traffic import is_counted, record_traffic
@@ -111,8 +112,30 @@ class PythonWorker:
             else:
                 future.set_result(found)
 
+        _tally.add(1)
         self._tasks.put(task)
         return future
+
+
+class _Tally:
+    """Counts the tasks of all workers in Python."""
+
+    def __init__(self) -> None:
+        self._num_tasks = 0
+        self._changed = threading.Condition()
+
+    def add(self, num_tasks: int) -> None:
+        with self._changed:
+            self._num_tasks += num_tasks
+            self._changed.notify_all()
+
+    def wait(self, seconds: float) -> None:
+        """Until none is left, at most so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_tasks == 0, seconds)
+
+
+_tally = _Tally()
 
 
 def _serve(tasks: queue.SimpleQueue[Callable[[], None]]) -> None:
@@ -121,6 +144,9 @@ def _serve(tasks: queue.SimpleQueue[Callable[[], None]]) -> None:
         if task is _stop:
             return
         task()
+        # What it holds may take C++ to go.
+        del task
+        _tally.add(-1)
 
 
 def _stop() -> None:
@@ -146,7 +172,18 @@ def _worker(group: ProcessGroup, module: Any, device: torch.device) -> _Worker:
 def _compiled() -> Any:
     """`moe_ext._runtime`, or None: what is built in place may be older than these sources."""
     module = _runtime_library.load()
-    return module if hasattr(module, "StageProgram") else None
+    return module if hasattr(module, "wait_for_workers") else None
+
+
+def _wait_for_workers(seconds: float) -> None:
+    # Whatever the environment says by now.
+    module: Any = sys.modules.get("moe_ext._runtime")
+    if hasattr(module, "wait_for_workers"):
+        module.wait_for_workers(seconds)
+    _tally.wait(seconds)
+
+
+_exit.call_at_exit(_wait_for_workers)
 
 
 def _program(stages: Stages, module: Any) -> Any:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed import _c10d
+from moe_ext.distributed import _c10d, _exit
 from moe_ext.distributed.groups import group_ranks
 
 GRACE_SECONDS = 5.0
@@ -170,6 +170,7 @@ def naming_failed_ranks(group: ProcessGroup | None, operation: str) -> Iterator[
     Raises:
         RankFailureError: in the place of any RuntimeError that is not one already.
     """
+    _exit.wait_at_exit()
     try:
         yield
     except RankFailureError:
