@@ -172,7 +172,7 @@ def _worker(group: ProcessGroup, module: Any, device: torch.device) -> _Worker:
 def _compiled() -> Any:
     """`moe_ext._runtime`, or None: what is built in place may be older than these sources."""
     module = _runtime_library.load()
-    return module if hasattr(module, "wait_for_workers") else None
+    return module if hasattr(module, "StageProgram") else None
 
 
 def _wait_for_workers(seconds: float) -> None:
