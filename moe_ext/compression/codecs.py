@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -131,6 +131,8 @@ class Dense(WithMemory):
         dtype: "fp32" sends a gradient as it is, "bf16" and "fp16" round it on the way.
     """
 
+    feeds_back: ClassVar[bool] = False
+
     dtype: str = "fp32"
 
     def __post_init__(self) -> None:
@@ -145,11 +147,6 @@ class Dense(WithMemory):
     def lossy(self) -> bool:
         """See `Codec`."""
         return self.dtype != "fp32"
-
-    @property
-    def feeds_back(self) -> bool:
-        """See `Codec`."""
-        return False
 
     def sent_bytes(self, numel: int, world_size: int) -> int:
         """See `Codec`."""
@@ -197,22 +194,11 @@ class Unsent(WithMemory):
         momentum: of the codec in whose place it stands.
     """
 
+    name: ClassVar[str] = "unsent"
+    lossy: ClassVar[bool] = False
+    feeds_back: ClassVar[bool] = False
+
     momentum: float | None = None
-
-    @property
-    def name(self) -> str:
-        """See `Codec`."""
-        return "unsent"
-
-    @property
-    def lossy(self) -> bool:
-        """See `Codec`."""
-        return False
-
-    @property
-    def feeds_back(self) -> bool:
-        """See `Codec`."""
-        return False
 
     def sent_bytes(self, numel: int, world_size: int) -> int:
         """See `Codec`."""
@@ -253,6 +239,8 @@ class Quantize(WithMemory):
             next gradient. Without it nothing has to be stored, and what is lost is lost.
     """
 
+    lossy: ClassVar[bool] = True
+
     format: str = "int8"
     block: int = 256
     stochastic: bool = False
@@ -271,11 +259,6 @@ class Quantize(WithMemory):
     def name(self) -> str:
         """See `Codec`."""
         return "onebit" if self.format == "sign" else self.format
-
-    @property
-    def lossy(self) -> bool:
-        """See `Codec`."""
-        return True
 
     @property
     def feeds_back(self) -> bool:
@@ -356,6 +339,10 @@ class OneBit(WithMemory):
         block: elements that share a magnitude.
     """
 
+    name: ClassVar[str] = "onebit"
+    lossy: ClassVar[bool] = True
+    feeds_back: ClassVar[bool] = True
+
     block: int = 256
 
     def __post_init__(self) -> None:
@@ -363,21 +350,6 @@ class OneBit(WithMemory):
 
     def _quantize(self) -> Quantize:
         return Quantize("sign", self.block)
-
-    @property
-    def name(self) -> str:
-        """See `Codec`."""
-        return "onebit"
-
-    @property
-    def lossy(self) -> bool:
-        """See `Codec`."""
-        return True
-
-    @property
-    def feeds_back(self) -> bool:
-        """See `Codec`."""
-        return True
 
     def sent_bytes(self, numel: int, world_size: int) -> int:
         """See `Codec`."""
@@ -413,6 +385,10 @@ class BlockSparse(WithMemory):
             parameter, which is a row of an embedding or one expert of several.
     """
 
+    name: ClassVar[str] = "block_sparse"
+    lossy: ClassVar[bool] = False
+    feeds_back: ClassVar[bool] = False
+
     block: int | str = 256
 
     def __post_init__(self) -> None:
@@ -420,21 +396,6 @@ class BlockSparse(WithMemory):
             raise ValueError(
                 f"BlockSparse: expected block to be 'row' or at least 1, got {self.block!r}"
             )
-
-    @property
-    def name(self) -> str:
-        """See `Codec`."""
-        return "block_sparse"
-
-    @property
-    def lossy(self) -> bool:
-        """See `Codec`."""
-        return False
-
-    @property
-    def feeds_back(self) -> bool:
-        """See `Codec`."""
-        return False
 
     def sent_bytes(self, numel: int, world_size: int) -> int:
         """See `Codec`; the most it can be, since the rest depends on the gradient."""

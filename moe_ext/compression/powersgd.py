@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -86,6 +86,9 @@ class PowerSGD:
     Reference: Vogels et al., PowerSGD, 2019 (arXiv 1905.13727).
     """
 
+    name: ClassVar[str] = "powersgd"
+    lossy: ClassVar[bool] = True
+
     rank: int = 4
     min_compression_rate: float = 2.0
     warm_start: bool = True
@@ -106,16 +109,6 @@ class PowerSGD:
             raise ValueError(
                 f"PowerSGD: expected epsilon to be above 0 and finite, got {self.epsilon!r}"
             )
-
-    @property
-    def name(self) -> str:
-        """For tables and messages."""
-        return "powersgd"
-
-    @property
-    def lossy(self) -> bool:
-        """Whether the result differs from the dense mean."""
-        return True
 
     @property
     def feeds_back(self) -> bool:

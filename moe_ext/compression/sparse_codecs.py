@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -170,6 +170,10 @@ class TopK(WithMemory):
     Reference: Lin et al., Deep Gradient Compression, 2018 (arXiv 1712.01887).
     """
 
+    name: ClassVar[str] = "topk"
+    lossy: ClassVar[bool] = True
+    feeds_back: ClassVar[bool] = True
+
     density: float = 0.01
     scope: str | int = "bucket"
     algorithm: str = "auto"
@@ -185,21 +189,6 @@ class TopK(WithMemory):
             raise ValueError(f"TopK: expected scope to be at least 1, got {self.scope}")
         check_choice("TopK", "algorithm", self.algorithm, ALGORITHMS)
         check_choice("TopK", "value_codec", self.value_codec, PAIR_CODECS)
-
-    @property
-    def name(self) -> str:
-        """See `Codec`."""
-        return "topk"
-
-    @property
-    def lossy(self) -> bool:
-        """See `Codec`."""
-        return True
-
-    @property
-    def feeds_back(self) -> bool:
-        """See `Codec`."""
-        return True
 
     def sent_bytes(self, numel: int, world_size: int) -> int:
         """See `Codec`."""
@@ -271,6 +260,10 @@ class Threshold(WithMemory):
     Reference: Li and Hoefler, Ok-Topk, 2022 (arXiv 2201.07598), section 3.1.3.
     """
 
+    name: ClassVar[str] = "threshold"
+    lossy: ClassVar[bool] = True
+    feeds_back: ClassVar[bool] = True
+
     density: float = 0.01
     algorithm: str = "auto"
     value_codec: str = "fp32"
@@ -281,21 +274,6 @@ class Threshold(WithMemory):
         _check_momentum("Threshold", self.momentum)
         check_choice("Threshold", "algorithm", self.algorithm, ALGORITHMS)
         check_choice("Threshold", "value_codec", self.value_codec, PAIR_CODECS)
-
-    @property
-    def name(self) -> str:
-        """See `Codec`."""
-        return "threshold"
-
-    @property
-    def lossy(self) -> bool:
-        """See `Codec`."""
-        return True
-
-    @property
-    def feeds_back(self) -> bool:
-        """See `Codec`."""
-        return True
 
     def _capacity(self, numel: int) -> int:
         return min(numel, math.ceil(_CAPACITY_FACTOR * num_selected(numel, self.density)))
