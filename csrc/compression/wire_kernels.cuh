@@ -8,21 +8,13 @@
 
 #include "common/scan.cuh"
 #include "common/vec.cuh"
+#include "compression/threads.cuh"
 #include "compression/wire_format.h"
 
 namespace moe_ext::compression::wire {
 
-constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int64_t kSegment = 1024; // gaps, or bytes, of a warp
-
-__device__ __forceinline__ int64_t global_thread() {
-  return int64_t{blockIdx.x} * kThreads + threadIdx.x;
-}
-
-__device__ __forceinline__ int64_t num_threads() {
-  return int64_t{gridDim.x} * kThreads;
-}
 
 __device__ __forceinline__ int64_t global_warp() {
   return int64_t{blockIdx.x} * kWarps + warp_id();
@@ -32,30 +24,12 @@ __device__ __forceinline__ int64_t num_warps() {
   return int64_t{gridDim.x} * kWarps;
 }
 
-inline Launch over_threads(int64_t threads, cudaStream_t stream) {
-  return {
-      persistent_grid(ceil_div(threads, int64_t{kThreads}), kThreads, device_properties()), dim3(kThreads), 0, stream};
-}
-
 inline int64_t num_segments(int64_t size) {
   return ceil_div(size, kSegment);
 }
 
 inline Launch over_segments(int64_t size, cudaStream_t stream) {
   return over_threads(num_segments(size) * kWarpSize, stream);
-}
-
-// The first place in [0, count) whose element is at least `value`, or count.
-template <typename T>
-__device__ __forceinline__ int64_t first_from(const T* ascending, int64_t count, int64_t value) {
-  int64_t low = 0;
-  for (int64_t high = count; low < high;) {
-    const int64_t middle = low + (high - low) / 2;
-    const bool below = static_cast<int64_t>(ascending[middle]) < value;
-    low = below ? middle + 1 : low;
-    high = below ? high : middle;
-  }
-  return low;
 }
 
 // Copies bytes to an address at a multiple of 16, with zeros up to `padded`.

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from moe_ext.compression.stages import Slot, Stages
+from moe_ext.ops import packed_index_bytes
 
 # Signs cannot say that a slot is unused.
 PAIR_CODECS = ("fp32", "bf16", "fp8", "int8", "int4")
 _PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_RUN = 65536
 
 
 def aligned(num_bytes: int) -> int:
@@ -49,12 +49,6 @@ class PairLayout:
     block: int = 128
 
     @property
-    def num_runs(self) -> int:
-        """Runs of 65536 elements, each of which says where its indices end; 0 for 4-byte ones."""
-        runs = -(-self.numel // _RUN)
-        return runs if 4 * runs < 2 * self.count or self.numel > 2**31 else 0
-
-    @property
     def value_bytes(self) -> int:
         """Codes and scales."""
         size = aligned(code_bytes(self.count, self.value_codec))
@@ -64,10 +58,8 @@ class PairLayout:
 
     @property
     def index_bytes(self) -> int:
-        """Ends of the runs and offsets in them, or whole indices."""
-        if self.num_runs:
-            return aligned(4 * self.num_runs + 2 * self.count)
-        return aligned(4 * self.count)
+        """Of `moe_ext.ops.pack_indices`."""
+        return packed_index_bytes(self.count, self.numel)
 
     @property
     def num_bytes(self) -> int:
@@ -129,48 +121,26 @@ def pack_pairs(
     stages: Stages, values_K: Slot, indices_K: Slot, layout: PairLayout
 ) -> list[tuple[Slot, int]]:
     """The parts of a payload; the indices never descend."""
-    count, runs = layout.count, layout.num_runs
-    parts = pack_values(stages, values_K, count, layout.value_codec, layout.block)
-    if not runs:
-        whole = stages.call("aten::to.dtype", indices_K, torch.int32)
-        return [*parts, (whole, 4 * count)]
-    edges = stages.call("aten::new_ones", indices_K, [runs])
-    edges = stages.call("aten::cumsum", edges, 0)
-    edges = stages.call("aten::mul.Scalar", edges, _RUN)
-    ends = stages.call("aten::searchsorted.Tensor", indices_K, edges, True)
-    offsets = stages.call("aten::to.dtype", indices_K, torch.int16)
-    row = [stages.call("aten::view.dtype", part, torch.uint8) for part in (ends, offsets)]
-    return [*parts, (stages.call("aten::cat", row, 0), 4 * runs + 2 * count)]
-
-
-def _counts(stages: Stages, ends: Slot, runs: int, count: int) -> Slot:
-    """Pairs of each run; whatever the ends are, none is negative and their sum is `count`."""
-    inner = stages.call("aten::narrow", ends, 0, 0, runs - 1)
-    inner = stages.call("aten::clamp", inner, 0, count)
-    bounds = stages.call("aten::constant_pad_nd", inner, [0, 1], count)
-    bounds, _ = stages.call_many("aten::cummax", 2, bounds, 0)
-    bounds = stages.call("aten::constant_pad_nd", bounds, [1, 0], 0)
-    return stages.call("aten::diff", bounds)
+    packed = stages.call("moe_ext::pack_indices", indices_K, layout.numel)
+    parts = pack_values(stages, values_K, layout.count, layout.value_codec, layout.block)
+    return [*parts, (packed, layout.index_bytes)]
 
 
 def unpack_pairs(stages: Stages, row: Slot, start: int, layout: PairLayout) -> tuple[Slot, Slot]:
-    """Values (float32) and indices (int64, in range) that begin at byte `start` of a row."""
-    count, runs = layout.count, layout.num_runs
-    values_K = unpack_values(stages, row, start, count, layout.value_codec, layout.block)
-    start += layout.value_bytes
-    if runs:
-        ends = taken(stages, row, start, 4 * runs, torch.int32)
-        offsets = taken(stages, row, start + 4 * runs, 2 * count, torch.int16)
-        run = stages.call(
-            "aten::repeat_interleave.Tensor", _counts(stages, ends, runs, count), count
-        )
-        base = stages.call(
-            "aten::mul.Scalar", stages.call("aten::to.dtype", run, torch.int64), _RUN
-        )
-        offsets = stages.call("aten::to.dtype", offsets, torch.int64)
-        offsets = stages.call("aten::bitwise_and.Scalar", offsets, _RUN - 1)
-        indices_K = stages.call("aten::add.Tensor", base, offsets)
-    else:
-        whole = taken(stages, row, start, 4 * count, torch.int32)
-        indices_K = stages.call("aten::to.dtype", whole, torch.int64)
-    return values_K, stages.call("aten::clamp", indices_K, 0, max(layout.numel - 1, 0))
+    """Values (float32) and packed indices that begin at byte `start` of a row."""
+    values_K = unpack_values(stages, row, start, layout.count, layout.value_codec, layout.block)
+    packed = taken(stages, row, start + layout.value_bytes, layout.index_bytes, torch.uint8)
+    return values_K, packed
+
+
+def add_pairs(
+    stages: Stages,
+    out: Slot,
+    pairs: tuple[Slot, Slot],
+    layout: PairLayout,
+    *,
+    start: int = 0,
+    divisor: int = 1,
+) -> None:
+    """Add what `unpack_pairs` returned to elements from `start` on."""
+    stages.call_many("moe_ext::add_pairs_", 0, out, *pairs, layout.numel, start, float(divisor))

@@ -16,6 +16,7 @@ from moe_ext.compression.agreement import check_call, non_finite, resolve
 from moe_ext.compression.pairs import (
     PAIR_CODECS,
     PairLayout,
+    add_pairs,
     joined,
     pack_pairs,
     taken,
@@ -84,29 +85,29 @@ class SparseLayout:
         return min(cost, key=lambda name: cost[name])
 
 
-def _add_pairs(stages: Stages, out: Slot, values_K: Slot, indices_K: Slot, scale: int) -> None:
-    if scale != 1:
-        values_K = stages.call("aten::div.Scalar", values_K, scale)
-    stages.call("aten::index_add_", out, 0, indices_K, values_K)
-
-
 @functools.lru_cache(_CACHED)
 def _gathered(layout: SparseLayout, divisor: int, keeps_error: bool) -> Stages:
     stages = Stages(3 + keeps_error)
     values, indices, out, *residual = stages.inputs()
     pairs = layout.pairs
     row = joined(stages, pack_pairs(stages, values, indices, pairs))
-    found = stages.all_gather(row)
+    found = stages.all_gather(row, layout.world_size * pairs.num_bytes)
     stages.call("aten::zero_", out)
     for rank in range(layout.world_size):
         theirs = unpack_pairs(stages, found, rank * pairs.num_bytes, pairs)
-        _add_pairs(stages, out, *theirs, divisor)
+        add_pairs(stages, out, theirs, pairs, divisor=divisor)
     if keeps_error and layout.value_codec != "fp32":
-        sent, _ = unpack_pairs(stages, row, 0, pairs)
-        error = stages.call("aten::sub.Tensor", values, sent)
-        stages.call("aten::index_add_", residual[0], 0, indices, error)
+        add_pairs(stages, residual[0], _lost(stages, values, row, 0, pairs), pairs)
     stages.results = [out.index]
     return stages
+
+
+def _lost(
+    stages: Stages, values: Slot, row: Slot, start: int, layout: PairLayout
+) -> tuple[Slot, Slot]:
+    """What the codes at byte `start` of a row lose of the values, and the packed indices."""
+    sent, packed = unpack_pairs(stages, row, start, layout)
+    return stages.call("aten::sub.Tensor", values, sent), packed
 
 
 @functools.lru_cache(_CACHED)
@@ -114,7 +115,7 @@ def _dense(layout: SparseLayout, divisor: int) -> Stages:
     stages = Stages(3)
     values, indices, out = stages.inputs()
     stages.call("aten::zero_", out)
-    _add_pairs(stages, out, values, indices, 1)
+    stages.call("aten::index_add_", out, 0, indices, values)
     stages.all_reduce(out)
     if divisor != 1:
         stages.call("aten::div_.Scalar", out, divisor)
@@ -182,14 +183,8 @@ def _split(
     slot_values, slot_indices, loads, left = _slotted(
         stages, values, indices, bounds_slot, layout, step
     )
-    owed = [(left, indices)]
-    parts: list[tuple[Slot, int]] = []
-    for part in range(size):
-        place = (0, part * slots.count, slots.count)
-        pair = [stages.call("aten::narrow", x, *place) for x in (slot_values, slot_indices)]
-        parts += _packed(stages, pair[0], pair[1], slots, owed)
-        parts.append((stages.call("aten::narrow", loads, 0, part, 1), 8))
-    found = stages.all_to_all(joined(stages, parts))
+    row, owed = _to_owners(stages, slot_values, slot_indices, loads, layout)
+    found = stages.all_to_all(row, size * (slots.num_bytes + 16))
 
     start, length = bounds[rank], bounds[rank + 1] - bounds[rank]
     total, load = _region_sum(stages, found, values, layout, start, length)
@@ -203,22 +198,27 @@ def _split(
         more = [0, kept.count - count]
         kept_values = stages.call("aten::constant_pad_nd", kept_values, more, 0)
         kept_indices = stages.call("aten::constant_pad_nd", kept_indices, more, start + length - 1)
-    parts = _packed(stages, kept_values, kept_indices, kept, owed)
-    found = stages.all_gather(joined(stages, [*parts, (load, 8)]))
+    parts = pack_pairs(stages, kept_values, kept_indices, kept)
+    row, row_bytes = joined(stages, [*parts, (load, 8)]), kept.num_bytes + 16
+    if layout.value_codec != "fp32":
+        owed.append((_lost(stages, kept_values, row, 0, kept), kept))
+    found = stages.all_gather(row, size * row_bytes)
 
-    row_bytes = kept.num_bytes + 16
     stages.call("aten::zero_", out)
     all_indices, all_loads = [], []
     for owner in range(size):
-        theirs, their_indices = unpack_pairs(stages, found, owner * row_bytes, kept)
-        _add_pairs(stages, out, theirs, their_indices, divisor)
-        all_indices.append(their_indices)
+        theirs = unpack_pairs(stages, found, owner * row_bytes, kept)
+        add_pairs(stages, out, theirs, kept, divisor=divisor)
+        all_indices.append(
+            stages.call("moe_ext::unpack_indices", theirs[1], kept.count, kept.numel)
+        )
         at = owner * row_bytes + kept.num_bytes
         all_loads.append(taken(stages, found, at, 8, torch.int64))
     own = stages.call("aten::narrow", residual, 0, start, length)
     stages.call("aten::add_.Tensor", own, rest)
-    for what, where in owed:
-        stages.call("aten::index_add_", residual, 0, where, what)
+    stages.call("aten::index_add_", residual, 0, indices, left)
+    for lost, sent in owed:
+        add_pairs(stages, residual, lost, sent)
     stages.results = [
         out.index,
         stages.call("aten::cat", all_loads, 0).index,
@@ -227,19 +227,24 @@ def _split(
     return stages
 
 
-def _packed(
-    stages: Stages,
-    values: Slot,
-    indices: Slot,
-    layout: PairLayout,
-    owed: list[tuple[Slot, Slot]],
-) -> list[tuple[Slot, int]]:
-    """Parts of a payload; what its codes lose is appended to `owed` with the indices."""
-    parts = pack_pairs(stages, values, indices, layout)
-    if layout.value_codec != "fp32":
-        sent, _ = unpack_pairs(stages, joined(stages, parts), 0, layout)
-        owed.append((stages.call("aten::sub.Tensor", values, sent), indices))
-    return parts
+def _to_owners(
+    stages: Stages, values: Slot, indices: Slot, loads: Slot, layout: SparseLayout
+) -> tuple[Slot, list[tuple[tuple[Slot, Slot], PairLayout]]]:
+    """A row of the pairs and the load of each region; what its codes lose, and where."""
+    slots = layout.slots
+    parts: list[tuple[Slot, int]] = []
+    given = []
+    for part in range(layout.world_size):
+        place = (0, part * slots.count, slots.count)
+        given.append(stages.call("aten::narrow", values, *place))
+        where = stages.call("aten::narrow", indices, *place)
+        parts += pack_pairs(stages, given[part], where, slots)
+        parts.append((stages.call("aten::narrow", loads, 0, part, 1), 8))
+    row, row_bytes = joined(stages, parts), slots.num_bytes + 16
+    if layout.value_codec == "fp32":
+        return row, []
+    lost = [_lost(stages, x, row, part * row_bytes, slots) for part, x in enumerate(given)]
+    return row, [(pair, slots) for pair in lost]
 
 
 def _region_sum(
@@ -251,10 +256,8 @@ def _region_sum(
     total = stages.call("aten::new_zeros", like, [length])
     load = stages.call("aten::new_zeros", like, [1], torch.int64)
     for source in range(layout.world_size):
-        theirs, indices = unpack_pairs(stages, found, source * row_bytes, slots)
-        local = stages.call("aten::sub.Scalar", indices, start)
-        local = stages.call("aten::clamp", local, 0, length - 1)
-        stages.call("aten::index_add_", total, 0, local, theirs)
+        theirs = unpack_pairs(stages, found, source * row_bytes, slots)
+        add_pairs(stages, total, theirs, slots, start=start)
         at = source * row_bytes + slots.num_bytes
         stages.call("aten::add_.Tensor", load, taken(stages, found, at, 8, torch.int64))
     return total, load

@@ -40,6 +40,12 @@ from moe_ext.ops.noisy_gating import (  # noqa: E402
     routing_uniform,
     squared_variation,
 )
+from moe_ext.ops.pairs import (  # noqa: E402
+    add_pairs_,
+    pack_indices,
+    packed_index_bytes,
+    unpack_indices,
+)
 from moe_ext.ops.permutation import Permutation, permute_tokens, unpermute_tokens  # noqa: E402
 from moe_ext.ops.quantize import (  # noqa: E402
     QuantizedBlocks,
@@ -79,6 +85,7 @@ __all__ = [
     "SparseGradient",
     "ThresholdGradient",
     "activation",
+    "add_pairs_",
     "attention_block",
     "attention_block_",
     "attention_block_backward",
@@ -103,6 +110,8 @@ __all__ = [
     "merge_attention_sinks",
     "noisy_topk_gate",
     "nonzero_blocks",
+    "pack_indices",
+    "packed_index_bytes",
     "permute_tokens",
     "quantize_blockwise",
     "router_logits",
@@ -118,5 +127,6 @@ __all__ = [
     "threshold_compress_",
     "topk_compress_",
     "topk_gate",
+    "unpack_indices",
     "unpermute_tokens",
 ]

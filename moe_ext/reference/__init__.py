@@ -29,6 +29,7 @@ from moe_ext.reference.noisy_gating import (
     routing_uniform,
     squared_variation,
 )
+from moe_ext.reference.pairs import add_pairs_, pack_indices, unpack_indices
 from moe_ext.reference.permutation import permute_tokens, unpermute_tokens
 from moe_ext.reference.quantize import (
     dequantize_add_,
@@ -46,6 +47,7 @@ from moe_ext.reference.topk import threshold_compress_, topk_compress_
 
 __all__ = [
     "activation",
+    "add_pairs_",
     "attention_block",
     "attention_delta",
     "balanced_assignment",
@@ -63,6 +65,7 @@ __all__ = [
     "merge_attention_sinks",
     "noisy_topk_gate",
     "nonzero_blocks",
+    "pack_indices",
     "permute_tokens",
     "quantize_blockwise",
     "router_logits",
@@ -78,5 +81,6 @@ __all__ = [
     "threshold_compress_",
     "topk_compress_",
     "topk_gate",
+    "unpack_indices",
     "unpermute_tokens",
 ]

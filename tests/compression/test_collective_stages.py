@@ -6,17 +6,25 @@ from collective_checks import of_rank, quantized_reference, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_ext import reference
 from moe_ext.compression import (
     SplitRegions,
     quantized_all_reduce_,
     shard_numel,
     sparse_all_reduce,
 )
-from moe_ext.compression.pairs import PairLayout, joined, pack_pairs, unpack_pairs
+from moe_ext.compression.pairs import (
+    PAIR_CODECS,
+    PairLayout,
+    add_pairs,
+    joined,
+    pack_pairs,
+    unpack_pairs,
+)
 from moe_ext.compression.quantized_stages import Plan, all_reduce_stages
 from moe_ext.compression.sparse_reduce import SparseLayout, _gathered, _split
 from moe_ext.compression.stages import Stages
-from moe_ext.ops import topk_compress_
+from moe_ext.ops import dequantize_blockwise, quantize_blockwise, topk_compress_
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -123,36 +131,67 @@ def test_pieces_draw_the_same_numbers(format):
         assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
+def decoded(values, codec, block=128):
+    """What the other end reads of values."""
+    if codec in ("fp32", "bf16"):
+        return values.to(torch.bfloat16 if codec == "bf16" else torch.float32).float()
+    codes, scales = quantize_blockwise(values, format=codec, block=block)
+    return dequantize_blockwise(codes, scales, len(values), format=codec, block=block)
+
+
+@pytest.mark.parametrize("codec", PAIR_CODECS)
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 255, 70_000])
 @pytest.mark.parametrize("numel", [70_000, 2**33])
-def test_pairs_come_back(count, numel):
+def test_pairs_come_back(count, numel, codec):
     generator = torch.Generator().manual_seed(count)
     indices = torch.randint(numel, (count,), generator=generator).sort().values
-    layout = PairLayout(count, numel)
+    values = torch.randn(count, generator=generator)
+    layout = PairLayout(count, numel, codec)
     stages = Stages(2)
     row = joined(stages, pack_pairs(stages, *stages.inputs(), layout))
     pair = unpack_pairs(stages, row, 0, layout)
     stages.results = [slot.index for slot in (row, *pair)]
-    payload, values, found = simulate([stages], [[torch.arange(count).float(), indices]])[0]
+    payload, found, packed = simulate([stages], [[values, indices]])[0]
     assert payload.numel() == layout.num_bytes
-    assert torch.equal(values, torch.arange(count).float())
-    if layout.num_runs or numel < 2**31:
-        assert torch.equal(found, indices)
+    assert torch.equal(found, decoded(values, codec))
+    assert torch.equal(packed, reference.pack_indices(indices, numel))
+
+
+@pytest.mark.parametrize("codec", PAIR_CODECS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+# Indices in runs, and whole ones.
+@pytest.mark.parametrize("numel", [3000, 900_000])
+def test_gathered_pairs_have_the_bits_of_index_add(size, numel, codec):
+    count, layout = 25, SparseLayout(25, numel, size, codec)
+    inputs, want = [], torch.zeros(numel)
+    owed, wanted = [], []
+    for rank in range(size):
+        values, indices = topk_compress_(of_rank(rank, numel), torch.zeros(numel), count)
+        # Unused slots, as a threshold leaves them.
+        values[-3:], indices[-3:] = 0, numel - 1
+        inputs.append([values, indices, torch.full((numel,), float("nan")), torch.zeros(numel)])
+        sent = decoded(values, codec)
+        want.index_add_(0, indices, sent / size)
+        wanted.append(torch.zeros(numel).index_add_(0, indices, values - sent))
+        owed.append(inputs[-1][3])
+    for (found,) in simulate([_gathered(layout, size, True)] * size, inputs):
+        assert torch.equal(found, want)
+    for found, lost in zip(owed, wanted, strict=True):
+        assert torch.equal(found, lost)
 
 
 @pytest.mark.parametrize("count", [3, 500])
 def test_a_foreign_payload_stays_in_range(count):
     layout = PairLayout(count, 70_001)
     generator = torch.Generator().manual_seed(0)
+    stages = Stages(2)
+    row, out = stages.inputs()
+    add_pairs(stages, out, unpack_pairs(stages, row, 0, layout), layout, start=100, divisor=3)
     for _ in range(50):
         row = torch.randint(256, (layout.num_bytes,), dtype=torch.uint8, generator=generator)
-        stages = Stages(1)
-        _, indices = unpack_pairs(stages, stages.inputs()[0], 0, layout)
-        stages.results = [indices.index]
-        (found,) = simulate([stages], [[row]])[0]
-        assert found.shape == (count,)
-        assert found.min() >= 0
-        assert found.max() < 70_001
+        room = torch.zeros(300)
+        simulate([stages], [[row, room[100:200]]])
+        assert not room[:100].any() and not room[200:].any() and bool(room[100:200].any())
 
 
 def test_bytes_of_a_split():

@@ -1,0 +1,117 @@
+"""Values and indices of a sparse gradient: indices as bytes of a known size, and their sum.
+
+Shape suffixes: K pairs.
+"""
+
+import torch
+from torch import Tensor
+
+_RUN = 65536
+
+
+def packed_index_bytes(count: int, numel: int) -> int:
+    """Bytes that `pack_indices` makes of `count` indices into `numel` elements."""
+    runs = (numel + _RUN - 1) // _RUN
+    in_runs = 2 * runs < count or numel > 2**31
+    return -(-(4 * runs + 2 * count if in_runs else 4 * count) // 16) * 16
+
+
+def pack_indices(indices_K: Tensor, numel: int) -> Tensor:
+    """Writes ascending indices as bytes whose number depends on K and numel alone.
+
+    The ends of the runs of 65536 elements (int32: how many indices lie below the end of each), then
+    offsets in the runs (uint16); or int32 indices, where these take no more and numel is at most
+    2^31. Little-endian, filled up with zeros to a multiple of 16 bytes. Without the header of
+    `encode_gradient`: both ends know K and numel.
+
+    Args:
+        indices_K (Tensor[K]): int64 in [0, numel), not descending, at most 2^31 - 1.
+        numel (int): elements of the tensor that they point into, at most 2^62.
+
+    Returns:
+        Tensor[packed_index_bytes(K, numel)]: uint8.
+
+    Raises:
+        RuntimeError: an argument has the wrong dtype, shape or value. On CUDA values are not looked
+            at.
+
+    Deterministic.
+    """
+    packed: Tensor = torch.ops.moe_ext.pack_indices(indices_K, numel)
+    return packed
+
+
+@torch.library.register_fake("moe_ext::pack_indices")
+def _(indices: Tensor, numel: int) -> Tensor:
+    return indices.new_empty((packed_index_bytes(indices.shape[0], numel),), dtype=torch.uint8)
+
+
+def unpack_indices(packed: Tensor, count: int, numel: int) -> Tensor:
+    """Reads what `pack_indices` wrote.
+
+    Args:
+        packed (Tensor): uint8, contiguous, from a multiple of 4 bytes on.
+        count (int): K.
+        numel (int): as it was packed.
+
+    Returns:
+        Tensor[K]: int64; in [0, numel) whatever the bytes say.
+
+    Raises:
+        RuntimeError: an argument has the wrong dtype or value, or the bytes another number.
+
+    Deterministic.
+    """
+    indices_K: Tensor = torch.ops.moe_ext.unpack_indices(packed, count, numel)
+    return indices_K
+
+
+@torch.library.register_fake("moe_ext::unpack_indices")
+def _(packed: Tensor, count: int, numel: int) -> Tensor:
+    return packed.new_empty((count,), dtype=torch.int64)
+
+
+def add_pairs_(
+    out: Tensor,
+    values_K: Tensor,
+    packed: Tensor,
+    numel: int,
+    *,
+    start: int = 0,
+    divisor: float = 1.0,
+) -> None:
+    r"""Adds the values of packed indices to a dense tensor.
+
+    .. math:: out_{i_k - start} \mathrel{+}= v_k / divisor
+
+    for all k whose value is not zero. An index outside of the part of the tensor that ``out`` is
+    counts as the nearest one in it, so that nothing is written elsewhere whatever the bytes say.
+
+    Args:
+        out (Tensor): float32, contiguous, of any shape; changed in place.
+        values_K (Tensor[K]): float32. Where indices repeat, one value at most is not zero.
+        packed (Tensor): uint8, contiguous, as `pack_indices` wrote it, from a multiple of 4 bytes
+            on.
+        numel (int): as it was packed.
+        start (int): index of the first element of ``out``, in [0, numel].
+        divisor (float): finite and not zero; rounded to float32.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype, shape or value; nothing has changed
+            then.
+
+    Deterministic; on CUDA, only where indices repeat as they may.
+    """
+    torch.ops.moe_ext.add_pairs_(out, values_K, packed, numel, start, divisor)
+
+
+@torch.library.register_fake("moe_ext::add_pairs_")
+def _(
+    out: Tensor,
+    values: Tensor,
+    packed: Tensor,
+    numel: int,
+    start: int = 0,
+    divisor: float = 1.0,
+) -> None:
+    return None
