@@ -23,11 +23,14 @@ class Checks(dict):
         """Those of a module, which begin with check_."""
         return cls({name: f for name, f in namespace.items() if name.startswith("check_")})
 
-    def assert_passed(self, num_ranks, name):
-        """Assert that a check passed on every one of so many ranks, which run all of them once."""
+    def assert_passed(self, num_ranks, name, **limits):
+        """Assert that a check passed on every one of so many ranks, which run all of them once.
+
+        The limits are those of `spawn_ranks`, the same for all checks.
+        """
         found = self.__dict__.setdefault("found", {})
         if num_ranks not in found:
-            found[num_ranks] = spawn_ranks(_run_on_rank, num_ranks, dict(self))
+            found[num_ranks] = spawn_ranks(_run_on_rank, num_ranks, dict(self), **limits)
         assert_passed(found[num_ranks], name)
 
 

@@ -5,12 +5,13 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from rank_checks import run_checks
+from rank_checks import assert_passed, run_checks
 
 from moe_ext import _runtime_library
 from moe_ext.compression import shard_numel
 from moe_ext.compression.stages import Slot, _operator
 from moe_ext.ops import dequantize_blockwise, quantize_blockwise
+from moe_ext.testing import spawn_ranks
 
 PATHS = {"python": "0", "compiled": "1"}
 
@@ -29,6 +30,14 @@ class ChecksOfSizes(dict):
     def cases(self):
         """Tuples (ranks, name) of all checks."""
         return [(count, name) for count, found in sorted(self.items()) for name in found]
+
+    def assert_passed(self, num_ranks, name, path):
+        """Assert that a check passed on every rank; one spawn for all of a size and a path."""
+        skip_unless_built(path)
+        found = self.__dict__.setdefault("found", {})
+        if (num_ranks, path) not in found:
+            found[num_ranks, path] = spawn_ranks(run_on_path, num_ranks, self[num_ranks], path)
+        assert_passed(found[num_ranks, path], name)
 
 
 def run_on_path(rank, functions, path):

@@ -12,12 +12,10 @@ from collective_checks import (
     assert_same_on_all_ranks,
     of_rank,
     quantized_reference,
-    run_on_path,
     skip_unless_built,
     total,
     whole_numbers,
 )
-from rank_checks import assert_passed
 
 from moe_ext.compression import (
     Reduction,
@@ -40,7 +38,6 @@ from moe_ext.ops import (
     threshold_compress_,
     topk_compress_,
 )
-from moe_ext.testing import spawn_ranks
 
 EPS = torch.finfo(torch.float32).eps
 FORMATS = ("int8", "int4", "fp8", "sign")
@@ -471,14 +468,7 @@ def both_paths_give_the_same_bits(rank, size):
         assert torch.equal(one, other)
 
 
-@functools.cache
-def outcomes(size, path):
-    """What every rank found; one spawn for all checks of a group size."""
-    return spawn_ranks(run_on_path, size, check[size], path)
-
-
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("size", "name"), check.cases())
 def test_over_ranks(size, name, path):
-    skip_unless_built(path)
-    assert_passed(outcomes(size, path), name)
+    check.assert_passed(size, name, path)

@@ -21,7 +21,7 @@ from hook_models import (
     summed,
     wrapped,
 )
-from rank_checks import Checks, assert_passed, run_checks
+from rank_checks import Checks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -378,18 +378,9 @@ def what_is_refused():
             CompressionState(node_size=size)
 
 
-def rank_all(rank):
-    return run_checks(CHECKS)
-
-
-@pytest.fixture(scope="module")
-def outcomes():
-    return spawn_ranks(rank_all, 4, timeout=150, group_timeout=20)
-
-
 @pytest.mark.parametrize("name", list(CHECKS))
-def test_nodes(outcomes, name):
-    assert_passed(outcomes, name)
+def test_nodes(name):
+    CHECKS.assert_passed(4, name, timeout=150, group_timeout=20)
 
 
 def rank_elastic(rank, states, node_size, codec):

@@ -14,10 +14,8 @@ from collective_checks import (
     assert_same_on_all_ranks,
     of_rank,
     quantized_reference,
-    run_on_path,
     skip_unless_built,
 )
-from rank_checks import assert_passed
 
 from moe_ext.compression import (
     quantized_all_gather,
@@ -137,16 +135,10 @@ def a_residual_in_must_be_elsewhere(rank, size):
             quantized_all_reduce_(x, **given)
 
 
-@functools.cache
-def outcomes(size, path):
-    return spawn_ranks(run_on_path, size, check[size], path)
-
-
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("size", "name"), check.cases())
 def test_over_ranks(size, name, path):
-    skip_unless_built(path)
-    assert_passed(outcomes(size, path), name)
+    check.assert_passed(size, name, path)
 
 
 def dying(rank, path, async_op):
