@@ -187,11 +187,14 @@ def _split(
     found = stages.all_to_all(row, size * (slots.num_bytes + 16))
 
     start, length = bounds[rank], bounds[rank + 1] - bounds[rank]
+    stages.call("aten::zero_", out)
     total, load = _region_sum(stages, found, values, layout, start, length)
-    rest = stages.call("aten::zeros_like", total)
+    rest = stages.scratch(values, 4 * length, torch.float32)
+    # Nothing is owed of the sum: the result, which is zero so far, stands for that.
+    nothing = stages.call("aten::narrow", out, 0, start, length)
     count = min(kept.count, length)
     kept_values, kept_indices = stages.call_many(
-        "moe_ext::topk_compress_", 2, total, rest, count, 0, None, 0.0, 1.0, False
+        "moe_ext::topk_compress_", 2, total, rest, count, 0, None, 0.0, 1.0, False, nothing
     )
     kept_indices = stages.call("aten::add.Scalar", kept_indices, start)
     if count < kept.count:
@@ -204,7 +207,6 @@ def _split(
         owed.append((_lost(stages, kept_values, row, 0, kept), kept))
     found = stages.all_gather(row, size * row_bytes)
 
-    stages.call("aten::zero_", out)
     all_indices, all_loads = [], []
     for owner in range(size):
         theirs = unpack_pairs(stages, found, owner * row_bytes, kept)
@@ -253,7 +255,8 @@ def _region_sum(
     """Sum [length] of what all ranks sent for one region, in rank order, and their pairs [1]."""
     slots = layout.slots
     row_bytes = slots.num_bytes + 16
-    total = stages.call("aten::new_zeros", like, [length])
+    total = stages.scratch(like, 4 * length, torch.float32)
+    stages.call("aten::zero_", total)
     load = stages.call("aten::new_zeros", like, [1], torch.int64)
     for source in range(layout.world_size):
         theirs = unpack_pairs(stages, found, source * row_bytes, slots)
