@@ -79,7 +79,7 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cpu(
     if (residual && !residual_in && check_finite && run(loops.largest) >= kInfinityKey<float>) {
       refuse(args);
     }
-    if (run(loops.quantize[static_cast<int64_t>(format)]) >= kInfinityKey<float>) {
+    if (run(loops.quantize[static_cast<int64_t>(format)]) >= kInfinityKey<float> && check_finite) {
       refuse(args);
     }
   });

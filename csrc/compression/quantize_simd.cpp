@@ -149,6 +149,18 @@ MOE_INLINE void pack(uint8_t* __restrict out, const int8_t* __restrict codes, in
   }
 }
 
+// A block in which something is not finite comes back as NaN, and the residual keeps all of it: no other block is
+// touched by it.
+template <typename T, Format kFormat>
+__attribute__((noinline)) void refuse_block(const QuantizeArgs<T>& args, int64_t block, const float* a, int64_t n) {
+  const int64_t first = block * args.block;
+  args.scales[block] = bit_cast<float>(0x7FC00000u);
+  __builtin_memset(args.codes + first / elements_per_byte(kFormat), 0, (n - 1) / elements_per_byte(kFormat) + 1);
+  if (args.residual != nullptr) {
+    __builtin_memcpy(args.residual + first, a, n * sizeof(float));
+  }
+}
+
 // A whole block that nothing is added to is read where it is.
 template <typename T>
 MOE_INLINE bool read_in_place(const QuantizeArgs<T>& args, int64_t block) {
@@ -196,8 +208,12 @@ uint32_t quantize(const QuantizeArgs<T>& args, int64_t begin, int64_t end) {
       if (args.rng.state == nullptr && read_in_place(args, block)) {
         const float* x = args.x + block * args.block;
         const uint32_t key = largest_of(x, args.block);
-        const Scaling s = scaling_of(bit_cast<float>(key), largest_code(kFormat));
         most = key > most ? key : most;
+        if (key >= kInfinityKey<float>) {
+          refuse_block<T, kFormat>(args, block, x, args.block);
+          continue;
+        }
+        const Scaling s = scaling_of(bit_cast<float>(key), largest_code(kFormat));
         encode<kFormat, false>(x, words, s, args.block, reinterpret_cast<int8_t*>(out));
         args.scales[block] = s.scale;
         continue;
@@ -206,6 +222,10 @@ uint32_t quantize(const QuantizeArgs<T>& args, int64_t begin, int64_t end) {
 #endif
     const auto [n, padded, key] = load_block(args, block, a);
     most = key > most ? key : most;
+    if (key >= kInfinityKey<float>) {
+      refuse_block<T, kFormat>(args, block, a, n);
+      continue;
+    }
     const Scaling s = scaling_of(bit_cast<float>(key), largest_code(kFormat));
     if (args.rng.state != nullptr) {
       draw(words, args.rng, args.offset + block * args.block, n);
@@ -234,7 +254,7 @@ uint32_t quantize_signs(const QuantizeArgs<T>& args, int64_t begin, int64_t end)
         float sum;
         const uint32_t key =
             signs_of(args.x + block * args.block, args.block, args.codes + block * args.block / 8, &sum);
-        if (sign_factor(key) == 1) {
+        if (key < kInfinityKey<float> && sign_factor(key) == 1) {
           most = key > most ? key : most;
           args.scales[block] = sign_scale(sum, args.block, 1);
           continue;
@@ -244,6 +264,10 @@ uint32_t quantize_signs(const QuantizeArgs<T>& args, int64_t begin, int64_t end)
 #endif
     const auto [n, padded, key] = load_block(args, block, a);
     most = key > most ? key : most;
+    if (key >= kInfinityKey<float>) {
+      refuse_block<T, Format::kSign>(args, block, a, n);
+      continue;
+    }
     const float factor = sign_factor(key);
     const float scale = sign_scale(magnitude_sum(a, padded, factor), n, factor);
     args.scales[block] = scale;

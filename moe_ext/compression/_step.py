@@ -27,7 +27,7 @@ from moe_ext.compression._look import (
 )
 from moe_ext.compression._status import Finding, Told, exchange
 from moe_ext.compression._work import Underway, Work
-from moe_ext.compression.codecs import BlockSparse, Codec, Dense, Unsent
+from moe_ext.compression.codecs import BlockSparse, Codec, Dense, OneBit, Quantize, Unsent
 from moe_ext.compression.exact_reduce import row_sparse_all_reduce
 from moe_ext.compression.named_codecs import unsent
 from moe_ext.compression.reduction import Reduction
@@ -470,7 +470,8 @@ def _looks(codec: Codec, layout: Layout) -> bool:
     A dense sum over a node may hold the NaN of another rank, which names it.
     """
     plain = layout.levels is None and codec in (Dense(), Dense("bf16"))
-    return plain or isinstance(codec, TopK | Threshold)
+    coded = isinstance(codec, OneBit) or (isinstance(codec, Quantize) and codec.feedback)
+    return plain or coded or isinstance(codec, TopK | Threshold)
 
 
 def _note_bad(work: Work, part: Part, grad_N: Tensor) -> None:

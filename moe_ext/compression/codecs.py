@@ -32,8 +32,9 @@ from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import group_rank, group_size
 from moe_ext.distributed.traffic import record_traffic
 
-# Called before anything is sent with what holds NaN or infinity, or may hold it: the gradient, with
-# what was owed in it. On CPU, by codecs that look in their own pass over the gradient.
+# Called with what holds NaN or infinity, or may hold it: the gradient, with what was owed in it. On
+# CPU, by codecs that look in their own pass over the gradient: by quantisers at the end, when all
+# ranks have got NaN, by others before anything is sent.
 OnNonfinite = Callable[[Tensor], None]
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -281,22 +282,25 @@ class Quantize(WithMemory):
         group: ProcessGroup | None = None,
         average: bool = True,
         step: int = 0,
+        on_nonfinite: OnNonfinite | None = None,
     ) -> Reduction:
-        """See `Codec`."""
+        """See `Codec` and `OnNonfinite`, which only has a chance with feedback."""
         group = resolve(group, "Quantize")
         size, rank = group_size(group), group_rank(group)
         if not self.feedback:
             memory.take_owed(grad_N)
         rng_state = memory.rng_state(step, rank) if self.stochastic else None
         # What is kept is only read, so that nothing has to be restored.
+        states = self._states(memory, size, rank)._replace(rng_state=rng_state)
         return start_all_reduce(
             grad_N,
-            self._states(memory, size, rank)._replace(rng_state=rng_state),
+            states,
             self.format,
             self.block,
             group,
             average,
             restores=False,
+            on_nonfinite=on_nonfinite,
         )
 
     def _states(self, memory: CodecMemory, size: int, rank: int) -> States:
@@ -367,9 +371,12 @@ class OneBit(WithMemory):
         group: ProcessGroup | None = None,
         average: bool = True,
         step: int = 0,
+        on_nonfinite: OnNonfinite | None = None,
     ) -> Reduction:
-        """See `Codec`."""
-        return self._quantize().start(grad_N, memory, group=group, average=average, step=step)
+        """See `Codec` and `OnNonfinite`."""
+        return self._quantize().start(
+            grad_N, memory, group=group, average=average, step=step, on_nonfinite=on_nonfinite
+        )
 
     def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
         """See `Codec`."""

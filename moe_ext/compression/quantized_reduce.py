@@ -5,6 +5,8 @@ Shapes: N elements, P ranks, M elements of a shard.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -160,7 +162,8 @@ def quantized_all_reduce_(
         group: the ranks; None is the default group.
         average (bool): divide by P.
         validate (bool): compare the arguments of all ranks first, and look for NaN and infinity.
-            False is for layouts that were agreed on, and numbers that were checked.
+            False is for layouts that were agreed on, and numbers that were checked: a block that
+            holds NaN or infinity comes back as NaN on all ranks, and so do the residuals.
         async_op (bool): return a `Reduction` at once. Nothing may touch the tensors before its end.
 
     Returns:
@@ -209,11 +212,17 @@ def start_all_reduce(
     *,
     async_op: bool = True,
     restores: bool = True,
+    on_nonfinite: Callable[[Tensor], None] | None = None,
 ) -> Reduction:
     """`quantized_all_reduce_` without its checks.
 
-    Args as there, but `restores`: whether an error leaves x and the residuals as they were. Without
-    it x is overwritten while some of it is still on its way, and no residual is copied.
+    Args as there, but
+
+        restores: whether an error leaves x and the residuals as they were. Without it x is
+            overwritten while some of it is still on its way, and no residual is copied.
+        on_nonfinite: called at the end with what holds NaN or infinity: x plus the residual, or
+            numbers like it where only a sum over ranks does. Needs both residuals, and a CPU. None
+            does not look.
     """
     size, numel, given = group_size(group), x.numel(), states.given()
     if size == 1 or numel == 0:
@@ -221,19 +230,39 @@ def start_all_reduce(
             if name in given and size == 1:
                 x.view(-1).add_(given.get(f"{name}_in", given[name])[:numel])
                 given[name].zero_()
+        if on_nonfinite is not None and non_finite(x):
+            on_nonfinite(x)
         return Reduction.done(x)
     shard = shard_numel(numel, size, block)
     plan = _plan_of(x, numel, shard, group, format, block, average, given, restores=restores)
+    plan = replace(plan, looks=on_nonfinite is not None)
     inputs = [x.detach().view(-1), *given.values()]
+
+    def finish(found: list[Tensor]) -> Tensor:
+        if on_nonfinite is not None and not bool(torch.isfinite(found[1]).all()):
+            _find_nonfinite(states, on_nonfinite)
+        return x
+
     found = run(
         all_reduce_stages(plan),
         inputs,
         group,
         "quantized_all_reduce_",
-        finish=lambda _: x,
+        finish=finish,
         async_op=async_op,
     )
     return found if isinstance(found, Reduction) else Reduction.done(found)
+
+
+def _find_nonfinite(states: States, on_nonfinite: Callable[[Tensor], None]) -> None:
+    """Tell what new residuals keep that is not finite, if anything is: sums of scales overflow."""
+    owed, of_sum = states.residual, states.server_residual
+    assert owed is not None and of_sum is not None
+    if non_finite(owed):
+        on_nonfinite(owed)
+    elif bool(of_sum.isinf().any()):
+        # Finite numbers add up to infinity at most; NaN has come from a rank that tells of it.
+        on_nonfinite(torch.full_like(owed, torch.inf))
 
 
 def _plan_of(

@@ -45,6 +45,8 @@ class Plan:
         divisor: of the result.
         given: names of the states that are among the inputs, in their order.
         restores: whether an error leaves all tensors as they were.
+        looks: whether sums of the scales are a second result; one that is not finite may tell of
+            NaN or infinity.
     """
 
     numel: int
@@ -58,6 +60,7 @@ class Plan:
     divisor: int = 1
     given: tuple[str, ...] = ()
     restores: bool = True
+    looks: bool = False
 
     def pieces(self) -> list[tuple[int, int]]:
         """First element of each piece of a shard, and elements."""
@@ -97,6 +100,7 @@ class _Builder:
         self.tensors = inputs[:num_tensors]
         self.states = dict(zip(plan.given, inputs[num_tensors:], strict=True))
         self.rng_states = self._rng_slots()
+        self.sums_of_scales: list[Slot] = []
 
     def _rng_slots(self) -> list[Slot | None]:
         """A stream of random numbers for each shard, and one for the second rounding."""
@@ -152,6 +156,8 @@ class _Builder:
             2,
             *(x, plan.format, plan.block, residual, rng_state, False, residual_in, first),
         )
+        if plan.looks:
+            self.sums_of_scales.append(self.stages.call("aten::sum", scales))
         parts: list[tuple[Slot, int]] = []
         for part, here, wanted in (
             (codes, code_bytes(length, plan.format), code_bytes(room, plan.format)),
@@ -229,7 +235,10 @@ class _Builder:
 
 @functools.lru_cache(256)
 def all_reduce_stages(plan: Plan) -> Stages:
-    """Of x[N] in place; states "residual", "server_residual", both also with "_in", "rng_state"."""
+    """Of x[N] in place; states "residual", "server_residual", both also with "_in", "rng_state".
+
+    What is not finite, here or in the sum, reaches all ranks as blocks of NaN.
+    """
     builder = _Builder(plan, 1)
     stages, (x,) = builder.stages, builder.tensors
     arriving = builder.scatter(x)
@@ -249,6 +258,8 @@ def all_reduce_stages(plan: Plan) -> Stages:
     for row, (first, room) in zip(gathered, plan.pieces(), strict=True):
         builder.spread(x, row, first, room)
     stages.results = [x.index]
+    if plan.looks:
+        stages.results.append(stages.call("aten::stack", builder.sums_of_scales).index)
     return stages
 
 

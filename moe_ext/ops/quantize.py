@@ -65,8 +65,8 @@ def quantize_blockwise(
             so that the expectation is exact (Philox, stream 5, column = element, see
             `routing_uniform`); None rounds to the nearest, ties to even.
         check_finite (bool): look for NaN and infinity before a residual is changed in place, which
-            reads everything once more. False is for gradients that have just been checked: the
-            error then comes too late for the residual.
+            reads everything once more. Without it a block that holds one is not refused: on a CPU
+            it comes back as NaN, and the residual keeps all of its :math:`a`.
         residual_in (Tensor[N]): e is read here, and not changed; ``residual``, in memory of its
             own, is only written, whatever was in it. The check is then part of the pass, and
             whoever may have to take a step back need not copy the residual first.
@@ -78,9 +78,10 @@ def quantize_blockwise(
 
     Raises:
         ValueError: an unknown number of bits.
-        RuntimeError: an argument has the wrong device, dtype, shape or value; an element of
-            :math:`a` is NaN or infinite (the message names the first). What e was read from has not
-            changed then; ``residual`` beside a ``residual_in`` may hold anything.
+        RuntimeError: an argument has the wrong device, dtype, shape or value; with
+            ``check_finite``, an element of :math:`a` is NaN or infinite (the message names the
+            first). What e was read from has not changed then; ``residual`` beside a
+            ``residual_in`` may hold anything.
 
     Deterministic, with the same bits for any number of threads and every instruction set.
 

@@ -20,7 +20,7 @@ from hook_models import (
 from rank_checks import Checks
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_ext.compression import CompressionState, Threshold, TopK, compress_hook
+from moe_ext.compression import CompressionState, Threshold, TopK, _step, compress_hook
 from moe_ext.distributed import RankFailureError
 from moe_ext.testing import spawn_ranks
 
@@ -80,6 +80,29 @@ def check_nan_on_one_rank_is_named_everywhere():
             got, want = gradients_of(parallel, 3), gradients_of(twin, 3)
             assert all(torch.equal(got[name], want[name]) for name in want)
             assert_same_bits(state_bits(state), state_bits(same))
+
+
+def check_quantisers_look_in_their_own_pass():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_step, "norms_of", lambda pieces: pytest.fail("a pass of its own"))
+        for codec in ("int8", "onebit"):
+            parallel, _ = wrapped(codec=codec)
+            gradients_of(parallel, 0)
+            gradients_of(parallel, 1)
+
+
+def check_a_sum_that_overflows_is_refused_everywhere():
+    """The gradients are finite on every rank, and so is what they owe."""
+    for codec in ("int8", "int4", "fp8"):
+        parallel, state = wrapped(codec=codec)
+        gradients_of(parallel, 0)
+        before = state_bits(state)
+        parallel.zero_grad()
+        handle = parallel.module.hidden.weight.register_hook(lambda g: torch.full_like(g, 3e38))
+        with pytest.raises(ValueError, match="be finite, got NaN or infinity in"):
+            loss_of(parallel, batch(1)).backward()
+        handle.remove()
+        assert_same_bits(state_bits(state), before)
 
 
 def check_large_gradients_are_finite():

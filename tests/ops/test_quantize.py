@@ -194,12 +194,34 @@ def test_refuses_what_is_not_finite_and_changes_nothing(isa, bad, format):
         with pytest.raises(RuntimeError, match=rf"residual to be finite.* at element {where}$"):
             ops.quantize_blockwise(x, format=format, residual=residual)
         assert torch.equal(residual, before)
-        with pytest.raises(RuntimeError, match="residual to be finite"):
-            ops.quantize_blockwise(x, format=format, residual=residual, check_finite=False)
         old = before.clone()
         with pytest.raises(RuntimeError, match=rf"residual to be finite.* at element {where}$"):
             ops.quantize_blockwise(x, format=format, residual=residual, residual_in=old)
         assert torch.equal(old, before)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("owed", [None, "in place", "elsewhere"])
+def test_a_block_that_is_not_finite_comes_back_as_nan_unchecked(isa, owed, bad, format):
+    kwargs = {"format": format, "check_finite": False}
+    for where in (0, 299):
+        x, residual = torch.randn(300), torch.randn(300) if owed else None
+        old = None if residual is None else residual.clone()
+        good = ops.quantize_blockwise(x, residual=None if old is None else old.clone(), **kwargs)
+        want = ops.dequantize_blockwise(*good, 300, format=format)
+        begin, end = where // 128 * 128, min(where // 128 * 128 + 128, 300)
+        want[begin:end] = float("nan")
+        x[where] = bad
+        out = ops.quantize_blockwise(
+            x, residual=residual, residual_in=old if owed == "elsewhere" else None, **kwargs
+        )
+        found = ops.dequantize_blockwise(*out, 300, format=format)
+        assert torch.allclose(found, want, rtol=0, atol=0, equal_nan=True)
+        if old is not None:
+            kept = (old + x)[begin:end]
+            assert torch.allclose(residual[begin:end], kept, rtol=0, atol=0, equal_nan=True)
+            assert residual.isfinite().sum() == 299
 
 
 @pytest.mark.parametrize("format", FORMATS)
