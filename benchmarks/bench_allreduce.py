@@ -19,11 +19,11 @@ NUM_RANKS = (2, 4)
 LINKS: dict[str, tuple[float | None, int]] = {
     "200 Mbit/s": (200e6, 6),
     "1 Gbit/s": (1e9, 8),
-    "10 Gbit/s": (10e9, 9),
-    "unthrottled": (None, 9),
+    "10 Gbit/s": (10e9, 21),
+    "unthrottled": (None, 41),
 }
 # Until `auto` has measured what it chooses between.
-SETTLING_TURNS = 12
+SETTLING_TURNS = 24
 # Their first steps are dense.
 LATE = (AUTO, AUTO_TOPK, POWERSGD)
 
@@ -137,7 +137,7 @@ def note(copies: dict[int, Copies]) -> str:
         f"and `index_add_`; top-k is {100 * DENSITY:g} %, PowerSGD of rank {RANK}. `ours, auto` "
         "chooses from dense, bf16, int8 and int4, the other one from dense, bf16, int8 and top-k; "
         "*took* is the choice. Ours are measured as the hook that DistributedDataParallel calls, "
-        "with its look for NaN and its message of status. Ranks that "
+        "with its look for NaN and its message of status, where a step needs one. Ranks that "
         "share a machine share its memory: a copy of the bucket takes "
         f"{shared}. "
         "Speed is one side only: what training loses by it is in the table of convergence."

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Elements that stay in a core's cache from one operator to the next.
-_CHUNK = 2**18
 # Elements in which one that is not zero is looked for first.
 _HEAD = 2**10
 
@@ -102,22 +100,16 @@ def _is_zero(piece_N: Tensor) -> bool:
 
 
 def scaled(x_N: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """A vector in some dtype, times a factor, and whether all of it is finite there; on CPU.
+    """A vector times a factor, in some dtype, and whether all of it was finite; on CPU.
 
-    In place where it has that dtype; in the one pass by which a GradScaler unscales.
+    The vector is scaled in place, in the one pass by which a GradScaler unscales.
     """
     if x_N.dtype == torch.float64:
         # The pass takes a factor of float32.
         x_N, factor = x_N.mul_(factor), 1.0
-    out_N = x_N if x_N.dtype == dtype else torch.empty_like(x_N, dtype=dtype)
     found, scale = torch.zeros(1), torch.tensor([factor], dtype=torch.float32)
-    if out_N is x_N:
-        torch._amp_foreach_non_finite_check_and_unscale_([out_N], found, scale)
-    else:
-        for chunk, out in zip(x_N.split(_CHUNK), out_N.split(_CHUNK), strict=True):
-            out.copy_(chunk)
-            torch._amp_foreach_non_finite_check_and_unscale_([out], found, scale)
-    return out_N, not bool(found)
+    torch._amp_foreach_non_finite_check_and_unscale_([x_N], found, scale)
+    return x_N.to(dtype), not bool(found)
 
 
 def not_finite(pieces: Sequence[Tensor]) -> list[int]:

@@ -19,6 +19,9 @@ class ChoosesCodecs(Protocol):
     def choose(self, numel: int, codecs: Sequence[Any], *, bucket: Any, current: Any = None) -> Any:
         """One of the codecs, the same on every rank."""
 
+    def is_timed(self, bucket: Any) -> bool:
+        """Whether the time of the chosen reduction is wanted, the same on every rank."""
+
     def observe(self, bucket: Any, codec: Any, seconds: float) -> None:
         """Takes in what a reduction took here."""
 

@@ -36,6 +36,7 @@ from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import group_size
 
 if TYPE_CHECKING:
+    from moe_ext.compression._protocols import ChoosesCodecs
     from moe_ext.compression.state import CompressionState
 
 # Above this share of the blocks, the sum over ranks, all of them are sent for a while.
@@ -149,6 +150,8 @@ class Step:
         if prepared:
             grad = self._prepared(work, part, grad.float()) if looked else grad.float()
         underway = Underway(part, codec, prepared=prepared, chooser=chooser)
+        underway.is_timed = chooser is not None and chooser.is_timed(part.label)
+        underway.shows_bad = looks and isinstance(codec, Dense)
         if work.layout.levels is not None:
             grad = self._sum_in_node(work, underway, grad)
         if isinstance(codec, BlockSparse) and group_size(group) > 1:
@@ -160,8 +163,8 @@ class Step:
         underway.reduction = codec.start(
             grad, part.memory, group=group, average=state.average, step=state.step, **more
         )
-        if chooser is not None:
-            _note_end(underway)
+        if underway.is_timed:
+            underway.note_end()
         return underway
 
     def _look_first(self, work: Work, part: Part, codec: Codec, grad: Tensor) -> None:
@@ -252,7 +255,7 @@ class Step:
         state = self.state
         try:
             results = self._results()
-            finding = self._share()
+            finding = self._agree()
             state.was_finite = not finding.bad
             if finding.bad and state.nonfinite == "raise":
                 raise ValueError(_describe(finding.bad, self.operation))
@@ -317,6 +320,16 @@ class Step:
         target = underway.part.take(work.flat_N)
         work.layout.levels.share(target, sent * underway.scale)
         return target
+
+    def _agree(self) -> Finding:
+        """What the ranks tell each other, without a message where the sums have told all of it.
+
+        Every rank sees the same there: NaN plus anything is NaN.
+        """
+        is_silent = not self._held_by and all(work.is_silent for work in self.works)
+        if is_silent and not any(underway.shows_nan() for underway in self._parts()):
+            return Finding()
+        return self._share()
 
     def _share(self, *, failed: bool = False) -> Finding:
         """One small message: what is finite, used, owed and how long things took."""
@@ -442,20 +455,20 @@ class Step:
 
     def _learn(self, finding: Finding) -> None:
         """Adapt to how full the blocks were and how long things took."""
-        timed: dict[int, list[float]] = {}
+        timed: dict[int, tuple[ChoosesCodecs, list[float]]] = {}
         for underway in self._parts():
             part, codec = underway.part, underway.codec
-            full = part.exact and finding.filled[part.names[0]] > _MOSTLY_FULL
-            if full and isinstance(codec, BlockSparse):
-                part.dense_until = self.state.step + _DENSE_STEPS
-            if underway.chooser is not None:
-                codec = Dense() if isinstance(codec, BlockSparse) else codec
+            if isinstance(codec, BlockSparse):
+                if part.exact and finding.filled[part.names[0]] > _MOSTLY_FULL:
+                    part.dense_until = self.state.step + _DENSE_STEPS
+                codec = Dense()
+            if underway.is_timed:
+                assert underway.chooser is not None
                 underway.chooser.observe(part.label, codec, underway.seconds)
-                agreed = timed.setdefault(id(underway.chooser), [])
+                _, agreed = timed.setdefault(id(underway.chooser), (underway.chooser, []))
                 agreed.append(finding.seconds[part.names[0]])
-        for chooser in {id(u.chooser): u.chooser for u in self._parts()}.values():
-            if chooser is not None:
-                chooser.settle(timed[id(chooser)])
+        for chooser, agreed in timed.values():
+            chooser.settle(agreed)
 
 
 def _added(work: Work, part: Part) -> list[Tensor] | None:
@@ -480,16 +493,6 @@ def _note_bad(work: Work, part: Part, grad_N: Tensor) -> None:
     pieces = part.memory.pieces(grad_N) if part.memory.window is None else [grad_N]
     for i in not_finite(pieces):
         work.norms[part.indices[i] if len(pieces) > 1 else list(part.indices)] = math.inf
-
-
-def _note_end(underway: Underway) -> None:
-    """Remember when a reduction has ended, which may be long before anyone waits for it."""
-
-    def note(_: object) -> None:
-        underway.ended = time.perf_counter()
-
-    assert underway.reduction is not None
-    underway.reduction.get_future().then(note)
 
 
 def _describe(bad: list[tuple[int, str]], operation: str) -> str:

@@ -5,6 +5,7 @@ Shape suffixes: N elements of a flat gradient, B blocks that are not zero.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -87,21 +88,22 @@ def dense_reduction(
     dtype: str = "fp32",
     on_nonfinite: OnNonfinite | None = None,
 ) -> Reduction:
-    """All-reduce; a mean is scaled first, as DDP does.
+    """All-reduce; a mean is scaled first, as DDP does. The result is in `x_N`.
 
     Args:
         x_N: overwritten.
         group: the ranks.
         average: the mean, or the sum.
         dtype: as of `Dense`.
-        on_nonfinite: see `OnNonfinite`; None does not look.
+        on_nonfinite: see `OnNonfinite`; the first element of the result is NaN on every rank then.
+            None does not look.
     """
     operation = f"all-reduce in {dtype}"
     group = resolve(group, operation)
-    size, given = group_size(group), x_N.dtype
-    sent = _DTYPES[dtype] or given
+    size, given_N = group_size(group), x_N
+    sent = _DTYPES[dtype] or x_N.dtype
     # Half precision may hold all numbers, and not their sum: that travels as a mean.
-    back = size if sent == torch.float16 and given != sent and not average else 1
+    back = size if sent == torch.float16 and x_N.dtype != sent and not average else 1
     factor = 1.0 / size if average or back > 1 else 1.0
     if on_nonfinite is None:
         x_N = x_N.to(sent)
@@ -111,15 +113,19 @@ def dense_reduction(
         x_N, finite = scaled(x_N, factor, sent)
         if not finite:
             on_nonfinite(x_N)
+            # So that every rank finds it without a search.
+            x_N[0] = math.nan
     if size == 1 or x_N.numel() == 0:
-        return Reduction.done(x_N)
+        return Reduction.done(given_N.copy_(x_N) if given_N.dtype != sent else given_N)
     record_traffic("all_reduce", 2 * (size - 1) * x_N.nbytes // size)
     with naming_failed_ranks(group, operation):
         work = dist.all_reduce(x_N, group=group, async_op=True)
     assert work is not None
 
     def finish(found: list[Tensor]) -> Tensor:
-        return found[0] if back == 1 else found[0].to(given).mul_(back)
+        if given_N.dtype != sent:
+            given_N.copy_(found[0])
+        return given_N if back == 1 else given_N.mul_(back)
 
     return Reduction(work.get_future(), finish, group, operation)
 

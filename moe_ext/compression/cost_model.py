@@ -10,6 +10,7 @@ device. Compression pays where it saves more on the wire than it computes, which
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Hashable, Sequence
@@ -29,19 +30,25 @@ from moe_ext.distributed.groups import check_group, world_size
 
 # A bucket of fewer bytes in float32 is sent as it is: all it costs is latency.
 SMALL_BUCKET_BYTES = 64 * 1024
-# Another codec must be this much better than the one in use.
+# Another codec must be this much better than the one in use, which at first is dense and exact.
 HYSTERESIS = 0.10
 # How far behind plain all-reduce a codec may be measured before it is given up.
 ALLOWED_BEHIND = 0.05
+# What rounding must save of the time, once it is in use: less may be noise, and costs accuracy.
+LEAST_SAVING = 0.03
 # Below these shares of what plain all-reduce is taken to need, nobody asks what it really needs: in
 # the first place, and again.
 CLEAR_SHARE, CLEAR_SHARE_AGAIN = 0.2, 0.5
-# Turns that a comparison with plain all-reduce takes: the first of them warms up, and of three one
-# may be disturbed. To repeat it takes one turn, since the others are still known.
-TRIAL_TURNS = 4
-# Turns after which one that may have changed is made again.
-STALE_TURNS = 256
+# Turns that a comparison with plain all-reduce takes: the first of them warms up, and of five two
+# may be disturbed.
+TRIAL_TURNS = 6
 REMEMBERED = 5
+# What has been compared is measured for one turn again when that many have passed, or more: so many
+# that what it takes longer is this share of the time.
+LEAST_INTERVAL, TRIAL_SHARE = 16, 0.005
+# A plain codec that is known well is timed now and then: when its time is not asked for, ranks need
+# no message to agree on it.
+TIMED_EVERY = 16
 # A shorter time is that of a clock that was not read, not that of a message.
 LEAST_SECONDS = 1e-6
 TRIAL = "measured, to compare with"
@@ -255,8 +262,9 @@ class CostModel:
 
         P = 1 and buckets below 64 KiB stay dense, and so does what would send more bytes than the
         dense bucket. Otherwise the least estimate wins, where it is 10 % below that of the codec in
-        use. Where the choice is not clear, plain all-reduce is measured for a turn or two, now and
-        then again; and a codec that was measured to be more than 5 % behind it is given up at once.
+        use, which at first is the exact one. Where the choice is not clear, plain all-reduce is
+        measured for six turns, and now and then again. A codec that is found to be more than 5 %
+        behind it is given up at once, and so is one that rounds to save less than 3 % of the time.
 
         Args:
             numel: elements of the bucket.
@@ -289,10 +297,13 @@ class CostModel:
         if chosen is None:
             self.probe()
             self.prepare(state.codecs)
-            chosen, state.reason = self._least(bucket, state, plain)
-        state.chosen = chosen
-        if state.reason != TRIAL:
+            seconds = self._candidates(bucket, state, plain)
+            chosen, state.reason = self._least(state, plain, seconds)
             state.current = chosen  # what a trial interrupts goes on after it
+            trial = self._trial(state, plain, seconds, chosen)
+            if trial is not None:
+                chosen, state.reason = trial, TRIAL
+        state.chosen = chosen
         return chosen
 
     def _rule(self, numel: int, plain: Codec) -> tuple[Codec | None, str]:
@@ -302,27 +313,36 @@ class CostModel:
             return plain, "below 64 KiB"
         return None, ""
 
-    def _least(self, bucket: Hashable, state: BucketState, plain: list[Codec]) -> tuple[Codec, str]:
-        """The least estimate, but for trials and for the codec in use."""
+    def _candidates(
+        self, bucket: Hashable, state: BucketState, plain: list[Codec]
+    ) -> dict[Codec, float]:
+        """Seconds of what sends no more than the dense bucket."""
         dense = max(codec.sent_bytes(state.numel, self.num_ranks) for codec in plain)
-        seconds = {
+        return {
             codec: self.estimate(codec, bucket)
             for codec in state.codecs
             if is_plain(codec) or codec.sent_bytes(state.numel, self.num_ranks) < dense
         }
+
+    def _least(
+        self, state: BucketState, plain: list[Codec], seconds: dict[Codec, float]
+    ) -> tuple[Codec, str]:
+        """The least estimate, unless what is in use is as good."""
         best = min(seconds, key=lambda codec: seconds[codec])
         baseline = min(plain, key=lambda codec: seconds[codec])
-        trial = self._trial(state, plain, seconds, best)
-        if trial is not None:
-            return trial, TRIAL
-        current = state.current
-        if best == current or current not in seconds:
+        exact = next((codec for codec in plain if not codec.lossy), plain[0])
+        current = state.current if state.current in seconds else exact
+        assert current is not None
+        saves = seconds[current] <= (1 - LEAST_SAVING) * seconds[exact]
+        hardly = current.lossy and not exact.lossy and not saves
+        if best == current and not hardly:
             return best, self._why(best, baseline, seconds)
-        behind = seconds[current] > (1 + ALLOWED_BEHIND) * seconds[baseline]
-        if behind:
-            return best, f"{current.name} was behind {baseline.name}"
         if seconds[best] < (1 - HYSTERESIS) * seconds[current]:
             return best, self._why(best, baseline, seconds)
+        if hardly:
+            return exact, f"exact, and {current.name} is hardly faster"
+        if seconds[current] > (1 + ALLOWED_BEHIND) * seconds[baseline]:
+            return baseline, f"{current.name} was behind {baseline.name}"
         return current, f"in use, and {best.name} is less than 10 % better"
 
     def _why(self, best: Codec, baseline: Codec, seconds: dict[Codec, float]) -> str:
@@ -331,25 +351,44 @@ class CostModel:
         return f"least; {seconds[baseline] / seconds[best]:.1f} x faster than {baseline.name}"
 
     def _trial(
-        self, state: BucketState, plain: list[Codec], seconds: dict[Codec, float], best: Codec
+        self, state: BucketState, plain: list[Codec], seconds: dict[Codec, float], chosen: Codec
     ) -> Codec | None:
-        """A plain codec that should be measured before a close call, if there is one."""
+        """A plain codec that should be measured beside the chosen one, if there is one."""
         for codec in plain:
             known = state.measured.get(codec)
-            since = state.turn - state.trial_turn.get(codec, -STALE_TURNS)
+            share = seconds[chosen] / seconds[codec]
+            interval = max(LEAST_INTERVAL, (1 / share - 1) / TRIAL_SHARE)
+            since = state.turn - state.trial_turn.get(codec, -math.inf)
             # What a turn or two have shown may be a disturbance. By turns too, not by measurements
             # alone: where nobody measures, a trial must end.
             begun = known and known.count < TRIAL_TURNS and since < 4 * TRIAL_TURNS
-            share = CLEAR_SHARE_AGAIN if known else CLEAR_SHARE
-            if codec == best or (not begun and seconds[best] <= share * seconds[codec]):
+            clear = CLEAR_SHARE_AGAIN if known else CLEAR_SHARE
+            if codec == chosen or (not begun and share <= clear):
                 continue
-            if known and known.count >= TRIAL_TURNS and state.turn - known.turn < STALE_TURNS:
+            if known and known.count >= TRIAL_TURNS and state.turn - known.turn < interval:
                 continue
-            if since >= STALE_TURNS:
+            if since >= interval:
                 state.trial_turn[codec], since = state.turn, 0
             if begun or since < TRIAL_TURNS:
                 return codec
         return None
+
+    def is_timed(self, bucket: Hashable) -> bool:
+        """Whether what the chosen codec takes should be measured in this turn, on all ranks alike.
+
+        Of a plain codec in use only now and then, once it is known.
+        """
+        state = self.buckets.get(bucket)
+        if (
+            state is None
+            or state.chosen is None
+            or self._rule(state.numel, state.chosen)[0] is not None
+        ):
+            return False
+        known = state.measured.get(state.chosen)
+        if not is_plain(state.chosen) or known is None or known.count < TRIAL_TURNS:
+            return True
+        return state.reason == TRIAL or state.turn - known.turn >= TIMED_EVERY
 
     def record(self, bucket: Hashable, codec: Codec, seconds: float) -> None:
         """Takes in what a reduction took; the number must be the same on all ranks.

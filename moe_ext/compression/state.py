@@ -275,10 +275,9 @@ class CompressionState:
             "average": self.average,
             "nonfinite": self.nonfinite,
             "node_size": self.nodes.size,
+            # With nodes it is brought to others; and where nothing is kept, steps may be silent.
+            "what is kept of them": told(self.memory.kinds_of(names)),
         }
-        if self.nodes.size is not None:
-            # It is brought to the ranks whose shards it is in.
-            facts["what is kept of them"] = told(self.memory.kinds_of(names))
         problem = problem or strange or self.nodes.problem(self.group, chosen, self.candidates)
         check_call(self.operation, facts, problem, group, flat_N.device, validate=True)
         layout = Layout(names, shapes, group, self.nodes.levels(group, self.group))

@@ -20,7 +20,18 @@ from hook_models import (
 from rank_checks import Checks
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_ext.compression import CompressionState, Threshold, TopK, _step, compress_hook
+from moe_ext.compression import (
+    CompressionState,
+    CostModel,
+    Threshold,
+    TopK,
+    Warmup,
+    _step,
+    compress_hook,
+    cost_model,
+)
+from moe_ext.compression.cost_model import TIMED_EVERY, TRIAL_TURNS
+from moe_ext.compression.probe import Link
 from moe_ext.distributed import RankFailureError
 from moe_ext.testing import spawn_ranks
 
@@ -112,10 +123,73 @@ def check_large_gradients_are_finite():
     assert all(torch.isfinite(p.grad).all() for p in parallel.parameters())
 
 
+def counting_messages(monkeypatch):
+    """List that grows by an entry with every message of status."""
+    found, exchange = [], _step.exchange
+    monkeypatch.setattr(_step, "exchange", lambda *a: found.append(a[0].step) or exchange(*a))
+    return found
+
+
+def check_dense_steps_need_no_message():
+    """A NaN travels in the sum; only then the ranks tell each other where it is."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        sent = counting_messages(monkeypatch)
+        for codec in ("none", "bf16"):
+            parallel, state = wrapped(codec=codec)
+            for step in range(3):
+                gradients_of(parallel, step)
+            assert sent == []
+            for rank, value in ((0, math.nan), (1, -math.inf)):
+                with pytest.raises(ValueError, match=f"in hidden.weight on rank {rank}$"):
+                    poisoned(parallel, 3, rank, value)
+            assert sent == [3, 3]
+            assert state.step == 3
+            gradients_of(parallel, 4)
+            assert sent.pop() == sent.pop() == 3 and sent == []
+        # As long as nothing is owed.
+        parallel, state = wrapped(codec="int8", warmup=Warmup(dense_steps=2))
+        for step in range(4):
+            gradients_of(parallel, step)
+        assert sent == [2, 3], sent
+        sent.clear()
+        state.warmup = Warmup(dense_steps=6)
+        for step in range(2):
+            gradients_of(parallel, step)
+        assert sent == [4]  # in which it was sent
+
+
+def check_a_cost_model_asks_for_messages_while_it_measures():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(cost_model, "SMALL_BUCKET_BYTES", 1024)
+        sent = counting_messages(monkeypatch)
+        model = CostModel(dist.group.WORLD, link=Link.of_rate(1e12))
+        parallel, _ = wrapped(codec="auto", candidates=("none",), cost_model=model)
+        for step in range(40):
+            gradients_of(parallel, step)
+        # After the second step DDP has other buckets, of which nothing is known.
+        assert sent[:-2] == list(range(len(sent) - 2))
+        assert TRIAL_TURNS < len(sent) <= TRIAL_TURNS + 4
+        assert sent[-1] - sent[-2] == TIMED_EVERY
+        with pytest.raises(ValueError, match="in hidden.weight on rank 1$"):
+            poisoned(parallel, 40, 1)
+
+
+def check_a_sum_that_overflows_is_no_fault_of_a_rank():
+    """Inf of infinite sums is passed on as torch does; no rank had one, and all go on alike."""
+    parallel, state = wrapped(codec="none", average=False)
+    weight = parallel.module.hidden.weight
+    handle = weight.register_hook(lambda g: torch.full_like(g, 3e38))
+    gradients_of(parallel, 0)
+    handle.remove()
+    assert state.was_finite
+    assert torch.isinf(weight.grad).all()
+
+
 def check_overflow_under_a_grad_scaler():
-    for codec in ("int8", TopK(0.1)):
+    for codec, dense_steps in (("int8", 0), ("int8", 9), (TopK(0.1), 0)):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-        parallel, state = wrapped(codec=codec, nonfinite="propagate", grad_scaler=scaler)
+        options = {"warmup": Warmup(dense_steps), "grad_scaler": scaler}
+        parallel, state = wrapped(codec=codec, nonfinite="propagate", **options)
         optimizer = torch.optim.SGD(parallel.parameters(), 0.05)
         ledger = Ledger(state, list(parallel.module.named_parameters()))
         for step in range(6):
