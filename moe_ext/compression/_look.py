@@ -99,19 +99,6 @@ def _is_zero(piece_N: Tensor) -> bool:
     return True
 
 
-def scaled(x_N: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """A vector times a factor, in some dtype, and whether all of it was finite; on CPU.
-
-    The vector is scaled in place, in the one pass by which a GradScaler unscales.
-    """
-    if x_N.dtype == torch.float64:
-        # The pass takes a factor of float32.
-        x_N, factor = x_N.mul_(factor), 1.0
-    found, scale = torch.zeros(1), torch.tensor([factor], dtype=torch.float32)
-    torch._amp_foreach_non_finite_check_and_unscale_([x_N], found, scale)
-    return x_N.to(dtype), not bool(found)
-
-
 def not_finite(pieces: Sequence[Tensor]) -> list[int]:
     """Which of them hold NaN or infinity."""
     return [i for i, piece in enumerate(pieces) if not bool(torch.isfinite(piece).all())]

@@ -17,7 +17,6 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext.compression import rates
-from moe_ext.compression._look import scaled
 from moe_ext.compression.agreement import resolve
 from moe_ext.compression.exact_reduce import bitmap_bytes, block_sparse_all_reduce_
 from moe_ext.compression.memory import CodecMemory
@@ -81,6 +80,22 @@ class WithMemory:
         return CodecMemory([grad_N.shape], grad_N.device)
 
 
+def _to_send(
+    x_N: Tensor, dtype: torch.dtype, factor: float, on_nonfinite: OnNonfinite | None
+) -> Tensor:
+    """A gradient times a factor as it travels; in place where it has that dtype."""
+    if on_nonfinite is None:
+        # Rounded before it is scaled, as the hooks of torch do: what they overflow, this does.
+        sent_N = x_N.to(dtype)
+        return sent_N if factor == 1.0 else sent_N.mul_(factor)
+    sent_N = x_N if x_N.dtype == dtype else torch.empty_like(x_N, dtype=dtype)
+    if bool(ops.scale_into_(sent_N, x_N, scale=factor)):
+        on_nonfinite(sent_N)
+        # So that every rank finds it without a search.
+        sent_N[0] = math.nan
+    return sent_N
+
+
 def dense_reduction(
     x_N: Tensor,
     group: ProcessGroup | None,
@@ -100,33 +115,24 @@ def dense_reduction(
     """
     operation = f"all-reduce in {dtype}"
     group = resolve(group, operation)
-    size, given_N = group_size(group), x_N
+    size = group_size(group)
     sent = _DTYPES[dtype] or x_N.dtype
     # Half precision may hold all numbers, and not their sum: that travels as a mean.
     back = size if sent == torch.float16 and x_N.dtype != sent and not average else 1
     factor = 1.0 / size if average or back > 1 else 1.0
-    if on_nonfinite is None:
-        x_N = x_N.to(sent)
-        if factor != 1.0:
-            x_N.mul_(factor)
-    else:
-        x_N, finite = scaled(x_N, factor, sent)
-        if not finite:
-            on_nonfinite(x_N)
-            # So that every rank finds it without a search.
-            x_N[0] = math.nan
-    if size == 1 or x_N.numel() == 0:
-        return Reduction.done(given_N.copy_(x_N) if given_N.dtype != sent else given_N)
-    record_traffic("all_reduce", 2 * (size - 1) * x_N.nbytes // size)
-    with naming_failed_ranks(group, operation):
-        work = dist.all_reduce(x_N, group=group, async_op=True)
-    assert work is not None
+    sent_N = _to_send(x_N, sent, factor, on_nonfinite)
 
     def finish(found: list[Tensor]) -> Tensor:
-        if given_N.dtype != sent:
-            given_N.copy_(found[0])
-        return given_N if back == 1 else given_N.mul_(back)
+        if sent_N is not x_N:
+            ops.scale_into_(x_N, found[0], scale=back)
+        return x_N
 
+    if size == 1 or x_N.numel() == 0:
+        return Reduction.done(finish([sent_N]))
+    record_traffic("all_reduce", 2 * (size - 1) * sent_N.nbytes // size)
+    with naming_failed_ranks(group, operation):
+        work = dist.all_reduce(sent_N, group=group, async_op=True)
+    assert work is not None
     return Reduction(work.get_future(), finish, group, operation)
 
 
@@ -182,7 +188,10 @@ class Dense(WithMemory):
         """See `Codec`."""
         dtype = _DTYPES[self.dtype]
         if dtype is not None:
-            grad_N.to(dtype).mul_(1.0 / world_size).to(grad_N.dtype)
+            looks = grad_N.device.type == "cpu" and self.dtype == "bf16"
+            how = (lambda _: None) if looks else None
+            sent_N = _to_send(grad_N, dtype, 1.0 / world_size, how)
+            ops.scale_into_(grad_N, sent_N, scale=1.0)
 
 
 def feed_velocity(grad_N: Tensor, memory: CodecMemory, momentum: float | None) -> Tensor:

@@ -54,6 +54,7 @@ from moe_ext.ops.quantize import (  # noqa: E402
     quantize_blockwise,
 )
 from moe_ext.ops.router_linear import router_logits  # noqa: E402
+from moe_ext.ops.scale_into import scale_into_  # noqa: E402
 from moe_ext.ops.sparse_blocks import (  # noqa: E402
     block_indices,
     gather_blocks,
@@ -116,6 +117,7 @@ __all__ = [
     "quantize_blockwise",
     "router_logits",
     "router_z_loss",
+    "scale_into_",
     "scatter_blocks_",
     "sequence_balance_loss",
     "sequence_load",

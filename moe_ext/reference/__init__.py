@@ -37,6 +37,7 @@ from moe_ext.reference.quantize import (
     quantize_blockwise,
 )
 from moe_ext.reference.router_linear import router_logits
+from moe_ext.reference.scale_into import scale_into_
 from moe_ext.reference.sparse_blocks import (
     gather_blocks,
     nonzero_blocks,
@@ -70,6 +71,7 @@ __all__ = [
     "quantize_blockwise",
     "router_logits",
     "router_z_loss",
+    "scale_into_",
     "scatter_blocks_",
     "sequence_balance_loss",
     "sequence_load",

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from moe_ext.compression._look import marks_of, not_finite, scaled
+from moe_ext.compression._look import marks_of
 from moe_ext.compression._step import Step
 from moe_ext.compression.codecs import Dense, Quantize
 from moe_ext.compression.loop import compress_gradients
@@ -29,35 +29,6 @@ def test_marks_find_the_one_number_of_a_piece(value, place):
 
 def test_marks_of_nothing():
     assert marks_of(torch.empty(0), [0, 0]).tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("numel", [0, 5, 2**17 + 3])
-def test_scaled_has_the_bits_of_two_operators(given, dtype, numel):
-    x = torch.randn(numel).to(given)
-    dtype = dtype or given
-    want = (x * (1 / 3)).to(dtype)
-    found, finite = scaled(x, 1 / 3, dtype)
-    assert finite
-    assert found.dtype == dtype
-    assert torch.equal(found, want)
-    assert (found is x) == (dtype == given)
-
-
-def test_scaled_takes_large_numbers_for_finite():
-    found, finite = scaled(torch.full((9,), 3e38), 0.5, torch.float32)
-    assert finite and found.tolist() == torch.full((9,), 1.5e38).tolist()
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", [0, 999, 1000, 1004])
-def test_scaled_sees_what_is_not_finite(value, place):
-    x = torch.ones(1005)
-    x[place] = value
-    found, finite = scaled(x, 0.5, torch.float32)
-    assert not finite
-    assert not_finite(found.split([1000, 5])) == [int(place >= 1000)]
 
 
 def stack(codec, **options):
@@ -174,6 +145,19 @@ def test_a_step_passes_once_over_gradient_and_residual(codec):
     assert passes.found[:1] == ["index"]  # the first elements of the parameters
     assert passes.found[1] == operator
     assert set(passes.found[2:]) <= {"zero_", "add_pairs_", "empty_like"}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_a_plain_reduction_passes_once_each_way(dtype):
+    x = torch.full((1000,), 3e4)
+    x[900] = math.inf
+    heard, passes, memory = [], Passes(1000), CodecMemory([x.shape], x.device)
+    with passes:
+        found = Dense(dtype).start(x, memory, on_nonfinite=heard.append).wait()
+    once_each_way = ["empty_like", "scale_into_", "scale_into_"]
+    assert passes.found == (["scale_into_"] if dtype == "fp32" else once_each_way)
+    assert found is x and bool(x[0].isnan()) and bool(x[900].isinf())
+    assert len(heard) == 1
 
 
 class _Link:
