@@ -204,6 +204,8 @@ def test_bytes_of_a_split():
 
 def test_auto_takes_what_sends_least():
     assert SparseLayout(1000, 100_000, 2).choose("auto", may_split=True) == "all_gather"
+    # Half the bytes are not worth the second round; a third are.
+    assert SparseLayout(1000, 100_000, 4).choose("auto", may_split=True) == "all_gather"
     assert SparseLayout(1000, 100_000, 8).choose("auto", may_split=True) == "split"
     assert SparseLayout(1000, 100_000, 8).choose("auto", may_split=False) == "all_gather"
     # The union fills the tensor.
