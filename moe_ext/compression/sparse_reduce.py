@@ -33,8 +33,8 @@ ALGORITHMS = ("auto", "all_gather", "split", "dense")
 SLACK = 1.25
 # A smaller region is not worth a second round of messages.
 _MIN_REGION = 64
-# Cutting twice and waiting for two rounds take time that all-gathering spends on the wire: splitting
-# must send this much less.
+# Cutting twice and waiting for two rounds take time that all-gathering spends on the wire, so that
+# splitting must send this much less.
 _SPLIT_GAIN = 0.4
 _CACHED = 256
 
@@ -74,7 +74,7 @@ class SparseLayout:
         return others * (self.slots.num_bytes + 16 + self.kept.num_bytes + 16)
 
     def choose(self, algorithm: str, *, may_split: bool) -> str:
-        """What is done for `algorithm`: for "auto" what sends least, splitting by a clear margin."""
+        """What is done for `algorithm`: "auto" sends least, and splits by a clear margin only."""
         can_split = self.world_size > 1 and self.numel >= _MIN_REGION * self.world_size
         if algorithm == "split" and (not can_split or self.count == 0):
             return "all_gather"
