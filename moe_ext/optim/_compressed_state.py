@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 from moe_ext.distributed.groups import group_size
 from moe_ext.optim._agreement import Named
 from moe_ext.optim._compressed_mean import CompressedMean, Ranks, all_owed, owes
+from moe_ext.optim._names import by_name
 from moe_ext.optim._rank_states import check_order, holders, members_of, shared_state
 
 
@@ -127,12 +128,16 @@ class CompressedState(Optimizer, ABC):
         """Go on from the state that this rank saved, or any rank after `flush`.
 
         States of Adam or of a flushed optimizer fit any number of ranks. For states that owe
-        something to another number of ranks see `load_rank_states`.
+        something to another number of ranks see `load_rank_states`. Where both have names of
+        parameters, states go by them.
 
         Raises:
-            ValueError: the state owes something and is of another rank or number of ranks;
-                nothing has changed.
+            ValueError: the state owes something and is of another rank or number of ranks, or of
+                another order of the parameters, or has lost what the ranks owe for their shards; or
+                it is of parameters with other names. Nothing has changed.
         """
+        state_dict = by_name(self._op, self.param_groups, state_dict)
+        self._check_whole(state_dict)
         saved = state_dict.get("compression", {"block": self._block, "servers": []})
         self._load_shared(state_dict)
         self._means = {}
@@ -158,7 +163,8 @@ class CompressedState(Optimizer, ABC):
             if server["parameters"] != ids or saved["block"] != self._block:
                 raise ValueError(
                     f"{self._op}: expected a state of blocks of {self._block} of parameters {ids}, "
-                    f"got blocks of {saved['block']} of {server['parameters']}"
+                    f"got blocks of {saved['block']} of {server['parameters']}; what is owed goes "
+                    "to another order by load_rank_states"
                 )
             mean.server_M.copy_(server["server_error"])
             for view, index in zip(mean.worker_views, ids, strict=True):
@@ -181,6 +187,7 @@ class CompressedState(Optimizer, ABC):
             ValueError: the states are not those of all ranks, each once, in order; or experts were
                 divided over another number of ranks. Nothing has changed.
         """
+        states = [by_name(self._op, self.param_groups, state) for state in states]
         check_order(self._op, states)
         if any(self._is_between(state) for state in states):
             raise ValueError(
@@ -203,6 +210,20 @@ class CompressedState(Optimizer, ABC):
                     for view, index in zip(mean.worker_views, ids, strict=True):
                         view.add_(owed[index].to(view), alpha=mean.size / len(held))
         self._load_rows(merged, saved[0])
+
+    def _check_whole(self, state_dict: dict[str, Any]) -> None:
+        """Tools that know torch's form alone leave `compression` out."""
+        owing = [
+            index
+            for index, state in state_dict["state"].items()
+            if "worker_error" in state and bool(state["worker_error"].any())
+        ]
+        if owing and "compression" not in state_dict:
+            raise ValueError(
+                f"{self._op}: expected a state that owes something to hold `compression`, got one "
+                f"without it that owes for parameter {owing[0]}; call flush before saving, or take "
+                "`worker_error` out of it to give up what is owed"
+            )
 
     def _members(self) -> list[list[int]]:
         """Of each parameter group: places of the ranks that share it."""

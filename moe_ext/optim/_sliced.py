@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from moe_ext.optim._arguments import Trained, check_expert_axis, trained_parameters
+from moe_ext.optim._names import by_name
 from moe_ext.optim._shards import SliceNorms, check_placements, local_part
 from moe_ext.optim._steps import run_closure
 
@@ -25,6 +26,14 @@ class SlicedOptimizer(Optimizer, ABC):
         self._check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         check_expert_axis(self._op, self.param_groups[-1], len(self.param_groups) - 1)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state; by the names of the parameters, where both have names.
+
+        Raises:
+            ValueError: the state is of parameters with other names or sizes.
+        """
+        super().load_state_dict(by_name(self._op, self.param_groups, state_dict))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -197,6 +197,32 @@ def test_resumed_steps_have_the_same_bits(make, dtype):
         assert torch.equal(p, q)
 
 
+def named(params):
+    return [(f"layer.{i}", p) for i, p in enumerate(params)]
+
+
+@each_optimizer
+def test_a_state_goes_by_names(make):
+    params = parameters()
+    optimizer = make([{"params": named(params)[:1], "lr": 0.02}, {"params": named(params)[1:]}])
+    after_steps(optimizer, params, 3)
+    copies = [nn.Parameter(p.detach().clone()) for p in params]
+    theirs = named(copies)
+    resumed = make([{"params": theirs[:1]}, {"params": theirs[:0:-1]}])
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert resumed.param_groups[0]["lr"] == 0.02
+    assert resumed.param_groups[1]["param_names"] == [name for name, _ in theirs[:0:-1]]
+    after_steps(optimizer, params, 2)
+    after_steps(resumed, copies, 2)
+    assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
+    other = make([("strange", copies[0]), *theirs[1:]])
+    state = make(theirs).state_dict()
+    with pytest.raises(ValueError, match="names of these, got one without strange"):
+        other.load_state_dict(state)
+    with pytest.raises(ValueError, match="expected a state of 1 parameter groups, got 2"):
+        make(theirs[::-1]).load_state_dict(optimizer.state_dict())
+
+
 @each_optimizer
 def test_frozen_parameters_stay_and_the_closure_is_called(make):
     params = parameters()

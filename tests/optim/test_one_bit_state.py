@@ -144,6 +144,48 @@ def check_states_of_other_ranks_are_refused():
     dist.barrier()
 
 
+def check_a_state_goes_by_names(name):
+    params = parameters()
+    names = [f"layer.{i}" for i in range(len(params))]
+    optimizer = MAKERS[name](list(zip(names, params, strict=True)), lr=0.05)
+    run(optimizer, params, range(6))
+    copies = [nn.Parameter(p.detach().clone()) for p in params]
+    turned = list(zip(names, copies, strict=True))[::-1]
+    states = all_states(optimizer, None)
+    assert bool(owed(optimizer).any())
+    resumed = MAKERS[name](turned)
+    # The shards of the flat tensor are others: their owners take over what belongs to them.
+    with pytest.raises(ValueError, match="expected a state of blocks of 64 of .* load_rank_states"):
+        resumed.load_state_dict(states[dist.get_rank()])
+    resumed.load_rank_states(states)
+    torch.testing.assert_close(want_of(all_states(resumed, None)).sum(), want_of(states).sum())
+    optimizer.flush()
+    resumed = MAKERS[name](turned)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for p, q in zip(params, copies, strict=True):
+        had, has = optimizer.state[p], resumed.state[q]
+        assert torch.equal(had["exp_avg"], has["exp_avg"])
+        assert torch.equal(had["exp_avg_sq"], has["exp_avg_sq"])
+    strange = MAKERS[name]([("strange", copies[0]), *turned[:-1]])
+    with pytest.raises(ValueError, match="names of these, got one without strange"):
+        strange.load_state_dict(optimizer.state_dict())
+
+
+def check_a_state_that_has_lost_what_is_owed_is_refused():
+    params = parameters()
+    optimizer = MAKERS["OneBitAdam"](params, lr=0.05)
+    run(optimizer, params, range(6))
+    state = copy.deepcopy(optimizer.state_dict())
+    del state["compression"]
+    with pytest.raises(ValueError, match="to hold `compression`, got one without it that owes for"):
+        optimizer.load_state_dict(state)
+    for one in state["state"].values():
+        one.pop("worker_error", None)
+    optimizer.load_state_dict(state)
+    assert optimizer._made_means() == []
+    run(optimizer, params, [6])
+
+
 def lose_a_rank(rank):
     params = parameters()
     optimizer = MAKERS["OneBitAdam"](params, lr=0.05)
@@ -168,7 +210,12 @@ OF_THREE = {
         for name in MAKERS
         for steps in (2, 5, 9)
     },
+    **{
+        f"check_names-{name}": functools.partial(check_a_state_goes_by_names, name)
+        for name in ("OneBitAdam", "OneBitLamb")
+    },
     "check_flush": check_flush_brings_in_what_is_owed,
+    "check_lost": check_a_state_that_has_lost_what_is_owed_is_refused,
     "check_states_of_other_ranks_are_refused": check_states_of_other_ranks_are_refused,
 }
 OF_FOUR = {
