@@ -72,6 +72,11 @@ def make(name, **kwargs):
                 parameter.mul_(20)
             if "sinks" in parameter_name:
                 parameter.normal_()
+            # Biases of 0.1 beside embeddings of 0.02 make the tokens alike: what they have in
+            # common is 8 times their differences, of which alone the gradients of queries and
+            # keys consist, so that these have lost a digit to cancellation.
+            if name == "gpt_oss" and "embed_tokens" in parameter_name:
+                parameter.mul_(20)
     return model
 
 
