@@ -8,11 +8,11 @@ from moe_ext.compression.exact_reduce import (
     masked_all_reduce_,
     row_sparse_all_reduce,
 )
+from moe_ext.compression.feedback import CodecMemory
 from moe_ext.compression.fsdp import CompressedAllGather, CompressedReduceScatter
 from moe_ext.compression.fsdp_nodes import CompressedAllReduce
 from moe_ext.compression.hierarchical import hierarchical_all_reduce_
 from moe_ext.compression.loop import compress_gradients, flush
-from moe_ext.compression.memory import CodecMemory
 from moe_ext.compression.named_codecs import codec_of
 from moe_ext.compression.policy import Policy, parameter_roles
 from moe_ext.compression.probe import Link

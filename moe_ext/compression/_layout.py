@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext.compression._nodes import Levels
 from moe_ext.compression.codecs import Codec, Dense
-from moe_ext.compression.memory import CodecMemory
+from moe_ext.compression.feedback import CodecMemory
 
 
 @dataclass

@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.compression._owed import add_at
 from moe_ext.compression.codecs import Codec
+from moe_ext.compression.feedback import Packing, add_at
 from moe_ext.compression.hierarchical import share_in_node, sum_in_node
-from moe_ext.compression.memory import CodecMemory
 from moe_ext.compression.quantized_reduce import shard_numel
 from moe_ext.compression.sparse_codecs import TopK
 from moe_ext.distributed import _c10d
@@ -55,8 +54,8 @@ class Levels:
         share_in_node(target_N, shard_S.to(target_N.dtype), self.local_group, _OPERATION)
 
 
-class ShardMemory(CodecMemory):
-    """What a codec remembers of a shard of parameters that are reduced together.
+class NodeShard(Packing):
+    """This rank's shard of parameters, which the ranks of a node divide among them.
 
     By name it is what the whole of the parameters is owed, with zeros outside of the shard: the sum
     over ranks means the same with nodes and without.
@@ -65,36 +64,19 @@ class ShardMemory(CodecMemory):
         levels: the ranks that have the other shards.
         exact: whether rows may be left out, so that no row is cut where there are enough of them.
         shapes: of the parameters.
-        device: of the gradient.
-        key: as `CodecMemory`.
-        seed: as `CodecMemory`.
     """
 
-    def __init__(
-        self,
-        levels: Levels,
-        exact: bool,
-        shapes: Sequence[torch.Size],
-        device: torch.device,
-        *,
-        key: int = 0,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, levels: Levels, exact: bool, shapes: Sequence[torch.Size]) -> None:
         place = group_rank(levels.local_group)
-        self._levels = levels
-        self._parameter_shapes = tuple(shapes)
         whole = [shape.numel() for shape in shapes]
-        numel = shard_numel(sum(whole), levels.node_size, _row(shapes[0], levels) if exact else 1)
-        super().__init__(
-            _shapes_of_shard(whole, numel, place, _row(shapes[0], levels) if exact else 0),
-            device,
-            key=(key + place) & 0x7FFFFFFF,
-            seed=seed,
-        )
-        self.window = (place * numel, numel)
+        row = _row(shapes[0], levels) if exact else 0
+        numel = shard_numel(sum(whole), levels.node_size, row or 1)
+        super().__init__(_shapes_of_shard(whole, numel, place, row))
+        self._levels, self._parameter_shapes = levels, tuple(shapes)
+        self.window, self.place = (place * numel, numel), place
 
     def spans(self) -> list[tuple[int, int]]:
-        """See `CodecMemory`; empty ones for parameters that are in other shards."""
+        """See `Packing`; empty ones for parameters that are in other shards."""
         found, start = [], 0
         for shape in self._parameter_shapes:
             stop = start + shape.numel()
@@ -103,20 +85,20 @@ class ShardMemory(CodecMemory):
             start = stop
         return found
 
-    def by_parameter(self, flat: Tensor) -> list[Tensor]:
-        """See `CodecMemory`."""
+    def by_parameter(self, flat_N: Tensor) -> list[Tensor]:
+        """See `Packing`."""
         sizes = [shape.numel() for shape in self._parameter_shapes]
-        whole_N = flat.new_zeros(sum(sizes))
-        add_at(whole_N, flat, self.start)
-        pieces = whole_N.split(sizes)
+        whole = flat_N.new_zeros(sum(sizes))
+        add_at(whole, flat_N, self.start)
+        pieces = whole.split(sizes)
         return [p.view(shape) for p, shape in zip(pieces, self._parameter_shapes, strict=True)]
 
-    def take_over(self, kind: str, flat: Tensor) -> None:
-        """See `CodecMemory`: what this rank had of other shards goes to the ranks that have them.
+    def packed(self, whole: Tensor) -> Tensor:
+        """See `Packing`: what this rank had of other shards goes to the ranks that have them.
 
         All ranks of the node call it together.
         """
-        self.put(kind, self._levels.shard_of(flat, self.numel))
+        return self._levels.shard_of(whole, self.numel)
 
 
 def _row(shape: torch.Size, levels: Levels) -> int:
@@ -226,6 +208,8 @@ def _device_of(group: ProcessGroup) -> torch.device:
     return torch.device(devices[0])
 
 
-def memory_maker(levels: Levels | None, exact: bool) -> Any:
-    """What makes the memory of a part (see `FeedbackMemory.group`)."""
-    return CodecMemory if levels is None else partial(ShardMemory, levels, exact)
+def packing_on(
+    levels: Levels | None, exact: bool, shapes: Sequence[torch.Size]
+) -> NodeShard | None:
+    """How a part lies in the tensor that its codec sees, if not one parameter after the other."""
+    return None if levels is None else NodeShard(levels, exact, shapes)

@@ -212,7 +212,7 @@ class Step:
         Of those it has not, too: a penalty on the weights reaches them, or another layer.
         """
         block = codec.block_of(part.memory)
-        knows = codec.block == "row" and part.memory.window is None
+        knows = codec.block == "row" and part.memory.packing.window is None
         bitmap = self.state.reached_bitmap(part.names[0]) if knows else None
         num_blocks = -(-grad.numel() // block)
         if bitmap is None or ops.block_indices(bitmap).numel() < num_blocks:
@@ -406,7 +406,7 @@ class Step:
                     share_of = underway.scale * layout.node_size
                 residual, pieces = memory.tensor("residual"), result.split(part.sizes)
                 for name, (low, high), piece in zip(
-                    part.names, memory.spans(), pieces, strict=True
+                    part.names, memory.packing.spans(), pieces, strict=True
                 ):
                     if name in unused:
                         residual[low:high].add_(sent[low:high].float(), alpha=share_of)
@@ -490,7 +490,7 @@ def _looks(codec: Codec, layout: Layout) -> bool:
 def _note_bad(work: Work, part: Part, grad_N: Tensor) -> None:
     """Find which gradients of a part are not finite; all of them where a sum of ranks is not."""
     assert work.norms is not None
-    pieces = part.memory.pieces(grad_N) if part.memory.window is None else [grad_N]
+    pieces = part.memory.pieces(grad_N) if part.memory.packing.window is None else [grad_N]
     for i in not_finite(pieces):
         work.norms[part.indices[i] if len(pieces) > 1 else list(part.indices)] = math.inf
 

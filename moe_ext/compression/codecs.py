@@ -19,7 +19,7 @@ from moe_ext import ops
 from moe_ext.compression import rates
 from moe_ext.compression.agreement import resolve
 from moe_ext.compression.exact_reduce import bitmap_bytes, block_sparse_all_reduce_
-from moe_ext.compression.memory import CodecMemory
+from moe_ext.compression.feedback import CodecMemory
 from moe_ext.compression.quantized_reduce import (
     FORMATS,
     States,
@@ -326,7 +326,7 @@ class Quantize(WithMemory):
         kinds = ("residual", "server") if size > 1 else ("residual",)
         fits = size == 1 or memory.keeps_shard(rank * shard, shard)
         # The operator has no factor.
-        found = memory.renewed(*kinds) if fits and memory.factor("residual") == 1.0 else None
+        found = memory.read_write(*kinds) if fits and memory.factor("residual") == 1.0 else None
         if found is not None:
             names = {"server": "server_residual", "server_in": "server_residual_in"}
             return States(**{names.get(kind, kind): x for kind, x in found.items()})
@@ -335,7 +335,7 @@ class Quantize(WithMemory):
 
     def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
         """See `Codec`."""
-        memory.open()
+        memory.begin()
         residual_N = memory.tensor("residual") if self.feedback else None
         kwargs: dict[str, Any] = {"block": self.block, "format": self.format}
         coded = ops.quantize_blockwise(grad_N, residual=residual_N, check_finite=False, **kwargs)

@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from moe_ext.compression._owed import fold_into
-from moe_ext.compression.memory import ELEMENTWISE
+from moe_ext.compression.feedback import ELEMENTWISE, by_name
 
 
 def merged_for(
@@ -86,17 +84,6 @@ def _check_kind(state: Mapping[str, Any], average: bool) -> None:
             f"{prefix} a state of average={average}, got one of average={state['average']}: what a "
             "residual makes of a parameter is not the same with both; flush before the change"
         )
-
-
-def by_name(memory: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """Residuals and velocities by name, with the residuals of shards of the sum folded in."""
-    loose: dict[str, dict[str, Tensor]] = {}
-    for kind in ELEMENTWISE:
-        for name, tensor in memory[kind].items():
-            loose.setdefault(name, {})[kind] = tensor.clone()
-    for layout in memory["layouts"]:
-        fold_into(loose, layout["names"], layout)
-    return loose
 
 
 def _check(

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_ext.compression.feedback import CodecMemory
 from moe_ext.compression.grace_base import Compressor
-from moe_ext.compression.memory import CodecMemory
 from moe_ext.compression.powersgd import PowerSGD
 from moe_ext.ops.quantize import dequantize_blockwise, quantize_blockwise
 from moe_ext.ops.topk import threshold_compress_, topk_compress_
@@ -417,7 +417,7 @@ class PowerSGDCompressor(_CountingCompressor):
         if name not in self._factors or self._factors[name].shapes[0] != tensor.shape:
             self._factors[name] = CodecMemory([tensor.shape], tensor.device)
         factors, step = self._factors[name], self._steps.get(name, 0)
-        factors.open()
+        factors.begin()
         reduced = self.codec.start(_flat(tensor).clone(), factors, group=self.group, step=step)
         found = reduced.wait().view(tensor.shape)
         factors.commit()

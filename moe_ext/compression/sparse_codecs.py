@@ -24,7 +24,7 @@ from moe_ext.compression.codecs import (
     dense_reduction,
     feed_velocity,
 )
-from moe_ext.compression.memory import CodecMemory
+from moe_ext.compression.feedback import CodecMemory
 from moe_ext.compression.pairs import PAIR_CODECS
 from moe_ext.compression.reduction import Reduction
 from moe_ext.compression.regions import SplitRegions
@@ -52,7 +52,7 @@ def _states(memory: CodecMemory, momentum: float | None) -> dict[str, Any]:
     """What the operators want to know of earlier steps: residual, velocity, and where to write."""
     kinds = ["residual"] if momentum is None else ["residual", "velocity"]
     common: dict[str, Any] = {"momentum": momentum or 0.0}
-    found = memory.renewed(*kinds)
+    found = memory.read_write(*kinds)
     if found is not None:
         return {**common, **found, "residual_scale": memory.factor("residual")}
     common["residual"] = memory.whole_residual()
@@ -84,7 +84,7 @@ def _checked(
         if bool(torch.isfinite(fed_N).all()):
             raise
     on_nonfinite(fed_N)
-    memory.open()
+    memory.begin()
     return codec.select(torch.zeros_like(grad_N), memory)
 
 
@@ -240,7 +240,7 @@ class TopK(WithMemory):
 
     def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
         """See `Codec`."""
-        memory.open()
+        memory.begin()
         if self.density <= _DENSE_ABOVE:
             values_K, indices_K = self.select(grad_N, memory)
             _decode_rehearsal(values_K, indices_K, grad_N.numel(), world_size)
@@ -333,7 +333,7 @@ class Threshold(WithMemory):
 
     def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
         """See `Codec`."""
-        memory.open()
+        memory.begin()
         if self.density <= _DENSE_ABOVE:
             values_K, indices_K = self.select(grad_N, memory)
             _decode_rehearsal(values_K, indices_K, grad_N.numel(), world_size)

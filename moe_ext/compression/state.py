@@ -17,15 +17,14 @@ from torch.optim import Optimizer
 
 from moe_ext.compression._choice import Choosers
 from moe_ext.compression._layout import Layout, Part, divide, random_key, told
-from moe_ext.compression._nodes import Nodes, memory_maker
-from moe_ext.compression._owed import unit_factors
+from moe_ext.compression._nodes import Nodes, packing_on
 from moe_ext.compression._protocols import ChoosesCodecs, GradScaler
 from moe_ext.compression._reached import ReachedExperts
 from moe_ext.compression._step import Step
 from moe_ext.compression.agreement import check_call, resolve
 from moe_ext.compression.codecs import BlockSparse, Codec, Dense, check_choice
 from moe_ext.compression.elastic import check_single, merged_for
-from moe_ext.compression.memory import FeedbackMemory
+from moe_ext.compression.feedback import FeedbackStore, unit_factors
 from moe_ext.compression.named_codecs import codec_of
 from moe_ext.compression.policy import Policy, Role, parameter_roles, policy_of
 from moe_ext.compression.schedules import ResidualMonitor, Warmup
@@ -82,7 +81,7 @@ class CompressionState:
         step: reductions that went well.
         was_finite: whether the gradients of the last reduction were, on every rank.
         is_hooked: whether DDP reduces with this state; experts are then the rest of the same step.
-        memory: what is owed (see `FeedbackMemory`).
+        memory: what is owed (see `FeedbackStore`).
         residual_ratio: norm of what is owed over that of the gradients, when the monitor looked
             last.
 
@@ -128,7 +127,7 @@ class CompressionState:
         self.operation = "compress_hook"
         self.step = 0
         self.residual_ratio: float | None = None
-        self.memory = FeedbackMemory(seed)
+        self.memory = FeedbackStore(seed)
         # The backward pass of DDP that is underway.
         self.underway: Step | None = None
         self.is_hooked = False
@@ -311,8 +310,8 @@ class CompressionState:
         for codec, rate, indices in divide(codecs, rate_groups, exact, flat_N.dtype):
             names = tuple(layout.names[i] for i in indices)
             shapes = [layout.shapes[i] for i in indices]
-            make = memory_maker(layout.levels, exact[indices[0]])
-            memory = self.memory.group(names, shapes, flat_N.device, random_key(names), make)
+            packing = packing_on(layout.levels, exact[indices[0]], shapes)
+            memory = self.memory.group(names, shapes, flat_N.device, random_key(names), packing)
             spans = tuple((starts[i], starts[i + 1]) for i in indices)
             part = Part(names, tuple(indices), spans, codec, rate, memory, exact[indices[0]])
             layout.parts.append(part)
@@ -360,18 +359,18 @@ class CompressionState:
 
         Those are the loss scale, and for gradients that were left out the learning rate.
         """
-        marks = self._marks_now(part.rate_group)
-        part.memory.open(unit_factors(part.memory.marks, marks), marks)
+        units = self._units_now(part.rate_group)
+        part.memory.begin(unit_factors(part.memory.units, units), units)
 
-    def _marks_now(self, rate_group: int) -> dict[str, float]:
-        marks: dict[str, float] = {}
+    def _units_now(self, rate_group: int) -> dict[str, float]:
+        units: dict[str, float] = {}
         if self.optimizer is not None:
             rate = float(self.optimizer.param_groups[rate_group]["lr"])
             # A rate of zero applies nothing that could be scaled.
-            marks.update({"rate": rate} if rate > 0.0 else {})
+            units.update({"rate": rate} if rate > 0.0 else {})
         if self.grad_scaler is not None:
-            marks["loss_scale"] = float(self.grad_scaler.get_scale())
-        return marks
+            units["loss_scale"] = float(self.grad_scaler.get_scale())
+        return units
 
     def reached_bitmap(self, name: str) -> Tensor | None:
         """Experts of a parameter that got tokens since the last step, None if unknown."""
@@ -431,8 +430,8 @@ class CompressionState:
         """Copies of what this rank owes, in units of this step; after `regroup`."""
         rates, found = self._rate_groups(), {}
         for name, residual in self.residuals().items():
-            marks = self._marks_now(rates.get(id(self._parameters[name]), 0))
-            factor = unit_factors(self.memory.marks_of(name), marks)["residual"]
+            units = self._units_now(rates.get(id(self._parameters[name]), 0))
+            factor = unit_factors(self.memory.units_of(name), units)["residual"]
             found[name] = residual * factor
         return found
 
@@ -493,5 +492,5 @@ class CompressionState:
 
     def regroup(self) -> None:
         """Keep everything by name; layouts are agreed on anew."""
-        self.memory.settle()
+        self.memory.ungroup()
         self._layouts = {}

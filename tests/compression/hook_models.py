@@ -15,7 +15,7 @@ from moe_ext.compression import (
     TopK,
     compress_hook,
 )
-from moe_ext.compression.elastic import by_name
+from moe_ext.compression.feedback import by_name
 
 # Small enough for several buckets.
 CAP_MB = 0.008

@@ -45,7 +45,7 @@ def gradient(rank):
 
 def opened():
     memory = CodecMemory(SHAPES, torch.device("cpu"))
-    memory.open()
+    memory.begin()
     return memory
 
 
@@ -90,14 +90,14 @@ def what_is_unsent_stays_here():
 def powersgd_changes_its_rank():
     memory, applied, want = opened(), 0, 0
     for step, codec in enumerate([PowerSGD(2), PowerSGD(4), PowerSGD(4), PowerSGD(2)]):
-        memory.open()
+        memory.begin()
         found = codec.start(gradient(2 * step + dist.get_rank()), memory, step=step).wait()
         memory.commit()
         applied = applied + found.double()
         want = want + (gradient(2 * step) + gradient(2 * step + 1)).double() / 2
         assert memory.kept("powersgd").numel() == 40 * codec.rank
     factors = memory.copy_of("powersgd")
-    memory.open()
+    memory.begin()
     PowerSGD(4).start(gradient(0), memory, step=4).wait()
     memory.rollback()
     assert torch.equal(memory.kept("powersgd"), factors)

@@ -22,8 +22,8 @@ from moe_ext.compression import (
     compress_gradients,
     flush,
 )
-from moe_ext.compression.elastic import by_name, merged_for
-from moe_ext.compression.memory import FeedbackMemory
+from moe_ext.compression.elastic import merged_for
+from moe_ext.compression.feedback import FeedbackStore, by_name
 
 CODECS = [
     Dense(),
@@ -98,10 +98,10 @@ def test_applied_and_owed_are_what_was_given(shapes, codecs, scale, seed):
 def filled(groups, rank, size, seed, server=True):
     """A memory with residuals in the groups, and a shard of each group's sum."""
     generator = torch.Generator().manual_seed(seed + rank)
-    memory = FeedbackMemory()
+    memory = FeedbackStore()
     for names, shapes in groups:
         part = memory.group(names, [torch.Size(s) for s in shapes], torch.device("cpu"), 0)
-        part.open(marks={"rate": 0.5})
+        part.begin(units={"rate": 0.5})
         part.tensor("residual").copy_(torch.randn(part.numel, generator=generator))
         if server:
             shard = -(-part.numel // (size * 64)) * 64
@@ -201,10 +201,10 @@ def test_experts_go_to_ranks_with_the_same_ones(size):
     ep = {f"p{i}": (0, 2) for i in range(2)}
     states = []
     for rank in range(4):
-        memory = FeedbackMemory()
+        memory = FeedbackStore()
         names = ("p0", "p1")
         part = memory.group(names, [torch.Size([3])] * 2, torch.device("cpu"), 0)
-        part.open()
+        part.begin()
         part.tensor("residual").fill_(1.0 + rank)
         memory.commit()
         held = {name: (rank % 2, 2) for name in ep}
@@ -288,18 +288,18 @@ def test_states_that_do_not_belong_together():
 
 def test_a_step_that_fails_in_memory():
     memory = CodecMemory([torch.Size([5]), torch.Size([2, 3])], torch.device("cpu"), key=3, seed=9)
-    memory.open()
+    memory.begin()
     memory.tensor("residual").add_(1.0)
     memory.commit()
     kept = memory.copy_of("residual")
-    memory.open({"residual": 0.5})
+    memory.begin({"residual": 0.5})
     assert torch.equal(memory.tensor("residual"), kept * 0.5)
     memory.tensor("residual").add_(1.0)
     memory.carry("regions", lambda: [1], list).append(2)
     memory.rollback()
     assert torch.equal(memory.copy_of("residual"), kept)
     assert memory.carry("regions", lambda: [], list) == []
-    memory.open()
+    memory.begin()
     memory.tensor("residual").add_(7.0)
     memory.commit()
     memory.undo()
@@ -313,7 +313,7 @@ def test_a_step_that_fails_in_memory():
 def owing():
     """Of 10 elements, with the shard of the sum from the seventh on, two of them padding."""
     memory = CodecMemory([torch.Size([10])], torch.device("cpu"))
-    memory.open(marks={"rate": 1.0})
+    memory.begin(units={"rate": 1.0})
     memory.tensor("residual").copy_(torch.arange(10.0))
     memory.tensor("server", 6).fill_(100.0)
     memory.server_start = 6
@@ -325,7 +325,7 @@ def owing():
 def test_what_a_dense_step_takes_is_owed_no_more(opened):
     memory, owed = owing(), torch.arange(10.0) + 100.0 * (torch.arange(10) >= 6)
     for keeps in (False, True):
-        memory.open({"residual": 0.5, "server": 0.5})
+        memory.begin({"residual": 0.5, "server": 0.5})
         if opened:
             memory.tensor("residual")
         grad = torch.ones(10)
@@ -343,7 +343,7 @@ def test_what_a_dense_step_takes_is_owed_no_more(opened):
 def test_a_dense_step_forgets_the_residual():
     for codec in (Dense(), Dense("bf16"), BlockSparse(4), Quantize("int8", 64, feedback=False)):
         memory = owing()
-        memory.open()
+        memory.begin()
         result = codec.start(torch.ones(10), memory).wait()
         assert torch.equal(result.float(), 1.0 + owing().whole("residual"))
         memory.commit()

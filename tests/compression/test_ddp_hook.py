@@ -29,7 +29,7 @@ from moe_ext.compression import (
     Warmup,
     codec_of,
 )
-from moe_ext.compression.elastic import by_name
+from moe_ext.compression.feedback import by_name
 from moe_ext.distributed import count_traffic
 from moe_ext.testing import spawn_ranks
 
@@ -130,10 +130,10 @@ def check_buckets_are_rebuilt_and_residuals_follow():
     parallel, state = wrapped(codec=TopK(0.05))
     gradients_of(parallel, 0)
     before = {name: r.clone() for name, r in state.residuals().items()}
-    groups = set(state.memory._groups)
+    groups = set(state.memory.memories)
     local = local_gradients(parallel.module, 1)
     applied = gradients_of(parallel, 1)
-    assert set(state.memory._groups) != groups
+    assert set(state.memory.memories) != groups
     for name, residual in state.residuals().items():
         total = summed(before[name] + local[name])
         found = dist.get_world_size() * applied[name].double() + summed(residual)
@@ -316,7 +316,7 @@ def check_bytes_are_those_that_a_codec_announces():
     for codec in (Dense(), Dense("bf16"), *CODECS.values()):
         codec = codec_of(codec)
         memory = codec.new_memory(torch.empty(numel))
-        memory.open()
+        memory.begin()
         with count_traffic() as traffic:
             found = codec.start(torch.randn(numel), memory, group=dist.group.WORLD).wait()
         memory.commit()

@@ -220,7 +220,7 @@ def check_overflow_under_a_grad_scaler():
         assert len(used) == 1
         for residual in state.residuals().values():
             residual.div_(used.copy().pop())
-        for memory in state.memory._groups.values():
+        for memory in state.memory.memories.values():
             if memory.kept("server") is not None:
                 memory.kept("server").div_(used.copy().pop())
         ledger.check()

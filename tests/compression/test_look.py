@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_flatten
 from moe_ext.compression._look import marks_of
 from moe_ext.compression._step import Step
 from moe_ext.compression.codecs import Dense, Quantize
+from moe_ext.compression.feedback import CodecMemory
 from moe_ext.compression.loop import compress_gradients
-from moe_ext.compression.memory import CodecMemory
 from moe_ext.compression.schedules import ResidualMonitor
 from moe_ext.compression.sparse_codecs import Threshold, TopK
 from moe_ext.compression.state import CompressionState
@@ -71,7 +71,7 @@ def test_what_overflows_only_with_what_is_owed_is_refused(codec, every):
     for seed in range(2):
         fill(model, seed)
         assert compress_gradients(model, state)
-    (memory,) = state.memory._groups.values()
+    (memory,) = state.memory.memories.values()
     memory.pieces(memory._kept["residual"])[1].fill_(3e38)
     if plain:
         (part,) = next(iter(state._layouts.values())).parts
@@ -206,7 +206,7 @@ def test_a_quantiser_reads_what_is_owed_where_it_is_kept(factor, rank, reads):
         kept.copy_(torch.arange(kept.numel()))
     memory.commit()
     residual, server = memory.kept("residual"), memory.kept("server")
-    memory.open({"residual": factor, "server": factor})
+    memory.begin({"residual": factor, "server": factor})
     states = codec._states(memory, 2, rank)
     if reads:
         assert states.residual_in is residual

@@ -126,7 +126,7 @@ def test_no_gradient_with_a_residual_that_was_put_back_is_applied():
 def owing():
     """A memory that owes for a shard of the sum: elements 64 to 127, in a loss scale of 8."""
     memory = CodecMemory([torch.Size([200])], torch.device("cpu"))
-    memory.open({}, {"loss_scale": 8.0})
+    memory.begin({}, {"loss_scale": 8.0})
     memory.tensor("residual").fill_(1.0)
     memory.shard(64, 64).fill_(16.0)
     memory.commit()
@@ -139,24 +139,24 @@ def total(memory):
 
 def test_a_shard_of_another_size_is_owed_where_it_was(owing):
     before = total(owing)
-    owing.open()
+    owing.begin()
     assert not owing.shard(128, 128).any()
     owing.rollback()
     assert torch.equal(total(owing), before)
-    owing.open()
+    owing.begin()
     assert not owing.shard(128, 128).any()
     owing.commit()
     assert torch.equal(total(owing), before)
     owing.undo()
     assert torch.equal(total(owing), before)
-    owing.open()
+    owing.begin()
     assert bool((owing.shard(64, 64) == 16.0).all())
 
 
 @pytest.mark.parametrize("codec", [TopK(0.05), Threshold(0.05), PowerSGD(2)])
 def test_selection_sends_what_the_owner_of_a_shard_owes(owing, codec):
     before = total(owing)
-    owing.open({"residual": 0.5, "server": 0.5}, {"loss_scale": 4.0})
+    owing.begin({"residual": 0.5, "server": 0.5}, {"loss_scale": 4.0})
     sent = codec.start(torch.zeros(200), owing).wait()
     owing.commit()
     assert sent.max() == 8.5
@@ -165,10 +165,10 @@ def test_selection_sends_what_the_owner_of_a_shard_owes(owing, codec):
 
 def test_what_a_step_does_not_touch_follows_the_units_too(owing):
     """Another codec, for which momentum means nothing, between two that have it."""
-    owing.open()
+    owing.begin()
     owing.tensor("velocity").fill_(8.0)
     owing.commit()
-    owing.open({"velocity": 0.5, "residual": 0.5, "server": 0.5}, {"loss_scale": 4.0})
+    owing.begin({"velocity": 0.5, "residual": 0.5, "server": 0.5}, {"loss_scale": 4.0})
     Dense().start(torch.zeros(200), owing)
     owing.commit()
     assert bool((owing.kept("velocity") == 4.0).all())
@@ -427,4 +427,4 @@ def test_what_has_begun_ends_where_a_later_bucket_fails(monkeypatch):
     with pytest.raises(ValueError, match="later"):
         compress_gradients(model, state)
     assert torch.equal(state.residuals()["a"], before)
-    assert not any(memory._open for memory in state.memory._groups.values())
+    assert not any(memory._open for memory in state.memory.memories.values())

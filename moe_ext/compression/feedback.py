@@ -1,0 +1,623 @@
+"""Error feedback: what ranks still owe, kept by the name of the parameter.
+
+`CodecMemory` keeps it for parameters that are reduced together, side by side in one flat tensor;
+`FeedbackStore` holds these memories and regroups them by name. Every step begins, and then commits
+or rolls back. It writes to other tensors than it reads, so that one that fails leaves everything as
+it was, bit for bit.
+
+Shape suffixes: N elements of the parameters that are reduced together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+# Kinds of tensors that have an element for each one of the gradient.
+ELEMENTWISE = ("residual", "velocity")
+
+_T = TypeVar("_T")
+
+
+class Packing:
+    """How parameters lie in one flat tensor of N elements: one after the other.
+
+    A subclass may hold a part of them only, or lay them out otherwise.
+
+    Args:
+        shapes: of the parameters.
+
+    Attributes:
+        shapes: of the tensors that make up the N elements; those of the parameters here.
+        numel: N.
+        window: (start, N) where the N elements are a part of the parameters, else None.
+        place: which one of several parts they are; these have random numbers of their own.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size]) -> None:
+        self.shapes = tuple(shapes)
+        self.sizes = tuple(math.prod(shape) for shape in self.shapes)
+        self.numel = sum(self.sizes)
+        self.window: tuple[int, int] | None = None
+        self.place = 0
+
+    @property
+    def start(self) -> int:
+        """Which element of the parameters the first one is."""
+        return 0 if self.window is None else self.window[0]
+
+    def pieces(self, flat_N: Tensor) -> list[Tensor]:
+        """Views of a flat tensor in `shapes`."""
+        parts = flat_N.split(self.sizes)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def spans(self) -> list[tuple[int, int]]:
+        """(start, stop) of each parameter among the N elements."""
+        stops = list(itertools.accumulate(self.sizes))
+        return list(zip([0, *stops], stops, strict=False))
+
+    def by_parameter(self, flat_N: Tensor) -> list[Tensor]:
+        """A flat tensor as one in the shape of each parameter."""
+        return self.pieces(flat_N)
+
+    def packed(self, whole: Tensor) -> Tensor:
+        """The N elements, of a flat tensor of all elements of the parameters."""
+        return whole
+
+
+class CodecMemory:
+    """What a codec remembers of parameters that are reduced together.
+
+    Tensors are kept by kind: "residual" is what this rank owes, "server" what it owes for the shard
+    of the sum that it owns, "velocity" the momentum of a sparse codec; codecs may add others.
+
+    Args:
+        shapes: of the parameters, in the order in which they lie in the flat gradient.
+        device: of the gradient.
+        key: tells the streams of random numbers of different memories apart.
+        seed: of the random numbers.
+        packing: how they lie there, if not one after the other.
+
+    Attributes:
+        numel: N.
+        bitmap: what the caller knows of the blocks that are not zero (see `nonzero_blocks`).
+        server_start: first element of the shard whose sum this rank owns.
+        units: numbers that tell in which units everything is kept: learning rate and loss scale.
+        saved_objects: what `carry` restores objects from, by name, when they are first asked for.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[torch.Size],
+        device: torch.device,
+        *,
+        key: int = 0,
+        seed: int = 0,
+        packing: Packing | None = None,
+    ) -> None:
+        self.packing = packing or Packing(shapes)
+        self.shapes, self.sizes = self.packing.shapes, self.packing.sizes
+        self.numel, self.pieces = self.packing.numel, self.packing.pieces
+        self.device, self.seed = device, seed
+        self.key = (key + self.packing.place) & 0x7FFFFFFF
+        self.bitmap: Tensor | None = None
+        self.server_start = 0
+        self.units: dict[str, float] = {}
+        self.saved_objects: dict[str, Any] = {}
+        self._kept: dict[str, Tensor] = {}
+        self._objects: dict[str, Any] = {}
+        # Of the step: what it has written, the kinds that it forgets otherwise, its units.
+        self._open: dict[str, Tensor] = {}
+        self._open_objects: dict[str, Any] = {}
+        self._open_start: int | None = None
+        self._taken: set[str] = set()
+        self._scales: dict[str, float] = {}
+        self._open_units: dict[str, float] = {}
+        # Tensors that nobody reads any more, to be written next.
+        self._spare: dict[str, Tensor] = {}
+        # What the last `commit` has replaced.
+        self._before: tuple[dict[str, Any], dict[str, float], dict[str, Any], int] | None = None
+
+    # -- a step ------------------------------------------------------------------------------
+
+    def begin(
+        self, scales: Mapping[str, float] | None = None, units: Mapping[str, float] | None = None
+    ) -> None:
+        """Begin a step; what an unfinished one has changed is dropped.
+
+        Args:
+            scales: factors on kinds of tensors, as on the residual for a new learning rate.
+            units: kept with what this step leaves.
+        """
+        self.rollback()
+        self._scales, self._open_units = dict(scales or {}), dict(units or {})
+
+    def factor(self, kind: str) -> float:
+        """Factor from the units of what is kept to those of this step."""
+        return self._scales.get(kind, 1.0)
+
+    def tensor(self, kind: str, numel: int | None = None) -> Tensor:
+        """The copy of this step of a float32 tensor, zeros at first, to change in place."""
+        if kind in self._open:
+            return self._open[kind]
+        kept, scale = self._kept.get(kind), self.factor(kind)
+        if kept is None or kind in self._taken:
+            return self.write(
+                kind, torch.zeros(self.numel if numel is None else numel, device=self.device)
+            )
+        working = self._room_for(kind, kept)
+        torch.mul(kept, scale, out=working) if scale != 1.0 else working.copy_(kept)
+        return self.write(kind, working)
+
+    def write(self, kind: str, working: Tensor) -> Tensor:
+        """Have this step leave a tensor in the place of what was kept."""
+        self._before = None
+        self._open[kind] = working
+        return working
+
+    def fresh(self, kind: str, numel: int) -> Tensor:
+        """Zeros in the place of what was kept, from this step on; for what has another size now."""
+        self._spare.pop(kind, None)
+        return self.write(kind, torch.zeros(numel, device=self.device))
+
+    def read_write(self, *kinds: str) -> dict[str, Tensor] | None:
+        """Tensors to be written in this step, and as `<kind>_in` those of the last, to be read.
+
+        None where `tensor` is needed: for new or open ones, and units other than the residual's.
+        """
+        found: dict[str, Tensor] = {}
+        unused = {*self._kept} - {*self._open, *self._taken}
+        scaled = any(kind != "residual" and self.factor(kind) != 1.0 for kind in kinds)
+        if scaled or not {*kinds} <= unused or "server" in unused - {*kinds}:
+            return None
+        for kind in kinds:
+            kept = self._kept[kind]
+            found[kind] = self.write(kind, self._room_for(kind, kept))
+            found[f"{kind}_in"] = kept
+        return found
+
+    def _room_for(self, kind: str, kept: Tensor) -> Tensor:
+        spare = self._spare.pop(kind, None)
+        # The next step to be taken back is this one: what it overwrites was kept for that.
+        self._before = None
+        return torch.empty_like(kept) if spare is None else spare
+
+    def whole_residual(self) -> Tensor:
+        """The copy of this step of the residual, with what the owner of a shard owes in it.
+
+        For codecs that do not divide the gradient into shards, or divide it otherwise.
+        """
+        residual_N = self.tensor("residual")
+        if "server" in self._kept and "server" not in {*self._open, *self._taken}:
+            add_at(residual_N, self._kept["server"], self.server_start, self.factor("server"))
+            self._taken.add("server")
+        return residual_N
+
+    def keeps_shard(self, start: int, numel: int) -> bool:
+        """Whether what is owed for a shard of the sum is that for this one."""
+        kept = self._kept.get("server")
+        return kept is not None and (self.server_start, kept.numel()) == (start, numel)
+
+    def shard(self, start: int, numel: int) -> Tensor:
+        """The copy of this step of what is owed for the shard of the sum that this rank owns.
+
+        Args:
+            start: first element of the shard.
+            numel: elements of the shard.
+        """
+        if "server" in self._kept and not self.keeps_shard(start, numel):
+            self.whole_residual()
+        self._open_start = start
+        return self.tensor("server", numel)
+
+    def take_owed(self, grad_N: Tensor) -> bool:
+        """Add to a gradient, in place, all that is owed, which is then owed no more.
+
+        Returns:
+            Whether anything was owed.
+        """
+        found = False
+        for kind in ("residual", "server"):
+            start = 0 if kind == "residual" else self.server_start
+            if kind in self._open:
+                if kind == "server" and self._open_start is not None:
+                    start = self._open_start
+                add_at(grad_N, self._open[kind], start)
+                self._open[kind].zero_()
+            elif kind in self._kept and kind not in self._taken:
+                add_at(grad_N, self._kept[kind], start, self.factor(kind))
+                self._taken.add(kind)
+                self._before = None
+            else:
+                continue
+            found = True
+        return found
+
+    def is_taken(self, kind: str) -> bool:
+        """Whether this step has taken the tensor of a kind, and left nothing instead."""
+        return kind in self._taken and kind not in self._open
+
+    def carry(self, name: str, make: Callable[[], _T], copy: Callable[[_T], _T]) -> _T:
+        """The copy of this step of an object that is no tensor, to change in place."""
+        if name not in self._open_objects:
+            kept = self._objects.get(name)
+            made: Any = make() if kept is None else copy(kept)
+            if kept is None and name in self.saved_objects:
+                made.load_state_dict(self.saved_objects[name])
+            self._open_objects[name] = made
+        found: _T = self._open_objects[name]
+        return found
+
+    def rng_state(self, step: int, rank: int) -> Tensor:
+        """What `quantize_blockwise` wants for rounding at random."""
+        return torch.tensor([self.seed, self.key, step, rank], device=self.device)
+
+    def commit(self, *, continues: bool = False, finite: Tensor | None = None) -> None:
+        """End the step and keep what it has changed.
+
+        Args:
+            continues: it is the rest of the last step, so that `undo` takes both back.
+            finite: bool, 0-d: where it is False the step is rolled back instead. On CUDA nobody
+                waits for it.
+        """
+        if finite is not None and not self._choose(finite):
+            return self.rollback()
+        if not (self._open or self._taken or self._open_units or self._open_objects):
+            if not continues:
+                self._before = None
+            return None
+        for kind in {*self._kept} - {*self._open, *self._taken}:
+            # Of a codec that was not used: into the units that it is kept with from now on.
+            if self.factor(kind) != 1.0:
+                self.tensor(kind)
+        replaced = {kind: self._kept.get(kind) for kind in {*self._open, *self._taken}}
+        self._before = (replaced, self.units, dict(self._objects), self.server_start)
+        if self._open_start is not None:
+            self.server_start = self._open_start
+        for kind in self._taken:
+            self._kept.pop(kind, None)
+            self._spare.pop(kind, None)
+        for kind, working in self._open.items():
+            before = self._kept.get(kind)
+            if before is not None and before.shape == working.shape:
+                self._spare[kind] = before
+            self._kept[kind] = working
+        self.units = {**self.units, **self._open_units}
+        self._objects.update(self._open_objects)
+        return self._close()
+
+    def _choose(self, finite: Tensor) -> bool:
+        """Whether to commit; on CUDA what was written becomes what was kept unless finite."""
+        if not finite.is_cuda:
+            return bool(finite)
+        for kind, working in self._open.items():
+            before = self._kept.get(kind, working.new_zeros(()))
+            self._open[kind] = torch.where(finite, working, before)
+        return True
+
+    def undo(self) -> None:
+        """Take the last `commit` back; nothing where another step has begun since."""
+        if self._before is None:
+            return
+        replaced, self.units, self._objects, self.server_start = self._before
+        self._before = None
+        for kind, tensor in replaced.items():
+            self.put(kind, tensor)
+
+    def rollback(self) -> None:
+        """End the step and forget what it has changed."""
+        for kind, working in self._open.items():
+            if kind in self._kept and self._kept[kind].shape == working.shape:
+                self._spare[kind] = working
+        self._close()
+
+    def _close(self) -> None:
+        self._open, self._open_objects, self._open_units = {}, {}, {}
+        self._taken, self._scales, self._open_start = set(), {}, None
+
+    # -- between steps -----------------------------------------------------------------------
+
+    def kinds(self) -> list[str]:
+        """Kinds of tensors that are kept."""
+        return sorted(self._kept)
+
+    def has(self, kind: str) -> bool:
+        """Whether there is a tensor of this kind, kept or written in this step."""
+        return kind in self._kept or kind in self._open
+
+    def kept(self, kind: str) -> Tensor | None:
+        """The tensor of a kind as the last step that was committed has left it."""
+        return self._kept.get(kind)
+
+    def copy_of(self, kind: str) -> Tensor:
+        """A copy of what is kept."""
+        return self._kept[kind].clone()
+
+    def put(self, kind: str, value: Tensor | None) -> None:
+        """Replace what is kept; None forgets it."""
+        self._spare.pop(kind, None)
+        if value is None:
+            self._kept.pop(kind, None)
+        else:
+            self._kept[kind] = value
+
+    def whole(self, kind: str) -> Tensor | None:
+        """A copy of what is kept, N elements; in the residual, what the shard of the sum owes."""
+        kept, server = self._kept.get(kind), self._kept.get("server")
+        if kind != "residual" or server is None:
+            return None if kept is None else kept.clone()
+        found = torch.zeros(self.numel, device=self.device) if kept is None else kept.clone()
+        add_at(found, server, self.server_start)
+        return found
+
+    def extras(self) -> dict[str, Any]:
+        """Copies of what is not by element, for `FeedbackStore.state_dict`."""
+        objects = {name: made.state_dict() for name, made in self._objects.items()}
+        return {
+            "server_start": self.packing.start + self.server_start,
+            "window": self.packing.window,
+            "carried": {**self.saved_objects, **objects},
+            "tensors": {k: self.copy_of(k) for k in self.kinds() if k not in ELEMENTWISE},
+        }
+
+    def load_extras(self, extras: Mapping[str, Any]) -> None:
+        """Take over what `extras` returned."""
+        self.server_start = extras["server_start"] - self.packing.start
+        self.saved_objects = extras["carried"]
+        for kind, tensor in extras["tensors"].items():
+            # What is kept is written to in later steps.
+            self.put(kind, tensor.to(self.device, torch.float32, copy=True))
+
+
+class _Table(NamedTuple):
+    """Everything that a store keeps: in groups, by name, and loaded for groups to come."""
+
+    groups: dict[tuple[str, ...], CodecMemory]
+    loose: dict[str, dict[str, Tensor]]
+    units: dict[str, dict[str, float]]
+    loaded: dict[tuple[str, ...], dict[str, Any]]
+
+    def copy(self) -> _Table:
+        loose = {name: dict(kinds) for name, kinds in self.loose.items()}
+        return _Table(dict(self.groups), loose, dict(self.units), dict(self.loaded))
+
+
+class FeedbackStore:
+    """The memories of all groups of parameters, which may be regrouped at any time.
+
+    Args:
+        seed: of random numbers.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+        self._table = _Table({}, {}, {}, {})
+        # As it was before a step that has regrouped parameters, and before `ungroup`.
+        self._before: _Table | None = None
+        self._grouped: _Table | None = None
+
+    @property
+    def memories(self) -> dict[tuple[str, ...], CodecMemory]:
+        """Names of parameters to the memory of their group; not to be changed."""
+        return self._table.groups
+
+    def group(
+        self,
+        names: tuple[str, ...],
+        shapes: Sequence[torch.Size],
+        device: torch.device,
+        key: int = 0,
+        packing: Packing | None = None,
+    ) -> CodecMemory:
+        """The memory of parameters that are reduced together, made of what is kept by name.
+
+        Args:
+            names: of the parameters.
+            shapes: of the parameters.
+            device: of their gradients.
+            key: of random numbers.
+            packing: how they lie in the flat tensor, if not one after the other.
+
+        Raises:
+            ValueError: what was loaded for a parameter has another shape.
+        """
+        if names in self._table.groups:
+            return self._table.groups[names]
+        self._grouped = None
+        if self._before is None:
+            self._before = self._table.copy()
+        groups, loose, units, loaded = self._table
+        wanted = set(names)
+        for other in [g for g in groups if wanted & set(g)]:
+            self._dissolve(other)
+        memory = CodecMemory(shapes, device, key=key, seed=self.seed, packing=packing)
+        extras = None
+        if names in loaded and loaded[names].get("window") == memory.packing.window:
+            extras = loaded.pop(names)
+        for other in [g for g in loaded if wanted & set(g)]:
+            add_loaded_shard(loose, other, loaded.pop(other))
+        memory.units = next((units[name] for name in names if name in units), {})
+        for kind in ELEMENTWISE:
+            kept = [loose.get(name, {}).get(kind) for name in names]
+            if any(tensor is not None for tensor in kept):
+                factors = [unit_factors(self.units_of(n), memory.units)[kind] for n in names]
+                whole = _side_by_side(kind, names, shapes, kept, factors, device)
+                memory.put(kind, memory.packing.packed(whole))
+        for name in names:
+            loose.pop(name, None)
+            units.pop(name, None)
+        if extras is not None:
+            memory.load_extras(extras)
+        groups[names] = memory
+        return memory
+
+    def units_of(self, name: str) -> dict[str, float]:
+        """Units of what is kept of a parameter that is in no group."""
+        return self._table.units.get(name, {})
+
+    def _dissolve(self, names: tuple[str, ...]) -> None:
+        """Keep the tensors of a group by name instead."""
+        memory = self._table.groups.pop(names)
+        if memory.units:
+            self._table.units.update((name, dict(memory.units)) for name in names)
+        for kind in ELEMENTWISE:
+            flat = memory.whole(kind)
+            if flat is None:
+                continue
+            for name, piece in zip(names, memory.packing.by_parameter(flat), strict=True):
+                self._table.loose.setdefault(name, {})[kind] = piece
+
+    def ungroup(self) -> None:
+        """Keep everything by name, shards included; groups are made anew when asked for."""
+        self._before = None
+        if self._grouped is None:
+            self._grouped = self._table.copy()
+        for names in list(self._table.groups):
+            self._dissolve(names)
+        for names in list(self._table.loaded):
+            add_loaded_shard(self._table.loose, names, self._table.loaded.pop(names))
+
+    def commit(self, *, continues: bool = False, finite: Tensor | None = None) -> None:
+        """End the step in all groups and keep what it has changed; see `CodecMemory.commit`."""
+        self._before = None
+        for memory in self._table.groups.values():
+            memory.commit(continues=continues, finite=finite)
+
+    def undo(self) -> None:
+        """Take the last `commit` of all groups back, and an `ungroup` after it."""
+        if self._grouped is not None:
+            self._table, self._grouped = self._grouped, None
+        for memory in self._table.groups.values():
+            memory.undo()
+
+    def rollback(self) -> bool:
+        """End the step in all groups and forget what it has changed.
+
+        Returns:
+            Whether groups that `group` has made in this step are gone.
+        """
+        regrouped = self._before is not None
+        if self._before is not None:
+            self._table, self._before = self._before, None
+        for memory in self._table.groups.values():
+            memory.rollback()
+        return regrouped
+
+    def named(self, kind: str) -> dict[str, Tensor]:
+        """Name to tensor in the parameter's shape; views where the parameter is in a group."""
+        found = {name: kinds[kind] for name, kinds in self._table.loose.items() if kind in kinds}
+        for names, memory in self._table.groups.items():
+            flat = memory.kept(kind)
+            if flat is not None:
+                found.update(zip(names, memory.packing.by_parameter(flat), strict=True))
+        return dict(sorted(found.items()))
+
+    def kinds_of(self, names: Sequence[str]) -> list[str]:
+        """Which kinds of tensors there are for any of some parameters."""
+        return [kind for kind in ELEMENTWISE if not set(names).isdisjoint(self.named(kind))]
+
+    def clear(self, kind: str, names: set[str]) -> None:
+        """Forget the tensors of a kind that belong to some parameters; after `ungroup`."""
+        for name in names:
+            self._table.loose.get(name, {}).pop(kind, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of everything: by name, and for groups what is not by element."""
+        found: dict[str, Any] = {
+            kind: {name: tensor.clone() for name, tensor in self.named(kind).items()}
+            for kind in ELEMENTWISE
+        }
+        groups, _, units, loaded = self._table
+        layouts = [{"names": list(names), **extras} for names, extras in loaded.items()]
+        marks = {name: dict(numbers) for name, numbers in units.items()}
+        for names, memory in groups.items():
+            extras = memory.extras()
+            if extras["tensors"] or extras["carried"]:
+                layouts.append({"names": list(names), **extras})
+            marks.update((name, dict(memory.units)) for name in names if memory.units)
+        return {**found, "layouts": layouts, "marks": marks}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace everything."""
+        self._before = self._grouped = None
+        units = {name: dict(numbers) for name, numbers in state["marks"].items()}
+        self._table = _Table({}, {}, units, {})
+        for kind in ELEMENTWISE:
+            for name, tensor in state[kind].items():
+                kinds = self._table.loose.setdefault(name, {})
+                kinds[kind] = tensor.detach().clone().float()
+        for layout in state["layouts"]:
+            extras = {key: value for key, value in layout.items() if key != "names"}
+            self._table.loaded[tuple(layout["names"])] = extras
+
+
+def unit_factors(before: Mapping[str, float], units: Mapping[str, float]) -> dict[str, float]:
+    """Factors from some units to others, by kind of tensor."""
+    velocity = residual = 1.0
+    if "loss_scale" in before and "loss_scale" in units:
+        velocity = residual = units["loss_scale"] / before["loss_scale"]
+    if "rate" in before and "rate" in units:
+        residual *= before["rate"] / units["rate"]
+    return {"residual": residual, "server": residual, "velocity": velocity}
+
+
+def by_name(state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Name to tensors by kind of a saved store, with the residuals of shards of the sum in them."""
+    loose: dict[str, dict[str, Tensor]] = {}
+    for kind in ELEMENTWISE:
+        for name, tensor in state[kind].items():
+            loose.setdefault(name, {})[kind] = tensor.clone()
+    for layout in state["layouts"]:
+        add_loaded_shard(loose, layout["names"], layout)
+    return loose
+
+
+def add_loaded_shard(
+    loose: dict[str, dict[str, Tensor]], names: Sequence[str], extras: Mapping[str, Any]
+) -> None:
+    """Add a shard's residual to the residuals by name that its group is made of."""
+    if "server" not in extras["tensors"]:
+        return
+    start = 0
+    for name in names:
+        residual = loose[name]["residual"]
+        flat = residual.reshape(-1).clone()
+        add_at(flat, extras["tensors"]["server"], extras["server_start"] - start)
+        loose[name]["residual"] = flat.view(residual.shape)
+        start += flat.numel()
+
+
+def add_at(flat: Tensor, owed: Tensor, start: int, scale: float = 1.0) -> None:
+    """Add a tensor from an element on, in place; what lies before or past the other is left out."""
+    owed, start = owed[max(-start, 0) :], max(start, 0)
+    stop = min(start + owed.numel(), flat.numel())
+    if stop > start:
+        flat[start:stop].add_(owed[: stop - start].to(flat.device), alpha=scale)
+
+
+def _side_by_side(
+    kind: str,
+    names: Sequence[str],
+    shapes: Sequence[torch.Size],
+    kept: Sequence[Tensor | None],
+    factors: Sequence[float],
+    device: torch.device,
+) -> Tensor:
+    """Tensors by name times a factor each, side by side; zeros where one is None."""
+    found = []
+    for name, shape, tensor, factor in zip(names, shapes, kept, factors, strict=True):
+        if tensor is None:
+            found.append(torch.zeros(shape.numel(), device=device))
+            continue
+        if tensor.shape != shape:
+            raise ValueError(
+                f"CompressionState: expected the {kind} of {name} to be of shape "
+                f"{tuple(shape)}, got {tuple(tensor.shape)}"
+            )
+        found.append(tensor.reshape(-1).to(device) * factor)
+    return torch.cat(found)
