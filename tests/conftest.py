@@ -2,8 +2,10 @@
 
 import contextlib
 import importlib.util
+import os
 
 import emulation
+import pairwise
 import pytest
 import torch
 import without_hypothesis
@@ -16,6 +18,36 @@ if importlib.util.find_spec("hypothesis") is None:
 ISAS = [
     name for name in ("portable", "avx2", "avx512") if torch.ops.moe_ext._cpu_isa_supported(name)
 ]
+# Every combination of parameters, and the CPU once for each variant of the SIMD loops.
+FULL = os.environ.get("MOE_EXT_FULL") == "1"
+CUDA = ["cuda"] if torch.cuda.is_available() else []
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # The workers share the cores.
+    torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Keeps of each function the cases that hold every pair of its parameters' values.
+
+    Functions marked `product` run every combination, as do all with MOE_EXT_FULL=1 or where a case
+    is named on the command line.
+    """
+    if FULL or any("[" in argument for argument in config.args):
+        return
+    functions = {}
+    for item in items:
+        if hasattr(item, "callspec") and item.get_closest_marker("product") is None:
+            functions.setdefault((item.parent.nodeid, item.originalname), []).append(item)
+    left_out = set()
+    for cases in functions.values():
+        # Cases of one value hold the same object.
+        rows = [tuple(map(id, case.callspec.params.values())) for case in cases]
+        kept = pairwise.covering(rows)
+        left_out.update(set(cases).difference(cases[i] for i in kept))
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 @contextlib.contextmanager
@@ -35,8 +67,6 @@ def isa(request):
 
 @contextlib.contextmanager
 def running_on(name):
-    if name == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     if name == "simt" and not emulation.is_built():
         pytest.skip("no emulation of CUDA: build with MOE_EXT_TESTS=1")
     where = torch.device("cuda" if name == "cuda" else "cpu")
@@ -49,7 +79,7 @@ def running_on(name):
         yield where
 
 
-@pytest.fixture(params=["cpu", "simt", "cuda"])
+@pytest.fixture(params=["cpu", "simt", *CUDA])
 def device(request):
     """Where the tensors live; under "simt" that is the CPU, and CUDA kernels are emulated."""
     with running_on(request.param) as where:
@@ -80,9 +110,9 @@ def moved(device, request):
     return move
 
 
-@pytest.fixture(params=[*ISAS, "simt", "cuda"])
+@pytest.fixture(params=[*(ISAS if FULL else ["cpu"]), "simt", *CUDA])
 def backend(request):
-    """As `device`, with the CPU once for each variant of the SIMD loops."""
+    """As `device`; where MOE_EXT_FULL=1, with the CPU once for each variant of the SIMD loops."""
     if request.param not in ISAS:
         with running_on(request.param) as where:
             yield where

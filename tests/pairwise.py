@@ -1,0 +1,49 @@
+"""Chooses, of the cases of a test with many parameters, few that still hold every pair of values.
+
+Most faults need one value or two that meet: a dtype at a size, a format on a device. Stacked
+`parametrize` marks state the whole product; `covering` keeps a part of it.
+"""
+
+import itertools
+from collections.abc import Hashable, Sequence
+
+
+def covering(rows: Sequence[Sequence[Hashable]]) -> list[int]:
+    """Indices of rows, ascending, that hold every pair of values that any row holds.
+
+    Greedy and deterministic: the row with the most pairs that no row before it held, and of several
+    the first. Rows of fewer than three columns are all kept.
+
+    Args:
+        rows: the values of each case, one column for each parameter.
+    """
+    columns: list[Sequence[Hashable]] = []
+    for column in zip(*rows, strict=True):
+        # Values of one `parametrize` mark come together: the first that tells the others stands
+        # for them.
+        if not any(_tells(other, column) for other in columns):
+            columns = [other for other in columns if not _tells(column, other)] + [column]
+    if len(columns) < 3:
+        return list(range(len(rows)))
+    numbers = range(len(columns))
+    pairs = [
+        {(i, j, row[i], row[j]) for i, j in itertools.combinations(numbers, 2)}
+        for row in zip(*columns, strict=True)
+    ]
+    left, kept = set().union(*pairs), []
+    gain = [len(of_row) for of_row in pairs]
+    while left:
+        best = max(range(len(pairs)), key=gain.__getitem__)
+        new = len(pairs[best] & left)
+        if new < gain[best]:
+            # Gains only fall, so an old one is a bound: look again with the true one.
+            gain[best] = new
+            continue
+        kept.append(best)
+        left -= pairs[best]
+    return sorted(kept)
+
+
+def _tells(column: Sequence[Hashable], other: Sequence[Hashable]) -> bool:
+    """Every value of a column stands beside one value of the other."""
+    return len(set(zip(column, other, strict=True))) == len(set(column))
