@@ -32,6 +32,7 @@ from moe_ext.compression.exact_reduce import row_sparse_all_reduce
 from moe_ext.compression.named_codecs import unsent
 from moe_ext.compression.reduction import Reduction
 from moe_ext.compression.sparse_codecs import Threshold, TopK
+from moe_ext.distributed.comm import Pending
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import group_size
 
@@ -109,7 +110,7 @@ class Step:
                 validate=False,
                 async_op=True,
             )
-            assert isinstance(found, Reduction)
+            assert isinstance(found, Pending)
             work.rows = found
             return
         if self.state.watches(layout):

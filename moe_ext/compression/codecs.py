@@ -28,6 +28,7 @@ from moe_ext.compression.quantized_reduce import (
     start_all_reduce,
 )
 from moe_ext.compression.reduction import Reduction
+from moe_ext.distributed.comm import Pending
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import group_rank, group_size
 from moe_ext.distributed.traffic import record_traffic
@@ -457,7 +458,7 @@ class BlockSparse(WithMemory):
             validate=False,
             async_op=True,
         )
-        assert isinstance(found, Reduction)
+        assert isinstance(found, Pending)
         return found
 
     def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:

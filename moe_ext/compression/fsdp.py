@@ -31,7 +31,7 @@ from moe_ext.compression.fsdp_layout import (
     keep_small_dense,
 )
 from moe_ext.compression.quantized_reduce import quantized_all_gather, quantized_reduce_scatter
-from moe_ext.compression.reduction import Reduction
+from moe_ext.distributed.comm import Pending
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.traffic import record_traffic
 
@@ -198,7 +198,7 @@ class CompressedAllGather(_Message, AllGather):
         )
 
         def finish() -> None:
-            if isinstance(coded, Reduction):
+            if isinstance(coded, Pending):
                 coded.wait()
             assert beside is not None
             beside.wait()

@@ -24,6 +24,7 @@ from moe_ext.compression.quantized_stages import (
     reduce_scatter_stages,
 )
 from moe_ext.compression.reduction import Reduction, run
+from moe_ext.distributed.comm import Pending
 from moe_ext.distributed.groups import group_rank, group_size
 
 FORMATS = ("int8", "int4", "fp8", "sign")
@@ -251,7 +252,7 @@ def start_all_reduce(
         finish=finish,
         async_op=async_op,
     )
-    return found if isinstance(found, Reduction) else Reduction.done(found)
+    return found if isinstance(found, Pending) else Reduction.done(found)
 
 
 def _find_nonfinite(states: States, on_nonfinite: Callable[[Tensor], None]) -> None:

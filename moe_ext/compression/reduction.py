@@ -6,7 +6,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,70 +17,26 @@ from torch.distributed import ProcessGroup
 from moe_ext import _runtime_library
 from moe_ext.compression.stages import Slot, Stages, run_stages
 from moe_ext.distributed import _c10d, _exit, streams
+from moe_ext.distributed.comm import Future, Pending
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import group_ranks
 from moe_ext.distributed.traffic import is_counted, record_traffic
 
 _OnSent = Callable[[str, int], None]
+# What a collective underway is called among the public names of moe_ext.compression.
+if TYPE_CHECKING:
+    Reduction = Pending[Tensor]
+else:
+    # A class, for isinstance.
+    Reduction = Pending
+
 _Finish = Callable[[list[Tensor]], Tensor]
-
-
-class _Future(Protocol):
-    """`torch.futures.Future`, or the class in C++ below it."""
-
-    def wait(self) -> Any: ...
-    def done(self) -> bool: ...
-    def then(self, callback: Callable[[Any], Any]) -> Any: ...
-
-
-class Reduction:
-    """A collective of moe_ext.compression underway, as ``async_op=True`` returns it."""
-
-    def __init__(
-        self, future: _Future, finish: _Finish, group: ProcessGroup | None, operation: str
-    ) -> None:
-        self._future = future
-        self._finish: _Finish | None = finish
-        self._group, self._operation = group, operation
-        self._result: Tensor | None = None
-        # `wait` and the callbacks of a future may come from two threads.
-        self._lock = threading.Lock()
-
-    @classmethod
-    def done(cls, result: Tensor) -> Reduction:
-        """One that has ended."""
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        future.set_result([result])
-        return cls(future, lambda found: found[0], None, "")
-
-    def wait(self) -> Tensor:
-        """The result, once it is there; on CUDA the current stream waits, not the host.
-
-        Raises:
-            RankFailureError: a rank died or did not answer; the message names it.
-        """
-        with naming_failed_ranks(self._group, self._operation):
-            found = self._future.wait()
-        with self._lock:
-            if self._finish is not None:
-                self._result, self._finish = self._finish(found), None
-        assert self._result is not None
-        return self._result
-
-    def is_completed(self) -> bool:
-        """Whether `wait` returns, or raises, at once."""
-        return self._future.done()
-
-    def get_future(self) -> torch.futures.Future[Tensor]:
-        """A future of what `wait` returns or raises, as hooks want it."""
-        future: torch.futures.Future[Tensor] = self._future.then(lambda _: self.wait())
-        return future
 
 
 class _Worker(Protocol):
     """A thread that runs stages one after the other, over one process group."""
 
-    def submit(self, stages: Any, inputs: list[Tensor], on_sent: _OnSent | None) -> _Future:
+    def submit(self, stages: Any, inputs: list[Tensor], on_sent: _OnSent | None) -> Future:
         """Queue the stages; returns a future of the tensors of their results."""
 
 
@@ -97,7 +53,7 @@ class PythonWorker:
     def __del__(self) -> None:
         self._tasks.put(_stop)
 
-    def submit(self, stages: Stages, inputs: list[Tensor], on_sent: _OnSent | None) -> _Future:
+    def submit(self, stages: Stages, inputs: list[Tensor], on_sent: _OnSent | None) -> Future:
         """As `_Worker.submit`."""
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         num_threads, group = torch.get_num_threads(), self._group
@@ -217,7 +173,7 @@ def _run_here(
 
 def _run_on_stream(
     stages: Stages, inputs: list[Tensor], group: ProcessGroup, module: Any, device: torch.device
-) -> _Future:
+) -> Future:
     """Enqueue the stages on the side stream, in the caller's thread: messages stay in order."""
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[device])
 

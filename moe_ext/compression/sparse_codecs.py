@@ -29,6 +29,7 @@ from moe_ext.compression.pairs import PAIR_CODECS
 from moe_ext.compression.reduction import Reduction
 from moe_ext.compression.regions import SplitRegions
 from moe_ext.compression.sparse_reduce import ALGORITHMS, SparseLayout, sparse_all_reduce
+from moe_ext.distributed.comm import Pending
 from moe_ext.distributed.groups import group_size
 from moe_ext.ops.topk import scope_size_of
 
@@ -143,7 +144,7 @@ def _sparse_reduction(
         validate=False,
         async_op=True,
     )
-    assert isinstance(found, Reduction)
+    assert isinstance(found, Pending)
     return found
 
 

@@ -25,6 +25,7 @@ from moe_ext.compression.pairs import (
 from moe_ext.compression.reduction import Reduction, run
 from moe_ext.compression.regions import SplitRegions
 from moe_ext.compression.stages import Slot, Stages
+from moe_ext.distributed.comm import Pending
 from moe_ext.distributed.groups import group_rank, group_size
 
 _NAME = "sparse_all_reduce"
@@ -405,7 +406,7 @@ def sparse_all_reduce(
     stages, more = _program(layout, chosen, divisor, residual, regions, group_rank(ranks))
     inputs += more
     underway = run(stages, inputs, ranks, _NAME, finish=finish, async_op=async_op)
-    if regions is not None and isinstance(underway, Reduction):
+    if regions is not None and isinstance(underway, Pending):
         regions.pending = underway
     return underway
 

@@ -1,4 +1,4 @@
-"""Collectives of moe_ext: differentiable exchange of rows, and agreement on small messages.
+"""Differentiable exchange of rows between the ranks of a group.
 
 Shapes: N rows sent, R rows received, D model, P ranks of the group.
 """
@@ -16,13 +16,17 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from moe_ext.distributed import streams
-from moe_ext.distributed.failures import (
-    naming_failed_ranks,
-    process_identity,
-    remember_processes,
-)
-from moe_ext.distributed.groups import group_ranks, group_size
-from moe_ext.distributed.traffic import record_traffic
+from moe_ext.distributed.agreement import check_equal_over_ranks, share
+from moe_ext.distributed.comm import all_reduce_ as sum_over_ranks_
+from moe_ext.distributed.failures import naming_failed_ranks
+
+__all__ = [
+    "all_to_all_counts",
+    "all_to_all_rows",
+    "check_equal_over_ranks",
+    "share",
+    "sum_over_ranks_",
+]
 
 
 def _exchange(
@@ -146,58 +150,3 @@ def all_to_all_counts(message: Tensor, group: ProcessGroup, *, operation: str) -
     """Send row p of an int64 `[P, M]` message to rank p; returns `[P, M]`, row p from rank p."""
     ones = [1] * message.shape[0]
     return _exchange(message, group, ones, ones, operation)
-
-
-def sum_over_ranks_(x: Tensor, group: ProcessGroup | None, *, operation: str) -> Tensor:
-    """Add up a contiguous tensor over the ranks of a group, in place, and count what is sent.
-
-    Nothing is sent where there is one rank (group None) or no element.
-    """
-    size = group_size(group)
-    if size > 1 and x.numel():
-        record_traffic("all_reduce", 2 * (size - 1) * x.nbytes // size)
-        with naming_failed_ranks(group, operation):
-            dist.all_reduce(x, group=group)
-    return x
-
-
-def share(
-    values: Sequence[int], group: ProcessGroup, device: torch.device, *, operation: str
-) -> list[list[int]]:
-    """Gather a fixed number of integers from every rank, in group order.
-
-    It also learns which process runs which rank, for messages about later failures.
-
-    NOTE: device-to-host sync, since the callers branch on the result.
-    """
-    local = torch.tensor([[*process_identity(), *values]], dtype=torch.int64, device=device)
-    gathered = [torch.empty_like(local) for _ in range(group_size(group))]
-    with naming_failed_ranks(group, operation):
-        dist.all_gather(gathered, local, group=group)
-    rows: list[list[int]] = torch.cat(gathered).tolist()
-    remember_processes(group_ranks(group), [(row[0], row[1]) for row in rows])
-    return [row[2:] for row in rows]
-
-
-def agree(
-    facts: dict[str, int], group: ProcessGroup, device: torch.device, *, operation: str
-) -> None:
-    """Check that every rank of the group holds the same facts; one all-gather of fixed size.
-
-    Raises:
-        ValueError: on every rank, naming the first fact that differs with the value of each rank.
-    """
-    rows = share(list(facts.values()), group, device, operation=operation)
-    for name, column in zip(facts, zip(*rows, strict=True), strict=True):
-        check_equal_over_ranks(name, column, group, operation)
-
-
-def check_equal_over_ranks(
-    name: str, values: Sequence[object], group: ProcessGroup, operation: str
-) -> None:
-    """ValueError naming every rank's value unless all are equal; `values` in group order."""
-    if any(value != values[0] for value in values):
-        found = ", ".join(
-            f"{v} on rank {r}" for r, v in zip(group_ranks(group), values, strict=True)
-        )
-        raise ValueError(f"{operation}: expected {name} to be equal on every rank, got {found}")

@@ -16,12 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
-from moe_ext.distributed.collectives import (
-    agree,
-    all_to_all_counts,
-    all_to_all_rows,
-    check_equal_over_ranks,
-)
+from moe_ext.distributed.agreement import agree, check_equal_over_ranks
+from moe_ext.distributed.collectives import all_to_all_counts, all_to_all_rows
 from moe_ext.distributed.failures import RankFailureError
 from moe_ext.distributed.groups import GroupHandle, check_group, group_ranks, group_size
 from moe_ext.ops.grouped_gemm import row_alignment
@@ -352,7 +348,7 @@ class AllToAllDispatcher:
         if not self._agreed:
             # The length of the message depends on num_experts.
             facts = {"num_experts": self.num_experts}
-            agree(facts, self.group, own_PL.device, operation=operation)
+            agree(operation, facts, None, self.group, own_PL.device)
             self._agreed = True
         head = own_PL.new_tensor(header)
         message = torch.cat([head.expand(self.num_ranks, -1), own_PL], dim=1)

@@ -28,6 +28,27 @@ def check_group(group: object, owner: str, *, name: str = "ep_group") -> None:
         )
 
 
+def resolve_group(group: ProcessGroup | None, owner: str) -> ProcessGroup | None:
+    """The group to use: the default one for None; None where there is no torch.distributed.
+
+    TypeError in the name of `owner` if it is no group of this rank.
+    """
+    check_group(group, owner, name="group")
+    if group is None and is_initialized():
+        return dist.group.WORLD
+    return group
+
+
+def is_initialized() -> bool:
+    """Whether there is a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def global_rank() -> int:
+    """This process's rank in the default group; 0 without one."""
+    return dist.get_rank() if is_initialized() else 0
+
+
 def group_size(group: ProcessGroup | None) -> int:
     """Number of ranks; 1 for None."""
     return 1 if group is None else dist.get_world_size(group)
@@ -45,6 +66,4 @@ def group_ranks(group: ProcessGroup) -> tuple[int, ...]:
 
 def world_size() -> int:
     """Number of ranks of the default group; 1 when torch.distributed is not initialised."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
-    return 1
+    return dist.get_world_size() if is_initialized() else 1

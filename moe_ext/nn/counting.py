@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed.collectives import agree
+from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import group_size
 from moe_ext.nn.balance import GlobalCounts
@@ -109,7 +109,7 @@ def _complete(counts: dict[str, GlobalCounts]) -> None:
     for group, members in by_group.items():
         device = members[0].total.device
         facts = {f"the passes of layer {i}": member.num_passes for i, member in enumerate(members)}
-        agree(facts, group, device, operation="count_tokens")
+        agree("count_tokens", facts, None, group, device)
         totals = torch.cat([member.total for member in members])
         with naming_failed_ranks(group, "count_tokens"):
             dist.all_reduce(totals, group=group)

@@ -24,7 +24,7 @@ from moe_ext.attention._options import Options
 from moe_ext.attention.api import check_options
 from moe_ext.attention.grid import split_group
 from moe_ext.attention.layouts import Layout
-from moe_ext.distributed.collectives import agree
+from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.groups import group_rank, group_size
 from moe_ext.integrations.huggingface.packing import document_offsets
 
@@ -156,8 +156,7 @@ class _Documents:
             "the number of rows of position_ids": position_ids.shape[0],
             "giving cu_seq_lens_q": int(given is not None),
         }
-        if group is not None:
-            agree(facts, group, position_ids.device, operation=name)
+        agree(name, facts, None, group, position_ids.device)
         offsets = None if given is None else tuple(int(x) for x in given.tolist())
         with torch.no_grad():
             whole = unshard_sequence(

@@ -1,0 +1,382 @@
+"""Collectives over a process group: each call counted, each failure with the ranks that caused it.
+
+`moe_ext.distributed` is the only package that calls c10d, and the collectives of all others go
+through this module. A group of None is this process alone: nothing is sent, and the input comes
+back.
+
+Shapes: P ranks of the group.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext.distributed import _c10d
+from moe_ext.distributed.failures import naming_failed_ranks
+from moe_ext.distributed.groups import group_ranks, group_size
+from moe_ext.distributed.traffic import record_traffic
+
+T = TypeVar("T")
+
+
+# torch 2.13 warns of the names that earlier versions have.
+ALL_GATHER, REDUCE_SCATTER = (
+    new if hasattr(dist, new) else old
+    for new, old in (
+        ("all_gather_single", "all_gather_into_tensor"),
+        ("reduce_scatter_single", "reduce_scatter_tensor"),
+    )
+)
+
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class Future(Protocol):
+    """`torch.futures.Future`, or the class in C++ below it."""
+
+    def wait(self) -> Any:
+        """The value."""
+
+    def done(self) -> bool:
+        """Whether the value is there."""
+
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        """A future of what the callback makes of this one."""
+
+
+class Pending(Generic[T]):
+    """A message underway; `wait` gives its result, to as many callers as ask.
+
+    Args:
+        future: ends when the message has come and gone.
+        finish: makes the result of what the future holds; called once, by the first who waits.
+        group: the ranks that take part, to be named when one of them fails.
+        operation: name for error messages.
+    """
+
+    def __init__(
+        self,
+        future: Future,
+        finish: Callable[[Any], T],
+        group: ProcessGroup | None,
+        operation: str,
+    ) -> None:
+        self._future = future
+        self._finish: Callable[[Any], T] | None = finish
+        self._group, self._operation = group, operation
+        self._result: list[T] = []
+        # `wait` and the callbacks of a future may come from two threads.
+        self._lock = threading.Lock()
+
+    @classmethod
+    def done(cls, result: T) -> Pending[T]:
+        """A message that has ended, with this result."""
+        future: torch.futures.Future[T] = torch.futures.Future()
+        future.set_result(result)
+        return cls(future, lambda found: found, None, "")
+
+    @classmethod
+    def of_works(
+        cls,
+        works: Sequence[dist.Work],
+        finish: Callable[[], T],
+        group: ProcessGroup | None,
+        operation: str,
+    ) -> Pending[T]:
+        """The calls of c10d that were posted as one message; `finish` keeps their memory alive."""
+        return cls(_Works(works), lambda _: finish(), group, operation)
+
+    def wait(self) -> T:
+        """The result, once it is there; on CUDA the current stream waits, not the host.
+
+        Raises:
+            RankFailureError: a rank died or did not answer; the message names it.
+        """
+        with naming_failed_ranks(self._group, self._operation):
+            found = self._future.wait()
+        with self._lock:
+            if self._finish is not None:
+                self._result.append(self._finish(found))
+                self._finish = None
+        return self._result[0]
+
+    def is_completed(self) -> bool:
+        """Whether `wait` returns, or raises, at once."""
+        return self._future.done()
+
+    def get_future(self) -> torch.futures.Future[T]:
+        """A future of what `wait` returns or raises, as hooks want it."""
+        future: torch.futures.Future[T] = self._future.then(lambda _: self.wait())
+        return future
+
+
+class _Works:
+    """Several calls of c10d as one future."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def done(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        ended = torch.futures.collect_all([work.get_future() for work in self._works])
+        return ended.then(callback)
+
+
+def all_reduce_bytes(num_bytes: int, num_ranks: int) -> int:
+    """Bytes that leave a rank in an all-reduce by the algorithm that sends least."""
+    return 2 * (num_ranks - 1) * num_bytes // num_ranks
+
+
+def start_all_reduce_(
+    x: Tensor,
+    group: ProcessGroup | None,
+    *,
+    operation: str,
+    op: str = "sum",
+    counted: bool = True,
+) -> Pending[Tensor]:
+    """Begin to reduce a contiguous tensor over the ranks, in place.
+
+    Args:
+        x: of the same shape and dtype on every rank; it is the result, too.
+        group: the P ranks.
+        operation: name for error messages.
+        op: "sum", "max" or "min".
+        counted: False for messages of fixed size by which ranks compare their arguments.
+
+    Raises:
+        RankFailureError: a rank died or did not answer; the message names it.
+    """
+    size = group_size(group)
+    if size == 1 or x.numel() == 0:
+        return Pending.done(x)
+    if counted:
+        record_traffic("all_reduce", all_reduce_bytes(x.nbytes, size))
+    with naming_failed_ranks(group, operation):
+        work = dist.all_reduce(x, _REDUCE_OPS[op], group=group, async_op=True)
+    assert work is not None
+    return Pending(work.get_future(), lambda _: x, group, operation)
+
+
+def all_reduce_(
+    x: Tensor,
+    group: ProcessGroup | None,
+    *,
+    operation: str,
+    op: str = "sum",
+    counted: bool = True,
+) -> Tensor:
+    """Reduce a contiguous tensor over the ranks, in place; see `start_all_reduce_`."""
+    size = group_size(group)
+    if size > 1 and x.numel():
+        if counted:
+            record_traffic("all_reduce", all_reduce_bytes(x.nbytes, size))
+        with naming_failed_ranks(group, operation):
+            dist.all_reduce(x, _REDUCE_OPS[op], group=group)
+    return x
+
+
+def start_all_gather(
+    x: Tensor, group: ProcessGroup | None, *, operation: str, counted: bool = True
+) -> Pending[Tensor]:
+    """Begin to gather a tensor of every rank.
+
+    Args:
+        x: `[n, ...]`, of the same shape and dtype on every rank.
+        group: the P ranks.
+        operation: name for error messages.
+        counted: see `start_all_reduce_`.
+
+    Returns:
+        `[P * n, ...]`, in group order.
+
+    Raises:
+        RankFailureError: a rank died or did not answer; the message names it.
+    """
+    size = group_size(group)
+    if size == 1:
+        return Pending.done(x)
+    sent = x.contiguous()
+    found = sent.new_empty((size * sent.shape[0], *sent.shape[1:]))
+    if sent.numel() == 0:
+        return Pending.done(found)
+    if counted:
+        record_traffic("all_gather", (size - 1) * sent.nbytes)
+    with naming_failed_ranks(group, operation):
+        work = getattr(dist, ALL_GATHER)(found, sent, group=group, async_op=True)
+    return Pending.of_works([work], _Release(found, sent), group, operation)
+
+
+def all_gather(
+    x: Tensor, group: ProcessGroup | None, *, operation: str, counted: bool = True
+) -> Tensor:
+    """Gather a tensor of every rank; see `start_all_gather`."""
+    return start_all_gather(x, group, operation=operation, counted=counted).wait()
+
+
+def start_reduce_scatter(
+    x: Tensor, group: ProcessGroup | None, *, operation: str, counted: bool = True
+) -> Pending[Tensor]:
+    """Begin to sum over the ranks, of which each keeps its part.
+
+    Args:
+        x: `[P * n, ...]`, of the same shape and dtype on every rank.
+        group: the P ranks.
+        operation: name for error messages.
+        counted: see `start_all_reduce_`.
+
+    Returns:
+        `[n, ...]`, the part of this rank.
+
+    Raises:
+        RankFailureError: a rank died or did not answer; the message names it.
+    """
+    size = group_size(group)
+    if size == 1:
+        return Pending.done(x)
+    sent = x.contiguous()
+    found = sent.new_empty((sent.shape[0] // size, *sent.shape[1:]))
+    if sent.numel() == 0:
+        return Pending.done(found)
+    if counted:
+        record_traffic("reduce_scatter", (size - 1) * found.nbytes)
+    with naming_failed_ranks(group, operation):
+        work = getattr(dist, REDUCE_SCATTER)(found, sent, group=group, async_op=True)
+    return Pending.of_works([work], _Release(found, sent), group, operation)
+
+
+def reduce_scatter(
+    x: Tensor, group: ProcessGroup | None, *, operation: str, counted: bool = True
+) -> Tensor:
+    """Sum over the ranks, of which each keeps its part; see `start_reduce_scatter`."""
+    return start_reduce_scatter(x, group, operation=operation, counted=counted).wait()
+
+
+def all_to_all(
+    x: Tensor,
+    group: ProcessGroup | None,
+    *,
+    operation: str,
+    send: Sequence[int] | None = None,
+    receive: Sequence[int] | None = None,
+    counted: bool = True,
+) -> Tensor:
+    """Exchange rows with every rank of a group.
+
+    Args:
+        x: `[N, ...]`; the first `send[0]` rows are for rank 0 of the group, and so on.
+        group: the P ranks.
+        operation: name for error messages.
+        send: P numbers of rows that sum to N; None for equal parts.
+        receive: P numbers of rows, of what each rank sends here; None for equal parts.
+        counted: see `start_all_reduce_`.
+
+    Returns:
+        `[sum(receive), ...]`, in group order.
+
+    Raises:
+        RankFailureError: a rank died or did not answer; the message names it.
+    """
+    size = group_size(group)
+    if size == 1:
+        return x
+    x = x.contiguous()
+    num_rows = x.shape[0] if receive is None else sum(receive)
+    out = x.new_empty((num_rows, *x.shape[1:]))
+    if counted:
+        own = x.shape[0] // size if send is None else send[dist.get_rank(group)]
+        row_bytes = x[:1].nbytes
+        record_traffic("all_to_all", (x.shape[0] - own) * row_bytes)
+    with naming_failed_ranks(group, operation):
+        dist.all_to_all_single(
+            out,
+            x,
+            None if receive is None else list(receive),
+            None if send is None else list(send),
+            group=group,
+        )
+    return out
+
+
+def broadcast_(x: Tensor, group: ProcessGroup | None, source: int, *, operation: str) -> Tensor:
+    """Overwrite a contiguous tensor with that of rank `source` of the group.
+
+    Raises:
+        RankFailureError: a rank died or did not answer; the message names it.
+    """
+    if group_size(group) > 1 and x.numel():
+        with naming_failed_ranks(group, operation):
+            dist.broadcast(x, group=group, group_src=source)
+    return x
+
+
+def gather_objects(value: T, group: ProcessGroup | None, *, operation: str) -> list[T]:
+    """What every rank gives, pickled, in group order; slow, for what is done once.
+
+    Raises:
+        RankFailureError: a rank died or did not answer; the message names it.
+    """
+    if group is None:
+        return [value]
+    found: list[Any] = [None] * group_size(group)
+    with naming_failed_ranks(group, operation):
+        dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def barrier(group: ProcessGroup, *, operation: str) -> None:
+    """Wait until every rank of the group is here.
+
+    Raises:
+        RankFailureError: a rank died or did not answer; the message names it.
+    """
+    with naming_failed_ranks(group, operation):
+        dist.barrier(group)
+
+
+def subgroups(ranks_of: Sequence[Sequence[int]]) -> ProcessGroup | None:
+    """Make a group of each list of global ranks; every rank of the job calls it alike.
+
+    Returns:
+        The last of them that this rank belongs to; None where there is none.
+    """
+    own: ProcessGroup | None = None
+    for ranks in ranks_of:
+        group = dist.new_group(list(ranks))
+        if dist.get_rank() in ranks:
+            own = group
+    return own
+
+
+def twin_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
+    """A new group of the same ranks and timeout; only they take part.
+
+    For messages that may come in another order than those of the group itself.
+    """
+    timeout: timedelta | None = _c10d.group_timeout(group, device)
+    return dist.new_group(list(group_ranks(group)), timeout=timeout, use_local_synchronization=True)
+
+
+class _Release:
+    """Gives the result, and lets go of what was sent: only then may its memory be used again."""
+
+    def __init__(self, found: Tensor, sent: Tensor) -> None:
+        self._found, self._sent = found, sent
+
+    def __call__(self) -> Tensor:
+        del self._sent
+        return self._found
