@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext import _runtime_library
 from moe_ext.compression.stages import Slot, Stages, run_stages
-from moe_ext.distributed import _c10d, _exit, streams
-from moe_ext.distributed.comm import Future, Pending
+from moe_ext.distributed import _exit, streams
+from moe_ext.distributed.comm import Future, Pending, twin_group
 from moe_ext.distributed.failures import naming_failed_ranks
-from moe_ext.distributed.groups import group_ranks
 from moe_ext.distributed.traffic import is_counted, record_traffic
 
 _OnSent = Callable[[str, int], None]
@@ -119,8 +117,7 @@ def _worker(group: ProcessGroup, module: Any, device: torch.device) -> _Worker:
     compiled = module is not None
     if compiled not in found:
         # Messages of the caller and of the worker must not meet.
-        timeout = _c10d.group_timeout(group, device)
-        own = dist.new_group(group_ranks(group), timeout=timeout, use_local_synchronization=True)
+        own = twin_group(group, device)
         found[compiled] = module.StageWorker(own) if compiled else PythonWorker(own)
     return found[compiled]
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed.distributed_c10d as c10d
@@ -45,3 +49,22 @@ def group_timeout(group: ProcessGroup, device: torch.device) -> timedelta | None
 def flat_group(mesh: DeviceMesh) -> ProcessGroup:
     """The group of all ranks of a mesh, made once and kept with the mesh."""
     return mesh._flatten().get_group()
+
+
+# How many groups of these ranks `new_local_group` has made: the same number on each of them.
+_num_made: Counter[tuple[int, ...]] = Counter()
+
+
+def new_local_group(ranks: Sequence[int], timeout: timedelta | None) -> ProcessGroup:
+    """A group that only its members make, and no other rank of the job takes part in.
+
+    torch names such a group by its ranks and by the number of groups that the process belongs to.
+    Members that belong to unequal numbers of groups would wait for each other under different
+    names, for ever; so the name is made here.
+    """
+    key = tuple(ranks)
+    _num_made[key] += 1
+    text = f"moe_ext/{'_'.join(map(str, key))}/{_num_made[key]}"
+    name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+    with mock.patch.object(c10d, "_hash_ranks_to_str", lambda _: name):
+        return c10d.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -362,13 +361,17 @@ def subgroups(ranks_of: Sequence[Sequence[int]]) -> ProcessGroup | None:
     return own
 
 
-def twin_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
-    """A new group of the same ranks and timeout; only they take part.
+def local_group(ranks: Sequence[int], like: ProcessGroup, device: torch.device) -> ProcessGroup:
+    """A new group of some global ranks, with the timeout of another group.
 
-    For messages that may come in another order than those of the group itself.
+    Only its members take part, each as often as the others.
     """
-    timeout: timedelta | None = _c10d.group_timeout(group, device)
-    return dist.new_group(list(group_ranks(group)), timeout=timeout, use_local_synchronization=True)
+    return _c10d.new_local_group(ranks, _c10d.group_timeout(like, device))
+
+
+def twin_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
+    """A new group of the same ranks; for messages that may come in another order than its own."""
+    return local_group(group_ranks(group), group, device)
 
 
 class _Release:
