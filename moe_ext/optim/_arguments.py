@@ -80,20 +80,22 @@ def trained_parameters(op: str, param_groups: list[dict[str, Any]]) -> list[Trai
     return found
 
 
-def check_variant(op: str, amsgrad: bool) -> None:
-    """ValueError for the variant that has no compressed form."""
-    if amsgrad:
-        raise ValueError(f"{op}: expected amsgrad to be False, got {amsgrad}")
-
-
 def check_count(op: str, name: str, value: int, *, least: int = 0) -> None:
     """ValueError unless a number of steps is a whole one."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{op}: expected {name} to be an integer of at least {least}, got {value}")
 
 
-def warn_of_ignored(op: str, deepspeed: object, cuda_aware: bool, backend: str) -> None:
-    """Warn of arguments that name DeepSpeed's parts; the process group says it all here."""
+def check_deepspeed(
+    op: str, amsgrad: bool, cuda_aware: bool, backend: str, deepspeed: object
+) -> None:
+    """Warn of DeepSpeed's arguments that are ignored; the process group tells it all here.
+
+    Raises:
+        ValueError: amsgrad, which has no compressed form.
+    """
+    if amsgrad:
+        raise ValueError(f"{op}: expected amsgrad to be False, got {amsgrad}")
     if deepspeed is not None:
         warnings.warn(f"{op}: deepspeed is ignored", stacklevel=3)
     if cuda_aware:

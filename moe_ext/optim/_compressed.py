@@ -1,33 +1,74 @@
-"""What the optimizers that communicate themselves share: agreement, dense and compressed means."""
+"""Base of the optimizers that communicate themselves."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+import contextlib
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT
 
-from moe_ext.compression.agreement import resolve
-from moe_ext.distributed.groups import check_group, group_ranks
-from moe_ext.optim._agreement import Named, agree_on_step
-from moe_ext.optim._arguments import check_betas, check_expert_axis, check_positive, label
-from moe_ext.optim._compressed_mean import (
-    CompressedMean,
-    Ranks,
-    mean_over_ranks,
+from moe_ext.distributed.agreement import agree, is_nonfinite
+from moe_ext.distributed.comm import all_reduce_
+from moe_ext.distributed.gradients import fingerprint
+from moe_ext.distributed.groups import (
+    check_group,
+    group_rank,
+    group_ranks,
+    group_size,
+    resolve_group,
 )
-from moe_ext.optim._compressed_state import CompressedState, Entry
-from moe_ext.optim._steps import run_closure
+from moe_ext.optim._arguments import check_betas, check_expert_axis, check_positive, label
+from moe_ext.optim._compressed_mean import CompressedMean, mean_over_ranks
+from moe_ext.optim._saved_states import (
+    by_name,
+    check_order,
+    holders,
+    owed_by,
+    owes,
+    shared_state,
+)
+from moe_ext.optim._sliced import is_dtensor
 
 _BUCKET_NUMEL = 25 * 2**18
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Bits of an integer that tell which parameters have a gradient.
+_BITS = 62
 
 
-class CompressedOptimizer(CompressedState):
+@dataclass
+class Entry:
+    """A parameter within a step.
+
+    Attributes:
+        number: of the parameter in a state of torch's form.
+        group: its options.
+        label: its name in messages.
+        ranks: those that hold copies of it; None is this one alone.
+        grad: of this rank, later the mean of all; None where no rank has one.
+        active: whether any rank has a gradient.
+    """
+
+    parameter: nn.Parameter
+    number: int
+    group_index: int
+    group: dict[str, Any]
+    label: str
+    ranks: ProcessGroup | None
+    grad: Tensor | None = None
+    active: bool = True
+
+
+class CompressedOptimizer(Optimizer, ABC):
     """Base of OneBitAdam, OneBitLamb and ZeroOneAdam."""
+
+    _op = ""
 
     def __init__(
         self,
@@ -43,20 +84,22 @@ class CompressedOptimizer(CompressedState):
             raise ValueError(
                 f"{self._op}: expected block to be a power of two from 64 to 1024, got {block}"
             )
-        if communication_data_type not in (None, torch.float32, torch.bfloat16, torch.float16):
+        if communication_data_type not in (None, *_DTYPES):
             raise ValueError(
                 f"{self._op}: expected communication_data_type to be None, float32, bfloat16 or "
                 f"float16, got {communication_data_type}"
             )
         # torch adds entries of its own to `defaults`.
         self._options = dict(defaults)
-        self._process_group = resolve(group, self._op)
+        self._process_group = resolve_group(group, self._op)
         self._block, self._wire_dtype = block, communication_data_type
         # By parameter group: a process group can be neither compared nor saved with the options.
-        self._ranks: list[Ranks] = []
+        self._ranks: list[ProcessGroup | None] = []
         self._made: list[Entry] = []
-        self._frozen: list[Named] = []
+        self._frozen: list[Entry] = []
+        # Whether ranks have compared parameters and options.
         self._compared = False
+        # By the first of their entries, the flat tensors and their entries.
         self._means: dict[int, tuple[CompressedMean, list[int]]] = {}
         super().__init__(params, defaults)
 
@@ -84,7 +127,8 @@ class CompressedOptimizer(CompressedState):
             )
         param_group.setdefault("step", 0)
         super().add_param_group(param_group)
-        self._ranks.append(self._process_group if ranks is None else ranks)
+        own = None if ranks == "self" else ranks
+        self._ranks.append(self._process_group if ranks is None else own)
         check_expert_axis(self._op, self.param_groups[-1], len(self.param_groups) - 1)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -103,11 +147,16 @@ class CompressedOptimizer(CompressedState):
                 that is not supported, or a gradient is sparse.
             RankFailureError: a rank died or did not answer; parameters and moments are as before.
         """
-        loss = run_closure(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         with torch.no_grad():
-            entries = self._agreed_entries()
+            entries = self._entries()
             if entries:
-                self._clip(entries, local=True)
+                self._agree(entries)
+                if not self._is_dense():
+                    self._clip(entries)
                 self._take_step(entries)
                 for group in self.param_groups:
                     group["step"] += 1
@@ -117,100 +166,159 @@ class CompressedOptimizer(CompressedState):
     def _take_step(self, entries: list[Entry]) -> None:
         """Reduce, and change moments and parameters."""
 
+    @abstractmethod
+    def _is_dense(self) -> bool:
+        """Whether the next step sends gradients as they are."""
+
+    @abstractmethod
+    def _schedule(self) -> tuple[int, ...]:
+        """Which step does what, as far as that is not an option of groups."""
+
     @property
     def steps_taken(self) -> int:
         """Number of steps since the start of the training."""
         return int(self.param_groups[0]["step"])
 
-    # -- gradients
+    # -- what ranks tell each other before a step
 
     def _entries(self) -> list[Entry]:
         """All trained parameters, in an order that does not change."""
         if not self._made:
-            found = [
-                Entry(parameter, group_index, label(group, group_index, index), ranks)
-                for group_index, (group, ranks) in enumerate(
-                    zip(self.param_groups, self._ranks, strict=True)
-                )
-                for index, parameter in enumerate(group["params"])
-            ]
+            found: list[Entry] = []
+            for group_index, (group, ranks) in enumerate(
+                zip(self.param_groups, self._ranks, strict=True)
+            ):
+                for index, parameter in enumerate(group["params"]):
+                    name = label(group, group_index, index)
+                    found.append(Entry(parameter, len(found), group_index, group, name, ranks))
             self._made = [entry for entry in found if entry.parameter.requires_grad]
-            others = [entry for entry in found if not entry.parameter.requires_grad]
-            self._frozen = [Named(entry.parameter, entry.label, None) for entry in others]
+            self._frozen = [entry for entry in found if not entry.parameter.requires_grad]
         return self._made
 
-    def _agreed_entries(self) -> list[Entry]:
-        """The parameters with this rank's gradients in float32, once all ranks have agreed."""
-        first = not self._compared
-        entries = self._entries()
-        if not entries:
-            return []
-        named = []
-        for entry in entries:
-            shared = entry.ranks is self._process_group and not self._is_apart(entry)
-            own = isinstance(entry.ranks, ProcessGroup)
-            ranks = group_ranks(entry.ranks) if own else None  # type: ignore[arg-type]
-            named.append(
-                Named(entry.parameter, entry.label, None if shared else ranks or self._this_rank())
-            )
+    def _agree(self, entries: list[Entry]) -> None:
+        """Check that all ranks take the same step of finite gradients, and who has which."""
+        first, group = not self._compared, self._process_group
+        problem = self._find_problem(entries)
+        has = [entry.parameter.grad is not None for entry in entries]
+        words = [
+            sum(1 << bit for bit, flag in enumerate(has[start : start + _BITS]) if flag)
+            for start in range(0, len(has), _BITS)
+        ]
+        device = entries[0].parameter.device
         try:
-            active = agree_on_step(
+            rows = agree(
                 self._op,
-                named,
-                self._frozen,
-                self.steps_taken,
-                self._process_group,
-                options=self._told_options() if first else None,
+                self._facts(entries, first, problem is None),
+                problem,
+                group,
+                device,
+                values=words,
             )
         except Exception:
             if first:
                 self._made = []
             raise
         self._compared = True
-        for entry, has in zip(entries, active, strict=True):
+        for index, entry in enumerate(entries):
+            word, bit = divmod(index, _BITS)
+            entry.active = any(rows[place][word] >> bit & 1 for place in self._places(entry.ranks))
             grad = entry.parameter.grad
-            entry.active = has
             entry.grad = None if grad is None else grad.float()
-        return entries
 
-    def _told_options(self) -> str:
-        """What must be equal on all ranks, or their messages or parameters are not."""
-        groups = [{n: group[n] for n in self._options} for group in self.param_groups]
-        for group in groups:
-            group["lr"] = float(group["lr"])
-            group["betas"] = tuple(group["betas"])
-        return f"{self._block} {self._wire_dtype} {self._schedule()} {groups}"
+    def _find_problem(self, entries: list[Entry]) -> Exception | None:
+        """Why this rank cannot take the step."""
+        for entry in self._frozen:
+            if entry.parameter.requires_grad:
+                return ValueError(
+                    f"{self._op}: expected parameters to require gradients from the first step on, "
+                    "or from load_state_dict (flush, and load the state_dict again), got a later "
+                    f"one for {entry.label}"
+                )
+        present, grads = [], []
+        for entry in entries:
+            parameter, grad = entry.parameter, entry.parameter.grad
+            rule = ""
+            if is_dtensor(parameter):
+                rule = "parameters to be plain tensors, got a DTensor"
+            elif parameter.dtype not in _DTYPES:
+                rule = "parameters to be float32, bfloat16 or float16, got another type"
+            elif grad is not None and grad.layout != torch.strided:
+                rule = "gradients to be dense, got a sparse one"
+            if rule:
+                return TypeError(f"{self._op}: expected {rule} for {entry.label}")
+            if grad is not None and grad.numel():
+                present.append(entry)
+                grads.append(grad)
+        if not grads:
+            return None
+        norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
+        # NOTE: device-to-host sync: a step that must not be taken is known only then.
+        finite = torch.isfinite(norms).tolist()
+        for entry, grad, known in zip(present, grads, finite, strict=True):
+            # Squares of finite elements may overflow.
+            if not known and is_nonfinite(grad):
+                return ValueError(
+                    f"{self._op}: expected gradients to be finite, got NaN or infinity for "
+                    f"{entry.label}"
+                )
+        return None
 
-    @abstractmethod
-    def _schedule(self) -> tuple[int, ...]:
-        """Which step does what, as far as that is not an option of groups."""
+    def _facts(self, entries: list[Entry], first: bool, is_plain: bool) -> dict[str, object]:
+        """What must be equal on every rank: at the first step options and parameters, too."""
+        options, signature, values = "", "", 0
+        if first:
+            groups = [{n: group[n] for n in self._options} for group in self.param_groups]
+            for group in groups:
+                group["lr"], group["betas"] = float(group["lr"]), tuple(group["betas"])
+            options = f"{self._block} {self._wire_dtype} {self._schedule()} {groups}"
+            signature = "\n".join(
+                f"{tuple(e.parameter.shape)} {e.parameter.dtype}" for e in entries
+            )
+        if first and is_plain and group_size(self._process_group) > 1:
+            # Only what all ranks hold alike can be compared by value.
+            shared = [
+                e for e in entries if e.ranks is self._process_group and not self._is_apart(e)
+            ]
+            values = fingerprint([(e.label, e.parameter) for e in shared])
+        return {
+            "whether this is the first step since the start or load_state_dict (load a state on "
+            "all ranks or on none)": int(first),
+            "the number of parameters": len(entries),
+            "the checksum of their shapes and dtypes": zlib.crc32(signature.encode()),
+            "the number of the step": self.steps_taken,
+            "the checksum of the options at the first step": zlib.crc32(options.encode()),
+            "the values of the parameters at the first step (seed every rank alike)": values,
+        }
 
     def _is_apart(self, entry: Entry) -> bool:
         """Whether a parameter has other values on each rank now."""
         return bool(self.state.get(entry.parameter, {}).get("apart", False))
 
-    def _this_rank(self) -> tuple[int, ...]:
-        return (torch.distributed.get_rank(),) if self._process_group is not None else (0,)
+    def _places(self, ranks: ProcessGroup | None) -> list[int]:
+        """Where the ranks of a group stand among those of the optimizer."""
+        common = self._process_group
+        if common is None or ranks is None:
+            return [group_rank(common)]
+        places = {rank: place for place, rank in enumerate(group_ranks(common))}
+        return [places[rank] for rank in group_ranks(ranks) if rank in places]
 
-    def _clip(self, entries: list[Entry], *, local: bool) -> None:
+    # -- dense means
+
+    def _clip(self, entries: list[Entry]) -> None:
         """Scale gradients to max_grad_norm, replacing them in the entries."""
-        scale = None if local == self._is_dense() else self._clip_factor(entries)
+        scale = self._clip_factor(entries)
         for entry in entries:
             if entry.grad is not None and scale is not None:
                 entry.grad = entry.grad * scale
 
     def _clip_factor(self, entries: list[Entry]) -> Tensor | None:
-        """What makes the norm of the gradients max_grad_norm at most, None without a bound."""
+        """The factor that makes the norm of the gradients max_grad_norm at most; None: no bound."""
         max_norm = self.defaults["max_grad_norm"]
         grads = [entry.grad for entry in entries if entry.grad is not None]
         if max_norm == 0 or not grads:
             return None
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2)))
         return (max_norm / (norm + 1e-6)).clamp(max=1.0)
-
-    @abstractmethod
-    def _is_dense(self) -> bool:
-        """Whether the next step sends gradients as they are."""
 
     def _average_gradients(self, entries: list[Entry]) -> None:
         """Replace the gradients of active entries by their means over ranks."""
@@ -237,22 +345,25 @@ class CompressedOptimizer(CompressedState):
 
     def _flat_means(self) -> list[tuple[CompressedMean, list[Entry]]]:
         """The flat tensors of entries, one for each group of ranks and device; made once."""
+        made = self._entries()
         if not self._means:
             by_ranks: dict[tuple[int, torch.device], list[int]] = {}
-            for index, entry in enumerate(self._entries()):
+            for index, entry in enumerate(made):
                 if self._is_compressed(entry):
                     key = (id(entry.ranks), entry.parameter.device)
                     by_ranks.setdefault(key, []).append(index)
             for members in by_ranks.values():
-                chosen = [self._entries()[index] for index in members]
-                mean = CompressedMean([e.parameter for e in chosen], chosen[0].ranks, self._block)
+                tensors = [made[index].parameter for index in members]
+                mean = CompressedMean(tensors, made[members[0]].ranks, self._block)
                 self._means[members[0]] = (mean, members)
-        made = self._entries()
         return [(mean, [made[i] for i in members]) for mean, members in self._means.values()]
 
+    def _made_means(self) -> list[tuple[CompressedMean, list[Entry]]]:
+        """As `_flat_means`, none before the first compressed step."""
+        return self._flat_means() if self._means else []
+
     def _is_compressed(self, entry: Entry) -> bool:
-        frozen = not self.param_groups[entry.group_index].get("non_freeze", False)
-        return frozen and entry.parameter.numel() > 0
+        return not entry.group.get("non_freeze", False) and entry.parameter.numel() > 0
 
     def _reduce(self, means: Sequence[tuple[CompressedMean, list[Entry]]]) -> None:
         """Reduce what is in the views, all or none."""
@@ -260,12 +371,12 @@ class CompressedOptimizer(CompressedState):
         try:
             for mean, members in means:
                 masks = {
-                    index: self.param_groups[entry.group_index]["exp_avg_mask"]
+                    index: entry.group["exp_avg_mask"]
                     for index, entry in enumerate(members)
-                    if "exp_avg_mask" in self.param_groups[entry.group_index]
+                    if "exp_avg_mask" in entry.group
                 }
                 mean.set_masks(masks)
-                mean.note_local_rows(mean.views, self._op)
+                mean.note_local_rows(self._op)
                 mean.reduce([i for i, entry in enumerate(members) if self._is_idle(entry)])
         except BaseException:
             for mean, errors in saved:
@@ -276,10 +387,232 @@ class CompressedOptimizer(CompressedState):
         """Whether a step leaves a parameter and its moments alone."""
         return not entry.active
 
-    def _moments(self, entry: Entry, names: Sequence[str]) -> list[Tensor]:
-        """Buffers of a parameter in float32, made of zeros at first."""
+    def _moments(self, entry: Entry, names: Sequence[str]) -> None:
+        """Make the buffers of a parameter in float32, of zeros at first."""
         state = self.state[entry.parameter]
         for name in names:
             if name not in state:
                 state[name] = torch.zeros_like(entry.parameter, dtype=torch.float32)
-        return [state[name] for name in names]
+
+    def flush(self) -> None:
+        """Bring what all ranks owe into the moments, by one dense all-reduce of it, on all ranks.
+
+        Afterwards nothing is owed, and the state is that of any rank: save it, and go on with any
+        number of ranks.
+
+        Raises:
+            RankFailureError: a rank died or did not answer.
+        """
+        with torch.no_grad():
+            for mean, members in self._made_means():
+                owed_N = all_reduce_(self._owed(mean, members), mean.group, operation=self._op)
+                self._pay(members, mean.parts_of(owed_N.div_(mean.size)))
+                mean.clear_errors()
+
+    def _owed(self, mean: CompressedMean, entries: list[Entry]) -> Tensor:
+        """What this rank owes, [N], in units of the sum over ranks."""
+        return mean.errors()
+
+    def _pay(self, entries: list[Entry], owed: list[Tensor]) -> None:
+        """Take in the mean over ranks of what they owe."""
+        for entry, error in zip(entries, owed, strict=True):
+            self.state[entry.parameter]["exp_avg"].add_(error)
+
+    # -- saved states
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank: of torch's form, with what this rank owes.
+
+        ``state[i]["worker_error"]`` belongs to parameter i; ``compression`` holds the errors of
+        this rank's shard. Save it on every rank, or call `flush` and save it on one.
+        """
+        found = super().state_dict()
+        found["state"] = {index: dict(state) for index, state in found["state"].items()}
+        for group in found["param_groups"]:
+            group.pop("exp_avg_mask", None)
+        servers = []
+        for mean, members in self._made_means():
+            for position, entry in enumerate(members):
+                state = found["state"].setdefault(entry.number, {})
+                state["worker_error"] = mean.worker_views[position].clone()
+                if position in mean.touched:
+                    state["touched_rows"] = mean.touched[position].clone()
+            servers.append(
+                {
+                    "rank": mean.rank,
+                    "world_size": mean.size,
+                    "parameters": [entry.number for entry in members],
+                    "server_error": mean.server_M.clone(),
+                }
+            )
+        found["compression"] = {
+            "block": self._block,
+            "servers": servers,
+            "members": [self._places(ranks) for ranks in self._ranks],
+        }
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from the state that this rank saved, or any rank after `flush`.
+
+        States of Adam or of a flushed optimizer fit any number of ranks. For states that owe
+        something to another number of ranks see `load_rank_states`. Where both have names of
+        parameters, states go by them.
+
+        Raises:
+            ValueError: the state owes something and is of another rank or number of ranks, or of
+                another order of the parameters, or has lost what the ranks owe for their shards; or
+                it is of parameters with other names. Nothing has changed.
+        """
+        state_dict = by_name(self._op, self.param_groups, state_dict)
+        self._check_whole(state_dict)
+        saved = state_dict.get("compression", {"block": self._block, "servers": []})
+        with self._unchanged_if_it_fails():
+            self._load_shared(state_dict)
+            if owes({**state_dict, "compression": saved}) or self._is_between(state_dict):
+                self._load_errors(state_dict, saved)
+            self._load_rows(state_dict, saved["servers"])
+
+    def load_rank_states(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go on from the states of all ranks of a run with another number of ranks.
+
+        Rank j takes over what ranks j, j + P', ... of the old run owe, times P' / P: what the mean
+        over ranks is owed stays the same. Experts, and what they owe, come from the old ranks that
+        held the same ones: their replicas may be more or fewer, if they are divided over as many
+        ranks as they were.
+
+        Args:
+            states: what `state_dict` returned on each rank, in the order of ranks.
+
+        Raises:
+            ValueError: the states are not those of all ranks, each once, in order; or experts were
+                divided over another number of ranks. Nothing has changed.
+        """
+        states = [by_name(self._op, self.param_groups, state) for state in states]
+        check_order(self._op, states)
+        if any(self._is_between(state) for state in states):
+            raise ValueError(
+                f"{self._op}: expected states of synchronised ranks, got some from between two "
+                "synchronisations; call flush before saving"
+            )
+        members_of = [self._places(ranks) for ranks in self._ranks]
+        held_by = holders(self._op, states, members_of, group_size(self._process_group))
+        merged, servers = shared_state(states, held_by), states[0]["compression"]["servers"]
+        with self._unchanged_if_it_fails():
+            self._load_shared(merged)
+            for mean, members in self._flat_means() if servers else ():
+                held = held_by[members[0].group_index]
+                for rank in held[mean.rank :: mean.size]:
+                    owed = owed_by(states[rank])
+                    for view, entry in zip(mean.worker_views, members, strict=True):
+                        view.add_(owed[entry.number].to(view), alpha=mean.size / len(held))
+            self._load_rows(merged, servers)
+
+    @contextlib.contextmanager
+    def _unchanged_if_it_fails(self) -> Iterator[None]:
+        names = ("state", "param_groups", "_made", "_frozen", "_means")
+        kept = {name: getattr(self, name) for name in names}
+        try:
+            yield
+        except BaseException:
+            self.__dict__.update(kept)
+            raise
+
+    def _check_whole(self, state_dict: dict[str, Any]) -> None:
+        """Tools that know torch's form alone leave `compression` out."""
+        owing = [
+            index
+            for index, state in state_dict["state"].items()
+            if "worker_error" in state and bool(state["worker_error"].any())
+        ]
+        if owing and "compression" not in state_dict:
+            raise ValueError(
+                f"{self._op}: expected a state that owes something to hold `compression`, got one "
+                f"without it that owes for parameter {owing[0]}; call flush before saving, or take "
+                "`worker_error` out of it to give up what is owed"
+            )
+
+    def _is_between(self, state_dict: dict[str, Any]) -> bool:
+        """Whether ranks differ in more than errors, so that only their own state fits them."""
+        return False
+
+    def _load_shared(self, state_dict: dict[str, Any]) -> None:
+        """All but the errors."""
+        masks = [group.get("exp_avg_mask") for group in self.param_groups]
+        private = ["worker_error", "touched_rows"]
+        if state_dict.get("compression", {}).get("block", self._block) != self._block:
+            # Means of other blocks: how far gradients grow is measured anew.
+            private += ["block_sq", "looks"]
+        plain = {
+            index: {key: value for key, value in state.items() if key not in private}
+            for index, state in state_dict["state"].items()
+        }
+        super().load_state_dict({**state_dict, "state": plain})
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for index, state in plain.items():
+            parameter = parameters[index]
+            for key, value in state.items():
+                if key == "step":
+                    self.state[parameter][key] = int(value)
+                elif isinstance(value, Tensor):
+                    # torch casts to the type of the parameter, which may be shorter.
+                    dtype = torch.promote_types(value.dtype, torch.float32)
+                    self.state[parameter][key] = value.detach().to(
+                        parameter.device, dtype, copy=True
+                    )
+        for group, mask in zip(self.param_groups, masks, strict=True):
+            # Those of torch and DeepSpeed count in the state of each parameter.
+            steps = [self.state[p].get("step", 0) for p in group["params"] if p in self.state]
+            group.setdefault("step", int(max(steps, default=0)))
+            for name, value in self._options.items():
+                group.setdefault(name, value)
+            if mask is not None:
+                group["exp_avg_mask"] = mask
+        self._made, self._means = [], {}
+        self._entries()
+        # A rank that alone has loaded would send another message than those that have not.
+        self._compared = False
+
+    def _load_errors(self, state_dict: dict[str, Any], saved: dict[str, Any]) -> None:
+        """The errors of the rank and the parameters that this optimizer has."""
+        means, servers = self._flat_means(), saved["servers"]
+        if len(servers) != len(means):
+            raise ValueError(
+                f"{self._op}: expected a state with the errors of {len(means)} groups of ranks, "
+                f"got {len(servers)}"
+            )
+        for server, (mean, members) in zip(servers, means, strict=True):
+            numbers = [entry.number for entry in members]
+            if (server["rank"], server["world_size"]) != (mean.rank, mean.size):
+                raise ValueError(
+                    f"{self._op}: expected the state of rank {mean.rank} of {mean.size}, got that "
+                    f"of rank {server['rank']} of {server['world_size']}; call flush before "
+                    "saving, or load_rank_states with the states of all ranks"
+                )
+            if server["parameters"] != numbers or saved["block"] != self._block:
+                raise ValueError(
+                    f"{self._op}: expected a state of blocks of {self._block} of parameters "
+                    f"{numbers}, got blocks of {saved['block']} of {server['parameters']}; what is "
+                    "owed goes to another order by load_rank_states"
+                )
+            mean.server_M.copy_(server["server_error"])
+            for view, number in zip(mean.worker_views, numbers, strict=True):
+                view.copy_(state_dict["state"][number]["worker_error"])
+
+    def _load_rows(self, state_dict: dict[str, Any], servers: Sequence[dict[str, Any]]) -> None:
+        for mean, members in self._flat_means() if servers else ():
+            for position, touched_R in mean.touched.items():
+                # A parameter may be new: frozen until now.
+                state = state_dict["state"].get(members[position].number, {})
+                if "touched_rows" in state:
+                    touched_R.copy_(state["touched_rows"])
+            mean.refresh()
+
+
+def move_momentum(entry: Entry, momentum: Tensor) -> None:
+    """Move a momentum on by this rank's gradient."""
+    beta1 = entry.group["betas"][0]
+    if entry.grad is None:
+        momentum.mul_(beta1)
+    else:
+        momentum.lerp_(entry.grad, 1 - beta1)

@@ -1,19 +1,31 @@
-"""Base of the optimizers that look at norms of whole tensors or of each expert."""
+"""Base of the optimizers that take norms of whole tensors or of each expert, sharded or not.
+
+A sharded parameter is a DTensor, of which each rank changes its local part; sums over the shards
+are one all-reduce for all parameters of a mesh.
+
+Shapes: G slices of a parameter that have a norm each: its experts on this rank, or one.
+"""
 
 from __future__ import annotations
 
+import math
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 
+from moe_ext.distributed.comm import all_reduce_
 from moe_ext.optim._arguments import Trained, check_expert_axis, trained_parameters
-from moe_ext.optim._names import by_name
-from moe_ext.optim._shards import SliceNorms, check_placements, local_part
-from moe_ext.optim._steps import run_closure
+from moe_ext.optim._saved_states import by_name
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class SlicedOptimizer(Optimizer, ABC):
@@ -49,10 +61,13 @@ class SlicedOptimizer(Optimizer, ABC):
             RankFailureError: a rank that holds other shards died or did not answer; parameters
                 and moments are as before.
         """
-        loss = run_closure(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         trained = trained_parameters(self._op, self.param_groups)
         for entry in trained:
-            check_placements(self._op, entry.parameter, entry.grad, entry.label)
+            _check_placements(self._op, entry)
         slices = SliceNorms(
             [e.parameter for e in trained], [e.group["per_expert"] for e in trained]
         )
@@ -66,3 +81,196 @@ class SlicedOptimizer(Optimizer, ABC):
     @abstractmethod
     def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
         """Change moments and weights, which are this rank's parts."""
+
+    def _advance(self, parameter: Tensor, buffers: Sequence[str]) -> int:
+        """Count a step of one parameter, making its buffers of zeros at the first; its number."""
+        state = self.state[parameter]
+        if "step" not in state:
+            # On the host, as torch's optimizers keep it: reading it costs nothing.
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        for name in buffers:
+            if name not in state:
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        state["step"] += 1
+        return int(state["step"])
+
+    @contextmanager
+    def _unchanged_if_it_fails(self, trained: Sequence[Trained]) -> Iterator[None]:
+        """Put the states of parameters back where a message to other ranks fails.
+
+        Only sharded parameters need any; a copy of their state is kept meanwhile.
+        """
+        parameters = [entry.parameter for entry in trained]
+        kept = {}
+        if any(sharding_groups(parameter) for parameter in parameters):
+            kept = {
+                p: {name: (value, value.clone()) for name, value in self.state.get(p, {}).items()}
+                for p in parameters
+            }
+        try:
+            yield
+        except BaseException:
+            for parameter, state in kept.items():
+                self.state.pop(parameter, None)
+                for name, (value, before) in state.items():
+                    self.state[parameter][name] = value.copy_(before)
+            raise
+
+
+def move_moments(
+    firsts: list[Tensor], seconds: list[Tensor], grads: list[Tensor], betas: tuple[float, float]
+) -> None:
+    """Adam's running means of gradients and of their squares."""
+    torch._foreach_lerp_(firsts, grads, 1 - betas[0])
+    torch._foreach_mul_(seconds, betas[1])
+    torch._foreach_addcmul_(seconds, grads, grads, 1 - betas[1])
+
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Whether a tensor is a DTensor, without the second that importing its module takes."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard, which shares memory with the tensor."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def _check_placements(op: str, entry: Trained) -> None:
+    """ValueError unless a parameter's shards can be summed and its gradient lies as they do."""
+    parameter, grad, name = entry.parameter, entry.grad, entry.label
+    if not is_dtensor(parameter):
+        if is_dtensor(grad):
+            raise ValueError(f"{op}: expected a plain gradient for {name}, got a DTensor")
+        return
+    if any(placement.is_partial() for placement in parameter.placements):
+        raise ValueError(
+            f"{op}: expected DTensor parameters to be sharded or replicated, got "
+            f"{parameter.placements} for {name}"
+        )
+    found = grad.placements if is_dtensor(grad) else "a plain tensor"
+    if found != parameter.placements:
+        raise ValueError(
+            f"{op}: expected gradients to be placed as their parameters, "
+            f"{parameter.placements}, got {found} for {name}"
+        )
+
+
+def sharding_groups(parameter: Tensor, dims: Collection[int] | None = None) -> list[ProcessGroup]:
+    """The groups over which parts must be summed, for all or some of the sharded dimensions."""
+    if not is_dtensor(parameter):
+        return []
+    mesh = parameter.device_mesh
+    return [
+        mesh.get_group(axis)
+        for axis, placement in enumerate(parameter.placements)
+        # A strided shard (FSDP over tensor parallelism) has a dim too, and is no Shard by type.
+        if not placement.is_replicate()
+        and mesh.size(axis) > 1
+        and (dims is None or getattr(placement, "dim", None) in dims)
+    ]
+
+
+def sum_over_groups(
+    parts: Sequence[Tensor], groups: Sequence[Sequence[ProcessGroup]]
+) -> list[Tensor]:
+    """Sum each part over its own groups, one all-reduce for all parts that share them.
+
+    Args:
+        parts: tensors of any shape; not changed.
+        groups: for each part the groups to sum over, one after the other; none leaves it.
+
+    Returns:
+        The sums, in the dtype of the parts and the same bits on every rank.
+    """
+    sums = list(parts)
+    fused: dict[tuple[object, ...], list[int]] = {}
+    for index, (part, over) in enumerate(zip(parts, groups, strict=True)):
+        if over:
+            fused.setdefault((part.dtype, part.device, *over), []).append(index)
+    for members in fused.values():
+        flat = torch.cat([parts[index].reshape(-1) for index in members])
+        for group in groups[members[0]]:
+            all_reduce_(flat, group, operation="optimizer step")
+        pieces = flat.split([parts[index].numel() for index in members])
+        for index, piece in zip(members, pieces, strict=True):
+            sums[index] = piece.view(parts[index].shape)
+    return sums
+
+
+class SliceNorms:
+    """Norms of whole tensors, or of each expert of stacked ones, over all shards."""
+
+    def __init__(self, parameters: Sequence[Tensor], per_expert: Sequence[bool]) -> None:
+        self._parameters = parameters
+        self._per_expert = per_expert
+        # Along dimension 0 a rank holds whole experts: nothing is summed over that.
+        self._groups = [
+            sharding_groups(p, range(1, p.dim())) if each else sharding_groups(p)
+            for p, each in zip(parameters, per_expert, strict=True)
+        ]
+
+    def norms(self, *families: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The norms of several local tensors per parameter, in one all-reduce per mesh.
+
+        Args:
+            families: lists of local parts, in the order of the parameters.
+
+        Returns:
+            For each family and parameter float64 norms: of this rank's experts, else ``[1]``.
+        """
+        parts = [square_G for family in families for square_G in self._local_squares(family)]
+        sums = sum_over_groups(parts, self._groups * len(families))
+        norms = [total.sqrt() for total in sums]
+        count = len(self._parameters)
+        return [norms[i * count : (i + 1) * count] for i in range(len(families))]
+
+    def factors(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """A value for each slice, shaped to multiply with the local parts."""
+        return [
+            value_G.view(-1, *[1] * (parameter.dim() - 1)) if each else value_G.reshape(())
+            for value_G, parameter, each in zip(
+                values, self._parameters, self._per_expert, strict=True
+            )
+        ]
+
+    def _local_squares(self, family: Sequence[Tensor]) -> list[Tensor]:
+        found: dict[int, Tensor] = {}
+        whole: dict[torch.dtype, list[int]] = {}
+        for i, tensor in enumerate(family):
+            dtype = torch.promote_types(tensor.dtype, torch.float32)
+            if self._per_expert[i]:
+                rows = tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
+                found[i] = torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
+            else:
+                whole.setdefault(dtype, []).append(i)
+        for dtype, members in whole.items():
+            norms = torch._foreach_norm([family[i] for i in members], 2, dtype=dtype)
+            found |= {i: norm.reshape(1) for i, norm in zip(members, norms, strict=True)}
+        return [found[i].to(torch.float64).square() for i in range(len(family))]
+
+
+def like_placed(parameter: Tensor, local: Tensor, summed_dim: int) -> Tensor:
+    """A DTensor of local parts of a sharded parameter with one dimension summed to length 1."""
+    if not is_dtensor(parameter):
+        return local
+    # Not at the top: the module takes a second to import, and is there where this is a DTensor.
+    from torch.distributed.tensor import DTensor, Replicate
+
+    summed_dim %= parameter.dim()
+    shape = [1 if dim == summed_dim else n for dim, n in enumerate(parameter.shape)]
+    placements = [
+        Replicate() if getattr(placement, "dim", None) == summed_dim else placement
+        for placement in parameter.placements
+    ]
+    # Strides of contiguous memory, those of dimensions without elements as of one.
+    stride = [math.prod(max(1, n) for n in shape[dim + 1 :]) for dim in range(len(shape))]
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
+    )

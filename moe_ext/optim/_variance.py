@@ -38,6 +38,23 @@ def fill_zeros(second_moments: Sequence[Tensor]) -> None:
         v.copy_(torch.where(v > 0, v, filling))
 
 
+def roots(
+    group: dict[str, Any], second_moments: list[Tensor], steps: list[int], *, inside: bool
+) -> list[Tensor]:
+    """Roots of second moments of so many steps plus epsilon, which may be added inside of them."""
+    corrections = [1.0] * len(steps)
+    if group["bias_correction"]:
+        corrections = [1 - group["betas"][1] ** step for step in steps]
+    if inside:
+        found = torch._foreach_div(second_moments, corrections)
+        torch._foreach_add_(found, group["eps"])
+        return list(torch._foreach_sqrt(found))
+    found = torch._foreach_sqrt(second_moments)
+    torch._foreach_div_(found, [correction**0.5 for correction in corrections])
+    torch._foreach_add_(found, group["eps"])
+    return list(found)
+
+
 # The first means are of few gradients: a variance scaled by them would keep their noise for good.
 _LEAST_LOOKS = 8
 

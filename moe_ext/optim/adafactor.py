@@ -14,15 +14,14 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from moe_ext.optim._arguments import Trained, check_positive
-from moe_ext.optim._shards import (
+from moe_ext.optim._sliced import (
+    SlicedOptimizer,
     SliceNorms,
     like_placed,
     local_part,
     sharding_groups,
     sum_over_groups,
 )
-from moe_ext.optim._sliced import SlicedOptimizer
-from moe_ext.optim._steps import advance, unchanged_if_it_fails
 
 
 class Adafactor(SlicedOptimizer):
@@ -109,7 +108,7 @@ class Adafactor(SlicedOptimizer):
             raise ValueError(f"Adafactor: expected d to be at least 1, got {group['d']}")
 
     def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
-        with unchanged_if_it_fails(self.state, [entry.parameter for entry in trained]):
+        with self._unchanged_if_it_fails(trained):
             moments = [self._moment(entry) for entry in trained]
             _update_factors([moment for moment in moments if moment.factored])
             updates = [moment.update() for moment in moments]
@@ -131,7 +130,7 @@ class Adafactor(SlicedOptimizer):
         parameter, state = entry.parameter, self.state[entry.parameter]
         grad = local_part(entry.grad)
         factored = parameter.dim() - int(entry.group["per_expert"]) > 1
-        step = advance(state, parameter, () if factored else ("variance",))
+        step = self._advance(parameter, () if factored else ("variance",))
         if factored and "row_var" not in state:
             shape = list(grad.shape)
             rows, columns = [*shape[:-1], 1], [*shape[:-2], 1, shape[-1]]

@@ -9,9 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from moe_ext.optim._arguments import Trained, check_betas, check_positive
-from moe_ext.optim._shards import SliceNorms, local_part
-from moe_ext.optim._sliced import SlicedOptimizer
-from moe_ext.optim._steps import advance, unchanged_if_it_fails
+from moe_ext.optim._sliced import SlicedOptimizer, SliceNorms, local_part, move_moments
 
 
 class LAMB(SlicedOptimizer):
@@ -98,7 +96,7 @@ class LAMB(SlicedOptimizer):
             )
 
     def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
-        with unchanged_if_it_fails(self.state, [entry.parameter for entry in trained]):
+        with self._unchanged_if_it_fails(trained):
             updates = self._directions(trained, weights)
             weight_norms, update_norms = slices.norms(weights, updates)
         ratios = [
@@ -126,7 +124,7 @@ class LAMB(SlicedOptimizer):
     def _group_directions(
         self, group: dict[str, Any], entries: list[Trained], weights: list[Tensor]
     ) -> list[Tensor]:
-        steps = [advance(self.state[e.parameter], e.parameter, _BUFFERS) for e in entries]
+        steps = [self._advance(e.parameter, _BUFFERS) for e in entries]
         exp_avgs, exp_avg_sqs = (
             [local_part(self.state[e.parameter][name]) for e in entries] for name in _BUFFERS
         )
@@ -134,9 +132,7 @@ class LAMB(SlicedOptimizer):
         if group["maximize"]:
             grads = list(torch._foreach_neg(grads))
         beta1, beta2 = group["betas"]
-        torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
-        torch._foreach_mul_(exp_avg_sqs, beta2)
-        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
+        move_moments(exp_avgs, exp_avg_sqs, grads, (beta1, beta2))
         denominators = list(torch._foreach_sqrt(exp_avg_sqs))
         if group["bias_correction"]:
             torch._foreach_div_(denominators, [(1 - beta2**step) ** 0.5 for step in steps])

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from moe_ext.optim._arguments import Trained, check_positive
-from moe_ext.optim._shards import SliceNorms, local_part
-from moe_ext.optim._sliced import SlicedOptimizer
+from moe_ext.optim._sliced import SlicedOptimizer, SliceNorms, local_part
 
 
 class LARS(SlicedOptimizer):

@@ -9,14 +9,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
-from moe_ext.optim._arguments import check_count, check_variant, warn_of_ignored
-from moe_ext.optim._compressed import CompressedOptimizer
+from moe_ext.optim._arguments import check_count, check_deepspeed
+from moe_ext.optim._compressed import CompressedOptimizer, Entry, move_momentum
 from moe_ext.optim._compressed_mean import mean_over_ranks
-from moe_ext.optim._compressed_state import Entry
+from moe_ext.optim._sliced import move_moments
 from moe_ext.optim._variance import (
     block_squares,
     fill_zeros,
     follow_squares,
+    roots,
     scale_blocks,
 )
 
@@ -108,10 +109,9 @@ class OneBitAdam(CompressedOptimizer):
         block: int = 256,
         communication_data_type: torch.dtype | None = None,
     ) -> None:
-        check_variant(self._op, amsgrad)
+        check_deepspeed(self._op, amsgrad, cuda_aware, comm_backend_name, deepspeed)
         check_count(self._op, "freeze_step", freeze_step)
         check_count(self._op, "variance_interval", variance_interval)
-        warn_of_ignored(self._op, deepspeed, cuda_aware, comm_backend_name)
         self.freeze_step, self.variance_interval = freeze_step, variance_interval
         self._eps_inside_sqrt = eps_inside_sqrt
         defaults = {
@@ -151,26 +151,22 @@ class OneBitAdam(CompressedOptimizer):
         # All messages that may fail come before the first change.
         squares = self._mean_squares(entries)
         self._average_gradients(dense)
-        self._clip(dense, local=False)
-        frozen_before = bool(self._means)
+        if self._is_dense():
+            self._clip(dense)
+        is_first = not self._means
         momenta = self._mean_momenta(compressed) if compressed else {}
-        if compressed:
-            self._freeze(compressed, first=not frozen_before)
-        self._follow_squares(squares, chosen)
-        for group_index in range(len(self.param_groups)):
-            members = [e for e in entries if e.group_index == group_index and e.active]
-            self._update_group(self.param_groups[group_index], members, momenta)
-
-    def _freeze(self, entries: list[Entry], *, first: bool) -> None:
-        """What is needed at the first compressed step of a parameter."""
-        late = entries
-        if not first:
-            late = [e for e in entries if not self.state[e.parameter]["var_steps"]]
+        late = [e for e in compressed if is_first or not self.state[e.parameter]["var_steps"]]
         if late:
-            fill_zeros([self.state[entry.parameter]["exp_avg_sq"] for entry in entries])
-            self._keep_variance(late)
+            fill_zeros([self.state[entry.parameter]["exp_avg_sq"] for entry in compressed])
+            self._freeze_variance(late)
+        self._follow_squares(squares, chosen)
+        for group_index, group in enumerate(self.param_groups):
+            members = [e for e in entries if e.group_index == group_index and e.active]
+            self._update_moments(group, members, momenta)
+            self._apply(group, members)
 
-    def _keep_variance(self, entries: list[Entry]) -> None:
+    def _freeze_variance(self, entries: list[Entry]) -> None:
+        """Called at the first compressed step of parameters."""
         for entry in entries:
             state = self.state[entry.parameter]
             state["var_steps"] = state["var_steps"] or max(1, self.steps_taken)
@@ -188,40 +184,37 @@ class OneBitAdam(CompressedOptimizer):
             if entry.active and self._is_compressed(entry):
                 key = (id(entry.ranks), entry.parameter.device)
                 together.setdefault(key, []).append(entry)
-        for looked in together.values():
-            squares = [block_squares(e.parameter, e.grad, self._block) for e in looked]
+        for members in together.values():
+            squares = [block_squares(e.parameter, e.grad, self._block) for e in members]
             if scale is not None:
                 torch._foreach_mul_(squares, scale.square())
-            found += zip(looked, mean_over_ranks(squares, looked[0].ranks, self._op), strict=True)
+            means = mean_over_ranks(squares, members[0].ranks, self._op)
+            found += zip(members, means, strict=True)
         return found
 
     def _follow_squares(self, squares: list[tuple[Entry, Tensor]], frozen: set[int]) -> None:
         """Scale frozen variances by how far the squares of gradients have grown."""
         for entry, mean_S in squares:
             state = self.state[entry.parameter]
-            beta2 = self.param_groups[entry.group_index]["betas"][1] ** self.variance_interval
+            beta2 = entry.group["betas"][1] ** self.variance_interval
             growth_S = follow_squares(state, mean_S, beta2)
             if id(entry) in frozen and growth_S is not None:
                 scale_blocks(state["exp_avg_sq"], growth_S, self._block)
 
     def _mean_momenta(self, entries: list[Entry]) -> dict[int, Tensor]:
         """The new momentum of compressed entries, by id of the entry."""
-        first, means = not self._means, self._flat_means()
-        if first:
+        is_first, means = not self._means, self._flat_means()
+        if is_first:
             for mean, members in means:
                 mean.note_rows([self.state[e.parameter]["exp_avg_sq"] for e in members])
         for mean, members in means:
             torch._foreach_copy_(mean.views, [self.state[e.parameter]["exp_avg"] for e in members])
             for view, entry in zip(mean.views, members, strict=True):
-                beta1 = self.param_groups[entry.group_index]["betas"][0]
-                if entry.grad is None:
-                    view.mul_(beta1)
-                else:
-                    view.lerp_(entry.grad, 1 - beta1)
+                move_momentum(entry, view)
         try:
             self._reduce(means)
         except BaseException:
-            if first:
+            if is_first:
                 self._means = {}
             raise
         return {
@@ -230,54 +223,31 @@ class OneBitAdam(CompressedOptimizer):
             for view, entry in zip(mean.views, members, strict=True)
         }
 
-    def _update_group(
+    def _update_moments(
         self, group: dict[str, Any], entries: list[Entry], momenta: dict[int, Tensor]
     ) -> None:
         dense = [entry for entry in entries if id(entry) not in momenta]
-        self._update_dense(group, dense)
-        for entry in entries:
-            state = self.state[entry.parameter]
-            if id(entry) in momenta:
-                self._follow_momentum(group, entry, momenta[id(entry)])
-            state["step"] += 1
-        self._apply(group, entries)
-
-    def _follow_momentum(self, group: dict[str, Any], entry: Entry, momentum: Tensor) -> None:
-        self.state[entry.parameter]["exp_avg"].copy_(momentum)
-
-    def _update_dense(self, group: dict[str, Any], entries: list[Entry]) -> None:
-        """Both moments by averaged gradients."""
-        grads = [entry.grad for entry in entries if entry.grad is not None]
-        if not entries:
-            return
-        exp_avgs = [self.state[entry.parameter]["exp_avg"] for entry in entries]
-        exp_avg_sqs = [self.state[entry.parameter]["exp_avg_sq"] for entry in entries]
-        beta1, beta2 = group["betas"]
-        torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
-        torch._foreach_mul_(exp_avg_sqs, beta2)
-        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
-        for entry in entries:
+        if dense:
+            move_moments(
+                [self.state[entry.parameter]["exp_avg"] for entry in dense],
+                [self.state[entry.parameter]["exp_avg_sq"] for entry in dense],
+                [entry.grad for entry in dense if entry.grad is not None],
+                group["betas"],
+            )
+        for entry in dense:
             self.state[entry.parameter]["var_steps"] += 1
+        for entry in entries:
+            if id(entry) in momenta:
+                self._take_momentum(entry, momenta[id(entry)])
+            self.state[entry.parameter]["step"] += 1
+
+    def _take_momentum(self, entry: Entry, momentum: Tensor) -> None:
+        self.state[entry.parameter]["exp_avg"].copy_(momentum)
 
     def _denominators(self, group: dict[str, Any], entries: list[Entry]) -> list[Tensor]:
         exp_avg_sqs = [self.state[entry.parameter]["exp_avg_sq"] for entry in entries]
-        corrections = [1.0] * len(entries)
-        if group["bias_correction"]:
-            beta2 = group["betas"][1]
-            corrections = [1 - beta2 ** self.state[e.parameter]["var_steps"] for e in entries]
-        return self._roots(group, exp_avg_sqs, corrections)
-
-    def _roots(
-        self, group: dict[str, Any], exp_avg_sqs: list[Tensor], corrections: list[float]
-    ) -> list[Tensor]:
-        if self._eps_inside_sqrt:
-            inside = torch._foreach_div(exp_avg_sqs, corrections)
-            torch._foreach_add_(inside, group["eps"])
-            return list(torch._foreach_sqrt(inside))
-        roots = list(torch._foreach_sqrt(exp_avg_sqs))
-        torch._foreach_div_(roots, [correction**0.5 for correction in corrections])
-        torch._foreach_add_(roots, group["eps"])
-        return roots
+        steps = [self.state[entry.parameter]["var_steps"] for entry in entries]
+        return roots(group, exp_avg_sqs, steps, inside=self._eps_inside_sqrt)
 
     def _apply(self, group: dict[str, Any], entries: list[Entry]) -> None:
         if not entries:

@@ -13,8 +13,9 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from moe_ext.optim._arguments import check_positive
-from moe_ext.optim._compressed_state import Entry
-from moe_ext.optim._shards import SliceNorms
+from moe_ext.optim._compressed import Entry
+from moe_ext.optim._sliced import SliceNorms
+from moe_ext.optim._variance import roots
 from moe_ext.optim.lamb import trust_ratio
 from moe_ext.optim.one_bit_adam import OneBitAdam
 
@@ -131,8 +132,8 @@ class OneBitLamb(OneBitAdam):
         """Factors on the learning rate in the last step, a list for stacked experts."""
         return [c.item() if len(c) == 1 else c.tolist() for c in self._coefficients]
 
-    def _keep_variance(self, entries: list[Entry]) -> None:
-        super()._keep_variance(entries)
+    def _freeze_variance(self, entries: list[Entry]) -> None:
+        super()._freeze_variance(entries)
         for entry in entries:
             state = self.state[entry.parameter]
             state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
@@ -141,13 +142,13 @@ class OneBitLamb(OneBitAdam):
         self._coefficients = []
         super()._take_step(entries)
 
-    def _follow_momentum(self, group: dict[str, Any], entry: Entry, momentum: Tensor) -> None:
+    def _take_momentum(self, entry: Entry, momentum: Tensor) -> None:
         state = self.state[entry.parameter]
         if "exp_avg_sq_fresh" in state:
-            beta1, beta2 = group["betas"]
+            beta1, beta2 = entry.group["betas"]
             grad = momentum.sub(state["exp_avg"], alpha=beta1).div_(1 - beta1)
             state["exp_avg_sq_fresh"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        super()._follow_momentum(group, entry, momentum)
+        super()._take_momentum(entry, momentum)
 
     def _apply(self, group: dict[str, Any], entries: list[Entry]) -> None:
         entries = [entry for entry in entries if entry.parameter.numel()]
@@ -197,8 +198,8 @@ class OneBitLamb(OneBitAdam):
     ) -> Tensor:
         """The mean ratio of the warm-up times f."""
         state = self.state[entry.parameter]
-        correction = self._fresh_correction(group, state)
-        real = self._roots(group, [state["exp_avg_sq_fresh"]], [correction])[0]
+        steps = [max(state["var_steps"], state["step"])]
+        real = roots(group, [state["exp_avg_sq_fresh"]], steps, inside=self._eps_inside_sqrt)[0]
         quotient = (denominator / real).reshape(len(share_G), -1)
         factor_G = quotient.amax(dim=1).to(share_G)
         if group["weight_decay"] != 0:
@@ -211,11 +212,6 @@ class OneBitLamb(OneBitAdam):
         mean_G = _slice_state(state, "lamb_coeff_freeze", 0.0, share_G)
         # No ratio was ever other than one: a parameter of zeros, or without a gradient so far.
         return torch.where(mean_G > 0, mean_G, 1.0) * factor_G
-
-    def _fresh_correction(self, group: dict[str, Any], state: dict[str, Any]) -> float:
-        if not group["bias_correction"]:
-            return 1.0
-        return float(1 - group["betas"][1] ** max(state["var_steps"], state["step"]))
 
 
 def _slice_state(state: dict[str, Any], name: str, start: float, like_G: Tensor) -> Tensor:

@@ -9,11 +9,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
-from moe_ext.optim._arguments import check_count, check_variant, warn_of_ignored
-from moe_ext.optim._compressed import CompressedOptimizer
-from moe_ext.optim._compressed_mean import CompressedMean, sum_in_place
-from moe_ext.optim._compressed_state import Entry
-from moe_ext.optim._variance import fillings
+from moe_ext.optim._arguments import check_count, check_deepspeed
+from moe_ext.optim._compressed import CompressedOptimizer, Entry, move_momentum
+from moe_ext.optim._compressed_mean import CompressedMean
+from moe_ext.optim._variance import fillings, roots
 
 _BUFFERS = ("exp_avg", "exp_avg_sq", "momentum_accumulator")
 
@@ -95,12 +94,11 @@ class ZeroOneAdam(CompressedOptimizer):
         block: int = 256,
         communication_data_type: torch.dtype | None = None,
     ) -> None:
-        check_variant(self._op, amsgrad)
+        check_deepspeed(self._op, amsgrad, cuda_aware, comm_backend_name, deepspeed)
         check_count(self._op, "var_freeze_step", var_freeze_step, least=1)
         check_count(self._op, "var_update_scaler", var_update_scaler, least=1)
         check_count(self._op, "local_step_scaler", local_step_scaler, least=1)
         check_count(self._op, "local_step_clipper", local_step_clipper, least=1)
-        warn_of_ignored(self._op, deepspeed, cuda_aware, comm_backend_name)
         self.var_freeze_step, self.var_update_scaler = var_freeze_step, var_update_scaler
         self.local_step_scaler = local_step_scaler
         self.local_step_clipper = local_step_clipper
@@ -138,15 +136,13 @@ class ZeroOneAdam(CompressedOptimizer):
         Raises:
             RankFailureError: a rank died or did not answer.
         """
-        with torch.no_grad():
-            for mean, members in self._made_means():
-                total_N = mean.errors()
-                for part, entry in zip(mean.parts_of(total_N), members, strict=True):
-                    part.add_(self.state[entry.parameter]["momentum_accumulator"])
-                sum_in_place(total_N, mean.group, self._op)
-                total_N.div_(mean.size)
-                self._land(members, mean.parts_of(total_N))
-                mean.clear_errors()
+        super().flush()
+
+    def _owed(self, mean: CompressedMean, entries: list[Entry]) -> Tensor:
+        total_N = super()._owed(mean, entries)
+        for part, entry in zip(mean.parts_of(total_N), entries, strict=True):
+            part.add_(self.state[entry.parameter]["momentum_accumulator"])
+        return total_N
 
     def _schedule(self) -> tuple[int, ...]:
         return (
@@ -172,25 +168,26 @@ class ZeroOneAdam(CompressedOptimizer):
             self._moments(entry, _BUFFERS)
             if "filling" not in state:
                 state["filling"] = fillings([state["exp_avg_sq"]])[0]
-        step, first = self.steps_taken + 1, self.param_groups[0]
         means = self._flat_means()
-        kept = [entry for entry in entries if not self._is_compressed(entry)]
         if self._is_dense():
             self._average_gradients(entries)
-            self._clip(entries, local=False)
-            self._dense_step(entries, means)
+            self._clip(entries)
+            self._dense_step(entries)
+            for mean, members in means:
+                mean.note_rows([self.state[entry.parameter]["exp_avg_sq"] for entry in members])
             self._count("var", self.var_update_scaler)
             return
+        step, first = self.steps_taken + 1, self.param_groups[0]
+        kept = [entry for entry in entries if not self._is_compressed(entry)]
         # All messages that may fail come before the first change.
         self._average_gradients(kept)
-        members = [entry for entry in entries if self._is_compressed(entry) and entry.active]
-        local = step > self.var_freeze_step
-        if not local or step % first["local_step_interval"] == 0:
+        is_local = step > self.var_freeze_step
+        if not is_local or step % first["local_step_interval"] == 0:
             self._synchronise(means)
         else:
-            self._local_step(members)
-        self._dense_step(kept, ())
-        if local:
+            self._local_step([e for e in entries if self._is_compressed(e) and e.active])
+        self._dense_step(kept)
+        if is_local:
             self._count("local_step", self.local_step_scaler, self.local_step_clipper)
 
     def _count(self, name: str, scaler: int, most: int | None = None) -> None:
@@ -209,77 +206,62 @@ class ZeroOneAdam(CompressedOptimizer):
             return lr
         return float(lr / (1 - group["betas"][0] ** (self.steps_taken + 1)))
 
-    def _dense_step(
-        self, entries: list[Entry], means: list[tuple[CompressedMean, list[Entry]]] | tuple[()]
-    ) -> None:
+    def _dense_step(self, entries: list[Entry]) -> None:
         """A step of AdamW by averaged gradients; what is owed stays owed."""
-        moved = [entry for entry in entries if entry.active and entry.grad is not None]
+        moved = [entry for entry in entries if entry.active]
         for entry in moved:
-            group, state = self.param_groups[entry.group_index], self.state[entry.parameter]
+            state, (beta1, beta2) = self.state[entry.parameter], entry.group["betas"]
             assert entry.grad is not None
-            state["exp_avg"].lerp_(entry.grad, 1 - group["betas"][0])
-            beta2 = group["betas"][1]
+            state["exp_avg"].lerp_(entry.grad, 1 - beta1)
             state["exp_avg_sq"].mul_(beta2).addcmul_(entry.grad, entry.grad, value=1 - beta2)
             state["var_steps"] += 1
         seconds = [self.state[entry.parameter]["exp_avg_sq"] for entry in entries]
         for entry, filling in zip(entries, fillings(seconds), strict=True):
             self.state[entry.parameter]["filling"] = filling
-        for mean, members in means:
-            mean.note_rows([self.state[entry.parameter]["exp_avg_sq"] for entry in members])
         for entry in moved:
-            group, state = self.param_groups[entry.group_index], self.state[entry.parameter]
-            entry.parameter.mul_(1 - float(group["lr"]) * group["weight_decay"])
-            self._move(entry, state["exp_avg"] * self._rate(group))
+            entry.parameter.mul_(_decay(entry.group))
+            self._move(entry, self.state[entry.parameter]["exp_avg"] * self._rate(entry.group))
 
     def _local_step(self, entries: list[Entry]) -> None:
         """Move this rank alone, and remember how far."""
         for entry in entries:
-            group, state = self.param_groups[entry.group_index], self.state[entry.parameter]
+            state, rate = self.state[entry.parameter], self._rate(entry.group)
             if not self._is_apart(entry):
                 state["anchor"], state["decay"], state["apart"] = entry.parameter.clone(), 1.0, True
-            exp_avg, rate = state["exp_avg"], self._rate(group)
-            self._follow(entry, exp_avg)
+            exp_avg = state["exp_avg"]
+            move_momentum(entry, exp_avg)
             state["momentum_accumulator"].add_(exp_avg, alpha=rate)
             state["lrs"] = state.get("lrs", 0.0) + rate
-            factor = 1 - float(group["lr"]) * group["weight_decay"]
-            state["decay"] *= factor
-            entry.parameter.mul_(factor)
+            state["decay"] *= _decay(entry.group)
+            entry.parameter.mul_(_decay(entry.group))
             self._move(entry, exp_avg * rate)
-
-    def _follow(self, entry: Entry, exp_avg: Tensor) -> None:
-        beta1 = self.param_groups[entry.group_index]["betas"][0]
-        if entry.grad is None:
-            exp_avg.mul_(beta1)
-        else:
-            exp_avg.lerp_(entry.grad, 1 - beta1)
 
     def _synchronise(self, means: list[tuple[CompressedMean, list[Entry]]]) -> None:
         """A local step on all ranks that ends in the same place."""
         for mean, members in means:
             for view, entry in zip(mean.views, members, strict=True):
-                state, group = self.state[entry.parameter], self.param_groups[entry.group_index]
+                state = self.state[entry.parameter]
                 if entry.active:
-                    self._follow(entry, view.copy_(state["exp_avg"]))
-                    view.mul_(self._rate(group)).add_(state["momentum_accumulator"])
+                    move_momentum(entry, view.copy_(state["exp_avg"]))
+                    view.mul_(self._rate(entry.group)).add_(state["momentum_accumulator"])
                 else:
                     view.copy_(state["momentum_accumulator"])
         self._reduce(means)
         for mean, members in means:
             for entry in members:
-                state, group = self.state[entry.parameter], self.param_groups[entry.group_index]
                 if entry.active:
-                    factor = 1 - float(group["lr"]) * group["weight_decay"]
-                    state["decay"] = state.get("decay", 1.0) * factor
-                    state["lrs"] = state.get("lrs", 0.0) + self._rate(group)
+                    state = self.state[entry.parameter]
+                    state["decay"] = state.get("decay", 1.0) * _decay(entry.group)
+                    state["lrs"] = state.get("lrs", 0.0) + self._rate(entry.group)
             moved = [i for i, entry in enumerate(members) if not self._is_idle(entry)]
-            self._land([members[i] for i in moved], [mean.views[i] for i in moved])
+            self._pay([members[i] for i in moved], [mean.views[i] for i in moved])
 
     def _is_idle(self, entry: Entry) -> bool:
         return not entry.active and not self._is_apart(entry)
 
-    def _land(self, entries: list[Entry], means: list[Tensor]) -> None:
-        """Go from the last common place by the mean of what the ranks went."""
-        for entry, mean in zip(entries, means, strict=True):
+    def _pay(self, entries: list[Entry], owed: list[Tensor]) -> None:
+        """Go from the last common place by the mean of how far the ranks went."""
+        for entry, mean in zip(entries, owed, strict=True):
             state = self.state[entry.parameter]
             if state.pop("apart", False):
                 entry.parameter.copy_(state.pop("anchor"))
@@ -294,14 +276,13 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def _move(self, entry: Entry, distance: Tensor) -> None:
         """Subtract a distance over the root of v."""
-        group, state = self.param_groups[entry.group_index], self.state[entry.parameter]
-        second = state["exp_avg_sq"]
+        state, second = self.state[entry.parameter], self.state[entry.parameter]["exp_avg_sq"]
         second = torch.where(second > 0, second, state["filling"])
-        correction = 1.0
-        if group["bias_correction"]:
-            correction = 1 - group["betas"][1] ** max(1, state["var_steps"])
-        if self._eps_inside_sqrt:
-            root = (second / correction + group["eps"]).sqrt_()
-        else:
-            root = second.sqrt_().div_(correction**0.5).add_(group["eps"])
+        steps = [max(1, state["var_steps"])]
+        root = roots(entry.group, [second], steps, inside=self._eps_inside_sqrt)[0]
         entry.parameter.sub_(distance / root)
+
+
+def _decay(group: dict[str, Any]) -> float:
+    """The factor of a step's weight decay."""
+    return 1 - float(group["lr"]) * float(group["weight_decay"])

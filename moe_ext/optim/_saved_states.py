@@ -1,0 +1,192 @@
+"""Saved states of optimizers: brought to other numbers of parameters and to other ranks.
+
+A state has torch's form. That of an optimizer which compresses has ``compression`` beside it, whose
+``servers`` hold the errors of this rank's shards, one for each group of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from moe_ext.compression import shard_numel
+from moe_ext.optim._compressed_mean import offsets_of
+
+State = dict[str, Any]
+
+
+def by_name(op: str, groups: Sequence[Mapping[str, Any]], saved: State) -> State:
+    """A state with the numbers that its parameters have here; the same one where names lack.
+
+    A state of torch's form counts parameters, and tells their names where the optimizer was given
+    some: the order of the parameters may then be another one, and so may their groups.
+
+    Args:
+        op: for error messages.
+        groups: the parameter groups of the optimizer that loads.
+        saved: of torch's form.
+
+    Raises:
+        ValueError: the state is of parameters with other names.
+    """
+    counted, num_params = [], 0
+    for group in groups:
+        last = num_params + len(group["params"])
+        counted.append({**group, "params": list(range(num_params, last))})
+        num_params = last
+    here, there = _numbers_of(counted), _numbers_of(saved["param_groups"])
+    if here is None or there is None or here == there:
+        return saved
+    missing, strange = sorted(set(here) - set(there)), sorted(set(there) - set(here))
+    if missing or strange:
+        found = f"one without {missing[0]}" if missing else f"one with {strange[0]}"
+        raise ValueError(
+            f"{op}: expected a state of parameters with the names of these, got {found}"
+        )
+    if len(counted) != len(saved["param_groups"]):
+        raise ValueError(
+            f"{op}: expected a state of {len(counted)} parameter groups, got "
+            f"{len(saved['param_groups'])}"
+        )
+    number = {there[name]: here[name] for name in here}
+    renumbered = {
+        **saved,
+        "state": {number[index]: state for index, state in saved["state"].items()},
+        "param_groups": [
+            {**options, "params": group["params"], "param_names": list(group["param_names"])}
+            for options, group in zip(saved["param_groups"], counted, strict=True)
+        ],
+    }
+    if "compression" in saved:
+        servers = [
+            {**server, "parameters": [number[index] for index in server["parameters"]]}
+            for server in saved["compression"]["servers"]
+        ]
+        renumbered["compression"] = {**saved["compression"], "servers": servers}
+    return renumbered
+
+
+def _numbers_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, int] | None:
+    """Name to number; None where a group has no names."""
+    found: dict[str, int] = {}
+    for group in groups:
+        if "param_names" not in group:
+            return None
+        found.update(zip(group["param_names"], group["params"], strict=True))
+    return found
+
+
+def owes(saved: State) -> bool:
+    """Whether the rank of a saved state owes anything."""
+    return any(
+        bool(error.any())
+        for server in saved["compression"]["servers"]
+        for error in (server["server_error"], *_worker_errors(saved, server))
+    )
+
+
+def owed_by(saved: State) -> dict[int, Tensor]:
+    """What the rank of a saved state owes, by number of the parameter."""
+    found: dict[int, Tensor] = {}
+    block = saved["compression"]["block"]
+    for server in saved["compression"]["servers"]:
+        workers = _worker_errors(saved, server)
+        offsets = offsets_of([error.numel() for error in workers], block)
+        flat_N = workers[0].new_zeros(offsets[-1])
+        start = server["rank"] * shard_numel(len(flat_N), server["world_size"], block)
+        own = flat_N[start : start + len(server["server_error"])]
+        own.copy_(server["server_error"][: len(own)])
+        for index, error, offset in zip(server["parameters"], workers, offsets, strict=False):
+            found[index] = error + flat_N[offset : offset + error.numel()].view(error.shape)
+    return found
+
+
+def _worker_errors(saved: State, server: State) -> list[Tensor]:
+    return [saved["state"][index]["worker_error"] for index in server["parameters"]]
+
+
+def check_order(op: str, states: Sequence[State]) -> None:
+    """ValueError unless the states are those of all ranks, each once, in order."""
+    for place, state in enumerate(states):
+        group_of = {
+            number: index
+            for index, group in enumerate(state["param_groups"])
+            for number in group["params"]
+        }
+        for server in state["compression"]["servers"]:
+            members = _members(state, group_of[server["parameters"][0]], len(states))
+            rank = members[server["rank"]] if server["world_size"] == len(members) else None
+            if rank != place:
+                raise ValueError(
+                    f"{op}: expected state {place} of {len(states)} to be that of rank {place} of "
+                    f"{len(states)}, got rank {server['rank']} of {server['world_size']}"
+                )
+
+
+def _members(state: State, index: int, num_ranks: int) -> Sequence[int]:
+    """Ranks that shared a parameter group when a state was saved."""
+    known = state["compression"].get("members")
+    return range(num_ranks) if known is None or index >= len(known) else known[index]
+
+
+def holders(
+    op: str, states: Sequence[State], members: Sequence[Sequence[int]], num_ranks: int
+) -> list[list[int]]:
+    """Old ranks that held the parameters of each parameter group of this rank.
+
+    Args:
+        op: for messages.
+        states: of the old ranks, in their order.
+        members: of each parameter group, the new ranks that share it with this one.
+        num_ranks: of the new run.
+
+    Raises:
+        ValueError: experts were divided over another number of ranks, or in a way that does not
+            tell which ones a rank held.
+    """
+    found = []
+    for index, mine in enumerate(members):
+        own, held = _part(mine, num_ranks), []
+        for rank, state in enumerate(states):
+            theirs = _members(state, index, len(states))
+            part = _part(theirs, len(states))
+            if own is None or part is None or own[1] != part[1]:
+                raise ValueError(
+                    f"{op}: expected parameter group {index} to be divided over as many ranks as "
+                    "before, in groups of neighbours or at equal distances, got ranks "
+                    f"{list(mine)} of {num_ranks}, and before {list(theirs)} of {len(states)}; "
+                    "call flush before experts are divided otherwise"
+                )
+            if part[0] == own[0]:
+                held.append(rank)
+        found.append(held)
+    return found
+
+
+def _part(members: Sequence[int], num_ranks: int) -> tuple[int, int] | None:
+    """(which, of how many) groups that the ranks are divided into; None if that is not clear.
+
+    Groups are neighbours, or ranks at equal distances.
+    """
+    size, first = len(members), members[0]
+    if num_ranks % size:
+        return None
+    parts = num_ranks // size
+    if list(members) == list(range(first, num_ranks, parts)):
+        return first, parts
+    if list(members) == list(range(first, first + size)) and first % size == 0:
+        return first // size, parts
+    return None
+
+
+def shared_state(states: Sequence[State], held_by: Sequence[Sequence[int]]) -> State:
+    """The state without errors: each parameter group's from a rank that held it."""
+    rows = {
+        number: states[held[0]]["state"][number]
+        for group, held in zip(states[0]["param_groups"], held_by, strict=True)
+        for number in group["params"]
+        if number in states[held[0]]["state"]
+    }
+    return {**states[0], "state": rows}
