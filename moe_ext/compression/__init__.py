@@ -1,6 +1,17 @@
 """Compressed data parallelism: what ranks send each other instead of dense gradients."""
 
-from moe_ext.compression.codecs import BlockSparse, Codec, Dense, OneBit, Quantize
+from moe_ext.compression.codecs import (
+    BlockSparse,
+    Codec,
+    Dense,
+    OneBit,
+    PayloadCodec,
+    Quantize,
+    Threshold,
+    TopK,
+    codec_of,
+    register_codec,
+)
 from moe_ext.compression.cost_model import CostModel
 from moe_ext.compression.ddp import compress_hook
 from moe_ext.compression.exact_reduce import (
@@ -13,7 +24,6 @@ from moe_ext.compression.fsdp import CompressedAllGather, CompressedReduceScatte
 from moe_ext.compression.fsdp_nodes import CompressedAllReduce
 from moe_ext.compression.hierarchical import hierarchical_all_reduce_
 from moe_ext.compression.loop import compress_gradients, flush
-from moe_ext.compression.named_codecs import codec_of
 from moe_ext.compression.policy import Policy, parameter_roles
 from moe_ext.compression.probe import Link
 from moe_ext.compression.quantized_reduce import (
@@ -25,7 +35,6 @@ from moe_ext.compression.quantized_reduce import (
 from moe_ext.compression.reduction import Reduction
 from moe_ext.compression.regions import SplitRegions
 from moe_ext.compression.schedules import ResidualMonitor, Warmup
-from moe_ext.compression.sparse_codecs import Threshold, TopK
 from moe_ext.compression.sparse_reduce import sparse_all_reduce
 from moe_ext.compression.state import CompressionState
 from moe_ext.compression.zero_plus_plus import FSDPCompression, zero_plus_plus
@@ -43,6 +52,7 @@ __all__ = [
     "FSDPCompression",
     "Link",
     "OneBit",
+    "PayloadCodec",
     "Policy",
     "Quantize",
     "Reduction",
@@ -62,6 +72,7 @@ __all__ = [
     "quantized_all_gather",
     "quantized_all_reduce_",
     "quantized_reduce_scatter",
+    "register_codec",
     "row_sparse_all_reduce",
     "shard_numel",
     "sparse_all_reduce",

@@ -21,7 +21,6 @@ from moe_ext.compression.codecs import Codec
 from moe_ext.compression.feedback import Packing, add_at
 from moe_ext.compression.hierarchical import share_in_node, sum_in_node
 from moe_ext.compression.quantized_reduce import shard_numel
-from moe_ext.compression.sparse_codecs import TopK
 from moe_ext.distributed import _c10d
 from moe_ext.distributed.groups import group_rank, group_ranks, group_size
 
@@ -154,8 +153,7 @@ class Nodes:
         if size == 1:
             return None
         for codec in (*codecs, *(candidates if None in codecs else ())):
-            whole = isinstance(codec, TopK) and codec.scope in ("row", "expert")
-            if whole or (codec is not None and codec.name == "powersgd"):
+            if codec is not None and not codec.shardable:
                 return (
                     "expected codecs that any shard of a parameter can be sent as with node_size, "
                     f"got {codec}"

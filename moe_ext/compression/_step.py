@@ -10,13 +10,12 @@ import functools
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_ext import ops
 from moe_ext.compression._layout import Layout, Part
 from moe_ext.compression._look import (
     infinite_as_half,
@@ -27,11 +26,9 @@ from moe_ext.compression._look import (
 )
 from moe_ext.compression._status import Finding, Told, exchange
 from moe_ext.compression._work import Underway, Work
-from moe_ext.compression.codecs import BlockSparse, Codec, Dense, OneBit, Quantize, Unsent
+from moe_ext.compression.codecs import Codec
 from moe_ext.compression.exact_reduce import row_sparse_all_reduce
-from moe_ext.compression.named_codecs import unsent
 from moe_ext.compression.reduction import Reduction
-from moe_ext.compression.sparse_codecs import Threshold, TopK
 from moe_ext.distributed.comm import Pending
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import group_size
@@ -139,30 +136,33 @@ class Step:
             chooser = state.choosers.of(work.layout, state.group, part.memory.device)
         codec = state.codec_now(part, chooser)
         if is_alone:
-            codec = unsent(codec)
+            codec = codec.alone()
         grad = part.take(work.flat_N)
         state.open(part)
         looks = work.norms is not None and grad.device.type == "cpu" and _looks(codec, work.layout)
         looked = work.norms is not None and not (looks and work.only_marks)
         if looked:
             self._look_first(work, part, codec, grad)
-        as_it_is = isinstance(codec, Dense | BlockSparse) or codec == Unsent()
-        prepared = part.memory.has("residual") or not as_it_is
+        prepared = part.memory.has("residual") or not codec.linear
         if prepared:
             grad = self._prepared(work, part, grad.float()) if looked else grad.float()
         underway = Underway(part, codec, prepared=prepared, chooser=chooser)
         underway.is_timed = chooser is not None and chooser.is_timed(part.label)
-        underway.shows_bad = looks and isinstance(codec, Dense)
+        underway.shows_bad = looks and codec.plain
         if work.layout.levels is not None:
             grad = self._sum_in_node(work, underway, grad)
-        if isinstance(codec, BlockSparse) and group_size(group) > 1:
-            underway.filled = self._look(part, grad, codec) / work.layout.node_size
+        if codec.skips_zeros and group_size(group) > 1:
+            reached = functools.partial(state.reached_bitmap, part.names[0])
+            filled = codec.find_zeros(grad, part.memory, reached)
+            underway.filled = filled / work.layout.node_size
         underway.began = time.perf_counter()
-        more: dict[str, Any] = {}
-        if looks:
-            more["on_nonfinite"] = functools.partial(_note_bad, work, part)
         underway.reduction = codec.start(
-            grad, part.memory, group=group, average=state.average, step=state.step, **more
+            grad,
+            part.memory,
+            group=group,
+            average=state.average,
+            step=state.step,
+            on_nonfinite=functools.partial(_note_bad, work, part) if looks else None,
         )
         if underway.is_timed:
             underway.note_end()
@@ -174,7 +174,7 @@ class Step:
         pieces = work.layout.pieces(work.flat_N)
         if work.only_marks:
             work.norms[list(part.indices)] = norms_of([pieces[i] for i in part.indices])
-        if codec == Dense("fp16"):
+        if codec.narrow_dtype is not None:
             note_overflow(work.norms, pieces, part.indices, _added(work, part))
         owed = part.memory.kept("residual")
         may_overflow = owed is not None and work.layout.levels is None
@@ -188,10 +188,10 @@ class Step:
         assert levels is not None
         shard_S = levels.shard_of(grad, memory.numel)
         unit = 1.0 / levels.node_size if self.state.average else 1.0
-        if isinstance(underway.codec, Dense | BlockSparse):
+        if underway.codec.linear and work.layout.exchange_group is not None:
             # What is owed is in units of the sum.
             was_owed = memory.take_owed(shard_S)
-            half = underway.codec == Dense("fp16")
+            half = underway.codec.narrow_dtype is not None
             if half and not self.state.average:
                 # Half precision may hold all numbers, and not their sum.
                 unit, underway.scale = 1.0 / levels.node_size, float(levels.node_size)
@@ -206,22 +206,6 @@ class Step:
         # A sum may overflow where no gradient does.
         work.note_if(~torch.isfinite(norm), underway.part)
         return torch.where(torch.isfinite(norm), shard_S, 0.0)
-
-    def _look(self, part: Part, grad: Tensor, codec: BlockSparse) -> float:
-        """Find the blocks that may not be zero: experts that the router has chosen, and others.
-
-        Of those it has not, too: a penalty on the weights reaches them, or another layer.
-        """
-        block = codec.block_of(part.memory)
-        knows = codec.block == "row" and part.memory.packing.window is None
-        bitmap = self.state.reached_bitmap(part.names[0]) if knows else None
-        num_blocks = -(-grad.numel() // block)
-        if bitmap is None or ops.block_indices(bitmap).numel() < num_blocks:
-            # Takes no time where a block begins with other numbers than zero.
-            seen = ops.nonzero_blocks(grad, block=block)
-            bitmap = seen if bitmap is None else bitmap | seen
-        part.memory.bitmap = bitmap
-        return ops.block_indices(bitmap).numel() / max(num_blocks, 1)
 
     def _prepared(self, work: Work, part: Part, grad: Tensor) -> Tensor:
         """A gradient that is safe to compress: zeros for one that is not finite, and clipped."""
@@ -459,10 +443,10 @@ class Step:
         timed: dict[int, tuple[ChoosesCodecs, list[float]]] = {}
         for underway in self._parts():
             part, codec = underway.part, underway.codec
-            if isinstance(codec, BlockSparse):
+            if codec.skips_zeros:
                 if part.exact and finding.filled[part.names[0]] > _MOSTLY_FULL:
                     part.dense_until = self.state.step + _DENSE_STEPS
-                codec = Dense()
+                codec = codec.keeping_zeros()
             if underway.is_timed:
                 assert underway.chooser is not None
                 underway.chooser.observe(part.label, codec, underway.seconds)
@@ -483,9 +467,7 @@ def _looks(codec: Codec, layout: Layout) -> bool:
 
     A dense sum over a node may hold the NaN of another rank, which names it.
     """
-    plain = layout.levels is None and codec in (Dense(), Dense("bf16"))
-    coded = isinstance(codec, OneBit) or (isinstance(codec, Quantize) and codec.feedback)
-    return plain or coded or isinstance(codec, TopK | Threshold)
+    return codec.finds_nonfinite and (layout.levels is None or not codec.plain)
 
 
 def _note_bad(work: Work, part: Part, grad_N: Tensor) -> None:

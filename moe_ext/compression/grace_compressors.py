@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_ext.compression.codecs.powersgd import PowerSGD
 from moe_ext.compression.feedback import CodecMemory
 from moe_ext.compression.grace_base import Compressor
-from moe_ext.compression.powersgd import PowerSGD
 from moe_ext.ops.quantize import dequantize_blockwise, quantize_blockwise
 from moe_ext.ops.topk import threshold_compress_, topk_compress_
 

@@ -10,8 +10,7 @@ from typing import Literal
 
 from torch import nn
 
-from moe_ext.compression.codecs import BlockSparse, Codec
-from moe_ext.compression.named_codecs import CODEC_NAMES, codec_of
+from moe_ext.compression.codecs import Codec, codec_names, codec_of
 from moe_ext.nn.routers import Router
 
 Role = Literal["expert", "router", "norm", "bias", "embedding", "attention", "other"]
@@ -127,10 +126,10 @@ class Policy:
 
     def is_exact(self, role: Role, parameter: nn.Parameter, codec: Codec | None) -> bool:
         """Whether rows that are zero are left out where the codec turns out to be "none"."""
-        if isinstance(codec, BlockSparse):
+        if codec is not None and codec.skips_zeros:
             return True
-        plain = codec is None or codec.name == "none"
-        return role == "expert" and plain and parameter.numel() >= self.dense_below
+        may_skip = codec is None or codec.skipping_zeros().skips_zeros
+        return role == "expert" and may_skip and parameter.numel() >= self.dense_below
 
     def _made(self, codec: str | Codec) -> Codec | None:
         return None if codec == "auto" else codec_of(codec, self.density, owner="Policy")
@@ -144,6 +143,6 @@ def policy_of(codec: str | Codec | Policy, density: float) -> Policy:
     """
     if isinstance(codec, Policy):
         return codec
-    if isinstance(codec, str) and codec not in CODEC_NAMES:
+    if isinstance(codec, str) and codec not in codec_names():
         codec_of(codec, owner="CompressionState")
     return Policy(codec, density=density)

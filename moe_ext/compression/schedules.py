@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moe_ext.compression.codecs import Codec, Dense, check_choice
-from moe_ext.compression.named_codecs import with_density
-from moe_ext.compression.sparse_codecs import Threshold, TopK
 
 MAX_DENSITY = 0.25
 
@@ -59,8 +57,8 @@ class Warmup:
 
     def codec(self, codec: Codec, step: int) -> Codec:
         """What a codec is in a step."""
-        if isinstance(codec, TopK | Threshold):
-            return with_density(codec, self.density(step, codec.density))
+        if codec.density is not None:
+            return codec.with_density(self.density(step, codec.density))
         return Dense() if step < self.dense_steps and codec.lossy else codec
 
 
@@ -105,7 +103,6 @@ class ResidualMonitor:
 
     def codec(self, codec: Codec, factor: float) -> Codec:
         """A codec with the factor on its density."""
-        if factor == 1.0 or not isinstance(codec, TopK | Threshold):
+        if factor == 1.0 or codec.density is None:
             return codec
-        raised = min(codec.density * factor, max(codec.density, MAX_DENSITY))
-        return replace(codec, density=raised)
+        return codec.with_density(min(codec.density * factor, max(codec.density, MAX_DENSITY)))

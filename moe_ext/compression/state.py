@@ -22,10 +22,9 @@ from moe_ext.compression._protocols import ChoosesCodecs, GradScaler
 from moe_ext.compression._reached import ReachedExperts
 from moe_ext.compression._step import Step
 from moe_ext.compression.agreement import check_call, resolve
-from moe_ext.compression.codecs import BlockSparse, Codec, Dense, check_choice
+from moe_ext.compression.codecs import Codec, Dense, check_choice, codec_of
 from moe_ext.compression.elastic import check_single, merged_for
 from moe_ext.compression.feedback import FeedbackStore, unit_factors
-from moe_ext.compression.named_codecs import codec_of
 from moe_ext.compression.policy import Policy, Role, parameter_roles, policy_of
 from moe_ext.compression.schedules import ResidualMonitor, Warmup
 from moe_ext.distributed.groups import group_rank, group_ranks, group_size
@@ -332,10 +331,7 @@ class CompressionState:
         if self.nonfinite == "raise" or self._compresses:
             return True
         return any(
-            part.exact
-            or part.codec is None
-            or part.memory.has("residual")
-            or not isinstance(part.codec, Dense | BlockSparse)
+            part.exact or part.codec is None or part.memory.has("residual") or not part.codec.linear
             for part in layout.parts
         )
 
@@ -348,10 +344,9 @@ class CompressionState:
             codec = chooser.choose(part.memory.numel, self.candidates, bucket=part.label)
         codec = self.warmup.codec(codec or Dense(), self.step)
         codec = self.monitor.codec(codec, self._density_factor)
-        if part.exact and codec.name in ("none", "block_sparse"):
+        if part.exact:
             full = self.step < part.dense_until
-            if full or codec == Dense():
-                codec = Dense() if full else BlockSparse("row")
+            codec = codec.keeping_zeros() if full else codec.skipping_zeros()
         return codec
 
     def open(self, part: Part) -> None:

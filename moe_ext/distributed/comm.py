@@ -147,6 +147,7 @@ def start_all_reduce_(
     operation: str,
     op: str = "sum",
     counted: bool = True,
+    finish: Callable[[Tensor], Tensor] | None = None,
 ) -> Pending[Tensor]:
     """Begin to reduce a contiguous tensor over the ranks, in place.
 
@@ -156,19 +157,21 @@ def start_all_reduce_(
         operation: name for error messages.
         op: "sum", "max" or "min".
         counted: False for messages of fixed size by which ranks compare their arguments.
+        finish: makes the result of the reduced tensor, when it is waited for.
 
     Raises:
         RankFailureError: a rank died or did not answer; the message names it.
     """
+    made = finish or (lambda reduced: reduced)
     size = group_size(group)
     if size == 1 or x.numel() == 0:
-        return Pending.done(x)
+        return Pending.done(made(x))
     if counted:
         record_traffic("all_reduce", all_reduce_bytes(x.nbytes, size))
     with naming_failed_ranks(group, operation):
         work = dist.all_reduce(x, _REDUCE_OPS[op], group=group, async_op=True)
     assert work is not None
-    return Pending(work.get_future(), lambda _: x, group, operation)
+    return Pending(work.get_future(), lambda _: made(x), group, operation)
 
 
 def all_reduce_(

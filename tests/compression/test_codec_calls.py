@@ -19,7 +19,6 @@ from moe_ext.compression import (
     compress_gradients,
 )
 from moe_ext.compression.codecs import Unsent
-from moe_ext.compression.named_codecs import unsent
 from moe_ext.compression.powersgd import PowerSGD
 from moe_ext.distributed import count_traffic
 
@@ -79,7 +78,7 @@ def what_is_unsent_stays_here():
     rank, memory = dist.get_rank(), opened()
     memory.put("residual", torch.full((NUMEL,), 2.0))
     with count_traffic() as traffic:
-        found = unsent(Quantize()).start(gradient(rank), memory, group=dist.group.WORLD).wait()
+        found = Quantize().alone().start(gradient(rank), memory, group=dist.group.WORLD).wait()
     memory.commit()
     assert traffic.total_bytes == 0
     assert torch.equal(found, gradient(rank) + 2.0)
@@ -155,9 +154,9 @@ def test_without_ranks_everything_is_applied_or_owed(name):
 def test_what_stands_in_for_a_codec_keeps_its_momentum():
     memory = opened()
     memory.put("velocity", torch.ones(NUMEL))
-    found = unsent(TopK(0.1, momentum=0.5)).start(gradient(0), memory).wait()
+    found = TopK(0.1, momentum=0.5).alone().start(gradient(0), memory).wait()
     torch.testing.assert_close(found, gradient(0) + 0.5)
-    assert unsent(OneBit()) == Unsent()
+    assert OneBit().alone() == Unsent()
     assert (Unsent().name, Unsent().lossy, Unsent().feeds_back) == ("unsent", False, False)
     assert Unsent().sent_bytes(100, 4) == Unsent().num_rounds(4) == 0
     Unsent().rehearse(gradient(0), memory, 2)

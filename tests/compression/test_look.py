@@ -10,11 +10,10 @@ from torch.utils._pytree import tree_flatten
 
 from moe_ext.compression._look import marks_of
 from moe_ext.compression._step import Step
-from moe_ext.compression.codecs import Dense, Quantize
+from moe_ext.compression.codecs import Dense, Quantize, Threshold, TopK
 from moe_ext.compression.feedback import CodecMemory
 from moe_ext.compression.loop import compress_gradients
 from moe_ext.compression.schedules import ResidualMonitor
-from moe_ext.compression.sparse_codecs import Threshold, TopK
 from moe_ext.compression.state import CompressionState
 
 

@@ -1,5 +1,6 @@
 """Corners of a step: halves, codecs that change, buckets that are not compressed; one process."""
 
+import functools
 import math
 
 import pytest
@@ -16,15 +17,13 @@ from moe_ext.compression import (
     Policy,
     ResidualMonitor,
     TopK,
-    agreement,
     compress_gradients,
     flush,
     loop,
 )
 from moe_ext.compression._step import Step
-from moe_ext.compression.codecs import Dense
+from moe_ext.compression.codecs import Dense, Threshold
 from moe_ext.compression.powersgd import PowerSGD
-from moe_ext.compression.sparse_codecs import Threshold
 
 
 class Two(nn.Module):
@@ -176,13 +175,6 @@ def test_what_a_step_does_not_touch_follows_the_units_too(owing):
     assert bool((owing.kept("velocity") == 4.0).all())
 
 
-def test_a_call_that_is_too_long_to_be_told(monkeypatch):
-    monkeypatch.setattr(agreement, "share", lambda words, *args, **kwargs: [words])
-    call = {"told": {"numel": "1" * 2000}, "problem": None}
-    (found,) = agreement._exchange(call, None, torch.device("cpu"), "op")
-    assert found["problem"].startswith("expected arguments that can be told in")
-
-
 @pytest.mark.parametrize("shared", [False, True])
 def test_experts_that_something_else_than_the_router_reaches(shared):
     """A penalty on the weights, or a second layer with the same experts."""
@@ -199,7 +191,8 @@ def test_experts_that_something_else_than_the_router_reaches(shared):
     loss.backward()
     layout = state.layout([weight], weight.grad.view(-1), None)
     (part,) = layout.parts
-    Step(state)._look(part, weight.grad.view(-1), BlockSparse("row"))
+    reached = functools.partial(state.reached_bitmap, part.names[0])
+    BlockSparse("row").find_zeros(weight.grad.view(-1), part.memory, reached)
     found = set(ops.block_indices(part.memory.bitmap).tolist())
     assert found >= set(weight.grad.flatten(1).any(1).nonzero().view(-1).tolist())
     assert len(found) > 1

@@ -1,0 +1,25 @@
+"""How a gradient is sent: one frozen dataclass for each way, and their registry."""
+
+from moe_ext.compression.codecs.base import Codec, OnNonfinite, PayloadCodec, Unsent, check_choice
+from moe_ext.compression.codecs.dense import BlockSparse, Dense, dense_reduction
+from moe_ext.compression.codecs.quantized import OneBit, Quantize
+from moe_ext.compression.codecs.registry import codec_names, codec_of, register_codec
+from moe_ext.compression.codecs.sparse import Threshold, TopK
+
+__all__ = [
+    "BlockSparse",
+    "Codec",
+    "Dense",
+    "OnNonfinite",
+    "OneBit",
+    "PayloadCodec",
+    "Quantize",
+    "Threshold",
+    "TopK",
+    "Unsent",
+    "check_choice",
+    "codec_names",
+    "codec_of",
+    "dense_reduction",
+    "register_codec",
+]

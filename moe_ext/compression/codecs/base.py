@@ -1,0 +1,267 @@
+"""The base of all codecs: what patterns, steps and cost models ask of one.
+
+A codec is a frozen dataclass, hashable and equal on all ranks. `PayloadCodec` turns a gradient into
+a row of bytes and back; any pattern of `moe_ext.compression` can send that. A codec whose messages
+depend on each other, as those of PowerSGD, is a `Codec` with a `start` of its own.
+
+Shape suffixes: N elements of a flat gradient.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext.compression.feedback import CodecMemory
+from moe_ext.compression.reduction import Reduction
+
+# Called with a gradient, and what was owed in it, that holds NaN or infinity, or may hold it. On
+# CPU, by codecs that find these in their own pass over the gradient: by quantisers at the end, when
+# all ranks have got NaN, by others before anything is sent.
+OnNonfinite = Callable[[Tensor], None]
+
+
+class Codec(ABC):
+    """A way to reduce a gradient over ranks.
+
+    Attributes:
+        density: share of the elements that a sparse codec sends; None for others.
+    """
+
+    density: float | None = None
+
+    # -- flags: what a step does about a codec follows from these, never from its type ----------
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """For tables and policies."""
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the result differs from the dense mean."""
+        return True
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether what is not sent stays in the residual."""
+        return True
+
+    @property
+    def shardable(self) -> bool:
+        """Whether it may reduce any part of the parameters, cut anywhere."""
+        return True
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is one all-reduce of all elements, in some dtype."""
+        return False
+
+    @property
+    def skips_zeros(self) -> bool:
+        """Whether blocks that are zero on all ranks are left out of a plain all-reduce."""
+        return False
+
+    @property
+    def linear(self) -> bool:
+        """Whether it adds gradients up as they are: NaN and infinity reach the result unaided."""
+        return self.plain or self.skips_zeros
+
+    @property
+    def finds_nonfinite(self) -> bool:
+        """Whether it calls `OnNonfinite` on CPU, so that nobody has to search the gradient.
+
+        Where it is `plain`, too, NaN or infinity on any rank makes the first element of the result
+        NaN on every rank.
+        """
+        return False
+
+    @property
+    def narrow_dtype(self) -> torch.dtype | None:
+        """The dtype of what is sent, where finite numbers of float32 overflow in it."""
+        return None
+
+    # -- what it costs ---------------------------------------------------------------------------
+
+    @abstractmethod
+    def sent_bytes(self, numel: int, world_size: int) -> int:
+        """Bytes that leave a rank in one reduction."""
+
+    @abstractmethod
+    def num_rounds(self, world_size: int) -> int:
+        """Messages that follow each other in one reduction."""
+
+    @abstractmethod
+    def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
+        """Compute what one reduction computes on this rank, without sending."""
+
+    def new_memory(self, grad_N: Tensor) -> CodecMemory:
+        """An empty memory for one flat gradient."""
+        return CodecMemory([grad_N.shape], grad_N.device)
+
+    # -- what it does ----------------------------------------------------------------------------
+
+    @abstractmethod
+    def start(
+        self,
+        grad_N: Tensor,
+        memory: CodecMemory,
+        *,
+        group: ProcessGroup | None = None,
+        average: bool = True,
+        step: int = 0,
+        on_nonfinite: OnNonfinite | None = None,
+    ) -> Reduction:
+        """Begin to reduce a gradient, which may be overwritten; the result has N elements.
+
+        Args:
+            grad_N: float32, bfloat16 or float16.
+            memory: what is owed; what changes in it is kept by its `commit`.
+            group: the ranks. None is the default group, and this process alone where there is no
+                torch.distributed.
+            average: the mean, or the sum.
+            step: its number, equal on all ranks, for random numbers.
+            on_nonfinite: only for codecs that say `finds_nonfinite`; None does not look.
+        """
+
+    def find_zeros(
+        self, grad_N: Tensor, memory: CodecMemory, reached: Callable[[], Tensor | None]
+    ) -> float:
+        """Note in the memory which blocks may not be zero, before `start`.
+
+        Args:
+            grad_N: the gradient.
+            memory: of the codec.
+            reached: gives the rows that are known not to be zero, as `nonzero_blocks`, or None.
+
+        Returns:
+            Share of the blocks that may not be zero; 0 for codecs that do not `skips_zeros`.
+        """
+        return 0.0
+
+    # -- codecs in its place ---------------------------------------------------------------------
+
+    def with_density(self, density: float) -> Codec:
+        """The same codec that sends another share of the elements; others as they are."""
+        return self
+
+    def skipping_zeros(self) -> Codec:
+        """The same with rows that are zero everywhere left out, where that changes no bit."""
+        return self
+
+    def keeping_zeros(self) -> Codec:
+        """The same with all rows."""
+        return self
+
+    def alone(self) -> Codec:
+        """In its place where no other rank holds the parameters."""
+        return Unsent()
+
+
+class PayloadCodec(Codec):
+    """A codec that turns a gradient into one row of bytes, and back.
+
+    A subclass needs a `name` and the three abstract methods; everything else follows.
+
+    Attributes:
+        align: a part of a gradient that is coded alone is a whole number of so many elements.
+    """
+
+    align: int = 1
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether it rounds at random, and `encode` wants an `rng_state`."""
+        return False
+
+    @abstractmethod
+    def payload_bytes(self, numel: int) -> int:
+        """Length of the payload of so many elements, which depends on nothing else."""
+
+    @abstractmethod
+    def encode(
+        self,
+        x_N: Tensor,
+        residual_N: Tensor | None = None,
+        *,
+        rng_state: Tensor | None = None,
+    ) -> Tensor:
+        """uint8, of `payload_bytes` elements.
+
+        Args:
+            x_N: float32, bfloat16 or float16; not changed.
+            residual_N: float32, added to x before; overwritten with what the payload leaves out.
+            rng_state: int64 [4], only for codecs that are `stochastic`.
+        """
+
+    @abstractmethod
+    def decode_add_(self, out_N: Tensor, payload: Tensor) -> None:
+        """Add what a payload stands for to float32 numbers."""
+
+
+@dataclass(frozen=True)
+class Unsent(Codec):
+    """All of the gradient and of what is owed, for what no other rank has; whatever the group.
+
+    Args:
+        momentum: of the codec in whose place it stands.
+    """
+
+    name: ClassVar[str] = "unsent"
+    lossy: ClassVar[bool] = False
+    feeds_back: ClassVar[bool] = False
+
+    momentum: float | None = None
+
+    @property
+    def linear(self) -> bool:
+        """See `Codec`."""
+        return self.momentum is None
+
+    def sent_bytes(self, numel: int, world_size: int) -> int:
+        """See `Codec`."""
+        return 0
+
+    def num_rounds(self, world_size: int) -> int:
+        """See `Codec`."""
+        return 0
+
+    def start(
+        self,
+        grad_N: Tensor,
+        memory: CodecMemory,
+        *,
+        group: ProcessGroup | None = None,
+        average: bool = True,
+        step: int = 0,
+        on_nonfinite: OnNonfinite | None = None,
+    ) -> Reduction:
+        """See `Codec`."""
+        x_N = with_velocity(grad_N, memory, self.momentum)
+        memory.take_owed(x_N)
+        return Reduction.done(x_N)
+
+    def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
+        """See `Codec`."""
+
+
+def with_velocity(grad_N: Tensor, memory: CodecMemory, momentum: float | None) -> Tensor:
+    """For a step that leaves nothing out: momentum as the optimizer would have it."""
+    if momentum is None:
+        return grad_N
+    velocity_N = memory.tensor("velocity")
+    return velocity_N.mul_(momentum).add_(grad_N).clone()
+
+
+def check_choice(owner: str, argument: str, value: object, allowed: Sequence[object]) -> None:
+    """ValueError unless the value is one of those that are allowed."""
+    if value not in allowed:
+        raise ValueError(
+            f"{owner}: expected {argument} to be one of {tuple(allowed)}, got {value!r}"
+        )

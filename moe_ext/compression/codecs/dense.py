@@ -1,0 +1,242 @@
+"""Codecs that add gradients up as they are: all of them, or the blocks that are not zero.
+
+Shape suffixes: N elements of a flat gradient, B blocks that are not zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext import ops
+from moe_ext.compression.codecs.base import Codec, OnNonfinite, check_choice
+from moe_ext.compression.exact_reduce import bitmap_bytes, block_sparse_all_reduce_
+from moe_ext.compression.feedback import CodecMemory
+from moe_ext.compression.reduction import Reduction
+from moe_ext.distributed import comm
+from moe_ext.distributed.groups import group_size, resolve_group
+
+_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Dense(Codec):
+    """A plain all-reduce.
+
+    Args:
+        dtype: "fp32" sends a gradient as it is, "bf16" and "fp16" round it on the way.
+    """
+
+    feeds_back: ClassVar[bool] = False
+    plain: ClassVar[bool] = True
+
+    dtype: str = "fp32"
+
+    def __post_init__(self) -> None:
+        check_choice("Dense", "dtype", self.dtype, tuple(_DTYPES))
+
+    @property
+    def name(self) -> str:
+        """See `Codec`."""
+        return "none" if self.dtype == "fp32" else self.dtype
+
+    @property
+    def lossy(self) -> bool:
+        """See `Codec`."""
+        return self.dtype != "fp32"
+
+    @property
+    def finds_nonfinite(self) -> bool:
+        """See `Codec`; a number that only overflows in half precision is searched for before."""
+        return self.dtype != "fp16"
+
+    @property
+    def narrow_dtype(self) -> torch.dtype | None:
+        """See `Codec`."""
+        return torch.float16 if self.dtype == "fp16" else None
+
+    def sent_bytes(self, numel: int, world_size: int) -> int:
+        """See `Codec`."""
+        return comm.all_reduce_bytes(numel * (2 if self.lossy else 4), world_size)
+
+    def num_rounds(self, world_size: int) -> int:
+        """See `Codec`."""
+        return 2 * (world_size - 1)
+
+    def start(
+        self,
+        grad_N: Tensor,
+        memory: CodecMemory,
+        *,
+        group: ProcessGroup | None = None,
+        average: bool = True,
+        step: int = 0,
+        on_nonfinite: OnNonfinite | None = None,
+    ) -> Reduction:
+        """See `Codec`."""
+        memory.take_owed(grad_N)
+        return dense_reduction(grad_N, group, average, self.dtype, on_nonfinite)
+
+    def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
+        """See `Codec`."""
+        dtype = _DTYPES[self.dtype]
+        if dtype is not None:
+            looks = grad_N.device.type == "cpu" and self.finds_nonfinite
+            how = (lambda _: None) if looks else None
+            sent_N = _to_send(grad_N, dtype, 1.0 / world_size, how)
+            ops.scale_into_(grad_N, sent_N, scale=1.0)
+
+    def skipping_zeros(self) -> Codec:
+        """See `Codec`."""
+        return self if self.lossy else BlockSparse("row")
+
+
+def _to_send(
+    x_N: Tensor, dtype: torch.dtype, factor: float, on_nonfinite: OnNonfinite | None
+) -> Tensor:
+    """A gradient times a factor as it travels; in place where it has that dtype."""
+    if on_nonfinite is None:
+        # Rounded before it is scaled, as the hooks of torch do: what they overflow, this does.
+        sent_N = x_N.to(dtype)
+        return sent_N if factor == 1.0 else sent_N.mul_(factor)
+    sent_N = x_N if x_N.dtype == dtype else torch.empty_like(x_N, dtype=dtype)
+    if bool(ops.scale_into_(sent_N, x_N, scale=factor)):
+        on_nonfinite(sent_N)
+        # So that every rank finds it without a search.
+        sent_N[0] = math.nan
+    return sent_N
+
+
+def dense_reduction(
+    x_N: Tensor,
+    group: ProcessGroup | None,
+    average: bool,
+    dtype: str = "fp32",
+    on_nonfinite: OnNonfinite | None = None,
+) -> Reduction:
+    """All-reduce; a mean is scaled first, as DDP does. The result is in `x_N`.
+
+    Args:
+        x_N: overwritten.
+        group: the ranks.
+        average: the mean, or the sum.
+        dtype: as of `Dense`.
+        on_nonfinite: see `OnNonfinite`; the first element of the result is NaN on every rank then.
+            None does not look.
+    """
+    operation = f"all-reduce in {dtype}"
+    group = resolve_group(group, operation)
+    size = group_size(group)
+    sent = _DTYPES[dtype] or x_N.dtype
+    # Half precision may hold all numbers, and not their sum: that travels as a mean.
+    back = size if sent == torch.float16 and x_N.dtype != sent and not average else 1
+    factor = 1.0 / size if average or back > 1 else 1.0
+    sent_N = _to_send(x_N, sent, factor, on_nonfinite)
+
+    def finish(sum_N: Tensor) -> Tensor:
+        if sum_N is not x_N:
+            ops.scale_into_(x_N, sum_N, scale=back)
+        return x_N
+
+    return comm.start_all_reduce_(sent_N, group, operation=operation, finish=finish)
+
+
+@dataclass(frozen=True)
+class BlockSparse(Codec):
+    """Only blocks that are not zero on some rank; exact.
+
+    Args:
+        block: elements of a block; "row" takes those of one index of the first dimension of a
+            parameter, which is a row of an embedding or one expert of several.
+    """
+
+    name: ClassVar[str] = "block_sparse"
+    lossy: ClassVar[bool] = False
+    feeds_back: ClassVar[bool] = False
+    skips_zeros: ClassVar[bool] = True
+
+    block: int | str = 256
+
+    def __post_init__(self) -> None:
+        if self.block != "row" and not (isinstance(self.block, int) and self.block >= 1):
+            raise ValueError(
+                f"BlockSparse: expected block to be 'row' or at least 1, got {self.block!r}"
+            )
+
+    def sent_bytes(self, numel: int, world_size: int) -> int:
+        """See `Codec`; the most it can be, since the rest depends on the gradient."""
+        block = self.block if isinstance(self.block, int) else 256
+        bitmap = (world_size - 1) * bitmap_bytes(numel, block)
+        return Dense().sent_bytes(numel, world_size) + bitmap
+
+    def num_rounds(self, world_size: int) -> int:
+        """See `Codec`."""
+        return 3 * (world_size - 1)
+
+    def _block_of(self, memory: CodecMemory) -> int:
+        """Elements of a block."""
+        if isinstance(self.block, int):
+            return self.block
+        shape = memory.shapes[0]
+        return max(1, memory.sizes[0] // max(1, shape[0])) if len(shape) else 1
+
+    def start(
+        self,
+        grad_N: Tensor,
+        memory: CodecMemory,
+        *,
+        group: ProcessGroup | None = None,
+        average: bool = True,
+        step: int = 0,
+        on_nonfinite: OnNonfinite | None = None,
+    ) -> Reduction:
+        """See `Codec`."""
+        # What was owed may lie in blocks that nothing was added to.
+        bitmap = None if memory.take_owed(grad_N) else memory.bitmap
+        found = block_sparse_all_reduce_(
+            grad_N,
+            block=self._block_of(memory),
+            bitmap=bitmap,
+            group=group,
+            average=average,
+            validate=False,
+            async_op=True,
+        )
+        assert isinstance(found, comm.Pending)
+        return found
+
+    def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
+        """See `Codec`."""
+        block = self._block_of(memory)
+        block_idx_B = ops.block_indices(ops.nonzero_blocks(grad_N, block=block))
+        packed = ops.gather_blocks(grad_N, block_idx_B, block=block)
+        ops.scatter_blocks_(grad_N, packed, block_idx_B, block=block)
+
+    def keeping_zeros(self) -> Codec:
+        """See `Codec`."""
+        return Dense()
+
+    def find_zeros(
+        self, grad_N: Tensor, memory: CodecMemory, reached: Callable[[], Tensor | None]
+    ) -> float:
+        """See `Codec`.
+
+        Rows that the router has not reached are looked at, too: a penalty on the weights reaches
+        them, or another layer.
+        """
+        block = self._block_of(memory)
+        knows = self.block == "row" and memory.packing.window is None
+        bitmap = reached() if knows else None
+        num_blocks = -(-grad_N.numel() // block)
+        if bitmap is None or ops.block_indices(bitmap).numel() < num_blocks:
+            # Takes no time where a block begins with other numbers than zero.
+            seen = ops.nonzero_blocks(grad_N, block=block)
+            bitmap = seen if bitmap is None else bitmap | seen
+        memory.bitmap = bitmap
+        return ops.block_indices(bitmap).numel() / max(num_blocks, 1)

@@ -1,0 +1,309 @@
+"""PowerSGD as a codec: torch's own hook, behind the policy that the other codecs have.
+
+Shape suffixes: N elements of a flat gradient, B matrices of one shape, n by m, r their rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from moe_ext.compression.codecs.base import Codec, OnNonfinite
+from moe_ext.compression.feedback import CodecMemory
+from moe_ext.compression.reduction import Reduction
+from moe_ext.distributed.failures import naming_failed_ranks
+from moe_ext.distributed.groups import group_size, resolve_group
+from moe_ext.distributed.traffic import record_traffic
+
+_FACTORS = "powersgd"
+
+
+class _Matrices(NamedTuple):
+    """Matrices of one shape that are factored together."""
+
+    batch: int
+    rows: int
+    cols: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class PowerSGD(Codec):
+    r"""Low-rank factors of matrices, with error feedback and warm start.
+
+    Each matrix :math:`M = g + e` is sent as :math:`P Q^T`: :math:`P = M Q` is summed over ranks and
+    orthogonalised, :math:`Q = M^T P` is averaged and is what the next step starts from, and
+    :math:`e = M - P Q^T` stays. Stacked experts ``[E, n, m]`` are factored one by one (batched);
+    other parameters of more than two dimensions as ``[n, all others]``. What is too small for a
+    gain of ``min_compression_rate`` is reduced densely in the same step.
+
+    The algorithm is `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`; residual and Q are
+    kept with those of the other codecs, by parameter name: DDP may rebuild its buckets, a step that
+    fails leaves both as they were, and both are in the `state_dict`. Hence there is no
+    ``start_powerSGD_iter`` of at least 2, a warm-up of the state does the same. A column of Q that
+    has become zero, since no token reached an expert for a step, starts anew from random numbers;
+    it would stay zero for ever. All of them do after a step with another rank.
+
+    On CPU `start` returns when the result is there: torch's hook waits for one message in the
+    callback of another, which with two buckets underway blocks all of Gloo's threads.
+
+    Args:
+        rank: r, columns of P and Q; 1 to 4 for image models, up to 32 for transformers.
+        min_compression_rate: n m over (n + m) r must be above it.
+        warm_start: start from the last Q, not from random numbers.
+        feedback: keep the error.
+        epsilon: added to the norm of a column before it is divided by it, for ranks up to 2.
+        seed: of the random numbers.
+
+    Raises:
+        ValueError: a number out of its range.
+
+    Deterministic, with the same bits on all ranks.
+
+    Reference: Vogels et al., PowerSGD, 2019 (arXiv 1905.13727).
+    """
+
+    name: ClassVar[str] = "powersgd"
+    shardable: ClassVar[bool] = False
+
+    rank: int = 4
+    min_compression_rate: float = 2.0
+    warm_start: bool = True
+    feedback: bool = True
+    epsilon: float = 1e-8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"PowerSGD: expected rank to be at least 1, got {self.rank!r}")
+        if not self.min_compression_rate >= 1.0:
+            raise ValueError(
+                "PowerSGD: expected min_compression_rate to be at least 1, got "
+                f"{self.min_compression_rate!r}"
+            )
+        if not (self.epsilon > 0.0 and math.isfinite(self.epsilon)):
+            raise ValueError(
+                f"PowerSGD: expected epsilon to be above 0 and finite, got {self.epsilon!r}"
+            )
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether what is not sent stays in the residual."""
+        return self.feedback
+
+    def sent_bytes(self, numel: int, world_size: int) -> int:
+        """Bytes that leave a rank in one all-reduce, if the gradient were one square matrix."""
+        side = math.isqrt(max(numel, 1))
+        coded = 2 * side * min(self.rank, side)
+        sent = coded if coded * self.min_compression_rate < numel else numel
+        return 2 * (world_size - 1) * 4 * sent // world_size
+
+    def num_rounds(self, world_size: int) -> int:
+        """Messages that follow each other: all-reduces of what is dense, of P and of Q."""
+        return 6 * (world_size - 1)
+
+    def matrices_of(self, shapes: Sequence[torch.Size]) -> list[tuple[int, ...]]:
+        """The matrices that parameters are taken as, in order: ``(n, m)``, or ``(n,)`` if dense."""
+        found: list[tuple[int, ...]] = []
+        for shape in shapes:
+            found += [self._matrix(part) for part in self._parts(shape)]
+        return found
+
+    def start(
+        self,
+        grad_N: Tensor,
+        memory: CodecMemory,
+        *,
+        group: ProcessGroup | None = None,
+        average: bool = True,
+        step: int = 0,
+        on_nonfinite: OnNonfinite | None = None,
+    ) -> Reduction:
+        """See `Codec`; the result has the dtype of the gradient."""
+        group = resolve_group(group, "PowerSGD")
+        size = group_size(group)
+        x_N = grad_N.reshape(-1).float()
+        residual_N = memory.whole_residual() if self.feedback else None
+        if not self.feedback and memory.has("residual"):
+            # Owed from a codec that was used before.
+            owed_N = memory.whole_residual()
+            x_N = x_N + owed_N
+            owed_N.zero_()
+        if size == 1:
+            return Reduction.done(_alone(x_N, residual_N).to(grad_N.dtype))
+        plan = self._plan(memory.shapes)
+        state, warm = self._state(plan, memory, group, step)
+        if residual_N is not None:
+            state.error_dict[0] = residual_N
+        self._record(plan, x_N, size)
+        bucket: Any = _Bucket(x_N, self._views(memory.pieces(x_N)))
+
+        def finish(found: Any) -> Tensor:
+            reduced_N: Tensor = found
+            if residual_N is not None:
+                residual_N.copy_(state.error_dict[0])
+                # Torch keeps there how far a rank was from the mean, of which nothing is owed.
+                for view in self._views(memory.pieces(residual_N)):
+                    if view.dim() == 1:
+                        view.zero_()
+            if warm is not None:
+                warm.copy_(state.q_memory_dict[0])
+            if not average:
+                reduced_N = reduced_N * size
+            return reduced_N.to(grad_N.dtype)
+
+        with naming_failed_ranks(group, "PowerSGD"):
+            reduction = Reduction(powerSGD_hook(state, bucket), finish, group, "PowerSGD")
+        if x_N.device.type == "cpu":
+            reduction.wait()
+        return reduction
+
+    def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
+        """Compute what a reduction computes on this rank, and send nothing."""
+        views = self._views(memory.pieces(grad_N.float()))
+        for count, rows, cols, rank in self._plan(memory.shapes):
+            matrix = [view for view in views if tuple(view.shape) == (rows, cols)]
+            m_Bnm = torch.stack(matrix[:count])
+            q_Bmr = torch.linalg.qr(m_Bnm.new_ones((count, cols, rank)))[0]
+            p_Bnr = torch.linalg.qr(m_Bnm @ q_Bmr)[0]
+            q_Bmr = m_Bnm.transpose(1, 2) @ p_Bnr
+            m_Bnm -= p_Bnr @ q_Bmr.transpose(1, 2)
+
+    def _gains(self, rows: int, cols: int) -> bool:
+        rank = min(rows, cols, self.rank)
+        return (rows + cols) * rank * self.min_compression_rate < rows * cols
+
+    def _matrix(self, shape: torch.Size) -> tuple[int, ...]:
+        cols = math.prod(shape[1:])
+        if len(shape) > 1 and self._gains(shape[0], cols):
+            return (shape[0], cols)
+        return (math.prod(shape),)
+
+    def _parts(self, shape: torch.Size) -> list[torch.Size]:
+        """The parameter, or the experts that it stacks."""
+        if len(shape) == 3 and self._gains(shape[1], shape[2]):
+            return [torch.Size(shape[1:])] * shape[0]
+        return [shape]
+
+    def _views(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        found: list[Tensor] = []
+        for piece in pieces:
+            parts = self._parts(piece.shape)
+            views = list(piece.unbind(0)) if len(parts) > 1 or parts[0] != piece.shape else [piece]
+            found += [view.view(self._matrix(view.shape)) for view in views if view.numel()]
+        return found
+
+    def _plan(self, shapes: Sequence[torch.Size]) -> list[_Matrices]:
+        """What is factored, in the order of torch's hook: by shape, as they first come."""
+        counts: dict[tuple[int, ...], int] = {}
+        for shape in self.matrices_of(shapes):
+            if len(shape) == 2:
+                counts[shape] = counts.get(shape, 0) + 1
+        return [_Matrices(c, n, m, min(n, m, self.rank)) for (n, m), c in counts.items()]
+
+    def _state(
+        self, plan: list[_Matrices], memory: CodecMemory, group: ProcessGroup | None, step: int
+    ) -> tuple[_State, Tensor | None]:
+        """The hook's state, and where the next step will look for Q."""
+        state = _State(self, group, step)
+        numel = sum(count * cols * rank for count, _, cols, rank in plan)
+        if not self.warm_start or numel == 0:
+            return state, None
+        is_first = not memory.has(_FACTORS)
+        warm = memory.tensor(_FACTORS, numel)
+        if warm.numel() != numel:
+            # Of another rank: a cost model has changed its mind, or a state was loaded.
+            is_first, warm = True, memory.fresh(_FACTORS, numel)
+        if not is_first:
+            generator = torch.Generator().manual_seed(state.rng.randint(1_000_000_000))
+            state.q_memory_dict[0] = _without_zero_columns(warm, plan, generator)
+            rows = sum(count * rows * rank for count, rows, _, rank in plan)
+            state.p_memory_dict[0] = warm.new_empty(rows)
+        return state, warm
+
+    def _record(self, plan: list[_Matrices], x_N: Tensor, size: int) -> None:
+        coded = sum(count * rows * cols for count, rows, cols, _ in plan)
+        for numel in (
+            x_N.numel() - coded,
+            sum(count * rows * rank for count, rows, _, rank in plan),
+            sum(count * cols * rank for count, _, cols, rank in plan),
+        ):
+            record_traffic("all_reduce", 2 * (size - 1) * 4 * numel // size)
+
+
+def _alone(x_N: Tensor, residual_N: Tensor | None) -> Tensor:
+    """What a rank alone makes of a gradient: nothing is sent, nothing is lost."""
+    if residual_N is None:
+        return x_N
+    whole_N = x_N + residual_N
+    residual_N.zero_()
+    return whole_N
+
+
+def _without_zero_columns(
+    warm: Tensor, plan: list[_Matrices], generator: torch.Generator
+) -> Tensor:
+    """A copy of all Qs in which columns of zeros are random; no synchronisation."""
+    found, start = [], 0
+    for count, _, cols, rank in plan:
+        numel = count * cols * rank
+        q_Bmr = warm[start : start + numel].view(count, cols, rank)
+        random_Bmr = torch.randn((count, cols, rank), generator=generator).to(warm.device)
+        is_zero_B1r = (q_Bmr == 0).all(dim=1, keepdim=True)
+        found.append(torch.where(is_zero_B1r, random_Bmr, q_Bmr).view(-1))
+        start += numel
+    return torch.cat(found)
+
+
+class _Numbers:
+    """Seeds for torch's hook, which asks a numpy generator for them; numpy is optional here."""
+
+    def __init__(self, seed: int, step: int) -> None:
+        self._generator = torch.Generator().manual_seed((seed << 32) + step + 1)
+
+    def randint(self, high: int) -> int:
+        """One below `high`."""
+        return int(torch.randint(high, (), generator=self._generator))
+
+
+class _State(PowerSGDState):
+    """The state of one call; what lives longer is in the codec's memory."""
+
+    def __init__(self, codec: PowerSGD, group: ProcessGroup | None, step: int) -> None:
+        self.process_group = group
+        self.matrix_approximation_rank = codec.rank
+        self.start_powerSGD_iter = 0
+        self.min_compression_rate = codec.min_compression_rate
+        self.use_error_feedback = codec.feedback
+        # Otherwise the hook drops Q, which is dropped with this state anyway.
+        self.warm_start = True
+        self.orthogonalization_epsilon = codec.epsilon
+        self.batch_tensors_with_same_shape = True
+        self.rng: Any = _Numbers(codec.seed, step)
+        self.error_dict: dict[int, Tensor] = {}
+        self.p_memory_dict: dict[int, Tensor] = {}
+        self.q_memory_dict: dict[int, Tensor] = {}
+        self.iter = 1
+        self.total_numel_before_compression = 0
+        self.total_numel_after_compression = 0
+        self.compression_stats_logging_frequency = 1
+        self.next_stats_report = 0
+
+
+class _Bucket:
+    """What torch's hook wants of a bucket of DDP."""
+
+    def __init__(self, flat: Tensor, views: list[Tensor]) -> None:
+        self.buffer: Callable[[], Tensor] = lambda: flat
+        self.gradients: Callable[[], list[Tensor]] = lambda: views
+        self.index: Callable[[], int] = lambda: 0
+        # Only used to count iterations and to write statistics into the log.
+        self.is_last: Callable[[], bool] = lambda: False

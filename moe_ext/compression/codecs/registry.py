@@ -1,0 +1,76 @@
+"""Codecs by name. To add one, write its class in a file and register it here, or from outside."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+from moe_ext.compression.codecs.base import Codec, check_choice
+from moe_ext.compression.codecs.dense import BlockSparse, Dense
+from moe_ext.compression.codecs.quantized import OneBit, Quantize
+from moe_ext.compression.codecs.sparse import Threshold, TopK
+
+CodecFactory = Callable[[float], Codec]
+
+_factories: dict[str, CodecFactory] = {}
+
+
+def register_codec(name: str, factory: CodecFactory) -> None:
+    """Give a codec a name, by which policies, states and cost models find it.
+
+    Args:
+        name: as for ``CompressionState(codec=name)``; the same on every rank.
+        factory: makes the codec from the density that the user wants, which most have no use for.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in codec_names():
+        raise ValueError(f"register_codec: expected name to be a new one, got {name!r}")
+    _factories[name] = factory
+
+
+def codec_names() -> tuple[str, ...]:
+    """Names that policies and states take; "auto" chooses between codecs."""
+    return (*_factories, "auto")
+
+
+def codec_of(codec: str | Codec, density: float = 0.01, *, owner: str = "codec_of") -> Codec:
+    """The codec of a name.
+
+    Args:
+        codec: a name, or a codec, which is returned.
+        density: for "topk" and "threshold".
+        owner: for error messages.
+
+    Raises:
+        ValueError: an unknown name, or "auto", which is no codec but a choice between some.
+    """
+    if isinstance(codec, str):
+        check_choice(owner, "codec", codec, tuple(_factories))
+        return _factories[codec](density)
+    if not isinstance(codec, Codec):
+        raise ValueError(
+            f"{owner}: expected codec to be a codec or one of {codec_names()}, got {codec!r}"
+        )
+    return codec
+
+
+def _powersgd(density: float) -> Codec:
+    # Imports torch's hook, which needs numpy.
+    made: Codec = importlib.import_module("moe_ext.compression.codecs.powersgd").PowerSGD()
+    return made
+
+
+register_codec("none", lambda density: Dense())
+register_codec("bf16", lambda density: Dense("bf16"))
+register_codec("fp16", lambda density: Dense("fp16"))
+register_codec("int8", lambda density: Quantize("int8"))
+register_codec("int4", lambda density: Quantize("int4"))
+register_codec("fp8", lambda density: Quantize("fp8"))
+register_codec("onebit", lambda density: OneBit())
+register_codec("topk", TopK)
+register_codec("threshold", Threshold)
+register_codec("powersgd", _powersgd)
+register_codec("block_sparse", lambda density: BlockSparse())
+register_codec("rows", lambda density: BlockSparse("row"))

@@ -1,0 +1,310 @@
+"""Codecs that send some elements with their indices, and keep the others in the residual.
+
+Shape suffixes: N elements of a flat gradient, K selected ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext import ops
+from moe_ext.compression.codecs.base import (
+    Codec,
+    OnNonfinite,
+    Unsent,
+    check_choice,
+    with_velocity,
+)
+from moe_ext.compression.codecs.dense import Dense, dense_reduction
+from moe_ext.compression.feedback import CodecMemory
+from moe_ext.compression.pairs import PAIR_CODECS
+from moe_ext.compression.reduction import Reduction
+from moe_ext.compression.regions import SplitRegions
+from moe_ext.compression.sparse_reduce import ALGORITHMS, SparseLayout, sparse_all_reduce
+from moe_ext.distributed.comm import Pending
+from moe_ext.distributed.groups import group_size, resolve_group
+from moe_ext.ops.topk import scope_size_of
+
+# Above this share of selected elements a dense message is smaller than values with indices.
+_DENSE_ABOVE = 0.5
+# Slots that a threshold may fill beyond what it aims at.
+_CAPACITY_FACTOR = 1.25
+
+
+class _Sparse(Codec):
+    """What `TopK` and `Threshold` have in common: all but the selection."""
+
+    finds_nonfinite: ClassVar[bool] = True
+
+    density: float
+    algorithm: str
+    value_codec: str
+    momentum: float | None
+
+    def __post_init__(self) -> None:
+        owner, density, momentum = type(self).__name__, self.density, self.momentum
+        if not 0.0 <= density <= 1.0:
+            raise ValueError(f"{owner}: expected density to be in [0, 1], got {density!r}")
+        if momentum is not None and not 0.0 <= momentum < 1.0:
+            raise ValueError(
+                f"{owner}: expected momentum to be None or in [0, 1), got {momentum!r}"
+            )
+        check_choice(owner, "algorithm", self.algorithm, ALGORITHMS)
+        check_choice(owner, "value_codec", self.value_codec, PAIR_CODECS)
+
+    @abstractmethod
+    def select(
+        self, grad_N: Tensor, memory: CodecMemory, *, check_finite: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Values and indices that leave this rank; the residual keeps the rest."""
+
+    def _capacity(self, numel: int) -> int:
+        """How many are sent of so many elements."""
+        return num_selected(numel, self.density)
+
+    @property
+    def _is_dense(self) -> bool:
+        return self.density > _DENSE_ABOVE
+
+    def _layout(self, count: int, numel: int, world_size: int) -> tuple[SparseLayout, str]:
+        """Sizes of the messages, and the algorithm that sends them."""
+        layout = SparseLayout(count, numel, world_size, self.value_codec)
+        return layout, layout.choose(self.algorithm, may_split=True)
+
+    def sent_bytes(self, numel: int, world_size: int) -> int:
+        """See `Codec`."""
+        if self._is_dense:
+            return Dense().sent_bytes(numel, world_size)
+        layout, algorithm = self._layout(self._capacity(numel), numel, world_size)
+        return layout.sent_bytes(algorithm)
+
+    def num_rounds(self, world_size: int) -> int:
+        """See `Codec`."""
+        return world_size - 1
+
+    def alone(self) -> Codec:
+        """See `Codec`."""
+        return Unsent(self.momentum)
+
+    def start(
+        self,
+        grad_N: Tensor,
+        memory: CodecMemory,
+        *,
+        group: ProcessGroup | None = None,
+        average: bool = True,
+        step: int = 0,
+        on_nonfinite: OnNonfinite | None = None,
+    ) -> Reduction:
+        """See `Codec`."""
+        if self._is_dense:
+            x_N = with_velocity(grad_N, memory, self.momentum)
+            memory.take_owed(x_N)
+            return dense_reduction(x_N, group, average, on_nonfinite=on_nonfinite)
+        values_K, indices_K = self._select_finite(grad_N, memory, on_nonfinite)
+        size = group_size(resolve_group(group, self.name))
+        # The gradient has gone into the selection and the residual.
+        out_N = grad_N if grad_N.dtype == torch.float32 and grad_N.is_contiguous() else None
+        regions = None
+        if self._layout(values_K.shape[0], memory.numel, size)[1] == "split":
+            regions = memory.carry("regions", lambda: SplitRegions(memory.numel, size), copy.copy)
+        found = sparse_all_reduce(
+            values_K,
+            indices_K,
+            memory.numel,
+            algorithm=self.algorithm,
+            value_codec=self.value_codec,
+            residual=memory.tensor("residual"),
+            regions=regions,
+            out=out_N,
+            group=group,
+            average=average,
+            validate=False,
+            async_op=True,
+        )
+        assert isinstance(found, Pending)
+        return found
+
+    def _select_finite(
+        self, grad_N: Tensor, memory: CodecMemory, on_nonfinite: OnNonfinite | None
+    ) -> tuple[Tensor, Tensor]:
+        """Selects; from zeros where something is not finite, since this step fails anyway."""
+        if on_nonfinite is None:
+            return self.select(grad_N, memory)
+        try:
+            return self.select(grad_N, memory, check_finite=True)
+        except RuntimeError:
+            whole_N = self._whole(grad_N, memory)
+            if bool(torch.isfinite(whole_N).all()):
+                raise
+        on_nonfinite(whole_N)
+        memory.begin()
+        return self.select(torch.zeros_like(grad_N), memory)
+
+    def _whole(self, grad_N: Tensor, memory: CodecMemory) -> Tensor:
+        """The numbers that the operators select from."""
+        for kind, factor in (("velocity", self.momentum), ("residual", 1.0)):
+            kept_N = memory.kept(kind)
+            if factor is not None and kept_N is not None:
+                grad_N = kept_N * (memory.factor(kind) * factor) + grad_N
+        return grad_N
+
+    def _states(self, memory: CodecMemory) -> dict[str, Any]:
+        """Arguments of the operators: residual, velocity, and where to write them."""
+        kinds = ["residual"] if self.momentum is None else ["residual", "velocity"]
+        common: dict[str, Any] = {"momentum": self.momentum or 0.0}
+        found = memory.read_write(*kinds)
+        if found is not None:
+            return {**common, **found, "residual_scale": memory.factor("residual")}
+        common["residual"] = memory.whole_residual()
+        return {**common, **{kind: memory.tensor(kind) for kind in kinds[1:]}}
+
+    def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
+        """See `Codec`."""
+        memory.begin()
+        if not self._is_dense:
+            values_K, indices_K = self.select(grad_N, memory)
+            sum_N = torch.zeros_like(grad_N, dtype=values_K.dtype)
+            for _ in range(world_size):
+                sum_N.index_add_(0, indices_K, values_K)
+        memory.commit()
+
+
+def num_selected(numel: int, density: float) -> int:
+    """How many of so many elements are sent: rounded up, so that a few send something."""
+    return min(numel, math.ceil(density * numel))
+
+
+def _pieces_of(states: dict[str, Any], memory: CodecMemory) -> list[dict[str, Any]]:
+    """The arguments of the operators for each parameter."""
+    cut = {k: memory.pieces(x) if isinstance(x, Tensor) else x for k, x in states.items()}
+    return [
+        {name: x[i] if isinstance(x, list) else x for name, x in cut.items()}
+        for i in range(len(memory.shapes))
+    ]
+
+
+@dataclass(frozen=True)
+class TopK(_Sparse):
+    """The largest elements with their indices; the rest stays in the residual.
+
+    Args:
+        density: share of the elements to send, in [0, 1]; above one half everything is sent
+            densely, since indices would cost more than the zeros.
+        scope: which elements compete: all of the "bucket", those of a "parameter", of a "row", of
+            an "expert" (one index of the first dimension), or a number of neighbours.
+        algorithm: of `sparse_all_reduce`.
+        value_codec: what values travel as: "fp32" or a smaller format; what it loses stays in the
+            residual.
+        momentum: momentum correction and factor masking; the optimizer then runs without momentum.
+
+    Reference: Lin et al., Deep Gradient Compression, 2018 (arXiv 1712.01887).
+    """
+
+    name: ClassVar[str] = "topk"
+
+    density: float = 0.01
+    scope: str | int = "bucket"
+    algorithm: str = "auto"
+    value_codec: str = "fp32"
+    momentum: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.scope, bool) or not isinstance(self.scope, int):
+            check_choice("TopK", "scope", self.scope, ("bucket", "parameter", "row", "expert"))
+        elif self.scope < 1:
+            raise ValueError(f"TopK: expected scope to be at least 1, got {self.scope}")
+
+    @property
+    def shardable(self) -> bool:
+        """See `Codec`."""
+        return self.scope not in ("row", "expert")
+
+    def with_density(self, density: float) -> Codec:
+        """See `Codec`."""
+        return replace(self, density=density)
+
+    def select(
+        self, grad_N: Tensor, memory: CodecMemory, *, check_finite: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """See `Codec.start`."""
+        states = {**self._states(memory), "check_finite": check_finite}
+        if self.scope == "bucket" or isinstance(self.scope, int):
+            size = memory.numel if self.scope == "bucket" else int(self.scope)
+            scope = "tensor" if self.scope == "bucket" else size
+            k = num_selected(min(size, memory.numel), self.density)
+            return ops.topk_compress_(grad_N, k=k, scope=scope, **states)
+        values, indices, start = [], [], 0
+        for grad, one in zip(memory.pieces(grad_N), _pieces_of(states, memory), strict=True):
+            scope = "tensor" if self.scope == "parameter" else self.scope
+            size = scope_size_of(grad, scope) or grad.numel()
+            k = num_selected(size, self.density)
+            found = ops.topk_compress_(grad, k=k, scope=scope, **one)
+            values.append(found.values)
+            indices.append(found.indices + start)
+            start += grad.numel()
+        return torch.cat(values), torch.cat(indices)
+
+
+@dataclass(frozen=True)
+class Threshold(_Sparse):
+    """All elements above a threshold that is carried from step to step: one pass, no search.
+
+    Args:
+        density: share of the elements that the threshold aims at; a quarter more has room.
+        algorithm: of `sparse_all_reduce`.
+        value_codec: as `TopK`.
+        momentum: as `TopK`.
+
+    Reference: Li and Hoefler, Ok-Topk, 2022 (arXiv 2201.07598), section 3.1.3.
+    """
+
+    name: ClassVar[str] = "threshold"
+
+    density: float = 0.01
+    algorithm: str = "auto"
+    value_codec: str = "fp32"
+    momentum: float | None = None
+
+    def with_density(self, density: float) -> Codec:
+        """See `Codec`."""
+        return replace(self, density=density)
+
+    def _capacity(self, numel: int) -> int:
+        return min(numel, math.ceil(_CAPACITY_FACTOR * num_selected(numel, self.density)))
+
+    def select(
+        self, grad_N: Tensor, memory: CodecMemory, *, check_finite: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """See `Codec.start`."""
+        kept = memory.kept("threshold")
+        # NOTE: only on CPU, where looking waits for nothing.
+        known = kept is not None and (kept.device.type != "cpu" or float(kept) > 0.0)
+        threshold = memory.tensor("threshold", 1).view(())
+        if not known:
+            # The first step searches once for what later ones carry; gradients of zero tell
+            # nothing, and a threshold of zero would stay.
+            owed_N = memory.whole_residual() + grad_N
+            start = ops.topk_compress_(
+                owed_N, torch.zeros_like(owed_N), num_selected(memory.numel, self.density)
+            )
+            if start.values.numel():
+                threshold.copy_(start.values.abs().min())
+        found = ops.threshold_compress_(
+            grad_N,
+            threshold=threshold,
+            capacity=self._capacity(memory.numel),
+            target=num_selected(memory.numel, self.density),
+            check_finite=check_finite,
+            **self._states(memory),
+        )
+        return found.values, found.indices
