@@ -5,9 +5,11 @@ Shapes: S whole sequence, L positions of this rank, n rows of this rank, D model
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import zlib
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,7 @@ from moe_ext.attention.sequence_collectives import Shards, start_all_gather
 from moe_ext.attention.sharding import check_lengths
 from moe_ext.distributed.collectives import check_equal_over_ranks, share
 from moe_ext.distributed.groups import GroupHandle, check_group, group_rank, group_size
+from moe_ext.distributed.placement import Placement, declare_placement
 from moe_ext.nn._autocast import as_autocast, autocast_dtype
 from moe_ext.nn.expert_activation import (
     Activation,
@@ -148,6 +151,11 @@ class SequenceParallelMLP(nn.Module):
         down = nn.Linear(ffn_dim // ranks, model_dim, bias, "meta", dtype).to_empty(device=where)
         self.add_module(self._up_name, up)
         self.down_proj = down
+        columns = range(self._columns.start, self._columns.stop)
+        reduction: Literal["mean", "sum"] = "sum" if grad_reduction == "sum" else "mean"
+        rows = Placement("tp", group, columns, ffn_dim, 0, 1 + self.gated, False, reduction)
+        declare_placement(up, rows)
+        declare_placement(down, dataclasses.replace(rows, dim=1, blocks=1), ["weight"])
         self.reset_parameters()
 
     @property

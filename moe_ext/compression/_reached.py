@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ext.distributed.groups import group_size
-from moe_ext.nn import GroupedExperts, MoELayer
+from moe_ext.distributed.placement import placements
+from moe_ext.nn import MoELayer
 
 
 class ReachedExperts:
@@ -28,16 +28,18 @@ class ReachedExperts:
         self._layer_of: dict[str, str] = {}
         self._handles: list[Any] = []
         for path, layer in model.named_modules():
-            experts = getattr(layer, "experts", None)
-            if not isinstance(layer, MoELayer) or not isinstance(experts, GroupedExperts):
-                continue
-            if group_size(getattr(experts, "ep_group", None)) > 1:
+            if not isinstance(layer, MoELayer):
                 continue
             prefix = f"{path}.experts" if path else "experts"
+            places = placements(layer.experts)
             watched = {
-                name: path
-                for name, parameter in experts.named_parameters(prefix)
-                if name in names and parameter.shape[0] == experts.num_experts
+                f"{prefix}.{name}": path
+                for name, parameter in layer.experts.named_parameters()
+                if f"{prefix}.{name}" in names
+                and name in places
+                and places[name].num_parts == 1
+                and places[name].dim == 0
+                and parameter.shape[0] == layer.num_experts
             }
             self._layer_of.update(watched)
             if watched:

@@ -11,6 +11,7 @@ from typing import Literal
 from torch import nn
 
 from moe_ext.compression.codecs import Codec, codec_names, codec_of
+from moe_ext.distributed.placement import holds_experts
 from moe_ext.nn.routers import Router
 
 Role = Literal["expert", "router", "norm", "bias", "embedding", "attention", "other"]
@@ -25,11 +26,6 @@ _ATTENTION = re.compile(r"attn|attention")
 _EMBEDDING = re.compile(r"embedding|^(wte|wpe)$")
 
 
-def _is_expert(module: nn.Module) -> bool:
-    held = hasattr(module, "ep_group") and not isinstance(module, Router)
-    return (held and hasattr(module, "num_experts")) or "expert" in type(module).__name__.lower()
-
-
 def _role_of_module(module: nn.Module, name: str) -> Role | None:
     """What a module says about the parameters in it; `name` is the last part of its own."""
     kind, name = type(module).__name__.lower(), name.lower()
@@ -41,10 +37,7 @@ def _role_of_module(module: nn.Module, name: str) -> Role | None:
         return "embedding"
     if _ATTENTION.search(name) or _ATTENTION.search(kind):
         return "attention"
-    # The layer holds its router too; its experts are a module of their own.
-    if _is_expert(module) and not isinstance(getattr(module, "router", None), nn.Module):
-        return "expert"
-    return None
+    return "expert" if holds_experts(module) else None
 
 
 def parameter_roles(model: nn.Module) -> dict[str, Role]:
@@ -52,7 +45,9 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
 
     The innermost module that says something decides: routers (of moe_ext, or modules called
     `router` or `gate`), norms (a class or name with "norm", or `ln_1` and the like), embeddings,
-    attention, experts. A parameter whose name ends with "bias" is a bias, but in a router or norm.
+    attention, and experts, which are declared (a `MoELayer` does so for its own; see
+    `moe_ext.distributed.declare_placement`). A parameter whose name ends with "bias" is a bias, but
+    in a router or norm.
 
     Args:
         model: any module.

@@ -11,7 +11,13 @@ from moe_ext.distributed.dispatcher import (
 from moe_ext.distributed.failures import RankFailureError, naming_failed_ranks
 from moe_ext.distributed.gradients import sync_gradients
 from moe_ext.distributed.mesh import MoEMesh
-from moe_ext.distributed.parameters import expert_param_groups, expert_parameters
+from moe_ext.distributed.placement import (
+    Placement,
+    declare_placement,
+    expert_param_groups,
+    expert_parameters,
+    placements,
+)
 from moe_ext.distributed.traffic import Traffic, count_traffic
 
 __all__ = [
@@ -19,6 +25,7 @@ __all__ = [
     "DispatchMetadata",
     "LocalDispatcher",
     "MoEMesh",
+    "Placement",
     "RankFailureError",
     "TokenDispatcher",
     "Traffic",
@@ -26,8 +33,10 @@ __all__ = [
     "clip_grad_norm_",
     "count_traffic",
     "data_parallel",
+    "declare_placement",
     "expert_param_groups",
     "expert_parameters",
     "naming_failed_ranks",
+    "placements",
     "sync_gradients",
 ]

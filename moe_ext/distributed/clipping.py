@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_ext.distributed.failures import naming_failed_ranks
+from moe_ext.distributed import comm
 from moe_ext.distributed.gradients import is_synced, mark_synced, was_synced
-from moe_ext.distributed.groups import group_size, world_size
-from moe_ext.distributed.parameters import sharded_experts
+from moe_ext.distributed.groups import resolve_group, world_size
+from moe_ext.distributed.placement import sharded_parameters
 
 
 def clip_grad_norm_(
@@ -77,18 +76,17 @@ def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) 
 @torch.no_grad()
 def _total_norm(model: nn.Module, norm_type: float) -> Tensor:
     """Norm over all ranks, 0-d float64, the same bits on every rank."""
-    sharded = sharded_experts(model) if world_size() > 1 else {}
+    world = resolve_group(None, "clip_grad_norm_")
+    sharded = sharded_parameters(model) if world_size() > 1 else {}
     sharded_ids = {id(parameter) for parameter, _ in sharded.values()}
     parameters = list(model.parameters())
     device = parameters[0].device if parameters else torch.device("cpu")
     dense = [p.grad for p in parameters if p.grad is not None and id(p) not in sharded_ids]
     total = _power_sum(dense, norm_type, device)
     if world_size() > 1:
-        world = dist.group.WORLD
-        assert world is not None
         experts = torch.zeros_like(total)
         unsynced = False
-        for parameter, group in sharded.values():
+        for parameter, placement in sharded.values():
             if parameter.grad is None:
                 continue
             unsynced = unsynced or not was_synced(parameter.grad)
@@ -96,13 +94,10 @@ def _total_norm(model: nn.Module, norm_type: float) -> Tensor:
             if norm_type == math.inf:
                 experts = torch.maximum(experts, part)
             else:
-                # Every expert is held by world/ep ranks; each adds its share.
-                experts = experts + part * group_size(group) / world_size()
+                # Every part is held by world/parts ranks; each adds its share.
+                experts = experts + part * placement.num_parts / world_size()
         local = torch.stack([total, experts, total.new_tensor(float(unsynced))])
-        gathered = [torch.empty_like(local) for _ in range(world_size())]
-        with naming_failed_ranks(world, "clip_grad_norm_"):
-            dist.all_gather(gathered, local, group=world)
-        rows = torch.stack(gathered)
+        rows = comm.all_gather(local[None], world, operation="clip_grad_norm_", counted=False)
         # NOTE: device-to-host sync: clipping by a norm of unsynchronised gradients must not pass.
         if bool(rows[:, 2].any()):
             raise RuntimeError(

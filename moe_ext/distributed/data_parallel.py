@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_ext.distributed import _c10d
-from moe_ext.distributed.failures import naming_failed_ranks
-from moe_ext.distributed.groups import group_ranks
-from moe_ext.distributed.parameters import replica_group, sharded_experts
+from moe_ext.distributed import _c10d, comm
+from moe_ext.distributed.groups import is_initialized
+from moe_ext.distributed.placement import replica_group, sharded_parameters
 
 
 def broadcast_experts(model: nn.Module) -> None:
@@ -27,11 +24,11 @@ def broadcast_experts(model: nn.Module) -> None:
     Raises:
         RankFailureError: a rank died or did not answer.
     """
-    for parameter, ep_group in sharded_experts(model).values():
-        replicas = replica_group(ep_group, parameter.device)
+    for parameter, placement in sharded_parameters(model).values():
+        assert placement.group is not None
+        replicas = replica_group(placement.group, parameter.device)
         if replicas is not None:
-            with torch.no_grad(), naming_failed_ranks(replicas, "broadcast_experts"):
-                dist.broadcast(parameter.data, group_ranks(replicas)[0], group=replicas)
+            comm.broadcast_(parameter.data, replicas, 0, operation="broadcast_experts")
 
 
 def data_parallel(model: nn.Module, **ddp_kwargs: Any) -> DistributedDataParallel:
@@ -50,7 +47,7 @@ def data_parallel(model: nn.Module, **ddp_kwargs: Any) -> DistributedDataParalle
     Raises:
         ValueError: torch.distributed is not initialised, or `process_group` is given.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not is_initialized():
         raise ValueError(
             "data_parallel: expected torch.distributed to be initialised, got no process group"
         )
@@ -60,5 +57,5 @@ def data_parallel(model: nn.Module, **ddp_kwargs: Any) -> DistributedDataParalle
             f"over all ranks, got {ddp_kwargs['process_group']}"
         )
     broadcast_experts(model)
-    _c10d.set_ddp_ignored(model, list(sharded_experts(model)))
+    _c10d.set_ddp_ignored(model, list(sharded_parameters(model)))
     return DistributedDataParallel(model, **ddp_kwargs)

@@ -15,21 +15,15 @@ from dataclasses import dataclass
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_ext.distributed import _c10d
-from moe_ext.distributed.collectives import check_equal_over_ranks, share
-from moe_ext.distributed.failures import naming_failed_ranks
-from moe_ext.distributed.groups import group_size, world_size
-from moe_ext.distributed.parameters import (
-    replica_group,
-    sharded_experts,
-    tensor_parallel_modules,
-)
+from moe_ext.distributed import _c10d, comm
+from moe_ext.distributed.agreement import agree, check_equal_over_ranks
+from moe_ext.distributed.dtensor import is_dtensor
+from moe_ext.distributed.groups import group_size, resolve_group, world_size
+from moe_ext.distributed.placement import Placement, replica_group, sharded_parameters
 
 _BUCKET_BYTES = 25 * 2**20
 # Integers of as many bytes.
@@ -82,12 +76,12 @@ def sync_gradients(model: nn.Module) -> None:
     """
     if world_size() == 1:
         return
-    world = dist.group.WORLD
+    world = resolve_group(None, "sync_gradients")
     assert world is not None
-    experts = sharded_experts(model)
-    problem = _find_problem(model, experts)
-    dense = [] if problem else _dense_parameters(model, experts)
-    handled = [*dense, *((name, parameter) for name, (parameter, _) in experts.items())]
+    sharded = sharded_parameters(model)
+    problem = _find_problem(model, sharded)
+    dense = [] if problem else _dense_parameters(model, sharded)
+    handled = [*dense, *((name, parameter) for name, (parameter, _) in sharded.items())]
     if not any(True for _ in model.parameters()):
         raise ValueError("sync_gradients: expected model to have parameters, got none")
     device = next(model.parameters()).device
@@ -97,10 +91,11 @@ def sync_gradients(model: nn.Module) -> None:
 
     reductions = [_Reduction(world, [parameter for _, parameter in dense])]
     by_group: dict[ProcessGroup, list[nn.Parameter]] = {}
-    for parameter, ep_group in experts.values():
-        by_group.setdefault(ep_group, []).append(parameter)
-    for ep_group, parameters in by_group.items():
-        replicas = replica_group(ep_group, device)
+    for parameter, placement in sharded.values():
+        assert placement.group is not None
+        by_group.setdefault(placement.group, []).append(parameter)
+    for group, parameters in by_group.items():
+        replicas = replica_group(group, device)
         if replicas is not None:
             reductions.append(_Reduction(replicas, parameters))
     for reduction in reductions:
@@ -126,24 +121,23 @@ def mark_synced(gradient: Tensor) -> None:
 
 
 def _find_problem(
-    model: nn.Module, experts: dict[str, tuple[nn.Parameter, ProcessGroup]]
+    model: nn.Module, sharded: dict[str, tuple[nn.Parameter, Placement]]
 ) -> str | None:
     """What is wrong with this rank's model, None if nothing is."""
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
+        if is_dtensor(parameter):
             return f"expected parameters to be plain tensors, got a DTensor for {name}"
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             layout = parameter.grad.layout
             return f"expected gradients to be dense, got {layout} for {name}"
-    for name, module in tensor_parallel_modules(model):
-        if module.grad_reduction != "mean":
+    for name, (_, placement) in sharded.items():
+        if placement.grad_reduction != "mean":
             return (
                 "expected tensor-parallel modules to be made with grad_reduction='mean', since "
-                f"that is what other gradients become, got {module.grad_reduction!r} for "
-                f"{name or type(module).__name__}"
+                f"that is what other gradients become, got {placement.grad_reduction!r} for {name}"
             )
     reduced = reduced_by_ddp(model)
-    for name, (parameter, _) in experts.items():
+    for name, (parameter, _) in sharded.items():
         if id(parameter) in reduced:
             return (
                 "expected DistributedDataParallel to leave the expert parameters alone, but it "
@@ -165,9 +159,9 @@ def reduced_by_ddp(model: nn.Module) -> set[int]:
 
 
 def _dense_parameters(
-    model: nn.Module, experts: dict[str, tuple[nn.Parameter, ProcessGroup]]
+    model: nn.Module, sharded: dict[str, tuple[nn.Parameter, Placement]]
 ) -> list[tuple[str, nn.Parameter]]:
-    elsewhere = reduced_by_ddp(model) | {id(parameter) for parameter, _ in experts.values()}
+    elsewhere = reduced_by_ddp(model) | {id(parameter) for parameter, _ in sharded.values()}
     return [
         (name, parameter)
         for name, parameter in model.named_parameters()
@@ -197,7 +191,7 @@ def _check_on_all_ranks(
     world: ProcessGroup,
     device: torch.device,
 ) -> None:
-    """One all-gather, after which every rank raises or none does.
+    """After it every rank raises or none does.
 
     `values` is the fingerprint of the dense parameters, None where it was compared before.
     """
@@ -209,25 +203,13 @@ def _check_on_all_ranks(
         "the number of their elements": sum(parameter.numel() for _, parameter in handled),
         "the checksum of their names, shapes and dtypes": zlib.crc32(signature.encode()),
     }
-    verdicts = [
-        int(problem is not None),
-        int(fresh),
-        int(bool(gradients)),
-        -1 if values is None else values,
-    ]
-    rows = share([*verdicts, *facts.values()], world, device, operation="sync_gradients")
-    bad = [rank for rank, row in enumerate(rows) if row[0]]
-    if bad:
-        raise ValueError(
-            f"sync_gradients: {problem or f'rank {bad[0]} found a problem in its model'}"
-        )
-    columns = list(zip(*rows, strict=True))
-    for name, column in zip(facts, columns[len(verdicts) :], strict=True):
-        check_equal_over_ranks(name, column, world, "sync_gradients")
-    if -1 not in columns[3]:
+    told = [int(fresh), int(bool(gradients)), -1 if values is None else values]
+    rows = agree("sync_gradients", facts, problem, world, device, values=told)
+    first = [row[2] for row in rows]
+    if -1 not in first:
         name = "the values of the dense parameters at the first call (seed every rank alike)"
-        check_equal_over_ranks(name, columns[3], world, "sync_gradients")
-    if any(row[2] for row in rows) and not any(row[1] for row in rows):
+        check_equal_over_ranks(name, first, world, "sync_gradients")
+    if any(row[1] for row in rows) and not any(row[0] for row in rows):
         raise RuntimeError(
             "sync_gradients: expected new gradients since the last call, but none changed on any "
             "rank; call it once after the last backward pass of a step"
@@ -243,8 +225,7 @@ def _average(reduction: _Reduction, device: torch.device) -> None:
         dtype=torch.int32,
         device=device,
     )
-    with naming_failed_ranks(reduction.group, "sync_gradients"):
-        dist.all_reduce(present, dist.ReduceOp.MAX, group=reduction.group)
+    comm.all_reduce_(present, reduction.group, operation="sync_gradients", op="max", counted=False)
     # NOTE: device-to-host sync: which gradients exist decides what is sent.
     flags = present.tolist()
     pairs = zip(reduction.parameters, flags, strict=True)
@@ -289,6 +270,5 @@ def _average_bucket(bucket: list[nn.Parameter], group: ProcessGroup) -> None:
         )
         # Before the sum, so that the sum of many float16 gradients does not overflow.
         flat.div_(group_size(group))
-        with naming_failed_ranks(group, "sync_gradients"):
-            dist.all_reduce(flat, group=group)
+        comm.all_reduce_(flat, group, operation="sync_gradients")
         put_gradients(bucket, flat)

@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moe_ext.distributed.groups import world_size
+from moe_ext.distributed.placement import declare_replicas
 
 
 class MoEMesh:
@@ -105,6 +106,8 @@ class MoEMesh:
         mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         self.device_mesh = mesh
         self.ep_group = mesh.get_group("ep")
+        if folded:
+            declare_replicas(self.ep_group, mesh.get_group("dp") if self.dp_size > 1 else None)
         if self.cp_size == 1:
             return
         if folded:

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext.distributed.groups import GroupHandle, group_size
+from moe_ext.distributed.placement import Placement, declare_placement
 from moe_ext.integrations._base import activate, check_known_keys, float32_logits, refuse_option
 from moe_ext.nn._autocast import without_autocast
 
@@ -112,6 +113,7 @@ class FFNExperts(nn.Module):
         super().__init__()
         self._ep_group = GroupHandle(group)
         self.num_experts = num_local * group_size(group)
+        declare_placement(self, Placement.of_experts(self.num_experts, group))
         self.activation_fn = F.relu if activation_fn is None else activation_fn
         self.batched_fc1_w = nn.Parameter(torch.empty(num_local, ffn_dim, model_dim))
         self.batched_fc2_w = nn.Parameter(torch.empty(num_local, ffn_dim, model_dim))
@@ -167,6 +169,7 @@ class LlamaExperts(nn.Module):
         super().__init__()
         self._ep_group = GroupHandle(group)
         self.num_experts = num_local * group_size(group)
+        declare_placement(self, Placement.of_experts(self.num_experts, group))
         self.activation_fn = F.silu if activation_fn is None else activation_fn
         self.shape = (num_local, model_dim, ffn_dim)
         for name in ("W_fc1", "W_fc2", "W_fc3"):

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_ext import ops
 from moe_ext.distributed.groups import GroupHandle, group_rank, group_size
+from moe_ext.distributed.placement import Placement, declare_placement
 from moe_ext.integrations._base import (
     Gate,
     RenamedLayer,
@@ -180,6 +181,7 @@ class _MLP(nn.Module):
         self._ep_group = GroupHandle(group)
         self.num_experts = args.moe_num_experts
         self.num_local_experts = args.moe_num_experts // group_size(group)
+        declare_placement(self, Placement.of_experts(args.moe_num_experts, group))
         rows = self.num_local_experts * args.ffn_hidden_size
         for name in ("w1", "w2", "v1")[: 3 if args.mlp_type == "glu" else 2]:
             empty = torch.empty(rows, args.hidden_size, dtype=args.dtype, device=args.device)

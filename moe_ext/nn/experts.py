@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext.distributed.groups import GroupHandle, check_group, group_rank, group_size
+from moe_ext.distributed.placement import Placement, declare_placement
 from moe_ext.nn._init import init_stacked_experts_
 from moe_ext.nn.expert_activation import (
     GATED_ACTIVATIONS,
@@ -101,6 +102,7 @@ class GroupedExperts(nn.Module):
         self.transposed = transposed
         self.post_expert_norm = post_norm
         self._ep_group = GroupHandle(ep_group)
+        declare_placement(self, Placement.of_experts(num_experts, ep_group))
         self._up_name = "gate_up_proj" if self.gated else "up_proj"
         self._add_parameters(bias, device, dtype)
         self.reset_parameters()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext.distributed.groups import GroupHandle, check_group, group_rank, group_size
+from moe_ext.distributed.placement import Placement, declare_placement
 from moe_ext.nn.experts import local_experts
 
 
@@ -54,6 +55,10 @@ class ModuleExperts(nn.ModuleList):
         super().__init__(modules)
         self._ep_group = GroupHandle(ep_group)
         self.num_experts = len(modules) * group_size(ep_group)
+        for index, expert in enumerate(modules, self.first_expert):
+            held = range(index, index + 1)
+            place = Placement("ep", ep_group, held, self.num_experts, None, one_expert=True)
+            declare_placement(expert, place)
 
     @classmethod
     def build(

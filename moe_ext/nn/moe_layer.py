@@ -19,6 +19,7 @@ from moe_ext.distributed.dispatcher import (
     TokenDispatcher,
 )
 from moe_ext.distributed.groups import check_group
+from moe_ext.distributed.placement import declare_experts
 from moe_ext.nn._autocast import as_autocast, autocast_dtype
 from moe_ext.nn._options import (
     capacity_of,
@@ -178,6 +179,7 @@ class MoELayer(nn.Module):
             experts = GroupedExperts(num_experts, model_dim, ffn_dim, ep_group=ep_group, **made)
         else:
             check_experts(self, experts, ep_group)
+            declare_experts(experts, num_experts, ep_group)
         self.experts = experts
         self.shared_expert = (
             FeedForward(model_dim, shared_ffn_dim, **made) if shared_ffn_dim else None

@@ -7,21 +7,22 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed.groups import group_size
-from moe_ext.distributed.parameters import expert_parameters, replica_group
+from moe_ext.distributed.placement import Placement, placements, replica_group
 
 
 def stacked_experts(model: nn.Module) -> set[str]:
     """Names of the parameters whose first dimension counts experts."""
-    found = set()
-    for prefix, module in model.named_modules():
-        count = getattr(module, "num_local_experts", None)
-        if count is None or not hasattr(module, "ep_group"):
-            continue
-        for name, parameter in module.named_parameters(prefix, recurse=False):
-            if parameter.dim() > 0 and parameter.shape[0] == count:
-                found.add(name)
-    return found
+    places = placements(model)
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if name in places and _is_stacked(parameter, places[name])
+    }
+
+
+def _is_stacked(parameter: nn.Parameter, placement: Placement) -> bool:
+    whole = placement.axis == "ep" and placement.dim == 0
+    return whole and parameter.dim() > 0 and parameter.shape[0] == len(placement.held)
 
 
 def param_groups(model: nn.Module, *, process_groups: bool = False) -> list[dict[str, Any]]:
@@ -39,7 +40,7 @@ def param_groups(model: nn.Module, *, process_groups: bool = False) -> list[dict
     Returns:
         Groups that are not empty, each with a ``name`` and with (name, parameter) pairs.
     """
-    experts = {name: group for name, _, group, _ in expert_parameters(model)}
+    experts = {name: p for name, p in placements(model).items() if p.axis == "ep"}
     stacked = stacked_experts(model)
     groups: dict[tuple[object, ...], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
@@ -47,7 +48,7 @@ def param_groups(model: nn.Module, *, process_groups: bool = False) -> list[dict
             continue
         each = name in stacked
         vector = parameter.dim() - int(each) < 2
-        ep_group = experts.get(name)
+        ep_group = experts[name].group if name in experts else None
         kind = "stacked experts" if each else "experts" if name in experts else "dense"
         key = (kind, vector, id(ep_group) if process_groups else None)
         if key not in groups:
@@ -56,7 +57,7 @@ def param_groups(model: nn.Module, *, process_groups: bool = False) -> list[dict
                 group["per_expert"] = True
             if vector:
                 group |= {"weight_decay": 0.0, "adapt": False}
-            if process_groups and ep_group is not None and group_size(ep_group) > 1:
+            if process_groups and ep_group is not None and experts[name].num_parts > 1:
                 group["process_group"] = _replicas(ep_group, parameter)
             groups[key] = group
         groups[key]["params"].append((name, parameter))

@@ -10,7 +10,7 @@ import moe_ext
 from moe_ext import distributed as md
 from moe_ext.compression import CompressionState, Link, Policy, compress_gradients, probe
 from moe_ext.compression.cost_model import CostModel
-from moe_ext.distributed.parameters import replica_group
+from moe_ext.distributed.placement import replica_group
 from moe_ext.testing import spawn_ranks
 
 CPU = torch.device("cpu")

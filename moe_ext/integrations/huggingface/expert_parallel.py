@@ -8,15 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from moe_ext.distributed import comm
 from moe_ext.distributed.dispatcher import AllToAllDispatcher
-from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import GroupHandle, group_rank, group_size
-from moe_ext.distributed.parameters import sharded_experts
+from moe_ext.distributed.placement import Placement, declare_placement, sharded_parameters
 from moe_ext.integrations.huggingface.experts import as_weight, run_rows
 from moe_ext.nn._autocast import as_autocast
 
@@ -88,6 +87,7 @@ def shard(experts: dict[str, nn.Module], ep_group: ProcessGroup) -> None:
         module._ep_group = GroupHandle(ep_group)  # type: ignore[assignment]
         module._dispatcher = dispatcher  # type: ignore[assignment]
         module.__class__ = _sharded_class(type(module))
+        declare_placement(module, Placement.of_experts(dispatcher.num_experts, ep_group))
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -103,14 +103,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     A collective: every rank of the group must call it. Each then holds all experts.
     """
     state = dict(model.state_dict())
-    for name, (parameter, group) in sharded_experts(model).items():
-        shape = (parameter.shape[0] * group_size(group), *parameter.shape[1:])
-        gathered = parameter.new_empty(shape)
-        with naming_failed_ranks(group, "full_state_dict"):
-            dist.all_gather(
-                list(gathered.chunk(group_size(group))), parameter.detach().contiguous(), group
-            )
-        state[name] = gathered
+    for name, (parameter, placement) in sharded_parameters(model).items():
+        state[name] = comm.all_gather(
+            parameter.detach(), placement.group, operation="full_state_dict"
+        )
     return state
 
 

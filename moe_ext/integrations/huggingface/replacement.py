@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from moe_ext.distributed.groups import check_group, group_size
+from moe_ext.distributed.placement import Placement, declare_placement
 from moe_ext.integrations.huggingface.expert_parallel import (
     ShardedExperts,
     ep_implementation,
@@ -108,6 +109,10 @@ def replace(model: nn.Module, *, ep_group: ProcessGroup | None = None) -> int:
         found.model.set_experts_implementation(IMPLEMENTATION)
         if ep_group is not None and group_size(ep_group) > 1:
             shard(found.experts, ep_group)
+        elif not sharded:
+            for experts in found.experts.values():
+                whole = Placement.of_experts(experts.num_experts, None)  # type: ignore[arg-type]
+                declare_placement(experts, whole)
     except BaseException:
         found.model.set_experts_implementation(before)
         raise

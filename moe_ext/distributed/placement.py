@@ -1,0 +1,255 @@
+"""Which part of each parameter this rank holds, and which ranks hold the others.
+
+A module whose parameters differ between the ranks of a group says so once, with
+`declare_placement`; everything that must know (gradients, clipping, data parallelism, checkpoints,
+optimizers, compression) asks `placements(model)`. Nothing is read off attribute or class names.
+Declarations stay with the module: they survive `deepcopy`, `to`, `to_empty` and new parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from moe_ext.distributed import comm
+from moe_ext.distributed.agreement import share
+from moe_ext.distributed.groups import group_rank, group_ranks, group_size, resolve_group
+
+# Attribute of a module: parameter name, or "" for all, to placement.
+_DECLARED = "_moe_ext_placements"
+
+# Ranks with the same coordinate in a group; None where this rank has no such peer.
+_replica_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup | None]
+_replica_groups = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Part of a parameter that this rank holds, out of the whole that one process would hold.
+
+    Args:
+        axis: what is divided over the ranks: "ep" the experts, "tp" the columns of a layer.
+        group: ranks that hold the parts between them; None where this rank holds all.
+        held: global indices along the axis (experts, columns) of this rank's part.
+        size: indices along the axis, over all ranks.
+        dim: dimension of the parameter that runs along the axis; its length is a multiple of
+            `len(held)`, each index taking as many neighbouring rows. None: no dimension does, and
+            the parameter is of the held experts in a way of its own.
+        blocks: pieces of that dimension that are divided each by itself: 2 where the gates and the
+            ups of a layer lie one above the other.
+        one_expert: the declaring module is a single expert, in a container that counts the experts
+            of this rank only; its name in the whole model has the global index.
+        grad_reduction: gradients are those of the "mean" or the "sum" over the group of the ranks'
+            losses.
+    """
+
+    axis: Literal["ep", "tp"]
+    group: ProcessGroup | None
+    held: range
+    size: int
+    dim: int | None = 0
+    blocks: int = 1
+    one_expert: bool = False
+    grad_reduction: Literal["mean", "sum"] = "mean"
+
+    @classmethod
+    def of_experts(
+        cls, num_experts: int, group: ProcessGroup | None, *, dim: int | None = 0
+    ) -> Placement:
+        """Stacked experts: rank r of P holds experts [r*E/P, (r+1)*E/P)."""
+        num_local = num_experts // group_size(group)
+        first = group_rank(group) * num_local
+        return cls("ep", group, range(first, first + num_local), num_experts, dim)
+
+    @property
+    def num_parts(self) -> int:
+        """Ranks that the parameter is divided over."""
+        return group_size(self.group)
+
+    @property
+    def part(self) -> int:
+        """Which of the parts this rank holds."""
+        return group_rank(self.group)
+
+    def logical_shape(self, local: Iterable[int]) -> torch.Size:
+        """Shape of the whole parameter, from that of this rank's part."""
+        shape = list(local)
+        if self.dim is not None:
+            shape[self.dim] = shape[self.dim] // len(self.held) * self.size
+        return torch.Size(shape)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
+        return self
+
+
+def declare_placement(
+    module: nn.Module, placement: Placement, names: Iterable[str] | None = None
+) -> None:
+    """Say which part of its parameters a module holds on this rank.
+
+    Where modules inside one another declare, the innermost decides. A later call for the same names
+    replaces an earlier one.
+
+    Args:
+        module: holds the parameters.
+        placement: of each of them.
+        names: parameters of the module that it is true of, as in `named_parameters()`; None is all
+            of them, those added later too, except for names that were declared apart.
+    """
+    # A new dictionary: copies of the module share the old one.
+    declared = dict(vars(module).get(_DECLARED, {}))
+    declared.update(dict.fromkeys([""] if names is None else names, placement))
+    setattr(module, _DECLARED, declared)
+
+
+def declare_experts(module: nn.Module, num_experts: int, group: ProcessGroup | None) -> None:
+    """Declare a module of experts that does not do so itself, as stacked ones `[E/P, ...]`.
+
+    Parameters of another first dimension belong to this rank's experts in a way that is not known.
+
+    Args:
+        module: the experts of this rank.
+        num_experts: E, over all ranks.
+        group: ranks that share the experts; None keeps them on this rank.
+    """
+    if placement_of(module) is not None:
+        return
+    stacked = Placement.of_experts(num_experts, group)
+    declare_placement(module, dataclasses.replace(stacked, dim=None))
+    named = module.named_parameters(remove_duplicate=False)
+    fitting = [n for n, p in named if p.dim() and p.shape[0] == len(stacked.held)]
+    declare_placement(module, stacked, fitting)
+
+
+def placement_of(module: nn.Module) -> Placement | None:
+    """What a module declared for all of its parameters, itself; None if nothing."""
+    found: Placement | None = vars(module).get(_DECLARED, {}).get("")
+    return found
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether a module declared itself that its parameters are those of experts."""
+    placement = placement_of(module)
+    return placement is not None and placement.axis == "ep"
+
+
+def placements(model: nn.Module) -> dict[str, Placement]:
+    """Name to placement, of the parameters that a module of the model declared.
+
+    Args:
+        model: any module.
+
+    Returns:
+        In the order of `model.named_parameters()`. A parameter that is not there is held whole, by
+        every rank.
+    """
+    found: dict[str, Placement] = {}
+    # Parents come before children: the innermost declaration stays.
+    for path, module in model.named_modules():
+        declared = vars(module).get(_DECLARED)
+        if not declared:
+            continue
+        for name, _ in module.named_parameters():
+            placement = declared.get(name, declared.get(""))
+            if placement is not None:
+                found[f"{path}.{name}" if path else name] = placement
+    return {name: found[name] for name, _ in model.named_parameters() if name in found}
+
+
+def sharded_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, Placement]]:
+    """Name to (parameter, placement) of those that are divided over more than one rank."""
+    parameters = dict(model.named_parameters())
+    return {
+        name: (parameters[name], placement)
+        for name, placement in placements(model).items()
+        if placement.num_parts > 1
+    }
+
+
+def expert_parameters(
+    model: nn.Module,
+) -> Iterator[tuple[str, nn.Parameter, ProcessGroup | None, int]]:
+    """Yield the parameters of all experts of a model.
+
+    Those are the parameters of modules that declared them (see `declare_placement`): the experts of
+    a `MoELayer`, whatever their class, and those of a model that `replace` was called for.
+
+    Args:
+        model: any module.
+
+    Yields:
+        Name in the model, parameter (this rank's experts), expert-parallel group (None when all
+        experts are on this rank), number of experts over all ranks.
+    """
+    parameters = dict(model.named_parameters())
+    for name, placement in placements(model).items():
+        if placement.axis == "ep":
+            yield name, parameters[name], placement.group, placement.size
+
+
+def expert_param_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer: the dense part and the experts apart.
+
+    Args:
+        model: any module.
+
+    Returns:
+        `[{"params": [...], "name": "dense"}, {"params": [...], "name": "experts"}]`, without frozen
+        parameters and without a group that would be empty.
+    """
+    experts = {id(parameter) for _, parameter, _, _ in expert_parameters(model)}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if id(p) not in experts], "name": "dense"},
+        {"params": [p for p in trained if id(p) in experts], "name": "experts"},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def declare_replicas(group: ProcessGroup, replicas: ProcessGroup | None) -> None:
+    """Note which ranks hold the same parts as this one, for parameters divided over `group`."""
+    _replica_groups[group] = replicas
+
+
+def replica_group(group: ProcessGroup, device: torch.device) -> ProcessGroup | None:
+    """Ranks that hold the same parts as this one of what `group` divides; None if there is none.
+
+    A `MoEMesh` knows them. For a group made otherwise, the first call finds them out and makes the
+    process groups: all ranks of the default group must then call it, in the same order, with their
+    own group.
+
+    Raises:
+        ValueError: on every rank, when the groups do not partition the ranks into groups of one
+            size.
+    """
+    if group in _replica_groups:
+        return _replica_groups[group]
+    world = resolve_group(None, "sync_gradients")
+    assert world is not None
+    own = [group_size(group), group_rank(group), min(group_ranks(group))]
+    rows = share(own, world, device, operation="sync_gradients")
+    ranks_of: dict[int, list[int]] = {}
+    members_of: dict[int, list[int]] = {}
+    for rank, (_, part, leader) in enumerate(rows):
+        ranks_of.setdefault(part, []).append(rank)
+        members_of.setdefault(leader, []).append(part)
+    size = group_size(group)
+    partition = all(row[0] == size for row in rows) and all(
+        sorted(members) == list(range(size)) for members in members_of.values()
+    )
+    if not partition:
+        found = ", ".join(f"{row[0]} on rank {rank}" for rank, row in enumerate(rows))
+        raise ValueError(
+            "sync_gradients: expected the expert-parallel groups to split the ranks into groups of "
+            f"one size, got groups of {found}"
+        )
+    replicas = sorted(ranks_of.items()) if len(ranks_of[0]) > 1 else []
+    declare_replicas(group, comm.subgroups([ranks for _, ranks in replicas]))
+    return _replica_groups[group]

@@ -1,0 +1,181 @@
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_checks import Checks
+from torch import nn
+
+import moe_ext
+from moe_ext import distributed as md
+from moe_ext.attention import SequenceParallelMLP
+from moe_ext.distributed.placement import replica_group
+from moe_ext.nn import GroupedExperts, ModuleExperts
+
+E = 8
+CHECKS = Checks()
+
+
+class Slopes(nn.Module):
+    """Experts of a user's own: one stacked parameter, and one that is not."""
+
+    def __init__(self, num_local, dim):
+        super().__init__()
+        self.slope = nn.Parameter(torch.ones(num_local, dim))
+        self.temperature = nn.Parameter(torch.ones(3 * num_local + 1))
+
+    def forward(self, rows, offsets):
+        expert = torch.searchsorted(offsets[1:].contiguous(), torch.arange(len(rows)), right=True)
+        slope = self.slope[expert.clamp(max=len(self.slope) - 1)]
+        return rows * slope * self.temperature.mean()
+
+
+class OwnGroup(Slopes):
+    """As a layer over ranks wants them: with its group and the number of all experts."""
+
+    def __init__(self, group, num_experts, dim):
+        super().__init__(num_experts // dist.get_world_size(group), dim)
+        self.ep_group, self.num_experts = group, num_experts
+
+
+def test_a_layer_of_one_rank_holds_all_experts():
+    model = nn.Sequential(moe_ext.MoELayer(4, 6, E, bias=True), nn.Linear(4, 4))
+    found = md.placements(model)
+    assert list(found) == [name for name, _ in model.named_parameters() if "experts" in name]
+    for name, placement in found.items():
+        assert (placement.axis, placement.dim, placement.num_parts) == ("ep", 0, 1)
+        assert (placement.held, placement.size, placement.group) == (range(E), E, None)
+        shape = model.get_parameter(name).shape
+        assert placement.logical_shape(shape) == shape
+
+
+def test_experts_of_any_class_are_declared_by_their_layer():
+    layer = moe_ext.MoELayer(4, 6, E, experts=Slopes(E, 4))
+    found = md.placements(layer)
+    assert found["experts.slope"].dim == 0 and found["experts.temperature"].dim is None
+    groups = md.expert_param_groups(layer)
+    assert [len(group["params"]) for group in groups] == [1, 2]
+
+
+def test_an_attribute_or_a_class_name_declares_nothing():
+    class TextExperts(nn.Linear):
+        ep_group, num_experts, num_local_experts = None, E, E
+
+    model = nn.Sequential(TextExperts(4, E))
+    assert md.placements(model) == {} and list(md.expert_parameters(model)) == []
+    assert moe_ext.compression.parameter_roles(model)["0.weight"] == "other"
+    md.declare_placement(model[0], md.Placement.of_experts(E, None), ["weight"])
+    assert list(md.placements(model)) == ["0.weight"]
+    md.declare_placement(model[0], md.Placement.of_experts(E, None))
+    assert list(md.placements(model)) == ["0.weight", "0.bias"]
+    assert moe_ext.compression.parameter_roles(model)["0.weight"] == "expert"
+
+
+def test_the_innermost_declaration_decides():
+    inner, outer = nn.Linear(2, 4), nn.Sequential()
+    outer.append(inner)
+    md.declare_placement(outer, md.Placement.of_experts(4, None))
+    md.declare_placement(inner, md.Placement("tp", None, range(2), 2, dim=1), ["weight"])
+    found = md.placements(nn.ModuleDict({"net": outer}))
+    assert {name: placement.axis for name, placement in found.items()} == {
+        "net.0.weight": "tp",
+        "net.0.bias": "ep",
+    }
+
+
+def changed(change):
+    model = nn.Sequential(moe_ext.MoELayer(4, 6, E))
+    return model, change(model) or model
+
+
+def assigned(model):
+    model.load_state_dict({n: t.clone() for n, t in model.state_dict().items()}, assign=True)
+
+
+def added(model):
+    model[0].experts.register_parameter("scale", nn.Parameter(torch.ones(E)))
+
+
+CHANGES = {
+    "deepcopy": copy.deepcopy,
+    "to": lambda model: model.to(torch.float64),
+    "meta": lambda model: model.to("meta"),
+    "to_empty": lambda model: model.to("meta").to_empty(device="cpu"),
+    "assign": assigned,
+    "frozen": lambda model: model.requires_grad_(False),
+    "wrapped": lambda model: nn.ModuleDict({"module": model}),
+    "added": added,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_declared_stays(name):
+    _, model = changed(CHANGES[name])
+    found = md.placements(model)
+    assert set(found) == {n for n, _ in model.named_parameters() if "experts" in n}
+    assert all(placement.held == range(E) for placement in found.values())
+
+
+def test_a_copy_declares_by_itself():
+    model = nn.Sequential(GroupedExperts(E, 4, 6))
+    twin = copy.deepcopy(model)
+    md.declare_placement(twin[0], md.Placement("tp", None, range(4), 4))
+    assert {p.axis for p in md.placements(model).values()} == {"ep"}
+    assert {p.axis for p in md.placements(twin).values()} == {"tp"}
+
+
+@CHECKS()
+def experts_over_ranks():
+    group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    local = E // ranks
+    modules = ModuleExperts.build(lambda index: nn.Linear(4, 4), E, ep_group=group)
+    kinds = [
+        moe_ext.MoELayer(4, 6, E, ep_group=group),
+        moe_ext.MoELayer(4, 6, E, ep_group=group, experts=OwnGroup(group, E, 4)),
+        moe_ext.MoELayer(4, 6, E, ep_group=group, experts=modules),
+    ]
+    found = [md.placements(layer) for layer in (copy.deepcopy(kinds[0]), kinds[1], kinds[2])]
+    for place in (found[0]["experts.down_proj"], found[1]["experts.slope"]):
+        assert place.held == range(rank * local, (rank + 1) * local)
+        assert (place.size, place.dim, place.part, place.num_parts) == (E, 0, rank, ranks)
+        assert place.group is group
+        assert place.logical_shape((local, 6, 4)) == (E, 6, 4)
+    assert found[1]["experts.temperature"].dim is None
+    for index in range(local):
+        place = found[2][f"experts.{index}.weight"]
+        expert = rank * local + index
+        assert (place.held, place.one_expert) == (range(expert, expert + 1), True)
+
+
+@CHECKS()
+def columns_over_ranks():
+    group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    for activation in ("gelu", "swiglu"):
+        mlp = SequenceParallelMLP(4, 8, group=group, activation=activation)
+        up = "gate_up_proj" if activation == "swiglu" else "up_proj"
+        found = md.placements(mlp)
+        assert set(found) == {f"{up}.weight", f"{up}.bias", "down_proj.weight"}
+        part = 8 // ranks
+        for name, place in found.items():
+            assert (place.axis, place.held) == ("tp", range(rank * part, (rank + 1) * part))
+            assert (place.size, place.dim) == (8, int(name == "down_proj.weight"))
+            assert place.blocks == (2 if name.startswith("gate_up") else 1)
+            assert place.grad_reduction == "sum"
+        rows = 16 if activation == "swiglu" else 8
+        weight = mlp.get_parameter(f"{up}.weight")
+        assert found[f"{up}.weight"].logical_shape(weight.shape) == (rows, 4)
+        assert found["down_proj.weight"].logical_shape((4, part)) == (4, 8)
+
+
+@CHECKS()
+def a_mesh_knows_the_replicas():
+    mesh = md.MoEMesh(dp=2, ep=2)
+    replicas = replica_group(mesh.ep_group, torch.device("cpu"))
+    assert replicas is mesh.device_mesh.get_group("dp")
+    assert dist.get_process_group_ranks(replicas) == [mesh.ep_rank, mesh.ep_rank + 2]
+    assert replica_group(md.MoEMesh(dp=1, ep=4).ep_group, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_over_four_ranks(name):
+    CHECKS.assert_passed(4, name)
