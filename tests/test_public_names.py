@@ -21,6 +21,7 @@ PUBLIC = {
     "block_sparse_all_reduce_ masked_all_reduce_ row_sparse_all_reduce "
     "hierarchical_all_reduce_ zero_plus_plus",
     "moe_ext.compression.grace": "Compressor Memory Communicator grace_from_params",
+    "moe_ext.integrations.grace": "Compressor Memory Communicator grace_from_params",
     "moe_ext.compression.powersgd": "PowerSGD",
     "moe_ext.optim": "LAMB LARS Adafactor OneBitAdam OneBitLamb ZeroOneAdam param_groups",
     "moe_ext.integrations.huggingface": "register_ring_attention shard_batch causal_lm_loss",

@@ -309,6 +309,11 @@ class CodecMemory:
         for kind, tensor in replaced.items():
             self.put(kind, tensor)
 
+    def keep_no_spare(self) -> None:
+        """Free what is there for `undo` and for the next step to write to."""
+        self._spare.clear()
+        self._before = None
+
     def rollback(self) -> None:
         """End the step and forget what it has changed."""
         for kind, working in self._open.items():

@@ -5,14 +5,13 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_checks import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_checks import Checks
 
-from moe_ext.compression import grace
-from moe_ext.compression.grace import grace_from_params
 from moe_ext.distributed import count_traffic
+from moe_ext.integrations import grace
+from moe_ext.integrations.grace import grace_from_params
 
 three = Checks()
 SHAPE = (40, 33)
@@ -29,6 +28,12 @@ COMPRESSORS = (
     "none", "fp16", "topk", "dgc", "randomk", "threshold", "qsgd", "int8", "int4", "fp8",
     "onebit", "efsignsgd", "powersgd",
 )  # fmt: skip
+
+
+def assert_same(found, want):
+    assert found.keys() == want.keys()
+    for name, tensor in want.items():
+        assert torch.equal(found[name], tensor), name
 
 
 def made(compressor, memory="residual", communicator="allgather", **kwargs):

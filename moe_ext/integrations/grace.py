@@ -1,0 +1,1066 @@
+"""GRACE's interface, so that its users can move here.
+
+The three interfaces have the methods of ``grace_dl.dist``, and `grace_from_params` takes its keys::
+
+    from moe_ext.integrations.grace import grace_from_params
+
+    grace = grace_from_params({"compressor": "topk", "memory": "residual",
+                               "communicator": "allgather", "compress_ratio": 0.01})
+    for name, parameter in model.named_parameters():
+        parameter.grad = grace.step(parameter.grad, name)
+
+New code is better off with `CompressionState`: here every tensor is a message of its own that is
+waited for.
+
+Shape suffixes: N elements of a tensor, K selected ones, P ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import warnings
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext.compression.codecs.powersgd import PowerSGD
+from moe_ext.compression.feedback import CodecMemory, FeedbackStore
+from moe_ext.distributed.agreement import agree, is_nonfinite
+from moe_ext.distributed.comm import all_gather, all_reduce_
+from moe_ext.distributed.failures import naming_failed_ranks
+from moe_ext.distributed.groups import global_rank, group_size, resolve_group
+from moe_ext.ops.quantize import dequantize_blockwise, quantize_blockwise
+from moe_ext.ops.topk import threshold_compress_, topk_compress_
+
+__all__ = [
+    "Allgather",
+    "Allreduce",
+    "BlockQuantizer",
+    "Communicator",
+    "Compressor",
+    "Context",
+    "DgcCompressor",
+    "DgcMemory",
+    "FP16Compressor",
+    "Memory",
+    "NoneCompressor",
+    "NoneMemory",
+    "OneBitCompressor",
+    "PowerSGDCompressor",
+    "QSGDCompressor",
+    "RandomKCompressor",
+    "ResidualMemory",
+    "SignSGDCompressor",
+    "SignumCompressor",
+    "ThresholdCompressor",
+    "TopKCompressor",
+    "grace_from_params",
+]
+
+_OP = "grace"
+_LARGEST_HALF = torch.finfo(torch.float16).max
+_MAX_LEVELS = {"int4": 7, "int8": 127}
+
+Codes = Sequence[Tensor]
+
+
+class Compressor(ABC):
+    """Codes a tensor as a list of tensors, and back.
+
+    Args:
+        average: communicators divide the sum over ranks by their number.
+        tensors_size_are_same: what is sent has the same sizes on every rank.
+
+    Attributes:
+        is_linear: a sum of codes decodes to the sum of the tensors, so that `Allreduce` can add
+            them up.
+    """
+
+    is_linear = False
+
+    def __init__(self, average: bool = True, tensors_size_are_same: bool = True) -> None:
+        """Keep what communicators look at."""
+        self.average = average
+        self.tensors_size_are_same = tensors_size_are_same
+
+    @abstractmethod
+    def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Any]:
+        """Tensors to send, and what this rank needs to decode those of any rank."""
+
+    @abstractmethod
+    def decompress(self, tensors: Codes, ctx: Any) -> Tensor:
+        """A tensor of the shape that was compressed."""
+
+    def undo(self, name: str) -> None:  # noqa: B027
+        """The step has failed: forget what the last `compress` of a name left for the next one."""
+
+    def aggregate(self, tensors: Codes) -> Tensor:
+        """The sum of what was decoded of each rank, in rank order."""
+        total = tensors[0].clone()
+        for tensor in tensors[1:]:
+            total += tensor
+        return total
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next steps depend on."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Take back what `state_dict` returned."""
+
+
+class Memory(ABC):
+    """Adds to a gradient what is owed, and remembers what compression leaves out.
+
+    The residual of a step counts once the step has ended on all ranks: `Communicator.step` calls
+    `commit` then, and `rollback` where it fails.
+    """
+
+    @abstractmethod
+    def compensate(self, tensor: Tensor, name: str) -> Tensor:
+        """What to compress instead of a gradient; a new tensor."""
+
+    def update(  # noqa: B027  (a memory may keep nothing)
+        self, tensor: Tensor, name: str, compressor: Compressor, tensor_compressed: Codes, ctx: Any
+    ) -> None:
+        """Note what is left; `tensor` is what `compensate` returned."""
+
+    def commit(self) -> None:  # noqa: B027
+        """The step has ended well."""
+
+    def rollback(self) -> None:  # noqa: B027
+        """The step has failed: everything is as before it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is owed, by name."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Take back what `state_dict` returned."""
+
+
+class Communicator(ABC):
+    """Sends what a compressor made to all ranks.
+
+    Args:
+        compressor: codes tensors.
+        memory: error feedback.
+        world_size: ranks of the group; None takes them from it.
+        group: the ranks, None for the default group.
+
+    Raises:
+        ValueError: ``world_size`` is not that of the group, or the compressor is not linear where
+            codes are added.
+
+    Attributes:
+        adds_codes: what compressors make is added up over ranks.
+    """
+
+    adds_codes = False
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        memory: Memory,
+        world_size: int | None = None,
+        *,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        """Check the number of ranks."""
+        group = resolve_group(group, type(self).__name__)
+        ranks = group_size(group)
+        if world_size is not None and world_size != ranks:
+            raise ValueError(
+                f"{type(self).__name__}: expected world_size to be the group's {ranks}, got "
+                f"{world_size}"
+            )
+        if self.adds_codes and not compressor.is_linear:
+            raise ValueError(
+                f"{type(self).__name__}: expected compressor to be linear (none, fp16, randomk, "
+                f"powersgd), got {type(compressor).__name__}; its codes are sent by Allgather"
+            )
+        self.compressor, self.memory = compressor, memory
+        self.group, self.world_size = group, ranks
+
+    @abstractmethod
+    def send_receive(self, tensors: Codes, name: str, ctx: Any) -> Tensor:
+        """The mean (or sum) over ranks of what the tensors stand for."""
+
+    def step(self, tensor: Tensor, name: str) -> Tensor:
+        """One gradient of one step, the whole way.
+
+        Args:
+            tensor (Tensor): float32, bfloat16 or float16, of any shape; not changed.
+            name (str): of the parameter, by which its residual is kept.
+
+        Returns:
+            Tensor: of the same shape and dtype, a new one, with the same bits on all ranks.
+
+        Raises:
+            ValueError: on every rank: an element is NaN or infinite on some rank, or ranks gave
+                other tensors, naming them. Nothing is sent; memory and compressor are as before.
+            RankFailureError: a rank died or did not answer; memory and compressor are as before.
+        """
+        with naming_failed_ranks(self.group, f"{_OP}: {name}"):
+            self._check(tensor, name)
+            try:
+                compensated = self.memory.compensate(tensor, name)
+                tensors, ctx = self.compressor.compress(compensated, name)
+                try:
+                    self.memory.update(compensated, name, self.compressor, tensors, ctx)
+                    found = self.send_receive(tensors, name, ctx)
+                except BaseException:
+                    self.compressor.undo(name)
+                    raise
+            except BaseException:
+                self.memory.rollback()
+                raise
+        self.memory.commit()
+        return found.to(tensor.dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals, momenta and factors by name: of this rank, for its own file."""
+        return {
+            "version": 1,
+            "world_size": self.world_size,
+            "compressor": self.compressor.state_dict(),
+            "memory": self.memory.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned on the same rank.
+
+        Raises:
+            ValueError: another version or number of ranks.
+        """
+        for key, want in (("version", 1), ("world_size", self.world_size)):
+            if state.get(key) != want:
+                raise ValueError(
+                    f"{type(self).__name__}: expected the state's {key} to be {want}, got "
+                    f"{state.get(key)!r}"
+                )
+        self.compressor.load_state_dict(state["compressor"])
+        self.memory.load_state_dict(state["memory"])
+
+    def _check(self, tensor: Tensor, name: str) -> None:
+        """ValueError on every rank where a rank holds NaN or infinity, or another tensor.
+
+        The former would poison residuals; of the latter codes have other sizes, or mean others.
+
+        NOTE: device-to-host sync.
+        """
+        what = f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+        facts = {
+            f"the numel of {name}": tensor.numel(),
+            f"the checksum of name, shape and dtype of {name}": zlib.crc32(what.encode()),
+        }
+        mine = [int(is_nonfinite(tensor))]
+        told = agree(_OP, facts, None, self.group, tensor.device, values=mine)
+        bad = [rank for rank, (nonfinite,) in enumerate(told) if nonfinite]
+        if bad:
+            raise ValueError(
+                f"{_OP}: expected the gradient of {name} to be finite, got NaN or infinity on "
+                f"rank {', '.join(map(str, bad))} of the group"
+            )
+
+
+class Allreduce(Communicator):
+    """Adds up what compressors make, element by element; for those that are linear.
+
+    A sum of half-precision numbers that passes 65504 is sent again in float32, on all ranks.
+
+    Raises:
+        ValueError: the compressor is not linear: a sum of its codes means nothing.
+    """
+
+    adds_codes = True
+
+    def send_receive(self, tensors: Codes, name: str, ctx: Any) -> Tensor:
+        """See `Communicator`."""
+        sums = [self._sum(tensor) for tensor in tensors]
+        found = self.compressor.decompress(sums, ctx)
+        # A compressor that sends nothing has reduced on its own.
+        divides = self.compressor.average and len(sums) > 0
+        return found / self.world_size if divides else found
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        total = all_reduce_(tensor.clone(), self.group, operation=_OP)
+        # NOTE: device-to-host sync. Every rank has the same sum, and decides alike.
+        if tensor.dtype == torch.float16 and not bool(total.isfinite().all()):
+            return all_reduce_(tensor.float(), self.group, operation=_OP)
+        return total
+
+
+class Allgather(Communicator):
+    """Sends codes to all ranks, as one message of bytes; each decodes them in rank order."""
+
+    def send_receive(self, tensors: Codes, name: str, ctx: Any) -> Tensor:
+        """See `Communicator`."""
+        if self.world_size == 1 or not tensors:
+            return self.compressor.aggregate([self.compressor.decompress(list(tensors), ctx)])
+        # Wider types first, so that every part is aligned where it starts.
+        order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
+        parts = [tensors[i].contiguous().view(-1).view(torch.uint8) for i in order]
+        sizes = [[part.numel() for part in parts]] * self.world_size
+        if not self.compressor.tensors_size_are_same:
+            mine = torch.tensor(sizes[:1], device=parts[0].device)
+            # NOTE: device-to-host sync, since messages are cut by these sizes.
+            sizes = all_gather(mine, self.group, operation=_OP).tolist()
+        row = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8, device=parts[0].device)
+        row[: sum(part.numel() for part in parts)] = torch.cat(parts)
+        decoded = []
+        for sent, lengths in zip(
+            all_gather(row[None], self.group, operation=_OP), sizes, strict=True
+        ):
+            pieces = sent[: sum(lengths)].split(lengths)
+            found = {
+                i: x.clone().view(tensors[i].dtype) for i, x in zip(order, pieces, strict=True)
+            }
+            decoded.append(self.compressor.decompress([found[i] for i in range(len(found))], ctx))
+        total = self.compressor.aggregate(decoded)
+        return total / self.world_size if self.compressor.average else total
+
+
+# -- compressors -------------------------------------------------------------------------------
+
+
+@dataclass
+class Context:
+    """What a rank needs to decode, and what its memory may look at.
+
+    Attributes:
+        shape: of the tensor.
+        left_N: what is not sent, where the compressor knows it; saves the memory a decoding.
+        indices_K: what is sent, where that is some elements.
+        reduced: the mean over ranks, where the compressor has sent messages of its own.
+    """
+
+    shape: torch.Size
+    left_N: Tensor | None = None
+    indices_K: Tensor | None = None
+    reduced: Tensor | None = None
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).float()
+
+
+def _check_ratio(owner: str, ratio: float) -> float:
+    if not 0.0 < ratio <= 1.0:
+        raise ValueError(f"{owner}: expected compress_ratio to be in (0, 1], got {ratio!r}")
+    return ratio
+
+
+class NoneCompressor(Compressor):
+    """Sends tensors as they are."""
+
+    is_linear = True
+
+    def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Context]:
+        """See `Compressor`."""
+        return [tensor.detach().clone()], Context(tensor.shape)
+
+    def decompress(self, tensors: Codes, ctx: Context) -> Tensor:
+        """See `Compressor`."""
+        return tensors[0].view(ctx.shape)
+
+
+class FP16Compressor(Compressor):
+    """Sends half-precision numbers, of at most 65504; `Allreduce` adds them in half precision.
+
+    Unless their sum does not fit, see `Allreduce`.
+    """
+
+    is_linear = True
+
+    def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Context]:
+        """See `Compressor`."""
+        # Infinity would stay in the residual for ever; what is cut off is owed.
+        return [tensor.detach().clamp(-_LARGEST_HALF, _LARGEST_HALF).half()], Context(tensor.shape)
+
+    def decompress(self, tensors: Codes, ctx: Context) -> Tensor:
+        """See `Compressor`."""
+        return tensors[0].float().view(ctx.shape)
+
+
+class _SparseCompressor(Compressor):
+    """Sends values and int32 or int64 indices; zeros, of which nothing is owed, are not counted."""
+
+    def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Context]:
+        """See `Compressor`."""
+        flat_N = _flat(tensor)
+        left_N = torch.zeros_like(flat_N)
+        values_K, indices_K = self._select(flat_N, left_N)
+        # Above 2^31 elements an int32 cannot tell them apart.
+        dtype = torch.int32 if flat_N.numel() < 2**31 else torch.int64
+        ctx = Context(tensor.shape, left_N=left_N, indices_K=indices_K)
+        return [values_K, indices_K.to(dtype)], ctx
+
+    def decompress(self, tensors: Codes, ctx: Context) -> Tensor:
+        """See `Compressor`."""
+        values_K, indices_K = tensors
+        dense_N = values_K.new_zeros(ctx.shape.numel())
+        # Indices differ from each other, but for zeros that fill up: adding is right for both.
+        return dense_N.index_add_(0, indices_K.long(), values_K).view(ctx.shape)
+
+    @abstractmethod
+    def _select(self, flat_N: Tensor, left_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Values and indices that are sent; what is not goes into `left_N`."""
+
+
+class TopKCompressor(_SparseCompressor):
+    """Sends the largest elements, exactly, the lower index first among equals.
+
+    Args:
+        compress_ratio: share of the elements, in (0, 1]; at least one is sent.
+    """
+
+    def __init__(self, compress_ratio: float) -> None:
+        """Check the share."""
+        super().__init__()
+        self.compress_ratio = _check_ratio(type(self).__name__, compress_ratio)
+
+    def _select(self, flat_N: Tensor, left_N: Tensor) -> tuple[Tensor, Tensor]:
+        k = min(flat_N.numel(), max(1, int(flat_N.numel() * self.compress_ratio)))
+        found = topk_compress_(flat_N, left_N, k, check_finite=False)
+        return found.values, found.indices
+
+
+class DgcCompressor(TopKCompressor):
+    """The same choice that GRACE's samples for: of a tensor of zeros it sends no more than k."""
+
+
+class ThresholdCompressor(_SparseCompressor):
+    """Sends the elements whose magnitude reaches a threshold: more or fewer on each rank.
+
+    Args:
+        threshold: finite and at least 0.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        """Check the threshold."""
+        super().__init__(tensors_size_are_same=False)
+        if not (threshold >= 0.0 and math.isfinite(threshold)):
+            raise ValueError(
+                f"ThresholdCompressor: expected threshold to be finite and at least 0, got "
+                f"{threshold!r}"
+            )
+        self.threshold = threshold
+
+    def _select(self, flat_N: Tensor, left_N: Tensor) -> tuple[Tensor, Tensor]:
+        found = threshold_compress_(
+            flat_N, left_N, self.threshold, flat_N.numel(), check_finite=False
+        )
+        count = int(found[2])  # NOTE: device-to-host sync, since as many are sent
+        return found.values[:count], found.indices[:count]
+
+
+class _StatefulCompressor(Compressor):
+    """Numbers the steps of each name, and keeps tensors for the next one that may be undone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps: dict[str, int] = {}
+        self._memories: dict[str, CodecMemory] = {}
+
+    def _next_step(self, name: str) -> int:
+        step = self._steps.get(name, 0)
+        self._steps[name] = step + 1
+        return step
+
+    def _memory(self, name: str, tensor: Tensor) -> CodecMemory:
+        """Of a name, with a step begun."""
+        if name not in self._memories or self._memories[name].shapes[0] != tensor.shape:
+            self._memories[name] = CodecMemory([tensor.shape], tensor.device)
+        self._memories[name].begin()
+        return self._memories[name]
+
+    def undo(self, name: str) -> None:
+        """See `Compressor`."""
+        if name in self._steps:
+            self._steps[name] -= 1
+        if name in self._memories:
+            self._memories[name].undo()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Compressor`."""
+        return {"steps": dict(self._steps)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Compressor`."""
+        self._steps = dict(state["steps"])
+
+
+class RandomKCompressor(_StatefulCompressor):
+    """Sends elements at random places, the same on all ranks in every step: no indices travel.
+
+    Args:
+        compress_ratio: share of the elements, in (0, 1].
+        seed: of the places, equal on all ranks.
+    """
+
+    is_linear = True
+
+    def __init__(self, compress_ratio: float, seed: int = 0) -> None:
+        """Check the share."""
+        super().__init__()
+        self.compress_ratio = _check_ratio("RandomKCompressor", compress_ratio)
+        self.seed = seed
+
+    def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Context]:
+        """See `Compressor`."""
+        flat_N = _flat(tensor)
+        k = min(flat_N.numel(), max(1, int(flat_N.numel() * self.compress_ratio)))
+        step = self._next_step(name)
+        # Not hash(): it differs between processes.
+        text = f"{self.seed}/{name}/{step}".encode()
+        seed = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
+        generator = torch.Generator().manual_seed(seed)
+        places_K = torch.randperm(flat_N.numel(), generator=generator)[:k].to(flat_N.device)
+        return [flat_N[places_K]], Context(tensor.shape, indices_K=places_K)
+
+    def decompress(self, tensors: Codes, ctx: Context) -> Tensor:
+        """See `Compressor`."""
+        assert ctx.indices_K is not None
+        dense_N = tensors[0].new_zeros(ctx.shape.numel())
+        dense_N[ctx.indices_K] = tensors[0]
+        return dense_N.view(ctx.shape)
+
+
+class _BlockCompressor(_StatefulCompressor):
+    """Sends codes of blocks with a scale each."""
+
+    def __init__(self, format: str, block: int, *, stochastic: bool = False, seed: int = 0) -> None:
+        """Check the size of blocks."""
+        super().__init__()
+        if block not in (64, 128, 256, 512, 1024):
+            raise ValueError(
+                f"{type(self).__name__}: expected bucket_size to be a power of two from 64 to "
+                f"1024, got {block!r}"
+            )
+        self.format = format
+        self.block = block
+        self.stochastic = stochastic
+        self.seed = seed
+
+    def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Context]:
+        """See `Compressor`."""
+        flat_N = _flat(tensor)
+        left_N = torch.zeros_like(flat_N)
+        coded = quantize_blockwise(
+            flat_N,
+            format=self.format,
+            block=self.block,
+            residual=left_N,
+            rng_state=self._rng_state(name, flat_N.device),
+            check_finite=False,
+        )
+        return [coded.codes, coded.scales], Context(tensor.shape, left_N=left_N)
+
+    def decompress(self, tensors: Codes, ctx: Context) -> Tensor:
+        """See `Compressor`."""
+        codes, scales = tensors
+        found_N = dequantize_blockwise(
+            codes, scales, ctx.shape.numel(), format=self.format, block=self.block
+        )
+        return found_N.view(ctx.shape)
+
+    def _rng_state(self, name: str, device: torch.device) -> Tensor | None:
+        if not self.stochastic:
+            return None
+        step = self._next_step(name)
+        tensor_id = int.from_bytes(hashlib.sha256(name.encode()).digest()[:2], "little")
+        # Ranks round differently, so that their errors are independent.
+        return torch.tensor([self.seed, tensor_id, step, global_rank()], device=device)
+
+
+class QSGDCompressor(_BlockCompressor):
+    """Rounds to a whole number of steps at random, in blocks that are scaled by their largest.
+
+    GRACE scales a bucket by its norm; the largest element wastes no step.
+
+    Args:
+        quantum_num: steps on either side of zero: up to 7 are sent as 4 bits, up to 127 as 8.
+        bucket_size: elements that share a scale.
+        seed: of the random numbers.
+    """
+
+    def __init__(self, quantum_num: int = 127, bucket_size: int = 128, seed: int = 0) -> None:
+        """Choose the format."""
+        if not 1 <= quantum_num <= _MAX_LEVELS["int8"]:
+            raise ValueError(
+                f"QSGDCompressor: expected quantum_num to be in [1, 127], got {quantum_num!r}"
+            )
+        format = "int4" if quantum_num <= _MAX_LEVELS["int4"] else "int8"
+        super().__init__(format, bucket_size, stochastic=True, seed=seed)
+
+
+class BlockQuantizer(_BlockCompressor):
+    """Rounds to the nearest code: "int8", "int4" or "fp8".
+
+    Args:
+        format: as `moe_ext.ops.quantize_blockwise`.
+        bucket_size: elements that share a scale.
+    """
+
+    def __init__(self, format: str = "int8", bucket_size: int = 256) -> None:
+        """Check the format."""
+        if format not in ("int8", "int4", "fp8"):
+            raise ValueError(
+                "BlockQuantizer: expected format to be one of ('int8', 'int4', 'fp8'), got "
+                f"{format!r}"
+            )
+        super().__init__(format, bucket_size)
+
+
+class OneBitCompressor(_BlockCompressor):
+    """Signs, eight in a byte, with the mean magnitude of each block; a block of zeros stays zero.
+
+    Args:
+        bucket_size: elements that share a magnitude.
+    """
+
+    def __init__(self, bucket_size: int = 256) -> None:
+        """Check the size of blocks."""
+        super().__init__("sign", bucket_size)
+
+
+class SignSGDCompressor(OneBitCompressor):
+    """The sign of most ranks: the result is -1, 0 (as many on either side) or 1.
+
+    Args:
+        bucket_size: elements that share the mark of a block of zeros.
+    """
+
+    def __init__(self, bucket_size: int = 256) -> None:
+        """A sign is no mean."""
+        super().__init__(bucket_size)
+        self.average = False
+
+    def decompress(self, tensors: Codes, ctx: Context) -> Tensor:
+        """See `Compressor`."""
+        return super().decompress(tensors, ctx).sign()
+
+    def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Context]:
+        """See `Compressor`."""
+        tensors, ctx = super().compress(tensor, name)
+        # What the quantiser has left belongs to the mean magnitude, which is not used.
+        ctx.left_N = None
+        return tensors, ctx
+
+    def aggregate(self, tensors: Codes) -> Tensor:
+        """See `Compressor`."""
+        return super().aggregate(tensors).sign()
+
+
+class SignumCompressor(SignSGDCompressor):
+    """The same of a momentum.
+
+    Args:
+        momentum: in [0, 1).
+        bucket_size: as `SignSGDCompressor`.
+    """
+
+    def __init__(self, momentum: float = 0.9, bucket_size: int = 256) -> None:
+        """Check the momentum."""
+        super().__init__(bucket_size)
+        if not 0.0 <= momentum < 1.0:
+            raise ValueError(
+                f"SignumCompressor: expected momentum to be in [0, 1), got {momentum!r}"
+            )
+        self.momentum = momentum
+
+    def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Context]:
+        """See `Compressor`."""
+        memory = self._memory(name, tensor)
+        before, mixed = memory.kept("velocity"), (1.0 - self.momentum) * tensor.detach().float()
+        if before is not None:
+            mixed += self.momentum * before.view(tensor.shape)
+        found = super().compress(mixed, name)
+        memory.write("velocity", mixed.reshape(-1))
+        memory.commit()
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Compressor`."""
+        momenta = {
+            name: memory.copy_of("velocity").view(memory.shapes[0])
+            for name, memory in self._memories.items()
+            if memory.has("velocity")
+        }
+        return {**super().state_dict(), "momenta": momenta}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Compressor`."""
+        super().load_state_dict(state)
+        self._memories = {}
+        for name, tensor in state["momenta"].items():
+            self._memory(name, tensor).put("velocity", tensor.detach().clone().reshape(-1))
+
+
+class PowerSGDCompressor(_StatefulCompressor):
+    """Low-rank factors, see `PowerSGD`; sends its own messages while it compresses.
+
+    Args:
+        rank: columns of the factors.
+        group: the ranks, None for the default group.
+    """
+
+    is_linear = True
+
+    def __init__(self, rank: int = 1, *, group: ProcessGroup | None = None) -> None:
+        """Without error feedback, which is the memory's."""
+        super().__init__()
+        self.codec = PowerSGD(rank, feedback=False)
+        self.group = group
+
+    def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Context]:
+        """See `Compressor`."""
+        memory, step = self._memory(name, tensor), self._steps.get(name, 0)
+        reduced = self.codec.start(_flat(tensor).clone(), memory, group=self.group, step=step)
+        found = reduced.wait().view(tensor.shape)
+        memory.commit()
+        self._steps[name] = step + 1
+        return [], Context(tensor.shape, reduced=found)
+
+    def decompress(self, tensors: Codes, ctx: Context) -> Tensor:
+        """See `Compressor`."""
+        assert ctx.reduced is not None
+        return ctx.reduced
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Compressor`."""
+        memories = self._memories.items()
+        kept = {name: {kind: m.copy_of(kind) for kind in m.kinds()} for name, m in memories}
+        shapes = {name: tuple(memory.shapes[0]) for name, memory in memories}
+        return {**super().state_dict(), "factors": kept, "shapes": shapes}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Compressor`."""
+        super().load_state_dict(state)
+        self._memories = {}
+        for name, kinds in state["factors"].items():
+            device = next((t.device for t in kinds.values()), torch.device("cpu"))
+            memory = CodecMemory([torch.Size(state["shapes"][name])], device)
+            for kind, tensor in kinds.items():
+                memory.put(kind, tensor.clone())
+            self._memories[name] = memory
+
+
+# -- memories ----------------------------------------------------------------------------------
+
+
+class NoneMemory(Memory):
+    """Keeps nothing: what is left out is lost."""
+
+    def compensate(self, tensor: Tensor, name: str) -> Tensor:
+        """See `Memory`."""
+        return tensor.detach().clone()
+
+
+class _StoredMemory(Memory):
+    """Tensors by kind and name in a `FeedbackStore`, each name a group of its own.
+
+    Args:
+        kinds: kinds of tensors in a `state_dict`, and in the store.
+    """
+
+    def __init__(self, **kinds: str) -> None:
+        self._kinds = kinds
+        self._store = FeedbackStore()
+        self._begun: list[CodecMemory] = []
+
+    def _begin(self, name: str, like: Tensor) -> tuple[CodecMemory, list[Tensor | None]]:
+        """The memory of a name, and what it keeps of each kind in the shape of the tensor."""
+        memory = self._store.group((name,), [like.shape], like.device)
+        if memory.shapes[0] != like.shape:
+            raise ValueError(
+                f"{type(self).__name__}: expected {name} to be of shape {tuple(memory.shapes[0])} "
+                f"as before, got {tuple(like.shape)}"
+            )
+        memory.begin()
+        self._begun.append(memory)
+        kept = [memory.kept(kind) for kind in self._kinds.values()]
+        return memory, [None if tensor is None else tensor.view(like.shape) for tensor in kept]
+
+    def _memory(self, name: str) -> CodecMemory:
+        return self._store.memories[(name,)]
+
+    def commit(self) -> None:
+        """See `Memory`."""
+        for memory in self._begun:
+            memory.commit()
+            memory.keep_no_spare()
+        self._begun.clear()
+
+    def rollback(self) -> None:
+        """See `Memory`."""
+        for memory in self._begun:
+            memory.rollback()
+            memory.keep_no_spare()
+        self._begun.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Memory`."""
+        return {
+            kind: {name: tensor.clone() for name, tensor in self._store.named(stored).items()}
+            for kind, stored in self._kinds.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Memory`."""
+        if set(state) != set(self._kinds):
+            raise ValueError(
+                f"{type(self).__name__}: expected a state of {sorted(self._kinds)}, got "
+                f"{sorted(state)}"
+            )
+        self._store = FeedbackStore()
+        for kind, tensors in state.items():
+            for name, tensor in tensors.items():
+                memory = self._store.group((name,), [tensor.shape], tensor.device)
+                memory.put(self._kinds[kind], tensor.detach().clone().reshape(-1))
+
+
+class ResidualMemory(_StoredMemory):
+    """Error feedback: what was left out is added to the next gradient.
+
+    With both factors at 1, what was applied plus the mean of what is owed is the sum of the means.
+
+    Args:
+        beta: factor on what is owed.
+        gamma: factor on the gradient.
+    """
+
+    def __init__(self, beta: float = 1.0, gamma: float = 1.0) -> None:
+        """Nothing is owed."""
+        super().__init__(residuals="residual")
+        self.beta = beta
+        self.gamma = gamma
+
+    @property
+    def residuals(self) -> Mapping[str, Tensor]:
+        """Name to what is owed, after the last step."""
+        return self._store.named("residual")
+
+    def compensate(self, tensor: Tensor, name: str) -> Tensor:
+        """See `Memory`."""
+        whole = self.gamma * tensor.detach().float()
+        _, (residual,) = self._begin(name, tensor)
+        return whole if residual is None else whole.add_(residual, alpha=self.beta)
+
+    def update(
+        self, tensor: Tensor, name: str, compressor: Compressor, tensor_compressed: Codes, ctx: Any
+    ) -> None:
+        """See `Memory`."""
+        left_N = ctx.left_N if isinstance(ctx, Context) else None
+        if left_N is None:
+            left_N = tensor - compressor.decompress(list(tensor_compressed), ctx)
+        self._memory(name).write("residual", left_N.reshape(-1))
+
+
+class DgcMemory(_StoredMemory):
+    """Momentum correction and factor masking of Deep Gradient Compression.
+
+    ``u = momentum u + g``, ``v = v + u``; of v the largest are sent, and both are zero there. The
+    optimizer then runs without momentum.
+
+    Args:
+        momentum: in [0, 1).
+        gradient_clipping: clamp elements to the root of the mean over ranks of the squared norm.
+        world_size: not used; ranks are those of the group.
+        group: the ranks, None for the default group.
+
+    Reference: Lin et al., Deep Gradient Compression, 2018 (arXiv 1712.01887).
+    """
+
+    def __init__(
+        self,
+        momentum: float = 0.9,
+        gradient_clipping: bool = False,
+        world_size: int | None = None,
+        *,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        """Check the momentum."""
+        super().__init__(momenta="velocity", residuals="residual")
+        if not 0.0 <= momentum < 1.0:
+            raise ValueError(f"DgcMemory: expected momentum to be in [0, 1), got {momentum!r}")
+        self.momentum = momentum
+        self.gradient_clipping = gradient_clipping
+        self.group = group
+
+    def compensate(self, tensor: Tensor, name: str) -> Tensor:
+        """See `Memory`."""
+        gradient = tensor.detach().float()
+        if self.gradient_clipping:
+            gradient = self._clipped(gradient)
+        memory, (u, v) = self._begin(name, tensor)
+        u = gradient.clone() if u is None else gradient + self.momentum * u
+        v = u.clone() if v is None else v + u
+        memory.write("velocity", u.reshape(-1).clone())
+        memory.write("residual", v.reshape(-1).clone())
+        return v
+
+    def update(
+        self, tensor: Tensor, name: str, compressor: Compressor, tensor_compressed: Codes, ctx: Any
+    ) -> None:
+        """See `Memory`.
+
+        Raises:
+            ValueError: the compressor does not say which elements it sends.
+        """
+        indices_K = ctx.indices_K if isinstance(ctx, Context) else None
+        if indices_K is None:
+            raise ValueError(
+                "DgcMemory: expected compressor to select elements (topk, dgc, threshold, "
+                f"randomk), got {type(compressor).__name__}"
+            )
+        for kind in self._kinds.values():
+            self._memory(name).tensor(kind)[indices_K] = 0.0
+
+    def _clipped(self, gradient: Tensor) -> Tensor:
+        group = resolve_group(self.group, "DgcMemory")
+        square = gradient.square().sum().view(1)
+        all_reduce_(square, group, operation="DgcMemory")
+        limit = torch.sqrt(square / group_size(group))
+        return torch.minimum(torch.maximum(gradient, -limit), limit)
+
+
+# -- by GRACE's keys ---------------------------------------------------------------------------
+
+
+def _powersgd(compress_rank: int = 1, group: ProcessGroup | None = None) -> Compressor:
+    return PowerSGDCompressor(compress_rank, group=group)
+
+
+# The class that a value stands for, and the keys that it reads.
+_COMPRESSORS: dict[str, tuple[Callable[..., Compressor], tuple[str, ...]]] = {
+    "none": (NoneCompressor, ()),
+    "fp16": (FP16Compressor, ()),
+    "topk": (TopKCompressor, ("compress_ratio",)),
+    "dgc": (DgcCompressor, ("compress_ratio",)),
+    "randomk": (RandomKCompressor, ("compress_ratio", "seed")),
+    "threshold": (ThresholdCompressor, ("threshold",)),
+    "qsgd": (QSGDCompressor, ("quantum_num", "bucket_size", "seed")),
+    "qsgd_cuda": (QSGDCompressor, ("quantum_num", "bucket_size", "seed")),
+    "int8": (partial(BlockQuantizer, "int8"), ("bucket_size",)),
+    "int4": (partial(BlockQuantizer, "int4"), ("bucket_size",)),
+    "fp8": (partial(BlockQuantizer, "fp8"), ("bucket_size",)),
+    "onebit": (OneBitCompressor, ()),
+    "efsignsgd": (OneBitCompressor, ()),
+    "signsgd": (SignSGDCompressor, ()),
+    "signum": (SignumCompressor, ("momentum",)),
+    "powersgd": (_powersgd, ("compress_rank", "group")),
+}
+_MEMORIES: dict[str, tuple[Callable[..., Memory], tuple[str, ...]]] = {
+    "none": (NoneMemory, ()),
+    "residual": (ResidualMemory, ()),
+    "powersgd": (ResidualMemory, ()),
+    "efsignsgd": (ResidualMemory, ()),
+    "dgc": (DgcMemory, ("momentum", "gradient_clipping", "group")),
+}
+_COMMUNICATORS: dict[str, tuple[Callable[..., Communicator], tuple[str, ...]]] = {
+    "allreduce": (Allreduce, ("world_size", "group")),
+    "allgather": (Allgather, ("world_size", "group")),
+    "broadcast": (Allgather, ("world_size", "group")),
+}
+_DEFAULTS: dict[str, Any] = {
+    "compressor": "none",
+    "memory": "none",
+    "communicator": "allreduce",
+    "compress_ratio": 0.3,
+    "threshold": 0.01,
+}
+# These belong to the kernels or the algebra of the original, and change nothing here.
+_UNUSED = {
+    "kernel": "selection is exact and fused here",
+    "lr": "residuals are in units of the gradient here",
+}
+_TABLES: dict[str, Mapping[str, tuple[Callable[..., object], tuple[str, ...]]]] = {
+    "compressor": _COMPRESSORS,
+    "memory": _MEMORIES,
+    "communicator": _COMMUNICATORS,
+}
+_KEYS = {key for table in _TABLES.values() for _, keys in table.values() for key in keys}
+
+
+def grace_from_params(params: Mapping[str, Any], *, group: ProcessGroup | None = None) -> Any:
+    """A communicator by GRACE's keys.
+
+    ============== =================================================================================
+    key            values
+    ============== =================================================================================
+    compressor     none (default), fp16, topk, dgc, randomk, threshold, qsgd, qsgd_cuda (the same),
+                   onebit, efsignsgd (the same), signsgd, signum, powersgd; and int8, int4, fp8
+    memory         none (default), residual, dgc; powersgd and efsignsgd are residual
+    communicator   allreduce (default; none, fp16, randomk, powersgd), allgather, broadcast (the
+                   same result, sent as allgather)
+    compress_ratio topk, dgc and randomk: 0.3
+    threshold      threshold: 0.01
+    quantum_num    qsgd: 127; bucket_size: 128
+    compress_rank  powersgd: 1
+    momentum       signum and dgc memory: 0.9; gradient_clipping of the latter: False
+    world_size     checked, if it is given
+    seed           randomk and qsgd: 0
+    ============== =================================================================================
+
+    What is different from the original, on purpose: signs travel as bits and decode right; a
+    threshold is compared with magnitudes; a tensor of zeros is not sent whole; values and indices
+    are one message; residuals share no memory with gradients, are kept by name in a `state_dict`,
+    and stay as they were where a gradient is NaN or a rank is lost; only what can be added up may
+    be reduced by ``allreduce``; results have the same bits on all ranks.
+
+    Args:
+        params (dict): as above.
+        group: the ranks; None is the default group.
+
+    Returns:
+        Communicator: its ``step(tensor, name)`` does the rest.
+
+    Raises:
+        ValueError: an unknown key or value, or a combination that has no meaning. A key that
+            nothing reads is a warning.
+    """
+    known = {*_TABLES, *_KEYS} - {"group"}
+    unknown = set(params) - known - set(_UNUSED)
+    if unknown:
+        raise ValueError(
+            f"grace_from_params: expected keys of {tuple(sorted(known))}, got "
+            f"{tuple(sorted(unknown))}"
+        )
+    values = {**_DEFAULTS, **params, "group": group}
+    read = {*_TABLES}
+
+    def make(key: str, *parts: object) -> Any:
+        table = _TABLES[key]
+        if values[key] not in table:
+            raise ValueError(
+                f"grace_from_params: expected {key} to be one of {tuple(table)}, got "
+                f"{values[key]!r}"
+            )
+        made, keys = table[values[key]]
+        read.update(keys)
+        return made(*parts, **{name: values[name] for name in keys if name in values})
+
+    compressor, memory = make("compressor"), make("memory")
+    selects = TopKCompressor | ThresholdCompressor | RandomKCompressor
+    if isinstance(memory, DgcMemory) and not isinstance(compressor, selects):
+        raise ValueError(
+            "grace_from_params: expected compressor to select elements for memory 'dgc', got "
+            f"{values['compressor']!r}"
+        )
+    communicator = make("communicator", compressor, memory)
+    for key in sorted(set(params) - read):
+        why = _UNUSED.get(
+            key, f"{type(compressor).__name__} and {type(memory).__name__} do not read it"
+        )
+        warnings.warn(f"grace_from_params: {key} is not used: {why}", stacklevel=2)
+    return communicator
