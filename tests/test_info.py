@@ -48,3 +48,21 @@ def test_unknown_instruction_set_is_refused():
     result = run_with_isa("sse9")
     assert result.returncode != 0
     assert "expected MOE_EXT_CPU_ISA to be portable, avx2 or avx512, got sse9" in result.stderr
+
+
+HEAVY = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy")
+
+
+def test_importing_does_not_import_what_takes_a_second():
+    code = f"import sys, moe_ext; print([name for name in {HEAVY} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
+
+
+def test_names_that_are_imported_late_are_there():
+    code = "import moe_ext; print(set(moe_ext.compression.__all__) - set(dir(moe_ext.compression)))"
+    code += "; from moe_ext.compression import CompressedAllReduce, zero_plus_plus"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "set()\n"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        moe_ext.compression.nothing  # noqa: B018

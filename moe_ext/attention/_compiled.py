@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ext._compile import constant_in_graphs
 from moe_ext.attention._block import accumulation_dtype
 from moe_ext.attention._options import Inputs, Options, group_of_text, options_text
 from moe_ext.attention.exchange import Keys
@@ -155,7 +156,7 @@ def _autograd_backward(
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
-_text = torch.compiler.assume_constant_result(options_text)
+_text = constant_in_graphs(options_text)
 
 
 def attend_in_graph(inputs: Inputs, options: Options, seed: int | None) -> tuple[Tensor, Tensor]:

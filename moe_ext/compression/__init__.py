@@ -1,5 +1,8 @@
 """Compressed data parallelism: what ranks send each other instead of dense gradients."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from moe_ext.compression.codecs import (
     BlockSparse,
     Codec,
@@ -20,8 +23,6 @@ from moe_ext.compression.exact_reduce import (
     row_sparse_all_reduce,
 )
 from moe_ext.compression.feedback import CodecMemory
-from moe_ext.compression.fsdp import CompressedAllGather, CompressedReduceScatter
-from moe_ext.compression.fsdp_nodes import CompressedAllReduce
 from moe_ext.compression.hierarchical import hierarchical_all_reduce_
 from moe_ext.compression.loop import compress_gradients, flush
 from moe_ext.compression.policy import Policy, parameter_roles
@@ -37,7 +38,11 @@ from moe_ext.compression.regions import SplitRegions
 from moe_ext.compression.schedules import ResidualMonitor, Warmup
 from moe_ext.compression.sparse_reduce import sparse_all_reduce
 from moe_ext.compression.state import CompressionState
-from moe_ext.compression.zero_plus_plus import FSDPCompression, zero_plus_plus
+
+if TYPE_CHECKING:
+    from moe_ext.compression.fsdp import CompressedAllGather, CompressedReduceScatter
+    from moe_ext.compression.fsdp_nodes import CompressedAllReduce
+    from moe_ext.compression.zero_plus_plus import FSDPCompression, zero_plus_plus
 
 __all__ = [
     "BlockSparse",
@@ -78,3 +83,24 @@ __all__ = [
     "sparse_all_reduce",
     "zero_plus_plus",
 ]
+
+# Imported when they are asked for: FSDP2 takes a second to import.
+_OF_FSDP = {
+    "CompressedAllGather": "fsdp",
+    "CompressedAllReduce": "fsdp_nodes",
+    "CompressedReduceScatter": "fsdp",
+    "FSDPCompression": "zero_plus_plus",
+    "zero_plus_plus": "zero_plus_plus",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_FSDP:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_OF_FSDP[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_ext._compile import outside_graphs
 from moe_ext.distributed.placement import placements
 from moe_ext.nn import MoELayer
 
@@ -46,7 +47,7 @@ class ReachedExperts:
                 self._handles.append(layer.register_forward_hook(self._hook(path)))
 
     def _hook(self, path: str) -> Any:
-        @torch.compiler.disable
+        @outside_graphs
         def note(layer: MoELayer, args: object, output: object) -> None:
             if not torch.is_grad_enabled():
                 return

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from moe_ext.compression._layout import told
 from moe_ext.compression._step import Step
@@ -18,6 +17,7 @@ from moe_ext.compression.agreement import check_call
 from moe_ext.compression.state import CompressionState
 from moe_ext.distributed.clipping import clip_grad_norm_
 from moe_ext.distributed.collectives import share, sum_over_ranks_
+from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.gradients import (
     gradient_buckets,
     is_synced,
@@ -123,7 +123,7 @@ def _check(
     """Everything that can be checked before the first message; every rank raises or none does."""
     problem = None
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
+        if is_dtensor(parameter):
             problem = f"expected parameters to be plain tensors, got a DTensor for {name}"
     reduced = reduced_by_ddp(model)
     if state.is_hooked and not reduced:

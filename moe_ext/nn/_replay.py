@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from moe_ext._compile import outside_graphs
 from moe_ext.nn.routers.base import Router, RouterOutput
 
 
@@ -51,7 +52,7 @@ def apply_sessions(layer: nn.Module, routed: RouterOutput, mask_T: Tensor | None
 
 
 # A list of Python objects that grows is nothing for a graph.
-@torch.compiler.disable
+@outside_graphs
 def _apply(layer: nn.Module, routed: RouterOutput, mask_T: Tensor | None) -> RouterOutput:
     topk_idx_TK, replaced = routed.gate.topk_idx, False
     for session in tuple(_sessions):

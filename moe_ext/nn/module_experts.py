@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_ext._compile import outside_graphs
 from moe_ext.distributed.groups import GroupHandle, check_group, group_rank, group_size
 from moe_ext.distributed.placement import Placement, declare_placement
 from moe_ext.nn.experts import local_experts
@@ -104,7 +105,7 @@ class ModuleExperts(nn.ModuleList):
             if module is not self and callable(getattr(module, "reset_parameters", None)):
                 module.reset_parameters()  # type: ignore[operator]
 
-    @torch.compiler.disable
+    @outside_graphs
     def forward(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
         """Run every row through its expert.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_ext._compile import outside_graphs
 from moe_ext.distributed.dispatcher import (
     AllToAllDispatcher,
     DispatchMetadata,
@@ -268,7 +269,7 @@ class MoELayer(nn.Module):
         return self._run_experts(x, self._route(x, per_token))
 
     # Split sizes are known on the host only after an exchange, so a graph cannot hold the layer.
-    @torch.compiler.disable
+    @outside_graphs
     def _forward_across_ranks(
         self, x: Tensor, per_token: dict[str, Tensor | None], dispatcher: AllToAllDispatcher
     ) -> Tensor:

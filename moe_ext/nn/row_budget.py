@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moe_ext import ops
+from moe_ext._compile import outside_graphs
 from moe_ext.distributed.dispatcher import TokenDispatcher
 from moe_ext.distributed.rounds import Round, plan_rounds, take_rows
 from moe_ext.nn._autocast import autocast_dtype
@@ -128,7 +129,7 @@ class _Work:
 
 
 # A nested backward pass is nothing for a graph.
-@torch.compiler.disable
+@outside_graphs
 def _run_rounds(
     rounds: list[Round], experts: nn.Module, x_TD: Tensor, topk_weights_TK: Tensor
 ) -> Tensor:

@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from moe_ext.distributed.agreement import agree, is_nonfinite
 from moe_ext.distributed.comm import all_reduce_
+from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.gradients import fingerprint
 from moe_ext.distributed.groups import (
     check_group,
@@ -34,7 +35,6 @@ from moe_ext.optim._saved_states import (
     owes,
     shared_state,
 )
-from moe_ext.optim._sliced import is_dtensor
 
 _BUCKET_NUMEL = 25 * 2**18
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -9,11 +9,10 @@ Shapes: G slices of a parameter that have a norm each: its experts on this rank,
 from __future__ import annotations
 
 import math
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +20,9 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 
 from moe_ext.distributed.comm import all_reduce_
+from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.optim._arguments import Trained, check_expert_axis, trained_parameters
 from moe_ext.optim._saved_states import by_name
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 
 class SlicedOptimizer(Optimizer, ABC):
@@ -124,12 +121,6 @@ def move_moments(
     torch._foreach_lerp_(firsts, grads, 1 - betas[0])
     torch._foreach_mul_(seconds, betas[1])
     torch._foreach_addcmul_(seconds, grads, grads, 1 - betas[1])
-
-
-def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor, without the second that importing its module takes."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_ext._compile import outside_graphs
 from moe_ext.attention import ring_attention, unshard_sequence
 from moe_ext.attention._options import Options
 from moe_ext.attention.api import check_options
@@ -137,7 +138,7 @@ class _Documents:
         self._offsets: tuple[int, ...] | None = None
 
     # It reads values, which no graph can hold.
-    @torch.compiler.disable
+    @outside_graphs
     def offsets(self, position_ids: Tensor, given: Tensor | None) -> tuple[int, ...] | None:
         """Offsets of packed documents in the whole sequence; None for a single one.
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from moe_ext._compile import outside_graphs
 from moe_ext.distributed import comm
 from moe_ext.distributed.dispatcher import AllToAllDispatcher
 from moe_ext.distributed.groups import GroupHandle, group_rank, group_size
@@ -35,7 +35,7 @@ class ShardedExperts(nn.Module):
         return self._ep_group.group
 
     # Split sizes are known on the host only after an exchange, so a graph cannot hold the layer.
-    @torch.compiler.disable
+    @outside_graphs
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As the experts' own, whatever implementation the config names."""
         x_TD = as_autocast(as_weight(self, hidden_states))
@@ -112,6 +112,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
 def ep_implementation(base: type) -> type:
     """The class that transformers registers, derived from its `EPImplementation`."""
+    # Not at the top: it takes a second to import.
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
     class MoeExtEP(base):  # type: ignore[misc]
         """Rows by moe_ext's dispatcher: one exchange of counts, two of rows, zero rows included.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.integrations.huggingface.experts import KNOWN_FLAGS
 
 
@@ -138,7 +138,7 @@ def _check_experts(path: str, module: nn.Module, cls: type[nn.Module], operation
 
 def _check_layout(path: str, module: nn.Module, operation: str) -> None:
     if getattr(module, "_is_expert_parallel", False) or any(
-        isinstance(parameter, DTensor) for parameter in module.parameters()
+        is_dtensor(parameter) for parameter in module.parameters()
     ):
         raise ValueError(
             f"{operation}: expected all experts of {path} on this rank, got a model that "

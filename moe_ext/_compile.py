@@ -1,0 +1,34 @@
+"""What `torch.compiler` decorates with, without importing `torch._dynamo`, which takes a second."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch._compile import _disable_dynamo
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """As `torch.compiler.disable`: graphs break at a call of the function."""
+    disabled: Callable[P, T] = _disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        # Without that module nothing is compiled, and there is nothing to disable.
+        if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
+            return disabled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def constant_in_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """As `torch.compiler.assume_constant_result`: graphs hold the result of the first call."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
