@@ -2,7 +2,7 @@
 
 from moe_ext.distributed.clipping import clip_grad_norm_
 from moe_ext.distributed.data_parallel import broadcast_experts, data_parallel
-from moe_ext.distributed.dispatcher import (
+from moe_ext.distributed.dispatch import (
     AllToAllDispatcher,
     DispatchMetadata,
     LocalDispatcher,

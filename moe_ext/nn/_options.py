@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed.dispatcher import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
+from moe_ext.distributed.dispatch import (
+    AllToAllDispatcher,
+    LocalDispatcher,
+    TokenDispatcher,
+    WrappedDispatcher,
+)
 from moe_ext.distributed.groups import group_size
 from moe_ext.nn._replay import can_replay
 from moe_ext.nn.balance import Balance
@@ -110,13 +115,12 @@ def make_dispatcher(
     dispatcher: str | TokenDispatcher,
     num_experts: int,
     ep_group: ProcessGroup | None,
-    drop_policy: str,
 ) -> TokenDispatcher:
-    """The dispatcher that a name stands for; it drops by `drop_policy` where it knows that."""
-    if not isinstance(dispatcher, str) and hasattr(dispatcher, "dispatch"):
+    """The dispatcher that a name stands for."""
+    if isinstance(dispatcher, TokenDispatcher):
         return dispatcher
-    if drop_policy not in ("position", "score"):
-        drop_policy = "position"
+    if not isinstance(dispatcher, str) and hasattr(dispatcher, "dispatch"):
+        return WrappedDispatcher(dispatcher)
     if dispatcher == "auto":
         dispatcher = "alltoall" if group_size(ep_group) > 1 else "local"
     if dispatcher == "local":
@@ -125,14 +129,14 @@ def make_dispatcher(
                 "MoELayer: expected dispatcher to be 'auto' or 'alltoall' for an ep_group of "
                 f"{group_size(ep_group)} ranks, got 'local'"
             )
-        return LocalDispatcher(num_experts, drop_policy=drop_policy)
+        return LocalDispatcher(num_experts)
     if dispatcher == "alltoall":
         if ep_group is None:
             raise ValueError(
                 "MoELayer: expected ep_group to be a process group for dispatcher='alltoall', "
                 "got None"
             )
-        return AllToAllDispatcher(num_experts, ep_group, drop_policy=drop_policy)
+        return AllToAllDispatcher(num_experts, ep_group)
     raise ValueError(
         "MoELayer: expected dispatcher to be 'auto', 'local', 'alltoall' or a TokenDispatcher, got "
         f"{dispatcher!r}"

@@ -6,7 +6,7 @@ Shapes: T tokens, E experts, K top-k.
 from __future__ import annotations
 
 import math
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from fractions import Fraction
 
 import torch
@@ -50,6 +50,7 @@ class Capacity:
     pad: bool = False
     eval_factor: float | None = None
     seed: int = 0
+    _ratios: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse what is not allowed."""
@@ -68,22 +69,18 @@ class Capacity:
                     f"Capacity: expected {name} to be one of {known}, got {getattr(self, name)!r}"
                 )
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether experts take the first rows of all tokens and leave the others without."""
-        return self.groups == 1 and self.overflow == "drop"
+        # In eval mode and in training. Whole numbers: exact, and symbolic where T is.
+        factors = (self.factor if self.eval_factor is None else self.eval_factor, self.factor)
+        ratios = [Fraction(factor).limit_denominator(1 << 20) for factor in factors]
+        object.__setattr__(self, "_ratios", tuple(r.as_integer_ratio() for r in ratios))
 
     def rows_per_group(
         self, num_tokens: int, top_k: int, num_experts: int, *, training: bool = True
     ) -> int:
         """Rows that an expert takes from each group of tokens."""
-        factor = self.factor
-        if not training and self.eval_factor is not None:
-            factor = self.eval_factor
-        # Whole numbers only: exact, and symbolic where the number of tokens is.
-        ratio = Fraction(factor).limit_denominator(1 << 20)
+        numerator, denominator = self._ratios[training]
         group_tokens = -(-num_tokens // self.groups)
-        rows = -(-group_tokens * top_k * ratio.numerator // (ratio.denominator * num_experts))
+        rows = -(-group_tokens * top_k * numerator // (denominator * num_experts))
         return torch.sym_max(rows, self.minimum)
 
 

@@ -5,49 +5,64 @@ Shapes: T tokens, D model, E experts, K top-k, N rows, C rows of an expert, L lo
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from moe_ext import ops
-from moe_ext.nn.capacity import Capacity
 from moe_ext.nn.routers import Router, RouterOutput
+
+if TYPE_CHECKING:
+    from moe_ext.nn.moe_layer import MoELayer
 
 # Stream of the draws that order the slots of the "random" policy.
 _DROP_STREAM = 3
 
 
-def limit_choices(
-    capacity: Capacity,
-    rows: int,
-    router: nn.Module,
-    routed: RouterOutput,
-    token_idx_T: Tensor | None,
-    *,
-    training: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+class Choice(NamedTuple):
+    """Experts of the tokens, within the capacity.
+
+    Attributes:
+        topk_idx: `[T, K]`, -1 for none.
+        topk_weights: `[T, K]`.
+        capacity: rows that an expert takes from this rank, None for all.
+        num_dropped: slots that found no room, 0-d; None without a capacity of the layer.
+    """
+
+    topk_idx: Tensor
+    topk_weights: Tensor
+    capacity: int | None
+    num_dropped: Tensor | None
+
+
+def limit_choice(layer: MoELayer, routed: RouterOutput, token_idx_T: Tensor | None) -> Choice:
     """Take experts from the slots that have no room.
 
     Args:
-        capacity: the limit and its policies.
-        rows: rows that an expert takes from each group.
-        router: of the layer.
-        routed: its output.
+        layer: whose capacity it is.
+        routed: what its router said.
         token_idx_T: index of each token in the global batch, for random draws.
-        training: draw random numbers where the policy wants them.
-
-    Returns:
-        Experts `[T, K]`, weights `[T, K]` and the number of slots left out.
     """
-    gate = routed.gate
+    gate, capacity, training = routed.gate, layer.capacity, layer.training
+    if capacity is None:
+        return Choice(gate.topk_idx, gate.topk_weights, routed.capacity, None)
+    if routed.capacity is not None:
+        raise ValueError(
+            "MoELayer: expected capacity to be None with a router that sets the rows of each "
+            f"expert itself, got {capacity}"
+        )
+    num_tokens, num_experts = routed.logits.shape
+    rows = capacity.rows_per_group(num_tokens, layer.top_k, num_experts, training=training)
     policy, priority = capacity.drop, None
     if policy == "random" and training:
-        priority = _random_priority(router, gate.topk_idx, token_idx_T)
+        priority = _random_priority(layer.router, gate.topk_idx, token_idx_T)
     elif policy == "random":
         # The output of a model that is evaluated must not depend on the step.
         policy = "position"
+    weights = None if policy == "position" else gate.topk_weights.detach()
     reroute = capacity.overflow == "reroute"
-    num_tokens = gate.topk_idx.shape[0]
     # Groups are of one size: the last one is filled up with tokens that go nowhere.
     missing = -num_tokens % capacity.groups
 
@@ -60,20 +75,22 @@ def limit_choices(
     assert topk_idx is not None
     topk_idx, num_dropped = ops.limit_capacity(
         topk_idx,
-        routed.logits.shape[1],
+        num_experts,
         rows,
-        topk_weights=filled(gate.topk_weights.detach(), 0.0),
+        topk_weights=filled(weights, 0.0),
         policy=policy,
         priority=filled(priority, 0.0),
         num_groups=capacity.groups,
-        ranked_idx=filled(_ranked_experts(router, routed), -1) if reroute else None,
+        ranked_idx=filled(_ranked_experts(layer.router, routed), -1) if reroute else None,
         overflow=capacity.overflow,
     )
-    topk_idx = topk_idx[:num_tokens]
-    if not reroute:
-        return topk_idx, gate.topk_weights, num_dropped
-    assert isinstance(router, Router)
-    return topk_idx, router.with_choice(routed, topk_idx).gate.topk_weights, num_dropped
+    topk_weights = gate.topk_weights
+    if capacity.groups > 1:
+        topk_idx = topk_idx[:num_tokens]
+    if reroute:
+        assert isinstance(layer.router, Router)
+        topk_weights = layer.router.with_choice(routed, topk_idx).gate.topk_weights
+    return Choice(topk_idx, topk_weights, rows * capacity.groups, num_dropped)
 
 
 def _random_priority(router: nn.Module, topk_idx_TK: Tensor, token_idx_T: Tensor | None) -> Tensor:

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext._compile import outside_graphs
-from moe_ext.distributed.dispatcher import (
-    AllToAllDispatcher,
-    DispatchMetadata,
-    TokenDispatcher,
-)
+from moe_ext.distributed.dispatch import DispatchMetadata, TokenDispatcher
 from moe_ext.distributed.groups import check_group
 from moe_ext.distributed.placement import declare_experts
 from moe_ext.nn._autocast import as_autocast, autocast_dtype
@@ -34,39 +30,15 @@ from moe_ext.nn._tally import moved
 from moe_ext.nn.accounting import Record, account, read_losses, read_metrics
 from moe_ext.nn.balance import Balance, GlobalCounts
 from moe_ext.nn.capacity import Capacity, RowBudget
+from moe_ext.nn.chunks import run_chunks
 from moe_ext.nn.expert_activation import Activation
 from moe_ext.nn.experts import GroupedExperts
 from moe_ext.nn.feed_forward import FeedForward
-from moe_ext.nn.limits import limit_choices, run_padded
+from moe_ext.nn.limits import Choice, limit_choice, run_padded
 from moe_ext.nn.metrics import LayerMetrics
 from moe_ext.nn.routers import Router, RouterOutput, TopKRouter
-from moe_ext.nn.row_budget import run_within_budget
 
 __all__ = ["FeedForward", "MoELayer", "collect_losses", "set_loss_scale"]
-
-
-class _Choices(NamedTuple):
-    """Flattened tokens and where they go, within the capacity.
-
-    Attributes:
-        x_TD: tokens.
-        mask_T: which are real, None for all.
-        num_sequences: B, equal runs of tokens.
-        routed: what the router said.
-        topk_idx: `[T, K]` experts after the layer's capacity, -1 for none.
-        topk_weights: `[T, K]`.
-        capacity: rows that an expert takes, None for all.
-        num_dropped: slots that the layer itself left out, None for none.
-    """
-
-    x_TD: Tensor
-    mask_T: Tensor | None
-    num_sequences: int
-    routed: RouterOutput
-    topk_idx: Tensor
-    topk_weights: Tensor
-    capacity: int | None
-    num_dropped: Tensor | None
 
 
 class MoELayer(nn.Module):
@@ -167,8 +139,7 @@ class MoELayer(nn.Module):
         check_options(self, shared_ffn_dim, shared_expert_gate)
         self.loss_scale: float | Tensor = 1.0
         self._record: Record = {}
-        policy = self.capacity.drop if self.capacity is not None else "position"
-        self.dispatcher = make_dispatcher(dispatcher, num_experts, ep_group, policy)
+        self.dispatcher = make_dispatcher(dispatcher, num_experts, ep_group)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(router, str):
             router = TopKRouter(model_dim, num_experts, top_k, score_fn=router, **made)
@@ -264,63 +235,68 @@ class MoELayer(nn.Module):
             TypeError: x is not floating point, token_mask not bool, or an index not int64.
         """
         per_token = {"token_mask": token_mask, "token_ids": token_ids, "token_idx": token_idx}
-        if isinstance(self.dispatcher, AllToAllDispatcher):
-            return self._forward_across_ranks(x, per_token, self.dispatcher)
-        return self._run_experts(x, self._route(x, per_token))
+        if self.dispatcher.in_graph:
+            return self._forward(x, per_token)
+        return self._forward_outside_of_graphs(x, per_token)
 
-    # Split sizes are known on the host only after an exchange, so a graph cannot hold the layer.
     @outside_graphs
-    def _forward_across_ranks(
-        self, x: Tensor, per_token: dict[str, Tensor | None], dispatcher: AllToAllDispatcher
-    ) -> Tensor:
-        with dispatcher.reporting_failures(x):
-            choices = self._route(x, per_token)
-        return self._run_experts(x, choices)
+    def _forward_outside_of_graphs(self, x: Tensor, per_token: dict[str, Tensor | None]) -> Tensor:
+        return self._forward(x, per_token)
 
-    def _run_experts(self, x: Tensor, choices: _Choices) -> Tensor:
-        """Dispatch, experts, combine, and the account of it."""
+    def _forward(self, x: Tensor, per_token: dict[str, Tensor | None]) -> Tensor:
+        with self.dispatcher.routing(x):
+            self._check_inputs(x, per_token)
+            x_TD = x.reshape(-1, self.model_dim)
+            flat = {name: t.reshape(-1) for name, t in per_token.items() if t is not None}
+            mask_T = flat.pop("token_mask", None)
+            # A router of the caller's own may know no others than the mask.
+            routed: RouterOutput = self.router(x_TD, token_mask=mask_T, **flat)
+            routed = apply_sessions(self, routed, mask_T)
+            choice = limit_choice(self, routed, flat.get("token_idx"))
         # Under autocast the experts would cast anyway; here it halves what is permuted and sent.
-        x_TD = as_autocast(choices.x_TD)
-        if self.row_budget is not None:
-            y_TD, num_dropped = run_within_budget(
-                self.row_budget,
-                self.experts,
-                self.dispatcher,
-                x_TD,
-                choices.topk_idx,
-                choices.topk_weights,
-                capacity=choices.capacity,
-            )
-        else:
-            rows, offsets, metadata = self.dispatcher.dispatch(
-                x_TD, choices.topk_idx, choices.topk_weights, capacity=choices.capacity
-            )
-            if self.capacity is not None and self.capacity.pad:
-                assert metadata.expert_capacity is not None
-                rows = run_padded(self.experts, rows, offsets, metadata.expert_capacity)
-            else:
-                rows = self.experts(rows, offsets)
-            y_TD, num_dropped = self._combine(rows, metadata, x_TD), metadata.num_dropped
-        if self.shared_expert is not None and self.row_budget is not None:
-            y_TD = y_TD + self._run_shared_expert(x_TD)
-        if choices.num_dropped is not None:
-            num_dropped = num_dropped + choices.num_dropped
-        y_TD, self._record = account(
-            self, y_TD, choices.routed, choices.mask_T, choices.num_sequences, num_dropped
-        )
+        x_TD = as_autocast(x_TD)
+        y_TD, num_dropped = self._run_experts(x_TD, choice)
+        if choice.num_dropped is not None:
+            num_dropped = num_dropped + choice.num_dropped
+        num_sequences = math.prod(x.shape[:-2])
+        y_TD, self._record = account(self, y_TD, routed, mask_T, num_sequences, num_dropped)
         return y_TD.reshape(x.shape)
 
-    def _combine(self, rows: Tensor, metadata: DispatchMetadata, x_TD: Tensor) -> Tensor:
-        """Bring the rows back to their tokens, and add what the shared expert makes of these."""
+    def _run_experts(self, x_TD: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+        """Dispatch, experts, combine: `y [T, D]`, and the slots that the dispatcher dropped."""
+        dispatcher, (topk_idx, topk_weights, capacity, _) = self.dispatcher, choice
+        metadata: DispatchMetadata
+        if self.row_budget is None:
+            rows, offsets, metadata = dispatcher.dispatch(
+                x_TD, topk_idx, topk_weights, capacity=capacity
+            )
+        else:
+            chunks = dispatcher.chunks(
+                x_TD,
+                topk_idx,
+                topk_weights,
+                max_rows=self.row_budget.rows,
+                capacity=capacity,
+                drop=self.row_budget.overflow == "drop",
+            )
+            if len(chunks) > 1:
+                y_TD = run_chunks(dispatcher, chunks, self.experts, x_TD, topk_weights)
+                if self.shared_expert is not None:
+                    y_TD = y_TD + self._run_shared_expert(x_TD)
+                return y_TD, chunks[0].whole.num_dropped
+            rows, offsets, metadata = dispatcher.send(chunks[0].take(x_TD), chunks[0], topk_weights)
+        if self.capacity is not None and self.capacity.pad:
+            assert metadata.expert_capacity is not None
+            rows = run_padded(self.experts, rows, offsets, metadata.expert_capacity)
+        else:
+            rows = self.experts(rows, offsets)
         if self.shared_expert is None:
-            return self.dispatcher.combine(rows, metadata)
-        if not isinstance(self.dispatcher, AllToAllDispatcher):
-            return self.dispatcher.combine(rows, metadata) + self._run_shared_expert(x_TD)
+            return dispatcher.combine(rows, metadata), metadata.num_dropped
         shared_TD: list[Tensor] = []
-        y_TD = self.dispatcher.combine(
+        y_TD = dispatcher.combine(
             rows, metadata, meanwhile=lambda: shared_TD.append(self._run_shared_expert(x_TD))
         )
-        return y_TD + shared_TD[0]
+        return y_TD + shared_TD[0], metadata.num_dropped
 
     def _run_shared_expert(self, x_TD: Tensor) -> Tensor:
         assert self.shared_expert is not None
@@ -328,53 +304,6 @@ class MoELayer(nn.Module):
         if self.shared_expert_gate is not None:
             y_TD = y_TD * torch.sigmoid(self.shared_expert_gate(x_TD))
         return y_TD
-
-    def _route(self, x: Tensor, per_token: dict[str, Tensor | None]) -> _Choices:
-        """Check the inputs, flatten them, choose experts: what can fail on one rank alone."""
-        self._check_inputs(x, per_token)
-        x_TD = x.reshape(-1, self.model_dim)
-        flat = {name: None if t is None else t.reshape(-1) for name, t in per_token.items()}
-        mask_T = flat.pop("token_mask")
-        # A router of the caller's own may know no others than the mask.
-        given = {name: t for name, t in flat.items() if t is not None}
-        routed: RouterOutput = self.router(x_TD, token_mask=mask_T, **given)
-        routed = apply_sessions(self, routed, mask_T)
-        num_sequences = math.prod(x.shape[:-2])
-        return self._limit(x_TD, mask_T, num_sequences, routed, flat["token_idx"])
-
-    def _limit(
-        self,
-        x_TD: Tensor,
-        mask_T: Tensor | None,
-        num_sequences: int,
-        routed: RouterOutput,
-        token_idx_T: Tensor | None,
-    ) -> _Choices:
-        """Apply the capacity, or leave it to the dispatcher where that knows how."""
-        gate = routed.gate
-        choices = _Choices(
-            x_TD, mask_T, num_sequences, routed, gate.topk_idx, gate.topk_weights, None, None
-        )
-        capacity = self.capacity
-        if capacity is None:
-            return choices._replace(capacity=routed.capacity)
-        if routed.capacity is not None:
-            raise ValueError(
-                "MoELayer: expected capacity to be None with a router that sets the rows of each "
-                f"expert itself, got {capacity}"
-            )
-        rows = capacity.rows_per_group(
-            x_TD.shape[0], self.top_k, self.num_experts, training=self.training
-        )
-        choices = choices._replace(capacity=rows * capacity.groups)
-        if capacity.is_plain and capacity.drop == getattr(self.dispatcher, "drop_policy", None):
-            return choices
-        topk_idx, topk_weights, num_dropped = limit_choices(
-            capacity, rows, self.router, routed, token_idx_T, training=self.training
-        )
-        return choices._replace(
-            topk_idx=topk_idx, topk_weights=topk_weights, num_dropped=num_dropped
-        )
 
     def _check_inputs(self, x: Tensor, per_token: dict[str, Tensor | None]) -> None:
         if not x.is_floating_point():

@@ -8,8 +8,9 @@ from checks import assert_passed, outcomes, raised
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import MoELayer, ops
-from moe_ext.distributed import AllToAllDispatcher, LocalDispatcher
-from moe_ext.nn import RouterOutput
+from moe_ext.distributed import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
+from moe_ext.distributed.collectives import all_to_all_counts, all_to_all_rows
+from moe_ext.nn import RouterOutput, RowBudget
 
 E = 12  # a multiple of every group size used
 
@@ -275,6 +276,55 @@ def check_sizes_that_do_not_divide():
     raised(ValueError, text, lambda: MoELayer(8, 6, E, ep_group=world(), experts=own))
 
 
+class OwnTransport(TokenDispatcher):
+    """A transport of the caller's own: how counts and rows travel, and nothing else."""
+
+    def __init__(self):
+        super().__init__(E, world())
+        self.sent = []
+
+    def exchange_counts(self, message_PM, *, operation):
+        return all_to_all_counts(message_PM, self.group, operation=operation)
+
+    def exchange_rows(self, rows_ND, send, receive, *, grad_scale, operation, meanwhile=None):
+        self.sent.append(rows_ND.shape[0])
+        found = all_to_all_rows(
+            rows_ND, self.group, send, receive, grad_scale=grad_scale, operation=operation
+        )
+        if meanwhile is not None:
+            meanwhile()
+        return found
+
+
+def check_a_transport_of_ones_own_loses_nothing():
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    x = batches([9, 4, 13][:num_ranks])[rank]
+    for options in (
+        {},
+        {"shared_ffn_dim": 4},
+        {"row_budget": RowBudget(5)},
+        {"capacity_factor": 0.5},
+    ):
+        found, dispatcher = [], OwnTransport()
+        for one in (dispatcher, "alltoall"):
+            torch.manual_seed(3)
+            layer = MoELayer(8, 6, E, 2, ep_group=world(), dispatcher=one, dtype=x.dtype, **options)
+            mine = x.clone().requires_grad_()
+            y = layer(mine)
+            y.square().sum().backward()
+            found.append([y, mine.grad, *[p.grad for p in layer.parameters()]])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), options
+        if "row_budget" in options:
+            assert 0 < max(dispatcher.sent) <= 5
+    layer = MoELayer(8, 6, E, 2, ep_group=world(), dispatcher=OwnTransport(), dtype=x.dtype)
+    if rank == num_ranks - 1:
+        raised(TypeError, r"expected x to be floating point", layer, x.long())
+    else:
+        text = rf"OwnTransport: expected the dtype of x .* another dtype on rank {num_ranks - 1}"
+        raised(ValueError, text, layer, x)
+    layer(x)
+
+
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 
 
@@ -303,6 +353,28 @@ def test_local_dispatch_and_combine():
     _, offsets, metadata = dispatcher.dispatch(x, idx, weights, capacity=1)
     assert offsets.tolist() == [0, 1, 2, 3]
     assert int(metadata.num_dropped) == 3
+
+
+class Plain:
+    """An object with `dispatch` and `combine` alone."""
+
+    def __init__(self):
+        self.inner = LocalDispatcher(E)
+
+    def dispatch(self, *args, **options):
+        return self.inner.dispatch(*args, **options)
+
+    def combine(self, rows, metadata):
+        return self.inner.combine(rows, metadata)
+
+
+def test_an_object_with_dispatch_and_combine_alone():
+    x, found = batches([7])[0], []
+    for dispatcher in (Plain(), "local"):
+        torch.manual_seed(3)
+        layer = MoELayer(8, 6, E, 2, dispatcher=dispatcher, shared_ffn_dim=4, dtype=x.dtype)
+        found.append(layer(x))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

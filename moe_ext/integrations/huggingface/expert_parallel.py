@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext._compile import outside_graphs
 from moe_ext.distributed import comm
-from moe_ext.distributed.dispatcher import AllToAllDispatcher
+from moe_ext.distributed.dispatch import AllToAllDispatcher
 from moe_ext.distributed.groups import GroupHandle, group_rank, group_size
 from moe_ext.distributed.placement import Placement, declare_placement, sharded_parameters
 from moe_ext.integrations.huggingface.experts import as_weight, run_rows

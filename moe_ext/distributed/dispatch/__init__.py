@@ -1,0 +1,19 @@
+"""Token dispatchers: how rows travel to the ranks of their experts and back."""
+
+from moe_ext.distributed.dispatch.alltoall import AllToAllDispatcher
+from moe_ext.distributed.dispatch.base import (
+    DispatchMetadata,
+    TokenDispatcher,
+    WrappedDispatcher,
+)
+from moe_ext.distributed.dispatch.chunks import Chunk
+from moe_ext.distributed.dispatch.local import LocalDispatcher
+
+__all__ = [
+    "AllToAllDispatcher",
+    "Chunk",
+    "DispatchMetadata",
+    "LocalDispatcher",
+    "TokenDispatcher",
+    "WrappedDispatcher",
+]

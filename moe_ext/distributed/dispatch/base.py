@@ -1,0 +1,549 @@
+"""Base of the token dispatchers.
+
+Shapes: T tokens, D model, E experts, K top-k, N = T*K rows, R received rows, P ranks, L = E/P local
+    experts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext import ops
+from moe_ext.distributed.agreement import agree, check_equal_over_ranks, share
+from moe_ext.distributed.dispatch.chunks import (
+    Chunk,
+    RowCounts,
+    cut_exchange,
+    cut_rows,
+    fair_share,
+    keep_first,
+    schedule,
+)
+from moe_ext.distributed.failures import RankFailureError
+from moe_ext.distributed.groups import (
+    GroupHandle,
+    check_group,
+    group_rank,
+    group_ranks,
+    group_size,
+)
+from moe_ext.ops.grouped_gemm import row_alignment
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class DispatchMetadata:
+    """Tables that `combine` undoes `dispatch` by.
+
+    Attributes:
+        permutation: of this rank's tokens, over all E experts.
+        topk_weights: `[T, K]`, in the graph.
+        sent: rows sent to each rank of the group, None when nothing was sent.
+        received: rows received from each rank.
+        received_permutation: groups the received rows by local expert.
+        expert_capacity: rows that a local expert gets at most, from all ranks; None without limit.
+    """
+
+    permutation: ops.Permutation
+    topk_weights: Tensor
+    sent: tuple[int, ...] | None = None
+    received: tuple[int, ...] | None = None
+    received_permutation: ops.Permutation | None = None
+    expert_capacity: int | None = None
+
+    @property
+    def num_dropped(self) -> Tensor:
+        """Slots of this rank dropped for lack of capacity, 0-d int64."""
+        return self.permutation.num_dropped
+
+
+class TokenDispatcher:
+    """Brings every row to the rank of its expert, and back; base of the transports.
+
+    A transport subclasses it and says how messages travel, by `exchange_counts` and
+    `exchange_rows`; everything that a layer uses follows from these two: `routing`, `dispatch`,
+    `combine`, and `chunks` with `send` and `bring_back`. A dispatcher holds no parameters and no
+    state of a step. One with a `dispatch` of its own brings its own `combine`, and its own `chunks`
+    where it is to serve a `RowBudget`.
+
+    Rank r of P holds experts [r*E/P, (r+1)*E/P). Splits may be uneven or zero; every rank sends the
+    same messages whatever is in them. The gradient that reaches the expert outputs is divided by P,
+    and the one that goes back to the tokens multiplied by P: so a gradient of an expert's
+    parameter is that of the mean over the group of the local losses, while gradients of everything
+    before the experts are unchanged.
+
+    Args:
+        num_experts: E, a multiple of P.
+        group: process group of P ranks; None keeps all rows on this rank, and nothing travels.
+        drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
+        average: False leaves out both factors: a gradient of an expert's parameter is then that of
+            the sum over the group.
+
+    Raises:
+        ValueError: P does not divide E.
+    """
+
+    # For subclasses that do all by themselves and never call __init__.
+    _group = GroupHandle(None)
+
+    def __init__(
+        self,
+        num_experts: int,
+        group: ProcessGroup | None = None,
+        *,
+        drop_policy: str = "position",
+        average: bool = True,
+    ) -> None:
+        name = type(self).__name__
+        check_group(group, name, name="group")
+        self._group = GroupHandle(group)
+        self.num_ranks = group_size(group)
+        if num_experts % self.num_ranks != 0:
+            raise ValueError(
+                f"{name}: expected num_experts to be a multiple of the group size "
+                f"{self.num_ranks}, got {num_experts}"
+            )
+        self.num_experts = num_experts
+        self.num_local_experts = num_experts // self.num_ranks
+        self.drop_policy = drop_policy
+        self.average = average
+        self.grad_scale = float(self.num_ranks) if average else 1.0
+        self._agreed = False
+
+    @property
+    def group(self) -> Any:
+        """The process group, None where nothing travels."""
+        return self._group.group
+
+    @property
+    def in_graph(self) -> bool:
+        """A graph of `torch.compile` can hold it: split sizes are known only after an exchange."""
+        return self.group is None
+
+    # How messages travel: the part of a transport.
+
+    def exchange_counts(self, message_PM: Tensor, *, operation: str) -> Tensor:
+        """Send row p of an int64 message to rank p.
+
+        Args:
+            message_PM: `[P, M]`, M equal on every rank.
+            operation: name for error messages.
+
+        Returns:
+            `[P, M]`, row p from rank p.
+
+        Raises:
+            RankFailureError: a rank died or did not answer.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no exchange_counts")
+
+    def exchange_rows(
+        self,
+        rows_ND: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        *,
+        grad_scale: float,
+        operation: str,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """Send rows to every rank; differentiable, the gradients travel back by the same way.
+
+        Args:
+            rows_ND: the first `send[0]` for rank 0 of the group, then `send[1]` for rank 1, and so
+                on.
+            send: P row counts that sum to N.
+            receive: P row counts, what each rank sends here.
+            grad_scale: factor on the gradient.
+            operation: name for error messages.
+            meanwhile: to be called once, while the rows are underway where the transport can.
+
+        Returns:
+            `[R, D]`, ordered by source rank.
+
+        Raises:
+            RankFailureError: a rank died or did not answer. Forward and backward.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no exchange_rows")
+
+    # What a layer uses.
+
+    def routing(self, x: Tensor) -> AbstractContextManager[object]:
+        """Context for what comes before `dispatch` and can fail on one rank alone.
+
+        Checks of x, the router: when the code inside fails, the other ranks get a ValueError from
+        their `dispatch` that names this rank, in the place of waiting for it.
+
+        Args:
+            x: the input that is looked at, `[..., D]`.
+        """
+        return contextlib.nullcontext() if self.group is None else self._telling_of_failure(x)
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_weights_TK: Tensor,
+        *,
+        capacity: int | None = None,
+    ) -> tuple[Tensor, Tensor, DispatchMetadata]:
+        """Bring every row to its expert.
+
+        Args:
+            x_TD: tokens of this rank; T may differ between ranks and may be 0.
+            topk_idx_TK: experts of every token, -1 = none.
+            topk_weights_TK: their weights.
+            capacity: rows that an expert takes from this rank, None for all.
+
+        Returns:
+            rows `[R, D]` grouped by local expert, expert offsets `[L + 1]`, metadata.
+
+        Raises:
+            TypeError: x_TD is of a dtype that is not exchanged.
+            ValueError: on every rank, when num_experts, top_k, model_dim or the dtype differ
+                between ranks.
+            RankFailureError: a rank died or did not answer.
+        """
+        if self.group is None:
+            rows_ND, tables = self._group_by_expert(x_TD, topk_idx_TK, topk_weights_TK, capacity)
+            metadata = DispatchMetadata(tables, topk_weights_TK, expert_capacity=capacity)
+            return rows_ND, tables.expert_offsets, metadata
+        rows_ND, tables, counts = self._group_and_count(
+            x_TD, topk_idx_TK, topk_weights_TK, capacity
+        )
+        rows_ND = rows_ND[: sum(counts.sent)]
+        return self._send(rows_ND, tables, topk_weights_TK, counts, "dispatch")
+
+    def combine(
+        self,
+        rows: Tensor,
+        metadata: DispatchMetadata,
+        *,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """Weighted sum of every token's rows, `[T, D]`, on the rank of the token.
+
+        Args:
+            rows: expert outputs, `[R, D]`.
+            metadata: what `dispatch` returned.
+            meanwhile: called while the rows travel, for kernels that do not need them. On CUDA they
+                and their backward pass run beside the exchange.
+        """
+        rows_ND = self.bring_back(rows, metadata, meanwhile=meanwhile)
+        # Masked and dropped slots sent no row; the permutation may still count T*K rows.
+        if metadata.sent is not None:
+            missing = metadata.permutation.slot_of_row.shape[0] - rows_ND.shape[0]
+            rows_ND = torch.nn.functional.pad(rows_ND, (0, 0, 0, missing)) if missing else rows_ND
+        return ops.unpermute_tokens(rows_ND, metadata.permutation, metadata.topk_weights)
+
+    def chunks(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_weights_TK: Tensor,
+        *,
+        max_rows: int,
+        capacity: int | None = None,
+        drop: bool = False,
+    ) -> list[Chunk]:
+        """Cut the rows of a `dispatch` into chunks that go one after the other.
+
+        `send` brings the rows of a chunk to their experts, `bring_back` their results back.
+
+        Args:
+            x_TD: as in `dispatch`; read for its shape and dtype alone.
+            topk_idx_TK: as in `dispatch`.
+            topk_weights_TK: as in `dispatch`.
+            max_rows: rows that a rank runs, sends or receives in one chunk, at most.
+            capacity: as in `dispatch`.
+            drop: leave out the rows beyond one chunk.
+
+        Returns:
+            The chunks, at least one and as many on every rank of the group. The `num_dropped` of
+            their tables counts all slots that were left out.
+
+        Raises:
+            TypeError: the dispatcher has a `dispatch` of its own.
+            ValueError: on every rank, when max_rows differs between ranks, and as `dispatch`.
+            RankFailureError: a rank died or did not answer.
+        """
+        if type(self).dispatch is not TokenDispatcher.dispatch:
+            raise _no_chunks(self)
+        if self.group is not None:
+            return self._exchanged_chunks(
+                x_TD, topk_idx_TK, topk_weights_TK, capacity, max_rows, drop
+            )
+        # Rows without columns: only the tables are wanted, and they cost no row.
+        none_TD = x_TD.detach()[:, :0]
+        _, tables = self._group_by_expert(none_TD, topk_idx_TK, topk_weights_TK, capacity)
+        if drop and tables.slot_of_row.shape[0] > max_rows:
+            allowed = tables.expert_offsets.new_full((1,), max_rows)
+            kept_idx = keep_first(tables, topk_idx_TK, allowed)
+            _, kept = ops.permute_tokens(none_TD, kept_idx, self.num_experts)
+            return cut_rows(_dropping(tables, kept), max_rows)[:1]
+        return cut_rows(tables, max_rows)
+
+    def send(
+        self, rows_ND: Tensor, chunk: Chunk, topk_weights_TK: Tensor
+    ) -> tuple[Tensor, Tensor, DispatchMetadata]:
+        """Bring the rows of a chunk to their experts; differentiable.
+
+        Args:
+            rows_ND: in the order of `chunk.slot_of_row`.
+            chunk: one of `chunks`.
+            topk_weights_TK: of all slots.
+
+        Returns:
+            As `dispatch`.
+        """
+        tables = chunk.tables
+        if chunk.counts is None:
+            return rows_ND, tables.expert_offsets, DispatchMetadata(tables, topk_weights_TK)
+        return self._send(rows_ND, tables, topk_weights_TK, chunk.counts, "chunk")
+
+    def bring_back(
+        self,
+        rows: Tensor,
+        metadata: DispatchMetadata,
+        *,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """Bring expert outputs to the ranks of their tokens, unweighted; differentiable.
+
+        Args:
+            rows: expert outputs, in the order in which `dispatch` or `send` gave the rows.
+            metadata: what it returned.
+            meanwhile: as in `combine`.
+
+        Returns:
+            Rows in the order of `metadata.permutation`.
+        """
+        if metadata.sent is None:
+            if meanwhile is not None:
+                meanwhile()
+            return rows
+        assert metadata.received is not None
+        assert metadata.received_permutation is not None
+        return self.exchange_rows(
+            ops.unpermute_tokens(rows, metadata.received_permutation),
+            metadata.received,
+            metadata.sent,
+            grad_scale=1.0 / self.grad_scale,
+            operation=f"{type(self).__name__} combine",
+            meanwhile=meanwhile,
+        )
+
+    # How the above comes from the two messages.
+
+    def _send(
+        self,
+        rows_ND: Tensor,
+        tables: ops.Permutation,
+        topk_weights_TK: Tensor,
+        counts: RowCounts,
+        word: str,
+    ) -> tuple[Tensor, Tensor, DispatchMetadata]:
+        rows_RD = self.exchange_rows(
+            rows_ND,
+            counts.sent,
+            counts.received,
+            grad_scale=self.grad_scale,
+            operation=f"{type(self).__name__} {word}",
+        )
+        # From the order (rank, expert) to (expert, rank).
+        num_rows = rows_RD.shape[0]
+        expert_PL = torch.arange(self.num_local_experts, device=rows_RD.device)
+        expert_R = expert_PL.repeat(self.num_ranks).repeat_interleave(
+            counts.received_PL.reshape(-1), output_size=num_rows
+        )
+        align = row_alignment(rows_RD, num_rows, self.num_local_experts)
+        grouped, permutation = ops.permute_tokens(
+            rows_RD, expert_R[:, None], self.num_local_experts, align=align
+        )
+        metadata = DispatchMetadata(
+            tables,
+            topk_weights_TK,
+            counts.sent,
+            counts.received,
+            permutation,
+            counts.expert_capacity,
+        )
+        return grouped, permutation.expert_offsets, metadata
+
+    def _group_by_expert(
+        self, x_TD: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor, capacity: int | None
+    ) -> tuple[Tensor, ops.Permutation]:
+        """The rows of this rank's tokens, grouped by expert."""
+        align = 1
+        if self.group is None:
+            # Where rows travel, padding would travel with them: it is added on arrival.
+            align = row_alignment(x_TD, topk_idx_TK.numel(), self.num_experts)
+        return ops.permute_tokens(
+            x_TD,
+            topk_idx_TK,
+            self.num_experts,
+            topk_weights=topk_weights_TK.detach() if self.drop_policy == "score" else None,
+            capacity=capacity,
+            drop_policy=self.drop_policy,
+            align=align,
+        )
+
+    def _group_and_count(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_weights_TK: Tensor,
+        capacity: int | None,
+        *,
+        with_rows: bool = True,
+    ) -> tuple[Tensor, ops.Permutation, RowCounts]:
+        """Rows grouped by expert, without columns if not wanted, and who sends how many."""
+        with self._telling_of_failure(x_TD):
+            if x_TD.dtype not in _DTYPES:
+                raise TypeError(
+                    f"{type(self).__name__}: expected x_TD to be one of {_DTYPES}, got {x_TD.dtype}"
+                )
+            taken_TD = x_TD if with_rows else x_TD.detach()[:, :0]
+            rows_ND, tables = self._group_by_expert(
+                taken_TD, topk_idx_TK, topk_weights_TK, capacity
+            )
+        own_PL = tables.expert_offsets.diff().view(self.num_ranks, self.num_local_experts)
+        code = _DTYPES.index(x_TD.dtype)
+        header = (x_TD.shape[1], code, topk_idx_TK.shape[1], 0, capacity or 0)
+        return rows_ND, tables, self._count(own_PL, header)
+
+    @contextlib.contextmanager
+    def _telling_of_failure(self, x: Tensor) -> Iterator[None]:
+        """Tell the other ranks when the code inside fails, in the place of the counts."""
+        try:
+            yield
+        except Exception:
+            code = _DTYPES.index(x.dtype) if x.dtype in _DTYPES else len(_DTYPES)
+            header = (x.shape[-1] if x.dim() else 0, code, 0, 1, 0)
+            nothing_PL = torch.zeros(
+                self.num_ranks, self.num_local_experts, dtype=torch.int64, device=x.device
+            )
+            # The error of this rank says more than that of the exchange.
+            with contextlib.suppress(ValueError, RankFailureError):
+                self._count(nothing_PL, header)
+            raise
+
+    def _count(self, own_PL: Tensor, header: tuple[int, int, int, int, int]) -> RowCounts:
+        """Tell every rank how many rows it gets for each of its experts.
+
+        The message carries a header (model_dim, dtype, top_k, whether the sender failed, capacity),
+        since an exchange of rows of different sizes would hang or mix up bytes.
+        """
+        operation = type(self).__name__
+        if not self._agreed:
+            # The length of the message depends on num_experts.
+            facts = {"num_experts": self.num_experts}
+            agree(operation, facts, None, self.group, own_PL.device)
+            self._agreed = True
+        head = own_PL.new_tensor(header)
+        message = torch.cat([head.expand(self.num_ranks, -1), own_PL], dim=1)
+        received = self.exchange_counts(message, operation=f"{operation} counts")
+        heads, counts_PL = received[:, : len(header)], received[:, len(header) :]
+        # NOTE: device-to-host sync, the only one of the layer: the collective takes its splits, and
+        # the allocator its size, on the host; and every rank must reach the same verdict before
+        # rows move.
+        table = torch.cat([heads, counts_PL.sum(1, True), own_PL.sum(1, True)], 1).tolist()
+        dims, codes, top_ks, failed, limits, num_received, num_sent = zip(*table, strict=True)
+        check_equal_over_ranks("model_dim", dims, self.group, operation)
+        names = [*map(str, _DTYPES), "another dtype"]
+        dtypes = [names[code] for code in codes]
+        check_equal_over_ranks("the dtype of x", dtypes, self.group, operation)
+        if any(failed):
+            rank = group_ranks(self.group)[failed.index(1)]
+            raise ValueError(
+                f"{operation}: expected every rank to route its tokens, but rank {rank} failed "
+                "before that; see its own error"
+            )
+        check_equal_over_ranks("top_k", top_ks, self.group, operation)
+        expert_capacity = sum(limits) if all(limits) else None
+        return RowCounts(num_sent, num_received, counts_PL, expert_capacity)
+
+    def _exchanged_chunks(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_weights_TK: Tensor,
+        capacity: int | None,
+        max_rows: int,
+        drop: bool,
+    ) -> list[Chunk]:
+        _, tables, counts = self._group_and_count(
+            x_TD, topk_idx_TK, topk_weights_TK, capacity, with_rows=False
+        )
+        align = row_alignment(x_TD, max_rows, self.num_local_experts)
+        limit = max_rows - self.num_local_experts * (align - 1)
+        # Rows from each rank (first dimension) to each other, on the host of every rank.
+        values = [max_rows, *counts.sent]
+        table = share(values, self.group, x_TD.device, operation="RowBudget")
+        check_equal_over_ranks("rows", [row[0] for row in table], self.group, "RowBudget")
+        pairs_PP = torch.tensor([row[1:] for row in table], dtype=torch.int64)
+        rank = group_rank(self.group)
+        if drop:
+            allowed_PP = fair_share(fair_share(pairs_PP, limit, dim=1), limit, dim=0)
+            if bool((allowed_PP < pairs_PP).any()):
+                kept_idx = keep_first(tables, topk_idx_TK, allowed_PP[rank].to(x_TD.device))
+                _, kept, counts = self._group_and_count(
+                    x_TD, kept_idx, topk_weights_TK, None, with_rows=False
+                )
+                tables, pairs_PP = _dropping(tables, kept), allowed_PP
+        return cut_exchange(tables, counts, schedule(pairs_PP, limit), rank)
+
+
+def _dropping(before: ops.Permutation, kept: ops.Permutation) -> ops.Permutation:
+    """The tables of what was kept, with all slots that were left out counted."""
+    routed = before.num_tokens_per_expert.sum() - kept.num_tokens_per_expert.sum()
+    return replace(kept, num_dropped=before.num_dropped + routed)
+
+
+def _no_chunks(dispatcher: object) -> TypeError:
+    return TypeError(
+        "RowBudget: expected the dispatcher to be a LocalDispatcher or another TokenDispatcher "
+        f"that sends chunks, got {type(dispatcher).__name__}"
+    )
+
+
+class WrappedDispatcher(TokenDispatcher):
+    """Gives an object that has `dispatch` and `combine` alone what a layer uses beyond these.
+
+    Args:
+        inner: the object; its `combine` takes rows and metadata.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def dispatch(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor, DispatchMetadata]:
+        """That of the object."""
+        result: tuple[Tensor, Tensor, DispatchMetadata] = self.inner.dispatch(*args, **options)
+        return result
+
+    def combine(
+        self,
+        rows: Tensor,
+        metadata: DispatchMetadata,
+        *,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """That of the object, and then `meanwhile`."""
+        y_TD: Tensor = self.inner.combine(rows, metadata)
+        if meanwhile is not None:
+            meanwhile()
+        return y_TD
+
+    def chunks(self, *args: Any, **options: Any) -> list[Chunk]:
+        """Refused: the object knows whole batches alone."""
+        raise _no_chunks(self.inner)

@@ -1,0 +1,182 @@
+"""Chunks: the rows of a rank cut into parts that go to the experts one after the other.
+
+Shapes: T tokens, D model, E experts, K top-k, N = T*K rows, R rows of a chunk, P ranks, L = E/P
+    local experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moe_ext import ops
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """Rows that travel at once.
+
+    Attributes:
+        sent: rows that this rank sends to each rank of the group.
+        received: rows that it receives from each.
+        received_PL: rows that it receives from each rank for each of its experts.
+        expert_capacity: rows that a local expert gets at most, from all ranks; None without limit.
+    """
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    received_PL: Tensor
+    expert_capacity: int | None = None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some of a rank's rows, which go to their experts and come back together.
+
+    Attributes:
+        whole: tables of all rows of the rank.
+        slot_of_row: `[R]` slots of this chunk's rows, ordered by expert; -1 for a padding row.
+        expert_offsets: `[E + 1]` of the experts in these rows, where nothing travels.
+        counts: how the rows travel; None where nothing travels.
+    """
+
+    whole: ops.Permutation
+    slot_of_row: Tensor
+    expert_offsets: Tensor
+    counts: RowCounts | None = None
+
+    def take(self, x_TD: Tensor) -> Tensor:
+        """The rows `[R, D]` of this chunk, copied from their tokens; differentiable."""
+        rows: Tensor = torch.ops.moe_ext._gather_tokens(x_TD, self.slot_of_row, self.whole.top_k)
+        return rows
+
+    @property
+    def tables(self) -> ops.Permutation:
+        """Tables of these rows alone; made when asked for, since they are as long as all slots."""
+        slots, num_slots = self.slot_of_row, self.whole.row_of_slot.shape[0]
+        # Padding rows (-1) write to the last entry, which is cut off.
+        row_of_slot = self.whole.row_of_slot.new_full((num_slots + 1,), -1)
+        row_of_slot[slots] = torch.arange(slots.shape[0], device=slots.device)
+        return replace(
+            self.whole,
+            slot_of_row=slots,
+            row_of_slot=row_of_slot[:-1],
+            expert_offsets=self.expert_offsets,
+        )
+
+
+def cut_rows(tables: ops.Permutation, max_rows: int) -> list[Chunk]:
+    """Chunks of at most `max_rows` consecutive rows, at least one, where nothing travels."""
+    num_rows = tables.slot_of_row.shape[0]
+    chunks = []
+    for start in range(0, max(num_rows, 1), max_rows):
+        slots = tables.slot_of_row[start : start + max_rows]
+        offsets = (tables.expert_offsets - start).clamp(0, slots.shape[0])
+        chunks.append(Chunk(tables, slots, offsets))
+    return chunks
+
+
+def cut_exchange(
+    tables: ops.Permutation, counts: RowCounts, shares: Iterable[Tensor], rank: int
+) -> list[Chunk]:
+    """Chunks of rows that travel.
+
+    Args:
+        tables: of all rows of this rank.
+        counts: of all these rows.
+        shares: of `schedule`, rows from each rank to each other in every chunk.
+        rank: this rank in its group.
+    """
+    device = tables.slot_of_row.device
+    first_P = torch.tensor(counts.sent).cumsum(0) - torch.tensor(counts.sent)
+    ends_PL = counts.received_PL.cumsum(1)
+    sent_P, received_P = torch.zeros_like(first_P), torch.zeros_like(first_P)
+    chunks = []
+    for share_PP in shares:
+        send_P, receive_P = share_PP[rank], share_PP[:, rank]
+        # Rows from a rank come ordered by expert: this chunk has those between two marks.
+        begin_P1 = received_P[:, None].to(device)
+        end_P1 = begin_P1 + receive_P[:, None].to(device)
+        reached_PL = torch.minimum(torch.maximum(ends_PL, begin_P1), end_P1)
+        part = RowCounts(
+            tuple(send_P.tolist()),
+            tuple(receive_P.tolist()),
+            torch.diff(reached_PL, dim=1, prepend=begin_P1),
+        )
+        slots = _slots_of_runs(tables, first_P + sent_P, send_P)
+        chunks.append(Chunk(tables, slots, tables.expert_offsets, part))
+        sent_P, received_P = sent_P + send_P, received_P + receive_P
+    return chunks
+
+
+def _slots_of_runs(tables: ops.Permutation, begin_P: Tensor, count_P: Tensor) -> Tensor:
+    """The slots of P runs of rows, one behind the other."""
+    total = int(count_P.sum())
+    shift_P = begin_P - (count_P.cumsum(0) - count_P)
+    rows = torch.arange(total) + shift_P.repeat_interleave(count_P, output_size=total)
+    return tables.slot_of_row[rows.to(tables.slot_of_row.device)]
+
+
+def keep_first(tables: ops.Permutation, topk_idx_TK: Tensor, allowed_P: Tensor) -> Tensor:
+    """The choices with every slot taken out beyond the first `allowed` of its destination.
+
+    Slots are counted in the order of the tokens, for each of P equal runs of experts apart.
+    """
+    num_experts = tables.expert_offsets.shape[0] - 1
+    routed = tables.row_of_slot >= 0
+    target = topk_idx_TK.reshape(-1) // (num_experts // allowed_P.shape[0])
+    target = target.where(routed, -1)
+    none = topk_idx_TK.new_empty((target.shape[0], 0), dtype=torch.float32)
+    _, by_target = ops.permute_tokens(none, target[:, None], allowed_P.shape[0])
+    target = target.clamp(min=0)
+    place = by_target.row_of_slot - by_target.expert_offsets[target]
+    keep = routed & (place < allowed_P[target])
+    return topk_idx_TK.where(keep.view_as(topk_idx_TK), -1)
+
+
+def fair_share(counts: Tensor, limit: int, *, dim: int) -> Tensor:
+    """Cut counts so that those along `dim` sum to at most `limit`: the large ones to one level."""
+    lines = counts.movedim(dim, -1)
+    ordered = lines.sort(-1).values
+    size = lines.shape[-1]
+    # Where the i smallest are kept whole, the others share what is left of the limit.
+    kept = ordered.cumsum(-1) - ordered
+    levels = (limit - kept) // torch.arange(size, 0, -1)
+    level = levels.clamp(min=0).minimum(ordered).amax(-1, keepdim=True)
+    cut = lines.minimum(level)
+    over = lines > cut
+    # What a whole level leaves over goes to the first lines that want more, one each.
+    spare = (limit - cut.sum(-1, keepdim=True)).clamp(min=0)
+    cut = cut + (over & (over.cumsum(-1) <= spare)).long()
+    return cut.movedim(-1, dim)
+
+
+def schedule(pairs_PP: Tensor, limit: int) -> list[Tensor]:
+    """Spread the rows of every pair of ranks over chunks.
+
+    Args:
+        pairs_PP: rows from each rank (first dimension) to each other.
+        limit: rows that a rank sends, and that it receives, in one chunk, at most.
+
+    Returns:
+        `[P, P]` for each chunk, at least one; they sum to `pairs_PP`.
+    """
+    num_ranks = pairs_PP.shape[0]
+    left_PP, source = pairs_PP.clone(), torch.arange(num_ranks)
+    shares: list[Tensor] = []
+    while not shares or bool(left_PP.any()):
+        share_PP = torch.zeros_like(left_PP)
+        to_send = source.new_full((num_ranks,), limit)
+        to_receive = to_send.clone()
+        for shift in range(num_ranks):
+            target = (source + shift) % num_ranks
+            take = left_PP[source, target].minimum(to_send).minimum(to_receive[target])
+            share_PP[source, target] = take
+            to_send -= take
+            to_receive[target] -= take
+        left_PP -= share_PP
+        shares.append(share_PP)
+    return shares

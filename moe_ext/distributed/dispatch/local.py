@@ -1,0 +1,17 @@
+"""Dispatcher for experts that are all on this rank."""
+
+from __future__ import annotations
+
+from moe_ext.distributed.dispatch.base import TokenDispatcher
+
+
+class LocalDispatcher(TokenDispatcher):
+    """All experts on this rank: a permutation and its inverse.
+
+    Args:
+        num_experts: E.
+        drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
+    """
+
+    def __init__(self, num_experts: int, *, drop_policy: str = "position") -> None:
+        super().__init__(num_experts, drop_policy=drop_policy)
