@@ -60,25 +60,42 @@ def account(
     return y_TD, record
 
 
+def wants_balance_loss(layer: MoELayer) -> bool:
+    """A router that is balanced by construction gets none."""
+    return layer.balance_loss_coef > 0 and not getattr(layer.router, "balanced", False)
+
+
+def check_scores(layer: MoELayer, routed: RouterOutput) -> None:
+    """Refuse a router that does not say what its scores are where the loss wants to know it."""
+    by_sequence = layer.balance.scope == "sequence" and wants_balance_loss(layer)
+    if by_sequence and routed.score_fn is None:
+        raise ValueError(
+            "MoELayer: expected router to say what its scores are (RouterOutput.score_fn) for "
+            f"balance=Balance('sequence'), got None from {type(layer.router).__name__}"
+        )
+
+
 def _loss_terms(
     layer: MoELayer, routed: RouterOutput, mask_T: Tensor | None, num_sequences: int
 ) -> dict[str, tuple[float, Tensor]]:
     """Name to (coefficient, loss), in the graph."""
     scope = layer.balance.scope
     top_k = layer.top_k
-    wants_balance = layer.balance_loss_coef > 0 and not getattr(layer.router, "balanced", False)
+    wants_balance = wants_balance_loss(layer)
     z = ops.router_z_loss(routed.logits, token_mask=mask_T) if layer.z_loss_coef else None
     balance: Tensor | None = None
     if layer.global_counts is not None and layer.training:
         counted = balance_terms(routed, top_k)
         balance, z = global_batch_losses(counted, z, layer.global_counts)
     elif wants_balance and scope == "sequence":
+        assert routed.score_fn is not None, "refused before the dispatch"
         columns = top_k if routed.balance is None else routed.balance.top_k
         score_sum_BE, counts_BE = ops.sequence_load(
             routed.logits,
             routed.gate.topk_idx[:, :columns],
             max(num_sequences, 1),
-            score_fn="sigmoid" if getattr(layer.router, "score_fn", "") == "sigmoid" else "softmax",
+            # Before the choice, "topk_softmax" is a softmax over all experts too.
+            score_fn="sigmoid" if routed.score_fn == "sigmoid" else "softmax",
             token_mask=mask_T,
         )
         balance = ops.sequence_balance_loss(score_sum_BE, counts_BE, columns)

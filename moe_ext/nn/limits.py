@@ -109,7 +109,7 @@ def _ranked_experts(router: nn.Module, routed: RouterOutput) -> Tensor:
     key_TE = routed.logits.detach()
     bias = getattr(router, "selection_bias", None)
     if bias is not None:
-        sigmoid = getattr(router, "score_fn", "") == "sigmoid"
+        sigmoid = routed.score_fn == "sigmoid"
         key_TE = (key_TE.sigmoid() if sigmoid else key_TE.softmax(1)) + bias
     return key_TE.argsort(dim=1, descending=True, stable=True)
 

@@ -27,7 +27,7 @@ from moe_ext.nn._options import (
 )
 from moe_ext.nn._replay import apply_sessions
 from moe_ext.nn._tally import moved
-from moe_ext.nn.accounting import Record, account, read_losses, read_metrics
+from moe_ext.nn.accounting import Record, account, check_scores, read_losses, read_metrics
 from moe_ext.nn.balance import Balance, GlobalCounts
 from moe_ext.nn.capacity import Capacity, RowBudget
 from moe_ext.nn.chunks import run_chunks
@@ -251,6 +251,7 @@ class MoELayer(nn.Module):
             mask_T = flat.pop("token_mask", None)
             # A router of the caller's own may know no others than the mask.
             routed: RouterOutput = self.router(x_TD, token_mask=mask_T, **flat)
+            check_scores(self, routed)
             routed = apply_sessions(self, routed, mask_T)
             choice = limit_choice(self, routed, flat.get("token_idx"))
         # Under autocast the experts would cast anyway; here it halves what is permuted and sent.

@@ -8,7 +8,6 @@ from torch.utils.checkpoint import checkpoint
 import moe_ext
 from moe_ext.nn import (
     Balance,
-    RouterOutput,
     collect_losses,
     count_tokens,
     reset_token_counts,
@@ -344,7 +343,28 @@ class OwnTerms(nn.Module):
         first = torch.bincount(routed.gate.topk_idx[:, 0], minlength=E)
         terms = moe_ext.nn.BalanceTerms(routed.gate.score_sum, first, 1)
         losses = {"importance": routed.logits.square().sum()}
-        return RouterOutput(routed.logits, routed.gate, losses, None, terms)
+        return routed._replace(losses=losses, balance=terms)
+
+
+class WithoutScores(OwnTerms):
+    """A router that does not say what its scores are."""
+
+    def forward(self, x_TD, *, token_mask=None):
+        return super().forward(x_TD, token_mask=token_mask)._replace(score_fn=None)
+
+
+def test_a_loss_by_sequence_wants_to_know_the_scores():
+    x = micro_batches()[0]
+    options = {"balance": Balance("sequence"), "dtype": torch.float64}
+    for balanced, coef in ((False, 0.01), (True, 0.01), (False, 0.0)):
+        router = WithoutScores(make_model()[0].router, balanced)
+        layer = moe_ext.MoELayer(8, 6, E, K, router=router, balance_loss_coef=coef, **options)
+        if balanced or not coef:
+            layer(x)
+            continue
+        text = r"expected router to say what its scores are .*got None from WithoutScores"
+        with pytest.raises(ValueError, match=text):
+            layer(x)
 
 
 @pytest.mark.parametrize("scope", ["micro_batch", "sequence", "global_batch"])

@@ -1,10 +1,11 @@
-"""What every router shares: its result, its checks and its random state.
+"""Base of the routers: the forward pass that all share, their result and their random state.
 
 Shapes: T tokens, D model, E experts, K top-k.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,7 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext.nn._autocast import without_autocast
 from moe_ext.nn._tally import moved
+
+
+class Tokens(NamedTuple):
+    """The tokens of a forward pass, as `logits` and `choose` of a router see them.
+
+    Attributes:
+        x_TD: `[T, D]`, any floating dtype.
+        mask_T: `[T]` bool, True = real token; None for all. A masked token chooses no expert.
+        ids_T: `[T]` int64, entries of the vocabulary; None where the caller gave none.
+        idx_T: `[T]` int64, indices in the global batch; None for `first_token + t`.
+    """
+
+    x_TD: Tensor
+    mask_T: Tensor | None
+    ids_T: Tensor | None
+    idx_T: Tensor | None
 
 
 class BalanceTerms(NamedTuple):
@@ -56,6 +74,8 @@ class RouterOutput(NamedTuple):
             layer.
         balance: what the balance loss counts, where that is not what the gate counted.
         noise: what moved the logits that the gate saw, where that is not `logits`.
+        score_fn: what makes scores of the logits, "softmax", "topk_softmax" or "sigmoid"; None
+            where the router does not say: then a layer has no balance loss by sequence.
     """
 
     logits: Tensor
@@ -64,16 +84,20 @@ class RouterOutput(NamedTuple):
     capacity: int | None = None
     balance: BalanceTerms | None = None
     noise: DrawnNoise | None = None
+    score_fn: str | None = None
 
 
 class Router(nn.Module):
     """Base of the routers: `(x_TD, token_mask=, token_ids=, token_idx=)` to a `RouterOutput`.
+
+    A router gives `logits` and `choose`; both run outside autocast.
 
     Attributes:
         num_experts: E, over all ranks.
         top_k: K, columns of the gate.
         balanced: the router fills its experts evenly by construction: a layer adds no balance loss.
         sets_capacity: the router decides how many rows an expert takes (`RouterOutput.capacity`).
+        score_fn: see `RouterOutput.score_fn`.
         rng_state: `[4]` int64 `(seed, layer, step, first_token)` of a router that draws random
             numbers, None in the others. A draw depends on these, on the token's index and on
             nothing else: not on the number of ranks, not on a recomputation. See
@@ -82,6 +106,7 @@ class Router(nn.Module):
 
     balanced: bool = False
     sets_capacity: bool = False
+    score_fn: str | None = None
     rng_state: Tensor | None
 
     def __init__(self, model_dim: int, num_experts: int, top_k: int) -> None:
@@ -100,6 +125,40 @@ class Router(nn.Module):
         # No buffer: DistributedDataParallel would overwrite first_token with rank 0's.
         self.rng_state = None
         self._rng_seed = 0
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        *,
+        token_mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        token_idx: Tensor | None = None,
+    ) -> RouterOutput:
+        """Choose the experts of every token.
+
+        Args:
+            x_TD: tokens, `[T, D]`, any floating dtype.
+            token_mask: `[T]` bool, True = real token; a masked token chooses no expert.
+            token_ids: `[T]` int64, entries of the vocabulary, for routers that look at them.
+            token_idx: `[T]` int64, indices in the global batch, for routers that draw random
+                numbers; by default `first_token + t`.
+        """
+        tokens = Tokens(x_TD, token_mask, token_ids, token_idx)
+        with without_autocast(x_TD.device):
+            routed = self.choose(self.logits(tokens), tokens)
+        return routed if self.score_fn is None else routed._replace(score_fn=self.score_fn)
+
+    def logits(self, tokens: Tokens) -> Tensor:
+        """Logits of every token and expert, `[T, E]`, float32 (float64 for float64 tokens)."""
+        raise NotImplementedError(f"{type(self).__name__} has no logits")
+
+    def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
+        """The output for these logits."""
+        raise NotImplementedError(f"{type(self).__name__} has no choose")
+
+    def training_rng_state(self) -> Tensor | None:
+        """The random state where the router is to draw: in training mode."""
+        return self.rng_state if self.training else None
 
     def add_rng_state(self, seed: int, *, device: torch.device | str | None = None) -> None:
         """Give the router its random state: `(seed, 0, 0, 0)`, kept in the state dict."""
@@ -184,6 +243,127 @@ class Router(nn.Module):
             f"{type(self).__name__}: expected a router that can replay a choice (with_choice), "
             "got one that cannot"
         )
+
+
+class ScoreRouter(Router):
+    """Router whose weights are `ops.gate_weights` of its logits at the experts that it chooses.
+
+    Args:
+        model_dim: D.
+        num_experts: E, over all ranks.
+        top_k: columns of the gate.
+        score_fn: "softmax", "topk_softmax" or "sigmoid"; see `ops.topk_gate`.
+        renormalize: divide the K weights of a token by their sum.
+        scale: finite factor on the weights.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        score_fn: str = "softmax",
+        renormalize: bool = False,
+        scale: float = 1.0,
+    ) -> None:
+        super().__init__(model_dim, num_experts, top_k)
+        if not math.isfinite(scale):
+            raise ValueError(f"{type(self).__name__}: expected scale to be finite, got {scale}")
+        self.score_fn = score_fn
+        self.renormalize = renormalize
+        self.scale = scale
+
+    def topk_gate(self, logits_TE: Tensor, tokens: Tokens, **options: Any) -> ops.GateOutput:
+        """`ops.topk_gate` with the options of this router."""
+        assert self.score_fn is not None
+        return ops.topk_gate(
+            logits_TE,
+            self.top_k,
+            score_fn=self.score_fn,
+            renormalize=self.renormalize,
+            scale=self.scale,
+            token_mask=tokens.mask_T,
+            **options,
+        )
+
+    def gate_weights(self, logits_TE: Tensor, topk_idx_TK: Tensor) -> ops.GateOutput:
+        """`ops.gate_weights` with the options of this router."""
+        assert self.score_fn is not None
+        return ops.gate_weights(
+            logits_TE,
+            topk_idx_TK,
+            score_fn=self.score_fn,
+            renormalize=self.renormalize,
+            scale=self.scale,
+        )
+
+    def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
+        """The K experts of the largest scores."""
+        return RouterOutput(logits_TE, self.topk_gate(logits_TE, tokens))
+
+    def with_choice(self, routed: RouterOutput, topk_idx_TK: Tensor) -> RouterOutput:
+        """See `Router.with_choice`."""
+        with without_autocast(routed.logits.device):
+            gate = self.gate_weights(routed.logits, topk_idx_TK)
+        return routed._replace(gate=gate)
+
+
+class LinearRouter(ScoreRouter):
+    """Router whose logits are `x @ weight.T`.
+
+    They are computed in float32 (float64 for float64 inputs) whatever the dtype of the model:
+    logits rounded to bfloat16 flip the choice between close experts.
+
+    Args:
+        model_dim: D.
+        num_experts: E, over all ranks.
+        top_k: columns of the gate.
+        score_fn: see `ScoreRouter`.
+        renormalize: see `ScoreRouter`.
+        scale: see `ScoreRouter`.
+        seed: of the random state; None for a router that draws nothing.
+        device: device of the weight.
+        dtype: dtype of the weight.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        score_fn: str = "softmax",
+        renormalize: bool = False,
+        scale: float = 1.0,
+        seed: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            model_dim, num_experts, top_k, score_fn=score_fn, renormalize=renormalize, scale=scale
+        )
+        self.seed = seed
+        self.weight = nn.Parameter(torch.empty(num_experts, model_dim, device=device, dtype=dtype))
+        if seed is not None:
+            self.add_rng_state(seed, device=device)
+
+    def reset_parameters(self) -> None:
+        """Draw the weight uniformly in +-1/sqrt(D); the random state becomes (seed, 0, 0, 0)."""
+        bound = 1.0 / math.sqrt(self.model_dim)
+        nn.init.uniform_(self.weight, -bound, bound)
+        self.reset_rng_state()
+
+    def logits(self, tokens: Tokens) -> Tensor:
+        """`x @ weight.T`."""
+        return ops.router_logits(tokens.x_TD, self.weight)
+
+    def extra_repr(self) -> str:
+        """Sizes and options for `repr`."""
+        text = f"model_dim={self.model_dim}, num_experts={self.num_experts}, top_k={self.top_k}"
+        if self.scale != 1.0:
+            text += f", scale={self.scale}"
+        return text if self.seed is None else f"{text}, seed={self.seed}"
 
 
 def set_routing_step(model: nn.Module, step: int, *, first_token: int = 0) -> None:

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.nn._autocast import without_autocast
-from moe_ext.nn.routers._linear import LinearRouter
-from moe_ext.nn.routers.base import RouterOutput
+from moe_ext.nn.routers.base import LinearRouter, RouterOutput, Tokens
 
 
 class BaseRouter(LinearRouter):
@@ -38,7 +36,6 @@ class BaseRouter(LinearRouter):
     """
 
     balanced = True
-    score_fn = "sigmoid"
 
     def __init__(
         self,
@@ -48,7 +45,7 @@ class BaseRouter(LinearRouter):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(model_dim, num_experts, 1, device=device, dtype=dtype)
+        super().__init__(model_dim, num_experts, 1, score_fn="sigmoid", device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -58,42 +55,9 @@ class BaseRouter(LinearRouter):
         with torch.no_grad():
             self.weight.copy_(drawn)
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        *,
-        token_mask: Tensor | None = None,
-        token_ids: Tensor | None = None,
-        token_idx: Tensor | None = None,
-    ) -> RouterOutput:
-        """Choose an expert for every token.
-
-        Args:
-            x_TD: tokens, `[T, D]`, any floating dtype.
-            token_mask: `[T]` bool, True = real token; a masked token has no expert.
-            token_ids: not looked at.
-            token_idx: not looked at.
-
-        Returns:
-            `RouterOutput(logits [T, E], gate)` with one column.
-        """
-        with without_autocast(x_TD.device):
-            logits_TE = ops.router_logits(x_TD, self.weight)
-            if self.training:
-                expert_T = ops.balanced_assignment(logits_TE, token_mask=token_mask)
-                gate = ops.gate_weights(
-                    logits_TE, expert_T[:, None], score_fn="sigmoid", renormalize=False
-                )
-            else:
-                gate = ops.topk_gate(
-                    logits_TE, 1, score_fn="sigmoid", renormalize=False, token_mask=token_mask
-                )
-        return RouterOutput(logits_TE, gate)
-
-    def with_choice(self, routed: RouterOutput, topk_idx_TK: Tensor) -> RouterOutput:
-        """See `Router.with_choice`."""
-        with without_autocast(routed.logits.device):
-            gate = ops.gate_weights(
-                routed.logits, topk_idx_TK, score_fn="sigmoid", renormalize=False
-            )
-        return routed._replace(gate=gate)
+    def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
+        """The assignment in training, each token's best expert in evaluation."""
+        if not self.training:
+            return super().choose(logits_TE, tokens)
+        expert_T = ops.balanced_assignment(logits_TE, token_mask=tokens.mask_T)
+        return RouterOutput(logits_TE, self.gate_weights(logits_TE, expert_T[:, None]))

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.nn._autocast import without_autocast
-from moe_ext.nn.routers.base import Router, RouterOutput
+from moe_ext.nn.routers.base import ScoreRouter, Tokens
 
 
-class CosineRouter(Router):
+class CosineRouter(ScoreRouter):
     """Top-k of the cosine between a projected token and an embedding of each expert.
 
     `logits[t, e] = cos(proj_weight @ x[t] + proj_bias, expert_embedding[e]) / temperature`, then
@@ -59,7 +58,9 @@ class CosineRouter(Router):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(model_dim, num_experts, top_k)
+        # Divided by itself, the one weight of a token would have no gradient.
+        renormalize = renormalize and top_k > 1
+        super().__init__(model_dim, num_experts, top_k, renormalize=renormalize, scale=scale)
         if proj_dim < 1:
             raise ValueError(f"CosineRouter: expected proj_dim to be at least 1, got {proj_dim}")
         if not 0 < min_temperature < math.inf:
@@ -71,13 +72,9 @@ class CosineRouter(Router):
                 "CosineRouter: expected init_temperature to be at least "
                 f"min_temperature={min_temperature}, got {init_temperature}"
             )
-        if not math.isfinite(scale):
-            raise ValueError(f"CosineRouter: expected scale to be finite, got {scale}")
         self.proj_dim = proj_dim
         self.init_temperature = init_temperature
         self.min_temperature = min_temperature
-        self.renormalize = renormalize
-        self.scale = scale
         self.proj_weight = nn.Parameter(
             torch.empty(proj_dim, model_dim, device=device, dtype=dtype)
         )
@@ -103,49 +100,9 @@ class CosineRouter(Router):
             f"proj_dim={self.proj_dim}, min_temperature={self.min_temperature}"
         )
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        *,
-        token_mask: Tensor | None = None,
-        token_ids: Tensor | None = None,
-        token_idx: Tensor | None = None,
-    ) -> RouterOutput:
-        """Choose K experts for every token.
-
-        Args:
-            x_TD: tokens, `[T, D]`, any floating dtype.
-            token_mask: `[T]` bool, True = real token; a masked token chooses no expert.
-            token_ids: not looked at.
-            token_idx: not looked at.
-
-        Returns:
-            `RouterOutput(logits [T, E], gate)`.
-        """
-        with without_autocast(x_TD.device):
-            logits_TE = self._logits(x_TD)
-            gate = ops.topk_gate(
-                logits_TE,
-                self.top_k,
-                renormalize=self.renormalize and self.top_k > 1,
-                scale=self.scale,
-                token_mask=token_mask,
-            )
-        return RouterOutput(logits_TE, gate)
-
-    def with_choice(self, routed: RouterOutput, topk_idx_TK: Tensor) -> RouterOutput:
-        """See `Router.with_choice`."""
-        with without_autocast(routed.logits.device):
-            gate = ops.gate_weights(
-                routed.logits,
-                topk_idx_TK,
-                renormalize=self.renormalize and self.top_k > 1,
-                scale=self.scale,
-            )
-        return routed._replace(gate=gate)
-
-    def _logits(self, x_TD: Tensor) -> Tensor:
-        projected_TP = ops.router_logits(x_TD, self.proj_weight)
+    def logits(self, tokens: Tokens) -> Tensor:
+        """Cosines over the temperature."""
+        projected_TP = ops.router_logits(tokens.x_TD, self.proj_weight)
         acc_dtype = projected_TP.dtype
         projected_TP = projected_TP + self.proj_bias.to(acc_dtype)
         embedding_EP = nn.functional.normalize(self.expert_embedding.to(acc_dtype), dim=1)

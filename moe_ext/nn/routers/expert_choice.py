@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
-from moe_ext.nn._autocast import without_autocast
-from moe_ext.nn.routers._linear import LinearRouter
-from moe_ext.nn.routers.base import RouterOutput
+from moe_ext.nn.routers.base import LinearRouter, RouterOutput, Tokens
 
 
 class ExpertChoiceRouter(LinearRouter):
@@ -78,33 +76,8 @@ class ExpertChoiceRouter(LinearRouter):
         taken = (num_tokens * share.numerator + share.denominator - 1) // share.denominator
         return torch.sym_max(1, taken)
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        *,
-        token_mask: Tensor | None = None,
-        token_ids: Tensor | None = None,
-        token_idx: Tensor | None = None,
-    ) -> RouterOutput:
-        """Let every expert choose its tokens.
-
-        Args:
-            x_TD: tokens, `[T, D]`, any floating dtype.
-            token_mask: `[T]` bool, True = real token; no expert takes a masked one.
-            token_ids: not looked at.
-            token_idx: not looked at.
-
-        Returns:
-            `RouterOutput(logits [T, E], gate, capacity=C)` with E columns: column e is e or -1.
-        """
-        capacity = self.capacity(x_TD.shape[0])
-        with without_autocast(x_TD.device):
-            logits_TE = ops.router_logits(x_TD, self.weight)
-            gate = ops.expert_choice_gate(logits_TE, capacity, token_mask=token_mask)
+    def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
+        """Every expert takes its tokens: E columns, column e is e or -1."""
+        capacity = self.capacity(logits_TE.shape[0])
+        gate = ops.expert_choice_gate(logits_TE, capacity, token_mask=tokens.mask_T)
         return RouterOutput(logits_TE, gate, capacity=capacity)
-
-    def with_choice(self, routed: RouterOutput, topk_idx_TK: Tensor) -> RouterOutput:
-        """See `Router.with_choice`."""
-        with without_autocast(routed.logits.device):
-            gate = ops.gate_weights(routed.logits, topk_idx_TK, renormalize=False)
-        return routed._replace(gate=gate)

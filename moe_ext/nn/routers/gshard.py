@@ -10,8 +10,7 @@ from torch import Tensor
 
 from moe_ext import ops
 from moe_ext.nn._autocast import without_autocast
-from moe_ext.nn.routers._linear import LinearRouter
-from moe_ext.nn.routers.base import BalanceTerms, RouterOutput
+from moe_ext.nn.routers.base import BalanceTerms, LinearRouter, RouterOutput, Tokens
 
 _SECOND_EXPERT = ("random", "always")
 
@@ -61,6 +60,7 @@ class GShardRouter(LinearRouter):
             model_dim,
             num_experts,
             2,
+            renormalize=True,
             scale=scale,
             seed=seed if second_expert == "random" else None,
             device=device,
@@ -73,35 +73,15 @@ class GShardRouter(LinearRouter):
         """Sizes and options for `repr`."""
         return f"{super().extra_repr()}, second_expert={self.second_expert!r}"
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        *,
-        token_mask: Tensor | None = None,
-        token_ids: Tensor | None = None,
-        token_idx: Tensor | None = None,
-    ) -> RouterOutput:
-        """Choose one or two experts for every token.
-
-        Args:
-            x_TD: tokens, `[T, D]`, any floating dtype.
-            token_mask: `[T]` bool, True = real token; a masked token chooses no expert.
-            token_ids: not looked at.
-            token_idx: `[T]` int64, indices in the global batch; by default `first_token + t`.
-
-        Returns:
-            `RouterOutput(logits [T, E], gate, balance=...)` with two columns; a dropped second
-            choice has index -1 and weight 0.
-        """
-        with without_autocast(x_TD.device):
-            logits_TE = ops.router_logits(x_TD, self.weight)
-            chosen = ops.gshard_gate(
-                logits_TE,
-                self.training_rng_state(),
-                scale=self.scale,
-                token_mask=token_mask,
-                token_idx=token_idx,
-            )
+    def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
+        """One or two experts for every token; a dropped second has index -1 and weight 0."""
+        chosen = ops.gshard_gate(
+            logits_TE,
+            self.training_rng_state(),
+            scale=self.scale,
+            token_mask=tokens.mask_T,
+            token_idx=tokens.idx_T,
+        )
         balance = BalanceTerms(chosen.score_sum, chosen.num_first_choices, 1)
         return RouterOutput(logits_TE, ops.GateOutput(*chosen[:4]), balance=balance)
 
@@ -119,7 +99,7 @@ class GShardRouter(LinearRouter):
             [first_T, torch.where(dropped_T, others_TE.argmax(dim=1), second_T)], dim=1
         )
         with without_autocast(logits_TE.device):
-            gate = ops.gate_weights(logits_TE, both_TK, scale=self.scale)
+            gate = self.gate_weights(logits_TE, both_TK)
         none_E = torch.zeros_like(gate.num_tokens_per_expert)
         too_many_E = none_E.scatter_add(0, both_TK[:, 1].clamp(min=0), dropped_T.long())
         first_E = none_E.scatter_add(0, first_T.clamp(min=0), (first_T >= 0).long())

@@ -10,13 +10,12 @@ import heapq
 import torch
 from torch import Tensor
 
-from moe_ext import ops
-from moe_ext.nn.routers.base import Router, RouterOutput
+from moe_ext.nn.routers.base import RouterOutput, ScoreRouter, Tokens
 
 _METHODS = ("balanced", "random")
 
 
-class HashRouter(Router):
+class HashRouter(ScoreRouter):
     """K fixed experts for each entry of the vocabulary, of weight 1/K; nothing is learned.
 
     The experts of an entry are a row of the table `expert_of_id` [V, K], made from `seed` alone:
@@ -66,7 +65,7 @@ class HashRouter(Router):
         seed: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(model_dim, num_experts, top_k)
+        super().__init__(model_dim, num_experts, top_k, renormalize=True)
         if method not in _METHODS:
             raise ValueError(f"HashRouter: expected method to be one of {_METHODS}, got {method!r}")
         if vocab_size is None and method == "balanced":
@@ -115,58 +114,43 @@ class HashRouter(Router):
             f"method={self.method!r}, seed={self.seed}"
         )
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        *,
-        token_mask: Tensor | None = None,
-        token_ids: Tensor | None = None,
-        token_idx: Tensor | None = None,
-    ) -> RouterOutput:
+    def logits(self, tokens: Tokens) -> Tensor:
+        """Zeros without a gradient: every chosen expert has the same weight."""
+        x_TD = tokens.x_TD
+        dtype = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+        return torch.zeros((x_TD.shape[0], self.num_experts), dtype=dtype, device=x_TD.device)
+
+    def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
         """Look up the experts of every token.
-
-        Args:
-            x_TD: tokens, `[T, D]`; only their number is looked at.
-            token_mask: `[T]` bool, True = real token; a masked token has no expert, and any id.
-            token_ids: `[T]` int64, entries of the vocabulary, in [0, V).
-            token_idx: not looked at.
-
-        Returns:
-            `RouterOutput(logits [T, E], gate)`; the logits are zeros without a gradient.
 
         Raises:
             ValueError: token_ids is missing or not of shape [T].
             TypeError: token_ids is not int64.
             IndexError: on CPU, an id is outside of the vocabulary.
         """
-        num_tokens = x_TD.shape[0]
-        if token_ids is None:
+        num_tokens, ids_T, mask_T = tokens.x_TD.shape[0], tokens.ids_T, tokens.mask_T
+        if ids_T is None:
             raise ValueError(
                 "HashRouter: expected token_ids [T] to be given (MoELayer.forward takes them), got "
                 "None"
             )
-        if token_ids.dtype != torch.int64:
-            raise TypeError(f"HashRouter: expected token_ids to be int64, got {token_ids.dtype}")
-        if token_ids.shape != (num_tokens,):
+        if ids_T.dtype != torch.int64:
+            raise TypeError(f"HashRouter: expected token_ids to be int64, got {ids_T.dtype}")
+        if ids_T.shape != (num_tokens,):
             raise ValueError(
                 f"HashRouter: expected token_ids to be of shape [{num_tokens}], got "
-                f"{tuple(token_ids.shape)}"
+                f"{tuple(ids_T.shape)}"
             )
-        if token_mask is not None:
-            token_ids = token_ids.where(token_mask, 0)
+        if mask_T is not None:
+            # A masked token may have any id.
+            ids_T = ids_T.where(mask_T, 0)
         if self.expert_of_id is not None:
-            idx_TK = self.expert_of_id.index_select(0, token_ids)
+            idx_TK = self.expert_of_id.index_select(0, ids_T)
         else:
-            idx_TK = _mixed_experts(token_ids, self.num_experts, self.top_k, self.seed)
-        if token_mask is not None:
-            idx_TK = idx_TK.where(token_mask[:, None], -1)
-        dtype = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
-        logits_TE = torch.zeros((num_tokens, self.num_experts), dtype=dtype, device=x_TD.device)
-        return RouterOutput(logits_TE, ops.gate_weights(logits_TE, idx_TK))
-
-    def with_choice(self, routed: RouterOutput, topk_idx_TK: Tensor) -> RouterOutput:
-        """See `Router.with_choice`."""
-        return routed._replace(gate=ops.gate_weights(routed.logits, topk_idx_TK))
+            idx_TK = _mixed_experts(ids_T, self.num_experts, self.top_k, self.seed)
+        if mask_T is not None:
+            idx_TK = idx_TK.where(mask_T[:, None], -1)
+        return RouterOutput(logits_TE, self.gate_weights(logits_TE, idx_TK))
 
 
 def _even_table(

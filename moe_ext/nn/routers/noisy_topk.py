@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from moe_ext import ops
 from moe_ext.nn._autocast import without_autocast
-from moe_ext.nn.routers._linear import LinearRouter
-from moe_ext.nn.routers.base import DrawnNoise, RouterOutput
+from moe_ext.nn.routers.base import DrawnNoise, LinearRouter, RouterOutput, Tokens
 
 
 class NoisyTopKRouter(LinearRouter):
@@ -93,46 +92,33 @@ class NoisyTopKRouter(LinearRouter):
             f"load_coef={self.load_coef}, noise_epsilon={self.noise_epsilon}"
         )
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        *,
-        token_mask: Tensor | None = None,
-        token_ids: Tensor | None = None,
-        token_idx: Tensor | None = None,
-    ) -> RouterOutput:
-        """Choose K experts for every token.
+    def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
+        """The K experts of the largest noisy logits, and the losses.
 
-        Args:
-            x_TD: tokens, `[T, D]`, any floating dtype.
-            token_mask: `[T]` bool, True = real token; a masked token chooses no expert.
-            token_ids: not looked at.
-            token_idx: `[T]` int64, indices in the global batch; by default `first_token + t`.
-
-        Returns:
-            `RouterOutput(logits [T, E], gate, losses)`: the logits without noise, `score_sum` of
-            the gate is the importance, and the losses "importance" and "load" have their
-            coefficients applied.
+        The logits of the output are those without noise, `score_sum` of the gate is the importance,
+        and the losses "importance" and "load" have their coefficients applied.
         """
-        rng_state = self.training_rng_state()
-        with without_autocast(x_TD.device):
-            logits_TE = ops.router_logits(x_TD, self.weight)
-            noise_TE = None if rng_state is None else ops.router_logits(x_TD, self.noise_weight)
-            chosen = ops.noisy_topk_gate(
-                logits_TE,
-                noise_TE,
-                rng_state,
-                self.top_k,
-                noise_epsilon=self.noise_epsilon,
-                scale=self.scale,
-                token_mask=token_mask,
-                token_idx=token_idx,
-            )
-            losses = self._losses(chosen)
+        rng_state, noise_TE, noise = self.training_rng_state(), None, None
+        if rng_state is not None:
+            noise_TE = ops.router_logits(tokens.x_TD, self.noise_weight)
+            noise = DrawnNoise(noise_TE, rng_state.clone(), tokens.mask_T, tokens.idx_T)
+        chosen = ops.noisy_topk_gate(
+            logits_TE,
+            noise_TE,
+            rng_state,
+            self.top_k,
+            noise_epsilon=self.noise_epsilon,
+            scale=self.scale,
+            token_mask=tokens.mask_T,
+            token_idx=tokens.idx_T,
+        )
+        losses = {}
+        if self.importance_coef:
+            variation = ops.squared_variation(chosen.importance)
+            losses["importance"] = self.importance_coef * variation
+        if self.load_coef:
+            losses["load"] = self.load_coef * ops.squared_variation(chosen.load)
         gate = ops.GateOutput(*chosen[:4])
-        noise = None
-        if noise_TE is not None and rng_state is not None:
-            noise = DrawnNoise(noise_TE, rng_state.clone(), token_mask, token_idx)
         return RouterOutput(logits_TE, gate, losses or None, noise=noise)
 
     def with_choice(self, routed: RouterOutput, topk_idx_TK: Tensor) -> RouterOutput:
@@ -172,12 +158,3 @@ class NoisyTopKRouter(LinearRouter):
         tiny = torch.finfo(torch.float64).tiny
         log_TE = whole.topk_weights.clamp(min=tiny).log()
         return torch.zeros_like(logits_TE).scatter(1, whole.topk_idx.clamp(min=0), log_TE)
-
-    def _losses(self, chosen: ops.NoisyGateOutput) -> dict[str, Tensor]:
-        losses = {}
-        if self.importance_coef:
-            variation = ops.squared_variation(chosen.importance)
-            losses["importance"] = self.importance_coef * variation
-        if self.load_coef:
-            losses["load"] = self.load_coef * ops.squared_variation(chosen.load)
-        return losses

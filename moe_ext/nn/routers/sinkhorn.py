@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
-from moe_ext.nn._autocast import without_autocast
-from moe_ext.nn.routers._linear import LinearRouter
-from moe_ext.nn.routers.base import RouterOutput
+from moe_ext.nn.routers.base import LinearRouter, RouterOutput, Tokens
 
 
 class SinkhornRouter(LinearRouter):
@@ -63,59 +61,31 @@ class SinkhornRouter(LinearRouter):
             raise ValueError(
                 f"SinkhornRouter: expected tolerance to be finite and at least 0, got {tolerance}"
             )
-        super().__init__(model_dim, num_experts, top_k, device=device, dtype=dtype)
+        super().__init__(
+            model_dim,
+            num_experts,
+            top_k,
+            score_fn="sigmoid" if top_k == 1 else "softmax",
+            device=device,
+            dtype=dtype,
+        )
         self.num_iters = num_iters
         self.tolerance = tolerance
-        self.score_fn = "sigmoid" if top_k == 1 else "softmax"
         self.reset_parameters()
 
     def extra_repr(self) -> str:
         """Sizes and options for `repr`."""
         return f"{super().extra_repr()}, num_iters={self.num_iters}, tolerance={self.tolerance}"
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        *,
-        token_mask: Tensor | None = None,
-        token_ids: Tensor | None = None,
-        token_idx: Tensor | None = None,
-    ) -> RouterOutput:
-        """Choose K experts for every token.
-
-        Args:
-            x_TD: tokens, `[T, D]`, any floating dtype.
-            token_mask: `[T]` bool, True = real token; a masked token chooses no expert.
-            token_ids: not looked at.
-            token_idx: not looked at.
-
-        Returns:
-            `RouterOutput(logits [T, E], gate)`.
-        """
-        with without_autocast(x_TD.device):
-            logits_TE = ops.router_logits(x_TD, self.weight)
-            if self.training:
-                gate = ops.sinkhorn_gate(
-                    logits_TE,
-                    self.top_k,
-                    num_iters=self.num_iters,
-                    tolerance=self.tolerance,
-                    token_mask=token_mask,
-                )
-            else:
-                gate = ops.topk_gate(
-                    logits_TE,
-                    self.top_k,
-                    score_fn=self.score_fn,
-                    renormalize=False,
-                    token_mask=token_mask,
-                )
+    def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
+        """By balanced logits in training, by the logits themselves in evaluation."""
+        if not self.training:
+            return super().choose(logits_TE, tokens)
+        gate = ops.sinkhorn_gate(
+            logits_TE,
+            self.top_k,
+            num_iters=self.num_iters,
+            tolerance=self.tolerance,
+            token_mask=tokens.mask_T,
+        )
         return RouterOutput(logits_TE, gate)
-
-    def with_choice(self, routed: RouterOutput, topk_idx_TK: Tensor) -> RouterOutput:
-        """See `Router.with_choice`."""
-        with without_autocast(routed.logits.device):
-            gate = ops.gate_weights(
-                routed.logits, topk_idx_TK, score_fn=self.score_fn, renormalize=False
-            )
-        return routed._replace(gate=gate)

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
-from moe_ext.nn._autocast import without_autocast
-from moe_ext.nn.routers._linear import LinearRouter
-from moe_ext.nn.routers.base import RouterOutput
+from moe_ext.nn.routers.base import LinearRouter, Tokens
 
 
 class SwitchRouter(LinearRouter):
@@ -68,37 +66,10 @@ class SwitchRouter(LinearRouter):
         """Sizes and options for `repr`."""
         return f"{super().extra_repr()}, jitter_eps={self.jitter_eps}"
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        *,
-        token_mask: Tensor | None = None,
-        token_ids: Tensor | None = None,
-        token_idx: Tensor | None = None,
-    ) -> RouterOutput:
-        """Choose an expert for every token.
-
-        Args:
-            x_TD: tokens, `[T, D]`, any floating dtype; not changed by the jitter.
-            token_mask: `[T]` bool, True = real token; a masked token chooses no expert.
-            token_ids: not looked at.
-            token_idx: `[T]` int64, indices in the global batch; by default `first_token + t`.
-
-        Returns:
-            `RouterOutput(logits [T, E], gate)` with one column.
-        """
+    def logits(self, tokens: Tokens) -> Tensor:
+        """`(x * u) @ weight.T`; the tokens that the experts see are not changed by the jitter."""
         rng_state = self.training_rng_state()
-        with without_autocast(x_TD.device):
-            if rng_state is not None:
-                x_TD = ops.routing_jitter(x_TD, rng_state, self.jitter_eps, token_idx=token_idx)
-            logits_TE = ops.router_logits(x_TD, self.weight)
-            gate = ops.topk_gate(
-                logits_TE, 1, renormalize=False, scale=self.scale, token_mask=token_mask
-            )
-        return RouterOutput(logits_TE, gate)
-
-    def with_choice(self, routed: RouterOutput, topk_idx_TK: Tensor) -> RouterOutput:
-        """See `Router.with_choice`."""
-        with without_autocast(routed.logits.device):
-            gate = ops.gate_weights(routed.logits, topk_idx_TK, renormalize=False, scale=self.scale)
-        return routed._replace(gate=gate)
+        if rng_state is None:
+            return super().logits(tokens)
+        x_TD = ops.routing_jitter(tokens.x_TD, rng_state, self.jitter_eps, token_idx=tokens.idx_T)
+        return ops.router_logits(x_TD, self.weight)

@@ -11,10 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ext import ops
-from moe_ext.nn._autocast import without_autocast
-from moe_ext.nn.routers._linear import LinearRouter
-from moe_ext.nn.routers.base import RouterOutput
+from moe_ext.nn.routers.base import LinearRouter, RouterOutput, Tokens
 
 _SCORE_FNS = ("softmax", "topk_softmax", "sigmoid")
 
@@ -62,7 +59,16 @@ class TopKRouter(LinearRouter):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(model_dim, num_experts, top_k, scale=scale, device=device, dtype=dtype)
+        super().__init__(
+            model_dim,
+            num_experts,
+            top_k,
+            score_fn=score_fn,
+            renormalize=renormalize,
+            scale=scale,
+            device=device,
+            dtype=dtype,
+        )
         if score_fn not in _SCORE_FNS:
             raise ValueError(
                 f"TopKRouter: expected score_fn to be one of {_SCORE_FNS}, got {score_fn!r}"
@@ -77,8 +83,6 @@ class TopKRouter(LinearRouter):
                 f"TopKRouter: expected top_groups to be in 1..num_groups={num_groups} and to leave "
                 f"at least top_k={top_k} experts, got {top_groups}"
             )
-        self.score_fn = score_fn
-        self.renormalize = renormalize
         self.num_groups = num_groups
         self.top_groups = top_groups
         bias = torch.zeros(num_experts, device=device) if selection_bias else None
@@ -111,48 +115,13 @@ class TopKRouter(LinearRouter):
             text += f", num_groups={self.num_groups}, top_groups={self.top_groups}"
         return text
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        *,
-        token_mask: Tensor | None = None,
-        token_ids: Tensor | None = None,
-        token_idx: Tensor | None = None,
-    ) -> RouterOutput:
-        """Choose K experts for every token.
-
-        Args:
-            x_TD: tokens, `[T, D]`, any floating dtype.
-            token_mask: `[T]` bool, True = real token; a masked token chooses no expert.
-            token_ids: not looked at.
-            token_idx: not looked at.
-
-        Returns:
-            `RouterOutput(logits [T, E], gate)`.
-        """
-        with without_autocast(x_TD.device):
-            logits_TE = ops.router_logits(x_TD, self.weight)
-            gate = ops.topk_gate(
-                logits_TE,
-                self.top_k,
-                score_fn=self.score_fn,
-                renormalize=self.renormalize,
-                scale=self.scale,
-                selection_bias=self.selection_bias,
-                num_groups=self.num_groups,
-                top_groups=self.top_groups,
-                token_mask=token_mask,
-            )
+    def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
+        """The K experts of the largest scores, the bias added."""
+        gate = self.topk_gate(
+            logits_TE,
+            tokens,
+            selection_bias=self.selection_bias,
+            num_groups=self.num_groups,
+            top_groups=self.top_groups,
+        )
         return RouterOutput(logits_TE, gate)
-
-    def with_choice(self, routed: RouterOutput, topk_idx_TK: Tensor) -> RouterOutput:
-        """See `Router.with_choice`."""
-        with without_autocast(routed.logits.device):
-            gate = ops.gate_weights(
-                routed.logits,
-                topk_idx_TK,
-                score_fn=self.score_fn,
-                renormalize=self.renormalize,
-                scale=self.scale,
-            )
-        return routed._replace(gate=gate)
