@@ -40,9 +40,12 @@ from moe_ext.compression.sparse_reduce import sparse_all_reduce
 from moe_ext.compression.state import CompressionState
 
 if TYPE_CHECKING:
-    from moe_ext.compression.fsdp import CompressedAllGather, CompressedReduceScatter
-    from moe_ext.compression.fsdp_nodes import CompressedAllReduce
-    from moe_ext.compression.zero_plus_plus import FSDPCompression, zero_plus_plus
+    from moe_ext.compression.fsdp import (
+        CompressedAllGather,
+        CompressedAllReduce,
+        CompressedReduceScatter,
+    )
+    from moe_ext.compression.fsdp.zero_plus_plus import FSDPCompression, zero_plus_plus
 
 __all__ = [
     "BlockSparse",
@@ -85,19 +88,19 @@ __all__ = [
 ]
 
 # Imported when they are asked for: FSDP2 takes a second to import.
-_OF_FSDP = {
-    "CompressedAllGather": "fsdp",
-    "CompressedAllReduce": "fsdp_nodes",
-    "CompressedReduceScatter": "fsdp",
-    "FSDPCompression": "zero_plus_plus",
-    "zero_plus_plus": "zero_plus_plus",
-}
+_OF_FSDP = (
+    "CompressedAllGather",
+    "CompressedAllReduce",
+    "CompressedReduceScatter",
+    "FSDPCompression",
+    "zero_plus_plus",
+)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _OF_FSDP:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_OF_FSDP[name]}"), name)
+    value = getattr(importlib.import_module("moe_ext.compression.fsdp"), name)
     globals()[name] = value
     return value
 

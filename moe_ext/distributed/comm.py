@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -193,7 +194,12 @@ def all_reduce_(
 
 
 def start_all_gather(
-    x: Tensor, group: ProcessGroup | None, *, operation: str, counted: bool = True
+    x: Tensor,
+    group: ProcessGroup | None,
+    *,
+    operation: str,
+    out: Tensor | None = None,
+    counted: bool = True,
 ) -> Pending[Tensor]:
     """Begin to gather a tensor of every rank.
 
@@ -201,6 +207,7 @@ def start_all_gather(
         x: `[n, ...]`, of the same shape and dtype on every rank.
         group: the P ranks.
         operation: name for error messages.
+        out: where to put the result, a contiguous tensor; None makes one.
         counted: see `start_all_reduce_`.
 
     Returns:
@@ -211,9 +218,9 @@ def start_all_gather(
     """
     size = group_size(group)
     if size == 1:
-        return Pending.done(x)
+        return Pending.done(x if out is None else out.copy_(x))
     sent = x.contiguous()
-    found = sent.new_empty((size * sent.shape[0], *sent.shape[1:]))
+    found = sent.new_empty((size * sent.shape[0], *sent.shape[1:])) if out is None else out
     if sent.numel() == 0:
         return Pending.done(found)
     if counted:
@@ -224,14 +231,44 @@ def start_all_gather(
 
 
 def all_gather(
-    x: Tensor, group: ProcessGroup | None, *, operation: str, counted: bool = True
+    x: Tensor,
+    group: ProcessGroup | None,
+    *,
+    operation: str,
+    out: Tensor | None = None,
+    counted: bool = True,
 ) -> Tensor:
     """Gather a tensor of every rank; see `start_all_gather`."""
-    return start_all_gather(x, group, operation=operation, counted=counted).wait()
+    return start_all_gather(x, group, operation=operation, out=out, counted=counted).wait()
+
+
+def reduce_scale(op: Any, num_ranks: int, operation: str) -> float:
+    """The factor on the sum over ranks that a reduction of c10d stands for.
+
+    Raises:
+        ValueError: it is none of SUM, AVG and PREMUL_SUM.
+    """
+    # The factor of PREMUL_SUM has no other accessor. (Both types pass for `ReduceOp`.)
+    kind, factor = (op, None) if isinstance(op, dist.ReduceOp.RedOpType) else op.__getstate__()
+    if kind == dist.ReduceOp.AVG:
+        return 1.0 / num_ranks
+    if kind == dist.ReduceOp.SUM:
+        return 1.0
+    if kind == dist.ReduceOp.PREMUL_SUM and isinstance(factor, float):
+        return factor
+    raise ValueError(
+        f"{operation}: expected op to be SUM, AVG or PREMUL_SUM of a number, got {kind}"
+    )
 
 
 def start_reduce_scatter(
-    x: Tensor, group: ProcessGroup | None, *, operation: str, counted: bool = True
+    x: Tensor,
+    group: ProcessGroup | None,
+    *,
+    operation: str,
+    op: Any = dist.ReduceOp.SUM,
+    out: Tensor | None = None,
+    counted: bool = True,
 ) -> Pending[Tensor]:
     """Begin to sum over the ranks, of which each keeps its part.
 
@@ -239,6 +276,8 @@ def start_reduce_scatter(
         x: `[P * n, ...]`, of the same shape and dtype on every rank.
         group: the P ranks.
         operation: name for error messages.
+        op: SUM, AVG or PREMUL_SUM of c10d, as FSDP2 asks for it.
+        out: where to put the result, a contiguous tensor; None makes one.
         counted: see `start_all_reduce_`.
 
     Returns:
@@ -248,24 +287,39 @@ def start_reduce_scatter(
         RankFailureError: a rank died or did not answer; the message names it.
     """
     size = group_size(group)
-    if size == 1:
+    # Gloo does not know PREMUL_SUM.
+    is_known = x.is_cuda or op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+    scale = 1.0 if is_known else reduce_scale(op, size, operation)
+    if size == 1 and out is None:
         return Pending.done(x)
     sent = x.contiguous()
-    found = sent.new_empty((sent.shape[0] // size, *sent.shape[1:]))
+    found = sent.new_empty((sent.shape[0] // size, *sent.shape[1:])) if out is None else out
     if sent.numel() == 0:
         return Pending.done(found)
     if counted:
         record_traffic("reduce_scatter", (size - 1) * found.nbytes)
     with naming_failed_ranks(group, operation):
-        work = getattr(dist, REDUCE_SCATTER)(found, sent, group=group, async_op=True)
-    return Pending.of_works([work], _Release(found, sent), group, operation)
+        work = getattr(dist, REDUCE_SCATTER)(
+            found, sent, op=op if is_known else dist.ReduceOp.SUM, group=group, async_op=True
+        )
+    release = _Release(found, sent)
+    return Pending.of_works(
+        [work], lambda: release() if scale == 1.0 else release().mul_(scale), group, operation
+    )
 
 
 def reduce_scatter(
-    x: Tensor, group: ProcessGroup | None, *, operation: str, counted: bool = True
+    x: Tensor,
+    group: ProcessGroup | None,
+    *,
+    operation: str,
+    op: Any = dist.ReduceOp.SUM,
+    out: Tensor | None = None,
+    counted: bool = True,
 ) -> Tensor:
     """Sum over the ranks, of which each keeps its part; see `start_reduce_scatter`."""
-    return start_reduce_scatter(x, group, operation=operation, counted=counted).wait()
+    pending = start_reduce_scatter(x, group, operation=operation, op=op, out=out, counted=counted)
+    return pending.wait()
 
 
 def all_to_all(
@@ -375,6 +429,21 @@ def local_group(ranks: Sequence[int], like: ProcessGroup, device: torch.device) 
 def twin_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
     """A new group of the same ranks; for messages that may come in another order than its own."""
     return local_group(group_ranks(group), group, device)
+
+
+class PendingWork(dist.Work):
+    """A message underway as FSDP2 wants it: a `Work` of c10d, whose `wait` makes the result."""
+
+    def __init__(self, finish: Callable[[], object]) -> None:
+        super().__init__()
+        self._finish: Callable[[], object] | None = finish
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """End the message; always True."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+        return True
 
 
 class _Release:

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import moe_ext
-from moe_ext.compression.zero_plus_plus import zero_plus_plus
+from moe_ext.compression.fsdp import zero_plus_plus
 from moe_ext.ops import dequantize_blockwise, quantize_blockwise
 
 STEPS = 3

@@ -29,9 +29,12 @@ from rank_checks import Checks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from moe_ext.compression.fsdp import CompressedAllGather, CompressedReduceScatter
-from moe_ext.compression.fsdp_nodes import CompressedAllReduce
-from moe_ext.compression.zero_plus_plus import zero_plus_plus
+from moe_ext.compression.fsdp import (
+    CompressedAllGather,
+    CompressedAllReduce,
+    CompressedReduceScatter,
+    zero_plus_plus,
+)
 from moe_ext.distributed import count_traffic
 
 two = Checks()

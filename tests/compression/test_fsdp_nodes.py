@@ -32,10 +32,13 @@ from rank_checks import Checks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from moe_ext.compression._fsdp_internals import messages_of
-from moe_ext.compression.fsdp import CompressedAllGather, CompressedReduceScatter
-from moe_ext.compression.fsdp_nodes import CompressedAllReduce
-from moe_ext.compression.zero_plus_plus import zero_plus_plus
+from moe_ext.compression.fsdp import (
+    CompressedAllGather,
+    CompressedAllReduce,
+    CompressedReduceScatter,
+    zero_plus_plus,
+)
+from moe_ext.compression.fsdp.internals import messages_of
 from moe_ext.distributed import count_traffic
 
 four = Checks()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
@@ -91,21 +91,6 @@ def resharded_over(module: FSDPModule) -> int:
     """Ranks that share the parameters after the forward pass; 1 where each rank keeps them all."""
     info = _param_groups(module)[0].post_forward_mesh_info
     return 1 if info is None else int(info.shard_mesh_size)
-
-
-def reduce_scale(op: Any, num_ranks: int) -> float:
-    """What a sum over ranks is multiplied with; ValueError for other reductions."""
-    # The factor of PREMUL_SUM has no other accessor. (Both types pass for `ReduceOp`.)
-    kind, factor = (op, None) if isinstance(op, ReduceOp.RedOpType) else op.__getstate__()
-    if kind == ReduceOp.AVG:
-        return 1.0 / num_ranks
-    if kind == ReduceOp.SUM:
-        return 1.0
-    if kind == ReduceOp.PREMUL_SUM and isinstance(factor, float):
-        return factor
-    raise ValueError(
-        f"CompressedReduceScatter: expected op to be SUM, AVG or PREMUL_SUM of a number, got {kind}"
-    )
 
 
 def messages_of(module: FSDPModule) -> dict[str, Any]:

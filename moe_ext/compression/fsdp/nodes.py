@@ -8,21 +8,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from moe_ext.compression._fsdp_internals import shard_group
-from moe_ext.compression.fsdp import check_feedback, check_format
-from moe_ext.compression.fsdp_feedback import Residual, StepLedger, guard
-from moe_ext.compression.fsdp_layout import (
+from moe_ext.compression.fsdp.internals import shard_group
+from moe_ext.compression.fsdp.layout import (
     KeepDense,
-    LayoutFinder,
     ShardLayout,
     fill_padding_,
     keep_small_dense,
 )
+from moe_ext.compression.fsdp.ledger import StepLedger
+from moe_ext.compression.fsdp.messages import GradientMessage
 from moe_ext.compression.quantized_reduce import (
     quantized_all_gather,
     quantized_all_reduce_,
@@ -30,14 +28,15 @@ from moe_ext.compression.quantized_reduce import (
     shard_numel,
 )
 from moe_ext.compression.sparse_reduce import sparse_all_reduce
-from moe_ext.distributed.collectives import sum_over_ranks_
+from moe_ext.distributed.comm import all_reduce_
+from moe_ext.distributed.groups import group_rank, resolve_group
 from moe_ext.ops.topk import topk_compress_
 
 _TOPK = "topk"
 _SIGN = "sign"
 
 
-class CompressedAllReduce:
+class CompressedAllReduce(GradientMessage):
     """Averages the gradients of an FSDP module over nodes, compressed; a hook for FSDP2.
 
     FSDP shards and reduces inside a node, over its fast links; each rank then holds a shard of the
@@ -94,80 +93,51 @@ class CompressedAllReduce:
         min_numel: int = 1024,
     ) -> None:
         op = "CompressedAllReduce"
-        if codec != _TOPK:
-            check_format(op, codec, block, also=(_TOPK,))
-        elif not error_feedback:
+        if codec == _TOPK and not error_feedback:
             raise ValueError(f"{op}: expected error_feedback to be on for top-k, got False")
         if not 0.0 < density <= 1.0:
             raise ValueError(f"{op}: expected density to be in (0, 1], got {density}")
-        check_feedback(op, codec, error_feedback and codec != "none", module)
-        group = node_group if node_group is not None else dist.group.WORLD
+        super().__init__(
+            op,
+            codec,
+            error_feedback,
+            ledger,
+            block=block,
+            module=module,
+            name=name,
+            model=model,
+            keep_dense=keep_dense,
+            min_numel=min_numel,
+            also=(_TOPK,),
+        )
+        group = resolve_group(node_group, op)
         assert group is not None
         self.group: ProcessGroup = group
-        self.codec = codec
-        self.density = density
-        self.block = block
-        self.average = average
-        self.name = name
-        self.finder = LayoutFinder(
-            module, name, model, op=op, block=block, keep_dense=keep_dense, min_numel=min_numel
-        )
-        self.ledger = ledger if ledger is not None else StepLedger()
-        self.residual = Residual() if error_feedback and codec != "none" else None
-        if self.residual is not None:
-            self.ledger.add_residual(self.residual)
+        self.codec, self.density, self.average = codec, density, average
 
     @torch.no_grad()
     def __call__(self, reduce_output: Tensor) -> None:
         """Reduces a shard ``[S]`` over the nodes, in place."""
-        layout = None
-        if self.codec != "none":
-            layout = self.finder.find(reduce_output.numel(), trainable_only=True)
-        self.ledger.begin(self, self.name)
-        try:
-            if layout is None or layout.packed_numel == 0:
-                self._all_reduce(reduce_output)
-                self.ledger.look_at(self.name, layout, reduce_output, 1)
-                self.ledger.leave_out(self.residual)
-                return
-            packed_1Q, dense_1D = layout.pack(reduce_output, 1, spare=1)
-            packed_1Q = guard(self.ledger, layout, reduce_output, packed_1Q, dense_1D)
-            self._all_reduce(dense_1D)
-            residual_1Q = None
-            if self.residual is not None:
-                residual_1Q = self.residual.open(layout, 1, reduce_output.device)
-            packed_Q = self._reduce_packed(packed_1Q, residual_1Q, layout)
-        except BaseException:
-            self.ledger.fail()
-            raise
-        status = dense_1D[0, -1:].isfinite()
-        self.ledger.note(status[0])
-        packed_Q = torch.where(status, packed_Q, float("nan")).to(reduce_output.dtype)
-        layout.unpack_(reduce_output, packed_Q.view(1, -1), dense_1D)
+        self._reduce(reduce_output, reduce_output, 1)
 
-    def _all_reduce(self, x: Tensor) -> None:
-        sum_over_ranks_(x, self.group, operation="CompressedAllReduce")
-        if self.average:
-            x.div_(self.group.size())
+    def _send_whole(self, out: Tensor, flat: Tensor, layout: ShardLayout | None) -> None:
+        self._reduce_dense(out)
+        self.ledger.watch_whole(self.name, layout, out, 1)
+
+    def _reduce_dense(self, part: Tensor) -> Tensor:
+        all_reduce_(part, self.group, operation=self.op)
+        return (part.div_(self.group.size()) if self.average else part).view(-1)
 
     def _reduce_packed(
-        self, packed_1Q: Tensor, residual_1Q: Tensor | None, layout: ShardLayout
+        self, packed_PQ: Tensor, owed_PQ: Tensor | None, layout: ShardLayout
     ) -> Tensor:
-        """Sum or mean over nodes ``[Q]``, float32; changes the residual."""
-        if self.ledger.flushing:
-            whole_Q = packed_1Q.view(-1).float().clone()
-            if residual_1Q is not None:
-                whole_Q += residual_1Q.view(-1)
-                residual_1Q.zero_()
-            self._all_reduce(whole_Q)
-            return whole_Q
         if self.codec == _TOPK:
-            assert residual_1Q is not None
-            return self._reduce_topk(packed_1Q.view(-1), residual_1Q.view(-1))
+            assert owed_PQ is not None
+            return self._reduce_topk(packed_PQ.view(-1), owed_PQ.view(-1))
         if self.codec == _SIGN:
-            assert residual_1Q is not None
-            return self._reduce_signs(packed_1Q.view(-1), residual_1Q.view(-1), layout)
-        return self._reduce_quantized(packed_1Q, residual_1Q)
+            assert owed_PQ is not None
+            return self._reduce_signs(packed_PQ.view(-1), owed_PQ.view(-1), layout)
+        return self._reduce_quantized(packed_PQ, owed_PQ)
 
     def _reduce_topk(self, packed_Q: Tensor, residual_Q: Tensor) -> Tensor:
         numel = packed_Q.numel()
@@ -203,7 +173,7 @@ class CompressedAllReduce:
             validate=False,
         )
         if residual_1Q is not None and second is not None:
-            start = dist.get_rank(self.group) * second.numel()
+            start = group_rank(self.group) * second.numel()
             mine = residual_1Q.view(-1)[start : start + second.numel()]
             mine.add_(second[: mine.numel()])
         return whole_Q
@@ -214,7 +184,7 @@ class CompressedAllReduce:
         device, block = packed_Q.device, self.block
         module = self.finder.module
         assert module is not None
-        place = dist.get_rank(shard_group(module))
+        place = group_rank(shard_group(module))
         partial = blocks_K, counts_K = layout.partial_blocks(place, 1, device)
         fill_padding_(packed_Q, residual_Q, partial, block)
         shard = shard_numel(numel, nodes, block)
@@ -225,7 +195,7 @@ class CompressedAllReduce:
         quantized_reduce_scatter(
             sum_S, whole_Q, residual=owed_Q, average=False, validate=False, **options
         )
-        start = dist.get_rank(self.group) * shard
+        start = group_rank(self.group) * shard
         here_K = (blocks_K * block >= start) & (blocks_K * block < start + shard)
         mine = blocks_K[here_K] - start // block, counts_K[here_K]
         fill_padding_(torch.zeros_like(sum_S), sum_S, mine, block)

@@ -7,61 +7,47 @@ compressed, D of the part that is sent as it is.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 from torch.distributed.fsdp import FSDPModule
 
-from moe_ext.compression._fsdp_internals import (
-    AllGather,
-    ReduceScatter,
-    reduce_scale,
-    shard_group,
-)
-from moe_ext.compression.fsdp_feedback import Residual, StepLedger, guard, is_finite
-from moe_ext.compression.fsdp_layout import (
+from moe_ext.compression.fsdp.internals import AllGather, ReduceScatter, shard_group
+from moe_ext.compression.fsdp.layout import (
     KeepDense,
     LayoutFinder,
     ShardLayout,
     fill_padding_,
     keep_small_dense,
 )
+from moe_ext.compression.fsdp.ledger import StepLedger, is_finite
 from moe_ext.compression.quantized_reduce import quantized_all_gather, quantized_reduce_scatter
-from moe_ext.distributed.comm import Pending
-from moe_ext.distributed.failures import naming_failed_ranks
-from moe_ext.distributed.traffic import record_traffic
+from moe_ext.distributed.comm import (
+    Pending,
+    PendingWork,
+    reduce_scale,
+    reduce_scatter,
+    start_all_gather,
+)
+from moe_ext.distributed.groups import group_rank
 
 FORMATS = ("none", "int8", "int4", "fp8", "sign")
 _CODED = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_format(
-    op: str, format: str, block: int, *, without: Sequence[str] = (), also: Sequence[str] = ()
+def _check_format(
+    op: str, format: str, block: int, formats: Sequence[str], without: Sequence[str]
 ) -> None:
     """ValueError for a format or block that the quantisers do not know."""
-    known = tuple(name for name in (*FORMATS, *also) if name not in without)
+    known = tuple(name for name in formats if name not in without)
     if format not in known:
         raise ValueError(f"{op}: expected format to be one of {known}, got {format!r}")
     if not 64 <= block <= 1024 or block & (block - 1):
         raise ValueError(f"{op}: expected block to be a power of two in [64, 1024], got {block}")
-
-
-class _Finishing(dist.Work):
-    """A message whose result is put together when it is waited for."""
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        super().__init__()
-        self._finish: Callable[[], None] | None = finish
-
-    def wait(self, timeout: Any = None) -> bool:
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
-        return True
 
 
 class _Message:
@@ -79,8 +65,10 @@ class _Message:
         keep_dense: KeepDense,
         min_numel: int,
         without: Sequence[str] = (),
+        also: Sequence[str] = (),
     ) -> None:
-        check_format(op, format, block, without=without)
+        _check_format(op, format, block, (*FORMATS, *also), without)
+        self.op = op
         self.format = format
         self.block = block
         self.name = name
@@ -93,6 +81,75 @@ class _Message:
     ) -> Tensor:
         """A buffer for FSDP to send from or receive in."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class GradientMessage(_Message):
+    """What the messages of gradients have in common: the ledger, and what one goes through."""
+
+    def __init__(
+        self, op: str, format: str, error_feedback: bool, ledger: StepLedger | None, **options: Any
+    ) -> None:
+        super().__init__(op, format, **options)
+        if format == "sign" and not error_feedback:
+            raise ValueError(f"{op}: expected error_feedback to be on for signs, got False")
+        if error_feedback and format != "none" and self.finder.module is None:
+            raise ValueError(
+                f"{op}: expected module to be given with error feedback, got None; residuals are "
+                "kept by parameter"
+            )
+        self.ledger = ledger if ledger is not None else StepLedger()
+        keeps = error_feedback and format != "none"
+        self.residual = self.ledger.new_residual() if keeps else None
+
+    def _reduce(self, out: Tensor, flat: Tensor, num_shards: int) -> None:
+        """Reduce shards that follow each other, ``[P * S]``, to one, ``[S]``."""
+        layout = None
+        if self.format != "none" and flat.dtype in _CODED:
+            layout = self.finder.find(out.numel(), trainable_only=True)
+        self.ledger.begin(self, self.name)
+        try:
+            if layout is None or layout.packed_numel == 0:
+                self.ledger.leave_out(self.residual)
+                self._send_whole(out, flat, layout)
+            else:
+                self._send_parts(out, flat, num_shards, layout)
+        except BaseException:
+            self.ledger.fail()
+            raise
+
+    def _send_parts(self, out: Tensor, flat: Tensor, num_shards: int, layout: ShardLayout) -> None:
+        packed_PQ, dense_PD = layout.pack(flat, num_shards, spare=1)
+        packed_PQ = self.ledger.guard(layout, flat, packed_PQ, dense_PD)
+        dense_D = self._reduce_dense(dense_PD)
+        owed_PQ = None
+        if self.residual is not None:
+            owed_PQ = self.residual.open(layout, num_shards, flat.device)
+        if self.ledger.flushing:
+            whole_PQ = packed_PQ.to(torch.float32, copy=True)
+            if owed_PQ is not None:
+                whole_PQ += owed_PQ
+                owed_PQ.zero_()
+            packed_Q = self._reduce_dense(whole_PQ)
+        else:
+            packed_Q = self._reduce_packed(packed_PQ, owed_PQ, layout)
+        status = dense_D[-1:].isfinite()
+        self.ledger.note(status[0])
+        packed_Q = torch.where(status, packed_Q, float("nan")).to(out.dtype)
+        layout.unpack_(out, packed_Q.view(1, -1), dense_D.view(1, -1))
+
+    @abstractmethod
+    def _send_whole(self, out: Tensor, flat: Tensor, layout: ShardLayout | None) -> None:
+        """Reduce a message as it is, and have the ledger watch it."""
+
+    @abstractmethod
+    def _reduce_dense(self, part: Tensor) -> Tensor:
+        """Reduce a part of every shard as it is, ``[P, n]`` to ``[n]``; may change it."""
+
+    @abstractmethod
+    def _reduce_packed(
+        self, packed_PQ: Tensor, owed_PQ: Tensor | None, layout: ShardLayout
+    ) -> Tensor:
+        """Reduce the packed parts by codes to ``[Q]``, float32; changes what is owed."""
 
 
 class CompressedAllGather(_Message, AllGather):
@@ -159,7 +216,7 @@ class CompressedAllGather(_Message, AllGather):
         input_tensor: Tensor,
         group: ProcessGroup,
         async_op: bool = False,
-    ) -> dist.Work | None:
+    ) -> Work | None:
         """Gathers ``[S]`` of every rank into ``[P * S]``, of which the former may be a part."""
         layout = None
         module = self.finder.module
@@ -169,8 +226,10 @@ class CompressedAllGather(_Message, AllGather):
                 input_tensor.numel(), trainable_only=False, frozen_only=self.frozen_only
             )
         if layout is None or layout.packed_numel == 0:
-            return all_gather(output_tensor, input_tensor, group, async_op)
-        work = self._start(output_tensor, input_tensor, group, layout, async_op)
+            whole = start_all_gather(input_tensor, group, operation=self.op, out=output_tensor)
+            work: Work = PendingWork(whole.wait)
+        else:
+            work = self._start(output_tensor, input_tensor, group, layout, async_op)
         if async_op:
             return work
         work.wait()
@@ -178,15 +237,13 @@ class CompressedAllGather(_Message, AllGather):
 
     def _start(
         self, out: Tensor, shard: Tensor, group: ProcessGroup, layout: ShardLayout, async_op: bool
-    ) -> dist.Work:
-        ranks = group.size()
+    ) -> Work:
         packed_1Q, dense_1D = layout.pack(shard, 1, spare=1)
         if not shard.is_cuda and not bool(is_finite(shard)):
             # The coder would refuse it on this rank alone, and the others would wait.
             packed_1Q, dense_1D[:, -1] = torch.zeros_like(packed_1Q), float("nan")
-        packed_PQ = shard.new_empty((ranks, layout.packed_numel))
-        dense_PD = shard.new_empty((ranks, layout.dense_numel + 1))
-        beside = all_gather(dense_PD.view(-1), dense_1D.view(-1), group, True)
+        packed_PQ = shard.new_empty((group.size(), layout.packed_numel))
+        beside = start_all_gather(dense_1D, group, operation=self.op)
         coded = quantized_all_gather(
             packed_PQ.view(-1),
             packed_1Q.reshape(-1),
@@ -200,17 +257,16 @@ class CompressedAllGather(_Message, AllGather):
         def finish() -> None:
             if isinstance(coded, Pending):
                 coded.wait()
-            assert beside is not None
-            beside.wait()
+            dense_PD = beside.wait()
             finite_P1 = dense_PD[:, -1:].isfinite()
             if not shard.is_cuda and not bool(finite_P1.all()):
                 packed_PQ.masked_fill_(~finite_P1, float("nan"))
             layout.unpack_(out, packed_PQ, dense_PD)
 
-        return _Finishing(finish)
+        return PendingWork(finish)
 
 
-class CompressedReduceScatter(_Message, ReduceScatter):
+class CompressedReduceScatter(GradientMessage, ReduceScatter):
     """Reduces the gradients of an FSDP module as codes (qgZ of ZeRO++).
 
     Each rank sends to each other one the codes of its shard, which sums them in float32 in rank
@@ -270,6 +326,8 @@ class CompressedReduceScatter(_Message, ReduceScatter):
         super().__init__(
             "CompressedReduceScatter",
             format,
+            error_feedback,
+            ledger,
             block=block,
             module=module,
             name=name,
@@ -277,11 +335,6 @@ class CompressedReduceScatter(_Message, ReduceScatter):
             keep_dense=keep_dense,
             min_numel=min_numel,
         )
-        check_feedback("CompressedReduceScatter", format, error_feedback, module)
-        self.ledger = ledger if ledger is not None else StepLedger()
-        self.residual = Residual() if error_feedback and format != "none" else None
-        if self.residual is not None:
-            self.ledger.add_residual(self.residual)
         self.stochastic = stochastic
         self.seed = seed
         self.step = 0
@@ -293,121 +346,45 @@ class CompressedReduceScatter(_Message, ReduceScatter):
         group: ProcessGroup,
         op: Any,
         async_op: bool = False,
-    ) -> dist.Work | None:
+    ) -> Work | None:
         """Reduces ``[P * S]`` of every rank to its ``[S]``."""
-        layout = None
-        if self.format != "none" and input_tensor.dtype in _CODED:
-            layout = self.finder.find(output_tensor.numel(), trainable_only=True)
-        scale = reduce_scale(op, group.size())
-        self.ledger.begin(self, self.name)
-        try:
-            if layout is None or layout.packed_numel == 0:
-                self.ledger.look_at(self.name, layout, input_tensor, group.size())
-                self.ledger.leave_out(self.residual)
-                # Nothing in this message tells other ranks.
-                self.ledger.add_group(group)
-                return _reduce_dense(output_tensor, input_tensor, group, op, async_op)
-            self._reduce(output_tensor, input_tensor, group, scale, layout)
-        except BaseException:
-            self.ledger.fail()
-            raise
-        return _Finishing(lambda: None) if async_op else None
+        self._group, self._reduce_op = group, op
+        self._scale = reduce_scale(op, group.size(), self.op)
+        self._reduce(output_tensor, input_tensor, group.size())
+        return PendingWork(lambda: None) if async_op else None
 
-    def _reduce(
-        self, out: Tensor, flat: Tensor, group: ProcessGroup, scale: float, layout: ShardLayout
-    ) -> None:
-        ranks = group.size()
-        packed_PQ, dense_PD = layout.pack(flat, ranks, spare=1)
-        packed_PQ = guard(self.ledger, layout, flat, packed_PQ, dense_PD)
-        dense_D = flat.new_empty(layout.dense_numel + 1)
-        reduce_scatter(dense_D, dense_PD.view(-1), group, dist.ReduceOp.SUM, False)
-        dense_D *= scale
-        residual_PQ = None
-        if self.residual is not None:
-            residual_PQ = self.residual.open(layout, ranks, flat.device)
-            if self.format == "sign":
-                partial = layout.partial_blocks(0, ranks, flat.device)
-                fill_padding_(packed_PQ, residual_PQ, partial, self.block)
-        packed_Q = self._reduce_packed(packed_PQ, residual_PQ, group)
-        packed_Q *= scale
-        status = dense_D[-1:].isfinite()
-        self.ledger.note(status[0])
-        packed_Q = torch.where(status, packed_Q, float("nan")).to(out.dtype)
-        layout.unpack_(out, packed_Q.view(1, -1), dense_D.view(1, -1))
+    def _send_whole(self, out: Tensor, flat: Tensor, layout: ShardLayout | None) -> None:
+        self.ledger.watch_whole(self.name, layout, flat, self._group.size())
+        # Nothing in this message tells other ranks.
+        self.ledger.add_group(self._group)
+        reduce_scatter(flat, self._group, operation=self.op, op=self._reduce_op, out=out)
+
+    def _reduce_dense(self, part: Tensor) -> Tensor:
+        return reduce_scatter(part.view(-1), self._group, operation=self.op).mul_(self._scale)
 
     def _reduce_packed(
-        self, packed_PQ: Tensor, residual_PQ: Tensor | None, group: ProcessGroup
+        self, packed_PQ: Tensor, owed_PQ: Tensor | None, layout: ShardLayout
     ) -> Tensor:
-        """Sum over ranks ``[Q]``, float32."""
-        packed_Q = torch.empty(packed_PQ.shape[1], device=packed_PQ.device)
-        if self.ledger.flushing:
-            whole_PQ = packed_PQ.float()
-            if residual_PQ is not None:
-                whole_PQ = whole_PQ + residual_PQ
-                residual_PQ.zero_()
-            reduce_scatter(packed_Q, whole_PQ.reshape(-1), group, dist.ReduceOp.SUM, False)
-            return packed_Q
+        if owed_PQ is not None and self.format == "sign":
+            partial = layout.partial_blocks(0, packed_PQ.shape[0], packed_PQ.device)
+            fill_padding_(packed_PQ, owed_PQ, partial, self.block)
         rng_state = None
         if self.stochastic:
             # Equal elements of two modules must not be rounded alike.
             tensor_id = zlib.crc32(self.name.encode()) & 0xFFFF
-            numbers = [self.seed, tensor_id, self.step, dist.get_rank(group)]
+            numbers = [self.seed, tensor_id, self.step, group_rank(self._group)]
             rng_state = torch.tensor(numbers, device=packed_PQ.device)
         self.step += 1
+        packed_Q = torch.empty(packed_PQ.shape[1], device=packed_PQ.device)
         quantized_reduce_scatter(
             packed_Q,
             packed_PQ.reshape(-1),
             format=self.format,
             block=self.block,
-            residual=None if residual_PQ is None else residual_PQ.view(-1),
+            residual=None if owed_PQ is None else owed_PQ.view(-1),
             rng_state=rng_state,
-            group=group,
+            group=self._group,
             average=False,
             validate=False,
         )
-        return packed_Q
-
-
-def _reduce_dense(
-    out: Tensor, flat: Tensor, group: ProcessGroup, op: Any, async_op: bool
-) -> dist.Work | None:
-    if out.is_cuda or op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-        return reduce_scatter(out, flat, group, op, async_op)
-    # Gloo does not know PREMUL_SUM.
-    reduce_scatter(out, flat, group, dist.ReduceOp.SUM, False)
-    out.mul_(reduce_scale(op, group.size()))
-    return _Finishing(lambda: None) if async_op else None
-
-
-def check_feedback(op: str, format: str, error_feedback: bool, module: FSDPModule | None) -> None:
-    """ValueError for signs without error feedback, and for feedback that no module can be kept."""
-    if format == "sign" and not error_feedback:
-        raise ValueError(f"{op}: expected error_feedback to be on for signs, got False")
-    if error_feedback and module is None:
-        raise ValueError(
-            f"{op}: expected module to be given with error feedback, got None; residuals are kept "
-            "by parameter"
-        )
-
-
-# torch 2.13 warns of the names that earlier versions have.
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def all_gather(out: Tensor, shard: Tensor, group: ProcessGroup, async_op: bool) -> dist.Work | None:
-    """FSDP's own message, counted."""
-    record_traffic("all_gather", (group.size() - 1) * shard.nbytes)
-    with naming_failed_ranks(group, "CompressedAllGather"):
-        work: dist.Work | None = _gather(out, shard, group=group, async_op=async_op)
-        return work
-
-
-def reduce_scatter(
-    out: Tensor, flat: Tensor, group: ProcessGroup, op: Any, async_op: bool
-) -> dist.Work | None:
-    """FSDP's own message, counted."""
-    record_traffic("reduce_scatter", (group.size() - 1) * out.nbytes)
-    with naming_failed_ranks(group, "CompressedReduceScatter"):
-        work: dist.Work | None = _scatter(out, flat, op=op, group=group, async_op=async_op)
-        return work
+        return packed_Q.mul_(self._scale)

@@ -7,28 +7,42 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from moe_ext.compression._fsdp_internals import (
+from moe_ext.compression.fsdp.internals import (
+    ManagedParameter,
     fsdp_modules,
     messages_of,
     replicate_group,
     resharded_over,
     shard_group,
 )
-from moe_ext.compression.fsdp import CompressedAllGather, CompressedReduceScatter
-from moe_ext.compression.fsdp_feedback import StepLedger
-from moe_ext.compression.fsdp_layout import KeepDense, keep_small_dense
-from moe_ext.compression.fsdp_nodes import CompressedAllReduce
-from moe_ext.compression.fsdp_residuals import NamedResiduals
-from moe_ext.distributed.groups import group_ranks
+from moe_ext.compression.fsdp.layout import (
+    KeepDense,
+    LayoutFinder,
+    ShardLayout,
+    keep_small_dense,
+)
+from moe_ext.compression.fsdp.ledger import Residual, StepLedger
+from moe_ext.compression.fsdp.messages import CompressedAllGather, CompressedReduceScatter
+from moe_ext.compression.fsdp.nodes import CompressedAllReduce
+from moe_ext.distributed.comm import all_reduce_, gather_objects, reduce_scatter
+from moe_ext.distributed.groups import (
+    global_rank,
+    group_rank,
+    group_ranks,
+    resolve_group,
+    world_size,
+)
 
-_OP = "zero_plus_plus"
+_OP, _STATE = "zero_plus_plus", "FSDPCompression"
 _LOCO_KEYS = {"err_beta", "reset_T"}
 
 
@@ -74,8 +88,8 @@ class FSDPCompression:
         """
         if self.finite():
             return
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, self.ledger.bad_parameters())
+        everyone = resolve_group(None, _OP)
+        found = gather_objects(self.ledger.bad_parameters(), everyone, operation=_OP)
         bad = "; ".join(f"{', '.join(n)} on rank {rank}" for rank, n in enumerate(found) if n)
         raise ValueError(f"{_OP}: expected gradients to be finite, got NaN or infinity in {bad}")
 
@@ -131,7 +145,7 @@ class FSDPCompression:
             "residuals": residuals,
         }
         if not sharded:
-            state["rank"], state["num_ranks"] = dist.get_rank(), dist.get_world_size()
+            state["rank"], state["num_ranks"] = global_rank(), world_size()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -150,7 +164,7 @@ class FSDPCompression:
                 f"{_OP}: expected state to be of version 1, got {state.get('version')!r}"
             )
         sharded = bool(state["sharded"])
-        here = (dist.get_rank(), dist.get_world_size())
+        here = (global_rank(), world_size())
         saved = (state.get("rank"), state.get("num_ranks"))
         if not sharded and saved != here:
             raise ValueError(
@@ -360,3 +374,117 @@ def _install(modules: list[tuple[str, FSDPModule]], found: FSDPCompression) -> N
         if found.all_reduces or several:
             # Ranks of other shards do not see what a hook sees.
             found.ledger.add_group(shard_group(module))
+
+
+@dataclass
+class NamedResiduals:
+    """The residual of one message as tensors by parameter name.
+
+    Attributes:
+        finder: gives the layout.
+        residual: what is read and written.
+        shards: ranks that the message is scattered over; None where it is a shard itself.
+        copies: ranks that owe for the same elements besides; None where there are none.
+    """
+
+    finder: LayoutFinder
+    residual: Residual
+    shards: ProcessGroup | None
+    copies: ProcessGroup | None
+
+    @property
+    def _num_shards(self) -> int:
+        return 1 if self.shards is None else self.shards.size()
+
+    def _layout(self) -> ShardLayout:
+        entries = self.finder.parameters()
+        numel = sum(entry.shard_numel for _, entry in entries if entry.param.requires_grad)
+        layout = self.finder.find(numel, trainable_only=True)
+        assert layout is not None
+        return layout
+
+    def local(self) -> dict[str, Tensor]:
+        """Name to this rank's residual ``[P, elements of a shard]``, a copy."""
+        return {name: part.clone() for name, part in self.residual.by_name().items()}
+
+    def mean(self) -> dict[str, Tensor]:
+        """Name to the mean over all ranks, a DTensor like the parameter (collective)."""
+        kept, layout = self.residual.kept, self.residual.layout
+        if kept is None or layout is None:
+            return {}
+        packed_Q = kept.view(-1).clone()
+        if self.shards is not None:
+            packed_Q = reduce_scatter(packed_Q, self.shards, operation=_STATE)
+            packed_Q /= self.shards.size()
+        if self.copies is not None:
+            all_reduce_(packed_Q, self.copies, operation=_STATE)
+            packed_Q /= self.copies.size()
+        found: dict[str, Tensor] = {}
+        for segment in layout.compressed:
+            assert segment.source is not None
+            like = segment.source.sharded
+            local = packed_Q[segment.packed_start :][: like.to_local().numel()]
+            found[segment.name] = DTensor.from_local(
+                local.view(like.to_local().shape).clone(),
+                like.device_mesh,
+                like.placements,
+                shape=like.shape,
+                stride=like.stride(),
+                run_check=False,
+            )
+        return found
+
+    def packed(self, saved: Mapping[str, Tensor], *, own: bool) -> Tensor | None:
+        """``[P, Q]`` of what `local` (``own``) or `mean` returned; ValueError where it misfits."""
+        if not saved:
+            return None
+        layout = self._layout()
+        sources = {s.name: s for s in layout.compressed}
+        if set(saved) != set(sources):
+            raise ValueError(
+                f"{_STATE}: expected residuals of parameters {sorted(sources)}, got {sorted(saved)}"
+            )
+        ranks = self._num_shards
+        first = next(iter(sources.values())).source
+        assert first is not None
+        # Not that of the shard, which may be offloaded.
+        packed_PQ = torch.zeros(
+            (ranks, layout.packed_numel), device=first.sharded.device_mesh.device_type
+        )
+        row = group_rank(self.shards)
+        for name, segment in sources.items():
+            assert segment.source is not None
+            place = packed_PQ.narrow(1, segment.packed_start, segment.numel)
+            if own:
+                _check_shape(name, saved[name], torch.Size((ranks, segment.numel)))
+                place.copy_(saved[name])
+                continue
+            local = _shard_like(name, saved[name], segment.source)
+            # Of the sum over ranks each owes its own shard, hence as many times the mean.
+            place[row, : local.numel()] = local.reshape(-1) * ranks
+        return packed_PQ
+
+    def put(self, packed_PQ: Tensor | None) -> None:
+        """Take what `packed` has made."""
+        self.residual.put(self._layout(), packed_PQ)
+
+
+def _check_shape(name: str, found: Tensor, shape: torch.Size) -> None:
+    if found.shape != shape:
+        raise ValueError(
+            f"{_STATE}: expected the residual of {name} to be of shape {tuple(shape)}, got "
+            f"{tuple(found.shape)}"
+        )
+
+
+def _shard_like(name: str, saved: Tensor, source: ManagedParameter) -> Tensor:
+    like = source.sharded
+    _check_shape(name, saved, like.shape)
+    if isinstance(saved, DTensor):
+        if saved.device_mesh == like.device_mesh and saved.placements == like.placements:
+            return saved.to_local()
+        saved = saved.full_tensor()
+    whole = saved.to(like.to_local().device, torch.float32)
+    return distribute_tensor(
+        whole, like.device_mesh, like.placements, src_data_rank=None
+    ).to_local()

@@ -1,0 +1,15 @@
+"""Compressed messages for models that `fully_shard` has wrapped."""
+
+from moe_ext.compression.fsdp.layout import keep_small_dense
+from moe_ext.compression.fsdp.messages import CompressedAllGather, CompressedReduceScatter
+from moe_ext.compression.fsdp.nodes import CompressedAllReduce
+from moe_ext.compression.fsdp.zero_plus_plus import FSDPCompression, zero_plus_plus
+
+__all__ = [
+    "CompressedAllGather",
+    "CompressedAllReduce",
+    "CompressedReduceScatter",
+    "FSDPCompression",
+    "keep_small_dense",
+    "zero_plus_plus",
+]

@@ -1,0 +1,241 @@
+"""The ledger of one model's messages: what they owe, and whether a backward pass was finite.
+
+Shape suffixes: see `layout`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext.compression.feedback import FeedbackStore, Packing
+from moe_ext.compression.fsdp.layout import ShardLayout
+from moe_ext.distributed.comm import all_reduce_
+
+# A gradient above this counts as overflowed: adding the residual must not reach infinity.
+LARGEST_GRADIENT = 1e38
+
+
+def is_finite(flat: Tensor) -> Tensor:
+    """Tensor[]: whether every element is finite and small enough; no synchronisation."""
+    if flat.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=flat.device)
+    largest = torch.linalg.vector_norm(flat, float("inf"), dtype=torch.float32)
+    return largest <= LARGEST_GRADIENT  # False for NaN
+
+
+class ShardPacking(Packing):
+    """How the compressed parameters of a layout lie in the packed parts of P shards, ``[P, Q]``."""
+
+    def __init__(self, layout: ShardLayout, num_shards: int) -> None:
+        self._segments = [segment for segment in layout.compressed if segment.numel]
+        super().__init__([torch.Size([num_shards, s.numel]) for s in self._segments])
+        self.shape = torch.Size([num_shards, layout.packed_numel])
+        self.numel = self.shape.numel()
+
+    def by_parameter(self, flat_N: Tensor) -> list[Tensor]:
+        """``[P, elements of the parameter's shard]`` of each parameter, views."""
+        packed_PQ = flat_N.view(self.shape)
+        return [packed_PQ.narrow(1, s.packed_start, s.numel) for s in self._segments]
+
+    def packed(self, whole: Tensor) -> Tensor:
+        """See `Packing`."""
+        flat_N = whole.new_zeros(self.numel)
+        for view, piece in zip(self.by_parameter(flat_N), whole.split(self.sizes), strict=True):
+            view.copy_(piece.view(view.shape))
+        return flat_N
+
+
+class Residual:
+    """What one message owes, by parameter, in the store of a ledger."""
+
+    def __init__(self, store: FeedbackStore, key: int) -> None:
+        """Nothing is owed."""
+        self._store, self._key = store, key
+        self.layout: ShardLayout | None = None
+        self._names: tuple[str, ...] = ()
+
+    def open(self, layout: ShardLayout, num_shards: int, device: torch.device) -> Tensor:
+        """The residual of this step ``[P, Q]``, float32, to change in place."""
+        if layout is not self.layout:
+            # Also after a parameter was frozen, or was no longer: the store moves what is owed.
+            names = (segment.name for segment in layout.compressed if segment.numel)
+            self.layout, self._names = layout, tuple(f"{self._key}.{name}" for name in names)
+        packing = ShardPacking(layout, num_shards)
+        memory = self._store.group(self._names, packing.shapes, device, packing=packing)
+        return memory.tensor("residual").view(packing.shape)
+
+    @property
+    def kept(self) -> Tensor | None:
+        """What is owed after the last step, ``[P * Q]``."""
+        memory = self._store.memories.get(self._names)
+        return None if memory is None else memory.kept("residual")
+
+    def by_name(self) -> dict[str, Tensor]:
+        """Name to what is owed after the last step ``[P, elements of its shard]``, views."""
+        kept = self.kept
+        if kept is None:
+            return {}
+        pieces = self._store.memories[self._names].packing.by_parameter(kept)
+        names = (name.partition(".")[2] for name in self._names)
+        return dict(zip(names, pieces, strict=True))
+
+    def put(self, layout: ShardLayout, packed_PQ: Tensor | None) -> None:
+        """Owe this, or nothing, after the last step."""
+        if packed_PQ is None and self.kept is None:
+            return
+        shape = (1, 0) if packed_PQ is None else packed_PQ.shape
+        if packed_PQ is not None:
+            self.open(layout, shape[0], packed_PQ.device)
+        memory = self._store.memories[self._names]
+        memory.rollback()
+        memory.put("residual", None if packed_PQ is None else packed_PQ.reshape(-1))
+
+
+class StepLedger:
+    """Knows when one backward pass ends, and whether every message of it was finite.
+
+    A pass ends where a message is sent for the second time, or where `settle` is called. What
+    messages owe is then kept, or what the pass has changed of it is dropped.
+    """
+
+    def __init__(self) -> None:
+        """No message yet."""
+        self._store = FeedbackStore()
+        self._num_residuals = 0
+        self._finite: list[Tensor] = []
+        self._senders: dict[int, str] = {}
+        self._groups: dict[int, ProcessGroup] = {}
+        self._bad: dict[tuple[str, ...], Tensor] = {}
+        self._since: Tensor | None = None
+        self._was_asked = False
+        self._failed = False
+        # Whether a message that is sent as it is owes something.
+        self._left_out = False
+        self.flushing = False
+
+    def new_residual(self) -> Residual:
+        """What another message owes."""
+        self._num_residuals += 1
+        return Residual(self._store, self._num_residuals)
+
+    def add_group(self, group: ProcessGroup) -> None:
+        """Have the ranks of a group agree on how a step ended."""
+        self._groups.setdefault(id(group), group)
+
+    def begin(self, sender: object, name: str) -> None:
+        """Note that a message is sent; settles the last pass where it belongs to a new one."""
+        if id(sender) in self._senders:
+            self.settle()
+        if not self._senders and self._was_asked:
+            self._bad.clear()
+            self._since, self._was_asked = None, False
+        self._senders[id(sender)] = name
+
+    def note(self, finite: Tensor) -> None:
+        """Note how a message ended, a bool tensor of one element."""
+        self._finite.append(finite)
+
+    def leave_out(self, residual: Residual | None) -> None:
+        """Note that a message was sent without its residual; a flush goes on with the next pass."""
+        self._left_out |= residual is not None and residual.kept is not None
+
+    def watch_whole(
+        self, name: str, layout: ShardLayout | None, flat: Tensor, num_shards: int
+    ) -> None:
+        """Note how a module's message ends that is sent as it is, shards one after the other."""
+        if layout is None:
+            finite = is_finite(flat)
+            self._note_bad(finite, [f"module {name!r}"])
+        else:
+            finite = self._watch(layout, flat, num_shards)
+        self.note(finite)
+
+    def guard(
+        self, layout: ShardLayout, flat: Tensor, packed_PQ: Tensor, dense_PD: Tensor
+    ) -> Tensor:
+        """Keeps what is not finite from the coders, which refuse it on one rank alone.
+
+        Args:
+            layout (ShardLayout): of the message.
+            flat (Tensor[P * S]): the message.
+            packed_PQ (Tensor): as `ShardLayout.pack` returns it.
+            dense_PD (Tensor): likewise, with one spare element a shard, that tells all ranks: NaN
+                where the message is not finite. Changed in place.
+
+        Returns:
+            Tensor[P, Q]: what to code, zeros where the message is not finite.
+        """
+        finite = self._watch(layout, flat, packed_PQ.shape[0])
+        if flat.is_cuda:
+            # Without waiting for the device.
+            dense_PD[:, -1] = torch.where(finite, 0.0, float("nan")).to(dense_PD.dtype)
+            return torch.where(finite, packed_PQ, packed_PQ.new_zeros(()))
+        if bool(finite):
+            return packed_PQ
+        dense_PD[:, -1] = float("nan")
+        return torch.zeros_like(packed_PQ)
+
+    def _watch(self, layout: ShardLayout, flat: Tensor, num_shards: int) -> Tensor:
+        """Whether a message is finite; notes the names of parameters where it is not."""
+        finite = is_finite(flat)
+        if flat.is_cuda:
+            # Without waiting for the device: names of single parameters would need that.
+            self._note_bad(finite, sorted({segment.name for segment in layout.segments}))
+        elif not bool(finite):
+            flat_PS = flat.view(num_shards, layout.shard_numel)
+            parts = {s.name: flat_PS.narrow(1, s.start, s.numel) for s in layout.segments}
+            self._note_bad(finite, [n for n, part in parts.items() if not bool(is_finite(part))])
+        return finite
+
+    def _note_bad(self, finite: Tensor, names: list[str]) -> None:
+        """Note which parameters are not finite on this rank, where the tensor is False."""
+        key = tuple(names)
+        # Nobody may ever ask: what is noted must not grow with the steps.
+        self._bad[key] = finite & self._bad[key] if key in self._bad else finite
+
+    def bad_parameters(self) -> list[str]:
+        """Parameters whose gradients were not finite on this rank, in the passes of `finite`."""
+        found = (n for names, finite in self._bad.items() if not bool(finite) for n in names)
+        return list(dict.fromkeys(found))
+
+    def fail(self) -> None:
+        """Count the pass as failed: an exception has stopped it."""
+        self._failed = True
+
+    def finite(self) -> bool:
+        """Whether all passes since it was asked last were finite on every rank; ends the last one.
+
+        Gradients of several passes add up: a finite one does not make up for another.
+        """
+        self.settle()
+        self._was_asked = True
+        return self._since is None or bool(self._since)
+
+    def settle(self) -> None:
+        """End the pass: keep what it has left of the residuals, or put them back on every rank."""
+        if not self._senders:
+            return
+        # After an exception there may be no rank to agree with.
+        finite = flushed = torch.zeros((), dtype=torch.bool)
+        if not self._failed:
+            finite, flushed = self._agree()
+        self._since = finite if self._since is None else self._since & finite
+        self._store.commit(finite=finite)
+        for memory in self._store.memories.values():
+            memory.keep_no_spare()
+        self._finite.clear()
+        self._senders.clear()
+        self._failed = self._left_out = False
+        if self.flushing:
+            # NOTE: device-to-host sync, after a pass that flushes.
+            self.flushing = not bool(finite & flushed)
+
+    def _agree(self) -> tuple[Tensor, Tensor]:
+        """Whether all messages were finite, and whether none left out what it owes."""
+        finite = torch.stack(self._finite).all()
+        flags = torch.stack([finite, torch.full_like(finite, not self._left_out)]).to(torch.int32)
+        for group in self._groups.values():
+            all_reduce_(flags, group, operation="fsdp compression", op="min", counted=False)
+        return flags[0] == 1, flags[1] == 1
