@@ -339,6 +339,10 @@ class CodecMemory:
         """The tensor of a kind as the last step that was committed has left it."""
         return self._kept.get(kind)
 
+    def kept_tensor(self, kind: str) -> Tensor:
+        """As `kept`, of a kind that there is."""
+        return self._kept[kind]
+
     def copy_of(self, kind: str) -> Tensor:
         """A copy of what is kept."""
         return self._kept[kind].clone()

@@ -367,7 +367,6 @@ class CompressedOptimizer(Optimizer, ABC):
 
     def _reduce(self, means: Sequence[tuple[CompressedMean, list[Entry]]]) -> None:
         """Reduce what is in the views, all or none."""
-        saved = [(mean, mean.snapshot()) for mean, _ in means[:-1]]
         try:
             for mean, members in means:
                 masks = {
@@ -379,9 +378,11 @@ class CompressedOptimizer(Optimizer, ABC):
                 mean.note_local_rows(self._op)
                 mean.reduce([i for i, entry in enumerate(members) if self._is_idle(entry)])
         except BaseException:
-            for mean, errors in saved:
-                mean.restore(errors)
+            for mean, _ in means:
+                mean.memory.rollback()
             raise
+        for mean, _ in means:
+            mean.memory.commit()
 
     def _is_idle(self, entry: Entry) -> bool:
         """Whether a step leaves a parameter and its moments alone."""
@@ -432,9 +433,10 @@ class CompressedOptimizer(Optimizer, ABC):
             group.pop("exp_avg_mask", None)
         servers = []
         for mean, members in self._made_means():
-            for position, entry in enumerate(members):
+            errors = mean.parts_of(mean.worker_N)
+            for position, (entry, error) in enumerate(zip(members, errors, strict=True)):
                 state = found["state"].setdefault(entry.number, {})
-                state["worker_error"] = mean.worker_views[position].clone()
+                state["worker_error"] = error.clone()
                 if position in mean.touched:
                     state["touched_rows"] = mean.touched[position].clone()
             servers.append(
@@ -504,7 +506,7 @@ class CompressedOptimizer(Optimizer, ABC):
                 held = held_by[members[0].group_index]
                 for rank in held[mean.rank :: mean.size]:
                     owed = owed_by(states[rank])
-                    for view, entry in zip(mean.worker_views, members, strict=True):
+                    for view, entry in zip(mean.parts_of(mean.worker_N), members, strict=True):
                         view.add_(owed[entry.number].to(view), alpha=mean.size / len(held))
             self._load_rows(merged, servers)
 
@@ -596,7 +598,7 @@ class CompressedOptimizer(Optimizer, ABC):
                     "owed goes to another order by load_rank_states"
                 )
             mean.server_M.copy_(server["server_error"])
-            for view, number in zip(mean.worker_views, numbers, strict=True):
+            for view, number in zip(mean.parts_of(mean.worker_N), numbers, strict=True):
                 view.copy_(state_dict["state"][number]["worker_error"])
 
     def _load_rows(self, state_dict: dict[str, Any], servers: Sequence[dict[str, Any]]) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.compression import quantized_all_reduce_, shard_numel
+from moe_ext.compression import CodecMemory, quantized_all_reduce_, shard_numel
+from moe_ext.compression.feedback import Packing
 from moe_ext.distributed.comm import all_reduce_
 from moe_ext.distributed.groups import group_rank, group_size
 
@@ -34,17 +35,24 @@ def mean_over_ranks(
     return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
 
-def offsets_of(numels: Sequence[int], block: int) -> list[int]:
-    """Where each tensor begins in the flat one, and at the end the length of that."""
-    offsets = [0]
-    for numel in numels:
-        # A block holds elements of one tensor only: scales differ between tensors.
-        offsets.append(offsets[-1] + -(-numel // block) * block)
-    return offsets
+class BlockPacking(Packing):
+    """Tensors one after the other, each from a new block on: scales differ between tensors."""
+
+    def __init__(self, shapes: Sequence[torch.Size], block: int) -> None:
+        super().__init__(shapes)
+        self.offsets = [0]
+        for numel in self.sizes:
+            self.offsets.append(self.offsets[-1] + -(-numel // block) * block)
+        self.numel = self.offsets[-1]
+
+    def pieces(self, flat_N: Tensor) -> list[Tensor]:
+        """See `Packing`."""
+        parts = zip(self.offsets, self.shapes, strict=False)
+        return [flat_N[start : start + shape.numel()].view(shape) for start, shape in parts]
 
 
 class CompressedMean:
-    """Flat copy of tensors, and the errors of its compression.
+    """Flat copy of tensors, and a memory of the errors of its compression.
 
     A block of zeros on all ranks stays zero. Rows that share a block with others (of a
     length that is no multiple of it) are kept zero as long as no rank had anything in them.
@@ -53,23 +61,26 @@ class CompressedMean:
     def __init__(self, tensors: Sequence[Tensor], group: ProcessGroup | None, block: int) -> None:
         self.group, self.block = group, block
         self.size, self.rank = group_size(group), group_rank(group)
-        self._offsets = offsets_of([t.numel() for t in tensors], block)
-        self._shapes = [t.shape for t in tensors]
-        self.flat_N = torch.zeros(self._offsets[-1], device=tensors[0].device)
-        self.worker_N = torch.zeros_like(self.flat_N)
-        self.server_M = self.flat_N.new_zeros(shard_numel(self._offsets[-1], self.size, block))
-        start = min(self.rank * len(self.server_M), len(self.flat_N))
-        self._own = slice(start, min(start + len(self.server_M), len(self.flat_N)))
-        self.views, self.worker_views = self.parts_of(self.flat_N), self.parts_of(self.worker_N)
-        self._padding = _Padding(
-            [t.numel() for t in tensors], self._offsets, block, self.flat_N.device
-        )
+        packing = BlockPacking([t.shape for t in tensors], block)
+        device, self.parts_of = tensors[0].device, packing.pieces
+        self._offsets = packing.offsets
+        self.flat_N = torch.zeros(packing.numel, device=device)
+        self.views = self.parts_of(self.flat_N)
+        shard = shard_numel(packing.numel, self.size, block)
+        start = min(self.rank * shard, packing.numel)
+        self._own = slice(start, min(start + shard, packing.numel))
+        self.memory = CodecMemory(packing.shapes, device, packing=packing)
+        self.memory.server_start = self.rank * shard
+        self.memory.put("residual", torch.zeros_like(self.flat_N))
+        self.memory.put("server", self.flat_N.new_zeros(shard))
+        self._padding = _Padding(packing, block, device)
         places = self._padding.places
         own_places = places[(places >= self._own.start) & (places < self._own.stop)]
         self._own_padding = own_places - self._own.start
         self._masks: dict[int, Tensor] = {}
         self._zeros_N: Tensor | None = None  # elements that stay zero
         self._watched: list[int] = []  # tensors with rows that were zero on all ranks so far
+        # Rows in which any rank had something, of tensors whose rows share blocks.
         self.touched: dict[int, Tensor] = {
             index: torch.zeros(t.numel() // t.shape[-1], dtype=torch.bool, device=t.device)
             for index, t in enumerate(tensors)
@@ -77,75 +88,72 @@ class CompressedMean:
         }
         self.refresh()
 
-    def parts_of(self, flat_N: Tensor) -> list[Tensor]:
-        """Views of a flat tensor in the shapes of the tensors."""
-        return [
-            flat_N[start : start + shape.numel()].view(shape)
-            for start, shape in zip(self._offsets, self._shapes, strict=False)
-        ]
-
     def reduce(self, idle: Sequence[int] = ()) -> None:
         """Replace what is in `views` by the mean over ranks, as far as a bit each tells it.
+
+        What is owed afterwards is open in the memory, which the caller commits or rolls back.
 
         Args:
             idle: tensors whose mean will not be used: what is owed of them stays as it is.
 
         Raises:
-            RankFailureError: a rank died or did not answer; what is owed is as it was.
+            RankFailureError: a rank died or did not answer.
         """
         if self.size == 1:
             return
-        kept = [(owed, owed.clone()) for index in idle for owed in self._owed_of(index)]
-        self._padding.fill(self.flat_N, self.worker_N)
+        self.memory.begin()
+        owed = self.memory.read_write("residual", "server")
+        assert owed is not None
+        worker_N, server_M = owed["residual"], owed["server"]
+        self._padding.fill(self.flat_N, owed["residual_in"])
         quantized_all_reduce_(
             self.flat_N,
             format="sign",
             block=self.block,
-            residual=self.worker_N,
-            server_residual=self.server_M,
+            residual=worker_N,
+            residual_in=owed["residual_in"],
+            server_residual=server_M,
+            server_residual_in=owed["server_in"],
             group=self.group,
             validate=False,
         )
-        self.flat_N[self._padding.places] = self.worker_N[self._padding.places] = 0
-        self.server_M[self._own_padding] = 0
+        self.flat_N[self._padding.places] = worker_N[self._padding.places] = 0
+        server_M[self._own_padding] = 0
         if self._zeros_N is not None:
             # A sign cannot say zero: in a block with others these came as plus the scale.
             self.flat_N.masked_fill_(self._zeros_N, 0)
-            self.worker_N.masked_fill_(self._zeros_N, 0)
+            worker_N.masked_fill_(self._zeros_N, 0)
             own = self._zeros_N[self._own]
-            self.server_M[: len(own)].masked_fill_(own, 0)
-        for owed, before in kept:
-            owed.copy_(before)
+            server_M[: len(own)].masked_fill_(own, 0)
+        for index in idle:
+            first, last = self._offsets[index : index + 2]
+            worker_N[first:last] = owed["residual_in"][first:last]
+            own_first, own_last = (
+                min(max(place, self._own.start), self._own.stop) - self._own.start
+                for place in (first, last)
+            )
+            server_M[own_first:own_last] = owed["server_in"][own_first:own_last]
 
-    def _owed_of(self, index: int) -> tuple[Tensor, Tensor]:
-        """Views of both errors of one tensor; that of the shard may be empty."""
-        own = self._own
-        start, stop = (
-            min(max(place, own.start), own.stop) - own.start
-            for place in self._offsets[index : index + 2]
-        )
-        return self.worker_views[index], self.server_M[start:stop]
+    @property
+    def worker_N(self) -> Tensor:
+        """What this rank owes of its own tensors, in units of the sum over ranks."""
+        return self.memory.kept_tensor("residual")
+
+    @property
+    def server_M(self) -> Tensor:
+        """What this rank owes of the sum in its shard."""
+        return self.memory.kept_tensor("server")
 
     def errors(self) -> Tensor:
-        """All that this rank owes, [N], in units of the sum over ranks."""
-        owed_N = self.worker_N.clone()
-        own = owed_N[self._own]
-        own.add_(self.server_M[: len(own)])
+        """All that this rank owes, [N], a copy."""
+        owed_N = self.memory.whole("residual")
+        assert owed_N is not None
         return owed_N
 
     def clear_errors(self) -> None:
         """Owe nothing."""
         self.worker_N.zero_()
         self.server_M.zero_()
-
-    def snapshot(self) -> tuple[Tensor, Tensor]:
-        """The errors, for `restore`."""
-        return self.worker_N.clone(), self.server_M.clone()
-
-    def restore(self, saved: tuple[Tensor, Tensor]) -> None:
-        """Put errors back."""
-        self.worker_N.copy_(saved[0])
-        self.server_M.copy_(saved[1])
 
     def note_rows(self, values: Sequence[Tensor]) -> None:
         """Mark rows that are not zero in tensors that all ranks hold alike."""
@@ -195,11 +203,9 @@ class _Padding:
     tensor is shorter than the block, and its error would take as many steps to be sent.
     """
 
-    def __init__(
-        self, numels: Sequence[int], offsets: Sequence[int], block: int, device: torch.device
-    ) -> None:
-        tails = [(o + n - n % block, n % block) for n, o in zip(numels, offsets, strict=False)]
-        tails = [(start, length) for start, length in tails if length]
+    def __init__(self, packing: BlockPacking, block: int, device: torch.device) -> None:
+        sizes = zip(packing.sizes, packing.offsets, strict=False)
+        tails = [(o + n - n % block, n % block) for n, o in sizes if n % block]
         table_2T = torch.tensor(tails, dtype=torch.int64, device=device).view(-1, 2).t()
         starts_T, self._lengths_T = table_2T[0], table_2T[1]
         columns_B = torch.arange(block, device=device)

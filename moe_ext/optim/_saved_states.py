@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from moe_ext.compression import shard_numel
-from moe_ext.optim._compressed_mean import offsets_of
+from moe_ext.compression.feedback import add_at
+from moe_ext.optim._compressed_mean import BlockPacking
 
 State = dict[str, Any]
 
@@ -93,13 +94,12 @@ def owed_by(saved: State) -> dict[int, Tensor]:
     block = saved["compression"]["block"]
     for server in saved["compression"]["servers"]:
         workers = _worker_errors(saved, server)
-        offsets = offsets_of([error.numel() for error in workers], block)
-        flat_N = workers[0].new_zeros(offsets[-1])
-        start = server["rank"] * shard_numel(len(flat_N), server["world_size"], block)
-        own = flat_N[start : start + len(server["server_error"])]
-        own.copy_(server["server_error"][: len(own)])
-        for index, error, offset in zip(server["parameters"], workers, offsets, strict=False):
-            found[index] = error + flat_N[offset : offset + error.numel()].view(error.shape)
+        packing = BlockPacking([error.shape for error in workers], block)
+        flat_N = workers[0].new_zeros(packing.numel)
+        shard = shard_numel(packing.numel, server["world_size"], block)
+        add_at(flat_N, server["server_error"], server["rank"] * shard)
+        pieces = zip(server["parameters"], workers, packing.pieces(flat_N), strict=True)
+        found.update((index, error + piece) for index, error, piece in pieces)
     return found
 
 
