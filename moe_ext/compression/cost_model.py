@@ -10,23 +10,27 @@ device. Compression pays where it saves more on the wire than it computes, which
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.compression._cost_table import cost_table
-from moe_ext.compression.probe import Link, link_of, max_over_ranks
-from moe_ext.compression.rates import Codec, MemoryFactory, rate_of
-from moe_ext.distributed.failures import naming_failed_ranks
-from moe_ext.distributed.groups import check_group, world_size
+from moe_ext.compression.codecs import Codec
+from moe_ext.compression.probe import (
+    Link,
+    MemoryFactory,
+    link_of,
+    max_over_ranks,
+    rate_of,
+)
+from moe_ext.distributed.groups import group_ranks, group_size, resolve_group
 
 # A bucket of fewer bytes in float32 is sent as it is: all it costs is latency.
 SMALL_BUCKET_BYTES = 64 * 1024
@@ -52,12 +56,6 @@ TIMED_EVERY = 16
 # A shorter time is that of a clock that was not read, not that of a message.
 LEAST_SECONDS = 1e-6
 TRIAL = "measured, to compare with"
-PLAIN_NAMES = ("none", "dense", "fp32", "bf16", "fp16")
-
-
-def is_plain(codec: Codec) -> bool:
-    """Whether a codec is one all-reduce in some dtype, which no other may fall behind."""
-    return codec.name in PLAIN_NAMES
 
 
 def _residual_like(codec: Codec, grad_N: Tensor) -> Any:
@@ -68,7 +66,7 @@ def _residual_like(codec: Codec, grad_N: Tensor) -> Any:
 
 @dataclass
 class _Measured:
-    """What one codec really took for one bucket, on the slowest rank."""
+    """Measured times of one codec for one bucket, on the slowest rank."""
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     count: int = 0
@@ -84,13 +82,13 @@ class _Measured:
 
     @property
     def median(self) -> float:
-        """Of the last few."""
+        """Of the last few times."""
         return statistics.median(self.seconds)
 
 
 @dataclass
 class BucketState:
-    """What is known of one bucket; equal on all ranks."""
+    """A bucket: its codecs, the choice and the measurements; equal on all ranks."""
 
     numel: int = 0
     codecs: tuple[Codec, ...] = ()
@@ -134,16 +132,14 @@ class CostModel:
         agreed_over: ProcessGroup | None = None,
         memory_of: MemoryFactory | None = None,
     ) -> None:
-        check_group(group, "CostModel", name="group")
         if num_ranks is not None and link is None:
             raise ValueError("CostModel: expected link to be given with num_ranks, got None")
         self.device = torch.device(device)
         self.link = link
-        self._group = group
-        self._agreed_over = agreed_over or group
+        self._group = resolve_group(group, "CostModel")
+        self._agreed_over = agreed_over or self._group
         self._alone = num_ranks is not None
-        size = world_size() if group is None else dist.get_world_size(group)
-        self.num_ranks = size if num_ranks is None else num_ranks
+        self.num_ranks = group_size(self._group) if num_ranks is None else num_ranks
         self._memory_of = memory_of or _residual_like
         self._rates: dict[Codec, tuple[float, float]] = {}
         self.buckets: dict[Hashable, BucketState] = {}
@@ -155,10 +151,8 @@ class CostModel:
         """The slowest rank's; collective."""
         if self._alone or self.num_ranks == 1 or not seconds:
             return seconds
-        group = self._agreed_over or dist.group.WORLD
-        assert group is not None
-        with naming_failed_ranks(group, "CostModel"):
-            return max_over_ranks(seconds, group, self.device)
+        assert self._agreed_over is not None
+        return max_over_ranks(seconds, self._agreed_over, self.device)
 
     def probe(self, *, again: bool = False) -> Link | None:
         """Measures the group with a dozen messages of two sizes, at the first call; *collective*.
@@ -174,9 +168,8 @@ class CostModel:
         """
         if self.num_ranks == 1 or (self.link is not None and not again) or self._alone:
             return self.link
-        group = self._group or dist.group.WORLD
-        assert group is not None
-        link = link_of(group, self.device, again=again)
+        assert self._group is not None
+        link = link_of(self._group, self.device, again=again)
         if self._agreed_over is not self._group:
             costs = [link.latency, 1 / link.exchange_bandwidth, 1 / link.reduce_bandwidth]
             latency, exchange, reduce = self._agreed(costs)
@@ -212,7 +205,7 @@ class CostModel:
     def wire_seconds(self, codec: Codec, numel: int) -> float:
         """On the wire; after `probe`."""
         assert self.link is not None
-        plain = is_plain(codec)
+        plain = codec.plain
         bandwidth = self.link.reduce_bandwidth if plain else self.link.exchange_bandwidth
         sent = codec.sent_bytes(numel, self.num_ranks)
         return sent / bandwidth + codec.num_rounds(self.num_ranks) * self.link.latency
@@ -281,7 +274,7 @@ class CostModel:
             ValueError: no plain codec in ``codecs``.
             RankFailureError: a rank died or did not answer.
         """
-        plain = [codec for codec in codecs if is_plain(codec)]
+        plain = [codec for codec in codecs if codec.plain]
         if not plain:
             raise ValueError(
                 "CostModel.choose: expected codecs to hold a dense one to fall back to, got "
@@ -321,7 +314,7 @@ class CostModel:
         return {
             codec: self.estimate(codec, bucket)
             for codec in state.codecs
-            if is_plain(codec) or codec.sent_bytes(state.numel, self.num_ranks) < dense
+            if codec.plain or codec.sent_bytes(state.numel, self.num_ranks) < dense
         }
 
     def _least(
@@ -346,12 +339,16 @@ class CostModel:
         return current, f"in use, and {best.name} is less than 10 % better"
 
     def _why(self, best: Codec, baseline: Codec, seconds: dict[Codec, float]) -> str:
-        if is_plain(best):
+        if best.plain:
             return "least; nothing compressed is faster"
         return f"least; {seconds[baseline] / seconds[best]:.1f} x faster than {baseline.name}"
 
     def _trial(
-        self, state: BucketState, plain: list[Codec], seconds: dict[Codec, float], chosen: Codec
+        self,
+        state: BucketState,
+        plain: list[Codec],
+        seconds: dict[Codec, float],
+        chosen: Codec,
     ) -> Codec | None:
         """A plain codec that should be measured beside the chosen one, if there is one."""
         for codec in plain:
@@ -386,7 +383,7 @@ class CostModel:
         ):
             return False
         known = state.measured.get(state.chosen)
-        if not is_plain(state.chosen) or known is None or known.count < TRIAL_TURNS:
+        if not state.chosen.plain or known is None or known.count < TRIAL_TURNS:
             return True
         return state.reason == TRIAL or state.turn - known.turn >= TIMED_EVERY
 
@@ -441,10 +438,149 @@ class CostModel:
         self._observed.clear()
 
     def explain(self) -> str:
-        """What is chosen for each bucket and why.
+        """A table of the choice for each bucket and its reason.
 
         Returns:
             str: a line about the link, a table with the milliseconds of every codec (predicted, or
             with a star as measured), and the bandwidth up to which each codec pays.
         """
-        return cost_table(self)
+        return _cost_table(self)
+
+
+def _gigabits(bytes_per_second: float) -> str:
+    return f"{8e-9 * bytes_per_second:.3g} Gbit/s"
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return lines
+
+
+def _about(model: CostModel) -> str:
+    ranks = f"{model.num_ranks} rank{'s' if model.num_ranks > 1 else ''} on {model.device}"
+    if model.link is None:
+        return f"{ranks}, link not measured"
+    return (
+        f"{ranks}, latency {1e6 * model.link.latency:.0f} us, all-to-all "
+        f"{_gigabits(model.link.exchange_bandwidth)}, all-reduce "
+        f"{_gigabits(model.link.reduce_bandwidth)}"
+    )
+
+
+def _break_even(model: CostModel) -> list[str]:
+    """A line for every codec, beside the leanest plain one, for the largest bucket timed."""
+    buckets = [state for state in model.buckets.values() if model.knows(state.codecs)]
+    if not buckets:
+        return []
+    largest = max(buckets, key=lambda state: state.numel)
+    plain = [codec for codec in largest.codecs if codec.plain]
+    least = min(plain, key=lambda codec: codec.sent_bytes(largest.numel, model.num_ranks))
+    lines = []
+    for codec in largest.codecs:
+        if codec in plain:
+            continue
+        limit = model.break_even(codec, least, largest.numel)
+        pays = {0.0: "never", float("inf"): "at any bandwidth"}
+        text = pays.get(limit, f"below {_gigabits(limit)}")
+        lines.append(f"{codec.name} pays {text} ({largest.numel} elements, beside {least.name})")
+    return lines
+
+
+def _cost_table(model: CostModel) -> str:
+    """The choices of a cost model as text."""
+    codecs = list(dict.fromkeys(c for state in model.buckets.values() for c in state.codecs))
+    # Codecs of one kind with other options would share a name.
+    names = [codec.name for codec in codecs]
+    heads = [n if names.count(n) == 1 else repr(c) for n, c in zip(names, codecs, strict=True)]
+    rows = [["bucket", "elements", *(f"{head} ms" for head in heads), "choice", "why"]]
+    for bucket, state in model.buckets.items():
+        row = [str(bucket), str(state.numel)]
+        for codec in codecs:
+            known = codec in state.measured
+            if codec not in state.codecs or not (known or model.knows([codec])):
+                row.append("-")
+                continue
+            row.append(f"{1e3 * model.estimate(codec, bucket):.3f}{'*' if known else ''}")
+        chosen = "-" if state.chosen is None else heads[codecs.index(state.chosen)]
+        rows.append([*row, chosen, state.reason])
+    return "\n".join([_about(model), *_aligned(rows), *_break_even(model)])
+
+
+class Exchange(Protocol):
+    """The ranks that a bucket is reduced over (see `Bucket`)."""
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """All of them."""
+
+    @property
+    def exchange_group(self) -> ProcessGroup | None:
+        """Those that codecs reduce over: one of each node, where there are nodes."""
+
+    @property
+    def node_size(self) -> int:
+        """Ranks of a node; 1 without nodes."""
+
+
+class CostModels:
+    """One cost model for each group of ranks that reduce together.
+
+    It is made at the first bucket of the group, which its ranks reach together: ranks of different
+    groups come to their groups in the order of the layers, which is one for all, so that no two
+    wait for each other in two groups.
+
+    Args:
+        given: the one for the ranks of the state; where these lie on nodes, its link is taken as
+            that between nodes.
+
+    Attributes:
+        common: the one for the ranks of the state.
+        used: whether any is in use.
+    """
+
+    def __init__(self, given: CostModel | None) -> None:
+        self.common = given
+        self.used = given is not None
+        # Ranks of a node that `common` looks upon as one.
+        self._node_size = 1
+        self._others: dict[ProcessGroup, CostModel] = {}
+
+    def of(self, bucket: Exchange, common: ProcessGroup | None, device: torch.device) -> CostModel:
+        """The cost model of the ranks that reduce a bucket.
+
+        With nodes it measures what is between them; all ranks agree on what these have found.
+
+        Args:
+            bucket: its ranks.
+            common: the ranks of the state.
+            device: of the bucket.
+        """
+        self.used = True
+        make = functools.partial(
+            CostModel,
+            bucket.exchange_group,
+            device=device,
+            agreed_over=bucket.group if bucket.node_size > 1 else None,
+        )
+        if bucket.group is not None and bucket.group is not common:
+            if bucket.group not in self._others:
+                self._others[bucket.group] = make()
+            return self._others[bucket.group]
+        if self.common is None or bucket.node_size != self._node_size:
+            self.common = make(link=None if self.common is None else self.common.link)
+            self._node_size = bucket.node_size
+        return self.common
+
+    def explain(self) -> str:
+        """The tables, those of some of the ranks under a line that names them."""
+        where = f"between nodes of {self._node_size} ranks:\n" if self._node_size > 1 else ""
+        tables = [] if self.common is None else [where + self.common.explain()]
+        for group, model in self._others.items():
+            ranks = ", ".join(map(str, group_ranks(group)))
+            tables.append(f"ranks {ranks}, which hold the same experts:\n{model.explain()}")
+        return "\n\n".join(tables)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_ext.compression._step import Step
+from moe_ext.compression.reducer import Reducer
 from moe_ext.compression.state import CompressionState
 
 _Future = torch.futures.Future[Tensor]
@@ -56,29 +56,25 @@ def compress_hook(
 
 
 def _take(state: CompressionState, bucket: Any) -> _Future:
-    step: Step | None = state.underway
-    problem = None
-    if bucket.index() == 0:
+    step, problem = state.open_step, None
+    if step is None or bucket.index() == 0:
         if step is not None:
             # An error has ended that pass early.
             step.abandon()
-        step = state.underway = Step(state)
-    elif step is None or bucket.index() != len(step.works):
+        error = None if state.is_hooked else _adopt_group(state)
+        step = state.open_step = state.begin_step("compress_hook")
+        step.error = error
+    if bucket.index() != len(step.running):
         problem = "expected the state to serve one DistributedDataParallel, got buckets of two"
-        step = state.underway = step or Step(state)
-    state.operation = "compress_hook"
-    if not state.is_hooked:
-        _adopt_group(state, step)
     flat_N = bucket.buffer()
     future: _Future = torch.futures.Future(devices=[flat_N.device] if flat_N.is_cuda else None)
-    step.add(bucket.parameters(), flat_N, state.group, problem)
-    step.futures.append(future)
+    step.add(bucket.parameters(), flat_N, state.group, problem).future = future
     if bucket.is_last():
         _finish(state, step)
     return future
 
 
-def _adopt_group(state: CompressionState, step: Step) -> None:
+def _adopt_group(state: CompressionState) -> ValueError | None:
     """Reduce over the ranks of DDP, of which a bucket tells nothing."""
     group = _group_of_ddp(state)
     try:
@@ -86,15 +82,17 @@ def _adopt_group(state: CompressionState, step: Step) -> None:
             state.adopt_group(group)
     except ValueError as error:
         # Without a message: all ranks of DDP find the same, and others wait for none.
-        step.error = error
-        return
+        return error
     state.is_hooked = True
+    return None
 
 
 def _group_of_ddp(state: CompressionState) -> Any:
     """The process group of the DistributedDataParallel that a state is registered with, if found.
 
-    Looked for among all objects, once: DDP knows its hooks, but no hook knows its DDP.
+    Looked for among all objects, once. DDP lists its hooks in `_comm_hooks`, but tells them nothing
+    of itself: a bucket has gradients and parameters only, and the reducer in C++, which calls the
+    hook, has no attribute that leads to the process group.
     """
     for one in gc.get_objects():
         if issubclass(type(one), DistributedDataParallel):
@@ -104,14 +102,15 @@ def _group_of_ddp(state: CompressionState) -> Any:
     return None
 
 
-def _finish(state: CompressionState, step: Step) -> None:
-    state.underway = None
+def _finish(state: CompressionState, step: Reducer) -> None:
+    state.open_step = None
     try:
         step.finish()
     except Exception as error:
         _raise_after_backward(error)
-    for future, work in zip(step.futures, step.works, strict=True):
-        future.set_result(work.flat_N)
+    for running in step.running:
+        assert running.future is not None
+        running.future.set_result(running.flat_N)
 
 
 def _raise_after_backward(error: Exception) -> None:

@@ -48,7 +48,7 @@ class Packing:
 
     @property
     def start(self) -> int:
-        """Which element of the parameters the first one is."""
+        """Place of the first one among the elements of the parameters."""
         return 0 if self.window is None else self.window[0]
 
     def pieces(self, flat_N: Tensor) -> list[Tensor]:
@@ -71,7 +71,7 @@ class Packing:
 
 
 class CodecMemory:
-    """What a codec remembers of parameters that are reduced together.
+    """Memory of a codec for parameters that are reduced together.
 
     Tensors are kept by kind: "residual" is what this rank owes, "server" what it owes for the shard
     of the sum that it owns, "velocity" the momentum of a sparse codec; codecs may add others.
@@ -155,7 +155,8 @@ class CodecMemory:
         return self.write(kind, working)
 
     def write(self, kind: str, working: Tensor) -> Tensor:
-        """Have this step leave a tensor in the place of what was kept."""
+        """Have this step leave a tensor, which is the memory's from now on."""
+        # What `undo` would bring back may be what is written to.
         self._before = None
         self._open[kind] = working
         return working
@@ -183,8 +184,6 @@ class CodecMemory:
 
     def _room_for(self, kind: str, kept: Tensor) -> Tensor:
         spare = self._spare.pop(kind, None)
-        # The next step to be taken back is this one: what it overwrites was kept for that.
-        self._before = None
         return torch.empty_like(kept) if spare is None else spare
 
     def whole_residual(self) -> Tensor:
@@ -199,7 +198,7 @@ class CodecMemory:
         return residual_N
 
     def keeps_shard(self, start: int, numel: int) -> bool:
-        """Whether what is owed for a shard of the sum is that for this one."""
+        """Whether the residual of a shard of the sum is that of this shard."""
         kept = self._kept.get("server")
         return kept is not None and (self.server_start, kept.numel()) == (start, numel)
 
@@ -254,7 +253,7 @@ class CodecMemory:
         return found
 
     def rng_state(self, step: int, rank: int) -> Tensor:
-        """What `quantize_blockwise` wants for rounding at random."""
+        """The `rng_state` of `quantize_blockwise`, for rounding at random."""
         return torch.tensor([self.seed, self.key, step, rank], device=self.device)
 
     def commit(self, *, continues: bool = False, finite: Tensor | None = None) -> None:
@@ -527,7 +526,7 @@ class FeedbackStore:
         return dict(sorted(found.items()))
 
     def kinds_of(self, names: Sequence[str]) -> list[str]:
-        """Which kinds of tensors there are for any of some parameters."""
+        """The kinds of tensors that there are for any of some parameters."""
         return [kind for kind in ELEMENTWISE if not set(names).isdisjoint(self.named(kind))]
 
     def clear(self, kind: str, names: set[str]) -> None:

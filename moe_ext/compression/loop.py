@@ -10,13 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_ext.compression._layout import told
-from moe_ext.compression._step import Step
-from moe_ext.compression._work import Work
-from moe_ext.compression.agreement import check_call
+from moe_ext.compression.reducer import BucketInStep, Reducer
 from moe_ext.compression.state import CompressionState
+from moe_ext.distributed.agreement import agree, share
 from moe_ext.distributed.clipping import clip_grad_norm_
-from moe_ext.distributed.collectives import share, sum_over_ranks_
+from moe_ext.distributed.comm import all_reduce_
 from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.gradients import (
     gradient_buckets,
@@ -26,8 +24,9 @@ from moe_ext.distributed.gradients import (
     reduced_by_ddp,
 )
 from moe_ext.distributed.groups import group_size
-from moe_ext.distributed.parameters import replica_group, sharded_experts
+from moe_ext.distributed.placement import Placement, replica_group, sharded_parameters
 
+_OPERATION = "compress_gradients"
 # What a rank has as gradient of a parameter.
 _NOTHING, _DENSE, _SPARSE = 0, 1, 2
 
@@ -68,15 +67,14 @@ def compress_gradients(model: nn.Module, state: CompressionState) -> bool:
         RuntimeError: on every rank, when no gradient changed since the last call.
         RankFailureError: a rank died or did not answer; what is owed is as it was.
     """
-    state.operation = "compress_gradients"
     if state.is_hooked and not state.was_finite:
         # The optimizer will not step, for the half of the gradients that DDP has reduced.
         return False
-    experts = sharded_experts(model)
+    experts = sharded_parameters(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     _check(model, state, experts, device)
-    step = Step(state)
-    if state.local_clip_norm is not None:
+    step = state.begin_step(_OPERATION)
+    if state.options.local_clip_norm is not None:
         step.whole_norm = _local_norm(model)
     with torch.no_grad():
         try:
@@ -84,23 +82,24 @@ def compress_gradients(model: nn.Module, state: CompressionState) -> bool:
             try:
                 finite = step.finish()
             finally:
-                for bucket, work in placed:
-                    _put_back(bucket, work.flat_N)
+                for bucket, running in placed:
+                    _put_back(bucket, running.flat_N)
         except Exception:
             if state.is_hooked:
                 state.undo()
             raise
     if not finite and state.is_hooked:
         state.undo()
-    if finite and state.clip_norm is not None and experts:
-        clip_grad_norm_(model, state.clip_norm)
+    clip_norm = state.options.clip_norm
+    if finite and clip_norm is not None and experts:
+        clip_grad_norm_(model, clip_norm)
     return finite
 
 
 def _begin(
-    step: Step, found: Sequence[_Copies], device: torch.device
-) -> list[tuple[list[nn.Parameter], Work]]:
-    placed: list[tuple[list[nn.Parameter], Work]] = []
+    step: Reducer, found: Sequence[_Copies], device: torch.device
+) -> list[tuple[list[nn.Parameter], BucketInStep]]:
+    placed: list[tuple[list[nn.Parameter], BucketInStep]] = []
     for copies in found[1:]:
         step.expect(copies.parameters, copies.group)
     try:
@@ -117,7 +116,7 @@ def _begin(
 def _check(
     model: nn.Module,
     state: CompressionState,
-    experts: dict[str, tuple[nn.Parameter, ProcessGroup]],
+    experts: dict[str, tuple[nn.Parameter, Placement]],
     device: torch.device,
 ) -> None:
     """Everything that can be checked before the first message; every rank raises or none does."""
@@ -137,17 +136,16 @@ def _check(
                 "expected DistributedDataParallel to leave the expert parameters alone, but it "
                 f"reduces {name}; wrap the model with moe_ext.distributed.data_parallel(model)"
             )
-    _, strange = state.names_of([p for p in model.parameters() if p.requires_grad])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    _, strange = state.parameters.names_of(trained, may_be_new=state.step == 0)
     facts = {"the number of parameters": sum(1 for _ in model.parameters())}
-    check_call(state.operation, facts, problem or strange, state.group, device, validate=True)
     gradients = [p.grad for p in model.parameters() if p.grad is not None and id(p) not in reduced]
     fresh = [int(not all(is_synced(g) for g in gradients)), int(bool(gradients))]
-    rows = [fresh]
-    if state.group is not None:
-        rows = share(fresh, state.group, device, operation=state.operation)
+    problem = problem or strange
+    rows = agree(_OPERATION, facts, problem, state.group, device, values=fresh)
     if any(row[1] for row in rows) and not any(row[0] for row in rows):
         raise RuntimeError(
-            f"{state.operation}: expected new gradients since the last call, but none changed on "
+            f"{_OPERATION}: expected new gradients since the last call, but none changed on "
             "any rank; call it once after the last backward pass of a step"
         )
 
@@ -155,7 +153,7 @@ def _check(
 def _copies(
     model: nn.Module,
     state: CompressionState,
-    experts: dict[str, tuple[nn.Parameter, ProcessGroup]],
+    experts: dict[str, tuple[nn.Parameter, Placement]],
     device: torch.device,
 ) -> list[_Copies]:
     """The dense parameters that DDP does not reduce, and the experts by their groups."""
@@ -163,9 +161,9 @@ def _copies(
     dense = [p for p in model.parameters() if p.requires_grad and id(p) not in elsewhere]
     found = [_Copies(state.group, dense)]
     by_group: dict[ProcessGroup, list[nn.Parameter]] = {}
-    for parameter, ep_group in experts.values():
-        if parameter.requires_grad:
-            by_group.setdefault(ep_group, []).append(parameter)
+    for parameter, placement in experts.values():
+        if parameter.requires_grad and placement.group is not None:
+            by_group.setdefault(placement.group, []).append(parameter)
     for ep_group, parameters in by_group.items():
         found.append(_Copies(replica_group(ep_group, device), parameters))
     return found
@@ -188,17 +186,17 @@ def _filled_buckets(
 
 
 def _agreed_kinds(copies: _Copies, device: torch.device) -> list[int]:
-    """What the gradient of each parameter is on the ranks that have one."""
+    """Kind of the gradient of each parameter, on the ranks that have one."""
     kinds = [_kind(parameter) for parameter in copies.parameters]
     if copies.group is None or not kinds or group_size(copies.group) == 1:
         return kinds
-    rows = share(kinds, copies.group, device, operation="compress_gradients")
+    rows = share(kinds, copies.group, device, operation=_OPERATION)
     agreed = []
     for parameter, column in zip(copies.parameters, zip(*rows, strict=True), strict=True):
         present = {kind for kind in column if kind != _NOTHING}
         if len(present) > 1:
             raise ValueError(
-                "compress_gradients: expected the gradient of a parameter to be sparse on every "
+                f"{_OPERATION}: expected the gradient of a parameter to be sparse on every "
                 f"rank or on none, got both for one of shape {tuple(parameter.shape)}"
             )
         agreed.append(present.pop() if present else _NOTHING)
@@ -266,38 +264,31 @@ def flush(model: nn.Module, state: CompressionState) -> bool:
         ValueError: on every rank: the ranks owe for different parameters.
         RankFailureError: a rank died or did not answer; gradients and what is owed are as before.
     """
-    state.operation = "flush"
-    if state.nonfinite == "propagate" and not state.was_finite:
+    if state.options.nonfinite == "propagate" and not state.was_finite:
         return False
     state.regroup()
     owed = state.owed_now()
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    facts = {"the parameters that are owed for": told(list(owed))}
-    check_call(state.operation, facts, None, state.group, device, validate=True)
-    experts = {id(p): group for p, group in sharded_experts(model).values()}
+    agree("flush", {"the parameters that are owed for": ", ".join(owed)}, None, state.group, device)
+    experts = {id(p): placement.group for p, placement in sharded_parameters(model).values()}
     by_group: dict[ProcessGroup | None, list[str]] = {}
     for name in owed:
-        ep_group = experts.get(id(state.parameter(name)))
+        ep_group = experts.get(id(state.parameters.by_name[name]))
         group = state.group if ep_group is None else replica_group(ep_group, device)
         by_group.setdefault(group, []).append(name)
     with torch.no_grad():
         totals: dict[str, Tensor] = {}
         for group, names in by_group.items():
             flat_N = torch.cat([owed[name].reshape(-1).to(device) for name in names])
-            _reduce_(flat_N, group, state.average)
+            all_reduce_(flat_N, group, operation="flush")
+            if state.options.average:
+                flat_N.div_(group_size(group))
             pieces = flat_N.split([owed[name].numel() for name in names])
             totals.update(zip(names, pieces, strict=True))
         for name, total in totals.items():
-            _add_to_gradient(state.parameter(name), total)
+            _add_to_gradient(state.parameters.by_name[name], total)
     state.memory.clear("residual", set(owed))
     return True
-
-
-def _reduce_(flat_N: Tensor, group: ProcessGroup | None, average: bool) -> None:
-    """The mean or sum over the ranks, in place."""
-    sum_over_ranks_(flat_N, group, operation="flush")
-    if average:
-        flat_N.div_(group_size(group))
 
 
 def _add_to_gradient(parameter: nn.Parameter, flat: Tensor) -> None:

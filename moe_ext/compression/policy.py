@@ -1,4 +1,4 @@
-"""Which codec each parameter gets, by what it is for."""
+"""Codecs of parameters, by their roles in the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EMBEDDING = re.compile(r"embedding|^(wte|wpe)$")
 
 
 def _role_of_module(module: nn.Module, name: str) -> Role | None:
-    """What a module says about the parameters in it; `name` is the last part of its own."""
+    """The role of the parameters in a module, if it has one; `name` is the last part of its own."""
     kind, name = type(module).__name__.lower(), name.lower()
     if isinstance(module, Router) or _ROUTER.search(name) or "router" in kind:
         return "router"

@@ -1,4 +1,4 @@
-"""Measures the latency and the bandwidth of a process group, once."""
+"""Measures what a link and a codec take: once for a process group, and once in a process."""
 
 from __future__ import annotations
 
@@ -6,26 +6,31 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.compression.stages import message
-from moe_ext.distributed.failures import naming_failed_ranks
-from moe_ext.distributed.groups import check_group
+from moe_ext.compression.codecs import Codec
+from moe_ext.distributed import comm
+from moe_ext.distributed.groups import check_group, group_size
 
 # Bytes that leave a rank in a message of either size. The large one takes 40 ms at 200 Mbit/s; on
 # an accelerator's network it must be larger to last longer than its latency.
 SMALL_BYTES = 1024
 LARGE_BYTES = {"cpu": 2**20, "cuda": 2**24}
 SMALL_REPEATS, LARGE_REPEATS = 3, 2
+# Elements of the two rehearsals of a codec, of which the larger does not fit in the second-level
+# cache, as buckets do not.
+FEW, MANY = 2**14, 2**20
+REPEATS = 3
+_OPERATION = "CostModel.probe"
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a group's messages cost.
+    """Latency and bandwidth of a group's messages.
 
     Attributes:
         latency: seconds of a message of no length.
@@ -68,7 +73,7 @@ def max_over_ranks(seconds: list[float], group: ProcessGroup, device: torch.devi
     """
     # Not every device has float64, and 24 bits of a time are enough.
     agreed = torch.tensor(seconds, dtype=torch.float32, device=device)
-    dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
+    comm.all_reduce_(agreed, group, operation=_OPERATION, op="max", counted=False)
     numbers: list[float] = agreed.tolist()
     return numbers
 
@@ -79,8 +84,10 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _quickest(send: Callable[[Tensor], object], x: Tensor, repeats: int) -> float:
-    """Least seconds of a few messages: whatever disturbs one makes it longer."""
+def _quickest(
+    send: Callable[[Tensor], object], x: Tensor, repeats: int, *, warm_ups: int = 0
+) -> float:
+    """Least seconds of a few calls, after some that do not count: what disturbs makes it longer."""
     times, device = [], x.device
     for _ in range(repeats):
         synchronize(device)
@@ -88,7 +95,7 @@ def _quickest(send: Callable[[Tensor], object], x: Tensor, repeats: int) -> floa
         send(x)
         synchronize(device)
         times.append(time.perf_counter() - start)
-    return min(times)
+    return min(times[warm_ups:])
 
 
 def _line(send: Callable[[Tensor], object], sizes: list[Tensor], sent: int) -> tuple[float, float]:
@@ -114,14 +121,14 @@ def measure_link(group: ProcessGroup, device: torch.device) -> Link:
     Raises:
         RankFailureError: a rank died or did not answer.
     """
-    size = dist.get_world_size(group)
+    size = group_size(group)
     large = LARGE_BYTES.get(device.type, LARGE_BYTES["cpu"])
 
     def exchange(x: Tensor) -> None:
-        message("all_to_all", x, group)
+        comm.all_to_all(x, group, operation=_OPERATION, counted=False)
 
     def reduce(x: Tensor) -> None:
-        dist.all_reduce(x, group=group)
+        comm.all_reduce_(x, group, operation=_OPERATION, counted=False)
 
     parts = [
         torch.zeros(max(1, num_bytes // (size - 1)) * size, dtype=torch.uint8, device=device)
@@ -131,15 +138,14 @@ def measure_link(group: ProcessGroup, device: torch.device) -> Link:
         torch.zeros(max(1, num_bytes * size // (8 * (size - 1))), device=device)
         for num_bytes in (SMALL_BYTES, large)
     ]
-    with naming_failed_ranks(group, "CostModel.probe"):
-        alpha, exchange_cost = _line(exchange, parts, large)
-        _, reduce_cost = _line(reduce, wholes, large)
-        agreed = max_over_ranks([alpha, exchange_cost, reduce_cost], group, device)
+    alpha, exchange_cost = _line(exchange, parts, large)
+    _, reduce_cost = _line(reduce, wholes, large)
+    agreed = max_over_ranks([alpha, exchange_cost, reduce_cost], group, device)
     return Link(agreed[0], 1 / agreed[1], 1 / agreed[2])
 
 
 def link_of(group: ProcessGroup, device: torch.device, *, again: bool = False) -> Link:
-    """What `measure_link` found for a group, measured at the first call.
+    """The link of a group, measured at the first call.
 
     All ranks of the group call it together.
 
@@ -156,3 +162,45 @@ def link_of(group: ProcessGroup, device: torch.device, *, again: bool = False) -
     if again or group not in _links:
         _links[group] = measure_link(group, device)
     return _links[group]
+
+
+MemoryFactory = Callable[[Codec, Tensor], Any]
+
+
+_rates: dict[tuple[Codec, str, int], tuple[float, float]] = {}
+
+
+def _rehearsal(codec: Codec, numel: int, memory_of: MemoryFactory, where: tuple[str, int]) -> float:
+    """Seconds of one rehearsal, the least of a few."""
+    device, world_size = torch.device(where[0]), where[1]
+    generator = torch.Generator().manual_seed(0)
+    # Of one size, so that nothing is known of the next step: a constant would compress too well.
+    grad_N = torch.randn(numel, generator=generator).to(device)
+    memory = memory_of(codec, grad_N)
+
+    def rehearse(x: Tensor) -> None:
+        codec.rehearse(x, memory, world_size)
+
+    return _quickest(rehearse, grad_N, REPEATS, warm_ups=1)
+
+
+def rate_of(
+    codec: Codec, device: torch.device, world_size: int, memory_of: MemoryFactory
+) -> tuple[float, float]:
+    """(seconds whatever the size, seconds an element) to encode and decode on this rank.
+
+    Args:
+        codec: what is rehearsed.
+        device: where.
+        world_size: P; what comes from P ranks is decoded.
+        memory_of: makes what ``codec.rehearse`` takes as memory.
+
+    Local to the rank, measured at the first call and kept for the life of the process.
+    """
+    key = (codec, str(device), world_size)
+    if key not in _rates:
+        where = (str(device), world_size)
+        few, many = (_rehearsal(codec, numel, memory_of, where) for numel in (FEW, MANY))
+        slope = max(many - few, 0.0) / (MANY - FEW)
+        _rates[key] = (max(0.0, few - slope * FEW), slope)
+    return _rates[key]

@@ -1,4 +1,4 @@
-"""What changes over the steps: warm-up, and the watch over what is owed."""
+"""Changes over the steps: warm-up, and the monitor of the residuals."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Warmup:
         )
 
     def codec(self, codec: Codec, step: int) -> Codec:
-        """What a codec is in a step."""
+        """The codec to use in a step in the place of another one."""
         if codec.density is not None:
             return codec.with_density(self.density(step, codec.density))
         return Dense() if step < self.dense_steps and codec.lossy else codec

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ext.compression import rates
+from moe_ext.compression import probe
 from moe_ext.compression.cost_model import (
     HYSTERESIS,
     TIMED_EVERY,
@@ -31,6 +31,10 @@ class FakeCodec:
     rehearsal: float = 0.0
     lossy: bool = True
     rounds: int = 2
+
+    @property
+    def plain(self):
+        return self.name in ("none", "bf16")
 
     def sent_bytes(self, numel, world_size):
         return int(8 * (world_size - 1) / world_size * numel * self.share)
@@ -339,7 +343,7 @@ def test_arguments_are_checked():
 
 
 def test_rates_are_measured_once_and_split_into_fixed_and_growing_parts(monkeypatch):
-    monkeypatch.setattr(rates, "_rates", {})
+    monkeypatch.setattr(probe, "_rates", {})
     calls = []
 
     @dataclass(frozen=True)
@@ -351,7 +355,7 @@ def test_rates_are_measured_once_and_split_into_fixed_and_growing_parts(monkeypa
     codec = Counting("counting", 0.1)
     first = CostModel(link=SLOW, num_ranks=3)
     first.prepare([codec, codec])
-    assert [call[0] for call in calls] == [rates.FEW] * 3 + [rates.MANY] * 3
+    assert [call[0] for call in calls] == [probe.FEW] * 3 + [probe.MANY] * 3
     assert all(call[1:] == (True, 3) for call in calls)
     assert 1e-3 < first.compute_seconds(codec, 0) < 10e-3
     assert 15e-3 < first.compute_seconds(codec, NUMEL) - first.compute_seconds(codec, 0) < 60e-3

@@ -180,7 +180,7 @@ def check_learning_rates_scale_what_is_owed():
     named = dict(module.named_parameters())
     groups = [{"params": [p for n, p in named.items() if n != "branch.weight"]}]
     groups.append({"params": [module.branch.weight]})
-    state.optimizer = optimizer = torch.optim.SGD(groups, 0.1)
+    state.options.optimizer = optimizer = torch.optim.SGD(groups, 0.1)
     moved = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in named.items()}
     wanted = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in named.items()}
     for step in range(5):

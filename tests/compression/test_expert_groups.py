@@ -102,7 +102,7 @@ def an_error_that_replicas_of_other_experts_do_not_see(mesh):
     with pytest.raises(ValueError, match=message):
         compress_gradients(model, state)
     assert state.step == 0
-    state.policy = Policy("int8", dense_below=1)
+    state.options.policy = Policy("int8", dense_below=1)
     backward(model, 1)
     assert compress_gradients(model, state) and state.step == 1
 
@@ -119,9 +119,11 @@ def experts_are_priced_with_their_own_link(mesh):
     for step in range(2):
         backward(model, step)
         compress_gradients(model, state)
-    (priced,) = state.choosers._others.values()
+    (priced,) = state._costs._others.values()
     assert priced.link == probe._links[own] and priced.num_ranks == 2
-    assert {state.names_of([model.get_parameter(n)])[0][0] for n in ALL} == set(ALL)
+    assert {
+        state.parameters.names_of([model.get_parameter(n)], may_be_new=False)[0][0] for n in ALL
+    } == set(ALL)
     assert not any("experts" in label for label in given.buckets)
     # What is clear needs no trial beside plain all-reduce.
     seconds = {

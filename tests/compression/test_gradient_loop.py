@@ -132,7 +132,7 @@ def check_counts_of_the_router_cover_accumulation():
         wrapper(words(5)).square().sum().backward()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-8)
-    assert state.reached_bitmap("moe.experts.down_proj") is None
+    assert state.parameters.reached.bitmap("moe.experts.down_proj") is None
 
 
 def check_a_loop_of_ones_own():

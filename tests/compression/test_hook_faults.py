@@ -26,9 +26,9 @@ from moe_ext.compression import (
     Threshold,
     TopK,
     Warmup,
-    _step,
     compress_hook,
     cost_model,
+    reducer,
 )
 from moe_ext.compression.cost_model import TIMED_EVERY, TRIAL_TURNS
 from moe_ext.compression.probe import Link
@@ -95,7 +95,7 @@ def check_nan_on_one_rank_is_named_everywhere():
 
 def check_quantisers_look_in_their_own_pass():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_step, "norms_of", lambda pieces: pytest.fail("a pass of its own"))
+        patch.setattr(reducer, "norms_of", lambda pieces: pytest.fail("a pass of its own"))
         for codec in ("int8", "onebit"):
             parallel, _ = wrapped(codec=codec)
             gradients_of(parallel, 0)
@@ -125,8 +125,13 @@ def check_large_gradients_are_finite():
 
 def counting_messages(monkeypatch):
     """List that grows by an entry with every message of status."""
-    found, exchange = [], _step.exchange
-    monkeypatch.setattr(_step, "exchange", lambda *a: found.append(a[0].step) or exchange(*a))
+    found, exchange = [], reducer.exchange_reports
+
+    def noted(report, *args):
+        found.append(report.step)
+        return exchange(report, *args)
+
+    monkeypatch.setattr(reducer, "exchange_reports", noted)
     return found
 
 
@@ -152,7 +157,7 @@ def check_dense_steps_need_no_message():
             gradients_of(parallel, step)
         assert sent == [2, 3], sent
         sent.clear()
-        state.warmup = Warmup(dense_steps=6)
+        state.options.warmup = Warmup(dense_steps=6)
         for step in range(2):
             gradients_of(parallel, step)
         assert sent == [4]  # in which it was sent
@@ -240,7 +245,7 @@ def check_steps_that_differ():
     for step in range(2):
         gradients_of(parallel, step)
     if dist.get_rank() == 1:
-        state.step = 7
+        state._progress.step = 7
     before = state_bits(state)
     with pytest.raises(
         ValueError, match="expected the step to be equal .*2 on rank 0, 7 on rank 1"
@@ -290,7 +295,7 @@ def check_an_aborted_backward_pass():
     with pytest.raises(KeyError):
         loss_of(parallel, batch(2)).backward()
     handle.remove()
-    assert state.underway is not None
+    assert state.open_step is not None
     assert_same_bits(state_bits(state), before)
 
 

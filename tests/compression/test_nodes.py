@@ -267,7 +267,8 @@ def auto_prices_the_link_between_nodes():
     parallel, state = wrapped(
         Net(300), ddp={"bucket_cap_mb": 1}, candidates=("none", "int8", "int4"), node_size=2
     )
-    levels, place = state.nodes.levels(state.group, state.group), dist.get_rank() % 2
+    device, place = torch.device("cpu"), dist.get_rank() % 2
+    levels = state._buckets.nodes.levels(state.group, state.group, device)
     assert dist.get_process_group_ranks(levels.node_group) == [place, place + 2]
     # As the ranks of the second place have measured it, which are the slower ones.
     probe._links[levels.node_group] = probe.Link.of_rate(1e7 if place else 1e10)

@@ -1,6 +1,5 @@
 """Corners of a step: halves, codecs that change, buckets that are not compressed; one process."""
 
-import functools
 import math
 
 import pytest
@@ -21,7 +20,6 @@ from moe_ext.compression import (
     flush,
     loop,
 )
-from moe_ext.compression._step import Step
 from moe_ext.compression.codecs import Dense, Threshold
 from moe_ext.compression.powersgd import PowerSGD
 
@@ -49,8 +47,8 @@ def state_of(model, codec, **options):
 
 def hooked_half(state, parameter, grad):
     """What the hook of DistributedDataParallel does with one bucket."""
-    state.operation, state.is_hooked = "compress_hook", True
-    step = Step(state)
+    state.is_hooked = True
+    step = state.begin_step("compress_hook")
     step.add([parameter], grad.reshape(-1).clone(), state.group)
     step.finish()
 
@@ -189,10 +187,8 @@ def test_experts_that_something_else_than_the_router_reaches(shared):
     else:
         loss = loss + weight.square().sum()
     loss.backward()
-    layout = state.layout([weight], weight.grad.view(-1), None)
-    (part,) = layout.parts
-    reached = functools.partial(state.reached_bitmap, part.names[0])
-    BlockSparse("row").find_zeros(weight.grad.view(-1), part.memory, reached)
+    (part,) = state.begin_step("").add([weight], weight.grad.view(-1), None).bucket.parts
+    BlockSparse("row").find_zeros(weight.grad.view(-1), part.memory, part.reached)
     found = set(ops.block_indices(part.memory.bitmap).tolist())
     assert found >= set(weight.grad.flatten(1).any(1).nonzero().view(-1).tolist())
     assert len(found) > 1
@@ -375,7 +371,7 @@ def test_what_is_owed_counts_in_half_precision(nonfinite):
         p.grad = torch.full(p.shape, 4e4)
     assert compress_gradients(model, state)
     before = {n: t.tolist() for n, t in state.residuals().items()}
-    state.policy = Policy("fp16", dense_below=0)
+    state.options.policy = Policy("fp16", dense_below=0)
     state.regroup()
     for p in model.parameters():
         p.grad = torch.full(p.shape, 4e4)

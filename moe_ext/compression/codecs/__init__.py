@@ -1,4 +1,4 @@
-"""How a gradient is sent: one frozen dataclass for each way, and their registry."""
+"""Codecs, the ways to send a gradient, and their registry by name."""
 
 from moe_ext.compression.codecs.base import Codec, OnNonfinite, PayloadCodec, Unsent, check_choice
 from moe_ext.compression.codecs.dense import BlockSparse, Dense, dense_reduction

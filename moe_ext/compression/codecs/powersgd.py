@@ -52,7 +52,7 @@ class PowerSGD(Codec):
     it would stay zero for ever. All of them do after a step with another rank.
 
     On CPU `start` returns when the result is there: torch's hook waits for one message in the
-    callback of another, which with two buckets underway blocks all of Gloo's threads.
+    callback of another, which with two buckets at a time blocks all of Gloo's threads.
 
     Args:
         rank: r, columns of P and Q; 1 to 4 for image models, up to 32 for transformers.
@@ -96,7 +96,7 @@ class PowerSGD(Codec):
 
     @property
     def feeds_back(self) -> bool:
-        """Whether what is not sent stays in the residual."""
+        """See `Codec`."""
         return self.feedback
 
     def sent_bytes(self, numel: int, world_size: int) -> int:
@@ -202,7 +202,7 @@ class PowerSGD(Codec):
         return found
 
     def _plan(self, shapes: Sequence[torch.Size]) -> list[_Matrices]:
-        """What is factored, in the order of torch's hook: by shape, as they first come."""
+        """The matrices that are factored, in the order of torch's hook: by shape."""
         counts: dict[tuple[int, ...], int] = {}
         for shape in self.matrices_of(shapes):
             if len(shape) == 2:
@@ -240,7 +240,7 @@ class PowerSGD(Codec):
 
 
 def _alone(x_N: Tensor, residual_N: Tensor | None) -> Tensor:
-    """What a rank alone makes of a gradient: nothing is sent, nothing is lost."""
+    """The result on a rank alone: nothing is sent, nothing is lost."""
     if residual_N is None:
         return x_N
     whole_N = x_N + residual_N
@@ -299,7 +299,7 @@ class _State(PowerSGDState):
 
 
 class _Bucket:
-    """What torch's hook wants of a bucket of DDP."""
+    """The part of a bucket of DDP that torch's hook uses."""
 
     def __init__(self, flat: Tensor, views: list[Tensor]) -> None:
         self.buffer: Callable[[], Tensor] = lambda: flat

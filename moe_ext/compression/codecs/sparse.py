@@ -40,7 +40,7 @@ _CAPACITY_FACTOR = 1.25
 
 
 class _Sparse(Codec):
-    """What `TopK` and `Threshold` have in common: all but the selection."""
+    """Base of `TopK` and `Threshold`, which differ in the selection."""
 
     finds_nonfinite: ClassVar[bool] = True
 
@@ -67,7 +67,7 @@ class _Sparse(Codec):
         """Values and indices that leave this rank; the residual keeps the rest."""
 
     def _capacity(self, numel: int) -> int:
-        """How many are sent of so many elements."""
+        """Number of elements that are sent of so many."""
         return num_selected(numel, self.density)
 
     @property
@@ -179,7 +179,7 @@ class _Sparse(Codec):
 
 
 def num_selected(numel: int, density: float) -> int:
-    """How many of so many elements are sent: rounded up, so that a few send something."""
+    """Number of elements of a scope that are sent: rounded up, so that a small one sends some."""
     return min(numel, math.ceil(density * numel))
 
 

@@ -12,29 +12,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed.collectives import share
-from moe_ext.distributed.groups import group_ranks, group_size
+from moe_ext.distributed.agreement import check_equal_over_ranks, share
+from moe_ext.distributed.groups import group_rank, group_ranks, group_size
 
 # Flags of parameters that go in one number of a message.
 _FLAGS = 62
 
 
-def as_integer(value: float) -> int:
-    """The bits of a float64, for a message of integers."""
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def as_float(value: int) -> float:
-    """The float64 of some bits."""
-    return float(struct.unpack("<d", struct.pack("<q", value))[0])
-
-
 @dataclass
-class Told:
-    """What a rank tells the others.
+class StepReport:
+    """Report of one rank to the others at the end of a step.
 
     Attributes:
         step: its number.
@@ -57,7 +46,7 @@ class Told:
     seconds: Mapping[str, float]
 
     def message(self) -> list[int]:
-        """Of a length that `names` and `parts` tell."""
+        """The report as integers, as many as follow from `names` and `parts`."""
         words = [0] * (-(-len(self.names) // _FLAGS))
         bad = -1
         for place, name in enumerate(self.names):
@@ -69,12 +58,14 @@ class Told:
         floats = [*self.squares]
         for numbers in (self.filled, self.seconds):
             floats += [numbers.get(name, 0.0) for name in self.parts]
-        return [int(self.failed), bad, self.step, *map(as_integer, floats), *words]
+        # Their bits, in a message of integers.
+        coded = struct.unpack(f"<{len(floats)}q", struct.pack(f"<{len(floats)}d", *floats))
+        return [int(self.failed), bad, self.step, *coded, *words]
 
 
 @dataclass
-class Finding:
-    """What the ranks have told each other at the end of a step.
+class StepOutcome:
+    """Sum of the reports of all ranks.
 
     Attributes:
         bad: (rank, parameter) of gradients that are not finite, the first of each rank.
@@ -91,17 +82,17 @@ class Finding:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def exchange(
-    told: Told,
+def exchange_reports(
+    report: StepReport,
     group: ProcessGroup | None,
     groups_of: Mapping[str, ProcessGroup | None],
     device: torch.device,
     operation: str,
-) -> Finding:
-    """Tell the others, and find what that comes to.
+) -> StepOutcome:
+    """Tell the other ranks, and hear from them.
 
     Args:
-        told: by this rank.
+        report: of this rank.
         group: the ranks of the step.
         groups_of: parameters and parts that other ranks of the step do not hold, to those that do
             (None is this process alone).
@@ -112,21 +103,29 @@ def exchange(
         ValueError: on every rank: one of them has failed, or they are not at the same step.
         RankFailureError: a rank died or did not answer.
     """
-    message = told.message()
+    message = report.message()
     rows = [message]
     if group_size(group) > 1:
         assert group is not None
         rows = share(message, group, device, operation=operation)
     ranks = group_ranks(group) if group is not None else (0,)
-    _check(rows, ranks, operation)
-    bad = [(r, told.names[row[1]]) for r, row in zip(ranks, rows, strict=True) if row[1] >= 0]
-    end = 5 + 2 * len(told.parts)
-    floats = [[as_float(value) for value in row[3:end]] for row in rows]
+    failed = [rank for rank, row in zip(ranks, rows, strict=True) if row[0]]
+    if failed:
+        raise ValueError(
+            f"{operation}: expected every rank to reduce its gradients, got an error on ranks "
+            f"{failed}, which say what it is"
+        )
+    if group is not None:
+        check_equal_over_ranks("the step", [row[2] for row in rows], group, operation)
+    bad = [(r, report.names[row[1]]) for r, row in zip(ranks, rows, strict=True) if row[1] >= 0]
+    end = 5 + 2 * len(report.parts)
+    count = end - 3
+    floats = [struct.unpack(f"<{count}d", struct.pack(f"<{count}q", *row[3:end])) for row in rows]
     owed, given = (sum(row[i] for row in floats) for i in range(2))
     ratio = math.sqrt(owed / given) if given > 0.0 else None
-    found = Finding(bad, ratio=ratio)
+    found = StepOutcome(bad, ratio=ratio)
     places = {rank: place for place, rank in enumerate(ranks)}
-    mine = places[dist.get_rank()] if group is not None else 0
+    mine = group_rank(group)
     everyone = list(range(len(rows)))
 
     def holders(name: str) -> list[int]:
@@ -136,24 +135,12 @@ def exchange(
         others = groups_of[name]
         return [mine] if others is None else [places[r] for r in group_ranks(others) if r in places]
 
-    for i, name in enumerate(told.parts):
+    for i, name in enumerate(report.parts):
         held = holders(name)
         found.filled[name] = sum(floats[row][2 + i] for row in held)
-        found.seconds[name] = max(floats[row][2 + len(told.parts) + i] for row in held)
-    for i, name in enumerate(told.names):
+        found.seconds[name] = max(floats[row][2 + len(report.parts) + i] for row in held)
+    for i, name in enumerate(report.names):
         word, bit = end + i // _FLAGS, i % _FLAGS
         if not any(rows[row][word] >> bit & 1 for row in holders(name)):
             found.unused.add(name)
     return found
-
-
-def _check(rows: Sequence[Sequence[int]], ranks: Sequence[int], operation: str) -> None:
-    failed = [rank for rank, row in zip(ranks, rows, strict=True) if row[0]]
-    if failed:
-        raise ValueError(
-            f"{operation}: expected every rank to reduce its gradients, got an error on ranks "
-            f"{failed}, which say what it is"
-        )
-    if len({row[2] for row in rows}) > 1:
-        found = ", ".join(f"{row[2]} on rank {r}" for r, row in zip(ranks, rows, strict=True))
-        raise ValueError(f"{operation}: expected the step to be equal on every rank, got {found}")

@@ -1,6 +1,6 @@
-"""What is found in gradients before they are sent: is any not finite, is there any at all.
+"""Norms of gradients before they are sent: is any not finite, is there any at all.
 
-On CPU every pass over a bucket counts, so that a look should need none of its own.
+On CPU every pass over a bucket counts, so that most of these need none of their own.
 
 Shape suffixes: N elements of a bucket, or of a part of it.
 """
@@ -62,28 +62,28 @@ def note_overflow(
 
 
 def infinite_as_half(x: Tensor) -> Tensor:
-    """Whether float16 does not hold an element, 0-d."""
+    """Whether an element overflows in float16, 0-d."""
     return x.abs().amax().half().isinf()
 
 
-def marks_of(flat_N: Tensor, sizes: Sequence[int]) -> Tensor:
-    """For norms, where only zero counts: 0 for pieces of zeros and 1 for others; on CPU.
+def presence_of(flat_N: Tensor, sizes: Sequence[int]) -> Tensor:
+    """For norms of which only zero counts: 0 for pieces of zeros and 1 for others; on CPU.
 
     Takes no time where a piece begins with other numbers.
     """
     if flat_N.numel() == 0:
         return torch.zeros(len(sizes), dtype=torch.float64)
-    marks = (flat_N[_firsts(tuple(sizes))] != 0).double()
-    if not bool(marks.all()) or 0 in sizes:
+    present = (flat_N[_firsts(tuple(sizes))] != 0).double()
+    if not bool(present.all()) or 0 in sizes:
         for i, piece in enumerate(flat_N.split(list(sizes))):
-            if piece.numel() == 0 or not bool(marks[i]):
-                marks[i] = float(not _is_zero(piece))
-    return marks
+            if piece.numel() == 0 or not bool(present[i]):
+                present[i] = float(not _is_zero(piece))
+    return present
 
 
 @functools.lru_cache(256)
 def _firsts(sizes: tuple[int, ...]) -> Tensor:
-    """Where pieces begin; of empty ones any place."""
+    """Places at which pieces begin; of empty ones any place."""
     starts = torch.tensor((0, *sizes[:-1])).cumsum(0)
     return starts.clamp(max=max(sum(sizes) - 1, 0))
 
@@ -100,5 +100,5 @@ def _is_zero(piece_N: Tensor) -> bool:
 
 
 def not_finite(pieces: Sequence[Tensor]) -> list[int]:
-    """Which of them hold NaN or infinity."""
+    """Indices of those that hold NaN or infinity."""
     return [i for i, piece in enumerate(pieces) if not bool(torch.isfinite(piece).all())]

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -21,8 +18,8 @@ from moe_ext.compression.codecs import Codec
 from moe_ext.compression.feedback import Packing, add_at
 from moe_ext.compression.hierarchical import share_in_node, sum_in_node
 from moe_ext.compression.quantized_reduce import shard_numel
-from moe_ext.distributed import _c10d
-from moe_ext.distributed.groups import group_rank, group_ranks, group_size
+from moe_ext.distributed import comm
+from moe_ext.distributed.groups import global_rank, group_rank, group_ranks, group_size
 
 _OPERATION = "CompressionState"
 
@@ -123,7 +120,7 @@ def _shapes_of_shard(sizes: Sequence[int], numel: int, place: int, row: int) -> 
 
 
 class Nodes:
-    """Which ranks of a group share a node.
+    """Finds the ranks of a group that share a node.
 
     Args:
         size: ranks of a node, neighbours in the group of the state; None for reduction at once.
@@ -144,7 +141,7 @@ class Nodes:
         codecs: Sequence[Codec | None],
         candidates: Sequence[Codec],
     ) -> str | None:
-        """What is wrong with the number of ranks or the codecs; None there is any candidate."""
+        """An error in the number of ranks or the codecs; a codec of None is any candidate."""
         size, num_ranks = self.size, group_size(common)
         if size is None or num_ranks == 1:
             return None
@@ -160,8 +157,10 @@ class Nodes:
                 )
         return None
 
-    def levels(self, group: ProcessGroup | None, common: ProcessGroup | None) -> Levels | None:
-        """How a group lies on nodes; None where no two of its ranks share one.
+    def levels(
+        self, group: ProcessGroup | None, common: ProcessGroup | None, device: torch.device
+    ) -> Levels | None:
+        """The nodes of a group; None where no two of its ranks share one.
 
         All ranks of the group call it together. Groups of which nodes have different numbers of
         ranks are reduced at once, which is right too.
@@ -169,45 +168,37 @@ class Nodes:
         Args:
             group: the ranks that reduce a bucket.
             common: the ranks of the state.
+            device: of the bucket.
         """
         if self.size is None or group is None or common is None:
             return None
         if group not in self._levels:
-            self._levels[group] = self._made(group, common)
+            self._levels[group] = self._made(group, common, device, self.size)
         return self._levels[group]
 
-    def _made(self, group: ProcessGroup, common: ProcessGroup) -> Levels | None:
-        assert self.size is not None
+    def _made(
+        self, group: ProcessGroup, common: ProcessGroup, device: torch.device, size: int
+    ) -> Levels | None:
         place_of = {rank: place for place, rank in enumerate(group_ranks(common))}
         nodes: dict[int, list[int]] = {}
         for rank in group_ranks(group):
             if rank not in place_of:
                 return None
-            nodes.setdefault(place_of[rank] // self.size, []).append(rank)
+            nodes.setdefault(place_of[rank] // size, []).append(rank)
         counts = {len(ranks) for ranks in nodes.values()}
         if counts == {1} or len(counts) > 1:
             return None
-        me = dist.get_rank()
+        me = global_rank()
         local = next(ranks for ranks in nodes.values() if me in ranks)
         place = local.index(me)
         beside = [ranks[place] for ranks in nodes.values()]
-        make = partial(
-            dist.new_group,
-            timeout=_c10d.group_timeout(group, _device_of(group)),
-            use_local_synchronization=True,
-        )
-        local_group = make(local)
-        return Levels(local_group, make(beside) if len(beside) > 1 else None)
-
-
-def _device_of(group: ProcessGroup) -> torch.device:
-    """Of the messages of a group."""
-    devices: Any = getattr(group, "_device_types", None) or [torch.device("cpu")]
-    return torch.device(devices[0])
+        local_group = comm.local_group(local, group, device)
+        node_group = comm.local_group(beside, group, device) if len(beside) > 1 else None
+        return Levels(local_group, node_group)
 
 
 def packing_on(
     levels: Levels | None, exact: bool, shapes: Sequence[torch.Size]
 ) -> NodeShard | None:
-    """How a part lies in the tensor that its codec sees, if not one parameter after the other."""
+    """The packing of a part; None where it is one parameter after the other."""
     return None if levels is None else NodeShard(levels, exact, shapes)

@@ -8,11 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from moe_ext.compression._look import marks_of
-from moe_ext.compression._step import Step
 from moe_ext.compression.codecs import Dense, Quantize, Threshold, TopK
 from moe_ext.compression.feedback import CodecMemory
 from moe_ext.compression.loop import compress_gradients
+from moe_ext.compression.norms import presence_of
 from moe_ext.compression.schedules import ResidualMonitor
 from moe_ext.compression.state import CompressionState
 
@@ -23,11 +22,11 @@ def test_marks_find_the_one_number_of_a_piece(value, place):
     flat = torch.zeros(20_000)
     flat[:7] = -0.0
     flat[7 + place] = value
-    assert marks_of(flat, [7, 0, 9993, 10_000]).tolist() == [0.0, 0.0, 1.0, 0.0]
+    assert presence_of(flat, [7, 0, 9993, 10_000]).tolist() == [0.0, 0.0, 1.0, 0.0]
 
 
 def test_marks_of_nothing():
-    assert marks_of(torch.empty(0), [0, 0]).tolist() == [0.0, 0.0]
+    assert presence_of(torch.empty(0), [0, 0]).tolist() == [0.0, 0.0]
 
 
 def stack(codec, **options):
@@ -73,7 +72,7 @@ def test_what_overflows_only_with_what_is_owed_is_refused(codec, every):
     (memory,) = state.memory.memories.values()
     memory.pieces(memory._kept["residual"])[1].fill_(3e38)
     if plain:
-        (part,) = next(iter(state._layouts.values())).parts
+        (part,) = next(iter(state._buckets)).parts
         part.codec = codec
     before = state.state_dict()
     fill(model, 2)
@@ -137,7 +136,7 @@ def test_a_step_passes_once_over_gradient_and_residual(codec):
     for seed in range(3):
         flat = torch.randn(parameter.numel(), generator=torch.Generator().manual_seed(seed))
         with torch.no_grad(), passes if seed == 2 else contextlib.nullcontext():
-            step = Step(state)
+            step = state.begin_step("compress_gradients")
             step.add([parameter], flat, state.group)
             assert step.finish()
     operator = "topk_compress_" if isinstance(codec, TopK) else "threshold_compress_"
@@ -186,7 +185,7 @@ class _Link:
 
 def test_a_step_is_timed_though_the_callback_comes_late(monkeypatch):
     """Nobody may measure a plain all-reduce to take no time, or not at all."""
-    monkeypatch.setattr("moe_ext.compression._work.Underway.note_end", lambda underway: None)
+    monkeypatch.setattr("moe_ext.compression.reducer.PartInStep.note_end", lambda part: None)
     model, heard = torch.nn.Linear(200, 200, bias=False), _Link()
     state = CompressionState(model=model, codec="auto", cost_model=heard)
     model.weight.grad = torch.randn(200, 200)

@@ -1,0 +1,78 @@
+"""The options of compressed data parallelism, and the counters of its steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch.optim import Optimizer
+
+from moe_ext.compression.codecs import Codec, check_choice
+from moe_ext.compression.policy import Policy
+from moe_ext.compression.schedules import ResidualMonitor, Warmup
+
+
+class GradScaler(Protocol):
+    """A `torch.amp.GradScaler`, or what has its factor."""
+
+    def get_scale(self) -> float:
+        """The factor on the loss of this step."""
+
+
+@dataclass
+class Options:
+    """See `CompressionState`, whose arguments they are; they may change between steps."""
+
+    policy: Policy
+    candidates: tuple[Codec, ...]
+    warmup: Warmup
+    monitor: ResidualMonitor
+    nonfinite: str
+    average: bool
+    clip_norm: float | None
+    local_clip_norm: float | None
+    optimizer: Optimizer | None
+    grad_scaler: GradScaler | None
+    node_size: int | None
+
+    def __post_init__(self) -> None:
+        check_choice("CompressionState", "nonfinite", self.nonfinite, ("raise", "propagate"))
+        for name in ("clip_norm", "local_clip_norm"):
+            norm = getattr(self, name)
+            if norm is not None and not norm > 0:
+                raise ValueError(f"CompressionState: expected {name} to be positive, got {norm}")
+
+    def rate_groups(self) -> dict[int, int]:
+        """Id of a parameter to the number of its group in the optimizer."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+
+    def units_now(self, rate_group: int) -> dict[str, float]:
+        """In which units a step leaves what it owes: learning rate and loss scale."""
+        units: dict[str, float] = {}
+        if self.optimizer is not None:
+            rate = float(self.optimizer.param_groups[rate_group]["lr"])
+            # A rate of zero applies nothing that could be scaled.
+            units.update({"rate": rate} if rate > 0.0 else {})
+        if self.grad_scaler is not None:
+            units["loss_scale"] = float(self.grad_scaler.get_scale())
+        return units
+
+
+@dataclass
+class Progress:
+    """Counters of the steps of a state.
+
+    Attributes:
+        step: reductions that went well.
+        was_finite: whether the gradients of the last one were, on every rank.
+        can_undo: whether the last one may be taken back.
+        density_factor: of the monitor, on the densities of codecs.
+        residual_ratio: norm of what is owed over that of the gradients, when it looked last.
+    """
+
+    step: int = 0
+    was_finite: bool = True
+    can_undo: bool = False
+    density_factor: float = 1.0
+    residual_ratio: float | None = None

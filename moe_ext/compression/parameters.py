@@ -1,0 +1,148 @@
+"""Names, roles and codecs of the parameters that a state reduces."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ext._compile import outside_graphs
+from moe_ext.compression.codecs import Codec
+from moe_ext.compression.policy import Policy, Role, parameter_roles
+from moe_ext.distributed.placement import placements, sharded_parameters
+from moe_ext.nn import MoELayer
+
+
+class NamedParameters:
+    """Names and roles of the parameters of one model.
+
+    Args:
+        model: None numbers parameters in the order in which they come.
+        policy: their codecs, as the state is made.
+
+    Attributes:
+        by_name: name to parameter. They are held, so that an id means one of them for as long.
+        sharded: name to (rank, size) of the expert-parallel group, for experts that have one.
+        compresses: whether any may have a residual; so as long as the model is not known.
+        reached: watches the experts whose rows may be left out.
+    """
+
+    def __init__(self, model: nn.Module | None, policy: Policy) -> None:
+        self.model = model
+        self.by_name: dict[str, nn.Parameter] = dict(model.named_parameters()) if model else {}
+        self._name_of = {id(parameter): name for name, parameter in self.by_name.items()}
+        self._roles: dict[str, Role] = parameter_roles(model) if model else {}
+        self.sharded: dict[str, tuple[int, int]] = {}
+        codecs = {name: self.codec(policy, name) for name in self.by_name}
+        self.compresses = model is None or any(
+            codec is None or codec.feeds_back for codec in codecs.values()
+        )
+        experts = [
+            name
+            for name, codec in codecs.items()
+            if self._roles[name] == "expert" and self.is_exact(policy, name, codec)
+        ]
+        self.reached = ReachedExperts(model, experts)
+        if model is not None:
+            self.sharded = {
+                name: (placement.part, placement.num_parts)
+                for name, (_, placement) in sharded_parameters(model).items()
+            }
+
+    def names_of(
+        self, parameters: Sequence[nn.Parameter], *, may_be_new: bool
+    ) -> tuple[tuple[str, ...], str | None]:
+        """Names of parameters, and what is wrong with them.
+
+        Args:
+            parameters: of the model.
+            may_be_new: number those that are not known, if there is no model.
+        """
+        names, problem = [], None
+        for parameter in parameters:
+            name = self._name_of.get(id(parameter))
+            if name is None:
+                name = f"parameter_{len(self._name_of)}"
+                if self.model is not None or not may_be_new:
+                    problem = (
+                        "expected the parameters to belong to the one model that the state "
+                        f"serves, got another one of shape {tuple(parameter.shape)}"
+                    )
+                else:
+                    self._name_of[id(parameter)] = name
+                    self.by_name[name] = parameter
+            names.append(name)
+        return tuple(names), problem
+
+    def codec(self, policy: Policy, name: str) -> Codec | None:
+        """The codec of a parameter; None where the cost model chooses."""
+        return policy.codec_for(name, self._role(name), self.by_name[name])
+
+    def is_exact(self, policy: Policy, name: str, codec: Codec | None) -> bool:
+        """Whether rows of a parameter that are zero may be left out of a plain all-reduce."""
+        return policy.is_exact(self._role(name), self.by_name[name], codec)
+
+    def _role(self, name: str) -> Role:
+        return self._roles.get(name, "bias" if self.by_name[name].dim() <= 1 else "other")
+
+
+class ReachedExperts:
+    """The experts that tokens have reached since the last reduction, by the layers' own counts.
+
+    Watches the MoE layers that hold all of their experts. With an expert-parallel group tokens come
+    from other ranks, and the gradients are looked at instead.
+
+    Args:
+        model: any module; forward hooks are put on the MoE layers with parameters that are watched.
+        names: parameters to watch.
+    """
+
+    def __init__(self, model: nn.Module | None, names: Collection[str]) -> None:
+        self._reached: dict[str, Tensor] = {}
+        self._layer_of: dict[str, str] = {}
+        for path, layer in model.named_modules() if model is not None else ():
+            if not isinstance(layer, MoELayer):
+                continue
+            prefix = f"{path}.experts" if path else "experts"
+            places = placements(layer.experts)
+            watched = {
+                f"{prefix}.{name}": path
+                for name, parameter in layer.experts.named_parameters()
+                if f"{prefix}.{name}" in names
+                and name in places
+                and places[name].num_parts == 1
+                and places[name].dim == 0
+                and parameter.shape[0] == layer.num_experts
+            }
+            self._layer_of.update(watched)
+            if watched:
+                layer.register_forward_hook(self._hook(path))
+
+    def _hook(self, path: str) -> Any:
+        @outside_graphs
+        def note(layer: MoELayer, args: object, output: object) -> None:
+            if not torch.is_grad_enabled():
+                return
+            reached_E = layer.metrics["num_tokens_per_expert"] > 0
+            before_E = self._reached.get(path)
+            self._reached[path] = reached_E if before_E is None else before_E | reached_E
+
+        return note
+
+    def bitmap(self, name: str) -> Tensor | None:
+        """The experts of a parameter as `nonzero_blocks` makes it, None where they are not known.
+
+        Eight experts a byte, the first in the lowest bit.
+        """
+        reached_E = self._reached.get(self._layer_of.get(name, ""))
+        if reached_E is None or name not in self._layer_of:
+            return None
+        padded = nn.functional.pad(reached_E.to(torch.uint8), (0, -reached_E.shape[0] % 8))
+        weights = 2 ** torch.arange(8, device=reached_E.device)
+        return (padded.view(-1, 8) * weights).sum(dim=1).to(torch.uint8)
+
+    def clear(self) -> None:
+        """Begin anew, after a reduction."""
+        self._reached = {}

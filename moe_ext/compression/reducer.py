@@ -1,0 +1,618 @@
+"""One step of a compressed reduction: all its messages, and what becomes of the residuals.
+
+Shape suffixes: N elements of a bucket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moe_ext.compression.buckets import Bucket, Buckets, Part
+from moe_ext.compression.codecs import Codec, Dense
+from moe_ext.compression.cost_model import CostModel, CostModels
+from moe_ext.compression.exact_reduce import row_sparse_all_reduce
+from moe_ext.compression.feedback import unit_factors
+from moe_ext.compression.norms import (
+    infinite_as_half,
+    norms_of,
+    not_finite,
+    note_overflow,
+    presence_of,
+)
+from moe_ext.compression.options import Options, Progress
+from moe_ext.compression.report import StepOutcome, StepReport, exchange_reports
+from moe_ext.distributed.comm import Pending
+from moe_ext.distributed.failures import naming_failed_ranks
+from moe_ext.distributed.groups import group_size
+
+# Above this share of the blocks, the sum over ranks, all of them are sent for a while.
+_MOSTLY_FULL = 0.75
+_DENSE_STEPS = 16
+# Two numbers below it have a finite sum in float32.
+_LARGE = 1e30
+
+
+@dataclass
+class PartInStep:
+    """A part whose reduction has begun.
+
+    Attributes:
+        codec: of this step.
+        reduction: what the codec has begun.
+        chooser: where a cost model has chosen.
+        is_timed: whether it asks for the time, `seconds`, from `began` to `ended`.
+        prepared: whether the gradient went in without NaN and infinity.
+        shows_nonfinite: whether these, on any rank, show in the first element of the result.
+        filled: share of the blocks that are not zero here.
+        square: square of the norm of what went in, where that is the shard of a node's sum.
+        sent: what came out, of which the mean or sum over all ranks is `scale` times.
+    """
+
+    part: Part
+    codec: Codec
+    chooser: CostModel | None = None
+    is_timed: bool = False
+    prepared: bool = False
+    shows_nonfinite: bool = False
+    filled: float = 0.0
+    square: Tensor | None = None
+    scale: float = 1.0
+    reduction: Pending[Tensor] | None = None
+    sent: Tensor | None = None
+    began: float = 0.0
+    ended: float = 0.0
+    seconds: float = 0.0
+
+    def note_end(self) -> None:
+        """Remember when the reduction has ended, which may be long before anyone waits for it."""
+
+        def note(_: object) -> None:
+            self.ended = time.perf_counter()
+
+        assert self.reduction is not None
+        self.reduction.get_future().then(note)
+
+    def end(self) -> Tensor:
+        """The result of the codec, once it is there."""
+        assert self.reduction is not None
+        self.sent = self.reduction.wait()
+        if self.ended == 0.0:
+            # The callback that notes the end has not had its turn yet.
+            self.ended = time.perf_counter()
+        return self.sent
+
+    def settle_time(self) -> float:
+        """Seconds that it took, for good: its end may be noted late; 0 where nobody asks."""
+        if self.is_timed:
+            self.seconds = max(self.ended - self.began, 1e-9)
+        return self.seconds
+
+    def shows_nan(self) -> bool:
+        """Whether the first element of the result says that a rank has met NaN or infinity."""
+        assert self.sent is not None
+        return self.sent.numel() > 0 and math.isnan(float(self.sent[0]))
+
+
+@dataclass
+class BucketInStep:
+    """A bucket whose reduction has begun.
+
+    Attributes:
+        flat_N: the gradients, and after `finish` the result.
+        norms: of the gradients, where they are watched; of gradients that a codec looks at by
+            itself only whether they are there (see `presence_of`), where `only_presence` is set.
+        rows: the reduction of a sparse gradient.
+        future: of the hook, ends when the step does.
+    """
+
+    bucket: Bucket
+    flat_N: Tensor
+    norms: Tensor | None = None
+    only_presence: bool = False
+    parts: list[PartInStep] = field(default_factory=list)
+    rows: Pending[Tensor] | None = None
+    future: torch.futures.Future[Tensor] | None = None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the ranks have nothing to tell of it but what shows in the result."""
+        if self.norms is None:
+            return self.rows is None
+        return self.only_presence and all(
+            p.shows_nonfinite and not p.prepared and not p.is_timed for p in self.parts
+        )
+
+    def note_if(self, bad: Tensor, part: Part) -> None:
+        """Count all gradients of a part as not finite, where `bad` (0-d) is set."""
+        assert self.norms is not None
+        places = list(part.indices)
+        self.norms[places] = torch.where(bad, math.inf, self.norms[places])
+
+    def note_nonfinite(self, part: Part, grad_N: Tensor) -> None:
+        """Find the gradients of a part that are not finite; all where a sum of ranks is not."""
+        assert self.norms is not None
+        whole = part.memory.packing.window is None
+        pieces = part.memory.pieces(grad_N) if whole else [grad_N]
+        for i in not_finite(pieces):
+            self.norms[part.indices[i] if len(pieces) > 1 else list(part.indices)] = math.inf
+
+
+class Reducer:
+    """Takes the buckets of one step, in the same order on every rank.
+
+    Args:
+        options: of the state.
+        buckets: that the ranks have agreed on, and what they owe.
+        costs: choose codecs for "auto".
+        progress: counters, which go on when the step ends well.
+        group: the ranks of the state.
+        operation: for messages.
+        continues: this is the rest of a step that DDP has begun.
+
+    Attributes:
+        running: the buckets that were added.
+        error: raised by `finish`.
+        whole_norm: norm of all gradients of this rank, where the caller has them at once.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        buckets: Buckets,
+        costs: CostModels,
+        progress: Progress,
+        *,
+        group: ProcessGroup | None,
+        operation: str,
+        continues: bool,
+    ) -> None:
+        self._options, self._buckets, self._costs = options, buckets, costs
+        self._progress, self._group = progress, group
+        self.operation, self._continues = operation, continues
+        self.running: list[BucketInStep] = []
+        self.error: Exception | None = None
+        self.whole_norm: float | None = None
+        # Parameters that other ranks of the state do not hold, to the ranks that do.
+        self._held_by: dict[str, ProcessGroup | None] = {}
+
+    def expect(self, parameters: Sequence[nn.Parameter], group: ProcessGroup | None) -> None:
+        """Keep places in the report for parameters that not all ranks hold.
+
+        Ranks that hold others add other buckets, and none where no replica has a gradient.
+        """
+        names, _ = self._buckets.parameters.names_of(parameters, may_be_new=not self._progress.step)
+        self._held_by.update(dict.fromkeys(names, group))
+
+    def add(
+        self,
+        parameters: Sequence[nn.Parameter],
+        flat_N: Tensor,
+        group: ProcessGroup | None,
+        problem: str | None = None,
+    ) -> BucketInStep:
+        """Begin to reduce a bucket; an error, or a problem of this rank, waits for `finish`."""
+        running = BucketInStep(Bucket((), (), group), flat_N)
+        self.running.append(running)
+        if self.error is not None:
+            return running
+        try:
+            bucket = running.bucket = self._buckets.find(
+                parameters,
+                flat_N,
+                group,
+                common=self._group,
+                operation=self.operation,
+                step=self._progress.step,
+                problem=problem,
+            )
+            if flat_N.layout == torch.sparse_coo:
+                self._start_rows(running)
+                return running
+            if self._buckets.watches(bucket):
+                running.only_presence = bucket.levels is None and self._needs_no_norms(flat_N)
+                if running.only_presence:
+                    running.norms = presence_of(flat_N, bucket.sizes)
+                else:
+                    running.norms = norms_of(flat_N.split(bucket.sizes))
+            for part in bucket.parts:
+                running.parts.append(self._start(running, part))
+        except Exception as error:
+            self.error = error
+        return running
+
+    def abandon(self, error: Exception | None = None) -> None:
+        """End a step that will get no more buckets, for an error of the caller's."""
+        self.error = self.error or error or RuntimeError("abandoned")
+        with contextlib.suppress(Exception):
+            self._results()
+        self._rollback()
+
+    # -- beginning ---------------------------------------------------------------------------
+
+    def _start_rows(self, running: BucketInStep) -> None:
+        """Reduce a sparse gradient."""
+        running.norms = norms_of([running.flat_N._values()])
+        if running.bucket.group is None and self._group is not None:
+            # No other rank has it; to collectives, None means the default group.
+            running.rows = Pending.done(running.flat_N.coalesce())
+            return
+        found = row_sparse_all_reduce(
+            running.flat_N,
+            group=running.bucket.group,
+            average=self._options.average,
+            validate=False,
+            async_op=True,
+        )
+        assert isinstance(found, Pending)
+        running.rows = found
+
+    def _needs_no_norms(self, flat_N: Tensor) -> bool:
+        looked = self._options.monitor.due(self._progress.step)
+        on_cpu = flat_N.device.type == "cpu"
+        return on_cpu and self._options.local_clip_norm is None and not looked
+
+    def _start(self, running: BucketInStep, part: Part) -> PartInStep:
+        """Begin to reduce a part of a bucket."""
+        options, bucket, memory = self._options, running.bucket, part.memory
+        group = bucket.exchange_group
+        is_alone = group is None and self._group is not None
+        chooser = None
+        if part.codec is None and not is_alone:
+            chooser = self._costs.of(bucket, self._group, memory.device)
+        codec = codec_in_step(part, options, self._progress, chooser)
+        if is_alone:
+            codec = codec.alone()
+        grad = part.take(running.flat_N)
+        units = options.units_now(part.rate_group)
+        memory.begin(unit_factors(memory.units, units), units)
+        watched = running.norms is not None
+        # A dense sum over a node may hold the NaN of another rank, which that rank reports.
+        finds = codec.finds_nonfinite and (bucket.levels is None or not codec.plain)
+        finds = finds and watched and grad.device.type == "cpu"
+        looked = watched and not (finds and running.only_presence)
+        if looked:
+            self._take_norms(running, part, codec, grad)
+        prepared = memory.has("residual") or not codec.linear
+        if prepared:
+            grad = self._prepared(running, part, grad.float()) if looked else grad.float()
+        started = PartInStep(
+            part,
+            codec,
+            chooser,
+            is_timed=chooser is not None and chooser.is_timed(part.label),
+            prepared=prepared,
+            shows_nonfinite=finds and codec.plain,
+        )
+        if bucket.levels is not None:
+            grad = self._sum_in_node(running, started, grad)
+        if codec.skips_zeros and group_size(group) > 1:
+            started.filled = codec.find_zeros(grad, memory, part.reached) / bucket.node_size
+        started.began = time.perf_counter()
+        started.reduction = codec.start(
+            grad,
+            memory,
+            group=group,
+            average=options.average,
+            step=self._progress.step,
+            on_nonfinite=functools.partial(running.note_nonfinite, part) if finds else None,
+        )
+        if started.is_timed:
+            started.note_end()
+        return started
+
+    def _take_norms(self, running: BucketInStep, part: Part, codec: Codec, grad: Tensor) -> None:
+        """Norms of a part, where its codec does not find NaN and infinity by itself."""
+        assert running.norms is not None
+        memory, no_nodes = part.memory, running.bucket.levels is None
+        pieces = running.flat_N.split(running.bucket.sizes)
+        if running.only_presence:
+            running.norms[list(part.indices)] = norms_of([pieces[i] for i in part.indices])
+        if codec.narrow_dtype is not None:
+            # What a dense codec adds to the gradients before it sends them.
+            owed_N = memory.whole("residual") if no_nodes else None
+            if owed_N is not None:
+                owed_N.mul_(memory.factor("residual"))
+            added = None if owed_N is None else memory.pieces(owed_N)
+            note_overflow(running.norms, pieces, part.indices, added)
+        kept = memory.kept("residual")
+        may_overflow = kept is not None and no_nodes and grad.device.type == "cpu"
+        if may_overflow and bool((running.norms >= _LARGE).any()):
+            assert kept is not None
+            running.note_nonfinite(part, grad + kept * memory.factor("residual"))
+
+    def _prepared(self, running: BucketInStep, part: Part, grad: Tensor) -> Tensor:
+        """A gradient that is safe to compress: zeros for one that is not finite, and clipped."""
+        assert running.norms is not None
+        finite = torch.isfinite(running.norms[list(part.indices)]).all()
+        if grad.device.type != "cpu":
+            grad = torch.where(finite, grad, 0.0)
+        elif not bool(finite):
+            return torch.zeros_like(grad)
+        limit = self._options.local_clip_norm
+        if limit is None:
+            return grad
+        bound = limit / math.sqrt(group_size(running.bucket.group))
+        whole = torch.linalg.vector_norm(running.norms)
+        if self.whole_norm is not None:
+            whole = whole.new_tensor(self.whole_norm)
+        return grad * (bound / (whole + 1e-12)).clamp(max=1.0).to(grad.dtype)
+
+    def _sum_in_node(self, running: BucketInStep, started: PartInStep, grad: Tensor) -> Tensor:
+        """This rank's shard of the sum over its node; of the mean where no codec owes anything."""
+        levels, memory, codec = running.bucket.levels, started.part.memory, started.codec
+        average = self._options.average
+        assert levels is not None
+        shard_S = levels.shard_of(grad, memory.numel)
+        unit = 1.0 / levels.node_size if average else 1.0
+        if codec.linear and levels.node_group is not None:
+            # What is owed is in units of the sum.
+            was_owed = memory.take_owed(shard_S)
+            if codec.narrow_dtype is not None and not average:
+                # Half precision may hold all numbers, and not their sum.
+                unit, started.scale = 1.0 / levels.node_size, float(levels.node_size)
+            shard_S.mul_(unit)
+            if codec.narrow_dtype is not None and was_owed:
+                running.note_if(infinite_as_half(shard_S), started.part)
+            return shard_S.to(grad.dtype)
+        started.scale = unit
+        assert running.norms is not None
+        norm = norms_of([shard_S])[0]
+        started.square = norm.square()
+        # A sum may overflow where no gradient does.
+        running.note_if(~torch.isfinite(norm), started.part)
+        return torch.where(torch.isfinite(norm), shard_S, 0.0)
+
+    # -- end ---------------------------------------------------------------------------------
+
+    def finish(self) -> bool:
+        """Wait for everything; keep the residuals of a step that went well, or put them back.
+
+        Returns:
+            Whether all gradients were finite on every rank.
+
+        Raises:
+            ValueError: on every rank: a gradient is not finite anywhere (and the options do not
+                let it pass), or the ranks disagree.
+            RankFailureError: a rank died or did not answer.
+        """
+        progress = self._progress
+        try:
+            results = self._results()
+            outcome = self._agree()
+            progress.was_finite = not outcome.bad
+            if outcome.bad and self._options.nonfinite == "raise":
+                bad = ", ".join(f"{name} on rank {rank}" for rank, name in outcome.bad)
+                raise ValueError(
+                    f"{self.operation}: expected gradients to be finite, got NaN or infinity in "
+                    f"{bad}"
+                )
+        except Exception:
+            self._rollback()
+            self._clear()
+            raise
+        if outcome.bad:
+            self._rollback()
+            self._poison(results)
+            return False
+        self._keep_unused(results, outcome.unused)
+        self._give(results)
+        self._buckets.feedback.commit(continues=self._continues)
+        self._clip()
+        self._learn(outcome)
+        if not self._continues:
+            progress.can_undo = True
+            progress.step += 1
+        self._buckets.parameters.reached.clear()
+        if outcome.ratio is not None:
+            progress.residual_ratio = outcome.ratio
+            monitor = self._options.monitor
+            progress.density_factor = monitor.factor(outcome.ratio, progress.density_factor)
+        return True
+
+    def _rollback(self) -> None:
+        """Forget what the step has changed."""
+        self._buckets.rollback()
+        self._progress.can_undo = self._progress.can_undo and self._continues
+
+    def _results(self) -> list[list[Tensor]]:
+        """Results of the parts of each bucket; of those begun none runs any more afterwards.
+
+        An error reaches the ranks that hold other experts, which have met none.
+        """
+        results: list[list[Tensor]] = []
+        for running in self.running:
+            found: list[Tensor] = []
+            results.append(found)
+            try:
+                if self.error is None:
+                    with naming_failed_ranks(running.bucket.group, self.operation):
+                        if running.rows is not None:
+                            running.flat_N = running.rows.wait()
+                        found.extend(self._whole(running, part) for part in running.parts)
+                    continue
+            except Exception as error:
+                self.error = error
+            for part in running.parts:
+                with contextlib.suppress(Exception):
+                    part.end()
+        if self.error is None:
+            return results
+        if isinstance(self.error, ValueError) and self._held_by:
+            with contextlib.suppress(ValueError):
+                self._report(failed=True)
+        raise self.error
+
+    def _whole(self, running: BucketInStep, started: PartInStep) -> Tensor:
+        """The result of a part, from the shards of the ranks of a node where there are any."""
+        sent, levels = started.end(), running.bucket.levels
+        if levels is None:
+            return sent
+        target = started.part.take(running.flat_N)
+        levels.share(target, sent * started.scale)
+        return target
+
+    def _agree(self) -> StepOutcome:
+        """How the step went on all ranks, without a message where the sums have told all of it.
+
+        Every rank sees the same there: NaN plus anything is NaN.
+        """
+        is_silent = not self._held_by and all(running.is_silent for running in self.running)
+        if is_silent and not any(part.shows_nan() for part in self._parts()):
+            return StepOutcome()
+        return self._report()
+
+    def _report(self, *, failed: bool = False) -> StepOutcome:
+        """One small message: what is finite, used, owed and how long things took."""
+        if not self._held_by and not any(running.norms is not None for running in self.running):
+            return StepOutcome()
+        common = [
+            running
+            for running in self.running
+            if not running.bucket.names or running.bucket.names[0] not in self._held_by
+        ]
+        looked = self._options.monitor.due(self._progress.step) and not failed
+        numbered = {p.part.names[0]: p for p in self._parts() if p.part.is_numbered}
+        places = [p.part.names[0] for r in common for p in r.parts if p.part.is_numbered]
+        norms: dict[str, float] = {}
+        for running in self.running:
+            names = running.bucket.names
+            # NOTE: device-to-host sync, at the end of a step.
+            found = [1.0] * len(names) if running.norms is None else running.norms.tolist()
+            norms.update(zip(names, found, strict=True))
+        report = StepReport(
+            step=self._progress.step,
+            failed=failed,
+            names=[*(name for running in common for name in running.bucket.names), *self._held_by],
+            norms=norms,
+            squares=self._squares() if looked else (0.0, 0.0),
+            parts=[*places, *self._held_by],
+            filled={name: part.filled for name, part in numbered.items()},
+            seconds={name: part.settle_time() for name, part in numbered.items()},
+        )
+        if self.running:
+            device = self.running[0].flat_N.device
+        else:
+            device = self._buckets.parameters.by_name[next(iter(self._held_by))].device
+        return exchange_reports(report, self._group, self._held_by, device, self.operation)
+
+    def _parts(self) -> list[PartInStep]:
+        return [part for running in self.running for part in running.parts]
+
+    def _squares(self) -> tuple[float, float]:
+        """Squares of the norms of what is owed and of the gradients, where something is owed."""
+        owed, given = 0.0, 0.0
+        for running in self.running:
+            for started in running.parts:
+                memory = started.part.memory
+                if not memory.has("residual") or running.norms is None:
+                    continue
+                if not memory.is_taken("residual"):
+                    owed += float(torch.linalg.vector_norm(memory.tensor("residual"))) ** 2
+                norms = running.norms[list(started.part.indices)]
+                given += float(norms.square().sum() if started.square is None else started.square)
+        return owed, given
+
+    def _keep_unused(self, results: list[list[Tensor]], unused: set[str]) -> None:
+        """Owe again what was sent for parameters that no rank has a gradient for.
+
+        DistributedDataParallel drops the result of a parameter that nobody used.
+        """
+        for running, tensors in zip(self.running, results, strict=True):
+            bucket = running.bucket
+            # Every rank that has sent it keeps the mean, or its share of the sum.
+            for started, result in zip(running.parts, tensors, strict=True):
+                part, memory, sent = started.part, started.part.memory, started.sent
+                if not memory.has("residual") or unused.isdisjoint(part.names):
+                    continue
+                assert sent is not None
+                share_of = started.scale / group_size(bucket.exchange_group)
+                if self._options.average:
+                    share_of = started.scale * bucket.node_size
+                residual = memory.tensor("residual")
+                pieces = result.split([stop - start for start, stop in part.spans])
+                spans = memory.packing.spans()
+                for name, (low, high), piece in zip(part.names, spans, pieces, strict=True):
+                    if name in unused:
+                        residual[low:high].add_(sent[low:high].float(), alpha=share_of)
+                        piece.zero_()
+
+    def _give(self, results: list[list[Tensor]]) -> None:
+        for running, tensors in zip(self.running, results, strict=True):
+            for started, result in zip(running.parts, tensors, strict=True):
+                started.part.give(running.flat_N, result)
+
+    def _clear(self) -> None:
+        """Leave gradients that move no parameter, alike on all ranks."""
+        for running in self.running:
+            flat_N = running.flat_N
+            if flat_N.layout == torch.sparse_coo:
+                # Without a row; NaN times zero is NaN.
+                rows, values = flat_N._indices()[:, :0], flat_N._values()[:0]
+                running.flat_N = torch.sparse_coo_tensor(
+                    rows, values, tuple(flat_N.shape), is_coalesced=True
+                )
+            else:
+                flat_N.zero_()
+
+    def _poison(self, results: list[list[Tensor]]) -> None:
+        """Let the NaN of one rank reach the gradients of every rank.
+
+        Of all that was compressed: what they owe is put back, so that no optimizer may take them.
+        """
+        self._give(results)
+        for running in self.running:
+            for started in running.parts:
+                if started.prepared:
+                    for start, stop in started.part.spans:
+                        running.flat_N[start:stop] = math.nan
+
+    def _clip(self) -> None:
+        limit = self._options.clip_norm
+        # With experts elsewhere these count, too: that is left to the caller.
+        if limit is None or self._buckets.parameters.sharded or not self.running:
+            return
+        flats = [r.flat_N._values() if r.rows is not None else r.flat_N for r in self.running]
+        total = torch.linalg.vector_norm(torch.cat([norms_of([flat]) for flat in flats]))
+        coefficient = (limit / (total + 1e-6)).clamp(max=1.0)
+        for flat in flats:
+            flat.mul_(coefficient.to(flat.dtype))
+
+    def _learn(self, outcome: StepOutcome) -> None:
+        """Adapt to how full the blocks were and how long things took."""
+        timed: dict[int, tuple[CostModel, list[float]]] = {}
+        for started in self._parts():
+            part, codec, chooser = started.part, started.codec, started.chooser
+            if codec.skips_zeros:
+                if part.exact and outcome.filled[part.names[0]] > _MOSTLY_FULL:
+                    part.dense_until = self._progress.step + _DENSE_STEPS
+                codec = codec.keeping_zeros()
+            if started.is_timed and chooser is not None:
+                chooser.observe(part.label, codec, started.seconds)
+                _, agreed = timed.setdefault(id(chooser), (chooser, []))
+                agreed.append(outcome.seconds[part.names[0]])
+        for chooser, agreed in timed.values():
+            chooser.settle(agreed)
+
+
+def codec_in_step(
+    part: Part, options: Options, progress: Progress, chooser: CostModel | None = None
+) -> Codec:
+    """The codec of a part in this step; of a cost model's choice where there is one."""
+    codec = part.codec
+    if codec is None and chooser is not None:
+        codec = chooser.choose(part.memory.numel, options.candidates, bucket=part.label)
+    codec = options.warmup.codec(codec or Dense(), progress.step)
+    codec = options.monitor.codec(codec, progress.density_factor)
+    if part.exact:
+        full = progress.step < part.dense_until
+        codec = codec.keeping_zeros() if full else codec.skipping_zeros()
+    return codec
