@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moe_ext.nn.routing_record import RoutingRecord, moe_layers
+from moe_ext.nn.moe_layer import moe_layers
+from moe_ext.nn.routing_record import RoutingRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -29,7 +29,7 @@ from moe_ext.attention.self_attention_checks import (
 from moe_ext.attention.sequence_collectives import Shards, sum_shards
 from moe_ext.attention.sharding import check_lengths
 from moe_ext.distributed.groups import check_group, group_rank
-from moe_ext.nn._autocast import without_autocast
+from moe_ext.nn.torch_state import without_autocast
 from moe_ext.ops import routing_uniform
 from moe_ext.ops._autograd import refuse_second_derivative
 from moe_ext.ops.attention import document_ids

@@ -30,13 +30,13 @@ from moe_ext.attention.sharding import check_lengths
 from moe_ext.distributed.collectives import check_equal_over_ranks, share
 from moe_ext.distributed.groups import GroupHandle, check_group, group_rank, group_size
 from moe_ext.distributed.placement import Placement, declare_placement
-from moe_ext.nn._autocast import as_autocast, autocast_dtype
 from moe_ext.nn.expert_activation import (
     Activation,
     ClampedSwiGLU,
     resolve_activation,
     run_activation,
 )
+from moe_ext.nn.torch_state import as_autocast, autocast_dtype
 
 _NAME = "SequenceParallelMLP"
 _NORMS = ("layer_norm", "rms_norm", None)

@@ -19,9 +19,9 @@ from moe_ext import ops
 from moe_ext.distributed.collectives import all_to_all_counts
 from moe_ext.distributed.groups import group_rank, group_size, world_size
 from moe_ext.distributed.mesh import MoEMesh
-from moe_ext.nn._autocast import without_autocast
 from moe_ext.nn.moe_layer import MoELayer
 from moe_ext.nn.routers import BalanceTerms, Router, RouterOutput
+from moe_ext.nn.torch_state import without_autocast
 
 
 class Gate(Router):

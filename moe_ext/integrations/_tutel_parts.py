@@ -18,7 +18,7 @@ from moe_ext import ops
 from moe_ext.distributed.groups import GroupHandle, group_size
 from moe_ext.distributed.placement import Placement, declare_placement
 from moe_ext.integrations._base import activate, check_known_keys, float32_logits, refuse_option
-from moe_ext.nn._autocast import without_autocast
+from moe_ext.nn.torch_state import without_autocast
 
 Activation = Callable[[Tensor], Tensor]
 

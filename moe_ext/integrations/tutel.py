@@ -25,8 +25,8 @@ from moe_ext.integrations._base import (
     world_group,
 )
 from moe_ext.integrations._tutel_parts import local_count, make_experts, make_gate
-from moe_ext.nn._autocast import without_autocast
 from moe_ext.nn.routers import RouterOutput
+from moe_ext.nn.torch_state import without_autocast
 
 
 @dataclass

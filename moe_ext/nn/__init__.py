@@ -1,18 +1,18 @@
 """Layers."""
 
 from moe_ext.nn import presets
-from moe_ext.nn._record_entries import RecordEntry, RecordKey
-from moe_ext.nn._replay import pinned_routing
-from moe_ext.nn.balance import Balance
+from moe_ext.nn.balance.counts import count_tokens, reset_token_counts
+from moe_ext.nn.balance.losses import Balance, inject_loss
+from moe_ext.nn.balance.selection_bias import register_bias_update, update_selection_bias
 from moe_ext.nn.capacity import Capacity, RowBudget
-from moe_ext.nn.counting import count_tokens, reset_token_counts
 from moe_ext.nn.expert_activation import ClampedSwiGLU
 from moe_ext.nn.experts import GroupedExperts
 from moe_ext.nn.feed_forward import FeedForward
-from moe_ext.nn.losses import inject_loss
-from moe_ext.nn.metrics import LayerMetrics, log_metrics, reduce_metrics
+from moe_ext.nn.layer_metrics import LayerMetrics
+from moe_ext.nn.metrics import log_metrics, reduce_metrics
 from moe_ext.nn.module_experts import ModuleExperts
 from moe_ext.nn.moe_layer import MoELayer, collect_losses, set_loss_scale
+from moe_ext.nn.replay import pinned_routing
 from moe_ext.nn.residual import ResidualMoE, pyramid
 from moe_ext.nn.routers import (
     BalanceTerms,
@@ -30,8 +30,7 @@ from moe_ext.nn.routers import (
     number_routers,
     set_routing_step,
 )
-from moe_ext.nn.routing_record import RoutingRecord
-from moe_ext.nn.selection_bias import register_bias_update, update_selection_bias
+from moe_ext.nn.routing_record import RecordEntry, RecordKey, RoutingRecord
 from moe_ext.nn.transformer_block import TransformerBlock
 from moe_ext.nn.upcycling import UpcycledFFN, replace_ffn, upcycle
 

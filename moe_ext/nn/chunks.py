@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from moe_ext import ops
 from moe_ext._compile import outside_graphs
 from moe_ext.distributed.dispatch import Chunk, TokenDispatcher
-from moe_ext.nn._autocast import autocast_dtype
+from moe_ext.nn.torch_state import autocast_dtype
 
 
 # A nested backward pass is nothing for a graph.

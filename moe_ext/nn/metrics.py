@@ -1,107 +1,21 @@
-"""What a layer tells about its last forward pass.
+"""Metrics of layers over ranks, and of all layers of a model.
 
-Shapes: T tokens, E experts, K top-k.
+Shapes: E experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed.failures import naming_failed_ranks
+from moe_ext.distributed import comm
 from moe_ext.distributed.groups import check_group, group_size
-
-Metric = Tensor | Callable[[], Tensor]
-_COUNTS = ("num_tokens_per_expert", "num_dropped")
-
-
-def _load(metrics: Mapping[str, Tensor]) -> Tensor:
-    counts_E = metrics["num_tokens_per_expert"].float()
-    return counts_E / counts_E.sum().clamp(min=1)
-
-
-def _entropy(metrics: Mapping[str, Tensor]) -> Tensor:
-    load_E = metrics["load"]
-    return -torch.special.xlogy(load_E, load_E).sum()
-
-
-def _coefficient_of_variation(metrics: Mapping[str, Tensor]) -> Tensor:
-    load_E = metrics["load"]
-    # The mean load is 1 / E, or 0 without a token: then there is no spread either.
-    return load_E.std(correction=0) * load_E.shape[0]
-
-
-def _max_over_mean(metrics: Mapping[str, Tensor]) -> Tensor:
-    load_E = metrics["load"]
-    return load_E.max() * load_E.shape[0]
-
-
-def _dropped_fraction(metrics: Mapping[str, Tensor]) -> Tensor:
-    return metrics["num_dropped"] / metrics["num_tokens_per_expert"].sum().clamp(min=1)
-
-
-_DERIVED: dict[str, Callable[[Mapping[str, Tensor]], Tensor]] = {
-    "load": _load,
-    "load_entropy": _entropy,
-    "load_cv": _coefficient_of_variation,
-    "max_over_mean": _max_over_mean,
-    "dropped_fraction": _dropped_fraction,
-}
-
-
-class LayerMetrics(Mapping[str, Tensor]):
-    """Mapping of names to detached tensors; what no loss needed is computed when it is read.
-
-    With c the choices of each expert (`num_tokens_per_expert`) it also has
-
-    - `load` `[E]`: `c / sum(c)`, 1/E each when balanced;
-    - `load_entropy`: `-sum(load log load)` in nats, log E when balanced, 0 with one expert;
-    - `load_cv`: standard deviation over mean of c, 0 when balanced;
-    - `max_over_mean`: `max(c) / mean(c)`, 1 when balanced; what a step waits for;
-    - `dropped_fraction`: `num_dropped / sum(c)`.
-
-    All are 0 where no token came. They are float32 on the layer's device: no read of an entry waits
-    for the device, only what looks at its value does.
-
-    Args:
-        entries: name to tensor, or to a function that computes it. A function runs once.
-    """
-
-    def __init__(self, entries: dict[str, Metric]) -> None:
-        self._entries = entries
-
-    def __getitem__(self, name: str) -> Tensor:
-        value = self._entries.get(name)
-        if value is None:
-            if name not in self._derived():
-                raise KeyError(name)
-            value = self._entries[name] = _DERIVED[name](self)
-        elif not isinstance(value, Tensor):
-            value = self._entries[name] = value().detach()
-        return value
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._entries
-        yield from [name for name in self._derived() if name not in self._entries]
-
-    def __len__(self) -> int:
-        return len(self._entries.keys() | set(self._derived()))
-
-    def __repr__(self) -> str:
-        return f"LayerMetrics({', '.join(self)})"
-
-    def _derived(self) -> tuple[str, ...]:
-        known = all(name in self._entries for name in _COUNTS)
-        return tuple(_DERIVED) if known else ()
-
-    def measured(self) -> dict[str, Tensor]:
-        """The entries that do not follow from others."""
-        return {name: self[name] for name in tuple(self._entries) if name not in _DERIVED}
+from moe_ext.nn.layer_metrics import LayerMetrics, Metric
+from moe_ext.nn.moe_layer import moe_layers
 
 
 def reduce_metrics(metrics: Mapping[str, Tensor], group: ProcessGroup | None) -> LayerMetrics:
@@ -128,8 +42,7 @@ def reduce_metrics(metrics: Mapping[str, Tensor], group: ProcessGroup | None) ->
         return LayerMetrics(entries)
     # float64 holds counts exactly, so that one message does.
     packed = torch.cat([value.reshape(-1).double() for value in whole.values()])
-    with naming_failed_ranks(group, "reduce_metrics"):
-        dist.all_reduce(packed, group=group)
+    comm.all_reduce_(packed, group, operation="reduce_metrics")
     parts = packed.split([value.numel() for value in whole.values()])
     for (name, value), part in zip(whole.items(), parts, strict=True):
         if value.is_floating_point():
@@ -170,8 +83,6 @@ def log_metrics(
     Raises:
         ValueError: the model has no `MoELayer`.
     """
-    from moe_ext.nn.routing_record import moe_layers
-
     layers = moe_layers(model)
     if not layers:
         raise ValueError(
@@ -180,7 +91,7 @@ def log_metrics(
     tags: list[str] = []
     values: list[Tensor] = []
     for layer_name, layer in layers.items():
-        metrics = reduce_metrics(layer.metrics, group)  # type: ignore[arg-type]
+        metrics = reduce_metrics(layer.metrics, group)
         for name, value in metrics.items():
             if value.dim() == 0:
                 tags.append(f"{prefix}/{name}/{layer_name}")

@@ -6,7 +6,6 @@ Shapes: T tokens, D model, F ffn, E experts, K top-k, N rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,34 +13,38 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext._compile import outside_graphs
-from moe_ext.distributed.dispatch import DispatchMetadata, TokenDispatcher
-from moe_ext.distributed.groups import check_group
-from moe_ext.distributed.placement import declare_experts
-from moe_ext.nn._autocast import as_autocast, autocast_dtype
-from moe_ext.nn._options import (
-    capacity_of,
-    check_experts,
-    check_options,
-    check_router,
-    make_dispatcher,
+from moe_ext.distributed.dispatch import (
+    AllToAllDispatcher,
+    DispatchMetadata,
+    LocalDispatcher,
+    TokenDispatcher,
+    WrappedDispatcher,
 )
-from moe_ext.nn._replay import apply_sessions
-from moe_ext.nn._tally import moved
-from moe_ext.nn.accounting import Record, account, check_scores, read_losses, read_metrics
-from moe_ext.nn.balance import Balance, GlobalCounts
-from moe_ext.nn.capacity import Capacity, RowBudget
+from moe_ext.distributed.groups import check_group, group_size
+from moe_ext.distributed.placement import declare_experts
+from moe_ext.nn.balance.counts import CountingModule, StepCounts, add_once
+from moe_ext.nn.balance.losses import (
+    LOSS_MODES,
+    Balance,
+    balance_terms,
+    inject_losses,
+    loss_terms,
+)
+from moe_ext.nn.capacity import Capacity, Choice, RowBudget, limit_choice, run_padded
 from moe_ext.nn.chunks import run_chunks
 from moe_ext.nn.expert_activation import Activation
 from moe_ext.nn.experts import GroupedExperts
 from moe_ext.nn.feed_forward import FeedForward
-from moe_ext.nn.limits import Choice, limit_choice, run_padded
-from moe_ext.nn.metrics import LayerMetrics
+from moe_ext.nn.layer_metrics import LayerMetrics, Record, read_losses, read_metrics
+from moe_ext.nn.replay import apply_sessions, can_replay
 from moe_ext.nn.routers import Router, RouterOutput, TopKRouter
+from moe_ext.nn.torch_state import as_autocast, autocast_dtype
 
-__all__ = ["FeedForward", "MoELayer", "collect_losses", "set_loss_scale"]
+# What wrappers put into the names of modules.
+_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
-class MoELayer(nn.Module):
+class MoELayer(CountingModule):
     """Mixture of experts, `[..., D] -> [..., D]`, in the place of a dense feed-forward network.
 
     `y[t] = sum_k w[t, k] * expert[idx[t, k]](x[t]) (+ shared_expert(x[t]))`. Dropless unless a
@@ -130,27 +133,27 @@ class MoELayer(nn.Module):
         check_group(ep_group, "MoELayer")
         self.model_dim = model_dim
         self.num_experts = num_experts
-        self.capacity = capacity_of(capacity_factor, capacity)
+        self.capacity = _capacity_of(capacity_factor, capacity)
         self.row_budget = row_budget
         self.balance = balance or Balance()
         self.balance_loss_coef = balance_loss_coef
         self.z_loss_coef = z_loss_coef
         self.loss_mode = loss_mode
-        check_options(self, shared_ffn_dim, shared_expert_gate)
+        _check_options(self, shared_ffn_dim, shared_expert_gate)
         self.loss_scale: float | Tensor = 1.0
         self._record: Record = {}
-        self.dispatcher = make_dispatcher(dispatcher, num_experts, ep_group)
+        self.dispatcher = _make_dispatcher(dispatcher, num_experts, ep_group)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(router, str):
             router = TopKRouter(model_dim, num_experts, top_k, score_fn=router, **made)
-        check_router(self, router)
+        _check_router(self, router)
         self.router = router
         self.top_k = router.top_k if isinstance(router, Router) else top_k
         made.update(activation=activation, bias=bias)
         if experts is None:
             experts = GroupedExperts(num_experts, model_dim, ffn_dim, ep_group=ep_group, **made)
         else:
-            check_experts(self, experts, ep_group)
+            _check_experts(self, experts, ep_group)
             declare_experts(experts, num_experts, ep_group)
         self.experts = experts
         self.shared_expert = (
@@ -159,20 +162,14 @@ class MoELayer(nn.Module):
         self.shared_expert_gate: nn.Linear | None = None
         if shared_expert_gate:
             self.shared_expert_gate = nn.Linear(model_dim, 1, False, device=device, dtype=dtype)
-        self._add_counters(device)
-
-    def _add_counters(self, device: torch.device | str | None) -> None:
-        # Plain tensors, no buffers: DistributedDataParallel would overwrite them with rank 0's.
-        self.choices = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
-        self.counting = False
-        self.global_counts: GlobalCounts | None = None
+        step = None
         if self.balance.scope == "global_batch":
-            self.global_counts = GlobalCounts(self.num_experts, self.balance.group, device)
-        capacity = self.capacity
-        if capacity is not None and capacity.drop == "random":
-            assert isinstance(self.router, Router)
-            if self.router.rng_state is None:
-                self.router.add_rng_state(capacity.seed, device=device)
+            step = StepCounts(num_experts, self.balance.group, device)
+        self.add_counters(num_experts, step, device)
+        if self.capacity is not None and self.capacity.drop == "random":
+            assert isinstance(router, Router)
+            if router.rng_state is None:
+                router.add_rng_state(self.capacity.seed, device=device)
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew; the values depend on the seed but not on `ep_group`."""
@@ -251,21 +248,24 @@ class MoELayer(nn.Module):
             mask_T = flat.pop("token_mask", None)
             # A router of the caller's own may know no others than the mask.
             routed: RouterOutput = self.router(x_TD, token_mask=mask_T, **flat)
-            check_scores(self, routed)
+            self._check_scores(routed)
             routed = apply_sessions(self, routed, mask_T)
-            choice = limit_choice(self, routed, flat.get("token_idx"))
+            choice = limit_choice(
+                self.capacity,
+                self.router,
+                routed,
+                self.top_k,
+                flat.get("token_idx"),
+                training=self.training,
+            )
         # Under autocast the experts would cast anyway; here it halves what is permuted and sent.
-        x_TD = as_autocast(x_TD)
-        y_TD, num_dropped = self._run_experts(x_TD, choice)
-        if choice.num_dropped is not None:
-            num_dropped = num_dropped + choice.num_dropped
-        num_sequences = math.prod(x.shape[:-2])
-        y_TD, self._record = account(self, y_TD, routed, mask_T, num_sequences, num_dropped)
+        y_TD, num_dropped = self._run_experts(as_autocast(x_TD), choice)
+        y_TD = self._account(y_TD, routed, mask_T, math.prod(x.shape[:-2]), num_dropped)
         return y_TD.reshape(x.shape)
 
     def _run_experts(self, x_TD: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
-        """Dispatch, experts, combine: `y [T, D]`, and the slots that the dispatcher dropped."""
-        dispatcher, (topk_idx, topk_weights, capacity, _) = self.dispatcher, choice
+        """Dispatch, experts, combine: `y [T, D]`, and the number of slots that were dropped."""
+        dispatcher, (topk_idx, topk_weights, capacity, dropped) = self.dispatcher, choice
         metadata: DispatchMetadata
         if self.row_budget is None:
             rows, offsets, metadata = dispatcher.dispatch(
@@ -284,7 +284,7 @@ class MoELayer(nn.Module):
                 y_TD = run_chunks(dispatcher, chunks, self.experts, x_TD, topk_weights)
                 if self.shared_expert is not None:
                     y_TD = y_TD + self._run_shared_expert(x_TD)
-                return y_TD, chunks[0].whole.num_dropped
+                return y_TD, _plus(chunks[0].whole.num_dropped, dropped)
             rows, offsets, metadata = dispatcher.send(chunks[0].take(x_TD), chunks[0], topk_weights)
         if self.capacity is not None and self.capacity.pad:
             assert metadata.expert_capacity is not None
@@ -292,12 +292,12 @@ class MoELayer(nn.Module):
         else:
             rows = self.experts(rows, offsets)
         if self.shared_expert is None:
-            return dispatcher.combine(rows, metadata), metadata.num_dropped
+            return dispatcher.combine(rows, metadata), _plus(metadata.num_dropped, dropped)
         shared_TD: list[Tensor] = []
         y_TD = dispatcher.combine(
             rows, metadata, meanwhile=lambda: shared_TD.append(self._run_shared_expert(x_TD))
         )
-        return y_TD + shared_TD[0], metadata.num_dropped
+        return y_TD + shared_TD[0], _plus(metadata.num_dropped, dropped)
 
     def _run_shared_expert(self, x_TD: Tensor) -> Tensor:
         assert self.shared_expert is not None
@@ -305,6 +305,66 @@ class MoELayer(nn.Module):
         if self.shared_expert_gate is not None:
             y_TD = y_TD * torch.sigmoid(self.shared_expert_gate(x_TD))
         return y_TD
+
+    def _wants_balance_loss(self) -> bool:
+        """A router that is balanced by construction gets none."""
+        return self.balance_loss_coef > 0 and not getattr(self.router, "balanced", False)
+
+    def _account(
+        self,
+        y_TD: Tensor,
+        routed: RouterOutput,
+        mask_T: Tensor | None,
+        num_sequences: int,
+        num_dropped: Tensor,
+    ) -> Tensor:
+        """Count the tokens, attach the losses to y, and keep the record of the pass."""
+        chosen_E = routed.gate.num_tokens_per_expert
+        counted = balance_terms(routed, self.top_k)
+        step = self.global_counts if self.training else None
+        biased = getattr(self.router, "selection_bias", None) is not None
+        if biased and self.training and not self.counting:
+            add_once(self.choices, chosen_E, 0)
+        if step is not None:
+            step.add(counted.num_tokens_per_expert)
+        terms = {}
+        # Inside count_tokens the counts of the step are not complete, and nobody wants the losses.
+        if not self.counting:
+            terms = loss_terms(
+                routed,
+                counted,
+                mask_T,
+                num_sequences,
+                scope=self.balance.scope,
+                balance_coef=self.balance_loss_coef if self._wants_balance_loss() else 0.0,
+                z_coef=self.z_loss_coef,
+                step=step,
+            )
+        if terms and self.loss_mode != "return" and self.training and torch.is_grad_enabled():
+            y_TD = inject_losses(y_TD, terms, self.loss_scale)
+        if self.loss_mode == "inject":
+            terms = {name: (coef, term.detach()) for name, (coef, term) in terms.items()}
+        self._record = {
+            "num_tokens_per_expert": chosen_E.detach(),
+            "num_dropped": num_dropped.detach(),
+            "logits": routed.logits.detach(),
+            "score_sum": counted.score_sum.detach(),
+            "balance_counts": counted.num_tokens_per_expert.detach(),
+            "balance_top_k": counted.top_k,
+            "mask": mask_T,
+            "terms": terms,
+        }
+        return y_TD
+
+    def _check_scores(self, routed: RouterOutput) -> None:
+        """Refuse a router that does not say what its scores are where the loss wants to know it."""
+        if self.balance.scope != "sequence" or routed.score_fn is not None:
+            return
+        if self._wants_balance_loss():
+            raise ValueError(
+                "MoELayer: expected router to say what its scores are (RouterOutput.score_fn) for "
+                f"balance=Balance('sequence'), got None from {type(self.router).__name__}"
+            )
 
     def _check_inputs(self, x: Tensor, per_token: dict[str, Tensor | None]) -> None:
         if not x.is_floating_point():
@@ -332,17 +392,139 @@ class MoELayer(nn.Module):
                     f"{tuple(value.shape)}"
                 )
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> MoELayer:
-        """Move the counters along, which are no buffers."""
-        super()._apply(fn, recurse)
-        self.choices = moved(self.choices, fn)
-        if self.global_counts is not None:
-            self.global_counts.total = moved(self.global_counts.total, fn)
-        return self
-
     def __getstate__(self) -> dict[str, Any]:
         # What is in the graph can be neither copied nor stored.
         return {**self.__dict__, "_record": {}}
+
+
+def _plus(count: Tensor, more: Tensor | None) -> Tensor:
+    return count if more is None else count + more
+
+
+def _capacity_of(factor: float | None, capacity: Capacity | None) -> Capacity | None:
+    """The capacity that is meant, None for no limit."""
+    if factor is None:
+        return capacity
+    if capacity is not None:
+        raise ValueError(
+            "MoELayer: expected capacity_factor or capacity to be None, got "
+            f"capacity_factor={factor} and {capacity}"
+        )
+    if not 0 < factor < math.inf:
+        raise ValueError(f"MoELayer: expected capacity_factor to be positive or None, got {factor}")
+    return Capacity(factor)
+
+
+def _check_options(layer: MoELayer, shared_ffn_dim: int, shared_expert_gate: bool) -> None:
+    """Refuse values that are not allowed, and those that do not go together."""
+    for name in ("balance_loss_coef", "z_loss_coef"):
+        if not (0 <= getattr(layer, name) < math.inf):
+            raise ValueError(
+                f"MoELayer: expected {name} to be at least 0, got {getattr(layer, name)}"
+            )
+    options = {"capacity": Capacity, "row_budget": RowBudget, "balance": Balance}
+    for name, kind in options.items():
+        value = getattr(layer, name)
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"MoELayer: expected {name} to be a {kind.__name__}, got {value!r}")
+    if layer.loss_mode not in LOSS_MODES:
+        raise ValueError(
+            f"MoELayer: expected loss_mode to be one of {LOSS_MODES}, got {layer.loss_mode!r}"
+        )
+    if shared_ffn_dim < 0:
+        raise ValueError(
+            f"MoELayer: expected shared_ffn_dim to be at least 0, got {shared_ffn_dim}"
+        )
+    if shared_expert_gate and not shared_ffn_dim:
+        raise ValueError(
+            "MoELayer: expected shared_ffn_dim to be positive with shared_expert_gate=True, got 0"
+        )
+    if layer.row_budget is not None and layer.capacity is not None and layer.capacity.pad:
+        raise ValueError(
+            f"MoELayer: expected capacity.pad to be False with a row_budget, got {layer.capacity}"
+        )
+
+
+def _check_experts(layer: MoELayer, experts: nn.Module, ep_group: ProcessGroup | None) -> None:
+    """What a layer asks of an experts module that it did not make."""
+    if group_size(ep_group) > 1 and getattr(experts, "ep_group", None) is not ep_group:
+        raise ValueError(
+            "MoELayer: expected experts to carry the layer's group as attribute ep_group, "
+            f"got {getattr(experts, 'ep_group', None)}"
+        )
+    held = getattr(experts, "num_experts", layer.num_experts)
+    if held != layer.num_experts:
+        raise ValueError(
+            f"MoELayer: expected experts to have num_experts={layer.num_experts}, got {held}"
+        )
+
+
+def _check_router(layer: MoELayer, router: nn.Module) -> None:
+    """What the options ask of a router module."""
+    capacity = layer.capacity
+    if isinstance(router, Router):
+        if router.num_experts != layer.num_experts:
+            raise ValueError(
+                f"MoELayer: expected router to have num_experts={layer.num_experts}, got "
+                f"{router.num_experts}"
+            )
+        if capacity is not None and router.sets_capacity:
+            raise ValueError(
+                "MoELayer: expected capacity to be None with a router that sets the rows of each "
+                f"expert itself, got {capacity}"
+            )
+        if capacity is not None and capacity.overflow == "reroute" and not can_replay(router):
+            raise ValueError(
+                "MoELayer: expected router to weigh a choice that is not its own (with_choice) for "
+                f"capacity.overflow='reroute', got {type(router).__name__}"
+            )
+        return
+    for name, option in (("drop", "random"), ("overflow", "reroute")):
+        if capacity is not None and getattr(capacity, name) == option:
+            raise ValueError(
+                f"MoELayer: expected router to be a moe_ext.nn.Router for capacity.{name}="
+                f"{option!r}, got {type(router).__name__}"
+            )
+
+
+def _make_dispatcher(
+    dispatcher: str | TokenDispatcher,
+    num_experts: int,
+    ep_group: ProcessGroup | None,
+) -> TokenDispatcher:
+    """The dispatcher that a name stands for."""
+    if isinstance(dispatcher, TokenDispatcher):
+        return dispatcher
+    if not isinstance(dispatcher, str) and hasattr(dispatcher, "dispatch"):
+        return WrappedDispatcher(dispatcher)
+    if dispatcher == "auto":
+        dispatcher = "alltoall" if group_size(ep_group) > 1 else "local"
+    if dispatcher == "local":
+        if group_size(ep_group) > 1:
+            raise ValueError(
+                "MoELayer: expected dispatcher to be 'auto' or 'alltoall' for an ep_group of "
+                f"{group_size(ep_group)} ranks, got 'local'"
+            )
+        return LocalDispatcher(num_experts)
+    if dispatcher == "alltoall":
+        if ep_group is None:
+            raise ValueError(
+                "MoELayer: expected ep_group to be a process group for dispatcher='alltoall', "
+                "got None"
+            )
+        return AllToAllDispatcher(num_experts, ep_group)
+    raise ValueError(
+        "MoELayer: expected dispatcher to be 'auto', 'local', 'alltoall' or a TokenDispatcher, got "
+        f"{dispatcher!r}"
+    )
+
+
+def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
+    """The `MoELayer`s of a model by name, the names of wrappers left out."""
+    found = {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
+    short = [".".join(p for p in name.split(".") if p not in _WRAPPERS) for name in found]
+    names = short if len(set(short)) == len(short) else list(found)
+    return {name or "(model)": layer for name, layer in zip(names, found.values(), strict=True)}
 
 
 def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from moe_ext.nn.balance import Balance
+from moe_ext.nn.balance.losses import Balance
 from moe_ext.nn.capacity import Capacity
 from moe_ext.nn.moe_layer import MoELayer
 from moe_ext.nn.routers import GShardRouter, Router, SwitchRouter, TopKRouter

@@ -6,39 +6,122 @@ Shapes: T tokens of one forward pass, R rows of an entry, E experts, K top-k.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import hashlib
+import json
 import os
+import struct
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from moe_ext.nn._recompute import in_backward
-from moe_ext.nn._record_entries import (
-    NOT_RECORDED,
-    RecordEntry,
-    RecordKey,
-    decode,
-    encode,
-    index_dtype,
-    where,
-)
-from moe_ext.nn._replay import can_replay, close_session, open_session
-from moe_ext.nn.routers.base import RouterOutput
+from moe_ext.nn.moe_layer import moe_layers
+from moe_ext.nn.replay import can_replay, close_session, open_session
+from moe_ext.nn.routers import RouterOutput
+from moe_ext.nn.torch_state import in_backward
 
-# What wrappers put into the names of modules.
-_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+NOT_RECORDED = -2
+_MAGIC = b"moe_ext routing\n"
+_VERSION = 1
+_PREFIX = struct.Struct("<I32s")  # version, SHA-256 of what follows: size of the header first
+_SIZE = struct.Struct("<Q")
+_DTYPES = {"int8": torch.int8, "int16": torch.int16, "int32": torch.int32}
 
 
-def moe_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The `MoELayer`s of a model by name, the names of wrappers left out."""
-    from moe_ext.nn.moe_layer import MoELayer
+class RecordKey(NamedTuple):
+    """Where a decision belongs: the forward pass and the layer.
 
-    found = {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
-    short = [".".join(p for p in name.split(".") if p not in _WRAPPERS) for name in found]
-    names = short if len(set(short)) == len(short) else list(found)
-    return {name or "(model)": layer for name, layer in zip(names, found.values(), strict=True)}
+    Attributes:
+        step: number of the step, or of the rollout.
+        micro_batch: number of the forward pass in the step.
+        layer: name of the layer in its model, wrappers (DDP, FSDP, compile) left out.
+    """
+
+    step: int
+    micro_batch: int
+    layer: str
+
+
+@dataclass(frozen=True)
+class RecordEntry:
+    """The choices of one layer in one forward pass.
+
+    Attributes:
+        topk_idx: `[R, K]` in the smallest of int8, int16 and int32 that holds E; -1 for no expert,
+            -2 for a token that was not recorded.
+        num_experts: E.
+    """
+
+    topk_idx: Tensor
+    num_experts: int
+
+
+def index_dtype(num_experts: int) -> torch.dtype:
+    """The smallest signed dtype for the experts 0 to E - 1."""
+    for dtype in (torch.int8, torch.int16):
+        if num_experts - 1 <= torch.iinfo(dtype).max:
+            return dtype
+    return torch.int32
+
+
+def where(key: RecordKey) -> str:
+    """The key in an error message."""
+    return f"{key.layer} at step {key.step}, micro-batch {key.micro_batch}"
+
+
+def encode(entries: Mapping[RecordKey, RecordEntry]) -> bytes:
+    """The bytes of `RoutingRecord.to_bytes`; little-endian, as every machine that runs torch."""
+    header, payload = [], []
+    for key, entry in entries.items():
+        idx = entry.topk_idx.cpu().contiguous()
+        header.append(
+            {
+                **key._asdict(),
+                "shape": list(idx.shape),
+                "dtype": str(idx.dtype).removeprefix("torch."),
+                "num_experts": entry.num_experts,
+            }
+        )
+        payload.append(ctypes.string_at(idx.data_ptr(), idx.nbytes) if idx.numel() else b"")
+    head = json.dumps(header, separators=(",", ":")).encode()
+    body = _SIZE.pack(len(head)) + head + b"".join(payload)
+    return _MAGIC + _PREFIX.pack(_VERSION, hashlib.sha256(body).digest()) + body
+
+
+def decode(data: bytes) -> dict[RecordKey, RecordEntry]:
+    """The inverse of `encode`; ValueError where data is not what it wrote."""
+    operation = "RoutingRecord.from_bytes"
+    start = len(_MAGIC) + _PREFIX.size
+    if not data.startswith(_MAGIC) or len(data) < start:
+        raise ValueError(
+            f"{operation}: expected data to be of a RoutingRecord, got {len(data)} bytes that "
+            f"begin with {data[: len(_MAGIC)]!r}"
+        )
+    version, digest = _PREFIX.unpack_from(data, len(_MAGIC))
+    if version != _VERSION:
+        raise ValueError(f"{operation}: expected version to be {_VERSION}, got {version}")
+    if hashlib.sha256(memoryview(data)[start:]).digest() != digest:
+        raise ValueError(
+            f"{operation}: expected data to have the checksum that was written with it, got "
+            f"{len(data)} bytes that are cut short or changed"
+        )
+    entries = {}
+    header = start + _SIZE.size
+    offset = header + _SIZE.unpack_from(data, start)[0]
+    for fields in json.loads(data[header:offset]):
+        dtype, shape = _DTYPES[fields["dtype"]], fields["shape"]
+        size = shape[0] * shape[1] * dtype.itemsize
+        # Through bytes of its own: the offset need not be a multiple of the dtype's size.
+        raw = bytearray(data[offset : offset + size])
+        idx = torch.frombuffer(raw, dtype=dtype) if size else torch.empty(0, dtype=dtype)
+        key = RecordKey(fields["step"], fields["micro_batch"], fields["layer"])
+        entries[key] = RecordEntry(idx.view(*shape), fields["num_experts"])
+        offset += size
+    return entries
 
 
 class RoutingRecord:

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_ext.nn._autocast import without_autocast
 from moe_ext.nn.expert_activation import GATED_KIND_OF, plain_kind, run_activation
 from moe_ext.nn.experts import GroupedExperts
 from moe_ext.nn.feed_forward import FeedForward
 from moe_ext.nn.moe_layer import MoELayer
+from moe_ext.nn.torch_state import without_autocast
 
 METHODS = ("copy", "granular")
 # Names of the projections (gate, up, down) and of the activation in feed-forward networks that

@@ -17,7 +17,7 @@ from moe_ext.distributed.dispatch import AllToAllDispatcher
 from moe_ext.distributed.groups import GroupHandle, group_rank, group_size
 from moe_ext.distributed.placement import Placement, declare_placement, sharded_parameters
 from moe_ext.integrations.huggingface.experts import as_weight, run_rows
-from moe_ext.nn._autocast import as_autocast
+from moe_ext.nn.torch_state import as_autocast
 
 
 class ShardedExperts(nn.Module):

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.nn._autocast import autocast_dtype
 from moe_ext.nn.expert_activation import (
     GATED_KIND_OF,
     PLAIN_ACTIVATIONS,
@@ -19,6 +18,7 @@ from moe_ext.nn.expert_activation import (
     plain_kind,
     run_activation,
 )
+from moe_ext.nn.torch_state import autocast_dtype
 from moe_ext.ops.grouped_gemm import row_alignment
 
 # Flags of `use_experts_implementation` that `experts_forward` honours.

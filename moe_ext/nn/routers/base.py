@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.nn._autocast import without_autocast
-from moe_ext.nn._tally import moved
+from moe_ext.nn.torch_state import moved, without_autocast
 
 
 class Tokens(NamedTuple):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
-from moe_ext.nn._autocast import without_autocast
 from moe_ext.nn.routers.base import BalanceTerms, LinearRouter, RouterOutput, Tokens
+from moe_ext.nn.torch_state import without_autocast
 
 _SECOND_EXPERT = ("random", "always")
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.nn._autocast import without_autocast
 from moe_ext.nn.routers.base import DrawnNoise, LinearRouter, RouterOutput, Tokens
+from moe_ext.nn.torch_state import without_autocast
 
 
 class NoisyTopKRouter(LinearRouter):

@@ -9,13 +9,11 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
-from moe_ext.distributed.failures import naming_failed_ranks
-from moe_ext.distributed.groups import group_size
+from moe_ext.distributed import comm
 from moe_ext.nn.moe_layer import MoELayer
 
 
@@ -125,10 +123,9 @@ def _update(
     skipped: Tensor | None,
 ) -> None:
     totals = torch.cat([layer.choices for layer in layers])
-    if group_size(group) > 1:
-        with naming_failed_ranks(group, "update_selection_bias"):
-            dist.all_reduce(totals, group=group)
-    for layer, total_E in zip(layers, totals.split([_size(x) for x in layers]), strict=True):
+    comm.all_reduce_(totals, group, operation="update_selection_bias")
+    sizes = [layer.num_experts for layer in layers]
+    for layer, total_E in zip(layers, totals.split(sizes), strict=True):
         bias = _bias(layer)
         assert bias is not None
         # Whole numbers: an expert with exactly the mean load is left alone.
@@ -142,7 +139,3 @@ def _update(
             kept = skipped.to(bias.device) != 0
             bias += step_E.where(~kept, 0.0)
             layer.choices.mul_(kept.to(layer.choices.device))
-
-
-def _size(layer: MoELayer) -> int:
-    return layer.choices.shape[0]

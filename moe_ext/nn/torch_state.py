@@ -1,9 +1,11 @@
-"""Autocast on any device; torch raises on the meta device, which has none."""
+"""State of torch that a call runs in: autocast, a recomputation, a move of its module."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that autocast is casting to on this device, None outside autocast."""
+    # torch raises on the meta device, which has no autocast.
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
@@ -27,3 +30,19 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     if device.type == "meta":
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass: a forward pass inside one is a recomputation."""
+    # NOTE: The only private state of autograd that the layers ask.
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def moved(tensor: Tensor, fn: Callable[..., Any]) -> Tensor:
+    """A tensor that is no buffer, on the device to which `fn` of `nn.Module._apply` moves it."""
+    device = fn(tensor).device
+    if device == tensor.device:
+        return tensor
+    if tensor.is_meta or device.type == "meta":
+        return torch.zeros_like(tensor, device=device)
+    return tensor.to(device)

@@ -1,0 +1,228 @@
+"""Counts of tokens over the forward passes of a step, each token once.
+
+Shapes: E experts, C counters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moe_ext.distributed import comm
+from moe_ext.distributed.agreement import agree
+from moe_ext.distributed.groups import group_size
+from moe_ext.nn.torch_state import in_backward, moved
+
+# An operator takes numbers, not groups: a group travels as its id, 0 for none.
+_groups: weakref.WeakValueDictionary[int, ProcessGroup] = weakref.WeakValueDictionary()
+
+
+# An operator, so that a compiled layer asks at run time whether it is being recomputed.
+@torch.library.custom_op("moe_ext::_tally_once", mutates_args={"total_C"})
+def add_once(total_C: Tensor, counts_C: Tensor, group: int) -> None:
+    """Add counts, summed over a group, to a running total, unless a backward pass is running.
+
+    Args:
+        total_C: running total, `[C]` int64, in place.
+        counts_C: `[C]` int64 of this forward pass.
+        group: key of `_groups`, 0 for this rank alone.
+    """
+    if in_backward():
+        return
+    if group:
+        counts_C = comm.all_reduce_(counts_C.clone(), _groups[group], operation="Balance")
+    total_C += counts_C
+
+
+@add_once.register_fake
+def _(total_C: Tensor, counts_C: Tensor, group: int) -> None:
+    return None
+
+
+class StepCounts:
+    """Choices of each expert over the ranks and micro-batches of a step, of one layer.
+
+    Attributes:
+        total: `[E + 1]` int64: choices of each expert, and the number of forward passes, over the
+            group once they are summed.
+        state: "running", where each pass adds its own counts; "counting", inside `count_tokens`;
+            "complete", where all passes of the step were counted before.
+        passes_left: training passes of this rank still to come, when complete.
+        num_passes: passes counted on this rank.
+    """
+
+    def __init__(
+        self, num_experts: int, group: ProcessGroup | None, device: torch.device | str | None
+    ) -> None:
+        self.total = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
+        self.group = group
+        self._group_key = 0
+        if group_size(group) > 1:
+            assert group is not None
+            self._group_key = id(group)
+            _groups[self._group_key] = group
+        self.state = "running"
+        self.num_passes = 0
+        self.passes_left = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepCounts:
+        return StepCounts(self.total.shape[0] - 1, self.group, self.total.device)
+
+    def reset(self) -> None:
+        """Forget the step."""
+        self.total.zero_()
+        self.state = "running"
+        self.num_passes = self.passes_left = 0
+
+    def add(self, counts_E: Tensor) -> None:
+        """Take part in the count with one forward pass."""
+        if self.state == "complete":
+            if not torch.compiler.is_compiling() and not in_backward():
+                self._use_up_a_pass()
+            return
+        # A counting pass is summed over the group once, when all micro-batches are through.
+        group = 0 if self.state == "counting" else self._group_key
+        add_once(self.total, torch.cat((counts_E, counts_E.new_ones(1))), group)
+
+    def _use_up_a_pass(self) -> None:
+        if self.passes_left == 0:
+            raise RuntimeError(
+                f"MoELayer: expected {self.num_passes} training passes after count_tokens counted "
+                "as many, got another; count the tokens of each step anew"
+            )
+        self.passes_left -= 1
+
+
+class CountingModule(nn.Module):
+    """Base of the layer: its counters, which are no buffers.
+
+    `DistributedDataParallel` would overwrite buffers with those of rank 0.
+
+    Attributes:
+        choices: `[E]` int64, choices of each expert in training since the last bias update.
+        counting: inside `count_tokens`: this pass counts and nothing else.
+        global_counts: counts of the step, None where no loss wants them.
+    """
+
+    choices: Tensor
+    counting: bool
+    global_counts: StepCounts | None
+
+    def add_counters(
+        self, num_experts: int, step: StepCounts | None, device: torch.device | str | None
+    ) -> None:
+        """Begin to count."""
+        self.choices = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        self.counting = False
+        self.global_counts = step
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CountingModule:
+        """Move the counters along."""
+        super()._apply(fn, recurse)
+        self.choices = moved(self.choices, fn)
+        if self.global_counts is not None:
+            self.global_counts.total = moved(self.global_counts.total, fn)
+        return self
+
+
+def reset_token_counts(model: nn.Module) -> None:
+    """Begin a step: layers with `Balance("global_batch")` forget the tokens of the last one.
+
+    Args:
+        model: any module.
+    """
+    for counts in _global_counts(model).values():
+        counts.reset()
+
+
+@contextlib.contextmanager
+def count_tokens(model: nn.Module) -> Iterator[None]:
+    """Count the tokens of a whole step before its training passes.
+
+    Inside, run the model forward on every micro-batch of the step, in training mode; it runs
+    without gradients. The training passes that follow, as many, then know the counts of the step
+    from the first one on, and the mean over ranks and micro-batches of their gradients is that of
+    one batch of all tokens, whatever their order, with activation checkpointing or without. It
+    costs one more forward pass of each micro-batch, and one all-reduce a group.
+
+    Dropout draws the same numbers in both, where nothing else draws in between and the training
+    passes come in the same order: the states of the generators are put back at the end.
+
+    Args:
+        model: a module with layers of `Balance("global_batch")`; a stage of a pipeline counts its
+            own.
+
+    Raises:
+        ValueError: the model has no such layer, or, on every rank, ranks ran different numbers of
+            passes.
+        RuntimeError: a layer saw no pass in training mode.
+        RankFailureError: a rank died or did not answer.
+
+    One device-to-host synchronisation at the end.
+    """
+    counts = _global_counts(model)
+    if not counts:
+        raise ValueError(
+            "count_tokens: expected model to have a MoELayer with balance=Balance('global_batch'), "
+            "got none"
+        )
+    layers = [module for module in model.modules() if isinstance(module, CountingModule)]
+    devices = {count.total.device for count in counts.values() if count.total.is_cuda}
+    for count in counts.values():
+        count.reset()
+        count.state = "counting"
+    for layer in layers:
+        layer.counting = True
+    try:
+        with torch.no_grad(), torch.random.fork_rng(list(devices)):
+            yield
+        _complete(counts)
+    except BaseException:
+        for count in counts.values():
+            count.reset()
+        raise
+    finally:
+        for layer in layers:
+            layer.counting = False
+
+
+def _global_counts(model: nn.Module) -> dict[str, StepCounts]:
+    return {
+        name: module.global_counts
+        for name, module in model.named_modules()
+        if isinstance(module, CountingModule) and module.global_counts is not None
+    }
+
+
+def _complete(counts: dict[str, StepCounts]) -> None:
+    """Sum over the groups, and be ready for as many training passes."""
+    # NOTE: device-to-host sync: the number of passes is compared on the host.
+    passes = torch.stack([count.total[-1].cpu() for count in counts.values()]).tolist()
+    for name, number in zip(counts, passes, strict=True):
+        if number == 0:
+            raise RuntimeError(
+                f"count_tokens: expected a forward pass in training mode of layer {name!r}, got "
+                "none"
+            )
+    by_group: dict[ProcessGroup, list[StepCounts]] = {}
+    for count, number in zip(counts.values(), passes, strict=True):
+        count.num_passes = count.passes_left = number
+        count.state = "complete"
+        if group_size(count.group) > 1:
+            assert count.group is not None
+            by_group.setdefault(count.group, []).append(count)
+    for group, members in by_group.items():
+        device = members[0].total.device
+        facts = {f"the passes of layer {i}": member.num_passes for i, member in enumerate(members)}
+        agree("count_tokens", facts, None, group, device)
+        totals = torch.cat([member.total for member in members])
+        comm.all_reduce_(totals, group, operation="count_tokens")
+        pieces = totals.split([member.total.shape[0] for member in members])
+        for member, piece in zip(members, pieces, strict=True):
+            member.total.copy_(piece)

@@ -1,0 +1,134 @@
+"""What a layer tells about its last forward pass.
+
+Shapes: T tokens, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ext import ops
+
+Metric = Tensor | Callable[[], Tensor]
+# What a forward pass leaves behind: tensors, in the graph, and numbers. A plain dictionary, which a
+# compiled graph can fill.
+Record = dict[str, Any]
+_COUNTS = ("num_tokens_per_expert", "num_dropped")
+
+
+def _load(metrics: Mapping[str, Tensor]) -> Tensor:
+    counts_E = metrics["num_tokens_per_expert"].float()
+    return counts_E / counts_E.sum().clamp(min=1)
+
+
+def _entropy(metrics: Mapping[str, Tensor]) -> Tensor:
+    load_E = metrics["load"]
+    return -torch.special.xlogy(load_E, load_E).sum()
+
+
+def _coefficient_of_variation(metrics: Mapping[str, Tensor]) -> Tensor:
+    load_E = metrics["load"]
+    # The mean load is 1 / E, or 0 without a token: then there is no spread either.
+    return load_E.std(correction=0) * load_E.shape[0]
+
+
+def _max_over_mean(metrics: Mapping[str, Tensor]) -> Tensor:
+    load_E = metrics["load"]
+    return load_E.max() * load_E.shape[0]
+
+
+def _dropped_fraction(metrics: Mapping[str, Tensor]) -> Tensor:
+    return metrics["num_dropped"] / metrics["num_tokens_per_expert"].sum().clamp(min=1)
+
+
+_DERIVED: dict[str, Callable[[Mapping[str, Tensor]], Tensor]] = {
+    "load": _load,
+    "load_entropy": _entropy,
+    "load_cv": _coefficient_of_variation,
+    "max_over_mean": _max_over_mean,
+    "dropped_fraction": _dropped_fraction,
+}
+
+
+class LayerMetrics(Mapping[str, Tensor]):
+    """Mapping of names to detached tensors; what no loss needed is computed when it is read.
+
+    With c the choices of each expert (`num_tokens_per_expert`) it also has
+
+    - `load` `[E]`: `c / sum(c)`, 1/E each when balanced;
+    - `load_entropy`: `-sum(load log load)` in nats, log E when balanced, 0 with one expert;
+    - `load_cv`: standard deviation over mean of c, 0 when balanced;
+    - `max_over_mean`: `max(c) / mean(c)`, 1 when balanced; what a step waits for;
+    - `dropped_fraction`: `num_dropped / sum(c)`.
+
+    All are 0 where no token came. They are float32 on the layer's device: no read of an entry waits
+    for the device, only what looks at its value does.
+
+    Args:
+        entries: name to tensor, or to a function that computes it. A function runs once.
+    """
+
+    def __init__(self, entries: dict[str, Metric]) -> None:
+        self._entries = entries
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self._entries.get(name)
+        if value is None:
+            if name not in self._derived():
+                raise KeyError(name)
+            value = self._entries[name] = _DERIVED[name](self)
+        elif not isinstance(value, Tensor):
+            value = self._entries[name] = value().detach()
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._entries
+        yield from [name for name in self._derived() if name not in self._entries]
+
+    def __len__(self) -> int:
+        return len(self._entries.keys() | set(self._derived()))
+
+    def __repr__(self) -> str:
+        return f"LayerMetrics({', '.join(self)})"
+
+    def _derived(self) -> tuple[str, ...]:
+        known = all(name in self._entries for name in _COUNTS)
+        return tuple(_DERIVED) if known else ()
+
+    def measured(self) -> dict[str, Tensor]:
+        """The entries that do not follow from others."""
+        return {name: self[name] for name in tuple(self._entries) if name not in _DERIVED}
+
+
+def read_losses(record: Record) -> dict[str, Tensor]:
+    """Coefficient times loss of every term."""
+    return {name: coef * term for name, (coef, term) in record.get("terms", {}).items()}
+
+
+def read_metrics(record: Record) -> LayerMetrics:
+    """The metrics of a record; the losses that the pass did not need are left to the reader."""
+    if not record:
+        return LayerMetrics({})
+    terms = record["terms"]
+
+    def balance_loss() -> Tensor:
+        counts_E, top_k = record["balance_counts"], record["balance_top_k"]
+        return ops.load_balance_loss(record["score_sum"], counts_E, top_k)
+
+    def z_loss() -> Tensor:
+        return ops.router_z_loss(record["logits"], token_mask=record["mask"])
+
+    entries: dict[str, Metric] = {
+        "num_tokens_per_expert": record["num_tokens_per_expert"],
+        "num_dropped": record["num_dropped"],
+        "balance_loss": terms["balance"][1].detach() if "balance" in terms else balance_loss,
+        "z_loss": terms["z"][1].detach() if "z" in terms else z_loss,
+    }
+    for name in terms:
+        if name not in ("balance", "z"):
+            entries[f"{name}_loss"] = terms[name][1].detach()
+    return LayerMetrics(entries)
