@@ -22,7 +22,7 @@ from moe_ext.integrations._base import (
     float32_logits,
     slots_with_room_on_all_ranks,
 )
-from moe_ext.nn.routers import RouterOutput
+from moe_ext.nn.routers import RouterOutput, Tokens
 
 GateHook = Callable[[Tensor, Tensor, Any], object]
 
@@ -85,24 +85,14 @@ class LinearGate(Gate, abc.ABC):
     def decide(self, logits_TE: Tensor) -> RouterOutput:
         """Choose experts from logits."""
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        *,
-        token_mask: Tensor | None = None,
-        token_ids: Tensor | None = None,
-        token_idx: Tensor | None = None,
-    ) -> RouterOutput:
-        """Choose K experts for every token.
+    def logits(self, tokens: Tokens) -> Tensor:
+        """In float32."""
+        return float32_logits(tokens.x_TD, self.gate.weight, self.gate.bias)
 
-        Args:
-            x_TD: tokens, `[T, D]`.
-            token_mask: None; the layers of these libraries take none.
-            token_ids: not looked at.
-            token_idx: not looked at.
-        """
-        assert token_mask is None
-        decided = self.decide(float32_logits(x_TD, self.gate.weight, self.gate.bias))
+    def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
+        """Choose K experts for every token, and tell the hook."""
+        assert tokens.mask_T is None, "the layers of these libraries take no mask"
+        decided = self.decide(logits_TE)
         if self.hook is not None:
             self.hook(decided.gate.topk_idx, decided.gate.topk_weights, None)
         return decided

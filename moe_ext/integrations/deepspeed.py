@@ -27,7 +27,7 @@ from moe_ext.integrations._base import (
     uniform_noise,
 )
 from moe_ext.nn.module_experts import ModuleExperts
-from moe_ext.nn.routers import RouterOutput
+from moe_ext.nn.routers import RouterOutput, Tokens
 
 _JITTER = 1e-2
 _MAX_GROUP_SIZE = 178956971
@@ -102,28 +102,22 @@ class TopKGate(Gate):
         rows = torch.tensor(num_tokens / self.num_experts) * torch.tensor(factor * self.k)
         return max(math.ceil(rows.item()), self.min_capacity, 1)
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        *,
-        token_mask: Tensor | None = None,
-        token_ids: Tensor | None = None,
-        token_idx: Tensor | None = None,
-    ) -> RouterOutput:
-        """Choose k experts for every token.
-
-        Args:
-            x_TD: tokens, `[T, D]`.
-            token_mask: `[T]` bool; a token that is not used chooses no expert, but its scores count
-                in the loss, as in DeepSpeed.
-            token_ids: not looked at.
-            token_idx: not looked at.
-        """
+    def logits(self, tokens: Tokens) -> Tensor:
+        """In float32, of tokens that the jitter has moved."""
+        x_TD = tokens.x_TD
         if self.noisy_gate_policy == "Jitter" and self.training:
             x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
             x_TD = x_TD * uniform_noise(x_TD, 1.0 - _JITTER, 1.0 + _JITTER).to(x_TD.dtype)
-        logits_TE = float32_logits(x_TD, self.wg.weight)
-        weights, idx, counts, score_sum = self._choose(logits_TE)
+        return float32_logits(x_TD, self.wg.weight)
+
+    def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
+        """Choose k experts for every token.
+
+        A token that is not used chooses no expert, but its scores count in the loss, as in
+        DeepSpeed.
+        """
+        num_tokens, token_mask = logits_TE.shape[0], tokens.mask_T
+        weights, idx, counts, score_sum = self._gate(logits_TE)
         if token_mask is not None:
             idx = idx.masked_fill(~token_mask[:, None], -1)
             counts = counts_of(idx, self.num_experts)
@@ -135,12 +129,12 @@ class TopKGate(Gate):
             weights = used / total
         if token_mask is not None:
             weights = weights * token_mask[:, None]
-        choices = max(x_TD.shape[0], 1) * (1 if self.k == 2 else self.k)
-        loss = (score_sum / max(x_TD.shape[0], 1)) @ (counted.to(score_sum.dtype) / choices)
+        choices = max(num_tokens, 1) * (1 if self.k == 2 else self.k)
+        loss = (score_sum / max(num_tokens, 1)) @ (counted.to(score_sum.dtype) / choices)
         self.loss = loss * self.num_experts
         return self.output(logits_TE, weights, idx, kept, (counts, counted), score_sum)
 
-    def _choose(self, logits_TE: Tensor) -> ops.GateOutput:
+    def _gate(self, logits_TE: Tensor) -> ops.GateOutput:
         """Chosen experts, weighed by their softmax scores."""
         drawn_first = self.k == 1 and self.noisy_gate_policy == "RSample" and self.training
         drawn_second = self.k == 2 and self.top2_2nd_expert_sampling

@@ -25,7 +25,7 @@ from moe_ext.integrations._base import (
     world_group,
 )
 from moe_ext.nn.module_experts import ModuleExperts
-from moe_ext.nn.routers import RouterOutput
+from moe_ext.nn.routers import RouterOutput, Tokens
 
 
 class Top2Gate(Gate):
@@ -48,25 +48,14 @@ class Top2Gate(Gate):
         """Draw the weight anew, as `nn.Linear` does."""
         self.wg.reset_parameters()
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        *,
-        token_mask: Tensor | None = None,
-        token_ids: Tensor | None = None,
-        token_idx: Tensor | None = None,
-    ) -> RouterOutput:
-        """Choose two experts for every token.
+    def logits(self, tokens: Tokens) -> Tensor:
+        """In float32."""
+        return float32_logits(tokens.x_TD, self.wg.weight)
 
-        Args:
-            x_TD: tokens, `[T, D]`.
-            token_mask: None; fairscale's layer takes none.
-            token_ids: not looked at.
-            token_idx: not looked at.
-        """
-        assert token_mask is None
-        num_tokens = x_TD.shape[0]
-        logits_TE = float32_logits(x_TD, self.wg.weight)
+    def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
+        """Choose two experts for every token."""
+        assert tokens.mask_T is None, "fairscale's layer takes no mask"
+        num_tokens = logits_TE.shape[0]
         idx = first_and_drawn(logits_TE, logits_TE.detach() + gumbel_noise(logits_TE))
         gate = ops.gate_weights(logits_TE, idx, renormalize=False)
         capacity = 2 * num_tokens // self.num_experts

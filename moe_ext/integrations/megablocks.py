@@ -28,7 +28,7 @@ from moe_ext.integrations._base import (
     float32_logits,
     refuse_option,
 )
-from moe_ext.nn.routers import RouterOutput
+from moe_ext.nn.routers import RouterOutput, Tokens
 
 InitFn = Callable[[Tensor], Any]
 
@@ -133,29 +133,19 @@ class LearnedRouter(Gate):
         with torch.no_grad():
             self.args.init_method(self.layer.weight)
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        *,
-        token_mask: Tensor | None = None,
-        token_ids: Tensor | None = None,
-        token_idx: Tensor | None = None,
-    ) -> RouterOutput:
-        """Choose K experts for every token.
-
-        Args:
-            x_TD: tokens, `[T, D]`.
-            token_mask: None; dMoE takes none.
-            token_ids: not looked at.
-            token_idx: not looked at.
-        """
-        assert token_mask is None
-        args = self.args
-        if self.training and args.moe_jitter_eps is not None:
+    def logits(self, tokens: Tokens) -> Tensor:
+        """In float32, of tokens that the jitter has moved."""
+        x_TD, eps = tokens.x_TD, self.args.moe_jitter_eps
+        if self.training and eps is not None:
             noise = torch.rand(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
-            low, high = 1.0 - args.moe_jitter_eps, 1.0 + args.moe_jitter_eps
+            low, high = 1.0 - eps, 1.0 + eps
             x_TD = x_TD * (low + noise * (high - low))
-        logits_TE = float32_logits(x_TD, self.layer.weight)
+        return float32_logits(x_TD, self.layer.weight)
+
+    def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
+        """Choose K experts for every token."""
+        assert tokens.mask_T is None, "dMoE takes no mask"
+        args = self.args
         chosen = ops.topk_gate(logits_TE, self.top_k, renormalize=False)
         idx, weights = chosen.topk_idx, chosen.topk_weights
         counts_E = chosen.num_tokens_per_expert

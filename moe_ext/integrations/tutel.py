@@ -25,8 +25,7 @@ from moe_ext.integrations._base import (
     world_group,
 )
 from moe_ext.integrations._tutel_parts import local_count, make_experts, make_gate
-from moe_ext.nn.routers import RouterOutput
-from moe_ext.nn.torch_state import without_autocast
+from moe_ext.nn.routers import RouterOutput, Tokens
 
 
 @dataclass
@@ -62,38 +61,27 @@ class _Gates(Gate):
         self._group = GroupHandle(group)
         self.call = _Call()
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        *,
-        token_mask: Tensor | None = None,
-        token_ids: Tensor | None = None,
-        token_idx: Tensor | None = None,
-    ) -> RouterOutput:
-        """Choose K experts for every token.
+    def logits(self, tokens: Tokens) -> Tensor:
+        """Of the gate that this call goes through."""
+        logits_TE: Tensor = self.get_submodule(str(self.call.gate_index))(tokens.x_TD)
+        return logits_TE
 
-        Args:
-            x_TD: tokens, `[T, D]`.
-            token_mask: None; Tutel's layer takes none.
-            token_ids: not looked at.
-            token_idx: not looked at.
-        """
-        assert token_mask is None
+    def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
+        """Choose K experts for every token."""
+        assert tokens.mask_T is None, "Tutel's layer takes no mask"
         gate: Any = self.get_submodule(str(self.call.gate_index))
         top_k = min(self.call.top_k or gate.top_k, self.num_experts)
-        logits_TE = gate(x_TD)
         noisy_TE = logits_TE
         if self.training and gate.gate_noise > 0:
             noise = torch.randn_like(logits_TE) / self.num_experts
             noisy_TE = logits_TE + gate.gate_noise * noise
-        with without_autocast(x_TD.device):
-            chosen = ops.topk_gate(noisy_TE, top_k, renormalize=False)
-            idx, weights = chosen.topk_idx, chosen.topk_weights
-            first_E = counts_of(idx[:, 0], self.num_experts)
-            if self.is_gshard_loss:
-                self.loss = ops.load_balance_loss(chosen.score_sum, first_E, 1)
-            else:
-                self.loss = _load_importance_loss(logits_TE, noisy_TE, idx, gate.gate_noise)
+        chosen = ops.topk_gate(noisy_TE, top_k, renormalize=False)
+        idx, weights = chosen.topk_idx, chosen.topk_weights
+        first_E = counts_of(idx[:, 0], self.num_experts)
+        if self.is_gshard_loss:
+            self.loss = ops.load_balance_loss(chosen.score_sum, first_E, 1)
+        else:
+            self.loss = _load_importance_loss(logits_TE, noisy_TE, idx, gate.gate_noise)
         kept = self._kept(gate, chosen)
         if self.normalize_gate and top_k > 1:
             total = weights.sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)

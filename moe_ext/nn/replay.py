@@ -6,8 +6,9 @@ Shapes: T tokens, K top-k.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +16,10 @@ from torch import Tensor, nn
 from moe_ext._compile import outside_graphs
 from moe_ext.nn.routers.base import Router, RouterOutput
 
-
-class Session(Protocol):
-    """Looks at the choice of a layer, and may replace it."""
-
-    def choose(
-        self, layer: nn.Module, routed: RouterOutput, topk_idx_TK: Tensor, mask_T: Tensor | None
-    ) -> Tensor | None:
-        """Return the choice to go on with, None to leave the one that was given.
-
-        `topk_idx_TK` is the choice so far: the router's, or that of a session opened before.
-        """
-        ...
-
+# Looks at the choice of a layer, and may replace it: called with the layer, what its router said,
+# the experts `[T, K]` so far (the router's, or those of a session opened before) and the mask;
+# returns the experts to go on with, None to leave them.
+Session = Callable[[Any, RouterOutput, Tensor, Tensor | None], Tensor | None]
 
 # In the order in which they were opened. Mutated in place: layers look at it in every forward pass.
 _sessions: list[Session] = []
@@ -40,7 +32,7 @@ def open_session(session: Session) -> None:
 
 def close_session(session: Session) -> None:
     """Take the session away, wherever it stands."""
-    index = max(i for i, open_one in enumerate(_sessions) if open_one is session)
+    index = max(i for i, open_one in enumerate(_sessions) if open_one == session)
     del _sessions[index]
 
 
@@ -56,7 +48,7 @@ def apply_sessions(layer: nn.Module, routed: RouterOutput, mask_T: Tensor | None
 def _apply(layer: nn.Module, routed: RouterOutput, mask_T: Tensor | None) -> RouterOutput:
     topk_idx_TK, replaced = routed.gate.topk_idx, False
     for session in tuple(_sessions):
-        choice = session.choose(layer, routed, topk_idx_TK, mask_T)
+        choice = session(layer, routed, topk_idx_TK, mask_T)
         if choice is not None:
             topk_idx_TK, replaced = choice, True
     if not replaced:
@@ -71,16 +63,8 @@ def can_replay(router: Any) -> bool:
     return method is not None and method is not Router.with_choice
 
 
-class _Choice(NamedTuple):
-    layer: nn.Module
-    topk_idx: Tensor
-
-
-class _Tape:
-    """The choices of one checkpointed region, in the order in which its layers ran."""
-
-    def __init__(self) -> None:
-        self.choices: list[_Choice] = []
+# Layers and choices of one checkpointed region, in the order in which its layers ran.
+_Tape = list[tuple[nn.Module, Tensor]]
 
 
 class _TapeSession:
@@ -98,8 +82,8 @@ class _TapeSession:
     def __enter__(self) -> _TapeSession:
         self._threads.setdefault(threading.get_ident(), []).append(0)
         if not self._replay:
-            self._tape.choices.clear()
-        open_session(self)
+            self._tape.clear()
+        open_session(self._choose)
         return self
 
     def __exit__(
@@ -108,31 +92,31 @@ class _TapeSession:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        close_session(self)
+        close_session(self._choose)
         thread = threading.get_ident()
         self._threads[thread].pop()
         if not self._threads[thread]:
             del self._threads[thread]
 
-    def choose(
+    def _choose(
         self, layer: nn.Module, routed: RouterOutput, topk_idx_TK: Tensor, mask_T: Tensor | None
     ) -> Tensor | None:
         places = self._threads.get(threading.get_ident())
         if places is None:
             return None
         if not self._replay:
-            self._tape.choices.append(_Choice(layer, topk_idx_TK))
+            self._tape.append((layer, topk_idx_TK))
             # Its own choice once more, so that both passes save the same tensors.
             return topk_idx_TK if can_replay(layer.router) else None
         place = places[-1]
         places[-1] += 1
-        if place >= len(self._tape.choices) or self._tape.choices[place].layer is not layer:
+        if place >= len(self._tape) or self._tape[place][0] is not layer:
             raise RuntimeError(
                 "pinned_routing: expected the recomputation to run the layers of the forward pass "
                 f"in their order, got another one at layer {place} of "
-                f"{len(self._tape.choices)}"
+                f"{len(self._tape)}"
             )
-        taped_TK = self._tape.choices[place].topk_idx
+        taped_TK = self._tape[place][1]
         if can_replay(layer.router):
             return taped_TK
         if not torch.equal(taped_TK, topk_idx_TK):
@@ -160,5 +144,5 @@ def pinned_routing() -> tuple[_TapeSession, _TapeSession]:
     Returns:
         The contexts of the forward pass and of the recomputation.
     """
-    tape = _Tape()
+    tape: _Tape = []
     return _TapeSession(tape, replay=False), _TapeSession(tape, replay=True)

@@ -303,8 +303,15 @@ class RoutingRecord:
             raise ValueError(
                 f"{operation}: expected num_rows together with token_idx, got num_rows={num_rows}"
             )
-        session = _Recording(self, names, step, micro_batch, token_idx, num_rows)
-        open_session(session)
+
+        def record(
+            layer: Any, routed: RouterOutput, topk_idx_TK: Tensor, mask_T: Tensor | None
+        ) -> None:
+            if layer in names and not in_backward():
+                key = RecordKey(step, micro_batch, names[layer])
+                self._enter(key, topk_idx_TK, layer.num_experts, token_idx, num_rows)
+
+        open_session(record)
         try:
             yield self
         except BaseException:
@@ -314,7 +321,7 @@ class RoutingRecord:
             self._entries.update(before)
             raise
         finally:
-            close_session(session)
+            close_session(record)
 
     @contextlib.contextmanager
     def replaying(
@@ -369,12 +376,82 @@ class RoutingRecord:
                     f"{operation}: expected {name} to have {self[key].num_experts} experts as "
                     f"recorded, got {layer.num_experts}"
                 )
-        session = _Replaying(self, names, step, micro_batch, token_idx)
-        open_session(session)
+
+        def replay(
+            layer: Any, routed: RouterOutput, topk_idx_TK: Tensor, mask_T: Tensor | None
+        ) -> Tensor | None:
+            if layer not in names:
+                return None
+            if not can_replay(layer.router):
+                raise TypeError(
+                    f"{operation}: expected the router of {names[layer]} to have a method "
+                    f"with_choice, got {type(layer.router).__name__}"
+                )
+            key = RecordKey(step, micro_batch, names[layer])
+            idx_TK = self._recorded(key, topk_idx_TK, token_idx)
+            return idx_TK if mask_T is None else idx_TK.masked_fill(~mask_T[:, None], -1)
+
+        open_session(replay)
         try:
             yield self
         finally:
-            close_session(session)
+            close_session(replay)
+
+    def _enter(
+        self,
+        key: RecordKey,
+        topk_idx_TK: Tensor,
+        num_experts: int,
+        token_idx: Tensor | None,
+        num_rows: int | None,
+    ) -> None:
+        """Record the choices of a layer, all rows of an entry or those that are given."""
+        operation, entry = "RoutingRecord.recording", self._entries.get(key)
+        idx_TK = topk_idx_TK.to(index_dtype(num_experts))
+        if token_idx is None or num_rows is None:
+            if entry is not None:
+                raise ValueError(
+                    f"{operation}: expected {key.layer} to run once (or token_idx to be given), "
+                    "got another forward pass: give each one a micro_batch of its own"
+                )
+            self._entries[key] = RecordEntry(idx_TK, num_experts)
+            return
+        rows_T = token_idx.to(idx_TK.device)
+        if rows_T.shape != idx_TK.shape[:1]:
+            raise ValueError(
+                f"{operation}: expected token_idx to be of shape ({idx_TK.shape[0]},), the tokens "
+                f"of {key.layer}, got {tuple(rows_T.shape)}"
+            )
+        shape = (num_rows, idx_TK.shape[1])
+        if entry is None:
+            entry = RecordEntry(idx_TK.new_full(shape, NOT_RECORDED), num_experts)
+        elif entry.topk_idx.shape != shape:
+            raise ValueError(
+                f"{operation}: expected {where(key)} to have the shape "
+                f"{tuple(entry.topk_idx.shape)} of the passes before, got {shape}"
+            )
+        # A row behind the last takes those that are left out, so that no index waits for the host.
+        rows_RK = torch.cat([entry.topk_idx, entry.topk_idx.new_empty((1, shape[1]))])
+        rows_RK[torch.where(rows_T < 0, num_rows, rows_T)] = idx_TK
+        self._entries[key] = RecordEntry(rows_RK[:-1], num_experts)
+
+    def _recorded(self, key: RecordKey, topk_idx_TK: Tensor, token_idx: Tensor | None) -> Tensor:
+        """The recorded choices, and those of the router for tokens that were not recorded."""
+        recorded_RK = self[key].topk_idx.to(topk_idx_TK.device, torch.int64)
+        num_tokens = recorded_RK.shape[0] if token_idx is None else token_idx.shape[0]
+        expected = (num_tokens, recorded_RK.shape[1])
+        if tuple(topk_idx_TK.shape) != expected:
+            raise ValueError(
+                f"RoutingRecord.replaying: expected {key.layer} to choose {expected[1]} experts "
+                f"for {expected[0]} tokens as recorded at step {key.step}, micro-batch "
+                f"{key.micro_batch}, got {topk_idx_TK.shape[1]} for {topk_idx_TK.shape[0]}"
+            )
+        idx_TK = recorded_RK
+        if token_idx is not None:
+            rows_T = token_idx.to(topk_idx_TK.device)
+            idx_TK = recorded_RK[rows_T.clamp(min=0)]
+            idx_TK = torch.where((rows_T < 0)[:, None], NOT_RECORDED, idx_TK)
+        return torch.where(idx_TK == NOT_RECORDED, topk_idx_TK, idx_TK)
 
     def _check_pass(self, operation: str, step: int, micro_batch: int) -> None:
         steps = sorted({key.step for key in self})
@@ -444,111 +521,6 @@ class RoutingRecord:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RoutingRecord.from_bytes, (self.to_bytes(),)
-
-
-class _Recording:
-    """Enters what the layers of a model choose."""
-
-    def __init__(
-        self,
-        record: RoutingRecord,
-        names: Mapping[nn.Module, str],
-        step: int,
-        micro_batch: int,
-        token_idx: Tensor | None,
-        num_rows: int | None,
-    ) -> None:
-        self.entries, self.names = record._entries, names
-        self.step, self.micro_batch = step, micro_batch
-        self.token_idx, self.num_rows = token_idx, num_rows
-
-    def choose(
-        self, layer: nn.Module, routed: RouterOutput, topk_idx_TK: Tensor, mask_T: Tensor | None
-    ) -> None:
-        if layer not in self.names or in_backward():
-            return
-        key = RecordKey(self.step, self.micro_batch, self.names[layer])
-        num_experts = int(layer.num_experts)  # type: ignore[arg-type]
-        idx_TK = topk_idx_TK.to(index_dtype(num_experts))
-        if self.token_idx is not None:
-            assert self.num_rows is not None
-            self._fill_rows(key, idx_TK, num_experts)
-            return
-        if key in self.entries:
-            raise ValueError(
-                f"RoutingRecord.recording: expected {key.layer} to run once (or token_idx to be "
-                "given), got another forward pass: give each one a micro_batch of its own"
-            )
-        self.entries[key] = RecordEntry(idx_TK, num_experts)
-
-    def _fill_rows(self, key: RecordKey, idx_TK: Tensor, num_experts: int) -> None:
-        assert self.token_idx is not None
-        assert self.num_rows is not None
-        rows_T = self.token_idx.to(idx_TK.device)
-        if rows_T.shape != idx_TK.shape[:1]:
-            raise ValueError(
-                f"RoutingRecord.recording: expected token_idx to be of shape "
-                f"({idx_TK.shape[0]},), the tokens of {key.layer}, got {tuple(rows_T.shape)}"
-            )
-        shape = (self.num_rows, idx_TK.shape[1])
-        entry = self.entries.get(key)
-        if entry is None:
-            entry = RecordEntry(idx_TK.new_full(shape, NOT_RECORDED), num_experts)
-            self.entries[key] = entry
-        elif entry.topk_idx.shape != shape:
-            raise ValueError(
-                f"RoutingRecord.recording: expected {where(key)} to have the shape "
-                f"{tuple(entry.topk_idx.shape)} of the passes before, got {shape}"
-            )
-        # A row behind the last takes those that are left out, so that no index waits for the host.
-        rows_RK = torch.cat([entry.topk_idx, entry.topk_idx.new_empty((1, shape[1]))])
-        rows_RK[torch.where(rows_T < 0, self.num_rows, rows_T)] = idx_TK
-        self.entries[key] = RecordEntry(rows_RK[:-1], num_experts)
-
-
-class _Replaying:
-    """Replaces what the layers of a model choose."""
-
-    def __init__(
-        self,
-        record: RoutingRecord,
-        names: Mapping[nn.Module, str],
-        step: int,
-        micro_batch: int,
-        token_idx: Tensor | None,
-    ) -> None:
-        self.record, self.names = record, names
-        self.step, self.micro_batch, self.token_idx = step, micro_batch, token_idx
-
-    def choose(
-        self, layer: nn.Module, routed: RouterOutput, topk_idx_TK: Tensor, mask_T: Tensor | None
-    ) -> Tensor | None:
-        if layer not in self.names:
-            return None
-        key = RecordKey(self.step, self.micro_batch, self.names[layer])
-        if not can_replay(layer.router):
-            raise TypeError(
-                f"RoutingRecord.replaying: expected the router of {key.layer} to have a method "
-                f"with_choice, got {type(layer.router).__name__}"
-            )
-        recorded_RK = self.record[key].topk_idx.to(topk_idx_TK.device, torch.int64)
-        num_tokens = recorded_RK.shape[0] if self.token_idx is None else self.token_idx.shape[0]
-        expected = (num_tokens, recorded_RK.shape[1])
-        if tuple(topk_idx_TK.shape) != expected:
-            raise ValueError(
-                f"RoutingRecord.replaying: expected {key.layer} to choose {expected[1]} experts "
-                f"for {expected[0]} tokens as recorded at step {key.step}, micro-batch "
-                f"{key.micro_batch}, got {topk_idx_TK.shape[1]} for {topk_idx_TK.shape[0]}"
-            )
-        idx_TK = recorded_RK
-        if self.token_idx is not None:
-            rows_T = self.token_idx.to(topk_idx_TK.device)
-            idx_TK = recorded_RK[rows_T.clamp(min=0)]
-            idx_TK = torch.where((rows_T < 0)[:, None], NOT_RECORDED, idx_TK)
-        idx_TK = torch.where(idx_TK == NOT_RECORDED, topk_idx_TK, idx_TK)
-        if mask_T is not None:
-            idx_TK = idx_TK.masked_fill(~mask_T[:, None], -1)
-        return idx_TK
 
 
 def _names_of_layers(operation: str, model: nn.Module) -> dict[Any, str]:

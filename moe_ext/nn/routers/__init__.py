@@ -4,6 +4,7 @@ from moe_ext.nn.routers.base import (
     BalanceTerms,
     Router,
     RouterOutput,
+    Tokens,
     number_routers,
     set_routing_step,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "RouterOutput",
     "SinkhornRouter",
     "SwitchRouter",
+    "Tokens",
     "TopKRouter",
     "number_routers",
     "set_routing_step",
