@@ -113,14 +113,6 @@ _KIND_OF_CLASS = {
 Activation = str | ClampedSwiGLU | Callable[[Tensor], Tensor]
 
 
-def is_gated(activation: str, owner: str) -> bool:
-    """Whether `activation` takes a gate half; ValueError naming `owner` when it is unknown."""
-    if activation not in GATED_ACTIVATIONS + PLAIN_ACTIVATIONS:
-        known = ", ".join(GATED_ACTIVATIONS + PLAIN_ACTIVATIONS)
-        raise ValueError(f"{owner}: expected activation to be one of {known}, got {activation!r}")
-    return activation in GATED_ACTIVATIONS
-
-
 def resolve_activation(
     activation: Activation, gated: bool | None, owner: str
 ) -> tuple[Activation, bool]:

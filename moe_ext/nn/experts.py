@@ -5,6 +5,7 @@ Shapes: N rows, D model, F ffn, E experts, L local experts = E / size of the exp
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,18 +15,15 @@ from torch.distributed import ProcessGroup
 from moe_ext import ops
 from moe_ext.distributed.groups import GroupHandle, check_group, group_rank, group_size
 from moe_ext.distributed.placement import Placement, declare_placement
-from moe_ext.nn._init import init_stacked_experts_
 from moe_ext.nn.expert_activation import (
-    GATED_ACTIVATIONS,
     LAYOUTS,
-    PLAIN_ACTIVATIONS,
     Activation,
-    is_gated,
     resolve_activation,
     run_activation,
 )
 
-__all__ = ["GATED_ACTIVATIONS", "PLAIN_ACTIVATIONS", "GroupedExperts", "is_gated"]
+# 2**64 / golden ratio, odd: neighbouring experts get seeds that differ in about half of their bits.
+_SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
 class GroupedExperts(nn.Module):
@@ -141,7 +139,7 @@ class GroupedExperts(nn.Module):
                 if tensor is not None:
                     stacked.append(tensor)
                     fan_in.append(inputs)
-        init_stacked_experts_(stacked, fan_in, self.first_expert)
+        _init_stacked_experts_(stacked, fan_in, self.first_expert)
 
     def extra_repr(self) -> str:
         """Sizes and options for `repr`."""
@@ -203,3 +201,29 @@ def _check_shareable(
                 f"GroupedExperts: expected {name} to have no parameters in an ep_group of "
                 f"{group_size(ep_group)} ranks, got {module}"
             )
+
+
+def _init_stacked_experts_(stacked: list[Tensor], fan_in: list[int], first_expert: int) -> None:
+    """Fill stacked expert tensors `[E_local, ...]` uniformly in +-1/sqrt(fan_in), in place.
+
+    Expert e is drawn from a generator of its own, seeded by one draw from torch's default CPU
+    generator and by e, so that the values depend on `torch.manual_seed` and on the global expert
+    only: every expert-parallel size gives the same experts, and no rank draws the experts of
+    another.
+
+    Args:
+        stacked: tensors whose first dimension is the local expert.
+        fan_in: number of inputs that each tensor's outputs sum over.
+        first_expert: global index of local expert 0.
+    """
+    base = int(torch.randint(0, 2**62, (1,), device="cpu"))
+    device = stacked[0].device
+    if device.type == "meta":
+        return
+    generator = torch.Generator(device)
+    with torch.no_grad():
+        for local in range(stacked[0].shape[0]):
+            generator.manual_seed((base + (first_expert + local) * _SEED_STRIDE) % 2**63)
+            for tensor, inputs in zip(stacked, fan_in, strict=True):
+                bound = 1.0 / math.sqrt(inputs)
+                tensor[local].uniform_(-bound, bound, generator=generator)
