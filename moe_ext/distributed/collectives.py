@@ -21,7 +21,6 @@ from moe_ext.distributed.comm import all_reduce_ as sum_over_ranks_
 from moe_ext.distributed.failures import naming_failed_ranks
 
 __all__ = [
-    "all_to_all_counts",
     "all_to_all_rows",
     "check_equal_over_ranks",
     "share",
@@ -30,15 +29,9 @@ __all__ = [
 
 
 def _exchange(
-    x: Tensor,
-    group: ProcessGroup,
-    send: Sequence[int],
-    receive: Sequence[int],
-    operation: str,
-    *,
-    beside: bool = False,
+    x: Tensor, group: ProcessGroup, send: Sequence[int], receive: Sequence[int], operation: str
 ) -> Tensor:
-    """One all-to-all along dimension 0; `beside`: on the side stream, for the caller to join."""
+    """One all-to-all along dimension 0, on the side stream, for the caller to join."""
     x = x.contiguous()
     out = x.new_empty((sum(receive), *x.shape[1:]))
 
@@ -46,10 +39,7 @@ def _exchange(
         dist.all_to_all_single(out, x, list(receive), list(send), group=group)
 
     with naming_failed_ranks(group, operation):
-        if beside:
-            streams.run_beside(collective, x, out)
-        else:
-            collective()
+        streams.run_beside(collective, x, out)
     return out
 
 
@@ -76,7 +66,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, rows: _RowsUnderway) -> Tensor:
         ctx.rows = rows
-        return _exchange(x_ND, rows.group, rows.send, rows.receive, rows.operation, beside=True)
+        return _exchange(x_ND, rows.group, rows.send, rows.receive, rows.operation)
 
     @staticmethod
     @once_differentiable
@@ -101,9 +91,7 @@ class _Finish(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
         rows, operation = ctx.rows, f"{ctx.rows.operation} backward"
-        rows.grad_ND = _exchange(
-            grad_RD, rows.group, rows.receive, rows.send, operation, beside=True
-        )
+        rows.grad_ND = _exchange(grad_RD, rows.group, rows.receive, rows.send, operation)
         return grad_RD, None
 
 
@@ -144,9 +132,3 @@ def all_to_all_rows(
         meanwhile()
     finished_RD: Tensor = _Finish.apply(out_RD, rows)
     return finished_RD
-
-
-def all_to_all_counts(message: Tensor, group: ProcessGroup, *, operation: str) -> Tensor:
-    """Send row p of an int64 `[P, M]` message to rank p; returns `[P, M]`, row p from rank p."""
-    ones = [1] * message.shape[0]
-    return _exchange(message, group, ones, ones, operation)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
-from moe_ext.distributed.collectives import all_to_all_counts
+from moe_ext.distributed import comm
 from moe_ext.distributed.groups import GroupHandle, check_group, group_size
 from moe_ext.integrations._base import (
     Gate,
@@ -289,8 +289,8 @@ def _largest(value: int, group: ProcessGroup | None, device: torch.device) -> in
     """Largest value of all ranks; a collective and a synchronisation."""
     if group is None:
         return value
-    message = torch.full((group_size(group), 1), value, device=device)
-    return int(all_to_all_counts(message, group, operation="tutel.moe_layer").max())
+    largest = torch.tensor(value, device=device)
+    return int(comm.all_reduce_(largest, group, operation="tutel.moe_layer", op="max"))
 
 
 def _cv_squared(x_E: Tensor) -> Tensor:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from moe_ext.nn.balance.losses import Balance
 from moe_ext.nn.capacity import Capacity
 from moe_ext.nn.moe_layer import MoELayer
@@ -20,22 +18,17 @@ from moe_ext.nn.routers import GShardRouter, Router, SwitchRouter, TopKRouter
 
 __all__ = ["deepseek_v3", "glam", "gshard", "mixtral", "qwen3", "switch"]
 
-_Device = torch.device | str | None
+
+def _made(options: dict[str, Any]) -> dict[str, Any]:
+    """Where the parameters of the router go: where those of the layer go."""
+    return {name: options[name] for name in ("device", "dtype") if name in options}
 
 
-def _layer(
-    router: Router, ffn_dim: int, preset: dict[str, Any], options: dict[str, Any]
-) -> MoELayer:
+def _layer(router: Router, ffn_dim: int, options: dict[str, Any], **preset: Any) -> MoELayer:
     if "capacity_factor" in options:
         preset.pop("capacity", None)
-    return MoELayer(
-        router.model_dim,
-        ffn_dim,
-        router.num_experts,
-        router.top_k,
-        router=router,
-        **{**preset, **options},
-    )
+    sizes = (router.model_dim, ffn_dim, router.num_experts, router.top_k)
+    return MoELayer(*sizes, router=router, **{**preset, **options})
 
 
 def switch(
@@ -45,8 +38,6 @@ def switch(
     *,
     jitter_eps: float = 0.01,
     seed: int = 0,
-    device: _Device = None,
-    dtype: torch.dtype | None = None,
     **options: Any,
 ) -> MoELayer:
     """Switch Transformer: one expert a token, capacity 1.25, balance loss 0.01, input jitter 0.01.
@@ -62,23 +53,19 @@ def switch(
         num_experts: E.
         jitter_eps: the tokens are multiplied by U[1 - eps, 1 + eps) before the router.
         seed: of the jitter.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
-        **options: of `MoELayer`, in place of the above.
+        **options: of `MoELayer`, in place of the above; also `device` and `dtype`.
 
     Reference: Fedus, Zoph, Shazeer 2021 (arXiv 2101.03961): eq. 1-3 (gate, capacity), 4-6 (loss,
     which is `ops.load_balance_loss` with K = 1, alpha = 0.01), table 1 (capacity factor), appendix
     C (jitter).
     """
-    made = {"device": device, "dtype": dtype}
-    router = SwitchRouter(model_dim, num_experts, jitter_eps=jitter_eps, seed=seed, **made)  # type: ignore[arg-type]
-    preset = {
-        "activation": "relu",
-        "capacity": Capacity(1.25, eval_factor=2.0),
-        "balance_loss_coef": 0.01,
-        **made,
-    }
-    return _layer(router, ffn_dim, preset, options)
+    router = SwitchRouter(
+        model_dim, num_experts, jitter_eps=jitter_eps, seed=seed, **_made(options)
+    )
+    capacity = Capacity(1.25, eval_factor=2.0)
+    return _layer(
+        router, ffn_dim, options, activation="relu", capacity=capacity, balance_loss_coef=0.01
+    )
 
 
 def gshard(
@@ -88,8 +75,6 @@ def gshard(
     *,
     groups: int = 1,
     seed: int = 0,
-    device: _Device = None,
-    dtype: torch.dtype | None = None,
     **options: Any,
 ) -> MoELayer:
     """GShard: two experts a token, the second kept with probability 2 g2, capacity 2 S / E a group.
@@ -105,21 +90,15 @@ def gshard(
         num_experts: E; the paper has 128, 512 and 2048.
         groups: local groups that the tokens of a rank are cut into.
         seed: of the second experts.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
-        **options: of `MoELayer`, in place of the above.
+        **options: of `MoELayer`, in place of the above; also `device` and `dtype`.
 
     Reference: Lepikhin et al. 2020 (arXiv 2006.16668): section 2.2 and algorithm 1.
     """
-    made = {"device": device, "dtype": dtype}
-    router = GShardRouter(model_dim, num_experts, seed=seed, **made)  # type: ignore[arg-type]
-    preset = {
-        "activation": "relu",
-        "capacity": Capacity(1.0, groups=groups, drop="choice"),
-        "balance_loss_coef": 0.01,
-        **made,
-    }
-    return _layer(router, ffn_dim, preset, options)
+    router = GShardRouter(model_dim, num_experts, seed=seed, **_made(options))
+    capacity = Capacity(1.0, groups=groups, drop="choice")
+    return _layer(
+        router, ffn_dim, options, activation="relu", capacity=capacity, balance_loss_coef=0.01
+    )
 
 
 def glam(
@@ -129,8 +108,6 @@ def glam(
     *,
     groups: int = 1,
     seed: int = 0,
-    device: _Device = None,
-    dtype: torch.dtype | None = None,
     **options: Any,
 ) -> MoELayer:
     """GLaM: 64 experts, two a token, with the gate and the loss of GShard; balance loss 0.01.
@@ -145,15 +122,12 @@ def glam(
         num_experts: E.
         groups: local groups that the tokens of a rank are cut into.
         seed: of the second experts.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
-        **options: of `MoELayer`, in place of the above.
+        **options: of `MoELayer`, in place of the above; also `device` and `dtype`.
 
     Reference: Du et al. 2021 (arXiv 2112.06905): sections 4 (architecture) and 5 (0.01).
     """
     options = {"activation": "gelu", **options}
-    made: dict[str, Any] = {"groups": groups, "seed": seed, "device": device, "dtype": dtype}
-    return gshard(model_dim, ffn_dim, num_experts, **made, **options)
+    return gshard(model_dim, ffn_dim, num_experts, groups=groups, seed=seed, **options)
 
 
 def mixtral(
@@ -161,9 +135,6 @@ def mixtral(
     ffn_dim: int,
     num_experts: int = 8,
     top_k: int = 2,
-    *,
-    device: _Device = None,
-    dtype: torch.dtype | None = None,
     **options: Any,
 ) -> MoELayer:
     """Mixtral: 8 SwiGLU experts, two a token, softmax over the two logits, no token dropped.
@@ -176,15 +147,13 @@ def mixtral(
         ffn_dim: F of each expert; 14336 there.
         num_experts: E.
         top_k: K.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
-        **options: of `MoELayer`, in place of the above.
+        **options: of `MoELayer`, in place of the above; also `device` and `dtype`.
 
     Reference: Jiang et al. 2024 (arXiv 2401.04088): section 2.1, table 1.
     """
-    made = {"device": device, "dtype": dtype}
-    router = TopKRouter(model_dim, num_experts, top_k, score_fn="topk_softmax", **made)  # type: ignore[arg-type]
-    return _layer(router, ffn_dim, {"activation": "swiglu", **made}, options)
+    made = _made(options)
+    router = TopKRouter(model_dim, num_experts, top_k, score_fn="topk_softmax", **made)
+    return _layer(router, ffn_dim, options, activation="swiglu")
 
 
 def qwen3(
@@ -192,9 +161,6 @@ def qwen3(
     ffn_dim: int,
     num_experts: int = 128,
     top_k: int = 8,
-    *,
-    device: _Device = None,
-    dtype: torch.dtype | None = None,
     **options: Any,
 ) -> MoELayer:
     """Qwen3-MoE: 128 fine-grained SwiGLU experts, 8 a token, none shared, none dropped.
@@ -210,17 +176,13 @@ def qwen3(
         ffn_dim: F of each expert; 768 there.
         num_experts: E.
         top_k: K.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
-        **options: of `MoELayer`, in place of the above.
+        **options: of `MoELayer`, in place of the above; also `device` and `dtype`.
 
     Reference: Qwen team 2025 (arXiv 2505.09388): section 2, table 2; Qiu et al. 2025
     (arXiv 2501.11873), the global-batch loss.
     """
-    made = {"device": device, "dtype": dtype}
-    router = TopKRouter(model_dim, num_experts, top_k, **made)  # type: ignore[arg-type]
-    preset = {"activation": "swiglu", "balance_loss_coef": 0.001 * top_k, **made}
-    return _layer(router, ffn_dim, preset, options)
+    router = TopKRouter(model_dim, num_experts, top_k, **_made(options))
+    return _layer(router, ffn_dim, options, activation="swiglu", balance_loss_coef=0.001 * top_k)
 
 
 def deepseek_v3(
@@ -232,8 +194,6 @@ def deepseek_v3(
     num_groups: int = 8,
     top_groups: int = 4,
     scale: float = 2.5,
-    device: _Device = None,
-    dtype: torch.dtype | None = None,
     **options: Any,
 ) -> MoELayer:
     """DeepSeek-V3: 256 SwiGLU experts, 8 a token from 4 of 8 nodes, one shared, balanced by a bias.
@@ -250,14 +210,11 @@ def deepseek_v3(
         num_groups: nodes that the experts are spread over.
         top_groups: nodes that a token may go to.
         scale: on the weights.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
-        **options: of `MoELayer`, in place of the above.
+        **options: of `MoELayer`, in place of the above; also `device` and `dtype`.
 
     Reference: DeepSeek-AI 2024 (arXiv 2412.19437): section 2.1.2, eq. 12-20, and 4.2
     (hyper-parameters); the scale is `routed_scaling_factor` of the released configuration.
     """
-    made: dict[str, Any] = {"device": device, "dtype": dtype}
     router = TopKRouter(
         model_dim,
         num_experts,
@@ -267,13 +224,14 @@ def deepseek_v3(
         num_groups=num_groups,
         top_groups=top_groups,
         selection_bias=True,
-        **made,
+        **_made(options),
     )
-    preset = {
-        "activation": "swiglu",
-        "shared_ffn_dim": ffn_dim,
-        "balance": Balance("sequence"),
-        "balance_loss_coef": 1e-4,
-        **made,
-    }
-    return _layer(router, ffn_dim, preset, options)
+    return _layer(
+        router,
+        ffn_dim,
+        options,
+        activation="swiglu",
+        shared_ffn_dim=ffn_dim,
+        balance=Balance("sequence"),
+        balance_loss_coef=1e-4,
+    )

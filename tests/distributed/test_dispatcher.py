@@ -8,8 +8,8 @@ from checks import assert_passed, outcomes, raised
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import MoELayer, ops
-from moe_ext.distributed import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
-from moe_ext.distributed.collectives import all_to_all_counts, all_to_all_rows
+from moe_ext.distributed import AllToAllDispatcher, LocalDispatcher, TokenDispatcher, comm
+from moe_ext.distributed.collectives import all_to_all_rows
 from moe_ext.nn import RouterOutput, RowBudget
 
 E = 12  # a multiple of every group size used
@@ -284,7 +284,7 @@ class OwnTransport(TokenDispatcher):
         self.sent = []
 
     def exchange_counts(self, message_PM, *, operation):
-        return all_to_all_counts(message_PM, self.group, operation=operation)
+        return comm.all_to_all(message_PM, self.group, operation=operation)
 
     def exchange_rows(self, rows_ND, send, receive, *, grad_scale, operation, meanwhile=None):
         self.sent.append(rows_ND.shape[0])

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed.collectives import all_to_all_counts, all_to_all_rows
+from moe_ext.distributed import comm
+from moe_ext.distributed.collectives import all_to_all_rows
 from moe_ext.distributed.dispatch.base import TokenDispatcher
 
 
@@ -39,7 +40,7 @@ class AllToAllDispatcher(TokenDispatcher):
 
     def exchange_counts(self, message_PM: Tensor, *, operation: str) -> Tensor:
         """See `TokenDispatcher`."""
-        return all_to_all_counts(message_PM, self.group, operation=operation)
+        return comm.all_to_all(message_PM, self.group, operation=operation, counted=False)
 
     def exchange_rows(
         self,
