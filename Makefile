@@ -1,8 +1,11 @@
 # make demo     build and train a small mixture-of-experts language model on two processes
 # make test     install what testing needs, build, and run every test
+# make test-fast    the daily loop: loops and kernels in C++, operators and layers of one process, in under two minutes
+# make test-full    every combination of parameters, ten times the fuzzing, and the oldest and the newest torch
 # make lint     formatting, style, types and spelling
 # make bench    time the operators beside their peers and rewrite docs/benchmarks.md
-# make build    build the operators in place;  make compat: test that build under the oldest torch
+# make build    build the operators in place
+# make compat   test that build under the oldest torch;  make compat-newest: under the newest
 # make cuda     build the CUDA operators too, print what each kernel uses; fails if one spills registers
 # make gpu-check PYTHON=python    on a machine with a GPU: build, test, sanitize and measure with that Python as it is
 # make gpu-report                 docs/gpu.md from what gpu-check found
@@ -13,11 +16,15 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 OLDEST_TORCH = 2.11.0
+NEWEST_TORCH = 2.15.0
+# One worker a core; tests of one file share ranks, and so a worker.
+PYTEST = $(BIN)/python -m pytest
+WORKERS = --numprocesses=auto --maxprocesses=8 --dist=loadfile
 # Asked for when a recipe runs: torch is installed by then.
 BUILD_DIR = build/cmake-$$($(BIN)/python -c 'import torch; print(torch.__version__)')
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
-.PHONY: demo test lint bench build compat cuda gpu-check gpu-report clean
+.PHONY: demo test test-fast test-full lint bench build compat compat-newest cuda gpu-check gpu-report clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -38,15 +45,32 @@ demo: build
 test: $(VENV)/.installed
 	tools/install_test_tools.sh
 	MOE_EXT_TESTS=1 $(MAKE) build
-	$(BIN)/ctest --test-dir $(BUILD_DIR) --verbose --parallel "$$(nproc)"
-	$(BIN)/python -m pytest
+	$(BIN)/ctest --test-dir $(BUILD_DIR) --output-on-failure --parallel "$$(nproc)"
+	$(PYTEST) -m serial
+	$(PYTEST) $(WORKERS) --durations=25 -m "not serial"
+
+test-fast: $(VENV)/.installed
+	tools/install_test_tools.sh
+	MOE_EXT_TESTS=1 $(MAKE) build
+	$(BIN)/ctest --test-dir $(BUILD_DIR) --output-on-failure --parallel "$$(nproc)" --exclude-regex asan
+	$(PYTEST) $(WORKERS) -m "not serial and not slow" -k "not gradcheck and not opcheck and not compile" tests/ops tests/nn
+
+test-full:
+	MOE_EXT_FULL=1 $(MAKE) test compat compat-newest
 
 # A library built against the development torch must serve every torch from the oldest supported one on.
 compat: build
-	test -x $(VENV)-oldest/bin/python || $(PYTHON) -m venv $(VENV)-oldest
-	$(VENV)-oldest/bin/python tools/install.py --torch $(OLDEST_TORCH) pytest pytest-timeout hypothesis numpy
-	PYTHONPATH=. $(VENV)-oldest/bin/python -m moe_ext info --brief
-	$(VENV)-oldest/bin/python -m pytest tests/ops tests/nn tests/test_cuda_library.py tests/test_runtime_library.py tests/distributed/test_ring_exchange.py
+	$(call test_under,oldest,$(OLDEST_TORCH))
+
+compat-newest: build
+	$(call test_under,newest,$(NEWEST_TORCH))
+
+define test_under
+test -x $(VENV)-$(1)/bin/python || $(PYTHON) -m venv $(VENV)-$(1)
+$(VENV)-$(1)/bin/python tools/install.py --torch $(2) pytest pytest-timeout pytest-xdist hypothesis numpy
+PYTHONPATH=. $(VENV)-$(1)/bin/python -m moe_ext info --brief
+$(VENV)-$(1)/bin/python -m pytest $(WORKERS) -m compat tests/ops tests/nn tests/distributed tests/compression tests/optim tests/test_cuda_library.py tests/test_runtime_library.py
+endef
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .

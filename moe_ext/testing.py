@@ -19,6 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Modules that the process imports from which ranks are forked; read when the first ranks start.
+PRELOADED = ["moe_ext"]
+
 
 def _rank_main(
     connection: Connection,
@@ -107,7 +110,7 @@ def spawn_ranks(
     # Ranks are forked from a process that has imported torch and started no thread: a rank costs
     # a tenth of a second, where a new interpreter takes three.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["moe_ext"])
+    context.set_forkserver_preload(PRELOADED)
     processes: list[BaseProcess] = []
     process: BaseProcess
     connections: dict[int, Connection] = {}

@@ -1,6 +1,7 @@
 """Fixtures that the whole suite shares."""
 
 import contextlib
+import fnmatch
 import importlib.util
 import os
 
@@ -11,6 +12,7 @@ import torch
 import without_hypothesis
 
 import moe_ext  # noqa: F401  (registers the operators that the fixtures call)
+from moe_ext import testing
 
 if importlib.util.find_spec("hypothesis") is None:
     without_hypothesis.install()
@@ -27,15 +29,64 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 
+# Ranks are forked from a process that has imported these: each would take seconds over them.
+testing.PRELOADED += [
+    *(f"moe_ext.{name}" for name in ("attention", "compression", "distributed", "nn", "optim")),
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "hypothesis",
+    "pytest",
+]
+
+# Marked `compat`, and run under the oldest and the newest torch too: what rests on the binary
+# interface, schemas, autograd and compilation of operators, c10d's classes, DTensor, FSDP2.
+COMPAT = (
+    "tests/ops/test_*.py::test_*opcheck*",
+    "tests/ops/test_*.py::test_compiles_*",
+    "tests/nn/test_compile.py::*",
+    "tests/nn/test_moe_layer.py::test_autocast*",
+    "tests/nn/test_moe_layer.py::test_checkpointing_*",
+    "tests/nn/test_moe_layer.py::test_deepcopy_*",
+    "tests/nn/test_moe_layer.py::test_equals_loops_*",
+    "tests/nn/test_moe_layer.py::test_meta_*",
+    "tests/distributed/test_dispatcher.py::test_expert_parallel*",
+    "tests/distributed/test_ring_exchange.py::test_ranks*",
+    "tests/compression/test_ddp_hook.py::test_hook*",
+    "tests/compression/test_fsdp_compression.py::test_two_ranks*",
+    "tests/optim/test_sharded_optimizers.py::test_sharded*",
+    "tests/test_cuda_library.py::*",
+    "tests/test_runtime_library.py::*",
+)
+# These measure time: they run one by one, when nothing else does.
+SERIAL = (
+    "tests/compression/test_collective_failures.py::test_async_returns_at_once*",
+    "tests/compression/test_collective_failures.py::test_other_threads_run_*",
+    "tests/compression/test_cost_model.py::test_ranks_agree*",
+    "tests/compression/test_cost_model.py::test_rates_are_measured_*",
+)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    """Marks tests by their names, and keeps of each function some of its cases."""
+    for item in items:
+        for mark, patterns in ((pytest.mark.compat, COMPAT), (pytest.mark.serial, SERIAL)):
+            if any(fnmatch.fnmatchcase(item.nodeid, pattern) for pattern in patterns):
+                item.add_marker(mark)
+    if FULL:
+        for item in items:
+            fuzz_longer(item)
+    # Who names a case on the command line wants it.
+    elif not any("[" in argument for argument in config.args):
+        keep_pairs(config, items)
+
+
+def keep_pairs(config, items):
     """Keeps of each function the cases that hold every pair of its parameters' values.
 
-    Functions marked `product` run every combination, as do all with MOE_EXT_FULL=1 or where a case
-    is named on the command line.
+    Functions marked `product` run every combination.
     """
-    if FULL or any("[" in argument for argument in config.args):
-        return
     functions = {}
     for item in items:
         if hasattr(item, "callspec") and item.get_closest_marker("product") is None:
@@ -48,6 +99,17 @@ def pytest_collection_modifyitems(config, items):
         left_out.update(set(cases).difference(cases[i] for i in kept))
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+def fuzz_longer(item):
+    """Ten times the examples of a test by hypothesis."""
+    function = getattr(getattr(item, "obj", None), "__func__", getattr(item, "obj", None))
+    name = "_hypothesis_internal_use_settings"
+    settings = getattr(function, name, None)
+    if settings is not None and not hasattr(function, "fuzzed_longer"):
+        function.fuzzed_longer = True
+        longer = type(settings)(settings, max_examples=10 * settings.max_examples)
+        setattr(function, name, longer)
 
 
 @contextlib.contextmanager

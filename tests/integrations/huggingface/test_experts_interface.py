@@ -79,7 +79,7 @@ def assert_like_batched_mm(experts, index_TK=None, weights_TK=None):
         assert torch.equal(tensor, before)
 
 
-@pytest.mark.parametrize("values", itertools.product([False, True], repeat=5), ids=str)
+@pytest.mark.parametrize("values", list(itertools.product([False, True], repeat=5)), ids=str)
 def test_every_combination_of_flags(values):
     flags = dict(zip(FLAGS, values, strict=True))
     assert_like_batched_mm(make_experts(**flags))
