@@ -1,13 +1,12 @@
 """Attention over sequences that the ranks of a group hold in parts."""
 
-from moe_ext.attention.api import explain_scheme, ring_attention
-from moe_ext.attention.choice import Candidate, SchemeChoice, choose_scheme
+from moe_ext.attention.auto import Candidate, SchemeChoice, choose_scheme
 from moe_ext.attention.context import sequence_parallel
 from moe_ext.attention.layouts import LAYOUTS, Layout, make_layout
 from moe_ext.attention.masks import Mask
 from moe_ext.attention.module import RingAttention
-from moe_ext.attention.self_attention import RingSelfAttention
-from moe_ext.attention.self_attention_ring import ring_self_attention
+from moe_ext.attention.ring_attention import explain_scheme, ring_attention
+from moe_ext.attention.rsa import RingSelfAttention, ring_self_attention
 from moe_ext.attention.sequence_collectives import (
     gather_from_sequence,
     reduce_scatter_to_sequence,

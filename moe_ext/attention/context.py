@@ -20,10 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from moe_ext.attention._options import Options
-from moe_ext.attention.api import check_options, ring_attention
-from moe_ext.attention.grid import split_group
+from moe_ext.attention.call import Options
 from moe_ext.attention.layouts import Layout
+from moe_ext.attention.ring_attention import ring_attention
 
 _OP = "sequence_parallel"
 
@@ -192,22 +191,17 @@ def sequence_parallel(
             the queries, weights of `MultiheadAttention`, and whatever `ring_attention` refuses.
         TypeError: the group is none of this rank.
     """
-    numbers: dict[str, Any] = {"window": window, "softcap": softcap}
-    names: dict[str, Any] = {
+    options: dict[str, Any] = {
+        "layout": layout,
+        "window": window,
+        "softcap": softcap,
         "scheme": scheme,
         "precision": precision,
         "kv_grad_dtype": kv_grad_dtype,
     }
-    whole, grid = split_group(group, _OP)
-    check_options(Options(whole, layout, grid=grid, **numbers, **names))
+    Options.of(group, _OP, **options).check()
     ring = functools.partial(
-        ring_attention,
-        group=group,
-        layout=layout,
-        cu_seqlens=cu_seqlens,
-        key_mask=key_mask,
-        **numbers,
-        **names,
+        ring_attention, group=group, cu_seqlens=cu_seqlens, key_mask=key_mask, **options
     )
     with _RingMode(ring):
         yield

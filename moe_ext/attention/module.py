@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_ext.attention._options import Options
-from moe_ext.attention.api import check_options, ring_attention
-from moe_ext.attention.grid import split_group
+from moe_ext.attention.call import Options
 from moe_ext.attention.layouts import Layout
+from moe_ext.attention.ring_attention import ring_attention
 from moe_ext.distributed.groups import GroupHandle
 
 
@@ -56,9 +55,19 @@ class RingAttention(nn.Module):
         kv_grad_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        numbers = (is_causal, scale, window, softcap, dropout_p)
-        whole, grid = split_group(group, "RingAttention")
-        check_options(Options(whole, layout, *numbers, scheme, precision, kv_grad_dtype, grid))
+        Options.of(
+            group,
+            "RingAttention",
+            layout=layout,
+            is_causal=is_causal,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            dropout_p=dropout_p,
+            scheme=scheme,
+            precision=precision,
+            kv_grad_dtype=kv_grad_dtype,
+        ).check()
         self._handle = GroupHandle(group)
         self.layout = layout
         self.is_causal = is_causal

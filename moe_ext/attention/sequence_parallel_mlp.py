@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_ext.attention._options import draw_seed
 from moe_ext.attention._sequence_linear import (
     column_parallel,
     drop,
@@ -24,6 +23,7 @@ from moe_ext.attention._sequence_linear import (
     with_scaled_grad,
     with_summed_grads,
 )
+from moe_ext.attention.checks import draw_seed
 from moe_ext.attention.layouts import LAYOUTS, Layout, make_layout
 from moe_ext.attention.sequence_collectives import Shards, start_all_gather
 from moe_ext.attention.sharding import check_lengths

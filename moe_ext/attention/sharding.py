@@ -15,8 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_ext.attention.grid import ranks_of
-from moe_ext.attention.layouts import Layout, make_layout
+from moe_ext.attention.layouts import Layout, make_layout, ranks_of
 from moe_ext.attention.masks import check_cu_seqlens, check_end
 from moe_ext.attention.sequence_collectives import Shards, start_all_gather, sum_shards
 from moe_ext.distributed.collectives import share

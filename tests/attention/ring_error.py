@@ -11,8 +11,9 @@ import argparse
 import torch
 from torch import Tensor
 
-from moe_ext.attention import _block, make_layout
-from moe_ext.attention._block import Block, BlockOptions, attend_, block_backward
+from moe_ext.attention import block as blocks
+from moe_ext.attention import make_layout
+from moe_ext.attention.block import Block, BlockOptions, attend_, block_backward
 from moe_ext.attention.masks import Mask
 from moe_ext.ops.attention import attention_delta
 
@@ -74,11 +75,11 @@ def study(
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, list[float]]:
     """Errors of out, dq, dk and dv by what computed them; "fast" by library blocks alone."""
-    least, _block._LEAST_PAIRS = _block._LEAST_PAIRS, 0
+    least, blocks._LEAST_PAIRS = blocks._LEAST_PAIRS, 0
     try:
         return _study(seq_len, heads, kv_heads, dim, ranks, dtype)
     finally:
-        _block._LEAST_PAIRS = least
+        blocks._LEAST_PAIRS = least
 
 
 def _study(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ext.attention import choose_scheme
-from moe_ext.attention.circuit import Circuit, plan_paths
+from moe_ext.attention.schemes.ring import Circuit, plan_paths
 
 LLAMA = {"batch": 1, "heads": 32, "kv_heads": 8, "dim": 128, "is_causal": True}
 
@@ -52,9 +52,11 @@ def test_keys_come_to_all_who_need_them_and_few_others(rings, inner, data):
         for stage, origin in paths.forward[source].items():
             # Posted before it is awaited, and from home or a stage that has the keys by then.
             assert circuit.before(stage) < stage and origin in (0, circuit.before(stage))
-        for edges in (paths.home[source], *paths.kept[source : source + 1]):
+        backward = [(paths.home[source], size)]
+        backward += [(edges, size - 1) for edges in paths.kept[source : source + 1]]
+        for edges, root in backward:
             for stage, origin in edges.items():
-                assert stage < origin and origin in (size, circuit.after(stage))
+                assert stage < origin and origin in (root, circuit.after(stage))
         # Whatever is visited without need passes keys on, and not from home to a single one.
         for edges, root in ((paths.forward[source], 0), (paths.home[source], size)):
             for stage in set(edges) - needed:

@@ -7,8 +7,9 @@ from helpers import make_inputs, reference
 from test_ring_attention import CASES
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_ext.attention import _block, ring_attention, shard_sequence
-from moe_ext.attention._libraries import LIBRARIES, library_for
+from moe_ext.attention import block as blocks
+from moe_ext.attention import ring_attention, shard_sequence
+from moe_ext.attention.libraries import LIBRARIES, library_for
 from moe_ext.testing import spawn_ranks
 
 SERVED = ("full", "causal", "scale", "window", "causal_window", "documents", "sinks")
@@ -32,7 +33,7 @@ class LibraryCalls(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def every_piece(monkeypatch):
-    monkeypatch.setattr(_block, "_LEAST_PAIRS", 0)
+    monkeypatch.setattr(blocks, "_LEAST_PAIRS", 0)
 
 
 def halves(dtype=torch.bfloat16, **kwargs):
@@ -122,7 +123,7 @@ def test_exact_calls_no_library():
 
 
 def test_small_pieces_stay_together(monkeypatch):
-    monkeypatch.setattr(_block, "_LEAST_PAIRS", 9 * 9 * 4)
+    monkeypatch.setattr(blocks, "_LEAST_PAIRS", 9 * 9 * 4)
     assert not results(halves(), "documents", precision="fast")[1].forward
     assert results(halves(), "causal", precision="fast")[1].forward == [(37, 37)]
 
@@ -137,13 +138,13 @@ def test_a_gradient_of_the_lse_goes_through_our_kernel():
 def test_a_window_is_cut_where_it_ends():
     q, k, v, _ = halves(seq_len=60)
     positions = torch.arange(60)
-    mask = _block.Mask(True, 30)
-    options = _block.BlockOptions(0.25, mask, precision="fast")
+    mask = blocks.Mask(True, 30)
+    options = blocks.BlockOptions(0.25, mask, precision="fast")
     runs = (range(0, 20), range(20, 40), range(40, 60))
-    block = _block.Block(q, k, v, positions, positions, q_runs=runs, k_runs=runs)
+    block = blocks.Block(q, k, v, positions, positions, q_runs=runs, k_runs=runs)
     out, lse = torch.zeros(q.shape), torch.full(q.shape[:3], -torch.inf)
     with LibraryCalls() as calls:
-        _block.attend_(out, lse, block, options)
+        blocks.attend_(out, lse, block, options)
     # Three blocks of the diagonal; those beside it are cut by the window, the one in the corner is
     # out of sight.
     assert calls.forward == [(20, 20)] * 3
@@ -160,16 +161,16 @@ def test_gradients_of_pieces_are_summed():
         (range(40, 60), range(0, 20), range(20, 40)),
     )
     at = [torch.cat([torch.arange(r.start, r.stop) for r in side]) for side in runs]
-    block = _block.Block(q, k, v, *at, q_runs=runs[0], k_runs=runs[1])
-    exactly = _block.BlockOptions(0.25, _block.Mask(True))
+    block = blocks.Block(q, k, v, *at, q_runs=runs[0], k_runs=runs[1])
+    exactly = blocks.BlockOptions(0.25, blocks.Mask(True))
     out, lse = torch.zeros(q.shape), torch.full(q.shape[:3], -torch.inf)
-    _block.attend_(out, lse, block, exactly)
+    blocks.attend_(out, lse, block, exactly)
     wide = grad.float()
     delta = (wide * out).sum(-1)
-    expected = _block.block_backward(wide, lse, delta, block, exactly)
+    expected = blocks.block_backward(wide, lse, delta, block, exactly)
     with LibraryCalls() as calls:
-        fast = _block.BlockOptions(0.25, _block.Mask(True), precision="fast")
-        found = _block.block_backward(wide, lse, delta, block, fast)
+        fast = blocks.BlockOptions(0.25, blocks.Mask(True), precision="fast")
+        found = blocks.block_backward(wide, lse, delta, block, fast)
     assert len(calls.backward) > 3
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == torch.float32 and (a - b).norm() < 8e-3 * b.norm()
@@ -179,13 +180,13 @@ def test_the_stand_in_for_the_output_has_the_same_product():
     grad = torch.randn(2, 3, 40, 16) * torch.logspace(-30, 10, 40)[:, None]
     grad[0, 0, 3] = 0
     delta = (grad * torch.randn(grad.shape)).sum(-1)
-    out = _block.Narrowed(grad, delta, torch.float32).out
+    out = blocks.Narrowed(grad, delta, torch.float32).out
     assert out.isfinite().all()
     torch.testing.assert_close((grad * out).sum(-1), delta, rtol=1e-5, atol=0)
 
 
 def ring(rank, layout, case, scheme):
-    _block._LEAST_PAIRS = 0
+    blocks._LEAST_PAIRS = 0
     inputs = halves(seq_len=75, kv_heads=2)
     kwargs = {"cu_seqlens": (0, 20, 20, 75)} if case == "documents" else dict(CASES[case])
     if layout in ("per_document", "cost_balanced"):
@@ -249,7 +250,7 @@ def test_calls_of_the_cuda_libraries_fit_their_signatures(library, is_causal):
         for _ in range(2)
     )
     assert library.serves(q, k, v)
-    out, lse = library.forward(q, k, v, is_causal, 0.3)
+    out, lse = library.forward((q, k, v), is_causal, 0.3)
     assert out.shape == q.shape and out.dtype == q.dtype
     assert lse.shape == q.shape[:3] and lse.dtype == torch.float32
     grads = library.backward(grad, out, lse, (q, k, v), is_causal, 0.3)

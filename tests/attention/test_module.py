@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext.attention import Layout, RingAttention, make_layout, ring_attention, shard_sequence
-from moe_ext.attention._options import Options, options_text
-from moe_ext.attention.grid import even_grid
+from moe_ext.attention.autograd import _graph_options, _options_of_graph
+from moe_ext.attention.call import Options
+from moe_ext.attention.layouts import even_grid
 from moe_ext.testing import spawn_ranks
 
 check = Checks()
@@ -265,27 +266,23 @@ def test_operator(dtype):
     q, k, v = leaves(make_inputs(dtype=dtype)[:3])
     sinks = torch.randn(4, requires_grad=True)
     mask = torch.rand(2, 37) < 0.8
-    text = options_text(None, "zigzag", "ring", "exact", None, None)
-    numbers = (True, 0.3, 9, -1, 1.5, 0.25)
+    options = Options(None, is_causal=True, scale=0.3, window=(9, -1), softcap=1.5, dropout_p=0.25)
     seed = torch.tensor([5])
     offsets = torch.tensor(PACKED)
     for given in ((mask, torch.rand(4), sinks, offsets, seed), (None,) * 4 + (seed,)):
-        arguments = (q, k, v, *given, False, *numbers, text)
+        arguments = (q, k, v, *given, False, *_graph_options(options))
         torch.library.opcheck(torch.ops.moe_ext.ring_attention.default, arguments)
 
 
-def test_options_survive_as_text():
-    layout = make_layout("striped", 9, 2)
-    grid, numbers = even_grid(4, 2), (True, 0.1, (3, -1), 2.0, 0.3)
-    names = ("hybrid", "exact", torch.bfloat16, grid)
-    given = Options(None, layout, *numbers, *names)
-    text = options_text(None, layout, *names)
-    assert Options.of_text(text, *numbers) == given
-    own = Layout("mine", 3, ((range(0, 3, 2),), (range(1, 2),)))
-    assert (
-        Options.of_text(options_text(None, own, "ring", "exact", None, None), *numbers).layout
-        == own
-    )
+def test_options_survive_as_arguments_of_an_operator():
+    names = {"scheme": "hybrid", "kv_grad_dtype": torch.bfloat16, "mesh": even_grid(4, 2)}
+    own = Layout("mine", 3, ((range(0, 3, 2),), (), (range(1, 2),)))
+    for layout in ("striped", make_layout("striped", 9, 2), own):
+        for more in ({}, names):
+            given = Options(
+                None, layout=layout, is_causal=True, scale=0.1, window=(3, -1), softcap=2.0, **more
+            )
+            assert _options_of_graph(*_graph_options(given)) == given
 
 
 def test_a_second_derivative_is_refused():

@@ -4,8 +4,8 @@ from helpers import visible
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ext.attention._pieces import cut_block, runs_of
 from moe_ext.attention.layouts import LAYOUTS, make_layout
+from moe_ext.attention.libraries import cut_block, runs_of
 from moe_ext.attention.masks import Mask
 
 OFFSETS = (0, 5, 5, 14, 30, 37)

@@ -263,7 +263,13 @@ def what_differs_between_ranks_is_refused_on_all():
     refused("is_causal to be equal .* False on rank 0, True on rank 1", q, k, v, is_causal=odd)
     refused("scale to be equal .* 0.5 on rank 0, 0.25 on rank 1", q, k, v, scale=0.5 - odd / 4)
     refused(r"window\[0\] to be equal .* -1 on rank 0, 4", q, k, v, window=(4 if odd else -1, 0))
-    refused("cu_seqlens .* to be equal", q, k, v, cu_seqlens=[0, 30 + odd, 37])
+    refused(
+        r"cu_seqlens to be equal .* \(0, 30, 37\) on rank 0, \(0, 31, 37\)",
+        q,
+        k,
+        v,
+        cu_seqlens=[0, 30 + odd, 37],
+    )
     refused(
         "layout to be equal .* zigzag on rank 0, striped on rank 1",
         q,
@@ -282,18 +288,34 @@ def what_differs_between_ranks_is_refused_on_all():
 
 
 @check()
-def tensors_that_do_not_go_together_on_one_rank_are_refused_on_all():
+def what_is_wrong_on_one_rank_is_refused_on_all():
     odd = dist.get_rank() == 1
     q, k, v, _ = (shard_sequence(x, group=group(), dim=2) for x in make_inputs())
     expected = ring_attention(q, k, v, group=group())
-    elsewhere = r"expected tensors that go together on every rank, got others on rank 1$"
-    refused("k to be .* to go with q" if odd else elsewhere, q, k[:, :, odd:], v)
-    refused("v to be torch.float64 like q" if odd else elsewhere, q, k, v.float() if odd else v)
+    refused("expected k to be .* to go with q, got .* on rank 1$", q, k[:, :, odd:], v)
+    refused("v to be torch.float64 like q, got .* on rank 1$", q, k, v.float() if odd else v)
+    refused("q to be a tensor .*, got NoneType on rank 1$", None if odd else q, k, v)
     slopes = torch.ones(4, dtype=torch.int64 if odd else torch.float64)
-    refused("slopes to be floating" if odd else elsewhere, q, k, v, alibi_slopes=slopes)
+    refused("slopes to be floating .* on rank 1$", q, k, v, alibi_slopes=slopes)
+    refused("key_mask to be .* got .* on rank 1$", q, k, v, key_mask=q[0] if odd else None)
     q_heads, keys = q.repeat(1, 3, 1, 1)[:, int(odd) :], [x[:, :1] for x in (k, v)]
-    message = "the heads of q to be a multiple of the" if odd else elsewhere
-    refused(message, q_heads, *keys, scheme="ulysses")
+    match = "the heads of q to be a multiple of the .* on rank 1$"
+    refused(match, q_heads, *keys, scheme="ulysses")
+    wrong = {
+        "layout": "spiral",
+        "window": (-2, 0),
+        "cu_seqlens": [0, 9, 4, 37],
+        "scheme": "star",
+        "precision": "low",
+        "dropout_p": 1.0,
+        "softcap": -1.0,
+        "kv_grad_dtype": torch.int8,
+        "seed": 1 << 63,
+        "scale": float("nan"),
+    }
+    for name, value in wrong.items():
+        match = f"{name} to .* on rank 1$"
+        refused(match, q, k, v, **({name: value} if odd else {}))
     # Nothing is left underway that a later call could take for its own.
     assert torch.equal(ring_attention(q, k, v, group=group()), expected)
 

@@ -280,6 +280,9 @@ def what_differs_between_ranks_is_refused_on_all():
     refused("layout to be equal .* striped on rank 0, zigzag on", q, k, v, layout=layout)
     refused("seed to be equal .* 0 on rank 0, 1 on rank 1", q, k, v, dropout_p=0.1, seed=int(odd))
     refused("shards of a contiguous layout of", *(x[:, :, 3 * odd :] for x in (q, k, v)))
+    refused("k to be .* to go with q, got .* on rank 1$", q, k[:, :, odd:], v)
+    refused("window to be None or .*, got 3 on rank 1$", q, k, v, window=3 if odd else None)
+    refused("q to be a tensor .*, got NoneType on rank 1$", None if odd else q, k, v)
     mask = torch.ones(1, 1, q.shape[2], 36, dtype=torch.bool)
     refused("S of attn_mask to be the 37 keys of all ranks, got 36", q, k, v, attn_mask=mask)
 

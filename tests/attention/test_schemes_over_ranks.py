@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from moe_ext.attention import (
     LAYOUTS,
     Mask,
-    double_ring,
     explain_scheme,
     make_layout,
     position_ids,
@@ -27,12 +26,11 @@ from moe_ext.attention import (
     token_mean_loss,
     unshard_sequence,
 )
-from moe_ext.attention.choice import _FORMULAS
-from moe_ext.attention.costs import Workload
-from moe_ext.attention.exchange import KeysForm
-from moe_ext.attention.grid import even_grid
-from moe_ext.attention.plan import Plan
-from moe_ext.distributed import RankFailureError, collectives
+from moe_ext.attention.block import KeysForm
+from moe_ext.attention.layouts import even_grid
+from moe_ext.attention.schemes import SCHEMES, ring
+from moe_ext.attention.schemes.base import Call, Workload
+from moe_ext.distributed import RankFailureError, agreement
 from moe_ext.testing import spawn_ranks
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-11}
@@ -174,7 +172,7 @@ def workload(inputs, layout, wire, masked, *, is_causal=False, window=(-1, -1), 
     form = KeysForm(k.shape[0], k.shape[1], q.shape[3], v.shape[3], q.dtype, masked)
     made = make_layout(layout, q.shape[2], num_ranks, cu_seqlens=cu_seqlens)
     mask = Mask(is_causal, *window, cu_seqlens)
-    return Workload(q.shape[0], q.shape[1], form, wire, made, mask, (0,) * num_ranks)
+    return Workload(q.shape[1], form, wire, made, mask, (0,) * num_ranks)
 
 
 MASKS = [
@@ -212,7 +210,7 @@ def bytes_sent_are_those_of_the_formula():
         with bytes_sent() as backward:
             out.sum().backward()
         work = workload(inputs, layout, wire, has_mask, **kwargs)
-        traffic = _FORMULAS[scheme](work, even_grid(num_ranks, row_size(group)))
+        traffic = SCHEMES[scheme].traffic(work, even_grid(num_ranks, row_size(group)))
         expected = [traffic.forward.sent[rank], traffic.backward.sent[rank]]
         found = [sum(forward), sum(backward)]
         assert found == expected, (scheme, str(group), layout, kwargs, found, expected)
@@ -260,8 +258,8 @@ def hops_between_rings_are_few_and_posted_early():
     inputs = make_inputs(seq_len=36, dtype=torch.bfloat16)
     for rings, inner in SHAPES[6]:
         events, place = [], divmod(dist.get_rank(), inner)
-        real_post, real_attend = double_ring.Exchange.post, double_ring.attend_
-        real_wait = double_ring.Hop.wait
+        real_post, real_attend = ring.Exchange.post, ring.attend_
+        real_wait = ring.Hop.wait
 
         def post(self, sends, *rest, real=real_post, into=events, place=place, inner=inner):
             hop = real(self, sends, *rest)
@@ -282,15 +280,15 @@ def hops_between_rings_are_few_and_posted_early():
             return real(*args)
 
         q, k, v, _ = (shard_sequence(x, group=mesh((rings, inner)), dim=2) for x in inputs)
-        double_ring.Exchange.post, double_ring.attend_ = post, attend
-        double_ring.Hop.wait = wait
+        ring.Exchange.post, ring.attend_ = post, attend
+        ring.Hop.wait = wait
         try:
             ring_attention(
                 q, k, v, group=mesh((rings, inner)), scheme="double_ring", is_causal=True
             )
         finally:
-            double_ring.Exchange.post, double_ring.attend_ = real_post, real_attend
-            double_ring.Hop.wait = real_wait
+            ring.Exchange.post, ring.attend_ = real_post, real_attend
+            ring.Hop.wait = real_wait
         assert events.count("between") == rings - 1
         assert events.count("inside") == rings * (inner - 1)
         for number in range(rings - 1):
@@ -371,12 +369,12 @@ def slices_of_a_mesh_are_groups():
 @contextlib.contextmanager
 def host(number):
     """Have this process pass for one of another host."""
-    real = collectives.process_identity
-    collectives.process_identity = lambda: (number + 1, os.getpid())
+    real = agreement.process_identity
+    agreement.process_identity = lambda: (number + 1, os.getpid())
     try:
         yield
     finally:
-        collectives.process_identity = real
+        agreement.process_identity = real
 
 
 @check(4)
@@ -437,10 +435,10 @@ def attend_until_a_rank_dies(rank, scheme, moment):
     started = time.monotonic()
     try:
         if moment == "forward" and rank == 1:
-            Plan.block_at = die
+            Call.block = die
         out = ring_attention(*leaves, group=group, scheme=scheme)
         if rank == 1:
-            Plan.block_at = die
+            Call.block = die
         out.sum().backward()
     except RankFailureError as error:
         return str(error), error.ranks, time.monotonic() - started

@@ -23,12 +23,12 @@ from moe_ext.attention import (
     scatter_to_sequence,
     shard_sequence,
 )
-from moe_ext.attention.sequence_collectives import ALL_GATHER, REDUCE_SCATTER
 from moe_ext.distributed import (
     clip_grad_norm_,
     count_traffic,
     sync_gradients,
 )
+from moe_ext.distributed.comm import ALL_GATHER, REDUCE_SCATTER
 from moe_ext.nn.feed_forward import FeedForward
 from moe_ext.testing import spawn_ranks
 

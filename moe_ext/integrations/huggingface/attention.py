@@ -21,9 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext._compile import outside_graphs
 from moe_ext.attention import ring_attention, unshard_sequence
-from moe_ext.attention._options import Options
-from moe_ext.attention.api import check_options
-from moe_ext.attention.grid import split_group
+from moe_ext.attention.call import Options
 from moe_ext.attention.layouts import Layout
 from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.groups import group_rank, group_size
@@ -306,14 +304,13 @@ def register_ring_attention(
             `output_attentions`, position biases.
         TypeError: the group is none of this rank.
     """
-    whole, grid = split_group(group, "register_ring_attention")
     names: dict[str, Any] = {
         "scheme": scheme,
         "precision": precision,
         "kv_grad_dtype": kv_grad_dtype,
     }
-    options = Options(whole, layout, grid=grid, **names)
-    check_options(options)
+    options = Options.of(group, "register_ring_attention", layout=layout, **names)
+    options.check()
     try:
         attention = importlib.import_module("transformers.modeling_utils").AttentionInterface
         masks = importlib.import_module("transformers.masking_utils").AttentionMaskInterface

@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.attention import shard_sequence, token_mean_loss
 from moe_ext.attention import shift_labels as shifted
-from moe_ext.attention.grid import ranks_of
-from moe_ext.attention.layouts import Layout
+from moe_ext.attention.layouts import Layout, ranks_of
 from moe_ext.distributed.groups import group_size
 
 _KEYS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels")

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ext.attention._libraries import Library, library_for
-from moe_ext.attention._pieces import Piece, Runs, cut_block, runs_of
+from moe_ext.attention.libraries import Library, Piece, Runs, cut_block, library_for, runs_of
 from moe_ext.attention.masks import Mask
 from moe_ext.ops.attention import (
     attention_block,
@@ -26,9 +25,68 @@ from moe_ext.ops.attention import (
 _LEAST_PAIRS = 1 << 16
 
 
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class KeysForm:
+    """Sizes and dtype of the `Keys` of every rank; only the number of positions differs."""
+
+    batch: int
+    heads: int
+    dim: int
+    v_dim: int
+    dtype: torch.dtype
+    masked: bool
+
+    def num_elements(self, length: int) -> int:
+        """Elements of the keys and values of `length` positions."""
+        return self.batch * self.heads * length * (self.dim + self.v_dim)
+
+    def num_bytes(self, length: int) -> int:
+        """Bytes of a message with the keys of `length` positions."""
+        return self.num_elements(length) * self.dtype.itemsize + self.masked * self.batch * length
+
+    def split(self, row: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """`row` of `num_elements` as tensors of the shapes of keys and of values."""
+        end = self.batch * self.heads * length * self.dim
+        k = row[:end].view(self.batch, self.heads, length, self.dim)
+        return k, row[end:].view(self.batch, self.heads, length, self.v_dim)
+
+    def unpacked(self, message: Tensor, length: int) -> Keys:
+        """The keys that a rank with `length` positions packed."""
+        end = self.num_elements(length) * self.dtype.itemsize
+        k, v = self.split(message[:end].view(self.dtype), length)
+        mask = message[end:].view(torch.bool).view(self.batch, length) if self.masked else None
+        return Keys(k, v, mask)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys `[B, Hkv, M, D]`, values `[B, Hkv, M, Dv]` and `[B, M]` mask or None of one rank."""
+
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+
+    @property
+    def form(self) -> KeysForm:
+        """Sizes and dtype."""
+        batch, heads, _, dim = self.k.shape
+        masked = self.key_mask is not None
+        return KeysForm(batch, heads, dim, self.v.shape[3], self.k.dtype, masked)
+
+    def packed(self) -> Tensor:
+        """All of it as one row of bytes."""
+        parts = [self.k, self.v] + ([] if self.key_mask is None else [self.key_mask])
+        return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
+
+
 @dataclass(frozen=True)
 class BlockOptions:
-    """What is the same for every block of one attention.
+    """Options that are the same for every block of one attention.
 
     Attributes:
         scale: factor on q.k.
@@ -80,7 +138,7 @@ class Block:
     k_runs: Runs | None = None
 
     def arguments(self, options: BlockOptions) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """Of the operators, without what they work on."""
+        """Positional and keyword arguments of the operators for this block."""
         tensors = (self.q, self.k, self.v, self.q_positions, self.k_positions)
         return tensors, {
             "scale": options.scale,
@@ -110,10 +168,25 @@ class Block:
             None if self.k_documents is None else self.k_documents[cols],
         )
 
+    def library(self, options: BlockOptions) -> Library | None:
+        """The library that blocks of these tensors and masks may go to, if any."""
+        ours = options.precision == "exact" or options.softcap != 0 or options.dropout_p > 0
+        if ours or self.key_mask is not None or self.alibi_slopes is not None:
+            return None
+        return library_for(self.q, self.k, self.v)
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    def served(self, options: BlockOptions) -> tuple[Library | None, tuple[Piece, ...]]:
+        """A library and the pieces of this block for it; None where all is for our kernel."""
+        library = self.library(options)
+        if library is None:
+            return None, ()
+        q_runs = runs_of(self.q_positions) if self.q_runs is None else self.q_runs
+        k_runs = runs_of(self.k_positions) if self.k_runs is None else self.k_runs
+        pieces = cut_block(q_runs, k_runs, options.mask)
+        if all(piece.kind == "masked" for piece in pieces):
+            return None, ()
+        pairs = sum(piece.num_pairs for piece in pieces)
+        return (library, pieces) if pairs >= _LEAST_PAIRS * len(pieces) else (None, ())
 
 
 def attend_(out: Tensor, lse: Tensor, block: Block, options: BlockOptions) -> None:
@@ -121,7 +194,7 @@ def attend_(out: Tensor, lse: Tensor, block: Block, options: BlockOptions) -> No
 
     Both are float32 (float64); 0 and -inf stand for no keys yet.
     """
-    library, pieces = _served(block, options)
+    library, pieces = block.served(options)
     if library is None:
         tensors, kwargs = block.arguments(options)
         attention_block_(out, lse, *tensors, **kwargs)
@@ -132,14 +205,14 @@ def attend_(out: Tensor, lse: Tensor, block: Block, options: BlockOptions) -> No
             tensors, kwargs = part.arguments(options)
             found = attention_block(*tensors, **kwargs)
         else:
-            found = library.forward(part.q, part.k, part.v, piece.kind == "causal", options.scale)
+            found = library.forward((part.q, part.k, part.v), piece.kind == "causal", options.scale)
         if not _is_empty(lse[:, :, rows]):
             found = merge_attention(out[:, :, rows], lse[:, :, rows], *found)
         out[:, :, rows], lse[:, :, rows] = found
 
 
 def _is_empty(lse: Tensor) -> bool:
-    """Whether no row has any key yet; False where asking would hold up the device."""
+    """True if no row has any key yet; False where asking would hold up the device."""
     return lse.device.type == "cpu" and bool((lse == -torch.inf).all())
 
 
@@ -193,7 +266,7 @@ def block_backward(
         options: as in the forward pass.
         narrowed: of grad_out and delta, where several blocks share them.
     """
-    library, pieces = _served(block, options)
+    library, pieces = block.served(options)
     if library is None:
         tensors, kwargs = block.arguments(options)
         return attention_block_backward(grad_out, lse, delta, *tensors, **kwargs)
@@ -240,25 +313,3 @@ class _Sum:
         if self._value is None:
             return torch.zeros_like(self._like, dtype=self._dtype)
         return self._value
-
-
-def block_library(block: Block, options: BlockOptions) -> Library | None:
-    """The library that blocks of these tensors and masks may go to, if any."""
-    kept = options.precision == "exact" or options.softcap != 0 or options.dropout_p > 0
-    if kept or block.key_mask is not None or block.alibi_slopes is not None:
-        return None
-    return library_for(block.q, block.k, block.v)
-
-
-def _served(block: Block, options: BlockOptions) -> tuple[Library | None, tuple[Piece, ...]]:
-    """A library and the pieces of a block for it; None where all of it is for our kernel."""
-    library = block_library(block, options)
-    if library is None:
-        return None, ()
-    q_runs = runs_of(block.q_positions) if block.q_runs is None else block.q_runs
-    k_runs = runs_of(block.k_positions) if block.k_runs is None else block.k_runs
-    pieces = cut_block(q_runs, k_runs, options.mask)
-    if all(piece.kind == "masked" for piece in pieces):
-        return None, ()
-    pairs = sum(piece.num_pairs for piece in pieces)
-    return (library, pieces) if pairs >= _LEAST_PAIRS * len(pieces) else (None, ())

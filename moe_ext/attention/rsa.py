@@ -1,8 +1,8 @@
 """Ring self-attention as first published: a ring of keys, softmax of whole rows, a ring of values.
 
-Shapes: B batch, H heads, G heads of keys and values, S whole sequence, L positions of this rank, R
-    rows = (H / G) * L, M positions of the rank whose keys or values are at hand, D and Dv head
-    dims, P ranks of the group. Columns S are in group order, shard after shard.
+Shapes: B batch, H heads, G heads of keys and values (Hkv), S whole sequence, L positions of this
+    rank, R rows = (H / G) * L, M positions of the rank whose keys or values are at hand, D and Dv
+    head dims, P ranks of the group. Columns S are in group order, shard after shard.
 """
 
 from __future__ import annotations
@@ -12,31 +12,42 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_ext.attention._block import accumulation_dtype
-from moe_ext.attention._options import scale_of
+from moe_ext.attention.block import accumulation_dtype
+from moe_ext.attention.checks import (
+    check_layout,
+    check_numbers,
+    check_tensors,
+    draw_seed,
+    mask_facts,
+    message_device,
+    requires,
+    scale_of,
+    tensor_facts,
+    wants_grad,
+)
 from moe_ext.attention.exchange import Buffers, Exchange
 from moe_ext.attention.layouts import Layout, make_layout
 from moe_ext.attention.masks import Mask, check_cu_seqlens, check_end, check_window
-from moe_ext.attention.self_attention_checks import (
-    OPERATION,
-    agree_on_call,
-    check_arguments,
-    check_attn_mask,
-)
 from moe_ext.attention.sequence_collectives import Shards, sum_shards
-from moe_ext.attention.sharding import check_lengths
-from moe_ext.distributed.groups import check_group, group_rank
+from moe_ext.attention.sharding import check_lengths, gathered_lengths
+from moe_ext.attention.sharding import position_ids as position_ids_of
+from moe_ext.distributed.agreement import agree
+from moe_ext.distributed.groups import GroupHandle, check_group, group_rank
 from moe_ext.nn.torch_state import without_autocast
 from moe_ext.ops import routing_uniform
 from moe_ext.ops._autograd import refuse_second_derivative
 from moe_ext.ops.attention import document_ids
 
+OPERATION = "ring_self_attention"
+_MODULE = "RingSelfAttention"
 _DROPOUT_STREAM = 4
 _NUM_PASSES = 4
 _KEYS, _VALUES, _KEYS_BACKWARD, _VALUES_BACKWARD = range(_NUM_PASSES)
+_require = requires(OPERATION)
+_require_of_module = requires(_MODULE)
 
 
 def ring_self_attention(
@@ -90,8 +101,8 @@ def ring_self_attention(
         once. A query that sees no key gives zeros and zero gradients.
 
     Raises:
-        ValueError: an argument that is wrong by itself, before any communication; arguments that
-            differ between ranks or lengths that are not those of the layout, on every rank.
+        ValueError: on every rank: an argument that is wrong by itself on one of them, arguments
+            that differ between ranks, or lengths that are not those of the layout.
         RankFailureError: a rank died or did not answer; the message names it.
 
     Reference:
@@ -100,21 +111,55 @@ def ring_self_attention(
         the root of the model dim and gradients by P; here they are those of one process.
     """
     check_group(group, OPERATION)
-    check_arguments(q, k, v, key_mask, attn_mask, layout, scale, dropout_p, seed)
-    mask = Mask(
-        is_causal, *check_window(window, OPERATION), check_cu_seqlens(cu_seqlens, OPERATION)
-    )
-    factor = scale_of(scale, q.shape[3])
-    lengths, seed = agree_on_call(
-        (q, k, v), group, layout, mask, factor, dropout_p, seed, key_mask, attn_mask
-    )
-    check_end(mask.cu_seqlens, sum(lengths), OPERATION)
-    check_attn_mask(attn_mask, sum(lengths))
-    made = make_layout(layout, sum(lengths), len(lengths), cu_seqlens=mask.cu_seqlens)
+    facts: dict[str, object] = {}
+    values, problem, mask = (0, 0), None, Mask()
+    try:
+        check_tensors(q, k, v, key_mask, _require)
+        check_layout(layout, _require)
+        check_numbers(scale, None, dropout_p, seed, _require)
+        _check_mask(attn_mask, q)
+        sides, offsets = check_window(window, OPERATION), check_cu_seqlens(cu_seqlens, OPERATION)
+        mask = Mask(is_causal, *sides, offsets)
+        facts = {
+            **tensor_facts(q, k, v),
+            **mask_facts(layout, mask),
+            "scale": scale_of(scale, q.shape[3]),
+            "dropout_p": dropout_p,
+            "giving seed": int(seed is not None),
+            "giving key_mask": int(key_mask is not None),
+            "S of attn_mask (0: none)": 0 if attn_mask is None else attn_mask.shape[3],
+            "requiring a gradient": wants_grad(q, k, v),
+            **({} if seed is None else {"seed": seed}),
+        }
+        values = (q.shape[2], draw_seed(dropout_p) if seed is None else seed)
+    except Exception as error:
+        problem = error
+    device = message_device(q, k, v)
+    rows = agree(OPERATION, facts, problem, group, device, values=values)
+    lengths, common = [row[0] for row in rows], rows[0][1]
+    seq_len = sum(lengths)
+    check_end(mask.cu_seqlens, seq_len, OPERATION)
+    if attn_mask is not None:
+        columns = attn_mask.shape[3]
+        _require(columns == seq_len, "S of attn_mask", f"the {seq_len} keys of all ranks", columns)
+    made = make_layout(layout, seq_len, len(lengths), cu_seqlens=mask.cu_seqlens)
     check_lengths(made, lengths, OPERATION, group)
-    call = _Call(group, made, mask, factor, dropout_p, seed)
+    call = _Call(group, made, mask, scale_of(scale, q.shape[3]), dropout_p, common)
     out: Tensor = _RingSelfAttention.apply(q, k, v, key_mask, attn_mask, call)
     return out
+
+
+def _check_mask(attn_mask: Tensor | None, q: Tensor) -> None:
+    if attn_mask is None:
+        return
+    _require(attn_mask.device == q.device, "attn_mask", f"on {q.device} like q", attn_mask.device)
+    (batch, heads, length, _), shape = q.shape, attn_mask.shape
+    fits = attn_mask.dim() == 4 and shape[0] in (1, batch) and shape[1] in (1, heads)
+    rule = f"[{batch} or 1, {heads} or 1, {length}, S], this rank's queries by all keys"
+    _require(fits and shape[2] == length, "attn_mask", rule, list(shape))
+    known = attn_mask.dtype == torch.bool or attn_mask.is_floating_point()
+    _require(known, "attn_mask", "bool or floating", attn_mask.dtype)
+    _require(not attn_mask.requires_grad, "attn_mask", "without gradient", "requires_grad=True")
 
 
 @dataclass(frozen=True)
@@ -366,3 +411,211 @@ def _keys_backward(
         grad_q += columns_BGRM @ _shard(message, k, call.layout.sizes[source])
         parts[source] = columns_BGRM.mT @ q_BGRD
     return grad_q.mul_(call.scale).view(q.shape), _scattered(parts, call, k)
+
+
+class RingSelfAttention(nn.Module):
+    """Self-attention with projections, each rank with its positions of the sequence.
+
+    The sequence-parallel form of `nn.MultiheadAttention(batch_first=True)` for self-attention;
+    `ring_self_attention` between the projections. Every rank holds all parameters, and their
+    gradients are those of its own positions: sum them over the group, as for every parameter that
+    its ranks hold alike.
+
+    Args:
+        model_dim: dim of inputs and outputs.
+        num_heads: H, a divisor of model_dim.
+        group: the P ranks; None is this process alone.
+        num_kv_heads: Hkv, a divisor of H; None for H.
+        bias: add biases to the projections.
+        dropout: share of the softmax dropped in training.
+        is_causal: a query sees no key after it.
+        layout: who holds which positions, see `make_layout`.
+        rotary_base: rotate queries and keys by their positions with angles
+            position * rotary_base^(-2i/D), halves of the head as pairs (as Llama); None for none.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: a number out of its range.
+        TypeError: `group` is none of this rank's.
+
+    Reference:
+        Li, Xue, Baranwal, Li, You: Sequence Parallelism (2021, arXiv 2105.13120).
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_heads: int,
+        *,
+        group: ProcessGroup | None,
+        num_kv_heads: int | None = None,
+        bias: bool = True,
+        dropout: float = 0.0,
+        is_causal: bool = False,
+        layout: str | Layout = "contiguous",
+        rotary_base: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_group(group, _MODULE)
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        _require_of_module(num_heads >= 1, "num_heads", "at least 1", num_heads)
+        divides = model_dim >= 1 and model_dim % num_heads == 0
+        _require_of_module(divides, "model_dim", f"a multiple of the {num_heads} heads", model_dim)
+        divides = kv_heads >= 1 and num_heads % kv_heads == 0
+        _require_of_module(divides, "num_kv_heads", f"a divisor of the {num_heads} heads", kv_heads)
+        _require_of_module(0 <= dropout < 1, "dropout", "in [0, 1)", dropout)
+        check_layout(layout, _require_of_module)
+        self.head_dim = model_dim // num_heads
+        if rotary_base is not None:
+            _require_of_module(rotary_base > 0, "rotary_base", "more than 0", rotary_base)
+            _require_of_module(
+                self.head_dim % 2 == 0, "head dim", "even for rotary_base", self.head_dim
+            )
+        self.model_dim, self.num_heads, self.num_kv_heads = model_dim, num_heads, kv_heads
+        self.dropout, self.is_causal, self.layout = dropout, is_causal, layout
+        self.rotary_base = rotary_base
+        self._group = GroupHandle(group)
+        kv_dim = kv_heads * self.head_dim
+        self.q_proj = nn.Linear(model_dim, model_dim, bias, device, dtype)
+        self.k_proj = nn.Linear(model_dim, kv_dim, bias, device, dtype)
+        self.v_proj = nn.Linear(model_dim, kv_dim, bias, device, dtype)
+        self.out_proj = nn.Linear(model_dim, model_dim, bias, device, dtype)
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The ranks that share a sequence."""
+        return self._group.group
+
+    @classmethod
+    def from_multihead_attention(
+        cls,
+        module: nn.MultiheadAttention,
+        *,
+        group: ProcessGroup | None,
+        is_causal: bool = False,
+        layout: str | Layout = "contiguous",
+    ) -> RingSelfAttention:
+        """A copy of a self-attention of torch, with its parameters, dropout and mode.
+
+        Raises:
+            ValueError: the module has what this one has not: other dims for keys and values, added
+                keys, or a sequence in front of the batch.
+        """
+        own_dims = module.in_proj_weight is not None
+        _require_of_module(own_dims, "kdim and vdim", "embed_dim", (module.kdim, module.vdim))
+        added = module.bias_k is not None or module.add_zero_attn
+        _require_of_module(
+            not added, "module", "without add_bias_kv and add_zero_attn", "one of them"
+        )
+        _require_of_module(module.batch_first, "module", "batch_first=True", False)
+        weight, bias = module.in_proj_weight, module.in_proj_bias
+        made = cls(
+            module.embed_dim,
+            module.num_heads,
+            group=group,
+            bias=bias is not None,
+            dropout=module.dropout,
+            is_causal=is_causal,
+            layout=layout,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        projections = (made.q_proj, made.k_proj, made.v_proj)
+        with torch.no_grad():
+            for i, projection in enumerate(projections):
+                projection.weight.copy_(weight.chunk(3)[i])
+                if bias is not None:
+                    projection.bias.copy_(bias.chunk(3)[i])
+            made.out_proj.load_state_dict(module.out_proj.state_dict())
+        return made.train(module.training)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        position_ids: Tensor | None = None,
+        layout: str | Layout | None = None,
+        seed: int | None = None,
+    ) -> Tensor:
+        """Attend from this rank's positions to those of all ranks.
+
+        Args:
+            x: `[B, L, model_dim]`, this rank's positions.
+            key_mask: `[B, L]` bool, True for real keys: the opposite of torch's key_padding_mask.
+            attn_mask: as `ring_self_attention`; bool, True for seen, as in
+                `F.scaled_dot_product_attention` and the opposite of `nn.MultiheadAttention`.
+            cu_seqlens: offsets of packed documents in the whole sequence.
+            position_ids: `[L]` or `[B, L]`, for the rotation; None for the positions in the whole
+                sequence (from 0 in each document), at the cost of a small message.
+            layout: in the place of the module's.
+            seed: of the dropout, see `ring_self_attention`.
+
+        Returns:
+            `[B, L, model_dim]`.
+        """
+        fits = x.dim() == 3 and x.shape[2] == self.model_dim
+        _require_of_module(fits, "x", f"of shape [B, L, {self.model_dim}]", list(x.shape))
+        made = self.layout if layout is None else layout
+        q, k, v = (
+            projection(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.rotary_base is not None:
+            if position_ids is None:
+                position_ids = self._positions(x, made, cu_seqlens)
+            q, k = (self._rotated(y, position_ids) for y in (q, k))
+        out = ring_self_attention(
+            q,
+            k,
+            v,
+            group=self.group,
+            is_causal=self.is_causal,
+            layout=made,
+            cu_seqlens=cu_seqlens,
+            key_mask=key_mask,
+            attn_mask=attn_mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            seed=seed,
+        )
+        projected: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))
+        return projected
+
+    def _positions(
+        self,
+        x: Tensor,
+        layout: str | Layout,
+        cu_seqlens: Tensor | Sequence[int] | None,
+    ) -> Tensor:
+        lengths = gathered_lengths(x.shape[1], self.group, x.device, operation=_MODULE)
+        made = make_layout(layout, sum(lengths), len(lengths), cu_seqlens=cu_seqlens)
+        check_lengths(made, lengths, _MODULE, self.group)
+        return position_ids_of(
+            made.seq_len, group=self.group, layout=made, cu_seqlens=cu_seqlens, device=x.device
+        )
+
+    def _rotated(self, x_BHLD: Tensor, position_ids: Tensor) -> Tensor:
+        """Halves (a, b) of each head to (a cos - b sin, b cos + a sin)."""
+        length, half = x_BHLD.shape[2], self.head_dim // 2
+        fits = position_ids.shape[-1:] == (length,) and position_ids.dim() in (1, 2)
+        rule = f"[{length}] or [B, {length}], this rank's"
+        _require_of_module(fits, "position_ids", rule, list(position_ids.shape))
+        assert self.rotary_base is not None
+        # float64: a float32 angle of position 10^6 is off by a twentieth.
+        steps = torch.arange(half, dtype=torch.float64, device=x_BHLD.device) / half
+        angles = position_ids[..., None].double() * self.rotary_base**-steps
+        if angles.dim() == 3:
+            angles = angles[:, None]
+        cos, sin = angles.cos().to(x_BHLD.dtype), angles.sin().to(x_BHLD.dtype)
+        a, b = x_BHLD.split(half, 3)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], 3)
+
+    def extra_repr(self) -> str:
+        """Of `repr`."""
+        heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+        return f"{heads}, is_causal={self.is_causal}, dropout={self.dropout}"

@@ -1,6 +1,10 @@
-"""A block cut into pieces of which each is whole, causal along its diagonal, or for our kernel.
+"""Kernels of torch for whole and causal pieces of a block, and how blocks are cut for them.
 
-Shapes: L queries and M keys of a block, by their local order.
+They read and write the dtype of their inputs, so each piece is rounded. A library never gets a
+piece without queries or keys, nor a row that sees no key: what they make of these differs.
+
+Shapes: B batch, H heads, Hkv heads of keys and values, L queries and M keys of a block, by their
+    local order, D head dim.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ import bisect
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +21,187 @@ from torch import Tensor
 from moe_ext.attention.masks import Mask
 
 Runs = tuple[range, ...]
+Qkv = tuple[Tensor, Tensor, Tensor]
 # Beyond so many pairs of runs a block is left whole: to tell them apart would take longer.
 _MOST_PAIRS = 4096
+_HALVES = (torch.bfloat16, torch.float16)
+_aten = torch.ops.aten
+
+
+class Library(Protocol):
+    """A kernel with its backward pass; causal pieces have as many queries as keys."""
+
+    name: str
+
+    def serves(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """True for tensors of devices, dtypes and shapes that it takes."""
+
+    def forward(self, qkv: Qkv, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """(out `[B, H, L, D]` in the dtype of q, lse `[B, H, L]` float32)."""
+
+    def backward(
+        self, grad_out: Tensor, out: Tensor, lse: Tensor, qkv: Qkv, is_causal: bool, scale: float
+    ) -> Qkv:
+        """(dq, dk, dv) in the dtype of q, given out and lse over the keys of all blocks."""
+
+
+class _FlashCpu:
+    """FlashAttention of torch's CPU backend.
+
+    For 16 bits alone: of float32 blocks ours takes no longer.
+    """
+
+    name = "flash (CPU)"
+
+    def serves(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        return q.device.type == "cpu" and q.dtype in _HALVES and v.shape[3] == q.shape[3]
+
+    def forward(self, qkv: Qkv, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            *qkv, 0.0, is_causal, scale=scale
+        )
+        return out, lse
+
+    def backward(
+        self, grad_out: Tensor, out: Tensor, lse: Tensor, qkv: Qkv, is_causal: bool, scale: float
+    ) -> Qkv:
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, *qkv, out, lse, 0.0, is_causal, scale=scale
+        )
+        return dq, dk, dv
+
+
+class _FlashCuda:
+    """FlashAttention-2 in torch's CUDA backend: 16 bits on cards of capability 8.0 and later."""
+
+    name = "flash (CUDA)"
+
+    def serves(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        dim = q.shape[3]
+        return (
+            q.device.type in ("cuda", "meta")
+            and q.dtype in _HALVES
+            and v.shape[3] == dim
+            and dim % 8 == 0
+            and dim <= 256
+            and _capability(q.device) >= (8, 0)
+        )
+
+    def forward(self, qkv: Qkv, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        found = _aten._scaled_dot_product_flash_attention(*qkv, 0.0, is_causal, False, scale=scale)
+        return found[0], found[1]
+
+    def backward(
+        self, grad_out: Tensor, out: Tensor, lse: Tensor, qkv: Qkv, is_causal: bool, scale: float
+    ) -> Qkv:
+        lengths: list[Any] = [None, None, qkv[0].shape[2], qkv[1].shape[2]]
+        # Two states of a random generator that nothing is drawn from.
+        states = lse.new_zeros((2, 2), dtype=torch.int64).unbind()
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+            grad_out, *qkv, out, lse, *lengths, 0.0, is_causal, *states, scale=scale
+        )
+        return dq, dk, dv
+
+
+class _EfficientCuda:
+    """The memory-efficient kernel of torch's CUDA backend: float32 too, a key head per head."""
+
+    name = "efficient (CUDA)"
+    # Rows that its log-sum-exp is filled up to a multiple of.
+    _ROWS = 32
+
+    def serves(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        even = 16 // q.dtype.itemsize
+        return (
+            q.device.type in ("cuda", "meta")
+            and q.dtype in (*_HALVES, torch.float32)
+            and q.shape[1] == k.shape[1]
+            and q.shape[3] % even == 0
+            and v.shape[3] % even == 0
+            and (q.dtype != torch.bfloat16 or _capability(q.device) >= (8, 0))
+        )
+
+    def forward(self, qkv: Qkv, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        found = _aten._scaled_dot_product_efficient_attention(
+            *qkv, None, True, 0.0, is_causal, scale=scale
+        )
+        return found[0], found[1][:, :, : qkv[0].shape[2]]
+
+    def backward(
+        self, grad_out: Tensor, out: Tensor, lse: Tensor, qkv: Qkv, is_causal: bool, scale: float
+    ) -> Qkv:
+        missing = -lse.shape[2] % self._ROWS
+        lse = torch.nn.functional.pad(lse, (0, missing), value=torch.inf)
+        states = lse.new_zeros((2,), dtype=torch.int64).unbind()
+        dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+            grad_out,
+            *qkv,
+            None,
+            out,
+            lse,
+            *states,
+            0.0,
+            [True, True, True, False],
+            is_causal,
+            scale=scale,
+        )
+        return dq, dk, dv
+
+
+class _CudnnCuda:
+    """The kernel of cuDNN: 16 bits, for values of another width than keys."""
+
+    name = "cuDNN (CUDA)"
+
+    def serves(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        return (
+            q.device.type in ("cuda", "meta")
+            and q.dtype in _HALVES
+            and q.shape[3] % 8 == 0
+            and v.shape[3] % 8 == 0
+            and max(q.shape[3], v.shape[3]) <= 128
+            and _capability(q.device) >= (8, 0)
+        )
+
+    def forward(self, qkv: Qkv, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        found = _aten._scaled_dot_product_cudnn_attention(
+            *qkv, None, True, 0.0, is_causal, False, scale=scale
+        )
+        return found[0], found[1].squeeze(-1)
+
+    def backward(
+        self, grad_out: Tensor, out: Tensor, lse: Tensor, qkv: Qkv, is_causal: bool, scale: float
+    ) -> Qkv:
+        lengths: list[Any] = [None, None, qkv[0].shape[2], qkv[1].shape[2]]
+        states = lse.new_zeros((2,), dtype=torch.int64).unbind()
+        dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
+            grad_out,
+            *qkv,
+            out,
+            lse[..., None].contiguous(),
+            *states,
+            None,
+            *lengths,
+            0.0,
+            is_causal,
+            scale=scale,
+        )
+        return dq, dk, dv
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+
+
+# The first that serves a block gets it.
+LIBRARIES: tuple[Library, ...] = (_FlashCpu(), _FlashCuda(), _EfficientCuda(), _CudnnCuda())
+
+
+def library_for(q: Tensor, k: Tensor, v: Tensor) -> Library | None:
+    """The kernel for blocks of these tensors, or None."""
+    if not (q.numel() and k.numel() and v.numel()):
+        return None
+    return next((library for library in LIBRARIES if library.serves(q, k, v)), None)
 
 
 @dataclass(frozen=True)
@@ -142,7 +325,7 @@ def _pair(q: _Run, k: _Run, left: int, right: int) -> Iterator[Piece]:
 
 
 def _evenly(q: _Run, k: _Run) -> bool:
-    """Whether both have one spacing; a single position has any."""
+    """True if both have one spacing; a single position has any."""
     steps = [run.step for run in (q, k) if run.end - run.begin > 1]
     return None not in steps and len(set(steps)) <= 1
 

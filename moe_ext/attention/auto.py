@@ -7,41 +7,23 @@ Shapes: B batch, H heads, Hkv heads of keys and values, S whole sequence, D and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moe_ext.attention._block import accumulation_dtype
-from moe_ext.attention.costs import (
-    Traffic,
-    Workload,
-    all_gather_traffic,
-    double_ring_traffic,
-    hybrid_traffic,
-    ring_traffic,
-)
-from moe_ext.attention.exchange import KeysForm
-from moe_ext.attention.grid import Grid, even_grid, grid_of_hosts
-from moe_ext.attention.layouts import Layout, make_layout
+from moe_ext.attention.block import KeysForm, accumulation_dtype
+from moe_ext.attention.layouts import Grid, Layout, even_grid, make_layout
 from moe_ext.attention.masks import Mask, check_cu_seqlens, check_end, check_window
-from moe_ext.attention.ulysses import heads_refused
+from moe_ext.attention.schemes import SCHEMES
+from moe_ext.attention.schemes.base import Scheme, Workload
 
 _OP = "choose_scheme"
-_FORMULAS: dict[str, Callable[[Workload, Grid], Traffic]] = {
-    "ring": ring_traffic,
-    "double_ring": double_ring_traffic,
-    "all_gather": all_gather_traffic,
-    "ulysses": hybrid_traffic,
-    "hybrid": hybrid_traffic,
-}
 # As much as a link of 12 GB/s carries in the 5 us that a message takes to start.
 ROUND_BYTES = 1 << 16
 # Products that an accelerator does while a link inside a host carries a byte.
 FLOPS_PER_BYTE = 2000
-# Keys of all ranks on each are no longer memory of a shard; up to here that does not matter.
-GATHERED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -117,40 +99,26 @@ def _amount(num_bytes: int) -> str:
     return f"{size:.3g} {unit}"
 
 
-def _shapes(work: Workload, grid: Grid | None) -> list[tuple[str, Grid]]:
-    """Every scheme with every shape that could be meant, the simplest first."""
-    size = work.num_ranks
-    line = even_grid(size, size)
-    found = [("ring", line), ("all_gather", line), ("ulysses", line)]
-    if grid is not None:
-        return [*found, ("double_ring", grid), ("hybrid", grid)]
-    by_host = grid_of_hosts(work.hosts)
-    if by_host is not None and min(by_host.shape) > 1:
-        found.append(("double_ring", by_host))
-    inner = [u for u in range(2, size) if size % u == 0]
-    return [*found, *(("hybrid", even_grid(size, u)) for u in inner)]
-
-
-def _judge(
-    work: Workload, scheme: str, grid: Grid, flops: tuple[list[int], list[int]]
+def _judged(
+    scheme: Scheme, work: Workload, grid: Grid, flops: tuple[list[int], list[int]]
 ) -> Candidate:
     """One line of the table."""
-    ranks = grid.shape[1] if scheme in ("ulysses", "hybrid") else 1
-    refused = heads_refused(work.heads, work.form.heads, ranks)
+    refused = scheme.refusal(work.heads, work.form.heads, len(work.hosts), grid)
     if refused is not None:
-        return Candidate(scheme, grid.shape, refused=f"expects {refused}")
-    traffic = _FORMULAS[scheme](work, grid)
+        return Candidate(scheme.name, grid.shape, refused=f"expects {refused}")
+    traffic = scheme.traffic(work, grid)
     passes = (traffic.forward, traffic.backward)
-    costs = [0] * work.num_ranks
+    costs = [0] * len(work.hosts)
     for one, products in zip(passes, flops, strict=True):
-        for rank in range(work.num_ranks):
+        for rank in range(len(costs)):
             beside = max(0, one.beside[rank] - products[rank] // FLOPS_PER_BYTE)
             costs[rank] += one.awaited[rank] + beside + ROUND_BYTES * one.rounds
-    if scheme == "all_gather" and traffic.held > GATHERED_BYTES:
-        refused = f"holds more than {_amount(GATHERED_BYTES)}, and more with every rank"
+    most = scheme.most_held_bytes
+    if most is not None and traffic.held > most:
+        refused = f"holds more than {_amount(most)}, and more with every rank"
     abroad = [sum(both) for both in zip(*(one.abroad for one in passes), strict=True)]
     return Candidate(
-        scheme,
+        scheme.name,
         grid.shape,
         forward_bytes=max(traffic.forward.sent),
         backward_bytes=max(traffic.backward.sent),
@@ -163,7 +131,7 @@ def _judge(
 
 
 @functools.lru_cache(maxsize=64)
-def choose(work: Workload, grid: Grid | None) -> SchemeChoice:
+def choose(work: Workload, mesh: Grid | None) -> SchemeChoice:
     """The cheapest of all schemes, by arithmetic on what every rank knows.
 
     The cost of a rank is the bytes it sends, those to other hosts `ABROAD_FACTOR` times, and
@@ -171,40 +139,30 @@ def choose(work: Workload, grid: Grid | None) -> SchemeChoice:
     many bytes less are counted. The highest of all ranks counts; of equals the simplest is taken.
     """
     areas = work.layout.areas(work.mask)
-    form = work.form
-    each = 2 * work.batch * work.heads * (form.dim + form.v_dim)
+    each = 2 * work.form.batch * work.heads * (work.form.dim + work.form.v_dim)
     flops = [area * each for area in areas], [area * each * 5 // 2 for area in areas]
-    shapes = _shapes(work, grid)
-    judged = [_judge(work, scheme, shape, flops) for scheme, shape in shapes]
-    legal = [i for i, candidate in enumerate(judged) if candidate.refused is None]
-    best = min(legal, key=lambda i: judged[i].cost)
-    order = sorted(
-        range(len(judged)), key=lambda i: (judged[i].refused is not None, judged[i].cost)
-    )
-    return SchemeChoice(
-        shapes[best][0],
-        shapes[best][1],
-        _reason(judged, best, order),
-        tuple(judged[i] for i in order),
-    )
+    ways = [(s, grid) for s in SCHEMES.values() for grid in s.candidates(work.hosts, mesh)]
+    judged = [_judged(scheme, work, grid, flops) for scheme, grid in ways]
+    order = sorted(range(len(ways)), key=lambda i: (judged[i].refused is not None, judged[i].cost))
+    best = order[0]
+    candidates = tuple(judged[i] for i in order)
+    return SchemeChoice(judged[best].scheme, ways[best][1], _reason(candidates), candidates)
 
 
-def _reason(judged: Sequence[Candidate], best: int, order: Sequence[int]) -> str:
-    name = _titled(judged[best])
-    others = [i for i in order if i != best and judged[i].refused is None]
+def _reason(candidates: Sequence[Candidate]) -> str:
+    """The reason for the first of all candidates."""
+    best, *others = (c for c in candidates if c.refused is None)
+    name = _titled(best)
     if not others:
         return f"{name}: no other scheme can serve"
-    other = judged[others[0]]
-    if other.cost == judged[best].cost:
+    other = others[0]
+    if other.cost == best.cost:
         return f"{name}: as cheap as {_titled(other)}, and simpler"
-    return (
-        f"{name}: costs {_amount(judged[best].cost)}, the next, {_titled(other)}, "
-        f"{_amount(other.cost)}"
-    )
+    return f"{name}: costs {_amount(best.cost)}, the next, {_titled(other)}, {_amount(other.cost)}"
 
 
 def _titled(candidate: Candidate) -> str:
-    if candidate.scheme in ("hybrid", "double_ring"):
+    if min(candidate.shape) > 1 or candidate.scheme in ("hybrid", "double_ring"):
         return f"{candidate.scheme} {candidate.shape[0]} x {candidate.shape[1]}"
     return candidate.scheme
 
@@ -282,8 +240,7 @@ def choose_scheme(
     wire = torch.bfloat16 if kv_grad_dtype == torch.bfloat16 else accumulation_dtype(dtype)
     mask = Mask(is_causal, *check_window(window, _OP), offsets)
     grid = None if mesh_shape is None else even_grid(num_ranks, mesh_shape[1])
-    work = Workload(batch, heads, form, wire, made, mask, hosts_of(num_ranks, hosts, grid))
-    return choose(work, grid)
+    return choose(Workload(heads, form, wire, made, mask, hosts_of(num_ranks, hosts, grid)), grid)
 
 
 def hosts_of(num_ranks: int, hosts: Sequence[int] | None, grid: Grid | None) -> tuple[int, ...]:

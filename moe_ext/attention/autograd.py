@@ -1,0 +1,302 @@
+"""Attention over a group in a graph of autograd, and as an operator that a compiled graph can hold.
+
+In a compiled graph the keys that came last on the ring are not kept for the backward pass: their
+size, that of another rank's shard, is not known to the graph. They come from home instead, in one
+hop more.
+
+Shapes: B batch, H heads, Hkv heads of keys and values, L positions of this rank, D and Dv head
+    dims, P ranks of the group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext._compile import constant_in_graphs
+from moe_ext.attention.block import Keys, accumulation_dtype
+from moe_ext.attention.call import OPERATION, Inputs, Options, agree_on_call, call_of
+from moe_ext.attention.layouts import Grid, Layout
+from moe_ext.attention.schemes.base import Call, Saved
+from moe_ext.distributed._c10d import group_of_name
+from moe_ext.distributed.groups import group_size
+from moe_ext.ops._autograd import refuse_second_derivative
+from moe_ext.ops.attention import attention_delta, merge_attention_sinks
+
+
+def _forward_pass(
+    q: Tensor, own: Keys, sinks: Tensor | None, call: Call
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """(out, what rounding took from it or None, lse, keys to keep in the place of our own)."""
+    exact, lse, kept = call.scheme.forward(q, own, call)
+    if sinks is not None:
+        exact, lse = merge_attention_sinks(exact, lse, sinks)
+    out = exact.to(q.dtype)
+    # delta from the rounded output would cost dQ and dK a tenth of their last place.
+    rounded = call.block(q, call.rank, own).library(call.options) is not None
+    residual = None
+    if out.dtype != exact.dtype and not rounded:
+        residual = (exact - out).to(q.dtype)
+    return out, residual, lse, kept
+
+
+def _backward_pass(
+    saved: Saved,
+    sinks: Tensor | None,
+    result: tuple[Tensor, Tensor | None, Tensor],
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and the sinks; `result` is (out, residual, lse) of the forward pass."""
+    out, residual, lse = result
+    exact = out.to(lse.dtype)
+    if residual is not None:
+        exact = exact + residual
+    wide = torch.zeros_like(exact) if grad_out is None else grad_out.to(lse.dtype).contiguous()
+    delta = attention_delta(wide, exact, None if grad_lse is None else grad_lse.contiguous())
+    if grad_lse is not None:
+        saved = replace(saved, call=saved.call.exact)
+    grads = saved.call.scheme.backward(saved, wide, lse, delta)
+    grad_q, grad_k, grad_v = (grad.to(saved.q.dtype) for grad in grads)
+    grad_sinks = None
+    if sinks is not None:
+        # A sink of -inf is none; beside a row without keys it would give NaN.
+        sinks_H1 = sinks.to(lse.dtype)[:, None]
+        weights = torch.where(sinks_H1 > -torch.inf, (sinks_H1 - lse).exp(), 0.0)
+        grad_sinks = -(weights * delta).sum((0, 2)).to(sinks.dtype)
+    return grad_q, grad_k, grad_v, grad_sinks
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        key_mask: Tensor | None,
+        call: Call,
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+        ctx.set_materialize_grads(False)
+        q = q.contiguous()
+        own = Keys(k.contiguous(), v.contiguous(), key_mask)
+        out, residual, lse, kept = _forward_pass(q, own, sinks, call)
+        saved = (None, None, None) if kept is not None else (own.k, own.v, key_mask)
+        ctx.save_for_backward(q, out, residual, lse, sinks, kept, *saved)
+        ctx.call = call
+        return out, lse
+
+    @staticmethod
+    @refuse_second_derivative(OPERATION)
+    def backward(
+        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of q, k, v and the sinks."""
+        q, out, residual, lse, sinks, kept, k, v, key_mask = ctx.saved_tensors
+        own = None if kept is not None else Keys(k, v, key_mask)
+        saved = Saved(ctx.call, q, own, kept)
+        return *_backward_pass(saved, sinks, (out, residual, lse), grad_out, grad_lse), None, None
+
+
+def attend(inputs: Inputs, options: Options, seed: int | None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's queries over the keys of all ranks; both differentiable."""
+    call = agree_on_call(inputs, options, seed)
+    out, lse = _Attention.apply(*inputs[:3], inputs.sinks, inputs.key_mask, call)
+    return out, lse
+
+
+# Arguments of the operators, in the order of `Inputs` and of `_graph_options`.
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? alibi_slopes, Tensor? sinks, "
+    "Tensor? cu_seqlens"
+)
+_OPTIONS = (
+    "bool is_causal, float? scale, SymInt left, SymInt right, float softcap, float dropout_p, "
+    "str scheme, str precision, ScalarType? kv_grad_dtype, str group_name, str layout, "
+    "int[] layout_ranges, int[] mesh, int mesh_columns"
+)
+# The host takes part: lengths are agreed on, and hops awaited.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+
+
+@constant_in_graphs
+def _encoded(
+    group: ProcessGroup | None, layout: str | Layout, mesh: Grid | None
+) -> tuple[str, str, tuple[int, ...], tuple[int, ...], int]:
+    """The objects among the options, as an operator can take them.
+
+    A layout of the user's own becomes (length, ranks, and (rank, start, stop, step) of each range).
+    """
+    ranges: tuple[int, ...] = ()
+    name = layout if isinstance(layout, str) else layout.name
+    if isinstance(layout, Layout):
+        parts = [(i, r.start, r.stop, r.step) for i, s in enumerate(layout.shards) for r in s]
+        ranges = (layout.seq_len, layout.num_ranks, *(x for part in parts for x in part))
+    rows = ((), 0) if mesh is None else (mesh.order, mesh.shape[1])
+    return "" if group is None else group.group_name, name, ranges, *rows
+
+
+def _graph_options(options: Options) -> tuple[Any, ...]:
+    """Options as the operators take them."""
+    left, right = (-1, -1) if options.window is None else options.window
+    cap = options.softcap or 0.0
+    numbers = (options.is_causal, options.scale, left, right, cap, options.dropout_p)
+    names = (options.scheme, options.precision, options.kv_grad_dtype)
+    return *numbers, *names, *_encoded(options.group, options.layout, options.mesh)
+
+
+def _options_of_graph(
+    is_causal: bool,
+    scale: float | None,
+    left: int,
+    right: int,
+    softcap: float,
+    dropout_p: float,
+    scheme: str,
+    precision: str,
+    kv_grad_dtype: torch.dtype | None,
+    group_name: str,
+    layout: str,
+    ranges: list[int],
+    mesh: list[int],
+    columns: int,
+) -> Options:
+    """The options of `_graph_options`."""
+    made: str | Layout = layout
+    if ranges:
+        shards: list[list[range]] = [[] for _ in range(ranges[1])]
+        for i in range(2, len(ranges), 4):
+            shards[ranges[i]].append(range(*ranges[i + 1 : i + 4]))
+        made = Layout(layout, ranges[0], tuple(map(tuple, shards)))
+    rows = tuple(tuple(mesh[i : i + columns]) for i in range(0, len(mesh), columns or 1))
+    return Options(
+        group_of_name(group_name),
+        Grid(rows) if rows else None,
+        made,
+        is_causal,
+        scale,
+        (left, right),
+        softcap,
+        dropout_p,
+        scheme,
+        precision,
+        kv_grad_dtype,
+    )
+
+
+@torch.library.custom_op(
+    "moe_ext::ring_attention",
+    mutates_args=(),
+    tags=_TAGS,
+    schema=f"({_INPUTS}, Tensor? seed, bool seed_is_drawn, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, lse, what rounding took from out, seed and lengths that the ranks agreed on)."""
+    inputs, (seed, seed_is_drawn) = Inputs(*arguments[:7]), arguments[7:9]
+    number = None if seed is None else int(seed)
+    given, drawn = (None, number) if seed_is_drawn else (number, None)
+    call = agree_on_call(inputs, _options_of_graph(*arguments[9:]), given, drawn)
+    q, own = inputs.q, Keys(inputs.k.contiguous(), inputs.v.contiguous(), inputs.key_mask)
+    out, residual, lse, _ = _forward_pass(q.contiguous(), own, inputs.sinks, call)
+    agreed = torch.tensor([call.options.seed, *call.work.layout.sizes])
+    if residual is None:
+        # Its shape has to follow from the dtype alone, as a graph knows no more.
+        residual = q.new_zeros(0 if out.dtype == lse.dtype else out.shape)
+    return out, lse, residual, agreed
+
+
+@_forward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, _, v = arguments[:3]
+    shape, dtype = (*q.shape[:3], v.shape[3]), accumulation_dtype(q.dtype)
+    residual = q.new_empty(0 if q.dtype == dtype else shape)
+    num_ranks = group_size(group_of_name(arguments[-5]))
+    agreed = torch.empty(1 + num_ranks, dtype=torch.int64)
+    return q.new_empty(shape), q.new_empty(q.shape[:3], dtype=dtype), residual, agreed
+
+
+@torch.library.custom_op(
+    "moe_ext::_ring_attention_backward",
+    mutates_args=(),
+    tags=_TAGS,
+    schema="(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, Tensor residual, "
+    f"Tensor agreed, {_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    residual: Tensor,
+    agreed: Tensor,
+    *arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dsinks); the last is empty without sinks."""
+    seed, *lengths = agreed.tolist()
+    inputs, options = Inputs(*arguments[:7]), _options_of_graph(*arguments[7:])
+    q, sinks = inputs.q, inputs.sinks
+    call = call_of(inputs, options, options.mask(inputs.cu_seqlens), lengths, seed)
+    own = Keys(inputs.k.contiguous(), inputs.v.contiguous(), inputs.key_mask)
+    result = (out, residual if residual.numel() else None, lse)
+    saved = Saved(call, q.contiguous(), own, None)
+    *grads, grad_sinks = _backward_pass(saved, sinks, result, grad_out, grad_lse)
+    grad_q, grad_k, grad_v = (torch.empty_like(grad).copy_(grad) for grad in grads)
+    return grad_q, grad_k, grad_v, q.new_empty(0) if grad_sinks is None else grad_sinks
+
+
+@_backward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    inputs = Inputs(*arguments[6:13])
+    grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in inputs[:3])
+    sinks = inputs.sinks
+    return grad_q, grad_k, grad_v, inputs.q.new_empty(0 if sinks is None else sinks.shape)
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    # A gradient of lse, even of zeros, keeps blocks from kernels that have none.
+    ctx.set_materialize_grads(False)
+    ctx.options = inputs[9:]
+    ctx.save_for_backward(*output, *inputs[:7])
+
+
+def _autograd_backward(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_rest: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    out, lse, residual, agreed, *tensors = ctx.saved_tensors
+    grads = torch.ops.moe_ext._ring_attention_backward(
+        grad_out, grad_lse, out, lse, residual, agreed, *tensors, *ctx.options
+    )
+    grad_sinks = None if tensors[5] is None else grads[3]
+    return (*grads[:3], None, None, grad_sinks, None, None, None, *(None for _ in ctx.options))
+
+
+_forward.register_autograd(_autograd_backward, setup_context=_setup_context)
+
+
+def attend_in_graph(inputs: Inputs, options: Options, seed: int | None) -> tuple[Tensor, Tensor]:
+    """(out, lse) by the operator; a seed is drawn outside of it, since a graph's operator must not.
+
+    The ranks agree inside the operator, so what they refuse is raised when the graph runs.
+    """
+    # The operator could not tell: it sees tensors without autograd.
+    inputs.check_slopes()
+    drawn = seed is None and options.dropout_p > 0
+    seed_1 = None
+    if drawn:
+        seed_1 = torch.randint(1 << 62, (1,))
+    elif seed is not None:
+        seed_1 = torch.tensor([seed])
+    *tensors, cu_seqlens = inputs
+    if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
+        cu_seqlens = torch.tensor(list(cu_seqlens))
+    out, lse, _, _ = torch.ops.moe_ext.ring_attention(
+        *tensors, cu_seqlens, seed_1, drawn, *_graph_options(options)
+    )
+    return out, lse

@@ -1,0 +1,216 @@
+"""A call of ring attention: what the user asked, its checks, and what the ranks agree on.
+
+Shapes: B batch, H heads, Hkv heads of keys and values, L positions of this rank, D and Dv head
+    dims, P ranks of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from moe_ext.attention.auto import choose, hosts_of
+from moe_ext.attention.block import BlockOptions, Keys, accumulation_dtype
+from moe_ext.attention.checks import (
+    check_layout,
+    check_numbers,
+    check_per_head,
+    check_tensors,
+    draw_seed,
+    mask_facts,
+    message_device,
+    requires,
+    scale_of,
+    tensor_facts,
+    wants_grad,
+)
+from moe_ext.attention.layouts import Grid, Layout, make_layout, split_group
+from moe_ext.attention.masks import Mask, check_cu_seqlens, check_end, check_window
+from moe_ext.attention.schemes import SCHEME_NAMES, SCHEMES
+from moe_ext.attention.schemes.base import Call, Workload
+from moe_ext.attention.sharding import check_lengths
+from moe_ext.distributed.agreement import agree
+from moe_ext.distributed.failures import known_hosts
+from moe_ext.distributed.groups import group_ranks, group_size
+
+OPERATION = "ring_attention"
+PRECISIONS = ("exact", "fast")
+_require = requires(OPERATION)
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call, in the order of the compiled operator; see `ring_attention`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    cu_seqlens: Tensor | Sequence[int] | None = None
+
+    def check(self) -> None:
+        """ValueError unless dtypes, devices and shapes go together."""
+        check_tensors(self.q, self.k, self.v, self.key_mask, _require)
+        check_per_head("alibi_slopes", self.alibi_slopes, self.q, _require)
+        check_per_head("sinks", self.sinks, self.q, _require)
+        self.check_slopes()
+
+    def check_slopes(self) -> None:
+        """ValueError for slopes that would wait for their gradient in vain."""
+        slopes = self.alibi_slopes
+        wants = slopes is not None and slopes.requires_grad and torch.is_grad_enabled()
+        _require(not wants, "alibi_slopes", "without gradient", "a tensor that requires one")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked of one or several calls, but for their tensors; see `ring_attention`.
+
+    `group` is that of all ranks, `mesh` the rows that a 2-D mesh puts them in.
+    """
+
+    group: ProcessGroup | None
+    mesh: Grid | None = None
+    layout: str | Layout = "zigzag"
+    is_causal: bool = False
+    scale: float | None = None
+    window: tuple[int, int] | None = None
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    scheme: str = "ring"
+    precision: str = "exact"
+    kv_grad_dtype: torch.dtype | None = None
+
+    @staticmethod
+    def of(group: ProcessGroup | DeviceMesh | None, operation: str, **options: Any) -> Options:
+        """The options of a group or mesh as a user gives it.
+
+        TypeError in the name of `operation` if it is none of this rank's.
+        """
+        return Options(*split_group(group, operation), **options)
+
+    def check(self, seed: int | None = None) -> None:
+        """ValueError for options that no tensors could go with."""
+        check_layout(self.layout, _require)
+        known = self.scheme in SCHEME_NAMES
+        _require(known, "scheme", f"one of {SCHEME_NAMES}", repr(self.scheme))
+        known = self.precision in PRECISIONS
+        _require(known, "precision", f"one of {PRECISIONS}", repr(self.precision))
+        allowed, wire = (None, torch.float32, torch.bfloat16), self.kv_grad_dtype
+        _require(wire in allowed, "kv_grad_dtype", f"one of {allowed}", wire)
+        check_numbers(self.scale, self.softcap, self.dropout_p, seed, _require)
+        check_window(self.window, OPERATION)
+
+    def check_heads(self, heads: int, kv_heads: int) -> None:
+        """ValueError for a scheme that no such group or heads can go with."""
+        if self.scheme != "auto":
+            scheme, num_ranks = SCHEMES[self.scheme], group_size(self.group)
+            refused = scheme.refusal(heads, kv_heads, num_ranks, self.mesh)
+            if refused is not None:
+                raise ValueError(f"{OPERATION}: expected {refused}")
+
+    def mask(self, cu_seqlens: Tensor | Sequence[int] | None) -> Mask:
+        """The part of the mask that follows from positions."""
+        offsets = check_cu_seqlens(cu_seqlens, OPERATION)
+        return Mask(self.is_causal, *check_window(self.window, OPERATION), offsets)
+
+
+def agree_on_call(
+    inputs: Inputs, options: Options, seed: int | None = None, drawn: int | None = None
+) -> Call:
+    """Check a call on every rank and compare it between them.
+
+    NOTE: device-to-host sync, in the one message by which the ranks compare.
+
+    Args:
+        inputs: of this rank.
+        options: of the call.
+        seed: of the dropout, if the user gave one.
+        drawn: seed that this rank has drawn in the place of the missing one.
+
+    Raises:
+        ValueError: on every rank: an argument that is wrong by itself on one of them, or that
+            differs between them.
+        RankFailureError: a rank died or did not answer.
+    """
+    facts: dict[str, object] = {}
+    values, problem, mask = (0, 0), None, Mask()
+    try:
+        options.check(seed)
+        inputs.check()
+        options.check_heads(inputs.q.shape[1], inputs.k.shape[1])
+        mask = options.mask(inputs.cu_seqlens)
+        facts = _facts(inputs, options, mask, seed)
+        own_seed = seed if seed is not None else drawn
+        own_seed = draw_seed(options.dropout_p) if own_seed is None else own_seed
+        values = (inputs.q.shape[2], own_seed)
+    except Exception as error:
+        problem = error
+    device = message_device(*inputs)
+    rows = agree(OPERATION, facts, problem, options.group, device, values=values)
+    return call_of(inputs, options, mask, [row[0] for row in rows], rows[0][1])
+
+
+def _facts(inputs: Inputs, options: Options, mask: Mask, seed: int | None) -> dict[str, object]:
+    """What has to be equal on every rank."""
+    q, k, v, key_mask, alibi_slopes, sinks, _ = inputs
+    facts = {
+        **tensor_facts(q, k, v),
+        **mask_facts(options.layout, mask),
+        "scheme": options.scheme,
+        "precision": options.precision,
+        "mesh": options.mesh and options.mesh.rows,
+        "scale": scale_of(options.scale, q.shape[3]),
+        "softcap": options.softcap or 0.0,
+        "dropout_p": options.dropout_p,
+        "giving seed": int(seed is not None),
+        "giving key_mask": int(key_mask is not None),
+        "giving alibi_slopes": int(alibi_slopes is not None),
+        "giving sinks": int(sinks is not None),
+        "giving bfloat16 for kv_grad_dtype": int(options.kv_grad_dtype == torch.bfloat16),
+        "requiring a gradient": wants_grad(q, k, v, sinks),
+    }
+    return facts if seed is None else {**facts, "seed": seed}
+
+
+def call_of(inputs: Inputs, options: Options, mask: Mask, lengths: list[int], seed: int) -> Call:
+    """The call that follows from the lengths of all shards and the seed of all ranks."""
+    q, group = inputs.q, options.group
+    check_end(mask.cu_seqlens, sum(lengths), OPERATION)
+    layout = make_layout(options.layout, sum(lengths), len(lengths), cu_seqlens=mask.cu_seqlens)
+    check_lengths(layout, lengths, OPERATION, group)
+    half = options.kv_grad_dtype == torch.bfloat16
+    known = None if group is None else known_hosts(group_ranks(group))
+    work = Workload(
+        q.shape[1],
+        Keys(inputs.k, inputs.v, inputs.key_mask).form,
+        torch.bfloat16 if half else accumulation_dtype(q.dtype),
+        layout,
+        mask,
+        hosts_of(len(lengths), known, options.mesh),
+    )
+    if options.scheme == "auto":
+        choice = choose(work, options.mesh)
+        scheme, grid = SCHEMES[choice.scheme], choice.grid
+    else:
+        scheme = SCHEMES[options.scheme]
+        grid = scheme.rows(work.hosts, options.mesh)
+    block = BlockOptions(
+        scale_of(options.scale, q.shape[3]),
+        mask,
+        options.softcap or 0.0,
+        options.dropout_p,
+        seed,
+        precision=options.precision,
+    )
+    offsets = None
+    if mask.cu_seqlens is not None:
+        offsets = torch.tensor(mask.cu_seqlens, device=q.device)
+    return Call(group, work, scheme, grid, block, offsets, inputs.alibi_slopes)

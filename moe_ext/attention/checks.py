@@ -1,0 +1,130 @@
+"""Checks of the arguments that every attention has.
+
+Shapes: B batch, H heads, Hkv heads of keys and values, L positions of this rank, D and Dv head
+    dims.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moe_ext.attention.layouts import LAYOUTS, Layout
+from moe_ext.attention.masks import Mask
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+Require = Callable[[bool, str, str, object], None]
+
+
+def requires(operation: str) -> Require:
+    """A function (condition, argument, rule, value) that raises ValueError unless it holds."""
+
+    def require(condition: bool, argument: str, rule: str, value: object) -> None:
+        if not condition:
+            raise ValueError(f"{operation}: expected {argument} to be {rule}, got {value}")
+
+    return require
+
+
+def check_layout(layout: str | Layout, require: Require) -> None:
+    """ValueError for a layout that is none."""
+    known = isinstance(layout, Layout) or layout in LAYOUTS
+    require(known, "layout", f"a Layout or one of {LAYOUTS}", repr(layout))
+
+
+def check_numbers(
+    scale: float | None,
+    softcap: float | None,
+    dropout_p: float,
+    seed: int | None,
+    require: Require,
+) -> None:
+    """ValueError for a number out of its range."""
+    if scale is not None:
+        require(math.isfinite(scale), "scale", "finite", scale)
+    if softcap is not None:
+        require(0 <= softcap < math.inf, "softcap", "0 (none) or more", softcap)
+    require(0 <= dropout_p < 1, "dropout_p", "in [0, 1)", dropout_p)
+    if seed is not None:
+        require(-(1 << 63) <= seed < 1 << 63, "seed", "a 64-bit integer", seed)
+
+
+def check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, require: Require
+) -> None:
+    """ValueError unless dtypes, devices and shapes go together."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        require(isinstance(x, Tensor), name, "a tensor of shape [B, H, L, D]", type(x).__name__)
+        require(x.dtype in DTYPES, name, "float32, bfloat16, float16 or float64", x.dtype)
+        require(x.dim() == 4, name, "of shape [B, H, L, D]", list(x.shape))
+        require(x.dtype == q.dtype, name, f"{q.dtype} like q", x.dtype)
+        require(x.device == q.device, name, f"on {q.device} like q", x.device)
+    batch, heads, length, dim = q.shape
+    kv_heads = k.shape[1]
+    rule = f"[{batch}, Hkv, {length}, {dim}] to go with q"
+    require(k.shape == (batch, kv_heads, length, dim), "k", rule, list(k.shape))
+    rule = f"[{batch}, {kv_heads}, {length}, Dv] to go with k"
+    require(v.shape[:3] == k.shape[:3], "v", rule, list(v.shape))
+    multiple = heads % kv_heads == 0 if kv_heads else heads == 0
+    require(multiple, "heads of q", f"a multiple of the {kv_heads} heads of k", heads)
+    if key_mask is not None:
+        fits = key_mask.shape == (batch, length) and key_mask.dtype == torch.bool
+        found = f"{key_mask.dtype} {list(key_mask.shape)}"
+        require(fits, "key_mask", f"bool [{batch}, {length}], this rank's keys", found)
+        require(key_mask.device == q.device, "key_mask", f"on {q.device} like q", key_mask.device)
+
+
+def check_per_head(name: str, values: Tensor | None, q: Tensor, require: Require) -> None:
+    """ValueError unless there is a number for each head of q, or None."""
+    if values is not None:
+        heads = q.shape[1]
+        require(values.shape == (heads,), name, f"[{heads}]", list(values.shape))
+        require(values.dtype in DTYPES, name, "floating point", values.dtype)
+        require(values.device == q.device, name, f"on {q.device} like q", values.device)
+
+
+def tensor_facts(q: Tensor, k: Tensor, v: Tensor) -> dict[str, object]:
+    """The dtype and all sizes but the number of positions, for the ranks to compare."""
+    return {
+        "the dtype of q": q.dtype,
+        "B of q": q.shape[0],
+        "H of q": q.shape[1],
+        "D of q": q.shape[3],
+        "Hkv of k": k.shape[1],
+        "Dv of v": v.shape[3],
+    }
+
+
+def mask_facts(layout: str | Layout, mask: Mask) -> dict[str, object]:
+    """Who holds which positions, and which keys are seen by them, for the ranks to compare."""
+    return {
+        "layout": layout,
+        "is_causal": mask.is_causal,
+        "window[0]": mask.left,
+        "window[1]": mask.right,
+        "cu_seqlens": mask.cu_seqlens,
+    }
+
+
+def message_device(*tensors: object) -> torch.device:
+    """Device for messages of a call: that of its first tensor."""
+    return next((x.device for x in tensors if isinstance(x, Tensor)), torch.device("cpu"))
+
+
+def scale_of(scale: float | None, head_dim: int) -> float:
+    """The factor on scores, 1 / sqrt(D) where none is given."""
+    return scale if scale is not None else 1 / math.sqrt(max(head_dim, 1))
+
+
+def draw_seed(dropout_p: float) -> int:
+    """A seed from torch's generator; without dropout none is drawn."""
+    return int(torch.randint(1 << 62, ())) if dropout_p > 0 else 0
+
+
+def wants_grad(*tensors: Tensor | None) -> int:
+    """1 if a backward pass will come: a rank without one would leave the others waiting."""
+    learns = any(x is not None and x.requires_grad for x in tensors)
+    return int(torch.is_grad_enabled() and learns)

@@ -1,0 +1,149 @@
+"""Attention over a sequence that the ranks of a group hold in parts: the public functions.
+
+Shapes: B batch, H heads, Hkv heads of keys and values, S whole sequence, L positions of this rank,
+    D and Dv head dims, P ranks of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from moe_ext.attention.auto import SchemeChoice, choose
+from moe_ext.attention.autograd import attend, attend_in_graph
+from moe_ext.attention.call import OPERATION, Inputs, Options, agree_on_call
+from moe_ext.attention.layouts import Layout
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: ProcessGroup | DeviceMesh | None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    layout: str | Layout = "zigzag",
+    window: tuple[int, int] | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    key_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    scheme: str = "ring",
+    precision: str = "exact",
+    kv_grad_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over a sequence that the ranks of a group hold in parts, equal to one process's.
+
+    softmax(mask(softcap(scale * q k^T) - slope |i - j|)) v over the whole sequence, by the global
+    positions i and j of queries and keys. A query without any key gives zeros, lse -inf and zero
+    gradients. Every rank has to run the backward pass too: it is one ring more.
+
+    NOTE: device-to-host sync, since the ranks agree on shapes in a message of fixed size first.
+
+    Args:
+        q: `[B, H, L, D]`, this rank's queries; L as `layout` says for any S.
+        k: `[B, Hkv, L, D]`; H is a multiple of Hkv.
+        v: `[B, Hkv, L, Dv]`.
+        group: the P ranks; None is this process alone. A 2-D DeviceMesh ('ring', 'ulysses') holds
+            them in rows; shards then follow the group of all its ranks, whose order is that of
+            ascending ranks of the job: row by row for a mesh of `init_device_mesh`.
+        is_causal: a query sees no key after it.
+        scale: factor on q k^T; None for 1 / sqrt(D).
+        layout: who holds which positions, see `make_layout`.
+        window: (left, right): a query sees that many keys before and after it; -1 is no limit.
+        cu_seqlens: offsets `[documents + 1]` of packed documents in the whole sequence, from 0 to
+            S; a query sees its own document alone. Empty documents are legal.
+        key_mask: `[B, L]` bool, False for this rank's keys that no query sees.
+        alibi_slopes: `[H]`; not differentiable.
+        softcap: scores become softcap * tanh(score / softcap); None or 0 for none.
+        sinks: `[H]`: a score that takes part in the softmax and has no value. Its gradient is that
+            of this rank's queries, as for any parameter that every rank holds.
+        dropout_p: share of the softmax dropped. What is dropped depends on seed, batch, head and
+            the two positions alone: neither on P nor on the layout.
+        seed: of the dropout, equal on every rank; None draws one from torch's generator of the
+            first rank.
+        scheme: "ring", keys and values go round and memory stays that of a shard; "all_gather", all
+            keys and values on every rank at once; "ulysses", an all-to-all from shards of the
+            sequence to shards of the heads and back, for H divisible by P and Hkv by P or P by Hkv;
+            "hybrid", this in each row of a mesh, and a ring in each column; "double_ring", rings in
+            rows and seldom a hop between them, for a mesh, or a group with as many ranks on each
+            host; "auto", the one of least cost by the bytes it sends, see `explain_scheme`.
+        precision: "exact": blocks are summed up in float32 and rounded once. "fast": blocks of 16
+            bits that a kernel of torch serves are its, and rounded one by one; see the docs for the
+            error of both.
+        kv_grad_dtype: of dK and dV underway, None for float32 (float64 for float64);
+            torch.bfloat16 halves these bytes and rounds at every hop.
+        return_lse: return (out, lse).
+
+    Returns:
+        `[B, H, L, Dv]` in the dtype of q; with `return_lse` also `[B, H, L]` float32 (float64), the
+        log of the sum of the exponentials of all scores, differentiable.
+
+    Raises:
+        ValueError: on every rank: an argument that is wrong by itself on one of them, arguments
+            that differ between ranks, or lengths that are not those of the layout.
+        RankFailureError: a rank died or did not answer; the message names it.
+
+    Reference:
+        Liu, Zaharia, Abbeel: Ring Attention with Blockwise Transformers (2023).
+    """
+    options = Options.of(
+        group,
+        OPERATION,
+        layout=layout,
+        is_causal=is_causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        scheme=scheme,
+        precision=precision,
+        kv_grad_dtype=kv_grad_dtype,
+    )
+    inputs = Inputs(q, k, v, key_mask, alibi_slopes, sinks, cu_seqlens)
+    run = attend_in_graph if torch.compiler.is_compiling() else attend
+    out, lse = run(inputs, options, seed)
+    return (out, lse) if return_lse else out
+
+
+def explain_scheme(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: ProcessGroup | DeviceMesh | None,
+    is_causal: bool = False,
+    layout: str | Layout = "zigzag",
+    window: tuple[int, int] | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    key_mask: Tensor | None = None,
+    kv_grad_dtype: torch.dtype | None = None,
+) -> SchemeChoice:
+    """What `ring_attention(..., scheme="auto")` takes for these arguments, and why.
+
+    Every rank has to call it: they agree on lengths and learn who shares a host, as they do in
+    `ring_attention`. Without ranks, `choose_scheme` tells the same from sizes.
+
+    Returns:
+        The choice, equal on every rank; `print` it for a table of all candidates.
+    """
+    options = Options.of(
+        group,
+        OPERATION,
+        layout=layout,
+        is_causal=is_causal,
+        window=window,
+        scheme="auto",
+        kv_grad_dtype=kv_grad_dtype,
+    )
+    call = agree_on_call(Inputs(q, k, v, key_mask, cu_seqlens=cu_seqlens), options)
+    return choose(call.work, options.mesh)

@@ -1,0 +1,235 @@
+"""What a scheme of sequence parallelism is: a call that the ranks agreed on, and what it sends.
+
+Shapes: B batch, H heads, Hkv heads of keys and values, S whole sequence, L positions of this rank,
+    D and Dv head dims, P ranks of the group.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext.attention.block import Block, BlockOptions, Keys, KeysForm, accumulation_dtype
+from moe_ext.attention.layouts import Grid, Layout, even_grid
+from moe_ext.attention.masks import Mask, Route, plan_route
+from moe_ext.distributed.groups import group_rank
+from moe_ext.ops.attention import document_ids
+
+# A byte between hosts takes as long as so many inside one: 50 GB/s beside 400 GB/s.
+ABROAD_FACTOR = 8
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sizes, mask and layout of an attention, the same on every rank.
+
+    Attributes:
+        heads: H.
+        form: of the keys.
+        grad_dtype: of their gradients on the wire.
+        layout: who holds which positions.
+        mask: who sees which keys.
+        hosts: for each rank the number of its host; exchanges inside one are taken to be faster.
+    """
+
+    heads: int
+    form: KeysForm
+    grad_dtype: torch.dtype
+    layout: Layout
+    mask: Mask
+    hosts: tuple[int, ...]
+
+    @property
+    def route(self) -> Route:
+        """Where the keys of each rank have to go."""
+        return plan_route(self.layout.shards, self.mask, self.layout.seq_len)
+
+    def grad_bytes(self, length: int) -> int:
+        """Bytes of the gradients of the keys of `length` positions, underway."""
+        return self.form.num_elements(length) * self.grad_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Call:
+    """An attention as the ranks agreed on it: all of it that is not a tensor of its graph.
+
+    Attributes:
+        group: the ranks; None is this process alone.
+        work: sizes, mask and layout.
+        scheme: how queries and keys come together.
+        grid: the ranks in the rows that the scheme works with.
+        options: of every block.
+        offsets: cu_seqlens of the mask on the device, or None.
+        alibi_slopes: `[H]` or None.
+    """
+
+    group: ProcessGroup | None
+    work: Workload
+    scheme: Scheme
+    grid: Grid
+    options: BlockOptions
+    offsets: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return group_rank(self.group)
+
+    @property
+    def exact(self) -> Call:
+        """Without library blocks, which have no gradient of a log-sum-exp."""
+        return replace(self, options=replace(self.options, precision="exact"))
+
+    def block(self, q: Tensor, source: int, keys: Keys, *, place: int | None = None) -> Block:
+        """This rank's queries against the keys of rank `source`.
+
+        `place` is the shard of the queries, where shards are not those of the ranks.
+        """
+        place, layout = self.rank if place is None else place, self.work.layout
+        q_positions, k_positions = (layout.positions(i, q.device) for i in (place, source))
+        q_documents = k_documents = None
+        if self.offsets is not None:
+            q_documents = document_ids(q_positions, self.offsets)
+            k_documents = document_ids(k_positions, self.offsets)
+        return Block(
+            q,
+            keys.k,
+            keys.v,
+            q_positions,
+            k_positions,
+            q_documents,
+            k_documents,
+            keys.key_mask,
+            self.alibi_slopes,
+            layout.shards[place],
+            layout.shards[source],
+        )
+
+
+class Scheme(ABC):
+    """A way to bring the queries and keys of all ranks together.
+
+    A new one is a file beside this and a line in the registry of `schemes/__init__.py`.
+    """
+
+    name: str
+    # "auto" leaves the scheme out where a rank would hold more bytes than this.
+    most_held_bytes: int | None = None
+
+    def refusal(self, heads: int, kv_heads: int, num_ranks: int, mesh: Grid | None) -> str | None:
+        """Why ranks, in the rows of a mesh or None, cannot share heads: "<arg> to be ..."."""
+        return None
+
+    def rows(self, hosts: Sequence[int], mesh: Grid | None) -> Grid:
+        """The ranks in the rows that the scheme works with; the same on every rank.
+
+        Args:
+            hosts: for each rank the number of its host.
+            mesh: the rows that the user gave, or None.
+
+        Raises:
+            ValueError: there are no such rows: "<arg> to be <rule>, got <value>".
+        """
+        return even_grid(len(hosts), len(hosts))
+
+    def candidates(self, hosts: Sequence[int], mesh: Grid | None) -> list[Grid]:
+        """Every arrangement in rows that "auto" may take."""
+        return [self.rows(hosts, mesh)]
+
+    @abstractmethod
+    def traffic(self, work: Workload, grid: Grid) -> Traffic:
+        """What each rank sends and holds with these rows, by formulas."""
+
+    @abstractmethod
+    def forward(self, q: Tensor, own: Keys, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(out, lse, packed keys to keep in the place of our own or None).
+
+        `out` and `lse` are float32 (float64).
+        """
+
+    @abstractmethod
+    def backward(self, saved: Saved, grad_out: Tensor, lse: Tensor, delta: Tensor) -> Gradients:
+        """(dq, dk, dv); gradients, lse and delta are float32 (float64)."""
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The tensors that a backward pass starts from.
+
+    Attributes:
+        call: as in the forward pass.
+        q: `[B, H, L, D]`.
+        own: this rank's keys; None where `kept` stands for them.
+        kept: keys that the forward pass asked to keep, packed.
+    """
+
+    call: Call
+    q: Tensor
+    own: Keys | None
+    kept: Tensor | None
+
+
+def empty_sums(q: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
+    """(out, lse) of queries that have seen no keys yet, in the dtype of sums."""
+    dtype = accumulation_dtype(q.dtype)
+    out = q.new_zeros((*q.shape[:3], v_dim), dtype=dtype)
+    return out, q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+
+
+@dataclass
+class Pass:
+    """What each rank sends in one direction.
+
+    Attributes:
+        hosts: see `Workload`.
+        sent: bytes by rank.
+        abroad: those of them that go to another host.
+        awaited: bytes by rank that nothing is computed beside; those abroad `ABROAD_FACTOR` times.
+        beside: the same of hops that run beside blocks.
+        rounds: exchanges that one rank waits for, one after the other.
+    """
+
+    hosts: tuple[int, ...]
+    rounds: int = 0
+    sent: list[int] = field(init=False)
+    abroad: list[int] = field(init=False)
+    awaited: list[int] = field(init=False)
+    beside: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Start with nothing sent."""
+        for name in ("sent", "abroad", "awaited", "beside"):
+            setattr(self, name, [0] * len(self.hosts))
+
+    def add(self, sender: int, receiver: int, num_bytes: int, *, hop: bool) -> None:
+        """One message; `hop`: of a ring, posted before a block and awaited behind it."""
+        goes_abroad = self.hosts[sender] != self.hosts[receiver]
+        self.sent[sender] += num_bytes
+        self.abroad[sender] += num_bytes * goes_abroad
+        weights = self.beside if hop else self.awaited
+        weights[sender] += num_bytes * (ABROAD_FACTOR if goes_abroad else 1)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one scheme sends and holds.
+
+    Attributes:
+        forward: of the forward pass.
+        backward: of the backward pass.
+        held: bytes of keys, values and their gradients, and of exchanged queries and theirs, that a
+            rank holds at once beside its own shards.
+    """
+
+    forward: Pass
+    backward: Pass
+    held: int

@@ -1,0 +1,31 @@
+"""Rings of rings: keys go round the ranks of a row, and seldom hop to the next row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moe_ext.attention.layouts import Grid, grid_of_hosts
+from moe_ext.attention.schemes.ring import Ring
+
+
+class DoubleRing(Ring):
+    """P - 1 hops like a ring: R - 1 between rings, posted I stages ahead, and R (I - 1) inside."""
+
+    name = "double_ring"
+
+    def rows(self, hosts: Sequence[int], mesh: Grid | None) -> Grid:
+        """The user's rows, or the hosts."""
+        found = grid_of_hosts(hosts) if mesh is None else mesh
+        if found is None:
+            counts = [hosts.count(host) for host in dict.fromkeys(hosts)]
+            raise ValueError(
+                "ring_attention: expected group to be a 2-D DeviceMesh, or of hosts with as many "
+                f"ranks each, for scheme 'double_ring', got hosts of {counts} ranks"
+            )
+        return found
+
+    def candidates(self, hosts: Sequence[int], mesh: Grid | None) -> list[Grid]:
+        """The user's rows; hosts where there are several of several ranks."""
+        found = grid_of_hosts(hosts) if mesh is None else mesh
+        useful = found is not None and (mesh is not None or min(found.shape) > 1)
+        return [found] if found is not None and useful else []

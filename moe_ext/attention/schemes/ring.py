@@ -1,0 +1,453 @@
+"""Ring attention: every rank keeps its queries, keys and values go round one ring or several.
+
+P = R * I places lie in R rings of I. In stage t = o * I + i every place has the keys of one source:
+place (n, j) those of (n - o, j - i). Forward, keys go round inside their ring, i = 0 .. I - 1; at
+i = 0 they also set out for the next ring, where they are due I stages later. Backward the same film
+runs in reverse: keys set out at i = I - 1 for the ring before, gradients follow the stages of the
+forward pass back to their source. R = 1 is the plain ring.
+
+What the mask does not need is left out: a source's keys visit the stages between their first and
+their last use, and stages that would only pass them on from home are jumped.
+
+Every rank computes by arithmetic alone what it sends and receives in each stage. Both ends of a
+message post it in the same stage and in the same order, which is what NCCL asks for.
+
+Shapes: B batch, H heads, Hkv heads of keys and values, L positions of this rank, M positions of the
+    rank whose keys are at hand, D and Dv head dims, P places, R rings of I.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from moe_ext.attention.block import (
+    Block,
+    Keys,
+    Narrowed,
+    accumulation_dtype,
+    attend_,
+    block_backward,
+)
+from moe_ext.attention.exchange import Buffers, Exchange, Hop
+from moe_ext.attention.layouts import Grid, Layout, merged_layout
+from moe_ext.attention.schemes.base import (
+    Call,
+    Gradients,
+    Pass,
+    Saved,
+    Scheme,
+    Traffic,
+    Workload,
+    empty_sums,
+)
+
+_KEYS, _GRADS, _GRADS_HOME, _KINDS = 0, 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Circuit:
+    """R rings of I places; R = 1 or I = 1 is a plain ring."""
+
+    rings: int
+    inner: int
+
+    @property
+    def num_places(self) -> int:
+        """P."""
+        return self.rings * self.inner
+
+    def holder(self, source: int, stage: int) -> int:
+        """Place that has the keys of a source."""
+        ring, index = divmod(source, self.inner)
+        outer, step = divmod(stage, self.inner)
+        return (ring + outer) % self.rings * self.inner + (index + step) % self.inner
+
+    def source(self, place: int, stage: int) -> int:
+        """Whose keys a place has."""
+        ring, index = divmod(place, self.inner)
+        outer, step = divmod(stage, self.inner)
+        return (ring - outer) % self.rings * self.inner + (index - step) % self.inner
+
+    def before(self, stage: int) -> int:
+        """Stage of the forward pass that keys come from; messages are posted as it begins."""
+        return stage - (1 if stage % self.inner else self.inner)
+
+    def after(self, stage: int) -> int:
+        """The same of the backward pass; P stands for home."""
+        goes_round = stage % self.inner != self.inner - 1
+        return min(stage + (1 if goes_round else self.inner), self.num_places)
+
+    def crosses(self, stage: int, *, backward: bool = False) -> bool:
+        """True if keys come to this stage from another ring."""
+        return self.rings > 1 and stage % self.inner == (self.inner - 1 if backward else 0)
+
+    def following(self, stage: int) -> list[int]:
+        """Stages of the forward pass whose messages are posted in this one, nearest first."""
+        found = (stage + 1, stage + self.inner)
+        return [t for t in dict.fromkeys(found) if t < self.num_places and self.before(t) == stage]
+
+    def preceding(self, stage: int) -> list[int]:
+        """The same of the backward pass, from `stage` = P on."""
+        found = (stage - 1, stage - self.inner)
+        return [t for t in dict.fromkeys(found) if t >= 0 and self.after(t) == stage]
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Where keys come from, of every source a dict of stage to stage.
+
+    Attributes:
+        forward: stage 0 is home. Gradients go the same way back.
+        is_full: keys visit every stage; they can be kept where the forward pass ends.
+        kept: of a backward pass that begins there, in stage P - 1.
+        home: of one that begins at home, which is stage P; nothing has to come back to stage 0.
+    """
+
+    forward: tuple[dict[int, int], ...]
+    is_full: bool
+    kept: tuple[dict[int, int], ...]
+    home: tuple[dict[int, int], ...]
+
+
+def _tree(needed: Iterable[int], parent: Callable[[int], int], root: int) -> dict[int, int]:
+    """Stage to the stage it comes from, of all stages on the way from the root to needed ones."""
+    wanted = set(needed) - {root}
+    edges: dict[int, int] = {}
+    for stage in wanted:
+        while stage != root and stage not in edges:
+            edges[stage] = parent(stage)
+            stage = edges[stage]
+    for first in [stage for stage, origin in edges.items() if origin == root]:
+        children = [stage for stage, origin in edges.items() if origin == first]
+        while first not in wanted and len(children) == 1:
+            del edges[first]
+            first = children[0]
+            edges[first] = root
+            children = [stage for stage, origin in edges.items() if origin == first]
+    return edges
+
+
+@functools.lru_cache(maxsize=256)
+def plan_paths(circuit: Circuit, needs: tuple[tuple[bool, ...], ...]) -> Paths:
+    """The paths of all keys; `needs[r][c]`: some query of place r sees some key of place c."""
+    last = circuit.num_places - 1
+    used = [
+        [t for t in range(last + 1) if needs[circuit.holder(source, t)][source]]
+        for source in range(last + 1)
+    ]
+    forward = tuple(_tree(stages, circuit.before, 0) for stages in used)
+    is_full = last > 0 and all(len(edges) == last for edges in forward)
+    kept = tuple(_tree(stages, circuit.after, last) for stages in used) if is_full else ()
+    home = tuple(_tree(set(stages) - {0}, circuit.after, last + 1) for stages in used)
+    return Paths(forward, is_full, kept, home)
+
+
+@dataclass(frozen=True)
+class Tour:
+    """A circuit whose places are ranks of a group.
+
+    Attributes:
+        call: with one shard for each place.
+        circuit: the way of the keys.
+        ranks: rank in the group of each place.
+        place: of this rank.
+    """
+
+    call: Call
+    circuit: Circuit
+    ranks: tuple[int, ...]
+    place: int
+
+    @cached_property
+    def paths(self) -> Paths:
+        """Of the keys of every place."""
+        return plan_paths(self.circuit, self.call.work.route.needs)
+
+    @cached_property
+    def needs(self) -> tuple[bool, ...]:
+        """For each place, True if a query of this rank sees a key of it."""
+        return self.call.work.route.needs[self.place]
+
+    def holder(self, source: int, stage: int) -> int:
+        """Rank in the group that has the keys of a source."""
+        return self.ranks[self.circuit.holder(source, stage)]
+
+    def source(self, stage: int) -> int:
+        """Place whose keys this rank has."""
+        return self.circuit.source(self.place, stage)
+
+    def length(self, source: int) -> int:
+        """Positions of a place."""
+        return self.call.work.layout.sizes[source]
+
+    def keys(self, held: Tensor | None, source: int) -> Keys:
+        """The keys of a place, of the message that brought them."""
+        assert held is not None, "keys go where they are needed"
+        return self.call.work.form.unpacked(held, self.length(source))
+
+    def block(self, q: Tensor, source: int, keys: Keys) -> Block:
+        """This rank's queries against the keys of a place."""
+        return self.call.block(q, source, keys, place=self.place)
+
+
+class _KeysUnderway:
+    """Posts and receives the keys of one pass.
+
+    Of the keys of another ring and of those of this one, two messages each are in memory at most.
+    """
+
+    def __init__(
+        self,
+        tour: Tour,
+        own: Keys | None,
+        device: torch.device,
+        *,
+        kept: Tensor | None = None,
+        backward: bool = False,
+    ) -> None:
+        self.tour, self.backward = tour, backward
+        self.paths, self.root, self.first = tour.paths.forward, 0, tour.place
+        name = "ring_attention"
+        if backward:
+            self.paths, self.root = tour.paths.home, tour.circuit.num_places
+            name = "ring_attention backward"
+        if backward and own is None:
+            self.paths, self.root = tour.paths.kept, self.root - 1
+            self.first = tour.source(self.root)
+        self.exchange = Exchange(tour.call.group, name)
+        largest = tour.call.work.form.num_bytes(max(tour.call.work.layout.sizes))
+        # Of this ring, and of the others.
+        self.buffers = (Buffers(largest, device), Buffers(largest, device))
+        # The keys that are here as the pass begins, those of `first`.
+        self.start = own.packed() if own is not None and self.paths[tour.place] else kept
+        self.hops: dict[int, Hop] = {}
+
+    def post(self, stage: int, held: Tensor | None) -> None:
+        """All messages that are due for posting in this stage; `held` are its keys."""
+        circuit = self.tour.circuit
+        for target in circuit.preceding(stage) if self.backward else circuit.following(stage):
+            self._post(stage, target, held)
+
+    def _post(self, stage: int, target: int, held: Tensor | None) -> None:
+        tour, buffer, origin = self.tour, None, 0
+        sends: list[tuple[Tensor, int]] = []
+        if held is not None and stage != self.root:
+            source = tour.source(stage)
+            if self.paths[source].get(target) == stage:
+                sends.append((held, tour.holder(source, target)))
+        if self.start is not None and self.paths[self.first].get(target) == self.root:
+            sends.append((self.start, tour.holder(self.first, target)))
+        source = tour.source(target)
+        if target in self.paths[source]:
+            begin = self.paths[source][target]
+            at_home = begin == tour.circuit.num_places
+            origin = tour.ranks[source] if at_home else tour.holder(source, begin)
+            buffer = self._buffer(target, tour.length(source))
+        if sends or buffer is not None:
+            tag = _KINDS * target + _KEYS
+            self.hops[target] = self.exchange.post(sends, buffer, origin, tag)
+
+    def _buffer(self, target: int, length: int) -> Tensor:
+        circuit = self.tour.circuit
+        crosses = circuit.crosses(target, backward=self.backward)
+        turn = target // circuit.inner if crosses else target
+        return self.buffers[crosses].take(turn, self.tour.call.work.form.num_bytes(length))
+
+    def arrived(self, stage: int) -> Tensor | None:
+        """The keys of a stage, once they are here; None where nothing comes."""
+        hop = self.hops.pop(stage, None)
+        return None if hop is None else hop.wait()
+
+
+def circulate(q: Tensor, own: Keys, tour: Tour) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(out, lse) of this rank, and the keys that came last, packed, where all keys go all round."""
+    out, lse = empty_sums(q, own.v.shape[3])
+    underway, held = _KeysUnderway(tour, own, q.device), None
+    for stage in range(tour.circuit.num_places):
+        held, source = underway.arrived(stage), tour.source(stage)
+        underway.post(stage, held)
+        if tour.needs[source]:
+            keys = own if stage == 0 else tour.keys(held, source)
+            attend_(out, lse, tour.block(q, source, keys), tour.call.options)
+    return out, lse, held if tour.paths.is_full else None
+
+
+class _GradsUnderway:
+    """Posts and receives gradients of keys on the way back to their source."""
+
+    def __init__(self, tour: Tour, device: torch.device) -> None:
+        self.tour, self.device = tour, device
+        self.exchange = Exchange(tour.call.group, "ring_attention backward")
+        self.hops: dict[int, list[Hop]] = {}
+        self.outgoing: list[Hop] = []
+
+    def post(self, stage: int, row: Tensor | None) -> None:
+        """Hand on the gradients of the keys of this stage, and expect what others hand on."""
+        tour, circuit, paths = self.tour, self.tour.circuit, self.tour.paths.forward
+        before, source, me = circuit.before(stage), tour.source(stage), tour.place
+        target = paths[source].get(stage)
+        sends = []
+        if row is not None and target is not None:
+            message = row.to(tour.call.work.grad_dtype).view(torch.uint8)
+            sends = [(message, tour.holder(source, target))]
+        ours = tour.source(before)
+        arrives = before if paths[ours].get(stage) == before else None
+        self._post(stage, _GRADS, sends if target == before else [], ours, arrives)
+        if before != 0:
+            # Where only some places on the way see the keys, their gradients jump the others.
+            arrives = 0 if paths[me].get(stage) == 0 else None
+            self._post(stage, _GRADS_HOME, sends if target == 0 else [], me, arrives)
+
+    def _post(
+        self,
+        stage: int,
+        kind: int,
+        sends: list[tuple[Tensor, int]],
+        source: int,
+        target: int | None,
+    ) -> None:
+        tour, call, buffer = self.tour, self.tour.call, None
+        if target is not None:
+            count = call.work.form.num_elements(tour.length(source))
+            buffer = torch.empty(count, dtype=call.work.grad_dtype, device=self.device)
+            buffer = buffer.view(torch.uint8)
+        if not sends and buffer is None:
+            return
+        origin, tag = tour.holder(source, stage), _KINDS * stage + kind
+        hop = self.exchange.post(sends, buffer, origin, tag)
+        if target is None:
+            self.outgoing.append(hop)
+            if len(self.outgoing) > 2:
+                self.outgoing.pop(0).wait()
+        else:
+            self.hops.setdefault(target, []).append(hop)
+
+    def add_arrived(self, stage: int, row: Tensor | None) -> Tensor | None:
+        """`row` and the gradients that came to this stage, summed up."""
+        for hop in self.hops.pop(stage, []):
+            arrived = hop.wait()
+            assert arrived is not None
+            part = arrived.view(self.tour.call.work.grad_dtype)
+            if row is None:
+                row = part.to(accumulation_dtype(self.tour.call.work.form.dtype))
+            else:
+                row += part
+        return row
+
+    def finish(self) -> None:
+        """Wait for all that was sent."""
+        for hop in self.outgoing:
+            hop.wait()
+        self.outgoing.clear()
+
+
+def circulate_back(
+    saved: Saved, tour: Tour, grad_out: Tensor, lse: Tensor, delta: Tensor
+) -> Gradients:
+    """(dq, dk, dv) of this rank, float32 (float64)."""
+    q, own, last = saved.q, saved.own, tour.circuit.num_places - 1
+    form, narrowed = tour.call.work.form, Narrowed(grad_out, delta, q.dtype)
+    underway = _KeysUnderway(tour, own, q.device, kept=saved.kept, backward=True)
+    grads = _GradsUnderway(tour, q.device)
+    grad_q, row = None, None
+    if own is not None:
+        underway.post(last + 1, None)
+    for stage in range(last, -1, -1):
+        source = tour.source(stage)
+        held = saved.kept if own is None and stage == last else underway.arrived(stage)
+        underway.post(stage, held)
+        row = None
+        if tour.needs[source]:
+            keys = own if own is not None and stage == 0 else tour.keys(held, source)
+            block = tour.block(q, source, keys)
+            partial, *parts = block_backward(
+                grad_out, lse, delta, block, tour.call.options, narrowed
+            )
+            grad_q = partial if grad_q is None else grad_q.add_(partial)
+            row = torch.cat([part.reshape(-1) for part in parts])
+            # Their memory goes before that of the next ones comes.
+            del partial, parts
+        row = grads.add_arrived(stage, row)
+        if stage > 0:
+            grads.post(stage, row)
+    grads.finish()
+    if grad_q is None:
+        grad_q = torch.zeros_like(q, dtype=lse.dtype)
+    if row is None:
+        row = lse.new_zeros(form.num_elements(tour.length(tour.place)))
+    return grad_q, *form.split(row, tour.length(tour.place))
+
+
+def add_ring_traffic(
+    work: Workload,
+    circuit: Circuit,
+    layout: Layout,
+    passes: tuple[Pass, Pass],
+    add: Callable[[Pass, int, int, int], None],
+) -> int:
+    """Count what the places of a circuit send by `add(pass, sender, receiver, bytes)`.
+
+    Returns the bytes that a place holds beside its own keys.
+    """
+    forward, backward = passes
+    paths = plan_paths(circuit, replace(work, layout=layout).route.needs)
+    returning = paths.kept if paths.is_full else paths.home
+    for source, length in enumerate(layout.sizes):
+        keys, grads = work.form.num_bytes(length), work.grad_bytes(length)
+        for stage, origin in paths.forward[source].items():
+            near, far = circuit.holder(source, origin), circuit.holder(source, stage)
+            add(forward, near, far, keys)
+            add(backward, far, near, grads)
+        for stage, origin in returning[source].items():
+            at_home = origin == circuit.num_places
+            begin = source if at_home else circuit.holder(source, origin)
+            add(backward, begin, circuit.holder(source, stage), keys)
+    rounds = len({stage for edges in paths.forward for stage in edges})
+    forward.rounds += rounds
+    backward.rounds += rounds + (rounds > 0)
+    spare = sum(min(2, n - 1) for n in (circuit.rings, circuit.inner)) if rounds else 0
+    longest = max(layout.sizes)
+    return spare * (work.form.num_bytes(longest) + work.grad_bytes(longest))
+
+
+class Ring(Scheme):
+    """Keys and values go round: P - 1 hops, then P - 1 back, and P - 1 for their gradients."""
+
+    name = "ring"
+
+    def traffic(self, work: Workload, grid: Grid) -> Traffic:
+        """Keys of each rank go as far as they are needed, and back with their gradients."""
+        passes, ranks = (Pass(work.hosts), Pass(work.hosts)), grid.order
+
+        def add(one: Pass, sender: int, receiver: int, num_bytes: int) -> None:
+            one.add(ranks[sender], ranks[receiver], num_bytes, hop=True)
+
+        layout = merged_layout(work.layout, tuple((rank,) for rank in ranks))
+        held = add_ring_traffic(work, Circuit(*grid.shape), layout, passes, add)
+        return Traffic(*passes, held)
+
+    def forward(self, q: Tensor, own: Keys, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(out, lse, keys to keep in the place of our own)."""
+        return circulate(q, own, self._tour(call))
+
+    def backward(self, saved: Saved, grad_out: Tensor, lse: Tensor, delta: Tensor) -> Gradients:
+        """(dq, dk, dv)."""
+        return circulate_back(saved, self._tour(saved.call), grad_out, lse, delta)
+
+    @staticmethod
+    def _tour(call: Call) -> Tour:
+        ranks = call.grid.order
+        layout = merged_layout(call.work.layout, tuple((rank,) for rank in ranks))
+        place = ranks.index(call.rank)
+        return Tour(
+            replace(call, work=replace(call.work, layout=layout)),
+            Circuit(*call.grid.shape),
+            ranks,
+            place,
+        )

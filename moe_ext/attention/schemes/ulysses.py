@@ -1,0 +1,298 @@
+"""Attention by an all-to-all from shards of the sequence to shards of the heads, and back.
+
+Ranks lie in rows. Inside a row the all-to-all leaves each rank the whole row's positions of its own
+heads; in between, keys of these heads go round the ranks of a column. One row is Ulysses.
+
+Shapes: B batch, H heads, Hkv heads of keys and values, S positions of a row, L positions of this
+    rank, D and Dv head dims, U ranks of a row, P ranks of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from moe_ext.attention.block import Keys, accumulation_dtype
+from moe_ext.attention.layouts import Grid, even_grid, merged_layout
+from moe_ext.attention.schemes.base import (
+    Call,
+    Gradients,
+    Pass,
+    Saved,
+    Scheme,
+    Traffic,
+    Workload,
+)
+from moe_ext.attention.schemes.ring import (
+    Circuit,
+    Tour,
+    add_ring_traffic,
+    circulate,
+    circulate_back,
+    plan_paths,
+)
+from moe_ext.distributed.collectives import all_to_all_rows
+from moe_ext.distributed.traffic import record_traffic
+
+_CONTIGUOUS = torch.contiguous_format
+
+
+def _heads_each(total: int, num_ranks: int) -> int:
+    """Heads that a rank of a row gets; where ranks outnumber them, several get the same one."""
+    return max(total // num_ranks, min(total, 1))
+
+
+class Ulysses(Scheme):
+    """An all-to-all of heads inside rows, a ring of keys along columns; exchanges again backward.
+
+    All ranks are one row. Where ranks of a row outnumber the heads of keys, each head goes to every
+    rank that needs it, and no farther.
+    """
+
+    name = "ulysses"
+
+    def refusal(self, heads: int, kv_heads: int, num_ranks: int, mesh: Grid | None) -> str | None:
+        """Heads that the ranks of a row cannot share."""
+        if heads % num_ranks == 0 and (kv_heads % num_ranks == 0 or num_ranks % kv_heads == 0):
+            return None
+        return (
+            f"the heads of q to be a multiple of the {num_ranks} ranks that share them, and those "
+            f"of k a multiple or a divisor, got {heads} and {kv_heads}"
+        )
+
+    def traffic(self, work: Workload, grid: Grid) -> Traffic:
+        """All-to-all of heads in rows, a ring of keys along each column."""
+        rings, inner = grid.shape
+        passes, form = (Pass(work.hosts), Pass(work.hosts)), work.form
+        column = replace(work, form=replace(form, heads=_heads_each(form.heads, inner)))
+        layout = merged_layout(work.layout, grid.rows)
+
+        def add(one: Pass, sender: int, receiver: int, num_bytes: int) -> None:
+            for index in range(inner):
+                one.add(grid.rows[sender][index], grid.rows[receiver][index], num_bytes, hop=True)
+
+        held = add_ring_traffic(column, Circuit(1, rings), layout, passes, add)
+        if inner > 1:
+            needs = replace(work, layout=layout).route.needs
+            full = rings > 1 and plan_paths(Circuit(1, rings), needs).is_full
+            kept = full or (rings == 1 and inner <= form.heads)
+            _add_all_to_all(work, grid, passes, kept)
+            form, positions = column.form, max(layout.sizes)
+            exact = accumulation_dtype(form.dtype).itemsize
+            queries = form.batch * work.heads // inner * positions * (form.dim + form.v_dim)
+            # Queries, the gradient of the output and that of the queries; keys and their gradients.
+            held += queries * form.dtype.itemsize + queries * exact
+            held += form.num_bytes(positions) + form.num_elements(positions) * exact
+        return Traffic(*passes, held)
+
+    def forward(self, q: Tensor, own: Keys, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(out, lse, keys to keep in the place of our own)."""
+        row, heads = _Row(call, "ring_attention"), q.shape[1]
+        q_heads, k, v = row.to_heads([q, own.k, own.v])
+        keys = Keys(k, v, row.mask(own.key_mask))
+        out, lse, kept = circulate(q_heads, keys, row.tour(heads))
+        if row.keeps_keys:
+            kept = keys.packed()
+        both = row.to_positions(torch.cat([out, lse[..., None]], -1), heads)
+        # Copies, even of a single row: a graph's operator must not give two views of one tensor.
+        out, lse = (x.clone(memory_format=_CONTIGUOUS) for x in (both[..., :-1], both[..., -1]))
+        return out, lse, kept
+
+    def backward(self, saved: Saved, grad_out: Tensor, lse: Tensor, delta: Tensor) -> Gradients:
+        """(dq, dk, dv)."""
+        call, q, own, form = saved.call, saved.q, saved.own, saved.call.work.form
+        row, heads = _Row(call, "ring_attention backward"), q.shape[1]
+        # The gradient of the output had the dtype of q before: nothing is lost.
+        narrow = grad_out.to(q.dtype)
+        if own is None:
+            q_heads, grad_heads = row.to_heads([q, narrow])
+            keys = None
+        else:
+            q_heads, k, v, grad_heads = row.to_heads([q, own.k, own.v, narrow])
+            keys = Keys(k, v, row.mask(own.key_mask))
+        lse_heads, delta_heads = row.to_heads([lse[..., None], delta[..., None]])
+        tour, kept = row.tour(heads), saved.kept
+        if kept is not None and row.keeps_keys:
+            keys, kept = tour.keys(kept, 0), None
+        grad_q, grad_k, grad_v = circulate_back(
+            Saved(tour.call, q_heads, keys, kept),
+            tour,
+            grad_heads.to(grad_out.dtype),
+            lse_heads[..., 0].contiguous(),
+            delta_heads[..., 0].contiguous(),
+        )
+        grad_q = row.to_positions(grad_q.to(q.dtype), heads)
+        # Copies of a head are summed up where they arrive.
+        wire = call.work.grad_dtype if len(row.ranks) > form.heads else q.dtype
+        both = row.to_positions(torch.cat([grad_k, grad_v], dim=-1).to(wire), form.heads)
+        return grad_q, both[..., : form.dim], both[..., form.dim :]
+
+
+class Hybrid(Ulysses):
+    """Ulysses in each row of a 2-D mesh, and a ring in each column."""
+
+    name = "hybrid"
+
+    def refusal(self, heads: int, kv_heads: int, num_ranks: int, mesh: Grid | None) -> str | None:
+        """A group without rows, or heads that the ranks of a row cannot share."""
+        if mesh is None and num_ranks > 1:
+            return (
+                "group to be a 2-D DeviceMesh ('ring', 'ulysses') for scheme 'hybrid', got a group "
+                f"of {num_ranks} ranks"
+            )
+        row = num_ranks if mesh is None else mesh.shape[1]
+        return super().refusal(heads, kv_heads, row, mesh)
+
+    def rows(self, hosts: Sequence[int], mesh: Grid | None) -> Grid:
+        """The user's rows."""
+        return super().rows(hosts, mesh) if mesh is None else mesh
+
+    def candidates(self, hosts: Sequence[int], mesh: Grid | None) -> list[Grid]:
+        """The user's rows, or every length of rows that divides the ranks."""
+        size = len(hosts)
+        if mesh is not None:
+            return [mesh]
+        return [even_grid(size, inner) for inner in range(2, size) if size % inner == 0]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The all-to-all among the ranks of this rank's row.
+
+    It runs on the group of all ranks, with nothing for those of other rows: no further group is
+    needed, for whichever shape is asked for.
+    """
+
+    call: Call
+    operation: str
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Of the group, in the order of the row."""
+        return self.call.grid.rows[self.call.grid.place(self.call.rank)[0]]
+
+    @property
+    def index(self) -> int:
+        """Of this rank in its row."""
+        return self.ranks.index(self.call.rank)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Positions of each rank of the row."""
+        return [self.call.work.layout.sizes[rank] for rank in self.ranks]
+
+    @property
+    def keeps_keys(self) -> bool:
+        """True if the keys of this rank's heads are kept in the place of our own, of one size."""
+        rings, inner = self.call.grid.shape
+        return rings == 1 and 1 < inner <= self.call.work.form.heads
+
+    def tour(self, heads: int) -> Tour:
+        """The ring of this rank's column, for its heads."""
+        call, work, grid = self.call, self.call.work, self.call.grid
+        mine = self.heads(heads, self.index)
+        form = replace(work.form, heads=_heads_each(work.form.heads, len(self.ranks)))
+        inner = replace(
+            call,
+            work=replace(work, form=form, layout=merged_layout(work.layout, grid.rows)),
+            options=replace(call.options, first_head=mine.start),
+            alibi_slopes=None if call.alibi_slopes is None else call.alibi_slopes[mine],
+        )
+        place = grid.place(call.rank)[0]
+        return Tour(inner, Circuit(1, len(grid.rows)), grid.column(self.index), place)
+
+    def heads(self, total: int, index: int) -> slice:
+        """Heads of a rank of the row."""
+        first = index * total // len(self.ranks)
+        return slice(first, first + _heads_each(total, len(self.ranks)))
+
+    def exchange(self, messages: Sequence[Tensor], receive: Sequence[int]) -> tuple[Tensor, ...]:
+        """One message to each rank of the row, one from each."""
+        group = self.call.group
+        if group is None or len(self.ranks) == 1:
+            return tuple(messages)
+        num_ranks = self.call.work.layout.num_ranks
+        send, due = [0] * num_ranks, [0] * num_ranks
+        for rank, message, count in zip(self.ranks, messages, receive, strict=True):
+            send[rank], due[rank] = len(message), count
+        # The group orders messages by rank, whatever the order of the row.
+        by_rank = sorted(range(len(self.ranks)), key=lambda i: self.ranks[i])
+        row = torch.cat([messages[i] for i in by_rank])
+        others = len(row) - send[self.call.rank]
+        record_traffic("all_to_all", others * row.element_size())
+        found = all_to_all_rows(row, group, send, due, operation=self.operation)
+        parts = found.split(due)
+        return tuple(parts[rank] for rank in self.ranks)
+
+    def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Each `[B, heads, L, D]` as `[B, heads of this rank, S, D]`, positions rank by rank."""
+        num_ranks, sizes = len(self.ranks), self.sizes
+        if num_ranks == 1:
+            return list(tensors)
+        messages = [
+            torch.cat([x[:, self.heads(x.shape[1], p)].reshape(-1) for x in tensors])
+            for p in range(num_ranks)
+        ]
+        shapes = [(x.shape[0], _heads_each(x.shape[1], num_ranks), x.shape[3]) for x in tensors]
+        counts = [batch * heads * dim for batch, heads, dim in shapes]
+        parts: list[list[Tensor]] = [[] for _ in tensors]
+        received = self.exchange(messages, [sum(counts) * size for size in sizes])
+        for message, size in zip(received, sizes, strict=True):
+            pieces = message.split([count * size for count in counts])
+            for part, piece, (batch, heads, dim) in zip(parts, pieces, shapes, strict=True):
+                part.append(piece.view(batch, heads, size, dim))
+        return [torch.cat(part, dim=2) for part in parts]
+
+    def to_positions(self, x: Tensor, total: int) -> Tensor:
+        """`[B, heads of this rank, S, D]` as `[B, total, L, D]`; copies of a head are summed up."""
+        num_ranks, sizes = len(self.ranks), self.sizes
+        if num_ranks == 1:
+            return x
+        batch, each, _, dim = x.shape
+        length = sizes[self.index]
+        messages = [part.reshape(-1) for part in x.split(sizes, dim=2)]
+        received = self.exchange(messages, [batch * each * length * dim] * num_ranks)
+        found = torch.stack([m.view(batch, each, length, dim) for m in received], dim=1)
+        copies = num_ranks * each // total if total else 1
+        if copies > 1:
+            return found.reshape(batch, total, copies, length, dim).sum(2)
+        return found.reshape(batch, total, length, dim)
+
+    def mask(self, key_mask: Tensor | None) -> Tensor | None:
+        """`[B, S]` of all positions of the row."""
+        if key_mask is None:
+            return None
+        # As a head that every rank has.
+        bytes_B1L1 = key_mask[:, None, :, None].to(torch.uint8)
+        return self.to_heads([bytes_B1L1])[0][:, 0, :, 0].bool()
+
+
+def _add_all_to_all(work: Workload, grid: Grid, passes: tuple[Pass, Pass], kept: bool) -> None:
+    """Heads out, positions back, in every row."""
+    forward, backward = passes
+    form, inner = work.form, grid.shape[1]
+    itemsize, exact = form.dtype.itemsize, accumulation_dtype(form.dtype).itemsize
+    rows = form.batch * work.heads // inner
+    keys_rows = form.batch * _heads_each(form.heads, inner)
+    wire = work.grad_dtype.itemsize if inner > form.heads else itemsize
+    mask = form.batch if form.masked else 0
+    keys = keys_rows * (form.dim + form.v_dim) * itemsize + mask
+    queries, output = rows * form.dim * itemsize, rows * form.v_dim
+    # By the positions that the sender holds, and by those that the receiver holds.
+    out = queries + keys
+    back = rows * (form.v_dim + 1) * exact
+    out_again = queries + (0 if kept else keys) + output * itemsize + 2 * rows * exact
+    back_again = queries + keys_rows * (form.dim + form.v_dim) * wire
+    for row in grid.rows:
+        for sender in row:
+            for receiver in row:
+                here, there = work.layout.sizes[sender], work.layout.sizes[receiver]
+                if sender != receiver:
+                    forward.add(sender, receiver, here * out + there * back, hop=False)
+                    backward.add(sender, receiver, here * out_again + there * back_again, hop=False)
+    forward.rounds += 2 + (mask > 0)
+    backward.rounds += 4 + (mask > 0 and not kept)
