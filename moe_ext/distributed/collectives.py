@@ -19,6 +19,8 @@ from moe_ext.distributed import streams
 from moe_ext.distributed.agreement import check_equal_over_ranks, share
 from moe_ext.distributed.comm import all_reduce_ as sum_over_ranks_
 from moe_ext.distributed.failures import naming_failed_ranks
+from moe_ext.distributed.groups import group_rank
+from moe_ext.distributed.traffic import is_counted, record_traffic
 
 __all__ = [
     "all_to_all_rows",
@@ -29,9 +31,17 @@ __all__ = [
 
 
 def _exchange(
-    x: Tensor, group: ProcessGroup, send: Sequence[int], receive: Sequence[int], operation: str
+    x: Tensor,
+    group: ProcessGroup,
+    send: Sequence[int],
+    receive: Sequence[int],
+    operation: str,
+    counted: bool,
 ) -> Tensor:
     """One all-to-all along dimension 0, on the side stream, for the caller to join."""
+    if counted and is_counted():
+        others = x.shape[0] - send[group_rank(group)]
+        record_traffic("all_to_all", others * x.shape[1:].numel() * x.element_size())
     x = x.contiguous()
     out = x.new_empty((sum(receive), *x.shape[1:]))
 
@@ -57,6 +67,7 @@ class _RowsUnderway:
     receive: Sequence[int]
     grad_scale: float
     operation: str
+    counted: bool
     grad_ND: Tensor | None = None
 
 
@@ -66,7 +77,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, rows: _RowsUnderway) -> Tensor:
         ctx.rows = rows
-        return _exchange(x_ND, rows.group, rows.send, rows.receive, rows.operation)
+        return _exchange(x_ND, rows.group, rows.send, rows.receive, rows.operation, rows.counted)
 
     @staticmethod
     @once_differentiable
@@ -91,7 +102,9 @@ class _Finish(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
         rows, operation = ctx.rows, f"{ctx.rows.operation} backward"
-        rows.grad_ND = _exchange(grad_RD, rows.group, rows.receive, rows.send, operation)
+        rows.grad_ND = _exchange(
+            grad_RD, rows.group, rows.receive, rows.send, operation, rows.counted
+        )
         return grad_RD, None
 
 
@@ -104,6 +117,7 @@ def all_to_all_rows(
     grad_scale: float = 1.0,
     operation: str = "all_to_all_rows",
     meanwhile: Callable[[], None] | None = None,
+    counted: bool = False,
 ) -> Tensor:
     """Exchange rows with every rank of a group; differentiable.
 
@@ -119,6 +133,7 @@ def all_to_all_rows(
         operation: name for error messages.
         meanwhile: called once the rows are underway; on CUDA its kernels run beside the exchange,
             and their backward beside that of the gradients.
+        counted: count what is sent, forward and backward; for callers that do not do so themselves.
 
     Returns:
         `[R, D]`, ordered by source rank. Ranks with no row take part like any other.
@@ -126,7 +141,7 @@ def all_to_all_rows(
     Raises:
         RankFailureError: a rank died or did not answer; the message names it. Forward and backward.
     """
-    rows = _RowsUnderway(group, send, receive, grad_scale, operation)
+    rows = _RowsUnderway(group, send, receive, grad_scale, operation, counted)
     out_RD = _Start.apply(x_ND, rows)
     if meanwhile is not None:
         meanwhile()

@@ -39,12 +39,13 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def count_traffic() -> Iterator[Traffic]:
-    """Count what this process sends inside, for sequence parallelism and compressed reductions.
+    """Count what this process sends inside.
 
-    Counted are the tensors of `moe_ext.attention`: hops of a ring, all-gathers, reduce-scatters,
-    all-to-alls, and all-reduces of gradients, forward and backward; and the messages of
-    `moe_ext.compression`, with ``async_op=True`` those of calls made inside. Not counted are the
-    messages of fixed size by which ranks compare their arguments.
+    Counted are the rows that layers send to experts and back; the tensors of `moe_ext.attention`:
+    hops of a ring, all-gathers, reduce-scatters, all-to-alls, and all-reduces of gradients; all of
+    these forward and backward; and the messages of `moe_ext.compression`, with ``async_op=True``
+    those of calls made inside. Not counted are the messages of fixed size by which ranks compare
+    their arguments.
 
     Yields:
         The counts, which grow until the context ends.

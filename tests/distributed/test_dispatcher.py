@@ -8,7 +8,13 @@ from checks import assert_passed, outcomes, raised
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import MoELayer, ops
-from moe_ext.distributed import AllToAllDispatcher, LocalDispatcher, TokenDispatcher, comm
+from moe_ext.distributed import (
+    AllToAllDispatcher,
+    LocalDispatcher,
+    TokenDispatcher,
+    comm,
+    count_traffic,
+)
 from moe_ext.distributed.collectives import all_to_all_rows
 from moe_ext.nn import RouterOutput, RowBudget
 
@@ -145,6 +151,26 @@ def check_only_rows_of_tokens_travel():
     dispatched, combined = sent[1:]
     assert dispatched[0] == num_rows, "padding went over the wire"
     assert combined == dispatched[::-1]
+
+
+def check_rows_are_counted():
+    sharded, whole = layers()
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    x = batches([9] * num_ranks)[rank].requires_grad_()
+    target = whole.router(x.detach()).gate.topk_idx // (E // num_ranks)
+    sent = torch.bincount(target.flatten(), minlength=num_ranks)
+    table = [torch.empty_like(sent) for _ in range(num_ranks)]
+    dist.all_gather(table, sent)
+    others = [p for p in range(num_ranks) if p != rank]
+    there, back = sum(int(sent[p]) for p in others), sum(int(table[p][rank]) for p in others)
+    sharded(x)
+    with count_traffic() as traffic:
+        y = sharded(x)
+    assert traffic.calls == {"all_to_all": 2}
+    assert traffic.total_bytes == (there + back) * 8 * 8
+    with count_traffic() as traffic:
+        y.sum().backward()
+    assert traffic.total_bytes == (there + back) * 8 * 8
 
 
 def check_checkpointing():
@@ -323,6 +349,32 @@ def check_a_transport_of_ones_own_loses_nothing():
         text = rf"OwnTransport: expected the dtype of x .* another dtype on rank {num_ranks - 1}"
         raised(ValueError, text, layer, x)
     layer(x)
+
+
+class OwnDispatch(TokenDispatcher):
+    """A dispatcher that does all by itself."""
+
+    def __init__(self):
+        super().__init__(E, world())
+        self.inner = AllToAllDispatcher(E, world())
+
+    def dispatch(self, *args, **options):
+        return self.inner.dispatch(*args, **options)
+
+    def combine(self, rows, metadata, *, meanwhile=None):
+        return self.inner.combine(rows, metadata, meanwhile=meanwhile)
+
+
+def check_a_dispatch_of_ones_own():
+    x, found = batches([7])[0], []
+    for one in (OwnDispatch(), "auto"):
+        torch.manual_seed(3)
+        layer = MoELayer(8, 6, E, 2, ep_group=world(), dispatcher=one, dtype=x.dtype)
+        raised(TypeError, r"expected x to be floating point", layer, x.long())
+        found.append(layer(x))
+    assert torch.equal(*found)
+    layer.dispatcher, layer.row_budget = OwnDispatch(), RowBudget(5)
+    raised(TypeError, r"that sends chunks, got OwnDispatch", layer, x)
 
 
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

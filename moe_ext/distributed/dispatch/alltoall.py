@@ -61,4 +61,5 @@ class AllToAllDispatcher(TokenDispatcher):
             grad_scale=grad_scale,
             operation=operation,
             meanwhile=meanwhile,
+            counted=True,
         )
