@@ -219,9 +219,10 @@ class CompressedOptimizer(Optimizer, ABC):
                 self._made = []
             raise
         self._compared = True
+        places = {id(ranks): self._places(ranks) for ranks in self._ranks}
         for index, entry in enumerate(entries):
             word, bit = divmod(index, _BITS)
-            entry.active = any(rows[place][word] >> bit & 1 for place in self._places(entry.ranks))
+            entry.active = any(rows[p][word] >> bit & 1 for p in places[id(entry.ranks)])
             grad = entry.parameter.grad
             entry.grad = None if grad is None else grad.float()
 
