@@ -110,7 +110,7 @@ class Compressor(ABC):
         return total
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next steps depend on."""
+        """The state that the next steps depend on."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
@@ -126,7 +126,7 @@ class Memory(ABC):
 
     @abstractmethod
     def compensate(self, tensor: Tensor, name: str) -> Tensor:
-        """What to compress instead of a gradient; a new tensor."""
+        """The tensor to compress in the place of a gradient, a new one."""
 
     def update(  # noqa: B027  (a memory may keep nothing)
         self, tensor: Tensor, name: str, compressor: Compressor, tensor_compressed: Codes, ctx: Any
@@ -140,7 +140,7 @@ class Memory(ABC):
         """The step has failed: everything is as before it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What is owed, by name."""
+        """Residuals by name."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
@@ -334,7 +334,7 @@ class Allgather(Communicator):
 
 @dataclass
 class Context:
-    """What a rank needs to decode, and what its memory may look at.
+    """Facts that a rank needs to decode, and that its memory may use.
 
     Attributes:
         shape: of the tensor.

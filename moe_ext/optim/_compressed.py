@@ -172,7 +172,7 @@ class CompressedOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def _schedule(self) -> tuple[int, ...]:
-        """Which step does what, as far as that is not an option of groups."""
+        """The options that no group has, and that decide what each step sends."""
 
     @property
     def steps_taken(self) -> int:
@@ -227,7 +227,7 @@ class CompressedOptimizer(Optimizer, ABC):
             entry.grad = None if grad is None else grad.float()
 
     def _find_problem(self, entries: list[Entry]) -> Exception | None:
-        """Why this rank cannot take the step."""
+        """The error that keeps this rank from taking the step."""
         for entry in self._frozen:
             if entry.parameter.requires_grad:
                 return ValueError(
@@ -265,7 +265,7 @@ class CompressedOptimizer(Optimizer, ABC):
         return None
 
     def _facts(self, entries: list[Entry], first: bool, is_plain: bool) -> dict[str, object]:
-        """What must be equal on every rank: at the first step options and parameters, too."""
+        """Facts that must be equal on every rank: at the first step options and parameters, too."""
         options, signature, values = "", "", 0
         if first:
             groups = [{n: group[n] for n in self._options} for group in self.param_groups]
@@ -292,11 +292,11 @@ class CompressedOptimizer(Optimizer, ABC):
         }
 
     def _is_apart(self, entry: Entry) -> bool:
-        """Whether a parameter has other values on each rank now."""
+        """Whether a parameter differs between ranks now."""
         return bool(self.state.get(entry.parameter, {}).get("apart", False))
 
     def _places(self, ranks: ProcessGroup | None) -> list[int]:
-        """Where the ranks of a group stand among those of the optimizer."""
+        """Positions of the ranks of a group among those of the optimizer."""
         common = self._process_group
         if common is None or ranks is None:
             return [group_rank(common)]
@@ -412,7 +412,7 @@ class CompressedOptimizer(Optimizer, ABC):
                 mean.clear_errors()
 
     def _owed(self, mean: CompressedMean, entries: list[Entry]) -> Tensor:
-        """What this rank owes, [N], in units of the sum over ranks."""
+        """The errors of this rank, [N], in units of the sum over ranks."""
         return mean.errors()
 
     def _pay(self, entries: list[Entry], owed: list[Tensor]) -> None:
@@ -536,7 +536,7 @@ class CompressedOptimizer(Optimizer, ABC):
             )
 
     def _is_between(self, state_dict: dict[str, Any]) -> bool:
-        """Whether ranks differ in more than errors, so that only their own state fits them."""
+        """Whether a state was saved while parameters differed between ranks."""
         return False
 
     def _load_shared(self, state_dict: dict[str, Any]) -> None:

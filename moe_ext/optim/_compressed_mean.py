@@ -136,12 +136,12 @@ class CompressedMean:
 
     @property
     def worker_N(self) -> Tensor:
-        """What this rank owes of its own tensors, in units of the sum over ranks."""
+        """The error of this rank's own tensors, [N], in units of the sum over ranks."""
         return self.memory.kept_tensor("residual")
 
     @property
     def server_M(self) -> Tensor:
-        """What this rank owes of the sum in its shard."""
+        """The error of the sum in this rank's shard, [M]."""
         return self.memory.kept_tensor("server")
 
     def errors(self) -> Tensor:

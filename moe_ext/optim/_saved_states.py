@@ -89,7 +89,7 @@ def owes(saved: State) -> bool:
 
 
 def owed_by(saved: State) -> dict[int, Tensor]:
-    """What the rank of a saved state owes, by number of the parameter."""
+    """The errors of the rank of a saved state, by number of the parameter."""
     found: dict[int, Tensor] = {}
     block = saved["compression"]["block"]
     for server in saved["compression"]["servers"]:

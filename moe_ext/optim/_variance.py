@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def fillings(second_moments: Sequence[Tensor]) -> list[Tensor]:
-    """What to take for zeros of each tensor: the mean of its positive elements, 0-d.
+    """Replacements for the zeros of each tensor: the mean of its positive elements, 0-d.
 
     An element of a block with others gets momentum by the error of its neighbours; over a second
     moment of zero it would step by that over epsilon. A tensor of zeros takes the mean of all

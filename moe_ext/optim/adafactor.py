@@ -154,7 +154,7 @@ class _Moment:
 
     @property
     def weight_of_new(self) -> float:
-        """What the means of this step count for: 1 - beta."""
+        """The weight of this step in the running means: 1 - beta."""
         return float(self.step ** self.entry.group["beta2_decay"])
 
     @property

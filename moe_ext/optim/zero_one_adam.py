@@ -200,7 +200,7 @@ class ZeroOneAdam(CompressedOptimizer):
                 group[f"{name}_interval"] = doubled if most is None else min(doubled, most)
 
     def _rate(self, group: dict[str, Any]) -> float:
-        """How far a step moves by a momentum of one, before the root of v."""
+        """The distance of a step by a momentum of one, before it is divided by the root of v."""
         lr = float(group["lr"])
         if not group["bias_correction"]:
             return lr

@@ -94,7 +94,7 @@ def resharded_over(module: FSDPModule) -> int:
 
 
 def messages_of(module: FSDPModule) -> dict[str, Any]:
-    """What sends a module's messages, by kind."""
+    """The objects that send a module's messages, by kind."""
     group = _param_groups(module)[0]
     return {
         "all-gather": getattr(group, "_all_gather_comm", None),

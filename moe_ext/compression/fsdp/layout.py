@@ -1,4 +1,4 @@
-"""Where the parameters of an FSDP module lie in its messages, and which of them are compressed.
+"""The places of an FSDP module's parameters in its messages, and which of them are compressed.
 
 Shape suffixes: P ranks of the group, S elements of a rank's shard, Q of its packed part that is
 compressed (each parameter padded to whole blocks), D of the part that is sent as it is, K blocks

@@ -26,7 +26,7 @@ def is_finite(flat: Tensor) -> Tensor:
 
 
 class ShardPacking(Packing):
-    """How the compressed parameters of a layout lie in the packed parts of P shards, ``[P, Q]``."""
+    """Packing of the compressed parameters of a layout in P shards, ``[P, Q]``."""
 
     def __init__(self, layout: ShardLayout, num_shards: int) -> None:
         self._segments = [segment for segment in layout.compressed if segment.numel]
@@ -48,7 +48,7 @@ class ShardPacking(Packing):
 
 
 class Residual:
-    """What one message owes, by parameter, in the store of a ledger."""
+    """The residual of one message, by parameter, in the store of a ledger."""
 
     def __init__(self, store: FeedbackStore, key: int) -> None:
         """Nothing is owed."""
@@ -68,7 +68,7 @@ class Residual:
 
     @property
     def kept(self) -> Tensor | None:
-        """What is owed after the last step, ``[P * Q]``."""
+        """The residual as the last step has left it, ``[P * Q]``."""
         memory = self._store.memories.get(self._names)
         return None if memory is None else memory.kept("residual")
 
@@ -116,7 +116,7 @@ class StepLedger:
         self.flushing = False
 
     def new_residual(self) -> Residual:
-        """What another message owes."""
+        """A residual for another message."""
         self._num_residuals += 1
         return Residual(self._store, self._num_residuals)
 

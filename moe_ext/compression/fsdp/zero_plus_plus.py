@@ -47,7 +47,7 @@ _LOCO_KEYS = {"err_beta", "reset_T"}
 
 
 class FSDPCompression:
-    """What `zero_plus_plus` has set on a model: how steps ended, and the residuals.
+    """The messages that `zero_plus_plus` has set on a model, their residuals, and how steps ended.
 
     Attributes:
         all_gathers: module name to `CompressedAllGather`.
