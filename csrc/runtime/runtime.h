@@ -6,6 +6,6 @@
 namespace moe_ext::runtime {
 
 void bind_ring_exchange(pybind11::module_& module);
-void bind_stages(pybind11::module_& module);
+void bind_worker(pybind11::module_& module);
 
 } // namespace moe_ext::runtime

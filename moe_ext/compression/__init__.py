@@ -15,28 +15,27 @@ from moe_ext.compression.codecs import (
     codec_of,
     register_codec,
 )
-from moe_ext.compression.cost_model import CostModel
-from moe_ext.compression.ddp import compress_hook
-from moe_ext.compression.exact_reduce import (
+from moe_ext.compression.collectives.exact import (
     block_sparse_all_reduce_,
     masked_all_reduce_,
     row_sparse_all_reduce,
 )
-from moe_ext.compression.feedback import CodecMemory
-from moe_ext.compression.hierarchical import hierarchical_all_reduce_
-from moe_ext.compression.loop import compress_gradients, flush
-from moe_ext.compression.policy import Policy, parameter_roles
-from moe_ext.compression.probe import Link
-from moe_ext.compression.quantized_reduce import (
+from moe_ext.compression.collectives.hierarchical import hierarchical_all_reduce_
+from moe_ext.compression.collectives.quantized import (
     quantized_all_gather,
     quantized_all_reduce_,
     quantized_reduce_scatter,
     shard_numel,
 )
+from moe_ext.compression.collectives.sparse import SplitRegions, sparse_all_reduce
+from moe_ext.compression.cost_model import CostModel
+from moe_ext.compression.ddp import compress_hook
+from moe_ext.compression.feedback import CodecMemory
+from moe_ext.compression.loop import compress_gradients, flush
+from moe_ext.compression.policy import Policy, parameter_roles
+from moe_ext.compression.probe import Link
 from moe_ext.compression.reduction import Reduction
-from moe_ext.compression.regions import SplitRegions
 from moe_ext.compression.schedules import ResidualMonitor, Warmup
-from moe_ext.compression.sparse_reduce import sparse_all_reduce
 from moe_ext.compression.state import CompressionState
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext.compression.codecs import Codec
+from moe_ext.compression.collectives.hierarchical import share_in_node, sum_in_node
+from moe_ext.compression.collectives.quantized import shard_numel
 from moe_ext.compression.feedback import Packing, add_at
-from moe_ext.compression.hierarchical import share_in_node, sum_in_node
-from moe_ext.compression.quantized_reduce import shard_numel
 from moe_ext.distributed import comm
 from moe_ext.distributed.groups import global_rank, group_rank, group_ranks, group_size
 

@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 
 from moe_ext.compression.buckets import Bucket, Buckets, Part
 from moe_ext.compression.codecs import Codec, Dense
+from moe_ext.compression.collectives.exact import row_sparse_all_reduce
 from moe_ext.compression.cost_model import CostModel, CostModels
-from moe_ext.compression.exact_reduce import row_sparse_all_reduce
 from moe_ext.compression.feedback import unit_factors
 from moe_ext.compression.norms import (
     infinite_as_half,

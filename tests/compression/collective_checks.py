@@ -1,6 +1,9 @@
 """What the tests of collectives share: checks that ranks run in one spawn, and simulated ranks."""
 
+import functools
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from rank_checks import assert_passed, run_checks
 
 from moe_ext import _runtime_library
 from moe_ext.compression import shard_numel
-from moe_ext.compression.stages import Slot, _operator
+from moe_ext.distributed.worker import Messages
 from moe_ext.ops import dequantize_blockwise, quantize_blockwise
 from moe_ext.testing import spawn_ranks
 
@@ -105,53 +108,49 @@ def quantized_reference(size, numel, format, block, average):
     return result, residuals, servers
 
 
-def simulate(programs, inputs):
-    """Run one list of stages for each rank in this process; returns the results of each."""
-    ranks = [_steps(stages, given) for stages, given in zip(programs, inputs, strict=True)]
-    asked = [next(rank) for rank in ranks]
-    while asked[0] is not None:
-        names = {name for name, _ in asked}
-        assert len(names) == 1, names
-        asked = [rank.send(answer) for rank, answer in zip(ranks, _answers(asked), strict=True)]
-    assert all(one is None for one in asked)
-    return [next(rank) for rank in ranks]
+class LocalMessages(Messages):
+    """The messages of one of several ranks that are threads of this process."""
+
+    def __init__(self, rank, size, rows):
+        super().__init__(None)
+        self.rank, self.size, self._rows = rank, size, rows
+
+    def ask(self, num_bytes, like):
+        message = super().ask(0, like)
+        message.wait = functools.partial(self._received, message.tag, num_bytes)
+        return message
+
+    def all_reduce(self, x):
+        if x.numel():
+            found = self.gather(x.view(-1).view(torch.uint8)).view(x.dtype)
+            x.copy_(found.sum(0).view_as(x))
+
+    def _send(self, kind, message, row, parts):
+        with self._rows.changed:
+            for rank in range(self.size):
+                self._rows[message.tag, self.rank, rank] = parts[rank]
+            self._rows.changed.notify_all()
+
+    def _received(self, tag, num_bytes):
+        wanted = [(tag, rank, self.rank) for rank in range(self.size)]
+        with self._rows.changed:
+            assert self._rows.changed.wait_for(lambda: all(key in self._rows for key in wanted), 60)
+        found = torch.cat([self._rows[key] for key in wanted])
+        assert found.numel() == self.size * num_bytes
+        return found
 
 
-def _answers(asked):
-    name, sent = asked[0][0], [x.reshape(-1) for _, x in asked]
-    if name == "all_gather":
-        return [torch.cat(sent) for _ in sent]
-    if name == "all_to_all":
-        parts = [x.chunk(len(sent)) for x in sent]
-        return [torch.cat([part[rank] for part in parts]) for rank in range(len(sent))]
-    return [torch.stack(sent).sum(0)] * len(sent)
+class _Rows(dict):
+    """What was sent: (tag, from, to) to a row of bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.changed = threading.Condition()
 
 
-def _steps(stages, inputs):
-    """Yields every message, then None, then the results."""
-    slots = [*inputs, *[None] * (stages.num_slots - len(inputs))]
-
-    def value(arg):
-        if isinstance(arg, Slot):
-            return slots[arg.index]
-        return [value(entry) for entry in arg] if isinstance(arg, (list, tuple)) else arg
-
-    for step in stages.steps:
-        args = [value(arg) for arg in step.args]
-        if step.name == "scratch":
-            found = torch.full((args[1],), 0xA5, dtype=torch.uint8)
-        elif step.name == "wait":
-            found = None
-        elif "::" not in step.name:
-            found = yield step.name, args[0]
-            if step.name == "all_reduce":
-                args[0].copy_(found.view_as(args[0]))
-        else:
-            operator, keywords = _operator(step.name)
-            plain = [a for a, key in zip(args, keywords, strict=False) if not key]
-            found = operator(*plain, **{k: a for a, k in zip(args, keywords, strict=False) if k})
-        outputs = [found] if len(step.outputs) == 1 else found or []
-        for index, tensor in zip(step.outputs, outputs, strict=True):
-            slots[index] = tensor
-    yield None
-    yield [slots[index] for index in stages.results]
+def simulate(twins):
+    """Run a function over messages for each rank in this process; returns the results of each."""
+    rows = _Rows()
+    ranks = [LocalMessages(rank, len(twins), rows) for rank in range(len(twins))]
+    with torch.no_grad(), ThreadPoolExecutor(len(twins)) as threads:
+        return list(threads.map(lambda twin, messages: twin(messages), twins, ranks))

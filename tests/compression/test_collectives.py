@@ -30,8 +30,15 @@ from moe_ext.compression import (
     shard_numel,
     sparse_all_reduce,
 )
-from moe_ext.compression.quantized_reduce import payload_bytes, quantized_all_reduce_bytes
-from moe_ext.compression.sparse_reduce import SparseLayout
+from moe_ext.compression.collectives.coding import QuantizedCoding
+from moe_ext.compression.collectives.quantized import (
+    States,
+    quantized_all_reduce_bytes,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from moe_ext.compression.collectives.sparse import SparseLayout, start_gather_sum
 from moe_ext.distributed.traffic import count_traffic
 from moe_ext.ops import (
     nonzero_blocks,
@@ -224,7 +231,7 @@ def reduce_scatter_and_all_gather_of_codes(rank, size):
         mean = total(x)[rank * shard : (rank + 1) * shard] / size
         with count_traffic() as traffic:
             quantized_reduce_scatter(output, x, format=format, residual=residual)
-        sent = (size - 1) * payload_bytes(shard, format, 256) if shard else 0
+        sent = (size - 1) * QuantizedCoding(format, 256).payload_bytes(shard) if shard else 0
         assert traffic.total_bytes == sent
         owed = total(residual)[rank * shard : (rank + 1) * shard] / size
         torch.testing.assert_close(output.double() + owed, mean, rtol=0, atol=1e-5)
@@ -235,6 +242,60 @@ def reduce_scatter_and_all_gather_of_codes(rank, size):
             exact = [torch.empty(shard) for _ in range(size)]
             dist.all_gather(exact, output)
             torch.testing.assert_close(everything, torch.cat(exact), rtol=0, atol=0.02)
+
+
+class Halves:
+    """A coding from outside, in plain torch: float16."""
+
+    align, native = 5, None
+
+    def payload_bytes(self, numel):
+        return 2 * numel
+
+    def encode(self, x, residual=None, residual_in=None):
+        owed = residual if residual_in is None else residual_in
+        whole = x.float() if owed is None else x + owed
+        if residual is not None:
+            residual.copy_(whole - whole.half())
+        return whole.half().view(torch.uint8)
+
+    def decode_add_(self, out, payload, *, divisor=1, overwrite=False):
+        values = payload.view(torch.float16).to(out.dtype) / divisor
+        out.copy_(values) if overwrite else out.add_(values)
+
+
+@check(1, 2, 3)
+def any_coding_goes_by_either_pattern(rank, size):
+    coding, name = Halves(), "halves"
+    for numel, async_op in itertools.product((1, 7, 1000), (False, True)):
+        shard = shard_numel(numel, size, coding.align)
+        states = States(torch.zeros(numel), torch.zeros(shard))
+        x, group, how = of_rank(rank, numel), dist.group.WORLD, {"async_op": async_op}
+        gradient = total(x)
+        with count_traffic() as traffic:
+            start_all_reduce(x, coding, states, group, True, operation=name, **how).wait()
+        assert traffic.total_bytes == 4 * (size - 1) * shard
+        assert_same_on_all_ranks(x)
+        owed = torch.zeros(size * shard)
+        owed[rank * shard : (rank + 1) * shard] = states.server_residual
+        kept = size * x.double() + total(states.residual) + total(owed)[:numel]
+        torch.testing.assert_close(kept, gradient, rtol=0, atol=1e-5)
+        out, residual = torch.empty(numel), torch.zeros(numel)
+        payload = coding.encode(of_rank(rank, numel), residual)
+        start_gather_sum(payload, out, coding, group, False, operation=name, **how).wait()
+        torch.testing.assert_close(out.double() + total(residual), gradient, rtol=0, atol=1e-5)
+        part, whole = torch.empty(numel), torch.empty(size * numel)
+        given = of_rank(rank, size * numel)
+        mean = total(given)[rank * numel : (rank + 1) * numel] / size
+        start_reduce_scatter(
+            part, given, coding, States(), group, True, operation=name, **how
+        ).wait()
+        torch.testing.assert_close(part.double(), mean, rtol=0, atol=0.01)
+        start_all_gather(whole, part, coding, None, group, operation=name, **how).wait()
+        assert_same_on_all_ranks(whole)
+        assert (
+            torch.equal(whole[rank * numel : (rank + 1) * numel], part.half().float()) or size == 1
+        )
 
 
 @check(1, 2, 3, 4, 8)

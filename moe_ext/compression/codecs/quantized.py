@@ -14,14 +14,14 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext.compression.codecs.base import Codec, OnNonfinite, check_choice
-from moe_ext.compression.feedback import CodecMemory
-from moe_ext.compression.quantized_reduce import (
-    FORMATS,
+from moe_ext.compression.collectives.coding import FORMATS, QuantizedCoding
+from moe_ext.compression.collectives.quantized import (
     States,
     quantized_all_reduce_bytes,
     shard_numel,
     start_all_reduce,
 )
+from moe_ext.compression.feedback import CodecMemory
 from moe_ext.compression.reduction import Reduction
 from moe_ext.distributed.groups import group_rank, group_size, resolve_group
 
@@ -96,11 +96,11 @@ class Quantize(Codec):
         states = self._states(memory, size, rank)._replace(rng_state=rng_state)
         return start_all_reduce(
             grad_N,
+            QuantizedCoding(self.format, self.block),
             states,
-            self.format,
-            self.block,
             group,
             average,
+            operation="quantized_all_reduce_",
             restores=False,
             on_nonfinite=on_nonfinite,
         )

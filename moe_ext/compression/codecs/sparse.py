@@ -24,11 +24,15 @@ from moe_ext.compression.codecs.base import (
     with_velocity,
 )
 from moe_ext.compression.codecs.dense import Dense, dense_reduction
+from moe_ext.compression.collectives.coding import PAIR_CODECS
+from moe_ext.compression.collectives.sparse import (
+    ALGORITHMS,
+    SparseLayout,
+    SplitRegions,
+    sparse_all_reduce,
+)
 from moe_ext.compression.feedback import CodecMemory
-from moe_ext.compression.pairs import PAIR_CODECS
 from moe_ext.compression.reduction import Reduction
-from moe_ext.compression.regions import SplitRegions
-from moe_ext.compression.sparse_reduce import ALGORITHMS, SparseLayout, sparse_all_reduce
 from moe_ext.distributed.comm import Pending
 from moe_ext.distributed.groups import group_size, resolve_group
 from moe_ext.ops.topk import scope_size_of

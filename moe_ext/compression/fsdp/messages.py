@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.fsdp import FSDPModule
 
+from moe_ext.compression.collectives.quantized import quantized_all_gather, quantized_reduce_scatter
 from moe_ext.compression.fsdp.internals import AllGather, ReduceScatter, shard_group
 from moe_ext.compression.fsdp.layout import (
     KeepDense,
@@ -25,7 +26,6 @@ from moe_ext.compression.fsdp.layout import (
     keep_small_dense,
 )
 from moe_ext.compression.fsdp.ledger import StepLedger, is_finite
-from moe_ext.compression.quantized_reduce import quantized_all_gather, quantized_reduce_scatter
 from moe_ext.distributed.comm import (
     Pending,
     PendingWork,

@@ -12,6 +12,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
+from moe_ext.compression.collectives.quantized import (
+    quantized_all_gather,
+    quantized_all_reduce_,
+    quantized_reduce_scatter,
+    shard_numel,
+)
+from moe_ext.compression.collectives.sparse import sparse_all_reduce
 from moe_ext.compression.fsdp.internals import shard_group
 from moe_ext.compression.fsdp.layout import (
     KeepDense,
@@ -21,13 +28,6 @@ from moe_ext.compression.fsdp.layout import (
 )
 from moe_ext.compression.fsdp.ledger import StepLedger
 from moe_ext.compression.fsdp.messages import GradientMessage
-from moe_ext.compression.quantized_reduce import (
-    quantized_all_gather,
-    quantized_all_reduce_,
-    quantized_reduce_scatter,
-    shard_numel,
-)
-from moe_ext.compression.sparse_reduce import sparse_all_reduce
 from moe_ext.distributed.comm import all_reduce_
 from moe_ext.distributed.groups import group_rank, resolve_group
 from moe_ext.ops.topk import topk_compress_

@@ -1,4 +1,6 @@
-"""The stages of sparse reductions, run for all ranks in one process; regions; layouts."""
+"""Collectives in Python, run for all ranks in one process; regions; payloads."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -13,20 +15,20 @@ from moe_ext.compression import (
     shard_numel,
     sparse_all_reduce,
 )
-from moe_ext.compression.pairs import (
-    PAIR_CODECS,
-    PairLayout,
-    add_pairs,
-    joined,
-    pack_pairs,
-    unpack_pairs,
-)
-from moe_ext.compression.quantized_stages import Plan, all_reduce_stages
-from moe_ext.compression.sparse_reduce import SparseLayout, _gathered, _split
-from moe_ext.compression.stages import Stages
+from moe_ext.compression.collectives.coding import PAIR_CODECS, PairCoding, QuantizedCoding
+from moe_ext.compression.collectives.quantized import States, _all_reduce
+from moe_ext.compression.collectives.sparse import SparseLayout, _all_gather_sum, _split_sum
 from moe_ext.ops import dequantize_blockwise, quantize_blockwise, topk_compress_
 
 EPS = torch.finfo(torch.float32).eps
+
+
+def split_of(layout, values, indices, residual, bounds, step):
+    """What a rank runs, and where its result will be."""
+    out = torch.empty(layout.numel)
+    more = (layout.slots.count, layout.kept.count, step, layout.world_size)
+    args = (out, values, indices, residual, torch.tensor(bounds), layout.value_codec, *more)
+    return partial(_split_sum, *args), out
 
 
 @settings(max_examples=40, deadline=None)
@@ -45,23 +47,22 @@ def test_split_conserves_over_steps(size, numel, density, codec, skew, seed):
     applied, given_sum = torch.zeros(numel).double(), torch.zeros(numel).double()
     bound = torch.zeros(numel).double()
     for step in range(3):
-        inputs, programs = [], []
+        twins = []
         for rank, residual in enumerate(residuals):
             gradient = of_rank(rank, numel, salt=seed + step)
             gradient[int(skew * numel) :] *= 0.01
             given_sum += gradient.double()
             values, indices = topk_compress_(gradient, residual, count)
-            out, bounds = torch.empty(numel), torch.tensor(regions.bounds)
-            inputs.append([values, indices, out, residual, bounds])
-            programs.append(_split(layout, size, regions.bounds, rank, regions.step))
-        found = simulate(programs, inputs)
-        for other in found[1:]:
-            for mine, theirs in zip(other, found[0], strict=True):
+            twins.append(split_of(layout, values, indices, residual, regions.bounds, regions.step))
+        found = simulate([twin for twin, _ in twins])
+        outs = [out for _, out in twins]
+        for other, out in zip(found[1:], outs[1:], strict=True):
+            for mine, theirs in zip((*other, out), (*found[0], outs[0]), strict=True):
                 assert torch.equal(mine, theirs)
-        assert int(found[0][0].count_nonzero()) <= size * layout.kept.count
-        applied += size * found[0][0].double()
+        assert int(outs[0].count_nonzero()) <= size * layout.kept.count
+        applied += size * outs[0].double()
         bound += sum(r.double().abs() for r in residuals) + applied.abs() + given_sum.abs() + 1
-        regions.update(found[0][1], found[0][2])
+        regions.update(*found[0])
         assert list(regions.bounds) == sorted(set(regions.bounds))
     kept = applied + sum(residual.double() for residual in residuals)
     assert ((kept - given_sum).abs() <= 16 * size * EPS * bound).all()
@@ -73,23 +74,21 @@ def test_every_element_of_a_full_region_gets_its_turn():
     layout, residuals = SparseLayout(count, numel, size), [torch.zeros(numel) for _ in range(2)]
     sent = torch.zeros(numel)
     for step in range(8):
-        inputs, programs = [], []
+        twins = []
         for rank in range(size):
             gradient = torch.zeros(numel)
             gradient[: 2 * count : 2] = 1
             values, indices = topk_compress_(gradient, residuals[rank], count)
             bounds = (0, 2000, 4000)
-            inputs.append(
-                [values, indices, torch.empty(numel), residuals[rank], torch.tensor(bounds)]
-            )
-            programs.append(_split(layout, size, bounds, rank, step))
-        sent += simulate(programs, inputs)[0][0]
+            twins.append(split_of(layout, values, indices, residuals[rank], bounds, step))
+        simulate([twin for twin, _ in twins])
+        sent += twins[0][1]
     assert (sent[: 2 * count : 2] > 0).all()
 
 
 def reduce_in_pieces(numel, size, format, *, piece, elsewhere=False, state=None):
     """Results, residuals and server residuals of all ranks, which one process plays."""
-    programs, inputs, owed = [], [], []
+    twins, results, owed = [], [], []
     shard = shard_numel(numel, size, 128)
     for rank in range(size):
         given = {"residual": torch.zeros(numel), "server_residual": torch.zeros(shard)}
@@ -100,12 +99,11 @@ def reduce_in_pieces(numel, size, format, *, piece, elsewhere=False, state=None)
             given["server_residual"].fill_(float("nan"))
         if state is not None:
             given["rng_state"] = state + torch.tensor([0, 0, 0, rank])
-        shared = {"format": format, "block": 128, "divisor": size, "given": tuple(given)}
-        plan = Plan(numel, shard, size, rank, piece=piece, chunk=1024, restores=False, **shared)
-        programs.append(all_reduce_stages(plan))
-        inputs.append([of_rank(rank, numel), *given.values()])
-    found = [result[0] for result in simulate(programs, inputs)]
-    return found, [x["residual"] for x in owed], [x["server_residual"] for x in owed]
+        results.append(of_rank(rank, numel))
+        args = (results[-1], States(**given), shard, piece, size, False, False)
+        twins.append(partial(_all_reduce, QuantizedCoding(format, 128), *args))
+    simulate(twins)
+    return results, [x["residual"] for x in owed], [x["server_residual"] for x in owed]
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -146,15 +144,12 @@ def test_pairs_come_back(count, numel, codec):
     generator = torch.Generator().manual_seed(count)
     indices = torch.randint(numel, (count,), generator=generator).sort().values
     values = torch.randn(count, generator=generator)
-    layout = PairLayout(count, numel, codec)
-    stages = Stages(2)
-    row = joined(stages, pack_pairs(stages, *stages.inputs(), layout))
-    pair = unpack_pairs(stages, row, 0, layout)
-    stages.results = [slot.index for slot in (row, *pair)]
-    payload, found, packed = simulate([stages], [[values, indices]])[0]
-    assert payload.numel() == layout.num_bytes
-    assert torch.equal(found, decoded(values, codec))
-    assert torch.equal(packed, reference.pack_indices(indices, numel))
+    coding = PairCoding(count, numel, codec)
+    payload = coding.encode(values, indices)
+    assert payload.numel() == coding.num_bytes
+    assert torch.equal(coding.values(payload), decoded(values, codec))
+    assert torch.equal(coding.indices(payload), indices)
+    assert torch.equal(payload[coding.value_bytes :], reference.pack_indices(indices, numel))
 
 
 @pytest.mark.parametrize("codec", PAIR_CODECS)
@@ -162,35 +157,34 @@ def test_pairs_come_back(count, numel, codec):
 # Indices in runs, and whole ones.
 @pytest.mark.parametrize("numel", [3000, 900_000])
 def test_gathered_pairs_have_the_bits_of_index_add(size, numel, codec):
-    count, layout = 25, SparseLayout(25, numel, size, codec)
-    inputs, want = [], torch.zeros(numel)
+    count = 25
+    twins, found, want = [], [], torch.zeros(numel)
     owed, wanted = [], []
     for rank in range(size):
         values, indices = topk_compress_(of_rank(rank, numel), torch.zeros(numel), count)
         # Unused slots, as a threshold leaves them.
         values[-3:], indices[-3:] = 0, numel - 1
-        inputs.append([values, indices, torch.full((numel,), float("nan")), torch.zeros(numel)])
+        found.append(torch.full((numel,), float("nan")))
+        owed.append(torch.zeros(numel))
+        twins.append(partial(_all_gather_sum, found[-1], values, indices, owed[-1], codec, size))
         sent = decoded(values, codec)
         want.index_add_(0, indices, sent / size)
         wanted.append(torch.zeros(numel).index_add_(0, indices, values - sent))
-        owed.append(inputs[-1][3])
-    for (found,) in simulate([_gathered(layout, size, True)] * size, inputs):
-        assert torch.equal(found, want)
-    for found, lost in zip(owed, wanted, strict=True):
-        assert torch.equal(found, lost)
+    simulate(twins)
+    for out in found:
+        assert torch.equal(out, want)
+    for kept, lost in zip(owed, wanted, strict=True):
+        assert torch.equal(kept, lost)
 
 
 @pytest.mark.parametrize("count", [3, 500])
 def test_a_foreign_payload_stays_in_range(count):
-    layout = PairLayout(count, 70_001)
+    coding = PairCoding(count, 70_001)
     generator = torch.Generator().manual_seed(0)
-    stages = Stages(2)
-    row, out = stages.inputs()
-    add_pairs(stages, out, unpack_pairs(stages, row, 0, layout), layout, start=100, divisor=3)
     for _ in range(50):
-        row = torch.randint(256, (layout.num_bytes,), dtype=torch.uint8, generator=generator)
+        payload = torch.randint(256, (coding.num_bytes,), dtype=torch.uint8, generator=generator)
         room = torch.zeros(300)
-        simulate([stages], [[row, room[100:200]]])
+        coding.decode_add_(room[100:200], payload, start=100, divisor=3)
         assert not room[:100].any() and not room[200:].any() and bool(room[100:200].any())
 
 
@@ -213,11 +207,6 @@ def test_auto_takes_what_sends_least():
     assert SparseLayout(100_000, 100_000, 8).choose("auto", may_split=True) == "dense"
     # Too short to be split.
     assert SparseLayout(10, 100, 8).choose("split", may_split=True) == "all_gather"
-
-
-def test_programs_are_made_once():
-    layout = SparseLayout(10, 1000, 2)
-    assert _gathered(layout, 2, False) is _gathered(layout, 2, False)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Messages that travel while stages compute, and reductions in pieces that are made of them."""
+"""Messages that travel while others are computed, and reductions in pieces made of them."""
 
 import functools
 import itertools
@@ -21,14 +21,10 @@ from moe_ext.compression import (
     quantized_all_gather,
     quantized_all_reduce_,
     quantized_reduce_scatter,
-    quantized_stages,
-    reduction,
     shard_numel,
 )
-from moe_ext.compression.quantized_reduce import quantized_all_reduce_bytes
-from moe_ext.compression.reduction import run
-from moe_ext.compression.stages import Stages, _Pool
-from moe_ext.distributed import RankFailureError, count_traffic
+from moe_ext.compression.collectives import quantized
+from moe_ext.distributed import RankFailureError, count_traffic, worker
 from moe_ext.testing import spawn_ranks
 
 check = ChecksOfSizes()
@@ -36,32 +32,46 @@ check = ChecksOfSizes()
 
 def in_pieces():
     """From here on short shards travel in pieces, too."""
-    quantized_stages._LEAST_BYTES = 1024
+    quantized._LEAST_BYTES = 1024
 
 
 @check(2, 3, 4)
-def what_is_underway_is_awaited_before_it_is_touched(rank, size):
+def messages_may_be_awaited_in_any_order(rank, size):
     numel = 300_000
-    stages = Stages(1)
-    (x,) = stages.inputs()
-    found = [stages.all_gather(x, 4 * size * numel) for _ in range(3)]
-    found += [stages.all_to_all(x)]
-    half = stages.call("aten::narrow", x, 0, 0, numel // 2)
-    stages.call("aten::add_.Scalar", half, 1000)
-    stages.all_reduce(half)
-    stages.call("aten::mul_.Scalar", half, 2)
-    copies = [stages.call("aten::view.dtype", one, torch.float32) for one in found]
-    stages.results = [stages.call("aten::clone", one).index for one in (*copies, x)]
     given = torch.full((numel,), float(rank))
-    *gathered, exchanged, changed = run(
-        stages, [given], dist.group.WORLD, "test", finish=lambda found: found, async_op=False
-    )
+    row, sent = given.view(torch.uint8), []
+    messages = worker.Messages(dist.group.WORLD, lambda *told: sent.append(told))
+    gathered = [messages.ask(4 * numel, row) for _ in range(3)]
+    exchanged = messages.ask(4 * numel // size, row)
+    messages.all_to_all(exchanged, row)
+    for message in gathered:
+        messages.all_gather(message, row)
+    half = given[: numel // 2].clone()
+    messages.all_reduce(half)
     ranks = torch.arange(size).float()
-    for one in gathered:
-        assert torch.equal(one, ranks.repeat_interleave(numel))
-    assert torch.equal(exchanged, ranks.repeat_interleave(numel // size))
-    assert (changed[: numel // 2] == 2 * (ranks + 1000).sum()).all()
-    assert (changed[numel // 2 :] == rank).all()
+    for message in reversed(gathered):
+        assert torch.equal(message.wait().view(torch.float32), ranks.repeat_interleave(numel))
+    assert torch.equal(exchanged.wait().view(torch.float32), ranks.repeat_interleave(numel // size))
+    assert (half == ranks.sum()).all()
+    others = 4 * numel * (size - 1)
+    assert sent == [
+        ("all_to_all", others // size),
+        *3 * [("all_gather", others)],
+        ("all_reduce", others // size),
+    ]
+
+
+@check(2)
+def no_memory_is_new_in_a_second_step(rank, size):
+    module = worker._compiled()
+    if module is None:
+        return
+    x, residual = of_rank(rank, 100_000), torch.zeros(100_000)
+    found = []
+    for _ in range(3):
+        quantized_all_reduce_(x, residual=residual)
+        found.append(module.pooled_bytes())
+    assert 0 < found[0] == found[1] == found[2] <= 2**27
 
 
 @check(1, 2, 3, 4)
@@ -94,7 +104,7 @@ def pieces_are_the_whole(rank, size):
             assert torch.equal(new[0], wanted[1][rank])
             assert torch.equal(new[1], wanted[2][rank])
             assert old[0] is None or not (old[0].any() or old[1].any())
-            sent = quantized_all_reduce_bytes(numel, size, format, block)
+            sent = quantized.quantized_all_reduce_bytes(numel, size, format, block)
             assert traffic.total_bytes == sent
 
 
@@ -102,7 +112,7 @@ def pieces_are_the_whole(rank, size):
 def halves_in_pieces(rank, size):
     found = []
     for least in (1024, 1 << 30):
-        quantized_stages._LEAST_BYTES = least
+        quantized._LEAST_BYTES = least
         shard = 20_001
         x, owed = of_rank(rank, size * shard), [torch.zeros(size * shard), torch.empty(0)]
         owed[1] = torch.full_like(owed[0], 7.0)
@@ -162,7 +172,7 @@ def dying(rank, path, async_op):
             os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == 1:
-        reduction.record_traffic = killing
+        worker.record_traffic = killing
     try:
         with count_traffic():
             done = call(validate=False)
@@ -181,15 +191,3 @@ def test_a_rank_that_dies_between_pieces_changes_nothing(path, async_op):
     found = spawn_ranks(dying, 3, path, async_op, may_die=[1], store="tcp")
     for rank in (0, 2):
         assert found[rank] == (True, [True, True, True])
-
-
-def test_the_pool_forgets_what_is_too_much():
-    pool, like = _Pool(1000), torch.empty(0)
-    rows = [pool.take(400, like) for _ in range(3)]
-    pool.give_back(rows)
-    assert pool.num_bytes() == 800
-    # The longest unused one is gone, and the best fitting one is taken.
-    assert pool.take(300, like) is rows[1]
-    assert pool.take(100, like).numel() == 100
-    pool.give_back([torch.empty(2000, dtype=torch.uint8)])
-    assert pool.num_bytes() == 0

@@ -5,20 +5,18 @@ Shapes: N elements, L ranks of a node.
 
 from __future__ import annotations
 
-import functools
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.compression.agreement import check_call, resolve
-from moe_ext.compression.quantized_reduce import shard_numel
-from moe_ext.compression.reduction import run
-from moe_ext.compression.stages import Stages
-from moe_ext.distributed.groups import check_group, group_size
-
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+from moe_ext.compression.collectives.arguments import tensor_problem
+from moe_ext.compression.collectives.quantized import shard_numel
+from moe_ext.distributed import worker
+from moe_ext.distributed.agreement import agree
+from moe_ext.distributed.groups import check_group, group_size, resolve_group
+from moe_ext.distributed.worker import Messages
 
 
 class Reduce(Protocol):
@@ -28,53 +26,36 @@ class Reduce(Protocol):
         """The sum over `group` of x (its mean with `average`), in place or not."""
 
 
-@functools.lru_cache(256)
-def _scatter_stages(numel: int, size: int, shard: int, dtype: torch.dtype) -> Stages:
-    """This rank's shard of the sum over the ranks of a node."""
-    stages = Stages(1)
-    (x,) = stages.inputs()
-    if size * shard > numel:
-        x = stages.call("aten::constant_pad_nd", x, [0, size * shard - numel], 0)
-    found = stages.all_to_all(x)
-    wide = dtype if dtype == torch.float64 else torch.float32
-    total = stages.call("aten::new_zeros", found, [shard], wide)
-    for source in range(size):
-        part = stages.call("aten::narrow", found, 0, source * shard, shard)
-        stages.call("aten::add_.Tensor", total, part)
-    stages.results = [total.index]
-    return stages
-
-
-@functools.lru_cache(256)
-def _gather_stages(numel: int) -> Stages:
-    stages = Stages(2)
-    x, shard = stages.inputs()
-    found = stages.all_gather(shard)
-    stages.call("aten::copy_", x, stages.call("aten::narrow", found, 0, 0, numel))
-    stages.results = [x.index]
-    return stages
-
-
 def sum_in_node(
     x_N: Tensor, shard: int, local_group: ProcessGroup | None, operation: str
 ) -> Tensor:
     """This rank's shard of the sum over the ranks of a node, float32 (float64 for float64)."""
-    stages = _scatter_stages(x_N.numel(), group_size(local_group), shard, x_N.dtype)
-    found = run(stages, [x_N], local_group, operation, finish=_first, async_op=False)
-    assert isinstance(found, Tensor)
-    return found
+
+    def add_up(messages: Messages) -> list[Tensor]:
+        missing = messages.size * shard - x_N.numel()
+        padded = torch.nn.functional.pad(x_N, (0, missing)) if missing else x_N
+        found = messages.exchange(padded.view(torch.uint8))
+        wide = torch.promote_types(x_N.dtype, torch.float32)
+        total = torch.zeros(shard, dtype=wide, device=x_N.device)
+        for theirs in found.view(x_N.dtype):
+            total += theirs
+        return [total]
+
+    return worker.start(
+        None, add_up, [x_N], local_group, operation, finish=lambda found: found[0], async_op=False
+    ).wait()
 
 
 def share_in_node(
     x_N: Tensor, shard_S: Tensor, local_group: ProcessGroup | None, operation: str
 ) -> None:
     """Write the shards of the ranks of a node into x, whose dtype they have."""
-    stages = _gather_stages(x_N.numel())
-    run(stages, [x_N, shard_S], local_group, operation, finish=_first, async_op=False)
 
+    def gather(messages: Messages) -> list[Tensor]:
+        found = messages.gather(shard_S.view(torch.uint8)).view(x_N.dtype).view(-1)
+        return [x_N.copy_(found[: x_N.numel()])]
 
-def _first(found: list[Tensor]) -> Tensor:
-    return found[0]
+    worker.start(None, gather, [x_N, shard_S], local_group, operation, finish=len, async_op=False)
 
 
 def hierarchical_all_reduce_(
@@ -116,13 +97,8 @@ def hierarchical_all_reduce_(
     name = "hierarchical_all_reduce_"
     for group, what in ((local_group, "local_group"), (node_group, "node_group")):
         check_group(group, name, name=what)
-    local, nodes = resolve(local_group, name), resolve(node_group, name)
-    problem = None
-    if x.dtype not in _DTYPES or not x.is_contiguous():
-        problem = (
-            "expected x to be contiguous float32, float64, bfloat16 or float16, got "
-            f"{x.dtype} of shape {tuple(x.shape)}"
-        )
+    local, nodes = resolve_group(local_group, name), resolve_group(node_group, name)
+    problem = tensor_problem(x, "x")
     size, numel = group_size(local), x.numel()
     facts = {
         "numel": numel,
@@ -132,13 +108,13 @@ def hierarchical_all_reduce_(
         "the size of node_group": group_size(nodes),
     }
     try:
-        check_call(name, facts, problem, local, x.device, validate=validate)
+        agree(name, facts, problem, local, x.device, validate=validate)
     except ValueError as error:
         if not validate:
             raise
         # The other nodes have found nothing, and wait to be told.
         problem = str(error).removeprefix(f"{name}: ")
-    check_call(name, facts, problem, nodes, x.device, validate=validate)
+    agree(name, facts, problem, nodes, x.device, validate=validate)
     if numel == 0:
         return x
     shard = shard_numel(numel, size, 1)

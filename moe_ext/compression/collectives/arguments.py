@@ -1,0 +1,55 @@
+"""Checks of the arguments of collectives: a text for `agree`, or None where nothing is wrong."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ext.distributed.agreement import is_nonfinite
+
+# Of tensors that are summed as they are.
+DENSE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def tensor_problem(
+    x: Tensor, name: str, dtypes: tuple[torch.dtype, ...] = DENSE_DTYPES
+) -> str | None:
+    """Of a tensor that is reduced."""
+    if x.dtype in dtypes and x.layout == torch.strided and x.is_contiguous():
+        return None
+    *names, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    strides = f" and strides {x.stride()}" if x.layout == torch.strided else ""
+    return (
+        f"expected {name} to be contiguous {', '.join(names)} or {last}, got {x.dtype} of shape "
+        f"{tuple(x.shape)}{strides}"
+    )
+
+
+def flat_problem(x: Tensor | None, name: str, numel: int) -> str | None:
+    """Of what is owed for each element, or another tensor beside the one that is reduced."""
+    if x is None or (x.dtype == torch.float32 and x.numel() == numel and x.is_contiguous()):
+        return None
+    return (
+        f"expected {name} to be contiguous float32 of {numel} elements, got {x.dtype} of "
+        f"shape {tuple(x.shape)}"
+    )
+
+
+def finite_problem(x: Tensor, name: str) -> str | None:
+    """NOTE: device-to-host sync."""
+    return f"expected {name} to be finite, got NaN or infinity" if is_nonfinite(x) else None
+
+
+def range_problem(indices: Tensor, what: str, numel: int) -> str | None:
+    """Of indices into some elements. NOTE: device-to-host sync."""
+    if indices.shape[0] == 0:
+        return None
+    low, high = int(indices.min()), int(indices.max())
+    if low >= 0 and high < numel:
+        return None
+    return f"expected {what} in [0, {numel}), got {low if low < 0 else high}"
+
+
+def choice_problem(value: object, name: str, allowed: tuple[object, ...]) -> str | None:
+    """Of an option."""
+    return None if value in allowed else f"expected {name} to be one of {allowed}, got {value!r}"

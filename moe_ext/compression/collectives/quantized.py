@@ -1,0 +1,669 @@
+"""Reductions in shards: ranks code their tensors, the owner of a shard adds up and codes the sum.
+
+Shapes: N elements, P ranks, M elements of a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext.compression.collectives.arguments import (
+    choice_problem,
+    finite_problem,
+    flat_problem,
+    tensor_problem,
+)
+from moe_ext.compression.collectives.coding import FORMATS, Coding, QuantizedCoding
+from moe_ext.distributed import worker
+from moe_ext.distributed.agreement import agree, is_nonfinite
+from moe_ext.distributed.comm import Pending
+from moe_ext.distributed.groups import group_size, resolve_group
+from moe_ext.distributed.worker import Message, Messages
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BLOCKS = (64, 128, 256, 512, 1024)
+# Pieces of a shard are multiples of this, so that their codes and scales have no padding in them.
+_GRAIN = 4096
+# Of a piece's payload: below it, latency takes longer than what is hidden. And pieces of a shard.
+_LEAST_BYTES, _MAX_PIECES = 131072, 8
+# The second rounding of a step draws from another stream than the first.
+_SECOND_SEED = 0x5851F42D4C957F2D
+
+
+class States(NamedTuple):
+    """What a reduction reads and writes beside its tensor; see `quantized_all_reduce_`."""
+
+    residual: Tensor | None = None
+    server_residual: Tensor | None = None
+    rng_state: Tensor | None = None
+    residual_in: Tensor | None = None
+    server_residual_in: Tensor | None = None
+
+    def flat(self) -> States:
+        """All of them as vectors."""
+        return States(*(None if x is None else x.view(-1) for x in self))
+
+
+def shard_numel(numel: int, world_size: int, block: int = 256) -> int:
+    """Elements of a rank's shard in `quantized_all_reduce_`: whole blocks, the same for all.
+
+    Args:
+        numel (int): N.
+        world_size (int): P.
+        block (int): as there.
+
+    Returns:
+        int: M, with P M at least N; the last shards may lie behind the end.
+    """
+    return -(-numel // (world_size * block)) * block
+
+
+def quantized_all_reduce_bytes(numel: int, world_size: int, format: str, block: int = 256) -> int:
+    """What leaves a rank in one `quantized_all_reduce_`: two rounds of a payload for each other."""
+    shard = shard_numel(numel, world_size, block)
+    return 2 * (world_size - 1) * QuantizedCoding(format, block).payload_bytes(shard)
+
+
+def _option_problem(format: str, block: int, rng_state: Tensor | None) -> str | None:
+    problem = choice_problem(format, "format", FORMATS)
+    if problem is None and block not in BLOCKS:
+        problem = f"expected block to be a power of two from 64 to 1024, got {block}"
+    if problem is None and rng_state is not None:
+        if format == "sign":
+            return "expected rng_state to be None for signs, which are not rounded, got one"
+        if rng_state.dtype != torch.int64 or rng_state.shape != (4,):
+            return (
+                f"expected rng_state to be int64 of shape (4,), got {rng_state.dtype} of shape "
+                f"{tuple(rng_state.shape)}"
+            )
+    return problem
+
+
+def _state_problem(old: Tensor | None, new: Tensor | None, name: str, numel: int) -> str | None:
+    """Of a residual, and the one that it is made from."""
+    problem = flat_problem(new, name, numel)
+    if problem is not None or old is None:
+        return problem
+    if new is None:
+        return f"expected {name} to be given with {name}_in, which is only read, got None"
+    if old.numel() and old.untyped_storage().data_ptr() == new.untyped_storage().data_ptr():
+        return f"expected {name}_in to be in memory of its own, got a part of {name}'s"
+    return flat_problem(old, f"{name}_in", numel)
+
+
+def _states_problem(states: States, numel: int, shard: int) -> str | None:
+    residual, server, _, residual_in, server_in = states
+    return _state_problem(residual_in, residual, "residual", numel) or _state_problem(
+        server_in, server, "server_residual", shard
+    )
+
+
+def _shards_problem(whole: Tensor, shard: Tensor, size: int, names: tuple[str, str]) -> str | None:
+    problem = tensor_problem(whole, names[0], _DTYPES) or tensor_problem(shard, names[1], _DTYPES)
+    if problem is None and whole.numel() != size * shard.numel():
+        return (
+            f"expected {names[0]} to hold {size} times the {shard.numel()} elements of {names[1]}, "
+            f"got {whole.numel()}"
+        )
+    return problem
+
+
+def quantized_all_reduce_(
+    x: Tensor,
+    *,
+    format: str = "int8",
+    block: int = 256,
+    residual: Tensor | None = None,
+    server_residual: Tensor | None = None,
+    rng_state: Tensor | None = None,
+    residual_in: Tensor | None = None,
+    server_residual_in: Tensor | None = None,
+    group: ProcessGroup | None = None,
+    average: bool = True,
+    validate: bool = True,
+    async_op: bool = False,
+) -> Tensor | Pending[Tensor]:
+    r"""The mean over ranks, in place, of which only codes travel.
+
+    Every rank quantises its tensor (with ``residual``) and sends each shard to its owner, who adds
+    them up in float32, quantises the sum (with ``server_residual``) and sends it to all. On a CPU a
+    large shard goes in up to 8 pieces, some of which travel while others are coded. What both
+    residuals keep is in units of the sum: :math:`P` times the mean, plus all residuals and server
+    residuals, is conserved up to the rounding of float32.
+
+    Args:
+        x (Tensor): float32, bfloat16 or float16, contiguous, of any shape; changed in place.
+        format (str): "int8", "int4", "fp8" or "sign", see `quantize_blockwise`.
+        block (int): elements that share a scale, a power of two from 64 to 1024.
+        residual (Tensor[N]): float32, contiguous: what this rank owes; changed in place.
+        server_residual (Tensor[M]): float32, of `shard_numel` elements: what the owner of a shard
+            owes; changed in place.
+        rng_state (Tensor[4]): int64, as `quantize_blockwise`: rounds at random. Its rank must
+            differ between ranks for the errors to be independent.
+        residual_in (Tensor[N]): what this rank owes is read here, and not changed; ``residual`` is
+            only written. No copy has to be made then to put it back after an error.
+        server_residual_in (Tensor[M]): the same for ``server_residual``.
+        group: the ranks; None is the default group.
+        average (bool): divide by P.
+        validate (bool): compare the arguments of all ranks first, and look for NaN and infinity.
+            False is for layouts that were agreed on, and numbers that were checked: a block that
+            holds NaN or infinity comes back as NaN on all ranks, and so do the residuals.
+        async_op (bool): return a `Reduction` at once. Nothing may touch the tensors before its end.
+
+    Returns:
+        Tensor: x, with the same bits on all ranks; or a `Reduction` of it. A rank alone sends
+        nothing and loses nothing: x plus both residuals, which become zero.
+
+    Raises:
+        ValueError: on every rank (of the others only with ``validate``): an argument has the wrong
+            dtype, shape or value, or differs between ranks; the message names them.
+        RankFailureError: a rank died or did not answer; x and what is owed are as they were.
+
+    Deterministic: shards are added in the order of the ranks.
+
+    Reference: Tang et al., 1-bit Adam, 2021 (arXiv 2102.02888), figure 3; Wang et al., ZeRO++, 2023
+    (arXiv 2306.10209), section 3.3.
+    """
+    name = "quantized_all_reduce_"
+    ranks = resolve_group(group, name)
+    size, numel = group_size(ranks), x.numel()
+    states = States(residual, server_residual, rng_state, residual_in, server_residual_in)
+    problem = (
+        tensor_problem(x, "x", _DTYPES)
+        or _option_problem(format, block, rng_state)
+        or _states_problem(states, numel, shard_numel(numel, size, block))
+        or (finite_problem(x, "x") if validate else None)
+    )
+    facts = {
+        "numel": numel,
+        "dtype": x.dtype,
+        "format": format,
+        "block": block,
+        "average": average,
+        "having a residual": residual is not None,
+        "having a server_residual": server_residual is not None,
+    }
+    agree(name, facts, problem, ranks, x.device, validate=validate)
+    coding = QuantizedCoding(format, block)
+    pending = start_all_reduce(x, coding, states, ranks, average, operation=name, async_op=async_op)
+    return pending if async_op else pending.wait()
+
+
+def quantized_reduce_scatter(
+    output: Tensor,
+    input: Tensor,
+    *,
+    format: str = "int8",
+    block: int = 256,
+    residual: Tensor | None = None,
+    rng_state: Tensor | None = None,
+    residual_in: Tensor | None = None,
+    group: ProcessGroup | None = None,
+    average: bool = True,
+    validate: bool = True,
+    async_op: bool = False,
+) -> Tensor | Pending[Tensor]:
+    """This rank's shard of the mean over ranks, of which only codes travel.
+
+    The first half of `quantized_all_reduce_`: one quantisation, sum in float32 (ZeRO++ qgZ).
+
+    Args:
+        output (Tensor): float32, bfloat16 or float16, contiguous, N / P elements; filled.
+        input (Tensor): float32, bfloat16 or float16, contiguous, N elements: shard p is for rank p.
+        format (str): as `quantized_all_reduce_`.
+        block (int): as `quantized_all_reduce_`; blocks begin anew in each shard.
+        residual (Tensor[N]): as `quantized_all_reduce_`.
+        rng_state (Tensor[4]): as `quantized_all_reduce_`.
+        residual_in (Tensor[N]): as `quantized_all_reduce_`.
+        group: as `quantized_all_reduce_`.
+        average (bool): as `quantized_all_reduce_`.
+        validate (bool): as `quantized_all_reduce_`.
+        async_op (bool): as `quantized_all_reduce_`.
+
+    Returns:
+        Tensor: output; or a `Reduction` of it. A rank alone copies input plus residual, which
+        becomes zero.
+
+    Raises:
+        ValueError: as `quantized_all_reduce_`.
+        RankFailureError: a rank died or did not answer; output and residual are as they were.
+
+    Deterministic: shards are added in the order of the ranks.
+    """
+    name = "quantized_reduce_scatter"
+    ranks = resolve_group(group, name)
+    states = States(residual=residual, rng_state=rng_state, residual_in=residual_in)
+    problem = (
+        _shards_problem(input, output, group_size(ranks), ("input", "output"))
+        or _option_problem(format, block, rng_state)
+        or _states_problem(states, input.numel(), 0)
+        or (finite_problem(input, "input") if validate else None)
+    )
+    facts = {
+        "numel": input.numel(),
+        "dtype": input.dtype,
+        "format": format,
+        "block": block,
+        "average": average,
+        "having a residual": residual is not None,
+    }
+    agree(name, facts, problem, ranks, input.device, validate=validate)
+    coding = QuantizedCoding(format, block)
+    pending = start_reduce_scatter(
+        output, input, coding, states, ranks, average, operation=name, async_op=async_op
+    )
+    return pending if async_op else pending.wait()
+
+
+def quantized_all_gather(
+    output: Tensor,
+    input: Tensor,
+    *,
+    format: str = "int8",
+    block: int = 256,
+    rng_state: Tensor | None = None,
+    group: ProcessGroup | None = None,
+    validate: bool = True,
+    async_op: bool = False,
+) -> Tensor | Pending[Tensor]:
+    """What all ranks hold, of which only codes travel (ZeRO++ qwZ).
+
+    Args:
+        output (Tensor): float32, bfloat16 or float16, contiguous, N elements; filled. Every rank's
+            own shard is read from its codes too, so that all hold the same.
+        input (Tensor): float32, bfloat16 or float16, contiguous, N / P elements.
+        format (str): as `quantized_all_reduce_`.
+        block (int): as `quantized_all_reduce_`; blocks begin anew in each shard.
+        rng_state (Tensor[4]): as `quantized_all_reduce_`.
+        group: as `quantized_all_reduce_`.
+        validate (bool): as `quantized_all_reduce_`.
+        async_op (bool): as `quantized_all_reduce_`.
+
+    Returns:
+        Tensor: output; or a `Reduction` of it. A rank alone copies its input.
+
+    Raises:
+        ValueError: as `quantized_all_reduce_`.
+        RankFailureError: a rank died or did not answer; output is as it was.
+
+    Deterministic.
+    """
+    name = "quantized_all_gather"
+    ranks = resolve_group(group, name)
+    problem = (
+        _shards_problem(output, input, group_size(ranks), ("output", "input"))
+        or _option_problem(format, block, rng_state)
+        or (finite_problem(input, "input") if validate else None)
+    )
+    facts = {"numel": output.numel(), "dtype": input.dtype, "format": format, "block": block}
+    agree(name, facts, problem, ranks, input.device, validate=validate)
+    coding = QuantizedCoding(format, block)
+    pending = start_all_gather(
+        output, input, coding, rng_state, ranks, operation=name, async_op=async_op
+    )
+    return pending if async_op else pending.wait()
+
+
+def piece_numel(x: Tensor, shard: int, coding: Coding) -> int:
+    """Elements of a shard that travel at a time; all where there is nothing to hide."""
+    if x.device.type != "cpu" or coding.native is None:
+        return max(shard, 1)
+    count = min(max(coding.payload_bytes(shard) // _LEAST_BYTES, 1), _MAX_PIECES)
+    return max(-(-shard // (count * _GRAIN)) * _GRAIN, 1)
+
+
+def start_all_reduce(
+    x: Tensor,
+    coding: Coding,
+    states: States,
+    group: ProcessGroup | None,
+    average: bool,
+    *,
+    operation: str,
+    async_op: bool = True,
+    restores: bool = True,
+    on_nonfinite: Callable[[Tensor], None] | None = None,
+) -> Pending[Tensor]:
+    """`quantized_all_reduce_` by any codec, without its checks.
+
+    Args as there, but
+
+        coding: of what travels.
+        operation: name for error messages.
+        restores: whether an error leaves x and the residuals as they were. Without it x is
+            overwritten while some of it is still on its way, and no residual is copied.
+        on_nonfinite: called at the end with what holds NaN or infinity: x plus the residual, or
+            numbers like it where only a sum over ranks does. Needs a codec that finds these, both
+            residuals, and a CPU. None does not look.
+    """
+    size, numel, states = group_size(group), x.numel(), states.flat()
+    if size == 1 or numel == 0:
+        for new, old in zip(states[:2], states[3:], strict=True):
+            if new is not None and size == 1:
+                x.view(-1).add_((new if old is None else old)[:numel])
+                new.zero_()
+        if on_nonfinite is not None and is_nonfinite(x):
+            on_nonfinite(x)
+        return Pending.done(x)
+    shard = shard_numel(numel, size, coding.align)
+
+    def finish(found: list[Tensor]) -> Tensor:
+        if on_nonfinite is not None and not bool(torch.isfinite(found[1]).all()):
+            _find_nonfinite(states, on_nonfinite)
+        return x
+
+    args = (
+        x.detach().view(-1),
+        states,
+        shard,
+        piece_numel(x, shard, coding),
+        size if average else 1,
+        restores,
+        on_nonfinite is not None,
+    )
+    return _start(
+        "quantized_all_reduce", _all_reduce, coding, args, group, operation, finish, async_op
+    )
+
+
+def _find_nonfinite(states: States, on_nonfinite: Callable[[Tensor], None]) -> None:
+    """Tell what new residuals keep that is not finite, if anything is: sums of scales overflow."""
+    owed, of_sum = states.residual, states.server_residual
+    assert owed is not None and of_sum is not None
+    if is_nonfinite(owed):
+        on_nonfinite(owed)
+    elif bool(of_sum.isinf().any()):
+        # Finite numbers add up to infinity at most; NaN has come from a rank that tells of it.
+        on_nonfinite(torch.full_like(owed, torch.inf))
+
+
+def start_reduce_scatter(
+    output: Tensor,
+    input: Tensor,
+    coding: Coding,
+    states: States,
+    group: ProcessGroup | None,
+    average: bool,
+    *,
+    operation: str,
+    async_op: bool = True,
+) -> Pending[Tensor]:
+    """`quantized_reduce_scatter` by any codec, without its checks; args as `start_all_reduce`."""
+    size, states = group_size(group), states.flat()
+    if size == 1 or input.numel() == 0:
+        output.view(-1).copy_(input.view(-1))
+        owed = states.residual if states.residual_in is None else states.residual_in
+        if states.residual is not None and owed is not None and size == 1:
+            output.view(-1).copy_(input.view(-1) + owed)
+            states.residual.zero_()
+        return Pending.done(output)
+    args = (
+        output.detach().view(-1),
+        input.detach().view(-1),
+        states,
+        piece_numel(input, output.numel(), coding),
+        size if average else 1,
+    )
+    return _start(
+        "quantized_reduce_scatter",
+        _reduce_scatter,
+        coding,
+        args,
+        group,
+        operation,
+        lambda _: output,
+        async_op,
+    )
+
+
+def start_all_gather(
+    output: Tensor,
+    input: Tensor,
+    coding: Coding,
+    rng_state: Tensor | None,
+    group: ProcessGroup | None,
+    *,
+    operation: str,
+    async_op: bool = True,
+) -> Pending[Tensor]:
+    """`quantized_all_gather` by any codec, without its checks; args as `start_all_reduce`."""
+    if group_size(group) == 1 or input.numel() == 0:
+        output.view(-1).copy_(input.view(-1))
+        return Pending.done(output)
+    piece = piece_numel(output, input.numel(), coding)
+    args = (output.detach().view(-1), input.detach().view(-1), rng_state, piece)
+    return _start(
+        "quantized_all_gather",
+        _all_gather,
+        coding,
+        args,
+        group,
+        operation,
+        lambda _: output,
+        async_op,
+    )
+
+
+def _start(
+    method: str,
+    twin: Callable[..., list[Tensor]],
+    coding: Coding,
+    args: tuple[Any, ...],
+    group: ProcessGroup | None,
+    operation: str,
+    finish: Callable[[list[Tensor]], Tensor],
+    async_op: bool,
+) -> Pending[Tensor]:
+    """Run the compiled method, where the coding is one that it knows, or the function below."""
+    given = [x for arg in args for x in (arg if isinstance(arg, States) else [arg])]
+    return worker.start(
+        None if coding.native is None else (method, coding.native, *args),
+        partial(twin, coding, *args),
+        [x for x in given if isinstance(x, Tensor)],
+        group,
+        operation,
+        finish=finish,
+        async_op=async_op,
+    )
+
+
+@dataclass
+class _Owed:
+    """What a coding adds to a tensor, and overwrites with what it leaves out."""
+
+    new: Tensor | None
+    old: Tensor | None
+
+    def at(self, messages: Messages, start: int, length: int, *, restores: bool) -> list[Any]:
+        """Those of some elements; kept where an error must leave them, and no other is read."""
+        found = [None if x is None else x[start : start + length] for x in (self.new, self.old)]
+        if restores and found[0] is not None and found[1] is None:
+            messages.keep(found[0])
+        return found
+
+
+@dataclass
+class _Shards:
+    """N elements in shards of M, one for each rank; the last ones may lie behind the end.
+
+    `Shards` of csrc/runtime/quantized.cpp in Python.
+    """
+
+    messages: Messages
+    coding: Coding
+    numel: int
+    shard: int
+    piece: int
+    looks: bool = False
+    # Of each piece that was coded, where anyone looks.
+    magnitudes: list[Tensor] = field(default_factory=list)
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """First element of each piece of a shard, and elements, of which some may be missing."""
+        return [(at, min(self.piece, self.shard - at)) for at in range(0, self.shard, self.piece)]
+
+    def length(self, rank: int, first: int, room: int) -> int:
+        """Elements of a piece that are not behind the end."""
+        return min(max(self.numel - rank * self.shard - first, 0), room)
+
+    def ask(self, like: Tensor) -> list[Message]:
+        """Ask for a payload of each piece from every rank."""
+        payload_bytes = self.coding.payload_bytes
+        return [self.messages.ask(payload_bytes(room), like) for _, room in self.pieces()]
+
+    def encode(
+        self, x: Tensor, room: int, owed: Sequence[Any], rng_state: Tensor | None, first: int
+    ) -> Tensor:
+        """The payload of a piece, with zeros up to the length of a whole one."""
+        row = x.new_zeros(self.coding.payload_bytes(room), dtype=torch.uint8)
+        if x.numel():
+            stream: dict[str, Any] = {}
+            if rng_state is not None:
+                stream = {"rng_state": rng_state, "first": first}
+            payload = self.coding.encode(x, *owed, **stream)
+            row[: payload.numel()] = payload
+            if self.looks:
+                self.magnitudes.append(self.coding.magnitude(payload, x.numel()))
+        return row
+
+    def scatter(
+        self,
+        arriving: list[Message],
+        x: Tensor,
+        owed: _Owed,
+        rng_state: Tensor | None,
+        *,
+        restores: bool,
+    ) -> None:
+        """Send every piece to the owner of its shard."""
+        for message, (first, room) in zip(arriving, self.pieces(), strict=True):
+            payloads = []
+            for rank in range(self.messages.size):
+                start, length = rank * self.shard + first, self.length(rank, first, room)
+                found = owed.at(self.messages, start, length, restores=restores)
+                stream = _stream(rng_state, rank)
+                payloads.append(self.encode(x[start : start + length], room, found, stream, first))
+            self.messages.all_to_all(message, torch.cat(payloads))
+
+    def payload(self, row: Tensor, rank: int, room: int, length: int) -> Tensor:
+        """That of a rank, in what came for a piece."""
+        start = rank * self.coding.payload_bytes(room)
+        return row[start : start + self.coding.payload_bytes(length)]
+
+    def add_up(self, total: Tensor, arriving: Message, room: int) -> None:
+        """Overwrite with the sum over ranks of this rank's piece, in their order."""
+        row = arriving.wait()
+        if total.numel():
+            for rank in range(self.messages.size):
+                payload = self.payload(row, rank, room, total.numel())
+                self.coding.decode_add_(total, payload, overwrite=rank == 0)
+
+    def spread(self, x: Tensor, gathered: Message, first: int, room: int, divisor: int) -> None:
+        """Overwrite a piece of every shard with what came, divided."""
+        row = gathered.wait()
+        for rank in range(self.messages.size):
+            start, length = rank * self.shard + first, self.length(rank, first, room)
+            if length:
+                payload = self.payload(row, rank, room, length)
+                piece = x[start : start + length]
+                self.coding.decode_add_(piece, payload, divisor=divisor, overwrite=True)
+
+
+def _stream(rng_state: Tensor | None, shard: int) -> Tensor | None:
+    """The numbers of an element start at 0 in every shard, each of which has its own stream."""
+    if rng_state is None:
+        return None
+    moved = rng_state.clone()
+    moved[0] += shard
+    return moved
+
+
+def _second_stream(rng_state: Tensor | None) -> Tensor | None:
+    if rng_state is None:
+        return None
+    moved = rng_state.clone()
+    moved[0] ^= _SECOND_SEED
+    return moved
+
+
+def _all_reduce(
+    coding: Coding,
+    x_N: Tensor,
+    states: States,
+    shard: int,
+    piece: int,
+    divisor: int,
+    restores: bool,
+    looks: bool,
+    messages: Messages,
+) -> list[Tensor]:
+    shards = _Shards(messages, coding, x_N.numel(), shard, piece, looks)
+    arriving, gathered = shards.ask(x_N), shards.ask(x_N)
+    owed = _Owed(states.residual, states.residual_in)
+    shards.scatter(arriving, x_N, owed, states.rng_state, restores=restores)
+    server = _Owed(states.server_residual, states.server_residual_in)
+    stream = _second_stream(states.rng_state)
+    for i, (first, room) in enumerate(shards.pieces()):
+        length = shards.length(messages.rank, first, room)
+        total = torch.empty(length, device=x_N.device)
+        shards.add_up(total, arriving[i], room)
+        owed_of_sum = server.at(messages, first, length, restores=restores)
+        messages.all_gather(gathered[i], shards.encode(total, room, owed_of_sum, stream, first))
+    if server.new is not None and server.old is not None:
+        # What lies behind the end is what it was.
+        length = shards.length(messages.rank, 0, shard)
+        server.new[length:] = server.old[length:]
+    if restores:
+        # None of them can fail any more when x is touched.
+        for message in gathered:
+            message.wait()
+    for message, (first, room) in zip(gathered, shards.pieces(), strict=True):
+        shards.spread(x_N, message, first, room, divisor)
+    return [x_N, torch.stack(shards.magnitudes)] if looks else [x_N]
+
+
+def _reduce_scatter(
+    coding: Coding,
+    out_M: Tensor,
+    x_N: Tensor,
+    states: States,
+    piece: int,
+    divisor: int,
+    messages: Messages,
+) -> list[Tensor]:
+    shards = _Shards(messages, coding, x_N.numel(), out_M.numel(), piece)
+    arriving = shards.ask(x_N)
+    owed = _Owed(states.residual, states.residual_in)
+    shards.scatter(arriving, x_N, owed, states.rng_state, restores=True)
+    total = torch.empty(out_M.numel(), device=x_N.device)
+    for message, (first, room) in zip(arriving, shards.pieces(), strict=True):
+        shards.add_up(total[first : first + room], message, room)
+    out_M.copy_(total if divisor == 1 else total.div_(divisor))
+    return [out_M]
+
+
+def _all_gather(
+    coding: Coding,
+    out_N: Tensor,
+    x_M: Tensor,
+    rng_state: Tensor | None,
+    piece: int,
+    messages: Messages,
+) -> list[Tensor]:
+    shards = _Shards(messages, coding, out_N.numel(), x_M.numel(), piece)
+    gathered = shards.ask(x_M)
+    for message, (first, room) in zip(gathered, shards.pieces(), strict=True):
+        part = x_M[first : first + room]
+        messages.all_gather(message, shards.encode(part, room, (None, None), rng_state, first))
+    for message in gathered:
+        message.wait()
+    for message, (first, room) in zip(gathered, shards.pieces(), strict=True):
+        shards.spread(out_N, message, first, room, 1)
+    return [out_N]

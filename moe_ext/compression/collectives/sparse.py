@@ -1,0 +1,513 @@
+"""Sums of sparse gradients over ranks: by all-gather, by split and reduce, or dense.
+
+Shape suffixes: N elements, K pairs that a rank gives, P ranks, S slots for a region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext.compression.collectives.arguments import (
+    choice_problem,
+    finite_problem,
+    flat_problem,
+    range_problem,
+)
+from moe_ext.compression.collectives.coding import PAIR_CODECS, Coding, PairCoding
+from moe_ext.distributed import worker
+from moe_ext.distributed.agreement import agree
+from moe_ext.distributed.comm import Pending
+from moe_ext.distributed.groups import group_size, resolve_group
+from moe_ext.distributed.worker import Messages
+
+_NAME = "sparse_all_reduce"
+ALGORITHMS = ("auto", "all_gather", "split", "dense")
+# A smaller region is not worth a second round of messages.
+_MIN_REGION = 64
+# Cutting twice and waiting for two rounds take time that all-gathering spends on the wire, so that
+# splitting must send this much less.
+_SPLIT_GAIN = 0.4
+# Behind the pairs of a payload: how many there were, padded.
+_LOAD_BYTES = 16
+
+
+@dataclass(frozen=True)
+class SparseLayout:
+    """Sizes of one sparse all-reduce, equal on all ranks."""
+
+    count: int
+    numel: int
+    world_size: int
+    value_codec: str = "fp32"
+
+    def _pairs(self, count: int) -> PairCoding:
+        return PairCoding(count, self.numel, self.value_codec)
+
+    @property
+    def pairs(self) -> PairCoding:
+        """Of what a rank gives, in one payload."""
+        return self._pairs(self.count)
+
+    @property
+    def slots(self) -> PairCoding:
+        """Of what it has room for to one region: a quarter more than the even share of it.
+
+        What does not fit waits for the next step.
+        """
+        return self._pairs(min(-(-5 * self.count // (4 * self.world_size)), self.count))
+
+    @property
+    def kept(self) -> PairCoding:
+        """Of what the owner of a region keeps of it."""
+        return self._pairs(-(-self.count // self.world_size))
+
+    def sent_bytes(self, algorithm: str) -> int:
+        """What leaves a rank."""
+        others = self.world_size - 1
+        if algorithm == "dense":
+            return 2 * others * 4 * self.numel // self.world_size
+        if algorithm == "all_gather":
+            return others * self.pairs.num_bytes
+        return others * (self.slots.num_bytes + self.kept.num_bytes + 2 * _LOAD_BYTES)
+
+    def choose(self, algorithm: str, *, may_split: bool) -> str:
+        """What is done for `algorithm`: "auto" sends least, and splits by a clear margin only."""
+        can_split = self.world_size > 1 and self.numel >= _MIN_REGION * self.world_size
+        if algorithm == "split" and (not can_split or self.count == 0):
+            return "all_gather"
+        if algorithm != "auto":
+            return algorithm
+        cost = {name: float(self.sent_bytes(name)) for name in ("all_gather", "dense")}
+        if may_split and can_split and self.count:
+            cost["split"] = self.sent_bytes("split") / _SPLIT_GAIN
+        return min(cost, key=lambda name: cost[name])
+
+
+class SplitRegions:
+    """Bounds of the regions that `sparse_all_reduce(algorithm="split")` gives to the ranks.
+
+    One object serves one tensor over all steps. The regions of a step hold as many of the pairs
+    that were sent in the last one each. They follow from what every rank has received, so that they
+    are equal on all ranks without a message.
+
+    Args:
+        numel (int): elements of the tensor.
+        world_size (int): ranks.
+
+    Attributes:
+        bounds (tuple[int, ...]): region p is ``[bounds[p], bounds[p + 1])``.
+        step (int): how often they were used.
+        loads (tuple[int, ...]): pairs that all ranks had for each region in the last step.
+        pending (Pending): one with ``async_op=True`` that uses them.
+    """
+
+    def __init__(self, numel: int, world_size: int) -> None:
+        self.numel = numel
+        self.bounds = tuple(numel * p // world_size for p in range(world_size + 1))
+        self.step = 0
+        self.loads: tuple[int, ...] = ()
+        self.pending: Pending[Tensor] | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return len(self.bounds) - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step needs to know of the last ones, in plain numbers."""
+        return {"bounds": list(self.bounds), "step": self.step, "loads": list(self.loads)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned, for as many elements and ranks."""
+        self.bounds, self.loads = tuple(state["bounds"]), tuple(state["loads"])
+        self.step = state["step"]
+
+    def settle(self) -> None:
+        """Wait for a reduction underway: the next one takes its regions from it, on every rank."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.wait()
+
+    def update(self, loads_P: Tensor, kept_idx_PK: Tensor) -> None:
+        """Move the bounds to where the pairs of the last step were.
+
+        Args:
+            loads_P (Tensor[P]): pairs that all ranks had for each region.
+            kept_idx_PK (Tensor[P, K]): ascending indices of each region that were kept: how the
+                pairs are spread inside it.
+        """
+        # NOTE: device-to-host sync.
+        loads = [max(int(load), 0) for load in loads_P.tolist()]
+        size, total = self.world_size, sum(loads)
+        self.loads, self.step = tuple(loads), self.step + 1
+        if total == 0 or kept_idx_PK.shape[1] == 0:
+            return
+        bounds, region, before = [0], 0, 0
+        for part in range(1, size):
+            while region < size - 1 and (before + loads[region]) * size < part * total:
+                before += loads[region]
+                region += 1
+            share = (part * total - before * size) / max(loads[region] * size, 1)
+            column = min(int(share * kept_idx_PK.shape[1]), kept_idx_PK.shape[1] - 1)
+            found = int(kept_idx_PK[region, column])
+            # Every region keeps an element at least.
+            bounds.append(min(max(found, bounds[-1] + 1), self.numel - (size - part)))
+        self.bounds = (*bounds, self.numel)
+
+
+def sparse_all_reduce(
+    values_K: Tensor,
+    indices_K: Tensor,
+    numel: int,
+    *,
+    group: ProcessGroup | None = None,
+    average: bool = True,
+    algorithm: str = "auto",
+    value_codec: str = "fp32",
+    residual: Tensor | None = None,
+    regions: SplitRegions | None = None,
+    out: Tensor | None = None,
+    validate: bool = True,
+    async_op: bool = False,
+) -> Tensor | Pending[Tensor]:
+    r"""The mean over ranks of sparse gradients, as a dense tensor.
+
+    "all_gather" sends all pairs to all ranks: exact, and the volume grows with P. "split" gives
+    each rank a region of the elements (Ok-Topk): every rank sends it at most :math:`1.25 K / P`
+    pairs, its owner adds them up, keeps the largest :math:`K / P` sums and sends those to all.
+    Whatever is left out on the way goes into ``residual``: :math:`P` times the mean, plus the sum
+    of all residuals, is what it was. "dense" scatters and takes a dense all-reduce, which is less
+    once the union of the pairs fills the tensor. "auto" takes what sends least, but "split" only
+    where it sends less than two fifths of what "all_gather" does: from about six ranks on. One
+    rank, and fewer than 64 elements a rank, are not split but gathered.
+
+    Args:
+        values_K (Tensor[K]): float32; as `topk_compress_` and `threshold_compress_` return them.
+        indices_K (Tensor[K]): int64, ascending and all different (a zero may repeat the last one).
+        numel (int): elements of the result.
+        group: the ranks; None is the default group.
+        average (bool): divide by P.
+        algorithm (str): "auto", "all_gather", "split" or "dense".
+        value_codec (str): what values travel as: "fp32", "bf16", "fp8", "int8" or "int4". What they
+            lose goes into ``residual``, and is lost where there is none.
+        residual (Tensor[numel]): float32, contiguous; what is left out is added to it at the end.
+            "split" needs it.
+        regions (SplitRegions): carried from step to step, for "split"; None takes equal regions.
+        out (Tensor[numel]): float32, contiguous: where to put the result. Undefined after an error.
+        validate (bool): compare the arguments of all ranks first, and look at the numbers.
+        async_op (bool): return a `Reduction` at once. Nothing may touch the tensors before its end.
+
+    Returns:
+        Tensor[numel]: float32, with the same bits on all ranks; or a `Reduction` of it.
+
+    Raises:
+        ValueError: on every rank (of the others only with ``validate``): an argument has the wrong
+            dtype, shape or value, or differs between ranks; the message names them.
+        RankFailureError: a rank died or did not answer; the residual is as it was.
+
+    Deterministic: an element's values are added in the order of the ranks, but for "dense", where
+    the backend adds them.
+
+    Reference: Li and Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning, 2022
+    (arXiv 2201.07598); Renggli et al., SparCML, SC 2019 (the dense hand-over).
+    """
+    ranks = resolve_group(group, _NAME)
+    if regions is not None:
+        regions.settle()
+    size = group_size(ranks)
+    problem = _problem(values_K, indices_K, numel)
+    problem = (
+        problem or flat_problem(residual, "residual", numel) or flat_problem(out, "out", numel)
+    )
+    problem = problem or _option_problem(algorithm, value_codec, residual, regions, numel, size)
+    if problem is None and validate:
+        problem = _content_problem(values_K, indices_K, numel)
+    facts = {
+        "the number of values": values_K.shape[0] if values_K.dim() else 0,
+        "numel": numel,
+        "algorithm": algorithm,
+        "value_codec": value_codec,
+        "average": average,
+        "having a residual": residual is not None,
+        "regions": None if regions is None else (*regions.bounds, regions.step),
+    }
+    agree(_NAME, facts, problem, ranks, values_K.device, validate=validate)
+    layout = SparseLayout(values_K.shape[0], numel, size, value_codec)
+    chosen = layout.choose(algorithm, may_split=residual is not None)
+    divisor = size if average else 1
+    result = values_K.new_empty(numel) if out is None else out
+    given = (result.detach().view(-1), values_K.contiguous(), indices_K.contiguous())
+    owed_N = None if residual is None else residual.view(-1)
+
+    def finish(found: list[Tensor]) -> Tensor:
+        if chosen == "split" and regions is not None:
+            regions.update(*found)
+            regions.pending = None
+        return result
+
+    start = partial(_start, group=ranks, finish=finish, async_op=async_op)
+    if chosen == "split":
+        split = SplitRegions(numel, size) if regions is None else regions
+        bounds = torch.tensor(split.bounds, device=values_K.device)
+        more = (layout.slots.count, layout.kept.count, split.step, divisor)
+        pending = start(
+            "sparse_split_sum", _split_sum, (*given, owed_N, bounds, value_codec, *more)
+        )
+    elif chosen == "dense":
+        pending = start("sparse_dense_sum", _dense_sum, (*given, divisor))
+    else:
+        args = (*given, owed_N, value_codec, divisor)
+        pending = start("sparse_all_gather_sum", _all_gather_sum, args)
+    if not async_op:
+        return pending.wait()
+    if regions is not None:
+        regions.pending = pending
+    return pending
+
+
+def _problem(values: Tensor, indices: Tensor, numel: int) -> str | None:
+    """What is wrong with the pairs, by shape and dtype."""
+    if values.dtype != torch.float32 or values.dim() != 1:
+        return (
+            f"expected values to be a vector of float32, got {values.dtype} of shape "
+            f"{tuple(values.shape)}"
+        )
+    if indices.dtype != torch.int64 or indices.shape != values.shape:
+        return (
+            f"expected indices to be int64 of shape {tuple(values.shape)}, got {indices.dtype} of "
+            f"shape {tuple(indices.shape)}"
+        )
+    if values.shape[0] > numel:
+        return f"expected values to be at most numel ({numel}), got {values.shape[0]}"
+    return None
+
+
+def _content_problem(values: Tensor, indices: Tensor, numel: int) -> str | None:
+    """What is wrong with the numbers. NOTE: device-to-host sync."""
+    problem = finite_problem(values, "values") or range_problem(indices, "indices to be", numel)
+    if problem is not None:
+        return problem
+    steps = indices[1:] - indices[:-1]
+    if bool((steps < 0).any()):
+        return "expected indices to be ascending, got descending ones"
+    repeated = (steps == 0) & (values[1:] != 0)
+    if bool(repeated.any()):
+        where = int(indices[1:][repeated][0])
+        return f"expected indices to be all different, got {where} twice"
+    return None
+
+
+def _option_problem(
+    algorithm: str,
+    value_codec: str,
+    residual: Tensor | None,
+    regions: SplitRegions | None,
+    numel: int,
+    size: int,
+) -> str | None:
+    """What is wrong with the options."""
+    problem = choice_problem(algorithm, "algorithm", ALGORITHMS)
+    problem = problem or choice_problem(value_codec, "value_codec", PAIR_CODECS)
+    if problem is not None:
+        return problem
+    if algorithm == "split" and residual is None:
+        return "expected residual to be given for algorithm='split', got None"
+    if regions is not None and (regions.numel, regions.world_size) != (numel, size):
+        return (
+            f"expected regions to be those of {numel} elements and {size} ranks, got "
+            f"{regions.numel} and {regions.world_size}"
+        )
+    return None
+
+
+def start_gather_sum(
+    payload: Tensor,
+    out_N: Tensor,
+    coding: Coding,
+    group: ProcessGroup | None,
+    average: bool,
+    *,
+    operation: str,
+    async_op: bool = True,
+) -> Pending[Tensor]:
+    """The mean over ranks of what their payloads stand for: for codecs that cannot be sharded.
+
+    Args:
+        payload: what the codec made of this rank's tensor.
+        out_N: float32, overwritten.
+        coding: the codec.
+        group: the ranks; None is this process alone.
+        average: divide by P.
+        operation: name for error messages.
+        async_op: return before the end.
+    """
+    divisor = group_size(group) if average else 1
+    return worker.start(
+        None,
+        partial(_gather_sum, coding, out_N.detach(), payload, divisor),
+        [payload, out_N],
+        group,
+        operation,
+        finish=lambda _: out_N,
+        async_op=async_op,
+    )
+
+
+def _start(
+    method: str,
+    twin: Callable[..., list[Tensor]],
+    args: tuple[Any, ...],
+    *,
+    group: ProcessGroup | None,
+    finish: Callable[[list[Tensor]], Tensor],
+    async_op: bool,
+) -> Pending[Tensor]:
+    return worker.start(
+        (method, *args),
+        partial(twin, *args),
+        [x for x in args if isinstance(x, Tensor)],
+        group,
+        _NAME,
+        finish=finish,
+        async_op=async_op,
+    )
+
+
+def _gather_sum(
+    coding: Coding | PairCoding, out_N: Tensor, payload: Tensor, divisor: int, messages: Messages
+) -> list[Tensor]:
+    out_N.zero_()
+    for theirs in messages.gather(payload):
+        coding.decode_add_(out_N, theirs, divisor=divisor)
+    return [out_N]
+
+
+def _all_gather_sum(
+    out_N: Tensor,
+    values_K: Tensor,
+    indices_K: Tensor,
+    residual_N: Tensor | None,
+    value_codec: str,
+    divisor: int,
+    messages: Messages,
+) -> list[Tensor]:
+    coding = PairCoding(values_K.shape[0], out_N.numel(), value_codec)
+    payload = coding.encode(values_K, indices_K)
+    _gather_sum(coding, out_N, payload, divisor, messages)
+    if residual_N is not None:
+        coding.add_lost_(residual_N, payload, values_K)
+    return [out_N]
+
+
+def _dense_sum(
+    out_N: Tensor, values_K: Tensor, indices_K: Tensor, divisor: int, messages: Messages
+) -> list[Tensor]:
+    out_N.zero_().index_add_(0, indices_K, values_K)
+    messages.all_reduce(out_N)
+    if divisor != 1:
+        out_N.div_(divisor)
+    return [out_N]
+
+
+def _with_load(payload: Tensor, load: Tensor) -> Tensor:
+    """A payload, and behind it how many pairs there were."""
+    padding = payload.new_zeros(_LOAD_BYTES - 8)
+    return torch.cat([payload, load.view(1).view(torch.uint8), padding])
+
+
+def _load(row: Tensor) -> Tensor:
+    return row[-_LOAD_BYTES : 8 - _LOAD_BYTES].view(torch.int64)
+
+
+def _fill_slots(
+    values_K: Tensor, indices_K: Tensor, bounds: Tensor, slots: int, step: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Values and indices [P, S] in slots, pairs found for each region [P], what did not fit [K].
+
+    Where a region has L pairs, more than slots, those j are sent for which j S mod L is less than
+    S: S pairs, evenly spread, others in the next step. Cutting at the end would leave out the same
+    elements again and again, and tell nothing of where they are.
+    """
+    size = bounds.shape[0] - 1
+    starts = torch.searchsorted(indices_K, bounds)
+    region = torch.searchsorted(bounds[1:-1].contiguous(), indices_K, right=True)
+
+    def counted(mask: Tensor) -> tuple[Tensor, Tensor]:
+        """How many of the mask there are up to each pair, and before each region."""
+        upto = mask.cumsum(0)
+        return upto, torch.nn.functional.pad(upto, (1, 0))[starts]
+
+    wanted = values_K != 0
+    upto, before = counted(wanted)
+    loads = before[1:] - before[:-1]
+    turned = (upto - before[region] - (1 + step)) * slots
+    kept = wanted & (turned.remainder(loads[region].clamp(1)) < slots)
+    upto, before = counted(kept)
+    # Counted from 1: place 0 takes what has no slot.
+    place = (upto - before[region] + region * slots) * kept
+    unused = (bounds[1:] - 1).repeat_interleave(slots)
+    slot_indices = torch.nn.functional.pad(unused, (1, 0)).index_copy_(0, place, indices_K)
+    slot_values = values_K.new_zeros(size * slots + 1).index_copy_(0, place, values_K)
+    left = values_K.masked_fill(kept, 0)
+    return slot_values[1:].view(size, -1), slot_indices[1:].view(size, -1), loads, left
+
+
+def _split_sum(
+    out_N: Tensor,
+    values_K: Tensor,
+    indices_K: Tensor,
+    residual_N: Tensor,
+    bounds: Tensor,
+    value_codec: str,
+    slots: int,
+    kept: int,
+    step: int,
+    divisor: int,
+    messages: Messages,
+) -> list[Tensor]:
+    numel, size = out_N.numel(), messages.size
+    sent = PairCoding(slots, numel, value_codec)
+    summed = PairCoding(kept, numel, value_codec)
+    arriving = messages.ask(sent.num_bytes + _LOAD_BYTES, out_N)
+    values_PS, indices_PS, loads, left_K = _fill_slots(values_K, indices_K, bounds, slots, step)
+    rows = [
+        _with_load(sent.encode(values_PS[part], indices_PS[part]), loads[part])
+        for part in range(size)
+    ]
+    messages.all_to_all(arriving, torch.cat(rows))
+    out_N.zero_()
+
+    start, stop = bounds[messages.rank : messages.rank + 2].tolist()
+    total, rest = out_N.new_zeros(stop - start), out_N.new_empty(stop - start)
+    load = loads.new_zeros(1)
+    for theirs in arriving.wait().view(size, -1):
+        sent.decode_add_(total, theirs, start=start)
+        load += _load(theirs)
+    # Nothing is owed of the sum: the result, which is zero so far, stands for that.
+    nothing = out_N[start:stop]
+    values, indices = torch.ops.moe_ext.topk_compress_(
+        total, rest, min(kept, stop - start), check_finite=False, residual_in=nothing
+    )
+    more = (0, kept - values.shape[0])
+    values = torch.nn.functional.pad(values, more)
+    indices = torch.nn.functional.pad(indices + start, more, value=stop - 1)
+    row = _with_load(summed.encode(values, indices), load)
+
+    found = messages.gather(row)
+    for theirs in found:
+        summed.decode_add_(out_N, theirs, divisor=divisor)
+    # No message can fail any more.
+    residual_N[start:stop] += rest
+    residual_N.index_add_(0, indices_K, left_K)
+    for part in range(size):
+        sent.add_lost_(residual_N, rows[part], values_PS[part])
+    summed.add_lost_(residual_N, row, values)
+    all_loads = torch.cat([_load(theirs) for theirs in found])
+    return [all_loads, torch.stack([summed.indices(theirs) for theirs in found])]
