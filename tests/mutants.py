@@ -1,0 +1,393 @@
+"""Seeded breakages, to see that the suite catches each: python tests/mutants.py
+
+Each is one replacement in a scratch copy of the tree, whose text tells where it is; the tests
+beside it have to fail then. Those of C++ compile the objects that include the file, with the
+commands of a build folder, and link one library anew. Ends with 1 if one is missed, or its text or
+its tests are no longer there.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# Library to its target in the build folder.
+LIBRARIES = {"_C": "csrc/_C.so", "_C_simt": "_C_simt", "_runtime": "csrc/_runtime.so"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A breakage.
+
+    Attributes:
+        name: of what is wrong then.
+        files: of which exactly one holds the text, a pattern.
+        old: the text.
+        new: what replaces it, once.
+        tests: arguments of pytest; at least one of these tests has to fail.
+        library: that is linked anew, None for Python.
+    """
+
+    name: str
+    files: str
+    old: str
+    new: str
+    tests: str
+    library: str | None = None
+
+
+MUTANTS = [
+    Mutant(
+        "gradients of experts over ranks lack the factor of the mean",
+        "moe_ext/distributed/**/*.py",
+        "grad_scale=self.grad_scale,",
+        "grad_scale=1.0,",
+        "tests/distributed/test_dispatcher.py tests/distributed/test_gradients.py",
+    ),
+    Mutant(
+        "a step that fails leaves what it wrote",
+        "moe_ext/compression/**/*.py",
+        "self._spare[kind] = working\n        self._close()",
+        "self._kept[kind] = working\n        self._close()",
+        "tests/compression/test_feedback.py tests/compression/test_hook_faults.py",
+    ),
+    Mutant(
+        "what is owed is not scaled to a new learning rate",
+        "moe_ext/compression/**/*.py",
+        "add_at(grad_N, self._kept[kind], start, self.factor(kind))",
+        "add_at(grad_N, self._kept[kind], start)",
+        "tests/compression/test_feedback.py",
+    ),
+    Mutant(
+        "the documents of a shard are one too far",
+        "moe_ext/attention/**/*.py",
+        "torch.unique_consecutive(found - 1, return_counts=True)",
+        "torch.unique_consecutive(found, return_counts=True)",
+        "tests/attention/test_layouts.py",
+    ),
+    Mutant(
+        "a window is one key too narrow where keys are left out",
+        "moe_ext/attention/**/*.py",
+        "first = max(first, position - self.left)",
+        "first = max(first, position - self.left + 1)",
+        "tests/attention/test_layouts.py tests/attention/test_ring_attention.py",
+    ),
+    Mutant(
+        "the mean over tokens forgets the scale of its gradient",
+        "moe_ext/attention/**/*.py",
+        "scale / sums[1].clamp_min(1.0)",
+        "1.0 / sums[1].clamp_min(1.0)",
+        "tests/attention/test_ring_over_ranks.py tests/attention/test_schemes_over_ranks.py",
+    ),
+    Mutant(
+        "the selection bias moves towards the load",
+        "moe_ext/nn/**/*.py",
+        "torch.sign(total_E.sum() - total_E * total_E.shape[0])",
+        "torch.sign(total_E * total_E.shape[0] - total_E.sum())",
+        "tests/nn/test_selection_bias.py",
+    ),
+    Mutant(
+        "injected losses are not scaled",
+        "moe_ext/nn/**/*.py",
+        "torch.full((), coef, dtype=dtype, device=device) * ctx.scale",
+        "torch.full((), coef, dtype=dtype, device=device)",
+        "tests/nn/test_moe_layer.py",
+    ),
+    Mutant(
+        "the trust ratio of LAMB is upside down",
+        "moe_ext/optim/**/*.py",
+        "(weight_G / update_G)",
+        "(update_G / weight_G)",
+        "tests/optim/test_dense_optimizers.py",
+    ),
+    Mutant(
+        "1-bit Adam compresses a step late",
+        "moe_ext/optim/**/*.py",
+        "return self.steps_taken < self.freeze_step",
+        "return self.steps_taken <= self.freeze_step",
+        "tests/optim/test_one_bit_optimizers.py tests/optim/test_one_bit_over_ranks.py",
+    ),
+    Mutant(
+        "the norm counts experts that several ranks hold once too seldom",
+        "moe_ext/distributed/**/*.py",
+        "part * placement.num_parts / world_size()",
+        "part / world_size()",
+        "tests/distributed/test_gradients.py",
+    ),
+    Mutant(
+        "an expert takes one row more than its capacity",
+        "csrc/**/*_cpu.cpp",
+        "slots.out[slot] = e >= 0 && room[e] > 0 ? e : -1;",
+        "slots.out[slot] = e >= 0 && room[e] >= 0 ? e : -1;",
+        "tests/ops/test_capacity.py",
+        "_C",
+    ),
+    Mutant(
+        "of equal weights the higher slot keeps its row",
+        "csrc/**/*_cpu.cpp",
+        "weights[a] > weights[b] || (weights[a] == weights[b] && a < b)",
+        "weights[a] > weights[b] || (weights[a] == weights[b] && a > b)",
+        "tests/ops/test_permutation.py",
+        "_C",
+    ),
+    Mutant(
+        "all experts add the bias of the first",
+        "csrc/**/*_cpu.cpp",
+        "rows_of(*bias, tile.expert, tile.expert + 1)",
+        "rows_of(*bias, 0, 1)",
+        "tests/ops/test_grouped_gemm.py",
+        "_C",
+    ),
+    Mutant(
+        "a sum of pairs is not divided",
+        "csrc/**/*_cpu.cpp",
+        "const float by = static_cast<float>(divisor);\n  for_each_chunk",
+        "const float by = divisor < 0 ? -1.0f : 1.0f;\n  for_each_chunk",
+        "tests/ops/test_pairs.py",
+        "_C",
+    ),
+    Mutant(
+        "selection does not scale what is owed",
+        "csrc/**/*_cpu.cpp",
+        "momentum, residual_scale};\n  const Scopes scopes = check_topk_compress",
+        "momentum, 0 * residual_scale + 1};\n  const Scopes scopes = check_topk_compress",
+        "tests/ops/test_topk.py",
+        "_C",
+    ),
+    Mutant(
+        "pieces of a tensor draw the same random numbers",
+        "csrc/**/*_cpu.cpp",
+        "{data_or_null<int64_t>(state), nullptr},\n        element_offset};",
+        "{data_or_null<int64_t>(state), nullptr},\n        0};",
+        "tests/ops/test_quantize.py",
+        "_C",
+    ),
+    Mutant(
+        "a kernel counts before its bins are cleared",
+        "csrc/**/*.cuh",
+        "    bins[bin] = 0;\n  }\n  __syncthreads();\n  fill(bins);",
+        "    bins[bin] = 0;\n  }\n  fill(bins);",
+        "tests/ops/test_topk.py -k simt",
+        "_C_simt",
+    ),
+    Mutant(
+        "a kernel adds up half of a row's lanes",
+        "csrc/**/*.cuh",
+        "for (int offset = step / 8; offset > 0; offset /= 2)",
+        "for (int offset = step / 16; offset > 0; offset /= 2)",
+        "tests/ops/test_attention_merge.py -k simt",
+        "_C_simt",
+    ),
+    Mutant(
+        "a kernel of quantisation subtracts what is owed",
+        "csrc/**/*.cuh",
+        "a.v[j] = residual.v[j] + a.v[j];",
+        "a.v[j] = a.v[j] - residual.v[j];",
+        "tests/ops/test_quantize.py -k simt",
+        "_C_simt",
+    ),
+    Mutant(
+        "a compiled exchange accepts a rank past the last",
+        "csrc/runtime/*.cpp",
+        "require(0 <= rank && rank < size,",
+        "require(0 <= rank && rank <= size,",
+        "tests/distributed/test_ring_exchange.py",
+        "_runtime",
+    ),
+]
+
+
+def copy_tree(target):
+    """The files that git knows, and the built libraries."""
+    names = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    libraries = [*(ROOT / "moe_ext").glob("*.so"), ROOT / "build" / "_C_simt.so"]
+    found = [ROOT / name for name in names.stdout.split("\n") if name] + libraries
+    for path in found:
+        if path.is_file():
+            to = target / path.relative_to(ROOT)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, to)
+
+
+def place_of(tree, mutant):
+    """The one file that holds the text once, or why there is none."""
+    found = []
+    for path in sorted(tree.glob(mutant.files)):
+        found += [path] * path.read_text().count(mutant.old)
+    return found[0] if len(found) == 1 else f"its text is there {len(found)} times"
+
+
+def _ninja(build, *arguments):
+    done = subprocess.run(
+        ["ninja", "-C", str(build), *arguments], capture_output=True, text=True, check=True
+    )
+    return [line for line in done.stdout.splitlines() if not line.startswith("ninja: ")]
+
+
+def _objects_with(build, source):
+    """Objects that a source file goes into."""
+    found, current = set(), ""
+    for line in _ninja(build, "-t", "deps"):
+        if not line.startswith(" "):
+            current = line.partition(":")[0]
+        elif line.strip() == source:
+            found.add(current)
+    return found
+
+
+def rebuild(tree, build, source, library):
+    """Makes a library of the scratch tree with the changed source in it.
+
+    Returns:
+        Why it could not be made, or None.
+    """
+    cache = (build / "CMakeCache.txt").read_text()
+    home = re.search(r"CMAKE_HOME_DIRECTORY:INTERNAL=(.*)", cache).group(1)
+    needed = _objects_with(build, f"{home}/{source.relative_to(tree)}")
+    *compiles, link = _ninja(build, "-t", "commands", LIBRARIES[library])
+    made = tree / "build" / "objects"
+    shutil.rmtree(made, ignore_errors=True)
+    chosen = []
+    for command in compiles:
+        output = re.search(r" -o (\S+\.o) ", command).group(1)
+        (made / output).parent.mkdir(parents=True, exist_ok=True)
+        if output in needed:
+            for folder in ("csrc", "tests"):
+                command = command.replace(f"{home}/{folder}", f"{tree}/{folder}")
+            chosen.append(command)
+        else:
+            (made / output).symlink_to(build / output)
+    if not chosen:
+        return "no object of the library includes it"
+
+    def run(command):
+        return subprocess.run(command, shell=True, cwd=made, capture_output=True, text=True)
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        failed = [done.stderr for done in pool.map(run, chosen) if done.returncode]
+    if failed:
+        return "does not compile: " + failed[0][-300:]
+    done = run(re.sub(r" -o \S+ ", " -o made.so ", link))
+    if done.returncode:
+        return "does not link: " + done.stderr[-300:]
+    shutil.copy2(made / "made.so", library_of(tree, library))
+    return None
+
+
+def library_of(tree, library):
+    """Where a tree has it."""
+    if library == "_C_simt":
+        return tree / "build" / "_C_simt.so"
+    return next((tree / "moe_ext").glob(f"{library}.*so"))
+
+
+def pytest_in(tree, tests, timeout):
+    """Exit status and last line of the tests."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    try:
+        done = subprocess.run(
+            [*command, *shlex.split(tests)],
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+    except subprocess.TimeoutExpired:
+        return 1, f"still ran after {timeout} s"
+    lines = (done.stdout.strip() or done.stderr.strip() or "nothing").splitlines()
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return done.returncode, (failed or lines)[-1]
+
+
+def outcome(mutant, tree, build, timeout):
+    """(what became of it, why)."""
+    place = place_of(tree, mutant)
+    if isinstance(place, str):
+        return "stale", place
+    text = place.read_text()
+    library = None if mutant.library is None else library_of(tree, mutant.library)
+    kept = None if library is None else library.read_bytes()
+    place.write_text(text.replace(mutant.old, mutant.new))
+    try:
+        if mutant.library is not None:
+            problem = rebuild(tree, build, place, mutant.library)
+            if problem is not None:
+                return "stale", problem
+        status, last = pytest_in(tree, mutant.tests, timeout)
+    finally:
+        place.write_text(text)
+        if library is not None:
+            library.unlink(missing_ok=True)
+            library.write_bytes(kept)
+    # 2 to 5: interrupted, an error of use or of pytest itself, no tests.
+    return {0: "missed", 1: "caught"}.get(status, "stale"), last
+
+
+def default_build():
+    import torch
+
+    return ROOT / "build" / f"cmake-{torch.__version__}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="regular expression of names")
+    parser.add_argument("--python", action="store_true", help="those that need no compiler")
+    parser.add_argument("--build", type=Path, help="build folder (default: that of `make build`)")
+    parser.add_argument("--timeout", type=int, default=600, help="seconds for the tests of one")
+    parser.add_argument("--baseline", action="store_true", help="run all their tests unchanged")
+    parser.add_argument("--places", action="store_true", help="only look for their texts and tests")
+    arguments = parser.parse_args()
+    chosen = [m for m in MUTANTS if re.search(arguments.only, m.name)]
+    if arguments.python:
+        chosen = [m for m in chosen if m.library is None]
+    if arguments.places:
+        return _check_places(chosen)
+    counts = collections.Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder).resolve()
+        copy_tree(tree)
+        if arguments.baseline:
+            for tests in dict.fromkeys(m.tests for m in chosen):
+                status, last = pytest_in(tree, tests, arguments.timeout)
+                print(f"{'passed' if status == 0 else 'FAILED'}  {tests}: {last}", flush=True)
+                counts["fails unchanged"] += status != 0
+        for mutant in chosen:
+            start = time.monotonic()
+            found, why = outcome(
+                mutant, tree, arguments.build or default_build(), arguments.timeout
+            )
+            counts[found] += 1
+            seconds = f"{time.monotonic() - start:4.0f} s"
+            print(f"{found:7} {seconds}  {mutant.name}\n{'':16}{why[:160]}", flush=True)
+    print(", ".join(f"{count} {found}" for found, count in counts.items() if count))
+    return int(any(count for found, count in counts.items() if found != "caught"))
+
+
+def _check_places(chosen):
+    wrong = 0
+    for mutant in chosen:
+        place = place_of(ROOT, mutant)
+        files = [name for name in mutant.tests.split() if name.startswith("tests/")]
+        absent = [name for name in files if not (ROOT / name.partition("::")[0]).exists()]
+        if isinstance(place, str) or absent:
+            wrong += 1
+            print(f"{mutant.name}: {place if isinstance(place, str) else ''} {absent or ''}")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
