@@ -34,9 +34,9 @@ from moe_ext.compression.feedback import CodecMemory
 from moe_ext.compression.loop import compress_gradients, flush
 from moe_ext.compression.policy import Policy, parameter_roles
 from moe_ext.compression.probe import Link
-from moe_ext.compression.reduction import Reduction
 from moe_ext.compression.schedules import ResidualMonitor, Warmup
 from moe_ext.compression.state import CompressionState
+from moe_ext.distributed.comm import Pending as Reduction
 
 if TYPE_CHECKING:
     from moe_ext.compression.fsdp import (

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.compression.reducer import Reducer
@@ -24,7 +24,7 @@ _Future = torch.futures.Future[Tensor]
 # DistributedDataParallel compares the annotations, which must not be text.
 def compress_hook(
     state: CompressionState,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
+    bucket: GradBucket,
 ) -> torch.futures.Future[Tensor]:
     """Reduces a bucket as the state says: `ddp.register_comm_hook(state, compress_hook)`.
 

@@ -15,11 +15,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_ext.compression.collectives.coding import Coding, aligned
+from moe_ext.compression.collectives.quantized import States, shard_numel, start_all_reduce
+from moe_ext.compression.collectives.sparse import start_gather_sum
 from moe_ext.compression.feedback import CodecMemory
-from moe_ext.compression.reduction import Reduction
+from moe_ext.distributed.comm import Pending
+from moe_ext.distributed.groups import group_rank, group_size, resolve_group
 
 # Called with a gradient, and what was owed in it, that holds NaN or infinity, or may hold it. On
 # CPU, by codecs that find these in their own pass over the gradient: by quantisers at the end, when
@@ -117,7 +121,7 @@ class Codec(ABC):
         average: bool = True,
         step: int = 0,
         on_nonfinite: OnNonfinite | None = None,
-    ) -> Reduction:
+    ) -> Pending[Tensor]:
         """Begin to reduce a gradient, which may be overwritten; the result has N elements.
 
         Args:
@@ -164,47 +168,6 @@ class Codec(ABC):
         return Unsent()
 
 
-class PayloadCodec(Codec):
-    """A codec that turns a gradient into one row of bytes, and back.
-
-    A subclass needs a `name` and the three abstract methods; everything else follows.
-
-    Attributes:
-        align: a part of a gradient that is coded alone is a whole number of so many elements.
-    """
-
-    align: int = 1
-
-    @property
-    def stochastic(self) -> bool:
-        """Whether it rounds at random, and `encode` wants an `rng_state`."""
-        return False
-
-    @abstractmethod
-    def payload_bytes(self, numel: int) -> int:
-        """Length of the payload of so many elements, which depends on nothing else."""
-
-    @abstractmethod
-    def encode(
-        self,
-        x_N: Tensor,
-        residual_N: Tensor | None = None,
-        *,
-        rng_state: Tensor | None = None,
-    ) -> Tensor:
-        """uint8, of `payload_bytes` elements.
-
-        Args:
-            x_N: float32, bfloat16 or float16; not changed.
-            residual_N: float32, added to x before; overwritten with what the payload leaves out.
-            rng_state: int64 [4], only for codecs that are `stochastic`.
-        """
-
-    @abstractmethod
-    def decode_add_(self, out_N: Tensor, payload: Tensor) -> None:
-        """Add what a payload stands for to float32 numbers."""
-
-
 @dataclass(frozen=True)
 class Unsent(Codec):
     """All of the gradient and of what is owed, for what no other rank has; whatever the group.
@@ -241,11 +204,11 @@ class Unsent(Codec):
         average: bool = True,
         step: int = 0,
         on_nonfinite: OnNonfinite | None = None,
-    ) -> Reduction:
+    ) -> Pending[Tensor]:
         """See `Codec`."""
         x_N = with_velocity(grad_N, memory, self.momentum)
         memory.take_owed(x_N)
-        return Reduction.done(x_N)
+        return Pending.done(x_N)
 
     def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
         """See `Codec`."""
@@ -265,3 +228,179 @@ def check_choice(owner: str, argument: str, value: object, allowed: Sequence[obj
         raise ValueError(
             f"{owner}: expected {argument} to be one of {tuple(allowed)}, got {value!r}"
         )
+
+
+class PayloadCodec(Codec):
+    """A codec that turns a gradient into one row of bytes, and back.
+
+    A subclass needs a `name` and the three abstract methods; everything else follows. Where it is
+    `shardable`, each rank adds up one shard of the gradient and codes the sum again; otherwise all
+    ranks get all payloads.
+    """
+
+    @property
+    def align(self) -> int:
+        """A part of a gradient that is coded alone is a whole number of so many elements."""
+        return 1
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether it rounds at random, and `encode` wants an `rng_state`."""
+        return False
+
+    @abstractmethod
+    def payload_bytes(self, numel: int) -> int:
+        """Length of the payload of so many elements, which depends on nothing else."""
+
+    @abstractmethod
+    def encode(
+        self,
+        x_N: Tensor,
+        residual_N: Tensor | None = None,
+        *,
+        rng_state: Tensor | None = None,
+    ) -> Tensor:
+        """uint8, of `payload_bytes` elements.
+
+        Args:
+            x_N: float32, bfloat16 or float16; not changed.
+            residual_N: float32, added to x before; overwritten with what the payload leaves out.
+            rng_state: int64 [4], only for codecs that are `stochastic`.
+        """
+
+    @abstractmethod
+    def decode_add_(self, out_N: Tensor, payload: Tensor) -> None:
+        """Add what a payload stands for to float32 numbers."""
+
+    def coding(self) -> Coding:
+        """The codec as collectives take it."""
+        return _PayloadCoding(self)
+
+    def sent_bytes(self, numel: int, world_size: int) -> int:
+        """See `Codec`."""
+        coded_bytes = self.coding().payload_bytes
+        if not self.shardable:
+            return (world_size - 1) * coded_bytes(numel)
+        return 2 * (world_size - 1) * coded_bytes(shard_numel(numel, world_size, self.align))
+
+    def num_rounds(self, world_size: int) -> int:
+        """See `Codec`."""
+        return 0 if world_size == 1 else 1 + self.shardable
+
+    def start(
+        self,
+        grad_N: Tensor,
+        memory: CodecMemory,
+        *,
+        group: ProcessGroup | None = None,
+        average: bool = True,
+        step: int = 0,
+        on_nonfinite: OnNonfinite | None = None,
+    ) -> Pending[Tensor]:
+        """See `Codec`."""
+        operation = type(self).__name__
+        group = resolve_group(group, operation)
+        size, rank = group_size(group), group_rank(group)
+        rng_state = memory.rng_state(step, rank) if self.stochastic else None
+        if not self.feeds_back:
+            memory.take_owed(grad_N)
+        if not self.shardable and size > 1:
+            residual_N, coding = memory.whole_residual() if self.feeds_back else None, self.coding()
+            payload = coding.encode(grad_N, residual_N, rng_state=rng_state)
+            out_N = torch.empty_like(grad_N, dtype=torch.float32)
+            return start_gather_sum(payload, out_N, coding, group, average, operation=operation)
+        # What is kept is only read, so that nothing has to be restored.
+        return start_all_reduce(
+            grad_N,
+            self.coding(),
+            self._states(memory, size, rank)._replace(rng_state=rng_state),
+            group,
+            average,
+            operation=operation,
+            restores=False,
+            on_nonfinite=on_nonfinite,
+        )
+
+    def _states(self, memory: CodecMemory, size: int, rank: int) -> States:
+        """What is owed, here and for the shard of the sum; read where it is kept if it can be."""
+        if not self.feeds_back:
+            return States()
+        shard = shard_numel(memory.numel, size, self.align)
+        kinds = ("residual", "server") if size > 1 else ("residual",)
+        fits = size == 1 or memory.keeps_shard(rank * shard, shard)
+        # The operator has no factor.
+        found = memory.read_write(*kinds) if fits and memory.factor("residual") == 1.0 else None
+        if found is not None:
+            names = {"server": "server_residual", "server_in": "server_residual_in"}
+            return States(**{names.get(kind, kind): x for kind, x in found.items()})
+        residual_N = memory.tensor("residual")
+        return States(residual_N, memory.shard(rank * shard, shard) if size > 1 else None)
+
+    def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
+        """See `Codec`."""
+        memory.begin()
+        coding, sum_N = self.coding(), torch.zeros_like(grad_N, dtype=torch.float32)
+        payload = coding.encode(grad_N, memory.tensor("residual") if self.feeds_back else None)
+        if self.shardable:
+            # P shards of N / P elements come in, and as many go out.
+            coding.decode_add_(sum_N, payload)
+            shard = shard_numel(grad_N.numel(), world_size, self.align)
+            coding.encode(sum_N[:shard])
+            coding.decode_add_(sum_N, payload, overwrite=True)
+        else:
+            for _ in range(world_size):
+                coding.decode_add_(sum_N, payload)
+        memory.commit()
+
+
+@dataclass(frozen=True)
+class _PayloadCoding:
+    """A `PayloadCodec` as `Coding`, with payloads that begin where any number may lie."""
+
+    codec: PayloadCodec
+
+    @property
+    def align(self) -> int:
+        """See `Coding`."""
+        return self.codec.align
+
+    @property
+    def native(self) -> tuple[str, int] | None:
+        """See `Coding`: no compiled collective does the same."""
+        return None
+
+    def payload_bytes(self, numel: int) -> int:
+        """See `Coding`."""
+        return aligned(self.codec.payload_bytes(numel))
+
+    def encode(
+        self,
+        x_N: Tensor,
+        residual: Tensor | None = None,
+        residual_in: Tensor | None = None,
+        *,
+        rng_state: Tensor | None = None,
+        first: int = 0,
+    ) -> Tensor:
+        """See `Coding`."""
+        if residual is not None and residual_in is not None:
+            residual.copy_(residual_in)
+        if rng_state is not None:
+            # Pieces of one tensor round differently.
+            rng_state = rng_state + torch.tensor([0, first, 0, 0], device=rng_state.device)
+        payload = self.codec.encode(x_N, residual, rng_state=rng_state)
+        return nn.functional.pad(payload, (0, -payload.numel() % 16))
+
+    def decode_add_(
+        self, out_N: Tensor, payload: Tensor, *, divisor: int = 1, overwrite: bool = False
+    ) -> None:
+        """See `Coding`."""
+        found_N = torch.zeros_like(out_N, dtype=torch.float32)
+        self.codec.decode_add_(found_N, payload[: self.codec.payload_bytes(out_N.numel())])
+        if divisor != 1:
+            found_N /= divisor
+        out_N.copy_(found_N) if overwrite else out_N.add_(found_N)
+
+    def magnitude(self, payload: Tensor, numel: int) -> Tensor:
+        """See `Coding`."""
+        raise NotImplementedError("a codec that finds what is not finite has a coding of its own")

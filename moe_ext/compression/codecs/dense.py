@@ -18,7 +18,6 @@ from moe_ext import ops
 from moe_ext.compression.codecs.base import Codec, OnNonfinite, check_choice
 from moe_ext.compression.collectives.exact import bitmap_bytes, block_sparse_all_reduce_
 from moe_ext.compression.feedback import CodecMemory
-from moe_ext.compression.reduction import Reduction
 from moe_ext.distributed import comm
 from moe_ext.distributed.groups import group_size, resolve_group
 
@@ -78,7 +77,7 @@ class Dense(Codec):
         average: bool = True,
         step: int = 0,
         on_nonfinite: OnNonfinite | None = None,
-    ) -> Reduction:
+    ) -> comm.Pending[Tensor]:
         """See `Codec`."""
         memory.take_owed(grad_N)
         return dense_reduction(grad_N, group, average, self.dtype, on_nonfinite)
@@ -119,7 +118,7 @@ def dense_reduction(
     average: bool,
     dtype: str = "fp32",
     on_nonfinite: OnNonfinite | None = None,
-) -> Reduction:
+) -> comm.Pending[Tensor]:
     """All-reduce; a mean is scaled first, as DDP does. The result is in `x_N`.
 
     Args:
@@ -195,7 +194,7 @@ class BlockSparse(Codec):
         average: bool = True,
         step: int = 0,
         on_nonfinite: OnNonfinite | None = None,
-    ) -> Reduction:
+    ) -> comm.Pending[Tensor]:
         """See `Codec`."""
         # What was owed may lie in blocks that nothing was added to.
         bitmap = None if memory.take_owed(grad_N) else memory.bitmap

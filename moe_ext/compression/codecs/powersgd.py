@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from moe_ext.compression.codecs.base import Codec, OnNonfinite
 from moe_ext.compression.feedback import CodecMemory
-from moe_ext.compression.reduction import Reduction
+from moe_ext.distributed.comm import Pending
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import group_size, resolve_group
 from moe_ext.distributed.traffic import record_traffic
@@ -126,7 +126,7 @@ class PowerSGD(Codec):
         average: bool = True,
         step: int = 0,
         on_nonfinite: OnNonfinite | None = None,
-    ) -> Reduction:
+    ) -> Pending[Tensor]:
         """See `Codec`; the result has the dtype of the gradient."""
         group = resolve_group(group, "PowerSGD")
         size = group_size(group)
@@ -138,7 +138,7 @@ class PowerSGD(Codec):
             x_N = x_N + owed_N
             owed_N.zero_()
         if size == 1:
-            return Reduction.done(_alone(x_N, residual_N).to(grad_N.dtype))
+            return Pending.done(_alone(x_N, residual_N).to(grad_N.dtype))
         plan = self._plan(memory.shapes)
         state, warm = self._state(plan, memory, group, step)
         if residual_N is not None:
@@ -161,7 +161,7 @@ class PowerSGD(Codec):
             return reduced_N.to(grad_N.dtype)
 
         with naming_failed_ranks(group, "PowerSGD"):
-            reduction = Reduction(powerSGD_hook(state, bucket), finish, group, "PowerSGD")
+            reduction = Pending(powerSGD_hook(state, bucket), finish, group, "PowerSGD")
         if x_N.device.type == "cpu":
             reduction.wait()
         return reduction

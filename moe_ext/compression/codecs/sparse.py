@@ -32,7 +32,6 @@ from moe_ext.compression.collectives.sparse import (
     sparse_all_reduce,
 )
 from moe_ext.compression.feedback import CodecMemory
-from moe_ext.compression.reduction import Reduction
 from moe_ext.distributed.comm import Pending
 from moe_ext.distributed.groups import group_size, resolve_group
 from moe_ext.ops.topk import scope_size_of
@@ -107,7 +106,7 @@ class _Sparse(Codec):
         average: bool = True,
         step: int = 0,
         on_nonfinite: OnNonfinite | None = None,
-    ) -> Reduction:
+    ) -> Pending[Tensor]:
         """See `Codec`."""
         if self._is_dense:
             x_N = with_velocity(grad_N, memory, self.momentum)

@@ -1,0 +1,169 @@
+"""A codec that is registered from outside trains like the others; two ranks, and one alone."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from hook_models import Ledger, Net, batch, local_gradients, loss_of, wrapped
+from rank_checks import Checks
+
+from moe_ext.compression import (
+    CompressionState,
+    PayloadCodec,
+    Policy,
+    codec_of,
+    compress_gradients,
+    flush,
+    register_codec,
+)
+from moe_ext.distributed import count_traffic
+
+
+@dataclass(frozen=True)
+class Short(PayloadCodec):
+    """Sends bfloat16 numbers."""
+
+    name: ClassVar[str] = "short"
+
+    def payload_bytes(self, numel):
+        return 2 * numel
+
+    def encode(self, x_N, residual_N=None, *, rng_state=None):
+        whole_N = x_N.float() if residual_N is None else x_N + residual_N
+        sent_N = whole_N.bfloat16()
+        if residual_N is not None:
+            torch.sub(whole_N, sent_N, out=residual_N)
+        return sent_N.view(torch.uint8)
+
+    def decode_add_(self, out_N, payload):
+        out_N += payload.view(torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Loudest(PayloadCodec):
+    """Sends the largest of every eight elements, and which one it is."""
+
+    name: ClassVar[str] = "loudest"
+    shardable: ClassVar[bool] = False
+
+    def payload_bytes(self, numel):
+        return 5 * -(-numel // 8)
+
+    def encode(self, x_N, residual_N=None, *, rng_state=None):
+        whole_N = x_N.float() if residual_N is None else x_N + residual_N
+        rows = torch.nn.functional.pad(whole_N, (0, -whole_N.numel() % 8)).view(-1, 8)
+        place = rows.abs().argmax(dim=1, keepdim=True)
+        value = rows.gather(1, place)
+        if residual_N is not None:
+            residual_N.copy_(rows.scatter(1, place, 0.0).view(-1)[: whole_N.numel()])
+        return torch.cat([value.view(-1).view(torch.uint8), place.view(-1).to(torch.uint8)])
+
+    def decode_add_(self, out_N, payload):
+        rows = payload.numel() // 5
+        value, place = payload[: 4 * rows].view(torch.float32), payload[4 * rows :].long()
+        found = value.new_zeros(rows, 8).scatter_(1, place[:, None], value[:, None])
+        out_N += found.view(-1)[: out_N.numel()]
+
+
+@dataclass(frozen=True)
+class Forgetful(Short):
+    """The same without error feedback."""
+
+    name: ClassVar[str] = "forgetful"
+    feeds_back: ClassVar[bool] = False
+
+
+for made in (Short, Loudest, Forgetful):
+    register_codec(made.name, lambda density, made=made: made())
+NAMES = ("short", "loudest", "forgetful")
+two = Checks()
+
+
+def falls(losses):
+    return losses[-1] < 0.7 * losses[0]
+
+
+@two(*[(name,) for name in NAMES])
+def trains_under_ddp(name):
+    parallel, state = wrapped(policy=Policy(name, dense_below=0, bias=None, norm=None))
+    optimizer = torch.optim.SGD(parallel.parameters(), 0.05)
+    ledger, losses = Ledger(state, list(parallel.module.named_parameters())), []
+    for _ in range(8):
+        local = local_gradients(parallel.module, 0)
+        optimizer.zero_grad()
+        loss = loss_of(parallel, batch(0))
+        loss.backward()
+        ledger.add(local, parallel.module.named_parameters())
+        optimizer.step()
+        losses.append(float(loss))
+    if state.residuals():
+        ledger.check()
+    assert bool(state.residuals()) == (name != "forgetful")
+    assert falls(losses), losses
+
+
+@two(*[(name,) for name in NAMES])
+def trains_in_a_loop(name):
+    model = Net()
+    state = CompressionState(model=model, codec=name)
+    ledger, losses = Ledger(state, list(model.named_parameters())), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    for step in range(8):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(0))
+        loss.backward()
+        local = {n: p.grad.clone() for n, p in model.named_parameters()}
+        with count_traffic() as traffic:
+            assert compress_gradients(model, state)
+        if step == 7:
+            flush(model, state)
+        ledger.add(local, model.named_parameters())
+        optimizer.step()
+        losses.append(float(loss))
+    if name != "forgetful":
+        ledger.check()
+    assert not state.residuals() and falls(losses), losses
+    assert 0 < traffic.total_bytes < 4 * sum(p.numel() for p in model.parameters())
+
+
+@two(*[(name,) for name in NAMES])
+def costs_what_it_says(name):
+    codec, grad = codec_of(name), torch.randn(1000)
+    memory = codec.new_memory(grad)
+    memory.begin()
+    with count_traffic() as traffic:
+        codec.start(grad, memory).wait()
+    memory.commit()
+    assert traffic.total_bytes == codec.sent_bytes(1000, dist.get_world_size())
+    codec.rehearse(grad, codec.new_memory(grad), 2)
+    assert codec.num_rounds(1) == 0 < codec.num_rounds(2)
+
+
+@pytest.mark.parametrize("name", two)
+def test_two_ranks(name):
+    two.assert_passed(2, name)
+
+
+def test_the_choice_of_a_cost_model_may_fall_on_it():
+    model = torch.nn.Linear(200, 200)
+    state = CompressionState(model=model, candidates=("none", "short"))
+    model(torch.ones(2, 200)).sum().backward()
+    assert compress_gradients(model, state) and "one rank" in state.explain()
+
+
+def test_alone_everything_is_applied():
+    for name in NAMES:
+        codec, grad = codec_of(name), torch.randn(100)
+        memory = codec.new_memory(grad)
+        memory.begin()
+        assert torch.equal(codec.start(grad.clone(), memory).wait(), grad)
+        memory.commit()
+        assert memory.whole("residual") is None or not memory.whole("residual").any()
+
+
+@pytest.mark.parametrize("name", ["int8", "short", "auto"])
+def test_names_are_taken_once(name):
+    with pytest.raises(ValueError, match=f"expected name to be a new one, got '{name}'"):
+        register_codec(name, lambda density: Short())
