@@ -68,9 +68,9 @@ def resume(job: Job) -> int:
     if found is None:
         return 0
     ckpt.check_settings(found, job.settings)
-    tensors = job.state.empty_tensors()
+    tensors = ckpt.empty_tensors(found, job.state.empty)
     ckpt.load(found, tensors)
-    job.state.restore(tensors, found.step)
+    job.state.load_state_dict(tensors)
     job.say(f"resume      from step {found.step}: {found.path}")
     return found.step
 
@@ -175,7 +175,7 @@ def train(job: Job, first_step: int, signals: StopSignal) -> int:
                 log.sync()
             ckpt.save(
                 job.checkpoints,
-                job.state.tensors(done),
+                job.state.state_dict(),
                 step=done,
                 settings=job.settings,
                 keep=args.keep_checkpoints,

@@ -13,6 +13,7 @@ import json
 import os
 import pickle
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from .runtime import UserError, agree, from_main
 
 MANIFEST = "manifest.json"
-FORMAT = "moe_lm checkpoint 1"
+FORMAT = "moe_lm checkpoint 2"
 PREFIX = "step-"
 TEMPORARY = ".incomplete-"
 
@@ -273,6 +274,21 @@ def _verify_file(checkpoint: Checkpoint, name: str) -> None:
         )
     if _digest(path) != expected["sha256"]:
         raise CheckpointError(f"file {name} is damaged: its SHA-256 differs from the manifest")
+
+
+def empty_tensors(
+    checkpoint: Checkpoint, make: Callable[[Mapping[str, Any]], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Return what `make` makes of the names, shapes and types in `checkpoint`, to load it into."""
+
+    def read() -> dict[str, Tensor]:
+        try:
+            _verify_file(checkpoint, ".metadata")
+            return make(_SafeReader(checkpoint).read_metadata().state_dict_metadata)
+        except Exception as error:  # hostile bytes can make unpickling raise anything
+            raise CheckpointError(_advice(checkpoint.path, str(error))) from error
+
+    return agree(read, CheckpointError)
 
 
 def load(checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:

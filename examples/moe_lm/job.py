@@ -31,7 +31,6 @@ from .runtime import (
     choose_expert_parallel_size,
     from_main,
 )
-from .state import TrainState
 
 
 @dataclass
@@ -45,7 +44,7 @@ class Job:
     mesh: moe_ext.distributed.MoEMesh
     model: MoELanguageModel
     optimizer: torch.optim.Optimizer
-    state: TrainState
+    state: moe_ext.distributed.checkpoint.TrainingState
     settings: dict[str, Any]
     lock: FolderLock
 
@@ -121,7 +120,7 @@ def build_job(args: argparse.Namespace, runtime: Runtime, lock: FolderLock) -> J
         "seed": args.seed,
         "data_sha256": data.sha256,
     }
-    state = TrainState(model, optimizer, mesh)
+    state = moe_ext.distributed.checkpoint.TrainingState(model, optimizer)
     return Job(args, runtime, config, data, mesh, model, optimizer, state, settings, lock)
 
 

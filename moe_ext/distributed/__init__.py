@@ -1,5 +1,6 @@
 """Process groups, token dispatch and gradient synchronisation."""
 
+from moe_ext.distributed import checkpoint
 from moe_ext.distributed.clipping import clip_grad_norm_
 from moe_ext.distributed.data_parallel import broadcast_experts, data_parallel
 from moe_ext.distributed.dispatch import (
@@ -30,6 +31,7 @@ __all__ = [
     "TokenDispatcher",
     "Traffic",
     "broadcast_experts",
+    "checkpoint",
     "clip_grad_norm_",
     "count_traffic",
     "data_parallel",

@@ -1,15 +1,62 @@
-"""DTensor, without the second that importing `torch.distributed.tensor` takes."""
+"""DTensors of parameters that are divided over ranks.
+
+`torch.distributed.tensor` takes a second to import, so it is imported by who makes a DTensor.
+"""
 
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+_meshes: weakref.WeakKeyDictionary[ProcessGroup, dict[str, DeviceMesh]]
+_meshes = weakref.WeakKeyDictionary()
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Whether a value is a DTensor; there is none before someone has imported its module."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
+
+
+def dtensor_of(local: Tensor, group: ProcessGroup, dim: int) -> DTensor:
+    """The whole of which the ranks of a group hold equal parts along a dimension.
+
+    It shares memory with `local`. Nothing is sent.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    meshes = _meshes.setdefault(group, {})
+    kind = local.device.type
+    if kind not in meshes:
+        # A tensor on the meta device has no memory that a mesh of that kind could tell of.
+        meshes[kind] = DeviceMesh.from_group(group, "cpu" if kind == "meta" else kind)
+    shape = list(local.shape)
+    shape[dim] *= group.size()
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local.contiguous(),
+        meshes[kind],
+        [Shard(dim)],
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=stride,
+    )
+
+
+def is_shard_of(value: DTensor, group: ProcessGroup, dim: int) -> bool:
+    """Whether a DTensor lies over a group as `dtensor_of` makes it."""
+    from torch.distributed.tensor import Shard
+
+    mesh = value.device_mesh
+    if mesh.ndim != 1 or tuple(value.placements) != (Shard(dim),):
+        return False
+    return mesh.mesh.tolist() == torch.distributed.get_process_group_ranks(group)

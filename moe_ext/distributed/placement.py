@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext.distributed import comm
 from moe_ext.distributed.agreement import share
+from moe_ext.distributed.dtensor import dtensor_of, is_dtensor, is_shard_of
 from moe_ext.distributed.groups import group_rank, group_ranks, group_size, resolve_group
 
 # Attribute of a module: parameter name, or "" for all, to placement.
@@ -85,6 +86,44 @@ class Placement:
             shape[self.dim] = shape[self.dim] // len(self.held) * self.size
         return torch.Size(shape)
 
+    @property
+    def is_logical(self) -> bool:
+        """Whether `state_dict()` shows the parameter as a DTensor of all experts."""
+        return self.axis == "ep" and self.dim is not None and self.num_parts > 1
+
+    def whole(self, local: Tensor) -> Tensor:
+        """The logical tensor of which this rank holds `local`, and shares memory with it.
+
+        A DTensor where the ranks of a group hold it between them. Pieces that are divided each by
+        itself come as a dimension of their own, for any number of ranks.
+        """
+        if self.dim is None:
+            return local
+        dim = self.dim
+        if self.blocks > 1:
+            local, dim = local.unflatten(dim, (self.blocks, -1)), dim + 1
+        if self.num_parts == 1:
+            return local
+        assert self.group is not None
+        return dtensor_of(local, self.group, dim)
+
+    def local(self, whole: Tensor) -> Tensor:
+        """This rank's part of what `whole` returns, of a plain tensor or of another DTensor.
+
+        A DTensor that is divided otherwise is gathered: all of its ranks must call then.
+        """
+        if self.dim is None:
+            return whole
+        dim = self.dim + int(self.blocks > 1)
+        if is_dtensor(whole):
+            if self.group is not None and is_shard_of(whole, self.group, dim):
+                part = whole.to_local()
+                return part.flatten(self.dim, dim)
+            whole = whole.full_tensor()
+        rows = whole.shape[dim] // self.size
+        part = whole.narrow(dim, self.held.start * rows, len(self.held) * rows)
+        return part.flatten(self.dim, dim)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
         return self
 
@@ -105,8 +144,45 @@ def declare_placement(
     """
     # A new dictionary: copies of the module share the old one.
     declared = dict(vars(module).get(_DECLARED, {}))
+    has_hooks = any(earlier.is_logical for earlier in declared.values())
     declared.update(dict.fromkeys([""] if names is None else names, placement))
+    if placement.is_logical and not has_hooks:
+        module.register_state_dict_post_hook(_show_wholes)
+        module.register_load_state_dict_pre_hook(_take_parts)
     setattr(module, _DECLARED, declared)
+
+
+def _logical_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Placement]]:
+    """Those in a module that are parts of all experts."""
+    parameters = dict(module.named_parameters())
+    for name, placement in placements(module).items():
+        if placement.is_logical:
+            yield name, parameters[name], placement
+
+
+def _show_wholes(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: dict[str, Any]
+) -> None:
+    """Put DTensors of all experts into a state dict, for `torch.distributed.checkpoint`."""
+    for name, parameter, placement in _logical_parameters(module):
+        value = state_dict.get(prefix + name)
+        # With keep_vars=True the state dict holds the parameters themselves.
+        if not isinstance(value, Tensor) or is_dtensor(value) or value is parameter:
+            continue
+        if value.shape == parameter.shape:
+            state_dict[prefix + name] = placement.whole(value)
+
+
+def _take_parts(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_arguments: object
+) -> None:
+    """Take this rank's experts out of DTensors, and out of plain tensors with all experts."""
+    for name, parameter, placement in _logical_parameters(module):
+        value = state_dict.get(prefix + name)
+        if not isinstance(value, Tensor) or is_dtensor(parameter):
+            continue
+        if is_dtensor(value) or value.shape == placement.logical_shape(parameter.shape):
+            state_dict[prefix + name] = placement.local(value)
 
 
 def declare_experts(module: nn.Module, num_experts: int, group: ProcessGroup | None) -> None:
@@ -161,6 +237,24 @@ def placements(model: nn.Module) -> dict[str, Placement]:
             if placement is not None:
                 found[f"{path}.{name}" if path else name] = placement
     return {name: found[name] for name, _ in model.named_parameters() if name in found}
+
+
+def logical_names(model: nn.Module) -> dict[str, str]:
+    """Names of parameters that count the experts of this rank, to those that count all.
+
+    Only of experts that are modules each (see `Placement.one_expert`).
+    """
+    names: dict[str, str] = {}
+    for path, module in model.named_modules():
+        placement = placement_of(module)
+        if placement is not None and placement.one_expert and path:
+            parent = path.rpartition(".")[0]
+            whole = f"{parent}.{placement.held.start}" if parent else str(placement.held.start)
+            for name, _ in module.named_parameters():
+                names[f"{path}.{name}"] = f"{whole}.{name}"
+            for name, _ in module.named_buffers():
+                names[f"{path}.{name}"] = f"{whole}.{name}"
+    return names
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, Placement]]:

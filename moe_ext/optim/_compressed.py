@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,12 @@ from moe_ext.optim._saved_states import (
 )
 
 _BUCKET_NUMEL = 25 * 2**18
+# Entries of parameter groups that count; the others are options.
+_COUNTERS = {"step", "var_counter", "var_interval", "local_step_counter", "local_step_interval"}
+# State of a parameter that depends on how ranks divide it, and is measured anew.
+_OF_THIS_RANK = ("block_sq", "looks", "filling")
+# Counter: whether means of momenta have begun to be compressed.
+_OWED = "compressed"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Bits of an integer that tell which parameters have a gradient.
 _BITS = 62
@@ -510,6 +516,74 @@ class CompressedOptimizer(Optimizer, ABC):
                     for view, entry in zip(mean.parts_of(mean.worker_N), members, strict=True):
                         view.add_(owed[entry.number].to(view), alpha=mean.size / len(held))
             self._load_rows(merged, servers)
+
+    def checkpoint_state(self) -> tuple[dict[nn.Parameter, dict[str, Any]], dict[str, int]]:
+        """What all ranks with the same parameters hold alike; see `moe_ext.distributed.checkpoint`.
+
+        ``owed`` in the state of a parameter is the mean over ranks of what they owe, by one
+        all-reduce; this optimizer goes on owing what it did.
+
+        Raises:
+            ValueError: ranks are between two synchronisations.
+            RankFailureError: a rank died or did not answer.
+        """
+        if self._is_between(super().state_dict()):
+            raise ValueError(
+                f"{self._op}: expected synchronised ranks, got some between two synchronisations; "
+                "call flush before saving"
+            )
+        found: dict[nn.Parameter, dict[str, Any]] = {
+            p: dict(self.state.get(p, {})) for group in self.param_groups for p in group["params"]
+        }
+        for state in found.values():
+            for name in _OF_THIS_RANK:
+                state.pop(name, None)
+        with torch.no_grad():
+            for mean, members in self._made_means():
+                owed_N = all_reduce_(mean.errors(), mean.group, operation=self._op)
+                parts = mean.parts_of(owed_N.div_(mean.size))
+                for position, (entry, owed) in enumerate(zip(members, parts, strict=True)):
+                    state = found[entry.parameter]
+                    state["owed"] = owed
+                    if position in mean.touched:
+                        shape = entry.parameter.shape[:-1]
+                        state["touched_rows"] = mean.touched[position].view(shape)
+        counters: dict[str, int] = {
+            f"{index}_{name}": value
+            for index, group in enumerate(self.param_groups)
+            for name, value in group.items()
+            if name in _COUNTERS
+        }
+        if self._means:
+            counters[_OWED] = 1
+        return found, counters
+
+    def load_checkpoint_state(
+        self, states: dict[nn.Parameter, dict[str, Any]], counters: Mapping[str, int]
+    ) -> None:
+        """Go on from what `checkpoint_state` returned; each rank owes the mean of what all owed."""
+        numbers = {p: i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
+        plain = {
+            numbers[p]: {k: v for k, v in state.items() if k not in ("owed", "touched_rows")}
+            for p, state in states.items()
+        }
+        saved = {**super().state_dict(), "state": plain}
+        for index, group in enumerate(saved["param_groups"]):
+            for name in _COUNTERS & group.keys():
+                group[name] = counters.get(f"{index}_{name}", group[name])
+        with self._unchanged_if_it_fails():
+            self._load_shared(saved)
+            # Of any parameter: all ranks must take the next step alike.
+            for mean, members in self._flat_means() if _OWED in counters else ():
+                mean.note_rows([self.state[entry.parameter]["exp_avg_sq"] for entry in members])
+                errors = mean.parts_of(mean.worker_N)
+                for position, (entry, error) in enumerate(zip(members, errors, strict=True)):
+                    state = states.get(entry.parameter, {})
+                    if "owed" in state:
+                        error.copy_(state["owed"])
+                    if position in mean.touched and "touched_rows" in state:
+                        mean.touched[position] |= state["touched_rows"].reshape(-1)
+                mean.refresh()
 
     @contextlib.contextmanager
     def _unchanged_if_it_fails(self) -> Iterator[None]:

@@ -165,7 +165,8 @@ def rank_elastic(rank, states, weights, average):
         found["loaded"] = owed()
     backward(model, 0)
     compress_gradients(model, state)
-    found["state"], found["weights"] = state.state_dict(), model.state_dict()
+    found["state"] = state.state_dict()
+    found["weights"] = {name: p.detach() for name, p in model.named_parameters()}
     state.regroup()
     found["owed"] = owed()
     return found

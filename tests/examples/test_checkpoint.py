@@ -10,6 +10,8 @@ from example_jobs import snapshot
 from moe_lm import checkpoint as ckpt
 from moe_lm.runtime import UserError
 
+import moe_ext
+
 SETTINGS = {"model_dim": 16, "seed": 0}
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -286,3 +288,31 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file"):
         save(tmp_path / "file" / "checkpoints")
+
+
+def test_the_state_of_a_job_comes_back_from_files_alone(tmp_path):
+    def job(seed):
+        torch.manual_seed(seed)
+        model = moe_ext.MoELayer(4, 6, 4)
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = job(0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = moe_ext.distributed.checkpoint.TrainingState(model, optimizer)
+    save(tmp_path, state=state.state_dict())
+    other, fresh = job(1)
+    target = moe_ext.distributed.checkpoint.TrainingState(other, fresh)
+    found = ckpt.latest(tmp_path)
+    tensors = ckpt.empty_tensors(found, target.empty)
+    ckpt.load(found, tensors)
+    target.load_state_dict(tensors)
+    assert target.state_dict().keys() == state.state_dict().keys()
+    for name, tensor in state.state_dict().items():
+        assert torch.equal(target.state_dict()[name], tensor), name
+    with pytest.raises(UserError, match="no larger than its parameter, got shape"):
+        big = {name: tensor for name, tensor in state.state_dict().items() if "step" not in name}
+        big["optimizer.exp_avg.experts.down_proj"] = torch.zeros(1000)
+        save(tmp_path, step=8, state=big)
+        ckpt.empty_tensors(ckpt.latest(tmp_path), target.empty)

@@ -1,0 +1,325 @@
+"""Checkpoints by `torch.distributed.checkpoint` that fit any number of ranks.
+
+They speak of the whole model: of experts by their global index, of the columns of a layer wherever
+they lie, and of optimizer states by the name of the parameter. So what a job of one shape saved,
+a job of another shape loads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer
+
+from moe_ext.distributed.dtensor import is_dtensor
+from moe_ext.distributed.groups import is_initialized
+from moe_ext.distributed.placement import Placement, logical_names, placements
+
+_MODEL = "model."
+_STATE = "optimizer."
+# Python's numbers in the states of parameters, and the counters of an optimizer.
+_NUMBER = "optimizer_number."
+_COUNTER = "optimizer_counter."
+
+ParameterStates = dict[nn.Parameter, dict[str, Any]]
+
+
+@runtime_checkable
+class SavesByParameter(Protocol):
+    """Optimizer with more to save than a state for each parameter that ranks hold alike."""
+
+    def checkpoint_state(self) -> tuple[ParameterStates, dict[str, int]]:
+        """States that all ranks with the same parameters hold alike, and counters; collective.
+
+        A state holds numbers, and tensors whose first dimensions are those of the parameter.
+        """
+
+    def load_checkpoint_state(self, states: ParameterStates, counters: Mapping[str, int]) -> None:
+        """Go on from what `checkpoint_state` returned, on any number of ranks."""
+
+
+class TrainingState:
+    """Model and optimizers as tensors under the names of the whole model.
+
+    Experts, and what optimizers hold of them, are DTensors. `torch.distributed.checkpoint` takes
+    `state_dict()`, and loads into `empty(...)`. What the optimizers that communicate themselves owe
+    is saved as the mean over ranks, of which each rank of the next job owes as much.
+
+    Options of parameter groups (learning rates, decays) are not saved: they are those of the
+    optimizer that loads. Where ranks hold experts, single numbers in the state of a parameter (a
+    count of steps) are those of one of them.
+
+    Args:
+        model: any module.
+        optimizers: of its parameters; none for the model alone.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] = ()) -> None:
+        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        self._optimizers = given
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The live tensors; all ranks must call it.
+
+        Raises:
+            ValueError: a parameter is divided over ranks in a way that was not declared, or an
+                optimizer's state does not tell how it is; or an optimizer is between two
+                synchronisations.
+        """
+        state = {_MODEL + name: tensor for name, tensor in self._model_tensors().items()}
+        names, places = self._names(), self._placements()
+        for index, optimizer in enumerate(self._optimizers):
+            states, counters = _states_of(optimizer)
+            for key, count in counters.items():
+                state[f"{_COUNTER}{index}.{key}"] = torch.tensor(count)
+            for parameter, entries in states.items():
+                name, place = _name_of(parameter, names), places.get(parameter)
+                for key, value in entries.items():
+                    if isinstance(value, Tensor):
+                        state[f"{_STATE}{key}.{name}"] = _whole(value, parameter, place, name)
+                    elif isinstance(value, int | float):
+                        state[f"{_NUMBER}{key}.{name}"] = torch.tensor(value)
+        return state
+
+    def empty(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Tensors to load a checkpoint into; nothing live is touched.
+
+        Args:
+            saved: name to an object with `size` and `properties.dtype`, as in
+                `Metadata.state_dict_metadata` of torch.distributed.checkpoint.
+
+        Returns:
+            Those of the model, and of the optimizer's states those that the checkpoint has.
+        """
+        state = {
+            _MODEL + name: torch.zeros_like(tensor)
+            for name, tensor in self._model_tensors().items()
+        }
+        if not self._optimizers:
+            return state
+        places = self._placements()
+        parameters = {name: parameter for parameter, name in self._names().items()}
+        for full_name, entry in saved.items():
+            kind, _, rest = full_name.partition(".")
+            if kind + "." == _COUNTER:
+                state[full_name] = torch.zeros((), dtype=entry.properties.dtype)
+            parameter = parameters.get(rest.partition(".")[2])
+            if kind + "." not in (_STATE, _NUMBER) or parameter is None:
+                continue
+            place, size, dtype = places.get(parameter), entry.size, entry.properties.dtype
+            num_parts = 1 if place is None else place.num_parts
+            if size.numel() > max(1, parameter.numel() * num_parts):
+                raise ValueError(
+                    f"checkpoint: expected {full_name} to be no larger than its parameter, got "
+                    f"shape {tuple(size)}"
+                )
+            if len(size) == 0:
+                state[full_name] = torch.zeros((), dtype=dtype)
+            elif place is None or place.num_parts == 1:
+                state[full_name] = torch.zeros(size, dtype=dtype, device=parameter.device)
+            else:
+                shape = _local_shape(size, parameter, place)
+                local = torch.zeros(shape, dtype=dtype, device=parameter.device)
+                state[full_name] = _whole(local, parameter, place, full_name)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Put loaded tensors into the model and the optimizers; all ranks must call it."""
+        here = {whole: name for name, whole in logical_names(self._model).items()}
+        places = placements(self._model)
+        values = {}
+        for full_name, tensor in state.items():
+            if full_name.startswith(_MODEL):
+                whole = full_name.removeprefix(_MODEL)
+                name = here.get(whole, whole)
+                values[name] = _local(tensor, places.get(name))
+        self._model.load_state_dict(values)
+        names, own, by_name = self._names(), self._placements(), _by_parameter(state)
+        for index, optimizer in enumerate(self._optimizers):
+            states: ParameterStates = {}
+            for parameter in _parameters_of(optimizer):
+                found, place = by_name.get(_name_of(parameter, names), {}), own.get(parameter)
+                states[parameter] = {
+                    key: _local(value, place) if isinstance(value, Tensor) else value
+                    for key, value in found.items()
+                }
+            prefix = f"{_COUNTER}{index}."
+            counters = {
+                name.removeprefix(prefix): int(value)
+                for name, value in state.items()
+                if name.startswith(prefix)
+            }
+            _load_states(optimizer, {p: s for p, s in states.items() if s}, counters)
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        whole = logical_names(self._model)
+        return {p: whole.get(name, name) for name, p in self._model.named_parameters()}
+
+    def _placements(self) -> dict[nn.Parameter, Placement]:
+        parameters = dict(self._model.named_parameters())
+        return {parameters[name]: place for name, place in placements(self._model).items()}
+
+    def _model_tensors(self) -> dict[str, Tensor]:
+        """Tensors of the model's state dict, whole, under their logical names."""
+        places, whole_names = placements(self._model), logical_names(self._model)
+        parameters, found = dict(self._model.named_parameters()), {}
+        for name, value in self._model.state_dict().items():
+            if not isinstance(value, Tensor):
+                continue
+            if name in parameters and name in places:
+                value = _whole(value, parameters[name], places[name], name)
+            found[whole_names.get(name, name)] = value.detach()
+        return found
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer] = (),
+    *,
+    extra: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """Write a checkpoint that fits any number of ranks; all ranks must call it.
+
+    Args:
+        path: folder that all ranks share.
+        model: see `TrainingState`.
+        optimizers: one, or several, or none.
+        extra: more to save, by names of their own, such as a scheduler's `state_dict()`.
+        options: passed on to `torch.distributed.checkpoint.save`, such as `storage_writer`.
+
+    Raises:
+        ValueError: see `TrainingState.state_dict`.
+    """
+    # Not at the top: it takes a second to import.
+    from torch.distributed.checkpoint import state_dict_saver
+
+    state = {**TrainingState(model, optimizers).state_dict(), **(extra or {})}
+    state_dict_saver.save(state, checkpoint_id=path, no_dist=not is_initialized(), **options)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer] = (),
+    *,
+    extra: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """Load a checkpoint that a job of any number of ranks saved; all ranks must call it.
+
+    Args:
+        path: folder that all ranks share.
+        model: of the same parameters as a whole; its experts may be spread otherwise.
+        optimizers: of the same classes; they may be new.
+        extra: filled in place by what was saved under the names that are in it.
+        options: passed on to `torch.distributed.checkpoint.load`, such as `storage_reader`.
+
+    Raises:
+        ValueError: the checkpoint lacks a tensor of the model; nothing has changed.
+    """
+    from torch.distributed.checkpoint import filesystem, state_dict_loader
+
+    reader = options.pop("storage_reader", None) or filesystem.FileSystemReader(path)
+    saved = reader.read_metadata().state_dict_metadata
+    training = TrainingState(model, optimizers)
+    state: dict[str, Any] = training.empty(saved)
+    missing = sorted(state.keys() - saved.keys())
+    if missing:
+        name = missing[0].removeprefix(_MODEL)
+        raise ValueError(f"checkpoint.load: expected a checkpoint with {name}, got one without it")
+    more = {} if extra is None else dict(extra)
+    found = {**state, **more}
+    state_dict_loader.load(found, storage_reader=reader, no_dist=not is_initialized(), **options)
+    training.load_state_dict({name: found[name] for name in state})
+    if extra is not None:
+        extra.update({name: found[name] for name in more})
+
+
+def _whole(value: Tensor, parameter: nn.Parameter, place: Placement | None, name: str) -> Tensor:
+    """A tensor of a parameter, as that is divided: of its shape, or of its first dimension's."""
+    if place is None or value.dim() == 0 or is_dtensor(value):
+        return value
+    if place.num_parts > 1 and place.dim is None and not place.one_expert:
+        raise ValueError(
+            f"checkpoint: expected {name} to be stacked over the experts of this rank, or declared "
+            f"with moe_ext.distributed.declare_placement, got shape {tuple(parameter.shape)}"
+        )
+    if value.shape == parameter.shape:
+        return place.whole(value)
+    if place.num_parts == 1 or place.dim is None:
+        return value
+    if place.dim == 0 and place.blocks == 1 and value.shape[0] == parameter.shape[0]:
+        return place.whole(value)
+    raise ValueError(
+        f"checkpoint: expected the optimizer's tensors of {name} to have its first dimension, "
+        f"{parameter.shape[0]}, got shape {tuple(value.shape)}"
+    )
+
+
+def _local_shape(size: torch.Size, parameter: nn.Parameter, place: Placement) -> torch.Size:
+    """Shape of this rank's part of a saved tensor."""
+    whole = place.logical_shape(parameter.shape)
+    if place.blocks > 1 and place.dim is not None and whole.numel() == size.numel():
+        return parameter.shape
+    if size == whole or place.dim is None:
+        return parameter.shape if size == whole else size
+    return torch.Size([parameter.shape[0], *size[1:]])
+
+
+def _local(value: Tensor, place: Placement | None) -> Tensor:
+    """This rank's part of what `_whole` made."""
+    if place is None or value.dim() == 0 or (place.num_parts == 1 and place.blocks == 1):
+        return value
+    return place.local(value)
+
+
+def _name_of(parameter: nn.Parameter, names: Mapping[nn.Parameter, str]) -> str:
+    if parameter not in names:
+        raise ValueError(
+            "checkpoint: expected optimizers to hold parameters of the model, got one of shape "
+            f"{tuple(parameter.shape)} that is not"
+        )
+    return names[parameter]
+
+
+def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _states_of(optimizer: Optimizer) -> tuple[ParameterStates, dict[str, int]]:
+    if isinstance(optimizer, SavesByParameter):
+        return optimizer.checkpoint_state()
+    return {p: dict(optimizer.state.get(p, {})) for p in _parameters_of(optimizer)}, {}
+
+
+def _load_states(
+    optimizer: Optimizer, states: ParameterStates, counters: Mapping[str, int]
+) -> None:
+    if isinstance(optimizer, SavesByParameter):
+        optimizer.load_checkpoint_state(states, counters)
+        return
+    numbers = {p: number for number, p in enumerate(_parameters_of(optimizer))}
+    saved = optimizer.state_dict()
+    saved["state"] = {numbers[parameter]: state for parameter, state in states.items()}
+    optimizer.load_state_dict(saved)
+
+
+def _by_parameter(state: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """Name of a parameter to key to value."""
+    found: dict[str, dict[str, Any]] = {}
+    for full_name, tensor in state.items():
+        kind, _, rest = full_name.partition(".")
+        key, _, name = rest.partition(".")
+        if kind + "." == _STATE:
+            found.setdefault(name, {})[key] = tensor
+        elif kind + "." == _NUMBER:
+            found.setdefault(name, {})[key] = tensor.item()
+    return found

@@ -1,0 +1,189 @@
+"""Checkpoints of jobs of one shape that jobs of another shape load."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+import moe_ext
+from moe_ext import distributed as md
+from moe_ext.attention import SequenceParallelMLP
+from moe_ext.distributed.dtensor import is_dtensor
+from moe_ext.nn import ModuleExperts
+from moe_ext.optim import LAMB, OneBitAdam, param_groups
+from moe_ext.testing import spawn_ranks
+
+E, D = 12, 6
+OPTIMIZERS = ("AdamW", "LAMB", "OneBitAdam")
+
+
+class Model(nn.Module):
+    """Stacked experts, experts that are modules, and a dense layer."""
+
+    def __init__(self, ep_group, seed=5):
+        super().__init__()
+        torch.manual_seed(seed)
+        modules = ModuleExperts.build(lambda index: nn.Linear(D, D), E, ep_group=ep_group)
+        self.stacked = moe_ext.MoELayer(D, 5, E, 2, bias=True, ep_group=ep_group)
+        self.apart = moe_ext.MoELayer(D, 5, E, 2, experts=modules, ep_group=ep_group)
+        self.head = nn.Linear(D, 300)
+
+    def forward(self, x):
+        return self.head(self.apart(x + self.stacked(x)))
+
+
+def split(model, group):
+    """The columns of an MLP over the same ranks."""
+    model.mlp = SequenceParallelMLP(D, 24, group=group, activation="swiglu")
+    return model
+
+
+def make(kind, mesh, seed=5):
+    ep_group = None if mesh is None else mesh.ep_group
+    model = Model(ep_group, seed)
+    if kind == "OneBitAdam":
+        groups = param_groups(model, process_groups=mesh is not None)
+        return model, OneBitAdam(groups, lr=1e-2, freeze_step=2)
+    split(model, ep_group)
+    if kind == "AdamW":
+        return model, torch.optim.AdamW(model.named_parameters(), lr=1e-2)
+    return model, LAMB(param_groups(model), lr=1e-2)
+
+
+def take_steps(model, optimizer, steps, mesh):
+    """Gradients of the whole model's parameters, those of ranks with copies different."""
+    replica = 0 if mesh is None else mesh.dp_rank
+    places = md.placements(model)
+    names = md.placement.logical_names(model)
+    for step in range(steps):
+        for name, parameter in model.named_parameters():
+            key = f"{names.get(name, name)}.{step}.{replica}"
+            generator = torch.Generator().manual_seed(sum(map(ord, key)) * 7919)
+            place = places.get(name)
+            shape = parameter.shape if place is None else place.logical_shape(parameter.shape)
+            whole = torch.randn(shape, generator=generator)
+            if place is not None and place.dim is not None:
+                if place.blocks > 1:
+                    whole = whole.unflatten(place.dim, (place.blocks, -1))
+                whole = place.local(whole)
+            parameter.grad = whole.contiguous()
+        if mesh is not None and not isinstance(optimizer, OneBitAdam):
+            for parameter in model.parameters():
+                if mesh.dp_size > 1:
+                    dist.all_reduce(parameter.grad, group=mesh.device_mesh.get_group("dp"))
+        optimizer.step()
+
+
+def wholes(model, optimizer):
+    """Every tensor of the training state as one process would hold it."""
+    state = md.checkpoint.TrainingState(model, optimizer).state_dict()
+    return {n: t.full_tensor() if is_dtensor(t) else t.clone() for n, t in state.items()}
+
+
+def save_all(rank, folder):
+    """Ranks 0 to 3: two copies of two parts each."""
+    mesh = md.MoEMesh(dp=2, ep=2)
+    found = {}
+    for kind in OPTIMIZERS:
+        model, optimizer = make(kind, mesh)
+        take_steps(model, optimizer, 4, mesh)
+        before = copy.deepcopy(optimizer.state_dict())
+        extra = {"scheduler": {"last": 7}}
+        md.checkpoint.save(folder / kind, model, optimizer, extra=extra)
+        after = optimizer.state_dict()
+        assert str(before) == str(after)
+        found[kind] = wholes(model, optimizer)
+    layer = model.stacked
+    dcp.save({"model": layer.state_dict()}, checkpoint_id=folder / "alone")
+    everything = get_model_state_dict(layer, options=StateDictOptions(full_state_dict=True))
+    assert everything["experts.down_proj"].shape == (E, D, 5)
+    other = make("OneBitAdam", mesh, seed=7)[0].stacked
+    for state in (layer.state_dict(), everything, dict(layer.named_parameters())):
+        other.load_state_dict(state)
+        for mine, parameter in zip(other.parameters(), layer.parameters(), strict=True):
+            assert torch.equal(mine, parameter)
+        other.reset_parameters()
+    return found
+
+
+def load_all(rank, folder, ep):
+    mesh = None if ep == 1 else md.MoEMesh(dp=1, ep=ep)
+    found = {}
+    for kind in OPTIMIZERS:
+        model, optimizer = make(kind, mesh, seed=rank)
+        extra = {"scheduler": {"last": 0}}
+        md.checkpoint.load(folder / kind, model, optimizer, extra=extra)
+        assert extra == {"scheduler": {"last": 7}}
+        found[kind] = wholes(model, optimizer)
+        # The optimizer goes on from there.
+        take_steps(model, optimizer, 1, mesh)
+    layer = make("OneBitAdam", mesh, seed=rank)[0].stacked
+    state = {"model": layer.state_dict()}
+    dcp.load(state, checkpoint_id=folder / "alone", no_dist=ep == 1)
+    layer.load_state_dict(state["model"])
+    found["alone"] = {
+        name: whole.full_tensor() if is_dtensor(whole) else whole.clone()
+        for name, whole in layer.state_dict().items()
+    }
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    ranks = spawn_ranks(save_all, 4, folder)
+    return folder, {kind: merged([rank[kind] for rank in ranks]) for kind in OPTIMIZERS}
+
+
+def merged(ranks):
+    """What all ranks told, each of whom told the same where it told anything."""
+    found = {}
+    for told in ranks:
+        for name, tensor in told.items():
+            assert name not in found or torch.equal(found[name], tensor), name
+            found[name] = tensor
+    return found
+
+
+@pytest.mark.parametrize("ep", [1, 3, 4])
+def test_experts_and_moments_are_those_that_were_saved(saved, ep):
+    folder, want = saved
+    ranks = [load_all(0, folder, 1)] if ep == 1 else spawn_ranks(load_all, ep, folder, ep)
+    for kind in OPTIMIZERS:
+        found = merged([rank[kind] for rank in ranks])
+        assert found.keys() == want[kind].keys()
+        for name, tensor in want[kind].items():
+            if ".owed." in name:
+                # The mean of as many equal shares as there are ranks.
+                torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=0)
+            else:
+                assert torch.equal(found[name], tensor), (kind, name)
+    for name, tensor in merged([rank["alone"] for rank in ranks]).items():
+        assert torch.equal(tensor, want["OneBitAdam"][f"model.stacked.{name}"])
+
+
+def test_what_is_saved_is_whole(saved):
+    _, want = saved
+    state = want["AdamW"]
+    assert state["model.stacked.experts.down_proj"].shape == (E, D, 5)
+    assert state["optimizer.exp_avg.stacked.experts.down_proj"].shape == (E, D, 5)
+    assert f"optimizer.exp_avg_sq.apart.experts.{E - 1}.weight" in state
+    assert state["model.mlp.gate_up_proj.weight"].shape == (2, 24, D)
+    owed = want["OneBitAdam"]["optimizer.owed.stacked.experts.down_proj"]
+    assert owed.shape == (E, D, 5) and owed.any()
+
+
+def test_refusals(tmp_path):
+    model = nn.Linear(2, 2)
+    other = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+    other.param_groups[0]["params"][0].grad = torch.ones(2, 2)
+    other.step()
+    with pytest.raises(ValueError, match="expected optimizers to hold parameters of the model"):
+        md.checkpoint.save(tmp_path / "a", model, other)
+    md.checkpoint.save(tmp_path / "b", model)
+    with pytest.raises(ValueError, match=r"expected a checkpoint with 2\.bias, got one without"):
+        md.checkpoint.load(tmp_path / "b", nn.Sequential(nn.ReLU(), nn.ReLU(), model))
