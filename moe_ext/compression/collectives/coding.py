@@ -76,11 +76,6 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // 16) * 16
 
 
-def payload_bytes(numel: int, format: str, block: int) -> int:
-    """Bytes of `numel` quantised elements: codes and scales, each padded to 16."""
-    return QuantizedCoding(format, block).payload_bytes(numel)
-
-
 def _joined(*parts: Tensor) -> Tensor:
     """One row of bytes of some parts, each padded to 16."""
     rows = [part.view(torch.uint8) for part in parts]
