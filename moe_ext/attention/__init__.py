@@ -7,14 +7,12 @@ from moe_ext.attention.masks import Mask
 from moe_ext.attention.module import RingAttention
 from moe_ext.attention.ring_attention import explain_scheme, ring_attention
 from moe_ext.attention.rsa import RingSelfAttention, ring_self_attention
-from moe_ext.attention.sequence_collectives import (
-    gather_from_sequence,
-    reduce_scatter_to_sequence,
-    scatter_to_sequence,
-)
 from moe_ext.attention.sequence_parallel_mlp import SequenceParallelMLP
 from moe_ext.attention.sharding import (
+    gather_from_sequence,
     position_ids,
+    reduce_scatter_to_sequence,
+    scatter_to_sequence,
     shard_sequence,
     shift_labels,
     token_mean_loss,

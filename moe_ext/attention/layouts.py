@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.attention.masks import Mask, check_cu_seqlens, check_end, check_window
 from moe_ext.distributed._c10d import flat_group
+from moe_ext.distributed.groups import group_ranks
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "cost_balanced")
 _BALANCE = 1.01
@@ -363,10 +363,8 @@ def split_group(
             f"got {names}"
         )
     whole = flat_group(group)
-    rows = tuple(
-        tuple(dist.get_group_rank(whole, rank) for rank in row) for row in group.mesh.tolist()
-    )
-    return whole, Grid(rows)
+    place = group_ranks(whole).index
+    return whole, Grid(tuple(tuple(map(place, row)) for row in group.mesh.tolist()))
 
 
 def ranks_of(group: ProcessGroup | DeviceMesh | None, operation: str) -> ProcessGroup | None:

@@ -28,14 +28,13 @@ from moe_ext.attention.checks import (
     tensor_facts,
     wants_grad,
 )
-from moe_ext.attention.exchange import Buffers, Exchange
 from moe_ext.attention.layouts import Layout, make_layout
 from moe_ext.attention.masks import Mask, check_cu_seqlens, check_end, check_window
-from moe_ext.attention.sequence_collectives import Shards, sum_shards
-from moe_ext.attention.sharding import check_lengths, gathered_lengths
+from moe_ext.attention.sharding import Shards, check_lengths, gathered_lengths, sum_shards
 from moe_ext.attention.sharding import position_ids as position_ids_of
 from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.groups import GroupHandle, check_group, group_rank
+from moe_ext.distributed.ring_exchange import Buffers, Exchange
 from moe_ext.nn.torch_state import without_autocast
 from moe_ext.ops import routing_uniform
 from moe_ext.ops._autograd import refuse_second_derivative

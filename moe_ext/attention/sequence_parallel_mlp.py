@@ -7,27 +7,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import zlib
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from moe_ext.attention._sequence_linear import (
-    column_parallel,
-    drop,
-    row_parallel,
-    with_scaled_grad,
-    with_summed_grads,
+from moe_ext.attention.checks import DTYPES, check_layout, draw_seed, requires
+from moe_ext.attention.layouts import Layout, make_layout
+from moe_ext.attention.sharding import (
+    Shards,
+    check_lengths,
+    start_all_gather,
+    start_reduce_scatter,
 )
-from moe_ext.attention.checks import draw_seed
-from moe_ext.attention.layouts import LAYOUTS, Layout, make_layout
-from moe_ext.attention.sequence_collectives import Shards, start_all_gather
-from moe_ext.attention.sharding import check_lengths
-from moe_ext.distributed.collectives import check_equal_over_ranks, share
+from moe_ext.distributed.agreement import agree
+from moe_ext.distributed.comm import all_reduce_
 from moe_ext.distributed.groups import GroupHandle, check_group, group_rank, group_size
 from moe_ext.distributed.placement import Placement, declare_placement
 from moe_ext.nn.expert_activation import (
@@ -37,21 +35,14 @@ from moe_ext.nn.expert_activation import (
     run_activation,
 )
 from moe_ext.nn.torch_state import as_autocast, autocast_dtype
+from moe_ext.ops import routing_uniform
+from moe_ext.ops._autograd import refuse_second_derivative
 
 _NAME = "SequenceParallelMLP"
 _NORMS = ("layer_norm", "rms_norm", None)
 _REDUCTIONS = ("sum", "mean")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def _require(condition: bool, argument: str, rule: str, value: object) -> None:
-    if not condition:
-        raise ValueError(f"{_NAME}: expected {argument} to be {rule}, got {value}")
-
-
-def _prepared(parameter: Tensor | None, factor: float) -> Tensor | None:
-    scaled = with_scaled_grad(parameter, factor)
-    return None if scaled is None else as_autocast(scaled)
+_DROPOUT_STREAM = 4
+_require = requires(_NAME)
 
 
 class SequenceParallelMLP(nn.Module):
@@ -129,15 +120,14 @@ class SequenceParallelMLP(nn.Module):
         _require(fits, "ffn_dim", f"a multiple of the {ranks} ranks", ffn_dim)
         _require(norm in _NORMS, "norm", f"one of {_NORMS}", repr(norm))
         _require(0 <= dropout < 1, "dropout", "in [0, 1)", dropout)
-        known = isinstance(layout, Layout) or layout in LAYOUTS
-        _require(known, "layout", f"a Layout or one of {LAYOUTS}", repr(layout))
+        check_layout(layout, _require)
         rule = f"one of {_REDUCTIONS}"
         _require(grad_reduction in _REDUCTIONS, "grad_reduction", rule, repr(grad_reduction))
         self.activation, self.gated = resolve_activation(activation, None, _NAME)
         self.model_dim, self.ffn_dim, self.dropout = model_dim, ffn_dim, dropout
         self.layout, self.regather, self.grad_reduction = layout, regather, grad_reduction
         self._group = GroupHandle(group)
-        self._agreed: set[tuple[int, ...]] = set()
+        self._agreed: set[tuple[str, ...]] = set()
         where = torch.get_default_device() if device is None else device
         self.norm: nn.Module = nn.Identity()
         if norm == "layer_norm":
@@ -300,15 +290,15 @@ class SequenceParallelMLP(nn.Module):
         rows_nD = as_autocast(self._normed(x, factor).reshape(-1, self.model_dim))
         up, down = self._up, self.down_proj
         weights = [
-            with_scaled_grad(p, factor) for p in (up.weight, up.bias, down.weight, down.bias)
+            _with_scaled_grad(p, factor) for p in (up.weight, up.bias, down.weight, down.bias)
         ]
         w_up, b_up, w_down, b_down = (None if w is None else as_autocast(w) for w in weights)
         assert w_up is not None and w_down is not None
-        hidden_NF = column_parallel(rows_nD, w_up, b_up, shards, keep=not self.regather)
+        hidden_NF = _column_parallel(rows_nD, w_up, b_up, shards, keep=not self.regather)
         hidden_NF = run_activation(
             hidden_NF, self.activation, gated=self.gated, layout="concatenated"
         )
-        y_nD = row_parallel(hidden_NF, w_down, b_down, shards)
+        y_nD = _row_parallel(hidden_NF, w_down, b_down, shards)
         if self.training and self.dropout > 0:
             y_nD = self._dropped(y_nD, batch, made, seed)
         return y_nD.view(x.shape)
@@ -318,7 +308,7 @@ class SequenceParallelMLP(nn.Module):
         _require(fits, "x", f"of shape [..., L, {self.model_dim}]", list(x.shape))
         weight = self.down_proj.weight
         _require(x.device == weight.device, "x", f"on {weight.device}", x.device)
-        _require(x.dtype in _DTYPES, "x", f"one of {_DTYPES}", x.dtype)
+        _require(x.dtype in DTYPES, "x", f"one of {DTYPES}", x.dtype)
         if autocast_dtype(x.device) is None:
             _require(x.dtype == weight.dtype, "x", f"{weight.dtype} like the weights", x.dtype)
 
@@ -330,30 +320,32 @@ class SequenceParallelMLP(nn.Module):
         if not isinstance(kind, str | ClampedSwiGLU):
             # Not as it prints: that may hold an address, another on every rank.
             kind = getattr(kind, "__qualname__", type(kind).__qualname__)
-        facts = {
+        facts: dict[str, object] = {
             "seq_len (by default P times the shard)": seq_len,
             "the rows of x beside the sequence": math.prod(x.shape[:-2]),
-            "the dtype of x (as a number)": _DTYPES.index(x.dtype),
-            "autocast (checksum)": zlib.crc32(repr(autocast_dtype(x.device)).encode()),
-            "layout (checksum)": zlib.crc32(repr(given).encode()),
+            "the dtype of x": x.dtype,
+            "autocast": autocast_dtype(x.device),
+            "layout": given,
             "model_dim": self.model_dim,
             "ffn_dim": self.ffn_dim,
-            "activation, regather and gradients wanted (checksum)": zlib.crc32(
-                repr((kind, self.gated, self.regather, trained, torch.is_grad_enabled())).encode()
-            ),
-            "grad_reduction (0: sum, 1: mean)": _REDUCTIONS.index(self.grad_reduction),
+            "activation": kind,
+            "gated": self.gated,
+            "regather": self.regather,
+            "gradients wanted": (trained, torch.is_grad_enabled()),
+            "grad_reduction": self.grad_reduction,
         }
-        key = (*facts.values(), x.shape[-2])
-        if group is None or key in self._agreed:
-            made = make_layout(given, seq_len, size)
-            check_lengths(made, [x.shape[-2]] if group is None else made.sizes, _NAME, group)
-            return made
-        rows = share(list(key), group, x.device, operation=_NAME)
-        for i, name in enumerate(facts):
-            check_equal_over_ranks(name, [row[i] for row in rows], group, _NAME)
+        # A layout by its text: two that are equal may be two objects.
+        key = (*map(str, facts.values()), str(x.shape[-2]))
+        lengths = None
+        if group is not None and key not in self._agreed:
+            rows = agree(_NAME, facts, None, group, x.device, values=[x.shape[-2]])
+            lengths = [row[0] for row in rows]
         made = make_layout(given, seq_len, size)
-        check_lengths(made, [row[-1] for row in rows], _NAME, group)
-        self._agreed.add(key)
+        if group is None:
+            lengths = [x.shape[-2]]
+        if lengths is not None:
+            check_lengths(made, lengths, _NAME, group)
+            self._agreed.add(key)
         return made
 
     def _normed(self, x: Tensor, factor: float) -> Tensor:
@@ -361,8 +353,8 @@ class SequenceParallelMLP(nn.Module):
         if not isinstance(norm, nn.LayerNorm | nn.RMSNorm):
             return x
         parameters = [norm.weight, getattr(norm, "bias", None)]
-        weight, bias = with_summed_grads(
-            self.tp_group, [with_scaled_grad(p, factor) for p in parameters]
+        weight, bias = _with_summed_grads(
+            self.tp_group, [_with_scaled_grad(p, factor) for p in parameters]
         )
         if isinstance(norm, nn.LayerNorm):
             return F.layer_norm(x, (self.model_dim,), weight, bias, norm.eps)
@@ -373,7 +365,7 @@ class SequenceParallelMLP(nn.Module):
             seed = draw_seed(self.dropout)
         positions_L = layout.positions(group_rank(self.tp_group), y_nD.device)
         starts_B = torch.arange(batch, device=y_nD.device) * layout.seq_len
-        return drop(y_nD, self.dropout, seed, (starts_B[:, None] + positions_L).flatten())
+        return _drop(y_nD, self.dropout, seed, (starts_B[:, None] + positions_L).flatten())
 
     def extra_repr(self) -> str:
         """Of `repr`."""
@@ -381,3 +373,155 @@ class SequenceParallelMLP(nn.Module):
             f"model_dim={self.model_dim}, ffn_dim={self.ffn_dim}, activation={self.activation!r}, "
             f"ranks={group_size(self.tp_group)}, dropout={self.dropout}, regather={self.regather}"
         )
+
+
+def _weight_grad(grad_NM: Tensor, x_NK: Tensor) -> Tensor:
+    return grad_NM.mT @ x_NK
+
+
+class _ColumnParallel(torch.autograd.Function):
+    """All-gather, then the product with some rows of the weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_nD: Tensor, weight_FD: Tensor, bias_F: Tensor | None, shards: Shards, keep: bool
+    ) -> Tensor:
+        x_ND = start_all_gather(x_nD, shards).wait()
+        ctx.save_for_backward(x_ND if keep else x_nD, weight_FD)
+        ctx.shards, ctx.keep = shards, keep
+        return F.linear(x_ND, weight_FD, bias_F)
+
+    @staticmethod
+    @refuse_second_derivative("SequenceParallelMLP")
+    def backward(ctx: Any, grad_NF: Tensor) -> tuple[Tensor | None, ...]:
+        kept, weight_FD = ctx.saved_tensors
+        of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
+        gather = None
+        if of_weight and not ctx.keep:
+            gather = start_all_gather(kept, ctx.shards)
+        scatter = start_reduce_scatter(grad_NF @ weight_FD, ctx.shards) if of_x else None
+        # While the gradient of x is underway.
+        grad_bias = grad_NF.sum(0) if of_bias else None
+        grad_weight = None
+        if of_weight:
+            grad_weight = _weight_grad(grad_NF, kept if gather is None else gather.wait())
+        grad_x = None if scatter is None else scatter.wait()
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+class _RowParallel(torch.autograd.Function):
+    """The product with some columns of the weight, then reduce-scatter and the bias.
+
+    The backward pass has the gradient of all rows on every rank: the bias needs no sum over ranks.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_NF: Tensor, weight_DF: Tensor, bias_D: Tensor | None, shards: Shards
+    ) -> Tensor:
+        ctx.save_for_backward(x_NF, weight_DF)
+        ctx.shards = shards
+        y_nD = start_reduce_scatter(x_NF @ weight_DF.mT, shards).wait()
+        return y_nD if bias_D is None else y_nD + bias_D
+
+    @staticmethod
+    @refuse_second_derivative("SequenceParallelMLP")
+    def backward(ctx: Any, grad_nD: Tensor) -> tuple[Tensor | None, ...]:
+        x_NF, weight_DF = ctx.saved_tensors
+        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
+        grad_ND = start_all_gather(grad_nD, ctx.shards).wait()
+        grad_x = grad_ND @ weight_DF if of_x else None
+        grad_weight = _weight_grad(grad_ND, x_NF) if of_weight else None
+        return grad_x, grad_weight, grad_ND.sum(0) if of_bias else None, None
+
+
+class _SummedGrads(torch.autograd.Function):
+    """Parameters as they are; their gradients are summed over the ranks, in one all-reduce."""
+
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup | None, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # A sum of rounded sums would cost a bfloat16 parameter half of its digits.
+        dtype = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
+        row = torch.cat([grad.reshape(-1).to(dtype) for grad in grads])
+        all_reduce_(row, ctx.group, operation="SequenceParallelMLP backward")
+        parts = row.split([grad.numel() for grad in grads])
+        return None, *(p.view_as(g).to(g.dtype) for p, g in zip(parts, grads, strict=True))
+
+
+class _ScaledGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+class _Dropout(torch.autograd.Function):
+    """Drops by seed, row and column alone; nothing but the rows' numbers is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x_nD: Tensor, p: float, seed: int, token_idx_n: Tensor) -> Tensor:
+        ctx.p, ctx.seed, ctx.token_idx = p, seed, token_idx_n
+        return _dropped(x_nD, p, seed, token_idx_n)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_nD: Tensor) -> tuple[Tensor, None, None, None]:
+        return _dropped(grad_nD, ctx.p, ctx.seed, ctx.token_idx), None, None, None
+
+
+def _dropped(x_nD: Tensor, p: float, seed: int, token_idx_n: Tensor) -> Tensor:
+    state = torch.tensor([seed, 0, 0, 0], device=x_nD.device)
+    drawn_nD = routing_uniform(state, *x_nD.shape, stream=_DROPOUT_STREAM, token_idx=token_idx_n)
+    return (x_nD / (1 - p)).masked_fill_(drawn_nD < p, 0)
+
+
+def _column_parallel(
+    x_nD: Tensor, weight_FD: Tensor, bias_F: Tensor | None, shards: Shards, *, keep: bool
+) -> Tensor:
+    """`[N, F]` of all ranks' rows; `keep` them for the backward pass, or gather again there."""
+    y_NF: Tensor = _ColumnParallel.apply(x_nD, weight_FD, bias_F, shards, keep)
+    return y_NF
+
+
+def _row_parallel(x_NF: Tensor, weight_DF: Tensor, bias_D: Tensor | None, shards: Shards) -> Tensor:
+    """`[n, D]`, this rank's rows of the sum over ranks, and the bias."""
+    y_nD: Tensor = _RowParallel.apply(x_NF, weight_DF, bias_D, shards)
+    return y_nD
+
+
+def _with_summed_grads(
+    group: ProcessGroup | None, parameters: list[Tensor | None]
+) -> list[Tensor | None]:
+    """The parameters, for use on this rank's rows alone; their gradients are those of all rows."""
+    found = list(parameters)
+    trained = [i for i, p in enumerate(parameters) if p is not None and p.requires_grad]
+    if trained and torch.is_grad_enabled():
+        summed = _SummedGrads.apply(group, *(parameters[i] for i in trained))
+        for i, tensor in zip(trained, summed, strict=True):
+            found[i] = tensor
+    return found
+
+
+def _with_scaled_grad(x: Tensor | None, factor: float) -> Tensor | None:
+    """The tensor; its gradient times `factor`."""
+    if x is None or factor == 1.0:
+        return x
+    scaled: Tensor = _ScaledGrad.apply(x, factor)
+    return scaled
+
+
+def _drop(x_nD: Tensor, p: float, seed: int, token_idx_n: Tensor) -> Tensor:
+    """Zeros with probability p, the rest divided by 1 - p; by seed, token and column alone."""
+    dropped: Tensor = _Dropout.apply(x_nD, p, seed, token_idx_n)
+    return dropped

@@ -1,15 +1,16 @@
-"""What training on sharded sequences needs around the attention: shards, positions, labels, loss.
+"""Sequences whole and in shards: parts, positions, labels, loss, and the way from one to the other.
 
-Shapes: S whole sequence, L positions of this rank, P ranks of the group.
+Shapes: S whole sequence, L shard of this rank, M the longest shard, P ranks of the group.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
@@ -17,10 +18,87 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.attention.layouts import Layout, make_layout, ranks_of
 from moe_ext.attention.masks import check_cu_seqlens, check_end
-from moe_ext.attention.sequence_collectives import Shards, start_all_gather, sum_shards
-from moe_ext.distributed.collectives import share
-from moe_ext.distributed.failures import naming_failed_ranks
-from moe_ext.distributed.groups import group_rank, group_ranks, group_size
+from moe_ext.distributed import comm
+from moe_ext.distributed.agreement import share
+from moe_ext.distributed.comm import Pending
+from moe_ext.distributed.groups import check_group, group_rank, group_ranks, group_size
+from moe_ext.distributed.traffic import record_traffic
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Lengths of the shards of all ranks, in group order.
+
+    Attributes:
+        group: the ranks; None is this process alone.
+        sizes: length of each rank's shard.
+        operation: name for error messages.
+    """
+
+    group: ProcessGroup | None
+    sizes: tuple[int, ...]
+    operation: str
+
+    @property
+    def own(self) -> slice:
+        """Where this rank's shard is in the whole."""
+        rank = group_rank(self.group)
+        start = sum(self.sizes[:rank])
+        return slice(start, start + self.sizes[rank])
+
+    @property
+    def is_even(self) -> bool:
+        """True if all shards have one length."""
+        return min(self.sizes) == max(self.sizes)
+
+    def without_padding(self, found: Tensor) -> Tensor:
+        """`[S, ...]` of gathered shards that are each as long as the longest."""
+        parts = zip(found.split(max(self.sizes)), self.sizes, strict=True)
+        return torch.cat([part[:size] for part, size in parts])
+
+
+def start_all_gather(x_L: Tensor, shards: Shards) -> Pending[Tensor]:
+    """Post the all-gather of shards along dimension 0; one message a rank, padded if uneven."""
+    if len(shards.sizes) == 1 or not sum(shards.sizes):
+        return Pending.done(x_L)
+    sent_M = x_L if shards.is_even else _padded(x_L, max(shards.sizes))
+    gather = comm.start_all_gather(sent_M, shards.group, operation=shards.operation)
+    return gather if shards.is_even else gather.then(shards.without_padding)
+
+
+def sum_shards(x_S: Tensor, shards: Shards) -> Tensor:
+    """This rank's shard of the sum over ranks, added up here in group order.
+
+    Gloo's reduce-scatter sends every shard twice; this sends it once, to the rank that it is for.
+    """
+    group, sizes, operation = shards.group, shards.sizes, shards.operation
+    if len(sizes) == 1:
+        return x_S
+    each, own = math.prod(x_S.shape[1:]), sizes[group_rank(group)]
+    record_traffic("reduce_scatter", (sum(sizes) - own) * each * x_S.element_size())
+    send, receive = [size * each for size in sizes], [own * each] * len(sizes)
+    row = x_S.reshape(-1)
+    row = comm.all_to_all(
+        row, group, operation=operation, send=send, receive=receive, counted=False
+    )
+    found = row.view(len(sizes), own, *x_S.shape[1:])
+    total_L = found[0].to(torch.promote_types(x_S.dtype, torch.float32), copy=True)
+    for part_L in found[1:]:
+        total_L += part_L
+    return total_L.to(x_S.dtype)
+
+
+def start_reduce_scatter(x_S: Tensor, shards: Shards) -> Pending[Tensor]:
+    """Post the reduce-scatter along dimension 0: this rank's shard of the sum over ranks."""
+    sizes = shards.sizes
+    if len(sizes) == 1 or not sum(sizes):
+        return Pending.done(x_S)
+    sent = x_S
+    if not shards.is_even:
+        sent = torch.cat([_padded(part, max(sizes)) for part in x_S.split(list(sizes))])
+    scatter = comm.start_reduce_scatter(sent, shards.group, operation=shards.operation)
+    own = sizes[group_rank(shards.group)]
+    return scatter if shards.is_even else scatter.then(lambda found_M: found_M[:own])
 
 
 def shard_sequence(
@@ -189,9 +267,7 @@ class _TokenMean(torch.autograd.Function):
         ctx: Any, loss_sum: Tensor, num_tokens: Tensor, group: ProcessGroup | None, scale: float
     ) -> Tensor:
         sums = torch.stack([loss_sum.double(), num_tokens.double()])
-        if group is not None:
-            with naming_failed_ranks(group, "token_mean_loss"):
-                dist.all_reduce(sums, group=group)
+        comm.all_reduce_(sums, group, operation="token_mean_loss", counted=False)
         ctx.factor, ctx.dtype = scale / sums[1].clamp_min(1.0), loss_sum.dtype
         return (sums[0] / sums[1].clamp_min(1.0)).to(loss_sum.dtype)
 
@@ -230,3 +306,171 @@ def token_mean_loss(
         )
     mean: Tensor = _TokenMean.apply(loss_sum, count, group, grad_scale)
     return mean
+
+
+def _padded(x_L: Tensor, length: int) -> Tensor:
+    padded = x_L.new_zeros((length, *x_L.shape[1:]))
+    padded[: x_L.shape[0]] = x_L
+    return padded
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_L: Tensor, shards: Shards, whole_grad: bool) -> Tensor:
+        ctx.shards, ctx.whole_grad = shards, whole_grad
+        whole_S = start_all_gather(x_L, shards).wait()
+        # An input that is handed on unchanged needs a tensor of its own in the graph.
+        return whole_S.view_as(whole_S)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_S: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.whole_grad:
+            return grad_S[ctx.shards.own], None, None
+        return start_reduce_scatter(grad_S, ctx.shards).wait(), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_S: Tensor, shards: Shards) -> Tensor:
+        ctx.shards = shards
+        found_L = start_reduce_scatter(x_S, shards).wait()
+        return found_L.view_as(found_L)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_L: Tensor) -> tuple[Tensor, None]:
+        return start_all_gather(grad_L, ctx.shards).wait(), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_S: Tensor, shards: Shards) -> Tensor:
+        ctx.shards = shards
+        return x_S[shards.own].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_L: Tensor) -> tuple[Tensor, None]:
+        return start_all_gather(grad_L, ctx.shards).wait(), None
+
+
+def gather_from_sequence(
+    x: Tensor,
+    *,
+    group: ProcessGroup | None,
+    dim: int,
+    sizes: Sequence[int] | None = None,
+    whole_grad: bool = False,
+) -> Tensor:
+    """All-gather the shards of a sequence, in group order: before a column-parallel product.
+
+    The ranks compare nothing: shapes that do not fit each other are for the backend to find.
+
+    Args:
+        x: this rank's shard, L long in `dim`.
+        group: the P ranks; None is this process alone.
+        dim: dimension of the sequence.
+        sizes: length of every rank's shard; None for shards of one length.
+        whole_grad: False where ranks go on with different parts of the result, so that the
+            gradients of a position have to be summed (reduce-scatter); True where each rank
+            computes the same from it and already holds the whole gradient (no communication).
+
+    Returns:
+        S long in `dim`, equal on every rank.
+
+    Raises:
+        ValueError: `sizes` does not fit, before any communication.
+        RankFailureError: a rank died or did not answer; the message names it.
+
+    Reference: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models,
+    2022 (arXiv 2205.05198), section 4.2.2: g, and its backward.
+    """
+    op = "gather_from_sequence"
+    shards = _shards(x, group, dim, sizes, op, whole=False)
+    gathered: Tensor = _Gather.apply(x.movedim(dim, 0), shards, whole_grad)
+    return gathered.movedim(0, dim)
+
+
+def reduce_scatter_to_sequence(
+    x: Tensor, *, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Sum over the ranks, of which each keeps its shard: after a row-parallel product.
+
+    The backward pass is an all-gather. The ranks compare nothing, as `gather_from_sequence`.
+
+    Args:
+        x: this rank's summand, S long in `dim`.
+        group: the P ranks; None is this process alone.
+        dim: dimension of the sequence.
+        sizes: length of every rank's shard; None for S / P.
+
+    Returns:
+        L long in `dim`.
+
+    Raises:
+        ValueError: `sizes` does not fit, before any communication.
+        RankFailureError: a rank died or did not answer; the message names it.
+
+    Reference: as `gather_from_sequence`: g-bar.
+    """
+    op = "reduce_scatter_to_sequence"
+    shards = _shards(x, group, dim, sizes, op, whole=True)
+    reduced: Tensor = _ReduceScatter.apply(x.movedim(dim, 0), shards)
+    return reduced.movedim(0, dim)
+
+
+def scatter_to_sequence(
+    x: Tensor, *, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """This rank's shard of a tensor that all ranks hold whole; the backward pass is an all-gather.
+
+    Unlike `shard_sequence`, for tensors that were computed alike on every rank: the whole gradient
+    comes back to each of them.
+
+    Args:
+        x: equal on every rank, S long in `dim`.
+        group: the P ranks; None is this process alone.
+        dim: dimension of the sequence.
+        sizes: length of every rank's shard; None for S / P.
+
+    Returns:
+        L long in `dim`.
+
+    Raises:
+        ValueError: `sizes` does not fit, before any communication.
+        RankFailureError: a rank died or did not answer; the message names it.
+    """
+    shards = _shards(x, group, dim, sizes, "scatter_to_sequence", whole=True)
+    shard: Tensor = _Scatter.apply(x.movedim(dim, 0), shards)
+    return shard.movedim(0, dim)
+
+
+def _shards(
+    x: Tensor,
+    group: ProcessGroup | None,
+    dim: int,
+    sizes: Sequence[int] | None,
+    operation: str,
+    *,
+    whole: bool,
+) -> Shards:
+    """The shards of a tensor that is whole, or one of them."""
+    check_group(group, operation)
+    num_ranks, length = group_size(group), x.shape[dim]
+    if sizes is None:
+        if whole and length % num_ranks:
+            raise ValueError(
+                f"{operation}: expected the length to be a multiple of the {num_ranks} ranks, or "
+                f"sizes to be given, got {length}"
+            )
+        sizes = [length // num_ranks if whole else length] * num_ranks
+    found = tuple(int(size) for size in sizes)
+    own = sum(found) if whole else (*found, -1)[min(group_rank(group), len(found))]
+    if len(found) != num_ranks or min(found) < 0 or own != length:
+        rule = "sum to" if whole else "have for this rank"
+        raise ValueError(
+            f"{operation}: expected sizes to be {num_ranks} lengths that {rule} {length}, "
+            f"got {list(found)}"
+        )
+    return Shards(group, found, operation)

@@ -25,6 +25,7 @@ from moe_ext.distributed.groups import group_ranks, group_size
 from moe_ext.distributed.traffic import record_traffic
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 # torch 2.13 warns of the names that earlier versions have.
@@ -108,6 +109,10 @@ class Pending(Generic[T]):
                 self._finish = None
         return self._result[0]
 
+    def then(self, finish: Callable[[T], U]) -> Pending[U]:
+        """The same message with a result that `finish` makes of this one's."""
+        return Pending(_Future(self), finish, self._group, self._operation)
+
     def is_completed(self) -> bool:
         """Whether `wait` returns, or raises, at once."""
         return self._future.done()
@@ -116,6 +121,17 @@ class Pending(Generic[T]):
         """A future of what `wait` returns or raises, as hooks want it."""
         future: torch.futures.Future[T] = self._future.then(lambda _: self.wait())
         return future
+
+
+class _Future:
+    """A message as the future of another one."""
+
+    def __init__(self, pending: Pending[Any]) -> None:
+        self.wait, self.done = pending.wait, pending.is_completed
+        self._get_future = pending.get_future
+
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        return self._get_future().then(callback)
 
 
 class _Works:

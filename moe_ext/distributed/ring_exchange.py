@@ -1,4 +1,6 @@
-"""Hops of a ring over c10d: the compiled `moe_ext._runtime.RingExchange`, or the same in Python.
+"""Hops of a ring, posted early and awaited late.
+
+They go over c10d by the compiled `moe_ext._runtime.RingExchange`, or by the same in Python.
 
 Shapes: none; messages are flat rows of bytes.
 """
@@ -7,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext import _runtime_library
+from moe_ext.distributed.comm import Pending
+from moe_ext.distributed.failures import naming_failed_ranks
+from moe_ext.distributed.traffic import record_traffic
 
 
 class Hop(Protocol):
@@ -39,6 +44,52 @@ class RingExchange(Protocol):
             ValueError: something is not a row of bytes or is in use, or a rank is not of the group.
             RuntimeError: the backend failed.
         """
+
+
+class Exchange:
+    """Posts the messages of one pass around a ring, counts them, and names ranks that fail.
+
+    Every rank computes by arithmetic what it sends and receives at each stage, so that posts match
+    without any talk; the tag is the stage and the kind of message.
+
+    Args:
+        group: the ranks of the ring; None is this process alone.
+        operation: name for error messages.
+    """
+
+    def __init__(self, group: ProcessGroup | None, operation: str) -> None:
+        self._group, self._operation = group, operation
+        self._ring = None if group is None else ring_exchange(group)
+
+    def post(
+        self, sends: Sequence[tuple[Tensor, int]], buffer: Tensor | None, source: int, tag: int
+    ) -> Pending[Tensor | None]:
+        """Start to send (message, rank) pairs and to fill `buffer`; see `RingExchange.post`."""
+        if self._ring is None:
+            assert not sends and buffer is None, "one process has nobody to talk to"
+            return Pending.done(None)
+        for message, _ in sends:
+            record_traffic("send", message.nbytes)
+        with naming_failed_ranks(self._group, self._operation):
+            hop: Any = self._ring.post(sends, buffer, source, tag)
+        return Pending.of_works([hop], lambda: buffer, self._group, self._operation)
+
+
+class Buffers:
+    """Two byte buffers that take turns: one is read and sent while the other is filled."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._bytes = num_bytes
+        self._device = device
+        self._pair: list[Tensor | None] = [None, None]
+
+    def take(self, turn: int, num_bytes: int) -> Tensor:
+        """The buffer of a turn, cut to a length."""
+        found = self._pair[turn & 1]
+        if found is None:
+            found = torch.empty(self._bytes, dtype=torch.uint8, device=self._device)
+            self._pair[turn & 1] = found
+        return found[:num_bytes]
 
 
 def ring_exchange(group: ProcessGroup) -> RingExchange:

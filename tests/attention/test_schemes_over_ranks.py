@@ -259,7 +259,7 @@ def hops_between_rings_are_few_and_posted_early():
     for rings, inner in SHAPES[6]:
         events, place = [], divmod(dist.get_rank(), inner)
         real_post, real_attend = ring.Exchange.post, ring.attend_
-        real_wait = ring.Hop.wait
+        real_wait = ring.Pending.wait
 
         def post(self, sends, *rest, real=real_post, into=events, place=place, inner=inner):
             hop = real(self, sends, *rest)
@@ -281,14 +281,14 @@ def hops_between_rings_are_few_and_posted_early():
 
         q, k, v, _ = (shard_sequence(x, group=mesh((rings, inner)), dim=2) for x in inputs)
         ring.Exchange.post, ring.attend_ = post, attend
-        ring.Hop.wait = wait
+        ring.Pending.wait = wait
         try:
             ring_attention(
                 q, k, v, group=mesh((rings, inner)), scheme="double_ring", is_causal=True
             )
         finally:
             ring.Exchange.post, ring.attend_ = real_post, real_attend
-            ring.Hop.wait = real_wait
+            ring.Pending.wait = real_wait
         assert events.count("between") == rings - 1
         assert events.count("inside") == rings * (inner - 1)
         for number in range(rings - 1):

@@ -15,10 +15,14 @@ import torch
 import torch.distributed as dist
 
 from moe_ext import _runtime_library
-from moe_ext.attention.exchange import Buffers, Exchange
 from moe_ext.distributed import RankFailureError
 from moe_ext.distributed.collectives import share
-from moe_ext.distributed.ring_exchange import PythonRingExchange, ring_exchange
+from moe_ext.distributed.ring_exchange import (
+    Buffers,
+    Exchange,
+    PythonRingExchange,
+    ring_exchange,
+)
 from moe_ext.testing import spawn_ranks
 
 PATHS = {"python": "0", "compiled": "1"}

@@ -20,7 +20,7 @@ from moe_ext.attention.schemes.base import (
     Workload,
     empty_sums,
 )
-from moe_ext.attention.sequence_collectives import Shards, start_all_gather, sum_shards
+from moe_ext.attention.sharding import Shards, start_all_gather, sum_shards
 
 
 class AllGather(Scheme):

@@ -34,7 +34,6 @@ from moe_ext.attention.block import (
     attend_,
     block_backward,
 )
-from moe_ext.attention.exchange import Buffers, Exchange, Hop
 from moe_ext.attention.layouts import Grid, Layout, merged_layout
 from moe_ext.attention.schemes.base import (
     Call,
@@ -46,6 +45,8 @@ from moe_ext.attention.schemes.base import (
     Workload,
     empty_sums,
 )
+from moe_ext.distributed.comm import Pending
+from moe_ext.distributed.ring_exchange import Buffers, Exchange
 
 _KEYS, _GRADS, _GRADS_HOME, _KINDS = 0, 1, 2, 3
 
@@ -226,7 +227,7 @@ class _KeysUnderway:
         self.buffers = (Buffers(largest, device), Buffers(largest, device))
         # The keys that are here as the pass begins, those of `first`.
         self.start = own.packed() if own is not None and self.paths[tour.place] else kept
-        self.hops: dict[int, Hop] = {}
+        self.hops: dict[int, Pending[Tensor | None]] = {}
 
     def post(self, stage: int, held: Tensor | None) -> None:
         """All messages that are due for posting in this stage; `held` are its keys."""
@@ -284,8 +285,8 @@ class _GradsUnderway:
     def __init__(self, tour: Tour, device: torch.device) -> None:
         self.tour, self.device = tour, device
         self.exchange = Exchange(tour.call.group, "ring_attention backward")
-        self.hops: dict[int, list[Hop]] = {}
-        self.outgoing: list[Hop] = []
+        self.hops: dict[int, list[Pending[Tensor | None]]] = {}
+        self.outgoing: list[Pending[Tensor | None]] = []
 
     def post(self, stage: int, row: Tensor | None) -> None:
         """Hand on the gradients of the keys of this stage, and expect what others hand on."""

@@ -35,8 +35,7 @@ from moe_ext.attention.schemes.ring import (
     circulate_back,
     plan_paths,
 )
-from moe_ext.distributed.collectives import all_to_all_rows
-from moe_ext.distributed.traffic import record_traffic
+from moe_ext.distributed.comm import all_to_all
 
 _CONTIGUOUS = torch.contiguous_format
 
@@ -222,9 +221,7 @@ class _Row:
         # The group orders messages by rank, whatever the order of the row.
         by_rank = sorted(range(len(self.ranks)), key=lambda i: self.ranks[i])
         row = torch.cat([messages[i] for i in by_rank])
-        others = len(row) - send[self.call.rank]
-        record_traffic("all_to_all", others * row.element_size())
-        found = all_to_all_rows(row, group, send, due, operation=self.operation)
+        found = all_to_all(row, group, operation=self.operation, send=send, receive=due)
         parts = found.split(due)
         return tuple(parts[rank] for rank in self.ranks)
 
