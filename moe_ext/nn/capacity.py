@@ -166,39 +166,33 @@ def limit_choice(
         )
     num_tokens, num_experts = routed.logits.shape
     rows = capacity.rows_per_group(num_tokens, top_k, num_experts, training=training)
-    policy, priority = capacity.drop, None
-    if policy == "random" and training:
-        priority = _random_priority(router, gate.topk_idx, token_idx_T)
-    elif policy == "random":
-        # The output of a model that is evaluated must not depend on the step.
-        policy = "position"
-    weights = None if policy == "position" else gate.topk_weights.detach()
-    reroute = capacity.overflow == "reroute"
-    # Groups are of one size: the last one is filled up with tokens that go nowhere.
-    missing = -num_tokens % capacity.groups
-
-    def filled(per_token: Tensor | None, value: float) -> Tensor | None:
-        if per_token is None or capacity.groups == 1:
-            return per_token
-        return functional.pad(per_token, (0, 0, 0, missing), value=value)
-
-    topk_idx = filled(gate.topk_idx, -1)
-    assert topk_idx is not None
+    topk_idx, topk_weights, policy = gate.topk_idx, gate.topk_weights, capacity.drop
+    # The output of a model that is evaluated must not depend on the step.
+    policy = "position" if policy == "random" and not training else policy
+    keys = None if policy in ("position", "choice") else topk_weights.detach()
+    if policy == "random":
+        keys = _random_priority(router, topk_idx, token_idx_T)
+    ranked = _ranked_experts(router, routed) if capacity.overflow == "reroute" else None
+    if capacity.groups > 1:
+        # Groups are of one size: the last one is filled up with tokens that go nowhere.
+        end = (0, 0, 0, -num_tokens % capacity.groups)
+        topk_idx = functional.pad(topk_idx, end, value=-1)
+        keys = None if keys is None else functional.pad(keys, end)
+        ranked = None if ranked is None else functional.pad(ranked, end, value=-1)
     topk_idx, num_dropped = ops.limit_capacity(
         topk_idx,
         num_experts,
         rows,
-        topk_weights=filled(weights, 0.0),
+        topk_weights=keys,
         policy=policy,
-        priority=filled(priority, 0.0),
+        priority=keys,
         num_groups=capacity.groups,
-        ranked_idx=filled(_ranked_experts(router, routed), -1) if reroute else None,
+        ranked_idx=ranked,
         overflow=capacity.overflow,
     )
-    topk_weights = gate.topk_weights
     if capacity.groups > 1:
         topk_idx = topk_idx[:num_tokens]
-    if reroute:
+    if ranked is not None:
         assert isinstance(router, Router)
         topk_weights = router.with_choice(routed, topk_idx).gate.topk_weights
     return Choice(topk_idx, topk_weights, rows * capacity.groups, num_dropped)
