@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.fsdp import FSDPModule
 
-from moe_ext.compression.collectives.quantized import quantized_all_gather, quantized_reduce_scatter
+from moe_ext.compression.codecs import PayloadCodec, codec_names, codec_of
+from moe_ext.compression.collectives.coding import Coding, QuantizedCoding
+from moe_ext.compression.collectives.quantized import (
+    States,
+    start_all_gather,
+    start_reduce_scatter,
+)
 from moe_ext.compression.fsdp.internals import AllGather, ReduceScatter, shard_group
 from moe_ext.compression.fsdp.layout import (
     KeepDense,
@@ -26,28 +32,12 @@ from moe_ext.compression.fsdp.layout import (
     keep_small_dense,
 )
 from moe_ext.compression.fsdp.ledger import StepLedger, is_finite
-from moe_ext.distributed.comm import (
-    Pending,
-    PendingWork,
-    reduce_scale,
-    reduce_scatter,
-    start_all_gather,
-)
+from moe_ext.distributed import comm
 from moe_ext.distributed.groups import group_rank
 
-FORMATS = ("none", "int8", "int4", "fp8", "sign")
+QUANTIZED = ("int8", "int4", "fp8", "sign")
+FORMATS = ("none", *QUANTIZED)
 _CODED = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _check_format(
-    op: str, format: str, block: int, formats: Sequence[str], without: Sequence[str]
-) -> None:
-    """ValueError for a format or block that the quantisers do not know."""
-    known = tuple(name for name in formats if name not in without)
-    if format not in known:
-        raise ValueError(f"{op}: expected format to be one of {known}, got {format!r}")
-    if not 64 <= block <= 1024 or block & (block - 1):
-        raise ValueError(f"{op}: expected block to be a power of two in [64, 1024], got {block}")
 
 
 class _Message:
@@ -56,7 +46,7 @@ class _Message:
     def __init__(
         self,
         op: str,
-        format: str,
+        format: str | PayloadCodec,
         *,
         block: int,
         module: FSDPModule | None,
@@ -64,16 +54,27 @@ class _Message:
         model: nn.Module | None,
         keep_dense: KeepDense,
         min_numel: int,
-        without: Sequence[str] = (),
-        also: Sequence[str] = (),
+        known: Sequence[str] = FORMATS,
     ) -> None:
-        _check_format(op, format, block, (*FORMATS, *also), without)
-        self.op = op
-        self.format = format
-        self.block = block
-        self.name = name
+        if not 64 <= block <= 1024 or block & (block - 1):
+            raise ValueError(
+                f"{op}: expected block to be a power of two in [64, 1024], got {block}"
+            )
+        self.op, self.name = op, name
+        self.codec = _codec_of(op, format, known)
+        self.coding = _coding_of(self.codec, block)
+        self.block = block if self.coding is None else self.coding.align
+        native = None if self.coding is None else self.coding.native
+        # Padding would make the scale of a block of signs too small.
+        self.fills_padding = native is not None and native[0] == "sign"
         self.finder = LayoutFinder(
-            module, name, model, op=op, block=block, keep_dense=keep_dense, min_numel=min_numel
+            module,
+            name,
+            model,
+            op=op,
+            block=self.block,
+            keep_dense=keep_dense,
+            min_numel=min_numel,
         )
 
     def allocate(
@@ -83,28 +84,52 @@ class _Message:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
+def _codec_of(op: str, format: str | PayloadCodec, known: Sequence[str]) -> str | PayloadCodec:
+    """One of the known formats, or a codec that takes any part of a gradient."""
+    if format in known:
+        return format
+    is_registered = isinstance(format, str) and format in codec_names() and format != "auto"
+    codec = codec_of(format) if is_registered else format
+    if isinstance(codec, PayloadCodec) and codec.shardable:
+        return codec
+    raise ValueError(f"{op}: expected format to be one of {tuple(known)}, got {format!r}")
+
+
+def _coding_of(codec: str | PayloadCodec, block: int) -> Coding | None:
+    """What codes a message; None where none of the quantisers does."""
+    if isinstance(codec, PayloadCodec):
+        return codec.coding()
+    return QuantizedCoding(codec, block) if codec in QUANTIZED else None
+
+
 class GradientMessage(_Message):
     """What the messages of gradients have in common: the ledger, and what one goes through."""
 
     def __init__(
-        self, op: str, format: str, error_feedback: bool, ledger: StepLedger | None, **options: Any
+        self,
+        op: str,
+        format: str | PayloadCodec,
+        error_feedback: bool,
+        ledger: StepLedger | None,
+        **options: Any,
     ) -> None:
         super().__init__(op, format, **options)
-        if format == "sign" and not error_feedback:
+        if self.fills_padding and not error_feedback:
             raise ValueError(f"{op}: expected error_feedback to be on for signs, got False")
-        if error_feedback and format != "none" and self.finder.module is None:
+        forgets = isinstance(self.codec, PayloadCodec) and not self.codec.feeds_back
+        keeps = error_feedback and self.codec != "none" and not forgets
+        if keeps and self.finder.module is None:
             raise ValueError(
                 f"{op}: expected module to be given with error feedback, got None; residuals are "
                 "kept by parameter"
             )
         self.ledger = ledger if ledger is not None else StepLedger()
-        keeps = error_feedback and format != "none"
         self.residual = self.ledger.new_residual() if keeps else None
 
     def _reduce(self, out: Tensor, flat: Tensor, num_shards: int) -> None:
         """Reduce shards that follow each other, ``[P * S]``, to one, ``[S]``."""
         layout = None
-        if self.format != "none" and flat.dtype in _CODED:
+        if self.codec != "none" and flat.dtype in _CODED:
             layout = self.finder.find(out.numel(), trainable_only=True)
         self.ledger.begin(self, self.name)
         try:
@@ -170,7 +195,8 @@ class CompressedAllGather(_Message, AllGather):
     float32, bfloat16 and float16 are not compressed.
 
     Args:
-        format (str): "int8", "int4", "fp8", or "none" for FSDP's own message.
+        format: "int8", "int4", "fp8", "none" for FSDP's own message, or a `PayloadCodec`, also by
+            the name that it was registered with.
         block (int): elements that share a scale.
         module (FSDPModule): what it is set on; None takes a message as one tensor.
         name (str): the module's, for messages of errors.
@@ -187,7 +213,7 @@ class CompressedAllGather(_Message, AllGather):
 
     def __init__(
         self,
-        format: str = "int8",
+        format: str | PayloadCodec = "int8",
         block: int = 256,
         *,
         module: FSDPModule | None = None,
@@ -206,7 +232,7 @@ class CompressedAllGather(_Message, AllGather):
             model=model,
             keep_dense=keep_dense,
             min_numel=min_numel,
-            without=("sign",),
+            known=tuple(format for format in FORMATS if format != "sign"),
         )
         self.frozen_only = frozen_only
 
@@ -221,13 +247,13 @@ class CompressedAllGather(_Message, AllGather):
         layout = None
         module = self.finder.module
         inside = module is not None and group.size() != shard_group(module).size()
-        if self.format != "none" and input_tensor.dtype in _CODED and not inside:
+        if self.coding is not None and input_tensor.dtype in _CODED and not inside:
             layout = self.finder.find(
                 input_tensor.numel(), trainable_only=False, frozen_only=self.frozen_only
             )
         if layout is None or layout.packed_numel == 0:
-            whole = start_all_gather(input_tensor, group, operation=self.op, out=output_tensor)
-            work: Work = PendingWork(whole.wait)
+            whole = comm.start_all_gather(input_tensor, group, operation=self.op, out=output_tensor)
+            work: Work = comm.PendingWork(whole.wait)
         else:
             work = self._start(output_tensor, input_tensor, group, layout, async_op)
         if async_op:
@@ -243,27 +269,27 @@ class CompressedAllGather(_Message, AllGather):
             # The coder would refuse it on this rank alone, and the others would wait.
             packed_1Q, dense_1D[:, -1] = torch.zeros_like(packed_1Q), float("nan")
         packed_PQ = shard.new_empty((group.size(), layout.packed_numel))
-        beside = start_all_gather(dense_1D, group, operation=self.op)
-        coded = quantized_all_gather(
+        beside = comm.start_all_gather(dense_1D, group, operation=self.op)
+        assert self.coding is not None
+        coded = start_all_gather(
             packed_PQ.view(-1),
             packed_1Q.reshape(-1),
-            format=self.format,
-            block=self.block,
-            group=group,
-            validate=False,
+            self.coding,
+            None,
+            group,
+            operation=self.op,
             async_op=async_op,
         )
 
         def finish() -> None:
-            if isinstance(coded, Pending):
-                coded.wait()
+            coded.wait()
             dense_PD = beside.wait()
             finite_P1 = dense_PD[:, -1:].isfinite()
             if not shard.is_cuda and not bool(finite_P1.all()):
                 packed_PQ.masked_fill_(~finite_P1, float("nan"))
             layout.unpack_(out, packed_PQ, dense_PD)
 
-        return PendingWork(finish)
+        return comm.PendingWork(finish)
 
 
 class CompressedReduceScatter(GradientMessage, ReduceScatter):
@@ -289,7 +315,8 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
     (``set_reduce_scatter_unused_params`` of torch 2.13 avoids it).
 
     Args:
-        format (str): "int8", "int4", "fp8", "sign" (with error feedback), or "none".
+        format: "int8", "int4", "fp8", "sign" (with error feedback), "none", or a `PayloadCodec`,
+            also by the name that it was registered with.
         block (int): elements that share a scale.
         error_feedback (bool): keep residuals; needs ``module``.
         stochastic (bool): round at random, so that the expected result is exact.
@@ -310,7 +337,7 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
 
     def __init__(
         self,
-        format: str = "int8",
+        format: str | PayloadCodec = "int8",
         block: int = 256,
         *,
         error_feedback: bool = False,
@@ -335,7 +362,8 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
             keep_dense=keep_dense,
             min_numel=min_numel,
         )
-        self.stochastic = stochastic
+        codec = self.codec
+        self.stochastic = stochastic or (isinstance(codec, PayloadCodec) and codec.stochastic)
         self.seed = seed
         self.step = 0
 
@@ -349,23 +377,23 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
     ) -> Work | None:
         """Reduces ``[P * S]`` of every rank to its ``[S]``."""
         self._group, self._reduce_op = group, op
-        self._scale = reduce_scale(op, group.size(), self.op)
+        self._scale = comm.reduce_scale(op, group.size(), self.op)
         self._reduce(output_tensor, input_tensor, group.size())
-        return PendingWork(lambda: None) if async_op else None
+        return comm.PendingWork(lambda: None) if async_op else None
 
     def _send_whole(self, out: Tensor, flat: Tensor, layout: ShardLayout | None) -> None:
         self.ledger.watch_whole(self.name, layout, flat, self._group.size())
         # Nothing in this message tells other ranks.
         self.ledger.add_group(self._group)
-        reduce_scatter(flat, self._group, operation=self.op, op=self._reduce_op, out=out)
+        comm.reduce_scatter(flat, self._group, operation=self.op, op=self._reduce_op, out=out)
 
     def _reduce_dense(self, part: Tensor) -> Tensor:
-        return reduce_scatter(part.view(-1), self._group, operation=self.op).mul_(self._scale)
+        return comm.reduce_scatter(part.view(-1), self._group, operation=self.op).mul_(self._scale)
 
     def _reduce_packed(
         self, packed_PQ: Tensor, owed_PQ: Tensor | None, layout: ShardLayout
     ) -> Tensor:
-        if owed_PQ is not None and self.format == "sign":
+        if owed_PQ is not None and self.fills_padding:
             partial = layout.partial_blocks(0, packed_PQ.shape[0], packed_PQ.device)
             fill_padding_(packed_PQ, owed_PQ, partial, self.block)
         rng_state = None
@@ -376,15 +404,15 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
             rng_state = torch.tensor(numbers, device=packed_PQ.device)
         self.step += 1
         packed_Q = torch.empty(packed_PQ.shape[1], device=packed_PQ.device)
-        quantized_reduce_scatter(
+        assert self.coding is not None
+        start_reduce_scatter(
             packed_Q,
             packed_PQ.reshape(-1),
-            format=self.format,
-            block=self.block,
-            residual=None if owed_PQ is None else owed_PQ.view(-1),
-            rng_state=rng_state,
-            group=self._group,
-            average=False,
-            validate=False,
-        )
+            self.coding,
+            States(residual=owed_PQ, rng_state=rng_state),
+            self._group,
+            False,
+            operation=self.op,
+            async_op=False,
+        ).wait()
         return packed_Q.mul_(self._scale)

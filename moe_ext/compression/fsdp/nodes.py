@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
+from moe_ext.compression.codecs import PayloadCodec
 from moe_ext.compression.collectives.quantized import (
-    quantized_all_gather,
-    quantized_all_reduce_,
-    quantized_reduce_scatter,
+    States,
     shard_numel,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
 )
 from moe_ext.compression.collectives.sparse import sparse_all_reduce
 from moe_ext.compression.fsdp.internals import shard_group
@@ -27,13 +29,12 @@ from moe_ext.compression.fsdp.layout import (
     keep_small_dense,
 )
 from moe_ext.compression.fsdp.ledger import StepLedger
-from moe_ext.compression.fsdp.messages import GradientMessage
+from moe_ext.compression.fsdp.messages import FORMATS, GradientMessage
 from moe_ext.distributed.comm import all_reduce_
 from moe_ext.distributed.groups import group_rank, resolve_group
 from moe_ext.ops.topk import topk_compress_
 
 _TOPK = "topk"
-_SIGN = "sign"
 
 
 class CompressedAllReduce(GradientMessage):
@@ -58,7 +59,8 @@ class CompressedAllReduce(GradientMessage):
     Gradients that are not finite: as `CompressedReduceScatter`.
 
     Args:
-        codec (str): "int8", "int4", "fp8", "sign", "topk", or "none".
+        codec: "int8", "int4", "fp8", "sign", "topk", "none", or a `PayloadCodec`, also by the name
+            that it was registered with.
         node_group (ProcessGroup): the ranks that hold the same shard, one in each node.
         density (float): share of the shard's elements that top-k sends, in (0, 1].
         block (int): elements that share a scale.
@@ -78,7 +80,7 @@ class CompressedAllReduce(GradientMessage):
 
     def __init__(
         self,
-        codec: str = "int8",
+        codec: str | PayloadCodec = "int8",
         node_group: ProcessGroup | None = None,
         *,
         density: float = 0.01,
@@ -108,12 +110,12 @@ class CompressedAllReduce(GradientMessage):
             model=model,
             keep_dense=keep_dense,
             min_numel=min_numel,
-            also=(_TOPK,),
+            known=(*FORMATS, _TOPK),
         )
         group = resolve_group(node_group, op)
         assert group is not None
         self.group: ProcessGroup = group
-        self.codec, self.density, self.average = codec, density, average
+        self.density, self.average = density, average
 
     @torch.no_grad()
     def __call__(self, reduce_output: Tensor) -> None:
@@ -134,7 +136,7 @@ class CompressedAllReduce(GradientMessage):
         if self.codec == _TOPK:
             assert owed_PQ is not None
             return self._reduce_topk(packed_PQ.view(-1), owed_PQ.view(-1))
-        if self.codec == _SIGN:
+        if self.fills_padding:
             assert owed_PQ is not None
             return self._reduce_signs(packed_PQ.view(-1), owed_PQ.view(-1), layout)
         return self._reduce_quantized(packed_PQ, owed_PQ)
@@ -162,16 +164,16 @@ class CompressedAllReduce(GradientMessage):
         second = None
         if residual_1Q is not None:
             second = whole_Q.new_zeros(shard_numel(numel, nodes, self.block))
-        quantized_all_reduce_(
+        assert self.coding is not None
+        start_all_reduce(
             whole_Q,
-            format=self.codec,
-            block=self.block,
-            residual=None if residual_1Q is None else residual_1Q.view(-1),
-            server_residual=second,
-            group=self.group,
-            average=self.average,
-            validate=False,
-        )
+            self.coding,
+            States(residual_1Q, second),
+            self.group,
+            self.average,
+            operation=self.op,
+            async_op=False,
+        ).wait()
         if residual_1Q is not None and second is not None:
             start = group_rank(self.group) * second.numel()
             mine = residual_1Q.view(-1)[start : start + second.numel()]
@@ -191,15 +193,17 @@ class CompressedAllReduce(GradientMessage):
         whole_Q, owed_Q = torch.zeros((2, nodes * shard), device=device)
         whole_Q[:numel], owed_Q[:numel] = packed_Q, residual_Q
         sum_S = torch.empty(shard, device=device)
-        options: dict[str, Any] = {"format": _SIGN, "block": block, "group": self.group}
-        quantized_reduce_scatter(
-            sum_S, whole_Q, residual=owed_Q, average=False, validate=False, **options
-        )
+        assert self.coding is not None
+        options: dict[str, Any] = {"operation": self.op, "async_op": False}
+        states = States(residual=owed_Q)
+        start_reduce_scatter(
+            sum_S, whole_Q, self.coding, states, self.group, False, **options
+        ).wait()
         start = group_rank(self.group) * shard
         here_K = (blocks_K * block >= start) & (blocks_K * block < start + shard)
         mine = blocks_K[here_K] - start // block, counts_K[here_K]
         fill_padding_(torch.zeros_like(sum_S), sum_S, mine, block)
-        quantized_all_gather(whole_Q, sum_S, validate=False, **options)
+        start_all_gather(whole_Q, sum_S, self.coding, None, self.group, **options).wait()
         owed_Q[start : start + shard] += sum_S - whole_Q[start : start + shard]
         residual_Q.copy_(owed_Q[:numel])
         return whole_Q[:numel].div_(nodes if self.average else 1)

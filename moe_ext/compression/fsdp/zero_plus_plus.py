@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from moe_ext.compression.codecs import PayloadCodec
 from moe_ext.compression.fsdp.internals import (
     ManagedParameter,
     fsdp_modules,
@@ -196,14 +197,14 @@ def zero_plus_plus(
     zero_hpz_partition_size: int = 1,
     zero_quantized_nontrainable_weights: bool = False,
     zeropp_loco_param: Mapping[str, float] | None = None,
-    weight_format: str = "int8",
-    gradient_format: str = "int4",
+    weight_format: str | PayloadCodec = "int8",
+    gradient_format: str | PayloadCodec = "int4",
     block: int = 256,
     error_feedback: bool = False,
     stochastic: bool = False,
     seed: int = 0,
     node_group: ProcessGroup | None = None,
-    node_codec: str = "int8",
+    node_codec: str | PayloadCodec = "int8",
     density: float = 0.01,
     keep_dense: KeepDense = keep_small_dense,
     min_numel: int = 1024,
@@ -232,14 +233,14 @@ def zero_plus_plus(
         zero_quantized_nontrainable_weights (bool): code frozen parameters alone (LoRA).
         zeropp_loco_param (dict): turns error feedback on. Its ``err_beta`` and ``reset_T`` forget
             a part of what is owed; here nothing is forgotten, and they are not used (a warning).
-        weight_format (str): as `CompressedAllGather`.
-        gradient_format (str): as `CompressedReduceScatter`.
+        weight_format: as `CompressedAllGather`.
+        gradient_format: as `CompressedReduceScatter`.
         block (int): elements that share a scale.
         error_feedback (bool): as `CompressedReduceScatter`, for gradients.
         stochastic (bool): as `CompressedReduceScatter`.
         seed (int): as `CompressedReduceScatter`.
         node_group (ProcessGroup): reduce over these ranks too, by `CompressedAllReduce`.
-        node_codec (str): its codec.
+        node_codec: its codec.
         density (float): its density.
         keep_dense (callable): as `CompressedAllGather`.
         min_numel (int): as `CompressedAllGather`.

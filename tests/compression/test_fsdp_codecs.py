@@ -1,0 +1,112 @@
+"""A codec from outside in the messages of FSDP2; four ranks, as two nodes of two."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from fsdp_checks import (
+    backward,
+    gradients,
+    is_compressed,
+    mean_of_gradients,
+    mesh,
+    node_mesh,
+    train,
+    whole,
+    wrapped,
+)
+from rank_checks import Checks
+
+from moe_ext.compression import PayloadCodec, register_codec
+from moe_ext.compression.fsdp import CompressedReduceScatter, zero_plus_plus
+from moe_ext.distributed import count_traffic
+
+
+@dataclass(frozen=True)
+class Brief(PayloadCodec):
+    """Sends bfloat16 numbers."""
+
+    name: ClassVar[str] = "brief"
+
+    def payload_bytes(self, numel):
+        return 2 * numel
+
+    def encode(self, x_N, residual_N=None, *, rng_state=None):
+        whole_N = x_N.float() if residual_N is None else x_N + residual_N
+        sent_N = whole_N.bfloat16()
+        if residual_N is not None:
+            torch.sub(whole_N, sent_N, out=residual_N)
+        return sent_N.view(torch.uint8)
+
+    def decode_add_(self, out_N, payload):
+        out_N += payload.view(torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Whole(Brief):
+    """The same, of whole gradients only."""
+
+    name: ClassVar[str] = "whole"
+    shardable: ClassVar[bool] = False
+
+
+register_codec("brief", lambda density: Brief())
+four = Checks()
+SCATTERED = {"zero_quantized_gradients": True, "error_feedback": True}
+
+
+def compressed(kind, codec):
+    if kind == "scattered":
+        model = wrapped(mesh())
+        return model, zero_plus_plus(model, gradient_format=codec, **SCATTERED)
+    model, nodes = wrapped(node_mesh()["local"]), node_mesh()["node"].get_group()
+    return model, zero_plus_plus(model, node_group=nodes, node_codec=codec)
+
+
+@four(("scattered", "brief"), ("scattered", Brief()), ("nodes", "brief"))
+def nothing_is_lost(kind, codec):
+    model, compression = compressed(kind, codec)
+    applied = {}
+    for step in range(3):
+        backward(model, step)
+        for name, grad in gradients(model).items():
+            applied[name] = applied.get(name, 0) + grad.double()
+    owed = {}
+    for tensors in compression.state_dict()["residuals"].values():
+        owed.update(whole(tensors.items()))
+    want, largest = mean_of_gradients(range(3))
+    assert {name for name in want if is_compressed(name)} == set(owed)
+    for name, total in want.items():
+        found = applied[name] + owed.get(name, 0)
+        assert (found - total).abs().max() <= 1e-6 * (1 + max(largest[name])), name
+        if name in owed:
+            assert (applied[name] - total).abs().max() > 1e-5 * max(largest[name]), name
+
+
+@four()
+def weights_and_gradients_train():
+    plain, model = wrapped(mesh()), wrapped(mesh())
+    zero_plus_plus(
+        model, zero_quantized_weights=True, weight_format=Brief(), gradient_format="brief",
+        **SCATTERED,
+    )  # fmt: skip
+    with count_traffic() as traffic:
+        found = train(model, range(6))
+    want = train(plain, range(6))
+    torch.testing.assert_close(found, want, rtol=0.02, atol=0)
+    # Half of what float32 numbers take, and what is not compressed.
+    numel = sum(p.numel() for p in plain.parameters())
+    sent = traffic.sent_bytes["all_to_all"]
+    assert 0 < sent < 6 * 0.6 * 4 * numel
+
+
+@pytest.mark.parametrize("name", four)
+def test_four_ranks(name):
+    four.assert_passed(4, name)
+
+
+@pytest.mark.parametrize("codec", ["topk", "auto", Whole()])
+def test_codecs_that_cannot_be_cut_are_refused(codec):
+    with pytest.raises(ValueError, match="CompressedReduceScatter: expected format to be one of"):
+        CompressedReduceScatter(codec)
