@@ -66,12 +66,28 @@ SERIAL = (
     "tests/compression/test_cost_model.py::test_rates_are_measured_*",
 )
 
+# Cases that look up what one run of all ranks found cost nothing; no death of a rank is left out.
+PRODUCT = (
+    "tests/*/test_*.py::test_ranks*",
+    "tests/*/test_*.py::test_over_ranks*",
+    "tests/*/test_*.py::test_a_dead_rank_*",
+)
+MARKS = {"compat": COMPAT, "serial": SERIAL, "product": PRODUCT}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc):
+    """Runs a test marked `every_isa` once for each variant of the SIMD loops."""
+    if metafunc.definition.get_closest_marker("every_isa"):
+        backends = pytest.mark.parametrize("backend", [*ISAS, "simt", *CUDA], indirect=True)
+        metafunc.definition.add_marker(backends)
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Marks tests by their names, and keeps of each function some of its cases."""
     for item in items:
-        for mark, patterns in ((pytest.mark.compat, COMPAT), (pytest.mark.serial, SERIAL)):
+        for mark, patterns in MARKS.items():
             if any(fnmatch.fnmatchcase(item.nodeid, pattern) for pattern in patterns):
                 item.add_marker(mark)
     if FULL:
@@ -174,7 +190,7 @@ def moved(device, request):
 
 @pytest.fixture(params=[*(ISAS if FULL else ["cpu"]), "simt", *CUDA])
 def backend(request):
-    """As `device`; where MOE_EXT_FULL=1, with the CPU once for each variant of the SIMD loops."""
+    """As `device`; in a test marked `every_isa`, each variant of the SIMD loops too."""
     if request.param not in ISAS:
         with running_on(request.param) as where:
             yield where

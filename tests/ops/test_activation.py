@@ -101,6 +101,7 @@ def test_activation_equals_the_reference(backend, dtype, kind):
     check_activation(make(dtype=dtype), kind)
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize("dtype", DTYPES)

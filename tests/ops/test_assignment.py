@@ -72,6 +72,7 @@ def assert_expert_choice(logits, capacity, mask):
     torch.testing.assert_close(out.score_sum, every.score_sum, rtol=rtol_sum, atol=1e-30)
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("capacity", [1, 40, 300])
 def test_expert_choice_equals_the_reference(backend, dtype, capacity):

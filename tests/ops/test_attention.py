@@ -48,6 +48,7 @@ def compare(q, k, v, q_positions, k_positions, **options):
     return out, lse, grads
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_mask(backend, mask, dtype):

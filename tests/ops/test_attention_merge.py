@@ -24,6 +24,7 @@ def dtype_pairs():
     return [*itertools.product(narrow, narrow), (torch.float64, torch.float64)]
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtypes", dtype_pairs())
 @pytest.mark.parametrize("num_rows", [0, 1, 255, 256, 257])
 def test_against_float64(backend, num_rows, dtypes):

@@ -65,6 +65,7 @@ def assert_equals_reference(logits, idx, options):
     )
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("option", FORMULAS)
 def test_equals_the_reference(backend, option, dtype):

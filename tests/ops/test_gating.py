@@ -96,6 +96,7 @@ def assert_equals_reference(logits, top_k, options):
     )
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_gate_equals_the_reference(backend, option, dtype):

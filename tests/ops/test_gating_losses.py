@@ -23,6 +23,7 @@ def tolerance(dtype, terms):
     return (2 * terms + 32) * UNIT[acc_dtype(dtype)]
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", NUM_TOKENS)
 @pytest.mark.parametrize("num_experts", [1, 16, 33])

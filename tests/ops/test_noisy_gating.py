@@ -75,6 +75,7 @@ def assert_gshard_equals_reference(logits, state, **options):
     assert_grads_close(grad, expected_grad, dtype, rtol, 20)
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("random", [False, True])
 def test_gshard_equals_the_reference(backend, random, dtype):
@@ -134,6 +135,7 @@ def noisy_logits(num_tokens, num_experts, dtype):
     return [random_logits(num_tokens, num_experts, dtype, 1.0), noise]
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("top_k", [1, 4])
 def test_noisy_equals_the_reference(backend, top_k, dtype):

@@ -63,6 +63,7 @@ def test_permute_moves_bytes_of_any_dtype(device, dtype, dim):
     assert torch.equal(ops.permute_tokens(x, idx, 8)[0], reference.permute_tokens(x, idx, 8)[0])
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("dim", [0, 1, 33, 256, 600])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -38,6 +38,7 @@ def assert_same(x, residual=None, *, elsewhere=False, **options):
     return outs[0]
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", SIZES)

@@ -33,6 +33,7 @@ def assert_within_bound(actual, a, b, *, dtype, summed_in=None):
     assert ((actual.double() - exact).abs() <= 1.01 * bound).all()
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weight_dtype", [None, torch.float32])
 @pytest.mark.parametrize("num_tokens", [0, 1, 127, 128, 257, 700])

@@ -18,6 +18,7 @@ from noisy_cases import (
 from moe_ext import ops, reference
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("num_columns", [0, 1, 3, 4, 5, 64, 65, 257])
 @pytest.mark.parametrize("num_tokens", [0, 1, 33, 257])
 def test_uniforms_have_the_bits_of_the_reference(backend, num_tokens, num_columns):
@@ -54,6 +55,7 @@ def test_uniforms_are_uniform(device):
     assert abs(((u[1:] - 0.5) * (u[:-1] - 0.5)).mean()) < error / 12
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(0, 5), (1, 1), (33, 7), (5, 64), (3, 65), (2, 257)])
 def test_jitter_equals_the_reference(backend, shape, dtype):

@@ -16,6 +16,7 @@ def tolerance(dtype, terms):
     return (2 * terms + 32) * UNIT[torch.float64 if dtype == torch.float64 else torch.float32]
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("score_fn", ["softmax", "sigmoid"])
 @pytest.mark.parametrize(

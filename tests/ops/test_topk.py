@@ -45,6 +45,7 @@ def assert_same(name, state, *args, velocity=None, **options):
     return results[0]
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", SIZES)
 def test_topk_equals_the_reference(backend, numel, dtype):
@@ -133,6 +134,7 @@ def test_topk_of_inputs_that_defeat_a_sample(backend, make_grad):
             assert_same("topk_compress_", state, k, velocity=state[1], check_finite=False)
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", SIZES)
 def test_threshold_equals_the_reference(backend, numel, dtype):

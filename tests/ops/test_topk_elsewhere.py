@@ -47,6 +47,7 @@ def assert_same(call, *args, **options):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", SIZES)
 def test_equals_the_form_in_place(backend, numel, dtype):
