@@ -15,7 +15,7 @@ const std::vector<int64_t> kOffsets = {2, 40, 40, 40, 41, 90, 90};
 constexpr int64_t kNumExperts = 6;
 constexpr int64_t kNumRows = 97;
 
-class Rows : public simt::ScheduleTest<int> {
+class ExpertRows : public simt::ScheduleTest<int> {
  protected:
   template <typename T>
   std::vector<T> small_integers(int64_t n) const {
@@ -59,7 +59,7 @@ class Rows : public simt::ScheduleTest<int> {
   }
 };
 
-TEST_P(Rows, GetTheirExpertsBias) {
+TEST_P(ExpertRows, GetTheirExpertsBias) {
   for (bool biased : {false, true}) {
     bias_is_added<float>(biased);
     bias_is_added<double>(biased);
@@ -67,13 +67,13 @@ TEST_P(Rows, GetTheirExpertsBias) {
   }
 }
 
-TEST_P(Rows, AreSummed) {
+TEST_P(ExpertRows, AreSummed) {
   rows_are_summed<float>();
   rows_are_summed<double>();
   rows_are_summed<c10::BFloat16>();
 }
 
-TEST_P(Rows, OfExpertsWithoutAnyLeaveZeros) {
+TEST_P(ExpertRows, OfExpertsWithoutAnyLeaveZeros) {
   const int64_t size = 3 * param();
   std::vector<float> out(kNumExperts * size, 7);
   launch_zero_empty_experts(kOffsets.data(), kNumExperts, size, out.data(), nullptr);
@@ -84,7 +84,7 @@ TEST_P(Rows, OfExpertsWithoutAnyLeaveZeros) {
 }
 
 INSTANTIATE_TEST_SUITE_P(
-    Schedules, Rows, simt::under_all_schedules(std::vector<int>{0, 1, 31, 32, 33, 255, 256, 257}),
+    Schedules, ExpertRows, simt::under_all_schedules(std::vector<int>{0, 1, 31, 32, 33, 255, 256, 257}),
     [](const auto& info) {
       return simt::to_string(std::get<0>(info.param)) + "_dim" + std::to_string(std::get<1>(info.param));
     });

@@ -17,9 +17,9 @@ struct Cut {
   size_t num_tiles;
 };
 
-class Tiles : public ::testing::TestWithParam<Cut> {};
+class CutTiles : public ::testing::TestWithParam<Cut> {};
 
-TEST_P(Tiles, FollowEachOtherNearTheNominalSize) {
+TEST_P(CutTiles, FollowEachOtherNearTheNominalSize) {
   const Cut& p = GetParam();
   std::vector<Tile> tiles;
   cut(tiles, 3, p.begin, p.end, p.size);
@@ -38,7 +38,7 @@ TEST_P(Tiles, FollowEachOtherNearTheNominalSize) {
 }
 
 INSTANTIATE_TEST_SUITE_P(
-    Cuts, Tiles,
+    Cuts, CutTiles,
     ::testing::Values(
         Cut{"Nothing", 7, 7, 256, 0}, Cut{"OneRow", 7, 8, 256, 1}, Cut{"JustBelowHalfOver", 5, 5 + 383, 256, 1},
         Cut{"HalfOver", 5, 5 + 384, 256, 2}, Cut{"Ragged", 1, 1 + 3001, 512, 6}, Cut{"Columns", 0, 3584, 1792, 2}),

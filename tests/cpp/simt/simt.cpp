@@ -2,15 +2,16 @@
 
 #include <ucontext.h>
 #include <algorithm>
-#include <csetjmp>
 #include <memory>
 #include <random>
 #include <ranges>
 #include <span>
 #include <utility>
 #if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #else
+#define __asan_unpoison_memory_region(...)
 #define __sanitizer_start_switch_fiber(...)
 #define __sanitizer_finish_switch_fiber(...)
 #endif
@@ -19,20 +20,22 @@ namespace simt {
 namespace {
 constexpr size_t kStackBytes = 256 * 1024;    // AddressSanitizer pads every local variable
 using Stack = std::pair<const void*, size_t>; // lowest byte, size
+using Jump = void* [5];                       // of __builtin_setjmp
 
 struct Thread {
   ucontext_t context;
-  const ucontext_t* entry; // until it has run
-  jmp_buf jump;
+  const ucontext_t* entry = nullptr; // until it has run
+  Jump jump;
   std::unique_ptr<unsigned char[]> stack = std::make_unique_for_overwrite<unsigned char[]>(kStackBytes);
   dim3 idx;
   enum State : uint8_t { kReady, kWaiting, kGone } state = kReady;
+  bool at_rest = false; // between two kernels
   Call call;
 };
 
 std::mt19937_64 generator;
 std::vector<Thread> pool(1024); // as many as a block may have; kept, since a stack is costly to make
-jmp_buf scheduler;
+Jump scheduler;
 Stack scheduler_stack;
 Thread* current = nullptr;
 std::array<uint64_t, kWarpSize> exchanged;
@@ -65,12 +68,18 @@ std::vector<int> ordered(size_t count) {
   return order;
 }
 
-// By jumps, since swapcontext makes a system call. AddressSanitizer must be told of each switch between stacks.
-void switch_stack(jmp_buf& from, jmp_buf& to, const ucontext_t* entry, [[maybe_unused]] Stack stack) {
+[[gnu::noinline, gnu::no_sanitize_address]] void jump(Jump& to) {
+  __builtin_longjmp(to, 1);
+}
+
+// By jumps, since swapcontext makes a system call, and the compiler's own, since AddressSanitizer makes one of each
+// longjmp. It must be told of each switch between stacks.
+[[gnu::noinline, gnu::no_sanitize_address]] void switch_stack(
+    Jump& from, Jump& to, const ucontext_t* entry, [[maybe_unused]] Stack stack) {
   [[maybe_unused]] void* fake_stack = nullptr;
   __sanitizer_start_switch_fiber(&fake_stack, stack.first, stack.second);
-  if (_setjmp(from) == 0) {
-    entry == nullptr ? _longjmp(to, 1) : void(setcontext(entry));
+  if (__builtin_setjmp(from) == 0) {
+    entry == nullptr ? jump(to) : void(setcontext(entry));
   }
   __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
 }
@@ -80,19 +89,29 @@ void leave(Thread::State state) {
   switch_stack(current->jump, scheduler, nullptr, scheduler_stack);
 }
 
+// Body of a fiber: one kernel after another, since to make a context takes system calls.
 void run_thread() {
   __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack.first, &scheduler_stack.second);
-  try {
-    (*running)();
-  } catch (...) {
-    thrown = std::current_exception();
+  while (true) {
+    current->at_rest = false;
+    try {
+      (*running)();
+    } catch (...) {
+      thrown = std::current_exception();
+    }
+    current->at_rest = true;
+    leave(Thread::kGone);
   }
-  leave(Thread::kGone);
 }
 
 void prepare(Thread& t, dim3 idx, bool exists) {
   t.idx = idx;
   t.state = exists ? Thread::kReady : Thread::kGone;
+  if (t.at_rest || !exists) {
+    return;
+  }
+  // New, or left in the middle of a kernel that failed.
+  __asan_unpoison_memory_region(t.stack.get(), kStackBytes);
   getcontext(&t.context);
   t.context.uc_stack = {.ss_sp = t.stack.get(), .ss_flags = 0, .ss_size = kStackBytes};
   makecontext(&t.context, run_thread, 0);
@@ -171,7 +190,7 @@ void run_grid(dim3 grid, dim3 block, size_t shared_bytes, const std::function<vo
   blockDim = block;
   for (int i : ordered(size_t{grid.x} * grid.y * grid.z)) {
     blockIdx = unflatten(i, grid);
-    std::ranges::for_each(static_shared, [](auto& bytes) { std::ranges::fill(bytes, kPoison); });
+    ++num_blocks;
     // A new allocation, of just this size: AddressSanitizer guards its end.
     dynamic_shared = std::vector<unsigned char>(shared_bytes, kPoison);
     run_block(size_t{block.x} * block.y * block.z);

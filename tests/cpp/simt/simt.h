@@ -2,6 +2,7 @@
 // next one, so that a missing barrier lets it overtake the others. include/ shadows the headers that touch a device.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
@@ -10,6 +11,7 @@
 #include <source_location>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 inline struct dim3 {
@@ -44,9 +46,26 @@ struct Call {
 
 inline int lane;
 inline int64_t num_atomics; // of the thread, since it ran last
-inline std::vector<std::vector<unsigned char>> static_shared;
 inline std::vector<unsigned char> dynamic_shared;
-inline size_t num_grids, own_shared_bytes; // the latter of the last grid: what its kernel declares
+inline size_t num_grids, num_blocks;
+inline size_t own_shared_bytes; // of the last grid: what its kernel declares
+
+// An array that a kernel declares. AddressSanitizer guards its end.
+struct SharedArray {
+  std::vector<unsigned char> bytes;
+  size_t grid = 0, block = 0; // that came here last
+
+  explicit SharedArray(size_t size) : bytes(size) {
+  }
+  void enter() {
+    if (std::exchange(grid, num_grids) != num_grids) {
+      own_shared_bytes += bytes.size();
+    }
+    if (std::exchange(block, num_blocks) != num_blocks) {
+      std::fill(bytes.begin(), bytes.end(), kPoison);
+    }
+  }
+};
 
 [[noreturn]] void fail(const std::string& what, Site site);
 // Waits until every lane of the mask has come with the same call; what each gave, until the next one.

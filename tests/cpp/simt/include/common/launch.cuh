@@ -22,10 +22,8 @@ void launch(const Launch& launch, void (*kernel)(Params...), Args... args) {
 
 } // namespace moe_ext
 
-#define MOE_SHARED(T, name, size)                                                                           \
-  static T* const name =                                                                                    \
-      reinterpret_cast<T*>(::simt::static_shared.emplace_back(sizeof(T) * (size), ::simt::kPoison).data()); \
-  static size_t name##_grid = 0;                                                                            \
-  ::simt::own_shared_bytes +=                                                                               \
-      std::exchange(name##_grid, ::simt::num_grids) == ::simt::num_grids ? 0 : sizeof(T) * (size)
+#define MOE_SHARED(T, name, size)                                         \
+  static ::simt::SharedArray name##_bytes(sizeof(T) * (size));            \
+  static T* const name = reinterpret_cast<T*>(name##_bytes.bytes.data()); \
+  name##_bytes.enter()
 #define MOE_DYNAMIC_SHARED(T, name) T* const name = reinterpret_cast<T*>(::simt::dynamic_shared.data())
