@@ -1,7 +1,7 @@
 # make demo     build and train a small mixture-of-experts language model on two processes
 # make test     install what testing needs, build, and run every test
 # make test-fast    the daily loop: loops and kernels in C++, operators and layers of one process, in under two minutes
-# make test-full    every combination of parameters, ten times the fuzzing, and the oldest and the newest torch
+# make test-full    every combination of parameters, ten times the fuzzing, the oldest and the newest torch, mutants
 # make lint     formatting, style, types and spelling
 # make bench    time the operators beside their peers and rewrite docs/benchmarks.md
 # make build    build the operators in place
@@ -57,6 +57,7 @@ test-fast: $(VENV)/.installed
 
 test-full:
 	MOE_EXT_FULL=1 $(MAKE) test compat compat-newest
+	$(BIN)/python tests/mutants.py
 
 # A library built against the development torch must serve every torch from the oldest supported one on.
 compat: build
