@@ -1,0 +1,36 @@
+"""Which tests carry the marks `compat`, `serial` and `product`, by patterns of their names."""
+
+# Marked `compat`, and run under the oldest and the newest torch too: what rests on the binary
+# interface, schemas, autograd and compilation of operators, c10d's classes, DTensor, FSDP2.
+COMPAT = (
+    "tests/ops/test_*.py::test_*opcheck*",
+    "tests/ops/test_*.py::test_compiles_*",
+    "tests/nn/test_compile.py::*",
+    "tests/nn/test_moe_layer.py::test_autocast*",
+    "tests/nn/test_moe_layer.py::test_checkpointing_*",
+    "tests/nn/test_moe_layer.py::test_deepcopy_*",
+    "tests/nn/test_moe_layer.py::test_equals_loops_*",
+    "tests/nn/test_moe_layer.py::test_meta_*",
+    "tests/distributed/test_dispatcher.py::test_expert_parallel*",
+    "tests/distributed/test_ring_exchange.py::test_ranks*",
+    "tests/compression/test_ddp_hook.py::test_hook*",
+    "tests/compression/test_fsdp_compression.py::test_two_ranks*",
+    "tests/optim/test_sharded_optimizers.py::test_sharded*",
+    "tests/test_cuda_library.py::*",
+    "tests/test_runtime_library.py::*",
+)
+# These measure time: they run one by one, when nothing else does.
+SERIAL = (
+    "tests/compression/test_collective_failures.py::test_async_returns_at_once*",
+    "tests/compression/test_collective_failures.py::test_other_threads_run_*",
+    "tests/compression/test_cost_model.py::test_ranks_agree*",
+    "tests/compression/test_cost_model.py::test_rates_are_measured_*",
+)
+
+# Cases that look up what one run of all ranks found cost nothing; no death of a rank is left out.
+PRODUCT = (
+    "tests/*/test_*.py::test_ranks*",
+    "tests/*/test_*.py::test_over_ranks*",
+    "tests/*/test_*.py::test_a_dead_rank_*",
+)
+MARKS = {"compat": COMPAT, "serial": SERIAL, "product": PRODUCT}
