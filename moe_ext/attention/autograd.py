@@ -37,7 +37,8 @@ def _forward_pass(
         exact, lse = merge_attention_sinks(exact, lse, sinks)
     out = exact.to(q.dtype)
     # delta from the rounded output would cost dQ and dK a tenth of their last place.
-    rounded = call.block(q, call.rank, own).library(call.options) is not None
+    fast = call.options.precision == "fast"
+    rounded = fast and call.block(q, call.rank, own).library(call.options) is not None
     residual = None
     if out.dtype != exact.dtype and not rounded:
         residual = (exact - out).to(q.dtype)

@@ -147,7 +147,8 @@ def agree_on_call(
         inputs.check()
         options.check_heads(inputs.q.shape[1], inputs.k.shape[1])
         mask = options.mask(inputs.cu_seqlens)
-        facts = _facts(inputs, options, mask, seed)
+        if group_size(options.group) > 1:
+            facts = _facts(inputs, options, mask, seed)
         own_seed = seed if seed is not None else drawn
         own_seed = draw_seed(options.dropout_p) if own_seed is None else own_seed
         values = (inputs.q.shape[2], own_seed)

@@ -444,11 +444,8 @@ class Ring(Scheme):
     @staticmethod
     def _tour(call: Call) -> Tour:
         ranks = call.grid.order
-        layout = merged_layout(call.work.layout, tuple((rank,) for rank in ranks))
         place = ranks.index(call.rank)
-        return Tour(
-            replace(call, work=replace(call.work, layout=layout)),
-            Circuit(*call.grid.shape),
-            ranks,
-            place,
-        )
+        if ranks != tuple(range(len(ranks))):
+            layout = merged_layout(call.work.layout, tuple((rank,) for rank in ranks))
+            call = replace(call, work=replace(call.work, layout=layout))
+        return Tour(call, Circuit(*call.grid.shape), ranks, place)
