@@ -11,13 +11,12 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext.distributed import comm
-from moe_ext.distributed.groups import group_rank, group_size, world_size
+from moe_ext.distributed.groups import group_rank, group_size, resolve_group, world_size
 from moe_ext.distributed.mesh import MoEMesh
 from moe_ext.nn.moe_layer import MoELayer
 from moe_ext.nn.routers import BalanceTerms, Router, RouterOutput
@@ -158,7 +157,7 @@ def expert_group(ep_size: int, owner: str) -> ProcessGroup | None:
         )
     if ep_size == 1:
         return None
-    world = dist.group.WORLD
+    world = world_group()
     assert world is not None
     known = _groups.setdefault(world, {})
     if ep_size not in known:
@@ -170,7 +169,7 @@ def expert_group(ep_size: int, owner: str) -> ProcessGroup | None:
 
 def world_group() -> ProcessGroup | None:
     """The default group; None where torch.distributed is not initialised."""
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return resolve_group(None, "world_group")
 
 
 def float32_logits(x_TD: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
