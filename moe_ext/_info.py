@@ -1,4 +1,4 @@
-"""What this installation has: versions, backends, CPU features, operators, and what is missing."""
+"""Facts of this installation: versions, backends, CPU features, operators, and what is missing."""
 
 import importlib.metadata
 import platform

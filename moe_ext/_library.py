@@ -35,7 +35,7 @@ def load() -> None:
 
 
 def has_cuda() -> bool:
-    """Whether this installation has CUDA operators that this torch can load."""
+    """True if this installation has CUDA operators that this torch can load."""
     return CUDA_PATH.exists() and torch.backends.cuda.is_built()
 
 

@@ -63,7 +63,7 @@ struct Halves {
   Vec<T, kSize> up;
 };
 
-// Where output vector i finds its inputs: concatenated rows have `dim` gates and then `dim` ups, and interleaved ones
+// Offsets of the inputs of output vector i: concatenated rows have `dim` gates and then `dim` ups, and interleaved ones
 // follow each other without a seam. The division is of 32 bits: one of 64 is a call.
 template <Layout kLayout, int kSize>
 __device__ __forceinline__ int64_t first_input(uint32_t i, uint32_t vectors_per_row, int64_t dim) {

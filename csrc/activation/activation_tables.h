@@ -9,7 +9,7 @@ namespace moe_ext::activation {
 
 enum class Kind { kSilu, kGelu, kGeluTanh, kRelu, kReluSquared };
 
-// Where the two halves of a gated input lie: the gate's columns before the up columns, or one beside the other.
+// Order of the two halves of a gated input: all gate columns before all up columns, or one beside the other.
 enum class Layout { kConcatenated, kInterleaved };
 
 // Gated loops take n outputs of one row. x points at the first gate; its up is at x + dim (concatenated) or x + 1.

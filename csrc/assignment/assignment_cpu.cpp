@@ -293,7 +293,7 @@ Tensor sinkhorn_scale_cpu(
   return out;
 }
 
-// What the real tokens' scores span; refuses one that is not finite.
+// Range of the real tokens' scores; refuses one that is not finite.
 template <typename T>
 ScoreRange score_range(const T* scores, const bool* mask, int64_t num_tokens, int64_t n) {
   const int64_t blocks = ceil_blocks(num_tokens);

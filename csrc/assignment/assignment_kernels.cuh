@@ -209,7 +209,7 @@ __global__ void count_choices_kernel(
   }
 }
 
-// What an expert takes: scores above `score`, and equal ones up to the token `last_tie`.
+// The tokens that an expert takes: scores above `score`, and equal ones up to the token `last_tie`.
 template <typename Acc>
 struct Cut {
   Acc score;
@@ -298,7 +298,7 @@ __global__ void apply_cuts_kernel(
   }
 }
 
-// Of a Sinkhorn iteration, between the kernels.
+// State of a Sinkhorn iteration between its kernels.
 template <typename Acc>
 struct SinkhornState {
   Acc* scale;    // [E]

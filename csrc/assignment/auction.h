@@ -17,7 +17,7 @@ constexpr double kFirstEps = 3355443.0;
 constexpr double kEpsDivisor = 5.0;
 constexpr float kNever = -1099511627776.0f; // -2^40, below any value minus price
 
-// Of the real tokens' scores.
+// Range of the real tokens' scores.
 struct ScoreRange {
   double low;
   double high;
@@ -49,8 +49,8 @@ MOE_INLINE double next_eps(double eps) {
   return next > 1 ? next : 1.0;
 }
 
-// What is assigned to what. Of R tokens every expert takes R / E, and R % E experts one more, whichever is best: each
-// has a class of R / E places and one of a single place, and E - R % E dummies, indifferent between the latter and
+// The two sides of the assignment. Of R tokens every expert takes R / E, and R % E experts one more, whichever is best:
+// each has a class of R / E places and one of a single place, and E - R % E dummies, indifferent between the latter and
 // kept away from the former, take what is left.
 struct AuctionShape {
   int64_t num_experts;

@@ -93,7 +93,7 @@ __device__ __forceinline__ int block_threads() {
   return static_cast<int>(blockDim.x);
 }
 
-// Whether it holds in any thread of the block.
+// True in all threads of a block if it is in any.
 static __device__ bool block_any(bool here) {
   MOE_SHARED(int, any, 1);
   if (block_thread() == 0) {

@@ -9,7 +9,7 @@ namespace moe_ext::attention {
 
 using OptionalTensor = std::optional<Tensor>;
 
-// What a block's forward and backward pass have in common.
+// Arguments that a block's forward and backward pass have in common.
 // Hidden, as torch's stable tensors are.
 struct __attribute__((visibility("hidden"))) BlockArgs {
   Tensor q;                    // [B, H, Sq, Dk]

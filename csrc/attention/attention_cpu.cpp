@@ -118,7 +118,7 @@ struct BackwardScratch {
   ColumnScratch columns;
 };
 
-// What a backward pass reads and writes besides the block. grad_k and grad_v are [parts, B * Hkv, Sk, D].
+// Tensors that a backward pass reads and writes besides the block. grad_k and grad_v are [parts, B * Hkv, Sk, D].
 struct Gradients {
   Tensor grad_out, lse, delta;
   Tensor grad_q, grad_k, grad_v;

@@ -1,4 +1,4 @@
-// What positions and documents of a tile's rows and columns tell of its scores, for loops and kernels. Torch-free.
+// Ranges of positions and documents of a tile's rows and columns, and what they tell of its scores. Torch-free.
 #pragma once
 
 #include "attention/attention_math.h"
@@ -18,8 +18,8 @@ struct Extent {
   }
 };
 
-// Whether some token of `rows` may see some token of `keys`, and whether all see all. Exact for one token; for more,
-// what their smallest and largest can tell.
+// May some token of `rows` see some token of `keys`; do all see all? Exact for one token; for more, as far as their
+// smallest and largest positions tell.
 MOE_INLINE bool may_see(const Extent& rows, const Extent& keys, Window window) {
   return keys.first <= visible_positions(rows.last, window).last &&
          keys.last >= visible_positions(rows.first, window).first && keys.first_document <= rows.last_document &&

@@ -10,7 +10,7 @@ constexpr int32_t kMaskedKey = 0x7FFFFFFF;   // as a key's position: outside eve
 constexpr int64_t kMostPositions = kNoLimit; // positions are below it
 constexpr int64_t kMaxDropoutHeads = 1 << 16;
 
-// Which keys a row may see by position: causal and sliding windows are one interval.
+// The keys that a row may see by position: causal and sliding windows are one interval.
 struct Window {
   int64_t left;  // -1: no limit
   int64_t right; // -1: no limit
@@ -107,7 +107,7 @@ MOE_INLINE Acc score_of(Acc product, const Score<Acc>& score, Acc& tanh, int32_t
   return s;
 }
 
-// How two partial results combine: lse = log(exp a + exp b), and the weights of the two outputs.
+// Combination of two partial results: lse = log(exp a + exp b), and the weights of the two outputs.
 template <typename Acc>
 struct MergeWeights {
   Acc lse, a, b;

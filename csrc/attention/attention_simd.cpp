@@ -288,7 +288,7 @@ void merge_backward(const MergeGrads<T>& grads, const MergeArgs<T>& args, int64_
     const int64_t offset = row * args.dim;
     const Acc* __restrict grad = grads.grad_out + offset;
     Acc product = 0;
-    // Where one of the two weighs nothing, the product does not count and its output may hold anything.
+    // If one of the two weighs nothing, the product does not count and its output may hold anything.
     if (!(w.a == 0) && !(w.b == 0)) {
       product = dot<Acc>(grad, args.out_a + offset, args.dim);
       product -= args.out_b != nullptr ? dot<Acc>(grad, args.out_b + offset, args.dim) : Acc(0);

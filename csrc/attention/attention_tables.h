@@ -11,7 +11,7 @@ namespace moe_ext::attention {
 // of the vectors, and no loop has a tail.
 constexpr int64_t kLanes = 16;
 
-// What a tile of scores [rows][cols] is made of. Arrays over columns are filled up with kMaskedKey to a multiple of
+// Inputs of a tile of scores [rows][cols]. Arrays over columns are filled up with kMaskedKey to a multiple of
 // kLanes.
 template <typename Acc>
 struct TileArgs {

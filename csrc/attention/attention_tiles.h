@@ -1,4 +1,4 @@
-// Which part of a tile of scores the masks leave, found from positions and documents alone. Torch-free.
+// The part of a tile of scores that the masks leave, found from positions and documents alone. Torch-free.
 #pragma once
 
 #include <cstdint>

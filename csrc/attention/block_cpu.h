@@ -1,4 +1,4 @@
-// What the forward and the backward pass of a block share on the CPU: its arguments as the loops want them, the tiles
+// Shared by the forward and the backward pass of a block on the CPU: its arguments as the loops want them, the tiles
 // that the masks leave, and the library products.
 #pragma once
 
@@ -20,7 +20,7 @@ namespace moe_ext::attention {
 using grouped_gemm::mm_out;
 using grouped_gemm::view_of;
 
-// Of a tile: its scores are 256 KiB in float, and fit a second-level cache beside the rows that make them.
+// Size of a tile: its scores are 256 KiB in float, and fit a second-level cache beside the rows that make them.
 constexpr int64_t kTileRows = 128;
 constexpr int64_t kTileCols = 512;
 // Rows a power of two apart would share the sets of the cache.

@@ -1,4 +1,4 @@
-// What the passes over a block share: its arguments, the tokens of the tile at hand, and the scores that the masks,
+// Shared by the passes over a block: its arguments, the tokens of the tile at hand, and the scores that the masks,
 // the bias and the dropout make of products.
 #pragma once
 
@@ -70,7 +70,7 @@ __device__ __forceinline__ void copy_tokens(const TokenTile& tile, int32_t* posi
   }
 }
 
-// What is added to the products of one head.
+// Terms added to the products of one head.
 template <typename Acc>
 struct HeadScore {
   Score<Acc> score;
@@ -124,13 +124,13 @@ struct TileScratch {
   int64_t row0;  // the same in [B * H, Sq] or [B * Hkv, Sk]
 };
 
-// Whether some query of a tile does not see some key of another.
+// True if some query of a tile does not see some key of another.
 __device__ __forceinline__ bool is_masked(const Extent& queries, const TokenTile& keys, Window window) {
   return keys.count < kTile || !all_see_all(queries, keys.extent, window);
 }
 
-// Which of a thread's scores dropout keeps: bit kPerThread * i + j. Not unrolled, as sixteen generators at a time would
-// want all registers.
+// The scores of a thread that dropout keeps: bit kPerThread * i + j. Not unrolled, as sixteen generators at a time
+// would want all registers.
 template <bool kRowsAreQueries, typename Acc>
 __device__ __forceinline__ unsigned kept_scores(const TileTokens<Acc>& tokens, const HeadScore<Acc>& head) {
   unsigned kept = 0;

@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kNumThreads)
   const RowLane lane(plan);
   const MergeWeights<Acc> w = merge_weights(args.lse_a[lane.row], args.lse_b[lane.row]);
   const int64_t offset = lane.row * args.dim;
-  // Where one of the two weighs nothing, the product does not count and its output may hold anything.
+  // If one of the two weighs nothing, the product does not count and its output may hold anything.
   const bool both = !(w.a == 0) && !(w.b == 0);
   Acc of_a = 0, of_b = 0;
   for (int64_t col = lane.first; col < args.dim; col += lane.step) {
@@ -171,7 +171,7 @@ inline dim3 row_grid(const RowPlan& plan) {
   return dim3(static_cast<unsigned>(ceil_div(plan.num_rows * plan.lanes, int64_t{kNumThreads})));
 }
 
-// Whether rows of `dim` elements may be read four at a time at all these addresses; null is no obstacle.
+// True if rows of `dim` elements may be read four at a time at all these addresses; null is no obstacle.
 template <typename... T>
 bool quads_are_aligned(int64_t dim, const T*... data) {
   return dim % 4 == 0 && (is_aligned(data, std::min<int64_t>(kAccessBytes, 4 * sizeof(T))) && ...);

@@ -63,7 +63,7 @@ struct Heads {
   }
 };
 
-// As many accesses of 16 bytes as it takes.
+// Loads a quad in accesses of 16 bytes.
 template <typename T>
 __device__ __forceinline__ Quad<T> load_quad(const T* from) {
   constexpr int kSize = sizeof(T) * 4 <= kAccessBytes ? 4 : kAccessBytes / sizeof(T);
@@ -231,7 +231,7 @@ struct Sums {
     const Acc* const mine = weights + thread_row() * kWeightStride;
     Fetched<Acc, kDepth, kCols> next;
     next.read(m, row, 0);
-    // Of the last tile, maybe the first half alone.
+    // The last tile may have its first half alone.
     const int rows = m.num_rows - row < kTile ? static_cast<int>(m.num_rows - row) : kTile;
     for (int first = 0; first < rows; first += kDepth) {
       next.template write<kCols>(stage);

@@ -1,5 +1,5 @@
-// What kernels of block attention know of the tokens of a tile: positions, documents, and how far they reach, made once
-// a call by a small kernel; and the walk over the tiles that the masks leave.
+// The tokens of a tile as kernels of block attention see them: positions, documents, and their ranges, made once a call
+// by a small kernel; and the walk over the tiles that the masks leave.
 #pragma once
 
 #include <cuda_runtime.h>

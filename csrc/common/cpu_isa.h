@@ -1,4 +1,4 @@
-// Which compiled variant of the SIMD loops this process runs.
+// The compiled variant of the SIMD loops that this process runs.
 #pragma once
 
 #include <string>

@@ -41,7 +41,7 @@ inline std::optional<Tensor> optional_contiguous(const std::optional<Tensor>& t)
   return t ? std::optional(torch::stable::contiguous(*t)) : std::nullopt;
 }
 
-// Of a tensor that may be absent.
+// Data of a tensor that may be absent.
 template <typename T>
 const T* data_or_null(const std::optional<Tensor>& t) {
   return t ? data<const T>(*t) : nullptr;

@@ -22,8 +22,8 @@ inline void cuda_check(cudaError_t error, const char* call) {
 
 #define MOE_CUDA_CHECK(call) ::moe_ext::cuda_check((call), #call)
 
-// Of the current device. Attributes, unlike cudaGetDeviceProperties, cost nothing worth a cache and may be read while
-// a graph is captured.
+// Properties of the current device. Attributes, unlike cudaGetDeviceProperties, cost nothing worth a cache and may be
+// read while a graph is captured.
 inline DeviceProperties device_properties() {
   int device = 0;
   MOE_CUDA_CHECK(cudaGetDevice(&device));

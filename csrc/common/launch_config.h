@@ -1,4 +1,4 @@
-// What a launch needs to know, on a device and in the emulation of the tests. Torch-free.
+// Configuration of a launch, on a device and in the emulation of the tests. Torch-free.
 #pragma once
 
 #include <cuda_runtime.h>

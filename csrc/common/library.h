@@ -1,4 +1,4 @@
-// Where a family defines its schemas.
+// Registration of a family's schemas.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

@@ -10,7 +10,7 @@
 
 namespace moe_ext {
 
-// What the numbers are for: two uses of a layer never share them.
+// Use of the random numbers: two uses in a layer never share them.
 enum class Stream : int64_t {
   kJitter = 0,
   kSecondExpert = 1,
@@ -21,7 +21,7 @@ enum class Stream : int64_t {
 };
 constexpr int64_t kNumStreams = 256;
 
-// Where an operator's numbers come from; on a device, pointers into its memory.
+// Source of an operator's random numbers; on a device, pointers into its memory.
 struct RngSource {
   const int64_t* state;     // [4] seed, layer, step, first_token; null where nothing is drawn
   const int64_t* token_idx; // [T] indices in the global batch, or null for first_token + t

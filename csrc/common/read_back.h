@@ -1,4 +1,4 @@
-// What a host must know of a device's memory before it can go on.
+// Values in a device's memory that the host must know before it can go on.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kLineBytes = 64;
 
-// Whether rows of `row_bytes` from `base` on are whole lines, and so many that nobody will find them in a cache.
+// True if rows of `row_bytes` from `base` on are whole lines, and too many to be found in a cache later.
 MOE_INLINE bool worth_streaming(const void* base, int64_t num_rows, int64_t row_bytes) {
   constexpr int64_t kLeastBytes = int64_t{32} << 20;
   return reinterpret_cast<uintptr_t>(base) % kLineBytes == 0 && row_bytes % kLineBytes == 0 &&

@@ -1,4 +1,4 @@
-// What the glue between operators and kernels needs of torch on a device: the stream, the guard, the registration.
+// Torch on a device, for the glue between operators and kernels: the stream, the guard, the registration.
 // The only header that does; ATen's CUDA headers need a torch built with CUDA, and these do not.
 #pragma once
 

@@ -64,7 +64,7 @@ inline bool is_aligned(const void* pointer, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(bytes) == 0;
 }
 
-// Whether rows of `row_bytes` at all these addresses start at multiples of 16 bytes.
+// True if rows of `row_bytes` at all these addresses start at multiples of 16 bytes.
 template <typename... Pointers>
 bool rows_are_aligned(int64_t row_bytes, const Pointers*... pointers) {
   return row_bytes % kAccessBytes == 0 && (is_aligned(pointers, kAccessBytes) && ...);

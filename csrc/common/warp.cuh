@@ -22,7 +22,7 @@ __device__ __forceinline__ unsigned lanes_below() {
   return (1u << lane_id()) - 1u;
 }
 
-// Of each kWidth neighbouring lanes; the same bits in all of them.
+// Sum over each kWidth neighbouring lanes; the same bits in all of them.
 template <int kWidth = kWarpSize, typename T>
 __device__ __forceinline__ T warp_sum(T value) {
 #pragma unroll
@@ -32,7 +32,7 @@ __device__ __forceinline__ T warp_sum(T value) {
   return value;
 }
 
-// As warp_sum. NaN is passed over.
+// Maximum over each kWidth neighbouring lanes. NaN is passed over.
 template <int kWidth = kWarpSize, typename T>
 __device__ __forceinline__ T warp_max(T value) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// What a parallel scan of segments collected, in the order of the elements whatever the number of threads. Host.
+// Candidates that a parallel scan of segments collected, in the order of the elements for any number of threads. Host.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -19,7 +19,7 @@ inline int64_t segment_size(int64_t segment, int64_t numel) {
   return std::min(kSegment, numel - segment * kSegment);
 }
 
-// What a scan that feeds has collected, by its offset.
+// Value of a candidate that a feeding scan has collected, from its key and the sign in its offset.
 template <typename Acc>
 Acc signed_value(key_t<Acc> key, uint32_t offset) {
   constexpr int kShift = 8 * (sizeof(Acc) - sizeof(uint32_t));

@@ -1,4 +1,4 @@
-// Which keys of a block are above a bound, and their compaction. Compiled once per instruction set.
+// Comparison of a block of keys with a bound, and compaction of those above it. Compiled once per instruction set.
 #pragma once
 
 #include "compression/topk_tables.h"
@@ -63,7 +63,7 @@ MOE_INLINE int64_t for_bits(const Bits& bits, int64_t slot, F store) {
   return slot;
 }
 
-// Which of n keys, which zeros fill up to a block, are larger than `low`.
+// Mask of the keys larger than `low` among n, which zeros fill up to a block.
 template <typename Key>
 MOE_INLINE Bits larger(const Key* keys, int64_t n, Key low, Scanned<Key>* seen) {
   using Signed = std::make_signed_t<Key>;

@@ -10,7 +10,7 @@
 
 namespace moe_ext::compression::wire {
 
-// What is decoded; pointers at multiples of 16.
+// Parts of the payload that is decoded; pointers at multiples of 16.
 struct Encoded {
   const uint8_t* bytes; // [index_bytes]
   int64_t index_bytes;

@@ -65,7 +65,8 @@ bool vectors_fit(const Feedback<T>& args, int64_t scope_size, int64_t num_scopes
          is_aligned(args.residual, kAccessBytes) && is_aligned(args.velocity, kAccessBytes);
 }
 
-// What is owed of kVec elements from i on; zeros from `end` on. Writes it, and the velocity, where `write` says so.
+// Sums of residual and gradient of kVec elements from i on; zeros from `end` on. Writes it, and the velocity, where
+// `write` says so.
 template <bool kVelocity, typename T>
 __device__ __forceinline__ void feed_vector(
     const State<T>& state, int64_t i, int64_t end, bool write, acc_t<T> (&a)[kVec<T>]) {
@@ -108,7 +109,7 @@ __device__ __forceinline__ void feed_vector(
   }
 }
 
-// What is owed of an element that has been fed, or that may not be.
+// Sum of residual and gradient of an element that has been fed, or that may not be.
 template <bool kVelocity, typename T>
 __device__ __forceinline__ acc_t<T> owed_after(const State<T>& state, bool refused, int64_t i) {
   if (refused) {

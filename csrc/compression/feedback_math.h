@@ -11,8 +11,8 @@ namespace moe_ext::compression {
 template <typename Acc>
 using key_t = std::conditional_t<sizeof(Acc) == 8, uint64_t, uint32_t>;
 
-// What an error-feedback pass reads and writes. The state that is read is the one that is written, or lies elsewhere;
-// then what is written need not hold anything.
+// State that an error-feedback pass reads and writes. The state that is read is the one that is written, or lies
+// elsewhere; then what is written need not hold anything.
 template <typename T>
 struct Feedback {
   using Acc = acc_t<T>;
@@ -55,7 +55,7 @@ MOE_INLINE acc_t<T> momentum_of(const Feedback<T>& x, int64_t i) {
   return grad;
 }
 
-// What there is to send: a = residual_scale e + u.
+// The sum that there is to send: a = residual_scale e + u.
 template <typename T>
 MOE_INLINE acc_t<T> owed(const Feedback<T>& x, acc_t<T> momentum, int64_t i) {
   const acc_t<T> carried = x.residual_scale * x.residual_in[i];

@@ -102,7 +102,7 @@ class LargeScope {
   // A pass whose bound at least k keys reach.
   bool pass_largest(int64_t k);
 
-  // How many keys the last pass found, whether or not there was room.
+  // Number of keys that the last pass found, whether or not there was room.
   int64_t found() const {
     return found_;
   }
@@ -186,7 +186,7 @@ int64_t LargeScope<T>::scan_and_log(int64_t s, Key low, Share<Acc>& share, Scann
   return count;
 }
 
-// What a scan of a fed segment has collected leaves the state.
+// Takes what a scan of a fed segment has collected out of the state.
 template <typename T>
 void LargeScope<T>::take_out(int64_t s, int64_t count, const Found<Acc>& found) {
   const Feedback<T> part = segment(s);
@@ -331,7 +331,7 @@ bool LargeScope<T>::pass_largest(int64_t k) {
   }
 }
 
-// How many elements of the bound each segment gives: the lowest indices first.
+// Number of elements equal to the bound that each segment gives: the lowest indices first.
 template <typename T>
 std::vector<int64_t> LargeScope<T>::filled(int64_t missing) const {
   std::vector<int64_t> taken(segments_);

@@ -1,4 +1,4 @@
-// Whether two tensors share memory: an operator that changes one of them would read what it wrote.
+// Test whether two tensors share memory: an operator that changes one of them would read what it wrote.
 #pragma once
 
 #include <cstdint>

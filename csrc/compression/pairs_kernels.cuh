@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Of pair i. Bisection ends in some run whatever the ends are.
+// Run of pair i. Bisection ends in some run whatever the ends are.
 __device__ __forceinline__ int64_t
 index_at(const IndexParts<const uint8_t>& from, const IndexLayout& layout, int64_t i) {
   int64_t index = 0;

@@ -32,7 +32,7 @@ Format check_dequantize(
 Format check_dequantize_add(
     const Tensor& out, const Tensor& codes, const Tensor& scales, const std::string& format, int64_t block);
 
-// As dispatch_floating, without float64, which check_short_floating has refused.
+// dispatch_floating without float64, which check_short_floating has refused.
 template <typename F>
 decltype(auto) dispatch_short_floating(ScalarType dtype, F&& f) {
   switch (dtype) {

@@ -75,7 +75,7 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cpu(
       return largest_over_blocks(
           blocks, block, [&, loop](int64_t begin, int64_t end) { return loop(args, begin, end); });
     };
-    // Where no residual is changed in place, what has been written can be thrown away.
+    // If no residual is changed in place, what has been written can be thrown away.
     if (residual && !residual_in && check_finite && run(loops.largest) >= kInfinityKey<float>) {
       refuse(args);
     }

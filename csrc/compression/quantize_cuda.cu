@@ -29,7 +29,7 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cuda(
   if (numel == 0) {
     return {codes, scales};
   }
-  // Where no residual is changed in place there is nothing to keep.
+  // If no residual is changed in place there is nothing to keep.
   const bool check = check_finite && ((residual && !residual_in) || kCheckIndices);
   const OptionalTensor& owed = residual_in ? residual_in : residual;
   dispatch_short_floating(in.scalar_type(), [&]<typename T>() {

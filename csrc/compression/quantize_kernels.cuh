@@ -60,7 +60,7 @@ __device__ __forceinline__ void store_four(T* out, int64_t i, int64_t end, bool 
   }
 }
 
-// What is to be sent of the elements from i on.
+// Values to be sent of the elements from i on.
 template <typename T>
 __device__ __forceinline__ Vec<float, kFour> owed_four(
     const QuantizeArgs<T>& args, int64_t i, int64_t end, bool aligned) {

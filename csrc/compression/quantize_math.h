@@ -20,7 +20,7 @@ constexpr int64_t elements_per_byte(Format format) {
 
 namespace {
 
-// How the elements of a block are scaled. 1 / scale of a subnormal is infinite: such a block is lifted first.
+// Scaling of the elements of a block. 1 / scale of a subnormal is infinite: such a block is lifted first.
 struct Scaling {
   float scale;   // value = code * scale
   float lift;    // a power of two
@@ -103,14 +103,14 @@ MOE_INLINE float value_of(int8_t code, float scale) {
   return number * scale;
 }
 
-// Of a block that begins at that element; words(i) are those of the elements i to i + 3.
+// Random words of a block that begins at that element; words(i) are those of the elements i to i + 3.
 MOE_INLINE TokenDraws rounding_draws(const RngSource& rng, int64_t begin) {
   TokenDraws draws = token_draws(rng, Stream::kRounding, 0);
   draws.c1 ^= static_cast<uint32_t>(begin >> 34) << 20;
   return draws;
 }
 
-// Of the mean magnitude of a block of signs. Far above one the terms are scaled down first: their sum might not be
+// Scale of a block of signs, its mean magnitude. Far above one the terms are scaled down first: their sum might not be
 // finite.
 MOE_INLINE float sign_factor(uint32_t largest) {
   return bit_cast<float>(largest) > 0x1p100f ? 0x1p-32f : 1.0f;

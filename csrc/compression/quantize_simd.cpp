@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kLanes = 16;
 constexpr int64_t kAhead = 2048;
-// Of loops that are faster than the memory: into the second cache, in time.
+// Prefetch for loops that are faster than the memory: into the second cache, in time.
 constexpr int64_t kFarAhead = 8192;
 constexpr int kSecondCache = 2;
 

@@ -7,7 +7,7 @@
 namespace moe_ext::compression::scale_into {
 namespace {
 
-// What is looked at and rounded: float64 only on its way from float64 to float64, as torch converts through float32.
+// Type that is checked and rounded: float64 only from float64 to float64, as torch converts through float32.
 template <typename T, typename U>
 using wide_t = std::conditional_t<std::is_same_v<U, double>, acc_t<T>, float>;
 

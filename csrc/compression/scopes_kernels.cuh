@@ -19,7 +19,7 @@ constexpr int kAdaptBlocks = 4;
 constexpr int kBlockScopeBlocks = 3;
 constexpr int kWarpScopeBlocks = 2;
 
-// What is taken of a scope in which `found` keys reach `low`; searched for only where there are more than wanted.
+// The cut of a scope in which `found` keys reach `low`; searched for only where there are more than wanted.
 template <typename Key, typename F>
 __device__ __forceinline__ Bound<Key> scope_bound(
     const Plan& plan, int64_t wanted, Key low, int64_t found, F&& search) {
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, kBlockScopeBlocks)
     not_finite = not_finite || any_not_finite<kSize>(a);
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
-      // Where it matters how many there are, low is at least 1, and the zeros beyond the end do not count.
+      // When their number matters, low is at least 1, and the zeros beyond the end do not count.
       reached += key_of(a[j]) >= low;
     }
   }

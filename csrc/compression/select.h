@@ -9,7 +9,7 @@
 
 namespace moe_ext::compression {
 
-// Of `keys`, all in [low, most], which are left in another order; 1 <= k <= n.
+// The k-th largest of `keys`, all in [low, most], which are left in another order; 1 <= k <= n.
 template <typename Key>
 Key kth_largest(Key* keys, int64_t n, int64_t k, Key low, Key most) {
   constexpr int kBits = 11;
@@ -58,7 +58,7 @@ Key kth_largest(Key* keys, int64_t n, int64_t k) {
   return kth_largest(keys, n, k, low, most);
 }
 
-// Which keys are taken: all above `bound`, and the first `ties` that equal it.
+// The keys that are taken: all above `bound`, and the first `ties` that equal it.
 template <typename Key>
 struct Cut {
   Key bound;

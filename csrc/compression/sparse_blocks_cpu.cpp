@@ -18,7 +18,7 @@ using torch::stable::contiguous;
 using torch::stable::new_empty;
 using torch::stable::parallel_for;
 
-// Whether any element is not zero; -0.0 is zero, NaN is not. The bits without the sign tell, whole words at a time.
+// True if any element is not zero; -0.0 is zero, NaN is not. The bits without the sign tell, whole words at a time.
 bool has_nonzero(const uint8_t* bytes, int64_t size, uint64_t sign_bits) {
   uint64_t any = 0;
   int64_t i = 0;

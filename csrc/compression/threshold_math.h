@@ -1,4 +1,4 @@
-// How a carried threshold follows what it finds, shared by every backend.
+// The rule by which a carried threshold follows what it finds, shared by every backend.
 #pragma once
 
 #include <cstdint>

@@ -10,7 +10,7 @@
 
 namespace moe_ext::compression::topk {
 
-// How a tensor of `numel` elements is cut: scopes of `size` neighbouring elements (the last may be smaller), of which
+// Division of a tensor of `numel` elements: scopes of `size` neighbouring elements (the last may be smaller), of which
 // each keeps its own `k`.
 struct Scopes {
   int64_t numel;
@@ -26,14 +26,14 @@ struct Scopes {
   int64_t kept(int64_t scope) const {
     return length(scope) < k ? length(scope) : k;
   }
-  // Of all scopes.
+  // Sum over all scopes.
   int64_t total() const {
     return count() == 0 ? 0 : (count() - 1) * k + kept(count() - 1);
   }
 };
 
-// What a call reads and writes. Where `residual_in` is given, what was owed is read from there, the velocity from
-// `velocity_in`, and both results are only written.
+// Tensors that a call reads and writes. If `residual_in` is given, the old residual is read from there, the velocity
+// from `velocity_in`, and both results are only written.
 struct FeedbackTensors {
   const Tensor& grad;
   const Tensor& residual;

@@ -160,7 +160,7 @@ std::tuple<Tensor, Tensor> topk_compress_cpu(
   return {values, indices};
 }
 
-// How many elements of a scope passed its threshold, and how many of them were written.
+// Numbers of elements of a scope that passed its threshold, and that were written.
 struct Passed {
   int64_t found, written;
   bool finite = true;

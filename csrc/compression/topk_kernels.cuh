@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kThreads)
       low = max(low, static_cast<Key>(digit.bin) << kTopShift<Key>);
     }
   }
-  // Where the sample was not asked, its histogram is still to be cleared.
+  // If the sample was not used, its histogram is still to be cleared.
   for (int bin = static_cast<int>(threadIdx.x); bin < kBins; bin += kThreads) {
     scratch.histogram[scope * kBins + bin] = 0;
   }

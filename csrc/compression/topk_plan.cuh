@@ -1,4 +1,4 @@
-// How the selection is cut, and the scratch memory of a call.
+// Division of the selection into segments, and the scratch memory of a call.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -66,7 +66,7 @@ struct Thresholds {
   int64_t target;
 };
 
-// Where the search for the smallest selected key of a scope stands.
+// State of the search for the smallest selected key of a scope.
 template <typename Key>
 struct Search {
   Key low;                  // keys below have not been set aside

@@ -8,7 +8,7 @@ namespace {
 
 enum class Mode { kRead, kFeed, kLog };
 
-// What a block of the state becomes.
+// New values of a block of the state.
 template <typename Acc>
 struct Fed {
   alignas(64) Acc residual[kBlock];
@@ -238,14 +238,14 @@ int64_t scan(const Feedback<T>& args, int64_t begin, int64_t n, Key low, const F
 }
 
 #if defined(__AVX512F__)
-// Whether a product of the block is slow; one that is taken all the same costs more than the look.
+// True if a product of the block is slow, through subnormal numbers; such a product costs more than this check.
 MOE_INLINE bool has_slow_products(const float* block, float factor) {
   const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF), one = _mm512_set1_epi32(1);
   const __m512i least = _mm512_set1_epi32(static_cast<int32_t>(normal_from(factor) - 1));
   unsigned slow = 0;
   for (int64_t i = 0; i < kBlock; i += kLanes) {
     const __m512i key = _mm512_and_si512(_mm512_loadu_si512(block + i), magnitude);
-    // Of zeros, the key less one is the largest number.
+    // For zeros, the key less one is the largest number.
     slow |= _mm512_cmplt_epu32_mask(_mm512_sub_epi32(key, one), least);
   }
   return slow != 0;

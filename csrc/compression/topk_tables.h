@@ -7,14 +7,14 @@ namespace moe_ext::compression::topk {
 
 // Elements that a loop is called with at most; a thread keeps the candidates of one segment in its cache.
 constexpr int64_t kSegment = 16384;
-// What the buffers of the scans hold: whole vectors are stored at their end.
+// Capacity of the buffers of the scans: whole vectors are stored at their end.
 constexpr int64_t kSegmentBuffer = kSegment + 16;
-// Of a segment's residual or velocity in an `UndoLog`: two bits an element.
+// Bytes of a segment's residual or velocity in an `UndoLog`: two bits an element.
 constexpr int64_t kCodeBytes = kSegment / 4;
 
 constexpr uint32_t kSignBit = 0x80000000u;
 
-// Where a scan puts what it collects, each with room for kSegmentBuffer: the keys, and their offsets from the first
+// Buffers for what a scan collects, each with room for kSegmentBuffer: the keys, and their offsets from the first
 // element. Where they leave the state, the top bit of an offset is the sign, and the velocities are kept too.
 template <typename Acc>
 struct Found {
@@ -23,15 +23,15 @@ struct Found {
   Acc* velocities; // or null
 };
 
-// What a scan saw besides the keys that it collects; raised by each call.
+// Findings of a scan besides the keys that it collects; raised by each call.
 template <typename Key>
 struct Scanned {
   Key largest = 0;   // of all keys
   int64_t equal = 0; // keys that equal the bound
 };
 
-// How to take a feed back bit for bit. Nearly always the old value is what the feed taken backwards gives (code 0) or
-// one of the two floats beside it (1 above, 2 below); else (3) the value itself is kept.
+// Log for taking a feed back bit for bit. Nearly always the old value is what the feed taken backwards gives (code 0)
+// or one of the two floats beside it (1 above, 2 below); else (3) the value itself is kept.
 template <typename Acc>
 struct UndoLog {
   uint8_t* codes;    // kCodeBytes of the residual, and where there is one of the velocity

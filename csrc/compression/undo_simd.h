@@ -6,7 +6,7 @@
 namespace moe_ext::compression::topk::MOE_ISA {
 namespace {
 
-// What a block of residual or velocity was, and what the feed taken backwards gives for it.
+// A block of residual or velocity before the feed, and what taking the feed back gives for it.
 template <typename Acc>
 struct Backwards {
   alignas(64) Acc before[kBlock];

@@ -19,7 +19,7 @@ inline bool is_block(uint64_t block) {
   return block >= 64 && block <= 1024 && (block & (block - 1)) == 0;
 }
 
-// Of the two codecs that have a size of their own; that of gaps depends on them.
+// Bytes of the indices by the codecs that have a size of their own; that of gaps depends on the indices.
 inline bool index_bytes_fit(const Header& h) {
   switch (static_cast<IndexCodec>(h.index_codec)) {
     case IndexCodec::kDense:
@@ -33,7 +33,7 @@ inline bool index_bytes_fit(const Header& h) {
   }
 }
 
-// Whether the header describes a payload of `size` bytes.
+// True if the header describes a payload of `size` bytes.
 inline bool is_consistent(const Header& h, uint64_t size) {
   const ValueCodec codec = static_cast<ValueCodec>(h.value_codec);
   // In this order: each bound keeps the sums and products of the next from wrapping.

@@ -77,7 +77,7 @@ MOE_HD constexpr uint64_t num_runs(uint64_t numel) {
   return numel / kRun + (numel % kRun != 0);
 }
 
-// Where the parts begin.
+// Offsets of the parts.
 struct Layout {
   uint64_t indices, codes, scales, end;
 };

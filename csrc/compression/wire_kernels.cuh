@@ -161,7 +161,7 @@ static __global__ void __launch_bounds__(kThreads) encode_delta_kernel(
   }
 }
 
-// Of codecs whose size is known; `out` is at a multiple of 16.
+// Encodes by codecs whose size is known; `out` is at a multiple of 16.
 inline void launch_encode_indices(
     IndexCodec codec, const int64_t* indices, int64_t count, int64_t numel, int64_t index_bytes, uint8_t* out,
     cudaStream_t stream) {

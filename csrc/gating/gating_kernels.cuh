@@ -323,7 +323,7 @@ __global__ void add_partials_kernel(
   }
 }
 
-// Whether the warp's token goes anywhere; the same in every lane.
+// True if the warp's token has an expert; the same in every lane.
 __device__ __forceinline__ bool has_choice(const int64_t* idx, int64_t top_k) {
   bool any = false;
   for (int64_t k = lane_id(); k < top_k; k += kWarpSize) {

@@ -1,4 +1,4 @@
-// What surrounds the library's grouped product: bias and rows of no expert, experts without rows, sums of rows.
+// Work around the library's grouped product: bias and rows of no expert, experts without rows, sums of rows.
 // All find their rows by the offsets on the device, so that the host need not know them.
 #pragma once
 

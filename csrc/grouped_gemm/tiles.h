@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <vector>
 
-// Of the libraries inside torch, where it was built with them. A library plans a product for the number of threads that
-// it may use, even inside a parallel region, where it gets one; the plan decides the order of the sums.
+// Thread counts of the libraries inside torch, if it was built with them. A library plans a product for the number of
+// threads that it may use, even inside a parallel region, where it gets one; the plan decides the order of the sums.
 extern "C" {
 __attribute__((weak)) int MKL_Set_Num_Threads_Local(int);
 __attribute__((weak)) int omp_get_max_threads();

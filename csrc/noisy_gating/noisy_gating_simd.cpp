@@ -201,7 +201,7 @@ void gshard_backward(const GShardGradArgs<T>& args, int64_t begin, int64_t end, 
   }
 }
 
-// What the noisy gate and its gradient know of a tile of tokens: h = clean + normal * deviation, and its ranking.
+// A tile of tokens for the noisy gate and its gradient: h = clean + normal * deviation, and its ranking.
 template <typename T, typename Acc>
 struct NoisyTile {
   static constexpr int64_t kLanes = Lanes<Acc>::kCount;
@@ -360,7 +360,7 @@ struct NoisyGradient {
   Acc* clean;     // [E]
   Acc* deviation; // [E]
 
-  // Of one ranked h: h = clean + normal * deviation.
+  // Adds the slope of one ranked h = clean + normal * deviation.
   MOE_INLINE void add_to_h(int64_t rank, int64_t lane, Acc slope, bool noisy) {
     const int64_t expert = tile.clean.idx[rank * kLanes + lane];
     if (expert >= 0) {

@@ -1,4 +1,4 @@
-// What the kernels of the noisy gates share: a warp's shared memory, ranking, and the sums over blocks.
+// Shared by the kernels of the noisy gates: a warp's shared memory, ranking, and the sums over blocks.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -67,7 +67,7 @@ GatePlan plan_noisy(int64_t num_tokens, int64_t num_experts, int64_t num_ranked,
   return {warps, bytes, persistent_grid(ceil_div(num_tokens, warps), warps * kWarpSize, device).x};
 }
 
-// Where the blocks leave their sums [blocks, 2, E] and counts [blocks, 2, E].
+// Sums [blocks, 2, E] and counts [blocks, 2, E] of the blocks.
 template <typename Acc>
 struct Partials {
   Acc* sums;

@@ -24,7 +24,7 @@ static_assert(kNumThreads == kSelectThreads);
 constexpr int kWarpsPerBlock = kNumThreads / kWarpSize;
 constexpr int64_t kNone = -1;
 
-// How the slots are cut, from the device's properties; the result of the sort does not depend on it.
+// Division of the slots among blocks, from the device's properties; the result of the sort does not depend on it.
 struct SortPlan {
   int num_slots;
   int num_experts;

@@ -7,7 +7,7 @@
 
 namespace moe_ext::permutation {
 
-// What is wanted by the next call is only asked for in time.
+// Each loop prefetches what the next call will read.
 template <typename T>
 struct RowKernels {
   using Weight = acc_t<T>;

@@ -18,7 +18,7 @@ using torch::stable::new_empty;
 using torch::stable::to;
 using torch::stable::transpose;
 
-// Of a part's upcast tokens: large enough to fill the device, small beside the activations of a layer.
+// Bytes of the upcast tokens of one part: large enough to fill the device, small beside the activations of a layer.
 constexpr int64_t kPartBytes = int64_t{32} << 20;
 
 int64_t part_rows(int64_t row_bytes) {

@@ -1,4 +1,4 @@
-"""What the layers of other libraries share: names, groups, gates and capacity.
+"""Shared parts of the layers of other libraries: names, groups, gates and capacity.
 
 Shapes: T tokens, D model, E experts, K top-k, P ranks of the expert-parallel group.
 """
@@ -182,7 +182,7 @@ def float32_logits(x_TD: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def slots_with_own_room(topk_idx_TK: Tensor, num_experts: int, room_E: Tensor) -> Tensor:
-    """Which slots are among the first `room_E[e]` of their expert, `[T, K]` bool."""
+    """Mask of the slots among the first `room_E[e]` of their expert, `[T, K]` bool."""
     slots_S1 = topk_idx_TK.reshape(-1, 1)
     # Rows without features: only the tables of the permutation are wanted.
     _, permutation = ops.permute_tokens(
@@ -195,7 +195,7 @@ def slots_with_own_room(topk_idx_TK: Tensor, num_experts: int, room_E: Tensor) -
 
 
 def slots_with_room(topk_idx_TK: Tensor, num_experts: int, capacity: int, **options: Any) -> Tensor:
-    """Which slots an expert takes, `[T, K]` bool; `options` of `ops.limit_capacity`."""
+    """Mask of the slots that experts take, `[T, K]` bool; `options` of `ops.limit_capacity`."""
     if capacity < 1:
         return torch.zeros_like(topk_idx_TK, dtype=torch.bool)
     kept_idx, _ = ops.limit_capacity(topk_idx_TK, num_experts, capacity, **options)
@@ -203,7 +203,7 @@ def slots_with_room(topk_idx_TK: Tensor, num_experts: int, capacity: int, **opti
 
 
 def counts_of(idx: Tensor, num_experts: int) -> Tensor:
-    """How often each expert occurs among indices, `[E]` int64; -1 counts for none."""
+    """Number of times that each expert occurs among indices, `[E]` int64; -1 counts for none."""
     flat = idx.reshape(-1) + 1
     # No bincount: on CUDA it waits for the device.
     counts = flat.new_zeros(num_experts + 1)
@@ -213,7 +213,7 @@ def counts_of(idx: Tensor, num_experts: int) -> Tensor:
 def slots_with_room_on_all_ranks(
     topk_idx_TK: Tensor, num_experts: int, capacity: int, group: ProcessGroup | None
 ) -> Tensor:
-    """Which slots an expert takes where `capacity` holds for all ranks of a group together.
+    """Mask of the slots that experts take where `capacity` holds for all ranks of a group together.
 
     The ranks are served in their order. A collective over the group.
     """

@@ -67,7 +67,7 @@ class LinearGate(Gate, abc.ABC):
 
     @property
     def has_loss(self) -> bool:
-        """Whether a loss waits to be fetched."""
+        """True if a loss waits to be fetched."""
         return self.loss is not None
 
     def set_loss(self, loss: Tensor | None) -> None:

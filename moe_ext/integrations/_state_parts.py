@@ -119,11 +119,11 @@ class Reader:
         return value
 
     def take_if_there(self, name: str, *dims: str) -> Tensor | None:
-        """As `take`, None where there is no such entry."""
+        """The entry that `take` gives; None if there is none."""
         return self.take(name, *dims) if name in self else None
 
     def _fits(self, dim: str, size: int) -> bool:
-        """Whether a size is the product that `dim` names; learns a letter of unknown size."""
+        """True if a size is the product that `dim` names; learns a letter of unknown size."""
         known, unknown = 1, ""
         for factor in re.findall(r"\d+|[A-Z]", dim):
             if factor.isdigit():

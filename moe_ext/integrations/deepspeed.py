@@ -291,17 +291,17 @@ def _first_output(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def is_moe_param(param: Tensor) -> bool:
-    """Whether a parameter belongs to an expert of a `MoE`."""
+    """Return whether a parameter belongs to an expert of a `MoE`."""
     return not getattr(param, "allreduce", True)
 
 
 def is_moe_param_group(param_group: dict[str, Any]) -> bool:
-    """Whether an optimizer group holds expert parameters."""
+    """Return whether an optimizer group holds expert parameters."""
     return bool(param_group.get("moe", False))
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Whether a model has a `MoE`, and the number of experts of the first one."""
+    """Return whether a model has a `MoE`, and the number of experts of the first one."""
     for module in m.modules():
         if isinstance(module, MoE):
             return True, module.num_experts

@@ -87,7 +87,7 @@ class Arguments:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the parameters: float16, bfloat16, or torch's default."""
+        """Dtype of the parameters: float16, bfloat16, or torch's default."""
         return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else None
 
     @property

@@ -252,7 +252,7 @@ class _TorchTitan:
     names: ExpertNames | None = None
 
     def read(self, reader: Reader) -> Parts:
-        """As they are."""
+        """The tensors, unchanged."""
         router = reader.take("router.gate.weight", "E", "D")
         path = "routed_experts.inner_experts."
         gate = reader.take(f"{path}w1_EFD", "E", "F", "D")
@@ -260,7 +260,7 @@ class _TorchTitan:
         return Parts(router, up, reader.take(f"{path}w2_EDF", "E", "D", "F"), gate)
 
     def write(self, parts: Parts) -> dict[str, Tensor]:
-        """As they are."""
+        """The tensors, unchanged."""
         parts.refuse(self.name, "router_bias", "up_bias", "down_bias", "gate_bias")
         path = "routed_experts.inner_experts."
         return {

@@ -107,7 +107,7 @@ def refuse_second_derivative(name: str) -> Callable[[Formula], Formula]:
 
 
 def _autograd_kernel(operator: Any, backward: Formula, setup_context: Formula) -> Formula:
-    """What the dispatcher calls first: records the call where a gradient is wanted."""
+    """Kernel for the Autograd key: records the call where a gradient is wanted."""
     below_autograd, after_autograd = _C._AutoDispatchBelowAutograd, _C._after_autograd_keyset
     is_grad_enabled, any_requires_grad = _C.is_grad_enabled, _C._any_requires_grad
     redispatch = operator.redispatch

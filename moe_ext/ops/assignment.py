@@ -204,7 +204,7 @@ def _(scores: Tensor, token_mask: Tensor | None = None) -> Tensor:
 
 
 class SequenceLoad(NamedTuple):
-    """What each sequence asks of the experts; unpacks in this order.
+    """Load that each sequence puts on the experts; unpacks in this order.
 
     Attributes:
         score_sum (Tensor[B, E]): sum over a sequence's real tokens of the normalised scores,

@@ -88,7 +88,7 @@ def limit_capacity(
         raise ValueError("limit_capacity: expected ranked_idx to be given to reroute, got None")
     keys_TK = priority if policy == "random" else topk_weights
     order = None
-    # What is no [T, K] with a column has no order either: the operator says so.
+    # The operator refuses what is not [T, K] with a column.
     if policy != "position" and topk_idx_TK.dim() == 2 and topk_idx_TK.shape[1] > 0:
         _check_keys(topk_idx_TK, keys_TK, policy)
         order = _service_order(topk_idx_TK, keys_TK, policy, max(num_groups, 1))

@@ -12,7 +12,7 @@ from moe_ext.ops._autograd import once_differentiable, register_autograd
 
 
 class GateOutput(NamedTuple):
-    """What a gate decides; unpacks in this order.
+    """Decision of a gate; unpacks in this order.
 
     Attributes:
         topk_weights (Tensor[T, K]): weights of the chosen experts, float32, or float64 for float64

@@ -70,7 +70,7 @@ def row_alignment(rows: Tensor, num_rows: int, num_experts: int) -> int:
 
 
 def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    # As torch's own rules: float64 stays as it is.
+    # Autocast leaves float64 as it is, as it does for torch's own products.
     return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 

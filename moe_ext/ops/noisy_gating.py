@@ -12,7 +12,7 @@ from moe_ext.ops._autograd import once_differentiable, register_autograd
 
 
 class GShardGateOutput(NamedTuple):
-    """What `gshard_gate` decides; the first four are those of a `GateOutput`.
+    """Decision of `gshard_gate`; the first four are those of a `GateOutput`.
 
     Attributes:
         topk_weights (Tensor[T, 2]): float32, or float64 for float64 logits; 0 where there is no
@@ -32,7 +32,7 @@ class GShardGateOutput(NamedTuple):
 
 
 class NoisyGateOutput(NamedTuple):
-    """What `noisy_topk_gate` decides.
+    """Decision of `noisy_topk_gate`.
 
     Attributes:
         topk_weights (Tensor[T, K]): float32, or float64 for float64 logits; 0 for a masked token.

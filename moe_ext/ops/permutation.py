@@ -14,7 +14,7 @@ from moe_ext.ops._autograd import once_differentiable, register_autograd
 
 @dataclass(frozen=True)
 class Permutation:
-    """Where each (token, choice) slot went; slot ``t * K + k`` is choice ``k`` of token ``t``.
+    """Tables of a permutation; slot ``t * K + k`` is choice ``k`` of token ``t``.
 
     Attributes:
         slot_of_row (Tensor[N]): int64, slot that a row came from; -1 for a row without a slot.

@@ -12,7 +12,7 @@ _FORMATS = {8: "int8", 4: "int4", 1: "sign"}
 
 
 class QuantizedBlocks(NamedTuple):
-    """What `quantize_blockwise` makes of a tensor.
+    """Codes and scales of a tensor.
 
     Attributes:
         codes (Tensor): uint8, one after the other: a byte an element for int8 (two's complement)

@@ -12,7 +12,7 @@ _SCOPES = ("tensor", "row", "expert")
 
 
 class SparseGradient(NamedTuple):
-    """What `topk_compress_` selects.
+    """Selection of `topk_compress_`.
 
     Attributes:
         values (Tensor[K]): float32, or float64 for float64 gradients.
@@ -29,7 +29,7 @@ class SparseGradient(NamedTuple):
 
 
 class ThresholdGradient(NamedTuple):
-    """What `threshold_compress_` selects; K slots, or S scopes of K slots.
+    """Selection of `threshold_compress_`; K slots, or S scopes of K slots.
 
     Attributes:
         values (Tensor[K] | Tensor[S*K]): float32, or float64 for float64 gradients; zeros from

@@ -17,7 +17,7 @@ _RUN = 65536
 
 
 class DecodedGradient(NamedTuple):
-    """What `decode_gradient` finds in a payload.
+    """Content of a payload.
 
     Attributes:
         values (Tensor[K]): float32.

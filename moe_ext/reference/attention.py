@@ -113,7 +113,7 @@ def _keep(
     batch_offset: int,
     head_offset: int,
 ) -> Tensor:
-    """What every softmax number is multiplied by: 0, or 1 / (1 - p)."""
+    """Factors of dropout on the softmax: 0, or 1 / (1 - p)."""
     columns = int(k_positions_K.max()) + 1 if k_positions_K.numel() else 0
     uniform = []
     for b in range(batch_offset, batch_offset + q.shape[0]):

@@ -34,7 +34,7 @@ def unpack_indices(packed: Tensor, count: int, numel: int) -> Tensor:
     ends = packed[: 4 * runs].view(torch.int32).clone()
     offsets = packed[4 * runs : 4 * runs + 2 * count].view(torch.int16).long() % _RUN
     ends[-1] = count
-    # Where ends descend, as only damaged ones do, a run is empty.
+    # A run is empty if its ends descend, as only damaged ones do.
     ends = ends.clamp(0, count).cummax(0).values
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
     base_K = torch.repeat_interleave(counts, output_size=count).long() * _RUN

@@ -19,7 +19,7 @@ def _blocks(x_N: Tensor, block: int) -> Tensor:
 
 
 def _mean_magnitude(a_BS: Tensor, numel: int) -> Tensor:
-    """Of each block, summed over sixteen lanes and then over halves of the lanes."""
+    """Mean magnitude of each block, summed over sixteen lanes and then over halves of the lanes."""
     block = a_BS.shape[1]
     factor_B1 = torch.where(a_BS.abs().amax(1, keepdim=True) > 2.0**100, 2.0**-32, 1.0)
     lanes = torch.zeros(len(a_BS), 16)

@@ -34,7 +34,7 @@ _REFUSED = ("position_bias", "head_mask", "cache", "block_table", "output_attent
 
 @dataclass(frozen=True)
 class RingMask:
-    """What the model's layers hand to their attention in the place of a mask of all pairs.
+    """Mask that the model's layers hand to their attention in the place of one of all pairs.
 
     Attributes:
         is_causal: a query sees no key after it.
@@ -111,7 +111,7 @@ class _Known:
         return _Known(tuple(weakref.ref(x) for x in found), versions, values)
 
     def is_of(self, name: str, position_ids: Tensor, given: Tensor | None) -> bool:
-        """Whether they are the same; ValueError where they changed and no version counts it."""
+        """True if they are the same; ValueError where they changed and no version counts it."""
         found = [x for x in (position_ids, given) if x is not None]
         same = [reference() is x for reference, x in zip(self.tensors, found, strict=False)]
         if len(found) != len(self.tensors) or not all(same):
@@ -206,7 +206,7 @@ def _mask_of(
     is_causal: bool | None,
     sliding_window: int | None,
 ) -> RingMask:
-    """What the layer's arguments say together."""
+    """Options of a call, from all of the layer's arguments."""
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         return RingMask(bool(causal), sliding_window, None)

@@ -37,7 +37,7 @@ class ShardedExperts(nn.Module):
     # Split sizes are known on the host only after an exchange, so a graph cannot hold the layer.
     @outside_graphs
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """As the experts' own, whatever implementation the config names."""
+        """Forward pass of the experts, whatever implementation the config names."""
         x_TD = as_autocast(as_weight(self, hidden_states))
         rows, offsets, metadata = self._dispatcher.dispatch(x_TD, top_k_index, top_k_weights)
         y_TD = self._dispatcher.combine(run_rows(self, rows, offsets), metadata)

@@ -28,7 +28,7 @@ KNOWN_FLAGS = frozenset(
 
 
 def _activate(experts: Any, up: Tensor) -> Tensor:
-    """What the module's own gate or activation computes, by a fused operator where one exists."""
+    """The module's own gate or activation, by a fused operator where one exists."""
     if not experts.has_gate:
         kind = plain_kind(experts.act_fn)
         if kind in PLAIN_ACTIVATIONS:

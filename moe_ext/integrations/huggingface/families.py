@@ -1,4 +1,4 @@
-"""Which models of transformers can be replaced, and what is refused."""
+"""Models of transformers that can be replaced, and checks that refuse the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_ext.integrations.huggingface.experts import KNOWN_FLAGS
 
 @dataclass(frozen=True)
 class Family:
-    """Where the classes of one `model_type` are.
+    """Classes of one `model_type`.
 
     Attributes:
         experts: class of the experts.

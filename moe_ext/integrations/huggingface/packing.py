@@ -61,7 +61,7 @@ def document_offsets(
 
 
 def _cu_seqlens(offsets: Sequence[int], device: torch.device) -> dict[str, Tensor | int]:
-    """As transformers' attention functions take the documents."""
+    """The documents as arguments of transformers' attention functions."""
     row = torch.tensor(offsets, dtype=torch.int32, device=device)
     longest = max(stop - start for start, stop in itertools.pairwise(offsets))
     return {
