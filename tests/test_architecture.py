@@ -1,0 +1,169 @@
+"""The shape of the package: which folder may use which, and who talks to c10d.
+
+Floors from the ground up; a module imports from its own floor and from those below it.
+"""
+
+import ast
+import functools
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FLOORS = (
+    ("",),  # _library, _runtime_library, _version
+    ("ops", "reference"),
+    ("distributed",),
+    ("nn", "attention"),
+    ("compression",),
+    ("optim",),
+    ("integrations",),
+)
+# What uses everything, and is used by nothing.
+TOP = {"moe_ext", "moe_ext.__main__", "moe_ext._info", "moe_ext.plot", "moe_ext.testing"}
+# Types, for annotations; whoever calls c10d does it in moe_ext.distributed.
+C10D_TYPES = {"ProcessGroup", "DeviceMesh", "DTensor", "Work"}
+
+
+@functools.cache
+def sources():
+    """Module name to syntax tree."""
+    found = {}
+    for path in sorted((ROOT / "moe_ext").rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = ast.parse(path.read_text())
+    return found
+
+
+def package(module):
+    """The folder right under moe_ext; "" for the modules beside the folders."""
+    parts = module.split(".")
+    is_folder = len(parts) > 2 or any(m.startswith(module + ".") for m in sources())
+    return parts[1] if len(parts) > 1 and is_folder else ""
+
+
+def is_for_types(node):
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def statements(body, *, inside_functions):
+    """The statements that an import runs, or all of them."""
+    for node in body:
+        yield node
+        if is_for_types(node):
+            yield from statements(node.orelse, inside_functions=inside_functions)
+            continue
+        is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        if is_function and not inside_functions:
+            continue
+        for field in ("body", "orelse", "finalbody", "handlers"):
+            inner = getattr(node, field, None)
+            if isinstance(inner, list):
+                yield from statements(inner, inside_functions=inside_functions)
+
+
+def imports(module, *, inside_functions):
+    """(imported module of moe_ext, name taken from it or "")."""
+    for node in statements(sources()[module].body, inside_functions=inside_functions):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name in sources():
+                    yield alias.name, ""
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("moe_ext"):
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield (full, "") if full in sources() else (node.module, alias.name)
+
+
+def floor_of(module):
+    return next(i for i, names in enumerate(FLOORS) if package(module) in names)
+
+
+def test_packages_use_those_below_them():
+    wrong = [
+        f"{module} imports {target}"
+        for module in sources()
+        if module not in TOP
+        for target, _ in imports(module, inside_functions=True)
+        if target in TOP - {"moe_ext"} or floor_of(target) > floor_of(module)
+    ]
+    assert wrong == []
+
+
+def test_no_circles():
+    edges = {
+        module: {target for target, _ in imports(module, inside_functions=False)} - {module}
+        for module in sources()
+    }
+    done = set()
+
+    def follow(module, path):
+        assert module not in path, " -> ".join([*path[path.index(module) :], module])
+        if module in done:
+            return
+        for target in sorted(edges[module]):
+            follow(target, [*path, module])
+        done.add(module)
+
+    for module in edges:
+        follow(module, [])
+
+
+def test_no_private_names_of_other_packages():
+    wrong = [
+        f"{module} imports {target}{'.' * bool(name)}{name}"
+        for module in sources()
+        if module not in TOP
+        for target, name in imports(module, inside_functions=True)
+        if package(target) not in ("", package(module))
+        and any(part.startswith("_") for part in [*target.split(".")[2:], name])
+    ]
+    assert wrong == []
+
+
+def calls_c10d(tree):
+    """What a module takes from torch.distributed besides types."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {
+                a.name for a in node.names if a.name.split(".")[:2] == ["torch", "distributed"]
+            }
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch":
+            found |= {f"torch.{a.name}" for a in node.names if a.name == "distributed"}
+        elif isinstance(node, ast.ImportFrom) and node.module in (
+            "torch.distributed",
+            "torch.distributed.distributed_c10d",
+            "torch.distributed._functional_collectives",
+        ):
+            found |= {a.name for a in node.names} - C10D_TYPES
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.distributed":
+            found |= {node.attr} - C10D_TYPES
+    return found
+
+
+def test_only_distributed_calls_c10d():
+    wrong = {
+        module: sorted(calls_c10d(tree))
+        for module, tree in sources().items()
+        if package(module) != "distributed" and module not in TOP and calls_c10d(tree)
+    }
+    wrong.pop("moe_ext._runtime_library", None)  # asks whether torch has c10d at all
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("import torch.distributed as dist", {"torch.distributed"}),
+        ("from torch import distributed", {"torch.distributed"}),
+        ("from torch.distributed import ProcessGroup, all_reduce", {"all_reduce"}),
+        ("from torch.distributed.device_mesh import DeviceMesh", set()),
+        (
+            "def f(x: 'torch.distributed.ProcessGroup'): torch.distributed.all_reduce(x)",
+            {"all_reduce"},
+        ),
+    ],
+)
+def test_the_rule_for_c10d_sees_what_it_should(text, found):
+    assert calls_c10d(ast.parse(text)) == found
