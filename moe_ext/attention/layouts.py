@@ -16,8 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.attention.masks import Mask, check_cu_seqlens, check_end, check_window
-from moe_ext.distributed._c10d import flat_group
-from moe_ext.distributed.groups import group_ranks
+from moe_ext.distributed.groups import flat_group, group_ranks
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "cost_balanced")
 _BALANCE = 1.01

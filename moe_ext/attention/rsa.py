@@ -37,8 +37,8 @@ from moe_ext.distributed.groups import GroupHandle, check_group, group_rank
 from moe_ext.distributed.ring_exchange import Buffers, Exchange
 from moe_ext.nn.torch_state import without_autocast
 from moe_ext.ops import routing_uniform
-from moe_ext.ops._autograd import refuse_second_derivative
 from moe_ext.ops.attention import document_ids
+from moe_ext.ops.autograd import refuse_second_derivative
 
 OPERATION = "ring_self_attention"
 _MODULE = "RingSelfAttention"

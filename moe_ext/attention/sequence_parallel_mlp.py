@@ -36,7 +36,7 @@ from moe_ext.nn.expert_activation import (
 )
 from moe_ext.nn.torch_state import as_autocast, autocast_dtype
 from moe_ext.ops import routing_uniform
-from moe_ext.ops._autograd import refuse_second_derivative
+from moe_ext.ops.autograd import refuse_second_derivative
 
 _NAME = "SequenceParallelMLP"
 _NORMS = ("layer_norm", "rms_norm", None)

@@ -7,6 +7,22 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from moe_ext.distributed._c10d import flat_group, group_of_name
+
+__all__ = [
+    "GroupHandle",
+    "check_group",
+    "flat_group",
+    "global_rank",
+    "group_of_name",
+    "group_rank",
+    "group_ranks",
+    "group_size",
+    "is_initialized",
+    "resolve_group",
+    "world_size",
+]
+
 
 class GroupHandle:
     """Holds a process group inside a module; `copy.deepcopy` of the module shares the group."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ext.ops._autograd import once_differentiable, register_autograd
+from moe_ext.ops.autograd import once_differentiable, register_autograd
 from moe_ext.ops.gating import GateOutput, gate_weights, topk_gate
 
 

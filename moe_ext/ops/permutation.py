@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ext.ops._autograd import once_differentiable, register_autograd
+from moe_ext.ops.autograd import once_differentiable, register_autograd
 
 
 @dataclass(frozen=True)

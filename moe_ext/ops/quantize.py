@@ -25,7 +25,8 @@ class QuantizedBlocks(NamedTuple):
     scales: Tensor
 
 
-def _format_of(op: str, bits: int, format: str | None) -> str:
+def format_of(op: str, bits: int, format: str | None) -> str:
+    """The format that is named, or that a number of bits stands for; ValueError for others."""
     if format is not None:
         return format
     if bits not in _FORMATS:
@@ -90,7 +91,7 @@ def quantize_blockwise(
     Seide et al., 1-bit SGD, 2014; Karimireddy et al., Error Feedback Fixes SignSGD, 2019 (arXiv
     1901.09847), algorithm 1.
     """
-    name = _format_of("quantize_blockwise", bits, format)
+    name = format_of("quantize_blockwise", bits, format)
     return QuantizedBlocks(
         *torch.ops.moe_ext.quantize_blockwise(
             x,
@@ -159,7 +160,7 @@ def dequantize_blockwise(
 
     Deterministic.
     """
-    name = _format_of("dequantize_blockwise", bits, format)
+    name = format_of("dequantize_blockwise", bits, format)
     values_N: Tensor = torch.ops.moe_ext.dequantize_blockwise(
         codes, scales, numel, name, block, dtype
     )
@@ -205,7 +206,7 @@ def dequantize_add_(
 
     Deterministic.
     """
-    name = _format_of("dequantize_add_", bits, format)
+    name = format_of("dequantize_add_", bits, format)
     torch.ops.moe_ext.dequantize_add_(out, codes, scales, name, block, accumulate)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ext.ops._autograd import once_differentiable, register_autograd
+from moe_ext.ops.autograd import once_differentiable, register_autograd
 
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Shape suffixes: N elements, B blocks, S elements of a block.
 import torch
 from torch import Tensor
 
-from moe_ext.ops.quantize import QuantizedBlocks, _format_of
+from moe_ext.ops.quantize import QuantizedBlocks, format_of
 from moe_ext.reference.noisy_gating import routing_uniform
 
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
@@ -85,7 +85,7 @@ def quantize_blockwise(
     element_offset: int = 0,
 ) -> QuantizedBlocks:
     """As `moe_ext.ops.quantize_blockwise`."""
-    name = _format_of("quantize_blockwise", bits, format)
+    name = format_of("quantize_blockwise", bits, format)
     numel = x.numel()
     owed = residual if residual_in is None else residual_in
     a_N = x.float().flatten() if owed is None else owed.flatten() + x.float().flatten()
@@ -120,7 +120,7 @@ def dequantize_blockwise(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """As `moe_ext.ops.dequantize_blockwise`."""
-    name = _format_of("dequantize_blockwise", bits, format)
+    name = format_of("dequantize_blockwise", bits, format)
     if name == "fp8":
         code_N = codes.view(torch.float8_e4m3fn).float()
     elif name == "int8":

@@ -15,7 +15,7 @@ from moe_ext.distributed import (
     comm,
     count_traffic,
 )
-from moe_ext.distributed.collectives import all_to_all_rows
+from moe_ext.distributed.dispatch.rows import all_to_all_rows
 from moe_ext.nn import RouterOutput, RowBudget
 
 E = 12  # a multiple of every group size used

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from moe_ext import _runtime_library
 from moe_ext.distributed import RankFailureError
-from moe_ext.distributed.collectives import share
+from moe_ext.distributed.agreement import share
 from moe_ext.distributed.ring_exchange import (
     Buffers,
     Exchange,

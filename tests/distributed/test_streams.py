@@ -9,7 +9,8 @@ import torch.distributed as dist
 from checks import assert_passed, outcomes
 
 from moe_ext import MoELayer
-from moe_ext.distributed import collectives, streams
+from moe_ext.distributed import streams
+from moe_ext.distributed.dispatch import rows
 
 EXCHANGE = ["side waits for main", "exchange on side", "record 2 on side"]
 ARRIVAL = "main waits for side"
@@ -98,7 +99,7 @@ def check_backward_twice_exchanges_twice():
     cuda, rank = FakeCuda(), dist.get_rank()
     x = torch.arange(3.0, requires_grad=True)[:, None] + rank
     send, receive = ([1, 2], [1, 2]) if rank == 0 else ([2, 1], [2, 1])
-    y = collectives.all_to_all_rows(x, dist.group.WORLD, send, receive, grad_scale=2.0)
+    y = rows.all_to_all_rows(x, dist.group.WORLD, send, receive, grad_scale=2.0)
     leaf = x
     with cuda.in_place():
         first = torch.autograd.grad(y.square().sum(), leaf, retain_graph=True)[0]

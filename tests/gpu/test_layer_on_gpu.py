@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import moe_ext
 from moe_ext.distributed import streams
-from moe_ext.distributed.collectives import all_to_all_rows
+from moe_ext.distributed.dispatch.rows import all_to_all_rows
 
 pytestmark = [
     pytest.mark.gpu,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_ext.ops import _autograd
+from moe_ext.ops import autograd
 
 SCHEMA = "(Tensor x, float factor=2.0, Tensor? bias=None) -> (Tensor, Tensor)"
 
@@ -33,7 +33,7 @@ def operators():
     for name in ("_test_ours", "_test_torch"):
         library.define(name + SCHEMA)
         library.impl(name, forward, "CompositeExplicitAutograd")
-    _autograd.register_autograd("moe_ext::_test_ours", backward, setup_context=setup_context)
+    autograd.register_autograd("moe_ext::_test_ours", backward, setup_context=setup_context)
     torch.library.register_autograd(
         "moe_ext::_test_torch", backward, setup_context=setup_context, lib=library
     )
@@ -74,7 +74,7 @@ def test_nothing_is_recorded_where_no_gradient_is_wanted(operators):
 
 def test_torchs_helper_serves_where_a_private_function_is_gone(monkeypatch):
     calls = []
-    monkeypatch.setattr(_autograd, "_PRIVATE", ("_function_that_torch_never_had",))
+    monkeypatch.setattr(autograd, "_PRIVATE", ("_function_that_torch_never_had",))
     monkeypatch.setattr(torch.library, "register_autograd", lambda *a, **k: calls.append((a, k)))
-    _autograd.register_autograd("moe_ext::topk_gate", backward, setup_context=setup_context)
+    autograd.register_autograd("moe_ext::topk_gate", backward, setup_context=setup_context)
     assert calls == [(("moe_ext::topk_gate", backward), {"setup_context": setup_context})]

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext.distributed import comm
-from moe_ext.distributed.collectives import all_to_all_rows
 from moe_ext.distributed.dispatch.base import TokenDispatcher
+from moe_ext.distributed.dispatch.rows import all_to_all_rows
 
 
 class AllToAllDispatcher(TokenDispatcher):

@@ -16,18 +16,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from moe_ext.distributed import streams
-from moe_ext.distributed.agreement import check_equal_over_ranks, share
-from moe_ext.distributed.comm import all_reduce_ as sum_over_ranks_
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import group_rank
 from moe_ext.distributed.traffic import is_counted, record_traffic
-
-__all__ = [
-    "all_to_all_rows",
-    "check_equal_over_ranks",
-    "share",
-    "sum_over_ranks_",
-]
 
 
 def _exchange(
