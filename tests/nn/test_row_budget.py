@@ -212,6 +212,7 @@ def test_same_bits_for_any_number_of_threads(num_threads):
 def peak_bytes(function):
     """Most bytes that the allocator of the CPU had handed out during a call, above the start."""
     gc.collect()
+    gc.collect()  # garbage of earlier tests must not be freed meanwhile
     activity = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activity, profile_memory=True) as profiler:
         function()
