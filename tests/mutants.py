@@ -256,7 +256,10 @@ def rebuild(tree, build, source, library):
     cache = (build / "CMakeCache.txt").read_text()
     home = re.search(r"CMAKE_HOME_DIRECTORY:INTERNAL=(.*)", cache).group(1)
     needed = _objects_with(build, f"{home}/{source.relative_to(tree)}")
-    *compiles, link = _ninja(build, "-t", "commands", LIBRARIES[library])
+    try:
+        *compiles, link = _ninja(build, "-t", "commands", LIBRARIES[library])
+    except subprocess.CalledProcessError:
+        return f"{build} does not make {library}: MOE_EXT_TESTS=1 make build"
     made = tree / "build" / "objects"
     shutil.rmtree(made, ignore_errors=True)
     chosen = []
