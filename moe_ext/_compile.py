@@ -1,4 +1,4 @@
-"""What `torch.compiler` decorates with, without importing `torch._dynamo`, which takes a second."""
+"""Decorators of `torch.compiler` without an import of `torch._dynamo`, which takes a second."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _PREFIX = "_runtime."
 
 
 def path() -> Path:
-    """Where the module for this torch and this Python is, if it is built."""
+    """Path of the module for this torch and this Python, built or not."""
     # setup.py gives the same name.
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     return FOLDER / f"{_PREFIX}torch-{torch.__version__}{suffix}"
@@ -49,7 +49,7 @@ def load() -> ModuleType | None:
 
 
 def state() -> str:
-    """Which path is taken, and why."""
+    """The way that is taken, compiled or in Python, and why."""
     if os.environ.get("MOE_EXT_RUNTIME") == "0":
         return "in Python: MOE_EXT_RUNTIME=0"
     module, reason = _load()

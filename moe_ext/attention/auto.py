@@ -186,7 +186,7 @@ def choose_scheme(
     hosts: Sequence[int] | None = None,
     mesh_shape: tuple[int, int] | None = None,
 ) -> SchemeChoice:
-    """What `ring_attention(..., scheme="auto")` takes for such sizes, without any process group.
+    """The scheme that `ring_attention(..., scheme="auto")` takes for such sizes, without ranks.
 
     The cost of a rank is the bytes it sends in both passes, those to other hosts 8 times, and 64
     KiB for each round of exchange. A ring's hops run beside its blocks: a byte less for each 2000

@@ -71,7 +71,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked of one or several calls, but for their tensors; see `ring_attention`.
+    """Options of one or several calls, as the user gave them; see `ring_attention`.
 
     `group` is that of all ranks, `mesh` the rows that a 2-D mesh puts them in.
     """
@@ -160,7 +160,7 @@ def agree_on_call(
 
 
 def _facts(inputs: Inputs, options: Options, mask: Mask, seed: int | None) -> dict[str, object]:
-    """What has to be equal on every rank."""
+    """Facts that have to be equal on every rank."""
     q, k, v, key_mask, alibi_slopes, sinks, _ = inputs
     facts = {
         **tensor_facts(q, k, v),

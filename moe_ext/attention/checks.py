@@ -99,7 +99,7 @@ def tensor_facts(q: Tensor, k: Tensor, v: Tensor) -> dict[str, object]:
 
 
 def mask_facts(layout: str | Layout, mask: Mask) -> dict[str, object]:
-    """Who holds which positions, and which keys are seen by them, for the ranks to compare."""
+    """Layout and mask as facts, for the ranks to compare."""
     return {
         "layout": layout,
         "is_causal": mask.is_causal,

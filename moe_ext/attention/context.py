@@ -52,7 +52,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What torch's function computes, over the whole sequence; its signature but for the first."""
+    """Torch's function over the whole sequence; its signature but for the first argument."""
     if attn_mask is not None:
         rule = "None (masks by position, packing and padding are arguments of the context)"
         _refuse("attn_mask", rule, f"a mask of shape {list(attn_mask.shape)}")
@@ -74,7 +74,7 @@ def _attend(
 
 
 def _open_checkpoints() -> int:
-    """How many forward passes of reentrant checkpoints are on this thread's stack."""
+    """Number of forward passes of reentrant checkpoints on this thread's stack."""
     wanted, count = CheckpointFunction.forward.__code__, 0
     frame: types.FrameType | None = sys._getframe()
     while frame is not None:

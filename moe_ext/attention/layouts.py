@@ -1,4 +1,4 @@
-"""Which positions of a sequence each rank holds, and ranks that are arranged in rows.
+"""Layouts: the positions of a sequence that each rank holds, and ranks that are arranged in rows.
 
 Shapes: S whole sequence, L positions of this rank, R rows of I ranks, P = R * I ranks of the group.
 """
@@ -26,7 +26,7 @@ _CHUNKS = 16
 
 @dataclass(frozen=True)
 class Layout:
-    """Who holds which positions of a sequence, for any length: no padding, uneven shards.
+    """Division of the positions of a sequence among ranks: any length, uneven shards, no padding.
 
     Attributes:
         name: one of `LAYOUTS`, or the caller's own.

@@ -1,4 +1,4 @@
-"""Which keys a query may see, by global positions alone, and what a ring has to carry for it.
+"""Masks: the keys that a query may see, by global positions alone, and their way round a ring.
 
 Shapes: S sequence, P ranks of the group.
 """
@@ -159,7 +159,7 @@ def check_end(cu_seqlens: tuple[int, ...] | None, seq_len: int, operation: str) 
 
 @dataclass(frozen=True)
 class Route:
-    """What every rank can tell by arithmetic about a ring: no rank asks another.
+    """Ranks that keys have to go to, which every rank computes by itself.
 
     In step s of the forward pass rank r holds the keys of rank (r - s) mod P; in step s = 1 .. P of
     the backward pass, those of rank (r + s) mod P.
@@ -174,7 +174,7 @@ class Route:
 
     @property
     def is_full(self) -> bool:
-        """Whether the keys of every rank visit all of the ring."""
+        """True if the keys of every rank visit all of the ring."""
         return len(self.reach) > 1 and min(self.reach) == len(self.reach) - 1
 
 

@@ -128,7 +128,7 @@ def explain_scheme(
     key_mask: Tensor | None = None,
     kv_grad_dtype: torch.dtype | None = None,
 ) -> SchemeChoice:
-    """What `ring_attention(..., scheme="auto")` takes for these arguments, and why.
+    """The scheme that `ring_attention(..., scheme="auto")` takes for these arguments, and why.
 
     Every rank has to call it: they agree on lengths and learn who shares a host, as they do in
     `ring_attention`. Without ranks, `choose_scheme` tells the same from sizes.

@@ -177,7 +177,7 @@ class _Call:
         return group_rank(self.group)
 
     def columns(self, source: int) -> slice:
-        """Of the shard of a rank."""
+        """Columns of the shard of a rank."""
         start = sum(self.layout.sizes[:source])
         return slice(start, start + self.layout.sizes[source])
 
@@ -210,7 +210,7 @@ class _Call:
             held = held if buffer is None else buffer
 
     def kept(self, weights_BGRS: Tensor, heads: int) -> Tensor | None:
-        """What dropout keeps, bool of the shape of the weights; None where it keeps all.
+        """Mask of the weights that dropout keeps, bool of their shape; None where it keeps all.
 
         Drawn as the attention operators draw: by seed, head, batch, query and key.
         """
@@ -268,7 +268,7 @@ class _RingSelfAttention(torch.autograd.Function):
     @staticmethod
     @refuse_second_derivative(OPERATION)
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        """Of q, k and v."""
+        """Gradients of q, k and v."""
         q, k, v, weights_BGRS = ctx.saved_tensors
         if ctx.call.layout.seq_len * q.shape[0] * q.shape[1] == 0:
             return *(torch.zeros_like(x) for x in (q, k, v)), None, None, None
@@ -356,7 +356,7 @@ def _add_mask_(scores_BGRS: Tensor, attn_mask: Tensor, heads: int, call: _Call) 
 
 
 def _softmax_(scores: Tensor) -> None:
-    """Of each row, in place; a row of nothing but -inf becomes zeros."""
+    """Softmax of each row, in place; a row of nothing but -inf becomes zeros."""
     most = scores.amax(-1, keepdim=True)
     scores.sub_(most.masked_fill(most == -torch.inf, 0)).exp_()
     total = scores.sum(-1, keepdim=True)
@@ -615,6 +615,6 @@ class RingSelfAttention(nn.Module):
         return torch.cat([a * cos - b * sin, b * cos + a * sin], 3)
 
     def extra_repr(self) -> str:
-        """Of `repr`."""
+        """Options, for `repr`."""
         heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
         return f"{heads}, is_causal={self.is_causal}, dropout={self.dropout}"

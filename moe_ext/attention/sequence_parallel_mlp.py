@@ -368,7 +368,7 @@ class SequenceParallelMLP(nn.Module):
         return _drop(y_nD, self.dropout, seed, (starts_B[:, None] + positions_L).flatten())
 
     def extra_repr(self) -> str:
-        """Of `repr`."""
+        """Options, for `repr`."""
         return (
             f"model_dim={self.model_dim}, ffn_dim={self.ffn_dim}, activation={self.activation!r}, "
             f"ranks={group_size(self.tp_group)}, dropout={self.dropout}, regather={self.regather}"

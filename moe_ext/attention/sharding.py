@@ -41,7 +41,7 @@ class Shards:
 
     @property
     def own(self) -> slice:
-        """Where this rank's shard is in the whole."""
+        """Range of this rank's shard in the whole."""
         rank = group_rank(self.group)
         start = sum(self.sizes[:rank])
         return slice(start, start + self.sizes[rank])

@@ -82,7 +82,7 @@ class _Measured:
 
     @property
     def median(self) -> float:
-        """Of the last few times."""
+        """Median of the last few times."""
         return statistics.median(self.seconds)
 
 
@@ -520,7 +520,7 @@ class Exchange(Protocol):
 
     @property
     def exchange_group(self) -> ProcessGroup | None:
-        """Those that codecs reduce over: one of each node, where there are nodes."""
+        """Ranks that codecs reduce over: one of each node, where there are nodes."""
 
     @property
     def node_size(self) -> int:

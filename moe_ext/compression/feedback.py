@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 class Packing:
-    """How parameters lie in one flat tensor of N elements: one after the other.
+    """Order of parameters in one flat tensor of N elements: one after the other.
 
     A subclass may hold a part of them only, or lay them out otherwise.
 

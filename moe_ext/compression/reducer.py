@@ -461,7 +461,7 @@ class Reducer:
         return target
 
     def _agree(self) -> StepOutcome:
-        """How the step went on all ranks, without a message where the sums have told all of it.
+        """Outcome of the step on all ranks, without a message if the sums have told all of it.
 
         Every rank sees the same there: NaN plus anything is NaN.
         """

@@ -143,7 +143,7 @@ class CompressionState:
 
     @property
     def cost_model(self) -> CostModel | None:
-        """That of the ranks of `group`, once "auto" has chosen; experts may have others."""
+        """Cost model of the ranks of `group`, once "auto" has chosen; experts may have others."""
         return self._costs.common
 
     @cost_model.setter

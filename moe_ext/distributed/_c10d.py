@@ -40,7 +40,7 @@ def group_of_name(name: str) -> ProcessGroup | None:
 
 
 def group_timeout(group: ProcessGroup, device: torch.device) -> timedelta | None:
-    """What a group was made with, for another one like it; None if its backend does not say."""
+    """Timeout of a group, for another one like it; None if its backend does not say."""
     options = getattr(group._get_backend(device), "options", None)
     timeout: timedelta | None = getattr(options, "_timeout", None)
     return timeout

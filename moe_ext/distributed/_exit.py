@@ -1,4 +1,4 @@
-"""What the exit of a process waits for, so that no thread needs the interpreter afterwards.
+"""Waits at the exit of a process, so that no thread needs the interpreter afterwards.
 
 A thread of C++ that asks for the interpreter just before that ends is unwound through destructors,
 and the process aborts: "terminate called without an active exception". Threads of a backend do ask:

@@ -1,4 +1,4 @@
-"""How ranks compare their arguments before they communicate: one message of fixed size.
+"""Agreement: ranks compare their arguments before they communicate, in one message.
 
 Every rank of a group calls `agree` with what has to be equal everywhere and with what is wrong on
 this rank, if anything. Afterwards all of them go on, or all of them raise the same error. The

@@ -397,7 +397,7 @@ def broadcast_(x: Tensor, group: ProcessGroup | None, source: int, *, operation:
 
 
 def gather_objects(value: T, group: ProcessGroup | None, *, operation: str) -> list[T]:
-    """What every rank gives, pickled, in group order; slow, for what is done once.
+    """Gather an object of every rank, pickled, in group order; slow, for what is done once.
 
     Raises:
         RankFailureError: a rank died or did not answer; the message names it.

@@ -88,7 +88,7 @@ def _is_dead_here(rank: int) -> bool | None:
 
 @dataclass
 class _RollCall:
-    """What is known about the members of a group after a failure."""
+    """Knowledge about the members of a group after a failure."""
 
     silent: set[int]
     dead: set[int] = field(default_factory=set)

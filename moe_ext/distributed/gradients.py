@@ -123,7 +123,7 @@ def mark_synced(gradient: Tensor) -> None:
 def _find_problem(
     model: nn.Module, sharded: dict[str, tuple[nn.Parameter, Placement]]
 ) -> str | None:
-    """What is wrong with this rank's model, None if nothing is."""
+    """Problem of this rank's model, or None."""
     for name, parameter in model.named_parameters():
         if is_dtensor(parameter):
             return f"expected parameters to be plain tensors, got a DTensor for {name}"

@@ -1,4 +1,4 @@
-"""How the ranks of a job split into data-, context- and expert-parallel groups."""
+"""Division of the ranks of a job into data-, context- and expert-parallel groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of each parameter this rank holds, and which ranks hold the others.
+"""Placement: the part of each parameter that this rank holds, and the ranks of the others.
 
 A module whose parameters differ between the ranks of a group says so once, with
 `declare_placement`; everything that must know (gradients, clipping, data parallelism, checkpoints,
@@ -76,7 +76,7 @@ class Placement:
 
     @property
     def part(self) -> int:
-        """Which of the parts this rank holds."""
+        """Index of the part that this rank holds."""
         return group_rank(self.group)
 
     def logical_shape(self, local: Iterable[int]) -> torch.Size:
@@ -153,7 +153,7 @@ def declare_placement(
 
 
 def _logical_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Placement]]:
-    """Those in a module that are parts of all experts."""
+    """Parameters of a module that are parts of all experts."""
     parameters = dict(module.named_parameters())
     for name, placement in placements(module).items():
         if placement.is_logical:
@@ -205,7 +205,7 @@ def declare_experts(module: nn.Module, num_experts: int, group: ProcessGroup | N
 
 
 def placement_of(module: nn.Module) -> Placement | None:
-    """What a module declared for all of its parameters, itself; None if nothing."""
+    """Placement that a module declared for all of its parameters; None if it declared none."""
     found: Placement | None = vars(module).get(_DECLARED, {}).get("")
     return found
 

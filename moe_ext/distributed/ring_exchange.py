@@ -109,7 +109,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 class PythonHop:
-    """What `PythonRingExchange.post` returns."""
+    """Messages that `PythonRingExchange.post` posted."""
 
     def __init__(self, sent: list[Tensor], received: Tensor | None) -> None:
         self.sent = sent

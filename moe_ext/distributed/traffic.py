@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Traffic:
-    """What this rank sent while `count_traffic` was open.
+    """Messages and bytes that this rank sent while `count_traffic` was open.
 
     Bytes are those that leave this rank where each collective is done by the algorithm that sends
     least: (P - 1) times its shard for an all-gather, all shards but its own for a reduce-scatter,
@@ -28,7 +28,7 @@ class Traffic:
 
     @property
     def total_bytes(self) -> int:
-        """Of all kinds."""
+        """Bytes of all kinds."""
         return sum(self.sent_bytes.values())
 
 

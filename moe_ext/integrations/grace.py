@@ -477,7 +477,7 @@ class _StatefulCompressor(Compressor):
         return step
 
     def _memory(self, name: str, tensor: Tensor) -> CodecMemory:
-        """Of a name, with a step begun."""
+        """Memory of a name, with a step begun."""
         if name not in self._memories or self._memories[name].shapes[0] != tensor.shape:
             self._memories[name] = CodecMemory([tensor.shape], tensor.device)
         self._memories[name].begin()

@@ -62,7 +62,7 @@ class _Gates(Gate):
         self.call = _Call()
 
     def logits(self, tokens: Tokens) -> Tensor:
-        """Of the gate that this call goes through."""
+        """Logits of the gate that this call goes through."""
         logits_TE: Tensor = self.get_submodule(str(self.call.gate_index))(tokens.x_TD)
         return logits_TE
 

@@ -1,4 +1,4 @@
-"""How many rows an expert takes, which slots get them, and what becomes of the others.
+"""Capacity: rows that an expert takes, slots that get them, and what becomes of the others.
 
 Shapes: T tokens, D model, E experts, K top-k, N rows, C rows of an expert, L local experts.
 """

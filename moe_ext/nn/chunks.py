@@ -52,7 +52,7 @@ def run_chunks(
 
 @dataclass(frozen=True)
 class _Setting:
-    """What a recomputation needs beyond tensors: the state of autocast and of the generators."""
+    """State that a recomputation needs beyond tensors: that of autocast and of the generators."""
 
     device: torch.device
     autocast: torch.dtype | None
@@ -105,7 +105,7 @@ class _Work:
     def run(
         self, chunk: Chunk, rows_RD: Tensor, weights_TK: Tensor, parameters: tuple[Tensor, ...]
     ) -> tuple[Tensor, ops.Permutation]:
-        """What the experts with these parameters make of a chunk's rows, and its tables."""
+        """Outputs of the experts with these parameters for a chunk's rows, and its tables."""
         bound = dict(zip(self.names, parameters, strict=True))
         rows, offsets, metadata = self.dispatcher.send(rows_RD, chunk, weights_TK)
         out = torch.func.functional_call(self.experts, bound, (rows, offsets))

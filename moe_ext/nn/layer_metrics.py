@@ -1,4 +1,4 @@
-"""What a layer tells about its last forward pass.
+"""Metrics of the last forward pass of a layer.
 
 Shapes: T tokens, E experts, K top-k.
 """

@@ -52,7 +52,7 @@ def reduce_metrics(metrics: Mapping[str, Tensor], group: ProcessGroup | None) ->
 
 
 class ScalarWriter(Protocol):
-    """What `log_metrics` wants of a writer: the method of TensorBoard's `SummaryWriter`."""
+    """Writer that `log_metrics` takes: the method of TensorBoard's `SummaryWriter`."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
         """Write one number."""

@@ -446,7 +446,7 @@ def _check_options(layer: MoELayer, shared_ffn_dim: int, shared_expert_gate: boo
 
 
 def _check_experts(layer: MoELayer, experts: nn.Module, ep_group: ProcessGroup | None) -> None:
-    """What a layer asks of an experts module that it did not make."""
+    """Check an experts module that the layer did not make."""
     if group_size(ep_group) > 1 and getattr(experts, "ep_group", None) is not ep_group:
         raise ValueError(
             "MoELayer: expected experts to carry the layer's group as attribute ep_group, "
@@ -460,7 +460,7 @@ def _check_experts(layer: MoELayer, experts: nn.Module, ep_group: ProcessGroup |
 
 
 def _check_router(layer: MoELayer, router: nn.Module) -> None:
-    """What the options ask of a router module."""
+    """Check a router module against the options."""
     capacity = layer.capacity
     if isinstance(router, Router):
         if router.num_experts != layer.num_experts:

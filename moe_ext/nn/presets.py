@@ -20,7 +20,7 @@ __all__ = ["deepseek_v3", "glam", "gshard", "mixtral", "qwen3", "switch"]
 
 
 def _made(options: dict[str, Any]) -> dict[str, Any]:
-    """Where the parameters of the router go: where those of the layer go."""
+    """Device and dtype of the parameters of the router: those of the layer."""
     return {name: options[name] for name in ("device", "dtype") if name in options}
 
 

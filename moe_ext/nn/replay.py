@@ -1,4 +1,4 @@
-"""Where a layer's choice of experts is recorded or replaced: the sessions that are open now.
+"""Open sessions in which the choice of experts of a layer is recorded or replaced.
 
 Shapes: T tokens, K top-k.
 """

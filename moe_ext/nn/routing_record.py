@@ -33,7 +33,7 @@ _DTYPES = {"int8": torch.int8, "int16": torch.int16, "int32": torch.int32}
 
 
 class RecordKey(NamedTuple):
-    """Where a decision belongs: the forward pass and the layer.
+    """Key of a decision: the forward pass and the layer.
 
     Attributes:
         step: number of the step, or of the rollout.
@@ -125,7 +125,7 @@ def decode(data: bytes) -> dict[RecordKey, RecordEntry]:
 
 
 class RoutingRecord:
-    """Which experts every token went to, by step, micro-batch and layer.
+    """Record of the experts that every token went to, by step, micro-batch and layer.
 
     Recorded are the indices alone. A replay sends the tokens to the recorded experts and computes
     weights, sums of scores and losses anew from the logits of the replaying model at these experts:

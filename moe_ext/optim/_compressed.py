@@ -518,7 +518,7 @@ class CompressedOptimizer(Optimizer, ABC):
             self._load_rows(merged, servers)
 
     def checkpoint_state(self) -> tuple[dict[nn.Parameter, dict[str, Any]], dict[str, int]]:
-        """What all ranks with the same parameters hold alike; see `moe_ext.distributed.checkpoint`.
+        """State that ranks with the same parameters share; see `moe_ext.distributed.checkpoint`.
 
         ``owed`` in the state of a parameter is the mean over ranks of what they owe, by one
         all-reduce; this optimizer goes on owing what it did.

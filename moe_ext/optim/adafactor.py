@@ -177,7 +177,7 @@ class _Moment:
         local_part(self.state[name]).lerp_(mean, self.weight_of_new)
 
     def sum_of_rows(self) -> Tensor:
-        """Of R, over the local rows."""
+        """Sum of R over the local rows."""
         return local_part(self.state["row_var"]).sum(dim=-2, keepdim=True)
 
     def update(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a scheme of sequence parallelism is: a call that the ranks agreed on, and what it sends.
+"""The interface of the schemes: a call that the ranks agreed on, and the traffic that it makes.
 
 Shapes: B batch, H heads, Hkv heads of keys and values, S whole sequence, L positions of this rank,
     D and Dv head dims, P ranks of the group.
@@ -46,7 +46,7 @@ class Workload:
 
     @property
     def route(self) -> Route:
-        """Where the keys of each rank have to go."""
+        """Ranks that the keys of each rank have to go to."""
         return plan_route(self.layout.shards, self.mask, self.layout.seq_len)
 
     def grad_bytes(self, length: int) -> int:
@@ -144,7 +144,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def traffic(self, work: Workload, grid: Grid) -> Traffic:
-        """What each rank sends and holds with these rows, by formulas."""
+        """Bytes that each rank sends and holds with these rows, by formulas."""
 
     @abstractmethod
     def forward(self, q: Tensor, own: Keys, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -187,7 +187,7 @@ def empty_sums(q: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Pass:
-    """What each rank sends in one direction.
+    """Messages of each rank in one direction.
 
     Attributes:
         hosts: see `Workload`.
@@ -221,7 +221,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one scheme sends and holds.
+    """Bytes that one scheme sends and holds.
 
     Attributes:
         forward: of the forward pass.

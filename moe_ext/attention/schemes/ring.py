@@ -101,7 +101,7 @@ class Circuit:
 
 @dataclass(frozen=True)
 class Paths:
-    """Where keys come from, of every source a dict of stage to stage.
+    """Origin of keys: for every source a dict of stage to stage.
 
     Attributes:
         forward: stage 0 is home. Gradients go the same way back.
@@ -167,7 +167,7 @@ class Tour:
 
     @cached_property
     def paths(self) -> Paths:
-        """Of the keys of every place."""
+        """Paths of the keys of every place."""
         return plan_paths(self.circuit, self.call.work.route.needs)
 
     @cached_property

@@ -171,12 +171,12 @@ class _Row:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Of the group, in the order of the row."""
+        """Ranks of the group, in the order of the row."""
         return self.call.grid.rows[self.call.grid.place(self.call.rank)[0]]
 
     @property
     def index(self) -> int:
-        """Of this rank in its row."""
+        """Place of this rank in its row."""
         return self.ranks.index(self.call.rank)
 
     @property

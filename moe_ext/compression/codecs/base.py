@@ -322,7 +322,7 @@ class PayloadCodec(Codec):
         )
 
     def _states(self, memory: CodecMemory, size: int, rank: int) -> States:
-        """What is owed, here and for the shard of the sum; read where it is kept if it can be."""
+        """Residuals of this rank and of its shard of the sum; read where they lie, if possible."""
         if not self.feeds_back:
             return States()
         shard = shard_numel(memory.numel, size, self.align)

@@ -14,7 +14,7 @@ DENSE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 def tensor_problem(
     x: Tensor, name: str, dtypes: tuple[torch.dtype, ...] = DENSE_DTYPES
 ) -> str | None:
-    """Of a tensor that is reduced."""
+    """Problem of a tensor that is reduced, or None."""
     if x.dtype in dtypes and x.layout == torch.strided and x.is_contiguous():
         return None
     *names, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -26,7 +26,7 @@ def tensor_problem(
 
 
 def flat_problem(x: Tensor | None, name: str, numel: int) -> str | None:
-    """Of what is owed for each element, or another tensor beside the one that is reduced."""
+    """Problem of a residual, or of another tensor beside the one that is reduced, or None."""
     if x is None or (x.dtype == torch.float32 and x.numel() == numel and x.is_contiguous()):
         return None
     return (
@@ -41,7 +41,7 @@ def finite_problem(x: Tensor, name: str) -> str | None:
 
 
 def range_problem(indices: Tensor, what: str, numel: int) -> str | None:
-    """Of indices into some elements. NOTE: device-to-host sync."""
+    """Problem of indices into some elements, or None. NOTE: device-to-host sync."""
     if indices.shape[0] == 0:
         return None
     low, high = int(indices.min()), int(indices.max())
@@ -51,5 +51,5 @@ def range_problem(indices: Tensor, what: str, numel: int) -> str | None:
 
 
 def choice_problem(value: object, name: str, allowed: tuple[object, ...]) -> str | None:
-    """Of an option."""
+    """Problem of an option, or None."""
     return None if value in allowed else f"expected {name} to be one of {allowed}, got {value!r}"

@@ -190,7 +190,7 @@ class PairCoding:
 
     @property
     def num_bytes(self) -> int:
-        """Of the payload."""
+        """Bytes of the payload."""
         return self.value_bytes + packed_index_bytes(self.count, self.numel)
 
     def encode(self, values_K: Tensor, indices_K: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ class PairCoding:
         return payload[self.value_bytes : self.num_bytes]
 
     def values(self, payload: Tensor) -> Tensor:
-        """Those of a payload, float32."""
+        """Values of a payload, float32."""
         if self.value_codec in _PLAIN:
             dtype = _PLAIN[self.value_codec]
             return payload[: self.count * dtype.itemsize].view(dtype).to(torch.float32)
@@ -213,7 +213,7 @@ class PairCoding:
         return found
 
     def indices(self, payload: Tensor) -> Tensor:
-        """Those of a payload."""
+        """Indices of a payload."""
         found: Tensor = torch.ops.moe_ext.unpack_indices(
             self._packed(payload), self.count, self.numel
         )

@@ -20,7 +20,7 @@ from moe_ext.distributed.worker import Messages
 
 
 class Reduce(Protocol):
-    """What goes between nodes: any collective of moe_ext.compression that returns a tensor."""
+    """Reduction between nodes: any collective of moe_ext.compression that returns a tensor."""
 
     def __call__(self, x: Tensor, *, group: ProcessGroup, average: bool) -> Tensor:
         """The sum over `group` of x (its mean with `average`), in place or not."""

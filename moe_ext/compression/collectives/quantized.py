@@ -38,7 +38,7 @@ _SECOND_SEED = 0x5851F42D4C957F2D
 
 
 class States(NamedTuple):
-    """What a reduction reads and writes beside its tensor; see `quantized_all_reduce_`."""
+    """Tensors that a reduction reads and writes beside its own; see `quantized_all_reduce_`."""
 
     residual: Tensor | None = None
     server_residual: Tensor | None = None
@@ -66,7 +66,7 @@ def shard_numel(numel: int, world_size: int, block: int = 256) -> int:
 
 
 def quantized_all_reduce_bytes(numel: int, world_size: int, format: str, block: int = 256) -> int:
-    """What leaves a rank in one `quantized_all_reduce_`: two rounds of a payload for each other."""
+    """Bytes that leave a rank in one `quantized_all_reduce_`: a payload for each other, twice."""
     shard = shard_numel(numel, world_size, block)
     return 2 * (world_size - 1) * QuantizedCoding(format, block).payload_bytes(shard)
 
@@ -87,7 +87,7 @@ def _option_problem(format: str, block: int, rng_state: Tensor | None) -> str | 
 
 
 def _state_problem(old: Tensor | None, new: Tensor | None, name: str, numel: int) -> str | None:
-    """Of a residual, and the one that it is made from."""
+    """Problem of a residual and of the one that it is made from, or None."""
     problem = flat_problem(new, name, numel)
     if problem is not None or old is None:
         return problem
@@ -273,7 +273,7 @@ def quantized_all_gather(
     validate: bool = True,
     async_op: bool = False,
 ) -> Tensor | Pending[Tensor]:
-    """What all ranks hold, of which only codes travel (ZeRO++ qwZ).
+    """Gather what all ranks hold; only codes travel (ZeRO++ qwZ).
 
     Args:
         output (Tensor): float32, bfloat16 or float16, contiguous, N elements; filled. Every rank's
@@ -476,13 +476,13 @@ def _start(
 
 @dataclass
 class _Owed:
-    """What a coding adds to a tensor, and overwrites with what it leaves out."""
+    """Residual: a coding adds it to a tensor, and overwrites it with what it leaves out."""
 
     new: Tensor | None
     old: Tensor | None
 
     def at(self, messages: Messages, start: int, length: int, *, restores: bool) -> list[Any]:
-        """Those of some elements; kept where an error must leave them, and no other is read."""
+        """Tensors of some elements; kept if an error must restore them, and no other is read."""
         found = [None if x is None else x[start : start + length] for x in (self.new, self.old)]
         if restores and found[0] is not None and found[1] is None:
             messages.keep(found[0])
@@ -553,7 +553,7 @@ class _Shards:
             self.messages.all_to_all(message, torch.cat(payloads))
 
     def payload(self, row: Tensor, rank: int, room: int, length: int) -> Tensor:
-        """That of a rank, in what came for a piece."""
+        """Payload of a rank, in what came for a piece."""
         start = rank * self.coding.payload_bytes(room)
         return row[start : start + self.coding.payload_bytes(length)]
 

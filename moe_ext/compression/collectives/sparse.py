@@ -52,12 +52,12 @@ class SparseLayout:
 
     @property
     def pairs(self) -> PairCoding:
-        """Of what a rank gives, in one payload."""
+        """Coding of the pairs of a rank, in one payload."""
         return self._pairs(self.count)
 
     @property
     def slots(self) -> PairCoding:
-        """Of what it has room for to one region: a quarter more than the even share of it.
+        """Coding of the pairs for one region: room for a quarter more than its even share.
 
         What does not fit waits for the next step.
         """
@@ -65,11 +65,11 @@ class SparseLayout:
 
     @property
     def kept(self) -> PairCoding:
-        """Of what the owner of a region keeps of it."""
+        """Coding of the sums that the owner of a region keeps."""
         return self._pairs(-(-self.count // self.world_size))
 
     def sent_bytes(self, algorithm: str) -> int:
-        """What leaves a rank."""
+        """Bytes that leave a rank."""
         others = self.world_size - 1
         if algorithm == "dense":
             return 2 * others * 4 * self.numel // self.world_size
@@ -78,7 +78,7 @@ class SparseLayout:
         return others * (self.slots.num_bytes + self.kept.num_bytes + 2 * _LOAD_BYTES)
 
     def choose(self, algorithm: str, *, may_split: bool) -> str:
-        """What is done for `algorithm`: "auto" sends least, and splits by a clear margin only."""
+        """The algorithm to use: "auto" sends least, and splits by a clear margin only."""
         can_split = self.world_size > 1 and self.numel >= _MIN_REGION * self.world_size
         if algorithm == "split" and (not can_split or self.count == 0):
             return "all_gather"
@@ -121,7 +121,7 @@ class SplitRegions:
         return len(self.bounds) - 1
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step needs to know of the last ones, in plain numbers."""
+        """State that the next step continues from, in plain numbers."""
         return {"bounds": list(self.bounds), "step": self.step, "loads": list(self.loads)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -273,7 +273,7 @@ def sparse_all_reduce(
 
 
 def _problem(values: Tensor, indices: Tensor, numel: int) -> str | None:
-    """What is wrong with the pairs, by shape and dtype."""
+    """Problem of the shapes and dtypes of the pairs, or None."""
     if values.dtype != torch.float32 or values.dim() != 1:
         return (
             f"expected values to be a vector of float32, got {values.dtype} of shape "
@@ -290,7 +290,7 @@ def _problem(values: Tensor, indices: Tensor, numel: int) -> str | None:
 
 
 def _content_problem(values: Tensor, indices: Tensor, numel: int) -> str | None:
-    """What is wrong with the numbers. NOTE: device-to-host sync."""
+    """Problem of the values of the pairs, or None. NOTE: device-to-host sync."""
     problem = finite_problem(values, "values") or range_problem(indices, "indices to be", numel)
     if problem is not None:
         return problem
@@ -312,7 +312,7 @@ def _option_problem(
     numel: int,
     size: int,
 ) -> str | None:
-    """What is wrong with the options."""
+    """Problem of the options, or None."""
     problem = choice_problem(algorithm, "algorithm", ALGORITHMS)
     problem = problem or choice_problem(value_codec, "value_codec", PAIR_CODECS)
     if problem is not None:
@@ -440,7 +440,7 @@ def _fill_slots(
     region = torch.searchsorted(bounds[1:-1].contiguous(), indices_K, right=True)
 
     def counted(mask: Tensor) -> tuple[Tensor, Tensor]:
-        """How many of the mask there are up to each pair, and before each region."""
+        """Number of set elements of the mask up to each pair, and before each region."""
         upto = mask.cumsum(0)
         return upto, torch.nn.functional.pad(upto, (1, 0))[starts]
 

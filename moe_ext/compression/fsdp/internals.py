@@ -44,7 +44,7 @@ def _param_groups(module: FSDPModule) -> list[Any]:
 
 
 def managed_parameters(module: FSDPModule) -> list[ManagedParameter]:
-    """Those of one FSDP module, in the order of its messages."""
+    """Parameters of one FSDP module, in the order of its messages."""
     groups = _param_groups(module)
     if len(groups) > 1:
         raise ValueError(

@@ -41,7 +41,7 @@ _CODED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Message:
-    """What the messages of one FSDP module have in common."""
+    """Base of the messages of one FSDP module."""
 
     def __init__(
         self,
@@ -96,14 +96,14 @@ def _codec_of(op: str, format: str | PayloadCodec, known: Sequence[str]) -> str 
 
 
 def _coding_of(codec: str | PayloadCodec, block: int) -> Coding | None:
-    """What codes a message; None where none of the quantisers does."""
+    """Quantiser of a message; None if none of them codes it."""
     if isinstance(codec, PayloadCodec):
         return codec.coding()
     return QuantizedCoding(codec, block) if codec in QUANTIZED else None
 
 
 class GradientMessage(_Message):
-    """What the messages of gradients have in common: the ledger, and what one goes through."""
+    """Base of the messages of gradients: the ledger, and the steps that a message takes."""
 
     def __init__(
         self,

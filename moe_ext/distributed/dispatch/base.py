@@ -529,7 +529,7 @@ class WrappedDispatcher(TokenDispatcher):
         self.inner = inner
 
     def dispatch(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor, DispatchMetadata]:
-        """That of the object."""
+        """Dispatch of the wrapped object."""
         result: tuple[Tensor, Tensor, DispatchMetadata] = self.inner.dispatch(*args, **options)
         return result
 
@@ -540,7 +540,7 @@ class WrappedDispatcher(TokenDispatcher):
         *,
         meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
-        """That of the object, and then `meanwhile`."""
+        """Combine of the wrapped object, and then `meanwhile`."""
         y_TD: Tensor = self.inner.combine(rows, metadata)
         if meanwhile is not None:
             meanwhile()

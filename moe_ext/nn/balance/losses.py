@@ -62,7 +62,7 @@ class Balance:
 
 
 def balance_terms(routed: RouterOutput, top_k: int) -> BalanceTerms:
-    """What the balance loss counts of a router's output."""
+    """Terms of the balance loss in a router's output."""
     if routed.balance is not None:
         return routed.balance
     return BalanceTerms(routed.gate.score_sum, routed.gate.num_tokens_per_expert, top_k)

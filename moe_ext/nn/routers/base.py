@@ -47,7 +47,7 @@ class BalanceTerms(NamedTuple):
 
 
 class DrawnNoise(NamedTuple):
-    """What `ops.noisy_topk_gate` draws its noise from, kept to draw the same again.
+    """Sources of the noise of `ops.noisy_topk_gate`, kept to draw the same again.
 
     Attributes:
         noise_logits: `[T, E]`, in the graph.
@@ -63,7 +63,7 @@ class DrawnNoise(NamedTuple):
 
 
 class RouterOutput(NamedTuple):
-    """What a router hands to a layer.
+    """Result of a router, for a layer.
 
     Attributes:
         logits: `[T, E]`, float32 (float64 for float64 inputs).
