@@ -86,7 +86,7 @@ class Capacity:
         self, num_tokens: int, top_k: int, num_experts: int, *, training: bool = True
     ) -> int:
         """Rows that an expert takes from each group of tokens."""
-        numerator, denominator = self._ratios[training]
+        numerator, denominator = self._ratios[int(training)]
         group_tokens = -(-num_tokens // self.groups)
         rows = -(-group_tokens * top_k * numerator // (denominator * num_experts))
         return torch.sym_max(rows, self.minimum)
