@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hook_models import Ledger, Net, batch, local_gradients, loss_of, wrapped
+from outside_codecs import Short
 from rank_checks import Checks
 
 from moe_ext.compression import (
@@ -19,26 +20,6 @@ from moe_ext.compression import (
     register_codec,
 )
 from moe_ext.distributed import count_traffic
-
-
-@dataclass(frozen=True)
-class Short(PayloadCodec):
-    """Sends bfloat16 numbers."""
-
-    name: ClassVar[str] = "short"
-
-    def payload_bytes(self, numel):
-        return 2 * numel
-
-    def encode(self, x_N, residual_N=None, *, rng_state=None):
-        whole_N = x_N.float() if residual_N is None else x_N + residual_N
-        sent_N = whole_N.bfloat16()
-        if residual_N is not None:
-            torch.sub(whole_N, sent_N, out=residual_N)
-        return sent_N.view(torch.uint8)
-
-    def decode_add_(self, out_N, payload):
-        out_N += payload.view(torch.bfloat16)
 
 
 @dataclass(frozen=True)
