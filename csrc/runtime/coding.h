@@ -18,7 +18,7 @@ inline int64_t aligned(int64_t num_bytes) {
   return (num_bytes + 15) / 16 * 16;
 }
 
-// What a coding adds to its elements first, and leaves what is lost in; both of their length.
+// Residual of a coding: added to its elements first, and then holds what is lost; both of their length.
 struct Owed {
   MaybeTensor residual;    // written, and read where the next one is not given
   MaybeTensor residual_in; // only read

@@ -7,7 +7,7 @@
 namespace moe_ext::runtime {
 namespace {
 
-// Of messages that moe_ext/distributed/worker.py sends too, apart from the caller's; the number of the message is
+// Tags of messages that moe_ext/distributed/worker.py sends too, apart from the caller's; the number of the message is
 // added.
 constexpr int kTag = 0x6d780000;
 
@@ -62,7 +62,7 @@ class Pool {
     return at::empty({num_bytes}, like.options().dtype(at::kByte));
   }
 
-  // Those unused for the longest time go.
+  // Rows unused for the longest time go.
   void give_back(const Tensors& rows) {
     const std::lock_guard lock(mutex_);
     for (const auto& row : rows) {

@@ -15,7 +15,7 @@ using Tensors = std::vector<at::Tensor>;
 // A message underway. Destroying one gives it up: the backend keeps its tensors until it has let go of them.
 class Message {
  public:
-  // What came from all ranks, in rank order: a row of bytes. Blocks until it is there and what was sent has left.
+  // Returns the bytes that came from all ranks, in rank order. Blocks until it is there and what was sent has left.
   const at::Tensor& wait();
 
  private:
@@ -27,7 +27,8 @@ class Message {
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
-// What one collective sends, borrows and changes. All ranks of the group ask for the same messages in the same order.
+// Messages, borrowed memory and changed tensors of one collective. All ranks of the group ask for the same messages in
+// the same order.
 class Messages {
  public:
   // Told the kind and the bytes of each message, as they leave a rank.

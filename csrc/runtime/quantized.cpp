@@ -191,7 +191,7 @@ Tensors quantized_all_reduce(
   }
   const int64_t count = shards.length(messages.rank(), {0, shard});
   if (server_residual_in && count < shard) {
-    // What lies behind the end is what it was.
+    // Elements behind the end stay as they were.
     server_residual->narrow(0, count, shard - count).copy_(server_residual_in->narrow(0, count, shard - count));
   }
   if (restores) {

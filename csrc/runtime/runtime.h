@@ -1,4 +1,4 @@
-// What each file of the module adds to it.
+// Bindings that each file adds to the module.
 #pragma once
 
 #include <pybind11/pybind11.h>

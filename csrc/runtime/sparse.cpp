@@ -34,7 +34,7 @@ Slots fill_slots(const Tensor& values_K, const Tensor& indices_K, const Tensor& 
   const Tensor zero = at::zeros({1}, indices_K.options());
   const Tensor starts = at::searchsorted(indices_K, bounds);
   const Tensor region = at::searchsorted(bounds.narrow(0, 1, size - 1), indices_K, false, true);
-  // How many of a mask there are up to each pair, and before each region.
+  // Numbers of set elements of a mask up to each pair, and before each region.
   const auto counted = [&](const Tensor& mask) {
     const Tensor upto = mask.cumsum(0);
     return std::pair(upto, at::cat({zero, upto}).index_select(0, starts));

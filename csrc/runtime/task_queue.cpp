@@ -54,7 +54,7 @@ void TaskQueue::serve() {
       tasks_.pop_front();
     }
     task();
-    // What it holds may need the interpreter to go.
+    // The task may hold objects that need the interpreter to go.
     task = nullptr;
     {
       const std::lock_guard lock(tally().mutex);

@@ -170,3 +170,22 @@ def assert_nearly_all_close(found, want):
     """All but the few elements whose sign depends on the order of a sum."""
     close = torch.isclose(found, want, rtol=1e-4, atol=1e-8)
     assert close.float().mean() > 0.995, (~close).nonzero()[:8]
+
+
+def assert_nothing_is_lost(model, compression, *, num_steps):
+    """Assert that applied plus owed gradients are the sum of all, and that something is owed."""
+    applied = {}
+    for step in range(num_steps):
+        backward(model, step)
+        for name, grad in gradients(model).items():
+            applied[name] = applied.get(name, 0) + grad.double()
+    owed = {}
+    for tensors in compression.state_dict()["residuals"].values():
+        owed.update(whole(tensors.items()))
+    want, largest = mean_of_gradients(range(num_steps))
+    assert {name for name in want if is_compressed(name)} == set(owed)
+    for name, total in want.items():
+        found = applied[name] + owed.get(name, 0)
+        assert (found - total).abs().max() <= 1e-6 * (1 + max(largest[name])), name
+        if name in owed:
+            assert (applied[name] - total).abs().max() > 1e-5 * max(largest[name]), name

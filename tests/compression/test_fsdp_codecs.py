@@ -6,14 +6,10 @@ from typing import ClassVar
 import pytest
 import torch
 from fsdp_checks import (
-    backward,
-    gradients,
-    is_compressed,
-    mean_of_gradients,
+    assert_nothing_is_lost,
     mesh,
     node_mesh,
     train,
-    whole,
     wrapped,
 )
 from outside_codecs import Short
@@ -55,21 +51,7 @@ def compressed(kind, codec):
 @four(("scattered", "brief"), ("scattered", Brief()), ("nodes", "brief"))
 def nothing_is_lost(kind, codec):
     model, compression = compressed(kind, codec)
-    applied = {}
-    for step in range(3):
-        backward(model, step)
-        for name, grad in gradients(model).items():
-            applied[name] = applied.get(name, 0) + grad.double()
-    owed = {}
-    for tensors in compression.state_dict()["residuals"].values():
-        owed.update(whole(tensors.items()))
-    want, largest = mean_of_gradients(range(3))
-    assert {name for name in want if is_compressed(name)} == set(owed)
-    for name, total in want.items():
-        found = applied[name] + owed.get(name, 0)
-        assert (found - total).abs().max() <= 1e-6 * (1 + max(largest[name])), name
-        if name in owed:
-            assert (applied[name] - total).abs().max() > 1e-5 * max(largest[name]), name
+    assert_nothing_is_lost(model, compression, num_steps=3)
 
 
 @four()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from fsdp_checks import (
     Model,
+    assert_nothing_is_lost,
     assert_same,
     backward,
     batch,
@@ -130,21 +131,7 @@ def premultiplied_sums_are_understood():
 @two(("int4",), ("sign",), ("int8",))
 def error_feedback_loses_nothing(format):
     model, compression = quantized_gradients(gradient_format=format, error_feedback=True)
-    applied = {}
-    for step in range(4):
-        backward(model, step)
-        for name, grad in gradients(model).items():
-            applied[name] = applied.get(name, 0) + grad.double()
-    owed = {}
-    for tensors in compression.state_dict()["residuals"].values():
-        owed.update(whole(tensors.items()))
-    want, largest = mean_of_gradients(range(4))
-    assert {name for name in want if is_compressed(name)} == set(owed)
-    for name, total in want.items():
-        found = applied[name] + owed.get(name, 0)
-        assert (found - total).abs().max() <= 1e-6 * (1 + max(largest[name])), name
-        if name in owed:
-            assert (applied[name] - total).abs().max() > 1e-5 * max(largest[name]), name
+    assert_nothing_is_lost(model, compression, num_steps=4)
 
 
 @two()

@@ -43,7 +43,7 @@ class AllGather(Scheme):
                     backward.add(sender, receiver, keys + grads[receiver], hop=False)
         if len(ranks) > 1 and longest:
             forward.rounds, backward.rounds = 1, 2
-        # Of the gradients, those of all keys, and every rank's of its own.
+        # Gradients of all keys here, and of this rank's keys from every rank.
         return Traffic(forward, backward, len(ranks) * (keys + 2 * max(grads)))
 
     def forward(self, q: Tensor, own: Keys, call: Call) -> tuple[Tensor, Tensor, None]:

@@ -223,7 +223,7 @@ class _KeysUnderway:
             self.first = tour.source(self.root)
         self.exchange = Exchange(tour.call.group, name)
         largest = tour.call.work.form.num_bytes(max(tour.call.work.layout.sizes))
-        # Of this ring, and of the others.
+        # For hops inside a ring, and for those that cross to another one.
         self.buffers = (Buffers(largest, device), Buffers(largest, device))
         # The keys that are here as the pass begins, those of `first`.
         self.start = own.packed() if own is not None and self.paths[tour.place] else kept
