@@ -171,6 +171,8 @@ class Block:
     def library(self, options: BlockOptions) -> Library | None:
         """The library that blocks of these tensors and masks may go to, if any."""
         ours = options.precision == "exact" or options.softcap != 0 or options.dropout_p > 0
+        # NOTE: torch's CPU kernel takes the maximum before it scales: it overflows below 0.
+        ours = ours or options.scale <= 0
         if ours or self.key_mask is not None or self.alibi_slopes is not None:
             return None
         return library_for(self.q, self.k, self.v)

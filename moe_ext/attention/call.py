@@ -173,8 +173,8 @@ def _facts(inputs: Inputs, options: Options, mask: Mask, seed: int | None) -> di
         "dropout_p": options.dropout_p,
         "giving seed": int(seed is not None),
         "giving key_mask": int(key_mask is not None),
-        "giving alibi_slopes": int(alibi_slopes is not None),
-        "giving sinks": int(sinks is not None),
+        "alibi_slopes": alibi_slopes if alibi_slopes is None else tuple(alibi_slopes.tolist()),
+        "sinks": sinks if sinks is None else tuple(sinks.tolist()),
         "giving bfloat16 for kv_grad_dtype": int(options.kv_grad_dtype == torch.bfloat16),
         "requiring a gradient": wants_grad(q, k, v, sinks),
     }

@@ -33,14 +33,6 @@ def _refuse(argument: str, rule: str, value: object) -> None:
     )
 
 
-def _autocast(x: Tensor) -> Tensor:
-    """As torch casts what its attention reads, which an operator of our own does not get."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(kind))
-    return x
-
-
 def _attend(
     ring: Callable[..., Any],
     query: Tensor,
@@ -68,7 +60,7 @@ def _attend(
     if query.dim() == 4 and not enable_gqa and key.shape[1] != query.shape[1]:
         rule = f"of {query.shape[1]} heads without enable_gqa"
         _refuse("key", rule, f"{key.shape[1]} heads")
-    tensors = [_autocast(x if x.dim() == 4 else x.unsqueeze(1)) for x in (query, key, value)]
+    tensors = [x if x.dim() == 4 else x.unsqueeze(1) for x in (query, key, value)]
     out: Tensor = ring(*tensors, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
     return out if query.dim() == 4 else out.squeeze(1)
 
@@ -109,6 +101,8 @@ def _multi_head(ring: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     )
 
 
+_aten = torch.ops.aten.scaled_dot_product_attention
+_FUNCTIONS = (F.scaled_dot_product_attention, _aten, _aten.default)
 # Within these a checkpoint computes its forward pass again, where the mode has to hold.
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
@@ -129,7 +123,7 @@ class _RingMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
+        if func in _FUNCTIONS:
             self._check_recompute()
             return _attend(self._ring, *args, **kwargs)
         if func is F.multi_head_attention_forward:

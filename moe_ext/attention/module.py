@@ -6,6 +6,9 @@ Shapes: B batch, H heads, Hkv heads of keys and values, L positions of this rank
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -99,7 +102,7 @@ class RingAttention(nn.Module):
         k: Tensor,
         v: Tensor,
         *,
-        cu_seqlens: Tensor | tuple[int, ...] | None = None,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
         key_mask: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
@@ -124,7 +127,7 @@ class RingAttention(nn.Module):
             ValueError: see `ring_attention`.
             RankFailureError: a rank died or did not answer; the message names it.
         """
-        out = ring_attention(
+        return ring_attention(
             q,
             k,
             v,
@@ -144,5 +147,6 @@ class RingAttention(nn.Module):
             precision=self.precision,
             kv_grad_dtype=self.kv_grad_dtype,
         )
-        assert isinstance(out, Tensor)
-        return out
+
+    if TYPE_CHECKING:
+        __call__ = forward

@@ -7,6 +7,7 @@ Shapes: B batch, H heads, Hkv heads of keys and values, S whole sequence, L posi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -17,6 +18,52 @@ from moe_ext.attention.auto import SchemeChoice, choose
 from moe_ext.attention.autograd import attend, attend_in_graph
 from moe_ext.attention.call import OPERATION, Inputs, Options, agree_on_call
 from moe_ext.attention.layouts import Layout
+
+if TYPE_CHECKING:
+    from typing_extensions import Required, Unpack
+
+
+class _Keywords(TypedDict, total=False):
+    """The keywords of `ring_attention` that its result's type does not follow from."""
+
+    group: Required[ProcessGroup | DeviceMesh | None]
+    is_causal: bool
+    scale: float | None
+    layout: str | Layout
+    window: tuple[int, int] | None
+    cu_seqlens: Tensor | Sequence[int] | None
+    key_mask: Tensor | None
+    alibi_slopes: Tensor | None
+    softcap: float | None
+    sinks: Tensor | None
+    dropout_p: float
+    seed: int | None
+    scheme: str
+    precision: str
+    kv_grad_dtype: torch.dtype | None
+
+
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **keywords: Unpack[_Keywords],
+) -> Tensor: ...
+
+
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **keywords: Unpack[_Keywords]
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **keywords: Unpack[_Keywords]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def ring_attention(
@@ -46,6 +93,8 @@ def ring_attention(
     softmax(mask(softcap(scale * q k^T) - slope |i - j|)) v over the whole sequence, by the global
     positions i and j of queries and keys. A query without any key gives zeros, lse -inf and zero
     gradients. Every rank has to run the backward pass too: it is one ring more.
+
+    Under `torch.autocast`, q, k and v are cast as those of torch's own attention are.
 
     NOTE: device-to-host sync, since the ranks agree on shapes in a message of fixed size first.
 
@@ -109,10 +158,22 @@ def ring_attention(
         precision=precision,
         kv_grad_dtype=kv_grad_dtype,
     )
+    q, k, v = (_as_autocast(x) for x in (q, k, v))
     inputs = Inputs(q, k, v, key_mask, alibi_slopes, sinks, cu_seqlens)
     run = attend_in_graph if torch.compiler.is_compiling() else attend
     out, lse = run(inputs, options, seed)
     return (out, lse) if return_lse else out
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """As torch casts what its attention reads, which an operator of our own does not get."""
+    # What is no tensor of numbers is for the checks, which all ranks hear of.
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    kind = x.device.type
+    # torch raises on the meta device, which has no autocast.
+    on = kind != "meta" and torch.is_autocast_enabled(kind)
+    return x.to(torch.get_autocast_dtype(kind)) if on else x
 
 
 def explain_scheme(
@@ -145,5 +206,6 @@ def explain_scheme(
         scheme="auto",
         kv_grad_dtype=kv_grad_dtype,
     )
+    q, k, v = (_as_autocast(x) for x in (q, k, v))
     call = agree_on_call(Inputs(q, k, v, key_mask, cu_seqlens=cu_seqlens), options)
     return choose(call.work, options.mesh)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -584,6 +584,9 @@ class RingSelfAttention(nn.Module):
         )
         projected: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))
         return projected
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _positions(
         self,

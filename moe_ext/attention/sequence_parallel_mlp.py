@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -269,13 +269,18 @@ class SequenceParallelMLP(nn.Module):
             `[..., L, D]`.
 
         Raises:
-            ValueError: an argument that is wrong by itself, before any communication; at the first
-                call with new shapes also what differs between ranks, on every rank.
+            ValueError: an argument that is wrong by itself, at the first call on every rank, later
+                on this one alone, before any communication; at the first call with new shapes
+                also what differs between ranks, on every rank.
             RankFailureError: a rank died or did not answer; the message names it.
         """
-        self._check_input(x)
-        fits = seed is None or -(1 << 63) <= seed < 1 << 63
-        _require(fits, "seed", "a 64-bit integer", seed)
+        try:
+            self._check_input(x, seed)
+        except ValueError as error:
+            # Ranks that have agreed before are past the message that would tell them.
+            if not self._agreed:
+                agree(_NAME, {}, error, self.tp_group, self.down_proj.weight.device)
+            raise
         given = self.layout if layout is None else layout
         whole = seq_len
         if whole is None:
@@ -303,7 +308,11 @@ class SequenceParallelMLP(nn.Module):
             y_nD = self._dropped(y_nD, batch, made, seed)
         return y_nD.view(x.shape)
 
-    def _check_input(self, x: Tensor) -> None:
+    if TYPE_CHECKING:
+        __call__ = forward
+
+    def _check_input(self, x: Tensor, seed: int | None) -> None:
+        _require(isinstance(x, Tensor), "x", "a tensor", type(x).__name__)
         fits = x.dim() >= 2 and x.shape[-1] == self.model_dim
         _require(fits, "x", f"of shape [..., L, {self.model_dim}]", list(x.shape))
         weight = self.down_proj.weight
@@ -311,6 +320,8 @@ class SequenceParallelMLP(nn.Module):
         _require(x.dtype in DTYPES, "x", f"one of {DTYPES}", x.dtype)
         if autocast_dtype(x.device) is None:
             _require(x.dtype == weight.dtype, "x", f"{weight.dtype} like the weights", x.dtype)
+        fits = seed is None or -(1 << 63) <= seed < 1 << 63
+        _require(fits, "seed", "a 64-bit integer", seed)
 
     def _agreed_layout(self, x: Tensor, given: str | Layout, seq_len: int) -> Layout:
         """The layout of a call, once the ranks are known to agree on it."""

@@ -209,6 +209,8 @@ def test_every_way_to_call_it():
         F.scaled_dot_product_attention,
         bound_early,
         torch._C._nn.scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention.default,
         lambda q, k, v, dropout_p: bound_early(query=q, key=k, value=v, dropout_p=dropout_p),
     )
     for call in ways:

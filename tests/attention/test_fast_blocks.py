@@ -117,6 +117,17 @@ def test_dropout_is_ours():
     assert torch.equal(found[0], results(inputs, "causal", **kwargs)[0][0])
 
 
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_scales_that_torch_gets_wrong_are_ours(scale):
+    inputs = halves()
+    # Far from 0, so that exp(scale * maximum - scale * minimum) overflows.
+    inputs[0] *= 100
+    found, calls = results(inputs, "causal", scale=scale, precision="fast")
+    assert not calls.forward and not calls.backward
+    expected, _ = results(inputs, "causal", scale=scale)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_exact_calls_no_library():
     _, calls = results(halves(), "causal")
     assert not calls.forward and not calls.backward

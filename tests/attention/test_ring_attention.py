@@ -1,8 +1,13 @@
+import inspect
+import sys
+import typing
+
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import expect_equal, make_inputs, sharded, whole
 
-from moe_ext.attention import ring_attention
+from moe_ext.attention import RingAttention, ring_attention
 
 OFFSETS = (0, 5, 5, 14, 30, 37)
 KEY_MASK = torch.arange(37).repeat(2, 1) % 5 != torch.tensor([[1], [3]])
@@ -153,3 +158,33 @@ def test_tensors_refused(change, message):
 def test_a_group_that_is_none_of_ours_is_refused():
     with pytest.raises(TypeError, match="to be None or a ProcessGroup"):
         ring_attention(*make_inputs()[:3], group=-100)
+
+
+def test_autocast_holds_as_for_torch():
+    q, k, v = (x.float().requires_grad_() for x in make_inputs(kv_heads=4)[:3])
+    module = RingAttention(None, is_causal=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        # Layers leave a mixture: norms in float32 beside projections in bfloat16.
+        expected = F.scaled_dot_product_attention(q, k, v.bfloat16(), is_causal=True)
+        out = ring_attention(q, k, v.bfloat16(), group=None, is_causal=True)
+        assert torch.equal(module(q, k, v.bfloat16()), out)
+        doubles = ring_attention(*(x.double() for x in (q, k, v)), group=None)
+        with pytest.raises(ValueError, match="q to be float32, .* got torch.int64"):
+            ring_attention(q.long(), k, v, group=None)
+    assert out.dtype == expected.dtype == torch.bfloat16 and doubles.dtype == torch.float64
+    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+    assert all(x.dtype == torch.float32 for x in torch.autograd.grad(out.float().sum(), (q, k, v)))
+    outside = ring_attention(*(x.bfloat16() for x in (q, k, v)), group=None, is_causal=True)
+    assert torch.equal(out, outside)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="typing.get_overloads")
+def test_types_of_the_result_have_every_keyword():
+    defined = inspect.signature(ring_attention).parameters
+    keywords = {n: p.annotation for n, p in defined.items() if p.kind is p.KEYWORD_ONLY}
+    assert keywords.pop("return_lse") == "bool"
+    told = sys.modules[ring_attention.__module__]._Keywords.__annotations__
+    told = {name: kind.__forward_arg__ for name, kind in told.items()}
+    assert told == {**keywords, "group": f"Required[{keywords['group']}]"}
+    results = [o.__annotations__["return"] for o in typing.get_overloads(ring_attention)]
+    assert results == ["Tensor", "tuple[Tensor, Tensor]", "Tensor | tuple[Tensor, Tensor]"]

@@ -280,7 +280,24 @@ def what_differs_between_ranks_is_refused_on_all():
     refused("giving seed to be equal", q, k, v, dropout_p=0.1, seed=1 if odd else None)
     refused("seed to be equal .* 0 on rank 0, 1 on rank 1", q, k, v, dropout_p=0.1, seed=int(odd))
     slopes = torch.ones(4) if odd else None
-    refused("giving alibi_slopes to be equal", q, k, v, alibi_slopes=slopes)
+    refused("alibi_slopes to be equal .* None on rank 0, .1.0, 1.0", q, k, v, alibi_slopes=slopes)
+    for name in ("alibi_slopes", "sinks"):
+        match = rf"{name} to be equal .* \(1.0, 1.0, 1.0, 1.0\) on rank 0, \(1.0, 1.0, 1.0, 2.0\)"
+        refused(match, q, k, v, **{name: torch.tensor([1.0, 1.0, 1.0, 1.0 + odd])})
+    offsets = list(range(38))
+    offsets[30] += odd
+    match = (
+        r"cu_seqlens to be equal .* \.\.\. 29, 30, 31, .* \(item 30\) on rank 0, "
+        r"\.\.\. 29, 31, 31, .* \(item 30\) on rank 1"
+    )
+    refused(match, q, k, v, cu_seqlens=offsets)
+    refused(
+        "cu_seqlens .* .item 1. on rank 0, .0, 37. .item 1. on",
+        q,
+        k,
+        v,
+        cu_seqlens=[0, 37] if odd else offsets,
+    )
     shorter = [x[:, :, odd:] for x in (q, k, v)]
     refused(r"shards of a zigzag layout of 36 positions to be \[.*\] long, got \[", *shorter)
     needs = [x.clone().requires_grad_(odd) for x in (q, k, v)]

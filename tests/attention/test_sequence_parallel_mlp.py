@@ -424,6 +424,10 @@ def what_differs_between_ranks_is_refused_on_all():
     match = "layout to be equal .* contiguous on rank 0, zigzag on rank 1"
     refused(match, module, x, layout=layout)
     refused("gradients wanted", module, x.clone().requires_grad_(odd))
+    # By itself, at the first call: later the others are past the message that would tell them.
+    match = r"x to be of shape \[..., L, 6\], got .* on rank 1$"
+    refused(match, make(group()), x[..., odd:])
+    refused("x to be a tensor, got NoneType on rank 1$", make(group()), None if odd else x)
     refused("model_dim|ffn_dim", make_of(FFN * (1 + odd)), x)
     match = "activation to be equal .* gelu on rank 0, relu on rank 1"
     refused(match, make(group(), activation="relu" if odd else "gelu"), x)
