@@ -56,30 +56,36 @@ def compress_hook(
 
 
 def _take(state: CompressionState, bucket: Any) -> _Future:
-    step, problem = state.open_step, None
-    if step is None or bucket.index() == 0:
+    step, problem, parameters = state.open_step, None, bucket.parameters()
+    # The first pass of a static graph hands over all of its buckets at its end, each as number 0.
+    is_static = (
+        step is not None and bucket.index() == 0 and step.taken.isdisjoint(map(id, parameters))
+    )
+    if step is None or (bucket.index() == 0 and not is_static):
         if step is not None:
             # An error has ended that pass early.
             step.abandon()
-        error = None if state.is_hooked else _adopt_group(state)
+        error = None if state.is_hooked else _adopt(state)
         step = state.open_step = state.begin_step("compress_hook")
         step.error = error
-    if bucket.index() != len(step.running):
+    if bucket.index() != len(step.running) and not is_static:
         problem = "expected the state to serve one DistributedDataParallel, got buckets of two"
     flat_N = bucket.buffer()
     future: _Future = torch.futures.Future(devices=[flat_N.device] if flat_N.is_cuda else None)
-    step.add(bucket.parameters(), flat_N, state.group, problem).future = future
-    if bucket.is_last():
+    step.add(parameters, flat_N, state.group, problem).future = future
+    if bucket.is_last() or len(step.taken) == state.num_hooked:
         _finish(state, step)
     return future
 
 
-def _adopt_group(state: CompressionState) -> ValueError | None:
-    """Reduce over the ranks of DDP, of which a bucket tells nothing."""
-    group = _group_of_ddp(state)
+def _adopt(state: CompressionState) -> ValueError | None:
+    """Take the ranks of DDP, and how many parameters it reduces; a bucket tells neither."""
+    parallel = _find_ddp(state)
+    if parallel is not None:
+        state.num_hooked = sum(p.requires_grad for p in parallel._module_parameters)
     try:
-        if group is not None:
-            state.adopt_group(group)
+        if parallel is not None:
+            state.adopt_group(parallel.process_group)
     except ValueError as error:
         # Without a message: all ranks of DDP find the same, and others wait for none.
         return error
@@ -87,18 +93,18 @@ def _adopt_group(state: CompressionState) -> ValueError | None:
     return None
 
 
-def _group_of_ddp(state: CompressionState) -> Any:
-    """The process group of the DistributedDataParallel that a state is registered with, if found.
+def _find_ddp(state: CompressionState) -> Any:
+    """The DistributedDataParallel that a state is registered with, if found.
 
     Looked for among all objects, once. DDP lists its hooks in `_comm_hooks`, but tells them nothing
     of itself: a bucket has gradients and parameters only, and the reducer in C++, which calls the
-    hook, has no attribute that leads to the process group.
+    hook, has no attribute that leads to it.
     """
     for one in gc.get_objects():
         if issubclass(type(one), DistributedDataParallel):
             hooks = getattr(one, "_comm_hooks", ())
             if any(known is state for _, known in hooks):
-                return one.process_group
+                return one
     return None
 
 

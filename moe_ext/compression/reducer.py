@@ -160,6 +160,7 @@ class Reducer:
 
     Attributes:
         running: the buckets that were added.
+        taken: ids of their parameters.
         error: raised by `finish`.
         whole_norm: norm of all gradients of this rank, where the caller has them at once.
     """
@@ -179,6 +180,7 @@ class Reducer:
         self._progress, self._group = progress, group
         self.operation, self._continues = operation, continues
         self.running: list[BucketInStep] = []
+        self.taken: set[int] = set()
         self.error: Exception | None = None
         self.whole_norm: float | None = None
         # Parameters that other ranks of the state do not hold, to the ranks that do.
@@ -202,6 +204,7 @@ class Reducer:
         """Begin to reduce a bucket; an error, or a problem of this rank, waits for `finish`."""
         running = BucketInStep(Bucket((), (), group), flat_N)
         self.running.append(running)
+        self.taken.update(map(id, parameters))
         if self.error is not None:
             return running
         try:

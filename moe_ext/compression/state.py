@@ -116,6 +116,8 @@ class CompressionState:
         self._progress = Progress()
         self._costs = CostModels(cost_model)
         self.is_hooked = False
+        # Parameters that DDP hands over in a pass, once it has been found.
+        self.num_hooked: int | None = None
         # The step of DDP whose last bucket has not come yet.
         self.open_step: Reducer | None = None
         self.model = model

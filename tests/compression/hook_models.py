@@ -135,8 +135,8 @@ CODECS = {
 }
 
 
-def reference(hook=None, **ddp):
-    parallel = DistributedDataParallel(Net(), **{"bucket_cap_mb": CAP_MB, **ddp})
+def reference(hook=None, *, model=None, **ddp):
+    parallel = DistributedDataParallel(model or Net(), **{"bucket_cap_mb": CAP_MB, **ddp})
     if hook is not None:
         parallel.register_comm_hook(None, hook)
     return parallel
