@@ -197,6 +197,14 @@ MUTANTS = [
         "_C_simt",
     ),
     Mutant(
+        "a store that names global memory goes to shared memory",
+        "csrc/**/*.cuh",
+        "store_shared(own +",
+        "store(own +",
+        "tests/ops/test_quantize.py -k simt",
+        "_C_simt",
+    ),
+    Mutant(
         "a compiled exchange accepts a rank past the last",
         "csrc/runtime/*.cpp",
         "require(0 <= rank && rank < size,",

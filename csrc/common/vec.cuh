@@ -51,13 +51,21 @@ __device__ __forceinline__ Vec<T, kSize> load(const T* from) {
   return value;
 }
 
-// __stwb is one store whatever the compiler makes of the value: for two-byte elements it would store four bytes at a
-// time.
+// To global memory alone. __stwb is one store whatever the compiler makes of the value: for two-byte elements it would
+// store four bytes at a time.
 template <typename T, int kSize>
 __device__ __forceinline__ void store(T* to, const Vec<T, kSize>& value) {
   access_t<sizeof(T) * kSize> raw;
   memcpy(&raw, &value, sizeof(value));
   __stwb(reinterpret_cast<access_t<sizeof(T) * kSize>*>(to), raw);
+}
+
+// Where __stwb, which names global memory, would fault.
+template <typename T, int kSize>
+__device__ __forceinline__ void store_shared(T* to, const Vec<T, kSize>& value) {
+  access_t<sizeof(T) * kSize> raw;
+  memcpy(&raw, &value, sizeof(value));
+  *reinterpret_cast<access_t<sizeof(T) * kSize>*>(to) = raw;
 }
 
 inline bool is_aligned(const void* pointer, int64_t bytes) {

@@ -18,6 +18,7 @@ constexpr int kThreads = 128;
 constexpr int kLanes = 16; // that share a block
 constexpr int kFour = 4;
 constexpr int kStep = kLanes * kFour;
+constexpr int kAhead = 2; // steps that a lane loads before it stores the first
 constexpr int kBlocksPerGroup = kThreads / kLanes;
 
 template <typename T>
@@ -171,12 +172,21 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t block = first + group % 2, begin = block * args.block;
     const int64_t end = block < num_blocks ? min(begin + args.block, args.numel) : begin;
     uint32_t most = 0;
-    for (int64_t i = begin + lane * kFour; i < begin + args.block; i += kStep) {
-      const Vec<float, kFour> a = owed_four(args, i, end, aligned);
-      store(own + (i - begin), a);
+    for (int64_t i = begin + lane * kFour; i < begin + args.block; i += kAhead * kStep) {
+      Vec<float, kFour> ahead[kAhead];
 #pragma unroll
-      for (int j = 0; j < kFour; ++j) {
-        most = max(most, key_of(a.v[j]));
+      for (int r = 0; r < kAhead; ++r) {
+        ahead[r] = owed_four(args, i + r * kStep, end, aligned);
+      }
+#pragma unroll
+      for (int r = 0; r < kAhead; ++r) {
+        if (i + r * kStep < begin + args.block) {
+          store_shared(own + (i + r * kStep - begin), ahead[r]);
+        }
+#pragma unroll
+        for (int j = 0; j < kFour; ++j) {
+          most = max(most, key_of(ahead[r].v[j]));
+        }
       }
     }
     most = warp_max<kLanes>(most);

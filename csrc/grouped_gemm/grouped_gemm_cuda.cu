@@ -15,22 +15,34 @@ using torch::stable::contiguous;
 using torch::stable::new_empty;
 using torch::stable::transpose;
 
-// torch's kernel wants one dimension of each matrix dense and all else at multiples of 16 bytes.
-bool has_aligned_matrices(const Tensor& t) {
-  const int64_t last = t.dim() - 1, dense = t.stride(last) == 1 ? last : last - 1;
-  bool aligned = t.stride(dense) == 1 && is_aligned(t.data_ptr(), kAccessBytes);
-  for (int64_t i = 0; i <= last; ++i) {
-    aligned = aligned && (i == dense || t.stride(i) * static_cast<int64_t>(t.element_size()) % kAccessBytes == 0);
-  }
-  return aligned;
+constexpr int64_t kMostGroups = 1023; // of one call of torch's kernel
+
+// Rows that torch's kernel takes: dense, apart, and at multiples of 16 bytes.
+bool is_row_major(const Tensor& t) {
+  const int64_t last = t.dim() - 1, row_bytes = t.stride(last - 1) * static_cast<int64_t>(t.element_size());
+  return t.stride(last) == 1 && t.stride(last - 1) >= t.size(last) && row_bytes % kAccessBytes == 0 &&
+         is_aligned(t.data_ptr(), kAccessBytes);
 }
 
-// Its output has padded rows unless they too are multiples of 16 bytes.
-bool torch_has_kernel(const Tensor& a, const Tensor& b, int64_t out_columns) {
+// The rows for torch's kernel, copied where it would refuse them, or stop the process over columns whose groups start
+// at no multiple of 16 bytes; none where it is not for this device, type or width. Its output has padded rows unless
+// out_columns are multiples of 16 bytes.
+std::optional<Tensor> rows_for_torch(const Tensor& t, int64_t num_groups, int64_t out_columns) {
   const int capability = device_properties().compute_capability;
-  return a.scalar_type() == ScalarType::BFloat16 && (capability == 9 || capability == 10) && a.numel() > 0 &&
-         b.numel() > 0 && out_columns * static_cast<int64_t>(a.element_size()) % kAccessBytes == 0 &&
-         has_aligned_matrices(a) && has_aligned_matrices(b);
+  const bool fits = t.scalar_type() == ScalarType::BFloat16 && (capability == 9 || capability == 10) && t.numel() > 0 &&
+                    out_columns > 0 && num_groups <= kMostGroups &&
+                    out_columns * static_cast<int64_t>(t.element_size()) % kAccessBytes == 0;
+  if (!fits) {
+    return std::nullopt;
+  }
+  const Tensor rows = is_row_major(t) ? t : contiguous(t);
+  return is_row_major(rows) ? std::optional(rows) : std::nullopt;
+}
+
+// A weight may be stored either way.
+bool has_dense_matrices(const Tensor& weight) {
+  return weight.numel() > 0 && (is_row_major(weight) || is_row_major(transpose(weight, 1, 2))) &&
+         weight.stride(0) * static_cast<int64_t>(weight.element_size()) % kAccessBytes == 0;
 }
 
 // ends: int32, the end of each expert's rows.
@@ -61,9 +73,9 @@ Tensor grouped_mm_cuda(
   const int64_t num_experts = weight.size(0), dim = weight.size(1);
   Tensor offsets = contiguous(expert_offsets);
   Tensor out;
-  if (torch_has_kernel(x, weight, dim)) {
+  if (const auto rows = has_dense_matrices(weight) ? rows_for_torch(x, num_experts, dim) : std::nullopt) {
     const Tensor ends = torch::stable::to(torch::stable::narrow(offsets, 0, 1, num_experts), ScalarType::Int);
-    out = contiguous(torch_grouped_mm(x, transpose(weight, 1, 2), ends));
+    out = contiguous(torch_grouped_mm(*rows, transpose(weight, 1, 2), ends));
   } else {
     const Tensor on_host = host_offsets("grouped_mm", offsets, x.size(0));
     const int64_t* begin = data<int64_t>(on_host);
@@ -92,9 +104,12 @@ Tensor backward_weight_cuda(
   const DeviceScope device(grad);
   const int64_t num_experts = expert_offsets.size(0) - 1;
   const Tensor offsets = contiguous(expert_offsets);
-  if (num_experts > 0 && torch_has_kernel(grad, x, x.size(1))) {
-    // The first of E + 1 products is over the rows before the first expert's.
-    Tensor with_first = torch_grouped_mm(transpose(grad, 0, 1), x, torch::stable::to(offsets, ScalarType::Int));
+  // The first of E + 1 products is over the rows before the first expert's.
+  const auto rows = num_experts > 0 ? rows_for_torch(x, num_experts + 1, x.size(1)) : std::nullopt;
+  const auto grad_rows = rows ? rows_for_torch(grad, num_experts + 1, x.size(1)) : std::nullopt;
+  if (grad_rows) {
+    Tensor with_first =
+        torch_grouped_mm(transpose(*grad_rows, 0, 1), *rows, torch::stable::to(offsets, ScalarType::Int));
     const Tensor out = contiguous(torch::stable::narrow(with_first, 0, 1, num_experts));
     launch_zero_empty_experts(
         data<int64_t>(offsets), num_experts, grad.size(1) * x.size(1), data<c10::BFloat16>(out), device.stream());

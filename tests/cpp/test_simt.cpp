@@ -246,6 +246,36 @@ TEST(SeededBug, SharedMemoryIsNotCarriedBetweenBlocks) {
   EXPECT_EQ(out, (std::vector<int>{kThreads, kThreads}));
 }
 
+enum class Space { kGlobal, kDeclared, kDynamic, kLocal };
+
+// An instruction that names global memory gets the address of another space.
+template <Space kSpace>
+__global__ void named_space_kernel(int* out, bool loads) {
+  MOE_SHARED(int, declared, 1);
+  MOE_DYNAMIC_SHARED(int, dynamic);
+  int local = 0;
+  int* const places[] = {out, declared, dynamic, &local};
+  int* const place = places[static_cast<int>(kSpace)];
+  if (loads) {
+    out[0] = __ldg(place) + __ldcs(place);
+  } else {
+    __stwb(place, 1);
+  }
+}
+
+TEST(SeededBug, AddressOfAnotherSpace) {
+  int out = 0;
+  for (const bool loads : {false, true}) {
+    const std::string op = loads ? "__ldg" : "__stwb";
+    EXPECT_EQ(error_of_launch(named_space_kernel<Space::kGlobal>, 1, &out, loads), "no error");
+    EXPECT_HAS(
+        error_of_launch(named_space_kernel<Space::kDeclared>, 1, &out, loads),
+        op + " names global memory, and its address lies in shared memory: block (0, 0, 0), thread (0, 0, 0) at ");
+    EXPECT_HAS(error_of_launch(named_space_kernel<Space::kDynamic>, 1, &out, loads), "lies in shared memory");
+    EXPECT_HAS(error_of_launch(named_space_kernel<Space::kLocal>, 1, &out, loads), "is that of a local variable");
+  }
+}
+
 __global__ void store_past_shared_kernel(int last) {
   MOE_DYNAMIC_SHARED(int, values);
   if (static_cast<int>(threadIdx.x) <= last) {

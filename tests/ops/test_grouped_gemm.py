@@ -124,6 +124,31 @@ def test_strided_arguments(device, dtype):
         )
 
 
+@pytest.mark.parametrize("layout", ["column major", "expanded", "shifted", "apart"])
+def test_rows_that_the_library_would_refuse(device, layout):
+    # Widths of whole 16 bytes: bfloat16 goes to torch's kernel on devices that have one.
+    x, weight, bias, offsets = make(64, k=16, m=8, dtype=torch.bfloat16)
+    rows = {
+        "column major": lambda t: t.t().contiguous().t(),
+        "expanded": lambda t: t[:1].expand(t.shape),
+        "shifted": lambda t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape),
+        "apart": lambda t: torch.cat([t, t[:, :5]], dim=1)[:, : t.shape[1]],
+    }[layout]
+    x = rows(x.detach()).requires_grad_()
+    check_against_reference(x, weight, bias, offsets, lambda y: rows(torch.randn_like(y)))
+    grad_NM = rows(torch.randn(64, 8).bfloat16())
+    actual = torch.ops.moe_ext._grouped_mm_backward_weight(grad_NM, x, offsets)
+    expected = torch.ops.moe_ext._grouped_mm_backward_weight(
+        grad_NM.contiguous(), x.contiguous(), offsets
+    )
+    torch.testing.assert_close(actual, expected)
+
+
+def test_more_experts_than_the_library_takes(device):
+    x, weight, bias, offsets = make(64, num_experts=1100, k=8, m=8, dtype=torch.bfloat16)
+    check_against_reference(x, weight, bias, offsets)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_expanded_and_strided_gradients(device, dtype):
     x, weight, bias, offsets = make(63, dtype=dtype)

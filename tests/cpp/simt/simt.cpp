@@ -191,6 +191,7 @@ void run_grid(dim3 grid, dim3 block, size_t shared_bytes, const std::function<vo
   for (int i : ordered(size_t{grid.x} * grid.y * grid.z)) {
     blockIdx = unflatten(i, grid);
     ++num_blocks;
+    declared_shared.clear();
     // A new allocation, of just this size: AddressSanitizer guards its end.
     dynamic_shared = std::vector<unsigned char>(shared_bytes, kPoison);
     run_block(size_t{block.x} * block.y * block.z);
@@ -200,6 +201,20 @@ void run_grid(dim3 grid, dim3 block, size_t shared_bytes, const std::function<vo
 void fail(const std::string& what, Site site) {
   current->call.site = site;
   throw Error("simt: " + what + ": block " + describe(blockIdx) + ", " + describe(*current));
+}
+
+void check_global(const char* op, const void* place, Site site) {
+  const auto holds = [place](const unsigned char* begin, size_t size) {
+    return std::less_equal<const void*>()(begin, place) && std::less<const void*>()(place, begin + size);
+  };
+  const bool declared =
+      std::ranges::any_of(declared_shared, [&](const auto& array) { return holds(array.first, array.second); });
+  if (declared || holds(dynamic_shared.data(), dynamic_shared.size())) {
+    fail(std::string(op) + " names global memory, and its address lies in shared memory", site);
+  }
+  if (holds(current->stack.get(), kStackBytes)) {
+    fail(std::string(op) + " names global memory, and its address is that of a local variable", site);
+  }
 }
 
 const std::array<uint64_t, kWarpSize>& exchange(const Call& call) {

@@ -47,6 +47,7 @@ struct Call {
 inline int lane;
 inline int64_t num_atomics; // of the thread, since it ran last
 inline std::vector<unsigned char> dynamic_shared;
+inline std::vector<std::pair<const unsigned char*, size_t>> declared_shared; // of the block
 inline size_t num_grids, num_blocks;
 inline size_t own_shared_bytes; // of the last grid: what its kernel declares
 
@@ -63,11 +64,14 @@ struct SharedArray {
     }
     if (std::exchange(block, num_blocks) != num_blocks) {
       std::fill(bytes.begin(), bytes.end(), kPoison);
+      declared_shared.emplace_back(bytes.data(), bytes.size());
     }
   }
 };
 
 [[noreturn]] void fail(const std::string& what, Site site);
+// Fails where a pointer to shared memory or to a local variable comes to an instruction that names global memory.
+void check_global(const char* op, const void* place, Site site);
 // Waits until every lane of the mask has come with the same call; what each gave, until the next one.
 const std::array<uint64_t, kWarpSize>& exchange(const Call& call);
 } // namespace simt

@@ -92,7 +92,23 @@ SIMT_ATOMIC(atomicMax, std::max(*place, value))
 SIMT_ATOMIC(atomicMin, std::min(*place, value))
 SIMT_ATOMIC(atomicExch, value)
 
-#define __stwb(place, value) (*(place) = (value))
+// Instructions that name global memory: elsewhere they fault on a device.
+#define SIMT_STORE(name)                                                 \
+  template <typename T>                                                  \
+  void name(T* place, const std::type_identity_t<T>& value, SIMT_SITE) { \
+    simt::check_global(#name, place, site);                              \
+    *place = value;                                                      \
+  }
+#define SIMT_LOAD(name)                     \
+  template <typename T>                     \
+  T name(const T* place, SIMT_SITE) {       \
+    simt::check_global(#name, place, site); \
+    return *place;                          \
+  }
+SIMT_STORE(__stwb)
+SIMT_LOAD(__ldg)
+SIMT_LOAD(__ldcs)
+
 #define __popc(x) __builtin_popcount(x)
 #define __clz(x) std::countl_zero(unsigned(x))
 #define __ffs(x) __builtin_ffs(x)
