@@ -1,5 +1,7 @@
 """Times every CUDA kernel beside a copy of as many bytes, on one GPU; prints one JSON object.
 
+    python benchmarks/gpu_kernels.py cuda [gating activation permutation ...]
+
 Shape suffixes: T tokens, D model, F ffn, E experts, K top-k; of attention: B batch, H heads, G key
 heads, Q queries, K keys, D head dim; of compression: N elements, K selected. Bytes are counted as
 read once and written once; the share is that of the bandwidth of `Tensor.copy_` measured in the
@@ -10,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import gpu_layer
@@ -300,32 +302,43 @@ def layer(suite: Suite, shape: Shape, dtype: torch.dtype) -> None:
     suite.add("its grouped products alone", label, dtype, products)
 
 
-def measure(device: torch.device, *, small: bool) -> dict[str, object]:
-    """All figures of one run; `small` is for a test of this file on a machine without a GPU."""
+FAMILIES = ("gating", "activation", "permutation", "attention", "compression", "layer")
+
+
+def measure(device: torch.device, families: Sequence[str], *, small: bool) -> dict[str, object]:
+    """Figures of these families; `small` is for a test of this file on a machine without a GPU."""
     layer_shape, gate = (SMALL, SMALL_GATE) if small else (LARGE, GATE)
     suite = Suite(device, repeats=3 if small else 20, copy_bytes=2**16 if small else 2**31)
+    runs: dict[str, Callable[[torch.dtype], None]] = {
+        "gating": lambda dtype: gating(suite, gate, dtype),
+        "activation": lambda dtype: activation(suite, layer_shape, dtype),
+        "permutation": lambda dtype: permutation(suite, layer_shape, dtype),
+        "attention": lambda dtype: attention(suite, 64 if small else 8192, dtype),
+        "compression": lambda dtype: compression(suite, 2**12 if small else 2**28, dtype),
+    }
     for dtype in (torch.float32, torch.bfloat16):
-        gating(suite, gate, dtype)
-        activation(suite, layer_shape, dtype)
-        permutation(suite, layer_shape, dtype)
-        attention(suite, 64 if small else 8192, dtype)
-        compression(suite, 2**12 if small else 2**28, dtype)
+        for family in [name for name in runs if name in families]:
+            runs[family](dtype)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    layer(suite, layer_shape, torch.bfloat16)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    sizes = (layer_shape.model_dim, layer_shape.ffn_dim, layer_shape.num_experts)
-    shape = LayerShape("layer", *sizes, layer_shape.top_k)
+    whole: dict[str, object] = {}
+    if "layer" in families:
+        layer(suite, layer_shape, torch.bfloat16)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        sizes = (layer_shape.model_dim, layer_shape.ffn_dim, layer_shape.num_experts)
+        shape = LayerShape("layer", *sizes, layer_shape.top_k)
+        tokens = layer_shape.num_tokens
+        measured = gpu_layer.measure(device, shape, tokens, torch.bfloat16, suite.time)
+        whole = {"layer": measured}
     return {
         "copy_gigabytes_per_second": suite.copy_bandwidth / 1e3,
         "kernels": [asdict(result) for result in suite.results],
-        "layer": gpu_layer.measure(
-            device, shape, layer_shape.num_tokens, torch.bfloat16, suite.time
-        ),
+        **whole,
     }
 
 
 if __name__ == "__main__":
     where = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cuda")
-    print(json.dumps(measure(where, small="--small" in sys.argv)))
+    chosen = [name for name in FAMILIES if name in sys.argv] or FAMILIES
+    print(json.dumps(measure(where, chosen, small="--small" in sys.argv)))

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture
 def gpu_check(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
     spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "tools" / "gpu_check.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "gpu_check", module)
@@ -66,6 +67,39 @@ def test_no_step_outlives_the_total(gpu_check, monkeypatch):
     monkeypatch.setattr(gpu_check, "TOTAL", 0)
     late = gpu_check.run("late", [sys.executable, "-c", "1"], 60)
     assert late.state == "not run: the 0 s of all steps are over"
+
+
+def test_tests_go_on_behind_one_that_ends_its_process(gpu_check, monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    tests = tmp_path / "test_faulty.py"
+    tests.write_text("""
+import os, sys, pytest
+from types import SimpleNamespace
+def test_first(): pass
+@pytest.mark.parametrize("case", [0, 1, 2])
+def test_ends(case): os._exit(1) if case == 1 else None
+def test_breaks():
+    # Every later call of the process fails.
+    def lost(): raise RuntimeError("CUDA error: an illegal memory access")
+    cuda = SimpleNamespace(is_available=lambda: True, synchronize=lost)
+    sys.modules["torch"] = SimpleNamespace(cuda=cuda)
+    lost()
+def test_wrong(): assert 1 == 2
+def test_last(): pass
+""")
+    results = tmp_path / "results.jsonl"
+    step = gpu_check.suite_step([str(tests)], results)
+    assert step.state == "failed: 1 failed, 2 ended their process"
+    outcomes = gpu_check.surviving_tests.ended(results)
+    assert {test.partition("::")[2]: outcome for test, outcome in outcomes.items()} == {
+        "test_first": "passed",
+        "test_ends[0]": "passed",
+        "test_ends[1]": "died",
+        "test_breaks": "died",
+        "test_wrong": "failed",
+        "test_last": "passed",
+    }
+    assert "test_wrong: " in step.tail and "AssertionError" in step.tail
 
 
 def test_a_missing_sanitizer_is_said(gpu_check, monkeypatch):

@@ -3,12 +3,15 @@
     python tools/gpu_check.py [--out gpu.json] [--report docs/gpu.md]
 
 Needs no network: it takes the Python it runs in with what that has (torch 2.11 or later with CUDA,
-pytest, ninja, cmake) and nvcc. It builds for this card alone, runs the tests on the device, a few
-of them under compute-sanitizer where that is installed, and the kernel benchmarks. With --report
-alone it turns the JSON into a page. Exits with 1 if a step failed.
+pytest, ninja, cmake) and nvcc. It builds for this card alone, runs the tests on the device, the
+kernel benchmarks, and a few tests under compute-sanitizer where that is installed. No faulty kernel
+ends it: every step is a process, tests go on in a new one behind a test that ended theirs, and the
+JSON is written after each step. With --report alone it turns the JSON into a page. Exits with 1 if
+a step failed.
 """
 
 import argparse
+import collections
 import contextlib
 import json
 import os
@@ -18,9 +21,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import surviving_tests
 
 ROOT = Path(__file__).resolve().parent.parent
 SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck")
@@ -35,8 +41,10 @@ SANITIZED_TESTS = [
     "tests/ops/test_sparse_blocks.py::test_blocks_equal_the_reference",
     "tests/ops/test_topk.py::test_topk_equals_the_reference",
 ]
+# Families of benchmarks/gpu_kernels.py.
+BENCHMARKS = ("gating", "activation", "permutation", "attention", "compression", "layer")
 # Seconds of each step, and of all together: a step gets no more than what is left.
-LIMIT = {"build": 240, "tests": 180, "sanitizer": 50, "benchmarks": 120}
+LIMIT = {"build": 240, "tests": 200, "sanitizer": 50, "benchmarks": 60}
 TOTAL = 570
 STARTED = time.monotonic()
 
@@ -156,35 +164,57 @@ def find_tool(name: str) -> str | None:
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
 
-def suite_step() -> Step:
-    """The suite on the device."""
-    command = [*PYTEST, "tests/ops", "tests/gpu", "-k", "cuda or gpu"]
-    return run("tests", command, LIMIT["tests"])
+SUITE = ["tests/ops", "tests/gpu", "-k", "cuda or gpu"]
 
 
-def sanitizer_steps() -> list[Step]:
+def suite_step(selected: list[str], results: Path) -> Step:
+    """Tests, in a new process behind each that ended its own."""
+    results.unlink(missing_ok=True)
+    start, num_records, state = time.monotonic(), -1, ""
+    env = {"MOE_EXT_RESULTS": str(results)}
+    command = [*PYTEST, "-p", "tools.surviving_tests", *selected]
+    # A process that adds nothing would be started for ever.
+    while num_records < len(records := surviving_tests.records(results)):
+        if any("end" in record for record in records):
+            break
+        num_records = len(records)
+        left = int(start + LIMIT["tests"] - time.monotonic())
+        step = run("tests", command, max(left, 0), env)
+        state = step.state
+    outcomes = surviving_tests.ended(results)
+    count = collections.Counter(outcomes.values())
+    bad = {test: outcome for test, outcome in outcomes.items() if outcome in ("failed", "died")}
+    complete = any("end" in record for record in records)
+    if bad or not complete:
+        cut = "" if complete else f"; {state} before the last"
+        state = f"failed: {count['failed']} failed, {count['died']} ended their process{cut}"
+    texts = {r["test"]: r["text"].strip() for r in records if "text" in r}
+    last = [f"{test}: {texts.get(test, '?').splitlines()[-1:]}" for test in bad]
+    seconds = time.monotonic() - start
+    return Step("tests", state or "passed", seconds, "\n".join([f"{dict(count)}", *last]))
+
+
+def sanitizer_steps() -> Iterator[Step]:
     """A few tests under each tool of compute-sanitizer."""
-    steps: list[Step] = []
     sanitizer = find_tool("compute-sanitizer")
     for tool in SANITIZER_TOOLS:
         name = f"compute-sanitizer {tool}"
         if sanitizer is None:
-            steps.append(Step(name, "not run: compute-sanitizer is not installed", 0.0))
+            yield Step(name, "not run: compute-sanitizer is not installed", 0.0)
             continue
         # The caching allocator would hide an access past the end of a tensor.
         env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         command = [sanitizer, f"--tool={tool}", "--error-exitcode=9", "--target-processes=all"]
         selected = [*SANITIZED_TESTS, "-k", "cuda and (257 or swiglu)"]
-        steps.append(run(name, [*command, *PYTEST, *selected], LIMIT["sanitizer"], env))
-    return steps
+        yield run(name, [*command, *PYTEST, *selected], LIMIT["sanitizer"], env)
 
 
-def benchmark_step() -> tuple[Step, dict[str, object]]:
-    """The kernel benchmarks, and the JSON that they printed last."""
-    step = run(
-        "benchmarks", [sys.executable, "benchmarks/gpu_kernels.py", "cuda"], LIMIT["benchmarks"]
-    )
-    return step, figures_in(step.tail)
+def benchmark_steps() -> Iterator[tuple[Step, dict[str, Any]]]:
+    """The kernel benchmarks by family, each with the JSON that it printed last."""
+    for family in BENCHMARKS:
+        command = [sys.executable, "benchmarks/gpu_kernels.py", "cuda", family]
+        step = run(f"benchmarks of {family}", command, LIMIT["benchmarks"])
+        yield step, figures_in(step.tail)
 
 
 def figures_in(output: str) -> dict[str, object]:
@@ -204,18 +234,25 @@ def check(out: Path) -> int:
     if not torch.cuda.is_available():
         print("gpu_check: expected a CUDA device, got none", file=sys.stderr)
         return 1
-    facts = device_facts()
-    steps = [build_step(str(facts["compute_capability"]))]
-    figures: dict[str, object] = {}
-    if steps[0].state == "passed":
-        steps.append(suite_step())
-        step, figures = benchmark_step()
-        steps += [step, *sanitizer_steps()]
-    result = {"device": facts, "steps": [asdict(step) for step in steps], "figures": figures}
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    result: dict[str, Any] = {"device": device_facts(), "steps": [], "figures": {}}
+
+    def keep(step: Step) -> None:
+        result["steps"].append(asdict(step))
+        out.write_text(json.dumps(result, indent=1) + "\n")
+
+    keep(build_step(str(result["device"]["compute_capability"])))
+    if result["steps"][0]["state"] == "passed":
+        keep(suite_step(SUITE, out.with_suffix(".tests.jsonl")))
+        for step, found in benchmark_steps():
+            kernels = [*result["figures"].get("kernels", []), *found.pop("kernels", [])]
+            result["figures"] |= {**found, "kernels": kernels} if found else {}
+            keep(step)
+        for step in sanitizer_steps():
+            keep(step)
     print(f"gpu_check: wrote {out}")
     absent = "not run: compute-sanitizer"
-    return int(any(step.state != "passed" and not step.state.startswith(absent) for step in steps))
+    states = [step["state"] for step in result["steps"]]
+    return int(any(state != "passed" and not state.startswith(absent) for state in states))
 
 
 def page(result: dict[str, Any] | None) -> str:
