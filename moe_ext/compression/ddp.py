@@ -15,8 +15,10 @@ from torch.autograd import Variable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_ext.compression.loop import compress_gradients
 from moe_ext.compression.reducer import Reducer
 from moe_ext.compression.state import CompressionState
+from moe_ext.distributed.data_parallel import reduce_shards_with
 
 _Future = torch.futures.Future[Tensor]
 
@@ -130,3 +132,13 @@ def _raise_after_backward(error: Exception) -> None:
 
     queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
     queue(lambda: queue(boom))
+
+
+def _compress_shards(ddp: DistributedDataParallel, state: CompressionState) -> bool:
+    """Reduce what DDP leaves alone, as the second half of the step; its names are the model's."""
+    if state.model is not None:
+        compress_gradients(ddp, state)
+    return state.model is not None
+
+
+reduce_shards_with(compress_hook, _compress_shards)

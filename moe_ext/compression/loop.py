@@ -24,7 +24,12 @@ from moe_ext.distributed.gradients import (
     reduced_by_ddp,
 )
 from moe_ext.distributed.groups import group_size
-from moe_ext.distributed.placement import Placement, replica_group, sharded_parameters
+from moe_ext.distributed.placement import (
+    Placement,
+    replica_group,
+    replicated_groups,
+    sharded_parameters,
+)
 
 _OPERATION = "compress_gradients"
 # What a rank has as gradient of a parameter.
@@ -44,9 +49,9 @@ def compress_gradients(model: nn.Module, state: CompressionState) -> bool:
 
     What `sync_gradients` does densely: call it on all ranks, after the last backward pass of a step
     and before clipping and the optimizer. Experts of an expert-parallel model are reduced over the
-    ranks that hold the same ones. Where the model is a `DistributedDataParallel` (see
-    `data_parallel`), what DDP reduces is left to it and only the experts are done, as the second
-    half of the same step.
+    ranks that hold the same ones. A `DistributedDataParallel` with `compress_hook` has called it at
+    the end of the backward pass, for the experts as the second half of the same step; another call
+    does nothing.
 
     A gradient that is None on some ranks counts as zero there, and one that is None on every rank
     stays None. Unlike with `sync_gradients`, gradients must not be accumulated into reduced ones:
@@ -64,7 +69,8 @@ def compress_gradients(model: nn.Module, state: CompressionState) -> bool:
             the ranks have different codecs or parameters, a parameter is a DTensor or not of the
             state's model, or a DistributedDataParallel reduces experts. Gradients are zero where
             they were not finite, and what is owed is as it was.
-        RuntimeError: on every rank, when no gradient changed since the last call.
+        RuntimeError: on every rank, when no gradient changed since the last call, of a model
+            without DistributedDataParallel.
         RankFailureError: a rank died or did not answer; what is owed is as it was.
     """
     if state.is_hooked and not state.was_finite:
@@ -72,7 +78,8 @@ def compress_gradients(model: nn.Module, state: CompressionState) -> bool:
         return False
     experts = sharded_parameters(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    _check(model, state, experts, device)
+    if not _check(model, state, experts, device):
+        return state.was_finite
     step = state.begin_step(_OPERATION)
     if state.options.local_clip_norm is not None:
         step.whole_norm = _local_norm(model)
@@ -118,8 +125,12 @@ def _check(
     state: CompressionState,
     experts: dict[str, tuple[nn.Parameter, Placement]],
     device: torch.device,
-) -> None:
-    """Everything that can be checked before the first message; every rank raises or none does."""
+) -> bool:
+    """Everything that can be checked before the first message; every rank raises or none does.
+
+    Returns:
+        Whether there is something to reduce.
+    """
     problem = None
     for name, parameter in model.named_parameters():
         if is_dtensor(parameter):
@@ -134,7 +145,7 @@ def _check(
         if id(parameter) in reduced:
             problem = (
                 "expected DistributedDataParallel to leave the expert parameters alone, but it "
-                f"reduces {name}; wrap the model with moe_ext.distributed.data_parallel(model)"
+                f"reduces {name}; spread experts over ranks before the model is wrapped"
             )
     trained = [p for p in model.parameters() if p.requires_grad]
     _, strange = state.parameters.names_of(trained, may_be_new=state.step == 0)
@@ -143,11 +154,13 @@ def _check(
     fresh = [int(not all(is_synced(g) for g in gradients)), int(bool(gradients))]
     problem = problem or strange
     rows = agree(_OPERATION, facts, problem, state.group, device, values=fresh)
-    if any(row[1] for row in rows) and not any(row[0] for row in rows):
+    is_fresh = any(row[0] for row in rows) or not any(row[1] for row in rows)
+    if not is_fresh and not reduced:
         raise RuntimeError(
             f"{_OPERATION}: expected new gradients since the last call, but none changed on "
             "any rank; call it once after the last backward pass of a step"
         )
+    return is_fresh
 
 
 def _copies(
@@ -160,12 +173,8 @@ def _copies(
     elsewhere = reduced_by_ddp(model) | {id(parameter) for parameter, _ in experts.values()}
     dense = [p for p in model.parameters() if p.requires_grad and id(p) not in elsewhere]
     found = [_Copies(state.group, dense)]
-    by_group: dict[ProcessGroup, list[nn.Parameter]] = {}
-    for parameter, placement in experts.values():
-        if parameter.requires_grad and placement.group is not None:
-            by_group.setdefault(placement.group, []).append(parameter)
-    for ep_group, parameters in by_group.items():
-        found.append(_Copies(replica_group(ep_group, device), parameters))
+    trained = [(p, placement) for p, placement in experts.values() if p.requires_grad]
+    found += [_Copies(*copies) for copies in replicated_groups(trained, device)]
     return found
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed.distributed_c10d as c10d
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
+from torch.nn.utils import clip_grad_norm_
 
 
 def default_store() -> c10d.Store:
@@ -21,14 +27,76 @@ def default_store() -> c10d.Store:
     return c10d._get_default_store()
 
 
-def set_ddp_ignored(module: nn.Module, names: list[str]) -> None:
-    """Have a later `DistributedDataParallel(module)` leave the named tensors alone."""
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+def add_ddp_ignored(module: nn.Module, names: Iterable[str]) -> None:
+    """Have a later `DistributedDataParallel(module)` leave the named tensors alone, too."""
+    known = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        module,
+        # Of its bucketed parameters, DDP asks for those of the root module by another name.
+        list(dict.fromkeys([*known, *names, *(f".{n}" for n in names if "." not in n)])),
+    )
 
 
 def ddp_ignored(ddp: DistributedDataParallel) -> set[str]:
     """Names, relative to `ddp.module`, that the wrapper leaves alone."""
     return set(ddp.parameters_to_ignore)
+
+
+def ddp_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], Any]]:
+    """The communication hooks of a wrapper, with their states."""
+    return list(getattr(ddp, "_comm_hooks", ()))
+
+
+def output_tensors(output: Any) -> list[Tensor]:
+    """The tensors that DDP finds in what a module returns."""
+    return [found for found in _find_tensors(output) if isinstance(found, Tensor)]
+
+
+def around_ddp_init(
+    before: Callable[[nn.Module, dict[str, Any]], Callable[[DistributedDataParallel], None] | None],
+) -> None:
+    """Run code around every constructor of `DistributedDataParallel` from now on.
+
+    Args:
+        before: takes the module and the arguments by name; what it returns is called with the
+            wrapper that was made.
+    """
+    init = DistributedDataParallel.__init__
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def wrapped(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        after = before(arguments["module"], arguments)
+        init(self, *args, **kwargs)
+        if after is not None:
+            after(self)
+
+    DistributedDataParallel.__init__ = wrapped  # type: ignore[method-assign]
+
+
+def around_clip_grad_norm_(make: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
+    """Replace what `torch.nn.utils.clip_grad_norm_` runs, wherever it was imported before.
+
+    Args:
+        make: takes what it runs, and returns what it is to run, without gradients.
+    """
+    assert clip_grad_norm_.__closure__ is not None
+    (cell,) = clip_grad_norm_.__closure__
+    cell.cell_contents = functools.wraps(cell.cell_contents)(make(cell.cell_contents))
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward pass that runs has ended, and DDP has ended its part.
+
+    Not if a communication hook of DDP raises at the end of the pass.
+    """
+    queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+    # Callbacks that callbacks queue come after all others: DDP ends by the first or second of a
+    # chain, hooks raise by the third.
+    for _ in range(3):
+        function = functools.partial(queue, function)
+    queue(function)
 
 
 def group_of_name(name: str) -> ProcessGroup | None:

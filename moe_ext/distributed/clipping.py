@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from moe_ext.distributed import comm
+from moe_ext.distributed import _c10d, comm
+from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.gradients import is_synced, mark_synced, was_synced
 from moe_ext.distributed.groups import resolve_group, world_size
-from moe_ext.distributed.placement import sharded_parameters
+from moe_ext.distributed.placement import known_shard, sharded_parameters
 
 
 def clip_grad_norm_(
@@ -48,10 +51,8 @@ def clip_grad_norm_(
         raise ValueError(f"clip_grad_norm_: expected norm_type to be 2.0 or inf, got {norm_type}")
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     total = _total_norm(model, norm_type)
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise RuntimeError(
-            f"clip_grad_norm_: expected the norm of the gradients to be finite, got {total.item()}"
-        )
+    if error_if_nonfinite:
+        _check_finite(total)
     coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
     with torch.no_grad():
         for gradient in gradients:
@@ -59,17 +60,30 @@ def clip_grad_norm_(
             gradient.mul_(coefficient.to(gradient.device, gradient.dtype))
             if synced:
                 mark_synced(gradient)
+    return _as_gradients(total, gradients)
+
+
+def _check_finite(norm: Tensor) -> None:
+    if not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"clip_grad_norm_: expected the norm of the gradients to be finite, got {norm.item()}"
+        )
+
+
+def _as_gradients(norm: Tensor, gradients: list[Tensor]) -> Tensor:
+    """A norm in float64 if all gradients are, else in float32."""
     all_double = bool(gradients) and all(g.dtype == torch.float64 for g in gradients)
-    return total if all_double else total.to(torch.float32)
+    return norm if all_double else norm.to(torch.float32)
 
 
 def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Sum of squares, or the largest magnitude, in float64."""
+    """Sum of the magnitudes to the power of `norm_type`, or the largest one, in float64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
         acc_dtype = torch.promote_types(gradient.dtype, torch.float32)
         norm = torch.linalg.vector_norm(gradient, norm_type, dtype=acc_dtype).to(total)
-        total = torch.maximum(total, norm) if norm_type == math.inf else total + norm * norm
+        is_max = norm_type == math.inf
+        total = torch.maximum(total, norm) if is_max else total + norm**norm_type
     return total
 
 
@@ -109,3 +123,57 @@ def _total_norm(model: nn.Module, norm_type: float) -> Tensor:
         else:
             total = rows[0, 0] + rows[:, 1].sum()
     return total if norm_type == math.inf else total.sqrt()
+
+
+def _clip_over_ranks(clip: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.nn.utils.clip_grad_norm_` that counts the shards of other ranks, too.
+
+    Frameworks call that one. A norm of this rank's experts alone differs between ranks, and scales
+    what they hold copies of by different factors.
+    """
+
+    def clip_over_ranks(
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        groups: dict[ProcessGroup | None, list[Tensor]] = {None: []}
+        for parameter in found:
+            placement = known_shard(parameter)
+            group = None if placement is None else placement.group
+            groups.setdefault(group, []).append(parameter)
+        if len(groups) == 1 or any(is_dtensor(parameter) for parameter in found):
+            # An exhausted generator still warns as an empty one.
+            return clip(found or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        norm_type = float(norm_type)
+        if not norm_type > 0:
+            raise ValueError(f"clip_grad_norm_: expected norm_type to be positive, got {norm_type}")
+        total = torch.zeros((), dtype=torch.float64, device=found[0].device)
+        # In the order of the parameters, which is that of every rank. A rank without a gradient
+        # takes part, too.
+        for group, held in groups.items():
+            part = _power_sum([p.grad for p in held if p.grad is not None], norm_type, total.device)
+            if group is not None:
+                rows = comm.all_gather(
+                    part[None], group, operation="clip_grad_norm_", counted=False
+                )
+                part = rows.max() if norm_type == math.inf else rows.sum()
+            total = torch.maximum(total, part) if norm_type == math.inf else total + part
+        gradients = [p.grad for p in found if p.grad is not None]
+        root = total if norm_type == math.inf else total ** (1 / norm_type)
+        norm = _as_gradients(root, gradients)
+        if error_if_nonfinite:
+            _check_finite(norm)
+        synced = [gradient for gradient in gradients if is_synced(gradient)]
+        nn.utils.clip_grads_with_norm_(found, max_norm, norm, foreach)
+        for gradient in synced:
+            mark_synced(gradient)
+        return norm
+
+    return clip_over_ranks
+
+
+_c10d.around_clip_grad_norm_(_clip_over_ranks)

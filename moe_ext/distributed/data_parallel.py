@@ -1,15 +1,47 @@
-"""DistributedDataParallel for the dense part of a model with expert-parallel layers."""
+"""DistributedDataParallel for models whose parameters differ between ranks.
+
+DDP takes every parameter for a copy of rank 0's. Frameworks wrap a model in it by themselves, and
+DDP asks nobody; so its constructor is wrapped here. What ranks share between them (experts, columns
+of layers) is kept out of its broadcasts and buckets, and reduced at the end of the backward passes
+in which DDP reduces the rest.
+"""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_ext._compile import outside_graphs
 from moe_ext.distributed import _c10d, comm
-from moe_ext.distributed.groups import is_initialized
-from moe_ext.distributed.placement import replica_group, sharded_parameters
+from moe_ext.distributed.agreement import agree
+from moe_ext.distributed.gradients import average_gradients, reduction_problem
+from moe_ext.distributed.groups import (
+    GroupHandle,
+    group_ranks,
+    is_initialized,
+    resolve_group,
+    world_size,
+)
+from moe_ext.distributed.placement import (
+    Placement,
+    replica_group,
+    replicated_groups,
+    sharded_parameters,
+    sharded_tensors,
+)
+
+_OPERATION = "DistributedDataParallel"
+# Attribute of a wrapper.
+_SHARDS = "_moe_ext_shards"
+
+# Communication hook to what reduces a wrapper's shards in its place, with the hook's state.
+_reduce_with: dict[Callable[..., Any], Callable[[DistributedDataParallel, Any], bool]] = {}
 
 
 def broadcast_experts(model: nn.Module) -> None:
@@ -32,20 +64,22 @@ def broadcast_experts(model: nn.Module) -> None:
 
 
 def data_parallel(model: nn.Module, **ddp_kwargs: Any) -> DistributedDataParallel:
-    """Wrap a model in DistributedDataParallel that leaves expert-parallel parameters alone.
+    """Wrap a model in DistributedDataParallel over all ranks.
 
-    DDP averages the dense gradients during the backward pass and `sync_gradients(wrapped)` does the
-    experts after it. DDP alone would average gradients of different experts.
+    The same as `DistributedDataParallel(model, **ddp_kwargs)`, which leaves parameters that differ
+    between ranks alone once moe_ext is imported, and averages their gradients over the ranks that
+    hold the same ones at the end of the backward pass.
 
     Args:
-        model: the module; its expert parameters are made equal over their replicas.
+        model: the module; its parameters are made equal over their replicas.
         ddp_kwargs: passed on, but `process_group`, which is the default group here.
 
     Returns:
         The wrapper.
 
     Raises:
-        ValueError: torch.distributed is not initialised, or `process_group` is given.
+        ValueError: torch.distributed is not initialised, or `process_group` is given; and on every
+            rank what DistributedDataParallel cannot serve.
     """
     if not is_initialized():
         raise ValueError(
@@ -56,6 +90,151 @@ def data_parallel(model: nn.Module, **ddp_kwargs: Any) -> DistributedDataParalle
             "data_parallel: expected process_group to be None, since the dense part is averaged "
             f"over all ranks, got {ddp_kwargs['process_group']}"
         )
-    broadcast_experts(model)
-    _c10d.set_ddp_ignored(model, list(sharded_parameters(model)))
     return DistributedDataParallel(model, **ddp_kwargs)
+
+
+def reduce_shards_with(
+    hook: Callable[..., Any], reduce: Callable[[DistributedDataParallel, Any], bool]
+) -> None:
+    """Have wrappers with a communication hook reduce what DDP leaves alone by a function.
+
+    Args:
+        hook: the function that `register_comm_hook` takes.
+        reduce: called with the wrapper and the state of the hook, at the end of each backward pass
+            in which DDP has reduced the rest. It marks the gradients as synchronised, or returns
+            False if it cannot serve the state; they become the exact mean then.
+    """
+    _reduce_with[hook] = reduce
+
+
+class _Shards:
+    """Reduces the parameters that differ between the ranks of a wrapper.
+
+    Passes count as in DDP: gradients are reduced at the end of a backward pass if the wrapper's
+    forward pass came outside `no_sync`, and what earlier passes have accumulated is in them.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        groups: list[tuple[ProcessGroup | None, list[nn.Parameter]]],
+    ) -> None:
+        self._ddp = weakref.ref(ddp)
+        # Every parameter, frozen or not: one that is trained from later on has a gradient then.
+        self._groups = [(GroupHandle(replicas), found) for replicas, found in groups]
+        # Of the forward passes since the last reduction: there were some, one wants a reduction.
+        self._ran = self._wants = False
+        self._is_queued = False
+        setattr(ddp, _SHARDS, self)
+        ddp.register_forward_hook(outside_graphs(_note_forward))
+        # For a loss that was not made of the outputs. (The outputs come first: a recomputation may
+        # run a backward pass inside the one that is meant.)
+        this = weakref.ref(self)
+        for parameter in (p for _, found in groups for p in found if p.requires_grad):
+            parameter.register_post_accumulate_grad_hook(lambda _: _begin(this()))
+
+    def note_forward(self, ddp: DistributedDataParallel, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        # Of a deep copy it is another one.
+        self._ddp = weakref.ref(ddp)
+        self._ran, self._is_queued = True, False
+        self._wants = self._wants or ddp.require_backward_grad_sync
+        for tensor in _c10d.output_tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: _begin(self))
+
+    def begin_backward(self) -> None:
+        if self._ran and not self._is_queued:
+            self._is_queued = True
+            _c10d.call_after_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._is_queued = False
+        ddp = self._ddp()
+        # Accelerate asks for a reduction between the forward and the backward pass.
+        if ddp is None or not (self._wants or ddp.require_backward_grad_sync):
+            return
+        self._ran = self._wants = False
+        with torch.no_grad():
+            for hook, state in _c10d.ddp_hooks(ddp):
+                if hook in _reduce_with and _reduce_with[hook](ddp, state):
+                    return
+            for handle, parameters in self._groups:
+                average_gradients(handle.group, parameters)
+
+
+def _begin(shards: _Shards | None) -> None:
+    if shards is not None:
+        shards.begin_backward()
+
+
+def _note_forward(ddp: Any, args: Any, output: Any) -> None:
+    getattr(ddp, _SHARDS).note_forward(ddp, output)
+
+
+def _before_init(
+    module: nn.Module, arguments: dict[str, Any]
+) -> Callable[[DistributedDataParallel], None] | None:
+    """Keep what differs between ranks out of a `DistributedDataParallel` that is to be made."""
+    if world_size() == 1 or not sharded_parameters(module):
+        return None
+    mesh = arguments.get("device_mesh")
+    group = arguments.get("process_group") if mesh is None else mesh.get_group()
+    world = resolve_group(group, _OPERATION)
+    assert world is not None
+    sharded = _divided_over(world, sharded_parameters(module))
+    problem = _find_problem(module, sharded, world)
+    device = next(module.parameters()).device
+    rows = agree(_OPERATION, {}, problem, world, device, values=[len(sharded)])
+    if not any(row[0] for row in rows):
+        return None
+    groups = replicated_groups(sharded.values(), device)
+    _c10d.add_ddp_ignored(module, sharded_tensors(module))
+
+    def after(ddp: DistributedDataParallel) -> None:
+        if arguments.get("init_sync", True):
+            broadcast_experts(module)
+        _Shards(ddp, groups)
+
+    return after
+
+
+def _divided_over(
+    world: ProcessGroup, sharded: dict[str, tuple[nn.Parameter, Placement]]
+) -> dict[str, tuple[nn.Parameter, Placement]]:
+    """Of these the ones whose parts are on more than one rank of a group.
+
+    Data parallelism across the groups of tensor parallelism has equal parts on all of its ranks.
+    """
+    members = set(group_ranks(world))
+    return {
+        name: found
+        for name, found in sharded.items()
+        if found[1].group is not None and len(members & set(group_ranks(found[1].group))) > 1
+    }
+
+
+def _find_problem(
+    module: nn.Module, sharded: dict[str, tuple[nn.Parameter, Placement]], world: ProcessGroup
+) -> str | None:
+    """Problem of this rank's model, or None."""
+    if not sharded:
+        return None
+    if len(group_ranks(world)) != world_size():
+        return (
+            "expected process_group to be None or all ranks of the job for a model whose "
+            f"parameters are divided over some of them, got the ranks {list(group_ranks(world))} "
+            f"and {next(iter(sharded))}"
+        )
+    shards = {id(parameter) for parameter, _ in sharded.values()}
+    if not any(p.requires_grad and id(p) not in shards for p in module.parameters()):
+        return (
+            "expected a parameter that every rank holds (a router, a norm) to require a gradient, "
+            "got none but those that are divided over ranks; train one of them, or call "
+            "moe_ext.distributed.sync_gradients in a loop without DistributedDataParallel"
+        )
+    return reduction_problem(sharded)
+
+
+_c10d.around_ddp_init(_before_init)

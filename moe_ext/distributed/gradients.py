@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from weakref import WeakSet
 
 import torch
@@ -23,7 +22,7 @@ from moe_ext.distributed import _c10d, comm
 from moe_ext.distributed.agreement import agree, check_equal_over_ranks
 from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.groups import group_size, resolve_group, world_size
-from moe_ext.distributed.placement import Placement, replica_group, sharded_parameters
+from moe_ext.distributed.placement import Placement, replicated_groups, sharded_parameters
 
 _BUCKET_BYTES = 25 * 2**20
 # Integers of as many bytes.
@@ -36,22 +35,13 @@ _SYNCED = "_moe_ext_synced_version"
 _compared: WeakSet[nn.Module] = WeakSet()
 
 
-@dataclass(frozen=True)
-class _Reduction:
-    """Parameters whose gradients become the mean over one group."""
-
-    group: ProcessGroup
-    parameters: list[nn.Parameter]
-
-
 def sync_gradients(model: nn.Module) -> None:
     """Make every gradient that of the mean over all ranks of the local losses.
 
     Call it on all ranks, after the last backward pass of a step and before clipping and the
     optimizer. Without torch.distributed, or with one rank, it does nothing. A plain module gets all
-    of its gradients reduced. If the model is (or holds) a `DistributedDataParallel`, the
-    parameters that DDP reduces are left to it and only the experts are done; build that with
-    `data_parallel(model)`.
+    of its gradients reduced. If the model is (or holds) a `DistributedDataParallel`, what that has
+    reduced in the backward pass, the experts too, is left as it is.
 
     The first call for a model also compares the values of the dense parameters: a mean of gradients
     keeps replicas equal, it does not make them so.
@@ -68,7 +58,8 @@ def sync_gradients(model: nn.Module) -> None:
         ValueError: on every rank: the parameters differ between ranks, by name, shape, dtype or (at
             the first call, the dense ones) by value, a DistributedDataParallel reduces expert
             parameters, a gradient is sparse or a parameter is a DTensor.
-        RuntimeError: on every rank, when no gradient changed since the last call.
+        RuntimeError: on every rank, when no gradient changed since the last call, of a model
+            without DistributedDataParallel.
         RankFailureError: a rank died or did not answer; the message names it.
 
     Determinism: as the backend's all-reduce; every rank gets the same bits. One device-to-host
@@ -86,23 +77,19 @@ def sync_gradients(model: nn.Module) -> None:
         raise ValueError("sync_gradients: expected model to have parameters, got none")
     device = next(model.parameters()).device
     values = None if problem or model in _compared else fingerprint(dense)
-    _check_on_all_ranks(handled, problem, values, world, device)
+    is_fresh = _check_on_all_ranks(handled, problem, values, world, device)
     _compared.add(model)
+    if not is_fresh:
+        if reduced_by_ddp(model):
+            return
+        raise RuntimeError(
+            "sync_gradients: expected new gradients since the last call, but none changed on any "
+            "rank; call it once after the last backward pass of a step"
+        )
 
-    reductions = [_Reduction(world, [parameter for _, parameter in dense])]
-    by_group: dict[ProcessGroup, list[nn.Parameter]] = {}
-    for parameter, placement in sharded.values():
-        assert placement.group is not None
-        by_group.setdefault(placement.group, []).append(parameter)
-    for group, parameters in by_group.items():
-        replicas = replica_group(group, device)
-        if replicas is not None:
-            reductions.append(_Reduction(replicas, parameters))
-    for reduction in reductions:
-        _average(reduction, device)
-    for _, parameter in handled:
-        if parameter.grad is not None:
-            mark_synced(parameter.grad)
+    average_gradients(world, [parameter for _, parameter in dense])
+    for replicas, parameters in replicated_groups(sharded.values(), device):
+        average_gradients(replicas, parameters)
 
 
 def was_synced(gradient: Tensor) -> bool:
@@ -130,19 +117,26 @@ def _find_problem(
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             layout = parameter.grad.layout
             return f"expected gradients to be dense, got {layout} for {name}"
-    for name, (_, placement) in sharded.items():
-        if placement.grad_reduction != "mean":
-            return (
-                "expected tensor-parallel modules to be made with grad_reduction='mean', since "
-                f"that is what other gradients become, got {placement.grad_reduction!r} for {name}"
-            )
+    if problem := reduction_problem(sharded):
+        return problem
     reduced = reduced_by_ddp(model)
     for name, (parameter, _) in sharded.items():
         if id(parameter) in reduced:
             return (
                 "expected DistributedDataParallel to leave the expert parameters alone, but it "
-                f"reduces {name}: ranks hold different experts under that name. Wrap the model "
-                "with moe_ext.distributed.data_parallel(model) instead"
+                f"reduces {name}: ranks hold different experts under that name. Spread experts "
+                "over ranks, and import moe_ext, before the model is wrapped"
+            )
+    return None
+
+
+def reduction_problem(sharded: dict[str, tuple[nn.Parameter, Placement]]) -> str | None:
+    """What is wrong with parameters whose gradients are to be means over ranks, or None."""
+    for name, (_, placement) in sharded.items():
+        if placement.grad_reduction != "mean":
+            return (
+                "expected tensor-parallel modules to be made with grad_reduction='mean', since "
+                f"that is what other gradients become, got {placement.grad_reduction!r} for {name}"
             )
     return None
 
@@ -190,8 +184,8 @@ def _check_on_all_ranks(
     values: int | None,
     world: ProcessGroup,
     device: torch.device,
-) -> None:
-    """After it every rank raises or none does.
+) -> bool:
+    """Whether there is a new gradient on some rank, or none at all; every rank raises or none does.
 
     `values` is the fingerprint of the dense parameters, None where it was compared before.
     """
@@ -209,28 +203,29 @@ def _check_on_all_ranks(
     if -1 not in first:
         name = "the values of the dense parameters at the first call (seed every rank alike)"
         check_equal_over_ranks(name, first, world, "sync_gradients")
-    if any(row[1] for row in rows) and not any(row[0] for row in rows):
-        raise RuntimeError(
-            "sync_gradients: expected new gradients since the last call, but none changed on any "
-            "rank; call it once after the last backward pass of a step"
+    return any(row[0] for row in rows) or not any(row[1] for row in rows)
+
+
+def average_gradients(group: ProcessGroup | None, parameters: list[nn.Parameter]) -> None:
+    """Make gradients the mean over a group, bucket by bucket, and mark them as synchronised.
+
+    One that is None on some ranks counts as zero there. A group of None is this rank alone.
+    """
+    if group is not None and parameters:
+        present = torch.tensor(
+            [parameter.grad is not None for parameter in parameters],
+            dtype=torch.int32,
+            device=parameters[0].device,
         )
-
-
-def _average(reduction: _Reduction, device: torch.device) -> None:
-    """Reduce the gradients of one group to their mean, bucket by bucket."""
-    if not reduction.parameters:
-        return
-    present = torch.tensor(
-        [parameter.grad is not None for parameter in reduction.parameters],
-        dtype=torch.int32,
-        device=device,
-    )
-    comm.all_reduce_(present, reduction.group, operation="sync_gradients", op="max", counted=False)
-    # NOTE: device-to-host sync: which gradients exist decides what is sent.
-    flags = present.tolist()
-    pairs = zip(reduction.parameters, flags, strict=True)
-    for bucket in gradient_buckets([parameter for parameter, flag in pairs if flag]):
-        _average_bucket(bucket, reduction.group)
+        comm.all_reduce_(present, group, operation="sync_gradients", op="max", counted=False)
+        # NOTE: device-to-host sync: which gradients exist decides what is sent.
+        flags = present.tolist()
+        pairs = zip(parameters, flags, strict=True)
+        for bucket in gradient_buckets([parameter for parameter, flag in pairs if flag]):
+            _average_bucket(bucket, group)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            mark_synced(parameter.grad)
 
 
 def put_gradients(bucket: Sequence[nn.Parameter], flat: Tensor) -> None:

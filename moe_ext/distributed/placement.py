@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.weak import WeakIdKeyDictionary
 
 from moe_ext.distributed import comm
 from moe_ext.distributed.agreement import share
@@ -25,6 +26,9 @@ from moe_ext.distributed.groups import group_rank, group_ranks, group_size, reso
 
 # Attribute of a module: parameter name, or "" for all, to placement.
 _DECLARED = "_moe_ext_placements"
+
+# Parameters that `sharded_parameters` found in some model, with their placements.
+_sharded = WeakIdKeyDictionary()
 
 # Ranks with the same coordinate in a group; None where this rank has no such peer.
 _replica_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup | None]
@@ -260,11 +264,47 @@ def logical_names(model: nn.Module) -> dict[str, str]:
 def sharded_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, Placement]]:
     """Name to (parameter, placement) of those that are divided over more than one rank."""
     parameters = dict(model.named_parameters())
-    return {
+    found = {
         name: (parameters[name], placement)
         for name, placement in placements(model).items()
         if placement.num_parts > 1
     }
+    for parameter, placement in found.values():
+        _sharded[parameter] = placement
+    return found
+
+
+def known_shard(parameter: Tensor) -> Placement | None:
+    """Placement of a parameter that `sharded_parameters` has found in some model."""
+    return _sharded.get(parameter)
+
+
+def sharded_tensors(model: nn.Module) -> list[str]:
+    """Names, all of each, of parameters and buffers that differ between the ranks of a group."""
+    shards = {id(parameter) for parameter, _ in sharded_parameters(model).values()}
+    for module in model.modules():
+        placement = placement_of(module)
+        if placement is not None and placement.num_parts > 1:
+            shards |= {id(buffer) for buffer in module.buffers()}
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    return [name for name, tensor in named if id(tensor) in shards]
+
+
+def replicated_groups(
+    sharded: Iterable[tuple[nn.Parameter, Placement]], device: torch.device
+) -> list[tuple[ProcessGroup | None, list[nn.Parameter]]]:
+    """Sharded parameters by the ranks that hold the same part, None where there are no others.
+
+    All ranks of the job call it alike, see `replica_group`.
+    """
+    by_group: dict[ProcessGroup, list[nn.Parameter]] = {}
+    for parameter, placement in sharded:
+        assert placement.group is not None
+        by_group.setdefault(placement.group, []).append(parameter)
+    return [(replica_group(group, device), found) for group, found in by_group.items()]
 
 
 def expert_parameters(

@@ -5,92 +5,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks import assert_passed, outcomes, raised
+from parallel_models import (
+    TIGHT,
+    E,
+    Model,
+    assert_same_gradients,
+    loss_of,
+    mesh,
+    one_process,
+    run_steps,
+    shard,
+    sizes,
+)
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import moe_ext
 from moe_ext import distributed as md
-
-E = 8
-TIGHT = {"rtol": 1e-11, "atol": 1e-13}
-
-
-class Model(nn.Module):
-    """Two MoE layers between dense ones, a branch for odd ranks, and one that nobody uses."""
-
-    def __init__(self, ep_group, seed=7):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.inp = nn.Linear(6, 8)
-        self.first = moe_ext.MoELayer(8, 6, E, 2, ep_group=ep_group, shared_ffn_dim=4, bias=True)
-        self.second = moe_ext.MoELayer(8, 6, E, 1, ep_group=ep_group, z_loss_coef=0.1)
-        self.out = nn.Linear(8, 3)
-        self.branch = nn.Linear(8, 3)
-        self.unused = nn.Linear(8, 3)
-        self.double()
-
-    def forward(self, x, branch=False):
-        h = self.second(self.first(self.inp(x)))
-        return self.out(h) + self.branch(h) if branch else self.out(h)
-
-
-_meshes = {}
-
-
-def mesh(ep):
-    if ep not in _meshes:
-        _meshes[ep] = md.MoEMesh(dp=dist.get_world_size() // ep, ep=ep)
-    return _meshes[ep]
-
-
-def batches(steps=1):
-    """Uneven batches, `[step][rank]`."""
-    generator = torch.Generator().manual_seed(11)
-    ranks = dist.get_world_size()
-    return [
-        [torch.randn(3 + 2 * r, 6, dtype=torch.float64, generator=generator) for r in range(ranks)]
-        for _ in range(steps)
-    ]
-
-
-def loss_of(model, x, branch=False):
-    return model(x, branch).square().mean()
-
-
-def one_process(steps=1, branch=False):
-    """Gradients of the mean over ranks and steps of the local losses, in one process."""
-    model = Model(None)
-    ranks = dist.get_world_size()
-    moe_ext.nn.set_loss_scale(model, 1.0 / (ranks * steps))
-    for step in batches(steps):
-        for rank, x in enumerate(step):
-            (loss_of(model, x, branch and rank % 2 == 1) / (ranks * steps)).backward()
-    return model
-
-
-def shard(name, value, model, ep):
-    experts = {entry[0] for entry in md.expert_parameters(model)}
-    return value.chunk(ep)[mesh(ep).ep_rank] if name in experts else value
-
-
-def assert_same_gradients(model, want, ep):
-    for (name, p), q in zip(model.named_parameters(), want.parameters(), strict=True):
-        if q.grad is None:
-            assert p.grad is None, name
-            continue
-        expected = shard(name, q.grad, model, ep)
-        torch.testing.assert_close(p.grad, expected, msg=lambda m, n=name: f"{n}: {m}", **TIGHT)
-
-
-def run_steps(model, steps=1, branch=False):
-    moe_ext.nn.set_loss_scale(model, 1.0 / steps)
-    rank = dist.get_rank()
-    for step in batches(steps):
-        (loss_of(model, step[rank], branch and rank % 2 == 1) / steps).backward()
-
-
-def sizes():
-    return [ep for ep in (1, 2, 4) if dist.get_world_size() % ep == 0]
 
 
 def check_gradients_norm_and_step_of_one_process():
@@ -138,37 +67,6 @@ def check_accumulating_after_a_sync_is_still_the_mean():
     assert_same_gradients(model, want, 2)
 
 
-def check_beside_ddp():
-    want = one_process()
-    for ep in sizes():
-        model = Model(mesh(ep).ep_group)
-        wrapped = md.data_parallel(model, find_unused_parameters=True)
-        run_steps(wrapped)
-        before = model.inp.weight.grad.clone()
-        md.sync_gradients(wrapped)
-        assert torch.equal(model.inp.weight.grad, before)
-        assert_same_gradients(model, want, ep)
-        norm = md.clip_grad_norm_(wrapped, 1e9)
-        want_norm = nn.utils.get_total_norm(
-            [p.grad for p in want.parameters() if p.grad is not None]
-        )
-        torch.testing.assert_close(norm, want_norm, **TIGHT)
-
-
-def check_ddp_with_accumulation_under_no_sync():
-    want = one_process(steps=2)
-    model = Model(mesh(2).ep_group)
-    wrapped = md.data_parallel(model, find_unused_parameters=True)
-    moe_ext.nn.set_loss_scale(model, 0.5)
-    first, second = batches(2)
-    rank = dist.get_rank()
-    with wrapped.no_sync():
-        (loss_of(wrapped, first[rank]) / 2).backward()
-    (loss_of(wrapped, second[rank]) / 2).backward()
-    md.sync_gradients(wrapped)
-    assert_same_gradients(model, want, 2)
-
-
 def check_gradients_missing_on_some_ranks():
     want = one_process(branch=True)
     model = Model(mesh(2).ep_group)
@@ -189,36 +87,27 @@ def check_a_rank_without_any_backward():
 
 
 def check_twice_is_refused_and_changes_nothing():
-    for wrap in (False, True):
-        model = Model(mesh(2).ep_group)
-        used = md.data_parallel(model, find_unused_parameters=True) if wrap else model
-        run_steps(used)
-        md.sync_gradients(used)
-        before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        raised(RuntimeError, "expected new gradients since the last call", md.sync_gradients, used)
-        after = [p.grad for p in model.parameters() if p.grad is not None]
-        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        md.clip_grad_norm_(used, 0.1)
-        raised(RuntimeError, "expected new gradients since the last call", md.sync_gradients, used)
-        used.zero_grad()
-        run_steps(used)
-        md.sync_gradients(used)
-        used.zero_grad(set_to_none=False)
-        run_steps(used)
-        md.sync_gradients(used)
-        used.zero_grad()
-        md.sync_gradients(used)
-
-
-def check_plain_ddp_around_experts_is_refused():
     model = Model(mesh(2).ep_group)
-    for p in md.expert_parameters(model):
-        # Plain DDP would already fail where shapes differ; here they do not, which is the trap.
-        assert p[1].shape[0] == E // 2
-    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    run_steps(wrapped)
-    text = r"expected DistributedDataParallel to leave the expert .*data_parallel\(model\)"
-    raised(ValueError, text, md.sync_gradients, wrapped)
+    run_steps(model)
+    md.sync_gradients(model)
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    text = "expected new gradients since the last call"
+    raised(RuntimeError, text, md.sync_gradients, model)
+    after = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    for clip in (lambda: md.clip_grad_norm_(model, 0.1), lambda: clip_of_torch(model)):
+        clip()
+        raised(RuntimeError, text, md.sync_gradients, model)
+    for to_none in (True, False):
+        model.zero_grad(set_to_none=to_none)
+        run_steps(model)
+        md.sync_gradients(model)
+    model.zero_grad()
+    md.sync_gradients(model)
+
+
+def clip_of_torch(model):
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.05)
 
 
 def check_models_that_differ_are_refused():
@@ -294,17 +183,6 @@ def check_clipping():
     raised(RuntimeError, "expected the norm of the gradients to be finite, got nan", clip)
     assert torch.equal(model.inp.weight.grad, before)
     assert md.clip_grad_norm_(model, 1.0).isnan()
-
-
-def check_experts_become_equal_over_replicas():
-    model = Model(mesh(2).ep_group, seed=dist.get_rank())
-    md.data_parallel(model)
-    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    for rank, other in enumerate(everyone):
-        assert torch.equal(other, mine) == (rank % 2 == dist.get_rank() % 2)
-    assert not torch.equal(everyone[0], everyone[1])
 
 
 def check_names_of_the_experts():

@@ -1,0 +1,350 @@
+"""DistributedDataParallel around experts that differ between ranks, as a framework makes it."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from checks import assert_passed, outcomes, raised
+from parallel_models import (
+    TIGHT,
+    E,
+    Model,
+    assert_same_gradients,
+    batches,
+    loss_of,
+    mesh,
+    one_process,
+    run_steps,
+    shard,
+    sizes,
+)
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+# As a script that imports torch's names first, and before any parameter was divided.
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
+
+import moe_ext
+from moe_ext import distributed as md
+
+
+def wrapped(model, **options):
+    return DistributedDataParallel(model, find_unused_parameters=True, **options)
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def on_all_ranks(tensor):
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, tensor)
+    return found
+
+
+def check_experts_become_equal_over_replicas_and_over_no_others():
+    model = Model(mesh(2).ep_group, seed=dist.get_rank())
+    before = model.first.experts.down_proj.clone()
+    wrapped(model, init_sync=False)
+    assert torch.equal(before, model.first.experts.down_proj)
+    wrapped(model)
+    everyone = on_all_ranks(flat(model))
+    for rank, other in enumerate(everyone):
+        assert torch.equal(other, flat(model)) == (rank % 2 == dist.get_rank() % 2)
+    dense = on_all_ranks(model.inp.weight.detach())
+    assert all(torch.equal(one, dense[0]) for one in dense)
+
+
+def check_training_with_clipping_is_that_of_one_process():
+    for ep in sizes():
+        for options in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
+            whole, model = Model(None), Model(mesh(ep).ep_group)
+            ddp = wrapped(model, **options)
+            optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (whole, model)]
+            for _ in range(3):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                for x in batches()[0]:
+                    moe_ext.nn.set_loss_scale(whole, 1.0 / dist.get_world_size())
+                    (loss_of(whole, x) / dist.get_world_size()).backward()
+                want = clip_grad_norm_(whole.parameters(), 0.05)
+                run_steps(ddp)
+                norm = clip_grad_norm_(model.parameters(), 0.05)
+                assert want > 0.1
+                torch.testing.assert_close(norm, want, **TIGHT)
+                assert all(torch.equal(norm, other) for other in on_all_ranks(norm))
+                for optimizer in optimizers:
+                    optimizer.step()
+            for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+                torch.testing.assert_close(p, shard(name, q, model, ep), **TIGHT)
+
+
+def check_norms_of_every_order_and_of_a_part():
+    want, model = one_process(), Model(mesh(2).ep_group)
+    run_steps(wrapped(model))
+    parts = {"all": "", "experts": ".experts.", "router": ".router.", "one": "first.experts.down"}
+    for norm_type in (2.0, 3.0, 1.0, math.inf):
+        for part in parts.values():
+            found, wanted = (
+                [p for name, p in m.named_parameters() if part in name] for m in (model, want)
+            )
+            norm = clip_grad_norm_(iter(found), 1e9, norm_type)
+            wanted = nn.utils.get_total_norm(
+                [p.grad for p in wanted if p.grad is not None], norm_type
+            )
+            torch.testing.assert_close(norm, wanted, **TIGHT)
+    raised(
+        ValueError,
+        "norm_type to be positive, got 0.0",
+        clip_grad_norm_,
+        list(model.parameters()),
+        1.0,
+        0,
+    )
+    if mesh(2).ep_rank == 1:
+        model.first.experts.down_proj.grad[0, 0, 0] = math.inf
+    before = model.inp.weight.grad.clone()
+    finite = lambda: clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)  # noqa: E731
+    raised(RuntimeError, "expected the norm of the gradients to be finite, got inf", finite)
+    assert torch.equal(model.inp.weight.grad, before)
+
+
+def check_accumulation():
+    want, double = one_process(steps=2), one_process()
+    for p in double.parameters():
+        if p.grad is not None:
+            p.grad.mul_(2)
+    first, second = batches(2)
+    rank = dist.get_rank()
+    model = Model(mesh(2).ep_group)
+    ddp = wrapped(model)
+    moe_ext.nn.set_loss_scale(model, 0.5)
+    with ddp.no_sync():
+        (loss_of(ddp, first[rank]) / 2).backward()
+    part = model.first.experts.down_proj.grad.clone()
+    everyone = on_all_ranks(part)
+    assert not torch.equal(everyone[rank], everyone[rank - 2])
+    (loss_of(ddp, second[rank]) / 2).backward()
+    assert_same_gradients(model, want, 2)
+    # Two reduced passes into one gradient: the first mean is a part of the second.
+    ddp.zero_grad()
+    moe_ext.nn.set_loss_scale(model, 1.0)
+    for _ in range(2):
+        loss_of(ddp, batches()[0][rank]).backward()
+    assert_same_gradients(model, double, 2)
+    md.sync_gradients(ddp)
+    md.sync_gradients(ddp)
+    assert_same_gradients(model, double, 2)
+    # Passes past the wrapper are nobody's to reduce.
+    ddp.zero_grad()
+    loss_of(model, batches()[0][rank]).backward()
+    assert not torch.equal(*on_all_ranks(model.first.experts.down_proj.grad)[rank % 2 :: 2])
+    # All under no_sync, and reduced by hand: of what DDP holds, the experts alone.
+    md.sync_gradients(ddp)
+    assert torch.equal(*on_all_ranks(model.first.experts.down_proj.grad)[rank % 2 :: 2])
+
+
+def check_a_reduction_that_is_asked_for_after_the_forward_passes():
+    """What Accelerate's trigger_sync_in_backward does."""
+    want, model = one_process(steps=2), Model(mesh(2).ep_group)
+    for one in (want, model):
+        del one.branch, one.unused
+    ddp = DistributedDataParallel(model)
+    moe_ext.nn.set_loss_scale(model, 0.5)
+    with ddp.no_sync():
+        losses = [loss_of(ddp, step[dist.get_rank()]) / 2 for step in batches(2)]
+        losses[0].backward()
+    ddp.reducer.prepare_for_backward([])
+    losses[1].backward()
+    assert_same_gradients(model, want, 2)
+
+
+class Checkpointed(Model):
+    reentrant = False
+
+    def forward(self, x, branch=False):
+        h = self.inp(x)
+        for layer in (self.first, self.second):
+            h = checkpoint(layer, h, use_reentrant=self.reentrant)
+        return {"out": [self.out(h)]}
+
+
+def check_recomputation():
+    want = one_process()
+    for reentrant in (False, True):
+        for static in (False, True):
+            model = Checkpointed(mesh(2).ep_group)
+            model.reentrant = reentrant
+            del model.branch, model.unused
+            ddp = DistributedDataParallel(model, static_graph=static)
+            for _ in range(2):
+                ddp.zero_grad()
+                x = batches()[0][dist.get_rank()]
+                ddp(x)["out"][0].square().mean().backward()
+            named = dict(want.named_parameters())
+            for name, p in model.named_parameters():
+                torch.testing.assert_close(p.grad, shard(name, named[name].grad, model, 2), **TIGHT)
+
+
+class Branches(Model):
+    """The second layer runs on the replicas with an even index alone."""
+
+    def forward(self, x, branch=False):
+        h = self.first(self.inp(x))
+        return self.out(self.second(h) if branch else h)
+
+
+def check_layers_that_some_replicas_leave_out():
+    world = dist.get_world_size()
+    want, model = Branches(None), Branches(mesh(2).ep_group)
+    moe_ext.nn.set_loss_scale(want, 1.0 / world)
+    for rank, x in enumerate(batches()[0]):
+        (loss_of(want, x, rank // 2 == 0) / world).backward()
+    ddp = wrapped(model)
+    x, runs = batches()[0][dist.get_rank()], mesh(2).dp_rank == 0
+    loss_of(ddp, x, runs).backward()
+    assert_same_gradients(model, want, 2)
+    ddp.zero_grad()
+    loss_of(ddp, x, False).backward()
+    assert model.second.experts.down_proj.grad is None
+
+
+class Stored(Model):
+    """Gives nothing back that a loss is made of."""
+
+    def forward(self, x, branch=False):
+        self.loss = super().forward(x, branch).square().mean()
+
+
+def check_a_loss_beside_the_outputs():
+    model = Stored(mesh(2).ep_group)
+    del model.branch, model.unused
+    want = one_process()
+    del want.branch, want.unused
+    ddp = DistributedDataParallel(model)
+    ddp(batches()[0][dist.get_rank()])
+    model.loss.backward()
+    assert_same_gradients(model, want, 2)
+
+
+def check_frozen_parameters():
+    want = one_process()
+    model = Model(mesh(2).ep_group)
+    model.second.experts.requires_grad_(False)
+    ddp = wrapped(model)
+    run_steps(ddp)
+    for name in ("down_proj", "gate_up_proj"):
+        getattr(want.second.experts, name).grad = None
+    assert_same_gradients(model, want, 2)
+    # Trained from now on, as after a stage of fine-tuning.
+    model.second.experts.requires_grad_(True)
+    ddp.zero_grad()
+    run_steps(ddp)
+    assert_same_gradients(model, one_process(), 2)
+    model.requires_grad_(False)
+    model.first.experts.requires_grad_(True)
+    text = r"expected a parameter that every rank holds \(a router, a norm\) to require a gradient"
+    raised(ValueError, text, DistributedDataParallel, model)
+
+
+def check_a_hook_and_a_copy():
+    want, model = one_process(), Model(mesh(2).ep_group)
+    ddp = wrapped(model)
+    ddp.register_comm_hook(None, allreduce_hook)
+    again = copy.deepcopy(ddp)
+    for one in (ddp, again):
+        run_steps(one)
+        assert_same_gradients(one.module, want, 2)
+
+
+def check_a_pass_that_failed():
+    model = Model(mesh(2).ep_group)
+    ddp = wrapped(model)
+    out = loss_of(ddp, batches()[0][dist.get_rank()])
+    fails = model.inp.weight.register_hook(lambda _: 1 / 0)
+    raised(ZeroDivisionError, "division by zero", out.backward)
+    fails.remove()
+    ddp = wrapped(model)
+    ddp.zero_grad()
+    run_steps(ddp)
+    assert_same_gradients(model, one_process(), 2)
+
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(8, 8, dtype=torch.float64)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        return self.proj(x) if len(x) else x
+
+
+def check_experts_that_are_modules_and_a_rank_without_gradients():
+    group = mesh(4).ep_group
+    rank = dist.get_rank()
+    experts = moe_ext.nn.ModuleExperts([Expert() for _ in range(E // 4)], ep_group=group)
+    layer = moe_ext.MoELayer(8, 8, E, 1, experts=experts, ep_group=group).double()
+    model = nn.Sequential(nn.Linear(8, 8).double(), layer)
+    for expert in experts:
+        expert.seen += rank
+    ddp = wrapped(model)
+    with torch.no_grad():
+        # Every token goes to the experts of rank 0.
+        layer.router.weight.zero_()
+    ddp(torch.ones(3, 8, dtype=torch.float64)).square().mean().backward()
+    assert [expert.seen.item() for expert in experts] == [rank] * (E // 4)
+    has = [p.grad is not None for p in experts.parameters()]
+    assert any(has) == (rank == 0)
+    norm = clip_grad_norm_(model.parameters(), 1e-3)
+    assert all(torch.equal(norm, other) for other in on_all_ranks(norm))
+
+
+def check_groups_of_ddp():
+    grid = mesh(2)
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    across = pairs[dist.get_rank() % 2]
+    # The ranks that hold the same experts: nothing differs between them, and DDP does all.
+    model = Model(grid.ep_group, seed=dist.get_rank() // 2)
+    ddp = wrapped(model, process_group=across)
+    assert torch.equal(*on_all_ranks(flat(model))[dist.get_rank() % 2 :: 2])
+    run_steps(ddp)
+    assert torch.equal(*on_all_ranks(model.first.experts.down_proj.grad)[dist.get_rank() % 2 :: 2])
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    text = r"expected process_group to be None or all ranks of the job .* got the ranks \[\d, \d\]"
+    half = halves[dist.get_rank() // 2]
+    raised(ValueError, text, lambda: wrapped(Model(grid.ep_group), process_group=half))
+
+
+def check_wrapping_before_the_library_knows():
+    """Experts that are declared after the constructor: DDP reduces them, and nobody says so."""
+    model = Model(mesh(1).ep_group)
+    ddp = wrapped(model)
+    place = md.Placement.of_experts(E * 2, mesh(2).ep_group)
+    md.declare_placement(model.first.experts, place)
+    run_steps(ddp)
+    raised(
+        ValueError, "expected DistributedDataParallel to leave the expert", md.sync_gradients, ddp
+    )
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+
+
+@pytest.fixture(scope="module")
+def found():
+    return outcomes(4, CHECKS)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[6:])
+def test_four_ranks(found, check):
+    assert_passed(found, check)
+
+
+def test_without_process_group():
+    with pytest.raises(ValueError, match="expected torch.distributed to be initialised"):
+        md.data_parallel(Model(None))
