@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,6 +106,8 @@ class CompressedOptimizer(Optimizer, ABC):
         self._frozen: list[Entry] = []
         # Whether ranks have compared parameters and options.
         self._compared = False
+        # How often gradients are halved to fit into the type as which they travel.
+        self._halvings = 0
         # By the first of their entries, the flat tensors and their entries.
         self._means: dict[int, tuple[CompressedMean, list[int]]] = {}
         super().__init__(params, defaults)
@@ -148,7 +151,7 @@ class CompressedOptimizer(Optimizer, ABC):
 
         Raises:
             ValueError: on every rank, with nothing changed: a gradient of any rank is NaN or
-                infinite, or steps or parameters differ between ranks.
+                infinite, or steps, options or parameters differ between ranks.
             TypeError: on every rank, with nothing changed: a parameter is a DTensor or of a type
                 that is not supported, or a gradient is sparse.
             RankFailureError: a rank died or did not answer; parameters and moments are as before.
@@ -177,8 +180,8 @@ class CompressedOptimizer(Optimizer, ABC):
         """Whether the next step sends gradients as they are."""
 
     @abstractmethod
-    def _schedule(self) -> tuple[int, ...]:
-        """The options that no group has, and that decide what each step sends."""
+    def _settings(self) -> dict[str, object]:
+        """The options that no group has, by name."""
 
     @property
     def steps_taken(self) -> int:
@@ -204,13 +207,15 @@ class CompressedOptimizer(Optimizer, ABC):
     def _agree(self, entries: list[Entry]) -> None:
         """Check that all ranks take the same step of finite gradients, and who has which."""
         first, group = not self._compared, self._process_group
+        self._halvings = 0
         problem = self._find_problem(entries)
         has = [entry.parameter.grad is not None for entry in entries]
         words = [
             sum(1 << bit for bit, flag in enumerate(has[start : start + _BITS]) if flag)
             for start in range(0, len(has), _BITS)
         ]
-        device = entries[0].parameter.device
+        device, options = entries[0].parameter.device, self._all_options()
+        checksum = zlib.crc32(str(options).encode())
         try:
             rows = agree(
                 self._op,
@@ -218,13 +223,16 @@ class CompressedOptimizer(Optimizer, ABC):
                 problem,
                 group,
                 device,
-                values=words,
+                values=[*words, self._halvings, checksum],
             )
+            if any(row[-1] != checksum for row in rows):
+                agree(self._op, options, None, group, device)
         except Exception:
             if first:
                 self._made = []
             raise
         self._compared = True
+        self._halvings = max(row[-2] for row in rows)
         places = {id(ranks): self._places(ranks) for ranks in self._ranks}
         for index, entry in enumerate(entries):
             word, bit = divmod(index, _BITS)
@@ -260,24 +268,30 @@ class CompressedOptimizer(Optimizer, ABC):
             return None
         norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
         # NOTE: device-to-host sync: a step that must not be taken is known only then.
-        finite = torch.isfinite(norms).tolist()
-        for entry, grad, known in zip(present, grads, finite, strict=True):
+        for entry, grad, norm in zip(present, grads, norms.tolist(), strict=True):
             # Squares of finite elements may overflow.
-            if not known and is_nonfinite(grad):
+            if not math.isfinite(norm) and is_nonfinite(grad):
                 return ValueError(
                     f"{self._op}: expected gradients to be finite, got NaN or infinity for "
                     f"{entry.label}"
                 )
+            dtype = self._dtype_sent(entry)
+            limit = torch.finfo(dtype).max
+            if dtype != torch.float32 and norm > limit:
+                largest = float(grad.abs().max())
+                if largest > limit:
+                    halvings = math.frexp(largest)[1] - math.frexp(limit)[1] + 1
+                    self._halvings = max(self._halvings, halvings)
         return None
 
+    def _dtype_sent(self, entry: Entry) -> torch.dtype:
+        """The type as which an averaged gradient travels."""
+        return self._wire_dtype or entry.parameter.dtype
+
     def _facts(self, entries: list[Entry], first: bool, is_plain: bool) -> dict[str, object]:
-        """Facts that must be equal on every rank: at the first step options and parameters, too."""
-        options, signature, values = "", "", 0
+        """Facts that must be equal on every rank: at the first step parameters, too."""
+        signature, values = "", 0
         if first:
-            groups = [{n: group[n] for n in self._options} for group in self.param_groups]
-            for group in groups:
-                group["lr"], group["betas"] = float(group["lr"]), tuple(group["betas"])
-            options = f"{self._block} {self._wire_dtype} {self._schedule()} {groups}"
             signature = "\n".join(
                 f"{tuple(e.parameter.shape)} {e.parameter.dtype}" for e in entries
             )
@@ -293,8 +307,22 @@ class CompressedOptimizer(Optimizer, ABC):
             "the number of parameters": len(entries),
             "the checksum of their shapes and dtypes": zlib.crc32(signature.encode()),
             "the number of the step": self.steps_taken,
-            "the checksum of the options at the first step": zlib.crc32(options.encode()),
             "the values of the parameters at the first step (seed every rank alike)": values,
+        }
+
+    def _all_options(self) -> dict[str, object]:
+        """What must be equal on every rank in every step, by name; of each group in a list."""
+        found: dict[str, object] = {
+            name: [group[name] for group in self.param_groups] for name in self._options
+        }
+        found["lr"] = [float(group["lr"]) for group in self.param_groups]
+        found["betas"] = [tuple(group["betas"]) for group in self.param_groups]
+        found["non_freeze"] = [bool(g.get("non_freeze", False)) for g in self.param_groups]
+        return {
+            **found,
+            "block": self._block,
+            "communication_data_type": self._wire_dtype,
+            **self._settings(),
         }
 
     def _is_apart(self, entry: Entry) -> bool:
@@ -333,7 +361,7 @@ class CompressedOptimizer(Optimizer, ABC):
         for entry in entries:
             if not entry.active:
                 continue
-            key = (id(entry.ranks), self._wire_dtype or entry.parameter.dtype)
+            key = (id(entry.ranks), self._dtype_sent(entry))
             runs = buckets.setdefault(key, [[]])
             if sum(e.parameter.numel() for e in runs[-1]) >= _BUCKET_NUMEL:
                 runs.append([])
@@ -344,7 +372,9 @@ class CompressedOptimizer(Optimizer, ABC):
                     torch.zeros_like(e.parameter, dtype=torch.float32) if e.grad is None else e.grad
                     for e in run
                 ]
-                means = mean_over_ranks(parts, run[0].ranks, self._op, dtype=dtype)
+                means = mean_over_ranks(
+                    parts, run[0].ranks, self._op, dtype=dtype, halvings=self._halvings
+                )
                 for entry, mean in zip(run, means, strict=True):
                     entry.grad = mean
 
@@ -383,7 +413,8 @@ class CompressedOptimizer(Optimizer, ABC):
                 }
                 mean.set_masks(masks)
                 mean.note_local_rows(self._op)
-                mean.reduce([i for i, entry in enumerate(members) if self._is_idle(entry)])
+                idle = [i for i, entry in enumerate(members) if self._is_idle(entry)]
+                mean.reduce(idle)
         except BaseException:
             for mean, _ in means:
                 mean.memory.rollback()

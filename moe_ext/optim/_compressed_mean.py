@@ -24,14 +24,15 @@ def mean_over_ranks(
     operation: str,
     *,
     dtype: torch.dtype = torch.float32,
+    halvings: int = 0,
 ) -> list[Tensor]:
-    """Means of float32 tensors, which travel in one all-reduce as a type."""
+    """Means of float32 tensors, which travel in one all-reduce as a type, halved so many times."""
     size = group_size(group)
     if size == 1:
         return parts
-    flat = torch.cat([part.reshape(-1) for part in parts]).div_(size).to(dtype)
+    flat = torch.cat([part.reshape(-1) for part in parts]).div_(size * 2.0**halvings).to(dtype)
     all_reduce_(flat, group, operation=operation)
-    pieces = flat.float().split([part.numel() for part in parts])
+    pieces = (flat.float() * 2.0**halvings).split([part.numel() for part in parts])
     return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
 

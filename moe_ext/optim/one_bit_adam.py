@@ -132,8 +132,12 @@ class OneBitAdam(CompressedOptimizer):
             communication_data_type=communication_data_type,
         )
 
-    def _schedule(self) -> tuple[int, ...]:
-        return self.freeze_step, self.variance_interval
+    def _settings(self) -> dict[str, object]:
+        return {
+            "freeze_step": self.freeze_step,
+            "variance_interval": self.variance_interval,
+            "eps_inside_sqrt": self._eps_inside_sqrt,
+        }
 
     def _is_dense(self) -> bool:
         return self.steps_taken < self.freeze_step

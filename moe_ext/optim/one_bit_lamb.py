@@ -128,6 +128,14 @@ class OneBitLamb(OneBitAdam):
             communication_data_type=communication_data_type,
         )
 
+    def _settings(self) -> dict[str, object]:
+        return {
+            **super()._settings(),
+            "coeff_beta": self._coeff_beta,
+            "factor_min and factor_max": self._factor_range,
+            "factor_threshold": self._factor_threshold,
+        }
+
     def get_lamb_coeffs(self) -> list[float | list[float]]:
         """Factors on the learning rate in the last step, a list for stacked experts."""
         return [c.item() if len(c) == 1 else c.tolist() for c in self._coefficients]

@@ -144,13 +144,14 @@ class ZeroOneAdam(CompressedOptimizer):
             part.add_(self.state[entry.parameter]["momentum_accumulator"])
         return total_N
 
-    def _schedule(self) -> tuple[int, ...]:
-        return (
-            self.var_freeze_step,
-            self.var_update_scaler,
-            self.local_step_scaler,
-            self.local_step_clipper,
-        )
+    def _settings(self) -> dict[str, object]:
+        return {
+            "var_freeze_step": self.var_freeze_step,
+            "var_update_scaler": self.var_update_scaler,
+            "local_step_scaler": self.local_step_scaler,
+            "local_step_clipper": self.local_step_clipper,
+            "eps_inside_sqrt": self._eps_inside_sqrt,
+        }
 
     def _is_dense(self) -> bool:
         step = self.steps_taken + 1

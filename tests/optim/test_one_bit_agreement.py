@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from one_bit_ranks import MAKERS, assert_equal_on_ranks, give, parameters, run
+from one_bit_ranks import MAKERS, assert_equal_on_ranks, assert_same, give, parameters, run
 from rank_checks import assert_passed, run_checks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -86,13 +86,63 @@ def check_a_state_loaded_on_one_rank_in_mid_training_is_told(name):
 def check_options_of_one_rank_are_told():
     p, rank = nn.Parameter(torch.zeros(4)), dist.get_rank()
     p.grad = torch.ones(4)
-    message = "expected the checksum of the options at the first step to be equal on every rank"
-    for options in ({"freeze_step": 3 + rank}, {"lr": 0.1 + rank}, {"block": 64 << rank}):
+    for options in (
+        {"freeze_step": 3 + rank},
+        {"lr": 0.1 + rank},
+        {"block": 64 << rank},
+        {"variance_interval": rank},
+        {"betas": (0.9, 0.9 + 0.01 * rank)},
+        {"eps_inside_sqrt": rank == 1},
+    ):
+        message = f"OneBitAdam: expected {next(iter(options))} to be equal on every rank, got "
         with pytest.raises(ValueError, match=message):
             optim.OneBitAdam([p], **options).step()
-    for options in ({"variance_interval": rank}, {"betas": (0.9, 0.9 + 0.01 * rank)}):
-        with pytest.raises(ValueError, match=message):
-            optim.OneBitAdam([p], **options).step()
+    with pytest.raises(ValueError, match="expected coeff_beta to be equal on every rank, got 0.9 "):
+        optim.OneBitLamb([p], coeff_beta=0.8 if rank else 0.9).step()
+
+
+def check_options_changed_on_one_rank_are_told(name):
+    params, last = parameters(), dist.get_rank() == dist.get_world_size() - 1
+    optimizer = MAKERS[name](params, lr=0.05)
+    # ZeroOneAdam has a step of its own at 8, and synchronises at 9.
+    for steps in (2, 4, 9):
+        run(optimizer, params, range(optimizer.steps_taken, steps))
+        weights = [p.detach().clone() for p in params]
+        before = copy.deepcopy(optimizer.state_dict())
+        for option, value in (("lr", 0.04), ("weight_decay", 0.1), ("non_freeze", True)):
+            group, kept = optimizer.param_groups[0], dict(optimizer.param_groups[0])
+            group[option] = value if last else kept.get(option, False)
+            give(params, steps, dist.get_rank())
+            message = rf"{name}: expected {option} to be equal .*, got \[.*{value}\] on rank 2"
+            with pytest.raises(ValueError, match=message):
+                optimizer.step()
+            group.clear()
+            group.update(kept)
+            assert all(torch.equal(p, w) for p, w in zip(params, weights, strict=True))
+            assert_same(optimizer.state_dict(), before)
+    run(optimizer, params, range(9, 10))
+
+
+def check_gradients_too_large_for_the_type_they_travel_as(name):
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    # The second one travels as it is after the freeze, too; float16 ends at 65504.
+    for steps, options in ((1, {}), (6, {"non_freeze": True})):
+        params = [nn.Parameter(torch.zeros(4, 80)) for _ in range(2)]
+        optimizers = [
+            MAKERS[name]([{"params": [p], **options}], lr=0.05, communication_data_type=dtype)
+            for p, dtype in zip(params, (torch.float16, torch.float32), strict=True)
+        ]
+        for step in range(steps + 1):
+            for p, optimizer in zip(params, optimizers, strict=True):
+                give([p], step, rank)
+                if step == steps:
+                    p.grad = p.grad * 4e5 + (1e15 if rank == last else 0.0)
+                optimizer.step()
+        assert_equal_on_ranks(params)
+        moments = [o.state[p]["exp_avg"] for o, p in zip(optimizers, params, strict=True)]
+        # Rounded to 11 bits in each rank, and in each of two sums.
+        bound = 2.0**-11 * 3 * moments[1].abs().max()
+        assert moments[0].abs().max() > 1e13 and (moments[0] - moments[1]).abs().max() <= bound
 
 
 def check_many_parameters():
@@ -112,6 +162,8 @@ CHECKS = {
         for check in (
             check_a_state_loaded_on_one_rank_is_told,
             check_a_state_loaded_on_one_rank_in_mid_training_is_told,
+            check_gradients_too_large_for_the_type_they_travel_as,
+            check_options_changed_on_one_rank_are_told,
         )
         for name in MAKERS
     },
