@@ -414,7 +414,7 @@ class CompressedOptimizer(Optimizer, ABC):
                 mean.set_masks(masks)
                 mean.note_local_rows(self._op)
                 idle = [i for i, entry in enumerate(members) if self._is_idle(entry)]
-                mean.reduce(idle)
+                mean.reduce(self._op, idle)
         except BaseException:
             for mean, _ in means:
                 mean.memory.rollback()

@@ -7,12 +7,16 @@ of a tensor (its last dimension).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.compression import CodecMemory, quantized_all_reduce_, shard_numel
+from moe_ext.compression import CodecMemory, shard_numel
+from moe_ext.compression.collectives.coding import QuantizedCoding
+from moe_ext.compression.collectives.padding import PartialBlocks, padded_all_reduce_
+from moe_ext.compression.collectives.quantized import States, start_all_reduce
 from moe_ext.compression.feedback import Packing
 from moe_ext.distributed.comm import all_reduce_
 from moe_ext.distributed.groups import group_rank, group_size
@@ -74,12 +78,10 @@ class CompressedMean:
         self.memory.server_start = self.rank * shard
         self.memory.put("residual", torch.zeros_like(self.flat_N))
         self.memory.put("server", self.flat_N.new_zeros(shard))
-        self._padding = _Padding(packing, block, device)
-        places = self._padding.places
-        own_places = places[(places >= self._own.start) & (places < self._own.stop)]
-        self._own_padding = own_places - self._own.start
         self._masks: dict[int, Tensor] = {}
-        self._zeros_N: Tensor | None = None  # elements that stay zero
+        # Elements that stay zero, padding among them, and the blocks that they share with others.
+        self._zeros_N: Tensor | None = None
+        self._partial: PartialBlocks | None = None
         self._watched: list[int] = []  # tensors with rows that were zero on all ranks so far
         # Rows in which any rank had something, of tensors whose rows share blocks.
         self.touched: dict[int, Tensor] = {
@@ -89,12 +91,13 @@ class CompressedMean:
         }
         self.refresh()
 
-    def reduce(self, idle: Sequence[int] = ()) -> None:
+    def reduce(self, operation: str, idle: Sequence[int] = ()) -> None:
         """Replace what is in `views` by the mean over ranks, as far as a bit each tells it.
 
         What is owed afterwards is open in the memory, which the caller commits or rolls back.
 
         Args:
+            operation: for messages.
             idle: tensors whose mean will not be used: what is owed of them stays as it is.
 
         Raises:
@@ -106,22 +109,15 @@ class CompressedMean:
         owed = self.memory.read_write("residual", "server")
         assert owed is not None
         worker_N, server_M = owed["residual"], owed["server"]
-        self._padding.fill(self.flat_N, owed["residual_in"])
-        quantized_all_reduce_(
-            self.flat_N,
-            format="sign",
-            block=self.block,
-            residual=worker_N,
-            residual_in=owed["residual_in"],
-            server_residual=server_M,
-            server_residual_in=owed["server_in"],
-            group=self.group,
-            validate=False,
-        )
-        self.flat_N[self._padding.places] = worker_N[self._padding.places] = 0
-        server_M[self._own_padding] = 0
+        states = States(worker_N, server_M, None, owed["residual_in"], owed["server_in"])
+        coding, flat_N = QuantizedCoding("sign", self.block), self.flat_N
+        how: dict[str, Any] = {"group": self.group, "average": True, "operation": operation}
+        if self._partial is None:
+            start_all_reduce(flat_N, coding, states, async_op=False, **how).wait()
+        else:
+            padded_all_reduce_(flat_N, coding, states, self._partial, **how)
         if self._zeros_N is not None:
-            # A sign cannot say zero: in a block with others these came as plus the scale.
+            # A sign cannot say zero.
             self.flat_N.masked_fill_(self._zeros_N, 0)
             worker_N.masked_fill_(self._zeros_N, 0)
             own = self._zeros_N[self._own]
@@ -186,41 +182,21 @@ class CompressedMean:
 
     def refresh(self) -> None:
         """Find out again what stays zero, after `touched` or the masks have changed."""
-        zeros_N = torch.zeros_like(self.flat_N, dtype=torch.bool)
+        zeros_N = torch.ones_like(self.flat_N, dtype=torch.bool)
         parts = self.parts_of(zeros_N)
+        for part in parts:
+            part.fill_(False)
         self._watched = [i for i, touched_R in self.touched.items() if not bool(touched_R.all())]
         for index in self._watched:
             untouched_R = ~self.touched[index]
             parts[index].view(len(untouched_R), -1).logical_or_(untouched_R.unsqueeze(1))
         for index, mask in self._masks.items():
             parts[index].logical_or_(mask.to(zeros_N.device) == 0)
-        self._zeros_N = zeros_N if bool(zeros_N.any()) else None
-
-
-class _Padding:
-    """Fills the last block of each tensor, T of them with B elements.
-
-    A scale is the mean magnitude of a block: zeros would make it as many times too small as the
-    tensor is shorter than the block, and its error would take as many steps to be sent.
-    """
-
-    def __init__(self, packing: BlockPacking, block: int, device: torch.device) -> None:
-        sizes = zip(packing.sizes, packing.offsets, strict=False)
-        tails = [(o + n - n % block, n % block) for n, o in sizes if n % block]
-        table_2T = torch.tensor(tails, dtype=torch.int64, device=device).view(-1, 2).t()
-        starts_T, self._lengths_T = table_2T[0], table_2T[1]
-        columns_B = torch.arange(block, device=device)
-        self._places_TB = starts_T.view(-1, 1) + columns_B
-        self._real_TB = columns_B < self._lengths_T.view(-1, 1)
-        self.places = self._places_TB[~self._real_TB]
-        self._tails = (~self._real_TB).nonzero()[:, 0]
-
-    def fill(self, flat_N: Tensor, worker_N: Tensor) -> None:
-        """Write the mean magnitude of what the block is about to send."""
-        if len(self.places):
-            sent_TB = (flat_N[self._places_TB] + worker_N[self._places_TB]).abs_()
-            means_T = sent_TB.mul_(self._real_TB).sum(dim=1) / self._lengths_T
-            flat_N[self.places] = means_T[self._tails]
+        self._zeros_N = self._partial = None
+        if bool(zeros_N.any()):
+            self._zeros_N = zeros_N
+            partial = PartialBlocks.of(zeros_N, self.block)
+            self._partial = partial if len(partial.numbers_K) else None
 
 
 def _nonzero_rows(x: Tensor) -> Tensor:

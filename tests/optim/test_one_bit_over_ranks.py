@@ -8,6 +8,12 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from one_bit_formulas import (
+    SignMean,
+    adam_by_formula,
+    lamb_by_formula,
+    zero_one_by_formula,
+)
 from one_bit_ranks import (
     BLOCK,
     MAKERS,
@@ -79,6 +85,68 @@ def check_what_is_applied_plus_what_is_owed():
             index = next(i for i, p in enumerate(params) if p is entry.parameter)
             applied = ranks * optimizer.state[entry.parameter]["exp_avg"].double()
             torch.testing.assert_close(applied + kept, total(sent[index]) + had, rtol=0, atol=2e-5)
+
+
+def check_it_is_the_published_algorithm():
+    """Blocks that end in padding: 40 and 44 of 64 elements, and 40 alone."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for shape in ((40,), (300,), (3, 50), (4, 64)):
+        betas, eps, mean = (0.8, 0.95), 1e-3, functools.partial(SignMean, BLOCK)
+        start = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        grads = [[rank_gradient(shape, t, r, 0).double() for r in range(ranks)] for t in range(16)]
+        options = {"lr": 0.05, "betas": betas, "eps": eps, "weight_decay": 0.1, "block": BLOCK}
+        common = {"lr": 0.05, "betas": betas, "eps": eps, "decay": 0.1}
+
+        def trained(make, start=start, grads=grads, **options):
+            p = nn.Parameter(start.clone())
+            optimizer = make([p], **options)
+            for ranks in grads:
+                p.grad = ranks[rank].float()
+                optimizer.step()
+            return p.detach().double()
+
+        want = {
+            "adam": adam_by_formula(
+                start.double(),
+                grads,
+                freeze=3,
+                corrected=True,
+                inside=False,
+                mean=mean(),
+                **common,
+            ),
+            "lamb": lamb_by_formula(
+                start.double(),
+                grads,
+                freeze=3,
+                beta3=0.6,
+                factors=(0.5, 4.0),
+                threshold=0.1,
+                mean=mean(),
+                **common,
+            )[0],
+            "zero_one": zero_one_by_formula(
+                start.double(),
+                grads,
+                freeze=5,
+                kappa=2,
+                scaler=3,
+                clipper=4,
+                mean=mean(),
+                **common,
+            ),
+        }
+        got = {
+            "adam": trained(optim.OneBitAdam, freeze_step=3, variance_interval=0, **options),
+            "lamb": trained(
+                optim.OneBitLamb, freeze_step=3, coeff_beta=0.6, bias_correction=False, **options
+            ),
+            "zero_one": trained(MAKERS["ZeroOneAdam"], **options),
+        }
+        for name in want:
+            error = (got[name] - want[name]).abs().max()
+            # Float32: 16 steps of some ten roundings each, of weights of up to about 4.
+            assert error <= 160 * 2.0**-24 * 4, (shape, name, error)
 
 
 def check_bytes_are_those_of_the_formula():
@@ -384,6 +452,7 @@ CHECKS = {
             check_gradients_that_some_ranks_lack,
             check_non_freeze_stays_dense,
             check_masks,
+            check_it_is_the_published_algorithm,
             check_convergence,
         )
     },
@@ -393,6 +462,7 @@ OF_FOUR = {
     "check_equal_bits": functools.partial(check_equal_bits, "OneBitAdam", torch.float32),
     "check_zeros_stay_zero": functools.partial(check_zeros_stay_zero, "OneBitAdam"),
     "check_expert_parallel": check_expert_parallel,
+    "check_it_is_the_published_algorithm": check_it_is_the_published_algorithm,
 }
 
 

@@ -1,8 +1,7 @@
 """The places of an FSDP module's parameters in its messages, and which of them are compressed.
 
 Shape suffixes: P ranks of the group, S elements of a rank's shard, Q of its packed part that is
-compressed (each parameter padded to whole blocks), D of the part that is sent as it is, K blocks
-that hold padding beside elements of a parameter, B elements of a block.
+compressed (each parameter padded to whole blocks), D of the part that is sent as it is.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from moe_ext.compression.collectives.padding import PartialBlocks
 from moe_ext.compression.fsdp.internals import ManagedParameter, managed_parameters
 from moe_ext.nn.routers.base import Router
 
@@ -68,7 +68,7 @@ class ShardLayout:
         self.packed_numel = sum(self._aligned(s.numel) for s in segments if s.compressed)
         self.dense_numel = sum(s.numel for s in segments if not s.compressed)
         self._is_whole = self.packed_numel == self.shard_numel and len(self.segments) == 1
-        self._partial: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+        self._partial: dict[tuple[object, ...], PartialBlocks] = {}
 
     def _aligned(self, numel: int) -> int:
         return -(-numel // self.block) * self.block
@@ -115,53 +115,26 @@ class ShardLayout:
 
     def partial_blocks(
         self, first_shard: int, num_shards: int, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """The blocks of packed parts that a parameter ends in, in some of its shards.
+    ) -> PartialBlocks:
+        """The blocks of packed parts, ``[P, Q]``, that a parameter ends in, in some of its shards.
 
         Args:
             first_shard (int): the first of the shards.
             num_shards (int): P.
             device (torch.device): of the result.
-
-        Returns:
-            Numbers of the blocks in ``[P, Q]`` and how many elements each of them holds, ``[K]``.
         """
         key = (first_shard, num_shards, device)
         if key not in self._partial:
-            found = []
+            is_padding_PQ = torch.ones(num_shards, self.packed_numel, dtype=torch.bool)
             for segment in self.compressed:
                 numel = segment.numel if segment.source is None else segment.source.param.numel()
                 for row in range(num_shards):
                     # FSDP pads the last shards, and packing pads all of them.
                     left = numel - (first_shard + row) * segment.numel
-                    blocks, rest = divmod(min(max(left, 0), segment.numel), self.block)
-                    start = row * self.packed_numel + segment.packed_start
-                    if rest:
-                        found.append((start // self.block + blocks, rest))
-            pairs = torch.tensor(found, dtype=torch.int64, device=device).view(-1, 2)
-            self._partial[key] = pairs[:, 0], pairs[:, 1]
+                    stop = segment.packed_start + min(max(left, 0), segment.numel)
+                    is_padding_PQ[row, segment.packed_start : stop] = False
+            self._partial[key] = PartialBlocks.of(is_padding_PQ.to(device), self.block)
         return self._partial[key]
-
-
-def fill_padding_(x: Tensor, owed: Tensor, partial: tuple[Tensor, Tensor], block: int) -> None:
-    """Makes padding as large as the elements of its block are on average, by what it owes.
-
-    The scale of a block of signs is then that of its elements.
-
-    Args:
-        x (Tensor): of whole blocks, what is coded together with ``owed``.
-        owed (Tensor): float32, as many; changed in place where there is padding.
-        partial: as `ShardLayout.partial_blocks` returns it.
-        block (int): B.
-    """
-    blocks_K, counts_K = partial
-    counts_K1 = counts_K[:, None]
-    x_KB, owed_KB = x.view(-1, block)[blocks_K].float(), owed.view(-1, block)[blocks_K]
-    is_real_KB = torch.arange(block, device=x.device) < counts_K1
-    # Divided first: a sum of large numbers might be infinite.
-    share_KB = torch.where(is_real_KB, (x_KB + owed_KB).abs() / counts_K1, 0.0)
-    mean_K1 = share_KB.sum(1, keepdim=True)
-    owed.view(-1, block)[blocks_K] = torch.where(is_real_KB, owed_KB, mean_K1 - x_KB)
 
 
 def whole_layout(shard_numel: int, block: int) -> ShardLayout:

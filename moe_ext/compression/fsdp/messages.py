@@ -28,7 +28,6 @@ from moe_ext.compression.fsdp.layout import (
     KeepDense,
     LayoutFinder,
     ShardLayout,
-    fill_padding_,
     keep_small_dense,
 )
 from moe_ext.compression.fsdp.ledger import StepLedger, is_finite
@@ -395,7 +394,7 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
     ) -> Tensor:
         if owed_PQ is not None and self.fills_padding:
             partial = layout.partial_blocks(0, packed_PQ.shape[0], packed_PQ.device)
-            fill_padding_(packed_PQ, owed_PQ, partial, self.block)
+            partial.fill_(owed_PQ, packed_PQ)
         rng_state = None
         if self.stochastic:
             # Equal elements of two modules must not be rounded alike.

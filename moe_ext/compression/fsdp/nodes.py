@@ -13,19 +13,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from moe_ext.compression.codecs import PayloadCodec
-from moe_ext.compression.collectives.quantized import (
-    States,
-    shard_numel,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-)
+from moe_ext.compression.collectives.padding import padded_all_reduce_
+from moe_ext.compression.collectives.quantized import States, shard_numel, start_all_reduce
 from moe_ext.compression.collectives.sparse import sparse_all_reduce
 from moe_ext.compression.fsdp.internals import shard_group
 from moe_ext.compression.fsdp.layout import (
     KeepDense,
     ShardLayout,
-    fill_padding_,
     keep_small_dense,
 )
 from moe_ext.compression.fsdp.ledger import StepLedger
@@ -136,10 +130,7 @@ class CompressedAllReduce(GradientMessage):
         if self.codec == _TOPK:
             assert owed_PQ is not None
             return self._reduce_topk(packed_PQ.view(-1), owed_PQ.view(-1))
-        if self.fills_padding:
-            assert owed_PQ is not None
-            return self._reduce_signs(packed_PQ.view(-1), owed_PQ.view(-1), layout)
-        return self._reduce_quantized(packed_PQ, owed_PQ)
+        return self._reduce_quantized(packed_PQ, owed_PQ, layout)
 
     def _reduce_topk(self, packed_Q: Tensor, residual_Q: Tensor) -> Tensor:
         numel = packed_Q.numel()
@@ -158,52 +149,27 @@ class CompressedAllReduce(GradientMessage):
         assert isinstance(found, Tensor)
         return found
 
-    def _reduce_quantized(self, packed_1Q: Tensor, residual_1Q: Tensor | None) -> Tensor:
+    def _reduce_quantized(
+        self, packed_1Q: Tensor, residual_1Q: Tensor | None, layout: ShardLayout
+    ) -> Tensor:
         nodes, numel = self.group.size(), packed_1Q.numel()
         whole_Q = packed_1Q.reshape(-1).float().clone()
         second = None
         if residual_1Q is not None:
             second = whole_Q.new_zeros(shard_numel(numel, nodes, self.block))
         assert self.coding is not None
-        start_all_reduce(
-            whole_Q,
-            self.coding,
-            States(residual_1Q, second),
-            self.group,
-            self.average,
-            operation=self.op,
-            async_op=False,
-        ).wait()
+        states = States(None if residual_1Q is None else residual_1Q.view(-1), second)
+        how: dict[str, Any] = {"group": self.group, "average": self.average, "operation": self.op}
+        if self.fills_padding:
+            module = self.finder.module
+            assert module is not None
+            place = group_rank(shard_group(module))
+            partial = layout.partial_blocks(place, 1, whole_Q.device)
+            padded_all_reduce_(whole_Q, self.coding, states, partial, **how)
+        else:
+            start_all_reduce(whole_Q, self.coding, states, async_op=False, **how).wait()
         if residual_1Q is not None and second is not None:
             start = group_rank(self.group) * second.numel()
             mine = residual_1Q.view(-1)[start : start + second.numel()]
             mine.add_(second[: mine.numel()])
         return whole_Q
-
-    def _reduce_signs(self, packed_Q: Tensor, residual_Q: Tensor, layout: ShardLayout) -> Tensor:
-        """As `_reduce_quantized`, but padding counts in no scale, neither here nor of the sums."""
-        nodes, numel = self.group.size(), packed_Q.numel()
-        device, block = packed_Q.device, self.block
-        module = self.finder.module
-        assert module is not None
-        place = group_rank(shard_group(module))
-        partial = blocks_K, counts_K = layout.partial_blocks(place, 1, device)
-        fill_padding_(packed_Q, residual_Q, partial, block)
-        shard = shard_numel(numel, nodes, block)
-        whole_Q, owed_Q = torch.zeros((2, nodes * shard), device=device)
-        whole_Q[:numel], owed_Q[:numel] = packed_Q, residual_Q
-        sum_S = torch.empty(shard, device=device)
-        assert self.coding is not None
-        options: dict[str, Any] = {"operation": self.op, "async_op": False}
-        states = States(residual=owed_Q)
-        start_reduce_scatter(
-            sum_S, whole_Q, self.coding, states, self.group, False, **options
-        ).wait()
-        start = group_rank(self.group) * shard
-        here_K = (blocks_K * block >= start) & (blocks_K * block < start + shard)
-        mine = blocks_K[here_K] - start // block, counts_K[here_K]
-        fill_padding_(torch.zeros_like(sum_S), sum_S, mine, block)
-        start_all_gather(whole_Q, sum_S, self.coding, None, self.group, **options).wait()
-        owed_Q[start : start + shard] += sum_S - whole_Q[start : start + shard]
-        residual_Q.copy_(owed_Q[:numel])
-        return whole_Q[:numel].div_(nodes if self.average else 1)
