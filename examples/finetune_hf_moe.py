@@ -4,9 +4,10 @@
     python examples/finetune_hf_moe.py --model runs/tuned --out runs/more
 
 Three lines make the difference: `moe_ext.verify` compares the replaced model with the original on a
-batch, `moe_ext.replace` replaces it in place, and `full_state_dict` collects what `save_pretrained`
-writes. Without --model a small Mixtral or Qwen3-MoE is built from its config. The text is read byte
-by byte (by default the Python standard library), so a model needs a vocabulary of 256 at least.
+batch, `moe_ext.replace` replaces it in place, and `save_pretrained` on every rank writes all
+experts. Without --model a small Mixtral or Qwen3-MoE is built from its config. The text is read
+byte by byte (by default the Python standard library), so a model needs a vocabulary of 256 at
+least.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from hf_text import TextTask, add_common_options, check, import_transformers
 from moe_lm.runtime import Runtime, UserError, agree, run_and_exit, run_example
 
 import moe_ext
-from moe_ext.integrations.huggingface import full_state_dict
 
 NUM_EXPERTS = 8
 CONFIGS = {
@@ -85,10 +85,9 @@ def work(args: argparse.Namespace, runtime: Runtime) -> None:
     task.train(model, "fine-tuning", output_router_logits=True)
     task.say(f"held-out loss {before:.4f} before, {task.validate(model):.4f} after")
     if args.out is not None:
-        state = full_state_dict(model)  # every rank takes part
-        if runtime.is_main:
-            model.save_pretrained(args.out, state_dict=state)
-            print(f"wrote {args.out}")
+        # Every rank takes part; the first one writes.
+        model.save_pretrained(args.out, is_main_process=runtime.is_main)
+        task.say(f"wrote {args.out}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -128,6 +128,13 @@ class CompressionState:
         self.memory = FeedbackStore(seed)
         self._buckets = Buckets(self.options, self.parameters, self.memory)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Parameters, optimizer and process group are those of this job; copies would be others.
+        raise TypeError(
+            "CompressionState: expected its state_dict() to be copied or pickled, got the object "
+            "itself; make one anew and let it load_state_dict"
+        )
+
     @property
     def step(self) -> int:
         """Reductions that went well."""

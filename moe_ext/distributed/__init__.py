@@ -19,6 +19,7 @@ from moe_ext.distributed.placement import (
     expert_parameters,
     placements,
 )
+from moe_ext.distributed.state_dict import full_state_dict
 from moe_ext.distributed.traffic import Traffic, count_traffic
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "declare_placement",
     "expert_param_groups",
     "expert_parameters",
+    "full_state_dict",
     "naming_failed_ranks",
     "placements",
     "sync_gradients",

@@ -12,15 +12,17 @@ import json
 import os
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed import comm
+from moe_ext.distributed import _c10d, comm
 from moe_ext.distributed.failures import process_identity, remember_processes
-from moe_ext.distributed.groups import group_ranks, group_size
+from moe_ext.distributed.groups import global_rank, group_ranks, group_size
 
 _TEXT_BYTES = 1024
 _LONGEST_FACT = 64
@@ -29,6 +31,11 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 
 Problem = str | Exception | None
+
+# Other work of a rank may come between two ranks' calls: writing a file, a validation.
+MEETING_SECONDS = 60.0
+# Where and what to how many times the ranks have met.
+_meetings: Counter[str] = Counter()
 
 
 def share(
@@ -104,6 +111,41 @@ def agree(
             told = _from_first_difference([text.decode() for text in texts])
         check_equal_over_ranks(name, told, group, operation)
     return [call["values"] for call in calls]
+
+
+def meet(operation: str, group: ProcessGroup | None, *, seconds: float | None = None) -> None:
+    """Wait until every rank of a group makes this call, for calls that one rank makes by mistake.
+
+    Nothing is sent over the group, so that it stays usable where a rank does not come.
+
+    Args:
+        operation: name for messages; ranks meet under it, as often as each of them calls.
+        group: the ranks; None is this process alone.
+        seconds: to wait at most; None for a minute.
+
+    Raises:
+        RuntimeError: a rank did not come.
+    """
+    if group_size(group) == 1:
+        return
+    assert group is not None
+    ranks, patience = group_ranks(group), MEETING_SECONDS if seconds is None else seconds
+    where = f"moe_ext/meet/{operation}/{'_'.join(map(str, ranks))}"
+    keys = {rank: f"{where}/{_meetings[where]}/{rank}" for rank in ranks}
+    store, me = _c10d.default_store(), global_rank()
+    store.set(keys[me], "1")
+    try:
+        store.wait(list(keys.values()), timedelta(seconds=patience))
+    except RuntimeError as error:
+        missing = [rank for rank, key in keys.items() if not store.check([key])]
+        if missing:
+            # Who comes now must not take this rank for one that waits.
+            store.delete_key(keys[me])
+            raise RuntimeError(
+                f"{operation}: expected every rank of {list(ranks)} to call it, since each holds "
+                f"another part, got no call of rank {missing[0]} within {patience:g} s"
+            ) from error
+    _meetings[where] += 1
 
 
 def check_equal_over_ranks(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,6 +19,21 @@ if TYPE_CHECKING:
 
 _meshes: weakref.WeakKeyDictionary[ProcessGroup, dict[str, DeviceMesh]]
 _meshes = weakref.WeakKeyDictionary()
+
+
+class _MeshOfParts(DeviceMesh):
+    """Mesh whose DTensors no rank pickles: its file would hold its own part and be read by all."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _MeshOfParts:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(
+            "torch.save: expected whole tensors, got this rank's part of one that ranks "
+            f"{self.mesh.flatten().tolist()} hold between them; save by "
+            "moe_ext.distributed.checkpoint.save or torch.distributed.checkpoint.save on all "
+            "ranks, or what moe_ext.distributed.full_state_dict returns on one"
+        )
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
@@ -38,7 +53,9 @@ def dtensor_of(local: Tensor, group: ProcessGroup, dim: int) -> DTensor:
     kind = local.device.type
     if kind not in meshes:
         # A tensor on the meta device has no memory that a mesh of that kind could tell of.
-        meshes[kind] = DeviceMesh.from_group(group, "cpu" if kind == "meta" else kind)
+        mesh = DeviceMesh.from_group(group, "cpu" if kind == "meta" else kind)
+        mesh.__class__ = _MeshOfParts
+        meshes[kind] = mesh
     shape = list(local.shape)
     shape[dim] *= group.size()
     stride = torch.empty(shape, device="meta").stride()

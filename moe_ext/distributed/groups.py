@@ -33,6 +33,16 @@ class GroupHandle:
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupHandle:
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.group is None:
+            return GroupHandle, (None,)
+        raise TypeError(
+            "pickle: expected a module without a process group, got one of the ranks "
+            f"{list(group_ranks(self.group))}; save its state by "
+            "moe_ext.distributed.checkpoint.save, or what moe_ext.distributed.full_state_dict "
+            "returns, and build the module anew"
+        )
+
 
 def check_group(group: object, owner: str, *, name: str = "ep_group") -> None:
     """TypeError in the name of `owner` unless argument `name` is None or a group of this rank."""

@@ -22,7 +22,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from moe_ext.distributed import comm
 from moe_ext.distributed.agreement import share
 from moe_ext.distributed.dtensor import dtensor_of, is_dtensor, is_shard_of
-from moe_ext.distributed.groups import group_rank, group_ranks, group_size, resolve_group
+from moe_ext.distributed.groups import (
+    GroupHandle,
+    group_rank,
+    group_ranks,
+    group_size,
+    resolve_group,
+)
 
 # Attribute of a module: parameter name, or "" for all, to placement.
 _DECLARED = "_moe_ext_placements"
@@ -130,6 +136,12 @@ class Placement:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "group": GroupHandle(self.group)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, group=None)
 
 
 def declare_placement(

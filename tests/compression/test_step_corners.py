@@ -1,6 +1,8 @@
 """Corners of a step: halves, codecs that change, buckets that are not compressed; one process."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -417,3 +419,11 @@ def test_what_has_begun_ends_where_a_later_bucket_fails(monkeypatch):
         compress_gradients(model, state)
     assert torch.equal(state.residuals()["a"], before)
     assert not any(memory._open for memory in state.memory.memories.values())
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_state_is_not_copied_but_its_state_dict_is(copied):
+    state = state_of(Two(), TopK(0.1))
+    with pytest.raises(TypeError, match=r"expected its state_dict\(\) to be copied or pickled"):
+        copied(state)
+    copied(state.state_dict())

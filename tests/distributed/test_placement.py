@@ -1,4 +1,5 @@
 import copy
+import pickle
 
 import pytest
 import torch
@@ -145,6 +146,21 @@ def experts_over_ranks():
         place = found[2][f"experts.{index}.weight"]
         expert = rank * local + index
         assert (place.held, place.one_expert) == (range(expert, expert + 1), True)
+
+
+@CHECKS()
+def a_layer_with_a_group_is_copied_but_not_pickled():
+    layer = moe_ext.MoELayer(4, 6, E, ep_group=dist.group.WORLD)
+    text = "pickle: expected a module without a process group, got one of the ranks"
+    for part in (layer, layer.experts, md.placements(layer)["experts.down_proj"]):
+        with pytest.raises(TypeError, match=text):
+            pickle.dumps(part)
+    average = torch.optim.swa_utils.AveragedModel(layer)
+    average.update_parameters(layer)
+    for mine, parameter in zip(average.module.parameters(), layer.parameters(), strict=True):
+        assert torch.equal(mine, parameter)
+    place = md.placements(pickle.loads(pickle.dumps(moe_ext.MoELayer(4, 6, E))))
+    assert place["experts.down_proj"].held == range(E)
 
 
 @CHECKS()

@@ -5,6 +5,7 @@ Shapes: T tokens, D model, E experts, K top-k, P ranks, L = E/P local experts, R
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -12,21 +13,42 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext._compile import outside_graphs
-from moe_ext.distributed import comm
+from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.dispatch import AllToAllDispatcher
-from moe_ext.distributed.groups import GroupHandle, group_rank, group_size
-from moe_ext.distributed.placement import Placement, declare_placement, sharded_parameters
+from moe_ext.distributed.dtensor import is_dtensor
+from moe_ext.distributed.groups import (
+    GroupHandle,
+    global_rank,
+    group_rank,
+    group_ranks,
+    group_size,
+)
+from moe_ext.distributed.placement import Placement, declare_placement
+from moe_ext.distributed.state_dict import gathered
 from moe_ext.integrations.huggingface.experts import as_weight, run_rows
 from moe_ext.nn.torch_state import as_autocast
 
 
-class ShardedExperts(nn.Module):
+class _Spread(nn.Module):
+    """Mixed into the classes of what `replace(ep_group=...)` spread over ranks."""
+
+    _ep_group: GroupHandle
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # Before the class, which no file could name: the group refuses, and says what to do.
+        return _new, (self._ep_group, type(self)), *super().__reduce_ex__(protocol)[2:]
+
+
+def _new(handle: GroupHandle, cls: type[nn.Module]) -> nn.Module:
+    return cls.__new__(cls)
+
+
+class ShardedExperts(_Spread):
     """Mixed into the class of experts that `replace(ep_group=...)` spread over ranks.
 
     `num_experts` stays E, as in every module of moe_ext with an `ep_group`.
     """
 
-    _ep_group: GroupHandle
     _dispatcher: AllToAllDispatcher
 
     @property
@@ -44,17 +66,56 @@ class ShardedExperts(nn.Module):
         return y_TD.to(hidden_states.dtype)
 
 
-_sharded_classes: dict[type, type] = {}
+class WritesWhole(_Spread):
+    """Mixed into the class of a model whose experts `replace(ep_group=...)` spread over ranks."""
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Write the files of the model with all experts, as transformers' own method does.
+
+        Every rank of the expert-parallel group of rank 0 calls it, and rank 0 writes. With a
+        `state_dict` that holds all experts, such as that of `full_state_dict`, rank 0 may be alone.
+
+        Raises:
+            RuntimeError: a rank of the group did not call it within a minute.
+        """
+        state = self.state_dict() if state_dict is None else state_dict
+        parts = [value for value in state.values() if is_dtensor(value)]
+        groups = {value.device_mesh.get_group() for value in parts}
+        if groups and all(0 not in group_ranks(group) for group in groups):
+            return  # these ranks hold copies of what others write
+        writes = is_main_process and global_rank() == 0
+        operation, problem = "save_pretrained", None
+        whole = gathered(self, state, operation=operation, keep=writes, device="cpu")
+        try:
+            if writes:
+                options["state_dict"] = whole
+                super().save_pretrained(save_directory, True, **options)  # type: ignore[misc]
+        except Exception as error:
+            problem = error
+        for group in groups:
+            agree(operation, {}, problem, group, parts[0].device)
+        if problem is not None:
+            raise problem
 
 
-def _sharded_class(cls: type) -> type:
-    if cls not in _sharded_classes:
-        name = f"Sharded{cls.__name__}"
-        _sharded_classes[cls] = type(name, (ShardedExperts, cls), {"__module__": __name__})
-    return _sharded_classes[cls]
+_mixed_classes: dict[tuple[type, type], type] = {}
 
 
-def shard(experts: dict[str, nn.Module], ep_group: ProcessGroup) -> None:
+def _mixed(mixin: type, cls: type, prefix: str = "") -> type:
+    """A class of the two; transformers writes the name of a model's class into its files."""
+    if (mixin, cls) not in _mixed_classes:
+        names = {"__module__": __name__}
+        _mixed_classes[mixin, cls] = type(f"{prefix}{cls.__name__}", (mixin, cls), names)
+    return _mixed_classes[mixin, cls]
+
+
+def shard(model: nn.Module, experts: dict[str, nn.Module], ep_group: ProcessGroup) -> None:
     """Keep this rank's slice of every expert tensor; nothing changes if anything is refused.
 
     Raises:
@@ -86,28 +147,10 @@ def shard(experts: dict[str, nn.Module], ep_group: ProcessGroup) -> None:
     for module, dispatcher in zip(experts.values(), dispatchers, strict=True):
         module._ep_group = GroupHandle(ep_group)  # type: ignore[assignment]
         module._dispatcher = dispatcher  # type: ignore[assignment]
-        module.__class__ = _sharded_class(type(module))
+        module.__class__ = _mixed(ShardedExperts, type(module), "Sharded")
         declare_placement(module, Placement.of_experts(dispatcher.num_experts, ep_group))
-
-
-def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state dict of a model with all experts, for `save_pretrained(dir, state_dict=...)`.
-
-    Args:
-        model: a model that `replace(model, ep_group=...)` spread over ranks, or any other.
-
-    Returns:
-        `model.state_dict()` with the experts of all ranks, in the order of the experts. Detached;
-        the tensors of experts are copies.
-
-    A collective: every rank of the group must call it. Each then holds all experts.
-    """
-    state = dict(model.state_dict())
-    for name, (parameter, placement) in sharded_parameters(model).items():
-        state[name] = comm.all_gather(
-            parameter.detach(), placement.group, operation="full_state_dict"
-        )
-    return state
+    model._ep_group = GroupHandle(ep_group)  # type: ignore[assignment]
+    model.__class__ = _mixed(WritesWhole, type(model))
 
 
 def ep_implementation(base: type) -> type:

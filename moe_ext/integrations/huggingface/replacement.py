@@ -75,8 +75,8 @@ def replace(model: nn.Module, *, ep_group: ProcessGroup | None = None) -> int:
     `experts_implementation="moe_ext"`.
 
     With `ep_group` each rank keeps E/P of the experts of every block: the parameters keep their
-    objects and names, and hold a slice. There is then no way back; `full_state_dict` collects what
-    `save_pretrained` should write, and gradients follow `moe_ext.distributed.sync_gradients`. Do it
+    objects and names, and hold a slice. There is then no way back; `save_pretrained`, called by
+    every rank, writes all experts, and gradients follow `moe_ext.distributed.sync_gradients`. Do it
     before the optimizer has made a step; every rank must hold the same model.
 
     Args:
@@ -108,7 +108,7 @@ def replace(model: nn.Module, *, ep_group: ProcessGroup | None = None) -> int:
         register()
         found.model.set_experts_implementation(IMPLEMENTATION)
         if ep_group is not None and group_size(ep_group) > 1:
-            shard(found.experts, ep_group)
+            shard(found.model, found.experts, ep_group)
         elif not sharded:
             for experts in found.experts.values():
                 whole = Placement.of_experts(experts.num_experts, None)  # type: ignore[arg-type]
