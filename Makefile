@@ -22,6 +22,10 @@ PYTEST = $(BIN)/python -m pytest
 WORKERS = --numprocesses=auto --maxprocesses=8 --dist=loadfile
 # Asked for when a recipe runs: torch is installed by then.
 BUILD_DIR = build/cmake-$$($(BIN)/python -c 'import torch; print(torch.__version__)')
+# The last lines of `make test`: what a machine without GoogleTest or valgrind did not run.
+SAY_WHAT_WAS_LEFT_OUT = $(BIN)/ctest --test-dir $(BUILD_DIR) -N | grep -q "Total Tests: 0" && \
+	echo "make test: without the tests in C++: GoogleTest is not installed and could not be downloaded (Debian's libgtest-dev)"; \
+	command -v valgrind >/dev/null || echo "make test: without the instruction counts: valgrind is not installed"
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
 .PHONY: demo test test-fast test-full lint bench build compat compat-newest cuda gpu-check gpu-report clean
@@ -48,6 +52,7 @@ test: $(VENV)/.installed
 	$(BIN)/ctest --test-dir $(BUILD_DIR) --output-on-failure --parallel "$$(nproc)"
 	$(PYTEST) -m serial
 	$(PYTEST) $(WORKERS) --durations=25 -m "not serial"
+	@$(SAY_WHAT_WAS_LEFT_OUT)
 
 test-fast: $(VENV)/.installed
 	tools/install_test_tools.sh

@@ -148,8 +148,8 @@ def build():
     if cuda:
         options["MOE_EXT_CUDA_ARCHS"] = os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHS
     if shutil.which("ccache"):
-        options["CMAKE_CXX_COMPILER_LAUNCHER"] = "ccache"
-        options["CMAKE_CUDA_COMPILER_LAUNCHER"] = "ccache"
+        for name in ("CMAKE_CXX_COMPILER_LAUNCHER", "CMAKE_CUDA_COMPILER_LAUNCHER"):
+            options[name] = os.environ.get(name, "ccache")
     cmake = find_tool("cmake")
     options["CMAKE_MAKE_PROGRAM"] = find_tool("ninja")
     flags = [f"-D{key}={value}" for key, value in options.items()]

@@ -1,5 +1,6 @@
 """Loads the compiled operators into torch, with an error that says what to do when that fails."""
 
+import sys
 from pathlib import Path
 
 import torch
@@ -25,8 +26,7 @@ def load() -> None:
         )
     if not PATH.exists():
         raise ImportError(
-            f"moe_ext: expected the compiled operators at {PATH}, got no file; "
-            "build them with `pip install --no-build-isolation .` or `make build` in the repository"
+            f"moe_ext: expected the compiled operators at {PATH}, got no file; {_remedy()}"
         )
     _load(PATH)
     # It needs libtorch_cuda, which a torch without CUDA does not have.
@@ -37,6 +37,21 @@ def load() -> None:
 def has_cuda() -> bool:
     """True if this installation has CUDA operators that this torch can load."""
     return CUDA_PATH.exists() and torch.backends.cuda.is_built()
+
+
+def _remedy() -> str:
+    """What to do about the missing operators: another moe_ext that has them may be hidden."""
+    for entry in sys.path:
+        other = Path(entry or ".").resolve() / "moe_ext"
+        if other != PATH.parent and (other / PATH.name).exists():
+            return (
+                f"this folder hides the moe_ext that is installed in {other}: start Python in "
+                "another folder (`cd ..`), or build in this one with `make build`"
+            )
+    return (
+        "build them with `pip install --no-build-isolation --no-deps --editable .` or "
+        "`make build` in the repository"
+    )
 
 
 def _load(path: Path) -> None:

@@ -1,5 +1,6 @@
 """The README's own code runs as it stands."""
 
+import math
 import os
 import re
 import subprocess
@@ -14,23 +15,35 @@ import moe_ext
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+# Runs the script as it stands, and prints the last batch of each rank.
+RUNNER = """
+import runpy
+print("batch", runpy.run_path({script!r}, run_name="__main__")["tokens"][:, 0].tolist())
+"""
 
 
 @pytest.mark.slow
 def test_training_script_runs_on_two_ranks(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(next(block for block in BLOCKS if "init_process_group" in block))
+    runner = tmp_path / "runner.py"
+    runner.write_text(RUNNER.format(script=str(script)))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     result = subprocess.run(
-        [*launch, script],
+        [*launch, runner],
         capture_output=True,
         text=True,
         timeout=240,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stderr
-    steps = re.findall(r"^(\d+) \d+\.\d+ \[\d+", result.stdout, re.MULTILINE)
-    assert [int(step) for step in steps] == list(range(10))
+    steps = re.findall(r"^(\d+) (\d+\.\d+) \[\d+", result.stdout, re.MULTILINE)
+    assert [int(step) for step, _ in steps] == list(range(10))
+    # From that of a blind guess to less than half of it.
+    losses = [float(loss) for _, loss in steps]
+    assert abs(losses[0] - math.log(256)) < 0.5 and losses[-1] < losses[0] / 2
+    batches = re.findall(r"^batch (.*)$", result.stdout, re.MULTILINE)
+    assert len(set(batches)) == 2
 
 
 def test_options_snippet_runs():

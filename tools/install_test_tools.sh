@@ -1,29 +1,17 @@
 #!/usr/bin/env bash
-# Installs what the tests want of Debian where it is missing: GoogleTest, which they need, and valgrind, without which the
-# instruction counts are skipped.
-set -euo pipefail
-has_gtest() {
-  echo '#include <gtest/gtest.h>' | c++ -x c++ -fsyntax-only - 2>/dev/null
-}
+# Installs what the tests use of Debian where it is missing and this user may: GoogleTest, which CMake downloads otherwise, and
+# valgrind, without which the instruction counts are skipped. Fails never.
+set -uo pipefail
 missing=()
-has_gtest || missing+=(libgtest-dev)
+echo '#include <gtest/gtest.h>' | c++ -x c++ -fsyntax-only - 2>/dev/null || missing+=(libgtest-dev)
 command -v valgrind >/dev/null || missing+=(valgrind)
-if [ "${#missing[@]}" -eq 0 ]; then
-  exit 0
-fi
 as_root=()
-if [ "$(id -u)" -ne 0 ]; then
-  as_root=(sudo -n)
-fi
-if command -v apt-get >/dev/null && "${as_root[@]}" true 2>/dev/null; then
+[ "$(id -u)" -eq 0 ] || as_root=(sudo -n)
+if [ "${#missing[@]}" -gt 0 ] && command -v apt-get >/dev/null && "${as_root[@]}" true 2>/dev/null; then
   echo "make test: installing ${missing[*]}"
-  "${as_root[@]}" apt-get update -qq || true
+  "${as_root[@]}" apt-get update -qq
   for package in "${missing[@]}"; do
-    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package" >/dev/null || true
+    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package" >/dev/null
   done
 fi
-command -v valgrind >/dev/null || echo "make test: valgrind is missing, the instruction counts will be skipped" >&2
-if ! has_gtest; then
-  echo "make test: GoogleTest is missing and cannot be installed here; install libgtest-dev (or your system's package of it)" >&2
-  exit 1
-fi
+exit 0

@@ -1,0 +1,165 @@
+"""A new user's first minutes: the sdist, the README's lines, a machine without GoogleTest."""
+
+import os
+import re
+import shutil
+import site
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_ext import _library
+
+ROOT = Path(__file__).resolve().parent.parent
+OBJECTS = ROOT / "build" / f"cmake-{torch.__version__}"
+FULL = os.environ.get("MOE_EXT_FULL") == "1"
+# Called by CMake as a compiler launcher: takes the object that the tree under test was built into
+# for the same source, and compiles where there is none.
+REUSE = f"""#!/bin/bash
+for word; do [ "$last" = -o ] && object=$word; last=$word; done
+[ -f "{OBJECTS}/$object" ] && cp "{OBJECTS}/$object" "$object" || exec "$@"
+"""
+TRAIN = """
+import moe_ext, torch
+layer = moe_ext.MoELayer(8, 8, 4)
+layer(torch.randn(5, 8)).sum().backward()
+print(moe_ext.__file__)
+"""
+
+
+def run(command, folder, environment, **kwargs):
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, **kwargs
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def bare_environment(**more):
+    """Of a shell that knows nothing of this repository."""
+    ours = ("PYTHON", "MOE_EXT_", "VIRTUAL_ENV", "CMAKE_", "CCACHE_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**kept, "PATH": path, "PIP_DISABLE_PIP_VERSION_CHECK": "1", **more}
+
+
+@pytest.fixture(scope="module")
+def tracked():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git clone")
+    return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
+
+
+@pytest.fixture(scope="module")
+def unpacked(tracked, tmp_path_factory):
+    """The sdist of a clone, unpacked; the tree's own egg-info would add what was there once."""
+    clone, folder = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("sdist")
+    for name in tracked:
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, clone / name)
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
+    run([sys.executable, "-c", build], clone, bare_environment())
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+def test_the_sdist_is_the_repository(unpacked, tracked):
+    files = {str(p.relative_to(unpacked)) for p in unpacked.rglob("*") if p.is_file()}
+    made = {
+        name for name in files if name.startswith(("PKG-INFO", "setup.cfg", "moe_ext.egg-info"))
+    }
+    assert files - made == set(tracked)
+    for name in tracked:
+        assert (unpacked / name).read_bytes() == (ROOT / name).read_bytes(), name
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """A new virtual environment, and a shell in it.
+
+    It stands for a machine where torch is installed and moe_ext is not: the packages of the
+    environment under test are lent to it, but for moe_ext.
+    """
+    folder = tmp_path_factory.mktemp("venv")
+    run([sys.executable, "-m", "venv", folder / "venv"], folder, bare_environment())
+    (folder / "lent").mkdir()
+    for package in (path for path in site.getsitepackages() if Path(path).is_dir()):
+        for path in Path(package).iterdir():
+            if "moe_ext" not in path.name and not (folder / "lent" / path.name).exists():
+                (folder / "lent" / path.name).symlink_to(path)
+    (packages,) = (folder / "venv").glob("lib/python*/site-packages")
+    (packages / "lent.pth").write_text(str(folder / "lent"))
+    shell = bare_environment(MOE_EXT_CUDA="0")
+    shell["PATH"] = f"{folder / 'venv' / 'bin'}{os.pathsep}{shell['PATH']}"
+    if not FULL:
+        (folder / "reuse").write_text(REUSE)
+        (folder / "reuse").chmod(0o755)
+        shell["CMAKE_CXX_COMPILER_LAUNCHER"] = str(folder / "reuse")
+    return folder / "venv", shell
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600 if FULL else 300)
+def test_the_readme_installs_from_the_sdist(unpacked, environment, tmp_path):
+    """Objects are those of the tree under test, whose sources are the sdist's: all else is done."""
+    if not FULL and not (OBJECTS / "csrc").exists():
+        pytest.skip("no in-tree build for this torch to take objects from")
+    venv, shell = environment
+    readme = (unpacked / "README.md").read_text()
+    lines = next(b for b in re.findall(r"```\n(.*?)```", readme, re.DOTALL) if "pip install" in b)
+    tools = subprocess.run(
+        lines.splitlines()[0], cwd=unpacked, env=shell, shell=True, capture_output=True, text=True
+    )
+    if "No matching distribution" in tools.stderr:
+        pytest.skip("no package index can be reached")
+    report = run(["bash", "-e", "-x", "-c", lines], unpacked, shell)
+    assert f"torch {torch.__version__}" in re.sub(" +", " ", report), report
+    python = venv / "bin" / "python"
+    assert str(venv) in run([python, "-c", TRAIN], tmp_path, shell)
+    # In the repository's own folder, Python finds that one first.
+    hidden = subprocess.run(
+        [python, "-m", "moe_ext", "info"], cwd=unpacked, env=shell, capture_output=True, text=True
+    )
+    assert re.search(
+        rf"got no file; this folder hides the moe_ext that is installed in {venv}\S*/moe_ext: "
+        r"start Python in another folder \(`cd \.\.`\), or build in this one with `make build`",
+        hidden.stderr,
+    ), hidden.stderr
+
+
+def test_without_operators_anywhere_the_error_says_how_to_build_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(_library, "PATH", tmp_path / "moe_ext" / "_C.so")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ImportError, match="got no file; build them with `pip install --no-build-"):
+        _library.load()
+
+
+def test_a_machine_without_googletest_builds_the_rest(tmp_path):
+    """The tests in C++ are left out, and `make test` asks ctest whether they are."""
+    cmake = shutil.which("cmake", path=bare_environment()["PATH"])
+    options = {
+        "CMAKE_PREFIX_PATH": torch.utils.cmake_prefix_path,
+        "CMAKE_DISABLE_FIND_PACKAGE_GTest": "ON",
+        "MOE_EXT_GTEST_URL": "file:///nothing",
+        "MOE_EXT_TESTS": "ON",
+    }
+    flags = [f"-D{name}={value}" for name, value in options.items()]
+    done = subprocess.run(
+        [cmake, "-S", ROOT, "-B", tmp_path, "-G", "Ninja", *flags],
+        env=bare_environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no GoogleTest: it is not installed" in done.stderr
+    listed = run(["ctest", "--test-dir", tmp_path, "-N"], tmp_path, bare_environment())
+    assert "Total Tests: 0" in listed
+    targets = run(["ninja", "-n"], tmp_path, bare_environment())
+    assert "_C_simt.so" in targets and "test_simt" not in targets
