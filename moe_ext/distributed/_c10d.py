@@ -114,9 +114,14 @@ def group_timeout(group: ProcessGroup, device: torch.device) -> timedelta | None
     return timeout
 
 
+def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """All ranks of a mesh in one dimension, made once and kept with the mesh."""
+    return mesh._flatten()
+
+
 def flat_group(mesh: DeviceMesh) -> ProcessGroup:
-    """The group of all ranks of a mesh, made once and kept with the mesh."""
-    return mesh._flatten().get_group()
+    """The group of all ranks of a mesh."""
+    return flat_mesh(mesh).get_group()
 
 
 # How many groups of these ranks `new_local_group` has made: the same number on each of them.

@@ -1,4 +1,4 @@
-"""The norm of all gradients, experts on other ranks included."""
+"""The norm of all gradients, experts and shards on other ranks included."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext.distributed import _c10d, comm
-from moe_ext.distributed.dtensor import is_dtensor
+from moe_ext.distributed.dtensor import (
+    is_dtensor,
+    local_part,
+    num_shards,
+    sharding_groups,
+    without_partials,
+)
 from moe_ext.distributed.gradients import is_synced, mark_synced, was_synced
 from moe_ext.distributed.groups import resolve_group, world_size
 from moe_ext.distributed.placement import known_shard, sharded_parameters
@@ -25,9 +31,10 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients of a whole model, in place, to a norm of at most `max_norm`.
 
-    The norm is that of all parameters, each expert counted once wherever it lives: the value that
-    one process with the same gradients would compute, and the same bits on every rank. Call it on
-    all ranks, after `sync_gradients`.
+    The norm is that of all parameters, each expert and each shard counted once wherever it lives:
+    the value that one process with the same gradients would compute, and the same bits on every
+    rank. Call it on all ranks, after `sync_gradients` where that is needed. DTensors, such as those
+    of FSDP2, may lie on several meshes, beside plain parameters.
 
     Args:
         model: the module, or a DistributedDataParallel around it.
@@ -49,18 +56,22 @@ def clip_grad_norm_(
         raise ValueError(f"clip_grad_norm_: expected max_norm to be positive, got {max_norm}")
     if norm_type not in (2.0, math.inf):
         raise ValueError(f"clip_grad_norm_: expected norm_type to be 2.0 or inf, got {norm_type}")
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    with torch.no_grad():
+        gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
     total = _total_norm(model, norm_type)
     if error_if_nonfinite:
         _check_finite(total)
-    coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    with torch.no_grad():
-        for gradient in gradients:
-            synced = is_synced(gradient)
-            gradient.mul_(coefficient.to(gradient.device, gradient.dtype))
-            if synced:
-                mark_synced(gradient)
+    _scale_(gradients, (max_norm / (total + 1e-6)).clamp(max=1.0))
     return _as_gradients(total, gradients)
+
+
+@torch.no_grad()
+def _scale_(gradients: list[Tensor], coefficient: Tensor) -> None:
+    for gradient in gradients:
+        synced = is_synced(gradient)
+        gradient.mul_(coefficient.to(gradient.device))
+        if synced:
+            mark_synced(gradient)
 
 
 def _check_finite(norm: Tensor) -> None:
@@ -79,7 +90,7 @@ def _as_gradients(norm: Tensor, gradients: list[Tensor]) -> Tensor:
 def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Sum of the magnitudes to the power of `norm_type`, or the largest one, in float64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient in gradients:
+    for gradient in filter(torch.Tensor.numel, gradients):
         acc_dtype = torch.promote_types(gradient.dtype, torch.float32)
         norm = torch.linalg.vector_norm(gradient, norm_type, dtype=acc_dtype).to(total)
         is_max = norm_type == math.inf
@@ -91,26 +102,29 @@ def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) 
 def _total_norm(model: nn.Module, norm_type: float) -> Tensor:
     """Norm over all ranks, 0-d float64, the same bits on every rank."""
     world = resolve_group(None, "clip_grad_norm_")
-    sharded = sharded_parameters(model) if world_size() > 1 else {}
-    sharded_ids = {id(parameter) for parameter, _ in sharded.values()}
+    num_parts_of = {p: place.num_parts for p, place in sharded_parameters(model).values()}
     parameters = list(model.parameters())
     device = parameters[0].device if parameters else torch.device("cpu")
-    dense = [p.grad for p in parameters if p.grad is not None and id(p) not in sharded_ids]
-    total = _power_sum(dense, norm_type, device)
+    whole, parts, unsynced = [], torch.zeros((), dtype=torch.float64, device=device), False
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        num_parts = num_parts_of.get(parameter, 1)
+        unsynced |= num_parts > 1 and not (is_dtensor(parameter) or was_synced(parameter.grad))
+        gradient = without_partials(parameter.grad)
+        num_parts *= num_shards(gradient)
+        if num_parts == 1:
+            whole.append(local_part(gradient))
+            continue
+        part = _power_sum([local_part(gradient)], norm_type, device)
+        if norm_type == math.inf:
+            parts = torch.maximum(parts, part)
+        else:
+            # Every part is held by world/parts ranks; each adds its share.
+            parts = parts + part * num_parts / world_size()
+    total = _power_sum(whole, norm_type, device)
     if world_size() > 1:
-        experts = torch.zeros_like(total)
-        unsynced = False
-        for parameter, placement in sharded.values():
-            if parameter.grad is None:
-                continue
-            unsynced = unsynced or not was_synced(parameter.grad)
-            part = _power_sum([parameter.grad], norm_type, device)
-            if norm_type == math.inf:
-                experts = torch.maximum(experts, part)
-            else:
-                # Every part is held by world/parts ranks; each adds its share.
-                experts = experts + part * placement.num_parts / world_size()
-        local = torch.stack([total, experts, total.new_tensor(float(unsynced))])
+        local = torch.stack([total, parts, total.new_tensor(float(unsynced))])
         rows = comm.all_gather(local[None], world, operation="clip_grad_norm_", counted=False)
         # NOTE: device-to-host sync: clipping by a norm of unsynchronised gradients must not pass.
         if bool(rows[:, 2].any()):
@@ -140,37 +154,37 @@ def _clip_over_ranks(clip: Callable[..., Tensor]) -> Callable[..., Tensor]:
         foreach: bool | None = None,
     ) -> Tensor:
         found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        groups: dict[ProcessGroup | None, list[Tensor]] = {None: []}
-        for parameter in found:
-            placement = known_shard(parameter)
-            group = None if placement is None else placement.group
-            groups.setdefault(group, []).append(parameter)
-        if len(groups) == 1 or any(is_dtensor(parameter) for parameter in found):
+        placements = [known_shard(parameter) for parameter in found]
+        if not any(placements):
             # An exhausted generator still warns as an empty one.
             return clip(found or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
         norm_type = float(norm_type)
         if not norm_type > 0:
             raise ValueError(f"clip_grad_norm_: expected norm_type to be positive, got {norm_type}")
         total = torch.zeros((), dtype=torch.float64, device=found[0].device)
+        divided: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
+        for parameter, placement in zip(found, placements, strict=True):
+            over = sharding_groups(parameter)
+            if placement is not None and placement.group is not None:
+                over.append(placement.group)
+            divided.setdefault(tuple(over), []).append(parameter)
         # In the order of the parameters, which is that of every rank. A rank without a gradient
         # takes part, too.
-        for group, held in groups.items():
-            part = _power_sum([p.grad for p in held if p.grad is not None], norm_type, total.device)
-            if group is not None:
+        for groups, held in divided.items():
+            own = [local_part(p.grad) for p in held if p.grad is not None]
+            part = _power_sum(own, norm_type, total.device)
+            for group in groups:
                 rows = comm.all_gather(
                     part[None], group, operation="clip_grad_norm_", counted=False
                 )
                 part = rows.max() if norm_type == math.inf else rows.sum()
             total = torch.maximum(total, part) if norm_type == math.inf else total + part
-        gradients = [p.grad for p in found if p.grad is not None]
+        gradients = [local_part(p.grad) for p in found if p.grad is not None]
         root = total if norm_type == math.inf else total ** (1 / norm_type)
         norm = _as_gradients(root, gradients)
         if error_if_nonfinite:
             _check_finite(norm)
-        synced = [gradient for gradient in gradients if is_synced(gradient)]
-        nn.utils.clip_grads_with_norm_(found, max_norm, norm, foreach)
-        for gradient in synced:
-            mark_synced(gradient)
+        _scale_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     return clip_over_ranks

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -77,3 +79,38 @@ def is_shard_of(value: DTensor, group: ProcessGroup, dim: int) -> bool:
     if mesh.ndim != 1 or tuple(value.placements) != (Shard(dim),):
         return False
     return mesh.mesh.tolist() == torch.distributed.get_process_group_ranks(group)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard, which shares memory with the tensor."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def num_shards(tensor: Tensor) -> int:
+    """Parts that the ranks of a DTensor's mesh hold between them; 1 for a plain tensor."""
+    if not is_dtensor(tensor):
+        return 1
+    axes = enumerate(tensor.placements)
+    return math.prod(tensor.device_mesh.size(i) for i, place in axes if not place.is_replicate())
+
+
+def without_partials(tensor: Tensor) -> Tensor:
+    """The whole tensor instead of sums that are still to be made, if it is a DTensor of such."""
+    if is_dtensor(tensor) and any(place.is_partial() for place in tensor.placements):
+        return tensor.full_tensor()
+    return tensor
+
+
+def sharding_groups(parameter: Tensor, dims: Collection[int] | None = None) -> list[ProcessGroup]:
+    """Groups over which parts of a DTensor are summed, of all or some of its sharded dimensions."""
+    if not is_dtensor(parameter):
+        return []
+    mesh = parameter.device_mesh
+    return [
+        mesh.get_group(axis)
+        for axis, placement in enumerate(parameter.placements)
+        # A strided shard (FSDP over tensor parallelism) has a dim too, and is no Shard by type.
+        if not placement.is_replicate()
+        and mesh.size(axis) > 1
+        and (dims is None or getattr(placement, "dim", None) in dims)
+    ]

@@ -40,8 +40,8 @@ def sync_gradients(model: nn.Module) -> None:
 
     Call it on all ranks, after the last backward pass of a step and before clipping and the
     optimizer. Without torch.distributed, or with one rank, it does nothing. A plain module gets all
-    of its gradients reduced. If the model is (or holds) a `DistributedDataParallel`, what that has
-    reduced in the backward pass, the experts too, is left as it is.
+    of its gradients reduced. What a `DistributedDataParallel` that the model is, or holds, or FSDP2
+    has reduced in the backward pass, the experts too, is left as it is.
 
     The first call for a model also compares the values of the dense parameters: a mean of gradients
     keeps replicas equal, it does not make them so.
@@ -57,7 +57,7 @@ def sync_gradients(model: nn.Module) -> None:
     Raises:
         ValueError: on every rank: the parameters differ between ranks, by name, shape, dtype or (at
             the first call, the dense ones) by value, a DistributedDataParallel reduces expert
-            parameters, a gradient is sparse or a parameter is a DTensor.
+            parameters, a gradient is sparse, or a DTensor does not lie over all ranks.
         RuntimeError: on every rank, when no gradient changed since the last call, of a model
             without DistributedDataParallel.
         RankFailureError: a rank died or did not answer; the message names it.
@@ -71,6 +71,8 @@ def sync_gradients(model: nn.Module) -> None:
     assert world is not None
     sharded = sharded_parameters(model)
     problem = _find_problem(model, sharded)
+    # FSDP2 has reduced these in the backward pass.
+    sharded = {name: entry for name, entry in sharded.items() if not is_dtensor(entry[0])}
     dense = [] if problem else _dense_parameters(model, sharded)
     handled = [*dense, *((name, parameter) for name, (parameter, _) in sharded.items())]
     if not any(True for _ in model.parameters()):
@@ -113,7 +115,13 @@ def _find_problem(
     """Problem of this rank's model, or None."""
     for name, parameter in model.named_parameters():
         if is_dtensor(parameter):
-            return f"expected parameters to be plain tensors, got a DTensor for {name}"
+            ranks = parameter.device_mesh.size()
+            ranks *= sharded[name][1].num_parts if name in sharded else 1
+            if ranks != world_size():
+                return (
+                    f"expected DTensor parameters to lie over all {world_size()} ranks, got {ranks}"
+                    f" for {name}; see moe_ext.distributed.fully_shard"
+                )
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             layout = parameter.grad.layout
             return f"expected gradients to be dense, got {layout} for {name}"
@@ -159,7 +167,7 @@ def _dense_parameters(
     return [
         (name, parameter)
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and id(parameter) not in elsewhere
+        if parameter.requires_grad and id(parameter) not in elsewhere and not is_dtensor(parameter)
     ]
 
 

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from moe_ext.distributed.groups import world_size
+from moe_ext.distributed._c10d import flat_mesh
+from moe_ext.distributed.groups import resolve_group, world_size
 from moe_ext.distributed.placement import declare_replicas
 
 
@@ -49,6 +50,9 @@ class MoEMesh:
         cp_group: context-parallel process group; None with cp = 1.
         device_mesh: DeviceMesh with dimensions "dp" and "ep", or with cp beside ep "dp", "cp" and
             "ep"; None without torch.distributed.
+        world_mesh: DeviceMesh of one dimension with all ranks; None without torch.distributed.
+        replica_mesh: DeviceMesh of one dimension with the ranks that hold the experts of this one,
+            itself included; None without torch.distributed.
         data_mesh: DeviceMesh with dimensions "data" and "cp" over the same ranks, where cp is
             folded; None otherwise, and with cp = 1.
 
@@ -85,6 +89,8 @@ class MoEMesh:
         self.ep_group: ProcessGroup | None = None
         self.cp_group: ProcessGroup | None = None
         self.device_mesh: DeviceMesh | None = None
+        self.world_mesh: DeviceMesh | None = None
+        self.replica_mesh: DeviceMesh | None = None
         self.data_mesh: DeviceMesh | None = None
         rank = 0
         if dist.is_available() and dist.is_initialized():
@@ -106,8 +112,13 @@ class MoEMesh:
         mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         self.device_mesh = mesh
         self.ep_group = mesh.get_group("ep")
-        if folded:
-            declare_replicas(self.ep_group, mesh.get_group("dp") if self.dp_size > 1 else None)
+        world = resolve_group(None, "MoEMesh")
+        assert world is not None
+        self.world_mesh = DeviceMesh.from_group(world, device_type)
+        self.replica_mesh = mesh["dp"] if folded else flat_mesh(mesh["dp", "cp"])
+        grid = mesh.mesh.view(-1, self.ep_size).tolist()
+        alone = len(grid) == 1
+        declare_replicas(self.ep_group, None if alone else self.replica_mesh.get_group(), grid)
         if self.cp_size == 1:
             return
         if folded:

@@ -9,6 +9,7 @@ Declarations stay with the module: they survive `deepcopy`, `to`, `to_empty` and
 from __future__ import annotations
 
 import dataclasses
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
+from moe_ext._compile import outside_graphs
 from moe_ext.distributed import comm
 from moe_ext.distributed.agreement import share
 from moe_ext.distributed.dtensor import dtensor_of, is_dtensor, is_shard_of
@@ -39,6 +41,8 @@ _sharded = WeakIdKeyDictionary()
 # Ranks with the same coordinate in a group; None where this rank has no such peer.
 _replica_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup | None]
 _replica_groups = weakref.WeakKeyDictionary()
+# The groups that divide the ranks as this one does: a row each, with the ranks of its parts.
+_grids: weakref.WeakKeyDictionary[ProcessGroup, list[list[int]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -161,10 +165,13 @@ def declare_placement(
     # A new dictionary: copies of the module share the old one.
     declared = dict(vars(module).get(_DECLARED, {}))
     has_hooks = any(earlier.is_logical for earlier in declared.values())
+    is_checked = any(earlier.num_parts > 1 for earlier in declared.values())
     declared.update(dict.fromkeys([""] if names is None else names, placement))
     if placement.is_logical and not has_hooks:
         module.register_state_dict_post_hook(_show_wholes)
         module.register_load_state_dict_pre_hook(_take_parts)
+    if placement.num_parts > 1 and not is_checked:
+        module.register_forward_pre_hook(_check_wrapping)
     setattr(module, _DECLARED, declared)
 
 
@@ -199,6 +206,16 @@ def _take_parts(
             continue
         if is_dtensor(value) or value.shape == placement.logical_shape(parameter.shape):
             state_dict[prefix + name] = placement.local(value)
+
+
+@outside_graphs
+def _check_wrapping(module: nn.Module, _inputs: object) -> None:
+    """Refuse what FSDP2 was told, if it was told anything."""
+    if "torch.distributed.fsdp" in sys.modules:
+        # Not at the top: that module knows this one.
+        from moe_ext.distributed.fsdp import check_wrapping
+
+        check_wrapping(module)
 
 
 def declare_experts(module: nn.Module, num_experts: int, group: ProcessGroup | None) -> None:
@@ -282,12 +299,17 @@ def sharded_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, Placem
         if placement.num_parts > 1
     }
     for parameter, placement in found.values():
-        _sharded[parameter] = placement
+        note_shard(parameter, placement)
     return found
 
 
+def note_shard(parameter: Tensor, placement: Placement) -> None:
+    """Have `known_shard` know a parameter by itself, without its model."""
+    _sharded[parameter] = placement
+
+
 def known_shard(parameter: Tensor) -> Placement | None:
-    """Placement of a parameter that `sharded_parameters` has found in some model."""
+    """Placement of a parameter that was found in some model, if it is divided over ranks."""
     return _sharded.get(parameter)
 
 
@@ -359,9 +381,17 @@ def expert_param_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def declare_replicas(group: ProcessGroup, replicas: ProcessGroup | None) -> None:
-    """Note which ranks hold the same parts as this one, for parameters divided over `group`."""
-    _replica_groups[group] = replicas
+def declare_replicas(
+    group: ProcessGroup, replicas: ProcessGroup | None, grid: list[list[int]]
+) -> None:
+    """Note which ranks hold the same parts, for parameters divided over `group`.
+
+    Args:
+        group: that of this rank.
+        replicas: ranks with the part of this rank; None where there are no others.
+        grid: global ranks, a row for each group that divides as this one does, in order of parts.
+    """
+    _replica_groups[group], _grids[group] = replicas, grid
 
 
 def replica_group(group: ProcessGroup, device: torch.device) -> ProcessGroup | None:
@@ -381,14 +411,13 @@ def replica_group(group: ProcessGroup, device: torch.device) -> ProcessGroup | N
     assert world is not None
     own = [group_size(group), group_rank(group), min(group_ranks(group))]
     rows = share(own, world, device, operation="sync_gradients")
-    ranks_of: dict[int, list[int]] = {}
-    members_of: dict[int, list[int]] = {}
+    members_of: dict[int, list[tuple[int, int]]] = {}
     for rank, (_, part, leader) in enumerate(rows):
-        ranks_of.setdefault(part, []).append(rank)
-        members_of.setdefault(leader, []).append(part)
+        members_of.setdefault(leader, []).append((part, rank))
     size = group_size(group)
+    members = [sorted(members_of[leader]) for leader in sorted(members_of)]
     partition = all(row[0] == size for row in rows) and all(
-        sorted(members) == list(range(size)) for members in members_of.values()
+        [part for part, _ in row] == list(range(size)) for row in members
     )
     if not partition:
         found = ", ".join(f"{row[0]} on rank {rank}" for rank, row in enumerate(rows))
@@ -396,6 +425,17 @@ def replica_group(group: ProcessGroup, device: torch.device) -> ProcessGroup | N
             "sync_gradients: expected the expert-parallel groups to split the ranks into groups of "
             f"one size, got groups of {found}"
         )
-    replicas = sorted(ranks_of.items()) if len(ranks_of[0]) > 1 else []
-    declare_replicas(group, comm.subgroups([ranks for _, ranks in replicas]))
+    grid = [[rank for _, rank in row] for row in members]
+    columns = [list(column) for column in zip(*grid, strict=True)] if len(grid) > 1 else []
+    declare_replicas(group, comm.subgroups(columns), grid)
     return _replica_groups[group]
+
+
+def replica_ranks(placement: Placement) -> list[int] | None:
+    """Global ranks that hold the part of this rank, itself included; None if that is not known.
+
+    It is known of groups of a `MoEMesh`, and of others once `replica_group` has found them.
+    """
+    assert placement.group is not None
+    grid = _grids.get(placement.group)
+    return None if grid is None else [row[placement.part] for row in grid]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 
 from moe_ext.distributed.comm import all_reduce_
-from moe_ext.distributed.dtensor import is_dtensor
+from moe_ext.distributed.dtensor import is_dtensor, local_part, sharding_groups
 from moe_ext.optim._arguments import Trained, check_expert_axis, trained_parameters
 from moe_ext.optim._saved_states import by_name
 
@@ -123,11 +123,6 @@ def move_moments(
     torch._foreach_addcmul_(seconds, grads, grads, 1 - betas[1])
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's shard, which shares memory with the tensor."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
-
-
 def _check_placements(op: str, entry: Trained) -> None:
     """ValueError unless a parameter's shards can be summed and its gradient lies as they do."""
     parameter, grad, name = entry.parameter, entry.grad, entry.label
@@ -146,21 +141,6 @@ def _check_placements(op: str, entry: Trained) -> None:
             f"{op}: expected gradients to be placed as their parameters, "
             f"{parameter.placements}, got {found} for {name}"
         )
-
-
-def sharding_groups(parameter: Tensor, dims: Collection[int] | None = None) -> list[ProcessGroup]:
-    """The groups over which parts must be summed, for all or some of the sharded dimensions."""
-    if not is_dtensor(parameter):
-        return []
-    mesh = parameter.device_mesh
-    return [
-        mesh.get_group(axis)
-        for axis, placement in enumerate(parameter.placements)
-        # A strided shard (FSDP over tensor parallelism) has a dim too, and is no Shard by type.
-        if not placement.is_replicate()
-        and mesh.size(axis) > 1
-        and (dims is None or getattr(placement, "dim", None) in dims)
-    ]
 
 
 def sum_over_groups(

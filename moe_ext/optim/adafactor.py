@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
+from moe_ext.distributed.dtensor import local_part, sharding_groups
 from moe_ext.optim._arguments import Trained, check_positive
 from moe_ext.optim._sliced import (
     SlicedOptimizer,
     SliceNorms,
     like_placed,
-    local_part,
-    sharding_groups,
     sum_over_groups,
 )
 

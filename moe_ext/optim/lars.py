@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from moe_ext.distributed.dtensor import local_part
 from moe_ext.optim._arguments import Trained, check_positive
-from moe_ext.optim._sliced import SlicedOptimizer, SliceNorms, local_part
+from moe_ext.optim._sliced import SlicedOptimizer, SliceNorms
 
 
 class LARS(SlicedOptimizer):

@@ -38,8 +38,8 @@ from moe_ext.compression.fsdp import (
     CompressedReduceScatter,
     zero_plus_plus,
 )
-from moe_ext.compression.fsdp.internals import messages_of
 from moe_ext.distributed import count_traffic
+from moe_ext.distributed.fsdp_state import messages_of
 
 four = Checks()
 

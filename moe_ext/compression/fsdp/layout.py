@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from moe_ext.compression.collectives.padding import PartialBlocks
-from moe_ext.compression.fsdp.internals import ManagedParameter, managed_parameters
+from moe_ext.distributed.fsdp_state import ManagedParameter, managed_parameters
 from moe_ext.nn.routers.base import Router
 
 KeepDense = Callable[[str, nn.Module, nn.Parameter], bool]

@@ -23,7 +23,6 @@ from moe_ext.compression.collectives.quantized import (
     start_all_gather,
     start_reduce_scatter,
 )
-from moe_ext.compression.fsdp.internals import AllGather, ReduceScatter, shard_group
 from moe_ext.compression.fsdp.layout import (
     KeepDense,
     LayoutFinder,
@@ -32,6 +31,7 @@ from moe_ext.compression.fsdp.layout import (
 )
 from moe_ext.compression.fsdp.ledger import StepLedger, is_finite
 from moe_ext.distributed import comm
+from moe_ext.distributed.fsdp_state import AllGather, ReduceScatter, shard_group
 from moe_ext.distributed.groups import group_rank
 
 QUANTIZED = ("int8", "int4", "fp8", "sign")

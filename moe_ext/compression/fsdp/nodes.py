@@ -16,7 +16,6 @@ from moe_ext.compression.codecs import PayloadCodec
 from moe_ext.compression.collectives.padding import padded_all_reduce_
 from moe_ext.compression.collectives.quantized import States, shard_numel, start_all_reduce
 from moe_ext.compression.collectives.sparse import sparse_all_reduce
-from moe_ext.compression.fsdp.internals import shard_group
 from moe_ext.compression.fsdp.layout import (
     KeepDense,
     ShardLayout,
@@ -25,6 +24,7 @@ from moe_ext.compression.fsdp.layout import (
 from moe_ext.compression.fsdp.ledger import StepLedger
 from moe_ext.compression.fsdp.messages import FORMATS, GradientMessage
 from moe_ext.distributed.comm import all_reduce_
+from moe_ext.distributed.fsdp_state import shard_group
 from moe_ext.distributed.groups import group_rank, resolve_group
 from moe_ext.ops.topk import topk_compress_
 

@@ -17,14 +17,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from moe_ext.compression.codecs import PayloadCodec
-from moe_ext.compression.fsdp.internals import (
-    ManagedParameter,
-    fsdp_modules,
-    messages_of,
-    replicate_group,
-    resharded_over,
-    shard_group,
-)
 from moe_ext.compression.fsdp.layout import (
     KeepDense,
     LayoutFinder,
@@ -35,6 +27,14 @@ from moe_ext.compression.fsdp.ledger import Residual, StepLedger
 from moe_ext.compression.fsdp.messages import CompressedAllGather, CompressedReduceScatter
 from moe_ext.compression.fsdp.nodes import CompressedAllReduce
 from moe_ext.distributed.comm import all_reduce_, gather_objects, reduce_scatter
+from moe_ext.distributed.fsdp_state import (
+    ManagedParameter,
+    fsdp_modules,
+    messages_of,
+    replicate_group,
+    resharded_over,
+    shard_group,
+)
 from moe_ext.distributed.groups import (
     global_rank,
     group_rank,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, _composable_state
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
@@ -36,11 +36,13 @@ class ManagedParameter:
         return cast(DTensor, self.param.data)
 
 
-def _param_groups(module: FSDPModule) -> list[Any]:
-    state: Any = module._get_fsdp_state()
+def _param_groups(module: Any) -> list[Any]:
+    """Of a module that `fully_shard` has wrapped; none of any other."""
+    state: Any = _composable_state._get_module_state(module)
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    group = getattr(state, "_fsdp_param_group", None)
+    return [] if group is None else [group]
 
 
 def managed_parameters(module: FSDPModule) -> list[ManagedParameter]:
@@ -101,3 +103,29 @@ def messages_of(module: FSDPModule) -> dict[str, Any]:
         "reduce-scatter": getattr(group, "_reduce_scatter_comm", None),
         "all-reduce": getattr(group, "_all_reduce_hook", None),
     }
+
+
+def num_wrapped() -> int:
+    """Modules of this process that `fully_shard`, or another function like it, has wrapped."""
+    return len(_composable_state._module_state_mapping)
+
+
+def wrapped_roots() -> list[nn.Module]:
+    """The outermost wrapped modules, of those that have begun a forward pass."""
+    modules = list(_composable_state._module_state_mapping)
+    states = [_composable_state._get_module_state(module) for module in modules]
+    return [m for m, s in zip(modules, states, strict=True) if getattr(s, "_is_root", False)]
+
+
+def wrapped_parameters(root: nn.Module) -> Iterator[tuple[str, DTensor, bool]]:
+    """Name and shards of every parameter that wrapped modules manage, gathered now or not.
+
+    And whether a hook reduces its gradient over more ranks than those of the mesh.
+    """
+    path_of = {module: f"{path}." if path else "" for path, module in root.named_modules()}
+    for module in path_of:
+        for group in _param_groups(module):
+            is_hooked = getattr(group, "_all_reduce_hook", None) is not None
+            for entry in group.fsdp_params:
+                name = path_of[entry._module_info.module] + entry._module_info.param_name
+                yield name, entry.sharded_param, is_hooked
