@@ -19,6 +19,7 @@ ELSEWHERE = {
     "compression.md",
     "distributed.md",
     "fsdp.md",
+    "hugging_face.md",
     "migrate.md",
     "optimizers.md",
 }

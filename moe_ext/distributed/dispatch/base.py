@@ -240,7 +240,15 @@ class TokenDispatcher:
             meanwhile: called while the rows travel, for kernels that do not need them. On CUDA they
                 and their backward pass run beside the exchange.
         """
-        rows_ND = self.bring_back(rows, metadata, meanwhile=meanwhile)
+        return self.weighted_sum(self.bring_back(rows, metadata, meanwhile=meanwhile), metadata)
+
+    def weighted_sum(self, rows_ND: Tensor, metadata: DispatchMetadata) -> Tensor:
+        """Weighted sum of every token's rows, `[T, D]`: the second half of `combine`.
+
+        Args:
+            rows_ND: what `bring_back` returned.
+            metadata: what `dispatch` returned.
+        """
         # Masked and dropped slots sent no row; the permutation may still count T*K rows.
         if metadata.sent is not None:
             missing = metadata.permutation.slot_of_row.shape[0] - rows_ND.shape[0]

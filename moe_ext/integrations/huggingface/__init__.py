@@ -2,8 +2,9 @@
 
 from moe_ext.distributed import full_state_dict
 from moe_ext.integrations.huggingface.attention import ATTENTION, register_ring_attention
+from moe_ext.integrations.huggingface.experts import IMPLEMENTATION
 from moe_ext.integrations.huggingface.packing import causal_lm_loss, shard_batch
-from moe_ext.integrations.huggingface.replacement import IMPLEMENTATION, register, replace
+from moe_ext.integrations.huggingface.replacement import register, replace
 from moe_ext.integrations.huggingface.verification import VerifyReport, verify
 
 __all__ = [

@@ -25,7 +25,13 @@ from moe_ext.distributed.groups import (
 )
 from moe_ext.distributed.placement import Placement, declare_placement
 from moe_ext.distributed.state_dict import gathered
-from moe_ext.integrations.huggingface.experts import as_weight, run_rows
+from moe_ext.integrations.huggingface.experts import (
+    IMPLEMENTATION,
+    after_experts,
+    as_weight,
+    known_experts,
+    run_rows,
+)
 from moe_ext.nn.torch_state import as_autocast
 
 
@@ -61,8 +67,11 @@ class ShardedExperts(_Spread):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Forward pass of the experts, whatever implementation the config names."""
         x_TD = as_autocast(as_weight(self, hidden_states))
-        rows, offsets, metadata = self._dispatcher.dispatch(x_TD, top_k_index, top_k_weights)
-        y_TD = self._dispatcher.combine(run_rows(self, rows, offsets), metadata)
+        index_TK = known_experts(top_k_index, self._dispatcher.num_experts)
+        rows, offsets, metadata = self._dispatcher.dispatch(x_TD, index_TK, top_k_weights)
+        back_ND = self._dispatcher.bring_back(run_rows(self, rows, offsets), metadata)
+        # The norm on the rank of the token: its weights are then as dense as those outside.
+        y_TD = self._dispatcher.weighted_sum(after_experts(self, back_ND), metadata)
         return y_TD.to(hidden_states.dtype)
 
 
@@ -115,20 +124,39 @@ def _mixed(mixin: type, cls: type, prefix: str = "") -> type:
     return _mixed_classes[mixin, cls]
 
 
-def shard(model: nn.Module, experts: dict[str, nn.Module], ep_group: ProcessGroup) -> None:
-    """Keep this rank's slice of every expert tensor; nothing changes if anything is refused.
+def declare_placements(module: nn.Module, num_experts: int, group: ProcessGroup | None) -> None:
+    """Say what this rank holds of the parameters of experts."""
+    declare_placement(module, Placement.of_experts(num_experts, group))
+    whole = Placement.of_experts(num_experts, None, dim=None)
+    declare_placement(module, whole, [n for n, _ in module.named_parameters() if not _stacked(n)])
+
+
+def _stacked(name: str) -> bool:
+    return not name.startswith("post_expert_norm.")
+
+
+Exchange = list[tuple[nn.Parameter, nn.Parameter]]
+
+
+def cut(experts: dict[str, nn.Module], ep_group: ProcessGroup) -> Exchange:
+    """Parameters that are stacked over the experts, each with this rank's slice of it.
 
     Raises:
         ValueError: P does not divide E, or a parameter is not stacked or has a gradient.
     """
     num_ranks, rank = group_size(ep_group), group_rank(ep_group)
-    slices: list[tuple[nn.Parameter, Tensor]] = []
-    dispatchers: list[AllToAllDispatcher] = []
+    slices: Exchange = []
     for path, module in experts.items():
         num_experts: int = module.num_experts  # type: ignore[assignment]
-        dispatchers.append(AllToAllDispatcher(num_experts, ep_group))
+        if num_experts % num_ranks != 0:
+            raise ValueError(
+                f"replace: expected {path}.num_experts to be a multiple of the group size "
+                f"{num_ranks}, got {num_experts}"
+            )
         num_local = num_experts // num_ranks
         for name, parameter in module.named_parameters():
+            if not _stacked(name):
+                continue
             if parameter.shape[0] != num_experts:
                 raise ValueError(
                     f"replace: expected {path}.{name} to be stacked over {num_experts} experts, "
@@ -139,16 +167,40 @@ def shard(model: nn.Module, experts: dict[str, nn.Module], ep_group: ProcessGrou
                     f"replace: expected {path}.{name} to have no gradient when its experts are "
                     "spread over ranks, got one; call zero_grad first"
                 )
-            mine = parameter.detach()[rank * num_local : (rank + 1) * num_local].clone()
+            part = parameter.detach()[rank * num_local : (rank + 1) * num_local].clone()
+            mine = nn.Parameter(part, parameter.requires_grad)
+            vars(mine).update(vars(parameter))
             slices.append((parameter, mine))
-    # From here on nothing can fail: all memory is there.
-    for parameter, mine in slices:
-        parameter.data = mine
-    for module, dispatcher in zip(experts.values(), dispatchers, strict=True):
+    return slices
+
+
+def exchange(slices: Exchange) -> None:
+    """Put each tensor in the place of its pair's other one; all of them or, with ValueError, none.
+
+    The parameters stay the objects that optimizers know. To write into `parameter.data` instead
+    would leave the node of the graph that accumulates gradients with the shape from before.
+    """
+    for i, (parameter, mine) in enumerate(slices):
+        try:
+            torch.utils.swap_tensors(parameter, mine)
+        except RuntimeError as error:
+            exchange(slices[:i])
+            raise ValueError(
+                "replace: expected parameters of experts that nothing else holds when they are "
+                f"spread over ranks, got {list(parameter.shape)} in the graph of an earlier "
+                "forward pass or in a wrapper such as DistributedDataParallel; call replace "
+                f"first, or delete the outputs of that pass ({error})"
+            ) from error
+
+
+def shard(model: nn.Module, experts: dict[str, nn.Module], ep_group: ProcessGroup) -> None:
+    """Let a model and its experts, whose parameters were cut, know the group that they are on."""
+    for module in experts.values():
+        num_experts: int = module.num_experts  # type: ignore[assignment]
         module._ep_group = GroupHandle(ep_group)  # type: ignore[assignment]
-        module._dispatcher = dispatcher  # type: ignore[assignment]
+        module._dispatcher = AllToAllDispatcher(num_experts, ep_group)  # type: ignore[assignment]
         module.__class__ = _mixed(ShardedExperts, type(module), "Sharded")
-        declare_placement(module, Placement.of_experts(dispatcher.num_experts, ep_group))
+        declare_placements(module, num_experts, ep_group)
     model._ep_group = GroupHandle(ep_group)  # type: ignore[assignment]
     model.__class__ = _mixed(WritesWhole, type(model))
 
@@ -183,8 +235,12 @@ def ep_implementation(base: type) -> type:
                     for t in (hidden_states, top_k_index, top_k_weights)
                 )
             x_TD = as_autocast(as_weight(self.experts, hidden_states))
-            rows, offsets, metadata = self.dispatcher.dispatch(x_TD, top_k_index, top_k_weights)
-            y_TD = self.dispatcher.combine(self._run(rows, offsets), metadata)
+            index_TK = known_experts(top_k_index, self.dispatcher.num_experts)
+            rows, offsets, metadata = self.dispatcher.dispatch(x_TD, index_TK, top_k_weights)
+            back_ND = self.dispatcher.bring_back(self._run(rows, offsets), metadata)
+            if self._is_ours():
+                back_ND = after_experts(self.experts, back_ND)
+            y_TD = self.dispatcher.weighted_sum(back_ND, metadata)
             if not shared:
                 return y_TD
             placed = DTensor.from_local(
@@ -196,10 +252,13 @@ def ep_implementation(base: type) -> type:
             )
             return placed.full_tensor()
 
+        def _is_ours(self) -> bool:
+            config = getattr(self.experts, "config", None)
+            return getattr(config, "_experts_implementation", None) == IMPLEMENTATION
+
         def _run(self, rows_RD: Tensor, offsets: Tensor) -> Tensor:
             """This rank's experts, by moe_ext or by the implementation that the config names."""
-            config = getattr(self.experts, "config", None)
-            if getattr(config, "_experts_implementation", None) == "moe_ext":
+            if self._is_ours():
                 return run_rows(self.experts, rows_RD, offsets)
             if rows_RD.shape[0] == 0:
                 # Other implementations lose the graph, and with it the exchange in the backward.

@@ -21,10 +21,20 @@ from moe_ext.nn.expert_activation import (
 from moe_ext.nn.torch_state import autocast_dtype
 from moe_ext.ops.grouped_gemm import row_alignment
 
+IMPLEMENTATION = "moe_ext"
 # Flags of `use_experts_implementation` that `experts_forward` honours.
 KNOWN_FLAGS = frozenset(
     ("is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm")
 )
+
+
+def weight_names(experts: Any) -> dict[str, int]:
+    """Stacked parameters of an experts module, with their numbers of dimensions."""
+    up = "gate_up_proj" if experts.has_gate else "up_proj"
+    names = {up: 3, "down_proj": 3}
+    if experts.has_bias:
+        names.update({f"{up}_bias": 2, "down_proj_bias": 2})
+    return names
 
 
 def _activate(experts: Any, up: Tensor) -> Tensor:
@@ -59,10 +69,21 @@ def run_rows(experts: Any, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
         return ops.grouped_mm(x, weight_EMK, expert_offsets, bias_EM=bias_EM)
 
     up = product("gate_up_proj" if experts.has_gate else "up_proj", rows_ND)
-    out_ND = product("down_proj", _activate(experts, up))
-    if experts.has_post_expert_norm:
-        out_ND = experts.post_expert_norm(out_ND)
+    return product("down_proj", _activate(experts, up))
+
+
+def after_experts(experts: Any, rows_ND: Tensor) -> Tensor:
+    """The norm that some families put between the experts and the weighted sum."""
+    out_ND: Tensor = experts.post_expert_norm(rows_ND) if experts.has_post_expert_norm else rows_ND
     return out_ND
+
+
+def known_experts(topk_idx_TK: Tensor, num_experts: int) -> Tensor:
+    """-1 for the indices past the last expert, which transformers has for no expert.
+
+    That is one on another rank, or a router's choice to skip the experts.
+    """
+    return torch.where(topk_idx_TK < num_experts, topk_idx_TK, -1)
 
 
 def as_weight(experts: Any, hidden_states: Tensor) -> Tensor:
@@ -80,21 +101,19 @@ def experts_forward(
     Args:
         experts: module of a class that `use_experts_implementation` decorated, with any flags.
         hidden_states: `[T, D]`, not written to.
-        top_k_index: `[T, K]`, in [0, E), or E where an expert lives on another rank.
+        top_k_index: `[T, K]`, in [0, E), or E for no expert here.
         top_k_weights: `[T, K]`.
 
     Returns:
         `[T, D]` in the dtype of the tokens.
     """
     num_experts: int = experts.num_experts  # type: ignore[assignment]
-    if experts._is_expert_parallel:
-        top_k_index = torch.where(top_k_index < num_experts, top_k_index, -1)
     x_TD = as_weight(experts, hidden_states)
     rows_ND, permutation = ops.permute_tokens(
         x_TD,
-        top_k_index,
+        known_experts(top_k_index, num_experts),
         num_experts,
         align=row_alignment(x_TD, top_k_index.numel(), num_experts),
     )
-    out_ND = run_rows(experts, rows_ND, permutation.expert_offsets)
+    out_ND = after_experts(experts, run_rows(experts, rows_ND, permutation.expert_offsets))
     return ops.unpermute_tokens(out_ND, permutation, top_k_weights).to(hidden_states.dtype)

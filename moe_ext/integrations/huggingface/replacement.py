@@ -5,20 +5,28 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.groups import check_group, group_size
-from moe_ext.distributed.placement import Placement, declare_placement
+from moe_ext.integrations.huggingface.decorated import (
+    Found,
+    find,
+    import_transformers,
+    restore,
+)
 from moe_ext.integrations.huggingface.expert_parallel import (
+    Exchange,
     ShardedExperts,
+    cut,
+    declare_placements,
     ep_implementation,
+    exchange,
     shard,
 )
-from moe_ext.integrations.huggingface.experts import experts_forward
-from moe_ext.integrations.huggingface.families import Found, find, import_transformers
-
-IMPLEMENTATION = "moe_ext"
+from moe_ext.integrations.huggingface.experts import IMPLEMENTATION, experts_forward
 
 
 def register() -> None:
@@ -41,38 +49,37 @@ def register() -> None:
 
 
 def _copy_input(
-    block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Hook of a block that multiplies its input by a jitter in place: hand it a copy."""
-    implementation = block._moe_ext_config._experts_implementation
-    jitters = block.training and getattr(block, block._moe_ext_jitter) > 0
-    if not jitters or implementation != IMPLEMENTATION:
+    if not block.training:
         return None
     if args:
         return (args[0].clone(), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": kwargs["hidden_states"].clone()}
 
 
-def _protect_inputs(found: Found) -> None:
-    for block in found.blocks.values():
-        if found.family.jitter and not hasattr(block, "_moe_ext_jitter"):
-            block._moe_ext_jitter = found.family.jitter  # type: ignore[assignment]
-            # Not that of block.experts: an adapter may wrap them later.
-            block._moe_ext_config = found.model.config
+def _protect_inputs(model: nn.Module) -> None:
+    for block in model.modules():
+        jitters = any(
+            getattr(block, name, 0) > 0 for name in ("jitter_noise", "input_jitter_noise")
+        )
+        hooked = _copy_input in block._forward_pre_hooks.values()
+        if hasattr(block, "experts") and jitters and not hooked:
             block.register_forward_pre_hook(_copy_input, with_kwargs=True)
 
 
 def replace(model: nn.Module, *, ep_group: ProcessGroup | None = None) -> int:
     """Run the experts of a Hugging Face mixture-of-experts model by moe_ext.
 
-    For Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2, DeepSeek-V3, GPT-OSS, OLMoE and Phi-MoE. The
-    model keeps its modules, parameters and their names; what changes is the function that its
-    experts call, and that a block with jitter no longer writes to its input. So router logits, the
-    auxiliary loss, gradient checkpointing, `save_pretrained`, adapters and optimizers that already
-    hold the parameters work as before. `model.set_experts_implementation("eager")` goes back.
-    Importing this package's integration registers nothing; the first call registers the
-    implementation "moe_ext" with transformers, and a model can then also be loaded with
-    `experts_implementation="moe_ext"`.
+    For every model whose experts are of a class that transformers decorates with
+    `use_experts_implementation` (docs/hugging_face.md has the table). The model keeps its modules,
+    parameters and their names; what changes is the function that its experts call, and that a block
+    with jitter no longer writes to its input. So the router, its logits, the auxiliary loss,
+    gradient checkpointing, `save_pretrained`, adapters and optimizers that already hold the
+    parameters work as before. `model.set_experts_implementation("eager")` goes back. Importing this
+    package's integration registers nothing; the first call registers the implementation "moe_ext"
+    with transformers, and a model can then also be loaded with `experts_implementation="moe_ext"`.
 
     With `ep_group` each rank keeps E/P of the experts of every block: the parameters keep their
     objects and names, and hold a slice. There is then no way back; `save_pretrained`, called by
@@ -80,7 +87,7 @@ def replace(model: nn.Module, *, ep_group: ProcessGroup | None = None) -> int:
     before the optimizer has made a step; every rank must hold the same model.
 
     Args:
-        model: a transformers 5 model of one of the families, or a `PeftModel` of one.
+        model: a transformers 5 model, or a `PeftModel` of one.
         ep_group: process group to spread the experts over; None keeps them on this rank.
 
     Returns:
@@ -88,33 +95,74 @@ def replace(model: nn.Module, *, ep_group: ProcessGroup | None = None) -> int:
 
     Raises:
         ImportError: transformers 5 is not installed.
-        ValueError: another family, a quantised model, experts of another class, with flags that are
-            not known or already spread over ranks, or a group whose size does not divide E. The
-            model is unchanged.
+        ValueError: no experts of a decorated class (`set_experts_implementation` changes nothing
+            there, and says so neither), a quantised model, experts of another class beside them, of
+            another layout, with flags that are not known or already spread over ranks, or a group
+            whose size does not divide E. The model is unchanged.
         TypeError: ep_group is no process group of this rank.
 
-    Synchronisation: none; with ep_group the layer reads its split sizes once per forward pass.
+    Synchronisation: none without ep_group. With it the ranks compare their experts in one message,
+    and the layer reads its split sizes once per forward pass.
     """
     check_group(ep_group, "replace")
+    if ep_group is not None and group_size(ep_group) > 1:
+        return _replace_over_ranks(model, ep_group)
     found = find(model, "replace")
-    sharded = [n for n, m in found.experts.items() if isinstance(m, ShardedExperts)]
-    if ep_group is not None and group_size(ep_group) > 1 and sharded:
+    _run_by_us(found)
+    for experts in found.experts.values():
+        if not isinstance(experts, ShardedExperts):
+            declare_placements(experts, experts.num_experts, None)  # type: ignore[arg-type]
+    _protect_inputs(found.model)
+    return len(found.experts)
+
+
+def _run_by_us(found: Found) -> None:
+    before = found.implementations()
+    try:
+        register()
+        found.set_implementation(IMPLEMENTATION)
+    except BaseException:
+        restore(before)
+        raise
+
+
+def _replace_over_ranks(model: nn.Module, ep_group: ProcessGroup) -> int:
+    """`replace` with a group: every rank does it, or every rank raises."""
+    problem: Exception | None = None
+    facts: dict[str, object] = {}
+    slices: Exchange = []
+    try:
+        found = find(model, "replace")
+        slices = cut(_whole(found.experts), ep_group)
+        exchange(slices)
+        shapes = {
+            path: [list(p.shape) for p in m.parameters()] for path, m in found.experts.items()
+        }
+        facts = {"the experts": shapes}
+    except ValueError as error:
+        problem, slices = error, []
+    try:
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        if device.type == "meta":  # which no message can be on
+            if problem is not None:
+                raise problem
+        else:
+            agree("replace", facts, problem, ep_group, device)
+        _run_by_us(found)
+    except BaseException:
+        exchange(slices)
+        raise
+    shard(found.model, found.experts, ep_group)
+    _protect_inputs(found.model)
+    return len(found.experts)
+
+
+def _whole(experts: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """The same; ValueError if an earlier call has spread them."""
+    sharded = [path for path, module in experts.items() if isinstance(module, ShardedExperts)]
+    if sharded:
         raise ValueError(
             f"replace: expected all experts of {sharded[0]} on this rank, got experts that an "
             "earlier call has spread over ranks"
         )
-    before = found.model.get_experts_implementation()
-    try:
-        register()
-        found.model.set_experts_implementation(IMPLEMENTATION)
-        if ep_group is not None and group_size(ep_group) > 1:
-            shard(found.model, found.experts, ep_group)
-        elif not sharded:
-            for experts in found.experts.values():
-                whole = Placement.of_experts(experts.num_experts, None)  # type: ignore[arg-type]
-                declare_placement(experts, whole)
-    except BaseException:
-        found.model.set_experts_implementation(before)
-        raise
-    _protect_inputs(found)
-    return len(found.experts)
+    return experts

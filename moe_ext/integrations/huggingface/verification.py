@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_ext.integrations.huggingface.decorated import Found, find, restore
 from moe_ext.integrations.huggingface.expert_parallel import ShardedExperts
-from moe_ext.integrations.huggingface.families import find
-from moe_ext.integrations.huggingface.replacement import IMPLEMENTATION, replace
+from moe_ext.integrations.huggingface.experts import IMPLEMENTATION
+from moe_ext.integrations.huggingface.replacement import replace
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class VerifyReport:
     """Largest differences between moe_ext and the original implementation, absolute and relative.
 
     Attributes:
-        logits: largest absolute difference of the logits.
+        logits: largest absolute difference of the logits, or of the hidden states of a model
+            without a head.
         logits_scale: largest magnitude of the original logits.
         gradients: parameter name to (largest absolute difference, largest original magnitude).
     """
@@ -37,21 +39,31 @@ class VerifyReport:
         return "\n".join(lines)
 
 
+def _logits(output: Any) -> Tensor:
+    """Logits of a model's output, or the hidden states of a model without a head."""
+    logits: Tensor | None = getattr(output, "logits", None)
+    return output[0] if logits is None else logits
+
+
 def _run(
-    model: Any, batch: Mapping[str, Tensor], implementation: str, seed: int
+    found: Found, batch: Mapping[str, Tensor], implementation: str, seed: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits and gradients under one implementation; leaves `.grad` alone."""
-    model.set_experts_implementation(implementation)
+    model = found.model
+    found.set_implementation(implementation)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     with torch.random.fork_rng(), torch.enable_grad():
         torch.manual_seed(seed)
         output = model(**batch)
         loss = output.loss if getattr(output, "loss", None) is not None else None
         if loss is None:
-            loss = output.logits.float().square().mean()
+            logits = _logits(output).float()
+            # Weighted, since the norm at the end of a model without a head keeps the plain mean.
+            columns = torch.linspace(0.5, 1.5, logits.shape[-1], device=logits.device)
+            loss = (logits * columns).square().mean()
         gradients = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
     pairs = zip(named, gradients, strict=True)
-    return output.logits.detach(), {name: g for (name, _), g in pairs if g is not None}
+    return _logits(output).detach(), {name: g for (name, _), g in pairs if g is not None}
 
 
 def verify(model: nn.Module, batch: Mapping[str, Tensor], *, seed: int = 0) -> VerifyReport:
@@ -61,7 +73,7 @@ def verify(model: nn.Module, batch: Mapping[str, Tensor], *, seed: int = 0) -> V
         model: a model that `replace` takes, replaced or not. Its implementation, its gradients and
             the random state are afterwards as before.
         batch: keyword arguments of the model, such as `input_ids` and `labels`. Without a loss in
-            the output the gradients are those of the mean square of the logits.
+            the output the gradients are those of a weighted mean square of the logits.
         seed: seed of both runs, for dropout.
 
     Returns:
@@ -72,20 +84,19 @@ def verify(model: nn.Module, batch: Mapping[str, Tensor], *, seed: int = 0) -> V
         ValueError: a model that `replace` refuses.
     """
     found = find(model, "verify")
-    model = found.model
     for name, module in found.experts.items():
         if isinstance(module, ShardedExperts):
             raise ValueError(
                 f"verify: expected all experts of {name} on this rank, got experts spread over "
                 "ranks; verify before replace(model, ep_group=...)"
             )
-    before = model.get_experts_implementation()  # type: ignore[operator]
+    before = found.implementations()
     try:
-        original_logits, original = _run(model, batch, "eager", seed)
+        original_logits, original = _run(found, batch, "eager", seed)
         replace(model)
-        logits, gradients = _run(model, batch, IMPLEMENTATION, seed)
+        logits, gradients = _run(found, batch, IMPLEMENTATION, seed)
     finally:
-        model.set_experts_implementation(before)  # type: ignore[operator]
+        restore(before)
     differences = {
         name: (
             (gradients[name] - original[name]).abs().max().item(),

@@ -76,7 +76,7 @@ def check_replaced(rank):
 def check_refusals(rank):
     model = make("mixtral", num_local_experts=5)
     before = model.config._experts_implementation
-    text = r"expected num_experts to be a multiple of the group size 2, got 5"
+    text = r"experts.num_experts to be a multiple of the group size 2, got 5 on rank 0"
     with pytest.raises(ValueError, match=text):
         moe_ext.replace(model, ep_group=dist.group.WORLD)
     assert model.config._experts_implementation == before
@@ -87,12 +87,35 @@ def check_refusals(rank):
         moe_ext.replace(model, ep_group=dist.group.WORLD)
     assert model.model.layers[0].mlp.experts.down_proj.shape[0] == 6
     model.zero_grad()
+    # What one rank refuses, every rank refuses: here the graph of an earlier pass on rank 1.
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    output = model(**batch_of(rank)) if rank == 1 else None
+    with pytest.raises(ValueError, match=r"that nothing else holds .* on rank 1"):
+        moe_ext.replace(model, ep_group=dist.group.WORLD)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
+    assert type(model.model.layers[0].mlp.experts).__name__ == "MixtralExperts"
+    assert model.config._experts_implementation != "moe_ext"
+    del output
+    # An optimizer from before holds the same objects.
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     moe_ext.replace(model, ep_group=dist.group.WORLD)
+    model(**batch_of(rank)).loss.backward()
+    kept = model.model.layers[0].mlp.experts.down_proj.detach().clone()
+    optimizer.step()
+    assert not torch.equal(model.model.layers[0].mlp.experts.down_proj, kept)
     with pytest.raises(ValueError, match=r"experts that an earlier call has spread over ranks"):
         moe_ext.replace(model, ep_group=dist.group.WORLD)
     with pytest.raises(ValueError, match=r"verify before replace"):
         moe_ext.verify(model, batch_of(rank))
-    return True
+    return check_different_models(rank)
+
+
+def check_different_models(rank):
+    model = make("mixtral", num_local_experts=4 + 2 * rank)
+    with pytest.raises(ValueError, match=r"expected the experts to be equal on every rank"):
+        moe_ext.replace(model, ep_group=dist.group.WORLD)
+    return model.model.layers[0].mlp.experts.down_proj.shape[0] == 4 + 2 * rank
 
 
 def check_checkpointing(rank):
