@@ -136,6 +136,12 @@ class CompressedOptimizer(Optimizer, ABC):
             )
         param_group.setdefault("step", 0)
         super().add_param_group(param_group)
+        for index, parameter in enumerate(self.param_groups[-1]["params"]):
+            name = label(self.param_groups[-1], len(self.param_groups) - 1, index)
+            problem = self._mask_problem(self.param_groups[-1], parameter, name)
+            if problem is not None:
+                self.param_groups.pop()
+                raise problem
         own = None if ranks == "self" else ranks
         self._ranks.append(self._process_group if ranks is None else own)
         check_expert_axis(self._op, self.param_groups[-1], len(self.param_groups) - 1)
@@ -261,6 +267,9 @@ class CompressedOptimizer(Optimizer, ABC):
                 rule = "gradients to be dense, got a sparse one"
             if rule:
                 return TypeError(f"{self._op}: expected {rule} for {entry.label}")
+            problem = self._mask_problem(entry.group, parameter, entry.label)
+            if problem is not None:
+                return problem
             if grad is not None and grad.numel():
                 present.append(entry)
                 grads.append(grad)
@@ -283,6 +292,22 @@ class CompressedOptimizer(Optimizer, ABC):
                     halvings = math.frexp(largest)[1] - math.frexp(limit)[1] + 1
                     self._halvings = max(self._halvings, halvings)
         return None
+
+    def _mask_problem(
+        self, group: dict[str, Any], parameter: Tensor, name: str
+    ) -> Exception | None:
+        """The error for an exp_avg_mask that does not fit a parameter."""
+        mask, shape = group.get("exp_avg_mask"), parameter.shape
+        if mask is None or mask.numel() == shape.numel():
+            return None
+        with contextlib.suppress(RuntimeError):
+            if torch.broadcast_shapes(mask.shape, shape) == shape:
+                return None
+        return ValueError(
+            f"{self._op}: expected exp_avg_mask to have as many elements as each parameter of its "
+            f"group, {shape.numel()} in shape {tuple(shape)} of {name}, or to broadcast to it, got "
+            f"shape {tuple(mask.shape)}"
+        )
 
     def _dtype_sent(self, entry: Entry) -> torch.dtype:
         """The type as which an averaged gradient travels."""
@@ -409,7 +434,7 @@ class CompressedOptimizer(Optimizer, ABC):
                 masks = {
                     index: entry.group["exp_avg_mask"]
                     for index, entry in enumerate(members)
-                    if "exp_avg_mask" in entry.group
+                    if entry.group.get("exp_avg_mask") is not None
                 }
                 mean.set_masks(masks)
                 mean.note_local_rows(self._op)

@@ -174,7 +174,7 @@ class CompressedMean:
             self.refresh()
 
     def set_masks(self, masks: dict[int, Tensor]) -> None:
-        """Keep elements zero where a mask is zero; tensors by index, shapes that broadcast."""
+        """Keep elements zero where a mask is zero: of as many elements, or one that broadcasts."""
         same = masks.keys() == self._masks.keys()
         if not same or any(masks[index] is not self._masks[index] for index in masks):
             self._masks = dict(masks)
@@ -191,6 +191,8 @@ class CompressedMean:
             untouched_R = ~self.touched[index]
             parts[index].view(len(untouched_R), -1).logical_or_(untouched_R.unsqueeze(1))
         for index, mask in self._masks.items():
+            if mask.numel() == parts[index].numel():
+                mask = mask.reshape(parts[index].shape)
             parts[index].logical_or_(mask.to(zeros_N.device) == 0)
         self._zeros_N = self._partial = None
         if bool(zeros_N.any()):

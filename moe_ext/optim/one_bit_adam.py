@@ -49,7 +49,7 @@ class OneBitAdam(CompressedOptimizer):
     A bit cannot say zero. Blocks of zeros (experts without tokens, unused rows) stay zero, rows
     that share a block with others too as long as no rank has anything in them, and a variance of
     exactly zero counts as the mean of its tensor: masks (``exp_avg_mask`` in a group, taken as by
-    DeepSpeed) are not needed.
+    DeepSpeed, flat or not) are not needed.
 
     Args:
         params: parameters, or groups of them. A group may have ``process_group`` (the ranks

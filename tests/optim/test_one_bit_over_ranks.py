@@ -354,17 +354,29 @@ def check_non_freeze_stays_dense():
 def check_masks():
     mask = torch.ones(9, 20)
     mask[4:, ::2] = 0
-    params = parameters()
-    groups = [{"params": params[:1], "exp_avg_mask": mask}, {"params": params[1:]}]
-    optimizer = MAKERS["OneBitAdam"](groups, lr=0.05)
-    run(optimizer, params, range(3))
-    before = params[0].detach().clone()
-    run(optimizer, params, range(3, 8))
-    state = optimizer.state_dict()["state"][0]
-    assert not bool(state["exp_avg"][mask == 0].any())
-    assert not bool(state["worker_error"][mask == 0].any())
-    assert torch.equal(params[0][mask == 0], before[mask == 0])
-    assert not torch.equal(params[0], before)
+    # DeepSpeed's is flat; a group may have one row for all.
+    for given in (mask, mask.view(-1), mask[4]):
+        params, held = parameters(), given.expand(9, 20) if given.numel() == 20 else mask
+        groups = [{"params": params[:1], "exp_avg_mask": given}, {"params": params[1:]}]
+        optimizer = MAKERS["OneBitAdam"](groups, lr=0.05)
+        run(optimizer, params, range(3))
+        before = params[0].detach().clone()
+        run(optimizer, params, range(3, 8))
+        state = optimizer.state_dict()["state"][0]
+        assert not bool(state["exp_avg"][held == 0].any())
+        assert not bool(state["worker_error"][held == 0].any())
+        assert torch.equal(params[0][held == 0], before[held == 0])
+        assert not torch.equal(params[0], before)
+    message = r"exp_avg_mask to have as many elements .*, 180 in shape \(9, 20\) of parameter 0 "
+    with pytest.raises(ValueError, match=message):
+        MAKERS["OneBitAdam"]([{"params": params[:1], "exp_avg_mask": mask[:3]}])
+    if dist.get_rank() == 1:
+        optimizer.param_groups[0]["exp_avg_mask"] = mask[:3]
+    weights = params[0].detach().clone()
+    give(params, 8, dist.get_rank())
+    with pytest.raises(ValueError, match=message + ".* on rank 1"):
+        optimizer.step()
+    assert torch.equal(params[0], weights)
 
 
 class SignOfGradient(torch.optim.Adam):
