@@ -39,10 +39,25 @@ class SlicedOptimizer(Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state; by the names of the parameters, where both have names.
 
+        Moments of any type become those of this optimizer's ``float32_state``.
+
         Raises:
             ValueError: the state is of parameters with other names or sizes.
         """
-        super().load_state_dict(by_name(self._op, self.param_groups, state_dict))
+        state_dict = by_name(self._op, self.param_groups, state_dict)
+        kept = [group["float32_state"] for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, old, float32_state in zip(
+            self.param_groups, state_dict["param_groups"], kept, strict=True
+        ):
+            group["float32_state"] = float32_state
+            for parameter, number in zip(group["params"], old["params"], strict=True):
+                for name, value in state_dict["state"].get(number, {}).items():
+                    if name != "step" and isinstance(value, Tensor):
+                        # torch has cast it to the type of the parameter.
+                        self.state[parameter][name] = value.detach().to(
+                            parameter.device, state_dtype(parameter, group), copy=True
+                        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -68,7 +83,11 @@ class SlicedOptimizer(Optimizer, ABC):
         slices = SliceNorms(
             [e.parameter for e in trained], [e.group["per_expert"] for e in trained]
         )
-        self._take_step(trained, [local_part(entry.parameter) for entry in trained], slices)
+        weights = [local_part(e.parameter).to(state_dtype(e.parameter, e.group)) for e in trained]
+        self._take_step(trained, weights, slices)
+        for entry, weight in zip(trained, weights, strict=True):
+            if weight.dtype != entry.parameter.dtype:
+                local_part(entry.parameter).copy_(weight)
         return loss
 
     @abstractmethod
@@ -77,17 +96,17 @@ class SlicedOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
-        """Change moments and weights, which are this rank's parts."""
+        """Change moments and weights: this rank's parts, of the type of the moments."""
 
-    def _advance(self, parameter: Tensor, buffers: Sequence[str]) -> int:
+    def _advance(self, entry: Trained, buffers: Sequence[str]) -> int:
         """Count a step of one parameter, making its buffers of zeros at the first; its number."""
-        state = self.state[parameter]
+        state = self.state[entry.parameter]
         if "step" not in state:
             # On the host, as torch's optimizers keep it: reading it costs nothing.
             state["step"] = torch.zeros((), dtype=torch.float32)
         for name in buffers:
             if name not in state:
-                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                state[name] = zeros_of_state(entry)
         state["step"] += 1
         return int(state["step"])
 
@@ -121,6 +140,23 @@ def move_moments(
     torch._foreach_lerp_(firsts, grads, 1 - betas[0])
     torch._foreach_mul_(seconds, betas[1])
     torch._foreach_addcmul_(seconds, grads, grads, 1 - betas[1])
+
+
+def state_dtype(parameter: Tensor, group: dict[str, Any]) -> torch.dtype:
+    """Type of the moments of a parameter, and of its step before that is rounded."""
+    if not group["float32_state"]:
+        return parameter.dtype
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def zeros_of_state(entry: Trained) -> Tensor:
+    """A moment of a parameter before its first step."""
+    return torch.zeros_like(entry.parameter, dtype=state_dtype(entry.parameter, entry.group))
+
+
+def local_grad(entry: Trained) -> Tensor:
+    """This rank's part of a gradient, in the type of the moments."""
+    return local_part(entry.grad).to(state_dtype(entry.parameter, entry.group))
 
 
 def _check_placements(op: str, entry: Trained) -> None:

@@ -19,6 +19,7 @@ from moe_ext.optim._sliced import (
     SlicedOptimizer,
     SliceNorms,
     like_placed,
+    local_grad,
     sum_over_groups,
 )
 
@@ -36,8 +37,9 @@ class Adafactor(SlicedOptimizer):
         w \leftarrow (1 - \gamma \lambda) w - \max(\epsilon_2, \mathrm{rms}(w))
         \min(\gamma, t^{-1/2}) \frac{u}{\max(1, \mathrm{rms}(u) / d)}
 
-    with :math:`1 - \beta = t^{\tau}`. A vector keeps all of v. The names, the defaults and the
-    results of one process are those of torch.
+    with :math:`1 - \beta = t^{\tau}`. A vector keeps all of v. The names and the defaults are
+    those of torch, and so are the results of one process for float32 and float64 parameters. Those
+    of 16 bits take the steps of float32 (``float32_state``), where torch has 16-bit factors.
 
     Parameters may be DTensors sharded along any dimension, evenly or not: row and column means
     are summed over the ranks that share them, so that the steps are those of the whole tensors.
@@ -48,13 +50,15 @@ class Adafactor(SlicedOptimizer):
         params: parameters, or groups of them; see `moe_ext.optim.param_groups`.
         lr: :math:`\gamma`, the bound on the relative step and the rate of the weight decay.
         beta2_decay: :math:`\tau`.
-        eps: :math:`\epsilon_1` (None: that of the dtype) and :math:`\epsilon_2`.
+        eps: :math:`\epsilon_1` (None: that of the type of the factors) and :math:`\epsilon_2`.
         d: bound on the root mean square of u.
         weight_decay: :math:`\lambda`.
         per_expert: the first dimension of the group's parameters counts experts: both root mean
             squares are those of each expert, and a stacked bias `[E, M]` is E vectors.
         foreach: taken for compatibility.
         maximize: step up the gradient.
+        float32_state: keep moments of 16-bit parameters in float32, and round a step once, at its
+            end; False keeps them, and takes the step, in the type of the parameter.
 
     Raises:
         ValueError: an option is out of range. In `step`: a gradient is placed unlike its parameter.
@@ -80,6 +84,7 @@ class Adafactor(SlicedOptimizer):
         per_expert: bool = False,
         foreach: bool | None = None,
         maximize: bool = False,
+        float32_state: bool = True,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -90,6 +95,7 @@ class Adafactor(SlicedOptimizer):
             "per_expert": per_expert,
             "foreach": foreach,
             "maximize": maximize,
+            "float32_state": float32_state,
         }
         super().__init__(params, defaults)
 
@@ -127,9 +133,9 @@ class Adafactor(SlicedOptimizer):
     def _moment(self, entry: Trained) -> _Moment:
         """The second moment of a parameter, one step on if it is not factored."""
         parameter, state = entry.parameter, self.state[entry.parameter]
-        grad = local_part(entry.grad)
+        grad = local_grad(entry)
         factored = parameter.dim() - int(entry.group["per_expert"]) > 1
-        step = self._advance(parameter, () if factored else ("variance",))
+        step = self._advance(entry, () if factored else ("variance",))
         if factored and "row_var" not in state:
             shape = list(grad.shape)
             rows, columns = [*shape[:-1], 1], [*shape[:-2], 1, shape[-1]]
@@ -159,7 +165,7 @@ class _Moment:
     @property
     def eps1(self) -> float:
         eps1 = self.entry.group["eps"][0]
-        return torch.finfo(self.entry.parameter.dtype).eps if eps1 is None else eps1
+        return torch.finfo(self.grad.dtype).eps if eps1 is None else eps1
 
     def groups(self, dim: int) -> list[ProcessGroup]:
         """Over whom a sum along one dimension goes on."""

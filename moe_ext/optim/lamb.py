@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.optim._arguments import Trained, check_betas, check_positive
-from moe_ext.optim._sliced import SlicedOptimizer, SliceNorms, move_moments
+from moe_ext.optim._sliced import SlicedOptimizer, SliceNorms, local_grad, move_moments
 
 
 class LAMB(SlicedOptimizer):
@@ -44,6 +44,8 @@ class LAMB(SlicedOptimizer):
             ratio each. Needed for expert-parallel parameters, if the result must not depend on how
             many ranks share the experts.
         maximize: step up the gradient.
+        float32_state: keep moments of 16-bit parameters in float32, and round a step once, at its
+            end; False keeps them, and takes the step, in the type of the parameter.
 
     Raises:
         ValueError: an option is out of range. In `step`: a gradient is placed unlike its parameter.
@@ -71,6 +73,7 @@ class LAMB(SlicedOptimizer):
         adapt: bool = True,
         per_expert: bool = False,
         maximize: bool = False,
+        float32_state: bool = True,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -83,6 +86,7 @@ class LAMB(SlicedOptimizer):
             "adapt": adapt,
             "per_expert": per_expert,
             "maximize": maximize,
+            "float32_state": float32_state,
         }
         super().__init__(params, defaults)
 
@@ -125,11 +129,11 @@ class LAMB(SlicedOptimizer):
     def _group_directions(
         self, group: dict[str, Any], entries: list[Trained], weights: list[Tensor]
     ) -> list[Tensor]:
-        steps = [self._advance(e.parameter, _BUFFERS) for e in entries]
+        steps = [self._advance(e, _BUFFERS) for e in entries]
         exp_avgs, exp_avg_sqs = (
             [local_part(self.state[e.parameter][name]) for e in entries] for name in _BUFFERS
         )
-        grads = [local_part(e.grad) for e in entries]
+        grads = [local_grad(e) for e in entries]
         if group["maximize"]:
             grads = list(torch._foreach_neg(grads))
         beta1, beta2 = group["betas"]

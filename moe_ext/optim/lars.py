@@ -10,7 +10,12 @@ from torch.optim.optimizer import ParamsT
 
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.optim._arguments import Trained, check_positive
-from moe_ext.optim._sliced import SlicedOptimizer, SliceNorms
+from moe_ext.optim._sliced import (
+    SlicedOptimizer,
+    SliceNorms,
+    local_grad,
+    zeros_of_state,
+)
 
 
 class LARS(SlicedOptimizer):
@@ -35,6 +40,8 @@ class LARS(SlicedOptimizer):
         adapt: False sets c = 1, for groups of biases and norms.
         per_expert: the first dimension of the group's parameters counts experts.
         maximize: step up the gradient.
+        float32_state: keep moments of 16-bit parameters in float32, and round a step once, at its
+            end; False keeps them, and takes the step, in the type of the parameter.
 
     Raises:
         ValueError: an option is out of range. In `step`: a gradient is placed unlike its parameter.
@@ -61,6 +68,7 @@ class LARS(SlicedOptimizer):
         adapt: bool = True,
         per_expert: bool = False,
         maximize: bool = False,
+        float32_state: bool = True,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -72,6 +80,7 @@ class LARS(SlicedOptimizer):
             "adapt": adapt,
             "per_expert": per_expert,
             "maximize": maximize,
+            "float32_state": float32_state,
         }
         super().__init__(params, defaults)
 
@@ -84,7 +93,7 @@ class LARS(SlicedOptimizer):
             raise ValueError("LARS: expected momentum to be positive with nesterov, got 0")
 
     def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
-        grads = [local_part(entry.grad) for entry in trained]
+        grads = [local_grad(entry) for entry in trained]
         weight_norms, grad_norms = slices.norms(weights, grads)
         rates = [
             _rate(entry.group, weight_G, grad_G)
@@ -104,7 +113,7 @@ class LARS(SlicedOptimizer):
         if group["momentum"] != 0:
             state = self.state[entry.parameter]
             if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(entry.parameter)
+                state["momentum_buffer"] = zeros_of_state(entry)
             buffer = local_part(state["momentum_buffer"]).mul_(group["momentum"]).add_(update)
             update = update.add_(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
         weight.sub_(update)
