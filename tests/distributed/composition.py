@@ -1,0 +1,156 @@
+"""Every combination of tool, placement of experts and memory against training in one process.
+
+    python tests/distributed/composition.py        all cells; writes docs/parallelism.md
+    python tests/distributed/composition.py --few  one for each tool, for every change
+
+A cell trains two steps on one number of ranks, saves, and goes on for two steps on another number.
+Prints JSON: cell to outcome.
+"""
+
+import functools
+import itertools
+import json
+import os
+import sys
+import tempfile
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from trainers import TRAINERS, Job, Model
+
+from moe_ext import distributed as md
+from moe_ext import testing
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"
+# Name to (ranks, ranks that share the experts) of the first two steps and of the last two.
+PLACEMENTS = {"no EP": ((2, 1), (4, 1)), "EP": ((2, 2), (4, 4)), "EP x DP": ((4, 2), (2, 2))}
+MEMORY = ("none", "recompute all", "compile")
+CELLS = list(itertools.product(TRAINERS, PLACEMENTS, MEMORY))
+# One for each tool: placements and memory take turns.
+FEW = [
+    (tool, ("EP x DP", "EP")[index % 2], MEMORY[index % 3]) for index, tool in enumerate(TRAINERS)
+]
+STEPS, ROWS = 4, 8
+# What is refused: a pattern of the text.
+REFUSED: dict[tuple[str, str, str], str] = {}
+# float64: some thousand roundings of 1e-16, and Adam divides by gradients down to 1e-4 of the norm.
+TOLERANCE = 1e-10
+
+
+def batches(rank, size):
+    """Batches of a rank; over all ranks they are the same rows for any number of these."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for _ in range(STEPS):
+        x = torch.randn(ROWS, 6, dtype=torch.float64, generator=generator)
+        y = torch.randn(ROWS, 3, dtype=torch.float64, generator=generator)
+        found.append({"x": x.chunk(size)[rank], "labels": y.chunk(size)[rank]})
+    return found
+
+
+def one_process():
+    """The weights after all steps."""
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for batch in batches(0, 1):
+        optimizer.zero_grad()
+        model(**batch)["loss"].backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        assert norm > 0.1, "every step has to be clipped"
+        optimizer.step()
+    return model.state_dict()
+
+
+def run_cell(cell, half, mesh, folder, want):
+    """One half of a cell on this rank; an error says what differs."""
+    trainer, placement, memory = cell
+    size = dist.get_world_size()
+    path = Path(folder) / "-".join(cell).replace(" ", "_")
+    torch._dynamo.reset()
+    ep_group = mesh.ep_group if PLACEMENTS[placement][half][1] > 1 else None
+    model = Model(ep_group, recompute=memory == "recompute all")
+    steps = slice(0, STEPS // 2) if half == 0 else slice(STEPS // 2, STEPS)
+    job = Job(
+        model,
+        batches(dist.get_rank(), size)[steps],
+        memory == "compile",
+        (lambda *_: None) if half == 0 else functools.partial(md.checkpoint.load, path),
+        functools.partial(md.checkpoint.save, path) if half == 0 else (lambda *_: None),
+    )
+    TRAINERS[trainer](job)
+    if half == 0:
+        return
+    places = md.placements(model)
+    for name, parameter in model.named_parameters():
+        expected = want[name] if name not in places else places[name].local(want[name])
+        difference = float((parameter - expected).abs().max())
+        assert difference < TOLERANCE, f"{name} differs by {difference}"
+
+
+def run_rank(rank, tasks, folder, want):
+    """Outcome of every half of a cell on this rank: None or a traceback; ends with a failure."""
+    warnings.simplefilter("ignore")
+    os.chdir(folder)
+    found, meshes = {}, {}
+    for cell, half in tasks:
+        ranks, ep = PLACEMENTS[cell[1]][half]
+        if ep not in meshes:
+            meshes[ep] = md.MoEMesh(dp=ranks // ep, ep=ep)
+        try:
+            run_cell(cell, half, meshes[ep], folder, want)
+            found[cell, half] = None
+        except Exception as error:
+            found[cell, half] = f"{error}\n{traceback.format_exc()}"
+            if cell not in REFUSED:
+                break
+    return found
+
+
+def run(cells):
+    """Cell to outcome: "equal", or the text of what was raised."""
+    want, outcome = one_process(), {}
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks, half in ((2, 0), (4, 0), (4, 1), (2, 1)):
+            tasks = [(cell, half) for cell in cells if PLACEMENTS[cell[1]][half][0] == ranks]
+            tasks = [task for task in tasks if outcome.get(task[0], "equal") == "equal"]
+            found = testing.spawn_ranks(run_rank, ranks, tasks, folder, want, timeout=900.0)
+            for task in tasks:
+                texts = [one.get(task, "not run, after another failure") for one in found]
+                wrong = next((text for text in texts if text is not None), None)
+                outcome[task[0]] = wrong or "equal"
+    return outcome
+
+
+def table():
+    """What the page shows: a row for each tool and placement."""
+    lines = [f"| trainer | experts | {' | '.join(MEMORY)} |", "|---|---|" + "---|" * len(MEMORY)]
+    for trainer, placement in itertools.product(TRAINERS, PLACEMENTS):
+        cells = [
+            "refused" if (trainer, placement, memory) in REFUSED else "equal" for memory in MEMORY
+        ]
+        lines.append(f"| {trainer} | {placement} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def with_table(page):
+    """The page with the table between its marks."""
+    begin, end = "<!-- table -->\n", "\n<!-- end of table -->"
+    before, after = page.index(begin) + len(begin), page.index(end)
+    return page[:before] + table() + page[after:]
+
+
+def main():
+    few = "--few" in sys.argv
+    # Tools take seconds to import: ranks are forked from a process that has done it.
+    testing.PRELOADED += ["torch._dynamo", "transformers.trainer", "lightning.pytorch"]
+    outcome = run(FEW if few else CELLS)
+    print(json.dumps({" / ".join(cell): text for cell, text in outcome.items()}, indent=1))
+    if not few:
+        PAGE.write_text(with_table(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""How users' tools train a model: one function each, which `composition.py` combines with the rest.
+
+A new one is a function here under `@trainer(...)`, nothing else. It takes a `Job`, builds what the
+tool wants around `job.model`, and ends with that model trained on `job.batches`.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import moe_ext
+from moe_ext import distributed as md
+
+MAX_NORM = 0.05
+TRAINERS: dict[str, Callable[["Job"], None]] = {}
+
+
+def trainer(name):
+    """Register a function as a way to train, under the name that docs/parallelism.md gives it."""
+
+    def register(function):
+        TRAINERS[name] = function
+        return function
+
+    return register
+
+
+class Model(nn.Module):
+    """Two MoE layers between dense ones, in float64; returns what each of the tools wants."""
+
+    def __init__(self, ep_group=None, *, recompute=False):
+        super().__init__()
+        torch.manual_seed(7)
+        self.recompute = recompute
+        self.inp = nn.Linear(6, 8)
+        self.layers = nn.ModuleList(
+            moe_ext.MoELayer(
+                8, 6, 8, 2, ep_group=ep_group, balance_loss_coef=0.0, z_loss_coef=0.1, **options
+            )
+            for options in ({"shared_ffn_dim": 4, "bias": True}, {"activation": "gelu"})
+        )
+        self.norm = nn.LayerNorm(8)
+        self.out = nn.Linear(8, 3)
+        self.double()
+
+    def forward(self, x, labels):
+        """Mean squared error; x [rows, 6], labels [rows, 3]."""
+        h = self.inp(x)
+        for layer in self.layers:
+            normed = self.norm(h)
+            run = (
+                checkpoint(layer, normed, use_reentrant=False) if self.recompute else layer(normed)
+            )
+            h = h + run
+        y = self.out(h)
+        return {"loss": (y - labels).square().mean(), "logits": y}
+
+
+@dataclass
+class Job:
+    """What a way of training is given.
+
+    Attributes:
+        model: in this process alone, its experts spread over ranks if they are to be.
+        batches: arguments of the model, of this rank, one step each.
+        compiled: whether the model is to run under `torch.compile(backend="eager")`.
+        restore: call it with the model and the optimizer before the first step.
+        save: call it with the same two after the last one.
+    """
+
+    model: Model
+    batches: list[dict[str, torch.Tensor]]
+    compiled: bool
+    restore: Callable[[nn.Module, torch.optim.Optimizer], None]
+    save: Callable[[nn.Module, torch.optim.Optimizer], None]
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer of all ways of training, with the checkpoint that the job begins with."""
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        self.restore(model, optimizer)
+        return optimizer
+
+    def compile(self, model: Any) -> Any:
+        """The model, compiled if it is to be."""
+        return torch.compile(model, backend="eager") if self.compiled else model
+
+
+@trainer("plain loop")
+def plain_loop(job):
+    """`sync_gradients` and `clip_grad_norm_` of the library."""
+    optimizer, model = job.optimizer(job.model), job.compile(job.model)
+    for batch in job.batches:
+        optimizer.zero_grad()
+        model(**batch)["loss"].backward()
+        md.sync_gradients(job.model)
+        md.clip_grad_norm_(job.model, MAX_NORM)
+        optimizer.step()
+    job.save(job.model, optimizer)
+
+
+@trainer("DDP")
+def data_parallel(job):
+    """torch's own, and nothing of the library."""
+    optimizer, model = job.optimizer(job.model), job.compile(DistributedDataParallel(job.model))
+    for batch in job.batches:
+        optimizer.zero_grad()
+        model(**batch)["loss"].backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+    job.save(job.model, optimizer)
+
+
+def _as_torchrun():
+    """The environment that tools read ranks from."""
+    size, rank = str(dist.get_world_size()), str(dist.get_rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+
+
+@trainer("Accelerate")
+def accelerate(job):
+    """`prepare`, `backward` and `clip_grad_norm_` of an Accelerator."""
+    _as_torchrun()
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import TorchDynamoPlugin
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    plugin = TorchDynamoPlugin(backend="eager") if job.compiled else None
+    accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
+    optimizer = job.optimizer(job.model)
+    model, prepared = accelerator.prepare(job.model, optimizer)
+    for batch in job.batches:
+        prepared.zero_grad()
+        accelerator.backward(model(**batch)["loss"])
+        accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+        prepared.step()
+    job.save(job.model, optimizer)
+
+
+@trainer("Trainer")
+def transformers_trainer(job):
+    """The Trainer of transformers, which clips by default."""
+    _as_torchrun()
+    from accelerate.state import AcceleratorState
+    from transformers import Trainer, TrainingArguments
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+    class OwnBatches(Trainer):
+        def get_train_dataloader(self):
+            return torch.utils.data.DataLoader(job.batches, batch_size=None)
+
+    options = {"torch_compile": True, "torch_compile_backend": "eager"} if job.compiled else {}
+    arguments = TrainingArguments(
+        "unused",
+        use_cpu=True,
+        max_steps=len(job.batches),
+        max_grad_norm=MAX_NORM,
+        remove_unused_columns=False,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        ddp_find_unused_parameters=False,
+        **options,
+    )
+    optimizer = job.optimizer(job.model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    tool = OwnBatches(
+        job.model, arguments, train_dataset=job.batches, optimizers=(optimizer, schedule)
+    )
+    tool.train()
+    job.save(job.model, optimizer)
+
+
+@trainer("Lightning")
+def lightning(job):
+    """`DDPStrategy` of Lightning, which clips by `gradient_clip_val`."""
+    _as_torchrun()
+    import lightning.pytorch as pl
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+    from lightning.pytorch.strategies import DDPStrategy
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = job.model
+
+        def training_step(self, batch, index):
+            return self.model(**batch)["loss"]
+
+        def configure_optimizers(self):
+            self.own = job.optimizer(job.model)
+            return self.own
+
+    module = Module()
+    tool = pl.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=DDPStrategy(process_group_backend="gloo"),
+        plugins=[LightningEnvironment()],
+        max_steps=len(job.batches),
+        gradient_clip_val=MAX_NORM,
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+    )
+    data = torch.utils.data.DataLoader(job.batches, batch_size=None)
+    tool.fit(job.compile(module), data)
+    job.save(job.model, module.own)
