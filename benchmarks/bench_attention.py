@@ -309,35 +309,40 @@ def chart(
     shards: dict[tuple[str, int], Found],
     errors: dict[tuple[str, int], list[float]],
 ) -> None:
-    """Draws CPU time, bytes, memory and error."""
+    """Draws CPU time, bytes, memory and error; a contender has one colour and marker in all."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 8), layout="constrained")
+    figure = Figure(figsize=(12, 8.5), layout="constrained")
+    look = {
+        # Where lines coincide, the larger, hollow markers show those below.
+        name: {"color": f"C{i}", "marker": "osD^vPX"[i], "markersize": 11 - i, "fillstyle": "none"}
+        for i, name in enumerate(WIRE)
+    }
     times, sent, peaks, error = figure.subplots(2, 2).flat
     groups = sorted({key[:2] for key in found}, key=str)
     names = [name for name in SPEED if any(key[2] == name for key in found)]
     for i, name in enumerate(names):
         heights = [found[(*group, name)].cpu if (*group, name) in found else 0 for group in groups]
         places = [g + i / (len(names) + 1) for g in range(len(groups))]
-        times.bar(places, heights, width=1 / (len(names) + 1), label=name)
+        times.bar(places, heights, width=1 / (len(names) + 1), color=look[name]["color"])
     ticks = [f"P={p} {short(dtype)}" for p, dtype in groups]
     times.set_xticks([g + 0.3 for g in range(len(groups))], ticks)
     times.set(ylabel="CPU s of all ranks", title="Forward and backward")
     for name in dict.fromkeys(name for name, _ in shards):
         costs = [shards[name, p] for p in SHARD_RANKS]
-        sent.plot(SHARD_RANKS, [shards_sent(c) for c in costs], "o-", label=name)
-        peaks.plot(SHARD_RANKS, [c.peak / 1e6 for c in costs], "o-", label=name)
+        sent.plot(SHARD_RANKS, [shards_sent(c) for c in costs], label=name, **look[name])
+        peaks.plot(SHARD_RANKS, [c.peak / 1e6 for c in costs], **look[name])
     sent.set(ylabel="local shards of K and V", title="Sent by a rank")
     peaks.set(ylabel="MB", title="Peak memory of a rank, S / P fixed")
     for name in dict.fromkeys(name for name, p in errors if p > 1):
         values = [max(errors[name, p]) for p in attention_error.RANKS]
-        error.plot(attention_error.RANKS, [1e3 * v for v in values], "o-", label=name)
+        error.plot(attention_error.RANKS, [1e3 * v for v in values], **look[name])
     error.set(ylabel="thousandths", title="Largest relative error, bfloat16")
     for axes in (times, sent, peaks, error):
         axes.set(ylim=(0, None))
-        axes.legend(fontsize="small")
     for axes, ranks in ((sent, SHARD_RANKS), (peaks, SHARD_RANKS), (error, attention_error.RANKS)):
         axes.set(xlabel="ranks P", xticks=ranks)
+    figure.legend(loc="outside upper center", ncols=len(look))
     CHART.parent.mkdir(exist_ok=True)
     figure.savefig(CHART, dpi=100)
 

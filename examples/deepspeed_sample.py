@@ -149,16 +149,33 @@ def work(args: argparse.Namespace, runtime: Runtime) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Parse the options and run."""
     parser = digits.options(__doc__)
-    parser.add_argument("--num-experts", type=int, default=4, help="over all ranks")
-    parser.add_argument("--ep-size", type=int, default=1, help="ranks that share the experts")
-    parser.add_argument("--top-k", type=int, default=2)
-    parser.add_argument("--mlp-type", choices=("standard", "residual"), default="standard")
-    parser.add_argument("--min-capacity", type=int, default=4)
-    parser.add_argument("--noisy-gate-policy", choices=("Jitter", "RSample"), default=None)
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32")
-    parser.add_argument("--lr", type=float, default=5e-3)
-    parser.add_argument("--warmup", type=int, default=10, help="steps until the full --lr")
-    parser.add_argument("--moe-loss-coef", type=float, default=0.01)
+    parser.add_argument("--num-experts", type=int, default=4, help="over all ranks (%(default)s)")
+    parser.add_argument(
+        "--ep-size", type=int, default=1, help="ranks that share the experts (%(default)s)"
+    )
+    parser.add_argument("--top-k", type=int, default=2, help="experts of a token (%(default)s)")
+    parser.add_argument(
+        "--mlp-type",
+        choices=("standard", "residual"),
+        default="standard",
+        help="residual: a dense network beside the experts (%(default)s)",
+    )
+    parser.add_argument(
+        "--min-capacity", type=int, default=4, help="rows of an expert at least (%(default)s)"
+    )
+    parser.add_argument(
+        "--noisy-gate-policy", choices=("Jitter", "RSample"), help="of the router (none)"
+    )
+    parser.add_argument(
+        "--dtype", choices=tuple(DTYPES), default="fp32", help="of the model (%(default)s)"
+    )
+    parser.add_argument("--lr", type=float, default=5e-3, help="learning rate (%(default)s)")
+    parser.add_argument(
+        "--warmup", type=int, default=10, help="steps until the full --lr (%(default)s)"
+    )
+    parser.add_argument(
+        "--moe-loss-coef", type=float, default=0.01, help="factor on the balance loss (%(default)s)"
+    )
     parser.set_defaults(steps=300, batch=128, log_every=50)
     return digits.run(work, parser.parse_args(argv))
 

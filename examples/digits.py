@@ -67,12 +67,23 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=120, help="optimizer steps")
-    parser.add_argument("--batch", type=int, default=64, help="images a step, over all ranks")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--log-every", type=int, default=20)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--timeout", type=float, default=300, help="of a collective, in seconds")
+    parser.add_argument("--steps", type=int, default=120, help="optimizer steps (%(default)s)")
+    parser.add_argument(
+        "--batch", type=int, default=64, help="images a step, over all ranks (%(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
+    parser.add_argument(
+        "--log-every", type=int, default=20, help="steps between lines (%(default)s)"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto takes a GPU where there is one (%(default)s)",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=300, help="of a collective, in seconds (%(default)s)"
+    )
     return parser
 
 

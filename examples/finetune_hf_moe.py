@@ -97,8 +97,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     add_common_options(parser, steps=100)
     parser.add_argument("--model", help="folder of save_pretrained (a new model by default)")
-    parser.add_argument("--family", default="mixtral", choices=sorted(CONFIGS))
-    parser.add_argument("--out", type=Path, help="folder for save_pretrained")
+    parser.add_argument(
+        "--family", default="mixtral", choices=sorted(CONFIGS), help="of a new model (%(default)s)"
+    )
+    parser.add_argument("--out", type=Path, help="folder for save_pretrained and loss.png")
     return run_example(work, parser.parse_args(argv))
 
 

@@ -6,13 +6,17 @@ Shape suffixes: B sequences of this rank, S bytes in a sequence.
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from moe_lm.data import DataError, TextData, load_text, train_batch, validation_batches
+from moe_lm.report import plot_curves
 from moe_lm.runtime import Runtime, UserError, agree
 from torch import nn
+from tqdm import tqdm
 
 import moe_ext
 
@@ -28,8 +32,15 @@ def add_common_options(parser: argparse.ArgumentParser, *, steps: int) -> None:
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
     parser.add_argument("--ep", type=int, default=1, help="ranks sharing the experts (%(default)s)")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--timeout", type=float, default=300, help="of collectives, in seconds")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        choices=("auto", "cpu", "cuda"),
+        help="auto takes a GPU where there is one (%(default)s)",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=300, help="of collectives, in seconds (%(default)s)"
+    )
 
 
 def import_transformers() -> Any:
@@ -74,12 +85,25 @@ class TextTask:
         )
         spread = {"rank": runtime.rank, "world_size": runtime.world_size}
         self.sizes: dict[str, int] = {"batch": args.batch, "seq_len": args.seq_len, **spread}
+        self.curves: dict[str, list[tuple[int, float]]] = {}
         self.held_out = validation_batches(self.data, num_batches=VALIDATION_BATCHES, **self.sizes)
 
     def say(self, text: str) -> None:
         """Print on one rank."""
         if self.runtime.is_main:
-            print(text, flush=True)
+            tqdm.write(text)
+            sys.stdout.flush()
+
+    def draw(self, folder: Path, title: str) -> None:
+        """Write loss.png, with the training loss of every model trained so far."""
+
+        def write() -> None:
+            if self.runtime.is_main:
+                folder.mkdir(parents=True, exist_ok=True)
+                plot_curves(self.curves, folder / "loss.png", title)
+
+        agree(write, OSError)
+        self.say(f"wrote {folder / 'loss.png'}")
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """Inputs and labels of this rank; transformers shifts the labels itself."""
@@ -100,15 +124,15 @@ class TextTask:
         dist.all_reduce(total)
         return float(total) / len(self.held_out) / self.runtime.world_size
 
-    def train(
-        self, model: nn.Module, name: str, *, first_step: int = 0, **kwargs: Any
-    ) -> list[float]:
-        """Run --steps steps; the mean loss over ranks of each. `kwargs` go to the model."""
+    def train(self, model: nn.Module, name: str, *, first_step: int = 0, **kwargs: Any) -> None:
+        """Run --steps steps and keep the mean loss over ranks. `kwargs` go to the model."""
         groups = moe_ext.distributed.expert_param_groups(model)
         optimizer = torch.optim.AdamW(groups, lr=self.args.lr, weight_decay=0.01)
         model.train()
-        losses = []
-        for step in range(first_step, first_step + self.args.steps):
+        points = self.curves.setdefault(name, [])
+        steps = range(first_step, first_step + self.args.steps)
+        bar = tqdm(steps, desc=name, unit="step", disable=not self.runtime.is_main)
+        for step in bar:
             optimizer.zero_grad()
             loss = model(**self.batch(step), **kwargs).loss
             loss.backward()
@@ -117,7 +141,7 @@ class TextTask:
             optimizer.step()
             mean = loss.detach().clone()
             dist.all_reduce(mean)
-            losses.append(float(mean) / self.runtime.world_size)
+            points.append((step, float(mean) / self.runtime.world_size))
+            bar.set_postfix_str(f"loss {points[-1][1]:.3f}", refresh=False)
             if step % max(1, self.args.steps // 10) == 0:
-                self.say(f"{name} step {step}: loss {losses[-1]:.4f}, norm {float(norm):.3f}")
-        return losses
+                self.say(f"{name} step {step}: loss {points[-1][1]:.4f}, norm {float(norm):.3f}")

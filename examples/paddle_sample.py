@@ -99,8 +99,13 @@ def work(args: argparse.Namespace, runtime: Runtime) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Parse the options and run."""
     parser = digits.options(__doc__)
-    parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--balance-loss-coef", type=float, default=0.1)
+    parser.add_argument("--lr", type=float, default=0.1, help="learning rate (%(default)s)")
+    parser.add_argument(
+        "--balance-loss-coef",
+        type=float,
+        default=0.1,
+        help="factor on the balance loss (%(default)s)",
+    )
     parser.set_defaults(steps=80)
     return digits.run(work, parser.parse_args(argv))
 

@@ -285,28 +285,49 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--out", type=Path, default=Path("runs/long_context"), help="folder (%(default)s)")
-    add("--data", help="text file or folder (default: the Python standard library)")
-    add("--seed", type=int, default=0)
-    add("--timeout", type=float, default=300, help="seconds to wait for another rank")
+    add("--data", help="text file or folder (the Python standard library)")
+    add("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
+    add("--timeout", type=float, default=300, help="seconds to wait for another rank (%(default)s)")
     add = parser.add_argument_group("attention").add_argument
-    add("--layout", choices=moe_ext.attention.LAYOUTS, default="zigzag")
+    add(
+        "--layout",
+        choices=moe_ext.attention.LAYOUTS,
+        default="zigzag",
+        help="who holds which positions (%(default)s)",
+    )
     add("--scheme", default="ring", help="of moe_ext.attention.ring_attention (%(default)s)")
     add("--precision", default="exact", help="likewise (%(default)s)")
-    add("--dtype", choices=["fp32", "bf16"], default="fp32", help="bf16 runs under autocast")
+    add(
+        "--dtype",
+        choices=["fp32", "bf16"],
+        default="fp32",
+        help="bf16 runs under autocast (%(default)s)",
+    )
     add = parser.add_argument_group("model and training").add_argument
     add("--seq-len", type=int, default=8192, help="bytes of a sequence (%(default)s)")
     add("--longest", type=int, default=4096, help="bytes of a document (%(default)s)")
-    add("--steps", type=int, default=30)
+    add("--steps", type=int, default=30, help="optimizer steps (%(default)s)")
     add("--lr", type=float, default=3e-3, help="highest learning rate (%(default)s)")
     add("--warmup", type=int, default=5, help="steps until it is reached (%(default)s)")
     add("--clip", type=float, default=1.0, help="highest gradient norm (%(default)s)")
-    add("--model-dim", type=int, default=128)
-    add("--num-layers", type=int, default=3)
-    add("--num-heads", type=int, default=4)
-    add("--ffn-dim", type=int, default=256)
+    add("--model-dim", type=int, default=128, help="width (%(default)s)")
+    add("--num-layers", type=int, default=3, help="blocks (%(default)s)")
+    add("--num-heads", type=int, default=4, help="heads of attention (%(default)s)")
+    add("--ffn-dim", type=int, default=256, help="width inside a network (%(default)s)")
     add = parser.add_argument_group("proof").add_argument
-    add("--check-every", type=int, default=5, help="steps between comparisons; 0 for none")
-    add("--measure", type=int, nargs="*", default=[1, 2, 4], help="numbers of ranks to measure")
+    add(
+        "--check-every",
+        type=int,
+        default=5,
+        help="steps between comparisons; 0 for none (%(default)s)",
+    )
+    add(
+        "--measure",
+        type=int,
+        nargs="*",
+        default=[1, 2, 4],
+        help="numbers of ranks to measure (%(default)s)",
+    )
     return parser.parse_args(argv)
 
 

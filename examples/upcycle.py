@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+from pathlib import Path
 from typing import Any
 
 from hf_text import TextTask, add_common_options, check, import_transformers
@@ -68,6 +69,8 @@ def work(args: argparse.Namespace, runtime: Runtime) -> None:
     for name, model in (("dense", dense), ("upcycled", moe)):
         task.train(model, name, first_step=args.steps)
         task.say(f"{name}: held-out loss {task.validate(model):.4f}")
+    if args.out is not None:
+        task.draw(args.out, "Dense, and experts from the same weights")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,8 +82,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--every", type=int, default=2, help="replace each n-th (%(default)s)")
     parser.add_argument("--num-experts", type=int, default=8, help="experts (%(default)s)")
     parser.add_argument("--top-k", type=int, default=2, help="experts a token (%(default)s)")
-    parser.add_argument("--method", default="copy", choices=("copy", "granular"))
+    parser.add_argument(
+        "--method",
+        default="copy",
+        choices=("copy", "granular"),
+        help="a whole network an expert, or pieces of it (%(default)s)",
+    )
     parser.add_argument("--granularity", type=int, help="pieces of a network, for granular")
+    parser.add_argument("--out", type=Path, help="folder for loss.png")
     return run_example(work, parser.parse_args(argv))
 
 

@@ -22,3 +22,7 @@ __all__ = [
     "replace_ffn",
     "verify",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

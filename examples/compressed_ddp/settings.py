@@ -96,9 +96,9 @@ def parse_args(argv: list[str] | None, doc: str) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--out", type=Path, default=Path("runs/compressed_ddp"), help="folder (%(default)s)")
-    add("--data", help="text file or folder (default: the Python standard library)")
-    add("--seed", type=int, default=0)
-    add("--timeout", type=float, default=300, help="seconds to wait for another rank")
+    add("--data", help="text file or folder (the Python standard library)")
+    add("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
+    add("--timeout", type=float, default=300, help="seconds to wait for another rank (%(default)s)")
     add = parser.add_argument_group("compression").add_argument
     add("--compression", default="auto", help=f"one of {', '.join(NAMES)} (%(default)s)")
     add(
@@ -116,18 +116,23 @@ def parse_args(argv: list[str] | None, doc: str) -> argparse.Namespace:
         help="steps of dense gradients before topk, onebit and auto compress (%(default)s)",
     )
     add = parser.add_argument_group("model and training").add_argument
-    add("--steps", type=int, default=200)
-    add("--batch", type=int, default=32, help="sequences in a step, over all ranks")
+    add("--steps", type=int, default=200, help="optimizer steps (%(default)s)")
+    add("--batch", type=int, default=32, help="sequences in a step, over all ranks (%(default)s)")
     add("--lr", type=float, default=2e-3, help="highest learning rate (%(default)s)")
     add("--warmup", type=int, default=10, help="steps until it is reached (%(default)s)")
-    add("--balance-loss-coef", type=float, default=0.01)
-    add("--model-dim", type=int, default=96)
-    add("--num-layers", type=int, default=2)
-    add("--num-heads", type=int, default=4)
-    add("--ffn-dim", type=int, default=128)
-    add("--num-experts", type=int, default=8)
-    add("--top-k", type=int, default=2)
-    add("--seq-len", type=int, default=64)
-    add("--validate-every", type=int, default=20, help="steps")
-    add("--validation-batches", type=int, default=8)
+    add(
+        "--balance-loss-coef",
+        type=float,
+        default=0.01,
+        help="factor on the balance loss (%(default)s)",
+    )
+    add("--model-dim", type=int, default=96, help="width (%(default)s)")
+    add("--num-layers", type=int, default=2, help="blocks (%(default)s)")
+    add("--num-heads", type=int, default=4, help="heads of attention (%(default)s)")
+    add("--ffn-dim", type=int, default=128, help="width inside a network (%(default)s)")
+    add("--num-experts", type=int, default=8, help="experts of a layer (%(default)s)")
+    add("--top-k", type=int, default=2, help="experts a token (%(default)s)")
+    add("--seq-len", type=int, default=64, help="bytes of a sequence (%(default)s)")
+    add("--validate-every", type=int, default=20, help="steps (%(default)s)")
+    add("--validation-batches", type=int, default=8, help="in a validation (%(default)s)")
     return parser.parse_args(argv)

@@ -26,6 +26,8 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.api import CheckpointException
 
+from moe_ext.distributed import naming_failed_ranks
+
 from .runtime import UserError, agree, from_main
 
 MANIFEST = "manifest.json"
@@ -199,7 +201,8 @@ def save(
     from_main(prepare, OSError)
     agree(lambda: None if temporary.is_dir() else _not_shared(folder), UserError)
     try:
-        dcp.save(state, storage_writer=_Writer(temporary, sync_files=True))
+        with naming_failed_ranks(None, "save"):
+            dcp.save(state, storage_writer=_Writer(temporary, sync_files=True))
     except CheckpointException as error:
         raise UserError(f"cannot write a checkpoint to {folder}: {_causes(error)}") from error
     return from_main(lambda: _commit(temporary, folder, step, settings, keep), OSError)
@@ -312,6 +315,7 @@ def load(checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
 
     agree(verify, CheckpointError)
     try:
-        dcp.load(state, storage_reader=reader, planner=_TensorsOnlyPlanner())
+        with naming_failed_ranks(None, "load"):
+            dcp.load(state, storage_reader=reader, planner=_TensorsOnlyPlanner())
     except CheckpointException as error:
         raise CheckpointError(_advice(checkpoint.path, _causes(error))) from error

@@ -30,6 +30,16 @@ NON_NEGATIVE_OPTIONS = (
     "z_loss_coef",
     "sample_bytes",
 )
+SIZES = {
+    "model_dim": "width",
+    "num_layers": "blocks",
+    "num_heads": "heads of attention",
+    "ffn_dim": "width of an expert",
+    "num_experts": "experts of a layer",
+    "top_k": "experts of a token",
+    "moe_every": "experts in each n-th block",
+    "seq_len": "bytes of a sequence",
+}
 
 
 def parse_args(argv: list[str] | None, doc: str) -> argparse.Namespace:
@@ -37,40 +47,60 @@ def parse_args(argv: list[str] | None, doc: str) -> argparse.Namespace:
     summary, _, details = doc.partition("\n")
     parser = argparse.ArgumentParser(
         description=summary,
-        epilog=details,
+        epilog=f"Defaults stand in parentheses.\n{details}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of this job; resumed if it has one")
-    add("--data", help="text file or folder (default: the Python standard library)")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    add("--precision", choices=["fp32", "bf16"], default="fp32", help="bf16 runs under autocast")
-    add("--ep", type=int, help="ranks that share one set of experts (default: as many as fit)")
-    add("--timeout", type=float, default=300, help="seconds to wait for another rank")
-    add("--seed", type=int, default=0)
+    add("--data", help="text file or folder (the Python standard library)")
+    add(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="auto takes a GPU where there is one (%(default)s)",
+    )
+    add(
+        "--precision", choices=["fp32", "bf16"], default="fp32", help="bf16: autocast (%(default)s)"
+    )
+    add("--ep", type=int, help="ranks that share one set of experts (as many as fit)")
+    add("--timeout", type=float, default=300, help="seconds to wait for another rank (%(default)s)")
+    add("--seed", type=int, default=0, help="of weights, batches and the sample (%(default)s)")
     model = parser.add_argument_group("model")
     for field in fields(ModelConfig):
         if field.name != "vocab_size":
-            model.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
+            option = f"--{field.name.replace('_', '-')}"
+            text = f"{SIZES[field.name]} (%(default)s)"
+            model.add_argument(option, type=int, default=field.default, help=text)
     add = parser.add_argument_group("training").add_argument
-    add("--steps", type=int, default=400)
-    add("--batch", type=int, default=16, help="sequences in a step, over all ranks")
-    add("--lr", type=float, default=3e-3, help="highest learning rate")
-    add("--warmup", type=int, default=50, help="steps until it is reached")
-    add("--weight-decay", type=float, default=0.1)
-    add("--clip", type=float, default=1.0, help="highest gradient norm")
-    add("--balance-loss-coef", type=float, default=0.01)
-    add("--z-loss-coef", type=float, default=1e-3)
-    add("--capacity-factor", type=float, help="rows an expert takes (default: no token dropped)")
+    add("--steps", type=int, default=400, help="optimizer steps (%(default)s)")
+    add("--batch", type=int, default=16, help="sequences in a step, over all ranks (%(default)s)")
+    add("--lr", type=float, default=3e-3, help="highest learning rate (%(default)s)")
+    add("--warmup", type=int, default=50, help="steps until it is reached (%(default)s)")
+    add("--weight-decay", type=float, default=0.1, help="of AdamW (%(default)s)")
+    add("--clip", type=float, default=1.0, help="highest gradient norm (%(default)s)")
+    add(
+        "--balance-loss-coef",
+        type=float,
+        default=0.01,
+        help="factor on the balance loss (%(default)s)",
+    )
+    add(
+        "--z-loss-coef",
+        type=float,
+        default=1e-3,
+        help="factor on the router's z-loss (%(default)s)",
+    )
+    add("--capacity-factor", type=float, help="rows an expert takes (no token is dropped)")
     add = parser.add_argument_group("output").add_argument
-    add("--checkpoint-every", type=int, default=100, help="steps")
-    add("--keep-checkpoints", type=int, default=2)
-    add("--validate-every", type=int, default=100, help="steps")
-    add("--validation-batches", type=int, default=16)
-    add("--sample-bytes", type=int, default=400)
-    add("--prompt", help='text to continue (default: "def ", or held-out text with --data)')
-    add("--temperature", type=float, default=0.8)
-    add("--tensorboard", action=argparse.BooleanOptionalAction, default=True)
+    add("--checkpoint-every", type=int, default=100, help="steps (%(default)s)")
+    add("--keep-checkpoints", type=int, default=2, help="the last ones (%(default)s)")
+    add("--validate-every", type=int, default=100, help="steps (%(default)s)")
+    add("--validation-batches", type=int, default=16, help="in a validation (%(default)s)")
+    add("--sample-bytes", type=int, default=400, help="length of the sample (%(default)s)")
+    add("--prompt", help='text to continue ("def ", or held-out text with --data)')
+    add("--temperature", type=float, default=0.8, help="of the sample (%(default)s)")
+    board = argparse.BooleanOptionalAction
+    add("--tensorboard", action=board, default=True, help="metrics for TensorBoard (yes)")
     return parser.parse_args(argv)
 
 

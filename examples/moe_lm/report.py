@@ -114,6 +114,17 @@ def plot_loss(records: list[dict[str, Any]], entropy: float, path: Path) -> None
     _save_figure(figure, path)
 
 
+def plot_curves(curves: dict[str, list[tuple[int, float]]], path: Path, title: str) -> None:
+    """Draw the loss of each name by step."""
+    figure, axes = _pyplot().subplots(figsize=(8, 4.5), layout="constrained")
+    for name, points in curves.items():
+        axes.plot(*zip(*points, strict=True), linewidth=1.0, label=name)
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    _save_figure(figure, path)
+
+
 def plot_expert_load(records: list[dict[str, Any]], path: Path) -> None:
     """Draw one panel a MoE layer: expert by step, coloured by load over the balanced load."""
     logged = [record for record in records if "expert_load" in record]

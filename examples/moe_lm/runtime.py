@@ -95,7 +95,8 @@ def agree(step: Callable[[], T], errors: type[Exception] | tuple[type[Exception]
     except errors as error:
         failure = str(error)
     failures: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
+    with moe_ext.distributed.naming_failed_ranks(None, "agree"):
+        dist.all_gather_object(failures, failure)
     for message in failures:
         if message is not None:
             raise UserError(message)
@@ -106,7 +107,8 @@ def from_main(step: Callable[[], T], errors: type[Exception] | tuple[type[Except
     """Run `step` on rank 0 and return its result, or raise its error, on every rank."""
     result = agree(lambda: step() if dist.get_rank() == 0 else None, errors)
     box = [result]
-    dist.broadcast_object_list(box, src=0)
+    with moe_ext.distributed.naming_failed_ranks(None, "from_main"):
+        dist.broadcast_object_list(box, src=0)
     return box[0]  # type: ignore[return-value]
 
 

@@ -43,3 +43,7 @@ __all__ = [
     "token_mean_loss",
     "unshard_sequence",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

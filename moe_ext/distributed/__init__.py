@@ -44,3 +44,7 @@ __all__ = [
     "placements",
     "sync_gradients",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -23,3 +23,7 @@ __all__ = [
     "tutel",
     "verify",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

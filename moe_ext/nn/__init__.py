@@ -81,3 +81,7 @@ __all__ = [
     "upcycle",
     "update_selection_bias",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

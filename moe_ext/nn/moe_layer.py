@@ -6,7 +6,7 @@ Shapes: T tokens, D model, F ffn, E experts, K top-k, N rows.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -235,6 +235,9 @@ class MoELayer(CountingModule):
         if self.dispatcher.in_graph:
             return self._forward(x, per_token)
         return self._forward_outside_of_graphs(x, per_token)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     @outside_graphs
     def _forward_outside_of_graphs(self, x: Tensor, per_token: dict[str, Tensor | None]) -> Tensor:

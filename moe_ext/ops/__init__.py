@@ -132,3 +132,7 @@ __all__ = [
     "unpack_indices",
     "unpermute_tokens",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

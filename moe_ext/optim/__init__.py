@@ -17,3 +17,7 @@ __all__ = [
     "ZeroOneAdam",
     "param_groups",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -35,6 +35,7 @@ def test_verifies_tunes_and_saves(family, tune, text_file, tmp_path):
     assert "2 blocks run on moe_ext" in stdout
     before, after = held_out(stdout)
     assert after < before
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     code, again, _ = tune("--data", text_file, "--model", out)
     assert code == 0
     assert held_out(again)[0] == pytest.approx(after, abs=2e-4)

@@ -1,6 +1,9 @@
+import argparse
+import importlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -124,6 +127,8 @@ def test_sigkill_at_any_moment_loses_only_the_steps_since_the_checkpoint(
         codes = ranks.wait()
         assert codes[kill_rank] == -signal.SIGKILL, (kill, ranks.output())
         assert codes[1 - kill_rank] not in (0, -signal.SIGKILL), (kill, ranks.output())
+        named = rf"RankFailureError: .*rank {kill_rank}(, has probably)? died"
+        assert re.search(named, ranks.output(1 - kill_rank)), (kill, ranks.output(1 - kill_rank))
         assert ("resume   " in ranks.output()) == (resumed_from > 0), kill
         if resumed_from:
             assert f"from step {resumed_from}:" in ranks.output(), kill
@@ -410,6 +415,28 @@ def test_metrics_drop_what_the_checkpoint_does_not_hold(tmp_path):
     log.close()
     kept = read_metrics(tmp_path / "metrics.jsonl")
     assert [(record["step"], record["loss"]) for record in kept] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+
+
+@pytest.mark.parametrize("script", sorted(path.stem for path in EXAMPLES.glob("*_*.py")))
+def test_help_tells_every_default(script, monkeypatch):
+    module = importlib.import_module(script)
+    if not hasattr(module, "main"):
+        pytest.skip("no program")
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda self, argv: throw(self))
+    with pytest.raises(Found) as found:
+        module.main(["--out", "nowhere"])
+    (parser,) = found.value.args
+    for action in parser._actions:
+        if action.dest != "help":
+            assert "(" in (action.help or "") or action.default is None, action.option_strings
+
+
+class Found(Exception):
+    """Carries the parser of an example."""
+
+
+def throw(parser):
+    raise Found(parser)
 
 
 def test_help_explains_resume(tmp_path):

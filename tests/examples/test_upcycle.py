@@ -29,9 +29,11 @@ def upcycle(capsys):
         (["--method=granular", "--granularity=2", "--top-k=4"], 2),
     ],
 )
-def test_nothing_is_lost(options, count, upcycle, text_file):
-    code, stdout, _ = upcycle("--data", text_file, *options)
+def test_nothing_is_lost(options, count, upcycle, text_file, tmp_path):
+    code, stdout, stderr = upcycle("--data", text_file, "--out", tmp_path, *options)
     assert code == 0
+    assert "upcycled: 100%" in stderr
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     replaced, before, after = CHANGE.search(stdout).groups()
     assert int(replaced) == count
     assert float(after) == pytest.approx(float(before), abs=2e-6)

@@ -19,3 +19,7 @@ __all__ = [
     "shard_batch",
     "verify",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -35,3 +35,7 @@ __all__ = [
     "number_routers",
     "set_routing_step",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
