@@ -138,6 +138,13 @@ class Placement:
         part = whole.narrow(dim, self.held.start * rows, len(self.held) * rows)
         return part.flatten(self.dim, dim)
 
+    def part_of(self, whole: Tensor) -> Tensor:
+        """This rank's part of a plain tensor as one process holds it."""
+        if self.dim is None:
+            return whole
+        pieces = whole.unflatten(self.dim, (self.blocks, -1)) if self.blocks > 1 else whole
+        return self.local(pieces)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
         return self
 
@@ -204,8 +211,10 @@ def _take_parts(
         value = state_dict.get(prefix + name)
         if not isinstance(value, Tensor) or is_dtensor(parameter):
             continue
-        if is_dtensor(value) or value.shape == placement.logical_shape(parameter.shape):
+        if is_dtensor(value):
             state_dict[prefix + name] = placement.local(value)
+        elif value.shape == placement.logical_shape(parameter.shape):
+            state_dict[prefix + name] = placement.part_of(value)
 
 
 @outside_graphs

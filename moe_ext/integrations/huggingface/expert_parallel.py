@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.utils.parametrize import is_parametrized
 
 from moe_ext._compile import outside_graphs
 from moe_ext.distributed.agreement import agree
@@ -19,12 +20,13 @@ from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.groups import (
     GroupHandle,
     global_rank,
-    group_rank,
     group_ranks,
     group_size,
 )
 from moe_ext.distributed.placement import Placement, declare_placement
 from moe_ext.distributed.state_dict import gathered
+from moe_ext.integrations.huggingface.adapters import adapter_names, placed, wrappers_of
+from moe_ext.integrations.huggingface.decorated import Found
 from moe_ext.integrations.huggingface.experts import (
     IMPLEMENTATION,
     after_experts,
@@ -56,6 +58,16 @@ class ShardedExperts(_Spread):
     """
 
     _dispatcher: AllToAllDispatcher
+    # PEFT's, from the outside, and the names of their adapters when the experts were spread.
+    _wrappers: list[Any]
+    _adapters: list[tuple[str, ...]]
+    _was_parametrized: bool
+
+    def _knows_adapters(self) -> bool:
+        """Whether what changes the weights was spread over the ranks along with them."""
+        if not self._wrappers:
+            return self._was_parametrized
+        return adapter_names(self._wrappers) == self._adapters
 
     @property
     def ep_group(self) -> ProcessGroup | None:
@@ -66,6 +78,11 @@ class ShardedExperts(_Spread):
     @outside_graphs
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Forward pass of the experts, whatever implementation the config names."""
+        if is_parametrized(self) and not self._knows_adapters():
+            raise ValueError(
+                "replace: expected adapters on experts to be there when their experts are spread "
+                "over ranks, got new ones; make them first, then replace(model, ep_group=...)"
+            )
         x_TD = as_autocast(as_weight(self, hidden_states))
         index_TK = known_experts(top_k_index, self._dispatcher.num_experts)
         rows, offsets, metadata = self._dispatcher.dispatch(x_TD, index_TK, top_k_weights)
@@ -81,11 +98,12 @@ class WritesWhole(_Spread):
     def save_pretrained(
         self,
         save_directory: str | os.PathLike[str],
+        *,
         is_main_process: bool = True,
         state_dict: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Write the files of the model with all experts, as transformers' own method does.
+        """Write the files of all experts, or of all adapters, as the class's own method does.
 
         Every rank of the expert-parallel group of rank 0 calls it, and rank 0 writes. With a
         `state_dict` that holds all experts, such as that of `full_state_dict`, rank 0 may be alone.
@@ -93,7 +111,15 @@ class WritesWhole(_Spread):
         Raises:
             RuntimeError: a rank of the group did not call it within a minute.
         """
-        state = self.state_dict() if state_dict is None else state_dict
+        state = dict(self.state_dict() if state_dict is None else state_dict)
+        if getattr(self, "peft_config", None):
+            # The files are those of adapters alone.
+            trained = ("lora_", "modules_to_save")
+            state = {
+                name: value
+                for name, value in state.items()
+                if not is_dtensor(value) or any(part in name for part in trained)
+            }
         parts = [value for value in state.values() if is_dtensor(value)]
         groups = {value.device_mesh.get_group() for value in parts}
         if groups and all(0 not in group_ranks(group) for group in groups):
@@ -103,8 +129,9 @@ class WritesWhole(_Spread):
         whole = gathered(self, state, operation=operation, keep=writes, device="cpu")
         try:
             if writes:
-                options["state_dict"] = whole
-                super().save_pretrained(save_directory, True, **options)  # type: ignore[misc]
+                super().save_pretrained(  # type: ignore[misc]
+                    save_directory, is_main_process=True, state_dict=whole, **options
+                )
         except Exception as error:
             problem = error
         for group in groups:
@@ -138,22 +165,35 @@ def _stacked(name: str) -> bool:
 Exchange = list[tuple[nn.Parameter, nn.Parameter]]
 
 
-def cut(experts: dict[str, nn.Module], ep_group: ProcessGroup) -> Exchange:
-    """Parameters that are stacked over the experts, each with this rank's slice of it.
+def cut(found: Found, ep_group: ProcessGroup) -> Exchange:
+    """Parameters of experts and their adapters, each with this rank's slice of it.
 
     Raises:
-        ValueError: P does not divide E, or a parameter is not stacked or has a gradient.
+        ValueError: P does not divide E, a parameter is not stacked or has a gradient, or there are
+            adapters of another kind, or adapters on one expert for each rank.
     """
-    num_ranks, rank = group_size(ep_group), group_rank(ep_group)
+    num_ranks = group_size(ep_group)
     slices: Exchange = []
-    for path, module in experts.items():
+
+    def cut_one(name: str, parameter: nn.Parameter, place: Placement) -> None:
+        if parameter.grad is not None:
+            raise ValueError(
+                f"replace: expected {name} to have no gradient when its experts are spread over "
+                "ranks, got one; call zero_grad first"
+            )
+        part = place.part_of(parameter.detach()).clone()
+        mine = nn.Parameter(part, parameter.requires_grad)
+        vars(mine).update(vars(parameter))
+        slices.append((parameter, mine))
+
+    for path, module in found.experts.items():
         num_experts: int = module.num_experts  # type: ignore[assignment]
         if num_experts % num_ranks != 0:
             raise ValueError(
                 f"replace: expected {path}.num_experts to be a multiple of the group size "
                 f"{num_ranks}, got {num_experts}"
             )
-        num_local = num_experts // num_ranks
+        place = Placement.of_experts(num_experts, ep_group)
         for name, parameter in module.named_parameters():
             if not _stacked(name):
                 continue
@@ -162,15 +202,16 @@ def cut(experts: dict[str, nn.Module], ep_group: ProcessGroup) -> Exchange:
                     f"replace: expected {path}.{name} to be stacked over {num_experts} experts, "
                     f"got shape {tuple(parameter.shape)}"
                 )
-            if parameter.grad is not None:
+            cut_one(f"{path}.{name}", parameter, place)
+        for wrapper in wrappers_of(found.model, path):
+            # PEFT takes a single expert for a layer without experts.
+            if len(place.held) == 1:
                 raise ValueError(
-                    f"replace: expected {path}.{name} to have no gradient when its experts are "
-                    "spread over ranks, got one; call zero_grad first"
+                    f"replace: expected at least two of the {num_experts} experts on each rank "
+                    f"with adapters on {path}, got {num_ranks} ranks"
                 )
-            part = parameter.detach()[rank * num_local : (rank + 1) * num_local].clone()
-            mine = nn.Parameter(part, parameter.requires_grad)
-            vars(mine).update(vars(parameter))
-            slices.append((parameter, mine))
+            for name, layer, own in placed(wrapper, place):
+                cut_one(f"{path}: {name}", layer.get_parameter("weight"), own)
     return slices
 
 
@@ -193,16 +234,33 @@ def exchange(slices: Exchange) -> None:
             ) from error
 
 
-def shard(model: nn.Module, experts: dict[str, nn.Module], ep_group: ProcessGroup) -> None:
-    """Let a model and its experts, whose parameters were cut, know the group that they are on."""
-    for module in experts.values():
+def shard(model: nn.Module, found: Found, ep_group: ProcessGroup) -> None:
+    """Let a model and its experts, whose parameters were cut, know the group that they are on.
+
+    Args:
+        model: what the user holds: `found.model`, or the PeftModel around it.
+        found: the experts.
+        ep_group: the P ranks.
+    """
+    for path, module in found.experts.items():
         num_experts: int = module.num_experts  # type: ignore[assignment]
+        wrappers = wrappers_of(found.model, path)
         module._ep_group = GroupHandle(ep_group)  # type: ignore[assignment]
         module._dispatcher = AllToAllDispatcher(num_experts, ep_group)  # type: ignore[assignment]
+        module._wrappers = wrappers  # type: ignore[assignment]
+        module._adapters = adapter_names(wrappers)  # type: ignore[assignment]
+        module._was_parametrized = is_parametrized(module)  # type: ignore[assignment]
         module.__class__ = _mixed(ShardedExperts, type(module), "Sharded")
         declare_placements(module, num_experts, ep_group)
-    model._ep_group = GroupHandle(ep_group)  # type: ignore[assignment]
-    model.__class__ = _mixed(WritesWhole, type(model))
+        place = Placement.of_experts(num_experts, ep_group)
+        for wrapper in wrappers:
+            for name, layer, own in placed(wrapper, place):
+                declare_placement(wrapper, own, [name])
+                layer.out_features, layer.in_features = layer.weight.shape
+            wrapper.num_experts = len(place.held)
+    for outer in {found.model, model}:
+        outer._ep_group = GroupHandle(ep_group)
+        outer.__class__ = _mixed(WritesWhole, type(outer))
 
 
 def ep_implementation(base: type) -> type:

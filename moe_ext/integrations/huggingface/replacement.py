@@ -133,7 +133,8 @@ def _replace_over_ranks(model: nn.Module, ep_group: ProcessGroup) -> int:
     slices: Exchange = []
     try:
         found = find(model, "replace")
-        slices = cut(_whole(found.experts), ep_group)
+        _check_whole(found.experts)
+        slices = cut(found, ep_group)
         exchange(slices)
         shapes = {
             path: [list(p.shape) for p in m.parameters()] for path, m in found.experts.items()
@@ -152,17 +153,16 @@ def _replace_over_ranks(model: nn.Module, ep_group: ProcessGroup) -> int:
     except BaseException:
         exchange(slices)
         raise
-    shard(found.model, found.experts, ep_group)
+    shard(model, found, ep_group)
     _protect_inputs(found.model)
     return len(found.experts)
 
 
-def _whole(experts: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """The same; ValueError if an earlier call has spread them."""
+def _check_whole(experts: dict[str, nn.Module]) -> None:
+    """ValueError if an earlier call has spread them."""
     sharded = [path for path, module in experts.items() if isinstance(module, ShardedExperts)]
     if sharded:
         raise ValueError(
             f"replace: expected all experts of {sharded[0]} on this rank, got experts that an "
             "earlier call has spread over ranks"
         )
-    return experts

@@ -2,11 +2,18 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from hf_models import NUM_BLOCKS, assert_near, build, make_batch, run
+from rank_checks import Checks, assert_passed, run_checks
 from torch import nn
 from torch.nn.utils import parametrize
 
 import moe_ext
+from moe_ext import distributed as md
+from moe_ext.testing import spawn_ranks
+
+TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+CHECKS = Checks()
 
 
 class LowRank(nn.Module):
@@ -68,3 +75,146 @@ def test_peft_targets(replace_first):
     assert grads.keys() == want_grads.keys()
     for name, gradient in grads.items():
         assert_near(gradient, want_grads[name])
+
+
+def adapted(family, targets=TARGETS, **kwargs):
+    """The same adapters on every rank, and no zeros."""
+    peft = pytest.importorskip("peft")
+    model = build(family, **kwargs).eval()
+    torch.manual_seed(2)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj"], target_parameters=targets, init_lora_weights=False
+    )
+    return peft.get_peft_model(model, config)
+
+
+def spread(model):
+    assert moe_ext.replace(model, ep_group=dist.group.WORLD) == NUM_BLOCKS
+    return model
+
+
+def own_batch(rank):
+    return {name: tensor[rank : rank + 1] for name, tensor in make_batch().items()}
+
+
+def assert_same_state(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@CHECKS(("mixtral",), ("gpt_oss",))
+def adapters_train_as_in_one_process(family, folder):
+    model, whole = spread(adapted(family)), adapted(family)
+    whole.set_experts_implementation("eager")
+    for rank in range(2):
+        output = whole(**own_batch(rank))
+        (output.loss / 2).backward()
+        if rank == dist.get_rank():
+            logits = output.logits
+    output = model(**own_batch(dist.get_rank()))
+    assert_near(output.logits, logits)
+    output.loss.backward()
+    md.sync_gradients(model)
+    places, wanted = md.placements(model), dict(whole.named_parameters())
+    divided = 0
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            assert wanted[name].grad is None
+            continue
+        gradient = wanted[name].grad
+        if name in places:
+            gradient, divided = places[name].part_of(gradient), divided + 1
+        assert_near(parameter.grad, gradient)
+    assert divided == 4 * NUM_BLOCKS
+    norm = md.clip_grad_norm_(model, 1e9)
+    grads = [p.grad for p in whole.parameters() if p.grad is not None]
+    assert_near(norm, torch.nn.utils.get_total_norm(grads))
+
+
+@CHECKS(("mixtral",), ("gpt_oss",))
+def adapters_are_saved_and_merged_as_in_one_process(family, folder):
+    import peft
+    from safetensors.torch import load_file
+
+    model, whole, path = spread(adapted(family)), adapted(family), folder / family
+    model.save_pretrained(path)
+    if dist.get_rank() == 0:
+        whole.save_pretrained(folder / f"{family}_whole")
+        names = (family, f"{family}_whole")
+        files = [load_file(folder / name / "adapter_model.safetensors") for name in names]
+        assert_same_state(*files)
+    dist.barrier()
+    again = peft.PeftModel.from_pretrained(build(family), path)
+    assert_same_state(md.full_state_dict(spread(again)), whole.state_dict())
+    # The saved adapters in a model that is spread already.
+    loaded = spread(adapted(family))
+    for name, parameter in loaded.named_parameters():
+        if "lora_" in name:
+            parameter.data.zero_()
+    saved = load_file(path / "adapter_model.safetensors")
+    assert not peft.set_peft_model_state_dict(loaded, saved).unexpected_keys
+    assert_same_state(md.full_state_dict(loaded), whole.state_dict())
+    merged, wanted = model.merge_and_unload(), whole.merge_and_unload()
+    assert_same_state(md.full_state_dict(merged), wanted.state_dict())
+    batch = own_batch(dist.get_rank())
+    assert_near(merged(**batch).logits, wanted(**batch).logits)
+    merged.save_pretrained(folder / f"{family}_merged")
+    again = type(build(family)).from_pretrained(folder / f"{family}_merged")
+    assert_same_state(again.state_dict(), wanted.state_dict())
+
+
+@CHECKS()
+def adapters_of_transformers_itself(folder):
+    import peft
+
+    model = build("mixtral")
+    config = peft.LoraConfig(r=2, target_parameters=TARGETS, init_lora_weights=False)
+    model.add_adapter(config)
+    whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    spread(model).save_pretrained(folder / "own")
+    again = build("mixtral")
+    again.load_adapter(folder / "own")
+    assert_same_state(again.state_dict(), whole)
+
+
+@CHECKS()
+def other_adapters_are_refused(folder):
+    import peft
+
+    batch = own_batch(dist.get_rank())
+    text = "expected adapters on experts to be there when their experts are spread over ranks"
+    late = spread(build("mixtral"))
+    config = peft.LoraConfig(r=2, target_parameters=TARGETS)
+    with pytest.raises(ValueError, match=text):
+        peft.get_peft_model(late, config)(**batch)
+    second = spread(adapted("mixtral"))
+    second.add_adapter("second", config)
+    second.set_adapter("second")
+    with pytest.raises(ValueError, match=text):
+        second(**batch)
+    alone = adapted("mixtral", num_local_experts=2)
+    with pytest.raises(ValueError, match="expected at least two of the 2 experts on each rank"):
+        moe_ext.replace(alone, ep_group=dist.group.WORLD)
+    unknown = build("mixtral")
+    mlp = unknown.model.layers[0].mlp
+    mlp.experts = nn.Sequential(mlp.experts, nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"of LoraConfig\(target_parameters=.*got 1.weight"):
+        moe_ext.replace(unknown, ep_group=dist.group.WORLD)
+    for model in (alone, unknown):
+        assert not any("Sharded" in type(module).__name__ for module in model.modules())
+
+
+def run_on_rank(rank, folder):
+    return run_checks(CHECKS, folder)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    pytest.importorskip("peft")
+    return spawn_ranks(run_on_rank, 2, tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_over_two_ranks(found, name):
+    assert_passed(found, name)
