@@ -15,7 +15,8 @@ PUBLIC = {
     "HashRouter BaseRouter SinkhornRouter CosineRouter GroupedExperts RoutingRecord "
     "TransformerBlock",
     "moe_ext.attention": "ring_attention RingAttention sequence_parallel shard_sequence "
-    "unshard_sequence position_ids shift_labels token_mean_loss make_layout",
+    "unshard_sequence position_ids shift_labels token_mean_loss make_layout prepare_model "
+    "group_sampler",
     "moe_ext.compression": "CompressionState compress_hook compress_gradients flush Policy TopK "
     "Threshold Quantize Dense CostModel sparse_all_reduce quantized_all_reduce_ "
     "block_sparse_all_reduce_ masked_all_reduce_ row_sparse_all_reduce "

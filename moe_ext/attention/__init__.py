@@ -2,6 +2,8 @@
 
 from moe_ext.attention.auto import Candidate, SchemeChoice, choose_scheme
 from moe_ext.attention.context import sequence_parallel
+from moe_ext.attention.huggingface.packing import group_sampler
+from moe_ext.attention.huggingface.prepare import prepare_model
 from moe_ext.attention.layouts import LAYOUTS, Layout, make_layout
 from moe_ext.attention.masks import Mask
 from moe_ext.attention.module import RingAttention
@@ -31,8 +33,10 @@ __all__ = [
     "choose_scheme",
     "explain_scheme",
     "gather_from_sequence",
+    "group_sampler",
     "make_layout",
     "position_ids",
+    "prepare_model",
     "reduce_scatter_to_sequence",
     "ring_attention",
     "ring_self_attention",

@@ -119,6 +119,11 @@ def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh._flatten()
 
 
+def small_message_device(group: ProcessGroup | None) -> torch.device:
+    """Where a message of a few numbers lives: the CPU if the group has a backend for it."""
+    return torch.device("cpu" if group is None else c10d._get_object_coll_device(group))
+
+
 def flat_group(mesh: DeviceMesh) -> ProcessGroup:
     """The group of all ranks of a mesh."""
     return flat_mesh(mesh).get_group()

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed._c10d import flat_group, group_of_name
+from moe_ext.distributed._c10d import flat_group, group_of_name, small_message_device
 
 __all__ = [
     "GroupHandle",
@@ -20,6 +20,7 @@ __all__ = [
     "group_size",
     "is_initialized",
     "resolve_group",
+    "small_message_device",
     "world_size",
 ]
 

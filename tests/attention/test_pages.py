@@ -35,7 +35,7 @@ def test_a_block_of_attention_runs(code):
         "ids": torch.randint(3, VOCABULARY, (2, 9)),
         **{name: torch.randn(2, 4, 9, 8, requires_grad=True) for name in "qkv"},
     }
-    if "huggingface" in code:
+    if any(word in code for word in ("huggingface", "transformers", "prepare_model")):
         transformers = pytest.importorskip("transformers", minversion="5.0")
         sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
         config = transformers.LlamaConfig(vocab_size=VOCABULARY, intermediate_size=8, **sizes)

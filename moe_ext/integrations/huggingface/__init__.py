@@ -1,9 +1,9 @@
 """Hugging Face transformers 5: moe_ext as the experts or the attention of a model."""
 
+from moe_ext.attention.huggingface.interface import ATTENTION, register_ring_attention
+from moe_ext.attention.huggingface.packing import causal_lm_loss, shard_batch
 from moe_ext.distributed import full_state_dict
-from moe_ext.integrations.huggingface.attention import ATTENTION, register_ring_attention
 from moe_ext.integrations.huggingface.experts import IMPLEMENTATION
-from moe_ext.integrations.huggingface.packing import causal_lm_loss, shard_batch
 from moe_ext.integrations.huggingface.replacement import register, replace
 from moe_ext.integrations.huggingface.verification import VerifyReport, verify
 

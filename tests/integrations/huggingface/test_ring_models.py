@@ -353,7 +353,7 @@ def test_options_are_checked():
         register_ring_attention("cp")
     ids = torch.zeros(1, 6, dtype=torch.int64)
     with pytest.raises(ValueError, match="other keys to be among"):
-        shard_batch({"input_ids": ids, "token_type_ids": ids}, group=None)
+        shard_batch({"input_ids": ids, "pixel_values": ids}, group=None)
     with pytest.raises(ValueError, match="expected labels to be 6 long"):
         shard_batch({"input_ids": ids, "labels": ids[:, :4]}, group=None)
     with pytest.raises(ValueError, match="expected position_ids to count up from 0"):

@@ -13,13 +13,28 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import Dataset, DistributedSampler
 
-from moe_ext.attention import shard_sequence, token_mean_loss
-from moe_ext.attention import shift_labels as shifted
 from moe_ext.attention.layouts import Layout, ranks_of
-from moe_ext.distributed.groups import group_size
+from moe_ext.attention.sharding import shard_sequence, token_mean_loss
+from moe_ext.attention.sharding import shift_labels as shifted
+from moe_ext.distributed.agreement import agree
+from moe_ext.distributed.groups import (
+    global_rank,
+    group_ranks,
+    group_size,
+    resolve_group,
+    small_message_device,
+)
 
-_KEYS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels")
+KEYS = (
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "token_type_ids",
+    "position_ids",
+    "labels",
+)
 
 
 def document_offsets(
@@ -104,28 +119,62 @@ def shard_batch(
             document.
     """
     op = "shard_batch"
-    unknown = [key for key in batch if key not in _KEYS]
+    tokens = check_batch(batch, op)
+    whole = dict(batch)
+    if "position_ids" not in whole:
+        whole["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    offsets = document_offsets(whole["position_ids"], None, op)
+    parts = cut_batch(whole, offsets, group=group, layout=layout, ignore_index=ignore_index)
+    return parts if offsets is None else {**parts, **_cu_seqlens(offsets, tokens.device)}
+
+
+def check_batch(batch: Mapping[str, Tensor], operation: str) -> Tensor:
+    """Tokens `[B, S]` or embeddings `[B, S, D]` of a whole batch; ValueError for other keys."""
+    unknown = [key for key in batch if key not in KEYS]
     tokens = batch.get("input_ids", batch.get("inputs_embeds"))
     if unknown or tokens is None:
         raise ValueError(
-            f"{op}: expected input_ids or inputs_embeds, and other keys to be among {_KEYS}, "
+            f"{operation}: expected input_ids or inputs_embeds, and other keys to be among {KEYS}, "
             f"got {list(batch)}"
         )
-    seq_len, num_ranks = tokens.shape[1], group_size(ranks_of(group, op))
-    for key, tensor in batch.items():
-        if tensor.dim() < 2 or tensor.shape[1] != seq_len:
-            raise ValueError(f"{op}: expected {key} to be {seq_len} long, got {list(tensor.shape)}")
+    for key, x in batch.items():
+        if x.dim() < 2 or x.shape[1] != tokens.shape[1]:
+            raise ValueError(
+                f"{operation}: expected {key} to be {tokens.shape[1]} long, got {list(x.shape)}"
+            )
+    return tokens
+
+
+def cut_batch(
+    batch: Mapping[str, Tensor],
+    offsets: tuple[int, ...] | None,
+    *,
+    group: ProcessGroup | DeviceMesh | None,
+    layout: str | Layout,
+    shifts: bool = True,
+    num_items: Tensor | float | None = None,
+    ignore_index: int = -100,
+) -> dict[str, Tensor | int]:
+    """This rank's part of a whole batch with its positions, see `shard_batch`.
+
+    Args:
+        batch: of the keys that `check_batch` takes.
+        offsets: of its documents.
+        group: see `shard_batch`.
+        layout: see `shard_batch`.
+        shifts: labels are those of the next token; otherwise of their own.
+        num_items: what the loss is divided by; None for the number of labels.
+        ignore_index: stands for no label.
+    """
     whole = dict(batch)
-    if "position_ids" not in whole:
-        whole["position_ids"] = torch.arange(seq_len, device=tokens.device)[None]
-    offsets = document_offsets(whole["position_ids"], None, op)
     extra: dict[str, Tensor | int] = {}
     if "labels" in whole:
-        labels = shifted(whole["labels"], cu_seqlens=offsets, ignore_index=ignore_index)
-        whole["labels"] = whole["shift_labels"] = labels
-        extra["num_items_in_batch"] = (labels != ignore_index).sum() / num_ranks
-    if offsets is not None:
-        extra.update(_cu_seqlens(offsets, tokens.device))
+        labels = whole["labels"]
+        if shifts:
+            labels = shifted(labels, cu_seqlens=offsets, ignore_index=ignore_index)
+            whole["labels"] = whole["shift_labels"] = labels
+        count = (labels != ignore_index).sum() if num_items is None else torch.as_tensor(num_items)
+        extra["num_items_in_batch"] = count / group_size(ranks_of(group, "shard_batch"))
     parts = {
         key: shard_sequence(tensor, group=group, dim=1, layout=layout, cu_seqlens=offsets)
         for key, tensor in whole.items()
@@ -164,3 +213,50 @@ def causal_lm_loss(
     num_ranks = group_size(ranks_of(group, "causal_lm_loss"))
     scale = float(num_ranks) if grad_scale is None else grad_scale
     return token_mean_loss(total, count, group=group, grad_scale=scale)
+
+
+def group_sampler(
+    dataset: Dataset[object],
+    *,
+    group: ProcessGroup | DeviceMesh | None,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+) -> DistributedSampler[object]:
+    """A sampler that gives the ranks of a group the same samples, and other groups others.
+
+    Every rank of the job has to call it, and each belongs to one of the groups, of one size.
+
+    Args:
+        dataset: to sample from.
+        group: the ranks that share each sequence; None is this process alone, with samples of its
+            own.
+        shuffle: see `torch.utils.data.DistributedSampler`.
+        seed: see `torch.utils.data.DistributedSampler`.
+        drop_last: see `torch.utils.data.DistributedSampler`.
+
+    Raises:
+        ValueError: the groups of the ranks differ in size or overlap.
+        RankFailureError: a rank died or did not answer.
+    """
+    op = "group_sampler"
+    ranks = ranks_of(group, op)
+    firsts, mine = [0], global_rank() if ranks is None else min(group_ranks(ranks))
+    world = resolve_group(None, op)
+    if world is not None:
+        sizes = {"the size of group": group_size(ranks)}
+        rows = agree(op, sizes, None, world, small_message_device(world), values=[mine])
+        firsts = sorted({row[0] for row in rows})
+        if len(firsts) * group_size(ranks) != len(rows):
+            raise ValueError(
+                f"{op}: expected the groups of {group_size(ranks)} to hold each of {len(rows)} "
+                f"ranks once, got {len(firsts)} groups"
+            )
+    return DistributedSampler(
+        dataset,
+        num_replicas=len(firsts),
+        rank=firsts.index(mine),
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
+    )

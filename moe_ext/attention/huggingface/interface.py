@@ -12,7 +12,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +20,28 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext._compile import outside_graphs
-from moe_ext.attention import ring_attention, unshard_sequence
 from moe_ext.attention.call import Options
+from moe_ext.attention.huggingface.packing import document_offsets
 from moe_ext.attention.layouts import Layout
+from moe_ext.attention.ring_attention import ring_attention
+from moe_ext.attention.sharding import unshard_sequence
 from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.groups import group_rank, group_size
-from moe_ext.integrations.huggingface.packing import document_offsets
 
 ATTENTION = "moe_ext_ring"
 # Arguments of attention functions that change the result and that no ring serves.
 _REFUSED = ("position_bias", "head_mask", "cache", "block_table", "output_attentions")
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a prepared model knows of its batch before a layer runs.
+
+    Attributes:
+        offsets: of packed documents in the whole sequence; None for a single one.
+    """
+
+    offsets: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -40,14 +52,17 @@ class RingMask:
         is_causal: a query sees no key after it.
         window: keys that a query sees on each side, its own position included; None for all.
         key_mask: `[B, L]` bool, False for padding; None for none.
+        told: of a prepared model. It goes with the mask, since a recomputation may come after
+            another batch.
     """
 
     is_causal: bool
     window: int | None
     key_mask: Tensor | None
+    told: Told | None = None
 
 
-def _refuse(name: str, argument: str, rule: str, value: object) -> None:
+def _refuse(name: str, argument: str, rule: str, value: object) -> NoReturn:
     raise ValueError(f"{name}: expected {argument} to be {rule}, got {value}")
 
 
@@ -72,6 +87,7 @@ def _parse(name: str, function: Callable[..., Any]) -> tuple[bool, int | None]:
 
 def _ring_mask(
     name: str,
+    documents: Documents,
     *,
     q_length: int,
     kv_length: int,
@@ -82,13 +98,17 @@ def _ring_mask(
 ) -> RingMask:
     """The mask of a layer, with the signature of transformers' `AttentionMaskInterface`."""
     if kv_length != q_length or int(q_offset) != 0:
-        rule = "empty: a cache of keys holds no shards, call the model with use_cache=False"
+        rule = (
+            "empty: a cache of keys holds no shards; call the model with use_cache=False, or "
+            "set_attn_implementation('sdpa') before generate"
+        )
         _refuse(name, "past_key_values", rule, f"{kv_length} keys for {q_length} queries")
     causal, window = _parse(name, mask_function)
     if attention_mask is not None and attention_mask.dim() != 2:
         rule = "[B, L], this rank's part of the padding mask"
         _refuse(name, "attention_mask", rule, list(attention_mask.shape))
-    return RingMask(causal, window, None if attention_mask is None else attention_mask.bool())
+    key_mask = None if attention_mask is None else attention_mask.bool()
+    return RingMask(causal, window, key_mask, documents.told)
 
 
 @dataclass(frozen=True)
@@ -126,10 +146,12 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-class _Documents:
-    """The documents of a forward pass, found once for all its layers."""
+class Documents:
+    """The documents of a forward pass, told to a prepared model or found once for all layers."""
 
-    def __init__(self, name: str, options: Options) -> None:
+    def __init__(self, name: str, options: Options, told: Told | None = None) -> None:
+        self.told = told
+        self.group = options.group
         self._name = name
         self._options = options
         self._known: _Known | None = None
@@ -137,11 +159,17 @@ class _Documents:
 
     # It reads values, which no graph can hold.
     @outside_graphs
-    def offsets(self, position_ids: Tensor, given: Tensor | None) -> tuple[int, ...] | None:
+    def offsets(self, position_ids: Tensor | None, given: Tensor | None) -> tuple[int, ...] | None:
         """Offsets of packed documents in the whole sequence; None for a single one.
 
         NOTE: device-to-host sync and a collective, once for a tensor of positions.
         """
+        if position_ids is None:
+            rule = "handed on to it by the model (prepare_model serves models that do not)"
+            _refuse(self._name, "position_ids of the attention", rule, "None")
+        if position_ids.dim() != 2:
+            found = list(position_ids.shape)
+            _refuse(self._name, "position_ids of the attention", "[B, L] or [1, L]", found)
         if self._known is not None and self._known.is_of(self._name, position_ids, given):
             return self._offsets
         self._known = None
@@ -150,7 +178,7 @@ class _Documents:
         return self._offsets
 
     def _find(self, position_ids: Tensor, given: Tensor | None) -> tuple[int, ...] | None:
-        group, name = self._options.group, self._name
+        group, name = self.group, self._name
         facts = {
             "the number of rows of position_ids": position_ids.shape[0],
             "giving cu_seq_lens_q": int(given is not None),
@@ -190,7 +218,9 @@ def _given_offsets(name: str, kwargs: dict[str, Any]) -> Tensor | None:
 
 
 def _window(name: str, mask: RingMask, sliding_window: int | None) -> tuple[int, int] | None:
-    if mask.window is not None and sliding_window not in (None, mask.window):
+    # ModernBERT's layers count the query itself where its mask does not.
+    own = mask.window is not None and not mask.is_causal and sliding_window == mask.window + 1
+    if mask.window is not None and not own and sliding_window not in (None, mask.window):
         rule = f"{mask.window}, that of the mask"
         _refuse(name, "sliding_window", rule, sliding_window)
     width = mask.window
@@ -222,7 +252,7 @@ def _mask_of(
 def _ring_forward(
     name: str,
     ring: Callable[..., Any],
-    documents: _Documents,
+    documents: Documents,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -249,10 +279,9 @@ def _ring_forward(
         rule = f"as many as this rank's {query.shape[2]} queries: a cache of keys holds no shards"
         _refuse(name, "keys", rule, key.shape[2])
     mask = _mask_of(name, module, attention_mask, is_causal, sliding_window)
-    if position_ids is None or position_ids.dim() != 2:
-        found = "None" if position_ids is None else list(position_ids.shape)
-        _refuse(name, "position_ids of the attention", "[B, L] or [1, L]", found)
-    assert position_ids is not None
+    told = mask.told or documents.told
+    if told is None:
+        told = Told(documents.offsets(position_ids, _given_offsets(name, kwargs)))
     out: Tensor = ring(
         query,
         key,
@@ -260,7 +289,7 @@ def _ring_forward(
         is_causal=mask.is_causal,
         scale=scaling,
         window=_window(name, mask, sliding_window),
-        cu_seqlens=documents.offsets(position_ids, _given_offsets(name, kwargs)),
+        cu_seqlens=told.offsets,
         key_mask=mask.key_mask,
         softcap=softcap,
         sinks=s_aux,
@@ -287,6 +316,10 @@ def register_ring_attention(
     `cu_seq_lens_q`; padding by `attention_mask`, sliding windows, softcap, sinks and dropout are
     served.
 
+    It sees no model: of one that mixes tokens outside its attention, that has no attention by name,
+    or that counts positions from elsewhere, the results would be wrong. `prepare_model` finds out,
+    and takes whole batches. Nor can it tell shards of different samples on the ranks.
+
     Args:
         group: the ranks that share each sequence, see `ring_attention`; None is this process alone.
         layout: of the shards, see `moe_ext.attention.make_layout`.
@@ -311,15 +344,23 @@ def register_ring_attention(
     }
     options = Options.of(group, "register_ring_attention", layout=layout, **names)
     options.check()
+    documents = Documents(name, options)
+    install(name, functools.partial(ring_attention, group=group, layout=layout, **names), documents)
+
+
+def install(name: str, ring: Callable[..., Any], documents: Documents, *, op: str = "") -> None:
+    """Give `ring` to transformers under a name; messages are those of `op`, or of the name.
+
+    Raises:
+        ImportError: transformers 5 is not installed.
+    """
     try:
         attention = importlib.import_module("transformers.modeling_utils").AttentionInterface
         masks = importlib.import_module("transformers.masking_utils").AttentionMaskInterface
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            "register_ring_attention: expected transformers 5 or later to be installed, "
+            f"{op or name}: expected transformers 5 or later to be installed, "
             f"try `pip install 'transformers>=5'` ({error})"
         ) from error
-    documents = _Documents(name, options)
-    ring = functools.partial(ring_attention, group=group, layout=layout, **names)
-    attention.register(name, functools.partial(_ring_forward, name, ring, documents))
-    masks.register(name, functools.partial(_ring_mask, name))
+    attention.register(name, functools.partial(_ring_forward, op or name, ring, documents))
+    masks.register(name, functools.partial(_ring_mask, op or name, documents))

@@ -1,0 +1,1 @@
+"""Ring attention in models of Hugging Face transformers 5."""

@@ -1,0 +1,238 @@
+"""Ring attention takes a model of Hugging Face: checks it, and cuts the batches that it is given.
+
+Shapes: B batch, S whole sequence, L positions of this rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from moe_ext._compile import outside_graphs
+from moe_ext.attention.call import Options
+from moe_ext.attention.checks import message_device
+from moe_ext.attention.huggingface.interface import ATTENTION, Documents, Told, install
+from moe_ext.attention.huggingface.packing import KEYS, check_batch, cut_batch, document_offsets
+from moe_ext.attention.huggingface.probe import OP, Traits, probe
+from moe_ext.attention.layouts import Layout
+from moe_ext.attention.masks import check_cu_seqlens
+from moe_ext.attention.ring_attention import ring_attention
+from moe_ext.distributed.agreement import agree
+from moe_ext.distributed.groups import GroupHandle, small_message_device
+
+_numbers = itertools.count()
+# Odd and of many bits, so that neighbours that change places change the sum.
+_FACTOR = 0x1E3779B97F4A7C15
+# The documents as transformers' collators give them.
+_OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
+_LENGTHS = ("max_length_q", "max_length_k")
+
+
+def prepare_model(
+    model: nn.Module,
+    *,
+    group: ProcessGroup | DeviceMesh | None,
+    layout: str | Layout = "zigzag",
+    scheme: str = "ring",
+    precision: str = "exact",
+    kv_grad_dtype: torch.dtype | None = None,
+) -> None:
+    """Let the ranks of a group share the sequences of a Hugging Face model, or refuse the model.
+
+    Afterwards every rank calls the model with the same whole batch: `input_ids` `[B, S]` or
+    `inputs_embeds`, and if wanted `labels` (not shifted), `attention_mask` `[B, S]`,
+    `token_type_ids`, and `position_ids` (or `cu_seq_lens_q` and `cu_seq_lens_k`) of packed
+    documents. The model cuts out this rank's part of it, and its logits are those of this part. Its
+    loss is this rank's part of the loss: the mean over the ranks is that of the batch, so that
+    DistributedDataParallel, FSDP, Trainer or `moe_ext.distributed.sync_gradients`, which average
+    over ranks, give the gradients of one process. In one message a forward pass the ranks compare
+    what they were given: a loader that gives them other samples is an error.
+
+    Whether the model can be served is found out by running it on a few tokens, with attention that
+    mixes none: NaN that goes in for one token must come out for it alone.
+
+    `model.set_attn_implementation("sdpa")` ends it: each rank has the whole model for itself again,
+    for `generate` and everything else.
+
+    Args:
+        model: of transformers 5, or PEFT's of one, before it is wrapped for data parallelism.
+        group: the ranks that share each sequence, see `ring_attention`; None is this process alone.
+        layout: see `make_layout`; "per_document" needs packed documents in each batch.
+        scheme: see `ring_attention`.
+        precision: see `ring_attention`.
+        kv_grad_dtype: see `ring_attention`.
+
+    Raises:
+        ImportError: transformers 5 is not installed.
+        TypeError: the model is none of transformers, or the group none of this rank's.
+        ValueError: on every rank: an option is out of range; or the model mixes tokens outside its
+            attention (recurrent, convolutional, linear attention), has no attention by name, a mask
+            that no ring serves, positions of its own, or one result for a whole sequence. In the
+            forward pass, on every rank: batches that differ between the ranks or cannot be cut.
+        RankFailureError: a rank died or did not answer.
+    """
+    names: dict[str, Any] = {
+        "scheme": scheme,
+        "precision": precision,
+        "kv_grad_dtype": kv_grad_dtype,
+    }
+    options = Options.of(group, OP, layout=layout, **names)
+    facts = {"the class of the model": type(model).__name__, "layout": layout, **names}
+    problem: Exception | None = None
+    traits = Traits(0, False, None)
+    try:
+        options.check()
+        if not hasattr(model, "set_attn_implementation"):
+            raise TypeError(
+                f"{OP}: expected model to be one of transformers, not yet wrapped, got "
+                f"{type(model).__name__}; sequence_parallel serves models of torch"
+            )
+        traits = probe(model)
+    except Exception as error:
+        problem = error
+    agree(OP, facts, problem, options.group, small_message_device(options.group))
+    name = f"{ATTENTION}_{next(_numbers)}"
+    documents = Documents(name, options, Told(None))
+    install(name, functools.partial(ring_attention, group=group, layout=layout, **names), documents)
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if isinstance(hook, _WholeBatches):
+            del model._forward_pre_hooks[key], model._forward_pre_hooks_with_kwargs[key]
+    hook = _WholeBatches(name, documents, traits, group, layout)
+    model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    getattr(model, "set_attn_implementation")(name)  # noqa: B009 (no method of nn.Module)
+
+
+class _WholeBatches:
+    """Pre-hook of a model's forward pass that cuts out this rank's part of a whole batch."""
+
+    def __init__(
+        self,
+        name: str,
+        documents: Documents,
+        traits: Traits,
+        group: ProcessGroup | DeviceMesh | None,
+        layout: str | Layout,
+    ) -> None:
+        self._name = name
+        self._documents = documents
+        self._traits = traits
+        self._handle = GroupHandle(group)
+        self._layout = layout
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _WholeBatches:
+        # A copy of the model calls the attention of the same name.
+        return self
+
+    # It reads values, which no graph can hold.
+    @outside_graphs
+    def __call__(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if model.config._attn_implementation != self._name:
+            return None
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        accepted = inspect.signature(base.forward).parameters
+        given = {**dict(zip(accepted, args, strict=False)), **kwargs}
+        given = {key: value for key, value in given.items() if value is not None}
+        if "use_cache" in accepted:
+            given.setdefault("use_cache", False)
+        facts: dict[str, object] = {"the arguments of the model": sorted(given)}
+        problem, parts = None, given
+        try:
+            for key in (*KEYS, *_OFFSETS):
+                value = given.get(key)
+                rule = f"{key} (every rank is given the same whole batch, which is cut here)"
+                facts[rule] = None if value is None else _checksum(value)
+            parts = self._cut(given)
+        except Exception as error:
+            problem = error
+        agree(OP, facts, problem, self._documents.group, message_device(*given.values()))
+        return (), parts
+
+    def _cut(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        batch = {key: given[key] for key in KEYS if key in given}
+        rest = {key: value for key, value in given.items() if key not in KEYS}
+        check_batch(batch, OP)
+        offsets, positions = self._positions(batch, [rest.pop(key, None) for key in _OFFSETS])
+        for key in _LENGTHS:
+            rest.pop(key, None)
+        mask = batch.get("attention_mask")
+        if mask is not None:
+            self._require(mask.dim() == 2, "attention_mask", "[B, S]", list(mask.shape))
+            if bool(mask.bool().all()):
+                # A mask that hides nothing would travel with the keys all the same.
+                del batch["attention_mask"]
+        for key, value in rest.items():
+            matrix = isinstance(value, Tensor) and value.dim() > 1
+            self._require(not matrix, key, f"no tensor (of {KEYS} alone)", "one")
+        for key in ("use_cache", "logits_to_keep", "output_attentions", "past_key_values"):
+            falsy = isinstance(rest.get(key, 0), Tensor) or not rest.get(key)
+            rule = "none (set_attn_implementation('sdpa') before generate)"
+            self._require(falsy, key, rule, rest.get(key))
+        loss = self._traits.loss
+        rule = "none: its loss is not told the number of labels; compute it from the logits"
+        self._require("labels" not in batch or loss is not None, "labels", rule, "labels")
+        parts = cut_batch(
+            {**batch, "position_ids": positions},
+            offsets,
+            group=self._handle.group,
+            layout=self._layout,
+            shifts=loss != "plain",
+            num_items=rest.pop("num_items_in_batch", None),
+        )
+        self._documents.told = Told(offsets)
+        return {**rest, **parts}
+
+    def _positions(
+        self, batch: Mapping[str, Tensor], given: list[Tensor | None]
+    ) -> tuple[tuple[int, ...] | None, Tensor]:
+        """Offsets of the documents and positions `[B, S]` or `[1, S]`."""
+        first, ids, mask = (
+            self._traits.first_position,
+            *map(batch.get, ("input_ids", "attention_mask")),
+        )
+        tokens = batch["inputs_embeds"] if ids is None else ids
+        queries, keys = given
+        offsets = None
+        if queries is not None or keys is not None:
+            both = queries is not None and keys is not None and torch.equal(queries, keys)
+            self._require(
+                both, "cu_seq_lens_q and cu_seq_lens_k", "given both, and equal", "others"
+            )
+            offsets = check_cu_seqlens(queries, OP)
+        if "position_ids" in batch:
+            positions = batch["position_ids"]
+            return document_offsets(positions - first, offsets, OP), positions
+        count = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        if first > 0 and ids is not None:
+            # As RoBERTa counts: padding stays at padding_idx.
+            real = ids.ne(first - 1).int()
+            return offsets, (real.cumsum(1) * real + first - 1).long()
+        if self._traits.positions_follow_mask and mask is not None:
+            ends = bool((mask.bool().int().diff(dim=1) <= 0).all())
+            rule = "given where padding is not on the right: the model counts without it"
+            self._require(ends, "position_ids", rule, "none")
+        return offsets, count + first
+
+    @staticmethod
+    def _require(holds: bool, argument: str, rule: str, found: object) -> None:
+        if not holds:
+            raise ValueError(f"{OP}: expected {argument} to be {rule}, got {found}")
+
+
+def _checksum(x: Tensor) -> str:
+    """Shape and checksum of a tensor; of embeddings, by their first number. NOTE: device sync."""
+    values = (x[..., 0] if x.dim() > 2 else x).detach().flatten()
+    if values.is_floating_point():
+        values = values.double().view(torch.int64)
+    factors = torch.arange(1, len(values) + 1, device=x.device) * _FACTOR
+    total = int((values * factors).sum()) % (1 << 64)
+    return f"{list(x.shape)} with checksum {total:016x}"

@@ -1,0 +1,263 @@
+"""Finds out what a model does with its tokens and positions, by running it on a few.
+
+The model runs as it is, with attention that hands each token its own value. Whatever goes from one
+token to another then goes beside attention.
+
+Shapes: L tokens of the probe, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_ext.attention.call import Options
+from moe_ext.attention.huggingface.interface import Documents, Told, install
+from moe_ext.attention.sharding import shift_labels
+
+OP = "prepare_model"
+_NAME = "moe_ext_ring_probe"
+# Few other sizes are these, so that a dimension of such a size is that of the tokens. The first one
+# that the model has positions for is taken: pools of 128 tokens are to be seen, too.
+_LENGTHS = (263, 53, 11)
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+# Their frequencies follow from the longest position at hand, which is another on every rank.
+_ROTATIONS_OF_LENGTH = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a batch has to be like for a model.
+
+    Attributes:
+        first_position: of a sequence; RoBERTa's is padding_idx + 1.
+        positions_follow_mask: the model leaves out padding where it counts positions itself.
+        loss: "shifted", the mean over labels of the next token; "plain", over those of the token
+            itself; None where the model has no loss that is told the number of labels.
+    """
+
+    first_position: int
+    positions_follow_mask: bool
+    loss: Literal["shifted", "plain"] | None
+
+
+def probe(model: nn.Module) -> Traits:
+    """Run a model on a few tokens; nothing of it is changed afterwards.
+
+    Raises:
+        ValueError: it mixes tokens outside of attention, has no attention by name or none that
+            ring attention serves, or its positions are not those that it is given.
+    """
+    return _Probe(model).traits()
+
+
+def _require(holds: bool, rule: str, found: object) -> None:
+    if not holds:
+        raise ValueError(f"{OP}: expected the model to {rule}, got {found}")
+
+
+class _Probe:
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        accepted = inspect.signature(base.forward).parameters
+        self._fixed = {"use_cache": False} if "use_cache" in accepted else {}
+        self._embedding = model.get_input_embeddings()
+        sizes = [getattr(model.config, name, None) or _LENGTHS[0] + 2 for name in _POSITIONS]
+        # RoBERTa has two positions less.
+        fitting = (n for n in _LENGTHS if n + 2 <= min(sizes))
+        self._length = next(fitting, _LENGTHS[-1])
+        self._middle = self._length // 2
+        self._queries: list[Tensor] = []
+
+    def traits(self) -> Traits:
+        model = self._model
+        title, config = type(model).__name__, model.config
+        weights = [*model.parameters()]
+        _require(
+            not any(weight.is_meta for weight in weights), "have its weights", "the meta device"
+        )
+        _require(not getattr(config, "is_encoder_decoder", False), "have one sequence", title)
+        kinds = sorted({*_rotations(config)} & {*_ROTATIONS_OF_LENGTH})
+        rule = "rotate a position in one way for sequences of any length"
+        _require(not kinds, rule, f"rope_type {kinds} in {title}")
+        device = self._embedding.weight.device
+        was, training = config._attn_implementation, [(m, m.training) for m in model.modules()]
+        install(_NAME, self._own_values, Documents(OP, Options(None), Told(None)), op=OP)
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            try:
+                model.set_attn_implementation(_NAME)
+                model.eval()
+                return self._traits(title, device)
+            finally:
+                model.set_attn_implementation(was)
+                for module, flag in training:
+                    module.training = flag
+
+    def _traits(self, title: str, device: torch.device) -> Traits:
+        tokens = self._tokens()
+        ids = torch.full((1, self._length), tokens[0], device=device)
+        self._check_mixing(title, ids)
+        plain = self._run(input_ids=ids)
+        first = self._first_position(title, ids, plain)
+        changed = ids.clone()
+        changed[:, self._middle] = tokens[1]
+        same = self._run(input_ids=changed, position_ids=torch.full_like(ids, first))
+        rows = [x.index_select(-2, self._others(device)) for x in same]
+        apart = any(not _close(x, x[..., :1, :].expand_as(x)) for x in rows)
+        _require(not apart, "take its positions from position_ids alone", f"others in {title}")
+        mask = torch.ones_like(ids)
+        mask[:, : self._middle] = 0
+        padded = self._run(input_ids=ids, attention_mask=mask)
+        real = slice(self._middle, None)
+        pairs = zip(plain, padded, strict=True)
+        alike = all(_close(a[..., real, :], b[..., real, :]) for a, b in pairs)
+        return Traits(first, not alike, self._loss(torch.tensor(tokens, device=device)))
+
+    def _tokens(self) -> list[int]:
+        """Tokens without a meaning of their own."""
+        special = [v for k, v in vars(self._model.config).items() if k.endswith(("_id", "_index"))]
+        size = self._embedding.weight.shape[0]
+        free = [i for i in range(size // 2, size) if i not in special]
+        return [free[i * i % len(free)] for i in range(self._length)]
+
+    def _others(self, device: torch.device) -> Tensor:
+        return torch.tensor([i for i in range(self._length) if i != self._middle], device=device)
+
+    def _own_values(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+        """Attention of each token to itself."""
+        self._queries += [query, key]
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+    def _call(self, **inputs: Any) -> Any:
+        self._queries.clear()
+        try:
+            return self._model(**inputs, **self._fixed)
+        except Exception as error:
+            if isinstance(error, ValueError) and str(error).startswith(OP):
+                raise
+            found = f"{type(error).__name__}: {error}"
+            raise ValueError(
+                f"{OP}: expected {type(self._model).__name__} to run with attention of its own "
+                f"choice ({', '.join(inputs)}), got {found}"
+            ) from error
+
+    def _run(self, **inputs: Any) -> list[Tensor]:
+        """Queries and keys of all layers `[1, H, L, D]`, and what comes out, `[1, L, V]`."""
+        out = self._rows(self._call(**inputs))
+        return [*self._queries, out]
+
+    def _rows(self, output: Any) -> Tensor:
+        logits = getattr(output, "logits", None)
+        rows = getattr(output, "last_hidden_state", None) if logits is None else logits
+        whole = isinstance(rows, Tensor) and rows.dim() == 3 and rows.shape[1] == self._length
+        found = list(rows.shape) if isinstance(rows, Tensor) else type(output).__name__
+        _require(whole, f"give a row for each of {self._length} tokens", found)
+        assert isinstance(rows, Tensor)
+        return rows
+
+    def _check_mixing(self, title: str, ids: Tensor) -> None:
+        """Send NaN in for one token and look where it comes out."""
+        mixer: list[str] = []
+        middle = torch.tensor([self._middle], device=ids.device)
+
+        def poison(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+            return output.index_fill(1, middle, torch.nan)
+
+        def watch(name: str) -> Callable[..., None]:
+            def look(module: nn.Module, args: Any, output: Any) -> None:
+                out = output[0] if isinstance(output, tuple) and output else output
+                if not mixer and isinstance(out, Tensor) and self._spread(out):
+                    mixer.append(f"{name} ({type(module).__name__})")
+
+            return look
+
+        with ExitStack() as stack:
+            stack.callback(self._embedding.register_forward_hook(poison).remove)
+            for name, module in self._model.named_modules():
+                if name and module is not self._embedding:
+                    stack.callback(module.register_forward_hook(watch(name)).remove)
+            rows = self._rows(self._call(input_ids=ids))
+        reached = rows.isnan().any(-1)[0].nonzero()[:, 0].tolist()
+        rule = "mix tokens by its attention alone, which transformers' AttentionInterface gives it"
+        place = mixer[0] if mixer else title
+        _require(
+            set(reached) <= {self._middle}, rule, f"tokens mixed in {place}; see docs/attention.md"
+        )
+        rule = "call the attention that transformers' AttentionInterface gives it"
+        _require(len(self._queries) > 0 and len(reached) > 0, rule, f"no call in {title}")
+
+    def _spread(self, x: Tensor) -> bool:
+        """Whether NaN stands at other tokens than the one it came from."""
+        if not x.is_floating_point():
+            return False
+        for dim in [i for i, size in enumerate(x.shape) if size == self._length]:
+            found = x.isnan().transpose(0, dim).flatten(1).any(1)
+            found[self._middle] = False
+            if bool(found.any()):
+                return True
+        return False
+
+    def _first_position(self, title: str, ids: Tensor, plain: list[Tensor]) -> int:
+        """Where the model counts from when it is given no positions."""
+        embeddings = [m for m in self._model.modules() if isinstance(m, nn.Embedding)]
+        pads = {m.padding_idx + 1 for m in embeddings if m.padding_idx is not None}
+        for first in (0, *sorted(pads - {0})):
+            positions = torch.arange(first, first + self._length, device=ids.device)[None]
+            found = self._run(input_ids=ids, position_ids=positions)
+            if all(_close(a, b) for a, b in zip(plain, found, strict=True)):
+                return first
+        rule = "count positions from 0 or from padding_idx + 1"
+        raise ValueError(f"{OP}: expected the model to {rule}, got another count in {title}")
+
+    def _loss(self, tokens: Tensor) -> Literal["shifted", "plain"] | None:
+        ids = labels = tokens[None]
+        nexts = shift_labels(labels)
+        if self._has_loss(ids, labels, {"labels": labels}):
+            return "plain" if self._has_loss(ids, labels, {"labels": labels}, 3.0) else None
+        others = {"labels": nexts, "shift_labels": labels}
+        shifts = self._has_loss(ids, nexts, {"labels": labels})
+        return "shifted" if shifts and self._has_loss(ids, labels, others, 3.0) else None
+
+    def _has_loss(
+        self, ids: Tensor, targets: Tensor, labels: dict[str, Tensor], count: float | None = None
+    ) -> bool:
+        """Whether the loss that the model makes of labels is that of the targets."""
+        given = (
+            {} if count is None else {"num_items_in_batch": torch.tensor(count, device=ids.device)}
+        )
+        try:
+            output = self._call(input_ids=ids, **labels, **given)
+        except ValueError:
+            return False
+        loss, auxiliary = getattr(output, "loss", None), getattr(output, "aux_loss", None)
+        if loss is None or getattr(output, "logits", None) is None:
+            return False
+        if auxiliary is not None:
+            loss = loss - self._model.config.router_aux_loss_coef * auxiliary
+        number = int((targets != -100).sum()) if count is None else count
+        total = F.cross_entropy(output.logits[0].float(), targets[0], reduction="sum")
+        return bool(torch.isclose(loss.float(), total / number, rtol=1e-3))
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    # Products of the same row in batches of another content differ by their last digits at most.
+    limit = 1e-4 if a.dtype in (torch.float32, torch.float64) else 3e-2
+    return bool((a - b).abs().max() <= limit * a.abs().max())
+
+
+def _rotations(config: Any) -> list[str]:
+    """Every rope_type of a config; layers of unlike types have one each."""
+    found = []
+    for options in (getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")):
+        if isinstance(options, dict):
+            parts = [options, *(v for v in options.values() if isinstance(v, dict))]
+            found += [part["rope_type"] for part in parts if "rope_type" in part]
+    return found

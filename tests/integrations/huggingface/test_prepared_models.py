@@ -1,0 +1,430 @@
+"""Models that take whole batches and share their sequences, and models that are refused.
+
+The table of docs/attention.md is made from the names here: run this file to write it.
+"""
+
+import copy
+import inspect
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hf_models import transformers
+from rank_checks import Checks
+
+import moe_ext
+from moe_ext.attention import group_sampler, prepare_model, shard_sequence
+from moe_ext.attention.huggingface.probe import Traits, probe
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "attention.md"
+VOCABULARY = 61
+# Sizes by the names of all families; each config takes those that it knows.
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "dim"), 32),
+    **dict.fromkeys(("word_embed_proj_dim", "linear_key_head_dim", "linear_value_head_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "hidden_dim"), 24),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 64),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 6),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 12),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k"), 2),
+    **dict.fromkeys(("mamba_n_heads", "mamba_n_groups", "num_ssm_heads", "mamba_expand"), 2),
+    **dict.fromkeys(("mamba_d_head", "mamba_d_ssm", "mamba_d_state", "state_size"), 32),
+    "head_dim": 8,
+    "rotary_dim": 4,
+    "n_groups": 1,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
+WINDOW = {"sliding_window": 5}
+# Family to options of its config; "model_type/mlm" is a masked language model.
+SERVED = {
+    "bert": {"is_decoder": True},
+    "bert/mlm": {},
+    "cohere2": WINDOW,
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "head_dim": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    "distilbert/mlm": {},
+    "esm/mlm": {"position_embedding_type": "rotary"},
+    "eurobert/mlm": {},
+    "gemma2": {**WINDOW, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 5},
+    "gemma3_text": WINDOW,
+    "glm4": {},
+    "gpt2": {},
+    "gpt_bigcode": {},
+    "gpt_neox": {},
+    "gpt_oss": WINDOW,
+    "granite": {},
+    "llama": {},
+    "ministral3": {},
+    "mistral": WINDOW,
+    "mixtral": {},
+    "modernbert-decoder": {},
+    "modernbert/mlm": {"local_attention": 8},
+    "olmo2": {},
+    "olmoe": {},
+    "opt": {"do_layer_norm_before": True},
+    "phi": {},
+    "phi3": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {},
+    "roberta": {"is_decoder": True},
+    "roberta/mlm": {},
+    "smollm3": {},
+    "starcoder2": {},
+    "xlm-roberta/mlm": {},
+}
+# Reason by which a model is refused, to a part of the message and the families.
+MIXED = "tokens mixed in "
+HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+REFUSED = {
+    "state space, convolution or linear attention": (
+        MIXED,
+        {
+            "bamba": {},
+            "falcon_h1": {"mamba_d_ssm": 64},
+            "falcon_mamba": {},
+            "fnet/mlm": {},
+            "jamba": {},
+            "lfm2": {"layer_types": ["conv", "full_attention"]},
+            "mamba": {},
+            "mamba2": {"head_dim": 32, "num_heads": 2},
+            "minimax": {},
+            "nemotron_h": {},
+            "qwen3_5_text": HYBRID,
+            "qwen3_next": HYBRID,
+            "recurrent_gemma": {},
+            "rwkv": {},
+        },
+    ),
+    "no attention by name": (
+        MIXED,
+        {
+            "bloom": {},
+            "codegen": {},
+            "deberta-v2/mlm": {},
+            "falcon": {},
+            "gpt_neo": {"attention_types": [[["global"], 2]]},
+            "gptj": {},
+            "mpt": {},
+            "xglm": {},
+        },
+    ),
+    "masks of other kinds": (
+        "expected the mask of the model to be|keys to be as many as|RingMask",
+        {
+            "deepseek_v4": {
+                "max_position_embeddings": 512,
+                "layer_types": ["heavily_compressed_attention"] * 2,
+            },
+            "glm_moe_dsa": {},
+            "llama4_text": {},
+        },
+    ),
+    "positions of its own": (
+        "take its positions from position_ids alone",
+        {"bart": {}, "marian": {}},
+    ),
+    "two sequences": ("have one sequence", {"t5/mlm": {}}),
+}
+check = Checks()
+
+
+def make(family, **kwargs):
+    kind, _, head = family.partition("/")
+    config_class = type(transformers.AutoConfig.for_model(kind))
+    default = config_class()
+    names = {*inspect.signature(config_class.__init__).parameters, *vars(default)}
+    names |= {*getattr(config_class, "attribute_map", {})}
+    config = config_class(**{**{k: v for k, v in SIZES.items() if k in names}, **kwargs})
+    torch.manual_seed(0)
+    auto = transformers.AutoModelForMaskedLM if head else transformers.AutoModelForCausalLM
+    if kind == "t5":
+        auto = transformers.AutoModelForSeq2SeqLM
+    model = auto.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Scores of small weights are all alike: no mask and no position would be seen.
+            if any(part in name for part in ("q_proj", "k_proj", "query", "key")):
+                parameter.mul_(20)
+    return model.eval()
+
+
+def group():
+    return dist.group.WORLD
+
+
+def make_batch(kind="padded"):
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, VOCABULARY, (1 if kind == "packed" else 2, 23), generator=generator)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if kind == "padded":
+        batch["attention_mask"] = torch.ones_like(ids)
+        batch["attention_mask"][1, 17:] = 0
+        batch["labels"][1, 17:] = -100
+    if kind == "packed":
+        batch["position_ids"] = torch.cat([torch.arange(n) for n in (9, 1, 13)])[None]
+    return batch
+
+
+def one_process(model, kind="padded"):
+    """Loss with a backward pass; documents one by one, which some families do not keep apart."""
+    batch = make_batch(kind)
+    parts = [batch]
+    if kind == "packed":
+        parts = [{"input_ids": x, "labels": x} for x in batch["input_ids"].split((9, 1, 13), 1)]
+    count = sum(int((part["labels"][:, 1:] != -100).sum()) for part in parts)
+    loss = sum(model(**part, use_cache=False, num_items_in_batch=count).loss for part in parts)
+    loss.backward()
+    return loss.detach()
+
+
+def expect_near(model, whole):
+    """Gradients of float32 within a few of its roundings, as models multiply them."""
+    gradients = [p.grad for p in whole.parameters() if p.grad is not None]
+    largest = max(float(grad.abs().max()) for grad in gradients)
+    for (name, found), wanted in zip(model.named_parameters(), whole.parameters(), strict=True):
+        if wanted.grad is None:
+            continue
+        # The gradient of a key's bias is 0 but for rounding.
+        limit = 1e-5 * float(wanted.grad.abs().max()) + 1e-7 * largest
+        torch.testing.assert_close(
+            found.grad, wanted.grad, rtol=0, atol=limit, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def trained(model, batch):
+    """This rank's part of the loss, summed over the ranks; gradients of their mean."""
+    labels = batch["labels"]
+    try:
+        loss = model(**batch).loss
+    except ValueError as error:
+        if "expected labels to be none: its loss is not told the number" not in str(error):
+            raise
+        # As the message says.
+        logits = model(**{k: x for k, x in batch.items() if k != "labels"}).logits
+        own = shard_sequence(labels, group=group(), dim=1)
+        total = F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum")
+        loss = total * dist.get_world_size() / (labels != -100).sum()
+    loss.backward()
+    moe_ext.distributed.sync_gradients(model)
+    mean = loss.detach() / dist.get_world_size()
+    dist.all_reduce(mean)
+    return mean
+
+
+@check(*((family,) for family in SERVED))
+def equals_one_process(family):
+    model = make(family, **SERVED[family])
+    whole = copy.deepcopy(model)
+    whole.set_attn_implementation("eager")
+    batch = make_batch()
+    loss = whole(**batch).loss
+    loss.backward()
+    prepare_model(model, group=group())
+    found = trained(model, batch)
+    torch.testing.assert_close(found, loss.detach(), rtol=1e-5, atol=0)
+    expect_near(model, whole)
+
+
+@check(*((kind, layout) for kind in ("plain", "packed") for layout in ("zigzag", "contiguous")))
+def batches_and_layouts(kind, layout):
+    model = make("llama")
+    whole = copy.deepcopy(model)
+    loss = one_process(whole, kind)
+    prepare_model(model, group=group(), layout=layout)
+    torch.testing.assert_close(trained(model, make_batch(kind)), loss, rtol=1e-5, atol=0)
+    expect_near(model, whole)
+
+
+@check()
+def documents_given_by_offsets():
+    model = make("modernbert-decoder")
+    prepare_model(model, group=group())
+    batch = make_batch("packed")
+    expected = model(**batch).logits
+    offsets = torch.tensor([0, 9, 10, 23])
+    given = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 13}
+    assert torch.equal(model(**batch, **given, max_length_k=13).logits, expected)
+
+
+@check()
+def a_recomputation_after_another_batch_has_its_documents():
+    model = make("gpt_bigcode").train()
+    prepare_model(model, group=group())
+    found = []
+    for kwargs in (None, {"use_reentrant": True}, {"use_reentrant": False}):
+        model.zero_grad()
+        if kwargs:
+            model.gradient_checkpointing_enable(kwargs)
+        torch.manual_seed(5)
+        loss = model(**make_batch("packed")).loss
+        model(**make_batch("plain"))
+        loss.backward()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert all(map(torch.equal, found[0], found[1]))
+    assert all(map(torch.equal, found[0], found[2]))
+
+
+@check()
+def generation_after_training():
+    model = make("llama")
+    whole = copy.deepcopy(model)
+    prepare_model(model, group=group())
+    ids = make_batch()["input_ids"]
+    with pytest.raises(ValueError, match="use_cache to be none .*sdpa.* before generate"):
+        model.generate(ids, max_new_tokens=3, do_sample=False)
+    model.set_attn_implementation("sdpa")
+    found = model.generate(ids, max_new_tokens=3, do_sample=False)
+    assert torch.equal(found, whole.generate(ids, max_new_tokens=3, do_sample=False))
+
+
+@check()
+def other_samples_on_the_ranks_are_refused():
+    model = make("llama")
+    prepare_model(model, group=group())
+    odd = dist.get_rank() == 1
+    for change, message in (
+        ({"input_ids": make_batch()["input_ids"] + odd}, "input_ids .* the same whole batch"),
+        ({"labels": make_batch()["labels"].flip(1 - int(odd))}, "labels .* the same whole batch"),
+        ({"attention_mask": None} if odd else {}, "the arguments of the model to be equal"),
+        ({"position_ids": torch.arange(23)[None] + odd}, "position_ids to count .* on rank 1$"),
+    ):
+        with pytest.raises(ValueError, match=f"prepare_model: expected {message}"):
+            model(**{**make_batch(), **change})
+    # And all is well after that.
+    assert torch.isfinite(model(**make_batch()).loss)
+
+
+@check()
+def a_refusal_of_one_rank_is_heard_by_all():
+    model = make("llama") if dist.get_rank() == 0 else make("llama").to("meta")
+    with pytest.raises(ValueError, match="have its weights, got the meta device on rank 1$"):
+        prepare_model(model, group=group())
+
+
+@check()
+def a_sampler_gives_a_group_the_same_samples():
+    samplers = [group_sampler(range(7), group=g) for g in (group(), None)]
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, [list(sampler) for sampler in samplers])
+    (together, apart), (together_1, apart_1) = found
+    assert together == together_1 and sorted(together) == [*range(7)]
+    assert {*apart, *apart_1} == {*range(7)} and len(apart) == len(apart_1) == 4
+
+
+@pytest.mark.parametrize("name", check)
+def test_ranks(name):
+    check.assert_passed(2, name, timeout=300)
+
+
+CASES = [
+    (family, message, options)
+    for message, families in REFUSED.values()
+    for family, options in families.items()
+]
+
+
+@pytest.mark.parametrize(("family", "message", "options"), CASES, ids=lambda x: str(x)[:24])
+def test_refused_families(family, message, options):
+    model = make(family, **options)
+    flags = [module.training for module in model.train().modules()]
+    implementation, state = model.config._attn_implementation, torch.get_rng_state()
+    with pytest.raises(ValueError, match=f"^prepare_model: .*({message})"):
+        prepare_model(model, group=None)
+    # The model is as it was.
+    assert model.config._attn_implementation == implementation
+    assert [module.training for module in model.modules()] == flags
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not model._forward_pre_hooks and not any(m._forward_hooks for m in model.modules())
+
+
+def test_losses_are_told_the_number_of_labels():
+    assert probe(make("mixtral", output_router_logits=True)).loss == "shifted"
+    assert probe(make("eurobert/mlm")).loss == "plain"
+    # Its loss is a mean of its own.
+    assert probe(make("roberta/mlm")) == Traits(2, False, None)
+    assert probe(make("opt")) == Traits(0, True, "shifted")
+
+
+def test_other_refusals():
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(ValueError, match=r"one way for sequences .* rope_type \['dynamic'\]"):
+        prepare_model(make("llama", rope_parameters=rope), group=None)
+    config = make("llama").config
+    classifier = transformers.AutoModelForSequenceClassification.from_config(config)
+    with pytest.raises(ValueError, match="a row for each of 53 tokens, got .1, 2"):
+        prepare_model(classifier, group=None)
+    with pytest.raises(TypeError, match="one of transformers, not yet wrapped, got Linear"):
+        prepare_model(torch.nn.Linear(2, 2), group=None)
+    with pytest.raises(ValueError, match="expected layout to be"):
+        prepare_model(make("llama"), group=None, layout="spiral")
+    model = make("opt")
+    prepare_model(model, group=None)
+    ids = make_batch()["input_ids"]
+    for given, message in (
+        ({"shift_labels": ids}, "shift_labels to be no tensor"),
+        ({"use_cache": True}, "use_cache to be none"),
+        ({"logits_to_keep": 1}, "logits_to_keep to be none"),
+        ({"attention_mask": ids[:, None, None] > 0}, "attention_mask to be"),
+        ({"attention_mask": (ids > 8).long()}, "position_ids to be given where padding is not on"),
+        ({"cu_seq_lens_q": ids[0]}, "cu_seq_lens_q and cu_seq_lens_k to be given both"),
+    ):
+        with pytest.raises(ValueError, match=f"prepare_model: expected {message}"):
+            model(input_ids=ids, **given)
+
+
+def test_preparing_again_stands_for_the_new_options():
+    model = make("gpt2")
+    prepare_model(model, group=None, layout="striped")
+    prepare_model(model, group=None)
+    assert len(model._forward_pre_hooks) == 1
+    expected = make("gpt2")(**make_batch()).loss
+    torch.testing.assert_close(copy.deepcopy(model)(**make_batch()).loss, expected)
+    # Positionally, too.
+    ids = make_batch()["input_ids"]
+    torch.testing.assert_close(model(ids).logits, make("gpt2")(ids).logits)
+
+
+def table():
+    """The families of the page."""
+
+    def listed(names):
+        return ", ".join(sorted(name.replace("/mlm", "") for name in names))
+
+    lines = [f"Served: {listed({name.replace('/mlm', '') for name in SERVED})}.", ""]
+    lines += [f"- {reason}: {listed(names)}." for reason, (_, names) in REFUSED.items()]
+    wrapped = [
+        textwrap.fill(line, 138, subsequent_indent="  " * line.startswith("-")) for line in lines
+    ]
+    return "\n".join([*wrapped[:1], "", "Refused:", "", *wrapped[2:]])
+
+
+def test_the_page_names_these_families():
+    assert table() in PAGE.read_text(), f"run python {Path(__file__).name}"
+
+
+if __name__ == "__main__":
+    begin, end = "<!-- families -->\n", "\n<!-- end of families -->"
+    head, _, rest = PAGE.read_text().partition(begin)
+    PAGE.write_text(head + begin + table() + end + rest.partition(end)[2])
