@@ -10,6 +10,7 @@ from moe_ext.distributed.dispatch import (
     TokenDispatcher,
 )
 from moe_ext.distributed.failures import RankFailureError, naming_failed_ranks
+from moe_ext.distributed.fsdp import fully_shard
 from moe_ext.distributed.gradients import sync_gradients
 from moe_ext.distributed.mesh import MoEMesh
 from moe_ext.distributed.placement import (
@@ -40,6 +41,7 @@ __all__ = [
     "expert_param_groups",
     "expert_parameters",
     "full_state_dict",
+    "fully_shard",
     "naming_failed_ranks",
     "placements",
     "sync_gradients",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from moe_ext.distributed.dtensor import is_dtensor
+from moe_ext.distributed.dtensor import divided_as, is_dtensor
 from moe_ext.distributed.groups import is_initialized
 from moe_ext.distributed.placement import Placement, logical_names, placements
 
@@ -121,32 +121,32 @@ class TrainingState:
                 )
             if len(size) == 0:
                 state[full_name] = torch.zeros((), dtype=dtype)
-            elif place is None or place.num_parts == 1:
-                state[full_name] = torch.zeros(size, dtype=dtype, device=parameter.device)
-            else:
-                shape = _local_shape(size, parameter, place)
-                local = torch.zeros(shape, dtype=dtype, device=parameter.device)
-                state[full_name] = _whole(local, parameter, place, full_name)
+                continue
+            alone = place is None or place.num_parts == 1
+            shape = size if place is None or alone else _local_shape(size, parameter, place)
+            zeros = torch.zeros(shape, dtype=dtype, device=parameter.device)
+            local = divided_as(zeros, parameter)
+            state[full_name] = local if alone else _whole(local, parameter, place, full_name)
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Put loaded tensors into the model and the optimizers; all ranks must call it."""
         here = {whole: name for name, whole in logical_names(self._model).items()}
         places = placements(self._model)
-        values = {}
+        by_name, values = dict(self._model.named_parameters()), {}
         for full_name, tensor in state.items():
             if full_name.startswith(_MODEL):
                 whole = full_name.removeprefix(_MODEL)
                 name = here.get(whole, whole)
-                values[name] = _local(tensor, places.get(name))
+                values[name] = _local(tensor, places.get(name), by_name.get(name))
         self._model.load_state_dict(values)
-        names, own, by_name = self._names(), self._placements(), _by_parameter(state)
+        names, own, saved = self._names(), self._placements(), _by_parameter(state)
         for index, optimizer in enumerate(self._optimizers):
             states: ParameterStates = {}
             for parameter in _parameters_of(optimizer):
-                found, place = by_name.get(_name_of(parameter, names), {}), own.get(parameter)
+                found, place = saved.get(_name_of(parameter, names), {}), own.get(parameter)
                 states[parameter] = {
-                    key: _local(value, place) if isinstance(value, Tensor) else value
+                    key: _local(value, place, parameter) if isinstance(value, Tensor) else value
                     for key, value in found.items()
                 }
             prefix = f"{_COUNTER}{index}."
@@ -245,7 +245,10 @@ def load(
 
 def _whole(value: Tensor, parameter: nn.Parameter, place: Placement | None, name: str) -> Tensor:
     """A tensor of a parameter, as that is divided: of its shape, or of its first dimension's."""
-    if place is None or value.dim() == 0 or is_dtensor(value):
+    if place is None or value.dim() == 0:
+        return value
+    # The model's own state dict shows experts as wholes already.
+    if place.is_logical and is_dtensor(value) and value.shape != parameter.shape:
         return value
     if place.num_parts > 1 and place.dim is None and not place.one_expert:
         raise ValueError(
@@ -274,11 +277,11 @@ def _local_shape(size: torch.Size, parameter: nn.Parameter, place: Placement) ->
     return torch.Size([parameter.shape[0], *size[1:]])
 
 
-def _local(value: Tensor, place: Placement | None) -> Tensor:
+def _local(value: Tensor, place: Placement | None, parameter: Tensor | None) -> Tensor:
     """This rank's part of what `_whole` made."""
     if place is None or value.dim() == 0 or (place.num_parts == 1 and place.blocks == 1):
         return value
-    return place.local(value)
+    return place.local(value, parameter)
 
 
 def _name_of(parameter: nn.Parameter, names: Mapping[nn.Parameter, str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_meshes: weakref.WeakKeyDictionary[ProcessGroup, dict[str, DeviceMesh]]
+_meshes: weakref.WeakKeyDictionary[ProcessGroup, dict[str | DeviceMesh, DeviceMesh]]
 _meshes = weakref.WeakKeyDictionary()
 
 
@@ -44,41 +44,95 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def dtensor_of(local: Tensor, group: ProcessGroup, dim: int) -> DTensor:
+def dtensor_of(
+    local: Tensor, group: ProcessGroup, dim: int, table: Sequence[object] = ()
+) -> DTensor:
     """The whole of which the ranks of a group hold equal parts along a dimension.
 
     It shares memory with `local`. Nothing is sent.
+
+    Args:
+        local: the part of this rank; a DTensor if others share that part with it.
+        group: ranks that hold the parts.
+        dim: which parts are equal slices of.
+        table: for a DTensor, the meshes of all parts, as nested lists of ranks.
     """
     from torch.distributed.tensor import DTensor, Shard
 
-    meshes = _meshes.setdefault(group, {})
-    kind = local.device.type
-    if kind not in meshes:
-        # A tensor on the meta device has no memory that a mesh of that kind could tell of.
-        mesh = DeviceMesh.from_group(group, "cpu" if kind == "meta" else kind)
-        mesh.__class__ = _MeshOfParts
-        meshes[kind] = mesh
-    shape = list(local.shape)
-    shape[dim] *= group.size()
-    stride = torch.empty(shape, device="meta").stride()
+    inner = local.placements if is_dtensor(local) else ()
+    shape = torch.Size(n * (group.size() if i == dim else 1) for i, n in enumerate(local.shape))
     return DTensor.from_local(
-        local.contiguous(),
-        meshes[kind],
-        [Shard(dim)],
+        local_part(local).contiguous(),
+        _mesh_of_parts(local, group, table),
+        [Shard(dim), *inner],
         run_check=False,
-        shape=torch.Size(shape),
-        stride=stride,
+        shape=shape,
+        stride=contiguous_stride(shape),
     )
 
 
-def is_shard_of(value: DTensor, group: ProcessGroup, dim: int) -> bool:
-    """Whether a DTensor lies over a group as `dtensor_of` makes it."""
-    from torch.distributed.tensor import Shard
+def _mesh_of_parts(local: Tensor, group: ProcessGroup, table: Sequence[object]) -> DeviceMesh:
+    inner = local.device_mesh if is_dtensor(local) else None
+    # A tensor on the meta device has no memory that a mesh of that kind could tell of.
+    kind = "cpu" if local.device.type == "meta" else local.device.type
+    meshes, key = _meshes.setdefault(group, {}), kind if inner is None else inner
+    if key not in meshes:
+        if inner is None:
+            mesh = DeviceMesh.from_group(group, kind)
+        else:
+            mesh = DeviceMesh.from_group(
+                [group, *(inner.get_group(axis) for axis in range(inner.ndim))],
+                inner.device_type,
+                mesh=torch.tensor(table),
+                mesh_dim_names=("parts", *(f"shards_{axis}" for axis in range(inner.ndim))),
+            )
+        mesh.__class__ = _MeshOfParts
+        meshes[key] = mesh
+    return meshes[key]
 
-    mesh = value.device_mesh
-    if mesh.ndim != 1 or tuple(value.placements) != (Shard(dim),):
-        return False
-    return mesh.mesh.tolist() == torch.distributed.get_process_group_ranks(group)
+
+def local_of(
+    whole: DTensor, like: Tensor, group: ProcessGroup, dim: int, table: Sequence[object] = ()
+) -> Tensor | None:
+    """What `dtensor_of` made a DTensor of, on the mesh of `like`; None of one made otherwise."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = _mesh_of_parts(like, group, table).mesh.tolist()
+    if whole.device_mesh.mesh.tolist() != mesh or whole.placements[0] != Shard(dim):
+        return None
+    if not is_dtensor(like):
+        return whole.to_local()
+    shape = torch.Size(n // (group.size() if i == dim else 1) for i, n in enumerate(whole.shape))
+    return DTensor.from_local(
+        whole.to_local(),
+        like.device_mesh,
+        whole.placements[1:],
+        run_check=False,
+        shape=shape,
+        stride=contiguous_stride(shape),
+    )
+
+
+def divided_as(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor that every rank holds, divided as another one is; itself if that is not divided.
+
+    A dimension that is of another length there stays whole.
+    """
+    if not is_dtensor(like):
+        return tensor
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    lengths = dict(enumerate(tensor.shape))
+    placements = [
+        p if lengths.get(getattr(p, "dim", -1)) == like.shape[getattr(p, "dim", 0)] else Replicate()
+        for p in like.placements
+    ]
+    return distribute_tensor(tensor, like.device_mesh, placements, src_data_rank=None)
+
+
+def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()
 
 
 def local_part(tensor: Tensor) -> Tensor:

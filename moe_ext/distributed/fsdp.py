@@ -7,25 +7,114 @@ So experts want a mesh of the ranks that hold the same ones, and everything else
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.groups import global_rank, group_ranks
-from moe_ext.distributed.placement import Placement, note_shard, placements, replica_ranks
+from moe_ext.distributed.mesh import MoEMesh
+from moe_ext.distributed.placement import (
+    Placement,
+    note_shard,
+    placements,
+    replica_ranks,
+    sharded_parameters,
+)
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor, Shard
 
 _RECIPE = (
-    "With mesh = moe_ext.distributed.MoEMesh(...), wrap experts with fully_shard(layer.experts, "
-    "mesh=mesh.replica_mesh) first, then the rest with fully_shard(..., mesh=mesh.world_mesh)"
+    "Wrap with moe_ext.distributed.fully_shard(module, mesh), mesh a MoEMesh; or experts with "
+    "torch's fully_shard(layer.experts, mesh=mesh.replica_mesh) first, and then the rest with "
+    "mesh=mesh.world_mesh"
 )
 # Modules with experts, and the number of wrapped modules in the process when they were checked.
 _checked: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
+def fully_shard(module: nn.Module, mesh: MoEMesh, **options: Any) -> FSDPModule:
+    """Shard a module by FSDP2, its experts between the ranks that hold the same ones.
+
+    As `torch.distributed.fsdp.fully_shard`: call it for the blocks of a model, then for the model.
+    For each it is the same as::
+
+        fully_shard(block.moe.experts, mesh=mesh.replica_mesh, **options)
+        fully_shard(block, mesh=mesh.world_mesh, **options)
+
+    Gradients become those of the mean over all ranks of the local losses: no `sync_gradients` is
+    needed. Experts that are fewer than the ranks which share them are sharded along their second
+    dimension, if that divides.
+
+    Args:
+        module: holds layers with `ep_group=mesh.ep_group`, or none.
+        mesh: of the job.
+        options: of torch's function, such as `mp_policy` and `reshard_after_forward`; used for
+            experts and for the rest.
+
+    Returns:
+        The module.
+
+    Raises:
+        ValueError: torch.distributed is not initialised, or experts lie over another group; nothing
+            is sharded.
+
+    Reference: Liang et al., TorchTitan, 2024 (arXiv 2410.06511), where experts are sharded so.
+    """
+    # Not at the top: FSDP takes a second to import.
+    from torch.distributed import fsdp
+
+    if mesh.replica_mesh is None or mesh.world_mesh is None:
+        raise ValueError(
+            "fully_shard: expected mesh to be made after torch.distributed was initialised, got "
+            f"{mesh}"
+        )
+    sharded = sharded_parameters(module)
+    for name, (_, place) in sharded.items():
+        if place.axis != "ep" or place.group is not mesh.ep_group:
+            raise ValueError(
+                f"fully_shard: expected {name} to be of experts over mesh.ep_group, got "
+                f"{place.axis!r} over another group"
+            )
+    experts = list(_outermost(module, {id(parameter) for parameter, _ in sharded.values()}))
+    for wrapped in experts:
+        fsdp.fully_shard(
+            wrapped,
+            mesh=mesh.replica_mesh,
+            **{"shard_placement_fn": _dim_to_shard(mesh.replica_mesh.size()), **options},
+        )
+    if module in experts:
+        return cast("FSDPModule", module)
+    return fsdp.fully_shard(module, mesh=mesh.world_mesh, **options)
+
+
+def _outermost(module: nn.Module, shards: set[int]) -> Iterator[nn.Module]:
+    """Modules with a forward pass that hold nothing but shards, and are not sharded yet."""
+    from torch.distributed.fsdp import FSDPModule
+
+    own = [id(parameter) for parameter in module.parameters()]
+    if isinstance(module, FSDPModule) or shards.isdisjoint(own):
+        return
+    if set(own) <= shards and type(module).forward is not nn.Module.forward:
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child, shards)
+
+
+def _dim_to_shard(num_ranks: int) -> Callable[[nn.Parameter], Shard | None]:
+    from torch.distributed.tensor import Shard
+
+    def dim_of(parameter: nn.Parameter) -> Shard | None:
+        shape = parameter.shape
+        too_few = shape[0] < num_ranks and len(shape) > 1 and shape[1] % num_ranks == 0
+        return Shard(1) if too_few else None
+
+    return dim_of
 
 
 def check_wrapping(experts: nn.Module) -> None:

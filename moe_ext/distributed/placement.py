@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from moe_ext._compile import outside_graphs
 from moe_ext.distributed import comm
 from moe_ext.distributed.agreement import share
-from moe_ext.distributed.dtensor import dtensor_of, is_dtensor, is_shard_of
+from moe_ext.distributed.dtensor import divided_as, dtensor_of, is_dtensor, local_of, local_part
 from moe_ext.distributed.groups import (
     GroupHandle,
     group_rank,
@@ -119,31 +119,38 @@ class Placement:
         if self.num_parts == 1:
             return local
         assert self.group is not None
-        return dtensor_of(local, self.group, dim)
+        return dtensor_of(local, self.group, dim, _table(self, local))
 
-    def local(self, whole: Tensor) -> Tensor:
+    def local(self, whole: Tensor, like: Tensor | None = None) -> Tensor:
         """This rank's part of what `whole` returns, of a plain tensor or of another DTensor.
 
         A DTensor that is divided otherwise is gathered: all of its ranks must call then.
+
+        Args:
+            whole: of the logical shape.
+            like: the parameter, if other ranks may hold shards of the same part: what is returned
+                is divided as it is.
         """
         if self.dim is None:
             return whole
         dim = self.dim + int(self.blocks > 1)
+        like = local_part(whole) if like is None else like
         if is_dtensor(whole):
-            if self.group is not None and is_shard_of(whole, self.group, dim):
-                part = whole.to_local()
-                return part.flatten(self.dim, dim)
+            if self.group is not None:
+                part = local_of(whole, like, self.group, dim, _table(self, like))
+                if part is not None:
+                    return part.flatten(self.dim, dim)
             whole = whole.full_tensor()
         rows = whole.shape[dim] // self.size
         part = whole.narrow(dim, self.held.start * rows, len(self.held) * rows)
-        return part.flatten(self.dim, dim)
+        return divided_as(part.flatten(self.dim, dim), like)
 
-    def part_of(self, whole: Tensor) -> Tensor:
-        """This rank's part of a plain tensor as one process holds it."""
+    def part_of(self, whole: Tensor, like: Tensor | None = None) -> Tensor:
+        """This rank's part of a plain tensor as one process holds it; `like` as of `local`."""
         if self.dim is None:
             return whole
         pieces = whole.unflatten(self.dim, (self.blocks, -1)) if self.blocks > 1 else whole
-        return self.local(pieces)
+        return self.local(pieces, like)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
         return self
@@ -197,7 +204,7 @@ def _show_wholes(
     for name, parameter, placement in _logical_parameters(module):
         value = state_dict.get(prefix + name)
         # With keep_vars=True the state dict holds the parameters themselves.
-        if not isinstance(value, Tensor) or is_dtensor(value) or value is parameter:
+        if not isinstance(value, Tensor) or value is parameter:
             continue
         if value.shape == parameter.shape:
             state_dict[prefix + name] = placement.whole(value)
@@ -209,12 +216,12 @@ def _take_parts(
     """Take this rank's experts out of DTensors, and out of plain tensors with all experts."""
     for name, parameter, placement in _logical_parameters(module):
         value = state_dict.get(prefix + name)
-        if not isinstance(value, Tensor) or is_dtensor(parameter):
+        if not isinstance(value, Tensor) or value.shape == parameter.shape:
             continue
         if is_dtensor(value):
-            state_dict[prefix + name] = placement.local(value)
+            state_dict[prefix + name] = placement.local(value, parameter)
         elif value.shape == placement.logical_shape(parameter.shape):
-            state_dict[prefix + name] = placement.part_of(value)
+            state_dict[prefix + name] = placement.part_of(value, parameter)
 
 
 @outside_graphs
@@ -438,6 +445,26 @@ def replica_group(group: ProcessGroup, device: torch.device) -> ProcessGroup | N
     columns = [list(column) for column in zip(*grid, strict=True)] if len(grid) > 1 else []
     declare_replicas(group, comm.subgroups(columns), grid)
     return _replica_groups[group]
+
+
+def _table(placement: Placement, like: Tensor) -> Any:
+    """The meshes over which the parts of a DTensor lie, this rank's mesh among them, as lists.
+
+    Nothing is sent for groups of a `MoEMesh`; see `replica_group`.
+    """
+    if not is_dtensor(like) or placement.group is None:
+        return ()
+    ranks, mine = like.device_mesh.mesh, placement.part
+    replica_group(placement.group, torch.device(like.device_mesh.device_type))
+    row_of = {row[mine]: row for row in _grids[placement.group]}
+    if not set(ranks.flatten().tolist()) <= set(row_of):
+        raise ValueError(
+            "state_dict: expected the shards of experts to lie over the ranks that hold the same "
+            f"ones, {list(row_of)}, got ranks {ranks.tolist()}; see "
+            "moe_ext.distributed.fully_shard"
+        )
+    table = torch.tensor([row_of[rank] for rank in ranks.flatten().tolist()])
+    return table.T.reshape(-1, *ranks.shape).tolist()
 
 
 def replica_ranks(placement: Placement) -> list[int] | None:

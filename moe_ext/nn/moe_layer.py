@@ -20,6 +20,7 @@ from moe_ext.distributed.dispatch import (
     TokenDispatcher,
     WrappedDispatcher,
 )
+from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.groups import check_group, group_size
 from moe_ext.distributed.placement import declare_experts
 from moe_ext.nn.balance.counts import CountingModule, StepCounts, add_once
@@ -376,12 +377,20 @@ class MoELayer(CountingModule):
             raise ValueError(
                 f"MoELayer: expected x to be of shape [..., {self.model_dim}], got {tuple(x.shape)}"
             )
+        # Those that are sharded with other modules have been gathered by now.
+        if self.row_budget is not None and any(map(is_dtensor, self.experts.parameters())):
+            raise ValueError(
+                "MoELayer: expected fully_shard to leave the experts of a layer with a row_budget "
+                "whole (ignored_params), since they run several times in a pass, got shards; call "
+                "moe_ext.distributed.sync_gradients before the optimizer then"
+            )
         if isinstance(self.experts, GroupedExperts):
             dtype = self.experts.down_proj.dtype
             if x.dtype != dtype and autocast_dtype(x.device) is None:
                 raise TypeError(
-                    f"MoELayer: expected x to be of dtype {dtype}, that of the parameters, got "
-                    f"{x.dtype}"
+                    f"MoELayer: expected x to be of dtype {dtype}, that of the experts, got "
+                    f"{x.dtype}; with a MixedPrecisionPolicy of FSDP2, wrap the experts too, by "
+                    "moe_ext.distributed.fully_shard"
                 )
         for name, value in per_token.items():
             if value is None:

@@ -6,16 +6,20 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from checks import raised
 from rank_checks import Checks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.utils.checkpoint import checkpoint
 
 import moe_ext
 from moe_ext import distributed as md
 from moe_ext.nn import ModuleExperts
+from moe_ext.testing import spawn_ranks
 
 D, E = 8, 6
 # Float64: sums of fewer than a thousand terms of about 1, in another order.
@@ -125,7 +129,18 @@ def hybrid(model, mesh):
     return fully_shard(model, mesh=grid)
 
 
-WRAPS = {"by hand": by_hand, "experts whole": experts_whole, "hybrid": hybrid}
+def by_library(model, mesh, **options):
+    for block in model.blocks:
+        md.fully_shard(block, mesh, **options)
+    return md.fully_shard(model, mesh, **options)
+
+
+WRAPS = {
+    "by library": by_library,
+    "by hand": by_hand,
+    "experts whole": experts_whole,
+    "hybrid": hybrid,
+}
 
 
 def torch_clip(model, max_norm):
@@ -228,6 +243,170 @@ def right_meshes_of_own_groups_pass():
     torch.testing.assert_close(norm, nn.utils.get_total_norm(grads_of(want)), **TIGHT)
 
 
+def optimizer_of(model):
+    # A large eps: what a gradient of 1e-17 becomes must not depend on its sign.
+    return torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3)
+
+
+def train(model, optimizer, steps, ranks, micro_batches=1):
+    """Steps over the batches of these ranks; of several in one process."""
+    moe_ext.nn.set_loss_scale(model, 1 / (len(ranks) * micro_batches))
+    is_sharded = isinstance(model, FSDPModule)
+    for step in steps:
+        for micro in range(micro_batches):
+            if is_sharded:
+                model.set_requires_gradient_sync(micro == micro_batches - 1)
+            for rank in ranks:
+                loss = loss_of(model, rank, step * micro_batches + micro)
+                (loss / (len(ranks) * micro_batches)).backward()
+        if any(not isinstance(parameter, DTensor) for parameter in model.parameters()):
+            md.sync_gradients(model)
+        md.clip_grad_norm_(model, 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_parameters(model, want):
+    wanted = dict(want.named_parameters())
+    for name, parameter in model.named_parameters():
+        full_name, value = whole(name, parameter.detach(), model)
+        torch.testing.assert_close(value, wanted[full_name].detach(), **TIGHT)
+
+
+def checkpointed(model):
+    for block in model.blocks:
+        forward = block.moe.forward
+        block.moe.forward = functools.partial(checkpoint, forward, use_reentrant=False)
+
+
+def budgeted(model):
+    """The stacked experts run several times in a pass."""
+    model.blocks[0].moe.row_budget = moe_ext.nn.RowBudget(4)
+
+
+CHANGES = {
+    "plain": lambda model: None,
+    "checkpointing": checkpointed,
+    "row budget": budgeted,
+    "reshard": lambda model: None,
+}
+
+
+@FOUR(*[(name,) for name in CHANGES])
+def training(name):
+    """Three steps of two micro-batches each."""
+    want = Model()
+    train(want, optimizer_of(want), range(3), range(4), micro_batches=2)
+    for ep in (1, 2):
+        model = Model(mesh_of(ep).ep_group)
+        CHANGES[name](model)
+        if name == "row budget":
+            experts_whole(model, mesh_of(ep))
+        else:
+            by_library(model, mesh_of(ep), reshard_after_forward=name == "reshard")
+        train(model, optimizer_of(model), range(3), [dist.get_rank()], micro_batches=2)
+        assert_parameters(model, want)
+
+
+@FOUR()
+def few_experts_are_sharded_along_their_second_dimension():
+    mesh = mesh_of(2)
+    layer = moe_ext.MoELayer(D, 5, 2, ep_group=mesh.ep_group).double()
+    md.fully_shard(layer, mesh)
+    placements = {name: p.placements for name, p in layer.experts.named_parameters()}
+    assert placements == {"gate_up_proj": (Shard(1),), "down_proj": (Shard(1),)}
+    state = md.full_state_dict(layer)
+    alone = moe_ext.MoELayer(D, 5, 2).double()
+    alone.load_state_dict(state)
+    nn.init.zeros_(layer.experts.down_proj)
+    set_model_state_dict(layer, state, options=StateDictOptions(full_state_dict=True))
+    layer(batch(dist.get_rank())).square().mean().backward()
+    moe_ext.nn.set_loss_scale(alone, 0.25)
+    for rank in range(4):
+        (alone(batch(rank)).square().mean() / 4).backward()
+    assert_gradients(layer, alone)
+
+
+@FOUR()
+def what_the_library_does_not_wrap():
+    mesh = mesh_of(2)
+    raised(
+        ValueError,
+        "over mesh.ep_group, got 'ep' over another",
+        by_library,
+        Model(own_groups()),
+        mesh,
+    )
+    model = Model(mesh.ep_group)
+    budgeted(model)
+    by_library(model, mesh)
+    text = "leave the experts of a layer with a row_budget whole"
+    raised(ValueError, text, loss_of, model, dist.get_rank())
+
+
 @pytest.mark.parametrize("name", FOUR)
 def test_over_four_ranks(name):
     FOUR.assert_passed(4, name)
+
+
+def wholes(model, optimizer):
+    state = md.checkpoint.TrainingState(model, optimizer).state_dict()
+    found = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.items()}
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def save_on_four(rank, folder):
+    mesh = md.MoEMesh(dp=2, ep=2)
+    model = by_library(Model(mesh.ep_group), mesh)
+    optimizer = optimizer_of(model)
+    train(model, optimizer, range(2), [rank])
+    md.checkpoint.save(folder / "ours", model, optimizer)
+    dcp.save({"model": model.blocks[0].state_dict()}, checkpoint_id=folder / "torch")
+    return wholes(model, optimizer)
+
+
+def load_and_go_on(rank, folder, dp, ep):
+    mesh = None if dp * ep == 1 else md.MoEMesh(dp=dp, ep=ep)
+    model = Model(None if mesh is None else mesh.ep_group, seed=rank)
+    if mesh is not None:
+        by_library(model, mesh)
+    optimizer = optimizer_of(model)
+    state = {"model": model.blocks[0].state_dict()}
+    dcp.load(state, checkpoint_id=folder / "torch", no_dist=mesh is None)
+    model.blocks[0].load_state_dict(state["model"])
+    loaded = {n: t for n, t in wholes(model, ()).items() if n.startswith("model.blocks.0")}
+    md.checkpoint.load(folder / "ours", model, optimizer)
+    found = wholes(model, optimizer)
+    assert {name: found[name] for name in loaded}.keys() == loaded.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in loaded.items())
+    # The batches of four ranks.
+    share = 4 // (dp * ep)
+    train(model, optimizer, [2], range(rank * share, (rank + 1) * share))
+    return found, wholes(model, optimizer)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fsdp")
+    return folder, spawn_ranks(save_on_four, 4, folder)
+
+
+@pytest.mark.parametrize("dp, ep", [(1, 1), (1, 2), (4, 1), (2, 2)])
+def test_another_number_of_ranks_goes_on(saved, dp, ep):
+    """Experts, with names of their own or stacked, their moments, and the rest of the model."""
+    folder, told = saved
+    if dp * ep == 1:
+        found = [load_and_go_on(0, folder, 1, 1)]
+    else:
+        found = spawn_ranks(load_and_go_on, dp * ep, folder, dp, ep)
+    at_save = {name: tensor for rank in told for name, tensor in rank.items()}
+    for rank in [*told, *(before for before, _ in found)]:
+        assert [n for n, tensor in rank.items() if not torch.equal(tensor, at_save[n])] == []
+    assert {name for before, _ in found for name in before} == at_save.keys()
+    want = Model()
+    optimizer = optimizer_of(want)
+    train(want, optimizer, range(3), range(4))
+    expected = wholes(want, optimizer)
+    assert expected.keys() == at_save.keys()
+    for name, tensor in (pair for _, after in found for pair in after.items()):
+        torch.testing.assert_close(tensor, expected[name], **TIGHT)
