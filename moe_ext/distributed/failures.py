@@ -3,7 +3,8 @@
 A backend's own message names a socket address at best. Here every process that sees a failure
 writes a key into the default store, and looks for the keys of the others; the ranks that stay
 silent are named. For ranks on the same host the process table gives certainty: a dead process is
-told from a slow one.
+told from a slow one. An error of this rank alone, such as one of shapes, is no failed rank: it
+stays as it is, and the others learn of it if they come to miss this rank.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,6 +31,13 @@ _POLL_SECONDS = 0.05
 # a process that ends at once would be taken for another dead one.
 _LINGER_SECONDS = 0.5
 _LINGER_WITHOUT_STORE_SECONDS = 2.0
+
+# What Gloo, NCCL and c10d say of a connection that ended, in errors without a class of their own.
+_OF_CONNECTIONS = re.compile(
+    r"(?<!ProcessGroup)gloo|nccl|connect|time(d |-)?out|socket|broken pipe|reset by peer|closed",
+    re.IGNORECASE,
+)
+_ERROR_KEY = "moe_ext/error"
 
 # (host id, process id) of every global rank seen so far; filled by `remember_processes`.
 _processes: dict[int, tuple[int, int]] = {}
@@ -94,6 +103,8 @@ class _RollCall:
     dead: set[int] = field(default_factory=set)
     store_lost: bool = False
     looked: bool = False
+    # Own errors of the missing, by rank.
+    errors: dict[int, str] = field(default_factory=dict)
 
 
 def _roll_call(group: ProcessGroup, grace: float) -> _RollCall:
@@ -119,8 +130,29 @@ def _roll_call(group: ProcessGroup, grace: float) -> _RollCall:
         if known or time.monotonic() > deadline or (call.store_lost and call.dead):
             break
         time.sleep(_POLL_SECONDS)
+    if not call.store_lost:
+        call.errors = _own_errors(call.silent)
     time.sleep(_LINGER_WITHOUT_STORE_SECONDS if call.store_lost else _LINGER_SECONDS)
     return call
+
+
+def _own_errors(ranks: set[int]) -> dict[int, str]:
+    """What ranks said of errors of their own, the last of each."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        store = _c10d.default_store()
+        known = [rank for rank in sorted(ranks) if store.check([f"{_ERROR_KEY}/{rank}"])]
+        return {rank: store.get(f"{_ERROR_KEY}/{rank}").decode() for rank in known}
+    return {}
+
+
+def _tell_own_error(operation: str, error: Exception) -> None:
+    with contextlib.suppress(RuntimeError, ValueError):
+        reason = f"{operation}: {_first_line(error)}"
+        _c10d.default_store().set(f"{_ERROR_KEY}/{dist.get_rank()}", reason)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _named(ranks: set[int]) -> str:
@@ -151,7 +183,9 @@ def diagnose(
     """
     call = _roll_call(group, grace)
     finding, blamed = _describe(call, grace)
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = _first_line(error)
+    for rank, text in call.errors.items():
+        finding += f"; the last error of rank {rank} was {text!r}"
     message = (
         f"{operation}: expected every rank of the group {list(group_ranks(group))} to take part, "
         f"but {finding} (seen by rank {dist.get_rank()}; {group.name()} reports: {reason})"
@@ -168,7 +202,7 @@ def naming_failed_ranks(group: ProcessGroup | None, operation: str) -> Iterator[
         operation: what to call the code inside in the message.
 
     Raises:
-        RankFailureError: in the place of any RuntimeError that is not one already.
+        RankFailureError: in the place of a RuntimeError that says that ranks are gone or silent.
     """
     _exit.wait_at_exit()
     try:
@@ -176,6 +210,9 @@ def naming_failed_ranks(group: ProcessGroup | None, operation: str) -> Iterator[
     except RankFailureError:
         raise
     except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not _OF_CONNECTIONS.search(str(error)):
+            _tell_own_error(operation, error)
+            raise
         members = dist.group.WORLD if group is None else group
         assert members is not None
         raise diagnose(members, operation, error) from error

@@ -46,6 +46,9 @@ def run_chunks(
     """
     named = dict(experts.named_parameters())
     work = _Work(dispatcher, chunks, experts, tuple(named))
+    counts = chunks[0].counts
+    if counts is not None and counts.has_backward and not x_TD.requires_grad:
+        x_TD = x_TD.detach().requires_grad_()
     y_TD: Tensor = _RunChunks.apply(work, x_TD, topk_weights_TK, *named.values())
     return y_TD
 

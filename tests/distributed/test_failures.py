@@ -124,3 +124,45 @@ def test_processes_of_this_host_are_known_dead_or_alive(monkeypatch):
     assert failures._is_dead_here(1) is False
     assert failures._is_dead_here(3) is None
     assert failures._is_dead_here(4) is None
+
+
+def rank_with_an_error_of_its_own(rank):
+    """(message, ranks named) of what each rank gets where one has a tensor of another shape."""
+    x = torch.zeros(4, 2)
+    try:
+        with failures.naming_failed_ranks(None, "step"):
+            if rank == 1:
+                x.view(3, 3)
+            dist.all_reduce(x)
+    except RankFailureError as error:
+        return str(error), error.ranks
+    except RuntimeError as error:
+        return str(error), None
+    return "no error", None
+
+
+def test_an_error_of_shapes_is_no_failed_rank():
+    messages, named = zip(*spawn_ranks(rank_with_an_error_of_its_own, 3, store="tcp"), strict=True)
+    assert messages[1] == "shape '[3, 3]' is invalid for input of size 8"
+    assert named == ((1,), None, (1,))
+    for message in (messages[0], messages[2]):
+        assert "the last error of rank 1 was \"step: shape '[3, 3]' is invalid" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "is_of_connections"),
+    [
+        (
+            "[/third_party/gloo/transport/tcp/pair.cc:5] Connection closed by peer",
+            True,
+        ),
+        ("[../unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation", True),
+        ("NCCL communicator was aborted on rank 1.", True),
+        ("Broken pipe", True),
+        ("aten.mul_: got inputs with different meshes", False),
+        ("ProcessGroupGloo::allreduce: only supports dense tensors", False),
+        ("The size of tensor a (3) must match the size of tensor b (4)", False),
+    ],
+)
+def test_which_errors_are_of_connections(text, is_of_connections):
+    assert bool(failures._OF_CONNECTIONS.search(text)) == is_of_connections

@@ -27,16 +27,16 @@ from moe_ext.distributed.dispatch.chunks import (
     keep_first,
     schedule,
 )
-from moe_ext.distributed.failures import RankFailureError
 from moe_ext.distributed.groups import (
     GroupHandle,
     check_group,
     group_rank,
-    group_ranks,
     group_size,
 )
 from moe_ext.ops.grouped_gemm import row_alignment
 
+# What a rank does for a backward pass: nothing, record one, or record one that its rows are in.
+_NOT_RECORDED, _RECORDED, _IN_GRAPH = range(3)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -180,8 +180,8 @@ class TokenDispatcher:
     def routing(self, x: Tensor) -> AbstractContextManager[object]:
         """Context for what comes before `dispatch` and can fail on one rank alone.
 
-        Checks of x, the router: when the code inside fails, the other ranks get a ValueError from
-        their `dispatch` that names this rank, in the place of waiting for it.
+        Checks of x, the router: when the code inside fails, the other ranks get the same error
+        from their `dispatch`, with this rank's name, in the place of waiting for it.
 
         Args:
             x: the input that is looked at, `[..., D]`.
@@ -211,8 +211,8 @@ class TokenDispatcher:
 
         Raises:
             TypeError: x_TD is of a dtype that is not exchanged.
-            ValueError: on every rank, when num_experts, top_k, model_dim or the dtype differ
-                between ranks.
+            ValueError: on every rank, when num_experts, top_k, model_dim, the dtype, whether there
+                is a capacity or whether gradients are recorded differ between ranks.
             RankFailureError: a rank died or did not answer.
         """
         if self.group is None:
@@ -362,6 +362,9 @@ class TokenDispatcher:
         counts: RowCounts,
         word: str,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
+        if counts.has_backward and not rows_ND.requires_grad:
+            # Another rank's gradients come back through here: take part in their exchange.
+            rows_ND.requires_grad_()
         rows_RD = self.exchange_rows(
             rows_ND,
             counts.sent,
@@ -427,8 +430,8 @@ class TokenDispatcher:
                 taken_TD, topk_idx_TK, topk_weights_TK, capacity
             )
         own_PL = tables.expert_offsets.diff().view(self.num_ranks, self.num_local_experts)
-        code = _DTYPES.index(x_TD.dtype)
-        header = (x_TD.shape[1], code, topk_idx_TK.shape[1], 0, capacity or 0)
+        code, limit = _DTYPES.index(x_TD.dtype), -1 if capacity is None else capacity
+        header = (x_TD.shape[1], code, topk_idx_TK.shape[1], 0, limit, _graph_of(x_TD))
         return rows_ND, tables, self._count(own_PL, header)
 
     @contextlib.contextmanager
@@ -436,22 +439,28 @@ class TokenDispatcher:
         """Tell the other ranks when the code inside fails, in the place of the counts."""
         try:
             yield
-        except Exception:
+        except Exception as error:
             code = _DTYPES.index(x.dtype) if x.dtype in _DTYPES else len(_DTYPES)
-            header = (x.shape[-1] if x.dim() else 0, code, 0, 1, 0)
+            header = (x.shape[-1] if x.dim() else 0, code, 0, 1, 0, _graph_of(x))
             nothing_PL = torch.zeros(
                 self.num_ranks, self.num_local_experts, dtype=torch.int64, device=x.device
             )
             # The error of this rank says more than that of the exchange.
-            with contextlib.suppress(ValueError, RankFailureError):
-                self._count(nothing_PL, header)
+            with contextlib.suppress(ValueError, TypeError, RuntimeError):
+                self._count(nothing_PL, header, error)
             raise
 
-    def _count(self, own_PL: Tensor, header: tuple[int, int, int, int, int]) -> RowCounts:
+    def _count(
+        self,
+        own_PL: Tensor,
+        header: tuple[int, int, int, int, int, int],
+        problem: Exception | None = None,
+    ) -> RowCounts:
         """Tell every rank how many rows it gets for each of its experts.
 
-        The message carries a header (model_dim, dtype, top_k, whether the sender failed, capacity),
-        since an exchange of rows of different sizes would hang or mix up bytes.
+        The message carries a header (model_dim, dtype, top_k, whether the sender failed, capacity,
+        whether rows are in a graph), since an exchange of rows of different sizes, or a backward
+        pass on some ranks alone, would hang or mix up bytes.
         """
         operation = type(self).__name__
         if not self._agreed:
@@ -467,20 +476,25 @@ class TokenDispatcher:
         # the allocator its size, on the host; and every rank must reach the same verdict before
         # rows move.
         table = torch.cat([heads, counts_PL.sum(1, True), own_PL.sum(1, True)], 1).tolist()
-        dims, codes, top_ks, failed, limits, num_received, num_sent = zip(*table, strict=True)
+        dims, codes, top_ks, failed, limits, graphs, num_received, num_sent = zip(
+            *table, strict=True
+        )
+        if any(failed):
+            # One more message, with the reason.
+            agree(operation, {}, problem, self.group, own_PL.device)
         check_equal_over_ranks("model_dim", dims, self.group, operation)
         names = [*map(str, _DTYPES), "another dtype"]
         dtypes = [names[code] for code in codes]
         check_equal_over_ranks("the dtype of x", dtypes, self.group, operation)
-        if any(failed):
-            rank = group_ranks(self.group)[failed.index(1)]
-            raise ValueError(
-                f"{operation}: expected every rank to route its tokens, but rank {rank} failed "
-                "before that; see its own error"
-            )
         check_equal_over_ranks("top_k", top_ks, self.group, operation)
-        expert_capacity = sum(limits) if all(limits) else None
-        return RowCounts(num_sent, num_received, counts_PL, expert_capacity)
+        limited = [limit >= 0 for limit in limits]
+        check_equal_over_ranks("whether there is a capacity", limited, self.group, operation)
+        records = [graph != _NOT_RECORDED for graph in graphs]
+        name = "torch.is_grad_enabled() in the forward pass"
+        check_equal_over_ranks(name, records, self.group, operation)
+        expert_capacity = sum(limits) if all(limited) else None
+        has_backward = _IN_GRAPH in graphs
+        return RowCounts(num_sent, num_received, counts_PL, expert_capacity, has_backward)
 
     def _exchanged_chunks(
         self,
@@ -511,6 +525,12 @@ class TokenDispatcher:
                 )
                 tables, pairs_PP = _dropping(tables, kept), allowed_PP
         return cut_exchange(tables, counts, schedule(pairs_PP, limit), rank)
+
+
+def _graph_of(x: Tensor) -> int:
+    if not torch.is_grad_enabled():
+        return _NOT_RECORDED
+    return _IN_GRAPH if x.requires_grad else _RECORDED
 
 
 def _dropping(before: ops.Permutation, kept: ops.Permutation) -> ops.Permutation:

@@ -24,12 +24,14 @@ class RowCounts:
         received: rows that it receives from each.
         received_PL: rows that it receives from each rank for each of its experts.
         expert_capacity: rows that a local expert gets at most, from all ranks; None without limit.
+        has_backward: whether rows of some rank get a gradient: all ranks then take part.
     """
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
     received_PL: Tensor
     expert_capacity: int | None = None
+    has_backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ def cut_exchange(
             tuple(send_P.tolist()),
             tuple(receive_P.tolist()),
             torch.diff(reached_PL, dim=1, prepend=begin_P1),
+            has_backward=counts.has_backward,
         )
         slots = _slots_of_runs(tables, first_P + sent_P, send_P)
         chunks.append(Chunk(tables, slots, tables.expert_offsets, part))
