@@ -2,6 +2,7 @@
 # make test     install what testing needs, build, and run every test
 # make test-fast    the daily loop: loops and kernels in C++, operators and layers of one process, in under two minutes
 # make test-full    every combination of parameters, ten times the fuzzing, the oldest and the newest torch, mutants
+# make docs     the pages of docs/ and a reference from the docstrings as a site in build/docs
 # make lint     formatting, style, types and spelling
 # make bench    time the operators beside their peers and rewrite docs/benchmarks.md
 # make build    build the operators in place
@@ -28,7 +29,7 @@ SAY_WHAT_WAS_LEFT_OUT = $(BIN)/ctest --test-dir $(BUILD_DIR) -N | grep -q "Total
 	command -v valgrind >/dev/null || echo "make test: without the instruction counts: valgrind is not installed"
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
-.PHONY: demo test test-fast test-full lint bench build compat compat-newest cuda gpu-check gpu-report clean
+.PHONY: demo test test-fast test-full docs lint bench build compat compat-newest cuda gpu-check gpu-report clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -77,6 +78,11 @@ $(VENV)-$(1)/bin/python tools/install.py --torch $(2) pytest pytest-timeout pyte
 PYTHONPATH=. $(VENV)-$(1)/bin/python -m moe_ext info --brief
 $(VENV)-$(1)/bin/python -m pytest $(WORKERS) -m compat tests/ops tests/nn tests/distributed tests/compression tests/optim tests/test_cuda_library.py tests/test_runtime_library.py
 endef
+
+docs: build
+	$(BIN)/python tools/install.py --extra docs
+	$(BIN)/sphinx-build --quiet --jobs auto --fail-on-warning --builder html docs build/docs
+	@echo "make docs: open build/docs/index.html"
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .

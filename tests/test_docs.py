@@ -3,11 +3,14 @@
 import ast
 import importlib
 import re
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.run import get_args_parser
 
 import moe_ext
 
@@ -19,6 +22,7 @@ ELSEWHERE = {
     "compression.md",
     "distributed.md",
     "fsdp.md",
+    "in_your_stack.md",
     "hugging_face.md",
     "migrate.md",
     "optimizers.md",
@@ -84,7 +88,40 @@ def test_the_index_has_every_page():
     assert sorted(linked) == sorted(p.name for p in DOCS.glob("*.md") if p.name != "README.md")
 
 
+def anchors(page):
+    """Of the headings, as GitHub and MyST make them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
 def test_links_lead_somewhere():
-    for page in [*DOCS.glob("*.md"), DOCS.parent / "README.md"]:
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+    root = DOCS.parent
+    for page in [*DOCS.glob("*.md"), *root.glob("*.md"), *root.glob("csrc/**/*.md")]:
+        for target, anchor in re.findall(r"\]\(([^):#\s]*)(?:#([^)]*))?\)", page.read_text()):
+            found = page.parent / target if target else page
+            assert found.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(found), f"{page.name}: {target}#{anchor}"
+
+
+STACK = (DOCS / "in_your_stack.md").read_text()
+
+
+@pytest.mark.parametrize("script", re.findall(r"```bash\n(.*?)```", STACK, re.DOTALL))
+def test_launch_lines_are_lines_of_bash_and_torchrun(script):
+    subprocess.run(["bash", "-n", "-c", script], check=True)
+    for line in re.findall(r"torchrun (.*)", script.replace("\\\n", " ")):
+        words = shlex.split(re.sub(r"\$\w+", "1", line))
+        given = get_args_parser().parse_args(words)
+        assert given.training_script.endswith(".py")
+
+
+def test_the_kubernetes_job_is_one():
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load(re.search(r"```yaml\n(.*?)```", STACK, re.DOTALL)[1])
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert sum(replica["replicas"] for replica in replicas.values()) == 4
+    for replica in replicas.values():
+        (container,) = replica["template"]["spec"]["containers"]
+        assert container["name"] == "pytorch"
+        assert get_args_parser().parse_args(container["command"][1:])

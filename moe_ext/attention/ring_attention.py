@@ -90,9 +90,9 @@ def ring_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a sequence that the ranks of a group hold in parts, equal to one process's.
 
-    softmax(mask(softcap(scale * q k^T) - slope |i - j|)) v over the whole sequence, by the global
-    positions i and j of queries and keys. A query without any key gives zeros, lse -inf and zero
-    gradients. Every rank has to run the backward pass too: it is one ring more.
+    ``softmax(mask(softcap(scale * q k^T) - slope |i - j|)) v`` over the whole sequence, by the
+    global positions i and j of queries and keys. A query without any key gives zeros, lse -inf and
+    zero gradients. Every rank has to run the backward pass too: it is one ring more.
 
     Under `torch.autocast`, q, k and v are cast as those of torch's own attention are.
 

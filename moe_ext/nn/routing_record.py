@@ -129,7 +129,7 @@ class RoutingRecord:
 
     Recorded are the indices alone. A replay sends the tokens to the recorded experts and computes
     weights, sums of scores and losses anew from the logits of the replaying model at these experts:
-    they stay differentiable, and a router that has drifted cannot produce a division by zero.
+    they stay differentiable, and a router that has drifted cannot produce a division by zero::
 
         record = moe_ext.nn.RoutingRecord()
         with torch.no_grad(), record.recording(rollout_model, step=7):

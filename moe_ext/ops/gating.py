@@ -45,13 +45,13 @@ def topk_gate(
     With :math:`p = \mathrm{softmax}(x)`, :math:`s = \sigma(x)` and the chosen experts :math:`C`,
     the weight of :math:`i \in C` is ``scale`` times
 
-    ================  =================================  =======================================
-    ``score_fn``      ``renormalize=True``               ``renormalize=False``
-    ================  =================================  =======================================
-    ``softmax``       :math:`p_i / \sum_{j \in C} p_j`   :math:`p_i`
-    ``topk_softmax``  :math:`e^{x_i} / \sum_{j \in C} e^{x_j}`, whatever ``renormalize`` says
-    ``sigmoid``       :math:`s_i / \sum_{j \in C} s_j`   :math:`s_i`
-    ================  =================================  =======================================
+    ================  =========================================  =====================
+    ``score_fn``      ``renormalize=True``                       ``renormalize=False``
+    ================  =========================================  =====================
+    ``softmax``       :math:`p_i / \sum_{j \in C} p_j`           :math:`p_i`
+    ``topk_softmax``  :math:`e^{x_i} / \sum_{j \in C} e^{x_j}`   the same
+    ``sigmoid``       :math:`s_i / \sum_{j \in C} s_j`           :math:`s_i`
+    ================  =========================================  =====================
 
     where a sum of sigmoids below the smallest normal number is replaced by that number.
 
