@@ -182,15 +182,9 @@ class Buckets:
             "their dtype": flat_N.dtype,
             "the codecs": _joined(c.name if c else "auto" for c in codecs),
             "the options of the codecs": _joined(dict.fromkeys(map(repr, codecs))),
-            "the warm-up": options.warmup,
-            "other options": _joined(
-                [options.candidates, options.monitor, options.local_clip_norm]
-            ),
             "the optimizer's groups": _joined(rates),
             "the step": step,
-            "average": options.average,
-            "nonfinite": options.nonfinite,
-            "node_size": options.node_size,
+            **options.facts(),
             # With nodes it is brought to others; and where nothing is kept, steps may be silent.
             "what is kept of them": _joined(self.feedback.kinds_of(names)),
         }

@@ -43,7 +43,7 @@ def compress_hook(
 
     Raises:
         ValueError: on every rank, at the end of the backward pass: a gradient is NaN or infinite
-            (unless the state lets it pass), the ranks have different codecs, or the state serves
+            (unless the state lets it pass), the ranks have different options, or the state serves
             another model or other ranks than DDP. Gradients are zero then, and what is owed is as
             it was; the next step may go on.
         RankFailureError: at the end of the backward pass: a rank died or did not answer.

@@ -149,7 +149,8 @@ def _check(
             )
     trained = [p for p in model.parameters() if p.requires_grad]
     _, strange = state.parameters.names_of(trained, may_be_new=state.step == 0)
-    facts = {"the number of parameters": sum(1 for _ in model.parameters())}
+    count = sum(1 for _ in model.parameters())
+    facts = {"the number of parameters": count, **state.options.facts()}
     gradients = [p.grad for p in model.parameters() if p.grad is not None and id(p) not in reduced]
     fresh = [int(not all(is_synced(g) for g in gradients)), int(bool(gradients))]
     problem = problem or strange

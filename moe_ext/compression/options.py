@@ -42,6 +42,13 @@ class Options:
             if norm is not None and not norm > 0:
                 raise ValueError(f"CompressionState: expected {name} to be positive, got {norm}")
 
+    def facts(self) -> dict[str, object]:
+        """What must be equal on every rank in a step, by name."""
+        names = ("warmup", "monitor", "candidates", "nonfinite", "average", "clip_norm")
+        found = {name: getattr(self, name) for name in (*names, "local_clip_norm", "node_size")}
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return {**found, "lr": [float(group["lr"]) for group in groups]}
+
     def rate_groups(self) -> dict[int, int]:
         """Id of a parameter to the number of its group in the optimizer."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups

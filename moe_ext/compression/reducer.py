@@ -493,6 +493,7 @@ class Reducer:
             norms.update(zip(names, found, strict=True))
         report = StepReport(
             step=self._progress.step,
+            options=self._options.facts(),
             failed=failed,
             names=[*(name for running in common for name in running.bucket.names), *self._held_by],
             norms=norms,

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed.agreement import check_equal_over_ranks, share
+from moe_ext.distributed.agreement import agree, check_equal_over_ranks, share
 from moe_ext.distributed.groups import group_rank, group_ranks, group_size
 
 # Flags of parameters that go in one number of a message.
@@ -27,6 +28,7 @@ class StepReport:
 
     Attributes:
         step: its number.
+        options: see `Options.facts`; a checksum travels, and all of it where that differs.
         failed: whether it has met an error that the others may not know of.
         names: parameters of the step, the same in the same order on every rank.
         norms: of the gradients, for those that are here.
@@ -37,6 +39,7 @@ class StepReport:
     """
 
     step: int
+    options: Mapping[str, object]
     failed: bool
     names: Sequence[str]
     norms: Mapping[str, float]
@@ -60,7 +63,12 @@ class StepReport:
             floats += [numbers.get(name, 0.0) for name in self.parts]
         # Their bits, in a message of integers.
         coded = struct.unpack(f"<{len(floats)}q", struct.pack(f"<{len(floats)}d", *floats))
-        return [int(self.failed), bad, self.step, *coded, *words]
+        return [int(self.failed), bad, self.step, self.checksum, *coded, *words]
+
+    @property
+    def checksum(self) -> int:
+        """Of the options."""
+        return zlib.crc32(str(self.options).encode())
 
 
 @dataclass
@@ -100,7 +108,8 @@ def exchange_reports(
         operation: for error messages.
 
     Raises:
-        ValueError: on every rank: one of them has failed, or they are not at the same step.
+        ValueError: on every rank: one of them has failed, or they are not at the same step, or
+            have other options.
         RankFailureError: a rank died or did not answer.
     """
     message = report.message()
@@ -117,10 +126,12 @@ def exchange_reports(
         )
     if group is not None:
         check_equal_over_ranks("the step", [row[2] for row in rows], group, operation)
+        if any(row[3] != report.checksum for row in rows):
+            agree(operation, report.options, None, group, device)
     bad = [(r, report.names[row[1]]) for r, row in zip(ranks, rows, strict=True) if row[1] >= 0]
-    end = 5 + 2 * len(report.parts)
-    count = end - 3
-    floats = [struct.unpack(f"<{count}d", struct.pack(f"<{count}q", *row[3:end])) for row in rows]
+    end = 6 + 2 * len(report.parts)
+    count = end - 4
+    floats = [struct.unpack(f"<{count}d", struct.pack(f"<{count}q", *row[4:end])) for row in rows]
     owed, given = (sum(row[i] for row in floats) for i in range(2))
     ratio = math.sqrt(owed / given) if given > 0.0 else None
     found = StepOutcome(bad, ratio=ratio)

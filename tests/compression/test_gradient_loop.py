@@ -202,9 +202,9 @@ def check_options_that_differ_in_a_loop():
     first = dist.get_rank() == 0
     optimizer = torch.optim.SGD([{"params": [p]} for p in model.parameters()], 0.1)
     for text, options in (
-        ("the warm-up", {"codec": "topk", "warmup": Warmup(dense_steps=int(first))}),
-        ("other options", {"candidates": ("none", ("int8", "int4")[first])}),
-        ("the optimizer's groups", {"codec": "int8", "optimizer": optimizer if first else None}),
+        ("warmup", {"codec": "topk", "warmup": Warmup(dense_steps=int(first))}),
+        ("candidates", {"candidates": ("none", ("int8", "int4")[first])}),
+        ("lr", {"codec": "int8", "optimizer": optimizer if first else None}),
     ):
         model.zero_grad()
         loss_of(model, batch(0)).backward()

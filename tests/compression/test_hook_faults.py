@@ -26,6 +26,7 @@ from moe_ext.compression import (
     Threshold,
     TopK,
     Warmup,
+    compress_gradients,
     compress_hook,
     cost_model,
     reducer,
@@ -121,6 +122,39 @@ def check_large_gradients_are_finite():
     parallel.zero_grad()
     (loss_of(parallel, batch(0)) * 1e25).backward()
     assert all(torch.isfinite(p.grad).all() for p in parallel.parameters())
+
+
+def check_options_changed_on_one_rank_are_named():
+    changed = {"average": False, "clip_norm": 0.5, "local_clip_norm": 2.0, "lr": 0.05}
+    for hooked in (True, False):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        state = CompressionState(model=model, codec="int8", optimizer=optimizer)
+        parallel = DistributedDataParallel(model) if hooked else model
+        if hooked:
+            parallel.register_comm_hook(state, compress_hook)
+
+        def reduce(step, parallel=parallel, model=model, state=state):
+            model.zero_grad()
+            loss_of(parallel, batch(step)).backward()
+            if parallel is model:
+                compress_gradients(model, state)
+
+        for step in range(2):
+            reduce(step)
+        before = state_bits(state)
+        for name, value in changed.items():
+            where = optimizer.param_groups[0] if name == "lr" else vars(state.options)
+            kept = where[name]
+            where[name] = value if dist.get_rank() == 1 else kept
+            message = rf"expected {name} to be equal on every rank, .*{value}\]? on rank 1"
+            with pytest.raises(ValueError, match=message):
+                reduce(2)
+            where[name] = kept
+            assert_same_bits(state_bits(state), before)
+            assert not hooked or all(not p.grad.any() for p in model.parameters())
+        reduce(3)
+        assert state.step == 3
 
 
 def counting_messages(monkeypatch):
