@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from trainers import TRAINERS, Job, Model
 
 from moe_ext import distributed as md
@@ -75,6 +76,7 @@ def run_cell(cell, half, mesh, folder, want):
     steps = slice(0, STEPS // 2) if half == 0 else slice(STEPS // 2, STEPS)
     job = Job(
         model,
+        mesh,
         batches(dist.get_rank(), size)[steps],
         memory == "compile",
         (lambda *_: None) if half == 0 else functools.partial(md.checkpoint.load, path),
@@ -86,7 +88,8 @@ def run_cell(cell, half, mesh, folder, want):
     places = md.placements(model)
     for name, parameter in model.named_parameters():
         expected = want[name] if name not in places else places[name].local(want[name])
-        difference = float((parameter - expected).abs().max())
+        held = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        difference = float((held - expected).abs().max())
         assert difference < TOLERANCE, f"{name} differs by {difference}"
 
 

@@ -69,6 +69,7 @@ class Job:
 
     Attributes:
         model: in this process alone, its experts spread over ranks if they are to be.
+        mesh: ranks, and those that share the experts.
         batches: arguments of the model, of this rank, one step each.
         compiled: whether the model is to run under `torch.compile(backend="eager")`.
         restore: call it with the model and the optimizer before the first step.
@@ -76,6 +77,7 @@ class Job:
     """
 
     model: Model
+    mesh: md.MoEMesh
     batches: list[dict[str, torch.Tensor]]
     compiled: bool
     restore: Callable[[nn.Module, torch.optim.Optimizer], None]
@@ -218,3 +220,18 @@ def lightning(job):
     data = torch.utils.data.DataLoader(job.batches, batch_size=None)
     tool.fit(job.compile(module), data)
     job.save(job.model, module.own)
+
+
+@trainer("FSDP2")
+def fully_sharded(job):
+    """`fully_shard` and `clip_grad_norm_` of the library."""
+    for layer in job.model.layers:
+        md.fully_shard(layer, job.mesh)
+    md.fully_shard(job.model, job.mesh)
+    optimizer, model = job.optimizer(job.model), job.compile(job.model)
+    for batch in job.batches:
+        optimizer.zero_grad()
+        model(**batch)["loss"].backward()
+        md.clip_grad_norm_(job.model, MAX_NORM)
+        optimizer.step()
+    job.save(job.model, optimizer)
