@@ -86,6 +86,17 @@ def around_clip_grad_norm_(make: Callable[[Callable[..., Tensor]], Callable[...,
     cell.cell_contents = functools.wraps(cell.cell_contents)(make(cell.cell_contents))
 
 
+def around_unscale(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace how a `torch.amp.GradScaler` divides gradients by its scale, and looks at them.
+
+    Args:
+        make: takes the method, and returns what stands in its place: device to a tensor that is
+            positive where a gradient is not finite.
+    """
+    unscale = torch.amp.GradScaler._unscale_grads_
+    torch.amp.GradScaler._unscale_grads_ = functools.wraps(unscale)(make(unscale))  # type: ignore[method-assign]
+
+
 def call_after_backward(function: Callable[[], None]) -> None:
     """Call a function when the backward pass that runs has ended, and DDP has ended its part.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -190,4 +191,22 @@ def _clip_over_ranks(clip: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return clip_over_ranks
 
 
+def _overflow_over_ranks(unscale: Callable[..., Any]) -> Callable[..., Any]:
+    """A `GradScaler` that skips a step on every rank if gradients of some rank's shard overflow.
+
+    Otherwise the ranks would go on with different weights of what they hold copies of.
+    """
+
+    def unscale_over_ranks(scaler: Any, optimizer: Any, *args: Any) -> Any:
+        found = unscale(scaler, optimizer, *args)
+        places = [known_shard(p) for group in optimizer.param_groups for p in group["params"]]
+        for group in dict.fromkeys(place.group for place in places if place is not None):
+            for overflow in found.values():
+                comm.all_reduce_(overflow, group, operation="GradScaler", op="max", counted=False)
+        return found
+
+    return unscale_over_ranks
+
+
 _c10d.around_clip_grad_norm_(_clip_over_ranks)
+_c10d.around_unscale(_overflow_over_ranks)

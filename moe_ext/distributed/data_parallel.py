@@ -186,8 +186,13 @@ def _before_init(
     sharded = _divided_over(world, sharded_parameters(module))
     problem = _find_problem(module, sharded, world)
     device = next(module.parameters()).device
-    rows = agree(_OPERATION, {}, problem, world, device, values=[len(sharded)])
-    if not any(row[0] for row in rows):
+    trained = sum(parameter.requires_grad for parameter, _ in sharded.values())
+    facts = {
+        "the number of parameters that are divided over ranks": len(sharded),
+        "the number of those that require a gradient": trained,
+    }
+    agree(_OPERATION, facts, problem, world, device)
+    if not sharded:
         return None
     groups = replicated_groups(sharded.values(), device)
     _c10d.add_ddp_ignored(module, sharded_tensors(module))

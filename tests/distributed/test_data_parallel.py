@@ -251,6 +251,35 @@ def check_frozen_parameters():
     raised(ValueError, text, DistributedDataParallel, model)
 
 
+def check_experts_that_are_frozen_on_one_rank():
+    model = Model(mesh(2).ep_group)
+    model.second.experts.requires_grad_(dist.get_rank() != 1)
+    text = "the number of those that require a gradient to be equal .* got 6 on rank 0, 4 on rank 1"
+    raised(ValueError, text, wrapped, model)
+
+
+def check_an_overflow_on_one_rank_is_skipped_on_all():
+    model = Model(mesh(2).ep_group).float()
+    ddp, optimizer = wrapped(model), torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    overflow = [False]
+    if mesh(2).ep_rank == 1:
+        hooked = model.first.experts.down_proj
+        hooked.register_hook(lambda grad: grad * math.inf if overflow[0] else grad)
+    for overflow[0] in (False, True):
+        before = flat(model)
+        optimizer.zero_grad()
+        scaler.scale(loss_of(ddp, batches()[0][dist.get_rank()].float())).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(before, flat(model)) == overflow[0]
+        assert scaler.get_scale() == (4.0 if overflow[0] else 8.0)
+    dense = on_all_ranks(model.inp.weight.detach())
+    assert all(torch.equal(one, dense[0]) for one in dense)
+
+
 def check_a_hook_and_a_copy():
     want, model = one_process(), Model(mesh(2).ep_group)
     ddp = wrapped(model)
