@@ -5,6 +5,8 @@ The table of docs/attention.md is made from the names here: run this file to wri
 
 import copy
 import inspect
+import re
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -331,6 +333,70 @@ def a_sampler_gives_a_group_the_same_samples():
     (together, apart), (together_1, apart_1) = found
     assert together == together_1 and sorted(together) == [*range(7)]
     assert {*apart, *apart_1} == {*range(7)} and len(apart) == len(apart_1) == 4
+
+
+@check()
+def trainer_takes_a_prepared_model():
+    pytest.importorskip("accelerate")
+    place = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": 2}
+    model, data = make("llama"), make_samples()
+    whole = copy.deepcopy(model)
+    prepare_model(model, group=group())
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}.items():
+            patch.setenv(name, str(value))
+        arguments = transformers.TrainingArguments(
+            folder,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            num_train_epochs=1,
+            optim="sgd",
+            learning_rate=0.1,
+            lr_scheduler_type="constant",
+            max_grad_norm=0.0,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            # What it does not log is the part of one rank.
+            logging_steps=1,
+            disable_tqdm=True,
+        )
+        with pytest.raises(ValueError, match="input_ids .* to be equal on every rank"):
+            transformers.Trainer(model, arguments, train_dataset=data).train()
+        trainer = ring_trainer()(model, arguments, train_dataset=data)
+        trainer.train()
+    loader, losses = trainer.get_train_dataloader(), []
+    batches = iter(loader)
+    for first, second in zip(batches, batches, strict=True):
+        batch = {key: torch.cat([first[key], second[key]]) for key in first}
+        losses.append(whole(**batch).loss)
+        whole.zero_grad()
+        losses[-1].backward()
+        with torch.no_grad():
+            for parameter in whole.parameters():
+                parameter.sub_(parameter.grad, alpha=0.1)
+    logged = [entry["loss"] for entry in trainer.state.log_history[:-1]]
+    assert logged == pytest.approx([float(loss.detach()) for loss in losses], rel=1e-5)
+    for found, wanted in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6 * float(wanted.abs().max()))
+
+
+def make_samples():
+    """Eight samples of one length, two of which have fewer labels."""
+    rows = torch.randint(3, VOCABULARY, (8, 23), generator=torch.Generator().manual_seed(4))
+    labels = rows.clone()
+    labels[:3, 9:] = -100
+    return [{"input_ids": x, "labels": y} for x, y in zip(rows, labels, strict=True)]
+
+
+def ring_trainer():
+    """The class as the page writes it."""
+    code = next(
+        c for c in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "(Trainer)" in c
+    )
+    names = {"torch": torch, "attention": moe_ext.attention, "cp_group": group()}
+    exec(code, names)
+    return names["RingTrainer"]
 
 
 @pytest.mark.parametrize("name", check)
