@@ -156,7 +156,9 @@ def resolve_activation(
 
 
 def plain_kind(function: object) -> str | None:
-    """The plain kind that a module of torch or transformers computes, None for another."""
+    """The plain kind that a module of torch or transformers, or `F.silu`, computes; else None."""
+    if function is F.silu:
+        return "silu"
     cls = type(function)
     if cls.__module__.partition(".")[0] not in ("torch", "transformers"):
         return None

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_ext.integrations.huggingface import register
+
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 VOCABULARY = 61
@@ -227,3 +229,18 @@ def build(family):
                 rows = torch.rand(len(buffer), SMALL["num_experts"]).argsort(1)
                 buffer.copy_(rows[:, : buffer.shape[1]])
     return model
+
+
+def spread_by_transformers(model, ep_mesh, tp_mesh):
+    """The model as `DistributedConfig(ep_implementation="moe_ext")` spreads it over ranks."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    register()
+    named = [name for name, _ in (*model.named_parameters(), *model.named_modules())]
+    stars = {name: re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name) for name in named}
+    # Some plans (Gemma) divide dense networks besides, for ranks that share a batch.
+    ours = ("grouped_gemm", "ep_dispatch_experts")
+    styles = {star: style for star, style in model.ep_plan.items() if style in ours}
+    plan = {name: styles[star] for name, star in stars.items() if star in styles}
+    assert set(plan.values()) == set(ours)
+    return apply_expert_parallelism(model, ep_mesh, tp_mesh, plan, ep_implementation="moe_ext")

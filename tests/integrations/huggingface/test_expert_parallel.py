@@ -1,16 +1,18 @@
 import copy
-import functools
 
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import FAMILIES, NUM_BLOCKS, assert_near, build, families, make_batch, run
+from hf_families import spread_by_transformers
+from hf_models import NUM_BLOCKS, assert_near, build, families, make_batch, run
+from rank_checks import Checks
+from torch.distributed.device_mesh import init_device_mesh
 
 import moe_ext
-from moe_ext.integrations.huggingface import full_state_dict, register
-from moe_ext.testing import spawn_ranks
+from moe_ext.integrations.huggingface import full_state_dict
 
 RANKS = 2
+CHECKS = Checks()
 
 
 def make(family, **kwargs):
@@ -42,9 +44,11 @@ def expert_slice(tensor, rank):
     return tensor.chunk(RANKS)[rank]
 
 
-def check_replaced(rank):
-    """`replace(ep_group=...)`: gradients, files, copies, for every family."""
-    for family in FAMILIES:
+@CHECKS()
+def replaced():
+    """`replace(ep_group=...)`: gradients, files, copies; test_families.py has every family."""
+    rank = dist.get_rank()
+    for family in ("mixtral", "deepseek_v3"):
         whole, logits = one_process(family)
         model = make(family)
         names, objects = list(model.state_dict()), list(map(id, model.parameters()))
@@ -70,10 +74,11 @@ def check_replaced(rank):
             assert torch.equal(state[name], tensor), name
         again = copy.deepcopy(model)
         assert_near(again(**batch_of(rank)).logits, logits[rank])
-    return True
 
 
-def check_refusals(rank):
+@CHECKS()
+def refusals():
+    rank = dist.get_rank()
     model = make("mixtral", num_local_experts=5)
     before = model.config._experts_implementation
     text = r"experts.num_experts to be a multiple of the group size 2, got 5 on rank 0"
@@ -82,7 +87,8 @@ def check_refusals(rank):
     assert model.config._experts_implementation == before
     assert model.model.layers[0].mlp.experts.down_proj.shape[0] == 5
     model = make("mixtral")
-    model(**batch_of(rank)).loss.backward()
+    kept_loss = model(**batch_of(rank)).loss
+    kept_loss.backward()
     with pytest.raises(ValueError, match=r"expected model.layers.0.mlp.experts.* no gradient"):
         moe_ext.replace(model, ep_group=dist.group.WORLD)
     assert model.model.layers[0].mlp.experts.down_proj.shape[0] == 6
@@ -97,7 +103,8 @@ def check_refusals(rank):
     assert type(model.model.layers[0].mlp.experts).__name__ == "MixtralExperts"
     assert model.config._experts_implementation != "moe_ext"
     del output
-    # An optimizer from before holds the same objects.
+    # What is left of a graph after its backward pass is no obstacle, and an optimizer from before
+    # holds the same objects.
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     moe_ext.replace(model, ep_group=dist.group.WORLD)
     model(**batch_of(rank)).loss.backward()
@@ -108,18 +115,22 @@ def check_refusals(rank):
         moe_ext.replace(model, ep_group=dist.group.WORLD)
     with pytest.raises(ValueError, match=r"verify before replace"):
         moe_ext.verify(model, batch_of(rank))
-    return check_different_models(rank)
+    assert float(kept_loss) > 0
 
 
-def check_different_models(rank):
+@CHECKS()
+def different_models_are_refused():
+    rank = dist.get_rank()
     model = make("mixtral", num_local_experts=4 + 2 * rank)
     with pytest.raises(ValueError, match=r"expected the experts to be equal on every rank"):
         moe_ext.replace(model, ep_group=dist.group.WORLD)
-    return model.model.layers[0].mlp.experts.down_proj.shape[0] == 4 + 2 * rank
+    assert model.model.layers[0].mlp.experts.down_proj.shape[0] == 4 + 2 * rank
 
 
-def check_checkpointing(rank):
+@CHECKS()
+def gradient_checkpointing():
     """A recomputed forward pass runs its collectives again, and on every rank."""
+    rank = dist.get_rank()
     model = make("qwen3_moe").train()
     moe_ext.replace(model, ep_group=dist.group.WORLD)
     _, want = run(model, batch_of(rank))
@@ -127,45 +138,22 @@ def check_checkpointing(rank):
     _, grads = run(model, batch_of(rank))
     for name, gradient in grads.items():
         assert_near(gradient, want[name])
-    return True
-
-
-def test_gradient_checkpointing_over_two_ranks():
-    assert spawn_ranks(check_checkpointing, RANKS) == [True] * RANKS
-
-
-def test_replaced_over_two_ranks():
-    assert spawn_ranks(check_replaced, RANKS) == [True] * RANKS
-
-
-def test_refusals():
-    assert spawn_ranks(check_refusals, RANKS) == [True] * RANKS
 
 
 def parallel_model(family, experts_implementation, tp_size):
-    """A model that transformers itself spreads over ranks, by our implementation."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from transformers.distributed.expert_parallel import apply_expert_parallelism
-
-    register()
     model = make(family)
     model.set_experts_implementation(experts_implementation)
     ep_mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
     tp_mesh = init_device_mesh("cpu", (RANKS // tp_size, tp_size), mesh_dim_names=("fsdp", "tp"))
-    plan = {}
-    for layer in range(len(model.model.layers)):
-        for name, style in model.ep_plan.items():
-            name = name.replace("*", str(layer))
-            names = {n for n, _ in model.named_modules()} | {n for n, _ in model.named_parameters()}
-            if name in names:
-                plan[name] = style
-    assert len(plan) >= 3 * NUM_BLOCKS
-    return apply_expert_parallelism(
-        model, ep_mesh, tp_mesh["tp"], plan, ep_implementation="moe_ext"
-    )
+    return spread_by_transformers(model, ep_mesh, tp_mesh["tp"])
 
 
-def check_interface(rank, experts_implementation, tp_size):
+IMPLEMENTATIONS = ("moe_ext", "grouped_mm", "eager")
+
+
+@CHECKS(*[(name, size) for name in IMPLEMENTATIONS for size in (1, 2)])
+def interface_of_transformers(experts_implementation, tp_size):
+    rank = dist.get_rank()
     for family in ("mixtral", "gpt_oss"):
         whole = make(family)
         whole.set_experts_implementation("eager")
@@ -189,20 +177,12 @@ def check_interface(rank, experts_implementation, tp_size):
                 assert_near(own, expert_slice(parameter.grad, rank))
             elif shared:
                 assert_near(dict(model.named_parameters())[name].grad, parameter.grad)
-    return True
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("experts_implementation", ["moe_ext", "grouped_mm", "eager"])
-def test_interface_of_transformers(experts_implementation, tp_size):
-    check = functools.partial(
-        check_interface, experts_implementation=experts_implementation, tp_size=tp_size
-    )
-    assert spawn_ranks(check, RANKS) == [True] * RANKS
-
-
-def check_empty_rank(rank, experts_implementation):
-    """A rank without tokens takes part in forward and backward."""
+@CHECKS(("moe_ext",), ("grouped_mm",))
+def a_rank_without_tokens(experts_implementation):
+    """It takes part in forward and backward."""
+    rank = dist.get_rank()
     model = parallel_model("mixtral", experts_implementation, 1)
     experts = model.model.layers[0].mlp.experts
     x = torch.randn(0 if rank else 5, 32, requires_grad=True)
@@ -210,13 +190,12 @@ def check_empty_rank(rank, experts_implementation):
     y = experts(x, index, torch.ones(x.shape[0], 2))
     y.sum().backward()
     assert y.shape == x.shape
-    return experts.gate_up_proj.grad is not None
+    assert experts.gate_up_proj.grad is not None
 
 
-@pytest.mark.parametrize("experts_implementation", ["moe_ext", "grouped_mm"])
-def test_a_rank_without_tokens(experts_implementation):
-    check = functools.partial(check_empty_rank, experts_implementation=experts_implementation)
-    assert spawn_ranks(check, RANKS) == [True] * RANKS
+@pytest.mark.parametrize("name", CHECKS)
+def test_two_ranks(name):
+    CHECKS.assert_passed(RANKS, name)
 
 
 @families

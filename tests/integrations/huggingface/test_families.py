@@ -4,6 +4,7 @@ Run by hand, `python tests/integrations/huggingface/test_families.py` writes tha
 """
 
 import contextlib
+import copy
 import io
 import os
 import re
@@ -12,7 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hf_families import FAMILIES, OTHERS, VOCABULARY, build, decorated_families
+from hf_families import (
+    FAMILIES,
+    OTHERS,
+    SMALL,
+    VOCABULARY,
+    build,
+    decorated_families,
+    spread_by_transformers,
+    transformers,
+)
+from torch.distributed.device_mesh import init_device_mesh
 
 import moe_ext
 from moe_ext.testing import spawn_ranks
@@ -66,15 +77,32 @@ def check_one_process(model, batch, relative):
     assert any(".experts." in name for name in report.gradients)
 
 
-def check_two_ranks(model, rank, relative):
-    """With an expert-parallel group: logits, and gradients of the mean over the ranks."""
+def wanted(model, rank):
+    """Logits of eager, and the mean of its gradients over the ranks."""
     model.set_experts_implementation("eager")
-    want_logits, local = run(model, rank)
-    want = {}
+    logits, local = run(model, rank)
+    mean = {}
     for name, parameter in model.named_parameters():
         gradient = local.get(name)
-        want[name] = torch.zeros_like(parameter) if gradient is None else gradient / RANKS
-        dist.all_reduce(want[name])
+        mean[name] = torch.zeros_like(parameter) if gradient is None else gradient / RANKS
+        dist.all_reduce(mean[name])
+    return logits, mean
+
+
+def check_plan(model, rank, relative, meshes, want_logits, want):
+    """Spread by transformers, which leaves to its caller what is not of experts."""
+    model.set_experts_implementation("moe_ext")
+    model = spread_by_transformers(model, *meshes)
+    logits, gradients = run(model, rank)
+    assert_near(logits, want_logits, relative, "logits")
+    for name, gradient in gradients.items():
+        if hasattr(gradient, "to_local"):
+            total = RANKS * want[name].chunk(RANKS)[rank]
+            assert_near(gradient.to_local(), total, relative, name)
+
+
+def check_two_ranks(model, rank, relative, want_logits, want):
+    """With an expert-parallel group: logits, and gradients of the mean over the ranks."""
     moe_ext.replace(model, ep_group=dist.group.WORLD)
     output = model(**batch_of(rank))
     logits = output.logits if hasattr(output, "logits") else output[0]
@@ -113,6 +141,8 @@ def kind_of_experts(model):
 def check_families(rank):
     """Rows of the table, for families that pass."""
     rows = []
+    ep_mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
+    tp_mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("fsdp", "tp"))["tp"]
     for family in FAMILIES:
         for single in {family in FLOAT32, FULL or family in FLOAT32}:
             relative = RELATIVE_FLOAT32 if single else RELATIVE
@@ -120,7 +150,9 @@ def check_families(rank):
             row = row_of(family, model, "yes | yes", kind_of_experts(model))
             try:
                 check_one_process(model, batch_of(rank), relative)
-                check_two_ranks(model, rank, relative)
+                want = wanted(model, rank)
+                check_plan(copy.deepcopy(model), rank, relative, (ep_mesh, tp_mesh), *want)
+                check_two_ranks(model, rank, relative, *want)
             except Exception as error:
                 raise AssertionError(f"{family} in {model.dtype}") from error
         rows.append(row)
@@ -168,6 +200,56 @@ def test_the_list_is_complete():
 def test_every_family():
     """Logits and gradients of eager, in one process and with `ep_group`; the table is current."""
     assert PAGE.read_text() == page_with(table()), "run this file to write the table anew"
+
+
+def implementations(model):
+    named = [(name, module) for name, module in model.named_modules() if name.endswith(".experts")]
+    return [module.config._experts_implementation for _, module in named]
+
+
+def test_a_layer_with_a_config_of_its_own():
+    """transformers changes the config of the model, of which each layer has a copy."""
+    from transformers.models.dots3_note import modeling_dots3_note as dots
+
+    config = dots.Dots3NoteVisionConfig(
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        moe_intermediate_size=12,
+        mlp_layer_types=["dense", "sparse"],
+        per_layer_config={1: {"num_local_experts": 8, "num_experts_per_tok": 2}},
+        adapter_in_dim=32,
+        adapter_out_dim=16,
+    )
+    model = dots.Dots3NoteVisionModel(config)
+    moe_ext.integrations.huggingface.register()
+    before = implementations(model)
+    model.set_experts_implementation("moe_ext")
+    assert implementations(model) == before != ["moe_ext"], "transformers mends this: say so"
+    assert moe_ext.replace(model) == 1
+    assert implementations(model) == ["moe_ext"]
+
+
+def test_a_config_inside_a_config():
+    text = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "head_dim": 8}
+    text["rope_parameters"]["mrope_section"] = [2, 1, 1]
+    small = {key: SMALL[key] for key in ("vocab_size", "hidden_size", "intermediate_size")}
+    small |= {"moe_intermediate_size": 12, "num_hidden_layers": 2, "num_experts": 8}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    vision |= {"patch_size": 4, "out_hidden_size": 32, "deepstack_visual_indexes": [0]}
+    config = transformers.Qwen3VLMoeConfig(text_config=small | text, vision_config=vision)
+    model = transformers.Qwen3VLMoeForConditionalGeneration(config).eval()
+    model.set_experts_implementation({"": "grouped_mm", "text_config": "eager"})
+    before = model.get_experts_implementation()
+    assert len(set(before.values())) == 2
+    check_one_process(model, batch_of(0), RELATIVE_FLOAT32)
+    assert model.get_experts_implementation() == before
+    assert moe_ext.replace(model) == 2
+    assert implementations(model) == ["moe_ext"] * 2
+    model.set_experts_implementation("eager")
+    assert implementations(model) == ["eager"] * 2
 
 
 if __name__ == "__main__":
