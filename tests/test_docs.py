@@ -125,3 +125,43 @@ def test_the_kubernetes_job_is_one():
         (container,) = replica["template"]["spec"]["containers"]
         assert container["name"] == "pytorch"
         assert get_args_parser().parse_args(container["command"][1:])
+
+
+def texts():
+    """(class raised or None, text) of each string in the package, with ... for what is put in."""
+
+    def text_of(node):
+        match node:
+            case ast.Constant(value=str()):
+                return node.value
+            case ast.JoinedStr():
+                return "".join(map(text_of, node.values))
+            case ast.BinOp():
+                return text_of(node.left) + text_of(node.right)
+        return "..."
+
+    for path in sorted((DOCS.parent / "moe_ext").glob("**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+                yield getattr(node.exc.func, "id", ""), text_of(node.exc.args[0])
+            elif isinstance(node, ast.JoinedStr | ast.Constant):
+                yield None, text_of(node)
+
+
+def test_troubleshooting_quotes_texts_that_are_raised():
+    page = (DOCS / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^\| `([^`]*)` \|", page, re.MULTILINE)
+    assert len(quoted) > 30
+    found = list(texts())
+    others = "setuptools.command", "no GoogleTest"  # of setuptools and of tests/cpp/CMakeLists.txt
+
+    def known(fragment, text):
+        pieces = [re.escape(piece) for piece in re.split(r" ?\.\.\. ?|`", fragment)]
+        return re.search(".*".join(pieces), text, re.DOTALL)
+
+    for fragment in quoted:
+        if not any(other in fragment for other in others):
+            assert any(known(fragment, text) for _, text in found), fragment
+    for raised, text in found:
+        if raised in ("RuntimeError", "ImportError") and text != "...":
+            assert any(known(fragment, text) for fragment in quoted), text
