@@ -9,38 +9,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from moe_ext.distributed.dtensor import divided_as, is_dtensor
+from moe_ext.distributed.dtensor import divided_as
 from moe_ext.distributed.groups import is_initialized
 from moe_ext.distributed.placement import Placement, logical_names, placements
+from moe_ext.distributed.state_dict import ParameterStates, SavesByParameter, whole_of
 
 _MODEL = "model."
 _STATE = "optimizer."
 # Python's numbers in the states of parameters, and the counters of an optimizer.
 _NUMBER = "optimizer_number."
 _COUNTER = "optimizer_counter."
-
-ParameterStates = dict[nn.Parameter, dict[str, Any]]
-
-
-@runtime_checkable
-class SavesByParameter(Protocol):
-    """Optimizer with more to save than a state for each parameter that ranks hold alike."""
-
-    def checkpoint_state(self) -> tuple[ParameterStates, dict[str, int]]:
-        """States that all ranks with the same parameters hold alike, and counters; collective.
-
-        A state holds numbers, and tensors whose first dimensions are those of the parameter.
-        """
-
-    def load_checkpoint_state(self, states: ParameterStates, counters: Mapping[str, int]) -> None:
-        """Go on from what `checkpoint_state` returned, on any number of ranks."""
 
 
 class TrainingState:
@@ -82,7 +67,7 @@ class TrainingState:
                 name, place = _name_of(parameter, names), places.get(parameter)
                 for key, value in entries.items():
                     if isinstance(value, Tensor):
-                        state[f"{_STATE}{key}.{name}"] = _whole(value, parameter, place, name)
+                        state[f"{_STATE}{key}.{name}"] = whole_of(value, parameter, place, name)
                     elif isinstance(value, int | float):
                         state[f"{_NUMBER}{key}.{name}"] = torch.tensor(value)
         return state
@@ -126,7 +111,7 @@ class TrainingState:
             shape = size if place is None or alone else _local_shape(size, parameter, place)
             zeros = torch.zeros(shape, dtype=dtype, device=parameter.device)
             local = divided_as(zeros, parameter)
-            state[full_name] = local if alone else _whole(local, parameter, place, full_name)
+            state[full_name] = local if alone else whole_of(local, parameter, place, full_name)
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -173,7 +158,7 @@ class TrainingState:
             if not isinstance(value, Tensor):
                 continue
             if name in parameters and name in places:
-                value = _whole(value, parameters[name], places[name], name)
+                value = whole_of(value, parameters[name], places[name], name)
             found[whole_names.get(name, name)] = value.detach()
         return found
 
@@ -241,30 +226,6 @@ def load(
     training.load_state_dict({name: found[name] for name in state})
     if extra is not None:
         extra.update({name: found[name] for name in more})
-
-
-def _whole(value: Tensor, parameter: nn.Parameter, place: Placement | None, name: str) -> Tensor:
-    """A tensor of a parameter, as that is divided: of its shape, or of its first dimension's."""
-    if place is None or value.dim() == 0:
-        return value
-    # The model's own state dict shows experts as wholes already.
-    if place.is_logical and is_dtensor(value) and value.shape != parameter.shape:
-        return value
-    if place.num_parts > 1 and place.dim is None and not place.one_expert:
-        raise ValueError(
-            f"checkpoint: expected {name} to be stacked over the experts of this rank, or declared "
-            f"with moe_ext.distributed.declare_placement, got shape {tuple(parameter.shape)}"
-        )
-    if value.shape == parameter.shape:
-        return place.whole(value)
-    if place.num_parts == 1 or place.dim is None:
-        return value
-    if place.dim == 0 and place.blocks == 1 and value.shape[0] == parameter.shape[0]:
-        return place.whole(value)
-    raise ValueError(
-        f"checkpoint: expected the optimizer's tensors of {name} to have its first dimension, "
-        f"{parameter.shape[0]}, got shape {tuple(value.shape)}"
-    )
 
 
 def _local_shape(size: torch.Size, parameter: nn.Parameter, place: Placement) -> torch.Size:

@@ -187,14 +187,15 @@ def declare_placement(
     if placement.num_parts > 1 and not is_checked:
         module.register_forward_pre_hook(_check_wrapping)
     setattr(module, _DECLARED, declared)
+    # Optimizers ask for parameters alone.
+    sharded_parameters(module)
 
 
 def _logical_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Placement]]:
     """Parameters of a module that are parts of all experts."""
-    parameters = dict(module.named_parameters())
-    for name, placement in placements(module).items():
+    for name, (parameter, placement) in sharded_parameters(module).items():
         if placement.is_logical:
-            yield name, parameters[name], placement
+            yield name, parameter, placement
 
 
 def _show_wholes(

@@ -1,17 +1,42 @@
-"""State dicts of whole models, whose parameters lie over ranks."""
+"""State dicts of whole models and their optimizers, where parameters lie over ranks.
+
+`state_dict()` of both holds DTensors of the whole, for `torch.distributed.checkpoint`; no rank can
+pickle them, since its file would hold its own part and look like all.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from moe_ext.distributed.agreement import meet
 from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.failures import naming_failed_ranks
-from moe_ext.distributed.placement import placements
+from moe_ext.distributed.placement import Placement, known_shard, placements
+
+# Optimizers whose state dicts speak of the whole.
+_watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+ParameterStates = dict[nn.Parameter, dict[str, Any]]
+
+
+@runtime_checkable
+class SavesByParameter(Protocol):
+    """Optimizer with more to save than a state for each parameter that ranks hold alike."""
+
+    def checkpoint_state(self) -> tuple[ParameterStates, dict[str, int]]:
+        """States that all ranks with the same parameters hold alike, and counters; collective.
+
+        A state holds numbers, and tensors whose first dimensions are those of the parameter.
+        """
+
+    def load_checkpoint_state(self, states: ParameterStates, counters: Mapping[str, int]) -> None:
+        """Go on from what `checkpoint_state` returned, on any number of ranks."""
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -68,3 +93,91 @@ def gathered(
             kept = value.detach() if isinstance(value, torch.Tensor) else value
             found[name] = kept.to(device) if isinstance(kept, torch.Tensor) and device else kept
     return found
+
+
+def whole_of(value: Tensor, parameter: Tensor, place: Placement | None, name: str) -> Tensor:
+    """A tensor of a parameter, as that is divided: of its shape, or of its first dimension's."""
+    if place is None or value.dim() == 0:
+        return value
+    # The model's own state dict shows experts as wholes already.
+    if place.is_logical and is_dtensor(value) and value.shape != parameter.shape:
+        return value
+    if place.num_parts > 1 and place.dim is None and not place.one_expert:
+        raise ValueError(
+            f"checkpoint: expected {name} to be stacked over the experts of this rank, or declared "
+            f"with moe_ext.distributed.declare_placement, got shape {tuple(parameter.shape)}"
+        )
+    if value.shape == parameter.shape:
+        return place.whole(value)
+    if place.num_parts == 1 or place.dim is None:
+        return value
+    if place.dim == 0 and place.blocks == 1 and value.shape[0] == parameter.shape[0]:
+        return place.whole(value)
+    raise ValueError(
+        f"checkpoint: expected the optimizer's tensors of {name} to have its first dimension, "
+        f"{parameter.shape[0]}, got shape {tuple(value.shape)}"
+    )
+
+
+def _part_of(value: Any, parameter: Tensor, place: Placement) -> Any:
+    """What this rank keeps of a loaded value: of a DTensor, of the whole, or of its own part."""
+    if not isinstance(value, Tensor) or value.dim() == 0 or value.shape == parameter.shape:
+        return value
+    shape = place.logical_shape(parameter.shape)
+    if is_dtensor(value):
+        return place.local(value, parameter)
+    if value.shape == shape:
+        return place.part_of(value, parameter)
+    rows = place.dim == 0 and place.blocks == 1 and value.shape[0] == shape[0]
+    return place.local(value) if rows else value
+
+
+def _shards_of(optimizer: Optimizer) -> dict[int, tuple[Tensor, Placement]]:
+    """Number to parameter and placement, of those that lie over ranks."""
+    parameters = enumerate(p for group in optimizer.param_groups for p in group["params"])
+    found = {number: (p, known_shard(p)) for number, p in parameters}
+    return {number: (p, place) for number, (p, place) in found.items() if place is not None}
+
+
+def _show_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Hook of `state_dict()`: DTensors of the whole."""
+    state = dict(state_dict["state"])
+    for number, (parameter, place) in _shards_of(optimizer).items():
+        if number in state:
+            state[number] = {
+                key: whole_of(value, parameter, place, f"parameter {number}")
+                if isinstance(value, Tensor)
+                else value
+                for key, value in state[number].items()
+            }
+    return {**state_dict, "state": state}
+
+
+def take_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """This rank's parts of a state that `load_state_dict()` takes, whose hook it is, too."""
+    # By names or numbers, in the order of the parameters here.
+    saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+    state = dict(state_dict["state"])
+    for number, (parameter, place) in _shards_of(optimizer).items():
+        if number < len(saved) and saved[number] in state:
+            values = state[saved[number]].items()
+            state[saved[number]] = {k: _part_of(v, parameter, place) for k, v in values}
+    return {**state_dict, "state": state}
+
+
+def _watch(optimizer: Optimizer, *_call: object) -> None:
+    """Hook before every step of every optimizer: those of parts of the model speak of the whole."""
+    if optimizer in _watched or not (shards := _shards_of(optimizer)):
+        return
+    _watched.add(optimizer)
+    if isinstance(optimizer, SavesByParameter):
+        return  # its state is that of a rank, and says so
+    optimizer.register_state_dict_post_hook(_show_states)
+    optimizer.register_load_state_dict_pre_hook(take_states)
+    # What was loaded before anybody knew.
+    for parameter, place in shards.values():
+        state = optimizer.state.get(parameter, {})
+        state.update({key: _part_of(value, parameter, place) for key, value in state.items()})
+
+
+register_optimizer_step_pre_hook(_watch)

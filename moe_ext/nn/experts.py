@@ -100,9 +100,9 @@ class GroupedExperts(nn.Module):
         self.transposed = transposed
         self.post_expert_norm = post_norm
         self._ep_group = GroupHandle(ep_group)
-        declare_placement(self, Placement.of_experts(num_experts, ep_group))
         self._up_name = "gate_up_proj" if self.gated else "up_proj"
         self._add_parameters(bias, device, dtype)
+        declare_placement(self, Placement.of_experts(num_experts, ep_group))
         self.reset_parameters()
 
     def _add_parameters(

@@ -21,6 +21,7 @@ from torch.optim.optimizer import Optimizer
 
 from moe_ext.distributed.comm import all_reduce_
 from moe_ext.distributed.dtensor import is_dtensor, local_part, sharding_groups
+from moe_ext.distributed.state_dict import take_states
 from moe_ext.optim._arguments import Trained, check_expert_axis, trained_parameters
 from moe_ext.optim._saved_states import by_name
 
@@ -44,7 +45,7 @@ class SlicedOptimizer(Optimizer, ABC):
         Raises:
             ValueError: the state is of parameters with other names or sizes.
         """
-        state_dict = by_name(self._op, self.param_groups, state_dict)
+        state_dict = take_states(self, by_name(self._op, self.param_groups, state_dict))
         kept = [group["float32_state"] for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, old, float32_state in zip(

@@ -1,20 +1,28 @@
 """Checkpoints of jobs of one shape that jobs of another shape load."""
 
 import copy
+import io
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 import moe_ext
 from moe_ext import distributed as md
 from moe_ext.attention import SequenceParallelMLP
 from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.nn import ModuleExperts
-from moe_ext.optim import LAMB, OneBitAdam, param_groups
+from moe_ext.optim import LAMB, Adafactor, OneBitAdam, param_groups
 from moe_ext.testing import spawn_ranks
 
 E, D = 12, 6
@@ -84,6 +92,75 @@ def wholes(model, optimizer):
     return {n: t.full_tensor() if is_dtensor(t) else t.clone() for n, t in state.items()}
 
 
+def torch_optimizers(layer):
+    return [
+        torch.optim.AdamW(layer.parameters(), lr=1e-2),
+        LAMB(param_groups(layer), lr=1e-2),
+        Adafactor(param_groups(layer), lr=1e-2),
+    ]
+
+
+def moments(state):
+    """Name and key to the whole tensor, of what `get_optimizer_state_dict` returns."""
+    return {
+        f"{name}.{key}": value.full_tensor() if is_dtensor(value) else value.clone()
+        for name, values in state["state"].items()
+        for key, value in values.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def check_torch_state_dicts(layer, optimizer, mesh):
+    """The state dicts of torch, whole and in parts, and into others of other values."""
+    wanted = moments(get_optimizer_state_dict(layer, optimizer))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model_state, state = get_state_dict(layer, optimizer, options=options)
+    if dist.get_rank() == 0:
+        assert model_state["experts.down_proj"].shape == (E, D, 5)
+        assert_same(moments(state), wanted)
+    with pytest.raises(TypeError, match="torch.save: expected whole tensors"):
+        torch.save(optimizer.state_dict(), io.BytesIO())
+    everything = get_optimizer_state_dict(
+        layer, optimizer, options=StateDictOptions(full_state_dict=True)
+    )
+    assert_same(moments(everything), wanted)
+    for options in (
+        StateDictOptions(full_state_dict=True),
+        StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    ):
+        other = moe_ext.MoELayer(D, 5, E, 2, bias=True, ep_group=mesh.ep_group)
+        twin = next(o for o in torch_optimizers(other) if type(o) is type(optimizer))
+        sends = not options.broadcast_from_rank0 or dist.get_rank() == 0
+        whole = get_model_state_dict(layer, options=StateDictOptions(full_state_dict=True))
+        set_model_state_dict(other, whole if sends else {}, options=options)
+        given = copy.deepcopy(everything) if sends else {}
+        set_optimizer_state_dict(other, twin, given, options=options)
+        for mine, parameter in zip(other.parameters(), layer.parameters(), strict=True):
+            assert torch.equal(mine, parameter)
+            assert twin.state[mine].keys() == optimizer.state[parameter].keys()
+            for key, value in optimizer.state[parameter].items():
+                assert not is_dtensor(twin.state[mine][key])
+                assert torch.equal(torch.as_tensor(twin.state[mine][key]), torch.as_tensor(value))
+    # Before the first step nobody knows; what was loaded is cut then.
+    twin = next(o for o in torch_optimizers(layer) if type(o) is type(optimizer))
+    names = {parameter: name for name, parameter in layer.named_parameters()}
+    ordered = [names[p] for group in twin.param_groups for p in group["params"]]
+    by_number = {i: copy.deepcopy(everything["state"][name]) for i, name in enumerate(ordered)}
+    twin.load_state_dict({**twin.state_dict(), "state": by_number})
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    twin.step()
+    for parameter in layer.experts.parameters():
+        for key, value in optimizer.state[parameter].items():
+            assert twin.state[parameter][key].shape == value.shape
+
+
+def assert_same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
 def save_all(rank, folder):
     """Ranks 0 to 3: two copies of two parts each."""
     mesh = md.MoEMesh(dp=2, ep=2)
@@ -97,6 +174,13 @@ def save_all(rank, folder):
         after = optimizer.state_dict()
         assert str(before) == str(after)
         found[kind] = wholes(model, optimizer)
+    layer = make("OneBitAdam", mesh, seed=9)[0].stacked
+    for optimizer in torch_optimizers(layer):
+        take_steps(layer, optimizer, 3, mesh)
+        state = get_optimizer_state_dict(layer, optimizer)
+        dcp.save(state, checkpoint_id=folder / type(optimizer).__name__ / "alone")
+        check_torch_state_dicts(layer, optimizer, mesh)
+        found[f"{type(optimizer).__name__} alone"] = moments(state)
     layer = model.stacked
     dcp.save({"model": layer.state_dict()}, checkpoint_id=folder / "alone")
     everything = get_model_state_dict(layer, options=StateDictOptions(full_state_dict=True))
@@ -122,6 +206,12 @@ def load_all(rank, folder, ep):
         # The optimizer goes on from there.
         take_steps(model, optimizer, 1, mesh)
     layer = make("OneBitAdam", mesh, seed=rank)[0].stacked
+    for optimizer in torch_optimizers(layer):
+        kind = type(optimizer).__name__
+        state = get_optimizer_state_dict(layer, optimizer)
+        dcp.load(state, checkpoint_id=folder / kind / "alone", no_dist=ep == 1)
+        set_optimizer_state_dict(layer, optimizer, state)
+        found[f"{kind} alone"] = moments(get_optimizer_state_dict(layer, optimizer))
     state = {"model": layer.state_dict()}
     dcp.load(state, checkpoint_id=folder / "alone", no_dist=ep == 1)
     layer.load_state_dict(state["model"])
@@ -136,7 +226,7 @@ def load_all(rank, folder, ep):
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     ranks = spawn_ranks(save_all, 4, folder)
-    return folder, {kind: merged([rank[kind] for rank in ranks]) for kind in OPTIMIZERS}
+    return folder, {kind: merged([rank[kind] for rank in ranks]) for kind in ranks[0]}
 
 
 def merged(ranks):
@@ -162,6 +252,8 @@ def test_experts_and_moments_are_those_that_were_saved(saved, ep):
                 torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=0)
             else:
                 assert torch.equal(found[name], tensor), (kind, name)
+    for kind in [kind for kind in want if kind.endswith(" alone")]:
+        assert_same(merged([rank[kind] for rank in ranks]), want[kind])
     for name, tensor in merged([rank["alone"] for rank in ranks]).items():
         assert torch.equal(tensor, want["OneBitAdam"][f"model.stacked.{name}"])
 
