@@ -18,12 +18,12 @@ STEPS = 3
 class Block(nn.Module):
     """Odd widths, so that shards are uneven: 50 rows over 4 ranks."""
 
-    def __init__(self):
+    def __init__(self, ep_group=None):
         super().__init__()
         self.norm = nn.LayerNorm(64)
         self.up = nn.Linear(64, 50)
         self.down = nn.Linear(50, 64, bias=False)
-        self.moe = moe_ext.MoELayer(64, 48, 4, 2, bias=True)
+        self.moe = moe_ext.MoELayer(64, 48, 4, 2, bias=True, ep_group=ep_group)
 
     def forward(self, x):
         h = self.norm(x)
@@ -31,11 +31,11 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, seed=3):
+    def __init__(self, seed=3, ep_group=None):
         super().__init__()
         torch.manual_seed(seed)
         self.inp = nn.Linear(12, 64)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(ep_group) for _ in range(2))
         self.out = nn.Linear(64, 5)
 
     def forward(self, x):

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from moe_ext.compression.collectives.padding import PartialBlocks
 from moe_ext.distributed.fsdp_state import ManagedParameter, managed_parameters
+from moe_ext.distributed.placement import Placement, logical_names, placements
 from moe_ext.nn.routers.base import Router
 
 KeepDense = Callable[[str, nn.Module, nn.Parameter], bool]
@@ -166,9 +167,11 @@ class LayoutFinder:
         self._keep_dense = keep_dense
         self._min_numel = min_numel
         self._names: dict[nn.Module, str] = {}
+        self._root: nn.Module | None = None
         if module is not None:
             root = model if model is not None else module
             assert isinstance(root, nn.Module)
+            self._root = root
             self._names = {owner: prefix for prefix, owner in root.named_modules()}
         self._found: dict[tuple[object, ...], ShardLayout | None] = {}
 
@@ -178,6 +181,13 @@ class LayoutFinder:
             return []
         entries = managed_parameters(self.module)
         return [(f"{self._names.get(e.owner, '')}.{e.name}".lstrip("."), e) for e in entries]
+
+    def in_whole_model(self) -> dict[str, tuple[str, Placement | None]]:
+        """Name of each parameter to that in the model of all ranks, and its part on this one."""
+        if self._root is None:
+            return {}
+        names, places = logical_names(self._root), placements(self._root)
+        return {n: (names.get(n, n), places.get(n)) for n, _ in self.parameters()}
 
     def find(
         self,

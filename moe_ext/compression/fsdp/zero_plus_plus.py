@@ -42,6 +42,7 @@ from moe_ext.distributed.groups import (
     resolve_group,
     world_size,
 )
+from moe_ext.distributed.placement import Placement, sharded_parameters
 
 _OP, _STATE = "zero_plus_plus", "FSDPCompression"
 _LOCO_KEYS = {"err_beta", "reset_T"}
@@ -250,13 +251,19 @@ def zero_plus_plus(
 
     Raises:
         ValueError: the model has no FSDP module; modules are not wrapped as
-            ``zero_hpz_partition_size`` says; a message of a module is compressed already; what the
-            three classes refuse.
+            ``zero_hpz_partition_size`` says; a message of a module is compressed already; experts
+            are spread over ranks and there is a ``node_group``; what the three classes refuse.
 
     Reference: Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model
     Training, 2023 (arXiv 2306.10209).
     """
     modules = _wrapped_modules(model, zero_hpz_partition_size)
+    experts = next(iter(sharded_parameters(model)), None)
+    if experts is not None and node_group is not None:
+        raise ValueError(
+            f"{_OP}: expected node_group to be None where experts are spread over ranks, got "
+            f"{list(group_ranks(node_group))} and {experts}"
+        )
     wanted = {
         "all-gather": zero_quantized_weights or zero_quantized_nontrainable_weights,
         "reduce-scatter": zero_quantized_gradients,
@@ -421,11 +428,13 @@ class NamedResiduals:
             all_reduce_(packed_Q, self.copies, operation=_STATE)
             packed_Q /= self.copies.size()
         found: dict[str, Tensor] = {}
+        in_whole = self.finder.in_whole_model()
         for segment in layout.compressed:
             assert segment.source is not None
             like = segment.source.sharded
             local = packed_Q[segment.packed_start :][: like.to_local().numel()]
-            found[segment.name] = DTensor.from_local(
+            name, place = in_whole[segment.name]
+            mean: Tensor = DTensor.from_local(
                 local.view(like.to_local().shape).clone(),
                 like.device_mesh,
                 like.placements,
@@ -433,6 +442,7 @@ class NamedResiduals:
                 stride=like.stride(),
                 run_check=False,
             )
+            found[name] = mean if place is None else place.whole(mean)
         return found
 
     def packed(self, saved: Mapping[str, Tensor], *, own: bool) -> Tensor | None:
@@ -440,7 +450,8 @@ class NamedResiduals:
         if not saved:
             return None
         layout = self._layout()
-        sources = {s.name: s for s in layout.compressed}
+        in_whole = self.finder.in_whole_model()
+        sources = {s.name if own else in_whole[s.name][0]: s for s in layout.compressed}
         if set(saved) != set(sources):
             raise ValueError(
                 f"{_STATE}: expected residuals of parameters {sorted(sources)}, got {sorted(saved)}"
@@ -460,7 +471,7 @@ class NamedResiduals:
                 _check_shape(name, saved[name], torch.Size((ranks, segment.numel)))
                 place.copy_(saved[name])
                 continue
-            local = _shard_like(name, saved[name], segment.source)
+            local = _shard_like(name, saved[name], segment.source, in_whole[segment.name][1])
             # Of the sum over ranks each owes its own shard, hence as many times the mean.
             place[row, : local.numel()] = local.reshape(-1) * ranks
         return packed_PQ
@@ -478,9 +489,13 @@ def _check_shape(name: str, found: Tensor, shape: torch.Size) -> None:
         )
 
 
-def _shard_like(name: str, saved: Tensor, source: ManagedParameter) -> Tensor:
+def _shard_like(
+    name: str, saved: Tensor, source: ManagedParameter, place: Placement | None
+) -> Tensor:
     like = source.sharded
-    _check_shape(name, saved, like.shape)
+    _check_shape(name, saved, like.shape if place is None else place.logical_shape(like.shape))
+    if place is not None and place.num_parts > 1:
+        saved = place.local(saved, like)
     if isinstance(saved, DTensor):
         if saved.device_mesh == like.device_mesh and saved.placements == like.placements:
             return saved.to_local()
