@@ -79,10 +79,7 @@ def after_experts(experts: Any, rows_ND: Tensor) -> Tensor:
 
 
 def known_experts(topk_idx_TK: Tensor, num_experts: int) -> Tensor:
-    """-1 for the indices past the last expert, which transformers has for no expert.
-
-    That is one on another rank, or a router's choice to skip the experts.
-    """
+    """-1 for the indices past the last expert, which eager experts skip."""
     return torch.where(topk_idx_TK < num_experts, topk_idx_TK, -1)
 
 

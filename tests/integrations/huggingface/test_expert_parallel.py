@@ -119,6 +119,23 @@ def refusals():
 
 
 @CHECKS()
+def an_index_past_the_last_expert():
+    """Eager skips it, and so do one process and the ranks."""
+    model = make("mixtral")
+    experts, generator = model.model.layers[0].mlp.experts, torch.Generator().manual_seed(3)
+    x = torch.randn(5, 32, generator=generator)
+    index = torch.tensor([[0, 6], [6, 6], [5, 1], [6, 3], [2, 4]])
+    weights = torch.rand(5, 2, generator=generator)
+    model.set_experts_implementation("eager")
+    with torch.no_grad():
+        want = experts(x, index, weights)
+        assert not want[1].any()
+        for group in (None, dist.group.WORLD):
+            moe_ext.replace(model, ep_group=group)
+            assert_near(experts(x, index, weights), want)
+
+
+@CHECKS()
 def different_models_are_refused():
     rank = dist.get_rank()
     model = make("mixtral", num_local_experts=4 + 2 * rank)
