@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from trainers import TRAINERS, Job, Model
+from trainers import LEARNING_RATE, MAX_NORM, TRAINERS, Job, Model
 
 from moe_ext import distributed as md
 from moe_ext import testing
@@ -55,12 +55,12 @@ def batches(rank, size):
 def one_process():
     """The weights after all steps."""
     model = Model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     for batch in batches(0, 1):
         optimizer.zero_grad()
         model(**batch)["loss"].backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        assert norm > 0.1, "every step has to be clipped"
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        assert norm > 2 * MAX_NORM, "every step has to be clipped"
         optimizer.step()
     return model.state_dict()
 

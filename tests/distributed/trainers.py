@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import moe_ext
 from moe_ext import distributed as md
 
-MAX_NORM = 0.05
+MAX_NORM, LEARNING_RATE = 0.05, 1e-2
 TRAINERS: dict[str, Callable[["Job"], None]] = {}
 
 
@@ -85,7 +85,7 @@ class Job:
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer of all ways of training, with the checkpoint that the job begins with."""
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
         self.restore(model, optimizer)
         return optimizer
 
@@ -200,10 +200,14 @@ def lightning(job):
             return self.model(**batch)["loss"]
 
         def configure_optimizers(self):
-            self.own = job.optimizer(job.model)
-            return self.own
+            return torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
 
-    module = Module()
+        def on_train_start(self):
+            job.restore(self.model, self.optimizers().optimizer)
+
+        def on_train_end(self):
+            job.save(self.model, self.optimizers().optimizer)
+
     tool = pl.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
@@ -218,8 +222,7 @@ def lightning(job):
         logger=False,
     )
     data = torch.utils.data.DataLoader(job.batches, batch_size=None)
-    tool.fit(job.compile(module), data)
-    job.save(job.model, module.own)
+    tool.fit(job.compile(Module()), data)
 
 
 @trainer("FSDP2")

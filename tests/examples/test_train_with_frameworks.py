@@ -1,0 +1,33 @@
+import re
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("accelerate")
+
+TINY = ["--steps=4", "--batch=4", "--seq-len=16", "--device=cpu", "--timeout=60", "--lr=0.01"]
+HELD_OUT = re.compile(r"held-out loss ([0-9.]+) before, ([0-9.]+) after")
+
+
+def held_out(output):
+    return [float(text) for text in HELD_OUT.search(output).groups()]
+
+
+def test_trainer_on_two_ranks_and_then_accelerate_on_one(launch, text_file, tmp_path, capsys):
+    import train_with_frameworks
+
+    args = [*TINY, "--data", str(text_file), "--out", str(tmp_path / "out")]
+    ranks = launch([*args, "--ep=2"], script="train_with_frameworks.py")
+    assert ranks.wait() == [0, 0], ranks.output() + ranks.output(1)
+    before, after = held_out(ranks.output())
+    assert after < before - 0.1
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    # What the Trainer left, optimizer and all.
+    assert train_with_frameworks.main([*args, "--tool=accelerate"]) == 0
+    output = capsys.readouterr().out
+    assert "went on from" in output
+    assert held_out(output)[1] < after
+    # It keeps the ranks of this process for the next user.
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
