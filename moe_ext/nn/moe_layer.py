@@ -377,14 +377,15 @@ class MoELayer(CountingModule):
             raise ValueError(
                 f"MoELayer: expected x to be of shape [..., {self.model_dim}], got {tuple(x.shape)}"
             )
-        # Those that are sharded with other modules have been gathered by now.
-        if self.row_budget is not None and any(map(is_dtensor, self.experts.parameters())):
+        # FSDP2 gathers those that it wrapped by themselves, and casts them, when they run.
+        are_sharded = any(map(is_dtensor, self.experts.parameters()))
+        if self.row_budget is not None and are_sharded:
             raise ValueError(
                 "MoELayer: expected fully_shard to leave the experts of a layer with a row_budget "
                 "whole (ignored_params), since they run several times in a pass, got shards; call "
                 "moe_ext.distributed.sync_gradients before the optimizer then"
             )
-        if isinstance(self.experts, GroupedExperts):
+        if isinstance(self.experts, GroupedExperts) and not are_sharded:
             dtype = self.experts.down_proj.dtype
             if x.dtype != dtype and autocast_dtype(x.device) is None:
                 raise TypeError(
