@@ -1,0 +1,129 @@
+"""The Python in the pages about several ranks runs, page by page, on four Gloo ranks."""
+
+import os
+import re
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import moe_ext
+from moe_ext.compression import CompressionState, SplitRegions
+from moe_ext.testing import spawn_ranks
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+NUM_RANKS = 4
+PAGES = ("collectives", "compression", "distributed", "fsdp", "optimizers")
+# What a page says of its own: a group of its own, nodes of 8 GPUs, 16 ranks.
+HERE = (
+    ('torch.distributed.init_process_group("gloo")', ""),
+    ('"cuda"', '"cpu"'),
+    ("(nodes, 8)", "(nodes, 2)"),
+    ("reshard_after_forward=8", "reshard_after_forward=2"),
+    ("zero_hpz_partition_size=8", "zero_hpz_partition_size=2"),
+    ("freeze_step=2000", "freeze_step=1"),
+)
+# These have tests of their own: tests/attention/test_pages.py.
+ELSEWHERE = ("TransformerBlock",)
+
+
+class MyModel(nn.Module):
+    """Blocks with experts, of which each rank holds all, or those of its place in a group."""
+
+    def __init__(self, ep_group=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 32), moe_ext.MoELayer(32, 32, 4, ep_group=ep_group))
+            for _ in range(2)
+        )
+        self.head = nn.Linear(32, 32)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def given(rank, code):
+    """The names that a reader has, anew for each block."""
+    model = MyModel()
+    batches = [torch.randn(5, 32) for _ in range(3)]
+    model(batches[0]).square().mean().backward()
+    stacked = [p for p in model.parameters() if p.dim() == 3]
+    names = {
+        "os": os,
+        "torch": torch,
+        "F": F,
+        "moe_ext": moe_ext,
+        "rank": rank,
+        "model": model,
+        "MyModel": MyModel,
+        "build_model": MyModel,
+        "DistributedDataParallel": DistributedDataParallel,
+        "loss": model(batches[1]).square().mean(),
+        "loss_of": lambda model, batch: model(batch).square().mean(),
+        "loss_function": lambda out: out.square().mean(),
+        "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+        "data": batches,
+        "batches": batches,
+        "batches_of_this_rank": batches,
+        "path": f"model-{rank}.pt",
+        "old": NUM_RANKS,
+        "old_world_size": NUM_RANKS,
+        "nodes": 2,
+        "matrices": [p for p in model.parameters() if p.dim() == 2],
+        "biases_and_norms": [p for p in model.parameters() if p.dim() == 1],
+        "stacked_experts": stacked,
+        "grad": torch.randn(4096),
+        "residual": torch.zeros(4096),
+        "k": 40,
+        "regions": SplitRegions(4096, NUM_RANKS) if "regions=" in code else None,
+    }
+    if "optimizer.flush" in code:
+        # That of the block before.
+        del names["optimizer"]
+    if "register_comm_hook" in code:
+        names["ddp"] = DistributedDataParallel(model)
+    if re.search(r"\bstate\b", code):
+        names["state"] = CompressionState(model=model, codec="int8")
+        torch.save(names["state"].state_dict(), f"residual_{rank}.pt")
+        torch.distributed.barrier()
+    if "set_custom_all_gather" in code:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
+        names["block"] = fully_shard(model.blocks[0], mesh=mesh["local"])
+        names["node_group"] = mesh["node"].get_group()
+    return names
+
+
+def run_pages(rank, folder):
+    """(page, block, traceback) of the first failure, of None."""
+    os.chdir(folder)
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    for page in PAGES:
+        found = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
+        names = {}
+        for index, code in enumerate(found):
+            if any(word in code for word in ELSEWHERE):
+                continue
+            for there, here in HERE:
+                code = code.replace(there, here)
+            # What a block imports or makes, later blocks of its page have.
+            names = {**names, **given(rank, code)}
+            try:
+                exec(compile(code, f"{page}-{index}", "exec"), names)
+            except Exception:
+                return page, index, traceback.format_exc()
+    return None
+
+
+@pytest.mark.slow
+def test_blocks_run(tmp_path):
+    found = spawn_ranks(run_pages, NUM_RANKS, str(tmp_path), timeout=120)
+    assert found == [None] * NUM_RANKS, found[0][2] if found[0] else found
