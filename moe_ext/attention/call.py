@@ -6,8 +6,8 @@ Shapes: B batch, H heads, Hkv heads of keys and values, L positions of this rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,14 @@ from moe_ext.attention.checks import (
     wants_grad,
 )
 from moe_ext.attention.layouts import Grid, Layout, make_layout, split_group
-from moe_ext.attention.masks import Mask, check_cu_seqlens, check_end, check_window
+from moe_ext.attention.masks import (
+    Mask,
+    Offsets,
+    check_cu_seqlens,
+    check_end,
+    check_window,
+    rows_of_offsets,
+)
 from moe_ext.attention.schemes import SCHEME_NAMES, SCHEMES
 from moe_ext.attention.schemes.base import Call, Workload
 from moe_ext.attention.sharding import check_lengths
@@ -53,7 +60,7 @@ class Inputs(NamedTuple):
     key_mask: Tensor | None = None
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
-    cu_seqlens: Tensor | Sequence[int] | None = None
+    cu_seqlens: Offsets | None = None
 
     def check(self) -> None:
         """ValueError unless dtypes, devices and shapes go together."""
@@ -116,10 +123,43 @@ class Options:
             if refused is not None:
                 raise ValueError(f"{OPERATION}: expected {refused}")
 
-    def mask(self, cu_seqlens: Tensor | Sequence[int] | None) -> Mask:
+    def mask(self, cu_seqlens: Offsets | None) -> Mask:
         """The part of the mask that follows from positions."""
         offsets = check_cu_seqlens(cu_seqlens, OPERATION)
         return Mask(self.is_causal, *check_window(self.window, OPERATION), offsets)
+
+
+def rows_in_line(inputs: Inputs, options: Options) -> tuple[Inputs, Options]:
+    """A batch whose rows hold documents of their own, as one long sequence of all rows.
+
+    ValueError for rows of `cu_seqlens` that are not those of the batch.
+    """
+    rows = rows_of_offsets(inputs.cu_seqlens, OPERATION)
+    if rows is None:
+        return inputs, options
+    inputs.check()
+    batch, heads = inputs.q.shape[:2]
+    _require(len(rows) == batch, "cu_seqlens", f"a row of offsets, or {batch} as q has", len(rows))
+    if len(set(rows)) == 1:
+        return inputs._replace(cu_seqlens=rows[0]), options
+    seq_len = rows[0][-1]
+    made = make_layout(options.layout, seq_len, group_size(options.group), cu_seqlens=rows)
+    q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in inputs[:3])
+    key_mask = None if inputs.key_mask is None else inputs.key_mask.reshape(1, -1)
+    offsets = [i * seq_len + offset for i, row in enumerate(rows) for offset in row[:-1]]
+    line = inputs._replace(q=q, k=k, v=v, key_mask=key_mask, cu_seqlens=(*offsets, batch * seq_len))
+    return line, replace(options, layout=_repeated(made, batch))
+
+
+@functools.lru_cache(maxsize=64)
+def _repeated(layout: Layout, times: int) -> Layout:
+    """The layout of so many sequences one after the other, each divided as by `layout`."""
+    starts = [i * layout.seq_len for i in range(times)]
+    shards = tuple(
+        tuple(range(at + p.start, at + p.stop, p.step) for at in starts for p in shard)
+        for shard in layout.shards
+    )
+    return Layout(f"{layout.name} of {times} rows", times * layout.seq_len, shards)
 
 
 def agree_on_call(

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from moe_ext.attention.call import Options
 from moe_ext.attention.layouts import Layout
+from moe_ext.attention.masks import Offsets
 from moe_ext.attention.ring_attention import ring_attention
 
 _OP = "sequence_parallel"
@@ -152,7 +153,7 @@ def sequence_parallel(
     *,
     layout: str | Layout = "zigzag",
     window: tuple[int, int] | None = None,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
+    cu_seqlens: Offsets | None = None,
     key_mask: Tensor | None = None,
     softcap: float | None = None,
     scheme: str = "ring",
@@ -173,7 +174,7 @@ def sequence_parallel(
         group: the ranks that share each sequence, see `ring_attention`; None is this process alone.
         layout: see `make_layout`.
         window: (left, right) of every attention inside, -1 for no limit.
-        cu_seqlens: offsets of packed documents in the whole sequence.
+        cu_seqlens: offsets of packed documents in the whole sequence, see `ring_attention`.
         key_mask: `[B, L]` bool, False for this rank's keys that no query sees.
         softcap: see `ring_attention`.
         scheme: see `ring_attention`.

@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_ext.attention.masks import Mask, check_cu_seqlens, check_end, check_window
+from moe_ext.attention.masks import (
+    Mask,
+    Offsets,
+    check_cu_seqlens,
+    check_end,
+    check_window,
+    rows_of_offsets,
+)
 from moe_ext.distributed.groups import flat_group, group_ranks
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "cost_balanced")
@@ -102,7 +109,7 @@ def make_layout(
     seq_len: int,
     num_ranks: int,
     *,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
+    cu_seqlens: Offsets | None = None,
     is_causal: bool = True,
     window: tuple[int, int] | None = None,
 ) -> Layout:
@@ -115,7 +122,8 @@ def make_layout(
             out by the area of the mask.
         seq_len: S, any length.
         num_ranks: P.
-        cu_seqlens: offsets of packed documents; "per_document" and "cost_balanced" need them.
+        cu_seqlens: offsets of packed documents; "per_document" and "cost_balanced" need them, one
+            row for the whole batch.
         is_causal: of the mask that "cost_balanced" deals out. By its name alone, which is what the
             other functions take, it stands for the causal mask; for another mask, make the layout
             here and pass it on.
@@ -139,9 +147,14 @@ def make_layout(
             f"{op}: expected seq_len to be at least 0 and num_ranks at least 1, "
             f"got {seq_len} and {num_ranks}"
         )
-    offsets = check_cu_seqlens(cu_seqlens, op)
-    check_end(offsets, seq_len, op)
     follows = layout in ("per_document", "cost_balanced")
+    rows = rows_of_offsets(cu_seqlens, op)
+    if rows is not None and follows:
+        raise ValueError(
+            f"{op}: expected cu_seqlens to be one row of offsets for {layout!r}, got {len(rows)}"
+        )
+    offsets = check_cu_seqlens(cu_seqlens, op) if rows is None else rows[0]
+    check_end(offsets, seq_len, op)
     if follows and offsets is None:
         # By default "cost_balanced" could be one thing for the data and another for the attention.
         raise ValueError(f"{op}: expected cu_seqlens to be given for {layout!r}, got None")

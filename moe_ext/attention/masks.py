@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Of packed documents: one row for the whole batch, or one for each row of it.
+Offsets = Tensor | Sequence[int] | Sequence[Sequence[int]]
+
 
 @dataclass(frozen=True)
 class Mask:
@@ -120,9 +123,7 @@ def check_window(window: object, operation: str) -> tuple[int, int]:
     return left, right
 
 
-def check_cu_seqlens(
-    cu_seqlens: Tensor | Sequence[int] | None, operation: str
-) -> tuple[int, ...] | None:
+def check_cu_seqlens(cu_seqlens: Offsets | None, operation: str) -> tuple[int, ...] | None:
     """Offsets of documents as integers; ValueError unless they start at 0 and never fall.
 
     NOTE: device-to-host sync for a tensor on an accelerator.
@@ -146,6 +147,30 @@ def check_cu_seqlens(
             f"{operation}: expected cu_seqlens to start at 0 and be sorted, got {list(offsets)}"
         )
     return offsets
+
+
+def rows_of_offsets(cu_seqlens: object, operation: str) -> tuple[tuple[int, ...], ...] | None:
+    """Offsets of each row of a batch; None where one row of offsets stands for all of them.
+
+    ValueError unless every row starts at 0, never falls, and ends where the others end.
+    """
+    if isinstance(cu_seqlens, Tensor):
+        if cu_seqlens.dim() != 2:
+            return None
+    elif not isinstance(cu_seqlens, Sequence) or not any(
+        isinstance(row, Sequence | Tensor) and not (isinstance(row, Tensor) and row.dim() == 0)
+        for row in cu_seqlens
+    ):
+        return None
+    rows = [check_cu_seqlens(row, operation) for row in cu_seqlens]
+    found = tuple(row for row in rows if row is not None)
+    ends = sorted({row[-1] for row in found})
+    if len(ends) != 1 or len(found) != len(rows):
+        raise ValueError(
+            f"{operation}: expected all rows of cu_seqlens to end at the length of the whole "
+            f"sequence, got {ends}"
+        )
+    return found
 
 
 def check_end(cu_seqlens: tuple[int, ...] | None, seq_len: int, operation: str) -> None:

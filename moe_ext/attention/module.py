@@ -6,7 +6,6 @@ Shapes: B batch, H heads, Hkv heads of keys and values, L positions of this rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.attention.call import Options
 from moe_ext.attention.layouts import Layout
+from moe_ext.attention.masks import Offsets
 from moe_ext.attention.ring_attention import ring_attention
 from moe_ext.distributed.groups import GroupHandle
 
@@ -102,7 +102,7 @@ class RingAttention(nn.Module):
         k: Tensor,
         v: Tensor,
         *,
-        cu_seqlens: Tensor | Sequence[int] | None = None,
+        cu_seqlens: Offsets | None = None,
         key_mask: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
@@ -114,7 +114,7 @@ class RingAttention(nn.Module):
             q: `[B, H, L, D]`.
             k: `[B, Hkv, L, D]`.
             v: `[B, Hkv, L, Dv]`.
-            cu_seqlens: offsets of packed documents in the whole sequence.
+            cu_seqlens: offsets of packed documents in the whole sequence, see `ring_attention`.
             key_mask: `[B, L]` bool, False for this rank's keys that no query sees.
             alibi_slopes: `[H]`.
             sinks: `[H]`.

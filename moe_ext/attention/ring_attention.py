@@ -16,8 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.attention.auto import SchemeChoice, choose
 from moe_ext.attention.autograd import attend, attend_in_graph
-from moe_ext.attention.call import OPERATION, Inputs, Options, agree_on_call
+from moe_ext.attention.call import (
+    OPERATION,
+    Inputs,
+    Options,
+    agree_on_call,
+    rows_in_line,
+)
+from moe_ext.attention.checks import message_device
 from moe_ext.attention.layouts import Layout
+from moe_ext.attention.masks import Offsets
+from moe_ext.distributed.agreement import agree
 
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
@@ -31,7 +40,7 @@ class _Keywords(TypedDict, total=False):
     scale: float | None
     layout: str | Layout
     window: tuple[int, int] | None
-    cu_seqlens: Tensor | Sequence[int] | None
+    cu_seqlens: Offsets | None
     key_mask: Tensor | None
     alibi_slopes: Tensor | None
     softcap: float | None
@@ -76,7 +85,7 @@ def ring_attention(
     scale: float | None = None,
     layout: str | Layout = "zigzag",
     window: tuple[int, int] | None = None,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
+    cu_seqlens: Offsets | None = None,
     key_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
@@ -110,7 +119,9 @@ def ring_attention(
         layout: who holds which positions, see `make_layout`.
         window: (left, right): a query sees that many keys before and after it; -1 is no limit.
         cu_seqlens: offsets `[documents + 1]` of packed documents in the whole sequence, from 0 to
-            S; a query sees its own document alone. Empty documents are legal.
+            S; a query sees its own document alone. Empty documents are legal. Or `[B, n]`, or B
+            rows: offsets of the documents in each row of the batch; not with the layouts that
+            follow documents.
         key_mask: `[B, L]` bool, False for this rank's keys that no query sees.
         alibi_slopes: `[H]`; not differentiable.
         softcap: scores become softcap * tanh(score / softcap); None or 0 for none.
@@ -160,8 +171,17 @@ def ring_attention(
     )
     q, k, v = (_as_autocast(x) for x in (q, k, v))
     inputs = Inputs(q, k, v, key_mask, alibi_slopes, sinks, cu_seqlens)
+    try:
+        line, options = rows_in_line(inputs, options)
+    except Exception as error:
+        agree(OPERATION, {}, error, options.group, message_device(*inputs))
+        raise
     run = attend_in_graph if torch.compiler.is_compiling() else attend
-    out, lse = run(inputs, options, seed)
+    out, lse = run(line, options, seed)
+    if line.q is not q:
+        batch, heads, length = q.shape[:3]
+        out = out.view(heads, batch, length, -1).transpose(0, 1)
+        lse = lse.view(heads, batch, length).transpose(0, 1)
     return (out, lse) if return_lse else out
 
 

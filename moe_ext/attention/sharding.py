@@ -5,6 +5,7 @@ Shapes: S whole sequence, L shard of this rank, M the longest shard, P ranks of 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.attention.layouts import Layout, make_layout, ranks_of
-from moe_ext.attention.masks import check_cu_seqlens, check_end
+from moe_ext.attention.masks import Offsets, check_cu_seqlens, check_end, rows_of_offsets
 from moe_ext.distributed import comm
 from moe_ext.distributed.agreement import share
 from moe_ext.distributed.comm import Pending
@@ -107,7 +108,7 @@ def shard_sequence(
     group: ProcessGroup | DeviceMesh | None,
     dim: int,
     layout: str | Layout = "zigzag",
-    cu_seqlens: Tensor | Sequence[int] | None = None,
+    cu_seqlens: Offsets | None = None,
 ) -> Tensor:
     """This rank's part of a tensor that every rank holds whole; no communication.
 
@@ -151,7 +152,7 @@ def unshard_sequence(
     group: ProcessGroup | DeviceMesh | None,
     dim: int,
     layout: str | Layout = "zigzag",
-    cu_seqlens: Tensor | Sequence[int] | None = None,
+    cu_seqlens: Offsets | None = None,
 ) -> Tensor:
     """The whole of a sharded tensor, on every rank; undoes `shard_sequence`.
 
@@ -209,26 +210,33 @@ def position_ids(
     *,
     group: ProcessGroup | DeviceMesh | None,
     layout: str | Layout = "zigzag",
-    cu_seqlens: Tensor | Sequence[int] | None = None,
+    cu_seqlens: Offsets | None = None,
     restart: bool = True,
     device: torch.device | str | None = None,
 ) -> Tensor:
     """`[L]` int64, the positions that this rank holds: what rotary embeddings take.
 
+    With documents of each row of a batch, `[B, L]`.
+
     Args:
         seq_len: S.
         group: see `shard_sequence`.
         layout: see `make_layout`.
-        cu_seqlens: offsets of packed documents.
+        cu_seqlens: offsets of packed documents, or a row of them for each row of a batch.
         restart: count from 0 in each document; False for positions in the whole sequence.
         device: of the result.
     """
     group = ranks_of(group, "position_ids")
     made = make_layout(layout, seq_len, group_size(group), cu_seqlens=cu_seqlens)
     ids_L = made.positions(group_rank(group), device)
-    offsets = check_cu_seqlens(cu_seqlens, "position_ids")
-    if offsets is None or not restart:
+    rows = rows_of_offsets(cu_seqlens, "position_ids")
+    if rows is not None and restart:
+        options: dict[str, Any] = {"group": group, "layout": made, "device": device}
+        return torch.stack([position_ids(seq_len, cu_seqlens=row, **options) for row in rows])
+    if cu_seqlens is None or not restart:
         return ids_L
+    offsets = check_cu_seqlens(cu_seqlens, "position_ids")
+    assert offsets is not None
     edges = torch.tensor(offsets, device=device)
     return ids_L - edges[torch.bucketize(ids_L, edges, right=True) - 1]
 
@@ -237,7 +245,7 @@ def shift_labels(
     labels: Tensor,
     *,
     dim: int = -1,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
+    cu_seqlens: Offsets | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
     """The label of each position = the token after it, of the whole sequence.
@@ -248,9 +256,19 @@ def shift_labels(
     Args:
         labels: token ids, S long in `dim`.
         dim: dimension of the sequence.
-        cu_seqlens: offsets of packed documents.
+        cu_seqlens: offsets of packed documents, or a row of them for each row of labels.
         ignore_index: stands for no label.
     """
+    rows = rows_of_offsets(cu_seqlens, "shift_labels")
+    if rows is not None:
+        if dim % labels.dim() == 0 or len(rows) != len(labels):
+            raise ValueError(
+                f"shift_labels: expected cu_seqlens to be a row of offsets, or one for each of the "
+                f"{len(labels)} rows of labels, got {len(rows)}"
+            )
+        shift = functools.partial(shift_labels, dim=dim, ignore_index=ignore_index)
+        pairs = zip(labels.split(1), rows, strict=True)
+        return torch.cat([shift(part, cu_seqlens=row) for part, row in pairs])
     offsets = check_cu_seqlens(cu_seqlens, "shift_labels")
     check_end(offsets, labels.shape[dim], "shift_labels")
     shifted = labels.roll(-1, dim)

@@ -251,6 +251,34 @@ def refused(match, *tensors, **kwargs):
         ring_attention(*tensors, group=group(), **kwargs)
 
 
+@check(("ring", "zigzag"), ("all_gather", "striped"), ("ulysses", "contiguous"))
+def rows_with_documents_of_their_own(scheme, layout):
+    rows = ((0, 5, 5, 14, 30, 37), (0, 21, 37))
+    inputs = make_inputs(heads=12, kv_heads=12)
+    masks = {"window": (6, 2), "is_causal": scheme != "all_gather"}
+    key_mask = torch.arange(37).repeat(2, 1) % 7 != 3
+    parts = []
+    for i, row in enumerate(rows):
+        one = [x[i : i + 1] for x in inputs]
+        parts.append(whole(*one, key_mask=key_mask[i : i + 1], cu_seqlens=row, **masks))
+    expected = [torch.cat(pair) for pair in zip(*parts, strict=True)]
+    where = {"group": group(), "layout": layout}
+    # A tensor, whose rows are filled with documents of no length.
+    for given in (rows, torch.tensor([rows[0], (*rows[1], 37, 37, 37)])):
+        options = {**where, **masks, "scheme": scheme, "cu_seqlens": given}
+        found = sharded(*inputs, key_mask=key_mask, **options)
+        expect_equal(found, expected, **where, rtol=1e-10, atol=1e-11)
+    ids = torch.stack([position_ids(37, cu_seqlens=row, **where) for row in rows])
+    assert torch.equal(position_ids(37, cu_seqlens=rows, **where), ids)
+    labels = torch.arange(74).view(2, 37)
+    pairs = zip(labels.split(1), rows, strict=True)
+    shifted = torch.cat([shift_labels(part, cu_seqlens=row) for part, row in pairs])
+    assert torch.equal(shift_labels(labels, cu_seqlens=rows), shifted)
+    same = sharded(*inputs, **where, is_causal=True, cu_seqlens=(rows[0], rows[0]))
+    one = sharded(*inputs, **where, is_causal=True, cu_seqlens=rows[0])
+    assert all(map(torch.equal, same, one))
+
+
 @check()
 def what_differs_between_ranks_is_refused_on_all():
     rank = dist.get_rank()
@@ -330,6 +358,20 @@ def what_is_wrong_on_one_rank_is_refused_on_all():
         "seed": 1 << 63,
         "scale": float("nan"),
     }
+    for rows, match in (
+        ([[0, 37], [0, 36]], "all rows of cu_seqlens to end"),
+        ([[0, 37], [0, 7, 4, 37]], "cu_seqlens to start at 0 and be sorted"),
+        ([[0, 5, 37], [0, 37], [0, 37]], "cu_seqlens to be a row of offsets, or 2 as q has, got 3"),
+    ):
+        refused(f"{match}.* on rank 1$", q, k, v, cu_seqlens=rows if odd else None)
+    refused(
+        "cu_seqlens to be one row of offsets for 'per_document', got 2",
+        q,
+        k,
+        v,
+        cu_seqlens=[[0, 5, 37], [0, 37]],
+        layout="per_document",
+    )
     for name, value in wrong.items():
         match = f"{name} to .* on rank 1$"
         refused(match, q, k, v, **({name: value} if odd else {}))

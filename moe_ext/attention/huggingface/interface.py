@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext._compile import outside_graphs
 from moe_ext.attention.call import Options
-from moe_ext.attention.huggingface.packing import document_offsets
+from moe_ext.attention.huggingface.packing import FoundOffsets, document_offsets
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.ring_attention import ring_attention
 from moe_ext.attention.sharding import unshard_sequence
@@ -39,9 +39,27 @@ class Told:
 
     Attributes:
         offsets: of packed documents in the whole sequence; None for a single one.
+        seq_len: of the whole sequence; None where it is not known.
+        is_padded: on the left, in some row.
     """
 
-    offsets: tuple[int, ...] | None
+    offsets: FoundOffsets | None = None
+    seq_len: int | None = None
+    is_padded: bool = False
+
+    def cut(self, chunk: int | None, name: str) -> FoundOffsets | None:
+        """Offsets of the documents, cut into chunks of so many positions from the first one."""
+        if chunk is None:
+            return self.offsets
+        if self.seq_len is None or self.is_padded:
+            rule = "without chunks, or that of a model that prepare_model serves, without padding "
+            _refuse(name, "the mask of the model", rule + "on the left", f"chunks of {chunk}")
+        edges = {*range(0, self.seq_len, chunk), self.seq_len}
+        if self.offsets is None:
+            return tuple(sorted(edges))
+        if isinstance(self.offsets[0], tuple):
+            return tuple(tuple(sorted({*row, *edges})) for row in self.offsets)
+        return tuple(sorted({*self.offsets, *edges}))
 
 
 @dataclass(frozen=True)
@@ -52,6 +70,7 @@ class RingMask:
         is_causal: a query sees no key after it.
         window: keys that a query sees on each side, its own position included; None for all.
         key_mask: `[B, L]` bool, False for padding; None for none.
+        chunk: positions of a stretch that no query sees beyond; None for all.
         told: of a prepared model. It goes with the mask, since a recomputation may come after
             another batch.
     """
@@ -59,6 +78,7 @@ class RingMask:
     is_causal: bool
     window: int | None
     key_mask: Tensor | None
+    chunk: int | None = None
     told: Told | None = None
 
 
@@ -66,23 +86,29 @@ def _refuse(name: str, argument: str, rule: str, value: object) -> NoReturn:
     raise ValueError(f"{name}: expected {argument} to be {rule}, got {value}")
 
 
-def _parse(name: str, function: Callable[..., Any]) -> tuple[bool, int | None]:
-    """(causal, window) of a mask function of transformers, which is composed of closures."""
+def _parse(name: str, function: Callable[..., Any]) -> tuple[bool, int | None, int | None]:
+    """(causal, window, chunk) of a mask function of transformers, composed of closures."""
     held = inspect.getclosurevars(function).nonlocals
     kind = function.__qualname__.partition(".")[0]
     if kind == "and_masks":
         parts = [_parse(name, part) for part in held["mask_functions"]]
-        windows = [window for _, window in parts if window is not None]
-        return any(causal for causal, _ in parts), min(windows, default=None)
+        windows = [window for _, window, _ in parts if window is not None]
+        chunks = [chunk for *_, chunk in parts if chunk is not None]
+        if len(chunks) > 1:
+            _refuse(name, "the mask of the model", "of one size of chunks", chunks)
+        causal = any(causal for causal, *_ in parts)
+        return causal, min(windows, default=None), min(chunks, default=None)
     if kind == "remap_positions_for_packed_sequence":
         return _parse(name, held["mask_function"])
     if kind in ("sliding_window_overlay", "sliding_window_bidirectional_overlay"):
-        return False, held["sliding_window"]
+        return False, held["sliding_window"], None
+    if kind == "chunked_overlay":
+        return False, None, held["chunk_size"]
     plain = ("causal_mask_function", "bidirectional_mask_function", "packed_sequence_mask_function")
     if kind not in plain:
-        rule = "causal or bidirectional, with a window, documents or padding at most"
+        rule = "causal or bidirectional, with a window, chunks, documents or padding at most"
         _refuse(name, "the mask of the model", rule, function.__qualname__)
-    return kind == "causal_mask_function", None
+    return kind == "causal_mask_function", None, None
 
 
 def _ring_mask(
@@ -103,12 +129,12 @@ def _ring_mask(
             "set_attn_implementation('sdpa') before generate"
         )
         _refuse(name, "past_key_values", rule, f"{kv_length} keys for {q_length} queries")
-    causal, window = _parse(name, mask_function)
+    causal, window, chunk = _parse(name, mask_function)
     if attention_mask is not None and attention_mask.dim() != 2:
         rule = "[B, L], this rank's part of the padding mask"
         _refuse(name, "attention_mask", rule, list(attention_mask.shape))
     key_mask = None if attention_mask is None else attention_mask.bool()
-    return RingMask(causal, window, key_mask, documents.told)
+    return RingMask(causal, window, key_mask, chunk, documents.told)
 
 
 @dataclass(frozen=True)
@@ -155,11 +181,11 @@ class Documents:
         self._name = name
         self._options = options
         self._known: _Known | None = None
-        self._offsets: tuple[int, ...] | None = None
+        self._offsets: FoundOffsets | None = None
 
     # It reads values, which no graph can hold.
     @outside_graphs
-    def offsets(self, position_ids: Tensor | None, given: Tensor | None) -> tuple[int, ...] | None:
+    def offsets(self, position_ids: Tensor | None, given: Tensor | None) -> FoundOffsets | None:
         """Offsets of packed documents in the whole sequence; None for a single one.
 
         NOTE: device-to-host sync and a collective, once for a tensor of positions.
@@ -177,7 +203,7 @@ class Documents:
         self._known = _Known.of(position_ids, given)
         return self._offsets
 
-    def _find(self, position_ids: Tensor, given: Tensor | None) -> tuple[int, ...] | None:
+    def _find(self, position_ids: Tensor, given: Tensor | None) -> FoundOffsets | None:
         group, name = self.group, self._name
         facts = {
             "the number of rows of position_ids": position_ids.shape[0],
@@ -289,7 +315,7 @@ def _ring_forward(
         is_causal=mask.is_causal,
         scale=scaling,
         window=_window(name, mask, sliding_window),
-        cu_seqlens=told.offsets,
+        cu_seqlens=told.cut(mask.chunk, name),
         key_mask=mask.key_mask,
         softcap=softcap,
         sinks=s_aux,

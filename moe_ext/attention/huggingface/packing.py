@@ -36,11 +36,14 @@ KEYS = (
     "labels",
 )
 
+# One row of offsets for the whole batch, or one for each row of it.
+FoundOffsets = tuple[int, ...] | tuple[tuple[int, ...], ...]
+
 
 def document_offsets(
     position_ids: Tensor, given: Sequence[int] | None, operation: str
-) -> tuple[int, ...] | None:
-    """Offsets of the documents of a batch, None for a single one.
+) -> FoundOffsets | None:
+    """Offsets of the documents of a batch, of each row where they differ; None for a single one.
 
     Args:
         position_ids: `[B, S]` or `[1, S]`, of the whole sequence.
@@ -48,15 +51,14 @@ def document_offsets(
         operation: name for error messages.
 
     Raises:
-        ValueError: positions that do not count up from 0 in each document, or documents that differ
-            between the sequences of the batch.
+        ValueError: positions that do not count up from 0 in each document.
     """
+    if given is None and bool((position_ids != position_ids[:1]).any()):
+        # A single document has no offsets of its own.
+        whole = (0, position_ids.shape[1])
+        rows = (document_offsets(row[None], None, operation) or whole for row in position_ids)
+        return tuple(rows)  # type: ignore[return-value]
     ids_S = position_ids[0].cpu()
-    if bool((position_ids != position_ids[:1]).any()):
-        raise ValueError(
-            f"{operation}: expected position_ids to be equal in all sequences of a batch, got rows "
-            "that differ; pack documents into a batch of one, pad on the right"
-        )
     starts = torch.ones_like(ids_S, dtype=torch.bool)
     starts[1:] = ids_S.diff() != 1
     found = starts.nonzero()[:, 0].tolist()
@@ -125,7 +127,9 @@ def shard_batch(
         whole["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
     offsets = document_offsets(whole["position_ids"], None, op)
     parts = cut_batch(whole, offsets, group=group, layout=layout, ignore_index=ignore_index)
-    return parts if offsets is None else {**parts, **_cu_seqlens(offsets, tokens.device)}
+    if offsets is None or isinstance(offsets[0], tuple):
+        return parts
+    return {**parts, **_cu_seqlens(offsets, tokens.device)}
 
 
 def check_batch(batch: Mapping[str, Tensor], operation: str) -> Tensor:
@@ -147,7 +151,7 @@ def check_batch(batch: Mapping[str, Tensor], operation: str) -> Tensor:
 
 def cut_batch(
     batch: Mapping[str, Tensor],
-    offsets: tuple[int, ...] | None,
+    offsets: FoundOffsets | None,
     *,
     group: ProcessGroup | DeviceMesh | None,
     layout: str | Layout,

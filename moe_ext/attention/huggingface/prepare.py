@@ -20,7 +20,13 @@ from moe_ext._compile import outside_graphs
 from moe_ext.attention.call import Options
 from moe_ext.attention.checks import message_device
 from moe_ext.attention.huggingface.interface import ATTENTION, Documents, Told, install
-from moe_ext.attention.huggingface.packing import KEYS, check_batch, cut_batch, document_offsets
+from moe_ext.attention.huggingface.packing import (
+    KEYS,
+    FoundOffsets,
+    check_batch,
+    cut_batch,
+    document_offsets,
+)
 from moe_ext.attention.huggingface.probe import OP, Traits, probe
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import check_cu_seqlens
@@ -100,7 +106,7 @@ def prepare_model(
         problem = error
     agree(OP, facts, problem, options.group, small_message_device(options.group))
     name = f"{ATTENTION}_{next(_numbers)}"
-    documents = Documents(name, options, Told(None))
+    documents = Documents(name, options, Told())
     install(name, functools.partial(ring_attention, group=group, layout=layout, **names), documents)
     for key, hook in list(model._forward_pre_hooks.items()):
         if isinstance(hook, _WholeBatches):
@@ -160,7 +166,7 @@ class _WholeBatches:
     def _cut(self, given: Mapping[str, Any]) -> dict[str, Any]:
         batch = {key: given[key] for key in KEYS if key in given}
         rest = {key: value for key, value in given.items() if key not in KEYS}
-        check_batch(batch, OP)
+        seq_len = check_batch(batch, OP).shape[1]
         offsets, positions = self._positions(batch, [rest.pop(key, None) for key in _OFFSETS])
         for key in _LENGTHS:
             rest.pop(key, None)
@@ -188,12 +194,13 @@ class _WholeBatches:
             shifts=loss != "plain",
             num_items=rest.pop("num_items_in_batch", None),
         )
-        self._documents.told = Told(offsets)
+        padded = mask is not None and not bool(mask[:, :1].all())
+        self._documents.told = Told(offsets, seq_len, padded)
         return {**rest, **parts}
 
     def _positions(
         self, batch: Mapping[str, Tensor], given: list[Tensor | None]
-    ) -> tuple[tuple[int, ...] | None, Tensor]:
+    ) -> tuple[FoundOffsets | None, Tensor]:
         """Offsets of the documents and positions `[B, S]` or `[1, S]`."""
         first, ids, mask = (
             self._traits.first_position,

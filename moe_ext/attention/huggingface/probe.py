@@ -90,7 +90,9 @@ class _Probe:
         _require(not kinds, rule, f"rope_type {kinds} in {title}")
         device = self._embedding.weight.device
         was, training = config._attn_implementation, [(m, m.training) for m in model.modules()]
-        install(_NAME, self._own_values, Documents(OP, Options(None), Told(None)), op=OP)
+        install(
+            _NAME, self._own_values, Documents(OP, Options(None), Told(None, self._length)), op=OP
+        )
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             try:
                 model.set_attn_implementation(_NAME)

@@ -77,6 +77,7 @@ SERVED = {
     "gpt_oss": WINDOW,
     "granite": {},
     "llama": {},
+    "llama4_text": {"attention_chunk_size": 8, "no_rope_layers": [1, 0]},
     "ministral3": {},
     "mistral": WINDOW,
     "mixtral": {},
@@ -140,7 +141,6 @@ REFUSED = {
                 "layer_types": ["heavily_compressed_attention"] * 2,
             },
             "glm_moe_dsa": {},
-            "llama4_text": {},
         },
     ),
     "positions of its own": (
@@ -257,6 +257,21 @@ def batches_and_layouts(kind, layout):
     prepare_model(model, group=group(), layout=layout)
     torch.testing.assert_close(trained(model, make_batch(kind)), loss, rtol=1e-5, atol=0)
     expect_near(model, whole)
+
+
+@check()
+def rows_have_documents_of_their_own():
+    model = make("llama4_text", **SERVED["llama4_text"])
+    prepare_model(model, group=group())
+    batch, positions = make_batch("plain"), make_batch("packed")["position_ids"]
+    batch["position_ids"] = torch.cat([positions, torch.arange(23)[None]])
+    together = model(**batch).logits
+    for row in (0, 1):
+        alone = model(**{key: x[row : row + 1] for key, x in batch.items()}).logits
+        torch.testing.assert_close(together[row : row + 1], alone, rtol=0, atol=1e-6)
+    batch["attention_mask"] = (torch.arange(23) > 2).expand(2, -1).long()
+    with pytest.raises(ValueError, match="without padding on the left, got chunks of 8"):
+        model(**batch)
 
 
 @check()
@@ -491,6 +506,7 @@ def test_the_page_names_these_families():
 
 
 if __name__ == "__main__":
-    begin, end = "<!-- families -->\n", "\n<!-- end of families -->"
-    head, _, rest = PAGE.read_text().partition(begin)
-    PAGE.write_text(head + begin + table() + end + rest.partition(end)[2])
+    head, begin, rest = PAGE.read_text().partition("<!-- families -->\n")
+    _, end, tail = rest.partition("<!-- end of families -->")
+    assert end, "the page has no place for the table"
+    PAGE.write_text(f"{head}{begin}{table()}\n{end}{tail}")

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moe_ext
 from moe_ext.attention import make_layout
+from moe_ext.attention.huggingface.interface import Told
 from moe_ext.integrations.huggingface import (
     causal_lm_loss,
     register_ring_attention,
@@ -266,15 +267,23 @@ def positions_that_nobody_gave_are_refused(layout):
 
 
 @check()
-def documents_that_differ_between_rows_are_refused():
+def rows_have_documents_of_their_own():
     register_ring_attention(group())
     model = make("llama", attn_implementation="moe_ext_ring")
-    batch = shard_batch(make_batch("plain"), group=group())
-    ids = batch["position_ids"].expand(2, -1).clone()
+    batch = make_batch("plain")
+    positions = torch.cat([POSITIONS, torch.arange(37)[None]])
+    shards = shard_batch({**batch, "position_ids": positions}, group=group())
+    together = model(**shards).logits
+    for row in (0, 1):
+        one = {key: x[row : row + 1] for key, x in {**batch, "position_ids": positions}.items()}
+        alone = shard_batch(one, group=group())
+        assert_near(together[row : row + 1], model(**alone).logits)
+        assert torch.equal(shards["shift_labels"][row : row + 1], alone["shift_labels"])
+    ids = shards["position_ids"].clone()
     if dist.get_rank() == 1:
         ids[1, 0] = 0
-    with pytest.raises(ValueError, match="position_ids to be equal in all sequences of a batch"):
-        model(input_ids=batch["input_ids"], position_ids=ids)
+    with pytest.raises(ValueError, match="position_ids to count up from 0 in each document"):
+        model(input_ids=shards["input_ids"], position_ids=ids)
 
 
 @check()
@@ -339,8 +348,10 @@ def test_masks_of_other_kinds_are_refused():
     config = make("llama", attn_implementation="moe_ext_ring").config
     config.attention_chunk_size = 4
     given = (config, torch.zeros(1, 12, 32), None, None)
-    with pytest.raises(ValueError, match=r"the mask of the model to be .* chunked_overlay"):
-        create_chunked_causal_mask(*given)
+    # Where chunks end follows from what a prepared model knows.
+    assert create_chunked_causal_mask(*given).chunk == 4
+    with pytest.raises(ValueError, match="expected the mask of the model to be without chunks, or"):
+        Told().cut(4, "moe_ext_ring")
     with pytest.raises(ValueError, match=r"expected the mask of the model to be .* or_masks"):
         create_causal_mask(*given, or_mask_function=lambda b, h, q, k: q == k)
     assert create_causal_mask(*given).key_mask is None
