@@ -39,6 +39,7 @@ from moe_ext.compression.state import CompressionState
 from moe_ext.distributed.comm import Pending as Reduction
 
 if TYPE_CHECKING:
+    from moe_ext.compression.codecs.powersgd import PowerSGD
     from moe_ext.compression.fsdp import (
         CompressedAllGather,
         CompressedAllReduce,
@@ -61,6 +62,7 @@ __all__ = [
     "OneBit",
     "PayloadCodec",
     "Policy",
+    "PowerSGD",
     "Quantize",
     "Reduction",
     "ResidualMonitor",
@@ -86,20 +88,21 @@ __all__ = [
     "zero_plus_plus",
 ]
 
-# Imported when they are asked for: FSDP2 takes a second to import.
-_OF_FSDP = (
-    "CompressedAllGather",
-    "CompressedAllReduce",
-    "CompressedReduceScatter",
-    "FSDPCompression",
-    "zero_plus_plus",
-)
+# Imported when they are asked for: FSDP2 takes a second to import, and PowerSGD wants numpy.
+_LATER = {
+    "PowerSGD": "codecs.powersgd",
+    "CompressedAllGather": "fsdp",
+    "CompressedAllReduce": "fsdp",
+    "CompressedReduceScatter": "fsdp",
+    "FSDPCompression": "fsdp",
+    "zero_plus_plus": "fsdp",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _OF_FSDP:
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module("moe_ext.compression.fsdp"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
     globals()[name] = value
     return value
 

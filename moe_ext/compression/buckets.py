@@ -37,6 +37,7 @@ class Part:
         exact: whether blocks that are zero may be left out of a plain all-reduce.
         reached: the rows that are known not to be zero in this step, or None.
         dense_until: step up to which few enough blocks were zero to send them all.
+        used: the codec of the last step.
     """
 
     names: tuple[str, ...]
@@ -48,6 +49,7 @@ class Part:
     exact: bool
     reached: Callable[[], Tensor | None]
     dense_until: int = 0
+    used: Codec | None = None
 
     @property
     def label(self) -> str:

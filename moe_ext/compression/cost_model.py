@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.compression.codecs import Codec
+from moe_ext.compression.codecs import Codec, codec_of
+from moe_ext.compression.explain import aligned_table
 from moe_ext.compression.probe import (
     Link,
     MemoryFactory,
@@ -246,7 +247,7 @@ class CostModel:
     def choose(
         self,
         numel: int,
-        codecs: Sequence[Codec],
+        codecs: Sequence[str | Codec],
         *,
         bucket: Hashable,
         current: Codec | None = None,
@@ -261,9 +262,9 @@ class CostModel:
 
         Args:
             numel: elements of the bucket.
-            codecs: to choose from, the same in the same order on all ranks; the first plain one
-                (dense in float32 or 16 bits) is taken where a rule says dense, so that there must
-                be one.
+            codecs: to choose from, or their names, the same in the same order on all ranks; the
+                first plain one (dense in float32 or 16 bits), of which there must be one, is taken
+                where a rule says dense.
             bucket: what to remember measurements by, as a name or a number.
             current: the codec in use; None for the one chosen last.
 
@@ -271,20 +272,26 @@ class CostModel:
             Codec: one of ``codecs``.
 
         Raises:
-            ValueError: no plain codec in ``codecs``.
+            ValueError: no plain codec in ``codecs``, or an unknown name.
             RankFailureError: a rank died or did not answer.
         """
-        plain = [codec for codec in codecs if codec.plain]
+        made = tuple(
+            dict.fromkeys(
+                codec_of(codec, owner="CostModel.choose") if isinstance(codec, str) else codec
+                for codec in codecs
+            )
+        )
+        plain = [codec for codec in made if codec.plain]
         if not plain:
             raise ValueError(
                 "CostModel.choose: expected codecs to hold a dense one to fall back to, got "
-                f"{[codec.name for codec in codecs]}"
+                f"{[codec.name for codec in made]}"
             )
         state = self.buckets.setdefault(bucket, BucketState())
         if state.numel != numel:
             state.measured.clear()
             state.trial_turn.clear()
-        state.numel, state.codecs, state.turn = numel, tuple(dict.fromkeys(codecs)), state.turn + 1
+        state.numel, state.codecs, state.turn = numel, made, state.turn + 1
         state.current = state.current if current is None else current
         chosen, state.reason = self._rule(numel, plain[0])
         if chosen is None:
@@ -451,16 +458,6 @@ def _gigabits(bytes_per_second: float) -> str:
     return f"{8e-9 * bytes_per_second:.3g} Gbit/s"
 
 
-def _aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("| " + " | ".join(cells) + " |")
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return lines
-
-
 def _about(model: CostModel) -> str:
     ranks = f"{model.num_ranks} rank{'s' if model.num_ranks > 1 else ''} on {model.device}"
     if model.link is None:
@@ -508,7 +505,7 @@ def _cost_table(model: CostModel) -> str:
             row.append(f"{1e3 * model.estimate(codec, bucket):.3f}{'*' if known else ''}")
         chosen = "-" if state.chosen is None else heads[codecs.index(state.chosen)]
         rows.append([*row, chosen, state.reason])
-    return "\n".join([_about(model), *_aligned(rows), *_break_even(model)])
+    return "\n".join([_about(model), *aligned_table(rows), *_break_even(model)])
 
 
 class Exchange(Protocol):
@@ -574,6 +571,12 @@ class CostModels:
         if self.common is None or bucket.node_size != self._node_size:
             self.common = make(link=None if self.common is None else self.common.link)
             self._node_size = bucket.node_size
+        return self.common
+
+    def known(self, bucket: Exchange, common: ProcessGroup | None) -> CostModel | None:
+        """As `of`, without making one."""
+        if bucket.group is not None and bucket.group is not common:
+            return self._others.get(bucket.group)
         return self.common
 
     def explain(self) -> str:

@@ -80,6 +80,11 @@ class NamedParameters:
         """The codec of a parameter; None where the cost model chooses."""
         return policy.codec_for(name, self._role(name), self.by_name[name])
 
+    def why(self, policy: Policy, names: Sequence[str]) -> str:
+        """What decides on the codec of parameters."""
+        found = [policy.why(name, self._role(name), self.by_name[name]) for name in names]
+        return ", ".join(dict.fromkeys(found))
+
     def is_exact(self, policy: Policy, name: str, codec: Codec | None) -> bool:
         """Whether rows of a parameter that are zero may be left out of a plain all-reduce."""
         return policy.is_exact(self._role(name), self.by_name[name], codec)

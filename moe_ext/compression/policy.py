@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch import nn
 
-from moe_ext.compression.codecs import Codec, codec_names, codec_of
+from moe_ext.compression.codecs import Codec, check_choice, codec_names, codec_of
 from moe_ext.distributed.placement import holds_experts
 from moe_ext.nn.routers import Router
 
@@ -106,18 +106,26 @@ class Policy:
     def __post_init__(self) -> None:
         named = [self.default, *(getattr(self, role) for role in ROLES), *self.by_name.values()]
         for codec in named:
-            if codec is not None and codec != "auto":
-                codec_of(codec, self.density, owner="Policy")
+            if codec is not None:
+                _check_known(codec, "Policy")
 
     def codec_for(self, name: str, role: Role, parameter: nn.Parameter) -> Codec | None:
         """The codec of a parameter; None where the cost model chooses."""
+        codec, _ = self._rule(name, role, parameter)
+        return None if codec == "auto" else codec_of(codec, self.density, owner="Policy")
+
+    def why(self, name: str, role: Role, parameter: nn.Parameter) -> str:
+        """What decides on the codec of a parameter."""
+        return self._rule(name, role, parameter)[1]
+
+    def _rule(self, name: str, role: Role, parameter: nn.Parameter) -> tuple[str | Codec, str]:
         for pattern, codec in self.by_name.items():
             if fnmatch.fnmatchcase(name, pattern):
-                return self._made(codec)
+                return codec, f"name fits {pattern}"
         chosen: str | Codec | None = getattr(self, role)
         if parameter.numel() < self.dense_below:
-            return codec_of("none")
-        return self._made(self.default if chosen is None else chosen)
+            return "none", f"fewer than {self.dense_below} elements"
+        return (self.default, "default") if chosen is None else (chosen, f"role {role}")
 
     def is_exact(self, role: Role, parameter: nn.Parameter, codec: Codec | None) -> bool:
         """Whether rows that are zero are left out where the codec turns out to be "none"."""
@@ -125,9 +133,6 @@ class Policy:
             return True
         may_skip = codec is None or codec.skipping_zeros().skips_zeros
         return role == "expert" and may_skip and parameter.numel() >= self.dense_below
-
-    def _made(self, codec: str | Codec) -> Codec | None:
-        return None if codec == "auto" else codec_of(codec, self.density, owner="Policy")
 
 
 def policy_of(codec: str | Codec | Policy, density: float) -> Policy:
@@ -138,6 +143,12 @@ def policy_of(codec: str | Codec | Policy, density: float) -> Policy:
     """
     if isinstance(codec, Policy):
         return codec
-    if isinstance(codec, str) and codec not in codec_names():
-        codec_of(codec, owner="CompressionState")
+    _check_known(codec, "CompressionState")
     return Policy(codec, density=density)
+
+
+def _check_known(codec: str | Codec, owner: str) -> None:
+    if isinstance(codec, str):
+        check_choice(owner, "codec", codec, codec_names())
+    else:
+        codec_of(codec, owner=owner)

@@ -271,7 +271,7 @@ class Reducer:
         chooser = None
         if part.codec is None and not is_alone:
             chooser = self._costs.of(bucket, self._group, memory.device)
-        codec = codec_in_step(part, options, self._progress, chooser)
+        codec = part.used = self._codec_in_step(part, chooser)
         if is_alone:
             codec = codec.alone()
         grad = part.take(running.flat_N)
@@ -311,6 +311,18 @@ class Reducer:
         if started.is_timed:
             started.note_end()
         return started
+
+    def _codec_in_step(self, part: Part, chooser: CostModel | None) -> Codec:
+        """The codec of a part in this step; of a cost model's choice where there is one."""
+        options, step = self._options, self._progress.step
+        codec = part.codec
+        if codec is None and chooser is not None:
+            codec = chooser.choose(part.memory.numel, options.candidates, bucket=part.label)
+        codec = options.warmup.codec(codec or Dense(), step)
+        codec = options.monitor.codec(codec, self._progress.density_factor)
+        if part.exact:
+            codec = codec.keeping_zeros() if step < part.dense_until else codec.skipping_zeros()
+        return codec
 
     def _take_norms(self, running: BucketInStep, part: Part, codec: Codec, grad: Tensor) -> None:
         """Norms of a part, where its codec does not find NaN and infinity by itself."""
@@ -605,18 +617,3 @@ class Reducer:
                 agreed.append(outcome.seconds[part.names[0]])
         for chooser, agreed in timed.values():
             chooser.settle(agreed)
-
-
-def codec_in_step(
-    part: Part, options: Options, progress: Progress, chooser: CostModel | None = None
-) -> Codec:
-    """The codec of a part in this step; of a cost model's choice where there is one."""
-    codec = part.codec
-    if codec is None and chooser is not None:
-        codec = chooser.choose(part.memory.numel, options.candidates, bucket=part.label)
-    codec = options.warmup.codec(codec or Dense(), progress.step)
-    codec = options.monitor.codec(codec, progress.density_factor)
-    if part.exact:
-        full = progress.step < part.dense_until
-        codec = codec.keeping_zeros() if full else codec.skipping_zeros()
-    return codec

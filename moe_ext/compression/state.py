@@ -10,15 +10,16 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from moe_ext.compression.buckets import Buckets
-from moe_ext.compression.codecs import Codec, codec_of
+from moe_ext.compression.buckets import Bucket, Buckets
+from moe_ext.compression.codecs import Codec, Dense, codec_of
 from moe_ext.compression.cost_model import CostModel, CostModels
 from moe_ext.compression.elastic import check_single, merged_for
+from moe_ext.compression.explain import BucketChoice, Explanation, described
 from moe_ext.compression.feedback import FeedbackStore, unit_factors
 from moe_ext.compression.options import GradScaler, Options, Progress
 from moe_ext.compression.parameters import NamedParameters
 from moe_ext.compression.policy import Policy, policy_of
-from moe_ext.compression.reducer import Reducer, codec_in_step
+from moe_ext.compression.reducer import Reducer
 from moe_ext.compression.schedules import ResidualMonitor, Warmup
 from moe_ext.distributed.groups import group_rank, group_ranks, group_size, resolve_group
 
@@ -210,16 +211,50 @@ class CompressionState:
             self._progress.step -= 1
         self._progress.can_undo = False
 
-    def explain(self) -> str:
-        """A table of the choices of "auto" with their reasons, or the codecs of the policy."""
-        if self._costs.used:
-            return self._costs.explain()
-        lines = [
-            f"{part.label}: {codec_in_step(part, self.options, self._progress)}"
-            for bucket in self._buckets
-            for part in bucket.parts
-        ]
-        return "\n".join(lines) or "no gradient was reduced yet"
+    def explain(self) -> Explanation:
+        """What each bucket was sent as in the last step, as a table, and under it that of "auto".
+
+        Returns:
+            Explanation: text, with a `BucketChoice` for each line of the table in ``rows``.
+        """
+        rows: list[BucketChoice] = []
+        for number, bucket in enumerate(self._buckets):
+            rows += self._choices(number, bucket)
+        return Explanation.of(rows, self._costs.explain() if self._costs.used else "")
+
+    def _choices(self, number: int, bucket: Bucket) -> list[BucketChoice]:
+        """Rows of the table for a bucket."""
+        if not bucket.parts:
+            numel = sum(bucket.sizes)
+            dense = Dense().sent_bytes(numel, group_size(bucket.group))
+            why = "a sparse gradient: bytes of touched rows"
+            return [BucketChoice(number, bucket.names, numel, dense, 0, "rows", None, why)]
+        found = []
+        model, num_ranks = self._costs.known(bucket, self.group), group_size(bucket.exchange_group)
+        for part in bucket.parts:
+            numel, codec = part.memory.numel, part.used
+            if codec is None:
+                continue
+            why, milliseconds = self.parameters.why(self.options.policy, part.names), None
+            if part.codec is None and model is not None and part.label in model.buckets:
+                why = model.buckets[part.label].reason
+                if model.knows([codec]):
+                    milliseconds = 1e3 * model.estimate(codec, part.label)
+            elif part.codec not in (None, codec):
+                why = f"{why}; in the place of {described(part.codec)} for now"
+            found.append(
+                BucketChoice(
+                    number,
+                    part.names,
+                    numel,
+                    Dense().sent_bytes(numel, num_ranks),
+                    codec.sent_bytes(numel, num_ranks),
+                    described(codec),
+                    milliseconds,
+                    why,
+                )
+            )
+        return found
 
     # -- saving ------------------------------------------------------------------------------
 

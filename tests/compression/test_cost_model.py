@@ -331,6 +331,13 @@ def test_explain_is_a_table(known_rates):
     assert "share=0.1" in model.explain()
 
 
+def test_names_are_codecs():
+    model = CostModel(link=Link(1e-4, 25e6, 20e6), num_ranks=2)
+    assert model.choose(100, ["none", "int8"], bucket=0).name == "none"
+    with pytest.raises(ValueError, match="CostModel.choose: expected codec to be one of .*'int9'"):
+        model.choose(100, ["none", "int9"], bucket=0)
+
+
 def test_arguments_are_checked():
     with pytest.raises(TypeError, match="expected group to be None or a ProcessGroup"):
         CostModel(group=3)

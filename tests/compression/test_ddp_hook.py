@@ -24,6 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from moe_ext.compression import (
     Dense,
     Policy,
+    Quantize,
     ResidualMonitor,
     TopK,
     Warmup,
@@ -284,6 +285,7 @@ def check_the_monitor():
     with pytest.warns(UserWarning, match="the density is doubled"):
         gradients_of(parallel, 1)
     assert state.residual_ratio > 0
+    gradients_of(parallel, 2)
     assert "density=0.04" in state.explain()
 
 
@@ -291,7 +293,7 @@ class Chooser:
     """Chooses in turns, and remembers what it was told."""
 
     def __init__(self):
-        self.turn, self.told, self.settled = 0, [], []
+        self.turn, self.told, self.settled, self.buckets = 0, [], [], {}
 
     def choose(self, numel, codecs, *, bucket, current=None):
         self.turn += 1
@@ -325,7 +327,7 @@ def check_codecs_chosen_anew_in_every_step():
         gradients_of(parallel, step)
         ledger.add(local, parallel.module.named_parameters())
         ledger.check()
-    assert len(chooser.settled) == 6 and state.explain() == "a table"
+    assert len(chooser.settled) == 6 and state.explain().endswith("a table")
     times = torch.tensor(chooser.settled[-1], dtype=torch.float64)
     assert torch.equal(summed(times), times * dist.get_world_size())
 
@@ -346,6 +348,34 @@ def check_auto_agrees_and_explains():
     tables = [None] * dist.get_world_size()
     dist.all_gather_object(tables, table)
     assert len(set(tables)) == 1
+
+
+def check_the_table_tells_bytes_and_reasons():
+    policy = Policy("int8", by_name={"hidden.*": TopK(0.1)}, dense_below=100)
+    parallel, state = wrapped(Net(60), policy=policy, warmup=Warmup(dense_steps=1))
+    assert state.explain() == "no gradient was reduced yet" and state.explain().rows == ()
+    gradients_of(parallel, 0)
+    warm = {row.codec: row for row in state.explain().rows}
+    assert warm.keys() == {"none", "topk(density=1.0)"} and warm["none"].ratio == 1.0
+    assert "in the place of topk(density=0.1) for now" in warm["topk(density=1.0)"].why
+    for step in range(1, 3):
+        gradients_of(parallel, step)
+    table = state.explain()
+    rows = {name: row for row in table.rows for name in row.parameters}
+    assert rows.keys() == {name for name, _ in parallel.module.named_parameters()}
+    assert sum(row.elements for row in table.rows) == sum(p.numel() for p in parallel.parameters())
+    size = dist.get_world_size()
+    for name, codec, text, why in (
+        ("branch.weight", Quantize("int8"), "int8", "default"),
+        ("hidden.weight", TopK(0.1), "topk(density=0.1)", "name fits hidden.*"),
+        ("norm.weight", Dense(), "none", "fewer than 100 elements"),
+    ):
+        row = rows[name]
+        assert row.codec == text and why in row.why and row.milliseconds is None
+        assert row.bytes_before == Dense().sent_bytes(row.elements, size)
+        assert row.bytes_after == codec.sent_bytes(row.elements, size)
+        assert row.ratio == row.bytes_before / row.bytes_after
+        assert any(f" {row.bytes_after} " in line and why in line for line in table.splitlines())
 
 
 def check_bytes_are_those_that_a_codec_announces():

@@ -306,11 +306,17 @@ def passes_that_add_up_are_all_looked_at():
 
 
 @four()
-def nothing_is_said_of_gradients_that_nobody_looks_at():
-    compression = zero_plus_plus(wrapped(mesh()), zero_quantized_weights=True)
-    message = "expected zero_quantized_gradients or node_group to be set, got neither"
-    with pytest.raises(ValueError, match=message):
-        compression.finite()
+def gradients_are_looked_at_where_weights_alone_are_compressed():
+    model = wrapped(mesh())
+    compression = zero_plus_plus(model, zero_quantized_weights=True)
+    assert compression.finite()
+    poisoned_backward(model, 0, 1, math.nan)
+    assert not compression.finite()
+    with pytest.raises(ValueError, match="got NaN or infinity in .*up.weight.* on rank"):
+        compression.check()
+    model.zero_grad()
+    backward(model, 1)
+    assert compression.finite()
 
 
 @four()

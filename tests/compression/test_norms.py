@@ -162,7 +162,7 @@ class _Link:
     """A cost model that only listens."""
 
     def __init__(self):
-        self.heard = []
+        self.heard, self.buckets = [], {}
 
     def choose(self, numel, codecs, *, bucket, current=None):
         return codecs[0]

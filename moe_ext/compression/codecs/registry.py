@@ -51,7 +51,7 @@ def codec_of(codec: str | Codec, density: float = 0.01, *, owner: str = "codec_o
         return _factories[codec](density)
     if not isinstance(codec, Codec):
         raise ValueError(
-            f"{owner}: expected codec to be a codec or one of {codec_names()}, got {codec!r}"
+            f"{owner}: expected codec to be a codec or one of {tuple(_factories)}, got {codec!r}"
         )
     return codec
 

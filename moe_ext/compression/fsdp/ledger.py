@@ -5,6 +5,8 @@ Shape suffixes: see `layout`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -151,6 +153,17 @@ class StepLedger:
         else:
             finite = self._watch(layout, flat, num_shards)
         self.note(finite)
+
+    def watch_gradients(
+        self, sender: object, name: str, gradients: Mapping[str, Tensor], group: ProcessGroup
+    ) -> None:
+        """Note whether gradients that no message of a sender was asked about are finite."""
+        self.begin(sender, name)
+        self.add_group(group)
+        for parameter, grad in gradients.items():
+            finite = is_finite(grad)
+            self._note_bad(finite, [parameter])
+            self.note(finite)
 
     def guard(
         self, layout: ShardLayout, flat: Tensor, packed_PQ: Tensor, dense_PD: Tensor

@@ -27,6 +27,7 @@ from moe_ext.compression.fsdp.ledger import Residual, StepLedger
 from moe_ext.compression.fsdp.messages import CompressedAllGather, CompressedReduceScatter
 from moe_ext.compression.fsdp.nodes import CompressedAllReduce
 from moe_ext.distributed.comm import all_reduce_, gather_objects, reduce_scatter
+from moe_ext.distributed.dtensor import local_part
 from moe_ext.distributed.fsdp_state import (
     ManagedParameter,
     fsdp_modules,
@@ -68,18 +69,20 @@ class FSDPCompression:
         """Whether all backward passes since the last call were finite on every rank (collective).
 
         Where one was not, gradients are NaN, and the residuals are what they were before it: skip
-        the optimizer's step. Called or not, a pass ends with the next one.
-
-        Raises:
-            ValueError: gradients are not compressed, so that nothing looks at them.
+        the optimizer's step. Called or not, a pass ends with the next one. Where weights alone are
+        compressed, the gradients are looked at as they are now.
 
         NOTE: device-to-host sync.
         """
         if not (self.reduce_scatters or self.all_reduces):
-            raise ValueError(
-                f"{_OP}: expected zero_quantized_gradients or node_group to be set, got neither: "
-                "nothing looks at gradients"
-            )
+            for name, gather in self.all_gathers.items():
+                module = gather.finder.module
+                assert module is not None
+                gradients = {
+                    parameter: local_part(p).new_zeros(0) if p.grad is None else local_part(p.grad)
+                    for parameter, p in ((n, e.param) for n, e in gather.finder.parameters())
+                }
+                self.ledger.watch_gradients(gather, name, gradients, shard_group(module))
         return self.ledger.finite()
 
     def check(self) -> None:
