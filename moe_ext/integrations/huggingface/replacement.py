@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.groups import check_group, group_size
+from moe_ext.distributed.groups import check_group, group_size, small_message_device
 from moe_ext.integrations.huggingface.decorated import (
     Found,
     find,
@@ -136,19 +135,20 @@ def _replace_over_ranks(model: nn.Module, ep_group: ProcessGroup) -> int:
         _check_whole(found.experts)
         slices = cut(found, ep_group)
         exchange(slices)
-        shapes = {
-            path: [list(p.shape) for p in m.parameters()] for path, m in found.experts.items()
+        parameters = [
+            (f"{path}.{name}", list(p.shape), p.dtype)
+            for path, module in found.experts.items()
+            for name, p in module.named_parameters()
+        ]
+        facts = {
+            "the number of expert blocks": len(found.experts),
+            "num_experts": sorted({str(m.num_experts) for m in found.experts.values()}),
+            "the parameters of experts": parameters,
         }
-        facts = {"the experts": shapes}
     except ValueError as error:
         problem, slices = error, []
     try:
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        if device.type == "meta":  # which no message can be on
-            if problem is not None:
-                raise problem
-        else:
-            agree("replace", facts, problem, ep_group, device)
+        agree("replace", facts, problem, ep_group, small_message_device(ep_group))
         _run_by_us(found)
     except BaseException:
         exchange(slices)

@@ -136,10 +136,25 @@ def an_index_past_the_last_expert():
 
 
 @CHECKS()
+def a_model_without_memory():
+    """Spread on the meta device, then loaded: no rank holds the whole model."""
+    whole = make("mixtral")
+    with torch.device("meta"):
+        model = make("mixtral")
+    moe_ext.replace(model, ep_group=dist.group.WORLD)
+    model.to_empty(device="cpu").load_state_dict(whole.state_dict())
+    for mine, buffer in zip(model.buffers(), whole.buffers(), strict=True):
+        mine.copy_(buffer)  # some are in no state dict
+    with torch.no_grad():
+        batch = batch_of(dist.get_rank())
+        assert_near(model(**batch).logits, whole(**batch).logits)
+
+
+@CHECKS()
 def different_models_are_refused():
     rank = dist.get_rank()
     model = make("mixtral", num_local_experts=4 + 2 * rank)
-    with pytest.raises(ValueError, match=r"expected the experts to be equal on every rank"):
+    with pytest.raises(ValueError, match=r"expected num_experts to be equal on every rank"):
         moe_ext.replace(model, ep_group=dist.group.WORLD)
     assert model.model.layers[0].mlp.experts.down_proj.shape[0] == 4 + 2 * rank
 
