@@ -165,3 +165,13 @@ def test_troubleshooting_quotes_texts_that_are_raised():
     for raised, text in found:
         if raised in ("RuntimeError", "ImportError") and text != "...":
             assert any(known(fragment, text) for fragment in quoted), text
+
+
+def test_the_version_is_that_of_the_last_release():
+    root = DOCS.parent
+    released = re.findall(
+        r"^## \[(\d.*)\] - (\S+)$", (root / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    cited = (root / "CITATION.cff").read_text()
+    assert released[0][0] == moe_ext.__version__
+    assert f"version: {released[0][0]}\ndate-released: {released[0][1]}\n" in cited
