@@ -81,9 +81,13 @@ def around_clip_grad_norm_(make: Callable[[Callable[..., Tensor]], Callable[...,
     Args:
         make: takes what it runs, and returns what it is to run, without gradients.
     """
-    assert clip_grad_norm_.__closure__ is not None
-    (cell,) = clip_grad_norm_.__closure__
-    cell.cell_contents = functools.wraps(cell.cell_contents)(make(cell.cell_contents))
+    cells = clip_grad_norm_.__closure__ or ()
+    inner = getattr(clip_grad_norm_, "__wrapped__", None)
+    found = [cell for cell in cells if cell.cell_contents is inner]
+    if found:
+        found[0].cell_contents = functools.wraps(clip_grad_norm_)(make(found[0].cell_contents))
+    else:  # of another version of torch: names that were imported before keep the old function
+        torch.nn.utils.clip_grad_norm_ = functools.wraps(clip_grad_norm_)(make(clip_grad_norm_))
 
 
 def around_unscale(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -118,7 +118,7 @@ def _dim_to_shard(num_ranks: int) -> Callable[[nn.Parameter], Shard | None]:
 
 
 def check_wrapping(experts: nn.Module) -> None:
-    """Refuse meshes of `fully_shard` that mix experts, or that let copies drift apart.
+    """Refuse meshes of `fully_shard` that mix experts, or that let copies drift apart, and FSDP1.
 
     Called before every forward pass of a module with experts: what was wrapped over which ranks is
     known only then. It looks when something was wrapped since the last time.
@@ -129,6 +129,12 @@ def check_wrapping(experts: nn.Module) -> None:
     # Not at the top: FSDP takes a second to import.
     from moe_ext.distributed import fsdp_state
 
+    if _is_flattened(experts):
+        raise ValueError(
+            "FullyShardedDataParallel: expected modules with experts over ranks to be left out "
+            "(ignored_modules=), since it takes flat pieces of different experts for pieces of the "
+            "same, got them wrapped; use FSDP2 with moe_ext.distributed.fully_shard(module, mesh)"
+        )
     count = fsdp_state.num_wrapped()
     if count == 0 or _checked.get(experts) == count:
         return
@@ -137,6 +143,19 @@ def check_wrapping(experts: nn.Module) -> None:
             _check_meshes(placements(root), fsdp_state.wrapped_parameters(root))
             _checked[root] = count
     _checked[experts] = count
+
+
+def _is_flattened(module: nn.Module) -> bool:
+    """Whether FSDP1 holds a parameter: it puts a view of a flat tensor in its place."""
+    return any(
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, nn.Parameter)
+        and value._base is not None
+        and value._base.dim() == 1
+        and value._base.shape != value.shape
+        for inner in module.modules()
+        for value in (*inner._parameters.values(), *vars(inner).values())
+    )
 
 
 def _check_meshes(

@@ -169,6 +169,14 @@ def _watch(optimizer: Optimizer, *_call: object) -> None:
     """Hook before every step of every optimizer: those of parts of the model speak of the whole."""
     if optimizer in _watched or not (shards := _shards_of(optimizer)):
         return
+    # By name: its module takes long to import.
+    if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
+        raise ValueError(
+            "ZeroRedundancyOptimizer: expected parameters that every rank holds, since each rank "
+            "sends all others those that it has updated, got experts that lie over ranks; give it "
+            "the group 'dense' of moe_ext.distributed.expert_param_groups(model), and the experts "
+            "an optimizer of their own"
+        )
     _watched.add(optimizer)
     if isinstance(optimizer, SavesByParameter):
         return  # its state is that of a rank, and says so

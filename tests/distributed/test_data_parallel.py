@@ -25,6 +25,7 @@ from parallel_models import (
 )
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 # As a script that imports torch's names first, and before any parameter was divided.
@@ -425,6 +426,31 @@ def check_groups_of_ddp():
     text = r"expected process_group to be None or all ranks of the job .* got the ranks \[\d, \d\]"
     half = halves[dist.get_rank() // 2]
     raised(ValueError, text, lambda: wrapped(Model(grid.ep_group), process_group=half))
+
+
+def check_wrappers_that_take_experts_for_copies():
+    for options in ({"use_orig_params": True}, {}):
+        model = Model(mesh(2).ep_group)
+        fsdp = FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+        text = "expected modules with experts over ranks to be left out"
+        raised(ValueError, text, fsdp, batches()[0][dist.get_rank()])
+    model = Model(mesh(2).ep_group)
+    ignored = [model.first.experts, model.second.experts]
+    fsdp = FullyShardedDataParallel(
+        model, device_id=torch.device("cpu"), ignored_modules=ignored, use_orig_params=True
+    )
+    run_steps(fsdp)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = Model(mesh(2).ep_group)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    before = flat(model)
+    run_steps(wrapped(model))
+    raised(ValueError, "got experts that lie over ranks; give it the group", optimizer.step)
+    assert torch.equal(before, flat(model))
+    groups = md.expert_param_groups(model)
+    dense = next(group["params"] for group in groups if group["name"] == "dense")
+    ZeroRedundancyOptimizer(dense, torch.optim.SGD, lr=0.1).step()
 
 
 def check_wrapping_before_the_library_knows():
