@@ -48,9 +48,14 @@ void check_topk_idx(const char* op, const Tensor& topk_idx, const Tensor& logits
   check_size(op, "topk_idx", topk_idx, 0, logits.size(0), "the tokens of logits");
 }
 
-bool parse_score_fn(const char* op, const std::string& name) {
-  MOE_CHECK(name == "softmax" || name == "sigmoid", op, ": expected score_fn to be softmax or sigmoid, got ", name);
-  return name == "sigmoid";
+// A softmax over the chosen experts alone is no score of an expert.
+gating::ScoreFn parse_score_fn(const char* op, const std::string& name) {
+  MOE_CHECK(
+      name == "softmax" || name == "sigmoid" || name == "sqrtsoftplus", op,
+      ": expected score_fn to be softmax, sigmoid or sqrtsoftplus, got ", name);
+  return name == "softmax"   ? gating::ScoreFn::kSoftmax
+         : name == "sigmoid" ? gating::ScoreFn::kSigmoid
+                             : gating::ScoreFn::kSqrtSoftplus;
 }
 
 void check_num_sequences(const char* op, int64_t num_sequences, int64_t num_tokens) {
@@ -108,7 +113,7 @@ void check_balanced_assignment(const Tensor& scores, const std::optional<Tensor>
   check_token_mask("balanced_assignment", token_mask, "scores", scores);
 }
 
-bool check_sequence_load(
+gating::ScoreFn check_sequence_load(
     const Tensor& logits, const Tensor& topk_idx, int64_t num_sequences, const std::string& score_fn,
     const std::optional<Tensor>& token_mask) {
   const char* op = "sequence_load";
@@ -119,7 +124,7 @@ bool check_sequence_load(
   return parse_score_fn(op, score_fn);
 }
 
-bool check_sequence_load_backward(
+gating::ScoreFn check_sequence_load_backward(
     const Tensor& grad_score_sum, const Tensor& logits, const std::string& score_fn,
     const std::optional<Tensor>& token_mask) {
   const char* op = "_sequence_load_backward";

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "common/check.h"
+#include "gating/gating_tables.h"
 
 namespace moe_ext::assignment {
 
@@ -31,14 +32,13 @@ void check_balanced_assignment(
     const Tensor& scores,                     // [T, E]
     const std::optional<Tensor>& token_mask); // [T]
 
-// Returns whether the scores are sigmoids.
-bool check_sequence_load(
+gating::ScoreFn check_sequence_load(
     const Tensor& logits,   // [T, E]
     const Tensor& topk_idx, // [T, K]
     int64_t num_sequences, const std::string& score_fn,
     const std::optional<Tensor>& token_mask); // [T]
 
-bool check_sequence_load_backward(
+gating::ScoreFn check_sequence_load_backward(
     const Tensor& grad_score_sum, // [B, E]
     const Tensor& logits,         // [T, E]
     const std::string& score_fn,

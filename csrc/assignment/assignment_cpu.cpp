@@ -199,7 +199,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> expert_choice_gate_cpu(
   const int64_t taken = std::min(capacity, count_real(mask, num_tokens));
   std::fill_n(data<int64_t>(counts), n, taken);
   dispatch_floating(x.scalar_type(), [&]<typename T>() {
-    const ScoreArgs<T> args{data<T>(x), data_or_null<bool>(mask), n, false};
+    const ScoreArgs<T> args{data<T>(x), data_or_null<bool>(mask), n, gating::ScoreFn::kSoftmax};
     expert_choice(args, num_tokens, taken, data<acc_t<T>>(weights), data<int64_t>(idx), data<acc_t<T>>(score_sum));
   });
   return {weights, idx, counts, score_sum};
@@ -228,7 +228,7 @@ Tensor expert_choice_gate_backward_cpu(
   const Tensor grad = new_empty(x, {x.size(0), x.size(1)});
   dispatch_floating(x.scalar_type(), [&]<typename T>() {
     const ScoreGradArgs<T> args{
-        {data<T>(x), data_or_null<bool>(mask), x.size(1), false},
+        {data<T>(x), data_or_null<bool>(mask), x.size(1), gating::ScoreFn::kSoftmax},
         data_or_null<acc_t<T>>(ds),
         data_or_null<acc_t<T>>(dw),
         data<int64_t>(index),
@@ -273,7 +273,7 @@ Tensor sinkhorn_scale_cpu(
   const Tensor cost = new_empty(x, {num_tokens, n}, acc);
   dispatch_floating(x.scalar_type(), [&]<typename T>() {
     using Acc = acc_t<T>;
-    const ScoreArgs<T> args{data<T>(x), data_or_null<bool>(mask), n, false};
+    const ScoreArgs<T> args{data<T>(x), data_or_null<bool>(mask), n, gating::ScoreFn::kSoftmax};
     const int64_t refused = each_block(num_tokens, [&](int64_t, int64_t begin, int64_t end) {
       return kernels().of<T>().cost(args, begin, end, data<Acc>(cost));
     });
@@ -399,7 +399,7 @@ std::tuple<Tensor, Tensor> sequence_load_cpu(
     Tensor topk_idx, // [T, K]
     int64_t num_sequences, std::string score_fn,
     std::optional<Tensor> token_mask) { // [T]
-  const bool sigmoid = check_sequence_load(logits, topk_idx, num_sequences, score_fn, token_mask);
+  const gating::ScoreFn fn = check_sequence_load(logits, topk_idx, num_sequences, score_fn, token_mask);
   const Tensor x = contiguous(logits), index = contiguous(topk_idx);
   const std::optional<Tensor> mask = optional_contiguous(token_mask);
   const int64_t n = x.size(1), length = x.size(0) / std::max<int64_t>(1, num_sequences);
@@ -411,7 +411,7 @@ std::tuple<Tensor, Tensor> sequence_load_cpu(
   }
   dispatch_floating(x.scalar_type(), [&]<typename T>() {
     using Acc = acc_t<T>;
-    const ScoreArgs<T> args{data<T>(x), data_or_null<bool>(mask), n, sigmoid};
+    const ScoreArgs<T> args{data<T>(x), data_or_null<bool>(mask), n, fn};
     std::vector<Acc> partials(num_sequences * blocks * n, Acc(0));
     std::atomic<int64_t> refused{x.size(0)};
     parallel_for(0, num_sequences * blocks, 1, [&](int64_t begin, int64_t end) {
@@ -439,7 +439,7 @@ Tensor sequence_load_backward_cpu(
     Tensor logits,         // [T, E]
     std::string score_fn,
     std::optional<Tensor> token_mask) { // [T]
-  const bool sigmoid = check_sequence_load_backward(grad_score_sum, logits, score_fn, token_mask);
+  const gating::ScoreFn fn = check_sequence_load_backward(grad_score_sum, logits, score_fn, token_mask);
   const Tensor x = contiguous(logits), ds = contiguous(grad_score_sum);
   const std::optional<Tensor> mask = optional_contiguous(token_mask);
   const int64_t num_sequences = ds.size(0), n = x.size(1);
@@ -449,11 +449,7 @@ Tensor sequence_load_backward_cpu(
     parallel_for(0, num_sequences, 1, [&](int64_t begin, int64_t end) {
       for (int64_t b = begin; b < end; ++b) {
         const ScoreGradArgs<T> args{
-            {data<T>(x), data_or_null<bool>(mask), n, sigmoid},
-            data<acc_t<T>>(ds) + b * n,
-            nullptr,
-            nullptr,
-            data<T>(grad)};
+            {data<T>(x), data_or_null<bool>(mask), n, fn}, data<acc_t<T>>(ds) + b * n, nullptr, nullptr, data<T>(grad)};
         run_backward(args, b * length, length);
       }
     });

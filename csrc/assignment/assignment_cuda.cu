@@ -48,7 +48,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> expert_choice_gate_cuda(
     const RowPlan plan = checked_plan<Acc>("expert_choice_gate", num_tokens, n);
     const Tensor partials = new_empty(x, {int64_t{plan.num_blocks} * n}, acc);
     const Tensor cuts = new_empty(x, {n * static_cast<int64_t>(sizeof(Cut<Acc>))}, ScalarType::Byte);
-    const ScoreArgs<T> args{data<T>(x), data_or_null<bool>(mask), n, false};
+    const ScoreArgs<T> args{data<T>(x), data_or_null<bool>(mask), n, gating::ScoreFn::kSoftmax};
     launch_scores<kCheckIndices>(
         args, 1, num_tokens, plan, data<Acc>(weights), data<Acc>(partials), data<Acc>(score_sum), device.stream());
     launch_expert_choice(
@@ -74,7 +74,7 @@ Tensor expert_choice_gate_backward_cuda(
     using Acc = acc_t<T>;
     const RowPlan plan = checked_plan<Acc>("_expert_choice_gate_backward", x.size(0), x.size(1));
     const ScoreGradArgs<T> args{
-        {data<T>(x), data_or_null<bool>(mask), x.size(1), false},
+        {data<T>(x), data_or_null<bool>(mask), x.size(1), gating::ScoreFn::kSoftmax},
         data_or_null<Acc>(ds),
         data_or_null<Acc>(dw),
         data<int64_t>(index),
@@ -100,7 +100,7 @@ Tensor sinkhorn_scale_cuda(
     using Acc = acc_t<T>;
     const RowPlan plan = checked_plan<Acc>("sinkhorn_gate", x.size(0), n);
     const Tensor partials = new_empty(x, {int64_t{plan.num_blocks} * n}, acc);
-    const ScoreArgs<T> args{data<T>(x), data_or_null<bool>(mask), n, false};
+    const ScoreArgs<T> args{data<T>(x), data_or_null<bool>(mask), n, gating::ScoreFn::kSoftmax};
     const SinkhornState<Acc> state{data<Acc>(scale), data<Acc>(partials), data<int>(done)};
     launch_sinkhorn_scale<kCheckIndices>(
         args, x.size(0), num_iters, tolerance, plan, state, data<Acc>(out), device.stream());
@@ -136,7 +136,7 @@ std::tuple<Tensor, Tensor> sequence_load_cuda(
     int64_t num_sequences, std::string score_fn,
     std::optional<Tensor> token_mask) { // [T]
   const char* op = "sequence_load";
-  const bool sigmoid = check_sequence_load(logits, topk_idx, num_sequences, score_fn, token_mask);
+  const gating::ScoreFn fn = check_sequence_load(logits, topk_idx, num_sequences, score_fn, token_mask);
   check_sequences(op, num_sequences);
   const DeviceScope device(logits);
   const Tensor x = contiguous(logits), index = contiguous(topk_idx);
@@ -148,7 +148,7 @@ std::tuple<Tensor, Tensor> sequence_load_cuda(
   dispatch_floating_cuda(x.scalar_type(), [&]<typename T>() {
     const RowPlan plan = checked_plan<acc_t<T>>(op, length, n);
     const Tensor partials = new_empty(x, {num_sequences * plan.num_blocks * n}, acc);
-    const ScoreArgs<T> args{data<T>(x), data_or_null<bool>(mask), n, sigmoid};
+    const ScoreArgs<T> args{data<T>(x), data_or_null<bool>(mask), n, fn};
     launch_count_choices<kCheckIndices>(
         data<int64_t>(index), args.token_mask, num_sequences, length, static_cast<int>(index.size(1)),
         static_cast<int>(n), data<int64_t>(counts), device.stream());
@@ -165,7 +165,7 @@ Tensor sequence_load_backward_cuda(
     std::string score_fn,
     std::optional<Tensor> token_mask) { // [T]
   const char* op = "_sequence_load_backward";
-  const bool sigmoid = check_sequence_load_backward(grad_score_sum, logits, score_fn, token_mask);
+  const gating::ScoreFn fn = check_sequence_load_backward(grad_score_sum, logits, score_fn, token_mask);
   const int64_t num_sequences = check_sequences(op, grad_score_sum.size(0));
   const DeviceScope device(logits);
   const Tensor x = contiguous(logits), ds = contiguous(grad_score_sum);
@@ -175,7 +175,7 @@ Tensor sequence_load_backward_cuda(
   dispatch_floating_cuda(x.scalar_type(), [&]<typename T>() {
     const RowPlan plan = checked_plan<acc_t<T>>(op, length, n);
     const ScoreGradArgs<T> args{
-        {data<T>(x), data_or_null<bool>(mask), n, sigmoid}, data<acc_t<T>>(ds), nullptr, nullptr, data<T>(grad)};
+        {data<T>(x), data_or_null<bool>(mask), n, fn}, data<acc_t<T>>(ds), nullptr, nullptr, data<T>(grad)};
     launch_scores_backward<kCheckIndices>(args, num_sequences, length, plan, device.stream());
   });
   return grad;

@@ -15,6 +15,7 @@
 #include "common/launch.cuh"
 #include "common/select.cuh"
 #include "common/warp.cuh"
+#include "gating/score_math.h"
 
 namespace moe_ext::assignment {
 
@@ -70,7 +71,7 @@ __device__ __forceinline__ Acc at_least_tiny(Acc sum) {
 
 // Fills score, each lane its own experts, and returns the factor that makes the scores sum to one.
 template <typename T, bool kCheck>
-__device__ acc_t<T> row_scores(const T* row, int num_experts, bool sigmoid, acc_t<T>* score) {
+__device__ acc_t<T> row_scores(const T* row, int num_experts, gating::ScoreFn fn, acc_t<T>* score) {
   using Acc = acc_t<T>;
   Acc top = -kInfinity<Acc>;
   bool nan = false;
@@ -87,7 +88,7 @@ __device__ acc_t<T> row_scores(const T* row, int num_experts, bool sigmoid, acc_
   }
   Acc sum = 0;
   for (int e = lane_id(); e < num_experts; e += kWarpSize) {
-    score[e] = sigmoid ? sigmoid_acc(widen(row[e])) : exp_acc(widen(row[e]) - top);
+    score[e] = gating::is_pointwise(fn) ? gating::pointwise_score(fn, widen(row[e])) : exp_acc(widen(row[e]) - top);
     sum += score[e];
   }
   return Acc(1) / at_least_tiny(warp_sum(sum));
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
   const WarpTokens tokens = warp_tokens(length);
   for (int64_t t = tokens.first; t < tokens.end; t += tokens.stride) {
     const bool real = is_real(args, t);
-    const Acc factor = real ? row_scores<T, kCheck>(args.logits + t * n, n, args.sigmoid, score) : Acc(0);
+    const Acc factor = real ? row_scores<T, kCheck>(args.logits + t * n, n, args.score_fn, score) : Acc(0);
     for (int e = lane_id(); e < n; e += kWarpSize) {
       const Acc share = real ? score[e] * factor : Acc(0);
       sums[e] += share;
@@ -173,7 +174,8 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
   const WarpTokens tokens = warp_tokens(length);
   for (int64_t t = tokens.first; t < tokens.end; t += tokens.stride) {
     const bool real = is_real(args.scores, t);
-    const Acc factor = real ? row_scores<T, kCheck>(args.scores.logits + t * n, n, args.scores.sigmoid, score) : Acc(0);
+    const Acc factor =
+        real ? row_scores<T, kCheck>(args.scores.logits + t * n, n, args.scores.score_fn, score) : Acc(0);
     Acc mean = 0;
     for (int e = lane_id(); real && e < n; e += kWarpSize) {
       g[e] = of_sum != nullptr ? of_sum[e] : Acc(0);
@@ -184,7 +186,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
     }
     mean = warp_sum(mean) * factor;
     for (int e = lane_id(); e < n; e += kWarpSize) {
-      const Acc slope = real && args.scores.sigmoid ? Acc(1) - score[e] : Acc(1);
+      const Acc slope = real ? gating::score_slope(args.scores.score_fn, score[e]) : Acc(1);
       args.grad[t * n + e] = static_cast<T>(real ? score[e] * factor * slope * (g[e] - mean) : Acc(0));
     }
   }
@@ -336,7 +338,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
     if (!is_real(args, t)) {
       continue;
     }
-    row_scores<T, kCheck>(args.logits + t * n, n, false, cost);
+    row_scores<T, kCheck>(args.logits + t * n, n, gating::ScoreFn::kSoftmax, cost);
     Acc dot = 0;
     for (int e = lane_id(); e < n; e += kWarpSize) {
       dot += state.scale[e] * cost[e];

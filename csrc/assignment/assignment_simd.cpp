@@ -1,6 +1,7 @@
 // Loops of the assignments, compiled once per instruction set, one token after the other. Reductions go through sixteen
 // lanes in a fixed order, so that the width of the vectors does not change the bits.
 #include "assignment/assignment_tables.h"
+#include "gating/score_math.h"
 
 namespace moe_ext::assignment::MOE_ISA {
 namespace {
@@ -57,13 +58,13 @@ MOE_INLINE Acc row_sum(const Acc* row, int64_t n) {
   return sum;
 }
 
-// out = exp(row - max) or sigmoid(row), and `inverse` makes it sum to one; false for NaN, +inf or nothing above -inf.
+// out = exp(row - max) or f(row), and `inverse` makes it sum to one; false for NaN, +inf or nothing above -inf.
 template <typename T, typename Acc>
-MOE_INLINE bool row_scores(const T* __restrict row, int64_t n, bool sigmoid, Acc* __restrict out, Acc& inverse) {
+MOE_INLINE bool row_scores(const T* __restrict row, int64_t n, gating::ScoreFn fn, Acc* __restrict out, Acc& inverse) {
   const Acc top = row_max<Acc>(row, n);
-  if (sigmoid) {
+  if (gating::is_pointwise(fn)) {
     for (int64_t e = 0; e < n; ++e) {
-      out[e] = sigmoid_acc(to_acc(row[e]));
+      out[e] = gating::pointwise_score(fn, Acc(to_acc(row[e])));
     }
   } else {
     for (int64_t e = 0; e < n; ++e) {
@@ -91,7 +92,7 @@ int64_t scores(const ScoreArgs<T>& args, int64_t begin, int64_t end, Acc* rows, 
       continue;
     }
     Acc inverse;
-    if (!row_scores(args.logits + t * n, n, args.sigmoid, row, inverse)) {
+    if (!row_scores(args.logits + t * n, n, args.score_fn, row, inverse)) {
       return t;
     }
     Acc* __restrict sum = score_sum;
@@ -103,7 +104,7 @@ int64_t scores(const ScoreArgs<T>& args, int64_t begin, int64_t end, Acc* rows, 
   return -1;
 }
 
-// grad = p (1 - s) (g - <p, g>) with 1 - s for sigmoids alone, g the gradient of the sums and of the weights.
+// grad = p f'/f (g - <p, g>) with f'/f = 1 for the softmax, g the gradient of the sums and of the weights.
 template <typename T, typename Acc>
 void scores_backward(const ScoreGradArgs<T>& args, int64_t begin, int64_t end, Acc* scratch) {
   const int64_t n = args.scores.num_experts;
@@ -118,7 +119,7 @@ void scores_backward(const ScoreGradArgs<T>& args, int64_t begin, int64_t end, A
       continue;
     }
     Acc inverse;
-    row_scores(args.scores.logits + t * n, n, args.scores.sigmoid, score, inverse);
+    row_scores(args.scores.logits + t * n, n, args.scores.score_fn, score, inverse);
     for (int64_t e = 0; e < n; ++e) {
       g[e] = args.grad_score_sum != nullptr ? args.grad_score_sum[e] : Acc(0);
     }
@@ -131,7 +132,7 @@ void scores_backward(const ScoreGradArgs<T>& args, int64_t begin, int64_t end, A
     }
     const Acc mean = dot<Acc>(score, g, n) * inverse;
     for (int64_t e = 0; e < n; ++e) {
-      const Acc slope = args.scores.sigmoid ? Acc(1) - score[e] : Acc(1);
+      const Acc slope = gating::score_slope(args.scores.score_fn, score[e]);
       grad[e] = from_acc<T>(score[e] * inverse * slope * (g[e] - mean));
     }
   }
@@ -142,7 +143,8 @@ int64_t cost(const ScoreArgs<T>& args, int64_t begin, int64_t end, Acc* out) {
   const int64_t n = args.num_experts;
   for (int64_t t = begin; t < end; ++t) {
     Acc inverse;
-    if (is_real(args.token_mask, t) && !row_scores(args.logits + t * n, n, false, out + t * n, inverse)) {
+    if (is_real(args.token_mask, t) &&
+        !row_scores(args.logits + t * n, n, gating::ScoreFn::kSoftmax, out + t * n, inverse)) {
       return t;
     }
   }

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "common/simd.h"
+#include "gating/gating_tables.h"
 
 namespace moe_ext::assignment {
 
@@ -13,7 +13,7 @@ struct ScoreArgs {
   const T* logits;        // [T, E]
   const bool* token_mask; // [T], or null
   int64_t num_experts;
-  bool sigmoid; // sigmoids divided by their sum, else softmax
+  gating::ScoreFn score_fn; // softmax, or scores of one logit divided by their sum
 };
 
 template <typename T>

@@ -1,5 +1,7 @@
 #include "capacity/capacity.h"
 
+#include <algorithm>
+
 #include "common/dispatch.h"
 #include "common/library.h"
 
@@ -20,6 +22,7 @@ CapacityOptions check_limit_capacity(
   MOE_CHECK(
       topk_idx.size(1) >= 1, op, ": expected topk_idx to have at least 1 column, got shape ", shape_string(topk_idx));
   MOE_CHECK(num_experts >= 1, op, ": expected num_experts to be at least 1, got ", num_experts);
+  MOE_CHECK(num_experts <= INT32_MAX, op, ": expected num_experts to be below 2^31, got ", num_experts);
   MOE_CHECK(capacity >= 1, op, ": expected capacity to be at least 1, got ", capacity);
   MOE_CHECK(num_groups >= 1, op, ": expected num_groups to be at least 1, got ", num_groups);
   if (order) {
@@ -34,8 +37,9 @@ CapacityOptions check_limit_capacity(
     check_dim(op, "ranked_idx", *ranked_idx, 2, "[T, R]");
     check_size(op, "ranked_idx", *ranked_idx, 0, topk_idx.size(0), "the tokens of topk_idx");
   }
-  const int64_t group_size = (topk_idx.size(0) + num_groups - 1) / num_groups;
-  return {num_experts, capacity, num_groups, topk_idx.size(1) * group_size};
+  // Groups beyond the tokens are empty.
+  const int64_t num_tokens = topk_idx.size(0), groups = std::min(num_groups, std::max(num_tokens, int64_t{1}));
+  return {num_experts, capacity, groups, topk_idx.size(1) * ((num_tokens + groups - 1) / groups)};
 }
 
 } // namespace moe_ext::capacity

@@ -96,6 +96,7 @@ std::tuple<Tensor, Tensor> limit_capacity_cpu(
     int64_t num_groups,
     std::optional<Tensor> ranked_idx) { // [T, R]
   const CapacityOptions options = check_limit_capacity(topk_idx, num_experts, capacity, order, num_groups, ranked_idx);
+  num_groups = options.num_groups;
   const Tensor idx = contiguous(topk_idx);
   const std::optional<Tensor> slots_in_order = order ? std::optional(contiguous(*order)) : std::nullopt;
   const std::optional<Tensor> ranked = ranked_idx ? std::optional(contiguous(*ranked_idx)) : std::nullopt;

@@ -22,6 +22,7 @@ std::tuple<Tensor, Tensor> limit_capacity_cuda(
     std::optional<Tensor> ranked_idx) { // [T, R]
   const char* op = "limit_capacity";
   const CapacityOptions options = check_limit_capacity(topk_idx, num_experts, capacity, order, num_groups, ranked_idx);
+  num_groups = options.num_groups;
   const int pairs = check_int32(op, "num_experts * num_groups", num_experts * num_groups);
   const int num_slots = check_int32(op, "the number of slots", topk_idx.numel());
   const DeviceScope device(topk_idx);

@@ -1,6 +1,9 @@
 #include "gating/gating.h"
 
+#include <algorithm>
 #include <cmath>
+#include <iterator>
+#include <utility>
 
 #include "common/dispatch.h"
 #include "common/library.h"
@@ -10,7 +13,8 @@ namespace moe_ext::gating {
 MOE_EXT_SCHEMAS(m) {
   m.def(
       "topk_gate(Tensor logits, SymInt top_k, str score_fn=\"softmax\", bool renormalize=True, float scale=1.0, "
-      "Tensor? selection_bias=None, SymInt num_groups=1, SymInt top_groups=1, Tensor? token_mask=None) -> "
+      "Tensor? selection_bias=None, SymInt num_groups=1, SymInt top_groups=1, Tensor? token_mask=None, "
+      "str? group_score=None) -> "
       "(Tensor topk_weights, Tensor topk_idx, Tensor num_tokens_per_expert, Tensor score_sum)");
   m.def(
       "gate_weights(Tensor logits, Tensor topk_idx, str score_fn=\"softmax\", bool renormalize=True, "
@@ -28,11 +32,19 @@ MOE_EXT_SCHEMAS(m) {
 
 namespace {
 
+constexpr std::pair<const char*, ScoreFn> kScoreFns[] = {
+    {"softmax", ScoreFn::kSoftmax},
+    {"topk_softmax", ScoreFn::kTopkSoftmax},
+    {"sigmoid", ScoreFn::kSigmoid},
+    {"sqrtsoftplus", ScoreFn::kSqrtSoftplus}};
+
 ScoreFn parse_score_fn(const char* op, const std::string& name) {
+  const auto* found =
+      std::find_if(std::begin(kScoreFns), std::end(kScoreFns), [&](const auto& known) { return name == known.first; });
   MOE_CHECK(
-      name == "softmax" || name == "topk_softmax" || name == "sigmoid", op,
-      ": expected score_fn to be softmax, topk_softmax or sigmoid, got ", name);
-  return name == "softmax" ? ScoreFn::kSoftmax : name == "topk_softmax" ? ScoreFn::kTopkSoftmax : ScoreFn::kSigmoid;
+      found != std::end(kScoreFns), op,
+      ": expected score_fn to be softmax, topk_softmax, sigmoid or sqrtsoftplus, got ", name);
+  return found->second;
 }
 
 void check_logits(const char* op, const Tensor& logits) {
@@ -63,12 +75,27 @@ void check_scale(const char* op, double scale) {
   MOE_CHECK(std::isfinite(scale), op, ": expected scale to be finite, got ", scale);
 }
 
+// Largest keys of a group that make its score.
+int64_t group_terms(
+    const char* op, const std::optional<std::string>& group_score, bool biased, int64_t top_k, int64_t top_groups) {
+  if (!group_score) {
+    return biased ? 2 : 1;
+  }
+  MOE_CHECK(
+      *group_score == "max" || *group_score == "top2" || *group_score == "topk", op,
+      ": expected group_score to be max, top2 or topk, got ", *group_score);
+  MOE_CHECK(
+      *group_score != "topk" || top_k >= top_groups, op, ": expected top_k to be at least top_groups = ", top_groups,
+      " with group_score topk, got ", top_k);
+  return *group_score == "max" ? 1 : *group_score == "top2" ? 2 : top_k / top_groups;
+}
+
 } // namespace
 
 GateOptions check_topk_gate(
     const Tensor& logits, int64_t top_k, const std::string& score_fn, bool renormalize, double scale,
     const std::optional<Tensor>& selection_bias, int64_t num_groups, int64_t top_groups,
-    const std::optional<Tensor>& token_mask) {
+    const std::optional<Tensor>& token_mask, const std::optional<std::string>& group_score) {
   const char* op = "topk_gate";
   check_logits(op, logits);
   const int64_t num_experts = logits.size(1);
@@ -93,7 +120,8 @@ GateOptions check_topk_gate(
     check_size(op, "selection_bias", *selection_bias, 0, num_experts, "the experts of logits");
   }
   check_token_mask(op, token_mask, logits);
-  return {num_experts, top_k, num_groups, top_groups, fn, renormalize, scale};
+  const int64_t terms = group_terms(op, group_score, selection_bias.has_value(), top_k, top_groups);
+  return {num_experts, top_k, num_groups, top_groups, fn, renormalize, scale, terms};
 }
 
 GateOptions check_gate_weights(

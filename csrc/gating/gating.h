@@ -16,7 +16,8 @@ GateOptions check_topk_gate(
     int64_t top_k, const std::string& score_fn, bool renormalize, double scale,
     const std::optional<Tensor>& selection_bias, // [E]
     int64_t num_groups, int64_t top_groups,
-    const std::optional<Tensor>& token_mask); // [T]
+    const std::optional<Tensor>& token_mask, // [T]
+    const std::optional<std::string>& group_score);
 
 GateOptions check_gate_weights(
     const Tensor& logits,   // [T, E]

@@ -143,11 +143,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> topk_gate_cpu(
     int64_t top_k, std::string score_fn, bool renormalize, double scale,
     std::optional<Tensor> selection_bias, // [E]
     int64_t num_groups, int64_t top_groups,
-    std::optional<Tensor> token_mask) { // [T]
-  const GateOptions options =
-      check_topk_gate(logits, top_k, score_fn, renormalize, scale, selection_bias, num_groups, top_groups, token_mask);
+    std::optional<Tensor> token_mask, // [T]
+    std::optional<std::string> group_score) {
+  const GateOptions options = check_topk_gate(
+      logits, top_k, score_fn, renormalize, scale, selection_bias, num_groups, top_groups, token_mask, group_score);
   const ScalarType acc = acc_dtype(logits.scalar_type());
-  const std::optional<Tensor> bias = finite_bias(selection_bias, acc);
+  std::optional<Tensor> bias = finite_bias(selection_bias, acc);
+  if (!bias && options.sums_groups()) {
+    bias = torch::stable::new_zeros(logits, {options.num_experts}, acc);
+  }
   const Tensor x = torch::stable::contiguous(logits);
   const std::optional<Tensor> mask = optional_contiguous(token_mask);
   const int64_t num_tokens = logits.size(0);

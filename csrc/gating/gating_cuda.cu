@@ -31,16 +31,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> topk_gate_cuda(
     int64_t top_k, std::string score_fn, bool renormalize, double scale,
     std::optional<Tensor> selection_bias, // [E]
     int64_t num_groups, int64_t top_groups,
-    std::optional<Tensor> token_mask) { // [T]
+    std::optional<Tensor> token_mask, // [T]
+    std::optional<std::string> group_score) {
   const char* op = "topk_gate";
-  const GateOptions options =
-      check_topk_gate(logits, top_k, score_fn, renormalize, scale, selection_bias, num_groups, top_groups, token_mask);
+  const GateOptions options = check_topk_gate(
+      logits, top_k, score_fn, renormalize, scale, selection_bias, num_groups, top_groups, token_mask, group_score);
   const DeviceScope device(logits);
   const ScalarType acc = acc_dtype(logits.scalar_type());
   const int64_t num_tokens = logits.size(0), num_experts = options.num_experts;
   const Tensor x = contiguous(logits);
-  const std::optional<Tensor> bias =
+  std::optional<Tensor> bias =
       selection_bias ? std::optional(contiguous(torch::stable::to(*selection_bias, acc))) : std::nullopt;
+  if (!bias && options.sums_groups()) {
+    bias = torch::stable::new_zeros(x, {num_experts}, acc);
+  }
   const std::optional<Tensor> mask = optional_contiguous(token_mask);
   const Tensor weights = new_empty(x, {num_tokens, top_k}, acc);
   const Tensor idx = new_empty(x, {num_tokens, top_k}, ScalarType::Long);

@@ -12,7 +12,7 @@
 
 #include "common/launch.cuh"
 #include "common/warp.cuh"
-#include "gating/gating_tables.h"
+#include "gating/score_math.h"
 
 namespace moe_ext::gating {
 
@@ -110,7 +110,7 @@ __device__ acc_t<T> compute_scores(const T* row, acc_t<T>* score, ScoreFn fn, in
   top = warp_max(top);
   Acc sum = 0;
   for (int e = lane_id(); e < num_experts; e += kWarpSize) {
-    score[e] = fn == ScoreFn::kSigmoid ? sigmoid_acc(widen(row[e])) : exp_acc(widen(row[e]) - top);
+    score[e] = is_pointwise(fn) ? pointwise_score(fn, widen(row[e])) : exp_acc(widen(row[e]) - top);
     sum += score[e];
   }
   sum = warp_sum(sum);
@@ -129,23 +129,28 @@ __device__ __forceinline__ Candidate<Acc> lane_best(const Acc* key, int n) {
   return best;
 }
 
-// Keys outside the top_groups best groups become -inf. A group's score is its largest key, or, with a bias, the sum of
-// its two largest; keys of -inf are left out of the sum.
+// Keys outside the top_groups best groups become -inf. A group's score is the sum of its group_terms largest keys,
+// those of -inf left out.
 template <typename Acc>
-__device__ void limit_groups(const WarpScratch<Acc>& scratch, bool biased, const GateOptions& options) {
+__device__ void limit_groups(const WarpScratch<Acc>& scratch, const GateOptions& options) {
   const int num_groups = static_cast<int>(options.num_groups);
   const int num_experts = static_cast<int>(options.num_experts);
   const int group_size = num_experts / num_groups;
   __syncwarp();
   for (int g = lane_id(); g < num_groups; g += kWarpSize) {
-    Acc first = -kInfinity<Acc>, second = -kInfinity<Acc>;
-    for (int e = g * group_size; e < (g + 1) * group_size; ++e) {
-      const Acc v = scratch.key[e];
-      const Acc lower = v > first ? first : v;
-      second = lower > second ? lower : second;
-      first = v > first ? v : first;
+    const Acc* const key = scratch.key + g * group_size;
+    Candidate<Acc> last = {kInfinity<Acc>, -1};
+    for (int i = 0; i < options.group_terms; ++i) {
+      // The largest key behind the last one; equal keys follow each other by index.
+      Candidate<Acc> next = {-kInfinity<Acc>, kNoExpert};
+      for (int e = 0; e < group_size; ++e) {
+        if (key[e] > next.key && (key[e] < last.key || (key[e] == last.key && e > last.idx))) {
+          next = {key[e], e};
+        }
+      }
+      scratch.group[g] = i == 0 ? next.key : next.idx != kNoExpert ? scratch.group[g] + next.key : scratch.group[g];
+      last = next;
     }
-    scratch.group[g] = biased && second > -kInfinity<Acc> ? first + second : first;
     scratch.keep[g] = 0;
   }
   for (int i = 0; i < options.top_groups; ++i) {
@@ -234,7 +239,7 @@ __device__ void gate_token(const GateArgs<T>& args, const WarpScratch<acc_t<T>>&
   const int num_experts = static_cast<int>(options.num_experts);
   const T* const row = args.logits + token * num_experts;
   const Acc factor = compute_scores(row, scratch.score, options.score_fn, num_experts);
-  const Acc unit = options.score_fn == ScoreFn::kSigmoid ? Acc(1) : factor;
+  const Acc unit = is_pointwise(options.score_fn) ? Acc(1) : factor;
   for (int e = lane_id(); e < num_experts; e += kWarpSize) {
     const Acc x = widen(row[e]);
     if constexpr (kCheck) {
@@ -247,7 +252,7 @@ __device__ void gate_token(const GateArgs<T>& args, const WarpScratch<acc_t<T>>&
     scratch.key[e] = args.bias != nullptr && x > -kInfinity<Acc> ? scratch.score[e] * unit + args.bias[e] : x;
   }
   if (options.top_groups < options.num_groups) {
-    limit_groups(scratch, args.bias != nullptr, options);
+    limit_groups(scratch, options);
   }
   select_experts<T, kCheck>(args, scratch, row, token);
   write_weights<T>(args, scratch, factor, token);
@@ -332,32 +337,33 @@ __device__ __forceinline__ bool has_choice(const int64_t* idx, int64_t top_k) {
   return __any_sync(kFullMask, any) != 0;
 }
 
-// chosen [K] = scale q (1 - s) (g - <q, g>), the gradient through weights q that are scores of the chosen experts
-// divided by their sum; plain sigmoids have no sum to go through.
+// chosen [K] = scale q f'/f (g - <q, g>), the gradient through weights q that are scores of the chosen experts
+// divided by their sum; scores that are weights as they are have no sum to go through.
 template <typename T>
 __device__ void weights_backward(
     const GateGradArgs<T>& args, acc_t<T>* chosen, const T* row, const int64_t* idx, const acc_t<T>* grad) {
   using Acc = acc_t<T>;
   const int top_k = static_cast<int>(args.options.top_k);
-  const bool sigmoid = args.options.score_fn == ScoreFn::kSigmoid;
+  const ScoreFn fn = args.options.score_fn;
+  const bool pointwise = is_pointwise(fn);
   for (int k = lane_id(); k < top_k; k += kWarpSize) {
     const Acc x = idx[k] < 0 ? -kInfinity<Acc> : widen(row[idx[k]]);
-    chosen[k] = sigmoid ? sigmoid_acc(x) : x;
+    chosen[k] = pointwise ? pointwise_score(fn, x) : x;
   }
-  const bool by_sum = !sigmoid || args.options.renormalize;
-  const Acc factor = Acc(1) / normalize_chosen(chosen, top_k, !sigmoid, by_sum);
+  const bool by_sum = !pointwise || args.options.renormalize;
+  const Acc factor = Acc(1) / normalize_chosen(chosen, top_k, !pointwise, by_sum);
   Acc mean = 0;
   for (int k = lane_id(); by_sum && k < top_k; k += kWarpSize) {
     mean += chosen[k] * grad[k];
   }
   mean = warp_sum(mean) * factor;
   for (int k = lane_id(); k < top_k; k += kWarpSize) {
-    const Acc slope = sigmoid ? Acc(1) - chosen[k] : Acc(1);
+    const Acc slope = score_slope(fn, chosen[k]);
     chosen[k] = static_cast<Acc>(args.options.scale) * (chosen[k] * factor) * slope * (grad[k] - mean);
   }
 }
 
-// key [E] = p (1 - s) (g - <p, g>), the gradient through the normalised scores p, with 1 - s for sigmoids alone and g
+// key [E] = p f'/f (g - <p, g>), the gradient through the normalised scores p, with f'/f = 1 for the softmax and g
 // that of score_sum. Where the weights are probabilities, `chosen` becomes their own term, a part of <p, g>.
 template <typename T>
 __device__ void scores_backward(
@@ -384,7 +390,7 @@ __device__ void scores_backward(
   mean = warp_sum(mean);
   for (int e = lane_id(); e < num_experts; e += kWarpSize) {
     const Acc s = scratch.score[e];
-    const Acc slope = options.score_fn == ScoreFn::kSigmoid ? Acc(1) - s : Acc(1);
+    const Acc slope = score_slope(options.score_fn, s);
     scratch.key[e] = s * factor * slope * ((g != nullptr ? g[e] : Acc(0)) - mean);
   }
 }

@@ -17,22 +17,20 @@ MOE_INLINE void bias_scores(const Tile<Acc>& tile, Vec<Acc> factor, const Acc* b
   }
 }
 
-// Keys outside the top_groups best groups become -inf. A group's score is its largest key, or, with a bias, the sum of
-// its two largest; keys of -inf are left out of the sum.
+// Keys outside the top_groups best groups become -inf. A group's score is the sum of its group_terms largest keys,
+// those of -inf left out.
 template <typename Acc>
-MOE_INLINE void limit_groups(const Tile<Acc>& tile, Acc* keys, bool biased, const GateOptions& options) {
+MOE_INLINE void limit_groups(const Tile<Acc>& tile, Acc* keys, const GateOptions& options) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
   const int64_t group_size = options.num_experts / options.num_groups;
   for (int64_t g = 0; g < options.num_groups; ++g) {
-    Vec<Acc> first = broadcast(-kInfinity<Acc>);
-    Vec<Acc> second = first;
-    for (int64_t e = g * group_size; e < (g + 1) * group_size; ++e) {
-      const Vec<Acc> v = load(keys + e * kLanes);
-      second = max<Acc>(second, v > first ? first : v);
-      first = max<Acc>(v, first);
+    select<Acc>(tile.list, tile.idx, keys + g * group_size * kLanes, group_size, options.group_terms);
+    Vec<Acc> sum = load(tile.list);
+    for (int64_t i = 1; i < options.group_terms; ++i) {
+      const Vec<Acc> next = load(tile.list + i * kLanes);
+      sum = next > -kInfinity<Acc> ? sum + next : sum;
     }
-    const Vec<Acc> both = second > -kInfinity<Acc> ? first + second : first;
-    store(tile.group + g * kLanes, biased ? both : first);
+    store(tile.group + g * kLanes, sum);
     store(tile.keep + g * kLanes, Vec<Acc>{});
   }
   select<Acc>(tile.group_list, tile.group_idx, tile.group, options.num_groups, options.top_groups);
@@ -120,11 +118,11 @@ int64_t gate(const GateArgs<T>& args, int64_t begin, int64_t end, Acc* score_sum
     add_scores(tile, tile.score_sum + (first - begin) % kMaxLanes, factor, num_experts);
     Acc* keys = biased ? tile.key : tile.x;
     if (biased) {
-      const Vec<Acc> unit = options.score_fn == ScoreFn::kSigmoid ? broadcast(Acc(1)) : factor;
+      const Vec<Acc> unit = is_pointwise(options.score_fn) ? broadcast(Acc(1)) : factor;
       bias_scores(tile, unit, args.bias, num_experts);
     }
     if (options.top_groups < options.num_groups) {
-      limit_groups(tile, keys, biased, options);
+      limit_groups(tile, keys, options);
     }
     select(tile.list, tile.idx, keys, num_experts, options.top_k);
     const int64_t token = refused<Acc>(active, finite, tile.idx + (options.top_k - 1) * kLanes, first);
@@ -180,7 +178,7 @@ MOE_INLINE void load_chosen(
   }
 }
 
-// tile.key = p (1 - s) (g - <p, g>), the gradient through the normalised scores p, with 1 - s for sigmoids alone and
+// tile.key = p f'/f (g - <p, g>), the gradient through the normalised scores p, with f'/f = 1 for the softmax and
 // g the gradient of score_sum, which is the same for every token. Where the weights are probabilities, theirs are part
 // of <p, g>, and tile.chosen becomes their own term.
 template <typename Acc>
@@ -205,25 +203,25 @@ MOE_INLINE void scores_backward(
   }
   for (int64_t e = 0; e < options.num_experts; ++e) {
     const Vec<Acc> s = load(tile.score + e * kLanes);
-    const Vec<Acc> slope = options.score_fn == ScoreFn::kSigmoid ? Acc(1) - s : broadcast(Acc(1));
+    const Vec<Acc> slope = slope_of<Acc>(options.score_fn, s);
     const Acc g = grad_score_sum != nullptr ? grad_score_sum[e] : Acc(0);
     store(tile.key + e * kLanes, s * factor * slope * (g - mean));
   }
 }
 
-// tile.chosen, from the chosen logits: scale q (1 - s) (g - <q, g>), the gradient through weights q that are scores of
-// the chosen experts divided by their sum; plain sigmoids have no sum to go through.
+// tile.chosen, from the chosen logits: scale q f'/f (g - <q, g>), the gradient through weights q that are scores of
+// the chosen experts divided by their sum; scores that are weights as they are have no sum to go through.
 template <typename Acc>
 MOE_INLINE void weights_backward(const Tile<Acc>& tile, const GateOptions& options) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
   const int64_t top_k = options.top_k;
-  const bool sigmoid = options.score_fn == ScoreFn::kSigmoid;
-  if (sigmoid) {
-    column_sigmoid(tile.chosen, tile.chosen, top_k);
+  const bool pointwise = is_pointwise(options.score_fn);
+  if (pointwise) {
+    column_scores(options.score_fn, tile.chosen, tile.chosen, top_k);
   } else {
     column_exp(tile.chosen, tile.chosen, column_max(tile.chosen, top_k), top_k);
   }
-  const bool normalized = !sigmoid || options.renormalize;
+  const bool normalized = !pointwise || options.renormalize;
   Vec<Acc> factor = broadcast(Acc(1));
   Vec<Acc> mean{};
   if (normalized) {
@@ -235,7 +233,7 @@ MOE_INLINE void weights_backward(const Tile<Acc>& tile, const GateOptions& optio
   }
   for (int64_t k = 0; k < top_k; ++k) {
     const Vec<Acc> s = load(tile.chosen + k * kLanes);
-    const Vec<Acc> slope = sigmoid ? Acc(1) - s : broadcast(Acc(1));
+    const Vec<Acc> slope = slope_of<Acc>(options.score_fn, s);
     const Vec<Acc> g = load(tile.list + k * kLanes) - mean;
     store(tile.chosen + k * kLanes, static_cast<Acc>(options.scale) * (s * factor) * slope * g);
   }

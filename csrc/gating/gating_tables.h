@@ -8,7 +8,12 @@
 
 namespace moe_ext::gating {
 
-enum class ScoreFn { kSoftmax, kTopkSoftmax, kSigmoid };
+enum class ScoreFn { kSoftmax, kTopkSoftmax, kSigmoid, kSqrtSoftplus };
+
+// Whether a score looks at one logit alone.
+constexpr bool is_pointwise(ScoreFn fn) {
+  return fn == ScoreFn::kSigmoid || fn == ScoreFn::kSqrtSoftplus;
+}
 
 struct GateOptions {
   int64_t num_experts;
@@ -18,10 +23,19 @@ struct GateOptions {
   ScoreFn score_fn;
   bool renormalize;
   double scale;
+  int64_t group_terms = 1; // largest keys of a group that make its score
 
   // Softmax divided by its sum over the chosen experts is the softmax of their logits, which cannot underflow to 0 / 0.
   constexpr bool softmax_of_chosen() const {
     return score_fn == ScoreFn::kTopkSoftmax || (score_fn == ScoreFn::kSoftmax && renormalize);
+  }
+  // Whether the keys are scores without a bias too: a sum of logits is no score of a group.
+  constexpr bool sums_groups() const {
+    return group_terms > 1 && top_groups < num_groups;
+  }
+  // Places for the best keys of a token, or of a group.
+  constexpr int64_t list_size() const {
+    return top_k > group_terms ? top_k : group_terms;
   }
 };
 
@@ -85,8 +99,8 @@ constexpr int64_t kMaxLanes = 16;
 
 // Elements of scratch, the slack to align it included.
 MOE_INLINE int64_t scratch_size(const GateOptions& options) {
-  return kMaxLanes *
-         (6 * options.num_experts + 3 * options.top_k + 2 * options.num_groups + 2 * options.top_groups + 1);
+  return kMaxLanes * (6 * options.num_experts + options.top_k + 2 * options.list_size() + 2 * options.num_groups +
+                      2 * options.top_groups + 1);
 }
 
 MOE_INLINE GateOptions z_loss_options(int64_t num_experts) {

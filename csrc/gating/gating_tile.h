@@ -4,7 +4,7 @@
 #pragma once
 
 #include "common/simd.h"
-#include "gating/gating_tables.h"
+#include "gating/score_math.h"
 
 namespace moe_ext::gating::MOE_ISA {
 namespace {
@@ -104,8 +104,8 @@ struct Tile {
     rows = take(o.num_experts);
     idle_row = take(o.num_experts);
     chosen = take(o.top_k);
-    list = take(o.top_k);
-    idx = reinterpret_cast<Int<Acc>*>(take(o.top_k));
+    list = take(o.list_size());
+    idx = reinterpret_cast<Int<Acc>*>(take(o.list_size()));
     group = take(o.num_groups);
     keep = take(o.num_groups);
     group_list = take(o.top_groups);
@@ -279,17 +279,41 @@ MOE_INLINE void column_exp(Acc* out, const Acc* x, Vec<Acc> shift, int64_t n) {
   }
 }
 
-template <typename Acc>
-MOE_INLINE void column_sigmoid(Acc* out, const Acc* x, int64_t n) {
+template <ScoreFn kFn, typename Acc>
+MOE_INLINE void column_scores(Acc* out, const Acc* x, int64_t n) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
   for (int64_t e = 0; e < n; ++e) {
     Acc values[kLanes];
     store(values, load(x + e * kLanes));
     for (int64_t lane = 0; lane < kLanes; ++lane) {
-      values[lane] = sigmoid_acc(values[lane]);
+      values[lane] = pointwise_score(kFn, values[lane]);
     }
     store(out + e * kLanes, load(values));
   }
+}
+
+// out = f(x) of a score function that looks at one logit alone; in place if out is x.
+template <typename Acc>
+MOE_INLINE void column_scores(ScoreFn fn, Acc* out, const Acc* x, int64_t n) {
+  if (fn == ScoreFn::kSigmoid) {
+    column_scores<ScoreFn::kSigmoid>(out, x, n);
+  } else {
+    column_scores<ScoreFn::kSqrtSoftplus>(out, x, n);
+  }
+}
+
+// f'(x) / f(x) of scores.
+template <typename Acc>
+MOE_INLINE Vec<Acc> slope_of(ScoreFn fn, Vec<Acc> scores) {
+  if (fn != ScoreFn::kSqrtSoftplus) {
+    return fn == ScoreFn::kSigmoid ? Acc(1) - scores : broadcast(Acc(1));
+  }
+  Acc values[Lanes<Acc>::kCount];
+  store(values, scores);
+  for (int64_t lane = 0; lane < Lanes<Acc>::kCount; ++lane) {
+    values[lane] = sqrt_softplus_slope(values[lane]);
+  }
+  return load(values);
 }
 
 // Fills score, and returns the factor that makes each lane's scores sum to one, zero in a lane that is not active.
@@ -297,8 +321,8 @@ template <typename Acc>
 MOE_INLINE Vec<Acc> compute_scores(
     const Tile<Acc>& tile, ScoreFn fn, int64_t num_experts, const Acc* active, IntVec<Acc>& finite) {
   const Vec<Acc> top = column_max(tile.x, num_experts);
-  if (fn == ScoreFn::kSigmoid) {
-    column_sigmoid(tile.score, tile.x, num_experts);
+  if (is_pointwise(fn)) {
+    column_scores(fn, tile.score, tile.x, num_experts);
   } else {
     column_exp(tile.score, tile.x, top, num_experts);
   }

@@ -2,23 +2,13 @@
 #pragma once
 
 #include "activation/activation_math.h"
-#include "common/philox.h"
+#include "gating/score_math.h"
 
 namespace moe_ext::noisy_gating {
 namespace {
 
 // Beyond, the normal density is zero in double; the product of an infinite z with it would be NaN.
 constexpr int kMostDeviations = 40;
-
-// log(1 + exp(x)) with small relative error in the lower tail too: the quotient takes back the rounding of 1 + e.
-template <typename Acc>
-MOE_INLINE Acc softplus(Acc x) {
-  const Acc e = exp_acc(x < 0 ? x : -x);
-  const Acc u = Acc(1) + e;
-  const Acc rounded = u - Acc(1);
-  const Acc log1p = log_positive(u) * (e / (rounded > 0 ? rounded : Acc(1)));
-  return (x > 0 ? x : Acc(0)) + (rounded > 0 ? log1p : e);
-}
 
 // (x - threshold) / deviation within +-kMostDeviations.
 template <typename Acc>
@@ -34,7 +24,7 @@ constexpr Acc kLeastDeviation = sizeof(Acc) == 8 ? static_cast<Acc>(0x1p-511) : 
 
 template <typename Acc>
 MOE_INLINE Acc deviation_of(Acc noise_logit, Acc epsilon) {
-  const Acc deviation = softplus(noise_logit) + epsilon;
+  const Acc deviation = gating::softplus(noise_logit) + epsilon;
   return deviation > kLeastDeviation<Acc> ? deviation : kLeastDeviation<Acc>;
 }
 

@@ -23,6 +23,8 @@ MOE_EXT_SCHEMAS(m) {
   m.def("_gather_tokens(Tensor x, Tensor slot_of_row, SymInt top_k) -> Tensor");
 }
 
+constexpr int64_t kMostAlign = 65536; // every expert may get that many rows of zeros
+
 IndexOptions check_permute_tokens(
     const Tensor& x, const Tensor& topk_idx, int64_t num_experts, const std::optional<Tensor>& topk_weights,
     std::optional<int64_t> capacity, const std::string& drop_policy, int64_t align) {
@@ -35,8 +37,10 @@ IndexOptions check_permute_tokens(
   MOE_CHECK(
       topk_idx.size(1) >= 1, op, ": expected topk_idx to have at least 1 column, got shape ", shape_string(topk_idx));
   MOE_CHECK(num_experts >= 1, op, ": expected num_experts to be at least 1, got ", num_experts);
+  MOE_CHECK(num_experts <= INT32_MAX, op, ": expected num_experts to be below 2^31, got ", num_experts);
   MOE_CHECK(!capacity || *capacity >= 1, op, ": expected capacity to be at least 1, got ", capacity.value_or(0));
   MOE_CHECK(align >= 1, op, ": expected align to be at least 1, got ", align);
+  MOE_CHECK(align <= kMostAlign, op, ": expected align to be at most ", kMostAlign, ", got ", align);
   MOE_CHECK(
       drop_policy == "position" || drop_policy == "score", op, ": expected drop_policy to be position or score, got ",
       drop_policy);

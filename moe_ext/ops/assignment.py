@@ -227,14 +227,14 @@ def sequence_load(
     r"""Sums the scores and counts the choices of each sequence, for `sequence_balance_loss`.
 
     Tokens are B sequences of T / B tokens, one after the other. The score of an expert is
-    :math:`\mathrm{softmax}(x)_e`, or :math:`\sigma(x_e) / \sum_j \sigma(x_j)` for ``"sigmoid"``:
+    :math:`\mathrm{softmax}(x)_e`, or :math:`s_e / \sum_j s_j` with the :math:`s` of `topk_gate`:
     those of ``GateOutput.score_sum``, which is the sum over the sequences.
 
     Args:
         logits_TE (Tensor[T, E]): float32, float64, bfloat16 or float16.
         topk_idx_TK (Tensor[T, K]): int64 choices, -1 for none.
         num_sequences (int): B, a divisor of T; 0 only without tokens.
-        score_fn (str): ``"softmax"`` or ``"sigmoid"``.
+        score_fn (str): ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``.
         token_mask (Tensor[T]): bool, True for a real token; the others count nowhere.
 
     Returns:

@@ -39,11 +39,13 @@ def topk_gate(
     num_groups: int = 1,
     top_groups: int = 1,
     token_mask: Tensor | None = None,
+    group_score: str | None = None,
 ) -> GateOutput:
     r"""Chooses ``top_k`` experts for each token and weighs them, in one pass over the logits.
 
-    With :math:`p = \mathrm{softmax}(x)`, :math:`s = \sigma(x)` and the chosen experts :math:`C`,
-    the weight of :math:`i \in C` is ``scale`` times
+    With :math:`p = \mathrm{softmax}(x)`, :math:`s = \sigma(x)`, or for ``sqrtsoftplus`` :math:`s =
+    \sqrt{\log(1 + e^x)}`, and the chosen experts :math:`C`, the weight of :math:`i \in C` is
+    ``scale`` times
 
     ================  =========================================  =====================
     ``score_fn``      ``renormalize=True``                       ``renormalize=False``
@@ -51,22 +53,25 @@ def topk_gate(
     ``softmax``       :math:`p_i / \sum_{j \in C} p_j`           :math:`p_i`
     ``topk_softmax``  :math:`e^{x_i} / \sum_{j \in C} e^{x_j}`   the same
     ``sigmoid``       :math:`s_i / \sum_{j \in C} s_j`           :math:`s_i`
+    ``sqrtsoftplus``  :math:`s_i / \sum_{j \in C} s_j`           :math:`s_i`
     ================  =========================================  =====================
 
-    where a sum of sigmoids below the smallest normal number is replaced by that number.
+    where a sum of :math:`s` below the smallest normal number is replaced by that number.
 
     *Selection.* Experts are ranked by a key. Without ``selection_bias`` the key is the logit, which
     orders experts as any of the scores does and still tells them apart where the scores underflow
-    or saturate. With it, the key is :math:`p_i + b_i`, or :math:`s_i + b_i` for
-    ``sigmoid``; the bias changes the choice and never the weights. Equal keys go to the lower
-    index. An expert with a logit of -inf is never chosen.
+    or saturate. With it, the key is :math:`p_i + b_i` or :math:`s_i + b_i`; the bias changes the
+    choice and never the weights. Equal keys go to the lower index. An expert with a logit of -inf
+    is never chosen.
 
     *Groups.* With ``top_groups < num_groups``, experts are cut into ``num_groups`` groups of
-    neighbours, and only those of the ``top_groups`` groups with the best score can be chosen. A
-    group's score is its largest key, and with ``selection_bias`` the sum of its two largest keys
-    (keys of -inf left out). Equal scores go to the lower group.
+    neighbours, and only those of the ``top_groups`` groups with the best score can be chosen. By
+    ``group_score`` that is a group's largest key (``"max"``), the sum of its two largest
+    (``"top2"``) or of its ``top_k // top_groups`` largest (``"topk"``), keys of -inf left out;
+    None is ``"top2"`` with ``selection_bias``, else ``"max"``. Where keys are added, they are
+    scores, without a bias too. Equal scores go to the lower group.
 
-    *Statistics.* ``score_sum[e]`` is the sum over real tokens of :math:`p_e`, for ``sigmoid`` of
+    *Statistics.* ``score_sum[e]`` is the sum over real tokens of :math:`p_e`, or of
     :math:`s_e / \sum_j s_j`; with `load_balance_loss` it makes the balance loss.
 
     Args:
@@ -74,7 +79,7 @@ def topk_gate(
             in float64 for float64.
         top_k (int): experts a token goes to, in [1, E] and within the kept groups.
         score_fn (str): ``"softmax"`` over all experts before the choice, ``"topk_softmax"`` over
-            the chosen ones after it, or ``"sigmoid"``.
+            the chosen ones after it, ``"sigmoid"`` or ``"sqrtsoftplus"``.
         renormalize (bool): make each token's weights sum to ``scale``.
         scale (float): finite factor of the weights, applied last.
         selection_bias (Tensor[E]): finite, any floating dtype; not differentiated.
@@ -82,6 +87,7 @@ def topk_gate(
         top_groups (int): groups that a token may choose from, in [1, num_groups].
         token_mask (Tensor[T]): bool, True for a real token. The logits of the others are not
             looked at: they get ``topk_idx`` -1, weight 0, no count and zero gradient.
+        group_score (str): see above; ``"topk"`` wants ``top_k`` to be at least ``top_groups``.
 
     Returns:
         GateOutput: differentiable in ``logits_TE`` through ``topk_weights`` and ``score_sum``; the
@@ -99,7 +105,8 @@ def topk_gate(
     Reference: Shazeer et al. 2017 (arXiv 1701.06538), eq. 3-5 (``topk_softmax``); Fedus et al. 2021
     (arXiv 2101.03961), eq. 1-2 (``softmax``); DeepSeek-V2 (arXiv 2405.04434), section 2.2.2 (groups
     by their largest score); DeepSeek-V3 (arXiv 2412.19437), eq. 13-16 (``sigmoid``, bias, groups by
-    their two largest).
+    their two largest); Megatron-LM's ``group_limited_topk`` (groups by ``"topk"``); DeepSeek-V4 in
+    transformers (``sqrtsoftplus``).
     """
     bias = None if selection_bias is None else selection_bias.detach()
     return GateOutput(
@@ -113,6 +120,7 @@ def topk_gate(
             num_groups,
             top_groups,
             token_mask,
+            group_score,
         )
     )
 
@@ -132,6 +140,7 @@ def _(
     num_groups: int = 1,
     top_groups: int = 1,
     token_mask: Tensor | None = None,
+    group_score: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch._check(
         logits.dim() == 2,
@@ -168,7 +177,7 @@ def _gate_backward(
         grad_logits = _topk_gate_gradient(
             grad_weights, grad_score_sum, logits, topk_idx, ctx.score_fn, ctx.renormalize, ctx.scale
         )
-    return grad_logits, None, None, None, None, None, None, None, None
+    return grad_logits, *[None] * 9
 
 
 register_autograd("moe_ext::topk_gate", _gate_backward, setup_context=_gate_setup_context)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_ext.ops.assignment import SequenceLoad
 from moe_ext.ops.gating import GateOutput
+from moe_ext.reference.gating import scores
 
 
 def expert_choice_gate(
@@ -139,11 +140,8 @@ def sequence_load(
     """As `moe_ext.ops.sequence_load`."""
     real_T = _real(logits_TE, token_mask)
     x_TE = _acc(logits_TE).masked_fill(~real_T[:, None], 0)
-    if score_fn == "sigmoid":
-        share_TE = x_TE.sigmoid()
-        share_TE = share_TE / share_TE.sum(dim=1, keepdim=True)
-    else:
-        share_TE = x_TE.softmax(dim=1)
+    share_TE = scores(x_TE, score_fn)
+    share_TE = share_TE / share_TE.sum(dim=1, keepdim=True)
     chosen_TE = (topk_idx_TK[:, :, None] == torch.arange(x_TE.shape[1], device=x_TE.device)).sum(1)
     shape = (num_sequences, x_TE.shape[0] // max(1, num_sequences), x_TE.shape[1])
     return SequenceLoad(

@@ -22,6 +22,7 @@ def topk_gate(
     num_groups: int = 1,
     top_groups: int = 1,
     token_mask: Tensor | None = None,
+    group_score: str | None = None,
 ) -> GateOutput:
     """As `moe_ext.ops.topk_gate`: the formulas one after another, on the real tokens."""
     num_tokens, num_experts = logits_TE.shape
@@ -29,17 +30,16 @@ def topk_gate(
     if real_T is None:
         real_T = torch.ones(num_tokens, dtype=torch.bool, device=logits_TE.device)
     x_RE = _acc(logits_TE[real_T])
-    if score_fn == "sigmoid":
-        score_RE = x_RE.sigmoid()
-        share_RE = score_RE / _denominator(score_RE)
-        key_RE = score_RE
-    else:
-        score_RE = share_RE = key_RE = x_RE.softmax(dim=1)
-    if selection_bias is None:
+    score_RE = scores(x_RE, score_fn)
+    share_RE = score_RE / _denominator(score_RE)
+    default = "max" if selection_bias is None else "top2"
+    terms = {"max": 1, "top2": 2, "topk": top_k // top_groups}[group_score or default]
+    if selection_bias is None and (terms == 1 or top_groups == num_groups):
         key_RE = x_RE
     else:
-        key_RE = (key_RE + selection_bias.to(x_RE.dtype)).masked_fill(x_RE == -math.inf, -math.inf)
-    key_RE = _limit_groups(key_RE.detach(), num_groups, top_groups, selection_bias is not None)
+        bias_E = 0.0 if selection_bias is None else selection_bias.to(x_RE.dtype)
+        key_RE = (score_RE + bias_E).masked_fill(x_RE == -math.inf, -math.inf)
+    key_RE = _limit_groups(key_RE.detach(), num_groups, top_groups, terms)
     idx_RK = _top(key_RE, top_k)
     if score_fn == "topk_softmax" or (score_fn == "softmax" and renormalize):
         weights_RK = x_RE.gather(1, idx_RK).softmax(dim=1)
@@ -67,7 +67,7 @@ def gate_weights(
     x_RE = _acc(logits_TE[real_T])
     idx_RK = topk_idx_TK[real_T].clamp(min=0)
     absent_RK = topk_idx_TK[real_T] < 0
-    score_RE = x_RE.sigmoid() if score_fn == "sigmoid" else x_RE.softmax(dim=1)
+    score_RE = scores(x_RE, score_fn)
     if score_fn == "topk_softmax" or (score_fn == "softmax" and renormalize):
         chosen_RK = x_RE.gather(1, idx_RK).masked_fill(absent_RK, -math.inf)
         weights_RK = chosen_RK.softmax(dim=1)
@@ -96,6 +96,15 @@ def load_balance_loss(score_sum_E: Tensor, num_tokens_per_expert_E: Tensor, top_
     return score_sum_E.shape[0] * (counts_E / num_choices * mean_score_E).sum()
 
 
+def scores(x_TE: Tensor, score_fn: str) -> Tensor:
+    """Scores of all experts, for the softmaxes and the others."""
+    if score_fn == "sigmoid":
+        return x_TE.sigmoid()
+    if score_fn == "sqrtsoftplus":
+        return torch.logaddexp(x_TE, torch.zeros_like(x_TE)).sqrt()
+    return x_TE.softmax(dim=1)
+
+
 def _acc(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
@@ -109,16 +118,15 @@ def _top(keys: Tensor, k: int) -> Tensor:
     return keys.sort(dim=1, descending=True, stable=True).indices[:, :k]
 
 
-def _limit_groups(key_RE: Tensor, num_groups: int, top_groups: int, biased: bool) -> Tensor:
+def _limit_groups(key_RE: Tensor, num_groups: int, top_groups: int, terms: int) -> Tensor:
     if top_groups == num_groups:
         return key_RE
     num_tokens, num_experts = key_RE.shape
     key_RGS = key_RE.reshape(num_tokens, num_groups, num_experts // num_groups)
-    best_two = key_RGS.sort(dim=2, descending=True).values[:, :, :2]
-    group_RG = best_two[:, :, 0]
-    if biased and best_two.shape[2] == 2:
-        second_RG = best_two[:, :, 1]
-        group_RG = group_RG + second_RG.masked_fill(second_RG == -math.inf, 0)
+    first_RG, *others_RG = key_RGS.sort(dim=2, descending=True).values[:, :, :terms].unbind(dim=2)
+    group_RG = first_RG
+    for other_RG in others_RG:
+        group_RG = group_RG + other_RG.masked_fill(other_RG == -math.inf, 0)
     keep_RG = torch.zeros_like(group_RG, dtype=torch.bool)
     keep_RG.scatter_(1, _top(group_RG, top_groups), True)
     return key_RGS.masked_fill(~keep_RG[:, :, None], -math.inf).reshape(num_tokens, num_experts)

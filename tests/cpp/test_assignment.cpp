@@ -70,7 +70,7 @@ void check_scores(const ScoreKernels<T>& table, int64_t n) {
   const bool mask[kTokens] = {true, true, false, true, true, true, false};
   for (const bool sigmoid : {false, true}) {
     std::vector<Acc> rows(kTokens * n, Acc(9)), sums(n, Acc(0)), scratch(2 * n);
-    const ScoreArgs<T> args{logits.data(), mask, n, sigmoid};
+    const ScoreArgs<T> args{logits.data(), mask, n, sigmoid ? gating::ScoreFn::kSigmoid : gating::ScoreFn::kSoftmax};
     EXPECT_EQ(table.scores(args, 0, kTokens, rows.data(), sums.data(), scratch.data()), -1);
     std::vector<double> expected_sums(n, 0);
     for (int64_t t = 0; t < kTokens; ++t) {
@@ -102,7 +102,7 @@ TEST_P(Loops, ScoresNameTheFirstTokenThatIsRefused) {
     auto logits = random_values<float>(5 * n, 4);
     logits[3 * n + n - 1] = logits[4 * n] = bad;
     std::vector<float> sums(n), scratch(2 * n);
-    const ScoreArgs<float> args{logits.data(), nullptr, n, false};
+    const ScoreArgs<float> args{logits.data(), nullptr, n, gating::ScoreFn::kSoftmax};
     EXPECT_EQ(kernels().of<float>().scores(args, 0, 5, nullptr, sums.data(), scratch.data()), 3);
     EXPECT_EQ(kernels().of<float>().scores(args, 0, 3, nullptr, sums.data(), scratch.data()), -1);
   }
@@ -113,7 +113,7 @@ TEST_P(Loops, Sinkhorn) {
   const int64_t n = num_experts();
   const auto logits = random_values<float>(kTokens * n, 5);
   const bool mask[kTokens] = {true, false, true, true, true};
-  const ScoreArgs<float> args{logits.data(), mask, n, false};
+  const ScoreArgs<float> args{logits.data(), mask, n, gating::ScoreFn::kSoftmax};
   std::vector<float> cost(kTokens * n), scale(n), column(n, 1);
   EXPECT_EQ(kernels().of<float>().cost(args, 0, kTokens, cost.data()), -1);
   for (int64_t e = 0; e < n; ++e) {

@@ -84,8 +84,8 @@ void check_expert_choice(const Case& c) {
   std::vector<int64_t> idx(num_tokens * n, -7), counts(n);
   std::vector<Cut<Acc>> cuts(n);
   launch_scores<true>(
-      ScoreArgs<T>{logits.data(), mask.get(), n, false}, 1, num_tokens, plan, weights.data(), partials.data(),
-      score_sum.data(), nullptr);
+      ScoreArgs<T>{logits.data(), mask.get(), n, gating::ScoreFn::kSoftmax}, 1, num_tokens, plan, weights.data(),
+      partials.data(), score_sum.data(), nullptr);
   const std::vector<Acc> scores = weights;
   launch_expert_choice(
       mask.get(), num_tokens, n, c.capacity, cuts.data(), weights.data(), idx.data(), counts.data(), nullptr);
@@ -141,7 +141,8 @@ void check_sequence_load(const Case& c) {
   for (size_t i = 0; i < idx.size(); ++i) {
     idx[i] = static_cast<int64_t>(i * 7 % (n + 1)) - 1;
   }
-  const ScoreArgs<T> args{logits.data(), mask.get(), n, c.sigmoid};
+  const ScoreArgs<T> args{
+      logits.data(), mask.get(), n, c.sigmoid ? gating::ScoreFn::kSigmoid : gating::ScoreFn::kSoftmax};
   launch_scores<true>(
       args, c.num_sequences, length, plan, static_cast<Acc*>(nullptr), partials.data(), score_sum.data(), nullptr);
   launch_count_choices<true>(idx.data(), mask.get(), c.num_sequences, length, top_k, n, counts.data(), nullptr);
@@ -225,8 +226,8 @@ TEST_P(Assignment, SinkhornScale) {
     std::vector<double> scale(n), partials(plan.num_blocks * n), out(n);
     int done = -1;
     launch_sinkhorn_scale<true>(
-        ScoreArgs<double>{logits.data(), mask.get(), n, false}, c.num_tokens, num_iters, tolerance, plan,
-        SinkhornState<double>{scale.data(), partials.data(), &done}, out.data(), nullptr);
+        ScoreArgs<double>{logits.data(), mask.get(), n, gating::ScoreFn::kSoftmax}, c.num_tokens, num_iters, tolerance,
+        plan, SinkhornState<double>{scale.data(), partials.data(), &done}, out.data(), nullptr);
     for (int e = 0; e < n; ++e) {
       EXPECT_NEAR(out[e], std::log(expected[e]), 1e-9);
     }

@@ -22,9 +22,10 @@ struct Case {
   bool biased = false;
   int num_groups = 1;
   int top_groups = 1;
+  int group_terms = 1;
 
   GateOptions options() const {
-    return {num_experts, top_k, num_groups, top_groups, fn, renormalize, 1.5};
+    return {num_experts, top_k, num_groups, top_groups, fn, renormalize, 1.5, group_terms};
   }
 };
 
@@ -51,7 +52,7 @@ void limit_groups(std::vector<double>& keys, const Case& c) {
   for (int g = 0; g < c.num_groups; ++g) {
     std::vector<double> of_group(keys.begin() + g * size, keys.begin() + (g + 1) * size);
     std::sort(of_group.rbegin(), of_group.rend());
-    group.push_back(of_group[0] + (c.biased && size > 1 ? of_group[1] : 0));
+    group.push_back(std::accumulate(of_group.begin(), of_group.begin() + c.group_terms, 0.0));
   }
   const std::vector<int> kept = best(group, c.top_groups);
   for (int e = 0; e < c.num_experts; ++e) {
@@ -67,7 +68,9 @@ Token serial_gate(const Case& c, const T* row, const std::vector<acc_t<T>>& bias
   std::vector<double> x(row, row + c.num_experts), raw(c.num_experts);
   const double top = *std::max_element(x.begin(), x.end());
   std::transform(x.begin(), x.end(), raw.begin(), [&](double v) {
-    return c.fn == ScoreFn::kSigmoid ? 1 / (1 + std::exp(-v)) : std::exp(v - top);
+    return c.fn == ScoreFn::kSigmoid        ? 1 / (1 + std::exp(-v))
+           : c.fn == ScoreFn::kSqrtSoftplus ? std::sqrt(std::log1p(std::exp(v)))
+                                            : std::exp(v - top);
   });
   const double sum = std::accumulate(raw.begin(), raw.end(), 0.0);
   for (double v : raw) {
@@ -75,7 +78,7 @@ Token serial_gate(const Case& c, const T* row, const std::vector<acc_t<T>>& bias
   }
   std::vector<double> keys = x;
   for (int e = 0; c.biased && e < c.num_experts; ++e) {
-    keys[e] = (c.fn == ScoreFn::kSigmoid ? raw[e] : out.score[e]) + bias[e];
+    keys[e] = (is_pointwise(c.fn) ? raw[e] : out.score[e]) + bias[e];
   }
   if (c.top_groups < c.num_groups) {
     limit_groups(keys, c);
@@ -83,7 +86,7 @@ Token serial_gate(const Case& c, const T* row, const std::vector<acc_t<T>>& bias
   out.idx = best(keys, c.top_k);
   double chosen_sum = 0;
   for (int e : out.idx) {
-    out.weights.push_back(c.fn == ScoreFn::kSigmoid || c.options().softmax_of_chosen() ? raw[e] : out.score[e]);
+    out.weights.push_back(is_pointwise(c.fn) || c.options().softmax_of_chosen() ? raw[e] : out.score[e]);
     chosen_sum += out.weights.back();
   }
   for (double& w : out.weights) {
@@ -233,7 +236,8 @@ std::vector<Case> gate_cases() {
   cases.push_back({9, 70, 40, ScoreFn::kSigmoid, true, true});
   cases.push_back({9, 24, 4, ScoreFn::kSigmoid, false});
   cases.push_back({9, 24, 4, ScoreFn::kTopkSoftmax, false, true});
-  cases.push_back({9, 24, 4, ScoreFn::kSoftmax, true, true, 6, 2});
+  cases.push_back({9, 24, 4, ScoreFn::kSoftmax, true, true, 6, 2, 2});
+  cases.push_back({9, 24, 4, ScoreFn::kSqrtSoftplus, true, true, 3, 1, 4});
   cases.push_back({9, 72, 4, ScoreFn::kSigmoid, true, false, 36, 5});
   // Fewer warps to a block, and then more shared memory than a launch has without asking.
   cases.push_back({3, 2000, 3});

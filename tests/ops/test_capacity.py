@@ -144,6 +144,16 @@ def test_invariants(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_groups_beyond_the_tokens_are_empty(device, policy):
+    idx, ranked, numbers = make(9, 2, 4)
+    options = dict(policy=policy, ranked_idx=ranked, overflow="reroute", **numbers)
+    expected = ops.limit_capacity(idx, 4, 1, num_groups=9, **options)
+    for num_groups in (10, 2**62, 2**63 - 1):
+        actual = ops.limit_capacity(idx, 4, 1, num_groups=num_groups, **options)
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_same_bits_for_any_number_of_threads(num_threads, policy):
     idx, ranked, numbers = make(4000, 2, 16)
     results = []
@@ -214,6 +224,7 @@ IDX = torch.zeros(4, 2, dtype=torch.int64)
             r"topk_idx to have at least 1 column",
         ),
         ((IDX, 0, 1), {}, r"num_experts to be at least 1, got 0"),
+        ((IDX, 2**61, 1), {}, r"num_experts to be below 2\^31, got 2305843009213693952"),
         ((IDX, 3, 0), {}, r"capacity to be at least 1, got 0"),
         ((IDX, 3, 1), {"num_groups": 0}, r"num_groups to be at least 1, got 0"),
         (

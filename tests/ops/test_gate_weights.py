@@ -24,7 +24,15 @@ from moe_ext import ops, reference
 # What does not take part in the choice.
 FORMULAS = {
     name: {k: v for k, v in OPTIONS[name].items() if k in ("score_fn", "renormalize", "scale")}
-    for name in ("softmax", "softmax_plain", "topk_softmax", "sigmoid", "sigmoid_plain")
+    for name in (
+        "softmax",
+        "softmax_plain",
+        "topk_softmax",
+        "sigmoid",
+        "sigmoid_plain",
+        "sqrtsoftplus",
+        "sqrtsoftplus_plain",
+    )
 }
 
 

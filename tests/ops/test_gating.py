@@ -31,6 +31,22 @@ OPTIONS = {
         "selection_bias": True,
         "scale": 2.5,
     },
+    "sqrtsoftplus": {"score_fn": "sqrtsoftplus", "selection_bias": True, "scale": 1.5},
+    "sqrtsoftplus_plain": {"score_fn": "sqrtsoftplus", "renormalize": False},
+    "groups_by_two_scores": {"num_groups": 3, "top_groups": 1, "group_score": "top2"},
+    "groups_by_topk": {
+        "score_fn": "sqrtsoftplus",
+        "num_groups": 3,
+        "top_groups": 1,
+        "group_score": "topk",
+    },
+    "biased_groups_by_largest": {
+        "score_fn": "sigmoid",
+        "num_groups": 6,
+        "top_groups": 2,
+        "selection_bias": True,
+        "group_score": "max",
+    },
     "groups_of_one": {"num_groups": 24, "top_groups": 7, "selection_bias": True},
 }
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
@@ -184,12 +200,49 @@ def test_experts_are_told_apart_where_their_scores_are_equal(device):
     assert sigmoid.topk_idx.tolist() == [[0, 2, 1], [2, 0, 1]]
 
 
+def test_sqrtsoftplus_over_the_range_of_its_logits(backend):
+    # Its tail is exp(x / 2), its head sqrt(x); in float32 exp(x) is 0 from -104 on.
+    logits = torch.linspace(-170, 170, 1021).repeat(2, 1)
+    logits[0, :4] = torch.tensor([-80.0, -20.0, -16.9, -17.1])
+    leaf = logits.clone().requires_grad_()
+    out = ops.topk_gate(leaf, 1021, score_fn="sqrtsoftplus", renormalize=False)
+    (grad,) = torch.autograd.grad(out.topk_weights.sum(), leaf)
+    wide = logits.double().requires_grad_()
+    expected = torch.where(wide < -40, (wide / 2).exp(), torch.nn.functional.softplus(wide).sqrt())
+    (expected_grad,) = torch.autograd.grad(expected.sum(), wide)
+    # x / 2 of up to 85 is rounded before the exponential: 85 units; ten more roundings.
+    rtol = 95 * UNIT[torch.float32]
+    actual = torch.zeros_like(logits).scatter(1, out.topk_idx, out.topk_weights.detach())
+    torch.testing.assert_close(actual.double(), expected.detach(), rtol=rtol, atol=0)
+    torch.testing.assert_close(grad.double(), expected_grad, rtol=rtol, atol=0)
+
+
+def test_group_scores_are_those_of_their_models(device):
+    # Of two groups of three experts the first has the largest score, the second the larger sums.
+    scores = torch.tensor([[0.9, 0.1, 0.1, 0.7, 0.6, 0.1]], dtype=torch.float64)
+    options = {"score_fn": "sigmoid", "num_groups": 2, "top_groups": 1}
+    zeros = torch.zeros(6, dtype=torch.float64)
+    for bias in (None, zeros):
+        for group_score, top_k, group in (
+            ("max", 2, 0),  # DeepSeek-V2
+            ("top2", 2, 1),  # DeepSeek-V3
+            ("top2", 1, 1),
+            ("topk", 1, 0),  # Megatron-LM: top_k // top_groups keys
+            ("topk", 2, 1),
+            (None, 2, 0 if bias is None else 1),
+        ):
+            gate = ops.topk_gate(
+                scores.logit(), top_k, selection_bias=bias, group_score=group_score, **options
+            )
+            assert (gate.topk_idx // 3 == group).all(), (group_score, top_k, bias)
+
+
 def test_extreme_logits_stay_finite(backend):
     big = torch.finfo(torch.float32).max
     logits = torch.tensor(
         [[big, -big, 0.0, -math.inf], [-big, -big, -big, -big], [-300.0, -300.0, -400.0, -300.0]]
     )
-    for score_fn in ("softmax", "topk_softmax", "sigmoid"):
+    for score_fn in ("softmax", "topk_softmax", "sigmoid", "sqrtsoftplus"):
         for renormalize in (True, False):
             for bias in (None, torch.tensor([-2.0, 1.0, 1.0, 1.0])):
                 leaf = logits.clone().requires_grad_()
@@ -340,7 +393,7 @@ def test_invariants(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("option", ["softmax", "groups_by_two_largest"])
+@pytest.mark.parametrize("option", ["softmax", "groups_by_two_largest", "groups_by_topk"])
 def test_opcheck_gate(device, option, dtype):
     logits, options = make(17, option, dtype=dtype)
     mask = torch.rand(17) > 0.3
@@ -352,6 +405,7 @@ def test_opcheck_gate(device, option, dtype):
         options.get("num_groups", 1),
         options.get("top_groups", 1),
         mask,
+        options.get("group_score"),
     )
     torch.library.opcheck(
         torch.ops.moe_ext.topk_gate, (logits.clone().requires_grad_(), TOP_K, *args)
@@ -391,7 +445,14 @@ LOGITS = torch.zeros(4, 6)
         (LOGITS[:, :0], 1, {}, r"expected logits to have at least 1 expert, got shape \[4, 0\]"),
         (LOGITS, 0, {}, r"expected top_k to be in \[1, 6\], the experts of logits, got 0"),
         (LOGITS, 7, {}, r"expected top_k to be in \[1, 6\], the experts of logits, got 7"),
-        (LOGITS, 2, {"score_fn": "tanh"}, r"to be softmax, topk_softmax or sigmoid, got tanh"),
+        (LOGITS, 2, {"score_fn": "tanh"}, r"topk_softmax, sigmoid or sqrtsoftplus, got tanh"),
+        (LOGITS, 2, {"group_score": "mean"}, r"group_score to be max, top2 or topk, got mean"),
+        (
+            LOGITS,
+            1,
+            {"num_groups": 3, "top_groups": 2, "group_score": "topk"},
+            r"expected top_k to be at least top_groups = 2 with group_score topk, got 1",
+        ),
         (LOGITS, 2, {"scale": math.nan}, r"expected scale to be finite, got nan"),
         (LOGITS, 2, {"num_groups": 4}, r"num_groups to be a divisor of the 6 experts, got 4"),
         (LOGITS, 2, {"num_groups": 0}, r"num_groups to be a divisor of the 6 experts, got 0"),
@@ -418,7 +479,7 @@ def test_gate_refuses(moved, logits, top_k, options, message):
         ops.topk_gate(logits, top_k, **options)
 
 
-@pytest.mark.parametrize("score_fn", ["softmax", "topk_softmax", "sigmoid"])
+@pytest.mark.parametrize("score_fn", ["softmax", "topk_softmax", "sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("value", "name"), [(math.nan, "nan"), (math.inf, "inf")])
 def test_refuses_logits_by_token_and_expert(isa, value, name, dtype, score_fn):

@@ -261,6 +261,12 @@ IDX = torch.zeros(4, 1, dtype=torch.int64)
         ((X, IDX, 0), {}, r"expected num_experts to be at least 1, got 0"),
         ((X, IDX, 2), {"capacity": 0}, r"expected capacity to be at least 1, got 0"),
         ((X, IDX, 2), {"align": 0}, r"expected align to be at least 1, got 0"),
+        (
+            (X, IDX, 2),
+            {"align": 2**61},
+            r"expected align to be at most 65536, got 2305843009213693952",
+        ),
+        ((X, IDX, 2**61), {}, r"expected num_experts to be below 2\^31, got 2305843009213693952"),
         ((X, IDX, 2), {"drop_policy": "last"}, r"to be position or score, got last"),
         (
             (X, IDX, 2),

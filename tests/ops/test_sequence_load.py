@@ -18,7 +18,7 @@ def tolerance(dtype, terms):
 
 @pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("score_fn", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("score_fn", ["softmax", "sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize(
     ("num_sequences", "length", "num_experts"),
     [(0, 1, 3), (1, 0, 3), (1, 257, 9), (5, 1, 33), (3, 31, 1), (2, 300, 17)],
@@ -52,7 +52,7 @@ def test_equals_the_reference(backend, num_sequences, length, num_experts, score
 
 def test_sums_to_what_the_gate_returns(device):
     logits = torch.randn(64, 8, dtype=torch.float64)
-    for score_fn in ("softmax", "sigmoid"):
+    for score_fn in ("softmax", "sigmoid", "sqrtsoftplus"):
         gate = ops.topk_gate(logits, 2, score_fn=score_fn)
         load = ops.sequence_load(logits, gate.topk_idx, 4, score_fn=score_fn)
         torch.testing.assert_close(load.score_sum.sum(0), gate.score_sum)
@@ -71,7 +71,7 @@ def test_masked_tokens_count_nowhere(device):
     assert torch.equal(load.num_tokens_per_expert.sum(1), 2 * mask.view(4, 10).sum(1))
 
 
-@pytest.mark.parametrize("score_fn", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("score_fn", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_gradcheck(backend, score_fn):
     logits = torch.randn(12, 5, dtype=torch.float64, requires_grad=True)
     mask = torch.rand(12) > 0.3
@@ -134,7 +134,7 @@ IDX = torch.zeros(4, 2, dtype=torch.int64)
             ops.sequence_load,
             (LOGITS, IDX, 2),
             {"score_fn": "topk_softmax"},
-            r"score_fn to be softmax or sigmoid, got topk_softmax",
+            r"score_fn to be softmax, sigmoid or sqrtsoftplus, got topk_softmax",
         ),
         (
             ops.sequence_load,
