@@ -210,6 +210,25 @@ class _MLP(nn.Module):
         return ops.grouped_mm(hidden, weights["w2"].transpose(1, 2), expert_offsets)
 
 
+class _Experts(nn.Module):
+    """The experts under their name in MegaBlocks, beside the bias, of which every rank has all."""
+
+    def __init__(self, mlp: nn.Module, args: Arguments) -> None:
+        super().__init__()
+        self.mlp = mlp
+        bias = torch.zeros(args.hidden_size, dtype=args.dtype, device=args.device)
+        self.bias = nn.Parameter(bias) if args.bias else None
+
+    def reset_parameters(self) -> None:
+        self.mlp.reset_parameters()  # type: ignore[operator]
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
+        y: Tensor = self.mlp(rows_ND, expert_offsets)
+        return y
+
+
 class _SharedMLP(nn.Module):
     """The expert that sees every token; its output times `scale`."""
 
@@ -272,14 +291,10 @@ class dMoE(RenamedLayer):  # noqa: N801 - MegaBlocks' name
             ep_group=ep_group,
         )
         self.args = args
-        bias = torch.zeros(args.hidden_size, dtype=args.dtype, device=args.device)
-        # Every rank has the whole bias: it stays outside of the experts, which are spread.
-        self.expert_bias = nn.Parameter(bias) if args.bias else None
+        self.experts = _Experts(self.experts, args)
         if args.shared_expert:
             scale = 1.0 / args.moe_top_k if args.shared_expert_weighted_sum else 1.0
             self.shared_expert = _SharedMLP(args, scale)  # type: ignore[assignment]
-        self.register_state_dict_post_hook(_to_megablocks_names)
-        self.register_load_state_dict_pre_hook(_from_megablocks_names)
 
     def forward(self, x: Tensor) -> Any:  # type: ignore[override]
         """Run every token through its experts.
@@ -297,10 +312,11 @@ class dMoE(RenamedLayer):  # noqa: N801 - MegaBlocks' name
         self._keep(_balance, gate.loss if self.training and args.moe_loss_weight > 0 else None)
         self._keep(_zlosses, gate.zloss)
         gate.loss = gate.zloss = None
-        if self.expert_bias is not None:
+        bias: Tensor | None = self.experts.bias  # type: ignore[assignment]
+        if bias is not None:
             if args.return_bias:
-                return y, self.expert_bias
-            y = y + self.expert_bias
+                return y, bias
+            y = y + bias
         if args.shared_expert and args.shared_expert_weighted_sum:
             y = y * (args.moe_top_k / (args.moe_top_k + 1))
         return y
@@ -309,24 +325,6 @@ class dMoE(RenamedLayer):  # noqa: N801 - MegaBlocks' name
         if loss is not None:
             kept.pop(self, None)
             kept[self] = loss
-
-
-def _to_megablocks_names(
-    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
-) -> None:
-    for name in [n for n in state if n.startswith(f"{prefix}experts.")]:
-        state[f"{prefix}experts.mlp.{name[len(prefix) + 8 :]}"] = state.pop(name)
-    if f"{prefix}expert_bias" in state:
-        state[f"{prefix}experts.bias"] = state.pop(f"{prefix}expert_bias")
-
-
-def _from_megablocks_names(
-    module: nn.Module, state: dict[str, Any], prefix: str, *args: Any
-) -> None:
-    for name in [n for n in state if n.startswith(f"{prefix}experts.mlp.")]:
-        state[f"{prefix}experts.{name[len(prefix) + 12 :]}"] = state.pop(name)
-    if f"{prefix}experts.bias" in state:
-        state[f"{prefix}expert_bias"] = state.pop(f"{prefix}experts.bias")
 
 
 def batched_load_balancing_loss(args: Arguments) -> Tensor | float:

@@ -20,6 +20,7 @@ from moe_ext.nn.routers import Router, RouterOutput
 DROP_POLICIES = ("position", "score", "random", "batch_prioritized", "choice")
 OVERFLOWS = ("drop", "reroute")
 BUDGET_OVERFLOWS = ("rounds", "drop")
+_MOST_GROUPS = 1 << 20
 # Stream of the draws that order the slots of the "random" policy.
 _DROP_STREAM = 3
 
@@ -36,8 +37,9 @@ class Capacity:
         drop: which slots of an overfull expert go. "position": those of the last tokens; "choice":
             slots are served choice by choice, every token's first before any second, and by
             position within a choice (GShard); "batch_prioritized": as "choice", tokens in the order
-            of their largest weight (V-MoE); "score": the slots of the smallest weights; "random":
-            slots drawn anew at each step, by `set_routing_step` (by position in eval mode).
+            of the largest score that they chose, not divided by a sum (V-MoE); "score": the slots
+            of the smallest weights; "random": slots drawn anew at each step, by `set_routing_step`
+            (by position in eval mode).
         overflow: "drop" leaves such a slot without an expert; "reroute" sends it to the token's
             next best expert that has room, and drops it where there is none.
         pad: give every expert exactly its capacity of rows, zero rows behind the tokens, for
@@ -71,6 +73,10 @@ class Capacity:
                 raise ValueError(
                     f"Capacity: expected {name} to be at least 1, got {getattr(self, name)}"
                 )
+        if self.groups > _MOST_GROUPS:
+            raise ValueError(
+                f"Capacity: expected groups to be at most {_MOST_GROUPS}, got {self.groups}"
+            )
         for name, known in (("drop", DROP_POLICIES), ("overflow", OVERFLOWS)):
             if getattr(self, name) not in known:
                 raise ValueError(
@@ -170,6 +176,8 @@ def limit_choice(
     # The output of a model that is evaluated must not depend on the step.
     policy = "position" if policy == "random" and not training else policy
     keys = None if policy in ("position", "choice") else topk_weights.detach()
+    if policy == "batch_prioritized" and routed.score_fn is not None:
+        keys = _chosen_scores(routed)
     if policy == "random":
         keys = _random_priority(router, topk_idx, token_idx_T)
     ranked = _ranked_experts(router, routed) if capacity.overflow == "reroute" else None
@@ -208,14 +216,29 @@ def _random_priority(router: nn.Module, topk_idx_TK: Tensor, token_idx_T: Tensor
     )
 
 
+def _chosen_scores(routed: RouterOutput) -> Tensor:
+    """The scores of the chosen experts, neither renormalised nor scaled, `[T, K]`."""
+    assert routed.score_fn is not None
+    # Before the choice, the scores of "topk_softmax" are a softmax over all experts too.
+    score_fn = routed.score_fn.removeprefix("topk_")
+    gate = ops.gate_weights(
+        routed.logits.detach(), routed.gate.topk_idx, score_fn=score_fn, renormalize=False
+    )
+    return gate.topk_weights
+
+
 def _ranked_experts(router: nn.Module, routed: RouterOutput) -> Tensor:
     """The experts of every token, best first, `[T, E]`."""
     # Scores order experts as logits do; a bias is added to the scores, as in the selection itself.
     key_TE = routed.logits.detach()
     bias = getattr(router, "selection_bias", None)
     if bias is not None:
-        sigmoid = routed.score_fn == "sigmoid"
-        key_TE = (key_TE.sigmoid() if sigmoid else key_TE.softmax(1)) + bias
+        if routed.score_fn == "sigmoid":
+            key_TE = key_TE.sigmoid() + bias
+        elif routed.score_fn == "sqrtsoftplus":
+            key_TE = functional.softplus(key_TE).sqrt() + bias
+        else:
+            key_TE = key_TE.softmax(1) + bias
     return key_TE.argsort(dim=1, descending=True, stable=True)
 
 

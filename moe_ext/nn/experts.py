@@ -21,6 +21,7 @@ from moe_ext.nn.expert_activation import (
     resolve_activation,
     run_activation,
 )
+from moe_ext.nn.sizes import check_sizes
 
 # 2**64 / golden ratio, odd: neighbouring experts get seeds that differ in about half of their bits.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -81,10 +82,7 @@ class GroupedExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = {"num_experts": num_experts, "model_dim": model_dim, "ffn_dim": ffn_dim}
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"GroupedExperts: expected {name} to be at least 1, got {size}")
+        check_sizes("GroupedExperts", num_experts=num_experts, model_dim=model_dim, ffn_dim=ffn_dim)
         check_group(ep_group, "GroupedExperts")
         if layout not in LAYOUTS:
             raise ValueError(

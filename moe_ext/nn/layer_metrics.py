@@ -79,7 +79,8 @@ class LayerMetrics(Mapping[str, Tensor]):
         value = self._entries.get(name)
         if value is None:
             if name not in self._derived():
-                raise KeyError(name)
+                known = ", ".join(self) or "none before the first forward pass"
+                raise KeyError(f"MoELayer: expected a name of a metric ({known}), got {name!r}")
             value = self._entries[name] = _DERIVED[name](self)
         elif not isinstance(value, Tensor):
             value = self._entries[name] = value().detach()

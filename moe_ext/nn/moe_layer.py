@@ -39,6 +39,7 @@ from moe_ext.nn.feed_forward import FeedForward
 from moe_ext.nn.layer_metrics import LayerMetrics, Record, read_losses, read_metrics
 from moe_ext.nn.replay import apply_sessions, can_replay
 from moe_ext.nn.routers import Router, RouterOutput, TopKRouter
+from moe_ext.nn.sizes import check_sizes
 from moe_ext.nn.torch_state import as_autocast, autocast_dtype
 
 # What wrappers put into the names of modules.
@@ -57,9 +58,9 @@ class MoELayer(CountingModule):
         model_dim: D.
         ffn_dim: F of each expert.
         num_experts: E, over all ranks of `ep_group`.
-        top_k: K, experts per token; a router module brings its own.
-        router: score function of a `TopKRouter`, "softmax", "topk_softmax" or "sigmoid"; or a
-            module that maps `(x_TD, token_mask=)` to a `RouterOutput`.
+        top_k: K, experts per token; None is that of the router module, else 2.
+        router: score function of a `TopKRouter`, "softmax", "topk_softmax", "sigmoid" or
+            "sqrtsoftplus"; or a module that maps `(x_TD, token_mask=)` to a `RouterOutput`.
         experts: module that maps `(rows [N, D], expert_offsets)` to `[N, D]`; by default
             `GroupedExperts`. An expert's rows may end in zero rows, whose results go nowhere. In an
             expert-parallel layer it holds this rank's experts and has the attributes `ep_group` and
@@ -110,7 +111,7 @@ class MoELayer(CountingModule):
         model_dim: int,
         ffn_dim: int,
         num_experts: int,
-        top_k: int = 2,
+        top_k: int | None = None,
         *,
         router: str | nn.Module = "softmax",
         experts: nn.Module | None = None,
@@ -132,6 +133,7 @@ class MoELayer(CountingModule):
     ) -> None:
         super().__init__()
         check_group(ep_group, "MoELayer")
+        check_sizes("MoELayer", model_dim=model_dim, num_experts=num_experts)
         self.model_dim = model_dim
         self.num_experts = num_experts
         self.capacity = _capacity_of(capacity_factor, capacity)
@@ -146,10 +148,11 @@ class MoELayer(CountingModule):
         self.dispatcher = _make_dispatcher(dispatcher, num_experts, ep_group)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(router, str):
-            router = TopKRouter(model_dim, num_experts, top_k, score_fn=router, **made)
-        _check_router(self, router)
+            columns = 2 if top_k is None else top_k
+            router = TopKRouter(model_dim, num_experts, columns, score_fn=router, **made)
+        _check_router(self, router, top_k)
         self.router = router
-        self.top_k = router.top_k if isinstance(router, Router) else top_k
+        self.top_k = router.top_k if isinstance(router, Router) else 2 if top_k is None else top_k
         made.update(activation=activation, bias=bias)
         if experts is None:
             experts = GroupedExperts(num_experts, model_dim, ffn_dim, ep_group=ep_group, **made)
@@ -465,22 +468,22 @@ def _check_experts(layer: MoELayer, experts: nn.Module, ep_group: ProcessGroup |
             "MoELayer: expected experts to carry the layer's group as attribute ep_group, "
             f"got {getattr(experts, 'ep_group', None)}"
         )
-    held = getattr(experts, "num_experts", layer.num_experts)
-    if held != layer.num_experts:
-        raise ValueError(
-            f"MoELayer: expected experts to have num_experts={layer.num_experts}, got {held}"
-        )
+    for name in ("num_experts", "model_dim"):
+        size, held = getattr(layer, name), getattr(experts, name, None)
+        if held is not None and held != size:
+            raise ValueError(f"MoELayer: expected experts to have {name}={size}, got {held}")
 
 
-def _check_router(layer: MoELayer, router: nn.Module) -> None:
+def _check_router(layer: MoELayer, router: nn.Module, top_k: int | None) -> None:
     """Check a router module against the options."""
     capacity = layer.capacity
     if isinstance(router, Router):
-        if router.num_experts != layer.num_experts:
-            raise ValueError(
-                f"MoELayer: expected router to have num_experts={layer.num_experts}, got "
-                f"{router.num_experts}"
-            )
+        sizes = {"num_experts": layer.num_experts, "model_dim": layer.model_dim, "top_k": top_k}
+        for name, size in sizes.items():
+            if size is not None and getattr(router, name) != size:
+                raise ValueError(
+                    f"MoELayer: expected router to have {name}={size}, got {getattr(router, name)}"
+                )
         if capacity is not None and router.sets_capacity:
             raise ValueError(
                 "MoELayer: expected capacity to be None with a router that sets the rows of each "

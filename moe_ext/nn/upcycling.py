@@ -19,6 +19,7 @@ from moe_ext.nn.expert_activation import GATED_KIND_OF, plain_kind, run_activati
 from moe_ext.nn.experts import GroupedExperts
 from moe_ext.nn.feed_forward import FeedForward
 from moe_ext.nn.moe_layer import MoELayer
+from moe_ext.nn.routers import TopKRouter
 from moe_ext.nn.torch_state import without_autocast
 
 METHODS = ("copy", "granular")
@@ -112,7 +113,8 @@ def upcycle(
             `nn.Sequential(Linear, activation, Linear)`. It is not changed; weights are copied. It
             runs once, on two random tokens, to see that it is what its names say.
         num_experts: E, over all ranks; a multiple of G.
-        top_k: K; a multiple of G.
+        top_k: K; a multiple of G. With 1 the weight is constant, so that the layer computes what
+            the network does: the router learns from the balance loss alone, and warns.
         method: "copy" or "granular".
         granularity: G, for "granular" only; divides F.
         router: score function of the `TopKRouter`; its weights are drawn anew.
@@ -156,19 +158,19 @@ def upcycle(
         device=device,
         dtype=dtype,
     )
+    made: dict[str, Any] = {"device": device, "dtype": dtype}
     moe = MoELayer(
         model_dim,
         ffn_dim // pieces,
         num_experts,
-        top_k,
-        router=router,
+        # The weights have to sum to one, also that of a single expert, which is warned of.
+        router=TopKRouter(model_dim, num_experts, top_k, score_fn=router, renormalize=True, **made),
         experts=experts,
         balance_loss_coef=balance_loss_coef,
         z_loss_coef=z_loss_coef,
         capacity_factor=capacity_factor,
         ep_group=ep_group,
-        device=device,
-        dtype=dtype,
+        **made,
     )
     copy_dense_(experts, dense, pieces)
     weight: Tensor = moe.router.weight  # type: ignore[assignment]

@@ -234,7 +234,7 @@ def check_megablocks():
     for layer in layers:
         torch.manual_seed(3)
         layer.experts.reset_parameters()
-    assert torch.equal(layers[0].experts.w1, layers[1].experts.w1.chunk(2)[dist.get_rank()])
+    assert torch.equal(layers[0].experts.mlp.w1, layers[1].experts.mlp.w1.chunk(2)[dist.get_rank()])
 
 
 def check_groups_that_do_not_fit():

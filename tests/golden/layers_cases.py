@@ -199,7 +199,7 @@ def through(layer, *, tokens=T, shape=None, steps=1, **kwargs):
 def make_layer(router="softmax", **options):
     group = options.get("ep_group")
     options = {"balance_loss_coef": 0.05, "z_loss_coef": 0.01, **options}
-    layer = moe_ext.MoELayer(DIM, FFN, EXPERTS, K, router=ROUTERS[router](), **options)
+    layer = moe_ext.MoELayer(DIM, FFN, EXPERTS, router=ROUTERS[router](), **options)
     fill(layer, **({} if group is None else {"rank": group.rank(), "num_ranks": group.size()}))
     if getattr(layer.router, "selection_bias", None) is not None:
         layer.router.selection_bias.copy_(numbers("selection_bias", EXPERTS, scale=0.3))

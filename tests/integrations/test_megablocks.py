@@ -37,7 +37,7 @@ def nothing_left():
 
 
 def mlps(layer, glu, act):
-    w = {name: p.view(E, H, D) for name, p in layer.experts.named_parameters()}
+    w = {name: p.view(E, H, D) for name, p in layer.experts.mlp.named_parameters()}
 
     def run(x, e):
         hidden = act(x @ w["w1"][e].T)
@@ -61,7 +61,7 @@ def test_results_are_those_of_the_formula(mlp_type, act, order, recompute):
         num_layers_per_virtual_pipeline_stage=1,
         **options,
     )
-    nn.init.normal_(layer.expert_bias)
+    nn.init.normal_(layer.experts.bias)
     x = torch.randn(7, 3, D, dtype=torch.float64, requires_grad=True)
     y = layer(x)
     tokens = x.view(21, D)
@@ -73,7 +73,7 @@ def test_results_are_those_of_the_formula(mlp_type, act, order, recompute):
         weights = weights / weights.norm(p=order, dim=1, keepdim=True)
     act = (lambda t: F.gelu(t, approximate="tanh")) if act is None else act
     experts = mlps(layer, mlp_type == "glu", act)
-    expected = combine(tokens, weights, idx, idx >= 0, experts) + layer.expert_bias
+    expected = combine(tokens, weights, idx, idx >= 0, experts) + layer.experts.bias
     torch.testing.assert_close(y.view(21, D), expected, **TIGHT)
     counts = torch.stack([(idx == e).sum() for e in range(E)]).double()
     balance = 0.1 * E / (2 * 21 * 2) * counts @ scores.mean(0)
@@ -129,10 +129,12 @@ def test_state_dict_has_megablocks_names_and_shapes():
         "ffn.experts.mlp.v1": (E * H, D),
         "ffn.experts.bias": (D,),
     }
+    assert {name for name, _ in model.named_parameters()} == set(state)
+    assert all(layer.get_parameter(name) is p for name, p in layer.named_parameters())
     other = nn.ModuleDict({"ffn": make(mlp_type="glu")})
-    nn.init.zeros_(other["ffn"].experts.w1)
+    nn.init.zeros_(other["ffn"].experts.mlp.w1)
     other.load_state_dict(state)
-    assert torch.equal(other["ffn"].experts.w1, layer.experts.w1)
+    assert torch.equal(other["ffn"].experts.mlp.w1, layer.experts.mlp.w1)
     assert set(state) == set(model.state_dict())
     with pytest.raises(RuntimeError, match="Missing key"):
         other.load_state_dict({n: t for n, t in state.items() if not n.endswith("w2")})

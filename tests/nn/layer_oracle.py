@@ -48,7 +48,7 @@ def layer_output(layer, x_TD, mask=None, capacity=None):
         y = torch.zeros_like(x_TD[t])
         if real[t]:
             chosen = scores[t].topk(layer.top_k).indices.tolist()
-            total = scores[t][chosen].sum()
+            total = scores[t][chosen].sum() if layer.top_k > 1 else 1.0
             for e in chosen:
                 counts[e] += 1
                 used[e] += 1

@@ -242,6 +242,14 @@ def test_hash_without_a_vocabulary(num_experts, top_k):
         (lambda: HashRouter(8, 4, vocab_size=0), "vocab_size to be at least 1, got 0"),
         (lambda: HashRouter(8, 4, vocab_size=9, seed=-1), "seed to be in"),
         (
+            lambda: HashRouter(8, 4, vocab_size=9, score_fn="sigmoid"),
+            "score_fn and renormalize to be left out without learned=True, got 'sigmoid' and None",
+        ),
+        (
+            lambda: HashRouter(8, 4, vocab_size=9, learned=True, score_fn="tanh"),
+            "score_fn to be one of .* got 'tanh'",
+        ),
+        (
             lambda: HashRouter(8, 4, vocab_size=9, token_counts=torch.ones(8)),
             r"token_counts to be of shape \[vocab_size\] .* got \(8,\) and 'balanced'",
         ),
@@ -250,6 +258,29 @@ def test_hash_without_a_vocabulary(num_experts, top_k):
 def test_refuses_options(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_hashed_experts_with_learned_weights():
+    options = {"top_k": 2, "vocab_size": 9, "learned": True, "score_fn": "sqrtsoftplus"}
+    router = HashRouter(8, 4, scale=1.5, dtype=torch.float64, **options)
+    x, ids = torch.randn(30, 8, dtype=torch.float64), torch.randint(0, 9, (30,))
+    gate = router(x, token_ids=ids).gate
+    assert torch.equal(gate.topk_idx, router.expert_of_id[ids])
+    # As DeepSeek-V4: the score at the experts of the table, over their sum, times the scale.
+    scores = torch.nn.functional.softplus(x @ router.weight.T).sqrt().gather(1, gate.topk_idx)
+    torch.testing.assert_close(gate.topk_weights, 1.5 * scores / scores.sum(1, keepdim=True))
+    (grad,) = torch.autograd.grad(gate.topk_weights[:, 0].sum(), router.weight)
+    (expected,) = torch.autograd.grad(
+        (1.5 * scores / scores.sum(1, keepdim=True))[:, 0].sum(), router.weight
+    )
+    torch.testing.assert_close(grad, expected)
+    assert set(router.state_dict()) == {"weight", "expert_of_id"}
+    one = HashRouter(8, 4, vocab_size=9, learned=True)
+    weights = one(x.float(), token_ids=ids).gate.topk_weights
+    assert (weights < 1).all() and weights.requires_grad
+    layer = moe_ext.MoELayer(8, 6, 4, router=HashRouter(8, 4, **options))
+    layer(x.float(), token_ids=ids).square().sum().backward()
+    assert layer.router.weight.grad.abs().max() > 0
 
 
 def test_hash_router_refuses_missing_and_wrong_ids():
@@ -261,8 +292,11 @@ def test_hash_router_refuses_missing_and_wrong_ids():
         router(x, token_ids=torch.zeros(4, dtype=torch.int64))
     with pytest.raises(TypeError, match=r"token_ids to be int64, got torch.int32"):
         router(x, token_ids=torch.zeros(5, dtype=torch.int32))
-    with pytest.raises(IndexError):
-        router(x, token_ids=torch.full((5,), 9))
+    for wrong in (9, -1):
+        ids = torch.tensor([0, 8, wrong, 9, 0])
+        message = rf"^HashRouter: expected token_ids to be in \[0, 9\), .* got {wrong} at token 2$"
+        with pytest.raises(IndexError, match=message):
+            router(x, token_ids=ids)
     layer = moe_ext.MoELayer(8, 6, 4, router=router)
     with pytest.raises(ValueError, match=r"token_ids \[T\] to be given"):
         layer(x)

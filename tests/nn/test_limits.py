@@ -28,6 +28,7 @@ def served_in_order(layer, x, capacity, rows):
     """Experts of every slot with room, by one loop over the slots, and the weights."""
     routed = layer.router(x)
     idx, weights = routed.gate.topk_idx.tolist(), routed.gate.topk_weights.detach()
+    best = routed.logits.softmax(dim=1).amax(dim=1).tolist()
     size = -(-len(x) // capacity.groups)
     out = [list(row) for row in idx]
     for first in range(0, len(x), size):
@@ -37,7 +38,7 @@ def served_in_order(layer, x, capacity, rows):
             "position": lambda s: s,
             "choice": lambda s: (s[1], s[0]),
             "score": lambda s: (-float(weights[s]), s),
-            "batch_prioritized": lambda s: (s[1], -float(weights[s[0]].max()), s[0]),
+            "batch_prioritized": lambda s: (s[1], -best[s[0]], s[0]),
         }
         used = [0] * E
         refused = []
@@ -88,6 +89,21 @@ def test_policies_equal_a_loop_over_slots(drop, groups, overflow):
     )
     y.sum().backward()
     assert all(p.grad is not None for p in layer.parameters())
+
+
+@pytest.mark.parametrize("score_fn", ["softmax", "topk_softmax", "sigmoid", "sqrtsoftplus"])
+def test_batch_prioritized_is_by_the_score_before_it_is_divided(score_fn):
+    # Both tokens want experts 0 and 1, which take one row each. The first token is earlier and has
+    # the larger share of its two scores; the second has the larger score.
+    router = TopKRouter(3, 3, 2, score_fn=score_fn, scale=3.0)
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(3))
+    x = torch.tensor([[1.0, 0.3, 0.3], [2.0, 1.9, -5.0]])
+    gate = router(x).gate
+    assert gate.topk_weights[0, 0] > gate.topk_weights[1, 0]
+    capacity = Capacity(0.5, drop="batch_prioritized")
+    y = moe_ext.MoELayer(3, 4, 3, router=router, capacity=capacity)(x)
+    assert y[0].count_nonzero() == 0 and y[1].count_nonzero() == 3
 
 
 @pytest.mark.parametrize("overflow", ["drop", "reroute"])

@@ -74,8 +74,10 @@ def test_a_layer_has_them_all_and_computes_none_unless_read():
     # Neither reading waits for the device.
     assert not {"aten::_local_scalar_dense", "aten::item"} & set(calls.names)
     assert 0 < metrics["dropped_fraction"] < 1
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match=r"expected a name of a metric \(.*load_cv.*\), got 'lode'"):
         metrics["lode"]
+    with pytest.raises(KeyError, match=r"none before the first forward pass\), got 'load'"):
+        moe_ext.MoELayer(8, 6, 5).metrics["load"]
 
 
 def test_entries_are_computed_once_and_detached():

@@ -8,7 +8,14 @@ from layer_oracle import layer_output
 from torch.utils.checkpoint import checkpoint
 
 import moe_ext
-from moe_ext.nn import RouterOutput, TopKRouter, inject_loss, set_loss_scale
+from moe_ext.nn import (
+    Capacity,
+    GroupedExperts,
+    RouterOutput,
+    TopKRouter,
+    inject_loss,
+    set_loss_scale,
+)
 
 # Sums of at most a few dozen products of numbers near one: a hundred roundings at most.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5}
@@ -323,7 +330,7 @@ def test_what_the_caller_knows_of_the_tokens_reaches_the_router():
 
 
 def test_a_router_brings_its_number_of_choices():
-    layer = make_layer(router=TopKRouter(8, 5, 3, dtype=torch.float64))
+    layer = make_layer(top_k=None, router=TopKRouter(8, 5, 3, dtype=torch.float64))
     assert layer.top_k == 3
     layer(torch.randn(6, 8, dtype=torch.float64))
     assert int(layer.metrics["num_tokens_per_expert"].sum()) == 18
@@ -370,6 +377,43 @@ def test_wrong_options(options, message):
 def test_sizes_must_be_positive(sizes):
     with pytest.raises(ValueError, match=r"to be at least 1, got 0"):
         moe_ext.MoELayer(*sizes, top_k=1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((8.0, 6, 5), r"^MoELayer: expected model_dim to be an integer, got 8.0"),
+        ((8, 6.0, 5), r"^GroupedExperts: expected ffn_dim to be an integer, got 6.0"),
+        ((8, 6, 5.0), r"^MoELayer: expected num_experts to be an integer, got 5.0"),
+        ((8, 6, 5, 2.0), r"^TopKRouter: expected top_k to be an integer, got 2.0"),
+    ],
+)
+def test_sizes_must_be_integers(sizes, message):
+    with pytest.raises(TypeError, match=message):
+        moe_ext.MoELayer(*sizes)
+    with pytest.raises(ValueError, match=r"^MoELayer: expected num_experts to be below 2\*\*31"):
+        moe_ext.MoELayer(8, 6, 2**61)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: {"top_k": 3, "router": TopKRouter(8, 5, 2)}, "router to have top_k=3, got 2"),
+        (lambda: {"router": TopKRouter(9, 5, 2)}, "router to have model_dim=8, got 9"),
+        (lambda: {"router": TopKRouter(8, 4, 2)}, "router to have num_experts=5, got 4"),
+        (lambda: {"experts": GroupedExperts(5, 9, 6)}, "experts to have model_dim=8, got 9"),
+        (
+            lambda: {"capacity": Capacity(1.0, groups=2**62)},
+            "Capacity: expected groups to be at most",
+        ),
+    ],
+)
+def test_arguments_that_contradict_each_other(made, message):
+    with pytest.raises(ValueError, match=message):
+        moe_ext.MoELayer(8, 6, 5, **made())
+    # What is left out is the router's.
+    assert moe_ext.MoELayer(8, 6, 5, router=TopKRouter(8, 5, 3)).top_k == 3
+    assert moe_ext.MoELayer(8, 6, 5).top_k == 2
 
 
 def test_ep_group_of_the_wrong_kind():

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 
 import emulation
 import pytest
@@ -25,10 +26,12 @@ MAKE = {
     "topk": lambda **kw: TopKRouter(D, E, 2, **kw),
     "switch": lambda **kw: SwitchRouter(D, E, jitter_eps=0.2, **kw),
     "gshard": lambda **kw: GShardRouter(D, E, **kw),
+    "gumbel": lambda **kw: GShardRouter(D, E, second_expert="gumbel", **kw),
+    "biased": lambda **kw: TopKRouter(D, E, 2, bias=True, score_fn="sqrtsoftplus", **kw),
     "noisy_topk": lambda **kw: NoisyTopKRouter(D, E, 2, **kw),
     "cosine": lambda **kw: CosineRouter(D, E, 2, proj_dim=8, **kw),
 }
-RANDOM = ("switch", "gshard", "noisy_topk")
+RANDOM = ("switch", "gshard", "gumbel", "noisy_topk")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
@@ -71,6 +74,21 @@ def formula(name, router, x):
         kept = torch.stack([torch.ones_like(u, dtype=torch.bool), u < 2 * g[:, 1]], dim=1)
         kept = kept | torch.tensor(not router.training)
         return g * kept, idx.masked_fill(~kept, -1)
+    if name == "gumbel":
+        logits = logits_of(x, router.weight)
+        p = logits.softmax(dim=1)
+        first = p.argmax(dim=1, keepdim=True)
+        if router.training:
+            u = reference.routing_uniform(state, x.shape[0], E, stream=6).double() + 2**-25
+            logits = logits - (-u.log()).log()
+        second = logits.scatter(1, first, -math.inf).argmax(dim=1, keepdim=True)
+        idx = torch.cat([first, second], dim=1)
+        chosen = p.gather(1, idx)
+        return chosen / chosen.sum(dim=1, keepdim=True), idx
+    if name == "biased":
+        logits = logits_of(x, router.weight) + router.bias.to(x.dtype)
+        top, idx = torch.nn.functional.softplus(logits).sqrt().topk(2, dim=1)
+        return top / top.sum(dim=1, keepdim=True), idx
     if name == "noisy_topk":
         h = logits_of(x, router.weight)
         if router.training:
@@ -286,6 +304,48 @@ def test_cosine_temperature_is_clamped(device):
     assert (weights < 1).all() and weights.requires_grad
 
 
+def test_one_expert_keeps_its_probability():
+    x = torch.randn(30, D)
+    for made in (TopKRouter(D, E, 1), TopKRouter(D, E, 1, score_fn="sigmoid")):
+        weights = made(x).gate.topk_weights
+        assert (weights < 1).all()
+        (grad,) = torch.autograd.grad(weights.sum(), made.weight)
+        assert grad.abs().max() > 0.01
+    layer = moe_ext.MoELayer(D, 8, E, top_k=1, balance_loss_coef=0.0)
+    layer(x).square().sum().backward()
+    assert layer.router.weight.grad.abs().max() > 0
+    # Asked for, it is done.
+    for make_router, what in (
+        (lambda: TopKRouter(D, E, 1, renormalize=True), "TopKRouter: renormalize=True"),
+        (lambda: CosineRouter(D, E, 1, renormalize=True), "CosineRouter: renormalize=True"),
+        (lambda: TopKRouter(D, E, 1, score_fn="topk_softmax"), "score_fn='topk_softmax'"),
+        (lambda: NoisyTopKRouter(D, E, 1), "NoisyTopKRouter: a softmax over the chosen"),
+    ):
+        with pytest.warns(UserWarning, match=f"{what}.* makes every weight the same"):
+            router = make_router()
+        assert (router(x).gate.topk_weights == 1).all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert TopKRouter(D, E, 2).renormalize and not TopKRouter(D, E, 1).renormalize
+        assert not TopKRouter(D, E, 2, renormalize=False).renormalize
+
+
+def test_the_drawn_second_expert_follows_the_softmax_over_the_others():
+    router = GShardRouter(4, 4, second_expert="gumbel")
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(4))
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    out = router(logits.expand(20000, 4))
+    first, second = out.gate.topk_idx.unbind(dim=1)
+    assert (first == 0).all() and out.balance.num_tokens_per_expert.tolist() == [20000, 0, 0, 0]
+    share = torch.bincount(second, minlength=4)[1:] / 20000
+    # Five standard deviations of a share.
+    torch.testing.assert_close(share, logits[1:].softmax(0), rtol=0, atol=5 * 0.5 / 20000**0.5)
+    torch.testing.assert_close(
+        out.gate.topk_weights, logits.expand(20000, 4).gather(1, out.gate.topk_idx).softmax(1)
+    )
+
+
 @pytest.mark.parametrize("name", MAKE)
 def test_state_round_trip_and_meta_device(name):
     router = make(name)
@@ -352,6 +412,12 @@ def test_a_layer_runs_and_trains_on_it(name):
         (lambda: NoisyTopKRouter(D, E, importance_coef=math.nan), r"importance_coef .* got nan"),
         (lambda: NoisyTopKRouter(D, E, noise_epsilon=-1.0), r"noise_epsilon .* got -1.0"),
         (lambda: NoisyTopKRouter(D, E, 7), r"^NoisyTopKRouter: .*num_experts=6, got 7"),
+        (lambda: TopKRouter(D, E, group_score="mean"), r"^TopKRouter: .*group_score .* got 'mean'"),
+        (
+            lambda: TopKRouter(D, E, 1, num_groups=3, top_groups=2, group_score="topk"),
+            r"^TopKRouter: expected top_k to be at least top_groups=2 .* got 1",
+        ),
+        (lambda: TopKRouter(D, 2**31), r"^TopKRouter: expected num_experts to be below 2\*\*31"),
         (lambda: CosineRouter(D, E, proj_dim=0), r"^CosineRouter: .*proj_dim .* got 0"),
         (lambda: CosineRouter(D, E, min_temperature=0.0), r"min_temperature to be positive"),
         (lambda: CosineRouter(D, E, init_temperature=0.001), r"init_temperature .* got 0.001"),
@@ -361,3 +427,7 @@ def test_a_layer_runs_and_trains_on_it(name):
 def test_refuses(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+    with pytest.raises(
+        TypeError, match=r"^TopKRouter: expected num_experts to be an integer, got 6.0"
+    ):
+        TopKRouter(D, 6.0)

@@ -118,7 +118,7 @@ def _sequence_loss(
         routed.gate.topk_idx[:, :columns],
         num_sequences,
         # Before the choice, the scores of "topk_softmax" are a softmax over all experts too.
-        score_fn="sigmoid" if routed.score_fn == "sigmoid" else "softmax",
+        score_fn=(routed.score_fn or "softmax").removeprefix("topk_"),
         token_mask=mask_T,
     )
     return ops.sequence_balance_loss(score_sum_BE, counts_BE, columns)

@@ -6,6 +6,7 @@ Shapes: T tokens, D model, E experts, K top-k.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext.nn.sizes import check_integer, check_sizes
 from moe_ext.nn.torch_state import moved, without_autocast
 
 
@@ -73,8 +75,8 @@ class RouterOutput(NamedTuple):
             layer.
         balance: what the balance loss counts, where that is not what the gate counted.
         noise: what moved the logits that the gate saw, where that is not `logits`.
-        score_fn: what makes scores of the logits, "softmax", "topk_softmax" or "sigmoid"; None
-            where the router does not say: then a layer has no balance loss by sequence.
+        score_fn: what makes scores of the logits, one of `ops.topk_gate`'s; None where the router
+            does not say: then a layer has no balance loss by sequence.
     """
 
     logits: Tensor
@@ -111,9 +113,8 @@ class Router(nn.Module):
     def __init__(self, model_dim: int, num_experts: int, top_k: int) -> None:
         super().__init__()
         name = type(self).__name__
-        for size_name, size in (("model_dim", model_dim), ("num_experts", num_experts)):
-            if size < 1:
-                raise ValueError(f"{name}: expected {size_name} to be at least 1, got {size}")
+        check_sizes(name, model_dim=model_dim, num_experts=num_experts)
+        check_integer(name, "top_k", top_k)
         if not 1 <= top_k <= num_experts:
             raise ValueError(
                 f"{name}: expected top_k to be in 1..num_experts={num_experts}, got {top_k}"
@@ -251,7 +252,7 @@ class ScoreRouter(Router):
         model_dim: D.
         num_experts: E, over all ranks.
         top_k: columns of the gate.
-        score_fn: "softmax", "topk_softmax" or "sigmoid"; see `ops.topk_gate`.
+        score_fn: see `ops.topk_gate`.
         renormalize: divide the K weights of a token by their sum.
         scale: finite factor on the weights.
     """
@@ -363,6 +364,24 @@ class LinearRouter(ScoreRouter):
         if self.scale != 1.0:
             text += f", scale={self.scale}"
         return text if self.seed is None else f"{text}, seed={self.seed}"
+
+
+def renormalizes(owner: str, renormalize: bool | None, top_k: int) -> bool:
+    """What `renormalize` stands for: None is True for more than one expert a token."""
+    if renormalize is None:
+        return top_k > 1
+    if renormalize and top_k == 1:
+        warn_of_constant_weights(owner, "renormalize=True")
+    return renormalize
+
+
+def warn_of_constant_weights(owner: str, option: str) -> None:
+    """Say that a weight divided by itself teaches the router nothing."""
+    warnings.warn(
+        f"{owner}: {option} makes every weight the same with top_k=1, and the router learns "
+        "nothing from the task; take a score that is not divided by itself",
+        stacklevel=4,
+    )
 
 
 def set_routing_step(model: nn.Module, step: int, *, first_token: int = 0) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.nn.routers.base import ScoreRouter, Tokens
+from moe_ext.nn.routers.base import ScoreRouter, Tokens, renormalizes
 
 
 class CosineRouter(ScoreRouter):
@@ -29,8 +29,8 @@ class CosineRouter(ScoreRouter):
         proj_dim: P, 256 in Tutel.
         init_temperature: first temperature, 0.5 in Tutel; at least `min_temperature`.
         min_temperature: least temperature, 0.01 in Tutel.
-        renormalize: divide the K weights of a token by their sum. With one expert its probability
-            stays as it is: it is what the router learns from.
+        renormalize: divide the K weights of a token by their sum; None does so for K > 1, and keeps
+            the probability of one expert: it is what the router learns from.
         scale: finite factor on the weights.
         device: device of the parameters.
         dtype: dtype of the parameters.
@@ -53,13 +53,12 @@ class CosineRouter(ScoreRouter):
         proj_dim: int = 256,
         init_temperature: float = 0.5,
         min_temperature: float = 0.01,
-        renormalize: bool = True,
+        renormalize: bool | None = None,
         scale: float = 1.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        # Divided by itself, the one weight of a token would have no gradient.
-        renormalize = renormalize and top_k > 1
+        renormalize = renormalizes("CosineRouter", renormalize, top_k)
         super().__init__(model_dim, num_experts, top_k, renormalize=renormalize, scale=scale)
         if proj_dim < 1:
             raise ValueError(f"CosineRouter: expected proj_dim to be at least 1, got {proj_dim}")

@@ -6,17 +6,20 @@ Shapes: T tokens, D model, E experts, K top-k, V vocabulary.
 from __future__ import annotations
 
 import heapq
+import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from moe_ext.nn.routers.base import RouterOutput, ScoreRouter, Tokens
+from moe_ext import ops
+from moe_ext.nn.routers.base import RouterOutput, ScoreRouter, Tokens, renormalizes
+from moe_ext.nn.routers.topk import SCORE_FNS
 
 _METHODS = ("balanced", "random")
 
 
 class HashRouter(ScoreRouter):
-    """K fixed experts for each entry of the vocabulary, of weight 1/K; nothing is learned.
+    """K fixed experts for each entry of the vocabulary, of weight 1/K, or of learned weights.
 
     The experts of an entry are a row of the table `expert_of_id` [V, K], made from `seed` alone:
 
@@ -28,18 +31,24 @@ class HashRouter(ScoreRouter):
 
     Without `vocab_size` there is no table: "random" mixes the bits of the number instead.
 
-    The layer has to pass `token_ids`: `MoELayer.forward(x, token_ids=ids)`. There is no router to
-    teach, so a layer adds no balance loss.
+    The layer has to pass `token_ids`: `MoELayer.forward(x, token_ids=ids)`. The choice is not
+    learned, so a layer adds no balance loss. With `learned`, the chosen experts are weighed as a
+    `TopKRouter` would weigh them, by `logits = x @ weight.T`; the first layers of DeepSeek-V4 do.
 
     Args:
-        model_dim: D; not looked at.
+        model_dim: D.
         num_experts: E, over all ranks.
         top_k: K, experts per token, at most E.
         vocab_size: V; None for any number as an id, with method "random".
         method: "balanced" or "random".
         token_counts: `[V]`, how often each entry occurs in the training data, for "balanced".
         seed: of the table.
-        device: device of the table.
+        learned: weigh the experts by learned scores.
+        score_fn: of the learned scores, see `ops.topk_gate`.
+        renormalize: divide the K learned weights by their sum; None does so for K > 1.
+        scale: finite factor on the weights.
+        device: device of the table and of the weight.
+        dtype: dtype of the weight.
 
     Raises:
         ValueError: a size or an option is out of its range, or they do not go together.
@@ -47,11 +56,13 @@ class HashRouter(ScoreRouter):
     Determinism: the same experts for the same seed on every rank, device and version of torch with
     the same random generator; the table is part of the state dict. No host synchronisation.
 
-    Reference: Roller et al., Hash Layers, 2021 (arXiv 2106.04426), section 3.
+    Reference: Roller et al., Hash Layers, 2021 (arXiv 2106.04426), section 3; DeepSeek-V4 in
+    transformers (`DeepseekV4HashRouter`) for learned weights.
     """
 
     balanced = True
     expert_of_id: Tensor | None
+    weight: nn.Parameter | None
 
     def __init__(
         self,
@@ -63,9 +74,30 @@ class HashRouter(ScoreRouter):
         method: str = "balanced",
         token_counts: Tensor | None = None,
         seed: int = 0,
+        learned: bool = False,
+        score_fn: str = "softmax",
+        renormalize: bool | None = None,
+        scale: float = 1.0,
         device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(model_dim, num_experts, top_k, renormalize=True)
+        if not learned and (score_fn != "softmax" or renormalize is not None):
+            raise ValueError(
+                "HashRouter: expected score_fn and renormalize to be left out without learned=True,"
+                f" got {score_fn!r} and {renormalize}"
+            )
+        if score_fn not in SCORE_FNS:
+            raise ValueError(
+                f"HashRouter: expected score_fn to be one of {SCORE_FNS}, got {score_fn!r}"
+            )
+        super().__init__(
+            model_dim,
+            num_experts,
+            top_k,
+            score_fn=score_fn,
+            renormalize=renormalizes("HashRouter", renormalize, top_k) if learned else True,
+            scale=scale,
+        )
         if method not in _METHODS:
             raise ValueError(f"HashRouter: expected method to be one of {_METHODS}, got {method!r}")
         if vocab_size is None and method == "balanced":
@@ -91,10 +123,18 @@ class HashRouter(ScoreRouter):
         if vocab_size is not None:
             table = torch.empty((vocab_size, top_k), dtype=torch.int64, device=device)
         self.register_buffer("expert_of_id", table)
+        self.weight = None
+        if learned:
+            self.weight = nn.Parameter(
+                torch.empty(num_experts, model_dim, device=device, dtype=dtype)
+            )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Make the table anew; it is the same as before."""
+        """Make the table anew, the same as before; draw the weight in +-1/sqrt(D)."""
+        if self.weight is not None:
+            bound = 1.0 / math.sqrt(self.model_dim)
+            nn.init.uniform_(self.weight, -bound, bound)
         if self.expert_of_id is None or self.vocab_size is None or self.expert_of_id.is_meta:
             return
         generator = torch.Generator().manual_seed(self.seed)
@@ -112,11 +152,14 @@ class HashRouter(ScoreRouter):
         return (
             f"num_experts={self.num_experts}, top_k={self.top_k}, vocab_size={self.vocab_size}, "
             f"method={self.method!r}, seed={self.seed}"
+            + (f", learned, score_fn={self.score_fn!r}" if self.weight is not None else "")
         )
 
     def logits(self, tokens: Tokens) -> Tensor:
-        """Zeros without a gradient: every chosen expert has the same weight."""
+        """`x @ weight.T`; without a weight zeros, which weigh every chosen expert the same."""
         x_TD = tokens.x_TD
+        if self.weight is not None:
+            return ops.router_logits(x_TD, self.weight)
         dtype = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
         return torch.zeros((x_TD.shape[0], self.num_experts), dtype=dtype, device=x_TD.device)
 
@@ -145,7 +188,15 @@ class HashRouter(ScoreRouter):
             # A masked token may have any id.
             ids_T = ids_T.where(mask_T, 0)
         if self.expert_of_id is not None:
-            idx_TK = self.expert_of_id.index_select(0, ids_T)
+            try:
+                idx_TK = self.expert_of_id.index_select(0, ids_T)
+            except IndexError:
+                outside_T = (ids_T < 0) | (ids_T >= self.expert_of_id.shape[0])
+                token = int(outside_T.nonzero()[0])
+                raise IndexError(
+                    f"HashRouter: expected token_ids to be in [0, {self.vocab_size}), the "
+                    f"vocabulary, got {int(ids_T[token])} at token {token}"
+                ) from None
         else:
             idx_TK = _mixed_experts(ids_T, self.num_experts, self.top_k, self.seed)
         if mask_T is not None:

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.nn.routers.base import DrawnNoise, LinearRouter, RouterOutput, Tokens
+from moe_ext.nn.routers.base import (
+    DrawnNoise,
+    LinearRouter,
+    RouterOutput,
+    Tokens,
+    warn_of_constant_weights,
+)
 from moe_ext.nn.torch_state import without_autocast
 
 
@@ -73,6 +79,8 @@ class NoisyTopKRouter(LinearRouter):
         super().__init__(
             model_dim, num_experts, top_k, scale=scale, seed=seed, device=device, dtype=dtype
         )
+        if top_k == 1:
+            warn_of_constant_weights("NoisyTopKRouter", "a softmax over the chosen experts")
         self.importance_coef = importance_coef
         self.load_coef = load_coef
         self.noise_epsilon = noise_epsilon

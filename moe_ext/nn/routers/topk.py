@@ -11,13 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ext.nn.routers.base import LinearRouter, RouterOutput, Tokens
+from moe_ext.nn.routers.base import (
+    LinearRouter,
+    RouterOutput,
+    Tokens,
+    renormalizes,
+    warn_of_constant_weights,
+)
 
-_SCORE_FNS = ("softmax", "topk_softmax", "sigmoid")
+SCORE_FNS = ("softmax", "topk_softmax", "sigmoid", "sqrtsoftplus")
+_GROUP_SCORES = (None, "max", "top2", "topk")
 
 
 class TopKRouter(LinearRouter):
-    """Linear router with top-k selection: `logits = x @ weight.T`, then `ops.topk_gate`.
+    """Linear router with top-k selection: `logits = x @ weight.T (+ bias)`, then `ops.topk_gate`.
 
     The logits are computed in float32 (float64 for float64 inputs) whatever the dtype of the model,
     and outside autocast: logits rounded to bfloat16 flip the choice between close experts.
@@ -26,18 +33,24 @@ class TopKRouter(LinearRouter):
         model_dim: D.
         num_experts: E, over all ranks.
         top_k: K, experts per token, at most E.
-        score_fn: "softmax", "topk_softmax" or "sigmoid"; see `ops.topk_gate`.
-        renormalize: divide the K weights of a token by their sum.
+        score_fn: "softmax", "topk_softmax", "sigmoid" or "sqrtsoftplus"; see `ops.topk_gate`.
+        renormalize: divide the K weights of a token by their sum; None does so for K > 1. A weight
+            divided by itself is constant, and teaches the router nothing.
         scale: finite factor on the weights.
         num_groups: number of equal groups of experts.
         top_groups: groups a token may choose its experts from.
+        group_score: score of a group: its largest key ("max", DeepSeek-V2), the sum of its two
+            largest ("top2", DeepSeek-V3), or of its `top_k // top_groups` largest ("topk",
+            Megatron-LM); None is "top2" with a selection bias, else "max".
+        bias: add a learned number to each expert's logit, as GPT-OSS does (initially zero).
         selection_bias: keep a float32 buffer `selection_bias` [E], added to the scores for the
             selection only (initially zero; updated by whoever balances the load with it).
         device: device of the weight.
         dtype: dtype of the weight.
 
     Raises:
-        ValueError: a size or an option is out of its range.
+        ValueError: a size or an option is out of its range, or they do not go together.
+        TypeError: a size is no integer.
 
     Determinism: as `ops.topk_gate`; no host synchronisation.
     """
@@ -51,10 +64,12 @@ class TopKRouter(LinearRouter):
         top_k: int = 2,
         *,
         score_fn: str = "softmax",
-        renormalize: bool = True,
+        renormalize: bool | None = None,
         scale: float = 1.0,
         num_groups: int = 1,
         top_groups: int = 1,
+        group_score: str | None = None,
+        bias: bool = False,
         selection_bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -64,15 +79,17 @@ class TopKRouter(LinearRouter):
             num_experts,
             top_k,
             score_fn=score_fn,
-            renormalize=renormalize,
+            renormalize=renormalizes("TopKRouter", renormalize, top_k),
             scale=scale,
             device=device,
             dtype=dtype,
         )
-        if score_fn not in _SCORE_FNS:
+        if score_fn not in SCORE_FNS:
             raise ValueError(
-                f"TopKRouter: expected score_fn to be one of {_SCORE_FNS}, got {score_fn!r}"
+                f"TopKRouter: expected score_fn to be one of {SCORE_FNS}, got {score_fn!r}"
             )
+        if score_fn == "topk_softmax" and top_k == 1:
+            warn_of_constant_weights("TopKRouter", "score_fn='topk_softmax'")
         if num_groups < 1 or num_experts % num_groups != 0:
             raise ValueError(
                 f"TopKRouter: expected num_groups to divide num_experts={num_experts}, "
@@ -83,17 +100,32 @@ class TopKRouter(LinearRouter):
                 f"TopKRouter: expected top_groups to be in 1..num_groups={num_groups} and to leave "
                 f"at least top_k={top_k} experts, got {top_groups}"
             )
+        if group_score not in _GROUP_SCORES:
+            raise ValueError(
+                f"TopKRouter: expected group_score to be one of {_GROUP_SCORES}, got "
+                f"{group_score!r}"
+            )
+        if group_score == "topk" and top_k < top_groups:
+            raise ValueError(
+                f"TopKRouter: expected top_k to be at least top_groups={top_groups} with "
+                f"group_score='topk', got {top_k}"
+            )
         self.num_groups = num_groups
         self.top_groups = top_groups
-        bias = torch.zeros(num_experts, device=device) if selection_bias else None
-        self.register_buffer("selection_bias", bias)
+        self.group_score = group_score
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype))
+        zeros_E = torch.zeros(num_experts, device=device) if selection_bias else None
+        self.register_buffer("selection_bias", zeros_E)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight uniformly in +-1/sqrt(D); set the selection bias to zero."""
+        """Draw the weight uniformly in +-1/sqrt(D); set the biases to zero."""
         super().reset_parameters()
-        if self.selection_bias is not None:
-            nn.init.zeros_(self.selection_bias)
+        for zeros_E in (self.bias, self.selection_bias):
+            if zeros_E is not None:
+                nn.init.zeros_(zeros_E)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> TopKRouter:
         """Move or cast, but leave the selection bias in float32: its updates are tiny."""
@@ -113,7 +145,14 @@ class TopKRouter(LinearRouter):
         )
         if self.num_groups > 1:
             text += f", num_groups={self.num_groups}, top_groups={self.top_groups}"
-        return text
+        if self.group_score is not None:
+            text += f", group_score={self.group_score!r}"
+        return text if self.bias is None else f"{text}, bias=True"
+
+    def logits(self, tokens: Tokens) -> Tensor:
+        """`x @ weight.T`, the bias added."""
+        logits_TE = super().logits(tokens)
+        return logits_TE if self.bias is None else logits_TE + self.bias.to(logits_TE.dtype)
 
     def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
         """The K experts of the largest scores, the bias added."""
@@ -123,5 +162,6 @@ class TopKRouter(LinearRouter):
             selection_bias=self.selection_bias,
             num_groups=self.num_groups,
             top_groups=self.top_groups,
+            group_score=self.group_score,
         )
         return RouterOutput(logits_TE, gate)

@@ -1,0 +1,23 @@
+"""Checks of the sizes that modules are made with."""
+
+from __future__ import annotations
+
+import operator
+
+
+def check_integer(owner: str, name: str, value: int) -> None:
+    """Refuse what cannot count."""
+    try:
+        operator.index(value)
+    except TypeError:
+        raise TypeError(f"{owner}: expected {name} to be an integer, got {value!r}") from None
+
+
+def check_sizes(owner: str, **sizes: int) -> None:
+    """Refuse sizes that are no integers in `[1, 2^31)`."""
+    for name, size in sizes.items():
+        check_integer(owner, name, size)
+        if size < 1:
+            raise ValueError(f"{owner}: expected {name} to be at least 1, got {size}")
+        if size >= 2**31:
+            raise ValueError(f"{owner}: expected {name} to be below 2**31, got {size}")
