@@ -28,6 +28,8 @@ HERE = (
     ("reshard_after_forward=8", "reshard_after_forward=2"),
     ("zero_hpz_partition_size=8", "zero_hpz_partition_size=2"),
     ("freeze_step=2000", "freeze_step=1"),
+    ("dp=2, ep=4", "dp=2, ep=2"),
+    ("fsdp_size=2", "fsdp_size=4"),
 )
 # These have tests of their own: tests/attention/test_pages.py.
 ELSEWHERE = ("TransformerBlock",)
@@ -102,11 +104,34 @@ def given(rank, code):
     return names
 
 
-def run_pages(rank, folder):
+def given_transformers(rank, code):
+    """The same for the page about Hugging Face: a small Mixtral, anew for each block."""
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.randint(0, 32, (2, 8))
+    return {
+        "torch": torch,
+        "rank": rank,
+        "path": "mixtral",
+        "batch": {"input_ids": tokens, "labels": tokens},
+        "model": AutoModelForCausalLM.from_pretrained("mixtral"),
+    }
+
+
+def save_mixtral(folder):
+    """For `path` of the page."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    config = transformers.MixtralConfig(**sizes, **heads)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def run_pages(rank, folder, pages, given):
     """(page, block, traceback) of the first failure, of None."""
     os.chdir(folder)
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    for page in PAGES:
+    for page in pages:
         found = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
         names = {}
         for index, code in enumerate(found):
@@ -125,5 +150,17 @@ def run_pages(rank, folder):
 
 @pytest.mark.slow
 def test_blocks_run(tmp_path):
-    found = spawn_ranks(run_pages, NUM_RANKS, str(tmp_path), timeout=120)
+    check_all_ran(spawn_ranks(run_pages, NUM_RANKS, str(tmp_path), PAGES, given, timeout=120))
+
+
+@pytest.mark.slow
+def test_blocks_about_transformers_run(tmp_path):
+    save_mixtral(tmp_path / "mixtral")
+    pages = ("hugging_face",)
+    check_all_ran(
+        spawn_ranks(run_pages, NUM_RANKS, str(tmp_path), pages, given_transformers, timeout=120)
+    )
+
+
+def check_all_ran(found):
     assert found == [None] * NUM_RANKS, found[0][2] if found[0] else found
