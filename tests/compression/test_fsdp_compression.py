@@ -56,7 +56,7 @@ def none_is_plain_fsdp_bit_for_bit():
     assert_same(weights(ours), weights(plain))
 
 
-@two(("int8",), ("int4",), ("fp8",))
+@two(("int8",), ("int4",), ("fp8",), ("bf16",))
 def gathered_weights_are_within_half_a_code(format):
     model = wrapped(mesh())
     zero_plus_plus(model, zero_quantized_weights=True, weight_format=format)
@@ -64,7 +64,7 @@ def gathered_weights_are_within_half_a_code(format):
     for module in (model, *model.blocks):
         module.unshard()
     # A code of fp8 has 3 bits behind the leading one; the others are a whole number of scales.
-    relative = {"fp8": 1 / 16}.get(format, 0.5 / LEVELS.get(format, 1))
+    relative = {"fp8": 1 / 16, "bf16": 2.0**-8}.get(format, 0.5 / LEVELS.get(format, 1))
     for name, found in model.named_parameters():
         error = (found - want[name]).abs().max()
         if is_compressed(name):
@@ -91,7 +91,14 @@ def quantized_weights_change_the_loss_by_less_than_their_rounding():
     assert 0 < abs(found - exact) < 2 * bound
 
 
-@two(("int8", "AVG"), ("int4", "AVG"), ("int8", "SUM"), ("int8", "divide"), ("int8", "premultiply"))
+@two(
+    ("int8", "AVG"),
+    ("int4", "AVG"),
+    ("bf16", "AVG"),
+    ("int8", "SUM"),
+    ("int8", "divide"),
+    ("int8", "premultiply"),
+)
 def gradients_are_within_half_a_code(format, op):
     model, compression = quantized_gradients(gradient_format=format)
     factor = 1.0
@@ -103,7 +110,7 @@ def gradients_are_within_half_a_code(format, op):
             factor = ranks() / 8.0
     backward(model, 0)
     want, largest = mean_of_gradients([0])
-    relative = {"fp8": 1 / 16}.get(format, 0.5 / LEVELS.get(format, 1))
+    relative = {"fp8": 1 / 16, "bf16": 2.0**-8}.get(format, 0.5 / LEVELS.get(format, 1))
     for name, found in gradients(model).items():
         error = (found / factor - want[name]).abs().max().item()
         bound = relative * math.fsum(largest[name]) / ranks()
@@ -128,7 +135,7 @@ def premultiplied_sums_are_understood():
         comm(out, flat, dist.group.WORLD, dist.ReduceOp.MAX)
 
 
-@two(("int4",), ("sign",), ("int8",))
+@two(("int4",), ("sign",), ("int8",), ("bf16",))
 def error_feedback_loses_nothing(format):
     model, compression = quantized_gradients(gradient_format=format, error_feedback=True)
     assert_nothing_is_lost(model, compression, num_steps=4)

@@ -369,6 +369,11 @@ class _PayloadCoding:
         """See `Coding`: no compiled collective does the same."""
         return None
 
+    @property
+    def means_of_blocks(self) -> bool:
+        """See `Coding`."""
+        return False
+
     def payload_bytes(self, numel: int) -> int:
         """See `Coding`."""
         return aligned(self.codec.payload_bytes(numel))
@@ -400,7 +405,3 @@ class _PayloadCoding:
         if divisor != 1:
             found_N /= divisor
         out_N.copy_(found_N) if overwrite else out_N.add_(found_N)
-
-    def magnitude(self, payload: Tensor, numel: int) -> Tensor:
-        """See `Coding`."""
-        raise NotImplementedError("a codec that finds what is not finite has a coding of its own")

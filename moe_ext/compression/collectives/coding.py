@@ -6,7 +6,7 @@ Shape suffixes: N elements of a tensor, K pairs of a value and an index.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,10 @@ class Coding(Protocol):
     @property
     def native(self) -> tuple[str, int] | None:
         """Format and block of `QuantizedCoding`, where the compiled collectives do the same."""
+
+    @property
+    def means_of_blocks(self) -> bool:
+        """Whether elements stand for the mean magnitude of their block, in which padding counts."""
 
     def payload_bytes(self, numel: int) -> int:
         """Length of the payload of so many elements: it depends on nothing else."""
@@ -63,12 +67,6 @@ class Coding(Protocol):
         self, out_N: Tensor, payload: Tensor, *, divisor: int = 1, overwrite: bool = False
     ) -> None:
         """Add what a payload of N elements stands for, divided, or overwrite with it."""
-
-    def magnitude(self, payload: Tensor, numel: int) -> Tensor:
-        """0-d; infinite or NaN if anything was that the payload stands for.
-
-        Only of codecs that find what is not finite: they decode it to NaN on every rank.
-        """
 
 
 def aligned(num_bytes: int) -> int:
@@ -108,6 +106,11 @@ class QuantizedCoding:
     def native(self) -> tuple[str, int] | None:
         """See `Coding`."""
         return self.format, self.block
+
+    @property
+    def means_of_blocks(self) -> bool:
+        """See `Coding`."""
+        return self.format == "sign"
 
     def _code_bytes(self, numel: int) -> int:
         bits = {"int4": 4, "sign": 1}.get(self.format, 8)
@@ -155,9 +158,49 @@ class QuantizedCoding:
             out_N, codes, scales, self.format, self.block, not overwrite
         )
 
-    def magnitude(self, payload: Tensor, numel: int) -> Tensor:
+
+@dataclass(frozen=True)
+class RoundedCoding:
+    """Elements as numbers of another type.
+
+    Args:
+        dtype: bfloat16, or another one with the range of float32.
+    """
+
+    dtype: torch.dtype
+
+    align: ClassVar[int] = 1
+    native: ClassVar[tuple[str, int] | None] = None
+    means_of_blocks: ClassVar[bool] = False
+
+    def payload_bytes(self, numel: int) -> int:
         """See `Coding`."""
-        return self._scales(payload, numel).sum()
+        return aligned(numel * self.dtype.itemsize)
+
+    def encode(
+        self,
+        x_N: Tensor,
+        residual: Tensor | None = None,
+        residual_in: Tensor | None = None,
+        *,
+        rng_state: Tensor | None = None,
+        first: int = 0,
+    ) -> Tensor:
+        """See `Coding`."""
+        owed = residual if residual_in is None else residual_in
+        whole_N = x_N if owed is None else x_N + owed
+        sent_N = whole_N.to(self.dtype)
+        if residual is not None:
+            torch.sub(whole_N, sent_N, out=residual)
+        return _joined(sent_N)
+
+    def decode_add_(
+        self, out_N: Tensor, payload: Tensor, *, divisor: int = 1, overwrite: bool = False
+    ) -> None:
+        """See `Coding`."""
+        found_N = payload[: out_N.numel() * self.dtype.itemsize].view(self.dtype).float()
+        found_N = found_N / divisor
+        out_N.copy_(found_N) if overwrite else out_N.add_(found_N)
 
 
 @dataclass(frozen=True)

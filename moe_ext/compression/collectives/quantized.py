@@ -502,8 +502,8 @@ class _Shards:
     shard: int
     piece: int
     looks: bool = False
-    # Of each piece that was coded, where anyone looks.
-    magnitudes: list[Tensor] = field(default_factory=list)
+    # Of what each piece leaves, where anyone looks: NaN where it was not finite.
+    sums: list[Tensor] = field(default_factory=list)
 
     def pieces(self) -> list[tuple[int, int]]:
         """First element of each piece of a shard, and elements, of which some may be missing."""
@@ -530,7 +530,7 @@ class _Shards:
             payload = self.coding.encode(x, *owed, **stream)
             row[: payload.numel()] = payload
             if self.looks:
-                self.magnitudes.append(self.coding.magnitude(payload, x.numel()))
+                self.sums.append(owed[0].sum())
         return row
 
     def scatter(
@@ -626,7 +626,7 @@ def _all_reduce(
             message.wait()
     for message, (first, room) in zip(gathered, shards.pieces(), strict=True):
         shards.spread(x_N, message, first, room, divisor)
-    return [x_N, torch.stack(shards.magnitudes)] if looks else [x_N]
+    return [x_N, torch.stack(shards.sums)] if looks else [x_N]
 
 
 def _reduce_scatter(

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup, Work
 from torch.distributed.fsdp import FSDPModule
 
 from moe_ext.compression.codecs import PayloadCodec, codec_names, codec_of
-from moe_ext.compression.collectives.coding import Coding, QuantizedCoding
+from moe_ext.compression.collectives.coding import Coding, QuantizedCoding, RoundedCoding
 from moe_ext.compression.collectives.quantized import (
     States,
     start_all_gather,
@@ -35,7 +35,7 @@ from moe_ext.distributed.fsdp_state import AllGather, ReduceScatter, shard_group
 from moe_ext.distributed.groups import group_rank
 
 QUANTIZED = ("int8", "int4", "fp8", "sign")
-FORMATS = ("none", *QUANTIZED)
+FORMATS = ("none", "bf16", *QUANTIZED)
 _CODED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -63,9 +63,7 @@ class _Message:
         self.codec = _codec_of(op, format, known)
         self.coding = _coding_of(self.codec, block)
         self.block = block if self.coding is None else self.coding.align
-        native = None if self.coding is None else self.coding.native
-        # Padding would make the scale of a block of signs too small.
-        self.fills_padding = native is not None and native[0] == "sign"
+        self.fills_padding = self.coding is not None and self.coding.means_of_blocks
         self.finder = LayoutFinder(
             module,
             name,
@@ -98,6 +96,8 @@ def _coding_of(codec: str | PayloadCodec, block: int) -> Coding | None:
     """Quantiser of a message; None if none of them codes it."""
     if isinstance(codec, PayloadCodec):
         return codec.coding()
+    if codec == "bf16":
+        return RoundedCoding(torch.bfloat16)
     return QuantizedCoding(codec, block) if codec in QUANTIZED else None
 
 
@@ -194,8 +194,8 @@ class CompressedAllGather(_Message, AllGather):
     float32, bfloat16 and float16 are not compressed.
 
     Args:
-        format: "int8", "int4", "fp8", "none" for FSDP's own message, or a `PayloadCodec`, also by
-            the name that it was registered with.
+        format: "int8", "int4", "fp8", "bf16", "none" for FSDP's own message, or a `PayloadCodec`,
+            also by the name that it was registered with.
         block (int): elements that share a scale.
         module (FSDPModule): what it is set on; None takes a message as one tensor.
         name (str): the module's, for messages of errors.
@@ -314,8 +314,8 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
     (``set_reduce_scatter_unused_params`` of torch 2.13 avoids it).
 
     Args:
-        format: "int8", "int4", "fp8", "sign" (with error feedback), "none", or a `PayloadCodec`,
-            also by the name that it was registered with.
+        format: "int8", "int4", "fp8", "sign" (with error feedback), "bf16", "none", or a
+            `PayloadCodec`, also by the name that it was registered with.
         block (int): elements that share a scale.
         error_feedback (bool): keep residuals; needs ``module``.
         stochastic (bool): round at random, so that the expected result is exact.

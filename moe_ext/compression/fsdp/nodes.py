@@ -53,8 +53,8 @@ class CompressedAllReduce(GradientMessage):
     Gradients that are not finite: as `CompressedReduceScatter`.
 
     Args:
-        codec: "int8", "int4", "fp8", "sign", "topk", "none", or a `PayloadCodec`, also by the name
-            that it was registered with.
+        codec: "int8", "int4", "fp8", "sign", "bf16", "topk", "none", or a `PayloadCodec`, also by
+            the name that it was registered with.
         node_group (ProcessGroup): the ranks that hold the same shard, one in each node.
         density (float): share of the shard's elements that top-k sends, in (0, 1].
         block (int): elements that share a scale.
