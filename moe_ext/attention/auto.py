@@ -113,6 +113,7 @@ def _judged(
         for rank in range(len(costs)):
             beside = max(0, one.beside[rank] - products[rank] // FLOPS_PER_BYTE)
             costs[rank] += one.awaited[rank] + beside + ROUND_BYTES * one.rounds
+            costs[rank] += int(traffic.excess * products[rank]) // FLOPS_PER_BYTE
     most = scheme.most_held_bytes
     if most is not None and traffic.held > most:
         refused = f"holds more than {_amount(most)}, and more with every rank"
@@ -136,7 +137,8 @@ def choose(work: Workload, mesh: Grid | None) -> SchemeChoice:
 
     The cost of a rank is the bytes it sends, those to other hosts `ABROAD_FACTOR` times, and
     `ROUND_BYTES` for each round. Hops of a ring run beside the products of the blocks, so that
-    many bytes less are counted. The highest of all ranks counts; of equals the simplest is taken.
+    many bytes less are counted; as many more, where some ranks get more heads than others. The
+    highest of all ranks counts; of equals the simplest is taken.
     """
     areas = work.layout.areas(work.mask)
     each = 2 * work.form.batch * work.heads * (work.form.dim + work.form.v_dim)

@@ -133,7 +133,7 @@ def ring_attention(
             first rank.
         scheme: "ring", keys and values go round and memory stays that of a shard; "all_gather", all
             keys and values on every rank at once; "ulysses", an all-to-all from shards of the
-            sequence to shards of the heads and back, for H divisible by P and Hkv by P or P by Hkv;
+            sequence to shards of the heads and back, for P heads at least;
             "hybrid", this in each row of a mesh, and a ring in each column; "double_ring", rings in
             rows and seldom a hop between them, for a mesh, or a group with as many ranks on each
             host; "auto", the one of least cost by the bytes it sends, see `explain_scheme`.

@@ -86,8 +86,12 @@ def test_long_sequences_go_round_and_short_ones_change_heads():
     assert long.scheme == "ring"
     all_heads = {**LLAMA, "heads": 28, "kv_heads": 28}
     assert choose_scheme(**all_heads, seq_len=4096, num_ranks=7).scheme == "ulysses"
-    few_heads = {**LLAMA, "heads": 3, "kv_heads": 3}
+    few_heads = {**LLAMA, "heads": 1, "kv_heads": 1}
     assert choose_scheme(**few_heads, seq_len=512, num_ranks=8).scheme == "all_gather"
+    # Two of seven ranks would compute twice as long as the others: a long sequence goes round.
+    uneven = {**LLAMA, "heads": 9, "kv_heads": 9}
+    assert choose_scheme(**uneven, seq_len=4096, num_ranks=7).scheme == "ulysses"
+    assert choose_scheme(**uneven, seq_len=1 << 15, num_ranks=7).scheme != "ulysses"
     shard = 2 * 8 * (1 << 14) * 128 * 2
     ring = figures(long)["ring", (1, 8)]
     assert (ring.forward_bytes, ring.backward_bytes) == (7 * shard, 21 * shard)
@@ -126,10 +130,10 @@ def test_rows_of_a_mesh_count_as_hosts():
 
 
 def test_the_table_tells_all():
-    choice = choose_scheme(**{**LLAMA, "heads": 6, "kv_heads": 6}, seq_len=4096, num_ranks=4)
+    choice = choose_scheme(**{**LLAMA, "heads": 3, "kv_heads": 3}, seq_len=4096, num_ranks=4)
     text = str(choice)
     assert choice.reason in text and text.splitlines()[2].startswith(choice.scheme)
-    assert "expects the heads of q to be a multiple of the 4 ranks that share them" in text
+    assert "expects the heads of q to be at least as many as the 4 ranks, got 3" in text
     for candidate in choice.candidates:
         assert candidate.scheme in text
     costs = [c.cost for c in choice.candidates if c.refused is None]

@@ -228,8 +228,10 @@ class Traffic:
         backward: of the backward pass.
         held: bytes of keys, values and their gradients, and of exchanged queries and theirs, that a
             rank holds at once beside its own shards.
+        excess: what the rank with most heads computes beyond the mean, as a share of the mean.
     """
 
     forward: Pass
     backward: Pass
     held: int
+    excess: float = 0.0

@@ -9,9 +9,12 @@ Shapes: B batch, H heads, Hkv heads of keys and values, S positions of a row, L 
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,60 +43,83 @@ from moe_ext.distributed.comm import all_to_all
 _CONTIGUOUS = torch.contiguous_format
 
 
-def _heads_each(total: int, num_ranks: int) -> int:
-    """Heads that a rank of a row gets; where ranks outnumber them, several get the same one."""
-    return max(total // num_ranks, min(total, 1))
+class _Share(NamedTuple):
+    """Heads of a rank of a row.
+
+    Attributes:
+        queries: heads of queries, side by side.
+        keys: heads of keys, in their order; one for each head of queries where groups are cut.
+    """
+
+    queries: range
+    keys: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=64)
+def _shares(heads: int, kv_heads: int, num_ranks: int) -> tuple[_Share, ...]:
+    """Heads of each rank, as even as they can be; several ranks get a head of keys if need be."""
+    whole = kv_heads >= num_ranks or heads == 0
+    total, group = kv_heads if whole else heads, heads // kv_heads if kv_heads else 1
+    edges = [i * total // num_ranks for i in range(num_ranks + 1)]
+    if whole:
+        parts = [range(a, b) for a, b in itertools.pairwise(edges)]
+        return tuple(_Share(range(p.start * group, p.stop * group), tuple(p)) for p in parts)
+    shares = []
+    for queries in (range(a, b) for a, b in itertools.pairwise(edges)):
+        keys = tuple(head // group for head in queries)
+        shares.append(_Share(queries, keys[:1] if len(set(keys)) == 1 else keys))
+    return tuple(shares)
 
 
 class Ulysses(Scheme):
     """An all-to-all of heads inside rows, a ring of keys along columns; exchanges again backward.
 
     All ranks are one row. Where ranks of a row outnumber the heads of keys, each head goes to every
-    rank that needs it, and no farther.
+    rank that needs it, and no farther. Heads that the ranks do not divide are dealt out as evenly
+    as whole heads of keys allow, or, of fewer heads of keys than ranks, whole heads of queries.
     """
 
     name = "ulysses"
 
     def refusal(self, heads: int, kv_heads: int, num_ranks: int, mesh: Grid | None) -> str | None:
         """Heads that the ranks of a row cannot share."""
-        if heads % num_ranks == 0 and (kv_heads % num_ranks == 0 or num_ranks % kv_heads == 0):
+        if heads >= num_ranks or heads == 0:
             return None
-        return (
-            f"the heads of q to be a multiple of the {num_ranks} ranks that share them, and those "
-            f"of k a multiple or a divisor, got {heads} and {kv_heads}"
-        )
+        return f"the heads of q to be at least as many as the {num_ranks} ranks, got {heads}"
 
     def traffic(self, work: Workload, grid: Grid) -> Traffic:
         """All-to-all of heads in rows, a ring of keys along each column."""
         rings, inner = grid.shape
         passes, form = (Pass(work.hosts), Pass(work.hosts)), work.form
-        column = replace(work, form=replace(form, heads=_heads_each(form.heads, inner)))
-        layout = merged_layout(work.layout, grid.rows)
-
-        def add(one: Pass, sender: int, receiver: int, num_bytes: int) -> None:
-            for index in range(inner):
-                one.add(grid.rows[sender][index], grid.rows[receiver][index], num_bytes, hop=True)
-
-        held = add_ring_traffic(column, Circuit(1, rings), layout, passes, add)
+        shares = _shares(work.heads, form.heads, inner)
+        most = max(len(share.queries) for share in shares)
+        layout, held = merged_layout(work.layout, grid.rows), 0
+        for index, share in enumerate(shares):
+            column = replace(work, form=replace(form, heads=len(share.keys)))
+            # Columns run side by side: the rounds of one count.
+            counted = (Pass(work.hosts), Pass(work.hosts)) if index else passes
+            add = functools.partial(_add_hop, grid, index, counted, passes)
+            held = max(held, add_ring_traffic(column, Circuit(1, rings), layout, counted, add))
         if inner > 1:
             needs = replace(work, layout=layout).route.needs
             full = rings > 1 and plan_paths(Circuit(1, rings), needs).is_full
             kept = full or (rings == 1 and inner <= form.heads)
             _add_all_to_all(work, grid, passes, kept)
-            form, positions = column.form, max(layout.sizes)
-            exact = accumulation_dtype(form.dtype).itemsize
-            queries = form.batch * work.heads // inner * positions * (form.dim + form.v_dim)
+            form = replace(form, heads=max(len(share.keys) for share in shares))
+            exact, positions = accumulation_dtype(form.dtype).itemsize, max(layout.sizes)
+            queries = form.batch * most * positions * (form.dim + form.v_dim)
             # Queries, the gradient of the output and that of the queries; keys and their gradients.
             held += queries * form.dtype.itemsize + queries * exact
             held += form.num_bytes(positions) + form.num_elements(positions) * exact
-        return Traffic(*passes, held)
+        excess = most * inner / work.heads - 1 if work.heads else 0.0
+        return Traffic(*passes, held, excess)
 
     def forward(self, q: Tensor, own: Keys, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
         """(out, lse, keys to keep in the place of our own)."""
         row, heads = _Row(call, "ring_attention"), q.shape[1]
         q_heads, k, v = row.to_heads([q, own.k, own.v])
         keys = Keys(k, v, row.mask(own.key_mask))
-        out, lse, kept = circulate(q_heads, keys, row.tour(heads))
+        out, lse, kept = circulate(q_heads, keys, row.tour())
         if row.keeps_keys:
             kept = keys.packed()
         both = row.to_positions(torch.cat([out, lse[..., None]], -1), heads)
@@ -114,7 +140,7 @@ class Ulysses(Scheme):
             q_heads, k, v, grad_heads = row.to_heads([q, own.k, own.v, narrow])
             keys = Keys(k, v, row.mask(own.key_mask))
         lse_heads, delta_heads = row.to_heads([lse[..., None], delta[..., None]])
-        tour, kept = row.tour(heads), saved.kept
+        tour, kept = row.tour(), saved.kept
         if kept is not None and row.keeps_keys:
             keys, kept = tour.keys(kept, 0), None
         grad_q, grad_k, grad_v = circulate_back(
@@ -190,11 +216,12 @@ class _Row:
         rings, inner = self.call.grid.shape
         return rings == 1 and 1 < inner <= self.call.work.form.heads
 
-    def tour(self, heads: int) -> Tour:
+    def tour(self) -> Tour:
         """The ring of this rank's column, for its heads."""
         call, work, grid = self.call, self.call.work, self.call.grid
-        mine = self.heads(heads, self.index)
-        form = replace(work.form, heads=_heads_each(work.form.heads, len(self.ranks)))
+        share = self.shares[self.index]
+        form = replace(work.form, heads=len(share.keys))
+        mine = slice(share.queries.start, share.queries.stop)
         inner = replace(
             call,
             work=replace(work, form=form, layout=merged_layout(work.layout, grid.rows)),
@@ -204,10 +231,17 @@ class _Row:
         place = grid.place(call.rank)[0]
         return Tour(inner, Circuit(1, len(grid.rows)), grid.column(self.index), place)
 
-    def heads(self, total: int, index: int) -> slice:
-        """Heads of a rank of the row."""
-        first = index * total // len(self.ranks)
-        return slice(first, first + _heads_each(total, len(self.ranks)))
+    @cached_property
+    def shares(self) -> tuple[_Share, ...]:
+        """Heads of each rank of the row."""
+        work = self.call.work
+        return _shares(work.heads, work.form.heads, len(self.ranks))
+
+    def heads(self, total: int, index: int) -> tuple[int, ...]:
+        """Those of so many heads that a rank of the row gets: queries, keys, or the one of all."""
+        if total == self.call.work.heads:
+            return tuple(self.shares[index].queries)
+        return self.shares[index].keys if total == self.call.work.form.heads else (0,)
 
     def exchange(self, messages: Sequence[Tensor], receive: Sequence[int]) -> tuple[Tensor, ...]:
         """One message to each rank of the row, one from each."""
@@ -231,10 +265,11 @@ class _Row:
         if num_ranks == 1:
             return list(tensors)
         messages = [
-            torch.cat([x[:, self.heads(x.shape[1], p)].reshape(-1) for x in tensors])
+            torch.cat([_taken(x, self.heads(x.shape[1], p)).reshape(-1) for x in tensors])
             for p in range(num_ranks)
         ]
-        shapes = [(x.shape[0], _heads_each(x.shape[1], num_ranks), x.shape[3]) for x in tensors]
+        mine = [len(self.heads(x.shape[1], self.index)) for x in tensors]
+        shapes = [(x.shape[0], each, x.shape[3]) for x, each in zip(tensors, mine, strict=True)]
         counts = [batch * heads * dim for batch, heads, dim in shapes]
         parts: list[list[Tensor]] = [[] for _ in tensors]
         received = self.exchange(messages, [sum(counts) * size for size in sizes])
@@ -249,15 +284,20 @@ class _Row:
         num_ranks, sizes = len(self.ranks), self.sizes
         if num_ranks == 1:
             return x
-        batch, each, _, dim = x.shape
+        batch, _, _, dim = x.shape
         length = sizes[self.index]
         messages = [part.reshape(-1) for part in x.split(sizes, dim=2)]
-        received = self.exchange(messages, [batch * each * length * dim] * num_ranks)
-        found = torch.stack([m.view(batch, each, length, dim) for m in received], dim=1)
-        copies = num_ranks * each // total if total else 1
-        if copies > 1:
-            return found.reshape(batch, total, copies, length, dim).sum(2)
-        return found.reshape(batch, total, length, dim)
+        heads = [self.heads(total, p) for p in range(num_ranks)]
+        received = self.exchange(messages, [batch * len(h) * length * dim for h in heads])
+        parts = [m.view(batch, len(h), length, dim) for m, h in zip(received, heads, strict=True)]
+        found, order = torch.cat(parts, dim=1), tuple(head for h in heads for head in h)
+        if order == tuple(range(total)):
+            return found
+        copies = len(order) // total
+        if order == tuple(head for head in range(total) for _ in range(copies)):
+            return found.view(batch, total, copies, length, dim).sum(2)
+        index = torch.tensor(order, device=x.device)
+        return found.new_zeros(batch, total, length, dim).index_add_(1, index, found)
 
     def mask(self, key_mask: Tensor | None) -> Tensor | None:
         """`[B, S]` of all positions of the row."""
@@ -268,28 +308,52 @@ class _Row:
         return self.to_heads([bytes_B1L1])[0][:, 0, :, 0].bool()
 
 
+def _taken(x: Tensor, heads: tuple[int, ...]) -> Tensor:
+    """Some heads of `[B, heads, L, D]`."""
+    first = heads[0] if heads else 0
+    if heads == tuple(range(first, first + len(heads))):
+        return x[:, first : first + len(heads)]
+    return x.index_select(1, torch.tensor(heads, device=x.device))
+
+
+def _add_hop(
+    grid: Grid,
+    index: int,
+    counted: tuple[Pass, Pass],
+    passes: tuple[Pass, Pass],
+    one: Pass,
+    sender: int,
+    receiver: int,
+    num_bytes: int,
+) -> None:
+    """A hop in a column of a grid, of the pass that `one` of `counted` stands for."""
+    ranks = grid.rows[sender][index], grid.rows[receiver][index]
+    passes[one is counted[1]].add(*ranks, num_bytes, hop=True)
+
+
 def _add_all_to_all(work: Workload, grid: Grid, passes: tuple[Pass, Pass], kept: bool) -> None:
     """Heads out, positions back, in every row."""
     forward, backward = passes
     form, inner = work.form, grid.shape[1]
     itemsize, exact = form.dtype.itemsize, accumulation_dtype(form.dtype).itemsize
-    rows = form.batch * work.heads // inner
-    keys_rows = form.batch * _heads_each(form.heads, inner)
     wire = work.grad_dtype.itemsize if inner > form.heads else itemsize
     mask = form.batch if form.masked else 0
-    keys = keys_rows * (form.dim + form.v_dim) * itemsize + mask
-    queries, output = rows * form.dim * itemsize, rows * form.v_dim
-    # By the positions that the sender holds, and by those that the receiver holds.
-    out = queries + keys
-    back = rows * (form.v_dim + 1) * exact
-    out_again = queries + (0 if kept else keys) + output * itemsize + 2 * rows * exact
-    back_again = queries + keys_rows * (form.dim + form.v_dim) * wire
+    # By the positions that the sender holds, for the heads of the receiver; and by those that the
+    # receiver holds, for the heads of the sender.
+    out, back, out_again, back_again = [], [], [], []
+    for share in _shares(work.heads, form.heads, inner):
+        rows, keys_rows = form.batch * len(share.queries), form.batch * len(share.keys)
+        keys = keys_rows * (form.dim + form.v_dim) * itemsize + mask
+        queries, output = rows * form.dim * itemsize, rows * form.v_dim
+        out.append(queries + keys)
+        back.append(rows * (form.v_dim + 1) * exact)
+        out_again.append(queries + (0 if kept else keys) + output * itemsize + 2 * rows * exact)
+        back_again.append(queries + keys_rows * (form.dim + form.v_dim) * wire)
     for row in grid.rows:
-        for sender in row:
-            for receiver in row:
-                here, there = work.layout.sizes[sender], work.layout.sizes[receiver]
-                if sender != receiver:
-                    forward.add(sender, receiver, here * out + there * back, hop=False)
-                    backward.add(sender, receiver, here * out_again + there * back_again, hop=False)
+        for (i, sender), (j, receiver) in itertools.permutations(enumerate(row), 2):
+            here, there = work.layout.sizes[sender], work.layout.sizes[receiver]
+            forward.add(sender, receiver, here * out[j] + there * back[i], hop=False)
+            again = here * out_again[j] + there * back_again[i]
+            backward.add(sender, receiver, again, hop=False)
     forward.rounds += 2 + (mask > 0)
     backward.rounds += 4 + (mask > 0 and not kept)
