@@ -470,7 +470,7 @@ CHECKS = [value for name, value in list(globals().items()) if name.startswith("c
 
 @pytest.fixture(scope="module")
 def found():
-    return outcomes(4, CHECKS)
+    return outcomes(4, CHECKS, timeout=1800.0 if FULL else 120.0)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[6:])
