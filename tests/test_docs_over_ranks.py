@@ -19,7 +19,7 @@ from moe_ext.testing import spawn_ranks
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 NUM_RANKS = 4
-PAGES = ("collectives", "compression", "distributed", "fsdp", "optimizers")
+PAGES = ("../README", "collectives", "compression", "distributed", "fsdp", "optimizers")
 # What a page says of its own: a group of its own, nodes of 8 GPUs, 16 ranks.
 HERE = (
     ('torch.distributed.init_process_group("gloo")', ""),
@@ -31,8 +31,15 @@ HERE = (
     ("dp=2, ep=4", "dp=2, ep=2"),
     ("fsdp_size=2", "fsdp_size=4"),
 )
-# These have tests of their own: tests/attention/test_pages.py.
-ELSEWHERE = ("TransformerBlock",)
+# These run in tests/attention, tests/distributed and tests/test_readme.py.
+ELSEWHERE = (
+    "TransformerBlock",
+    "dist.init_process_group",
+    "lightning.pytorch",
+    "presets",
+    "shard_sequence",
+    "from_config",
+)
 
 
 class MyModel(nn.Module):
