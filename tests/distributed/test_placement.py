@@ -190,6 +190,9 @@ def a_mesh_knows_the_replicas():
     assert replicas is mesh.device_mesh.get_group("dp")
     assert dist.get_process_group_ranks(replicas) == [mesh.ep_rank, mesh.ep_rank + 2]
     assert replica_group(md.MoEMesh(dp=1, ep=4).ep_group, torch.device("cpu")) is None
+    for grid in (mesh, md.MoEMesh(ep=2, cp=2)):
+        assert grid.replica_mesh.mesh.tolist() == [grid.ep_rank, grid.ep_rank + 2]
+        assert grid.world_mesh.mesh.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("name", CHECKS)

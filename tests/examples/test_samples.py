@@ -110,3 +110,25 @@ def test_mistakes_are_named(sample, deepspeed_sample):
     code, _, stderr = deepspeed_sample("--ep-size=3")
     assert code == 2
     assert "expected num_experts to be a multiple of ep_size=3" in stderr
+
+
+def test_fsdp2_on_two_ranks_then_on_one(launch, tmp_path, capsys):
+    options = ["--device=cpu", "--timeout=60", "--batch=16"]
+    first = ["--steps=15", "--log-every=1", "--ep=2", "--save", tmp_path / "saved"]
+    ranks = launch([*options, *first], script="train_fsdp2.py")
+    assert ranks.wait() == [0, 0], ranks.output()
+    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", ranks.output())]
+    # Ten classes: a model that has learned nothing is at 2.3.
+    assert sum(losses[-5:]) / 5 < 1.7 < losses[0]
+    train_fsdp2 = pytest.importorskip("train_fsdp2")
+    second = ["--steps=2", "--log-every=1", "--load", str(tmp_path / "saved"), "--bf16"]
+    assert train_fsdp2.main([*options, *second]) == 0
+    printed = capsys.readouterr().out
+    assert ACCURACY.search(printed)[2] == "17"
+    assert all(float(loss) < 2 for loss in re.findall(r"loss ([0-9.]+)", printed))
+    for wrong, text in (
+        (["--load", str(tmp_path)], "expected --load to be the folder of a checkpoint"),
+        (["--ep=2"], "expected --ep to divide the number of ranks, 1"),
+    ):
+        assert train_fsdp2.main([*options, *wrong]) == 2
+        assert text in capsys.readouterr().err

@@ -1,0 +1,108 @@
+"""Train a mixture of experts under FSDP2, save it, and go on with another number of ranks.
+
+    torchrun --standalone --nproc-per-node 4 examples/train_fsdp2.py --ep 2 --save checkpoint
+    torchrun --standalone --nproc-per-node 2 examples/train_fsdp2.py --ep 2 --load checkpoint
+    python examples/train_fsdp2.py --load checkpoint
+
+Pairs of ranks share the eight experts, and pairs that hold the same ones shard them; the rest is
+sharded over all ranks. With --bf16 weights are gathered, and tokens sent, in bfloat16. The eight
+rows of pixels of a digit are its tokens. With the default options the held-out accuracy is above
+0.9 after 120 steps, on any number of ranks.
+
+Shape suffixes: B images, D model.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import digits
+import torch
+import torch.nn.functional as F
+from moe_lm.runtime import Runtime, UserError, run_and_exit
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import moe_ext
+from moe_ext.distributed import MoEMesh, checkpoint, clip_grad_norm_, fully_shard
+
+D_MODEL, D_FFN, NUM_EXPERTS, TOP_K, NUM_BLOCKS = 64, 128, 8, 2, 2
+
+
+class Model(nn.Module):
+    """Linear, blocks with experts, linear."""
+
+    def __init__(self, mesh: MoEMesh, seed: int) -> None:
+        super().__init__()
+        # Alike on all ranks: of an expert, and of the rest, each keeps its shard.
+        torch.manual_seed(seed)
+        self.embed = nn.Linear(8, D_MODEL)
+        self.blocks = nn.ModuleList(
+            moe_ext.nn.TransformerBlock(
+                D_MODEL,
+                4,
+                moe_ext.MoELayer(D_MODEL, D_FFN, NUM_EXPERTS, TOP_K, ep_group=mesh.ep_group),
+            )
+            for _ in range(NUM_BLOCKS)
+        )
+        self.classify = nn.Linear(8 * D_MODEL, 10)
+
+    def forward(self, images: Tensor) -> tuple[Tensor]:
+        """Images `[B, 1, 8, 8]` to logits `[B, 10]`."""
+        x_B8D = self.embed(images[:, 0])
+        for block in self.blocks:
+            x_B8D = block(x_B8D, position_ids=torch.arange(8, device=images.device))
+        return (self.classify(torch.relu(x_B8D).flatten(1)).float(),)
+
+
+def work(args: argparse.Namespace, runtime: Runtime) -> None:
+    """Wrap, load, train, save, and say how well."""
+    if args.ep < 1 or runtime.world_size % args.ep or NUM_EXPERTS % args.ep:
+        raise UserError(
+            f"expected --ep to divide the number of ranks, {runtime.world_size}, and "
+            f"{NUM_EXPERTS} experts, got {args.ep}"
+        )
+    if args.load is not None and not (args.load / ".metadata").exists():
+        raise UserError(f"expected --load to be the folder of a checkpoint, got {args.load}")
+    data = digits.load(runtime.device, args.seed)
+    mesh = MoEMesh(dp=runtime.world_size // args.ep, ep=args.ep)
+    model = Model(mesh, args.seed).to(runtime.device)
+    policy = MixedPrecisionPolicy(torch.bfloat16 if args.bf16 else None, torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh, mp_policy=policy)
+    fully_shard(model, mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    progress = {"step": 0}
+    if args.load is not None:
+        checkpoint.load(args.load, model, optimizer, extra=progress)
+    for step in range(progress["step"], progress["step"] + args.steps):
+        images, labels = data.batch(step, args.batch, runtime, args.seed)
+        loss = F.cross_entropy(model(images)[0], labels)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        if runtime.is_main and (step + 1) % args.log_every == 0:
+            print(f"step {step + 1:4d}  loss {loss:.3f}  gradient {norm:.3f}", flush=True)
+    progress["step"] += args.steps
+    if args.save is not None:
+        checkpoint.save(args.save, model, optimizer, extra=progress)
+    found = digits.accuracy(model, data, runtime)
+    if runtime.is_main:
+        print(f"held-out accuracy {found:.4f} after {progress['step']} steps", flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the options and run."""
+    parser = digits.options(__doc__)
+    parser.add_argument("--ep", type=int, default=1, help="ranks that share experts (%(default)s)")
+    parser.add_argument("--bf16", action="store_true", help="compute and send in bfloat16")
+    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (%(default)s)")
+    parser.add_argument("--save", type=Path, help="folder for a checkpoint at the end")
+    parser.add_argument("--load", type=Path, help="folder of a checkpoint to go on from")
+    return digits.run(work, parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    run_and_exit(main)
