@@ -63,6 +63,11 @@ def _take(state: CompressionState, bucket: Any) -> _Future:
     is_static = (
         step is not None and bucket.index() == 0 and step.taken.isdisjoint(map(id, parameters))
     )
+    if is_static and state.num_hooked is None:
+        raise ValueError(
+            "compress_hook: expected state to be made with model=<the DistributedDataParallel>, "
+            "where it is a part of another hook's state and static_graph is on, got it without"
+        )
     if step is None or (bucket.index() == 0 and not is_static):
         if step is not None:
             # An error has ended that pass early.
@@ -83,11 +88,9 @@ def _take(state: CompressionState, bucket: Any) -> _Future:
 def _adopt(state: CompressionState) -> ValueError | None:
     """Take the ranks of DDP, and how many parameters it reduces; a bucket tells neither."""
     parallel = _find_ddp(state)
-    if parallel is not None:
-        state.num_hooked = sum(p.requires_grad for p in parallel._module_parameters)
     try:
         if parallel is not None:
-            state.adopt_group(parallel.process_group)
+            state.adopt_ddp(parallel)
     except ValueError as error:
         # Without a message: all ranks of DDP find the same, and others wait for none.
         return error

@@ -124,7 +124,7 @@ class CompressionState:
         self.model = model
         if isinstance(model, DistributedDataParallel):
             self.model = model.module
-            self.adopt_group(model.process_group)
+            self.adopt_ddp(model)
         self.parameters = NamedParameters(self.model, self.options.policy)
         self.memory = FeedbackStore(seed)
         self._buckets = Buckets(self.options, self.parameters, self.memory)
@@ -164,6 +164,11 @@ class CompressionState:
     def group(self) -> ProcessGroup | None:
         """The data-parallel ranks; None as long as there is no torch.distributed."""
         return resolve_group(self._group, "CompressionState")
+
+    def adopt_ddp(self, parallel: DistributedDataParallel) -> None:
+        """Reduce over its ranks (see `adopt_group`), as many parameters in a pass as it trains."""
+        self.num_hooked = sum(p.requires_grad for p in parallel._module_parameters)
+        self.adopt_group(parallel.process_group)
 
     def adopt_group(self, group: ProcessGroup) -> None:
         """Reduce over the ranks of a DistributedDataParallel, unless `group` was given.

@@ -20,8 +20,10 @@ from hook_models import (
 )
 from rank_checks import Checks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.compression import (
+    CompressionState,
     Dense,
     Policy,
     Quantize,
@@ -29,6 +31,7 @@ from moe_ext.compression import (
     TopK,
     Warmup,
     codec_of,
+    compress_hook,
 )
 from moe_ext.compression.feedback import by_name
 from moe_ext.distributed import count_traffic
@@ -115,6 +118,23 @@ def static_graph_of_several_buckets():
             bound = 2e-6 * size * want["wide.weight"].abs().max()
             assert owed.any() == (size > 1) and (left - owed).abs().max() <= bound, codec
         assert state.step == 3
+    # As a part of another hook's state, where nobody finds DDP by it.
+    for knows in (True, False):
+        parallel = DistributedDataParallel(Mixed(), static_graph=True)
+        state = CompressionState(model=parallel if knows else parallel.module, codec="none")
+        parallel.register_comm_hook((state,), hook_of_another_state)
+        if knows:
+            gradients_of(parallel, 0)
+            assert state.step == 1
+        else:
+            with pytest.raises(ValueError, match="expected state to be made with model="):
+                gradients_of(parallel, 0)
+
+
+def hook_of_another_state(
+    states: object, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    return compress_hook(states[0], bucket)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
