@@ -27,7 +27,8 @@ from moe_ext.attention.sharding import (
 from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.comm import all_reduce_
 from moe_ext.distributed.groups import GroupHandle, check_group, group_rank, group_size
-from moe_ext.distributed.placement import Placement, declare_placement
+from moe_ext.distributed.placement import Placement, declare_placement, placements
+from moe_ext.distributed.state_dict import full_state_dict
 from moe_ext.nn.expert_activation import (
     Activation,
     ClampedSwiGLU,
@@ -204,47 +205,23 @@ class SequenceParallelMLP(nn.Module):
         Raises:
             ValueError: a name is missing or unknown, or a shape is another; nothing has changed.
         """
-        own = self.state_dict()
+        own, places = self.state_dict(keep_vars=True), placements(self)
         if set(own) != set(state_dict):
             differing = sorted(set(own) ^ set(state_dict))
             _require(
                 False, "state_dict", f"of the names {sorted(own)}", f"a difference in {differing}"
             )
-        parts = {}
         for name, whole in state_dict.items():
             shape = list(own[name].shape)
-            if name.startswith(self._up_name):
-                shape[0] *= group_size(self.tp_group)
-            elif name == "down_proj.weight":
-                shape[1] *= group_size(self.tp_group)
+            if name in places:
+                shape = list(places[name].logical_shape(shape))
             _require(list(whole.shape) == shape, name, f"of shape {shape}", list(whole.shape))
-            if name.startswith(self._up_name):
-                whole = self._part(whole)
-            elif name == "down_proj.weight":
-                whole = whole[:, self._columns]
-            parts[name] = whole
-        self.load_state_dict(parts)
+        self.load_state_dict(state_dict)
 
     @torch.no_grad()
     def whole_state_dict(self) -> dict[str, Tensor]:
         """The parameters as one process would hold them, on every rank; all ranks must call it."""
-        size, group = group_size(self.tp_group), self.tp_group
-        found = {}
-        for name, part in self.state_dict().items():
-            if name not in self.tp_sharded:
-                found[name] = part.clone()
-                continue
-            is_down = name == "down_proj.weight"
-            across = part.mT.contiguous() if is_down else part
-            shards = Shards(group, (across.shape[0],) * size, f"{_NAME}.whole_state_dict")
-            whole = start_all_gather(across, shards).wait()
-            if is_down:
-                found[name] = whole.mT.clone()
-                continue
-            halves = 2 if self.gated else 1
-            by_rank = whole.view(size, halves, -1, *part.shape[1:])
-            found[name] = by_rank.transpose(0, 1).reshape(whole.shape).clone()
-        return found
+        return {name: tensor.clone() for name, tensor in full_state_dict(self).items()}
 
     def forward(
         self,

@@ -100,10 +100,38 @@ class Placement:
             shape[self.dim] = shape[self.dim] // len(self.held) * self.size
         return torch.Size(shape)
 
+    def shown(self, local: Tensor) -> Tensor:
+        """What `state_dict()` shows of a divided parameter: a DTensor that all ranks hold.
+
+        The whole; where no dimension runs along the axis, the parts of all ranks, `[P, ...]`.
+        """
+        return self.whole(local) if self.dim is not None else self._stack.whole(local[None])
+
+    def taken(self, value: Tensor, like: Tensor) -> Tensor:
+        """This rank's part of what `shown` returns, of a plain tensor of its shape, or of its own.
+
+        Args:
+            value: of the shape of the whole, or of the part.
+            like: the parameter, of this rank's part.
+        """
+        if value.shape == like.shape:
+            return value
+        if self.dim is None:
+            is_stack = is_dtensor(value) or value.shape == (self.num_parts, *like.shape)
+            return self._stack.local(value, like[None])[0] if is_stack else value
+        in_pieces = self.blocks > 1 and value.dim() == like.dim() + 1
+        if is_dtensor(value) or in_pieces:
+            return self.local(value, like)
+        if value.shape == self.logical_shape(like.shape):
+            return self.part_of(value, like)
+        return value
+
     @property
-    def is_logical(self) -> bool:
-        """Whether `state_dict()` shows the parameter as a DTensor of all experts."""
-        return self.axis == "ep" and self.dim is not None and self.num_parts > 1
+    def _stack(self) -> Placement:
+        part = self.part
+        return dataclasses.replace(
+            self, held=range(part, part + 1), size=self.num_parts, dim=0, one_expert=False
+        )
 
     def whole(self, local: Tensor) -> Tensor:
         """The logical tensor of which this rank holds `local`, and shares memory with it.
@@ -178,51 +206,38 @@ def declare_placement(
     """
     # A new dictionary: copies of the module share the old one.
     declared = dict(vars(module).get(_DECLARED, {}))
-    has_hooks = any(earlier.is_logical for earlier in declared.values())
-    is_checked = any(earlier.num_parts > 1 for earlier in declared.values())
+    has_hooks = any(earlier.num_parts > 1 for earlier in declared.values())
     declared.update(dict.fromkeys([""] if names is None else names, placement))
-    if placement.is_logical and not has_hooks:
+    if placement.num_parts > 1 and not has_hooks:
         module.register_state_dict_post_hook(_show_wholes)
         module.register_load_state_dict_pre_hook(_take_parts)
-    if placement.num_parts > 1 and not is_checked:
         module.register_forward_pre_hook(_check_wrapping)
     setattr(module, _DECLARED, declared)
     # Optimizers ask for parameters alone.
     sharded_parameters(module)
 
 
-def _logical_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Placement]]:
-    """Parameters of a module that are parts of all experts."""
-    for name, (parameter, placement) in sharded_parameters(module).items():
-        if placement.is_logical:
-            yield name, parameter, placement
-
-
 def _show_wholes(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: dict[str, Any]
 ) -> None:
-    """Put DTensors of all experts into a state dict, for `torch.distributed.checkpoint`."""
-    for name, parameter, placement in _logical_parameters(module):
+    """Put DTensors of the whole into a state dict, for `torch.distributed.checkpoint`."""
+    for name, (parameter, placement) in sharded_parameters(module).items():
         value = state_dict.get(prefix + name)
         # With keep_vars=True the state dict holds the parameters themselves.
         if not isinstance(value, Tensor) or value is parameter:
             continue
         if value.shape == parameter.shape:
-            state_dict[prefix + name] = placement.whole(value)
+            state_dict[prefix + name] = placement.shown(value)
 
 
 def _take_parts(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, *_arguments: object
 ) -> None:
-    """Take this rank's experts out of DTensors, and out of plain tensors with all experts."""
-    for name, parameter, placement in _logical_parameters(module):
+    """Take this rank's part out of DTensors, and out of plain tensors of the whole."""
+    for name, (parameter, placement) in sharded_parameters(module).items():
         value = state_dict.get(prefix + name)
-        if not isinstance(value, Tensor) or value.shape == parameter.shape:
-            continue
-        if is_dtensor(value):
-            state_dict[prefix + name] = placement.local(value, parameter)
-        elif value.shape == placement.logical_shape(parameter.shape):
-            state_dict[prefix + name] = placement.part_of(value, parameter)
+        if isinstance(value, Tensor):
+            state_dict[prefix + name] = placement.taken(value, parameter)
 
 
 @outside_graphs
@@ -294,16 +309,23 @@ def logical_names(model: nn.Module) -> dict[str, str]:
 
     Only of experts that are modules each (see `Placement.one_expert`).
     """
-    names: dict[str, str] = {}
+    return {name: found[part] for name, (found, part) in logical_names_by_rank(model).items()}
+
+
+def logical_names_by_rank(model: nn.Module) -> dict[str, tuple[list[str], int]]:
+    """Names that count the experts of this rank, to those on every rank, and which one this is."""
+    names: dict[str, tuple[list[str], int]] = {}
     for path, module in model.named_modules():
-        placement = placement_of(module)
-        if placement is not None and placement.one_expert and path:
-            parent = path.rpartition(".")[0]
-            whole = f"{parent}.{placement.held.start}" if parent else str(placement.held.start)
-            for name, _ in module.named_parameters():
-                names[f"{path}.{name}"] = f"{whole}.{name}"
-            for name, _ in module.named_buffers():
-                names[f"{path}.{name}"] = f"{whole}.{name}"
+        place = placement_of(module)
+        if place is None or not place.one_expert or not path:
+            continue
+        parent = path.rpartition(".")[0]
+        num_local = place.size // place.num_parts
+        first = place.held.start - place.part * num_local
+        experts = [first + part * num_local for part in range(place.num_parts)]
+        wholes = [f"{parent}.{expert}" if parent else str(expert) for expert in experts]
+        for name, _ in [*module.named_parameters(), *module.named_buffers()]:
+            names[f"{path}.{name}"] = ([f"{whole}.{name}" for whole in wholes], place.part)
     return names
 
 

@@ -17,7 +17,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from moe_ext.distributed.agreement import meet
 from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.failures import naming_failed_ranks
-from moe_ext.distributed.placement import Placement, known_shard, placements
+from moe_ext.distributed.placement import (
+    Placement,
+    known_shard,
+    logical_names_by_rank,
+    placements,
+)
 
 # Optimizers whose state dicts speak of the whole.
 _watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -77,21 +82,30 @@ def gathered(
         keep: False for a rank that takes part and wants nothing.
         device: where to keep them; None leaves each where it is.
     """
-    places = placements(model)
+    places, by_rank = placements(model), logical_names_by_rank(model)
     parts = {name: places.get(name) for name, value in state.items() if is_dtensor(value)}
+    for name, place in parts.items():
+        if place is not None and place.dim is None and not place.one_expert:
+            raise ValueError(
+                f"{operation}: expected {name} to be stacked over the experts of this rank, or "
+                "declared with moe_ext.distributed.declare_placement"
+            )
     for group in dict.fromkeys(place.group for place in parts.values() if place is not None):
         meet(operation, group)
     found = {}
     for name, value in state.items():
+        wholes = {name: value}
         if is_dtensor(value):
             place = parts[name]
             with naming_failed_ranks(None if place is None else place.group, operation):
-                value = value.full_tensor()
-            if place is not None and place.blocks > 1 and place.dim is not None:
-                value = value.flatten(place.dim, place.dim + 1)
-        if keep:
-            kept = value.detach() if isinstance(value, torch.Tensor) else value
-            found[name] = kept.to(device) if isinstance(kept, torch.Tensor) and device else kept
+                wholes = {name: value.full_tensor()}
+            if place is not None and place.dim is None:
+                wholes = dict(zip(by_rank[name][0], wholes[name], strict=True))
+            elif place is not None and place.dim is not None and place.blocks > 1:
+                wholes = {name: wholes[name].flatten(place.dim, place.dim + 1)}
+        for whole_name, whole in wholes.items() if keep else ():
+            kept = whole.detach() if isinstance(whole, Tensor) else whole
+            found[whole_name] = kept.to(device) if isinstance(kept, Tensor) and device else kept
     return found
 
 
@@ -99,9 +113,9 @@ def whole_of(value: Tensor, parameter: Tensor, place: Placement | None, name: st
     """A tensor of a parameter, as that is divided: of its shape, or of its first dimension's."""
     if place is None or value.dim() == 0:
         return value
-    # The model's own state dict shows experts as wholes already.
-    if place.is_logical and is_dtensor(value) and value.shape != parameter.shape:
-        return value
+    # As the model's own state dict shows it.
+    if place.num_parts > 1 and is_dtensor(value) and value.shape != parameter.shape:
+        return value if place.dim is not None else place.taken(value, parameter)
     if place.num_parts > 1 and place.dim is None and not place.one_expert:
         raise ValueError(
             f"checkpoint: expected {name} to be stacked over the experts of this rank, or declared "
@@ -119,17 +133,22 @@ def whole_of(value: Tensor, parameter: Tensor, place: Placement | None, name: st
     )
 
 
+def _shown(value: Any, parameter: Tensor, place: Placement, name: str) -> Any:
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    return place.shown(value) if place.dim is None else whole_of(value, parameter, place, name)
+
+
 def _part_of(value: Any, parameter: Tensor, place: Placement) -> Any:
     """What this rank keeps of a loaded value: of a DTensor, of the whole, or of its own part."""
-    if not isinstance(value, Tensor) or value.dim() == 0 or value.shape == parameter.shape:
+    if not isinstance(value, Tensor) or value.dim() == 0:
         return value
-    shape = place.logical_shape(parameter.shape)
-    if is_dtensor(value):
-        return place.local(value, parameter)
-    if value.shape == shape:
-        return place.part_of(value, parameter)
-    rows = place.dim == 0 and place.blocks == 1 and value.shape[0] == shape[0]
-    return place.local(value) if rows else value
+    found = place.taken(value, parameter)
+    if found is not value or place.dim != 0 or place.blocks > 1:
+        return found
+    # Factored moments have rows, but not the shape of the parameter.
+    rows = place.logical_shape(parameter.shape)[0]
+    return place.local(value) if value.shape[0] == rows else value
 
 
 def _shards_of(optimizer: Optimizer) -> dict[int, tuple[Tensor, Placement]]:
@@ -145,9 +164,7 @@ def _show_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     for number, (parameter, place) in _shards_of(optimizer).items():
         if number in state:
             state[number] = {
-                key: whole_of(value, parameter, place, f"parameter {number}")
-                if isinstance(value, Tensor)
-                else value
+                key: _shown(value, parameter, place, f"parameter {number}")
                 for key, value in state[number].items()
             }
     return {**state_dict, "state": state}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,7 @@ class ModuleExperts(nn.ModuleList):
             held = range(index, index + 1)
             place = Placement("ep", ep_group, held, self.num_experts, None, one_expert=True)
             declare_placement(expert, place)
+        self.register_load_state_dict_pre_hook(_take_own)
 
     @classmethod
     def build(
@@ -148,3 +150,19 @@ class ModuleExperts(nn.ModuleList):
         y = torch.cat(outputs)
         before, after = bounds[0], rows_ND.shape[0] - bounds[-1]
         return nn.functional.pad(y, (0, 0, before, after)) if before or after else y
+
+
+def _take_own(
+    experts: ModuleExperts, state_dict: dict[str, Any], prefix: str, *_arguments: object
+) -> None:
+    """Hook of `load_state_dict`: of a state with all experts, those of this rank by its names."""
+    keys = [key for key in state_dict if key.startswith(prefix)]
+    split = {key: key.removeprefix(prefix).partition(".") for key in keys}
+    numbers = {key: int(number) for key, (number, _, _) in split.items() if number.isdigit()}
+    if max(numbers.values(), default=0) < len(experts):
+        return
+    values = {key: state_dict.pop(key) for key in numbers}
+    for key, number in numbers.items():
+        if number in range(experts.first_expert, experts.first_expert + len(experts)):
+            own = number - experts.first_expert
+            state_dict[f"{prefix}{own}.{split[key][2]}"] = values[key]

@@ -155,6 +155,37 @@ def check_torch_state_dicts(layer, optimizer, mesh):
             assert twin.state[parameter][key].shape == value.shape
 
 
+def check_every_kind_of_part(model, mesh, folder):
+    """Stacked experts, experts that are modules, and columns: whole, in files, and taken back."""
+    state, whole = model.state_dict(), md.full_state_dict(model)
+    alone = split(Model(None), None)
+    assert {n: t.shape for n, t in whole.items()} == {
+        n: t.shape for n, t in alone.state_dict().items()
+    }
+    alone.load_state_dict(whole)
+    parts = ("stacked.experts.down_proj", "apart.experts.0.weight", "mlp.gate_up_proj.weight")
+    for name in parts:
+        with pytest.raises(TypeError, match="torch.save: expected whole tensors"):
+            torch.save({name: state[name].cpu()}, io.BytesIO())
+    dcp.save(state, checkpoint_id=folder / "every kind")
+    mine = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    saved = {name: tensor.clone() for name, tensor in whole.items()}
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load(loaded, checkpoint_id=folder / "every kind")
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    for given in (whole, loaded, mine, full, alone.state_dict()):
+        other = split(Model(mesh.ep_group, seed=8), mesh.ep_group)
+        other.load_state_dict(given)
+        assert_same({name: p.detach() for name, p in other.named_parameters()}, mine)
+        assert_same(whole, saved)
+    # Experts that are modules: those of this rank by their global number, not the first ones.
+    held = range(E // 2 * mesh.ep_rank, E // 2 * (mesh.ep_rank + 1))
+    for local, index in enumerate(held):
+        assert torch.equal(
+            mine[f"apart.experts.{local}.bias"], whole[f"apart.experts.{index}.bias"]
+        )
+
+
 def assert_same(found, wanted):
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
@@ -174,6 +205,8 @@ def save_all(rank, folder):
         after = optimizer.state_dict()
         assert str(before) == str(after)
         found[kind] = wholes(model, optimizer)
+        if kind == "AdamW":
+            check_every_kind_of_part(model, mesh, folder)
     layer = make("OneBitAdam", mesh, seed=9)[0].stacked
     for optimizer in torch_optimizers(layer):
         take_steps(layer, optimizer, 3, mesh)
