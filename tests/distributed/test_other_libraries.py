@@ -35,7 +35,8 @@ def own_part(name, tensors, rank, num_ranks):
         index = int(number[1])
         whole = f"experts.{index + rank * E // num_ranks}."
         return tensors[name.replace(number[0], whole)]
-    if "experts." in name:
+    # MegaBlocks' bias lies beside the experts, and every rank has it whole.
+    if "experts." in name and name != "experts.bias":
         return tensors[name].chunk(num_ranks)[rank]
     return tensors[name]
 
