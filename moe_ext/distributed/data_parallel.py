@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_ext._compile import outside_graphs
 from moe_ext.distributed import _c10d, comm
 from moe_ext.distributed.agreement import agree
+from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.gradients import average_gradients, reduction_problem
 from moe_ext.distributed.groups import (
     GroupHandle,
@@ -48,7 +49,8 @@ def broadcast_experts(model: nn.Module) -> None:
     """Give all ranks with the same ep_rank the expert parameters of the first of them, in place.
 
     `GroupedExperts` draws the same experts on ranks with the same seed; this makes them the same
-    where seeds differ, or after a checkpoint was read on one rank only. Call it on all ranks.
+    where seeds differ, or after a checkpoint was read on one rank only. Call it on all ranks. Of
+    experts that FSDP2 has sharded no rank has a copy; they stay as they are.
 
     Args:
         model: any module.
@@ -59,7 +61,7 @@ def broadcast_experts(model: nn.Module) -> None:
     for parameter, placement in sharded_parameters(model).values():
         assert placement.group is not None
         replicas = replica_group(placement.group, parameter.device)
-        if replicas is not None:
+        if replicas is not None and not is_dtensor(parameter):
             comm.broadcast_(parameter.data, replicas, 0, operation="broadcast_experts")
 
 

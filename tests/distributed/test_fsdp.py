@@ -158,6 +158,7 @@ def norms_of(norm):
 def gradients_and_norms(name, ep):
     mesh, want = mesh_of(ep), one_process()
     model = WRAPS[name](Model(mesh.ep_group), mesh)
+    md.broadcast_experts(model)
     loss_of(model, dist.get_rank()).backward()
     if name == "experts whole":
         if ep > 1:
