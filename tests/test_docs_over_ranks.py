@@ -36,6 +36,7 @@ ELSEWHERE = (
     "TransformerBlock",
     "dist.init_process_group",
     "lightning.pytorch",
+    "block.moe.experts",
     "presets",
     "shard_sequence",
     "from_config",
