@@ -88,6 +88,7 @@ def work(args: argparse.Namespace, runtime: Runtime) -> None:
         # Every rank takes part; the first one writes.
         model.save_pretrained(args.out, is_main_process=runtime.is_main)
         task.say(f"wrote {args.out}")
+        task.draw(args.out, "Fine-tuning")
 
 
 def main(argv: list[str] | None = None) -> int:

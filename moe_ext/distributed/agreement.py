@@ -175,10 +175,13 @@ def _shortened(fact: object) -> str:
 
 
 def _from_first_difference(texts: list[str]) -> list[str]:
-    """Rows of values from the one before the first that differs, with the number of that one."""
+    """Rows of values from shortly before the first that differs, with the number of that one."""
     same = len(os.path.commonprefix(texts))
     item = texts[0].count(", ", 0, same)
     start = texts[0].rfind(", ", 0, max(texts[0].rfind(", ", 0, same), 0)) + 2 if item > 1 else 0
+    if same - start >= _LONGEST_FACT // 2:
+        # Items longer than what is shown.
+        start = same - _LONGEST_FACT // 2
     ends = [min(start + _LONGEST_FACT, len(text)) for text in texts]
     return [
         f"{'... ' * (start > 0)}{text[start:end]}{'...' * (end < len(text))} (item {item})"

@@ -81,8 +81,8 @@ TEST(Maths, LogAndSoftplusHaveSmallRelativeErrors) {
   }
   for (double x = -80; x < 100; x += 0.0371) {
     const double wide = static_cast<float>(x), expected = std::log1p(std::exp(wide));
-    ASSERT_NEAR(softplus(static_cast<float>(x)), expected, 8e-7 * expected) << x;
-    ASSERT_NEAR(softplus(wide), expected, 1e-14 * expected) << x;
+    ASSERT_NEAR(gating::softplus(static_cast<float>(x)), expected, 8e-7 * expected) << x;
+    ASSERT_NEAR(gating::softplus(wide), expected, 1e-14 * expected) << x;
   }
 }
 
