@@ -169,8 +169,8 @@ def cut(found: Found, ep_group: ProcessGroup) -> Exchange:
     """Parameters of experts and their adapters, each with this rank's slice of it.
 
     Raises:
-        ValueError: P does not divide E, a parameter is not stacked or has a gradient, or there are
-            adapters of another kind, or adapters on one expert for each rank.
+        ValueError: P does not divide E, a parameter is not stacked or has a gradient or hooks, or
+            there are adapters of another kind, or adapters on one expert for each rank.
     """
     num_ranks = group_size(ep_group)
     slices: Exchange = []
@@ -180,6 +180,11 @@ def cut(found: Found, ep_group: ProcessGroup) -> Exchange:
             raise ValueError(
                 f"replace: expected {name} to have no gradient when its experts are spread over "
                 "ranks, got one; call zero_grad first"
+            )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"replace: expected {name} to have no hooks when its experts are spread over "
+                "ranks, got some, which would not run any more; call replace first"
             )
         part = place.part_of(parameter.detach()).clone()
         mine = nn.Parameter(part, parameter.requires_grad)

@@ -93,6 +93,10 @@ def refusals():
         moe_ext.replace(model, ep_group=dist.group.WORLD)
     assert model.model.layers[0].mlp.experts.down_proj.shape[0] == 6
     model.zero_grad()
+    hook = model.model.layers[1].mlp.experts.down_proj.register_hook(torch.Tensor.clone)
+    with pytest.raises(ValueError, match=r"expected model.layers.1.mlp.experts.* no hooks"):
+        moe_ext.replace(model, ep_group=dist.group.WORLD)
+    hook.remove()
     # What one rank refuses, every rank refuses: here the graph of an earlier pass on rank 1.
     before = {name: p.clone() for name, p in model.named_parameters()}
     output = model(**batch_of(rank)) if rank == 1 else None
