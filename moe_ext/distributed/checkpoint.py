@@ -18,7 +18,12 @@ from torch.optim.optimizer import Optimizer
 
 from moe_ext.distributed.dtensor import divided_as
 from moe_ext.distributed.groups import is_initialized
-from moe_ext.distributed.placement import Placement, logical_names, placements
+from moe_ext.distributed.placement import (
+    Placement,
+    logical_names,
+    placements,
+    sharded_buffers,
+)
 from moe_ext.distributed.state_dict import ParameterStates, SavesByParameter, whole_of
 
 _MODEL = "model."
@@ -153,12 +158,17 @@ class TrainingState:
     def _model_tensors(self) -> dict[str, Tensor]:
         """Tensors of the model's state dict, whole, under their logical names."""
         places, whole_names = placements(self._model), logical_names(self._model)
-        parameters, found = dict(self._model.named_parameters()), {}
+        parameters, buffers = dict(self._model.named_parameters()), sharded_buffers(self._model)
+        found = {}
         for name, value in self._model.state_dict().items():
             if not isinstance(value, Tensor):
                 continue
             if name in parameters and name in places:
                 value = whole_of(value, parameters[name], places[name], name)
+            elif name in buffers:
+                # Each expert's has a name of its own here.
+                buffer, place = buffers[name]
+                value = place.taken(value, buffer)
             found[whole_names.get(name, name)] = value.detach()
         return found
 

@@ -221,12 +221,12 @@ def _show_wholes(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: dict[str, Any]
 ) -> None:
     """Put DTensors of the whole into a state dict, for `torch.distributed.checkpoint`."""
-    for name, (parameter, placement) in sharded_parameters(module).items():
+    for name, (own, placement) in _shown_tensors(module).items():
         value = state_dict.get(prefix + name)
         # With keep_vars=True the state dict holds the parameters themselves.
-        if not isinstance(value, Tensor) or value is parameter:
+        if not isinstance(value, Tensor) or value is own:
             continue
-        if value.shape == parameter.shape:
+        if value.shape == own.shape:
             state_dict[prefix + name] = placement.shown(value)
 
 
@@ -234,10 +234,14 @@ def _take_parts(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, *_arguments: object
 ) -> None:
     """Take this rank's part out of DTensors, and out of plain tensors of the whole."""
-    for name, (parameter, placement) in sharded_parameters(module).items():
+    for name, (own, placement) in _shown_tensors(module).items():
         value = state_dict.get(prefix + name)
         if isinstance(value, Tensor):
-            state_dict[prefix + name] = placement.taken(value, parameter)
+            state_dict[prefix + name] = placement.taken(value, own)
+
+
+def _shown_tensors(module: nn.Module) -> dict[str, tuple[Tensor, Placement]]:
+    return {**sharded_parameters(module), **sharded_buffers(module)}
 
 
 @outside_graphs
@@ -339,6 +343,20 @@ def sharded_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, Placem
     }
     for parameter, placement in found.values():
         note_shard(parameter, placement)
+    return found
+
+
+def sharded_buffers(model: nn.Module) -> dict[str, tuple[Tensor, Placement]]:
+    """Name to (buffer, placement), of experts that are modules each and lie over several ranks.
+
+    Whether a buffer next to stacked experts belongs to one of them is not known.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        placement = placement_of(module)
+        if placement is not None and placement.one_expert and placement.num_parts > 1:
+            for name, buffer in module.named_buffers(path):
+                found[name] = (buffer, placement)
     return found
 
 

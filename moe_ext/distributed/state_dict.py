@@ -22,6 +22,7 @@ from moe_ext.distributed.placement import (
     known_shard,
     logical_names_by_rank,
     placements,
+    sharded_buffers,
 )
 
 # Optimizers whose state dicts speak of the whole.
@@ -82,7 +83,8 @@ def gathered(
         keep: False for a rank that takes part and wants nothing.
         device: where to keep them; None leaves each where it is.
     """
-    places, by_rank = placements(model), logical_names_by_rank(model)
+    buffers = {name: place for name, (_, place) in sharded_buffers(model).items()}
+    places, by_rank = {**placements(model), **buffers}, logical_names_by_rank(model)
     parts = {name: places.get(name) for name, value in state.items() if is_dtensor(value)}
     for name, place in parts.items():
         if place is not None and place.dim is None and not place.one_expert:

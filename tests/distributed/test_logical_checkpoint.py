@@ -35,13 +35,22 @@ ONE_BIT = {
 OPTIMIZERS = ("AdamW", "LAMB", "OneBitLamb", "ZeroOneAdam", "OneBitAdam")
 
 
+class Expert(nn.Linear):
+    """With a state that no optimizer knows, as that of a BatchNorm."""
+
+    def __init__(self, index):
+        super().__init__(D, D)
+        self.register_buffer("mean", torch.randn(3))
+        self.register_buffer("index", torch.tensor(index))
+
+
 class Model(nn.Module):
     """Stacked experts, experts that are modules, and a dense layer."""
 
     def __init__(self, ep_group, seed=5):
         super().__init__()
         torch.manual_seed(seed)
-        modules = ModuleExperts.build(lambda index: nn.Linear(D, D), E, ep_group=ep_group)
+        modules = ModuleExperts.build(Expert, E, ep_group=ep_group)
         self.stacked = moe_ext.MoELayer(D, 5, E, 2, bias=True, ep_group=ep_group)
         self.apart = moe_ext.MoELayer(D, 5, E, 2, experts=modules, ep_group=ep_group)
         self.head = nn.Linear(D, 300)
@@ -169,12 +178,15 @@ def check_every_kind_of_part(model, mesh, folder):
         n: t.shape for n, t in alone.state_dict().items()
     }
     alone.load_state_dict(whole)
+    assert [int(whole[f"apart.experts.{i}.index"]) for i in range(E)] == list(range(E))
     parts = ("stacked.experts.down_proj", "apart.experts.0.weight", "mlp.gate_up_proj.weight")
+    parts += ("apart.experts.0.mean", "apart.experts.0.index")
     for name in parts:
         with pytest.raises(TypeError, match="torch.save: expected whole tensors"):
             torch.save({name: state[name].cpu()}, io.BytesIO())
     dcp.save(state, checkpoint_id=folder / "every kind")
-    mine = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    own = [*model.named_parameters(), *model.named_buffers()]
+    mine = {name: tensor.detach().clone() for name, tensor in own}
     saved = {name: tensor.clone() for name, tensor in whole.items()}
     loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     dcp.load(loaded, checkpoint_id=folder / "every kind")
@@ -182,7 +194,11 @@ def check_every_kind_of_part(model, mesh, folder):
     for given in (whole, loaded, mine, full, alone.state_dict()):
         other = split(Model(mesh.ep_group, seed=8), mesh.ep_group)
         other.load_state_dict(given)
-        assert_same({name: p.detach() for name, p in other.named_parameters()}, mine)
+        assert_same(
+            {name: t.detach() for name, t in other.named_parameters()}
+            | dict(other.named_buffers()),
+            mine,
+        )
         assert_same(whole, saved)
     # Experts that are modules: those of this rank by their global number, not the first ones.
     held = range(E // 2 * mesh.ep_rank, E // 2 * (mesh.ep_rank + 1))
@@ -303,6 +319,7 @@ def test_what_is_saved_is_whole(saved):
     assert state["model.stacked.experts.down_proj"].shape == (E, D, 5)
     assert state["optimizer.exp_avg.stacked.experts.down_proj"].shape == (E, D, 5)
     assert f"optimizer.exp_avg_sq.apart.experts.{E - 1}.weight" in state
+    assert [int(state[f"model.apart.experts.{i}.index"]) for i in range(E)] == list(range(E))
     assert state["model.mlp.gate_up_proj.weight"].shape == (2, 24, D)
     owed = want["OneBitAdam"]["optimizer.owed.stacked.experts.down_proj"]
     assert owed.shape == (E, D, 5) and owed.any()
