@@ -64,7 +64,7 @@ def check(layer, sizes=(16, 23, 40), ids=lambda n: {}):
 @pytest.mark.parametrize("name", ROUTERS)
 def test_every_router_in_one_graph(name):
     router = make_router(name)
-    layer = moe_ext.MoELayer(8, 6, E, K, router=router, z_loss_coef=0.1, shared_ffn_dim=4)
+    layer = moe_ext.MoELayer(8, 6, E, router=router, z_loss_coef=0.1, shared_ffn_dim=4)
     needs_ids = "Hash" in name
 
     def ids(num_tokens):
