@@ -7,6 +7,7 @@ from moe_ext.attention.huggingface.prepare import prepare_model
 from moe_ext.attention.layouts import LAYOUTS, Layout, make_layout
 from moe_ext.attention.masks import Mask
 from moe_ext.attention.module import RingAttention
+from moe_ext.attention.packing import PackedDocuments, pack_documents
 from moe_ext.attention.ring_attention import explain_scheme, ring_attention
 from moe_ext.attention.rsa import RingSelfAttention, ring_self_attention
 from moe_ext.attention.sequence_parallel_mlp import SequenceParallelMLP
@@ -26,6 +27,7 @@ __all__ = [
     "Candidate",
     "Layout",
     "Mask",
+    "PackedDocuments",
     "RingAttention",
     "RingSelfAttention",
     "SchemeChoice",
@@ -35,6 +37,7 @@ __all__ = [
     "gather_from_sequence",
     "group_sampler",
     "make_layout",
+    "pack_documents",
     "position_ids",
     "prepare_model",
     "reduce_scatter_to_sequence",

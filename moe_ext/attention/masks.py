@@ -98,7 +98,7 @@ def _any_inside(keys: range, intervals: Sequence[tuple[int, int]]) -> bool:
     return False
 
 
-def _integers(values: Iterable[Any]) -> tuple[int, ...] | None:
+def integers(values: Iterable[Any]) -> tuple[int, ...] | None:
     """None where one of them is no integer."""
     try:
         return tuple(operator.index(value) for value in values)
@@ -110,7 +110,7 @@ def check_window(window: object, operation: str) -> tuple[int, int]:
     """(left, right) of a window argument; ValueError unless None or two integers from -1 on."""
     if window is None:
         return -1, -1
-    sides = _integers(window) if isinstance(window, tuple | list) else None
+    sides = integers(window) if isinstance(window, tuple | list) else None
     if sides is None or len(sides) != 2:
         raise ValueError(
             f"{operation}: expected window to be None or (left, right), integers, got {window}"
@@ -137,7 +137,7 @@ def check_cu_seqlens(cu_seqlens: Offsets | None, operation: str) -> tuple[int, .
                 f"{cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}"
             )
         cu_seqlens = cu_seqlens.tolist()
-    offsets = _integers(cu_seqlens)
+    offsets = integers(cu_seqlens)
     if offsets is None:
         raise ValueError(
             f"{operation}: expected cu_seqlens to be a row of integers, got {cu_seqlens}"

@@ -43,10 +43,11 @@ def test_a_block_of_attention_runs(code):
     exec(code, names)
 
 
-def test_the_table_of_schemes_is_what_its_code_prints(capsys):
+@pytest.mark.parametrize("name", ["choose_scheme", "pack_documents"])
+def test_a_table_is_what_its_code_prints(name, capsys):
     text = (DOCS / "attention.md").read_text()
     code, table = re.search(
-        r"```python\n([^`]*choose_scheme[^`]*)```\n+```text\n(.*?)```", text, re.S
+        rf"```python\n([^`]*{name}[^`]*)```\n+```text\n(.*?)```", text, re.S
     ).groups()
     exec(code, {})
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]

@@ -1,0 +1,111 @@
+"""`pack_documents`: whole documents in rows whose attention costs alike."""
+
+import itertools
+
+import pytest
+import torch
+from helpers import make_inputs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ext.attention import Mask, pack_documents, ring_attention
+
+SEQ_LEN = 300
+LENGTHS = st.lists(st.integers(0, SEQ_LEN), max_size=40)
+WINDOWS = st.none() | st.tuples(st.integers(-1, 40), st.integers(-1, 40))
+
+
+def first_fit(lengths):
+    """Lengths of each row, by first fit in order of falling length."""
+    rows = []
+    for length in sorted(lengths, reverse=True):
+        row = next((row for row in rows if sum(row) + length <= SEQ_LEN), None)
+        rows.append([length]) if row is None else row.append(length)
+    return rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.integers(1, 4), st.integers(0, 12), st.booleans(), WINDOWS)
+def test_every_document_once_in_rows_of_even_cost(lengths, num_ranks, more, is_causal, window):
+    mask = Mask(is_causal, *(window or (-1, -1)))
+    kwargs = {"num_ranks": num_ranks, "is_causal": is_causal, "window": window}
+    count = (len(first_fit(lengths)) + more) // num_ranks * num_ranks + num_ranks
+    longest, tokens = max(lengths, default=0), sum(lengths)
+
+    def area(row):
+        return sum(int(mask.areas(length).sum()) for length in row)
+
+    for num_rows in (None, count):
+        packed = pack_documents(lengths, SEQ_LEN, num_rows=num_rows, **kwargs)
+        again = pack_documents(torch.tensor(lengths).long(), SEQ_LEN, num_rows=num_rows, **kwargs)
+        assert packed == again
+        rows = len(packed.documents)
+        assert rows == num_rows if num_rows else rows % num_ranks == 0
+        assert sorted(itertools.chain(*packed.documents)) == list(range(len(lengths)))
+        for row, offsets in zip(packed.documents, packed.cu_seqlens, strict=True):
+            sizes = [b - a for a, b in itertools.pairwise(offsets)]
+            assert sizes[: len(row)] == [lengths[i] for i in row]
+            assert offsets[0] == 0 and offsets[-1] == SEQ_LEN
+            assert all(0 < size <= 128 for size in sizes[len(row) :]) or offsets[-2] == SEQ_LEN
+        areas = [area([lengths[i] for i in row]) for row in packed.documents]
+        assert list(packed.areas) == areas == sorted(areas, reverse=True)
+        worst = max(areas, default=0)
+        if rows >= len(first_fit(lengths)):
+            assert worst <= max(map(area, first_fit(lengths)), default=0)
+        # Rows without room for the longest document; the document that came last to the costliest
+        # row found the other rows costlier.
+        full = tokens // (SEQ_LEN - longest + 1)
+        if full < rows:
+            assert worst <= sum(areas) / (rows - full) + area([longest])
+
+
+def test_rows_of_short_and_long_documents():
+    lengths = torch.distributions.LogNormal(6.0, 1.2)
+    torch.manual_seed(0)
+    sizes = lengths.sample((400,)).long().clamp(16, 8192).tolist()
+    packed = pack_documents(sizes, 8192, num_ranks=8)
+    mean = sum(packed.areas) / len(packed.areas)
+    # The longest document cannot be divided, and has a row almost for itself.
+    assert packed.areas[0] <= max(1.01 * mean, 1.001 * max(n * (n + 1) // 2 for n in sizes))
+    # The costliest rows of all steps: 1.20, and 1.32 by first fit.
+    assert sum(packed.areas[::8]) * 8 <= 1.22 * sum(packed.areas)
+    # By first or best fit the costliest row has 511.
+    assert pack_documents([20, 8, 13, 20, 8, 9, 14, 12, 9], 60, num_rows=2).areas == (441, 415)
+
+
+def test_a_row_of_attention_is_that_of_each_document():
+    lengths = [9, 30, 4, 17, 0, 12, 1]
+    packed = pack_documents(lengths, 37, window=(6, -1))
+    q, k, v, _ = make_inputs(batch=len(lengths), seq_len=37)
+    rows = [[] for _ in range(3)]
+    for tensor, parts in zip((q, k, v), rows, strict=True):
+        for row in packed.documents:
+            documents = torch.cat([tensor[i, :, : lengths[i]] for i in row], 1)
+            padding = tensor.new_full((tensor.shape[1], 37, tensor.shape[3]), 7.0)
+            parts.append(torch.cat([documents, padding], 1)[:, :37])
+    masks = {"group": None, "is_causal": True, "window": (6, -1)}
+    found = ring_attention(*map(torch.stack, rows), cu_seqlens=packed.cu_seqlens, **masks)
+    for out, row, offsets in zip(found, packed.documents, packed.cu_seqlens, strict=True):
+        for i, (start, stop) in zip(row, itertools.pairwise(offsets), strict=False):
+            alone = ring_attention(*(x[i : i + 1, :, : lengths[i]] for x in (q, k, v)), **masks)
+            torch.testing.assert_close(out[:, start:stop], alone[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "changes", "message"),
+    [
+        ([3, 9], {}, r"lengths\[1\] to be from 0 to seq_len, 8, got 9"),
+        ([-1], {}, r"lengths\[0\] to be from 0 to seq_len, 8, got -1"),
+        ([2.5], {}, "lengths to be a row of integers"),
+        (torch.ones(2, 2).long(), {}, "lengths to be a row of integers"),
+        (7, {}, "lengths to be a row of integers"),
+        ([3], {"seq_len": 0}, "seq_len to be at least 1, got 0"),
+        ([3], {"num_ranks": 0}, "num_ranks to be at least 1, got 0"),
+        ([5, 5, 5], {"num_rows": 2}, "num_rows to be a multiple of num_ranks, 1, and at least 3"),
+        ([5], {"num_rows": 3, "num_ranks": 2}, "num_rows to be a multiple of num_ranks, 2, and"),
+        ([5], {"window": (-2, 0)}, "window to be -1"),
+    ],
+)
+def test_arguments_refused(lengths, changes, message):
+    with pytest.raises(ValueError, match=f"pack_documents: .*{message}"):
+        pack_documents(lengths, **{"seq_len": 8, **changes})
