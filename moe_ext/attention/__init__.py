@@ -21,6 +21,7 @@ from moe_ext.attention.sharding import (
     token_mean_loss,
     unshard_sequence,
 )
+from moe_ext.attention.varlen import ring_attention_varlen
 
 __all__ = [
     "LAYOUTS",
@@ -42,6 +43,7 @@ __all__ = [
     "prepare_model",
     "reduce_scatter_to_sequence",
     "ring_attention",
+    "ring_attention_varlen",
     "ring_self_attention",
     "scatter_to_sequence",
     "sequence_parallel",

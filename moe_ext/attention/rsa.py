@@ -30,7 +30,7 @@ from moe_ext.attention.checks import (
 )
 from moe_ext.attention.layouts import Layout, make_layout
 from moe_ext.attention.masks import Mask, check_cu_seqlens, check_end, check_window
-from moe_ext.attention.sharding import Shards, check_lengths, gathered_lengths, sum_shards
+from moe_ext.attention.sharding import Shards, check_lengths, sum_shards
 from moe_ext.attention.sharding import position_ids as position_ids_of
 from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.groups import GroupHandle, check_group, group_rank
@@ -557,9 +557,17 @@ class RingSelfAttention(nn.Module):
 
         Returns:
             `[B, L, model_dim]`.
+
+        Raises:
+            ValueError: on every rank: `x` or `position_ids` of another shape on one of them, or
+                what `ring_self_attention` refuses.
+            RankFailureError: a rank died or did not answer; the message names it.
         """
-        fits = x.dim() == 3 and x.shape[2] == self.model_dim
-        _require_of_module(fits, "x", f"of shape [B, L, {self.model_dim}]", list(x.shape))
+        try:
+            self._check_shapes(x, position_ids)
+        except ValueError as error:
+            agree(_MODULE, {}, error, self.group, message_device(x))
+            raise
         made = self.layout if layout is None else layout
         q, k, v = (
             projection(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
@@ -588,13 +596,24 @@ class RingSelfAttention(nn.Module):
     if TYPE_CHECKING:
         __call__ = forward
 
+    def _check_shapes(self, x: Tensor, position_ids: Tensor | None) -> None:
+        fits = x.dim() == 3 and x.shape[2] == self.model_dim
+        _require_of_module(fits, "x", f"of shape [B, L, {self.model_dim}]", list(x.shape))
+        if self.rotary_base is not None and position_ids is not None:
+            shape, length = position_ids.shape, x.shape[1]
+            rule = f"[{length}] or [B, {length}], this rank's"
+            fits = shape[-1:] == (length,) and len(shape) in (1, 2)
+            _require_of_module(fits, "position_ids", rule, list(shape))
+
     def _positions(
         self,
         x: Tensor,
         layout: str | Layout,
         cu_seqlens: Tensor | Sequence[int] | None,
     ) -> Tensor:
-        lengths = gathered_lengths(x.shape[1], self.group, x.device, operation=_MODULE)
+        # The others hear from it of a rank that has refused its shapes.
+        rows = agree(_MODULE, {}, None, self.group, x.device, values=(x.shape[1],))
+        lengths = [row[0] for row in rows]
         made = make_layout(layout, sum(lengths), len(lengths), cu_seqlens=cu_seqlens)
         check_lengths(made, lengths, _MODULE, self.group)
         return position_ids_of(
@@ -603,10 +622,7 @@ class RingSelfAttention(nn.Module):
 
     def _rotated(self, x_BHLD: Tensor, position_ids: Tensor) -> Tensor:
         """Halves (a, b) of each head to (a cos - b sin, b cos + a sin)."""
-        length, half = x_BHLD.shape[2], self.head_dim // 2
-        fits = position_ids.shape[-1:] == (length,) and position_ids.dim() in (1, 2)
-        rule = f"[{length}] or [B, {length}], this rank's"
-        _require_of_module(fits, "position_ids", rule, list(position_ids.shape))
+        half = self.head_dim // 2
         assert self.rotary_base is not None
         # float64: a float32 angle of position 10^6 is off by a twentieth.
         steps = torch.arange(half, dtype=torch.float64, device=x_BHLD.device) / half

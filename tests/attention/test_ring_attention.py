@@ -1,3 +1,4 @@
+import functools
 import inspect
 import sys
 import typing
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from helpers import expect_equal, make_inputs, sharded, whole
 
-from moe_ext.attention import RingAttention, ring_attention
+from moe_ext.attention import RingAttention, ring_attention, ring_attention_varlen
 
 OFFSETS = (0, 5, 5, 14, 30, 37)
 KEY_MASK = torch.arange(37).repeat(2, 1) % 5 != torch.tensor([[1], [3]])
@@ -93,6 +94,22 @@ def test_dropout_keeps_the_mean_and_the_seed():
     first = ring_attention(q, k, v, group=None, dropout_p=0.25)
     torch.manual_seed(1)
     assert torch.equal(first, ring_attention(q, k, v, group=None, dropout_p=0.25))
+
+
+def test_packed_tokens_of_one_process():
+    q, k, v, _ = make_inputs(batch=1)
+    offsets = torch.tensor([0, 5, 14, 37])
+    expected = ring_attention(q, k, v, group=None, cu_seqlens=offsets, is_causal=True)
+    tokens = [x[0].transpose(0, 1) for x in (q, k, v)]
+    attend = functools.partial(ring_attention_varlen, causal=True, group=None)
+    found = attend(*tokens, offsets, offsets)
+    assert torch.equal(found, expected[0].transpose(0, 1))
+    graph = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    assert torch.equal(graph(*tokens, offsets, offsets), found)
+    with pytest.raises(ValueError, match="cu_seqlens_k to be equal to cu_seqlens_q, got"):
+        attend(*tokens, offsets, offsets[1:])
+    with pytest.raises(ValueError, match="q to be packed tokens .*, got NoneType"):
+        attend(None, *tokens[1:], offsets, offsets)
 
 
 def test_strided_inputs():

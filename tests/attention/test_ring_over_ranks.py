@@ -20,6 +20,7 @@ from moe_ext.attention import (
     make_layout,
     position_ids,
     ring_attention,
+    ring_attention_varlen,
     shard_sequence,
     shift_labels,
     token_mean_loss,
@@ -276,6 +277,45 @@ def rows_with_documents_of_their_own(scheme, layout):
     same = sharded(*inputs, **where, is_causal=True, cu_seqlens=(rows[0], rows[0]))
     one = sharded(*inputs, **where, is_causal=True, cu_seqlens=rows[0])
     assert all(map(torch.equal, same, one))
+
+
+@check(("ring", "per_document"), ("all_gather", "striped"))
+def packed_tokens_as_the_kernels_take_them(scheme, layout):
+    offsets = torch.tensor([0, 5, 5, 14, 30, 37], dtype=torch.int32)
+    where = {"group": group(), "layout": layout}
+    inputs = [shard_sequence(x, dim=2, cu_seqlens=offsets, **where) for x in make_inputs(batch=1)]
+    expected = [x.clone().requires_grad_() for x in inputs[:3]]
+    options = {"is_causal": True, "window": (6, -1), "softcap": 1.5, "scale": 0.3, "seed": 3}
+    slopes = torch.tensor([0.5, 0.25, 0.1, 0.0])
+    common = {**where, "alibi_slopes": slopes, "dropout_p": 0.2, "scheme": scheme}
+    out = ring_attention(*expected, cu_seqlens=offsets, **options, **common)
+    out.backward(inputs[3])
+    tokens = [x[0].transpose(0, 1).detach().contiguous().requires_grad_() for x in inputs[:3]]
+    kernel = (0.2, 0.3, True, (6, -1), 1.5, slopes)
+    found = ring_attention_varlen(
+        *tokens, offsets, offsets.clone(), 16, 16, *kernel, **where, scheme=scheme, seed=3
+    )
+    found.backward(inputs[3][0].transpose(0, 1))
+    assert torch.equal(found, out[0].transpose(0, 1))
+    for token, x in zip(tokens, expected, strict=True):
+        assert torch.equal(token.grad, x.grad[0].transpose(0, 1))
+    tokens = [x.detach() for x in tokens]
+    odd = dist.get_rank() == 1
+    for match, q, keys in (
+        (
+            r"q to be packed tokens \[T, heads, dim\]",
+            tokens[0][None] if odd else tokens[0],
+            offsets,
+        ),
+        ("cu_seqlens_k to be equal to cu_seqlens_q", tokens[0], offsets + odd),
+        ("cu_seqlens_q to be a tensor of integers", tokens[0], None),
+    ):
+        queries = offsets if keys is not None else [0, 37] if odd else offsets
+        keys = queries if keys is None else keys
+        with pytest.raises(ValueError, match=f"{match}.* on rank 1$"):
+            ring_attention_varlen(q, *tokens[1:], queries, keys, **where)
+    again = ring_attention_varlen(*tokens, offsets, offsets, 16, 16, **where)
+    assert again.shape == found.shape
 
 
 @check()

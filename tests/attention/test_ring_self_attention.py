@@ -285,6 +285,15 @@ def what_differs_between_ranks_is_refused_on_all():
     refused("q to be a tensor .*, got NoneType on rank 1$", None if odd else q, k, v)
     mask = torch.ones(1, 1, q.shape[2], 36, dtype=torch.bool)
     refused("S of attn_mask to be the 37 keys of all ranks, got 36", q, k, v, attn_mask=mask)
+    x = torch.zeros(2, q.shape[2], 16)
+    for options in ({}, {"rotary_base": 1e4}):
+        module = RingSelfAttention(16, 4, group=group(), **options)
+        with pytest.raises(ValueError, match=r"x to be of shape .*, got \[2, 8\] on rank 1$"):
+            module(torch.zeros(2, 8) if odd else x)
+    with pytest.raises(ValueError, match=r"position_ids to be .*, got \[3\] on rank 1$"):
+        module(x, position_ids=torch.arange(3 if odd else x.shape[1]))
+    # Nothing is left underway that a later call could take for its own.
+    assert module(x).shape == x.shape
 
 
 def run_all(_=0):

@@ -1,0 +1,107 @@
+"""`ring_attention` of packed tokens, by the arguments of the kernels for documents of any length.
+
+Shapes: T tokens of this rank, H heads, Hkv heads of keys and values, D and Dv head dims.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from moe_ext.attention.call import Options
+from moe_ext.attention.checks import message_device, requires
+from moe_ext.attention.layouts import Layout
+from moe_ext.attention.ring_attention import ring_attention
+from moe_ext.distributed.agreement import agree
+
+OPERATION = "ring_attention_varlen"
+_require = requires(OPERATION)
+
+
+def ring_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    *,
+    group: ProcessGroup | DeviceMesh | None,
+    layout: str | Layout = "zigzag",
+    scheme: str = "ring",
+    precision: str = "exact",
+    sinks: Tensor | None = None,
+    seed: int | None = None,
+) -> Tensor:
+    """`ring_attention` of one row of packed documents, called as flash_attn_varlen_func is.
+
+    Tokens are those that `layout` gives this rank; the offsets are of the whole sequence.
+
+    Args:
+        q: `[T, H, D]`, this rank's queries.
+        k: `[T, Hkv, D]`; H is a multiple of Hkv.
+        v: `[T, Hkv, Dv]`.
+        cu_seqlens_q: `[documents + 1]`, offsets in the sequence of all ranks.
+        cu_seqlens_k: the same: queries and keys are those of the same tokens. Give the same tensor
+            under `torch.compile`, which cannot compare two.
+        max_seqlen_q: not needed, and not read.
+        max_seqlen_k: likewise.
+        dropout_p: share of the softmax dropped; 0 in evaluation.
+        softmax_scale: factor on q k^T; None for 1 / sqrt(D).
+        causal: a query sees no key after it.
+        window_size: (left, right), -1 for no limit.
+        softcap: scores become softcap * tanh(score / softcap); 0 for none.
+        alibi_slopes: `[H]`.
+        group: see `ring_attention`, as for all that follows.
+        layout: see `make_layout`; `cu_seqlens` of its functions is `cu_seqlens_q`.
+        scheme: see `ring_attention`.
+        precision: see `ring_attention`.
+        sinks: `[H]`.
+        seed: of the dropout.
+
+    Returns:
+        `[T, H, Dv]`.
+
+    Raises:
+        ValueError: on every rank: tensors of another number of dims, offsets of keys that are not
+            those of queries, or what `ring_attention` refuses.
+        RankFailureError: a rank died or did not answer; the message names it.
+    """
+    try:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            fits = isinstance(x, Tensor) and x.dim() == 3
+            found = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            _require(fits, name, "packed tokens [T, heads, dim] of this rank", found)
+        one_row = isinstance(cu_seqlens_q, Tensor) and cu_seqlens_q.dim() == 1
+        _require(one_row, "cu_seqlens_q", "a tensor of integers [documents + 1]", cu_seqlens_q)
+        same = cu_seqlens_k is cu_seqlens_q or torch.equal(cu_seqlens_k, cu_seqlens_q)
+        _require(same, "cu_seqlens_k", "equal to cu_seqlens_q", cu_seqlens_k)
+    except Exception as error:
+        agree(OPERATION, {}, error, Options.of(group, OPERATION).group, message_device(q, k, v))
+        raise
+    out = ring_attention(
+        *(x.transpose(0, 1)[None] for x in (q, k, v)),
+        group=group,
+        is_causal=causal,
+        scale=softmax_scale,
+        layout=layout,
+        window=window_size,
+        cu_seqlens=cu_seqlens_q,
+        alibi_slopes=alibi_slopes,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        seed=seed,
+        scheme=scheme,
+        precision=precision,
+    )
+    return out[0].transpose(0, 1)
