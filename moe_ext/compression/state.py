@@ -21,6 +21,7 @@ from moe_ext.compression.parameters import NamedParameters
 from moe_ext.compression.policy import Policy, policy_of
 from moe_ext.compression.reducer import Reducer
 from moe_ext.compression.schedules import ResidualMonitor, Warmup
+from moe_ext.distributed.data_parallel import num_reduced
 from moe_ext.distributed.groups import group_rank, group_ranks, group_size, resolve_group
 
 CANDIDATES = ("none", "bf16", "int8", "int4")
@@ -166,8 +167,8 @@ class CompressionState:
         return resolve_group(self._group, "CompressionState")
 
     def adopt_ddp(self, parallel: DistributedDataParallel) -> None:
-        """Reduce over its ranks (see `adopt_group`), as many parameters in a pass as it trains."""
-        self.num_hooked = sum(p.requires_grad for p in parallel._module_parameters)
+        """Reduce over its ranks (see `adopt_group`), as many parameters in a pass as it does."""
+        self.num_hooked = num_reduced(parallel)
         self.adopt_group(parallel.process_group)
 
     def adopt_group(self, group: ProcessGroup) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -20,6 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 from torch.nn.utils import clip_grad_norm_
+
+# Of each wrapper, the parameters that were trained when it was made.
+ddp_num_reduced: weakref.WeakKeyDictionary[DistributedDataParallel, int]
+ddp_num_reduced = weakref.WeakKeyDictionary()
 
 
 def default_store() -> c10d.Store:
@@ -47,6 +52,11 @@ def ddp_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], An
     return list(getattr(ddp, "_comm_hooks", ()))
 
 
+def ddp_num_trained(ddp: DistributedDataParallel) -> int:
+    """Parameters of a wrapper that require a gradient now."""
+    return sum(parameter.requires_grad for parameter in ddp._module_parameters)
+
+
 def output_tensors(output: Any) -> list[Tensor]:
     """The tensors that DDP finds in what a module returns."""
     return [found for found in _find_tensors(output) if isinstance(found, Tensor)]
@@ -69,6 +79,7 @@ def around_ddp_init(
         arguments = signature.bind(self, *args, **kwargs).arguments
         after = before(arguments["module"], arguments)
         init(self, *args, **kwargs)
+        ddp_num_reduced[self] = ddp_num_trained(self)
         if after is not None:
             after(self)
 

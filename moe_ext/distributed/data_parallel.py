@@ -207,6 +207,13 @@ def _before_init(
     return after
 
 
+def num_reduced(ddp: DistributedDataParallel) -> int:
+    """Parameters that a wrapper reduces: those that were trained when it was made."""
+    # One from before the import of moe_ext: those of now. Its C++ logger would tell, but waits for
+    # a lock that is held while a communication hook runs.
+    return _c10d.ddp_num_reduced.get(ddp, _c10d.ddp_num_trained(ddp))
+
+
 def _divided_over(
     world: ProcessGroup, sharded: dict[str, tuple[nn.Parameter, Placement]]
 ) -> dict[str, tuple[nn.Parameter, Placement]]:

@@ -118,6 +118,15 @@ def static_graph_of_several_buckets():
             bound = 2e-6 * size * want["wide.weight"].abs().max()
             assert owed.any() == (size > 1) and (left - owed).abs().max() <= bound, codec
         assert state.step == 3
+    # DDP reduces what was trained when it was made, whatever is frozen or trained since then.
+    for frozen in (False, True):
+        model = Mixed()
+        model.wide.bias.requires_grad_(not frozen)
+        ours, state = wrapped(model, codec="none", ddp={"static_graph": True})
+        ours.module.wide.bias.requires_grad_(frozen)
+        for step in range(3):
+            gradients_of(ours, step)
+        assert state.step == 3
     # As a part of another hook's state, where nobody finds DDP by it.
     for knows in (True, False):
         parallel = DistributedDataParallel(Mixed(), static_graph=True)
