@@ -257,22 +257,22 @@ __global__ void named_space_kernel(int* out, bool loads) {
   int* const places[] = {out, declared, dynamic, &local};
   int* const place = places[static_cast<int>(kSpace)];
   if (loads) {
-    out[0] = __ldg(place) + __ldcs(place);
+    out[1] = __ldg(place) + __ldcs(place);
   } else {
     __stwb(place, 1);
   }
 }
 
 TEST(SeededBug, AddressOfAnotherSpace) {
-  int out = 0;
+  int out[2] = {};
   for (const bool loads : {false, true}) {
     const std::string op = loads ? "__ldg" : "__stwb";
-    EXPECT_EQ(error_of_launch(named_space_kernel<Space::kGlobal>, 1, &out, loads), "no error");
+    EXPECT_EQ(error_of_launch(named_space_kernel<Space::kGlobal>, 1, out, loads), "no error");
     EXPECT_HAS(
-        error_of_launch(named_space_kernel<Space::kDeclared>, 1, &out, loads),
+        error_of_launch(named_space_kernel<Space::kDeclared>, 1, out, loads),
         op + " names global memory, and its address lies in shared memory: block (0, 0, 0), thread (0, 0, 0) at ");
-    EXPECT_HAS(error_of_launch(named_space_kernel<Space::kDynamic>, 1, &out, loads), "lies in shared memory");
-    EXPECT_HAS(error_of_launch(named_space_kernel<Space::kLocal>, 1, &out, loads), "is that of a local variable");
+    EXPECT_HAS(error_of_launch(named_space_kernel<Space::kDynamic>, 1, out, loads), "lies in shared memory");
+    EXPECT_HAS(error_of_launch(named_space_kernel<Space::kLocal>, 1, out, loads), "is that of a local variable");
   }
 }
 
