@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     """Parse the options and run."""
     parser = digits.options(__doc__)
     parser.add_argument("--ep", type=int, default=1, help="ranks that share experts (%(default)s)")
-    parser.add_argument("--bf16", action="store_true", help="compute and send in bfloat16")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 (float32)")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (%(default)s)")
     parser.add_argument("--save", type=Path, help="folder for a checkpoint at the end")
     parser.add_argument("--load", type=Path, help="folder of a checkpoint to go on from")

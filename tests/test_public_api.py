@@ -51,7 +51,10 @@ def described(name, value, classes=()):
         yield f"class {name}{parameters(value)}"
         for member in sorted(dir(value)):
             found = inspect.getattr_static(value, member)
-            owner = next((c for c in value.__mro__ if member in vars(c)), object)
+            owners = [c for c in value.__mro__ if member in vars(c)] or [object]
+            # Where it was written: torch wraps `step` in the class of an optimizer that is made.
+            written = getattr(found, "__qualname__", "").rpartition(".")[0]
+            owner = next((c for c in owners if c.__qualname__ == written), owners[0])
             inherited = owner is not value and owner in classes
             if member.startswith("_") or inherited or not owner.__module__.startswith("moe_ext"):
                 continue

@@ -201,12 +201,13 @@ MOE_INLINE void scores_backward(
       mean += own;
     }
   }
-  for (int64_t e = 0; e < options.num_experts; ++e) {
-    const Vec<Acc> s = load(tile.score + e * kLanes);
-    const Vec<Acc> slope = slope_of<Acc>(options.score_fn, s);
-    const Acc g = grad_score_sum != nullptr ? grad_score_sum[e] : Acc(0);
-    store(tile.key + e * kLanes, s * factor * slope * (g - mean));
-  }
+  with_slope<Acc>(options.score_fn, [&](auto slope_of) {
+    for (int64_t e = 0; e < options.num_experts; ++e) {
+      const Vec<Acc> s = load(tile.score + e * kLanes);
+      const Acc g = grad_score_sum != nullptr ? grad_score_sum[e] : Acc(0);
+      store(tile.key + e * kLanes, s * factor * slope_of(s) * (g - mean));
+    }
+  });
 }
 
 // tile.chosen, from the chosen logits: scale q f'/f (g - <q, g>), the gradient through weights q that are scores of
@@ -231,12 +232,13 @@ MOE_INLINE void weights_backward(const Tile<Acc>& tile, const GateOptions& optio
     }
     mean *= factor;
   }
-  for (int64_t k = 0; k < top_k; ++k) {
-    const Vec<Acc> s = load(tile.chosen + k * kLanes);
-    const Vec<Acc> slope = slope_of<Acc>(options.score_fn, s);
-    const Vec<Acc> g = load(tile.list + k * kLanes) - mean;
-    store(tile.chosen + k * kLanes, static_cast<Acc>(options.scale) * (s * factor) * slope * g);
-  }
+  with_slope<Acc>(options.score_fn, [&](auto slope_of) {
+    for (int64_t k = 0; k < top_k; ++k) {
+      const Vec<Acc> s = load(tile.chosen + k * kLanes);
+      const Vec<Acc> g = load(tile.list + k * kLanes) - mean;
+      store(tile.chosen + k * kLanes, static_cast<Acc>(options.scale) * (s * factor) * slope_of(s) * g);
+    }
+  });
 }
 
 template <typename T, typename Acc>

@@ -302,18 +302,23 @@ MOE_INLINE void column_scores(ScoreFn fn, Acc* out, const Acc* x, int64_t n) {
   }
 }
 
-// f'(x) / f(x) of scores.
-template <typename Acc>
-MOE_INLINE Vec<Acc> slope_of(ScoreFn fn, Vec<Acc> scores) {
-  if (fn != ScoreFn::kSqrtSoftplus) {
-    return fn == ScoreFn::kSigmoid ? Acc(1) - scores : broadcast(Acc(1));
+// Calls a loop with the function of scores that is f'(x) / f(x): a loop for each, since they differ much in cost.
+template <typename Acc, typename Loop>
+MOE_INLINE void with_slope(ScoreFn fn, Loop loop) {
+  if (fn == ScoreFn::kSqrtSoftplus) {
+    loop([](Vec<Acc> scores) {
+      Acc values[Lanes<Acc>::kCount];
+      store(values, scores);
+      for (int64_t lane = 0; lane < Lanes<Acc>::kCount; ++lane) {
+        values[lane] = sqrt_softplus_slope(values[lane]);
+      }
+      return load(values);
+    });
+  } else if (fn == ScoreFn::kSigmoid) {
+    loop([](Vec<Acc> scores) { return Acc(1) - scores; });
+  } else {
+    loop([](Vec<Acc>) { return broadcast(Acc(1)); });
   }
-  Acc values[Lanes<Acc>::kCount];
-  store(values, scores);
-  for (int64_t lane = 0; lane < Lanes<Acc>::kCount; ++lane) {
-    values[lane] = sqrt_softplus_slope(values[lane]);
-  }
-  return load(values);
 }
 
 // Fills score, and returns the factor that makes each lane's scores sum to one, zero in a lane that is not active.

@@ -115,7 +115,10 @@ def check_an_embedding_that_is_mostly_touched_goes_dense():
         parallel.zero_grad()
         parallel(torch.arange(300)).square().sum().backward()
     (row,) = (row for row in state.explain().rows if row.parameters == ("embedding.weight",))
-    assert (row.codec, row.why) == ("none", "role embedding; in the place of rows for now")
+    assert (row.codec, row.why) == (
+        "none",
+        "role embedding; in the place of block_sparse(block=row) for now",
+    )
 
 
 def check_counts_of_the_router_cover_accumulation():
