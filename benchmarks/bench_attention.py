@@ -314,7 +314,7 @@ def chart(
 
     figure = Figure(figsize=(12, 8.5), layout="constrained")
     look = {
-        # Where lines coincide, the larger, hollow markers show those below.
+        # The larger, hollow markers show lines that another one covers.
         name: {"color": f"C{i}", "marker": "osD^vPX"[i], "markersize": 11 - i, "fillstyle": "none"}
         for i, name in enumerate(WIRE)
     }

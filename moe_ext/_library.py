@@ -40,7 +40,7 @@ def has_cuda() -> bool:
 
 
 def _remedy() -> str:
-    """What to do about the missing operators: another moe_ext that has them may be hidden."""
+    """Advice on missing operators: another moe_ext that has them may be hidden."""
     for entry in sys.path:
         other = Path(entry or ".").resolve() / "moe_ext"
         if other != PATH.parent and (other / PATH.name).exists():

@@ -60,7 +60,7 @@ __device__ __forceinline__ void store(T* to, const Vec<T, kSize>& value) {
   __stwb(reinterpret_cast<access_t<sizeof(T) * kSize>*>(to), raw);
 }
 
-// Where __stwb, which names global memory, would fault.
+// A store to shared memory: __stwb, which names global memory, would fault.
 template <typename T, int kSize>
 __device__ __forceinline__ void store_shared(T* to, const Vec<T, kSize>& value) {
   access_t<sizeof(T) * kSize> raw;

@@ -10,7 +10,7 @@ namespace moe_ext::gating {
 
 enum class ScoreFn { kSoftmax, kTopkSoftmax, kSigmoid, kSqrtSoftplus };
 
-// Whether a score looks at one logit alone.
+// True for a score that looks at one logit alone.
 constexpr bool is_pointwise(ScoreFn fn) {
   return fn == ScoreFn::kSigmoid || fn == ScoreFn::kSqrtSoftplus;
 }
@@ -29,7 +29,7 @@ struct GateOptions {
   constexpr bool softmax_of_chosen() const {
     return score_fn == ScoreFn::kTopkSoftmax || (score_fn == ScoreFn::kSoftmax && renormalize);
   }
-  // Whether the keys are scores without a bias too: a sum of logits is no score of a group.
+  // True if the keys are scores without a bias too: a sum of logits is no score of a group.
   constexpr bool sums_groups() const {
     return group_terms > 1 && top_groups < num_groups;
   }

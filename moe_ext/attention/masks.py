@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Of packed documents: one row for the whole batch, or one for each row of it.
+# Offsets of packed documents: one row for the whole batch, or one for each row of it.
 Offsets = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
 

@@ -187,7 +187,7 @@ def ring_attention(
 
 def _as_autocast(x: Tensor) -> Tensor:
     """As torch casts what its attention reads, which an operator of our own does not get."""
-    # What is no tensor of numbers is for the checks, which all ranks hear of.
+    # Arguments that are no tensors of numbers are left to the checks, which all ranks hear of.
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     kind = x.device.type

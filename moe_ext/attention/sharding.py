@@ -171,20 +171,13 @@ def unshard_sequence(
     """
     op = "unshard_sequence"
     group = ranks_of(group, op)
-    lengths = gathered_lengths(x.shape[dim], group, x.device, operation=op)
+    lengths = [x.shape[dim]]
+    if group is not None:
+        lengths = [row[0] for row in share(lengths, group, x.device, operation=op)]
     made = make_layout(layout, sum(lengths), len(lengths), cu_seqlens=cu_seqlens)
     check_lengths(made, lengths, op, group)
     whole: Tensor = _Unshard.apply(x.movedim(dim, 0), made, group)
     return whole.movedim(0, dim)
-
-
-def gathered_lengths(
-    length: int, group: ProcessGroup | None, device: torch.device, *, operation: str
-) -> list[int]:
-    """Length of every rank's shard, in group order."""
-    if group is None:
-        return [length]
-    return [row[0] for row in share([length], group, device, operation=operation)]
 
 
 def check_lengths(

@@ -249,7 +249,7 @@ def _local_shape(size: torch.Size, parameter: nn.Parameter, place: Placement) ->
 
 
 def _local(value: Tensor, place: Placement | None, parameter: Tensor | None) -> Tensor:
-    """This rank's part of what `_whole` made."""
+    """This rank's part of what `whole_of` made."""
     if place is None or value.dim() == 0 or (place.num_parts == 1 and place.blocks == 1):
         return value
     return place.local(value, parameter)

@@ -60,26 +60,25 @@ def clip_grad_norm_(
     with torch.no_grad():
         gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
     total = _total_norm(model, norm_type)
-    if error_if_nonfinite:
-        _check_finite(total)
-    _scale_(gradients, (max_norm / (total + 1e-6)).clamp(max=1.0))
+    _clip_(gradients, total, max_norm, error_if_nonfinite)
     return _as_gradients(total, gradients)
 
 
 @torch.no_grad()
-def _scale_(gradients: list[Tensor], coefficient: Tensor) -> None:
+def _clip_(
+    gradients: list[Tensor], norm: Tensor, max_norm: float, error_if_nonfinite: bool
+) -> None:
+    """Scale gradients, whose norm over all ranks is `norm`, to one of at most `max_norm`."""
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"clip_grad_norm_: expected the norm of the gradients to be finite, got {norm.item()}"
+        )
+    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         synced = is_synced(gradient)
         gradient.mul_(coefficient.to(gradient.device))
         if synced:
             mark_synced(gradient)
-
-
-def _check_finite(norm: Tensor) -> None:
-    if not bool(torch.isfinite(norm)):
-        raise RuntimeError(
-            f"clip_grad_norm_: expected the norm of the gradients to be finite, got {norm.item()}"
-        )
 
 
 def _as_gradients(norm: Tensor, gradients: list[Tensor]) -> Tensor:
@@ -183,9 +182,7 @@ def _clip_over_ranks(clip: Callable[..., Tensor]) -> Callable[..., Tensor]:
         gradients = [local_part(p.grad) for p in found if p.grad is not None]
         root = total if norm_type == math.inf else total ** (1 / norm_type)
         norm = _as_gradients(root, gradients)
-        if error_if_nonfinite:
-            _check_finite(norm)
-        _scale_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        _clip_(gradients, norm, max_norm, error_if_nonfinite)
         return norm
 
     return clip_over_ranks

@@ -10,7 +10,7 @@ import functools
 import importlib
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -34,8 +34,8 @@ _REFUSED = ("position_bias", "head_mask", "cache", "block_table", "output_attent
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a prepared model knows of its batch before a layer runs.
+class BatchFacts:
+    """Facts of a batch that a prepared model knows before a layer runs.
 
     Attributes:
         offsets: of packed documents in the whole sequence; None for a single one.
@@ -71,7 +71,7 @@ class RingMask:
         window: keys that a query sees on each side, its own position included; None for all.
         key_mask: `[B, L]` bool, False for padding; None for none.
         chunk: positions of a stretch that no query sees beyond; None for all.
-        told: of a prepared model. It goes with the mask, since a recomputation may come after
+        batch: of a prepared model. They go with the mask, since a recomputation may come after
             another batch.
     """
 
@@ -79,7 +79,7 @@ class RingMask:
     window: int | None
     key_mask: Tensor | None
     chunk: int | None = None
-    told: Told | None = None
+    batch: BatchFacts | None = None
 
 
 def _refuse(name: str, argument: str, rule: str, value: object) -> NoReturn:
@@ -134,7 +134,7 @@ def _ring_mask(
         rule = "[B, L], this rank's part of the padding mask"
         _refuse(name, "attention_mask", rule, list(attention_mask.shape))
     key_mask = None if attention_mask is None else attention_mask.bool()
-    return RingMask(causal, window, key_mask, chunk, documents.told)
+    return RingMask(causal, window, key_mask, chunk, documents.batch)
 
 
 @dataclass(frozen=True)
@@ -173,17 +173,17 @@ def _version(x: Tensor) -> int:
 
 
 class Documents:
-    """The documents of a forward pass, told to a prepared model or found once for all layers."""
+    """The documents of a forward pass, known to a prepared model or found once for all layers."""
 
-    def __init__(self, name: str, options: Options, told: Told | None = None) -> None:
-        self.told = told
+    def __init__(self, name: str, options: Options, batch: BatchFacts | None = None) -> None:
+        self.batch = batch
         self.group = options.group
         self._name = name
         self._options = options
         self._known: _Known | None = None
         self._offsets: FoundOffsets | None = None
 
-    # It reads values, which no graph can hold.
+    # Values decide, which no graph can hold.
     @outside_graphs
     def offsets(self, position_ids: Tensor | None, given: Tensor | None) -> FoundOffsets | None:
         """Offsets of packed documents in the whole sequence; None for a single one.
@@ -233,7 +233,8 @@ class Documents:
             _refuse(self._name, "position_ids", rule, f"a count from 0 on every rank (rank {rank})")
 
 
-def _given_offsets(name: str, kwargs: dict[str, Any]) -> Tensor | None:
+def given_offsets(name: str, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Offsets of the documents as transformers' collators give them, for queries and for keys."""
     queries, keys = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if queries is None and keys is None:
         return None
@@ -305,9 +306,9 @@ def _ring_forward(
         rule = f"as many as this rank's {query.shape[2]} queries: a cache of keys holds no shards"
         _refuse(name, "keys", rule, key.shape[2])
     mask = _mask_of(name, module, attention_mask, is_causal, sliding_window)
-    told = mask.told or documents.told
-    if told is None:
-        told = Told(documents.offsets(position_ids, _given_offsets(name, kwargs)))
+    batch = mask.batch or documents.batch
+    if batch is None:
+        batch = BatchFacts(documents.offsets(position_ids, given_offsets(name, kwargs)))
     out: Tensor = ring(
         query,
         key,
@@ -315,7 +316,7 @@ def _ring_forward(
         is_causal=mask.is_causal,
         scale=scaling,
         window=_window(name, mask, sliding_window),
-        cu_seqlens=told.cut(mask.chunk, name),
+        cu_seqlens=batch.cut(mask.chunk, name),
         key_mask=mask.key_mask,
         softcap=softcap,
         sinks=s_aux,

@@ -18,8 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext._compile import outside_graphs
 from moe_ext.attention.call import Options
-from moe_ext.attention.checks import message_device
-from moe_ext.attention.huggingface.interface import ATTENTION, Documents, Told, install
+from moe_ext.attention.checks import message_device, requires
+from moe_ext.attention.huggingface.interface import (
+    ATTENTION,
+    BatchFacts,
+    Documents,
+    given_offsets,
+    install,
+)
 from moe_ext.attention.huggingface.packing import (
     KEYS,
     FoundOffsets,
@@ -34,6 +40,7 @@ from moe_ext.attention.ring_attention import ring_attention
 from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.groups import GroupHandle, small_message_device
 
+_require = requires(OP)
 _numbers = itertools.count()
 # Odd and of many bits, so that neighbours that change places change the sum.
 _FACTOR = 0x1E3779B97F4A7C15
@@ -106,7 +113,7 @@ def prepare_model(
         problem = error
     agree(OP, facts, problem, options.group, small_message_device(options.group))
     name = f"{ATTENTION}_{next(_numbers)}"
-    documents = Documents(name, options, Told())
+    documents = Documents(name, options, BatchFacts())
     install(name, functools.partial(ring_attention, group=group, layout=layout, **names), documents)
     for key, hook in list(model._forward_pre_hooks.items()):
         if isinstance(hook, _WholeBatches):
@@ -167,25 +174,24 @@ class _WholeBatches:
         batch = {key: given[key] for key in KEYS if key in given}
         rest = {key: value for key, value in given.items() if key not in KEYS}
         seq_len = check_batch(batch, OP).shape[1]
-        offsets, positions = self._positions(batch, [rest.pop(key, None) for key in _OFFSETS])
-        for key in _LENGTHS:
-            rest.pop(key, None)
+        documents = {key: rest.pop(key, None) for key in (*_OFFSETS, *_LENGTHS)}
+        offsets, positions = self._positions(batch, given_offsets(OP, documents))
         mask = batch.get("attention_mask")
         if mask is not None:
-            self._require(mask.dim() == 2, "attention_mask", "[B, S]", list(mask.shape))
+            _require(mask.dim() == 2, "attention_mask", "[B, S]", list(mask.shape))
             if bool(mask.bool().all()):
                 # A mask that hides nothing would travel with the keys all the same.
                 del batch["attention_mask"]
         for key, value in rest.items():
             matrix = isinstance(value, Tensor) and value.dim() > 1
-            self._require(not matrix, key, f"no tensor (of {KEYS} alone)", "one")
+            _require(not matrix, key, f"no tensor (of {KEYS} alone)", "one")
         for key in ("use_cache", "logits_to_keep", "output_attentions", "past_key_values"):
             falsy = isinstance(rest.get(key, 0), Tensor) or not rest.get(key)
             rule = "none (set_attn_implementation('sdpa') before generate)"
-            self._require(falsy, key, rule, rest.get(key))
+            _require(falsy, key, rule, rest.get(key))
         loss = self._traits.loss
         rule = "none: its loss is not told the number of labels; compute it from the logits"
-        self._require("labels" not in batch or loss is not None, "labels", rule, "labels")
+        _require("labels" not in batch or loss is not None, "labels", rule, "labels")
         parts = cut_batch(
             {**batch, "position_ids": positions},
             offsets,
@@ -195,11 +201,11 @@ class _WholeBatches:
             num_items=rest.pop("num_items_in_batch", None),
         )
         padded = mask is not None and not bool(mask[:, :1].all())
-        self._documents.told = Told(offsets, seq_len, padded)
+        self._documents.batch = BatchFacts(offsets, seq_len, padded)
         return {**rest, **parts}
 
     def _positions(
-        self, batch: Mapping[str, Tensor], given: list[Tensor | None]
+        self, batch: Mapping[str, Tensor], given: Tensor | None
     ) -> tuple[FoundOffsets | None, Tensor]:
         """Offsets of the documents and positions `[B, S]` or `[1, S]`."""
         first, ids, mask = (
@@ -207,14 +213,7 @@ class _WholeBatches:
             *map(batch.get, ("input_ids", "attention_mask")),
         )
         tokens = batch["inputs_embeds"] if ids is None else ids
-        queries, keys = given
-        offsets = None
-        if queries is not None or keys is not None:
-            both = queries is not None and keys is not None and torch.equal(queries, keys)
-            self._require(
-                both, "cu_seq_lens_q and cu_seq_lens_k", "given both, and equal", "others"
-            )
-            offsets = check_cu_seqlens(queries, OP)
+        offsets = check_cu_seqlens(given, OP)
         if "position_ids" in batch:
             positions = batch["position_ids"]
             return document_offsets(positions - first, offsets, OP), positions
@@ -226,13 +225,8 @@ class _WholeBatches:
         if self._traits.positions_follow_mask and mask is not None:
             ends = bool((mask.bool().int().diff(dim=1) <= 0).all())
             rule = "given where padding is not on the right: the model counts without it"
-            self._require(ends, "position_ids", rule, "none")
+            _require(ends, "position_ids", rule, "none")
         return offsets, count + first
-
-    @staticmethod
-    def _require(holds: bool, argument: str, rule: str, found: object) -> None:
-        if not holds:
-            raise ValueError(f"{OP}: expected {argument} to be {rule}, got {found}")
 
 
 def _checksum(x: Tensor) -> str:

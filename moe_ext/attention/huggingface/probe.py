@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_ext.attention.call import Options
-from moe_ext.attention.huggingface.interface import Documents, Told, install
+from moe_ext.attention.huggingface.interface import BatchFacts, Documents, install
 from moe_ext.attention.sharding import shift_labels
 
 OP = "prepare_model"
@@ -34,7 +34,7 @@ _ROTATIONS_OF_LENGTH = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class Traits:
-    """What a batch has to be like for a model.
+    """Form of the batches that a model takes.
 
     Attributes:
         first_position: of a sequence; RoBERTa's is padding_idx + 1.
@@ -90,9 +90,8 @@ class _Probe:
         _require(not kinds, rule, f"rope_type {kinds} in {title}")
         device = self._embedding.weight.device
         was, training = config._attn_implementation, [(m, m.training) for m in model.modules()]
-        install(
-            _NAME, self._own_values, Documents(OP, Options(None), Told(None, self._length)), op=OP
-        )
+        documents = Documents(OP, Options(None), BatchFacts(None, self._length))
+        install(_NAME, self._own_values, documents, op=OP)
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             try:
                 model.set_attn_implementation(_NAME)
@@ -197,7 +196,7 @@ class _Probe:
         _require(len(self._queries) > 0 and len(reached) > 0, rule, f"no call in {title}")
 
     def _spread(self, x: Tensor) -> bool:
-        """Whether NaN stands at other tokens than the one it came from."""
+        """True if NaN stands at other tokens than the one it came from."""
         if not x.is_floating_point():
             return False
         for dim in [i for i, size in enumerate(x.shape) if size == self._length]:
@@ -208,7 +207,7 @@ class _Probe:
         return False
 
     def _first_position(self, title: str, ids: Tensor, plain: list[Tensor]) -> int:
-        """Where the model counts from when it is given no positions."""
+        """The position that the model counts from when it is given none."""
         embeddings = [m for m in self._model.modules() if isinstance(m, nn.Embedding)]
         pads = {m.padding_idx + 1 for m in embeddings if m.padding_idx is not None}
         for first in (0, *sorted(pads - {0})):
@@ -231,7 +230,7 @@ class _Probe:
     def _has_loss(
         self, ids: Tensor, targets: Tensor, labels: dict[str, Tensor], count: float | None = None
     ) -> bool:
-        """Whether the loss that the model makes of labels is that of the targets."""
+        """True if the loss that the model makes of labels is that of the targets."""
         given = (
             {} if count is None else {"num_items_in_batch": torch.tensor(count, device=ids.device)}
         )

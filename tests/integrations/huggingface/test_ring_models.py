@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moe_ext
 from moe_ext.attention import make_layout
-from moe_ext.attention.huggingface.interface import Told
+from moe_ext.attention.huggingface.interface import BatchFacts
 from moe_ext.integrations.huggingface import (
     causal_lm_loss,
     register_ring_attention,
@@ -351,7 +351,7 @@ def test_masks_of_other_kinds_are_refused():
     # Where chunks end follows from what a prepared model knows.
     assert create_chunked_causal_mask(*given).chunk == 4
     with pytest.raises(ValueError, match="expected the mask of the model to be without chunks, or"):
-        Told().cut(4, "moe_ext_ring")
+        BatchFacts().cut(4, "moe_ext_ring")
     with pytest.raises(ValueError, match=r"expected the mask of the model to be .* or_masks"):
         create_causal_mask(*given, or_mask_function=lambda b, h, q, k: q == k)
     assert create_causal_mask(*given).key_mask is None
