@@ -31,6 +31,7 @@ from moe_ext.nn.balance.losses import (
     inject_losses,
     loss_terms,
 )
+from moe_ext.nn.balance.quantile import NUM_BINS, add_required_bias
 from moe_ext.nn.capacity import Capacity, Choice, RowBudget, limit_choice, run_padded
 from moe_ext.nn.chunks import run_chunks
 from moe_ext.nn.expert_activation import Activation
@@ -170,6 +171,9 @@ class MoELayer(CountingModule):
         if self.balance.scope == "global_batch":
             step = StepCounts(num_experts, self.balance.group, device)
         self.add_counters(num_experts, step, device)
+        if getattr(router, "bias_update", None) == "quantile":
+            bins = (num_experts, NUM_BINS)
+            self.required_bias = torch.zeros(bins, dtype=torch.int32, device=device)
         if self.capacity is not None and self.capacity.drop == "random":
             assert isinstance(router, Router)
             if router.rng_state is None:
@@ -329,9 +333,13 @@ class MoELayer(CountingModule):
         chosen_E = routed.gate.num_tokens_per_expert
         counted = balance_terms(routed, self.top_k)
         step = self.global_counts if self.training else None
-        biased = getattr(self.router, "selection_bias", None) is not None
-        if biased and self.training and not self.counting:
+        bias_E = getattr(self.router, "selection_bias", None)
+        if bias_E is not None and self.training and not self.counting:
             add_once(self.choices, chosen_E, 0)
+            if self.required_bias is not None:
+                add_required_bias(
+                    self.required_bias, routed.logits.detach(), bias_E, mask_T, self.top_k
+                )
         if step is not None:
             step.add(counted.num_tokens_per_expert)
         terms = {}

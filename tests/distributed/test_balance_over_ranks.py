@@ -128,14 +128,15 @@ def check_different_numbers_of_passes_are_refused_on_every_rank():
     assert model[0].global_counts.state == "running"
 
 
-def biased_model(seed=1):
-    torch.manual_seed(seed)
-    router = TopKRouter(8, E, K, score_fn="sigmoid", selection_bias=True)
-    return nn.Sequential(moe_ext.MoELayer(8, 6, E, K, router=router)).double()
+def biased_model(bias_update="sign", ep_group=None):
+    torch.manual_seed(1)
+    router = TopKRouter(8, E, K, score_fn="sigmoid", selection_bias=True, bias_update=bias_update)
+    layer = moe_ext.MoELayer(8, 6, E, K, router=router, ep_group=ep_group)
+    return nn.Sequential(layer).double()
 
 
-def check_bias_updates_see_the_tokens_of_all_ranks():
-    model, whole = biased_model(), biased_model()
+def check_bias_updates_see_the_tokens_of_all_ranks(bias_update="sign", ep_group=None):
+    model, whole = biased_model(bias_update, ep_group), biased_model(bias_update)
     changed = False
     for step in range(4):
         for xs in batches():
@@ -148,8 +149,12 @@ def check_bias_updates_see_the_tokens_of_all_ranks():
     assert changed
 
 
-def check_bias_updates_beside_ddp():
-    model, whole = biased_model(), biased_model()
+def check_quantile_updates_see_the_tokens_of_all_ranks():
+    check_bias_updates_see_the_tokens_of_all_ranks("quantile", world())
+
+
+def check_bias_updates_beside_ddp(bias_update="sign"):
+    model, whole = biased_model(bias_update), biased_model(bias_update)
     wrapped = md.data_parallel(model)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.0)
     moe_ext.nn.register_bias_update(optimizer, wrapped, rate=0.25, group=world())
@@ -161,6 +166,10 @@ def check_bias_updates_beside_ddp():
         optimizer.step()
         moe_ext.nn.update_selection_bias(whole, rate=0.25)
         assert torch.equal(model[0].router.selection_bias, whole[0].router.selection_bias), step
+
+
+def check_quantile_updates_beside_ddp():
+    check_bias_updates_beside_ddp("quantile")
 
 
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

@@ -106,11 +106,14 @@ class CountingModule(nn.Module):
 
     Attributes:
         choices: `[E]` int64, choices of each expert in training since the last bias update.
+        required_bias: `[E, NUM_BINS]` int32, histograms of `balance.quantile` since then; None
+            where the router's bias moves in another way.
         counting: inside `count_tokens`: this pass counts and nothing else.
         global_counts: counts of the step, None where no loss wants them.
     """
 
     choices: Tensor
+    required_bias: Tensor | None
     counting: bool
     global_counts: StepCounts | None
 
@@ -119,6 +122,7 @@ class CountingModule(nn.Module):
     ) -> None:
         """Begin to count."""
         self.choices = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        self.required_bias = None
         self.counting = False
         self.global_counts = step
 
@@ -126,6 +130,8 @@ class CountingModule(nn.Module):
         """Move the counters along."""
         super()._apply(fn, recurse)
         self.choices = moved(self.choices, fn)
+        if self.required_bias is not None:
+            self.required_bias = moved(self.required_bias, fn)
         if self.global_counts is not None:
             self.global_counts.total = moved(self.global_counts.total, fn)
         return self

@@ -6,6 +6,7 @@ Shapes: E experts.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from moe_ext.distributed import comm
+from moe_ext.nn.balance.quantile import balanced_bias
 from moe_ext.nn.moe_layer import MoELayer
 
 
@@ -29,6 +31,15 @@ def update_selection_bias(
     .. math:: b_e \leftarrow b_e + \mathrm{rate} \cdot \mathrm{sign}(\bar c - c_e)
 
     with the choices :math:`c_e` of expert e since the last update, over all ranks of the group.
+    A router with `bias_update="quantile"` has no rate: with the (K+1)-th largest biased score
+    :math:`\alpha_t` of each of those tokens,
+
+    .. math:: b_e \leftarrow q_e - \bar q, \quad
+        q_e = \mathrm{quantile}_{K/E}\{\alpha_t - s_{te}\}_t
+
+    is where each expert would have had its share of them, cutoffs as they were. The quantile comes
+    from a histogram of 1000 bins over all values that are possible, interpolated within a bin.
+
     Call it once a step, after the optimizer; or see `register_bias_update`. Layers count the
     choices of their training passes by themselves: each token once, however the step is cut into
     micro-batches and whether passes are recomputed or not. The bias is in the state dict, the
@@ -37,10 +48,12 @@ def update_selection_bias(
     Args:
         model: a module with a `MoELayer` whose router has a `selection_bias`; a stage of a pipeline
             updates its own.
-        rate: at least 0, of the size of the scores: 0.001 in the papers.
+        rate: at least 0, of the size of the scores: 0.001 in the papers. Of routers with
+            `bias_update="sign"`.
         group: the ranks whose tokens count, every one that sees data of its own; None for this rank
             alone. All of its ranks call, and get the same bias.
-        center: subtract the mean from each bias afterwards; it changes no choice.
+        center: subtract the mean from each bias afterwards; it changes no choice. A quantile is
+            always centered.
 
     Returns:
         Number of routers updated.
@@ -49,10 +62,11 @@ def update_selection_bias(
         ValueError: the rate is out of its range, or no router has a selection bias.
         RankFailureError: a rank died or did not answer.
 
-    One all-reduce for all layers; no host synchronisation.
+    One all-reduce for all layers of each kind; no host synchronisation.
 
     Reference: Wang et al. 2024 (arXiv 2408.15664), algorithm 1; DeepSeek-V3 (arXiv 2412.19437),
-    section 2.1.2.
+    section 2.1.2. Quantile balancing: Su 2026 (kexue.fm/archives/11619); Kimi K3 technical report,
+    section 2.3.3 and appendix D.
     """
     layers = _check(model, rate, "update_selection_bias")
     _update(layers, rate, group, center, None)
@@ -122,20 +136,45 @@ def _update(
     center: bool,
     skipped: Tensor | None,
 ) -> None:
-    totals = torch.cat([layer.choices for layer in layers])
-    comm.all_reduce_(totals, group, operation="update_selection_bias")
-    sizes = [layer.num_experts for layer in layers]
-    for layer, total_E in zip(layers, totals.split(sizes), strict=True):
+    by_sign = [layer for layer in layers if layer.required_bias is None]
+    by_quantile = [layer for layer in layers if layer.required_bias is not None]
+    for layer, total_E in _summed(by_sign, "choices", group):
         bias = _bias(layer)
         assert bias is not None
         # Whole numbers: an expert with exactly the mean load is left alone.
         step_E = torch.sign(total_E.sum() - total_E * total_E.shape[0]).to(bias.dtype) * rate
         if center:
             step_E = step_E - (bias + step_E).mean()
+        _set(layer, bias + step_E, skipped)
+    for layer, total_EB in _summed(by_quantile, "required_bias", group):
+        bias = _bias(layer)
+        assert bias is not None
+        _set(layer, balanced_bias(total_EB, bias, layer.top_k), skipped)
+
+
+def _summed(
+    layers: list[MoELayer], counter: str, group: ProcessGroup | None
+) -> Iterator[tuple[MoELayer, Tensor]]:
+    """The layers, each with a counter of its own summed over the group."""
+    if not layers:
+        return
+    counts = [getattr(layer, counter) for layer in layers]
+    totals = torch.cat([count.flatten() for count in counts])
+    comm.all_reduce_(totals, group, operation="update_selection_bias")
+    pieces = totals.split([count.numel() for count in counts])
+    for layer, count, piece in zip(layers, counts, pieces, strict=True):
+        yield layer, piece.view_as(count)
+
+
+def _set(layer: MoELayer, new_E: Tensor, skipped: Tensor | None) -> None:
+    """Set the bias and begin to count anew, unless the step was skipped."""
+    bias = _bias(layer)
+    assert bias is not None
+    for counts in (layer.choices, layer.required_bias):
+        if counts is None:
+            continue
         if skipped is None:
-            bias += step_E
-            layer.choices.zero_()
+            counts.zero_()
         else:
-            kept = skipped.to(bias.device) != 0
-            bias += step_E.where(~kept, 0.0)
-            layer.choices.mul_(kept.to(layer.choices.device))
+            counts.mul_((skipped != 0).to(counts.device))
+    bias.copy_(new_E if skipped is None else torch.where(skipped.to(bias.device) != 0, bias, new_E))

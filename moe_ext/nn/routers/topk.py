@@ -20,6 +20,7 @@ from moe_ext.nn.routers.base import (
 )
 
 SCORE_FNS = ("softmax", "topk_softmax", "sigmoid", "sqrtsoftplus")
+BIAS_UPDATES = ("sign", "quantile")
 _GROUP_SCORES = (None, "max", "top2", "topk")
 
 
@@ -45,6 +46,10 @@ class TopKRouter(LinearRouter):
         bias: add a learned number to each expert's logit, as GPT-OSS does (initially zero).
         selection_bias: keep a float32 buffer `selection_bias` [E], added to the scores for the
             selection only (initially zero; updated by whoever balances the load with it).
+        bias_update: how `update_selection_bias` moves that bias: "sign", by its rate towards the
+            mean load, or "quantile", to where the tokens of the step would have filled each expert
+            evenly (quantile balancing). The latter wants sigmoid scores, whose range bounds the
+            bins of its histogram, top_k below E and no groups.
         device: device of the weight.
         dtype: dtype of the weight.
 
@@ -71,6 +76,7 @@ class TopKRouter(LinearRouter):
         group_score: str | None = None,
         bias: bool = False,
         selection_bias: bool = False,
+        bias_update: str = "sign",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -110,6 +116,23 @@ class TopKRouter(LinearRouter):
                 f"TopKRouter: expected top_k to be at least top_groups={top_groups} with "
                 f"group_score='topk', got {top_k}"
             )
+        if bias_update not in BIAS_UPDATES:
+            raise ValueError(
+                f"TopKRouter: expected bias_update to be one of {BIAS_UPDATES}, got {bias_update!r}"
+            )
+        if bias_update == "quantile" and not (
+            selection_bias
+            and score_fn == "sigmoid"
+            and top_k < num_experts
+            and top_groups == num_groups
+        ):
+            raise ValueError(
+                "TopKRouter: expected selection_bias=True, score_fn='sigmoid', top_k below "
+                f"num_experts={num_experts} and all groups kept with bias_update='quantile', got "
+                f"selection_bias={selection_bias}, score_fn={score_fn!r}, top_k={top_k} and "
+                f"top_groups={top_groups} of {num_groups}; take bias_update='sign'"
+            )
+        self.bias_update = bias_update
         self.num_groups = num_groups
         self.top_groups = top_groups
         self.group_score = group_score
@@ -147,6 +170,8 @@ class TopKRouter(LinearRouter):
             text += f", num_groups={self.num_groups}, top_groups={self.top_groups}"
         if self.group_score is not None:
             text += f", group_score={self.group_score!r}"
+        if self.bias_update != "sign":
+            text += f", bias_update={self.bias_update!r}"
         return text if self.bias is None else f"{text}, bias=True"
 
     def logits(self, tokens: Tokens) -> Tensor:
