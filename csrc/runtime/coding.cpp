@@ -3,8 +3,8 @@
 
 #include <tuple>
 
-#include "compression/pair_format.h"
 #include "runtime/operators.h"
+#include "sparse/pair_format.h"
 
 namespace moe_ext::runtime {
 namespace {
@@ -109,7 +109,7 @@ int64_t PairCoding::value_bytes() const {
 }
 
 int64_t PairCoding::payload_bytes() const {
-  return value_bytes() + compression::pairs::num_bytes(compression::pairs::index_layout(count, numel));
+  return value_bytes() + pairs::num_bytes(pairs::index_layout(count, numel));
 }
 
 void PairCoding::encode(const Tensor& row, const Tensor& values_K, const Tensor& indices_K) const {

@@ -59,7 +59,7 @@ def encode_gradient(
 ) -> Tensor:
     """Packs values and indices into one uint8 tensor that any collective carries.
 
-    A header of 64 bytes, then indices, value codes and scales (see csrc/compression/README.md for
+    A header of 64 bytes, then indices, value codes and scales (see csrc/sparse/README.md for
     every byte). Offsets are 64 bits throughout.
 
     Args:

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <random>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,16 @@ inline std::vector<std::string> supported_isas() {
   }
   set_cpu_isa(names.back());
   return names;
+}
+
+inline std::vector<float> random_floats(int64_t n, unsigned seed) {
+  std::mt19937 generator(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> values(n);
+  for (float& value : values) {
+    value = normal(generator);
+  }
+  return values;
 }
 
 } // namespace moe_ext::testing

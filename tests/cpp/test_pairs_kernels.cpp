@@ -5,10 +5,10 @@
 #include <numeric>
 #include <random>
 
-#include "compression/pairs_kernels.cuh"
 #include "schedules.h"
+#include "sparse/pairs_kernels.cuh"
 
-namespace moe_ext::compression::pairs {
+namespace moe_ext::pairs {
 namespace {
 
 struct Pairs {
@@ -98,4 +98,4 @@ TEST(PackPairs, TrapsIndicesThatAreNot) {
 }
 
 } // namespace
-} // namespace moe_ext::compression::pairs
+} // namespace moe_ext::pairs

@@ -4,10 +4,10 @@
 #include <cmath>
 #include <limits>
 
-#include "compression/quantize_kernels.cuh"
+#include "quantize/quantize_kernels.cuh"
 #include "schedules.h"
 
-namespace moe_ext::compression::quantize {
+namespace moe_ext::quantize {
 namespace {
 
 struct Case {
@@ -191,4 +191,4 @@ TEST(Quantize, WhatIsNotFiniteTravelsAndTheResidualStays) {
 }
 
 } // namespace
-} // namespace moe_ext::compression::quantize
+} // namespace moe_ext::quantize

@@ -5,10 +5,10 @@
 #include <cstring>
 #include <limits>
 
-#include "compression/scale_into_kernels.cuh"
+#include "quantize/scale_into_kernels.cuh"
 #include "schedules.h"
 
-namespace moe_ext::compression::scale_into {
+namespace moe_ext::scale_into {
 namespace {
 
 struct Case {
@@ -91,4 +91,4 @@ INSTANTIATE_TEST_SUITE_P(
     simt::under_all_schedules<Case>({{0}, {1}, {3}, {4}, {7}, {257}, {2051}, {5, 1}, {1030, 3}, {64, 2}, {100003}}));
 
 } // namespace
-} // namespace moe_ext::compression::scale_into
+} // namespace moe_ext::scale_into

@@ -5,10 +5,10 @@
 #include <numeric>
 #include <random>
 
-#include "compression/sparse_blocks_kernels.cuh"
 #include "schedules.h"
+#include "sparse/sparse_blocks_kernels.cuh"
 
-namespace moe_ext::compression::sparse_blocks {
+namespace moe_ext::sparse_blocks {
 namespace {
 
 struct Blocks {
@@ -148,4 +148,4 @@ INSTANTIATE_TEST_SUITE_P(
         {{1, 1, 1}, {40, 3, 8}, {300, 20, 5}, {700, 256, 4}, {300, 257, 8}, {300, int64_t{1} << 40, 3}}));
 
 } // namespace
-} // namespace moe_ext::compression::sparse_blocks
+} // namespace moe_ext::sparse_blocks

@@ -6,10 +6,10 @@
 #include <numeric>
 #include <random>
 
-#include "compression/scopes_kernels.cuh"
 #include "schedules.h"
+#include "selection/scopes_kernels.cuh"
 
-namespace moe_ext::compression::topk {
+namespace moe_ext::topk {
 namespace {
 
 struct Case {
@@ -269,4 +269,4 @@ TEST(Select, TrapsWhatIsNotFinite) {
 }
 
 } // namespace
-} // namespace moe_ext::compression::topk
+} // namespace moe_ext::topk

@@ -8,9 +8,9 @@
 #include <random>
 #include <vector>
 
-#include "compression/wire_codec.h"
+#include "sparse/wire_codec.h"
 
-namespace moe_ext::compression::wire {
+namespace moe_ext::wire {
 namespace {
 
 using Bytes = std::vector<uint8_t>;
@@ -186,4 +186,4 @@ TEST(WireDecoder, StaysInsideNoiseUnderAnHonestHeader) {
 }
 
 } // namespace
-} // namespace moe_ext::compression::wire
+} // namespace moe_ext::wire

@@ -5,11 +5,11 @@
 #include <numeric>
 #include <random>
 
-#include "compression/checksum_kernels.cuh"
-#include "compression/decode_kernels.cuh"
 #include "schedules.h"
+#include "sparse/checksum_kernels.cuh"
+#include "sparse/decode_kernels.cuh"
 
-namespace moe_ext::compression::wire {
+namespace moe_ext::wire {
 namespace {
 
 struct Case {
@@ -217,4 +217,4 @@ TEST(Copy, PadsWithZeros) {
 }
 
 } // namespace
-} // namespace moe_ext::compression::wire
+} // namespace moe_ext::wire

@@ -1,0 +1,51 @@
+// Block quantisers: the argument checks that both backends share.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "common/check.h"
+#include "quantize/quantize_tables.h"
+
+namespace moe_ext::quantize {
+
+// Bytes of `numel` codes.
+inline int64_t num_code_bytes(int64_t numel, Format format) {
+  const int64_t per_byte = elements_per_byte(format);
+  return numel / per_byte + (numel % per_byte != 0);
+}
+
+inline int64_t num_blocks(int64_t numel, int64_t block) {
+  return numel / block + (numel % block != 0);
+}
+
+// Both check everything that needs no look at the data.
+Format check_quantize(
+    const Tensor& x, const std::string& format, int64_t block, const std::optional<Tensor>& residual,
+    const std::optional<Tensor>& rng_state, // [4]
+    const std::optional<Tensor>& residual_in, int64_t element_offset);
+
+Format check_dequantize(
+    const char* op, const Tensor& codes, const Tensor& scales, int64_t numel, const std::string& format, int64_t block);
+
+Format check_dequantize_add(
+    const Tensor& out, const Tensor& codes, const Tensor& scales, const std::string& format, int64_t block);
+
+// dispatch_floating without float64, which check_short_floating has refused.
+template <typename F>
+decltype(auto) dispatch_short_floating(ScalarType dtype, F&& f) {
+  switch (dtype) {
+    case ScalarType::BFloat16:
+      return f.template operator()<BFloat16>();
+    case ScalarType::Half:
+      return f.template operator()<Half>();
+    default:
+      return f.template operator()<float>();
+  }
+}
+
+// float32, bfloat16 or float16.
+void check_short_floating(const char* op, const char* name, ScalarType dtype);
+
+} // namespace moe_ext::quantize

@@ -1,0 +1,125 @@
+// CPU side of the block quantisers: blocks do not see each other and go to different threads.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <tuple>
+#include <vector>
+
+#include "common/cpu_isa.h"
+#include "common/dispatch.h"
+#include "quantize/quantize.h"
+
+namespace moe_ext::quantize {
+
+MOE_EXT_SELECT_KERNELS(Kernels)
+
+namespace {
+
+using torch::stable::contiguous;
+using torch::stable::new_empty;
+using torch::stable::parallel_for;
+using OptionalTensor = std::optional<Tensor>;
+
+int64_t blocks_per_task(int64_t block) {
+  return std::max<int64_t>(1, 16384 / block);
+}
+
+// Calls f(begin, end) over the blocks and returns the largest key of all.
+template <typename F>
+uint32_t largest_over_blocks(int64_t blocks, int64_t block, F&& f) {
+  const int64_t per_task = blocks_per_task(block), tasks = (blocks + per_task - 1) / per_task;
+  std::vector<uint32_t> keys(tasks);
+  parallel_for(0, tasks, 1, [&](int64_t first, int64_t last) {
+    for (int64_t task = first; task < last; ++task) {
+      keys[task] = f(task * per_task, std::min(blocks, (task + 1) * per_task));
+    }
+  });
+  return keys.empty() ? 0 : *std::max_element(keys.begin(), keys.end());
+}
+
+template <typename T>
+[[noreturn]] void refuse(const QuantizeArgs<T>& args) {
+  int64_t i = 0;
+  const auto value = [&] { return to_acc(args.x[i]) + (args.residual_in == nullptr ? 0.0f : args.residual_in[i]); };
+  while (i + 1 < args.numel && key_of(value()) < kInfinityKey<float>) {
+    ++i;
+  }
+  fail(
+      "quantize_blockwise: expected x", args.residual_in == nullptr ? "" : " plus residual", " to be finite, got ",
+      key_of(value()) == kInfinityKey<float> ? "inf" : "nan", " at element ", i);
+}
+
+std::tuple<Tensor, Tensor> quantize_blockwise_cpu(
+    Tensor x, std::string format_name, int64_t block, OptionalTensor residual, OptionalTensor rng_state,
+    bool check_finite, OptionalTensor residual_in, int64_t element_offset) {
+  const Format format = check_quantize(x, format_name, block, residual, rng_state, residual_in, element_offset);
+  const Tensor in = contiguous(x);
+  const OptionalTensor state = optional_contiguous(rng_state);
+  const int64_t numel = in.numel(), blocks = num_blocks(numel, block);
+  Tensor codes = new_empty(in, {num_code_bytes(numel, format)}, ScalarType::Byte);
+  Tensor scales = new_empty(in, {blocks}, ScalarType::Float);
+  const OptionalTensor& owed = residual_in ? residual_in : residual;
+  dispatch_short_floating(in.scalar_type(), [&]<typename T>() {
+    const QuantizeArgs<T> args{
+        data<const T>(in),
+        data_or_null<float>(owed),
+        residual ? data<float>(*residual) : nullptr,
+        data<uint8_t>(codes),
+        data<float>(scales),
+        numel,
+        block,
+        {data_or_null<int64_t>(state), nullptr},
+        element_offset};
+    const QuantizeKernels<T>& loops = kernels().of<T>();
+    const auto run = [&](auto loop) {
+      return largest_over_blocks(
+          blocks, block, [&, loop](int64_t begin, int64_t end) { return loop(args, begin, end); });
+    };
+    // If no residual is changed in place, what has been written can be thrown away.
+    if (residual && !residual_in && check_finite && run(loops.largest) >= kInfinityKey<float>) {
+      refuse(args);
+    }
+    if (run(loops.quantize[static_cast<int64_t>(format)]) >= kInfinityKey<float> && check_finite) {
+      refuse(args);
+    }
+  });
+  return {codes, scales};
+}
+
+void dequantize_into(
+    const Tensor& out, const Tensor& codes, const Tensor& scales, Format format, int64_t block, bool add) {
+  const int64_t numel = out.numel(), blocks = num_blocks(numel, block);
+  dispatch_short_floating(out.scalar_type(), [&]<typename T>() {
+    const DequantizeArgs<T> args{data<T>(out), data<const uint8_t>(codes), data<const float>(scales), numel, block,
+                                 add};
+    parallel_for(0, blocks, blocks_per_task(block), [&](int64_t begin, int64_t end) {
+      kernels().of<T>().dequantize[static_cast<int64_t>(format)](args, begin, end);
+    });
+  });
+}
+
+Tensor dequantize_blockwise_cpu(
+    Tensor codes, Tensor scales, int64_t numel, std::string format_name, int64_t block, ScalarType dtype) {
+  const char* op = "dequantize_blockwise";
+  check_short_floating(op, "dtype", dtype);
+  const Format format = check_dequantize(op, codes, scales, numel, format_name, block);
+  Tensor out = new_empty(codes, {numel}, dtype);
+  dequantize_into(out, contiguous(codes), contiguous(scales), format, block, false);
+  return out;
+}
+
+void dequantize_add_cpu(
+    Tensor out, Tensor codes, Tensor scales, std::string format_name, int64_t block, bool accumulate) {
+  const Format format = check_dequantize_add(out, codes, scales, format_name, block);
+  dequantize_into(out, contiguous(codes), contiguous(scales), format, block, accumulate);
+}
+
+} // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
+  m.impl("quantize_blockwise", TORCH_BOX(&quantize_blockwise_cpu));
+  m.impl("dequantize_blockwise", TORCH_BOX(&dequantize_blockwise_cpu));
+  m.impl("dequantize_add_", TORCH_BOX(&dequantize_add_cpu));
+}
+
+} // namespace moe_ext::quantize

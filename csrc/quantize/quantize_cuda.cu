@@ -1,0 +1,92 @@
+// CUDA side of the block quantisers: allocates and launches; never waits for the device.
+#include <tuple>
+
+#include "common/dispatch.h"
+#include "common/dispatch_cuda.cuh"
+#include "common/torch_cuda.cuh"
+#include "quantize/quantize.h"
+#include "quantize/quantize_kernels.cuh"
+
+namespace moe_ext::quantize {
+namespace {
+
+using torch::stable::contiguous;
+using torch::stable::new_empty;
+using torch::stable::new_zeros;
+using OptionalTensor = std::optional<Tensor>;
+
+std::tuple<Tensor, Tensor> quantize_blockwise_cuda(
+    Tensor x, std::string format_name, int64_t block, OptionalTensor residual, OptionalTensor rng_state,
+    bool check_finite, OptionalTensor residual_in, int64_t element_offset) {
+  const Format format = check_quantize(x, format_name, block, residual, rng_state, residual_in, element_offset);
+  const DeviceScope device(x);
+  const Tensor in = contiguous(x);
+  const OptionalTensor state = optional_contiguous(rng_state);
+  const int64_t numel = in.numel();
+  Tensor codes = new_empty(in, {num_code_bytes(numel, format)}, ScalarType::Byte);
+  Tensor scales = new_empty(in, {num_blocks(numel, block)}, ScalarType::Float);
+  const Tensor refused = new_zeros(in, {1}, ScalarType::Int);
+  if (numel == 0) {
+    return {codes, scales};
+  }
+  // If no residual is changed in place there is nothing to keep.
+  const bool check = check_finite && ((residual && !residual_in) || kCheckIndices);
+  const OptionalTensor& owed = residual_in ? residual_in : residual;
+  dispatch_short_floating(in.scalar_type(), [&]<typename T>() {
+    const QuantizeArgs<T> args{
+        data<const T>(in),
+        data_or_null<float>(owed),
+        residual ? data<float>(*residual) : nullptr,
+        data<uint8_t>(codes),
+        data<float>(scales),
+        numel,
+        block,
+        {data_or_null<int64_t>(state), nullptr},
+        element_offset};
+    if (check) {
+      launch_check_finite<kCheckIndices>(args, data<int>(refused), device.stream());
+    }
+    launch_quantize(format, args, check ? data<const int>(refused) : nullptr, device.stream());
+  });
+  return {codes, scales};
+}
+
+void dequantize_into(
+    const Tensor& out, const Tensor& codes, const Tensor& scales, Format format, int64_t block, bool add,
+    cudaStream_t stream) {
+  if (out.numel() == 0) {
+    return;
+  }
+  dispatch_short_floating(out.scalar_type(), [&]<typename T>() {
+    launch_dequantize<T>(
+        format, {data<T>(out), data<const uint8_t>(codes), data<const float>(scales), out.numel(), block, add}, stream);
+  });
+}
+
+Tensor dequantize_blockwise_cuda(
+    Tensor codes, Tensor scales, int64_t numel, std::string format_name, int64_t block, ScalarType dtype) {
+  const char* op = "dequantize_blockwise";
+  check_short_floating(op, "dtype", dtype);
+  const Format format = check_dequantize(op, codes, scales, numel, format_name, block);
+  const DeviceScope device(codes);
+  Tensor out = new_empty(codes, {numel}, dtype);
+  dequantize_into(out, contiguous(codes), contiguous(scales), format, block, false, device.stream());
+  return out;
+}
+
+void dequantize_add_cuda(
+    Tensor out, Tensor codes, Tensor scales, std::string format_name, int64_t block, bool accumulate) {
+  const Format format = check_dequantize_add(out, codes, scales, format_name, block);
+  const DeviceScope device(out);
+  dequantize_into(out, contiguous(codes), contiguous(scales), format, block, accumulate, device.stream());
+}
+
+} // namespace
+
+MOE_EXT_CUDA_IMPL(m) {
+  m.impl("quantize_blockwise", TORCH_BOX(&quantize_blockwise_cuda));
+  m.impl("dequantize_blockwise", TORCH_BOX(&dequantize_blockwise_cuda));
+  m.impl("dequantize_add_", TORCH_BOX(&dequantize_add_cuda));
+}
+
+} // namespace moe_ext::quantize

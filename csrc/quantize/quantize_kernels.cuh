@@ -1,0 +1,345 @@
+// Block quantisers. Half a warp has a block: a lane takes four neighbours of each 64 elements, keeps them in shared
+// memory that no other lane sees, and makes their codes from there once the scale is known. The mean magnitude of a
+// block of signs is summed in the order of the CPU's loops, 16 sums of every 16th element, by shuffles.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/launch.cuh"
+#include "common/vec.cuh"
+#include "common/warp.cuh"
+#include "quantize/quantize_tables.h"
+
+namespace moe_ext::quantize {
+
+constexpr int kThreads = 128;
+constexpr int kLanes = 16; // that share a block
+constexpr int kFour = 4;
+constexpr int kStep = kLanes * kFour;
+constexpr int kAhead = 2; // steps that a lane loads before it stores the first
+constexpr int kBlocksPerGroup = kThreads / kLanes;
+
+template <typename T>
+__device__ __forceinline__ Vec<float, kFour> to_floats(const Vec<T, kFour>& x) {
+  Vec<float, kFour> out;
+#pragma unroll
+  for (int j = 0; j < kFour; ++j) {
+    out.v[j] = to_acc(x.v[j]);
+  }
+  return out;
+}
+
+// Four elements from i on, and zeros from `end` on.
+template <typename T>
+__device__ __forceinline__ Vec<float, kFour> load_four(const T* x, int64_t i, int64_t end, bool aligned) {
+  if (aligned && i + kFour <= end) {
+    return to_floats(load<kFour>(x + i));
+  }
+  Vec<float, kFour> out = {};
+#pragma unroll
+  for (int j = 0; j < kFour; ++j) {
+    if (i + j < end) {
+      out.v[j] = to_acc(x[i + j]);
+    }
+  }
+  return out;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_four(T* out, int64_t i, int64_t end, bool aligned, const Vec<T, kFour>& four) {
+  if (aligned && i + kFour <= end) {
+    store(out + i, four);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kFour; ++j) {
+    if (i + j < end) {
+      out[i + j] = four.v[j];
+    }
+  }
+}
+
+// Values to be sent of the elements from i on.
+template <typename T>
+__device__ __forceinline__ Vec<float, kFour> owed_four(
+    const QuantizeArgs<T>& args, int64_t i, int64_t end, bool aligned) {
+  Vec<float, kFour> a = load_four(args.x, i, end, aligned);
+  if (args.residual_in != nullptr) {
+    const Vec<float, kFour> residual = load_four(args.residual_in, i, end, aligned);
+#pragma unroll
+    for (int j = 0; j < kFour; ++j) {
+      a.v[j] = residual.v[j] + a.v[j];
+    }
+  }
+  return a;
+}
+
+// Sums that the lanes q, q + 4, q + 8 and q + 12 all take: sum j is that of the elements 16 i + 4 q + j, in order.
+struct MagnitudeSums {
+  float sums[kFour] = {};
+
+  __device__ __forceinline__ void add(const Vec<float, kFour>& a, float factor) {
+    const int lane = lane_id() % 4;
+#pragma unroll
+    for (int j = 0; j < kFour; ++j) {
+      const float term = bit_cast<float>(key_of(a.v[j])) * factor;
+#pragma unroll
+      for (int r = 0; r < kLanes; r += 4) {
+        sums[j] += __shfl_sync(kFullMask, term, lane + r, kLanes);
+      }
+    }
+  }
+  // Halves are added to halves, as the loops do.
+  __device__ __forceinline__ float total() const {
+    float folded[kFour];
+#pragma unroll
+    for (int j = 0; j < kFour; ++j) {
+      folded[j] = sums[j] + __shfl_xor_sync(kFullMask, sums[j], 2, kLanes);
+      folded[j] += __shfl_xor_sync(kFullMask, folded[j], 1, kLanes);
+    }
+    return (folded[0] + folded[2]) + (folded[1] + folded[3]);
+  }
+};
+
+// Writes the codes of the four elements from i on; every lane calls it. A byte of signs is that of two lanes.
+template <Format kFormat>
+__device__ __forceinline__ void store_codes(
+    uint8_t* codes, int64_t i, int64_t end, bool aligned, const int8_t (&four)[kFour], uint32_t signs) {
+  if constexpr (kFormat == Format::kSign) {
+    const uint32_t byte = signs | __shfl_xor_sync(kFullMask, signs, 1, kLanes) << 4;
+    if (i < end && lane_id() % 2 == 0) {
+      codes[i / 8] = static_cast<uint8_t>(byte);
+    }
+  } else if constexpr (kFormat == Format::kInt4) {
+#pragma unroll
+    for (int j = 0; j < kFour; j += 2) {
+      if (i + j < end) {
+        const uint32_t low = static_cast<uint8_t>(four[j]), high = static_cast<uint8_t>(four[j + 1]);
+        codes[(i + j) / 2] = static_cast<uint8_t>((low & 15u) | high << 4);
+      }
+    }
+  } else {
+    Vec<uint8_t, kFour> bytes;
+#pragma unroll
+    for (int j = 0; j < kFour; ++j) {
+      bytes.v[j] = static_cast<uint8_t>(four[j]);
+    }
+    store_four(codes, i, end, aligned, bytes);
+  }
+}
+
+// A step of 64 elements: codes, and what they leave in the residual.
+template <Format kFormat, bool kRandom, typename T>
+__device__ __forceinline__ void encode_four(
+    const QuantizeArgs<T>& args, const TokenDraws& draws, int64_t i, int64_t end, bool aligned, bool write,
+    const Vec<float, kFour>& a, Scaling s) {
+  int8_t codes[kFour] = {};
+  uint32_t signs = 0;
+  Vec<float, kFour> rest;
+  PhiloxWords words = {};
+  if constexpr (kRandom) {
+    words = draws.words(args.offset + i);
+  }
+#pragma unroll
+  for (int j = 0; j < kFour; ++j) {
+    if constexpr (kFormat == Format::kSign) {
+      signs |= static_cast<uint32_t>(a.v[j] < 0) << j;
+      rest.v[j] = a.v[j] - (a.v[j] < 0 ? -s.scale : s.scale);
+    } else {
+      codes[j] = code_of<kFormat, kRandom>(a.v[j], s, words.w[j]);
+      rest.v[j] = a.v[j] - value_of<kFormat>(codes[j], s.scale);
+    }
+  }
+  store_codes<kFormat>(args.codes, i, end, aligned, codes, signs);
+  if (write) {
+    store_four(args.residual, i, end, aligned, rest);
+  }
+}
+
+// `refused` is null or tells whether an element is not finite: the residual then stays as it is.
+template <Format kFormat, bool kRandom, typename T>
+__global__ void __launch_bounds__(kThreads)
+    quantize_kernel(QuantizeArgs<T> args, int64_t num_blocks, bool aligned, const int* __restrict__ refused) {
+  MOE_DYNAMIC_SHARED(float, shared);
+  const int group = static_cast<int>(threadIdx.x) / kLanes, lane = static_cast<int>(threadIdx.x) % kLanes;
+  float* const own = shared + group * args.block;
+  const bool write = args.residual != nullptr && (refused == nullptr || *refused == 0);
+  // Both halves of a warp go on for as long as one has a block: they shuffle together.
+  for (int64_t first = int64_t{blockIdx.x} * kBlocksPerGroup + group / 2 * 2; first < num_blocks;
+       first += int64_t{gridDim.x} * kBlocksPerGroup) {
+    const int64_t block = first + group % 2, begin = block * args.block;
+    const int64_t end = block < num_blocks ? min(begin + args.block, args.numel) : begin;
+    uint32_t most = 0;
+    for (int64_t i = begin + lane * kFour; i < begin + args.block; i += kAhead * kStep) {
+      Vec<float, kFour> ahead[kAhead];
+#pragma unroll
+      for (int r = 0; r < kAhead; ++r) {
+        ahead[r] = owed_four(args, i + r * kStep, end, aligned);
+      }
+#pragma unroll
+      for (int r = 0; r < kAhead; ++r) {
+        if (i + r * kStep < begin + args.block) {
+          store_shared(own + (i + r * kStep - begin), ahead[r]);
+        }
+#pragma unroll
+        for (int j = 0; j < kFour; ++j) {
+          most = max(most, key_of(ahead[r].v[j]));
+        }
+      }
+    }
+    most = warp_max<kLanes>(most);
+    Scaling s;
+    if constexpr (kFormat == Format::kSign) {
+      const float factor = sign_factor(most);
+      MagnitudeSums sums;
+      for (int64_t i = lane * kFour; i < args.block; i += kStep) {
+        sums.add(load<kFour>(own + i), factor);
+      }
+      s = {sign_scale(sums.total(), end - begin, factor), 1.0f, 0.0f};
+    } else {
+      s = scaling_of(bit_cast<float>(most), largest_code(kFormat));
+    }
+    if (lane == 0 && block < num_blocks) {
+      args.scales[block] = s.scale;
+    }
+    TokenDraws draws = {};
+    if constexpr (kRandom) {
+      draws = rounding_draws(args.rng, args.offset + begin);
+    }
+    for (int64_t i = begin + lane * kFour; i < begin + args.block; i += kStep) {
+      encode_four<kFormat, kRandom>(args, draws, i, end, aligned, write, load<kFour>(own + (i - begin)), s);
+    }
+  }
+}
+
+// refused = 1 where an element is not finite; with kCheck that is a trap.
+template <bool kCheck, typename T>
+__global__ void __launch_bounds__(kThreads)
+    check_finite_kernel(QuantizeArgs<T> args, bool aligned, int* __restrict__ refused) {
+  bool found = false;
+  for (int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kFour; i < args.numel;
+       i += int64_t{gridDim.x} * kThreads * kFour) {
+    const Vec<float, kFour> a = owed_four(args, i, args.numel, aligned);
+#pragma unroll
+    for (int j = 0; j < kFour; ++j) {
+      found = found || key_of(a.v[j]) >= kInfinityKey<float>;
+    }
+  }
+  if (found) {
+    if constexpr (kCheck) {
+      __trap();
+    }
+    atomicMax(refused, 1);
+  }
+}
+
+// Eight elements from i on: whole bytes of every format. Codes are read byte by byte where they are not aligned.
+template <Format kFormat>
+__device__ __forceinline__ void decode_eight(
+    const uint8_t* codes, int64_t i, int64_t numel, bool aligned, float scale, float (&values)[8]) {
+  constexpr int kPerByte = static_cast<int>(elements_per_byte(kFormat)), kBytes = 8 / kPerByte;
+  const uint8_t* const from = codes + i / kPerByte;
+  Vec<uint8_t, kBytes> bytes = {};
+  if (aligned && i + 8 <= numel) {
+    bytes = load<kBytes>(from);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kBytes; ++j) {
+      if (i + j * kPerByte < numel) {
+        bytes.v[j] = from[j];
+      }
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const uint32_t byte = bytes.v[j / kPerByte];
+    if constexpr (kFormat == Format::kSign) {
+      values[j] = bit_cast<float>(bit_cast<uint32_t>(scale) ^ (byte >> j & 1u) << 31);
+    } else if constexpr (kFormat == Format::kInt4) {
+      values[j] = static_cast<float>(from_nibble(byte >> 4 * (j % 2))) * scale;
+    } else {
+      values[j] = value_of<kFormat>(static_cast<int8_t>(byte), scale);
+    }
+  }
+}
+
+template <Format kFormat, bool kAdd, typename T>
+__global__ void __launch_bounds__(kThreads) dequantize_kernel(DequantizeArgs<T> args, bool aligned) {
+  for (int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * 8; i < args.numel;
+       i += int64_t{gridDim.x} * kThreads * 8) {
+    float values[8];
+    decode_eight<kFormat>(args.codes, i, args.numel, aligned, args.scales[i / args.block], values);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t at = i + half * kFour;
+      Vec<float, kFour> sum = {};
+      if constexpr (kAdd) {
+        sum = load_four(args.out, at, args.numel, aligned);
+      }
+      Vec<T, kFour> out;
+#pragma unroll
+      for (int j = 0; j < kFour; ++j) {
+        const float value = values[half * kFour + j];
+        out.v[j] = from_acc<T>(kAdd ? sum.v[j] + value : value);
+      }
+      store_four(args.out, at, args.numel, aligned, out);
+    }
+  }
+}
+
+inline Launch over_elements(int64_t numel, int per_thread, cudaStream_t stream) {
+  const dim3 grid = persistent_grid(ceil_div(numel, int64_t{kThreads} * per_thread), kThreads, device_properties());
+  return {grid, dim3(kThreads), 0, stream};
+}
+
+template <typename T>
+bool aligned_for(const QuantizeArgs<T>& args) {
+  return is_aligned(args.x, kFour * sizeof(T)) && is_aligned(args.residual_in, kAccessBytes) &&
+         is_aligned(args.residual, kAccessBytes) && is_aligned(args.codes, kFour);
+}
+
+template <bool kCheck, typename T>
+void launch_check_finite(const QuantizeArgs<T>& args, int* refused, cudaStream_t stream) {
+  launch(over_elements(args.numel, kFour, stream), check_finite_kernel<kCheck, T>, args, aligned_for(args), refused);
+}
+
+template <Format kFormat, typename T>
+void launch_quantize(const QuantizeArgs<T>& args, const int* refused, cudaStream_t stream) {
+  const int64_t blocks = ceil_div(args.numel, args.block);
+  const dim3 grid = persistent_grid(ceil_div(blocks, int64_t{kBlocksPerGroup}), kThreads, device_properties());
+  const size_t shared = sizeof(float) * kBlocksPerGroup * static_cast<size_t>(args.block);
+  auto kernel = quantize_kernel<kFormat, false, T>;
+  if constexpr (kFormat != Format::kSign) {
+    kernel = args.rng.state != nullptr ? quantize_kernel<kFormat, true, T> : kernel;
+  }
+  launch({grid, dim3(kThreads), shared, stream}, kernel, args, blocks, aligned_for(args), refused);
+}
+
+template <typename T>
+void launch_quantize(Format format, const QuantizeArgs<T>& args, const int* refused, cudaStream_t stream) {
+  const auto run = format == Format::kInt8   ? launch_quantize<Format::kInt8, T>
+                   : format == Format::kInt4 ? launch_quantize<Format::kInt4, T>
+                   : format == Format::kFp8  ? launch_quantize<Format::kFp8, T>
+                                             : launch_quantize<Format::kSign, T>;
+  run(args, refused, stream);
+}
+
+template <Format kFormat, typename T>
+void launch_dequantize(const DequantizeArgs<T>& args, cudaStream_t stream) {
+  const bool aligned = is_aligned(args.out, kFour * sizeof(T)) && is_aligned(args.codes, 8);
+  const auto kernel = args.add ? dequantize_kernel<kFormat, true, T> : dequantize_kernel<kFormat, false, T>;
+  launch(over_elements(args.numel, 8, stream), kernel, args, aligned);
+}
+
+template <typename T>
+void launch_dequantize(Format format, const DequantizeArgs<T>& args, cudaStream_t stream) {
+  const auto run = format == Format::kInt8   ? launch_dequantize<Format::kInt8, T>
+                   : format == Format::kInt4 ? launch_dequantize<Format::kInt4, T>
+                   : format == Format::kFp8  ? launch_dequantize<Format::kFp8, T>
+                                             : launch_dequantize<Format::kSign, T>;
+  run(args, stream);
+}
+
+} // namespace moe_ext::quantize

@@ -1,0 +1,124 @@
+// Arithmetic of the block quantisers, shared by every backend: no product is fused with a sum, see feedback_math.h.
+#pragma once
+
+#include "common/feedback_math.h"
+#include "common/philox.h"
+
+namespace moe_ext::quantize {
+
+enum class Format : int64_t { kInt8 = 0, kInt4 = 1, kFp8 = 2, kSign = 3 };
+constexpr int64_t kNumFormats = 4;
+
+// The largest number that a scaled element takes.
+constexpr float largest_code(Format format) {
+  return format == Format::kInt8 ? 127.0f : format == Format::kInt4 ? 7.0f : 448.0f;
+}
+
+constexpr int64_t elements_per_byte(Format format) {
+  return format == Format::kSign ? 8 : format == Format::kInt4 ? 2 : 1;
+}
+
+namespace {
+
+// Scaling of the elements of a block. 1 / scale of a subnormal is infinite: such a block is lifted first.
+struct Scaling {
+  float scale;   // value = code * scale
+  float lift;    // a power of two
+  float inverse; // code = round(a * lift * inverse)
+};
+
+MOE_INLINE Scaling scaling_of(float largest, float largest_code) {
+  float scale = largest / largest_code;
+  // Rounded up, the largest finite numbers would come back as infinity.
+  if (key_of(scale * largest_code) >= kInfinityKey<float>) {
+    scale = bit_cast<float>(bit_cast<uint32_t>(scale) - 1);
+  }
+  const float lift = scale < 0x1p-64f ? 0x1p64f : 1.0f;
+  return {scale, lift, scale > 0 ? 1.0f / (scale * lift) : 0.0f};
+}
+
+// To the nearest integer, ties to even, for |x| < 2^22.
+MOE_INLINE float round_even(float x) {
+  return (x + 12582912.0f) - 12582912.0f;
+}
+
+MOE_INLINE float clamped(float x, float bound) {
+  const float low = x < -bound ? -bound : x;
+  return low > bound ? bound : low;
+}
+
+// Up with the probability of the fraction: unbiased. u in [0, 1).
+MOE_INLINE float round_random(float x, float u) {
+  const float shifted = x + u;
+  const float nearest = round_even(shifted);
+  return nearest > shifted ? nearest - 1.0f : nearest;
+}
+
+// float8 e4m3fn, saturating: 1 sign, 4 exponent (bias 7), 3 mantissa bits; 0x7E is 448.
+MOE_INLINE uint32_t to_e4m3(float x, bool random, uint32_t word) {
+  const uint32_t sign = bit_cast<uint32_t>(x) >> 24 & 0x80u;
+  const uint32_t bits = key_of(x);
+  const uint32_t up = random ? word >> 12 : 0x7FFFFu + (bits >> 20 & 1u);
+  const uint32_t normal = (bits + up - (120u << 23)) >> 20;
+  // Below 2^-6 the steps are of 2^-9.
+  const float steps = bit_cast<float>(bits) * 0x1p9f;
+  const float whole = random ? round_random(steps, to_uniform(word)) : round_even(steps);
+  const uint32_t subnormal = bit_cast<uint32_t>(clamped(whole, 8.0f) + 8388608.0f) & 0xFu;
+  const uint32_t code = bits < 0x3C800000u ? subnormal : normal;
+  return sign | (code > 0x7Eu ? 0x7Eu : code);
+}
+
+MOE_INLINE float from_e4m3(uint32_t code) {
+  const uint32_t magnitude = code & 0x7Fu;
+  const float subnormal = static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-9f;
+  const float value = magnitude < 8 ? subnormal : bit_cast<float>((magnitude << 20) + (120u << 23));
+  return bit_cast<float>(bit_cast<uint32_t>(value) | (code & 0x80u) << 24);
+}
+
+// The low four bits, as a signed number.
+MOE_INLINE int32_t from_nibble(uint32_t bits) {
+  return static_cast<int32_t>(bits & 15u) - static_cast<int32_t>((bits & 8u) << 1);
+}
+
+// A float that holds a small integer to that integer's low bits; of NaN to any.
+MOE_INLINE int8_t to_int8(float whole) {
+  return static_cast<int8_t>(bit_cast<uint32_t>(whole + 12582912.0f));
+}
+
+// `word` is drawn where codes are rounded at random.
+template <Format kFormat, bool kRandom>
+MOE_INLINE int8_t code_of(float a, Scaling s, uint32_t word) {
+  constexpr float kBound = largest_code(kFormat);
+  const float scaled = (a * s.lift) * s.inverse;
+  if constexpr (kFormat == Format::kFp8) {
+    return static_cast<int8_t>(to_e4m3(clamped(scaled, kBound), kRandom, word));
+  }
+  const float whole = kRandom ? round_random(scaled, to_uniform(word)) : round_even(scaled);
+  return to_int8(clamped(whole, kBound));
+}
+
+template <Format kFormat>
+MOE_INLINE float value_of(int8_t code, float scale) {
+  const float number = kFormat == Format::kFp8 ? from_e4m3(static_cast<uint8_t>(code)) : static_cast<float>(code);
+  return number * scale;
+}
+
+// Random words of a block that begins at that element; words(i) are those of the elements i to i + 3.
+MOE_INLINE TokenDraws rounding_draws(const RngSource& rng, int64_t begin) {
+  TokenDraws draws = token_draws(rng, Stream::kRounding, 0);
+  draws.c1 ^= static_cast<uint32_t>(begin >> 34) << 20;
+  return draws;
+}
+
+// Scale of a block of signs, its mean magnitude. Far above one the terms are scaled down first: their sum might not be
+// finite.
+MOE_INLINE float sign_factor(uint32_t largest) {
+  return bit_cast<float>(largest) > 0x1p100f ? 0x1p-32f : 1.0f;
+}
+
+MOE_INLINE float sign_scale(float sum, int64_t n, float factor) {
+  return sum / static_cast<float>(n) / factor;
+}
+
+} // namespace
+} // namespace moe_ext::quantize

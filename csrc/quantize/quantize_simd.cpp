@@ -1,0 +1,368 @@
+// Loops of the block quantisers, compiled once per instruction set. A block is read once into a buffer that stays in
+// the first cache; its largest element or the sum of its magnitudes is taken there, and its codes are made from there.
+#include "quantize/quantize_tables.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace moe_ext::quantize::MOE_ISA {
+namespace {
+
+constexpr int64_t kLanes = 16;
+constexpr int64_t kAhead = 2048;
+// Prefetch for loops that are faster than the memory: into the second cache, in time.
+constexpr int64_t kFarAhead = 8192;
+constexpr int kSecondCache = 2;
+
+struct Block {
+  int64_t size;
+  int64_t padded;   // to whole vectors, with zeros
+  uint32_t largest; // key
+};
+
+// Adds x and what is owed.
+template <typename T>
+MOE_INLINE Block load_block(const QuantizeArgs<T>& args, int64_t block, float* __restrict a) {
+  const int64_t begin = block * args.block;
+  const int64_t n = args.numel - begin < args.block ? args.numel - begin : args.block;
+  const T* __restrict x = args.x + begin;
+  for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) {
+    __builtin_prefetch(x + kAhead + i);
+  }
+  // A key has no sign bit, and more instruction sets have a maximum of signed numbers.
+  int32_t most = 0;
+  if (args.residual_in != nullptr) {
+    const float* __restrict residual = args.residual_in + begin;
+    for (int64_t i = 0; i < n; i += kLanes) {
+      __builtin_prefetch(residual + kAhead + i);
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      a[i] = residual[i] + to_acc(x[i]);
+      const int32_t key = static_cast<int32_t>(key_of(a[i]));
+      most = key > most ? key : most;
+    }
+  } else {
+    for (int64_t i = 0; i < n; ++i) {
+      a[i] = to_acc(x[i]);
+      const int32_t key = static_cast<int32_t>(key_of(a[i]));
+      most = key > most ? key : most;
+    }
+  }
+  const int64_t padded = (n + kLanes - 1) / kLanes * kLanes;
+  for (int64_t i = n; i < padded; ++i) {
+    a[i] = 0;
+  }
+  return {n, padded, static_cast<uint32_t>(most)};
+}
+
+// Sum of |a| * factor in the same order for every instruction set.
+MOE_INLINE float magnitude_sum(const float* a, int64_t n, float factor) {
+  float lanes[kLanes] = {};
+  for (int64_t i = 0; i < n; i += kLanes) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      lanes[lane] += bit_cast<float>(key_of(a[i + lane])) * factor;
+    }
+  }
+  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+    for (int64_t lane = 0; lane < half; ++lane) {
+      lanes[lane] += lanes[lane + half];
+    }
+  }
+  return lanes[0];
+}
+
+#if defined(__AVX512F__)
+// The largest key of whole vectors.
+MOE_INLINE uint32_t largest_of(const float* x, int64_t n) {
+  __m512i most = _mm512_setzero_si512();
+  for (int64_t i = 0; i < n; i += kLanes) {
+    __builtin_prefetch(x + kFarAhead + i, 0, kSecondCache);
+    most = _mm512_max_epi32(most, _mm512_and_si512(_mm512_loadu_si512(x + i), _mm512_set1_epi32(0x7FFFFFFF)));
+  }
+  return static_cast<uint32_t>(_mm512_reduce_max_epi32(most));
+}
+
+// lanes[0] after the folds of `magnitude_sum`.
+MOE_INLINE float folded(__m512 lanes) {
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+// Sum of magnitudes, signs and largest key of whole vectors in one read.
+MOE_INLINE uint32_t signs_of(const float* x, int64_t n, uint8_t* out, float* sum) {
+  const __m512 magnitude = _mm512_castsi512_ps(_mm512_set1_epi32(0x7FFFFFFF));
+  __m512 lanes = _mm512_setzero_ps();
+  __m512i most = _mm512_setzero_si512();
+  for (int64_t i = 0; i < n; i += kLanes) {
+    __builtin_prefetch(x + kFarAhead + i, 0, kSecondCache);
+    const __m512 a = _mm512_loadu_ps(x + i), key = _mm512_and_ps(a, magnitude);
+    most = _mm512_max_epi32(most, _mm512_castps_si512(key));
+    lanes = _mm512_add_ps(lanes, key);
+    const __mmask16 bits = _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_LT_OQ);
+    __builtin_memcpy(out + i / 8, &bits, sizeof(bits));
+  }
+  *sum = folded(lanes);
+  return static_cast<uint32_t>(_mm512_reduce_max_epi32(most));
+}
+#endif
+
+// A word for each of n elements from `begin` on, rounded up to four.
+MOE_INLINE void draw(uint32_t* words, const RngSource& rng, int64_t begin, int64_t n) {
+  const TokenDraws draws = rounding_draws(rng, begin);
+  for (int64_t i = 0; i < n; i += 4) {
+    const PhiloxWords four = draws.words(begin + i);
+    for (int j = 0; j < 4; ++j) {
+      words[i + j] = four.w[j];
+    }
+  }
+}
+
+template <Format kFormat, bool kRandom>
+MOE_INLINE void encode(
+    const float* __restrict a, const uint32_t* __restrict words, Scaling s, int64_t n, int8_t* __restrict codes) {
+  for (int64_t i = 0; i < n; ++i) {
+    codes[i] = code_of<kFormat, kRandom>(a[i], s, kRandom ? words[i] : 0u);
+  }
+}
+
+template <Format kFormat>
+MOE_INLINE void keep_rest(
+    float* __restrict residual, const float* __restrict a, const int8_t* __restrict codes, float scale, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float value = value_of<kFormat>(codes[i], scale);
+    residual[i] = a[i] - value;
+  }
+}
+
+template <Format kFormat>
+MOE_INLINE void pack(uint8_t* __restrict out, const int8_t* __restrict codes, int64_t n) {
+  if constexpr (kFormat != Format::kInt4) {
+    __builtin_memcpy(out, codes, n);
+    return;
+  }
+  for (int64_t i = 0; i < (n + 1) / 2; ++i) {
+    const uint32_t low = static_cast<uint8_t>(codes[2 * i]), high = static_cast<uint8_t>(codes[2 * i + 1]);
+    out[i] = static_cast<uint8_t>((low & 15u) | high << 4);
+  }
+}
+
+// A block in which something is not finite comes back as NaN, and the residual keeps all of it: no other block is
+// touched by it.
+template <typename T, Format kFormat>
+__attribute__((noinline)) void refuse_block(const QuantizeArgs<T>& args, int64_t block, const float* a, int64_t n) {
+  const int64_t first = block * args.block;
+  args.scales[block] = bit_cast<float>(0x7FC00000u);
+  __builtin_memset(args.codes + first / elements_per_byte(kFormat), 0, (n - 1) / elements_per_byte(kFormat) + 1);
+  if (args.residual != nullptr) {
+    __builtin_memcpy(args.residual + first, a, n * sizeof(float));
+  }
+}
+
+// A whole block that nothing is added to is read where it is.
+template <typename T>
+MOE_INLINE bool read_in_place(const QuantizeArgs<T>& args, int64_t block) {
+#if defined(__AVX512F__)
+  return std::is_same_v<T, float> && args.residual_in == nullptr && args.block % kLanes == 0 &&
+         (block + 1) * args.block <= args.numel;
+#else
+  return (void)args, (void)block, false;
+#endif
+}
+
+// Bit i % 8 of byte i / 8 is the sign of element i; zeros are positive.
+MOE_INLINE void pack_signs(uint8_t* out, const float* a, int64_t n) {
+  int64_t i = 0;
+#if defined(__AVX512F__)
+  for (; i + kLanes <= n; i += kLanes) {
+    const __mmask16 bits = _mm512_cmp_ps_mask(_mm512_loadu_ps(a + i), _mm512_setzero_ps(), _CMP_LT_OQ);
+    __builtin_memcpy(out + i / 8, &bits, sizeof(bits));
+  }
+#endif
+  for (; i < n; i += 8) {
+#if defined(__AVX2__)
+    const __m256 eight = _mm256_loadu_ps(a + i);
+    const int bits = _mm256_movemask_ps(_mm256_cmp_ps(eight, _mm256_setzero_ps(), _CMP_LT_OQ));
+#else
+    uint32_t bits = 0;
+    for (int64_t j = 0; j < 8; ++j) {
+      bits |= static_cast<uint32_t>(a[i + j] < 0) << j;
+    }
+#endif
+    out[i / 8] = static_cast<uint8_t>(bits);
+  }
+}
+
+template <typename T, Format kFormat>
+uint32_t quantize(const QuantizeArgs<T>& args, int64_t begin, int64_t end) {
+  alignas(64) float a[kLargestBlock];
+  alignas(64) uint32_t words[kLargestBlock];
+  alignas(64) int8_t codes[kLargestBlock];
+  uint32_t most = 0;
+  for (int64_t block = begin; block < end; ++block) {
+    uint8_t* out = args.codes + block * args.block / elements_per_byte(kFormat);
+#if defined(__AVX512F__)
+    if constexpr (std::is_same_v<T, float> && kFormat != Format::kInt4) {
+      if (args.rng.state == nullptr && read_in_place(args, block)) {
+        const float* x = args.x + block * args.block;
+        const uint32_t key = largest_of(x, args.block);
+        most = key > most ? key : most;
+        if (key >= kInfinityKey<float>) {
+          refuse_block<T, kFormat>(args, block, x, args.block);
+          continue;
+        }
+        const Scaling s = scaling_of(bit_cast<float>(key), largest_code(kFormat));
+        encode<kFormat, false>(x, words, s, args.block, reinterpret_cast<int8_t*>(out));
+        args.scales[block] = s.scale;
+        continue;
+      }
+    }
+#endif
+    const auto [n, padded, key] = load_block(args, block, a);
+    most = key > most ? key : most;
+    if (key >= kInfinityKey<float>) {
+      refuse_block<T, kFormat>(args, block, a, n);
+      continue;
+    }
+    const Scaling s = scaling_of(bit_cast<float>(key), largest_code(kFormat));
+    if (args.rng.state != nullptr) {
+      draw(words, args.rng, args.offset + block * args.block, n);
+      encode<kFormat, true>(a, words, s, padded, codes);
+    } else {
+      encode<kFormat, false>(a, words, s, padded, codes);
+    }
+    args.scales[block] = s.scale;
+    pack<kFormat>(out, codes, n);
+    if (args.residual != nullptr) {
+      keep_rest<kFormat>(args.residual + block * args.block, a, codes, s.scale, n);
+    }
+  }
+  return most;
+}
+
+// The mean magnitude of each block.
+template <typename T>
+uint32_t quantize_signs(const QuantizeArgs<T>& args, int64_t begin, int64_t end) {
+  alignas(64) float a[kLargestBlock];
+  uint32_t most = 0;
+  for (int64_t block = begin; block < end; ++block) {
+#if defined(__AVX512F__)
+    if constexpr (std::is_same_v<T, float>) {
+      if (read_in_place(args, block)) {
+        float sum;
+        const uint32_t key =
+            signs_of(args.x + block * args.block, args.block, args.codes + block * args.block / 8, &sum);
+        if (key < kInfinityKey<float> && sign_factor(key) == 1) {
+          most = key > most ? key : most;
+          args.scales[block] = sign_scale(sum, args.block, 1);
+          continue;
+        }
+      }
+    }
+#endif
+    const auto [n, padded, key] = load_block(args, block, a);
+    most = key > most ? key : most;
+    if (key >= kInfinityKey<float>) {
+      refuse_block<T, Format::kSign>(args, block, a, n);
+      continue;
+    }
+    const float factor = sign_factor(key);
+    const float scale = sign_scale(magnitude_sum(a, padded, factor), n, factor);
+    args.scales[block] = scale;
+    pack_signs(args.codes + block * args.block / 8, a, (n + 7) / 8 * 8);
+    if (args.residual != nullptr) {
+      float* __restrict residual = args.residual + block * args.block;
+      for (int64_t i = 0; i < n; ++i) {
+        residual[i] = a[i] - (a[i] < 0 ? -scale : scale);
+      }
+    }
+  }
+  return most;
+}
+
+template <typename T>
+uint32_t largest(const QuantizeArgs<T>& args, int64_t begin, int64_t end) {
+  alignas(64) float a[kLargestBlock];
+  uint32_t most = 0;
+  for (int64_t block = begin; block < end; ++block) {
+    const uint32_t key = load_block(args, block, a).largest;
+    most = key > most ? key : most;
+  }
+  return most;
+}
+
+// Two elements of a byte at a time, and eight for signs: `values` has room for whole bytes.
+template <Format kFormat>
+MOE_INLINE void decode(float* __restrict values, const uint8_t* __restrict codes, float scale, int64_t n) {
+  if constexpr (kFormat == Format::kInt8) {
+    for (int64_t i = 0; i < n; ++i) {
+      values[i] = static_cast<float>(static_cast<int8_t>(codes[i])) * scale;
+    }
+  } else if constexpr (kFormat == Format::kFp8) {
+    for (int64_t i = 0; i < n; ++i) {
+      values[i] = from_e4m3(codes[i]) * scale;
+    }
+  } else if constexpr (kFormat == Format::kInt4) {
+    for (int64_t i = 0; i < (n + 1) / 2; ++i) {
+      values[2 * i] = static_cast<float>(from_nibble(codes[i])) * scale;
+      values[2 * i + 1] = static_cast<float>(from_nibble(codes[i] >> 4)) * scale;
+    }
+  } else {
+    constexpr uint32_t kBits[8] = {1, 2, 4, 8, 16, 32, 64, 128};
+    const uint32_t positive = bit_cast<uint32_t>(scale);
+    int64_t i = 0;
+#if defined(__AVX512F__)
+    const __m512i all_positive = _mm512_set1_epi32(static_cast<int32_t>(positive));
+    const __m512i sign_bit = _mm512_set1_epi32(INT32_MIN);
+    for (; (i + 2) * 8 <= n; i += 2) {
+      __mmask16 bits;
+      __builtin_memcpy(&bits, codes + i, sizeof(bits));
+      _mm512_storeu_si512(values + 8 * i, _mm512_mask_xor_epi32(all_positive, bits, all_positive, sign_bit));
+    }
+#endif
+    for (; i < (n + 7) / 8; ++i) {
+      const uint32_t byte = codes[i];
+      uint32_t eight[8];
+      for (int64_t j = 0; j < 8; ++j) {
+        eight[j] = positive ^ ((byte & kBits[j]) != 0 ? 0x80000000u : 0u);
+      }
+      __builtin_memcpy(values + 8 * i, eight, sizeof(eight));
+    }
+  }
+}
+
+template <typename T, Format kFormat>
+void dequantize(const DequantizeArgs<T>& args, int64_t begin, int64_t end) {
+  alignas(64) float values[kLargestBlock];
+  for (int64_t block = begin; block < end; ++block) {
+    const int64_t first = block * args.block;
+    const int64_t n = args.numel - first < args.block ? args.numel - first : args.block;
+    decode<kFormat>(values, args.codes + first / elements_per_byte(kFormat), args.scales[block], n);
+    T* __restrict out = args.out + first;
+    if (args.add) {
+      for (int64_t i = 0; i < n; ++i) {
+        out[i] = from_acc<T>(to_acc(out[i]) + values[i]);
+      }
+    } else {
+      for (int64_t i = 0; i < n; ++i) {
+        out[i] = from_acc<T>(values[i]);
+      }
+    }
+  }
+}
+
+template <typename T>
+constexpr QuantizeKernels<T> kTable = {
+    {quantize<T, Format::kInt8>, quantize<T, Format::kInt4>, quantize<T, Format::kFp8>, quantize_signs<T>},
+    largest<T>,
+    {dequantize<T, Format::kInt8>, dequantize<T, Format::kInt4>, dequantize<T, Format::kFp8>,
+     dequantize<T, Format::kSign>}};
+
+} // namespace
+
+extern const Kernels kernel_table;
+const Kernels kernel_table = {kTable<float>, kTable<BFloat16>, kTable<Half>};
+
+} // namespace moe_ext::quantize::MOE_ISA

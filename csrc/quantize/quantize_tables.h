@@ -1,0 +1,60 @@
+// The loops that quantize_simd.cpp provides for each instruction set. Torch-free.
+#pragma once
+
+#include "quantize/quantize_math.h"
+
+namespace moe_ext::quantize {
+
+constexpr int64_t kLeastBlock = 64;
+constexpr int64_t kLargestBlock = 1024;
+
+// Blocks of neighbouring elements with one scale each; the last may be shorter. Codes follow each other without gaps.
+template <typename T>
+struct QuantizeArgs {
+  const T* x;
+  const float* residual_in; // what is owed, or null; `residual` itself where that is changed in place
+  float* residual;          // or null
+  uint8_t* codes;
+  float* scales;
+  int64_t numel;
+  int64_t block;
+  RngSource rng;  // its state is null to round to the nearest
+  int64_t offset; // elements before these in the streams of random numbers
+};
+
+template <typename T>
+struct DequantizeArgs {
+  T* out;
+  const uint8_t* codes;
+  const float* scales;
+  int64_t numel;
+  int64_t block;
+  bool add; // out += value
+};
+
+template <typename T>
+struct QuantizeKernels {
+  // The blocks [begin, end); both return the largest magnitude as a key, which tells NaN and infinity.
+  uint32_t (*quantize[kNumFormats])(const QuantizeArgs<T>& args, int64_t begin, int64_t end);
+  uint32_t (*largest)(const QuantizeArgs<T>& args, int64_t begin, int64_t end);
+  void (*dequantize[kNumFormats])(const DequantizeArgs<T>& args, int64_t begin, int64_t end);
+};
+
+struct Kernels {
+  QuantizeKernels<float> f32;
+  QuantizeKernels<BFloat16> bf16;
+  QuantizeKernels<Half> f16;
+
+  template <typename T>
+  const QuantizeKernels<T>& of() const {
+    if constexpr (std::is_same_v<T, float>) {
+      return f32;
+    } else if constexpr (std::is_same_v<T, BFloat16>) {
+      return bf16;
+    } else {
+      return f16;
+    }
+  }
+};
+
+} // namespace moe_ext::quantize

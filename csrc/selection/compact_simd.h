@@ -1,0 +1,139 @@
+// Comparison of a block of keys with a bound, and compaction of those above it. Compiled once per instruction set.
+#pragma once
+
+#include "selection/topk_tables.h"
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace moe_ext::topk::MOE_ISA {
+namespace {
+
+constexpr int64_t kBlock = 256;
+constexpr int64_t kLanes = 16;
+constexpr int64_t kWords = kBlock / 64;
+constexpr int64_t kFewHits = 32; // of a block; more are compacted a vector at a time
+
+struct Bits { // one for each element of a block
+  uint64_t word[kWords];
+};
+
+// From a byte that is 0 or 1 for each element: the product moves eight of them into the highest byte.
+MOE_INLINE Bits bits_of(const uint8_t* flags) {
+  Bits bits;
+  for (int64_t w = 0; w < kWords; ++w) {
+    uint64_t word = 0;
+    for (int64_t i = 0; i < 8; ++i) {
+      uint64_t eight;
+      __builtin_memcpy(&eight, flags + 64 * w + 8 * i, sizeof(eight));
+      word |= (eight * 0x0102040810204080u >> 56) << (8 * i);
+    }
+    bits.word[w] = word;
+  }
+  return bits;
+}
+
+MOE_INLINE int64_t num_bits(const Bits& bits) {
+  int64_t count = 0;
+  for (const uint64_t word : bits.word) {
+    count += __builtin_popcountll(word);
+  }
+  return count;
+}
+
+// Calls store(slot, i) for each bit i, in order, with slots from `slot` on; returns the next one. The first kAlways of
+// a word are stored in any case, since whether there are any cannot be predicted: slots behind the last are scratch.
+template <int kAlways, typename F>
+MOE_INLINE int64_t for_bits(const Bits& bits, int64_t slot, F store) {
+  for (int64_t w = 0; w < kWords; ++w) {
+    constexpr uint64_t kNever = uint64_t{1} << 63;
+    uint64_t rest = bits.word[w];
+    const int64_t next = slot + __builtin_popcountll(rest);
+    for (int j = 0; j < kAlways; ++j) {
+      store(slot + j, 64 * w + __builtin_ctzll(rest | kNever));
+      rest &= rest - 1;
+    }
+    for (slot += kAlways; rest != 0; ++slot) {
+      store(slot, 64 * w + __builtin_ctzll(rest));
+      rest &= rest - 1;
+    }
+    slot = next;
+  }
+  return slot;
+}
+
+// Mask of the keys larger than `low` among n, which zeros fill up to a block.
+template <typename Key>
+MOE_INLINE Bits larger(const Key* keys, int64_t n, Key low, Scanned<Key>* seen) {
+  using Signed = std::make_signed_t<Key>;
+  alignas(64) uint8_t flags[kBlock] = {};
+  // A key has no sign bit, and more instruction sets have a maximum of signed numbers.
+  Signed most = static_cast<Signed>(seen->largest);
+  Key equal = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const Signed key = static_cast<Signed>(keys[i]);
+    most = key > most ? key : most;
+    equal += static_cast<Key>(keys[i] == low);
+    flags[i] = static_cast<uint8_t>(key > static_cast<Signed>(low));
+  }
+  seen->largest = static_cast<Key>(most);
+  seen->equal += static_cast<int64_t>(equal);
+  return bits_of(flags);
+}
+
+template <typename Key>
+MOE_INLINE int64_t
+compact(const Key* keys, const Bits& chosen, int64_t offset, Key* out_keys, uint32_t* out_offsets, int64_t count) {
+  return for_bits<2>(chosen, count, [&](int64_t slot, int64_t i) {
+    out_keys[slot] = keys[i];
+    out_offsets[slot] = static_cast<uint32_t>(offset + i);
+  });
+}
+
+#if defined(__AVX512F__)
+MOE_INLINE Bits larger(const uint32_t* keys, int64_t n, uint32_t low, Scanned<uint32_t>* seen) {
+  const __m512i bound = _mm512_set1_epi32(static_cast<int32_t>(low));
+  __m512i most = _mm512_set1_epi32(static_cast<int32_t>(seen->largest)), equal = _mm512_setzero_si512();
+  Bits bits;
+  for (int64_t w = 0; w < kWords; ++w) {
+    uint64_t word = 0;
+    for (int64_t i = 0; i < 64; i += kLanes) {
+      const __m512i key = _mm512_loadu_si512(keys + 64 * w + i);
+      most = _mm512_max_epu32(most, key);
+      const __mmask16 same = _mm512_cmpeq_epi32_mask(key, bound);
+      equal = _mm512_mask_sub_epi32(equal, same, equal, _mm512_set1_epi32(-1));
+      word |= static_cast<uint64_t>(_mm512_cmpgt_epu32_mask(key, bound)) << i;
+    }
+    bits.word[w] = word;
+  }
+  seen->largest = _mm512_reduce_max_epu32(most);
+  seen->equal += _mm512_reduce_add_epi32(equal) - (low == 0 ? kBlock - n : 0);
+  return bits;
+}
+
+// Compressed in a register and stored whole: a compressing store is microcode on some processors.
+MOE_INLINE int64_t compact_many(
+    const uint32_t* keys, const Bits& chosen, int64_t offset, uint32_t* out_keys, uint32_t* out_offsets,
+    int64_t count) {
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  for (int64_t i = 0; i < kBlock; i += kLanes) {
+    const __mmask16 mask = static_cast<__mmask16>(chosen.word[i / 64] >> (i % 64));
+    const __m512i place = _mm512_add_epi32(lane, _mm512_set1_epi32(static_cast<int32_t>(offset + i)));
+    _mm512_storeu_si512(out_keys + count, _mm512_maskz_compress_epi32(mask, _mm512_loadu_si512(keys + i)));
+    _mm512_storeu_si512(out_offsets + count, _mm512_maskz_compress_epi32(mask, place));
+    count += __builtin_popcount(mask);
+  }
+  return count;
+}
+
+MOE_INLINE int64_t compact(
+    const uint32_t* keys, const Bits& chosen, int64_t offset, uint32_t* out_keys, uint32_t* out_offsets,
+    int64_t count) {
+  return num_bits(chosen) > kFewHits ? compact_many(keys, chosen, offset, out_keys, out_offsets, count)
+                                     : compact<uint32_t>(keys, chosen, offset, out_keys, out_offsets, count);
+}
+#endif
+
+} // namespace
+} // namespace moe_ext::topk::MOE_ISA

@@ -1,0 +1,76 @@
+// Gradient selection with error feedback: the argument checks that both backends share.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "common/check.h"
+#include "common/dispatch.h"
+#include "selection/topk_tables.h"
+
+namespace moe_ext::topk {
+
+// Division of a tensor of `numel` elements: scopes of `size` neighbouring elements (the last may be smaller), of which
+// each keeps its own `k`.
+struct Scopes {
+  int64_t numel;
+  int64_t size;
+  int64_t k;
+
+  int64_t count() const {
+    return numel == 0 ? 0 : (numel + size - 1) / size;
+  }
+  int64_t length(int64_t scope) const {
+    return scope + 1 < count() ? size : numel - scope * size;
+  }
+  int64_t kept(int64_t scope) const {
+    return length(scope) < k ? length(scope) : k;
+  }
+  // Sum over all scopes.
+  int64_t total() const {
+    return count() == 0 ? 0 : (count() - 1) * k + kept(count() - 1);
+  }
+};
+
+// Tensors that a call reads and writes. If `residual_in` is given, the old residual is read from there, the velocity
+// from `velocity_in`, and both results are only written.
+struct FeedbackTensors {
+  const Tensor& grad;
+  const Tensor& residual;
+  const std::optional<Tensor>& velocity;
+  const std::optional<Tensor>& residual_in;
+  const std::optional<Tensor>& velocity_in;
+  double momentum;
+  double residual_scale;
+};
+
+// Both check everything that needs no look at the data.
+Scopes check_topk_compress(const FeedbackTensors& state, int64_t k, int64_t scope_size);
+
+// The capacity of each scope takes the place of `k`.
+Scopes check_threshold_compress(
+    const FeedbackTensors& state,
+    const Tensor& threshold, // [], or [num_scopes]
+    int64_t capacity, int64_t target, int64_t scope_size);
+
+// The loops' view of it; `grad` is contiguous.
+template <typename T>
+Feedback<T> feedback(const FeedbackTensors& state, const Tensor& grad) {
+  using Acc = acc_t<T>;
+  const auto of = [](const std::optional<Tensor>& tensor) { return tensor ? data<Acc>(*tensor) : nullptr; };
+  Feedback<T> args{
+      data<const T>(grad),
+      data<Acc>(state.residual),
+      of(state.velocity),
+      data<Acc>(state.residual),
+      of(state.velocity),
+      static_cast<Acc>(state.residual_scale),
+      static_cast<Acc>(state.momentum)};
+  if (state.residual_in) {
+    args.residual_in = data<const Acc>(*state.residual_in);
+    args.velocity_in = of(state.velocity_in);
+  }
+  return args;
+}
+
+} // namespace moe_ext::topk

@@ -1,0 +1,223 @@
+// Decoders of the wire format. Whatever the bytes, nothing is written out of bounds; the first value that is not as it
+// should be is kept in `wrong`, which the caller reads before it hands the indices on.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "sparse/wire_kernels.cuh"
+
+namespace moe_ext::wire {
+
+// Parts of the payload that is decoded; pointers at multiples of 16.
+struct Encoded {
+  const uint8_t* bytes; // [index_bytes]
+  int64_t index_bytes;
+  int64_t count;
+  int64_t numel;
+  int64_t* indices;          // [count]
+  unsigned long long* wrong; // [], 0 where nothing is, else kWrongFrom less the first value that is
+};
+
+constexpr unsigned long long kWrongFrom = 1ull << 63;
+
+__device__ __forceinline__ void mark_wrong(const Encoded& in, int64_t at) {
+  atomicMax(in.wrong, kWrongFrom - static_cast<unsigned long long>(at));
+}
+
+// Marks a number of indices other than the header's.
+static __global__ void check_total_kernel(Encoded in, const uint64_t* __restrict__ total) {
+  const int64_t found = static_cast<int64_t>(*total);
+  if (found != in.count) {
+    mark_wrong(in, min(found, in.count));
+  }
+}
+
+// A byte of a bitmap, 0 beyond its end.
+__device__ __forceinline__ uint32_t byte_at(const Encoded& in, int64_t i) {
+  return i < in.index_bytes ? in.bytes[i] : 0u;
+}
+
+// counts [segments]: bits of each segment.
+static __global__ void __launch_bounds__(kThreads) count_bits_kernel(Encoded in, uint64_t* __restrict__ counts) {
+  for (int64_t s = global_warp(); s * kSegment < in.index_bytes; s += num_warps()) {
+    int sum = 0;
+    for (int64_t i = s * kSegment + lane_id(); i < (s + 1) * kSegment; i += kWarpSize) {
+      sum += __popc(byte_at(in, i));
+    }
+    sum = warp_sum(sum);
+    if (lane_id() == 0) {
+      counts[s] = static_cast<uint64_t>(sum);
+    }
+  }
+}
+
+static __global__ void __launch_bounds__(kThreads)
+    decode_bitmap_kernel(Encoded in, const uint64_t* __restrict__ places) {
+  for (int64_t s = global_warp(); s * kSegment < in.index_bytes; s += num_warps()) {
+    int64_t place = static_cast<int64_t>(places[s]);
+    for (int64_t base = s * kSegment; base < (s + 1) * kSegment; base += kWarpSize) {
+      uint32_t bits = byte_at(in, base + lane_id());
+      const int own = __popc(bits), through = warp_inclusive_scan(own);
+      for (int64_t at = place + through - own; bits != 0; bits &= bits - 1, ++at) {
+        const int64_t index = 8 * (base + lane_id()) + __ffs(static_cast<int>(bits)) - 1;
+        if (at < in.count && index < in.numel) {
+          in.indices[at] = index;
+        } else {
+          mark_wrong(in, at);
+        }
+      }
+      place += __shfl_sync(kFullMask, through, kWarpSize - 1);
+    }
+  }
+}
+
+static __global__ void __launch_bounds__(kThreads)
+    load_run_counts_kernel(const uint32_t* __restrict__ counts, int64_t runs, uint64_t* __restrict__ places) {
+  for (int64_t run = global_thread(); run < runs; run += num_threads()) {
+    places[run] = counts[run];
+  }
+}
+
+// places [runs]: the first value of each run.
+static __global__ void __launch_bounds__(kThreads)
+    decode_u16_kernel(Encoded in, int64_t runs, const uint64_t* __restrict__ places) {
+  const uint16_t* const offsets = reinterpret_cast<const uint16_t*>(in.bytes + 4 * runs);
+  for (int64_t i = global_thread(); i < in.count; i += num_threads()) {
+    // The last run that begins at or before value i; those without values begin where the next one does.
+    const int64_t run = first_from(places, runs, i + 1) - 1;
+    const int64_t index = run * kRun + offsets[i];
+    const bool first = static_cast<int64_t>(places[run]) == i;
+    if (index >= in.numel || (!first && offsets[i] <= offsets[i - 1])) {
+      mark_wrong(in, i);
+    }
+    in.indices[i] = index;
+  }
+}
+
+__device__ __forceinline__ bool ends_gap(const Encoded& in, int64_t i) {
+  return i < in.index_bytes && in.bytes[i] < 128;
+}
+
+// counts [segments]: gaps that end in each.
+static __global__ void __launch_bounds__(kThreads) count_gaps_kernel(Encoded in, uint64_t* __restrict__ counts) {
+  for (int64_t s = global_warp(); s * kSegment < in.index_bytes; s += num_warps()) {
+    int sum = 0;
+    for (int64_t i = s * kSegment + lane_id(); i < (s + 1) * kSegment; i += kWarpSize) {
+      sum += ends_gap(in, i);
+    }
+    sum = warp_sum(sum);
+    if (lane_id() == 0) {
+      counts[s] = static_cast<uint64_t>(sum);
+    }
+    if (s == 0 && lane_id() == 0 && in.bytes[in.index_bytes - 1] >= 128) {
+      mark_wrong(in, in.count);
+    }
+  }
+}
+
+// The gap that ends at byte i, or numel where it is none.
+__device__ __forceinline__ uint64_t read_gap(const Encoded& in, int64_t i) {
+  uint64_t gap = in.bytes[i];
+  int groups = 1;
+  for (int64_t j = i - 1; j >= 0 && in.bytes[j] >= 128; --j) {
+    if (++groups > kLongestGap) {
+      return static_cast<uint64_t>(in.numel);
+    }
+    gap = gap << 7 | (in.bytes[j] & 127u);
+  }
+  // A last group of zero would make two encodings of one gap.
+  return groups > 1 && in.bytes[i] == 0 ? static_cast<uint64_t>(in.numel) : gap;
+}
+
+// indices [count] become the steps to them: gap + 1.
+static __global__ void __launch_bounds__(kThreads) read_gaps_kernel(Encoded in, const uint64_t* __restrict__ places) {
+  for (int64_t s = global_warp(); s * kSegment < in.index_bytes; s += num_warps()) {
+    int64_t place = static_cast<int64_t>(places[s]);
+    for (int64_t base = s * kSegment; base < (s + 1) * kSegment; base += kWarpSize) {
+      const int64_t i = base + lane_id();
+      const unsigned ends = __ballot_sync(kFullMask, ends_gap(in, i));
+      const int64_t at = place + __popc(ends & lanes_below());
+      if (ends_gap(in, i) && at < in.count) {
+        const uint64_t gap = read_gap(in, i);
+        if (gap >= static_cast<uint64_t>(in.numel)) {
+          mark_wrong(in, at);
+        }
+        in.indices[at] = static_cast<int64_t>(gap + 1);
+      }
+      place += __popc(ends);
+    }
+  }
+}
+
+// sums [segments] of steps, modulo 2^64: the first index that leaves the range is smaller than that.
+static __global__ void __launch_bounds__(kThreads) sum_steps_kernel(Encoded in, uint64_t* __restrict__ sums) {
+  for (int64_t s = global_warp(); s * kSegment < in.count; s += num_warps()) {
+    uint64_t sum = 0;
+    for (int64_t i = s * kSegment + lane_id(); i < min((s + 1) * kSegment, in.count); i += kWarpSize) {
+      sum += static_cast<uint64_t>(in.indices[i]);
+    }
+    sum = warp_sum(sum);
+    if (lane_id() == 0) {
+      sums[s] = sum;
+    }
+  }
+}
+
+static __global__ void __launch_bounds__(kThreads)
+    sum_to_indices_kernel(Encoded in, const uint64_t* __restrict__ before) {
+  for (int64_t s = global_warp(); s * kSegment < in.count; s += num_warps()) {
+    uint64_t sum = before[s];
+    for (int64_t base = s * kSegment; base < min((s + 1) * kSegment, in.count); base += kWarpSize) {
+      const int64_t i = base + lane_id();
+      const uint64_t step = i < in.count ? static_cast<uint64_t>(in.indices[i]) : 0;
+      const uint64_t through = warp_inclusive_scan(step), index = sum + through - 1;
+      if (i < in.count) {
+        if (index >= static_cast<uint64_t>(in.numel)) {
+          mark_wrong(in, i);
+        }
+        in.indices[i] = static_cast<int64_t>(index);
+      }
+      sum += __shfl_sync(kFullMask, through, kWarpSize - 1);
+    }
+  }
+}
+
+// Longs of scratch memory, which begin as zeros.
+inline int64_t num_decode_longs(IndexCodec codec, int64_t index_bytes, int64_t count, int64_t numel) {
+  const int64_t runs = static_cast<int64_t>(num_runs(static_cast<uint64_t>(numel)));
+  return 1 + (codec == IndexCodec::kU16 ? runs : num_segments(index_bytes) + num_segments(count));
+}
+
+inline void launch_decode_indices(IndexCodec codec, const Encoded& in, uint64_t* scratch, cudaStream_t stream) {
+  uint64_t *const total = scratch, *const places = scratch + 1;
+  if (codec == IndexCodec::kDense || in.index_bytes == 0) {
+    return;
+  }
+  const Launch per_segment = over_segments(in.index_bytes, stream);
+  int64_t parts = num_segments(in.index_bytes);
+  if (codec == IndexCodec::kU16) {
+    parts = static_cast<int64_t>(num_runs(static_cast<uint64_t>(in.numel)));
+    launch(
+        over_threads(parts, stream), load_run_counts_kernel, reinterpret_cast<const uint32_t*>(in.bytes), parts,
+        places);
+  } else {
+    launch(per_segment, codec == IndexCodec::kBitmap ? count_bits_kernel : count_gaps_kernel, in, places);
+  }
+  launch_scan_counts(places, 1, parts, total, stream);
+  launch({dim3(1), dim3(1), 0, stream}, check_total_kernel, in, total);
+  if (codec == IndexCodec::kBitmap) {
+    launch(per_segment, decode_bitmap_kernel, in, places);
+  } else if (codec == IndexCodec::kU16) {
+    launch(over_threads(in.count, stream), decode_u16_kernel, in, parts, places);
+  } else {
+    launch(per_segment, read_gaps_kernel, in, places);
+    uint64_t* const sums = places + parts;
+    launch(over_segments(in.count, stream), sum_steps_kernel, in, sums);
+    launch_scan_counts(sums, 1, num_segments(in.count), nullptr, stream);
+    launch(over_segments(in.count, stream), sum_to_indices_kernel, in, sums);
+  }
+}
+
+} // namespace moe_ext::wire

@@ -1,0 +1,78 @@
+// The loops of the quantisers for every instruction set: the same bits as the portable ones, and nothing written past
+// the end.
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "isa.h"
+#include "quantize/quantize_tables.h"
+
+namespace moe_ext {
+
+namespace quantize {
+MOE_EXT_TABLES(Kernels)
+} // namespace quantize
+
+namespace {
+
+using testing::random_floats;
+
+constexpr int64_t kSizes[] = {1, 15, 16, 17, 255, 256, 257, 1000};
+
+class Quantisers : public ::testing::TestWithParam<std::string> {};
+
+struct Quantized {
+  std::vector<uint8_t> codes;
+  std::vector<float> scales, residual;
+
+  bool operator==(const Quantized&) const = default;
+};
+
+Quantized quantized(const quantize::Kernels& kernels, int64_t format, int64_t n, bool random) {
+  const std::vector<float> x = random_floats(n, 4);
+  const int64_t state[4] = {5, 6, 7, 8};
+  Quantized out{std::vector<uint8_t>(n + 1, 7), std::vector<float>(n / 64 + 2, 7), random_floats(n + 1, 5)};
+  const quantize::QuantizeArgs<float> args{
+      x.data(),
+      out.residual.data(),
+      out.residual.data(),
+      out.codes.data(),
+      out.scales.data(),
+      n,
+      64,
+      {random ? state : nullptr, nullptr},
+      0};
+  kernels.f32.quantize[format](args, 0, (n + 63) / 64);
+  EXPECT_EQ(out.codes[n], 7) << "wrote past the codes";
+  EXPECT_EQ(out.scales[(n + 63) / 64], 7) << "wrote past the scales";
+  EXPECT_EQ(out.residual[n], random_floats(n + 1, 5)[n]) << "wrote past the residual";
+  return out;
+}
+
+TEST_P(Quantisers, QuantizesAsThePortableLoops) {
+  for (const int64_t n : kSizes) {
+    for (int64_t format = 0; format < quantize::kNumFormats; ++format) {
+      for (const bool random : {false, true}) {
+        const Quantized actual = quantized(quantize::table(GetParam()), format, n, random);
+        ASSERT_TRUE(actual == quantized(quantize::table("portable"), format, n, random)) << n << " in " << format;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Isas, Quantisers, ::testing::ValuesIn(testing::supported_isas()), [](const auto& info) {
+  return info.param;
+});
+
+TEST(E4m3, RoundsEveryCodeToItself) {
+  for (uint32_t code = 0; code < 256; ++code) {
+    if ((code & 0x7Fu) != 0x7Fu) { // NaN
+      EXPECT_EQ(quantize::to_e4m3(quantize::from_e4m3(code), false, 0), code);
+    }
+  }
+  EXPECT_EQ(quantize::to_e4m3(1e30f, false, 0), 0x7Eu) << "saturates";
+}
+
+} // namespace
+} // namespace moe_ext
