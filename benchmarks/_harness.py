@@ -1,6 +1,5 @@
 """Interleaved timings, counted bytes and Markdown tables that the benchmarks share."""
 
-import ctypes
 import math
 import platform
 import re
@@ -11,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+
+import moe_ext
 
 Runs = dict[str, Callable[[], object]]
 
@@ -81,14 +82,10 @@ def compare(title: str, new: dict[str, dict[str, float]], old: dict[str, dict[st
 def keep_memory(touched: int = 2**31) -> None:
     """Makes malloc reuse freed memory, for every contender alike.
 
-    By default glibc maps each large tensor anew, and the page faults of the fresh memory (three
-    times the time of a copy) would hide what the operators do.
+    The page faults of fresh memory (three to ten times the time of a copy) would hide what the
+    operators do.
     """
-    mallopt = ctypes.CDLL(None).mallopt
-    m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4
-    mallopt(m_mmap_max, 0)
-    mallopt(m_trim_threshold, 2**31 - 1)
-    mallopt(m_top_pad, 2**30)
+    moe_ext.reuse_memory()
     # Touch the memory once, so that no contender pays for the first use of it.
     torch.zeros(touched, dtype=torch.uint8)
 
@@ -144,9 +141,7 @@ def machine() -> list[str]:
     return [
         f"CPU figures: {cpu_model()} ({platform.machine()}, {capability}), "
         f"{torch.get_num_threads()} threads, torch {torch.__version__}. Medians of interleaved "
-        "runs in one process, with malloc set to reuse freed memory (`MALLOC_MMAP_MAX_=0 "
-        "MALLOC_TRIM_THRESHOLD_=2147483647 MALLOC_TOP_PAD_=1073741824` does the same for a "
-        "training job).",
+        "runs in one process, with malloc set to reuse freed memory by `moe_ext.reuse_memory()`.",
         f"Rates of the machine, measured in the same run: {', '.join(rates)}.",
     ]
 

@@ -2,6 +2,7 @@
 
 from moe_ext import attention, compression, distributed, integrations, nn, ops, optim, plot
 from moe_ext._info import info
+from moe_ext._memory import reuse_memory
 from moe_ext._version import __version__
 from moe_ext.integrations import replace, verify
 from moe_ext.nn import MoELayer, replace_ffn
@@ -20,6 +21,7 @@ __all__ = [
     "plot",
     "replace",
     "replace_ffn",
+    "reuse_memory",
     "verify",
 ]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from moe_ext import _library, _runtime_library
+from moe_ext import _library, _memory, _runtime_library
 from moe_ext._version import __version__
 
 _OPTIONAL = {
@@ -23,8 +23,9 @@ def info() -> dict[str, Any]:
 
     Returns:
         dict: ``versions``, ``library``, ``cpu`` (``isa`` in use and ``supported``), ``backends``
-        (name to what it offers or why it is absent), ``operators`` (public names) and ``missing``
-        (what is not installed, and the command that gets it).
+        (name to what it offers or why it is absent), ``memory`` (whether `moe_ext.reuse_memory`
+        holds), ``operators`` (public names) and ``missing`` (what is not installed, and the command
+        that gets it).
     """
     supported = [
         isa for isa in ("portable", "avx2", "avx512") if torch.ops.moe_ext._cpu_isa_supported(isa)
@@ -50,6 +51,7 @@ def info() -> dict[str, Any]:
             "capability": torch.backends.cpu.get_cpu_capability(),
         },
         "backends": _backends(),
+        "memory": _memory.state(),
         "operators": operators(),
         "missing": missing,
     }
@@ -109,6 +111,7 @@ def report(brief: bool = False) -> str:
             for name, state in facts["backends"].items()
             if name != "cpu"
         ),
+        f"memory:    {facts['memory']}",
         f"operators: {', '.join(facts['operators'])}",
         *(f"missing:   {name} ({how})" for name, how in facts["missing"].items()),
     ]

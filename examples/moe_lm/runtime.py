@@ -157,11 +157,12 @@ class StopSignal:
 
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
-    """Run `main` and end the process with its code, without tearing the interpreter down.
+    """Run `main` in reused memory and end the process, without tearing the interpreter down.
 
     A thread of Gloo may still drop a Python tensor of the last collective; when that meets the
     interpreter's shutdown, the process aborts (seen in one exit of twenty).
     """
+    moe_ext.reuse_memory()
     try:
         code = main()
     except Exception:
