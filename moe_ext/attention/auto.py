@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from moe_ext.attention.block import KeysForm, accumulation_dtype
 from moe_ext.attention.layouts import Grid, Layout, even_grid, make_layout
-from moe_ext.attention.masks import Mask, check_cu_seqlens, check_end, check_window
+from moe_ext.attention.masks import (
+    Mask,
+    PrefixLen,
+    check_cu_seqlens,
+    check_end,
+    check_prefix_len,
+    check_window,
+)
 from moe_ext.attention.schemes import SCHEMES
 from moe_ext.attention.schemes.base import Scheme, Workload
 
@@ -183,6 +190,7 @@ def choose_scheme(
     is_causal: bool = False,
     window: tuple[int, int] | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
+    prefix_len: PrefixLen | None = None,
     has_key_mask: bool = False,
     kv_grad_dtype: torch.dtype | None = None,
     hosts: Sequence[int] | None = None,
@@ -207,6 +215,7 @@ def choose_scheme(
         is_causal: see `ring_attention`.
         window: see `ring_attention`.
         cu_seqlens: see `ring_attention`.
+        prefix_len: see `ring_attention`.
         has_key_mask: whether a mask of keys travels with them.
         kv_grad_dtype: see `ring_attention`.
         hosts: for each rank the number of its host; None for one host.
@@ -241,6 +250,7 @@ def choose_scheme(
     form = KeysForm(batch, kv_heads, dim, dim if v_dim is None else v_dim, dtype, has_key_mask)
     wire = torch.bfloat16 if kv_grad_dtype == torch.bfloat16 else accumulation_dtype(dtype)
     mask = Mask(is_causal, *check_window(window, _OP), offsets)
+    mask = replace(mask, prefix_lens=check_prefix_len(prefix_len, mask, batch, _OP))
     grid = None if mesh_shape is None else even_grid(num_ranks, mesh_shape[1])
     return choose(Workload(heads, form, wire, made, mask, hosts_of(num_ranks, hosts, grid)), grid)
 

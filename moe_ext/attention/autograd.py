@@ -114,8 +114,9 @@ def attend(inputs: Inputs, options: Options, seed: int | None) -> tuple[Tensor, 
 # Arguments of the operators, in the order of `Inputs` and of `_graph_options`.
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? cu_seqlens"
+    "Tensor? cu_seqlens, Tensor? prefix_len"
 )
+_COUNT = len(Inputs._fields)
 _OPTIONS = (
     "bool is_causal, float? scale, SymInt left, SymInt right, float softcap, float dropout_p, "
     "str scheme, str precision, ScalarType? kv_grad_dtype, str group_name, str layout, "
@@ -199,10 +200,11 @@ def _options_of_graph(
 )
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, lse, what rounding took from out, seed and lengths that the ranks agreed on)."""
-    inputs, (seed, seed_is_drawn) = Inputs(*arguments[:7]), arguments[7:9]
+    inputs = Inputs(*arguments[:_COUNT])
+    seed, seed_is_drawn, *graph_options = arguments[_COUNT:]
     number = None if seed is None else int(seed)
     given, drawn = (None, number) if seed_is_drawn else (number, None)
-    call = agree_on_call(inputs, _options_of_graph(*arguments[9:]), given, drawn)
+    call = agree_on_call(inputs, _options_of_graph(*graph_options), given, drawn)
     q, own = inputs.q, Keys(inputs.k.contiguous(), inputs.v.contiguous(), inputs.key_mask)
     out, residual, lse, _ = _forward_pass(q.contiguous(), own, inputs.sinks, call)
     agreed = torch.tensor([call.options.seed, *call.work.layout.sizes])
@@ -240,9 +242,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsinks); the last is empty without sinks."""
     seed, *lengths = agreed.tolist()
-    inputs, options = Inputs(*arguments[:7]), _options_of_graph(*arguments[7:])
+    inputs = Inputs(*arguments[:_COUNT])
+    options = _options_of_graph(*arguments[_COUNT:])
     q, sinks = inputs.q, inputs.sinks
-    call = call_of(inputs, options, options.mask(inputs.cu_seqlens), lengths, seed)
+    call = call_of(inputs, options, options.mask(inputs), lengths, seed)
     own = Keys(inputs.k.contiguous(), inputs.v.contiguous(), inputs.key_mask)
     result = (out, residual if residual.numel() else None, lse)
     saved = Saved(call, q.contiguous(), own, None)
@@ -253,7 +256,7 @@ def _backward(
 
 @_backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    inputs = Inputs(*arguments[6:13])
+    inputs = Inputs(*arguments[6 : 6 + _COUNT])
     grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in inputs[:3])
     sinks = inputs.sinks
     return grad_q, grad_k, grad_v, inputs.q.new_empty(0 if sinks is None else sinks.shape)
@@ -262,8 +265,8 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     # A gradient of lse, even of zeros, keeps blocks from kernels that have none.
     ctx.set_materialize_grads(False)
-    ctx.options = inputs[9:]
-    ctx.save_for_backward(*output, *inputs[:7])
+    ctx.options = inputs[_COUNT + 2 :]
+    ctx.save_for_backward(*output, *inputs[:_COUNT])
 
 
 def _autograd_backward(
@@ -274,7 +277,8 @@ def _autograd_backward(
         grad_out, grad_lse, out, lse, residual, agreed, *tensors, *ctx.options
     )
     grad_sinks = None if tensors[5] is None else grads[3]
-    return (*grads[:3], None, None, grad_sinks, None, None, None, *(None for _ in ctx.options))
+    others = [None] * (_COUNT - 6 + 2 + len(ctx.options))
+    return (*grads[:3], None, None, grad_sinks, *others)
 
 
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
@@ -293,10 +297,8 @@ def attend_in_graph(inputs: Inputs, options: Options, seed: int | None) -> tuple
         seed_1 = torch.randint(1 << 62, (1,))
     elif seed is not None:
         seed_1 = torch.tensor([seed])
-    *tensors, cu_seqlens = inputs
-    if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
-        cu_seqlens = torch.tensor(list(cu_seqlens))
+    tensors = [x if x is None or isinstance(x, Tensor) else torch.tensor(x) for x in inputs]
     out, lse, _, _ = torch.ops.moe_ext.ring_attention(
-        *tensors, cu_seqlens, seed_1, drawn, *_graph_options(options)
+        *tensors, seed_1, drawn, *_graph_options(options)
     )
     return out, lse

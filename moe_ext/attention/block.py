@@ -120,6 +120,7 @@ class Block:
         q_documents: `[L]` or None.
         k_documents: `[M]` or None.
         key_mask: `[B, M]` bool, True = real key.
+        in_prefix: `[B or 1, M]` bool, True = seen by all of its document; None for no such keys.
         alibi_slopes: `[H]`.
         q_runs: the positions of the queries as ranges, where they are known on the host.
         k_runs: those of the keys.
@@ -133,21 +134,37 @@ class Block:
     q_documents: Tensor | None = None
     k_documents: Tensor | None = None
     key_mask: Tensor | None = None
+    in_prefix: Tensor | None = None
     alibi_slopes: Tensor | None = None
     q_runs: Runs | None = None
     k_runs: Runs | None = None
 
-    def arguments(self, options: BlockOptions) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """Positional and keyword arguments of the operators for this block."""
+    def calls(self, options: BlockOptions) -> list[tuple[tuple[Tensor, ...], dict[str, Any]]]:
+        """Positional and keyword arguments of the operators, once for each part of the keys."""
+        causal = options.mask.is_causal
+        if self.in_prefix is None:
+            return [self._arguments(options, self.key_mask, causal)]
+        masks = [self.in_prefix, ~self.in_prefix]
+        if self.key_mask is not None:
+            masks = [mask & self.key_mask for mask in masks]
+        prefix, rest = (mask.expand(self.k.shape[0], -1) for mask in masks)
+        return [
+            self._arguments(options, prefix, causal=False),
+            self._arguments(options, rest, causal),
+        ]
+
+    def _arguments(
+        self, options: BlockOptions, key_mask: Tensor | None, causal: bool
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         tensors = (self.q, self.k, self.v, self.q_positions, self.k_positions)
         return tensors, {
             "scale": options.scale,
-            "causal": options.mask.is_causal,
+            "causal": causal,
             "window_left": options.mask.left,
             "window_right": options.mask.right,
             "q_documents": self.q_documents,
             "k_documents": self.k_documents,
-            "key_mask": self.key_mask,
+            "key_mask": key_mask,
             "alibi_slopes": self.alibi_slopes,
             "softcap": options.softcap,
             "dropout_p": options.dropout_p,
@@ -166,13 +183,15 @@ class Block:
             self.k_positions[cols],
             None if self.q_documents is None else self.q_documents[rows],
             None if self.k_documents is None else self.k_documents[cols],
+            in_prefix=None if self.in_prefix is None else self.in_prefix[:, cols],
         )
 
     def library(self, options: BlockOptions) -> Library | None:
         """The library that blocks of these tensors and masks may go to, if any."""
         ours = options.precision == "exact" or options.softcap != 0 or options.dropout_p > 0
         # NOTE: torch's CPU kernel takes the maximum before it scales: it overflows below 0.
-        ours = ours or options.scale <= 0
+        # Runs of positions are cut alike for every row.
+        ours = ours or options.scale <= 0 or len(options.mask.prefix_lens or ()) > 1
         if ours or self.key_mask is not None or self.alibi_slopes is not None:
             return None
         return library_for(self.q, self.k, self.v)
@@ -198,14 +217,16 @@ def attend_(out: Tensor, lse: Tensor, block: Block, options: BlockOptions) -> No
     """
     library, pieces = block.served(options)
     if library is None:
-        tensors, kwargs = block.arguments(options)
-        attention_block_(out, lse, *tensors, **kwargs)
+        for tensors, kwargs in block.calls(options):
+            attention_block_(out, lse, *tensors, **kwargs)
         return
     for piece in pieces:
         part, rows = block.part(piece), slice(*piece.rows)
         if piece.kind == "masked":
-            tensors, kwargs = part.arguments(options)
+            (tensors, kwargs), *rest = part.calls(options)
             found = attention_block(*tensors, **kwargs)
+            for tensors, kwargs in rest:
+                attention_block_(*found, *tensors, **kwargs)
         else:
             found = library.forward((part.q, part.k, part.v), piece.kind == "causal", options.scale)
         if not _is_empty(lse[:, :, rows]):
@@ -270,16 +291,15 @@ def block_backward(
     """
     library, pieces = block.served(options)
     if library is None:
-        tensors, kwargs = block.arguments(options)
-        return attention_block_backward(grad_out, lse, delta, *tensors, **kwargs)
+        return _ours_backward(grad_out, lse, delta, block, options)
     narrowed = narrowed or Narrowed(grad_out, delta, block.q.dtype)
     sums = [_Sum(x, lse.dtype) for x in (block.q, block.k, block.v)]
     for piece in pieces:
         part, rows = block.part(piece), slice(*piece.rows)
         if piece.kind == "masked":
-            tensors, kwargs = part.arguments(options)
-            given = (x[:, :, rows] for x in (grad_out, lse, delta))
-            grads = attention_block_backward(*given, *tensors, **kwargs)
+            grads = _ours_backward(
+                grad_out[:, :, rows], lse[:, :, rows], delta[:, :, rows], part, options
+            )
         else:
             grads = library.backward(
                 narrowed.grad_out[:, :, rows],
@@ -294,6 +314,21 @@ def block_backward(
         ):
             total.add(grad, *span)
     return sums[0].value, sums[1].value, sums[2].value
+
+
+def _ours_backward(
+    grad_out: Tensor, lse: Tensor, delta: Tensor, block: Block, options: BlockOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`block_backward` by our kernel alone."""
+    parts = (
+        attention_block_backward(grad_out, lse, delta, *tensors, **kwargs)
+        for tensors, kwargs in block.calls(options)
+    )
+    sums = next(parts)
+    for grads in parts:
+        for total, grad in zip(sums, grads, strict=True):
+            total += grad
+    return sums
 
 
 class _Sum:

@@ -7,6 +7,7 @@ Shapes: B batch, H heads, Hkv heads of keys and values, L positions of this rank
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -34,9 +35,12 @@ from moe_ext.attention.layouts import Grid, Layout, make_layout, split_group
 from moe_ext.attention.masks import (
     Mask,
     Offsets,
+    PrefixLen,
     check_cu_seqlens,
     check_end,
+    check_prefix_len,
     check_window,
+    prefixes_of_rows,
     rows_of_offsets,
 )
 from moe_ext.attention.schemes import SCHEME_NAMES, SCHEMES
@@ -61,6 +65,7 @@ class Inputs(NamedTuple):
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
     cu_seqlens: Offsets | None = None
+    prefix_len: PrefixLen | None = None
 
     def check(self) -> None:
         """ValueError unless dtypes, devices and shapes go together."""
@@ -123,10 +128,13 @@ class Options:
             if refused is not None:
                 raise ValueError(f"{OPERATION}: expected {refused}")
 
-    def mask(self, cu_seqlens: Offsets | None) -> Mask:
+    def mask(self, inputs: Inputs) -> Mask:
         """The part of the mask that follows from positions."""
-        offsets = check_cu_seqlens(cu_seqlens, OPERATION)
-        return Mask(self.is_causal, *check_window(self.window, OPERATION), offsets)
+        offsets = check_cu_seqlens(inputs.cu_seqlens, OPERATION)
+        mask = Mask(self.is_causal, *check_window(self.window, OPERATION), offsets)
+        batch = inputs.q.shape[0]
+        lens = check_prefix_len(inputs.prefix_len, mask, batch, OPERATION)
+        return replace(mask, prefix_lens=lens)
 
 
 def rows_in_line(inputs: Inputs, options: Options) -> tuple[Inputs, Options]:
@@ -140,14 +148,16 @@ def rows_in_line(inputs: Inputs, options: Options) -> tuple[Inputs, Options]:
     inputs.check()
     batch, heads = inputs.q.shape[:2]
     _require(len(rows) == batch, "cu_seqlens", f"a row of offsets, or {batch} as q has", len(rows))
+    lens = prefixes_of_rows(inputs.prefix_len, rows, OPERATION)
     if len(set(rows)) == 1:
-        return inputs._replace(cu_seqlens=rows[0]), options
+        return inputs._replace(cu_seqlens=rows[0], prefix_len=lens), options
     seq_len = rows[0][-1]
     made = make_layout(options.layout, seq_len, group_size(options.group), cu_seqlens=rows)
     q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in inputs[:3])
     key_mask = None if inputs.key_mask is None else inputs.key_mask.reshape(1, -1)
     offsets = [i * seq_len + offset for i, row in enumerate(rows) for offset in row[:-1]]
-    line = inputs._replace(q=q, k=k, v=v, key_mask=key_mask, cu_seqlens=(*offsets, batch * seq_len))
+    flat = None if lens is None else tuple(itertools.chain.from_iterable(lens))
+    line = Inputs(q, k, v, key_mask, *inputs[4:6], (*offsets, batch * seq_len), flat)
     return line, replace(options, layout=_repeated(made, batch))
 
 
@@ -186,7 +196,7 @@ def agree_on_call(
         options.check(seed)
         inputs.check()
         options.check_heads(inputs.q.shape[1], inputs.k.shape[1])
-        mask = options.mask(inputs.cu_seqlens)
+        mask = options.mask(inputs)
         if group_size(options.group) > 1:
             facts = _facts(inputs, options, mask, seed)
         own_seed = seed if seed is not None else drawn
@@ -201,7 +211,7 @@ def agree_on_call(
 
 def _facts(inputs: Inputs, options: Options, mask: Mask, seed: int | None) -> dict[str, object]:
     """Facts that have to be equal on every rank."""
-    q, k, v, key_mask, alibi_slopes, sinks, _ = inputs
+    q, k, v, key_mask, alibi_slopes, sinks, *_ = inputs
     facts = {
         **tensor_facts(q, k, v),
         **mask_facts(options.layout, mask),
@@ -254,4 +264,9 @@ def call_of(inputs: Inputs, options: Options, mask: Mask, lengths: list[int], se
     offsets = None
     if mask.cu_seqlens is not None:
         offsets = torch.tensor(mask.cu_seqlens, device=q.device)
-    return Call(group, work, scheme, grid, block, offsets, inputs.alibi_slopes)
+    prefix_ends = None
+    if mask.prefix_lens is not None:
+        prefix_ends = torch.tensor(mask.prefix_lens, device=q.device)
+        if offsets is not None:
+            prefix_ends = prefix_ends + offsets[:-1]
+    return Call(group, work, scheme, grid, block, offsets, prefix_ends, inputs.alibi_slopes)

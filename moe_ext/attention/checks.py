@@ -106,6 +106,7 @@ def mask_facts(layout: str | Layout, mask: Mask) -> dict[str, object]:
         "window[0]": mask.left,
         "window[1]": mask.right,
         "cu_seqlens": mask.cu_seqlens,
+        "prefix_len": mask.prefix_lens,
     }
 
 

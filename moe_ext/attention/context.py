@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from moe_ext.attention.call import Options
 from moe_ext.attention.layouts import Layout
-from moe_ext.attention.masks import Offsets
+from moe_ext.attention.masks import Offsets, PrefixLen
 from moe_ext.attention.ring_attention import ring_attention
 
 _OP = "sequence_parallel"
@@ -154,6 +154,7 @@ def sequence_parallel(
     layout: str | Layout = "zigzag",
     window: tuple[int, int] | None = None,
     cu_seqlens: Offsets | None = None,
+    prefix_len: PrefixLen | None = None,
     key_mask: Tensor | None = None,
     softcap: float | None = None,
     scheme: str = "ring",
@@ -175,6 +176,8 @@ def sequence_parallel(
         layout: see `make_layout`.
         window: (left, right) of every attention inside, -1 for no limit.
         cu_seqlens: offsets of packed documents in the whole sequence, see `ring_attention`.
+        prefix_len: positions at the start of each document that all of it sees, likewise; every
+            attention inside has to be causal then.
         key_mask: `[B, L]` bool, False for this rank's keys that no query sees.
         softcap: see `ring_attention`.
         scheme: see `ring_attention`.
@@ -195,8 +198,7 @@ def sequence_parallel(
         "kv_grad_dtype": kv_grad_dtype,
     }
     Options.of(group, _OP, **options).check()
-    ring = functools.partial(
-        ring_attention, group=group, cu_seqlens=cu_seqlens, key_mask=key_mask, **options
-    )
+    masks = {"cu_seqlens": cu_seqlens, "prefix_len": prefix_len, "key_mask": key_mask}
+    ring = functools.partial(ring_attention, group=group, **masks, **options)
     with _RingMode(ring):
         yield

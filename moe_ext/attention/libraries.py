@@ -229,7 +229,8 @@ class Piece:
 class _Run:
     """Ascending positions of one document that lie side by side in the local order.
 
-    `step` is None where they are not evenly spaced.
+    `step` is None where they are not evenly spaced; `in_prefix` is True for keys that all of the
+    document sees.
     """
 
     begin: int
@@ -238,6 +239,7 @@ class _Run:
     last: int
     step: int | None
     document: int
+    in_prefix: bool = False
 
 
 def runs_of(positions: Tensor) -> Runs:
@@ -261,18 +263,22 @@ def runs_of(positions: Tensor) -> Runs:
     return (*runs, *(range(position, position + 1) for position in at[begin:]))
 
 
-def _cut(runs: Runs, offsets: tuple[int, ...] | None) -> list[_Run]:
-    """Runs that end with their documents."""
+def _cut(runs: Runs, mask: Mask, *, are_keys: bool = False) -> list[_Run]:
+    """Runs that end with their documents, and those of keys with prefixes."""
+    offsets, prefixes = mask.cu_seqlens, mask.prefixes if are_keys else ()
     cut, local = [], 0
     for run in runs:
         while run:
-            document, length = 0, len(run)
+            document, stop, in_prefix = 0, run.stop, False
             if offsets is not None:
-                document = bisect.bisect_right(offsets, run.start)
-                length = len(range(run.start, min(run.stop, offsets[document]), run.step))
+                document = bisect.bisect_right(offsets, run.start) - 1
+                stop = min(stop, offsets[document + 1])
+            if prefixes and run.start < prefixes[document][1]:
+                stop, in_prefix = min(stop, prefixes[document][1]), True
+            length = len(range(run.start, stop, run.step))
             step = run.step if length > 1 else None
             part = run[:length]
-            cut.append(_Run(local, local + length, part[0], part[-1], step, document))
+            cut.append(_Run(local, local + length, part[0], part[-1], step, document, in_prefix))
             run, local = run[length:], local + length
     return cut
 
@@ -315,7 +321,7 @@ def _aligned(q: _Run, k: _Run, right: int) -> Iterator[Piece]:
 
 
 def _pair(q: _Run, k: _Run, left: int, right: int) -> Iterator[Piece]:
-    kind = _visible(q, k, left, right)
+    kind = _visible(q, k, left, -1 if k.in_prefix else right)
     if kind == "full":
         yield Piece((q.begin, q.end), (k.begin, k.end), "full")
     elif kind == "right" and _evenly(q, k):
@@ -365,8 +371,8 @@ def cut_block(q_runs: Runs, k_runs: Runs, mask: Mask) -> tuple[Piece, ...]:
         mask: of the whole sequence.
     """
     right = 0 if mask.is_causal else mask.right
-    queries, keys = _cut(q_runs, mask.cu_seqlens), _cut(k_runs, mask.cu_seqlens)
-    if q_runs == k_runs and right == 0 and mask.left < 0:
+    queries, keys = _cut(q_runs, mask), _cut(k_runs, mask, are_keys=True)
+    if queries == keys and right == 0 and mask.left < 0:
         runs = _joined(queries)
         if all(a.document != b.document for a, b in zip(runs, runs[1:], strict=False)):
             queries = keys = runs

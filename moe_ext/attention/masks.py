@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import functools
 import operator
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from torch import Tensor
 
 # Offsets of packed documents: one row for the whole batch, or one for each row of it.
 Offsets = Tensor | Sequence[int] | Sequence[Sequence[int]]
+# One for all, one for each row of the batch or each document, or a row of them for each row.
+PrefixLen = int | Offsets
 
 
 @dataclass(frozen=True)
@@ -28,42 +31,66 @@ class Mask:
         left: keys before the query that it sees, -1 without limit.
         right: keys after the query that it sees, -1 without limit.
         cu_seqlens: offsets of packed documents, from 0 to S; None for one document.
+        prefix_lens: for each row of the batch, or once for all of them, the number of positions at
+            the start of each document that all of it sees, before or behind the query; None for
+            none. Where rows differ, a query sees here what it sees in some row.
     """
 
     is_causal: bool = False
     left: int = -1
     right: int = -1
     cu_seqlens: tuple[int, ...] | None = None
+    prefix_lens: tuple[tuple[int, ...], ...] | None = None
+
+    @functools.cached_property
+    def prefixes(self) -> tuple[tuple[int, int], ...]:
+        """(first, past the last) position of the prefix of each document; () for none at all."""
+        if self.prefix_lens is None:
+            return ()
+        starts = (0,) if self.cu_seqlens is None else self.cu_seqlens[:-1]
+        stops = (sys.maxsize,) if self.cu_seqlens is None else self.cu_seqlens[1:]
+        longest = map(max, zip(*self.prefix_lens, strict=True))
+        ends = (min(a + n, b) for a, n, b in zip(starts, longest, stops, strict=True))
+        return tuple(zip(starts, ends, strict=True))
+
+    def has_prefix(self, keys: Iterable[range]) -> bool:
+        """True if some of these positions are in a prefix."""
+        filled = [(first, stop) for first, stop in self.prefixes if first < stop]
+        return any(_any_inside(part, filled) for part in keys)
 
     def visible(self, position: int, seq_len: int) -> tuple[int, int]:
         """(first, past the last) of the keys that the query at `position` sees.
 
         Both bounds grow with the position, and the position itself is inside.
         """
-        first, stop = 0, seq_len
+        first, stop, document = 0, seq_len, 0
         if self.cu_seqlens is not None:
-            document = bisect.bisect_right(self.cu_seqlens, position)
-            first, stop = self.cu_seqlens[document - 1], self.cu_seqlens[document]
+            document = bisect.bisect_right(self.cu_seqlens, position) - 1
+            first, stop = self.cu_seqlens[document : document + 2]
         if self.left >= 0:
             first = max(first, position - self.left)
         right = 0 if self.is_causal else self.right
         if right >= 0:
-            stop = min(stop, position + right + 1)
+            prefix = self.prefixes[document][1] if self.prefixes else 0
+            stop = min(stop, max(position + right + 1, prefix))
         return first, stop
 
     def areas(self, seq_len: int) -> Tensor:
         """`[S]` int64, the number of keys that each query sees."""
         positions_S = torch.arange(seq_len)
         first_S, stop_S = torch.zeros_like(positions_S), torch.full_like(positions_S, seq_len)
+        documents_S = torch.zeros_like(positions_S)
         if self.cu_seqlens is not None:
             offsets = torch.tensor(self.cu_seqlens)
-            documents_S = torch.bucketize(positions_S, offsets, right=True)
-            first_S, stop_S = offsets[documents_S - 1], offsets[documents_S]
+            documents_S = torch.bucketize(positions_S, offsets, right=True) - 1
+            first_S, stop_S = offsets[documents_S], offsets[documents_S + 1]
         if self.left >= 0:
             first_S = torch.maximum(first_S, positions_S - self.left)
         right = 0 if self.is_causal else self.right
         if right >= 0:
-            stop_S = torch.minimum(stop_S, positions_S + right + 1)
+            ends = torch.tensor([stop for _, stop in self.prefixes] or [0])
+            prefix_S = ends[documents_S] if self.prefixes else ends
+            stop_S = torch.minimum(stop_S, torch.maximum(positions_S + right + 1, prefix_S))
         return stop_S - first_S
 
     def seen_keys(self, queries: Iterable[range], seq_len: int) -> list[tuple[int, int]]:
@@ -180,6 +207,65 @@ def check_end(cu_seqlens: tuple[int, ...] | None, seq_len: int, operation: str) 
             f"{operation}: expected cu_seqlens to end at the length of the whole sequence, "
             f"{seq_len}, got {cu_seqlens[-1]}"
         )
+
+
+def check_prefix_len(
+    prefix_len: PrefixLen | None, mask: Mask, batch: int, operation: str
+) -> tuple[tuple[int, ...], ...] | None:
+    """`Mask.prefix_lens` of a call with this mask, which has none yet; ValueError for none such.
+
+    NOTE: device-to-host sync for a tensor on an accelerator.
+    """
+    if prefix_len is None:
+        return None
+    given = prefix_len.tolist() if isinstance(prefix_len, Tensor) else prefix_len
+    documents = 1 if mask.cu_seqlens is None else len(mask.cu_seqlens) - 1
+    rows: list[tuple[int, ...] | None]
+    if not isinstance(given, Sequence):
+        one = integers([given])
+        rows = [one and one * documents]
+    elif any(isinstance(row, Sequence) for row in given):
+        rows = [integers(row) if isinstance(row, Sequence) else None for row in given]
+    else:
+        row = integers(given)
+        rows = [row] if mask.cu_seqlens is not None or row is None else [(n,) for n in row]
+    found = tuple(row for row in rows if row is not None)
+    fits = len(found) == len(rows) and len(rows) in (1, batch)
+    if not fits or any(len(row) != documents or min(row, default=0) < 0 for row in found):
+        rule = f"{batch}, one for each row of q"
+        if mask.cu_seqlens is not None:
+            rule = f"{documents}, one for each document, or {batch} rows of {documents}"
+        raise ValueError(
+            f"{operation}: expected prefix_len to be an integer from 0 on, or {rule}, "
+            f"got {prefix_len}"
+        )
+    if not mask.is_causal:
+        raise ValueError(f"{operation}: expected is_causal to be True with prefix_len, got False")
+    if max(mask.left, mask.right) >= 0:
+        # Whether a prefix is seen beyond the window differs between models.
+        raise ValueError(
+            f"{operation}: expected window to be None with prefix_len, got "
+            f"{(mask.left, mask.right)}"
+        )
+    return (found[0],) if len(set(found)) == 1 else found
+
+
+def prefixes_of_rows(
+    prefix_len: PrefixLen | None, rows: Sequence[tuple[int, ...]], operation: str
+) -> tuple[tuple[int, ...], ...] | None:
+    """Prefixes of the documents in each row of a batch, by the offsets of its rows."""
+    if prefix_len is None:
+        return None
+    given = prefix_len.tolist() if isinstance(prefix_len, Tensor) else prefix_len
+    each = given if isinstance(given, Sequence) else [given] * len(rows)
+    if len(each) != len(rows):
+        raise ValueError(
+            f"{operation}: expected prefix_len to be an integer, or {len(rows)} or as many rows, "
+            f"one for each row of q, got {prefix_len}"
+        )
+    masks = (Mask(is_causal=True, cu_seqlens=row) for row in rows)
+    found = (check_prefix_len(n, mask, 1, operation) for n, mask in zip(each, masks, strict=True))
+    return tuple(lens[0] for lens in found if lens is not None)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.attention.call import Options
 from moe_ext.attention.layouts import Layout
-from moe_ext.attention.masks import Offsets
+from moe_ext.attention.masks import Offsets, PrefixLen
 from moe_ext.attention.ring_attention import ring_attention
 from moe_ext.distributed.groups import GroupHandle
 
@@ -103,6 +103,7 @@ class RingAttention(nn.Module):
         v: Tensor,
         *,
         cu_seqlens: Offsets | None = None,
+        prefix_len: PrefixLen | None = None,
         key_mask: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
@@ -115,6 +116,7 @@ class RingAttention(nn.Module):
             k: `[B, Hkv, L, D]`.
             v: `[B, Hkv, L, Dv]`.
             cu_seqlens: offsets of packed documents in the whole sequence, see `ring_attention`.
+            prefix_len: positions at the start of each document that all of it sees, likewise.
             key_mask: `[B, L]` bool, False for this rank's keys that no query sees.
             alibi_slopes: `[H]`.
             sinks: `[H]`.
@@ -137,6 +139,7 @@ class RingAttention(nn.Module):
             layout=self.layout,
             window=self.window,
             cu_seqlens=cu_seqlens,
+            prefix_len=prefix_len,
             key_mask=key_mask,
             alibi_slopes=alibi_slopes,
             softcap=self.softcap,

@@ -25,7 +25,7 @@ from moe_ext.attention.call import (
 )
 from moe_ext.attention.checks import message_device
 from moe_ext.attention.layouts import Layout
-from moe_ext.attention.masks import Offsets
+from moe_ext.attention.masks import Offsets, PrefixLen
 from moe_ext.distributed.agreement import agree
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class _Keywords(TypedDict, total=False):
     layout: str | Layout
     window: tuple[int, int] | None
     cu_seqlens: Offsets | None
+    prefix_len: PrefixLen | None
     key_mask: Tensor | None
     alibi_slopes: Tensor | None
     softcap: float | None
@@ -86,6 +87,7 @@ def ring_attention(
     layout: str | Layout = "zigzag",
     window: tuple[int, int] | None = None,
     cu_seqlens: Offsets | None = None,
+    prefix_len: PrefixLen | None = None,
     key_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
@@ -122,6 +124,10 @@ def ring_attention(
             S; a query sees its own document alone. Empty documents are legal. Or `[B, n]`, or B
             rows: offsets of the documents in each row of the batch; not with the layouts that
             follow documents.
+        prefix_len: with `is_causal`, the number of positions at the start of each document that all
+            of it sees, after the query too (a prefix LM). An integer for every document; or one for
+            each row of the batch; with `cu_seqlens`, one for each document, or B rows of these.
+            Not with `window`.
         key_mask: `[B, L]` bool, False for this rank's keys that no query sees.
         alibi_slopes: `[H]`; not differentiable.
         softcap: scores become softcap * tanh(score / softcap); None or 0 for none.
@@ -170,7 +176,7 @@ def ring_attention(
         kv_grad_dtype=kv_grad_dtype,
     )
     q, k, v = (_as_autocast(x) for x in (q, k, v))
-    inputs = Inputs(q, k, v, key_mask, alibi_slopes, sinks, cu_seqlens)
+    inputs = Inputs(q, k, v, key_mask, alibi_slopes, sinks, cu_seqlens, prefix_len)
     try:
         line, options = rows_in_line(inputs, options)
     except Exception as error:
@@ -206,6 +212,7 @@ def explain_scheme(
     layout: str | Layout = "zigzag",
     window: tuple[int, int] | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
+    prefix_len: PrefixLen | None = None,
     key_mask: Tensor | None = None,
     kv_grad_dtype: torch.dtype | None = None,
 ) -> SchemeChoice:
@@ -227,5 +234,6 @@ def explain_scheme(
         kv_grad_dtype=kv_grad_dtype,
     )
     q, k, v = (_as_autocast(x) for x in (q, k, v))
-    call = agree_on_call(Inputs(q, k, v, key_mask, cu_seqlens=cu_seqlens), options)
+    inputs = Inputs(q, k, v, key_mask, cu_seqlens=cu_seqlens, prefix_len=prefix_len)
+    call = agree_on_call(inputs, options)
     return choose(call.work, options.mesh)

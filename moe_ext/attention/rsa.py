@@ -35,7 +35,7 @@ from moe_ext.attention.sharding import position_ids as position_ids_of
 from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.groups import GroupHandle, check_group, group_rank
 from moe_ext.distributed.ring_exchange import Buffers, Exchange
-from moe_ext.nn.torch_state import without_autocast
+from moe_ext.nn.torch_state import autocast_dtype, without_autocast
 from moe_ext.ops import routing_uniform
 from moe_ext.ops.attention import document_ids
 from moe_ext.ops.autograd import refuse_second_derivative
@@ -559,16 +559,16 @@ class RingSelfAttention(nn.Module):
             `[B, L, model_dim]`.
 
         Raises:
-            ValueError: on every rank: `x` or `position_ids` of another shape on one of them, or
-                what `ring_self_attention` refuses.
+            ValueError: on every rank: `x` of another shape, dtype or device on one of them,
+                `position_ids` of another shape, or what `ring_self_attention` refuses.
             RankFailureError: a rank died or did not answer; the message names it.
         """
-        try:
-            self._check_shapes(x, position_ids)
-        except ValueError as error:
-            agree(_MODULE, {}, error, self.group, message_device(x))
-            raise
         made = self.layout if layout is None else layout
+        try:
+            self._check(x, position_ids, made, cu_seqlens)
+        except Exception as error:
+            agree(_MODULE, {}, error, self.group, message_device(x, self.out_proj.weight))
+            raise
         q, k, v = (
             projection(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -596,9 +596,23 @@ class RingSelfAttention(nn.Module):
     if TYPE_CHECKING:
         __call__ = forward
 
-    def _check_shapes(self, x: Tensor, position_ids: Tensor | None) -> None:
+    def _check(
+        self,
+        x: Tensor,
+        position_ids: Tensor | None,
+        layout: str | Layout,
+        cu_seqlens: Tensor | Sequence[int] | None,
+    ) -> None:
+        _require_of_module(isinstance(x, Tensor), "x", "a tensor", type(x).__name__)
         fits = x.dim() == 3 and x.shape[2] == self.model_dim
         _require_of_module(fits, "x", f"of shape [B, L, {self.model_dim}]", list(x.shape))
+        weight = self.out_proj.weight
+        _require_of_module(x.device == weight.device, "x", f"on {weight.device}", x.device)
+        if autocast_dtype(x.device) is None:
+            rule = f"{weight.dtype} like the weights"
+            _require_of_module(x.dtype == weight.dtype, "x", rule, x.dtype)
+        check_layout(layout, _require_of_module)
+        check_cu_seqlens(cu_seqlens, _MODULE)
         if self.rotary_base is not None and position_ids is not None:
             shape, length = position_ids.shape, x.shape[1]
             rule = f"[{length}] or [B, {length}], this rank's"
@@ -611,8 +625,10 @@ class RingSelfAttention(nn.Module):
         layout: str | Layout,
         cu_seqlens: Tensor | Sequence[int] | None,
     ) -> Tensor:
-        # The others hear from it of a rank that has refused its shapes.
-        rows = agree(_MODULE, {}, None, self.group, x.device, values=(x.shape[1],))
+        # The others hear from it of a rank that has refused its arguments. What is raised below
+        # follows from what is equal on all.
+        facts = {"layout": layout, "cu_seqlens": check_cu_seqlens(cu_seqlens, _MODULE)}
+        rows = agree(_MODULE, facts, None, self.group, x.device, values=(x.shape[1],))
         lengths = [row[0] for row in rows]
         made = make_layout(layout, sum(lengths), len(lengths), cu_seqlens=cu_seqlens)
         check_lengths(made, lengths, _MODULE, self.group)

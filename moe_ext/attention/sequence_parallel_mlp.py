@@ -234,6 +234,10 @@ class SequenceParallelMLP(nn.Module):
         """Run this rank's positions through the block.
 
         The first call with new shapes compares them between the ranks, in one small message more.
+        Later calls send the rows alone: to hear of what is wrong on another rank they would need
+        that message, and a wait for the device, every time. A rank that refuses its argument then,
+        or alone has new shapes, leaves the others waiting in the all-gather until it ends or the
+        group's timeout passes; wrap what gives the ranks their batches in checks of its own.
 
         Args:
             x: `[..., L, D]`, this rank's positions.
@@ -247,8 +251,8 @@ class SequenceParallelMLP(nn.Module):
 
         Raises:
             ValueError: an argument that is wrong by itself, at the first call on every rank, later
-                on this one alone, before any communication; at the first call with new shapes
-                also what differs between ranks, on every rank.
+                on this one alone, before any communication; where all ranks have new shapes also
+                what differs between them, on every rank.
             RankFailureError: a rank died or did not answer; the message names it.
         """
         try:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_ext.attention.call import Options
 from moe_ext.attention.checks import message_device, requires
 from moe_ext.attention.layouts import Layout
+from moe_ext.attention.masks import PrefixLen
 from moe_ext.attention.ring_attention import ring_attention
 from moe_ext.distributed.agreement import agree
 
@@ -39,6 +40,7 @@ def ring_attention_varlen(
     layout: str | Layout = "zigzag",
     scheme: str = "ring",
     precision: str = "exact",
+    prefix_len: PrefixLen | None = None,
     sinks: Tensor | None = None,
     seed: int | None = None,
 ) -> Tensor:
@@ -65,6 +67,7 @@ def ring_attention_varlen(
         layout: see `make_layout`; `cu_seqlens` of its functions is `cu_seqlens_q`.
         scheme: see `ring_attention`.
         precision: see `ring_attention`.
+        prefix_len: positions at the start of each document that all of it sees.
         sinks: `[H]`.
         seed: of the dropout.
 
@@ -98,6 +101,7 @@ def ring_attention_varlen(
         cu_seqlens=cu_seqlens_q,
         alibi_slopes=alibi_slopes,
         softcap=softcap,
+        prefix_len=prefix_len,
         sinks=sinks,
         dropout_p=dropout_p,
         seed=seed,

@@ -12,12 +12,20 @@ from moe_ext.distributed.comm import ALL_GATHER
 from moe_ext.distributed.ring_exchange import Exchange
 
 
-def visible(seq_len, is_causal=False, window=None, cu_seqlens=None):
-    """[S, S] bool, row = query."""
+def visible(seq_len, is_causal=False, window=None, cu_seqlens=None, prefix_len=None):
+    """[S, S] bool, row = query; [B, 1, S, S] for prefixes of each row."""
     distance = torch.arange(seq_len)[None, :] - torch.arange(seq_len)[:, None]
     seen = torch.ones(seq_len, seq_len, dtype=torch.bool)
     if is_causal:
         seen &= distance <= 0
+    if prefix_len is not None:
+        offsets = torch.tensor([0, seq_len] if cu_seqlens is None else cu_seqlens)
+        starts = torch.repeat_interleave(offsets[:-1], offsets.diff())
+        lens = torch.as_tensor(prefix_len)
+        if lens.dim() < 2:
+            lens = lens.view(-1, 1) if cu_seqlens is None else lens.expand(1, len(offsets) - 1)
+        lens = torch.repeat_interleave(lens, offsets.diff(), 1)
+        seen = seen | (torch.arange(seq_len) - starts < lens)[:, None, None, :]
     left, right = window or (-1, -1)
     if left >= 0:
         seen &= distance >= -left
@@ -26,7 +34,7 @@ def visible(seq_len, is_causal=False, window=None, cu_seqlens=None):
     if cu_seqlens is not None:
         lengths = torch.tensor(cu_seqlens).diff()
         document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        seen &= document[:, None] == document[None, :]
+        seen = seen & (document[:, None] == document[None, :])
     return seen
 
 
@@ -43,7 +51,8 @@ def reference(
         positions = torch.arange(seq_len)
         distance = (positions[:, None] - positions[None, :]).abs()
         scores = scores - alibi_slopes.to(q.dtype)[:, None, None] * distance
-    seen = visible(seq_len, **masks)[None, None]
+    seen = visible(seq_len, **masks)
+    seen = seen[None, None] if seen.dim() == 2 else seen
     if key_mask is not None:
         seen = seen & key_mask[:, None, None, :]
     scores = scores.masked_fill(~seen, -torch.inf)

@@ -12,7 +12,7 @@ from moe_ext.attention import ring_attention, shard_sequence
 from moe_ext.attention.libraries import LIBRARIES, library_for
 from moe_ext.testing import spawn_ranks
 
-SERVED = ("full", "causal", "scale", "window", "causal_window", "documents", "sinks")
+SERVED = ("full", "causal", "scale", "window", "causal_window", "documents", "prefix", "sinks")
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -110,8 +110,9 @@ def test_inputs_that_no_library_serves(change):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_dropout_is_ours():
-    inputs, kwargs = halves(), {"dropout_p": 0.3, "seed": 5}
+@pytest.mark.parametrize("kwargs", [{"dropout_p": 0.3, "seed": 5}, {"prefix_len": [21, 3]}])
+def test_dropout_and_prefixes_of_rows_are_ours(kwargs):
+    inputs = halves()
     found, calls = results(inputs, "causal", precision="fast", **kwargs)
     assert not calls.forward
     assert torch.equal(found[0], results(inputs, "causal", **kwargs)[0][0])

@@ -32,6 +32,11 @@ def brute_mask(mask, seq_len):
     seen = torch.ones(seq_len, seq_len, dtype=torch.bool)
     if mask.is_causal:
         seen &= j <= i
+    if mask.prefix_lens is not None:
+        starts = torch.tensor(mask.cu_seqlens or (0, seq_len))
+        lengths = starts.diff()
+        start = torch.repeat_interleave(starts[:-1], lengths)
+        seen |= j < start + torch.repeat_interleave(torch.tensor(mask.prefix_lens[0]), lengths)
     if mask.left >= 0:
         seen &= j >= i - mask.left
     if mask.right >= 0:
@@ -83,12 +88,16 @@ def test_every_position_has_one_place(name):
     st.booleans(),
     st.sampled_from(LAYOUTS),
     st.integers(1, 5),
+    st.none() | st.integers(0, 20),
 )
 def test_the_route_brings_keys_to_every_rank_that_sees_them(
-    seq_len, is_causal, window, packed, name, num_ranks
+    seq_len, is_causal, window, packed, name, num_ranks, prefix
 ):
     offsets = tuple(documents(seq_len, 3)) if packed else None
     mask = Mask(is_causal, *window, offsets)
+    if prefix is not None:
+        lens = (prefix,) * (len(offsets) - 1 if packed else 1)
+        mask = Mask(is_causal=True, cu_seqlens=offsets, prefix_lens=(lens,))
     cu_seqlens = offsets or (0, seq_len)
     layout = make_layout(name, seq_len, num_ranks, cu_seqlens=cu_seqlens, is_causal=is_causal)
     seen = brute_mask(mask, seq_len)

@@ -1,6 +1,7 @@
 """`RingAttention`, and what models do with it: compile, checkpoint, infer, two groups at a time."""
 
 import copy
+import dataclasses
 import functools
 
 import pytest
@@ -266,11 +267,16 @@ def test_operator(dtype):
     q, k, v = leaves(make_inputs(dtype=dtype)[:3])
     sinks = torch.randn(4, requires_grad=True)
     mask = torch.rand(2, 37) < 0.8
-    options = Options(None, is_causal=True, scale=0.3, window=(9, -1), softcap=1.5, dropout_p=0.25)
+    options = Options(None, is_causal=True, scale=0.3, softcap=1.5, dropout_p=0.25)
     seed = torch.tensor([5])
     offsets = torch.tensor(PACKED)
-    for given in ((mask, torch.rand(4), sinks, offsets, seed), (None,) * 4 + (seed,)):
-        arguments = (q, k, v, *given, False, *_graph_options(options))
+    lens = torch.tensor([11, 3])
+    for window, *given in (
+        ((9, -1), mask, torch.rand(4), sinks, offsets, None),
+        (None, None, None, None, None, lens),
+    ):
+        chosen = _graph_options(dataclasses.replace(options, window=window))
+        arguments = (q, k, v, *given, seed, False, *chosen)
         torch.library.opcheck(torch.ops.moe_ext.ring_attention.default, arguments)
 
 

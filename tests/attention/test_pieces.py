@@ -13,7 +13,9 @@ OFFSETS = (0, 5, 5, 14, 30, 37)
 
 def check(q_runs, k_runs, mask, seq_len):
     """Every pair that is seen is in one piece, and each piece is what it says."""
-    seen = visible(seq_len, mask.is_causal, (mask.left, mask.right), mask.cu_seqlens)
+    lens = mask.prefix_lens and mask.prefix_lens[0]
+    seen = visible(seq_len, mask.is_causal, (mask.left, mask.right), mask.cu_seqlens, lens)
+    seen = seen if lens is None else seen[0, 0]
     rows, cols = ([p for run in runs for p in run] for runs in (q_runs, k_runs))
     block = seen[rows][:, cols] if rows and cols else torch.zeros(len(rows), len(cols)).bool()
     times = torch.zeros(block.shape, dtype=torch.int64)
@@ -40,6 +42,8 @@ MASKS = {
     "both sides": Mask(False, 3, 4),
     "documents": Mask(True, cu_seqlens=OFFSETS),
     "documents whole": Mask(cu_seqlens=OFFSETS),
+    "prefix": Mask(True, prefix_lens=((13,),)),
+    "prefixes": Mask(True, cu_seqlens=OFFSETS, prefix_lens=((2, 1, 0, 20, 3),)),
 }
 
 

@@ -19,6 +19,16 @@ CASES = {
     "window": {"window": (4, 2)},
     "causal_window": {"is_causal": True, "window": (5, -1)},
     "documents": {"is_causal": True, "cu_seqlens": OFFSETS},
+    "prefix": {"is_causal": True, "prefix_len": 11},
+    "prefix_documents": {
+        "is_causal": True,
+        "cu_seqlens": OFFSETS,
+        "prefix_len": [[2, 1, 0, 20, 3], [5, 0, 4, 16, 0]],
+        "key_mask": KEY_MASK,
+        "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.06]),
+        "softcap": 1.5,
+        "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0]).double(),
+    },
     "key_mask": {"key_mask": KEY_MASK},
     "alibi": {"is_causal": True, "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.06])},
     "softcap": {"softcap": 0.7},
@@ -99,9 +109,12 @@ def test_dropout_keeps_the_mean_and_the_seed():
 def test_packed_tokens_of_one_process():
     q, k, v, _ = make_inputs(batch=1)
     offsets = torch.tensor([0, 5, 14, 37])
-    expected = ring_attention(q, k, v, group=None, cu_seqlens=offsets, is_causal=True)
+    lens = [2, 0, 12]
+    expected = ring_attention(
+        q, k, v, group=None, cu_seqlens=offsets, is_causal=True, prefix_len=lens
+    )
     tokens = [x[0].transpose(0, 1) for x in (q, k, v)]
-    attend = functools.partial(ring_attention_varlen, causal=True, group=None)
+    attend = functools.partial(ring_attention_varlen, causal=True, prefix_len=lens, group=None)
     found = attend(*tokens, offsets, offsets)
     assert torch.equal(found, expected[0].transpose(0, 1))
     graph = torch.compile(attend, fullgraph=True, backend="aot_eager")
@@ -146,6 +159,22 @@ def test_strided_inputs():
         ({"sinks": torch.ones(4, device="meta")}, "sinks to be on cpu like q, got meta"),
         ({"window": (1.5, 0)}, r"window to be None or \(left, right\), integers, got \(1.5, 0\)"),
         ({"cu_seqlens": [0, 2.5, 37]}, "cu_seqlens to be a row of integers"),
+        ({"prefix_len": 3}, "is_causal to be True with prefix_len, got False"),
+        (
+            {"prefix_len": 3, "is_causal": True, "window": (5, -1)},
+            r"window to be None with prefix_len, got \(5, -1\)",
+        ),
+        ({"prefix_len": -1}, "prefix_len to be an integer from 0 on, or 2, one .* got -1"),
+        ({"prefix_len": [1, 2, 3]}, r"or 2, one for each row of q, got \[1, 2, 3\]"),
+        ({"prefix_len": torch.ones(2)}, "prefix_len to be an integer"),
+        (
+            {"prefix_len": [3, 3, 3], "cu_seqlens": [0, 9, 37]},
+            r"or 2, one for each document, or 2 rows of 2, got \[3, 3, 3\]",
+        ),
+        (
+            {"prefix_len": [3], "cu_seqlens": [[0, 9, 37], [0, 37]]},
+            "prefix_len to be an integer, or 2 .* for each row of q, got",
+        ),
         ({"kv_grad_dtype": torch.int8}, "kv_grad_dtype to be one of"),
         ({"layout": "per_document"}, "cu_seqlens to be given for 'per_document'"),
     ],

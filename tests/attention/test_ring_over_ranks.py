@@ -279,6 +279,29 @@ def rows_with_documents_of_their_own(scheme, layout):
     assert all(map(torch.equal, same, one))
 
 
+@check(("ring", "zigzag"), ("all_gather", "striped"), ("ulysses", "contiguous"))
+def prefixes_of_rows(scheme, layout):
+    inputs = make_inputs(heads=12, kv_heads=12)
+    where = {"group": group(), "layout": layout}
+    options = {**where, "scheme": scheme, "is_causal": True}
+    expected = whole(*inputs, is_causal=True, prefix_len=torch.tensor([21, 3]))
+    found = sharded(*inputs, **options, prefix_len=torch.tensor([21, 3]))
+    expect_equal(found, expected, **where, **TIGHT)
+    dropped = {"is_causal": True, "prefix_len": [21, 3], "dropout_p": 0.3, "seed": 5}
+    found = sharded(*inputs, **where, scheme=scheme, **dropped)
+    expect_equal(found, sharded(*inputs, group=None, **dropped), **where, **TIGHT)
+    rows, lens = ((0, 5, 5, 14, 30, 37), (0, 21, 37)), ((3, 0, 20, 1, 2), (8, 16))
+    parts = [
+        whole(*(x[i : i + 1] for x in inputs), cu_seqlens=row, prefix_len=lens[i], is_causal=True)
+        for i, row in enumerate(rows)
+    ]
+    expected = [torch.cat(pair) for pair in zip(*parts, strict=True)]
+    for given in (lens, torch.tensor([lens[0], (*lens[1], 9, 9, 9)])):
+        offsets = rows if given is lens else torch.tensor([rows[0], (*rows[1], 37, 37, 37)])
+        found = sharded(*inputs, **options, cu_seqlens=offsets, prefix_len=given)
+        expect_equal(found, expected, **where, **TIGHT)
+
+
 @check(("ring", "per_document"), ("all_gather", "striped"))
 def packed_tokens_as_the_kernels_take_them(scheme, layout):
     offsets = torch.tensor([0, 5, 5, 14, 30, 37], dtype=torch.int32)
@@ -328,6 +351,8 @@ def what_differs_between_ranks_is_refused_on_all():
     refused("B of q to be equal .* 2 on rank 0, 1 on rank 1", *(x[odd:] for x in (q, k, v)))
     refused("D of q to be equal", q[..., odd:], k[..., odd:], v)
     refused("is_causal to be equal .* False on rank 0, True on rank 1", q, k, v, is_causal=odd)
+    options = {"is_causal": True, "prefix_len": 7 + odd}
+    refused(r"prefix_len to be equal .* \(\(7,\),\) on rank 0, \(\(8,\),\) on", q, k, v, **options)
     refused("scale to be equal .* 0.5 on rank 0, 0.25 on rank 1", q, k, v, scale=0.5 - odd / 4)
     refused(r"window\[0\] to be equal .* -1 on rank 0, 4", q, k, v, window=(4 if odd else -1, 0))
     refused(

@@ -292,6 +292,19 @@ def what_differs_between_ranks_is_refused_on_all():
             module(torch.zeros(2, 8) if odd else x)
     with pytest.raises(ValueError, match=r"position_ids to be .*, got \[3\] on rank 1$"):
         module(x, position_ids=torch.arange(3 if odd else x.shape[1]))
+    for match, argument, given in (
+        ("layout to be a Layout or one of .*, got 'spiral' on rank 1$", "layout", "spiral"),
+        (r"cu_seqlens to start at 0 .*, got \[3, 37\] on rank 1$", "cu_seqlens", [3, 37]),
+        (r"cu_seqlens to be equal .* None on rank 0, \(0, 9, 37\) on", "cu_seqlens", [0, 9, 37]),
+        ("layout to be equal .* contiguous on rank 0, striped on", "layout", "striped"),
+        ("operation to be equal on every rank", "position_ids", torch.arange(x.shape[1])),
+    ):
+        with pytest.raises(ValueError, match=match):
+            module(x, **({argument: given} if odd else {}))
+    with pytest.raises(ValueError, match="layout to be for 37 .*, got 36"):
+        module(x, layout=make_layout("zigzag", 36, dist.get_world_size()))
+    with pytest.raises(ValueError, match="x to be torch.float32 like .*, got .*64 on rank 1$"):
+        module(x.double() if odd else x)
     # Nothing is left underway that a later call could take for its own.
     assert module(x).shape == x.shape
 

@@ -65,6 +65,8 @@ class Call:
         grid: the ranks in the rows that the scheme works with.
         options: of every block.
         offsets: cu_seqlens of the mask on the device, or None.
+        prefix_ends: `[B or 1, documents]` on the device, past the last position of each prefix, or
+            None.
         alibi_slopes: `[H]` or None.
     """
 
@@ -74,6 +76,7 @@ class Call:
     grid: Grid
     options: BlockOptions
     offsets: Tensor | None = None
+    prefix_ends: Tensor | None = None
     alibi_slopes: Tensor | None = None
 
     @property
@@ -93,10 +96,13 @@ class Call:
         """
         place, layout = self.rank if place is None else place, self.work.layout
         q_positions, k_positions = (layout.positions(i, q.device) for i in (place, source))
-        q_documents = k_documents = None
+        q_documents = k_documents = in_prefix = None
         if self.offsets is not None:
             q_documents = document_ids(q_positions, self.offsets)
             k_documents = document_ids(k_positions, self.offsets)
+        if self.prefix_ends is not None and self.work.mask.has_prefix(layout.shards[source]):
+            ends = self.prefix_ends
+            in_prefix = k_positions < (ends if k_documents is None else ends[:, k_documents])
         return Block(
             q,
             keys.k,
@@ -106,6 +112,7 @@ class Call:
             q_documents,
             k_documents,
             keys.key_mask,
+            in_prefix,
             self.alibi_slopes,
             layout.shards[place],
             layout.shards[source],
