@@ -5,7 +5,9 @@ from moe_ext.distributed.clipping import clip_grad_norm_
 from moe_ext.distributed.data_parallel import broadcast_experts, data_parallel
 from moe_ext.distributed.dispatch import (
     AllToAllDispatcher,
+    DedupDispatcher,
     DispatchMetadata,
+    HierarchicalDispatcher,
     LocalDispatcher,
     TokenDispatcher,
 )
@@ -25,7 +27,9 @@ from moe_ext.distributed.traffic import Traffic, count_traffic
 
 __all__ = [
     "AllToAllDispatcher",
+    "DedupDispatcher",
     "DispatchMetadata",
+    "HierarchicalDispatcher",
     "LocalDispatcher",
     "MoEMesh",
     "Placement",

@@ -14,8 +14,11 @@ from torch.distributed import ProcessGroup
 
 from moe_ext._compile import outside_graphs
 from moe_ext.distributed.dispatch import (
+    COMBINES,
     AllToAllDispatcher,
+    DedupDispatcher,
     DispatchMetadata,
+    HierarchicalDispatcher,
     LocalDispatcher,
     TokenDispatcher,
     WrappedDispatcher,
@@ -82,7 +85,12 @@ class MoELayer(CountingModule):
         shared_ffn_dim: F of an expert that sees every token, masked ones too; 0 for none.
         shared_expert_gate: weigh the shared expert by `sigmoid(x @ w)`, as Qwen2-MoE does.
         ep_group: process group to spread the experts over; None keeps all experts on this rank.
-        dispatcher: "auto", "local", "alltoall", or a `TokenDispatcher`.
+        dispatcher: "auto", "local", "alltoall", "dedup", "hierarchical", or a `TokenDispatcher`;
+            "auto" is "local" on one rank, and on several "alltoall" for combine="exact", "dedup"
+            for "reduced".
+        combine: what comes back from the ranks of the experts: "exact", the result of every slot,
+            for the same bits on any number of ranks; or "reduced", one sum a token and rank, which
+            is less to send (see `DedupDispatcher`).
         device: device of the parameters.
         dtype: dtype of the parameters.
 
@@ -129,6 +137,7 @@ class MoELayer(CountingModule):
         shared_expert_gate: bool = False,
         ep_group: ProcessGroup | None = None,
         dispatcher: str | TokenDispatcher = "auto",
+        combine: str = "exact",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -146,7 +155,7 @@ class MoELayer(CountingModule):
         _check_options(self, shared_ffn_dim, shared_expert_gate)
         self.loss_scale: float | Tensor = 1.0
         self._record: Record = {}
-        self.dispatcher = _make_dispatcher(dispatcher, num_experts, ep_group)
+        self.dispatcher = _make_dispatcher(dispatcher, num_experts, ep_group, combine, row_budget)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(router, str):
             columns = 2 if top_k is None else top_k
@@ -515,32 +524,56 @@ def _make_dispatcher(
     dispatcher: str | TokenDispatcher,
     num_experts: int,
     ep_group: ProcessGroup | None,
+    combine: str,
+    row_budget: RowBudget | None,
 ) -> TokenDispatcher:
     """The dispatcher that a name stands for."""
-    if isinstance(dispatcher, TokenDispatcher):
-        return dispatcher
-    if not isinstance(dispatcher, str) and hasattr(dispatcher, "dispatch"):
-        return WrappedDispatcher(dispatcher)
-    if dispatcher == "auto":
-        dispatcher = "alltoall" if group_size(ep_group) > 1 else "local"
-    if dispatcher == "local":
-        if group_size(ep_group) > 1:
+    if combine not in COMBINES:
+        raise ValueError(f"MoELayer: expected combine to be one of {COMBINES}, got {combine!r}")
+    if isinstance(dispatcher, TokenDispatcher) or hasattr(dispatcher, "dispatch"):
+        if combine != "exact":
             raise ValueError(
-                "MoELayer: expected dispatcher to be 'auto' or 'alltoall' for an ep_group of "
+                "MoELayer: expected combine to be left to a dispatcher that is an object, got "
+                f"combine={combine!r} and {type(dispatcher).__name__}"
+            )
+        if isinstance(dispatcher, TokenDispatcher):
+            return dispatcher
+        return WrappedDispatcher(dispatcher)
+    names = ("auto", "local", "alltoall", "dedup", "hierarchical")
+    if dispatcher not in names:
+        raise ValueError(
+            f"MoELayer: expected dispatcher to be one of {names} or a TokenDispatcher, got "
+            f"{dispatcher!r}"
+        )
+    alone = group_size(ep_group) == 1
+    if dispatcher == "auto":
+        spread = "alltoall" if combine == "exact" else "dedup"
+        dispatcher = "local" if alone else spread
+    if dispatcher == "local":
+        if not alone:
+            raise ValueError(
+                "MoELayer: expected dispatcher to be one that sends for an ep_group of "
                 f"{group_size(ep_group)} ranks, got 'local'"
             )
         return LocalDispatcher(num_experts)
+    if ep_group is None:
+        raise ValueError(
+            "MoELayer: expected ep_group to be a process group for "
+            f"dispatcher={dispatcher!r}, got None"
+        )
     if dispatcher == "alltoall":
-        if ep_group is None:
+        if combine != "exact":
             raise ValueError(
-                "MoELayer: expected ep_group to be a process group for dispatcher='alltoall', "
-                "got None"
+                "MoELayer: expected dispatcher to be 'dedup' or 'hierarchical' for "
+                f"combine={combine!r}, got 'alltoall'"
             )
         return AllToAllDispatcher(num_experts, ep_group)
-    raise ValueError(
-        "MoELayer: expected dispatcher to be 'auto', 'local', 'alltoall' or a TokenDispatcher, got "
-        f"{dispatcher!r}"
-    )
+    if row_budget is not None:
+        raise ValueError(
+            f"MoELayer: expected dispatcher to be 'alltoall' with a row_budget, got {dispatcher!r}"
+        )
+    kind = DedupDispatcher if dispatcher == "dedup" else HierarchicalDispatcher
+    return kind(num_experts, ep_group, combine=combine)
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoELayer]:

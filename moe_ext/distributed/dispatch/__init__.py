@@ -7,12 +7,20 @@ from moe_ext.distributed.dispatch.base import (
     WrappedDispatcher,
 )
 from moe_ext.distributed.dispatch.chunks import Chunk
+from moe_ext.distributed.dispatch.dedup import (
+    COMBINES,
+    DedupDispatcher,
+    HierarchicalDispatcher,
+)
 from moe_ext.distributed.dispatch.local import LocalDispatcher
 
 __all__ = [
+    "COMBINES",
     "AllToAllDispatcher",
     "Chunk",
+    "DedupDispatcher",
     "DispatchMetadata",
+    "HierarchicalDispatcher",
     "LocalDispatcher",
     "TokenDispatcher",
     "WrappedDispatcher",

@@ -37,7 +37,7 @@ from moe_ext.ops.grouped_gemm import row_alignment
 
 # What a rank does for a backward pass: nothing, record one, or record one that its rows are in.
 _NOT_RECORDED, _RECORDED, _IN_GRAPH = range(3)
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,25 @@ class DispatchMetadata:
     def num_dropped(self) -> Tensor:
         """Slots of this rank dropped for lack of capacity, 0-d int64."""
         return self.permutation.num_dropped
+
+
+@dataclass(frozen=True)
+class ExchangedCounts:
+    """Numbers that the ranks told each other, on the host but for `received_PM`.
+
+    Attributes:
+        received: for each total, the number from every rank.
+        sent: for each total, the number for every rank.
+        received_PM: the numbers themselves.
+        expert_capacity: rows that an expert gets at most from all ranks; None without limit.
+        has_backward: whether rows of some rank get a gradient: all ranks then take part.
+    """
+
+    received: tuple[tuple[int, ...], ...]
+    sent: tuple[tuple[int, ...], ...]
+    received_PM: Tensor
+    expert_capacity: int | None
+    has_backward: bool
 
 
 class TokenDispatcher:
@@ -103,7 +122,7 @@ class TokenDispatcher:
         drop_policy: str = "position",
         average: bool = True,
     ) -> None:
-        name = type(self).__name__
+        self.operation = name = type(self).__name__
         check_group(group, name, name="group")
         self._group = GroupHandle(group)
         self.num_ranks = group_size(group)
@@ -113,10 +132,11 @@ class TokenDispatcher:
                 f"{self.num_ranks}, got {num_experts}"
             )
         self.num_experts = num_experts
-        self.num_local_experts = num_experts // self.num_ranks
+        self.num_local_experts = self.num_counts = num_experts // self.num_ranks
         self.drop_policy = drop_policy
         self.average = average
         self.grad_scale = float(self.num_ranks) if average else 1.0
+        self._facts: dict[str, object] = {"num_experts": num_experts}
         self._agreed = False
 
     @property
@@ -348,7 +368,7 @@ class TokenDispatcher:
             metadata.received,
             metadata.sent,
             grad_scale=1.0 / self.grad_scale,
-            operation=f"{type(self).__name__} combine",
+            operation=f"{self.operation} combine",
             meanwhile=meanwhile,
         )
 
@@ -370,7 +390,7 @@ class TokenDispatcher:
             counts.sent,
             counts.received,
             grad_scale=self.grad_scale,
-            operation=f"{type(self).__name__} {word}",
+            operation=f"{self.operation} {word}",
         )
         # From the order (rank, expert) to (expert, rank).
         num_rows = rows_RD.shape[0]
@@ -421,17 +441,24 @@ class TokenDispatcher:
     ) -> tuple[Tensor, ops.Permutation, RowCounts]:
         """Rows grouped by expert, without columns if not wanted, and who sends how many."""
         with self._telling_of_failure(x_TD):
-            if x_TD.dtype not in _DTYPES:
+            if x_TD.dtype not in DTYPES:
                 raise TypeError(
-                    f"{type(self).__name__}: expected x_TD to be one of {_DTYPES}, got {x_TD.dtype}"
+                    f"{self.operation}: expected x_TD to be one of {DTYPES}, got {x_TD.dtype}"
                 )
             taken_TD = x_TD if with_rows else x_TD.detach()[:, :0]
             rows_ND, tables = self._group_by_expert(
                 taken_TD, topk_idx_TK, topk_weights_TK, capacity
             )
         own_PL = tables.expert_offsets.diff().view(self.num_ranks, self.num_local_experts)
-        code, limit = _DTYPES.index(x_TD.dtype), -1 if capacity is None else capacity
-        header = (x_TD.shape[1], code, topk_idx_TK.shape[1], 0, limit, _graph_of(x_TD))
+        code, limit = DTYPES.index(x_TD.dtype), -1 if capacity is None else capacity
+        header = (
+            x_TD.shape[1],
+            code,
+            topk_idx_TK.shape[1],
+            0,
+            limit,
+            graph_state(x_TD.requires_grad),
+        )
         return rows_ND, tables, self._count(own_PL, header)
 
     @contextlib.contextmanager
@@ -440,10 +467,10 @@ class TokenDispatcher:
         try:
             yield
         except Exception as error:
-            code = _DTYPES.index(x.dtype) if x.dtype in _DTYPES else len(_DTYPES)
-            header = (x.shape[-1] if x.dim() else 0, code, 0, 1, 0, _graph_of(x))
+            code = DTYPES.index(x.dtype) if x.dtype in DTYPES else len(DTYPES)
+            header = (x.shape[-1] if x.dim() else 0, code, 0, 1, 0, graph_state(x.requires_grad))
             nothing_PL = torch.zeros(
-                self.num_ranks, self.num_local_experts, dtype=torch.int64, device=x.device
+                self.num_ranks, self.num_counts, dtype=torch.int64, device=x.device
             )
             # The error of this rank says more than that of the exchange.
             with contextlib.suppress(ValueError, TypeError, RuntimeError):
@@ -456,34 +483,43 @@ class TokenDispatcher:
         header: tuple[int, int, int, int, int, int],
         problem: Exception | None = None,
     ) -> RowCounts:
-        """Tell every rank how many rows it gets for each of its experts.
+        """Tell every rank how many rows it gets for each of its experts."""
+        told = self._compare(own_PL, header, problem, lambda counts_PL: counts_PL.sum(1, True))
+        (received,), (sent,) = told.received, told.sent
+        return RowCounts(sent, received, told.received_PM, told.expert_capacity, told.has_backward)
+
+    def _compare(
+        self,
+        own_PM: Tensor,
+        header: tuple[int, int, int, int, int, int],
+        problem: Exception | None,
+        totals: Callable[[Tensor], Tensor],
+    ) -> ExchangedCounts:
+        """Tell rank p row p of some numbers, and check that the ranks make the same call.
 
         The message carries a header (model_dim, dtype, top_k, whether the sender failed, capacity,
         whether rows are in a graph), since an exchange of rows of different sizes, or a backward
         pass on some ranks alone, would hang or mix up bytes.
         """
-        operation = type(self).__name__
+        operation = self.operation
         if not self._agreed:
             # The length of the message depends on num_experts.
-            facts = {"num_experts": self.num_experts}
-            agree(operation, facts, None, self.group, own_PL.device)
+            agree(operation, self._facts, None, self.group, own_PM.device)
             self._agreed = True
-        head = own_PL.new_tensor(header)
-        message = torch.cat([head.expand(self.num_ranks, -1), own_PL], dim=1)
+        head = own_PM.new_tensor(header)
+        message = torch.cat([head.expand(self.num_ranks, -1), own_PM], dim=1)
         received = self.exchange_counts(message, operation=f"{operation} counts")
-        heads, counts_PL = received[:, : len(header)], received[:, len(header) :]
+        heads, received_PM = received[:, : len(header)], received[:, len(header) :]
         # NOTE: device-to-host sync, the only one of the layer: the collective takes its splits, and
         # the allocator its size, on the host; and every rank must reach the same verdict before
         # rows move.
-        table = torch.cat([heads, counts_PL.sum(1, True), own_PL.sum(1, True)], 1).tolist()
-        dims, codes, top_ks, failed, limits, graphs, num_received, num_sent = zip(
-            *table, strict=True
-        )
+        table = torch.cat([heads, totals(received_PM), totals(own_PM)], 1).tolist()
+        dims, codes, top_ks, failed, limits, graphs, *columns = zip(*table, strict=True)
         if any(failed):
             # One more message, with the reason.
-            agree(operation, {}, problem, self.group, own_PL.device)
+            agree(operation, {}, problem, self.group, own_PM.device)
         check_equal_over_ranks("model_dim", dims, self.group, operation)
-        names = [*map(str, _DTYPES), "another dtype"]
+        names = [*map(str, DTYPES), "another dtype"]
         dtypes = [names[code] for code in codes]
         check_equal_over_ranks("the dtype of x", dtypes, self.group, operation)
         check_equal_over_ranks("top_k", top_ks, self.group, operation)
@@ -492,9 +528,14 @@ class TokenDispatcher:
         records = [graph != _NOT_RECORDED for graph in graphs]
         name = "torch.is_grad_enabled() in the forward pass"
         check_equal_over_ranks(name, records, self.group, operation)
-        expert_capacity = sum(limits) if all(limited) else None
-        has_backward = _IN_GRAPH in graphs
-        return RowCounts(num_sent, num_received, counts_PL, expert_capacity, has_backward)
+        half = len(columns) // 2
+        return ExchangedCounts(
+            tuple(columns[:half]),
+            tuple(columns[half:]),
+            received_PM,
+            sum(limits) if all(limited) else None,
+            _IN_GRAPH in graphs,
+        )
 
     def _exchanged_chunks(
         self,
@@ -527,10 +568,11 @@ class TokenDispatcher:
         return cut_exchange(tables, counts, schedule(pairs_PP, limit), rank)
 
 
-def _graph_of(x: Tensor) -> int:
+def graph_state(in_graph: bool) -> int:
+    """What a header says of a rank's backward pass, given whether its rows are in one."""
     if not torch.is_grad_enabled():
         return _NOT_RECORDED
-    return _IN_GRAPH if x.requires_grad else _RECORDED
+    return _IN_GRAPH if in_graph else _RECORDED
 
 
 def _dropping(before: ops.Permutation, kept: ops.Permutation) -> ops.Permutation:

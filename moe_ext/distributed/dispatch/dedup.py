@@ -1,0 +1,531 @@
+"""Dispatchers that send a token once to each rank, or node, that holds any of its experts.
+
+Shapes: T tokens, D model, E experts, K top-k, P ranks of a hop, L = E/P experts behind each of
+    them, U rows of tokens that travel, S slots whose expert is behind another rank or this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from moe_ext import ops
+from moe_ext.distributed import comm
+from moe_ext.distributed._c10d import small_message_device
+from moe_ext.distributed.dispatch.alltoall import AllToAllDispatcher
+from moe_ext.distributed.dispatch.base import (
+    DTYPES,
+    DispatchMetadata,
+    TokenDispatcher,
+    graph_state,
+)
+from moe_ext.distributed.groups import group_rank, group_ranks, group_size
+from moe_ext.ops.grouped_gemm import row_alignment
+
+COMBINES = ("exact", "reduced")
+
+
+@dataclass(frozen=True)
+class _Route:
+    """The way of some tokens over one hop.
+
+    Attributes:
+        once: tokens grouped by rank, `[U]` rows: one for each rank that holds experts of a token.
+        slots: slots grouped by rank, `[S]` rows.
+        sent: rows of tokens for each rank.
+        received: rows of tokens from each rank.
+        slots_sent: slots behind each rank.
+        slots_received: slots that each rank's tokens have here.
+        idx_UK: of every received token, its experts behind this rank; -1 for the others.
+        origin_U: of every received token, the rank of the first hop that it comes from.
+        expert_capacity: rows that an expert gets at most; None without limit.
+        has_backward: whether tokens of some rank get a gradient.
+    """
+
+    once: ops.Permutation
+    slots: ops.Permutation
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    slots_sent: tuple[int, ...]
+    slots_received: tuple[int, ...]
+    idx_UK: Tensor
+    origin_U: Tensor
+    expert_capacity: int | None
+    has_backward: bool
+
+    def take_once(self, x_TD: Tensor) -> Tensor:
+        """The rows `[U, D]` that travel."""
+        rows_UD: Tensor = torch.ops.moe_ext._gather_tokens(
+            x_TD, self.once.slot_of_row, self.once.top_k
+        )
+        return rows_UD
+
+
+class _Hop(AllToAllDispatcher):
+    """An exchange between ranks that each stand for an equal run of experts.
+
+    Args:
+        owner: name for messages.
+        num_experts: E of the runs together.
+        group: the P ranks.
+        combine: see `DedupDispatcher`.
+        average: see `TokenDispatcher`.
+    """
+
+    def __init__(
+        self, owner: str, num_experts: int, group: ProcessGroup, combine: str, average: bool
+    ) -> None:
+        super().__init__(num_experts, group, average=average)
+        self.operation, self.num_counts = owner, 2
+        self._facts["combine"] = combine
+
+    def plan(
+        self,
+        x_TD: Tensor,
+        idx_TK: Tensor,
+        origin_T: Tensor | None,
+        capacity: int | None,
+        *,
+        in_graph: bool,
+    ) -> _Route:
+        """Find out which rows travel where, and tell the receivers their experts and origin."""
+        with self.routing(x_TD):
+            if x_TD.dtype not in DTYPES:
+                raise TypeError(
+                    f"{self.operation}: expected x_TD to be one of {DTYPES}, got {x_TD.dtype}"
+                )
+            target_TK = idx_TK.div(self.num_local_experts, rounding_mode="floor")
+            again_TKK = target_TK[:, :, None] == target_TK[:, None, :]
+            once_TK = target_TK.masked_fill(again_TKK.tril(-1).any(-1), -1)
+            # Rows without columns: only the tables are wanted, and they cost no row.
+            none_TD = x_TD.detach()[:, :0]
+            _, once = ops.permute_tokens(none_TD, once_TK, self.num_ranks)
+            _, slots = ops.permute_tokens(none_TD, target_TK, self.num_ranks)
+        own_P2 = torch.stack([once.num_tokens_per_expert, slots.num_tokens_per_expert], 1)
+        limit = -1 if capacity is None else capacity
+        dim, code = x_TD.shape[1], DTYPES.index(x_TD.dtype)
+        header = (dim, code, idx_TK.shape[1], 0, limit, graph_state(in_graph))
+        told = self._compare(own_P2, header, None, lambda counts_P2: counts_P2)
+        received, slots_received = told.received
+        sent, slots_sent = told.sent
+        once = replace(once, slot_of_row=once.slot_of_row[: sum(sent)])
+        slots = replace(slots, slot_of_row=slots.slot_of_row[: sum(slots_sent)])
+        rank_P = torch.arange(self.num_ranks, device=idx_TK.device)
+        experts_UK = self._experts_behind(once, idx_TK, rank_P, sent)
+        if origin_T is None:
+            idx_UK = self._exchange_indices(experts_UK, sent, received)
+            received_P = told.received_PM[:, 0]
+            origin_U = rank_P.repeat_interleave(received_P, output_size=sum(received))
+        else:
+            token_U = once.slot_of_row // once.top_k
+            told_UM = torch.cat([experts_UK, origin_T[token_U][:, None]], 1)
+            arrived_UM = self._exchange_indices(told_UM, sent, received)
+            idx_UK, origin_U = arrived_UM[:, :-1].contiguous(), arrived_UM[:, -1]
+        return _Route(
+            once,
+            slots,
+            sent,
+            received,
+            slots_sent,
+            slots_received,
+            idx_UK,
+            origin_U,
+            told.expert_capacity,
+            told.has_backward,
+        )
+
+    def _experts_behind(
+        self, once: ops.Permutation, idx_TK: Tensor, rank_P: Tensor, sent: Sequence[int]
+    ) -> Tensor:
+        """For each row that travels, the token's experts behind its rank, counted from 0."""
+        sent_P = once.num_tokens_per_expert
+        first_P = rank_P * self.num_local_experts
+        first_U = first_P.repeat_interleave(sent_P, output_size=sum(sent))
+        local_UK = idx_TK[once.slot_of_row // once.top_k] - first_U[:, None]
+        here_UK = (local_UK >= 0) & (local_UK < self.num_local_experts)
+        return local_UK.where(here_UK, -1)
+
+    def _exchange_indices(
+        self, idx_UM: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Tensor:
+        # Two bytes an index where they do; Gloo sends no int16, so it goes as bytes.
+        narrow = torch.int16 if self.num_experts < 2**15 else torch.int32
+        message = idx_UM.to(narrow).contiguous().view(torch.uint8)
+        arrived = comm.all_to_all(
+            message,
+            self.group,
+            send=sent,
+            receive=received,
+            operation=f"{self.operation} indices",
+        )
+        return arrived.view(narrow).to(torch.int64)
+
+
+@dataclass(frozen=True)
+class _Journey:
+    """All hops of a dispatch, and how the rows that arrive are grouped by expert.
+
+    Attributes:
+        hops: in the order of the way out.
+        routes: one for each hop.
+        expand: groups the slots of the arrived tokens by expert; slots are those of the tokens.
+        by_slot: the same rows by their number among the slots that are here.
+        places: for each hop but the first, where the slots of the tokens before it are that come
+            back over it: a permutation of them from the order of ranks to that of slots.
+    """
+
+    hops: tuple[_Hop, ...]
+    routes: tuple[_Route, ...]
+    expand: ops.Permutation
+    by_slot: ops.Permutation
+    places: tuple[ops.Permutation, ...]
+
+    def send(self, x_TD: Tensor, name: str) -> Tensor:
+        """Rows `[U, D]` of tokens on the ranks of their experts."""
+        for hop, route in zip(self.hops, self.routes, strict=True):
+            x_TD = hop.exchange_rows(
+                route.take_once(x_TD),
+                route.sent,
+                route.received,
+                grad_scale=1.0,
+                operation=f"{hop.operation} {name}",
+            )
+        return x_TD
+
+    def return_sums(
+        self,
+        y_UD: Tensor,
+        name: str,
+        *,
+        backward: bool = False,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """Add up on the way back what each token has on the ranks; `[T, D]`."""
+        for hop, route in zip(reversed(self.hops), reversed(self.routes), strict=True):
+            back_UD = hop.exchange_rows(
+                y_UD,
+                route.received,
+                route.sent,
+                grad_scale=1.0 if backward else 1.0 / hop.grad_scale,
+                operation=f"{hop.operation} {name}",
+                meanwhile=meanwhile,
+            )
+            if backward and hop.grad_scale != 1.0:
+                back_UD *= hop.grad_scale
+            y_UD, meanwhile = ops.unpermute_tokens(back_UD, route.once), None
+        return y_UD
+
+    def return_slots(
+        self,
+        rows: Tensor,
+        name: str,
+        *,
+        backward: bool = False,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """Bring the row of every slot back, in the order of `routes[0].slots`; `[S, D]`."""
+        rows_SD = ops.unpermute_tokens(rows, self.by_slot)
+        for i in reversed(range(len(self.hops))):
+            hop, route = self.hops[i], self.routes[i]
+            rows_SD = hop.exchange_rows(
+                rows_SD,
+                route.slots_received,
+                route.slots_sent,
+                grad_scale=1.0 if backward else 1.0 / hop.grad_scale,
+                operation=f"{hop.operation} {name}",
+                meanwhile=meanwhile,
+            )
+            if backward and hop.grad_scale != 1.0:
+                rows_SD *= hop.grad_scale
+            meanwhile = None
+            if i > 0:
+                rows_SD = ops.unpermute_tokens(rows_SD, self.places[i - 1])
+        return rows_SD
+
+
+@dataclass(frozen=True)
+class DedupMetadata(DispatchMetadata):
+    """Metadata of a `DedupDispatcher`.
+
+    Attributes:
+        journey: the way of the rows.
+        weights_UK: the weights of the tokens that arrived, in the graph; None for "exact".
+    """
+
+    journey: Any = None
+    weights_UK: Tensor | None = None
+
+
+class _Send(torch.autograd.Function):
+    """Tokens, and their weights where wanted, to the ranks of their experts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, weights_TK: Tensor | None, journey: _Journey
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.journey, ctx.weighted = journey, weights_TK is not None
+        arrived_UD = journey.send(x_TD, "dispatch")
+        expand = journey.expand
+        rows = torch.ops.moe_ext._gather_tokens(arrived_UD, expand.slot_of_row, expand.top_k)
+        if weights_TK is None:
+            return rows, None
+        return rows, journey.send(weights_TK, "weights")
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_rows: Tensor, grad_weights_UK: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, None]:
+        journey: _Journey = ctx.journey
+        if not ctx.weighted:
+            # The gradient of every slot comes back, to be added up in the order of slots.
+            slots_SD = journey.return_slots(grad_rows, "dispatch backward", backward=True)
+            return ops.unpermute_tokens(slots_SD, journey.routes[0].slots), None, None
+        assert grad_weights_UK is not None
+        grad_UD = ops.unpermute_tokens(grad_rows, journey.expand)
+        grad_x = journey.return_sums(grad_UD, "dispatch backward", backward=True)
+        grad_weights = journey.return_sums(grad_weights_UK, "weights backward", backward=True)
+        return grad_x, grad_weights, None
+
+
+class DedupDispatcher(TokenDispatcher):
+    """Experts spread over a group; a token goes once to each rank that holds any of its experts.
+
+    With K experts of E a token, each on one of P ranks, the rows that leave a rank fall from
+    `K * (P - 1) / P` a token to `(P - 1) * (1 - C(E - E/P, K) / C(E, K))` for even routing. Beside
+    them travel the indices of the experts, two bytes for each of the K.
+
+    - `combine="exact"`: the result of every slot comes back, and they are added up in the order of
+      slots, forward and backward: the bits are those of `AllToAllDispatcher`. One of the four
+      exchanges of a step is the smaller one.
+    - `combine="reduced"`: each rank adds up the weighted results of its experts, in float32, and
+      sends one row a token; so do the gradients. All four exchanges are smaller, weights travel
+      too, and a result is rounded once a rank more than on one process.
+
+    A `RowBudget` needs `AllToAllDispatcher`.
+
+    Args:
+        num_experts: E, a multiple of the size of the group.
+        group: process group.
+        combine: "exact" or "reduced".
+        drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
+        average: see `TokenDispatcher`.
+
+    Raises:
+        ValueError: combine is neither, or the size of the group does not divide E.
+
+    Reference: the dispatch of DeepEP and of nccl.ep sends a token once a rank in this way.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        group: ProcessGroup,
+        *,
+        combine: str = "exact",
+        drop_policy: str = "position",
+        average: bool = True,
+    ) -> None:
+        super().__init__(num_experts, group, drop_policy=drop_policy, average=average)
+        if combine not in COMBINES:
+            raise ValueError(
+                f"{self.operation}: expected combine to be one of {COMBINES}, got {combine!r}"
+            )
+        self.combine_by = combine
+        self._hops = self._make_hops(num_experts, group)
+
+    def _make_hops(self, num_experts: int, group: ProcessGroup) -> tuple[_Hop, ...]:
+        return (_Hop(self.operation, num_experts, group, self.combine_by, self.average),)
+
+    def routing(self, x: Tensor) -> AbstractContextManager[object]:
+        """See `TokenDispatcher`."""
+        return self._telling_from(0, x)
+
+    def _telling_from(self, first: int, x: Tensor) -> contextlib.ExitStack:
+        """Context that tells the ranks of these hops of a failure, the first hop's first."""
+        stack = contextlib.ExitStack()
+        for hop in reversed(self._hops[first:]):
+            stack.enter_context(hop.routing(x))
+        return stack
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_weights_TK: Tensor,
+        *,
+        capacity: int | None = None,
+    ) -> tuple[Tensor, Tensor, DispatchMetadata]:
+        """See `TokenDispatcher`."""
+        reduced = self.combine_by == "reduced"
+        in_graph = x_TD.requires_grad or (reduced and topk_weights_TK.requires_grad)
+        tables: ops.Permutation | None = None
+        idx_TK, limit, routes = topk_idx_TK, capacity, list[_Route]()
+        origin_T: Tensor | None = None
+        tokens_TD = x_TD.detach()
+        for i, hop in enumerate(self._hops):
+            with self._telling_from(i + 1, tokens_TD):
+                if i == 0 and capacity is not None:
+                    with hop.routing(x_TD):
+                        _, tables = self._group_by_expert(
+                            tokens_TD[:, :0], topk_idx_TK, topk_weights_TK, capacity
+                        )
+                        kept_TK = (tables.row_of_slot >= 0).view_as(topk_idx_TK)
+                        idx_TK = topk_idx_TK.where(kept_TK, -1)
+                route = hop.plan(tokens_TD, idx_TK, origin_T, limit, in_graph=in_graph)
+            routes.append(route)
+            idx_TK, origin_T = route.idx_UK, route.origin_U
+            limit, in_graph = route.expert_capacity, route.has_backward
+            # Tokens of the next hop, for their number and dtype alone.
+            tokens_TD = tokens_TD.new_empty(1).expand(idx_TK.shape[0], x_TD.shape[1])
+        journey = self._journey(tuple(routes), tokens_TD)
+        if in_graph and not x_TD.requires_grad:
+            # Another rank's gradients come back through here: take part in their exchange.
+            x_TD = x_TD.detach().requires_grad_()
+        weights_TK = None
+        if reduced:
+            wide = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+            weights_TK = topk_weights_TK.to(wide)
+        rows, weights_UK = _Send.apply(x_TD, weights_TK, journey)
+        metadata = DedupMetadata(
+            routes[0].slots if tables is None else _dropping(routes[0].slots, tables),
+            topk_weights_TK,
+            routes[0].sent,
+            routes[0].received,
+            journey.by_slot,
+            limit,
+            journey,
+            weights_UK,
+        )
+        return rows, journey.expand.expert_offsets, metadata
+
+    def _journey(self, routes: tuple[_Route, ...], arrived_UD: Tensor) -> _Journey:
+        """The tables by which the arrived rows are grouped by expert, and go back."""
+        last = routes[-1]
+        top_k = last.idx_UK.shape[1]
+        num_slots = sum(last.slots_received)
+        here_S = _positions(last.idx_UK, num_slots)
+        align = row_alignment(arrived_UD, num_slots, self.num_local_experts)
+        none = arrived_UD.new_empty((num_slots, 0))
+        # Rows of an expert are in the order of the ranks that they come from, as without hops:
+        # the products for weight gradients add them up in this order.
+        by_origin = last.origin_U[here_S // top_k].argsort(stable=True)
+        expert_S = last.idx_UK.view(-1)[here_S[by_origin]]
+        _, tables = ops.permute_tokens(none, expert_S[:, None], self.num_local_experts, align=align)
+        row, row_of_slot = tables.slot_of_row, torch.empty_like(tables.row_of_slot)
+        row_of_slot[by_origin] = tables.row_of_slot
+        # Padding rows (-1) have no slot.
+        slot = by_origin[row.clamp(min=0)].where(row >= 0, -1) if num_slots else row
+        by_slot = replace(tables, slot_of_row=slot, row_of_slot=row_of_slot)
+        row_of_place = row_of_slot.new_full((last.idx_UK.numel(),), -1)
+        row_of_place[here_S] = row_of_slot
+        place = here_S[slot.clamp(min=0)].where(slot >= 0, -1) if num_slots else slot
+        expand = replace(tables, slot_of_row=place, row_of_slot=row_of_place, top_k=top_k)
+        places = []
+        for before, route in zip(routes, routes[1:], strict=False):
+            inside_S = _positions(before.idx_UK, sum(before.slots_received))
+            number = route.slots.row_of_slot.new_empty(before.idx_UK.numel())
+            number[inside_S] = torch.arange(inside_S.shape[0], device=number.device)
+            places.append(
+                replace(
+                    route.slots,
+                    slot_of_row=number[route.slots.slot_of_row],
+                    row_of_slot=route.slots.row_of_slot[inside_S],
+                    top_k=1,
+                )
+            )
+        return _Journey(self._hops, routes, expand, by_slot, tuple(places))
+
+    def combine(
+        self,
+        rows: Tensor,
+        metadata: DispatchMetadata,
+        *,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """See `TokenDispatcher`."""
+        assert isinstance(metadata, DedupMetadata)
+        journey: _Journey = metadata.journey
+        if metadata.weights_UK is None:
+            slots_SD = journey.return_slots(rows, "combine", meanwhile=meanwhile)
+            return ops.unpermute_tokens(slots_SD, metadata.permutation, metadata.topk_weights)
+        y_UD = ops.unpermute_tokens(rows, journey.expand, metadata.weights_UK)
+        return journey.return_sums(y_UD, "combine", meanwhile=meanwhile)
+
+
+class HierarchicalDispatcher(DedupDispatcher):
+    """Experts spread over a group of several nodes; a token goes once to each node, then to ranks.
+
+    A token travels between nodes once for each node that holds any of its experts, to the rank of
+    the sender's place there, and on inside the node as with `DedupDispatcher`: between nodes go
+    `(N - 1) * (1 - C(E - E/N, K) / C(E, K))` rows a token for N nodes and even routing. It takes
+    one more message and one more wait of the host than that.
+
+    All ranks of the group make it together.
+
+    Args:
+        num_experts: E, a multiple of the size of the group.
+        group: process group; each `node_size` consecutive ranks of it are on one node.
+        node_size: ranks of a node; None is LOCAL_WORLD_SIZE, as torchrun sets it.
+        combine: as for `DedupDispatcher`; "reduced" adds up inside the node, then over nodes.
+        drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
+        average: see `TokenDispatcher`.
+
+    Raises:
+        ValueError: node_size is not known or does not divide the size of the group, or as for
+            `DedupDispatcher`.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        group: ProcessGroup,
+        *,
+        node_size: int | None = None,
+        combine: str = "exact",
+        drop_policy: str = "position",
+        average: bool = True,
+    ) -> None:
+        known = os.environ.get("LOCAL_WORLD_SIZE", 0) if node_size is None else node_size
+        size = int(known)
+        if size < 1 or group_size(group) % size:
+            raise ValueError(
+                "HierarchicalDispatcher: expected node_size, or else LOCAL_WORLD_SIZE, to divide "
+                f"the size of the group, {group_size(group)}, got {known}"
+            )
+        self.node_size = size
+        super().__init__(
+            num_experts, group, combine=combine, drop_policy=drop_policy, average=average
+        )
+
+    def _make_hops(self, num_experts: int, group: ProcessGroup) -> tuple[_Hop, ...]:
+        size, num_nodes = self.node_size, self.num_ranks // self.node_size
+        if size == 1 or num_nodes == 1:
+            return super()._make_hops(num_experts, group)
+        ranks, (node, place) = group_ranks(group), divmod(group_rank(group), size)
+        device = small_message_device(group)
+        between = comm.local_group(ranks[place::size], group, device)
+        inside = comm.local_group(ranks[node * size : (node + 1) * size], group, device)
+        return (
+            _Hop(self.operation, num_experts, between, self.combine_by, self.average),
+            _Hop(self.operation, num_experts // num_nodes, inside, self.combine_by, self.average),
+        )
+
+
+def _positions(idx_UK: Tensor, count: int) -> Tensor:
+    """Where the `count` entries are that name an expert, in their order."""
+    return torch.nonzero_static(idx_UK.view(-1) >= 0, size=count).view(-1)
+
+
+def _dropping(slots: ops.Permutation, before: ops.Permutation) -> ops.Permutation:
+    """The tables of the slots that were kept, with those counted that were dropped."""
+    return replace(slots, num_dropped=before.num_dropped)

@@ -1,0 +1,244 @@
+"""Dispatchers that send a token once to a rank, against one that sends a row for each expert."""
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from checks import assert_passed, outcomes, raised
+from torch.utils.checkpoint import checkpoint
+
+from moe_ext import MoELayer
+from moe_ext.distributed import (
+    AllToAllDispatcher,
+    DedupDispatcher,
+    HierarchicalDispatcher,
+    count_traffic,
+)
+from moe_ext.nn import RowBudget
+
+E, D, K = 12, 8, 4  # E is a multiple of every group size used
+WAYS = ("dedup", "hierarchical")
+
+
+@functools.cache
+def dispatcher(way, combine, num_experts=E):
+    world = dist.group.WORLD
+    if way == "alltoall":
+        return AllToAllDispatcher(num_experts, world)
+    if way == "dedup":
+        return DedupDispatcher(num_experts, world, combine=combine)
+    size = 2 if dist.get_world_size() == 4 else 1
+    return HierarchicalDispatcher(num_experts, world, node_size=size, combine=combine)
+
+
+def layer(way, combine="exact", dtype=torch.float64, **options):
+    torch.manual_seed(3)
+    made = dispatcher(way, combine)
+    return MoELayer(D, 6, E, K, ep_group=dist.group.WORLD, dispatcher=made, dtype=dtype, **options)
+
+
+def tokens(size=9, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(5 + dist.get_rank())
+    return torch.randn(size, D, dtype=dtype, generator=generator)
+
+
+def step(way, combine="exact", size=9, mask=None, x_grad=True, train_router=True, **options):
+    """Output and all gradients of one step."""
+    one = layer(way, combine, **options)
+    one.router.requires_grad_(train_router)
+    x = tokens(size, options.get("dtype", torch.float64)).requires_grad_(x_grad)
+    y = one(x, token_mask=mask)
+    y.float().square().sum().backward()
+    grads = [x.grad, *[p.grad for p in one.parameters()]]
+    return [y.detach(), *[g for g in grads if g is not None]], one
+
+
+def assert_same_bits(found, want):
+    assert len(found) == len(want)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def cases():
+    """Options of a step that a dispatcher has to get through."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    yield {}
+    yield {"dtype": torch.bfloat16}
+    yield {"shared_ffn_dim": 4, "bias": True}
+    yield {"capacity_factor": 0.5, "size": 40}
+    yield {"mask": torch.arange(9) % 2 == rank % 2}
+    yield {"mask": torch.full((9,), rank > 0)}
+    yield {"x_grad": rank > 0}
+    yield {"x_grad": False}
+    yield {"x_grad": False, "train_router": False}
+    for sizes in itertools.islice(itertools.product([0, 4], repeat=num_ranks), 2**num_ranks - 1):
+        yield {"size": sizes[rank]}
+
+
+def check_exact_gives_the_bits_of_a_row_for_each_expert():
+    for options in cases():
+        want, plain = step("alltoall", **options)
+        for way in WAYS:
+            found, other = step(way, **options)
+            assert_same_bits(found, want)
+            dropped = other.metrics["num_dropped"], plain.metrics["num_dropped"]
+            assert torch.equal(*dropped), options
+
+
+def check_reduced_gives_the_same_sums():
+    for options in cases():
+        want, _ = step("alltoall", **options)
+        for way in WAYS:
+            found, _ = step(way, "reduced", **options)
+            # In bfloat16 one rounding more a rank, and a node, each of at most 2**-9 of a part of
+            # the sum; gradients of weights add them up over tokens. Float64 adds in another order.
+            rounded = options.get("dtype") == torch.bfloat16
+            for a, b in zip(found, want, strict=True):
+                allowed = (0.03 if rounded else 1e-13) * float(b.abs().max() if b.numel() else 0)
+                torch.testing.assert_close(a, b, rtol=0, atol=allowed)
+
+
+def check_checkpointing_and_autocast():
+    for way, combine in itertools.product(WAYS, ("exact", "reduced")):
+        one = layer(way, combine, dtype=torch.float32)
+        x = tokens(dtype=torch.float32).requires_grad_()
+        one(x).square().sum().backward()
+        want = [p.grad.clone() for p in one.parameters()]
+        for use_reentrant in (False, True):
+            one.zero_grad()
+            checkpoint(one, x, use_reentrant=use_reentrant).square().sum().backward()
+            assert_same_bits([p.grad for p in one.parameters()], want)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = one(x)
+        assert y.dtype == torch.bfloat16
+        y.sum().backward()
+
+
+def needed_ranks(one, x, per_rank):
+    """[T, groups of ranks]: where each token has experts."""
+    owner_TK = one.router(x).gate.topk_idx // per_rank
+    return torch.nn.functional.one_hot(owner_TK, E // per_rank).amax(1)
+
+
+def check_a_token_travels_once_to_a_rank():
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    x = tokens(50)
+    for combine in ("exact", "reduced"):
+        one = layer("dedup", combine)
+        one(x)
+        needed = needed_ranks(one, x, E // num_ranks).sum(0)
+        others = [p for p in range(num_ranks) if p != rank]
+        table = [torch.empty_like(needed) for _ in range(num_ranks)]
+        dist.all_gather(table, needed)
+        slots = torch.bincount(one.router(x).gate.topk_idx.flatten() // (E // num_ranks))
+        all_slots = [torch.empty_like(slots) for _ in range(num_ranks)]
+        dist.all_gather(all_slots, slots)
+        there = sum(int(needed[p]) for p in others)
+        back = sum(int((table if combine == "reduced" else all_slots)[p][rank]) for p in others)
+        weights = there * K * 8 if combine == "reduced" else 0
+        with count_traffic() as traffic:
+            one(x)
+        row, indices = D * 8, K * 2
+        assert traffic.total_bytes == there * (row + indices) + back * row + weights
+
+
+def check_a_token_travels_once_to_a_node():
+    if dist.get_world_size() != 4:
+        return
+    rank, x = dist.get_rank(), tokens(50)
+    one = layer("hierarchical", "reduced")
+    one(x)
+    nodes_T2 = needed_ranks(one, x, E // 2)
+    calls = []
+    original = dist.all_to_all_single
+
+    def counted(out, rows, *args, group):
+        if rows.dtype == torch.float64 and rows.shape[1] == D:
+            calls.append((dist.get_process_group_ranks(group), rows.shape[0]))
+        return original(out, rows, *args, group=group)
+
+    dist.all_to_all_single = counted
+    try:
+        one(x)
+    finally:
+        dist.all_to_all_single = original
+    between, inside = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert [ranks for ranks, _ in calls] == [between, inside, inside, between]
+    assert calls[0][1] == nodes_T2.sum()
+
+
+def check_the_published_number_of_rows():
+    """In expectation over random choices, within four standard errors of the mean."""
+    num_ranks, num_tokens, num_experts, top_k = dist.get_world_size(), 4000, 24, 8
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    idx = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)[:, :top_k]
+    x = torch.zeros(num_tokens, 1)
+    _, _, metadata = dispatcher("dedup", "exact", num_experts).dispatch(
+        x, idx, torch.ones(num_tokens, top_k)
+    )
+    reached = torch.tensor(metadata.sent).double() / num_tokens
+    behind = num_experts // num_ranks
+    absent = math.comb(num_experts - behind, top_k) / math.comb(num_experts, top_k)
+    error = math.sqrt(absent * (1 - absent) / num_tokens)
+    torch.testing.assert_close(
+        reached, torch.full_like(reached, 1 - absent), rtol=0, atol=4 * error + 1e-9
+    )
+
+
+def check_a_bad_input_on_one_rank_raises_everywhere():
+    last = dist.get_world_size() - 1
+    mine = dist.get_rank() == last
+    where = "" if mine else rf" on rank {last}"
+    for way in WAYS:
+        one = layer(way, dtype=torch.float32)
+        x = tokens(dtype=torch.float32)
+        text = r"expected x to be of shape \[..., 8\], got \(9, 5\)" + where
+        raised(ValueError, text, one, x[:, :5] if mine else x)
+        text = r"expected x to be floating point, got torch.int64" + where
+        raised(TypeError, text, one, x.long() if mine else x)
+        one(x)
+
+
+def check_differences_between_ranks_raise_everywhere():
+    odd = dist.get_rank() == dist.get_world_size() - 1
+    world = dist.group.WORLD
+    mixed = DedupDispatcher(E, world, combine="reduced" if odd else "exact")
+    text = r"DedupDispatcher: expected combine to be equal .* got exact on rank 0.*reduced"
+    one = MoELayer(D, 6, E, K, ep_group=world, dispatcher=mixed)
+    raised(ValueError, text, one, tokens().float())
+
+
+def check_options_that_cannot_be_served():
+    world = dist.group.WORLD
+    wrong = functools.partial(DedupDispatcher, E, world, combine="sum")
+    raised(ValueError, "expected combine to be one of .*'sum'", wrong)
+    for options, text in (
+        ({"combine": "sum"}, "expected combine to be one of"),
+        ({"dispatcher": "alltoall", "combine": "reduced"}, "'dedup' or 'hierarchical'"),
+        ({"dispatcher": "dedup", "row_budget": RowBudget(5)}, "'alltoall' with a row_budget"),
+        ({"dispatcher": dispatcher("dedup", "exact"), "combine": "reduced"}, "left to a disp"),
+        ({"dispatcher": "ring"}, "expected dispatcher to be one of .*'ring'"),
+    ):
+        raised(ValueError, text, functools.partial(MoELayer, D, 6, E, K, ep_group=world, **options))
+    raised(
+        ValueError,
+        r"expected node_size, or else LOCAL_WORLD_SIZE, to divide .*, got 5",
+        functools.partial(HierarchicalDispatcher, E, world, node_size=5),
+    )
+    by_name = MoELayer(D, 6, E, K, ep_group=world, combine="reduced")
+    assert by_name.dispatcher.combine_by == "reduced"
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4], ids=["2 ranks", "3 ranks", "4 ranks"])
+def found(request):
+    return outcomes(request.param, CHECKS)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[6:])
+def test_over_ranks(found, check):
+    assert_passed(found, check)
