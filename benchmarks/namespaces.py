@@ -136,10 +136,11 @@ class Ranks:
     """A Python script on every rank, which answers lines of JSON with lines of JSON.
 
     The script gets its rank and the number of ranks as arguments, and GLOO_SOCKET_IFNAME,
-    MASTER_ADDR and MASTER_PORT in its environment; one thread a rank.
+    MASTER_ADDR and MASTER_PORT in its environment; one thread a rank. `per_node` consecutive ranks
+    share a namespace, and what they send each other passes no wire.
     """
 
-    def __init__(self, wires: Network, script: Path) -> None:
+    def __init__(self, wires: Network, script: Path, per_node: int = 1) -> None:
         path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(script.parent.parent)])
         environment = os.environ | {
             "GLOO_SOCKET_IFNAME": DEVICE,
@@ -149,16 +150,17 @@ class Ranks:
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # addresses have no names here
             "PYTHONPATH": path,
         }
+        num_ranks = wires.num_ranks * per_node
         self.processes = [
             subprocess.Popen(
-                ["ip", "netns", "exec", wires.namespace(rank)]
-                + [sys.executable, str(script), str(rank), str(wires.num_ranks)],
+                ["ip", "netns", "exec", wires.namespace(rank // per_node)]
+                + [sys.executable, str(script), str(rank), str(num_ranks)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
                 env=environment,
             )
-            for rank in range(wires.num_ranks)
+            for rank in range(num_ranks)
         ]
 
     def ask(self, question: dict[str, Any]) -> list[Any]:
@@ -195,9 +197,9 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks_on(wires: Network, script: Path) -> Iterator[Ranks]:
+def ranks_on(wires: Network, script: Path, per_node: int = 1) -> Iterator[Ranks]:
     """Ranks that are gone when the context ends."""
-    ranks = Ranks(wires, script)
+    ranks = Ranks(wires, script, per_node)
     try:
         yield ranks
     finally:

@@ -28,6 +28,7 @@ BENCHMARKS = (
     "attention",
     "compression",
     "allreduce",
+    "expert_parallel",
     "optim",
 )
 # Run by name alone, for the time that they take: twenty minutes.

@@ -1,0 +1,36 @@
+"""The benchmark of experts over two nodes: equal results, and fewer bytes between the nodes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = str(Path(__file__).resolve().parent.parent / "benchmarks")
+SIZES = {"num_tokens": 32, "model_dim": 512, "ffn_dim": 16, "num_experts": 64, "top_k": 8}
+
+
+@pytest.fixture(autouse=True)
+def benchmarks_on_path():
+    sys.path.insert(0, BENCHMARKS)
+    yield
+    sys.path.remove(BENCHMARKS)
+
+
+def test_two_nodes(monkeypatch):
+    import bench_expert_parallel as bench
+    import namespaces
+
+    reason = namespaces.why_not()
+    if reason:
+        pytest.skip(reason)
+    monkeypatch.setattr(bench, "LINKS", {"unthrottled": (None, 2)})
+    monkeypatch.setattr(bench, "SHAPES", (SIZES,))
+    (table,) = bench.tables()
+    found = {row[2]: row for row in table.rows}
+    assert list(found) == list(bench.NAMES)
+    assert all(found[name][-1] == "0" for name in found if "exact" in name)
+    assert all(float(row[-1]) < 1e-5 for row in found.values())
+    sent = {name: float(row[-2]) for name, row in found.items()}
+    # Of 4 rows a token that go to the other node, 1.8 with a row for each rank, 1 for each node.
+    assert sent["dedup, reduced"] < 0.6 * sent["alltoall"]
+    assert sent["hierarchical, reduced"] < 0.35 * sent["alltoall"]
