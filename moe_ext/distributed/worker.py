@@ -139,23 +139,24 @@ Twin = Callable[[Messages], list[Tensor]]
 
 
 def start(
-    native: Sequence[Any] | None,
-    twin: Twin,
-    tensors: Sequence[Tensor],
+    twin: Callable[..., list[Tensor]],
+    args: Sequence[Any],
     group: ProcessGroup | None,
     operation: str,
     *,
+    compiled: Sequence[Any] = (),
     finish: Callable[[list[Tensor]], T],
     async_op: bool,
 ) -> Pending[T]:
     """Run a collective, here or beside the caller.
 
     Args:
-        native: name of a method of `CollectiveWorker`, and its arguments; None where there is none.
-        twin: does the same over messages.
-        tensors: all that it reads and writes, on one device.
+        twin: called with `args` and the messages.
+        args: all tensors that it reads and writes, on one device, perhaps in tuples, and numbers.
         group: the ranks; None is this process alone.
         operation: name for error messages.
+        compiled: name of a method of `CollectiveWorker` that does the same, and what it takes in
+            front of `args`; empty where there is none.
         finish: makes the result of the tensors that the method returns.
         async_op: do not wait. One collective after the other then runs in a thread of the group (on
             CUDA on a side stream). Otherwise all is done when this returns.
@@ -163,19 +164,19 @@ def start(
     Raises:
         RankFailureError: a rank died or did not answer; where `async_op` is set, by the handle.
     """
-    module = _compiled()
+    module = _compiled() if compiled else None
     on_sent: OnSent | None = record_traffic if is_counted() else None
+    run_twin = functools.partial(twin, *args)
 
     def run_in(worker: Any) -> Any:
         if isinstance(worker, _PythonWorker):
-            return worker.start(twin, on_sent)
-        assert native is not None
-        name, *args = native
-        return getattr(worker, name)(*args, on_sent)
+            return worker.start(run_twin, on_sent)
+        name, *first = compiled
+        return getattr(worker, name)(*first, *args, on_sent)
 
     def run_here() -> list[Tensor]:
-        if module is None or native is None or group is None:
-            return _run(twin, group, on_sent)
+        if module is None or group is None:
+            return _run(run_twin, group, on_sent)
         found: list[Tensor] = run_in(module.CollectiveWorker(group, False))
         return found
 
@@ -183,6 +184,8 @@ def start(
         with naming_failed_ranks(group, operation):
             found = run_here()
         return Pending.done(finish(found))
+    flat = (x for arg in args for x in (arg if isinstance(arg, tuple) else (arg,)))
+    tensors = [x for x in flat if isinstance(x, Tensor)]
     device = tensors[0].device
     with naming_failed_ranks(group, operation):
         if streams.has_streams(device):
@@ -190,7 +193,7 @@ def start(
             future: Any = torch.futures.Future(devices=[device])
             streams.run_beside(lambda: future.set_result(run_here()), *tensors)
         else:
-            future = run_in(_worker(group, None if native is None else module, device))
+            future = run_in(_worker(group, module, device))
     return Pending(future, finish, group, operation)
 
 

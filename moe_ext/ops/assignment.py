@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.ops.autograd import once_differentiable, register_autograd
+from moe_ext.ops.fakes import register_fake_like
 from moe_ext.ops.gating import GateOutput, gate_weights, topk_gate
 
 
@@ -55,9 +56,7 @@ def _acc_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @torch.library.register_fake("moe_ext::expert_choice_gate")
-def _(
-    logits: Tensor, capacity: int, token_mask: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(logits: Tensor, *_rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     acc = _acc_dtype(logits.dtype)
     return (
         logits.new_empty(logits.shape, dtype=acc),
@@ -93,15 +92,7 @@ register_autograd(
 )
 
 
-@torch.library.register_fake("moe_ext::_expert_choice_gate_backward")
-def _(
-    grad_weights: Tensor | None,
-    grad_score_sum: Tensor | None,
-    logits: Tensor,
-    topk_idx: Tensor,
-    token_mask: Tensor | None,
-) -> Tensor:
-    return logits.new_empty(logits.shape)
+register_fake_like("moe_ext::_expert_choice_gate_backward", 2)
 
 
 def sinkhorn_gate(
@@ -162,7 +153,7 @@ def sinkhorn_gate(
 
 
 @torch.library.register_fake("moe_ext::_sinkhorn_scale")
-def _(logits: Tensor, num_iters: int, tolerance: float, token_mask: Tensor | None = None) -> Tensor:
+def _(logits: Tensor, *_rest: Any) -> Tensor:
     return logits.new_empty((logits.shape[1],), dtype=_acc_dtype(logits.dtype))
 
 
@@ -256,13 +247,7 @@ def sequence_load(
 
 
 @torch.library.register_fake("moe_ext::sequence_load")
-def _(
-    logits: Tensor,
-    topk_idx: Tensor,
-    num_sequences: int,
-    score_fn: str = "softmax",
-    token_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def _(logits: Tensor, topk_idx: Tensor, num_sequences: int, *_rest: Any) -> tuple[Tensor, Tensor]:
     shape = (num_sequences, logits.shape[1])
     return (
         logits.new_empty(shape, dtype=_acc_dtype(logits.dtype)),
@@ -290,9 +275,7 @@ def _load_backward(ctx: Any, grad_score_sum: Tensor, _counts: Any) -> tuple[Tens
 register_autograd("moe_ext::sequence_load", _load_backward, setup_context=_load_setup_context)
 
 
-@torch.library.register_fake("moe_ext::_sequence_load_backward")
-def _(grad_score_sum: Tensor, logits: Tensor, score_fn: str, token_mask: Tensor | None) -> Tensor:
-    return logits.new_empty(logits.shape)
+register_fake_like("moe_ext::_sequence_load_backward", 1)
 
 
 def sequence_balance_loss(

@@ -3,6 +3,8 @@
 Shape suffixes: T tokens, E experts, K top-k, G groups, S tokens of a group, R ranked experts.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -147,12 +149,5 @@ def _service_order(
 
 
 @torch.library.register_fake("moe_ext::limit_capacity")
-def _(
-    topk_idx: Tensor,
-    num_experts: int,
-    capacity: int,
-    order: Tensor | None = None,
-    num_groups: int = 1,
-    ranked_idx: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def _(topk_idx: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
     return topk_idx.new_empty(topk_idx.shape), topk_idx.new_empty(())

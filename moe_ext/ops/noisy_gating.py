@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.ops.autograd import once_differentiable, register_autograd
+from moe_ext.ops.fakes import register_fake_like
 
 
 class GShardGateOutput(NamedTuple):
@@ -90,13 +91,7 @@ def routing_uniform(
 
 
 @torch.library.register_fake("moe_ext::routing_uniform")
-def _(
-    rng_state: Tensor,
-    num_tokens: int,
-    num_columns: int,
-    stream: int,
-    token_idx: Tensor | None = None,
-) -> Tensor:
+def _(rng_state: Tensor, num_tokens: int, num_columns: int, *_rest: Any) -> Tensor:
     return rng_state.new_empty((num_tokens, num_columns), dtype=torch.float32)
 
 
@@ -127,9 +122,7 @@ def routing_jitter(
     return jittered_TD
 
 
-@torch.library.register_fake("moe_ext::routing_jitter")
-def _(x: Tensor, rng_state: Tensor, eps: float, token_idx: Tensor | None = None) -> Tensor:
-    return x.new_empty(x.shape)
+register_fake_like("moe_ext::routing_jitter", 0)
 
 
 def _jitter_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -196,13 +189,7 @@ def _acc_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @torch.library.register_fake("moe_ext::gshard_gate")
-def _(
-    logits: Tensor,
-    rng_state: Tensor | None = None,
-    scale: float = 1.0,
-    token_mask: Tensor | None = None,
-    token_idx: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(logits: Tensor, *_rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_tokens, num_experts = logits.shape
     acc = _acc_dtype(logits.dtype)
     return (
@@ -243,15 +230,7 @@ def _gshard_backward(
 register_autograd("moe_ext::gshard_gate", _gshard_backward, setup_context=_gshard_setup_context)
 
 
-@torch.library.register_fake("moe_ext::_gshard_gate_backward")
-def _(
-    grad_weights: Tensor | None,
-    grad_score_sum: Tensor | None,
-    logits: Tensor,
-    topk_idx: Tensor,
-    scale: float,
-) -> Tensor:
-    return logits.new_empty(logits.shape)
+register_fake_like("moe_ext::_gshard_gate_backward", 2)
 
 
 def noisy_topk_gate(
@@ -324,10 +303,7 @@ def _(
     noise_logits: Tensor | None,
     rng_state: Tensor | None,
     top_k: int,
-    noise_epsilon: float = 0.0,
-    scale: float = 1.0,
-    token_mask: Tensor | None = None,
-    token_idx: Tensor | None = None,
+    *_rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_tokens, num_experts = clean_logits.shape
     acc = _acc_dtype(clean_logits.dtype)
@@ -391,11 +367,7 @@ def _(
     grad_load: Tensor | None,
     clean_logits: Tensor,
     noise_logits: Tensor | None,
-    rng_state: Tensor | None,
-    topk_idx: Tensor,
-    noise_epsilon: float,
-    scale: float,
-    token_idx: Tensor | None,
+    *_rest: Any,
 ) -> tuple[Tensor, Tensor]:
     num_tokens, num_experts = clean_logits.shape
     noisy_tokens = 0 if noise_logits is None else num_tokens

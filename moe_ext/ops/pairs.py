@@ -6,6 +6,8 @@ Shape suffixes: K pairs.
 import torch
 from torch import Tensor
 
+from moe_ext.ops.fakes import register_fake_like
+
 _RUN = 65536
 
 
@@ -105,13 +107,4 @@ def add_pairs_(
     torch.ops.moe_ext.add_pairs_(out, values_K, packed, numel, start, divisor)
 
 
-@torch.library.register_fake("moe_ext::add_pairs_")
-def _(
-    out: Tensor,
-    values: Tensor,
-    packed: Tensor,
-    numel: int,
-    start: int = 0,
-    divisor: float = 1.0,
-) -> None:
-    return None
+register_fake_like("moe_ext::add_pairs_")

@@ -6,6 +6,8 @@ Shape suffixes: N rows, D their width, U different rows, B blocks.
 import torch
 from torch import Tensor
 
+from moe_ext.ops.fakes import register_fake_like
+
 
 def nonzero_blocks(x: Tensor, *, block: int = 256) -> Tensor:
     """Marks the blocks of neighbouring elements in which something is not zero.
@@ -95,9 +97,7 @@ def scatter_blocks_(out: Tensor, packed: Tensor, block_idx_B: Tensor, *, block: 
     torch.ops.moe_ext.scatter_blocks_(out, packed, block_idx_B, block)
 
 
-@torch.library.register_fake("moe_ext::scatter_blocks_")
-def _(out: Tensor, packed: Tensor, block_idx: Tensor, block: int) -> None:
-    return None
+register_fake_like("moe_ext::scatter_blocks_")
 
 
 def sum_rows(rows_ND: Tensor, row_idx_N: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 Shape suffixes: K selected elements, S scopes.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -138,16 +138,7 @@ def topk_compress_(
 
 @torch.library.register_fake("moe_ext::topk_compress_")
 def _(
-    grad: Tensor,
-    residual: Tensor,
-    k: int,
-    scope_size: int = 0,
-    velocity: Tensor | None = None,
-    momentum: float = 0.0,
-    residual_scale: float = 1.0,
-    check_finite: bool = True,
-    residual_in: Tensor | None = None,
-    velocity_in: Tensor | None = None,
+    grad: Tensor, residual: Tensor, k: int, scope_size: int = 0, *_rest: Any
 ) -> tuple[Tensor, Tensor]:
     numel = grad.numel()
     total = k
@@ -241,20 +232,10 @@ def threshold_compress_(
 
 @torch.library.register_fake("moe_ext::threshold_compress_")
 def _(
-    grad: Tensor,
-    residual: Tensor,
-    threshold: Tensor,
-    capacity: int,
-    target: int = 0,
-    velocity: Tensor | None = None,
-    momentum: float = 0.0,
-    residual_scale: float = 1.0,
-    check_finite: bool = True,
-    scope_size: int = 0,
-    residual_in: Tensor | None = None,
-    velocity_in: Tensor | None = None,
+    grad: Tensor, residual: Tensor, threshold: Tensor, capacity: int, *_rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    slots = capacity if scope_size == 0 else threshold.shape[0] * capacity
+    # A threshold, and so many slots, for each scope.
+    slots = threshold.numel() * capacity
     return (
         residual.new_empty((slots,)),
         residual.new_empty((slots,), dtype=torch.int64),

@@ -3,7 +3,7 @@
 Shape suffixes: K values.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,9 +132,7 @@ def _(
     numel: int,
     count: int,
     index_codec: str,
-    value_codec: str,
-    value_block: int,
-    checksum: bool = False,
+    *_rest: Any,
 ) -> Tensor:
     if index_codec == "delta":
         return codes.new_empty((torch.library.get_ctx().new_dynamic_size(),))

@@ -5,10 +5,6 @@ Shape suffixes: N rows, D their width, U rows of the union.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -86,7 +82,16 @@ def block_sparse_all_reduce_(
     if size == 1 or numel == 0:
         return Pending.done(x) if async_op else x
     args = (x.detach().view(-1), bitmap, block, size if average else 1)
-    return _run("block_sum", _block_sum, args, ranks, name, lambda _: x, async_op)
+    pending = worker.start(
+        _block_sum,
+        args,
+        ranks,
+        name,
+        compiled=("block_sum",),
+        finish=lambda _: x,
+        async_op=async_op,
+    )
+    return pending if async_op else pending.wait()
 
 
 def masked_all_reduce_(
@@ -146,7 +151,16 @@ def masked_all_reduce_(
     if size == 1 or indices.shape[0] == 0:
         return Pending.done(x) if async_op else x
     args = (x.detach().view(-1), indices, size if average else 1)
-    return _run("masked_sum", _masked_sum, args, ranks, name, lambda _: x, async_op)
+    pending = worker.start(
+        _masked_sum,
+        args,
+        ranks,
+        name,
+        compiled=("masked_sum",),
+        finish=lambda _: x,
+        async_op=async_op,
+    )
+    return pending if async_op else pending.wait()
 
 
 def _mask_problem(mask: Tensor, x: Tensor) -> str | None:
@@ -229,26 +243,8 @@ def row_sparse_all_reduce(
         whole = finish([sums_UD, touched_U])
         return Pending.done(whole) if async_op else whole
     args = (sums_UD, touched_U, num_rows, size if average else 1)
-    return _run("row_sum", _row_sum, args, ranks, name, finish, async_op)
-
-
-def _run(
-    method: str,
-    twin: Callable[..., list[Tensor]],
-    args: tuple[Any, ...],
-    group: ProcessGroup | None,
-    operation: str,
-    finish: Callable[[list[Tensor]], Tensor],
-    async_op: bool,
-) -> Tensor | Pending[Tensor]:
     pending = worker.start(
-        (method, *args),
-        partial(twin, *args),
-        [x for x in args if isinstance(x, Tensor)],
-        group,
-        operation,
-        finish=finish,
-        async_op=async_op,
+        _row_sum, args, ranks, name, compiled=("row_sum",), finish=finish, async_op=async_op
     )
     return pending if async_op else pending.wait()
 

@@ -31,7 +31,7 @@ def sum_in_node(
 ) -> Tensor:
     """This rank's shard of the sum over the ranks of a node, float32 (float64 for float64)."""
 
-    def add_up(messages: Messages) -> list[Tensor]:
+    def add_up(x_N: Tensor, messages: Messages) -> list[Tensor]:
         missing = messages.size * shard - x_N.numel()
         padded = torch.nn.functional.pad(x_N, (0, missing)) if missing else x_N
         found = messages.exchange(padded.view(torch.uint8))
@@ -42,7 +42,7 @@ def sum_in_node(
         return [total]
 
     return worker.start(
-        None, add_up, [x_N], local_group, operation, finish=lambda found: found[0], async_op=False
+        add_up, (x_N,), local_group, operation, finish=lambda found: found[0], async_op=False
     ).wait()
 
 
@@ -51,11 +51,11 @@ def share_in_node(
 ) -> None:
     """Write the shards of the ranks of a node into x, whose dtype they have."""
 
-    def gather(messages: Messages) -> list[Tensor]:
+    def gather(x_N: Tensor, shard_S: Tensor, messages: Messages) -> list[Tensor]:
         found = messages.gather(shard_S.view(torch.uint8)).view(x_N.dtype).view(-1)
         return [x_N.copy_(found[: x_N.numel()])]
 
-    worker.start(None, gather, [x_N, shard_S], local_group, operation, finish=len, async_op=False)
+    worker.start(gather, (x_N, shard_S), local_group, operation, finish=len, async_op=False)
 
 
 def hierarchical_all_reduce_(

@@ -368,8 +368,14 @@ def start_all_reduce(
         restores,
         on_nonfinite is not None,
     )
-    return _start(
-        "quantized_all_reduce", _all_reduce, coding, args, group, operation, finish, async_op
+    return worker.start(
+        partial(_all_reduce, coding),
+        args,
+        group,
+        operation,
+        compiled=_compiled("quantized_all_reduce", coding),
+        finish=finish,
+        async_op=async_op,
     )
 
 
@@ -411,15 +417,14 @@ def start_reduce_scatter(
         piece_numel(input, output.numel(), coding),
         size if average else 1,
     )
-    return _start(
-        "quantized_reduce_scatter",
-        _reduce_scatter,
-        coding,
+    return worker.start(
+        partial(_reduce_scatter, coding),
         args,
         group,
         operation,
-        lambda _: output,
-        async_op,
+        compiled=_compiled("quantized_reduce_scatter", coding),
+        finish=lambda _: output,
+        async_op=async_op,
     )
 
 
@@ -439,39 +444,20 @@ def start_all_gather(
         return Pending.done(output)
     piece = piece_numel(output, input.numel(), coding)
     args = (output.detach().view(-1), input.detach().view(-1), rng_state, piece)
-    return _start(
-        "quantized_all_gather",
-        _all_gather,
-        coding,
+    return worker.start(
+        partial(_all_gather, coding),
         args,
         group,
         operation,
-        lambda _: output,
-        async_op,
-    )
-
-
-def _start(
-    method: str,
-    twin: Callable[..., list[Tensor]],
-    coding: Coding,
-    args: tuple[Any, ...],
-    group: ProcessGroup | None,
-    operation: str,
-    finish: Callable[[list[Tensor]], Tensor],
-    async_op: bool,
-) -> Pending[Tensor]:
-    """Run the compiled method, where the coding is one that it knows, or the function below."""
-    given = [x for arg in args for x in (arg if isinstance(arg, States) else [arg])]
-    return worker.start(
-        None if coding.native is None else (method, coding.native, *args),
-        partial(twin, coding, *args),
-        [x for x in given if isinstance(x, Tensor)],
-        group,
-        operation,
-        finish=finish,
+        compiled=_compiled("quantized_all_gather", coding),
+        finish=lambda _: output,
         async_op=async_op,
     )
+
+
+def _compiled(method: str, coding: Coding) -> tuple[Any, ...]:
+    """The compiled method and its first argument, where the coding is one that it knows."""
+    return () if coding.native is None else (method, coding.native)
 
 
 @dataclass

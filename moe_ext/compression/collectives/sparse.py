@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -252,19 +251,23 @@ def sparse_all_reduce(
             regions.pending = None
         return result
 
-    start = partial(_start, group=ranks, finish=finish, async_op=async_op)
+    twin: Callable[..., list[Tensor]]
+    args: tuple[Any, ...]
     if chosen == "split":
         split = SplitRegions(numel, size) if regions is None else regions
         bounds = torch.tensor(split.bounds, device=values_K.device)
         more = (layout.slots.count, layout.kept.count, split.step, divisor)
-        pending = start(
-            "sparse_split_sum", _split_sum, (*given, owed_N, bounds, value_codec, *more)
-        )
+        method, twin = "sparse_split_sum", _split_sum
+        args = (*given, owed_N, bounds, value_codec, *more)
     elif chosen == "dense":
-        pending = start("sparse_dense_sum", _dense_sum, (*given, divisor))
+        method, twin = "sparse_dense_sum", _dense_sum
+        args = (*given, divisor)
     else:
+        method, twin = "sparse_all_gather_sum", _all_gather_sum
         args = (*given, owed_N, value_codec, divisor)
-        pending = start("sparse_all_gather_sum", _all_gather_sum, args)
+    pending = worker.start(
+        twin, args, ranks, _NAME, compiled=(method,), finish=finish, async_op=async_op
+    )
     if not async_op:
         return pending.wait()
     if regions is not None:
@@ -349,34 +352,9 @@ def start_gather_sum(
         async_op: return before the end.
     """
     divisor = group_size(group) if average else 1
+    args = (coding, out_N.detach(), payload, divisor)
     return worker.start(
-        None,
-        partial(_gather_sum, coding, out_N.detach(), payload, divisor),
-        [payload, out_N],
-        group,
-        operation,
-        finish=lambda _: out_N,
-        async_op=async_op,
-    )
-
-
-def _start(
-    method: str,
-    twin: Callable[..., list[Tensor]],
-    args: tuple[Any, ...],
-    *,
-    group: ProcessGroup | None,
-    finish: Callable[[list[Tensor]], Tensor],
-    async_op: bool,
-) -> Pending[Tensor]:
-    return worker.start(
-        (method, *args),
-        partial(twin, *args),
-        [x for x in args if isinstance(x, Tensor)],
-        group,
-        _NAME,
-        finish=finish,
-        async_op=async_op,
+        _gather_sum, args, group, operation, finish=lambda _: out_N, async_op=async_op
     )
 
 

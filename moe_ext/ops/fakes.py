@@ -1,0 +1,20 @@
+"""Fake kernels of operators whose results are shaped like their arguments."""
+
+from typing import Any
+
+import torch
+
+
+def register_fake_like(name: str, *places: int) -> None:
+    """Registers a fake kernel: one result for each place, like the argument that stands there.
+
+    Args:
+        name: of the operator, with its namespace.
+        places: numbers of arguments; without any, the operator returns nothing.
+    """
+
+    def fake(*args: Any, **_options: Any) -> Any:
+        found = tuple(args[place].new_empty(args[place].shape) for place in places)
+        return found if len(found) > 1 else found[0] if found else None
+
+    torch.library.register_fake(name, fake)
