@@ -39,7 +39,7 @@ class BucketChoice:
         return self.bytes_before / self.bytes_after if self.bytes_after else 1.0
 
     def cells(self) -> list[str]:
-        """Of a line of the table."""
+        """The cells of this row of the table."""
         more = len(self.parameters) - 1
         return [
             str(self.bucket),

@@ -43,7 +43,7 @@ class Options:
                 raise ValueError(f"CompressionState: expected {name} to be positive, got {norm}")
 
     def facts(self) -> dict[str, object]:
-        """What must be equal on every rank in a step, by name."""
+        """Options that must be equal on every rank in a step, by name."""
         names = ("warmup", "monitor", "candidates", "nonfinite", "average", "clip_norm")
         found = {name: getattr(self, name) for name in (*names, "local_clip_norm", "node_size")}
         groups = [] if self.optimizer is None else self.optimizer.param_groups

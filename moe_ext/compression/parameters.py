@@ -81,7 +81,7 @@ class NamedParameters:
         return policy.codec_for(name, self._role(name), self.by_name[name])
 
     def why(self, policy: Policy, names: Sequence[str]) -> str:
-        """What decides on the codec of parameters."""
+        """The rules by which the policy chose a codec for these parameters, as text."""
         found = [policy.why(name, self._role(name), self.by_name[name]) for name in names]
         return ", ".join(dict.fromkeys(found))
 

@@ -115,7 +115,7 @@ class Policy:
         return None if codec == "auto" else codec_of(codec, self.density, owner="Policy")
 
     def why(self, name: str, role: Role, parameter: nn.Parameter) -> str:
-        """What decides on the codec of a parameter."""
+        """The rule by which a parameter got its codec, as text."""
         return self._rule(name, role, parameter)[1]
 
     def _rule(self, name: str, role: Role, parameter: nn.Parameter) -> tuple[str | Codec, str]:

@@ -67,7 +67,7 @@ class StepReport:
 
     @property
     def checksum(self) -> int:
-        """Of the options."""
+        """CRC-32 of the options."""
         return zlib.crc32(str(self.options).encode())
 
 

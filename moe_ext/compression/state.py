@@ -218,7 +218,7 @@ class CompressionState:
         self._progress.can_undo = False
 
     def explain(self) -> Explanation:
-        """What each bucket was sent as in the last step, as a table, and under it that of "auto".
+        """Table of the codec that each bucket had in the last step, then the tables of "auto".
 
         Returns:
             Explanation: text, with a `BucketChoice` for each line of the table in ``rows``.

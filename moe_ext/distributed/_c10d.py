@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 from torch.nn.utils import clip_grad_norm_
 
-# Of each wrapper, the parameters that were trained when it was made.
+# For each wrapper, the number of parameters that were trained when it was made.
 ddp_num_reduced: weakref.WeakKeyDictionary[DistributedDataParallel, int]
 ddp_num_reduced = weakref.WeakKeyDictionary()
 
@@ -37,7 +37,7 @@ def add_ddp_ignored(module: nn.Module, names: Iterable[str]) -> None:
     known = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         module,
-        # Of its bucketed parameters, DDP asks for those of the root module by another name.
+        # DDP looks up the bucketed parameters of the root module under a name with a leading dot.
         list(dict.fromkeys([*known, *names, *(f".{n}" for n in names if "." not in n)])),
     )
 
@@ -146,7 +146,7 @@ def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def small_message_device(group: ProcessGroup | None) -> torch.device:
-    """Where a message of a few numbers lives: the CPU if the group has a backend for it."""
+    """The device for a message of a few numbers: the CPU if the group has a backend for it."""
     return torch.device("cpu" if group is None else c10d._get_object_coll_device(group))
 
 

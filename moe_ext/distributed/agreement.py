@@ -34,7 +34,7 @@ Problem = str | Exception | None
 
 # Other work of a rank may come between two ranks' calls: writing a file, a validation.
 MEETING_SECONDS = 60.0
-# Where and what to how many times the ranks have met.
+# How many times the ranks have met, by place and purpose.
 _meetings: Counter[str] = Counter()
 
 
@@ -139,7 +139,7 @@ def meet(operation: str, group: ProcessGroup | None, *, seconds: float | None = 
     except RuntimeError as error:
         missing = [rank for rank, key in keys.items() if not store.check([key])]
         if missing:
-            # Who comes now must not take this rank for one that waits.
+            # A rank that comes later must not think that this one still waits.
             store.delete_key(keys[me])
             raise RuntimeError(
                 f"{operation}: expected every rank of {list(ranks)} to call it, since each holds "

@@ -124,7 +124,7 @@ class _Shards:
         self._ddp = weakref.ref(ddp)
         # Every parameter, frozen or not: one that is trained from later on has a gradient then.
         self._groups = [(GroupHandle(replicas), found) for replicas, found in groups]
-        # Of the forward passes since the last reduction: there were some, one wants a reduction.
+        # Whether there was a forward pass since the last reduction, and whether one asks for it.
         self._ran = self._wants = False
         self._is_queued = False
         setattr(ddp, _SHARDS, self)
@@ -138,7 +138,7 @@ class _Shards:
     def note_forward(self, ddp: DistributedDataParallel, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        # Of a deep copy it is another one.
+        # A deep copy is called with another wrapper than the one it was made for.
         self._ddp = weakref.ref(ddp)
         self._ran, self._is_queued = True, False
         self._wants = self._wants or ddp.require_backward_grad_sync
@@ -217,7 +217,7 @@ def num_reduced(ddp: DistributedDataParallel) -> int:
 def _divided_over(
     world: ProcessGroup, sharded: dict[str, tuple[nn.Parameter, Placement]]
 ) -> dict[str, tuple[nn.Parameter, Placement]]:
-    """Of these the ones whose parts are on more than one rank of a group.
+    """Sharded parameters whose parts are on more than one rank of a group.
 
     Data parallelism across the groups of tensor parallelism has equal parts on all of its ranks.
     """

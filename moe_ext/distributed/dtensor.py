@@ -94,7 +94,7 @@ def _mesh_of_parts(local: Tensor, group: ProcessGroup, table: Sequence[object]) 
 def local_of(
     whole: DTensor, like: Tensor, group: ProcessGroup, dim: int, table: Sequence[object] = ()
 ) -> Tensor | None:
-    """What `dtensor_of` made a DTensor of, on the mesh of `like`; None of one made otherwise."""
+    """The tensor that `dtensor_of` was given; None for a DTensor of another mesh or placement."""
     from torch.distributed.tensor import DTensor, Shard
 
     mesh = _mesh_of_parts(like, group, table).mesh.tolist()

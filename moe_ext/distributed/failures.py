@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.05
 _LINGER_SECONDS = 0.5
 _LINGER_WITHOUT_STORE_SECONDS = 2.0
 
-# What Gloo, NCCL and c10d say of a connection that ended, in errors without a class of their own.
+# Words in errors of Gloo, NCCL and c10d about lost connections, which have no class of their own.
 _OF_CONNECTIONS = re.compile(
     r"(?<!ProcessGroup)gloo|nccl|connect|time(d |-)?out|socket|broken pipe|reset by peer|closed",
     re.IGNORECASE,
@@ -137,7 +137,7 @@ def _roll_call(group: ProcessGroup, grace: float) -> _RollCall:
 
 
 def _own_errors(ranks: set[int]) -> dict[int, str]:
-    """What ranks said of errors of their own, the last of each."""
+    """The last error that each rank has reported of itself."""
     with contextlib.suppress(RuntimeError, ValueError):
         store = _c10d.default_store()
         known = [rank for rank in sorted(ranks) if store.check([f"{_ERROR_KEY}/{rank}"])]

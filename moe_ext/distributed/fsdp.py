@@ -146,7 +146,7 @@ def check_wrapping(experts: nn.Module) -> None:
 
 
 def _is_flattened(module: nn.Module) -> bool:
-    """Whether FSDP1 holds a parameter: it puts a view of a flat tensor in its place."""
+    """Whether FSDP1 manages the module: views of a flat tensor replace its parameters."""
     return any(
         isinstance(value, torch.Tensor)
         and not isinstance(value, nn.Parameter)

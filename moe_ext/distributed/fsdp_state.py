@@ -37,7 +37,7 @@ class ManagedParameter:
 
 
 def _param_groups(module: Any) -> list[Any]:
-    """Of a module that `fully_shard` has wrapped; none of any other."""
+    """Parameter groups of a module that `fully_shard` has wrapped; an empty list for others."""
     state: Any = _composable_state._get_module_state(module)
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)

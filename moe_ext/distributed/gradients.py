@@ -139,7 +139,7 @@ def _find_problem(
 
 
 def reduction_problem(sharded: dict[str, tuple[nn.Parameter, Placement]]) -> str | None:
-    """What is wrong with parameters whose gradients are to be means over ranks, or None."""
+    """The reason why gradients of these parameters cannot be means over ranks, or None."""
     for name, (_, placement) in sharded.items():
         if placement.grad_reduction != "mean":
             return (
@@ -193,7 +193,7 @@ def _check_on_all_ranks(
     world: ProcessGroup,
     device: torch.device,
 ) -> bool:
-    """Whether there is a new gradient on some rank, or none at all; every rank raises or none does.
+    """True if some rank has a new gradient or no rank has any; all ranks raise, or none does.
 
     `values` is the fingerprint of the dense parameters, None where it was compared before.
     """

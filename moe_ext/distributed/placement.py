@@ -101,9 +101,9 @@ class Placement:
         return torch.Size(shape)
 
     def shown(self, local: Tensor) -> Tensor:
-        """What `state_dict()` shows of a divided parameter: a DTensor that all ranks hold.
+        """The DTensor that stands for a divided parameter in `state_dict()`.
 
-        The whole; where no dimension runs along the axis, the parts of all ranks, `[P, ...]`.
+        It is the whole parameter, or the parts of all ranks `[P, ...]` if no dimension is divided.
         """
         return self.whole(local) if self.dim is not None else self._stack.whole(local[None])
 

@@ -142,7 +142,7 @@ def _shown(value: Any, parameter: Tensor, place: Placement, name: str) -> Any:
 
 
 def _part_of(value: Any, parameter: Tensor, place: Placement) -> Any:
-    """What this rank keeps of a loaded value: of a DTensor, of the whole, or of its own part."""
+    """This rank's part of a loaded value, which is a DTensor, the whole, or already that part."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     found = place.taken(value, parameter)
@@ -201,7 +201,7 @@ def _watch(optimizer: Optimizer, *_call: object) -> None:
         return  # its state is that of a rank, and says so
     optimizer.register_state_dict_post_hook(_show_states)
     optimizer.register_load_state_dict_pre_hook(take_states)
-    # What was loaded before anybody knew.
+    # State that was loaded before this hook was registered.
     for parameter, place in shards.values():
         state = optimizer.state.get(parameter, {})
         state.update({key: _part_of(value, parameter, place) for key, value in state.items()})

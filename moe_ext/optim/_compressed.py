@@ -336,7 +336,7 @@ class CompressedOptimizer(Optimizer, ABC):
         }
 
     def _all_options(self) -> dict[str, object]:
-        """What must be equal on every rank in every step, by name; of each group in a list."""
+        """Options that must be equal on all ranks, by name; a list of one for each group."""
         found: dict[str, object] = {
             name: [group[name] for group in self.param_groups] for name in self._options
         }

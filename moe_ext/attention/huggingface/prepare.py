@@ -144,7 +144,7 @@ class _WholeBatches:
         # A copy of the model calls the attention of the same name.
         return self
 
-    # It reads values, which no graph can hold.
+    # The hook reads values on the host, which no graph can hold.
     @outside_graphs
     def __call__(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

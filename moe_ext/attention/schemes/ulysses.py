@@ -238,7 +238,7 @@ class _Row:
         return _shares(work.heads, work.form.heads, len(self.ranks))
 
     def heads(self, total: int, index: int) -> tuple[int, ...]:
-        """Those of so many heads that a rank of the row gets: queries, keys, or the one of all."""
+        """Heads that a rank of the row gets of queries or keys (by `total`), else the only one."""
         if total == self.call.work.heads:
             return tuple(self.shares[index].queries)
         return self.shares[index].keys if total == self.call.work.form.heads else (0,)

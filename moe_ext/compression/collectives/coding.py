@@ -37,7 +37,7 @@ class Coding(Protocol):
 
     @property
     def means_of_blocks(self) -> bool:
-        """Whether elements stand for the mean magnitude of their block, in which padding counts."""
+        """Whether a code is a sign and the scale a mean magnitude, in which padding counts."""
 
     def payload_bytes(self, numel: int) -> int:
         """Length of the payload of so many elements: it depends on nothing else."""

@@ -38,13 +38,13 @@ class PartialBlocks:
 
     @classmethod
     def of(cls, is_padding_N: Tensor, block: int) -> PartialBlocks:
-        """Those of a tensor of whole blocks."""
+        """Partial blocks of a tensor that consists of whole blocks."""
         is_real = ~is_padding_N.view(-1, block)
         numbers_K = (is_real.any(dim=1) & ~is_real.all(dim=1)).nonzero()[:, 0]
         return cls(numbers_K, is_real[numbers_K])
 
     def within(self, first: int, last: int) -> PartialBlocks:
-        """Those from a block on and before another one, counted from the first."""
+        """Partial blocks in the range [first, last), renumbered from 0."""
         if (first, last) not in self._of_shards:
             here = (self.numbers_K >= first) & (self.numbers_K < last)
             found = PartialBlocks(self.numbers_K[here] - first, self.is_real_KB[here])

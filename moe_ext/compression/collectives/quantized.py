@@ -496,7 +496,7 @@ class _Shards:
         return [(at, min(self.piece, self.shard - at)) for at in range(0, self.shard, self.piece)]
 
     def length(self, rank: int, first: int, room: int) -> int:
-        """Elements of a piece that are not behind the end."""
+        """Number of elements of a piece that lie before the end of the tensor."""
         return min(max(self.numel - rank * self.shard - first, 0), room)
 
     def ask(self, like: Tensor) -> list[Message]:

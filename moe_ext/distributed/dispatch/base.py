@@ -35,7 +35,7 @@ from moe_ext.distributed.groups import (
 )
 from moe_ext.ops.grouped_gemm import row_alignment
 
-# What a rank does for a backward pass: nothing, record one, or record one that its rows are in.
+# State of the backward pass: not recorded, recorded, or recorded with this rank's rows in it.
 _NOT_RECORDED, _RECORDED, _IN_GRAPH = range(3)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -12,7 +12,7 @@ from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.groups import group_size
 from moe_ext.integrations.huggingface.experts import KNOWN_FLAGS, weight_names
 
-# What `use_experts_implementation` sets on the experts of every version of transformers 5.
+# Attributes that `use_experts_implementation` sets on experts in every version of transformers 5.
 _MARKS = ("has_bias", "has_gate", "is_transposed")
 
 

@@ -64,7 +64,7 @@ class ShardedExperts(_Spread):
     _was_parametrized: bool
 
     def _knows_adapters(self) -> bool:
-        """Whether what changes the weights was spread over the ranks along with them."""
+        """Whether the adapters of the weights were spread over the ranks along with them."""
         if not self._wrappers:
             return self._was_parametrized
         return adapter_names(self._wrappers) == self._adapters

@@ -367,7 +367,7 @@ class LinearRouter(ScoreRouter):
 
 
 def renormalizes(owner: str, renormalize: bool | None, top_k: int) -> bool:
-    """What `renormalize` stands for: None is True for more than one expert a token."""
+    """Resolves `renormalize`: None means True for more than one expert a token."""
     if renormalize is None:
         return top_k > 1
     if renormalize and top_k == 1:
