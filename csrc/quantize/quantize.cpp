@@ -20,19 +20,19 @@ MOE_EXT_SCHEMAS(m) {
 namespace {
 
 Format parse_format(const char* op, const std::string& format) {
-  constexpr const char* kNames[kNumFormats] = {"int8", "int4", "fp8", "sign"};
-  for (int64_t i = 0; i < kNumFormats; ++i) {
-    if (format == kNames[i]) {
-      return static_cast<Format>(i);
-    }
-  }
-  fail(op, ": expected format to be int8, int4, fp8 or sign, got ", format);
+  const int64_t found = find_format(format);
+  MOE_CHECK(found < kNumFormats, op, ": expected format to be int8, int6, int4, int3, int2, fp8 or sign, got ", format);
+  return static_cast<Format>(found);
 }
 
-void check_block(const char* op, int64_t block) {
+void check_block(const char* op, int64_t block, Format format) {
   MOE_CHECK(
-      block >= kLeastBlock && block <= kLargestBlock && (block & (block - 1)) == 0, op,
-      ": expected block to be a power of two from ", kLeastBlock, " to ", kLargestBlock, ", got ", block);
+      block == 0 || (block >= kLeastBlock && block <= kLargestBlock && (block & (block - 1)) == 0), op,
+      ": expected block to be a power of two from ", kLeastBlock, " to ", kLargestBlock,
+      ", or None (0) for one scale of all, got ", block);
+  MOE_CHECK(
+      block != 0 || format != Format::kSign, op,
+      ": expected block to be above 0 for signs, whose scale is the mean of a block, got 0");
 }
 
 void check_residual(const char* op, const char* name, const Tensor& residual, const Tensor& x) {
@@ -60,7 +60,7 @@ Format check_quantize(
   const char* op = "quantize_blockwise";
   check_short_floating(op, "x", x.scalar_type());
   const Format parsed = parse_format(op, format);
-  check_block(op, block);
+  check_block(op, block, parsed);
   if (residual) {
     check_residual(op, "residual", *residual, x);
     MOE_CHECK(!overlap(*residual, x), op, ": expected residual to be in memory of its own, got a part of x's");
@@ -74,9 +74,10 @@ Format check_quantize(
         ": expected residual_in to be in memory of its own, got a part of "
         "residual's");
   }
+  const int64_t step = block == 0 ? kSharedBlock : block;
   MOE_CHECK(
-      element_offset >= 0 && element_offset % block == 0, op, ": expected element_offset to be a multiple of block (",
-      block, "), got ", element_offset);
+      element_offset >= 0 && element_offset % step == 0, op, ": expected element_offset to be a multiple of ",
+      block == 0 ? "" : "block (", step, block == 0 ? "" : ")", ", got ", element_offset);
   if (rng_state) {
     check_same_device(op, "rng_state", *rng_state, "x", x);
     check_dtype(op, "rng_state", *rng_state, ScalarType::Long);
@@ -92,15 +93,15 @@ Format check_dequantize(
     const char* op, const Tensor& codes, const Tensor& scales, int64_t numel, const std::string& format,
     int64_t block) {
   const Format parsed = parse_format(op, format);
-  check_block(op, block);
+  check_block(op, block, parsed);
   MOE_CHECK(numel >= 0, op, ": expected numel to be at least 0, got ", numel);
   check_same_device(op, "scales", scales, "codes", codes);
   check_dtype(op, "codes", codes, ScalarType::Byte);
   check_dtype(op, "scales", scales, ScalarType::Float);
   check_dim(op, "codes", codes, 1, "of bytes");
   check_dim(op, "scales", scales, 1, "of blocks");
-  check_size(op, "codes", codes, 0, num_code_bytes(numel, parsed), "the bytes of that many elements");
-  check_size(op, "scales", scales, 0, num_blocks(numel, block), "the blocks of that many elements");
+  check_size(op, "codes", codes, 0, code_bytes(numel, parsed), "the bytes of that many elements");
+  check_size(op, "scales", scales, 0, num_scales(numel, block), "the blocks of that many elements");
   return parsed;
 }
 

@@ -10,17 +10,7 @@
 
 namespace moe_ext::quantize {
 
-// Bytes of `numel` codes.
-inline int64_t num_code_bytes(int64_t numel, Format format) {
-  const int64_t per_byte = elements_per_byte(format);
-  return numel / per_byte + (numel % per_byte != 0);
-}
-
-inline int64_t num_blocks(int64_t numel, int64_t block) {
-  return numel / block + (numel % block != 0);
-}
-
-// Both check everything that needs no look at the data.
+// These check everything that needs no look at the data.
 Format check_quantize(
     const Tensor& x, const std::string& format, int64_t block, const std::optional<Tensor>& residual,
     const std::optional<Tensor>& rng_state, // [4]

@@ -55,29 +55,38 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cpu(
   const Format format = check_quantize(x, format_name, block, residual, rng_state, residual_in, element_offset);
   const Tensor in = contiguous(x);
   const OptionalTensor state = optional_contiguous(rng_state);
-  const int64_t numel = in.numel(), blocks = num_blocks(numel, block);
-  Tensor codes = new_empty(in, {num_code_bytes(numel, format)}, ScalarType::Byte);
-  Tensor scales = new_empty(in, {blocks}, ScalarType::Float);
+  const bool shared = block == 0;
+  const int64_t numel = in.numel(), size = shared ? kSharedBlock : block, blocks = num_scales(numel, size);
+  Tensor codes = new_empty(in, {code_bytes(numel, format)}, ScalarType::Byte);
+  Tensor scales = new_empty(in, {num_scales(numel, block)}, ScalarType::Float);
   const OptionalTensor& owed = residual_in ? residual_in : residual;
   dispatch_short_floating(in.scalar_type(), [&]<typename T>() {
-    const QuantizeArgs<T> args{
+    QuantizeArgs<T> args{
         data<const T>(in),
         data_or_null<float>(owed),
         residual ? data<float>(*residual) : nullptr,
         data<uint8_t>(codes),
         data<float>(scales),
         numel,
-        block,
+        size,
         {data_or_null<int64_t>(state), nullptr},
         element_offset};
     const QuantizeKernels<T>& loops = kernels().of<T>();
     const auto run = [&](auto loop) {
       return largest_over_blocks(
-          blocks, block, [&, loop](int64_t begin, int64_t end) { return loop(args, begin, end); });
+          blocks, size, [&, loop](int64_t begin, int64_t end) { return loop(args, begin, end); });
     };
     // If no residual is changed in place, what has been written can be thrown away.
-    if (residual && !residual_in && check_finite && run(loops.largest) >= kInfinityKey<float>) {
-      refuse(args);
+    const bool in_place = residual && !residual_in && check_finite;
+    uint32_t largest = 0;
+    if (shared || in_place) {
+      largest = run(loops.largest);
+      if (largest >= kInfinityKey<float> && check_finite) {
+        refuse(args);
+      }
+    }
+    if (shared) {
+      args.largest = &largest;
     }
     if (run(loops.quantize[static_cast<int64_t>(format)]) >= kInfinityKey<float> && check_finite) {
       refuse(args);
@@ -88,11 +97,12 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cpu(
 
 void dequantize_into(
     const Tensor& out, const Tensor& codes, const Tensor& scales, Format format, int64_t block, bool add) {
-  const int64_t numel = out.numel(), blocks = num_blocks(numel, block);
+  const bool shared = block == 0;
+  const int64_t numel = out.numel(), size = shared ? kSharedBlock : block;
   dispatch_short_floating(out.scalar_type(), [&]<typename T>() {
-    const DequantizeArgs<T> args{data<T>(out), data<const uint8_t>(codes), data<const float>(scales), numel, block,
-                                 add};
-    parallel_for(0, blocks, blocks_per_task(block), [&](int64_t begin, int64_t end) {
+    const DequantizeArgs<T> args{data<T>(out), data<const uint8_t>(codes), data<const float>(scales), numel, size, add,
+                                 shared};
+    parallel_for(0, num_scales(numel, size), blocks_per_task(size), [&](int64_t begin, int64_t end) {
       kernels().of<T>().dequantize[static_cast<int64_t>(format)](args, begin, end);
     });
   });

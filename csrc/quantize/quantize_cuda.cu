@@ -23,9 +23,10 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cuda(
   const Tensor in = contiguous(x);
   const OptionalTensor state = optional_contiguous(rng_state);
   const int64_t numel = in.numel();
-  Tensor codes = new_empty(in, {num_code_bytes(numel, format)}, ScalarType::Byte);
-  Tensor scales = new_empty(in, {num_blocks(numel, block)}, ScalarType::Float);
-  const Tensor refused = new_zeros(in, {1}, ScalarType::Int);
+  Tensor codes = new_empty(in, {code_bytes(numel, format)}, ScalarType::Byte);
+  Tensor scales = new_empty(in, {num_scales(numel, block)}, ScalarType::Float);
+  // Whether something is not finite; the largest key.
+  const Tensor found = new_zeros(in, {2}, ScalarType::Int);
   if (numel == 0) {
     return {codes, scales};
   }
@@ -33,20 +34,24 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cuda(
   const bool check = check_finite && ((residual && !residual_in) || kCheckIndices);
   const OptionalTensor& owed = residual_in ? residual_in : residual;
   dispatch_short_floating(in.scalar_type(), [&]<typename T>() {
-    const QuantizeArgs<T> args{
+    QuantizeArgs<T> args{
         data<const T>(in),
         data_or_null<float>(owed),
         residual ? data<float>(*residual) : nullptr,
         data<uint8_t>(codes),
         data<float>(scales),
         numel,
-        block,
+        block == 0 ? kSharedPart : block,
         {data_or_null<int64_t>(state), nullptr},
         element_offset};
     if (check) {
-      launch_check_finite<kCheckIndices>(args, data<int>(refused), device.stream());
+      launch_check_finite<kCheckIndices>(args, data<int>(found), device.stream());
     }
-    launch_quantize(format, args, check ? data<const int>(refused) : nullptr, device.stream());
+    if (block == 0) {
+      args.largest = reinterpret_cast<const uint32_t*>(data<const int>(found) + 1);
+      launch_largest(args, data<int>(found) + 1, device.stream());
+    }
+    launch_quantize(format, args, check ? data<const int>(found) : nullptr, device.stream());
   });
   return {codes, scales};
 }
@@ -59,7 +64,9 @@ void dequantize_into(
   }
   dispatch_short_floating(out.scalar_type(), [&]<typename T>() {
     launch_dequantize<T>(
-        format, {data<T>(out), data<const uint8_t>(codes), data<const float>(scales), out.numel(), block, add}, stream);
+        format,
+        {data<T>(out), data<const uint8_t>(codes), data<const float>(scales), out.numel(), block, add, block == 0},
+        stream);
   });
 }
 

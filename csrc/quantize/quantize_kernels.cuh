@@ -20,6 +20,7 @@ constexpr int kFour = 4;
 constexpr int kStep = kLanes * kFour;
 constexpr int kAhead = 2; // steps that a lane loads before it stores the first
 constexpr int kBlocksPerGroup = kThreads / kLanes;
+constexpr int64_t kSharedPart = 256; // blocks of a tensor with one scale: few enough for shared memory to hold many
 
 template <typename T>
 __device__ __forceinline__ Vec<float, kFour> to_floats(const Vec<T, kFour>& x) {
@@ -103,21 +104,30 @@ struct MagnitudeSums {
   }
 };
 
-// Writes the codes of the four elements from i on; every lane calls it. A byte of signs is that of two lanes.
+// Writes the codes of the four elements from i on; every lane calls it. Where four codes are no whole bytes, a lane
+// writes those of the next one, too.
 template <Format kFormat>
 __device__ __forceinline__ void store_codes(
-    uint8_t* codes, int64_t i, int64_t end, bool aligned, const int8_t (&four)[kFour], uint32_t signs) {
-  if constexpr (kFormat == Format::kSign) {
-    const uint32_t byte = signs | __shfl_xor_sync(kFullMask, signs, 1, kLanes) << 4;
-    if (i < end && lane_id() % 2 == 0) {
-      codes[i / 8] = static_cast<uint8_t>(byte);
-    }
-  } else if constexpr (kFormat == Format::kInt4) {
+    uint8_t* codes, int64_t i, int64_t end, bool aligned, const int8_t (&four)[kFour]) {
+  constexpr int kBits = static_cast<int>(bits_of(kFormat));
+  if constexpr (kBits < 8) {
+    constexpr bool kPair = kFour * kBits % 8 != 0;
+    constexpr int kBytes = (kPair ? 2 : 1) * kFour * kBits / 8;
+    uint32_t word = 0;
 #pragma unroll
-    for (int j = 0; j < kFour; j += 2) {
-      if (i + j < end) {
-        const uint32_t low = static_cast<uint8_t>(four[j]), high = static_cast<uint8_t>(four[j + 1]);
-        codes[(i + j) / 2] = static_cast<uint8_t>((low & 15u) | high << 4);
+    for (int j = 0; j < kFour; ++j) {
+      word |= (static_cast<uint32_t>(four[j]) & ((1u << kBits) - 1)) << kBits * j;
+    }
+    if constexpr (kPair) {
+      word |= __shfl_xor_sync(kFullMask, word, 1, kLanes) << kFour * kBits;
+    }
+    if (i < end && (!kPair || lane_id() % 2 == 0)) {
+      const int64_t first = i * kBits / 8, last = code_bytes(end, kFormat);
+#pragma unroll
+      for (int b = 0; b < kBytes; ++b) {
+        if (first + b < last) {
+          codes[first + b] = static_cast<uint8_t>(word >> 8 * b);
+        }
       }
     }
   } else {
@@ -136,7 +146,6 @@ __device__ __forceinline__ void encode_four(
     const QuantizeArgs<T>& args, const TokenDraws& draws, int64_t i, int64_t end, bool aligned, bool write,
     const Vec<float, kFour>& a, Scaling s) {
   int8_t codes[kFour] = {};
-  uint32_t signs = 0;
   Vec<float, kFour> rest;
   PhiloxWords words = {};
   if constexpr (kRandom) {
@@ -145,14 +154,14 @@ __device__ __forceinline__ void encode_four(
 #pragma unroll
   for (int j = 0; j < kFour; ++j) {
     if constexpr (kFormat == Format::kSign) {
-      signs |= static_cast<uint32_t>(a.v[j] < 0) << j;
+      codes[j] = static_cast<int8_t>(a.v[j] < 0);
       rest.v[j] = a.v[j] - (a.v[j] < 0 ? -s.scale : s.scale);
     } else {
       codes[j] = code_of<kFormat, kRandom>(a.v[j], s, words.w[j]);
       rest.v[j] = a.v[j] - value_of<kFormat>(codes[j], s.scale);
     }
   }
-  store_codes<kFormat>(args.codes, i, end, aligned, codes, signs);
+  store_codes<kFormat>(args.codes, i, end, aligned, codes);
   if (write) {
     store_four(args.residual, i, end, aligned, rest);
   }
@@ -189,7 +198,7 @@ __global__ void __launch_bounds__(kThreads)
         }
       }
     }
-    most = warp_max<kLanes>(most);
+    most = args.largest != nullptr ? *args.largest : warp_max<kLanes>(most);
     Scaling s;
     if constexpr (kFormat == Format::kSign) {
       const float factor = sign_factor(most);
@@ -201,7 +210,7 @@ __global__ void __launch_bounds__(kThreads)
     } else {
       s = scaling_of(bit_cast<float>(most), largest_code(kFormat));
     }
-    if (lane == 0 && block < num_blocks) {
+    if (lane == 0 && block < (args.largest != nullptr ? 1 : num_blocks)) {
       args.scales[block] = s.scale;
     }
     TokenDraws draws = {};
@@ -235,32 +244,62 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Eight elements from i on: whole bytes of every format. Codes are read byte by byte where they are not aligned.
+// The largest key of all elements, at least what was there.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    largest_kernel(QuantizeArgs<T> args, bool aligned, int* __restrict__ largest) {
+  int most = 0;
+  for (int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kFour; i < args.numel;
+       i += int64_t{gridDim.x} * kThreads * kFour) {
+    const Vec<float, kFour> a = owed_four(args, i, args.numel, aligned);
+#pragma unroll
+    for (int j = 0; j < kFour; ++j) {
+      most = max(most, static_cast<int>(key_of(a.v[j])));
+    }
+  }
+  most = warp_max(most);
+  if (lane_id() == 0) {
+    atomicMax(largest, most);
+  }
+}
+
+// Eight elements from i on: whole bytes of every format. Codes are read byte by byte where no access fits them.
 template <Format kFormat>
 __device__ __forceinline__ void decode_eight(
     const uint8_t* codes, int64_t i, int64_t numel, bool aligned, float scale, float (&values)[8]) {
-  constexpr int kPerByte = static_cast<int>(elements_per_byte(kFormat)), kBytes = 8 / kPerByte;
-  const uint8_t* const from = codes + i / kPerByte;
-  Vec<uint8_t, kBytes> bytes = {};
-  if (aligned && i + 8 <= numel) {
-    bytes = load<kBytes>(from);
-  } else {
+  constexpr int kBits = static_cast<int>(bits_of(kFormat)); // as many bytes
+  const uint8_t* const from = codes + i / 8 * kBits;
+  uint32_t bytes[kBits + 1] = {};
+  constexpr bool kFits = (kBits & (kBits - 1)) == 0;
+  const bool at_once = kFits && aligned && i + 8 <= numel;
+  if constexpr (kFits) {
+    if (at_once) {
+      const auto whole = load<kBits>(from);
 #pragma unroll
-    for (int j = 0; j < kBytes; ++j) {
-      if (i + j * kPerByte < numel) {
-        bytes.v[j] = from[j];
+      for (int j = 0; j < kBits; ++j) {
+        bytes[j] = whole.v[j];
+      }
+    }
+  }
+  if (!at_once) {
+    const int64_t left = code_bytes(numel, kFormat) - i / 8 * kBits;
+#pragma unroll
+    for (int j = 0; j < kBits; ++j) {
+      if (j < left) {
+        bytes[j] = from[j];
       }
     }
   }
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    const uint32_t byte = bytes.v[j / kPerByte];
+    const int byte = j * kBits / 8, shift = j * kBits % 8;
+    const uint32_t bits = (bytes[byte] | bytes[byte + 1] << 8) >> shift;
     if constexpr (kFormat == Format::kSign) {
-      values[j] = bit_cast<float>(bit_cast<uint32_t>(scale) ^ (byte >> j & 1u) << 31);
-    } else if constexpr (kFormat == Format::kInt4) {
-      values[j] = static_cast<float>(from_nibble(byte >> 4 * (j % 2))) * scale;
+      values[j] = bit_cast<float>(bit_cast<uint32_t>(scale) ^ (bits & 1u) << 31);
+    } else if constexpr (kBits < 8) {
+      values[j] = static_cast<float>(from_low_bits<kBits>(bits)) * scale;
     } else {
-      values[j] = value_of<kFormat>(static_cast<int8_t>(byte), scale);
+      values[j] = value_of<kFormat>(static_cast<int8_t>(bits), scale);
     }
   }
 }
@@ -270,7 +309,8 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(DequantizeArgs<T> 
   for (int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * 8; i < args.numel;
        i += int64_t{gridDim.x} * kThreads * 8) {
     float values[8];
-    decode_eight<kFormat>(args.codes, i, args.numel, aligned, args.scales[i / args.block], values);
+    const float scale = args.scales[args.shared ? 0 : i / args.block];
+    decode_eight<kFormat>(args.codes, i, args.numel, aligned, scale, values);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t at = i + half * kFour;
@@ -305,6 +345,11 @@ void launch_check_finite(const QuantizeArgs<T>& args, int* refused, cudaStream_t
   launch(over_elements(args.numel, kFour, stream), check_finite_kernel<kCheck, T>, args, aligned_for(args), refused);
 }
 
+template <typename T>
+void launch_largest(const QuantizeArgs<T>& args, int* largest, cudaStream_t stream) {
+  launch(over_elements(args.numel, kFour, stream), largest_kernel<T>, args, aligned_for(args), largest);
+}
+
 template <Format kFormat, typename T>
 void launch_quantize(const QuantizeArgs<T>& args, const int* refused, cudaStream_t stream) {
   const int64_t blocks = ceil_div(args.numel, args.block);
@@ -319,11 +364,11 @@ void launch_quantize(const QuantizeArgs<T>& args, const int* refused, cudaStream
 
 template <typename T>
 void launch_quantize(Format format, const QuantizeArgs<T>& args, const int* refused, cudaStream_t stream) {
-  const auto run = format == Format::kInt8   ? launch_quantize<Format::kInt8, T>
-                   : format == Format::kInt4 ? launch_quantize<Format::kInt4, T>
-                   : format == Format::kFp8  ? launch_quantize<Format::kFp8, T>
-                                             : launch_quantize<Format::kSign, T>;
-  run(args, refused, stream);
+  constexpr decltype(&launch_quantize<Format::kInt8, T>) kRun[kNumFormats] = {
+      launch_quantize<Format::kInt8, T>, launch_quantize<Format::kInt4, T>, launch_quantize<Format::kFp8, T>,
+      launch_quantize<Format::kSign, T>, launch_quantize<Format::kInt6, T>, launch_quantize<Format::kInt3, T>,
+      launch_quantize<Format::kInt2, T>};
+  kRun[static_cast<int64_t>(format)](args, refused, stream);
 }
 
 template <Format kFormat, typename T>
@@ -335,11 +380,11 @@ void launch_dequantize(const DequantizeArgs<T>& args, cudaStream_t stream) {
 
 template <typename T>
 void launch_dequantize(Format format, const DequantizeArgs<T>& args, cudaStream_t stream) {
-  const auto run = format == Format::kInt8   ? launch_dequantize<Format::kInt8, T>
-                   : format == Format::kInt4 ? launch_dequantize<Format::kInt4, T>
-                   : format == Format::kFp8  ? launch_dequantize<Format::kFp8, T>
-                                             : launch_dequantize<Format::kSign, T>;
-  run(args, stream);
+  constexpr decltype(&launch_dequantize<Format::kInt8, T>) kRun[kNumFormats] = {
+      launch_dequantize<Format::kInt8, T>, launch_dequantize<Format::kInt4, T>, launch_dequantize<Format::kFp8, T>,
+      launch_dequantize<Format::kSign, T>, launch_dequantize<Format::kInt6, T>, launch_dequantize<Format::kInt3, T>,
+      launch_dequantize<Format::kInt2, T>};
+  kRun[static_cast<int64_t>(format)](args, stream);
 }
 
 } // namespace moe_ext::quantize

@@ -3,21 +3,9 @@
 
 #include "common/feedback_math.h"
 #include "common/philox.h"
+#include "quantize/quantize_format.h"
 
 namespace moe_ext::quantize {
-
-enum class Format : int64_t { kInt8 = 0, kInt4 = 1, kFp8 = 2, kSign = 3 };
-constexpr int64_t kNumFormats = 4;
-
-// The largest number that a scaled element takes.
-constexpr float largest_code(Format format) {
-  return format == Format::kInt8 ? 127.0f : format == Format::kInt4 ? 7.0f : 448.0f;
-}
-
-constexpr int64_t elements_per_byte(Format format) {
-  return format == Format::kSign ? 8 : format == Format::kInt4 ? 2 : 1;
-}
-
 namespace {
 
 // Scaling of the elements of a block. 1 / scale of a subnormal is infinite: such a block is lifted first.
@@ -29,8 +17,8 @@ struct Scaling {
 
 MOE_INLINE Scaling scaling_of(float largest, float largest_code) {
   float scale = largest / largest_code;
-  // Rounded up, the largest finite numbers would come back as infinity.
-  if (key_of(scale * largest_code) >= kInfinityKey<float>) {
+  // Rounded up, the largest finite numbers would come back as infinity. Infinity stays what it is.
+  if (key_of(scale * largest_code) >= kInfinityKey<float> && key_of(largest) < kInfinityKey<float>) {
     scale = bit_cast<float>(bit_cast<uint32_t>(scale) - 1);
   }
   const float lift = scale < 0x1p-64f ? 0x1p64f : 1.0f;
@@ -75,9 +63,11 @@ MOE_INLINE float from_e4m3(uint32_t code) {
   return bit_cast<float>(bit_cast<uint32_t>(value) | (code & 0x80u) << 24);
 }
 
-// The low four bits, as a signed number.
-MOE_INLINE int32_t from_nibble(uint32_t bits) {
-  return static_cast<int32_t>(bits & 15u) - static_cast<int32_t>((bits & 8u) << 1);
+// The low bits, as a signed number.
+template <int64_t kBits>
+MOE_INLINE int32_t from_low_bits(uint32_t bits) {
+  constexpr uint32_t kTop = 1u << (kBits - 1);
+  return static_cast<int32_t>((bits & (2 * kTop - 1)) ^ kTop) - static_cast<int32_t>(kTop);
 }
 
 // A float that holds a small integer to that integer's low bits; of NaN to any.

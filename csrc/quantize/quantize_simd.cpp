@@ -137,15 +137,86 @@ MOE_INLINE void keep_rest(
   }
 }
 
+// The low bits of eight bytes, side by side, and back to the high bits of eight bytes.
+template <int64_t kBits>
+MOE_INLINE uint64_t squeeze(uint64_t word) {
+  constexpr uint64_t kOne = (uint64_t{1} << kBits) - 1, kTwo = (uint64_t{1} << 2 * kBits) - 1;
+  constexpr uint64_t kFour = (uint64_t{1} << 4 * kBits) - 1;
+  word = (word & kOne * 0x0001000100010001u) | (word & kOne * 0x0100010001000100u) >> (8 - kBits);
+  word = (word & kTwo * 0x0000000100000001u) | (word & kTwo * 0x0001000000010000u) >> 2 * (8 - kBits);
+  return (word & kFour) | (word & kFour << 32) >> 4 * (8 - kBits);
+}
+
+template <int64_t kBits>
+MOE_INLINE uint64_t spread(uint64_t word) {
+  constexpr uint64_t kOne = (uint64_t{1} << kBits) - 1, kTwo = (uint64_t{1} << 2 * kBits) - 1;
+  constexpr uint64_t kFour = (uint64_t{1} << 4 * kBits) - 1;
+  word = (word & kFour) | (word & kFour << 4 * kBits) << 4 * (8 - kBits);
+  word = (word & kTwo * 0x0000000100000001u) | (word & (kTwo << 2 * kBits) * 0x0000000100000001u) << 2 * (8 - kBits);
+  word = (word & kOne * 0x0001000100010001u) | (word & (kOne << kBits) * 0x0001000100010001u) << (8 - kBits);
+  return word << (8 - kBits);
+}
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
+
+// Reads whole eights of codes.
 template <Format kFormat>
 MOE_INLINE void pack(uint8_t* __restrict out, const int8_t* __restrict codes, int64_t n) {
-  if constexpr (kFormat != Format::kInt4) {
+  constexpr int64_t kBits = bits_of(kFormat);
+  if constexpr (kBits == 8) {
     __builtin_memcpy(out, codes, n);
-    return;
+  } else if constexpr (8 % kBits == 0) {
+    constexpr int64_t kPerByte = 8 / kBits;
+    for (int64_t i = 0; i < code_bytes(n, kFormat); ++i) {
+      uint32_t byte = 0;
+      for (int64_t j = 0; j < kPerByte; ++j) {
+        byte |= (static_cast<uint8_t>(codes[kPerByte * i + j]) & ((1u << kBits) - 1)) << kBits * j;
+      }
+      out[i] = static_cast<uint8_t>(byte);
+    }
+  } else {
+    alignas(64) uint64_t words[kLargestBlock / 8];
+    uint8_t packed[kLargestBlock / 8 * kBits + 8];
+    const int64_t eights = (n + 7) / 8;
+    __builtin_memcpy(words, codes, 8 * eights);
+    for (int64_t i = 0; i < eights; ++i) {
+      words[i] = squeeze<kBits>(words[i]);
+    }
+    for (int64_t i = 0; i < eights; ++i) {
+      __builtin_memcpy(packed + i * kBits, words + i, 8);
+    }
+    __builtin_memcpy(out, packed, code_bytes(n, kFormat));
   }
-  for (int64_t i = 0; i < (n + 1) / 2; ++i) {
-    const uint32_t low = static_cast<uint8_t>(codes[2 * i]), high = static_cast<uint8_t>(codes[2 * i + 1]);
-    out[i] = static_cast<uint8_t>((low & 15u) | high << 4);
+}
+
+// Codes in the high bits of bytes; writes whole eights.
+template <Format kFormat>
+MOE_INLINE void unpack(int8_t* __restrict codes, const uint8_t* __restrict from, int64_t n) {
+  constexpr int64_t kBits = bits_of(kFormat);
+  alignas(64) uint64_t words[kLargestBlock / 8];
+  uint8_t packed[kLargestBlock / 8 * kBits + 8];
+  const int64_t eights = (n + 7) / 8, num_bytes = code_bytes(n, kFormat);
+  __builtin_memcpy(packed, from, num_bytes);
+  __builtin_memset(packed + num_bytes, 0, 8);
+  for (int64_t i = 0; i < eights; ++i) {
+    __builtin_memcpy(words + i, packed + i * kBits, 8);
+  }
+  for (int64_t i = 0; i < eights; ++i) {
+    words[i] = spread<kBits>(words[i]);
+  }
+  __builtin_memcpy(codes, words, 8 * eights);
+}
+
+// The largest magnitude that a block is scaled by.
+template <typename T>
+MOE_INLINE uint32_t key_of_scale(const QuantizeArgs<T>& args, uint32_t key) {
+  return args.largest != nullptr ? *args.largest : key;
+}
+
+template <typename T>
+MOE_INLINE void put_scale(const QuantizeArgs<T>& args, int64_t block, float scale) {
+  if (args.largest == nullptr || block == 0) {
+    args.scales[block] = scale;
   }
 }
 
@@ -154,8 +225,8 @@ MOE_INLINE void pack(uint8_t* __restrict out, const int8_t* __restrict codes, in
 template <typename T, Format kFormat>
 __attribute__((noinline)) void refuse_block(const QuantizeArgs<T>& args, int64_t block, const float* a, int64_t n) {
   const int64_t first = block * args.block;
-  args.scales[block] = bit_cast<float>(0x7FC00000u);
-  __builtin_memset(args.codes + first / elements_per_byte(kFormat), 0, (n - 1) / elements_per_byte(kFormat) + 1);
+  put_scale(args, block, bit_cast<float>(0x7FC00000u));
+  __builtin_memset(args.codes + code_bytes(first, kFormat), 0, code_bytes(n, kFormat));
   if (args.residual != nullptr) {
     __builtin_memcpy(args.residual + first, a, n * sizeof(float));
   }
@@ -202,12 +273,12 @@ uint32_t quantize(const QuantizeArgs<T>& args, int64_t begin, int64_t end) {
   alignas(64) int8_t codes[kLargestBlock];
   uint32_t most = 0;
   for (int64_t block = begin; block < end; ++block) {
-    uint8_t* out = args.codes + block * args.block / elements_per_byte(kFormat);
+    uint8_t* out = args.codes + code_bytes(block * args.block, kFormat);
 #if defined(__AVX512F__)
-    if constexpr (std::is_same_v<T, float> && kFormat != Format::kInt4) {
+    if constexpr (std::is_same_v<T, float> && bits_of(kFormat) == 8) {
       if (args.rng.state == nullptr && read_in_place(args, block)) {
         const float* x = args.x + block * args.block;
-        const uint32_t key = largest_of(x, args.block);
+        const uint32_t key = args.largest != nullptr ? *args.largest : largest_of(x, args.block);
         most = key > most ? key : most;
         if (key >= kInfinityKey<float>) {
           refuse_block<T, kFormat>(args, block, x, args.block);
@@ -215,12 +286,13 @@ uint32_t quantize(const QuantizeArgs<T>& args, int64_t begin, int64_t end) {
         }
         const Scaling s = scaling_of(bit_cast<float>(key), largest_code(kFormat));
         encode<kFormat, false>(x, words, s, args.block, reinterpret_cast<int8_t*>(out));
-        args.scales[block] = s.scale;
+        put_scale(args, block, s.scale);
         continue;
       }
     }
 #endif
-    const auto [n, padded, key] = load_block(args, block, a);
+    const auto [n, padded, of_block] = load_block(args, block, a);
+    const uint32_t key = key_of_scale(args, of_block);
     most = key > most ? key : most;
     if (key >= kInfinityKey<float>) {
       refuse_block<T, kFormat>(args, block, a, n);
@@ -233,7 +305,7 @@ uint32_t quantize(const QuantizeArgs<T>& args, int64_t begin, int64_t end) {
     } else {
       encode<kFormat, false>(a, words, s, padded, codes);
     }
-    args.scales[block] = s.scale;
+    put_scale(args, block, s.scale);
     pack<kFormat>(out, codes, n);
     if (args.residual != nullptr) {
       keep_rest<kFormat>(args.residual + block * args.block, a, codes, s.scale, n);
@@ -293,7 +365,7 @@ uint32_t largest(const QuantizeArgs<T>& args, int64_t begin, int64_t end) {
   return most;
 }
 
-// Two elements of a byte at a time, and eight for signs: `values` has room for whole bytes.
+// `values` has room for whole bytes.
 template <Format kFormat>
 MOE_INLINE void decode(float* __restrict values, const uint8_t* __restrict codes, float scale, int64_t n) {
   if constexpr (kFormat == Format::kInt8) {
@@ -304,10 +376,18 @@ MOE_INLINE void decode(float* __restrict values, const uint8_t* __restrict codes
     for (int64_t i = 0; i < n; ++i) {
       values[i] = from_e4m3(codes[i]) * scale;
     }
-  } else if constexpr (kFormat == Format::kInt4) {
-    for (int64_t i = 0; i < (n + 1) / 2; ++i) {
-      values[2 * i] = static_cast<float>(from_nibble(codes[i])) * scale;
-      values[2 * i + 1] = static_cast<float>(from_nibble(codes[i] >> 4)) * scale;
+  } else if constexpr (8 % bits_of(kFormat) == 0 && kFormat != Format::kSign) {
+    constexpr int64_t kBits = bits_of(kFormat), kPerByte = 8 / kBits;
+    for (int64_t i = 0; i < code_bytes(n, kFormat); ++i) {
+      for (int64_t j = 0; j < kPerByte; ++j) {
+        values[kPerByte * i + j] = static_cast<float>(from_low_bits<kBits>(codes[i] >> kBits * j)) * scale;
+      }
+    }
+  } else if constexpr (kFormat != Format::kSign) {
+    alignas(64) int8_t high[kLargestBlock];
+    unpack<kFormat>(high, codes, n);
+    for (int64_t i = 0; i < n; ++i) {
+      values[i] = static_cast<float>(high[i] >> (8 - bits_of(kFormat))) * scale;
     }
   } else {
     constexpr uint32_t kBits[8] = {1, 2, 4, 8, 16, 32, 64, 128};
@@ -339,7 +419,8 @@ void dequantize(const DequantizeArgs<T>& args, int64_t begin, int64_t end) {
   for (int64_t block = begin; block < end; ++block) {
     const int64_t first = block * args.block;
     const int64_t n = args.numel - first < args.block ? args.numel - first : args.block;
-    decode<kFormat>(values, args.codes + first / elements_per_byte(kFormat), args.scales[block], n);
+    const float scale = args.scales[args.shared ? 0 : block];
+    decode<kFormat>(values, args.codes + code_bytes(first, kFormat), scale, n);
     T* __restrict out = args.out + first;
     if (args.add) {
       for (int64_t i = 0; i < n; ++i) {
@@ -355,10 +436,12 @@ void dequantize(const DequantizeArgs<T>& args, int64_t begin, int64_t end) {
 
 template <typename T>
 constexpr QuantizeKernels<T> kTable = {
-    {quantize<T, Format::kInt8>, quantize<T, Format::kInt4>, quantize<T, Format::kFp8>, quantize_signs<T>},
+    {quantize<T, Format::kInt8>, quantize<T, Format::kInt4>, quantize<T, Format::kFp8>, quantize_signs<T>,
+     quantize<T, Format::kInt6>, quantize<T, Format::kInt3>, quantize<T, Format::kInt2>},
     largest<T>,
     {dequantize<T, Format::kInt8>, dequantize<T, Format::kInt4>, dequantize<T, Format::kFp8>,
-     dequantize<T, Format::kSign>}};
+     dequantize<T, Format::kSign>, dequantize<T, Format::kInt6>, dequantize<T, Format::kInt3>,
+     dequantize<T, Format::kInt2>}};
 
 } // namespace
 

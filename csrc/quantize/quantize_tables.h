@@ -7,6 +7,8 @@ namespace moe_ext::quantize {
 
 constexpr int64_t kLeastBlock = 64;
 constexpr int64_t kLargestBlock = 1024;
+// A tensor with one scale is coded in blocks of so many elements, too.
+constexpr int64_t kSharedBlock = kLargestBlock;
 
 // Blocks of neighbouring elements with one scale each; the last may be shorter. Codes follow each other without gaps.
 template <typename T>
@@ -18,8 +20,9 @@ struct QuantizeArgs {
   float* scales;
   int64_t numel;
   int64_t block;
-  RngSource rng;  // its state is null to round to the nearest
-  int64_t offset; // elements before these in the streams of random numbers
+  RngSource rng;                     // its state is null to round to the nearest
+  int64_t offset;                    // elements before these in the streams of random numbers
+  const uint32_t* largest = nullptr; // key of the largest element, where all blocks share the scale scales[0]
 };
 
 template <typename T>
@@ -29,7 +32,8 @@ struct DequantizeArgs {
   const float* scales;
   int64_t numel;
   int64_t block;
-  bool add; // out += value
+  bool add;            // out += value
+  bool shared = false; // all blocks have the scale scales[0]
 };
 
 template <typename T>

@@ -3,6 +3,7 @@
 
 #include <tuple>
 
+#include "quantize/quantize_format.h"
 #include "runtime/operators.h"
 #include "sparse/pair_format.h"
 
@@ -60,21 +61,17 @@ int64_t put(const Tensor& row, int64_t start, const Tensor& part) {
   return end;
 }
 
-int64_t num_scales(int64_t numel, int64_t block) {
-  return (numel + block - 1) / block;
-}
-
 // Values of pairs travel in blocks of so many, where they share scales.
 constexpr int64_t kPairBlock = 128;
 
 } // namespace
 
 int64_t QuantizedCoding::code_bytes(int64_t numel) const {
-  return (numel * (format == "int4" ? 4 : format == "sign" ? 1 : 8) + 7) / 8;
+  return quantize::code_bytes(numel, static_cast<quantize::Format>(quantize::find_format(format)));
 }
 
 int64_t QuantizedCoding::payload_bytes(int64_t numel) const {
-  return aligned(code_bytes(numel)) + aligned(4 * num_scales(numel, block));
+  return aligned(code_bytes(numel)) + aligned(4 * quantize::num_scales(numel, block));
 }
 
 Tensor QuantizedCoding::encode(
@@ -89,8 +86,8 @@ void QuantizedCoding::decode_add_(
     const Tensor& out, const Tensor& payload, int64_t numel, int64_t first, bool adds, double divisor) const {
   const int64_t count = out.numel();
   const Tensor codes = payload.narrow(0, code_bytes(first), code_bytes(count));
-  const int64_t scales_at = aligned(code_bytes(numel)) + 4 * (first / block);
-  const Tensor scales = part_of(payload, scales_at, 4 * num_scales(count, block), at::kFloat);
+  const int64_t scales_at = aligned(code_bytes(numel)) + (block == 0 ? 0 : 4 * (first / block));
+  const Tensor scales = part_of(payload, scales_at, 4 * quantize::num_scales(count, block), at::kFloat);
   dequantize_add_(out, codes, divisor == 1.0 ? scales : scales.div(divisor), *this, adds);
 }
 

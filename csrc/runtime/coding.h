@@ -24,7 +24,8 @@ struct Owed {
   MaybeTensor residual_in; // only read
 };
 
-// Blocks of elements that share a scale: codes, and behind them the scales, both padded to 16 bytes.
+// Blocks of elements that share a scale, or all of them (block 0): codes, and behind them the scales, both padded to 16
+// bytes.
 struct QuantizedCoding {
   std::string format;
   int64_t block;

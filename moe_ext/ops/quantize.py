@@ -8,16 +8,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_FORMATS = {8: "int8", 4: "int4", 1: "sign"}
+# Formats and the bits of a code.
+CODE_BITS = {"int8": 8, "int6": 6, "int4": 4, "int3": 3, "int2": 2, "sign": 1, "fp8": 8}
+_FORMATS = {bits: format for format, bits in CODE_BITS.items() if format != "fp8"}
 
 
 class QuantizedBlocks(NamedTuple):
     """Codes and scales of a tensor.
 
     Attributes:
-        codes (Tensor): uint8, one after the other: a byte an element for int8 (two's complement)
-            and fp8 (e4m3fn), two elements a byte for int4 (the first one in the low half), eight
-            for signs (the first one in the lowest bit, 1 for negative).
+        codes (Tensor): uint8. A code of q bits follows the last one without a gap, the lowest bit
+            first: element i has the bits q i to q i + q - 1, where bit b is bit b % 8 of byte
+            b // 8. Eight elements take q bytes. Integers are two's complement, fp8 is e4m3fn, a
+            sign is 1 for negative; what is left of the last byte is zero.
         scales (Tensor[B]): float32, what a code of one stands for.
     """
 
@@ -38,7 +41,7 @@ def quantize_blockwise(
     x: Tensor,
     *,
     bits: int = 8,
-    block: int = 128,
+    block: int | None = 128,
     format: str | None = None,
     residual: Tensor | None = None,
     rng_state: Tensor | None = None,
@@ -51,15 +54,19 @@ def quantize_blockwise(
     .. math::
         a = e + x,\quad s = \max |a| / c,\quad q = \mathrm{round}(a / s),\quad e \leftarrow a - s q
 
-    with :math:`c` = 127 for int8, 7 for int4 and 448 for fp8. Signs are 1 bit: :math:`s` is the
-    mean of :math:`|a|` and :math:`q = \pm 1`, so that they want a residual. A block of zeros has
-    scale 0 and comes back as zeros.
+    with :math:`c = 2^{bits - 1} - 1` (127, 31, 7, 3 and 1 for 8, 6, 4, 3 and 2 bits) and 448 for
+    fp8. Two bits are the ternary numbers -1, 0 and 1. Rounded to the nearest, an element is off by
+    at most :math:`s / 2 = \max |a| / 2 c`, at random by less than :math:`s`. Signs are 1 bit:
+    :math:`s` is the mean of :math:`|a|` and :math:`q = \pm 1`, so that they want a residual. A
+    block of zeros has scale 0 and comes back as zeros.
 
     Args:
         x (Tensor[N]): float32, bfloat16 or float16, of any shape; not changed.
-        bits (int): 8, 4 or 1: the formats "int8", "int4" and "sign".
-        block (int): elements of a block, a power of two from 64 to 1024; the last may be shorter.
-        format (str): "int8", "int4", "sign", or "fp8" (e4m3fn); overrides ``bits``.
+        bits (int): 8, 6, 4, 3, 2 or 1: the formats "int8" to "int2", and "sign".
+        block (int or None): elements of a block, a power of two from 64 to 1024; the last may be
+            shorter. None is one scale for the whole tensor, which is then read once more; not for
+            signs, whose mean is that of a block.
+        format (str): one of the names above, or "fp8" (e4m3fn); overrides ``bits``.
         residual (Tensor[N]): e, float32, contiguous, of the shape of x; changed in place. Without
             it :math:`a = x` and the error is lost.
         rng_state (Tensor[4]): int64 ``(seed, tensor, step, rank)``: rounds up or down at random,
@@ -72,7 +79,8 @@ def quantize_blockwise(
             own, is only written, whatever was in it. The check is then part of the pass, and
             whoever may have to take a step back need not copy the residual first.
         element_offset (int): number of the first element in the stream of random numbers, a
-            multiple of ``block``: pieces of a tensor then give the codes of the whole.
+            multiple of ``block`` (of 1024 for None): pieces of a tensor then give the codes of the
+            whole, where each block has its scale.
 
     Returns:
         QuantizedBlocks: codes and scales.
@@ -87,7 +95,8 @@ def quantize_blockwise(
     Deterministic, with the same bits for any number of threads and every instruction set.
 
     Reference: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022 (arXiv
-    2110.02861); Micikevicius et al., FP8 Formats for Deep Learning, 2022 (arXiv 2209.05433);
+    2110.02861); Micikevicius et al., FP8 Formats for Deep Learning, 2022 (arXiv 2209.05433); Wen
+    et al., TernGrad, 2017 (arXiv 1705.07878);
     Seide et al., 1-bit SGD, 2014; Karimireddy et al., Error Feedback Fixes SignSGD, 2019 (arXiv
     1901.09847), algorithm 1.
     """
@@ -96,7 +105,7 @@ def quantize_blockwise(
         *torch.ops.moe_ext.quantize_blockwise(
             x,
             name,
-            block,
+            block or 0,
             residual,
             rng_state,
             check_finite,
@@ -106,9 +115,14 @@ def quantize_blockwise(
     )
 
 
-def _num_code_bytes(numel: int, format: str) -> int:
-    per_byte = {"int4": 2, "sign": 8}.get(format, 1)
-    return (numel + per_byte - 1) // per_byte
+def code_bytes(numel: int, format: str) -> int:
+    """Bytes of the codes of so many elements."""
+    return (numel * CODE_BITS[format] + 7) // 8
+
+
+def num_scales(numel: int, block: int | None) -> int:
+    """Scales of so many elements."""
+    return (numel + block - 1) // block if block else min(numel, 1)
 
 
 @torch.library.register_fake("moe_ext::quantize_blockwise")
@@ -125,8 +139,8 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     numel = x.numel()
     return (
-        x.new_empty((_num_code_bytes(numel, format),), dtype=torch.uint8),
-        x.new_empty(((numel + block - 1) // block,), dtype=torch.float32),
+        x.new_empty((code_bytes(numel, format),), dtype=torch.uint8),
+        x.new_empty((num_scales(numel, block),), dtype=torch.float32),
     )
 
 
@@ -136,7 +150,7 @@ def dequantize_blockwise(
     numel: int,
     *,
     bits: int = 8,
-    block: int = 128,
+    block: int | None = 128,
     format: str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
@@ -147,7 +161,7 @@ def dequantize_blockwise(
         scales (Tensor[B]): float32.
         numel (int): N.
         bits (int): as they were made.
-        block (int): as they were made.
+        block (int or None): as they were made.
         format (str): as they were made.
         dtype (torch.dtype): float32, bfloat16 or float16.
 
@@ -162,7 +176,7 @@ def dequantize_blockwise(
     """
     name = format_of("dequantize_blockwise", bits, format)
     values_N: Tensor = torch.ops.moe_ext.dequantize_blockwise(
-        codes, scales, numel, name, block, dtype
+        codes, scales, numel, name, block or 0, dtype
     )
     return values_N
 
@@ -185,7 +199,7 @@ def dequantize_add_(
     scales: Tensor,
     *,
     bits: int = 8,
-    block: int = 128,
+    block: int | None = 128,
     format: str | None = None,
     accumulate: bool = True,
 ) -> None:
@@ -196,7 +210,7 @@ def dequantize_add_(
         codes (Tensor): as `dequantize_blockwise`, of as many elements.
         scales (Tensor[B]): as `dequantize_blockwise`.
         bits (int): as `dequantize_blockwise`.
-        block (int): as `dequantize_blockwise`.
+        block (int or None): as `dequantize_blockwise`.
         format (str): as `dequantize_blockwise`.
         accumulate (bool): False overwrites the tensor.
 
@@ -207,7 +221,7 @@ def dequantize_add_(
     Deterministic.
     """
     name = format_of("dequantize_add_", bits, format)
-    torch.ops.moe_ext.dequantize_add_(out, codes, scales, name, block, accumulate)
+    torch.ops.moe_ext.dequantize_add_(out, codes, scales, name, block or 0, accumulate)
 
 
 @torch.library.register_fake("moe_ext::dequantize_add_")

@@ -6,14 +6,18 @@ Shape suffixes: N elements, B blocks, S elements of a block.
 import torch
 from torch import Tensor
 
-from moe_ext.ops.quantize import QuantizedBlocks, format_of
+from moe_ext.ops.quantize import CODE_BITS, QuantizedBlocks, format_of
 from moe_ext.reference.noisy_gating import routing_uniform
 
-_LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
+_LARGEST = {
+    "fp8": 448.0,
+    **{f"int{bits}": 2.0 ** (bits - 1) - 1 for bits in (8, 6, 4, 3, 2)},
+}
 
 
-def _blocks(x_N: Tensor, block: int) -> Tensor:
-    """[B, S], the last block filled up with zeros."""
+def _blocks(x_N: Tensor, block: int | None) -> Tensor:
+    """[B, S], the last block filled up with zeros; one block for None."""
+    block = block or max(len(x_N), 1)
     missing = -len(x_N) % block
     return torch.cat([x_N, x_N.new_zeros(missing)]).view(-1, block)
 
@@ -64,19 +68,25 @@ def _codes(a_BS: Tensor, scale_B: Tensor, format: str, uniform: Tensor | None) -
 def _pack(code_N: Tensor, format: str) -> Tensor:
     if format == "fp8":
         return code_N.to(torch.float8_e4m3fn).view(torch.uint8)
-    byte_N = code_N.to(torch.int8).view(torch.uint8)
-    if format == "int8":
-        return byte_N
-    bits, per_byte = (4, 2) if format == "int4" else (1, 8)
-    parts = _blocks((byte_N & (2**bits - 1)).long(), per_byte)
-    return (parts << (bits * torch.arange(per_byte))).sum(dim=1).to(torch.uint8)
+    bits_NQ = (code_N.long()[:, None] >> torch.arange(CODE_BITS[format])) & 1
+    return (_blocks(bits_NQ.flatten(), 8) << torch.arange(8)).sum(dim=1).to(torch.uint8)
+
+
+def _unpack(codes: Tensor, numel: int, format: str) -> Tensor:
+    """The codes as numbers; signs as 0 and -1."""
+    if format == "fp8":
+        return codes.view(torch.float8_e4m3fn).float()
+    bits = CODE_BITS[format]
+    found = (codes.long()[:, None] >> torch.arange(8)) & 1
+    code_N = (found.flatten()[: numel * bits].view(-1, bits) << torch.arange(bits)).sum(dim=1)
+    return (code_N - (code_N >> (bits - 1) << bits)).float()
 
 
 def quantize_blockwise(
     x: Tensor,
     *,
     bits: int = 8,
-    block: int = 128,
+    block: int | None = 128,
     format: str | None = None,
     residual: Tensor | None = None,
     rng_state: Tensor | None = None,
@@ -115,22 +125,15 @@ def dequantize_blockwise(
     numel: int,
     *,
     bits: int = 8,
-    block: int = 128,
+    block: int | None = 128,
     format: str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """As `moe_ext.ops.dequantize_blockwise`."""
     name = format_of("dequantize_blockwise", bits, format)
-    if name == "fp8":
-        code_N = codes.view(torch.float8_e4m3fn).float()
-    elif name == "int8":
-        code_N = codes.view(torch.int8).float()
-    elif name == "int4":
-        nibbles = torch.stack([codes & 15, codes >> 4], dim=1).flatten()[:numel].float()
-        code_N = nibbles - 16.0 * (nibbles > 7)
-    else:
-        negative = (codes[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-        code_N = 1.0 - 2.0 * negative.flatten()[:numel].float()
+    code_N = _unpack(codes, numel, name)
+    if name == "sign":
+        code_N = 1.0 + 2.0 * code_N
     values_BS = _blocks(code_N, block) * scales[:, None]
     return values_BS.flatten()[:numel].to(dtype)
 
@@ -141,7 +144,7 @@ def dequantize_add_(
     scales: Tensor,
     *,
     bits: int = 8,
-    block: int = 128,
+    block: int | None = 128,
     format: str | None = None,
     accumulate: bool = True,
 ) -> None:

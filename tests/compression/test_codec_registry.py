@@ -14,6 +14,9 @@ from moe_ext.compression import (
     CompressionState,
     PayloadCodec,
     Policy,
+    Quantize,
+    Threshold,
+    TopK,
     codec_of,
     compress_gradients,
     flush,
@@ -58,7 +61,8 @@ class Forgetful(Short):
 
 for made in (Short, Loudest, Forgetful):
     register_codec(made.name, lambda density, made=made: made())
-NAMES = ("short", "loudest", "forgetful")
+register_codec("one_scale", lambda density: Quantize("int3", block=None))
+NAMES = ("short", "loudest", "forgetful", "int6", "int3", "int2", "one_scale")
 two = Checks()
 
 
@@ -120,6 +124,23 @@ def costs_what_it_says(name):
     assert traffic.total_bytes == codec.sent_bytes(1000, dist.get_world_size())
     codec.rehearse(grad, codec.new_memory(grad), 2)
     assert codec.num_rounds(1) == 0 < codec.num_rounds(2)
+
+
+@pytest.mark.parametrize(
+    "codec", [TopK(0.05), TopK(0.05, value_codec="int3"), Threshold(0.05), Quantize("int2")]
+)
+def test_payloads_alone_lose_nothing(codec):
+    """One protocol: what is decoded plus what is kept is the gradient plus what was owed."""
+    x, owed = torch.randn(1000), torch.randn(1000)
+    residual, found = owed.clone(), torch.zeros(1000)
+    payload = codec.encode(x, residual)
+    assert payload.dtype == torch.uint8 and payload.numel() == codec.payload_bytes(1000)
+    codec.decode_add_(found, payload)
+    # One rounding of each sum, of numbers below 8.
+    assert (found + residual - (x + owed)).abs().max() <= 2 * 8 * 2.0**-24
+    assert codec.needs_feedback == isinstance(codec, (TopK, Threshold))
+    if codec.needs_feedback:
+        assert found.count_nonzero() <= 50 and found.abs().max() > 2
 
 
 @pytest.mark.parametrize("name", two)

@@ -108,7 +108,7 @@ def reduce_in_pieces(numel, size, format, *, piece, elsewhere=False, state=None)
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize(("numel", "size"), [(4096, 3), (25_000, 3), (30_721, 2), (9000, 4)])
-@pytest.mark.parametrize("format", ["int8", "int4", "fp8", "sign"])
+@pytest.mark.parametrize("format", ["int8", "int4", "int3", "fp8", "sign"])
 def test_pieces_give_the_same_bits(format, numel, size, elsewhere):
     want, residuals, servers = quantized_reference(size, numel, format, 128, average=True)
     for piece in (4096, 1 << 20):
@@ -240,8 +240,9 @@ def test_bad_arguments_of_sparse_all_reduce(change, message):
     [
         ({"x": torch.zeros(8, 8).t()[1:]}, "x to be contiguous float32, bfloat16 or float16"),
         ({"x": torch.zeros(64).double()}, "x to be contiguous float32, bfloat16 or float16"),
-        ({"format": "int3"}, "format to be one of"),
-        ({"block": 100}, "block to be a power of two from 64 to 1024, got 100"),
+        ({"format": "int5"}, "format to be one of"),
+        ({"block": 100}, "block to be None or a power of two from 64 to 1024, got 100"),
+        ({"format": "sign", "block": None}, "block to be a number for signs"),
         ({"residual": torch.zeros(63)}, "residual to be contiguous float32 of 64 elements"),
         ({"server_residual": torch.zeros(64)}, "server_residual to be .* of 256 elements"),
         ({"rng_state": torch.zeros(3)}, r"rng_state to be int64 of shape \(4,\)"),

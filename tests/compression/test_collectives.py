@@ -45,9 +45,11 @@ from moe_ext.ops import (
     threshold_compress_,
     topk_compress_,
 )
+from moe_ext.ops.quantize import CODE_BITS
 
 EPS = torch.finfo(torch.float32).eps
-FORMATS = ("int8", "int4", "fp8", "sign")
+# The other integers differ in the operators alone.
+FORMATS = ("int8", "int4", "int3", "fp8", "sign")
 SIZES = (0, 1, 3, 1000, 70_001)
 check = ChecksOfSizes()
 
@@ -161,7 +163,7 @@ def result_goes_where_it_is_wanted(rank, size):
 @check(2, 3, 4, 8)
 def quantized_all_reduce_is_that_of_one_process(rank, size):
     for numel, format in itertools.product((1, 77, 1000, 20_001), FORMATS):
-        for block, average in ((64, True), (256, False)):
+        for block, average in ((64, True), (None if format == "int3" else 256, False)):
             wanted = quantized_reference(size, numel, format, block, average)
             x, residual = of_rank(rank, numel), torch.zeros(numel)
             server = torch.zeros(shard_numel(numel, size, block))
@@ -180,12 +182,16 @@ def quantized_all_reduce_is_that_of_one_process(rank, size):
             assert torch.equal(server, wanted[2][rank])
             sent = quantized_all_reduce_bytes(numel, size, format, block)
             assert traffic.total_bytes == sent
+            if block is None:
+                bits = CODE_BITS[format]
+                shard_bytes = -(-shard_numel(numel, size, None) * bits // 128) * 16
+                assert sent == 2 * (size - 1) * (shard_bytes + 16)
 
 
 @check(1, 2, 3, 4, 8)
 def quantized_all_reduce_conserves(rank, size):
-    for numel, format in itertools.product(SIZES, FORMATS):
-        block = 64
+    formats = [*((format, 64) for format in FORMATS), ("int8", None)]
+    for numel, (format, block) in itertools.product(SIZES, formats):
         shard = shard_numel(numel, size, block)
         residual, server = torch.zeros(numel), torch.zeros(shard)
         applied, gradients = torch.zeros(numel).double(), torch.zeros(numel).double()

@@ -29,9 +29,10 @@ struct Quantized {
   bool operator==(const Quantized&) const = default;
 };
 
-Quantized quantized(const quantize::Kernels& kernels, int64_t format, int64_t n, bool random) {
+Quantized quantized(const quantize::Kernels& kernels, int64_t format, int64_t n, bool random, bool shared) {
   const std::vector<float> x = random_floats(n, 4);
   const int64_t state[4] = {5, 6, 7, 8};
+  static constexpr uint32_t kLargest = 0x41000000; // 8, above all
   Quantized out{std::vector<uint8_t>(n + 1, 7), std::vector<float>(n / 64 + 2, 7), random_floats(n + 1, 5)};
   const quantize::QuantizeArgs<float> args{
       x.data(),
@@ -42,7 +43,8 @@ Quantized quantized(const quantize::Kernels& kernels, int64_t format, int64_t n,
       n,
       64,
       {random ? state : nullptr, nullptr},
-      0};
+      0,
+      shared ? &kLargest : nullptr};
   kernels.f32.quantize[format](args, 0, (n + 63) / 64);
   EXPECT_EQ(out.codes[n], 7) << "wrote past the codes";
   EXPECT_EQ(out.scales[(n + 63) / 64], 7) << "wrote past the scales";
@@ -53,9 +55,10 @@ Quantized quantized(const quantize::Kernels& kernels, int64_t format, int64_t n,
 TEST_P(Quantisers, QuantizesAsThePortableLoops) {
   for (const int64_t n : kSizes) {
     for (int64_t format = 0; format < quantize::kNumFormats; ++format) {
-      for (const bool random : {false, true}) {
-        const Quantized actual = quantized(quantize::table(GetParam()), format, n, random);
-        ASSERT_TRUE(actual == quantized(quantize::table("portable"), format, n, random)) << n << " in " << format;
+      for (const auto& [random, shared] : {std::pair(false, false), {true, false}, {false, true}}) {
+        const Quantized actual = quantized(quantize::table(GetParam()), format, n, random, shared);
+        ASSERT_TRUE(actual == quantized(quantize::table("portable"), format, n, random, shared))
+            << n << " in " << format;
       }
     }
   }

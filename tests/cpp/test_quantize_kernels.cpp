@@ -18,11 +18,12 @@ struct Case {
   int64_t offset = 0;     // elements, of every tensor
   bool elsewhere = false; // the old residual is read from another tensor
   int64_t first = 0;      // number of the first element
+  bool shared = false;    // one scale
 };
 
 std::ostream& operator<<(std::ostream& out, const Case& c) {
   return out << c.numel << " in " << c.block << (c.residual ? ", residual" : "") << (c.random ? ", random" : "") << ", "
-             << c.offset << (c.elsewhere ? ", elsewhere" : "") << ", " << c.first;
+             << c.offset << (c.elsewhere ? ", elsewhere" : "") << ", " << c.first << (c.shared ? ", one scale" : "");
 }
 
 struct Result {
@@ -47,8 +48,7 @@ struct Problem {
   }
   Result start(Format format) const {
     return {
-        std::vector<uint8_t>(c.offset + ceil_div(c.numel, elements_per_byte(format))),
-        std::vector<float>(ceil_div(c.numel, c.block)),
+        std::vector<uint8_t>(c.offset + code_bytes(c.numel, format)), std::vector<float>(ceil_div(c.numel, c.block)),
         c.elsewhere ? std::vector<float>(residual.size(), -9.0f) : residual};
   }
   QuantizeArgs<T> args(Format format, Result& out) const {
@@ -78,6 +78,15 @@ float sum_of(const std::vector<float>& a, float factor) {
   return lanes[0];
 }
 
+uint32_t bits_at(const uint8_t* bytes, int64_t i, Format format) {
+  uint32_t found = 0;
+  for (int64_t bit = 0; bit < bits_of(format); ++bit) {
+    const int64_t at = i * bits_of(format) + bit;
+    found |= (bytes[at / 8] >> at % 8 & 1u) << bit;
+  }
+  return found;
+}
+
 template <Format kFormat, typename T>
 void serial_block(const QuantizeArgs<T>& args, int64_t block) {
   const int64_t begin = block * args.block, end = std::min(args.numel, begin + args.block);
@@ -87,25 +96,26 @@ void serial_block(const QuantizeArgs<T>& args, int64_t block) {
     a.push_back(args.residual_in == nullptr ? to_acc(args.x[i]) : args.residual_in[i] + to_acc(args.x[i]));
     most = std::max(most, key_of(a.back()));
   }
-  Scaling s = scaling_of(bit_cast<float>(most), largest_code(kFormat));
+  Scaling s = scaling_of(bit_cast<float>(args.largest != nullptr ? *args.largest : most), largest_code(kFormat));
   if (kFormat == Format::kSign) {
     s.scale = sign_scale(sum_of(a, sign_factor(most)), end - begin, sign_factor(most));
   }
-  args.scales[block] = s.scale;
+  args.scales[args.largest != nullptr ? 0 : block] = s.scale;
   for (int64_t i = begin; i < end; ++i) {
     const float value = a[i - begin];
-    uint8_t& byte = args.codes[i / elements_per_byte(kFormat)];
     float back = value < 0 ? -s.scale : s.scale;
-    if constexpr (kFormat == Format::kSign) {
-      byte |= static_cast<uint8_t>((value < 0) << i % 8);
-    } else {
-      int8_t code = code_of<kFormat, false>(value, s, 0);
+    int8_t code = value < 0;
+    if constexpr (kFormat != Format::kSign) {
+      code = code_of<kFormat, false>(value, s, 0);
       if (args.rng.state != nullptr) {
         const int64_t number = args.offset + i;
         code = code_of<kFormat, true>(value, s, rounding_draws(args.rng, number - i + begin).words(number).w[i % 4]);
       }
       back = value_of<kFormat>(code, s.scale);
-      byte |= static_cast<uint8_t>(kFormat == Format::kInt4 ? (code & 15) << 4 * (i % 2) : code);
+    }
+    for (int64_t bit = 0; bit < bits_of(kFormat); ++bit) {
+      const int64_t at = i * bits_of(kFormat) + bit;
+      args.codes[at / 8] |= static_cast<uint8_t>((code >> bit & 1) << at % 8);
     }
     if (args.residual != nullptr) {
       args.residual[i] = value - back;
@@ -117,24 +127,38 @@ template <Format kFormat, typename T>
 void check_format(const Case& c) {
   const Problem<T> problem(c);
   Result expected = problem.start(kFormat), out = problem.start(kFormat);
-  for (int64_t block = 0; block < ceil_div(c.numel, c.block); ++block) {
-    serial_block<kFormat>(problem.args(kFormat, expected), block);
+  QuantizeArgs<T> serial = problem.args(kFormat, expected), args = problem.args(kFormat, out);
+  int largest = 0;
+  if (c.shared) {
+    launch_largest(args, &largest, nullptr);
+    args.largest = serial.largest = reinterpret_cast<const uint32_t*>(&largest);
+    int most = 0;
+    for (int64_t i = 0; i < c.numel; ++i) {
+      const float value = to_acc(args.x[i]);
+      most =
+          std::max(most, static_cast<int>(key_of(args.residual_in == nullptr ? value : args.residual_in[i] + value)));
+    }
+    EXPECT_EQ(largest, most);
   }
-  launch_quantize(kFormat, problem.args(kFormat, out), nullptr, nullptr);
+  for (int64_t block = 0; block < ceil_div(c.numel, c.block); ++block) {
+    serial_block<kFormat>(serial, block);
+  }
+  launch_quantize(kFormat, args, nullptr, nullptr);
   EXPECT_EQ(out, expected);
 
   // What the residual keeps is what the decoder does not give back; a sum with x tells the other entry.
   for (const bool add : {false, true}) {
     std::vector<T> values = problem.x;
     launch_dequantize<T>(
-        kFormat, {values.data() + c.offset, out.codes.data() + c.offset, out.scales.data(), c.numel, c.block, add},
+        kFormat,
+        {values.data() + c.offset, out.codes.data() + c.offset, out.scales.data(), c.numel, c.block, add, c.shared},
         nullptr);
     for (int64_t i = 0; i < c.numel; ++i) {
-      const uint32_t byte = out.codes[c.offset + i / elements_per_byte(kFormat)];
-      const float scale = out.scales[i / c.block];
-      const float value = kFormat == Format::kSign   ? ((byte >> i % 8 & 1u) != 0 ? -scale : scale)
-                          : kFormat == Format::kInt4 ? static_cast<float>(from_nibble(byte >> 4 * (i % 2))) * scale
-                                                     : value_of<kFormat>(static_cast<int8_t>(byte), scale);
+      const uint32_t bits = bits_at(out.codes.data() + c.offset, i, kFormat);
+      const float scale = out.scales[c.shared ? 0 : i / c.block];
+      const float value = kFormat == Format::kSign  ? (bits != 0 ? -scale : scale)
+                          : kFormat == Format::kFp8 ? value_of<kFormat>(static_cast<int8_t>(bits), scale)
+                                                    : static_cast<float>(from_low_bits<bits_of(kFormat)>(bits)) * scale;
       const float sum = add ? to_acc(problem.x[c.offset + i]) + value : value;
       ASSERT_EQ(to_acc(values[c.offset + i]), to_acc(from_acc<T>(sum))) << i;
     }
@@ -148,7 +172,12 @@ TEST_P(Quantize, EqualsASerialQuantizer) {
     check_format<Format::kInt8, T>(param());
     check_format<Format::kInt4, T>(param());
     check_format<Format::kFp8, T>(param());
-    check_format<Format::kSign, T>(param());
+    if (!param().shared) {
+      check_format<Format::kSign, T>(param());
+    }
+    check_format<Format::kInt6, T>(param());
+    check_format<Format::kInt3, T>(param());
+    check_format<Format::kInt2, T>(param());
   };
   check.operator()<float>();
   check.operator()<BFloat16>();
@@ -167,11 +196,14 @@ INSTANTIATE_TEST_SUITE_P(
          {1025, 1024, true},
          {5000, 256, true, true},
          {1000, 128, true, false, 0, true},
-         {1000, 128, true, true, 1, true, 256}}));
+         {1000, 128, true, true, 1, true, 256},
+         {1, 256, false, false, 0, false, 0, true},
+         {1003, 256, true, true, 1, true, 1024, true}}));
 
 TEST(Quantize, WhatIsNotFiniteTravelsAndTheResidualStays) {
   for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
-    for (const Format format : {Format::kInt8, Format::kInt4, Format::kFp8, Format::kSign}) {
+    for (int64_t i = 0; i < kNumFormats; ++i) {
+      const Format format = static_cast<Format>(i);
       Problem<float> problem({300, 64, true});
       problem.x[70] = bad;
       Result out = problem.start(format);

@@ -2,7 +2,7 @@
 
 from moe_ext.compression.codecs.base import Codec, OnNonfinite, PayloadCodec, Unsent, check_choice
 from moe_ext.compression.codecs.dense import BlockSparse, Dense, dense_reduction
-from moe_ext.compression.codecs.quantized import OneBit, Quantize
+from moe_ext.compression.codecs.quantized import OneBit, Quantize, Rounded
 from moe_ext.compression.codecs.registry import codec_names, codec_of, register_codec
 from moe_ext.compression.codecs.sparse import Threshold, TopK
 
@@ -14,6 +14,7 @@ __all__ = [
     "OneBit",
     "PayloadCodec",
     "Quantize",
+    "Rounded",
     "Threshold",
     "TopK",
     "Unsent",

@@ -5,21 +5,86 @@ Shape suffixes: N elements of a flat gradient.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from moe_ext.compression.codecs.base import PayloadCodec, check_choice
-from moe_ext.compression.collectives.coding import FORMATS, QuantizedCoding
+from moe_ext.compression.collectives.coding import (
+    FORMATS,
+    Coding,
+    QuantizedCoding,
+    RoundedCoding,
+)
+from moe_ext.compression.collectives.quantized import BLOCKS
+
+
+class _Coded(PayloadCodec):
+    """Base of codecs whose payload is that of a coding of the collectives."""
+
+    @abstractmethod
+    def coding(self) -> Coding:
+        """See `PayloadCodec`."""
+
+    @property
+    def align(self) -> int:
+        """See `PayloadCodec`."""
+        return self.coding().align
+
+    def payload_bytes(self, numel: int) -> int:
+        """See `PayloadCodec`."""
+        return self.coding().payload_bytes(numel)
+
+    def encode(
+        self,
+        x_N: Tensor,
+        residual_N: Tensor | None = None,
+        *,
+        rng_state: Tensor | None = None,
+    ) -> Tensor:
+        """See `PayloadCodec`."""
+        return self.coding().encode(x_N, residual_N, rng_state=rng_state)
+
+    def decode_add_(self, out_N: Tensor, payload: Tensor) -> None:
+        """See `PayloadCodec`."""
+        self.coding().decode_add_(out_N, payload)
 
 
 @dataclass(frozen=True)
-class Quantize(PayloadCodec):
+class Rounded(_Coded):
+    """Numbers of bfloat16 that are summed in float32, with error feedback.
+
+    Unlike `Dense` in bfloat16, which sums as it sends.
+
+    Args:
+        feedback: keep what rounding lost.
+    """
+
+    name: ClassVar[str] = "bf16"
+
+    feedback: bool = True
+
+    @property
+    def feeds_back(self) -> bool:
+        """See `Codec`."""
+        return self.feedback
+
+    def coding(self) -> RoundedCoding:
+        """See `PayloadCodec`."""
+        return RoundedCoding(torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Quantize(_Coded):
     """Blocks of few bits with a scale each, summed in float32 by the owner of a shard.
 
     Args:
-        format: "int8", "int4", "fp8" (e4m3) or "sign".
-        block: elements that share a scale, a power of two from 64 to 1024.
+        format: "int8", "int6", "int4", "int3", "int2", "fp8" (e4m3) or "sign".
+        block: elements that share a scale, a power of two from 64 to 1024; None for one scale a
+            payload (see `quantized_all_reduce_`), not for signs.
         stochastic: round up or down at random, which is right in expectation, instead of to the
             nearest.
         feedback: keep what rounding lost, on the ranks and on the owners, and send it with the
@@ -27,13 +92,14 @@ class Quantize(PayloadCodec):
     """
 
     format: str = "int8"
-    block: int = 256
+    block: int | None = 256
     stochastic: bool = False
     feedback: bool = True
 
     def __post_init__(self) -> None:
         check_choice("Quantize", "format", self.format, FORMATS)
-        check_choice("Quantize", "block", self.block, (64, 128, 256, 512, 1024))
+        blocks = BLOCKS if self.format == "sign" else (None, *BLOCKS)
+        check_choice("Quantize", "block", self.block, blocks)
         if self.format == "sign" and self.stochastic:
             raise ValueError(
                 "Quantize: expected stochastic to be False for signs, which have no neighbours to "
@@ -56,31 +122,13 @@ class Quantize(PayloadCodec):
         return self.feedback
 
     @property
-    def align(self) -> int:
+    def needs_feedback(self) -> bool:
         """See `PayloadCodec`."""
-        return self.block
+        return self.format == "sign"
 
     def coding(self) -> QuantizedCoding:
         """See `PayloadCodec`."""
         return QuantizedCoding(self.format, self.block)
-
-    def payload_bytes(self, numel: int) -> int:
-        """See `PayloadCodec`."""
-        return self.coding().payload_bytes(numel)
-
-    def encode(
-        self,
-        x_N: Tensor,
-        residual_N: Tensor | None = None,
-        *,
-        rng_state: Tensor | None = None,
-    ) -> Tensor:
-        """See `PayloadCodec`."""
-        return self.coding().encode(x_N, residual_N, rng_state=rng_state)
-
-    def decode_add_(self, out_N: Tensor, payload: Tensor) -> None:
-        """See `PayloadCodec`."""
-        self.coding().decode_add_(out_N, payload)
 
 
 @dataclass(frozen=True)
@@ -94,6 +142,6 @@ class OneBit(Quantize):
     """
 
     format: str = field(default="sign", init=False, repr=False)
-    block: int = 256
+    block: int | None = 256
     stochastic: bool = field(default=False, init=False, repr=False)
     feedback: bool = field(default=True, init=False, repr=False)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 
 from moe_ext.compression.codecs.base import Codec, check_choice
 from moe_ext.compression.codecs.dense import BlockSparse, Dense
 from moe_ext.compression.codecs.quantized import OneBit, Quantize
 from moe_ext.compression.codecs.sparse import Threshold, TopK
+from moe_ext.compression.collectives.coding import FORMATS
 
 CodecFactory = Callable[[float], Codec]
 
@@ -56,6 +58,10 @@ def codec_of(codec: str | Codec, density: float = 0.01, *, owner: str = "codec_o
     return codec
 
 
+def _quantize(format: str, density: float) -> Codec:
+    return Quantize(format)
+
+
 def _powersgd(density: float) -> Codec:
     # Imports torch's hook, which needs numpy.
     made: Codec = importlib.import_module("moe_ext.compression.codecs.powersgd").PowerSGD()
@@ -65,9 +71,9 @@ def _powersgd(density: float) -> Codec:
 register_codec("none", lambda density: Dense())
 register_codec("bf16", lambda density: Dense("bf16"))
 register_codec("fp16", lambda density: Dense("fp16"))
-register_codec("int8", lambda density: Quantize("int8"))
-register_codec("int4", lambda density: Quantize("int4"))
-register_codec("fp8", lambda density: Quantize("fp8"))
+for _format in FORMATS:
+    if _format != "sign":
+        register_codec(_format, partial(_quantize, _format))
 register_codec("onebit", lambda density: OneBit())
 register_codec("topk", TopK)
 register_codec("threshold", Threshold)

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from moe_ext.ops import packed_index_bytes
+from moe_ext.ops.quantize import code_bytes, num_scales
 
-FORMATS = ("int8", "int4", "fp8", "sign")
+FORMATS = ("int8", "int6", "int4", "int3", "int2", "fp8", "sign")
 # Signs cannot say that a slot is unused.
-PAIR_CODECS = ("fp32", "bf16", "fp8", "int8", "int4")
+PAIR_CODECS = ("fp32", "bf16", "fp8", "int8", "int6", "int4", "int3", "int2")
 _PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Elements that a shard is a multiple of where all of a payload share a scale.
+LEAST_BLOCK = 64
 # Values of pairs that share a scale.
 _PAIR_BLOCK = 128
 
@@ -91,34 +94,31 @@ class QuantizedCoding:
 
     Args:
         format: one of `FORMATS`.
-        block: elements that share a scale.
+        block: elements that share a scale; None for all of a payload.
     """
 
     format: str
-    block: int
+    block: int | None
 
     @property
     def align(self) -> int:
         """See `Coding`."""
-        return self.block
+        return self.block or LEAST_BLOCK
 
     @property
     def native(self) -> tuple[str, int] | None:
         """See `Coding`."""
-        return self.format, self.block
+        return self.format, self.block or 0
 
     @property
     def means_of_blocks(self) -> bool:
         """See `Coding`."""
         return self.format == "sign"
 
-    def _code_bytes(self, numel: int) -> int:
-        bits = {"int4": 4, "sign": 1}.get(self.format, 8)
-        return (numel * bits + 7) // 8
-
     def payload_bytes(self, numel: int) -> int:
         """See `Coding`."""
-        return aligned(self._code_bytes(numel)) + aligned(4 * -(-numel // self.block))
+        scale_bytes = 4 * num_scales(numel, self.block)
+        return aligned(code_bytes(numel, self.format)) + aligned(scale_bytes)
 
     def encode(
         self,
@@ -133,7 +133,7 @@ class QuantizedCoding:
         codes, scales = torch.ops.moe_ext.quantize_blockwise(
             x_N,
             self.format,
-            self.block,
+            self.block or 0,
             residual,
             rng_state,
             False,
@@ -142,20 +142,19 @@ class QuantizedCoding:
         )
         return _joined(codes, scales)
 
-    def _scales(self, payload: Tensor, numel: int) -> Tensor:
-        start = aligned(self._code_bytes(numel))
-        return payload[start : start + 4 * -(-numel // self.block)].view(torch.float32)
-
     def decode_add_(
         self, out_N: Tensor, payload: Tensor, *, divisor: int = 1, overwrite: bool = False
     ) -> None:
         """See `Coding`."""
         numel = out_N.numel()
-        codes, scales = payload[: self._code_bytes(numel)], self._scales(payload, numel)
+        num_bytes = code_bytes(numel, self.format)
+        codes, start = payload[:num_bytes], aligned(num_bytes)
+        scale_bytes = 4 * num_scales(numel, self.block)
+        scales = payload[start : start + scale_bytes].view(torch.float32)
         if divisor != 1:
             scales = scales / divisor
         torch.ops.moe_ext.dequantize_add_(
-            out_N, codes, scales, self.format, self.block, not overwrite
+            out_N, codes, scales, self.format, self.block or 0, not overwrite
         )
 
 

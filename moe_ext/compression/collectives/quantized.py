@@ -20,7 +20,12 @@ from moe_ext.compression.collectives.arguments import (
     flat_problem,
     tensor_problem,
 )
-from moe_ext.compression.collectives.coding import FORMATS, Coding, QuantizedCoding
+from moe_ext.compression.collectives.coding import (
+    FORMATS,
+    LEAST_BLOCK,
+    Coding,
+    QuantizedCoding,
+)
 from moe_ext.distributed import worker
 from moe_ext.distributed.agreement import agree, is_nonfinite
 from moe_ext.distributed.comm import Pending
@@ -51,30 +56,35 @@ class States(NamedTuple):
         return States(*(None if x is None else x.view(-1) for x in self))
 
 
-def shard_numel(numel: int, world_size: int, block: int = 256) -> int:
+def shard_numel(numel: int, world_size: int, block: int | None = 256) -> int:
     """Elements of a rank's shard in `quantized_all_reduce_`: whole blocks, the same for all.
 
     Args:
         numel (int): N.
         world_size (int): P.
-        block (int): as there.
+        block (int or None): as there.
 
     Returns:
         int: M, with P M at least N; the last shards may lie behind the end.
     """
+    block = block or LEAST_BLOCK
     return -(-numel // (world_size * block)) * block
 
 
-def quantized_all_reduce_bytes(numel: int, world_size: int, format: str, block: int = 256) -> int:
+def quantized_all_reduce_bytes(
+    numel: int, world_size: int, format: str, block: int | None = 256
+) -> int:
     """Bytes that leave a rank in one `quantized_all_reduce_`: a payload for each other, twice."""
     shard = shard_numel(numel, world_size, block)
     return 2 * (world_size - 1) * QuantizedCoding(format, block).payload_bytes(shard)
 
 
-def _option_problem(format: str, block: int, rng_state: Tensor | None) -> str | None:
+def _option_problem(format: str, block: int | None, rng_state: Tensor | None) -> str | None:
     problem = choice_problem(format, "format", FORMATS)
-    if problem is None and block not in BLOCKS:
-        problem = f"expected block to be a power of two from 64 to 1024, got {block}"
+    if problem is None and block not in (None, *BLOCKS):
+        problem = f"expected block to be None or a power of two from 64 to 1024, got {block}"
+    if problem is None and block is None and format == "sign":
+        problem = "expected block to be a number for signs, whose scale is its mean, got None"
     if problem is None and rng_state is not None:
         if format == "sign":
             return "expected rng_state to be None for signs, which are not rounded, got one"
@@ -119,7 +129,7 @@ def quantized_all_reduce_(
     x: Tensor,
     *,
     format: str = "int8",
-    block: int = 256,
+    block: int | None = 256,
     residual: Tensor | None = None,
     server_residual: Tensor | None = None,
     rng_state: Tensor | None = None,
@@ -140,8 +150,11 @@ def quantized_all_reduce_(
 
     Args:
         x (Tensor): float32, bfloat16 or float16, contiguous, of any shape; changed in place.
-        format (str): "int8", "int4", "fp8" or "sign", see `quantize_blockwise`.
-        block (int): elements that share a scale, a power of two from 64 to 1024.
+        format (str): "int8", "int6", "int4", "int3", "int2", "fp8" or "sign", see
+            `quantize_blockwise`.
+        block (int or None): elements that share a scale, a power of two from 64 to 1024. None is
+            one scale for each payload: what a rank sends of a shard, or of a piece of it. No scale
+            has to be agreed on, and each is as small as its own elements allow.
         residual (Tensor[N]): float32, contiguous: what this rank owes; changed in place.
         server_residual (Tensor[M]): float32, of `shard_numel` elements: what the owner of a shard
             owes; changed in place.
@@ -201,7 +214,7 @@ def quantized_reduce_scatter(
     input: Tensor,
     *,
     format: str = "int8",
-    block: int = 256,
+    block: int | None = 256,
     residual: Tensor | None = None,
     rng_state: Tensor | None = None,
     residual_in: Tensor | None = None,
@@ -218,7 +231,7 @@ def quantized_reduce_scatter(
         output (Tensor): float32, bfloat16 or float16, contiguous, N / P elements; filled.
         input (Tensor): float32, bfloat16 or float16, contiguous, N elements: shard p is for rank p.
         format (str): as `quantized_all_reduce_`.
-        block (int): as `quantized_all_reduce_`; blocks begin anew in each shard.
+        block (int or None): as `quantized_all_reduce_`; blocks begin anew in each shard.
         residual (Tensor[N]): as `quantized_all_reduce_`.
         rng_state (Tensor[4]): as `quantized_all_reduce_`.
         residual_in (Tensor[N]): as `quantized_all_reduce_`.
@@ -267,7 +280,7 @@ def quantized_all_gather(
     input: Tensor,
     *,
     format: str = "int8",
-    block: int = 256,
+    block: int | None = 256,
     rng_state: Tensor | None = None,
     group: ProcessGroup | None = None,
     validate: bool = True,
@@ -280,7 +293,7 @@ def quantized_all_gather(
             own shard is read from its codes too, so that all hold the same.
         input (Tensor): float32, bfloat16 or float16, contiguous, N / P elements.
         format (str): as `quantized_all_reduce_`.
-        block (int): as `quantized_all_reduce_`; blocks begin anew in each shard.
+        block (int or None): as `quantized_all_reduce_`; blocks begin anew in each shard.
         rng_state (Tensor[4]): as `quantized_all_reduce_`.
         group: as `quantized_all_reduce_`.
         validate (bool): as `quantized_all_reduce_`.
