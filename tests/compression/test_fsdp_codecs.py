@@ -15,7 +15,7 @@ from fsdp_checks import (
 from outside_codecs import Short
 from rank_checks import Checks
 
-from moe_ext.compression import register_codec
+from moe_ext.compression import Quantize, Threshold, TopK, register_codec
 from moe_ext.compression.fsdp import CompressedReduceScatter, zero_plus_plus
 from moe_ext.distributed import count_traffic
 
@@ -48,7 +48,15 @@ def compressed(kind, codec):
     return model, zero_plus_plus(model, node_group=nodes, node_codec=codec)
 
 
-@four(("scattered", "brief"), ("scattered", Brief()), ("nodes", "brief"))
+@four(
+    ("scattered", "brief"),
+    ("scattered", Brief()),
+    ("scattered", Quantize("int6", block=None)),
+    ("scattered", TopK(0.1)),
+    ("nodes", "brief"),
+    ("nodes", Threshold(0.1)),
+    ("nodes", Quantize("int2", stochastic=True)),
+)
 def nothing_is_lost(kind, codec):
     model, compression = compressed(kind, codec)
     assert_nothing_is_lost(model, compression, num_steps=3)
@@ -76,7 +84,7 @@ def test_four_ranks(name):
     four.assert_passed(4, name)
 
 
-@pytest.mark.parametrize("codec", ["topk", "auto", Whole()])
+@pytest.mark.parametrize("codec", ["powersgd", "auto", Whole()])
 def test_codecs_that_cannot_be_cut_are_refused(codec):
     with pytest.raises(ValueError, match="CompressedReduceScatter: expected format to be one of"):
         CompressedReduceScatter(codec)

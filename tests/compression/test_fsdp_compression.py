@@ -30,6 +30,7 @@ from rank_checks import Checks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from moe_ext.compression import TopK
 from moe_ext.compression.fsdp import (
     CompressedAllGather,
     CompressedAllReduce,
@@ -412,7 +413,7 @@ def wrong_states_and_options_are_refused():
         assert_same(after["residuals"][name], part)
     with pytest.raises(ValueError, match=r"expected modules to be wrapped with .*=4\) for"):
         zero_plus_plus(wrapped(mesh()), zero_hpz_partition_size=4)
-    with pytest.raises(ValueError, match=r"expected error_feedback to be on for top-k"):
+    with pytest.raises(ValueError, match=r"expected error_feedback to be on for 'topk'"):
         CompressedAllReduce("topk", dist.group.WORLD, error_feedback=False)
     with pytest.raises(ValueError, match=r"expected module to be given with error feedback"):
         CompressedAllReduce("int8", dist.group.WORLD)
@@ -444,11 +445,23 @@ def test_two_ranks(name):
     [
         (
             lambda: CompressedAllGather("sign"),
-            r"CompressedAllGather: expected format to be one of \(.*\), got 'sign'",
+            "CompressedAllGather: expected format to be one of those that need no .*, got 'sign'",
         ),
         (
-            lambda: CompressedReduceScatter("int3"),
-            "CompressedReduceScatter: expected format to be one of .*, got 'int3'",
+            lambda: CompressedAllGather(TopK(0.5)),
+            r"expected format to be one of those that need no error feedback, got TopK\(",
+        ),
+        (
+            lambda: CompressedReduceScatter("int5"),
+            r"CompressedReduceScatter: expected format to be one of .*, got 'int5'",
+        ),
+        (
+            lambda: CompressedReduceScatter(TopK(momentum=0.9), error_feedback=True),
+            "TopK: expected momentum to be None where parts of a gradient .*, got 0.9",
+        ),
+        (
+            lambda: CompressedReduceScatter(TopK(scope=64), error_feedback=True),
+            "TopK: expected scope to be 'bucket' where parts of a gradient .*, got 64",
         ),
         (
             lambda: CompressedReduceScatter("int8", 100),
@@ -456,7 +469,11 @@ def test_two_ranks(name):
         ),
         (
             lambda: CompressedReduceScatter("sign"),
-            "expected error_feedback to be on for signs, got False",
+            "expected error_feedback to be on for 'sign', got False",
+        ),
+        (
+            lambda: CompressedReduceScatter("topk"),
+            "expected error_feedback to be on for 'topk', got False",
         ),
         (
             lambda: CompressedReduceScatter("int8", error_feedback=True),

@@ -248,6 +248,11 @@ class PayloadCodec(Codec):
         """Whether it rounds at random, and `encode` wants an `rng_state`."""
         return False
 
+    @property
+    def needs_feedback(self) -> bool:
+        """Whether what payloads leave out must be kept, as too little is left without it."""
+        return False
+
     @abstractmethod
     def payload_bytes(self, numel: int) -> int:
         """Length of the payload of so many elements, which depends on nothing else."""

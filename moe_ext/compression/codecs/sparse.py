@@ -19,12 +19,13 @@ from moe_ext import ops
 from moe_ext.compression.codecs.base import (
     Codec,
     OnNonfinite,
+    PayloadCodec,
     Unsent,
     check_choice,
     with_velocity,
 )
 from moe_ext.compression.codecs.dense import Dense, dense_reduction
-from moe_ext.compression.collectives.coding import PAIR_CODECS
+from moe_ext.compression.collectives.coding import PAIR_CODECS, Coding, PairCoding
 from moe_ext.compression.collectives.sparse import (
     ALGORITHMS,
     SparseLayout,
@@ -42,15 +43,21 @@ _DENSE_ABOVE = 0.5
 _CAPACITY_FACTOR = 1.25
 
 
-class _Sparse(Codec):
-    """Base of `TopK` and `Threshold`, which differ in the selection."""
+class _Sparse(PayloadCodec):
+    """Base of `TopK` and `Threshold`, which differ in the selection.
+
+    A payload alone holds the largest elements of all that it is made of: what a threshold, a
+    velocity or the scopes of several parameters need is in the memory that `start` is given.
+    """
 
     finds_nonfinite: ClassVar[bool] = True
+    needs_feedback: ClassVar[bool] = True
 
     density: float
     algorithm: str
     value_codec: str
     momentum: float | None
+    scope: str | int = "bucket"
 
     def __post_init__(self) -> None:
         owner, density, momentum = type(self).__name__, self.density, self.momentum
@@ -72,6 +79,45 @@ class _Sparse(Codec):
     def _capacity(self, numel: int) -> int:
         """Number of elements that are sent of so many."""
         return num_selected(numel, self.density)
+
+    def coding(self) -> Coding:
+        """See `PayloadCodec`; ValueError for what payloads alone do not hold."""
+        for option, value, plain in (
+            ("momentum", self.momentum, None),
+            ("scope", self.scope, "bucket"),
+        ):
+            if value != plain:
+                raise ValueError(
+                    f"{type(self).__name__}: expected {option} to be {plain!r} where parts of a "
+                    f"gradient are sent by themselves, got {value!r}"
+                )
+        return super().coding()
+
+    def _pairs(self, numel: int) -> PairCoding:
+        return PairCoding(num_selected(numel, self.density), numel, self.value_codec)
+
+    def payload_bytes(self, numel: int) -> int:
+        """See `PayloadCodec`."""
+        return self._pairs(numel).num_bytes
+
+    def encode(
+        self,
+        x_N: Tensor,
+        residual_N: Tensor | None = None,
+        *,
+        rng_state: Tensor | None = None,
+    ) -> Tensor:
+        """See `PayloadCodec`."""
+        pairs = self._pairs(x_N.numel())
+        owed_N = torch.zeros(x_N.shape, device=x_N.device) if residual_N is None else residual_N
+        found = ops.topk_compress_(x_N, owed_N, pairs.count, check_finite=False)
+        payload = pairs.encode(found.values, found.indices)
+        pairs.add_lost_(owed_N, payload, found.values)
+        return payload
+
+    def decode_add_(self, out_N: Tensor, payload: Tensor) -> None:
+        """See `PayloadCodec`."""
+        self._pairs(out_N.numel()).decode_add_(out_N, payload)
 
     @property
     def _is_dense(self) -> bool:
@@ -160,7 +206,7 @@ class _Sparse(Codec):
                 grad_N = kept_N * (memory.factor(kind) * factor) + grad_N
         return grad_N
 
-    def _states(self, memory: CodecMemory) -> dict[str, Any]:
+    def _arguments(self, memory: CodecMemory) -> dict[str, Any]:
         """Arguments of the operators: residual, velocity, and where to write them."""
         kinds = ["residual"] if self.momentum is None else ["residual", "velocity"]
         common: dict[str, Any] = {"momentum": self.momentum or 0.0}
@@ -240,7 +286,7 @@ class TopK(_Sparse):
         self, grad_N: Tensor, memory: CodecMemory, *, check_finite: bool = False
     ) -> tuple[Tensor, Tensor]:
         """See `Codec.start`."""
-        states = {**self._states(memory), "check_finite": check_finite}
+        states = {**self._arguments(memory), "check_finite": check_finite}
         if self.scope == "bucket" or isinstance(self.scope, int):
             size = memory.numel if self.scope == "bucket" else int(self.scope)
             scope = "tensor" if self.scope == "bucket" else size
@@ -308,6 +354,6 @@ class Threshold(_Sparse):
             capacity=self._capacity(memory.numel),
             target=num_selected(memory.numel, self.density),
             check_finite=check_finite,
-            **self._states(memory),
+            **self._arguments(memory),
         )
         return found.values, found.indices

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.fsdp import FSDPModule
 
-from moe_ext.compression.codecs import PayloadCodec, codec_names, codec_of
-from moe_ext.compression.collectives.coding import Coding, QuantizedCoding, RoundedCoding
+from moe_ext.compression.codecs import PayloadCodec, Quantize, Rounded, codec_names, codec_of
+from moe_ext.compression.collectives.coding import FORMATS as QUANTIZED
 from moe_ext.compression.collectives.quantized import (
     States,
     start_all_gather,
@@ -34,8 +34,7 @@ from moe_ext.distributed import comm
 from moe_ext.distributed.fsdp_state import AllGather, ReduceScatter, shard_group
 from moe_ext.distributed.groups import group_rank
 
-QUANTIZED = ("int8", "int4", "fp8", "sign")
-FORMATS = ("none", "bf16", *QUANTIZED)
+FORMATS = ("none", "bf16", *QUANTIZED, "topk")
 _CODED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -53,16 +52,19 @@ class _Message:
         model: nn.Module | None,
         keep_dense: KeepDense,
         min_numel: int,
-        known: Sequence[str] = FORMATS,
+        density: float = 0.01,
+        feedback: bool = False,
     ) -> None:
         if not 64 <= block <= 1024 or block & (block - 1):
             raise ValueError(
                 f"{op}: expected block to be a power of two in [64, 1024], got {block}"
             )
         self.op, self.name = op, name
-        self.codec = _codec_of(op, format, known)
-        self.coding = _coding_of(self.codec, block)
-        self.block = block if self.coding is None else self.coding.align
+        self.codec = _codec_of(op, format, block, density, feedback)
+        self.coding = None if self.codec is None else self.codec.coding()
+        # Where a share of the elements is sent, it is one of whole blocks.
+        takes_share = self.codec is None or self.codec.density is not None
+        self.block = block if self.coding is None or takes_share else self.coding.align
         self.fills_padding = self.coding is not None and self.coding.means_of_blocks
         self.finder = LayoutFinder(
             module,
@@ -81,24 +83,26 @@ class _Message:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-def _codec_of(op: str, format: str | PayloadCodec, known: Sequence[str]) -> str | PayloadCodec:
-    """One of the known formats, or a codec that takes any part of a gradient."""
-    if format in known:
-        return format
-    is_registered = isinstance(format, str) and format in codec_names() and format != "auto"
-    codec = codec_of(format) if is_registered else format
+def _codec_of(
+    op: str, format: str | PayloadCodec, block: int, density: float, feedback: bool
+) -> PayloadCodec | None:
+    """A codec that takes any part of a gradient; None sends messages as they are."""
+    codec: object = format
+    if isinstance(format, str):
+        if format == "none":
+            return None
+        if format in QUANTIZED:
+            codec = Quantize(format, block, feedback=feedback or format == "sign")
+        elif format == "bf16":
+            codec = Rounded(feedback)
+        elif format in codec_names() and format != "auto":
+            codec = codec_of(format, density)
     if isinstance(codec, PayloadCodec) and codec.shardable:
         return codec
-    raise ValueError(f"{op}: expected format to be one of {tuple(known)}, got {format!r}")
-
-
-def _coding_of(codec: str | PayloadCodec, block: int) -> Coding | None:
-    """Quantiser of a message; None if none of them codes it."""
-    if isinstance(codec, PayloadCodec):
-        return codec.coding()
-    if codec == "bf16":
-        return RoundedCoding(torch.bfloat16)
-    return QuantizedCoding(codec, block) if codec in QUANTIZED else None
+    raise ValueError(
+        f"{op}: expected format to be one of {FORMATS}, or a codec that takes any part of a "
+        f"gradient, got {format!r}"
+    )
 
 
 class GradientMessage(_Message):
@@ -112,11 +116,11 @@ class GradientMessage(_Message):
         ledger: StepLedger | None,
         **options: Any,
     ) -> None:
-        super().__init__(op, format, **options)
-        if self.fills_padding and not error_feedback:
-            raise ValueError(f"{op}: expected error_feedback to be on for signs, got False")
-        forgets = isinstance(self.codec, PayloadCodec) and not self.codec.feeds_back
-        keeps = error_feedback and self.codec != "none" and not forgets
+        super().__init__(op, format, feedback=error_feedback, **options)
+        codec = self.codec
+        if codec is not None and codec.needs_feedback and not error_feedback:
+            raise ValueError(f"{op}: expected error_feedback to be on for {format!r}, got False")
+        keeps = error_feedback and codec is not None and codec.feeds_back
         if keeps and self.finder.module is None:
             raise ValueError(
                 f"{op}: expected module to be given with error feedback, got None; residuals are "
@@ -124,11 +128,12 @@ class GradientMessage(_Message):
             )
         self.ledger = ledger if ledger is not None else StepLedger()
         self.residual = self.ledger.new_residual() if keeps else None
+        self.step = 0  # of the random numbers
 
     def _reduce(self, out: Tensor, flat: Tensor, num_shards: int) -> None:
         """Reduce shards that follow each other, ``[P * S]``, to one, ``[S]``."""
         layout = None
-        if self.codec != "none" and flat.dtype in _CODED:
+        if self.codec is not None and flat.dtype in _CODED:
             layout = self.finder.find(out.numel(), trainable_only=True)
         self.ledger.begin(self, self.name)
         try:
@@ -194,8 +199,8 @@ class CompressedAllGather(_Message, AllGather):
     float32, bfloat16 and float16 are not compressed.
 
     Args:
-        format: "int8", "int4", "fp8", "bf16", "none" for FSDP's own message, or a `PayloadCodec`,
-            also by the name that it was registered with.
+        format: "int8", "int6", "int4", "int3", "int2", "fp8", "bf16", "none" for FSDP's own
+            message, or a `PayloadCodec`, also by the name that it was registered with.
         block (int): elements that share a scale.
         module (FSDPModule): what it is set on; None takes a message as one tensor.
         name (str): the module's, for messages of errors.
@@ -207,7 +212,7 @@ class CompressedAllGather(_Message, AllGather):
             (``zero_quantized_nontrainable_weights``).
 
     Raises:
-        ValueError: an unknown format or block.
+        ValueError: an unknown format or block; a format that needs error feedback.
     """
 
     def __init__(
@@ -231,8 +236,12 @@ class CompressedAllGather(_Message, AllGather):
             model=model,
             keep_dense=keep_dense,
             min_numel=min_numel,
-            known=tuple(format for format in FORMATS if format != "sign"),
         )
+        if self.codec is not None and self.codec.needs_feedback:
+            raise ValueError(
+                f"{self.op}: expected format to be one of those that need no error feedback, got "
+                f"{format!r}"
+            )
         self.frozen_only = frozen_only
 
     def __call__(
@@ -314,8 +323,8 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
     (``set_reduce_scatter_unused_params`` of torch 2.13 avoids it).
 
     Args:
-        format: "int8", "int4", "fp8", "sign" (with error feedback), "bf16", "none", or a
-            `PayloadCodec`, also by the name that it was registered with.
+        format: as `CompressedAllGather`; with error feedback also "sign" and "topk", the largest
+            elements of each shard (1 %; ``TopK(density)`` for another share).
         block (int): elements that share a scale.
         error_feedback (bool): keep residuals; needs ``module``.
         stochastic (bool): round at random, so that the expected result is exact.
@@ -328,8 +337,8 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
         min_numel (int): as `CompressedAllGather`.
 
     Raises:
-        ValueError: an unknown format or block; signs without error feedback; error feedback
-            without a module; another reduction than those above.
+        ValueError: an unknown format or block; signs or top-k without error feedback; error
+            feedback without a module; another reduction than those above.
 
     Reference: Wang et al., ZeRO++, 2023 (arXiv 2306.10209), section 3.3.
     """
@@ -361,10 +370,8 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
             keep_dense=keep_dense,
             min_numel=min_numel,
         )
-        codec = self.codec
-        self.stochastic = stochastic or (isinstance(codec, PayloadCodec) and codec.stochastic)
+        self.stochastic = stochastic or (self.codec is not None and self.codec.stochastic)
         self.seed = seed
-        self.step = 0
 
     def __call__(
         self,

@@ -5,30 +5,27 @@ Shape suffixes: as `fsdp`; M nodes, Q elements of the shard that are compressed.
 
 from __future__ import annotations
 
-from typing import Any
+import zlib
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from moe_ext.compression.codecs import PayloadCodec
+from moe_ext.compression.codecs import Codec, PayloadCodec
 from moe_ext.compression.collectives.padding import padded_all_reduce_
-from moe_ext.compression.collectives.quantized import States, shard_numel, start_all_reduce
-from moe_ext.compression.collectives.sparse import sparse_all_reduce
+from moe_ext.compression.collectives.quantized import States, shard_numel
+from moe_ext.compression.feedback import CodecMemory
 from moe_ext.compression.fsdp.layout import (
     KeepDense,
     ShardLayout,
     keep_small_dense,
 )
 from moe_ext.compression.fsdp.ledger import StepLedger
-from moe_ext.compression.fsdp.messages import FORMATS, GradientMessage
+from moe_ext.compression.fsdp.messages import GradientMessage
 from moe_ext.distributed.comm import all_reduce_
 from moe_ext.distributed.fsdp_state import shard_group
 from moe_ext.distributed.groups import group_rank, resolve_group
-from moe_ext.ops.topk import topk_compress_
-
-_TOPK = "topk"
 
 
 class CompressedAllReduce(GradientMessage):
@@ -53,8 +50,8 @@ class CompressedAllReduce(GradientMessage):
     Gradients that are not finite: as `CompressedReduceScatter`.
 
     Args:
-        codec: "int8", "int4", "fp8", "sign", "bf16", "topk", "none", or a `PayloadCodec`, also by
-            the name that it was registered with.
+        codec: "int8", "int6", "int4", "int3", "int2", "fp8", "sign", "bf16", "topk", "none", or a
+            `PayloadCodec`, also by the name that it was registered with.
         node_group (ProcessGroup): the ranks that hold the same shard, one in each node.
         density (float): share of the shard's elements that top-k sends, in (0, 1].
         block (int): elements that share a scale.
@@ -89,8 +86,6 @@ class CompressedAllReduce(GradientMessage):
         min_numel: int = 1024,
     ) -> None:
         op = "CompressedAllReduce"
-        if codec == _TOPK and not error_feedback:
-            raise ValueError(f"{op}: expected error_feedback to be on for top-k, got False")
         if not 0.0 < density <= 1.0:
             raise ValueError(f"{op}: expected density to be in (0, 1], got {density}")
         super().__init__(
@@ -104,12 +99,12 @@ class CompressedAllReduce(GradientMessage):
             model=model,
             keep_dense=keep_dense,
             min_numel=min_numel,
-            known=(*FORMATS, _TOPK),
+            density=density,
         )
         group = resolve_group(node_group, op)
         assert group is not None
         self.group: ProcessGroup = group
-        self.density, self.average = density, average
+        self.average = average
 
     @torch.no_grad()
     def __call__(self, reduce_output: Tensor) -> None:
@@ -127,49 +122,47 @@ class CompressedAllReduce(GradientMessage):
     def _reduce_packed(
         self, packed_PQ: Tensor, owed_PQ: Tensor | None, layout: ShardLayout
     ) -> Tensor:
-        if self.codec == _TOPK:
-            assert owed_PQ is not None
-            return self._reduce_topk(packed_PQ.view(-1), owed_PQ.view(-1))
-        return self._reduce_quantized(packed_PQ, owed_PQ, layout)
-
-    def _reduce_topk(self, packed_Q: Tensor, residual_Q: Tensor) -> Tensor:
-        numel = packed_Q.numel()
-        k = max(1, round(self.density * numel))
-        # The message has just been checked.
-        chosen = topk_compress_(packed_Q, residual_Q, k, check_finite=False)
-        found = sparse_all_reduce(
-            chosen.values,
-            chosen.indices,
-            numel,
-            residual=residual_Q,
-            group=self.group,
-            average=self.average,
-            validate=False,
-        )
-        assert isinstance(found, Tensor)
-        return found
-
-    def _reduce_quantized(
-        self, packed_1Q: Tensor, residual_1Q: Tensor | None, layout: ShardLayout
-    ) -> Tensor:
-        nodes, numel = self.group.size(), packed_1Q.numel()
-        whole_Q = packed_1Q.reshape(-1).float().clone()
-        second = None
-        if residual_1Q is not None:
-            second = whole_Q.new_zeros(shard_numel(numel, nodes, self.block))
-        assert self.coding is not None
-        states = States(None if residual_1Q is None else residual_1Q.view(-1), second)
-        how: dict[str, Any] = {"group": self.group, "average": self.average, "operation": self.op}
+        whole_Q = packed_PQ.reshape(-1).float().clone()
+        owed_Q = None if owed_PQ is None else owed_PQ.view(-1)
         if self.fills_padding:
-            module = self.finder.module
-            assert module is not None
-            place = group_rank(shard_group(module))
-            partial = layout.partial_blocks(place, 1, whole_Q.device)
-            padded_all_reduce_(whole_Q, self.coding, states, partial, **how)
-        else:
-            start_all_reduce(whole_Q, self.coding, states, async_op=False, **how).wait()
-        if residual_1Q is not None and second is not None:
-            start = group_rank(self.group) * second.numel()
-            mine = residual_1Q.view(-1)[start : start + second.numel()]
-            mine.add_(second[: mine.numel()])
+            assert owed_Q is not None
+            return self._reduce_signs(whole_Q, owed_Q, layout)
+        assert self.codec is not None
+        codec: Codec = self.codec
+        numel = whole_Q.numel()
+        if codec.density is not None:
+            # The nearest number of elements, at least one.
+            codec = codec.with_density((max(1, round(codec.density * numel)) - 0.5) / numel)
+        # Equal elements of two modules must not be rounded alike.
+        key = zlib.crc32(self.name.encode()) & 0xFFFF
+        memory = CodecMemory([whole_Q.shape], whole_Q.device, key=key)
+        memory.put("residual", owed_Q)
+        memory.begin()
+        found_Q = codec.start(
+            whole_Q, memory, group=self.group, average=self.average, step=self.step
+        ).wait()
+        memory.commit()
+        self.step += 1
+        if owed_Q is not None:
+            memory.begin()
+            owed_Q.copy_(memory.whole_residual())
+        return found_Q
+
+    def _reduce_signs(self, whole_Q: Tensor, owed_Q: Tensor, layout: ShardLayout) -> Tensor:
+        module = self.finder.module
+        assert module is not None and self.coding is not None
+        second = whole_Q.new_zeros(shard_numel(whole_Q.numel(), self.group.size(), self.block))
+        partial = layout.partial_blocks(group_rank(shard_group(module)), 1, whole_Q.device)
+        padded_all_reduce_(
+            whole_Q,
+            self.coding,
+            States(owed_Q, second),
+            partial,
+            self.group,
+            self.average,
+            operation=self.op,
+        )
+        start = group_rank(self.group) * second.numel()
+        mine = owed_Q[start : start + second.numel()]
+        mine.add_(second[: mine.numel()])
         return whole_Q

@@ -24,7 +24,11 @@ from moe_ext.compression.fsdp.layout import (
     keep_small_dense,
 )
 from moe_ext.compression.fsdp.ledger import Residual, StepLedger
-from moe_ext.compression.fsdp.messages import CompressedAllGather, CompressedReduceScatter
+from moe_ext.compression.fsdp.messages import (
+    CompressedAllGather,
+    CompressedReduceScatter,
+    GradientMessage,
+)
 from moe_ext.compression.fsdp.nodes import CompressedAllReduce
 from moe_ext.distributed.comm import all_reduce_, gather_objects, reduce_scatter
 from moe_ext.distributed.dtensor import local_part
@@ -146,7 +150,10 @@ class FSDPCompression:
         state: dict[str, Any] = {
             "version": 1,
             "sharded": sharded,
-            "steps": {name: comm.step for name, comm in self.reduce_scatters.items()},
+            "steps": {
+                **{name: message.step for name, message in self.reduce_scatters.items()},
+                **{f"all_reduce.{name}": m.step for name, m in self.all_reduces.items()},
+            },
             "residuals": residuals,
         }
         if not sharded:
@@ -188,9 +195,13 @@ class FSDPCompression:
         }
         for name, named in mine.items():
             named.put(packed[name])
+        counted: dict[str, GradientMessage] = {
+            **self.reduce_scatters,
+            **{f"all_reduce.{name}": message for name, message in self.all_reduces.items()},
+        }
         for name, step in state["steps"].items():
-            if name in self.reduce_scatters:
-                self.reduce_scatters[name].step = int(step)
+            if name in counted:
+                counted[name].step = int(step)
 
 
 def zero_plus_plus(
