@@ -1,8 +1,8 @@
 """Finds and loads the compiled module `moe_ext._runtime`, and says why where that cannot be.
 
-It holds objects over c10d's C++ classes, whose layout is that of one torch version; so the file's
-name carries the version of torch and the tag of the Python it was built for, and no other is
-loaded. Whatever it offers has a twin in Python.
+It holds objects over C++ classes of c10d and autograd, whose layout is that of one torch version;
+so the file's name carries the version of torch and the tag of the Python it was built for, and no
+other is loaded. Whatever it offers has a twin in Python.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 // Grouped matrix product: the argument checks that both backends share.
 #pragma once
 
+#include <torch/csrc/stable/ops.h>
+
 #include <cstdint>
 #include <optional>
 
@@ -19,6 +21,17 @@ void check_backward_weight(
     const Tensor& grad,            // [N, M]
     const Tensor& x,               // [N, K]
     const Tensor& expert_offsets); // [E + 1]
+
+// `backward_weight` with the result [E, M, K] stored as [E, K, M] where `transposed`: as the weight is stored, since
+// autograd copies a gradient of other strides.
+template <Tensor (*backward_weight)(Tensor, Tensor, Tensor)>
+Tensor backward_weight_stored(Tensor grad, Tensor x, Tensor expert_offsets, bool transposed) {
+  check_backward_weight(grad, x, expert_offsets);
+  if (!transposed) {
+    return backward_weight(grad, x, expert_offsets);
+  }
+  return torch::stable::transpose(backward_weight(torch::stable::contiguous(x), grad, expert_offsets), 1, 2);
+}
 
 void check_backward_bias(
     const Tensor& grad,            // [N, M]

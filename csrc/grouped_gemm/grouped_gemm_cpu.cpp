@@ -116,7 +116,6 @@ Tensor backward_weight_cpu(
     Tensor grad,             // [N, M]
     Tensor x,                // [N, K]
     Tensor expert_offsets) { // [E + 1]
-  check_backward_weight(grad, x, expert_offsets);
   const int64_t num_experts = expert_offsets.size(0) - 1;
   const Tensor offsets_tensor = torch::stable::contiguous(expert_offsets);
   const int64_t* offsets = data<int64_t>(offsets_tensor);
@@ -215,7 +214,7 @@ Tensor backward_bias_cpu(
 
 STABLE_TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
   m.impl("grouped_mm", TORCH_BOX(&grouped_mm_cpu));
-  m.impl("_grouped_mm_backward_weight", TORCH_BOX(&backward_weight_cpu));
+  m.impl("_grouped_mm_backward_weight", TORCH_BOX(&backward_weight_stored<backward_weight_cpu>));
   m.impl("_grouped_mm_backward_bias", TORCH_BOX(&backward_bias_cpu));
 }
 

@@ -100,7 +100,6 @@ Tensor backward_weight_cuda(
     Tensor grad,             // [N, M]
     Tensor x,                // [N, K]
     Tensor expert_offsets) { // [E + 1]
-  check_backward_weight(grad, x, expert_offsets);
   const DeviceScope device(grad);
   const int64_t num_experts = expert_offsets.size(0) - 1;
   const Tensor offsets = contiguous(expert_offsets);
@@ -144,7 +143,7 @@ Tensor backward_bias_cuda(
 
 MOE_EXT_CUDA_IMPL(m) {
   m.impl("grouped_mm", TORCH_BOX(&grouped_mm_cuda));
-  m.impl("_grouped_mm_backward_weight", TORCH_BOX(&backward_weight_cuda));
+  m.impl("_grouped_mm_backward_weight", TORCH_BOX(&backward_weight_stored<backward_weight_cuda>));
   m.impl("_grouped_mm_backward_bias", TORCH_BOX(&backward_bias_cuda));
 }
 

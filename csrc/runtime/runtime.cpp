@@ -5,6 +5,7 @@
 PYBIND11_MODULE(_runtime, module) {
   // The loader compares it with the torch at hand before it trusts a layout of c10d's classes.
   module.attr("torch_version") = MOE_EXT_TORCH_VERSION;
+  moe_ext::runtime::bind_autograd(module);
   moe_ext::runtime::bind_ring_exchange(module);
   moe_ext::runtime::bind_worker(module);
 }

@@ -5,6 +5,7 @@
 
 namespace moe_ext::runtime {
 
+void bind_autograd(pybind11::module_& module);
 void bind_ring_exchange(pybind11::module_& module);
 void bind_worker(pybind11::module_& module);
 

@@ -3,12 +3,10 @@
 Shape suffixes: F ffn; ``...`` any leading dimensions.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from moe_ext.ops.autograd import register_autograd
+from moe_ext.ops.autograd import register_derivatives
 
 
 def gated_activation(x: Tensor, *, kind: str = "swiglu", layout: str = "concatenated") -> Tensor:
@@ -89,38 +87,7 @@ def _(grad: Tensor, x: Tensor, kind: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _gated_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    x, ctx.kind, ctx.layout = inputs
-    ctx.save_for_backward(x)
-
-
-def _gated_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    (x,) = ctx.saved_tensors
-    grad_x = torch.ops.moe_ext._gated_activation_backward(grad, x, ctx.kind, ctx.layout)
-    return grad_x, None, None
-
-
-register_autograd("moe_ext::gated_activation", _gated_backward, setup_context=_gated_setup_context)
-
-
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    x, ctx.kind = inputs
-    ctx.save_for_backward(x)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    (x,) = ctx.saved_tensors
-    return torch.ops.moe_ext._activation_backward(grad, x, ctx.kind), None
-
-
-register_autograd("moe_ext::activation", _backward, setup_context=_setup_context)
-
-
-def _refuse_second_derivative(ctx: Any, grad: Tensor) -> None:
-    raise RuntimeError(
-        "activation: expected the result to be differentiated once, got a second derivative"
-    )
-
-
-for _name in ("_gated_activation_backward", "_activation_backward"):
-    torch.library.register_autograd(f"moe_ext::{_name}", _refuse_second_derivative)
+register_derivatives(
+    "gated_activation", {"x": "_gated_activation_backward(grad_result, x, kind, layout)"}
+)
+register_derivatives("activation", {"x": "_activation_backward(grad_result, x, kind)"})

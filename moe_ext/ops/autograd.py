@@ -1,22 +1,191 @@
-"""Registers the autograd formula of an operator, at less cost a call than torch's own helper.
+"""Registers the gradients of operators: by their derivatives, or by a formula in Python.
 
-`torch.library.register_autograd` packs and unpacks each recorded call in Python, which takes longer
-than a small kernel. What is here does the same by fewer steps, with private functions of torch that
-are used in this file alone; where a version of torch lacks one of them, torch's helper serves.
+Derivatives are calls of other operators, and run in C++ (`csrc/runtime/autograd.cpp`) where there
+is a `_runtime` for this torch. A formula is recorded as by `torch.library.register_autograd`, in
+fewer steps: torch's helper packs and unpacks each call in Python, which takes longer than a small
+kernel. The private functions of torch that this takes are used in this file alone; where a version
+of torch lacks one of them, torch's helper serves.
 """
 
+import ast
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import _C, Tensor
+
+from moe_ext import _runtime_library
 
 Formula = Callable[..., Any]
 
 _PRIVATE = ("_AutoDispatchBelowAutograd", "_after_autograd_keyset", "_any_requires_grad")
 # A registration lasts as long as its library object.
 _LIBRARY = torch.library.Library("moe_ext", "FRAGMENT")
+
+
+# Functions of a tensor among the arguments of a derivative: those that leave a value are taken when
+# the call is recorded, and do not keep the tensor.
+_OF_TENSORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "": lambda t: t,
+    "contiguous": lambda t: t.contiguous(),
+    "transpose": lambda t: t.transpose(1, 2),
+}
+_TO_VALUES: dict[str, Callable[[Any], Any]] = {
+    "": lambda value: value,
+    "columns": lambda t: t.shape[1],
+    "dtype": lambda t: t.dtype,
+    "is_transposed": lambda t: t.stride(1) == 1 and t.stride(2) != 1,
+}
+
+
+def register_derivatives(
+    operator: str,
+    derivatives: dict[str, str],
+    *,
+    given: tuple[str, dict[str, str]] | None = None,
+) -> None:
+    """Registers what the gradients of an operator of ours are.
+
+    A derivative is written as a call, `"_backward(grad_y, contiguous(x), dtype(weight))"`, of an
+    operator of ours. Its arguments are those of the forward operator and its results by their names
+    in the schema, a sole result being `result`, and `grad_` before the name of a result for its
+    gradient; or `contiguous`, `transpose` (of the last two of three dimensions), `columns` (the
+    size of dimension 1), `dtype` or `is_transposed` (a stack of matrices whose columns are stored
+    one after the other) of one of them. Results without a gradient in any derivative are not
+    differentiable. Where no gradient comes for a result, an optional argument is None and another
+    one zeros. To differentiate a call of an operator that has no derivative itself is an error.
+
+    Args:
+        operator: its name, without the namespace.
+        derivatives: names of the arguments whose gradients a call returns, with commas between, to
+            the call.
+        given: an argument, and the derivatives where it is not None.
+    """
+    schema = getattr(torch.ops.moe_ext, operator).default._schema
+    table = _Table.read(schema, derivatives)
+    names = [a.name for a in schema.arguments]
+    second = None if given is None else (names.index(given[0]), _Table.read(schema, given[1]))
+    module = _runtime_library.load()
+    if module is not None:
+        module.register_derivatives(operator, table, second)
+        return
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        is_given = second is not None and inputs[second[0]] is not None
+        ctx.table = second[1] if second is not None and is_given else table
+        ctx.table.keep(ctx, inputs, output)
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.table.differentiate(ctx, grads, len(names))
+
+    register_autograd(f"moe_ext::{operator}", backward, setup_context=setup_context)
+
+
+class _Derivative(NamedTuple):
+    operator: str
+    inputs: list[int]  # of `_Table.inputs`
+    arguments: list[tuple[str, int, str]]  # "grad", "tensor" or "value"; which one; function of it
+
+    def takes_none(self) -> bool:
+        """Whether it can do without the gradients of some results."""
+        schema = getattr(torch.ops.moe_ext, self.operator).default._schema.arguments
+        kinds = zip(schema, self.arguments, strict=False)
+        return any(kind == "grad" and "Optional" in str(a.type) for a, (kind, *_) in kinds)
+
+
+class _Table(NamedTuple):
+    """Derivatives by positions: of arguments, and behind them of results. C++ reads it too."""
+
+    inputs: list[int]
+    tensors: list[tuple[int, str]]  # to keep
+    values: list[tuple[int, str]]  # to keep, and the function that is taken of them
+    differentiable: list[bool]  # of results
+    derivatives: list[_Derivative]
+
+    @classmethod
+    def read(cls, schema: Any, derivatives: dict[str, str]) -> "_Table":
+        arguments, results = schema.arguments, schema.returns
+        names = [a.name for a in arguments] + [r.name or "result" for r in results]
+        are_tensors = ["Tensor" in str(a.type) for a in arguments] + [True] * len(results)
+        table = cls([], [], [], [False] * len(results), [])
+        for inputs, text in derivatives.items():
+            edges = range(len(table.inputs), len(table.inputs) + inputs.count(",") + 1)
+            table.inputs.extend(names.index(name.strip()) for name in inputs.split(","))
+            call: Any = ast.parse(text, mode="eval").body
+            found = []
+            for node in call.args:
+                function, name = (
+                    (node.func.id, node.args[0].id) if hasattr(node, "func") else ("", node.id)
+                )
+                if name not in names:
+                    place = names.index(name.removeprefix("grad_"), len(arguments)) - len(arguments)
+                    table.differentiable[place] = True
+                    found.append(("grad", place, function))
+                    continue
+                place = names.index(name)
+                if are_tensors[place] and function in _OF_TENSORS:
+                    kept, kind, entry = table.tensors, "tensor", (place, "")
+                else:
+                    kept, kind, entry = table.values, "value", (place, function)
+                    function = ""
+                if entry not in kept:
+                    kept.append(entry)
+                found.append((kind, kept.index(entry), function))
+            table.derivatives.append(_Derivative(call.func.id, list(edges), found))
+        return table
+
+    def keep(self, ctx: Any, inputs: Any, output: Any) -> None:
+        """What the derivatives will read, and nothing else."""
+        outputs = output if isinstance(output, tuple) else (output,)
+        pairs = zip(outputs, self.differentiable, strict=True)
+        ctx.mark_non_differentiable(*[t for t, differentiable in pairs if not differentiable])
+        ctx.set_materialize_grads(not any(d.takes_none() for d in self.derivatives))
+        everything = (*inputs, *outputs)
+        read = {
+            index
+            for derivative in self.derivatives
+            if any(_needs(ctx, self.inputs[i]) for i in derivative.inputs)
+            for kind, index, _ in derivative.arguments
+            if kind == "tensor"
+        }
+        ctx.save_for_backward(
+            *[everything[at] if i in read else None for i, (at, _) in enumerate(self.tensors)]
+        )
+        ctx.calls = [_callable(derivative.operator) for derivative in self.derivatives]
+        ctx.values = [_TO_VALUES[function](everything[at]) for at, function in self.values]
+
+    def differentiate(
+        self, ctx: Any, grads: tuple[Any, ...], num_arguments: int
+    ) -> tuple[Any, ...]:
+        """The gradients of all arguments."""
+        kept = {"grad": grads, "tensor": ctx.saved_tensors, "value": ctx.values}
+        result: list[Any] = [None] * num_arguments
+        for derivative, call in zip(self.derivatives, ctx.calls, strict=True):
+            places = [self.inputs[i] for i in derivative.inputs]
+            given = [grads[i] for kind, i, _ in derivative.arguments if kind == "grad"]
+            if not any(_needs(ctx, at) for at in places) or all(grad is None for grad in given):
+                continue
+            taken = [kept[kind][i] for kind, i, _ in derivative.arguments]
+            functions = [_OF_TENSORS[function] for _, _, function in derivative.arguments]
+            found = call(*[f(value) for f, value in zip(functions, taken, strict=True)])
+            for at, grad in zip(places, found if len(places) > 1 else (found,), strict=True):
+                result[at] = grad
+        return tuple(result)
+
+
+def _needs(ctx: Any, argument: int) -> bool:
+    # There is no entry for an argument that was left out.
+    return any(ctx.needs_input_grad[argument : argument + 1])
+
+
+@functools.cache
+def _callable(operator: str) -> Formula:
+    """An operator, its own derivatives an error where it has none."""
+    if _C._dispatch_has_kernel_for_dispatch_key(f"moe_ext::{operator}", "Autograd"):
+        found: Formula = getattr(torch.ops.moe_ext, operator).default
+        return found
+    return once_differentiable(f"moe_ext::{operator}")
 
 
 def register_autograd(name: str, backward: Formula, *, setup_context: Formula) -> None:

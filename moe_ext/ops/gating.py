@@ -3,12 +3,12 @@
 Shape suffixes: T tokens, E experts, K top-k.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_ext.ops.autograd import once_differentiable, register_autograd
+from moe_ext.ops.autograd import register_derivatives
 
 
 class GateOutput(NamedTuple):
@@ -156,31 +156,11 @@ def _(
     )
 
 
-def _gate_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    logits, _, ctx.score_fn, ctx.renormalize, ctx.scale, *_ = inputs
-    _, topk_idx, num_tokens_per_expert, _ = output
-    ctx.mark_non_differentiable(topk_idx, num_tokens_per_expert)
-    # A loss that reads the weights alone must not pay for the softmax over all experts.
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(logits, topk_idx)
-
-
-_topk_gate_gradient = once_differentiable("moe_ext::_topk_gate_backward")
-
-
-def _gate_backward(
-    ctx: Any, grad_weights: Tensor | None, _idx: Any, _counts: Any, grad_score_sum: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    logits, topk_idx = ctx.saved_tensors
-    grad_logits = None
-    if ctx.needs_input_grad[0] and not (grad_weights is None and grad_score_sum is None):
-        grad_logits = _topk_gate_gradient(
-            grad_weights, grad_score_sum, logits, topk_idx, ctx.score_fn, ctx.renormalize, ctx.scale
-        )
-    return grad_logits, *[None] * 9
-
-
-register_autograd("moe_ext::topk_gate", _gate_backward, setup_context=_gate_setup_context)
+_GATE_DERIVATIVES = {
+    "logits": "_topk_gate_backward(grad_topk_weights, grad_score_sum, logits, topk_idx, score_fn, "
+    "renormalize, scale)"
+}
+register_derivatives("topk_gate", _GATE_DERIVATIVES)
 
 
 @torch.library.register_fake("moe_ext::_topk_gate_backward")
@@ -256,21 +236,7 @@ def _(
     )
 
 
-def _weights_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    logits, topk_idx, ctx.score_fn, ctx.renormalize, ctx.scale = inputs
-    _, num_tokens_per_expert, _ = output
-    ctx.mark_non_differentiable(num_tokens_per_expert)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(logits, topk_idx)
-
-
-def _weights_backward(
-    ctx: Any, grad_weights: Tensor | None, _counts: Any, grad_score_sum: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    return _gate_backward(ctx, grad_weights, None, None, grad_score_sum)[:5]
-
-
-register_autograd("moe_ext::gate_weights", _weights_backward, setup_context=_weights_setup_context)
+register_derivatives("gate_weights", _GATE_DERIVATIVES)
 
 
 def router_z_loss(logits_TE: Tensor, *, token_mask: Tensor | None = None) -> Tensor:
@@ -303,22 +269,9 @@ def _(logits: Tensor, token_mask: Tensor | None = None) -> Tensor:
     return logits.new_empty((), dtype=_acc_dtype(logits.dtype))
 
 
-def _z_loss_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    logits, token_mask = inputs
-    ctx.save_for_backward(logits, token_mask)
-
-
-_z_loss_gradient = once_differentiable("moe_ext::_router_z_loss_backward")
-
-
-def _z_loss_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-    logits, token_mask = ctx.saved_tensors
-    if not ctx.needs_input_grad[0]:
-        return None, None
-    return _z_loss_gradient(grad, logits, token_mask), None
-
-
-register_autograd("moe_ext::router_z_loss", _z_loss_backward, setup_context=_z_loss_setup_context)
+register_derivatives(
+    "router_z_loss", {"logits": "_router_z_loss_backward(grad_result, logits, token_mask)"}
+)
 
 
 @torch.library.register_fake("moe_ext::_router_z_loss_backward")
@@ -358,24 +311,12 @@ def _(score_sum: Tensor, num_tokens_per_expert: Tensor, top_k: int) -> Tensor:
     return score_sum.new_empty(())
 
 
-def _balance_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    score_sum, num_tokens_per_expert, ctx.top_k = inputs
-    ctx.save_for_backward(score_sum, num_tokens_per_expert)
-
-
-_balance_gradient = once_differentiable("moe_ext::_load_balance_loss_backward")
-
-
-def _balance_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-    score_sum, num_tokens_per_expert = ctx.saved_tensors
-    if not ctx.needs_input_grad[0]:
-        return None, None, None
-    grad_score_sum = _balance_gradient(grad, score_sum, num_tokens_per_expert, ctx.top_k)
-    return grad_score_sum, None, None
-
-
-register_autograd(
-    "moe_ext::load_balance_loss", _balance_backward, setup_context=_balance_setup_context
+register_derivatives(
+    "load_balance_loss",
+    {
+        "score_sum": "_load_balance_loss_backward(grad_result, score_sum, num_tokens_per_expert, "
+        "top_k)"
+    },
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ext.ops.autograd import register_autograd
+from moe_ext.ops.autograd import register_autograd, register_derivatives
 
 
 def grouped_mm(
@@ -79,56 +79,31 @@ def _(x: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None = N
     return x.new_empty((x.shape[0], weight.shape[1]))
 
 
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, expert_offsets, _ = inputs
-    needs_x, needs_weight, *_ = ctx.needs_input_grad
-    ctx.transposed = weight.stride(1) == 1 and weight.stride(2) != 1
-    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, expert_offsets)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, expert_offsets = ctx.saved_tensors
-    needs_x, needs_weight, _, *needs_bias = ctx.needs_input_grad  # No entry for a bias left out.
-    grad = grad.contiguous()  # Expanded gradients: one copy here instead of one per product.
-    grad_x = grad_weight = grad_bias = None
-    if needs_x:
-        grad_x = torch.ops.moe_ext.grouped_mm(grad, weight.transpose(1, 2), expert_offsets)
-    if needs_weight and ctx.transposed:
-        # In the order of the stored weight: autograd copies a gradient of other strides.
-        grad_weight = torch.ops.moe_ext._grouped_mm_backward_weight(
-            x.contiguous(), grad, expert_offsets
-        ).transpose(1, 2)
-    elif needs_weight:
-        grad_weight = torch.ops.moe_ext._grouped_mm_backward_weight(grad, x, expert_offsets)
-    if any(needs_bias):
-        grad_bias = torch.ops.moe_ext._grouped_mm_backward_bias(grad, expert_offsets)
-    return grad_x, grad_weight, None, grad_bias
-
-
-register_autograd("moe_ext::grouped_mm", _backward, setup_context=_setup_context)
+register_derivatives(
+    "grouped_mm",
+    {
+        "x": "grouped_mm(contiguous(grad_result), transpose(weight), expert_offsets)",
+        "weight": "_grouped_mm_backward_weight(contiguous(grad_result), x, expert_offsets, "
+        "is_transposed(weight))",
+        "bias": "_grouped_mm_backward_bias(contiguous(grad_result), expert_offsets)",
+    },
+)
 
 
 @torch.library.register_fake("moe_ext::_grouped_mm_backward_weight")
-def _(grad: Tensor, x: Tensor, expert_offsets: Tensor) -> Tensor:
-    return grad.new_empty((expert_offsets.shape[0] - 1, grad.shape[1], x.shape[1]))
+def _(grad: Tensor, x: Tensor, expert_offsets: Tensor, transposed: bool = False) -> Tensor:
+    if transposed:
+        grad, x = x, grad
+    gradient = grad.new_empty((expert_offsets.shape[0] - 1, grad.shape[1], x.shape[1]))
+    return gradient.transpose(1, 2) if transposed else gradient
 
 
-def _weight_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _weight_backward(ctx: Any, gradient_EMK: Tensor) -> tuple[Tensor | None, ...]:
-    grad, x, expert_offsets = ctx.saved_tensors
-    grad_grad = grad_x = None
-    if ctx.needs_input_grad[0]:
-        grad_grad = torch.ops.moe_ext.grouped_mm(x, gradient_EMK, expert_offsets)
-    if ctx.needs_input_grad[1]:
-        grad_x = torch.ops.moe_ext.grouped_mm(grad, gradient_EMK.transpose(1, 2), expert_offsets)
-    return grad_grad, grad_x, None
-
-
-register_autograd(
-    "moe_ext::_grouped_mm_backward_weight", _weight_backward, setup_context=_weight_setup_context
+register_derivatives(
+    "_grouped_mm_backward_weight",
+    {
+        "grad": "grouped_mm(x, grad_result, expert_offsets)",
+        "x": "grouped_mm(grad, transpose(grad_result), expert_offsets)",
+    },
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ext.ops.autograd import once_differentiable, register_autograd
+from moe_ext.ops.autograd import register_autograd, register_derivatives
 
 
 @dataclass(frozen=True)
@@ -111,24 +111,10 @@ def _(
     return x.new_empty((num_rows, x.shape[1])), *tables
 
 
-def _permute_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    _, slot_of_row, row_of_slot, *rest = output
-    ctx.mark_non_differentiable(slot_of_row, row_of_slot, *rest)
-    ctx.save_for_backward(slot_of_row, row_of_slot)
-    ctx.top_k = inputs[1].shape[1]
-
-
-def _permute_backward(ctx: Any, grad_rows: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    slot_of_row, row_of_slot = ctx.saved_tensors
-    grad_x = None
-    if ctx.needs_input_grad[0]:
-        # The transpose of a copy is a sum: every slot of a token gives its gradient back.
-        grad_x = torch.ops.moe_ext.unpermute_tokens(grad_rows, slot_of_row, row_of_slot, ctx.top_k)
-    return grad_x, None, None, None, None, None, None
-
-
-register_autograd(
-    "moe_ext::permute_tokens", _permute_backward, setup_context=_permute_setup_context
+# The transpose of a copy is a sum: every slot of a token gives its gradient back.
+register_derivatives(
+    "permute_tokens",
+    {"x": "unpermute_tokens(grad_rows, slot_of_row, row_of_slot, columns(topk_idx))"},
 )
 
 
@@ -174,27 +160,16 @@ def _(
     return rows.new_empty((row_of_slot.shape[0] // top_k, rows.shape[1]))
 
 
-def _unpermute_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    rows, slot_of_row, row_of_slot, ctx.top_k, weights = inputs
-    # The rows are kept for the gradient of the weights: without weights, the tables are enough.
-    ctx.save_for_backward(slot_of_row, row_of_slot, *(() if weights is None else (rows, weights)))
-
-
-_weighted_gradient = once_differentiable("moe_ext::_unpermute_tokens_backward")
-
-
-def _unpermute_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    slot_of_row, row_of_slot, *weighted = ctx.saved_tensors
-    if not weighted:
-        grad_rows = torch.ops.moe_ext._gather_tokens(grad, slot_of_row, ctx.top_k)
-        return grad_rows, None, None, None, None
-    rows, weights = weighted
-    grad_rows, grad_weights = _weighted_gradient(grad, rows, slot_of_row, row_of_slot, weights)
-    return grad_rows, None, None, None, grad_weights
-
-
-register_autograd(
-    "moe_ext::unpermute_tokens", _unpermute_backward, setup_context=_unpermute_setup_context
+register_derivatives(
+    "unpermute_tokens",
+    {"rows": "_gather_tokens(grad_result, slot_of_row, top_k)"},
+    given=(
+        "topk_weights",
+        {
+            "rows, topk_weights": "_unpermute_tokens_backward(grad_result, rows, slot_of_row, "
+            "row_of_slot, topk_weights)"
+        },
+    ),
 )
 
 

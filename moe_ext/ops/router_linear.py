@@ -3,12 +3,10 @@
 Shape suffixes: T tokens, D model, E experts.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from moe_ext.ops.autograd import once_differentiable, register_autograd
+from moe_ext.ops.autograd import register_derivatives
 
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -47,28 +45,13 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=_acc_dtype(x.dtype))
 
 
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight = inputs
-    needs_x, needs_weight, *_ = ctx.needs_input_grad
-    ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
-    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-
-
-_gradient_of_x = once_differentiable("moe_ext::_router_logits_backward_x")
-_gradient_of_weight = once_differentiable("moe_ext::_router_logits_backward_weight")
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    x, weight = ctx.saved_tensors
-    grad_x = grad_weight = None
-    if ctx.needs_input_grad[0]:
-        grad_x = _gradient_of_x(grad, weight, ctx.x_dtype)
-    if ctx.needs_input_grad[1]:
-        grad_weight = _gradient_of_weight(grad, x, ctx.weight_dtype)
-    return grad_x, grad_weight
-
-
-register_autograd("moe_ext::router_logits", _backward, setup_context=_setup_context)
+register_derivatives(
+    "router_logits",
+    {
+        "x": "_router_logits_backward_x(grad_result, weight, dtype(x))",
+        "weight": "_router_logits_backward_weight(grad_result, x, dtype(weight))",
+    },
+)
 
 
 @torch.library.register_fake("moe_ext::_router_logits_backward_x")

@@ -76,9 +76,9 @@ class GroupedMm : public ::testing::TestWithParam<ScalarType> {
     const std::vector<T> grad = integers<T>(kRows * kOut, 4);
     const Tensor grad_tensor = tensor({kRows, kOut}, GetParam(), grad);
     const Tensor offsets_tensor = tensor({kExperts + 1}, ScalarType::Long, offsets);
-    const Tensor grad_weight = call<3>(
+    const Tensor grad_weight = call<4>(
         "moe_ext::_grouped_mm_backward_weight",
-        {from(grad_tensor), from(tensor({kRows, kIn}, GetParam(), x)), from(offsets_tensor)});
+        {from(grad_tensor), from(tensor({kRows, kIn}, GetParam(), x)), from(offsets_tensor), from(false)});
     const Tensor grad_bias = call<2>("moe_ext::_grouped_mm_backward_bias", {from(grad_tensor), from(offsets_tensor)});
     std::vector<double> expected_weight(kExperts * kOut * kIn), expected_bias(kExperts * kOut);
     for (int64_t row = 1; row < 6; ++row) {

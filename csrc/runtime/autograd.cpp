@@ -1,0 +1,422 @@
+// Autograd kernels that record an operator by its derivatives, given as calls of other operators.
+//
+// moe_ext/ops/autograd.py parses the derivatives and says what they mean; it has the same kernel in Python. Arguments
+// stay on the dispatcher's stack from call to call: operators of the stable ABI take them from one.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/node.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "runtime/runtime.h"
+
+namespace moe_ext::runtime {
+namespace {
+
+using at::IValue;
+using at::Tensor;
+using torch::autograd::variable_list;
+
+enum class Source { kGrad, kTensor, kValue };
+
+// What an operator of the backward pass is given: the gradient of a result, a saved tensor or a saved value.
+struct Argument {
+  Source source;
+  size_t index;
+  std::string function; // on tensors in the backward pass: "", "contiguous" or "transpose"
+};
+
+// A call that gives the gradients of some inputs.
+struct Derivative {
+  c10::OperatorHandle op;
+  std::vector<size_t> inputs; // by the node's edges
+  std::vector<Argument> arguments;
+};
+
+// What to keep of the arguments, or, from `num_arguments` on, of the results.
+struct Kept {
+  size_t position;
+  std::string function; // of values: "", "columns", "dtype" or "is_transposed"
+};
+
+struct Formula {
+  std::string name;
+  size_t num_arguments;
+  size_t num_results;
+  std::vector<size_t> inputs; // positions of the arguments that have a derivative, an edge each
+  std::vector<Kept> tensors;
+  std::vector<Kept> values;
+  std::vector<bool> differentiable; // results
+  std::vector<Derivative> derivatives;
+};
+
+bool is_any_needed(const Derivative& derivative, const std::vector<bool>& needed) {
+  return std::any_of(derivative.inputs.begin(), derivative.inputs.end(), [&](size_t i) { return needed[i]; });
+}
+
+// An error is all there is to the gradient of a derivative that has no derivative itself.
+struct SecondDerivative : torch::autograd::Node {
+  std::string forward_name;
+
+  variable_list apply(variable_list&&) override {
+    TORCH_CHECK(false, forward_name, ": expected the result to be differentiated once, got a second derivative");
+  }
+  std::string name() const override {
+    return "SecondDerivative";
+  }
+};
+
+void call(const Formula& formula, const Derivative& derivative, torch::jit::Stack& stack) {
+  const bool once = at::GradMode::is_enabled() && !derivative.op.hasKernelForDispatchKey(c10::DispatchKey::Autograd);
+  if (!once) {
+    derivative.op.callBoxed(stack);
+    return;
+  }
+  torch::autograd::edge_list edges;
+  for (const IValue& value : stack) {
+    if (value.isTensor() && value.toTensor().requires_grad()) {
+      edges.push_back(torch::autograd::impl::gradient_edge(value.toTensor()));
+    }
+  }
+  {
+    const at::AutoGradMode off(false);
+    derivative.op.callBoxed(stack);
+  }
+  if (!edges.empty()) {
+    const auto node = c10::make_intrusive<SecondDerivative>();
+    node->forward_name = formula.name;
+    node->set_next_edges(std::move(edges));
+    for (IValue& value : stack) {
+      torch::autograd::set_history(value.toTensor(), node);
+    }
+  }
+}
+
+// The gradients of the inputs, by edge. `zeros(i)` is what stands for a gradient of result i that is not there.
+template <typename Zeros>
+variable_list differentiate(
+    const Formula& formula, variable_list grads, const variable_list& tensors, const std::vector<IValue>& values,
+    const std::vector<bool>& needed, const Zeros& zeros) {
+  variable_list found(formula.inputs.size());
+  for (const Derivative& derivative : formula.derivatives) {
+    if (!is_any_needed(derivative, needed)) {
+      continue;
+    }
+    const auto& schema = derivative.op.schema().arguments();
+    torch::jit::Stack stack;
+    bool has_grad = false;
+    for (size_t i = 0; i < derivative.arguments.size(); ++i) {
+      const Argument& argument = derivative.arguments[i];
+      if (argument.source == Source::kValue) {
+        stack.push_back(values[argument.index]);
+        continue;
+      }
+      Tensor tensor = argument.source == Source::kGrad ? grads[argument.index] : tensors[argument.index];
+      if (argument.source == Source::kGrad) {
+        // An operator that can do without a gradient has it as an optional argument.
+        const bool optional = schema[i].type()->kind() == c10::TypeKind::OptionalType;
+        if (!tensor.defined() && !optional) {
+          tensor = zeros(argument.index);
+        }
+        has_grad |= tensor.defined();
+        if (argument.function == "contiguous") {
+          grads[argument.index] = tensor = tensor.contiguous();
+        }
+      }
+      if (argument.function == "transpose") {
+        tensor = tensor.transpose(1, 2);
+      }
+      stack.push_back(tensor.defined() ? IValue(std::move(tensor)) : IValue());
+    }
+    if (!has_grad) {
+      continue;
+    }
+    for (size_t i = stack.size(); i < schema.size(); ++i) {
+      stack.push_back(*schema[i].default_value());
+    }
+    call(formula, derivative, stack);
+    for (size_t i = 0; i < derivative.inputs.size(); ++i) {
+      if (needed[derivative.inputs[i]]) {
+        found[derivative.inputs[i]] = std::move(stack[i]).toTensor();
+      }
+    }
+  }
+  return found;
+}
+
+using torch::dynamo::autograd::PackedArgs;
+
+struct FormulaNode : torch::autograd::Node {
+  explicit FormulaNode(const Formula& formula) : formula(formula), tensors(formula.tensors.size()) {
+  }
+
+  const Formula& formula;
+  std::vector<torch::autograd::SavedVariable> tensors;
+  std::vector<IValue> values;
+
+  std::string name() const override {
+    return formula.name + "_backward";
+  }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& tensor : tensors) {
+      tensor.reset_data();
+    }
+  }
+
+  variable_list unpack() {
+    variable_list unpacked;
+    unpacked.reserve(tensors.size());
+    for (const auto& tensor : tensors) {
+      unpacked.push_back(tensor.unpack(getptr()));
+    }
+    return unpacked;
+  }
+
+  std::vector<bool> needed() const {
+    std::vector<bool> result(num_outputs());
+    for (size_t i = 0; i < result.size(); ++i) {
+      result[i] = task_should_compute_output(i);
+    }
+    return result;
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return differentiate(formula, std::move(grads), unpack(), values, needed(), [&](size_t i) {
+      return input_metadata(i).zeros_like();
+    });
+  }
+
+  // Compiled autograd sees the call as a function of tensors and values.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.collect(formula.name);
+    args.collect(tensors, true);
+    args.collect(values);
+  }
+
+  variable_list apply_with_saved(
+      const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved) override {
+    saved.before(tensors);
+    saved.before(values);
+    PackedArgs packed(values);
+    packed.pack(unpack());
+    packed.pack(needed());
+    std::vector<at::TensorOptions> options(num_inputs());
+    for (uint32_t i = 0; i < num_inputs(); ++i) {
+      const bool differentiable = formula.differentiable[i];
+      const auto shape = differentiable ? input_metadata(i).shape_as_dim_vector() : c10::SymIntArrayRef();
+      packed.pack(shape.vec());
+      options[i] = differentiable ? input_metadata(i).options() : at::TensorOptions();
+    }
+    std::vector<at::TypePtr> types;
+    for (const IValue& value : packed.vec()) {
+      types.push_back(value.isTensor() ? at::TensorType::get() : value.type());
+    }
+    const auto function = [this, options](const variable_list& inputs, const std::vector<IValue>& arguments) {
+      const auto rest = arguments.begin() + static_cast<int64_t>(formula.values.size());
+      PackedArgs unpacked(std::vector<IValue>(rest, arguments.end()));
+      const auto of_tensors = unpacked.unpack<variable_list>();
+      const std::vector<IValue> of_values(arguments.begin(), rest);
+      const auto wanted = unpacked.unpack<std::vector<bool>>();
+      std::vector<std::vector<c10::SymInt>> shapes;
+      for (size_t i = 0; i < options.size(); ++i) {
+        shapes.push_back(unpacked.unpack<std::vector<c10::SymInt>>());
+      }
+      return differentiate(formula, inputs, of_tensors, of_values, wanted, [&](size_t i) {
+        return at::zeros_symint(shapes[i], options[i]);
+      });
+    };
+    const auto& python = torch::dynamo::autograd::getPyCompilerInterface();
+    const std::string bound = python->bind_function(saved.get_py_compiler(), name(), function, types);
+    const auto of_inputs =
+        torch::dynamo::autograd::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
+            torch::dynamo::autograd::get_input_metadata(next_edges()));
+    variable_list results =
+        python->call_function(saved.get_py_compiler(), "apply_functional", bound, grads, packed.vec(), of_inputs);
+    saved.after(tensors);
+    saved.after(values);
+    return results;
+  }
+};
+
+IValue value_of(const IValue& argument, const std::string& function) {
+  if (function.empty()) {
+    return argument;
+  }
+  const Tensor& tensor = argument.toTensor();
+  if (function == "columns") {
+    return tensor.sym_size(1);
+  }
+  if (function == "dtype") {
+    return tensor.scalar_type();
+  }
+  TORCH_INTERNAL_ASSERT(function == "is_transposed", function);
+  return tensor.sym_stride(1) == 1 && tensor.sym_stride(2) != 1;
+}
+
+// An operator has one formula, or two: the second for calls that give a certain argument.
+struct Kernel : c10::OperatorKernel {
+  Formula formula;
+  std::optional<Formula> formula_given;
+  size_t given = 0;
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const auto argument = [&](size_t i) -> const IValue& { return torch::jit::peek(*stack, i, formula.num_arguments); };
+    const Formula& used = formula_given && argument(given).isTensor() ? *formula_given : formula;
+    std::vector<bool> needed;
+    c10::intrusive_ptr<FormulaNode> node = record(used, argument, needed);
+    {
+      const at::AutoDispatchBelowAutograd below;
+      op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+    }
+    if (node) {
+      keep_results(*stack, used, node, needed);
+    }
+  }
+
+  template <typename Get>
+  static c10::intrusive_ptr<FormulaNode> record(
+      const Formula& formula, const Get& argument, std::vector<bool>& needed) {
+    bool any = false;
+    for (size_t position : formula.inputs) {
+      const IValue& value = argument(position);
+      if (value.isTensor()) {
+        TORCH_CHECK_NOT_IMPLEMENTED(
+            !torch::autograd::isFwGradDefined(value.toTensor()), formula.name,
+            ": expected reverse-mode gradients alone, got a tangent of forward mode");
+        any |= value.toTensor().requires_grad();
+      }
+    }
+    if (!any || !at::GradMode::is_enabled()) {
+      return {};
+    }
+    auto node = c10::make_intrusive<FormulaNode>(formula);
+    torch::autograd::edge_list edges;
+    edges.reserve(formula.inputs.size());
+    for (size_t position : formula.inputs) {
+      const IValue& value = argument(position);
+      const bool wants = value.isTensor() && value.toTensor().requires_grad();
+      needed.push_back(wants);
+      edges.push_back(wants ? torch::autograd::impl::gradient_edge(value.toTensor()) : torch::autograd::Edge());
+    }
+    node->set_next_edges(std::move(edges));
+    node->values.reserve(formula.values.size());
+    for (const Kept& kept : formula.values) {
+      node->values.push_back(value_of(argument(kept.position), kept.function));
+    }
+    for (size_t i : wanted_tensors(formula, needed)) {
+      const size_t position = formula.tensors[i].position;
+      if (position < formula.num_arguments && argument(position).isTensor()) {
+        node->tensors[i] = torch::autograd::SavedVariable(argument(position).toTensor(), false);
+      }
+    }
+    return node;
+  }
+
+  static void keep_results(
+      const torch::jit::Stack& stack, const Formula& formula, const c10::intrusive_ptr<FormulaNode>& node,
+      const std::vector<bool>& needed) {
+    const auto result = [&](size_t i) -> const Tensor& {
+      return torch::jit::peek(stack, i, formula.num_results).toTensor();
+    };
+    for (size_t i = 0; i < formula.num_results; ++i) {
+      if (formula.differentiable[i]) {
+        torch::autograd::set_history(result(i), node);
+      } else {
+        node->add_input_metadata(torch::autograd::Node::undefined_input());
+      }
+    }
+    for (size_t i : wanted_tensors(formula, needed)) {
+      const size_t position = formula.tensors[i].position;
+      if (position >= formula.num_arguments) {
+        node->tensors[i] = torch::autograd::SavedVariable(result(position - formula.num_arguments), true);
+      }
+    }
+  }
+
+  // The tensors that the derivatives of these inputs read.
+  static std::vector<size_t> wanted_tensors(const Formula& formula, const std::vector<bool>& needed) {
+    std::vector<size_t> wanted;
+    for (size_t i = 0; i < formula.tensors.size(); ++i) {
+      const bool is_read =
+          std::any_of(formula.derivatives.begin(), formula.derivatives.end(), [&](const Derivative& derivative) {
+            return is_any_needed(derivative, needed) &&
+                   std::any_of(derivative.arguments.begin(), derivative.arguments.end(), [&](const Argument& read) {
+                     return read.source == Source::kTensor && read.index == i;
+                   });
+          });
+      if (is_read) {
+        wanted.push_back(i);
+      }
+    }
+    return wanted;
+  }
+};
+
+// As moe_ext/ops/autograd.py has them, in the order of the fields above.
+using PyArgument = std::tuple<std::string, size_t, std::string>;
+using PyDerivative = std::tuple<std::string, std::vector<size_t>, std::vector<PyArgument>>;
+using PyKept = std::vector<std::pair<size_t, std::string>>;
+using PyFormula = std::tuple<std::vector<size_t>, PyKept, PyKept, std::vector<bool>, std::vector<PyDerivative>>;
+
+Formula read_formula(const c10::OperatorHandle& op, const PyFormula& from) {
+  const auto& [inputs, tensors, values, differentiable, derivatives] = from;
+  const auto& schema = op.schema();
+  Formula formula{
+      schema.name(), schema.arguments().size(), schema.returns().size(), inputs, {}, {}, differentiable, {}};
+  for (const auto& [position, function] : tensors) {
+    formula.tensors.push_back({position, function});
+  }
+  for (const auto& [position, function] : values) {
+    formula.values.push_back({position, function});
+  }
+  formula.name = formula.name.substr(formula.name.find("::") + 2);
+  for (const auto& [name, edges, arguments] : derivatives) {
+    Derivative derivative{c10::Dispatcher::singleton().findSchemaOrThrow(("moe_ext::" + name).c_str(), ""), edges, {}};
+    for (const auto& [source, index, function] : arguments) {
+      const Source kind = source == "grad" ? Source::kGrad : source == "tensor" ? Source::kTensor : Source::kValue;
+      derivative.arguments.push_back({kind, index, function});
+    }
+    formula.derivatives.push_back(std::move(derivative));
+  }
+  return formula;
+}
+
+void register_derivatives(
+    const std::string& name, const PyFormula& formula, const std::optional<std::pair<size_t, PyFormula>>& given) {
+  // A registration lasts as long as its library object: as long as the process.
+  static auto* library =
+      new torch::Library(torch::Library::IMPL, "moe_ext", c10::DispatchKey::Autograd, __FILE__, __LINE__);
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(("moe_ext::" + name).c_str(), "");
+  auto kernel = std::make_unique<Kernel>();
+  kernel->formula = read_formula(op, formula);
+  if (given) {
+    kernel->given = given->first;
+    kernel->formula_given = read_formula(op, given->second);
+  }
+  library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor<Kernel>(std::move(kernel)));
+}
+
+} // namespace
+
+void bind_autograd(pybind11::module_& module) {
+  module.def("register_derivatives", &register_derivatives);
+}
+
+} // namespace moe_ext::runtime
