@@ -7,7 +7,7 @@
 #include "common/simd.h"
 
 #if defined(__SSE2__)
-#include <emmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace moe_ext {
@@ -24,7 +24,21 @@ MOE_INLINE bool worth_streaming(const void* base, int64_t num_rows, int64_t row_
 
 // Copies whole lines to an address at a multiple of kLineBytes. Other threads see them after stream_end.
 MOE_INLINE void stream(void* to, const void* from, int64_t bytes) {
-#if defined(__SSE2__)
+#if defined(__AVX512F__)
+  auto* out = static_cast<__m512i*>(to);
+  const auto* in = static_cast<const __m512i*>(from);
+  for (int64_t i = 0; i < bytes / kLineBytes; ++i) {
+    _mm512_stream_si512(out + i, _mm512_loadu_si512(in + i));
+  }
+#elif defined(__AVX__)
+  auto* out = static_cast<__m256i*>(to);
+  const auto* in = static_cast<const __m256i*>(from);
+  for (int64_t i = 0; i < bytes / 32; i += 2) {
+    const __m256i a = _mm256_loadu_si256(in + i), b = _mm256_loadu_si256(in + i + 1);
+    _mm256_stream_si256(out + i, a);
+    _mm256_stream_si256(out + i + 1, b);
+  }
+#elif defined(__SSE2__)
   auto* out = static_cast<__m128i*>(to);
   const auto* in = static_cast<const __m128i*>(from);
   for (int64_t i = 0; i < bytes / 16; i += 4) {

@@ -28,6 +28,8 @@ using torch::stable::parallel_for;
 
 constexpr int64_t kSlotsPerBlock = 4096;
 constexpr int64_t kNone = -1;
+// How far ahead rows are asked for, where the next slot's would come too late.
+constexpr int64_t kPrefetchBytes = 4096;
 
 struct Index {
   Tensor slot_of_row;
@@ -323,13 +325,13 @@ Tensor unpermute_tokens_cpu(
     const auto& table = kernels().of<T>();
     const auto* w = weights ? data<acc_t<T>>(*weights) : nullptr;
     const int64_t* row_idx = data<int64_t>(index);
-    // Ordinary stores: mixed with as many reads, those past the caches are slower.
-    parallel_for(0, num_tokens, grain_size(top_k * dim * sizeof(T)), [&](int64_t begin, int64_t end) {
+    const RowWriter writer(out);
+    writer.parallel(num_tokens, (top_k + 1) * writer.row_bytes(), [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; ++t) {
         const int64_t* own = row_idx + t * top_k;
         table.combine(
             data<T>(out) + t * dim, data<T>(in), own, t + 1 < end ? own + top_k : nullptr,
-            w == nullptr ? w : w + t * top_k, top_k, dim);
+            w == nullptr ? w : w + t * top_k, top_k, dim, writer.past_caches());
       }
     });
   });
@@ -357,6 +359,7 @@ std::tuple<Tensor, Tensor> unpermute_tokens_backward_cpu(
   Tensor grad_weights = torch::stable::new_empty(weights, {weights.size(0), top_k});
   const RowWriter writer(grad_rows);
   const int64_t* row_idx = data<int64_t>(index);
+  const int64_t ahead = std::max<int64_t>(1, kPrefetchBytes / std::max<int64_t>(1, writer.row_bytes()));
   dispatch_floating(rows.scalar_type(), [&]<typename T>() {
     const auto& table = kernels().of<T>();
     const auto* w = data<acc_t<T>>(weights);
@@ -364,7 +367,7 @@ std::tuple<Tensor, Tensor> unpermute_tokens_backward_cpu(
     writer.parallel(g.size(0), (2 * top_k + 1) * writer.row_bytes(), [&](int64_t begin, int64_t end) {
       for (int64_t slot = begin * top_k; slot < end * top_k; ++slot) {
         const int64_t row = row_idx[slot];
-        const int64_t next = slot + 1 < end * top_k ? row_idx[slot + 1] : kNone;
+        const int64_t next = slot + ahead < end * top_k ? row_idx[slot + ahead] : kNone;
         dw[slot] = row < 0
                        ? 0
                        : table.scale_dot(

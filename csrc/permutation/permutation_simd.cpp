@@ -1,6 +1,6 @@
 // Loops over one row: plain loops for the vectoriser, compiled once per instruction set.
-// combine keeps a tile of columns in registers and first-level cache while it goes over the top_k rows of a token, so
-// each row is read once and the output written once.
+// combine keeps a tile of columns in registers while it goes over the top_k rows of a token, so each row is read once
+// and the output written once.
 #include "common/simd.h"
 #include "common/stream.h"
 #include "permutation/permutation_tables.h"
@@ -8,7 +8,9 @@
 namespace moe_ext::permutation::MOE_ISA {
 namespace {
 
-constexpr int64_t kTile = 256;
+// Columns of a tile, whose sums fill four registers of AVX-512 and eight of AVX2.
+template <typename Weight>
+constexpr int64_t kTile = 256 / sizeof(Weight);
 
 template <typename T>
 MOE_INLINE void put(T* out, const T* tile, int64_t width, bool past_caches) {
@@ -28,11 +30,24 @@ MOE_INLINE void prefetch(const T* row, int64_t width) {
   }
 }
 
+// The values in Weight: in place, or in the buffer. Loops that convert and do more are not vectorised well.
+template <typename T, typename Weight>
+MOE_INLINE const Weight* widen(const T* from, Weight* buffer, int64_t width) {
+  if constexpr (std::is_same_v<T, Weight>) {
+    return from;
+  } else {
+    for (int64_t i = 0; i < width; ++i) {
+      buffer[i] = to_acc(from[i]);
+    }
+    return buffer;
+  }
+}
+
 template <typename T, typename Weight>
 MOE_INLINE void combine_tile(
     T* out, const T* rows, const int64_t* row_idx, const int64_t* next_idx, const Weight* weights, int64_t top_k,
-    int64_t dim, int64_t width) {
-  Weight acc[kTile];
+    int64_t dim, int64_t width, bool past_caches) {
+  alignas(kLineBytes) Weight acc[kTile<Weight>];
   for (int64_t i = 0; i < width; ++i) {
     acc[i] = 0;
   }
@@ -49,21 +64,24 @@ MOE_INLINE void combine_tile(
       acc[i] += weight * Weight(to_acc(row[i]));
     }
   }
+  alignas(kLineBytes) T tile[kTile<Weight>];
   for (int64_t i = 0; i < width; ++i) {
-    out[i] = from_acc<T>(acc[i]);
+    tile[i] = from_acc<T>(acc[i]);
   }
+  put(out, tile, width, past_caches);
 }
 
 template <typename T, typename Weight>
 void combine(
     T* out, const T* rows, const int64_t* row_idx, const int64_t* next_idx, const Weight* weights, int64_t top_k,
-    int64_t dim) {
+    int64_t dim, bool past_caches) {
+  constexpr int64_t kWidth = kTile<Weight>;
   int64_t begin = 0;
-  for (; begin + kTile <= dim; begin += kTile) {
-    combine_tile(out + begin, rows + begin, row_idx, next_idx, weights, top_k, dim, kTile);
+  for (; begin + kWidth <= dim; begin += kWidth) {
+    combine_tile(out + begin, rows + begin, row_idx, next_idx, weights, top_k, dim, kWidth, past_caches);
   }
   if (begin < dim) {
-    combine_tile(out + begin, rows + begin, row_idx, next_idx, weights, top_k, dim, dim - begin);
+    combine_tile(out + begin, rows + begin, row_idx, next_idx, weights, top_k, dim, dim - begin, past_caches);
   }
 }
 
@@ -73,33 +91,36 @@ MOE_INLINE void scale_dot_tile(
     T* out, const T* in, const T* row, const T* next_row, Weight weight, Weight* lanes, int64_t width,
     bool past_caches) {
   constexpr int64_t kLanes = 16;
-  T tile[kTile];
+  alignas(kLineBytes) T tile[kTile<Weight>];
+  alignas(kLineBytes) Weight wide_in[kTile<Weight>], wide_row[kTile<Weight>];
   if (next_row != nullptr) {
     prefetch(next_row, width);
   }
-  // Two loops: the vectoriser gives up on one of both where converting is long.
+  const Weight* a = widen(in, wide_in, width);
+  const Weight* b = widen(row, wide_row, width);
   for (int64_t i = 0; i < width; ++i) {
-    tile[i] = from_acc<T>(weight * Weight(to_acc(in[i])));
+    tile[i] = from_acc<T>(weight * a[i]);
   }
   int64_t i = 0;
   for (; i + kLanes <= width; i += kLanes) {
     for (int64_t lane = 0; lane < kLanes; ++lane) {
-      lanes[lane] += Weight(to_acc(in[i + lane])) * Weight(to_acc(row[i + lane]));
+      lanes[lane] += a[i + lane] * b[i + lane];
     }
   }
   for (int64_t lane = 0; i + lane < width; ++lane) {
-    lanes[lane] += Weight(to_acc(in[i + lane])) * Weight(to_acc(row[i + lane]));
+    lanes[lane] += a[i + lane] * b[i + lane];
   }
   put(out, tile, width, past_caches);
 }
 
 template <typename T, typename Weight>
 Weight scale_dot(T* out, const T* in, const T* row, const T* next_row, Weight weight, int64_t dim, bool past_caches) {
+  constexpr int64_t kWidth = kTile<Weight>;
   Weight lanes[16] = {};
   int64_t begin = 0;
-  for (; begin + kTile <= dim; begin += kTile) {
+  for (; begin + kWidth <= dim; begin += kWidth) {
     const T* next = next_row == nullptr ? nullptr : next_row + begin;
-    scale_dot_tile(out + begin, in + begin, row + begin, next, weight, lanes, kTile, past_caches);
+    scale_dot_tile(out + begin, in + begin, row + begin, next, weight, lanes, kWidth, past_caches);
   }
   if (begin < dim) {
     const T* next = next_row == nullptr ? nullptr : next_row + begin;

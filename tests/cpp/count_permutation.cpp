@@ -20,7 +20,7 @@ void add_cases(std::vector<Case>& cases) {
     const float weights[kTopK] = {0.4f, 0.3f, 0.2f, 0.1f};
     for (int64_t first = 0; first < kRows; ++first) {
       const int64_t row_idx[kTopK] = {first, (first + 5) % kRows, -1, (first + 9) % kRows};
-      kernels->combine(out.data(), rows.data(), row_idx, row_idx, weights, kTopK, kDim);
+      kernels->combine(out.data(), rows.data(), row_idx, row_idx, weights, kTopK, kDim, false);
     }
   });
   cases.emplace_back("permutation: scale and dot " + dtype, [=, out = std::vector<T>(kDim), sum = 0.0f]() mutable {

@@ -54,7 +54,7 @@ class RowLoops : public ::testing::TestWithParam<std::tuple<std::string, int64_t
     const acc_t<T> weights[kTopK] = {0.75, 1e30, -1.5};
     std::vector<T> out(dim() + 1, from_acc<T>(7));
     for (const acc_t<T>* w : {static_cast<const acc_t<T>*>(nullptr), weights}) {
-      kernels().of<T>().combine(out.data(), rows.data(), row_idx, w ? row_idx : nullptr, w, kTopK, dim());
+      kernels().of<T>().combine(out.data(), rows.data(), row_idx, w ? row_idx : nullptr, w, kTopK, dim(), false);
       for (int64_t i = 0; i < dim(); ++i) {
         const double a = (w ? 0.75 : 1.0) * to_acc(rows[2 * dim() + i]);
         const double b = (w ? -1.5 : 1.0) * to_acc(rows[i]);
@@ -97,6 +97,13 @@ class RowLoops : public ::testing::TestWithParam<std::tuple<std::string, int64_t
     stream_end();
     ASSERT_EQ(std::memcmp(out[0], out[1], sizeof(out[0])), 0);
     ASSERT_EQ(dot[0], dot[1]);
+    const int64_t row_idx[2] = {1, 0};
+    const acc_t<T> weights[2] = {0.75, -1.5};
+    for (const bool past_caches : {false, true}) {
+      kernels().of<T>().combine(out[past_caches], rows.data(), row_idx, nullptr, weights, 2, n, past_caches);
+    }
+    stream_end();
+    ASSERT_EQ(std::memcmp(out[0], out[1], sizeof(out[0])), 0);
   }
 };
 
