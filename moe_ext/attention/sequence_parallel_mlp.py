@@ -279,12 +279,12 @@ class SequenceParallelMLP(nn.Module):
             _with_scaled_grad(p, factor) for p in (up.weight, up.bias, down.weight, down.bias)
         ]
         w_up, b_up, w_down, b_down = (None if w is None else as_autocast(w) for w in weights)
-        assert w_up is not None and w_down is not None
-        hidden_NF = _column_parallel(rows_nD, w_up, b_up, shards, keep=not self.regather)
+        # Rows of all ranks, kept for the backward pass or gathered again there.
+        hidden_NF: Tensor = _ColumnParallel.apply(rows_nD, w_up, b_up, shards, not self.regather)
         hidden_NF = run_activation(
             hidden_NF, self.activation, gated=self.gated, layout="concatenated"
         )
-        y_nD = _row_parallel(hidden_NF, w_down, b_down, shards)
+        y_nD: Tensor = _RowParallel.apply(hidden_NF, w_down, b_down, shards)
         if self.training and self.dropout > 0:
             y_nD = self._dropped(y_nD, batch, made, seed)
         return y_nD.view(x.shape)
@@ -357,7 +357,9 @@ class SequenceParallelMLP(nn.Module):
             seed = draw_seed(self.dropout)
         positions_L = layout.positions(group_rank(self.tp_group), y_nD.device)
         starts_B = torch.arange(batch, device=y_nD.device) * layout.seq_len
-        return _drop(y_nD, self.dropout, seed, (starts_B[:, None] + positions_L).flatten())
+        rows_n = (starts_B[:, None] + positions_L).flatten()
+        dropped_nD: Tensor = _Dropout.apply(y_nD, self.dropout, seed, rows_n)
+        return dropped_nD
 
     def extra_repr(self) -> str:
         """Options, for `repr`."""
@@ -478,20 +480,6 @@ def _dropped(x_nD: Tensor, p: float, seed: int, token_idx_n: Tensor) -> Tensor:
     return (x_nD / (1 - p)).masked_fill_(drawn_nD < p, 0)
 
 
-def _column_parallel(
-    x_nD: Tensor, weight_FD: Tensor, bias_F: Tensor | None, shards: Shards, *, keep: bool
-) -> Tensor:
-    """`[N, F]` of all ranks' rows; `keep` them for the backward pass, or gather again there."""
-    y_NF: Tensor = _ColumnParallel.apply(x_nD, weight_FD, bias_F, shards, keep)
-    return y_NF
-
-
-def _row_parallel(x_NF: Tensor, weight_DF: Tensor, bias_D: Tensor | None, shards: Shards) -> Tensor:
-    """`[n, D]`, this rank's rows of the sum over ranks, and the bias."""
-    y_nD: Tensor = _RowParallel.apply(x_NF, weight_DF, bias_D, shards)
-    return y_nD
-
-
 def _with_summed_grads(
     group: ProcessGroup | None, parameters: list[Tensor | None]
 ) -> list[Tensor | None]:
@@ -511,9 +499,3 @@ def _with_scaled_grad(x: Tensor | None, factor: float) -> Tensor | None:
         return x
     scaled: Tensor = _ScaledGrad.apply(x, factor)
     return scaled
-
-
-def _drop(x_nD: Tensor, p: float, seed: int, token_idx_n: Tensor) -> Tensor:
-    """Zeros with probability p, the rest divided by 1 - p; by seed, token and column alone."""
-    dropped: Tensor = _Dropout.apply(x_nD, p, seed, token_idx_n)
-    return dropped

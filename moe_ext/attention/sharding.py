@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -325,45 +325,36 @@ def _padded(x_L: Tensor, length: int) -> Tensor:
     return padded
 
 
-class _Gather(torch.autograd.Function):
+Move = Callable[[Tensor, Shards], Tensor]
+
+
+class _Moved(torch.autograd.Function):
+    """A way between a whole and its shards forward, and another one backward."""
+
     @staticmethod
-    def forward(ctx: Any, x_L: Tensor, shards: Shards, whole_grad: bool) -> Tensor:
-        ctx.shards, ctx.whole_grad = shards, whole_grad
-        whole_S = start_all_gather(x_L, shards).wait()
+    def forward(ctx: Any, x: Tensor, shards: Shards, there: Move, back: Move) -> Tensor:
+        ctx.shards, ctx.back = shards, back
+        found = there(x, shards)
         # An input that is handed on unchanged needs a tensor of its own in the graph.
-        return whole_S.view_as(whole_S)
+        return found.view_as(found)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_S: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.whole_grad:
-            return grad_S[ctx.shards.own], None, None
-        return start_reduce_scatter(grad_S, ctx.shards).wait(), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grad, ctx.shards), None, None, None
 
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_S: Tensor, shards: Shards) -> Tensor:
-        ctx.shards = shards
-        found_L = start_reduce_scatter(x_S, shards).wait()
-        return found_L.view_as(found_L)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_L: Tensor) -> tuple[Tensor, None]:
-        return start_all_gather(grad_L, ctx.shards).wait(), None
+def _gathered(x_L: Tensor, shards: Shards) -> Tensor:
+    return start_all_gather(x_L, shards).wait()
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_S: Tensor, shards: Shards) -> Tensor:
-        ctx.shards = shards
-        return x_S[shards.own].clone()
+def _reduced(x_S: Tensor, shards: Shards) -> Tensor:
+    return start_reduce_scatter(x_S, shards).wait()
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_L: Tensor) -> tuple[Tensor, None]:
-        return start_all_gather(grad_L, ctx.shards).wait(), None
+
+def _own(x_S: Tensor, shards: Shards) -> Tensor:
+    # A copy: a view would keep the whole alive.
+    return x_S[shards.own].clone()
 
 
 def gather_from_sequence(
@@ -399,7 +390,9 @@ def gather_from_sequence(
     """
     op = "gather_from_sequence"
     shards = _shards(x, group, dim, sizes, op, whole=False)
-    gathered: Tensor = _Gather.apply(x.movedim(dim, 0), shards, whole_grad)
+    gathered: Tensor = _Moved.apply(
+        x.movedim(dim, 0), shards, _gathered, _own if whole_grad else _reduced
+    )
     return gathered.movedim(0, dim)
 
 
@@ -427,7 +420,7 @@ def reduce_scatter_to_sequence(
     """
     op = "reduce_scatter_to_sequence"
     shards = _shards(x, group, dim, sizes, op, whole=True)
-    reduced: Tensor = _ReduceScatter.apply(x.movedim(dim, 0), shards)
+    reduced: Tensor = _Moved.apply(x.movedim(dim, 0), shards, _reduced, _gathered)
     return reduced.movedim(0, dim)
 
 
@@ -453,7 +446,7 @@ def scatter_to_sequence(
         RankFailureError: a rank died or did not answer; the message names it.
     """
     shards = _shards(x, group, dim, sizes, "scatter_to_sequence", whole=True)
-    shard: Tensor = _Scatter.apply(x.movedim(dim, 0), shards)
+    shard: Tensor = _Moved.apply(x.movedim(dim, 0), shards, _own, _gathered)
     return shard.movedim(0, dim)
 
 

@@ -16,8 +16,15 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext.distributed import comm
-from moe_ext.distributed.groups import group_rank, group_size, resolve_group, world_size
+from moe_ext.distributed.groups import (
+    GroupHandle,
+    group_rank,
+    group_size,
+    resolve_group,
+    world_size,
+)
 from moe_ext.distributed.mesh import MoEMesh
+from moe_ext.distributed.placement import Placement, declare_placement
 from moe_ext.nn.moe_layer import MoELayer
 from moe_ext.nn.routers import BalanceTerms, Router, RouterOutput
 from moe_ext.nn.torch_state import without_autocast
@@ -74,6 +81,22 @@ class Gate(Router):
         return RouterOutput(
             logits_TE, gate, balance=BalanceTerms(score_sum.detach(), counts[1], top_k)
         )
+
+
+class StackedExperts(nn.Module):
+    """Experts in stacked parameters, of which each rank of a group holds `num_local` experts."""
+
+    def __init__(self, num_local: int, group: ProcessGroup | None) -> None:
+        super().__init__()
+        self._ep_group = GroupHandle(group)
+        self.num_local_experts = num_local
+        self.num_experts = num_local * group_size(group)
+        declare_placement(self, Placement.of_experts(self.num_experts, group))
+
+    @property
+    def ep_group(self) -> ProcessGroup | None:
+        """The expert-parallel group, None when every expert is local."""
+        return self._ep_group.group
 
 
 class RenamedLayer(MoELayer):

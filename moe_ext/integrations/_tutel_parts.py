@@ -15,9 +15,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
-from moe_ext.distributed.groups import GroupHandle, group_size
-from moe_ext.distributed.placement import Placement, declare_placement
-from moe_ext.integrations._base import activate, check_known_keys, float32_logits, refuse_option
+from moe_ext.integrations._base import (
+    StackedExperts,
+    activate,
+    check_known_keys,
+    float32_logits,
+    refuse_option,
+)
 from moe_ext.nn.torch_state import without_autocast
 
 Activation = Callable[[Tensor], Tensor]
@@ -95,7 +99,7 @@ def make_gate(config: dict[str, Any], model_dim: int, num_experts: int) -> nn.Mo
     return gate
 
 
-class FFNExperts(nn.Module):
+class FFNExperts(StackedExperts):
     """`act(x @ fc1[e].T + b1[e]) @ fc2[e] + b2[e]`; fc1 and fc2 are `[L, F, D]`."""
 
     batched_fc1_bias: nn.Parameter | None
@@ -110,10 +114,7 @@ class FFNExperts(nn.Module):
         biases: tuple[bool, bool],
         group: ProcessGroup | None,
     ) -> None:
-        super().__init__()
-        self._ep_group = GroupHandle(group)
-        self.num_experts = num_local * group_size(group)
-        declare_placement(self, Placement.of_experts(self.num_experts, group))
+        super().__init__(num_local, group)
         self.activation_fn = F.relu if activation_fn is None else activation_fn
         self.batched_fc1_w = nn.Parameter(torch.empty(num_local, ffn_dim, model_dim))
         self.batched_fc2_w = nn.Parameter(torch.empty(num_local, ffn_dim, model_dim))
@@ -124,11 +125,6 @@ class FFNExperts(nn.Module):
             zeros = nn.Parameter(torch.zeros(num_local, dim))
             self.register_parameter(name, zeros if wanted else None)
         self.reset_parameters()
-
-    @property
-    def ep_group(self) -> ProcessGroup | None:
-        """The expert-parallel group, None when every expert is local."""
-        return self._ep_group.group
 
     def reset_parameters(self) -> None:
         """Draw weights uniformly in +-1/sqrt(fan_in); biases zero."""
@@ -151,7 +147,7 @@ class FFNExperts(nn.Module):
         return ops.grouped_mm(hidden, down_EDF, expert_offsets, bias_EM=self.batched_fc2_bias)
 
 
-class LlamaExperts(nn.Module):
+class LlamaExperts(StackedExperts):
     """`(act(x @ fc1[e]) * (x @ fc2[e])) @ fc3[e]`; each parameter is flat, as in Tutel."""
 
     W_fc1: nn.Parameter
@@ -166,20 +162,12 @@ class LlamaExperts(nn.Module):
         activation_fn: Activation | None,
         group: ProcessGroup | None,
     ) -> None:
-        super().__init__()
-        self._ep_group = GroupHandle(group)
-        self.num_experts = num_local * group_size(group)
-        declare_placement(self, Placement.of_experts(self.num_experts, group))
+        super().__init__(num_local, group)
         self.activation_fn = F.silu if activation_fn is None else activation_fn
         self.shape = (num_local, model_dim, ffn_dim)
         for name in ("W_fc1", "W_fc2", "W_fc3"):
             self.register_parameter(name, nn.Parameter(torch.empty(math.prod(self.shape))))
         self.reset_parameters()
-
-    @property
-    def ep_group(self) -> ProcessGroup | None:
-        """The expert-parallel group, None when every expert is local."""
-        return self._ep_group.group
 
     def reset_parameters(self) -> None:
         """Draw weights from a normal distribution of width 0.01."""

@@ -18,11 +18,11 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import ops
-from moe_ext.distributed.groups import GroupHandle, group_rank, group_size
-from moe_ext.distributed.placement import Placement, declare_placement
+from moe_ext.distributed.groups import group_rank, group_size
 from moe_ext.integrations._base import (
     Gate,
     RenamedLayer,
+    StackedExperts,
     activate,
     counts_of,
     float32_logits,
@@ -162,25 +162,17 @@ class LearnedRouter(Gate):
         return self.output(logits_TE, weights, idx, None, (counts_E, counts_E), chosen.score_sum)
 
 
-class _MLP(nn.Module):
+class _MLP(StackedExperts):
     """MegaBlocks' experts: `w1`, `w2` and for "glu" `v1`, each `[L*F, D]`."""
 
     def __init__(self, args: Arguments, group: ProcessGroup | None) -> None:
-        super().__init__()
+        super().__init__(args.moe_num_experts // group_size(group), group)
         self.args = args
-        self._ep_group = GroupHandle(group)
-        self.num_experts = args.moe_num_experts
-        self.num_local_experts = args.moe_num_experts // group_size(group)
-        declare_placement(self, Placement.of_experts(args.moe_num_experts, group))
         rows = self.num_local_experts * args.ffn_hidden_size
         for name in ("w1", "w2", "v1")[: 3 if args.mlp_type == "glu" else 2]:
             empty = torch.empty(rows, args.hidden_size, dtype=args.dtype, device=args.device)
             self.register_parameter(name, nn.Parameter(empty))
         self.reset_parameters()
-
-    @property
-    def ep_group(self) -> ProcessGroup | None:
-        return self._ep_group.group
 
     def reset_parameters(self) -> None:
         """Draw all E experts and keep this rank's: equal seeds give equal experts on any ranks."""

@@ -120,7 +120,6 @@ class _Fused:
     interleaved: bool = False
     flipped: bool = False
     plain: bool = True
-    names: ExpertNames | None = None
 
     def read(self, reader: Reader) -> Parts:
         """Split gate and up."""
@@ -170,7 +169,6 @@ class _MegaBlocks:
     """`experts.mlp.w1` (the gate where there is a `v1`), `v1`, `w2`, each `[E*F, D]`."""
 
     name: str = "megablocks"
-    names: ExpertNames | None = None
 
     def read(self, reader: Reader) -> Parts:
         """Unfold the experts."""
@@ -200,7 +198,6 @@ class _Tutel:
     """Experts "ffn": `batched_fc1_w`, `batched_fc2_w` `[E, F, D]`; "llama_ffn": flat `W_fc1..3`."""
 
     name: str = "tutel"
-    names: ExpertNames | None = None
 
     def read(self, reader: Reader) -> Parts:
         """Either kind of experts."""
@@ -249,7 +246,6 @@ class _TorchTitan:
     """`w1_EFD` (gate), `w3_EFD` (up), `w2_EDF` (down)."""
 
     name: str = "torchtitan"
-    names: ExpertNames | None = None
 
     def read(self, reader: Reader) -> Parts:
         """The tensors, unchanged."""
