@@ -16,7 +16,7 @@ import statistics
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ from moe_ext.compression.probe import (
     rate_of,
 )
 from moe_ext.distributed.groups import group_ranks, group_size, resolve_group
+
+if TYPE_CHECKING:
+    from moe_ext.compression.buckets import Bucket
 
 # A bucket of fewer bytes in float32 is sent as it is: all it costs is latency.
 SMALL_BUCKET_BYTES = 64 * 1024
@@ -508,22 +511,6 @@ def _cost_table(model: CostModel) -> str:
     return "\n".join([_about(model), *aligned_table(rows), *_break_even(model)])
 
 
-class Exchange(Protocol):
-    """The ranks that a bucket is reduced over (see `Bucket`)."""
-
-    @property
-    def group(self) -> ProcessGroup | None:
-        """All of them."""
-
-    @property
-    def exchange_group(self) -> ProcessGroup | None:
-        """Ranks that codecs reduce over: one of each node, where there are nodes."""
-
-    @property
-    def node_size(self) -> int:
-        """Ranks of a node; 1 without nodes."""
-
-
 class CostModels:
     """One cost model for each group of ranks that reduce together.
 
@@ -547,7 +534,7 @@ class CostModels:
         self._node_size = 1
         self._others: dict[ProcessGroup, CostModel] = {}
 
-    def of(self, bucket: Exchange, common: ProcessGroup | None, device: torch.device) -> CostModel:
+    def of(self, bucket: Bucket, common: ProcessGroup | None, device: torch.device) -> CostModel:
         """The cost model of the ranks that reduce a bucket.
 
         With nodes it measures what is between them; all ranks agree on what these have found.
@@ -573,7 +560,7 @@ class CostModels:
             self._node_size = bucket.node_size
         return self.common
 
-    def known(self, bucket: Exchange, common: ProcessGroup | None) -> CostModel | None:
+    def known(self, bucket: Bucket, common: ProcessGroup | None) -> CostModel | None:
         """As `of`, without making one."""
         if bucket.group is not None and bucket.group is not common:
             return self._others.get(bucket.group)
