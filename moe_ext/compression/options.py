@@ -7,7 +7,8 @@ from typing import Protocol
 
 from torch.optim import Optimizer
 
-from moe_ext.compression.codecs import Codec, check_choice
+from moe_ext._checks import check_choice
+from moe_ext.compression.codecs import Codec
 from moe_ext.compression.policy import Policy
 from moe_ext.compression.schedules import ResidualMonitor, Warmup
 

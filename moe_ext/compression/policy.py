@@ -10,7 +10,8 @@ from typing import Literal
 
 from torch import nn
 
-from moe_ext.compression.codecs import Codec, check_choice, codec_names, codec_of
+from moe_ext._checks import check_choice
+from moe_ext.compression.codecs import Codec, codec_names, codec_of
 from moe_ext.distributed.placement import holds_experts
 from moe_ext.nn.routers import Router
 

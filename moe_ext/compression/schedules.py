@@ -6,7 +6,8 @@ import math
 import warnings
 from dataclasses import dataclass
 
-from moe_ext.compression.codecs import Codec, Dense, check_choice
+from moe_ext._checks import check_choice
+from moe_ext.compression.codecs import Codec, Dense
 
 MAX_DENSITY = 0.25
 

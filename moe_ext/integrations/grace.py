@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_ext._checks import check_choice
 from moe_ext.compression.codecs.powersgd import PowerSGD
 from moe_ext.compression.feedback import CodecMemory, FeedbackStore
 from moe_ext.distributed.agreement import agree, is_nonfinite
@@ -1041,11 +1042,7 @@ def grace_from_params(params: Mapping[str, Any], *, group: ProcessGroup | None =
 
     def make(key: str, *parts: object) -> Any:
         table = _TABLES[key]
-        if values[key] not in table:
-            raise ValueError(
-                f"grace_from_params: expected {key} to be one of {tuple(table)}, got "
-                f"{values[key]!r}"
-            )
+        check_choice("grace_from_params", key, values[key], table)
         made, keys = table[values[key]]
         read.update(keys)
         return made(*parts, **{name: values[name] for name in keys if name in values})

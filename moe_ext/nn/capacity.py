@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moe_ext import ops
+from moe_ext._checks import check_choice
 from moe_ext.nn.routers import Router, RouterOutput
 
 DROP_POLICIES = ("position", "score", "random", "batch_prioritized", "choice")
@@ -78,10 +79,7 @@ class Capacity:
                 f"Capacity: expected groups to be at most {_MOST_GROUPS}, got {self.groups}"
             )
         for name, known in (("drop", DROP_POLICIES), ("overflow", OVERFLOWS)):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"Capacity: expected {name} to be one of {known}, got {getattr(self, name)!r}"
-                )
+            check_choice("Capacity", name, getattr(self, name), known)
 
         # In eval mode and in training. Whole numbers: exact, and symbolic where T is.
         factors = (self.factor if self.eval_factor is None else self.eval_factor, self.factor)
@@ -120,11 +118,7 @@ class RowBudget:
         """Refuse what is not allowed."""
         if self.rows < 1:
             raise ValueError(f"RowBudget: expected rows to be at least 1, got {self.rows}")
-        if self.overflow not in BUDGET_OVERFLOWS:
-            raise ValueError(
-                f"RowBudget: expected overflow to be one of {BUDGET_OVERFLOWS}, "
-                f"got {self.overflow!r}"
-            )
+        check_choice("RowBudget", "overflow", self.overflow, BUDGET_OVERFLOWS)
 
 
 class Choice(NamedTuple):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
+from moe_ext._checks import check_choice, check_sizes
 from moe_ext.distributed.groups import GroupHandle, check_group, group_rank, group_size
 from moe_ext.distributed.placement import Placement, declare_placement
 from moe_ext.nn.expert_activation import (
@@ -21,7 +22,6 @@ from moe_ext.nn.expert_activation import (
     resolve_activation,
     run_activation,
 )
-from moe_ext.nn.sizes import check_sizes
 
 # 2**64 / golden ratio, odd: neighbouring experts get seeds that differ in about half of their bits.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -84,10 +84,7 @@ class GroupedExperts(nn.Module):
         super().__init__()
         check_sizes("GroupedExperts", num_experts=num_experts, model_dim=model_dim, ffn_dim=ffn_dim)
         check_group(ep_group, "GroupedExperts")
-        if layout not in LAYOUTS:
-            raise ValueError(
-                f"GroupedExperts: expected layout to be one of {LAYOUTS}, got {layout!r}"
-            )
+        check_choice("GroupedExperts", "layout", layout, LAYOUTS)
         self.activation, self.gated = resolve_activation(activation, gated, "GroupedExperts")
         _check_shareable(self.activation, post_norm, ep_group)
         self.num_experts = num_experts

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_ext._checks import check_choice, check_sizes
 from moe_ext._compile import outside_graphs
 from moe_ext.distributed.dispatch import (
     COMBINES,
@@ -43,7 +44,6 @@ from moe_ext.nn.feed_forward import FeedForward
 from moe_ext.nn.layer_metrics import LayerMetrics, Record, read_losses, read_metrics
 from moe_ext.nn.replay import apply_sessions, can_replay
 from moe_ext.nn.routers import Router, RouterOutput, TopKRouter
-from moe_ext.nn.sizes import check_sizes
 from moe_ext.nn.torch_state import as_autocast, autocast_dtype
 
 # What wrappers put into the names of modules.
@@ -460,10 +460,7 @@ def _check_options(layer: MoELayer, shared_ffn_dim: int, shared_expert_gate: boo
         value = getattr(layer, name)
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"MoELayer: expected {name} to be a {kind.__name__}, got {value!r}")
-    if layer.loss_mode not in LOSS_MODES:
-        raise ValueError(
-            f"MoELayer: expected loss_mode to be one of {LOSS_MODES}, got {layer.loss_mode!r}"
-        )
+    check_choice("MoELayer", "loss_mode", layer.loss_mode, LOSS_MODES)
     if shared_ffn_dim < 0:
         raise ValueError(
             f"MoELayer: expected shared_ffn_dim to be at least 0, got {shared_ffn_dim}"
@@ -528,8 +525,7 @@ def _make_dispatcher(
     row_budget: RowBudget | None,
 ) -> TokenDispatcher:
     """The dispatcher that a name stands for."""
-    if combine not in COMBINES:
-        raise ValueError(f"MoELayer: expected combine to be one of {COMBINES}, got {combine!r}")
+    check_choice("MoELayer", "combine", combine, COMBINES)
     if isinstance(dispatcher, TokenDispatcher) or hasattr(dispatcher, "dispatch"):
         if combine != "exact":
             raise ValueError(

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_ext._checks import check_choice
 from moe_ext.nn.expert_activation import GATED_KIND_OF, plain_kind, run_activation
 from moe_ext.nn.experts import GroupedExperts
 from moe_ext.nn.feed_forward import FeedForward
@@ -421,8 +422,7 @@ def _find_ffns(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _check_options(num_experts: int, top_k: int, method: str, granularity: int | None) -> int:
     """G."""
-    if method not in METHODS:
-        raise ValueError(f"upcycle: expected method to be one of {METHODS}, got {method!r}")
+    check_choice("upcycle", "method", method, METHODS)
     if method == "copy":
         if granularity not in (None, 1):
             raise ValueError(

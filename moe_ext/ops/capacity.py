@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ext._checks import check_choice
+
 _POLICIES = ("position", "choice", "score", "random", "batch_prioritized")
 _OVERFLOWS = ("drop", "reroute")
 
@@ -78,14 +80,8 @@ def limit_capacity(
     Riquelme et al., V-MoE, 2021 (arXiv 2106.05974), section 2.4 (batch_prioritized);
     Rajbhandari et al., DeepSpeed-MoE, 2022 (arXiv 2201.05596) (random).
     """
-    if policy not in _POLICIES:
-        raise ValueError(
-            f"limit_capacity: expected policy to be one of {_POLICIES}, got {policy!r}"
-        )
-    if overflow not in _OVERFLOWS:
-        raise ValueError(
-            f"limit_capacity: expected overflow to be one of {_OVERFLOWS}, got {overflow!r}"
-        )
+    check_choice("limit_capacity", "policy", policy, _POLICIES)
+    check_choice("limit_capacity", "overflow", overflow, _OVERFLOWS)
     if overflow == "reroute" and ranked_idx is None:
         raise ValueError("limit_capacity: expected ranked_idx to be given to reroute, got None")
     keys_TK = priority if policy == "random" else topk_weights

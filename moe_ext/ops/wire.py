@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ext._checks import check_choice
 from moe_ext.ops.quantize import dequantize_blockwise, quantize_blockwise
 
 _INDEX_CODECS = ("dense", "bitmap", "u16", "delta")
@@ -91,11 +92,7 @@ def encode_gradient(
             "encode_gradient: expected values to be a 1-D tensor of float32, got "
             f"{values_K.dtype} of shape {tuple(values_K.shape)}"
         )
-    if value_codec not in _VALUE_CODECS:
-        raise ValueError(
-            f"encode_gradient: expected value_codec to be one of {_VALUE_CODECS}, "
-            f"got {value_codec!r}"
-        )
+    check_choice("encode_gradient", "value_codec", value_codec, _VALUE_CODECS)
     count = values_K.shape[0]
     codec = index_codec
     if codec == "auto":

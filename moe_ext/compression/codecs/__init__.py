@@ -1,6 +1,7 @@
 """Codecs, the ways to send a gradient, and their registry by name."""
 
-from moe_ext.compression.codecs.base import Codec, OnNonfinite, PayloadCodec, Unsent, check_choice
+from moe_ext._checks import check_choice
+from moe_ext.compression.codecs.base import Codec, OnNonfinite, PayloadCodec, Unsent
 from moe_ext.compression.codecs.dense import BlockSparse, Dense, dense_reduction
 from moe_ext.compression.codecs.quantized import OneBit, Quantize, Rounded
 from moe_ext.compression.codecs.registry import codec_names, codec_of, register_codec

@@ -10,7 +10,7 @@ Shape suffixes: N elements of a flat gradient.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -220,14 +220,6 @@ def with_velocity(grad_N: Tensor, memory: CodecMemory, momentum: float | None) -
         return grad_N
     velocity_N = memory.tensor("velocity")
     return velocity_N.mul_(momentum).add_(grad_N).clone()
-
-
-def check_choice(owner: str, argument: str, value: object, allowed: Sequence[object]) -> None:
-    """ValueError unless the value is one of those that are allowed."""
-    if value not in allowed:
-        raise ValueError(
-            f"{owner}: expected {argument} to be one of {tuple(allowed)}, got {value!r}"
-        )
 
 
 class PayloadCodec(Codec):

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
-from moe_ext.compression.codecs.base import Codec, OnNonfinite, check_choice
+from moe_ext._checks import check_choice
+from moe_ext.compression.codecs.base import Codec, OnNonfinite
 from moe_ext.compression.collectives.exact import bitmap_bytes, block_sparse_all_reduce_
 from moe_ext.compression.feedback import CodecMemory
 from moe_ext.distributed import comm

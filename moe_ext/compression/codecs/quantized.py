@@ -12,7 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from moe_ext.compression.codecs.base import PayloadCodec, check_choice
+from moe_ext._checks import check_choice
+from moe_ext.compression.codecs.base import PayloadCodec
 from moe_ext.compression.collectives.coding import (
     FORMATS,
     Coding,

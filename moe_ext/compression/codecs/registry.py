@@ -6,7 +6,8 @@ import importlib
 from collections.abc import Callable
 from functools import partial
 
-from moe_ext.compression.codecs.base import Codec, check_choice
+from moe_ext._checks import check_choice
+from moe_ext.compression.codecs.base import Codec
 from moe_ext.compression.codecs.dense import BlockSparse, Dense
 from moe_ext.compression.codecs.quantized import OneBit, Quantize
 from moe_ext.compression.codecs.sparse import Threshold, TopK

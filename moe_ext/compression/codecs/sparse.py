@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
+from moe_ext._checks import check_choice
 from moe_ext.compression.codecs.base import (
     Codec,
     OnNonfinite,
     PayloadCodec,
     Unsent,
-    check_choice,
     with_velocity,
 )
 from moe_ext.compression.codecs.dense import Dense, dense_reduction

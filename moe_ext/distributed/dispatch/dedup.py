@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
+from moe_ext._checks import check_choice
 from moe_ext.distributed import comm
 from moe_ext.distributed._c10d import small_message_device
 from moe_ext.distributed.dispatch.alltoall import AllToAllDispatcher
@@ -336,10 +337,7 @@ class DedupDispatcher(TokenDispatcher):
         average: bool = True,
     ) -> None:
         super().__init__(num_experts, group, drop_policy=drop_policy, average=average)
-        if combine not in COMBINES:
-            raise ValueError(
-                f"{self.operation}: expected combine to be one of {COMBINES}, got {combine!r}"
-            )
+        check_choice(self.operation, "combine", combine, COMBINES)
         self.combine_by = combine
         self._hops = self._make_hops(num_experts, group)
 

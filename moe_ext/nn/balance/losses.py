@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
+from moe_ext._checks import check_choice
 from moe_ext.nn.balance.counts import StepCounts
 from moe_ext.nn.routers import BalanceTerms, RouterOutput
 
@@ -45,8 +46,7 @@ class Balance:
 
     def __post_init__(self) -> None:
         """Refuse what is not allowed."""
-        if self.scope not in SCOPES:
-            raise ValueError(f"Balance: expected scope to be one of {SCOPES}, got {self.scope!r}")
+        check_choice("Balance", "scope", self.scope, SCOPES)
         if self.group is not None and not isinstance(self.group, ProcessGroup):
             raise TypeError(
                 "Balance: expected group to be None or a ProcessGroup that this rank belongs to, "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.nn.sizes import check_integer, check_sizes
+from moe_ext._checks import check_integer, check_sizes
 from moe_ext.nn.torch_state import moved, without_autocast
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
+from moe_ext._checks import check_choice
 from moe_ext.nn.routers.base import BalanceTerms, LinearRouter, RouterOutput, Tokens
 from moe_ext.nn.torch_state import without_autocast
 
@@ -56,11 +57,7 @@ class GShardRouter(LinearRouter):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if second_expert not in _SECOND_EXPERT:
-            raise ValueError(
-                f"GShardRouter: expected second_expert to be one of {_SECOND_EXPERT}, got "
-                f"{second_expert!r}"
-            )
+        check_choice("GShardRouter", "second_expert", second_expert, _SECOND_EXPERT)
         super().__init__(
             model_dim,
             num_experts,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext._checks import check_choice
 from moe_ext.nn.routers.base import RouterOutput, ScoreRouter, Tokens, renormalizes
 from moe_ext.nn.routers.topk import SCORE_FNS
 
@@ -86,10 +87,7 @@ class HashRouter(ScoreRouter):
                 "HashRouter: expected score_fn and renormalize to be left out without learned=True,"
                 f" got {score_fn!r} and {renormalize}"
             )
-        if score_fn not in SCORE_FNS:
-            raise ValueError(
-                f"HashRouter: expected score_fn to be one of {SCORE_FNS}, got {score_fn!r}"
-            )
+        check_choice("HashRouter", "score_fn", score_fn, SCORE_FNS)
         super().__init__(
             model_dim,
             num_experts,
@@ -98,8 +96,7 @@ class HashRouter(ScoreRouter):
             renormalize=renormalizes("HashRouter", renormalize, top_k) if learned else True,
             scale=scale,
         )
-        if method not in _METHODS:
-            raise ValueError(f"HashRouter: expected method to be one of {_METHODS}, got {method!r}")
+        check_choice("HashRouter", "method", method, _METHODS)
         if vocab_size is None and method == "balanced":
             raise ValueError(
                 "HashRouter: expected vocab_size to be given with method 'balanced', got None"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_ext._checks import check_choice
 from moe_ext.nn.routers.base import (
     LinearRouter,
     RouterOutput,
@@ -90,10 +91,7 @@ class TopKRouter(LinearRouter):
             device=device,
             dtype=dtype,
         )
-        if score_fn not in SCORE_FNS:
-            raise ValueError(
-                f"TopKRouter: expected score_fn to be one of {SCORE_FNS}, got {score_fn!r}"
-            )
+        check_choice("TopKRouter", "score_fn", score_fn, SCORE_FNS)
         if score_fn == "topk_softmax" and top_k == 1:
             warn_of_constant_weights("TopKRouter", "score_fn='topk_softmax'")
         if num_groups < 1 or num_experts % num_groups != 0:
@@ -106,20 +104,13 @@ class TopKRouter(LinearRouter):
                 f"TopKRouter: expected top_groups to be in 1..num_groups={num_groups} and to leave "
                 f"at least top_k={top_k} experts, got {top_groups}"
             )
-        if group_score not in _GROUP_SCORES:
-            raise ValueError(
-                f"TopKRouter: expected group_score to be one of {_GROUP_SCORES}, got "
-                f"{group_score!r}"
-            )
+        check_choice("TopKRouter", "group_score", group_score, _GROUP_SCORES)
         if group_score == "topk" and top_k < top_groups:
             raise ValueError(
                 f"TopKRouter: expected top_k to be at least top_groups={top_groups} with "
                 f"group_score='topk', got {top_k}"
             )
-        if bias_update not in BIAS_UPDATES:
-            raise ValueError(
-                f"TopKRouter: expected bias_update to be one of {BIAS_UPDATES}, got {bias_update!r}"
-            )
+        check_choice("TopKRouter", "bias_update", bias_update, BIAS_UPDATES)
         if bias_update == "quantile" and not (
             selection_bias
             and score_fn == "sigmoid"

@@ -1,8 +1,15 @@
-"""Checks of the sizes that modules are made with."""
+"""Checks of arguments that all packages share."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
+
+
+def check_choice(owner: str, name: str, value: object, allowed: Collection[object]) -> None:
+    """ValueError unless the value is one of those that are allowed."""
+    if value not in allowed:
+        raise ValueError(f"{owner}: expected {name} to be one of {tuple(allowed)}, got {value!r}")
 
 
 def check_integer(owner: str, name: str, value: int) -> None:
