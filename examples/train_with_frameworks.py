@@ -4,16 +4,16 @@
     torchrun --standalone --nproc-per-node 2 examples/train_with_frameworks.py --tool accelerate
 
 The tools do not know of moe_ext. They wrap the model in DistributedDataParallel and clip gradients,
-and both are right for experts that lie over ranks. What is left are checkpoints: the tools write
-what rank 0 holds, so `moe_ext.distributed.checkpoint` saves and loads, here in a callback of the
-Trainer. A run goes on from the checkpoint in --out, on any number of ranks.
+and both are right for experts that lie over ranks. For their checkpoints, which rank 0 writes, one
+line has all ranks hand it their experts: `SavesExperts` in the Trainer, `whole_state_dicts` around
+what Accelerate saves. A run goes on from the last checkpoint in --out, on any number of ranks, to
+--steps more.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import torch
 from finetune_hf_moe import CONFIGS, NUM_EXPERTS, build
@@ -23,7 +23,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import moe_ext
-from moe_ext.distributed import checkpoint
+from moe_ext.distributed import whole_state_dicts
+from moe_ext.integrations.huggingface import SavesExperts
 
 
 class Windows(Dataset[dict[str, torch.Tensor]]):
@@ -44,58 +45,56 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": window_S, "labels": window_S}
 
 
-def run_trainer(task: TextTask, model: nn.Module, state: Path | None) -> None:
-    """`Trainer.train`, with the checkpoints of moe_ext."""
+def run_trainer(task: TextTask, model: nn.Module, state: Path) -> None:
+    """`Trainer.train`, and its own checkpoints."""
     transformers, args = import_transformers(), task.args
 
-    class Checkpoints(transformers.TrainerCallback):
-        """Loads before the first step and saves after the last one, on every rank."""
+    class Trainer(SavesExperts, transformers.Trainer):  # type: ignore[name-defined, misc]
+        """The Trainer, whose files hold all experts."""
 
-        def on_train_begin(self, *_: Any, optimizer: Any, **__: Any) -> None:
-            if state is not None and state.exists():
-                checkpoint.load(state, model, optimizer.optimizer)
-                task.say(f"went on from {state}")
-
-        def on_train_end(self, *_: Any, optimizer: Any, **__: Any) -> None:
-            if state is not None:
-                checkpoint.save(state, model, optimizer.optimizer)
-
+    last = None
+    if state.exists():
+        last = transformers.trainer_utils.get_last_checkpoint(state)
+    done = 0 if last is None else int(last.rpartition("-")[2])
     arguments = transformers.TrainingArguments(
-        output_dir="unused",
-        max_steps=args.steps,
+        output_dir=state,
+        max_steps=done + args.steps,
         per_device_train_batch_size=args.batch // task.runtime.world_size,
         learning_rate=args.lr,
         use_cpu=task.runtime.device.type == "cpu",
-        save_strategy="no",
+        save_strategy="steps" if args.out is not None else "no",
+        save_steps=args.steps,
         report_to=[],
         disable_tqdm=True,
     )
-    trainer = transformers.Trainer(
-        model, arguments, train_dataset=Windows(task), callbacks=[Checkpoints()]
-    )
-    trainer.train()
+    if last is not None:
+        task.say(f"goes on from {last}")
+    trainer = Trainer(model, arguments, train_dataset=Windows(task))
+    trainer.train(resume_from_checkpoint=last)
 
 
-def run_accelerate(task: TextTask, model: nn.Module, state: Path | None) -> None:
-    """The loop of Accelerate's documentation."""
+def run_accelerate(task: TextTask, model: nn.Module, state: Path) -> None:
+    """The loop of Accelerate's documentation, with `save_state` and `load_state`."""
     from accelerate import Accelerator
 
     args = task.args
     accelerator = Accelerator(cpu=task.runtime.device.type == "cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    if state is not None and state.exists():
-        checkpoint.load(state, model, optimizer)
-        task.say(f"went on from {state}")
     share = args.batch // task.runtime.world_size
     loader = torch.utils.data.DataLoader(Windows(task), batch_size=share)
     wrapped, prepared, loader = accelerator.prepare(model, optimizer, loader)
+    if state.exists():
+        with whole_state_dicts():
+            accelerator.load_state(str(state))
+        task.say(f"goes on from {state}")
     for batch in loader:
         prepared.zero_grad()
         accelerator.backward(wrapped(**batch).loss)
         accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
         prepared.step()
-    if state is not None:
-        checkpoint.save(state, model, optimizer)
+    if args.out is not None:
+        with whole_state_dicts():
+            accelerator.save_state(str(state))
 
 
 TOOLS = {"trainer": run_trainer, "accelerate": run_accelerate}
@@ -110,7 +109,7 @@ def work(args: argparse.Namespace, runtime: Runtime) -> None:
     group = mesh.ep_group if args.ep > 1 else None
     agree(lambda: moe_ext.replace(model, ep_group=group), ValueError)
     before = task.validate(model)
-    TOOLS[args.tool](task, model, None if args.out is None else args.out / "state")
+    TOOLS[args.tool](task, model, (args.out or Path("unused")) / args.tool)
     task.say(f"held-out loss {before:.4f} before, {task.validate(model):.4f} after")
     if args.out is not None:
         # Every rank takes part; the first one writes.

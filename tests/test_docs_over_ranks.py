@@ -30,12 +30,14 @@ HERE = (
     ("freeze_step=2000", "freeze_step=1"),
     ("dp=2, ep=4", "dp=2, ep=2"),
     ("fsdp_size=2", "fsdp_size=4"),
+    ("accelerate.Accelerator()", "accelerate.Accelerator(cpu=True)"),
+    ("devices=2", "devices=4, enable_progress_bar=False, logger=False"),
+    ("save_steps=1", "save_steps=1, use_cpu=True, disable_tqdm=True, report_to=[]"),
 )
 # These run in tests/attention, tests/distributed and tests/test_readme.py.
 ELSEWHERE = (
     "TransformerBlock",
     "dist.init_process_group",
-    "lightning.pytorch",
     "block.moe.experts",
     "presets",
     "shard_sequence",
@@ -84,6 +86,7 @@ def given(rank, code):
         "data": batches,
         "batches": batches,
         "batches_of_this_rank": batches,
+        "loader": torch.utils.data.DataLoader(batches, batch_size=None),
         "path": f"model-{rank}.pt",
         "old": NUM_RANKS,
         "old_world_size": NUM_RANKS,
@@ -96,6 +99,10 @@ def given(rank, code):
         "k": 40,
         "regions": SplitRegions(4096, NUM_RANKS) if "regions=" in code else None,
     }
+    if "accelerate." in code:
+        import accelerate
+
+        names["accelerate"] = accelerate
     if "optimizer.flush" in code:
         # That of the block before.
         del names["optimizer"]
@@ -122,6 +129,7 @@ def given_transformers(rank, code):
         "rank": rank,
         "path": "mixtral",
         "batch": {"input_ids": tokens, "labels": tokens},
+        "data": [{"input_ids": tokens[0], "labels": tokens[0]}] * 64,
         "model": AutoModelForCausalLM.from_pretrained("mixtral"),
     }
 
@@ -138,7 +146,9 @@ def save_mixtral(folder):
 def run_pages(rank, folder, pages, given):
     """(page, block, traceback) of the first failure, of None."""
     os.chdir(folder)
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    # As torchrun on nodes of two ranks.
+    os.environ.update(LOCAL_WORLD_SIZE="2", WORLD_SIZE=str(NUM_RANKS), RANK=str(rank))
+    os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     for page in pages:
         found = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
         names = {}

@@ -11,6 +11,7 @@ from moe_ext.distributed.dispatch import (
     LocalDispatcher,
     TokenDispatcher,
 )
+from moe_ext.distributed.dtensor import whole_state_dicts
 from moe_ext.distributed.failures import RankFailureError, naming_failed_ranks
 from moe_ext.distributed.fsdp import fully_shard
 from moe_ext.distributed.gradients import sync_gradients
@@ -49,6 +50,7 @@ __all__ = [
     "naming_failed_ranks",
     "placements",
     "sync_gradients",
+    "whole_state_dicts",
 ]
 
 

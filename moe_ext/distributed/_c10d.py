@@ -17,6 +17,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
@@ -84,6 +85,21 @@ def around_ddp_init(
             after(self)
 
     DistributedDataParallel.__init__ = wrapped  # type: ignore[method-assign]
+
+
+def before_join(check: Callable[[list[Joinable]], None]) -> None:
+    """Call a function with what every context of uneven inputs is for, such as `DDP.join()`."""
+    init = Join.__init__
+
+    @functools.wraps(init)
+    def wrapped(
+        self: Join, joinables: list[Joinable], enable: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        if enable:
+            check(joinables)
+        init(self, joinables, enable, *args, **kwargs)
+
+    Join.__init__ = wrapped  # type: ignore[method-assign]
 
 
 def around_clip_grad_norm_(make: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:

@@ -113,7 +113,9 @@ def agree(
     return [call["values"] for call in calls]
 
 
-def meet(operation: str, group: ProcessGroup | None, *, seconds: float | None = None) -> None:
+def meet(
+    operation: str, group: ProcessGroup | None, *, seconds: float | None = None, hint: str = ""
+) -> None:
     """Wait until every rank of a group makes this call, for calls that one rank makes by mistake.
 
     Nothing is sent over the group, so that it stays usable where a rank does not come.
@@ -122,6 +124,7 @@ def meet(operation: str, group: ProcessGroup | None, *, seconds: float | None = 
         operation: name for messages; ranks meet under it, as often as each of them calls.
         group: the ranks; None is this process alone.
         seconds: to wait at most; None for a minute.
+        hint: what to do, behind the message.
 
     Raises:
         RuntimeError: a rank did not come.
@@ -143,7 +146,7 @@ def meet(operation: str, group: ProcessGroup | None, *, seconds: float | None = 
             store.delete_key(keys[me])
             raise RuntimeError(
                 f"{operation}: expected every rank of {list(ranks)} to call it, since each holds "
-                f"another part, got no call of rank {missing[0]} within {patience:g} s"
+                f"another part, got no call of rank {missing[0]} within {patience:g} s{hint}"
             ) from error
     _meetings[where] += 1
 

@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from moe_ext.distributed.dtensor import divided_as
+from moe_ext.distributed.dtensor import divided_as, state_dicts_of_parts
 from moe_ext.distributed.groups import is_initialized
 from moe_ext.distributed.placement import (
     Placement,
     logical_names,
     placements,
     sharded_buffers,
+    sharded_parameters,
 )
-from moe_ext.distributed.state_dict import ParameterStates, SavesByParameter, whole_of
+from moe_ext.distributed.state_dict import ParameterStates, SavesByParameter, watch, whole_of
 
 _MODEL = "model."
 _STATE = "optimizer."
@@ -53,7 +54,11 @@ class TrainingState:
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
         given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self._optimizers = given
+        sharded_parameters(self._model)  # notes them
+        for optimizer in given:
+            watch(optimizer)
 
+    @state_dicts_of_parts()
     def state_dict(self) -> dict[str, Tensor]:
         """The live tensors; all ranks must call it.
 
@@ -77,6 +82,7 @@ class TrainingState:
                         state[f"{_NUMBER}{key}.{name}"] = torch.tensor(value)
         return state
 
+    @state_dicts_of_parts()
     def empty(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
         """Tensors to load a checkpoint into; nothing live is touched.
 
@@ -119,6 +125,7 @@ class TrainingState:
             state[full_name] = local if alone else whole_of(local, parameter, place, full_name)
         return state
 
+    @state_dicts_of_parts()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Put loaded tensors into the model and the optimizers; all ranks must call it."""
         here = {whole: name for name, whole in logical_names(self._model).items()}
@@ -166,9 +173,7 @@ class TrainingState:
             if name in parameters and name in places:
                 value = whole_of(value, parameters[name], places[name], name)
             elif name in buffers:
-                # Each expert's has a name of its own here.
-                buffer, place = buffers[name]
-                value = place.taken(value, buffer)
+                value = whole_of(value, *buffers[name], name)
             found[whole_names.get(name, name)] = value.detach()
         return found
 

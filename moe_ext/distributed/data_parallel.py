@@ -251,4 +251,17 @@ def _find_problem(
     return reduction_problem(sharded)
 
 
+def _check_join(joinables: list[Any]) -> None:
+    """Refuse contexts in which ranks that have run out of batches leave the forward pass."""
+    for ddp in joinables:
+        if isinstance(ddp, DistributedDataParallel) and sharded_parameters(ddp.module):
+            raise ValueError(
+                f"{_OPERATION}.join: expected as many forward passes on every rank, since ranks "
+                "exchange tokens in each, got a model with parameters that are divided over them; "
+                "end all ranks together (drop_last=True), or have a rank without a batch go on "
+                "with one of no tokens, and the sum of its outputs as its loss"
+            )
+
+
 _c10d.around_ddp_init(_before_init)
+_c10d.before_join(_check_join)

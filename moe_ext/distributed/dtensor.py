@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -16,11 +18,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_ext.distributed.groups import global_rank
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _meshes: weakref.WeakKeyDictionary[ProcessGroup, dict[str | DeviceMesh, DeviceMesh]]
 _meshes = weakref.WeakKeyDictionary()
+
+
+# Whether state dicts hold whole tensors in the place of DTensors, and this rank keeps them.
+_keeps_wholes: ContextVar[bool | None] = ContextVar("_keeps_wholes", default=None)
 
 
 class _MeshOfParts(DeviceMesh):
@@ -34,8 +42,46 @@ class _MeshOfParts(DeviceMesh):
             "torch.save: expected whole tensors, got this rank's part of one that ranks "
             f"{self.mesh.flatten().tolist()} hold between them; save by "
             "moe_ext.distributed.checkpoint.save or torch.distributed.checkpoint.save on all "
-            "ranks, or what moe_ext.distributed.full_state_dict returns on one"
+            "ranks, or what moe_ext.distributed.full_state_dict returns on one; run tools that "
+            "save by themselves (Accelerate, Lightning) inside `with "
+            "moe_ext.distributed.whole_state_dicts():`, and mix "
+            "moe_ext.integrations.huggingface.SavesExperts into a Trainer of transformers"
         )
+
+
+@contextlib.contextmanager
+def whole_state_dicts(keep: bool | None = None) -> Iterator[None]:
+    """Have `state_dict()` of models and optimizers hold whole tensors, for tools that save these.
+
+    Inside, it is a collective: all ranks call it, as Accelerate and Lightning do, and one of them
+    writes what it got. Experts, columns of layers, and what optimizers hold of them come as plain
+    tensors on the CPU, as one process has them; `load_state_dict` of a job of any number of ranks
+    takes them, with or without this. What FSDP2 shards beside them stays a DTensor.
+
+    Args:
+        keep: whether this rank gets the tensors, and not empty ones in their place; None is true of
+            rank 0 alone.
+    """
+    token = _keeps_wholes.set(global_rank() == 0 if keep is None else keep)
+    try:
+        yield
+    finally:
+        _keeps_wholes.reset(token)
+
+
+@contextlib.contextmanager
+def state_dicts_of_parts() -> Iterator[None]:
+    """Undo `whole_state_dicts` inside."""
+    token = _keeps_wholes.set(None)
+    try:
+        yield
+    finally:
+        _keeps_wholes.reset(token)
+
+
+def keeps_wholes() -> bool | None:
+    """Whether this rank gets whole tensors in state dicts; None outside `whole_state_dicts`."""
+    return _keeps_wholes.get()
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
@@ -61,14 +107,18 @@ def dtensor_of(
 
     inner = local.placements if is_dtensor(local) else ()
     shape = torch.Size(n * (group.size() if i == dim else 1) for i, n in enumerate(local.shape))
-    return DTensor.from_local(
+    mesh = _mesh_of_parts(local, group, table)
+    whole = DTensor.from_local(
         local_part(local).contiguous(),
-        _mesh_of_parts(local, group, table),
+        mesh,
         [Shard(dim), *inner],
         run_check=False,
         shape=shape,
         stride=contiguous_stride(shape),
     )
+    # safetensors and Accelerate ask for the memory of what they write; this is their second try.
+    whole.storage = mesh.__reduce__  # type: ignore[method-assign]
+    return whole
 
 
 def _mesh_of_parts(local: Tensor, group: ProcessGroup, table: Sequence[object]) -> DeviceMesh:

@@ -23,7 +23,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from moe_ext._compile import outside_graphs
 from moe_ext.distributed import comm
 from moe_ext.distributed.agreement import share
-from moe_ext.distributed.dtensor import divided_as, dtensor_of, is_dtensor, local_of, local_part
+from moe_ext.distributed.dtensor import (
+    divided_as,
+    dtensor_of,
+    is_dtensor,
+    keeps_wholes,
+    local_of,
+    local_part,
+)
+from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import (
     GroupHandle,
     group_rank,
@@ -116,6 +124,11 @@ class Placement:
         """
         if value.shape == like.shape:
             return value
+        if value.shape == (0,):
+            raise ValueError(
+                "load_state_dict: expected tensors, got the empty ones that whole_state_dicts "
+                "gives to ranks that do not keep the whole; load what rank 0 has written"
+            )
         if self.dim is None:
             is_stack = is_dtensor(value) or value.shape == (self.num_parts, *like.shape)
             return self._stack.local(value, like[None])[0] if is_stack else value
@@ -190,6 +203,23 @@ class Placement:
         vars(self).update(state, group=None)
 
 
+def plain(place: Placement, shown: Tensor) -> Tensor:
+    """The tensor of which `shown` or `whole` made a DTensor, in one piece; a collective."""
+    if not is_dtensor(shown):
+        return shown
+    with naming_failed_ranks(place.group, "state_dict"):
+        found = shown.full_tensor()
+    if place.dim is None or place.blocks == 1:
+        return found
+    return found.flatten(place.dim, place.dim + 1)
+
+
+def kept(place: Placement, shown: Tensor) -> Tensor:
+    """What a state dict holds inside `whole_state_dicts`, in the place of a DTensor."""
+    found = plain(place, shown)
+    return found.to("cpu").contiguous() if keeps_wholes() else torch.empty(0, dtype=found.dtype)
+
+
 def declare_placement(
     module: nn.Module, placement: Placement, names: Iterable[str] | None = None
 ) -> None:
@@ -201,8 +231,8 @@ def declare_placement(
     Args:
         module: holds the parameters.
         placement: of each of them.
-        names: parameters of the module that it is true of, as in `named_parameters()`; None is all
-            of them, those added later too, except for names that were declared apart.
+        names: parameters and buffers of the module that it is true of, by their names there; None
+            is all of them, those added later too, except for names that were declared apart.
     """
     # A new dictionary: copies of the module share the old one.
     declared = dict(vars(module).get(_DECLARED, {}))
@@ -220,14 +250,38 @@ def declare_placement(
 def _show_wholes(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: dict[str, Any]
 ) -> None:
-    """Put DTensors of the whole into a state dict, for `torch.distributed.checkpoint`."""
+    """Put DTensors of the whole into a state dict, for `torch.distributed.checkpoint`.
+
+    Inside `whole_state_dicts` what they stand for.
+    """
     for name, (own, placement) in _shown_tensors(module).items():
         value = state_dict.get(prefix + name)
         # With keep_vars=True the state dict holds the parameters themselves.
-        if not isinstance(value, Tensor) or value is own:
+        if not isinstance(value, Tensor) or value is own or value.shape != own.shape:
             continue
-        if value.shape == own.shape:
-            state_dict[prefix + name] = placement.shown(value)
+        if placement.one_expert and placement is not placement_of(module):
+            continue  # the expert has done it
+        shown = placement.shown(value)
+        if keeps_wholes() is None:
+            state_dict[prefix + name] = shown
+        elif placement.dim is not None:
+            state_dict[prefix + name] = kept(placement, shown)
+        else:
+            check_known(prefix + name, placement, "state_dict")
+            whole, paths = kept(placement, shown), _names_on_ranks(placement, prefix[:-1])
+            for index, path in enumerate(paths):
+                # Copies, since files with shared memory are not everybody's.
+                state_dict[f"{path}.{name}"] = whole[index].clone() if len(whole) else whole
+
+
+def check_known(name: str, placement: Placement, operation: str) -> None:
+    """ValueError unless it is known how a parameter, or a buffer, of experts is part of a whole."""
+    if placement.num_parts > 1 and placement.dim is None and not placement.one_expert:
+        raise ValueError(
+            f"{operation}: expected {name} to be stacked over the experts of this rank, or "
+            "declared with moe_ext.distributed.declare_placement (as "
+            "Placement.of_experts(num_experts, None, dim=None) where all ranks hold the same)"
+        )
 
 
 def _take_parts(
@@ -308,6 +362,14 @@ def placements(model: nn.Module) -> dict[str, Placement]:
     return {name: found[name] for name, _ in model.named_parameters() if name in found}
 
 
+def _names_on_ranks(place: Placement, path: str) -> list[str]:
+    """Of an expert that is a module, by its path on this rank: the experts of all in its place."""
+    parent, dot, _ = path.rpartition(".")
+    num_local = place.size // place.num_parts
+    first = place.held.start - place.part * num_local
+    return [f"{parent}{dot}{first + part * num_local}" for part in range(place.num_parts)]
+
+
 def logical_names(model: nn.Module) -> dict[str, str]:
     """Names of parameters that count the experts of this rank, to those that count all.
 
@@ -323,11 +385,7 @@ def logical_names_by_rank(model: nn.Module) -> dict[str, tuple[list[str], int]]:
         place = placement_of(module)
         if place is None or not place.one_expert or not path:
             continue
-        parent = path.rpartition(".")[0]
-        num_local = place.size // place.num_parts
-        first = place.held.start - place.part * num_local
-        experts = [first + part * num_local for part in range(place.num_parts)]
-        wholes = [f"{parent}.{expert}" if parent else str(expert) for expert in experts]
+        wholes = _names_on_ranks(place, path)
         for name, _ in [*module.named_parameters(), *module.named_buffers()]:
             names[f"{path}.{name}"] = ([f"{whole}.{name}" for whole in wholes], place.part)
     return names
@@ -347,16 +405,24 @@ def sharded_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, Placem
 
 
 def sharded_buffers(model: nn.Module) -> dict[str, tuple[Tensor, Placement]]:
-    """Name to (buffer, placement), of experts that are modules each and lie over several ranks.
+    """Name to (buffer, placement), of those of experts that lie over several ranks.
 
-    Whether a buffer next to stacked experts belongs to one of them is not known.
+    Next to stacked experts, those of their number are stacked like them. How others are part of the
+    whole is not known, unless their names were declared.
     """
-    found = {}
+    found: dict[str, tuple[Tensor, Placement]] = {}
     for path, module in model.named_modules():
-        placement = placement_of(module)
-        if placement is not None and placement.one_expert and placement.num_parts > 1:
-            for name, buffer in module.named_buffers(path):
-                found[name] = (buffer, placement)
+        declared = vars(module).get(_DECLARED, {})
+        for name, buffer in module.named_buffers(path) if declared else ():
+            own = name[len(path) + 1 :] if path else name
+            placement = declared.get(own, declared.get(""))
+            found.pop(name, None)
+            if placement is None or placement.num_parts == 1:
+                continue
+            is_stacked = buffer.dim() > 0 and buffer.shape[0] == len(placement.held)
+            if own not in declared and not is_stacked and not placement.one_expert:
+                placement = dataclasses.replace(placement, dim=None)
+            found[name] = (buffer, placement)
     return found
 
 
@@ -372,11 +438,8 @@ def known_shard(parameter: Tensor) -> Placement | None:
 
 def sharded_tensors(model: nn.Module) -> list[str]:
     """Names, all of each, of parameters and buffers that differ between the ranks of a group."""
-    shards = {id(parameter) for parameter, _ in sharded_parameters(model).values()}
-    for module in model.modules():
-        placement = placement_of(module)
-        if placement is not None and placement.num_parts > 1:
-            shards |= {id(buffer) for buffer in module.buffers()}
+    found = [*sharded_parameters(model).values(), *sharded_buffers(model).values()]
+    shards = {id(tensor) for tensor, _ in found}
     named = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),

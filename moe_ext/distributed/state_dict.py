@@ -1,7 +1,8 @@
 """State dicts of whole models and their optimizers, where parameters lie over ranks.
 
 `state_dict()` of both holds DTensors of the whole, for `torch.distributed.checkpoint`; no rank can
-pickle them, since its file would hold its own part and look like all.
+pickle them, since its file would hold its own part and look like all. Inside `whole_state_dicts` it
+holds plain tensors instead.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from moe_ext.distributed.agreement import meet
-from moe_ext.distributed.dtensor import is_dtensor
-from moe_ext.distributed.failures import naming_failed_ranks
+from moe_ext.distributed.dtensor import is_dtensor, keeps_wholes, state_dicts_of_parts
 from moe_ext.distributed.placement import (
     Placement,
+    check_known,
+    kept,
     known_shard,
     logical_names_by_rank,
     placements,
+    plain,
     sharded_buffers,
 )
 
@@ -63,7 +66,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
     A collective: every rank of the groups that hold parts calls it, and each then holds all.
     """
-    return gathered(model, model.state_dict(), operation="full_state_dict")
+    with state_dicts_of_parts():
+        state = model.state_dict()
+    return gathered(model, state, operation="full_state_dict")
 
 
 def gathered(
@@ -71,6 +76,7 @@ def gathered(
     state: Mapping[str, Any],
     *,
     operation: str,
+    hint: str = "",
     keep: bool = True,
     device: torch.device | str | None = None,
 ) -> dict[str, Any]:
@@ -80,6 +86,7 @@ def gathered(
         model: whose state it is.
         state: of `model.state_dict()`, or some of it.
         operation: name for error messages.
+        hint: what to do where a rank does not call it, behind the message.
         keep: False for a rank that takes part and wants nothing.
         device: where to keep them; None leaves each where it is.
     """
@@ -87,42 +94,34 @@ def gathered(
     places, by_rank = {**placements(model), **buffers}, logical_names_by_rank(model)
     parts = {name: places.get(name) for name, value in state.items() if is_dtensor(value)}
     for name, place in parts.items():
-        if place is not None and place.dim is None and not place.one_expert:
-            raise ValueError(
-                f"{operation}: expected {name} to be stacked over the experts of this rank, or "
-                "declared with moe_ext.distributed.declare_placement"
-            )
+        if place is not None:
+            check_known(name, place, operation)
     for group in dict.fromkeys(place.group for place in parts.values() if place is not None):
-        meet(operation, group)
+        meet(operation, group, hint=hint)
     found = {}
     for name, value in state.items():
-        wholes = {name: value}
-        if is_dtensor(value):
-            place = parts[name]
-            with naming_failed_ranks(None if place is None else place.group, operation):
-                wholes = {name: value.full_tensor()}
-            if place is not None and place.dim is None:
-                wholes = dict(zip(by_rank[name][0], wholes[name], strict=True))
-            elif place is not None and place.dim is not None and place.blocks > 1:
-                wholes = {name: wholes[name].flatten(place.dim, place.dim + 1)}
+        wholes, place = {name: value}, parts.get(name)
+        if place is not None:
+            whole = plain(place, value)
+            names, stacked = by_rank.get(name, ([name], 0))[0], place.dim is not None
+            wholes = {name: whole} if stacked else dict(zip(names, whole.clone(), strict=True))
+        elif is_dtensor(value):
+            wholes = {name: value.full_tensor()}
         for whole_name, whole in wholes.items() if keep else ():
-            kept = whole.detach() if isinstance(whole, Tensor) else whole
-            found[whole_name] = kept.to(device) if isinstance(kept, Tensor) and device else kept
+            value = whole.detach() if isinstance(whole, Tensor) else whole
+            found[whole_name] = value.to(device) if isinstance(value, Tensor) and device else value
     return found
 
 
 def whole_of(value: Tensor, parameter: Tensor, place: Placement | None, name: str) -> Tensor:
     """A tensor of a parameter, as that is divided: of its shape, or of its first dimension's."""
+    if place is not None:
+        check_known(name, place, "checkpoint")
     if place is None or value.dim() == 0:
         return value
     # As the model's own state dict shows it.
     if place.num_parts > 1 and is_dtensor(value) and value.shape != parameter.shape:
         return value if place.dim is not None else place.taken(value, parameter)
-    if place.num_parts > 1 and place.dim is None and not place.one_expert:
-        raise ValueError(
-            f"checkpoint: expected {name} to be stacked over the experts of this rank, or declared "
-            f"with moe_ext.distributed.declare_placement, got shape {tuple(parameter.shape)}"
-        )
     if value.shape == parameter.shape:
         return place.whole(value)
     if place.num_parts == 1 or place.dim is None:
@@ -138,7 +137,9 @@ def whole_of(value: Tensor, parameter: Tensor, place: Placement | None, name: st
 def _shown(value: Any, parameter: Tensor, place: Placement, name: str) -> Any:
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
-    return place.shown(value) if place.dim is None else whole_of(value, parameter, place, name)
+    known = place.dim is not None
+    shown = whole_of(value, parameter, place, name) if known else place.shown(value)
+    return shown if keeps_wholes() is None else kept(place, shown)
 
 
 def _part_of(value: Any, parameter: Tensor, place: Placement) -> Any:
@@ -161,7 +162,7 @@ def _shards_of(optimizer: Optimizer) -> dict[int, tuple[Tensor, Placement]]:
 
 
 def _show_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Hook of `state_dict()`: DTensors of the whole."""
+    """Hook of `state_dict()`: DTensors of the whole, or this."""
     state = dict(state_dict["state"])
     for number, (parameter, place) in _shards_of(optimizer).items():
         if number in state:
@@ -170,6 +171,15 @@ def _show_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
                 for key, value in state[number].items()
             }
     return {**state_dict, "state": state}
+
+
+def _refuse_whole(optimizer: Optimizer, _state_dict: dict[str, Any]) -> None:
+    if keeps_wholes() is not None:
+        raise ValueError(
+            "whole_state_dicts: expected an optimizer whose ranks hold parts of one state, got "
+            f"{type(optimizer).__name__}, which keeps a state for each rank; save by "
+            "moe_ext.distributed.checkpoint.save"
+        )
 
 
 def take_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -184,8 +194,11 @@ def take_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
     return {**state_dict, "state": state}
 
 
-def _watch(optimizer: Optimizer, *_call: object) -> None:
-    """Hook before every step of every optimizer: those of parts of the model speak of the whole."""
+def watch(optimizer: Optimizer, *_call: object) -> None:
+    """Have the state dicts of an optimizer of parts of the model speak of the whole.
+
+    A hook before every step of every optimizer.
+    """
     if optimizer in _watched or not (shards := _shards_of(optimizer)):
         return
     # By name: its module takes long to import.
@@ -198,7 +211,9 @@ def _watch(optimizer: Optimizer, *_call: object) -> None:
         )
     _watched.add(optimizer)
     if isinstance(optimizer, SavesByParameter):
-        return  # its state is that of a rank, and says so
+        # Its state is that of a rank, and says so.
+        optimizer.register_state_dict_post_hook(_refuse_whole)
+        return
     optimizer.register_state_dict_post_hook(_show_states)
     optimizer.register_load_state_dict_pre_hook(take_states)
     # State that was loaded before this hook was registered.
@@ -207,4 +222,4 @@ def _watch(optimizer: Optimizer, *_call: object) -> None:
         state.update({key: _part_of(value, parameter, place) for key, value in state.items()})
 
 
-register_optimizer_step_pre_hook(_watch)
+register_optimizer_step_pre_hook(watch)

@@ -81,6 +81,8 @@ def run_cell(cell, half, mesh, folder, want):
         memory == "compile",
         (lambda *_: None) if half == 0 else functools.partial(md.checkpoint.load, path),
         functools.partial(md.checkpoint.save, path) if half == 0 else (lambda *_: None),
+        str(path),
+        half == 1,
     )
     TRAINERS[trainer](job)
     if half == 0:
@@ -122,7 +124,9 @@ def run(cells):
             found = testing.spawn_ranks(run_rank, ranks, tasks, folder, want, timeout=900.0)
             for task in tasks:
                 texts = [one.get(task, "not run, after another failure") for one in found]
-                wrong = next((text for text in texts if text is not None), None)
+                # What a rank saw itself, before what others saw of it.
+                wrongs = sorted(filter(None, texts), key=lambda text: "RankFailureError" in text)
+                wrong = next(iter(wrongs), None)
                 outcome[task[0]] = wrong or "equal"
     return outcome
 

@@ -25,6 +25,7 @@ from parallel_models import (
 )
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -284,6 +285,29 @@ def check_an_overflow_on_one_rank_is_skipped_on_all():
         assert scaler.get_scale() == (4.0 if overflow[0] else 8.0)
     dense = on_all_ranks(model.inp.weight.detach())
     assert all(torch.equal(one, dense[0]) for one in dense)
+
+
+def check_uneven_inputs():
+    """A rank that has joined would leave the others alone in their exchanges."""
+    world = dist.get_world_size()
+    want, model = Model(None), Model(mesh(2).ep_group)
+    ddp = wrapped(model)
+    text = "DistributedDataParallel.join: expected as many forward passes on every rank"
+    raised(ValueError, text, ddp.join)
+    raised(ValueError, text, Join, [ddp])
+    with ddp.join(enable=False):
+        pass
+    with wrapped(nn.Linear(2, 2)).join():
+        pass
+    # What the text says: the last rank has no batch.
+    moe_ext.nn.set_loss_scale(want, 1.0 / world)
+    x = batches()[0]
+    for rank in range(world - 1):
+        (loss_of(want, x[rank]) / world).backward()
+    is_idle = dist.get_rank() == world - 1
+    out = ddp(x[dist.get_rank()][:0] if is_idle else x[dist.get_rank()])
+    (out.sum() if is_idle else out.square().mean()).backward()
+    assert_same_gradients(model, want, 2)
 
 
 def check_a_hook_and_a_copy():

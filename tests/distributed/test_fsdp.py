@@ -10,7 +10,11 @@ import torch.distributed.checkpoint as dcp
 from checks import raised
 from rank_checks import Checks
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -391,13 +395,20 @@ def wholes(model, optimizer):
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
+def first_moments(model, optimizer):
+    """Those of the stacked experts and of what is beside them, by torch's own function."""
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    return {name: values for name, values in state.items() if name.startswith("blocks.0.")}
+
+
 def save_on_four(rank, folder):
     mesh = md.MoEMesh(dp=2, ep=2)
     model = by_library(Model(mesh.ep_group), mesh)
     optimizer = optimizer_of(model)
     train(model, optimizer, range(2), [rank])
     md.checkpoint.save(folder / "ours", model, optimizer)
-    dcp.save({"model": model.blocks[0].state_dict()}, checkpoint_id=folder / "torch")
+    state = {"model": model.blocks[0].state_dict(), "moments": first_moments(model, optimizer)}
+    dcp.save(state, checkpoint_id=folder / "torch")
     return wholes(model, optimizer)
 
 
@@ -415,6 +426,18 @@ def load_and_go_on(rank, folder, dp, ep):
     found = wholes(model, optimizer)
     assert {name: found[name] for name in loaded}.keys() == loaded.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in loaded.items())
+    moments = first_moments(model, optimizer)
+    loaded = {n: {k: torch.zeros_like(v) for k, v in m.items()} for n, m in moments.items()}
+    dcp.load({"moments": loaded}, checkpoint_id=folder / "torch", no_dist=mesh is None)
+    for name, key in ((name, key) for name, values in moments.items() for key in values):
+        mine, saved = (
+            state[name][key].full_tensor()
+            if isinstance(moments[name][key], DTensor)
+            else state[name][key]
+            for state in (moments, loaded)
+        )
+        assert torch.equal(mine, saved), (name, key)
+        assert key == "step" or mine.shape == found[f"model.{name}"].shape
     # The batches of four ranks.
     share = 4 // (dp * ep)
     train(model, optimizer, [2], range(rank * share, (rank + 1) * share))

@@ -44,6 +44,13 @@ class Expert(nn.Linear):
         self.register_buffer("index", torch.tensor(index))
 
 
+def add_state(layer, seed=0):
+    """A buffer with a number for each expert, beside those that are stacked."""
+    place = md.placement.placement_of(layer.experts)
+    layer.experts.register_buffer("seen", torch.tensor(list(place.held)) / 8 + seed)
+    return layer
+
+
 class Model(nn.Module):
     """Stacked experts, experts that are modules, and a dense layer."""
 
@@ -54,6 +61,7 @@ class Model(nn.Module):
         self.stacked = moe_ext.MoELayer(D, 5, E, 2, bias=True, ep_group=ep_group)
         self.apart = moe_ext.MoELayer(D, 5, E, 2, experts=modules, ep_group=ep_group)
         self.head = nn.Linear(D, 300)
+        add_state(self.stacked, seed)
 
     def forward(self, x):
         return self.head(self.apart(x + self.stacked(x)))
@@ -143,7 +151,7 @@ def check_torch_state_dicts(layer, optimizer, mesh):
         StateDictOptions(full_state_dict=True),
         StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
     ):
-        other = moe_ext.MoELayer(D, 5, E, 2, bias=True, ep_group=mesh.ep_group)
+        other = add_state(moe_ext.MoELayer(D, 5, E, 2, bias=True, ep_group=mesh.ep_group))
         twin = next(o for o in torch_optimizers(other) if type(o) is type(optimizer))
         sends = not options.broadcast_from_rank0 or dist.get_rank() == 0
         whole = get_model_state_dict(layer, options=StateDictOptions(full_state_dict=True))
@@ -200,12 +208,67 @@ def check_every_kind_of_part(model, mesh, folder):
             mine,
         )
         assert_same(whole, saved)
+    check_buffers_of_nobody_knows_which_part(model, mesh)
     # Experts that are modules: those of this rank by their global number, not the first ones.
     held = range(E // 2 * mesh.ep_rank, E // 2 * (mesh.ep_rank + 1))
     for local, index in enumerate(held):
         assert torch.equal(
             mine[f"apart.experts.{local}.bias"], whole[f"apart.experts.{index}.bias"]
         )
+
+
+def check_buffers_of_nobody_knows_which_part(model, mesh):
+    """No rank's is lost; as a whole they are refused, until somebody says what they are."""
+    model = copy.deepcopy(model)
+    experts = model.stacked.experts
+    experts.register_buffer("count", torch.tensor(dist.get_rank()))
+    shown = model.state_dict()["stacked.experts.count"]
+    assert shown.full_tensor().tolist() == [r + dist.get_rank() // 2 * 2 for r in range(2)]
+    model.load_state_dict(model.state_dict())
+    assert experts.count == dist.get_rank()
+    text = "expected stacked.experts.count to be stacked over the experts of this rank, or declared"
+    with pytest.raises(ValueError, match=f"full_state_dict: {text}"):
+        md.full_state_dict(model)
+    with pytest.raises(ValueError, match=f"checkpoint: {text}"):
+        md.checkpoint.TrainingState(model).state_dict()
+    with pytest.raises(ValueError, match=f"state_dict: {text}"), md.whole_state_dicts():
+        model.state_dict()
+    md.declare_placement(experts, md.Placement.of_experts(E, None, dim=None), ["count"])
+    assert md.full_state_dict(model)["stacked.experts.count"] == dist.get_rank()
+
+
+def check_state_dicts_for_tools(model, optimizer, mesh):
+    """Plain tensors of the whole on the rank that keeps them, and nothing on the others."""
+    want, first = md.full_state_dict(model), dist.get_rank() == 0
+    with md.whole_state_dicts():
+        state, moments_ = model.state_dict(), optimizer.state_dict()
+        # What speaks of the whole by itself does as before.
+        assert_same(md.full_state_dict(model), want)
+        md.checkpoint.TrainingState(model, optimizer).state_dict()
+    with md.whole_state_dicts(keep=True):
+        everywhere, all_moments = model.state_dict(), optimizer.state_dict()
+    assert_same(everywhere, want)
+    for found in (state, moments_["state"]):
+        torch.save(found, io.BytesIO())
+    assert is_dtensor(model.state_dict()["stacked.experts.down_proj"])
+    if first:
+        assert_same(state, want)
+    else:
+        assert state.keys() == want.keys()
+        with pytest.raises(ValueError, match="got the empty ones that whole_state_dicts gives"):
+            model.load_state_dict(state)
+        with pytest.raises(ValueError, match="got the empty ones that whole_state_dicts gives"):
+            optimizer.load_state_dict(moments_)
+    before = wholes(model, optimizer)
+    other, twin = make("AdamW", mesh, seed=3)
+    other.load_state_dict(everywhere)
+    twin.load_state_dict(copy.deepcopy(all_moments))
+    for parameter in other.parameters():
+        parameter.grad = None
+    twin.step()  # from here on it knows its parameters
+    assert_same(wholes(other, twin), before)
+    optimizer.load_state_dict(copy.deepcopy(all_moments))
+    assert_same(wholes(model, optimizer), before)
 
 
 def assert_same(found, wanted):
@@ -227,8 +290,13 @@ def save_all(rank, folder):
         after = optimizer.state_dict()
         assert str(before) == str(after)
         found[kind] = wholes(model, optimizer)
+        if kind in ONE_BIT:
+            text = "which keeps a state for each rank"
+            with pytest.raises(ValueError, match=text), md.whole_state_dicts():
+                optimizer.state_dict()
         if kind == "AdamW":
             check_every_kind_of_part(model, mesh, folder)
+            check_state_dicts_for_tools(model, optimizer, mesh)
     layer = make("OneBitAdam", mesh, seed=9)[0].stacked
     for optimizer in torch_optimizers(layer):
         take_steps(layer, optimizer, 3, mesh)
@@ -241,7 +309,8 @@ def save_all(rank, folder):
     everything = get_model_state_dict(layer, options=StateDictOptions(full_state_dict=True))
     assert everything["experts.down_proj"].shape == (E, D, 5)
     other = make("OneBitAdam", mesh, seed=7)[0].stacked
-    for state in (layer.state_dict(), everything, dict(layer.named_parameters())):
+    mine = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+    for state in (layer.state_dict(), everything, mine):
         other.load_state_dict(state)
         for mine, parameter in zip(other.parameters(), layer.parameters(), strict=True):
             assert torch.equal(mine, parameter)

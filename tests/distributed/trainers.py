@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_ext
 from moe_ext import distributed as md
+from moe_ext.integrations.huggingface import SavesExperts
 
 MAX_NORM, LEARNING_RATE = 0.05, 1e-2
 TRAINERS: dict[str, Callable[["Job"], None]] = {}
@@ -74,6 +76,8 @@ class Job:
         compiled: whether the model is to run under `torch.compile(backend="eager")`.
         restore: call it with the model and the optimizer before the first step.
         save: call it with the same two after the last one.
+        folder: for the tool's own checkpoints, in the place of the two.
+        resumed: whether there is such a checkpoint.
     """
 
     model: Model
@@ -82,11 +86,14 @@ class Job:
     compiled: bool
     restore: Callable[[nn.Module, torch.optim.Optimizer], None]
     save: Callable[[nn.Module, torch.optim.Optimizer], None]
+    folder: str
+    resumed: bool
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+    def optimizer(self, model: nn.Module, *, restored: bool = True) -> torch.optim.Optimizer:
         """The optimizer of all ways of training, with the checkpoint that the job begins with."""
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-        self.restore(model, optimizer)
+        if restored:
+            self.restore(model, optimizer)
         return optimizer
 
     def compile(self, model: Any) -> Any:
@@ -119,7 +126,7 @@ def data_parallel(job):
     job.save(job.model, optimizer)
 
 
-def _as_torchrun():
+def as_torchrun():
     """The environment that tools read ranks from."""
     size, rank = str(dist.get_world_size()), str(dist.get_rank())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
@@ -129,64 +136,117 @@ def _as_torchrun():
 @trainer("Accelerate")
 def accelerate(job):
     """`prepare`, `backward` and `clip_grad_norm_` of an Accelerator."""
-    _as_torchrun()
+    _accelerate(job)
+
+
+@trainer("Accelerate, its files")
+def accelerate_files(job):
+    """The same with `save_state` and `load_state`."""
+    _accelerate(job, own_files=True)
+
+
+def _accelerate(job, own_files=False):
+    as_torchrun()
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import TorchDynamoPlugin
+    from safetensors.torch import load_file
 
     AcceleratorState._reset_state(reset_partial_state=True)
     plugin = TorchDynamoPlugin(backend="eager") if job.compiled else None
     accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
-    optimizer = job.optimizer(job.model)
-    model, prepared = accelerator.prepare(job.model, optimizer)
+    optimizer = job.optimizer(job.model, restored=not own_files)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    model, prepared, schedule = accelerator.prepare(job.model, optimizer, schedule)
+    if own_files and job.resumed:
+        with md.whole_state_dicts():
+            accelerator.load_state(job.folder)
     for batch in job.batches:
         prepared.zero_grad()
         accelerator.backward(model(**batch)["loss"])
         accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
         prepared.step()
-    job.save(job.model, optimizer)
+        schedule.step()
+    if own_files:
+        if md.placement.sharded_parameters(job.model):
+            with pytest.raises(TypeError, match="inside `with moe_ext.distributed.whole_state_dic"):
+                accelerator.save_state(f"{job.folder}/refused")
+        with md.whole_state_dicts():
+            accelerator.save_state(job.folder)
+            accelerator.save_model(model, f"{job.folder}/model")
+        accelerator.wait_for_everyone()
+        Model().load_state_dict(load_file(f"{job.folder}/model/model.safetensors"))
+    else:
+        job.save(job.model, optimizer)
 
 
 @trainer("Trainer")
 def transformers_trainer(job):
     """The Trainer of transformers, which clips by default."""
-    _as_torchrun()
+    _transformers_trainer(job)
+
+
+@trainer("Trainer, its files")
+def transformers_trainer_files(job):
+    """The same with `save_strategy="steps"` and `resume_from_checkpoint=`."""
+    _transformers_trainer(job, own_files=True)
+
+
+def _transformers_trainer(job, own_files=False):
+    as_torchrun()
     from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainingArguments
 
     AcceleratorState._reset_state(reset_partial_state=True)
 
-    class OwnBatches(Trainer):
+    class OwnBatches(SavesExperts, Trainer):
         def get_train_dataloader(self):
             return torch.utils.data.DataLoader(job.batches, batch_size=None)
 
     options = {"torch_compile": True, "torch_compile_backend": "eager"} if job.compiled else {}
+    steps = len(job.batches)
     arguments = TrainingArguments(
-        "unused",
+        job.folder,
         use_cpu=True,
-        max_steps=len(job.batches),
+        max_steps=2 * steps if own_files and job.resumed else steps,
+        ignore_data_skip=True,
         max_grad_norm=MAX_NORM,
         remove_unused_columns=False,
         report_to=[],
-        save_strategy="no",
+        save_strategy="steps" if own_files else "no",
+        save_steps=steps,
         logging_strategy="no",
         disable_tqdm=True,
         ddp_find_unused_parameters=False,
         **options,
     )
-    optimizer = job.optimizer(job.model)
+    optimizer = job.optimizer(job.model, restored=not own_files)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     tool = OwnBatches(
         job.model, arguments, train_dataset=job.batches, optimizers=(optimizer, schedule)
     )
-    tool.train()
-    job.save(job.model, optimizer)
+    from_file = own_files and job.resumed
+    tool.train(resume_from_checkpoint=f"{job.folder}/checkpoint-{steps}" if from_file else None)
+    if own_files:
+        assert schedule.last_epoch == arguments.max_steps
+    else:
+        job.save(job.model, optimizer)
 
 
 @trainer("Lightning")
 def lightning(job):
     """`DDPStrategy` of Lightning, which clips by `gradient_clip_val`."""
-    _as_torchrun()
+    _lightning(job)
+
+
+@trainer("Lightning, its files")
+def lightning_files(job):
+    """The same with `ModelCheckpoint` and `ckpt_path=`."""
+    _lightning(job, own_files=True)
+
+
+def _lightning(job, own_files=False):
+    as_torchrun()
     import lightning.pytorch as pl
     from lightning.pytorch.plugins.environments import LightningEnvironment
     from lightning.pytorch.strategies import DDPStrategy
@@ -203,26 +263,33 @@ def lightning(job):
             return torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
 
         def on_train_start(self):
-            job.restore(self.model, self.optimizers().optimizer)
+            if not own_files:
+                job.restore(self.model, self.optimizers().optimizer)
 
         def on_train_end(self):
-            job.save(self.model, self.optimizers().optimizer)
+            if not own_files:
+                job.save(self.model, self.optimizers().optimizer)
 
+    steps, from_file = len(job.batches), own_files and job.resumed
+    files = pl.callbacks.ModelCheckpoint(job.folder, "state", every_n_train_steps=steps)
     tool = pl.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
         strategy=DDPStrategy(process_group_backend="gloo"),
         plugins=[LightningEnvironment()],
-        max_steps=len(job.batches),
+        max_steps=2 * steps if from_file else steps,
         gradient_clip_val=MAX_NORM,
         use_distributed_sampler=False,
-        enable_checkpointing=False,
+        enable_checkpointing=own_files,
+        callbacks=[files] if own_files else [],
         enable_progress_bar=False,
         enable_model_summary=False,
         logger=False,
     )
     data = torch.utils.data.DataLoader(job.batches, batch_size=None)
-    tool.fit(job.compile(Module()), data)
+    with md.whole_state_dicts():
+        state = f"{job.folder}/state.ckpt" if from_file else None
+        tool.fit(job.compile(Module()), data, ckpt_path=state)
 
 
 @trainer("FSDP2")

@@ -5,11 +5,13 @@ from moe_ext.attention.huggingface.packing import causal_lm_loss, shard_batch
 from moe_ext.distributed import full_state_dict
 from moe_ext.integrations.huggingface.experts import IMPLEMENTATION
 from moe_ext.integrations.huggingface.replacement import register, replace
+from moe_ext.integrations.huggingface.trainer import SavesExperts
 from moe_ext.integrations.huggingface.verification import VerifyReport, verify
 
 __all__ = [
     "ATTENTION",
     "IMPLEMENTATION",
+    "SavesExperts",
     "VerifyReport",
     "causal_lm_loss",
     "full_state_dict",

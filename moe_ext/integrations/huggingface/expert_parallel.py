@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from moe_ext._compile import outside_graphs
 from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.dispatch import AllToAllDispatcher
-from moe_ext.distributed.dtensor import is_dtensor
+from moe_ext.distributed.dtensor import is_dtensor, state_dicts_of_parts
 from moe_ext.distributed.groups import (
     GroupHandle,
     global_rank,
@@ -92,6 +92,12 @@ class ShardedExperts(_Spread):
         return y_TD.to(hidden_states.dtype)
 
 
+_OF_TRAINERS = (
+    "; call it on all ranks, and give a Trainer of transformers "
+    "moe_ext.integrations.huggingface.SavesExperts"
+)
+
+
 class WritesWhole(_Spread):
     """Mixed into the class of a model whose experts `replace(ep_group=...)` spread over ranks."""
 
@@ -111,7 +117,8 @@ class WritesWhole(_Spread):
         Raises:
             RuntimeError: a rank of the group did not call it within a minute.
         """
-        state = dict(self.state_dict() if state_dict is None else state_dict)
+        with state_dicts_of_parts():
+            state = dict(self.state_dict() if state_dict is None else state_dict)
         if getattr(self, "peft_config", None):
             # The files are those of adapters alone.
             trained = ("lora_", "modules_to_save")
@@ -126,7 +133,9 @@ class WritesWhole(_Spread):
             return  # these ranks hold copies of what others write
         writes = is_main_process and global_rank() == 0
         operation, problem = "save_pretrained", None
-        whole = gathered(self, state, operation=operation, keep=writes, device="cpu")
+        whole = gathered(
+            self, state, operation=operation, hint=_OF_TRAINERS, keep=writes, device="cpu"
+        )
         try:
             if writes:
                 super().save_pretrained(  # type: ignore[misc]

@@ -1,0 +1,136 @@
+"""The Trainer of transformers saves and resumes models whose experts lie over ranks."""
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_models import build
+from safetensors.torch import load_file
+from test_saving import assert_same_state, raised
+
+import moe_ext
+from moe_ext.distributed import full_state_dict
+from moe_ext.integrations.huggingface import SavesExperts
+from moe_ext.testing import spawn_ranks
+
+BATCH, STEPS = 8, 4
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return BATCH * STEPS
+
+    def __getitem__(self, index):
+        tokens = torch.randint(0, 32, (6,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def adapted(model):
+    """With LoRA on the experts and beside them."""
+    import peft
+
+    torch.manual_seed(3)
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets)
+    return peft.get_peft_model(model, config)
+
+
+def trainer(model, folder, *, mixed=True, **options):
+    """Saves after every second step."""
+    from accelerate.state import AcceleratorState
+    from transformers import Trainer, TrainingArguments
+
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ.update({name: str(value) for name, value in own.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+    class Mixed(SavesExperts, Trainer):
+        pass
+
+    arguments = TrainingArguments(
+        str(folder),
+        use_cpu=True,
+        max_steps=STEPS,
+        per_device_train_batch_size=BATCH // ranks,
+        learning_rate=1e-2,
+        save_steps=2,
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+        **options,
+    )
+    data = {"train_dataset": Tokens(), "eval_dataset": Tokens()}
+    return (Mixed if mixed else Trainer)(model, arguments, **data)
+
+
+def spread(make=lambda model: model):
+    model = make(build("mixtral"))
+    moe_ext.replace(model, ep_group=dist.group.WORLD)
+    return model
+
+
+def run(rank, folder):
+    # Without the mixin rank 0 is alone in it, and told so.
+    moe_ext.distributed.agreement.MEETING_SECONDS = 0.3
+    if rank == 0:
+        plain = trainer(spread(), folder / "refused", mixed=False)
+        raised(RuntimeError, "give a Trainer of transformers .*SavesExperts", plain.save_model)
+    else:
+        spread()
+    dist.barrier()
+    moe_ext.distributed.agreement.MEETING_SECONDS = 60.0
+    model = spread()
+    trainer(model, folder / "all").train()
+    wanted = full_state_dict(model)
+    resumed = spread()
+    trainer(resumed, folder / "resumed").train(f"{folder}/all/checkpoint-2")
+    assert_same_state(full_state_dict(resumed), wanted)
+    again = spread()
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    tool = trainer(again, folder / "best", **best)
+    tool.train()
+    assert tool.state.best_model_checkpoint.endswith("-4")
+    assert_same_state(full_state_dict(again), wanted)
+    # Of adapters the adapters alone.
+    lora = spread(adapted)
+    trainer(lora, folder / "lora").train()
+    more = spread(adapted)
+    trainer(more, folder / "more").train(f"{folder}/lora/checkpoint-2")
+    for mine, other in zip(more.parameters(), lora.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    return wanted
+
+
+def test_two_ranks_then_one(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    pytest.importorskip("peft")
+    wanted = spawn_ranks(run, 2, tmp_path, timeout=120)[0]
+    files = os.listdir(tmp_path / "lora/checkpoint-2")
+    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
+    # The file is that of one process, and one process goes on from it.
+    model = build("mixtral")
+    alone = trainer(model, tmp_path / "alone")
+    alone.model.load_state_dict(wanted)
+    alone.save_model()
+    names = [tmp_path / name / "model.safetensors" for name in ("alone", "all/checkpoint-4")]
+    assert_same_state(*map(load_file, names))
+    seen = {}
+
+    class Look(transformers.TrainerCallback):
+        def on_train_begin(self, *_, model, optimizer, **__):
+            seen["model"] = copy.deepcopy(model.state_dict())
+            seen["states"] = optimizer.state_dict()["state"]
+
+    tool = trainer(build("mixtral"), tmp_path / "one")
+    tool.add_callback(Look())
+    tool.train(f"{tmp_path}/all/checkpoint-4")
+    assert_same_state(seen["model"], wanted)
+    assert tool.state.global_step == STEPS
+    shapes = [state["exp_avg"].shape for state in seen["states"].values()]
+    assert sorted(shapes) == sorted(p.shape for p in model.parameters())
