@@ -84,6 +84,12 @@ struct Function<Kind::kGeluTanh> {
   static MOE_INLINE Acc twice_u(Acc x) {
     return Acc(1.59576912160573071176) * (x + Acc(0.044715) * x * x * x);
   }
+  // Without the bound, the square of a large x would be infinite and its product with a density of zero NaN.
+  template <typename Acc>
+  static MOE_INLINE Acc twice_slope(Acc x) {
+    const Acc square = x * x > Acc(1e30) ? Acc(1e30) : x * x;
+    return Acc(1.59576912160573071176) * (Acc(1) + Acc(3 * 0.044715) * square);
+  }
   template <typename Acc>
   static MOE_INLINE Acc value(Acc x) {
     return x * sigmoid_acc(twice_u(x));
@@ -91,10 +97,7 @@ struct Function<Kind::kGeluTanh> {
   template <typename Acc>
   static MOE_INLINE Acc value_and_grad(Acc x, Acc g, Acc& grad) {
     const Cdf<Acc> cdf = logistic_cdf(twice_u(x));
-    // Without the bound, the square of a large x would be infinite and its product with a density of zero NaN.
-    const Acc square = x * x > Acc(1e30) ? Acc(1e30) : x * x;
-    const Acc slope = Acc(1.59576912160573071176) * (Acc(1) + Acc(3 * 0.044715) * square);
-    grad = g * (cdf.value + x * cdf.density * slope);
+    grad = g * (cdf.value + x * cdf.density * twice_slope(x));
     return x * cdf.value;
   }
 };
