@@ -8,6 +8,7 @@
 #include "activation/activation.h"
 #include "common/cpu_isa.h"
 #include "common/dispatch.h"
+#include "common/new_on_cpu.h"
 
 namespace moe_ext::activation {
 
@@ -30,7 +31,7 @@ void for_each_piece(int64_t n, int64_t bytes_per_element, F&& f) {
 
 Tensor activation_cpu(Tensor x, std::string kind_name) {
   const Kind kind = check_activation("activation", x, kind_name);
-  const Tensor in = torch::stable::contiguous(x);
+  const Tensor in = as_contiguous(x);
   const Tensor out = torch::stable::empty_like(in);
   dispatch_floating(x.scalar_type(), [&]<typename T>() {
     for_each_piece(in.numel(), 2 * sizeof(T), [&](int64_t first, int64_t n) {
@@ -44,8 +45,8 @@ Tensor activation_backward_cpu(Tensor grad, Tensor x, std::string kind_name) {
   const char* op = "_activation_backward";
   const Kind kind = check_activation(op, x, kind_name);
   check_grad(op, grad, x, x.dim() == 0 ? 1 : x.size(x.dim() - 1));
-  const Tensor g = torch::stable::contiguous(grad);
-  const Tensor in = torch::stable::contiguous(x);
+  const Tensor g = as_contiguous(grad);
+  const Tensor in = as_contiguous(x);
   const Tensor out = torch::stable::empty_like(in);
   dispatch_floating(x.scalar_type(), [&]<typename T>() {
     for_each_piece(in.numel(), 3 * sizeof(T), [&](int64_t first, int64_t n) {
@@ -78,13 +79,13 @@ void for_each_run(Layout layout, int64_t num_outputs, int64_t dim, int64_t bytes
 
 Tensor gated_activation_cpu(Tensor x, std::string kind_name, std::string layout_name) {
   const auto [kind, layout] = check_gated("gated_activation", x, kind_name, layout_name);
-  const Tensor in = torch::stable::contiguous(x);
+  const Tensor in = as_contiguous(x);
   std::vector<int64_t> shape;
   for (int64_t i = 0; i < x.dim(); ++i) {
     shape.push_back(x.size(i));
   }
   shape.back() /= 2;
-  const Tensor out = torch::stable::new_empty(in, shape);
+  const Tensor out = new_on_cpu(shape, in.scalar_type());
   dispatch_floating(x.scalar_type(), [&, kind = kind, layout = layout]<typename T>() {
     const auto run = [&](int64_t first, int64_t gate, int64_t n) {
       kernels().of<T>().gated(kind, layout, data<T>(out) + first, data<T>(in) + gate, shape.back(), n);
@@ -99,8 +100,8 @@ Tensor gated_activation_backward_cpu(Tensor grad, Tensor x, std::string kind_nam
   const auto [kind, layout] = check_gated(op, x, kind_name, layout_name);
   const int64_t dim = x.size(x.dim() - 1) / 2;
   check_grad(op, grad, x, dim);
-  const Tensor g = torch::stable::contiguous(grad);
-  const Tensor in = torch::stable::contiguous(x);
+  const Tensor g = as_contiguous(grad);
+  const Tensor in = as_contiguous(x);
   const Tensor out = torch::stable::empty_like(in);
   dispatch_floating(x.scalar_type(), [&, kind = kind, layout = layout]<typename T>() {
     const auto run = [&](int64_t first, int64_t gate, int64_t n) {

@@ -37,8 +37,13 @@ T* data(const Tensor& t) {
   return static_cast<T*>(t.data_ptr());
 }
 
+// The tensor itself where it is contiguous: the dispatcher would take as long as a small kernel to say so.
+inline Tensor as_contiguous(const Tensor& t) {
+  return t.is_contiguous() ? t : torch::stable::contiguous(t);
+}
+
 inline std::optional<Tensor> optional_contiguous(const std::optional<Tensor>& t) {
-  return t ? std::optional(torch::stable::contiguous(*t)) : std::nullopt;
+  return t ? std::optional(as_contiguous(*t)) : std::nullopt;
 }
 
 // Data of a tensor that may be absent.

@@ -13,6 +13,7 @@
 
 #include "common/cpu_isa.h"
 #include "common/dispatch.h"
+#include "common/new_on_cpu.h"
 #include "gating/gating.h"
 
 namespace moe_ext::gating {
@@ -130,7 +131,7 @@ std::optional<Tensor> finite_bias(const std::optional<Tensor>& selection_bias, S
   if (!selection_bias) {
     return std::nullopt;
   }
-  const Tensor bias = torch::stable::contiguous(torch::stable::to(*selection_bias, dtype));
+  const Tensor bias = as_contiguous(torch::stable::to(*selection_bias, dtype));
   for (int64_t e = 0; e < bias.size(0); ++e) {
     const double value = dtype == ScalarType::Double ? data<double>(bias)[e] : data<float>(bias)[e];
     MOE_CHECK(std::isfinite(value), "topk_gate: expected selection_bias to be finite, got ", value, " at expert ", e);
@@ -152,13 +153,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> topk_gate_cpu(
   if (!bias && options.sums_groups()) {
     bias = torch::stable::new_zeros(logits, {options.num_experts}, acc);
   }
-  const Tensor x = torch::stable::contiguous(logits);
+  const Tensor x = as_contiguous(logits);
   const std::optional<Tensor> mask = optional_contiguous(token_mask);
   const int64_t num_tokens = logits.size(0);
-  Tensor weights = torch::stable::new_empty(logits, {num_tokens, top_k}, acc);
-  Tensor idx = torch::stable::new_empty(logits, {num_tokens, top_k}, ScalarType::Long);
-  Tensor counts = torch::stable::new_empty(logits, {options.num_experts}, ScalarType::Long);
-  Tensor score_sum = torch::stable::new_empty(logits, {options.num_experts}, acc);
+  Tensor weights = new_on_cpu({num_tokens, top_k}, acc);
+  Tensor idx = new_on_cpu({num_tokens, top_k}, ScalarType::Long);
+  Tensor counts = new_on_cpu({options.num_experts}, ScalarType::Long);
+  Tensor score_sum = new_on_cpu({options.num_experts}, acc);
   dispatch_floating(logits.scalar_type(), [&]<typename T>() {
     const GateArgs<T> args{
         data<T>(x), data_or_null<acc_t<T>>(bias), data_or_null<bool>(mask), data<acc_t<T>>(weights), data<int64_t>(idx),
@@ -239,17 +240,17 @@ std::tuple<Tensor, Tensor, Tensor> gate_weights_cpu(
     Tensor topk_idx, // [T, K]
     std::string score_fn, bool renormalize, double scale) {
   const GateOptions options = check_gate_weights(logits, topk_idx, score_fn, renormalize, scale);
-  const Tensor index = torch::stable::contiguous(topk_idx);
+  const Tensor index = as_contiguous(topk_idx);
   check_idx("gate_weights", index, options.num_experts);
   if (options.top_k > 1) {
     check_distinct(index, options.num_experts);
   }
   const ScalarType acc = acc_dtype(logits.scalar_type());
-  const Tensor x = torch::stable::contiguous(logits);
+  const Tensor x = as_contiguous(logits);
   const int64_t num_tokens = logits.size(0);
-  Tensor weights = torch::stable::new_empty(logits, {num_tokens, options.top_k}, acc);
-  Tensor counts = torch::stable::new_empty(logits, {options.num_experts}, ScalarType::Long);
-  Tensor score_sum = torch::stable::new_empty(logits, {options.num_experts}, acc);
+  Tensor weights = new_on_cpu({num_tokens, options.top_k}, acc);
+  Tensor counts = new_on_cpu({options.num_experts}, ScalarType::Long);
+  Tensor score_sum = new_on_cpu({options.num_experts}, acc);
   dispatch_floating(logits.scalar_type(), [&]<typename T>() {
     const GateWeightsArgs<T> args{data<T>(x), data<int64_t>(index), data<acc_t<T>>(weights), options};
     add_blocks<T>(gate_blocks<T>(args, num_tokens, kernels().of<T>().weigh), num_blocks(num_tokens), score_sum, counts);
@@ -265,13 +266,13 @@ Tensor topk_gate_backward_cpu(
     std::string score_fn, bool renormalize, double scale) {
   const GateOptions options =
       check_topk_gate_backward(grad_weights, grad_score_sum, logits, topk_idx, score_fn, renormalize, scale);
-  const Tensor index = torch::stable::contiguous(topk_idx);
+  const Tensor index = as_contiguous(topk_idx);
   const bool holes = check_idx("_topk_gate_backward", index, options.num_experts);
-  const Tensor x = torch::stable::contiguous(logits);
+  const Tensor x = as_contiguous(logits);
   const std::optional<Tensor> dw = optional_contiguous(grad_weights);
   const std::optional<Tensor> ds = optional_contiguous(grad_score_sum);
   const int64_t n = options.num_experts;
-  Tensor grad = torch::stable::new_empty(logits, {logits.size(0), n});
+  Tensor grad = new_on_cpu({logits.size(0), n}, logits.scalar_type());
   dispatch_floating(logits.scalar_type(), [&]<typename T>() {
     const GateGradArgs<T> args{
         data<T>(grad), data<T>(x), data<int64_t>(index), data_or_null<acc_t<T>>(dw), data_or_null<acc_t<T>>(ds),
@@ -295,7 +296,7 @@ int64_t count_tokens(const std::optional<Tensor>& mask, int64_t num_tokens) {
 }
 
 Tensor new_scalar(const Tensor& like, double value) {
-  Tensor out = torch::stable::new_empty(like, {}, acc_dtype(like.scalar_type()));
+  Tensor out = new_on_cpu({}, acc_dtype(like.scalar_type()));
   if (out.scalar_type() == ScalarType::Double) {
     *data<double>(out) = value;
   } else {
@@ -312,7 +313,7 @@ Tensor router_z_loss_cpu(
     Tensor logits,                      // [T, E]
     std::optional<Tensor> token_mask) { // [T]
   check_router_z_loss("router_z_loss", logits, token_mask);
-  const Tensor x = torch::stable::contiguous(logits);
+  const Tensor x = as_contiguous(logits);
   const std::optional<Tensor> mask = optional_contiguous(token_mask);
   const int64_t num_tokens = logits.size(0);
   const int64_t n = logits.size(1);
@@ -337,10 +338,10 @@ Tensor router_z_loss_backward_cpu(
     std::optional<Tensor> token_mask) { // [T]
   check_router_z_loss("_router_z_loss_backward", logits, token_mask);
   check_scalar_grad("_router_z_loss_backward", grad, "logits", logits);
-  const Tensor x = torch::stable::contiguous(logits);
+  const Tensor x = as_contiguous(logits);
   const std::optional<Tensor> mask = optional_contiguous(token_mask);
   const int64_t n = logits.size(1);
-  Tensor out = torch::stable::new_empty(logits, {logits.size(0), n});
+  Tensor out = new_on_cpu({logits.size(0), n}, logits.scalar_type());
   const double factor = 2 * scalar_value(grad) / static_cast<double>(count_tokens(mask, logits.size(0)));
   dispatch_floating(logits.scalar_type(), [&]<typename T>() {
     const ZLossArgs<T> args{data<T>(x), data_or_null<bool>(mask), n};
@@ -351,23 +352,30 @@ Tensor router_z_loss_backward_cpu(
   return out;
 }
 
-Tensor double_counts(const char* op, const Tensor& num_tokens_per_expert) {
-  const Tensor counts = torch::stable::contiguous(torch::stable::to(num_tokens_per_expert, ScalarType::Double));
-  for (int64_t e = 0; e < counts.size(0); ++e) {
+template <typename T>
+std::vector<double> as_doubles(const Tensor& t) {
+  const Tensor from = as_contiguous(t);
+  return {data<T>(from), data<T>(from) + from.numel()};
+}
+
+std::vector<double> double_counts(const char* op, const Tensor& num_tokens_per_expert) {
+  const bool is_int = num_tokens_per_expert.scalar_type() == ScalarType::Int;
+  const std::vector<double> counts =
+      is_int ? as_doubles<int32_t>(num_tokens_per_expert) : as_doubles<int64_t>(num_tokens_per_expert);
+  for (size_t e = 0; e < counts.size(); ++e) {
     MOE_CHECK(
-        data<double>(counts)[e] >= 0, op, ": expected num_tokens_per_expert to be at least 0, got ",
-        data<double>(counts)[e], " at expert ", e);
+        counts[e] >= 0, op, ": expected num_tokens_per_expert to be at least 0, got ", counts[e], " at expert ", e);
   }
   return counts;
 }
 
 // d loss / d score_sum[e] = slope * counts[e]: with N = sum of counts = T K, E f P = E (c / N) (S K / N).
-double balance_slope(const Tensor& counts, int64_t top_k) {
+double balance_slope(const std::vector<double>& counts, int64_t top_k) {
   double total = 0;
-  for (int64_t e = 0; e < counts.size(0); ++e) {
-    total += data<double>(counts)[e];
+  for (double count : counts) {
+    total += count;
   }
-  return total == 0 ? 0 : static_cast<double>(counts.size(0) * top_k) / (total * total);
+  return total == 0 ? 0 : static_cast<double>(static_cast<int64_t>(counts.size()) * top_k) / (total * total);
 }
 
 Tensor load_balance_loss_cpu(
@@ -376,11 +384,12 @@ Tensor load_balance_loss_cpu(
     int64_t top_k) {
   const char* op = "load_balance_loss";
   check_load_balance_loss(op, score_sum, num_tokens_per_expert, top_k);
-  const Tensor counts = double_counts(op, num_tokens_per_expert);
-  const Tensor sums = torch::stable::contiguous(torch::stable::to(score_sum, ScalarType::Double));
+  const std::vector<double> counts = double_counts(op, num_tokens_per_expert);
+  const bool is_float = score_sum.scalar_type() == ScalarType::Float;
+  const std::vector<double> sums = is_float ? as_doubles<float>(score_sum) : as_doubles<double>(score_sum);
   double loss = 0;
-  for (int64_t e = 0; e < sums.size(0); ++e) {
-    loss += data<double>(counts)[e] * data<double>(sums)[e];
+  for (size_t e = 0; e < sums.size(); ++e) {
+    loss += counts[e] * sums[e];
   }
   return new_scalar(score_sum, loss * balance_slope(counts, top_k));
 }
@@ -393,11 +402,11 @@ Tensor load_balance_loss_backward_cpu(
   const char* op = "_load_balance_loss_backward";
   check_load_balance_loss(op, score_sum, num_tokens_per_expert, top_k);
   check_scalar_grad(op, grad, "score_sum", score_sum);
-  const Tensor counts = double_counts(op, num_tokens_per_expert);
+  const std::vector<double> counts = double_counts(op, num_tokens_per_expert);
   const double slope = scalar_value(grad) * balance_slope(counts, top_k);
-  Tensor out = torch::stable::new_empty(score_sum, {score_sum.size(0)});
+  Tensor out = new_on_cpu({score_sum.size(0)}, score_sum.scalar_type());
   for (int64_t e = 0; e < out.size(0); ++e) {
-    const double value = slope * data<double>(counts)[e];
+    const double value = slope * counts[e];
     if (out.scalar_type() == ScalarType::Double) {
       data<double>(out)[e] = value;
     } else {

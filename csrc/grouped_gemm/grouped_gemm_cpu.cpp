@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "common/dispatch.h"
+#include "common/new_on_cpu.h"
 #include "grouped_gemm/grouped_gemm.h"
 #include "grouped_gemm/per_expert.h"
 #include "grouped_gemm/tiles.h"
@@ -50,10 +51,10 @@ Tensor grouped_mm_cpu(
   check_grouped_mm(x, weight, expert_offsets, bias);
   const int64_t num_experts = weight.size(0);
   const int64_t dim = weight.size(1);
-  const Tensor offsets_tensor = torch::stable::contiguous(expert_offsets);
+  const Tensor offsets_tensor = as_contiguous(expert_offsets);
   const int64_t* offsets = data<int64_t>(offsets_tensor);
   check_offsets("grouped_mm", offsets, num_experts, x.size(0));
-  const Tensor out = torch::stable::new_empty(x, {x.size(0), dim});
+  const Tensor out = new_on_cpu({x.size(0), dim}, x.scalar_type());
   zero_rows(out, 0, offsets[0]);
   zero_rows(out, offsets[num_experts], x.size(0));
   std::vector<Tile> tiles;
@@ -117,10 +118,10 @@ Tensor backward_weight_cpu(
     Tensor x,                // [N, K]
     Tensor expert_offsets) { // [E + 1]
   const int64_t num_experts = expert_offsets.size(0) - 1;
-  const Tensor offsets_tensor = torch::stable::contiguous(expert_offsets);
+  const Tensor offsets_tensor = as_contiguous(expert_offsets);
   const int64_t* offsets = data<int64_t>(offsets_tensor);
   check_offsets("_grouped_mm_backward_weight", offsets, num_experts, grad.size(0));
-  const Tensor grad_weight = torch::stable::new_empty(grad, {num_experts, grad.size(1), x.size(1)});
+  const Tensor grad_weight = new_on_cpu({num_experts, grad.size(1), x.size(1)}, grad.scalar_type());
   const int64_t matrix_size = grad.size(1) * x.size(1);
   const int64_t bytes = matrix_size * static_cast<int64_t>(grad.element_size());
   int64_t num_busy = 0;
@@ -189,11 +190,11 @@ Tensor backward_bias_cpu(
   check_backward_bias(grad, expert_offsets);
   const int64_t num_experts = expert_offsets.size(0) - 1;
   const int64_t dim = grad.size(1);
-  const Tensor offsets_tensor = torch::stable::contiguous(expert_offsets);
+  const Tensor offsets_tensor = as_contiguous(expert_offsets);
   const int64_t* offsets = data<int64_t>(offsets_tensor);
   check_offsets("_grouped_mm_backward_bias", offsets, num_experts, grad.size(0));
-  const Tensor in = torch::stable::contiguous(grad);
-  const Tensor grad_bias = torch::stable::new_empty(grad, {num_experts, dim});
+  const Tensor in = as_contiguous(grad);
+  const Tensor grad_bias = new_on_cpu({num_experts, dim}, grad.scalar_type());
   constexpr int64_t kColsPerTask = 256;
   const int64_t tasks = (dim + kColsPerTask - 1) / kColsPerTask;
   dispatch_floating(grad.scalar_type(), [&]<typename T>() {

@@ -14,6 +14,7 @@
 
 #include "common/cpu_isa.h"
 #include "common/dispatch.h"
+#include "common/new_on_cpu.h"
 #include "common/stream.h"
 #include "permutation/permutation.h"
 #include "permutation/permutation_tables.h"
@@ -136,9 +137,7 @@ void rank_by_score(
 }
 
 Index new_index(const Tensor& topk_idx, const IndexOptions& options) {
-  const auto long_tensor = [&](std::initializer_list<int64_t> size) {
-    return torch::stable::new_empty(topk_idx, size, ScalarType::Long);
-  };
+  const auto long_tensor = [&](std::initializer_list<int64_t> size) { return new_on_cpu(size, ScalarType::Long); };
   const int64_t num_slots = topk_idx.numel();
   return {
       long_tensor({num_rows(num_slots, options)}), long_tensor({num_slots}), long_tensor({options.num_experts + 1}),
@@ -185,7 +184,7 @@ Index build_index(const Tensor& topk_idx, const std::optional<Tensor>& topk_weig
   int64_t* rank = data<int64_t>(index.row_of_slot);
   const std::vector<int64_t> totals = rank_slots(idx, num_slots, options.num_experts, rank);
   if (options.drop_by_score) {
-    const Tensor weights = torch::stable::to(torch::stable::contiguous(*topk_weights), ScalarType::Double);
+    const Tensor weights = torch::stable::to(as_contiguous(*topk_weights), ScalarType::Double);
     rank_by_score(idx, data<double>(weights), totals, num_slots, options.capacity, rank);
   }
   place_slots(idx, totals, options, index);
@@ -248,7 +247,7 @@ void zero_free_rows(const RowWriter& out, const int64_t* slot_of_row, const int6
 // Each token to the rows of its slots: it is read once, where a gather by rows would read it again for each choice. Any
 // dtype: rows are bytes.
 Tensor scatter_tokens(const Tensor& x, const Index& index, int64_t top_k) {
-  const Tensor out = torch::stable::new_empty(x, {index.slot_of_row.size(0), x.size(1)});
+  const Tensor out = new_on_cpu({index.slot_of_row.size(0), x.size(1)}, x.scalar_type());
   const RowWriter rows(out);
   const int64_t* row_of_slot = data<int64_t>(index.row_of_slot);
   rows.parallel(x.size(0), (top_k + 1) * rows.row_bytes(), [&](int64_t begin, int64_t end) {
@@ -264,7 +263,7 @@ Tensor scatter_tokens(const Tensor& x, const Index& index, int64_t top_k) {
 
 // out[r] = x[slot_of_row[r] / top_k], or zeros where the row has no slot.
 Tensor gather_tokens(const Tensor& x, const Tensor& slot_of_row, int64_t top_k) {
-  const Tensor out = torch::stable::new_empty(x, {slot_of_row.size(0), x.size(1)});
+  const Tensor out = new_on_cpu({slot_of_row.size(0), x.size(1)}, x.scalar_type());
   const RowWriter rows(out);
   const int64_t* slots = data<int64_t>(slot_of_row);
   rows.parallel(out.size(0), 2 * rows.row_bytes(), [&](int64_t begin, int64_t end) {
@@ -287,11 +286,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> permute_tokens_cpu(
     std::optional<int64_t> capacity, std::string drop_policy, int64_t align) {
   const IndexOptions options =
       check_permute_tokens(x, topk_idx, num_experts, topk_weights, capacity, drop_policy, align);
-  const Tensor idx = torch::stable::contiguous(topk_idx);
+  const Tensor idx = as_contiguous(topk_idx);
   const Index index = idx.scalar_type() == ScalarType::Int ? build_index<int32_t>(idx, topk_weights, options)
                                                            : build_index<int64_t>(idx, topk_weights, options);
   return {
-      scatter_tokens(torch::stable::contiguous(x), index, idx.size(1)),
+      scatter_tokens(as_contiguous(x), index, idx.size(1)),
       index.slot_of_row,
       index.row_of_slot,
       index.expert_offsets,
@@ -301,9 +300,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> permute_tokens_cpu(
 
 Tensor gather_tokens_cpu(Tensor x, Tensor slot_of_row, int64_t top_k) {
   check_gather_tokens(x, slot_of_row, top_k);
-  const Tensor slots = torch::stable::contiguous(slot_of_row);
+  const Tensor slots = as_contiguous(slot_of_row);
   check_table("_gather_tokens", "slot_of_row", slots, x.size(0) * top_k);
-  return gather_tokens(torch::stable::contiguous(x), slots, top_k);
+  return gather_tokens(as_contiguous(x), slots, top_k);
 }
 
 Tensor unpermute_tokens_cpu(
@@ -313,14 +312,13 @@ Tensor unpermute_tokens_cpu(
     int64_t top_k,
     std::optional<Tensor> topk_weights) { // [T, K]
   check_unpermute_tokens("unpermute_tokens", rows, slot_of_row, row_of_slot, top_k, topk_weights);
-  const Tensor index = torch::stable::contiguous(row_of_slot);
+  const Tensor index = as_contiguous(row_of_slot);
   check_table("unpermute_tokens", "row_of_slot", index, rows.size(0));
   const int64_t num_tokens = row_of_slot.size(0) / top_k;
   const int64_t dim = rows.size(1);
-  Tensor out = torch::stable::new_empty(rows, {num_tokens, dim});
-  const Tensor in = torch::stable::contiguous(rows);
-  const std::optional<Tensor> weights =
-      topk_weights ? std::optional(torch::stable::contiguous(*topk_weights)) : std::nullopt;
+  Tensor out = new_on_cpu({num_tokens, dim}, rows.scalar_type());
+  const Tensor in = as_contiguous(rows);
+  const std::optional<Tensor> weights = topk_weights ? std::optional(as_contiguous(*topk_weights)) : std::nullopt;
   dispatch_floating(rows.scalar_type(), [&]<typename T>() {
     const auto& table = kernels().of<T>();
     const auto* w = weights ? data<acc_t<T>>(*weights) : nullptr;
@@ -347,16 +345,16 @@ std::tuple<Tensor, Tensor> unpermute_tokens_backward_cpu(
   const char* op = "_unpermute_tokens_backward";
   check_unpermute_tokens_backward(grad, rows, slot_of_row, row_of_slot, topk_weights);
   const int64_t top_k = topk_weights.size(1);
-  const Tensor slots = torch::stable::contiguous(slot_of_row);
-  const Tensor index = torch::stable::contiguous(row_of_slot);
+  const Tensor slots = as_contiguous(slot_of_row);
+  const Tensor index = as_contiguous(row_of_slot);
   check_table(op, "slot_of_row", slots, row_of_slot.size(0));
   check_table(op, "row_of_slot", index, rows.size(0));
   const int64_t dim = rows.size(1);
-  const Tensor g = torch::stable::contiguous(grad);
-  const Tensor in = torch::stable::contiguous(rows);
-  const Tensor weights = torch::stable::contiguous(topk_weights);
-  Tensor grad_rows = torch::stable::new_empty(in, {in.size(0), dim});
-  Tensor grad_weights = torch::stable::new_empty(weights, {weights.size(0), top_k});
+  const Tensor g = as_contiguous(grad);
+  const Tensor in = as_contiguous(rows);
+  const Tensor weights = as_contiguous(topk_weights);
+  Tensor grad_rows = new_on_cpu({in.size(0), dim}, in.scalar_type());
+  Tensor grad_weights = new_on_cpu({weights.size(0), top_k}, weights.scalar_type());
   const RowWriter writer(grad_rows);
   const int64_t* row_idx = data<int64_t>(index);
   const int64_t ahead = std::max<int64_t>(1, kPrefetchBytes / std::max<int64_t>(1, writer.row_bytes()));

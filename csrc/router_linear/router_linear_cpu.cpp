@@ -11,6 +11,7 @@
 
 #include "common/cpu_isa.h"
 #include "common/dispatch.h"
+#include "common/new_on_cpu.h"
 #include "grouped_gemm/per_expert.h"
 #include "grouped_gemm/tiles.h"
 #include "router_linear/router_linear.h"
@@ -26,7 +27,6 @@ using grouped_gemm::mm_out;
 using grouped_gemm::rows_of;
 using grouped_gemm::Tile;
 using grouped_gemm::view_of;
-using torch::stable::new_empty;
 
 constexpr int64_t kTileRows = 128;
 // Rows that a thread takes at a time, and with them the scratch of a tile.
@@ -56,11 +56,11 @@ struct Scratch {
 };
 
 Tensor with_dense_rows(const Tensor& t) {
-  return t.stride(1) == 1 || t.size(1) <= 1 ? t : torch::stable::contiguous(t);
+  return t.stride(1) == 1 || t.size(1) <= 1 ? t : as_contiguous(t);
 }
 
 Tensor dense(const Tensor& t, ScalarType dtype) {
-  return torch::stable::contiguous(t.scalar_type() == dtype ? t : torch::stable::to(t, dtype));
+  return as_contiguous(t.scalar_type() == dtype ? t : torch::stable::to(t, dtype));
 }
 
 // Rows [begin, end) of `in`, converted, then zeros: kTileRows in all.
@@ -109,7 +109,7 @@ Tensor router_logits_cpu(
   check_router_logits(x, weight);
   const ScalarType acc = acc_dtype(x.scalar_type());
   const Tensor in = with_dense_rows(x), w = dense(weight, acc);
-  Tensor out = new_empty(x, {x.size(0), weight.size(0)}, acc);
+  Tensor out = new_on_cpu({x.size(0), weight.size(0)}, acc);
   dispatch_floating(x.scalar_type(), [&]<typename T>() {
     tiled_product<T, acc_t<T>, acc_t<T>>(out, in, grouped_gemm::rows_transposed(w, 0, w.size(0)));
   });
@@ -122,7 +122,7 @@ Tensor backward_x_cpu(
     ScalarType dtype) { // of x
   check_backward_x(grad, weight, dtype);
   const Tensor in = with_dense_rows(grad), w = dense(weight, acc_dtype(dtype));
-  Tensor out = new_empty(grad, {grad.size(0), weight.size(1)}, dtype);
+  Tensor out = new_on_cpu({grad.size(0), weight.size(1)}, dtype);
   dispatch_floating(
       dtype, [&]<typename T>() { tiled_product<acc_t<T>, T, acc_t<T>>(out, in, rows_of(w, 0, w.size(0))); });
   return out;
@@ -170,8 +170,8 @@ Tensor backward_weight_cpu(
   const int64_t num_tiles = (num_tokens + kTileRows - 1) / kTileRows;
   const int64_t part_rows = std::max<int64_t>(1, (num_tiles + kMostParts - 1) / kMostParts) * kTileRows;
   const int64_t num_parts = (num_tokens + part_rows - 1) / part_rows;
-  const Tensor parts = new_empty(grad, {num_parts, num_experts, dim});
-  Tensor out = new_empty(grad, {num_experts, dim}, dtype);
+  const Tensor parts = new_on_cpu({num_parts, num_experts, dim}, grad.scalar_type());
+  Tensor out = new_on_cpu({num_experts, dim}, dtype);
   dispatch_floating(x.scalar_type(), [&]<typename T>() {
     using Acc = acc_t<T>;
     sum_parts<T>(parts, rows_grad, in, part_rows);
