@@ -5,6 +5,7 @@ Shapes: T tokens, E experts, K top-k.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -107,7 +108,22 @@ class LayerMetrics(Mapping[str, Tensor]):
 
 def read_losses(record: Record) -> dict[str, Tensor]:
     """Coefficient times loss of every term."""
-    return {name: coef * term for name, (coef, term) in record.get("terms", {}).items()}
+    unread = {name: coef for name, coef in record.get("unread", {}).items() if coef}
+    losses = {name: coef * _LOSSES[name](record) for name, coef in unread.items()}
+    losses |= {name: coef * term for name, (coef, term) in record.get("terms", {}).items()}
+    return losses
+
+
+def _balance_loss(record: Record) -> Tensor:
+    counts_E, top_k = record["balance_counts"], record["balance_top_k"]
+    return ops.load_balance_loss(record["score_sum"], counts_E, top_k)
+
+
+def _z_loss(record: Record) -> Tensor:
+    return ops.router_z_loss(record["logits"], token_mask=record["mask"])
+
+
+_LOSSES = {"balance": _balance_loss, "z": _z_loss}
 
 
 def read_metrics(record: Record) -> LayerMetrics:
@@ -115,21 +131,16 @@ def read_metrics(record: Record) -> LayerMetrics:
     if not record:
         return LayerMetrics({})
     terms = record["terms"]
-
-    def balance_loss() -> Tensor:
-        counts_E, top_k = record["balance_counts"], record["balance_top_k"]
-        return ops.load_balance_loss(record["score_sum"], counts_E, top_k)
-
-    def z_loss() -> Tensor:
-        return ops.router_z_loss(record["logits"], token_mask=record["mask"])
-
     entries: dict[str, Metric] = {
         "num_tokens_per_expert": record["num_tokens_per_expert"],
         "num_dropped": record["num_dropped"],
-        "balance_loss": terms["balance"][1].detach() if "balance" in terms else balance_loss,
-        "z_loss": terms["z"][1].detach() if "z" in terms else z_loss,
     }
+    for name, compute in _LOSSES.items():
+        known = name in terms
+        entries[f"{name}_loss"] = (
+            terms[name][1].detach() if known else functools.partial(compute, record)
+        )
     for name in terms:
-        if name not in ("balance", "z"):
+        if name not in _LOSSES:
             entries[f"{name}_loss"] = terms[name][1].detach()
     return LayerMetrics(entries)

@@ -104,7 +104,8 @@ class MoELayer(CountingModule):
             never accumulated, so a recomputation leaves the same values. Reading them is what
             synchronises with the device, and what computes those that no loss needed.
         losses: the terms of the last forward pass, `balance`, `z` and the router's own: coefficient
-            times loss; detached where loss_mode is "inject".
+            times loss; detached where loss_mode is "inject". Those of a micro-batch are computed
+            when they are read where no gradients are recorded.
         choices: `[E]` int64, choices of each expert by this rank's tokens in training, counted for
             `update_selection_bias`, once a token; only where the router has a `selection_bias`.
 
@@ -351,6 +352,12 @@ class MoELayer(CountingModule):
                 )
         if step is not None:
             step.add(counted.num_tokens_per_expert)
+        balance_coef = self.balance_loss_coef if self._wants_balance_loss() else 0.0
+        coefs = {"balance": balance_coef, "z": self.z_loss_coef}
+        unread = {}
+        # Without a graph nobody but a reader wants them.
+        if not torch.is_grad_enabled() and self.balance.scope == "micro_batch":
+            unread, coefs = coefs, dict.fromkeys(coefs, 0.0)
         terms = {}
         # Inside count_tokens the counts of the step are not complete, and nobody wants the losses.
         if not self.counting:
@@ -360,8 +367,8 @@ class MoELayer(CountingModule):
                 mask_T,
                 num_sequences,
                 scope=self.balance.scope,
-                balance_coef=self.balance_loss_coef if self._wants_balance_loss() else 0.0,
-                z_coef=self.z_loss_coef,
+                balance_coef=coefs["balance"],
+                z_coef=coefs["z"],
                 step=step,
             )
         if terms and self.loss_mode != "return" and self.training and torch.is_grad_enabled():
@@ -377,6 +384,7 @@ class MoELayer(CountingModule):
             "balance_top_k": counted.top_k,
             "mask": mask_T,
             "terms": terms,
+            "unread": {} if self.counting else unread,
         }
         return y_TD
 
@@ -397,19 +405,20 @@ class MoELayer(CountingModule):
             raise ValueError(
                 f"MoELayer: expected x to be of shape [..., {self.model_dim}], got {tuple(x.shape)}"
             )
-        # FSDP2 gathers those that it wrapped by themselves, and casts them, when they run.
-        are_sharded = any(map(is_dtensor, self.experts.parameters()))
-        if self.row_budget is not None and are_sharded:
+        experts = self.experts
+        if self.row_budget is not None and any(map(is_dtensor, experts.parameters())):
             raise ValueError(
                 "MoELayer: expected fully_shard to leave the experts of a layer with a row_budget "
                 "whole (ignored_params), since they run several times in a pass, got shards; call "
                 "moe_ext.distributed.sync_gradients before the optimizer then"
             )
-        if isinstance(self.experts, GroupedExperts) and not are_sharded:
-            dtype = self.experts.down_proj.dtype
-            if x.dtype != dtype and autocast_dtype(x.device) is None:
+        if isinstance(experts, GroupedExperts):
+            weight = experts.down_proj
+            # FSDP2 gathers those that it wrapped by themselves, and casts them, when they run.
+            wrong = x.dtype != weight.dtype and not is_dtensor(weight)
+            if wrong and autocast_dtype(x.device) is None:
                 raise TypeError(
-                    f"MoELayer: expected x to be of dtype {dtype}, that of the experts, got "
+                    f"MoELayer: expected x to be of dtype {weight.dtype}, that of the experts, got "
                     f"{x.dtype}; with a MixedPrecisionPolicy of FSDP2, wrap the experts too, by "
                     "moe_ext.distributed.fully_shard"
                 )

@@ -45,6 +45,22 @@ def test_losses_that_nobody_wants_are_not_computed():
     assert sum("loss" in name for name in calls.names) == 2
 
 
+@pytest.mark.parametrize("loss_mode", ["inject", "return"])
+def test_losses_wait_for_a_reader_where_nothing_is_recorded(loss_mode):
+    layer = moe_ext.MoELayer(16, 24, 4, 2, z_loss_coef=1e-3, loss_mode=loss_mode)
+    x = torch.randn(2, 8, 16)
+    layer(x)
+    expected = layer.losses
+    with torch.no_grad(), Calls() as calls:
+        layer(x)
+    assert not any("loss" in name for name in calls.names), calls.names
+    assert list(layer.losses) == ["balance", "z"]
+    assert {name: float(term) for name, term in layer.losses.items()} == {
+        name: float(term.detach()) for name, term in expected.items()
+    }
+    assert float(layer.metrics["z_loss"]) * 1e-3 == pytest.approx(float(expected["z"].detach()))
+
+
 def test_number_of_operators_does_not_depend_on_tokens_or_experts():
     counts = set()
     for num_tokens, num_experts in ((1, 2), (64, 2), (64, 16), (300, 16)):
