@@ -41,7 +41,7 @@ SMALL_BUCKET_BYTES = 64 * 1024
 # Another codec must be this much better than the one in use, which at first is dense and exact.
 HYSTERESIS = 0.10
 # How far behind plain all-reduce a codec may be measured before it is given up.
-ALLOWED_BEHIND = 0.05
+ALLOWED_BEHIND = 0.03
 # What rounding must save of the time, once it is in use: less may be noise, and costs accuracy.
 LEAST_SAVING = 0.03
 # Below these shares of what plain all-reduce is taken to need, nobody asks what it really needs: in
@@ -56,7 +56,7 @@ REMEMBERED = 5
 LEAST_INTERVAL, TRIAL_SHARE = 16, 0.005
 # A plain codec that is known well is timed now and then: when its time is not asked for, ranks need
 # no message to agree on it.
-TIMED_EVERY = 16
+TIMED_EVERY = 32
 # A shorter time is that of a clock that was not read, not that of a message.
 LEAST_SECONDS = 1e-6
 TRIAL = "measured, to compare with"
@@ -260,7 +260,7 @@ class CostModel:
         P = 1 and buckets below 64 KiB stay dense, and so does what would send more bytes than the
         dense bucket. Otherwise the least estimate wins, where it is 10 % below that of the codec in
         use, which at first is the exact one. Where the choice is not clear, plain all-reduce is
-        measured for six turns, and now and then again. A codec that is found to be more than 5 %
+        measured for six turns, and now and then again. A codec that is found to be more than 3 %
         behind it is given up at once, and so is one that rounds to save less than 3 % of the time.
 
         Args:

@@ -161,18 +161,18 @@ def test_no_turn_is_lost_where_the_choice_is_clear(known_rates):
 
 
 def test_hysteresis_does_not_keep_a_codec_that_is_behind(known_rates):
-    """Between 5 and 10 % behind: the bound is stronger than the wish to stay."""
+    """Between 3 and 10 % behind: the bound is stronger than the wish to stay."""
     model = model_on(Link.of_rate(1e9))
     codecs = (BF16, INT8)
     model.choose(NUMEL, codecs, bucket=0)
     for _ in range(TRIAL_TURNS):
-        model.record(0, INT8, 1.07e-3)
+        model.record(0, INT8, 1.04e-3)
         model.record(0, BF16, 1e-3)
     assert model.choose(NUMEL, codecs, bucket=0, current=INT8) == BF16
     assert "int8 was behind bf16" in model.explain()
 
 
-def test_auto_stays_within_5_percent_of_the_best_plain_all_reduce(known_rates):
+def test_auto_stays_within_3_percent_of_the_best_plain_all_reduce(known_rates):
     """Over many truths that contradict the formula, all turns of measuring included."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
@@ -183,7 +183,7 @@ def test_auto_stays_within_5_percent_of_the_best_plain_all_reduce(known_rates):
         used = run(model, truth, 256)
         best = min(truth[DENSE], truth[BF16])
         late = [truth[codec] for codec in used[4 * TRIAL_TURNS :]]
-        assert max(set(late), key=late.count) <= 1.05 * best
+        assert max(set(late), key=late.count) <= 1.03 * best
         assert sum(late) <= 1.05 * best * len(late)
 
 
