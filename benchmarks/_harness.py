@@ -113,11 +113,26 @@ def interleaved(
     return {name: Timing(statistics.median(t), min(t)) for name, t in times.items()}
 
 
+def interleaved_fresh(runs: Runs, **options: float) -> dict[str, Timing]:
+    """`interleaved` as in a process that did not call `reuse_memory`."""
+    moe_ext.reuse_memory(False)
+    try:
+        return interleaved(runs, **options)  # type: ignore[arg-type]
+    finally:
+        keep_memory()
+
+
 def copy_of(num_bytes: int) -> Callable[[], object]:
     """A contender that moves `num_bytes` in all, half read and half written, by torch's copy."""
     source = torch.zeros(max(1, num_bytes // 8), dtype=torch.float32)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
+
+
+def clone_of(num_bytes: int) -> Callable[[], object]:
+    """`copy_of` into a tensor of its own, as an operator writes its result."""
+    source = torch.zeros(max(1, num_bytes // 8), dtype=torch.float32)
+    return source.clone
 
 
 def milliseconds(timing: Timing) -> str:
@@ -141,7 +156,8 @@ def machine() -> list[str]:
     return [
         f"CPU figures: {cpu_model()} ({platform.machine()}, {capability}), "
         f"{torch.get_num_threads()} threads, torch {torch.__version__}. Medians of interleaved "
-        "runs in one process, with malloc set to reuse freed memory by `moe_ext.reuse_memory()`.",
+        "runs in one process that has called `moe_ext.reuse_memory()`; *fresh* ms are those of one "
+        "that has not.",
         f"Rates of the machine, measured in the same run: {', '.join(rates)}.",
     ]
 

@@ -1,7 +1,7 @@
 """The whole layer over the time of its products, beside every peer: same weights, same routing."""
 
 import torch
-from _harness import Table, interleaved, milliseconds, ratio
+from _harness import Table, interleaved, interleaved_fresh, milliseconds, ratio
 from layer_memory import measure
 from layer_peers import MAKERS, Case, contenders, make, plain_products, tokens, train
 from shapes import EVEN, LAYERS, ONE, ZIPF
@@ -42,8 +42,10 @@ def time_row(case: Case) -> tuple[str, ...]:
     times = interleaved(
         {**runs, "floor": plain_products(case, x)}, seconds=1.2 * len(runs), warmup=1, least=3
     )
+    fresh = interleaved_fresh({"ours": runs["ours"]}, seconds=1.2, warmup=2, least=3)
     cells = [milliseconds(times["ours"]), milliseconds(times["floor"])]
     cells.append(ratio(times["ours"], times["floor"]))
+    cells += [milliseconds(fresh["ours"]), ratio(fresh["ours"], times["ours"])]
     for name in list(MAKERS)[1:]:
         known = name in times
         cells.append(milliseconds(times[name]) if known else "-")
@@ -54,13 +56,15 @@ def time_row(case: Case) -> tuple[str, ...]:
 def time_table() -> Table:
     """Forward and backward of every case."""
     header = ["shape", "T", "dtype", "routing", "ms", "products ms", "ours / products"]
+    header += ["fresh ms", "fresh / ours"]
     for name in list(MAKERS)[1:]:
         header += [f"{name} ms", f"{name} / ours"]
     cases = [Case(s, t, d, EVEN) for s in LAYERS for t in (64, 1024, 4096) for d in DTYPES]
     cases += [Case(s, 1024, d, r) for s in LAYERS for d in DTYPES for r in (ZIPF, ONE)]
     note = (
         "Forward and backward, dropless. *products* are the six `mm(out=)` of each expert on the "
-        "same number of rows, into memory that is there already, and nothing else. `grouped_mm` "
+        "same number of rows, into memory that is there already, and nothing else. *fresh* is ours "
+        "in a process that did not call `moe_ext.reuse_memory()`. `grouped_mm` "
         "and `eager` are the block of transformers (Mixtral's for A, Qwen3's for B) under its two "
         "implementations. `deepspeed` is its `MoE` with `drop_tokens=False`, which pads an expert "
         "to the rows of the fullest. `fairscale` is its `MOELayer` under a gate with the block's "

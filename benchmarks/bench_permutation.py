@@ -3,7 +3,15 @@
 from collections.abc import Callable
 
 import torch
-from _harness import Table, copy_of, interleaved, milliseconds, ratio
+from _harness import (
+    Table,
+    clone_of,
+    copy_of,
+    interleaved,
+    interleaved_fresh,
+    milliseconds,
+    ratio,
+)
 from shapes import PERMUTATIONS, PermutationShape
 
 from moe_ext import ops
@@ -67,26 +75,32 @@ def permute_row(shape: PermutationShape, dtype: torch.dtype) -> list[tuple[str, 
 def _timed(
     ours: Callable[[], object], eager: Callable[[], object], num_bytes: int
 ) -> tuple[str, ...]:
-    """Both times, their ratio, and the share of the bandwidth of a copy of as many bytes."""
+    """Times in reused and in fresh memory, beside eager torch and a copy of as many bytes."""
     times = interleaved({"ours": ours, "eager": eager, "copy": copy_of(num_bytes)})
+    fresh = interleaved_fresh({"ours": ours, "copy": clone_of(num_bytes)}, seconds=0.7)
     share = times["copy"].median / times["ours"].median
     return (
         milliseconds(times["ours"]),
         milliseconds(times["eager"]),
         ratio(times["eager"], times["ours"]),
+        milliseconds(times["copy"]),
         f"{100 * share:.0f} %",
+        milliseconds(fresh["ours"]),
+        milliseconds(fresh["copy"]),
     )
 
 
 def tables() -> list[Table]:
     """The table of docs/benchmarks.md."""
-    header = ("pass", "shape", "dtype", "ms", "eager ms", "eager / ours", "share of copy bandwidth")
+    header = ("pass", "shape", "dtype", "ms", "eager ms", "eager / ours", "copy ms")
+    header += ("share of copy bandwidth", "fresh ms", "fresh copy ms")
     note = (
         "Bytes are counted as rows read plus rows written, each once; the copy moves as many in "
         "the same run. "
         "Above 100 %: a copy reads each line that it writes, where results of 32 MiB and more are "
         "written past the caches; and a row read again soon is still in one. "
-        "Eager is indexing and `index_add_`, with the sort where the pass needs it."
+        "A fresh copy is a `clone`. Eager is indexing and `index_add_`, with the sort where the "
+        "pass needs it."
     )
     rows = []
     for shape in PERMUTATIONS:

@@ -1,7 +1,8 @@
 """Runs every benchmark and rewrites docs/benchmarks.md; ``run.py gating`` prints that one.
 
 ``run.py --keep gating`` also puts its tables in the place of those in the report. The figures are
-kept in docs/benchmarks.json, and every run prints its ratios to those.
+kept in docs/benchmarks.json, and every run prints its ratios to those. A report is of one
+processor: on another than that of docs/benchmarks.md it is docs/benchmarks/<processor>.md.
 """
 
 import importlib
@@ -12,7 +13,7 @@ import time
 from pathlib import Path
 
 import torch
-from _harness import Table, compare, keep_memory, machine
+from _harness import Table, compare, cpu_model, keep_memory, machine
 
 BENCHMARKS = (
     "moe_layer",
@@ -34,7 +35,6 @@ BENCHMARKS = (
 # Run by name alone, for the time that they take: twenty minutes.
 BY_NAME = ("convergence",)
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
-FIGURES = REPORT.with_suffix(".json")
 
 
 def run(name: str) -> list[Table]:
@@ -57,6 +57,14 @@ def merged(report: str, tables: list[Table]) -> str:
     return "\n".join([head.rstrip("\n") + "\n", *by_title.values()])
 
 
+def report_of(processor: str, first: Path = REPORT) -> Path:
+    """The report of a processor: the first one if that is its own, or nobody's yet."""
+    figures = first.with_suffix(".json")
+    if not figures.exists() or processor in json.loads(figures.read_text())["machine"][0]:
+        return first
+    return first.with_suffix("") / f"{re.sub('[^a-z0-9]+', '-', processor.lower()).strip('-')}.md"
+
+
 def main() -> None:
     """Runs the benchmarks named on the command line, or all and keeps the report."""
     names = [name for name in sys.argv[1:] if name != "--keep"]
@@ -65,7 +73,9 @@ def main() -> None:
         sys.exit(f"run.py: expected benchmarks of {(*BENCHMARKS, *BY_NAME)}, got {unknown}")
     keep_memory()
     torch.manual_seed(0)
-    last = json.loads(FIGURES.read_text()) if FIGURES.exists() else {"tables": {}}
+    path = report_of(cpu_model())
+    kept = path.with_suffix(".json")
+    last = json.loads(kept.read_text()) if kept.exists() else {"tables": {}}
     about = machine()
     tables = [table for name in names or BENCHMARKS for table in run(name)]
     figures = {table.title: table.figures() for table in tables}
@@ -73,13 +83,15 @@ def main() -> None:
         print(compare(title, found, last["tables"].get(title, {})), file=sys.stderr)
     if names and "--keep" not in sys.argv:
         return
-    report = "\n\n".join(["# Benchmarks", "Written by `make bench`.", *about])
-    if names and REPORT.exists():
+    written = "Written by `make bench`; other processors have pages in `docs/benchmarks`."
+    report = "\n\n".join(["# Benchmarks", written, *about])
+    if names and path.exists():
         # What was not run again was measured on the machine that the report names.
-        report, about = REPORT.read_text(), last.get("machine", about)
+        report, about = path.read_text(), last.get("machine", about)
         figures = last["tables"] | figures
-    REPORT.write_text(merged(report, tables))
-    FIGURES.write_text(json.dumps({"machine": about, "tables": figures}, indent=1) + "\n")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(merged(report, tables))
+    kept.write_text(json.dumps({"machine": about, "tables": figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The benchmarks' own parts: what they count, and that their contenders compute the same."""
 
 import importlib.util
+import json
 import sys
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import moe_ext
 from moe_ext.testing import spawn_ranks
 
 pytest.importorskip("transformers")
@@ -64,6 +66,27 @@ def test_figures_are_compared_by_row_and_column():
         "  A, 64: ms 0.25",
     ]
     assert compare("Layer", figures, {}) == "Layer: nothing to compare with"
+
+
+def test_each_processor_has_a_report_of_its_own(tmp_path):
+    from run import report_of
+
+    first = tmp_path / "benchmarks.md"
+    assert report_of("Intel(R) Xeon(R) Processor", first) == first
+    machine = ["CPU figures: Intel(R) Xeon(R) Processor (x86_64, AVX512), 2 threads"]
+    first.with_suffix(".json").write_text(json.dumps({"machine": machine, "tables": {}}))
+    assert report_of("Intel(R) Xeon(R) Processor", first) == first
+    assert report_of("AMD EPYC", first) == tmp_path / "benchmarks" / "amd-epyc.md"
+
+
+def test_fresh_memory_is_of_a_process_that_does_not_reuse_it(monkeypatch):
+    import _harness
+
+    monkeypatch.setattr(_harness, "keep_memory", lambda: moe_ext.reuse_memory())
+    said = []
+    _harness.interleaved_fresh({"": lambda: said.append(moe_ext.info()["memory"])}, seconds=0)
+    assert all("fresh" in text for text in said) and "reused" in moe_ext.info()["memory"]
+    moe_ext.reuse_memory(False)
 
 
 def test_a_straight_line_is_found():

@@ -269,11 +269,10 @@ class TokenDispatcher:
             rows_ND: what `bring_back` returned.
             metadata: what `dispatch` returned.
         """
-        # Masked and dropped slots sent no row; the permutation may still count T*K rows.
-        if metadata.sent is not None:
-            missing = metadata.permutation.slot_of_row.shape[0] - rows_ND.shape[0]
-            rows_ND = torch.nn.functional.pad(rows_ND, (0, 0, 0, missing)) if missing else rows_ND
-        return ops.unpermute_tokens(rows_ND, metadata.permutation, metadata.topk_weights)
+        # Masked and dropped slots sent no row: the last of the T*K that the permutation may count.
+        sent_N = metadata.permutation.slot_of_row[: rows_ND.shape[0]]
+        permutation = replace(metadata.permutation, slot_of_row=sent_N)
+        return ops.unpermute_tokens(rows_ND, permutation, metadata.topk_weights)
 
     def chunks(
         self,
