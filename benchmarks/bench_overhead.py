@@ -73,8 +73,8 @@ def tables() -> list[Table]:
         f"{NUM_TOKENS} tokens add between T = {NUM_TOKENS} and T = {LARGER}; the rest is overhead: "
         "Python, the dispatcher, allocation. *recorded*: with gradients wanted, so that autograd "
         "records the call. Half of a call of `grouped_mm` is inside the library, which packs the "
-        "weight of each of the 8 experts whatever T is; most of the rest makes three views and a "
-        "call of the dispatcher an expert. `permute_tokens` makes six tensors."
+        "weight of each of the 8 experts whatever T is; most of the rest makes three views an "
+        "expert. `permute_tokens` makes six tensors."
     )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
