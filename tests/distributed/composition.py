@@ -3,6 +3,8 @@
     python tests/distributed/composition.py        all cells; writes docs/parallelism.md
     python tests/distributed/composition.py --few  one for each tool, for every change
 
+Then random mixtures of what the tools and layers offer (mixtures.py).
+
 A cell trains two steps on one number of ranks, saves, and goes on for two steps on another number.
 Prints JSON: cell to outcome.
 """
@@ -17,8 +19,10 @@ import traceback
 import warnings
 from pathlib import Path
 
+import mixtures
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from trainers import LEARNING_RATE, MAX_NORM, TRAINERS, Job, Model
 
@@ -35,6 +39,7 @@ FEW = [
     (tool, ("EP x DP", "EP")[index % 2], MEMORY[index % 3]) for index, tool in enumerate(TRAINERS)
 ]
 STEPS, ROWS = 4, 8
+FEW_MIXTURES, ALL_MIXTURES = 20, 200
 # What is refused: a pattern of the text.
 REFUSED: dict[tuple[str, str, str], str] = {}
 # float64: some thousand roundings of 1e-16, and Adam divides by gradients down to 1e-4 of the norm.
@@ -71,6 +76,7 @@ def run_cell(cell, half, mesh, folder, want):
     size = dist.get_world_size()
     path = Path(folder) / "-".join(cell).replace(" ", "_")
     torch._dynamo.reset()
+    counters.clear()
     ep_group = mesh.ep_group if PLACEMENTS[placement][half][1] > 1 else None
     model = Model(ep_group, recompute=memory == "recompute all")
     steps = slice(0, STEPS // 2) if half == 0 else slice(STEPS // 2, STEPS)
@@ -85,6 +91,7 @@ def run_cell(cell, half, mesh, folder, want):
         half == 1,
     )
     TRAINERS[trainer](job)
+    assert memory != "compile" or counters["stats"]["unique_graphs"] > 0
     if half == 0:
         return
     places = md.placements(model)
@@ -153,8 +160,12 @@ def main():
     few = "--few" in sys.argv
     # Tools take seconds to import: ranks are forked from a process that has done it.
     testing.PRELOADED += ["torch._dynamo", "transformers.trainer", "lightning.pytorch"]
-    outcome = run(FEW if few else CELLS)
-    print(json.dumps({" / ".join(cell): text for cell, text in outcome.items()}, indent=1))
+    outcome = {" / ".join(cell): text for cell, text in run(FEW if few else CELLS).items()}
+    seeds = range(FEW_MIXTURES if few else ALL_MIXTURES)
+    texts = testing.spawn_ranks(mixtures.run_rank, mixtures.RANKS, seeds, timeout=1800.0)
+    wrong = sorted(filter(None, texts), key=lambda text: "RankFailureError" in text)
+    outcome["mixtures"] = next(iter(wrong), "equal")
+    print(json.dumps(outcome, indent=1))
     if not few:
         PAGE.write_text(with_table(PAGE.read_text()))
 

@@ -37,6 +37,10 @@ def test_cells(outcomes, cell):
         assert outcome == "equal"
 
 
+def test_random_mixtures(outcomes):
+    assert outcomes["mixtures"] == "equal"
+
+
 def test_the_page_is_current():
     page = composition.PAGE.read_text()
     assert composition.with_table(page) == page, "run tests/distributed/composition.py"

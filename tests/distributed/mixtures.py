@@ -1,0 +1,218 @@
+"""Random mixtures of what tools and layers offer, each against one process in float64.
+
+`composition.py` runs them: its process has the tools imported.
+"""
+
+import contextlib
+import itertools
+import random
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from trainers import as_torchrun
+
+import moe_ext
+from moe_ext import distributed as md
+
+RANKS, STEPS, MAX_NORM = 4, 2, 0.05
+CELLS = list(itertools.product(["plain loop", "DDP", "FSDP2", "Accelerate"], [2, 4], [False, True]))
+# Where logits of a chosen and another expert are as close, float32 may choose otherwise.
+TIE = 1e-4
+
+
+@dataclass
+class Mixture:
+    """One draw: each entry of what a seed stands for."""
+
+    seed: int
+
+    def __post_init__(self) -> None:
+        # Every sixteen have all of these.
+        self.tool, self.ep, self.recompute = CELLS[self.seed % len(CELLS)]
+        draw = random.Random(self.seed)
+        self.dtype = draw.choice([torch.float64, torch.float64, torch.float32])
+        self.passes = draw.choice([1, 2, 3])
+        self.norm_type = draw.choice([2.0, 2.0, float("inf")])
+        # By sign and size Adam would show what float32 rounds.
+        exact = self.dtype == torch.float64
+        self.adam = exact and draw.random() < 0.5
+        self.top_k = draw.choice([1, 2, 3])
+        self.router = draw.choice(["softmax", "sigmoid", "cosine"])
+        self.shared = draw.choice([0, 4])
+        self.losses = {"balance_loss_coef": draw.choice([0.0, 0.1]), "z_loss_coef": 0.1}
+        drop = draw.choice(["position", "score"]) if exact else "position"
+        overflow = draw.choice(["drop", "drop", "reroute"]) if exact else "drop"
+        limit = moe_ext.nn.Capacity(draw.choice([0.8, 1.3]), drop=drop, overflow=overflow)
+        self.capacity = draw.choice([None, limit])
+        self.frozen = draw.choice(["none", "none", "first.experts", "router"])
+
+    def model(self, ep_group, dtype):
+        """On this rank, or with all experts in one process."""
+        torch.manual_seed(self.seed)
+        model = Model(self, ep_group).to(dtype)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(self.frozen not in name)
+        return model
+
+    def optimizer(self, model):
+        """Of the parameters that are trained."""
+        trained = [p for p in model.parameters() if p.requires_grad]
+        # A large eps: what a gradient of 1e-17 becomes must not depend on its sign.
+        if self.adam:
+            return torch.optim.AdamW(trained, 0.01, eps=1e-5)
+        return torch.optim.SGD(trained, lr=0.3, momentum=0.5)
+
+    def batches(self, step):
+        """Uneven ones, `[pass][rank]`."""
+        generator = torch.Generator().manual_seed(self.seed * STEPS + step)
+        return [
+            [
+                torch.randn(5 + 3 * rank, 6, dtype=torch.float64, generator=generator)
+                for rank in range(RANKS)
+            ]
+            for _ in range(self.passes)
+        ]
+
+
+class Model(nn.Module):
+    """Two mixtures of experts between dense layers."""
+
+    def __init__(self, mixture, ep_group):
+        super().__init__()
+        self.recompute = mixture.recompute
+        self.inp, self.norm, self.out = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+        for name, activation in (("first", "swiglu"), ("second", "gelu")):
+            router = mixture.router
+            if router == "cosine":
+                router = moe_ext.nn.CosineRouter(8, 8, mixture.top_k, proj_dim=8)
+            layer = moe_ext.MoELayer(
+                8,
+                6,
+                8,
+                mixture.top_k,
+                router=router,
+                activation=activation,
+                capacity=mixture.capacity,
+                shared_ffn_dim=mixture.shared,
+                ep_group=ep_group,
+                **mixture.losses,
+            )
+            self.add_module(name, layer)
+
+    def forward(self, x):
+        """The outputs of tokens x."""
+        h = self.inp(x)
+        for layer in (self.first, self.second):
+            normed = self.norm(h)
+            run = checkpoint(layer, normed, use_reentrant=False) if self.recompute else None
+            h = h + (layer(normed) if run is None else run)
+        return self.out(h)
+
+
+def one_process(mixture):
+    """The weights, and the norms of all steps, and the least distance to another choice."""
+    model = mixture.model(None, torch.float64)
+    optimizer, norms, gaps = mixture.optimizer(model), [], []
+
+    def look(_module, _inputs, output):
+        ordered = output.logits.detach().sort(-1, descending=True).values
+        gaps.append(float((ordered[:, mixture.top_k - 1] - ordered[:, mixture.top_k]).min()))
+
+    for layer in (model.first, model.second):
+        layer.router.register_forward_hook(look)
+    share = mixture.passes * RANKS
+    moe_ext.nn.set_loss_scale(model, 1 / share)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for x in (x for ranks in mixture.batches(step) for x in ranks):
+            (model(x).square().mean() / share).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, mixture.norm_type))
+        optimizer.step()
+    return model, norms, min(gaps)
+
+
+def train(mixture, mesh):
+    """The same on this rank, by the mixture's tool."""
+    model = mixture.model(mesh.ep_group, mixture.dtype)
+    moe_ext.nn.set_loss_scale(model, 1 / mixture.passes)
+    if mixture.tool == "FSDP2":
+        # Temperatures, which FSDP2 does not take.
+        scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}
+        for module in (model.first, model.second, model):
+            md.fully_shard(module, mesh, ignored_params=scalars)
+    optimizer, norms = mixture.optimizer(model), []
+    accelerator, run = None, model
+    if mixture.tool == "DDP":
+        run = DistributedDataParallel(model)
+    elif mixture.tool == "Accelerate":
+        as_torchrun()
+        from accelerate import Accelerator
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=mixture.passes)
+        run, optimizer = accelerator.prepare(model, optimizer)
+    for step in range(STEPS):
+        for number, ranks in enumerate(mixture.batches(step)):
+            x, is_last = ranks[dist.get_rank()].to(mixture.dtype), number == mixture.passes - 1
+            if accelerator is not None:
+                with accelerator.accumulate(run):
+                    accelerator.backward(run(x).square().mean())
+                continue
+            if mixture.tool == "FSDP2":
+                model.set_requires_gradient_sync(is_last)
+            waits = mixture.tool == "DDP" and not is_last
+            with run.no_sync() if waits else contextlib.nullcontext():
+                (run(x).square().mean() / mixture.passes).backward()
+        if accelerator is not None:
+            clip, what = accelerator.clip_grad_norm_, run.parameters()
+        elif mixture.tool == "DDP":
+            clip, what = nn.utils.clip_grad_norm_, run.parameters()
+        else:
+            md.sync_gradients(model)
+            clip, what = md.clip_grad_norm_, model
+        norms.append(clip(what, MAX_NORM, norm_type=mixture.norm_type))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, norms
+
+
+def compare(mixture, mesh):
+    """AssertionError with what differs."""
+    want, wanted_norms, gap = one_process(mixture)
+    if mixture.dtype == torch.float32 and gap < TIE:
+        return
+    model, norms = train(mixture, mesh)
+    exact = mixture.dtype == torch.float64
+    # float64: some thousand roundings of 1e-16, and Adam divides by gradients down to 1e-4 of the
+    # norm. float32: gradients within some hundred roundings of 6e-8, of which clipping leaves 0.05
+    # for a step of 0.3, and the weights' own.
+    close = {"rtol": 1e-8, "atol": 1e-9} if exact else {"rtol": 2e-4, "atol": 2e-6}
+    for norm, wanted in zip(norms, wanted_norms, strict=True):
+        found = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        torch.testing.assert_close(found.double(), wanted, **close)
+    places, named = md.placements(model), dict(want.named_parameters())
+    for name, parameter in model.named_parameters():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        expected = named[name] if name not in places else places[name].local(named[name])
+        torch.testing.assert_close(
+            whole.double(), expected, msg=lambda text, name=name: f"{name}: {text}", **close
+        )
+
+
+def run_rank(rank, seeds):
+    """Text of the first mixture that differs, or None."""
+    warnings.simplefilter("ignore")
+    meshes = {ep: md.MoEMesh(dp=RANKS // ep, ep=ep) for ep in (2, 4)}
+    for seed in seeds:
+        mixture = Mixture(seed)
+        try:
+            compare(mixture, meshes[mixture.ep])
+        except Exception as error:
+            return f"{vars(mixture)}: {error}"
+    return None
