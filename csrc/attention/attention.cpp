@@ -9,7 +9,7 @@
 // The arguments of a block, which three operators share.
 #define MOE_EXT_BLOCK_ARGS                                                                                           \
   "Tensor q, Tensor k, Tensor v, Tensor q_positions, Tensor k_positions, Tensor? q_documents, Tensor? k_documents, " \
-  "Tensor? key_mask, Tensor? alibi_slopes, Tensor? seed, float scale, bool causal, int window_left, "                \
+  "Tensor? key_mask, Tensor? alibi_slopes, Tensor? bias, Tensor? seed, float scale, bool causal, int window_left, "  \
   "int window_right, float softcap, float dropout_p, int batch_offset, int head_offset"
 
 namespace moe_ext::attention {
@@ -19,7 +19,7 @@ MOE_EXT_SCHEMAS(m) {
   m.def("attention_block_(Tensor(a!) out, Tensor(b!) lse, " MOE_EXT_BLOCK_ARGS ") -> ()");
   m.def(
       "attention_block_backward(Tensor grad_out, Tensor lse, Tensor delta, " MOE_EXT_BLOCK_ARGS
-      ") -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)");
+      ", bool needs_grad_bias) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias)");
   m.def("attention_delta(Tensor grad_out, Tensor out, Tensor? grad_lse) -> Tensor");
   m.def("merge_attention(Tensor out_a, Tensor lse_a, Tensor? out_b, Tensor lse_b) -> (Tensor out, Tensor lse)");
   m.def(
@@ -97,6 +97,24 @@ void check_masks(const char* op, const BlockArgs& args) {
   }
 }
 
+// bias [B or 1, H or 1, Sq, Sk]
+void check_bias(const char* op, const BlockArgs& args) {
+  if (!args.bias) {
+    return;
+  }
+  const Tensor &bias = *args.bias, &q = args.q;
+  check_same_device(op, "bias", bias, "q", q);
+  check_floating(op, "bias", bias);
+  check_dim(op, "bias", bias, 4, "[B or 1, H or 1, Sq, Sk]");
+  for (const int64_t i : {0, 1}) {
+    MOE_CHECK(
+        bias.size(i) == 1 || bias.size(i) == q.size(i), op, ": expected bias to have size 1 or ", q.size(i), " in dim ",
+        i, ", as q, got shape ", shape_string(bias));
+  }
+  check_size(op, "bias", bias, 2, q.size(2), "the queries of q");
+  check_size(op, "bias", bias, 3, args.k.size(2), "the keys of k");
+}
+
 void check_numbers(const char* op, const BlockArgs& args) {
   MOE_CHECK(std::isfinite(args.scale), op, ": expected scale to be finite, got ", args.scale);
   for (const auto& [name, size] :
@@ -128,6 +146,7 @@ void check_numbers(const char* op, const BlockArgs& args) {
 void check_block(const char* op, const BlockArgs& args) {
   check_heads(op, args);
   check_masks(op, args);
+  check_bias(op, args);
   check_numbers(op, args);
 }
 

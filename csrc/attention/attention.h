@@ -21,6 +21,7 @@ struct __attribute__((visibility("hidden"))) BlockArgs {
   OptionalTensor k_documents;  // [Sk] int64
   OptionalTensor key_mask;     // [B, Sk] bool, true: a key
   OptionalTensor alibi_slopes; // [H]
+  OptionalTensor bias;         // [B or 1, H or 1, Sq, Sk]
   OptionalTensor seed;         // [1] int64
   double scale;
   bool causal;

@@ -83,13 +83,13 @@ void accumulate(const char* op, const BlockArgs& args, const Tensor& out, const 
   });
 }
 
-#define MOE_EXT_BLOCK_PARAMETERS                                                                              \
-  Tensor q, Tensor k, Tensor v, Tensor q_positions, Tensor k_positions, OptionalTensor q_documents,           \
-      OptionalTensor k_documents, OptionalTensor key_mask, OptionalTensor alibi_slopes, OptionalTensor seed,  \
-      double scale, bool causal, int64_t window_left, int64_t window_right, double softcap, double dropout_p, \
-      int64_t batch_offset, int64_t head_offset
-#define MOE_EXT_BLOCK_VALUES                                                                             \
-  {q,    k,     v,      q_positions, k_positions,  q_documents, k_documents, key_mask,     alibi_slopes, \
+#define MOE_EXT_BLOCK_PARAMETERS                                                                                 \
+  Tensor q, Tensor k, Tensor v, Tensor q_positions, Tensor k_positions, OptionalTensor q_documents,              \
+      OptionalTensor k_documents, OptionalTensor key_mask, OptionalTensor alibi_slopes, OptionalTensor bias,     \
+      OptionalTensor seed, double scale, bool causal, int64_t window_left, int64_t window_right, double softcap, \
+      double dropout_p, int64_t batch_offset, int64_t head_offset
+#define MOE_EXT_BLOCK_VALUES                                                                                   \
+  {q,    k,     v,      q_positions, k_positions,  q_documents, k_documents, key_mask,     alibi_slopes, bias, \
    seed, scale, causal, window_left, window_right, softcap,     dropout_p,   batch_offset, head_offset}
 
 std::tuple<Tensor, Tensor> attention_block_cpu(MOE_EXT_BLOCK_PARAMETERS) {
@@ -118,10 +118,11 @@ struct BackwardScratch {
   ColumnScratch columns;
 };
 
-// Tensors that a backward pass reads and writes besides the block. grad_k and grad_v are [parts, B * Hkv, Sk, D].
+// Tensors that a backward pass reads and writes besides the block. grad_k and grad_v are [parts, B * Hkv, Sk, D],
+// grad_bias is [B, H, Sq, Sk] or empty.
 struct Gradients {
   Tensor grad_out, lse, delta;
-  Tensor grad_q, grad_k, grad_v;
+  Tensor grad_q, grad_k, grad_v, grad_bias;
 };
 
 // One query tile of one head: its own rows of grad_q, and its share of part `part` of grad_k and grad_v.
@@ -132,8 +133,12 @@ void backward_tile(
   const int64_t key_head = h / block.group(), key_matrix = b * block.key_heads + key_head;
   block.each_visible(b, row_tile, [&](const VisibleTile& tile) {
     const auto [r0, r1, c0, c1, masked] = tile;
-    const TileArgs<Acc> args = block.tile_args(b, h, tile, scratch.columns);
+    TileArgs<Acc> args = block.tile_args(b, h, tile, scratch.columns);
     const int64_t row = (b * block.heads + h) * block.num_queries + r0;
+    if (g.grad_bias.numel() > 0) {
+      args.grad_bias_stride = block.num_keys;
+      args.grad_bias = data<Acc>(g.grad_bias) + row * block.num_keys + c0;
+    }
     const Tensor scores = scratch.scores.view(block.q, args.rows, args.cols);
     const Tensor grads = scratch.grads.view(block.q, args.rows, args.cols);
     const Tensor q_rows = rows_at(block.q, b, h, r0, r1), out_rows = rows_at(g.grad_out, b, h, r0, r1);
@@ -194,8 +199,8 @@ void backward_block(const Block<Acc>& block, const Gradients& g) {
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor> attention_block_backward_cpu(
-    Tensor grad_out, Tensor lse, Tensor delta, MOE_EXT_BLOCK_PARAMETERS) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_block_backward_cpu(
+    Tensor grad_out, Tensor lse, Tensor delta, MOE_EXT_BLOCK_PARAMETERS, bool needs_grad_bias) {
   const BlockArgs args = MOE_EXT_BLOCK_VALUES;
   check_block_backward(args, grad_out, lse, delta);
   return dispatch_floating(acc_dtype(q.scalar_type()), [&]<typename T>() {
@@ -208,7 +213,11 @@ std::tuple<Tensor, Tensor, Tensor> attention_block_backward_cpu(
     const Tensor grad_q = new_empty(q, {q.size(0), q.size(1), q.size(2), q.size(3)}, acc);
     const Tensor grad_k = new_empty(q, {block.batch, block.key_heads, keys, k.size(3)}, acc);
     const Tensor grad_v = new_empty(q, {block.batch, block.key_heads, keys, v.size(3)}, acc);
-    Gradients g = {as_rows(grad_out, acc), dense(lse, acc), dense(delta, acc), grad_q, {}, {}};
+    const bool wanted_bias = bias && needs_grad_bias;
+    const Tensor grad_bias =
+        wanted_bias ? new_empty(q, {q.size(0), q.size(1), q.size(2), keys}, acc) : new_empty(q, {0}, acc);
+    std::fill_n(data<Acc>(grad_bias), grad_bias.numel(), Acc(0));
+    Gradients g = {as_rows(grad_out, acc), dense(lse, acc), dense(delta, acc), grad_q, {}, {}, grad_bias};
     g.grad_k = parts_of(grad_k, parts);
     g.grad_v = parts_of(grad_v, parts);
     backward_block(block, g);
@@ -216,7 +225,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_block_backward_cpu(
       sum_parts<Acc>(grad_k, g.grad_k);
       sum_parts<Acc>(grad_v, g.grad_v);
     }
-    return std::make_tuple(grad_q, grad_k, grad_v);
+    return std::make_tuple(grad_q, grad_k, grad_v, grad_bias);
   });
 }
 

@@ -48,13 +48,21 @@ Tensor token_workspace(const Tensor& like, int64_t num_tiles) {
 template <typename T>
 struct __attribute__((visibility("hidden"))) Block {
   Tensor q, k, v, q_tiles, k_tiles;
-  OptionalTensor slopes, seed;
+  OptionalTensor slopes, bias, seed;
   BlockParams<T> params;
 
   Block(const char* op, const BlockArgs& args, cudaStream_t stream)
       : q(as_rows(args.q)), k(as_rows(args.k)), v(as_rows(args.v)), seed(optional_contiguous(args.seed)) {
     if (args.alibi_slopes) {
       slopes = dense_as(*args.alibi_slopes, acc_dtype(q.scalar_type()));
+    }
+    Bias<acc_t<T>> of_bias = {};
+    if (args.bias) {
+      const ScalarType acc = acc_dtype(q.scalar_type());
+      bias = as_rows(args.bias->scalar_type() == acc ? *args.bias : torch::stable::to(*args.bias, acc));
+      // One of size 1 in a dim is that of all.
+      const auto stride = [&](int64_t dim) { return bias->size(dim) > 1 ? bias->stride(dim) : int64_t{0}; };
+      of_bias = {data<const acc_t<T>>(*bias), stride(0), stride(1), bias->stride(2)};
     }
     const int64_t batch = q.size(0), heads = q.size(1);
     const bool drops = args.dropout_p > 0;
@@ -76,7 +84,8 @@ struct __attribute__((visibility("hidden"))) Block {
         heads,
         k.size(1),
         args.batch_offset,
-        args.head_offset};
+        args.head_offset,
+        of_bias};
     describe(op, args, stream);
   }
 
@@ -117,13 +126,13 @@ void attend(const char* op, const BlockArgs& args, const Tensor& out, const Tens
   });
 }
 
-#define MOE_EXT_BLOCK_PARAMETERS                                                                              \
-  Tensor q, Tensor k, Tensor v, Tensor q_positions, Tensor k_positions, OptionalTensor q_documents,           \
-      OptionalTensor k_documents, OptionalTensor key_mask, OptionalTensor alibi_slopes, OptionalTensor seed,  \
-      double scale, bool causal, int64_t window_left, int64_t window_right, double softcap, double dropout_p, \
-      int64_t batch_offset, int64_t head_offset
-#define MOE_EXT_BLOCK_VALUES                                                                             \
-  {q,    k,     v,      q_positions, k_positions,  q_documents, k_documents, key_mask,     alibi_slopes, \
+#define MOE_EXT_BLOCK_PARAMETERS                                                                                 \
+  Tensor q, Tensor k, Tensor v, Tensor q_positions, Tensor k_positions, OptionalTensor q_documents,              \
+      OptionalTensor k_documents, OptionalTensor key_mask, OptionalTensor alibi_slopes, OptionalTensor bias,     \
+      OptionalTensor seed, double scale, bool causal, int64_t window_left, int64_t window_right, double softcap, \
+      double dropout_p, int64_t batch_offset, int64_t head_offset
+#define MOE_EXT_BLOCK_VALUES                                                                                   \
+  {q,    k,     v,      q_positions, k_positions,  q_documents, k_documents, key_mask,     alibi_slopes, bias, \
    seed, scale, causal, window_left, window_right, softcap,     dropout_p,   batch_offset, head_offset}
 
 std::tuple<Tensor, Tensor> attention_block_cuda(MOE_EXT_BLOCK_PARAMETERS) {
@@ -143,8 +152,8 @@ void attention_block_inplace_cuda(Tensor out, Tensor lse, MOE_EXT_BLOCK_PARAMETE
   attend("attention_block_", args, out, lse, false);
 }
 
-std::tuple<Tensor, Tensor, Tensor> attention_block_backward_cuda(
-    Tensor grad_out, Tensor lse, Tensor delta, MOE_EXT_BLOCK_PARAMETERS) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_block_backward_cuda(
+    Tensor grad_out, Tensor lse, Tensor delta, MOE_EXT_BLOCK_PARAMETERS, bool needs_grad_bias) {
   const char* op = "attention_block_backward";
   const BlockArgs args = MOE_EXT_BLOCK_VALUES;
   check_block_backward(args, grad_out, lse, delta);
@@ -153,6 +162,10 @@ std::tuple<Tensor, Tensor, Tensor> attention_block_backward_cuda(
   const Tensor grad_q = new_empty(q, {q.size(0), q.size(1), q.size(2), q.size(3)}, acc);
   const Tensor grad_k = new_empty(q, {k.size(0), k.size(1), k.size(2), k.size(3)}, acc);
   const Tensor grad_v = new_empty(q, {v.size(0), v.size(1), v.size(2), v.size(3)}, acc);
+  const bool wanted_bias = bias && needs_grad_bias;
+  Tensor grad_bias =
+      wanted_bias ? new_empty(q, {q.size(0), q.size(1), q.size(2), k.size(2)}, acc) : new_empty(q, {0}, acc);
+  torch::stable::zero_(grad_bias);
   const Tensor grad = as_rows(grad_out), of_lse = contiguous(lse), of_delta = contiguous(delta);
   dispatch_floating_cuda(q.scalar_type(), [&]<typename T>() {
     using Acc = acc_t<T>;
@@ -163,10 +176,11 @@ std::tuple<Tensor, Tensor, Tensor> attention_block_backward_cuda(
         data<const Acc>(of_delta),
         data<Acc>(grad_q),
         data<Acc>(grad_k),
-        data<Acc>(grad_v)};
+        data<Acc>(grad_v),
+        wanted_bias ? data<Acc>(grad_bias) : nullptr};
     launch_backward(block.params, arrays, device.stream());
   });
-  return {grad_q, grad_k, grad_v};
+  return {grad_q, grad_k, grad_v, grad_bias};
 }
 
 Tensor attention_delta_cuda(

@@ -19,10 +19,11 @@ struct ForwardState {
   bool aligned;      // rows of `out`
 };
 
-// Products to scores, -inf where the query does not see the key.
-template <bool kSoftcap, bool kAlibi, typename Acc>
+// Products to scores, -inf where the query does not see the key. `bias` is not read without kBias.
+template <bool kSoftcap, bool kAlibi, bool kBias, typename Acc>
 __device__ __forceinline__ void mask_scores(
-    Scores<Acc>& s, const TileTokens<Acc>& tokens, const HeadScore<Acc>& head, bool masked) {
+    Scores<Acc>& s, const TileTokens<Acc>& tokens, const HeadScore<Acc>& head, const volatile TileBias<Acc>& bias,
+    bool masked) {
   const Score<Acc> score = head.score;
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
@@ -34,7 +35,10 @@ __device__ __forceinline__ void mask_scores(
       const int col = thread_col() + kSide * j;
       const int32_t k = tokens.k_positions[col];
       Acc unused = 0;
-      const Acc value = score_of<kSoftcap, kAlibi>(s[i][j], score, unused, k - q);
+      Acc value = score_of<kSoftcap, kAlibi>(s[i][j], score, unused, k - q);
+      if constexpr (kBias) {
+        value += bias.at(row, col);
+      }
       const bool seen =
           (!masked) | ((k >= visible.first) & (k <= visible.last) & (tokens.k_documents[col] == document));
       s[i][j] = seen ? value : -Acc(kInf);
@@ -118,11 +122,11 @@ __device__ __forceinline__ void finish_rows(
 }
 
 // Blocks that an SM should hold at once, which limits their registers: two where the output takes few.
-template <typename Acc, int kCols>
-constexpr int kBlocksPerSm = sizeof(Acc) == 4 && kCols == kGroupCols ? 2 : 1;
+template <typename Acc, int kCols, bool kBias>
+constexpr int kBlocksPerSm = sizeof(Acc) == 4 && kCols == kGroupCols && !kBias ? 2 : 1;
 
-template <int kCols, typename T>
-__global__ void __launch_bounds__(kNumThreads, kBlocksPerSm<acc_t<T>, kCols>)
+template <int kCols, bool kBias, typename T>
+__global__ void __launch_bounds__(kNumThreads, kBlocksPerSm<acc_t<T>, kCols, kBias>)
     forward_kernel(BlockParams<T> params, ForwardState<acc_t<T>> state, int num_chunks) {
   using Acc = acc_t<T>;
   MOE_DYNAMIC_SHARED(TileScratch<T>, scratch);
@@ -151,12 +155,15 @@ __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm<acc_t<T>, kCols>)
   const auto may = [&](int t) { return may_see(own.extent, keys[t].extent, params.window); };
   for_each_visible(params.keys.num_tiles, scratch->visible, may, [&](int t) {
     copy_tokens(keys[t], tokens.k_positions, tokens.k_documents);
+    if (kBias && threadIdx.x == 0) {
+      scratch->bias = tile_bias(params, nullptr, b, task.head, row, int64_t{t} * kTile);
+    }
     __syncthreads();
     Scores<Acc> s;
     multiply_rows(s, scratch->stage, scratch->q, scratch->row, scratch->k, int64_t{t} * kTile);
     const bool masked = is_masked(own.extent, keys[t], params.window);
-    with_score(scratch->head.score, [&]<bool kSoftcap, bool kAlibi>() {
-      mask_scores<kSoftcap, kAlibi>(s, tokens, scratch->head, masked);
+    with_score<kBias>(scratch->head.score, [&]<bool kSoftcap, bool kAlibi>() {
+      mask_scores<kSoftcap, kAlibi, kBias>(s, tokens, scratch->head, scratch->bias, masked);
     });
     softmax_tile(s, max, sum, out);
     if (params.threshold > 0) {
@@ -169,14 +176,14 @@ __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm<acc_t<T>, kCols>)
   finish_rows(state, scratch->row0, own.count, first_col, max, sum, out);
 }
 
-template <int kCols, typename T>
+template <int kCols, bool kBias, typename T>
 void launch_forward_columns(const BlockParams<T>& params, const ForwardState<acc_t<T>>& state, cudaStream_t stream) {
   const int chunks = num_chunks(state.cols, kCols);
   const int64_t blocks = int64_t{params.queries.num_tiles} * params.batch * params.heads * chunks;
   if (blocks > 0) {
     launch(
         {dim3(static_cast<unsigned>(blocks)), dim3(kNumThreads), sizeof(TileScratch<T>), stream},
-        forward_kernel<kCols, T>, params, state, chunks);
+        forward_kernel<kCols, kBias, T>, params, state, chunks);
   }
 }
 
@@ -186,10 +193,12 @@ constexpr int kMostCols = sizeof(Acc) == 8 ? kGroupCols : 2 * kGroupCols;
 
 template <typename T>
 void launch_forward(const BlockParams<T>& params, const ForwardState<acc_t<T>>& state, cudaStream_t stream) {
-  if (state.cols > kGroupCols && kMostCols<acc_t<T>> > kGroupCols) {
-    launch_forward_columns<kMostCols<acc_t<T>>>(params, state, stream);
+  if (params.bias.values != nullptr) {
+    launch_forward_columns<kGroupCols, true>(params, state, stream);
+  } else if (state.cols > kGroupCols && kMostCols<acc_t<T>> > kGroupCols) {
+    launch_forward_columns<kMostCols<acc_t<T>>, false>(params, state, stream);
   } else {
-    launch_forward_columns<kGroupCols>(params, state, stream);
+    launch_forward_columns<kGroupCols, false>(params, state, stream);
   }
 }
 

@@ -64,8 +64,10 @@ MOE_INLINE Acc total(Acc* lanes) {
 }
 
 // Scores of a row in place, -inf where the row does not see the key; returns their maximum.
-template <bool kSoftcap, bool kAlibi, typename Acc>
-MOE_INLINE Acc score_row(Acc* __restrict s, const TileArgs<Acc>& args, int64_t row, int64_t width) {
+// `bias` [width], or of any length without kBias.
+template <bool kSoftcap, bool kAlibi, bool kBias, typename Acc>
+MOE_INLINE Acc
+score_row(Acc* __restrict s, const Acc* __restrict bias, const TileArgs<Acc>& args, int64_t row, int64_t width) {
   const int32_t q = args.q_positions[row], document = args.q_documents[row];
   const Interval visible = visible_positions(q, args.window);
   const int32_t* __restrict positions = args.k_positions;
@@ -79,7 +81,10 @@ MOE_INLINE Acc score_row(Acc* __restrict s, const TileArgs<Acc>& args, int64_t r
   for (int64_t col = 0; col < width; col += kLanes) {
     for (int64_t lane = 0; lane < kLanes; ++lane) {
       const int32_t k = positions[col + lane];
-      const Acc value = score_of<kSoftcap, kAlibi>(s[col + lane], score, unused, k - q);
+      Acc value = score_of<kSoftcap, kAlibi>(s[col + lane], score, unused, k - q);
+      if constexpr (kBias) {
+        value += bias[col + lane];
+      }
       // Bitwise, as a branch would not vectorise.
       const bool seen = (k >= visible.first) & (k <= visible.last) & (documents[col + lane] == document);
       const Acc kept = seen ? value : none;
@@ -125,18 +130,23 @@ MOE_INLINE Acc exp_row(Acc* __restrict s, Acc scale, Acc shift, int64_t width) {
   return total(sum);
 }
 
-template <bool kSoftcap, bool kAlibi, typename Acc>
+template <bool kSoftcap, bool kAlibi, bool kBias, typename Acc>
 void softmax_rows(Acc* scores, const TileArgs<Acc>& args, const RowState<Acc>& state) {
   const int64_t width = padded(args.cols);
   const Acc none = -Acc(kInf);
   alignas(64) Acc keep[kMaxCols];
+  // The row's bias, filled up as its scores are.
+  alignas(64) Acc bias[kBias ? kMaxCols : 1] = {};
   for (int64_t row = 0; row < args.rows; ++row) {
     Acc* s = scores + row * args.row_stride;
+    for (int64_t col = 0; kBias && col < args.cols; ++col) {
+      bias[col] = args.bias[row * args.bias_stride + col];
+    }
     // Nothing but a factor, which exp_row applies; it keeps the order and -inf where it is positive.
-    const bool plain = !kSoftcap && !kAlibi && !args.masked && args.score.scale > 0;
+    const bool plain = !kSoftcap && !kAlibi && !kBias && !args.masked && args.score.scale > 0;
     const Acc scale = plain ? args.score.scale : Acc(1);
-    const Acc tile_max =
-        plain ? scale * largest_product(s, args.cols, width) : score_row<kSoftcap, kAlibi>(s, args, row, width);
+    const Acc tile_max = plain ? scale * largest_product(s, args.cols, width)
+                               : score_row<kSoftcap, kAlibi, kBias>(s, bias, args, row, width);
     const Acc before = state.max[row];
     const Acc now = tile_max > before ? tile_max : before;
     const Acc shift = now == none ? Acc(0) : now;
@@ -163,14 +173,18 @@ void softmax_rows(Acc* scores, const TileArgs<Acc>& args, const RowState<Acc>& s
 template <typename Acc>
 void softmax(Acc* scores, const TileArgs<Acc>& args, const RowState<Acc>& state) {
   const bool softcap = args.score.softcap != 0, alibi = args.score.slope != 0;
-  if (softcap && alibi) {
-    softmax_rows<true, true>(scores, args, state);
+  if (args.bias != nullptr && softcap) {
+    softmax_rows<true, true, true>(scores, args, state);
+  } else if (args.bias != nullptr) {
+    softmax_rows<false, true, true>(scores, args, state);
+  } else if (softcap && alibi) {
+    softmax_rows<true, true, false>(scores, args, state);
   } else if (softcap) {
-    softmax_rows<true, false>(scores, args, state);
+    softmax_rows<true, false, false>(scores, args, state);
   } else if (alibi) {
-    softmax_rows<false, true>(scores, args, state);
+    softmax_rows<false, true, false>(scores, args, state);
   } else {
-    softmax_rows<false, false>(scores, args, state);
+    softmax_rows<false, false, false>(scores, args, state);
   }
 }
 
@@ -188,46 +202,57 @@ void finish(Acc* lse, const RowState<Acc>& state, int64_t rows) {
   }
 }
 
-template <bool kSoftcap, bool kAlibi, bool kDropout, typename Acc>
+// `unscaled` [cols] gets the gradient of the scores with kBias.
+template <bool kSoftcap, bool kAlibi, bool kBias, bool kDropout, typename Acc>
 MOE_INLINE void backward_row(
-    Acc* __restrict s, Acc* __restrict g, const TileArgs<Acc>& args, int64_t row, Acc lse, Acc delta,
-    const Acc* __restrict keep) {
+    Acc* __restrict s, Acc* __restrict g, Acc* __restrict unscaled, const TileArgs<Acc>& args, int64_t row, Acc lse,
+    Acc delta, const Acc* __restrict keep) {
   const int32_t q = args.q_positions[row], document = args.q_documents[row];
   const Interval visible = visible_positions(q, args.window);
   const int32_t* __restrict positions = args.k_positions;
   const int32_t* __restrict documents = args.k_documents;
   const Score<Acc> score = args.score;
+  const Acc* __restrict bias = kBias ? args.bias + row * args.bias_stride : nullptr;
   const bool all = !args.masked;
   for (int64_t col = 0; col < args.cols; ++col) {
     const int32_t k = positions[col];
     Acc tanh = 0;
-    const Acc value = score_of<kSoftcap, kAlibi>(s[col], score, tanh, k - q);
+    Acc value = score_of<kSoftcap, kAlibi>(s[col], score, tanh, k - q);
+    if constexpr (kBias) {
+      value += bias[col];
+    }
     const bool seen = all | ((k >= visible.first) & (k <= visible.last) & (documents[col] == document));
     const Acc p = seen ? exp_acc(value - lse) : Acc(0);
     const Acc factor = kDropout ? keep[col] : Acc(1);
-    Acc ds = p * (g[col] * factor - delta) * score.scale;
+    const Acc of_score = p * (g[col] * factor - delta);
+    Acc ds = of_score * score.scale;
     if constexpr (kSoftcap) {
       ds *= Acc(1) - tanh * tanh;
     }
     s[col] = p * factor;
     // A row without keys has p = 0, and a delta that may be anything.
     g[col] = p == 0 ? Acc(0) : ds;
+    if constexpr (kBias) {
+      unscaled[col] = p == 0 ? Acc(0) : of_score;
+    }
   }
 }
 
-template <bool kSoftcap, bool kAlibi, typename Acc>
+template <bool kSoftcap, bool kAlibi, bool kBias, typename Acc>
 void backward_rows(Acc* scores, Acc* grads, const TileArgs<Acc>& args, const Acc* lse, const Acc* delta) {
   alignas(64) Acc keep[kMaxCols];
+  alignas(64) Acc unwanted[kBias ? kMaxCols : 1];
   for (int64_t row = 0; row < args.rows; ++row) {
     Acc* s = scores + row * args.row_stride;
+    Acc* unscaled = args.grad_bias != nullptr ? args.grad_bias + row * args.grad_bias_stride : unwanted;
     Acc* g = grads + row * args.row_stride;
     // exp(score - inf) is 0 for the rows without keys.
     const Acc shift = lse[row] == -Acc(kInf) ? Acc(kInf) : lse[row];
     if (args.dropout.threshold > 0) {
       dropout_row(keep, args, row, args.cols);
-      backward_row<kSoftcap, kAlibi, true>(s, g, args, row, shift, delta[row], keep);
+      backward_row<kSoftcap, kAlibi, kBias, true>(s, g, unscaled, args, row, shift, delta[row], keep);
     } else {
-      backward_row<kSoftcap, kAlibi, false>(s, g, args, row, shift, delta[row], keep);
+      backward_row<kSoftcap, kAlibi, kBias, false>(s, g, unscaled, args, row, shift, delta[row], keep);
     }
   }
 }
@@ -235,14 +260,18 @@ void backward_rows(Acc* scores, Acc* grads, const TileArgs<Acc>& args, const Acc
 template <typename Acc>
 void backward(Acc* scores, Acc* grads, const TileArgs<Acc>& args, const Acc* lse, const Acc* delta) {
   const bool softcap = args.score.softcap != 0, alibi = args.score.slope != 0;
-  if (softcap && alibi) {
-    backward_rows<true, true>(scores, grads, args, lse, delta);
+  if (args.bias != nullptr && softcap) {
+    backward_rows<true, true, true>(scores, grads, args, lse, delta);
+  } else if (args.bias != nullptr) {
+    backward_rows<false, true, true>(scores, grads, args, lse, delta);
+  } else if (softcap && alibi) {
+    backward_rows<true, true, false>(scores, grads, args, lse, delta);
   } else if (softcap) {
-    backward_rows<true, false>(scores, grads, args, lse, delta);
+    backward_rows<true, false, false>(scores, grads, args, lse, delta);
   } else if (alibi) {
-    backward_rows<false, true>(scores, grads, args, lse, delta);
+    backward_rows<false, true, false>(scores, grads, args, lse, delta);
   } else {
-    backward_rows<false, false>(scores, grads, args, lse, delta);
+    backward_rows<false, false, false>(scores, grads, args, lse, delta);
   }
 }
 

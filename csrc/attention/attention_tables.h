@@ -27,7 +27,11 @@ struct TileArgs {
   const int32_t* k_documents; // [cols]
   const int32_t* k_dropout;   // [cols] positions, without masks
   Dropout dropout;
-  int64_t batch, head; // of the whole batch and model: they choose the dropped numbers
+  int64_t batch, head;       // of the whole batch and model: they choose the dropped numbers
+  const Acc* bias = nullptr; // [rows][cols], added to the scores; null: none
+  int64_t bias_stride = 0;
+  Acc* grad_bias = nullptr; // [rows][cols] of a backward pass that needs it
+  int64_t grad_bias_stride = 0;
 };
 
 // Running state of the rows of a query tile.

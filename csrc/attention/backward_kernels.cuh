@@ -17,6 +17,7 @@ struct BackwardArrays {
   const Acc* lse;                // [B, H, Sq]
   const Acc* delta;              // [B, H, Sq]
   Acc *grad_q, *grad_k, *grad_v; // dense
+  Acc* grad_bias = nullptr;      // [B, H, Sq, Sk], zeros before, or null
 };
 
 // LSE and delta of a tile's queries; exp(score - inf) is 0 for those without keys, and for those that are not there.
@@ -32,11 +33,11 @@ __device__ __forceinline__ void copy_statistics(
 }
 
 // Products q.k and grad_out.v to the softmax with dropout, and to the gradient of q.k. Rows of the tile are queries, or
-// keys.
-template <bool kRowsAreQueries, bool kSoftcap, bool kAlibi, typename Acc>
+// keys. `bias` is not used without kBias.
+template <bool kRowsAreQueries, bool kSoftcap, bool kAlibi, bool kBias, typename Acc>
 __device__ __forceinline__ void softmax_gradient(
-    Scores<Acc>& s, Scores<Acc>& g, const TileTokens<Acc>& tokens, const HeadScore<Acc>& head, unsigned kept,
-    bool masked) {
+    Scores<Acc>& s, Scores<Acc>& g, const TileTokens<Acc>& tokens, const HeadScore<Acc>& head,
+    const volatile TileBias<Acc>& bias, unsigned kept, bool masked) {
   const Score<Acc> score = head.score;
   const Acc inv_keep = head.inv_keep;
 #pragma unroll
@@ -47,32 +48,40 @@ __device__ __forceinline__ void softmax_gradient(
       const int of_q = kRowsAreQueries ? row : col, of_k = kRowsAreQueries ? col : row;
       const int32_t q = tokens.q_positions[of_q], k = tokens.k_positions[of_k];
       Acc tanh = 0;
-      const Acc value = score_of<kSoftcap, kAlibi>(s[i][j], score, tanh, k - q);
+      Acc value = score_of<kSoftcap, kAlibi>(s[i][j], score, tanh, k - q);
+      if constexpr (kBias) {
+        value += bias.at(of_q, of_k);
+      }
       const Interval visible = visible_positions(q, head.window);
       const bool seen = (!masked) | ((k >= visible.first) & (k <= visible.last) &
                                      (tokens.q_documents[of_q] == tokens.k_documents[of_k]));
       const Acc p = seen ? exp_acc(value - tokens.q_lse[of_q]) : Acc(0);
       const Acc keep = (kept >> (kPerThread * i + j) & 1u) != 0 ? inv_keep : Acc(0);
-      const Acc ds = p * (g[i][j] * keep - tokens.q_delta[of_q]) * score.scale;
+      const Acc of_score = p * (g[i][j] * keep - tokens.q_delta[of_q]);
+      const Acc ds = of_score * score.scale;
       s[i][j] = p * keep;
       // A row without keys has p = 0, and a delta that may be anything.
       g[i][j] = p == 0 ? Acc(0) : kSoftcap ? ds * (Acc(1) - tanh * tanh) : ds;
+      if constexpr (kBias && kRowsAreQueries) {
+        bias.set_grad(of_q, of_k, p == 0 ? Acc(0) : of_score);
+      }
     }
   }
 }
 
 // The same for the tile at hand.
-template <bool kRowsAreQueries, typename T, typename Acc>
+template <bool kRowsAreQueries, bool kBias, typename T, typename Acc>
 __device__ __forceinline__ void gradient_of_tile(
     Scores<Acc>& s, Scores<Acc>& g, const TileScratch<T>& scratch, bool masked) {
   const unsigned kept = scratch.head.threshold > 0 ? kept_scores<kRowsAreQueries>(scratch.tokens, scratch.head) : ~0u;
-  with_score(scratch.head.score, [&]<bool kSoftcap, bool kAlibi>() {
-    softmax_gradient<kRowsAreQueries, kSoftcap, kAlibi>(s, g, scratch.tokens, scratch.head, kept, masked);
+  with_score<kBias>(scratch.head.score, [&]<bool kSoftcap, bool kAlibi>() {
+    softmax_gradient<kRowsAreQueries, kSoftcap, kAlibi, kBias>(
+        s, g, scratch.tokens, scratch.head, scratch.bias, kept, masked);
   });
 }
 
 // One block an SM at least: left to choose, ptxas spills registers to hold two.
-template <int kCols, typename T>
+template <int kCols, bool kBias, typename T>
 __global__ void __launch_bounds__(kNumThreads, 1)
     backward_q_kernel(BlockParams<T> params, BackwardArrays<acc_t<T>> arrays, int num_chunks) {
   using Acc = acc_t<T>;
@@ -102,11 +111,16 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   const auto may = [&](int t) { return may_see(own.extent, keys[t].extent, params.window); };
   for_each_visible(params.keys.num_tiles, scratch->visible, may, [&](int t) {
     copy_tokens(keys[t], tokens.k_positions, tokens.k_documents);
+    if (kBias && threadIdx.x == 0) {
+      // The first chunk of columns writes the gradient.
+      Acc* const grads = task.chunk == 0 ? arrays.grad_bias : nullptr;
+      scratch->bias = tile_bias(params, grads, b, task.head, row, int64_t{t} * kTile);
+    }
     __syncthreads();
     Scores<Acc> s, g;
     multiply_rows(s, scratch->stage, scratch->q, scratch->row, scratch->k, int64_t{t} * kTile);
     multiply_rows(g, scratch->stage, scratch->grad_out, scratch->row, scratch->v, int64_t{t} * kTile);
-    gradient_of_tile<true>(s, g, *scratch, is_masked(own.extent, keys[t], params.window));
+    gradient_of_tile<true, kBias>(s, g, *scratch, is_masked(own.extent, keys[t], params.window));
     write_weights(scratch->weights, g);
     grad_q.add(scratch->stage, scratch->weights, scratch->k.columns(scratch->first_col, kCols), int64_t{t} * kTile);
   });
@@ -116,7 +130,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
 }
 
 // A block of threads owns a tile of keys, and up to kCols columns of both gradients.
-template <int kCols, typename T>
+template <int kCols, bool kBias, typename T>
 __global__ void __launch_bounds__(kNumThreads, 1)
     backward_kv_kernel(BlockParams<T> params, BackwardArrays<acc_t<T>> arrays, int num_chunks) {
   using Acc = acc_t<T>;
@@ -148,11 +162,14 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     for_each_visible(params.queries.num_tiles, scratch->visible, may, [&](int t) {
       copy_tokens(queries[t], tokens.q_positions, tokens.q_documents);
       copy_statistics(arrays, row0 + int64_t{t} * kTile, queries[t].count, tokens);
+      if (kBias && threadIdx.x == 0) {
+        scratch->bias = tile_bias(params, nullptr, b, h, int64_t{t} * kTile, row);
+      }
       __syncthreads();
       Scores<Acc> s, g;
       multiply_rows(s, scratch->stage, scratch->k, scratch->row, scratch->q, int64_t{t} * kTile);
       multiply_rows(g, scratch->stage, scratch->v, scratch->row, scratch->grad_out, int64_t{t} * kTile);
-      gradient_of_tile<false>(s, g, *scratch, is_masked(queries[t].extent, own, params.window));
+      gradient_of_tile<false, kBias>(s, g, *scratch, is_masked(queries[t].extent, own, params.window));
       write_weights(scratch->weights, s);
       grad_v.add(
           scratch->stage, scratch->weights, scratch->grad_out.columns(scratch->first_col, kCols), int64_t{t} * kTile);
@@ -166,7 +183,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   grad_v.store_tile(arrays.grad_v + first * params.v.cols, rows, params.v.cols, scratch->first_col);
 }
 
-template <int kCols, typename T>
+template <int kCols, bool kBias, typename T>
 void launch_backward_columns(
     const BlockParams<T>& params, const BackwardArrays<acc_t<T>>& arrays, cudaStream_t stream) {
   const auto shared_bytes = sizeof(TileScratch<T>);
@@ -174,24 +191,26 @@ void launch_backward_columns(
   const int64_t q_blocks = int64_t{params.queries.num_tiles} * params.batch * params.heads * q_chunks;
   if (q_blocks > 0) {
     launch(
-        {dim3(static_cast<unsigned>(q_blocks)), dim3(kNumThreads), shared_bytes, stream}, backward_q_kernel<kCols, T>,
-        params, arrays, q_chunks);
+        {dim3(static_cast<unsigned>(q_blocks)), dim3(kNumThreads), shared_bytes, stream},
+        backward_q_kernel<kCols, kBias, T>, params, arrays, q_chunks);
   }
   const int kv_chunks = num_chunks(std::max(params.k.cols, params.v.cols), kCols);
   const int64_t kv_blocks = int64_t{params.keys.num_tiles} * params.batch * params.key_heads * kv_chunks;
   if (kv_blocks > 0) {
     launch(
-        {dim3(static_cast<unsigned>(kv_blocks)), dim3(kNumThreads), shared_bytes, stream}, backward_kv_kernel<kCols, T>,
-        params, arrays, kv_chunks);
+        {dim3(static_cast<unsigned>(kv_blocks)), dim3(kNumThreads), shared_bytes, stream},
+        backward_kv_kernel<kCols, kBias, T>, params, arrays, kv_chunks);
   }
 }
 
 template <typename T>
 void launch_backward(const BlockParams<T>& params, const BackwardArrays<acc_t<T>>& arrays, cudaStream_t stream) {
-  if (std::max(params.k.cols, params.v.cols) > kGroupCols && kMostCols<acc_t<T>> > kGroupCols) {
-    launch_backward_columns<kMostCols<acc_t<T>>>(params, arrays, stream);
+  if (params.bias.values != nullptr) {
+    launch_backward_columns<kGroupCols, true>(params, arrays, stream);
+  } else if (std::max(params.k.cols, params.v.cols) > kGroupCols && kMostCols<acc_t<T>> > kGroupCols) {
+    launch_backward_columns<kMostCols<acc_t<T>>, false>(params, arrays, stream);
   } else {
-    launch_backward_columns<kGroupCols>(params, arrays, stream);
+    launch_backward_columns<kGroupCols, false>(params, arrays, stream);
   }
 }
 

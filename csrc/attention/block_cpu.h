@@ -124,7 +124,7 @@ struct __attribute__((visibility("hidden"))) Block {
   Tokens queries, keys;
   std::vector<Extent> row_extents, col_extents;
   Tensor q, k, v;
-  OptionalTensor key_mask, slopes;
+  OptionalTensor key_mask, slopes, bias;
   Window window;
   Score<Acc> score;
   Dropout dropout = {};
@@ -153,6 +153,9 @@ struct __attribute__((visibility("hidden"))) Block {
     }
     if (args.alibi_slopes) {
       slopes = dense(*args.alibi_slopes, dtype);
+    }
+    if (args.bias) {
+      bias = as_rows(*args.bias, dtype);
     }
     if (args.dropout_p > 0) {
       dropout = dropout_of(args.dropout_p, *data<int64_t>(*args.seed));
@@ -196,6 +199,8 @@ struct __attribute__((visibility("hidden"))) Block {
     std::fill(columns.positions.begin() + cols, columns.positions.end(), kMaskedKey);
     Score<Acc> of_head = score;
     of_head.slope = slopes ? data<Acc>(*slopes)[h] : Acc(0);
+    const int64_t bias_stride = bias ? bias->stride(2) : 0;
+    const Acc* of_bias = bias ? bias_of(b, h) + tile.row_begin * bias_stride + tile.col_begin : nullptr;
     return {
         tile.row_end - tile.row_begin,
         cols,
@@ -211,7 +216,15 @@ struct __attribute__((visibility("hidden"))) Block {
         positions,
         dropout,
         b + batch_offset,
-        h + head_offset};
+        h + head_offset,
+        of_bias,
+        bias_stride};
+  }
+
+  // The bias [Sq][Sk] of a head; one of size 1 in a dim is that of all.
+  const Acc* bias_of(int64_t b, int64_t h) const {
+    const int64_t batch_at = bias->size(0) > 1 ? b : 0, head_at = bias->size(1) > 1 ? h : 0;
+    return data<Acc>(*bias) + batch_at * bias->stride(0) + head_at * bias->stride(1);
   }
 };
 

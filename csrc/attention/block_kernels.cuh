@@ -12,6 +12,13 @@
 
 namespace moe_ext::attention {
 
+// A bias [Sq][Sk] for each head; strides of 0 where heads or sequences share one.
+template <typename Acc>
+struct Bias {
+  const Acc* values = nullptr; // null: none
+  int64_t batch_stride = 0, head_stride = 0, row_stride = 0;
+};
+
 template <typename T>
 struct BlockParams {
   Heads<T> q; // [B, H, Sq, Dk]
@@ -26,6 +33,7 @@ struct BlockParams {
   acc_t<T> inv_keep;
   int64_t batch, heads, key_heads;
   int64_t batch_offset, head_offset;
+  Bias<acc_t<T>> bias = {};
 
   __device__ __forceinline__ int64_t group() const {
     return heads / key_heads;
@@ -96,12 +104,47 @@ __device__ __forceinline__ HeadScore<acc_t<T>> head_score(const BlockParams<T>& 
   return {{p.scale, p.softcap, slope}, p.window, seed, p.threshold, p.inv_keep, b + p.batch_offset, h + p.head_offset};
 }
 
+// The bias of a tile of queries and keys, and its gradient, from their first on. Not read or written beyond the last.
+// Volatile, as in shared memory it is read where it is used: kept in registers it would have doubles spill.
+template <typename Acc>
+struct TileBias {
+  const Acc* values;
+  Acc* grads; // null: not wanted
+  int64_t row_stride, grads_stride;
+  int num_queries, num_keys; // of these tiles
+
+  __device__ __forceinline__ Acc at(int q, int k) const volatile {
+    return q < num_queries && k < num_keys ? values[q * row_stride + k] : Acc(0);
+  }
+  __device__ __forceinline__ void set_grad(int q, int k, Acc value) const volatile {
+    if (grads != nullptr && q < num_queries && k < num_keys) {
+      grads[q * grads_stride + k] = value;
+    }
+  }
+};
+
+// `grads` is the gradient [B, H, Sq, Sk], or null.
+template <typename T>
+__device__ __forceinline__ TileBias<acc_t<T>> tile_bias(
+    const BlockParams<T>& p, acc_t<T>* grads, int64_t b, int64_t h, int64_t first_query, int64_t first_key) {
+  const int64_t num_queries = p.q.num_rows, num_keys = p.k.num_rows;
+  const int64_t offset = ((b * p.heads + h) * num_queries + first_query) * num_keys + first_key;
+  const acc_t<T>* const values = p.bias.values + b * p.bias.batch_stride + h * p.bias.head_stride;
+  return {
+      values + first_query * p.bias.row_stride + first_key,
+      grads == nullptr ? nullptr : grads + offset,
+      p.bias.row_stride,
+      num_keys,
+      static_cast<int>(num_queries - first_query < kTile ? num_queries - first_query : kTile),
+      static_cast<int>(num_keys - first_key < kTile ? num_keys - first_key : kTile)};
+}
+
 // Calls f.operator()<softcap, alibi>(): a choice for each score would keep the sixteen of a thread apart.
-template <typename Acc, typename F>
+template <bool kBias, typename Acc, typename F>
 __device__ __forceinline__ void with_score(const Score<Acc>& score, const F& f) {
   if (score.softcap != 0) {
     f.template operator()<true, true>();
-  } else if (score.slope != 0) {
+  } else if (kBias || score.slope != 0) {
     f.template operator()<false, true>();
   } else {
     f.template operator()<false, false>();
@@ -119,9 +162,10 @@ struct TileScratch {
   Rows<T> q, k, v;
   Rows<Acc> grad_out;
   HeadScore<Acc> head;
-  int first_col; // of the results
-  int64_t row;   // first of the tile's own, in its sequence
-  int64_t row0;  // the same in [B * H, Sq] or [B * Hkv, Sk]
+  TileBias<Acc> bias; // of the tiles at hand
+  int first_col;      // of the results
+  int64_t row;        // first of the tile's own, in its sequence
+  int64_t row0;       // the same in [B * H, Sq] or [B * Hkv, Sk]
 };
 
 // True if some query of a tile does not see some key of another.

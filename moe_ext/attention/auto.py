@@ -111,6 +111,8 @@ def _judged(
 ) -> Candidate:
     """One line of the table."""
     refused = scheme.refusal(work.heads, work.form.heads, len(work.hosts), grid)
+    if refused is None and work.has_attn_mask:
+        refused = scheme.mask_refusal(len(work.hosts))
     if refused is not None:
         return Candidate(scheme.name, grid.shape, refused=f"expects {refused}")
     traffic = scheme.traffic(work, grid)

@@ -28,9 +28,10 @@ from moe_ext.ops.autograd import refuse_second_derivative
 
 
 def _forward_pass(
-    q: Tensor, own: Keys, sinks: Tensor | None, call: Call
+    q: Tensor, own: Keys, sinks: Tensor | None, attn_mask: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """(out, what rounding took from it or None, lse, keys to keep in the place of our own)."""
+    call = replace(call, attn_mask=attn_mask)
     exact, lse, kept = call.scheme.forward(q, own, call)
     if sinks is not None:
         exact, lse = merge_attention_sinks(exact, lse, sinks)
@@ -47,12 +48,23 @@ def _forward_pass(
 def _backward_pass(
     saved: Saved,
     sinks: Tensor | None,
+    attn_mask: Tensor | None,
     result: tuple[Tensor, Tensor | None, Tensor],
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and the sinks; `result` is (out, residual, lse) of the forward pass."""
+    *,
+    needs_grad_mask: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of q, k, v, the sinks and the mask.
+
+    `result` is (out, residual, lse) of the forward pass.
+    """
     out, residual, lse = result
+    grad_mask = None
+    if attn_mask is not None and needs_grad_mask:
+        grad_mask = torch.zeros_like(attn_mask, dtype=lse.dtype)
+    call = replace(saved.call, attn_mask=attn_mask, grad_mask=grad_mask)
+    saved = replace(saved, call=call)
     exact = out.to(lse.dtype)
     if residual is not None:
         exact = exact + residual
@@ -68,7 +80,9 @@ def _backward_pass(
         sinks_H1 = sinks.to(lse.dtype)[:, None]
         weights = torch.where(sinks_H1 > -torch.inf, (sinks_H1 - lse).exp(), 0.0)
         grad_sinks = -(weights * delta).sum((0, 2)).to(sinks.dtype)
-    return grad_q, grad_k, grad_v, grad_sinks
+    if attn_mask is not None and grad_mask is not None:
+        grad_mask = grad_mask.to(attn_mask.dtype)
+    return grad_q, grad_k, grad_v, grad_sinks, grad_mask
 
 
 class _Attention(torch.autograd.Function):
@@ -79,6 +93,7 @@ class _Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
+        attn_mask: Tensor | None,
         key_mask: Tensor | None,
         call: Call,
     ) -> tuple[Tensor, Tensor]:
@@ -86,9 +101,9 @@ class _Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         q = q.contiguous()
         own = Keys(k.contiguous(), v.contiguous(), key_mask)
-        out, residual, lse, kept = _forward_pass(q, own, sinks, call)
+        out, residual, lse, kept = _forward_pass(q, own, sinks, attn_mask, call)
         saved = (None, None, None) if kept is not None else (own.k, own.v, key_mask)
-        ctx.save_for_backward(q, out, residual, lse, sinks, kept, *saved)
+        ctx.save_for_backward(q, out, residual, lse, sinks, attn_mask, kept, *saved)
         ctx.call = call
         return out, lse
 
@@ -97,24 +112,33 @@ class _Attention(torch.autograd.Function):
     def backward(
         ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of q, k, v and the sinks."""
-        q, out, residual, lse, sinks, kept, k, v, key_mask = ctx.saved_tensors
+        """Gradients of q, k, v, the sinks and the mask."""
+        q, out, residual, lse, sinks, attn_mask, kept, k, v, key_mask = ctx.saved_tensors
         own = None if kept is not None else Keys(k, v, key_mask)
-        saved = Saved(ctx.call, q, own, kept)
-        return *_backward_pass(saved, sinks, (out, residual, lse), grad_out, grad_lse), None, None
+        grads = _backward_pass(
+            Saved(ctx.call, q, own, kept),
+            sinks,
+            attn_mask,
+            (out, residual, lse),
+            grad_out,
+            grad_lse,
+            needs_grad_mask=ctx.needs_input_grad[4],
+        )
+        return *grads, None, None
 
 
 def attend(inputs: Inputs, options: Options, seed: int | None) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries over the keys of all ranks; both differentiable."""
     call = agree_on_call(inputs, options, seed)
-    out, lse = _Attention.apply(*inputs[:3], inputs.sinks, inputs.key_mask, call)
+    masks = (inputs.attn_mask, inputs.key_mask)
+    out, lse = _Attention.apply(*inputs[:3], inputs.sinks, *masks, call)
     return out, lse
 
 
 # Arguments of the operators, in the order of `Inputs` and of `_graph_options`.
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? cu_seqlens, Tensor? prefix_len"
+    "Tensor? cu_seqlens, Tensor? prefix_len, Tensor? attn_mask"
 )
 _COUNT = len(Inputs._fields)
 _OPTIONS = (
@@ -206,7 +230,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     given, drawn = (None, number) if seed_is_drawn else (number, None)
     call = agree_on_call(inputs, _options_of_graph(*graph_options), given, drawn)
     q, own = inputs.q, Keys(inputs.k.contiguous(), inputs.v.contiguous(), inputs.key_mask)
-    out, residual, lse, _ = _forward_pass(q.contiguous(), own, inputs.sinks, call)
+    out, residual, lse, _ = _forward_pass(q.contiguous(), own, inputs.sinks, inputs.attn_mask, call)
     agreed = torch.tensor([call.options.seed, *call.work.layout.sizes])
     if residual is None:
         # Its shape has to follow from the dtype alone, as a graph knows no more.
@@ -229,7 +253,8 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     mutates_args=(),
     tags=_TAGS,
     schema="(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, Tensor residual, "
-    f"Tensor agreed, {_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor agreed, bool needs_grad_mask, {_INPUTS}, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward(
     grad_out: Tensor | None,
@@ -238,9 +263,10 @@ def _backward(
     lse: Tensor,
     residual: Tensor,
     agreed: Tensor,
+    needs_grad_mask: bool,
     *arguments: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dsinks); the last is empty without sinks."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dsinks, dmask); the last two are empty without sinks, and where not needed."""
     seed, *lengths = agreed.tolist()
     inputs = Inputs(*arguments[:_COUNT])
     options = _options_of_graph(*arguments[_COUNT:])
@@ -249,17 +275,32 @@ def _backward(
     own = Keys(inputs.k.contiguous(), inputs.v.contiguous(), inputs.key_mask)
     result = (out, residual if residual.numel() else None, lse)
     saved = Saved(call, q.contiguous(), own, None)
-    *grads, grad_sinks = _backward_pass(saved, sinks, result, grad_out, grad_lse)
+    *grads, grad_sinks, grad_mask = _backward_pass(
+        saved,
+        sinks,
+        inputs.attn_mask,
+        result,
+        grad_out,
+        grad_lse,
+        needs_grad_mask=needs_grad_mask,
+    )
     grad_q, grad_k, grad_v = (torch.empty_like(grad).copy_(grad) for grad in grads)
-    return grad_q, grad_k, grad_v, q.new_empty(0) if grad_sinks is None else grad_sinks
+    of_sinks, of_mask = (
+        q.new_empty(0) if grad is None else grad for grad in (grad_sinks, grad_mask)
+    )
+    return grad_q, grad_k, grad_v, of_sinks, of_mask
 
 
 @_backward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    inputs = Inputs(*arguments[6 : 6 + _COUNT])
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    needs_grad_mask, inputs = arguments[6], Inputs(*arguments[7 : 7 + _COUNT])
     grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in inputs[:3])
-    sinks = inputs.sinks
-    return grad_q, grad_k, grad_v, inputs.q.new_empty(0 if sinks is None else sinks.shape)
+    sinks, mask = inputs.sinks, inputs.attn_mask if needs_grad_mask else None
+    q = inputs.q
+    of_sinks, of_mask = (
+        q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (sinks, mask)
+    )
+    return grad_q, grad_k, grad_v, of_sinks, of_mask
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -274,11 +315,21 @@ def _autograd_backward(
 ) -> tuple[Tensor | None, ...]:
     out, lse, residual, agreed, *tensors = ctx.saved_tensors
     grads = torch.ops.moe_ext._ring_attention_backward(
-        grad_out, grad_lse, out, lse, residual, agreed, *tensors, *ctx.options
+        grad_out,
+        grad_lse,
+        out,
+        lse,
+        residual,
+        agreed,
+        ctx.needs_input_grad[_COUNT - 1],
+        *tensors,
+        *ctx.options,
     )
-    grad_sinks = None if tensors[5] is None else grads[3]
-    others = [None] * (_COUNT - 6 + 2 + len(ctx.options))
-    return (*grads[:3], None, None, grad_sinks, *others)
+    of_inputs = [*grads[:3], *[None] * (_COUNT - 3)]
+    for name, grad in (("sinks", grads[3]), ("attn_mask", grads[4])):
+        place = Inputs._fields.index(name)
+        of_inputs[place] = grad if ctx.needs_input_grad[place] else None
+    return (*of_inputs, None, None, *(None for _ in ctx.options))
 
 
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)

@@ -122,6 +122,9 @@ class Block:
         key_mask: `[B, M]` bool, True = real key.
         in_prefix: `[B or 1, M]` bool, True = seen by all of its document; None for no such keys.
         alibi_slopes: `[H]`.
+        bias: `[B or 1, H or 1, L, M]`, added to the scores.
+        grad_bias: `[B or 1, H or 1, L, S]`, to which a backward pass adds the gradient of the bias,
+            in the columns of the keys' positions.
         q_runs: the positions of the queries as ranges, where they are known on the host.
         k_runs: those of the keys.
     """
@@ -136,6 +139,8 @@ class Block:
     key_mask: Tensor | None = None
     in_prefix: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    bias: Tensor | None = None
+    grad_bias: Tensor | None = None
     q_runs: Runs | None = None
     k_runs: Runs | None = None
 
@@ -166,6 +171,7 @@ class Block:
             "k_documents": self.k_documents,
             "key_mask": key_mask,
             "alibi_slopes": self.alibi_slopes,
+            "bias": self.bias,
             "softcap": options.softcap,
             "dropout_p": options.dropout_p,
             "seed": options.seed if options.dropout_p > 0 else None,
@@ -192,7 +198,7 @@ class Block:
         # NOTE: torch's CPU kernel takes the maximum before it scales: it overflows below 0.
         # Runs of positions are cut alike for every row.
         ours = ours or options.scale <= 0 or len(options.mask.prefix_lens or ()) > 1
-        if ours or self.key_mask is not None or self.alibi_slopes is not None:
+        if ours or any(x is not None for x in (self.key_mask, self.alibi_slopes, self.bias)):
             return None
         return library_for(self.q, self.k, self.v)
 
@@ -320,15 +326,19 @@ def _ours_backward(
     grad_out: Tensor, lse: Tensor, delta: Tensor, block: Block, options: BlockOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`block_backward` by our kernel alone."""
-    parts = (
-        attention_block_backward(grad_out, lse, delta, *tensors, **kwargs)
-        for tensors, kwargs in block.calls(options)
-    )
-    sums = next(parts)
-    for grads in parts:
-        for total, grad in zip(sums, grads, strict=True):
-            total += grad
-    return sums
+    sums: tuple[Tensor, ...] = ()
+    for tensors, kwargs in block.calls(options):
+        kwargs["needs_grad_bias"] = block.grad_bias is not None
+        *grads, last = attention_block_backward(grad_out, lse, delta, *tensors, **kwargs)
+        if block.grad_bias is None:
+            grads.append(last)
+        else:
+            block.grad_bias.index_add_(3, block.k_positions, last)
+        if sums:
+            for total, grad in zip(sums, grads, strict=True):
+                total += grad
+        sums = sums or tuple(grads)
+    return sums[0], sums[1], sums[2]
 
 
 class _Sum:

@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_ext.attention.auto import choose, hosts_of
 from moe_ext.attention.block import BlockOptions, Keys, accumulation_dtype
 from moe_ext.attention.checks import (
+    check_attn_mask,
+    check_columns,
     check_layout,
     check_numbers,
     check_per_head,
@@ -66,12 +68,14 @@ class Inputs(NamedTuple):
     sinks: Tensor | None = None
     cu_seqlens: Offsets | None = None
     prefix_len: PrefixLen | None = None
+    attn_mask: Tensor | None = None
 
     def check(self) -> None:
         """ValueError unless dtypes, devices and shapes go together."""
         check_tensors(self.q, self.k, self.v, self.key_mask, _require)
         check_per_head("alibi_slopes", self.alibi_slopes, self.q, _require)
         check_per_head("sinks", self.sinks, self.q, _require)
+        check_attn_mask(self.attn_mask, self.q, _require)
         self.check_slopes()
 
     def check_slopes(self) -> None:
@@ -120,11 +124,14 @@ class Options:
         check_numbers(self.scale, self.softcap, self.dropout_p, seed, _require)
         check_window(self.window, OPERATION)
 
-    def check_heads(self, heads: int, kv_heads: int) -> None:
-        """ValueError for a scheme that no such group or heads can go with."""
+    def check_scheme(self, inputs: Inputs) -> None:
+        """ValueError for a scheme that no such group, heads or mask can go with."""
         if self.scheme != "auto":
             scheme, num_ranks = SCHEMES[self.scheme], group_size(self.group)
+            heads, kv_heads = inputs.q.shape[1], inputs.k.shape[1]
             refused = scheme.refusal(heads, kv_heads, num_ranks, self.mesh)
+            if refused is None and inputs.attn_mask is not None:
+                refused = scheme.mask_refusal(num_ranks)
             if refused is not None:
                 raise ValueError(f"{OPERATION}: expected {refused}")
 
@@ -151,6 +158,8 @@ def rows_in_line(inputs: Inputs, options: Options) -> tuple[Inputs, Options]:
     lens = prefixes_of_rows(inputs.prefix_len, rows, OPERATION)
     if len(set(rows)) == 1:
         return inputs._replace(cu_seqlens=rows[0], prefix_len=lens), options
+    rule = "None with other documents in each row (it can hold them itself)"
+    _require(inputs.attn_mask is None, "attn_mask", rule, "a tensor")
     seq_len = rows[0][-1]
     made = make_layout(options.layout, seq_len, group_size(options.group), cu_seqlens=rows)
     q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in inputs[:3])
@@ -195,7 +204,7 @@ def agree_on_call(
     try:
         options.check(seed)
         inputs.check()
-        options.check_heads(inputs.q.shape[1], inputs.k.shape[1])
+        options.check_scheme(inputs)
         mask = options.mask(inputs)
         if group_size(options.group) > 1:
             facts = _facts(inputs, options, mask, seed)
@@ -211,7 +220,7 @@ def agree_on_call(
 
 def _facts(inputs: Inputs, options: Options, mask: Mask, seed: int | None) -> dict[str, object]:
     """Facts that have to be equal on every rank."""
-    q, k, v, key_mask, alibi_slopes, sinks, *_ = inputs
+    q, k, v, key_mask, alibi_slopes, sinks, *_, attn_mask = inputs
     facts = {
         **tensor_facts(q, k, v),
         **mask_facts(options.layout, mask),
@@ -226,7 +235,8 @@ def _facts(inputs: Inputs, options: Options, mask: Mask, seed: int | None) -> di
         "alibi_slopes": alibi_slopes if alibi_slopes is None else tuple(alibi_slopes.tolist()),
         "sinks": sinks if sinks is None else tuple(sinks.tolist()),
         "giving bfloat16 for kv_grad_dtype": int(options.kv_grad_dtype == torch.bfloat16),
-        "requiring a gradient": wants_grad(q, k, v, sinks),
+        "S of attn_mask (0: none)": 0 if attn_mask is None else attn_mask.shape[3],
+        "requiring a gradient": wants_grad(q, k, v, sinks, attn_mask),
     }
     return facts if seed is None else {**facts, "seed": seed}
 
@@ -235,6 +245,7 @@ def call_of(inputs: Inputs, options: Options, mask: Mask, lengths: list[int], se
     """The call that follows from the lengths of all shards and the seed of all ranks."""
     q, group = inputs.q, options.group
     check_end(mask.cu_seqlens, sum(lengths), OPERATION)
+    check_columns(inputs.attn_mask, sum(lengths), _require)
     layout = make_layout(options.layout, sum(lengths), len(lengths), cu_seqlens=mask.cu_seqlens)
     check_lengths(layout, lengths, OPERATION, group)
     half = options.kv_grad_dtype == torch.bfloat16
@@ -246,6 +257,7 @@ def call_of(inputs: Inputs, options: Options, mask: Mask, lengths: list[int], se
         layout,
         mask,
         hosts_of(len(lengths), known, options.mesh),
+        inputs.attn_mask is not None,
     )
     if options.scheme == "auto":
         choice = choose(work, options.mesh)

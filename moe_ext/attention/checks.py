@@ -86,6 +86,27 @@ def check_per_head(name: str, values: Tensor | None, q: Tensor, require: Require
         require(values.device == q.device, name, f"on {q.device} like q", values.device)
 
 
+def check_attn_mask(attn_mask: Tensor | None, q: Tensor, require: Require) -> None:
+    """ValueError unless there is a row for each query of this rank, or None."""
+    if attn_mask is None:
+        return
+    require(isinstance(attn_mask, Tensor), "attn_mask", "a tensor", type(attn_mask).__name__)
+    require(attn_mask.device == q.device, "attn_mask", f"on {q.device} like q", attn_mask.device)
+    (batch, heads, length, _), shape = q.shape, attn_mask.shape
+    fits = attn_mask.dim() == 4 and shape[0] in (1, batch) and shape[1] in (1, heads)
+    rule = f"[{batch} or 1, {heads} or 1, {length}, S], this rank's queries by all keys"
+    require(fits and shape[2] == length, "attn_mask", rule, list(shape))
+    known = attn_mask.dtype == torch.bool or attn_mask.dtype in DTYPES
+    require(known, "attn_mask", "bool or floating", attn_mask.dtype)
+
+
+def check_columns(attn_mask: Tensor | None, seq_len: int, require: Require) -> None:
+    """ValueError unless there is a column for each key of all ranks."""
+    if attn_mask is not None:
+        columns, rule = attn_mask.shape[3], f"the {seq_len} keys of all ranks"
+        require(columns == seq_len, "S of attn_mask", rule, columns)
+
+
 def tensor_facts(q: Tensor, k: Tensor, v: Tensor) -> dict[str, object]:
     """The dtype and all sizes but the number of positions, for the ranks to compare."""
     return {

@@ -46,9 +46,6 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Torch's function over the whole sequence; its signature but for the first argument."""
-    if attn_mask is not None:
-        rule = "None (masks by position, packing and padding are arguments of the context)"
-        _refuse("attn_mask", rule, f"a mask of shape {list(attn_mask.shape)}")
     for name, x in (("query", query), ("key", key), ("value", value)):
         # A nested or distributed tensor has a length that is not this rank's.
         if x.is_nested or type(x) not in (Tensor, torch.nn.Parameter):
@@ -62,8 +59,22 @@ def _attend(
         rule = f"of {query.shape[1]} heads without enable_gqa"
         _refuse("key", rule, f"{key.shape[1]} heads")
     tensors = [x if x.dim() == 4 else x.unsqueeze(1) for x in (query, key, value)]
-    out: Tensor = ring(*tensors, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
+    options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+    if attn_mask is not None:
+        options["attn_mask"] = _mask(attn_mask, query)
+    out: Tensor = ring(*tensors, **options)
     return out if query.dim() == 4 else out.squeeze(1)
+
+
+def _mask(attn_mask: Tensor, query: Tensor) -> Tensor:
+    """`[B or 1, H or 1, L, S]` of a mask that may have fewer dimensions, as torch takes it."""
+    if attn_mask.dim() not in (2, 3, query.dim()):
+        _refuse("attn_mask", f"of 2 to {query.dim()} dimensions", list(attn_mask.shape))
+    if attn_mask.dim() == 3:
+        # Of the batch without heads, or of the heads.
+        attn_mask = attn_mask.unsqueeze(1 if query.dim() == 3 else 0)
+    mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+    return mask.expand(-1, -1, query.shape[-2], -1) if mask.shape[2] == 1 else mask
 
 
 def _open_checkpoints() -> int:
@@ -167,9 +178,10 @@ def sequence_parallel(
     context, for every way to call the function, and for `torch.nn.MultiheadAttention` and the
     layers of `torch.nn.Transformer`; nothing of torch is replaced, so nothing has to be restored.
     Contexts nest, the innermost holds. `is_causal`, `scale`, `dropout_p` and `enable_gqa` are
-    served. The backward pass may be outside, unless activation checkpointing computes the forward
-    pass again there: decorate the checkpointed function then, `checkpoint(sequence_parallel(group)
-    (block), x)`.
+    served, and an `attn_mask` whose rows are this rank's queries and whose columns all keys in the
+    order of the sequence (`[..., L, S]`, see `ring_attention`). The backward pass may be outside,
+    unless activation checkpointing computes the forward pass again there: decorate the checkpointed
+    function then, `checkpoint(sequence_parallel(group)(block), x)`.
 
     Args:
         group: the ranks that share each sequence, see `ring_attention`; None is this process alone.
@@ -185,8 +197,8 @@ def sequence_parallel(
         kv_grad_dtype: see `ring_attention`.
 
     Raises:
-        ValueError: an option is out of range; inside: an attn_mask, keys of another length than
-            the queries, weights of `MultiheadAttention`, and whatever `ring_attention` refuses.
+        ValueError: an option is out of range; inside: keys of another length than the queries,
+            weights of `MultiheadAttention`, and whatever `ring_attention` refuses.
         TypeError: the group is none of this rank.
     """
     options: dict[str, Any] = {

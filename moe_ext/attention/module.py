@@ -105,6 +105,7 @@ class RingAttention(nn.Module):
         cu_seqlens: Offsets | None = None,
         prefix_len: PrefixLen | None = None,
         key_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
         seed: int | None = None,
@@ -118,6 +119,7 @@ class RingAttention(nn.Module):
             cu_seqlens: offsets of packed documents in the whole sequence, see `ring_attention`.
             prefix_len: positions at the start of each document that all of it sees, likewise.
             key_mask: `[B, L]` bool, False for this rank's keys that no query sees.
+            attn_mask: `[B or 1, H or 1, L, S]`, bool, or a bias of the scores.
             alibi_slopes: `[H]`.
             sinks: `[H]`.
             seed: of the dropout, equal on every rank; None draws one.
@@ -141,6 +143,7 @@ class RingAttention(nn.Module):
             cu_seqlens=cu_seqlens,
             prefix_len=prefix_len,
             key_mask=key_mask,
+            attn_mask=attn_mask,
             alibi_slopes=alibi_slopes,
             softcap=self.softcap,
             sinks=sinks,

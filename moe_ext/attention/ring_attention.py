@@ -43,6 +43,7 @@ class _Keywords(TypedDict, total=False):
     cu_seqlens: Offsets | None
     prefix_len: PrefixLen | None
     key_mask: Tensor | None
+    attn_mask: Tensor | None
     alibi_slopes: Tensor | None
     softcap: float | None
     sinks: Tensor | None
@@ -89,6 +90,7 @@ def ring_attention(
     cu_seqlens: Offsets | None = None,
     prefix_len: PrefixLen | None = None,
     key_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -101,9 +103,9 @@ def ring_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a sequence that the ranks of a group hold in parts, equal to one process's.
 
-    ``softmax(mask(softcap(scale * q k^T) - slope |i - j|)) v`` over the whole sequence, by the
-    global positions i and j of queries and keys. A query without any key gives zeros, lse -inf and
-    zero gradients. Every rank has to run the backward pass too: it is one ring more.
+    ``softmax(mask(softcap(scale * q k^T) - slope |i - j| + bias)) v`` over the whole sequence, by
+    the global positions i and j of queries and keys. A query without any key gives zeros, lse -inf
+    and zero gradients. Every rank has to run the backward pass too: it is one ring more.
 
     Under `torch.autocast`, q, k and v are cast as those of torch's own attention are.
 
@@ -129,6 +131,10 @@ def ring_attention(
             each row of the batch; with `cu_seqlens`, one for each document, or B rows of these.
             Not with `window`.
         key_mask: `[B, L]` bool, False for this rank's keys that no query sees.
+        attn_mask: `[B or 1, H or 1, L, S]`, this rank's queries by all keys in the order of the
+            sequence: bool, True for seen, or floating, a bias that is added to the scores, and
+            differentiable: its gradient is that of this rank's queries. Beside all other masks. Not
+            in the schemes that exchange heads, nor with other documents in each row.
         alibi_slopes: `[H]`; not differentiable.
         softcap: scores become softcap * tanh(score / softcap); None or 0 for none.
         sinks: `[H]`: a score that takes part in the softmax and has no value. Its gradient is that
@@ -176,7 +182,7 @@ def ring_attention(
         kv_grad_dtype=kv_grad_dtype,
     )
     q, k, v = (_as_autocast(x) for x in (q, k, v))
-    inputs = Inputs(q, k, v, key_mask, alibi_slopes, sinks, cu_seqlens, prefix_len)
+    inputs = Inputs(q, k, v, key_mask, alibi_slopes, sinks, cu_seqlens, prefix_len, attn_mask)
     try:
         line, options = rows_in_line(inputs, options)
     except Exception as error:
@@ -214,6 +220,7 @@ def explain_scheme(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     prefix_len: PrefixLen | None = None,
     key_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
     kv_grad_dtype: torch.dtype | None = None,
 ) -> SchemeChoice:
     """The scheme that `ring_attention(..., scheme="auto")` takes for these arguments, and why.
@@ -234,6 +241,8 @@ def explain_scheme(
         kv_grad_dtype=kv_grad_dtype,
     )
     q, k, v = (_as_autocast(x) for x in (q, k, v))
-    inputs = Inputs(q, k, v, key_mask, cu_seqlens=cu_seqlens, prefix_len=prefix_len)
+    inputs = Inputs(
+        q, k, v, key_mask, cu_seqlens=cu_seqlens, prefix_len=prefix_len, attn_mask=attn_mask
+    )
     call = agree_on_call(inputs, options)
     return choose(call.work, options.mesh)

@@ -17,6 +17,8 @@ from torch.distributed import ProcessGroup
 
 from moe_ext.attention.block import accumulation_dtype
 from moe_ext.attention.checks import (
+    check_attn_mask,
+    check_columns,
     check_layout,
     check_numbers,
     check_tensors,
@@ -116,7 +118,9 @@ def ring_self_attention(
         check_tensors(q, k, v, key_mask, _require)
         check_layout(layout, _require)
         check_numbers(scale, None, dropout_p, seed, _require)
-        _check_mask(attn_mask, q)
+        check_attn_mask(attn_mask, q, _require)
+        learns = attn_mask is not None and attn_mask.requires_grad
+        _require(not learns, "attn_mask", "without gradient", "requires_grad=True")
         sides, offsets = check_window(window, OPERATION), check_cu_seqlens(cu_seqlens, OPERATION)
         mask = Mask(is_causal, *sides, offsets)
         facts = {
@@ -138,27 +142,12 @@ def ring_self_attention(
     lengths, common = [row[0] for row in rows], rows[0][1]
     seq_len = sum(lengths)
     check_end(mask.cu_seqlens, seq_len, OPERATION)
-    if attn_mask is not None:
-        columns = attn_mask.shape[3]
-        _require(columns == seq_len, "S of attn_mask", f"the {seq_len} keys of all ranks", columns)
+    check_columns(attn_mask, seq_len, _require)
     made = make_layout(layout, seq_len, len(lengths), cu_seqlens=mask.cu_seqlens)
     check_lengths(made, lengths, OPERATION, group)
     call = _Call(group, made, mask, scale_of(scale, q.shape[3]), dropout_p, common)
     out: Tensor = _RingSelfAttention.apply(q, k, v, key_mask, attn_mask, call)
     return out
-
-
-def _check_mask(attn_mask: Tensor | None, q: Tensor) -> None:
-    if attn_mask is None:
-        return
-    _require(attn_mask.device == q.device, "attn_mask", f"on {q.device} like q", attn_mask.device)
-    (batch, heads, length, _), shape = q.shape, attn_mask.shape
-    fits = attn_mask.dim() == 4 and shape[0] in (1, batch) and shape[1] in (1, heads)
-    rule = f"[{batch} or 1, {heads} or 1, {length}, S], this rank's queries by all keys"
-    _require(fits and shape[2] == length, "attn_mask", rule, list(shape))
-    known = attn_mask.dtype == torch.bool or attn_mask.is_floating_point()
-    _require(known, "attn_mask", "bool or floating", attn_mask.dtype)
-    _require(not attn_mask.requires_grad, "attn_mask", "without gradient", "requires_grad=True")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ def attention_block(
     k_documents: Tensor | None = None,
     key_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
@@ -38,7 +39,7 @@ def attention_block(
     With i and j the global positions of a query and a key,
 
     .. math::
-        s_{ij} = c \tanh(\text{scale}\, q_i \cdot k_j / c) - \text{slope}_h |i - j|, \quad
+        s_{ij} = c \tanh(\text{scale}\, q_i \cdot k_j / c) - \text{slope}_h |i - j| + b_{ij}, \quad
         lse_i = \log \sum_j e^{s_{ij}}, \quad out_i = \sum_j e^{s_{ij} - lse_i} v_j
 
     over the keys that the query sees: every mask is a rule about global positions, so blocks may be
@@ -59,6 +60,8 @@ def attention_block(
         k_documents (Tensor[Sk]): the same for the keys; given with q_documents or not at all.
         key_mask (Tensor[B, Sk]): bool, True for keys that may be seen.
         alibi_slopes (Tensor[H]): any floating dtype; not differentiable.
+        bias (Tensor[B or 1, H or 1, Sq, Sk]): b, any floating dtype; -inf hides a key. Its gradient
+            takes memory of [B, H, Sq, Sk] in the dtype of the results.
         softcap (float): c; 0 for none.
         dropout_p (float): in [0, 1). A number of the softmax becomes 0, or is divided by 1 - p; by
             seed, b, h, i and j alone, so the choice does not depend on how a sequence is cut. The
@@ -70,8 +73,8 @@ def attention_block(
     Returns:
         (out, lse) (Tensor[B, H, Sq, Dv], Tensor[B, H, Sq]): float32, or float64 for float64 inputs.
         A query that sees no key has out 0, lse -inf and no gradient. Differentiable once, both
-        results, with respect to q, k and v; gradients are summed in the dtype of the results and
-        rounded once. q, k, v and the results are saved, never the scores.
+        results, with respect to q, k, v and bias; gradients are summed in the dtype of the results
+        and rounded once. The inputs and the results are saved, never the scores.
 
     Raises:
         RuntimeError: an argument has the wrong device, dtype, shape or value.
@@ -95,6 +98,7 @@ def attention_block(
         k_documents,
         key_mask,
         _constant(alibi_slopes),
+        bias,
         _seed(seed, q_BHQD),
         *options,
         head_offset,
@@ -119,6 +123,7 @@ def attention_block_(
     k_documents: Tensor | None = None,
     key_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
@@ -144,7 +149,8 @@ def attention_block_(
         q_documents (Tensor[Sq]): documents of the queries.
         k_documents (Tensor[Sk]): documents of the keys.
         key_mask (Tensor[B, Sk]): True for keys that may be seen.
-        alibi_slopes (Tensor[H]): slopes of the bias.
+        alibi_slopes (Tensor[H]): slopes of the bias by distance.
+        bias (Tensor[B or 1, H or 1, Sq, Sk]): added to the scores.
         softcap (float): 0 for none.
         dropout_p (float): in [0, 1).
         seed (int or Tensor[1]): needed with dropout.
@@ -172,6 +178,7 @@ def attention_block_(
         k_documents,
         key_mask,
         _constant(alibi_slopes),
+        bias,
         _seed(seed, q_BHQD),
         *options,
         head_offset,
@@ -196,12 +203,14 @@ def attention_block_backward(
     k_documents: Tensor | None = None,
     key_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
     batch_offset: int = 0,
     head_offset: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
+    needs_grad_bias: bool = True,
+) -> tuple[Tensor, ...]:
     """This block's share of the gradients of a result that was merged from blocks.
 
     Args:
@@ -221,16 +230,19 @@ def attention_block_backward(
         q_documents (Tensor[Sq]): documents of the queries.
         k_documents (Tensor[Sk]): documents of the keys.
         key_mask (Tensor[B, Sk]): True for keys that may be seen.
-        alibi_slopes (Tensor[H]): slopes of the bias.
+        alibi_slopes (Tensor[H]): slopes of the bias by distance.
+        bias (Tensor[B or 1, H or 1, Sq, Sk]): added to the scores.
         softcap (float): 0 for none.
         dropout_p (float): in [0, 1).
         seed (int or Tensor[1]): needed with dropout.
         batch_offset (int): number of the first sequence.
         head_offset (int): number of the first head.
+        needs_grad_bias (bool): False to leave out the gradient of the bias.
 
     Returns:
         (grad_q, grad_k, grad_v): of the shapes of q, k and v, float32, or float64 for float64
-        inputs: the sums over blocks are taken before anything is rounded.
+        inputs: the sums over blocks are taken before anything is rounded. With a bias whose
+        gradient is needed a fourth, of the shape of the bias.
 
     Raises:
         RuntimeError: an argument has the wrong device, dtype, shape or value.
@@ -240,7 +252,7 @@ def attention_block_backward(
     options = _options(
         q_BHQD, scale, causal, window_left, window_right, softcap, dropout_p, batch_offset
     )
-    grad_q, grad_k, grad_v = torch.ops.moe_ext.attention_block_backward(
+    *grads, grad_bias = torch.ops.moe_ext.attention_block_backward(
         grad_out_BHQD,
         lse_BHQ,
         delta_BHQ,
@@ -253,11 +265,13 @@ def attention_block_backward(
         k_documents,
         key_mask,
         _constant(alibi_slopes),
+        bias,
         _seed(seed, q_BHQD),
         *options,
         head_offset,
+        needs_grad_bias,
     )
-    return grad_q, grad_k, grad_v
+    return tuple(grads) if bias is None or not needs_grad_bias else (*grads, _like(grad_bias, bias))
 
 
 def attention_delta(
@@ -395,6 +409,12 @@ def _constant(alibi_slopes: Tensor | None) -> Tensor | None:
     return alibi_slopes
 
 
+def _like(grad: Tensor, bias: Tensor) -> Tensor:
+    """The gradient `[B, H, Sq, Sk]` of a bias, summed up over what shares it."""
+    shared = [dim for dim in (0, 1) if bias.shape[dim] == 1 and grad.shape[dim] != 1]
+    return grad.sum(shared, keepdim=True) if shared else grad
+
+
 def _acc_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -414,11 +434,13 @@ def _(out: Tensor, lse: Tensor, *_rest: Any) -> None:
 
 @torch.library.register_fake("moe_ext::attention_block_backward")
 def _(
-    grad_out: Tensor, lse: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor, lse: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype = _acc_dtype(q.dtype)
     grad_q, grad_k, grad_v = (t.new_empty(t.shape, dtype=dtype) for t in (q, k, v))
-    return grad_q, grad_k, grad_v
+    wanted = rest[_BIAS - 3] is not None and rest[-1]
+    shape = (*q.shape[:3], k.shape[2]) if wanted else (0,)
+    return grad_q, grad_k, grad_v, q.new_empty(shape, dtype=dtype)
 
 
 @torch.library.register_fake("moe_ext::attention_delta")
@@ -426,9 +448,13 @@ def _(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
     return grad_out.new_empty(grad_out.shape[:-1])
 
 
+# Place of the bias among the arguments of a block; the seed follows.
+_BIAS = 9
+
+
 def _block_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, seed = inputs[:10]
-    ctx.options = inputs[10:]
+    *tensors, seed = inputs[: _BIAS + 2]
+    ctx.options = inputs[_BIAS + 2 :]
     # A copy: the caller may set the next step's seed before this one's backward pass.
     ctx.save_for_backward(*tensors, None if seed is None else seed.clone(), *output)
 
@@ -440,10 +466,16 @@ def _block_backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tenso
     *inputs, out, lse = ctx.saved_tensors
     with torch.no_grad():
         delta = torch.ops.moe_ext.attention_delta(grad_out, out, grad_lse)
-    grads = _block_gradient(grad_out, lse, delta, *inputs, *ctx.options)
-    needed = zip(grads, inputs[:3], ctx.needs_input_grad[:3], strict=True)
-    rounded = (grad.to(x.dtype) if needs else None for grad, x, needs in needed)
-    return (*rounded, *([None] * 15))
+    needs, bias = ctx.needs_input_grad, inputs[_BIAS]
+    *grads, grad_bias = _block_gradient(
+        grad_out, lse, delta, *inputs, *ctx.options, bool(needs[_BIAS])
+    )
+    rounded = [
+        grad.to(x.dtype) if need else None
+        for grad, x, need in zip(grads, inputs[:3], needs[:3], strict=True)
+    ]
+    of_bias = _like(grad_bias, bias).to(bias.dtype) if needs[_BIAS] else None
+    return (*rounded, *([None] * (_BIAS - 3)), of_bias, *([None] * (1 + len(ctx.options))))
 
 
 register_autograd("moe_ext::attention_block", _block_backward, setup_context=_block_setup_context)

@@ -28,6 +28,7 @@ def attention_block(
     k_documents: Tensor | None = None,
     key_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
@@ -45,11 +46,16 @@ def attention_block(
     distance_QK = q_positions_Q[:, None] - k_positions_K
     if alibi_slopes is not None:
         scores = scores - alibi_slopes.to(scores.dtype)[:, None, None] * distance_QK.abs()
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
     seen = _visible(distance_QK, causal, window_left, window_right)
     if q_documents is not None and k_documents is not None:
         seen = seen & (q_documents[:, None] == k_documents)
     if key_mask is not None:
         seen = seen & key_mask[:, None, None, :]
+    if bias is not None:
+        # As for rows without keys: a score of -inf has no gradient that were a number.
+        seen = seen & (bias > -math.inf)
     scores = scores.masked_fill(~seen, -math.inf)
     lse = scores.logsumexp(dim=3)
     # Rows without keys: the difference of two infinities would be NaN, also in the gradient.

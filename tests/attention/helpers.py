@@ -39,7 +39,17 @@ def visible(seq_len, is_causal=False, window=None, cu_seqlens=None, prefix_len=N
 
 
 def reference(
-    q, k, v, *, scale=None, key_mask=None, alibi_slopes=None, softcap=None, sinks=None, **masks
+    q,
+    k,
+    v,
+    *,
+    scale=None,
+    key_mask=None,
+    alibi_slopes=None,
+    softcap=None,
+    sinks=None,
+    attn_mask=None,
+    **masks,
 ):
     """(out, lse); written from the formula, keys expanded, differentiable."""
     heads, seq_len, dim = q.shape[1:]
@@ -52,7 +62,11 @@ def reference(
         distance = (positions[:, None] - positions[None, :]).abs()
         scores = scores - alibi_slopes.to(q.dtype)[:, None, None] * distance
     seen = visible(seq_len, **masks)
+    if attn_mask is not None and attn_mask.is_floating_point():
+        scores = scores + attn_mask
+        attn_mask = attn_mask > -torch.inf
     seen = seen[None, None] if seen.dim() == 2 else seen
+    seen = seen if attn_mask is None else seen & attn_mask
     if key_mask is not None:
         seen = seen & key_mask[:, None, None, :]
     scores = scores.masked_fill(~seen, -torch.inf)
@@ -79,39 +93,53 @@ def make_inputs(
     ]
 
 
-def whole(q, k, v, grad, sinks=None, **kwargs):
+def others(**tensors):
+    """Those that are given, and of them those that learn, as leaves."""
+    given = {name: x.detach().clone() for name, x in tensors.items() if x is not None}
+    return given, [x.requires_grad_() for x in given.values() if x.is_floating_point()]
+
+
+def whole(q, k, v, grad, sinks=None, attn_mask=None, **kwargs):
     """out, lse and the gradients of one process; that of lse is 0.1 where it is finite."""
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    tensors = leaves + ([] if sinks is None else [sinks.detach().clone().requires_grad_()])
-    out, lse = reference(*leaves, sinks=None if sinks is None else tensors[3], **kwargs)
+    given, learn = others(sinks=sinks, attn_mask=attn_mask)
+    tensors = leaves + learn
+    out, lse = reference(*leaves, **given, **kwargs)
     finite = lse > -torch.inf
     loss = (out * grad).sum() + 0.1 * torch.where(finite, lse, 0.0).sum()
     return [out.detach(), lse.detach(), *torch.autograd.grad(loss, tensors)]
 
 
-def sharded(q, k, v, grad, *, group, layout="zigzag", sinks=None, key_mask=None, **kwargs):
+def sharded(
+    q, k, v, grad, *, group, layout="zigzag", sinks=None, attn_mask=None, key_mask=None, **kwargs
+):
     """The same as `whole` with this rank's shards, by `ring_attention`."""
     where = {"group": group, "layout": layout, "cu_seqlens": kwargs.get("cu_seqlens")}
     parts = [shard_sequence(x, dim=2, **where) for x in (q, k, v, grad)]
     leaves = [x.detach().requires_grad_() for x in parts[:3]]
-    tensors = leaves + ([] if sinks is None else [sinks.detach().clone().requires_grad_()])
+    if attn_mask is not None:
+        attn_mask = shard_sequence(attn_mask, dim=2, **where)
+    given, learn = others(sinks=sinks, attn_mask=attn_mask)
+    tensors = leaves + learn
     mask = None if key_mask is None else shard_sequence(key_mask, dim=1, **where)
     out, lse = ring_attention(
         *leaves,
         group=group,
         layout=layout,
         key_mask=mask,
-        sinks=None if sinks is None else tensors[3],
         return_lse=True,
+        **given,
         **kwargs,
     )
     loss = (out * parts[3]).sum() + 0.1 * torch.where(lse > -torch.inf, lse, 0.0).sum()
     return [out.detach(), lse.detach(), *torch.autograd.grad(loss, tensors)]
 
 
-def expect_equal(found, expected, *, group, layout="zigzag", cu_seqlens=None, rtol, atol):
+def expect_equal(
+    found, expected, *, group, layout="zigzag", cu_seqlens=None, rtol, atol, last="dsinks"
+):
     """Compare this rank's shards with the parts of the whole that belong to it."""
-    names = ["out", "lse", "dq", "dk", "dv", "dsinks"]
+    names = ["out", "lse", "dq", "dk", "dv", last]
     for name, part, full in zip(names, found, expected, strict=False):
         if name == "dsinks":
             part = part.clone()

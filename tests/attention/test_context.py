@@ -98,6 +98,37 @@ def two_groups_at_a_time():
     expect_shards([inner], [expected], group=half, layout="striped")
 
 
+@check()
+def masks_of_all_pairs_are_served():
+    where = {"group": dist.group.WORLD, "layout": "striped"}
+    *tensors, grad = make_inputs(kv_heads=4)
+    bias = torch.randn(2, 4, 37, 37, generator=torch.Generator().manual_seed(1)).double()
+    shards = [shard_sequence(x, dim=2, **where).requires_grad_() for x in tensors]
+    for mask in (bias, bias[0], bias[0, 0], bias[:, :1, :1], bias[:, :1] > -1):
+        leaves = [x.clone().requires_grad_() for x in (*tensors, mask) if x.is_floating_point()]
+        call = functools.partial(F.scaled_dot_product_attention, *leaves[:3])
+        out = call(attn_mask=leaves[3] if len(leaves) > 3 else mask)
+        expected = torch.autograd.grad(out, leaves, grad)
+        dim = mask.dim() - 2
+        rows = mask if mask.shape[dim] == 1 else shard_sequence(mask, dim=dim, **where)
+        learns = [*shards]
+        if rows.is_floating_point():
+            learns.append(rows.clone().requires_grad_())
+        with sequence_parallel(**where):
+            found = F.scaled_dot_product_attention(
+                *shards, attn_mask=learns[3] if len(learns) > 3 else rows
+            )
+        grads = torch.autograd.grad(found, learns, shard_sequence(grad, dim=2, **where))
+        expect_shards([found, *grads[:3]], [out, *expected[:3]], **where)
+        if len(learns) > 3 and rows.shape == mask.shape:
+            total = grads[3].clone()
+            dist.all_reduce(total)
+            torch.testing.assert_close(total, expected[3], **TIGHT)
+        elif len(learns) > 3:
+            expected_rows = shard_sequence(expected[3], dim=dim, **where)
+            torch.testing.assert_close(grads[3], expected_rows, **TIGHT)
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -236,7 +267,7 @@ def test_it_ends_with_an_exception():
         raise KeyError
     assert not ring_ran(*inputs())
     with pytest.raises(ValueError, match="attn_mask"), sequence_parallel(None):
-        bound_early(*inputs(), attn_mask=torch.zeros(37, 37))
+        bound_early(*inputs(), attn_mask=torch.zeros(37, 36))
     assert not ring_ran(*inputs())
     assert F.scaled_dot_product_attention is function
 
@@ -258,7 +289,13 @@ def test_layers_of_torch(grad):
     x = torch.randn(3, 7, 16)
     mask = nn.Transformer.generate_square_subsequent_mask(7)
     with torch.set_grad_enabled(grad):
-        for kwargs in ({}, {"src_mask": mask, "is_causal": True}):
+        hidden = torch.arange(7).expand(3, 7) > torch.tensor([[6], [4], [2]])
+        for kwargs in (
+            {},
+            {"src_mask": mask, "is_causal": True},
+            {"src_mask": mask},
+            {"src_key_padding_mask": hidden},
+        ):
             expected = layer(x, **kwargs)
             with sequence_parallel(None):
                 torch.testing.assert_close(layer(x, **kwargs), expected)
@@ -267,10 +304,6 @@ def test_layers_of_torch(grad):
         pytest.raises(ValueError, match="need_weights .* got True"),
     ):
         layer.self_attn(x, x, x)
-    with sequence_parallel(None), pytest.raises(ValueError, match="attn_mask .* to be None"):
-        layer(x, src_mask=mask)
-    with sequence_parallel(None), pytest.raises(ValueError, match="attn_mask .* to be None"):
-        layer(x, src_key_padding_mask=torch.zeros(3, 7, dtype=torch.bool))
 
 
 def test_it_trains_a_layer_with_dropout():
@@ -310,7 +343,12 @@ def test_autocast_holds_as_for_torch(compiled):
 
 q, k, v = inputs()
 REFUSED = {
-    "attn_mask": ((q, k, v, torch.zeros(37, 37)), {}, r"attn_mask .* None .* shape \[37, 37\]"),
+    "attn_mask": ((q, k, v, torch.zeros(37)), {}, r"attn_mask .* 2 to 4 dim.* got \[37\]"),
+    "heads of mask": (
+        (q, k, v, torch.zeros(3, 37, 37)),
+        {},
+        r"attn_mask to be .*, got \[1, 3, 37, 37\]",
+    ),
     "lengths": (
         (q, k[:, :, :5], v[:, :, :5]),
         {},

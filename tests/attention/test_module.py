@@ -271,9 +271,10 @@ def test_operator(dtype):
     seed = torch.tensor([5])
     offsets = torch.tensor(PACKED)
     lens = torch.tensor([11, 3])
+    bias = torch.randn(1, 4, 37, 37, requires_grad=True)
     for window, *given in (
-        ((9, -1), mask, torch.rand(4), sinks, offsets, None),
-        (None, None, None, None, None, lens),
+        ((9, -1), mask, torch.rand(4), sinks, offsets, None, None),
+        (None, None, None, None, None, lens, bias),
     ):
         chosen = _graph_options(dataclasses.replace(options, window=window))
         arguments = (q, k, v, *given, seed, False, *chosen)

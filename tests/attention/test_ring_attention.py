@@ -6,7 +6,7 @@ import typing
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import expect_equal, make_inputs, sharded, whole
+from helpers import expect_equal, make_inputs, reference, sharded, whole
 
 from moe_ext.attention import RingAttention, ring_attention, ring_attention_varlen
 
@@ -53,6 +53,54 @@ def test_one_process_computes_the_formula(case, kv_heads):
     expect_equal(found, whole(*inputs, **CASES[case]), group=None, rtol=1e-10, atol=1e-11)
 
 
+BIAS = torch.randn(2, 4, 37, 37, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+# A row that sees nothing, and keys that no row sees.
+HOLES = BIAS.masked_fill((BIAS > 0.7) | (torch.arange(37) == 5)[:, None], -torch.inf)
+ATTN_MASKS = {
+    "bias": {"is_causal": True, "attn_mask": BIAS},
+    "shared bias": {"window": (9, 3), "softcap": 1.5, "attn_mask": BIAS[:1, :1]},
+    "bias of heads": {"is_causal": True, "cu_seqlens": OFFSETS, "attn_mask": BIAS[:1]},
+    "holes": {"attn_mask": HOLES[:, :1], "key_mask": KEY_MASK},
+    "bool": {"attn_mask": BIAS[:, :1] > 0},
+    "all": {
+        "is_causal": True,
+        "prefix_len": [11, 3],
+        "attn_mask": HOLES,
+        "key_mask": KEY_MASK,
+        "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.06]),
+        "softcap": 1.5,
+    },
+}
+
+
+@pytest.mark.parametrize("case", ATTN_MASKS)
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_masks_of_all_pairs(case, kv_heads):
+    inputs, options = make_inputs(kv_heads=kv_heads), ATTN_MASKS[case]
+    found, expected = sharded(*inputs, group=None, **options), whole(*inputs, **options)
+    assert len(found) == len(expected) == 5 + options["attn_mask"].is_floating_point()
+    expect_equal(found, expected, group=None, rtol=1e-10, atol=1e-11, last="dmask")
+
+
+def test_a_bias_of_other_dtypes():
+    q, k, v, _ = (x.bfloat16().requires_grad_() for x in make_inputs())
+    bias = BIAS[:1, :1].float().requires_grad_()
+    out = ring_attention(q, k, v, group=None, attn_mask=bias, precision="fast")
+    assert out.dtype == torch.bfloat16
+    out.float().square().sum().backward()
+    assert bias.grad.dtype == torch.float32 and q.grad.dtype == torch.bfloat16
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v, bias)]
+    expected = reference(*wide[:3], attn_mask=wide[3])[0]
+    expected.square().sum().backward()
+    # The output, and with it the gradient that comes in, is rounded to 8 bits.
+    torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=2**-9)
+    error = (bias.grad.double() - wide[3].grad).norm() / wide[3].grad.norm()
+    assert error < 2**-8
+    assert wide[3].grad.norm() > 0
+    # A constant bias costs no gradient.
+    ring_attention(q, k, v, group=None, attn_mask=bias.detach()).float().sum().backward()
+
+
 @pytest.mark.parametrize("seq_len", [0, 1])
 def test_short_sequences(seq_len):
     inputs = make_inputs(seq_len=seq_len)
@@ -85,12 +133,13 @@ def test_sinks_of_no_weight_are_none():
 def test_gradients_of_one_process(options):
     q, k, v, _ = (x.requires_grad_() for x in make_inputs(batch=1, seq_len=5, dim=3, v_dim=2))
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(1, 4, 5, 5, dtype=torch.float64, requires_grad=True)
 
-    def attend(q, k, v, sinks):
+    def attend(q, k, v, sinks, bias):
         kwargs = {"group": None, "is_causal": True, "sinks": sinks, "seed": 3, "return_lse": True}
-        return ring_attention(q, k, v, **kwargs, **options)
+        return ring_attention(q, k, v, attn_mask=bias, **kwargs, **options)
 
-    assert torch.autograd.gradcheck(attend, (q, k, v, sinks))
+    assert torch.autograd.gradcheck(attend, (q, k, v, sinks, bias))
 
 
 def test_dropout_keeps_the_mean_and_the_seed():
@@ -174,6 +223,17 @@ def test_strided_inputs():
         (
             {"prefix_len": [3], "cu_seqlens": [[0, 9, 37], [0, 37]]},
             "prefix_len to be an integer, or 2 .* for each row of q, got",
+        ),
+        ({"attn_mask": torch.zeros(37, 37)}, r"attn_mask to be \[2 or 1, 4 or 1, 37, S\], .* got"),
+        ({"attn_mask": torch.zeros(1, 3, 37, 37)}, r"attn_mask to be .* got \[1, 3, 37, 37\]"),
+        ({"attn_mask": torch.zeros(1, 1, 37, 36)}, "S of attn_mask to be the 37 keys .* got 36"),
+        ({"attn_mask": torch.zeros(1, 1, 37, 37).long()}, "attn_mask to be bool or floating, got"),
+        (
+            {
+                "attn_mask": torch.zeros(1, 1, 37, 37),
+                "cu_seqlens": [[0, 9, 37], [0, 37]],
+            },
+            "attn_mask to be None with other documents in each row",
         ),
         ({"kv_grad_dtype": torch.int8}, "kv_grad_dtype to be one of"),
         ({"layout": "per_document"}, "cu_seqlens to be given for 'per_document'"),

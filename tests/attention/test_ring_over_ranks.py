@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from helpers import bytes_sent, expect_equal, make_inputs, sharded, whole
 from rank_checks import Checks, assert_passed, run_checks
-from test_ring_attention import CASES
+from test_ring_attention import ATTN_MASKS, CASES
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import _runtime_library
 from moe_ext.attention import (
     LAYOUTS,
+    explain_scheme,
     make_layout,
     position_ids,
     ring_attention,
@@ -300,6 +301,34 @@ def prefixes_of_rows(scheme, layout):
         offsets = rows if given is lens else torch.tensor([rows[0], (*rows[1], 37, 37, 37)])
         found = sharded(*inputs, **options, cu_seqlens=offsets, prefix_len=given)
         expect_equal(found, expected, **where, **TIGHT)
+
+
+@check(*itertools.product(("ring zigzag", "auto contiguous", "all_gather striped"), ATTN_MASKS))
+def masks_of_all_pairs_equal_one_process(way, case):
+    scheme, layout = way.split()
+    options, where = ATTN_MASKS[case], {"group": group(), "layout": layout}
+    found = sharded(*make_inputs(), **where, scheme=scheme, **options)
+    where["cu_seqlens"] = options.get("cu_seqlens")
+    expect_equal(found, whole(*make_inputs(), **options), **where, **TIGHT, last="dmask")
+
+
+@check()
+def masks_of_all_pairs_are_refused():
+    rank, odd = dist.get_rank(), dist.get_rank() == 1
+    q, k, v, _ = (shard_sequence(x, group=group(), dim=2) for x in make_inputs(heads=4))
+    mask = torch.zeros(1, 1, q.shape[2], 37)
+    heads = make_inputs(heads=dist.get_world_size(), kv_heads=1)
+    parts = [shard_sequence(x, group=group(), dim=2) for x in heads[:3]]
+    match = "attn_mask to be None for scheme 'ulysses', where queries leave"
+    refused(match, *parts, scheme="ulysses", attn_mask=mask)
+    choice = explain_scheme(*parts, group=group(), attn_mask=mask)
+    assert choice.scheme in ("ring", "all_gather", "double_ring")
+    assert "expects attn_mask to be None for scheme 'ulysses'" in str(choice)
+    refused("S of attn_mask .0: none. to be equal", q, k, v, attn_mask=None if odd else mask)
+    refused("attn_mask to be .*, S., .* on rank 1$", q, k, v, attn_mask=mask[:, :, odd:])
+    refused("S of attn_mask to be the 37 keys", q, k, v, attn_mask=mask[..., 1:])
+    learns = mask.clone().requires_grad_(rank == 0)
+    refused("requiring a gradient to be equal", q, k, v, attn_mask=learns)
 
 
 @check(("ring", "per_document"), ("all_gather", "striped"))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from helpers import bytes_sent, expect_equal, make_inputs, sharded, whole
 from rank_checks import assert_passed, run_checks
-from test_ring_attention import CASES
+from test_ring_attention import ATTN_MASKS, CASES
 from torch.distributed.device_mesh import init_device_mesh
 
 from moe_ext.attention import (
@@ -100,6 +100,18 @@ def schemes_equal_one_process():
             compare(inputs, scheme, group, layout, **{**kwargs, **per_head})
         except BaseException as error:
             raise AssertionError(f"{scheme} {group} {layout} {case} {kv_heads}") from error
+
+
+@check(2, 4, 6)
+def a_bias_in_a_double_ring_equals_one_process():
+    num_ranks = dist.get_world_size()
+    for shape, layout in zip(SHAPES[num_ranks], ("zigzag", "striped", "contiguous"), strict=False):
+        options = ATTN_MASKS["bias"]
+        found = sharded(
+            *make_inputs(), group=mesh(shape), layout=layout, scheme="double_ring", **options
+        )
+        where = {"group": mesh(shape), "layout": layout}
+        expect_equal(found, whole(*make_inputs(), **options), **where, **TIGHT, last="dmask")
 
 
 @check(2, 3, 4)

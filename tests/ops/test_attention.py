@@ -28,11 +28,15 @@ REPEATED = settings(
 
 def compare(q, k, v, q_positions, k_positions, **options):
     """Results and gradients of the operator, against those of the formula in float64."""
-    dtype, acc = q.dtype, acc_dtype(q.dtype)
-    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
-    exact_inputs = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    out, lse = ops.attention_block(*inputs, q_positions, k_positions, **options)
-    exact = reference.attention_block(*exact_inputs, q_positions, k_positions, **options)
+    acc = acc_dtype(q.dtype)
+    bias = options.pop("bias", None)
+    given = (q, k, v) if bias is None else (q, k, v, bias)
+    inputs = [t.detach().requires_grad_() for t in given]
+    exact_inputs = [t.detach().double().requires_grad_() for t in given]
+    biases = [{} if bias is None else {"bias": x[3]} for x in (inputs, exact_inputs)]
+    at = (q_positions, k_positions)
+    out, lse = ops.attention_block(*inputs[:3], *at, **options, **biases[0])
+    exact = reference.attention_block(*exact_inputs[:3], *at, **options, **biases[1])
     assert_close(out, exact[0], dtype=acc)
     assert_close(lse, exact[1], dtype=acc)
     grad_out = torch.randn(out.shape, dtype=acc)
@@ -41,9 +45,9 @@ def compare(q, k, v, q_positions, k_positions, **options):
     grads = torch.autograd.grad((out, lse), inputs, (grad_out, grad_lse))
     exact_loss = (exact[0] * grad_out).sum() + (exact[1] * grad_lse)[seen].sum()
     exact_grads = torch.autograd.grad(exact_loss, exact_inputs, allow_unused=True)
-    for grad, exact_grad, x in zip(grads, exact_grads, exact_inputs, strict=True):
+    for grad, exact_grad, x, like in zip(grads, exact_grads, exact_inputs, inputs, strict=True):
         exact_grad = torch.zeros_like(x) if exact_grad is None else exact_grad
-        assert_close(grad, exact_grad, dtype=acc, rounded_to=dtype)
+        assert_close(grad, exact_grad, dtype=acc, rounded_to=like.dtype)
     assert not out[~seen].any() and not grads[0][~seen].any()
     return out, lse, grads
 
@@ -58,6 +62,36 @@ def test_every_mask(backend, mask, dtype):
     q_positions, k_positions = positions(*size)
     options = mask_options(mask, 2, 4, q_positions, k_positions)
     compare(q, k, v, q_positions, k_positions, **options)
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "mask"),
+    [((1, 4), "causal"), ((2, 1), "softcap"), ((1, 1), "none"), ((2, 4), "all")],
+)
+def test_bias(backend, shape, mask, dtype):
+    size = (70, 130) if emulation.is_active() else (150, 530)
+    # Results of more columns than a block of threads has.
+    q, k, v = qkv(2, 4, 2, *size, 24, 70, dtype=dtype)
+    at = positions(*size)
+    bias = torch.randn(*shape, *size).masked_fill(torch.rand(*shape, *size) < 0.1, -math.inf)
+    bias = bias.to(dtype if mask == "none" else acc_dtype(dtype))
+    if mask == "softcap":
+        bias = bias.transpose(2, 3).contiguous().transpose(2, 3)
+    compare(q, k, v, *at, bias=bias, **mask_options(mask, 2, 4, *at))
+
+
+def test_a_bias_may_hide_all_keys(device):
+    q, k, v = (t.requires_grad_() for t in qkv(1, 2, 1, 3, 9, 4))
+    bias = torch.zeros(1, 1, 3, 9)
+    bias[:, :, 1] = -math.inf
+    bias.requires_grad_()
+    out, lse = ops.attention_block(q, k, v, torch.arange(3), torch.arange(9), bias=bias)
+    assert not out[:, :, 1].any() and (lse[:, :, 1] == -math.inf).all()
+    grads = torch.autograd.grad((out, lse), (q, k, v, bias), (out + 1, torch.ones_like(lse)))
+    assert all(grad.isfinite().all() for grad in grads) and grads[3].any()
+    assert not grads[0][:, :, 1].any() and not grads[3][:, :, 1].any()
 
 
 @pytest.mark.parametrize(

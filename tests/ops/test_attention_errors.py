@@ -50,6 +50,11 @@ BLOCK_ERRORS = [
     ({"key_mask": torch.ones(2, 4).bool()}, "key_mask to be of size 5 in dim 1"),
     ({"alibi_slopes": torch.ones(4).long()}, "alibi_slopes to be float32"),
     ({"alibi_slopes": torch.ones(2)}, "alibi_slopes to be of size 4 in dim 0"),
+    ({"bias": torch.ones(4, 3, 5)}, r"bias to be a 4-D tensor \[B or 1, H or 1, Sq, Sk\]"),
+    ({"bias": torch.ones(2, 2, 3, 5)}, "bias to have size 1 or 4 in dim 1, as q, got shape"),
+    ({"bias": torch.ones(1, 1, 1, 5)}, r"bias to be of size 3 in dim 2 \(the queries of q\)"),
+    ({"bias": torch.ones(1, 1, 3, 4)}, r"bias to be of size 5 in dim 3 \(the keys of k\)"),
+    ({"bias": torch.ones(1, 1, 3, 5).long()}, "bias to be float32, .* got Long"),
     ({"scale": float("nan")}, "scale to be finite, got nan"),
     ({"window_left": -2}, r"window_left to be in \[-1, .* got -2"),
     ({"window_right": 2**31}, r"window_right to be in \[-1, .* got 2147483648"),
@@ -166,7 +171,7 @@ def test_document_ids(device):
     assert ops.document_ids(positions, cu_seqlens).tolist() == [3, 0, 0, 2, 2, 3]
 
 
-def operator_args(mask):
+def operator_args(mask, **more):
     q, k, v = (t.requires_grad_() for t in qkv(1, 2, 1, 6, 9, 4))
     at = positions(6, 9)
     options = {
@@ -179,9 +184,10 @@ def operator_args(mask):
         "batch_offset": 0,
         "head_offset": 0,
     } | mask_options(mask, 1, 2, *at)
+    options |= more
     if isinstance(options.get("seed"), int):
         options["seed"] = torch.tensor([options["seed"]])
-    optional = ("q_documents", "k_documents", "key_mask", "alibi_slopes", "seed")
+    optional = ("q_documents", "k_documents", "key_mask", "alibi_slopes", "bias", "seed")
     tensors = [options.pop(name, None) for name in optional]
     order = (
         "scale",
@@ -207,7 +213,14 @@ def test_opcheck_others(device):
     detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in args]
     out, lse = op.attention_block(*detached)
     torch.library.opcheck(op.attention_block_, [out.clone(), lse.clone(), *detached])
-    torch.library.opcheck(op.attention_block_backward, [out, lse, lse, *detached])
+    torch.library.opcheck(op.attention_block_backward, [out, lse, lse, *detached, True])
+    biased = operator_args("all", bias=torch.randn(1, 2, 6, 9, requires_grad=True))
+    torch.library.opcheck(op.attention_block, biased)
+    biased = [t.detach() if isinstance(t, torch.Tensor) else t for t in biased]
+    for needs_grad_bias in (True, False):
+        torch.library.opcheck(
+            op.attention_block_backward, [out, lse, lse, *biased, needs_grad_bias]
+        )
     torch.library.opcheck(op.attention_delta, [out, out, lse])
     merge = [t.requires_grad_() for t in (torch.randn(5, 4), torch.randn(5))]
     merge += [t.requires_grad_() for t in (torch.randn(5, 4).half(), torch.randn(5))]

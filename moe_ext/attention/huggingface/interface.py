@@ -269,7 +269,7 @@ def _mask_of(
         return RingMask(bool(causal), sliding_window, None)
     if not isinstance(attention_mask, RingMask):
         found = f"{type(attention_mask).__name__} {list(attention_mask.shape)}"
-        rule = "None or this rank's part [B, L] of a padding mask"
+        rule = "None, or this rank's part [B, L] of a padding mask or [B, H or 1, L, S] of any"
         raise ValueError(f"{name}: expected attention_mask to be {rule}, got {found}")
     if is_causal not in (None, attention_mask.is_causal):
         _refuse(name, "is_causal", f"{attention_mask.is_causal}, as the mask is", is_causal)
@@ -305,7 +305,12 @@ def _ring_forward(
     if key.shape[2] != query.shape[2]:
         rule = f"as many as this rank's {query.shape[2]} queries: a cache of keys holds no shards"
         _refuse(name, "keys", rule, key.shape[2])
-    mask = _mask_of(name, module, attention_mask, is_causal, sliding_window)
+    attn_mask = None
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
+        # As in transformers, such a mask is all there is.
+        attn_mask, mask = attention_mask, RingMask(False, None, None, batch=BatchFacts())
+    else:
+        mask = _mask_of(name, module, attention_mask, is_causal, sliding_window)
     batch = mask.batch or documents.batch
     if batch is None:
         batch = BatchFacts(documents.offsets(position_ids, given_offsets(name, kwargs)))
@@ -318,6 +323,7 @@ def _ring_forward(
         window=_window(name, mask, sliding_window),
         cu_seqlens=batch.cut(mask.chunk, name),
         key_mask=mask.key_mask,
+        attn_mask=attn_mask,
         softcap=softcap,
         sinks=s_aux,
         dropout_p=dropout,

@@ -37,6 +37,7 @@ from moe_ext.attention.huggingface.probe import OP, Traits, probe
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import check_cu_seqlens
 from moe_ext.attention.ring_attention import ring_attention
+from moe_ext.attention.sharding import shard_sequence
 from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.groups import GroupHandle, small_message_device
 
@@ -61,13 +62,14 @@ def prepare_model(
     """Let the ranks of a group share the sequences of a Hugging Face model, or refuse the model.
 
     Afterwards every rank calls the model with the same whole batch: `input_ids` `[B, S]` or
-    `inputs_embeds`, and if wanted `labels` (not shifted), `attention_mask` `[B, S]`,
-    `token_type_ids`, and `position_ids` (or `cu_seq_lens_q` and `cu_seq_lens_k`) of packed
-    documents. The model cuts out this rank's part of it, and its logits are those of this part. Its
-    loss is this rank's part of the loss: the mean over the ranks is that of the batch, so that
-    DistributedDataParallel, FSDP, Trainer or `moe_ext.distributed.sync_gradients`, which average
-    over ranks, give the gradients of one process. In one message a forward pass the ranks compare
-    what they were given: a loader that gives them other samples is an error.
+    `inputs_embeds`, and if wanted `labels` (not shifted), `attention_mask` `[B, S]` (or, in the
+    place of all other masks, `[B, H or 1, S, S]`), `token_type_ids`, and `position_ids` (or
+    `cu_seq_lens_q` and `cu_seq_lens_k`) of packed documents. The model cuts out this rank's part of
+    it, and its logits are those of this part. Its loss is this rank's part of the loss: the mean
+    over the ranks is that of the batch, so that DistributedDataParallel, FSDP, Trainer or
+    `moe_ext.distributed.sync_gradients`, which average over ranks, give the gradients of one
+    process. In one message a forward pass the ranks compare what they were given: a loader that
+    gives them other samples is an error.
 
     Whether the model can be served is found out by running it on a few tokens, with attention that
     mixes none: NaN that goes in for one token must come out for it alone.
@@ -173,12 +175,18 @@ class _WholeBatches:
     def _cut(self, given: Mapping[str, Any]) -> dict[str, Any]:
         batch = {key: given[key] for key in KEYS if key in given}
         rest = {key: value for key, value in given.items() if key not in KEYS}
+        pairs = batch.get("attention_mask")
+        if pairs is not None and pairs.dim() == 4:
+            del batch["attention_mask"]
+        else:
+            pairs = None
         seq_len = check_batch(batch, OP).shape[1]
         documents = {key: rest.pop(key, None) for key in (*_OFFSETS, *_LENGTHS)}
         offsets, positions = self._positions(batch, given_offsets(OP, documents))
         mask = batch.get("attention_mask")
         if mask is not None:
-            _require(mask.dim() == 2, "attention_mask", "[B, S]", list(mask.shape))
+            rule = "[B, S], or [B, H or 1, S, S]"
+            _require(mask.dim() == 2, "attention_mask", rule, list(mask.shape))
             if bool(mask.bool().all()):
                 # A mask that hides nothing would travel with the keys all the same.
                 del batch["attention_mask"]
@@ -200,6 +208,12 @@ class _WholeBatches:
             shifts=loss != "plain",
             num_items=rest.pop("num_items_in_batch", None),
         )
+        if pairs is not None:
+            rule = f"[B, S], or [B, H or 1, S, S] of {seq_len} positions"
+            fits = pairs.shape[2:] == (seq_len, seq_len)
+            _require(fits, "attention_mask", rule, list(pairs.shape))
+            where = {"group": self._handle.group, "layout": self._layout, "cu_seqlens": offsets}
+            parts["attention_mask"] = shard_sequence(pairs, dim=2, **where)
         padded = mask is not None and not bool(mask[:, :1].all())
         self._documents.batch = BatchFacts(offsets, seq_len, padded)
         return {**rest, **parts}
@@ -231,7 +245,7 @@ class _WholeBatches:
 
 def _checksum(x: Tensor) -> str:
     """Shape and checksum of a tensor; of embeddings, by their first number. NOTE: device sync."""
-    values = (x[..., 0] if x.dim() > 2 else x).detach().flatten()
+    values = (x[..., 0] if x.dim() == 3 else x).detach().flatten()
     if values.is_floating_point():
         values = values.double().view(torch.int64)
     factors = torch.arange(1, len(values) + 1, device=x.device) * _FACTOR

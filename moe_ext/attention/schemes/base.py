@@ -35,6 +35,7 @@ class Workload:
         layout: who holds which positions.
         mask: who sees which keys.
         hosts: for each rank the number of its host; exchanges inside one are taken to be faster.
+        has_attn_mask: each rank has rows of a mask of all pairs.
     """
 
     heads: int
@@ -43,6 +44,7 @@ class Workload:
     layout: Layout
     mask: Mask
     hosts: tuple[int, ...]
+    has_attn_mask: bool = False
 
     @property
     def route(self) -> Route:
@@ -68,6 +70,8 @@ class Call:
         prefix_ends: `[B or 1, documents]` on the device, past the last position of each prefix, or
             None.
         alibi_slopes: `[H]` or None.
+        attn_mask: `[B or 1, H or 1, L, S]` or None, while a pass runs.
+        grad_mask: of its shape, for its gradient, where a backward pass takes it.
     """
 
     group: ProcessGroup | None
@@ -78,6 +82,8 @@ class Call:
     offsets: Tensor | None = None
     prefix_ends: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    attn_mask: Tensor | None = None
+    grad_mask: Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -103,6 +109,11 @@ class Call:
         if self.prefix_ends is not None and self.work.mask.has_prefix(layout.shards[source]):
             ends = self.prefix_ends
             in_prefix = k_positions < (ends if k_documents is None else ends[:, k_documents])
+        bias = self.attn_mask
+        if bias is not None:
+            bias = bias.index_select(3, k_positions)
+            if bias.dtype == torch.bool:
+                bias = torch.zeros_like(bias, dtype=q.dtype).masked_fill_(~bias, -torch.inf)
         return Block(
             q,
             keys.k,
@@ -114,6 +125,8 @@ class Call:
             keys.key_mask,
             in_prefix,
             self.alibi_slopes,
+            bias,
+            self.grad_mask,
             layout.shards[place],
             layout.shards[source],
         )
@@ -128,10 +141,21 @@ class Scheme(ABC):
     name: str
     # "auto" leaves the scheme out where a rank would hold more bytes than this.
     most_held_bytes: int | None = None
+    # Queries stay where their rows of an attn_mask are.
+    serves_attn_mask = True
 
     def refusal(self, heads: int, kv_heads: int, num_ranks: int, mesh: Grid | None) -> str | None:
         """Why ranks, in the rows of a mesh or None, cannot share heads: "<arg> to be ..."."""
         return None
+
+    def mask_refusal(self, num_ranks: int) -> str | None:
+        """Why ranks cannot share a mask of all pairs: "<arg> to be ..."."""
+        if self.serves_attn_mask or num_ranks == 1:
+            return None
+        return (
+            f"attn_mask to be None for scheme {self.name!r}, where queries leave the rank that has "
+            "their rows (take 'ring', 'double_ring' or 'all_gather'), got a tensor"
+        )
 
     def rows(self, hosts: Sequence[int], mesh: Grid | None) -> Grid:
         """The ranks in the rows that the scheme works with; the same on every rank.

@@ -259,6 +259,28 @@ def batches_and_layouts(kind, layout):
     expect_near(model, whole)
 
 
+@check(("llama", "zigzag"), ("gemma2", "contiguous"))
+def masks_of_all_pairs(family, layout):
+    model = make(family, **SERVED[family])
+    whole = copy.deepcopy(model)
+    whole.set_attn_implementation("eager")
+    batch = make_batch("plain")
+    behind = torch.arange(23)[:, None] < torch.arange(23)
+    # A prefix of its own for each row, and a bias by distance.
+    hidden = behind & (torch.arange(23) >= torch.tensor([7, 12])[:, None, None])
+    bias = -0.1 * (torch.arange(23)[:, None] - torch.arange(23)).abs().float()
+    least = torch.finfo(torch.float32).min
+    batch["attention_mask"] = bias.expand(2, -1, -1).masked_fill(hidden, least)[:, None]
+    loss = whole(**batch).loss
+    loss.backward()
+    prepare_model(model, group=group(), layout=layout)
+    torch.testing.assert_close(trained(model, batch), loss.detach(), rtol=1e-5, atol=0)
+    expect_near(model, whole)
+    batch["attention_mask"][0, 0, 3, 1] += dist.get_rank()
+    with pytest.raises(ValueError, match="attention_mask .* the same whole batch"):
+        model(**batch)
+
+
 @check()
 def rows_have_documents_of_their_own():
     model = make("llama4_text", **SERVED["llama4_text"])

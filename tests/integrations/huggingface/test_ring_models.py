@@ -329,7 +329,7 @@ def refused(message, model, **kwargs):
 def test_refusals():
     register_ring_attention(None)
     model = make("llama", attn_implementation="moe_ext_ring")
-    refused("attention_mask to be", model, attention_mask=torch.zeros(2, 1, 6, 6))
+    refused("S of attn_mask to be the 6 keys", model, attention_mask=torch.zeros(2, 1, 6, 5))
     refused("counts? up from 0", model, position_ids=torch.arange(1, 7)[None])
     row = torch.tensor([0, 6])
     refused("given both, and equal", model, cu_seq_lens_q=row)
