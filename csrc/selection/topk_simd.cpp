@@ -251,28 +251,32 @@ MOE_INLINE bool has_slow_products(const float* block, float factor) {
   return slow != 0;
 }
 
-// A whole block in one go, where no product is slow: else false, and nothing is written.
-template <bool kScaled>
+// A whole block in one go, where no product is slow: else false, and nothing is written. A logged block is in place.
+template <bool kScaled, bool kLogged>
 MOE_INLINE bool feed_block(
     const Feedback<float>& args, int64_t begin, uint32_t low, uint32_t* keys, float* fed, Bits* chosen,
-    Scanned<uint32_t>* seen) {
+    Scanned<uint32_t>* seen, UndoLog<float>* log, uint8_t* log_codes) {
   if (kScaled && has_slow_products(args.residual_in + begin, args.residual_scale)) {
     return false;
   }
   const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF), bound = _mm512_set1_epi32(static_cast<int32_t>(low));
   const __m512i one = _mm512_set1_epi32(1);
-  const __m512 factor = _mm512_set1_ps(args.residual_scale);
+  const __m512 factor = _mm512_set1_ps(args.residual_scale), inverse = _mm512_set1_ps(1 / args.residual_scale);
   __m512i most = _mm512_set1_epi32(static_cast<int32_t>(seen->largest)), equal = _mm512_setzero_si512();
+  Codes codes;
   for (int64_t w = 0; w < kWords; ++w) {
-    uint64_t word = 0;
+    uint64_t word = 0, code_low = 0, code_high = 0;
     for (int64_t i = 64 * w; i < 64 * (w + 1); i += kLanes) {
       __builtin_prefetch(args.residual_in + begin + i + kAhead);
       __builtin_prefetch(args.grad + begin + i + kAhead);
-      __m512 carried = _mm512_loadu_ps(args.residual_in + begin + i);
-      if constexpr (kScaled) {
-        carried = _mm512_mul_ps(factor, carried);
+      const __m512 before = _mm512_loadu_ps(args.residual_in + begin + i);
+      const __m512 grad = _mm512_loadu_ps(args.grad + begin + i);
+      const __m512 a = _mm512_add_ps(kScaled ? _mm512_mul_ps(factor, before) : before, grad);
+      if constexpr (kLogged) {
+        const __m512 carried = _mm512_sub_ps(a, grad);
+        const __m512 guess = kScaled ? _mm512_mul_ps(inverse, carried) : carried;
+        add_codes(before, guess, i % 64, &code_low, &code_high, log);
       }
-      const __m512 a = _mm512_add_ps(carried, _mm512_loadu_ps(args.grad + begin + i));
       const __m512i key = _mm512_and_si512(_mm512_castps_si512(a), magnitude);
       most = _mm512_max_epu32(most, key);
       equal = _mm512_mask_add_epi32(equal, _mm512_cmpeq_epi32_mask(key, bound), equal, one);
@@ -281,16 +285,21 @@ MOE_INLINE bool feed_block(
       _mm512_store_si512(keys + i, key);
     }
     chosen->word[w] = word;
+    codes.low.word[w] = code_low;
+    codes.high.word[w] = code_high;
+  }
+  if constexpr (kLogged) {
+    __builtin_memcpy(log_codes, &codes, sizeof(codes));
   }
   seen->largest = _mm512_reduce_max_epu32(most);
   seen->equal += _mm512_reduce_add_epi32(equal);
   return true;
 }
 
-template <bool kScaled>
+template <bool kScaled, bool kLogged>
 int64_t feed_and_scan_blocks(
     const Feedback<float>& args, int64_t begin, int64_t n, uint32_t low, const Found<float>& out,
-    Scanned<uint32_t>* seen) {
+    Scanned<uint32_t>* seen, UndoLog<float>* log) {
   alignas(64) uint32_t keys[kBlock];
   alignas(64) float fed[kBlock];
   Bits chosen;
@@ -298,7 +307,9 @@ int64_t feed_and_scan_blocks(
   int64_t count = 0;
   for (int64_t i = 0; i < n; i += kBlock) {
     int64_t place = count;
-    if (n - i >= kBlock && feed_block<kScaled>(args, begin + i, low, keys, fed, &chosen, seen)) {
+    uint8_t* log_codes = kLogged ? log->codes + i / 4 : nullptr;
+    if (n - i >= kBlock &&
+        feed_block<kScaled, kLogged>(args, begin + i, low, keys, fed, &chosen, seen, log, log_codes)) {
       count = compact(keys, chosen, i, out.keys, out.offsets, count);
       for (; place < count; ++place) {
         out.offsets[place] |= bit_cast<uint32_t>(fed[out.offsets[place] - i]) & kSignBit;
@@ -307,8 +318,14 @@ int64_t feed_and_scan_blocks(
       continue;
     }
     const Found<float> rest{out.keys + count, out.offsets + count, nullptr};
-    count +=
-        scan<Mode::kFeed, float, float, uint32_t>(args, begin + i, n - i < kBlock ? n - i : kBlock, low, rest, seen);
+    const int64_t size = n - i < kBlock ? n - i : kBlock;
+    if constexpr (kLogged) {
+      UndoLog<float> own{log_codes, log->values, log->count};
+      count += scan_logged<Mode::kLog, float, float, uint32_t>(args, begin + i, size, low, rest, seen, &own);
+      log->count = own.count;
+    } else {
+      count += scan<Mode::kFeed, float, float, uint32_t>(args, begin + i, size, low, rest, seen);
+    }
     for (; place < count; ++place) {
       out.offsets[place] += static_cast<uint32_t>(i);
     }
@@ -320,18 +337,30 @@ int64_t feed_and_scan_blocks(
 }
 #endif
 
+// With a log or, where it is null, without.
 template <typename T, typename Acc, typename Key>
-int64_t feed_and_scan(
-    const Feedback<T>& args, int64_t begin, int64_t n, Key low, const Found<Acc>& out, Scanned<Key>* seen) {
+int64_t logged_feed_and_scan(
+    const Feedback<T>& args, int64_t begin, int64_t n, Key low, const Found<Acc>& out, Scanned<Key>* seen,
+    UndoLog<Acc>* log) {
 #if defined(__AVX512F__)
   if constexpr (std::is_same_v<T, float>) {
     if (args.velocity == nullptr) {
-      return args.residual_scale == 1 ? feed_and_scan_blocks<false>(args, begin, n, low, out, seen)
-                                      : feed_and_scan_blocks<true>(args, begin, n, low, out, seen);
+      const bool scaled = args.residual_scale != 1;
+      const auto run = log == nullptr
+                           ? (scaled ? feed_and_scan_blocks<true, false> : feed_and_scan_blocks<false, false>)
+                           : (scaled ? feed_and_scan_blocks<true, true> : feed_and_scan_blocks<false, true>);
+      return run(args, begin, n, low, out, seen, log);
     }
   }
 #endif
-  return scan<Mode::kFeed, T, Acc, Key>(args, begin, n, low, out, seen);
+  return log == nullptr ? scan<Mode::kFeed, T, Acc, Key>(args, begin, n, low, out, seen)
+                        : scan_logged<Mode::kLog, T, Acc, Key>(args, begin, n, low, out, seen, log);
+}
+
+template <typename T, typename Acc, typename Key>
+int64_t feed_and_scan(
+    const Feedback<T>& args, int64_t begin, int64_t n, Key low, const Found<Acc>& out, Scanned<Key>* seen) {
+  return logged_feed_and_scan<T, Acc, Key>(args, begin, n, low, out, seen, nullptr);
 }
 
 template <typename Acc, typename Key>
@@ -383,7 +412,7 @@ constexpr FeedbackKernels<T> kTable = {
     scan<Mode::kRead, T, Acc, Key>,
     feed<T>,
     feed_and_scan<T, Acc, Key>,
-    scan_logged<Mode::kLog, T, Acc, Key>,
+    logged_feed_and_scan<T, Acc, Key>,
     undo<T>,
     scan_fed<Acc, Key>};
 

@@ -23,8 +23,9 @@ struct Codes { // two bits an element; both are set where the value is kept
 };
 static_assert(sizeof(Codes) == kBlock / 4);
 
+// Codes of a block; the values that they do not give go to the log.
 template <typename Acc>
-MOE_INLINE Codes codes_of(const Backwards<Acc>& block) {
+MOE_INLINE Codes codes_of(const Backwards<Acc>& block, UndoLog<Acc>* log) {
   using Key = key_t<Acc>;
   alignas(64) uint8_t low[kBlock], high[kBlock];
   for (int64_t i = 0; i < kBlock; ++i) {
@@ -34,25 +35,39 @@ MOE_INLINE Codes codes_of(const Backwards<Acc>& block) {
     low[i] = static_cast<uint8_t>(lost | (other & (step != static_cast<Key>(-1))));
     high[i] = static_cast<uint8_t>(lost | (other & (step != 1)));
   }
-  return {bits_of(low), bits_of(high)};
+  const Codes codes{bits_of(low), bits_of(high)};
+  Bits kept;
+  for (int64_t w = 0; w < kWords; ++w) {
+    kept.word[w] = codes.low.word[w] & codes.high.word[w];
+  }
+  log->count = for_bits<6>(kept, log->count, [&](int64_t slot, int64_t i) { log->values[slot] = block.before[i]; });
+  return codes;
 }
 
 #if defined(__AVX512F__)
-MOE_INLINE Codes codes_of(const Backwards<float>& block) {
+// The same of 16 elements, from the i-th bit of a word on.
+MOE_INLINE void add_codes(__m512 before, __m512 guess, int64_t i, uint64_t* low, uint64_t* high, UndoLog<float>* log) {
+  const __m512i key = _mm512_and_si512(_mm512_castps_si512(guess), _mm512_set1_epi32(0x7FFFFFFF));
+  const __mmask16 lost = _mm512_cmpge_epi32_mask(key, _mm512_set1_epi32(0x7F800000));
+  const __m512i one = _mm512_set1_epi32(1), far = _mm512_set1_epi32(2);
+  const __m512i step = _mm512_sub_epi32(_mm512_castps_si512(before), _mm512_castps_si512(guess));
+  const __m512i apart = _mm512_mask_mov_epi32(step, lost, far);
+  const __mmask16 is_low = _mm512_cmpgt_epu32_mask(_mm512_add_epi32(apart, one), one); // neither 0 nor -1
+  const __mmask16 is_high = _mm512_cmpgt_epu32_mask(apart, one);                       // neither 0 nor 1
+  const __mmask16 kept = _kand_mask16(is_low, is_high);
+  _mm512_storeu_ps(log->values + log->count, _mm512_maskz_compress_ps(kept, before));
+  log->count += __builtin_popcount(kept);
+  *low |= static_cast<uint64_t>(is_low) << i;
+  *high |= static_cast<uint64_t>(is_high) << i;
+}
+
+MOE_INLINE Codes codes_of(const Backwards<float>& block, UndoLog<float>* log) {
   Codes codes;
   for (int64_t w = 0; w < kWords; ++w) {
     uint64_t low = 0, high = 0;
     for (int64_t i = 0; i < 64; i += kLanes) {
-      const __m512i before = _mm512_load_si512(block.before + 64 * w + i);
-      const __m512i guess = _mm512_load_si512(block.guess + 64 * w + i);
-      const __m512i step = _mm512_sub_epi32(before, guess);
-      const __m512i key = _mm512_and_si512(guess, _mm512_set1_epi32(0x7FFFFFFF));
-      const __mmask16 lost = _mm512_cmpge_epi32_mask(key, _mm512_set1_epi32(0x7F800000));
-      const __mmask16 other = _mm512_test_epi32_mask(step, step);
-      const __mmask16 not_below = _mm512_mask_cmpneq_epi32_mask(other, step, _mm512_set1_epi32(-1));
-      const __mmask16 not_above = _mm512_mask_cmpneq_epi32_mask(other, step, _mm512_set1_epi32(1));
-      low |= static_cast<uint64_t>(_kor_mask16(lost, not_below)) << i;
-      high |= static_cast<uint64_t>(_kor_mask16(lost, not_above)) << i;
+      const __m512 before = _mm512_load_ps(block.before + 64 * w + i);
+      add_codes(before, _mm512_load_ps(block.guess + 64 * w + i), i, &low, &high, log);
     }
     codes.low.word[w] = low;
     codes.high.word[w] = high;
@@ -69,12 +84,7 @@ MOE_INLINE void log_block(Backwards<Acc>& block, Acc inverse, int64_t n, uint8_t
   if (inverse != 1) {
     scale(block.guess, inverse, n, block.guess);
   }
-  const Codes codes = codes_of(block);
-  Bits kept;
-  for (int64_t w = 0; w < kWords; ++w) {
-    kept.word[w] = codes.low.word[w] & codes.high.word[w];
-  }
-  log->count = for_bits<6>(kept, log->count, [&](int64_t slot, int64_t i) { log->values[slot] = block.before[i]; });
+  const Codes codes = codes_of(block, log);
   __builtin_memcpy(out, &codes, sizeof(codes));
 }
 
