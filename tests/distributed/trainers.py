@@ -178,7 +178,9 @@ def _accelerate(job, own_files=False):
             accelerator.save_state(job.folder)
             accelerator.save_model(model, f"{job.folder}/model")
         accelerator.wait_for_everyone()
-        Model().load_state_dict(load_file(f"{job.folder}/model/model.safetensors"))
+        found = load_file(f"{job.folder}/model/model.safetensors")
+        # Accelerate leaves the prefix of torch.compile there.
+        Model().load_state_dict({n.removeprefix("_orig_mod."): t for n, t in found.items()})
     else:
         job.save(job.model, optimizer)
 
