@@ -113,6 +113,9 @@ class TokenDispatcher:
 
     # For subclasses that do all by themselves and never call __init__.
     _group = GroupHandle(None)
+    # Of the layers that share the group, this one.
+    _layers: tuple[str, ...] = ("",)
+    _layer = 0
 
     def __init__(
         self,
@@ -138,6 +141,21 @@ class TokenDispatcher:
         self.grad_scale = float(self.num_ranks) if average else 1.0
         self._facts: dict[str, object] = {"num_experts": num_experts}
         self._agreed = False
+
+    def tell_apart(self, layers: Sequence[str], layer: int) -> None:
+        """Compare with every exchange which layer runs, for models that may skip one on a rank.
+
+        Ranks that run different layers then raise, all of them, where rows would go to experts of
+        another layer.
+
+        Args:
+            layers: names of the layers that share the group, with as many experts each, the same on
+                every rank.
+            layer: index of this one.
+        """
+        self._layers, self._layer = tuple(layers), layer
+        # The first message of one layer must not meet a later one of another.
+        self._agreed = True
 
     @property
     def group(self) -> Any:
@@ -454,7 +472,7 @@ class TokenDispatcher:
             x_TD.shape[1],
             code,
             topk_idx_TK.shape[1],
-            0,
+            2 * self._layer,
             limit,
             graph_state(x_TD.requires_grad),
         )
@@ -467,7 +485,8 @@ class TokenDispatcher:
             yield
         except Exception as error:
             code = DTYPES.index(x.dtype) if x.dtype in DTYPES else len(DTYPES)
-            header = (x.shape[-1] if x.dim() else 0, code, 0, 1, 0, graph_state(x.requires_grad))
+            dim, state = x.shape[-1] if x.dim() else 0, 2 * self._layer + 1
+            header = (dim, code, 0, state, 0, graph_state(x.requires_grad))
             nothing_PL = torch.zeros(
                 self.num_ranks, self.num_counts, dtype=torch.int64, device=x.device
             )
@@ -496,9 +515,9 @@ class TokenDispatcher:
     ) -> ExchangedCounts:
         """Tell rank p row p of some numbers, and check that the ranks make the same call.
 
-        The message carries a header (model_dim, dtype, top_k, whether the sender failed, capacity,
-        whether rows are in a graph), since an exchange of rows of different sizes, or a backward
-        pass on some ranks alone, would hang or mix up bytes.
+        The message carries a header (model_dim, dtype, top_k, layer and whether the sender failed,
+        capacity, whether rows are in a graph), since an exchange of rows of different sizes, or a
+        backward pass on some ranks alone, would hang or mix up bytes.
         """
         operation = self.operation
         if not self._agreed:
@@ -513,10 +532,16 @@ class TokenDispatcher:
         # the allocator its size, on the host; and every rank must reach the same verdict before
         # rows move.
         table = torch.cat([heads, totals(received_PM), totals(own_PM)], 1).tolist()
-        dims, codes, top_ks, failed, limits, graphs, *columns = zip(*table, strict=True)
-        if any(failed):
+        dims, codes, top_ks, states, limits, graphs, *columns = zip(*table, strict=True)
+        if any(state % 2 for state in states):
             # One more message, with the reason.
             agree(operation, {}, problem, self.group, own_PM.device)
+        layers = [self._layers[state // 2] for state in states]
+        name = (
+            "the layer that runs (a batch without tokens of a kind, such as images, skips layers "
+            "of that kind; give every rank some)"
+        )
+        check_equal_over_ranks(name, layers, self.group, operation)
         check_equal_over_ranks("model_dim", dims, self.group, operation)
         names = [*map(str, DTYPES), "another dtype"]
         dtypes = [names[code] for code in codes]

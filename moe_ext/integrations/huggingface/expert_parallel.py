@@ -260,7 +260,10 @@ def shard(model: nn.Module, found: Found, ep_group: ProcessGroup) -> None:
         num_experts: int = module.num_experts  # type: ignore[assignment]
         wrappers = wrappers_of(found.model, path)
         module._ep_group = GroupHandle(ep_group)  # type: ignore[assignment]
-        module._dispatcher = AllToAllDispatcher(num_experts, ep_group)  # type: ignore[assignment]
+        dispatcher = AllToAllDispatcher(num_experts, ep_group)
+        alike = [p for p, other in found.experts.items() if other.num_experts == num_experts]
+        dispatcher.tell_apart(alike, alike.index(path))
+        module._dispatcher = dispatcher  # type: ignore[assignment]
         module._wrappers = wrappers  # type: ignore[assignment]
         module._adapters = adapter_names(wrappers)  # type: ignore[assignment]
         module._was_parametrized = is_parametrized(module)  # type: ignore[assignment]

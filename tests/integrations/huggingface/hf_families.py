@@ -131,7 +131,11 @@ FAMILIES = {
     "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM", {}),
     "ernie4_5_vl_moe": (
         "Ernie4_5_VLMoeTextModel",
-        {**rope(1, 1, 2), "moe_intermediate_size": [12, 8]},
+        {
+            **rope(1, 1, 2),
+            "moe_intermediate_size": [12, 8],
+            "mlp_layer_types": ["sparse", "sparse"],
+        },
     ),
     "exaone_moe": ("ExaoneMoeForCausalLM", {}),
     "flex_olmo": ("FlexOlmoForCausalLM", {}),

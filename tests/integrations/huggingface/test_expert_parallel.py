@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from hf_families import build as build_family
 from hf_families import spread_by_transformers
 from hf_models import NUM_BLOCKS, assert_near, build, families, make_batch, run
 from rank_checks import Checks
@@ -227,6 +228,29 @@ def a_rank_without_tokens(experts_implementation):
     y.sum().backward()
     assert y.shape == x.shape
     assert experts.gate_up_proj.grad is not None
+
+
+@CHECKS()
+def a_rank_without_images():
+    """It skips the experts for images, and the text of its next layer must not go to them."""
+    rank = dist.get_rank()
+    whole, model = build_family("ernie4_5_vl_moe").eval(), build_family("ernie4_5_vl_moe").eval()
+    moe_ext.replace(model, ep_group=dist.group.WORLD)
+    ids = torch.arange(3, 12)[None]
+    images = (torch.arange(9) % 3 == rank)[None]
+    options = {"input_ids": ids, "use_cache": False}
+    with torch.no_grad():
+        want = whole(**options, moe_mm_token_type_ids=images).last_hidden_state
+        for _ in range(2):
+            got = model(**options, moe_mm_token_type_ids=images).last_hidden_state
+            assert_near(got, want)
+            text = (
+                r"expected the layer that runs \(a batch without tokens of a kind.*give every rank "
+                r"some\) to be equal .*layers.0.mlp.vision_moe.experts.* on rank 0.*"
+                r"layers.1.mlp.text_moe.experts.* on rank 1"
+            )
+            with pytest.raises(ValueError, match=text):
+                model(**options, moe_mm_token_type_ids=images & (rank == 0))
 
 
 @pytest.mark.parametrize("name", CHECKS)
