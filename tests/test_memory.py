@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,6 +103,37 @@ def test_other_allocators_are_told_apart(monkeypatch):
         assert "no effect" in moe_ext.info()["memory"]
     finally:
         _memory._glibc.cache_clear()
+
+
+def huge_pages():
+    try:
+        return "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return False
+
+
+@needs_glibc
+@pytest.mark.skipif(not huge_pages(), reason="the system gives no huge pages")
+def test_large_results_come_in_huge_pages():
+    """Fresh memory, as in a process that did not ask for its reuse: 16384 small pages a result."""
+    found = run(
+        """
+x, idx = torch.randn(8192, 1024), torch.rand(8192, 8).topk(2).indices
+weights, up, grad = torch.rand(8192, 2), torch.randn(4096, 8192), torch.randn(4096, 4096)
+rows, tables = moe_ext.ops.permute_tokens(x, idx, 8)
+offsets, weight = torch.tensor([0, 64]), torch.randn(1, 4096, 4096)
+op = torch.ops.moe_ext
+for call in (
+    lambda: moe_ext.ops.permute_tokens(x, idx, 8),
+    lambda: op._unpermute_tokens_backward(x, rows, tables.slot_of_row, tables.row_of_slot, weights),
+    lambda: moe_ext.ops.gated_activation(up),
+    lambda: op._gated_activation_backward(grad, up, "swiglu", "concatenated"),
+    lambda: op._grouped_mm_backward_weight(grad[:64], grad[:64], offsets),
+):
+    print(faults(call, times=1, warmup=1))
+"""
+    )
+    assert max(found) < 4096, found
 
 
 def test_rows_that_were_not_sent_are_not_padded():

@@ -32,7 +32,7 @@ void for_each_piece(int64_t n, int64_t bytes_per_element, F&& f) {
 Tensor activation_cpu(Tensor x, std::string kind_name) {
   const Kind kind = check_activation("activation", x, kind_name);
   const Tensor in = as_contiguous(x);
-  const Tensor out = torch::stable::empty_like(in);
+  const Tensor out = on_huge_pages(torch::stable::empty_like(in));
   dispatch_floating(x.scalar_type(), [&]<typename T>() {
     for_each_piece(in.numel(), 2 * sizeof(T), [&](int64_t first, int64_t n) {
       kernels().of<T>().activation(kind, data<T>(out) + first, data<T>(in) + first, n);
@@ -47,7 +47,7 @@ Tensor activation_backward_cpu(Tensor grad, Tensor x, std::string kind_name) {
   check_grad(op, grad, x, x.dim() == 0 ? 1 : x.size(x.dim() - 1));
   const Tensor g = as_contiguous(grad);
   const Tensor in = as_contiguous(x);
-  const Tensor out = torch::stable::empty_like(in);
+  const Tensor out = on_huge_pages(torch::stable::empty_like(in));
   dispatch_floating(x.scalar_type(), [&]<typename T>() {
     for_each_piece(in.numel(), 3 * sizeof(T), [&](int64_t first, int64_t n) {
       kernels().of<T>().activation_backward(kind, data<T>(out) + first, data<T>(g) + first, data<T>(in) + first, n);
@@ -102,7 +102,7 @@ Tensor gated_activation_backward_cpu(Tensor grad, Tensor x, std::string kind_nam
   check_grad(op, grad, x, dim);
   const Tensor g = as_contiguous(grad);
   const Tensor in = as_contiguous(x);
-  const Tensor out = torch::stable::empty_like(in);
+  const Tensor out = on_huge_pages(torch::stable::empty_like(in));
   dispatch_floating(x.scalar_type(), [&, kind = kind, layout = layout]<typename T>() {
     const auto run = [&](int64_t first, int64_t gate, int64_t n) {
       kernels().of<T>().gated_backward(
