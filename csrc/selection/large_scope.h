@@ -19,6 +19,8 @@ using torch::stable::parallel_for;
 // One line of the cache of each run of this many elements is sampled.
 constexpr int64_t kSampleRun = 2048;
 constexpr int64_t kSampleLine = 16;
+// Lines of a sample that are fetched before they are read: they are far apart.
+constexpr int64_t kSampleAhead = 16;
 
 template <typename T>
 struct Chosen {
@@ -291,11 +293,16 @@ template <typename T>
 std::vector<key_t<acc_t<T>>> LargeScope<T>::sample() const {
   const int64_t runs = numel_ / kSampleRun;
   std::vector<Key> keys(runs * kSampleLine);
+  const auto begin_of = [](int64_t run) {
+    const uint64_t hash = (static_cast<uint64_t>(run) + 1) * 0x9E3779B97F4A7C15u;
+    const int64_t line = static_cast<int64_t>(hash >> 40) % (kSampleRun / kSampleLine);
+    return run * kSampleRun + line * kSampleLine;
+  };
   parallel_for(0, runs, 256, [&](int64_t first, int64_t last) {
     for (int64_t run = first; run < last; ++run) {
-      const uint64_t hash = (static_cast<uint64_t>(run) + 1) * 0x9E3779B97F4A7C15u;
-      const int64_t line = static_cast<int64_t>(hash >> 40) % (kSampleRun / kSampleLine);
-      const int64_t begin = run * kSampleRun + line * kSampleLine;
+      const int64_t begin = begin_of(run), later = begin_of(std::min(run + kSampleAhead, last - 1));
+      __builtin_prefetch(args_.grad + later);
+      __builtin_prefetch(args_.residual_in + later);
       Key* out = keys.data() + run * kSampleLine;
       if (fed_[begin / kSegment]) {
         std::transform(

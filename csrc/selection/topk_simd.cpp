@@ -157,8 +157,8 @@ MOE_INLINE void write_block(float* block, const uint32_t* keys, uint32_t low, in
 #endif
 
 // Calls f(offset, size, keys, fed) for each block, after its keys have been computed, and writes what is fed without
-// the keys larger than `low`.
-template <bool kVelocity, bool kScaled, Mode kMode, typename T, typename F>
+// the keys larger than `low`. The keys of a block that is not full are zero behind its end, if kPadded.
+template <bool kVelocity, bool kScaled, Mode kMode, bool kPadded, typename T, typename F>
 MOE_INLINE void for_blocks(
     const Feedback<T>& args, int64_t begin, int64_t n, key_t<acc_t<T>> low, UndoLog<acc_t<T>>* log, F f) {
   using Acc = acc_t<T>;
@@ -181,7 +181,9 @@ MOE_INLINE void for_blocks(
         log_block(block.velocity, 1 / args.momentum, size, log->codes + kCodeBytes + i / 4, log);
       }
     }
-    fill(keys, size);
+    if constexpr (kPadded) {
+      fill(keys, size);
+    }
     f(i, size, keys, fed);
     if constexpr (kMode != Mode::kRead) {
       write_block(fed.residual, keys, low, size, args.residual + begin + i, residual_streams);
@@ -195,16 +197,16 @@ MOE_INLINE void for_blocks(
   }
 }
 
-template <Mode kMode, typename T, typename F>
+template <Mode kMode, bool kPadded = true, typename T, typename F>
 MOE_INLINE void each_block(
     const Feedback<T>& args, int64_t begin, int64_t n, key_t<acc_t<T>> low, UndoLog<acc_t<T>>* log, F f) {
   const bool scaled = args.residual_scale != 1;
   if (args.velocity == nullptr) {
-    scaled ? for_blocks<false, true, kMode>(args, begin, n, low, log, f)
-           : for_blocks<false, false, kMode>(args, begin, n, low, log, f);
+    scaled ? for_blocks<false, true, kMode, kPadded>(args, begin, n, low, log, f)
+           : for_blocks<false, false, kMode, kPadded>(args, begin, n, low, log, f);
   } else {
-    scaled ? for_blocks<true, true, kMode>(args, begin, n, low, log, f)
-           : for_blocks<true, false, kMode>(args, begin, n, low, log, f);
+    scaled ? for_blocks<true, true, kMode, kPadded>(args, begin, n, low, log, f)
+           : for_blocks<true, false, kMode, kPadded>(args, begin, n, low, log, f);
   }
 }
 
@@ -383,9 +385,10 @@ int64_t scan_fed(const Acc* residual, int64_t n, Key low, const Found<Acc>& out,
 
 template <typename T, typename Key>
 void keys(const Feedback<T>& args, int64_t begin, int64_t n, Key* out) {
-  each_block<Mode::kRead>(args, begin, n, Key{}, nullptr, [&](int64_t offset, int64_t size, const Key* block, auto&) {
+  const auto copy = [&](int64_t offset, int64_t size, const Key* block, auto&) {
     __builtin_memcpy(out + offset, block, size * sizeof(Key));
-  });
+  };
+  each_block<Mode::kRead, false>(args, begin, n, Key{}, nullptr, copy);
 }
 
 template <typename T>
