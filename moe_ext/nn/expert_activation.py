@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext.ops.autograd import refuse_second_derivative
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu")
 PLAIN_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
@@ -75,6 +76,7 @@ class _ClampedSwiGLU(torch.autograd.Function):
         return ops.gated_activation(prepared, kind="swiglu", layout=layout)
 
     @staticmethod
+    @refuse_second_derivative("ClampedSwiGLU")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         alpha, limit, layout = ctx.options
