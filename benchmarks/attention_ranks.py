@@ -209,9 +209,10 @@ def score_products(_rank: int, case: Case, layout: str) -> list[tuple[int, int]]
     where, inputs, _ = sharded(case, layout)
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
         attention.ring_attention(*inputs[:3], is_causal=True, **where)
-    shapes = [event.input_shapes for event in seen.events() if event.name == "aten::mm"]
-    # q k^T; what multiplies the values is `addmm`.
-    return [tuple(s[2]) for s in shapes if len(s) == 3 and s[0][1:] == [case.dim]]
+    # Products pass torch's dispatcher by: what is recorded of the two of a tile are looks at their
+    # five matrices, the scores first and last.
+    shapes = [e.input_shapes[0] for e in seen.events() if e.name == "aten::resolve_conj"]
+    return [tuple(shape) for shape in shapes[::5]]
 
 
 def needed_tiles(case: Case, num_ranks: int, layout: str, tile: tuple[int, int]) -> int:

@@ -123,6 +123,7 @@ def given_transformers(rank, code):
     """The same for the page about Hugging Face: a small Mixtral, anew for each block."""
     from transformers import AutoModelForCausalLM
 
+    torch.distributed.barrier()  # rank 0 may still write what the block before saved
     tokens = torch.randint(0, 32, (2, 8))
     return {
         "torch": torch,
@@ -162,6 +163,8 @@ def run_pages(rank, folder, pages, given):
             try:
                 exec(compile(code, f"{page}-{index}", "exec"), names)
             except Exception:
+                # Ranks that wait for this one fail later, with an error of their own.
+                traceback.print_exc()
                 return page, index, traceback.format_exc()
     return None
 
