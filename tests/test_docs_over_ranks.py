@@ -123,7 +123,6 @@ def given_transformers(rank, code):
     """The same for the page about Hugging Face: a small Mixtral, anew for each block."""
     from transformers import AutoModelForCausalLM
 
-    torch.distributed.barrier()  # rank 0 may still write what the block before saved
     tokens = torch.randint(0, 32, (2, 8))
     return {
         "torch": torch,
@@ -158,6 +157,8 @@ def run_pages(rank, folder, pages, given):
                 continue
             for there, here in HERE:
                 code = code.replace(there, here)
+            # Other ranks may still write or read the files of the block before.
+            torch.distributed.barrier()
             # What a block imports or makes, later blocks of its page have.
             names = {**names, **given(rank, code)}
             try:
