@@ -15,14 +15,13 @@ from namespaces import Network, Ranks
 SCRIPT = Path(__file__).resolve().parent / "expert_parallel_rank.py"
 NUM_NODES = 2
 SHAPES = (
-    {"num_tokens": 1024, "model_dim": 512, "ffn_dim": 192, "num_experts": 64, "top_k": 8},
-    {"num_tokens": 1024, "model_dim": 512, "ffn_dim": 1792, "num_experts": 8, "top_k": 2},
+    {"num_tokens": 512, "model_dim": 512, "ffn_dim": 192, "num_experts": 64, "top_k": 8},
+    {"num_tokens": 512, "model_dim": 512, "ffn_dim": 1792, "num_experts": 8, "top_k": 2},
 )
 # Bits a second, and how often each contender takes its turn; the first turn warms up.
 LINKS: dict[str, tuple[float | None, int]] = {
-    "1 Gbit/s": (1e9, 6),
-    "10 Gbit/s": (10e9, 11),
-    "unthrottled": (None, 11),
+    "1 Gbit/s": (1e9, 5),
+    "unthrottled": (None, 7),
 }
 HEADER = (
     "layer",
