@@ -1,4 +1,4 @@
-"""Whether malloc keeps freed memory for the next tensors."""
+"""Settings of malloc that keep freed memory for the next tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 
 import torch
 
-# Of glibc's malloc.h.
+# Constants of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4
 # A pad above two heaps of a thread (64 MiB each) also keeps those from being unmapped.
 _REUSE = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1, _M_TOP_PAD: 2**28}
@@ -67,7 +67,7 @@ def reuse_memory(enabled: bool = True) -> bool:
 
 
 def state() -> str:
-    """What holds in this process, in words."""
+    """Description of what malloc does in this process."""
     if _glibc() is None:
         return (
             "torch's memory does not come from glibc's malloc: moe_ext.reuse_memory has no effect"

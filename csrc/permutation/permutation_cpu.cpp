@@ -29,7 +29,7 @@ using torch::stable::parallel_for;
 
 constexpr int64_t kSlotsPerBlock = 4096;
 constexpr int64_t kNone = -1;
-// How far ahead rows are asked for, where the next slot's would come too late.
+// Distance at which rows are prefetched where the next slot's would come too late.
 constexpr int64_t kPrefetchBytes = 4096;
 
 struct Index {

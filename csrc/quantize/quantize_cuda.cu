@@ -25,7 +25,7 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cuda(
   const int64_t numel = in.numel();
   Tensor codes = new_empty(in, {code_bytes(numel, format)}, ScalarType::Byte);
   Tensor scales = new_empty(in, {num_scales(numel, block)}, ScalarType::Float);
-  // Whether something is not finite; the largest key.
+  // A flag, set if a value is not finite; the largest key.
   const Tensor found = new_zeros(in, {2}, ScalarType::Int);
   if (numel == 0) {
     return {codes, scales};

@@ -33,7 +33,7 @@ using torch::autograd::variable_list;
 
 enum class Source { kGrad, kTensor, kValue };
 
-// What an operator of the backward pass is given: the gradient of a result, a saved tensor or a saved value.
+// Arguments of an operator of the backward pass: the gradient of a result, a saved tensor or a saved value.
 struct Argument {
   Source source;
   size_t index;
@@ -47,7 +47,7 @@ struct Derivative {
   std::vector<Argument> arguments;
 };
 
-// What to keep of the arguments, or, from `num_arguments` on, of the results.
+// Values to keep of the arguments or, from `num_arguments` on, of the results.
 struct Kept {
   size_t position;
   std::string function; // of values: "", "columns", "dtype" or "is_transposed"

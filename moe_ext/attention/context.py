@@ -71,7 +71,7 @@ def _mask(attn_mask: Tensor, query: Tensor) -> Tensor:
     if attn_mask.dim() not in (2, 3, query.dim()):
         _refuse("attn_mask", f"of 2 to {query.dim()} dimensions", list(attn_mask.shape))
     if attn_mask.dim() == 3:
-        # Of the batch without heads, or of the heads.
+        # The first dimension is the batch if the query has no heads, otherwise the heads.
         attn_mask = attn_mask.unsqueeze(1 if query.dim() == 3 else 0)
     mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     return mask.expand(-1, -1, query.shape[-2], -1) if mask.shape[2] == 1 else mask

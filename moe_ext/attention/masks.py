@@ -242,7 +242,7 @@ def check_prefix_len(
     if not mask.is_causal:
         raise ValueError(f"{operation}: expected is_causal to be True with prefix_len, got False")
     if max(mask.left, mask.right) >= 0:
-        # Whether a prefix is seen beyond the window differs between models.
+        # Models differ in whether a prefix is seen beyond the window.
         raise ValueError(
             f"{operation}: expected window to be None with prefix_len, got "
             f"{(mask.left, mask.right)}"

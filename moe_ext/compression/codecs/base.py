@@ -242,7 +242,7 @@ class PayloadCodec(Codec):
 
     @property
     def needs_feedback(self) -> bool:
-        """Whether what payloads leave out must be kept, as too little is left without it."""
+        """True if what payloads leave out must be kept: the rest alone is too little."""
         return False
 
     @abstractmethod

@@ -40,7 +40,7 @@ class Coding(Protocol):
 
     @property
     def means_of_blocks(self) -> bool:
-        """Whether a code is a sign and the scale a mean magnitude, in which padding counts."""
+        """True if codes are signs and scales mean magnitudes, in which padding counts."""
 
     def payload_bytes(self, numel: int) -> int:
         """Length of the payload of so many elements: it depends on nothing else."""

@@ -37,7 +37,7 @@ from moe_ext.ops.grouped_gemm import row_alignment
 
 # State of the backward pass: not recorded, recorded, or recorded with this rank's rows in it.
 _NOT_RECORDED, _RECORDED, _IN_GRAPH = range(3)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -458,24 +458,13 @@ class TokenDispatcher:
     ) -> tuple[Tensor, ops.Permutation, RowCounts]:
         """Rows grouped by expert, without columns if not wanted, and who sends how many."""
         with self._telling_of_failure(x_TD):
-            if x_TD.dtype not in DTYPES:
-                raise TypeError(
-                    f"{self.operation}: expected x_TD to be one of {DTYPES}, got {x_TD.dtype}"
-                )
+            self._check_dtype(x_TD)
             taken_TD = x_TD if with_rows else x_TD.detach()[:, :0]
             rows_ND, tables = self._group_by_expert(
                 taken_TD, topk_idx_TK, topk_weights_TK, capacity
             )
         own_PL = tables.expert_offsets.diff().view(self.num_ranks, self.num_local_experts)
-        code, limit = DTYPES.index(x_TD.dtype), -1 if capacity is None else capacity
-        header = (
-            x_TD.shape[1],
-            code,
-            topk_idx_TK.shape[1],
-            2 * self._layer,
-            limit,
-            graph_state(x_TD.requires_grad),
-        )
+        header = self._header(x_TD, topk_idx_TK.shape[1], capacity, x_TD.requires_grad)
         return rows_ND, tables, self._count(own_PL, header)
 
     @contextlib.contextmanager
@@ -484,9 +473,7 @@ class TokenDispatcher:
         try:
             yield
         except Exception as error:
-            code = DTYPES.index(x.dtype) if x.dtype in DTYPES else len(DTYPES)
-            dim, state = x.shape[-1] if x.dim() else 0, 2 * self._layer + 1
-            header = (dim, code, 0, state, 0, graph_state(x.requires_grad))
+            header = self._header(x, 0, 0, x.requires_grad, failed=True)
             nothing_PL = torch.zeros(
                 self.num_ranks, self.num_counts, dtype=torch.int64, device=x.device
             )
@@ -494,6 +481,31 @@ class TokenDispatcher:
             with contextlib.suppress(ValueError, TypeError, RuntimeError):
                 self._count(nothing_PL, header, error)
             raise
+
+    def _check_dtype(self, x_TD: Tensor) -> None:
+        if x_TD.dtype not in _DTYPES:
+            raise TypeError(
+                f"{self.operation}: expected x_TD to be one of {_DTYPES}, got {x_TD.dtype}"
+            )
+
+    def _header(
+        self, x: Tensor, top_k: int, capacity: int | None, in_graph: bool, *, failed: bool = False
+    ) -> tuple[int, int, int, int, int, int]:
+        """The head of a message of counts, as `_compare` reads it.
+
+        Args:
+            x: the rows.
+            top_k: columns of the choice.
+            capacity: see `dispatch`.
+            in_graph: whether gradients reach this rank's rows, where they are recorded.
+            failed: whether the sender has an error to tell.
+        """
+        dim = x.shape[-1] if x.dim() else 0
+        code = _DTYPES.index(x.dtype) if x.dtype in _DTYPES else len(_DTYPES)
+        limit = -1 if capacity is None else capacity
+        recorded = _IN_GRAPH if in_graph else _RECORDED
+        graph = recorded if torch.is_grad_enabled() else _NOT_RECORDED
+        return (dim, code, top_k, 2 * self._layer + failed, limit, graph)
 
     def _count(
         self,
@@ -543,7 +555,7 @@ class TokenDispatcher:
         )
         check_equal_over_ranks(name, layers, self.group, operation)
         check_equal_over_ranks("model_dim", dims, self.group, operation)
-        names = [*map(str, DTYPES), "another dtype"]
+        names = [*map(str, _DTYPES), "another dtype"]
         dtypes = [names[code] for code in codes]
         check_equal_over_ranks("the dtype of x", dtypes, self.group, operation)
         check_equal_over_ranks("top_k", top_ks, self.group, operation)
@@ -590,13 +602,6 @@ class TokenDispatcher:
                 )
                 tables, pairs_PP = _dropping(tables, kept), allowed_PP
         return cut_exchange(tables, counts, schedule(pairs_PP, limit), rank)
-
-
-def graph_state(in_graph: bool) -> int:
-    """What a header says of a rank's backward pass, given whether its rows are in one."""
-    if not torch.is_grad_enabled():
-        return _NOT_RECORDED
-    return _IN_GRAPH if in_graph else _RECORDED
 
 
 def _dropping(before: ops.Permutation, kept: ops.Permutation) -> ops.Permutation:

@@ -23,12 +23,7 @@ from moe_ext._checks import check_choice
 from moe_ext.distributed import comm
 from moe_ext.distributed._c10d import small_message_device
 from moe_ext.distributed.dispatch.alltoall import AllToAllDispatcher
-from moe_ext.distributed.dispatch.base import (
-    DTYPES,
-    DispatchMetadata,
-    TokenDispatcher,
-    graph_state,
-)
+from moe_ext.distributed.dispatch.base import DispatchMetadata, TokenDispatcher
 from moe_ext.distributed.groups import group_rank, group_ranks, group_size
 from moe_ext.ops.grouped_gemm import row_alignment
 
@@ -100,10 +95,7 @@ class _Hop(AllToAllDispatcher):
     ) -> _Route:
         """Find out which rows travel where, and tell the receivers their experts and origin."""
         with self.routing(x_TD):
-            if x_TD.dtype not in DTYPES:
-                raise TypeError(
-                    f"{self.operation}: expected x_TD to be one of {DTYPES}, got {x_TD.dtype}"
-                )
+            self._check_dtype(x_TD)
             target_TK = idx_TK.div(self.num_local_experts, rounding_mode="floor")
             again_TKK = target_TK[:, :, None] == target_TK[:, None, :]
             once_TK = target_TK.masked_fill(again_TKK.tril(-1).any(-1), -1)
@@ -112,9 +104,7 @@ class _Hop(AllToAllDispatcher):
             _, once = ops.permute_tokens(none_TD, once_TK, self.num_ranks)
             _, slots = ops.permute_tokens(none_TD, target_TK, self.num_ranks)
         own_P2 = torch.stack([once.num_tokens_per_expert, slots.num_tokens_per_expert], 1)
-        limit = -1 if capacity is None else capacity
-        dim, code = x_TD.shape[1], DTYPES.index(x_TD.dtype)
-        header = (dim, code, idx_TK.shape[1], 0, limit, graph_state(in_graph))
+        header = self._header(x_TD, idx_TK.shape[1], capacity, in_graph)
         told = self._compare(own_P2, header, None, lambda counts_P2: counts_P2)
         received, slots_received = told.received
         sent, slots_sent = told.sent
@@ -143,6 +133,30 @@ class _Hop(AllToAllDispatcher):
             told.expert_capacity,
             told.has_backward,
         )
+
+    def bring_rows_back(
+        self,
+        rows: Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        name: str,
+        backward: bool,
+        meanwhile: Callable[[], None] | None,
+    ) -> Tensor:
+        """Send rows the way back, results of the forward pass or gradients of the backward pass.
+
+        The factors are those of `TokenDispatcher`: 1/P on the gradient of a result, P on a gradient
+        itself.
+        """
+        back = self.exchange_rows(
+            rows,
+            received,
+            sent,
+            grad_scale=1.0 if backward else 1.0 / self.grad_scale,
+            operation=f"{self.operation} {name}",
+            meanwhile=meanwhile,
+        )
+        return back.mul_(self.grad_scale) if backward and self.grad_scale != 1.0 else back
 
     def _experts_behind(
         self, once: ops.Permutation, idx_TK: Tensor, rank_P: Tensor, sent: Sequence[int]
@@ -212,16 +226,9 @@ class _Journey:
     ) -> Tensor:
         """Add up on the way back what each token has on the ranks; `[T, D]`."""
         for hop, route in zip(reversed(self.hops), reversed(self.routes), strict=True):
-            back_UD = hop.exchange_rows(
-                y_UD,
-                route.received,
-                route.sent,
-                grad_scale=1.0 if backward else 1.0 / hop.grad_scale,
-                operation=f"{hop.operation} {name}",
-                meanwhile=meanwhile,
+            back_UD = hop.bring_rows_back(
+                y_UD, route.sent, route.received, name, backward, meanwhile
             )
-            if backward and hop.grad_scale != 1.0:
-                back_UD *= hop.grad_scale
             y_UD, meanwhile = ops.unpermute_tokens(back_UD, route.once), None
         return y_UD
 
@@ -237,16 +244,9 @@ class _Journey:
         rows_SD = ops.unpermute_tokens(rows, self.by_slot)
         for i in reversed(range(len(self.hops))):
             hop, route = self.hops[i], self.routes[i]
-            rows_SD = hop.exchange_rows(
-                rows_SD,
-                route.slots_received,
-                route.slots_sent,
-                grad_scale=1.0 if backward else 1.0 / hop.grad_scale,
-                operation=f"{hop.operation} {name}",
-                meanwhile=meanwhile,
+            rows_SD = hop.bring_rows_back(
+                rows_SD, route.slots_sent, route.slots_received, name, backward, meanwhile
             )
-            if backward and hop.grad_scale != 1.0:
-                rows_SD *= hop.grad_scale
             meanwhile = None
             if i > 0:
                 rows_SD = ops.unpermute_tokens(rows_SD, self.places[i - 1])
@@ -343,6 +343,11 @@ class DedupDispatcher(TokenDispatcher):
 
     def _make_hops(self, num_experts: int, group: ProcessGroup) -> tuple[_Hop, ...]:
         return (_Hop(self.operation, num_experts, group, self.combine_by, self.average),)
+
+    def tell_apart(self, layers: Sequence[str], layer: int) -> None:
+        """See `TokenDispatcher`."""
+        for hop in self._hops:
+            hop.tell_apart(layers, layer)
 
     def routing(self, x: Tensor) -> AbstractContextManager[object]:
         """See `TokenDispatcher`."""
