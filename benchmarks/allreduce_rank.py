@@ -3,25 +3,20 @@
 ``allreduce_rank.py RANK WORLD_SIZE`` with the rendezvous in the environment.
 """
 
-import datetime
-import json
 import statistics
-import sys
 import time
 from typing import Any
 
 import allreduce_peers
 import torch
 import torch.distributed as dist
-from _harness import keep_memory
-from namespaces import TX_BYTES
+from namespaces import TX_BYTES, answer_jobs
 from torch import Tensor
 
 from moe_ext.compression import probe
 
 NUM_GRADS = 3
 NUM_COPIES = 15
-TIMEOUT = datetime.timedelta(seconds=120)
 
 
 def gradients(rank: int, shape: list[int]) -> list[Tensor]:
@@ -103,18 +98,5 @@ class Rank:
         return {name: self.reduces[name].explain() for name in names}
 
 
-def main() -> None:
-    """Answers until the input ends."""
-    rank, size = (int(word) for word in sys.argv[1:3])
-    torch.set_num_threads(1)
-    keep_memory(touched=0)
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=TIMEOUT)
-    here = Rank(rank)
-    for line in sys.stdin:
-        job = json.loads(line)
-        answer = getattr(here, job.pop("do"))(**job)
-        print(json.dumps(answer), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer_jobs(Rank)

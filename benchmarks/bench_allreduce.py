@@ -118,7 +118,7 @@ HEADER = (
 
 
 def note(copies: dict[int, Copies]) -> str:
-    """What stands above the table."""
+    """The text above the table."""
     shared = "; ".join(
         f"{1e3 * copy.alone:.1f} ms on one rank alone and {1e3 * copy.together:.1f} ms on all "
         f"{num_ranks} at once"

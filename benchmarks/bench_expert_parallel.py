@@ -48,7 +48,7 @@ def measure(wires: Network, ranks: Ranks) -> dict[str, dict[str, Cost]]:
 
 
 def note() -> str:
-    """What stands above the table."""
+    """The text above the table."""
     return (
         f"Forward and backward of a float32 layer over {NUM_NODES} nodes of {NODE_SIZE} ranks of "
         "one thread each, over Gloo; each node is a network namespace, joined to the other by a "

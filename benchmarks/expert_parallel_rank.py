@@ -5,17 +5,13 @@
 Shapes: T tokens of a rank, D model, F ffn, E experts, K top-k, N = T*K rows, P ranks.
 """
 
-import datetime
-import json
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import keep_memory
-from namespaces import TX_BYTES
+from namespaces import TX_BYTES, answer_jobs
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
@@ -23,7 +19,6 @@ from moe_ext import MoELayer
 from moe_ext.distributed import DedupDispatcher, HierarchicalDispatcher
 
 NODE_SIZE = 2
-TIMEOUT = datetime.timedelta(seconds=120)
 TORCH, ALLTOALL = "torch", "alltoall"
 NAMES = (
     TORCH,
@@ -131,18 +126,5 @@ class Rank:
         return found
 
 
-def main() -> None:
-    """Answers until the input ends."""
-    rank, size = (int(word) for word in sys.argv[1:3])
-    torch.set_num_threads(1)
-    keep_memory(touched=0)
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=TIMEOUT)
-    here = Rank(rank)
-    for line in sys.stdin:
-        job = json.loads(line)
-        answer = getattr(here, job.pop("do"))(**job)
-        print(json.dumps(answer), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer_jobs(Rank)

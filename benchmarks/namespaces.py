@@ -5,19 +5,25 @@ a rank is held to the rate as what leaves it. Needs Linux, root and iproute2.
 """
 
 import contextlib
+import datetime
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from _harness import keep_memory
+
 DEVICE = "eth0"
 PORT = 29500
+TIMEOUT = datetime.timedelta(seconds=120)
 SUBNET = "10.97.0"
 HUB = "hub"
 TX_BYTES = Path(f"/sys/class/net/{DEVICE}/statistics/tx_bytes")
@@ -204,3 +210,20 @@ def ranks_on(wires: Network, script: Path, per_node: int = 1) -> Iterator[Ranks]
         yield ranks
     finally:
         ranks.close()
+
+
+def answer_jobs(kind: Callable[[int], Any]) -> None:
+    """What a script of `Ranks` does: joins the others, and answers jobs until the input ends.
+
+    Args:
+        kind: makes an object from the rank; a job names one of its methods and the arguments.
+    """
+    rank, size = (int(word) for word in sys.argv[1:3])
+    torch.set_num_threads(1)
+    keep_memory(touched=0)
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=TIMEOUT)
+    here = kind(rank)
+    for line in sys.stdin:
+        job = json.loads(line)
+        answer = getattr(here, job.pop("do"))(**job)
+        print(json.dumps(answer), flush=True)
