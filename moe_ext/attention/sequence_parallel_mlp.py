@@ -128,7 +128,6 @@ class SequenceParallelMLP(nn.Module):
         self.model_dim, self.ffn_dim, self.dropout = model_dim, ffn_dim, dropout
         self.layout, self.regather, self.grad_reduction = layout, regather, grad_reduction
         self._group = GroupHandle(group)
-        self._agreed: set[tuple[str, ...]] = set()
         where = torch.get_default_device() if device is None else device
         self.norm: nn.Module = nn.Identity()
         if norm == "layer_norm":
@@ -233,11 +232,10 @@ class SequenceParallelMLP(nn.Module):
     ) -> Tensor:
         """Run this rank's positions through the block.
 
-        The first call with new shapes compares them between the ranks, in one small message more.
-        Later calls send the rows alone: to hear of what is wrong on another rank they would need
-        that message, and a wait for the device, every time. A rank that refuses its argument then,
-        or alone has new shapes, leaves the others waiting in the all-gather until it ends or the
-        group's timeout passes; wrap what gives the ranks their batches in checks of its own.
+        The ranks compare their arguments first, in one small message: what is wrong on one of them
+        is raised on all, at every call.
+
+        NOTE: device-to-host sync in that message, with more than one rank.
 
         Args:
             x: `[..., L, D]`, this rank's positions.
@@ -250,24 +248,11 @@ class SequenceParallelMLP(nn.Module):
             `[..., L, D]`.
 
         Raises:
-            ValueError: an argument that is wrong by itself, at the first call on every rank, later
-                on this one alone, before any communication; where all ranks have new shapes also
-                what differs between them, on every rank.
+            ValueError: on every rank: an argument that is wrong by itself on one of them, arguments
+                that differ between ranks, or lengths that are not those of the layout.
             RankFailureError: a rank died or did not answer; the message names it.
         """
-        try:
-            self._check_input(x, seed)
-        except ValueError as error:
-            # Ranks that have agreed before are past the message that would tell them.
-            if not self._agreed:
-                agree(_NAME, {}, error, self.tp_group, self.down_proj.weight.device)
-            raise
-        given = self.layout if layout is None else layout
-        whole = seq_len
-        if whole is None:
-            ranks = group_size(self.tp_group)
-            whole = given.seq_len if isinstance(given, Layout) else x.shape[-2] * ranks
-        made = self._agreed_layout(x, given, whole)
+        made = self._agreed_layout(x, self.layout if layout is None else layout, seq_len, seed)
         batch = math.prod(x.shape[:-2])
         shards = Shards(self.tp_group, tuple(batch * size for size in made.sizes), _NAME)
         factor = 1.0
@@ -304,41 +289,51 @@ class SequenceParallelMLP(nn.Module):
         fits = seed is None or -(1 << 63) <= seed < 1 << 63
         _require(fits, "seed", "a 64-bit integer", seed)
 
-    def _agreed_layout(self, x: Tensor, given: str | Layout, seq_len: int) -> Layout:
+    def _agreed_layout(
+        self, x: Tensor, given: str | Layout, seq_len: int | None, seed: int | None
+    ) -> Layout:
         """The layout of a call, once the ranks are known to agree on it."""
-        size, group = group_size(self.tp_group), self.tp_group
-        trained = [p.requires_grad for p in (x, *self.parameters())]
+        group, ranks = self.tp_group, group_size(self.tp_group)
+        facts, lengths, problem, made = dict[str, object](), [0], None, None
+        try:
+            self._check_input(x, seed)
+            check_layout(given, _require)
+            lengths = [x.shape[-2]]
+            if seq_len is None:
+                seq_len = given.seq_len if isinstance(given, Layout) else lengths[0] * ranks
+            made = make_layout(given, seq_len, ranks)
+            facts = self._facts(x, given, seq_len)
+        except Exception as error:
+            problem = error
+        device = self.down_proj.weight.device
+        told = agree(_NAME, facts, problem, group, device, values=lengths)
+        assert made is not None
+        check_lengths(made, [row[0] for row in told], _NAME, group)
+        return made
+
+    def _facts(self, x: Tensor, layout: str | Layout, seq_len: int) -> dict[str, object]:
+        """What has to be equal on every rank."""
         kind = self.activation
         if not isinstance(kind, str | ClampedSwiGLU):
             # Not as it prints: that may hold an address, another on every rank.
             kind = getattr(kind, "__qualname__", type(kind).__qualname__)
-        facts: dict[str, object] = {
+        return {
             "seq_len (by default P times the shard)": seq_len,
             "the rows of x beside the sequence": math.prod(x.shape[:-2]),
             "the dtype of x": x.dtype,
             "autocast": autocast_dtype(x.device),
-            "layout": given,
+            "layout": layout,
             "model_dim": self.model_dim,
             "ffn_dim": self.ffn_dim,
             "activation": kind,
             "gated": self.gated,
             "regather": self.regather,
-            "gradients wanted": (trained, torch.is_grad_enabled()),
+            "gradients wanted": (
+                [p.requires_grad for p in (x, *self.parameters())],
+                torch.is_grad_enabled(),
+            ),
             "grad_reduction": self.grad_reduction,
         }
-        # A layout by its text: two that are equal may be two objects.
-        key = (*map(str, facts.values()), str(x.shape[-2]))
-        lengths = None
-        if group is not None and key not in self._agreed:
-            rows = agree(_NAME, facts, None, group, x.device, values=[x.shape[-2]])
-            lengths = [row[0] for row in rows]
-        made = make_layout(given, seq_len, size)
-        if group is None:
-            lengths = [x.shape[-2]]
-        if lengths is not None:
-            check_lengths(made, lengths, _NAME, group)
-            self._agreed.add(key)
-        return made
 
     def _normed(self, x: Tensor, factor: float) -> Tensor:
         norm = self.norm

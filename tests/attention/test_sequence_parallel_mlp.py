@@ -37,6 +37,7 @@ COLLECTIVES = f"""
 all_gather {ALL_GATHER} reduce_scatter {REDUCE_SCATTER} all_reduce broadcast
 all_to_all all_to_all_single isend irecv batch_isend_irecv
 """
+DTYPES, SPIRAL = (torch.float64, torch.float32), ("contiguous", "spiral")
 check = Checks()
 
 
@@ -205,14 +206,14 @@ def one_all_gather_and_one_reduce_scatter(seq_len, regather):
     module = make(group(), regather=regather)
     x = shard_sequence(data(seq_len)[0], group=group(), layout="contiguous", dim=1)
     x.requires_grad_()
-    module(x, seq_len=seq_len).sum().backward()
     some = int(num_ranks() > 1)
     longest = 3 * -(-seq_len // num_ranks()) * D * 8
     one_each = {ALL_GATHER: some, REDUCE_SCATTER: some}
     unit = (num_ranks() - 1) * longest
     with collectives() as forward, count_traffic() as traffic:
         y = module(x, seq_len=seq_len)
-    assert forward == collections.Counter(one_each)
+    # The ranks compare their arguments in one small message before.
+    assert forward == collections.Counter(one_each) + collections.Counter({ALL_GATHER: some})
     assert traffic.sent_bytes == collections.Counter(all_gather=unit, reduce_scatter=unit)
     with collectives() as backward, count_traffic() as traffic:
         y.sum().backward()
@@ -424,7 +425,7 @@ def what_differs_between_ranks_is_refused_on_all():
     match = "layout to be equal .* contiguous on rank 0, zigzag on rank 1"
     refused(match, module, x, layout=layout)
     refused("gradients wanted", module, x.clone().requires_grad_(odd))
-    # By itself, at the first call: later the others are past the message that would tell them.
+    # By itself, at the first call of a module.
     match = r"x to be of shape \[..., L, 6\], got .* on rank 1$"
     refused(match, make(group()), x[..., odd:])
     refused("x to be a tensor, got NoneType on rank 1$", make(group()), None if odd else x)
@@ -432,6 +433,14 @@ def what_differs_between_ranks_is_refused_on_all():
     match = "activation to be equal .* gelu on rank 0, relu on rank 1"
     refused(match, make(group(), activation="relu" if odd else "gelu"), x)
     refused("grad_reduction", make(group(), grad_reduction="mean" if odd else "sum"), x)
+    # And later on, as that rank's arguments are checked or with shapes that were seen before.
+    assert torch.isfinite(module(x)).all() and torch.isfinite(module(x[:1])).all()
+    refused(r"x to be of shape \[..., L, 6\], got .* on rank 1$", module, x[..., odd:])
+    refused("x to be torch.float64 like the weights, .* on rank 1$", module, x.to(DTYPES[odd]))
+    refused("seed to be a 64-bit integer, got .* on rank 1$", module, x, seed=odd << 63)
+    refused("layout to be a Layout or one of .* on rank 1$", module, x, layout=SPIRAL[odd])
+    refused("rows of x beside the sequence .* 2 on rank 0, 1 on rank 1", module, x[: 2 - odd])
+    refused("gradients wanted", module, x.clone().requires_grad_(odd))
     assert torch.isfinite(module(x)).all()
     # A function of each process's own.
     partial = make(group(), activation=functools.partial(F.leaky_relu, negative_slope=0.1))
