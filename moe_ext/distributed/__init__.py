@@ -4,6 +4,7 @@ from moe_ext.distributed import checkpoint
 from moe_ext.distributed.clipping import clip_grad_norm_
 from moe_ext.distributed.data_parallel import broadcast_experts, data_parallel
 from moe_ext.distributed.dispatch import (
+    AllGatherDispatcher,
     AllToAllDispatcher,
     DedupDispatcher,
     DispatchMetadata,
@@ -27,6 +28,7 @@ from moe_ext.distributed.state_dict import full_state_dict
 from moe_ext.distributed.traffic import Traffic, count_traffic
 
 __all__ = [
+    "AllGatherDispatcher",
     "AllToAllDispatcher",
     "DedupDispatcher",
     "DispatchMetadata",

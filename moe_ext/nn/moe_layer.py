@@ -16,6 +16,7 @@ from moe_ext._checks import check_choice, check_sizes
 from moe_ext._compile import outside_graphs
 from moe_ext.distributed.dispatch import (
     COMBINES,
+    AllGatherDispatcher,
     AllToAllDispatcher,
     DedupDispatcher,
     DispatchMetadata,
@@ -48,6 +49,12 @@ from moe_ext.nn.torch_state import as_autocast, autocast_dtype
 
 # What wrappers put into the names of modules.
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+_SENT_ONCE = {
+    "dedup": DedupDispatcher,
+    "hierarchical": HierarchicalDispatcher,
+    "allgather": AllGatherDispatcher,
+}
 
 
 class MoELayer(CountingModule):
@@ -85,9 +92,9 @@ class MoELayer(CountingModule):
         shared_ffn_dim: F of an expert that sees every token, masked ones too; 0 for none.
         shared_expert_gate: weigh the shared expert by `sigmoid(x @ w)`, as Qwen2-MoE does.
         ep_group: process group to spread the experts over; None keeps all experts on this rank.
-        dispatcher: "auto", "local", "alltoall", "dedup", "hierarchical", or a `TokenDispatcher`;
-            "auto" is "local" on one rank, and on several "alltoall" for combine="exact", "dedup"
-            for "reduced".
+        dispatcher: "auto", "local", "alltoall", "dedup", "hierarchical", "allgather", or a
+            `TokenDispatcher`; "auto" is "local" on one rank, and on several "alltoall" for
+            combine="exact", "dedup" for "reduced".
         combine: what comes back from the ranks of the experts: "exact", the result of every slot,
             for the same bits on any number of ranks; or "reduced", one sum a token and rank, which
             is less to send (see `DedupDispatcher`).
@@ -544,7 +551,7 @@ def _make_dispatcher(
         if isinstance(dispatcher, TokenDispatcher):
             return dispatcher
         return WrappedDispatcher(dispatcher)
-    names = ("auto", "local", "alltoall", "dedup", "hierarchical")
+    names = ("auto", "local", "alltoall", *_SENT_ONCE)
     if dispatcher not in names:
         raise ValueError(
             f"MoELayer: expected dispatcher to be one of {names} or a TokenDispatcher, got "
@@ -569,7 +576,7 @@ def _make_dispatcher(
     if dispatcher == "alltoall":
         if combine != "exact":
             raise ValueError(
-                "MoELayer: expected dispatcher to be 'dedup' or 'hierarchical' for "
+                f"MoELayer: expected dispatcher to be one of {tuple(_SENT_ONCE)} for "
                 f"combine={combine!r}, got 'alltoall'"
             )
         return AllToAllDispatcher(num_experts, ep_group)
@@ -577,8 +584,7 @@ def _make_dispatcher(
         raise ValueError(
             f"MoELayer: expected dispatcher to be 'alltoall' with a row_budget, got {dispatcher!r}"
         )
-    kind = DedupDispatcher if dispatcher == "dedup" else HierarchicalDispatcher
-    return kind(num_experts, ep_group, combine=combine)
+    return _SENT_ONCE[dispatcher](num_experts, ep_group, combine=combine)
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoELayer]:

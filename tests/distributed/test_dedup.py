@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_ext import MoELayer
 from moe_ext.distributed import (
+    AllGatherDispatcher,
     AllToAllDispatcher,
     DedupDispatcher,
     HierarchicalDispatcher,
@@ -20,7 +21,7 @@ from moe_ext.distributed import (
 from moe_ext.nn import RowBudget
 
 E, D, K = 12, 8, 4  # E is a multiple of every group size used
-WAYS = ("dedup", "hierarchical")
+WAYS = ("dedup", "hierarchical", "allgather")
 
 
 @functools.cache
@@ -28,8 +29,9 @@ def dispatcher(way, combine, num_experts=E):
     world = dist.group.WORLD
     if way == "alltoall":
         return AllToAllDispatcher(num_experts, world)
-    if way == "dedup":
-        return DedupDispatcher(num_experts, world, combine=combine)
+    if way in ("dedup", "allgather"):
+        kind = DedupDispatcher if way == "dedup" else AllGatherDispatcher
+        return kind(num_experts, world, combine=combine)
     size = 2 if dist.get_world_size() == 4 else 1
     return HierarchicalDispatcher(num_experts, world, node_size=size, combine=combine)
 
@@ -123,10 +125,11 @@ def needed_ranks(one, x, per_rank):
 
 
 def check_a_token_travels_once_to_a_rank():
+    """Or to every rank, padded to the most tokens of a rank; there and back, by bytes."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    x = tokens(50)
-    for combine in ("exact", "reduced"):
-        one = layer("dedup", combine)
+    x = tokens(50 - rank)
+    for way, combine in itertools.product(("dedup", "allgather"), ("exact", "reduced")):
+        one = layer(way, combine)
         one(x)
         needed = needed_ranks(one, x, E // num_ranks).sum(0)
         others = [p for p in range(num_ranks) if p != rank]
@@ -136,12 +139,16 @@ def check_a_token_travels_once_to_a_rank():
         all_slots = [torch.empty_like(slots) for _ in range(num_ranks)]
         dist.all_gather(all_slots, slots)
         there = sum(int(needed[p]) for p in others)
+        if way == "allgather":
+            there = len(others) * 50
         back = sum(int((table if combine == "reduced" else all_slots)[p][rank]) for p in others)
         weights = there * K * 8 if combine == "reduced" else 0
         with count_traffic() as traffic:
             one(x)
         row, indices = D * 8, K * 2
         assert traffic.total_bytes == there * (row + indices) + back * row + weights
+        # Indices, weights and, for few tokens, these themselves go in one message.
+        assert sum(traffic.calls.values()) == (2 if way == "allgather" else 3)
 
 
 def check_a_token_travels_once_to_a_node():
@@ -216,7 +223,7 @@ def check_options_that_cannot_be_served():
     raised(ValueError, "expected combine to be one of .*'sum'", wrong)
     for options, text in (
         ({"combine": "sum"}, "expected combine to be one of"),
-        ({"dispatcher": "alltoall", "combine": "reduced"}, "'dedup' or 'hierarchical'"),
+        ({"dispatcher": "alltoall", "combine": "reduced"}, "one of .*'dedup', .* for"),
         ({"dispatcher": "dedup", "row_budget": RowBudget(5)}, "'alltoall' with a row_budget"),
         ({"dispatcher": dispatcher("dedup", "exact"), "combine": "reduced"}, "left to a disp"),
         ({"dispatcher": "ring"}, "expected dispatcher to be one of .*'ring'"),

@@ -1,5 +1,6 @@
 """Token dispatchers: how rows travel to the ranks of their experts and back."""
 
+from moe_ext.distributed.dispatch.allgather import AllGatherDispatcher
 from moe_ext.distributed.dispatch.alltoall import AllToAllDispatcher
 from moe_ext.distributed.dispatch.base import (
     DispatchMetadata,
@@ -16,6 +17,7 @@ from moe_ext.distributed.dispatch.local import LocalDispatcher
 
 __all__ = [
     "COMBINES",
+    "AllGatherDispatcher",
     "AllToAllDispatcher",
     "Chunk",
     "DedupDispatcher",

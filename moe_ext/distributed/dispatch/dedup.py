@@ -31,7 +31,7 @@ COMBINES = ("exact", "reduced")
 
 
 @dataclass(frozen=True)
-class _Route:
+class Route:
     """The way of some tokens over one hop.
 
     Attributes:
@@ -43,8 +43,10 @@ class _Route:
         slots_received: slots that each rank's tokens have here.
         idx_UK: of every received token, its experts behind this rank; -1 for the others.
         origin_U: of every received token, the rank of the first hop that it comes from.
+        weights_UK: of every received token, the weights of all its experts; None where none travel.
         expert_capacity: rows that an expert gets at most; None without limit.
         has_backward: whether tokens of some rank get a gradient.
+        arrived: the received tokens themselves where they came with their indices, until used.
     """
 
     once: ops.Permutation
@@ -55,8 +57,10 @@ class _Route:
     slots_received: tuple[int, ...]
     idx_UK: Tensor
     origin_U: Tensor
+    weights_UK: Tensor | None
     expert_capacity: int | None
     has_backward: bool
+    arrived: list[Tensor]
 
     def take_once(self, x_TD: Tensor) -> Tensor:
         """The rows `[U, D]` that travel."""
@@ -66,7 +70,7 @@ class _Route:
         return rows_UD
 
 
-class _Hop(AllToAllDispatcher):
+class Hop(AllToAllDispatcher):
     """An exchange between ranks that each stand for an equal run of experts.
 
     Args:
@@ -81,19 +85,23 @@ class _Hop(AllToAllDispatcher):
         self, owner: str, num_experts: int, group: ProcessGroup, combine: str, average: bool
     ) -> None:
         super().__init__(num_experts, group, average=average)
-        self.operation, self.num_counts = owner, 2
+        self.operation, self.num_counts = owner, 3
         self._facts["combine"] = combine
 
     def plan(
         self,
         x_TD: Tensor,
         idx_TK: Tensor,
+        weights_TK: Tensor | None,
         origin_T: Tensor | None,
         capacity: int | None,
         *,
         in_graph: bool,
-    ) -> _Route:
-        """Find out which rows travel where, and tell the receivers their experts and origin."""
+    ) -> Route:
+        """Find out which rows travel where, and tell the receivers what belongs to them.
+
+        That is the experts, the weights where they are wanted, and the origin of later hops.
+        """
         with self.routing(x_TD):
             self._check_dtype(x_TD)
             target_TK = idx_TK.div(self.num_local_experts, rounding_mode="floor")
@@ -103,35 +111,53 @@ class _Hop(AllToAllDispatcher):
             none_TD = x_TD.detach()[:, :0]
             _, once = ops.permute_tokens(none_TD, once_TK, self.num_ranks)
             _, slots = ops.permute_tokens(none_TD, target_TK, self.num_ranks)
-        own_P2 = torch.stack([once.num_tokens_per_expert, slots.num_tokens_per_expert], 1)
+        once_P, slots_P = once.num_tokens_per_expert, slots.num_tokens_per_expert
+        tokens_P = torch.full_like(once_P, x_TD.shape[0])
+        own_P3 = torch.stack([once_P, slots_P, tokens_P], 1)
         header = self._header(x_TD, idx_TK.shape[1], capacity, in_graph)
-        told = self._compare(own_P2, header, None, lambda counts_P2: counts_P2)
-        received, slots_received = told.received
-        sent, slots_sent = told.sent
+        told = self._compare(own_P3, header, None, lambda counts_P3: counts_P3)
+        received, slots_received, tokens_received = told.received
+        sent, slots_sent, _ = told.sent
         once = replace(once, slot_of_row=once.slot_of_row[: sum(sent)])
         slots = replace(slots, slot_of_row=slots.slot_of_row[: sum(slots_sent)])
-        rank_P = torch.arange(self.num_ranks, device=idx_TK.device)
-        experts_UK = self._experts_behind(once, idx_TK, rank_P, sent)
+        columns = [idx_TK, *([] if origin_T is None else [origin_T[:, None]])]
+        # Two bytes an index where they do.
+        narrow = torch.int16 if self.num_experts < 2**15 else torch.int32
+        columns = [column.to(narrow) for column in columns]
+        if weights_TK is not None:
+            columns.append(weights_TK)
+        found = self._bring_columns(x_TD, columns, once, sent, received, tokens_received)
+        arrived, (idx_UK, *others) = found
+        weights_UK = None if weights_TK is None else others.pop()
         if origin_T is None:
-            idx_UK = self._exchange_indices(experts_UK, sent, received)
+            rank_P = torch.arange(self.num_ranks, device=idx_TK.device)
             received_P = told.received_PM[:, 0]
             origin_U = rank_P.repeat_interleave(received_P, output_size=sum(received))
         else:
-            token_U = once.slot_of_row // once.top_k
-            told_UM = torch.cat([experts_UK, origin_T[token_U][:, None]], 1)
-            arrived_UM = self._exchange_indices(told_UM, sent, received)
-            idx_UK, origin_U = arrived_UM[:, :-1].contiguous(), arrived_UM[:, -1]
-        return _Route(
+            origin_U = others[0].view(-1).to(torch.int64)
+        return Route(
             once,
             slots,
             sent,
             received,
             slots_sent,
             slots_received,
-            idx_UK,
+            self._from_first_here(idx_UK),
             origin_U,
+            weights_UK,
             told.expert_capacity,
             told.has_backward,
+            arrived,
+        )
+
+    def bring_out(self, x_TD: Tensor, route: Route, name: str) -> Tensor:
+        """The rows `[U, D]` of tokens that a route brings here."""
+        return self.exchange_rows(
+            route.take_once(x_TD),
+            route.sent,
+            route.received,
+            grad_scale=1.0,
+            operation=f"{self.operation} {name}",
         )
 
     def bring_rows_back(
@@ -158,23 +184,19 @@ class _Hop(AllToAllDispatcher):
         )
         return back.mul_(self.grad_scale) if backward and self.grad_scale != 1.0 else back
 
-    def _experts_behind(
-        self, once: ops.Permutation, idx_TK: Tensor, rank_P: Tensor, sent: Sequence[int]
-    ) -> Tensor:
-        """For each row that travels, the token's experts behind its rank, counted from 0."""
-        sent_P = once.num_tokens_per_expert
-        first_P = rank_P * self.num_local_experts
-        first_U = first_P.repeat_interleave(sent_P, output_size=sum(sent))
-        local_UK = idx_TK[once.slot_of_row // once.top_k] - first_U[:, None]
-        here_UK = (local_UK >= 0) & (local_UK < self.num_local_experts)
-        return local_UK.where(here_UK, -1)
-
-    def _exchange_indices(
-        self, idx_UM: Tensor, sent: Sequence[int], received: Sequence[int]
-    ) -> Tensor:
-        # Two bytes an index where they do; Gloo sends no int16, so it goes as bytes.
-        narrow = torch.int16 if self.num_experts < 2**15 else torch.int32
-        message = idx_UM.to(narrow).contiguous().view(torch.uint8)
+    def _bring_columns(
+        self,
+        x_TD: Tensor,
+        columns: Sequence[Tensor],
+        once: ops.Permutation,
+        sent: Sequence[int],
+        received: Sequence[int],
+        tokens_received: Sequence[int],
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What belongs to the tokens `[U, ...]` that arrive, and these where they come along."""
+        token_U = once.slot_of_row // once.top_k
+        # One message; Gloo sends no int16, so all goes as bytes.
+        message = packed([column[token_U] for column in columns])
         arrived = comm.all_to_all(
             message,
             self.group,
@@ -182,11 +204,30 @@ class _Hop(AllToAllDispatcher):
             receive=received,
             operation=f"{self.operation} indices",
         )
-        return arrived.view(narrow).to(torch.int64)
+        return [], unpacked(arrived, columns)
+
+    def _from_first_here(self, idx_UK: Tensor) -> Tensor:
+        """Experts behind this rank, counted from 0; -1 for the others."""
+        local_UK = idx_UK.to(torch.int64) - group_rank(self.group) * self.num_local_experts
+        here_UK = (local_UK >= 0) & (local_UK < self.num_local_experts)
+        return local_UK.where(here_UK, -1)
+
+
+def packed(columns: Sequence[Tensor]) -> Tensor:
+    """Columns `[N, ...]` of any dtypes as rows of bytes."""
+    return torch.cat([column.contiguous().view(torch.uint8) for column in columns], 1)
+
+
+def unpacked(rows_NB: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The columns that were packed to these rows."""
+    widths = [column.shape[1] * column.element_size() for column in like]
+    # Copies, since a part of a single row passes for contiguous, and starts anywhere.
+    parts = [part.clone(memory_format=torch.contiguous_format) for part in rows_NB.split(widths, 1)]
+    return [part.view(column.dtype) for part, column in zip(parts, like, strict=True)]
 
 
 @dataclass(frozen=True)
-class _Journey:
+class Journey:
     """All hops of a dispatch, and how the rows that arrive are grouped by expert.
 
     Attributes:
@@ -198,8 +239,8 @@ class _Journey:
             back over it: a permutation of them from the order of ranks to that of slots.
     """
 
-    hops: tuple[_Hop, ...]
-    routes: tuple[_Route, ...]
+    hops: tuple[Hop, ...]
+    routes: tuple[Route, ...]
     expand: ops.Permutation
     by_slot: ops.Permutation
     places: tuple[ops.Permutation, ...]
@@ -207,13 +248,7 @@ class _Journey:
     def send(self, x_TD: Tensor, name: str) -> Tensor:
         """Rows `[U, D]` of tokens on the ranks of their experts."""
         for hop, route in zip(self.hops, self.routes, strict=True):
-            x_TD = hop.exchange_rows(
-                route.take_once(x_TD),
-                route.sent,
-                route.received,
-                grad_scale=1.0,
-                operation=f"{hop.operation} {name}",
-            )
+            x_TD = hop.bring_out(x_TD, route, name)
         return x_TD
 
     def return_sums(
@@ -271,22 +306,21 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, weights_TK: Tensor | None, journey: _Journey
+        ctx: Any, x_TD: Tensor, weights_TK: Tensor | None, journey: Journey
     ) -> tuple[Tensor, Tensor | None]:
         ctx.journey, ctx.weighted = journey, weights_TK is not None
         arrived_UD = journey.send(x_TD, "dispatch")
         expand = journey.expand
         rows = torch.ops.moe_ext._gather_tokens(arrived_UD, expand.slot_of_row, expand.top_k)
-        if weights_TK is None:
-            return rows, None
-        return rows, journey.send(weights_TK, "weights")
+        weights_UK = journey.routes[-1].weights_UK
+        return rows, None if weights_UK is None else weights_UK.detach()
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, grad_rows: Tensor, grad_weights_UK: Tensor | None
     ) -> tuple[Tensor, Tensor | None, None]:
-        journey: _Journey = ctx.journey
+        journey: Journey = ctx.journey
         if not ctx.weighted:
             # The gradient of every slot comes back, to be added up in the order of slots.
             slots_SD = journey.return_slots(grad_rows, "dispatch backward", backward=True)
@@ -341,8 +375,8 @@ class DedupDispatcher(TokenDispatcher):
         self.combine_by = combine
         self._hops = self._make_hops(num_experts, group)
 
-    def _make_hops(self, num_experts: int, group: ProcessGroup) -> tuple[_Hop, ...]:
-        return (_Hop(self.operation, num_experts, group, self.combine_by, self.average),)
+    def _make_hops(self, num_experts: int, group: ProcessGroup) -> tuple[Hop, ...]:
+        return (Hop(self.operation, num_experts, group, self.combine_by, self.average),)
 
     def tell_apart(self, layers: Sequence[str], layer: int) -> None:
         """See `TokenDispatcher`."""
@@ -372,9 +406,13 @@ class DedupDispatcher(TokenDispatcher):
         reduced = self.combine_by == "reduced"
         in_graph = x_TD.requires_grad or (reduced and topk_weights_TK.requires_grad)
         tables: ops.Permutation | None = None
-        idx_TK, limit, routes = topk_idx_TK, capacity, list[_Route]()
+        idx_TK, limit, routes = topk_idx_TK, capacity, list[Route]()
         origin_T: Tensor | None = None
-        tokens_TD = x_TD.detach()
+        tokens_TD, weights_TK = x_TD.detach(), None
+        if reduced:
+            wide = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+            weights_TK = topk_weights_TK.to(wide)
+        beside_TK = None if weights_TK is None else weights_TK.detach()
         for i, hop in enumerate(self._hops):
             with self._telling_from(i + 1, tokens_TD):
                 if i == 0 and capacity is not None:
@@ -384,9 +422,9 @@ class DedupDispatcher(TokenDispatcher):
                         )
                         kept_TK = (tables.row_of_slot >= 0).view_as(topk_idx_TK)
                         idx_TK = topk_idx_TK.where(kept_TK, -1)
-                route = hop.plan(tokens_TD, idx_TK, origin_T, limit, in_graph=in_graph)
+                route = hop.plan(tokens_TD, idx_TK, beside_TK, origin_T, limit, in_graph=in_graph)
             routes.append(route)
-            idx_TK, origin_T = route.idx_UK, route.origin_U
+            idx_TK, beside_TK, origin_T = route.idx_UK, route.weights_UK, route.origin_U
             limit, in_graph = route.expert_capacity, route.has_backward
             # Tokens of the next hop, for their number and dtype alone.
             tokens_TD = tokens_TD.new_empty(1).expand(idx_TK.shape[0], x_TD.shape[1])
@@ -394,10 +432,6 @@ class DedupDispatcher(TokenDispatcher):
         if in_graph and not x_TD.requires_grad:
             # Another rank's gradients come back through here: take part in their exchange.
             x_TD = x_TD.detach().requires_grad_()
-        weights_TK = None
-        if reduced:
-            wide = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
-            weights_TK = topk_weights_TK.to(wide)
         rows, weights_UK = _Send.apply(x_TD, weights_TK, journey)
         metadata = DedupMetadata(
             routes[0].slots if tables is None else _dropping(routes[0].slots, tables),
@@ -411,7 +445,7 @@ class DedupDispatcher(TokenDispatcher):
         )
         return rows, journey.expand.expert_offsets, metadata
 
-    def _journey(self, routes: tuple[_Route, ...], arrived_UD: Tensor) -> _Journey:
+    def _journey(self, routes: tuple[Route, ...], arrived_UD: Tensor) -> Journey:
         """The tables by which the arrived rows are grouped by expert, and go back."""
         last = routes[-1]
         top_k = last.idx_UK.shape[1]
@@ -446,7 +480,7 @@ class DedupDispatcher(TokenDispatcher):
                     top_k=1,
                 )
             )
-        return _Journey(self._hops, routes, expand, by_slot, tuple(places))
+        return Journey(self._hops, routes, expand, by_slot, tuple(places))
 
     def combine(
         self,
@@ -457,7 +491,7 @@ class DedupDispatcher(TokenDispatcher):
     ) -> Tensor:
         """See `TokenDispatcher`."""
         assert isinstance(metadata, DedupMetadata)
-        journey: _Journey = metadata.journey
+        journey: Journey = metadata.journey
         if metadata.weights_UK is None:
             slots_SD = journey.return_slots(rows, "combine", meanwhile=meanwhile)
             return ops.unpermute_tokens(slots_SD, metadata.permutation, metadata.topk_weights)
@@ -510,7 +544,7 @@ class HierarchicalDispatcher(DedupDispatcher):
             num_experts, group, combine=combine, drop_policy=drop_policy, average=average
         )
 
-    def _make_hops(self, num_experts: int, group: ProcessGroup) -> tuple[_Hop, ...]:
+    def _make_hops(self, num_experts: int, group: ProcessGroup) -> tuple[Hop, ...]:
         size, num_nodes = self.node_size, self.num_ranks // self.node_size
         if size == 1 or num_nodes == 1:
             return super()._make_hops(num_experts, group)
@@ -519,8 +553,8 @@ class HierarchicalDispatcher(DedupDispatcher):
         between = comm.local_group(ranks[place::size], group, device)
         inside = comm.local_group(ranks[node * size : (node + 1) * size], group, device)
         return (
-            _Hop(self.operation, num_experts, between, self.combine_by, self.average),
-            _Hop(self.operation, num_experts // num_nodes, inside, self.combine_by, self.average),
+            Hop(self.operation, num_experts, between, self.combine_by, self.average),
+            Hop(self.operation, num_experts // num_nodes, inside, self.combine_by, self.average),
         )
 
 

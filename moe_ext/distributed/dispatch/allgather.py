@@ -1,0 +1,72 @@
+"""Dispatcher that sends every token to every rank, for few tokens.
+
+Shapes: T tokens of a rank, D model, K top-k, P ranks, U tokens that have experts on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext import ops
+from moe_ext.distributed import comm
+from moe_ext.distributed.dispatch.dedup import DedupDispatcher, Hop, Route, packed, unpacked
+
+
+class _GatherHop(Hop):
+    """A hop whose tokens go to all ranks, their indices and weights with them."""
+
+    def bring_out(self, x_TD: Tensor, route: Route, name: str) -> Tensor:
+        """The tokens that came with their indices; all that comes later goes to its rank alone."""
+        return route.arrived.pop() if route.arrived else super().bring_out(x_TD, route, name)
+
+    def _bring_columns(
+        self,
+        x_TD: Tensor,
+        columns: Sequence[Tensor],
+        once: ops.Permutation,
+        sent: Sequence[int],
+        received: Sequence[int],
+        tokens_received: Sequence[int],
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        columns, most = [x_TD, *columns], max(tokens_received)
+        message = packed(columns)
+        padded = message.new_zeros(most, message.shape[1])
+        padded[: x_TD.shape[0]] = message
+        gathered = comm.all_gather(padded, self.group, operation=f"{self.operation} dispatch")
+        tokens, idx_NK, *others = unpacked(gathered, columns)
+        # Padding is no token.
+        count_P1 = torch.tensor(tokens_received, device=x_TD.device)[:, None]
+        is_token_N = (torch.arange(most, device=x_TD.device) < count_P1).view(-1)
+        here_N = (self._from_first_here(idx_NK) >= 0).any(1) & is_token_N
+        here_U = torch.nonzero_static(here_N, size=sum(received)).view(-1)
+        return [tokens[here_U]], [column[here_U] for column in (idx_NK, *others)]
+
+
+class AllGatherDispatcher(DedupDispatcher):
+    """Experts spread over a group; every token goes to every rank, which takes what it needs.
+
+    Tokens, indices and weights travel in one all-gather, so that a layer takes three messages:
+    counts, tokens, results. It sends `P - 1` rows a token whatever its experts are, which is little
+    for few tokens (decoding) and small P. The way back is that of `DedupDispatcher`, whose bits it
+    has: `combine="exact"` brings back the result of every slot, `combine="reduced"` one sum for
+    each rank that has experts of a token (a reduce-scatter without the zeros).
+
+    A `RowBudget` is for many tokens, and needs another dispatcher.
+
+    Args:
+        num_experts: E, a multiple of the size of the group.
+        group: process group.
+        combine: "exact" or "reduced".
+        drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
+        average: see `TokenDispatcher`.
+
+    Raises:
+        ValueError: as for `DedupDispatcher`.
+    """
+
+    def _make_hops(self, num_experts: int, group: ProcessGroup) -> tuple[Hop, ...]:
+        return (_GatherHop(self.operation, num_experts, group, self.combine_by, self.average),)
