@@ -14,9 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from moe_ext import ops
 from moe_ext._compile import outside_graphs
-from moe_ext.distributed.dispatch import Chunk, TokenDispatcher
+from moe_ext.distributed.dispatch import (
+    Chunk,
+    DispatchMetadata,
+    TokenDispatcher,
+    sum_dtype,
+)
 from moe_ext.nn.torch_state import autocast_dtype
 
 
@@ -107,12 +111,13 @@ class _Work:
 
     def run(
         self, chunk: Chunk, rows_RD: Tensor, weights_TK: Tensor, parameters: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ops.Permutation]:
-        """Outputs of the experts with these parameters for a chunk's rows, and its tables."""
+    ) -> tuple[Tensor, torch.dtype, DispatchMetadata]:
+        """A chunk's part of the sums, with these parameters; dtype of the outputs; tables."""
         bound = dict(zip(self.names, parameters, strict=True))
         rows, offsets, metadata = self.dispatcher.send(rows_RD, chunk, weights_TK)
         out = torch.func.functional_call(self.experts, bound, (rows, offsets))
-        return self.dispatcher.bring_back(out, metadata), metadata.permutation
+        # A token's rows may lie in several chunks: their sum is rounded once, at the end.
+        return self.dispatcher.combine_part(out, metadata), out.dtype, metadata
 
 
 class _RunChunks(torch.autograd.Function):
@@ -126,11 +131,7 @@ class _RunChunks(torch.autograd.Function):
         ctx.save_for_backward(x_TD, weights_TK, *parameters)
         y_TD: Tensor | None = None
         for chunk in work.chunks:
-            out, tables = work.run(chunk, chunk.take(x_TD), weights_TK, parameters)
-            dtype = out.dtype
-            # A token's rows may lie in several chunks: their sum is rounded once, at the end.
-            part_TD = ops.unpermute_tokens(out.to(_acc_dtype(dtype)), tables, weights_TK)
-            del out, tables
+            part_TD, dtype, _ = work.run(chunk, chunk.take(x_TD), weights_TK, parameters)
             y_TD = part_TD if y_TD is None else y_TD.add_(part_TD)
             del part_TD
         assert y_TD is not None
@@ -147,7 +148,7 @@ class _RunChunks(torch.autograd.Function):
             for p, needs in zip(parameters, needs_parameters, strict=True)
         )
         weights = weights_TK.detach().requires_grad_(needs_weights)
-        grad_y_TD = grad_y_TD.to(_acc_dtype(grad_y_TD.dtype))
+        grad_y_TD = grad_y_TD.to(sum_dtype(grad_y_TD.dtype))
         grad_x_TD: Tensor | None = None
         # Of the weights first, then of every parameter that wants one.
         wanted = [leaf for leaf in (weights, *leaves) if leaf.requires_grad]
@@ -155,9 +156,7 @@ class _RunChunks(torch.autograd.Function):
         with ctx.setting.restored():
             for chunk in work.chunks:
                 rows = chunk.take(x_TD.detach()).requires_grad_()
-                out, tables = work.run(chunk, rows, weights, leaves)
-                part_TD = ops.unpermute_tokens(out.to(grad_y_TD.dtype), tables, weights)
-                del out
+                part_TD, _, metadata = work.run(chunk, rows, weights, leaves)
                 grad_rows, *found = torch.autograd.grad(
                     part_TD, [rows, *wanted], grad_y_TD, allow_unused=True
                 )
@@ -168,21 +167,17 @@ class _RunChunks(torch.autograd.Function):
                         sums[index] = _plus(sums[index], found.pop())
                     if needs_x:
                         grad_rows = torch.zeros_like(rows) if grad_rows is None else grad_rows
-                        grad_rows = grad_rows.to(_acc_dtype(grad_rows.dtype))
-                        part_TD = ops.unpermute_tokens(grad_rows, tables)
+                        grad_rows = grad_rows.to(sum_dtype(grad_rows.dtype))
+                        part_TD = chunk.return_sums(grad_rows, metadata.permutation)
                         grad_x_TD = _plus(grad_x_TD, part_TD)
                         del part_TD
-                del rows, grad_rows, tables
+                del rows, grad_rows, metadata
         gradients = iter(sums)
         return (
             None,
             None if grad_x_TD is None else grad_x_TD.to(x_TD.dtype),
             *(next(gradients) if leaf.requires_grad else None for leaf in (weights, *leaves)),
         )
-
-
-def _acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _plus(total: Tensor | None, part: Tensor | None) -> Tensor | None:

@@ -580,9 +580,10 @@ def _make_dispatcher(
                 f"combine={combine!r}, got 'alltoall'"
             )
         return AllToAllDispatcher(num_experts, ep_group)
-    if row_budget is not None:
+    if row_budget is not None and dispatcher == "allgather":
         raise ValueError(
-            f"MoELayer: expected dispatcher to be 'alltoall' with a row_budget, got {dispatcher!r}"
+            "MoELayer: expected dispatcher to be one that sends rows in rounds ('alltoall', "
+            "'dedup', 'hierarchical') with a row_budget, got 'allgather'"
         )
     return _SENT_ONCE[dispatcher](num_experts, ep_group, combine=combine)
 

@@ -1,5 +1,6 @@
 """Dispatchers that send a token once to a rank, against one that sends a row for each expert."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -89,17 +90,62 @@ def check_exact_gives_the_bits_of_a_row_for_each_expert():
             assert torch.equal(*dropped), options
 
 
+def budgeted_cases():
+    rank = dist.get_rank()
+    yield {"row_budget": RowBudget(7)}
+    yield {"row_budget": RowBudget(500), "shared_ffn_dim": 4}
+    yield {"row_budget": RowBudget(9), "dtype": torch.bfloat16, "bias": True}
+    yield {"row_budget": RowBudget(11, overflow="drop"), "dtype": torch.bfloat16}
+    yield {"row_budget": RowBudget(5), "size": 4 * (rank == 0), "capacity_factor": 0.7}
+    yield {"row_budget": RowBudget(6), "x_grad": rank > 0, "mask": torch.arange(9) > 3}
+
+
+def check_a_row_budget_runs_the_rounds_of_a_row_for_each_expert():
+    for options in budgeted_cases():
+        want, plain = step("alltoall", **options)
+        for way in WAYS[:2]:
+            with largest_exchange() as largest:
+                found, other = step(way, **options)
+            assert_same_bits(found, want)
+            assert torch.equal(other.metrics["num_dropped"], plain.metrics["num_dropped"])
+            # A node's ranks pass on what comes from the ranks of their place, one a node.
+            assert max(largest) <= options["row_budget"].rows * (2 if way == "hierarchical" else 1)
+            found, _ = step(way, "reduced", **options)
+            assert_close(found, want, options)
+
+
+@contextlib.contextmanager
+def largest_exchange():
+    rows, original = [0], dist.all_to_all_single
+
+    def counted(out, x, *args, group):
+        if x.is_floating_point():
+            rows.extend([x.shape[0], out.shape[0]])
+        return original(out, x, *args, group=group)
+
+    dist.all_to_all_single = counted
+    try:
+        yield rows
+    finally:
+        dist.all_to_all_single = original
+
+
+def assert_close(found, want, options):
+    """Equal but for what "reduced" rounds."""
+    # In bfloat16 one rounding more a rank, and a node, each of at most 2**-9 of a part of the sum;
+    # gradients of weights add them up over tokens. Float64 adds in another order.
+    rounded = options.get("dtype") == torch.bfloat16
+    for a, b in zip(found, want, strict=True):
+        allowed = (0.03 if rounded else 1e-13) * float(b.abs().max() if b.numel() else 0)
+        torch.testing.assert_close(a, b, rtol=0, atol=allowed)
+
+
 def check_reduced_gives_the_same_sums():
     for options in cases():
         want, _ = step("alltoall", **options)
         for way in WAYS:
             found, _ = step(way, "reduced", **options)
-            # In bfloat16 one rounding more a rank, and a node, each of at most 2**-9 of a part of
-            # the sum; gradients of weights add them up over tokens. Float64 adds in another order.
-            rounded = options.get("dtype") == torch.bfloat16
-            for a, b in zip(found, want, strict=True):
-                allowed = (0.03 if rounded else 1e-13) * float(b.abs().max() if b.numel() else 0)
-                torch.testing.assert_close(a, b, rtol=0, atol=allowed)
+            assert_close(found, want, options)
 
 
 def check_checkpointing_and_autocast():
@@ -224,7 +270,7 @@ def check_options_that_cannot_be_served():
     for options, text in (
         ({"combine": "sum"}, "expected combine to be one of"),
         ({"dispatcher": "alltoall", "combine": "reduced"}, "one of .*'dedup', .* for"),
-        ({"dispatcher": "dedup", "row_budget": RowBudget(5)}, "'alltoall' with a row_budget"),
+        ({"dispatcher": "allgather", "row_budget": RowBudget(5)}, "rows in rounds .*'allgather'"),
         ({"dispatcher": dispatcher("dedup", "exact"), "combine": "reduced"}, "left to a disp"),
         ({"dispatcher": "ring"}, "expected dispatcher to be one of .*'ring'"),
     ):
@@ -234,6 +280,8 @@ def check_options_that_cannot_be_served():
         r"expected node_size, or else LOCAL_WORLD_SIZE, to divide .*, got 5",
         functools.partial(HierarchicalDispatcher, E, world, node_size=5),
     )
+    gathering = layer("allgather", row_budget=RowBudget(5))
+    raised(TypeError, "RowBudget: expected .* got AllGatherDispatcher", gathering, tokens())
     by_name = MoELayer(D, 6, E, K, ep_group=world, combine="reduced")
     assert by_name.dispatcher.combine_by == "reduced"
 

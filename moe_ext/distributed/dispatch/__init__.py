@@ -6,6 +6,7 @@ from moe_ext.distributed.dispatch.base import (
     DispatchMetadata,
     TokenDispatcher,
     WrappedDispatcher,
+    sum_dtype,
 )
 from moe_ext.distributed.dispatch.chunks import Chunk
 from moe_ext.distributed.dispatch.dedup import (
@@ -26,4 +27,5 @@ __all__ = [
     "LocalDispatcher",
     "TokenDispatcher",
     "WrappedDispatcher",
+    "sum_dtype",
 ]

@@ -6,6 +6,7 @@ Shapes: T tokens of a rank, D model, K top-k, P ranks, U tokens that have expert
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext.distributed import comm
+from moe_ext.distributed.dispatch.base import no_chunks
+from moe_ext.distributed.dispatch.chunks import Chunk
 from moe_ext.distributed.dispatch.dedup import DedupDispatcher, Hop, Route, packed, unpacked
 
 
@@ -55,7 +58,7 @@ class AllGatherDispatcher(DedupDispatcher):
     has: `combine="exact"` brings back the result of every slot, `combine="reduced"` one sum for
     each rank that has experts of a token (a reduce-scatter without the zeros).
 
-    A `RowBudget` is for many tokens, and needs another dispatcher.
+    All tokens of all ranks lie on each, so it is none for a `RowBudget`.
 
     Args:
         num_experts: E, a multiple of the size of the group.
@@ -70,3 +73,7 @@ class AllGatherDispatcher(DedupDispatcher):
 
     def _make_hops(self, num_experts: int, group: ProcessGroup) -> tuple[Hop, ...]:
         return (_GatherHop(self.operation, num_experts, group, self.combine_by, self.average),)
+
+    def chunks(self, *args: Any, **options: Any) -> list[Chunk]:
+        """Refused: see the class."""
+        raise no_chunks(self)

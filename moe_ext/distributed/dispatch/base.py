@@ -40,6 +40,11 @@ _NOT_RECORDED, _RECORDED, _IN_GRAPH = range(3)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums of rows are taken in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 @dataclass(frozen=True)
 class DispatchMetadata:
     """Tables that `combine` undoes `dispatch` by.
@@ -90,7 +95,7 @@ class TokenDispatcher:
 
     A transport subclasses it and says how messages travel, by `exchange_counts` and
     `exchange_rows`; everything that a layer uses follows from these two: `routing`, `dispatch`,
-    `combine`, and `chunks` with `send` and `bring_back`. A dispatcher holds no parameters and no
+    `combine`, and `chunks` with `send` and `combine_part`. A dispatcher holds no parameters and no
     state of a step. One with a `dispatch` of its own brings its own `combine`, and its own `chunks`
     where it is to serve a `RowBudget`.
 
@@ -292,6 +297,16 @@ class TokenDispatcher:
         permutation = replace(metadata.permutation, slot_of_row=sent_N)
         return ops.unpermute_tokens(rows_ND, permutation, metadata.topk_weights)
 
+    def combine_part(self, rows: Tensor, metadata: DispatchMetadata) -> Tensor:
+        """`combine` of a chunk: the sums `[T, D]` of its rows alone, in float32 or float64.
+
+        Args:
+            rows: expert outputs, `[R, D]`.
+            metadata: what `send` returned.
+        """
+        rows_ND = self.bring_back(rows, metadata)
+        return self.weighted_sum(rows_ND.to(sum_dtype(rows.dtype)), metadata)
+
     def chunks(
         self,
         x_TD: Tensor,
@@ -304,7 +319,7 @@ class TokenDispatcher:
     ) -> list[Chunk]:
         """Cut the rows of a `dispatch` into chunks that go one after the other.
 
-        `send` brings the rows of a chunk to their experts, `bring_back` their results back.
+        `send` brings the rows of a chunk to their experts, `combine_part` their results back.
 
         Args:
             x_TD: as in `dispatch`; read for its shape and dtype alone.
@@ -324,7 +339,7 @@ class TokenDispatcher:
             RankFailureError: a rank died or did not answer.
         """
         if type(self).dispatch is not TokenDispatcher.dispatch:
-            raise _no_chunks(self)
+            raise no_chunks(self)
         if self.group is not None:
             return self._exchanged_chunks(
                 x_TD, topk_idx_TK, topk_weights_TK, capacity, max_rows, drop
@@ -610,7 +625,8 @@ def _dropping(before: ops.Permutation, kept: ops.Permutation) -> ops.Permutation
     return replace(kept, num_dropped=before.num_dropped + routed)
 
 
-def _no_chunks(dispatcher: object) -> TypeError:
+def no_chunks(dispatcher: object) -> TypeError:
+    """Error of a dispatcher that sends whole batches alone."""
     return TypeError(
         "RowBudget: expected the dispatcher to be a LocalDispatcher or another TokenDispatcher "
         f"that sends chunks, got {type(dispatcher).__name__}"
@@ -647,4 +663,4 @@ class WrappedDispatcher(TokenDispatcher):
 
     def chunks(self, *args: Any, **options: Any) -> list[Chunk]:
         """Refused: the object knows whole batches alone."""
-        raise _no_chunks(self.inner)
+        raise no_chunks(self.inner)

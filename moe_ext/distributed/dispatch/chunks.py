@@ -55,6 +55,10 @@ class Chunk:
         rows: Tensor = torch.ops.moe_ext._gather_tokens(x_TD, self.slot_of_row, self.whole.top_k)
         return rows
 
+    def return_sums(self, grad_RD: Tensor, tables: ops.Permutation) -> Tensor:
+        """The gradient `[T, D]` of the tokens of the rows that `take` gave, summed in its dtype."""
+        return ops.unpermute_tokens(grad_RD, tables)
+
     @property
     def tables(self) -> ops.Permutation:
         """Tables of these rows alone; made when asked for, since they are as long as all slots."""

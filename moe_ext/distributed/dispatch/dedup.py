@@ -23,7 +23,13 @@ from moe_ext._checks import check_choice
 from moe_ext.distributed import comm
 from moe_ext.distributed._c10d import small_message_device
 from moe_ext.distributed.dispatch.alltoall import AllToAllDispatcher
-from moe_ext.distributed.dispatch.base import DispatchMetadata, TokenDispatcher
+from moe_ext.distributed.dispatch.base import (
+    DispatchMetadata,
+    ExchangedCounts,
+    TokenDispatcher,
+    sum_dtype,
+)
+from moe_ext.distributed.dispatch.chunks import Chunk, RowCounts
 from moe_ext.distributed.groups import group_rank, group_ranks, group_size
 from moe_ext.ops.grouped_gemm import row_alignment
 
@@ -102,20 +108,7 @@ class Hop(AllToAllDispatcher):
 
         That is the experts, the weights where they are wanted, and the origin of later hops.
         """
-        with self.routing(x_TD):
-            self._check_dtype(x_TD)
-            target_TK = idx_TK.div(self.num_local_experts, rounding_mode="floor")
-            again_TKK = target_TK[:, :, None] == target_TK[:, None, :]
-            once_TK = target_TK.masked_fill(again_TKK.tril(-1).any(-1), -1)
-            # Rows without columns: only the tables are wanted, and they cost no row.
-            none_TD = x_TD.detach()[:, :0]
-            _, once = ops.permute_tokens(none_TD, once_TK, self.num_ranks)
-            _, slots = ops.permute_tokens(none_TD, target_TK, self.num_ranks)
-        once_P, slots_P = once.num_tokens_per_expert, slots.num_tokens_per_expert
-        tokens_P = torch.full_like(once_P, x_TD.shape[0])
-        own_P3 = torch.stack([once_P, slots_P, tokens_P], 1)
-        header = self._header(x_TD, idx_TK.shape[1], capacity, in_graph)
-        told = self._compare(own_P3, header, None, lambda counts_P3: counts_P3)
+        once, slots, told = self.count(x_TD, idx_TK, capacity, in_graph=in_graph)
         received, slots_received, tokens_received = told.received
         sent, slots_sent, _ = told.sent
         once = replace(once, slot_of_row=once.slot_of_row[: sum(sent)])
@@ -149,6 +142,25 @@ class Hop(AllToAllDispatcher):
             told.has_backward,
             arrived,
         )
+
+    def count(
+        self, x_TD: Tensor, idx_TK: Tensor, capacity: int | None, *, in_graph: bool
+    ) -> tuple[ops.Permutation, ops.Permutation, ExchangedCounts]:
+        """Tell every rank how much it gets; this rank's tokens and slots, grouped by rank."""
+        with self.routing(x_TD):
+            self._check_dtype(x_TD)
+            target_TK = idx_TK.div(self.num_local_experts, rounding_mode="floor")
+            again_TKK = target_TK[:, :, None] == target_TK[:, None, :]
+            once_TK = target_TK.masked_fill(again_TKK.tril(-1).any(-1), -1)
+            # Rows without columns: only the tables are wanted, and they cost no row.
+            none_TD = x_TD.detach()[:, :0]
+            _, once = ops.permute_tokens(none_TD, once_TK, self.num_ranks)
+            _, slots = ops.permute_tokens(none_TD, target_TK, self.num_ranks)
+        once_P, slots_P = once.num_tokens_per_expert, slots.num_tokens_per_expert
+        tokens_P = torch.full_like(once_P, x_TD.shape[0])
+        own_P3 = torch.stack([once_P, slots_P, tokens_P], 1)
+        header = self._header(x_TD, idx_TK.shape[1], capacity, in_graph)
+        return once, slots, self._compare(own_P3, header, None, lambda counts_P3: counts_P3)
 
     def bring_out(self, x_TD: Tensor, route: Route, name: str) -> Tensor:
         """The rows `[U, D]` of tokens that a route brings here."""
@@ -301,15 +313,46 @@ class DedupMetadata(DispatchMetadata):
     weights_UK: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class _TokenChunk(Chunk):
+    """Some of a rank's slots, whose tokens travel once to a rank.
+
+    Attributes:
+        topk_idx_TK: experts of all slots.
+        dtype: of the rows that travel; `take` gives tokens in that of sums, for their gradients.
+    """
+
+    topk_idx_TK: Tensor = torch.empty(0)
+    dtype: torch.dtype = torch.float32
+
+    def take(self, x_TD: Tensor) -> Tensor:
+        """All tokens; `dispatch` takes those that have slots here."""
+        return x_TD.to(sum_dtype(self.dtype))
+
+    def return_sums(self, grad_RD: Tensor, tables: ops.Permutation) -> Tensor:
+        """See `Chunk`: the sums were taken where the rows came back."""
+        return grad_RD
+
+    def choice(self) -> Tensor:
+        """`[T, K]`, the experts of the slots that are here, -1 for the others."""
+        here_N = torch.zeros_like(self.topk_idx_TK, dtype=torch.bool).view(-1)
+        here_N[self.slot_of_row] = True
+        return self.topk_idx_TK.where(here_N.view_as(self.topk_idx_TK), -1)
+
+
 class _Send(torch.autograd.Function):
     """Tokens, and their weights where wanted, to the ranks of their experts."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, weights_TK: Tensor | None, journey: Journey
+        ctx: Any,
+        x_TD: Tensor,
+        weights_TK: Tensor | None,
+        journey: Journey,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.journey, ctx.weighted = journey, weights_TK is not None
-        arrived_UD = journey.send(x_TD, "dispatch")
+        ctx.journey, ctx.weighted, ctx.dtype = journey, weights_TK is not None, x_TD.dtype
+        arrived_UD = journey.send(x_TD.to(dtype), "dispatch")
         expand = journey.expand
         rows = torch.ops.moe_ext._gather_tokens(arrived_UD, expand.slot_of_row, expand.top_k)
         weights_UK = journey.routes[-1].weights_UK
@@ -319,17 +362,18 @@ class _Send(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_rows: Tensor, grad_weights_UK: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, None]:
+    ) -> tuple[Tensor, Tensor | None, None, None]:
         journey: Journey = ctx.journey
         if not ctx.weighted:
             # The gradient of every slot comes back, to be added up in the order of slots.
             slots_SD = journey.return_slots(grad_rows, "dispatch backward", backward=True)
-            return ops.unpermute_tokens(slots_SD, journey.routes[0].slots), None, None
+            slots = journey.routes[0].slots
+            return ops.unpermute_tokens(slots_SD.to(ctx.dtype), slots), None, None, None
         assert grad_weights_UK is not None
         grad_UD = ops.unpermute_tokens(grad_rows, journey.expand)
         grad_x = journey.return_sums(grad_UD, "dispatch backward", backward=True)
         grad_weights = journey.return_sums(grad_weights_UK, "weights backward", backward=True)
-        return grad_x, grad_weights, None
+        return grad_x.to(ctx.dtype), grad_weights, None, None
 
 
 class DedupDispatcher(TokenDispatcher):
@@ -346,7 +390,8 @@ class DedupDispatcher(TokenDispatcher):
       sends one row a token; so do the gradients. All four exchanges are smaller, weights travel
       too, and a result is rounded once a rank more than on one process.
 
-    A `RowBudget` needs `AllToAllDispatcher`.
+    With a `RowBudget` a token goes once for each round that has slots of it for the rank; "exact"
+    then has the bits of `AllToAllDispatcher` with that budget.
 
     Args:
         num_experts: E, a multiple of the size of the group.
@@ -403,15 +448,24 @@ class DedupDispatcher(TokenDispatcher):
         capacity: int | None = None,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
         """See `TokenDispatcher`."""
+        return self._dispatch(x_TD, topk_idx_TK, topk_weights_TK, capacity, x_TD.dtype)
+
+    def _dispatch(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_weights_TK: Tensor,
+        capacity: int | None,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, DedupMetadata]:
+        """`dispatch` of rows of a dtype, which need not be that of the tokens."""
         reduced = self.combine_by == "reduced"
         in_graph = x_TD.requires_grad or (reduced and topk_weights_TK.requires_grad)
         tables: ops.Permutation | None = None
         idx_TK, limit, routes = topk_idx_TK, capacity, list[Route]()
         origin_T: Tensor | None = None
-        tokens_TD, weights_TK = x_TD.detach(), None
-        if reduced:
-            wide = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
-            weights_TK = topk_weights_TK.to(wide)
+        tokens_TD = x_TD.detach().to(dtype)
+        weights_TK = topk_weights_TK.to(sum_dtype(dtype)) if reduced else None
         beside_TK = None if weights_TK is None else weights_TK.detach()
         for i, hop in enumerate(self._hops):
             with self._telling_from(i + 1, tokens_TD):
@@ -432,7 +486,7 @@ class DedupDispatcher(TokenDispatcher):
         if in_graph and not x_TD.requires_grad:
             # Another rank's gradients come back through here: take part in their exchange.
             x_TD = x_TD.detach().requires_grad_()
-        rows, weights_UK = _Send.apply(x_TD, weights_TK, journey)
+        rows, weights_UK = _Send.apply(x_TD, weights_TK, journey, dtype)
         metadata = DedupMetadata(
             routes[0].slots if tables is None else _dropping(routes[0].slots, tables),
             topk_weights_TK,
@@ -444,6 +498,71 @@ class DedupDispatcher(TokenDispatcher):
             weights_UK,
         )
         return rows, journey.expand.expert_offsets, metadata
+
+    def chunks(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_weights_TK: Tensor,
+        *,
+        max_rows: int,
+        capacity: int | None = None,
+        drop: bool = False,
+    ) -> list[Chunk]:
+        """See `TokenDispatcher`; the slots of a chunk are those that `AllToAllDispatcher` sends."""
+        found = self._exchanged_chunks(x_TD, topk_idx_TK, topk_weights_TK, capacity, max_rows, drop)
+        return [
+            _TokenChunk(
+                chunk.whole,
+                chunk.slot_of_row,
+                chunk.expert_offsets,
+                chunk.counts,
+                topk_idx_TK,
+                x_TD.dtype,
+            )
+            for chunk in found
+        ]
+
+    def send(
+        self, rows_ND: Tensor, chunk: Chunk, topk_weights_TK: Tensor
+    ) -> tuple[Tensor, Tensor, DispatchMetadata]:
+        """See `TokenDispatcher`."""
+        assert isinstance(chunk, _TokenChunk)
+        rows, offsets, metadata = self._dispatch(
+            rows_ND, chunk.choice(), topk_weights_TK, None, chunk.dtype
+        )
+        tables = _dropping(metadata.permutation, chunk.whole)
+        return rows, offsets, replace(metadata, permutation=tables)
+
+    def _group_and_count(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_weights_TK: Tensor,
+        capacity: int | None,
+        *,
+        with_rows: bool = True,
+    ) -> tuple[Tensor, ops.Permutation, RowCounts]:
+        # A rank that fails tells the others in the messages of the hops: they come first.
+        in_graph, limit, none_TD = x_TD.requires_grad, capacity, x_TD.detach()[:, :0]
+        for i, hop in enumerate(self._hops):
+            with self._telling_from(i + 1, x_TD):
+                if i == 0:
+                    with hop.routing(x_TD):
+                        _, tables = self._group_by_expert(
+                            none_TD, topk_idx_TK, topk_weights_TK, capacity
+                        )
+                _, _, told = hop.count(x_TD[:0], topk_idx_TK[:0], limit, in_graph=in_graph)
+            in_graph, limit = told.has_backward, told.expert_capacity
+        sent_PL = tables.expert_offsets.diff().view(self.num_ranks, self.num_local_experts)
+        counts = RowCounts(
+            tuple(sent_PL.sum(1).tolist()),
+            (),
+            torch.zeros_like(sent_PL),
+            limit,
+            in_graph,
+        )
+        return none_TD, tables, counts
 
     def _journey(self, routes: tuple[Route, ...], arrived_UD: Tensor) -> Journey:
         """The tables by which the arrived rows are grouped by expert, and go back."""
@@ -497,6 +616,14 @@ class DedupDispatcher(TokenDispatcher):
             return ops.unpermute_tokens(slots_SD, metadata.permutation, metadata.topk_weights)
         y_UD = ops.unpermute_tokens(rows, journey.expand, metadata.weights_UK)
         return journey.return_sums(y_UD, "combine", meanwhile=meanwhile)
+
+    def combine_part(self, rows: Tensor, metadata: DispatchMetadata) -> Tensor:
+        """See `TokenDispatcher`."""
+        assert isinstance(metadata, DedupMetadata)
+        if metadata.weights_UK is not None:
+            return self.combine(rows, metadata).to(sum_dtype(rows.dtype))
+        slots_SD = metadata.journey.return_slots(rows, "combine")
+        return self.weighted_sum(slots_SD.to(sum_dtype(rows.dtype)), metadata)
 
 
 class HierarchicalDispatcher(DedupDispatcher):
