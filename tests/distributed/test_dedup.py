@@ -23,6 +23,7 @@ from moe_ext.nn import RowBudget
 
 E, D, K = 12, 8, 4  # E is a multiple of every group size used
 WAYS = ("dedup", "hierarchical", "allgather")
+NODES = {1: 1, 2: 1, 3: 2}  # by the last rank
 
 
 @functools.cache
@@ -261,6 +262,27 @@ def check_differences_between_ranks_raise_everywhere():
     text = r"DedupDispatcher: expected combine to be equal .* got exact on rank 0.*reduced"
     one = MoELayer(D, 6, E, K, ep_group=world, dispatcher=mixed)
     raised(ValueError, text, one, tokens().float())
+
+
+def check_a_layer_that_another_rank_skips_raises_everywhere():
+    """On ranks too that exchange no counts with the odd one."""
+    last, world = dist.get_world_size() - 1, dist.group.WORLD
+    text = (
+        r"the layer that runs \(.*\) to be equal on every rank, got .*text on rank.*, "
+        rf"images on rank {last}"
+    )
+    x = tokens().float()
+    in_nodes = functools.partial(HierarchicalDispatcher, node_size=NODES[last])
+    for make in (DedupDispatcher, in_nodes, AllGatherDispatcher):
+        layers = []
+        for i in range(2):
+            made = make(E, world)
+            made.tell_apart(("text", "images"), i)
+            layers.append(MoELayer(D, 6, E, K, ep_group=world, dispatcher=made))
+        for _ in range(2):
+            raised(ValueError, text, layers[dist.get_rank() == last], x)
+            for one in layers:
+                one(x).sum().backward()
 
 
 def check_options_that_cannot_be_served():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -34,6 +35,10 @@ from moe_ext.distributed.groups import group_rank, group_ranks, group_size
 from moe_ext.ops.grouped_gemm import row_alignment
 
 COMBINES = ("exact", "reduced")
+# Of a group, by the ranks of a node: those between this rank's node and others, and those inside.
+# All layers share them, so that they meet there and a job does not make two groups for each.
+_HopGroups = weakref.WeakKeyDictionary[ProcessGroup, dict[int, tuple[ProcessGroup, ProcessGroup]]]
+_hop_groups: _HopGroups = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -675,10 +680,14 @@ class HierarchicalDispatcher(DedupDispatcher):
         size, num_nodes = self.node_size, self.num_ranks // self.node_size
         if size == 1 or num_nodes == 1:
             return super()._make_hops(num_experts, group)
-        ranks, (node, place) = group_ranks(group), divmod(group_rank(group), size)
-        device = small_message_device(group)
-        between = comm.local_group(ranks[place::size], group, device)
-        inside = comm.local_group(ranks[node * size : (node + 1) * size], group, device)
+        known = _hop_groups.setdefault(group, {})
+        if size not in known:
+            ranks, (node, place) = group_ranks(group), divmod(group_rank(group), size)
+            device = small_message_device(group)
+            between = comm.local_group(ranks[place::size], group, device)
+            inside = comm.local_group(ranks[node * size : (node + 1) * size], group, device)
+            known[size] = between, inside
+        between, inside = known[size]
         return (
             Hop(self.operation, num_experts, between, self.combine_by, self.average),
             Hop(self.operation, num_experts // num_nodes, inside, self.combine_by, self.average),
