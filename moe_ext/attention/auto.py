@@ -194,6 +194,7 @@ def choose_scheme(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     prefix_len: PrefixLen | None = None,
     has_key_mask: bool = False,
+    has_attn_mask: bool = False,
     kv_grad_dtype: torch.dtype | None = None,
     hosts: Sequence[int] | None = None,
     mesh_shape: tuple[int, int] | None = None,
@@ -219,6 +220,8 @@ def choose_scheme(
         cu_seqlens: see `ring_attention`.
         prefix_len: see `ring_attention`.
         has_key_mask: whether a mask of keys travels with them.
+        has_attn_mask: whether each rank has rows of a mask of all pairs, which keeps queries where
+            they are.
         kv_grad_dtype: see `ring_attention`.
         hosts: for each rank the number of its host; None for one host.
         mesh_shape: (rows, ranks of a row) of a 2-D mesh, whose rows count as hosts then.
@@ -254,7 +257,8 @@ def choose_scheme(
     mask = Mask(is_causal, *check_window(window, _OP), offsets)
     mask = replace(mask, prefix_lens=check_prefix_len(prefix_len, mask, batch, _OP))
     grid = None if mesh_shape is None else even_grid(num_ranks, mesh_shape[1])
-    return choose(Workload(heads, form, wire, made, mask, hosts_of(num_ranks, hosts, grid)), grid)
+    on_hosts = hosts_of(num_ranks, hosts, grid)
+    return choose(Workload(heads, form, wire, made, mask, on_hosts, has_attn_mask), grid)
 
 
 def hosts_of(num_ranks: int, hosts: Sequence[int] | None, grid: Grid | None) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,8 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_ext.attention.masks import (
     Mask,
     Offsets,
+    PrefixLen,
     check_cu_seqlens,
     check_end,
+    check_prefix_len,
     check_window,
     rows_of_offsets,
 )
@@ -112,6 +114,7 @@ def make_layout(
     cu_seqlens: Offsets | None = None,
     is_causal: bool = True,
     window: tuple[int, int] | None = None,
+    prefix_len: PrefixLen | None = None,
 ) -> Layout:
     """The layout of a sequence over ranks; a `Layout` is passed through after a check.
 
@@ -128,9 +131,11 @@ def make_layout(
             other functions take, it stands for the causal mask; for another mask, make the layout
             here and pass it on.
         window: likewise.
+        prefix_len: likewise, one number for every document or one for each.
 
     Raises:
-        ValueError: unknown name, or a `Layout` for another length or number of ranks.
+        ValueError: unknown name, a `Layout` for another length or number of ranks, or a mask for
+            "cost_balanced" that is none.
     """
     op = "make_layout"
     if isinstance(layout, Layout):
@@ -162,6 +167,7 @@ def make_layout(
     mask = Mask(cu_seqlens=offsets if follows else None)
     if layout == "cost_balanced":
         mask = Mask(is_causal, *check_window(window, op), offsets)
+        mask = replace(mask, prefix_lens=check_prefix_len(prefix_len, mask, 1, op))
     return _make(layout, seq_len, num_ranks, mask)
 
 

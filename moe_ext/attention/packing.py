@@ -6,13 +6,14 @@ Shapes: R rows, S positions of a row.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from moe_ext.attention.checks import requires
-from moe_ext.attention.masks import check_window, integers
+from moe_ext.attention.masks import Mask, check_prefix_len, check_window, integers
 
 OPERATION = "pack_documents"
 _require = requires(OPERATION)
@@ -45,6 +46,7 @@ def pack_documents(
     num_ranks: int = 1,
     is_causal: bool = True,
     window: tuple[int, int] | None = None,
+    prefix_len: int | Tensor | Sequence[int] | None = None,
 ) -> PackedDocuments:
     """Assigns documents to rows of one length such that the costliest row costs little.
 
@@ -67,6 +69,8 @@ def pack_documents(
             are neighbours in the order of cost.
         is_causal: of the attention: a query sees no key after it.
         window: (left, right) of the attention, see `ring_attention`.
+        prefix_len: positions at the start of each document that all of it sees, see
+            `ring_attention`: one number for all documents, or one for each.
 
     Raises:
         ValueError: an argument out of its range, or too few rows.
@@ -80,7 +84,12 @@ def pack_documents(
         _require(0 <= size <= seq_len, f"lengths[{i}]", f"from 0 to seq_len, {seq_len}", size)
     _require(num_ranks >= 1, "num_ranks", "at least 1", num_ranks)
     left, right = check_window(window, OPERATION)
-    costs = [_area(size, left, 0 if is_causal else right) for size in sizes]
+    mask = Mask(is_causal, left, right, tuple(itertools.accumulate(sizes, initial=0)))
+    (lens,) = check_prefix_len(prefix_len, mask, 1, OPERATION) or ((0,) * len(sizes),)
+    costs = [
+        _area(size, left, 0 if is_causal else right) + math.comb(min(size, prefix), 2)
+        for size, prefix in zip(sizes, lens, strict=True)
+    ]
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
 
     def deal(by: str, count: int) -> Rows | None:
@@ -122,7 +131,10 @@ def pack_documents(
 
 
 def _area(length: int, left: int, right: int) -> int:
-    """`Mask.areas` of one document, summed up: its square less a triangle at either side."""
+    """`Mask.areas` of one document, summed up: its square less a triangle at either side.
+
+    A prefix gives the triangle of its own pairs back.
+    """
     cut = [max(length - 1 - side, 0) for side in (left, right) if side >= 0]
     return length * length - sum(n * (n + 1) // 2 for n in cut)
 

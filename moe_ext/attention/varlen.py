@@ -1,6 +1,7 @@
 """`ring_attention` of packed tokens, by the arguments of the kernels for documents of any length.
 
-Shapes: T tokens of this rank, H heads, Hkv heads of keys and values, D and Dv head dims.
+Shapes: T tokens of this rank, S tokens of all ranks, H heads, Hkv heads of keys and values, D and
+    Dv head dims.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def ring_attention_varlen(
     scheme: str = "ring",
     precision: str = "exact",
     prefix_len: PrefixLen | None = None,
+    attn_mask: Tensor | None = None,
     sinks: Tensor | None = None,
     seed: int | None = None,
 ) -> Tensor:
@@ -68,6 +70,8 @@ def ring_attention_varlen(
         scheme: see `ring_attention`.
         precision: see `ring_attention`.
         prefix_len: positions at the start of each document that all of it sees.
+        attn_mask: `[H or 1, T, S]`, this rank's queries by all tokens of all ranks: bool, or a bias
+            with its gradient, beside all other masks.
         sinks: `[H]`.
         seed: of the dropout.
 
@@ -86,6 +90,10 @@ def ring_attention_varlen(
             _require(fits, name, "packed tokens [T, heads, dim] of this rank", found)
         one_row = isinstance(cu_seqlens_q, Tensor) and cu_seqlens_q.dim() == 1
         _require(one_row, "cu_seqlens_q", "a tensor of integers [documents + 1]", cu_seqlens_q)
+        if attn_mask is not None:
+            fits = isinstance(attn_mask, Tensor) and attn_mask.dim() == 3
+            found = list(attn_mask.shape) if isinstance(attn_mask, Tensor) else attn_mask
+            _require(fits, "attn_mask", "a tensor [H or 1, T, S]", found)
         same = cu_seqlens_k is cu_seqlens_q or torch.equal(cu_seqlens_k, cu_seqlens_q)
         _require(same, "cu_seqlens_k", "equal to cu_seqlens_q", cu_seqlens_k)
     except Exception as error:
@@ -99,6 +107,7 @@ def ring_attention_varlen(
         layout=layout,
         window=window_size,
         cu_seqlens=cu_seqlens_q,
+        attn_mask=None if attn_mask is None else attn_mask[None],
         alibi_slopes=alibi_slopes,
         softcap=softcap,
         prefix_len=prefix_len,

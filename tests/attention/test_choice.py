@@ -122,6 +122,14 @@ def test_hops_between_hosts_make_a_double_ring():
     assert all(c.scheme != "double_ring" for c in uneven.candidates)
 
 
+def test_queries_stay_where_their_rows_of_a_mask_are():
+    sizes = {**LLAMA, "heads": 28, "kv_heads": 28, "seq_len": 4096, "num_ranks": 7}
+    assert choose_scheme(**sizes).scheme == "ulysses"
+    choice = choose_scheme(**sizes, has_attn_mask=True)
+    assert choice.scheme in ("ring", "all_gather")
+    assert "attn_mask to be None" in figures(choice)["ulysses", (1, 7)].refused
+
+
 def test_rows_of_a_mesh_count_as_hosts():
     sizes = {**LLAMA, "heads": 4, "kv_heads": 4, "seq_len": 8192, "num_ranks": 8}
     choice = choose_scheme(**sizes, mesh_shape=(2, 4))

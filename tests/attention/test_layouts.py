@@ -134,6 +134,22 @@ def test_cost_balanced_follows_a_window():
     assert max(areas) <= 1.03 * sum(areas) / 4
 
 
+def test_cost_balanced_follows_prefixes():
+    """By the causal mask one rank has 1.06 times the mean."""
+    offsets, lens = (0, 300, 700, 1024), (280, 0, 200)
+    mask = Mask(True, cu_seqlens=offsets, prefix_lens=(lens,))
+    where = {"layout": "cost_balanced", "seq_len": 1024, "num_ranks": 4, "cu_seqlens": offsets}
+    areas = make_layout(**where, prefix_len=lens).areas(mask)
+    assert max(areas) <= 1.01 * sum(areas) / 4
+    areas = make_layout(**where).areas(mask)
+    assert max(areas) >= 1.05 * sum(areas) / 4
+    assert make_layout(**where, prefix_len=0) == make_layout(**where)
+    with pytest.raises(ValueError, match="make_layout: expected prefix_len .* 3, one for each doc"):
+        make_layout(**where, prefix_len=[1, 2])
+    with pytest.raises(ValueError, match="make_layout: expected is_causal to be True with prefix"):
+        make_layout(**where, prefix_len=2, is_causal=False)
+
+
 def test_runs_of_documents_on_a_rank():
     layout = make_layout("contiguous", 12, 2)
     offsets, document = layout.local_cu_seqlens([0, 4, 4, 8, 12], 0)

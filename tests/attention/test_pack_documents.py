@@ -13,6 +13,7 @@ from moe_ext.attention import Mask, pack_documents, ring_attention
 SEQ_LEN = 300
 LENGTHS = st.lists(st.integers(0, SEQ_LEN), max_size=40)
 WINDOWS = st.none() | st.tuples(st.integers(-1, 40), st.integers(-1, 40))
+PREFIXES = st.none() | st.integers(0, 200)
 
 
 def first_fit(lengths):
@@ -25,10 +26,19 @@ def first_fit(lengths):
 
 
 @settings(max_examples=60, deadline=None)
-@given(LENGTHS, st.integers(1, 4), st.integers(0, 12), st.booleans(), WINDOWS)
-def test_every_document_once_in_rows_of_even_cost(lengths, num_ranks, more, is_causal, window):
-    mask = Mask(is_causal, *(window or (-1, -1)))
-    kwargs = {"num_ranks": num_ranks, "is_causal": is_causal, "window": window}
+@given(LENGTHS, st.integers(1, 4), st.integers(0, 12), st.booleans(), WINDOWS, PREFIXES)
+def test_every_document_once_in_rows_of_even_cost(
+    lengths, num_ranks, more, is_causal, window, prefix
+):
+    if not is_causal or window is not None:
+        prefix = None
+    mask = Mask(is_causal, *(window or (-1, -1)), prefix_lens=prefix and ((prefix,),))
+    kwargs = {
+        "num_ranks": num_ranks,
+        "is_causal": is_causal,
+        "window": window,
+        "prefix_len": prefix,
+    }
     count = (len(first_fit(lengths)) + more) // num_ranks * num_ranks + num_ranks
     longest, tokens = max(lengths, default=0), sum(lengths)
 
@@ -69,6 +79,9 @@ def test_rows_of_short_and_long_documents():
     assert packed.areas[0] <= max(1.01 * mean, 1.001 * max(n * (n + 1) // 2 for n in sizes))
     # The costliest rows of all steps: 1.20, and 1.32 by first fit.
     assert sum(packed.areas[::8]) * 8 <= 1.22 * sum(packed.areas)
+    # A short document that all of it sees is as costly as a longer causal one.
+    packed = pack_documents([10, 9, 9, 6], 19, prefix_len=[0, 0, 9, 0])
+    assert packed.documents == ((2, 3), (0, 1)) and packed.areas == (81 + 21, 55 + 45)
     # By first or best fit the costliest row has 511.
     assert pack_documents([20, 8, 13, 20, 8, 9, 14, 12, 9], 60, num_rows=2).areas == (441, 415)
 
@@ -104,6 +117,9 @@ def test_a_row_of_attention_is_that_of_each_document():
         ([5, 5, 5], {"num_rows": 2}, "num_rows to be a multiple of num_ranks, 1, and at least 3"),
         ([5], {"num_rows": 3, "num_ranks": 2}, "num_rows to be a multiple of num_ranks, 2, and"),
         ([5], {"window": (-2, 0)}, "window to be -1"),
+        ([5], {"window": (2, 0), "prefix_len": 1}, "window to be None with prefix_len"),
+        ([5], {"is_causal": False, "prefix_len": 1}, "is_causal to be True with prefix_len"),
+        ([5, 1], {"prefix_len": [1]}, "prefix_len to be .* 2, one for each document"),
     ],
 )
 def test_arguments_refused(lengths, changes, message):

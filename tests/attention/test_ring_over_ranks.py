@@ -351,8 +351,18 @@ def packed_tokens_as_the_kernels_take_them(scheme, layout):
     assert torch.equal(found, out[0].transpose(0, 1))
     for token, x in zip(tokens, expected, strict=True):
         assert torch.equal(token.grad, x.grad[0].transpose(0, 1))
+    bias = torch.randn(1, 4, expected[0].shape[2], 37, dtype=torch.float64)
+    found = ring_attention_varlen(
+        *tokens, offsets, offsets, causal=True, **where, scheme=scheme, attn_mask=bias[0]
+    )
+    options = {"is_causal": True, "cu_seqlens": offsets, "attn_mask": bias}
+    out = ring_attention(*expected, **options, **where, scheme=scheme)
+    assert torch.equal(found, out[0].transpose(0, 1))
     tokens = [x.detach() for x in tokens]
     odd = dist.get_rank() == 1
+    with pytest.raises(ValueError, match=r"attn_mask to be a tensor \[H or 1, T, S\], .* rank 1$"):
+        rows = bias if odd else bias[0]
+        ring_attention_varlen(*tokens, offsets, offsets, **where, attn_mask=rows)
     for match, q, keys in (
         (
             r"q to be packed tokens \[T, heads, dim\]",
