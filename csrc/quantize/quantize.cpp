@@ -15,12 +15,14 @@ MOE_EXT_SCHEMAS(m) {
   m.def(
       "dequantize_add_(Tensor(a!) out, Tensor codes, Tensor scales, str format, SymInt block, bool accumulate=True) -> "
       "()");
+  m.def("quantize_rows(Tensor x, str format) -> Tensor");
+  m.def("dequantize_rows(Tensor rows, SymInt dim, str format, ScalarType dtype=float) -> Tensor");
 }
 
 namespace {
 
 Format parse_format(const char* op, const std::string& format) {
-  const int64_t found = find_format(format);
+  const int64_t found = find_format(format, kFormatNames);
   MOE_CHECK(found < kNumFormats, op, ": expected format to be int8, int6, int4, int3, int2, fp8 or sign, got ", format);
   return static_cast<Format>(found);
 }
@@ -113,6 +115,34 @@ Format check_dequantize_add(
   MOE_CHECK(
       out.is_contiguous(), op, ": expected out to be contiguous, got a strided tensor of shape ", shape_string(out));
   return check_dequantize(op, codes, scales, out.numel(), format, block);
+}
+
+namespace {
+
+RowFormat parse_row_format(const char* op, const std::string& format) {
+  const int64_t found = find_format(format, kRowFormatNames);
+  MOE_CHECK(found < kNumRowFormats, op, ": expected format to be int8, fp8 or mx, got ", format);
+  return static_cast<RowFormat>(found);
+}
+
+} // namespace
+
+RowFormat check_quantize_rows(const Tensor& x, const std::string& format) {
+  const char* op = "quantize_rows";
+  check_short_floating(op, "x", x.scalar_type());
+  check_dim(op, "x", x, 2, "[N, D]");
+  return parse_row_format(op, format);
+}
+
+RowFormat check_dequantize_rows(const Tensor& rows, int64_t dim, const std::string& format, ScalarType dtype) {
+  const char* op = "dequantize_rows";
+  check_short_floating(op, "dtype", dtype);
+  check_dtype(op, "rows", rows, ScalarType::Byte);
+  check_dim(op, "rows", rows, 2, "[N, B]");
+  const RowFormat parsed = parse_row_format(op, format);
+  MOE_CHECK(dim >= 0, op, ": expected dim to be at least 0, got ", dim);
+  check_size(op, "rows", rows, 1, row_bytes(dim, parsed), "the bytes of a row of that many elements");
+  return parsed;
 }
 
 } // namespace moe_ext::quantize

@@ -22,6 +22,11 @@ Format check_dequantize(
 Format check_dequantize_add(
     const Tensor& out, const Tensor& codes, const Tensor& scales, const std::string& format, int64_t block);
 
+RowFormat check_quantize_rows(const Tensor& x /* [N, D] */, const std::string& format);
+
+RowFormat check_dequantize_rows(
+    const Tensor& rows /* [N, B] */, int64_t dim, const std::string& format, ScalarType dtype);
+
 // dispatch_floating without float64, which check_short_floating has refused.
 template <typename F>
 decltype(auto) dispatch_short_floating(ScalarType dtype, F&& f) {

@@ -124,12 +124,44 @@ void dequantize_add_cpu(
   dequantize_into(out, contiguous(codes), contiguous(scales), format, block, accumulate);
 }
 
+int64_t rows_per_task(int64_t dim) {
+  return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, dim));
+}
+
+Tensor quantize_rows_cpu(Tensor x, std::string format_name) {
+  const RowFormat format = check_quantize_rows(x, format_name);
+  const Tensor in = contiguous(x);
+  const int64_t num_rows = in.size(0), dim = in.size(1);
+  Tensor rows = new_empty(in, {num_rows, row_bytes(dim, format)}, ScalarType::Byte);
+  dispatch_short_floating(in.scalar_type(), [&]<typename T>() {
+    const QuantizeRowsArgs<T> args{data<const T>(in), data<uint8_t>(rows), dim};
+    const auto loop = kernels().of<T>().quantize_rows[static_cast<int64_t>(format)];
+    parallel_for(0, num_rows, rows_per_task(dim), [&](int64_t begin, int64_t end) { loop(args, begin, end); });
+  });
+  return rows;
+}
+
+Tensor dequantize_rows_cpu(Tensor rows, int64_t dim, std::string format_name, ScalarType dtype) {
+  const RowFormat format = check_dequantize_rows(rows, dim, format_name, dtype);
+  const Tensor from = contiguous(rows);
+  const int64_t num_rows = from.size(0);
+  Tensor out = new_empty(from, {num_rows, dim}, dtype);
+  dispatch_short_floating(dtype, [&]<typename T>() {
+    const DequantizeRowsArgs<T> args{data<T>(out), data<const uint8_t>(from), dim};
+    const auto loop = kernels().of<T>().dequantize_rows[static_cast<int64_t>(format)];
+    parallel_for(0, num_rows, rows_per_task(dim), [&](int64_t begin, int64_t end) { loop(args, begin, end); });
+  });
+  return out;
+}
+
 } // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
   m.impl("quantize_blockwise", TORCH_BOX(&quantize_blockwise_cpu));
   m.impl("dequantize_blockwise", TORCH_BOX(&dequantize_blockwise_cpu));
   m.impl("dequantize_add_", TORCH_BOX(&dequantize_add_cpu));
+  m.impl("quantize_rows", TORCH_BOX(&quantize_rows_cpu));
+  m.impl("dequantize_rows", TORCH_BOX(&dequantize_rows_cpu));
 }
 
 } // namespace moe_ext::quantize

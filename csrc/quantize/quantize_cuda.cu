@@ -88,12 +88,38 @@ void dequantize_add_cuda(
   dequantize_into(out, contiguous(codes), contiguous(scales), format, block, accumulate, device.stream());
 }
 
+Tensor quantize_rows_cuda(Tensor x, std::string format_name) {
+  const RowFormat format = check_quantize_rows(x, format_name);
+  const DeviceScope device(x);
+  const Tensor in = contiguous(x);
+  const int64_t num_rows = in.size(0), dim = in.size(1);
+  Tensor rows = new_empty(in, {num_rows, row_bytes(dim, format)}, ScalarType::Byte);
+  dispatch_short_floating(in.scalar_type(), [&]<typename T>() {
+    launch_quantize_rows<T>(format, {data<const T>(in), data<uint8_t>(rows), dim}, num_rows, device.stream());
+  });
+  return rows;
+}
+
+Tensor dequantize_rows_cuda(Tensor rows, int64_t dim, std::string format_name, ScalarType dtype) {
+  const RowFormat format = check_dequantize_rows(rows, dim, format_name, dtype);
+  const DeviceScope device(rows);
+  const Tensor from = contiguous(rows);
+  const int64_t num_rows = from.size(0);
+  Tensor out = new_empty(from, {num_rows, dim}, dtype);
+  dispatch_short_floating(dtype, [&]<typename T>() {
+    launch_dequantize_rows<T>(format, {data<T>(out), data<const uint8_t>(from), dim}, num_rows, device.stream());
+  });
+  return out;
+}
+
 } // namespace
 
 MOE_EXT_CUDA_IMPL(m) {
   m.impl("quantize_blockwise", TORCH_BOX(&quantize_blockwise_cuda));
   m.impl("dequantize_blockwise", TORCH_BOX(&dequantize_blockwise_cuda));
   m.impl("dequantize_add_", TORCH_BOX(&dequantize_add_cuda));
+  m.impl("quantize_rows", TORCH_BOX(&quantize_rows_cuda));
+  m.impl("dequantize_rows", TORCH_BOX(&dequantize_rows_cuda));
 }
 
 } // namespace moe_ext::quantize

@@ -10,10 +10,11 @@ enum class Format : int64_t { kInt8 = 0, kInt4 = 1, kFp8 = 2, kSign = 3, kInt6 =
 constexpr int64_t kNumFormats = 7;
 constexpr const char* kFormatNames[kNumFormats] = {"int8", "int4", "fp8", "sign", "int6", "int3", "int2"};
 
-// kNumFormats where there is none of that name.
-constexpr int64_t find_format(std::string_view name) {
+// The number of names where there is none of that name.
+template <int64_t kCount>
+constexpr int64_t find_format(std::string_view name, const char* const (&names)[kCount]) {
   int64_t found = 0;
-  while (found < kNumFormats && name != kFormatNames[found]) {
+  while (found < kCount && name != names[found]) {
     ++found;
   }
   return found;
@@ -37,6 +38,29 @@ constexpr int64_t num_scales(int64_t numel, int64_t block) {
 // The largest number that a scaled element takes.
 constexpr float largest_code(Format format) {
   return format == Format::kFp8 ? 448.0f : static_cast<float>((1 << (bits_of(format) - 1)) - 1);
+}
+
+// Formats of rows that carry their scales: the codes of a row, then a scale for each block of it.
+enum class RowFormat : int64_t { kInt8 = 0, kFp8 = 1, kMx = 2 };
+constexpr int64_t kNumRowFormats = 3;
+constexpr const char* kRowFormatNames[kNumRowFormats] = {"int8", "fp8", "mx"};
+
+constexpr Format code_format(RowFormat format) {
+  return format == RowFormat::kInt8 ? Format::kInt8 : Format::kFp8;
+}
+
+// Elements that share a scale.
+constexpr int64_t row_block(RowFormat format) {
+  return format == RowFormat::kMx ? 32 : 128;
+}
+
+// A power of two as its exponent, or a float.
+constexpr int64_t scale_bytes(RowFormat format) {
+  return format == RowFormat::kMx ? 1 : 4;
+}
+
+constexpr int64_t row_bytes(int64_t dim, RowFormat format) {
+  return dim + num_scales(dim, row_block(format)) * scale_bytes(format);
 }
 
 } // namespace moe_ext::quantize

@@ -20,6 +20,7 @@ constexpr int kFour = 4;
 constexpr int kStep = kLanes * kFour;
 constexpr int kAhead = 2; // steps that a lane loads before it stores the first
 constexpr int kBlocksPerGroup = kThreads / kLanes;
+constexpr int kRowPart = kWarpSize * kFour; // columns of a row that a warp has
 constexpr int64_t kSharedPart = 256; // blocks of a tensor with one scale: few enough for shared memory to hold many
 
 template <typename T>
@@ -385,6 +386,119 @@ void launch_dequantize(Format format, const DequantizeArgs<T>& args, cudaStream_
       launch_dequantize<Format::kSign, T>, launch_dequantize<Format::kInt6, T>, launch_dequantize<Format::kInt3, T>,
       launch_dequantize<Format::kInt2, T>};
   kRun[static_cast<int64_t>(format)](args, stream);
+}
+
+__device__ __forceinline__ int64_t first_part() {
+  return int64_t{blockIdx.x} * (kThreads / kWarpSize) + warp_id();
+}
+
+__device__ __forceinline__ int64_t part_stride() {
+  return int64_t{gridDim.x} * (kThreads / kWarpSize);
+}
+
+// Rows with scales of their own: a warp has 128 columns of a row, a lane four of them. One scale is that of the whole
+// warp, or of eight lanes.
+template <RowFormat kRow, typename T>
+__global__ void __launch_bounds__(kThreads)
+    quantize_rows_kernel(QuantizeRowsArgs<T> args, int64_t num_parts, bool aligned) {
+  constexpr int64_t kBlock = row_block(kRow);
+  constexpr int kSharing = static_cast<int>(kBlock) / kFour;
+  const int64_t parts = ceil_div(args.dim, int64_t{kRowPart});
+  for (int64_t part = first_part(); part < num_parts; part += part_stride()) {
+    const int64_t row = part / parts, i = part % parts * kRowPart + lane_id() * kFour;
+    uint8_t* const out = args.rows + row * row_bytes(args.dim, kRow);
+    const Vec<float, kFour> a = load_four(args.x + row * args.dim, i, args.dim, aligned);
+    uint32_t most = 0;
+#pragma unroll
+    for (int j = 0; j < kFour; ++j) {
+      most = max(most, key_of(a.v[j]));
+    }
+    most = warp_max<kSharing>(most);
+    const Scaling s = row_scaling<kRow>(most);
+    Vec<uint8_t, kFour> codes;
+#pragma unroll
+    for (int j = 0; j < kFour; ++j) {
+      const int8_t code = code_of<code_format(kRow), false>(a.v[j], s, 0);
+      codes.v[j] = most < kInfinityKey<float> ? static_cast<uint8_t>(code) : uint8_t{0};
+    }
+    store_four(out, i, args.dim, aligned, codes);
+    if (lane_id() % kSharing == 0 && i < args.dim) {
+      put_row_scale<kRow>(out + args.dim + i / kBlock * scale_bytes(kRow), most, s.scale);
+    }
+  }
+}
+
+template <RowFormat kRow, typename T>
+__global__ void __launch_bounds__(kThreads)
+    dequantize_rows_kernel(DequantizeRowsArgs<T> args, int64_t num_parts, bool aligned) {
+  constexpr int64_t kBlock = row_block(kRow);
+  const int64_t parts = ceil_div(args.dim, int64_t{kRowPart});
+  for (int64_t part = first_part(); part < num_parts; part += part_stride()) {
+    const int64_t row = part / parts, i = part % parts * kRowPart + lane_id() * kFour;
+    if (i >= args.dim) {
+      continue;
+    }
+    const uint8_t* const from = args.rows + row * row_bytes(args.dim, kRow);
+    const float scale = get_row_scale<kRow>(from + args.dim + i / kBlock * scale_bytes(kRow));
+    Vec<uint8_t, kFour> codes = {};
+    if (aligned) {
+      codes = load<kFour>(from + i);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kFour; ++j) {
+        codes.v[j] = i + j < args.dim ? from[i + j] : uint8_t{0};
+      }
+    }
+    Vec<T, kFour> out;
+#pragma unroll
+    for (int j = 0; j < kFour; ++j) {
+      const float value = value_of<code_format(kRow)>(static_cast<int8_t>(codes.v[j]), scale);
+      out.v[j] = from_acc<T>(within<kRow, T>(value));
+    }
+    store_four(args.out + row * args.dim, i, args.dim, aligned, out);
+  }
+}
+
+// Whether a lane's four elements and four codes are one access each, in every row.
+template <RowFormat kRow, typename T>
+bool rows_fit(const T* x, const uint8_t* rows, int64_t dim) {
+  return dim % kFour == 0 && row_bytes(dim, kRow) % kFour == 0 && is_aligned(x, kFour * sizeof(T)) &&
+         is_aligned(rows, kFour);
+}
+
+template <typename Kernel, typename Args>
+void launch_rows(Kernel kernel, const Args& args, int64_t num_rows, bool aligned, cudaStream_t stream) {
+  const int64_t parts = num_rows * ceil_div(args.dim, int64_t{kRowPart});
+  if (parts > 0) {
+    launch(over_elements(parts * kRowPart, kFour, stream), kernel, args, parts, aligned);
+  }
+}
+
+template <RowFormat kRow, typename T>
+void launch_quantize_rows(const QuantizeRowsArgs<T>& args, int64_t num_rows, cudaStream_t stream) {
+  launch_rows(quantize_rows_kernel<kRow, T>, args, num_rows, rows_fit<kRow>(args.x, args.rows, args.dim), stream);
+}
+
+template <typename T>
+void launch_quantize_rows(RowFormat format, const QuantizeRowsArgs<T>& args, int64_t num_rows, cudaStream_t stream) {
+  constexpr decltype(&launch_quantize_rows<RowFormat::kMx, T>) kRun[kNumRowFormats] = {
+      launch_quantize_rows<RowFormat::kInt8, T>, launch_quantize_rows<RowFormat::kFp8, T>,
+      launch_quantize_rows<RowFormat::kMx, T>};
+  kRun[static_cast<int64_t>(format)](args, num_rows, stream);
+}
+
+template <RowFormat kRow, typename T>
+void launch_dequantize_rows(const DequantizeRowsArgs<T>& args, int64_t num_rows, cudaStream_t stream) {
+  launch_rows(dequantize_rows_kernel<kRow, T>, args, num_rows, rows_fit<kRow>(args.out, args.rows, args.dim), stream);
+}
+
+template <typename T>
+void launch_dequantize_rows(
+    RowFormat format, const DequantizeRowsArgs<T>& args, int64_t num_rows, cudaStream_t stream) {
+  constexpr decltype(&launch_dequantize_rows<RowFormat::kMx, T>) kRun[kNumRowFormats] = {
+      launch_dequantize_rows<RowFormat::kInt8, T>, launch_dequantize_rows<RowFormat::kFp8, T>,
+      launch_dequantize_rows<RowFormat::kMx, T>};
+  kRun[static_cast<int64_t>(format)](args, num_rows, stream);
 }
 
 } // namespace moe_ext::quantize

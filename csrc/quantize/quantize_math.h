@@ -1,7 +1,9 @@
 // Arithmetic of the block quantisers, shared by every backend: no product is fused with a sum, see feedback_math.h.
 #pragma once
 
+#include <type_traits>
 #include "common/feedback_math.h"
+
 #include "common/philox.h"
 #include "quantize/quantize_format.h"
 
@@ -91,6 +93,63 @@ template <Format kFormat>
 MOE_INLINE float value_of(int8_t code, float scale) {
   const float number = kFormat == Format::kFp8 ? from_e4m3(static_cast<uint8_t>(code)) : static_cast<float>(code);
   return number * scale;
+}
+
+// Exponent of the scale of an MX block, biased by 127: the least power of two by which its largest element is at most
+// 448, so that nothing is cut off. 255 is NaN, for a block in which something is not finite.
+MOE_INLINE uint32_t mx_exponent(uint32_t key) {
+  const int32_t exponent = static_cast<int32_t>(key >> 23) - 8 + ((key & 0x7FFFFFu) > 0x600000u);
+  const uint32_t found = exponent < 0 ? 0u : static_cast<uint32_t>(exponent);
+  return key >= kInfinityKey<float> ? 255u : found;
+}
+
+MOE_INLINE float mx_scale(uint32_t exponent) {
+  const float power = bit_cast<float>(exponent == 0 ? 0x400000u : exponent << 23);
+  return exponent == 255 ? bit_cast<float>(0x7FC00000u) : power;
+}
+
+// Scaling of a block of a row by its largest element: of NaN and infinity, the scale NaN.
+template <RowFormat kRow>
+MOE_INLINE Scaling row_scaling(uint32_t key) {
+  if constexpr (kRow == RowFormat::kMx) {
+    const uint32_t exponent = mx_exponent(key);
+    return {mx_scale(exponent), 1.0f, bit_cast<float>((254u - (exponent < 255u ? exponent : 0u)) << 23)};
+  } else {
+    Scaling s = scaling_of(bit_cast<float>(key), largest_code(code_format(kRow)));
+    s.scale = key < kInfinityKey<float> ? s.scale : bit_cast<float>(0x7FC00000u);
+    return s;
+  }
+}
+
+template <RowFormat kRow>
+MOE_INLINE void put_row_scale(uint8_t* to, uint32_t key, float scale) {
+  if constexpr (kRow == RowFormat::kMx) {
+    *to = static_cast<uint8_t>(mx_exponent(key));
+  } else {
+    const uint32_t bits = bit_cast<uint32_t>(scale);
+    for (int i = 0; i < 4; ++i) {
+      to[i] = static_cast<uint8_t>(bits >> 8 * i);
+    }
+  }
+}
+
+template <RowFormat kRow>
+MOE_INLINE float get_row_scale(const uint8_t* from) {
+  if constexpr (kRow == RowFormat::kMx) {
+    return mx_scale(*from);
+  } else {
+    return bit_cast<float>(
+        uint32_t{from[0]} | uint32_t{from[1]} << 8 | uint32_t{from[2]} << 16 | uint32_t{from[3]} << 24);
+  }
+}
+
+// A power of two does not divide the largest element evenly: rounded up, it could be beyond the largest of T.
+template <RowFormat kRow, typename T>
+MOE_INLINE float within(float value) {
+  constexpr float kMost = std::is_same_v<T, Half>       ? 65504.0f
+                          : std::is_same_v<T, BFloat16> ? 0x1.FEp127f
+                                                        : 0x1.FFFFFEp127f;
+  return kRow == RowFormat::kMx ? clamped(value, kMost) : value;
 }
 
 // Random words of a block that begins at that element; words(i) are those of the elements i to i + 3.

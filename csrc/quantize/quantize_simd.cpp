@@ -434,6 +434,74 @@ void dequantize(const DequantizeArgs<T>& args, int64_t begin, int64_t end) {
   }
 }
 
+// The largest key of n elements, which become floats in a, followed by zeros up to the end of the block.
+template <int64_t kBlock, typename T>
+MOE_INLINE uint32_t load_row_block(const T* __restrict x, int64_t n, float* __restrict a) {
+  int32_t most = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    a[i] = to_acc(x[i]);
+    const int32_t key = static_cast<int32_t>(key_of(a[i]));
+    most = key > most ? key : most;
+  }
+  for (int64_t i = n; i < kBlock; ++i) {
+    a[i] = 0;
+  }
+  return static_cast<uint32_t>(most);
+}
+
+template <typename T, RowFormat kRow>
+void quantize_rows(const QuantizeRowsArgs<T>& args, int64_t begin, int64_t end) {
+  constexpr int64_t kBlock = row_block(kRow);
+  alignas(64) float a[kBlock];
+  alignas(64) int8_t codes[kBlock];
+  for (int64_t row = begin; row < end; ++row) {
+    const T* const x = args.x + row * args.dim;
+    uint8_t* const out = args.rows + row * row_bytes(args.dim, kRow);
+    uint8_t* scale = out + args.dim;
+    for (int64_t first = 0; first < args.dim; first += kBlock, scale += scale_bytes(kRow)) {
+      const int64_t left = args.dim - first, n = left < kBlock ? left : kBlock;
+      // A size known to the compiler, where it can be.
+      const uint32_t key =
+          n == kBlock ? load_row_block<kBlock>(x + first, kBlock, a) : load_row_block<kBlock>(x + first, n, a);
+      const Scaling s = row_scaling<kRow>(key);
+      put_row_scale<kRow>(scale, key, s.scale);
+      if (key >= kInfinityKey<float>) {
+        __builtin_memset(out + first, 0, n);
+        continue;
+      }
+      encode<code_format(kRow), false>(a, nullptr, s, kBlock, codes);
+      if (n == kBlock) {
+        __builtin_memcpy(out + first, codes, kBlock);
+      } else {
+        __builtin_memcpy(out + first, codes, n);
+      }
+    }
+  }
+}
+
+template <typename T, RowFormat kRow>
+void dequantize_rows(const DequantizeRowsArgs<T>& args, int64_t begin, int64_t end) {
+  constexpr int64_t kBlock = row_block(kRow);
+  alignas(64) float values[kBlock];
+  alignas(64) uint8_t codes[kBlock] = {};
+  for (int64_t row = begin; row < end; ++row) {
+    const uint8_t* const from = args.rows + row * row_bytes(args.dim, kRow);
+    const uint8_t* scale = from + args.dim;
+    T* const out = args.out + row * args.dim;
+    for (int64_t first = 0; first < args.dim; first += kBlock, scale += scale_bytes(kRow)) {
+      const int64_t left = args.dim - first, n = left < kBlock ? left : kBlock;
+      __builtin_memcpy(codes, from + first, n);
+      decode<code_format(kRow)>(values, codes, get_row_scale<kRow>(scale), kBlock);
+      const auto put = [&](int64_t count) {
+        for (int64_t i = 0; i < count; ++i) {
+          out[first + i] = from_acc<T>(within<kRow, T>(values[i]));
+        }
+      };
+      n == kBlock ? put(kBlock) : put(n);
+    }
+  }
+}
+
 template <typename T>
 constexpr QuantizeKernels<T> kTable = {
     {quantize<T, Format::kInt8>, quantize<T, Format::kInt4>, quantize<T, Format::kFp8>, quantize_signs<T>,
@@ -441,7 +509,9 @@ constexpr QuantizeKernels<T> kTable = {
     largest<T>,
     {dequantize<T, Format::kInt8>, dequantize<T, Format::kInt4>, dequantize<T, Format::kFp8>,
      dequantize<T, Format::kSign>, dequantize<T, Format::kInt6>, dequantize<T, Format::kInt3>,
-     dequantize<T, Format::kInt2>}};
+     dequantize<T, Format::kInt2>},
+    {quantize_rows<T, RowFormat::kInt8>, quantize_rows<T, RowFormat::kFp8>, quantize_rows<T, RowFormat::kMx>},
+    {dequantize_rows<T, RowFormat::kInt8>, dequantize_rows<T, RowFormat::kFp8>, dequantize_rows<T, RowFormat::kMx>}};
 
 } // namespace
 

@@ -36,12 +36,30 @@ struct DequantizeArgs {
   bool shared = false; // all blocks have the scale scales[0]
 };
 
+// Rows of `dim` elements as rows of `row_bytes(dim, format)` bytes, and back.
+template <typename T>
+struct QuantizeRowsArgs {
+  const T* x;
+  uint8_t* rows;
+  int64_t dim;
+};
+
+template <typename T>
+struct DequantizeRowsArgs {
+  T* out;
+  const uint8_t* rows;
+  int64_t dim;
+};
+
 template <typename T>
 struct QuantizeKernels {
   // The blocks [begin, end); both return the largest magnitude as a key, which tells NaN and infinity.
   uint32_t (*quantize[kNumFormats])(const QuantizeArgs<T>& args, int64_t begin, int64_t end);
   uint32_t (*largest)(const QuantizeArgs<T>& args, int64_t begin, int64_t end);
   void (*dequantize[kNumFormats])(const DequantizeArgs<T>& args, int64_t begin, int64_t end);
+  // The rows [begin, end).
+  void (*quantize_rows[kNumRowFormats])(const QuantizeRowsArgs<T>& args, int64_t begin, int64_t end);
+  void (*dequantize_rows[kNumRowFormats])(const DequantizeRowsArgs<T>& args, int64_t begin, int64_t end);
 };
 
 struct Kernels {

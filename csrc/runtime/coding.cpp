@@ -67,7 +67,8 @@ constexpr int64_t kPairBlock = 128;
 } // namespace
 
 int64_t QuantizedCoding::code_bytes(int64_t numel) const {
-  return quantize::code_bytes(numel, static_cast<quantize::Format>(quantize::find_format(format)));
+  return quantize::code_bytes(
+      numel, static_cast<quantize::Format>(quantize::find_format(format, quantize::kFormatNames)));
 }
 
 int64_t QuantizedCoding::payload_bytes(int64_t numel) const {

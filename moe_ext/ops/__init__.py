@@ -51,7 +51,9 @@ from moe_ext.ops.quantize import (  # noqa: E402
     QuantizedBlocks,
     dequantize_add_,
     dequantize_blockwise,
+    dequantize_rows,
     quantize_blockwise,
+    quantize_rows,
 )
 from moe_ext.ops.router_linear import router_logits  # noqa: E402
 from moe_ext.ops.scale_into import scale_into_  # noqa: E402
@@ -98,6 +100,7 @@ __all__ = [
     "decode_gradient",
     "dequantize_add_",
     "dequantize_blockwise",
+    "dequantize_rows",
     "encode_gradient",
     "expert_choice_gate",
     "gate_weights",
@@ -115,6 +118,7 @@ __all__ = [
     "packed_index_bytes",
     "permute_tokens",
     "quantize_blockwise",
+    "quantize_rows",
     "router_logits",
     "router_z_loss",
     "scale_into_",

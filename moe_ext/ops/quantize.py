@@ -1,6 +1,6 @@
-"""Block quantisers with error feedback.
+"""Block quantisers with error feedback, and rows that carry their scales.
 
-Shape suffixes: N elements, B blocks of neighbouring elements.
+Shape suffixes: N elements, B blocks of neighbouring elements; of rows: N rows, D columns, B bytes.
 """
 
 from typing import NamedTuple
@@ -10,6 +10,8 @@ from torch import Tensor
 
 # Formats and the bits of a code.
 CODE_BITS = {"int8": 8, "int6": 6, "int4": 4, "int3": 3, "int2": 2, "sign": 1, "fp8": 8}
+# Of rows: elements that share a scale, and bytes of a scale.
+ROW_SCALES = {"int8": (128, 4), "fp8": (128, 4), "mx": (32, 1)}
 _FORMATS = {bits: format for format, bits in CODE_BITS.items() if format != "fp8"}
 
 
@@ -234,3 +236,81 @@ def _(
     accumulate: bool = True,
 ) -> None:
     return None
+
+
+def quantize_rows(x: Tensor, format: str) -> Tensor:
+    r"""Codes the rows of a matrix, each into a row of bytes that holds all it needs.
+
+    A row of D elements becomes D bytes of codes and, behind them, the scales of its blocks. The
+    last block may be shorter.
+
+    - "int8", "fp8": :math:`D + 4 \lceil D / 128 \rceil` bytes. Codes and scales of 128 elements are
+      those of `quantize_blockwise`; a scale is a float32 of the machine.
+    - "mx": :math:`D + \lceil D / 32 \rceil` bytes, MXFP8 of the OCP: fp8 (e4m3fn) codes with a
+      power of two as scale, of which the byte is the exponent plus 127 (e8m0). It is the least by
+      which the block's largest element is at most 448, so that no element is cut off.
+
+    Rounded to the nearest, ties to even: with :math:`m = \max |x|` of the block, an element is off
+    by at most :math:`m / 254` for "int8"; for "fp8" and "mx" by 1/16 of itself, or where that is
+    less by :math:`m / 2^{18}` and :math:`m / 2^{17}`. A block in which something is NaN or infinite
+    comes back as NaN, all of it, and no other block does.
+
+    Args:
+        x (Tensor[N, D]): float32, bfloat16 or float16.
+        format (str): "int8", "fp8" or "mx".
+
+    Returns:
+        Tensor[N, B]: uint8. Not differentiable.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype, shape or value.
+
+    Deterministic, with the same bits for any number of threads, every instruction set and device. A
+    row's bytes do not depend on the other rows.
+
+    Reference: OCP Microscaling Formats (MX) Specification v1.0, 2023; Rouhani et al., Microscaling
+    Data Formats for Deep Learning, 2023 (arXiv 2310.10537); for the scale that cuts nothing off,
+    Mishra et al., Recipes for Pre-training LLMs with MXFP8, 2025 (arXiv 2506.08027).
+    """
+    rows_NB: Tensor = torch.ops.moe_ext.quantize_rows(x, format)
+    return rows_NB
+
+
+def row_bytes(dim: int, format: str) -> int:
+    """Bytes of a row of so many elements."""
+    block, size = ROW_SCALES[format]
+    return dim + num_scales(dim, block) * size
+
+
+@torch.library.register_fake("moe_ext::quantize_rows")
+def _(x: Tensor, format: str) -> Tensor:
+    return x.new_empty((x.shape[0], row_bytes(x.shape[1], format)), dtype=torch.uint8)
+
+
+def dequantize_rows(
+    rows: Tensor, dim: int, format: str, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The numbers that the rows of `quantize_rows` stand for.
+
+    Args:
+        rows (Tensor[N, B]): uint8, as `quantize_rows` returns them.
+        dim (int): D.
+        format (str): as they were made.
+        dtype (torch.dtype): float32, bfloat16 or float16.
+
+    Returns:
+        Tensor[N, D]: code times scale, rounded once; what is finite stays finite in the dtype that
+        it was in before.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype, size or value.
+
+    Deterministic.
+    """
+    x_ND: Tensor = torch.ops.moe_ext.dequantize_rows(rows, dim, format, dtype)
+    return x_ND
+
+
+@torch.library.register_fake("moe_ext::dequantize_rows")
+def _(rows: Tensor, dim: int, format: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    return rows.new_empty((rows.shape[0], dim), dtype=dtype)

@@ -34,7 +34,9 @@ from moe_ext.reference.permutation import permute_tokens, unpermute_tokens
 from moe_ext.reference.quantize import (
     dequantize_add_,
     dequantize_blockwise,
+    dequantize_rows,
     quantize_blockwise,
+    quantize_rows,
 )
 from moe_ext.reference.router_linear import router_logits
 from moe_ext.reference.scale_into import scale_into_
@@ -54,6 +56,7 @@ __all__ = [
     "balanced_assignment",
     "dequantize_add_",
     "dequantize_blockwise",
+    "dequantize_rows",
     "expert_choice_gate",
     "gate_weights",
     "gated_activation",
@@ -69,6 +72,7 @@ __all__ = [
     "pack_indices",
     "permute_tokens",
     "quantize_blockwise",
+    "quantize_rows",
     "router_logits",
     "router_z_loss",
     "scale_into_",

@@ -6,7 +6,14 @@ Shape suffixes: N elements, B blocks, S elements of a block.
 import torch
 from torch import Tensor
 
-from moe_ext.ops.quantize import CODE_BITS, QuantizedBlocks, format_of
+from moe_ext.ops.quantize import (
+    CODE_BITS,
+    ROW_SCALES,
+    QuantizedBlocks,
+    format_of,
+    num_scales,
+    row_bytes,
+)
 from moe_ext.reference.noisy_gating import routing_uniform
 
 _LARGEST = {
@@ -154,3 +161,56 @@ def dequantize_add_(
     )
     values = values_N.view(out.shape)
     out.copy_(out.float() + values if accumulate else values)
+
+
+def _row_blocks(x_ND: Tensor, block: int) -> Tensor:
+    """[N, blocks, elements of a block], the last block of a row filled up with zeros."""
+    num_blocks = num_scales(x_ND.shape[1], block)
+    missing = num_blocks * block - x_ND.shape[1]
+    return torch.nn.functional.pad(x_ND, (0, missing)).view(len(x_ND), num_blocks, block)
+
+
+def quantize_rows(x: Tensor, format: str) -> Tensor:
+    """As `moe_ext.ops.quantize_rows`."""
+    block, _ = ROW_SCALES[format]
+    num_rows, dim = x.shape
+    a_BS = _row_blocks(x.float(), block).flatten(0, 1)
+    code = "fp8" if format == "mx" else format
+    largest_B = a_BS.abs().amax(1)
+    if format == "mx":
+        mantissa_B, exponent_B = torch.frexp(largest_B)  # of [1/2, 1)
+        exponent_B = (exponent_B - 9 + (mantissa_B > 0.875)).clamp(min=-127)
+        scaled_BS = torch.ldexp(a_BS.double(), -exponent_B[:, None]).float()
+        whole_BS = _e4m3(scaled_BS, None)
+        exponent_B = torch.where(largest_B > 0, exponent_B, -127).masked_fill(
+            ~largest_B.isfinite(), 128
+        )
+        scales = (exponent_B + 127).to(torch.uint8)[:, None]
+    else:
+        scale_B = _scales(a_BS, _LARGEST[code])
+        whole_BS = _codes(a_BS, scale_B, code, None)
+        scale_B = scale_B.masked_fill(~largest_B.isfinite(), float("nan"))
+        scales = scale_B[:, None].view(torch.uint8)
+    whole_BS = whole_BS.masked_fill(~largest_B.isfinite()[:, None], 0.0)
+    codes = _pack(whole_BS.flatten(), code).view(num_rows, num_scales(dim, block) * block)
+    scales = scales.reshape(num_rows, row_bytes(dim, format) - dim)
+    return torch.cat([codes[:, :dim], scales], 1)
+
+
+def dequantize_rows(
+    rows: Tensor, dim: int, format: str, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """As `moe_ext.ops.dequantize_rows`."""
+    block, _ = ROW_SCALES[format]
+    codes, scales = rows[:, :dim], rows[:, dim:]
+    code = "fp8" if format == "mx" else format
+    values = _unpack(codes.flatten(), codes.numel(), code).view(codes.shape)
+    if format == "mx":
+        scale = torch.ldexp(torch.ones_like(scales, dtype=torch.float64), scales.int() - 127)
+        scale = scale.masked_fill(scales == 255, float("nan"))
+        product = (_row_blocks(values, block) * scale[:, :, None]).flatten(1)[:, :dim]
+        most = torch.finfo(dtype).max
+        return product.clamp(-most, most).float().to(dtype)
+    # A copy of its own, since a part of a single row starts anywhere.
+    scale = scales.flatten().clone().view(torch.float32).view(len(rows), num_scales(dim, block))
+    return (_row_blocks(values, block) * scale[:, :, None]).flatten(1)[:, :dim].to(dtype)

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "quantize/quantize_kernels.cuh"
@@ -221,6 +222,69 @@ TEST(Quantize, WhatIsNotFiniteTravelsAndTheResidualStays) {
     }
   }
 }
+
+struct RowsCase {
+  int64_t num_rows;
+  int64_t dim;
+  int64_t offset = 0; // elements, of both tensors
+};
+
+std::ostream& operator<<(std::ostream& out, const RowsCase& c) {
+  return out << c.num_rows << " of " << c.dim << " from " << c.offset;
+}
+
+template <RowFormat kRow, typename T>
+void check_rows(const RowsCase& c, float special) {
+  constexpr int64_t kBlock = row_block(kRow);
+  const int64_t width = row_bytes(c.dim, kRow);
+  std::vector<T> x;
+  for (const float value : random_values<float>(c.num_rows * c.dim + c.offset, 3)) {
+    x.push_back(from_acc<T>(value));
+  }
+  x[c.offset + c.num_rows * c.dim / 2] = from_acc<T>(special);
+  std::vector<uint8_t> expected(c.offset + c.num_rows * width), rows = expected;
+  std::vector<T> back(x.size()), values = back;
+  for (int64_t i = 0; i < c.num_rows * c.dim; i += std::min(kBlock, c.dim - i % c.dim)) {
+    const int64_t row = i / c.dim, column = i % c.dim, n = std::min(kBlock, c.dim - column);
+    uint8_t* const out = expected.data() + c.offset + row * width;
+    uint32_t most = 0;
+    for (int64_t j = 0; j < n; ++j) {
+      most = std::max(most, key_of(to_acc(x[c.offset + i + j])));
+    }
+    const Scaling s = row_scaling<kRow>(most);
+    put_row_scale<kRow>(out + c.dim + column / kBlock * scale_bytes(kRow), most, s.scale);
+    for (int64_t j = 0; j < n; ++j) {
+      const bool finite = most < kInfinityKey<float>;
+      const int8_t code = finite ? code_of<code_format(kRow), false>(to_acc(x[c.offset + i + j]), s, 0) : int8_t{0};
+      out[column + j] = static_cast<uint8_t>(code);
+      back[c.offset + i + j] = from_acc<T>(within<kRow, T>(value_of<code_format(kRow)>(code, s.scale)));
+      EXPECT_EQ(std::isfinite(to_acc(back[c.offset + i + j])), finite);
+    }
+  }
+  launch_quantize_rows<T>(kRow, {x.data() + c.offset, rows.data() + c.offset, c.dim}, c.num_rows, nullptr);
+  EXPECT_EQ(rows, expected);
+  launch_dequantize_rows<T>(kRow, {values.data() + c.offset, rows.data() + c.offset, c.dim}, c.num_rows, nullptr);
+  EXPECT_EQ(std::memcmp(values.data(), back.data(), back.size() * sizeof(T)), 0);
+}
+
+class QuantizeRows : public simt::ScheduleTest<RowsCase> {};
+
+TEST_P(QuantizeRows, EqualsASerialQuantizer) {
+  const auto check = [&]<typename T>() {
+    for (const float special : {0.5f, std::numeric_limits<float>::infinity()}) {
+      check_rows<RowFormat::kInt8, T>(param(), special);
+      check_rows<RowFormat::kFp8, T>(param(), special);
+      check_rows<RowFormat::kMx, T>(param(), special);
+    }
+  };
+  check.operator()<float>();
+  check.operator()<BFloat16>();
+  check.operator()<Half>();
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Sizes, QuantizeRows,
+    simt::under_all_schedules<RowsCase>({{1, 1}, {3, 31}, {2, 128, 1}, {5, 256}, {7, 300}, {9, 132, 3}}));
 
 } // namespace
 } // namespace moe_ext::quantize
