@@ -185,17 +185,22 @@ def check_a_token_travels_once_to_a_rank():
         slots = torch.bincount(one.router(x).gate.topk_idx.flatten() // (E // num_ranks))
         all_slots = [torch.empty_like(slots) for _ in range(num_ranks)]
         dist.all_gather(all_slots, slots)
-        there = sum(int(needed[p]) for p in others)
-        if way == "allgather":
-            there = len(others) * 50
+        once = sum(int(needed[p]) for p in others)
+        there = len(others) * 50 if way == "allgather" else once
         back = sum(int((table if combine == "reduced" else all_slots)[p][rank]) for p in others)
-        weights = there * K * 8 if combine == "reduced" else 0
-        with count_traffic() as traffic:
+        row, indices, weights = D * 8, K * 2, K * 8
+        with count_traffic() as traffic, torch.no_grad():
             one(x)
-        row, indices = D * 8, K * 2
-        assert traffic.total_bytes == there * (row + indices) + back * row + weights
+        more = weights if combine == "reduced" else 0
+        assert traffic.total_bytes == there * (row + indices + more) + back * row
         # Indices, weights and, for few tokens, these themselves go in one message.
         assert sum(traffic.calls.values()) == (2 if way == "allgather" else 3)
+        with count_traffic() as traffic:
+            one(x.requires_grad_()).sum().backward()
+        # The gradient of an output goes once to a rank, those of a token come back as results do.
+        forward = there * (row + indices + weights) + back * row
+        backward = once * row + back * (row + more)
+        assert traffic.total_bytes == forward + backward
 
 
 def check_a_token_travels_once_to_a_node():

@@ -7,6 +7,7 @@ Shapes: T tokens, D model, E experts, K top-k, P ranks of a hop, L = E/P experts
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -268,6 +269,18 @@ class Journey:
             x_TD = hop.bring_out(x_TD, route, name)
         return x_TD
 
+    def weighted(self, grad_UD: Tensor) -> Tensor:
+        """Gradients of the rows of experts, of the gradients of the sums that they are in."""
+        expand, weights_UK = self.expand, self.routes[-1].weights_UK
+        assert weights_UK is not None
+        grad_rows = torch.ops.moe_ext._gather_tokens(grad_UD, expand.slot_of_row, expand.top_k)
+        # One more entry for padding rows (-1), which are zero.
+        weights = torch.cat([weights_UK.view(-1), weights_UK.new_zeros(1)])
+        grad_wide = grad_rows.to(weights.dtype) * weights[expand.slot_of_row, None]
+        grad_rows = grad_wide.to(grad_rows.dtype)
+        scale = math.prod(hop.grad_scale for hop in self.hops)
+        return grad_rows if scale == 1.0 else grad_rows.mul_(1.0 / scale)
+
     def return_sums(
         self,
         y_UD: Tensor,
@@ -311,7 +324,8 @@ class DedupMetadata(DispatchMetadata):
 
     Attributes:
         journey: the way of the rows.
-        weights_UK: the weights of the tokens that arrived, in the graph; None for "exact".
+        weights_UK: the weights of the tokens that arrived, in the graph for "reduced"; None where
+            "exact" records no gradients.
     """
 
     journey: Any = None
@@ -361,7 +375,7 @@ class _Send(torch.autograd.Function):
         expand = journey.expand
         rows = torch.ops.moe_ext._gather_tokens(arrived_UD, expand.slot_of_row, expand.top_k)
         weights_UK = journey.routes[-1].weights_UK
-        return rows, None if weights_UK is None else weights_UK.detach()
+        return rows, weights_UK.detach() if ctx.weighted and weights_UK is not None else None
 
     @staticmethod
     @once_differentiable
@@ -381,6 +395,44 @@ class _Send(torch.autograd.Function):
         return grad_x.to(ctx.dtype), grad_weights, None, None
 
 
+class _Combine(torch.autograd.Function):
+    """Weighted sums of rows that are back; the gradient of a sum travels once to a rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        slots_SD: Tensor,
+        weights_TK: Tensor,
+        slots: ops.Permutation,
+        journey: Journey,
+    ) -> Tensor:
+        ctx.save_for_backward(slots_SD, weights_TK)
+        ctx.slots, ctx.journey, ctx.dtype = slots, journey, rows.dtype
+        return ops.unpermute_tokens(slots_SD, slots, weights_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        slots_SD, weights_TK = ctx.saved_tensors
+        journey: Journey = ctx.journey
+        grad_rows = grad_weights = None
+        if ctx.needs_input_grad[2]:
+            _, grad_weights = torch.ops.moe_ext._unpermute_tokens_backward(
+                grad_TD,
+                slots_SD,
+                ctx.slots.slot_of_row,
+                ctx.slots.row_of_slot,
+                weights_TK.to(sum_dtype(slots_SD.dtype)),
+            )
+            grad_weights = grad_weights.to(weights_TK.dtype)
+        if ctx.needs_input_grad[0]:
+            # Where sums are wider than rows, they are of rounded gradients: nothing is lost.
+            grad_UD = journey.send(grad_TD.to(ctx.dtype), "combine backward")
+            grad_rows = journey.weighted(grad_UD)
+        return grad_rows, None, grad_weights, None, None
+
+
 class DedupDispatcher(TokenDispatcher):
     """Experts spread over a group; a token goes once to each rank that holds any of its experts.
 
@@ -389,11 +441,13 @@ class DedupDispatcher(TokenDispatcher):
     them travel the indices of the experts, two bytes for each of the K.
 
     - `combine="exact"`: the result of every slot comes back, and they are added up in the order of
-      slots, forward and backward: the bits are those of `AllToAllDispatcher`. One of the four
-      exchanges of a step is the smaller one.
+      slots, forward and backward: the bits are those of `AllToAllDispatcher`. Two of the four
+      exchanges of a step are smaller: of tokens, and of the gradients of their results.
     - `combine="reduced"`: each rank adds up the weighted results of its experts, in float32, and
-      sends one row a token; so do the gradients. All four exchanges are smaller, weights travel
-      too, and a result is rounded once a rank more than on one process.
+      sends one row a token; so do the gradients. All four exchanges are smaller, and a result is
+      rounded once a rank more than on one process.
+
+    Weights travel with the indices, but for "exact" without gradients.
 
     With a `RowBudget` a token goes once for each round that has slots of it for the rank; "exact"
     then has the bits of `AllToAllDispatcher` with that budget.
@@ -470,8 +524,8 @@ class DedupDispatcher(TokenDispatcher):
         idx_TK, limit, routes = topk_idx_TK, capacity, list[Route]()
         origin_T: Tensor | None = None
         tokens_TD = x_TD.detach().to(dtype)
-        weights_TK = topk_weights_TK.to(sum_dtype(dtype)) if reduced else None
-        beside_TK = None if weights_TK is None else weights_TK.detach()
+        weights_TK = topk_weights_TK.to(sum_dtype(dtype))
+        beside_TK = weights_TK.detach() if reduced or torch.is_grad_enabled() else None
         for i, hop in enumerate(self._hops):
             with self._telling_from(i + 1, tokens_TD):
                 if i == 0 and capacity is not None:
@@ -491,7 +545,7 @@ class DedupDispatcher(TokenDispatcher):
         if in_graph and not x_TD.requires_grad:
             # Another rank's gradients come back through here: take part in their exchange.
             x_TD = x_TD.detach().requires_grad_()
-        rows, weights_UK = _Send.apply(x_TD, weights_TK, journey, dtype)
+        rows, weights_UK = _Send.apply(x_TD, weights_TK if reduced else None, journey, dtype)
         metadata = DedupMetadata(
             routes[0].slots if tables is None else _dropping(routes[0].slots, tables),
             topk_weights_TK,
@@ -500,7 +554,7 @@ class DedupDispatcher(TokenDispatcher):
             journey.by_slot,
             limit,
             journey,
-            weights_UK,
+            weights_UK if reduced else routes[-1].weights_UK,
         )
         return rows, journey.expand.expert_offsets, metadata
 
@@ -616,19 +670,35 @@ class DedupDispatcher(TokenDispatcher):
         """See `TokenDispatcher`."""
         assert isinstance(metadata, DedupMetadata)
         journey: Journey = metadata.journey
-        if metadata.weights_UK is None:
-            slots_SD = journey.return_slots(rows, "combine", meanwhile=meanwhile)
-            return ops.unpermute_tokens(slots_SD, metadata.permutation, metadata.topk_weights)
+        if self.combine_by == "exact":
+            return self._sum_slots(rows, metadata, rows.dtype, meanwhile)
+        assert metadata.weights_UK is not None
         y_UD = ops.unpermute_tokens(rows, journey.expand, metadata.weights_UK)
         return journey.return_sums(y_UD, "combine", meanwhile=meanwhile)
 
     def combine_part(self, rows: Tensor, metadata: DispatchMetadata) -> Tensor:
         """See `TokenDispatcher`."""
         assert isinstance(metadata, DedupMetadata)
-        if metadata.weights_UK is not None:
-            return self.combine(rows, metadata).to(sum_dtype(rows.dtype))
-        slots_SD = metadata.journey.return_slots(rows, "combine")
-        return self.weighted_sum(slots_SD.to(sum_dtype(rows.dtype)), metadata)
+        if self.combine_by == "exact":
+            return self._sum_slots(rows, metadata, sum_dtype(rows.dtype), None)
+        return self.combine(rows, metadata).to(sum_dtype(rows.dtype))
+
+    def _sum_slots(
+        self,
+        rows: Tensor,
+        metadata: DedupMetadata,
+        dtype: torch.dtype,
+        meanwhile: Callable[[], None] | None,
+    ) -> Tensor:
+        journey: Journey = metadata.journey
+        weights_TK, slots = metadata.topk_weights, metadata.permutation
+        if metadata.weights_UK is None:
+            # Gradients, where they are recorded from here on, go back slot by slot.
+            slots_SD = journey.return_slots(rows, "combine", meanwhile=meanwhile)
+            return ops.unpermute_tokens(slots_SD.to(dtype), slots, weights_TK)
+        slots_SD = journey.return_slots(rows.detach(), "combine", meanwhile=meanwhile)
+        y_TD: Tensor = _Combine.apply(rows, slots_SD.to(dtype), weights_TK, slots, journey)
+        return y_TD
 
 
 class HierarchicalDispatcher(DedupDispatcher):
