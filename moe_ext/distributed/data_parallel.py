@@ -8,6 +8,8 @@ in which DDP reduces the rest.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_ext._compile import outside_graphs
 from moe_ext.distributed import _c10d, comm
 from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.dtensor import is_dtensor
+from moe_ext.distributed.dtensor import is_dtensor, keeps_wholes, whole_state_dicts
 from moe_ext.distributed.gradients import average_gradients, reduction_problem
 from moe_ext.distributed.groups import (
     GroupHandle,
@@ -203,8 +205,31 @@ def _before_init(
         if arguments.get("init_sync", True):
             broadcast_experts(module)
         _Shards(ddp, groups)
+        _save_wholes_in_lightning(module)
 
     return after
+
+
+def _save_wholes_in_lightning(module: Any) -> None:
+    """Have a Lightning Trainer's checkpoints hold the parts of all ranks.
+
+    Rank 0 alone writes them. It would be refused there, and the others would wait for it.
+    """
+    if all(cls.__name__ != "LightningModule" for cls in type(module).__mro__):
+        return
+    trainer = module.trainer
+    save = getattr(trainer, "save_checkpoint", None)
+    # Of a Fabric there is no Trainer.
+    if save is None or "save_checkpoint" in vars(trainer):
+        return
+
+    @functools.wraps(save)
+    def save_wholes(*args: Any, **options: Any) -> None:
+        # All ranks call it, as Lightning says.
+        with contextlib.nullcontext() if keeps_wholes() is not None else whole_state_dicts():
+            save(*args, **options)
+
+    trainer.save_checkpoint = save_wholes
 
 
 def num_reduced(ddp: DistributedDataParallel) -> int:

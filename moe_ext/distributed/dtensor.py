@@ -43,7 +43,7 @@ class _MeshOfParts(DeviceMesh):
             f"{self.mesh.flatten().tolist()} hold between them; save by "
             "moe_ext.distributed.checkpoint.save or torch.distributed.checkpoint.save on all "
             "ranks, or what moe_ext.distributed.full_state_dict returns on one; run tools that "
-            "save by themselves (Accelerate, Lightning) inside `with "
+            "save by themselves (Accelerate, Fabric) inside `with "
             "moe_ext.distributed.whole_state_dicts():`, and mix "
             "moe_ext.integrations.huggingface.SavesExperts into a Trainer of transformers"
         )
@@ -53,10 +53,10 @@ class _MeshOfParts(DeviceMesh):
 def whole_state_dicts(keep: bool | None = None) -> Iterator[None]:
     """Have `state_dict()` of models and optimizers hold whole tensors, for tools that save these.
 
-    Inside, it is a collective: all ranks call it, as Accelerate and Lightning do, and one of them
-    writes what it got. Experts, columns of layers, and what optimizers hold of them come as plain
-    tensors on the CPU, as one process has them; `load_state_dict` of a job of any number of ranks
-    takes them, with or without this. What FSDP2 shards beside them stays a DTensor.
+    Inside, it is a collective: all ranks call it, as Accelerate does, and one of them writes what
+    it got. Experts, columns of layers, and what optimizers hold of them come as plain tensors on
+    the CPU, as one process has them; `load_state_dict` of a job of any number of ranks takes them,
+    with or without this. What FSDP2 shards beside them stays a DTensor.
 
     Args:
         keep: whether this rank gets the tensors, and not empty ones in their place; None is true of

@@ -292,9 +292,13 @@ def _lightning(job, own_files=False):
         logger=False,
     )
     data = torch.utils.data.DataLoader(job.batches, batch_size=None)
-    with md.whole_state_dicts():
-        state = f"{job.folder}/state.ckpt" if from_file else None
-        tool.fit(job.compile(Module()), data, ckpt_path=state)
+    state = f"{job.folder}/state.ckpt" if from_file else None
+    tool.fit(job.compile(Module()), data, ckpt_path=state)
+    if own_files:
+        # All ranks take part, and rank 0 writes what one process would.
+        tool.save_checkpoint(f"{job.folder}/after.ckpt", weights_only=True)
+        found = torch.load(f"{job.folder}/after.ckpt", weights_only=True)["state_dict"]
+        Model().load_state_dict({n.removeprefix("model."): t for n, t in found.items()})
 
 
 @trainer("FSDP2")

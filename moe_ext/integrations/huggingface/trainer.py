@@ -20,6 +20,9 @@ class SavesExperts:
     ranks. They are read as `from_pretrained` does: the Trainer by itself leaves experts as they
     were, with a warning, where a family's files name them otherwise than the model (Mixtral's do).
     It is for models that transformers does not shard itself (`fsdp`, DeepSpeed).
+
+    Raises:
+        ValueError: `save_on_each_node`, which rank 0 alone would obey.
     """
 
     args: Any
@@ -27,10 +30,23 @@ class SavesExperts:
     optimizer: Any
     state: Any
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._check_nodes()
+
+    def _check_nodes(self) -> None:
+        if self.args.save_on_each_node and isinstance(self.model, WritesWhole):
+            raise ValueError(
+                "SavesExperts: expected save_on_each_node to be False with experts over ranks, "
+                "since save_pretrained writes on rank 0 of the job alone, got True; have the nodes "
+                "share the output_dir"
+            )
+
     # The Trainer calls both on every rank, and takes state dicts on those that write alone.
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
+        self._check_nodes()
         if isinstance(self.model, WritesWhole) and not self.args.should_save:
             # It collects by itself, adapters alone where there are some.
             self.model.save_pretrained(output_dir or self.args.output_dir, is_main_process=False)

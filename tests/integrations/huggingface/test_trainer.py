@@ -103,6 +103,8 @@ def run(rank, folder):
     trainer(more, folder / "more").train(f"{folder}/lora/checkpoint-2")
     for mine, other in zip(more.parameters(), lora.parameters(), strict=True):
         assert torch.equal(mine, other)
+    with pytest.raises(ValueError, match="save_on_each_node to be False .* share the output_dir"):
+        trainer(spread(), folder / "nodes", save_on_each_node=True)
     return wanted
 
 
