@@ -1,4 +1,4 @@
-"""Steps of the optimizers on one rank, beside those of torch's foreach Adam."""
+"""Steps of the optimizers on one rank, beside those of torch's."""
 
 import torch
 from _harness import Runs, Table, interleaved, milliseconds
@@ -29,8 +29,30 @@ def groups() -> list[dict[str, object]]:
     ]
 
 
+def steps_of_muon() -> Table:
+    """Muon of stacked experts, beside torch's of as many matrices."""
+    rows = []
+    for shape in [(64, 128, 64), (64, 256, 128), (8, 512, 512)]:
+        stacked = parameters([shape])
+        apart = parameters([shape[1:]] * shape[0])
+        runs: Runs = {
+            "torch Muon": torch.optim.Muon(apart).step,
+            "Muon": optim.Muon(stacked).step,
+        }
+        torch_s, ours_s = (found.median for found in interleaved(runs, seconds=6.0).values())
+        each_us = 1e6 * ours_s / shape[0]
+        times = (f"{1e3 * torch_s:.2f}", f"{1e3 * ours_s:.2f}", f"{each_us:.0f}")
+        rows.append((" x ".join(map(str, shape)), *times, f"{torch_s / ours_s:.2f}"))
+    note = (
+        "A step for stacked experts `[E, M, N]` of float32, one rank: torch's Muon has a parameter "
+        "for each expert and takes them one after the other, ours all at once, both in bfloat16."
+    )
+    header = ("experts", "torch ms", "ours ms", "ours us an expert", "times as fast")
+    return Table("Muon of stacked experts", note, header, rows)
+
+
 def tables() -> list[Table]:
-    """The table of this benchmark."""
+    """The tables of this benchmark."""
     contenders = {
         "torch Adam foreach": torch.optim.Adam(groups(), foreach=True),
         "torch Adafactor": torch.optim.Adafactor(groups()),
@@ -51,4 +73,4 @@ def tables() -> list[Table]:
     adam = times["torch Adam foreach"].median
     rows = [(name, milliseconds(t), f"{t.median / adam:.2f}") for name, t in times.items()]
     header = ("optimizer", "step ms", "over torch's Adam")
-    return [Table("Optimizer steps", note, header, rows)]
+    return [Table("Optimizer steps", note, header, rows), steps_of_muon()]

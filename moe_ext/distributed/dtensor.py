@@ -9,7 +9,7 @@ import contextlib
 import math
 import sys
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import global_rank
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 _meshes: weakref.WeakKeyDictionary[ProcessGroup, dict[str | DeviceMesh, DeviceMesh]]
 _meshes = weakref.WeakKeyDictionary()
@@ -178,6 +180,42 @@ def divided_as(tensor: Tensor, like: Tensor) -> Tensor:
         for p in like.placements
     ]
     return distribute_tensor(tensor, like.device_mesh, placements, src_data_rank=None)
+
+
+def map_gathered(
+    function: Callable[[Tensor], Tensor], local: Tensor, *, like: Tensor, num_dims: int
+) -> Tensor:
+    """This rank's part of a function of tensors whose last dimensions it needs whole.
+
+    Args:
+        function: of a tensor, to one of its shape.
+        local: this rank's part of the argument.
+        like: a tensor that is placed as the argument; a plain one needs no message.
+        num_dims: the last dimensions, over which parts are gathered where they are divided.
+
+    Raises:
+        RankFailureError: a rank died or did not answer.
+    """
+    if not is_dtensor(like):
+        return function(local)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh, first = like.device_mesh, like.dim() - num_dims
+    gathered = [Replicate() if getattr(p, "dim", -1) >= first else p for p in like.placements]
+    if gathered == list(like.placements):
+        return function(local)
+
+    def placed(part: Tensor, placements: Sequence[Placement]) -> DTensor:
+        shape, stride = like.shape, contiguous_stride(like.shape)
+        return DTensor.from_local(
+            part, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+
+    cut = [group for dim in range(first, like.dim()) for group in sharding_groups(like, [dim])]
+    with naming_failed_ranks(cut[0] if cut else None, "optimizer step"):
+        whole = placed(local, like.placements).redistribute(placements=gathered).to_local()
+    # Cutting sends nothing.
+    return placed(function(whole), gathered).redistribute(placements=like.placements).to_local()
 
 
 def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from moe_ext.optim.adafactor import Adafactor
 from moe_ext.optim.groups import param_groups
 from moe_ext.optim.lamb import LAMB
 from moe_ext.optim.lars import LARS
+from moe_ext.optim.muon import Muon
 from moe_ext.optim.one_bit_adam import OneBitAdam
 from moe_ext.optim.one_bit_lamb import OneBitLamb
 from moe_ext.optim.zero_one_adam import ZeroOneAdam
@@ -12,6 +13,7 @@ __all__ = [
     "LAMB",
     "LARS",
     "Adafactor",
+    "Muon",
     "OneBitAdam",
     "OneBitLamb",
     "ZeroOneAdam",

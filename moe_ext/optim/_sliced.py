@@ -1,4 +1,4 @@
-"""Base of the optimizers that take norms of whole tensors or of each expert, sharded or not.
+"""Base of the optimizers that treat whole tensors or each expert alike, sharded or not.
 
 A sharded parameter is a DTensor, of which each rank changes its local part; sums over the shards
 are one all-reduce for all parameters of a mesh.
@@ -25,9 +25,11 @@ from moe_ext.distributed.state_dict import take_states
 from moe_ext.optim._arguments import Trained, check_expert_axis, trained_parameters
 from moe_ext.optim._saved_states import by_name
 
+_ADAM_BUFFERS = ("exp_avg", "exp_avg_sq")
+
 
 class SlicedOptimizer(Optimizer, ABC):
-    """Base of LAMB, LARS and Adafactor."""
+    """Base of LAMB, LARS, Adafactor and Muon."""
 
     _op = ""
 
@@ -40,18 +42,21 @@ class SlicedOptimizer(Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state; by the names of the parameters, where both have names.
 
-        Moments of any type become those of this optimizer's ``float32_state``.
+        Moments of any type become those of this optimizer's ``float32_state``. Options that the
+        state does not have, such as one of torch's optimizer, stay as they are.
 
         Raises:
             ValueError: the state is of parameters with other names or sizes.
         """
         state_dict = take_states(self, by_name(self._op, self.param_groups, state_dict))
-        kept = [group["float32_state"] for group in self.param_groups]
+        kept = self.param_groups
         super().load_state_dict(state_dict)
-        for group, old, float32_state in zip(
+        for group, old, mine in zip(
             self.param_groups, state_dict["param_groups"], kept, strict=True
         ):
-            group["float32_state"] = float32_state
+            for name, value in mine.items():
+                group.setdefault(name, value)
+            group["float32_state"] = mine["float32_state"]
             for parameter, number in zip(group["params"], old["params"], strict=True):
                 for name, value in state_dict["state"].get(number, {}).items():
                     if name != "step" and isinstance(value, Tensor):
@@ -110,6 +115,35 @@ class SlicedOptimizer(Optimizer, ABC):
                 state[name] = zeros_of_state(entry)
         state["step"] += 1
         return int(state["step"])
+
+    def _adam_directions(
+        self,
+        entries: Sequence[Trained],
+        betas: tuple[float, float],
+        eps: float,
+        *,
+        maximize: bool,
+        bias_correction: bool = True,
+    ) -> list[Tensor]:
+        """Adam's quotient of the moments of each parameter, which are moved on."""
+        steps = [self._advance(e, _ADAM_BUFFERS) for e in entries]
+        if not entries:
+            return []
+        exp_avgs, exp_avg_sqs = (
+            [local_part(self.state[e.parameter][name]) for e in entries] for name in _ADAM_BUFFERS
+        )
+        grads = [local_grad(e) for e in entries]
+        if maximize:
+            grads = list(torch._foreach_neg(grads))
+        move_moments(exp_avgs, exp_avg_sqs, grads, betas)
+        beta1, beta2 = betas
+        denominators = list(torch._foreach_sqrt(exp_avg_sqs))
+        if bias_correction:
+            torch._foreach_div_(denominators, [(1 - beta2**step) ** 0.5 for step in steps])
+        torch._foreach_add_(denominators, eps)
+        if bias_correction:
+            torch._foreach_mul_(denominators, [1 - beta1**step for step in steps])
+        return list(torch._foreach_div(exp_avgs, denominators))
 
     @contextmanager
     def _unchanged_if_it_fails(self, trained: Sequence[Trained]) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -25,7 +26,13 @@ def _is_stacked(parameter: nn.Parameter, placement: Placement) -> bool:
     return whole and parameter.dim() > 0 and parameter.shape[0] == len(placement.held)
 
 
-def param_groups(model: nn.Module, *, process_groups: bool = False) -> list[dict[str, Any]]:
+def param_groups(
+    model: nn.Module,
+    *,
+    process_groups: bool = False,
+    muon: bool = False,
+    adamw: Iterable[nn.Module] = (),
+) -> list[dict[str, Any]]:
     """Groups for the optimizers of `moe_ext.optim`, with the names of the parameters.
 
     Biases, norms and other vectors get ``weight_decay=0`` and ``adapt=False``. Stacked experts
@@ -36,12 +43,18 @@ def param_groups(model: nn.Module, *, process_groups: bool = False) -> list[dict
         process_groups: for OneBitAdam, OneBitLamb and ZeroOneAdam: give groups of expert-parallel
             parameters the ``process_group`` of the ranks that hold the same experts, or "self".
             All ranks must call it then, since the first call makes those groups.
+        muon: for Muon: give all but matrices and stacks of them, and embeddings, to AdamW, and say
+            how gate and up lie in parameters that hold both: `use_muon`, `fused`, `interleaved`
+            and `transposed` of a group.
+        adamw: modules whose parameters go to AdamW beside these, as the output head of a model
+            should. That of transformers' models (`get_output_embeddings()`) is known.
 
     Returns:
         Groups that are not empty, each with a ``name`` and with (name, parameter) pairs.
     """
     experts = {name: p for name, p in placements(model).items() if p.axis == "ep"}
     stacked = stacked_experts(model)
+    options = _muon_options(model, stacked, adamw) if muon else {}
     groups: dict[tuple[object, ...], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -50,9 +63,11 @@ def param_groups(model: nn.Module, *, process_groups: bool = False) -> list[dict
         vector = parameter.dim() - int(each) < 2
         ep_group = experts[name].group if name in experts else None
         kind = "stacked experts" if each else "experts" if name in experts else "dense"
-        key = (kind, vector, id(ep_group) if process_groups else None)
+        own = options.get(name, {})
+        key = (kind, vector, id(ep_group) if process_groups else None, *own.items())
         if key not in groups:
-            group: dict[str, Any] = {"params": [], "name": kind + (" vectors" if vector else "")}
+            label = kind + (" vectors" if vector else "")
+            group: dict[str, Any] = {"params": [], "name": label, **own}
             if each:
                 group["per_expert"] = True
             if vector:
@@ -62,6 +77,37 @@ def param_groups(model: nn.Module, *, process_groups: bool = False) -> list[dict
             groups[key] = group
         groups[key]["params"].append((name, parameter))
     return list(groups.values())
+
+
+def _muon_options(
+    model: nn.Module, stacked: set[str], adamw: Iterable[nn.Module]
+) -> dict[str, dict[str, Any]]:
+    """Name of a parameter to the options of Muon's that it wants."""
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    others = [*adamw, *embeddings, *([head] if isinstance(head, nn.Module) else [])]
+    apart = {parameter for module in others for parameter in module.parameters()}
+    places, found = placements(model), {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            own = name.rpartition(".")[2]
+            matrices = parameter.dim() == 2 + int(name in stacked)
+            found[name] = {"use_muon": matrices and parameter not in apart}
+            if not found[name]["use_muon"]:
+                continue
+            # The flags of moe_ext's own experts, and those of transformers.
+            transposed = getattr(module, "transposed", getattr(module, "is_transposed", False))
+            in_turn = getattr(module, "layout", "") == "interleaved" or not getattr(
+                module, "is_concatenated", True
+            )
+            blocks = places[name].blocks if name in places else 1
+            if name in stacked and transposed is True:
+                found[name]["transposed"] = True
+            if blocks > 1 or (name in stacked and own == "gate_up_proj"):
+                found[name]["fused"] = max(2, blocks)
+                if name in stacked and in_turn:
+                    found[name]["interleaved"] = True
+    return found
 
 
 def _replicas(ep_group: ProcessGroup, parameter: nn.Parameter) -> ProcessGroup | str:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from moe_ext.distributed.dtensor import local_part
 from moe_ext.optim._arguments import Trained, check_betas, check_positive
-from moe_ext.optim._sliced import SlicedOptimizer, SliceNorms, local_grad, move_moments
+from moe_ext.optim._sliced import SlicedOptimizer, SliceNorms
 
 
 class LAMB(SlicedOptimizer):
@@ -129,28 +128,16 @@ class LAMB(SlicedOptimizer):
     def _group_directions(
         self, group: dict[str, Any], entries: list[Trained], weights: list[Tensor]
     ) -> list[Tensor]:
-        steps = [self._advance(e, _BUFFERS) for e in entries]
-        exp_avgs, exp_avg_sqs = (
-            [local_part(self.state[e.parameter][name]) for e in entries] for name in _BUFFERS
+        updates = self._adam_directions(
+            entries,
+            group["betas"],
+            group["eps"],
+            maximize=group["maximize"],
+            bias_correction=group["bias_correction"],
         )
-        grads = [local_grad(e) for e in entries]
-        if group["maximize"]:
-            grads = list(torch._foreach_neg(grads))
-        beta1, beta2 = group["betas"]
-        move_moments(exp_avgs, exp_avg_sqs, grads, (beta1, beta2))
-        denominators = list(torch._foreach_sqrt(exp_avg_sqs))
-        if group["bias_correction"]:
-            torch._foreach_div_(denominators, [(1 - beta2**step) ** 0.5 for step in steps])
-        torch._foreach_add_(denominators, group["eps"])
-        if group["bias_correction"]:
-            torch._foreach_mul_(denominators, [1 - beta1**step for step in steps])
-        updates = list(torch._foreach_div(exp_avgs, denominators))
         if group["weight_decay"] != 0:
             torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
         return updates
-
-
-_BUFFERS = ("exp_avg", "exp_avg_sq")
 
 
 def trust_ratio(group: dict[str, Any], weight_G: Tensor, update_G: Tensor) -> Tensor:

@@ -23,7 +23,15 @@ from moe_ext import distributed as md
 from moe_ext.attention import SequenceParallelMLP
 from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.nn import ModuleExperts
-from moe_ext.optim import LAMB, Adafactor, OneBitAdam, OneBitLamb, ZeroOneAdam, param_groups
+from moe_ext.optim import (
+    LAMB,
+    Adafactor,
+    Muon,
+    OneBitAdam,
+    OneBitLamb,
+    ZeroOneAdam,
+    param_groups,
+)
 from moe_ext.testing import spawn_ranks
 
 E, D = 12, 6
@@ -120,6 +128,7 @@ def torch_optimizers(layer):
         torch.optim.AdamW(layer.parameters(), lr=1e-2),
         LAMB(param_groups(layer), lr=1e-2),
         Adafactor(param_groups(layer), lr=1e-2),
+        Muon(param_groups(layer, muon=True), lr=1e-2),
     ]
 
 

@@ -1,0 +1,289 @@
+"""Muon for dense matrices, stacked experts and shards.
+
+Shapes: a parameter is a matrix `[M, N]` or a stack of experts' `[E, M, N]`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from moe_ext._checks import check_choice
+from moe_ext.distributed.dtensor import local_part, map_gathered
+from moe_ext.distributed.placement import known_shard
+from moe_ext.optim._arguments import Trained, check_betas, check_count, check_positive, label
+from moe_ext.optim._sliced import SlicedOptimizer, SliceNorms, local_grad, zeros_of_state
+
+_SCALES = ("original", "match_rms_adamw")
+
+
+class Muon(SlicedOptimizer):
+    r"""`torch.optim.Muon`, for stacked experts and sharded parameters too.
+
+    .. math::
+        m \leftarrow \mu m + (1 - \mu) g,\quad
+        o = \mathrm{NS}\big((1 - \mu) g + \mu m\big),\quad
+        w \leftarrow (1 - \gamma \lambda) w - \gamma\, s\, o
+
+    NS takes a matrix near to the orthogonal one next to it, by steps of Newton-Schulz. Each expert
+    of a stack is a matrix of its own; all of them take these steps at once. The names, defaults
+    and states are those of torch, and so are the results for each matrix.
+
+    Vectors, embeddings and the output head are not for it: parameters of groups with
+    ``use_muon=False`` take steps of AdamW. `moe_ext.optim.param_groups(model, muon=True)` makes
+    such groups, and tells gate and up apart in experts that store them as one tensor.
+
+    Parameters may be DTensors (FSDP2, tensor parallelism), or columns of a layer over ranks: the
+    matrices that are cut are gathered, in ``ns_dtype``. Whole experts on a rank need no message.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: :math:`\gamma`.
+        weight_decay: :math:`\lambda`, decoupled.
+        momentum: :math:`\mu`.
+        nesterov: False orthogonalises m itself.
+        ns_coefficients: of the polynomial of a step of Newton-Schulz.
+        eps: bound from below on the norm by which a matrix is divided first.
+        ns_steps: number of steps of Newton-Schulz.
+        adjust_lr_fn: s: "original" (None), :math:`\sqrt{\max(1, M/N)}`, or "match_rms_adamw",
+            :math:`0.2\sqrt{\max(M, N)}`, with which learning rate and decay are those of AdamW.
+        ns_dtype: type in which NS runs, or its name.
+        use_muon: False takes steps of AdamW.
+        adamw_betas: of those steps.
+        adamw_eps: of those steps.
+        fused: matrices that a parameter holds side by side, each orthogonalised by itself: 2 where
+            gate and up are one tensor. A matrix given by hand is one.
+        interleaved: the rows of these matrices come in turn, and not one matrix after the other.
+        transposed: matrices are stored as [in, out]: those side by side share rows, and M and N
+            change places in s.
+        per_expert: taken for groups that have it: all parameters with ``use_muon`` are stacks then.
+        maximize: step up the gradient.
+        float32_state: keep moments of 16-bit parameters in float32, and round a step once, at its
+            end; False keeps them, and takes the step, in the type of the parameter.
+
+    Raises:
+        ValueError: an option is out of range, or a parameter is no matrix and no stack of them. In
+            `step`: a gradient is placed unlike its parameter.
+        TypeError: in `step`: a gradient is not dense, or a parameter not real floating-point.
+
+    All options may differ between groups. Nothing is synchronised with the host.
+
+    Reference: Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024; Liu et
+    al., Muon is Scalable for LLM Training, 2025 (arXiv 2502.16982), equation 4 for s.
+    """
+
+    _op = "Muon"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        ns_dtype: str | torch.dtype = "bfloat16",
+        use_muon: bool = True,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        fused: int = 1,
+        interleaved: bool = False,
+        transposed: bool = False,
+        per_expert: bool = False,
+        maximize: bool = False,
+        float32_state: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "ns_dtype": ns_dtype,
+            "use_muon": use_muon,
+            "adamw_betas": adamw_betas,
+            "adamw_eps": adamw_eps,
+            "fused": fused,
+            "interleaved": interleaved,
+            "transposed": transposed,
+            "per_expert": per_expert,
+            "maximize": maximize,
+            "float32_state": float32_state,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with options of its own."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        # By name: torch's state dicts of whole optimizers do not take a type.
+        group["ns_dtype"] = str(group["ns_dtype"]).removeprefix("torch.")
+        for index, parameter in enumerate(group["params"] if group["use_muon"] else ()):
+            problem = _problem(group, parameter.shape)
+            if problem:
+                self.param_groups.pop()
+                name = label(group, len(self.param_groups), index)
+                raise ValueError(f"Muon: {problem}, got shape {tuple(parameter.shape)} for {name}")
+
+    def _check_options(self, group: dict[str, Any]) -> None:
+        for name in ("lr", "weight_decay", "eps", "adamw_eps"):
+            check_positive(self._op, name, group[name])
+        check_betas(self._op, group["adamw_betas"])
+        if not 0 <= group["momentum"] < 1:
+            raise ValueError(f"Muon: expected momentum to be in [0, 1), got {group['momentum']}")
+        if len(group["ns_coefficients"]) != 3:
+            raise ValueError(
+                f"Muon: expected ns_coefficients to be three numbers, got "
+                f"{group['ns_coefficients']}"
+            )
+        check_count(self._op, "ns_steps", group["ns_steps"])
+        check_count(self._op, "fused", group["fused"], least=1)
+        if group["adjust_lr_fn"] is not None:
+            check_choice(self._op, "adjust_lr_fn", group["adjust_lr_fn"], _SCALES)
+        dtype = getattr(torch, str(group["ns_dtype"]).removeprefix("torch."), None)
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(
+                f"Muon: expected ns_dtype to be a floating-point type, got {group['ns_dtype']}"
+            )
+
+    def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
+        matrices = [i for i, entry in enumerate(trained) if entry.group["use_muon"]]
+        # What needs messages comes first: where one fails, nothing has changed.
+        found = {i: self._direction(trained[i]) for i in matrices if _is_cut(trained[i].parameter)}
+        for group in self.param_groups:
+            members = [i for i, entry in enumerate(trained) if entry.group is group]
+            rate, decay = float(group["lr"]), 1 - float(group["lr"]) * group["weight_decay"]
+            if not group["use_muon"]:
+                directions = self._adam_directions(
+                    [trained[i] for i in members],
+                    group["adamw_betas"],
+                    group["adamw_eps"],
+                    maximize=group["maximize"],
+                )
+                for i, direction in zip(members, directions, strict=True):
+                    weights[i].mul_(decay).sub_(direction, alpha=rate)
+                continue
+            for i in members:
+                momentum, direction = found.pop(i) if i in found else self._direction(trained[i])
+                state = self.state[trained[i].parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = zeros_of_state(trained[i])
+                local_part(state["momentum_buffer"]).copy_(momentum)
+                scale = _scale(group, _whole_shape(trained[i].parameter))
+                weights[i].mul_(decay).add_(direction, alpha=-rate * scale)
+
+    def _direction(self, entry: Trained) -> tuple[Tensor, Tensor]:
+        """The momentum after this step, and what it moves the weights by: this rank's parts."""
+        group, grad = entry.group, local_grad(entry)
+        if group["maximize"]:
+            grad = grad.neg()
+        kept = self.state.get(entry.parameter, {}).get("momentum_buffer")
+        before = torch.zeros_like(grad) if kept is None else local_part(kept)
+        momentum = before.lerp(grad, 1 - group["momentum"])
+        update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        return momentum, _orthogonal(
+            group, entry.parameter, update.to(getattr(torch, group["ns_dtype"]))
+        )
+
+
+def _problem(group: dict[str, Any], shape: torch.Size) -> str:
+    """Why a parameter of a shape is not for Muon; "" if it is."""
+    stacks = "stacks of matrices [E, M, N]"
+    if len(shape) != 3 and (len(shape) != 2 or group["per_expert"]):
+        rule = f"{stacks} with per_expert=True" if group["per_expert"] else f"matrices or {stacks}"
+        return (
+            f"expected parameters to be {rule}; give others to AdamW, in a group with "
+            "use_muon=False, as moe_ext.optim.param_groups(model, muon=True) does"
+        )
+    if shape[-1 if group["transposed"] else -2] % group["fused"] != 0:
+        return f"expected fused={group['fused']} matrices of equal size in a parameter"
+    return ""
+
+
+def _scale(group: dict[str, Any], shape: torch.Size) -> float:
+    """Factor on the learning rate, by the shape of a single matrix."""
+    num_out, num_in = shape[-2:][::-1] if group["transposed"] else shape[-2:]
+    num_out //= group["fused"]
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(num_out, num_in))
+    return math.sqrt(max(1, num_out / max(1, num_in)))
+
+
+def _cut_dim(parameter: Tensor) -> int | None:
+    """Dimension of the matrices that a layer divides over ranks, other than by DTensors."""
+    place = known_shard(parameter)
+    if place is None or place.dim is None or place.dim < parameter.dim() - 2:
+        return None
+    return place.dim
+
+
+def _whole_shape(parameter: Tensor) -> torch.Size:
+    """Shape that a parameter has in one process, but for the number of experts."""
+    place = known_shard(parameter)
+    if place is None or _cut_dim(parameter) is None:
+        return parameter.shape
+    return place.logical_shape(parameter.shape)
+
+
+def _is_cut(parameter: Tensor) -> bool:
+    """Whether other ranks hold parts of the same matrices."""
+    dims = [getattr(placement, "dim", -1) for placement in getattr(parameter, "placements", ())]
+    return _cut_dim(parameter) is not None or any(dim >= parameter.dim() - 2 for dim in dims)
+
+
+def _orthogonal(group: dict[str, Any], parameter: Tensor, update: Tensor) -> Tensor:
+    """This rank's part of the matrices next to those of which it holds a part in `update`."""
+    dim = _cut_dim(parameter)
+    if dim is None:
+        return map_gathered(lambda x: _of_each(group, x), update, like=parameter, num_dims=2)
+    place = known_shard(parameter)
+    assert place is not None
+    blocks = place.blocks
+
+    def of_blocks(x: Tensor) -> Tensor:
+        if blocks == 1:
+            return _of_each(group, x)
+        return _of_each(group, x.flatten(dim, dim + 1)).unflatten(dim, (blocks, -1))
+
+    whole = place.whole(update)
+    part = map_gathered(of_blocks, local_part(whole), like=whole, num_dims=2 + int(blocks > 1))
+    return part.reshape(update.shape)
+
+
+def _of_each(group: dict[str, Any], x: Tensor) -> Tensor:
+    """Orthogonalise each matrix of whole parameters."""
+    dim, fused = -1 if group["transposed"] else -2, group["fused"]
+    if fused == 1:
+        return _newton_schulz(group, x)
+    if group["interleaved"]:
+        in_turn = x.unflatten(dim, (-1, fused)).unbind(dim)
+        return torch.stack([_newton_schulz(group, p) for p in in_turn], dim).flatten(dim - 1, dim)
+    return torch.cat([_newton_schulz(group, p) for p in x.chunk(fused, dim)], dim)
+
+
+def _newton_schulz(group: dict[str, Any], x: Tensor) -> Tensor:
+    """Orthogonalise a matrix, or each of a stack, without changing it."""
+    if x.numel() == 0:
+        return x
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    x = x / norm.clamp(min=group["eps"])
+    a, b, c = group["ns_coefficients"]
+    # The operators of torch's Muon for a matrix, hence its bits; for a stack all at once.
+    add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
+    for _ in range(group["ns_steps"]):
+        gram = x @ x.mT
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x

@@ -1,0 +1,228 @@
+"""Muon of shards, of experts over ranks and of columns over ranks, beside one process."""
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_checks import Checks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import moe_ext
+from moe_ext import distributed as md
+from moe_ext import optim
+from moe_ext.attention import SequenceParallelMLP
+from moe_ext.testing import spawn_ranks
+
+# Both sides take the same steps in float64; sums of products in another order differ by roundings,
+# which five polynomials of slope 3.4 enlarge at most by 3.4^5 = 470.
+TIGHT = {"rtol": 1e-11, "atol": 1e-12}
+EXACT = {"lr": 0.05, "ns_dtype": torch.float64, "adjust_lr_fn": "match_rms_adamw"}
+SHAPES = [(5, 3), (4, 6), (6, 5, 4), (2, 8, 3), (1, 6)]
+CHECKS = Checks()
+
+
+def parameters():
+    generator = torch.Generator().manual_seed(3)
+    return [
+        nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
+        for shape in SHAPES
+    ]
+
+
+def take_steps(optimizer, params, spread=lambda grad, p: grad, steps=2):
+    generator = torch.Generator().manual_seed(50)
+    for _ in range(steps):
+        for p in params:
+            p.grad = spread(torch.randn(p.shape, generator=generator, dtype=torch.float64), p)
+        optimizer.step()
+
+
+def placed(mesh, place, params):
+    return [nn.Parameter(distribute_tensor(p.detach(), mesh, place(p))) for p in params]
+
+
+def as_parameter(grad, p):
+    return distribute_tensor(grad, p.device_mesh, p.placements)
+
+
+@CHECKS()
+def shards_take_the_steps_of_whole_tensors():
+    whole = parameters()
+    take_steps(optim.Muon(whole, **EXACT), whole)
+    line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    for mesh, place in (
+        (line, lambda p: [Shard(0)]),
+        (line, lambda p: [Shard(p.dim() - 1)]),
+        (grid, lambda p: [Replicate(), Shard(0)]),
+        (grid, lambda p: [Shard(0), Shard(p.dim() - 1)]),
+        (grid, lambda p: [Shard(p.dim() - 2), Shard(p.dim() - 2)]),
+    ):
+        params = placed(mesh, place, parameters())
+        optimizer = optim.Muon(params, **EXACT)
+        take_steps(optimizer, params, as_parameter)
+        for p, q in zip(params, whole, strict=True):
+            torch.testing.assert_close(p.full_tensor(), q.detach(), **TIGHT)
+            assert optimizer.state[p]["momentum_buffer"].placements == p.placements
+
+
+@CHECKS()
+def whole_experts_on_a_rank_need_no_message():
+    for dim in (0, 1):
+        mesh = init_device_mesh("cpu", (4,))
+        params = placed(mesh, lambda p, dim=dim: [Shard(dim)], parameters()[2:4])
+        optimizer = optim.Muon(params, **EXACT)
+        for p in params:
+            p.grad = as_parameter(torch.ones(p.shape, dtype=torch.float64), p)
+        with torch.profiler.profile() as profile:
+            optimizer.step()
+        names = {event.name for event in profile.events()}
+        assert any("c10d" in name for name in names) == (dim == 1), names
+
+
+class Model(nn.Module):
+    def __init__(self, ep_group=None, columns=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(7, 8)
+        self.moe = moe_ext.MoELayer(8, 6, 4, 2, bias=True, ep_group=ep_group)
+        self.mlp = SequenceParallelMLP(8, 12, group=columns, activation="swiglu")
+        self.out = nn.Linear(8, 3)
+        self.double()
+
+    def forward(self, ids):
+        return self.out(self.mlp(self.moe(self.embedding(ids))))
+
+
+def muon(model, **options):
+    return optim.Muon(optim.param_groups(model, muon=True), **(EXACT | options))
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        torch.manual_seed(70 + step)
+        # Every rank has the whole batch: the mean over ranks is the gradient of one process.
+        model(torch.randint(7, (8,))).square().mean().backward()
+        md.sync_gradients(model)
+        md.clip_grad_norm_(model, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained_alone():
+    whole = Model()
+    train(whole, muon(whole), range(3))
+    return whole
+
+
+@CHECKS()
+def fsdp_trains_as_one_process():
+    model = Model()
+    for block in (model.moe, model):
+        fully_shard(block, mesh=init_device_mesh("cpu", (4,)))
+    optimizer = muon(model)
+    train(model, optimizer, range(2))
+    resumed = muon(model)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, resumed, range(2, 3))
+    wanted = dict(trained_alone().named_parameters())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.full_tensor(), wanted[name], **TIGHT)
+
+
+@CHECKS()
+def experts_over_ranks_train_as_in_one_process():
+    mesh = md.MoEMesh(dp=2, ep=2)
+    model = Model(mesh.ep_group)
+    train(model, muon(model), range(3))
+    wanted, found = trained_alone().state_dict(), md.full_state_dict(model)
+    for name, value in found.items():
+        torch.testing.assert_close(value, wanted[name], **TIGHT)
+
+
+@CHECKS()
+def columns_over_ranks_take_the_steps_of_the_whole():
+    """Gate and up apart or as one matrix, as the group says, for any number of ranks."""
+    ranks = dist.group.WORLD
+    for fused in (1, 2):
+        whole, model = Model().mlp, Model(columns=ranks).mlp
+        model.load_state_dict(whole.state_dict())
+        places = md.placements(model)
+        optimizers = [
+            optim.Muon(
+                [
+                    {"params": [m.gate_up_proj.weight], "fused": fused},
+                    {"params": [m.down_proj.weight]},
+                ],
+                **EXACT,
+            )
+            for m in (whole, model)
+        ]
+        for step in range(2):
+            for name in places:
+                p = whole.get_parameter(name)
+                generator = torch.Generator().manual_seed(step + len(name))
+                p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+                mine = model.get_parameter(name)
+                mine.grad = places[name].part_of(p.grad).contiguous().clone()
+            for optimizer in optimizers:
+                optimizer.step()
+        for name, p in ((name, whole.get_parameter(name)) for name in places):
+            want = places[name].part_of(p.detach())
+            torch.testing.assert_close(model.get_parameter(name).detach(), want, **TIGHT)
+
+
+@CHECKS()
+def an_overflow_of_one_rank_stops_all():
+    model = Model(md.MoEMesh(dp=2, ep=2).ep_group).float()
+    optimizer = muon(model)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    if dist.get_rank() in (0, 2):
+        model.moe.experts.down_proj.grad[0, 0, 0] = torch.inf
+    before = copy.deepcopy(dict(model.state_dict(keep_vars=True)))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0 and not optimizer.state
+    after = model.state_dict(keep_vars=True)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_over_four_ranks(name):
+    CHECKS.assert_passed(4, name)
+
+
+def lose_a_rank(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    params = placed(mesh, lambda p: [Shard(p.dim() - 1)], parameters())
+    params += [nn.Parameter(p.detach().clone()) for p in parameters()]
+    optimizer = optim.Muon(params, **EXACT)
+
+    def spread(grad, p):
+        return as_parameter(grad, p) if isinstance(p, DTensor) else grad
+
+    take_steps(optimizer, params, spread)
+
+    def everything():
+        found = [*params, *(s["momentum_buffer"] for s in optimizer.state.values())]
+        return [t.to_local() if isinstance(t, DTensor) else t for t in found]
+
+    before = [t.detach().clone() for t in everything()]
+    dist.barrier()
+    if rank == 1:
+        os._exit(1)
+    with pytest.raises(md.RankFailureError, match="optimizer step"):
+        optimizer.step()
+    assert all(torch.equal(t, b) for t, b in zip(everything(), before, strict=True))
+    return True
+
+
+def test_a_rank_that_dies_leaves_weights_and_moments():
+    assert spawn_ranks(lose_a_rank, 2, may_die=[1], group_timeout=10)[0]
