@@ -26,6 +26,7 @@ ELSEWHERE = {
     "hugging_face.md",
     "migrate.md",
     "optimizers.md",
+    "parallelism.md",
 }
 
 

@@ -19,7 +19,15 @@ from moe_ext.testing import spawn_ranks
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 NUM_RANKS = 4
-PAGES = ("../README", "collectives", "compression", "distributed", "fsdp", "optimizers")
+PAGES = (
+    "../README",
+    "collectives",
+    "compression",
+    "distributed",
+    "fsdp",
+    "optimizers",
+    "parallelism",
+)
 # What a page says of its own: a group of its own, nodes of 8 GPUs, 16 ranks.
 HERE = (
     ('torch.distributed.init_process_group("gloo")', ""),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,11 @@ from moe_ext.distributed.dtensor import (
     without_partials,
 )
 from moe_ext.distributed.gradients import is_synced, mark_synced, was_synced
-from moe_ext.distributed.groups import resolve_group, world_size
+from moe_ext.distributed.groups import group_size, resolve_group, world_size
 from moe_ext.distributed.placement import known_shard, sharded_parameters
+
+if TYPE_CHECKING:
+    from moe_ext.distributed.mesh import MoEMesh
 
 
 def clip_grad_norm_(
@@ -29,6 +32,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     *,
     error_if_nonfinite: bool = False,
+    mesh: MoEMesh | None = None,
 ) -> Tensor:
     """Scale the gradients of a whole model, in place, to a norm of at most `max_norm`.
 
@@ -43,6 +47,8 @@ def clip_grad_norm_(
         norm_type: 2.0, or `math.inf` for the largest magnitude.
         error_if_nonfinite: raise instead of scaling by a norm that is NaN or infinite. It costs a
             device-to-host synchronisation.
+        mesh: of a job with pipeline stages, of which each has other parameters; None if all ranks
+            have the same model.
 
     Returns:
         The norm before scaling, 0-d float32 (float64 if every gradient is).
@@ -59,7 +65,7 @@ def clip_grad_norm_(
         raise ValueError(f"clip_grad_norm_: expected norm_type to be 2.0 or inf, got {norm_type}")
     with torch.no_grad():
         gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
-    total = _total_norm(model, norm_type)
+    total = _total_norm(model, norm_type, mesh)
     _clip_(gradients, total, max_norm, error_if_nonfinite)
     return _as_gradients(total, gradients)
 
@@ -99,8 +105,11 @@ def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) 
 
 
 @torch.no_grad()
-def _total_norm(model: nn.Module, norm_type: float) -> Tensor:
+def _total_norm(model: nn.Module, norm_type: float, mesh: MoEMesh | None) -> Tensor:
     """Norm over all ranks, 0-d float64, the same bits on every rank."""
+    stage_size = world_size() if mesh is None else group_size(mesh.stage_group)
+    # A rank of each stage.
+    leaders = [0] if mesh is None else [ranks[0] for ranks in mesh.rank_groups("stage")]
     world = resolve_group(None, "clip_grad_norm_")
     num_parts_of = {p: place.num_parts for p, place in sharded_parameters(model).values()}
     parameters = list(model.parameters())
@@ -120,8 +129,8 @@ def _total_norm(model: nn.Module, norm_type: float) -> Tensor:
         if norm_type == math.inf:
             parts = torch.maximum(parts, part)
         else:
-            # Every part is held by world/parts ranks; each adds its share.
-            parts = parts + part * num_parts / world_size()
+            # Every part is held by stage/parts ranks; each adds its share.
+            parts = parts + part * num_parts / stage_size
     total = _power_sum(whole, norm_type, device)
     if world_size() > 1:
         local = torch.stack([total, parts, total.new_tensor(float(unsynced))])
@@ -133,9 +142,9 @@ def _total_norm(model: nn.Module, norm_type: float) -> Tensor:
                 "got expert gradients that were never synchronised"
             )
         if norm_type == math.inf:
-            total = torch.maximum(rows[0, 0], rows[:, 1].max())
+            total = torch.maximum(rows[leaders, 0].max(), rows[:, 1].max())
         else:
-            total = rows[0, 0] + rows[:, 1].sum()
+            total = rows[leaders, 0].sum() + rows[:, 1].sum()
     return total if norm_type == math.inf else total.sqrt()
 
 

@@ -33,6 +33,7 @@ from moe_ext.distributed.groups import (
 )
 from moe_ext.distributed.placement import (
     Placement,
+    known_ranks,
     replica_group,
     replicated_groups,
     sharded_parameters,
@@ -260,9 +261,12 @@ def _find_problem(
     """Problem of this rank's model, or None."""
     if not sharded:
         return None
-    if len(group_ranks(world)) != world_size():
+    members = set(group_ranks(world))
+    stages = [known_ranks(placement) for _, placement in sharded.values()]
+    if len(members) != world_size() and any(stage != members for stage in stages):
         return (
-            "expected process_group to be None or all ranks of the job for a model whose "
+            "expected process_group to be None or all ranks of the job (or of its stage, "
+            "MoEMesh.stage_group) for a model whose "
             f"parameters are divided over some of them, got the ranks {list(group_ranks(world))} "
             f"and {next(iter(sharded))}"
         )

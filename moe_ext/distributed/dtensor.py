@@ -228,6 +228,27 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
+def placed_as(tensor: Tensor, like: Tensor) -> Tensor:
+    """A DTensor with the placements of another one on its mesh; sums that are due are made."""
+    assert is_dtensor(tensor) and is_dtensor(like)
+    return tensor.redistribute(like.device_mesh, like.placements)
+
+
+def with_local(like: Tensor, local: Tensor) -> Tensor:
+    """A DTensor as another one, of other shards."""
+    from torch.distributed.tensor import DTensor
+
+    assert is_dtensor(like)
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
 def num_shards(tensor: Tensor) -> int:
     """Parts that the ranks of a DTensor's mesh hold between them; 1 for a plain tensor."""
     if not is_dtensor(tensor):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
@@ -20,9 +21,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.distributed import _c10d, comm
 from moe_ext.distributed.agreement import agree, check_equal_over_ranks
-from moe_ext.distributed.dtensor import is_dtensor
-from moe_ext.distributed.groups import group_size, resolve_group, world_size
-from moe_ext.distributed.placement import Placement, replicated_groups, sharded_parameters
+from moe_ext.distributed.dtensor import is_dtensor, local_part, placed_as, with_local
+from moe_ext.distributed.groups import group_size, resolve_group
+from moe_ext.distributed.placement import (
+    Placement,
+    placements,
+    replica_group,
+    replicated_groups,
+    sharded_parameters,
+)
+
+if TYPE_CHECKING:
+    from moe_ext.distributed.mesh import MoEMesh
 
 _BUCKET_BYTES = 25 * 2**20
 # Integers of as many bytes.
@@ -35,13 +45,15 @@ _SYNCED = "_moe_ext_synced_version"
 _compared: WeakSet[nn.Module] = WeakSet()
 
 
-def sync_gradients(model: nn.Module) -> None:
+def sync_gradients(model: nn.Module, *, mesh: MoEMesh | None = None) -> None:
     """Make every gradient that of the mean over all ranks of the local losses.
 
     Call it on all ranks, after the last backward pass of a step and before clipping and the
     optimizer. Without torch.distributed, or with one rank, it does nothing. A plain module gets all
     of its gradients reduced. What a `DistributedDataParallel` that the model is, or holds, or FSDP2
-    has reduced in the backward pass, the experts too, is left as it is.
+    has reduced in the backward pass, the experts too, is left as it is. Gradients of shards of
+    tensor parallelism, DTensors on a mesh of one dimension, become means over the ranks that hold
+    the same ones.
 
     The first call for a model also compares the values of the dense parameters: a mean of gradients
     keeps replicas equal, it does not make them so.
@@ -52,12 +64,16 @@ def sync_gradients(model: nn.Module) -> None:
     mean, all others are as before.
 
     Args:
-        model: the module, the same on every rank.
+        model: the module, the same on every rank; with pipeline parallelism the same on every rank
+            of a stage, and all modules of that in one.
+        mesh: of a job with pipeline stages: means are over the ranks of this rank's stage; None for
+            all ranks.
 
     Raises:
         ValueError: on every rank: the parameters differ between ranks, by name, shape, dtype or (at
             the first call, the dense ones) by value, a DistributedDataParallel reduces expert
-            parameters, a gradient is sparse, or a DTensor does not lie over all ranks.
+            parameters, a gradient is sparse, or a DTensor lies over a part of the ranks in several
+            dimensions.
         RuntimeError: on every rank, when no gradient changed since the last call, of a model
             without DistributedDataParallel.
         RankFailureError: a rank died or did not answer; the message names it.
@@ -65,16 +81,17 @@ def sync_gradients(model: nn.Module) -> None:
     Determinism: as the backend's all-reduce; every rank gets the same bits. One device-to-host
     synchronisation for the checks and one for the None gradients of each group.
     """
-    if world_size() == 1:
+    world = resolve_group(None, "sync_gradients") if mesh is None else mesh.stage_group
+    if group_size(world) == 1:
         return
-    world = resolve_group(None, "sync_gradients")
     assert world is not None
     sharded = sharded_parameters(model)
-    problem = _find_problem(model, sharded)
+    problem = _find_problem(model, sharded, world)
     # FSDP2 has reduced these in the backward pass.
     sharded = {name: entry for name, entry in sharded.items() if not is_dtensor(entry[0])}
     dense = [] if problem else _dense_parameters(model, sharded)
-    handled = [*dense, *((name, parameter) for name, (parameter, _) in sharded.items())]
+    shards = [] if problem else _tensor_parallel(model, world)
+    handled = [*dense, *((name, parameter) for name, (parameter, _) in sharded.items()), *shards]
     if not any(True for _ in model.parameters()):
         raise ValueError("sync_gradients: expected model to have parameters, got none")
     device = next(model.parameters()).device
@@ -92,6 +109,7 @@ def sync_gradients(model: nn.Module) -> None:
     average_gradients(world, [parameter for _, parameter in dense])
     for replicas, parameters in replicated_groups(sharded.values(), device):
         average_gradients(replicas, parameters)
+    _average_tensor_parallel([parameter for _, parameter in shards], device)
 
 
 def was_synced(gradient: Tensor) -> bool:
@@ -110,16 +128,16 @@ def mark_synced(gradient: Tensor) -> None:
 
 
 def _find_problem(
-    model: nn.Module, sharded: dict[str, tuple[nn.Parameter, Placement]]
+    model: nn.Module, sharded: dict[str, tuple[nn.Parameter, Placement]], world: ProcessGroup
 ) -> str | None:
     """Problem of this rank's model, or None."""
     for name, parameter in model.named_parameters():
         if is_dtensor(parameter):
-            ranks = parameter.device_mesh.size()
-            ranks *= sharded[name][1].num_parts if name in sharded else 1
-            if ranks != world_size():
+            ranks, is_expert = parameter.device_mesh.size(), name in sharded
+            ranks *= sharded[name][1].num_parts if is_expert else 1
+            if ranks != world.size() and (is_expert or parameter.device_mesh.ndim > 1):
                 return (
-                    f"expected DTensor parameters to lie over all {world_size()} ranks, got {ranks}"
+                    f"expected DTensor parameters to lie over all {world.size()} ranks, got {ranks}"
                     f" for {name}; see moe_ext.distributed.fully_shard"
                 )
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
@@ -169,6 +187,38 @@ def _dense_parameters(
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and id(parameter) not in elsewhere and not is_dtensor(parameter)
     ]
+
+
+def _tensor_parallel(model: nn.Module, world: ProcessGroup) -> list[tuple[str, nn.Parameter]]:
+    """DTensors on a mesh of some ranks, which hold the same shards on others."""
+    placed = placements(model)
+
+    def is_shard(tensor: Tensor) -> bool:
+        mesh = tensor.device_mesh if is_dtensor(tensor) else None
+        return mesh is not None and mesh.ndim == 1 and mesh.size() < world.size()
+
+    named = model.named_parameters()
+    return [(n, p) for n, p in named if p.requires_grad and n not in placed and is_shard(p)]
+
+
+def _average_tensor_parallel(parameters: list[nn.Parameter], device: torch.device) -> None:
+    """Make gradients of DTensors the mean over the ranks with the same shards."""
+    by_group: dict[ProcessGroup, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        group: ProcessGroup = parameter.device_mesh.get_group()  # type: ignore[attr-defined]
+        by_group.setdefault(group, []).append(parameter)
+    for group, found in by_group.items():
+        own = [nn.Parameter(local_part(parameter.detach())) for parameter in found]
+        for shard, parameter in zip(own, found, strict=True):
+            if parameter.grad is not None:
+                parameter.grad = placed_as(parameter.grad, parameter)
+                shard.grad = local_part(parameter.grad)
+        average_gradients(replica_group(group, device), own)
+        for shard, parameter in zip(own, found, strict=True):
+            if parameter.grad is None and shard.grad is not None:
+                parameter.grad = with_local(parameter, shard.grad)
+            if parameter.grad is not None:
+                mark_synced(parameter.grad)
 
 
 def fingerprint(parameters: list[tuple[str, nn.Parameter]]) -> int:

@@ -579,3 +579,13 @@ def replica_ranks(placement: Placement) -> list[int] | None:
     assert placement.group is not None
     grid = _grids.get(placement.group)
     return None if grid is None else [row[placement.part] for row in grid]
+
+
+def known_ranks(placement: Placement) -> set[int] | None:
+    """Global ranks that hold any part, of all copies; None if that is not known.
+
+    See `replica_ranks`.
+    """
+    assert placement.group is not None
+    grid = _grids.get(placement.group)
+    return None if grid is None else {rank for row in grid for rank in row}

@@ -1,0 +1,254 @@
+"""Pipeline stages and tensor-parallel layers around experts over ranks, against one process."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rank_checks import Checks
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import moe_ext
+from moe_ext import distributed as md
+from moe_ext.attention import SequenceParallelMLP
+
+DIM, EXPERTS, ROWS, MICRO, STEPS = 8, 4, 6, 4, 2
+# Some thousand roundings of 1e-16.
+TIGHT = {"rtol": 1e-10, "atol": 1e-13}
+CHECKS = Checks()
+
+
+class Dense(nn.Module):
+    """A norm and two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.up, self.down = nn.Linear(DIM, 12), nn.Linear(12, DIM)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Block(nn.Module):
+    """Dense layers, and experts behind them or not."""
+
+    def __init__(self, ep_group, has_experts, sequence):
+        super().__init__()
+        self.mlp = Dense()
+        if sequence is not None:
+            (group,) = sequence
+            self.mlp = SequenceParallelMLP(DIM, 12, group=group, grad_reduction="mean")
+        self.moe = None
+        if has_experts:
+            router = moe_ext.nn.TopKRouter(DIM, EXPERTS, 2, selection_bias=True)
+            # The balance loss of a shard is another one than that of its sequence.
+            options = {"balance_loss_coef": 0.01 if sequence is None else 0.0, "z_loss_coef": 0.1}
+            options |= {"router": router, "shared_ffn_dim": 4, "ep_group": ep_group}
+            self.moe = moe_ext.MoELayer(DIM, 6, EXPERTS, **options)
+
+    def forward(self, x):
+        x = x + self.mlp(x)
+        return x if self.moe is None else x + self.moe(x)
+
+
+class Model(nn.Module):
+    """Four blocks, the first of them dense; or some of them, under their names in the whole.
+
+    `sequence`: the group, alone in a tuple, of Megatron's sequence parallelism.
+    """
+
+    def __init__(self, ep_group=None, kept=range(4), sequence=None):
+        super().__init__()
+        torch.manual_seed(3)
+        blocks = {str(i): Block(ep_group, i > 0, sequence) for i in range(4)}
+        self.blocks = nn.ModuleDict(blocks)
+        self.double()
+        for i in set(range(4)) - set(kept):
+            del self.blocks[str(i)]
+
+    def forward(self, x):
+        for block in self.blocks.values():
+            x = block(x)
+        return x
+
+
+def data(step, rank, size):
+    """Inputs and labels of a rank, all of its micro-batches; other rows on every rank."""
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(2, size, MICRO * ROWS, DIM, generator=generator, dtype=torch.float64)
+    return x[rank], y[rank]
+
+
+@functools.cache
+def one_process(size, sequence=None):
+    """Losses, gradient norms and weights of training in one process, with biases."""
+    model, norms, losses = Model(sequence=sequence), [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    moe_ext.nn.set_loss_scale(model, 1 / (size * MICRO))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(size):
+            pairs = zip(*(t.chunk(MICRO) for t in data(step, rank, size)), strict=True)
+            for x, y in pairs:
+                loss = F.mse_loss(model(x), y)
+                (loss / (size * MICRO)).backward()
+                losses.append(loss.detach())
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+        optimizer.step()
+        moe_ext.nn.update_selection_bias(model)
+    return torch.stack(losses), torch.stack(norms), model
+
+
+def assert_equals_one_process(model, size, norms, sequence=None):
+    _, wanted, whole = one_process(size, sequence)
+    torch.testing.assert_close(torch.stack(norms).double(), wanted.double(), **TIGHT)
+    state = whole.state_dict()
+    for name, tensor in md.full_state_dict(model).items():
+        message = functools.partial("{}: {}".format, name)
+        torch.testing.assert_close(tensor, state[name], msg=message, **TIGHT)
+        if name.endswith("selection_bias"):
+            assert tensor.any()
+
+
+def train_stages(schedule, stages_of, *, wrap=False):
+    """Two stages of two ranks each; `stages_of`: blocks of every stage on every stage's rank."""
+    mesh = md.MoEMesh(dp=2, ep=2, pp=2)
+    num_stages = sum(map(len, stages_of))
+    parts = {number: Model(mesh.ep_group, kept) for number, kept in stages_of[mesh.pp_rank].items()}
+    shape = torch.empty(ROWS, DIM, dtype=torch.float64, requires_grad=True)
+    stages = []
+    for number, part in parts.items():
+        module = part
+        if wrap:
+            module = DistributedDataParallel(part, process_group=mesh.stage_group)
+        options = {"input_args": (shape,), "output_args": shape, "group": mesh.pp_group}
+        stages.append(PipelineStage(module, number, num_stages, torch.device("cpu"), **options))
+    is_single = issubclass(schedule, schedules.PipelineScheduleSingle)
+    run = schedule(stages[0] if is_single else stages, MICRO, loss_fn=F.mse_loss)
+    model = nn.ModuleDict({"blocks": nn.ModuleDict()})
+    for part in parts.values():
+        model["blocks"].update(part.blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    norms, losses = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x, y = data(step, mesh.data_rank, mesh.data_size)
+        first = (x,) if any(stage.is_first for stage in stages) else ()
+        last = {"target": y, "losses": losses} if any(s.is_last for s in stages) else {}
+        run.step(*first, **last)
+        if not wrap:
+            md.sync_gradients(model, mesh=mesh)
+        norms.append(md.clip_grad_norm_(model, 0.05, mesh=mesh))
+        optimizer.step()
+        if any(block.moe is not None for block in model["blocks"].values()):
+            moe_ext.nn.update_selection_bias(model, group=mesh.stage_group)
+    if losses:
+        mine = torch.arange(MICRO) + mesh.data_rank * MICRO + (STEPS - 1) * 2 * MICRO
+        torch.testing.assert_close(torch.stack(losses), one_process(2)[0][mine], **TIGHT)
+    assert_equals_one_process(model, 2, norms)
+
+
+@CHECKS()
+def gpipe():
+    train_stages(schedules.ScheduleGPipe, [{0: (0, 1)}, {1: (2, 3)}])
+
+
+@CHECKS()
+def one_forward_one_backward():
+    train_stages(schedules.Schedule1F1B, [{0: (0, 1)}, {1: (2, 3)}])
+
+
+@CHECKS()
+def stages_in_distributed_data_parallel():
+    train_stages(schedules.Schedule1F1B, [{0: (0, 1)}, {1: (2, 3)}], wrap=True)
+
+
+@CHECKS()
+def a_stage_without_experts():
+    train_stages(schedules.Schedule1F1B, [{0: (0,)}, {1: (1, 2, 3)}])
+
+
+@CHECKS()
+def interleaved():
+    train_stages(schedules.ScheduleInterleaved1F1B, [{0: (0,), 2: (2,)}, {1: (1,), 3: (3,)}])
+
+
+@CHECKS()
+def zero_bubble():
+    train_stages(schedules.ScheduleInterleavedZeroBubble, [{0: (0,), 2: (2,)}, {1: (1,), 3: (3,)}])
+
+
+@CHECKS()
+def zbv():
+    train_stages(schedules.ScheduleZBVZeroBubble, [{0: (0,), 3: (3,)}, {1: (1,), 2: (2,)}])
+
+
+@CHECKS()
+def dual_pipe_v():
+    train_stages(schedules.ScheduleDualPipeV, [{0: (0,), 3: (3,)}, {1: (1,), 2: (2,)}])
+
+
+def train_shards(mesh, model, sequence=None):
+    """Ranks of a tensor-parallel group see the same rows, or with `sequence` shards of them."""
+    optimizer, norms = torch.optim.SGD(model.parameters(), lr=0.1), []
+    moe_ext.nn.set_loss_scale(model, 1 / MICRO)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for pair in zip(
+            *(t.chunk(MICRO) for t in data(step, mesh.data_rank, mesh.data_size)), strict=True
+        ):
+            x, y = pair if sequence is None else (t.chunk(2)[mesh.tp_rank] for t in pair)
+            (F.mse_loss(model(x), y) / MICRO).backward()
+        md.sync_gradients(model)
+        norms.append(md.clip_grad_norm_(model, 0.05))
+        optimizer.step()
+        moe_ext.nn.update_selection_bias(model, group=dist.group.WORLD)
+    assert_equals_one_process(model, mesh.data_size, norms, sequence)
+
+
+@CHECKS()
+def tensor_parallel_dense_layers():
+    for ep in (2, 4):
+        mesh = md.MoEMesh(dp=2, tp=2, ep=ep)
+        model = Model(mesh.ep_group)
+        for block in model.blocks.values():
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block.mlp, mesh.data_mesh["tp"], plan)
+        train_shards(mesh, model)
+
+
+@CHECKS()
+def a_tensor_parallel_layer_that_one_rank_has_no_gradient_of():
+    mesh = md.MoEMesh(dp=2, tp=2)
+    model = nn.ModuleDict({"used": nn.Linear(4, 4), "other": nn.Linear(4, 4)})
+    plan = {"used": ColwiseParallel(), "other": ColwiseParallel()}
+    parallelize_module(model, mesh.data_mesh["tp"], plan)
+    x = torch.ones(1, 4)
+    out = model["used"](x)
+    if mesh.data_rank == 0:
+        out = out + model["other"](x)
+    out.sum().backward()
+    md.sync_gradients(model)
+    assert torch.equal(model["used"].weight.grad.full_tensor(), torch.ones(4, 4))
+    assert torch.equal(model["other"].weight.grad.full_tensor(), torch.full((4, 4), 0.5))
+
+
+@CHECKS()
+def sequence_parallel_dense_layers():
+    """Megatron's: norms, experts and their dispatch see shards of the sequence."""
+    mesh = md.MoEMesh(dp=2, tp=2, ep=4)
+    train_shards(mesh, Model(mesh.ep_group, sequence=(mesh.tp_group,)), sequence=(None,))
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_over_four_ranks(name):
+    CHECKS.assert_passed(4, name)
