@@ -52,8 +52,8 @@ Point exact(Kind kind, double x) {
 }
 
 // A dozen roundings of the accumulator on the way (exponential 2.5, polynomial 4.5, division, sums and products), or
-// the fits of bfloat16, which are good to 2^-16; the error of the exponential's argument, one rounding of the output;
-// what the exponential flushes below 2^-126.
+// the fits of bfloat16 and float16, which are good to 2^-16; the error of the exponential's argument, one rounding of
+// the output; what the exponential flushes below 2^-126.
 constexpr double kRoundings = 12;
 
 template <typename T>
@@ -61,7 +61,7 @@ double tolerance(double result, double terms, double argument) {
   const double acc_eps = std::is_same_v<T, double> ? 0x1p-53 : 0x1p-24;
   const double out_eps = std::is_same_v<T, BFloat16> ? 0x1p-8 : std::is_same_v<T, Half> ? 0x1p-11 : acc_eps;
   const double flushed = std::is_same_v<T, Half> ? 0x1p-25 : 0x1p-118;
-  const double roundings = std::is_same_v<T, BFloat16> ? 256 : kRoundings;
+  const double roundings = sizeof(T) == 2 ? 256 : kRoundings;
   return terms * (roundings + std::min(argument, 700.0)) * acc_eps + std::abs(result) * out_eps + flushed;
 }
 

@@ -30,15 +30,16 @@ def bound(dtype, kind, x, expected, factor):
     polynomial 2.5, division, sum, product), and an exponential turns a relative error of its
     argument into that of the result times the argument: x^2 / 2 has one rounding, 2 u has four.
     A slope is the sum of two such terms, of which neither is larger than 1.2 + f'.
-    For bfloat16 they are good to 2^-16 in place of the eight roundings: the exponential's fit to
-    2^-18.4 and that of the normal distribution to 2^-17.7, 1 - s loses 2^-18, and some roundings.
+    For the 16-bit types they are good to 2^-16 in place of the eight roundings: the fit of the
+    exponential to 2^-18.4, that of the normal distribution to 2^-17.7, 1 - s loses 2^-18, and some
+    roundings.
     Results below 2^-126 may be flushed. In float64 the formulas of torch cancel: their own error.
     """
     eps = 2.0**-53 if dtype == torch.float64 else 2.0**-24
     u = 0.8 * (x + 0.0447 * x**3)
     argument = {"gelu": x.square() / 2, "gelu_tanh": 8 * u.abs()}.get(kind, 0 * x).clamp(max=200)
     tail = torch.exp(-argument / (8 if kind == "gelu_tanh" else 1)) * argument * (1 + x.abs())
-    good_to = 2.0**-16 if dtype == torch.bfloat16 else 8 * eps
+    good_to = 2.0**-16 if dtype.itemsize == 2 else 8 * eps
     scale = good_to * (expected.abs() + torch.exp(-x.abs() / 2) * factor.abs())
     scale = scale + tail * factor.abs() * eps
     if dtype == torch.float64:
@@ -105,25 +106,27 @@ def test_activation_equals_the_reference(backend, dtype, kind):
     check_activation(make(dtype=dtype), kind)
 
 
-def test_every_bfloat16_is_within_the_bound(isa):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_number_of_16_bits_is_within_the_bound(isa, dtype):
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
-    x = bits.view(torch.bfloat16)
+    x = bits.view(dtype)
     x = x[x.isfinite()]
     for kind in ("silu", "gelu", "gelu_tanh"):
         check_activation(x, kind, torch.ones_like(x))
 
 
-BF16_BITS = {}
+SEEN_BITS = {}
 
 
-def test_bfloat16_has_the_same_bits_on_every_instruction_set(isa):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_are_the_same_on_every_instruction_set(isa, dtype):
     torch.manual_seed(3)
-    x = make(64, 2 * 331, dtype=torch.bfloat16)
+    x = make(64, 2 * 331, dtype=dtype)
     for kind, layout in itertools.product(GATES, LAYOUTS):
         leaf = x.clone().requires_grad_()
         y = ops.gated_activation(leaf, kind=kind, layout=layout)
         found = (y.detach(), torch.autograd.grad(y.sum(), leaf)[0])
-        first = BF16_BITS.setdefault((kind, layout), found)
+        first = SEEN_BITS.setdefault((dtype, kind, layout), found)
         assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
 
 

@@ -1,0 +1,417 @@
+// Activation loops of bfloat16 and float16, with functions that are good to 2^-16: next to the 2^-8 or 2^-11 of the
+// rounding at the end, more would not be seen. Compiled without fused multiply-add, and a tail is a block filled up:
+// every instruction set computes the same bits.
+// They are written on vectors of the processor's width: out of plain loops the compiler makes a branch for each bound
+// of an exponential, with a division in each.
+#include "activation/activation_loops.h"
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+// Vectors that the processor lacks are passed to nothing that is not inlined.
+#pragma GCC diagnostic ignored "-Wpsabi"
+
+namespace moe_ext::activation::MOE_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int64_t kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int64_t kLanes = 8;
+#else
+constexpr int64_t kLanes = 4;
+#endif
+constexpr int64_t kBlock = 2 * kLanes;
+
+using Floats = float __attribute__((vector_size(4 * kLanes)));
+using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
+using Shorts = uint16_t __attribute__((vector_size(2 * kLanes)));
+
+template <typename V>
+MOE_INLINE V load(const void* from) {
+  V vector;
+  __builtin_memcpy(&vector, from, sizeof(vector));
+  return vector;
+}
+
+template <typename V>
+MOE_INLINE void store(void* to, V vector) {
+  __builtin_memcpy(to, &vector, sizeof(vector));
+}
+
+MOE_INLINE Words widened(Shorts shorts) {
+  return __builtin_convertvector(shorts, Words);
+}
+
+MOE_INLINE Shorts narrowed(Words words) {
+  return __builtin_convertvector(words, Shorts);
+}
+
+MOE_INLINE Floats splat(float x) {
+  return x - Floats{};
+}
+
+// 2^y for -125 <= y <= 128, infinity at 128. y = n + f, |f| <= 1/2; adding 1.5 * 2^23 rounds n to an integer and leaves
+// it in the low bits, from where it goes into the exponent. A minimax fit of 2^f, good to 2^-18.4.
+MOE_INLINE Floats exp2_short(Floats y) {
+  const Floats shifted = y + 12582912.0f;
+  const Floats f = y - (shifted - 12582912.0f);
+  const Floats square = f * f;
+  const Floats p = (1.0f + 0.6931242f * f) + square * ((0.24024099f + 0.055906426f * f) + square * 0.009582853f);
+  return bit_cast<Floats>(bit_cast<Words>(p) + (bit_cast<Words>(shifted) << 23));
+}
+
+// Where x is not a number, the bound.
+MOE_INLINE Floats at_least(float low, Floats x) {
+#if defined(__AVX512F__)
+  return bit_cast<Floats>(_mm512_maskz_max_ps(-1, bit_cast<__m512>(x), bit_cast<__m512>(splat(low))));
+#elif defined(__AVX__)
+  return bit_cast<Floats>(_mm256_max_ps(bit_cast<__m256>(x), bit_cast<__m256>(splat(low))));
+#else
+  return x > low ? x : splat(low);
+#endif
+}
+
+MOE_INLINE Floats at_most(float high, Floats x) {
+#if defined(__AVX512F__)
+  return bit_cast<Floats>(_mm512_maskz_min_ps(-1, bit_cast<__m512>(x), bit_cast<__m512>(splat(high))));
+#elif defined(__AVX__)
+  return bit_cast<Floats>(_mm256_min_ps(bit_cast<__m256>(x), bit_cast<__m256>(splat(high))));
+#else
+  return x < high ? x : splat(high);
+#endif
+}
+
+// 1 + exp(-x), infinity where exp(x) is below 2^-128: x / infinity is the zero that is wanted.
+MOE_INLINE Floats one_plus_exp(Floats x) {
+  const Floats y = at_least(-125.0f, -1.44269504f * x);
+  return 1.0f + exp2_short(at_most(128.0f, y));
+}
+
+struct Cdf {
+  Floats value, density;
+};
+
+// As normal_cdf of activation_math.h: Phi(-a) = exp(-a^2 / 2) t P(t), t = 1 / (1 + 0.31 a), a fit good to 2^-17.7.
+MOE_INLINE Cdf normal_cdf(Floats x) {
+  const Floats a = x < 0.0f ? -x : x;
+  const Floats t = 1.0f / (1.0f + 0.31f * a);
+  const Floats y = -0.72134752f * (x * x);
+  const Floats power = exp2_short(at_least(-125.0f, y));
+  const Floats e = y < -125.0f ? splat(0.0f) : power;
+  const Floats square = t * t;
+  const Floats high = (0.015744742f + 0.1804503f * t) - square * 0.07392912f;
+  const Floats p = (0.1238607f + 0.12044127f * t) + square * (0.13342978f + t * high);
+  const Floats lower = (e * t) * p;
+  return {x < 0.0f ? lower : 1.0f - lower, 0.39894228f * e};
+}
+
+// f(x), and g f'(x) for a gradient g.
+template <Kind kKind>
+struct Function;
+
+// s' = s (1 - s): what 1 - s loses for a large x is below 2^-18 of the slope.
+template <>
+struct Function<Kind::kSilu> {
+  static MOE_INLINE Floats value(Floats x) {
+    return x / one_plus_exp(x);
+  }
+  static MOE_INLINE Floats value_and_grad(Floats x, Floats g, Floats& grad) {
+    const Floats s = 1.0f / one_plus_exp(x);
+    grad = g * (s + x * (s * (1.0f - s)));
+    return x * s;
+  }
+};
+
+template <>
+struct Function<Kind::kGelu> {
+  static MOE_INLINE Floats value(Floats x) {
+    return x * normal_cdf(x).value;
+  }
+  static MOE_INLINE Floats value_and_grad(Floats x, Floats g, Floats& grad) {
+    const Cdf cdf = normal_cdf(x);
+    grad = g * (cdf.value + x * cdf.density);
+    return x * cdf.value;
+  }
+};
+
+template <>
+struct Function<Kind::kGeluTanh> {
+  static MOE_INLINE Floats twice_u(Floats x) {
+    return 1.59576912f * (x + 0.044715f * x * x * x);
+  }
+  // Without the bound, the square of a large x would be infinite and its product with a density of zero NaN.
+  static MOE_INLINE Floats twice_slope(Floats x) {
+    const Floats square = x * x;
+    return 1.59576912f * (1.0f + 0.134145f * (square > 1e30f ? splat(1e30f) : square));
+  }
+  static MOE_INLINE Floats value(Floats x) {
+    return x / one_plus_exp(twice_u(x));
+  }
+  static MOE_INLINE Floats value_and_grad(Floats x, Floats g, Floats& grad) {
+    const Floats s = 1.0f / one_plus_exp(twice_u(x));
+    grad = g * (s + x * (s * (1.0f - s)) * twice_slope(x));
+    return x * s;
+  }
+};
+
+// The comparisons let NaN through, and at x <= 0 the gradient is zero even where g is infinite.
+template <>
+struct Function<Kind::kRelu> {
+  static MOE_INLINE Floats value(Floats x) {
+    return x <= 0.0f ? splat(0.0f) : x;
+  }
+  static MOE_INLINE Floats value_and_grad(Floats x, Floats g, Floats& grad) {
+    grad = x <= 0.0f ? splat(0.0f) : g;
+    return value(x);
+  }
+};
+
+template <>
+struct Function<Kind::kReluSquared> {
+  static MOE_INLINE Floats value(Floats x) {
+    return x <= 0.0f ? splat(0.0f) : x * x;
+  }
+  static MOE_INLINE Floats value_and_grad(Floats x, Floats g, Floats& grad) {
+    grad = x <= 0.0f ? splat(0.0f) : 2.0f * x * g;
+    return value(x);
+  }
+};
+
+// A block of elements as two vectors, in an order that load and store agree on, or as they lie in memory.
+struct Block {
+  Floats a, b;
+};
+
+template <typename T>
+struct Codec;
+
+// The even and the odd elements of a block are a shift and a mask away from the words they lie in.
+template <>
+struct Codec<BFloat16> {
+  static MOE_INLINE Floats lower(Words words) {
+    return bit_cast<Floats>(words << 16);
+  }
+  static MOE_INLINE Floats upper(Words words) {
+    return bit_cast<Floats>(words & 0xFFFF0000u);
+  }
+  static MOE_INLINE Words words_of(Floats lower, Floats upper) {
+    return (rounded(lower) >> 16) | (rounded(upper) & 0xFFFF0000u);
+  }
+  static MOE_INLINE Floats floats(Shorts shorts) {
+    return bit_cast<Floats>(widened(shorts) << 16);
+  }
+  static MOE_INLINE Shorts shorts(Floats floats) {
+    return narrowed(rounded(floats) >> 16);
+  }
+  static MOE_INLINE Block block(const BFloat16* from) {
+    const Words words = load<Words>(from);
+    return {lower(words), upper(words)};
+  }
+  static MOE_INLINE void store_block(BFloat16* to, const Block& block) {
+    store(to, words_of(block.a, block.b));
+  }
+
+ private:
+  // To nearest, ties to even, in the upper half; the lower one keeps what is left over.
+  static MOE_INLINE Words rounded(Floats x) {
+    const Words bits = bit_cast<Words>(x);
+    const Words up = bits + (0x7FFFu + ((bits >> 16) & 1u));
+    return x != x ? 0x7FC00000u + Words{} : up;
+  }
+};
+
+template <>
+struct Codec<Half> {
+  static MOE_INLINE Floats lower(Words words) {
+    return floats(narrowed(words & 0xFFFFu));
+  }
+  static MOE_INLINE Floats upper(Words words) {
+    return floats(narrowed(words >> 16));
+  }
+  static MOE_INLINE Words words_of(Floats lower, Floats upper) {
+    return widened(shorts(lower)) | (widened(shorts(upper)) << 16);
+  }
+  static MOE_INLINE Floats floats(Shorts shorts) {
+#if defined(__AVX512F__)
+    return bit_cast<Floats>(_mm512_maskz_cvtph_ps(-1, bit_cast<__m256i>(shorts)));
+#elif defined(__F16C__)
+    return bit_cast<Floats>(_mm256_cvtph_ps(bit_cast<__m128i>(shorts)));
+#else
+    const auto in = bit_cast<Lanes<Half> >(shorts);
+    Lanes<float> out;
+    for (int64_t i = 0; i < kLanes; ++i) {
+      out.lane[i] = to_acc(in.lane[i]);
+    }
+    return bit_cast<Floats>(out);
+#endif
+  }
+  static MOE_INLINE Shorts shorts(Floats floats) {
+    const Floats in = floats != floats ? splat(__builtin_nanf("")) : floats;
+#if defined(__AVX512F__)
+    return bit_cast<Shorts>(_mm512_maskz_cvtps_ph(-1, bit_cast<__m512>(in), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+    return bit_cast<Shorts>(_mm256_cvtps_ph(bit_cast<__m256>(in), _MM_FROUND_TO_NEAREST_INT));
+#else
+    const auto values = bit_cast<Lanes<float> >(in);
+    Lanes<Half> out;
+    for (int64_t i = 0; i < kLanes; ++i) {
+      out.lane[i] = from_acc<Half>(values.lane[i]);
+    }
+    return bit_cast<Shorts>(out);
+#endif
+  }
+  static MOE_INLINE Block block(const Half* from) {
+    return {floats(load<Shorts>(from)), floats(load<Shorts>(from + kLanes))};
+  }
+  static MOE_INLINE void store_block(Half* to, const Block& block) {
+    store(to, shorts(block.a));
+    store(to + kLanes, shorts(block.b));
+  }
+
+ private:
+  template <typename T>
+  struct Lanes {
+    T lane[kLanes];
+  };
+};
+
+// An argument of a loop: `step` elements an output, which `data` points at, or those of a tail, filled up with zeros.
+template <typename P>
+struct Stream {
+  P* data;
+  int64_t step;
+};
+
+template <typename P>
+struct Tail {
+  using T = std::remove_const_t<P>;
+
+  Tail(Stream<P> stream, int64_t begin, int64_t n) : from(stream.data + stream.step * begin), size(stream.step * n) {
+    if constexpr (std::is_const_v<P>) {
+      __builtin_memcpy(elements, from, size * sizeof(T));
+    }
+  }
+  void give_back() const {
+    if constexpr (!std::is_const_v<P>) {
+      __builtin_memcpy(from, elements, size * sizeof(T));
+    }
+  }
+
+  P* from;
+  int64_t size;
+  T elements[2 * kBlock] = {};
+};
+
+// body(pointers) for each block of n outputs; ask(i) before the block at i.
+template <typename Ask, typename Body, typename... P>
+MOE_INLINE void for_blocks(int64_t n, const Ask& ask, const Body& body, Stream<P>... streams) {
+  int64_t i = 0;
+  for (; i + kBlock <= n; i += kBlock) {
+    ask(i);
+    body((streams.data + streams.step * i)...);
+  }
+  if (i < n) {
+    [&](Tail<P>... tails) {
+      body(tails.elements...);
+      (tails.give_back(), ...);
+    }(Tail<P>(streams, i, n - i)...);
+  }
+}
+
+template <typename T>
+struct Bodies {
+  using C = Codec<T>;
+
+  template <Kind kKind>
+  static void activation(T* out, const T* x, int64_t n) {
+    const auto body = [](T* out, const T* x) {
+      const Block in = C::block(x);
+      C::store_block(out, {Function<kKind>::value(in.a), Function<kKind>::value(in.b)});
+    };
+    for_blocks(n, ask_nothing, body, Stream<T>{out, 1}, Stream<const T>{x, 1});
+  }
+
+  template <Kind kKind>
+  static void activation_backward(T* grad_x, const T* grad, const T* x, int64_t n) {
+    const auto body = [](T* grad_x, const T* grad, const T* x) {
+      const Block in = C::block(x), g = C::block(grad);
+      Block out;
+      Function<kKind>::value_and_grad(in.a, g.a, out.a);
+      Function<kKind>::value_and_grad(in.b, g.b, out.b);
+      C::store_block(grad_x, out);
+    };
+    for_blocks(n, ask_nothing, body, Stream<T>{grad_x, 1}, Stream<const T>{grad, 1}, Stream<const T>{x, 1});
+  }
+
+  template <Kind kKind>
+  static void concatenated(T* out, const T* gate, const T* up, int64_t dim, int64_t n) {
+    const auto body = [](T* out, const T* gate, const T* up) {
+      const Block x = C::block(gate), u = C::block(up);
+      C::store_block(out, {Function<kKind>::value(x.a) * u.a, Function<kKind>::value(x.b) * u.b});
+    };
+    for_blocks(n, ask_ahead(gate, up, dim), body, Stream<T>{out, 1}, Stream<const T>{gate, 1}, Stream<const T>{up, 1});
+  }
+
+  template <Kind kKind>
+  static void interleaved(T* out, const T* x, int64_t n) {
+    const auto body = [](T* out, const T* x) {
+      for (int64_t i = 0; i < kBlock; i += kLanes) {
+        const Words words = load<Words>(x + 2 * i);
+        store(out + i, C::shorts(Function<kKind>::value(C::lower(words)) * C::upper(words)));
+      }
+    };
+    for_blocks(n, ask_nothing, body, Stream<T>{out, 1}, Stream<const T>{x, 2});
+  }
+
+  template <Kind kKind>
+  static void concatenated_backward(
+      T* grad_gate, T* grad_up, const T* grad, const T* gate, const T* up, int64_t dim, int64_t n) {
+    const auto body = [](T* grad_gate, T* grad_up, const T* grad, const T* gate, const T* up) {
+      const Block g = C::block(grad), x = C::block(gate), u = C::block(up);
+      Block slope;
+      const Floats a = Function<kKind>::value_and_grad(x.a, g.a * u.a, slope.a);
+      const Floats b = Function<kKind>::value_and_grad(x.b, g.b * u.b, slope.b);
+      C::store_block(grad_gate, slope);
+      C::store_block(grad_up, {g.a * a, g.b * b});
+    };
+    for_blocks(
+        n, ask_ahead(gate, up, dim), body, Stream<T>{grad_gate, 1}, Stream<T>{grad_up, 1}, Stream<const T>{grad, 1},
+        Stream<const T>{gate, 1}, Stream<const T>{up, 1});
+  }
+
+  template <Kind kKind>
+  static void interleaved_backward(T* grad_x, const T* grad, const T* x, int64_t n) {
+    const auto body = [](T* grad_x, const T* grad, const T* x) {
+      for (int64_t i = 0; i < kBlock; i += kLanes) {
+        const Words words = load<Words>(x + 2 * i);
+        const Floats g = C::floats(load<Shorts>(grad + i));
+        Floats slope;
+        const Floats value = Function<kKind>::value_and_grad(C::lower(words), g * C::upper(words), slope);
+        store(grad_x + 2 * i, C::words_of(slope, g * value));
+      }
+    };
+    for_blocks(n, ask_nothing, body, Stream<T>{grad_x, 2}, Stream<const T>{grad, 1}, Stream<const T>{x, 2});
+  }
+
+ private:
+  static constexpr auto ask_nothing = [](int64_t) {};
+
+  // As in the loops of float32: for what the next row has in the place of this block.
+  static MOE_INLINE auto ask_ahead(const T* gate, const T* up, int64_t dim) {
+    return [=](int64_t i) {
+      __builtin_prefetch(gate + i + 2 * dim);
+      __builtin_prefetch(up + i + 2 * dim);
+    };
+  }
+};
+
+} // namespace
+
+extern const Loops<BFloat16> bf16_table;
+extern const Loops<Half> f16_table;
+const Loops<BFloat16> bf16_table = LoopsOf<Bodies<BFloat16>, BFloat16>::kTable;
+const Loops<Half> f16_table = LoopsOf<Bodies<Half>, Half>::kTable;
+
+} // namespace moe_ext::activation::MOE_ISA
