@@ -13,7 +13,7 @@ import torch.distributed as dist
 from namespaces import TX_BYTES, answer_jobs
 from torch import Tensor
 
-from moe_ext.compression import probe
+from moe_ext.distributed import link
 
 NUM_GRADS = 3
 NUM_COPIES = 15
@@ -47,7 +47,7 @@ class Rank:
 
     def renew(self, names: list[str]) -> dict[str, Any]:
         """Make some anew, on a link that has changed."""
-        probe._links.clear()
+        link._links.clear()
         self.reduces |= {name: allreduce_peers.make(name) for name in names}
         return {}
 

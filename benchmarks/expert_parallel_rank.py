@@ -5,9 +5,8 @@
 Shapes: T tokens of a rank, D model, F ffn, E experts, K top-k, N = T*K rows, P ranks.
 """
 
+import os
 import time
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +15,9 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from moe_ext import MoELayer
-from moe_ext.distributed import DedupDispatcher, HierarchicalDispatcher
+from moe_ext.distributed import AutoDispatcher
+from moe_ext.distributed.dispatch import auto
 
-NODE_SIZE = 2
 TORCH, ALLTOALL = "torch", "alltoall"
 NAMES = (
     TORCH,
@@ -27,6 +26,9 @@ NAMES = (
     "dedup, reduced",
     "hierarchical, exact",
     "hierarchical, reduced",
+    "allgather, exact",
+    "auto, exact",
+    "auto, reduced",
 )
 
 
@@ -69,27 +71,19 @@ def _exchange(x_ND: Tensor, send: list[int], receive: list[int]) -> Tensor:
     return all_to_all_single_autograd(x_ND.contiguous(), receive, send, dist.group.WORLD)
 
 
-def make(name: str, sizes: dict[str, int]) -> Callable[[Tensor], Tensor]:
+def make(name: str, sizes: dict[str, int]) -> PlainTorch | MoELayer:
     """A contender; the layers of all of them have the same weights."""
     torch.manual_seed(0)
-    world, num_experts = dist.group.WORLD, sizes["num_experts"]
-    assert world is not None
     kind, _, combine = name.partition(", ")
-    dispatcher: Any = ALLTOALL
-    if kind == "dedup":
-        dispatcher = DedupDispatcher(num_experts, world, combine=combine)
-    elif kind == "hierarchical":
-        dispatcher = HierarchicalDispatcher(
-            num_experts, world, node_size=NODE_SIZE, combine=combine
-        )
     layer = MoELayer(
         sizes["model_dim"],
         sizes["ffn_dim"],
-        num_experts,
+        sizes["num_experts"],
         sizes["top_k"],
         balance_loss_coef=0.0,
-        ep_group=world,
-        dispatcher=dispatcher,
+        ep_group=dist.group.WORLD,
+        dispatcher=kind if combine else ALLTOALL,
+        combine=combine or "exact",
     )
     return PlainTorch(layer) if name == TORCH else layer
 
@@ -100,16 +94,31 @@ class Rank:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def prepare(self, sizes: dict[str, int]) -> dict[str, float]:
+    def prepare(self, sizes: dict[str, int], names: list[str], node_size: int) -> dict[str, float]:
         """Make contenders anew; how far their outputs are from the second one's."""
+        # As torchrun says it to ranks.
+        os.environ["LOCAL_WORLD_SIZE"] = str(node_size)
         generator = torch.Generator().manual_seed(1000 + self.rank)
         shape = (sizes["num_tokens"], sizes["model_dim"])
         self.x_TD = torch.randn(shape, generator=generator)
-        self.layers = {name: make(name, sizes) for name in NAMES}
+        self.layers = {name: make(name, sizes) for name in names}
         with torch.no_grad():
             outputs = {name: layer(self.x_TD) for name, layer in self.layers.items()}
         usual = outputs[ALLTOALL]
         return {n: float((y - usual).abs().max() / usual.abs().max()) for n, y in outputs.items()}
+
+    def choose(self) -> dict[str, str]:
+        """Let "auto" choose anew, on a link that has changed; what it says."""
+        auto._rehearsed.clear()
+        found = {}
+        for name, layer in self.layers.items():
+            if isinstance(layer, MoELayer) and name.startswith("auto"):
+                combine = name.partition(", ")[2]
+                group = layer.experts.ep_group
+                layer.dispatcher = AutoDispatcher(layer.num_experts, group, combine=combine)
+                layer(self.x_TD)
+                found[name] = str(layer.explain_dispatch())
+        return found
 
     def time(self, names: list[str]) -> dict[str, list[float]]:
         """One turn of each, forward and backward: wall and CPU seconds, bytes out of the node."""

@@ -25,12 +25,14 @@ def test_two_nodes(monkeypatch):
         pytest.skip(reason)
     monkeypatch.setattr(bench, "LINKS", {"unthrottled": (None, 2)})
     monkeypatch.setattr(bench, "SHAPES", (SIZES,))
+    monkeypatch.setattr(bench, "NODE_SIZES", (2,))
     (table,) = bench.tables()
-    found = {row[2]: row for row in table.rows}
+    found = {row[3]: row for row in table.rows}
     assert list(found) == list(bench.NAMES)
-    assert all(found[name][-1] == "0" for name in found if "exact" in name)
-    assert all(float(row[-1]) < 1e-5 for row in found.values())
-    sent = {name: float(row[-2]) for name, row in found.items()}
+    assert all(found[name][-2] == "0" for name in found if "exact" in name)
+    assert all(float(row[-2]) < 1e-5 for row in found.values())
+    assert all((row[-1] != "") == name.startswith("auto") for name, row in found.items())
+    sent = {name: float(row[-3]) for name, row in found.items()}
     # Of 4 rows a token that go to the other node, 1.8 with a row for each rank, 1 for each node.
     assert sent["dedup, reduced"] < 0.6 * sent["alltoall"]
     assert sent["hierarchical, reduced"] < 0.35 * sent["alltoall"]

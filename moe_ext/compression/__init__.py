@@ -33,10 +33,10 @@ from moe_ext.compression.ddp import compress_hook
 from moe_ext.compression.feedback import CodecMemory
 from moe_ext.compression.loop import compress_gradients, flush
 from moe_ext.compression.policy import Policy, parameter_roles
-from moe_ext.compression.probe import Link
 from moe_ext.compression.schedules import ResidualMonitor, Warmup
 from moe_ext.compression.state import CompressionState
 from moe_ext.distributed.comm import Pending as Reduction
+from moe_ext.distributed.link import Link
 
 if TYPE_CHECKING:
     from moe_ext.compression.codecs.powersgd import PowerSGD

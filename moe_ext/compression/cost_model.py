@@ -24,14 +24,9 @@ from torch.distributed import ProcessGroup
 
 from moe_ext.compression.codecs import Codec, codec_of
 from moe_ext.compression.explain import aligned_table
-from moe_ext.compression.probe import (
-    Link,
-    MemoryFactory,
-    link_of,
-    max_over_ranks,
-    rate_of,
-)
+from moe_ext.compression.probe import MemoryFactory, rate_of
 from moe_ext.distributed.groups import group_ranks, group_size, resolve_group
+from moe_ext.distributed.link import Link, link_of, max_over_ranks
 
 if TYPE_CHECKING:
     from moe_ext.compression.buckets import Bucket

@@ -6,7 +6,9 @@ from moe_ext.distributed.data_parallel import broadcast_experts, data_parallel
 from moe_ext.distributed.dispatch import (
     AllGatherDispatcher,
     AllToAllDispatcher,
+    AutoDispatcher,
     DedupDispatcher,
+    DispatchChoice,
     DispatchMetadata,
     HierarchicalDispatcher,
     LocalDispatcher,
@@ -30,7 +32,9 @@ from moe_ext.distributed.traffic import Traffic, count_traffic
 __all__ = [
     "AllGatherDispatcher",
     "AllToAllDispatcher",
+    "AutoDispatcher",
     "DedupDispatcher",
+    "DispatchChoice",
     "DispatchMetadata",
     "HierarchicalDispatcher",
     "LocalDispatcher",

@@ -61,6 +61,18 @@ def count_traffic() -> Iterator[Traffic]:
             _open[:] = [other for other in _open if other is not traffic]
 
 
+@contextlib.contextmanager
+def not_counted() -> Iterator[None]:
+    """Leave what this process sends inside out of all counts that are open."""
+    with _lock:
+        held, _open[:] = _open[:], []
+    try:
+        yield
+    finally:
+        with _lock:
+            _open.extend(held)
+
+
 def is_counted() -> bool:
     """Whether any count is open."""
     return bool(_open)

@@ -18,7 +18,9 @@ from moe_ext.distributed.dispatch import (
     COMBINES,
     AllGatherDispatcher,
     AllToAllDispatcher,
+    AutoDispatcher,
     DedupDispatcher,
+    DispatchChoice,
     DispatchMetadata,
     HierarchicalDispatcher,
     LocalDispatcher,
@@ -93,8 +95,8 @@ class MoELayer(CountingModule):
         shared_expert_gate: weigh the shared expert by `sigmoid(x @ w)`, as Qwen2-MoE does.
         ep_group: process group to spread the experts over; None keeps all experts on this rank.
         dispatcher: "auto", "local", "alltoall", "dedup", "hierarchical", "allgather", or a
-            `TokenDispatcher`; "auto" is "local" on one rank, and on several "alltoall" for
-            combine="exact", "dedup" for "reduced".
+            `TokenDispatcher`; "auto" is "local" on one rank, and on several the one that takes
+            least time in a rehearsal at the first forward pass, see `explain_dispatch`.
         combine: what comes back from the ranks of the experts: "exact", the result of every slot,
             for the same bits on any number of ranks; or "reduced", one sum a token and rank, which
             is less to send (see `DedupDispatcher`).
@@ -163,6 +165,7 @@ class MoELayer(CountingModule):
         _check_options(self, shared_ffn_dim, shared_expert_gate)
         self.loss_scale: float | Tensor = 1.0
         self._record: Record = {}
+        self._dispatch_choice: DispatchChoice | None = None
         self.dispatcher = _make_dispatcher(dispatcher, num_experts, ep_group, combine, row_budget)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(router, str):
@@ -268,7 +271,25 @@ class MoELayer(CountingModule):
     def _forward_outside_of_graphs(self, x: Tensor, per_token: dict[str, Tensor | None]) -> Tensor:
         return self._forward(x, per_token)
 
+    def explain_dispatch(self) -> DispatchChoice:
+        """Which dispatcher the layer uses and why, with bytes and times where it was chosen.
+
+        Returns:
+            DispatchChoice: print it for a table.
+        """
+        if isinstance(self.dispatcher, AutoDispatcher):
+            return DispatchChoice("auto", "chosen at the first forward pass")
+        if self._dispatch_choice is not None:
+            return self._dispatch_choice
+        local = isinstance(self.dispatcher, LocalDispatcher)
+        reason = "all experts are on this rank" if local else "named by the caller"
+        return DispatchChoice(type(self.dispatcher).__name__, reason)
+
     def _forward(self, x: Tensor, per_token: dict[str, Tensor | None]) -> Tensor:
+        if isinstance(self.dispatcher, AutoDispatcher):
+            self.dispatcher, self._dispatch_choice = self.dispatcher.choose(
+                x, self.top_k, in_rounds=self.row_budget is not None
+            )
         with self.dispatcher.routing(x):
             self._check_inputs(x, per_token)
             x_TD = x.reshape(-1, self.model_dim)
@@ -558,10 +579,9 @@ def _make_dispatcher(
             f"{dispatcher!r}"
         )
     alone = group_size(ep_group) == 1
-    if dispatcher == "auto":
-        spread = "alltoall" if combine == "exact" else "dedup"
-        dispatcher = "local" if alone else spread
-    if dispatcher == "local":
+    if dispatcher == "auto" and ep_group is not None and not alone:
+        return AutoDispatcher(num_experts, ep_group, combine=combine)
+    if dispatcher in ("auto", "local"):
         if not alone:
             raise ValueError(
                 "MoELayer: expected dispatcher to be one that sends for an ep_group of "

@@ -14,7 +14,7 @@ from moe_ext.compression.cost_model import (
     TRIAL_TURNS,
     CostModel,
 )
-from moe_ext.compression.probe import Link
+from moe_ext.distributed.link import Link
 from moe_ext.testing import spawn_ranks
 
 NUMEL = 2**20

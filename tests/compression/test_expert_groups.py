@@ -8,8 +8,9 @@ from torch import nn
 
 import moe_ext
 from moe_ext import distributed as md
-from moe_ext.compression import CompressionState, Link, Policy, compress_gradients, probe
+from moe_ext.compression import CompressionState, Link, Policy, compress_gradients
 from moe_ext.compression.cost_model import CostModel
+from moe_ext.distributed.link import _links
 from moe_ext.distributed.placement import replica_group
 from moe_ext.testing import spawn_ranks
 
@@ -113,14 +114,14 @@ def experts_are_priced_with_their_own_link(mesh):
     model = Two(mesh.ep_group)
     own = replica_group(mesh.ep_group, CPU)
     slow, fast = Link.of_rate(1e6), Link.of_rate(1e13, latency=1e-7)
-    probe._links[own] = slow if mesh.ep_rank == 0 else fast
+    _links[own] = slow if mesh.ep_rank == 0 else fast
     given = CostModel(link=fast)
     state = CompressionState(model=model, codec="auto", cost_model=given)
     for step in range(2):
         backward(model, step)
         compress_gradients(model, state)
     (priced,) = state._costs._others.values()
-    assert priced.link == probe._links[own] and priced.num_ranks == 2
+    assert priced.link == _links[own] and priced.num_ranks == 2
     assert {
         state.parameters.names_of([model.get_parameter(n)], may_be_new=False)[0][0] for n in ALL
     } == set(ALL)

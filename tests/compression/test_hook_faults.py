@@ -32,8 +32,8 @@ from moe_ext.compression import (
     reducer,
 )
 from moe_ext.compression.cost_model import TIMED_EVERY, TRIAL_TURNS
-from moe_ext.compression.probe import Link
 from moe_ext.distributed import RankFailureError
+from moe_ext.distributed.link import Link
 from moe_ext.testing import spawn_ranks
 
 

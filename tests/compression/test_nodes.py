@@ -38,10 +38,10 @@ from moe_ext.compression import (
     compress_gradients,
     compress_hook,
     flush,
-    probe,
     shard_numel,
 )
 from moe_ext.distributed import count_traffic
+from moe_ext.distributed.link import Link, _links
 from moe_ext.testing import spawn_ranks
 
 CHECKS = Checks()
@@ -271,7 +271,7 @@ def auto_prices_the_link_between_nodes():
     levels = state._buckets.nodes.levels(state.group, state.group, device)
     assert dist.get_process_group_ranks(levels.node_group) == [place, place + 2]
     # As the ranks of the second place have measured it, which are the slower ones.
-    probe._links[levels.node_group] = probe.Link.of_rate(1e7 if place else 1e10)
+    _links[levels.node_group] = Link.of_rate(1e7 if place else 1e10)
     ledger = Ledger(state, list(parallel.module.named_parameters()))
     for step in range(4):
         local = local_gradients(parallel.module, step)
@@ -289,7 +289,7 @@ def auto_prices_the_link_between_nodes():
 
 @CHECKS()
 def a_link_that_was_given_is_that_between_nodes():
-    link = probe.Link.of_rate(1e6)
+    link = Link.of_rate(1e6)
     parallel, state = wrapped(Net(300), cost_model=CostModel(link=link), node_size=2)
     gradients_of(parallel, 0)
     assert state.cost_model.num_ranks == 2 and state.cost_model.link == link

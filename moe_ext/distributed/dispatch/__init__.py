@@ -2,6 +2,11 @@
 
 from moe_ext.distributed.dispatch.allgather import AllGatherDispatcher
 from moe_ext.distributed.dispatch.alltoall import AllToAllDispatcher
+from moe_ext.distributed.dispatch.auto import (
+    AutoDispatcher,
+    DispatchCandidate,
+    DispatchChoice,
+)
 from moe_ext.distributed.dispatch.base import (
     DispatchMetadata,
     TokenDispatcher,
@@ -20,8 +25,11 @@ __all__ = [
     "COMBINES",
     "AllGatherDispatcher",
     "AllToAllDispatcher",
+    "AutoDispatcher",
     "Chunk",
     "DedupDispatcher",
+    "DispatchCandidate",
+    "DispatchChoice",
     "DispatchMetadata",
     "HierarchicalDispatcher",
     "LocalDispatcher",

@@ -37,7 +37,7 @@ from moe_ext.ops.grouped_gemm import row_alignment
 
 # State of the backward pass: not recorded, recorded, or recorded with this rank's rows in it.
 _NOT_RECORDED, _RECORDED, _IN_GRAPH = range(3)
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -498,9 +498,9 @@ class TokenDispatcher:
             raise
 
     def _check_dtype(self, x_TD: Tensor) -> None:
-        if x_TD.dtype not in _DTYPES:
+        if x_TD.dtype not in DTYPES:
             raise TypeError(
-                f"{self.operation}: expected x_TD to be one of {_DTYPES}, got {x_TD.dtype}"
+                f"{self.operation}: expected x_TD to be one of {DTYPES}, got {x_TD.dtype}"
             )
 
     def _header(
@@ -516,7 +516,7 @@ class TokenDispatcher:
             failed: whether the sender has an error to tell.
         """
         dim = x.shape[-1] if x.dim() else 0
-        code = _DTYPES.index(x.dtype) if x.dtype in _DTYPES else len(_DTYPES)
+        code = DTYPES.index(x.dtype) if x.dtype in DTYPES else len(DTYPES)
         limit = -1 if capacity is None else capacity
         recorded = _IN_GRAPH if in_graph else _RECORDED
         graph = recorded if torch.is_grad_enabled() else _NOT_RECORDED
@@ -570,7 +570,7 @@ class TokenDispatcher:
         )
         check_equal_over_ranks(name, layers, self.group, operation)
         check_equal_over_ranks("model_dim", dims, self.group, operation)
-        names = [*map(str, _DTYPES), "another dtype"]
+        names = [*map(str, DTYPES), "another dtype"]
         dtypes = [names[code] for code in codes]
         check_equal_over_ranks("the dtype of x", dtypes, self.group, operation)
         check_equal_over_ranks("top_k", top_ks, self.group, operation)

@@ -1,0 +1,307 @@
+"""Chooses a dispatcher by what a rehearsal of each takes, and says why.
+
+Shapes: T tokens of a rank, D model, E experts, K top-k, P ranks, N nodes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext.distributed.agreement import agree
+from moe_ext.distributed.dispatch.allgather import AllGatherDispatcher
+from moe_ext.distributed.dispatch.alltoall import AllToAllDispatcher
+from moe_ext.distributed.dispatch.base import DTYPES, TokenDispatcher, sum_dtype
+from moe_ext.distributed.dispatch.dedup import DedupDispatcher, HierarchicalDispatcher
+from moe_ext.distributed.groups import group_rank, group_ranks
+from moe_ext.distributed.link import max_over_ranks, quickest
+from moe_ext.distributed.traffic import not_counted
+
+_OPERATION = "MoELayer(dispatcher='auto')"
+# Rows of fewer bytes cost nothing but latency, and are not worth a rehearsal.
+SMALL_BYTES = 64 * 1024
+# Bytes of rows in the larger of the two rehearsals, each of which is the least of a few.
+REHEARSED_BYTES = {"cpu": 2**23, "cuda": 2**26}
+REPEATS = 3
+# How much better another dispatcher must be than one that does less: a smaller gain may be noise.
+LEAST_GAIN = 0.02
+
+
+def expected_ranks(num_experts: int, num_parts: int, top_k: int) -> float:
+    """Of P equal parts of the experts, those that a token of even routing has experts in."""
+    part = num_experts // num_parts
+    none = math.comb(num_experts - part, top_k) / math.comb(num_experts, top_k)
+    return num_parts * (1.0 - none)
+
+
+def node_size_of(group: ProcessGroup) -> int:
+    """Ranks of the group on each node by torchrun's LOCAL_WORLD_SIZE; 1 where they differ."""
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    ranks = group_ranks(group)
+    if per_node < 1:
+        return 1
+    nodes = [rank // per_node for rank in ranks]
+    size = nodes.count(nodes[0])
+    even = all(nodes[i] == nodes[i // size * size] for i in range(len(nodes)))
+    return size if even and len(set(nodes)) * size == len(nodes) else 1
+
+
+@dataclass(frozen=True)
+class DispatchCandidate:
+    """A dispatcher, and what it is expected to take in a layer's step.
+
+    Attributes:
+        name: as `MoELayer` takes it.
+        sent_bytes: rows and what belongs to them that leave a rank in a forward pass, there and
+            back, for even routing; those of "hierarchical" inside the node, too.
+        node_bytes: of these, what leaves the node.
+        seconds: of there and back by the rehearsal, with the backward pass where gradients were
+            recorded; None where nothing was rehearsed.
+    """
+
+    name: str
+    sent_bytes: float
+    node_bytes: float
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class DispatchChoice:
+    """The dispatcher of a layer and why; print it for a table.
+
+    Attributes:
+        name: as `MoELayer` takes it; of one that was given, its class.
+        reason: one line.
+        candidates: all of them.
+    """
+
+    name: str
+    reason: str
+    candidates: tuple[DispatchCandidate, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.reason}"]
+        if self.candidates:
+            lines.append(f"{'dispatcher':<14}{'sent KB':>12}{'off node KB':>14}{'ms':>10}")
+        for c in self.candidates:
+            time = "-" if c.seconds is None else f"{1e3 * c.seconds:.2f}"
+            sent, off = f"{c.sent_bytes / 1e3:.1f}", f"{c.node_bytes / 1e3:.1f}"
+            lines.append(f"{c.name:<14}{sent:>12}{off:>14}{time:>10}")
+        return "\n".join(lines)
+
+
+# (seconds whatever T is, seconds a token) of each candidate.
+_Lines = tuple[tuple[float, float], ...]
+_rehearsed: weakref.WeakKeyDictionary[ProcessGroup, dict[Hashable, _Lines]]
+_rehearsed = weakref.WeakKeyDictionary()
+
+
+class AutoDispatcher(TokenDispatcher):
+    """Stands for the dispatcher that a `MoELayer` over a group chooses at its first forward pass.
+
+    Each candidate brings tokens of even routing to the experts and back, few and more of them, and
+    the one that takes least for the tokens of the pass is chosen, on all ranks alike. Tokens so few
+    that all they cost is latency (64 KiB of rows) take the fewest messages without a rehearsal.
+    Layers of one shape over one group share the times. With `combine="exact"` all candidates have
+    the same bits, so that nothing but time depends on the choice.
+
+    Args:
+        num_experts: E, a multiple of the size of the group.
+        group: process group.
+        combine: "exact" or "reduced", see `DedupDispatcher`.
+
+    Raises:
+        ValueError: the size of the group does not divide E.
+    """
+
+    def __init__(self, num_experts: int, group: ProcessGroup, *, combine: str = "exact") -> None:
+        super().__init__(num_experts, group)
+        self.combine_by = combine
+
+    def choose(
+        self, x: Tensor, top_k: int, *, in_rounds: bool
+    ) -> tuple[TokenDispatcher, DispatchChoice]:
+        """The dispatcher to use, and why; all ranks of the group call it together.
+
+        Args:
+            x: input of the layer, `[..., D]`; for its size alone, and checked by nobody here.
+            top_k: K.
+            in_rounds: whether rows are sent in the rounds of a `RowBudget`.
+
+        Raises:
+            ValueError: on every rank, where the layers differ.
+            RankFailureError: a rank died or did not answer.
+        """
+        group, kind = self.group, x.device.type
+        facts = {
+            "num_experts": self.num_experts,
+            "combine": self.combine_by,
+            "top_k": top_k,
+            "whether there is a row_budget": in_rounds,
+        }
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        code = DTYPES.index(dtype) if dtype in DTYPES else 0
+        dim = x.shape[-1] if x.dim() else 1
+        values = (x.numel() // max(dim, 1), max(dim, 1), code, node_size_of(group))
+        told = agree(_OPERATION, facts, None, group, x.device, values=values)
+        # Of a rank whose input is wrong too: the layer says so.
+        num_tokens, dim, code, node_size = (max(numbers) for numbers in zip(*told, strict=True))
+        if any(row[3] != node_size for row in told):
+            node_size = 1
+        names = self._names(node_size, in_rounds)
+        shape = _Shape(self.num_experts, top_k, self.num_ranks, node_size, dim, DTYPES[code])
+        amounts = [shape.sent_bytes(name, self.combine_by, num_tokens) for name in names]
+        seconds: list[float] | None = None
+        if num_tokens * shape.token_bytes <= SMALL_BYTES:
+            # Both take three messages; every other takes more.
+            name = "alltoall" if "alltoall" in names else names[-1]
+            reason = f"{num_tokens} tokens are so few that the fewest messages take least"
+        else:
+            made = [(name, self._make(name, node_size)) for name in names]
+            seconds = self._predicted(made, shape, num_tokens, x.device)
+            least = min(seconds)
+            name = next(
+                name
+                for name, time in zip(names, seconds, strict=True)
+                if time <= least * (1.0 + LEAST_GAIN)
+            )
+            what = "and back, and their gradients" if torch.is_grad_enabled() else "and back"
+            reason = f"least time for {num_tokens} tokens to the experts {what}, as rehearsed"
+        chosen = self._make(name, node_size)
+        if len(self._layers) > 1:
+            chosen.tell_apart(self._layers, self._layer)
+        candidates = tuple(
+            DispatchCandidate(name, sent, off, None if seconds is None else seconds[i])
+            for i, (name, (sent, off)) in enumerate(zip(names, amounts, strict=True))
+        )
+        return chosen, DispatchChoice(name, reason, candidates)
+
+    def _names(self, node_size: int, in_rounds: bool) -> list[str]:
+        """The candidates, of which those that do less come first."""
+        names = ["alltoall"] if self.combine_by == "exact" else []
+        names.append("dedup")
+        if 1 < node_size < self.num_ranks:
+            names.append("hierarchical")
+        return names if in_rounds else [*names, "allgather"]
+
+    def _make(self, name: str, node_size: int) -> TokenDispatcher:
+        if name == "alltoall":
+            return AllToAllDispatcher(self.num_experts, self.group)
+        if name == "hierarchical":
+            return HierarchicalDispatcher(
+                self.num_experts, self.group, node_size=node_size, combine=self.combine_by
+            )
+        kind = DedupDispatcher if name == "dedup" else AllGatherDispatcher
+        return kind(self.num_experts, self.group, combine=self.combine_by)
+
+    def _predicted(
+        self,
+        made: list[tuple[str, TokenDispatcher]],
+        shape: _Shape,
+        num_tokens: int,
+        device: torch.device,
+    ) -> list[float]:
+        """Seconds of each candidate for so many tokens, of the slowest rank."""
+        limit = REHEARSED_BYTES.get(device.type, REHEARSED_BYTES["cpu"]) // shape.token_bytes
+        many = max(2, min(num_tokens, limit))
+        few = max(1, many // 8)
+        known = _rehearsed.setdefault(self.group, {})
+        key = (shape, self.combine_by, many, tuple(name for name, _ in made))
+        if key not in known:
+            with torch.no_grad(), not_counted():
+                known[key] = _rehearse(made, shape, (few, many), device)
+        found = [base + num_tokens * slope for base, slope in known[key]]
+        if not torch.is_grad_enabled():
+            return found
+        # Gradients take the way of the tokens back; those of gathered ones that of "dedup".
+        names = [name for name, _ in made]
+        return [
+            time + found[names.index("dedup" if name == "allgather" else name)]
+            for name, time in zip(names, found, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What the expected numbers of rows follow from."""
+
+    num_experts: int
+    top_k: int
+    num_ranks: int
+    node_size: int
+    model_dim: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the K rows of a token."""
+        return self.top_k * self.model_dim * self.dtype.itemsize
+
+    def sent_bytes(self, name: str, combine: str, num_tokens: int) -> tuple[float, float]:
+        """Bytes that leave a rank, and its node, there and back in a forward pass."""
+        ranks, nodes = self.num_ranks, self.num_ranks // self.node_size
+        row = float(self.model_dim * self.dtype.itemsize)
+        beside = self.top_k * (
+            2.0 + (sum_dtype(self.dtype).itemsize if combine == "reduced" else 0)
+        )
+        rows_back = {
+            "exact": self.top_k / ranks,
+            "reduced": expected_ranks(self.num_experts, ranks, self.top_k) / ranks,
+        }[combine]
+        # Of the ranks, those that are not this one, and those on other nodes.
+        others, abroad = ranks - 1, ranks - self.node_size
+        if name == "hierarchical":
+            out = expected_ranks(self.num_experts, nodes, self.top_k) / nodes
+            at_node = self.top_k / nodes if combine == "exact" else out
+            off = (nodes - 1) * (out * (row + beside) + at_node * row)
+            once = expected_ranks(self.num_experts, ranks, self.top_k) / ranks
+            inside = nodes * (self.node_size - 1) * (once * (row + beside) + rows_back * row)
+            return num_tokens * (off + inside), num_tokens * off
+        there = {
+            "alltoall": self.top_k / ranks * row,
+            "dedup": expected_ranks(self.num_experts, ranks, self.top_k) / ranks * (row + beside),
+            "allgather": row + beside,
+        }[name]
+        each = num_tokens * (there + rows_back * row)
+        return others * each, abroad * each
+
+
+def _rehearse(
+    made: list[tuple[str, TokenDispatcher]],
+    shape: _Shape,
+    sizes: tuple[int, int],
+    device: torch.device,
+) -> _Lines:
+    """What each takes to bring tokens of even routing there and back, agreed over the ranks."""
+    group = made[0][1].group
+    generator = torch.Generator().manual_seed(group_rank(group))
+    scores_TE = torch.rand(sizes[1], shape.num_experts, generator=generator)
+    idx_TK = scores_TE.topk(shape.top_k).indices.to(device)
+    x_TD = torch.zeros(sizes[1], shape.model_dim, dtype=shape.dtype, device=device)
+    weights_TK = torch.ones(idx_TK.shape, device=device)
+
+    def there_and_back(dispatcher: TokenDispatcher, x_TD: Tensor) -> None:
+        size = x_TD.shape[0]
+        rows, _, metadata = dispatcher.dispatch(x_TD, idx_TK[:size], weights_TK[:size])
+        dispatcher.combine(rows, metadata)
+
+    times = [
+        quickest(functools.partial(there_and_back, dispatcher), x_TD[:size], REPEATS, warm_ups=1)
+        for size in sizes
+        for _, dispatcher in made
+    ]
+    agreed = max_over_ranks(times, group, device)
+    few, many = sizes
+    lines = []
+    for least, most in zip(agreed[: len(made)], agreed[len(made) :], strict=True):
+        slope = max(most - least, 0.0) / (many - few)
+        lines.append((max(0.0, most - many * slope), slope))
+    return tuple(lines)
