@@ -1,6 +1,7 @@
 """Dispatchers that send a token once to a rank, against one that sends a row for each expert."""
 
 import contextlib
+import copy
 import functools
 import itertools
 import math
@@ -42,6 +43,15 @@ def layer(way, combine="exact", dtype=torch.float64, **options):
     torch.manual_seed(3)
     made = dispatcher(way, combine)
     return MoELayer(D, 6, E, K, ep_group=dist.group.WORLD, dispatcher=made, dtype=dtype, **options)
+
+
+def spread(way):
+    """Options of a layer with a dispatcher of its own."""
+    options = {"ep_group": dist.group.WORLD, "dispatcher": way}
+    if way == "hierarchical":
+        node_size = NODES[dist.get_world_size() - 1]
+        options["dispatcher"] = HierarchicalDispatcher(E, dist.group.WORLD, node_size=node_size)
+    return options
 
 
 def tokens(size=9, dtype=torch.float64):
@@ -288,6 +298,23 @@ def check_a_layer_that_another_rank_skips_raises_everywhere():
             raised(ValueError, text, layers[dist.get_rank() == last], x)
             for one in layers:
                 one(x).sum().backward()
+
+
+def check_layers_that_have_met_others_raise_everywhere():
+    """Without names: what ran together before has to run together again."""
+    last, x = dist.get_world_size() - 1, tokens().float()
+    for way in ("alltoall", *WAYS):
+        layers = [MoELayer(D, 6, E, K, **spread(way)) for _ in range(3)]
+        # A layer that a rank alone had before is no reason to refuse the others.
+        layers = layers[dist.get_rank() == 0 :][:2]
+        for _ in range(2):
+            for one in layers:
+                one(x).sum().backward()
+            odd = dist.get_rank() == last
+            text = r"run the layer that ran with those of the others before \(.*, got layer \d+ on"
+            raised(ValueError, text, layers[odd], x)
+            # A copy is as good as its original.
+            copy.deepcopy(layers[0])(x)
 
 
 def check_options_that_cannot_be_served():

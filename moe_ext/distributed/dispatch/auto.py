@@ -176,7 +176,7 @@ class AutoDispatcher(TokenDispatcher):
             what = "and back, and their gradients" if torch.is_grad_enabled() else "and back"
             reason = f"least time for {num_tokens} tokens to the experts {what}, as rehearsed"
         chosen = self._make(name, node_size)
-        if len(self._layers) > 1:
+        if self._layer is not None:
             chosen.tell_apart(self._layers, self._layer)
         candidates = tuple(
             DispatchCandidate(name, sent, off, None if seconds is None else seconds[i])

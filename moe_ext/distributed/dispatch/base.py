@@ -7,6 +7,8 @@ Shapes: T tokens, D model, E experts, K top-k, N = T*K rows, R received rows, P 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -31,6 +33,7 @@ from moe_ext.distributed.groups import (
     GroupHandle,
     check_group,
     group_rank,
+    group_ranks,
     group_size,
 )
 from moe_ext.ops.grouped_gemm import row_alignment
@@ -38,6 +41,16 @@ from moe_ext.ops.grouped_gemm import row_alignment
 # State of the backward pass: not recorded, recorded, or recorded with this rank's rows in it.
 _NOT_RECORDED, _RECORDED, _IN_GRAPH = range(3)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# What a rank that runs another layer than the others may have met with.
+_SKIPPED = (
+    "a batch without tokens of a kind, such as images, skips layers of that kind; give every rank "
+    "some"
+)
+# Layers are numbered by their first calls.
+_numbers = itertools.count()
+# Of a group, the layers of its ranks that have exchanged rows, by their numbers. Every rank sees
+# all exchanges, and comes to the same verdict on the next one.
+_met: weakref.WeakKeyDictionary[ProcessGroup, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -118,9 +131,9 @@ class TokenDispatcher:
 
     # For subclasses that do all by themselves and never call __init__.
     _group = GroupHandle(None)
-    # Of the layers that share the group, this one.
-    _layers: tuple[str, ...] = ("",)
-    _layer = 0
+    # Of the layers that share the group, this one: by its number, or among those that have names.
+    _layers: tuple[str, ...] = ()
+    _layer: int | None = None
 
     def __init__(
         self,
@@ -520,6 +533,8 @@ class TokenDispatcher:
         limit = -1 if capacity is None else capacity
         recorded = _IN_GRAPH if in_graph else _RECORDED
         graph = recorded if torch.is_grad_enabled() else _NOT_RECORDED
+        if self._layer is None:
+            self._layer = next(_numbers)
         return (dim, code, top_k, 2 * self._layer + failed, limit, graph)
 
     def _count(
@@ -563,12 +578,7 @@ class TokenDispatcher:
         if any(state % 2 for state in states):
             # One more message, with the reason.
             agree(operation, {}, problem, self.group, own_PM.device)
-        layers = [self._layers[state // 2] for state in states]
-        name = (
-            "the layer that runs (a batch without tokens of a kind, such as images, skips layers "
-            "of that kind; give every rank some)"
-        )
-        check_equal_over_ranks(name, layers, self.group, operation)
+        self._check_layers(tuple(state // 2 for state in states))
         check_equal_over_ranks("model_dim", dims, self.group, operation)
         names = [*map(str, DTYPES), "another dtype"]
         dtypes = [names[code] for code in codes]
@@ -587,6 +597,28 @@ class TokenDispatcher:
             sum(limits) if all(limited) else None,
             _IN_GRAPH in graphs,
         )
+
+    def _check_layers(self, layers: tuple[int, ...]) -> None:
+        """ValueError if a rank runs another layer than the others, where that can be known."""
+        if self._layers:
+            names = [self._layers[i] if i < len(self._layers) else "another" for i in layers]
+            name = f"the layer that runs ({_SKIPPED})"
+            check_equal_over_ranks(name, names, self.group, self.operation)
+            return
+        met = _met.setdefault(self.group, set())
+        if layers in met:
+            return
+        if any(one == other for row in met for one, other in zip(layers, row, strict=True)):
+            found = ", ".join(
+                f"layer {layer} on rank {rank}"
+                for layer, rank in zip(layers, group_ranks(self.group), strict=True)
+            )
+            raise ValueError(
+                f"{self.operation}: expected every rank to run the layer that ran with those of "
+                f"the others before ({_SKIPPED}; draw what drops layers alike on all), got "
+                f"{found}, in the order of first calls"
+            )
+        met.add(layers)
 
     def _exchanged_chunks(
         self,
