@@ -8,6 +8,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from rank_checks import Checks
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -19,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import moe_ext
 from moe_ext import distributed as md
 from moe_ext.attention import SequenceParallelMLP
+from moe_ext.nn.moe_layer import moe_layers
 
 DIM, EXPERTS, ROWS, MICRO, STEPS = 8, 4, 6, 4, 2
 # Some thousand roundings of 1e-16.
@@ -197,22 +201,99 @@ def dual_pipe_v():
     train_stages(schedules.ScheduleDualPipeV, [{0: (0,), 3: (3,)}, {1: (1,), 2: (2,)}])
 
 
-def train_shards(mesh, model, sequence=None):
+def train_shards(mesh, model, sequence=None, optimizers=None):
     """Ranks of a tensor-parallel group see the same rows, or with `sequence` shards of them."""
-    optimizer, norms = torch.optim.SGD(model.parameters(), lr=0.1), []
+    optimizers, norms = optimizers or [torch.optim.SGD(model.parameters(), lr=0.1)], []
     moe_ext.nn.set_loss_scale(model, 1 / MICRO)
+    is_sharded = isinstance(model, FSDPModule)
     for step in range(STEPS):
-        optimizer.zero_grad()
-        for pair in zip(
+        model.zero_grad()
+        pairs = zip(
             *(t.chunk(MICRO) for t in data(step, mesh.data_rank, mesh.data_size)), strict=True
-        ):
+        )
+        for number, pair in enumerate(pairs):
+            if is_sharded:
+                model.set_requires_gradient_sync(number == MICRO - 1)
             x, y = pair if sequence is None else (t.chunk(2)[mesh.tp_rank] for t in pair)
             (F.mse_loss(model(x), y) / MICRO).backward()
-        md.sync_gradients(model)
+        if not is_sharded:
+            md.sync_gradients(model)
         norms.append(md.clip_grad_norm_(model, 0.05))
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         moe_ext.nn.update_selection_bias(model, group=dist.group.WORLD)
     assert_equals_one_process(model, mesh.data_size, norms, sequence)
+
+
+@CHECKS()
+def zero_1():
+    """Optimizer states of the dense part are sharded by torch, experts have an optimizer."""
+    mesh = md.MoEMesh(dp=2, ep=2)
+    model = Model(mesh.ep_group)
+    dense, experts = (group["params"] for group in md.expert_param_groups(model))
+    sharded = ZeroRedundancyOptimizer(dense, torch.optim.SGD, lr=0.1)
+    train_shards(mesh, model, optimizers=[sharded, torch.optim.SGD(experts, lr=0.1)])
+
+
+@CHECKS()
+def zero_2_and_3():
+    """FSDP2 that keeps weights between forward and backward pass, or gathers them again."""
+    mesh = md.MoEMesh(dp=2, ep=2)
+    for reshard in (False, True):
+        model = Model(mesh.ep_group)
+        for block in model.blocks.values():
+            md.fully_shard(block, mesh, reshard_after_forward=reshard)
+        md.fully_shard(model, mesh, reshard_after_forward=reshard)
+        train_shards(mesh, model)
+
+
+@CHECKS()
+def checkpointing():
+    """All of a block, or its dense part and its experts: these send nothing a second time."""
+    mesh, calls = md.MoEMesh(dp=2, ep=2), {}
+    for memory in ("none", "all", "selected"):
+        model = Model(mesh.ep_group)
+        for name, block in model.blocks.items():
+            if memory == "all":
+                model.blocks[name] = checkpoint_wrapper(block)
+            elif memory == "selected":
+                block.mlp = checkpoint_wrapper(block.mlp)
+                if block.moe is not None:
+                    block.moe.experts = checkpoint_wrapper(block.moe.experts)
+        ran = []
+        for layer in moe_layers(model).values():
+            layer.router.register_forward_hook(lambda *_, ran=ran: ran.append(1))
+        with md.count_traffic() as traffic:
+            train_shards(mesh, model)
+        calls[memory] = traffic.calls["all_to_all"], len(ran)
+    assert calls["none"] == (3 * 4 * MICRO * STEPS, 3 * MICRO * STEPS)
+    assert calls["selected"] == calls["none"]
+    assert calls["all"] == (3 * 6 * MICRO * STEPS, 2 * 3 * MICRO * STEPS)
+
+
+@CHECKS()
+def bfloat16():
+    """Weights, tokens and rows in bfloat16: losses and gradients of one process in bfloat16."""
+    mesh = md.MoEMesh(dp=2, ep=2)
+    model, whole = Model(mesh.ep_group).bfloat16(), Model().bfloat16()
+    moe_ext.nn.set_loss_scale(whole, 0.25)
+    for rank in range(4):
+        x, y = (t.bfloat16() for t in data(0, rank, 4))
+        loss = F.mse_loss(whole(x), y)
+        (loss / 4).backward()
+        if rank == dist.get_rank():
+            own = F.mse_loss(model(x), y)
+            # Slots are summed in their order, in float32, wherever the experts are.
+            assert torch.equal(own, loss)
+    own.backward()
+    md.sync_gradients(model)
+    places, named = md.placements(model), dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        wanted = named[name].grad
+        wanted = wanted if name not in places else places[name].local(wanted)
+        # A handful of roundings of 2^-9 each, of sums over ranks in another order.
+        difference = float((parameter.grad - wanted).float().norm())
+        assert difference < 2**-6 * float(wanted.float().norm()) + 1e-6, name
 
 
 @CHECKS()
