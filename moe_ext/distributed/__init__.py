@@ -1,5 +1,8 @@
 """Process groups, token dispatch and gradient synchronisation."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from moe_ext.distributed import checkpoint
 from moe_ext.distributed.clipping import clip_grad_norm_
 from moe_ext.distributed.data_parallel import broadcast_experts, data_parallel
@@ -29,6 +32,9 @@ from moe_ext.distributed.placement import (
 from moe_ext.distributed.state_dict import full_state_dict
 from moe_ext.distributed.traffic import Traffic, count_traffic
 
+if TYPE_CHECKING:
+    from moe_ext.integrations.deepspeed_config import from_ds_config
+
 __all__ = [
     "AllGatherDispatcher",
     "AllToAllDispatcher",
@@ -51,6 +57,7 @@ __all__ = [
     "declare_placement",
     "expert_param_groups",
     "expert_parameters",
+    "from_ds_config",
     "full_state_dict",
     "fully_shard",
     "naming_failed_ranks",
@@ -62,3 +69,10 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def __getattr__(name: str) -> Any:
+    # It speaks of optimizers, which stand on this package.
+    if name == "from_ds_config":
+        return importlib.import_module("moe_ext.integrations.deepspeed_config").from_ds_config
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,385 @@
+"""DeepSpeed's configuration, as the objects that do the same here."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from moe_ext.distributed.groups import world_size
+from moe_ext.distributed.mesh import MoEMesh
+from moe_ext.distributed.placement import expert_param_groups
+from moe_ext.optim import LAMB, OneBitAdam, OneBitLamb, ZeroOneAdam
+
+_OP = "from_ds_config"
+# "bfp16" is DeepSpeed's word.
+_DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfp16": torch.bfloat16,
+}
+_COMPRESSED: dict[str, type[Optimizer]] = {
+    "onebitadam": OneBitAdam,
+    "onebitlamb": OneBitLamb,
+    "zerooneadam": ZeroOneAdam,
+}
+# By DeepSpeed's names, in any case of letters.
+_OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "adam": torch.optim.AdamW,
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "lamb": LAMB,
+    **_COMPRESSED,
+}
+# DeepSpeed's defaults where those of the classes are others.
+_DEFAULTS = {
+    "adam": {"weight_decay": 0.0},
+    "adamw": {"weight_decay": 0.0},
+    "lamb": {"weight_decay": 0.0, "eps": 1e-8},
+}
+# These change how fast DeepSpeed does something, or what it prints, and no result.
+_IGNORED = {
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "dump_state",
+    "memory_breakdown",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "optimizer.legacy_fusion",
+    "optimizer.params.torch_adam",
+    "optimizer.params.fused",
+    "fp16.auto_cast",
+    "fp16.hysteresis",
+    "fp16.consecutive_hysteresis",
+    "fp16.min_loss_scale",
+    "moe.enabled",
+    *(
+        f"zero_optimization.{name}"
+        for name in (
+            "allgather_partitions",
+            "allgather_bucket_size",
+            "overlap_comm",
+            "reduce_scatter",
+            "reduce_bucket_size",
+            "contiguous_gradients",
+            "round_robin_gradients",
+            "sub_group_size",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "stage3_prefetch_bucket_size",
+            "stage3_param_persistence_threshold",
+            "stage3_gather_16bit_weights_on_model_save",
+            "ignore_unused_parameters",
+        )
+    ),
+}
+_ADVICE = {
+    "scheduler": "use one of torch.optim.lr_scheduler",
+    "amp": "use 'bf16' or 'fp16'",
+    "flops_profiler": "use torch.profiler",
+    "activation_checkpointing": "wrap blocks by torch's checkpoint_wrapper",
+    "zero_optimization.offload_optimizer": "use fully_shard's offload_policy",
+    "zero_optimization.offload_param": "use fully_shard's offload_policy",
+    "compression_training": "it is no part of training with moe_ext",
+}
+_ZERO_PLUS_PLUS = (
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights",
+)
+
+
+@dataclass(frozen=True)
+class DSConfig:
+    """What a DeepSpeed configuration asks for.
+
+    Attributes:
+        micro_batch_size: samples of a pass on one rank.
+        accumulation_steps: passes of a step.
+        mesh_sizes: arguments of `MoEMesh`.
+        zero_stage: 0 to 3.
+        dtype: of the forward pass; weights of the optimizer are float32.
+        communication_dtype: of gradients in messages; None is their own.
+        max_grad_norm: to clip by; None for no clipping.
+        zero_plus_plus: arguments of `moe_ext.compression.zero_plus_plus`, which applies where any
+            is set.
+        loss_scale: options of `torch.amp.GradScaler`; None without float16.
+        optimizer_class: of the optimizer; None where the configuration has none.
+        optimizer_options: its arguments.
+    """
+
+    micro_batch_size: int
+    accumulation_steps: int
+    mesh_sizes: dict[str, Any]
+    zero_stage: int = 0
+    dtype: torch.dtype = torch.float32
+    communication_dtype: torch.dtype | None = None
+    max_grad_norm: float | None = None
+    zero_plus_plus: dict[str, Any] = field(default_factory=dict)
+    loss_scale: dict[str, Any] | None = None
+    optimizer_class: type[Optimizer] | None = None
+    optimizer_options: dict[str, Any] = field(default_factory=dict)
+
+    def mesh(self) -> MoEMesh:
+        """The ranks; all of them call it."""
+        return MoEMesh(**self.mesh_sizes)
+
+    def fsdp_options(self) -> dict[str, Any]:
+        """Options of `moe_ext.distributed.fully_shard` for stages 2 and 3."""
+        # Not at the top: FSDP takes a second to import.
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        low = None if self.dtype == torch.float32 else self.dtype
+        reduced = self.communication_dtype or (low and torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced)
+        return {"reshard_after_forward": self.zero_stage == 3, "mp_policy": policy}
+
+    def autocast(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
+        """The forward pass in `dtype` where nothing is sharded, stages 0 and 1."""
+        if self.dtype == torch.float32 or self.zero_stage > 1:
+            return contextlib.nullcontext()
+        return torch.autocast(device_type, self.dtype)
+
+    def grad_scaler(self, device_type: str) -> torch.amp.GradScaler:
+        """Scaler of the loss; it does nothing without float16."""
+        options = self.loss_scale or {"enabled": False}
+        return torch.amp.GradScaler(device_type, **options)
+
+    def optimizers(self, model: nn.Module) -> list[Optimizer]:
+        """The optimizer; with stage 1 that of the dense part, sharded, and that of the experts.
+
+        Args:
+            model: after `fully_shard` and `to`.
+
+        Raises:
+            ValueError: the configuration has no optimizer.
+        """
+        if self.optimizer_class is None:
+            raise ValueError(f"{_OP}: expected the configuration to have 'optimizer', got none")
+        groups = expert_param_groups(model)
+        if self.zero_stage != 1:
+            return [self.optimizer_class(groups, **self.optimizer_options)]
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        found: list[Optimizer] = []
+        for group in groups:
+            if group["name"] == "dense":
+                cls, options = self.optimizer_class, self.optimizer_options
+                found.append(ZeroRedundancyOptimizer(group["params"], cls, **options))
+            else:
+                found.append(self.optimizer_class([group], **self.optimizer_options))
+        return found
+
+
+def from_ds_config(config: Mapping[str, Any]) -> DSConfig:
+    """Read a DeepSpeed configuration, and refuse what has no meaning here.
+
+    Keys that change speed alone are ignored with a warning. Beside DeepSpeed's own, `{"moe":
+    {"ep_size": n}}` gives the ranks that share experts, which DeepSpeed takes from its layers, and
+    `{"pipeline": {"stages": n}}` the stages.
+
+    Args:
+        config: as of `deepspeed.initialize(config=)`, read from its JSON file.
+
+    Returns:
+        What it asks for, for the ranks of this job.
+
+    Raises:
+        ValueError: a key is not known or has no counterpart, a value is out of its range or "auto",
+            or batch sizes do not fit each other and the number of ranks; the message names the key.
+    """
+    left = _Keys(config)
+    zero = left.section("zero_optimization")
+    stage = zero.number("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"{_OP}: expected zero_optimization.stage to be 0, 1, 2 or 3, got {stage}")
+    plus = {name: zero.take(name) for name in _ZERO_PLUS_PLUS if name in zero.left}
+    zero.end()
+    sizes = {
+        "cp": left.number("sequence_parallel_size", 1),
+        "tp": _only(left.section("tensor_parallel"), "autotp_size"),
+        "pp": _only(left.section("pipeline"), "stages"),
+        "ep": _only(left.section("moe"), "ep_size"),
+    }
+    rest, ranks = sizes["cp"] * sizes["tp"] * sizes["pp"], world_size()
+    if ranks % rest:
+        raise ValueError(
+            f"{_OP}: expected sequence_parallel_size * tensor_parallel.autotp_size * "
+            f"pipeline.stages to divide the number of ranks, {ranks}, got {rest}"
+        )
+    micro, passes = _batches(left, ranks // rest)
+    dtype, loss_scale = _precision(left)
+    communication = left.take("communication_data_type", None)
+    if communication not in (None, *_DTYPES):
+        raise ValueError(
+            f"{_OP}: expected communication_data_type to be one of {sorted(_DTYPES)}, got "
+            f"{communication!r}"
+        )
+    reduced = None if communication is None else _DTYPES[communication]
+    clipping = left.number("gradient_clipping", 0.0)
+    name, cls, options = _optimizer(left)
+    if name in _COMPRESSED:
+        if stage > 0:
+            raise ValueError(
+                f"{_OP}: expected zero_optimization.stage to be 0 for optimizer.type {name!r}, "
+                f"which sends compressed moments in the place of gradients, got {stage}"
+            )
+        # Its gradients are those of each rank, so it clips itself.
+        if clipping:
+            options.setdefault("max_grad_norm", clipping)
+        clipping = 0.0
+        options["communication_data_type"] = reduced
+    left.end()
+    return DSConfig(
+        micro,
+        passes,
+        {"dp": ranks // rest, **sizes},
+        stage,
+        dtype,
+        reduced,
+        clipping or None,
+        plus,
+        loss_scale,
+        cls,
+        options,
+    )
+
+
+class _Keys:
+    """A section of the configuration, from which keys are taken until none is left."""
+
+    def __init__(self, values: object, path: str = "") -> None:
+        if not isinstance(values, Mapping):
+            what = path.rstrip(".") or "config"
+            raise ValueError(f"{_OP}: expected {what} to be a dict, got {values!r}")
+        self.left, self._path = dict(values), path
+
+    def take(self, key: str, default: Any = None) -> Any:
+        value = self.left.pop(key, default)
+        if value == "auto":
+            raise ValueError(
+                f"{_OP}: expected {self._path}{key} to be a value, got 'auto', which a Trainer of "
+                "transformers fills in"
+            )
+        return value
+
+    def number(self, key: str, default: float) -> Any:
+        value = self.take(key, default)
+        whole = isinstance(default, int)
+        is_number = isinstance(value, int if whole else int | float) and value is not True
+        if not is_number or value < 0:
+            kind = "a whole number" if whole else "a number"
+            raise ValueError(
+                f"{_OP}: expected {self._path}{key} to be {kind}, at least 0, got {value!r}"
+            )
+        return value
+
+    def section(self, key: str) -> _Keys:
+        return _Keys(self.take(key, {}), f"{self._path}{key}.")
+
+    def end(self) -> None:
+        """Refuse what is left."""
+        ignored = []
+        for key, value in self.left.items():
+            path = f"{self._path}{key}"
+            if path in _IGNORED:
+                ignored.append(path)
+                continue
+            # Sections that are switched off.
+            if isinstance(value, Mapping) and value.get("enabled") is False:
+                continue
+            advice = _ADVICE.get(path, "leave it out if it may be without effect")
+            raise ValueError(
+                f"{_OP}: expected a key that has a meaning here, got {path!r}; {advice}"
+            )
+        if ignored:
+            warnings.warn(f"{_OP}: {', '.join(ignored)} ignored, no results change", stacklevel=4)
+
+
+def _only(section: _Keys, key: str) -> int:
+    """The one size of a section, 1 without it."""
+    size: int = section.number(key, 1)
+    section.end()
+    return max(size, 1)
+
+
+def _batches(left: _Keys, num_data: int) -> tuple[int, int]:
+    """Samples of a pass on one rank, and passes of a step; DeepSpeed's rule for what is missing."""
+    names = (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+    )
+    whole, micro, passes = (left.number(name, 0) for name in names)
+    if not whole and not micro:
+        raise ValueError(f"{_OP}: expected {names[0]} or {names[1]} to be given, got neither")
+    if not micro:
+        passes = passes or 1
+        micro = whole // (passes * num_data)
+    passes = passes or (whole // (micro * num_data) if whole and micro else 1)
+    if micro < 1 or passes < 1 or (whole and whole != micro * passes * num_data):
+        raise ValueError(
+            f"{_OP}: expected {names[0]} to be {names[1]} * {names[2]} * {num_data}, the ranks "
+            f"with data of their own, got {whole}, {micro} and {passes}"
+        )
+    return micro, passes
+
+
+def _precision(left: _Keys) -> tuple[torch.dtype, dict[str, Any] | None]:
+    """The dtype of the forward pass, and options of a scaler."""
+    bf16, fp16 = left.section("bf16"), left.section("fp16")
+    low, half = bf16.take("enabled", False), fp16.take("enabled", False)
+    if low and half:
+        raise ValueError(f"{_OP}: expected one of bf16.enabled and fp16.enabled, got both")
+    static = fp16.number("loss_scale", 0.0)
+    if half and static:
+        raise ValueError(
+            f"{_OP}: expected fp16.loss_scale to be 0, a scale that adapts itself, got {static}"
+        )
+    scale = {
+        "init_scale": 2.0 ** fp16.number("initial_scale_power", 16),
+        "growth_interval": fp16.number("loss_scale_window", 1000),
+    }
+    bf16.end()
+    fp16.end()
+    dtype = torch.bfloat16 if low else torch.float16 if half else torch.float32
+    return dtype, scale if half else None
+
+
+def _optimizer(left: _Keys) -> tuple[str, type[Optimizer] | None, dict[str, Any]]:
+    """Name in small letters, class and arguments."""
+    section = left.section("optimizer")
+    kind = section.take("type")
+    if kind is None:
+        section.end()
+        return "", None, {}
+    name = str(kind).lower()
+    if name not in _OPTIMIZERS:
+        raise ValueError(
+            f"{_OP}: expected optimizer.type to be one of {sorted(_OPTIMIZERS)} in any case of "
+            f"letters, got {kind!r}"
+        )
+    cls, keys = _OPTIMIZERS[name], section.section("params")
+    section.end()
+    # DeepSpeed's Adam decouples the decay unless it is told not to.
+    if name == "adam" and not keys.take("adam_w_mode", True):
+        cls = torch.optim.Adam
+    keys.left.pop("adam_w_mode", None)
+    known = inspect.signature(cls).parameters.keys() - {"params", "group", "fused"}
+    options = {key: keys.take(key) for key in list(keys.left) if key in known}
+    keys.end()
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])
+    return name, cls, {**_DEFAULTS.get(name, {}), **options}
