@@ -16,6 +16,7 @@ from moe_ext.distributed.dispatch import (
     HierarchicalDispatcher,
     LocalDispatcher,
     TokenDispatcher,
+    Wire,
 )
 from moe_ext.distributed.dtensor import whole_state_dicts
 from moe_ext.distributed.failures import RankFailureError, naming_failed_ranks
@@ -49,6 +50,7 @@ __all__ = [
     "RankFailureError",
     "TokenDispatcher",
     "Traffic",
+    "Wire",
     "broadcast_experts",
     "checkpoint",
     "clip_grad_norm_",

@@ -25,6 +25,7 @@ from moe_ext.distributed.dispatch import (
     HierarchicalDispatcher,
     LocalDispatcher,
     TokenDispatcher,
+    Wire,
     WrappedDispatcher,
 )
 from moe_ext.distributed.dtensor import is_dtensor
@@ -100,6 +101,10 @@ class MoELayer(CountingModule):
         combine: what comes back from the ranks of the experts: "exact", the result of every slot,
             for the same bits on any number of ranks; or "reduced", one sum a token and rank, which
             is less to send (see `DedupDispatcher`).
+        wire: "int8", "fp8" or "mx" rounds rows on their way to the experts to a byte an element and
+            scales, tokens in the forward pass and gradients in the backward pass: 0.26 of the bytes
+            of float32, 0.52 of bfloat16. A `Wire` sets each of the four ways by itself. On one rank
+            nothing travels, and nothing is rounded. NaN and infinity arrive as NaN.
         device: device of the parameters.
         dtype: dtype of the parameters.
 
@@ -148,6 +153,7 @@ class MoELayer(CountingModule):
         ep_group: ProcessGroup | None = None,
         dispatcher: str | TokenDispatcher = "auto",
         combine: str = "exact",
+        wire: Wire | str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -166,7 +172,9 @@ class MoELayer(CountingModule):
         self.loss_scale: float | Tensor = 1.0
         self._record: Record = {}
         self._dispatch_choice: DispatchChoice | None = None
-        self.dispatcher = _make_dispatcher(dispatcher, num_experts, ep_group, combine, row_budget)
+        self.dispatcher = _make_dispatcher(
+            dispatcher, num_experts, ep_group, combine, row_budget, wire
+        )
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(router, str):
             columns = 2 if top_k is None else top_k
@@ -218,6 +226,8 @@ class MoELayer(CountingModule):
             text += f", capacity={self.capacity}"
         if self.row_budget is not None:
             text += f", row_budget={self.row_budget}"
+        if self.dispatcher.wire != Wire():
+            text += f", wire={self.dispatcher.wire}"
         if self.balance.scope != "micro_batch":
             text += f", balance={self.balance.scope!r}"
         return text if self.loss_mode == "inject" else f"{text}, loss_mode={self.loss_mode!r}"
@@ -560,15 +570,18 @@ def _make_dispatcher(
     ep_group: ProcessGroup | None,
     combine: str,
     row_budget: RowBudget | None,
+    wire: Wire | str | None,
 ) -> TokenDispatcher:
     """The dispatcher that a name stands for."""
+    wire = Wire.of("MoELayer", wire)
     check_choice("MoELayer", "combine", combine, COMBINES)
     if isinstance(dispatcher, TokenDispatcher) or hasattr(dispatcher, "dispatch"):
-        if combine != "exact":
-            raise ValueError(
-                "MoELayer: expected combine to be left to a dispatcher that is an object, got "
-                f"combine={combine!r} and {type(dispatcher).__name__}"
-            )
+        for name, value, left in (("combine", combine, "exact"), ("wire", wire, Wire())):
+            if value != left:
+                raise ValueError(
+                    f"MoELayer: expected {name} to be left to a dispatcher that is an object, got "
+                    f"{name}={value!r} and {type(dispatcher).__name__}"
+                )
         if isinstance(dispatcher, TokenDispatcher):
             return dispatcher
         return WrappedDispatcher(dispatcher)
@@ -580,7 +593,7 @@ def _make_dispatcher(
         )
     alone = group_size(ep_group) == 1
     if dispatcher == "auto" and ep_group is not None and not alone:
-        return AutoDispatcher(num_experts, ep_group, combine=combine)
+        return AutoDispatcher(num_experts, ep_group, combine=combine, wire=wire)
     if dispatcher in ("auto", "local"):
         if not alone:
             raise ValueError(
@@ -599,13 +612,13 @@ def _make_dispatcher(
                 f"MoELayer: expected dispatcher to be one of {tuple(_SENT_ONCE)} for "
                 f"combine={combine!r}, got 'alltoall'"
             )
-        return AllToAllDispatcher(num_experts, ep_group)
+        return AllToAllDispatcher(num_experts, ep_group, wire=wire)
     if row_budget is not None and dispatcher == "allgather":
         raise ValueError(
             "MoELayer: expected dispatcher to be one that sends rows in rounds ('alltoall', "
             "'dedup', 'hierarchical') with a row_budget, got 'allgather'"
         )
-    return _SENT_ONCE[dispatcher](num_experts, ep_group, combine=combine)
+    return _SENT_ONCE[dispatcher](num_experts, ep_group, combine=combine, wire=wire)
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoELayer]:

@@ -20,6 +20,7 @@ from moe_ext.distributed.dispatch.dedup import (
     HierarchicalDispatcher,
 )
 from moe_ext.distributed.dispatch.local import LocalDispatcher
+from moe_ext.distributed.dispatch.wire import Wire
 
 __all__ = [
     "COMBINES",
@@ -34,6 +35,7 @@ __all__ = [
     "HierarchicalDispatcher",
     "LocalDispatcher",
     "TokenDispatcher",
+    "Wire",
     "WrappedDispatcher",
     "sum_dtype",
 ]

@@ -17,14 +17,17 @@ from moe_ext.distributed import comm
 from moe_ext.distributed.dispatch.base import no_chunks
 from moe_ext.distributed.dispatch.chunks import Chunk
 from moe_ext.distributed.dispatch.dedup import DedupDispatcher, Hop, Route, packed, unpacked
+from moe_ext.distributed.dispatch.wire import encode
 
 
 class _GatherHop(Hop):
     """A hop whose tokens go to all ranks, their indices and weights with them."""
 
-    def bring_out(self, x_TD: Tensor, route: Route, name: str) -> Tensor:
+    def bring_out(self, rows: Tensor, route: Route, name: str, format: str | None) -> Tensor:
         """The tokens that came with their indices; all that comes later goes to its rank alone."""
-        return route.arrived.pop() if route.arrived else super().bring_out(x_TD, route, name)
+        return (
+            route.arrived.pop() if route.arrived else super().bring_out(rows, route, name, format)
+        )
 
     def _bring_columns(
         self,
@@ -35,7 +38,7 @@ class _GatherHop(Hop):
         received: Sequence[int],
         tokens_received: Sequence[int],
     ) -> tuple[list[Tensor], list[Tensor]]:
-        columns, most = [x_TD, *columns], max(tokens_received)
+        columns, most = [encode(x_TD, self.wire.dispatch), *columns], max(tokens_received)
         message = packed(columns)
         padded = message.new_zeros(most, message.shape[1])
         padded[: x_TD.shape[0]] = message
@@ -66,13 +69,18 @@ class AllGatherDispatcher(DedupDispatcher):
         combine: "exact" or "reduced".
         drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
         average: see `TokenDispatcher`.
+        wire: see `TokenDispatcher`.
 
     Raises:
         ValueError: as for `DedupDispatcher`.
     """
 
     def _make_hops(self, num_experts: int, group: ProcessGroup) -> tuple[Hop, ...]:
-        return (_GatherHop(self.operation, num_experts, group, self.combine_by, self.average),)
+        return (
+            _GatherHop(
+                self.operation, num_experts, group, self.combine_by, self.average, self.wire
+            ),
+        )
 
     def chunks(self, *args: Any, **options: Any) -> list[Chunk]:
         """Refused: see the class."""

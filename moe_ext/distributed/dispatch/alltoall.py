@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from moe_ext.distributed import comm
 from moe_ext.distributed.dispatch.base import TokenDispatcher
 from moe_ext.distributed.dispatch.rows import all_to_all_rows
+from moe_ext.distributed.dispatch.wire import Formats, Wire
 
 
 class AllToAllDispatcher(TokenDispatcher):
@@ -23,6 +24,7 @@ class AllToAllDispatcher(TokenDispatcher):
         group: process group.
         drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
         average: see `TokenDispatcher`.
+        wire: see `TokenDispatcher`.
 
     Raises:
         ValueError: the size of the group does not divide E.
@@ -35,8 +37,9 @@ class AllToAllDispatcher(TokenDispatcher):
         *,
         drop_policy: str = "position",
         average: bool = True,
+        wire: Wire | str | None = None,
     ) -> None:
-        super().__init__(num_experts, group, drop_policy=drop_policy, average=average)
+        super().__init__(num_experts, group, drop_policy=drop_policy, average=average, wire=wire)
 
     def exchange_counts(self, message_PM: Tensor, *, operation: str) -> Tensor:
         """See `TokenDispatcher`."""
@@ -51,6 +54,7 @@ class AllToAllDispatcher(TokenDispatcher):
         grad_scale: float,
         operation: str,
         meanwhile: Callable[[], None] | None = None,
+        formats: Formats = (None, None),
     ) -> Tensor:
         """See `TokenDispatcher`."""
         return all_to_all_rows(
@@ -62,4 +66,5 @@ class AllToAllDispatcher(TokenDispatcher):
             operation=operation,
             meanwhile=meanwhile,
             counted=True,
+            formats=formats,
         )

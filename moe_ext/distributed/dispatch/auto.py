@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from moe_ext.distributed.dispatch.allgather import AllGatherDispatcher
 from moe_ext.distributed.dispatch.alltoall import AllToAllDispatcher
 from moe_ext.distributed.dispatch.base import DTYPES, TokenDispatcher, sum_dtype
 from moe_ext.distributed.dispatch.dedup import DedupDispatcher, HierarchicalDispatcher
+from moe_ext.distributed.dispatch.wire import Wire, sent_row_bytes
 from moe_ext.distributed.groups import group_rank, group_ranks
 from moe_ext.distributed.link import max_over_ranks, quickest
 from moe_ext.distributed.traffic import not_counted
@@ -117,13 +119,22 @@ class AutoDispatcher(TokenDispatcher):
         num_experts: E, a multiple of the size of the group.
         group: process group.
         combine: "exact" or "reduced", see `DedupDispatcher`.
+        wire: see `TokenDispatcher`. Gradients are then rounded to one side or the other of the
+            weights, so that their bits depend on the choice; those of outputs do not.
 
     Raises:
         ValueError: the size of the group does not divide E.
     """
 
-    def __init__(self, num_experts: int, group: ProcessGroup, *, combine: str = "exact") -> None:
-        super().__init__(num_experts, group)
+    def __init__(
+        self,
+        num_experts: int,
+        group: ProcessGroup,
+        *,
+        combine: str = "exact",
+        wire: Wire | str | None = None,
+    ) -> None:
+        super().__init__(num_experts, group, wire=wire)
         self.combine_by = combine
 
     def choose(
@@ -144,6 +155,7 @@ class AutoDispatcher(TokenDispatcher):
         facts = {
             "num_experts": self.num_experts,
             "combine": self.combine_by,
+            "wire": str(self.wire),
             "top_k": top_k,
             "whether there is a row_budget": in_rounds,
         }
@@ -157,7 +169,9 @@ class AutoDispatcher(TokenDispatcher):
         if any(row[3] != node_size for row in told):
             node_size = 1
         names = self._names(node_size, in_rounds)
-        shape = _Shape(self.num_experts, top_k, self.num_ranks, node_size, dim, DTYPES[code])
+        shape = _Shape(
+            self.num_experts, top_k, self.num_ranks, node_size, dim, DTYPES[code], self.wire
+        )
         amounts = [shape.sent_bytes(name, self.combine_by, num_tokens) for name in names]
         seconds: list[float] | None = None
         if num_tokens * shape.token_bytes <= SMALL_BYTES:
@@ -194,13 +208,12 @@ class AutoDispatcher(TokenDispatcher):
 
     def _make(self, name: str, node_size: int) -> TokenDispatcher:
         if name == "alltoall":
-            return AllToAllDispatcher(self.num_experts, self.group)
+            return AllToAllDispatcher(self.num_experts, self.group, wire=self.wire)
+        once: dict[str, Any] = {"combine": self.combine_by, "wire": self.wire}
         if name == "hierarchical":
-            return HierarchicalDispatcher(
-                self.num_experts, self.group, node_size=node_size, combine=self.combine_by
-            )
+            return HierarchicalDispatcher(self.num_experts, self.group, node_size=node_size, **once)
         kind = DedupDispatcher if name == "dedup" else AllGatherDispatcher
-        return kind(self.num_experts, self.group, combine=self.combine_by)
+        return kind(self.num_experts, self.group, **once)
 
     def _predicted(
         self,
@@ -239,6 +252,7 @@ class _Shape:
     node_size: int
     model_dim: int
     dtype: torch.dtype
+    wire: Wire = Wire()
 
     @property
     def token_bytes(self) -> int:
@@ -248,7 +262,10 @@ class _Shape:
     def sent_bytes(self, name: str, combine: str, num_tokens: int) -> tuple[float, float]:
         """Bytes that leave a rank, and its node, there and back in a forward pass."""
         ranks, nodes = self.num_ranks, self.num_ranks // self.node_size
-        row = float(self.model_dim * self.dtype.itemsize)
+        row, back = (
+            float(sent_row_bytes(format, self.model_dim, self.dtype))
+            for format in (self.wire.dispatch, self.wire.combine)
+        )
         beside = self.top_k * (
             2.0 + (sum_dtype(self.dtype).itemsize if combine == "reduced" else 0)
         )
@@ -261,16 +278,16 @@ class _Shape:
         if name == "hierarchical":
             out = expected_ranks(self.num_experts, nodes, self.top_k) / nodes
             at_node = self.top_k / nodes if combine == "exact" else out
-            off = (nodes - 1) * (out * (row + beside) + at_node * row)
+            off = (nodes - 1) * (out * (row + beside) + at_node * back)
             once = expected_ranks(self.num_experts, ranks, self.top_k) / ranks
-            inside = nodes * (self.node_size - 1) * (once * (row + beside) + rows_back * row)
+            inside = nodes * (self.node_size - 1) * (once * (row + beside) + rows_back * back)
             return num_tokens * (off + inside), num_tokens * off
         there = {
             "alltoall": self.top_k / ranks * row,
             "dedup": expected_ranks(self.num_experts, ranks, self.top_k) / ranks * (row + beside),
             "allgather": row + beside,
         }[name]
-        each = num_tokens * (there + rows_back * row)
+        each = num_tokens * (there + rows_back * back)
         return others * each, abroad * each
 
 

@@ -29,6 +29,7 @@ from moe_ext.distributed.dispatch.chunks import (
     keep_first,
     schedule,
 )
+from moe_ext.distributed.dispatch.wire import Formats, Wire
 from moe_ext.distributed.groups import (
     GroupHandle,
     check_group,
@@ -41,6 +42,7 @@ from moe_ext.ops.grouped_gemm import row_alignment
 # State of the backward pass: not recorded, recorded, or recorded with this rank's rows in it.
 _NOT_RECORDED, _RECORDED, _IN_GRAPH = range(3)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPE_CODES = len(DTYPES) + 1
 # What a rank that runs another layer than the others may have met with.
 _SKIPPED = (
     "a batch without tokens of a kind, such as images, skips layers of that kind; give every rank "
@@ -124,9 +126,14 @@ class TokenDispatcher:
         drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
         average: False leaves out both factors: a gradient of an expert's parameter is then that of
             the sum over the group.
+        wire: formats in which rows travel, for transports whose `exchange_rows` takes `formats`: a
+            `Wire`, or "int8", "fp8" or "mx" for what goes to the experts. All rows are coded, those
+            for this rank too: a result does not depend on which rank an expert is on, and has the
+            same bits for 2 ranks and more. Alone a rank sends nothing, and codes nothing. Rows that
+            coding does not make shorter travel as they are.
 
     Raises:
-        ValueError: P does not divide E.
+        ValueError: P does not divide E, or wire is no such format.
     """
 
     # For subclasses that do all by themselves and never call __init__.
@@ -134,6 +141,7 @@ class TokenDispatcher:
     # Of the layers that share the group, this one: by its number, or among those that have names.
     _layers: tuple[str, ...] = ()
     _layer: int | None = None
+    wire = Wire()
 
     def __init__(
         self,
@@ -142,6 +150,7 @@ class TokenDispatcher:
         *,
         drop_policy: str = "position",
         average: bool = True,
+        wire: Wire | str | None = None,
     ) -> None:
         self.operation = name = type(self).__name__
         check_group(group, name, name="group")
@@ -156,6 +165,8 @@ class TokenDispatcher:
         self.num_local_experts = self.num_counts = num_experts // self.num_ranks
         self.drop_policy = drop_policy
         self.average = average
+        wire = Wire.of(name, wire)
+        self.wire = wire if self.num_ranks > 1 else Wire()
         self.grad_scale = float(self.num_ranks) if average else 1.0
         self._facts: dict[str, object] = {"num_experts": num_experts}
         self._agreed = False
@@ -211,6 +222,7 @@ class TokenDispatcher:
         grad_scale: float,
         operation: str,
         meanwhile: Callable[[], None] | None = None,
+        formats: Formats = (None, None),
     ) -> Tensor:
         """Send rows to every rank; differentiable, the gradients travel back by the same way.
 
@@ -222,6 +234,7 @@ class TokenDispatcher:
             grad_scale: factor on the gradient.
             operation: name for error messages.
             meanwhile: to be called once, while the rows are underway where the transport can.
+            formats: in which the rows travel, and their gradients; given where there is a wire.
 
         Returns:
             `[R, D]`, ordered by source rank.
@@ -415,9 +428,14 @@ class TokenDispatcher:
             grad_scale=1.0 / self.grad_scale,
             operation=f"{self.operation} combine",
             meanwhile=meanwhile,
+            **self._coded(self.wire.back),
         )
 
     # How the above comes from the two messages.
+
+    def _coded(self, formats: Formats) -> dict[str, Any]:
+        """Arguments of `exchange_rows`, which need not know of formats where there is no wire."""
+        return {} if formats == (None, None) else {"formats": formats}
 
     def _send(
         self,
@@ -436,6 +454,7 @@ class TokenDispatcher:
             counts.received,
             grad_scale=self.grad_scale,
             operation=f"{self.operation} {word}",
+            **self._coded(self.wire.out),
         )
         # From the order (rank, expert) to (expert, rank).
         num_rows = rows_RD.shape[0]
@@ -515,6 +534,11 @@ class TokenDispatcher:
             raise TypeError(
                 f"{self.operation}: expected x_TD to be one of {DTYPES}, got {x_TD.dtype}"
             )
+        if x_TD.dtype == torch.float64 and self.wire != Wire():
+            raise TypeError(
+                f"{self.operation}: expected x_TD to be float32, bfloat16 or float16 with "
+                f"{self.wire}, which has fewer digits, got {x_TD.dtype}; leave wire out"
+            )
 
     def _header(
         self, x: Tensor, top_k: int, capacity: int | None, in_graph: bool, *, failed: bool = False
@@ -531,6 +555,7 @@ class TokenDispatcher:
         dim = x.shape[-1] if x.dim() else 0
         code = DTYPES.index(x.dtype) if x.dtype in DTYPES else len(DTYPES)
         limit = -1 if capacity is None else capacity
+        code += _DTYPE_CODES * self.wire.number
         recorded = _IN_GRAPH if in_graph else _RECORDED
         graph = recorded if torch.is_grad_enabled() else _NOT_RECORDED
         if self._layer is None:
@@ -557,9 +582,9 @@ class TokenDispatcher:
     ) -> ExchangedCounts:
         """Tell rank p row p of some numbers, and check that the ranks make the same call.
 
-        The message carries a header (model_dim, dtype, top_k, layer and whether the sender failed,
-        capacity, whether rows are in a graph), since an exchange of rows of different sizes, or a
-        backward pass on some ranks alone, would hang or mix up bytes.
+        The message carries a header (model_dim, dtype and wire, top_k, layer and whether the sender
+        failed, capacity, whether rows are in a graph), since an exchange of rows of different
+        sizes, or a backward pass on some ranks alone, would hang or mix up bytes.
         """
         operation = self.operation
         if not self._agreed:
@@ -581,8 +606,10 @@ class TokenDispatcher:
         self._check_layers(tuple(state // 2 for state in states))
         check_equal_over_ranks("model_dim", dims, self.group, operation)
         names = [*map(str, DTYPES), "another dtype"]
-        dtypes = [names[code] for code in codes]
+        dtypes = [names[code % _DTYPE_CODES] for code in codes]
         check_equal_over_ranks("the dtype of x", dtypes, self.group, operation)
+        wires = [Wire.from_number(code // _DTYPE_CODES) for code in codes]
+        check_equal_over_ranks("wire", wires, self.group, operation)
         check_equal_over_ranks("top_k", top_ks, self.group, operation)
         limited = [limit >= 0 for limit in limits]
         check_equal_over_ranks("whether there is a capacity", limited, self.group, operation)

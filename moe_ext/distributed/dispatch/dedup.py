@@ -32,6 +32,7 @@ from moe_ext.distributed.dispatch.base import (
     sum_dtype,
 )
 from moe_ext.distributed.dispatch.chunks import Chunk, RowCounts
+from moe_ext.distributed.dispatch.wire import Formats, Wire, decode, encode
 from moe_ext.distributed.groups import group_rank, group_ranks, group_size
 from moe_ext.ops.grouped_gemm import row_alignment
 
@@ -76,6 +77,8 @@ class Route:
 
     def take_once(self, x_TD: Tensor) -> Tensor:
         """The rows `[U, D]` that travel."""
+        if x_TD.dtype == torch.uint8:
+            return x_TD[self.once.slot_of_row // self.once.top_k]
         rows_UD: Tensor = torch.ops.moe_ext._gather_tokens(
             x_TD, self.once.slot_of_row, self.once.top_k
         )
@@ -91,12 +94,19 @@ class Hop(AllToAllDispatcher):
         group: the P ranks.
         combine: see `DedupDispatcher`.
         average: see `TokenDispatcher`.
+        wire: see `TokenDispatcher`.
     """
 
     def __init__(
-        self, owner: str, num_experts: int, group: ProcessGroup, combine: str, average: bool
+        self,
+        owner: str,
+        num_experts: int,
+        group: ProcessGroup,
+        combine: str,
+        average: bool,
+        wire: Wire,
     ) -> None:
-        super().__init__(num_experts, group, average=average)
+        super().__init__(num_experts, group, average=average, wire=wire)
         self.operation, self.num_counts = owner, 3
         self._facts["combine"] = combine
 
@@ -168,10 +178,12 @@ class Hop(AllToAllDispatcher):
         header = self._header(x_TD, idx_TK.shape[1], capacity, in_graph)
         return once, slots, self._compare(own_P3, header, None, lambda counts_P3: counts_P3)
 
-    def bring_out(self, x_TD: Tensor, route: Route, name: str) -> Tensor:
-        """The rows `[U, D]` of tokens that a route brings here."""
+    def bring_out(self, rows: Tensor, route: Route, name: str, format: str | None) -> Tensor:
+        """The rows of tokens that a route brings here, coded where they are not yet."""
+        if rows.dtype != torch.uint8:
+            rows = encode(rows, format)
         return self.exchange_rows(
-            route.take_once(x_TD),
+            route.take_once(rows),
             route.sent,
             route.received,
             grad_scale=1.0,
@@ -184,6 +196,7 @@ class Hop(AllToAllDispatcher):
         sent: Sequence[int],
         received: Sequence[int],
         name: str,
+        formats: Formats,
         backward: bool,
         meanwhile: Callable[[], None] | None,
     ) -> Tensor:
@@ -199,6 +212,7 @@ class Hop(AllToAllDispatcher):
             grad_scale=1.0 if backward else 1.0 / self.grad_scale,
             operation=f"{self.operation} {name}",
             meanwhile=meanwhile,
+            formats=formats,
         )
         return back.mul_(self.grad_scale) if backward and self.grad_scale != 1.0 else back
 
@@ -263,11 +277,17 @@ class Journey:
     by_slot: ops.Permutation
     places: tuple[ops.Permutation, ...]
 
-    def send(self, x_TD: Tensor, name: str) -> Tensor:
-        """Rows `[U, D]` of tokens on the ranks of their experts."""
+    def send(self, x_TD: Tensor, name: str, format: str | None) -> Tensor:
+        """Rows `[U, D]` of tokens on the ranks of their experts, coded once for all hops."""
+        rows = x_TD
         for hop, route in zip(self.hops, self.routes, strict=True):
-            x_TD = hop.bring_out(x_TD, route, name)
-        return x_TD
+            rows = hop.bring_out(rows, route, name, format)
+        return decode(rows, format, x_TD.shape[1], x_TD.dtype)
+
+    @property
+    def wire(self) -> Wire:
+        """Formats of the rows."""
+        return self.hops[0].wire
 
     def weighted(self, grad_UD: Tensor) -> Tensor:
         """Gradients of the rows of experts, of the gradients of the sums that they are in."""
@@ -285,6 +305,7 @@ class Journey:
         self,
         y_UD: Tensor,
         name: str,
+        formats: Formats,
         *,
         backward: bool = False,
         meanwhile: Callable[[], None] | None = None,
@@ -292,7 +313,7 @@ class Journey:
         """Add up on the way back what each token has on the ranks; `[T, D]`."""
         for hop, route in zip(reversed(self.hops), reversed(self.routes), strict=True):
             back_UD = hop.bring_rows_back(
-                y_UD, route.sent, route.received, name, backward, meanwhile
+                y_UD, route.sent, route.received, name, formats, backward, meanwhile
             )
             y_UD, meanwhile = ops.unpermute_tokens(back_UD, route.once), None
         return y_UD
@@ -301,6 +322,7 @@ class Journey:
         self,
         rows: Tensor,
         name: str,
+        formats: Formats,
         *,
         backward: bool = False,
         meanwhile: Callable[[], None] | None = None,
@@ -310,7 +332,7 @@ class Journey:
         for i in reversed(range(len(self.hops))):
             hop, route = self.hops[i], self.routes[i]
             rows_SD = hop.bring_rows_back(
-                rows_SD, route.slots_sent, route.slots_received, name, backward, meanwhile
+                rows_SD, route.slots_sent, route.slots_received, name, formats, backward, meanwhile
             )
             meanwhile = None
             if i > 0:
@@ -371,7 +393,7 @@ class _Send(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.journey, ctx.weighted, ctx.dtype = journey, weights_TK is not None, x_TD.dtype
-        arrived_UD = journey.send(x_TD.to(dtype), "dispatch")
+        arrived_UD = journey.send(x_TD.to(dtype), "dispatch", journey.wire.dispatch)
         expand = journey.expand
         rows = torch.ops.moe_ext._gather_tokens(arrived_UD, expand.slot_of_row, expand.top_k)
         weights_UK = journey.routes[-1].weights_UK
@@ -383,15 +405,18 @@ class _Send(torch.autograd.Function):
         ctx: Any, grad_rows: Tensor, grad_weights_UK: Tensor | None
     ) -> tuple[Tensor, Tensor | None, None, None]:
         journey: Journey = ctx.journey
+        formats, name = (journey.wire.backward_combine, None), "dispatch backward"
         if not ctx.weighted:
             # The gradient of every slot comes back, to be added up in the order of slots.
-            slots_SD = journey.return_slots(grad_rows, "dispatch backward", backward=True)
+            slots_SD = journey.return_slots(grad_rows, name, formats, backward=True)
             slots = journey.routes[0].slots
             return ops.unpermute_tokens(slots_SD.to(ctx.dtype), slots), None, None, None
         assert grad_weights_UK is not None
         grad_UD = ops.unpermute_tokens(grad_rows, journey.expand)
-        grad_x = journey.return_sums(grad_UD, "dispatch backward", backward=True)
-        grad_weights = journey.return_sums(grad_weights_UK, "weights backward", backward=True)
+        grad_x = journey.return_sums(grad_UD, name, formats, backward=True)
+        grad_weights = journey.return_sums(
+            grad_weights_UK, "weights backward", (None, None), backward=True
+        )
         return grad_x.to(ctx.dtype), grad_weights, None, None
 
 
@@ -428,7 +453,8 @@ class _Combine(torch.autograd.Function):
             grad_weights = grad_weights.to(weights_TK.dtype)
         if ctx.needs_input_grad[0]:
             # Where sums are wider than rows, they are of rounded gradients: nothing is lost.
-            grad_UD = journey.send(grad_TD.to(ctx.dtype), "combine backward")
+            format = journey.wire.backward_dispatch
+            grad_UD = journey.send(grad_TD.to(ctx.dtype), "combine backward", format)
             grad_rows = journey.weighted(grad_UD)
         return grad_rows, None, grad_weights, None, None
 
@@ -458,6 +484,7 @@ class DedupDispatcher(TokenDispatcher):
         combine: "exact" or "reduced".
         drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
         average: see `TokenDispatcher`.
+        wire: see `TokenDispatcher`.
 
     Raises:
         ValueError: combine is neither, or the size of the group does not divide E.
@@ -473,14 +500,15 @@ class DedupDispatcher(TokenDispatcher):
         combine: str = "exact",
         drop_policy: str = "position",
         average: bool = True,
+        wire: Wire | str | None = None,
     ) -> None:
-        super().__init__(num_experts, group, drop_policy=drop_policy, average=average)
+        super().__init__(num_experts, group, drop_policy=drop_policy, average=average, wire=wire)
         check_choice(self.operation, "combine", combine, COMBINES)
         self.combine_by = combine
         self._hops = self._make_hops(num_experts, group)
 
     def _make_hops(self, num_experts: int, group: ProcessGroup) -> tuple[Hop, ...]:
-        return (Hop(self.operation, num_experts, group, self.combine_by, self.average),)
+        return (Hop(self.operation, num_experts, group, self.combine_by, self.average, self.wire),)
 
     def tell_apart(self, layers: Sequence[str], layer: int) -> None:
         """See `TokenDispatcher`."""
@@ -674,7 +702,7 @@ class DedupDispatcher(TokenDispatcher):
             return self._sum_slots(rows, metadata, rows.dtype, meanwhile)
         assert metadata.weights_UK is not None
         y_UD = ops.unpermute_tokens(rows, journey.expand, metadata.weights_UK)
-        return journey.return_sums(y_UD, "combine", meanwhile=meanwhile)
+        return journey.return_sums(y_UD, "combine", journey.wire.back, meanwhile=meanwhile)
 
     def combine_part(self, rows: Tensor, metadata: DispatchMetadata) -> Tensor:
         """See `TokenDispatcher`."""
@@ -694,9 +722,10 @@ class DedupDispatcher(TokenDispatcher):
         weights_TK, slots = metadata.topk_weights, metadata.permutation
         if metadata.weights_UK is None:
             # Gradients, where they are recorded from here on, go back slot by slot.
-            slots_SD = journey.return_slots(rows, "combine", meanwhile=meanwhile)
+            slots_SD = journey.return_slots(rows, "combine", journey.wire.back, meanwhile=meanwhile)
             return ops.unpermute_tokens(slots_SD.to(dtype), slots, weights_TK)
-        slots_SD = journey.return_slots(rows.detach(), "combine", meanwhile=meanwhile)
+        formats = (journey.wire.combine, None)
+        slots_SD = journey.return_slots(rows.detach(), "combine", formats, meanwhile=meanwhile)
         y_TD: Tensor = _Combine.apply(rows, slots_SD.to(dtype), weights_TK, slots, journey)
         return y_TD
 
@@ -718,6 +747,8 @@ class HierarchicalDispatcher(DedupDispatcher):
         combine: as for `DedupDispatcher`; "reduced" adds up inside the node, then over nodes.
         drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
         average: see `TokenDispatcher`.
+        wire: see `TokenDispatcher`; what goes to the experts is rounded once for both hops, what
+            comes back at each.
 
     Raises:
         ValueError: node_size is not known or does not divide the size of the group, or as for
@@ -733,6 +764,7 @@ class HierarchicalDispatcher(DedupDispatcher):
         combine: str = "exact",
         drop_policy: str = "position",
         average: bool = True,
+        wire: Wire | str | None = None,
     ) -> None:
         known = os.environ.get("LOCAL_WORLD_SIZE", 0) if node_size is None else node_size
         size = int(known)
@@ -743,7 +775,12 @@ class HierarchicalDispatcher(DedupDispatcher):
             )
         self.node_size = size
         super().__init__(
-            num_experts, group, combine=combine, drop_policy=drop_policy, average=average
+            num_experts,
+            group,
+            combine=combine,
+            drop_policy=drop_policy,
+            average=average,
+            wire=wire,
         )
 
     def _make_hops(self, num_experts: int, group: ProcessGroup) -> tuple[Hop, ...]:
@@ -758,9 +795,10 @@ class HierarchicalDispatcher(DedupDispatcher):
             inside = comm.local_group(ranks[node * size : (node + 1) * size], group, device)
             known[size] = between, inside
         between, inside = known[size]
+        options = (self.combine_by, self.average, self.wire)
         return (
-            Hop(self.operation, num_experts, between, self.combine_by, self.average),
-            Hop(self.operation, num_experts // num_nodes, inside, self.combine_by, self.average),
+            Hop(self.operation, num_experts, between, *options),
+            Hop(self.operation, num_experts // num_nodes, inside, *options),
         )
 
 

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from moe_ext.distributed import streams
+from moe_ext.distributed.dispatch.wire import Formats, decode, encode
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import group_rank
 from moe_ext.distributed.traffic import is_counted, record_traffic
@@ -50,7 +51,8 @@ class _RowsUnderway:
 
     The node of autograd that waits in the forward pass starts the exchange of the backward pass,
     and the other way round: what ran beside the one has its backward beside the other. Since a
-    node's gradient must have the shape of its output, the exchanged one goes by `grad_ND`.
+    node's gradient must have the shape of its output, and bytes of coded rows have none, what is
+    exchanged goes by `underway`, and an empty tensor in its place joins the nodes.
     """
 
     group: ProcessGroup
@@ -59,7 +61,22 @@ class _RowsUnderway:
     grad_scale: float
     operation: str
     counted: bool
-    grad_ND: Tensor | None = None
+    formats: Formats
+    underway: Tensor | None = None
+
+    def start(self, rows: Tensor, backward: bool) -> None:
+        """Begin to send rows, or their gradients the other way."""
+        send, receive = (self.receive, self.send) if backward else (self.send, self.receive)
+        operation = f"{self.operation} backward" if backward else self.operation
+        sent = encode(rows, self.formats[backward])
+        self.underway = _exchange(sent, self.group, send, receive, operation, self.counted)
+
+    def finish(self, like: Tensor, dim: int, backward: bool) -> Tensor:
+        """What arrived, as rows of a dtype."""
+        assert self.underway is not None
+        arrived, self.underway = self.underway, None
+        streams.join(arrived.device)
+        return decode(arrived, self.formats[backward], dim, like.dtype)
 
 
 class _Start(torch.autograd.Function):
@@ -67,14 +84,14 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, rows: _RowsUnderway) -> Tensor:
-        ctx.rows = rows
-        return _exchange(x_ND, rows.group, rows.send, rows.receive, rows.operation, rows.counted)
+        ctx.rows, ctx.dim = rows, x_ND.shape[1:].numel()
+        rows.start(x_ND, backward=False)
+        return x_ND.new_empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
-        grad_ND, ctx.rows.grad_ND = ctx.rows.grad_ND, None
-        streams.join(grad_ND.device)
+    def backward(ctx: Any, empty: Tensor) -> tuple[Tensor, None]:
+        grad_ND = ctx.rows.finish(empty, ctx.dim, backward=True)
         if ctx.rows.grad_scale != 1.0:
             grad_ND.mul_(ctx.rows.grad_scale)
         return grad_ND, None
@@ -84,19 +101,15 @@ class _Finish(torch.autograd.Function):
     """Awaits rows; its backward sends their gradient by the reversed splits."""
 
     @staticmethod
-    def forward(ctx: Any, out_RD: Tensor, rows: _RowsUnderway) -> Tensor:
+    def forward(ctx: Any, empty: Tensor, rows: _RowsUnderway, dim: int) -> Tensor:
         ctx.rows = rows
-        streams.join(out_RD.device)
-        return out_RD.view_as(out_RD)
+        return rows.finish(empty, dim, backward=False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
-        rows, operation = ctx.rows, f"{ctx.rows.operation} backward"
-        rows.grad_ND = _exchange(
-            grad_RD, rows.group, rows.receive, rows.send, operation, rows.counted
-        )
-        return grad_RD, None
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
+        ctx.rows.start(grad_RD, backward=True)
+        return grad_RD.new_empty(0), None, None
 
 
 def all_to_all_rows(
@@ -109,6 +122,7 @@ def all_to_all_rows(
     operation: str = "all_to_all_rows",
     meanwhile: Callable[[], None] | None = None,
     counted: bool = False,
+    formats: Formats = (None, None),
 ) -> Tensor:
     """Exchange rows with every rank of a group; differentiable.
 
@@ -125,6 +139,7 @@ def all_to_all_rows(
         meanwhile: called once the rows are underway; on CUDA its kernels run beside the exchange,
             and their backward beside that of the gradients.
         counted: count what is sent, forward and backward; for callers that do not do so themselves.
+        formats: in which the rows travel, and their gradients; see `Wire`.
 
     Returns:
         `[R, D]`, ordered by source rank. Ranks with no row take part like any other.
@@ -132,9 +147,9 @@ def all_to_all_rows(
     Raises:
         RankFailureError: a rank died or did not answer; the message names it. Forward and backward.
     """
-    rows = _RowsUnderway(group, send, receive, grad_scale, operation, counted)
-    out_RD = _Start.apply(x_ND, rows)
+    rows = _RowsUnderway(group, send, receive, grad_scale, operation, counted, formats)
+    empty = _Start.apply(x_ND, rows)
     if meanwhile is not None:
         meanwhile()
-    finished_RD: Tensor = _Finish.apply(out_RD, rows)
-    return finished_RD
+    out_RD: Tensor = _Finish.apply(empty, rows, x_ND.shape[1:].numel())
+    return out_RD
