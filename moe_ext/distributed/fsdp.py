@@ -81,12 +81,17 @@ def fully_shard(module: nn.Module, mesh: MoEMesh, **options: Any) -> FSDPModule:
                 f"{place.axis!r} over another group"
             )
     experts = list(_outermost(module, {id(parameter) for parameter, _ in sharded.values()}))
+    dim = _dim_to_shard(mesh.replica_mesh.size())
+    of_experts = {"mesh": mesh.replica_mesh, "shard_placement_fn": dim, **options}
     for wrapped in experts:
-        fsdp.fully_shard(
-            wrapped,
-            mesh=mesh.replica_mesh,
-            **{"shard_placement_fn": _dim_to_shard(mesh.replica_mesh.size()), **options},
-        )
+        try:
+            fsdp.fully_shard(wrapped, **of_experts)
+        except ValueError:
+            if not isinstance(wrapped, nn.ModuleList):
+                raise
+            # torch 2.11 refuses lists of modules, with a forward pass of their own or without.
+            for expert in wrapped:
+                fsdp.fully_shard(expert, **of_experts)
     if module in experts:
         return cast("FSDPModule", module)
     return fsdp.fully_shard(module, mesh=mesh.world_mesh, **options)

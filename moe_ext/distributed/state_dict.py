@@ -209,6 +209,12 @@ def watch(optimizer: Optimizer, *_call: object) -> None:
             "the group 'dense' of moe_ext.distributed.expert_param_groups(model), and the experts "
             "an optimizer of their own"
         )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS: expected parameters that every rank holds, since its products run over all "
+            "parameters of a rank and each would take other steps, got experts that lie over "
+            "ranks; take an optimizer that updates each parameter by itself"
+        )
     _watched.add(optimizer)
     if isinstance(optimizer, SavesByParameter):
         # Its state is that of a rank, and says so.

@@ -471,6 +471,8 @@ def check_wrappers_that_take_experts_for_copies():
     before = flat(model)
     run_steps(wrapped(model))
     raised(ValueError, "got experts that lie over ranks; give it the group", optimizer.step)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    raised(ValueError, "LBFGS: expected parameters that every rank holds", optimizer.step, int)
     assert torch.equal(before, flat(model))
     groups = md.expert_param_groups(model)
     dense = next(group["params"] for group in groups if group["name"] == "dense")
