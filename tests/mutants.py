@@ -197,6 +197,14 @@ MUTANTS = [
         "_C_simt",
     ),
     Mutant(
+        "products on tensor cores leave out what 16 bits of a weight do not hold",
+        "csrc/**/*.cuh",
+        "if constexpr (kLowPart) {",
+        "if constexpr (false) {",
+        "tests/ops/test_attention.py -k simt",
+        "_C_simt",
+    ),
+    Mutant(
         "a store that names global memory goes to shared memory",
         "csrc/**/*.cuh",
         "store_shared(own +",

@@ -7,6 +7,7 @@
 #include "attention/attention_kernels.cuh"
 #include "attention/backward_kernels.cuh"
 #include "attention/merge_kernels.cuh"
+#include "attention/tensor_kernels.cuh"
 #include "common/dispatch.h"
 #include "common/dispatch_cuda.cuh"
 #include "common/torch_cuda.cuh"
@@ -36,6 +37,15 @@ Heads<T> heads_of(const char* op, const char* name, const Tensor& t) {
   return {data<const T>(t), t.stride(0), t.stride(1), t.stride(2), t.size(2), cols, aligned};
 }
 
+// Rows of 16-bit elements that asynchronous copies and tensor cores take.
+bool has_rows_of_16_bytes(const Tensor& t) {
+  bool aligned = is_aligned(t.data_ptr(), kAccessBytes);
+  for (int64_t i = 0; i < 3; ++i) {
+    aligned = aligned && (t.stride(i) % 8 == 0 || t.size(i) == 1);
+  }
+  return aligned;
+}
+
 TokenTiles token_tiles(const Tensor& workspace, int64_t num_tiles, int64_t num_sequences) {
   return {static_cast<TokenTile*>(workspace.data_ptr()), static_cast<int>(num_tiles), num_sequences};
 }
@@ -50,6 +60,7 @@ struct __attribute__((visibility("hidden"))) Block {
   Tensor q, k, v, q_tiles, k_tiles;
   OptionalTensor slopes, bias, seed;
   BlockParams<T> params;
+  bool tensor_cores; // may serve where a pass takes the head dims
 
   Block(const char* op, const BlockArgs& args, cudaStream_t stream)
       : q(as_rows(args.q)), k(as_rows(args.k)), v(as_rows(args.v)), seed(optional_contiguous(args.seed)) {
@@ -86,6 +97,8 @@ struct __attribute__((visibility("hidden"))) Block {
         args.batch_offset,
         args.head_offset,
         of_bias};
+    tensor_cores = has_rows_of_16_bytes(q) && has_rows_of_16_bytes(k) && has_rows_of_16_bytes(v) &&
+                   device_properties().compute_capability >= 8;
     describe(op, args, stream);
   }
 
@@ -122,6 +135,11 @@ void attend(const char* op, const BlockArgs& args, const Tensor& out, const Tens
     const bool aligned = cols % 4 == 0 && is_aligned(out.data_ptr(), kAccessBytes);
     const ForwardState<Acc> state{
         data<Acc>(out), data<Acc>(lse), fresh ? nullptr : data<const Acc>(before), cols, aligned};
+    if constexpr (kHasTensorCores<T>) {
+      if (block.tensor_cores && aligned && tensor_forward_takes(block.params)) {
+        return launch_tensor_forward(block.params, state, device.stream());
+      }
+    }
     launch_forward(block.params, state, device.stream());
   });
 }
@@ -178,6 +196,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_block_backward_cuda(
         data<Acc>(grad_k),
         data<Acc>(grad_v),
         wanted_bias ? data<Acc>(grad_bias) : nullptr};
+    if constexpr (kHasTensorCores<T>) {
+      if (block.tensor_cores && tensor_backward_takes(block.params)) {
+        return launch_tensor_backward(block.params, arrays, device.stream());
+      }
+    }
     launch_backward(block.params, arrays, device.stream());
   });
   return {grad_q, grad_k, grad_v, grad_bias};

@@ -20,19 +20,19 @@ struct ForwardState {
 };
 
 // Products to scores, -inf where the query does not see the key. `bias` is not read without kBias.
-template <bool kSoftcap, bool kAlibi, bool kBias, typename Acc>
+template <typename Layout, bool kSoftcap, bool kAlibi, bool kBias, typename Acc>
 __device__ __forceinline__ void mask_scores(
-    Scores<Acc>& s, const TileTokens<Acc>& tokens, const HeadScore<Acc>& head, const volatile TileBias<Acc>& bias,
-    bool masked) {
+    Scores<Acc, Layout>& s, const TileTokens<Acc>& tokens, const HeadScore<Acc>& head,
+    const volatile TileBias<Acc>& bias, bool masked) {
   const Score<Acc> score = head.score;
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    const int row = thread_row() + kSide * i;
+  for (int i = 0; i < Layout::kRows; ++i) {
+    const int row = Layout::row(i);
     const int32_t q = tokens.q_positions[row], document = tokens.q_documents[row];
     const Interval visible = visible_positions(q, head.window);
 #pragma unroll
-    for (int j = 0; j < kPerThread; ++j) {
-      const int col = thread_col() + kSide * j;
+    for (int j = 0; j < Layout::kCols; ++j) {
+      const int col = Layout::col(j);
       const int32_t k = tokens.k_positions[col];
       Acc unused = 0;
       Acc value = score_of<kSoftcap, kAlibi>(s[i][j], score, unused, k - q);
@@ -47,74 +47,74 @@ __device__ __forceinline__ void mask_scores(
 }
 
 // Scores to exp(score - max), after the maxima have moved on. A thread's sums are those of its own columns.
-template <typename Acc, int kCols>
+template <typename Layout, typename Acc, typename Out>
 __device__ __forceinline__ void softmax_tile(
-    Scores<Acc>& s, Acc (&max)[kPerThread], Acc (&sum)[kPerThread], Sums<Acc, kCols>& out) {
+    Scores<Acc, Layout>& s, Acc (&max)[Layout::kRows], Acc (&sum)[Layout::kRows], Out& out) {
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
+  for (int i = 0; i < Layout::kRows; ++i) {
     Acc most = max[i];
 #pragma unroll
-    for (int j = 0; j < kPerThread; ++j) {
+    for (int j = 0; j < Layout::kCols; ++j) {
       most = s[i][j] > most ? s[i][j] : most;
     }
-    most = warp_max<kSide>(most);
+    most = warp_max<Layout::kLanes>(most);
     const Acc shift = most == -Acc(kInf) ? Acc(0) : most;
     const Acc fade = exp_acc(max[i] - shift);
     max[i] = most;
     sum[i] *= fade;
     out.scale_row(i, fade);
 #pragma unroll
-    for (int j = 0; j < kPerThread; ++j) {
+    for (int j = 0; j < Layout::kCols; ++j) {
       s[i][j] = exp_acc(s[i][j] - shift);
       sum[i] += s[i][j];
     }
   }
 }
 
-template <typename Acc>
-__device__ __forceinline__ void drop(Scores<Acc>& s, unsigned kept, Acc inv_keep) {
+template <typename Layout, typename Acc>
+__device__ __forceinline__ void drop(Scores<Acc, Layout>& s, unsigned kept, Acc inv_keep) {
 #pragma unroll
-  for (int n = 0; n < kPerThread * kPerThread; ++n) {
-    s[n / kPerThread][n % kPerThread] *= (kept >> n & 1u) != 0 ? inv_keep : Acc(0);
+  for (int n = 0; n < Layout::kRows * Layout::kCols; ++n) {
+    s[n / Layout::kCols][n % Layout::kCols] *= (kept >> n & 1u) != 0 ? inv_keep : Acc(0);
   }
 }
 
 // Starts a tile's rows from a finished result: its sum is 1 and its maximum the LSE. Rows without keys are not read.
-template <typename Acc, int kCols>
+template <typename Layout, typename Acc, typename Out>
 __device__ __forceinline__ void load_state(
-    const ForwardState<Acc>& state, int64_t row0, int rows, int first_col, Acc (&max)[kPerThread],
-    Acc (&sum)[kPerThread], Sums<Acc, kCols>& out) {
+    const ForwardState<Acc>& state, int64_t row0, int rows, int first_col, Acc (&max)[Layout::kRows],
+    Acc (&sum)[Layout::kRows], Out& out) {
   const Rows<Acc> before = {state.out + row0 * state.cols, state.cols, rows, state.cols, state.aligned};
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    const int row = thread_row() + kSide * i;
+  for (int i = 0; i < Layout::kRows; ++i) {
+    const int row = Layout::row(i);
     const Acc lse = state.before != nullptr && row < rows ? state.before[row0 + row] : -Acc(kInf);
     const bool empty = lse == Acc(kInf) || lse == -Acc(kInf);
     max[i] = empty ? -Acc(kInf) : lse;
-    sum[i] = empty || thread_col() > 0 ? Acc(0) : Acc(1);
-#pragma unroll
-    for (int c = 0; c < Sums<Acc, kCols>::kGroups; ++c) {
-      const int col = first_col + c * kGroupCols + thread_col() * 4;
-      out.v[i][c] = empty ? Quad<Acc>{} : read_quad(before, row, col);
+    sum[i] = empty || Layout::lane() > 0 ? Acc(0) : Acc(1);
+    if (empty) {
+      out.clear_row(i);
+    } else {
+      out.load_row(i, before, row, first_col);
     }
   }
 }
 
 // out /= sum, lse = max + log(sum); rows without keys: out 0, LSE -inf. The first chunk of columns writes the LSE.
-template <typename Acc, int kCols>
+template <typename Layout, typename Acc, typename Out>
 __device__ __forceinline__ void finish_rows(
-    const ForwardState<Acc>& state, int64_t row0, int rows, int first_col, const Acc (&max)[kPerThread],
-    const Acc (&sum)[kPerThread], Sums<Acc, kCols>& out) {
+    const ForwardState<Acc>& state, int64_t row0, int rows, int first_col, const Acc (&max)[Layout::kRows],
+    const Acc (&sum)[Layout::kRows], Out& out) {
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    const int row = thread_row() + kSide * i;
-    const Acc total = warp_sum<kSide>(sum[i]);
+  for (int i = 0; i < Layout::kRows; ++i) {
+    const int row = Layout::row(i);
+    const Acc total = warp_sum<Layout::kLanes>(sum[i]);
     if (row >= rows) {
       continue;
     }
     out.scale_row(i, total == 0 ? Acc(0) : Acc(1) / total);
     out.store_row(i, state.out + (row0 + row) * state.cols, state.cols, first_col, state.aligned);
-    if (first_col == 0 && thread_col() == 0) {
+    if (first_col == 0 && Layout::lane() == 0) {
       // Only a sum of nothing is 0: the largest score adds exp(0). NaN goes on to both results.
       state.lse[row0 + row] = total == 0 ? -Acc(kInf) : total > 0 ? max[i] + log_positive(total) : total;
     }
@@ -151,9 +151,9 @@ __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm<acc_t<T>, kCols, kBi
   copy_tokens(own, tokens.q_positions, tokens.q_documents);
   Acc max[kPerThread], sum[kPerThread];
   Sums<Acc, kCols> out;
-  load_state(state, row0, own.count, first_col, max, sum, out);
+  load_state<SquareLayout>(state, row0, own.count, first_col, max, sum, out);
   const auto may = [&](int t) { return may_see(own.extent, keys[t].extent, params.window); };
-  for_each_visible(params.keys.num_tiles, scratch->visible, may, [&](int t) {
+  for_each_visible<kNumThreads>(params.keys.num_tiles, scratch->visible, may, [&](int t) {
     copy_tokens(keys[t], tokens.k_positions, tokens.k_documents);
     if (kBias && threadIdx.x == 0) {
       scratch->bias = tile_bias(params, nullptr, b, task.head, row, int64_t{t} * kTile);
@@ -163,17 +163,17 @@ __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm<acc_t<T>, kCols, kBi
     multiply_rows(s, scratch->stage, scratch->q, scratch->row, scratch->k, int64_t{t} * kTile);
     const bool masked = is_masked(own.extent, keys[t], params.window);
     with_score<kBias>(scratch->head.score, [&]<bool kSoftcap, bool kAlibi>() {
-      mask_scores<kSoftcap, kAlibi, kBias>(s, tokens, scratch->head, scratch->bias, masked);
+      mask_scores<SquareLayout, kSoftcap, kAlibi, kBias>(s, tokens, scratch->head, scratch->bias, masked);
     });
-    softmax_tile(s, max, sum, out);
+    softmax_tile<SquareLayout>(s, max, sum, out);
     if (params.threshold > 0) {
-      drop(s, kept_scores<true>(tokens, scratch->head), params.inv_keep);
+      drop<SquareLayout>(s, kept_scores<SquareLayout, true>(tokens, scratch->head), params.inv_keep);
     }
     write_weights(scratch->weights, s);
     out.add(scratch->stage, scratch->weights, scratch->v, int64_t{t} * kTile);
   });
   __syncthreads();
-  finish_rows(state, scratch->row0, own.count, first_col, max, sum, out);
+  finish_rows<SquareLayout>(state, scratch->row0, own.count, first_col, max, sum, out);
 }
 
 template <int kCols, bool kBias, typename T>

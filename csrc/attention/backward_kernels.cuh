@@ -34,17 +34,17 @@ __device__ __forceinline__ void copy_statistics(
 
 // Products q.k and grad_out.v to the softmax with dropout, and to the gradient of q.k. Rows of the tile are queries, or
 // keys. `bias` is not used without kBias.
-template <bool kRowsAreQueries, bool kSoftcap, bool kAlibi, bool kBias, typename Acc>
+template <typename Layout, bool kRowsAreQueries, bool kSoftcap, bool kAlibi, bool kBias, typename Acc>
 __device__ __forceinline__ void softmax_gradient(
-    Scores<Acc>& s, Scores<Acc>& g, const TileTokens<Acc>& tokens, const HeadScore<Acc>& head,
+    Scores<Acc, Layout>& s, Scores<Acc, Layout>& g, const TileTokens<Acc>& tokens, const HeadScore<Acc>& head,
     const volatile TileBias<Acc>& bias, unsigned kept, bool masked) {
   const Score<Acc> score = head.score;
   const Acc inv_keep = head.inv_keep;
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
+  for (int i = 0; i < Layout::kRows; ++i) {
 #pragma unroll
-    for (int j = 0; j < kPerThread; ++j) {
-      const int row = thread_row() + kSide * i, col = thread_col() + kSide * j;
+    for (int j = 0; j < Layout::kCols; ++j) {
+      const int row = Layout::row(i), col = Layout::col(j);
       const int of_q = kRowsAreQueries ? row : col, of_k = kRowsAreQueries ? col : row;
       const int32_t q = tokens.q_positions[of_q], k = tokens.k_positions[of_k];
       Acc tanh = 0;
@@ -56,7 +56,7 @@ __device__ __forceinline__ void softmax_gradient(
       const bool seen = (!masked) | ((k >= visible.first) & (k <= visible.last) &
                                      (tokens.q_documents[of_q] == tokens.k_documents[of_k]));
       const Acc p = seen ? exp_acc(value - tokens.q_lse[of_q]) : Acc(0);
-      const Acc keep = (kept >> (kPerThread * i + j) & 1u) != 0 ? inv_keep : Acc(0);
+      const Acc keep = (kept >> (Layout::kCols * i + j) & 1u) != 0 ? inv_keep : Acc(0);
       const Acc of_score = p * (g[i][j] * keep - tokens.q_delta[of_q]);
       const Acc ds = of_score * score.scale;
       s[i][j] = p * keep;
@@ -70,12 +70,13 @@ __device__ __forceinline__ void softmax_gradient(
 }
 
 // The same for the tile at hand.
-template <bool kRowsAreQueries, bool kBias, typename T, typename Acc>
+template <typename Layout, bool kRowsAreQueries, bool kBias, typename T, typename Acc>
 __device__ __forceinline__ void gradient_of_tile(
-    Scores<Acc>& s, Scores<Acc>& g, const TileScratch<T>& scratch, bool masked) {
-  const unsigned kept = scratch.head.threshold > 0 ? kept_scores<kRowsAreQueries>(scratch.tokens, scratch.head) : ~0u;
+    Scores<Acc, Layout>& s, Scores<Acc, Layout>& g, const TileContext<T>& scratch, bool masked) {
+  const unsigned kept =
+      scratch.head.threshold > 0 ? kept_scores<Layout, kRowsAreQueries>(scratch.tokens, scratch.head) : ~0u;
   with_score<kBias>(scratch.head.score, [&]<bool kSoftcap, bool kAlibi>() {
-    softmax_gradient<kRowsAreQueries, kSoftcap, kAlibi, kBias>(
+    softmax_gradient<Layout, kRowsAreQueries, kSoftcap, kAlibi, kBias>(
         s, g, scratch.tokens, scratch.head, scratch.bias, kept, masked);
   });
 }
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   Sums<Acc, kCols> grad_q;
   grad_q.clear();
   const auto may = [&](int t) { return may_see(own.extent, keys[t].extent, params.window); };
-  for_each_visible(params.keys.num_tiles, scratch->visible, may, [&](int t) {
+  for_each_visible<kNumThreads>(params.keys.num_tiles, scratch->visible, may, [&](int t) {
     copy_tokens(keys[t], tokens.k_positions, tokens.k_documents);
     if (kBias && threadIdx.x == 0) {
       // The first chunk of columns writes the gradient.
@@ -120,7 +121,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     Scores<Acc> s, g;
     multiply_rows(s, scratch->stage, scratch->q, scratch->row, scratch->k, int64_t{t} * kTile);
     multiply_rows(g, scratch->stage, scratch->grad_out, scratch->row, scratch->v, int64_t{t} * kTile);
-    gradient_of_tile<true, kBias>(s, g, *scratch, is_masked(own.extent, keys[t], params.window));
+    gradient_of_tile<SquareLayout, true, kBias>(s, g, *scratch, is_masked(own.extent, keys[t], params.window));
     write_weights(scratch->weights, g);
     grad_q.add(scratch->stage, scratch->weights, scratch->k.columns(scratch->first_col, kCols), int64_t{t} * kTile);
   });
@@ -159,7 +160,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       scratch->head = head_score(params, b, h);
     }
     const int64_t row0 = (b * params.heads + h) * params.q.num_rows;
-    for_each_visible(params.queries.num_tiles, scratch->visible, may, [&](int t) {
+    for_each_visible<kNumThreads>(params.queries.num_tiles, scratch->visible, may, [&](int t) {
       copy_tokens(queries[t], tokens.q_positions, tokens.q_documents);
       copy_statistics(arrays, row0 + int64_t{t} * kTile, queries[t].count, tokens);
       if (kBias && threadIdx.x == 0) {
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       Scores<Acc> s, g;
       multiply_rows(s, scratch->stage, scratch->k, scratch->row, scratch->q, int64_t{t} * kTile);
       multiply_rows(g, scratch->stage, scratch->v, scratch->row, scratch->grad_out, int64_t{t} * kTile);
-      gradient_of_tile<false, kBias>(s, g, *scratch, is_masked(queries[t].extent, own, params.window));
+      gradient_of_tile<SquareLayout, false, kBias>(s, g, *scratch, is_masked(queries[t].extent, own, params.window));
       write_weights(scratch->weights, s);
       grad_v.add(
           scratch->stage, scratch->weights, scratch->grad_out.columns(scratch->first_col, kCols), int64_t{t} * kTile);

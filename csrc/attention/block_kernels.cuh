@@ -151,12 +151,11 @@ __device__ __forceinline__ void with_score(const Score<Acc>& score, const F& f) 
   }
 }
 
-// Shared memory of a block of threads: with what is read now and then beside what would not fit the registers.
+// Shared memory of a block of threads, whatever multiplies its tiles: with what is read now and then beside what would
+// not fit the registers.
 template <typename T>
-struct TileScratch {
+struct TileContext {
   using Acc = acc_t<T>;
-  Acc stage[kStageSize];
-  Acc weights[kTile * kWeightStride];
   TileTokens<Acc> tokens;
   unsigned visible[kNumWarps];
   Rows<T> q, k, v;
@@ -168,19 +167,25 @@ struct TileScratch {
   int64_t row0;       // the same in [B * H, Sq] or [B * Hkv, Sk]
 };
 
+template <typename T>
+struct TileScratch : TileContext<T> {
+  alignas(16) acc_t<T> stage[kStageSize];
+  alignas(16) acc_t<T> weights[kTile * kWeightStride];
+};
+
 // True if some query of a tile does not see some key of another.
 __device__ __forceinline__ bool is_masked(const Extent& queries, const TokenTile& keys, Window window) {
   return keys.count < kTile || !all_see_all(queries, keys.extent, window);
 }
 
-// The scores of a thread that dropout keeps: bit kPerThread * i + j. Not unrolled, as sixteen generators at a time
-// would want all registers.
-template <bool kRowsAreQueries, typename Acc>
+// The scores of a thread that dropout keeps: bit kCols * i + j. Not unrolled, as sixteen generators at a time would
+// want all registers.
+template <typename Layout, bool kRowsAreQueries, typename Acc>
 __device__ __forceinline__ unsigned kept_scores(const TileTokens<Acc>& tokens, const HeadScore<Acc>& head) {
   unsigned kept = 0;
 #pragma unroll 1
-  for (int n = 0; n < kPerThread * kPerThread; ++n) {
-    const int row = thread_row() + kSide * (n / kPerThread), col = thread_col() + kSide * (n % kPerThread);
+  for (int n = 0; n < Layout::kRows * Layout::kCols; ++n) {
+    const int row = Layout::row(n / Layout::kCols), col = Layout::col(n % Layout::kCols);
     const int32_t q = tokens.q_positions[kRowsAreQueries ? row : col];
     const int32_t k = tokens.k_positions[kRowsAreQueries ? col : row];
     kept |= unsigned{head.keeps(q, k)} << n;

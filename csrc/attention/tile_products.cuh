@@ -29,6 +29,25 @@ __device__ __forceinline__ int thread_col() {
   return static_cast<int>(threadIdx.x) % kSide;
 }
 
+// Which scores of a tile a thread holds: s[i][j] is that of row(i) and column(j). The kLanes that share rows are
+// neighbours in a warp, and lane() is the place among them.
+struct SquareLayout {
+  static constexpr int kRows = kPerThread, kCols = kPerThread, kLanes = kSide;
+
+  __device__ __forceinline__ static int row(int i) {
+    return thread_row() + kSide * i;
+  }
+  __device__ __forceinline__ static int col(int j) {
+    return thread_col() + kSide * j;
+  }
+  __device__ __forceinline__ static int lane() {
+    return thread_col();
+  }
+};
+
+template <typename Acc, typename Layout = SquareLayout>
+using Scores = Acc[Layout::kRows][Layout::kCols];
+
 template <typename T>
 struct Quad {
   T v[4];
@@ -142,9 +161,6 @@ struct Fetched {
   }
 };
 
-template <typename Acc>
-using Scores = Acc[kPerThread][kPerThread];
-
 // scores = a[a_row + i] . b[b_row + j], for both of the same number of columns. Ends with a barrier, where it begins
 // at all.
 template <typename Acc, typename A, typename B>
@@ -208,10 +224,7 @@ struct Sums {
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-#pragma unroll
-      for (int c = 0; c < kGroups; ++c) {
-        v[i][c] = {};
-      }
+      clear_row(i);
     }
   }
 
@@ -268,7 +281,22 @@ struct Sums {
     }
   }
 
-  // Row i of the thread's to the columns from `first` on of a row.
+  // Row i of the thread's from the columns from `first` on of a row.
+  __device__ __forceinline__ void load_row(int i, const Rows<Acc>& m, int64_t row, int first) {
+#pragma unroll
+    for (int c = 0; c < kGroups; ++c) {
+      v[i][c] = read_quad(m, row, first + c * kGroupCols + thread_col() * 4);
+    }
+  }
+
+  __device__ __forceinline__ void clear_row(int i) {
+#pragma unroll
+    for (int c = 0; c < kGroups; ++c) {
+      v[i][c] = {};
+    }
+  }
+
+  // To the columns from `first` on of a row.
   __device__ __forceinline__ void store_row(int i, Acc* row, int cols, int first, bool aligned) const {
 #pragma unroll
     for (int c = 0; c < kGroups; ++c) {

@@ -118,17 +118,17 @@ void launch_describe_tokens(
 }
 
 // Calls f(tile) in order for each tile that `may` accepts: the threads look at as many tiles at a time as they are, so
-// that the hidden ones cost next to nothing. `visible` [kNumWarps] is shared memory of its own.
-template <typename Visible, typename F>
+// that the hidden ones cost next to nothing. `visible`, a word a warp, is shared memory of its own.
+template <int kThreads, typename Visible, typename F>
 __device__ __forceinline__ void for_each_visible(int num_tiles, unsigned* visible, const Visible& may, const F& f) {
-  for (int base = 0; base < num_tiles; base += kNumThreads) {
+  for (int base = 0; base < num_tiles; base += kThreads) {
     const int mine = base + static_cast<int>(threadIdx.x);
     const unsigned word = __ballot_sync(kFullMask, mine < num_tiles && may(mine));
     if (lane_id() == 0) {
       visible[warp_id()] = word;
     }
     __syncthreads();
-    for (int warp = 0; warp < kNumWarps; ++warp) {
+    for (int warp = 0; warp < kThreads / kWarpSize; ++warp) {
       for (unsigned left = visible[warp]; left != 0; left &= left - 1) {
         f(base + warp * kWarpSize + __ffs(static_cast<int>(left)) - 1);
       }

@@ -13,6 +13,7 @@
 #include "attention/attention_kernels.cuh"
 #include "attention/backward_kernels.cuh"
 #include "attention/merge_kernels.cuh"
+#include "attention/tensor_kernels.cuh"
 #include "schedules.h"
 
 namespace moe_ext::attention {
@@ -214,34 +215,34 @@ void expect_near(const std::vector<Acc>& actual, const std::vector<double>& exac
 
 class Block : public simt::ScheduleTest<Case> {
  protected:
-  template <typename T>
-  void attends() {
+  template <typename T, typename Launch>
+  void attends(const Launch& launch) {
     using Acc = acc_t<T>;
     const Problem<T> p(param());
     const Exact exact(p);
     std::vector<Acc> out(exact.out.size(), Acc(NAN)), lse(exact.lse.size(), Acc(NAN));
     const bool aligned = p.c.dim_v % 4 == 0;
-    launch_forward(p.params, {out.data(), lse.data(), nullptr, p.c.dim_v, aligned}, nullptr);
+    launch(p.params, {out.data(), lse.data(), nullptr, p.c.dim_v, aligned}, nullptr);
     expect_near(out, exact.out, "out");
     expect_near(lse, exact.lse, "lse");
     // Added to itself: twice every exponential.
     const std::vector<Acc> before = lse;
     std::vector<double> twice = exact.lse;
     std::for_each(twice.begin(), twice.end(), [](double& x) { x += std::log(2.0); });
-    launch_forward(p.params, {out.data(), lse.data(), before.data(), p.c.dim_v, aligned}, nullptr);
+    launch(p.params, {out.data(), lse.data(), before.data(), p.c.dim_v, aligned}, nullptr);
     expect_near(out, exact.out, "out of a state");
     expect_near(lse, twice, "lse of a state");
   }
 
-  template <typename T>
-  void gives_gradients() {
+  template <typename T, typename Launch>
+  void gives_gradients(const Launch& launch) {
     using Acc = acc_t<T>;
     const Problem<T> p(param());
     const Exact exact(p);
     const std::vector<Acc> lse(exact.lse.begin(), exact.lse.end());
     std::vector<Acc> grad_q(exact.grad_q.size(), Acc(NAN)), grad_k(exact.grad_k.size(), Acc(NAN));
     std::vector<Acc> grad_v(exact.grad_v.size(), Acc(NAN));
-    launch_backward(
+    launch(
         p.params, {p.grad_out.view(), lse.data(), p.delta.data(), grad_q.data(), grad_k.data(), grad_v.data()},
         nullptr);
     expect_near(grad_q, exact.grad_q, "grad_q");
@@ -251,11 +252,11 @@ class Block : public simt::ScheduleTest<Case> {
 };
 
 TEST_P(Block, Attends) {
-  attends<float>();
+  attends<float>(launch_forward<float>);
 }
 
 TEST_P(Block, GivesGradients) {
-  gives_gradients<float>();
+  gives_gradients<float>(launch_backward<float>);
 }
 
 std::vector<Case> block_cases() {
@@ -288,15 +289,15 @@ INSTANTIATE_TEST_SUITE_P(Schedules, Block, simt::under_all_schedules(block_cases
 class BlockOfEachType : public Block {};
 
 TEST_P(BlockOfEachType, Attends) {
-  attends<double>();
-  attends<c10::BFloat16>();
-  attends<c10::Half>();
+  attends<double>(launch_forward<double>);
+  attends<c10::BFloat16>(launch_forward<c10::BFloat16>);
+  attends<c10::Half>(launch_forward<c10::Half>);
 }
 
 TEST_P(BlockOfEachType, GivesGradients) {
-  gives_gradients<double>();
-  gives_gradients<c10::BFloat16>();
-  gives_gradients<c10::Half>();
+  gives_gradients<double>(launch_backward<double>);
+  gives_gradients<c10::BFloat16>(launch_backward<c10::BFloat16>);
+  gives_gradients<c10::Half>(launch_backward<c10::Half>);
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -304,6 +305,67 @@ INSTANTIATE_TEST_SUITE_P(
     simt::under_all_schedules(
         std::vector<Case>{{"aligned", 20, 70, 36, 72, true}, {"odd", 20, 70, 5, 7, true, 3, -1, true, false, 2.0}}),
     [](const auto& info) { return simt::to_string(std::get<0>(info.param)) + "_" + std::get<1>(info.param).name; });
+
+// Weights and gradients of scores go into products as two bfloat16, which lose up to 2^-16 of each, or 1.5e-5. The
+// losses of a sum average out: results are held to the 1e-5 of the largest that float32 is.
+class TensorBlock : public Block {};
+
+TEST_P(TensorBlock, Attends) {
+  attends<c10::BFloat16>(launch_tensor_forward<c10::BFloat16>);
+  attends<c10::Half>(launch_tensor_forward<c10::Half>);
+}
+
+TEST_P(TensorBlock, GivesGradients) {
+  gives_gradients<c10::BFloat16>(launch_tensor_backward<c10::BFloat16>);
+}
+
+std::vector<Case> tensor_cases() {
+  std::vector<Case> cases = {
+      {"one", 1, 1, 8, 8},
+      {"no_keys", 5, 0, 8, 8},
+      {"no_queries", 0, 5, 8, 8},
+      {"tile", 64, 64, 32, 64},
+      {"odd", 65, 63, 40, 24},
+      {"widest", 33, 70, 128, 128, true},
+      {"window", 70, 129, 16, 24, false, 30, 7},
+  };
+  Case all = {"all", 70, 129, 24, 16, true, 100, -1, true, true, 2.5, 0.1, true};
+  all.padding = 8;
+  cases.push_back(all);
+  all.name = "shuffled";
+  all.shuffled = true;
+  all.key_heads = 2;
+  cases.push_back(all);
+  return cases;
+}
+
+INSTANTIATE_TEST_SUITE_P(Schedules, TensorBlock, simt::under_all_schedules(tensor_cases()), [](const auto& info) {
+  return simt::to_string(std::get<0>(info.param)) + "_" + std::get<1>(info.param).name;
+});
+
+// More columns than a block of threads keeps, and the widest queries.
+class WideTensorBlock : public Block {};
+
+TEST_P(WideTensorBlock, Attends) {
+  attends<c10::BFloat16>(launch_tensor_forward<c10::BFloat16>);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Schedules, WideTensorBlock,
+    simt::under_all_schedules(std::vector<Case>{{"wide", 33, 70, 256, 72}, {"chunks", 20, 70, 24, 200, true}}),
+    [](const auto& info) { return simt::to_string(std::get<0>(info.param)) + "_" + std::get<1>(info.param).name; });
+
+TEST(TensorBlock, TakesWhatItsKernelsDo) {
+  const Problem<c10::BFloat16> wide({"", 3, 4, 256, 136}), wider({"", 3, 4, 264, 8}), odd({"", 3, 4, 12, 8});
+  EXPECT_TRUE(tensor_forward_takes(wide.params));
+  EXPECT_FALSE(tensor_backward_takes(wide.params));
+  EXPECT_FALSE(tensor_forward_takes(wider.params));
+  EXPECT_FALSE(tensor_forward_takes(odd.params));
+  const Problem<c10::Half> half({"", 3, 4, 8, 8});
+  EXPECT_TRUE(tensor_forward_takes(half.params));
+  EXPECT_FALSE(tensor_backward_takes(half.params));
+  EXPECT_FALSE(tensor_forward_takes(Problem<float>({"", 3, 4, 8, 8}).params));
+}
 
 TEST(Tokens, TrapPositionsOutOfRange) {
   for (int64_t bad : {int64_t{-1}, kMostPositions}) {

@@ -1,11 +1,13 @@
 // What the emulation must catch: seeded bugs, each beside the kernel that is right.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <string>
 #include <vector>
 
 #include "common/block.cuh"
 #include "common/launch.cuh"
+#include "common/tensor_cores.cuh"
 #include "common/warp.cuh"
 #include "schedules.h"
 
@@ -354,6 +356,149 @@ __global__ void primitives_kernel(int* out) {
 
 TEST(Primitives, AreRightUnderEverySchedule) {
   EXPECT_EQ(num_right(primitives_kernel, 1, std::vector<int>(kThreads, 1)), 3);
+}
+
+// Matrices of numbers that their products and sums of 16 hold exactly.
+float number(int row, int col) {
+  return static_cast<float>((row * 7 + col * 3) % 11 - 5);
+}
+
+// The place of a thread's numbers as section "Matrix Fragments for mma.m16n8k16 with floating point type" of the PTX
+// manual gives it.
+template <typename T>
+__global__ void manual_fragments_kernel(float* out) {
+  const int group = lane_id() >> 2, thread = lane_id() % 4;
+  T a[8], b[4];
+  for (int i = 0; i < 8; ++i) {
+    const int row = i < 2 || (i >= 4 && i < 6) ? group : group + 8;
+    const int col = i < 4 ? thread * 2 + (i & 1) : thread * 2 + (i & 1) + 8;
+    a[i] = static_cast<T>(number(row, col));
+  }
+  for (int i = 0; i < 4; ++i) {
+    const int row = i < 2 ? thread * 2 + (i & 1) : thread * 2 + (i & 1) + 8;
+    b[i] = static_cast<T>(number(row, group + 20));
+  }
+  uint32_t of_a[4], of_b[2];
+  memcpy(of_a, a, sizeof(of_a));
+  memcpy(of_b, b, sizeof(of_b));
+  float c[4] = {};
+  multiply_add<T>(c[0], c[1], c[2], c[3], of_a, of_b[0], of_b[1]);
+  for (int i = 0; i < 4; ++i) {
+    const int row = i < 2 ? group : group + 8, col = thread * 2 + (i & 1);
+    out[row * 8 + col] = c[i];
+  }
+}
+
+// The same product of operands that ldmatrix lays out; b comes as its transpose, or as it is.
+template <bool kTransposed>
+__global__ void loaded_fragments_kernel(float* out) {
+  MOE_SHARED(c10::BFloat16, a, 16 * 16);
+  MOE_SHARED(c10::BFloat16, b, 16 * 16);
+  for (int i = lane_id(); i < 256; i += kWarpSize) {
+    a[i] = number(i / 16, i % 16);
+    const int row = kTransposed ? i / 16 : i % 16, col = kTransposed ? i % 16 : i / 16;
+    b[i] = number(row, col + 20);
+  }
+  __syncwarp();
+  const int lane = lane_id();
+  uint32_t of_a[4], of_b[4];
+  load_matrices<false>(of_a, a + lane % 16 * 16 + lane / 16 * 8);
+  if constexpr (kTransposed) {
+    load_matrices<true>(of_b, b + lane % 16 * 16 + lane / 16 * 8);
+  } else {
+    load_matrices<false>(of_b, b + (lane % 8 + lane / 16 * 8) * 16 + lane / 8 % 2 * 8);
+  }
+  float c[4] = {};
+  multiply_add<c10::BFloat16>(c[0], c[1], c[2], c[3], of_a, of_b[0], of_b[1]);
+  for (int i = 0; i < 4; ++i) {
+    out[(lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = c[i];
+  }
+}
+
+TEST(TensorCores, FragmentsLieWhereTheManualSays) {
+  std::vector<float> expected(16 * 8, 0);
+  for (int i = 0; i < 16 * 8 * 16; ++i) {
+    const int row = i / 128, col = i / 16 % 8, k = i % 16;
+    expected[row * 8 + col] += number(row, k) * number(k, col + 20);
+  }
+  for (const simt::Schedule& schedule : simt::all_schedules()) {
+    const simt::Scoped scoped(simt::schedule, schedule);
+    for (void (*kernel)(float*) :
+         {manual_fragments_kernel<c10::BFloat16>, manual_fragments_kernel<c10::Half>, loaded_fragments_kernel<false>,
+          loaded_fragments_kernel<true>}) {
+      std::vector<float> out(16 * 8, -1);
+      launch({dim3(1), dim3(kWarpSize), 0, nullptr}, kernel, out.data());
+      EXPECT_EQ(out, expected);
+    }
+  }
+}
+
+struct alignas(16) Sixteen {
+  int v[4];
+};
+
+enum class CopyBug { kNone, kNoWait, kNoBarrier, kWaitsForTooFew };
+
+// Two groups of copies; each thread reads what another one copied in the second.
+template <CopyBug kBug>
+__global__ void copy_kernel(int* out, const int* from) {
+  MOE_SHARED(Sixteen, first, kThreads);
+  MOE_SHARED(Sixteen, second, kThreads);
+  copy_async(first + threadIdx.x, from, true);
+  commit_copies();
+  copy_async(second + threadIdx.x, from + 4 * threadIdx.x, true);
+  commit_copies();
+  if constexpr (kBug != CopyBug::kNoWait) {
+    wait_copies<kBug == CopyBug::kWaitsForTooFew ? 1 : 0>();
+  }
+  if constexpr (kBug != CopyBug::kNoBarrier) {
+    __syncthreads();
+  }
+  out[threadIdx.x] = second[kThreads - 1 - threadIdx.x].v[0];
+}
+
+TEST(SeededBug, CopiesThatAreStillUnderway) {
+  alignas(16) static std::array<int, 4 * kThreads> from;
+  for (int i = 0; i < 4 * kThreads; ++i) {
+    from[i] = i / 4;
+  }
+  const auto right = [&](void (*kernel)(int*, const int*)) {
+    int right = 0;
+    for (const simt::Schedule& schedule : simt::all_schedules()) {
+      const simt::Scoped scoped(simt::schedule, schedule);
+      std::vector<int> out(kThreads, 0);
+      launch({dim3(1), dim3(kThreads), 0, nullptr}, kernel, out.data(), from.data());
+      right += out == reversed_ids();
+    }
+    return right;
+  };
+  EXPECT_EQ(right(copy_kernel<CopyBug::kNone>), 3);
+  EXPECT_LT(right(copy_kernel<CopyBug::kNoWait>), 3);
+  EXPECT_LT(right(copy_kernel<CopyBug::kNoBarrier>), 3);
+  EXPECT_LT(right(copy_kernel<CopyBug::kWaitsForTooFew>), 3);
+}
+
+// A copy or a load of matrices that does not begin at a multiple of 16 bytes of shared memory.
+__global__ void place_kernel(unsigned char* memory, int offset, bool loads) {
+  MOE_DYNAMIC_SHARED(unsigned char, shared);
+  unsigned char* const place = (memory != nullptr ? memory : shared) + offset;
+  if (loads) {
+    uint32_t unused[4];
+    load_matrices<false>(unused, place);
+  } else {
+    copy_async(place, nullptr, false);
+  }
+}
+
+TEST(SeededBug, PlacesThatTensorCoresDoNotTake) {
+  alignas(16) unsigned char elsewhere[32];
+  unsigned char* const shared = nullptr;
+  for (const bool loads : {false, true}) {
+    EXPECT_EQ(error_of_launch(place_kernel, 1, shared, 16, loads), "no error");
+    EXPECT_HAS(error_of_launch(place_kernel, 1, shared, 8, loads), "takes a multiple of 16 as its address");
+    EXPECT_HAS(error_of_launch(place_kernel, 1, elsewhere, 0, loads), "names shared memory, and its address lies");
+    EXPECT_HAS(error_of_launch(place_kernel, 1, shared, 64, loads), "names shared memory, and its address lies");
+  }
 }
 
 } // namespace

@@ -385,7 +385,7 @@ def frobenius(actual, exact):
 
 
 @pytest.mark.parametrize("num_blocks", [1, 16])
-def test_error_of_16_bits_is_one_rounding_however_often_it_is_merged(device, num_blocks):
+def test_error_of_16_bits_is_one_rounding_however_often_it_is_merged(device, num_blocks, request):
     q, k, v = qkv(1, 2, 2, 512, 512, 64, dtype=torch.bfloat16)
     at = torch.arange(512)
     grad = torch.randn(q.shape).bfloat16()
@@ -402,10 +402,12 @@ def test_error_of_16_bits_is_one_rounding_however_often_it_is_merged(device, num
     exact_inputs = [t.double().requires_grad_() for t in (q, k, v)]
     exact, _ = reference.attention_block(*exact_inputs, at, at, causal=True)
     exact_grads = torch.autograd.grad(exact, exact_inputs, grad.double())
+    # Tensor cores take weights and gradients as two bfloat16, which lose up to 2^-16 of each.
+    limit = 1e-6 if request.node.callspec.params["device"] == "cpu" else 2**-16
     for actual, x in zip((out, *grads), (exact.detach(), *exact_grads), strict=True):
         # A rounding to 8 bits alone gives 1.6e-3 to 1.7e-3.
         assert frobenius(actual.bfloat16(), x) < 1.8e-3
-        assert frobenius(actual, x) < 1e-6
+        assert frobenius(actual, x) < limit
 
 
 def test_saves_inputs_and_results_alone(device):

@@ -31,6 +31,7 @@ struct Thread {
   enum State : uint8_t { kReady, kWaiting, kGone } state = kReady;
   bool at_rest = false; // between two kernels
   Call call;
+  std::vector<std::vector<std::pair<void*, const void*>>> copies; // to make at the wait: groups, the last still open
 };
 
 std::mt19937_64 generator;
@@ -106,6 +107,7 @@ void run_thread() {
 
 void prepare(Thread& t, dim3 idx, bool exists) {
   t.idx = idx;
+  t.copies.assign(1, {});
   t.state = exists ? Thread::kReady : Thread::kGone;
   if (t.at_rest || !exists) {
     return;
@@ -203,16 +205,68 @@ void fail(const std::string& what, Site site) {
   throw Error("simt: " + what + ": block " + describe(blockIdx) + ", " + describe(*current));
 }
 
+namespace {
+bool holds(const unsigned char* begin, size_t size, const void* place) {
+  return std::less_equal<const void*>()(begin, place) && std::less<const void*>()(place, begin + size);
+}
+
+bool is_shared(const void* place) {
+  return holds(dynamic_shared.data(), dynamic_shared.size(), place) ||
+         std::ranges::any_of(
+             declared_shared, [&](const auto& array) { return holds(array.first, array.second, place); });
+}
+} // namespace
+
+void check_shared(const char* op, const void* place, Site site) {
+  if (!is_shared(place) || !is_shared(static_cast<const unsigned char*>(place) + 15)) {
+    fail(std::string(op) + " names shared memory, and its address lies elsewhere", site);
+  }
+  if (reinterpret_cast<uintptr_t>(place) % 16 != 0) {
+    fail(std::string(op) + " takes a multiple of 16 as its address", site);
+  }
+}
+
+namespace {
+void copy_now(void* to, const void* from) {
+  from != nullptr ? std::memcpy(to, from, 16) : std::memset(to, 0, 16);
+}
+} // namespace
+
+void start_copy(void* shared, const void* from, Site site) {
+  check_shared("cp.async", shared, site);
+  if (from != nullptr) {
+    check_global("cp.async", from, site);
+    if (reinterpret_cast<uintptr_t>(from) % 16 != 0) {
+      fail("cp.async takes a multiple of 16 as its address", site);
+    }
+  }
+  // A device makes it at any time until the wait.
+  const bool random = schedule.order == Schedule::Order::kRandom;
+  if (random ? generator() % 2 == 0 : schedule.order == Schedule::Order::kReverse) {
+    copy_now(shared, from);
+  } else {
+    current->copies.back().emplace_back(shared, from);
+  }
+}
+
+void commit_copies() {
+  current->copies.emplace_back();
+}
+
+void wait_copies(size_t pending_groups) {
+  while (current->copies.size() > pending_groups + 1) {
+    for (const auto& [to, from] : current->copies.front()) {
+      copy_now(to, from);
+    }
+    current->copies.erase(current->copies.begin());
+  }
+}
+
 void check_global(const char* op, const void* place, Site site) {
-  const auto holds = [place](const unsigned char* begin, size_t size) {
-    return std::less_equal<const void*>()(begin, place) && std::less<const void*>()(place, begin + size);
-  };
-  const bool declared =
-      std::ranges::any_of(declared_shared, [&](const auto& array) { return holds(array.first, array.second); });
-  if (declared || holds(dynamic_shared.data(), dynamic_shared.size())) {
+  if (is_shared(place)) {
     fail(std::string(op) + " names global memory, and its address lies in shared memory", site);
   }
-  if (holds(current->stack.get(), kStackBytes)) {
+  if (holds(current->stack.get(), kStackBytes, place)) {
     fail(std::string(op) + " names global memory, and its address is that of a local variable", site);
   }
 }

@@ -72,6 +72,12 @@ struct SharedArray {
 [[noreturn]] void fail(const std::string& what, Site site);
 // Fails where a pointer to shared memory or to a local variable comes to an instruction that names global memory.
 void check_global(const char* op, const void* place, Site site);
+// Fails where 16 bytes from there on are not shared memory, or begin at no multiple of 16.
+void check_shared(const char* op, const void* place, Site site);
+// Copies of 16 bytes to shared memory by the calling thread, of zeros from null: made at once, or when it waits.
+void start_copy(void* shared, const void* from, Site site);
+void commit_copies();
+void wait_copies(size_t pending_groups);
 // Waits until every lane of the mask has come with the same call; what each gave, until the next one.
 const std::array<uint64_t, kWarpSize>& exchange(const Call& call);
 } // namespace simt
