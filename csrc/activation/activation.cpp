@@ -1,5 +1,6 @@
 #include "activation/activation.h"
 
+#include "common/dispatch.h"
 #include "common/library.h"
 
 namespace moe_ext::activation {
@@ -7,8 +8,13 @@ namespace moe_ext::activation {
 MOE_EXT_SCHEMAS(m) {
   m.def("activation(Tensor x, str kind) -> Tensor");
   m.def("_activation_backward(Tensor grad, Tensor x, str kind) -> Tensor");
-  m.def("gated_activation(Tensor x, str kind=\"swiglu\", str layout=\"concatenated\") -> Tensor");
+  m.def(
+      "gated_activation(Tensor x, str kind=\"swiglu\", str layout=\"concatenated\", Tensor? slot_weights=None, "
+      "Tensor? slot_of_row=None) -> Tensor");
   m.def("_gated_activation_backward(Tensor grad, Tensor x, str kind, str layout) -> Tensor");
+  m.def(
+      "_gated_activation_backward_weighted(Tensor grad, Tensor x, str kind, str layout, Tensor slot_weights, "
+      "Tensor slot_of_row) -> (Tensor grad_x, Tensor grad_weights)");
 }
 
 Kind check_activation(const char* op, const Tensor& x, const std::string& kind) {
@@ -58,6 +64,25 @@ GatedOptions check_gated(const char* op, const Tensor& x, const std::string& kin
       x.dim() >= 1 && x.size(x.dim() - 1) % 2 == 0, op, ": expected x to be of even size in the last dim, got shape ",
       shape_string(x));
   return {gate, layout == "concatenated" ? Layout::kConcatenated : Layout::kInterleaved};
+}
+
+void check_row_weights(
+    const char* op, const Tensor& x, const std::optional<Tensor>& slot_weights,
+    const std::optional<Tensor>& slot_of_row) {
+  MOE_CHECK(
+      slot_weights.has_value() == slot_of_row.has_value(), op,
+      ": expected slot_weights and slot_of_row to be given together, got ",
+      slot_weights ? "slot_weights" : "slot_of_row", " alone");
+  if (!slot_weights) {
+    return;
+  }
+  check_same_device(op, "slot_weights", *slot_weights, "x", x);
+  check_same_device(op, "slot_of_row", *slot_of_row, "x", x);
+  check_dtype(op, "slot_weights", *slot_weights, acc_dtype(x.scalar_type()));
+  check_dtype(op, "slot_of_row", *slot_of_row, ScalarType::Long);
+  check_dim(op, "x", x, 2, "[N, 2F] with slot_weights");
+  check_dim(op, "slot_of_row", *slot_of_row, 1, "[N]");
+  check_size(op, "slot_of_row", *slot_of_row, 0, x.size(0), "the rows of x");
 }
 
 void check_grad(const char* op, const Tensor& grad, const Tensor& x, int64_t last_dim) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "activation/activation_tables.h"
@@ -18,6 +19,11 @@ Kind check_activation(const char* op, const Tensor& x, const std::string& kind);
 
 // x [..., 2F]
 GatedOptions check_gated(const char* op, const Tensor& x, const std::string& kind, const std::string& layout);
+
+// Weights of any shape, one a slot, and the slot of each row of x [N, 2F]; or neither.
+void check_row_weights(
+    const char* op, const Tensor& x, const std::optional<Tensor>& slot_weights,
+    const std::optional<Tensor>& slot_of_row);
 
 // The gradient of an output: x's device and dtype, and x's shape but for the last dimension.
 void check_grad(const char* op, const Tensor& grad, const Tensor& x, int64_t last_dim);

@@ -190,6 +190,7 @@ struct Codec;
 // The even and the odd elements of a block are a shift and a mask away from the words they lie in.
 template <>
 struct Codec<BFloat16> {
+  static constexpr bool kEvenAndOdd = true; // what the two vectors of a block hold
   static MOE_INLINE Floats lower(Words words) {
     return bit_cast<Floats>(words << 16);
   }
@@ -224,6 +225,7 @@ struct Codec<BFloat16> {
 
 template <>
 struct Codec<Half> {
+  static constexpr bool kEvenAndOdd = false;
   static MOE_INLINE Floats lower(Words words) {
     return floats(narrowed(words & 0xFFFFu));
   }
@@ -320,6 +322,32 @@ MOE_INLINE void for_blocks(int64_t n, const Ask& ask, const Body& body, Stream<P
   }
 }
 
+// Sum of the products of a row, in 32 lanes by their place in it, so that it does not depend on the width of vectors.
+class Sum {
+ public:
+  // The products of the next block: its even and its odd elements, or its first and its second half.
+  template <bool kEvenAndOdd>
+  MOE_INLINE void add(const Block& products) {
+    float* const a = lanes_ + (kEvenAndOdd ? at_ / 2 : at_);
+    float* const b = kEvenAndOdd ? a + kNumLanes / 2 : a + kLanes;
+    store(a, load<Floats>(a) + products.a);
+    store(b, load<Floats>(b) + products.b);
+    at_ = (at_ + kBlock) % kNumLanes;
+  }
+  MOE_INLINE float total() const {
+    float sum = 0;
+    for (const float lane : lanes_) {
+      sum += lane;
+    }
+    return sum;
+  }
+
+ private:
+  static constexpr int64_t kNumLanes = 32;
+  float lanes_[kNumLanes] = {};
+  int64_t at_ = 0;
+};
+
 template <typename T>
 struct Bodies {
   using C = Codec<T>;
@@ -346,53 +374,67 @@ struct Bodies {
   }
 
   template <Kind kKind>
-  static void concatenated(T* out, const T* gate, const T* up, int64_t dim, int64_t n) {
-    const auto body = [](T* out, const T* gate, const T* up) {
+  static void concatenated(T* out, const T* gate, const T* up, float weight, int64_t dim, int64_t n) {
+    const auto body = [=](T* out, const T* gate, const T* up) {
       const Block x = C::block(gate), u = C::block(up);
-      C::store_block(out, {Function<kKind>::value(x.a) * u.a, Function<kKind>::value(x.b) * u.b});
+      C::store_block(out, {Function<kKind>::value(x.a) * u.a * weight, Function<kKind>::value(x.b) * u.b * weight});
     };
     for_blocks(n, ask_ahead(gate, up, dim), body, Stream<T>{out, 1}, Stream<const T>{gate, 1}, Stream<const T>{up, 1});
   }
 
   template <Kind kKind>
-  static void interleaved(T* out, const T* x, int64_t n) {
-    const auto body = [](T* out, const T* x) {
+  static void interleaved(T* out, const T* x, float weight, int64_t n) {
+    const auto body = [=](T* out, const T* x) {
       for (int64_t i = 0; i < kBlock; i += kLanes) {
         const Words words = load<Words>(x + 2 * i);
-        store(out + i, C::shorts(Function<kKind>::value(C::lower(words)) * C::upper(words)));
+        store(out + i, C::shorts(Function<kKind>::value(C::lower(words)) * C::upper(words) * weight));
       }
     };
     for_blocks(n, ask_nothing, body, Stream<T>{out, 1}, Stream<const T>{x, 2});
   }
 
-  template <Kind kKind>
-  static void concatenated_backward(
-      T* grad_gate, T* grad_up, const T* grad, const T* gate, const T* up, int64_t dim, int64_t n) {
-    const auto body = [](T* grad_gate, T* grad_up, const T* grad, const T* gate, const T* up) {
-      const Block g = C::block(grad), x = C::block(gate), u = C::block(up);
+  template <Kind kKind, bool kWeighted>
+  static float concatenated_backward(
+      T* grad_gate, T* grad_up, const T* grad, const T* gate, const T* up, float weight, int64_t dim, int64_t n) {
+    Sum sum;
+    const auto body = [&](T* grad_gate, T* grad_up, const T* grad, const T* gate, const T* up) {
+      const Block in = C::block(grad), x = C::block(gate), u = C::block(up);
+      const Block g = kWeighted ? Block{in.a * weight, in.b * weight} : in;
       Block slope;
       const Floats a = Function<kKind>::value_and_grad(x.a, g.a * u.a, slope.a);
       const Floats b = Function<kKind>::value_and_grad(x.b, g.b * u.b, slope.b);
       C::store_block(grad_gate, slope);
       C::store_block(grad_up, {g.a * a, g.b * b});
+      if constexpr (kWeighted) {
+        sum.template add<C::kEvenAndOdd>({in.a * (a * u.a), in.b * (b * u.b)});
+      }
     };
     for_blocks(
         n, ask_ahead(gate, up, dim), body, Stream<T>{grad_gate, 1}, Stream<T>{grad_up, 1}, Stream<const T>{grad, 1},
         Stream<const T>{gate, 1}, Stream<const T>{up, 1});
+    return sum.total();
   }
 
-  template <Kind kKind>
-  static void interleaved_backward(T* grad_x, const T* grad, const T* x, int64_t n) {
-    const auto body = [](T* grad_x, const T* grad, const T* x) {
+  template <Kind kKind, bool kWeighted>
+  static float interleaved_backward(T* grad_x, const T* grad, const T* x, float weight, int64_t n) {
+    Sum sum;
+    const auto body = [&](T* grad_x, const T* grad, const T* x) {
+      Floats products[2];
       for (int64_t i = 0; i < kBlock; i += kLanes) {
         const Words words = load<Words>(x + 2 * i);
-        const Floats g = C::floats(load<Shorts>(grad + i));
+        const Floats in = C::floats(load<Shorts>(grad + i));
+        const Floats g = kWeighted ? in * weight : in;
         Floats slope;
         const Floats value = Function<kKind>::value_and_grad(C::lower(words), g * C::upper(words), slope);
         store(grad_x + 2 * i, C::words_of(slope, g * value));
+        products[i / kLanes] = in * (value * C::upper(words));
+      }
+      if constexpr (kWeighted) {
+        sum.template add<false>({products[0], products[1]});
       }
     };
     for_blocks(n, ask_nothing, body, Stream<T>{grad_x, 2}, Stream<const T>{grad, 1}, Stream<const T>{x, 2});
+    return sum.total();
   }
 
  private:

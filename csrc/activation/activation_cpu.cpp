@@ -3,6 +3,9 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <cstring>
+#include <optional>
+#include <tuple>
 #include <vector>
 
 #include "activation/activation.h"
@@ -77,20 +80,52 @@ void for_each_run(Layout layout, int64_t num_outputs, int64_t dim, int64_t bytes
       });
 }
 
-Tensor gated_activation_cpu(Tensor x, std::string kind_name, std::string layout_name) {
-  const auto [kind, layout] = check_gated("gated_activation", x, kind_name, layout_name);
-  const Tensor in = as_contiguous(x);
-  std::vector<int64_t> shape;
-  for (int64_t i = 0; i < x.dim(); ++i) {
-    shape.push_back(x.size(i));
+// f(row, slot) for every row, slot -1 for one that nobody owns.
+template <typename F>
+void for_each_row(const char* op, const Tensor& slot_of_row, int64_t num_slots, int64_t bytes_per_row, F&& f) {
+  const int64_t* slots = data<int64_t>(slot_of_row);
+  const int64_t num_rows = slot_of_row.numel();
+  for (int64_t row = 0; row < num_rows; ++row) {
+    MOE_CHECK(
+        slots[row] >= -1 && slots[row] < num_slots, op, ": expected slot_of_row to be in [0, ", num_slots,
+        ") or -1, got ", slots[row], " at position ", row);
   }
-  shape.back() /= 2;
+  torch::stable::parallel_for(0, num_rows, grain_size(bytes_per_row), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      f(row, slots[row]);
+    }
+  });
+}
+
+Tensor gated_activation_cpu(
+    Tensor x, std::string kind_name, std::string layout_name, std::optional<Tensor> slot_weights,
+    std::optional<Tensor> slot_of_row) {
+  const char* op = "gated_activation";
+  const auto [kind, layout] = check_gated(op, x, kind_name, layout_name);
+  check_row_weights(op, x, slot_weights, slot_of_row);
+  const Tensor in = as_contiguous(x);
+  std::vector<int64_t> shape = sizes_of(x);
+  const int64_t dim = shape.back() /= 2;
   const Tensor out = new_on_cpu(shape, in.scalar_type());
   dispatch_floating(x.scalar_type(), [&, kind = kind, layout = layout]<typename T>() {
-    const auto run = [&](int64_t first, int64_t gate, int64_t n) {
-      kernels().of<T>().gated(kind, layout, data<T>(out) + first, data<T>(in) + gate, shape.back(), n);
+    const auto run = [&](int64_t first, int64_t gate, acc_t<T> weight, int64_t n) {
+      kernels().of<T>().gated(kind, layout, data<T>(out) + first, data<T>(in) + gate, weight, dim, n);
     };
-    for_each_run(layout, out.numel(), shape.back(), 3 * sizeof(T), run);
+    if (!slot_weights) {
+      for_each_run(layout, out.numel(), dim, 3 * sizeof(T), [&](int64_t first, int64_t gate, int64_t n) {
+        run(first, gate, 1, n);
+      });
+      return;
+    }
+    const Tensor weights = as_contiguous(*slot_weights);
+    const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(T));
+    for_each_row(op, as_contiguous(*slot_of_row), weights.numel(), 3 * row_bytes, [&](int64_t row, int64_t slot) {
+      if (slot < 0) {
+        std::memset(data<T>(out) + row * dim, 0, row_bytes);
+      } else {
+        run(row * dim, row * 2 * dim, data<acc_t<T>>(weights)[slot], dim);
+      }
+    });
   });
   return out;
 }
@@ -113,6 +148,34 @@ Tensor gated_activation_backward_cpu(Tensor grad, Tensor x, std::string kind_nam
   return out;
 }
 
+std::tuple<Tensor, Tensor> gated_activation_backward_weighted_cpu(
+    Tensor grad, Tensor x, std::string kind_name, std::string layout_name, Tensor slot_weights, Tensor slot_of_row) {
+  const char* op = "_gated_activation_backward_weighted";
+  const auto [kind, layout] = check_gated(op, x, kind_name, layout_name);
+  check_row_weights(op, x, slot_weights, slot_of_row);
+  const int64_t dim = x.size(1) / 2;
+  check_grad(op, grad, x, dim);
+  const Tensor g = as_contiguous(grad), in = as_contiguous(x), weights = as_contiguous(slot_weights);
+  const Tensor grad_x = new_on_cpu(sizes_of(x), x.scalar_type());
+  const Tensor grad_weights = new_on_cpu(sizes_of(weights), weights.scalar_type());
+  dispatch_floating(x.scalar_type(), [&, kind = kind, layout = layout]<typename T>() {
+    auto* dw = data<acc_t<T>>(grad_weights);
+    std::fill_n(dw, weights.numel(), acc_t<T>(0)); // a slot may have no row
+    const int64_t row_bytes = 2 * dim * static_cast<int64_t>(sizeof(T));
+    for_each_row(op, as_contiguous(slot_of_row), weights.numel(), 5 * row_bytes / 2, [&](int64_t row, int64_t slot) {
+      T* const grad_row = data<T>(grad_x) + row * 2 * dim;
+      if (slot < 0) {
+        std::memset(grad_row, 0, row_bytes);
+        return;
+      }
+      dw[slot] = kernels().of<T>().gated_backward_weighted(
+          kind, layout, grad_row, data<T>(g) + row * dim, data<T>(in) + row * 2 * dim, data<acc_t<T>>(weights)[slot],
+          dim);
+    });
+  });
+  return {grad_x, grad_weights};
+}
+
 } // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
@@ -120,6 +183,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
   m.impl("_activation_backward", TORCH_BOX(&activation_backward_cpu));
   m.impl("gated_activation", TORCH_BOX(&gated_activation_cpu));
   m.impl("_gated_activation_backward", TORCH_BOX(&gated_activation_backward_cpu));
+  m.impl("_gated_activation_backward_weighted", TORCH_BOX(&gated_activation_backward_weighted_cpu));
 }
 
 } // namespace moe_ext::activation

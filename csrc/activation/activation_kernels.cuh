@@ -10,6 +10,7 @@
 #include "activation/activation_math.h"
 #include "common/launch.cuh"
 #include "common/vec.cuh"
+#include "common/warp.cuh"
 
 namespace moe_ext::activation {
 
@@ -63,15 +64,21 @@ struct Halves {
   Vec<T, kSize> up;
 };
 
-// Offsets of the inputs of output vector i: concatenated rows have `dim` gates and then `dim` ups, and interleaved ones
-// follow each other without a seam. The division is of 32 bits: one of 64 is a call.
+// Offset of the inputs of vector `i` of a row: a concatenated row has `dim` gates and then `dim` ups.
+template <Layout kLayout, int kSize>
+__device__ __forceinline__ int64_t first_input_of_row(int64_t row, uint32_t i, int64_t dim) {
+  return row * 2 * dim + int64_t{i} * (kLayout == Layout::kInterleaved ? 2 * kSize : kSize);
+}
+
+// The same of vector i of all rows. Interleaved ones follow each other without a seam. The division is of 32 bits: one
+// of 64 is a call.
 template <Layout kLayout, int kSize>
 __device__ __forceinline__ int64_t first_input(uint32_t i, uint32_t vectors_per_row, int64_t dim) {
   if constexpr (kLayout == Layout::kInterleaved) {
     return int64_t{i} * 2 * kSize;
   } else {
     const uint32_t row = i / vectors_per_row;
-    return int64_t{row} * 2 * dim + int64_t{i - row * vectors_per_row} * kSize;
+    return first_input_of_row<kLayout, kSize>(row, i - row * vectors_per_row, dim);
   }
 }
 
@@ -109,41 +116,113 @@ __device__ __forceinline__ void store_halves(T* x, const Halves<T, kSize>& halve
 }
 
 // out[i] = f(gate[i]) up[i]
+template <Kind kKind, typename T, int kSize>
+__device__ __forceinline__ Vec<T, kSize> activate(const Halves<T, kSize>& in, acc_t<T> weight) {
+  Vec<T, kSize> result;
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) {
+    const acc_t<T> value = Function<kKind>::value(static_cast<acc_t<T>>(in.gate.v[j]));
+    result.v[j] = static_cast<T>(value * static_cast<acc_t<T>>(in.up.v[j]) * weight);
+  }
+  return result;
+}
+
+// grad_gate[i] = g[i] up[i] f'(gate[i]), grad_up[i] = g[i] f(gate[i]), with g = grad weight; adds the weight's
+// gradient.
+template <Kind kKind, typename T, int kSize>
+__device__ __forceinline__ Halves<T, kSize> activate_backward(
+    const Vec<T, kSize>& grad, const Halves<T, kSize>& in, acc_t<T> weight, acc_t<T>& grad_weight) {
+  Halves<T, kSize> result;
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) {
+    const acc_t<T> up = static_cast<acc_t<T>>(in.up.v[j]);
+    const acc_t<T> g = static_cast<acc_t<T>>(grad.v[j]) * weight;
+    acc_t<T> slope;
+    const acc_t<T> value = Function<kKind>::value_and_grad(static_cast<acc_t<T>>(in.gate.v[j]), g * up, slope);
+    result.gate.v[j] = static_cast<T>(slope);
+    result.up.v[j] = static_cast<T>(g * value);
+    grad_weight += static_cast<acc_t<T>>(grad.v[j]) * (value * up);
+  }
+  return result;
+}
+
+// Laid out as x: [rows, 2 dim], out [rows, dim].
 template <Kind kKind, Layout kLayout, typename T, int kSize>
 __global__ void __launch_bounds__(kNumThreads) gated_activation_kernel(
     const T* __restrict__ x, uint32_t num_vectors, uint32_t vectors_per_row, int64_t dim, T* __restrict__ out) {
   for (int64_t i = grid_thread(); i < num_vectors; i += grid_stride()) {
     const T* const from = x + first_input<kLayout, kSize>(static_cast<uint32_t>(i), vectors_per_row, dim);
-    const Halves<T, kSize> in = load_halves<kLayout, T, kSize>(from, dim);
-    Vec<T, kSize> result;
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) {
-      const acc_t<T> value = Function<kKind>::value(static_cast<acc_t<T>>(in.gate.v[j]));
-      result.v[j] = static_cast<T>(value * static_cast<acc_t<T>>(in.up.v[j]));
-    }
-    store(out + i * kSize, result);
+    store(out + i * kSize, activate<kKind, T, kSize>(load_halves<kLayout, T, kSize>(from, dim), acc_t<T>(1)));
   }
 }
 
-// grad_gate[i] = grad[i] up[i] f'(gate[i]), grad_up[i] = grad[i] f(gate[i]), laid out as x
 template <Kind kKind, Layout kLayout, typename T, int kSize>
 __global__ void __launch_bounds__(kNumThreads) gated_activation_backward_kernel(
     const T* __restrict__ grad, const T* __restrict__ x, uint32_t num_vectors, uint32_t vectors_per_row, int64_t dim,
     T* __restrict__ grad_x) {
   for (int64_t i = grid_thread(); i < num_vectors; i += grid_stride()) {
     const int64_t at = first_input<kLayout, kSize>(static_cast<uint32_t>(i), vectors_per_row, dim);
-    const Vec<T, kSize> g = load<kSize>(grad + i * kSize);
-    const Halves<T, kSize> in = load_halves<kLayout, T, kSize>(x + at, dim);
-    Halves<T, kSize> result;
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) {
-      const acc_t<T> slope_in = static_cast<acc_t<T>>(g.v[j]) * static_cast<acc_t<T>>(in.up.v[j]);
-      acc_t<T> slope;
-      const acc_t<T> value = Function<kKind>::value_and_grad(static_cast<acc_t<T>>(in.gate.v[j]), slope_in, slope);
-      result.gate.v[j] = static_cast<T>(slope);
-      result.up.v[j] = static_cast<T>(static_cast<acc_t<T>>(g.v[j]) * value);
-    }
+    acc_t<T> unused = 0;
+    const Halves<T, kSize> result = activate_backward<kKind, T, kSize>(
+        load<kSize>(grad + i * kSize), load_halves<kLayout, T, kSize>(x + at, dim), acc_t<T>(1), unused);
     store_halves<kLayout, T, kSize>(grad_x + at, result, dim);
+  }
+}
+
+// The weight of a row, by the slot that it came from; zero without one.
+template <bool kCheck, typename Weight>
+__device__ __forceinline__ Weight weight_of(int64_t slot, const Weight* weights, int64_t num_slots) {
+  if constexpr (kCheck) {
+    if (slot < -1 || slot >= num_slots) {
+      __trap();
+    }
+  }
+  return slot < 0 ? Weight(0) : weights[slot];
+}
+
+// As gated_activation_kernel, row r times weights[slot_of_row[r]].
+template <Kind kKind, Layout kLayout, typename T, int kSize, bool kCheck>
+__global__ void __launch_bounds__(kNumThreads) gated_activation_weighted_kernel(
+    const T* __restrict__ x, const acc_t<T>* __restrict__ weights, const int64_t* __restrict__ slot_of_row,
+    int64_t num_slots, uint32_t num_vectors, uint32_t vectors_per_row, int64_t dim, T* __restrict__ out) {
+  for (int64_t i = grid_thread(); i < num_vectors; i += grid_stride()) {
+    const uint32_t row = static_cast<uint32_t>(i) / vectors_per_row;
+    const uint32_t vector = static_cast<uint32_t>(i) - row * vectors_per_row;
+    const T* const from = x + first_input_of_row<kLayout, kSize>(row, vector, dim);
+    const Halves<T, kSize> in = load_halves<kLayout, T, kSize>(from, dim);
+    const int64_t slot = slot_of_row[row];
+    const acc_t<T> weight = weight_of<kCheck>(slot, weights, num_slots);
+    store(out + i * kSize, slot < 0 ? Vec<T, kSize>{} : activate<kKind, T, kSize>(in, weight));
+  }
+}
+
+// One warp per row, so that the order of the sum for its weight does not depend on the grid. A slot without a row keeps
+// the gradient that it has.
+template <Kind kKind, Layout kLayout, typename T, int kSize, bool kCheck>
+__global__ void __launch_bounds__(kNumThreads) gated_activation_weighted_backward_kernel(
+    const T* __restrict__ grad, const T* __restrict__ x, const acc_t<T>* __restrict__ weights,
+    const int64_t* __restrict__ slot_of_row, int64_t num_slots, int64_t num_rows, uint32_t vectors_per_row, int64_t dim,
+    T* __restrict__ grad_x, acc_t<T>* __restrict__ grad_weights) {
+  constexpr int kNumWarps = kNumThreads / kWarpSize;
+  const int64_t stride = int64_t{gridDim.x} * kNumWarps;
+  for (int64_t row = int64_t{blockIdx.x} * kNumWarps + warp_id(); row < num_rows; row += stride) {
+    const int64_t slot = slot_of_row[row];
+    const acc_t<T> weight = weight_of<kCheck>(slot, weights, num_slots);
+    acc_t<T> grad_weight = 0;
+    for (uint32_t i = static_cast<uint32_t>(lane_id()); i < vectors_per_row; i += kWarpSize) {
+      const int64_t at = first_input_of_row<kLayout, kSize>(row, i, dim);
+      Halves<T, kSize> result{};
+      if (slot >= 0) {
+        result = activate_backward<kKind, T, kSize>(
+            load<kSize>(grad + row * dim + int64_t{i} * kSize), load_halves<kLayout, T, kSize>(x + at, dim), weight,
+            grad_weight);
+      }
+      store_halves<kLayout, T, kSize>(grad_x + at, result, dim);
+    }
+    grad_weight = warp_sum(grad_weight);
+    if (slot >= 0 && lane_id() == 0) {
+      grad_weights[slot] = grad_weight;
+    }
   }
 }
 
@@ -265,6 +344,40 @@ void launch_gated_activation_backward(
           elementwise_launch(n, stream), gated_activation_backward_kernel<kKind, kLayout, T, kSize>, grad + row * dim,
           x + row * 2 * dim, n, static_cast<uint32_t>(dim / kSize), dim, grad_x + row * 2 * dim);
     });
+  });
+}
+
+// As launch_gated_activation, row r times weights[slot_of_row[r]] and zero for slot -1.
+template <bool kCheck, typename T>
+void launch_gated_activation_weighted(
+    Kind kind, Layout layout, const T* x, const acc_t<T>* weights, const int64_t* slot_of_row, int64_t num_slots,
+    int64_t num_rows, int64_t dim, T* out, cudaStream_t stream) {
+  const bool aligned = rows_are_aligned(dim * static_cast<int64_t>(sizeof(T)), x, out);
+  each_piece(num_rows, dim, [&](int64_t row, int64_t rows) {
+    with_gate<T>(kind, layout, aligned, [&]<Kind kKind, Layout kLayout, int kSize>() {
+      const auto n = static_cast<uint32_t>(rows * dim / kSize);
+      launch(
+          elementwise_launch(n, stream), gated_activation_weighted_kernel<kKind, kLayout, T, kSize, kCheck>,
+          x + row * 2 * dim, weights, slot_of_row + row, num_slots, n, static_cast<uint32_t>(dim / kSize), dim,
+          out + row * dim);
+    });
+  });
+}
+
+// grad_weights [num_slots], zero before
+template <bool kCheck, typename T>
+void launch_gated_activation_weighted_backward(
+    Kind kind, Layout layout, const T* grad, const T* x, const acc_t<T>* weights, const int64_t* slot_of_row,
+    int64_t num_slots, int64_t num_rows, int64_t dim, T* grad_x, acc_t<T>* grad_weights, cudaStream_t stream) {
+  if (num_rows * dim == 0) {
+    return;
+  }
+  const bool aligned = rows_are_aligned(dim * static_cast<int64_t>(sizeof(T)), grad, x, grad_x);
+  with_gate<T>(kind, layout, aligned, [&]<Kind kKind, Layout kLayout, int kSize>() {
+    launch(
+        elementwise_launch(num_rows * kWarpSize, stream),
+        gated_activation_weighted_backward_kernel<kKind, kLayout, T, kSize, kCheck>, grad, x, weights, slot_of_row,
+        num_slots, num_rows, static_cast<uint32_t>(dim / kSize), dim, grad_x, grad_weights);
   });
 }
 

@@ -40,50 +40,97 @@ struct Bodies {
 
   template <Kind kKind>
   static void concatenated(
-      T* __restrict__ out, const T* __restrict__ gate, const T* __restrict__ up, int64_t dim, int64_t n) {
+      T* __restrict__ out, const T* __restrict__ gate, const T* __restrict__ up, Acc weight, int64_t dim, int64_t n) {
     for (int64_t begin = 0; begin < n; begin += kBlock) {
       const int64_t end = n - begin < kBlock ? n : begin + kBlock;
       ask_ahead(gate, dim, begin, end);
       for (int64_t i = begin; i < end; ++i) {
-        out[i] = from_acc<T>(Function<kKind>::value(to_acc(gate[i])) * to_acc(up[i]));
+        out[i] = from_acc<T>(Function<kKind>::value(to_acc(gate[i])) * to_acc(up[i]) * weight);
       }
     }
   }
 
   template <Kind kKind>
-  static void interleaved(T* __restrict__ out, const T* __restrict__ x, int64_t n) {
+  static void interleaved(T* __restrict__ out, const T* __restrict__ x, Acc weight, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
-      out[i] = from_acc<T>(Function<kKind>::value(to_acc(x[2 * i])) * to_acc(x[2 * i + 1]));
+      out[i] = from_acc<T>(Function<kKind>::value(to_acc(x[2 * i])) * to_acc(x[2 * i + 1]) * weight);
     }
   }
 
+  // The gradients of one output's inputs; returns its part of the weight's.
   template <Kind kKind>
-  static void concatenated_backward(
+  static MOE_INLINE Acc one_backward(T grad, Acc weight, T gate, T up, T& grad_gate, T& grad_up) {
+    const Acc g = to_acc(grad) * weight;
+    Acc result;
+    const Acc value = Function<kKind>::value_and_grad(to_acc(gate), g * to_acc(up), result);
+    grad_gate = from_acc<T>(result);
+    grad_up = from_acc<T>(g * value);
+    return to_acc(grad) * (value * to_acc(up));
+  }
+
+  // Sums in the order of dot in simd.h, from products that come by blocks: in one loop with the functions, the sums
+  // would not be vectorised.
+  class Sum {
+   public:
+    MOE_INLINE void add(const Acc* products, int64_t n) {
+      int64_t i = 0;
+      for (; i + kLanes <= n; i += kLanes) {
+        for (int64_t lane = 0; lane < kLanes; ++lane) {
+          lanes_[lane] += products[i + lane];
+        }
+      }
+      for (int64_t lane = 0; i + lane < n; ++lane) {
+        lanes_[lane] += products[i + lane];
+      }
+    }
+    MOE_INLINE Acc total() const {
+      Acc sum = 0;
+      for (const Acc lane : lanes_) {
+        sum += lane;
+      }
+      return sum;
+    }
+
+   private:
+    static constexpr int64_t kLanes = 16;
+    Acc lanes_[kLanes] = {};
+  };
+
+  template <Kind kKind, bool kWeighted>
+  static Acc concatenated_backward(
       T* __restrict__ grad_gate, T* __restrict__ grad_up, const T* __restrict__ grad, const T* __restrict__ gate,
-      const T* __restrict__ up, int64_t dim, int64_t n) {
+      const T* __restrict__ up, Acc weight, int64_t dim, int64_t n) {
+    Sum sum;
     for (int64_t begin = 0; begin < n; begin += kBlock) {
       const int64_t end = n - begin < kBlock ? n : begin + kBlock;
       ask_ahead(gate, dim, begin, end);
+      Acc products[kBlock];
       for (int64_t i = begin; i < end; ++i) {
-        const Acc g = to_acc(grad[i]);
-        Acc result;
-        const Acc value = Function<kKind>::value_and_grad(to_acc(gate[i]), g * to_acc(up[i]), result);
-        grad_gate[i] = from_acc<T>(result);
-        grad_up[i] = from_acc<T>(g * value);
+        products[i - begin] = one_backward<kKind>(grad[i], weight, gate[i], up[i], grad_gate[i], grad_up[i]);
+      }
+      if constexpr (kWeighted) {
+        sum.add(products, end - begin);
       }
     }
+    return sum.total();
   }
 
-  template <Kind kKind>
-  static void interleaved_backward(
-      T* __restrict__ grad_x, const T* __restrict__ grad, const T* __restrict__ x, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) {
-      const Acc g = to_acc(grad[i]);
-      Acc result;
-      const Acc value = Function<kKind>::value_and_grad(to_acc(x[2 * i]), g * to_acc(x[2 * i + 1]), result);
-      grad_x[2 * i] = from_acc<T>(result);
-      grad_x[2 * i + 1] = from_acc<T>(g * value);
+  template <Kind kKind, bool kWeighted>
+  static Acc interleaved_backward(
+      T* __restrict__ grad_x, const T* __restrict__ grad, const T* __restrict__ x, Acc weight, int64_t n) {
+    Sum sum;
+    for (int64_t begin = 0; begin < n; begin += kBlock) {
+      const int64_t end = n - begin < kBlock ? n : begin + kBlock;
+      Acc products[kBlock];
+      for (int64_t i = begin; i < end; ++i) {
+        products[i - begin] =
+            one_backward<kKind>(grad[i], weight, x[2 * i], x[2 * i + 1], grad_x[2 * i], grad_x[2 * i + 1]);
+      }
+      if constexpr (kWeighted) {
+        sum.add(products, end - begin);
+      }
     }
+    return sum.total();
   }
 };
 

@@ -19,10 +19,13 @@ struct Loops {
   void (*activation)(Kind kind, T* out, const T* x, int64_t n);
   // grad_x[i] = grad[i] f'(x[i])
   void (*activation_backward)(Kind kind, T* grad_x, const T* grad, const T* x, int64_t n);
-  // out[i] = f(gate[i]) up[i]
-  void (*gated)(Kind kind, Layout layout, T* out, const T* x, int64_t dim, int64_t n);
+  // out[i] = f(gate[i]) up[i] weight
+  void (*gated)(Kind kind, Layout layout, T* out, const T* x, acc_t<T> weight, int64_t dim, int64_t n);
   // grad_gate[i] = grad[i] up[i] f'(gate[i]), grad_up[i] = grad[i] f(gate[i]), laid out as x
   void (*gated_backward)(Kind kind, Layout layout, T* grad_x, const T* grad, const T* x, int64_t dim, int64_t n);
+  // As gated_backward of grad * weight, for a whole row; returns the weight's gradient, sum_i grad[i] f(gate[i]) up[i].
+  acc_t<T> (*gated_backward_weighted)(
+      Kind kind, Layout layout, T* grad_x, const T* grad, const T* x, acc_t<T> weight, int64_t dim);
 };
 
 using Kernels = PerDtype<Loops>;

@@ -9,34 +9,50 @@ from torch import Tensor
 from moe_ext.ops.autograd import register_derivatives
 
 
-def gated_activation(x: Tensor, *, kind: str = "swiglu", layout: str = "concatenated") -> Tensor:
-    r"""Activates one half of the columns and multiplies it with the other.
+def gated_activation(
+    x: Tensor,
+    *,
+    kind: str = "swiglu",
+    layout: str = "concatenated",
+    slot_weights: Tensor | None = None,
+    slot_of_row: Tensor | None = None,
+) -> Tensor:
+    r"""Activates one half of the columns and multiplies it with the other, and with a weight.
 
-    .. math:: y = f(\mathrm{gate}) \cdot \mathrm{up}
+    .. math:: y_r = w_{s(r)} \, f(\mathrm{gate}_r) \cdot \mathrm{up}_r
 
-    Arithmetic is in float32 (float64 for float64), rounded once. Only x is kept for the backward
-    pass.
+    Without weights, w = 1. With them, a linear map of y needs no weighted sum behind it: the
+    gradient of a weight comes from x and the gradient of y alone, and nothing behind y is kept.
+    Arithmetic is in float32 (float64 for float64), rounded once. Only x, and the weights, are kept
+    for the backward pass.
 
     Args:
-        x (Tensor[..., 2F]): float32, float64, bfloat16 or float16, any strides.
+        x (Tensor[..., 2F]): float32, float64, bfloat16 or float16, any strides; `[N, 2F]` with
+            weights.
         kind (str): f: ``"swiglu"`` silu, ``"geglu"`` gelu by erf, ``"geglu_tanh"`` gelu by tanh,
             ``"reglu"`` relu.
         layout (str): ``"concatenated"``: columns [0, F) are the gate and [F, 2F) the up projection;
             ``"interleaved"``: even columns are the gate and odd ones the up projection.
+        slot_weights (Tensor): weight of each slot, any shape and floating dtype, such as the
+            `topk_weights` of a gate.
+        slot_of_row (Tensor[N]): int64, slot of each row, as in `Permutation`; at most one row a
+            slot. A row of slot -1 becomes zero.
 
     Returns:
-        Tensor[..., F]: in the dtype of x. Differentiable once. NaN and infinity propagate as in
-        torch's functions in float64.
+        Tensor[..., F]: in the dtype of x. Differentiable once, in x and in the weights. NaN and
+        infinity propagate as in torch's functions in float64.
 
     Raises:
-        RuntimeError: x has another dtype or an odd last dimension, or kind or layout is not one of
-        the above.
+        RuntimeError: an argument has another dtype, device or shape, kind or layout is not one of
+        the above, or, on CPU, a slot is out of range.
 
     Deterministic, with the same bits for any number of threads.
 
     Reference: Shazeer, GLU Variants Improve Transformer (2020), equations 5 and 6.
     """
-    y: Tensor = torch.ops.moe_ext.gated_activation(x, kind, layout)
+    if slot_weights is not None:
+        slot_weights = slot_weights.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    y: Tensor = torch.ops.moe_ext.gated_activation(x, kind, layout, slot_weights, slot_of_row)
     return y
 
 
@@ -68,7 +84,13 @@ def activation(x: Tensor, *, kind: str) -> Tensor:
 
 
 @torch.library.register_fake("moe_ext::gated_activation")
-def _(x: Tensor, kind: str = "swiglu", layout: str = "concatenated") -> Tensor:
+def _(
+    x: Tensor,
+    kind: str = "swiglu",
+    layout: str = "concatenated",
+    slot_weights: Tensor | None = None,
+    slot_of_row: Tensor | None = None,
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
@@ -82,12 +104,27 @@ def _(grad: Tensor, x: Tensor, kind: str, layout: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
+@torch.library.register_fake("moe_ext::_gated_activation_backward_weighted")
+def _(
+    grad: Tensor, x: Tensor, kind: str, layout: str, slot_weights: Tensor, slot_of_row: Tensor
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), slot_weights.new_empty(slot_weights.shape)
+
+
 @torch.library.register_fake("moe_ext::_activation_backward")
 def _(grad: Tensor, x: Tensor, kind: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
 register_derivatives(
-    "gated_activation", {"x": "_gated_activation_backward(grad_result, x, kind, layout)"}
+    "gated_activation",
+    {"x": "_gated_activation_backward(grad_result, x, kind, layout)"},
+    given=(
+        "slot_weights",
+        {
+            "x, slot_weights": "_gated_activation_backward_weighted(grad_result, x, kind, layout, "
+            "slot_weights, slot_of_row)"
+        },
+    ),
 )
 register_derivatives("activation", {"x": "_activation_backward(grad_result, x, kind)"})

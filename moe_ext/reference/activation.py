@@ -23,10 +23,23 @@ def _widen(x: Tensor) -> Tensor:
     return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
-def gated_activation(x: Tensor, *, kind: str = "swiglu", layout: str = "concatenated") -> Tensor:
+def gated_activation(
+    x: Tensor,
+    *,
+    kind: str = "swiglu",
+    layout: str = "concatenated",
+    slot_weights: Tensor | None = None,
+    slot_of_row: Tensor | None = None,
+) -> Tensor:
     """As `moe_ext.ops.gated_activation`: split the columns, activate the gate, multiply."""
     gate, up = x.chunk(2, dim=-1) if layout == "concatenated" else (x[..., ::2], x[..., 1::2])
-    return (_FUNCTIONS[_GATES[kind]](_widen(gate)) * _widen(up)).to(x.dtype)
+    y = _FUNCTIONS[_GATES[kind]](_widen(gate)) * _widen(up)
+    if slot_weights is not None and slot_of_row is not None:
+        has_slot = slot_of_row >= 0
+        weights = torch.zeros(x.shape[0], dtype=y.dtype)
+        weights[has_slot] = slot_weights.reshape(-1)[slot_of_row[has_slot]].to(y.dtype)
+        y = y * weights[:, None]
+    return y.to(x.dtype)
 
 
 def activation(x: Tensor, *, kind: str) -> Tensor:

@@ -24,7 +24,7 @@ void add_cases(std::vector<Case>& cases) {
   for (const auto& [name, kind] : kinds) {
     const std::string label = std::string(name) + " " + dtype_name<T>();
     cases.emplace_back("activation: " + label, [=, kind = kind, out = std::vector<T>(kDim)]() mutable {
-      loops->gated(kind, Layout::kConcatenated, out.data(), x.data(), kDim, kDim);
+      loops->gated(kind, Layout::kConcatenated, out.data(), x.data(), 1, kDim, kDim);
     });
     cases.emplace_back(
         "activation: " + label + " backward", [=, kind = kind, out = std::vector<T>(2 * kDim)]() mutable {
@@ -32,8 +32,13 @@ void add_cases(std::vector<Case>& cases) {
         });
   }
   cases.emplace_back(
+      std::string("activation: swiglu weighted ") + dtype_name<T>() + " backward",
+      [=, out = std::vector<T>(2 * kDim)]() mutable {
+        loops->gated_backward_weighted(Kind::kSilu, Layout::kConcatenated, out.data(), grad.data(), x.data(), 1, kDim);
+      });
+  cases.emplace_back(
       std::string("activation: swiglu interleaved ") + dtype_name<T>(), [=, out = std::vector<T>(kDim)]() mutable {
-        loops->gated(Kind::kSilu, Layout::kInterleaved, out.data(), x.data(), kDim, kDim);
+        loops->gated(Kind::kSilu, Layout::kInterleaved, out.data(), x.data(), 1, kDim, kDim);
       });
 }
 

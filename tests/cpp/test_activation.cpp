@@ -108,28 +108,44 @@ class ActivationLoops : public ::testing::TestWithParam<std::tuple<std::string, 
   }
 
   template <typename T>
-  void gated_matches(Kind kind, Layout layout) {
+  void gated_matches(Kind kind, Layout layout, bool weighted) {
     const int64_t step = layout == Layout::kInterleaved ? 2 : 1;
     const int64_t to_up = layout == Layout::kInterleaved ? 1 : size();
     const std::vector<T> x = random_values<T>(2 * size(), 3);
     const std::vector<T> grad = random_values<T>(size(), 4);
     std::vector<T> out(size() + 1, from_acc<T>(7));
     std::vector<T> grad_x(2 * size() + 1, from_acc<T>(7));
-    loops<T>().gated(kind, layout, out.data(), x.data(), size(), size());
-    loops<T>().gated_backward(kind, layout, grad_x.data(), grad.data(), x.data(), size(), size());
+    // A weight of one goes by the loop without weights.
+    const acc_t<T> weight = weighted ? acc_t<T>(0.3f) : 1;
+    loops<T>().gated(kind, layout, out.data(), x.data(), weight, size(), size());
+    double grad_weight = 0, dot = 0, terms = 0;
+    if (weighted) {
+      grad_weight =
+          loops<T>().gated_backward_weighted(kind, layout, grad_x.data(), grad.data(), x.data(), weight, size());
+    } else {
+      loops<T>().gated_backward(kind, layout, grad_x.data(), grad.data(), x.data(), size(), size());
+    }
     for (int64_t i = 0; i < size(); ++i) {
       const Point p = exact(kind, to_acc(x[i * step]));
       const double up = to_acc(x[i * step + to_up]);
-      const double g = to_acc(grad[i]);
+      const double g = static_cast<double>(to_acc(grad[i])) * weight;
+      dot += to_acc(grad[i]) * p.value * up;
+      terms += std::abs(to_acc(grad[i]) * p.value * up);
       const auto near = [&](T actual, double expected, double terms) {
         ASSERT_NEAR(to_acc(actual), expected, tolerance<T>(expected, terms, p.argument)) << to_acc(x[i * step]);
       };
-      near(out[i], p.value * up, std::abs(p.value * up));
+      near(out[i], p.value * up * weight, std::abs(p.value * up) * weight);
       near(grad_x[i * step], g * up * p.slope, std::abs(g * up) * p.terms);
       near(grad_x[i * step + to_up], g * p.value, std::abs(g * p.value));
     }
     ASSERT_EQ(to_acc(out[size()]), 7) << "wrote past the end";
     ASSERT_EQ(to_acc(grad_x[2 * size()]), 7) << "wrote past the end";
+    if (weighted) {
+      // The functions are as good as for an output, before that is rounded; 16 sums of a sixteenth of the terms each.
+      const double acc_eps = std::is_same_v<T, double> ? 0x1p-53 : 0x1p-24;
+      const double good_to = (std::is_same_v<T, BFloat16> ? 256 : 64) + static_cast<double>(size()) / 16 + 16;
+      ASSERT_NEAR(grad_weight, dot, terms * good_to * acc_eps);
+    }
   }
 
   template <typename T>
@@ -137,7 +153,8 @@ class ActivationLoops : public ::testing::TestWithParam<std::tuple<std::string, 
     plain_matches<T>();
     for (Kind kind : kKinds) {
       for (Layout layout : kLayouts) {
-        gated_matches<T>(kind, layout);
+        gated_matches<T>(kind, layout, false);
+        gated_matches<T>(kind, layout, true);
       }
     }
   }

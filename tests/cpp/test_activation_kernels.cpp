@@ -91,6 +91,46 @@ class Activations : public simt::ScheduleTest<int> {
     ASSERT_EQ(wide(grad_x[kRows * 2 * dim]), 7) << "wrote past the end";
   }
 
+  // Rows of a permutation: one of them has no slot, and one slot no row.
+  template <typename T>
+  void weighted_matches(Kind kind, Layout layout) {
+    const int64_t dim = param();
+    const auto x = random_values<T>(kRows * 2 * dim, 1), grad = random_values<T>(kRows * dim, 2);
+    const std::vector<acc_t<T>> weights = {acc_t<T>(0.5), acc_t<T>(0.25), acc_t<T>(2)};
+    const int64_t slot_of_row[kRows] = {2, -1, 0};
+    std::vector<acc_t<T>> grad_weights(weights.size(), 0);
+    std::vector<T> out(kRows * dim + 1, T(7)), grad_x(kRows * 2 * dim + 1, T(7));
+    launch_gated_activation_weighted<true, T>(
+        kind, layout, x.data(), weights.data(), slot_of_row, 3, kRows, dim, out.data(), nullptr);
+    launch_gated_activation_weighted_backward<true, T>(
+        kind, layout, grad.data(), x.data(), weights.data(), slot_of_row, 3, kRows, dim, grad_x.data(),
+        grad_weights.data(), nullptr);
+    for (int row = 0; row < kRows; ++row) {
+      const int64_t slot = slot_of_row[row];
+      const double weight = slot < 0 ? 0 : wide(weights[slot]);
+      double dot = 0, terms = 0;
+      for (int64_t i = row * dim; i < (row + 1) * dim; ++i) {
+        const bool together = layout == Layout::kInterleaved;
+        const int64_t gate = together ? 2 * i : row * 2 * dim + i % dim;
+        const int64_t up = together ? gate + 1 : gate + dim;
+        const double f = value(kind, wide(x[gate])), g = wide(grad[i]) * weight;
+        const double expected[] = {f * wide(x[up]) * weight, g * wide(x[up]) * slope(kind, wide(x[gate])), g * f};
+        const double actual[] = {wide(out[i]), wide(grad_x[gate]), wide(grad_x[up])};
+        for (int j = 0; j < 3; ++j) {
+          ASSERT_NEAR(actual[j], expected[j], 4 * tolerance<T>() * (1 + std::abs(expected[j]))) << i << ", " << j;
+        }
+        dot += wide(grad[i]) * f * wide(x[up]);
+        terms += std::abs(wide(grad[i]) * f * wide(x[up]));
+      }
+      if (slot >= 0) {
+        ASSERT_NEAR(wide(grad_weights[slot]), dot, 0x1p-18 * terms);
+      }
+    }
+    ASSERT_EQ(wide(grad_weights[1]), 0) << "wrote to a slot without a row";
+    ASSERT_EQ(wide(out[kRows * dim]), 7) << "wrote past the end";
+    ASSERT_EQ(wide(grad_x[kRows * 2 * dim]), 7) << "wrote past the end";
+  }
+
   template <typename T>
   void all_match() {
     for (Kind kind : {Kind::kSilu, Kind::kGelu, Kind::kGeluTanh, Kind::kRelu, Kind::kReluSquared}) {
@@ -99,6 +139,8 @@ class Activations : public simt::ScheduleTest<int> {
     for (Kind kind : {Kind::kSilu, Kind::kGelu, Kind::kGeluTanh, Kind::kRelu}) {
       gated_matches<T>(kind, Layout::kConcatenated);
       gated_matches<T>(kind, Layout::kInterleaved);
+      weighted_matches<T>(kind, Layout::kConcatenated);
+      weighted_matches<T>(kind, Layout::kInterleaved);
     }
   }
 };

@@ -159,6 +159,91 @@ def test_strided_and_expanded_arguments(device, dtype, layout):
         check_activation(view, "gelu", plain_grad)
 
 
+def permuted(num_rows, num_slots):
+    """Slot of each row: some rows have none, and some slots no row."""
+    slot_of_row = torch.full((num_rows,), -1)
+    used = torch.randperm(min(num_rows, num_slots))[: max(0, min(num_rows, num_slots) - 2)]
+    slot_of_row[used] = torch.randperm(num_slots)[: used.shape[0]]
+    return slot_of_row
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weighted_equals_the_reference(backend, dtype, kind, layout):
+    for num_rows, dim in ((0, 3), (1, 5), (12, 0), (12, 257), (64, 19), (3, 4099)):
+        x = make(num_rows, 2 * dim, dtype=dtype).requires_grad_()
+        weights = torch.rand(num_rows // 3 + 1, 4, requires_grad=True)
+        slot_of_row = permuted(num_rows, weights.numel())
+        y = ops.gated_activation(
+            x, kind=kind, layout=layout, slot_weights=weights, slot_of_row=slot_of_row
+        )
+        grad = make(*y.shape, dtype=dtype)
+        grad_x, grad_weights = torch.autograd.grad(y, (x, weights), grad)
+        wide, wide_weights = (t.detach().double().requires_grad_() for t in (x, weights))
+        want = reference.gated_activation(
+            wide, kind=kind, layout=layout, slot_weights=wide_weights, slot_of_row=slot_of_row
+        )
+        wants = torch.autograd.grad(want, (wide, wide_weights), grad.double())
+        gate, up = (t.double() for t in split(x.detach(), layout))
+        row_weight = weights.detach().double().flatten()[slot_of_row.clamp(min=0)]
+        row_weight = row_weight.where(slot_of_row >= 0, 0)[:, None]
+        g = grad.double() * row_weight
+        pairs = [(y, want, up * row_weight)]
+        found, expected = split(grad_x, layout), split(wants[0], layout)
+        pairs += zip(found, expected, (g * up, g), strict=True)
+        for actual, exact, factor in pairs:
+            # Two roundings more: of the weight, which float32 holds, and of its product.
+            allowed = bound(dtype, GATES[kind], gate, exact.detach(), factor)
+            assert (
+                (actual.double() - exact).abs() <= 1.01 * allowed + 2.0**-22 * exact.abs()
+            ).all()
+        # The error of each term, and of sixteen sums of a sixteenth of the terms.
+        terms = torch.zeros_like(wide_weights).flatten()
+        value = grad.double() * reference.gated_activation(
+            x.double().detach(), kind=kind, layout=layout
+        )
+        has_slot = slot_of_row >= 0
+        terms[slot_of_row[has_slot]] = value.abs().sum(1)[has_slot]
+        eps = 2.0**-53 if dtype == torch.float64 else 2.0**-24
+        good_to = (2.0**-14 if dtype == torch.bfloat16 else 64 * eps) + (dim / 16 + 16) * eps
+        # The weights of float64 rows are cast from float32, and their gradients back to it.
+        allowed = terms * max(good_to, 2.0**-23)
+        assert ((grad_weights.double() - wants[1]).flatten().abs() <= allowed).all()
+        assert not grad_weights.flatten()[terms == 0].any()
+
+
+def test_weights_of_one_change_no_bit(isa):
+    torch.manual_seed(4)
+    for dtype, layout in itertools.product(DTYPES, LAYOUTS):
+        x = make(9, 2 * 32, dtype=dtype).requires_grad_()
+        ones = {"slot_weights": torch.ones(9), "slot_of_row": torch.arange(9)}
+        found = []
+        for options in ({}, ones):
+            y = ops.gated_activation(x, layout=layout, **options)
+            found.append((y, *torch.autograd.grad(y.sum(), x)))
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+WEIGHTED_BF16_BITS = {}
+
+
+def test_weighted_bfloat16_has_the_same_bits_for_all_threads_and_instruction_sets(isa, num_threads):
+    for threads in (1, 2, 3):
+        num_threads(threads)
+        torch.manual_seed(3)
+        x = make(64, 2 * 331, dtype=torch.bfloat16)
+        weights, slot_of_row = torch.rand(80, requires_grad=True), torch.randperm(80)[:64]
+        for kind, layout in itertools.product(GATES, LAYOUTS):
+            leaf = x.clone().requires_grad_()
+            options = {"slot_weights": weights, "slot_of_row": slot_of_row}
+            y = ops.gated_activation(leaf, kind=kind, layout=layout, **options)
+            found = (y.detach(), *torch.autograd.grad(y.sum(), (leaf, weights)))
+            first = WEIGHTED_BF16_BITS.setdefault((kind, layout), found)
+            assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+
+
 SPECIAL = [float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1e30, -1e30, 3e19, -3e19]
 
 
@@ -223,11 +308,24 @@ def test_gradcheck(backend, kind):
         assert torch.autograd.gradcheck(
             lambda x, g=gate, at=layout: ops.gated_activation(x, kind=g, layout=at), x
         )
+        weights = torch.rand(2, 3, dtype=torch.float64, requires_grad=True)
+        slots = torch.tensor([5, -1, 0, 3, 2])
+        assert torch.autograd.gradcheck(
+            lambda x, w, g=gate, at=layout, s=slots: ops.gated_activation(
+                x, kind=g, layout=at, slot_weights=w, slot_of_row=s
+            ),
+            (x, weights),
+        )
 
 
 def test_second_derivative_is_refused(device):
     x = torch.randn(4, 6, requires_grad=True)
-    for y in (ops.activation(x, kind="silu"), ops.gated_activation(x)):
+    weighted = {"slot_weights": torch.rand(4), "slot_of_row": torch.arange(4)}
+    for y in (
+        ops.activation(x, kind="silu"),
+        ops.gated_activation(x),
+        ops.gated_activation(x, **weighted),
+    ):
         (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="expected the result to be differentiated once"):
             grad.sum().backward()
@@ -237,7 +335,12 @@ def test_opcheck(device):
     x = torch.randn(5, 6, requires_grad=True)
     torch.library.opcheck(torch.ops.moe_ext.activation.default, (x, "gelu"))
     torch.library.opcheck(torch.ops.moe_ext.gated_activation.default, (x, "geglu", "interleaved"))
-    x = x.detach()
+    weighted = ["geglu", "interleaved", torch.rand(2, 3, requires_grad=True), torch.arange(5)]
+    torch.library.opcheck(torch.ops.moe_ext.gated_activation.default, (x, *weighted))
+    x, weighted[2] = x.detach(), weighted[2].detach()
+    torch.library.opcheck(
+        torch.ops.moe_ext._gated_activation_backward_weighted.default, (x[:, :3], x, *weighted)
+    )
     torch.library.opcheck(torch.ops.moe_ext._activation_backward.default, (x, x, "gelu"))
     torch.library.opcheck(
         torch.ops.moe_ext._gated_activation_backward.default,
@@ -268,6 +371,11 @@ def test_saves_only_its_input(device):
         ):
             function()
         assert [(t.data_ptr(), t.nbytes) for t in saved] == [(x.data_ptr(), x.nbytes)]
+    kept = (x, torch.rand(32, 2, requires_grad=True), torch.arange(64))
+    saved.clear()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        ops.gated_activation(x, slot_weights=kept[1], slot_of_row=kept[2])
+    assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in kept}
 
 
 def test_errors(device):
@@ -289,6 +397,32 @@ def test_errors(device):
         ops.gated_activation(x[:, :3])
     with pytest.raises(RuntimeError, match=message + r"x to be of even size .*, got shape \[\]"):
         ops.gated_activation(x[0, 0])
+
+
+def test_errors_of_weights(device):
+    x, slots = torch.randn(3, 4), torch.arange(3)
+
+    def refused(text, x=x, weights=None, slot_of_row=None):
+        with pytest.raises(RuntimeError, match="^gated_activation: expected " + text):
+            torch.ops.moe_ext.gated_activation(x, "swiglu", "concatenated", weights, slot_of_row)
+
+    weights = torch.ones(3)
+    refused("slot_weights and slot_of_row to be given together, got slot_weights alone", x, weights)
+    refused("slot_weights and .* together, got slot_of_row alone", x, None, slots)
+    refused("slot_weights to be Float, got Double", x, weights.double(), slots)
+    refused("slot_of_row to be Long, got Int", x, weights, slots.int())
+    refused(r"x to be a 2-D tensor \[N, 2F\] with slot_weights, got .*\[4\]", x[0], weights, slots)
+    refused(r"slot_of_row to be of size 3 .*rows of x\), got shape \[2\]", x, weights, slots[:2])
+
+
+def test_slots_out_of_range_are_refused():
+    x, weights = torch.randn(3, 4), torch.ones(3)
+    for bad in (3, -2):
+        slots = torch.tensor([0, bad, 1])
+        with pytest.raises(
+            RuntimeError, match=rf"slot_of_row to be in \[0, 3\) or -1, got {bad} at position 1"
+        ):
+            ops.gated_activation(x, slot_weights=weights, slot_of_row=slots)
 
 
 def test_backward_errors(device):
