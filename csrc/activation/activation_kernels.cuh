@@ -15,6 +15,7 @@
 namespace moe_ext::activation {
 
 constexpr int kNumThreads = 256;
+constexpr int kMinBlocks = 3; // of an SM: left to itself ptxas aims at fewer registers and spills
 
 __device__ __forceinline__ int64_t grid_thread() {
   return int64_t{blockIdx.x} * kNumThreads + threadIdx.x;
@@ -199,7 +200,7 @@ __global__ void __launch_bounds__(kNumThreads) gated_activation_weighted_kernel(
 // One warp per row, so that the order of the sum for its weight does not depend on the grid. A slot without a row keeps
 // the gradient that it has.
 template <Kind kKind, Layout kLayout, typename T, int kSize, bool kCheck>
-__global__ void __launch_bounds__(kNumThreads) gated_activation_weighted_backward_kernel(
+__global__ void __launch_bounds__(kNumThreads, kMinBlocks) gated_activation_weighted_backward_kernel(
     const T* __restrict__ grad, const T* __restrict__ x, const acc_t<T>* __restrict__ weights,
     const int64_t* __restrict__ slot_of_row, int64_t num_slots, int64_t num_rows, uint32_t vectors_per_row, int64_t dim,
     T* __restrict__ grad_x, acc_t<T>* __restrict__ grad_weights) {

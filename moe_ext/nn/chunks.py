@@ -21,6 +21,7 @@ from moe_ext.distributed.dispatch import (
     TokenDispatcher,
     sum_dtype,
 )
+from moe_ext.nn.experts import take_weights
 from moe_ext.nn.torch_state import autocast_dtype
 
 
@@ -51,8 +52,11 @@ def run_chunks(
     named = dict(experts.named_parameters())
     work = _Work(dispatcher, chunks, experts, tuple(named))
     counts = chunks[0].counts
-    if counts is not None and counts.has_backward and not x_TD.requires_grad:
-        x_TD = x_TD.detach().requires_grad_()
+    if counts is not None and counts.has_backward:
+        # Another rank's gradients come back through here: take part in their exchange.
+        x_TD, topk_weights_TK = (
+            t if t.requires_grad else t.detach().requires_grad_() for t in (x_TD, topk_weights_TK)
+        )
     y_TD: Tensor = _RunChunks.apply(work, x_TD, topk_weights_TK, *named.values())
     return y_TD
 
@@ -115,7 +119,8 @@ class _Work:
         """A chunk's part of the sums, with these parameters; dtype of the outputs; tables."""
         bound = dict(zip(self.names, parameters, strict=True))
         rows, offsets, metadata = self.dispatcher.send(rows_RD, chunk, weights_TK)
-        out = torch.func.functional_call(self.experts, bound, (rows, offsets))
+        weights, metadata = take_weights(self.experts, self.dispatcher, rows, metadata)
+        out = torch.func.functional_call(self.experts, bound, (rows, offsets, *weights))
         # A token's rows may lie in several chunks: their sum is rounded once, at the end.
         return self.dispatcher.combine_part(out, metadata), out.dtype, metadata
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext.distributed.dispatch import RowWeights
 from moe_ext.ops.autograd import refuse_second_derivative
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu")
@@ -177,16 +178,35 @@ def split_gate(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
-def run_activation(x: Tensor, activation: Any, *, gated: bool, layout: str) -> Tensor:
-    """Apply what `resolve_activation` returned to `[N, 2F]` (gated) or `[N, F]`."""
+def run_activation(
+    x: Tensor, activation: Any, *, gated: bool, layout: str, weights: RowWeights | None = None
+) -> Tensor:
+    """Apply what `resolve_activation` returned to `[N, 2F]` (gated) or `[N, F]`.
+
+    A fused gated kind multiplies each row by its weight, where there are weights.
+    """
     if isinstance(activation, str) and activation in GATED_ACTIVATIONS:
-        return ops.gated_activation(x, kind=activation, layout=layout)
+        return weighted_activation(x, activation, layout, weights)
+    assert weights is None
     if isinstance(activation, ClampedSwiGLU):
         return activation(x, layout)
     if not gated:
         return _run_plain(x, activation)
     gate, up = split_gate(x, layout)
     return _run_plain(gate, activation) * up
+
+
+def weighted_activation(x: Tensor, kind: str, layout: str, weights: RowWeights | None) -> Tensor:
+    """`ops.gated_activation`, each row times its weight where there are weights."""
+    if weights is None:
+        return ops.gated_activation(x, kind=kind, layout=layout)
+    return ops.gated_activation(
+        x,
+        kind=kind,
+        layout=layout,
+        slot_weights=weights.slot_weights,
+        slot_of_row=weights.slot_of_row,
+    )
 
 
 def _run_plain(x: Tensor, activation: Any) -> Tensor:

@@ -6,6 +6,7 @@ Shapes: N rows, D model, F ffn, E experts, L local experts = E / size of the exp
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext._checks import check_choice, check_sizes
+from moe_ext.distributed.dispatch import DispatchMetadata, RowWeights, TokenDispatcher
 from moe_ext.distributed.groups import GroupHandle, check_group, group_rank, group_size
 from moe_ext.distributed.placement import Placement, declare_placement
 from moe_ext.nn.expert_activation import (
+    GATED_ACTIVATIONS,
     LAYOUTS,
     Activation,
     resolve_activation,
@@ -152,18 +155,29 @@ class GroupedExperts(nn.Module):
             text += f", local_experts={self.first_expert}..{last}"
         return text
 
-    def forward(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
+    @property
+    def weighs_rows(self) -> bool:
+        """Whether `forward` takes weights: a fused gate, and nothing but a product behind it."""
+        fused = isinstance(self.activation, str) and self.activation in GATED_ACTIVATIONS
+        return fused and self.down_proj_bias is None and self.post_expert_norm is None
+
+    def forward(
+        self, rows_ND: Tensor, expert_offsets: Tensor, row_weights: RowWeights | None = None
+    ) -> Tensor:
         """Run every row through its expert.
 
         Args:
             rows_ND: rows grouped by local expert, `[N, D]`.
             expert_offsets: `[L + 1]` int64; local expert l owns rows [offsets[l], offsets[l + 1]).
+            row_weights: what results are multiplied by, only where `weighs_rows`.
 
         Returns:
             `[N, D]`; rows past the last offset are zero, or what `post_norm` makes of zeros.
         """
         up = self._product(self._up_name, rows_ND, expert_offsets)
-        hidden = run_activation(up, self.activation, gated=self.gated, layout=self.layout)
+        hidden = run_activation(
+            up, self.activation, gated=self.gated, layout=self.layout, weights=row_weights
+        )
         out_ND = self._product("down_proj", hidden, expert_offsets)
         return out_ND if self.post_expert_norm is None else self.post_expert_norm(out_ND)
 
@@ -171,6 +185,17 @@ class GroupedExperts(nn.Module):
         weight = getattr(self, name)
         weight_EMK = weight.transpose(1, 2) if self.transposed else weight
         return ops.grouped_mm(x, weight_EMK, expert_offsets, bias_EM=getattr(self, f"{name}_bias"))
+
+
+def take_weights(
+    experts: nn.Module, dispatcher: TokenDispatcher, rows: Tensor, metadata: DispatchMetadata
+) -> tuple[tuple[RowWeights, ...], DispatchMetadata]:
+    """What experts that weigh their rows take beside them, and the metadata of their results."""
+    weights = None
+    # Not for a class with a `forward` of its own, which may know nothing of weights.
+    if isinstance(experts, GroupedExperts) and type(experts).forward is GroupedExperts.forward:
+        weights = dispatcher.row_weights(rows, metadata) if experts.weighs_rows else None
+    return ((), metadata) if weights is None else ((weights,), replace(metadata, topk_weights=None))
 
 
 def local_experts(num_experts: int, ep_group: ProcessGroup | None, owner: str) -> int:

@@ -43,7 +43,7 @@ from moe_ext.nn.balance.quantile import NUM_BINS, add_required_bias
 from moe_ext.nn.capacity import Capacity, Choice, RowBudget, limit_choice, run_padded
 from moe_ext.nn.chunks import run_chunks
 from moe_ext.nn.expert_activation import Activation
-from moe_ext.nn.experts import GroupedExperts
+from moe_ext.nn.experts import GroupedExperts, take_weights
 from moe_ext.nn.feed_forward import FeedForward
 from moe_ext.nn.layer_metrics import LayerMetrics, Record, read_losses, read_metrics
 from moe_ext.nn.replay import apply_sessions, can_replay
@@ -349,7 +349,8 @@ class MoELayer(CountingModule):
             assert metadata.expert_capacity is not None
             rows = run_padded(self.experts, rows, offsets, metadata.expert_capacity)
         else:
-            rows = self.experts(rows, offsets)
+            weights, metadata = take_weights(self.experts, dispatcher, rows, metadata)
+            rows = self.experts(rows, offsets, *weights)
         if self.shared_expert is None:
             return dispatcher.combine(rows, metadata), _plus(metadata.num_dropped, dropped)
         shared_TD: list[Tensor] = []

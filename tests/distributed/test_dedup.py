@@ -201,15 +201,14 @@ def check_a_token_travels_once_to_a_rank():
         row, indices, weights = D * 8, K * 2, K * 8
         with count_traffic() as traffic, torch.no_grad():
             one(x)
-        more = weights if combine == "reduced" else 0
-        assert traffic.total_bytes == there * (row + indices + more) + back * row
+        assert traffic.total_bytes == there * (row + indices + weights) + back * row
         # Indices, weights and, for few tokens, these themselves go in one message.
         assert sum(traffic.calls.values()) == (2 if way == "allgather" else 3)
         with count_traffic() as traffic:
             one(x.requires_grad_()).sum().backward()
         # The gradient of an output goes once to a rank, those of a token come back as results do.
         forward = there * (row + indices + weights) + back * row
-        backward = once * row + back * (row + more)
+        backward = once * row + back * row + sum(int(table[p][rank]) for p in others) * weights
         assert traffic.total_bytes == forward + backward
 
 

@@ -80,6 +80,27 @@ def check_equals_one_process():
     compare(sizes, shared_ffn_dim=4)
 
 
+def check_bits_of_one_process():
+    """Weights that travel to the experts are applied there as on one process."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    for dtype, bias in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)):
+        # Large enough for the library to sum all rows in one order.
+        options = {"dtype": dtype, "bias": bias, "balance_loss_coef": 0.0}
+        made = []
+        for group in (world(), None):
+            torch.manual_seed(3)
+            made.append(MoELayer(64, 96, E, 4, ep_group=group, **options))
+        sizes = [50 - 3 * r for r in range(num_ranks)]
+        every = torch.randn(sum(sizes), 64, dtype=dtype)
+        x = every.split(sizes)[rank].clone().requires_grad_()
+        y, want = made[0](x), made[1](every.requires_grad_())
+        y.float().square().sum().backward()
+        want.float().square().sum().backward()
+        assert torch.equal(y, want.split(sizes)[rank])
+        if num_ranks == 2:  # a half is exact, a third is not
+            assert torch.equal(x.grad, every.grad.split(sizes)[rank])
+
+
 def check_capacity_counts_on_the_sending_rank():
     layer = compare([40] * dist.get_world_size(), capacity_factor=0.5)
     assert int(layer.metrics["num_dropped"]) > 0
@@ -124,10 +145,18 @@ def check_number_of_collectives():
     try:
         y = sharded(x)
         counts = (torch.int64, (6 + E // dist.get_world_size(),))
-        assert calls == [counts, (torch.float64, (8,)), (torch.float64, (8,))]
+        rows, weights = (torch.float64, (8,)), (torch.float64, (1,))
+        assert calls == [counts, rows, weights, rows]
         calls.clear()
         y.sum().backward()
-        assert calls == [(torch.float64, (8,)), (torch.float64, (8,))]
+        assert calls == [rows, weights, rows]
+        calls.clear()
+        biased, _ = layers(bias=True)
+        biased(x)
+        calls.clear()
+        # Weighted where the token is: no weight travels.
+        biased(x).sum().backward()
+        assert calls == [counts, rows, rows, rows, rows]
     finally:
         dist.all_to_all_single = original
 
@@ -149,9 +178,9 @@ def check_only_rows_of_tokens_travel():
     finally:
         dist.all_to_all_single = original
     num_rows = int(sharded.metrics["num_tokens_per_expert"].sum())
-    dispatched, combined = sent[1:]
+    dispatched, weights, combined = sent[1:]
     assert dispatched[0] == num_rows, "padding went over the wire"
-    assert combined == dispatched[::-1]
+    assert combined == dispatched[::-1] and weights == dispatched
 
 
 def check_rows_are_counted():
@@ -167,11 +196,11 @@ def check_rows_are_counted():
     sharded(x)
     with count_traffic() as traffic:
         y = sharded(x)
-    assert traffic.calls == {"all_to_all": 2}
-    assert traffic.total_bytes == (there + back) * 8 * 8
+    assert traffic.calls == {"all_to_all": 3}
+    assert traffic.total_bytes == (there + back) * 8 * 8 + there * 8
     with count_traffic() as traffic:
         y.sum().backward()
-    assert traffic.total_bytes == (there + back) * 8 * 8
+    assert traffic.total_bytes == (there + back) * 8 * 8 + back * 8
 
 
 def check_checkpointing():
@@ -404,7 +433,8 @@ def check_a_dispatch_of_ones_own():
         layer = MoELayer(8, 6, E, 2, ep_group=world(), dispatcher=one, dtype=x.dtype)
         raised(TypeError, r"expected x to be floating point", layer, x.long())
         found.append(layer(x))
-    assert torch.equal(*found)
+    # Weighted behind the experts, not inside.
+    torch.testing.assert_close(*found)
     layer.dispatcher, layer.row_budget = OwnDispatch(), RowBudget(5)
     raised(TypeError, r"that sends chunks, got OwnDispatch", layer, x)
 
@@ -458,7 +488,8 @@ def test_an_object_with_dispatch_and_combine_alone():
         torch.manual_seed(3)
         layer = MoELayer(8, 6, E, 2, dispatcher=dispatcher, shared_ffn_dim=4, dtype=x.dtype)
         found.append(layer(x))
-    assert torch.equal(*found)
+    # Weighted behind the experts, not inside.
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -90,8 +90,10 @@ def check_rows_are_awaited_only_where_they_are_used():
         found = step(sharded)
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
     assert cuda.current is cuda.main
-    forward = [*EXCHANGE, ARRIVAL, *EXCHANGE, "shared expert", ARRIVAL]
+    # Rows, then their weights.
+    forward = [*EXCHANGE, ARRIVAL, *EXCHANGE, ARRIVAL, *EXCHANGE, "shared expert", ARRIVAL]
     backward = [*EXCHANGE, "shared expert backward", ARRIVAL, *EXCHANGE, ARRIVAL]
+    backward += [*EXCHANGE, ARRIVAL]
     assert cuda.log == [*forward, *backward]
 
 

@@ -38,7 +38,9 @@ def expected_bytes(num_tokens, dtype, options, has_mask, top_k=K):
     kept = num_slots if factor is None else min(num_slots, E * -(-int(num_slots * factor) // E))
     align = row_alignment(torch.empty(0, dtype=dtype), num_slots, E)
     num_rows = kept + E * (align - 1)
-    total = num_rows * (2 * D + up + F) * s + num_tokens * D * s + num_tokens * E * a
+    # Of the down projection's results only where they are weighted behind it.
+    down = 0 if gated and not options.get("bias") else D
+    total = num_rows * (D + up + F + down) * s + num_tokens * D * s + num_tokens * E * a
     total += num_slots * (8 + 8 + a) + 8 * num_rows + 8 * (E + 1)
     if options.get("balance_loss_coef", 0.01):
         total += E * (8 + a)

@@ -9,6 +9,7 @@ from moe_ext.distributed.dispatch.auto import (
 )
 from moe_ext.distributed.dispatch.base import (
     DispatchMetadata,
+    RowWeights,
     TokenDispatcher,
     WrappedDispatcher,
     sum_dtype,
@@ -34,6 +35,7 @@ __all__ = [
     "DispatchMetadata",
     "HierarchicalDispatcher",
     "LocalDispatcher",
+    "RowWeights",
     "TokenDispatcher",
     "Wire",
     "WrappedDispatcher",

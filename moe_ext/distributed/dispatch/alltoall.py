@@ -17,7 +17,7 @@ from moe_ext.distributed.dispatch.wire import Formats, Wire
 
 
 class AllToAllDispatcher(TokenDispatcher):
-    """Experts spread over a group: two all-to-alls of rows and one of counts.
+    """Experts spread over a group: two all-to-alls of rows, one of counts, one of weights.
 
     Args:
         num_experts: E, a multiple of the size of the group.

@@ -60,13 +60,28 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+class RowWeights:
+    """Weights of the rows that `dispatch` brought, for experts that multiply by them.
+
+    Neither a tuple nor a dataclass: FSDP2 would cast the tensors in these.
+
+    Attributes:
+        slot_weights: a weight a slot, in the graph, in the dtype of sums.
+        slot_of_row: `[R]` slots, -1 for a padding row.
+    """
+
+    def __init__(self, slot_weights: Tensor, slot_of_row: Tensor) -> None:
+        self.slot_weights = slot_weights
+        self.slot_of_row = slot_of_row
+
+
 @dataclass(frozen=True)
 class DispatchMetadata:
     """Tables that `combine` undoes `dispatch` by.
 
     Attributes:
         permutation: of this rank's tokens, over all E experts.
-        topk_weights: `[T, K]`, in the graph.
+        topk_weights: `[T, K]`, in the graph; None where the experts have multiplied by them.
         sent: rows sent to each rank of the group, None when nothing was sent.
         received: rows received from each rank.
         received_permutation: groups the received rows by local expert.
@@ -74,7 +89,7 @@ class DispatchMetadata:
     """
 
     permutation: ops.Permutation
-    topk_weights: Tensor
+    topk_weights: Tensor | None
     sent: tuple[int, ...] | None = None
     received: tuple[int, ...] | None = None
     received_permutation: ops.Permutation | None = None
@@ -294,6 +309,44 @@ class TokenDispatcher:
         rows_ND = rows_ND[: sum(counts.sent)]
         return self._send(rows_ND, tables, topk_weights_TK, counts, "dispatch")
 
+    def row_weights(self, rows: Tensor, metadata: DispatchMetadata) -> RowWeights | None:
+        """The weights of the rows, for experts that take them into their second product.
+
+        Where they travel, that is one more exchange, of a number a row, and one of its gradient.
+        The results are then combined with `replace(metadata, topk_weights=None)`.
+
+        Args:
+            rows: what `dispatch` or `send` returned, all ranks of the group.
+            metadata: what it returned.
+
+        Returns:
+            None where `dispatch` or `combine` are not those of this class.
+        """
+        own = TokenDispatcher.dispatch, TokenDispatcher.combine
+        if (type(self).dispatch, type(self).combine) != own or metadata.topk_weights is None:
+            return None
+        tables, weights_TK = metadata.permutation, metadata.topk_weights.to(sum_dtype(rows.dtype))
+        if metadata.sent is None:
+            return RowWeights(weights_TK, tables.slot_of_row)
+        assert metadata.received is not None
+        assert metadata.received_permutation is not None
+        sent_N = tables.slot_of_row[: sum(metadata.sent)]
+        # The weight of each row; the gradient of each slot is found by its row.
+        column_N1 = torch.ops.moe_ext.unpermute_tokens(
+            weights_TK.reshape(-1, 1), tables.row_of_slot, sent_N, 1
+        )
+        if rows.requires_grad and not column_N1.requires_grad:
+            # Another rank's gradients come back through here: take part in their exchange.
+            column_N1.requires_grad_()
+        arrived_R1 = self.exchange_rows(
+            column_N1,
+            metadata.sent,
+            metadata.received,
+            grad_scale=self.grad_scale,
+            operation=f"{self.operation} weights",
+        )
+        return RowWeights(arrived_R1, metadata.received_permutation.slot_of_row)
+
     def combine(
         self,
         rows: Tensor,
@@ -511,7 +564,8 @@ class TokenDispatcher:
                 taken_TD, topk_idx_TK, topk_weights_TK, capacity
             )
         own_PL = tables.expert_offsets.diff().view(self.num_ranks, self.num_local_experts)
-        header = self._header(x_TD, topk_idx_TK.shape[1], capacity, x_TD.requires_grad)
+        in_graph = x_TD.requires_grad or topk_weights_TK.requires_grad
+        header = self._header(x_TD, topk_idx_TK.shape[1], capacity, in_graph)
         return rows_ND, tables, self._count(own_PL, header)
 
     @contextlib.contextmanager

@@ -28,6 +28,7 @@ from moe_ext.distributed.dispatch.alltoall import AllToAllDispatcher
 from moe_ext.distributed.dispatch.base import (
     DispatchMetadata,
     ExchangedCounts,
+    RowWeights,
     TokenDispatcher,
     sum_dtype,
 )
@@ -289,15 +290,18 @@ class Journey:
         """Formats of the rows."""
         return self.hops[0].wire
 
-    def weighted(self, grad_UD: Tensor) -> Tensor:
+    def spread(self, grad_UD: Tensor, *, weighted: bool) -> Tensor:
         """Gradients of the rows of experts, of the gradients of the sums that they are in."""
         expand, weights_UK = self.expand, self.routes[-1].weights_UK
-        assert weights_UK is not None
-        grad_rows = torch.ops.moe_ext._gather_tokens(grad_UD, expand.slot_of_row, expand.top_k)
-        # One more entry for padding rows (-1), which are zero.
-        weights = torch.cat([weights_UK.view(-1), weights_UK.new_zeros(1)])
-        grad_wide = grad_rows.to(weights.dtype) * weights[expand.slot_of_row, None]
-        grad_rows = grad_wide.to(grad_rows.dtype)
+        grad_rows: Tensor = torch.ops.moe_ext._gather_tokens(
+            grad_UD, expand.slot_of_row, expand.top_k
+        )
+        if weighted:
+            assert weights_UK is not None
+            # One more entry for padding rows (-1), which are zero.
+            weights = torch.cat([weights_UK.view(-1), weights_UK.new_zeros(1)])
+            grad_wide = grad_rows.to(weights.dtype) * weights[expand.slot_of_row, None]
+            grad_rows = grad_wide.to(grad_rows.dtype)
         scale = math.prod(hop.grad_scale for hop in self.hops)
         return grad_rows if scale == 1.0 else grad_rows.mul_(1.0 / scale)
 
@@ -346,8 +350,8 @@ class DedupMetadata(DispatchMetadata):
 
     Attributes:
         journey: the way of the rows.
-        weights_UK: the weights of the tokens that arrived, in the graph for "reduced"; None where
-            "exact" records no gradients.
+        weights_UK: the weights of the tokens that arrived, in the graph for "reduced"; None for
+            "exact".
     """
 
     journey: Any = None
@@ -396,8 +400,8 @@ class _Send(torch.autograd.Function):
         arrived_UD = journey.send(x_TD.to(dtype), "dispatch", journey.wire.dispatch)
         expand = journey.expand
         rows = torch.ops.moe_ext._gather_tokens(arrived_UD, expand.slot_of_row, expand.top_k)
-        weights_UK = journey.routes[-1].weights_UK
-        return rows, weights_UK.detach() if ctx.weighted and weights_UK is not None else None
+        weights_UK = journey.routes[-1].weights_UK if ctx.weighted else None
+        return rows, None if weights_UK is None else weights_UK.detach()
 
     @staticmethod
     @once_differentiable
@@ -428,21 +432,22 @@ class _Combine(torch.autograd.Function):
         ctx: Any,
         rows: Tensor,
         slots_SD: Tensor,
-        weights_TK: Tensor,
+        weights_TK: Tensor | None,
         slots: ops.Permutation,
         journey: Journey,
     ) -> Tensor:
-        ctx.save_for_backward(slots_SD, weights_TK)
+        if weights_TK is not None:
+            ctx.save_for_backward(slots_SD, weights_TK)
         ctx.slots, ctx.journey, ctx.dtype = slots, journey, rows.dtype
         return ops.unpermute_tokens(slots_SD, slots, weights_TK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        slots_SD, weights_TK = ctx.saved_tensors
         journey: Journey = ctx.journey
         grad_rows = grad_weights = None
         if ctx.needs_input_grad[2]:
+            slots_SD, weights_TK = ctx.saved_tensors
             _, grad_weights = torch.ops.moe_ext._unpermute_tokens_backward(
                 grad_TD,
                 slots_SD,
@@ -455,8 +460,27 @@ class _Combine(torch.autograd.Function):
             # Where sums are wider than rows, they are of rounded gradients: nothing is lost.
             format = journey.wire.backward_dispatch
             grad_UD = journey.send(grad_TD.to(ctx.dtype), "combine backward", format)
-            grad_rows = journey.weighted(grad_UD)
+            grad_rows = journey.spread(grad_UD, weighted=len(ctx.saved_tensors) > 0)
         return grad_rows, None, grad_weights, None, None
+
+
+class _BringWeights(torch.autograd.Function):
+    """Weights that came with the indices of their experts; the gradients travel back."""
+
+    @staticmethod
+    def forward(ctx: Any, weights_TK: Tensor, journey: Journey) -> Tensor:
+        ctx.journey = journey
+        weights_UK = journey.routes[-1].weights_UK
+        assert weights_UK is not None
+        return weights_UK.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_UK: Tensor) -> tuple[Tensor, None]:
+        # A slot is on one rank: the others add zeros.
+        formats = (None, None)
+        journey: Journey = ctx.journey
+        return journey.return_sums(grad_UK, "weights backward", formats, backward=True), None
 
 
 class DedupDispatcher(TokenDispatcher):
@@ -473,7 +497,7 @@ class DedupDispatcher(TokenDispatcher):
       sends one row a token; so do the gradients. All four exchanges are smaller, and a result is
       rounded once a rank more than on one process.
 
-    Weights travel with the indices, but for "exact" without gradients.
+    Weights travel with the indices, their gradients in a message of their own.
 
     With a `RowBudget` a token goes once for each round that has slots of it for the rank; "exact"
     then has the bits of `AllToAllDispatcher` with that budget.
@@ -547,13 +571,13 @@ class DedupDispatcher(TokenDispatcher):
     ) -> tuple[Tensor, Tensor, DedupMetadata]:
         """`dispatch` of rows of a dtype, which need not be that of the tokens."""
         reduced = self.combine_by == "reduced"
-        in_graph = x_TD.requires_grad or (reduced and topk_weights_TK.requires_grad)
+        in_graph = x_TD.requires_grad or topk_weights_TK.requires_grad
         tables: ops.Permutation | None = None
         idx_TK, limit, routes = topk_idx_TK, capacity, list[Route]()
         origin_T: Tensor | None = None
         tokens_TD = x_TD.detach().to(dtype)
         weights_TK = topk_weights_TK.to(sum_dtype(dtype))
-        beside_TK = weights_TK.detach() if reduced or torch.is_grad_enabled() else None
+        beside_TK: Tensor | None = weights_TK.detach()
         for i, hop in enumerate(self._hops):
             with self._telling_from(i + 1, tokens_TD):
                 if i == 0 and capacity is not None:
@@ -582,7 +606,7 @@ class DedupDispatcher(TokenDispatcher):
             journey.by_slot,
             limit,
             journey,
-            weights_UK if reduced else routes[-1].weights_UK,
+            weights_UK,
         )
         return rows, journey.expand.expert_offsets, metadata
 
@@ -631,7 +655,8 @@ class DedupDispatcher(TokenDispatcher):
         with_rows: bool = True,
     ) -> tuple[Tensor, ops.Permutation, RowCounts]:
         # A rank that fails tells the others in the messages of the hops: they come first.
-        in_graph, limit, none_TD = x_TD.requires_grad, capacity, x_TD.detach()[:, :0]
+        in_graph = x_TD.requires_grad or topk_weights_TK.requires_grad
+        limit, none_TD = capacity, x_TD.detach()[:, :0]
         for i, hop in enumerate(self._hops):
             with self._telling_from(i + 1, x_TD):
                 if i == 0:
@@ -688,6 +713,18 @@ class DedupDispatcher(TokenDispatcher):
             )
         return Journey(self._hops, routes, expand, by_slot, tuple(places))
 
+    def row_weights(self, rows: Tensor, metadata: DispatchMetadata) -> RowWeights | None:
+        """See `TokenDispatcher`; no exchange but that of gradients, since the weights are here."""
+        assert isinstance(metadata, DedupMetadata) and metadata.topk_weights is not None
+        weights_UK = metadata.weights_UK
+        if weights_UK is None:
+            weights_TK = metadata.topk_weights.to(sum_dtype(rows.dtype))
+            if rows.requires_grad and not weights_TK.requires_grad:
+                # Another rank's gradients come back through here: take part in their exchange.
+                weights_TK = weights_TK.detach().requires_grad_()
+            weights_UK = _BringWeights.apply(weights_TK, metadata.journey)
+        return RowWeights(weights_UK, metadata.journey.expand.slot_of_row)
+
     def combine(
         self,
         rows: Tensor,
@@ -700,8 +737,8 @@ class DedupDispatcher(TokenDispatcher):
         journey: Journey = metadata.journey
         if self.combine_by == "exact":
             return self._sum_slots(rows, metadata, rows.dtype, meanwhile)
-        assert metadata.weights_UK is not None
-        y_UD = ops.unpermute_tokens(rows, journey.expand, metadata.weights_UK)
+        weights_UK = None if metadata.topk_weights is None else metadata.weights_UK
+        y_UD = ops.unpermute_tokens(rows, journey.expand, weights_UK)
         return journey.return_sums(y_UD, "combine", journey.wire.back, meanwhile=meanwhile)
 
     def combine_part(self, rows: Tensor, metadata: DispatchMetadata) -> Tensor:
@@ -720,10 +757,6 @@ class DedupDispatcher(TokenDispatcher):
     ) -> Tensor:
         journey: Journey = metadata.journey
         weights_TK, slots = metadata.topk_weights, metadata.permutation
-        if metadata.weights_UK is None:
-            # Gradients, where they are recorded from here on, go back slot by slot.
-            slots_SD = journey.return_slots(rows, "combine", journey.wire.back, meanwhile=meanwhile)
-            return ops.unpermute_tokens(slots_SD.to(dtype), slots, weights_TK)
         formats = (journey.wire.combine, None)
         slots_SD = journey.return_slots(rows.detach(), "combine", formats, meanwhile=meanwhile)
         y_TD: Tensor = _Combine.apply(rows, slots_SD.to(dtype), weights_TK, slots, journey)
