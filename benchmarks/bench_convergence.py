@@ -34,7 +34,7 @@ from moe_ext.compression import (
     Warmup,
     compress_hook,
 )
-from moe_ext.distributed import count_traffic
+from moe_ext.distributed import count_traffic, sync_gradients
 from moe_ext.optim import OneBitAdam, ZeroOneAdam
 from moe_ext.testing import spawn_ranks
 
@@ -65,12 +65,14 @@ class Trained:
 
 @dataclass(frozen=True)
 class Setting:
-    """How gradients are averaged; `limit` is how far above dense the loss may be, as a ratio."""
+    """What travels, and how; `limit` is how far above dense the loss may be, as a ratio."""
 
     prepare: Callable[[nn.Module, int], Trained]
     warm: bool = False
     limit: float | None = None
     control: bool = False
+    spread: bool = False  # experts over the ranks, in the place of a copy of each on all
+    wire: str | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,24 @@ def zero_one_adam(model: nn.Module, _warm_steps: int) -> Trained:
     return Trained(model, ZeroOneAdam(model.parameters(), lr=LEARNING_RATE))
 
 
+class SyncedAdam(torch.optim.Adam):
+    """Adam that makes gradients those of the mean over ranks first."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=LEARNING_RATE)
+        self.model = model
+
+    def step(self, closure: Any = None) -> Any:
+        """As of every optimizer."""
+        sync_gradients(self.model)
+        return super().step(closure)
+
+
+def over_ranks(model: nn.Module, _warm_steps: int) -> Trained:
+    """Experts that are spread out: their tokens travel."""
+    return Trained(model, SyncedAdam(model))
+
+
 SETTINGS = {
     "dense": Setting(hooked("none")),
     "bf16": Setting(hooked("bf16")),
@@ -135,6 +155,10 @@ SETTINGS = {
     "top 1 %": Setting(hooked(TopK(0.01)), warm=True),
     "top 1 %, rest forgotten": Setting(hooked(ForgetfulTopK(0.01)), warm=True, control=True),
     "signs of the gradient": Setting(hooked("onebit"), warm=True, control=True),
+    "experts over ranks": Setting(over_ranks, spread=True),
+    "experts over ranks, int8": Setting(over_ranks, limit=1.005, spread=True, wire="int8"),
+    "experts over ranks, fp8": Setting(over_ranks, limit=1.005, spread=True, wire="fp8"),
+    "experts over ranks, mx": Setting(over_ranks, limit=1.005, spread=True, wire="mx"),
 }
 
 
@@ -162,7 +186,12 @@ def validate(model: nn.Module, data: TextData, num_batches: int) -> float:
 def train(setting: Setting, data: TextData, seed: int, steps: int) -> Found:
     """One setting from the first step to the last."""
     model = MoELanguageModel(
-        SIZES, ep_group=None, balance_loss_coef=0.01, z_loss_coef=0.0, capacity_factor=None
+        SIZES,
+        ep_group=dist.group.WORLD if setting.spread else None,
+        balance_loss_coef=0.01,
+        z_loss_coef=0.0,
+        capacity_factor=None,
+        wire=setting.wire,
     )
     init_weights(model, seed)
     warm_steps = steps * WARM_STEPS // STEPS if setting.warm else 0
@@ -249,7 +278,9 @@ def table(found: list[dict[str, Found]], steps: int = STEPS, ranks: int = RANKS)
         "*sent MB* leaves a rank in a step after the warm-up; *step ms* is its wall time, on one "
         f"machine whose network is memory{cores(ranks)}. *variance fixed* is the published 1-bit "
         "Adam, without looks at how far gradients have grown since the freeze "
-        "(`variance_interval=0`). The controls show what error feedback is for, and that signs "
+        "(`variance_interval=0`). *Experts over ranks* sends tokens to experts that are on one "
+        "rank each, in a byte an element where a format is named (`MoELayer(wire=)`). The controls "
+        "show what error feedback is for, and that signs "
         "want 1-bit Adam: Adam divides by the variance of what it is given."
     )
     header = ("setting", "step ms", "sent MB", "loss", "range", "above dense", "target")

@@ -28,7 +28,7 @@ HEADER = (
     "ranks",
     "layer",
     "link",
-    "dispatcher, combine",
+    "dispatcher, combine, wire",
     "ms",
     f"{TORCH} / this",
     "CPU ms",
@@ -67,7 +67,8 @@ def note() -> str:
         "without the kernel's work in their stead, *sent* what the busier node's interface "
         "counted, headers included. *difference* is the largest between the output and that of "
         "`alltoall`, relative to the largest output. `torch` is what one writes by hand: sort, "
-        "`all_to_all_single`, the same products, and back; it is all that is compared with, since "
+        "`all_to_all_single`, the same products, and back; *int8* and *mx* round what goes to the "
+        "experts (`wire=`), forward and backward. Plain torch is all that is compared with, since "
         "torchtitan's and DeepSpeed's layers are not installed here. *auto* chose on that link, "
         "and the last column says what."
     )

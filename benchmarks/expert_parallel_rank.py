@@ -29,6 +29,9 @@ NAMES = (
     "allgather, exact",
     "auto, exact",
     "auto, reduced",
+    "alltoall, exact, int8",
+    "dedup, reduced, int8",
+    "dedup, reduced, mx",
 )
 
 
@@ -74,7 +77,8 @@ def _exchange(x_ND: Tensor, send: list[int], receive: list[int]) -> Tensor:
 def make(name: str, sizes: dict[str, int]) -> PlainTorch | MoELayer:
     """A contender; the layers of all of them have the same weights."""
     torch.manual_seed(0)
-    kind, _, combine = name.partition(", ")
+    kind, *options = name.split(", ")
+    combine, wire = [*options, None, None][:2]
     layer = MoELayer(
         sizes["model_dim"],
         sizes["ffn_dim"],
@@ -84,6 +88,7 @@ def make(name: str, sizes: dict[str, int]) -> PlainTorch | MoELayer:
         ep_group=dist.group.WORLD,
         dispatcher=kind if combine else ALLTOALL,
         combine=combine or "exact",
+        wire=wire,
     )
     return PlainTorch(layer) if name == TORCH else layer
 

@@ -29,10 +29,15 @@ def test_two_nodes(monkeypatch):
     (table,) = bench.tables()
     found = {row[3]: row for row in table.rows}
     assert list(found) == list(bench.NAMES)
-    assert all(found[name][-2] == "0" for name in found if "exact" in name)
-    assert all(float(row[-2]) < 1e-5 for row in found.values())
+    assert all(found[name][-2] == "0" for name in found if name.endswith("exact"))
+    rounded = [name for name in found if name.endswith(("int8", "mx"))]
+    # Of the largest output; rounding is off by 4 % of the norm.
+    assert all(float(row[-2]) < (0.1 if n in rounded else 1e-5) for n, row in found.items())
+    assert all(float(found[name][-2]) > 1e-5 for name in rounded)
     assert all((row[-1] != "") == name.startswith("auto") for name, row in found.items())
     sent = {name: float(row[-3]) for name, row in found.items()}
     # Of 4 rows a token that go to the other node, 1.8 with a row for each rank, 1 for each node.
     assert sent["dedup, reduced"] < 0.6 * sent["alltoall"]
+    # Two of the four exchanges in 0.26 of the bytes.
+    assert sent["alltoall, exact, int8"] < 0.67 * sent["alltoall"]
     assert sent["hierarchical, reduced"] < 0.35 * sent["alltoall"]

@@ -155,6 +155,7 @@ class MoELanguageModel(LanguageModel):
         balance_loss_coef: float,
         z_loss_coef: float,
         capacity_factor: float | None,
+        wire: str | None = None,
     ) -> None:
         def make_ffn(block: int) -> nn.Module:
             if (config.num_layers - 1 - block) % config.moe_every:
@@ -168,6 +169,7 @@ class MoELanguageModel(LanguageModel):
                 z_loss_coef=z_loss_coef,
                 capacity_factor=capacity_factor,
                 ep_group=ep_group,
+                wire=wire,
             )
 
         super().__init__(config, make_ffn)
