@@ -161,8 +161,8 @@ def _shards_of(optimizer: Optimizer) -> dict[int, tuple[Tensor, Placement]]:
     return {number: (p, place) for number, (p, place) in found.items() if place is not None}
 
 
-def _show_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Hook of `state_dict()`: DTensors of the whole, or this."""
+def show_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """DTensors of the whole, or this, in the place of parts; hook of `state_dict()`."""
     state = dict(state_dict["state"])
     for number, (parameter, place) in _shards_of(optimizer).items():
         if number in state:
@@ -171,15 +171,6 @@ def _show_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
                 for key, value in state[number].items()
             }
     return {**state_dict, "state": state}
-
-
-def _refuse_whole(optimizer: Optimizer, _state_dict: dict[str, Any]) -> None:
-    if keeps_wholes() is not None:
-        raise ValueError(
-            "whole_state_dicts: expected an optimizer whose ranks hold parts of one state, got "
-            f"{type(optimizer).__name__}, which keeps a state for each rank; save by "
-            "moe_ext.distributed.checkpoint.save"
-        )
 
 
 def take_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -217,10 +208,8 @@ def watch(optimizer: Optimizer, *_call: object) -> None:
         )
     _watched.add(optimizer)
     if isinstance(optimizer, SavesByParameter):
-        # Its state is that of a rank, and says so.
-        optimizer.register_state_dict_post_hook(_refuse_whole)
-        return
-    optimizer.register_state_dict_post_hook(_show_states)
+        return  # its state dicts do so by themselves
+    optimizer.register_state_dict_post_hook(show_states)
     optimizer.register_load_state_dict_pre_hook(take_states)
     # State that was loaded before this hook was registered.
     for parameter, place in shards.values():

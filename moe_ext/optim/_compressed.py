@@ -26,6 +26,7 @@ from moe_ext.distributed.groups import (
     group_size,
     resolve_group,
 )
+from moe_ext.distributed.state_dict import show_states, take_states
 from moe_ext.optim._arguments import check_betas, check_expert_axis, check_positive, label
 from moe_ext.optim._compressed_mean import CompressedMean, mean_over_ranks
 from moe_ext.optim._saved_states import (
@@ -485,10 +486,48 @@ class CompressedOptimizer(Optimizer, ABC):
     # -- saved states
 
     def state_dict(self) -> dict[str, Any]:
+        """The state of all ranks, of torch's form, for any number of ranks; all must call it.
+
+        What optimizers hold of experts over ranks is shown as the model shows these, by DTensors
+        for `torch.distributed.checkpoint`. ``state[i]["owed"]`` is the mean over ranks of what they
+        owe for parameter i, of which every rank that loads owes as much: its sum over ranks, in
+        units of their mean, is what it was. After `flush` nothing is owed, and nothing is sent.
+
+        Raises:
+            ValueError: ranks are between two synchronisations.
+            RankFailureError: a rank died or did not answer.
+        """
+        states, counters = self.checkpoint_state()
+        found = super().state_dict()
+        for group in found["param_groups"]:
+            group.pop("exp_avg_mask", None)
+            group[_OWED] = _OWED in counters
+        groups = [(group, p) for group in self.param_groups for p in group["params"]]
+        found["state"] = {
+            number: self._with_all_entries(group, p, states[p])
+            for number, (group, p) in enumerate(groups)
+            if states[p]
+        }
+        return show_states(self, found)
+
+    def _with_all_entries(
+        self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]
+    ) -> dict[str, Any]:
+        """A state with the same names in every phase: what a checkpoint loads are those it has."""
+        # torch's checkpoints put numbers, other than tensors, under keys that are no integers.
+        found = {
+            name: torch.tensor(value) if isinstance(value, int | float) else value
+            for name, value in state.items()
+            if name != "touched_rows"
+        }
+        found.setdefault("owed", torch.zeros_like(parameter, dtype=torch.float32))
+        return found
+
+    def rank_state_dict(self) -> dict[str, Any]:
         """The state of this rank: of torch's form, with what this rank owes.
 
         ``state[i]["worker_error"]`` belongs to parameter i; ``compression`` holds the errors of
-        this rank's shard. Save it on every rank, or call `flush` and save it on one.
+        this rank's shard. Save it on every rank, to go on with the same bits on as many.
         """
         found = super().state_dict()
         found["state"] = {index: dict(state) for index, state in found["state"].items()}
@@ -518,23 +557,25 @@ class CompressedOptimizer(Optimizer, ABC):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the state that this rank saved, or any rank after `flush`.
+        """Go on from what `state_dict` returned anywhere, or `rank_state_dict` on this rank.
 
-        States of Adam or of a flushed optimizer fit any number of ranks. For states that owe
-        something to another number of ranks see `load_rank_states`. Where both have names of
-        parameters, states go by them.
+        States of Adam fit any number of ranks, too. For the states of the ranks of another number
+        see `load_rank_states`. Where both have names of parameters, states go by them.
 
         Raises:
-            ValueError: the state owes something and is of another rank or number of ranks, or of
-                another order of the parameters, or has lost what the ranks owe for their shards; or
-                it is of parameters with other names. Nothing has changed.
+            ValueError: the state is one of a rank that owes something, and of another rank or
+                number of ranks, or of another order of the parameters, or has lost what the ranks
+                owe for their shards; or it is of parameters with other names. Nothing has changed.
         """
         state_dict = by_name(self._op, self.param_groups, state_dict)
         self._check_whole(state_dict)
-        saved = state_dict.get("compression", {"block": self._block, "servers": []})
+        if "compression" not in state_dict:
+            self._load_state_of_all(take_states(self, state_dict))
+            return
+        saved = state_dict["compression"]
         with self._unchanged_if_it_fails():
             self._load_shared(state_dict)
-            if owes({**state_dict, "compression": saved}) or self._is_between(state_dict):
+            if owes(state_dict) or self._is_between(state_dict):
                 self._load_errors(state_dict, saved)
             self._load_rows(state_dict, saved["servers"])
 
@@ -547,12 +588,17 @@ class CompressedOptimizer(Optimizer, ABC):
         ranks as they were.
 
         Args:
-            states: what `state_dict` returned on each rank, in the order of ranks.
+            states: what `rank_state_dict` returned on each rank, in the order of ranks.
 
         Raises:
             ValueError: the states are not those of all ranks, each once, in order; or experts were
                 divided over another number of ranks. Nothing has changed.
         """
+        if not all("compression" in state for state in states):
+            raise ValueError(
+                f"{self._op}: expected states that rank_state_dict returned on each rank, got one "
+                "of all ranks; load_state_dict takes that"
+            )
         states = [by_name(self._op, self.param_groups, state) for state in states]
         check_order(self._op, states)
         if any(self._is_between(state) for state in states):
@@ -571,6 +617,7 @@ class CompressedOptimizer(Optimizer, ABC):
                     owed = owed_by(states[rank])
                     for view, entry in zip(mean.parts_of(mean.worker_N), members, strict=True):
                         view.add_(owed[entry.number].to(view), alpha=mean.size / len(held))
+                mean.settled = False
             self._load_rows(merged, servers)
 
     def checkpoint_state(self) -> tuple[dict[nn.Parameter, dict[str, Any]], dict[str, int]]:
@@ -586,7 +633,7 @@ class CompressedOptimizer(Optimizer, ABC):
         if self._is_between(super().state_dict()):
             raise ValueError(
                 f"{self._op}: expected synchronised ranks, got some between two synchronisations; "
-                "call flush before saving"
+                "call flush before saving, or save rank_state_dict() on every rank"
             )
         found: dict[nn.Parameter, dict[str, Any]] = {
             p: dict(self.state.get(p, {})) for group in self.param_groups for p in group["params"]
@@ -596,11 +643,14 @@ class CompressedOptimizer(Optimizer, ABC):
                 state.pop(name, None)
         with torch.no_grad():
             for mean, members in self._made_means():
-                owed_N = all_reduce_(mean.errors(), mean.group, operation=self._op)
-                parts = mean.parts_of(owed_N.div_(mean.size))
+                owed_N = mean.errors()
+                if not mean.settled:
+                    all_reduce_(owed_N, mean.group, operation=self._op).div_(mean.size)
+                parts = mean.parts_of(owed_N)
                 for position, (entry, owed) in enumerate(zip(members, parts, strict=True)):
                     state = found[entry.parameter]
-                    state["owed"] = owed
+                    # NOTE: a DTensor of a view that begins later in memory cannot be copied.
+                    state["owed"] = owed.clone()
                     if position in mean.touched:
                         shape = entry.parameter.shape[:-1]
                         state["touched_rows"] = mean.touched[position].view(shape)
@@ -619,27 +669,45 @@ class CompressedOptimizer(Optimizer, ABC):
     ) -> None:
         """Go on from what `checkpoint_state` returned; each rank owes the mean of what all owed."""
         numbers = {p: i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
-        plain = {
-            numbers[p]: {k: v for k, v in state.items() if k not in ("owed", "touched_rows")}
-            for p, state in states.items()
-        }
-        saved = {**super().state_dict(), "state": plain}
+        saved = {**super().state_dict(), "state": {numbers[p]: s for p, s in states.items()}}
         for index, group in enumerate(saved["param_groups"]):
             for name in _COUNTERS & group.keys():
                 group[name] = counters.get(f"{index}_{name}", group[name])
+            group[_OWED] = _OWED in counters
+        self._load_state_of_all(saved)
+
+    def _load_state_of_all(self, saved: dict[str, Any]) -> None:
+        """Go on from a state of all ranks, of which this has its part, or from one of Adam."""
+        # Of any parameter: all ranks must take the next step alike.
+        compressed = any(group.get(_OWED, False) for group in saved["param_groups"])
+        if compressed and not any(saved["state"].values()):
+            raise ValueError(
+                f"{self._op}: expected a state of compressed steps to have moments, got none; "
+                "torch's get_optimizer_state_dict has nothing to load into before the first step "
+                "while parameters have gradients: call zero_grad first"
+            )
+        plain = {
+            number: {k: v for k, v in state.items() if k != "owed"}
+            for number, state in saved["state"].items()
+        }
+        groups = [{k: v for k, v in g.items() if k != _OWED} for g in saved["param_groups"]]
         with self._unchanged_if_it_fails():
-            self._load_shared(saved)
-            # Of any parameter: all ranks must take the next step alike.
-            for mean, members in self._flat_means() if _OWED in counters else ():
-                mean.note_rows([self.state[entry.parameter]["exp_avg_sq"] for entry in members])
+            self._load_shared({**saved, "state": plain, "param_groups": groups})
+            for mean, members in self._flat_means() if compressed else ():
                 errors = mean.parts_of(mean.worker_N)
                 for position, (entry, error) in enumerate(zip(members, errors, strict=True)):
-                    state = states.get(entry.parameter, {})
+                    state = saved["state"].get(entry.number, {})
                     if "owed" in state:
                         error.copy_(state["owed"])
                     if position in mean.touched and "touched_rows" in state:
                         mean.touched[position] |= state["touched_rows"].reshape(-1)
-                mean.refresh()
+                mean.settled = False
+                for name in ("exp_avg_sq", "exp_avg"):
+                    # A parameter may be new: frozen until now.
+                    mean.note_rows(
+                        [self.state[e.parameter].get(name, e.parameter * 0) for e in members]
+                    )
+                mean.note_rows(errors)
 
     @contextlib.contextmanager
     def _unchanged_if_it_fails(self) -> Iterator[None]:
@@ -685,7 +753,8 @@ class CompressedOptimizer(Optimizer, ABC):
         for index, state in plain.items():
             parameter = parameters[index]
             for key, value in state.items():
-                if key == "step":
+                is_count = isinstance(value, Tensor) and not value.dtype.is_floating_point
+                if key == "step" or (is_count and value.dim() == 0):
                     self.state[parameter][key] = int(value)
                 elif isinstance(value, Tensor):
                     # torch casts to the type of the parameter, which may be shorter.
@@ -728,6 +797,7 @@ class CompressedOptimizer(Optimizer, ABC):
                     f"{numbers}, got blocks of {saved['block']} of {server['parameters']}; what is "
                     "owed goes to another order by load_rank_states"
                 )
+            mean.settled = False
             mean.server_M.copy_(server["server_error"])
             for view, number in zip(mean.parts_of(mean.worker_N), numbers, strict=True):
                 view.copy_(state_dict["state"][number]["worker_error"])

@@ -78,6 +78,8 @@ class CompressedMean:
         self.memory.server_start = self.rank * shard
         self.memory.put("residual", torch.zeros_like(self.flat_N))
         self.memory.put("server", self.flat_N.new_zeros(shard))
+        # Whether it is known, on all ranks alike, that none owes anything.
+        self.settled = True
         self._masks: dict[int, Tensor] = {}
         # Elements that stay zero, padding among them, and the blocks that they share with others.
         self._zeros_N: Tensor | None = None
@@ -104,7 +106,16 @@ class CompressedMean:
             RankFailureError: a rank died or did not answer.
         """
         if self.size == 1:
+            if not self.settled:
+                # Nothing is lost on the way: what was owed on other ranks arrives at once.
+                for index, (view, error) in enumerate(
+                    zip(self.views, self.parts_of(self.worker_N), strict=True)
+                ):
+                    if index not in idle:
+                        view.add_(error)
+                        error.zero_()
             return
+        self.settled = False
         self.memory.begin()
         owed = self.memory.read_write("residual", "server")
         assert owed is not None
@@ -151,6 +162,7 @@ class CompressedMean:
         """Owe nothing."""
         self.worker_N.zero_()
         self.server_M.zero_()
+        self.settled = True
 
     def note_rows(self, values: Sequence[Tensor]) -> None:
         """Mark rows that are not zero in tensors that all ranks hold alike."""

@@ -158,6 +158,25 @@ class OneBitLamb(OneBitAdam):
             state["exp_avg_sq_fresh"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         super()._take_momentum(entry, momentum)
 
+    def _with_all_entries(
+        self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]
+    ) -> dict[str, Any]:
+        found = super()._with_all_entries(group, parameter, state)
+        num_slices = parameter.shape[0] if group["per_expert"] else 1
+        ones_G = torch.ones(num_slices, dtype=torch.float64, device=parameter.device)
+        _slice_state(found, "lamb_coeff_freeze", 0.0, ones_G)
+        _slice_state(found, "last_factor", 1.0, ones_G)
+        found.setdefault("exp_avg_sq_fresh", torch.zeros_like(found["exp_avg_sq"]))
+        return found
+
+    def _load_shared(self, state_dict: dict[str, Any]) -> None:
+        # Zeros stand for none: at the freeze, zeros are filled.
+        shared = {
+            number: {k: v for k, v in state.items() if k != "exp_avg_sq_fresh" or bool(v.any())}
+            for number, state in state_dict["state"].items()
+        }
+        super()._load_shared({**state_dict, "state": shared})
+
     def _apply(self, group: dict[str, Any], entries: list[Entry]) -> None:
         entries = [entry for entry in entries if entry.parameter.numel()]
         if not entries:

@@ -17,7 +17,7 @@ def run(make, steps, rank=0):
             p.grad = gradient((i, step, rank), *p.shape)
         optimizer.step()
         found[f"step_{step}"] = [p.detach().clone() for p in params]
-    found["state"] = optimizer.state_dict()["state"]
+    found["state"] = getattr(optimizer, "rank_state_dict", optimizer.state_dict)()["state"]
     if hasattr(optimizer, "flush"):
         optimizer.flush()
         found["flushed"] = params

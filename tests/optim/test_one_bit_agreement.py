@@ -68,7 +68,7 @@ def check_a_state_loaded_on_one_rank_in_mid_training_is_told(name):
     params, rank = parameters(), dist.get_rank()
     optimizer = MAKERS[name](params, lr=0.05)
     run(optimizer, params, range(4))
-    saved = copy.deepcopy(optimizer.state_dict())
+    saved = copy.deepcopy(optimizer.rank_state_dict())
     if rank == 1:
         optimizer.load_state_dict(saved)
     before = [p.detach().clone() for p in params]
@@ -108,7 +108,7 @@ def check_options_changed_on_one_rank_are_told(name):
     for steps in (2, 4, 9):
         run(optimizer, params, range(optimizer.steps_taken, steps))
         weights = [p.detach().clone() for p in params]
-        before = copy.deepcopy(optimizer.state_dict())
+        before = copy.deepcopy(optimizer.rank_state_dict())
         for option, value in (("lr", 0.04), ("weight_decay", 0.1), ("non_freeze", True)):
             group, kept = optimizer.param_groups[0], dict(optimizer.param_groups[0])
             group[option] = value if last else kept.get(option, False)
@@ -119,7 +119,7 @@ def check_options_changed_on_one_rank_are_told(name):
             group.clear()
             group.update(kept)
             assert all(torch.equal(p, w) for p, w in zip(params, weights, strict=True))
-            assert_same(optimizer.state_dict(), before)
+            assert_same(optimizer.rank_state_dict(), before)
     run(optimizer, params, range(9, 10))
 
 

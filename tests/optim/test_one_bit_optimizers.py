@@ -195,7 +195,7 @@ def test_resumed_steps_have_the_same_bits(make, dtype, steps):
     run(optimizer, params, range(steps))
     copies = [nn.Parameter(p.detach().clone()) for p in params]
     resumed = make(copies, lr=0.01)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resumed.load_state_dict(copy.deepcopy(optimizer.rank_state_dict()))
     assert resumed.param_groups[0]["lr"] == 0.05
     assert resumed.steps_taken == steps
     run(optimizer, params, range(steps, steps + 6))
@@ -251,14 +251,14 @@ def test_nan_changes_nothing_and_is_named(make):
     params = [params[0], params[2]]
     for steps in (2, 4):
         run(optimizer, params, range(steps))
-        before = copy.deepcopy(optimizer.state_dict())
+        before = copy.deepcopy(optimizer.rank_state_dict())
         weights = [p.detach().clone() for p in params]
         params[1].grad[1, 2, 3] = math.inf if steps == 2 else math.nan
         message = f"{optimizer._op}: expected gradients to be finite, got NaN or infinity for 'b'"
         with pytest.raises(ValueError, match=message):
             optimizer.step()
         assert all(torch.equal(p, w) for p, w in zip(params, weights, strict=True))
-        assert repr(optimizer.state_dict()) == repr(before)
+        assert repr(optimizer.rank_state_dict()) == repr(before)
 
 
 @each_optimizer
@@ -275,7 +275,7 @@ def test_masks_hold_zeros_as_in_deepspeed_and_are_not_saved():
     mask = torch.tensor([[1.0, 1.0, 0.0]])
     optimizer = optim.OneBitAdam([{"params": [p], "exp_avg_mask": mask}], freeze_step=1)
     run(optimizer, [p], range(3))
-    state = optimizer.state_dict()
+    state = optimizer.rank_state_dict()
     assert "exp_avg_mask" not in state["param_groups"][0]
     assert optimizer.param_groups[0]["exp_avg_mask"] is mask
     optimizer.load_state_dict(state)
@@ -314,7 +314,7 @@ def test_parameters_that_are_thawed_are_not_left_behind(make, steps):
         run(optimizer, params, [2])
     assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
     optimizer.flush()
-    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(optimizer.rank_state_dict())
     run(optimizer, params, range(2, 8))
     assert not torch.equal(params[1], before[1])
     # Over a variance of zero a step would be a million.
@@ -325,7 +325,10 @@ def test_a_state_that_is_refused_changes_nothing():
     params = parameters()[:1]
     optimizer = optim.OneBitAdam(params, 0.05, freeze_step=1)
     run(optimizer, params, range(3))
-    kept, bad = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.state_dict())
+    kept, bad = (
+        copy.deepcopy(optimizer.rank_state_dict()),
+        copy.deepcopy(optimizer.rank_state_dict()),
+    )
     bad["compression"]["block"] = 64
     bad["state"][0]["worker_error"] += 1
     bad["state"][0]["exp_avg"].zero_()
@@ -351,12 +354,12 @@ def test_a_reduction_that_fails_leaves_what_is_not_compressed_as_it_was(monkeypa
     optimizer = optim.ZeroOneAdam(groups, 0.05, var_freeze_step=2)
     run(optimizer, [p, q], range(4))
     monkeypatch.setattr(optimizer, "_reduce", lambda means: 1 / 0)
-    before = [p.detach().clone(), q.detach().clone(), copy.deepcopy(optimizer.state_dict())]
+    before = [p.detach().clone(), q.detach().clone(), copy.deepcopy(optimizer.rank_state_dict())]
     with pytest.raises(ZeroDivisionError):
         run(optimizer, [p, q], [4])
     assert torch.equal(p, before[0])
     assert torch.equal(q, before[1])
-    state = optimizer.state_dict()["state"][1]
+    state = optimizer.rank_state_dict()["state"][1]
     assert all(torch.equal(state[n], before[2]["state"][1][n]) for n in ("exp_avg", "exp_avg_sq"))
 
 

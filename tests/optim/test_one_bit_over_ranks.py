@@ -201,7 +201,7 @@ def check_nan_on_one_rank(name):
     for done, more in ((0, 2), (2, 7), (7, 9)):
         run(optimizer, params, range(done, more))
         weights = [p.detach().clone() for p in params]
-        before = copy.deepcopy(optimizer.state_dict())
+        before = copy.deepcopy(optimizer.rank_state_dict())
         give(params, 99, dist.get_rank())
         if dist.get_rank() == bad_rank:
             params[2].grad[1, 1, 1] = math.nan
@@ -209,8 +209,8 @@ def check_nan_on_one_rank(name):
         with pytest.raises(ValueError, match=message + str(bad_rank)):
             optimizer.step()
         assert all(torch.equal(p, w) for p, w in zip(params, weights, strict=True))
-        assert str(optimizer.state_dict()) == str(before)
-        assert_same(optimizer.state_dict(), before)
+        assert str(optimizer.rank_state_dict()) == str(before)
+        assert_same(optimizer.rank_state_dict(), before)
     run(optimizer, params, range(9, 11))
 
 
@@ -228,12 +228,12 @@ def check_zeros_stay_zero(name):
         optimizer.step()
     for p, first in ((table, 6), (experts, 2)):
         assert torch.equal(p[first:], start[p is experts][first:])
-        state = optimizer.state_dict()["state"][int(p is experts)]
+        state = optimizer.rank_state_dict()["state"][int(p is experts)]
         assert not bool(state["worker_error"][first:].any())
         assert not bool(state["exp_avg"][first:].any())
         assert bool(state["worker_error"][:first].any())
         assert not torch.equal(p[:first], start[p is experts][:first])
-    assert not bool(optimizer.state_dict()["state"][0]["touched_rows"][6:].any())
+    assert not bool(optimizer.rank_state_dict()["state"][0]["touched_rows"][6:].any())
     # A row and an expert that only the last rank meets, after v was frozen at zero.
     for step in range(steps, steps + 4):
         give([table, experts], step, rank)
@@ -327,7 +327,7 @@ def check_expert_parallel():
             [[r for r in range(4) if r % ep == e] for e in range(ep)]
         )[0]
         assert_equal_on_ranks([p for n, p in ours.named_parameters() if n in experts], replicas)
-        state = optimizer.state_dict()
+        state = optimizer.rank_state_dict()
         assert [s["world_size"] for s in state["compression"]["servers"]] == [4, 4 // ep]
         torch.save(state, io.BytesIO())
         optimizer.load_state_dict(state)
@@ -348,7 +348,7 @@ def check_non_freeze_stays_dense():
         optimizer.step()
         adam.step()
     torch.testing.assert_close(q, want, rtol=1e-4, atol=1e-5)
-    assert len(optimizer.state_dict()["compression"]["servers"][0]["parameters"]) == 1
+    assert len(optimizer.rank_state_dict()["compression"]["servers"][0]["parameters"]) == 1
 
 
 def check_masks():
@@ -362,7 +362,7 @@ def check_masks():
         run(optimizer, params, range(3))
         before = params[0].detach().clone()
         run(optimizer, params, range(3, 8))
-        state = optimizer.state_dict()["state"][0]
+        state = optimizer.rank_state_dict()["state"][0]
         assert not bool(state["exp_avg"][held == 0].any())
         assert not bool(state["worker_error"][held == 0].any())
         assert torch.equal(params[0][held == 0], before[held == 0])

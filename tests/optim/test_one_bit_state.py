@@ -37,7 +37,7 @@ def check_resume_has_the_same_bits(name, steps):
     optimizer = MAKERS[name](params, lr=0.05, weight_decay=0.1)
     run(optimizer, params, range(steps))
     file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
+    torch.save(optimizer.rank_state_dict(), file)
     copies = [nn.Parameter(p.detach().clone()) for p in params]
     resumed = MAKERS[name](copies)
     file.seek(0)
@@ -45,7 +45,7 @@ def check_resume_has_the_same_bits(name, steps):
     run(optimizer, params, range(steps, steps + 6))
     run(resumed, copies, range(steps, steps + 6))
     assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
-    assert_same(optimizer.state_dict(), resumed.state_dict())
+    assert_same(optimizer.rank_state_dict(), resumed.rank_state_dict())
 
 
 def check_flush_brings_in_what_is_owed():
@@ -64,7 +64,7 @@ def check_flush_brings_in_what_is_owed():
     # The state of any rank now fits any number of ranks.
     state = [None]
     if dist.get_rank() == 0:
-        state = [optimizer.state_dict()]
+        state = [optimizer.rank_state_dict()]
     dist.broadcast_object_list(state)
     pair = first_ranks(2)
     if dist.get_rank() < 2:
@@ -76,7 +76,7 @@ def check_flush_brings_in_what_is_owed():
 
 def all_states(optimizer, group):
     states = [None] * dist.get_world_size(group)
-    dist.all_gather_object(states, optimizer.state_dict(), group=group)
+    dist.all_gather_object(states, optimizer.rank_state_dict(), group=group)
     return states
 
 
@@ -161,21 +161,21 @@ def check_a_state_goes_by_names(name):
     torch.testing.assert_close(want_of(all_states(resumed, None)).sum(), want_of(states).sum())
     optimizer.flush()
     resumed = MAKERS[name](turned)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resumed.load_state_dict(copy.deepcopy(optimizer.rank_state_dict()))
     for p, q in zip(params, copies, strict=True):
         had, has = optimizer.state[p], resumed.state[q]
         assert torch.equal(had["exp_avg"], has["exp_avg"])
         assert torch.equal(had["exp_avg_sq"], has["exp_avg_sq"])
     strange = MAKERS[name]([("strange", copies[0]), *turned[:-1]])
     with pytest.raises(ValueError, match="names of these, got one without strange"):
-        strange.load_state_dict(optimizer.state_dict())
+        strange.load_state_dict(optimizer.rank_state_dict())
 
 
 def check_a_state_that_has_lost_what_is_owed_is_refused():
     params = parameters()
     optimizer = MAKERS["OneBitAdam"](params, lr=0.05)
     run(optimizer, params, range(6))
-    state = copy.deepcopy(optimizer.state_dict())
+    state = copy.deepcopy(optimizer.rank_state_dict())
     del state["compression"]
     with pytest.raises(ValueError, match="to hold `compression`, got one without it that owes for"):
         optimizer.load_state_dict(state)
@@ -191,14 +191,14 @@ def lose_a_rank(rank):
     optimizer = MAKERS["OneBitAdam"](params, lr=0.05)
     run(optimizer, params, range(6))
     weights = [p.detach().clone() for p in params]
-    before = copy.deepcopy(optimizer.state_dict())
+    before = copy.deepcopy(optimizer.rank_state_dict())
     give(params, 6, rank)
     if rank == 1:
         os._exit(1)
     with pytest.raises(md.RankFailureError, match="OneBitAdam: expected every rank .* rank 1"):
         optimizer.step()
     assert all(torch.equal(p, w) for p, w in zip(params, weights, strict=True))
-    assert_same(optimizer.state_dict(), before)
+    assert_same(optimizer.rank_state_dict(), before)
     return True
 
 

@@ -70,7 +70,7 @@ def test_a_flushed_state_goes_on_with_other_blocks():
         optimizer.step()
     optimizer.flush()
     other = optim.OneBitAdam([p], freeze_step=2, variance_interval=1, block=64)
-    other.load_state_dict(optimizer.state_dict())
+    other.load_state_dict(optimizer.rank_state_dict())
     assert torch.equal(other.state[p]["exp_avg_sq"], optimizer.state[p]["exp_avg_sq"])
     p.grad = torch.randn(1000)
     other.step()
@@ -86,12 +86,12 @@ def test_a_first_compressed_step_that_fails_leaves_the_variance(monkeypatch):
             p.grad = torch.arange(len(p)) - 5.0 * step
             p.grad[0] = 0  # a variance of zero, which the freeze would fill
         optimizer.step()
-    before = copy.deepcopy(optimizer.state_dict())
+    before = copy.deepcopy(optimizer.rank_state_dict())
     with monkeypatch.context() as patch:
         patch.setattr(optimizer, "_reduce", lambda means: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             optimizer.step()
-    found = optimizer.state_dict()
+    found = optimizer.rank_state_dict()
     assert found["compression"] == before["compression"]
     for index, state in before["state"].items():
         assert state.keys() == found["state"][index].keys()
@@ -99,4 +99,4 @@ def test_a_first_compressed_step_that_fails_leaves_the_variance(monkeypatch):
         for name, value in state.items():
             assert torch.equal(torch.as_tensor(found["state"][index][name]), torch.as_tensor(value))
     optimizer.step()
-    assert bool((optimizer.state_dict()["state"][0]["exp_avg_sq"] > 0).all())
+    assert bool((optimizer.rank_state_dict()["state"][0]["exp_avg_sq"] > 0).all())

@@ -69,7 +69,7 @@ def check_experts(name, neighbours):
             _, (mean, _) = optimizer._made_means()
             mine = (
                 part,
-                optimizer.state_dict(),
+                optimizer.rank_state_dict(),
                 [p.detach() for p in params],
                 total(mean.errors(), replicas) / mean.size,
             )
@@ -78,7 +78,8 @@ def check_experts(name, neighbours):
             saved, parts = [one[1] for one in everyone], [one[0] for one in everyone]
             carried = {one[0]: one[2] for one in everyone}
             owed = {one[0]: one[3] for one in everyone}
-            assert all(bool(error.any()) for error in owed.values())
+            # A rank that holds its experts alone gets what it is owed in its first step.
+            assert all(bool(error.any()) == (size > EP) for error in owed.values())
         done += 8
 
 
@@ -88,7 +89,7 @@ def check_another_division_is_refused():
     optimizer, params = made("OneBitAdam", group, replicas, weights)
     run(optimizer, params, part, range(6))
     states = [None] * 4
-    dist.all_gather_object(states, optimizer.state_dict())
+    dist.all_gather_object(states, optimizer.rank_state_dict())
     other, _ = made("OneBitAdam", group, group, weights)
     with pytest.raises(ValueError, match="parameter group 1 to be divided over as many ranks as"):
         other.load_rank_states(states)
