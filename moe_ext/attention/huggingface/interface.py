@@ -30,6 +30,8 @@ from moe_ext.distributed.groups import group_rank, group_size
 
 ATTENTION = "moe_ext_ring"
 # Arguments of attention functions that change the result and that no ring serves.
+# Types of layers that mix tokens elsewhere, in configurations.
+_MIXING = frozenset({"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"})
 _REFUSED = ("position_bias", "head_mask", "cache", "block_table", "output_attentions")
 
 
@@ -276,6 +278,16 @@ def _mask_of(
     return attention_mask
 
 
+def _check_layers(name: str, module: nn.Module) -> None:
+    """Refuse an attention of a model whose configuration says that other layers mix tokens, too."""
+    config = getattr(module, "config", None)
+    kinds = {*(getattr(config, "layer_types", None) or ())}
+    mixing = sorted(kinds & _MIXING)
+    if mixing:
+        rule = "of layers that mix tokens in their attention alone (see prepare_model)"
+        _refuse(name, "model", rule, ", ".join(mixing))
+
+
 def _ring_forward(
     name: str,
     ring: Callable[..., Any],
@@ -313,6 +325,7 @@ def _ring_forward(
         mask = _mask_of(name, module, attention_mask, is_causal, sliding_window)
     batch = mask.batch or documents.batch
     if batch is None:
+        _check_layers(name, module)
         batch = BatchFacts(documents.offsets(position_ids, given_offsets(name, kwargs)))
     out: Tensor = ring(
         query,
@@ -349,9 +362,11 @@ def register_ring_attention(
     `cu_seq_lens_q`; padding by `attention_mask`, sliding windows, softcap, sinks and dropout are
     served.
 
-    It sees no model: of one that mixes tokens outside its attention, that has no attention by name,
-    or that counts positions from elsewhere, the results would be wrong. `prepare_model` finds out,
-    and takes whole batches. Nor can it tell shards of different samples on the ranks.
+    Models whose configuration names layers of state space, convolution or linear attention beside
+    the attention are refused. Beyond that it sees no model: of one that mixes tokens elsewhere,
+    that has no attention by name, or that counts positions from elsewhere, the results would be
+    wrong. `prepare_model` finds out, and takes whole batches. Nor can it tell shards of different
+    samples on the ranks.
 
     Args:
         group: the ranks that share each sequence, see `ring_attention`; None is this process alone.
@@ -367,7 +382,7 @@ def register_ring_attention(
         ValueError: an option is out of range. In the forward pass, on every rank: positions that do
             not count up from 0 in each document of the whole sequence, or differ between the
             sequences of a batch. On each rank: a cache with keys in it, masks of other kinds,
-            `output_attentions`, position biases.
+            `output_attentions`, position biases, a model as above.
         TypeError: the group is none of this rank.
     """
     names: dict[str, Any] = {

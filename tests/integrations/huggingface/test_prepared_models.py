@@ -20,6 +20,7 @@ from rank_checks import Checks
 import moe_ext
 from moe_ext.attention import group_sampler, prepare_model, shard_sequence
 from moe_ext.attention.huggingface.probe import Traits, probe
+from moe_ext.integrations.huggingface import register_ring_attention
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "attention.md"
 VOCABULARY = 61
@@ -460,6 +461,18 @@ def test_refused_families(family, message, options):
     assert [module.training for module in model.modules()] == flags
     assert torch.equal(torch.get_rng_state(), state)
     assert not model._forward_pre_hooks and not any(m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "lfm2", "minimax", "qwen3_5_text", "qwen3_next"])
+def test_names_that_are_registered_refuse_them_too(family):
+    """Where nobody has called prepare_model."""
+    register_ring_attention(None)
+    options = REFUSED["state space, convolution or linear attention"][1][family]
+    model = make(family, **options)
+    model.set_attn_implementation("moe_ext_ring")
+    text = "expected model to be of layers that mix tokens in their attention alone .*, got .+"
+    with pytest.raises(ValueError, match=text):
+        model(input_ids=torch.arange(3, 9)[None], use_cache=False)
 
 
 def test_losses_are_told_the_number_of_labels():
