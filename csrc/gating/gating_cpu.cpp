@@ -30,9 +30,10 @@ int64_t num_blocks(int64_t num_tokens) {
   return (num_tokens + kTokensPerBlock - 1) / kTokensPerBlock;
 }
 
+// A value below 0 is none.
 void keep_smaller(std::atomic<int64_t>& smallest, int64_t value) {
   int64_t seen = smallest.load();
-  while (value < seen && !smallest.compare_exchange_weak(seen, value)) {
+  while (value >= 0 && value < seen && !smallest.compare_exchange_weak(seen, value)) {
   }
 }
 
@@ -101,10 +102,8 @@ Partials<T> gate_blocks(const Args& args, int64_t num_tokens, F&& f) {
   Partials<T> partials{std::vector<acc_t<T>>(blocks * num_experts), std::vector<int64_t>(blocks * num_experts, 0)};
   std::atomic<int64_t> first_refused{num_tokens};
   each_block<acc_t<T>>(num_tokens, args.options, [&](int64_t block, int64_t begin, int64_t end, auto* scratch) {
-    const int64_t token =
-        f(args, begin, end, partials.score_sum.data() + block * num_experts,
-          partials.counts.data() + block * num_experts, scratch);
-    keep_smaller(first_refused, token < 0 ? num_tokens : token);
+    int64_t* counts = partials.counts.data() + block * num_experts;
+    keep_smaller(first_refused, f(args, begin, end, partials.score_sum.data() + block * num_experts, counts, scratch));
   });
   if (first_refused.load() < num_tokens) {
     refuse(args, first_refused.load());
@@ -169,47 +168,31 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> topk_gate_cpu(
   return {weights, idx, counts, score_sum};
 }
 
-struct IdxScan {
-  int64_t first_bad; // the first token with a choice outside of [-1, E), or the number of tokens
-  bool holes;        // whether some token has a choice of -1 beside others
-};
-
-IdxScan scan_idx(const int64_t* idx, int64_t num_tokens, int64_t top_k, int64_t num_experts) {
-  std::atomic<int64_t> first{num_tokens};
-  std::atomic<bool> holes{false};
-  parallel_for(0, num_tokens, grain_size(top_k * sizeof(int64_t)), [&](int64_t begin, int64_t end) {
-    bool mixed = false;
-    for (int64_t t = begin; t < end; ++t) {
-      int64_t low = num_experts, high = -1;
-      for (int64_t k = 0; k < top_k; ++k) {
-        low = std::min(low, idx[t * top_k + k]);
-        high = std::max(high, idx[t * top_k + k]);
-      }
-      if (low < -1 || high >= num_experts) {
-        keep_smaller(first, t);
-        return;
-      }
-      mixed |= low == -1 && high >= 0;
-    }
-    if (mixed) {
-      holes = true;
-    }
-  });
-  return {first.load(), holes.load()};
+// Says which index of a token is outside.
+[[noreturn]] void refuse_idx(const char* op, const Tensor& topk_idx, int64_t num_experts, int64_t token) {
+  const int64_t top_k = topk_idx.size(1);
+  const int64_t* row = data<int64_t>(topk_idx) + token * top_k;
+  const int64_t* bad = std::find_if(row, row + top_k, [&](int64_t e) { return e < -1 || e >= num_experts; });
+  fail(
+      op, ": expected topk_idx to be in [0, ", num_experts, ") or -1, got ", *bad, " at token ", token, ", choice ",
+      bad - row);
 }
 
-// Refuses an index that would write outside of the gradient; returns whether there are holes.
-bool check_idx(const char* op, const Tensor& topk_idx, int64_t num_experts) {
-  const int64_t top_k = topk_idx.size(1), num_tokens = topk_idx.size(0);
-  const IdxScan scan = scan_idx(data<int64_t>(topk_idx), num_tokens, top_k, num_experts);
-  if (scan.first_bad < num_tokens) {
-    const int64_t* row = data<int64_t>(topk_idx) + scan.first_bad * top_k;
-    const int64_t* bad = std::find_if(row, row + top_k, [&](int64_t e) { return e < -1 || e >= num_experts; });
-    fail(
-        op, ": expected topk_idx to be in [0, ", num_experts, ") or -1, got ", *bad, " at token ", scan.first_bad,
-        ", choice ", bad - row);
+void check_idx(const char* op, const Tensor& topk_idx, int64_t num_experts) {
+  const int64_t top_k = topk_idx.size(1), num_choices = topk_idx.numel();
+  const int64_t* idx = data<int64_t>(topk_idx);
+  std::atomic<int64_t> first{num_choices};
+  parallel_for(0, num_choices, grain_size(sizeof(int64_t)), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (idx[i] < -1 || idx[i] >= num_experts) {
+        keep_smaller(first, i);
+        return;
+      }
+    }
+  });
+  if (first.load() < num_choices) {
+    refuse_idx(op, topk_idx, num_experts, first.load() / top_k);
   }
-  return scan.holes;
 }
 
 void check_distinct(const Tensor& topk_idx, int64_t num_experts) {
@@ -267,20 +250,23 @@ Tensor topk_gate_backward_cpu(
   const GateOptions options =
       check_topk_gate_backward(grad_weights, grad_score_sum, logits, topk_idx, score_fn, renormalize, scale);
   const Tensor index = as_contiguous(topk_idx);
-  const bool holes = check_idx("_topk_gate_backward", index, options.num_experts);
   const Tensor x = as_contiguous(logits);
   const std::optional<Tensor> dw = optional_contiguous(grad_weights);
   const std::optional<Tensor> ds = optional_contiguous(grad_score_sum);
-  const int64_t n = options.num_experts;
-  Tensor grad = new_on_cpu({logits.size(0), n}, logits.scalar_type());
+  const int64_t n = options.num_experts, num_tokens = logits.size(0);
+  Tensor grad = new_on_cpu({num_tokens, n}, logits.scalar_type());
+  std::atomic<int64_t> first_refused{num_tokens};
   dispatch_floating(logits.scalar_type(), [&]<typename T>() {
     const GateGradArgs<T> args{
         data<T>(grad), data<T>(x), data<int64_t>(index), data_or_null<acc_t<T>>(dw), data_or_null<acc_t<T>>(ds),
-        options,       holes};
-    each_block<acc_t<T>>(logits.size(0), options, [&](int64_t, int64_t begin, int64_t end, auto* scratch) {
-      kernels().of<T>().gate_backward(args, begin, end, scratch);
+        options};
+    each_block<acc_t<T>>(num_tokens, options, [&](int64_t, int64_t begin, int64_t end, auto* scratch) {
+      keep_smaller(first_refused, kernels().of<T>().gate_backward(args, begin, end, scratch));
     });
   });
+  if (first_refused.load() < num_tokens) {
+    refuse_idx("_topk_gate_backward", index, n, first_refused.load());
+  }
   return grad;
 }
 

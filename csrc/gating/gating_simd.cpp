@@ -146,44 +146,70 @@ MOE_INLINE bool has_choice(const int64_t* idx, int64_t top_k) {
   return highest >= 0;
 }
 
-// tile.idx, tile.chosen and tile.list: the chosen experts, their logits and the gradients of their weights. A lane that
-// is not active has zeros. With kHoles a choice may be -1 beside others: it gets the logit -inf, hence no weight, and
-// brings its gradient of zero to expert 0.
-template <bool kHoles, typename T, typename Acc>
+// What the choices of a tile hold, as sign bits: of one outside of [-1, n), and of one that is -1.
+struct Choices {
+  int64_t outside = 0;
+  int64_t none = 0;
+};
+
+MOE_INLINE Choices look_at(const int64_t* idx, int64_t count, int64_t n) {
+  Choices found;
+  for (int64_t i = 0; i < count; ++i) {
+    // Of a number so large that one term wraps around, the other one is negative.
+    const uint64_t choice = static_cast<uint64_t>(idx[i]);
+    found.outside |= static_cast<int64_t>((choice + 1) | (static_cast<uint64_t>(n - 1) - choice));
+    found.none |= idx[i];
+  }
+  return found;
+}
+
+MOE_INLINE int64_t first_outside(const int64_t* idx, int64_t top_k, int64_t n) {
+  int64_t i = 0;
+  while (idx[i] >= -1 && idx[i] < n) {
+    ++i;
+  }
+  return i / top_k;
+}
+
+// A choice of -1 stands for expert 0, to which it brings a gradient of zero.
+MOE_INLINE int64_t expert_of(int64_t choice) {
+  return choice < 0 ? 0 : choice;
+}
+
+// tile.chosen and tile.list: the logits of the chosen experts and the gradients of their weights. A choice of -1 has
+// the logit -inf, hence no weight, and a gradient of zero. Lanes from `tokens` on hold numbers that nobody reads.
+template <typename T, typename Acc>
 MOE_INLINE void load_chosen(
-    const Tile<Acc>& tile, Acc* active, const GateGradArgs<T>& args, int64_t first, int64_t end) {
+    const Tile<Acc>& tile, const GateGradArgs<T>& args, int64_t first, int64_t tokens, bool has_none) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
   const int64_t top_k = args.options.top_k;
-  for (int64_t i = 0; i < top_k * kLanes; i += kLanes) {
-    store_idx<Acc>(tile.idx + i, IntVec<Acc>{});
-    store(tile.chosen + i, Vec<Acc>{});
-    store(tile.list + i, Vec<Acc>{});
-  }
+  const Acc* grads[kLanes];
   for (int64_t lane = 0; lane < kLanes; ++lane) {
-    const int64_t* idx = args.idx + (first + lane) * top_k;
-    active[lane] = first + lane < end && (kHoles ? has_choice(idx, top_k) : idx[0] >= 0);
-    if (active[lane] == 0) {
-      continue;
-    }
-    const T* row = args.logits + (first + lane) * args.options.num_experts;
+    const int64_t token = first + (lane < tokens ? lane : 0);
+    const int64_t* idx = args.idx + token * top_k;
+    const T* row = args.logits + token * args.options.num_experts;
+    grads[lane] = args.grad_weights + token * top_k;
     for (int64_t k = 0; k < top_k; ++k) {
-      const bool hole = kHoles && idx[k] < 0;
-      tile.idx[k * kLanes + lane] = hole ? 0 : static_cast<Int<Acc>>(idx[k]);
-      tile.chosen[k * kLanes + lane] = hole ? -kInfinity<Acc> : to_acc(row[idx[k]]);
+      tile.chosen[k * kLanes + lane] = to_acc(row[expert_of(idx[k])]);
     }
-    for (int64_t k = 0; args.grad_weights != nullptr && k < top_k; ++k) {
-      const bool hole = kHoles && idx[k] < 0;
-      tile.list[k * kLanes + lane] = hole ? Acc(0) : args.grad_weights[(first + lane) * top_k + k];
+  }
+  transpose<true>(tile.list, grads, top_k);
+  for (int64_t i = 0; has_none && i < tokens * top_k; ++i) {
+    if (args.idx[first * top_k + i] < 0) {
+      const int64_t place = i % top_k * kLanes + i / top_k;
+      tile.chosen[place] = -kInfinity<Acc>;
+      tile.list[place] = 0;
     }
   }
 }
 
 // tile.key = p f'/f (g - <p, g>), the gradient through the normalised scores p, with f'/f = 1 for the softmax and
 // g the gradient of score_sum, which is the same for every token. Where the weights are probabilities, theirs are part
-// of <p, g>, and tile.chosen becomes their own term.
+// of <p, g>, and tile.chosen becomes their own term, of the choices idx [tokens, K].
 template <typename Acc>
 MOE_INLINE void scores_backward(
-    const Tile<Acc>& tile, Vec<Acc> factor, const Acc* grad_score_sum, bool of_weights, const GateOptions& options) {
+    const Tile<Acc>& tile, Vec<Acc> factor, const Acc* grad_score_sum, bool of_weights, const int64_t* idx,
+    int64_t tokens, const GateOptions& options) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
   Vec<Acc> mean{};
   for (int64_t e = 0; grad_score_sum != nullptr && e < options.num_experts; ++e) {
@@ -191,8 +217,11 @@ MOE_INLINE void scores_backward(
   }
   mean *= factor;
   if (of_weights) {
-    for (int64_t i = 0; i < options.top_k * kLanes; ++i) {
-      tile.chosen[i] = tile.score[tile.idx[i] * kLanes + i % kLanes];
+    for (int64_t lane = 0; lane < tokens; ++lane) {
+      for (int64_t k = 0; k < options.top_k; ++k) {
+        const int64_t expert = expert_of(idx[lane * options.top_k + k]);
+        tile.chosen[k * kLanes + lane] = tile.score[expert * kLanes + lane];
+      }
     }
     for (int64_t k = 0; k < options.top_k; ++k) {
       const Vec<Acc> p = load(tile.chosen + k * kLanes) * factor;
@@ -242,38 +271,56 @@ MOE_INLINE void weights_backward(const Tile<Acc>& tile, const GateOptions& optio
 }
 
 template <typename T, typename Acc>
-void gate_backward(const GateGradArgs<T>& args, int64_t begin, int64_t end, Acc* scratch) {
+int64_t gate_backward(const GateGradArgs<T>& args, int64_t begin, int64_t end, Acc* scratch) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
   const GateOptions& options = args.options;
-  const int64_t n = options.num_experts;
+  const int64_t n = options.num_experts, top_k = options.top_k;
   const bool of_weights = args.grad_weights != nullptr;
   const bool of_probabilities = of_weights && options.score_fn == ScoreFn::kSoftmax && !options.softmax_of_chosen();
   const Tile<Acc> tile(scratch, options);
   for (int64_t first = begin; first < end; first += kLanes) {
-    Acc active[kLanes];
-    if (args.holes) {
-      load_chosen<true>(tile, active, args, first, end);
-    } else {
-      load_chosen<false>(tile, active, args, first, end);
+    const int64_t tokens = end - first < kLanes ? end - first : kLanes;
+    const int64_t* idx = args.idx + first * top_k;
+    const Choices choices = look_at(idx, tokens * top_k, n);
+    if (choices.outside < 0) {
+      return first + first_outside(idx, top_k, n);
     }
-    if (args.grad_score_sum != nullptr || of_probabilities) {
-      IntVec<Acc> finite;
+    Acc active[kLanes];
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      active[lane] = lane < tokens && (choices.none >= 0 || has_choice(idx + lane * top_k, top_k));
+    }
+    const bool of_scores = args.grad_score_sum != nullptr || of_probabilities;
+    if (of_scores) {
       load_tile(tile, active, args.logits, first, n);
+    }
+    if (of_weights) {
+      load_chosen(tile, args, first, tokens, choices.none < 0);
+    }
+    Acc* rows[kLanes];
+    rows_of(rows, args.grad, tile, active, first, n);
+    if (of_scores) {
+      IntVec<Acc> finite;
       const Vec<Acc> factor = compute_scores(tile, options.score_fn, n, active, finite);
-      scores_backward(tile, factor, args.grad_score_sum, of_probabilities, options);
+      scores_backward(tile, factor, args.grad_score_sum, of_probabilities, idx, tokens, options);
+      transpose<false>(tile.key, rows, n);
     } else {
-      for (int64_t e = 0; e < n; ++e) {
-        store(tile.key + e * kLanes, Vec<Acc>{});
+      for (int64_t lane = 0; lane < tokens; ++lane) {
+        fill(rows[lane], Acc(0), n);
       }
     }
-    if (of_weights && !of_probabilities) {
-      weights_backward(tile, options);
+    if (of_weights) {
+      if (!of_probabilities) {
+        weights_backward(tile, options);
+      }
+      for (int64_t lane = 0; lane < tokens; ++lane) {
+        for (int64_t k = 0; k < top_k; ++k) {
+          rows[lane][expert_of(idx[lane * top_k + k])] += tile.chosen[k * kLanes + lane];
+        }
+      }
     }
-    for (int64_t i = 0; of_weights && i < options.top_k * kLanes; ++i) {
-      tile.key[tile.idx[i] * kLanes + i % kLanes] += tile.chosen[i];
-    }
-    store_tile(args.grad, tile.key, tile, active, first, end, n);
+    finish_rows(args.grad, rows, active, first, end, n);
   }
+  return -1;
 }
 
 // Weights and counts of a tile whose choice is given. Returns the first token that is refused, or -1.

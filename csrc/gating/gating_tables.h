@@ -65,7 +65,6 @@ struct GateGradArgs {
   const acc_t<T>* grad_weights;   // [T, K], or null for zeros
   const acc_t<T>* grad_score_sum; // [E], or null for zeros
   GateOptions options;
-  bool holes = true; // whether some token has a choice of -1 beside others
 };
 
 template <typename T>
@@ -84,7 +83,8 @@ struct GateKernels {
   // The same with idx given and within [-1, E); a choice of a logit of -inf is refused too.
   int64_t (*weigh)(
       const GateWeightsArgs<T>& args, int64_t begin, int64_t end, Acc* score_sum, int64_t* counts, Acc* scratch);
-  void (*gate_backward)(const GateGradArgs<T>& args, int64_t begin, int64_t end, Acc* scratch);
+  // Returns the first token with an index outside of [-1, E), behind which nothing is written, or -1.
+  int64_t (*gate_backward)(const GateGradArgs<T>& args, int64_t begin, int64_t end, Acc* scratch);
   // sum_t (log sum_e exp(logits[t][e]))^2
   double (*z_loss)(const ZLossArgs<T>& args, int64_t begin, int64_t end, Acc* scratch);
   // grad[t][e] = factor * log sum exp(logits[t]) * softmax(logits[t])[e]

@@ -6,6 +6,10 @@
 #include "common/simd.h"
 #include "gating/score_math.h"
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 namespace moe_ext::gating::MOE_ISA {
 namespace {
 
@@ -113,52 +117,108 @@ struct Tile {
   }
 };
 
-typedef float Four __attribute__((vector_size(16)));
-typedef int32_t FourIdx __attribute__((vector_size(16)));
+// A vector of all lanes, as rows of four numbers.
+using Quads = Vec<float>;
 
+#if defined(__AVX512F__)
+// Four numbers of each of rows[0], rows[4], rows[8] and rows[12].
+MOE_INLINE Quads load_quads(const float* const* rows, int64_t e) {
+  __m512 r = _mm512_castps128_ps512(_mm_loadu_ps(rows[0] + e));
+  r = _mm512_insertf32x4(r, _mm_loadu_ps(rows[4] + e), 1);
+  r = _mm512_insertf32x4(r, _mm_loadu_ps(rows[8] + e), 2);
+  return _mm512_insertf32x4(r, _mm_loadu_ps(rows[12] + e), 3);
+}
+
+MOE_INLINE void store_quads(float* const* rows, int64_t e, Quads r) {
+  _mm_storeu_ps(rows[0] + e, _mm512_castps512_ps128(r));
+  _mm_storeu_ps(rows[4] + e, _mm512_extractf32x4_ps(r, 1));
+  _mm_storeu_ps(rows[8] + e, _mm512_extractf32x4_ps(r, 2));
+  _mm_storeu_ps(rows[12] + e, _mm512_extractf32x4_ps(r, 3));
+}
+
+// to[j][i] = from[i][j] for the 4 x 4 numbers in each 16 bytes of four vectors.
+MOE_INLINE void transpose_quads(Quads& r0, Quads& r1, Quads& r2, Quads& r3) {
+  const __m512 a = _mm512_unpacklo_ps(r0, r1), b = _mm512_unpacklo_ps(r2, r3);
+  const __m512 c = _mm512_unpackhi_ps(r0, r1), d = _mm512_unpackhi_ps(r2, r3);
+  r0 = _mm512_shuffle_ps(a, b, 0x44);
+  r1 = _mm512_shuffle_ps(a, b, 0xEE);
+  r2 = _mm512_shuffle_ps(c, d, 0x44);
+  r3 = _mm512_shuffle_ps(c, d, 0xEE);
+}
+#elif defined(__AVX2__)
+// Four numbers of each of rows[0] and rows[4].
+MOE_INLINE Quads load_quads(const float* const* rows, int64_t e) {
+  return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(rows[0] + e)), _mm_loadu_ps(rows[4] + e), 1);
+}
+
+MOE_INLINE void store_quads(float* const* rows, int64_t e, Quads r) {
+  _mm_storeu_ps(rows[0] + e, _mm256_castps256_ps128(r));
+  _mm_storeu_ps(rows[4] + e, _mm256_extractf128_ps(r, 1));
+}
+
+// to[j][i] = from[i][j] for the 4 x 4 numbers in each 16 bytes of four vectors.
+MOE_INLINE void transpose_quads(Quads& r0, Quads& r1, Quads& r2, Quads& r3) {
+  const __m256 a = _mm256_unpacklo_ps(r0, r1), b = _mm256_unpacklo_ps(r2, r3);
+  const __m256 c = _mm256_unpackhi_ps(r0, r1), d = _mm256_unpackhi_ps(r2, r3);
+  r0 = _mm256_shuffle_ps(a, b, 0x44);
+  r1 = _mm256_shuffle_ps(a, b, 0xEE);
+  r2 = _mm256_shuffle_ps(c, d, 0x44);
+  r3 = _mm256_shuffle_ps(c, d, 0xEE);
+}
+#else
 // Elements of a (0 to 3) and b (4 to 7). GCC before 12 has no __builtin_shufflevector, and Clang has no other.
 template <int kFirst, int kSecond, int kThird, int kFourth>
-MOE_INLINE Four shuffle(Four a, Four b) {
+MOE_INLINE Quads shuffle(Quads a, Quads b) {
 #if defined(__clang__)
   return __builtin_shufflevector(a, b, kFirst, kSecond, kThird, kFourth);
 #else
-  return __builtin_shuffle(a, b, FourIdx{kFirst, kSecond, kThird, kFourth});
+  return __builtin_shuffle(a, b, IntVec<float>{kFirst, kSecond, kThird, kFourth});
 #endif
 }
 
-// to[j][i] = from[i][j] for 4 x 4 numbers in rows of any stride.
-MOE_INLINE void transpose_4x4(float* const* to, const float* const* from) {
-  Four r[4];
-  for (int i = 0; i < 4; ++i) {
-    __builtin_memcpy(&r[i], from[i], sizeof(Four));
-  }
-  const Four a = shuffle<0, 4, 1, 5>(r[0], r[1]);
-  const Four b = shuffle<0, 4, 1, 5>(r[2], r[3]);
-  const Four c = shuffle<2, 6, 3, 7>(r[0], r[1]);
-  const Four d = shuffle<2, 6, 3, 7>(r[2], r[3]);
-  const Four out[4] = {
-      shuffle<0, 1, 4, 5>(a, b), shuffle<2, 3, 6, 7>(a, b), shuffle<0, 1, 4, 5>(c, d), shuffle<2, 3, 6, 7>(c, d)};
-  for (int i = 0; i < 4; ++i) {
-    __builtin_memcpy(to[i], &out[i], sizeof(Four));
-  }
+MOE_INLINE Quads load_quads(const float* const* rows, int64_t e) {
+  return load<float>(rows[0] + e);
 }
 
-// tile[e][lane] = rows[lane][e], or the other way round.
+MOE_INLINE void store_quads(float* const* rows, int64_t e, Quads r) {
+  store<float>(rows[0] + e, r);
+}
+
+// to[j][i] = from[i][j].
+MOE_INLINE void transpose_quads(Quads& r0, Quads& r1, Quads& r2, Quads& r3) {
+  const Quads a = shuffle<0, 4, 1, 5>(r0, r1), b = shuffle<0, 4, 1, 5>(r2, r3);
+  const Quads c = shuffle<2, 6, 3, 7>(r0, r1), d = shuffle<2, 6, 3, 7>(r2, r3);
+  r0 = shuffle<0, 1, 4, 5>(a, b);
+  r1 = shuffle<2, 3, 6, 7>(a, b);
+  r2 = shuffle<0, 1, 4, 5>(c, d);
+  r3 = shuffle<2, 3, 6, 7>(c, d);
+}
+#endif
+
+// tile[e][lane] = rows[lane][e], or the other way round. Four experts at a time: vector i is row i of each four rows
+// before the transposition, and expert e + i of all lanes after it.
 template <bool kIntoTile, typename Acc, typename Row>
 MOE_INLINE void transpose(Acc* tile, Row* const* rows, int64_t num_experts) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
   int64_t e = 0;
   if constexpr (sizeof(Acc) == 4) {
     for (; e + 4 <= num_experts; e += 4) {
-      Acc* experts[4] = {tile + e * kLanes, tile + (e + 1) * kLanes, tile + (e + 2) * kLanes, tile + (e + 3) * kLanes};
-      for (int64_t lane = 0; lane < kLanes; lane += 4) {
-        Row* tokens[4] = {rows[lane] + e, rows[lane + 1] + e, rows[lane + 2] + e, rows[lane + 3] + e};
-        Acc* places[4] = {experts[0] + lane, experts[1] + lane, experts[2] + lane, experts[3] + lane};
-        if constexpr (kIntoTile) {
-          transpose_4x4(places, tokens);
-        } else {
-          transpose_4x4(tokens, places);
-        }
+      Acc* at = tile + e * kLanes;
+      if constexpr (kIntoTile) {
+        Quads r0 = load_quads(rows, e), r1 = load_quads(rows + 1, e);
+        Quads r2 = load_quads(rows + 2, e), r3 = load_quads(rows + 3, e);
+        transpose_quads(r0, r1, r2, r3);
+        store(at, r0);
+        store(at + kLanes, r1);
+        store(at + 2 * kLanes, r2);
+        store(at + 3 * kLanes, r3);
+      } else {
+        Quads r0 = load(at), r1 = load(at + kLanes), r2 = load(at + 2 * kLanes), r3 = load(at + 3 * kLanes);
+        transpose_quads(r0, r1, r2, r3);
+        store_quads(rows, e, r0);
+        store_quads(rows + 1, e, r1);
+        store_quads(rows + 2, e, r2);
+        store_quads(rows + 3, e, r3);
       }
     }
   }
@@ -173,6 +233,13 @@ MOE_INLINE void transpose(Acc* tile, Row* const* rows, int64_t num_experts) {
   }
 }
 
+template <typename Acc>
+MOE_INLINE void fill(Acc* to, Acc value, int64_t n) {
+  for (int64_t e = 0; e < n; ++e) {
+    to[e] = value;
+  }
+}
+
 // tile.x from the logits of the tokens from `first`. A lane that is not active has zeros: its logits are not looked at.
 template <typename T, typename Acc>
 MOE_INLINE void load_tile(const Tile<Acc>& tile, const Acc* active, const T* logits, int64_t first, int64_t n) {
@@ -181,9 +248,7 @@ MOE_INLINE void load_tile(const Tile<Acc>& tile, const Acc* active, const T* log
   for (int64_t lane = 0; lane < kLanes; ++lane) {
     const T* row = logits + (first + lane) * n;
     if (active[lane] == 0) {
-      for (int64_t e = 0; e < n; ++e) {
-        tile.idle_row[e] = 0;
-      }
+      fill(tile.idle_row, Acc(0), n);
       rows[lane] = tile.idle_row;
     } else if constexpr (std::is_same_v<T, Acc>) {
       rows[lane] = row;
@@ -198,13 +263,11 @@ MOE_INLINE void load_tile(const Tile<Acc>& tile, const Acc* active, const T* log
   transpose<true>(tile.x, rows, n);
 }
 
-// The rows of the tokens [first, end) of grad from `values`; zeros for a lane that is not active.
+// Where each lane's row of grad is made: in place, if it is of the type of the arithmetic; a lane that is not active
+// writes to tile.idle_row.
 template <typename T, typename Acc>
-MOE_INLINE void store_tile(
-    T* grad, Acc* values, const Tile<Acc>& tile, const Acc* active, int64_t first, int64_t end, int64_t n) {
-  constexpr int64_t kLanes = Lanes<Acc>::kCount;
-  Acc* rows[kLanes];
-  for (int64_t lane = 0; lane < kLanes; ++lane) {
+MOE_INLINE void rows_of(Acc** rows, T* grad, const Tile<Acc>& tile, const Acc* active, int64_t first, int64_t n) {
+  for (int64_t lane = 0; lane < Lanes<Acc>::kCount; ++lane) {
     if (active[lane] == 0) {
       rows[lane] = tile.idle_row;
     } else if constexpr (std::is_same_v<T, Acc>) {
@@ -213,13 +276,15 @@ MOE_INLINE void store_tile(
       rows[lane] = tile.rows + lane * n;
     }
   }
-  transpose<false>(values, rows, n);
-  for (int64_t lane = 0; lane < kLanes && first + lane < end; ++lane) {
+}
+
+// The rows of the tokens [first, end) of grad from those made; zeros for a lane that is not active.
+template <typename T, typename Acc>
+MOE_INLINE void finish_rows(T* grad, Acc* const* rows, const Acc* active, int64_t first, int64_t end, int64_t n) {
+  for (int64_t lane = 0; lane < Lanes<Acc>::kCount && first + lane < end; ++lane) {
     T* __restrict row = grad + (first + lane) * n;
     if (active[lane] == 0) {
-      for (int64_t e = 0; e < n; ++e) {
-        row[e] = T{};
-      }
+      fill(row, T{}, n);
     } else if constexpr (!std::is_same_v<T, Acc>) {
       const Acc* __restrict from = rows[lane];
       for (int64_t e = 0; e < n; ++e) {
@@ -227,6 +292,16 @@ MOE_INLINE void store_tile(
       }
     }
   }
+}
+
+// The rows of the tokens [first, end) of grad from `values`; zeros for a lane that is not active.
+template <typename T, typename Acc>
+MOE_INLINE void store_tile(
+    T* grad, Acc* values, const Tile<Acc>& tile, const Acc* active, int64_t first, int64_t end, int64_t n) {
+  Acc* rows[Lanes<Acc>::kCount];
+  rows_of(rows, grad, tile, active, first, n);
+  transpose<false>(values, rows, n);
+  finish_rows(grad, rows, active, first, end, n);
 }
 
 // active[lane] = 1 for a real token, else 0.

@@ -35,7 +35,7 @@ void add_cases(std::vector<Case>& cases, const std::string& name, const GateOpti
   });
   cases.emplace_back(label + " backward", [=, grad = std::vector<T>(kTokens * experts)]() mutable {
     kernels->gate_backward(
-        {grad.data(), logits.data(), idx.data(), grad_weights.data(), grad_sum.data(), options, false}, 0, kTokens,
+        {grad.data(), logits.data(), idx.data(), grad_weights.data(), grad_sum.data(), options}, 0, kTokens,
         scratch.data());
   });
 }

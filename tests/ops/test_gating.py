@@ -520,3 +520,15 @@ def test_gate_backward_refuses_an_index_that_points_outside(idx, message):
         torch.ops.moe_ext._topk_gate_backward(
             torch.zeros(1, 2), None, LOGITS[:1], torch.tensor(idx), "softmax", True, 1.0
         )
+
+
+# Sums and differences of the two extremes wrap around; 300 tokens are two blocks with a short tile.
+@pytest.mark.parametrize("bad", [5, 2**63 - 1, -(2**63), -2])
+@pytest.mark.parametrize("token", [0, 17, 255, 299])
+def test_gate_backward_names_the_first_token_with_an_index_outside(isa, bad, token):
+    idx = torch.zeros(300, 3, dtype=torch.int64)
+    idx[token:, 1] = bad
+    with pytest.raises(RuntimeError, match=f"got {bad} at token {token}, choice 1$"):
+        torch.ops.moe_ext._topk_gate_backward(
+            torch.ones(300, 3), None, torch.zeros(300, 5), idx, "softmax", True, 1.0
+        )
