@@ -97,6 +97,9 @@ class RoundingDispatcher(LocalDispatcher):
         # The experts' gradients are divided by the number of ranks, those of tokens are not.
         return Rounding.apply(rows, self.rounds.out, self.factor), offsets, metadata
 
+    def row_weights(self, rows, metadata):
+        return LocalDispatcher(E).row_weights(rows, metadata)
+
     def bring_back(self, rows, metadata, *, meanwhile=None):
         return Rounding.apply(rows, self.rounds.back, 1)
 
