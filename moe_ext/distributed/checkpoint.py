@@ -246,7 +246,8 @@ def load(
 def _local_shape(size: torch.Size, parameter: nn.Parameter, place: Placement) -> torch.Size:
     """Shape of this rank's part of a saved tensor."""
     whole = place.logical_shape(parameter.shape)
-    if place.blocks > 1 and place.dim is not None and whole.numel() == size.numel():
+    # Pieces that are divided each by itself are a dimension more.
+    if place.dim is not None and whole.numel() == size.numel():
         return parameter.shape
     if size == whole or place.dim is None:
         return parameter.shape if size == whole else size

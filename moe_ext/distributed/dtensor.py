@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.distributed.failures import naming_failed_ranks
-from moe_ext.distributed.groups import global_rank
+from moe_ext.distributed.groups import global_rank, group_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -120,6 +120,40 @@ def dtensor_of(
     )
     # safetensors and Accelerate ask for the memory of what they write; this is their second try.
     whole.storage = mesh.__reduce__  # type: ignore[method-assign]
+    return whole
+
+
+def dtensor_of_shards(
+    local: Tensor, group: ProcessGroup, groups: tuple[ProcessGroup, ProcessGroup], cut: int
+) -> DTensor:
+    """The whole of which the ranks of a group hold equal parts along dimensions 0 and `cut`.
+
+    Args:
+        local: the part of this rank.
+        group: ranks that hold the parts, those along `cut` next to each other.
+        groups: this rank's along dimension 0, and along `cut`.
+        cut: a dimension.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    kind = "cpu" if local.device.type == "meta" else local.device.type
+    meshes, key = _meshes.setdefault(group, {}), f"{kind} with shards"
+    if key not in meshes:
+        ranks = torch.tensor(group_ranks(group)).view(-1, groups[1].size())
+        names = ("parts", "shards")
+        meshes[key] = DeviceMesh.from_group(list(groups), kind, mesh=ranks, mesh_dim_names=names)
+        meshes[key].__class__ = _MeshOfParts
+    sizes = {0: groups[0].size(), cut: groups[1].size()}
+    shape = torch.Size(n * sizes.get(i, 1) for i, n in enumerate(local.shape))
+    whole = DTensor.from_local(
+        local.contiguous(),
+        meshes[key],
+        [Shard(0), Shard(cut)],
+        run_check=False,
+        shape=shape,
+        stride=contiguous_stride(shape),
+    )
+    whole.storage = meshes[key].__reduce__  # type: ignore[method-assign]
     return whole
 
 

@@ -73,6 +73,8 @@ def fully_shard(module: nn.Module, mesh: MoEMesh, **options: Any) -> FSDPModule:
             "fully_shard: expected mesh to be made after torch.distributed was initialised, got "
             f"{mesh}"
         )
+    if mesh.etp_size > 1:
+        raise ValueError(f"fully_shard: expected mesh to have etp=1, got {mesh}")
     sharded = sharded_parameters(module)
     for name, (_, place) in sharded.items():
         if place.axis != "ep" or place.group is not mesh.ep_group:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.distributed import comm
 from moe_ext.distributed.groups import global_rank, resolve_group, small_message_device, world_size
-from moe_ext.distributed.placement import declare_replicas
+from moe_ext.distributed.placement import declare_expert_shards, declare_replicas
 
 _ORDER = "tp-cp-ep-dp-pp"
 # Dimensions of a DeviceMesh that hold other batches, or other copies, by the names in use.
@@ -52,11 +52,11 @@ class MoEMesh:
     Args:
         dp: copies of the experts (edp), or different batches (data); or with cp beside ep, what
             these leave.
-        ep: ranks of each expert-parallel group, times etp.
+        ep: sets of whole experts that an expert-parallel group divides into, on etp ranks each.
         tp: ranks of each tensor-parallel group.
         cp: ranks of each context-parallel group.
         pp: pipeline stages.
-        etp: ranks that share each expert; 1 in this version.
+        etp: ranks that share each expert, by shards of its ffn dimension.
         order: axes, that which changes fastest first, as Megatron takes them; tp is also the place
             of etp, and dp that of edp.
 
@@ -77,13 +77,14 @@ class MoEMesh:
         etp_rank: which shard of the experts this rank holds.
         edp_rank: which copy of the experts this rank holds.
         data_rank: which of the batches this rank works on.
-        ep_group: ranks that share one set of experts; None without torch.distributed.
+        ep_group: ep * etp ranks that share one set of experts; None without torch.distributed.
+        etp_group: those of them that share each expert; None with etp = 1.
         cp_group: context-parallel process group; None with cp = 1.
         tp_group: tensor-parallel process group; None with tp = 1.
         pp_group: ranks of one pipeline, in order of stages; None with pp = 1.
         stage_group: all ranks of this rank's stage; None without torch.distributed.
-        device_mesh: DeviceMesh with dimensions "dp" (edp) and "ep", or with cp beside ep "dp", "cp"
-            and "ep", of this stage; None without torch.distributed.
+        device_mesh: DeviceMesh with dimensions "dp" (edp) and "ep", with etp "dp", "ep" and "etp",
+            or with cp beside ep "dp", "cp" and "ep", of this stage; None without torch.distributed.
         data_mesh: DeviceMesh with dimensions "data" and "cp", with tp "data", "cp" and "tp", over
             the same ranks; None with cp beside ep, without either, or without torch.distributed.
         world_mesh: DeviceMesh of one dimension with all ranks of this stage; None without
@@ -117,8 +118,6 @@ class MoEMesh:
                 raise TypeError(f"MoEMesh: expected {name} to be an int, got {size!r}")
             if size < 1:
                 raise ValueError(f"MoEMesh: expected {name} to be at least 1, got {size}")
-        if etp != 1:
-            raise ValueError(f"MoEMesh: expected etp to be 1 in this version, got {etp}")
         if sorted(order.split("-")) != sorted(_ORDER.split("-")):
             raise ValueError(
                 f"MoEMesh: expected order to name the axes of {_ORDER!r}, got {order!r}"
@@ -190,7 +189,8 @@ class MoEMesh:
             grid = found.mesh.permute([names.index(name) for name in (*dims, *last)])
             grid = grid.reshape(shape).to(torch.int64)
             grids.append(grid)
-            groups.update({n: found.get_group(n) for n in names if n not in _DATA_NAMES})
+            own_names = [n for n in names if n not in _DATA_NAMES and "etp" not in names]
+            groups.update({name: found.get_group(name) for name in own_names})
         attention, spread = grids
         own._lay_out(attention, spread, spread.shape[1], groups=groups)
         return own
@@ -222,6 +222,7 @@ class MoEMesh:
         else:
             self.dp_rank = self.edp_rank if dp == self.edp_size else self.data_rank
         self.ep_group: ProcessGroup | None = None
+        self.etp_group: ProcessGroup | None = None
         self.cp_group: ProcessGroup | None = None
         self.tp_group: ProcessGroup | None = None
         self.pp_group: ProcessGroup | None = None
@@ -269,7 +270,14 @@ class MoEMesh:
             outermost = comm.local_group(outer.tolist(), world, device)
             self.device_mesh = mesh(experts, dp=outermost, cp=self.cp_group, ep=self.ep_group)
             return
-        self.device_mesh = mesh(experts, dp=replicas, ep=self.ep_group)
+        if self.etp_size > 1:
+            self.etp_group = group("etp")
+            same = experts[self.edp_rank, :, self.etp_rank].tolist()
+            parts = comm.local_group(same, world, device)
+            declare_expert_shards(self.ep_group, parts, self.etp_group)
+            self.device_mesh = mesh(experts, dp=replicas, ep=parts, etp=self.etp_group)
+        else:
+            self.device_mesh = mesh(experts, dp=replicas, ep=self.ep_group)
         if self.tp_group is not None:
             copies = group("dense")
             alone = copies.size() == 1

@@ -26,6 +26,7 @@ from moe_ext.distributed.agreement import share
 from moe_ext.distributed.dtensor import (
     divided_as,
     dtensor_of,
+    dtensor_of_shards,
     is_dtensor,
     keeps_wholes,
     local_of,
@@ -49,6 +50,10 @@ _sharded = WeakIdKeyDictionary()
 # Ranks with the same coordinate in a group; None where this rank has no such peer.
 _replica_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup | None]
 _replica_groups = weakref.WeakKeyDictionary()
+# Of a group whose neighbours share each expert: the ranks with the same shards, and those
+# neighbours.
+_expert_shards: weakref.WeakKeyDictionary[ProcessGroup, tuple[ProcessGroup, ProcessGroup]]
+_expert_shards = weakref.WeakKeyDictionary()
 # The groups that divide the ranks as this one does: a row each, with the ranks of its parts.
 _grids: weakref.WeakKeyDictionary[ProcessGroup, list[list[int]]] = weakref.WeakKeyDictionary()
 
@@ -81,6 +86,14 @@ class Placement:
     blocks: int = 1
     one_expert: bool = False
     grad_reduction: Literal["mean", "sum"] = "mean"
+
+    def __post_init__(self) -> None:
+        shards = shards_of_experts(self.group) if self.axis == "ep" else 1
+        if shards > 1 and not isinstance(self, ExpertShards):
+            raise ValueError(
+                "Placement: expected an ep_group of a MoEMesh with etp=1 for experts that are not "
+                f"GroupedExperts, got etp={shards}"
+            )
 
     @classmethod
     def of_experts(
@@ -193,6 +206,12 @@ class Placement:
         pieces = whole.unflatten(self.dim, (self.blocks, -1)) if self.blocks > 1 else whole
         return self.local(pieces, like)
 
+    def flat(self, found: Tensor) -> Tensor:
+        """What `whole` shows with pieces as a dimension of their own, without that."""
+        if self.dim is None or self.blocks == 1:
+            return found
+        return found.flatten(self.dim, self.dim + 1)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
         return self
 
@@ -203,15 +222,81 @@ class Placement:
         vars(self).update(state, group=None)
 
 
+@dataclass(frozen=True)
+class ExpertShards(Placement):
+    """Stacked experts of a mesh with etp: neighbours in the group hold shards of the same ones.
+
+    Args:
+        cut: dimension of the parameter that the shards divide.
+        cut_blocks: pieces of that dimension that are divided each by itself.
+    """
+
+    cut: int = 1
+    cut_blocks: int = 1
+
+    @classmethod
+    def of_stacked(
+        cls, num_experts: int, group: ProcessGroup, *, cut: int, blocks: int
+    ) -> ExpertShards:
+        """Rank r holds shard r % etp of the experts of place r // etp."""
+        shards = shards_of_experts(group)
+        num_local = num_experts * shards // group_size(group)
+        first = group_rank(group) // shards * num_local
+        held = range(first, first + num_local)
+        return cls("ep", group, held, num_experts, cut=cut, cut_blocks=blocks)
+
+    @property
+    def _groups(self) -> tuple[ProcessGroup, ProcessGroup]:
+        assert self.group is not None
+        return _expert_shards[self.group]
+
+    def logical_shape(self, local: Iterable[int]) -> torch.Size:
+        """See `Placement`."""
+        shape = list(super().logical_shape(local))
+        shape[self.cut] *= group_size(self._groups[1])
+        return torch.Size(shape)
+
+    def shard(self, experts: Tensor) -> Tensor:
+        """This rank's columns of whole experts."""
+        pieces = experts.unflatten(self.cut, (self.cut_blocks, group_size(self._groups[1]), -1))
+        return pieces.select(self.cut + 1, group_rank(self._groups[1])).flatten(
+            self.cut, self.cut + 1
+        )
+
+    def whole(self, local: Tensor) -> Tensor:
+        """See `Placement`; a DTensor `[..., pieces, ...]` where there are several."""
+        if is_dtensor(local) or local.dim() <= self.cut:
+            raise ValueError(
+                "state_dict: expected tensors of the shape of the experts with etp, got shape "
+                f"{tuple(local.shape)}"
+            )
+        cut, several = self.cut, self.cut_blocks > 1
+        pieces = local.unflatten(cut, (self.cut_blocks, -1)) if several else local
+        assert self.group is not None
+        return dtensor_of_shards(pieces, self.group, self._groups, cut + int(several))
+
+    def local(self, whole: Tensor, like: Tensor | None = None) -> Tensor:
+        """See `Placement`."""
+        if is_dtensor(whole):
+            whole = self.flat(whole.full_tensor())
+        return self.shard(whole.narrow(0, self.held.start, len(self.held)))
+
+    def part_of(self, whole: Tensor, like: Tensor | None = None) -> Tensor:
+        """See `Placement`."""
+        return self.local(whole, like)
+
+    def flat(self, found: Tensor) -> Tensor:
+        """See `Placement`."""
+        return found if self.cut_blocks == 1 else found.flatten(self.cut, self.cut + 1)
+
+
 def plain(place: Placement, shown: Tensor) -> Tensor:
     """The tensor of which `shown` or `whole` made a DTensor, in one piece; a collective."""
     if not is_dtensor(shown):
         return shown
     with naming_failed_ranks(place.group, "state_dict"):
         found = shown.full_tensor()
-    if place.dim is None or place.blocks == 1:
-        return found
-    return found.flatten(place.dim, place.dim + 1)
+    return place.flat(found)
 
 
 def kept(place: Placement, shown: Tensor) -> Tensor:
@@ -512,6 +597,22 @@ def declare_replicas(
         grid: global ranks, a row for each group that divides as this one does, in order of parts.
     """
     _replica_groups[group], _grids[group] = replicas, grid
+
+
+def declare_expert_shards(group: ProcessGroup, same: ProcessGroup, shards: ProcessGroup) -> None:
+    """Note that neighbours in a group of experts hold shards of each expert.
+
+    Args:
+        group: ranks that share a set of experts.
+        same: those of them that hold the same shard of different experts.
+        shards: those that hold shards of the same experts.
+    """
+    _expert_shards[group] = same, shards
+
+
+def shards_of_experts(group: ProcessGroup | None) -> int:
+    """Ranks that each expert of a group is divided over; 1 for a group without etp."""
+    return 1 if group is None or group not in _expert_shards else _expert_shards[group][1].size()
 
 
 def replica_group(group: ProcessGroup, device: torch.device) -> ProcessGroup | None:

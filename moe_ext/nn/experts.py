@@ -5,6 +5,7 @@ Shapes: N rows, D model, F ffn, E experts, L local experts = E / size of the exp
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,13 @@ from moe_ext import ops
 from moe_ext._checks import check_choice, check_sizes
 from moe_ext.distributed.dispatch import DispatchMetadata, RowWeights, TokenDispatcher
 from moe_ext.distributed.groups import GroupHandle, check_group, group_rank, group_size
-from moe_ext.distributed.placement import Placement, declare_placement
+from moe_ext.distributed.placement import (
+    ExpertShards,
+    Placement,
+    declare_placement,
+    sharded_parameters,
+    shards_of_experts,
+)
 from moe_ext.nn.expert_activation import (
     GATED_ACTIVATIONS,
     LAYOUTS,
@@ -87,6 +94,13 @@ class GroupedExperts(nn.Module):
         super().__init__()
         check_sizes("GroupedExperts", num_experts=num_experts, model_dim=model_dim, ffn_dim=ffn_dim)
         check_group(ep_group, "GroupedExperts")
+        shards = shards_of_experts(ep_group)
+        if ffn_dim % shards or (shards > 1 and (bias or post_norm is not None)):
+            raise ValueError(
+                "GroupedExperts: expected bias and post_norm to be off and ffn_dim to be a multiple"
+                f" of etp={shards} in an ep_group with etp, got bias={bias}, post_norm={post_norm} "
+                f"and ffn_dim={ffn_dim}"
+            )
         check_choice("GroupedExperts", "layout", layout, LAYOUTS)
         self.activation, self.gated = resolve_activation(activation, gated, "GroupedExperts")
         _check_shareable(self.activation, post_norm, ep_group)
@@ -100,16 +114,17 @@ class GroupedExperts(nn.Module):
         self._ep_group = GroupHandle(ep_group)
         self._up_name = "gate_up_proj" if self.gated else "up_proj"
         self._add_parameters(bias, device, dtype)
-        declare_placement(self, Placement.of_experts(num_experts, ep_group))
+        self._declare(ep_group)
         self.reset_parameters()
 
     def _add_parameters(
         self, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
-        up_dim = 2 * self.ffn_dim if self.gated else self.ffn_dim
+        held = self.ffn_dim // shards_of_experts(self.ep_group)
+        up_dim = 2 * held if self.gated else held
         for name, out_dim, in_dim in (
             (self._up_name, up_dim, self.model_dim),
-            ("down_proj", self.model_dim, self.ffn_dim),
+            ("down_proj", self.model_dim, held),
         ):
             shape = (in_dim, out_dim) if self.transposed else (out_dim, in_dim)
             weight = torch.empty((self.num_local_experts, *shape), device=device, dtype=dtype)
@@ -117,6 +132,17 @@ class GroupedExperts(nn.Module):
             bias_shape = (self.num_local_experts, out_dim)
             stacked_bias = nn.Parameter(torch.empty(bias_shape, device=device, dtype=dtype))
             self.register_parameter(f"{name}_bias", stacked_bias if bias else None)
+
+    def _declare(self, ep_group: ProcessGroup | None) -> None:
+        if ep_group is None or shards_of_experts(ep_group) == 1:
+            declare_placement(self, Placement.of_experts(self.num_experts, ep_group))
+            return
+        # Gates and ups one above the other are divided each by itself.
+        blocks = 2 if self.gated and self.layout == "concatenated" else 1
+        up, down = (2, 1) if self.transposed else (1, 2)
+        of_stacked = functools.partial(ExpertShards.of_stacked, self.num_experts, ep_group)
+        declare_placement(self, of_stacked(cut=down, blocks=1))
+        declare_placement(self, of_stacked(cut=up, blocks=blocks), [self._up_name])
 
     @property
     def ep_group(self) -> ProcessGroup | None:
@@ -126,18 +152,22 @@ class GroupedExperts(nn.Module):
     @property
     def first_expert(self) -> int:
         """Global index of local expert 0."""
-        return group_rank(self.ep_group) * self.num_local_experts
+        place = group_rank(self.ep_group) // shards_of_experts(self.ep_group)
+        return place * self.num_local_experts
 
     def reset_parameters(self) -> None:
         """Draw all parameters uniformly in +-1/sqrt(fan_in), alike for any group size."""
         stacked: list[Tensor] = []
         fan_in: list[int] = []
+        places: list[Placement | None] = []
+        sharded = {name: place for name, (_, place) in sharded_parameters(self).items()}
         for name, inputs in ((self._up_name, self.model_dim), ("down_proj", self.ffn_dim)):
-            for tensor in (getattr(self, name), getattr(self, f"{name}_bias")):
-                if tensor is not None:
-                    stacked.append(tensor)
+            for full_name in (name, f"{name}_bias"):
+                if getattr(self, full_name) is not None:
+                    stacked.append(getattr(self, full_name))
                     fan_in.append(inputs)
-        _init_stacked_experts_(stacked, fan_in, self.first_expert)
+                    places.append(sharded.get(full_name))
+        _init_stacked_experts_(stacked, fan_in, self.first_expert, places)
 
     def extra_repr(self) -> str:
         """Sizes and options for `repr`."""
@@ -200,7 +230,7 @@ def take_weights(
 
 def local_experts(num_experts: int, ep_group: ProcessGroup | None, owner: str) -> int:
     """Experts of each rank; ValueError naming `owner` where the group does not divide them."""
-    ep_size = group_size(ep_group)
+    ep_size = group_size(ep_group) // shards_of_experts(ep_group)
     if num_experts % ep_size != 0:
         raise ValueError(
             f"{owner}: expected num_experts to be a multiple of the size of ep_group "
@@ -223,7 +253,12 @@ def _check_shareable(
             )
 
 
-def _init_stacked_experts_(stacked: list[Tensor], fan_in: list[int], first_expert: int) -> None:
+def _init_stacked_experts_(
+    stacked: list[Tensor],
+    fan_in: list[int],
+    first_expert: int,
+    places: list[Placement | None],
+) -> None:
     """Fill stacked expert tensors `[E_local, ...]` uniformly in +-1/sqrt(fan_in), in place.
 
     Expert e is drawn from a generator of its own, seeded by one draw from torch's default CPU
@@ -235,6 +270,7 @@ def _init_stacked_experts_(stacked: list[Tensor], fan_in: list[int], first_exper
         stacked: tensors whose first dimension is the local expert.
         fan_in: number of inputs that each tensor's outputs sum over.
         first_expert: global index of local expert 0.
+        places: of the tensors; of shards of experts the whole ones are drawn.
     """
     base = int(torch.randint(0, 2**62, (1,), device="cpu"))
     device = stacked[0].device
@@ -244,6 +280,11 @@ def _init_stacked_experts_(stacked: list[Tensor], fan_in: list[int], first_exper
     with torch.no_grad():
         for local in range(stacked[0].shape[0]):
             generator.manual_seed((base + (first_expert + local) * _SEED_STRIDE) % 2**63)
-            for tensor, inputs in zip(stacked, fan_in, strict=True):
+            for tensor, inputs, place in zip(stacked, fan_in, places, strict=True):
                 bound = 1.0 / math.sqrt(inputs)
-                tensor[local].uniform_(-bound, bound, generator=generator)
+                if isinstance(place, ExpertShards):
+                    whole = tensor.new_empty((1, *place.logical_shape(tensor.shape)[1:]))
+                    whole.uniform_(-bound, bound, generator=generator)
+                    tensor[local] = place.shard(whole)[0]
+                else:
+                    tensor[local].uniform_(-bound, bound, generator=generator)

@@ -30,7 +30,7 @@ from moe_ext.distributed.dispatch import (
 )
 from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.groups import check_group, group_size
-from moe_ext.distributed.placement import declare_experts
+from moe_ext.distributed.placement import declare_experts, shards_of_experts
 from moe_ext.nn.balance.counts import CountingModule, StepCounts, add_once
 from moe_ext.nn.balance.losses import (
     LOSS_MODES,
@@ -172,9 +172,16 @@ class MoELayer(CountingModule):
         self.loss_scale: float | Tensor = 1.0
         self._record: Record = {}
         self._dispatch_choice: DispatchChoice | None = None
-        self.dispatcher = _make_dispatcher(
-            dispatcher, num_experts, ep_group, combine, row_budget, wire
-        )
+        # With etp each shard of an expert is an expert of its own to the dispatcher: their sum
+        # is what the expert makes of a token.
+        self._shards = shards_of_experts(ep_group)
+        if self._shards > 1 and not (isinstance(dispatcher, str) and wire is None):
+            raise ValueError(
+                "MoELayer: expected dispatcher to be a name and wire to be None in an ep_group with "
+                f"etp, got {type(dispatcher).__name__} and {wire!r}"
+            )
+        spread = num_experts * self._shards
+        self.dispatcher = _make_dispatcher(dispatcher, spread, ep_group, combine, row_budget, wire)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(router, str):
             columns = 2 if top_k is None else top_k
@@ -324,6 +331,23 @@ class MoELayer(CountingModule):
 
     def _run_experts(self, x_TD: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
         """Dispatch, experts, combine: `y [T, D]`, and the number of slots that were dropped."""
+        if self._shards > 1:
+            y_TD, num_dropped = self._send_rows(x_TD, self._to_shards(choice))
+            return y_TD, num_dropped // self._shards
+        return self._send_rows(x_TD, choice)
+
+    def _to_shards(self, choice: Choice) -> Choice:
+        """Slots `[T, K * etp]`: every shard of each chosen expert, with its weight."""
+        num_local = self.num_experts * self._shards // group_size(self.experts.ep_group)  # type: ignore[arg-type]
+        place, local = choice.topk_idx // num_local, choice.topk_idx % num_local
+        shard = torch.arange(self._shards, device=local.device)
+        idx_TKS = (place[..., None] * self._shards + shard) * num_local + local[..., None]
+        idx_TKS = idx_TKS.masked_fill(choice.topk_idx[..., None] < 0, -1)
+        weights = choice.topk_weights.repeat_interleave(self._shards, dim=-1)
+        dropped = None if choice.num_dropped is None else choice.num_dropped * self._shards
+        return Choice(idx_TKS.flatten(1), weights, choice.capacity, dropped)
+
+    def _send_rows(self, x_TD: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
         dispatcher, (topk_idx, topk_weights, capacity, dropped) = self.dispatcher, choice
         metadata: DispatchMetadata
         if self.row_budget is None:

@@ -21,6 +21,7 @@ from torch.optim.optimizer import Optimizer
 
 from moe_ext.distributed.comm import all_reduce_
 from moe_ext.distributed.dtensor import is_dtensor, local_part, sharding_groups
+from moe_ext.distributed.placement import ExpertShards, known_shard
 from moe_ext.distributed.state_dict import take_states
 from moe_ext.optim._arguments import Trained, check_expert_axis, trained_parameters
 from moe_ext.optim._saved_states import by_name
@@ -85,6 +86,11 @@ class SlicedOptimizer(Optimizer, ABC):
                 loss = closure()
         trained = trained_parameters(self._op, self.param_groups)
         for entry in trained:
+            if isinstance(known_shard(entry.parameter), ExpertShards):
+                raise ValueError(
+                    f"{self._op}: expected experts of a mesh with etp=1, whose norms are those of "
+                    "whole experts, got shards of them"
+                )
             _check_placements(self._op, entry)
         slices = SliceNorms(
             [e.parameter for e in trained], [e.group["per_expert"] for e in trained]

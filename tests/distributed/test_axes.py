@@ -1,6 +1,7 @@
 """Pipeline stages and tensor-parallel layers around experts over ranks, against one process."""
 
 import functools
+import tempfile
 
 import pytest
 import torch
@@ -305,6 +306,105 @@ def tensor_parallel_dense_layers():
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(block.mlp, mesh.data_mesh["tp"], plan)
         train_shards(mesh, model)
+
+
+@CHECKS()
+def tensor_parallel_experts():
+    """Each expert on two ranks, by shards; with tensor-parallel dense layers, and without."""
+    for tp, ep in ((1, 1), (2, 2), (1, 2)):
+        mesh = md.MoEMesh(dp=4 // tp, tp=tp, ep=ep, etp=2)
+        model = Model(mesh.ep_group)
+        assert model.blocks["1"].moe.experts.down_proj.shape == (EXPERTS // ep, DIM, 3)
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for block in model.blocks.values() if tp > 1 else ():
+            parallelize_module(block.mlp, mesh.data_mesh["tp"], plan)
+        train_shards(mesh, model)
+        # What one process saves: each rank takes its shards.
+        state = one_process(mesh.data_size)[2].state_dict()
+        again = Model(mesh.ep_group)
+        again.load_state_dict(state)
+        found = md.full_state_dict(again)
+        assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+@CHECKS()
+def checkpoints_of_tensor_parallel_experts():
+    """Shards of gates and of ups are apart in a file, so it goes on with as many of them."""
+    mesh = md.MoEMesh(dp=4, ep=2, etp=2)
+    layer = moe_ext.MoELayer(DIM, 6, EXPERTS, ep_group=mesh.ep_group)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(3, DIM)).sum().backward()
+    md.sync_gradients(layer)
+    optimizer.step()
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    md.checkpoint.save(folder[0], layer, optimizer)
+    torch.manual_seed(9)
+    other = moe_ext.MoELayer(DIM, 6, EXPERTS, ep_group=mesh.ep_group)
+    moments = torch.optim.AdamW(other.parameters())
+    md.checkpoint.load(folder[0], other, moments)
+    for mine, saved in zip(other.parameters(), layer.parameters(), strict=True):
+        assert torch.equal(mine, saved)
+        assert torch.equal(moments.state[mine]["exp_avg"], optimizer.state[saved]["exp_avg"])
+    whole = moe_ext.MoELayer(DIM, 6, EXPERTS, ep_group=md.MoEMesh(dp=2, ep=2).ep_group)
+    with pytest.raises(BaseException, match="gate_up_proj"):
+        md.checkpoint.load(folder[0], whole)
+    whole.load_state_dict(md.full_state_dict(layer))
+
+
+@CHECKS()
+def options_of_tensor_parallel_experts():
+    mesh = md.MoEMesh(dp=4, ep=2, etp=2)
+    x = torch.randn(20, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    capacity = moe_ext.nn.Capacity(0.6)
+    for options in (
+        {"dispatcher": "dedup", "combine": "reduced", "activation": "gelu"},
+        {"capacity": capacity},
+        {"row_budget": moe_ext.nn.RowBudget(16)},
+        {"experts": {"layout": "interleaved", "transposed": True}},
+    ):
+        layers = []
+        for group in (mesh.ep_group, None):
+            torch.manual_seed(0)
+            mine = dict(options)
+            if "experts" in mine:
+                mine["experts"] = moe_ext.nn.GroupedExperts(
+                    EXPERTS, DIM, 6, ep_group=group, **mine["experts"]
+                )
+            if group is None:
+                mine = {n: v for n, v in mine.items() if n not in ("dispatcher", "combine")}
+            layers.append(moe_ext.MoELayer(DIM, 6, EXPERTS, ep_group=group, **mine).double())
+        outputs = [layer(x) for layer in layers]
+        torch.testing.assert_close(*outputs, **TIGHT)
+        torch.testing.assert_close(
+            layers[0].metrics["num_dropped"], layers[1].metrics["num_dropped"]
+        )
+        for out in outputs:
+            out.square().mean().backward()
+        md.sync_gradients(layers[0])
+        wanted = {name: p.grad for name, p in layers[1].named_parameters()}
+        for name, place in md.placements(layers[0]).items():
+            grad = layers[0].get_parameter(name).grad
+            torch.testing.assert_close(grad, place.local(wanted[name]), **TIGHT)
+    options = {"ep_group": mesh.ep_group}
+    refusals = {
+        "expected bias and post_norm to be off": {"bias": True},
+        "ffn_dim to be a multiple of etp=2": {"ffn_dim": 5},
+        "expected dispatcher to be a name": {"dispatcher": md.LocalDispatcher(4)},
+    }
+    for text, wrong in refusals.items():
+        with pytest.raises(ValueError, match=text):
+            moe_ext.MoELayer(
+                **{"model_dim": DIM, "ffn_dim": 6, "num_experts": 4, **options, **wrong}
+            )
+    with pytest.raises(ValueError, match="expected an ep_group of a MoEMesh with etp=1"):
+        moe_ext.nn.ModuleExperts([nn.Linear(4, 4)] * 2, **options)
+    layer = moe_ext.MoELayer(DIM, 6, 4, **options)
+    with pytest.raises(ValueError, match="fully_shard: expected mesh to have etp=1"):
+        md.fully_shard(layer, mesh)
+    layer(x.float()).sum().backward()
+    with pytest.raises(ValueError, match="LAMB: expected experts of a mesh with etp=1"):
+        moe_ext.optim.LAMB(layer.parameters()).step()
 
 
 @CHECKS()

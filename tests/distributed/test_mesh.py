@@ -59,6 +59,8 @@ LAYOUTS = [
     ({"dp": 4, "cp": 2, "tp": 2, "ep": 4, "pp": 2}, "cp-tp-dp-ep-pp"),
     ({"dp": 32, "cp": 2, "tp": 4, "ep": 64, "pp": 8}, "tp-cp-ep-dp-pp"),
     ({"dp": 64, "cp": 4, "tp": 8, "ep": 128}, "ep-dp-cp-tp-pp"),
+    ({"dp": 4, "tp": 2, "ep": 2, "etp": 2, "pp": 2}, "tp-cp-ep-dp-pp"),
+    ({"dp": 64, "tp": 8, "ep": 32, "etp": 4, "pp": 4}, "tp-cp-ep-dp-pp"),
 ]
 
 
@@ -68,8 +70,8 @@ def test_groups_are_those_of_brute_force(fake_job, sizes, order):
     stage = full["dp"] * full["cp"] * full["tp"]
     ranks = stage * full["pp"]
     edp = stage // (full["ep"] * full["etp"])
-    attention = numbered(order, full | {"ep": 1})
-    experts = numbered(order, full | {"tp": full["etp"], "cp": 1, "dp": edp})
+    attention = numbered(order, full | {"ep": 1, "etp": 1})
+    experts = numbered(order, full | {"tp": full["etp"], "etp": 1, "cp": 1, "dp": edp})
     wanted = {
         "stage": grouped(attention, {"tp", "cp", "dp"}),
         "pp": grouped(attention, {"pp"}),
@@ -93,6 +95,7 @@ def test_groups_are_those_of_brute_force(fake_job, sizes, order):
             "cp": mesh.cp_group,
             "tp": mesh.tp_group,
             "ep": mesh.ep_group,
+            "etp": mesh.etp_group,
             "edp": mesh.replica_mesh.get_group(),
         }
         for axis, group in made.items():
