@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_ext.distributed import MoEMesh
+from moe_ext.distributed._c10d import new_local_group
 from moe_ext.distributed.placement import replica_group
 from moe_ext.testing import spawn_ranks
 
@@ -230,3 +231,17 @@ def test_sizes_that_do_not_fit(fake_job):
         MoEMesh(cp=2, ep=4, order="cp-tp-ep-dp-pp")
     with pytest.raises(ValueError, match=r"the same ranks in each stage \(pp last in order\)"):
         MoEMesh(dp=2, tp=2, pp=2, ep=4, order="tp-cp-ep-pp-dp")
+
+
+def test_a_rank_that_makes_its_own_group_splits_no_other(fake_job, monkeypatch):
+    """A split of NCCL's default group, which has a device with device_id=, is for all ranks."""
+    c10d = dist.distributed_c10d
+    fake_job(4)
+    sources = []
+    monkeypatch.setattr(c10d, "_get_split_source", lambda group: object())
+    monkeypatch.setattr(
+        c10d, "new_group", lambda *_, **__: sources.append(c10d._get_split_source(None))
+    )
+    new_local_group([0, 1], None)
+    assert sources == [None]
+    assert c10d._get_split_source(None) is not None
