@@ -186,8 +186,8 @@ def new_local_group(ranks: Sequence[int], timeout: timedelta | None) -> ProcessG
     _num_made[key] += 1
     text = f"moe_ext/{'_'.join(map(str, key))}/{_num_made[key]}"
     name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
-    # With a device bound to the default group, NCCL would split that group, which is a collective of
-    # all of its ranks.
+    # With a device bound to the default group, NCCL would split that group, which is a collective
+    # of all of its ranks.
     with (
         mock.patch.object(c10d, "_hash_ranks_to_str", lambda _: name),
         mock.patch.object(c10d, "_get_split_source", lambda _: None, create=True),

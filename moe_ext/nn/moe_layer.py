@@ -177,8 +177,8 @@ class MoELayer(CountingModule):
         self._shards = shards_of_experts(ep_group)
         if self._shards > 1 and not (isinstance(dispatcher, str) and wire is None):
             raise ValueError(
-                "MoELayer: expected dispatcher to be a name and wire to be None in an ep_group with "
-                f"etp, got {type(dispatcher).__name__} and {wire!r}"
+                "MoELayer: expected dispatcher to be a name and wire to be None in an ep_group "
+                f"with etp, got {type(dispatcher).__name__} and {wire!r}"
             )
         spread = num_experts * self._shards
         self.dispatcher = _make_dispatcher(dispatcher, spread, ep_group, combine, row_budget, wire)
