@@ -272,7 +272,9 @@ def checkpointing():
     sent, routed = calls["none"]
     assert sent >= 3 * 4 * MICRO * STEPS
     assert routed == 3 * MICRO * STEPS
-    assert calls["selected"] == calls["none"]
+    # Weights travel with rows to experts that are not wrapped.
+    assert calls["selected"][0] <= sent
+    assert calls["selected"][1] == routed
     assert calls["all"][0] >= sent + 3 * 2 * MICRO * STEPS
     assert calls["all"][1] == 2 * routed
 
