@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from moe_ext._compile import outside_graphs
 from moe_ext.distributed.agreement import agree, is_nonfinite
 from moe_ext.distributed.comm import all_reduce_
 from moe_ext.distributed.dtensor import is_dtensor
@@ -147,6 +148,7 @@ class CompressedOptimizer(Optimizer, ABC):
         self._ranks.append(self._process_group if ranks is None else own)
         check_expert_axis(self._op, self.param_groups[-1], len(self.param_groups) - 1)
 
+    @outside_graphs
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, on all ranks.
 

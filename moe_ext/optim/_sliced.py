@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 
+from moe_ext._compile import outside_graphs
 from moe_ext.distributed.comm import all_reduce_
 from moe_ext.distributed.dtensor import is_dtensor, local_part, sharding_groups
 from moe_ext.distributed.placement import ExpertShards, known_shard
@@ -66,6 +67,7 @@ class SlicedOptimizer(Optimizer, ABC):
                             parameter.device, state_dtype(parameter, group), copy=True
                         )
 
+    @outside_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step.

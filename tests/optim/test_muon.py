@@ -317,3 +317,18 @@ def test_what_is_not_for_muon_is_named(shape, options, message):
     with pytest.raises(ValueError, match="Muon: expected"):
         optimizer.add_param_group({"params": [("w", parameter(*shape))], **options})
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("kind", [optim.Adafactor, optim.LAMB, optim.Muon, optim.OneBitAdam])
+def test_a_compiled_step_is_the_step(kind):
+    ours, theirs = (
+        [parameter(*shape, dtype=torch.float32) for shape in ((2, 4, 3), (5, 3))] for _ in range(2)
+    )
+    one, other = kind(ours), kind(theirs)
+    step = torch.compile(other.step, backend="eager")
+    for index in range(3):
+        for p in (*ours, *theirs):
+            p.grad = draw(*p.shape, seed=index, dtype=torch.float32)
+        one.step()
+        step()
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
