@@ -266,9 +266,8 @@ class _Shape:
             float(sent_row_bytes(format, self.model_dim, self.dtype))
             for format in (self.wire.dispatch, self.wire.combine)
         )
-        beside = self.top_k * (
-            2.0 + (sum_dtype(self.dtype).itemsize if combine == "reduced" else 0)
-        )
+        # Indices and weights.
+        beside = self.top_k * (2.0 + sum_dtype(self.dtype).itemsize)
         rows_back = {
             "exact": self.top_k / ranks,
             "reduced": expected_ranks(self.num_experts, ranks, self.top_k) / ranks,
