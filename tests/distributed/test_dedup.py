@@ -129,10 +129,10 @@ def check_a_row_budget_runs_the_rounds_of_a_row_for_each_expert():
 def largest_exchange():
     rows, original = [0], dist.all_to_all_single
 
-    def counted(out, x, *args, group):
+    def counted(out, x, *args, **options):
         if x.is_floating_point():
             rows.extend([x.shape[0], out.shape[0]])
-        return original(out, x, *args, group=group)
+        return original(out, x, *args, **options)
 
     dist.all_to_all_single = counted
     try:
@@ -222,10 +222,10 @@ def check_a_token_travels_once_to_a_node():
     calls = []
     original = dist.all_to_all_single
 
-    def counted(out, rows, *args, group):
+    def counted(out, rows, *args, group, **options):
         if rows.dtype == torch.float64 and rows.shape[1] == D:
             calls.append((dist.get_process_group_ranks(group), rows.shape[0]))
-        return original(out, rows, *args, group=group)
+        return original(out, rows, *args, group=group, **options)
 
     dist.all_to_all_single = counted
     try:

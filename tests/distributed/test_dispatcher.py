@@ -1,4 +1,5 @@
 import copy
+import datetime
 import functools
 import itertools
 
@@ -16,6 +17,7 @@ from moe_ext.distributed import (
     comm,
     count_traffic,
 )
+from moe_ext.distributed._c10d import default_store
 from moe_ext.distributed.dispatch.rows import all_to_all_rows
 from moe_ext.nn import RouterOutput, RowBudget
 
@@ -159,6 +161,41 @@ def check_number_of_collectives():
         assert calls == [counts, rows, rows, rows, rows]
     finally:
         dist.all_to_all_single = original
+
+
+class Told(torch.autograd.Function):
+    """Tells rank 1 that this rank is here, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x, key):
+        ctx.key = key
+        default_store().set(f"{key} forward", "1")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        default_store().set(f"{ctx.key} backward", "1")
+        return grad, None
+
+
+def check_other_work_runs_while_rows_travel():
+    """Rank 1 sends nothing before the others have done theirs: whoever waits first fails."""
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    mine, patience = f"beside on {rank}", datetime.timedelta(seconds=20)
+    others = [f"beside on {r}" for r in range(num_ranks) if r != 1] if rank == 1 else []
+    x = torch.randn(num_ranks, 3, requires_grad=True)
+    z = torch.randn(2, requires_grad=True)
+    done = []
+    default_store().wait([f"{key} forward" for key in others], patience)
+    one_each = [1] * num_ranks
+    rows = all_to_all_rows(
+        x, world(), one_each, one_each, meanwhile=lambda: done.append(Told.apply(z, mine))
+    )
+    rows.register_hook(
+        lambda _: default_store().wait([f"{key} backward" for key in others], patience)
+    )
+    (rows.sum() + done[0].sum()).backward()
+    assert torch.equal(x.grad, torch.ones_like(x)) and torch.equal(z.grad, torch.ones_like(z))
 
 
 def check_only_rows_of_tokens_travel():

@@ -5,7 +5,9 @@ Shapes: N rows sent, R rows received, D model, P ranks of the group.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,29 +24,6 @@ from moe_ext.distributed.groups import group_rank
 from moe_ext.distributed.traffic import is_counted, record_traffic
 
 
-def _exchange(
-    x: Tensor,
-    group: ProcessGroup,
-    send: Sequence[int],
-    receive: Sequence[int],
-    operation: str,
-    counted: bool,
-) -> Tensor:
-    """One all-to-all along dimension 0, on the side stream, for the caller to join."""
-    if counted and is_counted():
-        others = x.shape[0] - send[group_rank(group)]
-        record_traffic("all_to_all", others * x.shape[1:].numel() * x.element_size())
-    x = x.contiguous()
-    out = x.new_empty((sum(receive), *x.shape[1:]))
-
-    def collective() -> None:
-        dist.all_to_all_single(out, x, list(receive), list(send), group=group)
-
-    with naming_failed_ranks(group, operation):
-        streams.run_beside(collective, x, out)
-    return out
-
-
 @dataclass
 class _RowsUnderway:
     """One exchange of rows and its backward, each of them started in one place, awaited in another.
@@ -53,6 +32,9 @@ class _RowsUnderway:
     and the other way round: what ran beside the one has its backward beside the other. Since a
     node's gradient must have the shape of its output, and bytes of coded rows have none, what is
     exchanged goes by `underway`, and an empty tensor in its place joins the nodes.
+
+    On CUDA it runs on the side stream. Elsewhere it is waited for at once, but where the caller has
+    something to do `beside` it.
     """
 
     group: ProcessGroup
@@ -62,21 +44,42 @@ class _RowsUnderway:
     operation: str
     counted: bool
     formats: Formats
+    beside: bool
     underway: Tensor | None = None
+    work: dist.Work | None = None
 
     def start(self, rows: Tensor, backward: bool) -> None:
         """Begin to send rows, or their gradients the other way."""
         send, receive = (self.receive, self.send) if backward else (self.send, self.receive)
-        operation = f"{self.operation} backward" if backward else self.operation
-        sent = encode(rows, self.formats[backward])
-        self.underway = _exchange(sent, self.group, send, receive, operation, self.counted)
+        sent = encode(rows, self.formats[backward]).contiguous()
+        if self.counted and is_counted():
+            others = sent.shape[0] - send[group_rank(self.group)]
+            record_traffic("all_to_all", others * sent.shape[1:].numel() * sent.element_size())
+        self.underway = out = sent.new_empty((sum(receive), *sent.shape[1:]))
+        exchange = functools.partial(
+            dist.all_to_all_single, out, sent, list(receive), list(send), group=self.group
+        )
+        with self._naming(backward):
+            if self.beside and not streams.has_streams(sent.device):
+                self.work = exchange(async_op=True)
+            else:
+                streams.run_beside(exchange, sent, out)
 
     def finish(self, like: Tensor, dim: int, backward: bool) -> Tensor:
         """What arrived, as rows of a dtype."""
         assert self.underway is not None
         arrived, self.underway = self.underway, None
-        streams.join(arrived.device)
+        work, self.work = self.work, None
+        if work is None:
+            streams.join(arrived.device)
+        else:
+            with self._naming(backward):
+                work.wait()
         return decode(arrived, self.formats[backward], dim, like.dtype)
+
+    def _naming(self, backward: bool) -> AbstractContextManager[None]:
+        operation = f"{self.operation} backward" if backward else self.operation
+        return naming_failed_ranks(self.group, operation)
 
 
 class _Start(torch.autograd.Function):
@@ -126,7 +129,7 @@ def all_to_all_rows(
 ) -> Tensor:
     """Exchange rows with every rank of a group; differentiable.
 
-    On CUDA the rows travel on a stream of their own.
+    On CUDA the rows travel on a stream of their own, elsewhere beside `meanwhile` alone.
 
     Args:
         x_ND: rows, the first `send[0]` for rank 0 of the group, then `send[1]` for rank 1, and so
@@ -136,8 +139,8 @@ def all_to_all_rows(
         receive: P row counts, what each rank sends here.
         grad_scale: factor on the gradient, applied once in the backward pass.
         operation: name for error messages.
-        meanwhile: called once the rows are underway; on CUDA its kernels run beside the exchange,
-            and their backward beside that of the gradients.
+        meanwhile: called once the rows are underway; it runs beside the exchange, and its backward
+            beside that of the gradients.
         counted: count what is sent, forward and backward; for callers that do not do so themselves.
         formats: in which the rows travel, and their gradients; see `Wire`.
 
@@ -147,7 +150,8 @@ def all_to_all_rows(
     Raises:
         RankFailureError: a rank died or did not answer; the message names it. Forward and backward.
     """
-    rows = _RowsUnderway(group, send, receive, grad_scale, operation, counted, formats)
+    beside = meanwhile is not None
+    rows = _RowsUnderway(group, send, receive, grad_scale, operation, counted, formats, beside)
     empty = _Start.apply(x_ND, rows)
     if meanwhile is not None:
         meanwhile()
