@@ -68,9 +68,8 @@ def note() -> str:
         "counted, headers included. *difference* is the largest between the output and that of "
         "`alltoall`, relative to the largest output. `torch` is what one writes by hand: sort, "
         "`all_to_all_single`, the same products, and back; *int8* and *mx* round what goes to the "
-        "experts (`wire=`), forward and backward. Plain torch is all that is compared with, since "
-        "torchtitan's and DeepSpeed's layers are not installed here. *auto* chose on that link, "
-        "and the last column says what."
+        "experts (`wire=`), forward and backward. *auto* chose on that link, and the last column "
+        "says what."
     )
 
 

@@ -149,7 +149,7 @@ class _EfficientCuda:
 
 
 class _CudnnCuda:
-    """The kernel of cuDNN: 16 bits, for values of another width than keys."""
+    """The kernel of cuDNN: 16 bits; values of another width than keys from capability 9.0 on."""
 
     name = "cuDNN (CUDA)"
 
@@ -160,7 +160,7 @@ class _CudnnCuda:
             and q.shape[3] % 8 == 0
             and v.shape[3] % 8 == 0
             and max(q.shape[3], v.shape[3]) <= 128
-            and _capability(q.device) >= (8, 0)
+            and _capability(q.device) >= ((8, 0) if v.shape[3] == q.shape[3] else (9, 0))
         )
 
     def forward(self, qkv: Qkv, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -193,15 +193,33 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
 
 
-# The first that serves a block gets it.
-LIBRARIES: tuple[Library, ...] = (_FlashCpu(), _FlashCuda(), _EfficientCuda(), _CudnnCuda())
+_CUDNN = _CudnnCuda()
+LIBRARIES: tuple[Library, ...] = (_FlashCpu(), _FlashCuda(), _EfficientCuda(), _CUDNN)
+# torch's own switches, which `torch.nn.attention.sdpa_kernel` sets, too.
+_SWITCHES = {
+    "flash (CUDA)": torch.backends.cuda.flash_sdp_enabled,
+    "efficient (CUDA)": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "cuDNN (CUDA)": torch.backends.cuda.cudnn_sdp_enabled,
+}
 
 
 def library_for(q: Tensor, k: Tensor, v: Tensor) -> Library | None:
-    """The kernel for blocks of these tensors, or None."""
+    """The kernel for blocks of these tensors, or None.
+
+    The first in order that serves them and that torch's switches leave on. On cards of capability
+    9.0 cuDNN comes first: it trains 1.7 to 2.3 times as fast as FlashAttention-2 there, and slower
+    than it on those of 8.0 and 12.0, as transformers measured.
+    """
     if not (q.numel() and k.numel() and v.numel()):
         return None
-    return next((library for library in LIBRARIES if library.serves(q, k, v)), None)
+    order = LIBRARIES
+    if q.device.type in ("cuda", "meta") and _capability(q.device) == (9, 0):
+        order = (_CUDNN, *LIBRARIES)
+    for library in order:
+        is_on = _SWITCHES.get(library.name)
+        if (is_on is None or is_on()) and library.serves(q, k, v):
+            return library
+    return None
 
 
 @dataclass(frozen=True)

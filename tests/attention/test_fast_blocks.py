@@ -5,10 +5,11 @@ import torch
 import torch.distributed as dist
 from helpers import make_inputs, reference
 from test_ring_attention import CASES
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ext.attention import block as blocks
-from moe_ext.attention import ring_attention, shard_sequence
+from moe_ext.attention import libraries, ring_attention, shard_sequence
 from moe_ext.attention.libraries import LIBRARIES, library_for
 from moe_ext.testing import spawn_ranks
 
@@ -278,7 +279,7 @@ def test_calls_of_the_cuda_libraries_fit_their_signatures(library, is_causal):
         ({"dtype": torch.float32}, "efficient (CUDA)"),
         ({"dtype": torch.float32, "kv_heads": 2}, None),
         ({"v_dim": 24}, "efficient (CUDA)"),
-        ({"v_dim": 24, "kv_heads": 2}, "cuDNN (CUDA)"),
+        ({"v_dim": 24, "kv_heads": 2}, None),
         ({"dim": 12, "v_dim": 12}, None),
         ({"dim": 512, "v_dim": 512}, "efficient (CUDA)"),
         ({"dtype": torch.float64}, None),
@@ -290,3 +291,28 @@ def test_which_library_serves_on_cuda(change, name):
     inputs = halves(**{"kv_heads": 4, **change})
     library = library_for(*(x.to("meta") for x in inputs[:3]))
     assert (library.name if library else None) == name
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({}, "cuDNN (CUDA)"),
+        ({"v_dim": 24, "kv_heads": 2}, "cuDNN (CUDA)"),
+        ({"dim": 136, "v_dim": 136}, "flash (CUDA)"),
+        ({"dtype": torch.float32}, "efficient (CUDA)"),
+    ],
+)
+def test_cudnn_comes_first_on_hopper(change, name, monkeypatch):
+    monkeypatch.setattr(libraries, "_capability", lambda device: (9, 0))
+    inputs = halves(**{"kv_heads": 4, **change})
+    assert library_for(*(x.to("meta") for x in inputs[:3])).name == name
+
+
+def test_switches_of_torch_are_obeyed():
+    qkv = [x.to("meta") for x in halves(kv_heads=4)[:3]]
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION]):
+        assert library_for(*qkv).name == "efficient (CUDA)"
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+        assert library_for(*qkv).name == "cuDNN (CUDA)"
+    with sdpa_kernel([SDPBackend.MATH]):
+        assert library_for(*qkv) is None
