@@ -111,9 +111,9 @@ def given(rank, code):
         import accelerate
 
         names["accelerate"] = accelerate
-    if "optimizer.flush" in code:
-        # That of the block before.
-        del names["optimizer"]
+    if "rank_state" in code:
+        # Those of the block before.
+        del names["optimizer"], names["model"]
     if "register_comm_hook" in code:
         names["ddp"] = DistributedDataParallel(model)
     if re.search(r"\bstate\b", code):
