@@ -60,12 +60,5 @@ def tables() -> list[Table]:
         "eager / ours with backward",
         "copy of the logits ms",
     )
-    note = (
-        "float32 logits, softmax before top-k, renormalised; eager is softmax, topk, bincount. "
-        "What keeps the backward pass from the forward's ratio is memory: on one thread at T=16384 "
-        "E=64 its loops take 0.96 ms, of which 0.42 is what a copy of 4 MB takes (0.29 to write "
-        "the gradient, 0.12 to read the logits) and which eager pays as well. The rest is the "
-        "exponentials, two transpositions and the choices' own terms; going along rows without the "
-        "transpositions, or asking for lines ahead, takes as long."
-    )
+    note = "float32 logits, softmax before top-k, renormalised; eager is softmax, topk, bincount."
     return [Table("Gating", note, header, [gate_row(*shape) for shape in SHAPES])]
