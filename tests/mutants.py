@@ -50,8 +50,8 @@ MUTANTS = [
     Mutant(
         "gradients of experts over ranks lack the factor of the mean",
         "moe_ext/distributed/**/*.py",
-        "grad_scale=self.grad_scale,",
-        "grad_scale=1.0,",
+        'grad_scale=self.grad_scale,\n            operation=f"{self.operation} {word}"',
+        'grad_scale=1.0,\n            operation=f"{self.operation} {word}"',
         "tests/distributed/test_dispatcher.py tests/distributed/test_gradients.py",
     ),
     Mutant(
@@ -120,8 +120,8 @@ MUTANTS = [
     Mutant(
         "the norm counts experts that several ranks hold once too seldom",
         "moe_ext/distributed/**/*.py",
-        "part * placement.num_parts / world_size()",
-        "part / world_size()",
+        "part * num_parts / stage_size",
+        "part / stage_size",
         "tests/distributed/test_gradients.py",
     ),
     Mutant(
