@@ -65,7 +65,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Setting:
-    """What travels, and how; `limit` is how far above dense the loss may be, as a ratio."""
+    """A way to train; `limit` is how far above dense the loss may be, as a ratio."""
 
     prepare: Callable[[nn.Module, int], Trained]
     warm: bool = False

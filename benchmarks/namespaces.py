@@ -213,7 +213,7 @@ def ranks_on(wires: Network, script: Path, per_node: int = 1) -> Iterator[Ranks]
 
 
 def answer_jobs(kind: Callable[[int], Any]) -> None:
-    """What a script of `Ranks` does: joins the others, and answers jobs until the input ends.
+    """The body of a script of `Ranks`: joins the others, and answers jobs until the input ends.
 
     Args:
         kind: makes an object from the rank; a job names one of its methods and the arguments.

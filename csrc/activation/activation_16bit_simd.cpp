@@ -62,7 +62,7 @@ MOE_INLINE Floats exp2_short(Floats y) {
   return bit_cast<Floats>(bit_cast<Words>(p) + (bit_cast<Words>(shifted) << 23));
 }
 
-// Where x is not a number, the bound.
+// The bound where x is not a number.
 MOE_INLINE Floats at_least(float low, Floats x) {
 #if defined(__AVX512F__)
   return bit_cast<Floats>(_mm512_maskz_max_ps(-1, bit_cast<__m512>(x), bit_cast<__m512>(splat(low))));

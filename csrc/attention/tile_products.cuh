@@ -29,7 +29,7 @@ __device__ __forceinline__ int thread_col() {
   return static_cast<int>(threadIdx.x) % kSide;
 }
 
-// Which scores of a tile a thread holds: s[i][j] is that of row(i) and column(j). The kLanes that share rows are
+// The scores of a tile that a thread holds: s[i][j] is that of row(i) and column(j). The kLanes that share rows are
 // neighbours in a warp, and lane() is the place among them.
 struct SquareLayout {
   static constexpr int kRows = kPerThread, kCols = kPerThread, kLanes = kSide;

@@ -146,7 +146,7 @@ MOE_INLINE bool has_choice(const int64_t* idx, int64_t top_k) {
   return highest >= 0;
 }
 
-// What the choices of a tile hold, as sign bits: of one outside of [-1, n), and of one that is -1.
+// Sign bits of the choices of a tile: of one outside of [-1, n), and of one that is -1.
 struct Choices {
   int64_t outside = 0;
   int64_t none = 0;
@@ -155,7 +155,7 @@ struct Choices {
 MOE_INLINE Choices look_at(const int64_t* idx, int64_t count, int64_t n) {
   Choices found;
   for (int64_t i = 0; i < count; ++i) {
-    // Of a number so large that one term wraps around, the other one is negative.
+    // A number may be so large that one term wraps around: the other one is negative then.
     const uint64_t choice = static_cast<uint64_t>(idx[i]);
     found.outside |= static_cast<int64_t>((choice + 1) | (static_cast<uint64_t>(n - 1) - choice));
     found.none |= idx[i];

@@ -263,8 +263,8 @@ MOE_INLINE void load_tile(const Tile<Acc>& tile, const Acc* active, const T* log
   transpose<true>(tile.x, rows, n);
 }
 
-// Where each lane's row of grad is made: in place, if it is of the type of the arithmetic; a lane that is not active
-// writes to tile.idle_row.
+// The memory where each lane's row of grad is made: in place, if it is of the type of the arithmetic; a lane that is
+// not active writes to tile.idle_row.
 template <typename T, typename Acc>
 MOE_INLINE void rows_of(Acc** rows, T* grad, const Tile<Acc>& tile, const Acc* active, int64_t first, int64_t n) {
   for (int64_t lane = 0; lane < Lanes<Acc>::kCount; ++lane) {

@@ -459,7 +459,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Whether a lane's four elements and four codes are one access each, in every row.
+// True if a lane's four elements and four codes are one access each, in every row.
 template <RowFormat kRow, typename T>
 bool rows_fit(const T* x, const uint8_t* rows, int64_t dim) {
   return dim % kFour == 0 && row_bytes(dim, kRow) % kFour == 0 && is_aligned(x, kFour * sizeof(T)) &&

@@ -312,7 +312,7 @@ class SequenceParallelMLP(nn.Module):
         return made
 
     def _facts(self, x: Tensor, layout: str | Layout, seq_len: int) -> dict[str, object]:
-        """What has to be equal on every rank."""
+        """Facts that have to be equal on every rank."""
         kind = self.activation
         if not isinstance(kind, str | ClampedSwiGLU):
             # Not as it prints: that may hold an address, another on every rank.

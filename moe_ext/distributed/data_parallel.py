@@ -220,7 +220,7 @@ def _save_wholes_in_lightning(module: Any) -> None:
         return
     trainer = module.trainer
     save = getattr(trainer, "save_checkpoint", None)
-    # Of a Fabric there is no Trainer.
+    # A Fabric has no Trainer.
     if save is None or "save_checkpoint" in vars(trainer):
         return
 

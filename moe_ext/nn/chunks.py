@@ -20,6 +20,7 @@ from moe_ext.distributed.dispatch import (
     DispatchMetadata,
     TokenDispatcher,
     sum_dtype,
+    take_part,
 )
 from moe_ext.nn.experts import take_weights
 from moe_ext.nn.torch_state import autocast_dtype
@@ -53,10 +54,7 @@ def run_chunks(
     work = _Work(dispatcher, chunks, experts, tuple(named))
     counts = chunks[0].counts
     if counts is not None and counts.has_backward:
-        # Another rank's gradients come back through here: take part in their exchange.
-        x_TD, topk_weights_TK = (
-            t if t.requires_grad else t.detach().requires_grad_() for t in (x_TD, topk_weights_TK)
-        )
+        x_TD, topk_weights_TK = take_part(x_TD), take_part(topk_weights_TK)
     y_TD: Tensor = _RunChunks.apply(work, x_TD, topk_weights_TK, *named.values())
     return y_TD
 

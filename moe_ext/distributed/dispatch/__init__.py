@@ -13,6 +13,7 @@ from moe_ext.distributed.dispatch.base import (
     TokenDispatcher,
     WrappedDispatcher,
     sum_dtype,
+    take_part,
 )
 from moe_ext.distributed.dispatch.chunks import Chunk
 from moe_ext.distributed.dispatch.dedup import (
@@ -40,4 +41,5 @@ __all__ = [
     "Wire",
     "WrappedDispatcher",
     "sum_dtype",
+    "take_part",
 ]

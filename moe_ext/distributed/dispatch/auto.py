@@ -33,12 +33,12 @@ SMALL_BYTES = 64 * 1024
 # Bytes of rows in the larger of the two rehearsals, each of which is the least of a few.
 REHEARSED_BYTES = {"cpu": 2**23, "cuda": 2**26}
 REPEATS = 3
-# How much better another dispatcher must be than one that does less: a smaller gain may be noise.
+# Share by which another dispatcher must beat one that does less: a smaller gain may be noise.
 LEAST_GAIN = 0.02
 
 
 def expected_ranks(num_experts: int, num_parts: int, top_k: int) -> float:
-    """Of P equal parts of the experts, those that a token of even routing has experts in."""
+    """Number of the P equal parts of the experts in which a token of even routing has any."""
     part = num_experts // num_parts
     none = math.comb(num_experts - part, top_k) / math.comb(num_experts, top_k)
     return num_parts * (1.0 - none)

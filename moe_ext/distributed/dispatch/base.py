@@ -335,9 +335,8 @@ class TokenDispatcher:
         column_N1 = torch.ops.moe_ext.unpermute_tokens(
             weights_TK.reshape(-1, 1), tables.row_of_slot, sent_N, 1
         )
-        if rows.requires_grad and not column_N1.requires_grad:
-            # Another rank's gradients come back through here: take part in their exchange.
-            column_N1.requires_grad_()
+        if rows.requires_grad:
+            column_N1 = take_part(column_N1)
         arrived_R1 = self.exchange_rows(
             column_N1,
             metadata.sent,
@@ -498,9 +497,8 @@ class TokenDispatcher:
         counts: RowCounts,
         word: str,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
-        if counts.has_backward and not rows_ND.requires_grad:
-            # Another rank's gradients come back through here: take part in their exchange.
-            rows_ND.requires_grad_()
+        if counts.has_backward:
+            rows_ND = take_part(rows_ND)
         rows_RD = self.exchange_rows(
             rows_ND,
             counts.sent,
@@ -736,6 +734,11 @@ def _dropping(before: ops.Permutation, kept: ops.Permutation) -> ops.Permutation
     """The tables of what was kept, with all slots that were left out counted."""
     routed = before.num_tokens_per_expert.sum() - kept.num_tokens_per_expert.sum()
     return replace(kept, num_dropped=before.num_dropped + routed)
+
+
+def take_part(rows: Tensor) -> Tensor:
+    """Rows in a graph, for an exchange through which gradients of another rank come back."""
+    return rows if rows.requires_grad else rows.detach().requires_grad_()
 
 
 def no_chunks(dispatcher: object) -> TypeError:

@@ -31,6 +31,7 @@ from moe_ext.distributed.dispatch.base import (
     RowWeights,
     TokenDispatcher,
     sum_dtype,
+    take_part,
 )
 from moe_ext.distributed.dispatch.chunks import Chunk, RowCounts
 from moe_ext.distributed.dispatch.wire import Formats, Wire, decode, encode
@@ -594,12 +595,11 @@ class DedupDispatcher(TokenDispatcher):
             # Tokens of the next hop, for their number and dtype alone.
             tokens_TD = tokens_TD.new_empty(1).expand(idx_TK.shape[0], x_TD.shape[1])
         journey = self._journey(tuple(routes), tokens_TD)
-        if in_graph and not x_TD.requires_grad:
-            # Another rank's gradients come back through here: take part in their exchange.
-            x_TD = x_TD.detach().requires_grad_()
+        if in_graph:
+            x_TD = take_part(x_TD)
         rows, weights_UK = _Send.apply(x_TD, weights_TK if reduced else None, journey, dtype)
         metadata = DedupMetadata(
-            routes[0].slots if tables is None else _dropping(routes[0].slots, tables),
+            routes[0].slots if tables is None else _with_dropped(routes[0].slots, tables),
             topk_weights_TK,
             routes[0].sent,
             routes[0].received,
@@ -642,7 +642,7 @@ class DedupDispatcher(TokenDispatcher):
         rows, offsets, metadata = self._dispatch(
             rows_ND, chunk.choice(), topk_weights_TK, None, chunk.dtype
         )
-        tables = _dropping(metadata.permutation, chunk.whole)
+        tables = _with_dropped(metadata.permutation, chunk.whole)
         return rows, offsets, replace(metadata, permutation=tables)
 
     def _group_and_count(
@@ -719,9 +719,8 @@ class DedupDispatcher(TokenDispatcher):
         weights_UK = metadata.weights_UK
         if weights_UK is None:
             weights_TK = metadata.topk_weights.to(sum_dtype(rows.dtype))
-            if rows.requires_grad and not weights_TK.requires_grad:
-                # Another rank's gradients come back through here: take part in their exchange.
-                weights_TK = weights_TK.detach().requires_grad_()
+            if rows.requires_grad:
+                weights_TK = take_part(weights_TK)
             weights_UK = _BringWeights.apply(weights_TK, metadata.journey)
         return RowWeights(weights_UK, metadata.journey.expand.slot_of_row)
 
@@ -840,6 +839,6 @@ def _positions(idx_UK: Tensor, count: int) -> Tensor:
     return torch.nonzero_static(idx_UK.view(-1) >= 0, size=count).view(-1)
 
 
-def _dropping(slots: ops.Permutation, before: ops.Permutation) -> ops.Permutation:
-    """The tables of the slots that were kept, with those counted that were dropped."""
+def _with_dropped(slots: ops.Permutation, before: ops.Permutation) -> ops.Permutation:
+    """The tables of the slots that were kept, with the number that `before` says were dropped."""
     return replace(slots, num_dropped=before.num_dropped)
