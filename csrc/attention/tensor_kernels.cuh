@@ -30,6 +30,19 @@ size_t tensor_bytes(int64_t elements_of_tiles) {
   return ceil_div(sizeof(TileContext<T>), size_t{16}) * 16 + static_cast<size_t>(elements_of_tiles) * sizeof(T);
 }
 
+// Starts copies of tile t of the keys and values; the keys have come when it returns, the values are waited for later.
+template <typename T>
+__device__ __forceinline__ void fetch_keys(
+    TileContext<T>& context, const TokenTile& tile, int t, const SharedTile<T>& k, const SharedTile<T>& v) {
+  k.fetch(context.k, int64_t{t} * kTile);
+  commit_copies();
+  v.fetch(context.v, int64_t{t} * kTile);
+  commit_copies();
+  copy_tokens(tile, context.tokens.k_positions, context.tokens.k_documents);
+  wait_copies<1>();
+  __syncthreads();
+}
+
 template <int kCols, typename T>
 __global__ void __launch_bounds__(kTensorThreads, 1)
     tensor_forward_kernel(BlockParams<T> params, ForwardState<float> state, int num_chunks) {
@@ -58,13 +71,7 @@ __global__ void __launch_bounds__(kTensorThreads, 1)
   load_state<TensorLayout<>>(state, row0, own.count, first_col, max, sum, out);
   const auto may = [&](int t) { return may_see(own.extent, keys[t].extent, params.window); };
   for_each_visible<kTensorThreads>(params.keys.num_tiles, context->visible, may, [&](int t) {
-    k.fetch(context->k, int64_t{t} * kTile);
-    commit_copies();
-    v.fetch(context->v, int64_t{t} * kTile);
-    commit_copies();
-    copy_tokens(keys[t], tokens.k_positions, tokens.k_documents);
-    wait_copies<1>();
-    __syncthreads();
+    fetch_keys(*context, keys[t], t, k, v);
     TensorScores<> s = {};
     add_products<kTile>(s, q, k, 0);
     const bool masked = is_masked(own.extent, keys[t], params.window);
@@ -112,13 +119,7 @@ __global__ void __launch_bounds__(kTensorThreads, 1)
   grad_q.clear();
   const auto may = [&](int t) { return may_see(own.extent, keys[t].extent, params.window); };
   for_each_visible<kTensorThreads>(params.keys.num_tiles, context->visible, may, [&](int t) {
-    k.fetch(context->k, int64_t{t} * kTile);
-    commit_copies();
-    v.fetch(context->v, int64_t{t} * kTile);
-    commit_copies();
-    copy_tokens(keys[t], tokens.k_positions, tokens.k_documents);
-    wait_copies<1>();
-    __syncthreads();
+    fetch_keys(*context, keys[t], t, k, v);
     TensorScores<> s = {}, g = {};
     add_products<kTile>(s, q, k, 0);
     wait_copies<0>();
