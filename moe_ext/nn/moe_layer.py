@@ -15,18 +15,15 @@ from torch.distributed import ProcessGroup
 from moe_ext._checks import check_choice, check_sizes
 from moe_ext._compile import outside_graphs
 from moe_ext.distributed.dispatch import (
-    COMBINES,
-    AllGatherDispatcher,
-    AllToAllDispatcher,
+    DISPATCHERS,
     AutoDispatcher,
-    DedupDispatcher,
     DispatchChoice,
     DispatchMetadata,
-    HierarchicalDispatcher,
     LocalDispatcher,
     TokenDispatcher,
     Wire,
     WrappedDispatcher,
+    named_dispatcher,
 )
 from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.groups import check_group, group_size
@@ -52,12 +49,6 @@ from moe_ext.nn.torch_state import as_autocast, autocast_dtype
 
 # What wrappers put into the names of modules.
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-
-_SENT_ONCE = {
-    "dedup": DedupDispatcher,
-    "hierarchical": HierarchicalDispatcher,
-    "allgather": AllGatherDispatcher,
-}
 
 
 class MoELayer(CountingModule):
@@ -597,10 +588,9 @@ def _make_dispatcher(
     row_budget: RowBudget | None,
     wire: Wire | str | None,
 ) -> TokenDispatcher:
-    """The dispatcher that a name stands for."""
-    wire = Wire.of("MoELayer", wire)
-    check_choice("MoELayer", "combine", combine, COMBINES)
+    """The dispatcher of the layer, from a name or an object."""
     if isinstance(dispatcher, TokenDispatcher) or hasattr(dispatcher, "dispatch"):
+        wire = Wire.of("MoELayer", wire)
         for name, value, left in (("combine", combine, "exact"), ("wire", wire, Wire())):
             if value != left:
                 raise ValueError(
@@ -610,40 +600,20 @@ def _make_dispatcher(
         if isinstance(dispatcher, TokenDispatcher):
             return dispatcher
         return WrappedDispatcher(dispatcher)
-    names = ("auto", "local", "alltoall", *_SENT_ONCE)
-    if dispatcher not in names:
+    if dispatcher not in DISPATCHERS:
         raise ValueError(
-            f"MoELayer: expected dispatcher to be one of {names} or a TokenDispatcher, got "
+            f"MoELayer: expected dispatcher to be one of {DISPATCHERS} or a TokenDispatcher, got "
             f"{dispatcher!r}"
         )
-    alone = group_size(ep_group) == 1
-    if dispatcher == "auto" and ep_group is not None and not alone:
-        return AutoDispatcher(num_experts, ep_group, combine=combine, wire=wire)
-    if dispatcher in ("auto", "local"):
-        if not alone:
-            raise ValueError(
-                "MoELayer: expected dispatcher to be one that sends for an ep_group of "
-                f"{group_size(ep_group)} ranks, got 'local'"
-            )
-        return LocalDispatcher(num_experts)
-    if ep_group is None:
-        raise ValueError(
-            "MoELayer: expected ep_group to be a process group for "
-            f"dispatcher={dispatcher!r}, got None"
-        )
-    if dispatcher == "alltoall":
-        if combine != "exact":
-            raise ValueError(
-                f"MoELayer: expected dispatcher to be one of {tuple(_SENT_ONCE)} for "
-                f"combine={combine!r}, got 'alltoall'"
-            )
-        return AllToAllDispatcher(num_experts, ep_group, wire=wire)
-    if row_budget is not None and dispatcher == "allgather":
-        raise ValueError(
-            "MoELayer: expected dispatcher to be one that sends rows in rounds ('alltoall', "
-            "'dedup', 'hierarchical') with a row_budget, got 'allgather'"
-        )
-    return _SENT_ONCE[dispatcher](num_experts, ep_group, combine=combine, wire=wire)
+    return named_dispatcher(
+        "MoELayer",
+        dispatcher,
+        num_experts,
+        ep_group,
+        combine=combine,
+        wire=wire,
+        in_rounds=row_budget is not None,
+    )
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoELayer]:

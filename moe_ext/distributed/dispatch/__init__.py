@@ -22,10 +22,12 @@ from moe_ext.distributed.dispatch.dedup import (
     HierarchicalDispatcher,
 )
 from moe_ext.distributed.dispatch.local import LocalDispatcher
+from moe_ext.distributed.dispatch.named import DISPATCHERS, named_dispatcher
 from moe_ext.distributed.dispatch.wire import Wire
 
 __all__ = [
     "COMBINES",
+    "DISPATCHERS",
     "AllGatherDispatcher",
     "AllToAllDispatcher",
     "AutoDispatcher",
@@ -40,6 +42,7 @@ __all__ = [
     "TokenDispatcher",
     "Wire",
     "WrappedDispatcher",
+    "named_dispatcher",
     "sum_dtype",
     "take_part",
 ]

@@ -15,7 +15,13 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from moe_ext._compile import outside_graphs
 from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.dispatch import AllToAllDispatcher
+from moe_ext.distributed.dispatch import (
+    AllToAllDispatcher,
+    AutoDispatcher,
+    TokenDispatcher,
+    Wire,
+    named_dispatcher,
+)
 from moe_ext.distributed.dtensor import is_dtensor, state_dicts_of_parts
 from moe_ext.distributed.groups import (
     GroupHandle,
@@ -57,7 +63,7 @@ class ShardedExperts(_Spread):
     `num_experts` stays E, as in every module of moe_ext with an `ep_group`.
     """
 
-    _dispatcher: AllToAllDispatcher
+    _dispatcher: TokenDispatcher
     # PEFT's, from the outside, and the names of their adapters when the experts were spread.
     _wrappers: list[Any]
     _adapters: list[tuple[str, ...]]
@@ -84,11 +90,19 @@ class ShardedExperts(_Spread):
                 "over ranks, got new ones; make them first, then replace(model, ep_group=...)"
             )
         x_TD = as_autocast(as_weight(self, hidden_states))
-        index_TK = known_experts(top_k_index, self._dispatcher.num_experts)
-        rows, offsets, metadata = self._dispatcher.dispatch(x_TD, index_TK, top_k_weights)
-        back_ND = self._dispatcher.bring_back(run_rows(self, rows, offsets), metadata)
-        # The norm on the rank of the token: its weights are then as dense as those outside.
-        y_TD = self._dispatcher.weighted_sum(after_experts(self, back_ND), metadata)
+        dispatcher = self._dispatcher
+        if isinstance(dispatcher, AutoDispatcher):
+            dispatcher, _ = dispatcher.choose(x_TD, top_k_index.shape[-1], in_rounds=False)
+            self._dispatcher = dispatcher
+        index_TK = known_experts(top_k_index, dispatcher.num_experts)
+        rows, offsets, metadata = dispatcher.dispatch(x_TD, index_TK, top_k_weights)
+        out_RD = run_rows(self, rows, offsets)
+        if self.has_post_expert_norm:
+            # The norm on the rank of the token: its weights are then as dense as those outside.
+            back_ND = after_experts(self, dispatcher.bring_back(out_RD, metadata))
+            y_TD = dispatcher.weighted_sum(back_ND, metadata)
+        else:
+            y_TD = dispatcher.combine(out_RD, metadata)
         return y_TD.to(hidden_states.dtype)
 
 
@@ -248,22 +262,56 @@ def exchange(slices: Exchange) -> None:
             ) from error
 
 
-def shard(model: nn.Module, found: Found, ep_group: ProcessGroup) -> None:
+def dispatchers_of(
+    found: Found,
+    ep_group: ProcessGroup,
+    *,
+    dispatcher: str,
+    combine: str,
+    wire: Wire | str | None,
+) -> dict[str, TokenDispatcher]:
+    """A dispatcher for each block of experts, by its path.
+
+    Raises:
+        ValueError: options that do not go together, or a family whose experts need "alltoall".
+    """
+    made = {}
+    for path, module in found.experts.items():
+        if module.has_post_expert_norm and dispatcher != "alltoall":
+            raise ValueError(
+                "replace: expected dispatcher to be 'alltoall' for experts with a norm behind "
+                f"them, which takes every row on the rank of its token, got {dispatcher!r} and "
+                f"{path}"
+            )
+        num_experts: int = module.num_experts  # type: ignore[assignment]
+        own = named_dispatcher(
+            "replace", dispatcher, num_experts, ep_group, combine=combine, wire=wire
+        )
+        alike = [p for p, other in found.experts.items() if other.num_experts == num_experts]
+        own.tell_apart(alike, alike.index(path))
+        made[path] = own
+    return made
+
+
+def shard(
+    model: nn.Module,
+    found: Found,
+    ep_group: ProcessGroup,
+    dispatchers: dict[str, TokenDispatcher],
+) -> None:
     """Let a model and its experts, whose parameters were cut, know the group that they are on.
 
     Args:
         model: what the user holds: `found.model`, or the PeftModel around it.
         found: the experts.
         ep_group: the P ranks.
+        dispatchers: of `dispatchers_of`.
     """
     for path, module in found.experts.items():
         num_experts: int = module.num_experts  # type: ignore[assignment]
         wrappers = wrappers_of(found.model, path)
         module._ep_group = GroupHandle(ep_group)  # type: ignore[assignment]
-        dispatcher = AllToAllDispatcher(num_experts, ep_group)
-        alike = [p for p, other in found.experts.items() if other.num_experts == num_experts]
-        dispatcher.tell_apart(alike, alike.index(path))
-        module._dispatcher = dispatcher  # type: ignore[assignment]
+        module._dispatcher = dispatchers[path]  # type: ignore[assignment]
         module._wrappers = wrappers  # type: ignore[assignment]
         module._adapters = adapter_names(wrappers)  # type: ignore[assignment]
         module._was_parametrized = is_parametrized(module)  # type: ignore[assignment]

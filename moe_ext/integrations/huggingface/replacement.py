@@ -8,7 +8,9 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from moe_ext._checks import check_choice
 from moe_ext.distributed.agreement import agree
+from moe_ext.distributed.dispatch import COMBINES, DISPATCHERS, Wire
 from moe_ext.distributed.groups import check_group, group_size, small_message_device
 from moe_ext.integrations.huggingface.decorated import (
     Found,
@@ -21,6 +23,7 @@ from moe_ext.integrations.huggingface.expert_parallel import (
     ShardedExperts,
     cut,
     declare_placements,
+    dispatchers_of,
     ep_implementation,
     exchange,
     shard,
@@ -68,7 +71,14 @@ def _protect_inputs(model: nn.Module) -> None:
             block.register_forward_pre_hook(_copy_input, with_kwargs=True)
 
 
-def replace(model: nn.Module, *, ep_group: ProcessGroup | None = None) -> int:
+def replace(
+    model: nn.Module,
+    *,
+    ep_group: ProcessGroup | None = None,
+    dispatcher: str = "alltoall",
+    combine: str = "exact",
+    wire: Wire | str | None = None,
+) -> int:
     """Run the experts of a Hugging Face mixture-of-experts model by moe_ext.
 
     For every model whose experts are of a class that transformers decorates with
@@ -88,6 +98,11 @@ def replace(model: nn.Module, *, ep_group: ProcessGroup | None = None) -> int:
     Args:
         model: a transformers 5 model, or a `PeftModel` of one.
         ep_group: process group to spread the experts over; None keeps them on this rank.
+        dispatcher: "alltoall", "dedup", "hierarchical", "allgather", or "auto" for what takes least
+            time in a rehearsal at the first forward pass, as in `MoELayer`. Families with a norm
+            behind the experts take "alltoall" alone.
+        combine: "exact" or "reduced", as in `MoELayer`; "reduced" needs another dispatcher.
+        wire: formats in which rows travel, as in `MoELayer`. On one rank nothing travels.
 
     Returns:
         Number of expert blocks that now run on moe_ext.
@@ -97,7 +112,8 @@ def replace(model: nn.Module, *, ep_group: ProcessGroup | None = None) -> int:
         ValueError: no experts of a decorated class (`set_experts_implementation` changes nothing
             there, and says so neither), a quantised model, experts of another class beside them, of
             another layout, with flags that are not known or already spread over ranks, or a group
-            whose size does not divide E. The model is unchanged.
+            whose size does not divide E, or options that do not go together. The model is
+            unchanged.
         TypeError: ep_group is no process group of this rank.
 
     Synchronisation: none without ep_group. With it the ranks compare their experts in one message,
@@ -105,7 +121,10 @@ def replace(model: nn.Module, *, ep_group: ProcessGroup | None = None) -> int:
     """
     check_group(ep_group, "replace")
     if ep_group is not None and group_size(ep_group) > 1:
-        return _replace_over_ranks(model, ep_group)
+        return _replace_over_ranks(model, ep_group, dispatcher, combine, wire)
+    check_choice("replace", "dispatcher", dispatcher, DISPATCHERS)
+    check_choice("replace", "combine", combine, COMBINES)
+    Wire.of("replace", wire)
     found = find(model, "replace")
     _run_by_us(found)
     for experts in found.experts.values():
@@ -125,7 +144,13 @@ def _run_by_us(found: Found) -> None:
         raise
 
 
-def _replace_over_ranks(model: nn.Module, ep_group: ProcessGroup) -> int:
+def _replace_over_ranks(
+    model: nn.Module,
+    ep_group: ProcessGroup,
+    dispatcher: str,
+    combine: str,
+    wire: Wire | str | None,
+) -> int:
     """`replace` with a group: every rank does it, or every rank raises."""
     problem: Exception | None = None
     facts: dict[str, object] = {}
@@ -144,16 +169,21 @@ def _replace_over_ranks(model: nn.Module, ep_group: ProcessGroup) -> int:
             "the number of expert blocks": len(found.experts),
             "num_experts": sorted({str(m.num_experts) for m in found.experts.values()}),
             "the parameters of experts": parameters,
+            "dispatcher, combine and wire": [dispatcher, combine, str(wire)],
         }
     except ValueError as error:
         problem, slices = error, []
     try:
         agree("replace", facts, problem, ep_group, small_message_device(ep_group))
+        # After the ranks agree, since "hierarchical" makes groups with the others.
+        dispatchers = dispatchers_of(
+            found, ep_group, dispatcher=dispatcher, combine=combine, wire=wire
+        )
         _run_by_us(found)
     except BaseException:
         exchange(slices)
         raise
-    shard(model, found, ep_group)
+    shard(model, found, ep_group, dispatchers)
     _protect_inputs(found.model)
     return len(found.experts)
 

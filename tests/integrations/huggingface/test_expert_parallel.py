@@ -1,4 +1,5 @@
 import copy
+import os
 
 import pytest
 import torch
@@ -121,6 +122,66 @@ def refusals():
     with pytest.raises(ValueError, match=r"verify before replace"):
         moe_ext.verify(model, batch_of(rank))
     assert float(kept_loss) > 0
+
+
+@CHECKS()
+def other_dispatchers():
+    """What comes back slot by slot has the same bits, sums of a rank and int8 their error."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    whole, logits = one_process("mixtral")
+    want = dict(whole.named_parameters())
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+
+    def spread(**options):
+        model = make("mixtral")
+        moe_ext.replace(model, ep_group=group, **options)
+        output = model(**batch_of(rank))
+        output.loss.backward()
+        moe_ext.distributed.sync_gradients(model)
+        return model, output.logits
+
+    _, plain = spread()
+    for dispatcher in ("dedup", "hierarchical", "allgather", "auto"):
+        model, got = spread(dispatcher=dispatcher)
+        assert torch.equal(got, plain), dispatcher
+        assert type(model.model.layers[0].mlp.experts._dispatcher).__name__ != "AutoDispatcher"
+    for options in ({"dispatcher": "dedup", "combine": "reduced"}, {"dispatcher": "allgather"}):
+        model, got = spread(**options)
+        assert_near(got, logits[rank])
+        for name, parameter in model.named_parameters():
+            gradient = want[name].grad
+            if ".experts." in name:
+                gradient = expert_slice(gradient, rank)
+            assert_near(parameter.grad, gradient)
+    with moe_ext.distributed.count_traffic() as full:
+        spread()
+    with moe_ext.distributed.count_traffic() as coded:
+        model, got = spread(wire="int8")
+    assert coded.total_bytes < full.total_bytes
+    # A step of int8 is 1/127 of the largest element of a row, here two rounded rows deep.
+    assert_near(got, plain, relative=0.02)
+    assert not torch.equal(got, plain)
+
+
+@CHECKS()
+def options_are_refused_on_every_rank():
+    rank, group = dist.get_rank(), dist.group.WORLD
+    model = make("mixtral")
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    for options, text in (
+        ({"dispatcher": "p2p"}, r"replace: expected dispatcher to be one of .*got 'p2p'"),
+        ({"combine": "reduced"}, r"to be one of \('dedup', .* for combine='reduced'"),
+        ({"dispatcher": "local"}, r"one that sends for an ep_group of 2 ranks, got 'local'"),
+        ({"wire": "int3"}, r"replace: expected wire to be one of"),
+        ({"dispatcher": "dedup" if rank else "alltoall"}, r"dispatcher, combine and wire"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            moe_ext.replace(model, ep_group=group, **options)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, before[name])
+    assert moe_ext.replace(model, ep_group=group) == NUM_BLOCKS
+    with pytest.raises(ValueError, match=r"'alltoall' for experts with a norm behind them"):
+        moe_ext.replace(build_family("muse_spark"), ep_group=group, dispatcher="dedup")
 
 
 @CHECKS()

@@ -1,0 +1,84 @@
+"""The dispatchers that have a name."""
+
+from __future__ import annotations
+
+from torch.distributed import ProcessGroup
+
+from moe_ext._checks import check_choice
+from moe_ext.distributed.dispatch.allgather import AllGatherDispatcher
+from moe_ext.distributed.dispatch.alltoall import AllToAllDispatcher
+from moe_ext.distributed.dispatch.auto import AutoDispatcher
+from moe_ext.distributed.dispatch.base import TokenDispatcher
+from moe_ext.distributed.dispatch.dedup import (
+    COMBINES,
+    DedupDispatcher,
+    HierarchicalDispatcher,
+)
+from moe_ext.distributed.dispatch.local import LocalDispatcher
+from moe_ext.distributed.dispatch.wire import Wire
+from moe_ext.distributed.groups import group_size
+
+# Those that send a token once to each rank or node that has experts of it.
+_SENT_ONCE = {
+    "dedup": DedupDispatcher,
+    "hierarchical": HierarchicalDispatcher,
+    "allgather": AllGatherDispatcher,
+}
+DISPATCHERS = ("auto", "local", "alltoall", *_SENT_ONCE)
+
+
+def named_dispatcher(
+    owner: str,
+    name: str,
+    num_experts: int,
+    group: ProcessGroup | None,
+    *,
+    combine: str = "exact",
+    wire: Wire | str | None = None,
+    in_rounds: bool = False,
+) -> TokenDispatcher:
+    """The dispatcher that a name stands for.
+
+    Args:
+        owner: name for error messages.
+        name: "auto", "local", "alltoall", "dedup", "hierarchical" or "allgather"; "auto" is "local"
+            on one rank.
+        num_experts: E, a multiple of the size of the group.
+        group: process group; None or one rank keeps all rows on this rank.
+        combine: "exact" or "reduced", see `DedupDispatcher`.
+        wire: see `TokenDispatcher`.
+        in_rounds: whether it is to serve a `RowBudget`.
+
+    Raises:
+        ValueError: no such name, or one that does not go with the group or the options.
+    """
+    wire = Wire.of(owner, wire)
+    check_choice(owner, "combine", combine, COMBINES)
+    check_choice(owner, "dispatcher", name, DISPATCHERS)
+    alone = group_size(group) == 1
+    if name == "auto" and group is not None and not alone:
+        return AutoDispatcher(num_experts, group, combine=combine, wire=wire)
+    if name in ("auto", "local"):
+        if not alone:
+            raise ValueError(
+                f"{owner}: expected dispatcher to be one that sends for an ep_group of "
+                f"{group_size(group)} ranks, got 'local'"
+            )
+        return LocalDispatcher(num_experts)
+    if group is None:
+        raise ValueError(
+            f"{owner}: expected ep_group to be a process group for dispatcher={name!r}, got None"
+        )
+    if name == "alltoall":
+        if combine != "exact":
+            raise ValueError(
+                f"{owner}: expected dispatcher to be one of {tuple(_SENT_ONCE)} for "
+                f"combine={combine!r}, got 'alltoall'"
+            )
+        return AllToAllDispatcher(num_experts, group, wire=wire)
+    if in_rounds and name == "allgather":
+        raise ValueError(
+            f"{owner}: expected dispatcher to be one that sends rows in rounds ('alltoall', "
+            "'dedup', 'hierarchical') with a row_budget, got 'allgather'"
+        )
+    return _SENT_ONCE[name](num_experts, group, combine=combine, wire=wire)
