@@ -7,7 +7,8 @@
 # make bench    time the operators beside their peers and rewrite docs/benchmarks.md
 # make build    build the operators in place
 # make compat   test that build under the oldest torch;  make compat-newest: under the newest
-# make cuda     build the CUDA operators too, print what each kernel uses; fails if one spills registers
+# make cuda     build the CUDA operators too, print what each kernel uses; fails if one spills registers, or loads
+#               shared memory that it does not write
 # make gpu-check PYTHON=python    on a machine with a GPU: build, test, sanitize and measure with that Python as it is
 # make gpu-report                 docs/gpu.md from what gpu-check found
 # Everything but gpu-check installs into .venv, which is reused. Neither nvcc nor a GPU is needed for the rest; nvcc for
@@ -98,6 +99,7 @@ bench: build
 
 cuda: $(VENV)/.installed
 	MOE_EXT_CUDA=1 $(MAKE) build
+	$(BIN)/python tools/install.py --extra cuda || echo "make cuda: cuobjdump and nvdisasm could not be installed"
 	$(BIN)/python tools/kernel_resources.py $(BUILD_DIR)
 
 gpu-check:

@@ -1,8 +1,10 @@
-"""Prints registers, shared memory and spills of every CUDA kernel, as ptxas reported them.
+"""Prints what every CUDA kernel uses, as ptxas reported it, and how it accesses memory.
 
     python tools/kernel_resources.py BUILD_DIR
 
-Exits with 1 if a kernel spills registers, or if the build has no kernels at all.
+Exits with 1 if a kernel spills registers, if one loads shared memory that nothing in it writes, or
+if the build has no kernels at all. Accesses are those of one architecture, 9.0 where it was
+compiled; they need cuobjdump and nvdisasm (`pip install moe_ext[cuda]`).
 """
 
 import re
@@ -10,6 +12,8 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import kernel_sass
 
 KERNEL = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
 SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -62,6 +66,36 @@ def readable(names: list[str]) -> list[str]:
     return [re.sub(r"moe_ext::|c10::|\((int|bool)\)", "", line) for line in lines]
 
 
+def print_accesses(build_dir: str, archs: set[str]) -> int:
+    """Prints how the kernels access memory; returns the number of those that are refused."""
+    env = kernel_sass.find_tools()
+    if env is None:
+        print("kernel_resources: accesses were not checked: cuobjdump and nvdisasm are missing")
+        return 0
+    arch = "sm_90" if "sm_90" in archs else min(archs)
+    objects = sorted(Path(build_dir).glob("csrc/CMakeFiles/_C_cuda.dir/**/*.cu.o"))
+    kernels = kernel_sass.disassemble(objects, arch, env)
+    mangled = [kernel.kernel for kernel in kernels]
+    names = dict(zip(mangled, readable(mangled), strict=True))
+    print(f"{'generic':>9} {'local':>7}  bytes x instructions: loads | stores of global memory")
+    for k in sorted(kernels, key=lambda kernel: names[kernel.kernel]):
+        moved = f"{kernel_sass.widths(k.loads)} | {kernel_sass.widths(k.stores)}"
+        counts = f"{k.count(kernel_sass.GENERIC):>9} {k.count(kernel_sass.LOCAL):>7}"
+        print(f"{counts}  {moved:<24} {names[k.kernel]}")
+    refused = [names[k.kernel] for k in kernels if k.reads_what_nobody_wrote]
+    for name in refused:
+        print(f"kernel_resources: {name} loads shared memory, and has no store or atomic to it")
+    generic, local = (
+        sum(k.count(operations) > 0 for k in kernels)
+        for operations in (kernel_sass.GENERIC, kernel_sass.LOCAL)
+    )
+    print(
+        f"{len(kernels)} kernels of {arch}: {generic} with generic accesses, {local} with local "
+        f"memory, {len(refused)} that load shared memory which they do not write"
+    )
+    return len(refused)
+
+
 def main(build_dir: str) -> int:
     """Prints the table; returns the exit status."""
     reports = sorted(Path(build_dir).glob("csrc/**/*.cu.o.ptxas"))
@@ -78,7 +112,8 @@ def main(build_dir: str) -> int:
     spilled = sum(kernel.spill > 0 for kernel in kernels)
     most = max(kernel.registers for kernel in kernels)
     print(f"{len(kernels)} kernels, at most {most} registers, {spilled} with spilled registers")
-    return 1 if spilled else 0
+    refused = print_accesses(build_dir, {kernel.arch for kernel in kernels})
+    return 1 if spilled or refused else 0
 
 
 if __name__ == "__main__":
