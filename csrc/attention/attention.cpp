@@ -22,6 +22,7 @@ MOE_EXT_SCHEMAS(m) {
       ", bool needs_grad_bias) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias)");
   m.def("attention_delta(Tensor grad_out, Tensor out, Tensor? grad_lse) -> Tensor");
   m.def("merge_attention(Tensor out_a, Tensor lse_a, Tensor? out_b, Tensor lse_b) -> (Tensor out, Tensor lse)");
+  m.def("merge_attention_(Tensor(a!) out, Tensor(b!) lse, Tensor out_b, Tensor lse_b) -> ()");
   m.def(
       "_merge_attention_backward(Tensor grad_out, Tensor grad_lse, Tensor out_a, Tensor lse_a, Tensor? out_b, "
       "Tensor lse_b) -> (Tensor grad_a, Tensor grad_lse_a, Tensor grad_b, Tensor grad_lse_b)");
@@ -230,6 +231,30 @@ void check_merge(
     check_dtype(op, name, *t, acc);
     check_shape(op, name, *t, "out_a", out_a, out_a.dim() - 1);
   }
+}
+
+void check_merge_into(
+    const Tensor& out,     // [B, H, S, D]
+    const Tensor& lse,     // [B, H, S]
+    const Tensor& out_b,   // [B, H, S, D]
+    const Tensor& lse_b) { // [B, H, S]
+  const char* op = "merge_attention_";
+  check_floating(op, "out", out);
+  check_dtype(op, "out", out, acc_dtype(out.scalar_type()));
+  check_dim(op, "out", out, 4, "[B, H, S, D]");
+  check_merge(op, out, lse, out_b, lse_b);
+  const auto check_own = [&](const char* name, const Tensor& t) {
+    for (int64_t i = 0; i < t.dim(); ++i) {
+      MOE_CHECK(
+          t.size(i) <= 1 || t.stride(i) != 0, op, ": expected ", name,
+          " to have memory for each element, got stride 0 in dim ", i);
+    }
+  };
+  check_own("out", out);
+  check_own("lse", lse);
+  MOE_CHECK(
+      out.stride(3) == 1 || out.size(3) <= 1, op, ": expected the columns of out to be adjacent, got stride ",
+      out.stride(3));
 }
 
 void check_merge_backward(

@@ -54,6 +54,13 @@ void check_merge(
     const OptionalTensor& out_b, // [..., D]
     const Tensor& lse_b);        // [...]
 
+// The state out, lse is merged into.
+void check_merge_into(
+    const Tensor& out,    // [B, H, S, D]
+    const Tensor& lse,    // [B, H, S]
+    const Tensor& out_b,  // [B, H, S, D]
+    const Tensor& lse_b); // [B, H, S]
+
 void check_merge_backward(
     const Tensor& grad_out, // [..., D]
     const Tensor& grad_lse, // [...]

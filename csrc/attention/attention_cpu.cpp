@@ -288,6 +288,24 @@ std::tuple<Tensor, Tensor> merge_attention_cpu(Tensor out_a, Tensor lse_a, Optio
   return {out, lse};
 }
 
+RowStrides row_strides(const Tensor& t) {
+  return {t.stride(0), t.stride(1), t.stride(2)};
+}
+
+void merge_attention_inplace_cpu(Tensor out, Tensor lse, Tensor out_b, Tensor lse_b) {
+  check_merge_into(out, lse, out_b, lse_b);
+  const Tensor other = out_b.stride(3) == 1 ? out_b : torch::stable::contiguous(out_b);
+  dispatch_floating(other.scalar_type(), [&]<typename T>() {
+    using Acc = acc_t<T>;
+    const MergeIntoArgs<T> args = {data<Acc>(out),   data<Acc>(lse),   data<const T>(other), data<const Acc>(lse_b),
+                                   row_strides(out), row_strides(lse), row_strides(other),   row_strides(lse_b),
+                                   out.size(0),      out.size(1),      out.size(2),          out.size(3)};
+    torch::stable::parallel_for(0, lse.numel(), grain_size(12 * args.dim), [&](int64_t begin, int64_t end) {
+      kernels().merge.of<T>().merge_into(args, begin, end);
+    });
+  });
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> merge_backward_cpu(
     Tensor grad_out, Tensor grad_lse, Tensor out_a, Tensor lse_a, OptionalTensor out_b, Tensor lse_b) {
   check_merge_backward(grad_out, grad_lse, out_a, lse_a, out_b, lse_b);
@@ -321,6 +339,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
   m.impl("attention_block_backward", TORCH_BOX(&attention_block_backward_cpu));
   m.impl("attention_delta", TORCH_BOX(&attention_delta_cpu));
   m.impl("merge_attention", TORCH_BOX(&merge_attention_cpu));
+  m.impl("merge_attention_", TORCH_BOX(&merge_attention_inplace_cpu));
   m.impl("_merge_attention_backward", TORCH_BOX(&merge_backward_cpu));
 }
 

@@ -260,6 +260,20 @@ std::tuple<Tensor, Tensor> merge_attention_cuda(Tensor out_a, Tensor lse_a, Opti
   return {out, lse};
 }
 
+void merge_attention_inplace_cuda(Tensor out, Tensor lse, Tensor out_b, Tensor lse_b) {
+  check_merge_into(out, lse, out_b, lse_b);
+  const DeviceScope device(out);
+  const Tensor other = as_rows(out_b);
+  const auto strides = [](const Tensor& t) { return RowStrides{t.stride(0), t.stride(1), t.stride(2)}; };
+  dispatch_floating_cuda(other.scalar_type(), [&]<typename T>() {
+    using Acc = acc_t<T>;
+    const MergeIntoArgs<T> args = {data<Acc>(out), data<Acc>(lse), data<const T>(other), data<const Acc>(lse_b),
+                                   strides(out),   strides(lse),   strides(other),       strides(lse_b),
+                                   out.size(0),    out.size(1),    out.size(2),          out.size(3)};
+    launch_merge_into(args, device.stream());
+  });
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> merge_backward_cuda(
     Tensor grad_out, Tensor grad_lse, Tensor out_a, Tensor lse_a, OptionalTensor out_b, Tensor lse_b) {
   check_merge_backward(grad_out, grad_lse, out_a, lse_a, out_b, lse_b);
@@ -291,6 +305,7 @@ MOE_EXT_CUDA_IMPL(m) {
   m.impl("attention_block_backward", TORCH_BOX(&attention_block_backward_cuda));
   m.impl("attention_delta", TORCH_BOX(&attention_delta_cuda));
   m.impl("merge_attention", TORCH_BOX(&merge_attention_cuda));
+  m.impl("merge_attention_", TORCH_BOX(&merge_attention_inplace_cuda));
   m.impl("_merge_attention_backward", TORCH_BOX(&merge_backward_cuda));
 }
 

@@ -308,6 +308,30 @@ void merge(acc_t<T>* out, acc_t<T>* lse, const MergeArgs<T>& args, int64_t begin
   }
 }
 
+// The same into a: where b alone weighs, that is a copy, and where it does not, out is left as it is.
+template <typename T>
+void merge_into(const MergeIntoArgs<T>& args, int64_t begin, int64_t end) {
+  using Acc = acc_t<T>;
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t s = i % args.rows, h = i / args.rows % args.heads, b = i / args.rows / args.heads;
+    Acc* const lse = args.lse + args.of_lse.at(b, h, s);
+    const MergeWeights<Acc> w = merge_weights(*lse, args.lse_b[args.of_lse_b.at(b, h, s)]);
+    *lse = w.lse;
+    Acc* __restrict out = args.out + args.of_out.at(b, h, s);
+    const T* __restrict other = args.out_b + args.of_out_b.at(b, h, s);
+    const bool has_a = !(w.a == 0), has_b = !(w.b == 0);
+    if (has_a && has_b) {
+      for (int64_t c = 0; c < args.dim; ++c) {
+        out[c] = w.a * out[c] + w.b * to_acc(other[c]);
+      }
+    } else if (!has_a) {
+      for (int64_t c = 0; c < args.dim; ++c) {
+        out[c] = has_b ? w.b * to_acc(other[c]) : Acc(0);
+      }
+    }
+  }
+}
+
 // d lse_a = w_a d lse + w_a w_b d out . (a - b), and d lse_b with the sign of the product changed.
 template <typename T>
 void merge_backward(const MergeGrads<T>& grads, const MergeArgs<T>& args, int64_t begin, int64_t end) {
@@ -339,7 +363,7 @@ template <typename Acc>
 constexpr BlockKernels<Acc> kBlock = {softmax<Acc>, finish<Acc>, backward<Acc>, delta_rows<Acc>};
 
 template <typename T>
-constexpr MergeKernels<T> kMerge = {merge<T>, merge_backward<T>};
+constexpr MergeKernels<T> kMerge = {merge<T>, merge_into<T>, merge_backward<T>};
 
 } // namespace
 

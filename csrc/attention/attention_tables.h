@@ -64,6 +64,26 @@ struct MergeArgs {
   int64_t dim;
 };
 
+// Elements between the first ones of neighbouring batches, heads and rows.
+struct RowStrides {
+  int64_t batch, head, row;
+
+  MOE_INLINE int64_t at(int64_t b, int64_t h, int64_t s) const {
+    return b * batch + h * head + s * row;
+  }
+};
+
+// A result out_b, lse_b that goes into out, lse. [B, H, S, D] and [B, H, S].
+template <typename T>
+struct MergeIntoArgs {
+  acc_t<T>* out;
+  acc_t<T>* lse;
+  const T* out_b;
+  const acc_t<T>* lse_b;
+  RowStrides of_out, of_lse, of_out_b, of_lse_b;
+  int64_t batch, heads, rows, dim;
+};
+
 template <typename T>
 struct MergeGrads {
   const acc_t<T>* grad_out;
@@ -77,6 +97,8 @@ struct MergeGrads {
 template <typename T>
 struct MergeKernels {
   void (*merge)(acc_t<T>* out, acc_t<T>* lse, const MergeArgs<T>& args, int64_t begin, int64_t end);
+  // Rows [begin, end) of batch * heads * rows.
+  void (*merge_into)(const MergeIntoArgs<T>& args, int64_t begin, int64_t end);
   void (*merge_backward)(const MergeGrads<T>& grads, const MergeArgs<T>& args, int64_t begin, int64_t end);
 };
 

@@ -14,6 +14,8 @@
 
 namespace moe_ext::attention {
 
+constexpr int64_t kMostBlocksAlongY = 65535;
+
 struct RowPlan {
   int64_t num_rows;
   int lanes; // of a row
@@ -115,6 +117,41 @@ __global__ void __launch_bounds__(kNumThreads)
   }
 }
 
+// The same into `out`, in place. Blocks along y are heads of a batch: rows of their plan are those of one head.
+template <typename T>
+__global__ void __launch_bounds__(kNumThreads) merge_into_kernel(MergeIntoArgs<T> args, RowPlan plan, bool aligned) {
+  using Acc = acc_t<T>;
+  const RowLane lane(plan);
+  for (int64_t pair = blockIdx.y; pair < args.batch * args.heads; pair += gridDim.y) {
+    const int64_t b = pair / args.heads, h = pair % args.heads;
+    Acc* const lse = args.lse + args.of_lse.at(b, h, lane.row);
+    const MergeWeights<Acc> w = merge_weights(*lse, args.lse_b[args.of_lse_b.at(b, h, lane.row)]);
+    // All lanes of the row have read what one of them overwrites.
+    __syncwarp();
+    if (lane.leads()) {
+      *lse = w.lse;
+    }
+    const bool has_a = !(w.a == 0), has_b = !(w.b == 0);
+    if (!lane.real || (has_a && !has_b)) {
+      continue;
+    }
+    Acc* const out = args.out + args.of_out.at(b, h, lane.row);
+    const T* const other = args.out_b + args.of_out_b.at(b, h, lane.row);
+    for (int64_t col = lane.first; col < args.dim; col += lane.step) {
+      const int c = static_cast<int>(col);
+      const Quad<Acc> of_a = has_a ? read_columns(out, c, args.dim, aligned) : Quad<Acc>{};
+      const Quad<Acc> of_b = has_b ? read_columns(other, c, args.dim, aligned) : Quad<Acc>{};
+      Quad<Acc> sum;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const Acc part = has_b ? w.b * of_b.v[e] : Acc(0);
+        sum.v[e] = has_a ? w.a * of_a.v[e] + part : part;
+      }
+      write_columns(out, c, args.dim, aligned, Acc(1), sum);
+    }
+  }
+}
+
 // d lse_a = w_a d lse + w_a w_b d out . (a - b), and d lse_b with the sign of the product changed.
 template <typename T>
 __global__ void __launch_bounds__(kNumThreads)
@@ -183,6 +220,21 @@ void launch_merge(const MergeArgs<T>& args, int64_t num_rows, acc_t<T>* out, acc
   const bool aligned = quads_are_aligned(args.dim, args.out_a, args.out_b, out);
   if (num_rows > 0) {
     launch({row_grid(plan), dim3(kNumThreads), 0, stream}, merge_kernel<T>, args, plan, aligned, out, lse);
+  }
+}
+
+template <typename T>
+void launch_merge_into(const MergeIntoArgs<T>& args, cudaStream_t stream) {
+  const RowPlan plan = plan_rows(args.rows, args.dim);
+  bool aligned = quads_are_aligned(args.dim, args.out, args.out_b);
+  for (const RowStrides& strides : {args.of_out, args.of_out_b}) {
+    aligned = aligned && (args.batch == 1 || strides.batch % 4 == 0) && (args.heads == 1 || strides.head % 4 == 0) &&
+              (args.rows == 1 || strides.row % 4 == 0);
+  }
+  dim3 grid = row_grid(plan);
+  grid.y = static_cast<unsigned>(std::min<int64_t>(args.batch * args.heads, kMostBlocksAlongY));
+  if (args.rows * args.batch * args.heads > 0) {
+    launch({grid, dim3(kNumThreads), 0, stream}, merge_into_kernel<T>, args, plan, aligned);
   }
 }
 

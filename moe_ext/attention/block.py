@@ -18,7 +18,7 @@ from moe_ext.ops.attention import (
     attention_block,
     attention_block_,
     attention_block_backward,
-    merge_attention,
+    merge_attention_,
 )
 
 # Pairs of a query and a key that a library should get in one call, on average over the block.
@@ -235,14 +235,7 @@ def attend_(out: Tensor, lse: Tensor, block: Block, options: BlockOptions) -> No
                 attention_block_(*found, *tensors, **kwargs)
         else:
             found = library.forward((part.q, part.k, part.v), piece.kind == "causal", options.scale)
-        if not _is_empty(lse[:, :, rows]):
-            found = merge_attention(out[:, :, rows], lse[:, :, rows], *found)
-        out[:, :, rows], lse[:, :, rows] = found
-
-
-def _is_empty(lse: Tensor) -> bool:
-    """True if no row has any key yet; False where asking would hold up the device."""
-    return lse.device.type == "cpu" and bool((lse == -torch.inf).all())
+        merge_attention_(out[:, :, rows], lse[:, :, rows], *found)
 
 
 class Narrowed:

@@ -20,6 +20,7 @@ from moe_ext.ops.attention import (  # noqa: E402
     attention_delta,
     document_ids,
     merge_attention,
+    merge_attention_,
     merge_attention_sinks,
 )
 from moe_ext.ops.capacity import limit_capacity  # noqa: E402
@@ -111,6 +112,7 @@ __all__ = [
     "gshard_gate",
     "load_balance_loss",
     "merge_attention",
+    "merge_attention_",
     "merge_attention_sinks",
     "noisy_topk_gate",
     "nonzero_blocks",

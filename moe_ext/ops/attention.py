@@ -328,6 +328,30 @@ def merge_attention(
     return out, lse
 
 
+def merge_attention_(
+    out_BHQD: Tensor, lse_BHQ: Tensor, out_b_BHQD: Tensor, lse_b_BHQ: Tensor
+) -> None:
+    """Merges a result into another one, in place and in one pass: `merge_attention` for sums.
+
+    Args:
+        out_BHQD (Tensor[B, H, Sq, D]): float32 or float64; what the queries have gathered so far.
+            Any view with adjacent columns.
+        lse_BHQ (Tensor[B, H, Sq]): of its dtype, any view; -inf where nothing has been gathered,
+            and the row of out is not read then.
+        out_b_BHQD (Tensor[B, H, Sq, D]): what is added; float64 beside float64, else float32,
+            bfloat16 or float16. Read where it lies if its columns are adjacent.
+        lse_b_BHQ (Tensor[B, H, Sq]): of the dtype of lse_BHQ, any view.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype, shape or strides; nothing has
+            changed.
+
+    Not differentiable. Deterministic, with the same bits for any number of threads; does not
+    synchronise the device.
+    """
+    torch.ops.moe_ext.merge_attention_(out_BHQD, lse_BHQ, out_b_BHQD, lse_b_BHQ)
+
+
 def merge_attention_sinks(
     out_BHQD: Tensor, lse_BHQ: Tensor, sinks_H: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -484,6 +508,11 @@ register_autograd("moe_ext::attention_block", _block_backward, setup_context=_bl
 @torch.library.register_fake("moe_ext::merge_attention")
 def _(out_a: Tensor, lse_a: Tensor, out_b: Tensor | None, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     return out_a.new_empty(out_a.shape, dtype=lse_a.dtype), lse_a.new_empty(lse_a.shape)
+
+
+@torch.library.register_fake("moe_ext::merge_attention_")
+def _(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    return None
 
 
 @torch.library.register_fake("moe_ext::_merge_attention_backward")

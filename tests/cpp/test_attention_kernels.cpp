@@ -406,6 +406,43 @@ class Merge : public simt::ScheduleTest<int> {
                  : std::vector<Acc>{Acc(-1), Acc(3), -none, none, none};
   }
 
+  // Two batches of three heads, with gaps between rows of the state: each of them as `expected`, which has a's rows.
+  template <typename T, typename Acc>
+  static void merges_in_place(
+      const std::vector<Acc>& expected, const std::vector<Acc>& expected_lse, const std::vector<T>& b, int64_t dim) {
+    const int64_t rows = 5, heads = 6, stride = dim + 4, gap = 2;
+    const auto a = random_values<T>(rows * dim, 1);
+    const auto lse_a = lse_of<Acc>(true), lse_b = lse_of<Acc>(false);
+    std::vector<Acc> out(heads * rows * stride, 7), lse(heads * rows * gap, 7);
+    for (int64_t row = 0; row < heads * rows; ++row) {
+      lse[row * gap] = lse_a[row % rows];
+      for (int64_t i = 0; i < dim; ++i) {
+        out[row * stride + i] = static_cast<Acc>(a[row % rows * dim + i]);
+      }
+    }
+    const MergeIntoArgs<T> args = {
+        out.data(),
+        lse.data(),
+        b.data(),
+        lse_b.data(),
+        {3 * rows * stride, rows * stride, stride},
+        {3 * rows * gap, rows * gap, gap},
+        {0, 0, dim},
+        {0, 0, 1},
+        2,
+        3,
+        rows,
+        dim};
+    launch_merge_into(args, nullptr);
+    for (int64_t row = 0; row < heads * rows; ++row) {
+      ASSERT_EQ(lse[row * gap], expected_lse[row % rows]) << row;
+      ASSERT_EQ(lse[row * gap + 1], Acc(7));
+      for (int64_t i = 0; i < stride; ++i) {
+        ASSERT_EQ(out[row * stride + i], i < dim ? expected[row % rows * dim + i] : Acc(7)) << row << " " << i;
+      }
+    }
+  }
+
   template <typename T>
   void merges(bool with_b) {
     using Acc = acc_t<T>;
@@ -421,6 +458,9 @@ class Merge : public simt::ScheduleTest<int> {
         {grad.data(), grad_lse.data(), grad_a.data(), with_b ? grad_b.data() : nullptr, grad_lse_a.data(),
          grad_lse_b.data()},
         args, rows, nullptr);
+    if (with_b) {
+      merges_in_place(out, lse, b, dim);
+    }
     for (int64_t row = 0; row < rows; ++row) {
       const double ea = std::isinf(lse_a[row]) ? 0 : std::exp(lse_a[row]);
       const double eb = std::isinf(lse_b[row]) ? 0 : std::exp(lse_b[row]), sum = ea + eb;

@@ -160,6 +160,26 @@ def test_merge_refuses(moved, change, message):
         ops.merge_attention(*moved(args | change).values())
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({0: torch.zeros(1, 2, 3, 4).half()}, "out to be Float, got Half"),
+        ({0: torch.zeros(2, 3, 4)}, r"out to be a 4-D tensor \[B, H, S, D\]"),
+        ({0: torch.zeros(1, 2, 1, 4).expand(1, 2, 3, 4)}, "memory for each element, .* in dim 2"),
+        ({1: torch.zeros(1, 2, 1).expand(1, 2, 3)}, "lse to have memory for each element"),
+        ({0: torch.zeros(1, 2, 4, 3).mT}, "columns of out to be adjacent, got stride 3"),
+        ({2: torch.zeros(1, 2, 3, 4).double()}, "out_b to be float32, bfloat16 or float16"),
+        ({2: torch.zeros(1, 2, 3, 5)}, "out_b to have the first 4 sizes"),
+        ({3: torch.zeros(1, 2, 3).half()}, "lse_b to be Float, got Half"),
+    ],
+)
+def test_merge_in_place_refuses(moved, change, message):
+    out, lse = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
+    args = dict(enumerate((out, lse, out.half(), lse.clone())))
+    with pytest.raises(RuntimeError, match="merge_attention_: expected .*" + message):
+        ops.merge_attention_(*moved(args | change).values())
+
+
 def test_sinks_refuse(device):
     with pytest.raises(ValueError, match=r"sinks_H to hold a number for each head .* got shapes"):
         ops.merge_attention_sinks(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3), torch.zeros(3))
@@ -226,6 +246,8 @@ def test_opcheck_others(device):
     merge += [t.requires_grad_() for t in (torch.randn(5, 4).half(), torch.randn(5))]
     torch.library.opcheck(op.merge_attention, merge)
     torch.library.opcheck(op.merge_attention, [*merge[:2], None, merge[3]])
+    state = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3)
+    torch.library.opcheck(op.merge_attention_, [*state, state[0].bfloat16(), state[1].clone()])
     detached = [t.detach() for t in merge]
     for out_b in (detached[2], None):
         args = [torch.randn(5, 4), torch.randn(5), *detached[:2], out_b, detached[3]]

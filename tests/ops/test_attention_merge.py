@@ -179,3 +179,32 @@ def test_same_bits_for_any_number_of_threads(num_threads):
         results.append((out, lse, *torch.autograd.grad(out.sum() + lse.sum(), args)))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [3, 8, 64])
+def test_merge_into_rows_of_a_state_is_the_merge(device, dim, dtype):
+    acc = acc_dtype(dtype)
+    # Rows 0 to 5 have keys in both, b, a, neither by two conventions, and NaN.
+    none, inf = -math.inf, math.inf
+    lse_a = torch.tensor([0.5, none, 2, none, inf, math.nan], dtype=acc).expand(2, 3, 6)
+    lse_b = torch.tensor([-1, 3, inf, none, none, 1], dtype=acc).expand(2, 3, 6).contiguous()
+    whole, whole_lse = torch.randn(2, 3, 9, dim, dtype=acc), torch.randn(2, 9, 3, dtype=acc)
+    # Rows as a library of [B, S, H, D] gives them, and not at a multiple of 16 bytes.
+    padded = torch.randn(2, 6, 3, dim + 1).to(dtype)
+    for out_b in (torch.randn(2, 3, 6, dim).to(dtype), padded[..., 1:].transpose(1, 2)):
+        state, lse = whole.clone(), whole_lse.clone().transpose(1, 2)
+        rows, of_rows = state[:, :, 2:8], lse[:, :, 2:8]
+        of_rows.copy_(lse_a)
+        # What has no keys may hold anything.
+        rows[:, :, 1] = math.nan
+        out_b[:, :, 2] = math.nan
+        expected = ops.merge_attention(rows, of_rows, out_b, lse_b)
+        ops.merge_attention_(rows, of_rows, out_b, lse_b)
+        for found, wanted in zip((rows, of_rows), expected, strict=True):
+            # A fused product or not: half a rounding of w x, w <= 1 and |x| < 8.
+            limit = 4 * torch.finfo(acc).eps
+            torch.testing.assert_close(found, wanted, rtol=0, atol=limit, equal_nan=True)
+        assert torch.equal(state[:, :, :2], whole[:, :, :2])
+        assert torch.equal(state[:, :, 8:], whole[:, :, 8:])
+        assert torch.equal(lse[:, :, 8:], whole_lse.transpose(1, 2)[:, :, 8:])
