@@ -422,13 +422,14 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
         weights_backward(args, scratch.chosen, row, idx, grad);
       }
       __syncwarp();
-      for (int k = lane_id(); k < options.top_k; k += kWarpSize) {
+      for (int k = 0; k < options.top_k; ++k) {
         if constexpr (kCheck) {
           if (idx[k] < -1 || idx[k] >= num_experts) {
             __trap();
           }
         }
-        if (idx[k] >= 0 && idx[k] < num_experts) {
+        // The lane that holds the expert adds, in order: a given choice may name an expert twice.
+        if (idx[k] >= 0 && idx[k] < num_experts && idx[k] % kWarpSize == lane_id()) {
           scratch.key[idx[k]] += scratch.chosen[k];
         }
       }

@@ -45,10 +45,12 @@ struct SortPlan {
 };
 
 inline SortPlan plan_sort(int num_slots, int num_experts, const DeviceProperties& device) {
-  constexpr int kMinSlots = 256;
-  const int max_segments = device.num_sms * 32;
-  const int slots =
-      std::max(kMinSlots, static_cast<int>(ceil_div(ceil_div(int64_t{num_slots}, max_segments), 32) * 32));
+  constexpr int64_t kMinSlots = 256;
+  // The counts of all segments are then no larger than eight times the slots, in 64 bits, themselves.
+  constexpr int64_t kMostCountsPerSlot = 16;
+  const int64_t max_segments = int64_t{device.num_sms} * 32;
+  const int64_t wanted = std::max(ceil_div(int64_t{num_slots}, max_segments), num_experts / kMostCountsPerSlot);
+  const int slots = static_cast<int>(std::max(kMinSlots, ceil_div(wanted, int64_t{32}) * 32));
   SortPlan plan = {num_slots, num_experts,    std::max(1, static_cast<int>(ceil_div(int64_t{num_slots}, slots))),
                    slots,     kWarpsPerBlock, true};
   const int64_t shared = device.shared_bytes_per_block;

@@ -121,6 +121,19 @@ TEST_P(LimitCapacity, EqualsASerialWalk) {
   EXPECT_EQ(num_dropped, expected.num_dropped);
 }
 
+TEST(LimitCapacityMemory, IsBoundedByTheSlotsForAnyNumberOfGroups) {
+  const DeviceProperties h200 = {132, 2048, 48 * 1024, 227 * 1024, 9};
+  const auto bytes = [&](int slots, int groups) {
+    return permutation::tables_workspace_bytes(permutation::plan_sort(slots, 64 * groups, h200), false);
+  };
+  const int slots = 16384 * 8;
+  EXPECT_EQ(permutation::plan_sort(slots, 64, h200).slots_per_segment, 256);
+  for (const int groups : {1, 16, 256, 1024, 16384}) {
+    // Counts of 64 bytes a slot, in whole segments, and totals of the pairs.
+    EXPECT_LE(bytes(slots, groups), int64_t{64} * slots + 8 * 64 * groups) << groups;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Sizes, LimitCapacity,
     simt::under_all_schedules<Case>(

@@ -233,3 +233,14 @@ def test_refuses_an_index_by_token_and_choice(row, message):
     idx[2] = torch.tensor(row)
     with pytest.raises(RuntimeError, match=r"^gate_weights: .*" + message):
         ops.gate_weights(LOGITS, idx)
+
+
+@pytest.mark.parametrize("option", FORMULAS)
+def test_an_expert_named_twice_gets_both_gradients(device, option, request):
+    # CUDA cannot refuse it without waiting for the device.
+    logits, idx = torch.randn(33, 6), torch.tensor([[1, 4, 1], [2, 2, 2], [5, -1, 5]]).repeat(11, 1)
+    if request.node.callspec.params["device"] == "cpu":
+        with pytest.raises(RuntimeError, match="an expert once a token, got 1 again at token 0"):
+            ops.gate_weights(logits, idx, **FORMULAS[option])
+        return
+    assert_equals_reference(logits, idx, FORMULAS[option])
