@@ -2,15 +2,20 @@
 
 import ast
 import importlib
+import os
 import re
 import shlex
 import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.run import get_args_parser
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import moe_ext
 
@@ -126,6 +131,47 @@ def test_the_kubernetes_job_is_one():
         (container,) = replica["template"]["spec"]["containers"]
         assert container["name"] == "pytorch"
         assert get_args_parser().parse_args(container["command"][1:])
+
+
+def test_kubernetes_takes_its_pods():
+    """By the schemas of the API, where a package that holds them is installed."""
+    yaml = pytest.importorskip("yaml")
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    job = yaml.safe_load(re.search(r"```yaml\n(.*?)```", STACK, re.DOTALL)[1])
+    pods = (replica["template"]["spec"] for replica in job["spec"]["pytorchReplicaSpecs"].values())
+    version = kubernetes_validate.latest_version()
+    for spec in pods:
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "moe"}, "spec": spec}
+        kubernetes_validate.validate(pod, version, strict=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="ray[train] is not installed")
+def test_the_loop_of_ray_runs(tmp_path):
+    (code,) = (c for c in re.findall(r"```python\n(.*?)```", STACK, re.DOTALL) if "ray.train" in c)
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    path = os.pathsep.join([str(DOCS.parent), os.environ.get("PYTHONPATH", "")])
+    # Where one writes results is no part of the page.
+    environment = {**os.environ, "PYTHONPATH": path, "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_readme_runs_on_as_many_ranks_as_the_page_starts():
+    """Eight, in a group of processes that send nothing."""
+    code = (DOCS.parent / "README.md").read_text()
+    line = re.search(r"^mesh = (.*?)  #", code, re.MULTILINE)[1]
+    nodes, ranks = re.search(r"--nnodes (\d+) --nproc-per-node (\d+)", STACK).groups()
+    size = int(nodes) * int(ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        mesh = eval(line, {"moe_ext": moe_ext, "dist": dist})
+        assert mesh.dp_size * mesh.ep_size == size
+    finally:
+        dist.destroy_process_group()
 
 
 def texts():

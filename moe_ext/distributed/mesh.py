@@ -143,7 +143,7 @@ class MoEMesh:
                 raise ValueError(
                     f"MoEMesh: expected order to be {_ORDER!r} with cp beside ep, got {order!r}"
                 )
-            grid = torch.arange(ranks).view(pp, dp, cp, ep)
+            grid = torch.arange(ranks, device="cpu").view(pp, dp, cp, ep)
             attention = grid.transpose(2, 3).reshape(pp, dp * ep, cp, 1)
             self._lay_out(attention, grid.view(pp, dp * cp, ep, 1), dp, beside=True)
             return
@@ -359,7 +359,9 @@ class MoEMesh:
 def _grid(sizes: dict[str, int], order: str, axes: tuple[str, ...]) -> Tensor:
     """Ranks in four dimensions, for an order whose first axis changes fastest."""
     names = order.split("-")[::-1]
-    ranks = torch.arange(math.prod(sizes.values())).view([sizes[name] for name in names])
+    # The default device may be meta, on which models are built.
+    ranks = torch.arange(math.prod(sizes.values()), device="cpu")
+    ranks = ranks.view([sizes[name] for name in names])
     (left,) = set(names) - set(axes)
     return ranks.permute([names.index(name) for name in (*axes, left)]).squeeze(-1)
 

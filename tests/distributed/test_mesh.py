@@ -177,6 +177,13 @@ def test_a_line_says_which_ranks_share_what(fake_job):
         mesh.rank_groups("dp")
 
 
+def test_a_mesh_is_made_where_models_are_built_on_meta(fake_job):
+    fake_job(4)
+    with torch.device("meta"):
+        found = [MoEMesh(dp=2, ep=2).explain(), MoEMesh(cp=2, ep=2).explain()]
+    assert found == [MoEMesh(dp=2, ep=2).explain(), MoEMesh(cp=2, ep=2).explain()]
+
+
 def check_device_meshes(rank):
     """torchtitan's two meshes, Megatron's order, and one mesh with "ep" in it."""
     dense = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))

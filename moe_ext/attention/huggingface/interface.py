@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -278,14 +279,27 @@ def _mask_of(
     return attention_mask
 
 
-def _check_layers(name: str, module: nn.Module) -> None:
-    """Refuse an attention of a model whose configuration says that other layers mix tokens, too."""
+@functools.cache
+def _counts_from_padding(file: str) -> bool:
+    """True for RoBERTa and its kin, by a function of the file that their attention comes from."""
+    source = vars(sys.modules[file])
+    counts = "create_position_ids_from_input_ids"
+    classes = [found for found in source.values() if isinstance(found, type)]
+    return counts in source or any(hasattr(found, counts) for found in classes)
+
+
+@outside_graphs
+def _check_model(name: str, module: nn.Module) -> None:
+    """Refuse the attention of a model that its configuration, or its file, says is not served."""
     config = getattr(module, "config", None)
     kinds = {*(getattr(config, "layer_types", None) or ())}
     mixing = sorted(kinds & _MIXING)
     if mixing:
         rule = "of layers that mix tokens in their attention alone (see prepare_model)"
         _refuse(name, "model", rule, ", ".join(mixing))
+    if _counts_from_padding(type(module).__module__):
+        rule = "one whose positions start at 0 (prepare_model serves others)"
+        _refuse(name, "model", rule, f"{type(module).__name__}, which counts from padding_idx + 1")
 
 
 def _ring_forward(
@@ -325,7 +339,7 @@ def _ring_forward(
         mask = _mask_of(name, module, attention_mask, is_causal, sliding_window)
     batch = mask.batch or documents.batch
     if batch is None:
-        _check_layers(name, module)
+        _check_model(name, module)
         batch = BatchFacts(documents.offsets(position_ids, given_offsets(name, kwargs)))
     out: Tensor = ring(
         query,
@@ -363,10 +377,10 @@ def register_ring_attention(
     served.
 
     Models whose configuration names layers of state space, convolution or linear attention beside
-    the attention are refused. Beyond that it sees no model: of one that mixes tokens elsewhere,
-    that has no attention by name, or that counts positions from elsewhere, the results would be
-    wrong. `prepare_model` finds out, and takes whole batches. Nor can it tell shards of different
-    samples on the ranks.
+    the attention are refused, and so are those that count positions from `padding_idx + 1`. Beyond
+    that it sees no model: of one that mixes tokens elsewhere, that has no attention by name, or
+    that makes positions of its own, the results would be wrong. `prepare_model` finds out, and
+    takes whole batches.
 
     Args:
         group: the ranks that share each sequence, see `ring_attention`; None is this process alone.

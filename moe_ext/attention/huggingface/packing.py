@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,8 @@ KEYS = (
     "labels",
 )
 
+# Odd and of many bits, so that neighbours that change places change the sum.
+_FACTOR = 0x1E3779B97F4A7C15
 # One row of offsets for the whole batch, or one for each row of it.
 FoundOffsets = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
@@ -96,7 +99,10 @@ def shard_batch(
     layout: str | Layout = "zigzag",
     ignore_index: int = -100,
 ) -> dict[str, Tensor | int]:
-    """This rank's part of a batch that every rank of the group holds whole; no communication.
+    """This rank's part of a batch that every rank of the group holds whole.
+
+    The ranks compare checksums of their batches in one small message, so call it where the group
+    is: not in the worker processes of a DataLoader.
 
     `model(**shard_batch(...)).loss` of a causal language model is then this rank's part of the
     loss: the mean over the ranks of the group is the mean over all labels of the batch, so
@@ -117,10 +123,30 @@ def shard_batch(
         labels of the batch over the ranks; with several documents, their `cu_seq_lens_q` and so on.
 
     Raises:
-        ValueError: a key that is not known, or positions that do not count up from 0 in each
-            document.
+        ValueError: on every rank: batches that differ between the ranks; a key that is not known,
+            or positions that do not count up from 0 in each document.
+        RankFailureError: a rank died or did not answer.
     """
     op = "shard_batch"
+    ranks = ranks_of(group, op)
+    facts: dict[str, object] = {"the keys of the batch": sorted(batch)}
+    problem, parts = None, {}
+    try:
+        facts |= batch_facts(batch)
+        parts = _sharded(batch, op, group, layout, ignore_index)
+    except Exception as error:
+        problem = error
+    agree(op, facts, problem, ranks, small_message_device(ranks))
+    return parts
+
+
+def _sharded(
+    batch: Mapping[str, Tensor],
+    op: str,
+    group: ProcessGroup | DeviceMesh | None,
+    layout: str | Layout,
+    ignore_index: int,
+) -> dict[str, Tensor | int]:
     tokens = check_batch(batch, op)
     whole = dict(batch)
     if "position_ids" not in whole:
@@ -130,6 +156,27 @@ def shard_batch(
     if offsets is None or isinstance(offsets[0], tuple):
         return parts
     return {**parts, **_cu_seqlens(offsets, tokens.device)}
+
+
+def batch_facts(batch: Mapping[str, Any], keys: Sequence[str] = KEYS) -> dict[str, object]:
+    """Checksums, by which ranks find that they were not given the same whole batch."""
+    found = {key: batch.get(key) for key in keys}
+    return {
+        f"{key} (every rank is given the same whole batch, which is cut here)": (
+            None if x is None else _checksum(x)
+        )
+        for key, x in found.items()
+    }
+
+
+def _checksum(x: Tensor) -> str:
+    """Shape and checksum of a tensor; of embeddings, by their first number. NOTE: device sync."""
+    values = (x[..., 0] if x.dim() == 3 else x).detach().flatten()
+    if values.is_floating_point():
+        values = values.double().view(torch.int64)
+    factors = torch.arange(1, len(values) + 1, device=x.device) * _FACTOR
+    total = int((values * factors).sum()) % (1 << 64)
+    return f"{list(x.shape)} with checksum {total:016x}"
 
 
 def check_batch(batch: Mapping[str, Tensor], operation: str) -> Tensor:

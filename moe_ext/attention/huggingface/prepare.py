@@ -29,6 +29,7 @@ from moe_ext.attention.huggingface.interface import (
 from moe_ext.attention.huggingface.packing import (
     KEYS,
     FoundOffsets,
+    batch_facts,
     check_batch,
     cut_batch,
     document_offsets,
@@ -43,8 +44,6 @@ from moe_ext.distributed.groups import GroupHandle, small_message_device
 
 _require = requires(OP)
 _numbers = itertools.count()
-# Odd and of many bits, so that neighbours that change places change the sum.
-_FACTOR = 0x1E3779B97F4A7C15
 # The documents as transformers' collators give them.
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LENGTHS = ("max_length_q", "max_length_k")
@@ -162,10 +161,7 @@ class _WholeBatches:
         facts: dict[str, object] = {"the arguments of the model": sorted(given)}
         problem, parts = None, given
         try:
-            for key in (*KEYS, *_OFFSETS):
-                value = given.get(key)
-                rule = f"{key} (every rank is given the same whole batch, which is cut here)"
-                facts[rule] = None if value is None else _checksum(value)
+            facts |= batch_facts(given, (*KEYS, *_OFFSETS))
             parts = self._cut(given)
         except Exception as error:
             problem = error
@@ -241,13 +237,3 @@ class _WholeBatches:
             rule = "given where padding is not on the right: the model counts without it"
             _require(ends, "position_ids", rule, "none")
         return offsets, count + first
-
-
-def _checksum(x: Tensor) -> str:
-    """Shape and checksum of a tensor; of embeddings, by their first number. NOTE: device sync."""
-    values = (x[..., 0] if x.dim() == 3 else x).detach().flatten()
-    if values.is_floating_point():
-        values = values.double().view(torch.int64)
-    factors = torch.arange(1, len(values) + 1, device=x.device) * _FACTOR
-    total = int((values * factors).sum()) % (1 << 64)
-    return f"{list(x.shape)} with checksum {total:016x}"

@@ -287,6 +287,36 @@ def rows_have_documents_of_their_own():
 
 
 @check()
+def other_samples_on_the_ranks_are_refused():
+    odd = dist.get_rank() == 1
+    batch = make_batch("packed")
+    given = (
+        ({"input_ids": batch["input_ids"] + odd}, "input_ids .* to be equal on every rank"),
+        ({"labels": None} if odd else {}, "the keys of the batch to be equal"),
+        (
+            {"position_ids": batch["position_ids"] + odd},
+            "position_ids to count up from 0 .* on rank 1$",
+        ),
+    )
+    for change, message in given:
+        changed = {key: x for key, x in {**batch, **change}.items() if x is not None}
+        with pytest.raises(ValueError, match=f"shard_batch: expected {message}"):
+            shard_batch(changed, group=group())
+
+
+@check()
+def models_that_count_positions_from_elsewhere_are_refused():
+    register_ring_attention(group())
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = transformers.RobertaConfig(vocab_size=VOCABULARY, intermediate_size=8, **sizes)
+    model = transformers.RobertaForMaskedLM(config)
+    model.set_attn_implementation("moe_ext_ring")
+    ids = make_batch("plain")["input_ids"]
+    with pytest.raises(ValueError, match="positions start at 0 .prepare_model serves others"):
+        model(**shard_batch({"input_ids": ids}, group=group()))
+
+
+@check()
 def a_cache_is_refused():
     register_ring_attention(group())
     model = make("llama", attn_implementation="moe_ext_ring")
