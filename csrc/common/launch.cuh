@@ -51,6 +51,16 @@ inline void raise_shared_limit(const void* kernel, const Launch& launch, const D
   }
 }
 
+// Blocks of the kernel that the device runs at a time, by its registers and shared memory.
+template <typename... Params>
+int64_t resident_blocks(void (*kernel)(Params...), int threads, size_t shared_bytes) {
+  const DeviceProperties device = device_properties();
+  raise_shared_limit(reinterpret_cast<const void*>(kernel), {{}, {}, shared_bytes}, device);
+  int blocks = 0;
+  MOE_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared_bytes));
+  return int64_t{device.num_sms} * std::max(1, blocks);
+}
+
 // Runs kernel(args...) on the stream of `launch`; throws if the launch is refused.
 template <typename... Params, typename... Args>
 void launch(const Launch& launch, void (*kernel)(Params...), Args... args) {

@@ -1,12 +1,11 @@
 // CUDA side of the grouped matrix product. bfloat16 on devices for which torch has a kernel over all experts goes
-// there, and the offsets stay on the device; everything else is one product per expert, for which the host must know
-// them.
+// there, everything else to ours. Neither needs the offsets on the host.
 #include "common/dispatch.h"
 #include "common/dispatch_cuda.cuh"
 #include "common/torch_cuda.cuh"
 #include "grouped_gemm/grouped_gemm.h"
 #include "grouped_gemm/grouped_gemm_kernels.cuh"
-#include "grouped_gemm/per_expert.h"
+#include "grouped_gemm/products_kernels.cuh"
 
 namespace moe_ext::grouped_gemm {
 namespace {
@@ -55,12 +54,72 @@ Tensor torch_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& ends) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-Tensor host_offsets(const char* op, const Tensor& expert_offsets, int64_t num_rows) {
-  // NOTE: device-to-host sync: a product per expert is launched with its number of rows.
-  const Tensor offsets =
-      contiguous(torch::stable::to(expert_offsets, torch::stable::Device(torch::headeronly::DeviceType::CPU)));
-  check_offsets(op, data<int64_t>(offsets), offsets.size(0) - 1, num_rows);
-  return offsets;
+// The tensor itself where the elements of its rows lie side by side.
+Tensor rows_of_elements(const Tensor& t) {
+  const int64_t last = t.dim() - 1;
+  return t.stride(last) == 1 || t.size(last) <= 1 ? t : contiguous(t);
+}
+
+// Whether our kernel may copy 16 bytes at a time of all rows of all experts.
+bool rows_are_copyable(const Tensor& t) {
+  const auto whole = [&](int64_t elements) {
+    return elements * static_cast<int64_t>(t.element_size()) % kAccessBytes == 0;
+  };
+  const int64_t last = t.dim() - 1;
+  return is_aligned(t.data_ptr(), kAccessBytes) && whole(t.size(last)) && whole(t.stride(last - 1)) &&
+         (last == 1 || whole(t.stride(0)));
+}
+
+template <typename T>
+GroupedProduct<T> product_of(
+    const char* op, const Tensor& a, const Tensor& b, const Tensor& offsets, const Tensor& out) {
+  GroupedProduct<T> p = {};
+  p.offsets = data<const int64_t>(offsets);
+  p.num_experts = check_int32(op, "the number of experts", offsets.size(0) - 1);
+  p.num_rows = check_int32(op, "the number of rows", a.size(0));
+  p.a = data<const T>(a);
+  p.b = data<const T>(b);
+  p.a_stride = a.stride(0);
+  p.b_stride = b.stride(b.dim() - 2);
+  p.out = data<T>(out);
+  p.cols = check_int32(op, "the output's columns", out.size(out.dim() - 1));
+  p.aligned = rows_are_copyable(a) && rows_are_copyable(b);
+  p.checked = kCheckIndices;
+  return p;
+}
+
+Tensor own_grouped_mm(
+    const Tensor& x, const Tensor& weight, const Tensor& offsets, const std::optional<Tensor>& bias,
+    const DeviceScope& device) {
+  const char* op = "grouped_mm";
+  const Tensor rows = rows_of_elements(x);
+  const bool is_transposed = weight.stride(2) != 1 && weight.stride(1) == 1;
+  const Tensor stored = is_transposed ? transpose(weight, 1, 2) : rows_of_elements(weight);
+  const Tensor out = new_empty(x, {x.size(0), weight.size(1)});
+  dispatch_floating_cuda(x.scalar_type(), [&]<typename T>() {
+    GroupedProduct<T> p = product_of<T>(op, rows, stored, offsets, out);
+    p.b_expert_stride = stored.stride(0);
+    p.bias = bias ? data<const T>(*bias) : nullptr;
+    p.depth = check_int32(op, "the columns of x", x.size(1));
+    if (is_transposed) {
+      launch_grouped_product<T, true, false>(p, device.stream());
+    } else {
+      launch_grouped_product<T, true, true>(p, device.stream());
+    }
+  });
+  return out;
+}
+
+Tensor own_backward_weight(const Tensor& grad, const Tensor& x, const Tensor& offsets, const DeviceScope& device) {
+  const char* op = "_grouped_mm_backward_weight";
+  const Tensor grad_rows = rows_of_elements(grad), rows = rows_of_elements(x);
+  const Tensor out = new_empty(grad, {offsets.size(0) - 1, grad.size(1), x.size(1)});
+  dispatch_floating_cuda(grad.scalar_type(), [&]<typename T>() {
+    GroupedProduct<T> p = product_of<T>(op, grad_rows, rows, offsets, out);
+    p.rows = check_int32(op, "the columns of grad", grad.size(1));
+    launch_grouped_product<T, false, false>(p, device.stream());
+  });
+  return out;
 }
 
 Tensor grouped_mm_cuda(
@@ -72,26 +131,16 @@ Tensor grouped_mm_cuda(
   const DeviceScope device(x);
   const int64_t num_experts = weight.size(0), dim = weight.size(1);
   Tensor offsets = contiguous(expert_offsets);
-  Tensor out;
-  if (const auto rows = has_dense_matrices(weight) ? rows_for_torch(x, num_experts, dim) : std::nullopt) {
-    const Tensor ends = torch::stable::to(torch::stable::narrow(offsets, 0, 1, num_experts), ScalarType::Int);
-    out = contiguous(torch_grouped_mm(*rows, transpose(weight, 1, 2), ends));
-  } else {
-    const Tensor on_host = host_offsets("grouped_mm", offsets, x.size(0));
-    const int64_t* begin = data<int64_t>(on_host);
-    out = new_empty(x, {x.size(0), dim});
-    for (int64_t e = 0; e < num_experts && dim > 0; ++e) {
-      if (begin[e] < begin[e + 1]) {
-        mm_out(rows_of(out, begin[e], begin[e + 1]), rows_of(x, begin[e], begin[e + 1]), matrix_transposed(weight, e));
-      }
-    }
-  }
   const std::optional<Tensor> add = bias ? std::optional(contiguous(*bias)) : std::nullopt;
-  dispatch_floating_cuda(x.scalar_type(), [&]<typename T>() {
-    launch_finish_rows(
-        data<int64_t>(offsets), add ? data<const T>(*add) : nullptr, num_experts, x.size(0), dim, data<T>(out),
-        device.stream());
-  });
+  const auto rows = has_dense_matrices(weight) ? rows_for_torch(x, num_experts, dim) : std::nullopt;
+  if (!rows) {
+    return own_grouped_mm(x, weight, offsets, add, device);
+  }
+  const Tensor ends = torch::stable::to(torch::stable::narrow(offsets, 0, 1, num_experts), ScalarType::Int);
+  const Tensor out = contiguous(torch_grouped_mm(*rows, transpose(weight, 1, 2), ends));
+  launch_finish_rows(
+      data<int64_t>(offsets), add ? data<const c10::BFloat16>(*add) : nullptr, num_experts, x.size(0), dim,
+      data<c10::BFloat16>(out), device.stream());
   return out;
 }
 
@@ -114,15 +163,7 @@ Tensor backward_weight_cuda(
         data<int64_t>(offsets), num_experts, grad.size(1) * x.size(1), data<c10::BFloat16>(out), device.stream());
     return out;
   }
-  const Tensor on_host = host_offsets("_grouped_mm_backward_weight", offsets, grad.size(0));
-  const int64_t* begin = data<int64_t>(on_host);
-  const Tensor out = torch::stable::new_zeros(grad, {num_experts, grad.size(1), x.size(1)});
-  for (int64_t e = 0; out.numel() > 0 && e < num_experts; ++e) {
-    if (begin[e] < begin[e + 1]) {
-      mm_out(matrix_of(out, e), rows_transposed(grad, begin[e], begin[e + 1]), rows_of(x, begin[e], begin[e + 1]));
-    }
-  }
-  return out;
+  return own_backward_weight(grad, x, offsets, device);
 }
 
 Tensor backward_bias_cuda(

@@ -40,10 +40,11 @@ def grouped_mm(
         RuntimeError: an argument has the wrong device, dtype or shape, or the offsets decrease or
         leave the rows.
 
-    On CUDA, bfloat16 on devices of compute capability 9 and 10, with rows and matrices at multiples
-    of 16 bytes, is one library product over all experts and does not synchronise the device; all
-    else there is a product per expert, which does. The bias is then added to the rounded product,
-    and offsets that decrease or leave the rows are not refused where nothing synchronises.
+    On CUDA nothing synchronises with the host: bfloat16 on devices of compute capability 9 and 10,
+    with rows and matrices at multiples of 16 bytes, is one library product over all experts, to
+    which the bias is added after it was rounded; all else is one launch of ours. Offsets that
+    decrease or leave the rows are not refused there. Float32 is the sum of six products of three
+    bfloat16 parts, as exact as its own products; infinities among its operands give NaN.
 
     Deterministic; on CPU with the same bits for any number of threads: tiles of a fixed size go to
     the library's product, each on one thread. On CUDA as far as the library's product is.

@@ -13,6 +13,11 @@ inline DeviceProperties& device_properties() {
   return device;
 }
 
+template <typename... Params>
+int64_t resident_blocks(void (*)(Params...), int threads, size_t) {
+  return int64_t{device_properties().num_sms} * std::max(1, device_properties().max_threads_per_sm / threads);
+}
+
 template <typename... Params, typename... Args>
 void launch(const Launch& launch, void (*kernel)(Params...), Args... args) {
   check_launch(launch, device_properties());

@@ -45,28 +45,28 @@ void load_matrices(uint32_t (&to)[4], const void* row, SIMT_SITE) {
 template <typename T>
 void multiply_add(
     float& c0, float& c1, float& c2, float& c3, const uint32_t (&a)[4], uint32_t b0, uint32_t b1, SIMT_SITE) {
-  const auto pair = [](uint32_t x, uint32_t y) { return uint64_t{y} << 32 | x; };
-  const auto a_low = simt::exchange({"mma", ~0u, pair(a[0], a[1]), site});
-  const auto a_high = simt::exchange({"mma", ~0u, pair(a[2], a[3]), site});
-  const auto b = simt::exchange({"mma", ~0u, pair(b0, b1), site});
-  // Element `index` of the four 16-bit ones that a lane gave.
-  const auto element = [](uint64_t given, int index) {
-    const auto bits = static_cast<uint16_t>(given >> (16 * index));
+  // Each lane's elements as floats, which the others read before it goes on.
+  float own[12];
+  const uint32_t given[6] = {a[0], a[1], a[2], a[3], b0, b1};
+  for (int i = 0; i < 12; ++i) {
+    const auto bits = static_cast<uint16_t>(given[i / 2] >> (16 * (i % 2)));
     T value;
     std::memcpy(&value, &bits, sizeof(value));
-    return static_cast<float>(value);
-  };
+    own[i] = static_cast<float>(value);
+  }
+  const auto of_lanes = simt::exchange({"mma", ~0u, reinterpret_cast<uintptr_t>(own), site});
+  const auto of_lane = [&](int lane) { return reinterpret_cast<const float*>(of_lanes[lane]); };
   const int g = simt::lane / 4, t = simt::lane % 4;
   float* const sums[4] = {&c0, &c1, &c2, &c3};
   for (int e = 0; e < 4; ++e) {
     const int row_half = e / 2, col = 2 * t + e % 2;
     for (int k = 0; k < 16; ++k) {
       const int k_half = k / 8, in_half = k % 8;
-      const auto& of_a = k_half == 0 ? a_low : a_high;
-      *sums[e] += element(of_a[g * 4 + in_half / 2], row_half * 2 + in_half % 2) *
-                  element(b[col * 4 + in_half / 2], k_half * 2 + in_half % 2);
+      const float of_a = of_lane(g * 4 + in_half / 2)[k_half * 4 + row_half * 2 + in_half % 2];
+      *sums[e] += of_a * of_lane(col * 4 + in_half / 2)[8 + k_half * 2 + in_half % 2];
     }
   }
+  simt::exchange({"mma", ~0u, 0, site});
 }
 
 } // namespace moe_ext
