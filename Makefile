@@ -1,6 +1,6 @@
 # make demo     build and train a small mixture-of-experts language model on two processes
 # make test     install what testing needs, build, and run every test
-# make test-fast    the daily loop: loops and kernels in C++, operators and layers of one process, in under two minutes
+# make test-fast    the daily loop: loops in C++, operators (CUDA emulated) and layers of one process, in under two minutes
 # make test-full    every combination of parameters, ten times the fuzzing, the oldest and the newest torch, mutants
 # make docs     the pages of docs/ and a reference from the docstrings as a site in build/docs
 # make lint     formatting, style, types and spelling
@@ -30,7 +30,7 @@ SAY_WHAT_WAS_LEFT_OUT = $(BIN)/ctest --test-dir $(BUILD_DIR) -N | grep -q "Total
 	command -v valgrind >/dev/null || echo "make test: without the instruction counts: valgrind is not installed"
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
-.PHONY: demo test test-fast test-full docs lint bench build compat compat-newest cuda gpu-check gpu-report clean
+.PHONY: demo test test-fast test-full docs lint style types bench build compat compat-newest oldest newest cuda gpu-check gpu-report clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -67,15 +67,19 @@ test-full:
 	$(BIN)/python tests/mutants.py
 
 # A library built against the development torch must serve every torch from the oldest supported one on.
-compat: build
-	$(call test_under,oldest,$(OLDEST_TORCH))
+compat: build oldest
+	$(call test_under,oldest)
 
-compat-newest: build
-	$(call test_under,newest,$(NEWEST_TORCH))
+compat-newest: build newest
+	$(call test_under,newest)
+
+oldest: TORCH = $(OLDEST_TORCH)
+newest: TORCH = $(NEWEST_TORCH)
+oldest newest:
+	test -x $(VENV)-$@/bin/python || $(PYTHON) -m venv $(VENV)-$@
+	$(VENV)-$@/bin/python tools/install.py --torch $(TORCH) pytest pytest-timeout pytest-xdist hypothesis numpy
 
 define test_under
-test -x $(VENV)-$(1)/bin/python || $(PYTHON) -m venv $(VENV)-$(1)
-$(VENV)-$(1)/bin/python tools/install.py --torch $(2) pytest pytest-timeout pytest-xdist hypothesis numpy
 PYTHONPATH=. $(VENV)-$(1)/bin/python -m moe_ext info --brief
 $(VENV)-$(1)/bin/python -m pytest $(WORKERS) -m compat tests/ops tests/nn tests/distributed tests/compression tests/optim tests/test_cuda_library.py tests/test_runtime_library.py
 endef
@@ -85,12 +89,16 @@ docs: build
 	$(BIN)/sphinx-build --quiet --jobs auto --fail-on-warning --builder html docs build/docs
 	@echo "make docs: open build/docs/index.html"
 
-lint: $(VENV)/.installed
+lint: style types
+
+style: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/codespell $$(git ls-files)
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
+
+types: $(VENV)/.installed
+	$(BIN)/mypy
 
 # A peer that cannot be installed here is left out, and its columns hold dashes.
 bench: build

@@ -283,6 +283,11 @@ def rebuild(tree, build, source, library):
         output = re.search(r" -o (\S+\.o) ", command).group(1)
         (made / output).parent.mkdir(parents=True, exist_ok=True)
         if output in needed:
+            # Files that are compiled together stand in a file of includes in the build folder.
+            for together in re.findall(r"\S+/Unity/\S+\.cxx", command.partition(" -c ")[2]):
+                includes = (made / output).with_suffix(".cxx")
+                includes.write_text((build / together).read_text().replace(f"{home}/", f"{tree}/"))
+                command = command.replace(f"-c {together}", f"-c {includes}")
             for folder in ("csrc", "tests"):
                 command = command.replace(f"{home}/{folder}", f"{tree}/{folder}")
             chosen.append(command)

@@ -32,7 +32,9 @@ def main() -> None:
     if "--torch" in sys.argv:
         version, *names = sys.argv[sys.argv.index("--torch") + 1 :]
         pins = [f"torch=={version}", *(pin for pin in pins if pin.split("==")[0] in names)]
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    # Python compiles what it imports; pip would compile every module of every package.
+    options = ["--quiet", "--disable-pip-version-check", "--no-compile"]
+    command = [sys.executable, "-m", "pip", "install", *options]
     sys.exit(subprocess.call([*command, *pins]))
 
 
