@@ -23,6 +23,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 from torch.nn.utils import clip_grad_norm_
 
+# torch 2.13 warns of the names that earlier versions have.
+ALL_GATHER, REDUCE_SCATTER = (
+    new if hasattr(c10d, new) else old
+    for new, old in (
+        ("all_gather_single", "all_gather_into_tensor"),
+        ("reduce_scatter_single", "reduce_scatter_tensor"),
+    )
+)
 # For each wrapper, the number of parameters that were trained when it was made.
 ddp_num_reduced: weakref.WeakKeyDictionary[DistributedDataParallel, int]
 ddp_num_reduced = weakref.WeakKeyDictionary()
@@ -126,6 +134,17 @@ def around_unscale(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> 
     """
     unscale = torch.amp.GradScaler._unscale_grads_
     torch.amp.GradScaler._unscale_grads_ = functools.wraps(unscale)(make(unscale))  # type: ignore[method-assign]
+
+
+def around_backward(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace how `torch.autograd.backward` and `grad` run the engine.
+
+    Args:
+        make: takes the function that runs it, and returns what stands in its place.
+    """
+    engine: Any = torch.autograd
+    run = engine._engine_run_backward
+    engine._engine_run_backward = functools.wraps(run)(make(run))
 
 
 def call_after_backward(function: Callable[[], None]) -> None:

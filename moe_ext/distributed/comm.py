@@ -22,20 +22,12 @@ from torch.distributed import ProcessGroup
 from moe_ext.distributed import _c10d
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import group_ranks, group_size
+from moe_ext.distributed.own_errors import Collective, wait
 from moe_ext.distributed.traffic import record_traffic
 
 T = TypeVar("T")
 U = TypeVar("U")
 
-
-# torch 2.13 warns of the names that earlier versions have.
-ALL_GATHER, REDUCE_SCATTER = (
-    new if hasattr(dist, new) else old
-    for new, old in (
-        ("all_gather_single", "all_gather_into_tensor"),
-        ("reduce_scatter_single", "reduce_scatter_tensor"),
-    )
-)
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -87,7 +79,7 @@ class Pending(Generic[T]):
     @classmethod
     def of_works(
         cls,
-        works: Sequence[dist.Work],
+        works: Sequence[dist.Work | _Collective],
         finish: Callable[[], T],
         group: ProcessGroup | None,
         operation: str,
@@ -134,10 +126,21 @@ class _Future:
         return self._get_future().then(callback)
 
 
+class _Collective:
+    """A collective underway as a `Work`, whose wait an error of another rank ends."""
+
+    def __init__(self, work: dist.Work, call: Collective) -> None:
+        self._work, self._call = work, call
+        self.is_completed, self.get_future = work.is_completed, work.get_future
+
+    def wait(self) -> None:
+        wait(self._work, self._call)
+
+
 class _Works:
     """Several calls of c10d as one future."""
 
-    def __init__(self, works: Sequence[dist.Work]) -> None:
+    def __init__(self, works: Sequence[dist.Work | _Collective]) -> None:
         self._works = works
 
     def wait(self) -> None:
@@ -205,7 +208,8 @@ def all_reduce_(
         if counted:
             record_traffic("all_reduce", all_reduce_bytes(x.nbytes, size))
         with naming_failed_ranks(group, operation):
-            dist.all_reduce(x, _REDUCE_OPS[op], group=group)
+            work = dist.all_reduce(x, _REDUCE_OPS[op], group=group, async_op=True)
+            wait(work, Collective("all_reduce", group, x))
     return x
 
 
@@ -242,8 +246,9 @@ def start_all_gather(
     if counted:
         record_traffic("all_gather", (size - 1) * sent.nbytes)
     with naming_failed_ranks(group, operation):
-        work = getattr(dist, ALL_GATHER)(found, sent, group=group, async_op=True)
-    return Pending.of_works([work], _Release(found, sent), group, operation)
+        work = getattr(dist, _c10d.ALL_GATHER)(found, sent, group=group, async_op=True)
+    works = [_Collective(work, Collective("all_gather", group, sent))]
+    return Pending.of_works(works, _Release(found, sent), group, operation)
 
 
 def all_gather(
@@ -315,12 +320,13 @@ def start_reduce_scatter(
     if counted:
         record_traffic("reduce_scatter", (size - 1) * found.nbytes)
     with naming_failed_ranks(group, operation):
-        work = getattr(dist, REDUCE_SCATTER)(
+        work = getattr(dist, _c10d.REDUCE_SCATTER)(
             found, sent, op=op if is_known else dist.ReduceOp.SUM, group=group, async_op=True
         )
     release = _Release(found, sent)
+    works = [_Collective(work, Collective("reduce_scatter", group, sent))]
     return Pending.of_works(
-        [work], lambda: release() if scale == 1.0 else release().mul_(scale), group, operation
+        works, lambda: release() if scale == 1.0 else release().mul_(scale), group, operation
     )
 
 
@@ -374,13 +380,15 @@ def all_to_all(
         row_bytes = x[:1].nbytes
         record_traffic("all_to_all", (x.shape[0] - own) * row_bytes)
     with naming_failed_ranks(group, operation):
-        dist.all_to_all_single(
+        work = dist.all_to_all_single(
             out,
             x,
             None if receive is None else list(receive),
             None if send is None else list(send),
             group=group,
+            async_op=True,
         )
+        wait(work, Collective("all_to_all", group, x, send, receive))
     return out
 
 

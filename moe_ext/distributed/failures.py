@@ -145,13 +145,29 @@ def _own_errors(ranks: set[int]) -> dict[int, str]:
     return {}
 
 
+def same_class(name: str) -> type[Exception]:
+    """The class in which an error of another rank is raised here."""
+    return {"ValueError": ValueError, "TypeError": TypeError}.get(name, RuntimeError)
+
+
+def mark_told(error: Exception) -> None:
+    """Note that the other ranks know of an error."""
+    error._moe_ext_told = True  # type: ignore[attr-defined]
+
+
+def is_told(error: Exception) -> bool:
+    """Whether the other ranks know of an error."""
+    return getattr(error, "_moe_ext_told", False)
+
+
 def _tell_own_error(operation: str, error: Exception) -> None:
     with contextlib.suppress(RuntimeError, ValueError):
-        reason = f"{operation}: {_first_line(error)}"
+        reason = f"{operation}: {first_line(error)}"
         _c10d.default_store().set(f"{_ERROR_KEY}/{dist.get_rank()}", reason)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of what an error says, or its type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -183,7 +199,7 @@ def diagnose(
     """
     call = _roll_call(group, grace)
     finding, blamed = _describe(call, grace)
-    reason = _first_line(error)
+    reason = first_line(error)
     for rank, text in call.errors.items():
         finding += f"; the last error of rank {rank} was {text!r}"
     message = (
@@ -210,6 +226,8 @@ def naming_failed_ranks(group: ProcessGroup | None, operation: str) -> Iterator[
     except RankFailureError:
         raise
     except RuntimeError as error:
+        if is_told(error):
+            raise
         if not isinstance(error, dist.DistError) and not _OF_CONNECTIONS.search(str(error)):
             _tell_own_error(operation, error)
             raise

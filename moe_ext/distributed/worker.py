@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext import _runtime_library
-from moe_ext.distributed import _exit, comm, streams
+from moe_ext.distributed import _c10d, _exit, comm, streams
 from moe_ext.distributed.comm import Future, Pending
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import group_rank, group_size
@@ -118,7 +118,7 @@ class Messages:
         message.sent = row
         if row.numel() and self.size > 1 and row.device.type != "cpu":
             call = (
-                getattr(dist, comm.ALL_GATHER) if kind == "all_gather" else dist.all_to_all_single
+                getattr(dist, _c10d.ALL_GATHER) if kind == "all_gather" else dist.all_to_all_single
             )
             work = call(message.received, row, group=self._group, async_op=True)
             message.works.append(work)

@@ -355,11 +355,21 @@ class MoELayer(CountingModule):
                 drop=self.row_budget.overflow == "drop",
             )
             if len(chunks) > 1:
-                y_TD = run_chunks(dispatcher, chunks, self.experts, x_TD, topk_weights)
-                if self.shared_expert is not None:
-                    y_TD = y_TD + self._run_shared_expert(x_TD)
+                with dispatcher.computing(x_TD):
+                    y_TD = run_chunks(dispatcher, chunks, self.experts, x_TD, topk_weights)
+                    if self.shared_expert is not None:
+                        y_TD = y_TD + self._run_shared_expert(x_TD)
                 return y_TD, _plus(chunks[0].whole.num_dropped, dropped)
             rows, offsets, metadata = dispatcher.send(chunks[0].take(x_TD), chunks[0], topk_weights)
+        with dispatcher.computing(x_TD):
+            y_TD = self._compute(rows, offsets, metadata, x_TD)
+        return y_TD, _plus(metadata.num_dropped, dropped)
+
+    def _compute(
+        self, rows: Tensor, offsets: Tensor, metadata: DispatchMetadata, x_TD: Tensor
+    ) -> Tensor:
+        """Experts, shared expert and combine."""
+        dispatcher = self.dispatcher
         if self.capacity is not None and self.capacity.pad:
             assert metadata.expert_capacity is not None
             rows = run_padded(self.experts, rows, offsets, metadata.expert_capacity)
@@ -367,12 +377,12 @@ class MoELayer(CountingModule):
             weights, metadata = take_weights(self.experts, dispatcher, rows, metadata)
             rows = self.experts(rows, offsets, *weights)
         if self.shared_expert is None:
-            return dispatcher.combine(rows, metadata), _plus(metadata.num_dropped, dropped)
+            return dispatcher.combine(rows, metadata)
         shared_TD: list[Tensor] = []
         y_TD = dispatcher.combine(
             rows, metadata, meanwhile=lambda: shared_TD.append(self._run_shared_expert(x_TD))
         )
-        return y_TD + shared_TD[0], _plus(metadata.num_dropped, dropped)
+        return y_TD + shared_TD[0]
 
     def _run_shared_expert(self, x_TD: Tensor) -> Tensor:
         assert self.shared_expert is not None

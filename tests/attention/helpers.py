@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from moe_ext.attention import ring_attention, shard_sequence
 from moe_ext.attention.layouts import ranks_of
-from moe_ext.distributed.comm import ALL_GATHER
+from moe_ext.distributed._c10d import ALL_GATHER
 from moe_ext.distributed.ring_exchange import Exchange
 
 
@@ -166,10 +166,10 @@ def bytes_sent():
             counted.append(found.nbytes - x.nbytes)
         return real[ALL_GATHER](found, x, **kwargs)
 
-    def all_to_all_single(out, x, receive, send, group=None):
+    def all_to_all_single(out, x, receive, send, group=None, **kwargs):
         others = sum(send) - send[dist.get_rank(group)]
         counted.append(others * x[:1].nbytes)
-        return real["all_to_all_single"](out, x, receive, send, group=group)
+        return real["all_to_all_single"](out, x, receive, send, group=group, **kwargs)
 
     replacements = {
         ALL_GATHER: all_gather,

@@ -28,7 +28,7 @@ from moe_ext.distributed import (
     count_traffic,
     sync_gradients,
 )
-from moe_ext.distributed.comm import ALL_GATHER, REDUCE_SCATTER
+from moe_ext.distributed._c10d import ALL_GATHER, REDUCE_SCATTER
 from moe_ext.nn.feed_forward import FeedForward
 from moe_ext.testing import spawn_ranks
 
@@ -233,10 +233,14 @@ def one_all_gather_and_one_reduce_scatter(seq_len, regather):
 class LoggedWork:
     def __init__(self, work, name, events):
         self.work, self.name, self.events = work, name, events
+        self.is_completed = work.is_completed
 
-    def wait(self):
-        self.events.append(f"wait {self.name}")
-        return self.work.wait()
+    def wait(self, timeout):
+        event = f"wait {self.name}"
+        # A wait may come in several parts.
+        if self.events[-1] != event:
+            self.events.append(event)
+        return self.work.wait(timeout)
 
 
 @check()

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
+from moe_ext._checks import check_choice, check_integer
 from moe_ext.distributed.agreement import agree, check_equal_over_ranks, share
 from moe_ext.distributed.dispatch.chunks import (
     Chunk,
@@ -37,6 +38,7 @@ from moe_ext.distributed.groups import (
     group_ranks,
     group_size,
 )
+from moe_ext.distributed.own_errors import telling, watch_backward
 from moe_ext.ops.grouped_gemm import row_alignment
 
 # State of the backward pass: not recorded, recorded, or recorded with this rank's rows in it.
@@ -157,6 +159,7 @@ class TokenDispatcher:
     _layers: tuple[str, ...] = ()
     _layer: int | None = None
     wire = Wire()
+    operation = "dispatch"
 
     def __init__(
         self,
@@ -170,7 +173,11 @@ class TokenDispatcher:
         self.operation = name = type(self).__name__
         check_group(group, name, name="group")
         self._group = GroupHandle(group)
+        check_choice(name, "drop_policy", drop_policy, ("position", "score"))
+        check_integer(name, "num_experts", num_experts)
         self.num_ranks = group_size(group)
+        if self.num_ranks > 1:
+            watch_backward()
         if num_experts % self.num_ranks != 0:
             raise ValueError(
                 f"{name}: expected num_experts to be a multiple of the group size "
@@ -273,6 +280,17 @@ class TokenDispatcher:
         silent = self.group is None
         silent |= type(self).exchange_counts is TokenDispatcher.exchange_counts
         return contextlib.nullcontext() if silent else self._telling_of_failure(x)
+
+    def computing(self, x: Tensor) -> AbstractContextManager[object]:
+        """Context for what comes after `dispatch`, up to the end of `combine`.
+
+        Experts: when the code inside fails, the other ranks get the same error in the place of
+        waiting for this rank's rows, with its name. So they do where its backward pass fails.
+
+        Args:
+            x: the input that is looked at.
+        """
+        return telling(self.group, x.device, self.operation)
 
     def dispatch(
         self,

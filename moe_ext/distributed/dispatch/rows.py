@@ -21,6 +21,7 @@ from moe_ext.distributed import streams
 from moe_ext.distributed.dispatch.wire import Formats, decode, encode
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import group_rank
+from moe_ext.distributed.own_errors import Collective, exchanged_rows, wait
 from moe_ext.distributed.traffic import is_counted, record_traffic
 
 
@@ -47,6 +48,7 @@ class _RowsUnderway:
     beside: bool
     underway: Tensor | None = None
     work: dist.Work | None = None
+    call: Collective | None = None
 
     def start(self, rows: Tensor, backward: bool) -> None:
         """Begin to send rows, or their gradients the other way."""
@@ -59,23 +61,31 @@ class _RowsUnderway:
         exchange = functools.partial(
             dist.all_to_all_single, out, sent, list(receive), list(send), group=self.group
         )
+        exchanged_rows(sent)
         with self._naming(backward):
-            if self.beside and not streams.has_streams(sent.device):
-                self.work = exchange(async_op=True)
-            else:
+            if streams.has_streams(sent.device):
                 streams.run_beside(exchange, sent, out)
+                return
+            self.work = exchange(async_op=True)
+            self.call = Collective("all_to_all", self.group, sent, send, receive)
+            if not self.beside:
+                self._wait()
 
     def finish(self, like: Tensor, dim: int, backward: bool) -> Tensor:
         """What arrived, as rows of a dtype."""
         assert self.underway is not None
         arrived, self.underway = self.underway, None
-        work, self.work = self.work, None
-        if work is None:
+        if self.work is None:
             streams.join(arrived.device)
         else:
             with self._naming(backward):
-                work.wait()
+                self._wait()
         return decode(arrived, self.formats[backward], dim, like.dtype)
+
+    def _wait(self) -> None:
+        assert self.work is not None and self.call is not None
+        work, call, self.work, self.call = self.work, self.call, None, None
+        wait(work, call)
 
     def _naming(self, backward: bool) -> AbstractContextManager[None]:
         operation = f"{self.operation} backward" if backward else self.operation

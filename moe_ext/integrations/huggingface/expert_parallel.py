@@ -96,13 +96,14 @@ class ShardedExperts(_Spread):
             self._dispatcher = dispatcher
         index_TK = known_experts(top_k_index, dispatcher.num_experts)
         rows, offsets, metadata = dispatcher.dispatch(x_TD, index_TK, top_k_weights)
-        out_RD = run_rows(self, rows, offsets)
-        if self.has_post_expert_norm:
-            # The norm on the rank of the token: its weights are then as dense as those outside.
-            back_ND = after_experts(self, dispatcher.bring_back(out_RD, metadata))
-            y_TD = dispatcher.weighted_sum(back_ND, metadata)
-        else:
-            y_TD = dispatcher.combine(out_RD, metadata)
+        with dispatcher.computing(x_TD):
+            out_RD = run_rows(self, rows, offsets)
+            if self.has_post_expert_norm:
+                # The norm on the rank of the token: its weights are then as dense as those outside.
+                back_ND = after_experts(self, dispatcher.bring_back(out_RD, metadata))
+                y_TD = dispatcher.weighted_sum(back_ND, metadata)
+            else:
+                y_TD = dispatcher.combine(out_RD, metadata)
         return y_TD.to(hidden_states.dtype)
 
 
@@ -360,7 +361,8 @@ def ep_implementation(base: type) -> type:
             x_TD = as_autocast(as_weight(self.experts, hidden_states))
             index_TK = known_experts(top_k_index, self.dispatcher.num_experts)
             rows, offsets, metadata = self.dispatcher.dispatch(x_TD, index_TK, top_k_weights)
-            back_ND = self.dispatcher.bring_back(self._run(rows, offsets), metadata)
+            with self.dispatcher.computing(x_TD):
+                back_ND = self.dispatcher.bring_back(self._run(rows, offsets), metadata)
             if self._is_ours():
                 back_ND = after_experts(self.experts, back_ND)
             y_TD = self.dispatcher.weighted_sum(back_ND, metadata)

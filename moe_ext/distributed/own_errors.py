@@ -1,0 +1,346 @@
+"""Ends the waits of the other ranks when code of this rank raises between two exchanges.
+
+An expert, a shared expert or a function of autograd may raise on one rank while the others wait for
+its rows. That rank writes a report into the job's store and waits for the others. Their waits look
+there once they have taken half a second, so that nothing is sent or read where nothing fails. Each
+rank then says in which collective it waits; those that do not wait in it take part with zeros, so
+that the group stays usable; and all of them raise.
+
+Waits of CPU tensors alone can look: on CUDA the host does not wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext.distributed import _c10d
+from moe_ext.distributed.failures import (
+    GRACE_SECONDS,
+    RankFailureError,
+    first_line,
+    is_told,
+    mark_told,
+    same_class,
+)
+from moe_ext.distributed.groups import group_of_name, group_ranks
+
+_LOOK_EVERY = timedelta(seconds=0.5)
+_GRACE = timedelta(seconds=GRACE_SECONDS)
+_KEY = "moe_ext/raised"
+_CLOSED = "-"
+
+
+@dataclass
+class _Job:
+    """What this rank knows of reports, as long as the default group lives.
+
+    Attributes:
+        groups: those that it has exchanged messages over: their members may come to wait for it.
+        next: number of the first report that it has not read.
+        open: its own reports that others still may heed.
+    """
+
+    groups: weakref.WeakSet[ProcessGroup] = field(default_factory=weakref.WeakSet)
+    next: int = 0
+    open: list[int] = field(default_factory=list)
+
+
+_jobs: weakref.WeakKeyDictionary[ProcessGroup, _Job] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+class _Passes(threading.local):
+    """For every backward pass that this thread runs, whether it has exchanged rows."""
+
+    def __init__(self) -> None:
+        self.exchanged: list[bool] = []
+
+
+_passes = _Passes()
+
+
+def _job() -> _Job:
+    world = dist.group.WORLD
+    assert world is not None
+    job = _jobs.get(world)
+    if job is None:
+        job = _jobs[world] = _Job()
+    return job
+
+
+class Collective(NamedTuple):
+    """A collective that a rank waits in, for others to take part with zeros.
+
+    Attributes:
+        kind: "all_to_all", "all_gather", "all_reduce" or "reduce_scatter".
+        group: its ranks.
+        x: what this rank gives.
+        send: rows for each rank, of an all-to-all of unequal parts.
+        receive: rows from each rank.
+    """
+
+    kind: str
+    group: ProcessGroup | None
+    x: Tensor
+    send: Sequence[int] | None = None
+    receive: Sequence[int] | None = None
+
+    def described(self) -> dict[str, Any]:
+        """The same in numbers and names, for other ranks."""
+        assert self.group is not None
+        row = self.x.shape[1:].numel()
+        sizes = [row * size for size in (*(self.send or ()), *(self.receive or ()))]
+        return {
+            "kind": self.kind,
+            "group": self.group.group_name,
+            "ranks": group_ranks(self.group),
+            "dtype": str(self.x.dtype).removeprefix("torch."),
+            "numel": self.x.numel(),
+            "sizes": sizes,
+        }
+
+
+def wait(work: dist.Work, call: Collective) -> None:
+    """Wait for a collective that was posted, or until a rank of its group reports an error.
+
+    Raises:
+        RuntimeError: code of another rank has raised: an error of its class where that is
+            ValueError or TypeError, with the rank and its words. The group stays usable, or it is a
+            RankFailureError.
+    """
+    if call.x.is_cuda:
+        work.wait()
+        return
+    if call.group is None:
+        call = call._replace(group=dist.group.WORLD)
+    assert call.group is not None
+    job = _job()
+    job.groups.add(call.group)
+    if job.open:
+        _take_back(job)
+    while True:
+        try:
+            work.wait(_LOOK_EVERY)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # ended meanwhile, or failed
+                return
+        _heed(job, work, call)
+
+
+class telling:
+    """Context that tells the other ranks when the code inside raises.
+
+    Args:
+        group: the ranks that then wait for this one; None tells nobody.
+        device: of the tensors that they wait for.
+        operation: name for messages.
+    """
+
+    def __init__(self, group: ProcessGroup | None, device: torch.device, operation: str) -> None:
+        self._group = None if device.type == "cuda" else group
+        self._operation = operation
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and self._group is not None:
+            _job().groups.add(self._group)
+            _tell(error, self._operation)
+
+
+def exchanged_rows(x: Tensor) -> None:
+    """Note that the backward pass that runs, if any, has exchanged rows."""
+    if _passes.exchanged and not x.is_cuda:
+        _passes.exchanged[-1] = True
+
+
+def _around_backward(run: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(*args: Any, **options: Any) -> Any:
+        _passes.exchanged.append(False)
+        try:
+            return run(*args, **options)
+        except Exception as error:
+            if _passes.exchanged[-1]:
+                _tell(error, "the backward pass")
+            raise
+        finally:
+            _passes.exchanged.pop()
+
+    return backward
+
+
+@functools.cache
+def watch_backward() -> None:
+    """Tell the others, from now on, of a backward pass that raises after an exchange of rows."""
+    _c10d.around_backward(_around_backward)
+
+
+def _tell(error: Exception, operation: str) -> None:
+    """Report an error of this rank's own, unless the others know it."""
+    if isinstance(error, RankFailureError) or is_told(error):
+        return
+    mark_told(error)
+    job, me = _job(), dist.get_rank()
+    report = {
+        "rank": me,
+        "ranks": _ranks(job),
+        "origin": me,
+        "operation": operation,
+        "class": same_class(type(error).__name__).__name__,
+        "text": f"{type(error).__name__}: {first_line(error)}",
+    }
+    # The error of this rank says more than one of the store.
+    with contextlib.suppress(RuntimeError, ValueError), _lock:
+        number = _publish(job, report)
+        # Another rank may have been first, or the same error is everywhere.
+        for other, earlier in _unread(job, number):
+            if me in earlier["ranks"]:
+                _take_back(job)
+                if _meet(other, earlier, None, None):
+                    return
+        _meet(number, report, None, None)
+
+
+def _ranks(job: _Job) -> list[int]:
+    """Those that may wait for this rank, and itself."""
+    found = set[int]()
+    for group in job.groups:
+        with contextlib.suppress(KeyError, ValueError):  # destroyed
+            found.update(group_ranks(group))
+    return sorted(found)
+
+
+def _publish(job: _Job, report: dict[str, Any]) -> int:
+    store = _c10d.default_store()
+    number = store.add(f"{_KEY}/count", 1) - 1
+    job.open.append(number)
+    store.set(f"{_KEY}/{number}", json.dumps(report))
+    return number
+
+
+def _take_back(job: _Job) -> None:
+    """Close this rank's reports: it takes part again."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        while job.open:
+            _c10d.default_store().set(f"{_KEY}/{job.open.pop()}", _CLOSED)
+
+
+def _unread(job: _Job, end: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Reports that this rank has not read, by number; those before `end` come for certain."""
+    store = _c10d.default_store()
+    while job.next < end if end is not None else store.check([f"{_KEY}/{job.next}"]):
+        number, job.next = job.next, job.next + 1
+        text = store.get(f"{_KEY}/{number}").decode()
+        if text != _CLOSED:
+            yield number, json.loads(text)
+
+
+def _heed(job: _Job, work: dist.Work, call: Collective) -> None:
+    """Raise the error of another rank where it keeps this wait from ending."""
+    assert call.group is not None
+    me, found = dist.get_rank(), None
+    with contextlib.suppress(RuntimeError, ValueError), _lock:
+        for number, report in _unread(job):
+            if report["rank"] == me:
+                continue
+            if me in report["ranks"]:
+                found = report, _meet(number, report, work, call)
+                break
+            if set(report["ranks"]) & set(group_ranks(call.group)):
+                found = report, False
+                # Those who wait for this rank learn of it in turn.
+                _publish(job, {**report, "rank": me, "ranks": [me]})
+                break
+    if found is None:
+        return
+    report, is_usable = found
+    text = (
+        f"{report['operation']}: expected every rank to take part, but rank {report['origin']} "
+        f"raised {report['text']}"
+    )
+    error = same_class(report["class"])(text)
+    if not is_usable:
+        error = RankFailureError(f"{text}; the group is unusable now", (report["origin"],))
+    mark_told(error)
+    raise error
+
+
+def _meet(
+    number: int, report: dict[str, Any], work: dist.Work | None, call: Collective | None
+) -> bool:
+    """Wait for the ranks of a report, and end what they wait in; whether all of it has ended."""
+    store, me, ranks = _c10d.default_store(), dist.get_rank(), report["ranks"]
+    keys = [f"{_KEY}/{number}/{rank}" for rank in ranks]
+    verdict = f"{_KEY}/{number}/verdict"
+    store.set(f"{_KEY}/{number}/{me}", json.dumps(call and call.described()))
+    if me == report["rank"]:
+        try:
+            store.wait(keys, _GRACE)
+            store.set(verdict, "all")
+        except RuntimeError:
+            store.set(verdict, "some")
+    store.wait([verdict], 2 * _GRACE)
+    if store.get(verdict) != b"all":
+        return False
+    waits: dict[str, dict[int, dict[str, Any]]] = {}
+    for rank, key in zip(ranks, keys, strict=True):
+        found = json.loads(store.get(key))
+        if found is not None:
+            waits.setdefault(found["group"], {})[rank] = found
+    works = [] if work is None else [work]
+    for name in sorted(waits):
+        members = next(iter(waits[name].values()))["ranks"]
+        if me in members and me not in waits[name] and set(members) <= set(ranks):
+            works.append(_take_part(name, members, waits[name]))
+    try:
+        for each in works:
+            each.wait(_GRACE)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _take_part(name: str, members: Sequence[int], waiting: dict[int, dict[str, Any]]) -> dist.Work:
+    """Post, with zeros, the collective that other ranks wait in."""
+    group, size = group_of_name(name), len(members)
+    like = next(iter(waiting.values()))
+    dtype, numel = getattr(torch, like["dtype"]), like["numel"]
+    work: Any
+    if like["kind"] == "all_to_all" and like["sizes"]:
+        me = members.index(dist.get_rank())
+        nothing = {"sizes": [0] * 2 * size}
+        sizes = [waiting.get(rank, nothing)["sizes"] for rank in members]
+        send, receive = [s[size + me] for s in sizes], [s[me] for s in sizes]
+        given, taken = torch.zeros(sum(send), dtype=dtype), torch.empty(sum(receive), dtype=dtype)
+        work = dist.all_to_all_single(taken, given, receive, send, group=group, async_op=True)
+        return work
+    given = torch.zeros(numel, dtype=dtype)
+    if like["kind"] == "all_to_all":
+        work = dist.all_to_all_single(torch.empty_like(given), given, group=group, async_op=True)
+    elif like["kind"] == "all_gather":
+        work = getattr(dist, _c10d.ALL_GATHER)(
+            given.new_empty(size * numel), given, group=group, async_op=True
+        )
+    elif like["kind"] == "reduce_scatter":
+        work = getattr(dist, _c10d.REDUCE_SCATTER)(
+            given.new_empty(numel // size), given, group=group, async_op=True
+        )
+    else:
+        work = dist.all_reduce(given, group=group, async_op=True)
+    return work

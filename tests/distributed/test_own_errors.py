@@ -1,0 +1,247 @@
+"""Code of one rank raises between two exchanges: every rank raises, with its words, at once."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from moe_ext import MoELayer
+from moe_ext.distributed import (
+    HierarchicalDispatcher,
+    RankFailureError,
+    _c10d,
+    comm,
+    own_errors,
+    sync_gradients,
+)
+from moe_ext.nn import ModuleExperts, RowBudget
+from moe_ext.testing import spawn_ranks
+
+DIM = 8
+
+
+class RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("no gradient today")
+
+
+class Faulty(nn.Module):
+    """A module of a layer, which raises where it is told to."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.raises = inner, None
+
+    def __getattr__(self, name):
+        # A layer asks its experts and its router for what they are.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x, *args, **kwargs):
+        if self.raises == "forward":
+            raise KeyError("no such weight")
+        if self.raises == "backward":
+            x = RaisesInBackward.apply(x)
+        return self.inner(x, *args, **kwargs)
+
+
+WORDS = {"forward": "KeyError: 'no such weight'", "backward": "ValueError: no gradient today"}
+OWN = {"forward": KeyError, "backward": ValueError}
+# Where the others meet the error, in the class that they raise it in.
+THEIRS = {"forward": RuntimeError, "backward": ValueError}
+
+
+def make_layer(rank, dispatcher, part, rows):
+    group = dist.group.WORLD
+    if dispatcher == "hierarchical":
+        dispatcher = HierarchicalDispatcher(12, group, node_size=2)
+    budget = None if rows is None else RowBudget(rows)
+    options = {"dispatcher": dispatcher, "ep_group": group, "row_budget": budget}
+    if part == "own experts":
+        own = [Faulty(nn.Linear(DIM, DIM)) for _ in range(12 // dist.get_world_size())]
+        experts = ModuleExperts(own, ep_group=group)
+        layer = MoELayer(DIM, 6, 12, 2, experts=experts, **options)
+        return layer, own[0]
+    layer = MoELayer(DIM, 6, 12, 2, shared_ffn_dim=4, **options)
+    faulty = Faulty(getattr(layer, part))
+    setattr(layer, part, faulty)
+    return layer, faulty
+
+
+def one_fault(rank, dispatcher, part, when, victim, rows=None, recomputed=False):
+    """What a step raises and in how many seconds, and whether the next one is that of before."""
+    torch.manual_seed(0)
+    layer, faulty = make_layer(rank, dispatcher, part, rows)
+    torch.manual_seed(rank)
+    x = torch.randn(6 + rank, DIM, requires_grad=True)
+
+    def step():
+        layer.zero_grad()
+        x.grad = None
+        y = checkpoint(layer, x, use_reentrant=False) if recomputed else layer(x)
+        layer(y).square().sum().backward()
+        sync_gradients(layer)
+        return x.grad.clone()
+
+    before = step()
+    faulty.raises = when if rank == victim else None
+    found, started = None, time.monotonic()
+    try:
+        step()
+    except Exception as error:
+        found = error
+    seconds = time.monotonic() - started
+    faulty.raises = None
+    return (type(found), str(found)), seconds, torch.equal(step(), before)
+
+
+FAULTS = (
+    ("alltoall", "experts", "forward", 1),
+    ("alltoall", "experts", "backward", 0),
+    ("alltoall", "shared_expert", "forward", 0),
+    ("alltoall", "shared_expert", "backward", 1),
+    ("alltoall", "own experts", "forward", 1),
+    ("alltoall", "own experts", "backward", 1),
+    ("alltoall", "router", "backward", 0),
+    ("alltoall", "experts", "backward", 1, None, True),
+    ("alltoall", "experts", "forward", 1, 8),
+    ("alltoall", "experts", "backward", 1, 8),
+    ("dedup", "experts", "forward", 0),
+    ("dedup", "shared_expert", "backward", 1),
+    ("dedup", "experts", "backward", 1, 8),
+    ("allgather", "experts", "forward", 1),
+    ("allgather", "experts", "backward", 0),
+    ("auto", "own experts", "forward", 1),
+    ("auto", "experts", "backward", 1),
+)
+FAULTS_OF_NODES = (
+    ("hierarchical", "experts", "forward", 1),
+    ("hierarchical", "experts", "backward", 2),
+    ("hierarchical", "shared_expert", "forward", 3),
+)
+
+
+def run_faults(rank, faults):
+    found = [one_fault(rank, *faults[0])]
+    own_errors._LOOK_EVERY = timedelta(seconds=0.05)
+    return found + [one_fault(rank, *fault) for fault in faults[1:]]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "faults", "store"), [(2, FAULTS, "tcp"), (4, FAULTS_OF_NODES, "file")]
+)
+def test_every_rank_raises_the_error_of_one(num_ranks, faults, store):
+    found = spawn_ranks(run_faults, num_ranks, faults, store=store)
+    for i, (dispatcher, part, when, victim, *_) in enumerate(faults):
+        for rank in range(num_ranks):
+            (kind, text), seconds, same = found[rank][i]
+            case = (dispatcher, part, when, rank, text)
+            if rank == victim:
+                assert kind is OWN[when], case
+            else:
+                assert kind is THEIRS[when], case
+                assert f"but rank {victim} raised {WORDS[when]}" in text, case
+            # The others look after half a second in the first case.
+            assert seconds < 3, case
+            assert same, case
+
+
+def several_fail_at_once(rank):
+    """All ranks but the last raise, and then all of them; ten times."""
+    own_errors._LOOK_EVERY = timedelta(seconds=0.05)
+    layer, faulty = make_layer(rank, "alltoall", "experts", None)
+    x = torch.randn(5, DIM)
+    found = []
+    for i in range(10):
+        faulty.raises = "forward" if rank < 2 + i % 2 else None
+        started = time.monotonic()
+        try:
+            layer(x)
+        except Exception as error:
+            found.append((type(error), str(error), time.monotonic() - started))
+        faulty.raises = None
+        layer(x)
+    return found
+
+
+def test_ranks_that_raise_at_the_same_time_keep_their_own_errors():
+    found = spawn_ranks(several_fail_at_once, 3)
+    for i in range(10):
+        raising = range(2 + i % 2)
+        for rank in range(3):
+            kind, text, seconds = found[rank][i]
+            assert kind is (KeyError if rank in raising else RuntimeError)
+            assert rank in raising or text.endswith("raised KeyError: 'no such weight'")
+            assert seconds < 3
+
+
+def replicas_of_a_group_that_fails(rank):
+    """Ranks 0 and 1 share experts, as do 2 and 3; rank 1 raises, and then does nothing."""
+    own_errors._LOOK_EVERY = timedelta(seconds=0.1)
+    groups = [dist.new_group(ranks) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))]
+    ep_group, replicas = groups[rank // 2], groups[2 + rank % 2]
+    torch.manual_seed(0)
+    layer = MoELayer(DIM, 6, 4, 2, ep_group=ep_group)
+    layer.experts = Faulty(layer.experts)
+    layer.experts.raises = "backward" if rank == 1 else None
+    started, text = time.monotonic(), ""
+    try:
+        layer(torch.randn(5, DIM)).sum().backward()
+        comm.all_reduce_(torch.ones(3), replicas, operation="sum")
+    except Exception as error:
+        text = f"{type(error).__name__} {getattr(error, 'ranks', ())} {error}"
+    seconds = time.monotonic() - started
+    store = _c10d.default_store()
+    store.set(f"ended/{rank}", "")
+    # The others do not wait for a process to end.
+    store.wait([f"ended/{other}" for other in range(4)])
+    return text, seconds
+
+
+def test_replicas_raise_too():
+    found = spawn_ranks(replicas_of_a_group_that_fails, 4)
+    for rank in (0, 2, 3):
+        text, seconds = found[rank]
+        assert "rank 1 raised ValueError: no gradient today" in text
+        assert seconds < 4
+    for rank in (2, 3):
+        assert found[rank][0].startswith("RankFailureError (1,)")
+
+
+def nobody_is_disturbed(rank):
+    """A rank raises where nobody waits for it; later the others wait long for something else."""
+    own_errors._LOOK_EVERY = timedelta(seconds=0.05)
+    layer, faulty = make_layer(rank, "alltoall", "experts", None)
+    x = torch.randn(5, DIM, requires_grad=True)
+    layer(x).sum().backward()
+    # A pass of its own, without rows that travel.
+    with pytest.raises(ValueError, match="no gradient"):
+        RaisesInBackward.apply(x).sum().backward()
+    if rank == 1:
+        time.sleep(0.4)
+    layer(x).sum().backward()
+    sync_gradients(layer)
+    return True
+
+
+def test_a_backward_pass_without_rows_is_nobodys_business():
+    assert spawn_ranks(nobody_is_disturbed, 2) == [True, True]
+
+
+def test_an_error_is_told_once():
+    error = ValueError("x")
+    own_errors.mark_told(error)
+    with pytest.raises(ValueError, match="x"), own_errors.telling(None, torch.device("cpu"), "f"):
+        raise error
+    assert own_errors.is_told(error) and not own_errors.is_told(RankFailureError("", ()))
