@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +44,9 @@ from moe_ext.distributed.placement import (
 _OPERATION = "DistributedDataParallel"
 # Attribute of a wrapper.
 _SHARDS = "_moe_ext_shards"
+
+# Classes of strategies of Fabric that write the parts of all ranks.
+_saving_wholes: weakref.WeakSet[type] = weakref.WeakSet()
 
 # Communication hook to what reduces a wrapper's shards in its place, with the hook's state.
 _reduce_with: dict[Callable[..., Any], Callable[[DistributedDataParallel, Any], bool]] = {}
@@ -207,6 +211,7 @@ def _before_init(
             broadcast_experts(module)
         _Shards(ddp, groups)
         _save_wholes_in_lightning(module)
+        _save_wholes_in_fabric()
 
     return after
 
@@ -221,16 +226,31 @@ def _save_wholes_in_lightning(module: Any) -> None:
     trainer = module.trainer
     save = getattr(trainer, "save_checkpoint", None)
     # A Fabric has no Trainer.
-    if save is None or "save_checkpoint" in vars(trainer):
-        return
+    if save is not None and "save_checkpoint" not in vars(trainer):
+        trainer.save_checkpoint = _saving_whole(save)
 
+
+def _save_wholes_in_fabric() -> None:
+    """Have `Fabric.save` write the parts of all ranks, where Lightning's rank 0 alone writes.
+
+    The strategies that write files of all ranks (FSDP) have a method of their own.
+    """
+    for package in ("lightning.fabric", "lightning_fabric"):
+        strategies = sys.modules.get(f"{package}.strategies.strategy")
+        strategy = getattr(strategies, "Strategy", None)
+        if strategy is not None and strategy not in _saving_wholes:
+            _saving_wholes.add(strategy)
+            strategy.save_checkpoint = _saving_whole(strategy.save_checkpoint)
+
+
+def _saving_whole(save: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(save)
     def save_wholes(*args: Any, **options: Any) -> None:
         # All ranks call it, as Lightning says.
         with contextlib.nullcontext() if keeps_wholes() is not None else whole_state_dicts():
             save(*args, **options)
 
-    trainer.save_checkpoint = save_wholes
+    return save_wholes
 
 
 def num_reduced(ddp: DistributedDataParallel) -> int:

@@ -45,7 +45,7 @@ class _MeshOfParts(DeviceMesh):
             f"{self.mesh.flatten().tolist()} hold between them; save by "
             "moe_ext.distributed.checkpoint.save or torch.distributed.checkpoint.save on all "
             "ranks, or what moe_ext.distributed.full_state_dict returns on one; run tools that "
-            "save by themselves (Accelerate, Fabric) inside `with "
+            "save by themselves (Accelerate) inside `with "
             "moe_ext.distributed.whole_state_dicts():`, and mix "
             "moe_ext.integrations.huggingface.SavesExperts into a Trainer of transformers"
         )

@@ -19,6 +19,7 @@ import traceback
 import warnings
 from pathlib import Path
 
+import fabric
 import mixtures
 import torch
 import torch.distributed as dist
@@ -165,6 +166,12 @@ def main():
     texts = testing.spawn_ranks(mixtures.run_rank, mixtures.RANKS, seeds, timeout=1800.0)
     wrong = sorted(filter(None, texts), key=lambda text: "RankFailureError" in text)
     outcome["mixtures"] = next(iter(wrong), "equal")
+    outcome["Fabric"] = "equal"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            testing.spawn_ranks(fabric.save_and_load, 2, folder)
+        except RuntimeError as error:
+            outcome["Fabric"] = str(error)
     print(json.dumps(outcome, indent=1))
     if not few:
         PAGE.write_text(with_table(PAGE.read_text()))
