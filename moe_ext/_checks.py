@@ -12,6 +12,19 @@ def check_choice(owner: str, name: str, value: object, allowed: Collection[objec
         raise ValueError(f"{owner}: expected {name} to be one of {tuple(allowed)}, got {value!r}")
 
 
+def check_kind(owner: str, name: str, value: object, *kinds: type) -> None:
+    """TypeError unless the value is None or of one of the classes."""
+    if value is not None and not isinstance(value, kinds):
+        words = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"{owner}: expected {name} to be of type {words}, got {value!r}")
+
+
+def check_callable(owner: str, name: str, value: object) -> None:
+    """TypeError unless the value is None or can be called."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{owner}: expected {name} to be callable, got {value!r}")
+
+
 def check_integer(owner: str, name: str, value: int) -> None:
     """Refuse what cannot count."""
     try:

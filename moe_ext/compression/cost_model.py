@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_ext._checks import check_callable, check_kind
 from moe_ext.compression.codecs import Codec, codec_of
 from moe_ext.compression.explain import aligned_table
 from moe_ext.compression.probe import MemoryFactory, rate_of
-from moe_ext.distributed.groups import group_ranks, group_size, resolve_group
+from moe_ext.distributed.groups import check_group, group_ranks, group_size, resolve_group
 from moe_ext.distributed.link import Link, link_of, max_over_ranks
 
 if TYPE_CHECKING:
@@ -117,7 +118,8 @@ class CostModel:
             for ``codec.new_memory(grad)``, and a tensor of zeros where there is no such method.
 
     Raises:
-        TypeError: ``group`` is not a process group that this rank belongs to.
+        TypeError: ``group`` is not a process group that this rank belongs to, or an argument is of
+            another type.
         ValueError: ``num_ranks`` without ``link``.
     """
 
@@ -131,6 +133,10 @@ class CostModel:
         agreed_over: ProcessGroup | None = None,
         memory_of: MemoryFactory | None = None,
     ) -> None:
+        check_kind("CostModel", "link", link, Link)
+        check_kind("CostModel", "num_ranks", num_ranks, int)
+        check_group(agreed_over, "CostModel", name="agreed_over")
+        check_callable("CostModel", "memory_of", memory_of)
         if num_ranks is not None and link is None:
             raise ValueError("CostModel: expected link to be given with num_ranks, got None")
         self.device = torch.device(device)

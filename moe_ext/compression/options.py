@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Protocol
 
 from torch.optim import Optimizer
 
-from moe_ext._checks import check_choice
+from moe_ext._checks import check_choice, check_kind
 from moe_ext.compression.codecs import Codec
 from moe_ext.compression.policy import Policy
 from moe_ext.compression.schedules import ResidualMonitor, Warmup
@@ -37,6 +38,17 @@ class Options:
     node_size: int | None
 
     def __post_init__(self) -> None:
+        kinds = {"warmup": Warmup, "monitor": ResidualMonitor, "optimizer": Optimizer}
+        for name, kind in kinds.items():
+            check_kind("CompressionState", name, getattr(self, name), kind)
+        for name in ("clip_norm", "local_clip_norm"):
+            check_kind("CompressionState", name, getattr(self, name), Real)
+        read = getattr(self.grad_scaler, "get_scale", None)
+        if self.grad_scaler is not None and not callable(read):
+            raise TypeError(
+                "CompressionState: expected grad_scaler to have a method get_scale, as a "
+                f"torch.amp.GradScaler, got {self.grad_scaler!r}"
+            )
         check_choice("CompressionState", "nonfinite", self.nonfinite, ("raise", "propagate"))
         for name in ("clip_norm", "local_clip_norm"):
             norm = getattr(self, name)

@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from moe_ext._checks import check_kind
 from moe_ext.compression.buckets import Bucket, Buckets
 from moe_ext.compression.codecs import Codec, Dense, codec_of
 from moe_ext.compression.cost_model import CostModel, CostModels
@@ -76,6 +77,7 @@ class CompressionState:
         memory: what is owed (see `FeedbackStore`).
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: an argument has a value that is not allowed.
     """
 
@@ -100,6 +102,10 @@ class CompressionState:
         node_size: int | None = None,
         seed: int = 0,
     ) -> None:
+        check_kind("CompressionState", "model", model, nn.Module)
+        check_kind("CompressionState", "policy", policy, Policy)
+        check_kind("CompressionState", "cost_model", cost_model, CostModel)
+        check_kind("CompressionState", "seed", seed, int)
         self.options = Options(
             policy=policy_of(codec, density) if policy is None else policy,
             candidates=tuple(codec_of(c, density, owner="CompressionState") for c in candidates),

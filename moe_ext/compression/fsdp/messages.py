@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.fsdp import FSDPModule
 
+from moe_ext._checks import check_callable, check_integer, check_kind
 from moe_ext.compression.codecs import PayloadCodec, Quantize, Rounded, codec_names, codec_of
 from moe_ext.compression.collectives.coding import FORMATS as QUANTIZED
 from moe_ext.compression.collectives.quantized import (
@@ -55,6 +56,12 @@ class _Message:
         density: float = 0.01,
         feedback: bool = False,
     ) -> None:
+        check_integer(op, "block", block)
+        check_integer(op, "min_numel", min_numel)
+        check_kind(op, "module", module, nn.Module)
+        check_kind(op, "model", model, nn.Module)
+        check_kind(op, "name", name, str)
+        check_callable(op, "keep_dense", keep_dense)
         if not 64 <= block <= 1024 or block & (block - 1):
             raise ValueError(
                 f"{op}: expected block to be a power of two in [64, 1024], got {block}"
@@ -126,6 +133,7 @@ class GradientMessage(_Message):
                 f"{op}: expected module to be given with error feedback, got None; residuals are "
                 "kept by parameter"
             )
+        check_kind(op, "ledger", ledger, StepLedger)
         self.ledger = ledger if ledger is not None else StepLedger()
         self.residual = self.ledger.new_residual() if keeps else None
         self.step = 0  # of the random numbers
@@ -371,6 +379,7 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
             min_numel=min_numel,
         )
         self.stochastic = stochastic or (self.codec is not None and self.codec.stochastic)
+        check_integer(self.op, "seed", seed)
         self.seed = seed
 
     def __call__(
