@@ -18,17 +18,17 @@ struct Cdf {
 // to 2.7e-7 evaluated in float; beyond, the exponential is zero.
 MOE_INLINE Cdf<float> normal_cdf(float x) {
   const float a = x < 0 ? -x : x;
-  const float t = 1.0f / (1.0f + 0.35f * a);
+  const float t = 1.0f / fma_acc(0.35f, a, 1.0f);
   const float e = exp_acc(-0.5f * (x * x));
   float p = -0.029145924f;
-  p = p * t + 0.14397167f;
-  p = p * t - 0.2557142f;
-  p = p * t + 0.15917413f;
-  p = p * t - 0.023109807f;
-  p = p * t + 0.10550799f;
-  p = p * t + 0.119832866f;
-  p = p * t + 0.13986187f;
-  p = p * t + 0.1396214f;
+  p = fma_acc(p, t, 0.14397167f);
+  p = fma_acc(p, t, -0.2557142f);
+  p = fma_acc(p, t, 0.15917413f);
+  p = fma_acc(p, t, -0.023109807f);
+  p = fma_acc(p, t, 0.10550799f);
+  p = fma_acc(p, t, 0.119832866f);
+  p = fma_acc(p, t, 0.13986187f);
+  p = fma_acc(p, t, 0.1396214f);
   const float lower = e * (p * t);
   return {x < 0 ? lower : 1.0f - lower, 0.39894228f * e};
 }

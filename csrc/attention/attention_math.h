@@ -75,11 +75,11 @@ MOE_INLINE float tanh_acc(float x) {
   const float magnitude = x < 0 ? -x : x;
   const float z = x * x;
   float p = -5.70498872745e-3f;
-  p = p * z + 2.06390887954e-2f;
-  p = p * z - 5.37397155531e-2f;
-  p = p * z + 1.33314422036e-1f;
-  p = p * z - 3.33332819422e-1f;
-  const float small = p * z * x + x;
+  p = fma_acc(p, z, 2.06390887954e-2f);
+  p = fma_acc(p, z, -5.37397155531e-2f);
+  p = fma_acc(p, z, 1.33314422036e-1f);
+  p = fma_acc(p, z, -3.33332819422e-1f);
+  const float small = fma_acc(p * z, x, x);
   const float large = 1.0f - 2.0f / (exp_acc(magnitude < 10.0f ? 2.0f * magnitude : 20.0f) + 1.0f);
   // A NaN fails the comparison, and the polynomial hands it on.
   return magnitude >= 0.625f ? (x < 0 ? -large : large) : small;

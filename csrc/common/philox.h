@@ -90,17 +90,17 @@ MOE_INLINE float log_positive(float x) {
   const int32_t n = (bits - 0x3F3504F3) >> 23;
   const float f = bit_cast<float>(bits - n * (1 << 23)) - 1.0f;
   float p = 7.0376836292e-2f;
-  p = p * f - 1.1514610310e-1f;
-  p = p * f + 1.1676998740e-1f;
-  p = p * f - 1.2420140846e-1f;
-  p = p * f + 1.4249322787e-1f;
-  p = p * f - 1.6668057665e-1f;
-  p = p * f + 2.0000714765e-1f;
-  p = p * f - 2.4999993993e-1f;
-  p = p * f + 3.3333331174e-1f;
-  const float exponent = static_cast<float>(n);
-  const float tail = p * f * (f * f) + exponent * -2.12194440e-4f - 0.5f * (f * f);
-  return f + tail + exponent * 0.693359375f;
+  p = fma_acc(p, f, -1.1514610310e-1f);
+  p = fma_acc(p, f, 1.1676998740e-1f);
+  p = fma_acc(p, f, -1.2420140846e-1f);
+  p = fma_acc(p, f, 1.4249322787e-1f);
+  p = fma_acc(p, f, -1.6668057665e-1f);
+  p = fma_acc(p, f, 2.0000714765e-1f);
+  p = fma_acc(p, f, -2.4999993993e-1f);
+  p = fma_acc(p, f, 3.3333331174e-1f);
+  const float exponent = static_cast<float>(n), square = f * f;
+  const float tail = fma_acc(-0.5f, square, fma_acc(p * f, square, exponent * -2.12194440e-4f));
+  return fma_acc(exponent, 0.693359375f, f + tail);
 }
 
 MOE_INLINE double log_positive(double x) {

@@ -115,6 +115,28 @@ MOE_INLINE Half from_acc<Half>(float x) {
   return {static_cast<uint16_t>(sign | magnitude)};
 }
 
+// a b + c, rounded once, on every instruction set: nothing else is fused (-ffp-contract=off), so that all of them
+// compute the same bits. Without the instruction the sum is taken in double, where the product is exact, and rounded to
+// odd: cut off, with the last bit set where something was lost, so that the second rounding, to float, cannot go wrong.
+MOE_INLINE float fma_acc(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+  return ::fmaf(a, b, c);
+#elif defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  return __builtin_fmaf(a, b, c);
+#else
+  const double product = static_cast<double>(a) * static_cast<double>(b), addend = static_cast<double>(c);
+  const double sum = product + addend;
+  const double of_addend = sum - product;
+  const double lost = (product - (sum - of_addend)) + (addend - of_addend);
+  // In integers alone: the vectoriser has no comparisons of doubles here.
+  const uint64_t bits = bit_cast<uint64_t>(sum), lost_bits = bit_cast<uint64_t>(lost), magnitude = lost_bits << 1;
+  const uint64_t finite = (((bits >> 52) & 0x7FFu) - 0x7FFu) >> 63;
+  const uint64_t inexact = finite & ((magnitude | (0 - magnitude)) >> 63);
+  const uint64_t above = (lost_bits ^ bits) >> 63; // what was lost points back to zero
+  return static_cast<float>(bit_cast<double>((bits - (inexact & above)) | inexact));
+#endif
+}
+
 // exp(x) to about one unit in the last place, for x <= 88; results below 2^-126 are flushed to zero.
 // x = n ln 2 + r, |r| <= ln 2 / 2; adding 1.5 * 2^23 rounds n to an integer and leaves it in the low bits.
 MOE_INLINE float exp_acc(float x) {
@@ -122,16 +144,16 @@ MOE_INLINE float exp_acc(float x) {
   return ::expf(x); // as exact, and shorter: the device has an instruction for 2^x
 #else
   const float clamped = x < -87.33654f ? -87.33654f : x;
-  const float shifted = clamped * 1.44269504f + 12582912.0f;
+  const float shifted = fma_acc(clamped, 1.44269504f, 12582912.0f);
   const float n = shifted - 12582912.0f;
-  const float r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+  const float r = fma_acc(n, 2.12194440e-4f, fma_acc(n, -0.693359375f, clamped));
   float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
+  p = fma_acc(p, r, 1.3981999507e-3f);
+  p = fma_acc(p, r, 8.3334519073e-3f);
+  p = fma_acc(p, r, 4.1665795894e-2f);
+  p = fma_acc(p, r, 1.6666665459e-1f);
+  p = fma_acc(p, r, 5.0000001201e-1f);
+  p = fma_acc(p * r, r, r) + 1.0f;
   const float scale = bit_cast<float>((bit_cast<int32_t>(shifted) - 0x4B400000 + 127) << 23);
   return x < -87.33654f ? 0.0f : p * scale;
 #endif

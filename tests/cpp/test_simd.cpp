@@ -65,6 +65,27 @@ TEST(BFloat16, RoundsAsTorchDoes) {
 // The polynomial is good to one unit in the last place, and the sum and the product with 2^n round once more.
 constexpr double kExpUlps = 2.5;
 
+// Sums that end between two floats, or beside that, and products and addends of any size. This file is compiled for a
+// processor without the instruction.
+TEST(Fma, RoundsOnce) {
+  std::mt19937 generator(0);
+  const auto any = [&] { return bit_cast<float>(static_cast<uint32_t>(generator())); };
+  const auto near_one = [&] { return 1 + static_cast<float>(generator() & 0xFFF) * 0x1p-12f; };
+  for (int i = 0; i < 3000000; ++i) {
+    float a = any(), b = any(), c = any();
+    if (i % 3 == 1) {
+      a = near_one(), b = near_one(), c = std::ldexp(near_one() - 1.5f, static_cast<int>(generator() % 80) - 50);
+    } else if (i % 3 == 2) {
+      a = std::ldexp(near_one(), -70), b = std::ldexp(near_one(), static_cast<int>(generator() % 20) - 75);
+      c = std::ldexp(near_one(), static_cast<int>(generator() % 30) - 150);
+    }
+    const float found = fma_acc(a, b, c), wanted = std::fma(a, b, c);
+    if (!(std::isnan(found) && std::isnan(wanted))) {
+      ASSERT_EQ(bit_cast<uint32_t>(found), bit_cast<uint32_t>(wanted)) << a << " " << b << " " << c;
+    }
+  }
+}
+
 TEST(Exp, WithinTwoUlpsOfTheStandardLibrary) {
   for (float x = -87.3f; x < 88.0f; x += 0.000731f) {
     const double exact = std::exp(static_cast<double>(x));
