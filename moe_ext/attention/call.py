@@ -42,6 +42,7 @@ from moe_ext.attention.masks import (
     check_end,
     check_prefix_len,
     check_window,
+    on_device,
     prefixes_of_rows,
     rows_of_offsets,
 )
@@ -51,6 +52,7 @@ from moe_ext.attention.sharding import check_lengths
 from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.failures import known_hosts
 from moe_ext.distributed.groups import group_ranks, group_size
+from moe_ext.distributed.streams import has_streams
 
 OPERATION = "ring_attention"
 PRECISIONS = ("exact", "fast")
@@ -214,7 +216,9 @@ def agree_on_call(
     except Exception as error:
         problem = error
     device = message_device(*inputs)
-    rows = agree(OPERATION, facts, problem, options.group, device, values=values)
+    # Their length tells those of all ranks.
+    repeats = mask.cu_seqlens is not None or inputs.attn_mask is not None
+    rows = agree(OPERATION, facts, problem, options.group, device, values=values, repeats=repeats)
     return call_of(inputs, options, mask, [row[0] for row in rows], rows[0][1])
 
 
@@ -232,13 +236,20 @@ def _facts(inputs: Inputs, options: Options, mask: Mask, seed: int | None) -> di
         "dropout_p": options.dropout_p,
         "giving seed": int(seed is not None),
         "giving key_mask": int(key_mask is not None),
-        "alibi_slopes": alibi_slopes if alibi_slopes is None else tuple(alibi_slopes.tolist()),
-        "sinks": sinks if sinks is None else tuple(sinks.tolist()),
+        "alibi_slopes": _told_numbers(alibi_slopes),
+        "sinks": _told_numbers(sinks),
         "giving bfloat16 for kv_grad_dtype": int(options.kv_grad_dtype == torch.bfloat16),
         "S of attn_mask (0: none)": 0 if attn_mask is None else attn_mask.shape[3],
         "requiring a gradient": wants_grad(q, k, v, sinks, attn_mask),
     }
     return facts if seed is None else {**facts, "seed": seed}
+
+
+def _told_numbers(x: Tensor | None) -> str:
+    """The numbers of a row; on a device with streams, which would be waited for, their count."""
+    if x is None:
+        return "None"
+    return f"{len(x)} numbers" if has_streams(x.device) else str(tuple(x.tolist()))
 
 
 def call_of(inputs: Inputs, options: Options, mask: Mask, lengths: list[int], seed: int) -> Call:
@@ -275,10 +286,10 @@ def call_of(inputs: Inputs, options: Options, mask: Mask, lengths: list[int], se
     )
     offsets = None
     if mask.cu_seqlens is not None:
-        offsets = torch.tensor(mask.cu_seqlens, device=q.device)
+        offsets = on_device(mask.cu_seqlens, q.device)
     prefix_ends = None
     if mask.prefix_lens is not None:
-        prefix_ends = torch.tensor(mask.prefix_lens, device=q.device)
+        prefix_ends = on_device(mask.prefix_lens, q.device)
         if offsets is not None:
             prefix_ends = prefix_ends + offsets[:-1]
     return Call(group, work, scheme, grid, block, offsets, prefix_ends, inputs.alibi_slopes)

@@ -150,6 +150,18 @@ def check_window(window: object, operation: str) -> tuple[int, int]:
     return left, right
 
 
+def on_device(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
+    """A tensor of integers that nobody writes to; they are copied to an accelerator once."""
+    return torch.tensor(numbers) if device.type == "cpu" else _copied(numbers, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _copied(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
+    # No gradient flows, but what autograd saves must not be of an inference mode.
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, device=device)
+
+
 def check_cu_seqlens(cu_seqlens: Offsets | None, operation: str) -> tuple[int, ...] | None:
     """Offsets of documents as integers; ValueError unless they start at 0 and never fall.
 

@@ -31,7 +31,13 @@ from moe_ext.attention.checks import (
     wants_grad,
 )
 from moe_ext.attention.layouts import Layout, make_layout
-from moe_ext.attention.masks import Mask, check_cu_seqlens, check_end, check_window
+from moe_ext.attention.masks import (
+    Mask,
+    check_cu_seqlens,
+    check_end,
+    check_window,
+    on_device,
+)
 from moe_ext.attention.sharding import Shards, check_lengths, sum_shards
 from moe_ext.attention.sharding import position_ids as position_ids_of
 from moe_ext.distributed.agreement import agree
@@ -328,7 +334,7 @@ def _hidden(call: _Call, source: int, device: torch.device) -> Tensor | None:
     if right >= 0:
         hidden_LM |= keys_M > queries_L + right
     if mask.cu_seqlens is not None:
-        offsets = torch.tensor(mask.cu_seqlens, device=device)
+        offsets = on_device(mask.cu_seqlens, device)
         documents_L = document_ids(queries_L[:, 0], offsets)
         hidden_LM |= documents_L[:, None] != document_ids(keys_M, offsets)
     return hidden_LM

@@ -8,24 +8,29 @@ that ranks that call different operations understand each other, too.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import struct
+import weakref
 import zlib
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed import _c10d, comm
+from moe_ext.distributed import _c10d, comm, streams
 from moe_ext.distributed.failures import process_identity, remember_processes
 from moe_ext.distributed.groups import global_rank, group_ranks, group_size
 
 _TEXT_BYTES = 1024
 _LONGEST_FACT = 64
+# Integers of `process_identity`.
+_IDENTITY = 2
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (ValueError, TypeError, RuntimeError)
 }
@@ -34,6 +39,9 @@ Problem = str | Exception | None
 
 # Other work of a rank may come between two ranks' calls: writing a file, a validation.
 MEETING_SECONDS = 60.0
+# Calls whose answers are kept for a group, and messages that may be unread.
+_MOST_ANSWERS = 64
+_MOST_UNREAD = 64
 # How many times the ranks have met, by place and purpose.
 _meetings: Counter[str] = Counter()
 
@@ -47,11 +55,15 @@ def share(
 
     NOTE: device-to-host sync, since the callers branch on the result.
     """
-    local = torch.tensor([[*process_identity(), *values]], dtype=torch.int64, device=device)
-    gathered = comm.all_gather(local, group, operation=operation, counted=False)
+    gathered = comm.all_gather(_message(values, device), group, operation=operation, counted=False)
     rows: list[list[int]] = gathered.tolist()
     remember_processes(group_ranks(group), [(row[0], row[1]) for row in rows])
-    return [row[2:] for row in rows]
+    return [row[_IDENTITY:] for row in rows]
+
+
+def _message(values: Sequence[int], device: torch.device) -> Tensor:
+    """A row of what `share` gathers."""
+    return torch.tensor([[*process_identity(), *values]], dtype=torch.int64, device=device)
 
 
 def agree(
@@ -63,6 +75,7 @@ def agree(
     *,
     validate: bool = True,
     values: Sequence[int] = (),
+    repeats: bool = False,
 ) -> list[list[int]]:
     """Check that every rank of a group makes the same call, and that none has refused its own.
 
@@ -79,6 +92,10 @@ def agree(
         device: where messages of the group live.
         validate: compare with the other ranks. Without it only a problem of this rank is raised.
         values: integers to tell the others, who need not have the same.
+        repeats: the values of all ranks follow from the facts and values of any. On a device with
+            streams, a call like an earlier one then goes on with what was told there, and the
+            device is not waited for. Its message travels all the same, and a difference that it
+            brings is raised by the next call that finds it.
 
     Returns:
         The values of every rank, in group order; of this rank alone without `validate`.
@@ -97,8 +114,95 @@ def agree(
         return [list(values)]
     assert group is not None
     mine = _encoded(operation, [_shortened(fact) for fact in facts.values()], problem, values)
-    calls = [json.loads(text) for text in _share_bytes(mine, group, device, operation)]
+    told = _told.setdefault(group, _Told())
+    told.read()
+    if not repeats or not streams.has_streams(device):
+        texts = _share_bytes(mine, group, device, operation)
+        return _compared(operation, facts, problem, group, texts, device)
+    if mine in told.answers:
+        answer = told.answers[mine]
+        gathered = comm.all_gather(answer.message, group, operation=operation, counted=False)
+        compare = functools.partial(_compared, operation, facts, None, group)
+        told.unread.append((_Copy(gathered), answer, compare))
+        return answer.values
+    if len(mine) > _TEXT_BYTES and problem is not None:
+        # Ranks that went on take part in no further message.
+        mine = _encoded(operation, [], ValueError(str(problem)[: _TEXT_BYTES // 2]), ())
+    texts = _share_bytes(mine, group, device, operation)
+    found = _compared(operation, facts, problem, group, texts, None)
+    if all(len(text) <= _TEXT_BYTES for text in texts):
+        told.remember(mine, _Answer(found, texts, _message(_first_words(mine), device)))
+    return found
+
+
+@dataclass
+class _Answer:
+    """What the ranks told each other in a call, and this rank's message on the device."""
+
+    values: list[list[int]]
+    texts: list[bytes]
+    message: Tensor
+
+
+class _Copy:
+    """A tensor on its way to the host, which does not wait for it."""
+
+    def __init__(self, source: Tensor) -> None:
+        self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        self._host.copy_(source, non_blocking=True)
+        self._event = torch.cuda.current_stream(source.device).record_event()
+
+    def is_there(self) -> bool:
+        return bool(self._event.query())
+
+    def rows(self) -> list[list[int]]:
+        self._event.synchronize()
+        rows: list[list[int]] = self._host.tolist()
+        return rows
+
+
+@dataclass
+class _Told:
+    """What the ranks of a group told each other, by this rank's message, and what came since."""
+
+    answers: dict[bytes, _Answer] = field(default_factory=dict)
+    unread: deque[tuple[_Copy, _Answer, Callable[..., object]]] = field(default_factory=deque)
+
+    def remember(self, mine: bytes, answer: _Answer) -> None:
+        if len(self.answers) == _MOST_ANSWERS:
+            self.answers.clear()
+        self.answers[mine] = answer
+
+    def read(self) -> None:
+        """Compare what has arrived; waits where the host is too far ahead."""
+        while self.unread and (len(self.unread) > _MOST_UNREAD or self.unread[0][0].is_there()):
+            copy, answer, compare = self.unread.popleft()
+            texts = _texts([row[_IDENTITY:] for row in copy.rows()])
+            if texts != answer.texts:
+                compare(texts, None)
+
+
+_told: weakref.WeakKeyDictionary[ProcessGroup, _Told] = weakref.WeakKeyDictionary()
+
+
+def _compared(
+    operation: str,
+    facts: Mapping[str, object],
+    problem: Problem,
+    group: ProcessGroup,
+    texts: Sequence[bytes],
+    device: torch.device | None,
+) -> list[list[int]]:
+    """The values of every rank, from its message; with a device, ranks show more of long facts."""
     ranks = group_ranks(group)
+    # What a rank that went on has of a call longer than the message.
+    cut = [rank for rank, text in zip(ranks, texts, strict=True) if not text.endswith(b"}")]
+    if cut:
+        raise ValueError(
+            f"{operation}: expected every rank to make the call that it made with these arguments "
+            f"before, got another one on rank {cut[0]}"
+        )
+    calls = [json.loads(text) for text in texts]
     for rank, call in zip(ranks, calls, strict=True):
         if call["problem"] is not None:
             error = _ERRORS[call["error"]](f"{operation}: {call['problem']} on rank {rank}")
@@ -106,7 +210,8 @@ def agree(
     check_equal_over_ranks("the operation", [c["operation"] for c in calls], group, operation)
     for i, (name, fact) in enumerate(facts.items()):
         told = [call["facts"][i] if i < len(call["facts"]) else "nothing" for call in calls]
-        if len(set(told)) > 1 and any("(checksum " in text for text in told):
+        long = any("(checksum " in text for text in told)
+        if len(set(told)) > 1 and long and device is not None:
             texts = _share_bytes(str(fact).encode(), group, device, operation)
             told = _from_first_difference([text.decode() for text in texts])
         check_equal_over_ranks(name, told, group, operation)
@@ -210,14 +315,22 @@ def _share_bytes(
     mine: bytes, group: ProcessGroup, device: torch.device, operation: str
 ) -> list[bytes]:
     """The bytes of every rank, in group order: one message, and a second one where any is long."""
-    words = _words(mine[:_TEXT_BYTES], _TEXT_BYTES // 8)
-    rows = share([len(mine), *words], group, device, operation=operation)
-    lengths = [row[0] for row in rows]
-    rows = [row[1:] for row in rows]
-    if max(lengths) > _TEXT_BYTES:
-        rows = share(_words(mine, -(-max(lengths) // 8)), group, device, operation=operation)
-    texts = [struct.pack(f"<{len(row)}q", *row) for row in rows]
-    return [text[:length] for text, length in zip(texts, lengths, strict=True)]
+    rows = share(_first_words(mine), group, device, operation=operation)
+    longest = max(row[0] for row in rows)
+    if longest > _TEXT_BYTES:
+        more = share(_words(mine, -(-longest // 8)), group, device, operation=operation)
+        rows = [[row[0], *words] for row, words in zip(rows, more, strict=True)]
+    return _texts(rows)
+
+
+def _first_words(mine: bytes) -> list[int]:
+    """The length of a text, and as much of it as a first message holds."""
+    return [len(mine), *_words(mine[:_TEXT_BYTES], _TEXT_BYTES // 8)]
+
+
+def _texts(rows: list[list[int]]) -> list[bytes]:
+    """The bytes of every rank, from their lengths and words."""
+    return [struct.pack(f"<{len(words)}q", *words)[:length] for length, *words in rows]
 
 
 def _words(text: bytes, count: int) -> tuple[int, ...]:

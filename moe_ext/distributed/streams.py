@@ -1,4 +1,4 @@
-"""A side stream for what travels between ranks, so that kernels of the caller run beside it.
+"""Side streams for what travels between ranks, so that kernels of the caller run beside it.
 
 The collectives of a device without streams have ended when they return: there all of this is a call
 in line.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+_side_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
 
 def has_streams(device: torch.device) -> bool:
@@ -19,35 +19,71 @@ def has_streams(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one side stream of a device, made at its first use."""
-    if device not in _side_streams:
-        _side_streams[device] = torch.cuda.Stream(device)
-    return _side_streams[device]
+def side_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
+    """The side stream of a device for one purpose, made at its first use."""
+    if (device, purpose) not in _side_streams:
+        _side_streams[device, purpose] = torch.cuda.Stream(device)
+    return _side_streams[device, purpose]
 
 
-def run_beside(work: Callable[[], None], *tensors: Tensor) -> None:
-    """Queue work on the side stream, behind all that the current stream holds by now.
+class Beside:
+    """Work on a side stream, and the tensors of it, which live until others wait for it.
+
+    Args:
+        side: the stream; None for work that has ended.
+        main: that of the caller, which the tensors' memory goes back to.
+        tensors: all that the work reads or writes.
+    """
+
+    # NOTE: A reference in the place of `record_stream`, which would keep freed memory from the next
+    # tensors until the host asks again whether the side stream has come by.
+
+    def __init__(
+        self,
+        side: torch.cuda.Stream | None = None,
+        main: torch.cuda.Stream | None = None,
+        tensors: tuple[Tensor, ...] = (),
+    ) -> None:
+        self._main, self._tensors = main, tensors
+        self._event = None if side is None else side.record_event()
+
+    def join(self) -> None:
+        """Let the current stream wait for this work alone; the host goes on."""
+        event, tensors = self._event, self._tensors
+        self._event, self._tensors = None, ()
+        if event is not None:
+            assert self._main is not None
+            for stream in {self._main, torch.cuda.current_stream(tensors[0].device)}:
+                stream.wait_event(event)
+
+    def __del__(self) -> None:
+        """Wait for what nobody asked for, after an error: its memory goes to the next tensors."""
+        self.join()
+
+
+def run_beside(work: Callable[[], None], *tensors: Tensor, purpose: str) -> Beside:
+    """Queue work on a side stream, behind all that the current stream holds by now.
 
     Args:
         work: what to queue.
         tensors: all that it reads or writes, on one device. Nothing else may touch what it writes
             before `join`.
+        purpose: work of one purpose runs in order, and beside that of others.
+
+    Returns:
+        What to join before the result is used.
     """
     device = tensors[0].device
     if not has_streams(device):
         work()
-        return
-    side = side_stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        work()
-    for tensor in tensors:
-        # Else the allocator would give freed memory to the current stream while it is in use here.
-        tensor.record_stream(side)
-
-
-def join(device: torch.device) -> None:
-    """Let the current stream wait for the side stream; the host goes on."""
-    if has_streams(device):
-        torch.cuda.current_stream(device).wait_stream(side_stream(device))
+        return Beside()
+    side, main = side_stream(device, purpose), torch.cuda.current_stream(device)
+    side.wait_stream(main)
+    try:
+        with torch.cuda.stream(side):
+            work()
+    except BaseException:
+        # What it has queued goes on with the tensors.
+        Beside(side, main, tensors).join()
+        raise
+    return Beside(side, main, tensors)

@@ -191,10 +191,22 @@ def start(
         if streams.has_streams(device):
             # In the caller's thread: messages stay in order.
             future: Any = torch.futures.Future(devices=[device])
-            streams.run_beside(lambda: future.set_result(run_here()), *tensors)
-        else:
-            future = run_in(_worker(group, module, device))
+            work = streams.run_beside(
+                lambda: future.set_result(run_here()), *tensors, purpose="gradients"
+            )
+            return Pending(future, _joined(work, finish), group, operation)
+        future = run_in(_worker(group, module, device))
     return Pending(future, finish, group, operation)
+
+
+def _joined(work: streams.Beside, finish: Callable[[list[Tensor]], T]) -> Callable[..., T]:
+    """`finish` behind work on a side stream, whose tensors it keeps until then."""
+
+    def join_and_finish(found: list[Tensor]) -> T:
+        work.join()
+        return finish(found)
+
+    return join_and_finish
 
 
 def _run(twin: Twin, group: ProcessGroup | None, on_sent: OnSent | None) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """Order of the streams while rows travel, with stand-ins for CUDA's: no GPU is needed."""
 
 import contextlib
+import weakref
 from unittest import mock
 
 import pytest
@@ -9,19 +10,41 @@ import torch.distributed as dist
 from checks import assert_passed, outcomes
 
 from moe_ext import MoELayer
-from moe_ext.distributed import streams
+from moe_ext.distributed import streams, worker
 from moe_ext.distributed.dispatch import rows
 
-EXCHANGE = ["side waits for main", "exchange on side", "record 2 on side"]
-ARRIVAL = "main waits for side"
+EXCHANGE = ["tokens waits for main", "exchange on tokens"]
+
+
+def arrival(number):
+    return f"main waits for work {number} of tokens"
+
+
+class FakeFuture:
+    """torch's with devices wants a device."""
+
+    def set_result(self, value):
+        self.value = value
+
+    def wait(self):
+        return self.value
 
 
 class FakeStream:
     def __init__(self, name, log):
         self.name, self.log = name, log
 
+        self.num_events = 0
+
     def wait_stream(self, other):
         self.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self):
+        self.num_events += 1
+        return f"work {self.num_events} of {self.name}"
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for {event}")
 
 
 class FakeCuda:
@@ -29,21 +52,19 @@ class FakeCuda:
 
     def __init__(self):
         self.log = []
-        self.main, self.side = FakeStream("main", self.log), FakeStream("side", self.log)
-        self.current = self.main
+        self.main = self.current = FakeStream("main", self.log)
+        self.sides = {}
+
+    def side(self, purpose):
+        return self.sides.setdefault(purpose, FakeStream(purpose, self.log))
 
     @contextlib.contextmanager
     def stream(self, stream):
         before, self.current = self.current, stream
-        yield
-        self.current = before
-
-    def record(self, tensor, stream):
-        entry = f"on {stream.name}"
-        if self.log[-1] == f"record 1 {entry}":
-            self.log[-1] = f"record 2 {entry}"
-        else:
-            self.log.append(f"record 1 {entry}")
+        try:
+            yield
+        finally:
+            self.current = before
 
     @contextlib.contextmanager
     def in_place(self):
@@ -57,10 +78,9 @@ class FakeCuda:
         with contextlib.ExitStack() as stack:
             for target, name, new in [
                 (streams, "has_streams", lambda device: True),
-                (streams, "side_stream", lambda device: self.side),
+                (streams, "side_stream", lambda device, purpose: self.side(purpose)),
                 (torch.cuda, "current_stream", lambda device: self.current),
                 (torch.cuda, "stream", self.stream),
-                (torch.Tensor, "record_stream", lambda *args: self.record(*args)),
                 (dist, "all_to_all_single", exchange),
             ]:
                 stack.enter_context(mock.patch.object(target, name, new, create=True))
@@ -90,11 +110,12 @@ def check_rows_are_awaited_only_where_they_are_used():
         found = step(sharded)
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
     assert cuda.current is cuda.main
-    # Rows, then their weights.
-    forward = [*EXCHANGE, ARRIVAL, *EXCHANGE, ARRIVAL, *EXCHANGE, "shared expert", ARRIVAL]
-    backward = [*EXCHANGE, "shared expert backward", ARRIVAL, *EXCHANGE, ARRIVAL]
-    backward += [*EXCHANGE, ARRIVAL]
-    assert cuda.log == [*forward, *backward]
+    # Rows, then their weights; each exchange is waited for by its own event.
+    exchanges = [[], [], ["shared expert"], ["shared expert backward"], [], []]
+    want = []
+    for number, meanwhile in enumerate(exchanges, 1):
+        want += [*EXCHANGE, *meanwhile, arrival(number)]
+    assert cuda.log == want
 
 
 def check_backward_twice_exchanges_twice():
@@ -108,7 +129,55 @@ def check_backward_twice_exchanges_twice():
         second = torch.autograd.grad(y.square().sum(), leaf)[0]
     torch.testing.assert_close(first, 4 * x.detach())
     assert torch.equal(first, second)
-    assert cuda.log == [*EXCHANGE, ARRIVAL] * 2
+    assert cuda.log == [*EXCHANGE, arrival(1), *EXCHANGE, arrival(2)]
+
+
+def check_an_exchange_waits_for_no_other_purpose_and_holds_its_memory():
+    cuda = FakeCuda()
+    with cuda.in_place():
+        sent = torch.ones(3)
+        memory = weakref.ref(sent)
+        gradients = streams.run_beside(
+            lambda: cuda.log.append("reduction"), torch.ones(2), purpose="gradients"
+        )
+        tokens = streams.run_beside(
+            lambda: cuda.log.append(f"exchange on {cuda.current.name}"), sent, purpose="tokens"
+        )
+        del sent
+        assert memory() is not None
+        tokens.join()
+        assert memory() is None
+        want = ["gradients waits for main", "reduction", *EXCHANGE, arrival(1)]
+        assert cuda.log == want
+        # Nobody waits for it, and its memory may go to the next tensors.
+        del gradients
+        assert cuda.log == [*want, "main waits for work 1 of gradients"]
+        with pytest.raises(ZeroDivisionError):
+            streams.run_beside(lambda: 1 // 0, torch.ones(2), purpose="tokens")
+        assert cuda.log[-1] == arrival(2)
+        # On another stream than that which the memory goes back to.
+        beside = streams.run_beside(lambda: None, torch.ones(2), purpose="tokens")
+        other = FakeStream("other", cuda.log)
+        with cuda.stream(other):
+            beside.join()
+        assert sorted(cuda.log[-2:]) == [arrival(3), arrival(3).replace("main", "other")]
+
+
+def check_a_collective_beside_the_caller_is_joined_by_who_waits():
+    cuda = FakeCuda()
+    x = torch.ones(4)
+    with cuda.in_place(), mock.patch.object(torch.futures, "Future", lambda devices: FakeFuture()):
+        pending = worker.start(
+            lambda x, messages: [x + 1],
+            (x,),
+            dist.group.WORLD,
+            "sum",
+            finish=lambda found: found[0],
+            async_op=True,
+        )
+        assert cuda.log == ["gradients waits for main"]
+        assert torch.equal(pending.wait(), x + 1)
+    assert cuda.log[-1] == "main waits for work 1 of gradients"
 
 
 def check_a_device_without_streams_calls_in_line():

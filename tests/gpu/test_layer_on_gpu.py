@@ -112,4 +112,4 @@ def check_rows_wait_for_the_caller(group):
             (grad,) = torch.autograd.grad(out.square().sum(), rows)
             del rows
             assert bool((out == step).all() & (grad == 4 * step).all())
-    assert streams.side_stream(torch.device("cuda", torch.cuda.current_device())) != main
+    assert streams.side_stream(torch.device("cuda", torch.cuda.current_device()), "tokens") != main

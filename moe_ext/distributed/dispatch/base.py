@@ -45,6 +45,8 @@ from moe_ext.ops.grouped_gemm import row_alignment
 _NOT_RECORDED, _RECORDED, _IN_GRAPH = range(3)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DTYPE_CODES = len(DTYPES) + 1
+# Headers kept on the device: a layer has a few, or one for each number of tokens with a capacity.
+_MOST_HEADERS = 64
 # What a rank that runs another layer than the others may have met with.
 _SKIPPED = (
     "a batch without tokens of a kind, such as images, skips layers of that kind; give every rank "
@@ -192,6 +194,7 @@ class TokenDispatcher:
         self.grad_scale = float(self.num_ranks) if average else 1.0
         self._facts: dict[str, object] = {"num_experts": num_experts}
         self._agreed = False
+        self._heads: dict[tuple[object, ...], Tensor] = {}
 
     def tell_apart(self, layers: Sequence[str], layer: int) -> None:
         """Compare with every exchange which layer runs, for models that may skip one on a rank.
@@ -661,8 +664,7 @@ class TokenDispatcher:
             # The length of the message depends on num_experts.
             agree(operation, self._facts, None, self.group, own_PM.device)
             self._agreed = True
-        head = own_PM.new_tensor(header)
-        message = torch.cat([head.expand(self.num_ranks, -1), own_PM], dim=1)
+        message = torch.cat([self._on_device(header, own_PM), own_PM], dim=1)
         received = self.exchange_counts(message, operation=f"{operation} counts")
         heads, received_PM = received[:, : len(header)], received[:, len(header) :]
         # NOTE: device-to-host sync, the only one of the layer: the collective takes its splits, and
@@ -694,6 +696,15 @@ class TokenDispatcher:
             sum(limits) if all(limited) else None,
             _IN_GRAPH in graphs,
         )
+
+    def _on_device(self, header: tuple[int, ...], like: Tensor) -> Tensor:
+        """The header for every rank `[P, 6]`; a copy to the device, which waits, happens once."""
+        key = (*header, like.device)
+        if key not in self._heads:
+            if len(self._heads) == _MOST_HEADERS:
+                self._heads.clear()
+            self._heads[key] = like.new_tensor(header).expand(self.num_ranks, -1)
+        return self._heads[key]
 
     def _check_layers(self, layers: tuple[int, ...]) -> None:
         """ValueError if a rank runs another layer than the others, where that can be known."""

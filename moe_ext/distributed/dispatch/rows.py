@@ -34,7 +34,7 @@ class _RowsUnderway:
     node's gradient must have the shape of its output, and bytes of coded rows have none, what is
     exchanged goes by `underway`, and an empty tensor in its place joins the nodes.
 
-    On CUDA it runs on the side stream. Elsewhere it is waited for at once, but where the caller has
+    On CUDA it runs on a side stream. Elsewhere it is waited for at once, but where the caller has
     something to do `beside` it.
     """
 
@@ -47,7 +47,7 @@ class _RowsUnderway:
     formats: Formats
     beside: bool
     underway: Tensor | None = None
-    work: dist.Work | None = None
+    work: dist.Work | streams.Beside | None = None
     call: Collective | None = None
 
     def start(self, rows: Tensor, backward: bool) -> None:
@@ -64,7 +64,7 @@ class _RowsUnderway:
         exchanged_rows(sent)
         with self._naming(backward):
             if streams.has_streams(sent.device):
-                streams.run_beside(exchange, sent, out)
+                self.work = streams.run_beside(exchange, sent, out, purpose="tokens")
                 return
             self.work = exchange(async_op=True)
             self.call = Collective("all_to_all", self.group, sent, send, receive)
@@ -75,16 +75,17 @@ class _RowsUnderway:
         """What arrived, as rows of a dtype."""
         assert self.underway is not None
         arrived, self.underway = self.underway, None
-        if self.work is None:
-            streams.join(arrived.device)
-        else:
+        if isinstance(self.work, streams.Beside):
+            beside, self.work = self.work, None
+            beside.join()
+        elif self.work is not None:
             with self._naming(backward):
                 self._wait()
         return decode(arrived, self.formats[backward], dim, like.dtype)
 
     def _wait(self) -> None:
-        assert self.work is not None and self.call is not None
         work, call, self.work, self.call = self.work, self.call, None, None
+        assert isinstance(work, dist.Work) and call is not None
         wait(work, call)
 
     def _naming(self, backward: bool) -> AbstractContextManager[None]:
