@@ -220,6 +220,15 @@ def attention(suite: Suite, num_tokens: int, dtype: torch.dtype) -> None:
         3 * out_BHQD.nbytes + 3 * lse_BHQ.nbytes,
     )
 
+    found_BHQD, state_BHQD, state_BHQ = out_BHQD.to(dtype), out_BHQD.clone(), lse_BHQ.clone()
+    suite.add(
+        "merge_attention_",
+        label,
+        dtype,
+        lambda: ops.merge_attention_(state_BHQD, state_BHQ, found_BHQD, lse_BHQ),
+        2 * out_BHQD.nbytes + found_BHQD.nbytes + 3 * lse_BHQ.nbytes,
+    )
+
 
 def compression(suite: Suite, numel: int, dtype: torch.dtype) -> None:
     """Selection of 1 % and the block quantisers, with error feedback, beside torch's selection."""

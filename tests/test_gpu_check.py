@@ -29,7 +29,19 @@ def test_benchmarks_run_and_the_page_shows_them(gpu_check):
     names = ["name", "compute_capability", "num_sms", "memory_gib", "driver", "torch", "cuda"]
     device = dict.fromkeys([*names, "commit"], "?")
     steps = [{"name": "tests", "state": "failed", "seconds": 1.5}]
+    names = {kernel["name"] for kernel in figures["kernels"]}
+    assert {estimate.name for estimate in gpu_check.gpu_estimates.ESTIMATES} <= names
+    # As that of the estimate's shape.
+    gate = next(
+        k for k in figures["kernels"] if (k["name"], k["dtype"]) == ("topk_gate", "bfloat16")
+    )
+    figures["kernels"].append({**gate, "shape": "T=16384 E=64 K=8", "microseconds": 23.0})
     page = gpu_check.page({"device": device, "steps": steps, "figures": figures})
+    assert "| topk_gate | T=16384 E=64 K=8 | bfloat16 | 0.004 | 0.00 | 56 | 50 % | 6 % | " in page
+    assert (
+        page.count("| 23 |") == 1
+        and page.count("|  |\n") == len(gpu_check.gpu_estimates.ESTIMATES) - 1
+    )
     assert "| tests | failed | 2 |" in page
     for name in ("topk_gate", "permute_tokens backward", "MoELayer forward and backward"):
         assert f"| {name} | T=64 " in page

@@ -21,11 +21,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import gpu_estimates
 import surviving_tests
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -260,7 +261,8 @@ def page(result: dict[str, Any] | None) -> str:
     written = "Written by `make gpu-report` from what `make gpu-check` found."
     lines = ["# Figures from a GPU", "", written, ""]
     if result is None:
-        return "\n".join([*lines, "Not measured: no GPU has run this version.", ""])
+        lines += ["Not measured: no GPU has run this version.", ""]
+        return "\n".join([*lines, *estimate_lines(), ""])
     device = result["device"]
     lines += [
         f"{device['name']}, compute capability {device['compute_capability']}, "
@@ -273,7 +275,7 @@ def page(result: dict[str, Any] | None) -> str:
     lines += [f"| {s['name']} | {s['state']} | {s['seconds']:.0f} |" for s in result["steps"]]
     figures = result["figures"]
     if not figures:
-        return "\n".join([*lines, "", "Kernels: not measured.", ""])
+        return "\n".join([*lines, "", "Kernels: not measured.", "", *estimate_lines(), ""])
     lines += [
         "",
         f"A copy on the device moves {figures['copy_gigabytes_per_second']:.0f} GB/s, read and "
@@ -287,7 +289,24 @@ def page(result: dict[str, Any] | None) -> str:
         moved = "| |" if rate is None else f"{rate:.0f} | {100 * share:.0f} % |"
         row = f"| {k['name']} | {k['shape']} | {k['dtype']} | {k['microseconds']:.1f} | {moved}"
         lines.append(row)
-    return "\n".join([*lines, "", *layer_lines(figures.get("layer", {})), ""])
+    lines += ["", *layer_lines(figures.get("layer", {})), "", *estimate_lines(figures["kernels"])]
+    return "\n".join([*lines, ""])
+
+
+def estimate_lines(kernels: Iterable[dict[str, Any]] = ()) -> list[str]:
+    """Expected times beside the measured ones."""
+    rates = ", ".join(f"{rate} TB/s on an {name}" for name, rate in gpu_estimates.MEMORY.items())
+    return [
+        "## Estimates",
+        "",
+        f"Made without a GPU, by `tools/gpu_estimates.py`: bytes by {rates}, products by "
+        f"{gpu_estimates.PRODUCTS:.0f} TFLOP/s, the larger of both by the share of that limit that "
+        "a reading of the kernel's machine code for sm_90 lets expect, and "
+        f"{gpu_estimates.LAUNCH_MICROSECONDS:.0f} us a launch. Occupancy is what registers leave "
+        "room for.",
+        "",
+        *gpu_estimates.table(kernels),
+    ]
 
 
 def layer_lines(layer: dict[str, Any]) -> list[str]:
