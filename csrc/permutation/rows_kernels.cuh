@@ -197,7 +197,8 @@ __global__ void __launch_bounds__(kRowThreads, kMinBlocks) unpermute_tokens_back
       grad_weights[slot] = dot;
     }
   }
-  zero_rows_without_slot(slot_of_row, num_rows, dim, grad_rows);
+  using Access = access_t<kSize * sizeof(T)>;
+  zero_rows_without_slot(slot_of_row, num_rows, dim / kSize, reinterpret_cast<Access*>(grad_rows));
 }
 
 // A warp for each item and tile of columns, as far as the device holds them.
