@@ -22,6 +22,7 @@ namespace moe_ext::assignment {
 constexpr int kMaxWarps = 8;
 constexpr int kMinBlocks = 2; // of an SM: left to itself ptxas aims at fewer registers and spills
 constexpr int kSumThreads = 256;
+constexpr int kSumWarps = kSumThreads / kWarpSize;
 constexpr double kSinkhornEps = 1e-8; // of Megatron-LM's sums over tokens
 
 template <typename Acc>
@@ -148,17 +149,22 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
   add_warps(shared, 2, n, partials + (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * n);
 }
 
-// score_sum [sequences, E]: one block a sequence.
+// score_sum [sequences, E]: one warp for each expert of a sequence.
 template <typename Acc>
-__global__ void add_blocks_kernel(
-    const Acc* __restrict__ partials, int num_blocks, int num_experts, Acc* __restrict__ score_sum) {
-  const Acc* const from = partials + int64_t{blockIdx.x} * num_blocks * num_experts;
-  for (int e = static_cast<int>(threadIdx.x); e < num_experts; e += static_cast<int>(blockDim.x)) {
-    double sum = 0;
-    for (int block = 0; block < num_blocks; ++block) {
-      sum += from[int64_t{block} * num_experts + e];
-    }
-    score_sum[int64_t{blockIdx.x} * num_experts + e] = static_cast<Acc>(sum);
+__global__ void __launch_bounds__(kSumThreads)
+    add_blocks_kernel(const Acc* __restrict__ partials, int num_blocks, int num_experts, Acc* __restrict__ score_sum) {
+  const int e = static_cast<int>(blockIdx.x) * kSumWarps + warp_id();
+  if (e >= num_experts) {
+    return;
+  }
+  const Acc* const of_expert = partials + int64_t{blockIdx.y} * num_blocks * num_experts + e;
+  double sum = 0;
+  for (int block = lane_id(); block < num_blocks; block += kWarpSize) {
+    sum += of_expert[int64_t{block} * num_experts];
+  }
+  sum = warp_sum(sum);
+  if (lane_id() == 0) {
+    score_sum[int64_t{blockIdx.y} * num_experts + e] = static_cast<Acc>(sum);
   }
 }
 
@@ -404,9 +410,10 @@ void launch_scores(
     return;
   }
   launch(plan.launch_on(sequences, stream), scores_kernel<T, kCheck>, args, length, rows, partials);
+  const dim3 grid(static_cast<unsigned>(ceil_div(args.num_experts, kSumWarps)), sequences);
   launch(
-      {dim3(sequences), dim3(kSumThreads), 0, stream}, add_blocks_kernel<acc_t<T>>, partials,
-      static_cast<int>(plan.num_blocks), static_cast<int>(args.num_experts), score_sum);
+      {grid, dim3(kSumThreads), 0, stream}, add_blocks_kernel<acc_t<T>>, partials, static_cast<int>(plan.num_blocks),
+      static_cast<int>(args.num_experts), score_sum);
 }
 
 template <bool kCheck, typename T>
