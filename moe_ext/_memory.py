@@ -66,6 +66,7 @@ def reuse_memory(enabled: bool = True) -> bool:
         libc.mallopt(parameter, value)
     if not enabled:
         libc.malloc_trim(0)
+    torch.ops.moe_ext._set_reuses_memory(enabled)
     _reuses = enabled
     return True
 

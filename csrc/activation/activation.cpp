@@ -14,7 +14,7 @@ MOE_EXT_SCHEMAS(m) {
   m.def("_gated_activation_backward(Tensor grad, Tensor x, str kind, str layout) -> Tensor");
   m.def(
       "_gated_activation_backward_weighted(Tensor grad, Tensor x, str kind, str layout, Tensor slot_weights, "
-      "Tensor slot_of_row) -> (Tensor grad_x, Tensor grad_weights)");
+      "Tensor slot_of_row, bool x_owned=False) -> (Tensor grad_x, Tensor grad_weights)");
 }
 
 Kind check_activation(const char* op, const Tensor& x, const std::string& kind) {

@@ -149,14 +149,17 @@ Tensor gated_activation_backward_cpu(Tensor grad, Tensor x, std::string kind_nam
 }
 
 std::tuple<Tensor, Tensor> gated_activation_backward_weighted_cpu(
-    Tensor grad, Tensor x, std::string kind_name, std::string layout_name, Tensor slot_weights, Tensor slot_of_row) {
+    Tensor grad, Tensor x, std::string kind_name, std::string layout_name, Tensor slot_weights, Tensor slot_of_row,
+    bool x_owned) {
   const char* op = "_gated_activation_backward_weighted";
   const auto [kind, layout] = check_gated(op, x, kind_name, layout_name);
   check_row_weights(op, x, slot_weights, slot_of_row);
   const int64_t dim = x.size(1) / 2;
   check_grad(op, grad, x, dim);
   const Tensor g = as_contiguous(grad), in = as_contiguous(x), weights = as_contiguous(slot_weights);
-  const Tensor grad_x = new_on_cpu(sizes_of(x), x.scalar_type());
+  // Over x where nobody reads it afterwards. The loops do not work in place: a row goes through a buffer.
+  const bool over_x = x_owned && in.data_ptr() == x.data_ptr();
+  const Tensor grad_x = over_x ? in : new_on_cpu(sizes_of(x), x.scalar_type());
   const Tensor grad_weights = new_on_cpu(sizes_of(weights), weights.scalar_type());
   dispatch_floating(x.scalar_type(), [&, kind = kind, layout = layout]<typename T>() {
     auto* dw = data<acc_t<T>>(grad_weights);
@@ -168,9 +171,16 @@ std::tuple<Tensor, Tensor> gated_activation_backward_weighted_cpu(
         std::memset(grad_row, 0, row_bytes);
         return;
       }
+      thread_local std::vector<T> buffer;
+      if (over_x) {
+        buffer.resize(2 * dim);
+      }
+      T* const to = over_x ? buffer.data() : grad_row;
       dw[slot] = kernels().of<T>().gated_backward_weighted(
-          kind, layout, grad_row, data<T>(g) + row * dim, data<T>(in) + row * 2 * dim, data<acc_t<T>>(weights)[slot],
-          dim);
+          kind, layout, to, data<T>(g) + row * dim, data<T>(in) + row * 2 * dim, data<acc_t<T>>(weights)[slot], dim);
+      if (over_x) {
+        std::memcpy(grad_row, to, row_bytes);
+      }
     });
   });
   return {grad_x, grad_weights};

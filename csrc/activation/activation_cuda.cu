@@ -81,7 +81,8 @@ Tensor gated_activation_backward_cuda(Tensor grad, Tensor x, std::string kind_na
 }
 
 std::tuple<Tensor, Tensor> gated_activation_backward_weighted_cuda(
-    Tensor grad, Tensor x, std::string kind_name, std::string layout_name, Tensor slot_weights, Tensor slot_of_row) {
+    Tensor grad, Tensor x, std::string kind_name, std::string layout_name, Tensor slot_weights, Tensor slot_of_row,
+    bool /*x_owned*/) {
   const char* op = "_gated_activation_backward_weighted";
   const auto [kind, layout] = check_gated(op, x, kind_name, layout_name);
   check_row_weights(op, x, slot_weights, slot_of_row);

@@ -23,14 +23,14 @@ void check_backward_weight(
     const Tensor& expert_offsets); // [E + 1]
 
 // `backward_weight` with the result [E, M, K] stored as [E, K, M] where `transposed`: as the weight is stored, since
-// autograd copies a gradient of other strides.
-template <Tensor (*backward_weight)(Tensor, Tensor, Tensor)>
-Tensor backward_weight_stored(Tensor grad, Tensor x, Tensor expert_offsets, bool transposed) {
+// autograd copies a gradient of other strides. Where `grad_owned`, nobody reads `grad` afterwards.
+template <Tensor (*backward_weight)(Tensor, Tensor, Tensor, bool)>
+Tensor backward_weight_stored(Tensor grad, Tensor x, Tensor expert_offsets, bool transposed, bool grad_owned) {
   check_backward_weight(grad, x, expert_offsets);
   if (!transposed) {
-    return backward_weight(grad, x, expert_offsets);
+    return backward_weight(grad, x, expert_offsets, grad_owned);
   }
-  return torch::stable::transpose(backward_weight(torch::stable::contiguous(x), grad, expert_offsets), 1, 2);
+  return torch::stable::transpose(backward_weight(torch::stable::contiguous(x), grad, expert_offsets, false), 1, 2);
 }
 
 void check_backward_bias(

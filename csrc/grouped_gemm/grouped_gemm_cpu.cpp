@@ -7,16 +7,23 @@
 #include <array>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
+#include "common/cpu_isa.h"
 #include "common/dispatch.h"
 #include "common/new_on_cpu.h"
+#include "grouped_gemm/give_back.h"
 #include "grouped_gemm/grouped_gemm.h"
+#include "grouped_gemm/grouped_gemm_tables.h"
 #include "grouped_gemm/per_expert.h"
 #include "grouped_gemm/tiles.h"
 
 namespace moe_ext::grouped_gemm {
+
+MOE_EXT_SELECT_KERNELS(Kernels)
+
 namespace {
 
 using torch::stable::parallel_for;
@@ -112,16 +119,39 @@ void sum_of_outer_products(const Tensor& out, const Tensor& grad, const Tensor& 
   mm_out(out, rows_transposed(grad_whole.matrix, 0, whole), x_whole.matrix);
 }
 
-// grad_weight[e] = grad_e^T x_e; an expert without rows gets zeros.
-Tensor backward_weight_cpu(
-    Tensor grad,             // [N, M]
-    Tensor x,                // [N, K]
-    Tensor expert_offsets) { // [E + 1]
+// Memory for tiles, of one size: as many pieces as are in use at once.
+class Scratch {
+ public:
+  explicit Scratch(int64_t bytes) : bytes_(bytes) {
+  }
+  std::unique_ptr<char[]> take() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (free_.empty()) {
+      return std::unique_ptr<char[]>(new char[bytes_]);
+    }
+    auto piece = std::move(free_.back());
+    free_.pop_back();
+    return piece;
+  }
+  void put_back(std::unique_ptr<char[]> piece) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    free_.push_back(std::move(piece));
+  }
+
+ private:
+  int64_t bytes_;
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<char[]>> free_;
+};
+
+// grad_weight[e] = grad_e^T x_e, or with `add` += it; an expert without rows gets zeros.
+void products_of_rows(
+    const Tensor& grad_weight, const Tensor& grad, const Tensor& x, const Tensor& expert_offsets, bool add,
+    bool grad_owned) {
   const int64_t num_experts = expert_offsets.size(0) - 1;
   const Tensor offsets_tensor = as_contiguous(expert_offsets);
   const int64_t* offsets = data<int64_t>(offsets_tensor);
   check_offsets("_grouped_mm_backward_weight", offsets, num_experts, grad.size(0));
-  const Tensor grad_weight = new_on_cpu({num_experts, grad.size(1), x.size(1)}, grad.scalar_type());
   const int64_t matrix_size = grad.size(1) * x.size(1);
   const int64_t bytes = matrix_size * static_cast<int64_t>(grad.element_size());
   int64_t num_busy = 0;
@@ -132,6 +162,9 @@ Tensor backward_weight_cpu(
   std::vector<Tile> tiles;
   for (int64_t e = 0; bytes > 0 && e < num_experts; ++e) {
     if (offsets[e] == offsets[e + 1]) {
+      if (add) {
+        continue;
+      }
       tiles.push_back({e, 0, 0}); // zeros, the cheapest: they fill the time of threads that are done with products
     } else {
       cut(tiles, e, 0, grad.size(1), tile_columns);
@@ -140,6 +173,9 @@ Tensor backward_weight_cpu(
   sort_by_cost(tiles, [&](const Tile& tile) {
     return (tile.end - tile.begin) * (offsets[tile.expert + 1] - offsets[tile.expert]);
   });
+  const RowsGivenBack rows(grad, offsets, tiles, grad_owned);
+  const int64_t row_bytes = x.size(1) * static_cast<int64_t>(x.element_size());
+  Scratch scratch(add ? 2 * tile_columns * row_bytes : 0);
   for_each_tile(tiles, [&](const Tile& tile) {
     const int64_t begin = offsets[tile.expert];
     const int64_t end = offsets[tile.expert + 1];
@@ -153,9 +189,55 @@ Tensor backward_weight_cpu(
         {tile.end - tile.begin, x.size(1), x.size(1), 1});
     const Matrix grad_columns = {end - begin, tile.end - tile.begin, grad.stride(0), grad.stride(1)};
     const Tensor grad_e = view_of(grad, begin * grad.stride(0) + tile.begin * grad.stride(1), grad_columns);
-    sum_of_outer_products(out_e, grad_e, rows_of(x, begin, end));
+    if (!add) {
+      sum_of_outer_products(out_e, grad_e, rows_of(x, begin, end));
+    } else {
+      // In a cache between product and sum: memory sees the sum alone.
+      auto piece = scratch.take();
+      const Tensor product = torch::stable::from_blob(
+          piece.get(), {tile.end - tile.begin, x.size(1)}, {x.size(1), 1}, x.device(), x.scalar_type());
+      sum_of_outer_products(product, grad_e, rows_of(x, begin, end));
+      dispatch_floating(x.scalar_type(), [&]<typename T>() {
+        kernels().of<T>().add(data<T>(out_e), data<T>(product), product.numel());
+      });
+      scratch.put_back(std::move(piece));
+    }
+    rows.done(tile);
   });
+}
+
+Tensor backward_weight_cpu(
+    Tensor grad,           // [N, M]
+    Tensor x,              // [N, K]
+    Tensor expert_offsets, // [E + 1]
+    bool grad_owned) {
+  const Tensor grad_weight = new_on_cpu({expert_offsets.size(0) - 1, grad.size(1), x.size(1)}, grad.scalar_type());
+  products_of_rows(grad_weight, grad, x, expert_offsets, false, grad_owned);
   return grad_weight;
+}
+
+// Adds the gradient of the weight to `sum`, with the bits of a result that is added as a whole.
+void backward_weight_add_cpu(
+    Tensor sum,            // [E, M, K]; [E, K, M] where transposed
+    Tensor grad,           // [N, M]
+    Tensor x,              // [N, K]
+    Tensor expert_offsets, // [E + 1]
+    bool transposed, bool grad_owned) {
+  const char* op = "_grouped_mm_backward_weight_add_";
+  check_backward_weight(grad, x, expert_offsets);
+  const Tensor& rows = transposed ? x : grad;
+  const Tensor& columns = transposed ? grad : x;
+  check_dtype(op, "sum", sum, grad.scalar_type());
+  check_same_device(op, "sum", sum, "grad", grad);
+  MOE_CHECK(
+      sum.dim() == 3 && sum.size(0) == expert_offsets.size(0) - 1 && sum.size(1) == rows.size(1) &&
+          sum.size(2) == columns.size(1) && sum.is_contiguous(),
+      op, ": expected sum to be a contiguous tensor of the weight's shape, got shape ", shape_string(sum));
+  products_of_rows(sum, as_contiguous(rows), columns, expert_offsets, true, grad_owned && !transposed);
+}
+
+void set_reuses_memory(bool enabled) {
+  reuses_memory = enabled;
 }
 
 // Sums one expert's rows of columns [begin, begin + width): blocks of rows first, then the blocks, so that the error
@@ -216,7 +298,12 @@ Tensor backward_bias_cpu(
 STABLE_TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
   m.impl("grouped_mm", TORCH_BOX(&grouped_mm_cpu));
   m.impl("_grouped_mm_backward_weight", TORCH_BOX(&backward_weight_stored<backward_weight_cpu>));
+  m.impl("_grouped_mm_backward_weight_add_", TORCH_BOX(&backward_weight_add_cpu));
   m.impl("_grouped_mm_backward_bias", TORCH_BOX(&backward_bias_cpu));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(moe_ext, CompositeExplicitAutograd, m) {
+  m.impl("_set_reuses_memory", TORCH_BOX(&set_reuses_memory));
 }
 
 } // namespace moe_ext::grouped_gemm

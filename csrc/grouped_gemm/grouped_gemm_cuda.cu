@@ -146,9 +146,10 @@ Tensor grouped_mm_cuda(
 
 // grad_weight[e] = grad_e^T x_e; an expert without rows gets zeros.
 Tensor backward_weight_cuda(
-    Tensor grad,             // [N, M]
-    Tensor x,                // [N, K]
-    Tensor expert_offsets) { // [E + 1]
+    Tensor grad,           // [N, M]
+    Tensor x,              // [N, K]
+    Tensor expert_offsets, // [E + 1]
+    bool /*grad_owned*/) {
   const DeviceScope device(grad);
   const int64_t num_experts = expert_offsets.size(0) - 1;
   const Tensor offsets = contiguous(expert_offsets);

@@ -2,12 +2,17 @@
 //
 // moe_ext/ops/autograd.py parses the derivatives and says what they mean; it has the same kernel in Python. Arguments
 // stay on the dispatcher's stack from call to call: operators of the stable ABI take them from one.
+#include <ATen/Context.h>
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/node.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
@@ -37,7 +42,7 @@ enum class Source { kGrad, kTensor, kValue };
 struct Argument {
   Source source;
   size_t index;
-  std::string function; // on tensors in the backward pass: "", "contiguous" or "transpose"
+  std::string function; // on tensors in the backward pass: "", "contiguous" or "transpose"; "owned" is a bool
 };
 
 // A call that gives the gradients of some inputs.
@@ -45,6 +50,13 @@ struct Derivative {
   c10::OperatorHandle op;
   std::vector<size_t> inputs; // by the node's edges
   std::vector<Argument> arguments;
+  std::optional<c10::OperatorHandle> add; // "<op>_add_": adds the result to its first argument, on CPU
+
+  bool reads(Source source, size_t index) const {
+    return std::any_of(arguments.begin(), arguments.end(), [&](const Argument& argument) {
+      return argument.source == source && argument.index == index;
+    });
+  }
 };
 
 // Values to keep of the arguments or, from `num_arguments` on, of the results.
@@ -106,16 +118,82 @@ void call(const Formula& formula, const Derivative& derivative, torch::jit::Stac
   }
 }
 
-// The gradients of the inputs, by edge. `zeros(i)` is what stands for a gradient of result i that is not there.
-template <typename Zeros>
+// Whether the tensor's object in Python holds a reference, and nobody holds the object.
+template <typename Slot>
+bool is_held_by_python_alone(const Slot* slot) {
+  if constexpr (requires { slot->has_unique_reference(); }) {
+    return slot->has_unique_reference();
+  }
+  return false; // older versions have no such reference
+}
+
+// Whether nobody else can see the memory of a tensor: torch's allocator gave it, and no other tensor holds it.
+bool is_owned(const Tensor& tensor) {
+  if (!tensor.defined() || !tensor.is_cpu() || !tensor.has_storage()) {
+    return false;
+  }
+  const bool of_python = is_held_by_python_alone(tensor.unsafeGetTensorImpl()->pyobj_slot());
+  return tensor.use_count() == 1 + static_cast<size_t>(of_python) && tensor.storage().use_count() == 1 &&
+         tensor.storage().data_ptr().get_deleter() == at::getCPUAllocator()->raw_deleter();
+}
+
+using torch::autograd::AccumulateGrad;
+
+// The gradient that the engine would add to, where nobody sees what is added by itself; else undefined.
+Tensor grad_to_add_to(AccumulateGrad* leaf) {
+  if (leaf == nullptr || at::GradMode::is_enabled()) {
+    return {};
+  }
+  // autograd.grad hands the gradient out, and so may a hook of the parameter, of its gradient or of the node.
+  const auto* const wanted = torch::autograd::get_current_graph_task_exec_info();
+  if (wanted == nullptr) {
+    return {};
+  }
+  const auto found = wanted->find(leaf);
+  if (!wanted->empty() && (found == wanted->end() || found->second.captures_)) {
+    return {};
+  }
+  if (!leaf->pre_hooks().empty() || !leaf->post_hooks().empty() || !leaf->tensor_pre_hooks().empty() ||
+      !leaf->retains_grad_hooks().empty() || leaf->tensor_post_acc_grad_hooks()) {
+    return {};
+  }
+  const Tensor& grad = leaf->variable.mutable_grad();
+  const Tensor& variable = leaf->variable;
+  const bool plain = grad.defined() && grad.is_cpu() && grad.layout() == at::kStrided && grad.is_contiguous() &&
+                     variable.is_contiguous() && grad.sizes() == variable.sizes() &&
+                     grad.scalar_type() == variable.scalar_type() && !grad.requires_grad() && !grad.is_neg() &&
+                     !at::isTensorSubclassLike(grad) && !at::isTensorSubclassLike(variable);
+  return plain ? grad : Tensor();
+}
+
+// What the engine holds while it adds to a leaf's gradient: other threads may run backward passes to the same one.
+struct Lock : torch::autograd::Node {
+  static std::mutex& of(torch::autograd::Node& node) {
+    return node.*(&Lock::mutex_);
+  }
+};
+
+// The gradients of the inputs, by edge. `zeros(i)` is what stands for a gradient of result i that is not there;
+// `leaf(edge)` is whose gradient an edge's may be added to at once, and undefined in the result, or null. With
+// `may_own` the gradients and tensors are nobody else's.
+template <typename Zeros, typename Leaf>
 variable_list differentiate(
-    const Formula& formula, variable_list grads, const variable_list& tensors, const std::vector<IValue>& values,
-    const std::vector<bool>& needed, const Zeros& zeros) {
+    const Formula& formula, variable_list grads, variable_list tensors, const std::vector<IValue>& values,
+    const std::vector<bool>& needed, bool may_own, const Zeros& zeros, const Leaf& leaf) {
   variable_list found(formula.inputs.size());
-  for (const Derivative& derivative : formula.derivatives) {
+  for (size_t d = 0; d < formula.derivatives.size(); ++d) {
+    const Derivative& derivative = formula.derivatives[d];
     if (!is_any_needed(derivative, needed)) {
       continue;
     }
+    // The last to read a tensor has it for its own.
+    const auto is_read_later = [&](const Argument& argument) {
+      return std::any_of(
+          formula.derivatives.begin() + static_cast<int64_t>(d) + 1, formula.derivatives.end(),
+          [&](const Derivative& later) {
+            return is_any_needed(later, needed) && later.reads(argument.source, argument.index);
+          });
+    };
     const auto& schema = derivative.op.schema().arguments();
     torch::jit::Stack stack;
     bool has_grad = false;
@@ -125,7 +203,17 @@ variable_list differentiate(
         stack.push_back(values[argument.index]);
         continue;
       }
-      Tensor tensor = argument.source == Source::kGrad ? grads[argument.index] : tensors[argument.index];
+      if (argument.function == "owned") {
+        // Of the argument that stands before it.
+        const auto of = std::find_if(derivative.arguments.begin(), derivative.arguments.end(), [&](const Argument& a) {
+          return a.source == argument.source && a.index == argument.index;
+        });
+        const IValue& value = stack[of - derivative.arguments.begin()];
+        stack.push_back(may_own && value.isTensor() && is_owned(value.toTensor()));
+        continue;
+      }
+      Tensor& kept = argument.source == Source::kGrad ? grads[argument.index] : tensors[argument.index];
+      Tensor tensor = kept;
       if (argument.source == Source::kGrad) {
         // An operator that can do without a gradient has it as an optional argument.
         const bool optional = schema[i].type()->kind() == c10::TypeKind::OptionalType;
@@ -134,8 +222,11 @@ variable_list differentiate(
         }
         has_grad |= tensor.defined();
         if (argument.function == "contiguous") {
-          grads[argument.index] = tensor = tensor.contiguous();
+          kept = tensor = tensor.contiguous();
         }
+      }
+      if (!is_read_later(argument)) {
+        kept.reset();
       }
       if (argument.function == "transpose") {
         tensor = tensor.transpose(1, 2);
@@ -147,6 +238,15 @@ variable_list differentiate(
     }
     for (size_t i = stack.size(); i < schema.size(); ++i) {
       stack.push_back(*schema[i].default_value());
+    }
+    if (AccumulateGrad* const at = derivative.add ? leaf(derivative.inputs.front()) : nullptr) {
+      const std::lock_guard<std::mutex> lock(Lock::of(*at));
+      if (const Tensor sum = grad_to_add_to(at); sum.defined()) {
+        stack.insert(stack.begin(), sum);
+        derivative.add->callBoxed(stack);
+        torch::autograd::impl::bump_version(sum);
+        continue;
+      }
     }
     call(formula, derivative, stack);
     for (size_t i = 0; i < derivative.inputs.size(); ++i) {
@@ -198,9 +298,20 @@ struct FormulaNode : torch::autograd::Node {
 
   variable_list apply(variable_list&& grads) override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return differentiate(formula, std::move(grads), unpack(), values, needed(), [&](size_t i) {
-      return input_metadata(i).zeros_like();
-    });
+    variable_list unpacked = unpack();
+    const bool keep = torch::autograd::get_current_graph_task_keep_graph();
+    if (!keep) {
+      // As the engine does next. Until then nothing could be owned.
+      for (auto& tensor : tensors) {
+        tensor.reset_data();
+      }
+    }
+    // A mode of torch may keep what it sees, and so does a graph of the backward pass.
+    const bool may_own = !keep && !at::GradMode::is_enabled() && c10::impl::TorchDispatchModeTLS::stack_len() == 0;
+    return differentiate(
+        formula, std::move(grads), std::move(unpacked), values, needed(), may_own,
+        [&](size_t i) { return input_metadata(i).zeros_like(); },
+        [&](size_t i) { return dynamic_cast<AccumulateGrad*>(next_edge(i).function.get()); });
   }
 
   // Compiled autograd sees the call as a function of tensors and values.
@@ -238,9 +349,9 @@ struct FormulaNode : torch::autograd::Node {
       for (size_t i = 0; i < options.size(); ++i) {
         shapes.push_back(unpacked.unpack<std::vector<c10::SymInt>>());
       }
-      return differentiate(formula, inputs, of_tensors, of_values, wanted, [&](size_t i) {
-        return at::zeros_symint(shapes[i], options[i]);
-      });
+      return differentiate(
+          formula, inputs, of_tensors, of_values, wanted, false,
+          [&](size_t i) { return at::zeros_symint(shapes[i], options[i]); }, [](size_t) { return nullptr; });
     };
     const auto& python = torch::dynamo::autograd::getPyCompilerInterface();
     const std::string bound = python->bind_function(saved.get_py_compiler(), name(), function, types);
@@ -388,7 +499,13 @@ Formula read_formula(const c10::OperatorHandle& op, const PyFormula& from) {
   }
   formula.name = formula.name.substr(formula.name.find("::") + 2);
   for (const auto& [name, edges, arguments] : derivatives) {
-    Derivative derivative{c10::Dispatcher::singleton().findSchemaOrThrow(("moe_ext::" + name).c_str(), ""), edges, {}};
+    auto& dispatcher = c10::Dispatcher::singleton();
+    const std::string full_name = "moe_ext::" + name;
+    Derivative derivative{
+        dispatcher.findSchemaOrThrow(full_name.c_str(), ""),
+        edges,
+        {},
+        dispatcher.findSchema({full_name + "_add_", ""})};
     for (const auto& [source, index, function] : arguments) {
       const Source kind = source == "grad" ? Source::kGrad : source == "tensor" ? Source::kTensor : Source::kValue;
       derivative.arguments.push_back({kind, index, function});

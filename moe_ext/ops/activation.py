@@ -106,7 +106,13 @@ def _(grad: Tensor, x: Tensor, kind: str, layout: str) -> Tensor:
 
 @torch.library.register_fake("moe_ext::_gated_activation_backward_weighted")
 def _(
-    grad: Tensor, x: Tensor, kind: str, layout: str, slot_weights: Tensor, slot_of_row: Tensor
+    grad: Tensor,
+    x: Tensor,
+    kind: str,
+    layout: str,
+    slot_weights: Tensor,
+    slot_of_row: Tensor,
+    x_owned: bool = False,
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), slot_weights.new_empty(slot_weights.shape)
 
@@ -123,7 +129,7 @@ register_derivatives(
         "slot_weights",
         {
             "x, slot_weights": "_gated_activation_backward_weighted(grad_result, x, kind, layout, "
-            "slot_weights, slot_of_row)"
+            "slot_weights, slot_of_row, owned(x))"
         },
     ),
 )

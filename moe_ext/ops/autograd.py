@@ -26,10 +26,11 @@ _LIBRARY = torch.library.Library("moe_ext", "FRAGMENT")
 
 # Functions of a tensor among the arguments of a derivative: those that leave a value are taken when
 # the call is recorded, and do not keep the tensor.
-_OF_TENSORS: dict[str, Callable[[Tensor], Tensor]] = {
+_OF_TENSORS: dict[str, Callable[[Tensor], Tensor | bool]] = {
     "": lambda t: t,
     "contiguous": lambda t: t.contiguous(),
     "transpose": lambda t: t.transpose(1, 2),
+    "owned": lambda t: False,
 }
 _TO_VALUES: dict[str, Callable[[Any], Any]] = {
     "": lambda value: value,
@@ -52,9 +53,15 @@ def register_derivatives(
     in the schema, a sole result being `result`, and `grad_` before the name of a result for its
     gradient; or `contiguous`, `transpose` (of the last two of three dimensions), `columns` (the
     size of dimension 1), `dtype` or `is_transposed` (a stack of matrices whose columns are stored
-    one after the other) of one of them. Results without a gradient in any derivative are not
+    one after the other) of one of them. `owned` of an argument that stands before it is whether
+    nobody reads that one afterwards, so that the call may write over it or give its pages back; in
+    Python it is False. Results without a gradient in any derivative are not
     differentiable. Where no gradient comes for a result, an optional argument is None and another
     one zeros. To differentiate a call of an operator that has no derivative itself is an error.
+
+    Where there is an operator `<name>_add_` beside that of a derivative of one argument, and the
+    argument is a parameter whose `.grad` is there already, it adds to that at once what the engine
+    would add: in `backward()` alone, and where no hook is to see the gradient by itself.
 
     Args:
         operator: its name, without the namespace.

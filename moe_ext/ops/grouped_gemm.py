@@ -85,14 +85,20 @@ register_derivatives(
     {
         "x": "grouped_mm(contiguous(grad_result), transpose(weight), expert_offsets)",
         "weight": "_grouped_mm_backward_weight(contiguous(grad_result), x, expert_offsets, "
-        "is_transposed(weight))",
+        "is_transposed(weight), owned(grad_result))",
         "bias": "_grouped_mm_backward_bias(contiguous(grad_result), expert_offsets)",
     },
 )
 
 
 @torch.library.register_fake("moe_ext::_grouped_mm_backward_weight")
-def _(grad: Tensor, x: Tensor, expert_offsets: Tensor, transposed: bool = False) -> Tensor:
+def _(
+    grad: Tensor,
+    x: Tensor,
+    expert_offsets: Tensor,
+    transposed: bool = False,
+    grad_owned: bool = False,
+) -> Tensor:
     if transposed:
         grad, x = x, grad
     gradient = grad.new_empty((expert_offsets.shape[0] - 1, grad.shape[1], x.shape[1]))
