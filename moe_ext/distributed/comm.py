@@ -131,10 +131,15 @@ class _Collective:
 
     def __init__(self, work: dist.Work, call: Collective) -> None:
         self._work, self._call = work, call
-        self.is_completed, self.get_future = work.is_completed, work.get_future
 
     def wait(self) -> None:
         wait(self._work, self._call)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def get_future(self) -> Any:
+        return self._work.get_future()
 
 
 class _Works:
