@@ -22,7 +22,7 @@ from moe_ext.distributed.dispatch import (
     sum_dtype,
     take_part,
 )
-from moe_ext.nn.experts import take_weights
+from moe_ext.nn.experts import check_results, take_weights
 from moe_ext.nn.torch_state import autocast_dtype
 
 
@@ -119,6 +119,7 @@ class _Work:
         rows, offsets, metadata = self.dispatcher.send(rows_RD, chunk, weights_TK)
         weights, metadata = take_weights(self.experts, self.dispatcher, rows, metadata)
         out = torch.func.functional_call(self.experts, bound, (rows, offsets, *weights))
+        check_results(rows, out)
         # A token's rows may lie in several chunks: their sum is rounded once, at the end.
         return self.dispatcher.combine_part(out, metadata), out.dtype, metadata
 

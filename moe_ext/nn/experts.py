@@ -228,6 +228,15 @@ def take_weights(
     return ((), metadata) if weights is None else ((weights,), replace(metadata, topk_weights=None))
 
 
+def check_results(rows: Tensor, results: Tensor) -> None:
+    """Refuse what a transport would mix up: rows of another length on this rank than on others."""
+    if results.shape != rows.shape:
+        raise ValueError(
+            f"MoELayer: expected experts to return rows of shape {tuple(rows.shape)}, got "
+            f"{tuple(results.shape)}"
+        )
+
+
 def local_experts(num_experts: int, ep_group: ProcessGroup | None, owner: str) -> int:
     """Experts of each rank; ValueError naming `owner` where the group does not divide them."""
     ep_size = group_size(ep_group) // shards_of_experts(ep_group)

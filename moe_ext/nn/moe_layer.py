@@ -40,7 +40,7 @@ from moe_ext.nn.balance.quantile import NUM_BINS, add_required_bias
 from moe_ext.nn.capacity import Capacity, Choice, RowBudget, limit_choice, run_padded
 from moe_ext.nn.chunks import run_chunks
 from moe_ext.nn.expert_activation import Activation
-from moe_ext.nn.experts import GroupedExperts, take_weights
+from moe_ext.nn.experts import GroupedExperts, check_results, take_weights
 from moe_ext.nn.feed_forward import FeedForward
 from moe_ext.nn.layer_metrics import LayerMetrics, Record, read_losses, read_metrics
 from moe_ext.nn.replay import apply_sessions, can_replay
@@ -372,15 +372,16 @@ class MoELayer(CountingModule):
         dispatcher = self.dispatcher
         if self.capacity is not None and self.capacity.pad:
             assert metadata.expert_capacity is not None
-            rows = run_padded(self.experts, rows, offsets, metadata.expert_capacity)
+            results = run_padded(self.experts, rows, offsets, metadata.expert_capacity)
         else:
             weights, metadata = take_weights(self.experts, dispatcher, rows, metadata)
-            rows = self.experts(rows, offsets, *weights)
+            results = self.experts(rows, offsets, *weights)
+        check_results(rows, results)
         if self.shared_expert is None:
-            return dispatcher.combine(rows, metadata)
+            return dispatcher.combine(results, metadata)
         shared_TD: list[Tensor] = []
         y_TD = dispatcher.combine(
-            rows, metadata, meanwhile=lambda: shared_TD.append(self._run_shared_expert(x_TD))
+            results, metadata, meanwhile=lambda: shared_TD.append(self._run_shared_expert(x_TD))
         )
         return y_TD + shared_TD[0]
 

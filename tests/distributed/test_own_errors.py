@@ -53,13 +53,18 @@ class Faulty(nn.Module):
             raise KeyError("no such weight")
         if self.raises == "backward":
             x = RaisesInBackward.apply(x)
-        return self.inner(x, *args, **kwargs)
+        y = self.inner(x, *args, **kwargs)
+        return nn.functional.pad(y, (0, 1)) if self.raises == "width" else y
 
 
-WORDS = {"forward": "KeyError: 'no such weight'", "backward": "ValueError: no gradient today"}
-OWN = {"forward": KeyError, "backward": ValueError}
+WORDS = {
+    "forward": "KeyError: 'no such weight'",
+    "backward": "ValueError: no gradient today",
+    "width": "ValueError: MoELayer: expected experts to return rows of shape",
+}
+OWN = {"forward": KeyError, "backward": ValueError, "width": ValueError}
 # Where the others meet the error, in the class that they raise it in.
-THEIRS = {"forward": RuntimeError, "backward": ValueError}
+THEIRS = {**OWN, "forward": RuntimeError}
 
 
 def make_layer(rank, dispatcher, part, rows):
@@ -109,6 +114,8 @@ def one_fault(rank, dispatcher, part, when, victim, rows=None, recomputed=False)
 FAULTS = (
     ("alltoall", "experts", "forward", 1),
     ("alltoall", "experts", "backward", 0),
+    ("alltoall", "experts", "width", 1),
+    ("dedup", "experts", "width", 0, 8),
     ("alltoall", "shared_expert", "forward", 0),
     ("alltoall", "shared_expert", "backward", 1),
     ("alltoall", "own experts", "forward", 1),
