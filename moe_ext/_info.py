@@ -8,6 +8,7 @@ import torch
 
 from moe_ext import _library, _memory, _runtime_library
 from moe_ext._version import __version__
+from moe_ext.ops import grouped_providers
 
 _OPTIONAL = {
     "transformers": "moe_ext.replace: pip install transformers",
@@ -79,6 +80,7 @@ def _backends() -> dict[str, str]:
         backends["cuda"] = f"{torch.cuda.get_device_name()}: the CUDA operators are not built"
     else:
         backends["cuda"] = f"{torch.cuda.get_device_name()}: {_num_cuda_operators()} operators"
+    backends["grouped_mm"] = grouped_providers.state()
     if torch.distributed.is_available():
         backends["gloo"] = "available" if torch.distributed.is_gloo_available() else "absent"
         backends["nccl"] = "available" if torch.distributed.is_nccl_available() else "absent"

@@ -1,5 +1,8 @@
 // CUDA side of the grouped matrix product. bfloat16 on devices for which torch has a kernel over all experts goes
 // there, everything else to ours. Neither needs the offsets on the host.
+#include <cstdlib>
+#include <cstring>
+
 #include "common/dispatch.h"
 #include "common/dispatch_cuda.cuh"
 #include "common/torch_cuda.cuh"
@@ -16,6 +19,12 @@ using torch::stable::transpose;
 
 constexpr int64_t kMostGroups = 1023; // of one call of torch's kernel
 
+// MOE_EXT_GROUPED_MM, whose values moe_ext/ops/grouped_providers.py lists.
+bool wants_own_products() {
+  const char* choice = std::getenv("MOE_EXT_GROUPED_MM");
+  return choice != nullptr && std::strcmp(choice, "own") == 0;
+}
+
 // Rows that torch's kernel takes: dense, apart, and at multiples of 16 bytes.
 bool is_row_major(const Tensor& t) {
   const int64_t last = t.dim() - 1, row_bytes = t.stride(last - 1) * static_cast<int64_t>(t.element_size());
@@ -29,7 +38,7 @@ bool is_row_major(const Tensor& t) {
 std::optional<Tensor> rows_for_torch(const Tensor& t, int64_t num_groups, int64_t out_columns) {
   const int capability = device_properties().compute_capability;
   const bool fits = t.scalar_type() == ScalarType::BFloat16 && (capability == 9 || capability == 10) && t.numel() > 0 &&
-                    out_columns > 0 && num_groups <= kMostGroups &&
+                    !wants_own_products() && out_columns > 0 && num_groups <= kMostGroups &&
                     out_columns * static_cast<int64_t>(t.element_size()) % kAccessBytes == 0;
   if (!fits) {
     return std::nullopt;

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ext.ops import grouped_providers
 from moe_ext.ops.autograd import register_autograd, register_derivatives
 
 
@@ -44,7 +45,9 @@ def grouped_mm(
     with rows and matrices at multiples of 16 bytes, is one library product over all experts, to
     which the bias is added after it was rounded; all else is one launch of ours. Offsets that
     decrease or leave the rows are not refused there. Float32 is the sum of six products of three
-    bfloat16 parts, as exact as its own products; infinities among its operands give NaN.
+    bfloat16 parts, as exact as its own products; infinities among its operands give NaN. The
+    environment variable ``MOE_EXT_GROUPED_MM``, read when moe_ext is imported, chooses "own" for
+    ours alone, or "quack" for quack-kernels, whose product is differentiable once.
 
     Deterministic; on CPU with the same bits for any number of threads: tiles of a fixed size go to
     the library's product, each on one thread. On CUDA as far as the library's product is.
@@ -55,7 +58,12 @@ def grouped_mm(
         dtype = torch.get_autocast_dtype(device_type)
         x_NK, weight_EMK = _autocast(x_NK, dtype), _autocast(weight_EMK, dtype)
         bias_EM = None if bias_EM is None else _autocast(bias_EM, dtype)
-    y_NM: Tensor = torch.ops.moe_ext.grouped_mm(x_NK, weight_EMK, expert_offsets, bias_EM)
+    product = None
+    if device_type != "cpu":
+        product = grouped_providers.chosen_product(x_NK, weight_EMK)
+    if product is None:
+        product = torch.ops.moe_ext.grouped_mm
+    y_NM: Tensor = product(x_NK, weight_EMK, expert_offsets, bias_EM)
     return y_NM
 
 
