@@ -1,6 +1,6 @@
 // Products of all experts in one launch, by offsets that are on the device: blocks that fill it once walk over the
 // tiles of all experts' products, so that the host need not know how many rows an expert has.
-//   Tiles: 128 x 128 of the output (64 x 64 of float64, a quarter a warp), four warps of 64 x 64 each; 16 or 32 terms
+//   Tiles: 128 x 128 of the output (64 x 64 of float32 and float64), a quarter a warp; 16 or 32 terms
 //   of the sum a step. Operands come by asynchronous copies, kStages - 1 steps ahead; shared memory is swizzled by 16
 //   bytes, so that eight rows of a column lie in different banks. Rows that are no multiples of 16 bytes come by single
 //   elements. 16 bits: mma.m16n8k16 with float32 sums. float32: x = high + middle + low, three bfloat16 (exact above
@@ -14,6 +14,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 
 #include "common/launch.cuh"
@@ -34,7 +36,7 @@ struct Tiling {
 template <>
 struct Tiling<float> {
   using Part = c10::BFloat16;
-  static constexpr int kSize = 128, kDepth = 16, kStages = 2, kParts = 3;
+  static constexpr int kSize = 64, kDepth = 16, kStages = 2, kParts = 3;
 };
 template <>
 struct Tiling<double> {
@@ -150,46 +152,44 @@ __device__ __forceinline__ void load_operand(uint32_t (&to)[4], const Part* tile
   load_matrices<!kAlong>(to, tile + Tile::at(row, col));
 }
 
-// A warp's sums of 64 x 64 elements of the block's tile.
+// A warp's sums of a quarter of the block's tile.
 template <typename T, bool kAlongA, bool kAlongB>
 struct Sums {
   using Part = typename Tiling<T>::Part;
   using TileA = OperandTile<Part, T, kAlongA>;
   using TileB = OperandTile<Part, T, kAlongB>;
   static constexpr int kParts = Tiling<T>::kParts;
-  float v[4][8][4] = {}; // sixteen rows, eight columns, and what multiply_add gives a thread of them
+  static constexpr int kSide = Tiling<T>::kSize / 2;
+  float v[kSide / 16][kSide / 8][4] = {}; // sixteen rows, eight columns, and what multiply_add gives a thread of them
 
   __device__ __forceinline__ static int first_row() {
-    return warp_id() / 2 * 64;
+    return warp_id() / 2 * kSide;
   }
   __device__ __forceinline__ static int first_col() {
-    return warp_id() % 2 * 64;
+    return warp_id() % 2 * kSide;
   }
 
   __device__ __forceinline__ void add(const Part* a, const Part* b) {
-    // Three parts of 64 columns at a time would spill registers.
-    constexpr int kCols = kParts == 1 ? 64 : 32;
 #pragma unroll
-    for (int i = 0; i < Tiling<T>::kDepth / 16 * (64 / kCols); ++i) {
-      const int term = i / (64 / kCols) * 16, first = i % (64 / kCols) * kCols;
-      uint32_t y[kParts][kCols / 16][4];
+    for (int term = 0; term < Tiling<T>::kDepth; term += 16) {
+      uint32_t y[kParts][kSide / 16][4];
 #pragma unroll
       for (int p = 0; p < kParts; ++p) {
 #pragma unroll
-        for (int n = 0; n < kCols / 16; ++n) {
-          load_operand<TileB, false, kAlongB>(y[p][n], b + p * TileB::kElements, first_col() + first + 16 * n, term);
+        for (int n = 0; n < kSide / 16; ++n) {
+          load_operand<TileB, false, kAlongB>(y[p][n], b + p * TileB::kElements, first_col() + 16 * n, term);
         }
       }
 #pragma unroll
-      for (int m = 0; m < 4; ++m) {
+      for (int m = 0; m < kSide / 16; ++m) {
         uint32_t x[kParts][4];
 #pragma unroll
         for (int p = 0; p < kParts; ++p) {
           load_operand<TileA, true, kAlongA>(x[p], a + p * TileA::kElements, first_row() + 16 * m, term);
         }
 #pragma unroll
-        for (int n = 0; n < kCols / 8; ++n) {
-          float (&sum)[4] = v[m][first / 8 + n];
+        for (int n = 0; n < kSide / 8; ++n) {
+          float (&sum)[4] = v[m][n];
           const auto add_product = [&](float (&to)[4], int p, int q) {
             const uint32_t (&of_y)[4] = y[q][n / 2];
             multiply_add<Part>(to[0], to[1], to[2], to[3], x[p], of_y[n % 2 * 2], of_y[n % 2 * 2 + 1]);
@@ -215,8 +215,8 @@ struct Sums {
     }
   }
 
-  // A thread has pairs of neighbours in eight rows.
-  static constexpr int kPairs = 8, kPairStep = 8, kRowStep = 8;
+  // A thread has pairs of neighbours in so many rows.
+  static constexpr int kRows = kSide / 8, kPairs = kSide / 8, kPairStep = 8, kRowStep = 8;
 
   __device__ __forceinline__ static int row() {
     return first_row() + lane_id() / 4;
@@ -234,7 +234,7 @@ template <bool kAlongA, bool kAlongB>
 struct Sums<double, kAlongA, kAlongB> {
   using TileA = OperandTile<double, double, kAlongA>;
   using TileB = OperandTile<double, double, kAlongB>;
-  static constexpr int kPairs = 2, kPairStep = 16, kRowStep = 1;
+  static constexpr int kRows = 8, kPairs = 2, kPairStep = 16, kRowStep = 1;
   double v[8][kPairs][2] = {};
 
   __device__ __forceinline__ static int first_row() {
@@ -281,19 +281,18 @@ struct ExpertTiles {
   const GroupedProduct<T>& p;
   int first_expert = 0, expert = 0; // of the 32; of the tile
   int begin = 0, num_rows = 0;      // the expert's
-  unsigned index = 0;               // of the tile among its expert's
-  int64_t tiles_before = 0;
+  int index = 0;                    // of the tile among its expert's
+  int tiles_before = 0;
 
   __device__ __forceinline__ explicit ExpertTiles(const GroupedProduct<T>& product) : p(product) {
   }
 
   // False beyond the last tile. `tile` does not decrease.
-  __device__ __forceinline__ bool find(int64_t tile) {
+  __device__ __forceinline__ bool find(int tile) {
     constexpr int kSize = Tiling<T>::kSize;
     for (; first_expert < p.num_experts; first_expert += kWarpSize) {
       const int e = first_expert + lane_id();
-      int from = 0, rows = 0;
-      int64_t count = 0;
+      int from = 0, rows = 0, count = 0;
       if (e < p.num_experts) {
         const int64_t first = p.offsets[e], last = p.offsets[e + 1];
         if (p.checked && (first < 0 || first > last || last > p.num_rows)) {
@@ -301,14 +300,14 @@ struct ExpertTiles {
         }
         from = static_cast<int>(min(max(first, int64_t{0}), p.num_rows));
         rows = max(static_cast<int>(min(last, p.num_rows)) - from, 0);
-        count = int64_t{ceil_div(kAlongA ? rows : p.rows, kSize)} * ceil_div(p.cols, kSize);
+        count = ceil_div(kAlongA ? rows : p.rows, kSize) * ceil_div(p.cols, kSize);
       }
-      const int64_t up_to = tiles_before + warp_inclusive_scan(count);
+      const int up_to = tiles_before + warp_inclusive_scan(count);
       const unsigned behind = __ballot_sync(kFullMask, up_to > tile);
       if (behind != 0) {
         const int owner = __ffs(static_cast<int>(behind)) - 1;
         expert = first_expert + owner;
-        index = static_cast<unsigned>(tile - __shfl_sync(kFullMask, up_to - count, owner));
+        index = tile - __shfl_sync(kFullMask, up_to - count, owner);
         begin = __shfl_sync(kFullMask, from, owner);
         num_rows = __shfl_sync(kFullMask, rows, owner);
         return true;
@@ -356,7 +355,7 @@ __device__ __forceinline__ void store_tile(
     add[i / 2][i % 2] = own_bias != nullptr && at < cols_left ? static_cast<Acc>(own_bias[at]) : Acc(0);
   }
 #pragma unroll
-  for (int m = 0; m < 8; ++m) {
+  for (int m = 0; m < SumsOf::kRows; ++m) {
     if (m * SumsOf::kRowStep < rows_left) {
 #pragma unroll
       for (int pair = 0; pair < SumsOf::kPairs; ++pair) {
@@ -398,18 +397,18 @@ __global__ void __launch_bounds__(kProductThreads, 2) grouped_product_kernel(Gro
     zero_other_rows(p);
   }
   ExpertTiles<kAlongA, T> tiles(p);
-  for (int64_t tile = blockIdx.x; tiles.find(tile); tile += gridDim.x) {
+  for (int tile = static_cast<int>(blockIdx.x); tiles.find(tile); tile += static_cast<int>(gridDim.x)) {
     const int all_rows = kAlongA ? tiles.num_rows : p.rows, depth = kAlongA ? p.depth : tiles.num_rows;
-    const auto row_tiles = static_cast<unsigned>(ceil_div(all_rows, Of::kSize));
-    const int row = static_cast<int>(tiles.index % row_tiles) * Of::kSize;
-    const int col = static_cast<int>(tiles.index / row_tiles) * Of::kSize;
+    const int row_tiles = ceil_div(all_rows, Of::kSize);
+    const int row = tiles.index % row_tiles * Of::kSize;
+    const int col = tiles.index / row_tiles * Of::kSize;
     const int num_rows = min(all_rows - row, Of::kSize), num_cols = min(p.cols - col, Of::kSize);
     const int64_t begin = tiles.begin;
     const T* a = p.a + (kAlongA ? (begin + row) * p.a_stride : begin * p.a_stride + row);
     const T* b =
         p.b + (kAlongA ? tiles.expert * p.b_expert_stride : begin * p.b_stride) + (kAlongB ? col * p.b_stride : col);
     // Of the step to come; those of a tile come in order.
-    int left = depth, to_stage = 0, from_stage = 0;
+    int left = depth, steps = ceil_div(depth, Of::kDepth), to_stage = 0, from_stage = 0;
     const auto start_step = [&] {
       if (left > 0) {
         const int terms = min(left, Of::kDepth);
@@ -430,7 +429,7 @@ __global__ void __launch_bounds__(kProductThreads, 2) grouped_product_kernel(Gro
     TileSums sums;
     const bool has_part = TileSums::first_row() < num_rows && TileSums::first_col() < num_cols;
 #pragma unroll 1
-    for (int term = 0; term < depth; term += Of::kDepth) {
+    for (; steps > 0; --steps) {
       wait_copies<Of::kStages - 2>();
       // Shows this step's copies to all, and that all have done with the stage that the next ones go to.
       __syncthreads();
@@ -470,7 +469,13 @@ void launch_grouped_product(const GroupedProduct<T>& p, cudaStream_t stream) {
   }
   const auto kernel = grouped_product_kernel<T, kAlongA, kAlongB>;
   const int64_t most = resident_blocks(kernel, kProductThreads, product_bytes<T>());
-  const auto blocks = static_cast<unsigned>(std::min(most, row_tiles * ceil_div(p.cols, size)));
+  const int64_t num_tiles = row_tiles * ceil_div(p.cols, size);
+  // The kernel counts them in 32 bits.
+  if (num_tiles >= int64_t{1} << 30) {
+    throw std::runtime_error(
+        "grouped_mm: expected fewer than 2^30 tiles of 128 x 128 on CUDA, got " + std::to_string(num_tiles));
+  }
+  const auto blocks = static_cast<unsigned>(std::min(most, num_tiles));
   launch({dim3(blocks), dim3(kProductThreads), product_bytes<T>(), stream}, kernel, p);
 }
 
