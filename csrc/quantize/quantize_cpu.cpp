@@ -2,11 +2,14 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <memory>
 #include <tuple>
 #include <vector>
 
 #include "common/cpu_isa.h"
 #include "common/dispatch.h"
+#include "common/new_on_cpu.h"
+#include "common/stream.h"
 #include "quantize/quantize.h"
 
 namespace moe_ext::quantize {
@@ -20,21 +23,52 @@ using torch::stable::new_empty;
 using torch::stable::parallel_for;
 using OptionalTensor = std::optional<Tensor>;
 
+// Bytes of a residual from which on nothing written is found in a cache later.
+constexpr int64_t kLeastStreamed = int64_t{32} << 20;
+
+bool is_at_line(const void* base) {
+  return reinterpret_cast<uintptr_t>(base) % kLineBytes == 0;
+}
+
 int64_t blocks_per_task(int64_t block) {
   return std::max<int64_t>(1, 16384 / block);
 }
 
-// Calls f(begin, end) over the blocks and returns the largest key of all.
+// Calls f(task, begin, end) over the blocks and returns the largest key of all.
 template <typename F>
 uint32_t largest_over_blocks(int64_t blocks, int64_t block, F&& f) {
   const int64_t per_task = blocks_per_task(block), tasks = (blocks + per_task - 1) / per_task;
   std::vector<uint32_t> keys(tasks);
   parallel_for(0, tasks, 1, [&](int64_t first, int64_t last) {
     for (int64_t task = first; task < last; ++task) {
-      keys[task] = f(task * per_task, std::min(blocks, (task + 1) * per_task));
+      keys[task] = f(task, task * per_task, std::min(blocks, (task + 1) * per_task));
     }
   });
   return keys.empty() ? 0 : *std::max_element(keys.begin(), keys.end());
+}
+
+// Quantises with feedback in place, one pass for all: where something is not finite, what is done is undone. Returns
+// the largest key.
+template <typename T>
+uint32_t quantize_and_log(const QuantizeArgs<T>& args, Format format, int64_t blocks) {
+  const QuantizeKernels<T>& loops = kernels().of<T>();
+  const int64_t which = static_cast<int64_t>(format), per_task = blocks_per_task(args.block);
+  const Tensor steps = new_on_cpu({args.numel}, ScalarType::Short);
+  std::vector<std::vector<float>> values((blocks + per_task - 1) / per_task);
+  const uint32_t largest = largest_over_blocks(blocks, args.block, [&](int64_t task, int64_t begin, int64_t end) {
+    const std::unique_ptr<float[]> kept(new float[per_task * args.block + 1]);
+    UndoLog log{data<int16_t>(steps), kept.get()};
+    const uint32_t key = loops.quantize[which](args, begin, end, &log);
+    values[task].assign(log.values, log.values + log.count);
+    return key;
+  });
+  if (largest >= kInfinityKey<float>) {
+    largest_over_blocks(blocks, args.block, [&](int64_t task, int64_t begin, int64_t end) {
+      loops.undo[which](args, begin, end, UndoLog{data<int16_t>(steps), values[task].data()});
+      return uint32_t{0};
+    });
+  }
+  return largest;
 }
 
 template <typename T>
@@ -72,23 +106,27 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cpu(
         {data_or_null<int64_t>(state), nullptr},
         element_offset};
     const QuantizeKernels<T>& loops = kernels().of<T>();
-    const auto run = [&](auto loop) {
-      return largest_over_blocks(
-          blocks, size, [&, loop](int64_t begin, int64_t end) { return loop(args, begin, end); });
-    };
-    // If no residual is changed in place, what has been written can be thrown away.
-    const bool in_place = residual && !residual_in && check_finite;
+    args.streamed = residual && is_at_line(args.codes) && is_at_line(args.residual) && numel * 4 >= kLeastStreamed;
+    if (check_finite && residual && !residual_in && !shared) {
+      if (quantize_and_log(args, format, blocks) >= kInfinityKey<float>) {
+        refuse(args);
+      }
+      return;
+    }
     uint32_t largest = 0;
-    if (shared || in_place) {
-      largest = run(loops.largest);
+    if (shared) {
+      largest = largest_over_blocks(
+          blocks, size, [&](int64_t, int64_t begin, int64_t end) { return loops.largest(args, begin, end); });
       if (largest >= kInfinityKey<float> && check_finite) {
         refuse(args);
       }
-    }
-    if (shared) {
       args.largest = &largest;
     }
-    if (run(loops.quantize[static_cast<int64_t>(format)]) >= kInfinityKey<float> && check_finite) {
+    const auto loop = loops.quantize[static_cast<int64_t>(format)];
+    const uint32_t found = largest_over_blocks(
+        blocks, size, [&](int64_t, int64_t begin, int64_t end) { return loop(args, begin, end, nullptr); });
+    // If no residual is changed in place, what has been written can be thrown away.
+    if (found >= kInfinityKey<float> && check_finite) {
       refuse(args);
     }
   });

@@ -1,5 +1,6 @@
 // Loops of the block quantisers, compiled once per instruction set. A block is read once into a buffer that stays in
 // the first cache; its largest element or the sum of its magnitudes is taken there, and its codes are made from there.
+#include "common/stream.h"
 #include "quantize/quantize_tables.h"
 
 #if defined(__AVX2__)
@@ -128,12 +129,49 @@ MOE_INLINE void encode(
   }
 }
 
-template <Format kFormat>
-MOE_INLINE void keep_rest(
-    float* __restrict residual, const float* __restrict a, const int8_t* __restrict codes, float scale, int64_t n) {
+MOE_INLINE bool is_far(int32_t step) {
+  return step >= kFarStep || step <= -kFarStep;
+}
+
+// Logs n elements, of which `values` have been sent; eight at a time, since few are kept whole.
+template <typename T>
+MOE_INLINE void log_rest(
+    const QuantizeArgs<T>& args, int64_t first, const float* __restrict a, const float* __restrict values, int64_t n,
+    UndoLog* __restrict log) {
+  alignas(64) uint8_t far[kLargestBlock + 8];
+  const float* __restrict before = args.residual + first;
+  const T* __restrict x = args.x + first;
+  int16_t* __restrict steps = log->steps + first;
   for (int64_t i = 0; i < n; ++i) {
-    const float value = value_of<kFormat>(codes[i], scale);
-    residual[i] = a[i] - value;
+    const float rest = a[i] - values[i];
+    const float guess = (rest + values[i]) - to_acc(x[i]);
+    const int32_t step = static_cast<int32_t>(bit_cast<uint32_t>(before[i]) - bit_cast<uint32_t>(guess));
+    const int32_t least = step < -kFarStep ? -kFarStep : step;
+    const int32_t near = least > kFarStep ? kFarStep : least;
+    steps[i] = static_cast<int16_t>(near);
+    far[i] = static_cast<uint8_t>(is_far(near));
+  }
+  __builtin_memset(far + n, 0, 8);
+  for (int64_t i = 0; i < n; i += 8) {
+    uint64_t eight;
+    __builtin_memcpy(&eight, far + i, sizeof(eight));
+    for (; eight != 0; eight &= eight - 1) {
+      log->values[log->count++] = before[i + __builtin_ctzll(eight) / 8];
+    }
+  }
+}
+
+// What is left of n elements when `values` have been sent.
+template <typename T>
+MOE_INLINE void keep_rest(
+    const QuantizeArgs<T>& args, int64_t first, const float* __restrict a, const float* __restrict values, int64_t n,
+    UndoLog* log) {
+  if (log != nullptr) {
+    log_rest(args, first, a, values, n, log);
+  }
+  float* __restrict residual = args.residual + first;
+  for (int64_t i = 0; i < n; ++i) {
+    residual[i] = a[i] - values[i];
   }
 }
 
@@ -223,11 +261,12 @@ MOE_INLINE void put_scale(const QuantizeArgs<T>& args, int64_t block, float scal
 // A block in which something is not finite comes back as NaN, and the residual keeps all of it: no other block is
 // touched by it.
 template <typename T, Format kFormat>
-__attribute__((noinline)) void refuse_block(const QuantizeArgs<T>& args, int64_t block, const float* a, int64_t n) {
+__attribute__((noinline)) void refuse_block(
+    const QuantizeArgs<T>& args, int64_t block, const float* a, int64_t n, const UndoLog* log) {
   const int64_t first = block * args.block;
   put_scale(args, block, bit_cast<float>(0x7FC00000u));
   __builtin_memset(args.codes + code_bytes(first, kFormat), 0, code_bytes(n, kFormat));
-  if (args.residual != nullptr) {
+  if (args.residual != nullptr && log == nullptr) {
     __builtin_memcpy(args.residual + first, a, n * sizeof(float));
   }
 }
@@ -266,12 +305,126 @@ MOE_INLINE void pack_signs(uint8_t* out, const float* a, int64_t n) {
   }
 }
 
+#if defined(__AVX512F__)
+// x plus what is owed, of whole vectors; returns the largest key.
+MOE_INLINE uint32_t add_block(const float* x, const float* residual, int64_t n, float* a) {
+  __m512i most = _mm512_setzero_si512();
+  for (int64_t i = 0; i < n; i += kLanes) {
+    __builtin_prefetch(x + kAhead + i);
+    __builtin_prefetch(residual + kAhead + i);
+    const __m512 sum = _mm512_add_ps(_mm512_loadu_ps(residual + i), _mm512_loadu_ps(x + i));
+    most = _mm512_max_epi32(most, _mm512_and_si512(_mm512_castps_si512(sum), _mm512_set1_epi32(0x7FFFFFFF)));
+    _mm512_store_ps(a + i, sum);
+  }
+  return static_cast<uint32_t>(_mm512_reduce_max_epi32(most));
+}
+
+MOE_INLINE void put(void* to, __m512i value, bool streamed) {
+  streamed ? _mm512_stream_si512(static_cast<__m512i*>(to), value) : _mm512_storeu_si512(to, value);
+}
+
+// Codes of whole lines, and what is left of them: `code_of` and `keep_rest`, to the bit.
+template <Format kFormat, bool kLogged>
+MOE_INLINE void code_block(
+    const QuantizeArgs<float>& args, int64_t first, const float* a, Scaling s, int8_t* codes, UndoLog* log) {
+  constexpr int64_t kVectors = kLineBytes / kLanes;
+  const __m512 bound = _mm512_set1_ps(largest_code(kFormat)), low = _mm512_set1_ps(-largest_code(kFormat));
+  const __m512 lift = _mm512_set1_ps(s.lift), inverse = _mm512_set1_ps(s.inverse), scale = _mm512_set1_ps(s.scale);
+  const __m512 shift = _mm512_set1_ps(12582912.0f);
+  const float* const before = args.residual_in + first;
+  const bool elsewhere = args.residual_in != args.residual;
+  for (int64_t i = 0; i < args.block; i += kLineBytes) {
+    __m512i whole[kVectors], steps[kVectors];
+    __m512 rest[kVectors];
+    for (int64_t j = 0; j < kVectors; ++j) {
+      const int64_t at = i + kLanes * j;
+      const __m512 sum = _mm512_load_ps(a + at);
+      const __m512 scaled = _mm512_mul_ps(_mm512_mul_ps(sum, lift), inverse);
+      const __m512 nearest = _mm512_sub_ps(_mm512_add_ps(scaled, shift), shift);
+      const __m512 number = _mm512_min_ps(_mm512_max_ps(nearest, low), bound), value = _mm512_mul_ps(number, scale);
+      whole[j] = _mm512_cvtps_epi32(number);
+      rest[j] = _mm512_sub_ps(sum, value);
+      if constexpr (kLogged) {
+        const __m512 guess = _mm512_sub_ps(_mm512_add_ps(rest[j], value), _mm512_loadu_ps(args.x + first + at));
+        steps[j] = _mm512_sub_epi32(_mm512_loadu_si512(before + at), _mm512_castps_si512(guess));
+      }
+    }
+    // Each 128 bits of what is packed hold four of each vector in turn.
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i halves =
+        _mm512_packs_epi16(_mm512_packs_epi32(whole[0], whole[1]), _mm512_packs_epi32(whole[2], whole[3]));
+    put(codes + i, _mm512_permutexvar_epi32(order, halves), kFormat == Format::kInt8 && args.streamed);
+    if constexpr (kLogged) {
+      for (int64_t j = 0; j < kVectors; j += 2) {
+        const int64_t at = i + kLanes * j;
+        const __m512i pair = _mm512_permutexvar_epi64(
+            _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), _mm512_packs_epi32(steps[j], steps[j + 1]));
+        put(log->steps + first + at, pair, args.streamed);
+        uint32_t far = _mm512_cmpge_epu16_mask(_mm512_abs_epi16(pair), _mm512_set1_epi16(kFarStep));
+        for (; far != 0; far &= far - 1) {
+          log->values[log->count++] = before[at + __builtin_ctz(far)];
+        }
+      }
+    }
+    for (int64_t j = 0; j < kVectors; ++j) {
+      put(args.residual + first + i + kLanes * j, _mm512_castps_si512(rest[j]), elsewhere && args.streamed);
+    }
+  }
+}
+
+// Whole blocks of numbers to the nearest, with feedback: the next block is added while the scale of this one is
+// divided.
+template <Format kFormat, bool kLogged>
+uint32_t feed_blocks(const QuantizeArgs<float>& args, int64_t begin, int64_t end, UndoLog* log) {
+  alignas(64) float a[2][kLargestBlock];
+  alignas(64) int8_t codes[kLargestBlock];
+  uint32_t most = 0;
+  const auto add = [&](int64_t block) {
+    const int64_t first = block * args.block;
+    return block < end ? add_block(args.x + first, args.residual_in + first, args.block, a[block % 2]) : 0;
+  };
+  uint32_t largest = add(begin);
+  for (int64_t block = begin; block < end; ++block) {
+    const uint32_t key = key_of_scale(args, largest);
+    const Scaling s = scaling_of(bit_cast<float>(key), largest_code(kFormat));
+    most = key > most ? key : most;
+    largest = add(block + 1);
+    if (key >= kInfinityKey<float>) {
+      refuse_block<float, kFormat>(args, block, a[block % 2], args.block, log);
+      continue;
+    }
+    uint8_t* const out = args.codes + code_bytes(block * args.block, kFormat);
+    int8_t* const to = kFormat == Format::kInt8 ? reinterpret_cast<int8_t*>(out) : codes;
+    code_block<kFormat, kLogged>(args, block * args.block, a[block % 2], s, to, log);
+    put_scale(args, block, s.scale);
+    if constexpr (kFormat != Format::kInt8) {
+      pack<kFormat>(out, codes, args.block);
+    }
+  }
+  if (args.streamed) {
+    stream_end();
+  }
+  return most;
+}
+#endif
+
 template <typename T, Format kFormat>
-uint32_t quantize(const QuantizeArgs<T>& args, int64_t begin, int64_t end) {
+uint32_t quantize(const QuantizeArgs<T>& args, int64_t begin, int64_t end, UndoLog* log) {
   alignas(64) float a[kLargestBlock];
   alignas(64) uint32_t words[kLargestBlock];
   alignas(64) int8_t codes[kLargestBlock];
+  alignas(64) float values[kLargestBlock];
   uint32_t most = 0;
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, float> && kFormat != Format::kFp8) {
+    if (args.residual != nullptr && args.rng.state == nullptr && args.block % kLineBytes == 0) {
+      const int64_t whole = args.numel / args.block < end ? args.numel / args.block : end;
+      most = log == nullptr ? feed_blocks<kFormat, false>(args, begin, whole, log)
+                            : feed_blocks<kFormat, true>(args, begin, whole, log);
+      begin = whole > begin ? whole : begin;
+    }
+  }
+#endif
   for (int64_t block = begin; block < end; ++block) {
     uint8_t* out = args.codes + code_bytes(block * args.block, kFormat);
 #if defined(__AVX512F__)
@@ -281,7 +434,7 @@ uint32_t quantize(const QuantizeArgs<T>& args, int64_t begin, int64_t end) {
         const uint32_t key = args.largest != nullptr ? *args.largest : largest_of(x, args.block);
         most = key > most ? key : most;
         if (key >= kInfinityKey<float>) {
-          refuse_block<T, kFormat>(args, block, x, args.block);
+          refuse_block<T, kFormat>(args, block, x, args.block, log);
           continue;
         }
         const Scaling s = scaling_of(bit_cast<float>(key), largest_code(kFormat));
@@ -295,7 +448,7 @@ uint32_t quantize(const QuantizeArgs<T>& args, int64_t begin, int64_t end) {
     const uint32_t key = key_of_scale(args, of_block);
     most = key > most ? key : most;
     if (key >= kInfinityKey<float>) {
-      refuse_block<T, kFormat>(args, block, a, n);
+      refuse_block<T, kFormat>(args, block, a, n, log);
       continue;
     }
     const Scaling s = scaling_of(bit_cast<float>(key), largest_code(kFormat));
@@ -308,7 +461,10 @@ uint32_t quantize(const QuantizeArgs<T>& args, int64_t begin, int64_t end) {
     put_scale(args, block, s.scale);
     pack<kFormat>(out, codes, n);
     if (args.residual != nullptr) {
-      keep_rest<kFormat>(args.residual + block * args.block, a, codes, s.scale, n);
+      for (int64_t i = 0; i < n; ++i) {
+        values[i] = value_of<kFormat>(codes[i], s.scale);
+      }
+      keep_rest(args, block * args.block, a, values, n, log);
     }
   }
   return most;
@@ -316,8 +472,9 @@ uint32_t quantize(const QuantizeArgs<T>& args, int64_t begin, int64_t end) {
 
 // The mean magnitude of each block.
 template <typename T>
-uint32_t quantize_signs(const QuantizeArgs<T>& args, int64_t begin, int64_t end) {
+uint32_t quantize_signs(const QuantizeArgs<T>& args, int64_t begin, int64_t end, UndoLog* log) {
   alignas(64) float a[kLargestBlock];
+  alignas(64) float values[kLargestBlock];
   uint32_t most = 0;
   for (int64_t block = begin; block < end; ++block) {
 #if defined(__AVX512F__)
@@ -337,7 +494,7 @@ uint32_t quantize_signs(const QuantizeArgs<T>& args, int64_t begin, int64_t end)
     const auto [n, padded, key] = load_block(args, block, a);
     most = key > most ? key : most;
     if (key >= kInfinityKey<float>) {
-      refuse_block<T, Format::kSign>(args, block, a, n);
+      refuse_block<T, Format::kSign>(args, block, a, n, log);
       continue;
     }
     const float factor = sign_factor(key);
@@ -345,10 +502,10 @@ uint32_t quantize_signs(const QuantizeArgs<T>& args, int64_t begin, int64_t end)
     args.scales[block] = scale;
     pack_signs(args.codes + block * args.block / 8, a, (n + 7) / 8 * 8);
     if (args.residual != nullptr) {
-      float* __restrict residual = args.residual + block * args.block;
       for (int64_t i = 0; i < n; ++i) {
-        residual[i] = a[i] - (a[i] < 0 ? -scale : scale);
+        values[i] = a[i] < 0 ? -scale : scale;
       }
+      keep_rest(args, block * args.block, a, values, n, log);
     }
   }
   return most;
@@ -409,6 +566,28 @@ MOE_INLINE void decode(float* __restrict values, const uint8_t* __restrict codes
         eight[j] = positive ^ ((byte & kBits[j]) != 0 ? 0x80000000u : 0u);
       }
       __builtin_memcpy(values + 8 * i, eight, sizeof(eight));
+    }
+  }
+}
+
+template <typename T, Format kFormat>
+void undo(const QuantizeArgs<T>& args, int64_t begin, int64_t end, const UndoLog& log) {
+  alignas(64) float values[kLargestBlock];
+  int64_t kept = 0;
+  for (int64_t block = begin; block < end; ++block) {
+    const int64_t first = block * args.block;
+    const int64_t n = args.numel - first < args.block ? args.numel - first : args.block;
+    const float scale = args.scales[block];
+    if (scale != scale) {
+      continue; // nothing was done to it
+    }
+    decode<kFormat>(values, args.codes + code_bytes(first, kFormat), scale, n);
+    float* __restrict residual = args.residual + first;
+    for (int64_t i = 0; i < n; ++i) {
+      const float guess = (residual[i] + values[i]) - to_acc(args.x[first + i]);
+      const int32_t step = log.steps[first + i];
+      residual[i] =
+          is_far(step) ? log.values[kept++] : bit_cast<float>(bit_cast<uint32_t>(guess) + static_cast<uint32_t>(step));
     }
   }
 }
@@ -507,6 +686,8 @@ constexpr QuantizeKernels<T> kTable = {
     {quantize<T, Format::kInt8>, quantize<T, Format::kInt4>, quantize<T, Format::kFp8>, quantize_signs<T>,
      quantize<T, Format::kInt6>, quantize<T, Format::kInt3>, quantize<T, Format::kInt2>},
     largest<T>,
+    {undo<T, Format::kInt8>, undo<T, Format::kInt4>, undo<T, Format::kFp8>, undo<T, Format::kSign>,
+     undo<T, Format::kInt6>, undo<T, Format::kInt3>, undo<T, Format::kInt2>},
     {dequantize<T, Format::kInt8>, dequantize<T, Format::kInt4>, dequantize<T, Format::kFp8>,
      dequantize<T, Format::kSign>, dequantize<T, Format::kInt6>, dequantize<T, Format::kInt3>,
      dequantize<T, Format::kInt2>},

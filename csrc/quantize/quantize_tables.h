@@ -23,6 +23,17 @@ struct QuantizeArgs {
   RngSource rng;                     // its state is null to round to the nearest
   int64_t offset;                    // elements before these in the streams of random numbers
   const uint32_t* largest = nullptr; // key of the largest element, where all blocks share the scale scales[0]
+  bool streamed = false;             // what is written is whole lines, and goes past the caches
+};
+
+// Log for taking back, bit for bit, what blocks have done to a residual in place: how many floats the old value is
+// above (residual + code * scale) - x. Where those are kFarStep or more either way, the value itself is kept.
+constexpr int32_t kFarStep = 32767;
+
+struct UndoLog {
+  int16_t* steps;    // of all elements
+  float* values;     // room for the elements of one call, and one
+  int64_t count = 0; // of values
 };
 
 template <typename T>
@@ -53,9 +64,12 @@ struct DequantizeRowsArgs {
 
 template <typename T>
 struct QuantizeKernels {
-  // The blocks [begin, end); both return the largest magnitude as a key, which tells NaN and infinity.
-  uint32_t (*quantize[kNumFormats])(const QuantizeArgs<T>& args, int64_t begin, int64_t end);
+  // The blocks [begin, end); both return the largest magnitude as a key, which tells NaN and infinity. With a log, or
+  // null, of what is done in place: then the residual of a block that is not finite stays as it is.
+  uint32_t (*quantize[kNumFormats])(const QuantizeArgs<T>& args, int64_t begin, int64_t end, UndoLog* log);
   uint32_t (*largest)(const QuantizeArgs<T>& args, int64_t begin, int64_t end);
+  // The residual as it was before a logged call of `quantize`.
+  void (*undo[kNumFormats])(const QuantizeArgs<T>& args, int64_t begin, int64_t end, const UndoLog& log);
   void (*dequantize[kNumFormats])(const DequantizeArgs<T>& args, int64_t begin, int64_t end);
   // The rows [begin, end).
   void (*quantize_rows[kNumRowFormats])(const QuantizeRowsArgs<T>& args, int64_t begin, int64_t end);

@@ -66,18 +66,13 @@ MOE_INLINE int64_t for_bits(const Bits& bits, int64_t slot, F store) {
 // Mask of the keys larger than `low` among n, which zeros fill up to a block.
 template <typename Key>
 MOE_INLINE Bits larger(const Key* keys, int64_t n, Key low, Scanned<Key>* seen) {
-  using Signed = std::make_signed_t<Key>;
+  using Signed = std::make_signed_t<Key>; // a key has no sign bit, and all instruction sets compare signed numbers
   alignas(64) uint8_t flags[kBlock] = {};
-  // A key has no sign bit, and more instruction sets have a maximum of signed numbers.
-  Signed most = static_cast<Signed>(seen->largest);
   Key equal = 0;
   for (int64_t i = 0; i < n; ++i) {
-    const Signed key = static_cast<Signed>(keys[i]);
-    most = key > most ? key : most;
     equal += static_cast<Key>(keys[i] == low);
-    flags[i] = static_cast<uint8_t>(key > static_cast<Signed>(low));
+    flags[i] = static_cast<uint8_t>(static_cast<Signed>(keys[i]) > static_cast<Signed>(low));
   }
-  seen->largest = static_cast<Key>(most);
   seen->equal += static_cast<int64_t>(equal);
   return bits_of(flags);
 }
@@ -92,36 +87,57 @@ compact(const Key* keys, const Bits& chosen, int64_t offset, Key* out_keys, uint
 }
 
 #if defined(__AVX512F__)
+// As _mm512_reduce_add_epi32, in whose header some compilers find a variable without a value.
+MOE_INLINE int64_t sum_of(__m512i counts) {
+  alignas(64) int32_t lanes[kLanes];
+  _mm512_store_si512(lanes, counts);
+  int64_t sum = 0;
+  for (const int32_t lane : lanes) {
+    sum += lane;
+  }
+  return sum;
+}
+
 MOE_INLINE Bits larger(const uint32_t* keys, int64_t n, uint32_t low, Scanned<uint32_t>* seen) {
   const __m512i bound = _mm512_set1_epi32(static_cast<int32_t>(low));
-  __m512i most = _mm512_set1_epi32(static_cast<int32_t>(seen->largest)), equal = _mm512_setzero_si512();
+  __m512i equal = _mm512_setzero_si512();
   Bits bits;
   for (int64_t w = 0; w < kWords; ++w) {
     uint64_t word = 0;
     for (int64_t i = 0; i < 64; i += kLanes) {
       const __m512i key = _mm512_loadu_si512(keys + 64 * w + i);
-      most = _mm512_max_epu32(most, key);
       const __mmask16 same = _mm512_cmpeq_epi32_mask(key, bound);
       equal = _mm512_mask_sub_epi32(equal, same, equal, _mm512_set1_epi32(-1));
       word |= static_cast<uint64_t>(_mm512_cmpgt_epu32_mask(key, bound)) << i;
     }
     bits.word[w] = word;
   }
-  seen->largest = _mm512_reduce_max_epu32(most);
-  seen->equal += _mm512_reduce_add_epi32(equal) - (low == 0 ? kBlock - n : 0);
+  seen->equal += sum_of(equal) - (low == 0 ? kBlock - n : 0);
   return bits;
 }
 
-// Compressed in a register and stored whole: a compressing store is microcode on some processors.
-MOE_INLINE int64_t compact_many(
-    const uint32_t* keys, const Bits& chosen, int64_t offset, uint32_t* out_keys, uint32_t* out_offsets,
-    int64_t count) {
+// The same of numbers, or of keys, whose sign bits go to the offsets. Many are compressed in a register and stored
+// whole: a compressing store is microcode on some processors.
+template <typename Number>
+MOE_INLINE int64_t compact_signed(
+    const Number* block, const Bits& chosen, int64_t offset, uint32_t* out_keys, uint32_t* out_offsets, int64_t count) {
+  static_assert(sizeof(Number) == sizeof(uint32_t));
+  if (num_bits(chosen) <= kFewHits) {
+    return for_bits<2>(chosen, count, [&](int64_t slot, int64_t i) {
+      const uint32_t bits = bit_cast<uint32_t>(block[i]);
+      out_keys[slot] = bits & ~kSignBit;
+      out_offsets[slot] = static_cast<uint32_t>(offset + i) | (bits & kSignBit);
+    });
+  }
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i sign = _mm512_set1_epi32(INT32_MIN);
   for (int64_t i = 0; i < kBlock; i += kLanes) {
     const __mmask16 mask = static_cast<__mmask16>(chosen.word[i / 64] >> (i % 64));
+    const __m512i bits = _mm512_maskz_compress_epi32(mask, _mm512_loadu_si512(block + i));
     const __m512i place = _mm512_add_epi32(lane, _mm512_set1_epi32(static_cast<int32_t>(offset + i)));
-    _mm512_storeu_si512(out_keys + count, _mm512_maskz_compress_epi32(mask, _mm512_loadu_si512(keys + i)));
-    _mm512_storeu_si512(out_offsets + count, _mm512_maskz_compress_epi32(mask, place));
+    const __m512i signs = _mm512_and_si512(bits, sign);
+    _mm512_storeu_si512(out_keys + count, _mm512_andnot_si512(sign, bits));
+    _mm512_storeu_si512(out_offsets + count, _mm512_or_si512(signs, _mm512_maskz_compress_epi32(mask, place)));
     count += __builtin_popcount(mask);
   }
   return count;
@@ -130,8 +146,7 @@ MOE_INLINE int64_t compact_many(
 MOE_INLINE int64_t compact(
     const uint32_t* keys, const Bits& chosen, int64_t offset, uint32_t* out_keys, uint32_t* out_offsets,
     int64_t count) {
-  return num_bits(chosen) > kFewHits ? compact_many(keys, chosen, offset, out_keys, out_offsets, count)
-                                     : compact<uint32_t>(keys, chosen, offset, out_keys, out_offsets, count);
+  return compact_signed(keys, chosen, offset, out_keys, out_offsets, count);
 }
 #endif
 

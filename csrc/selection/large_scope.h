@@ -1,13 +1,15 @@
 // Selection in a scope of many segments. One pass feeds the residual, collects the candidates and leaves them out;
-// those that are not chosen are put back. A pass that works in place and also looks for NaN keeps a log of two bits an
+// those that are not chosen are put back. A pass that works in place and also looks for NaN keeps a log of a byte an
 // element (topk_tables.h), by which all is undone when it finds one. Where the log grows, since the residual is small
 // beside the gradient, segments are only read, and fed when nothing was found. Host.
 #pragma once
 
 #include <cmath>
-#include <memory>
+#include <iterator>
 #include <numeric>
+#include <optional>
 
+#include "common/new_on_cpu.h"
 #include "selection/candidates.h"
 #include "selection/select.h"
 #include "selection/topk.h"
@@ -72,6 +74,10 @@ int64_t deliver_found(
     const Feedback<T>& args, const Found<acc_t<T>>& found, int64_t count, Cut<key_t<acc_t<T>>> cut, int64_t base,
     const Chosen<T>& out) {
   int64_t place = 0;
+  // What is put back has left the caches, and stores wait for their lines one by one.
+  for (int64_t i = 0; cut.bound > 0 && i < count; ++i) {
+    __builtin_prefetch(args.residual + (found.keys[i] > cut.bound ? 0 : found.offsets[i] & ~kSignBit), 1);
+  }
   for (int64_t i = 0; i < count; ++i) {
     const int64_t offset = found.offsets[i] & ~kSignBit;
     const bool tie = found.keys[i] == cut.bound && cut.ties > 0;
@@ -127,14 +133,15 @@ class LargeScope {
   void put_back(int64_t s);
   void undo();
   std::vector<Key> sample() const;
+  static Key raised(Key low, const std::vector<Key>& sampled, double expected);
   std::vector<int64_t> filled(int64_t missing) const;
   void deliver_segment(int64_t s, Cut<Key> cut, int64_t fill, int64_t base, const Chosen<T>& out);
 
   Feedback<T> segment(int64_t s) const {
     return shifted(args_, s * kSegment);
   }
-  uint8_t* codes(int64_t s) const {
-    return codes_.get() + s * kCodeBytes * (args_.velocity == nullptr ? 1 : 2);
+  int8_t* steps(int64_t s) const {
+    return data<int8_t>(*steps_) + s * kSegment * (args_.velocity == nullptr ? 1 : 2);
   }
 
   const FeedbackKernels<T>& loops_;
@@ -149,7 +156,7 @@ class LargeScope {
   std::vector<int64_t> equal_;         // keys of the bound, by segment
   std::vector<uint8_t> fed_;           // by segment; of those that are, the candidates are taken out
   std::vector<std::vector<Acc>> logs_; // values, by segment
-  std::unique_ptr<uint8_t[]> codes_;
+  std::optional<Tensor> steps_;
 };
 
 template <typename T>
@@ -164,7 +171,7 @@ LargeScope<T>::LargeScope(const FeedbackKernels<T>& loops, const Feedback<T>& ar
       fed_(segments_),
       logs_(logs_each_ ? segments_ : 0) {
   if (logs_each_) {
-    codes_.reset(new uint8_t[segments_ * kCodeBytes * (args.velocity == nullptr ? 1 : 2)]);
+    steps_ = new_on_cpu({segments_ * kSegment * (args.velocity == nullptr ? 1 : 2)}, ScalarType::Char);
   }
 }
 
@@ -182,7 +189,7 @@ template <typename T>
 int64_t LargeScope<T>::scan_and_log(int64_t s, Key low, Share<Acc>& share, Scanned<Key>& seen) {
   const int64_t n = segment_size(s, numel_);
   share.values.resize(2 * kSegmentBuffer);
-  UndoLog<Acc> log{codes(s), share.values.data()};
+  UndoLog<Acc> log{steps(s), share.values.data()};
   const int64_t count = loops_.logged_feed_and_scan(segment(s), 0, n, low, share.buffer.found(), &seen, &log);
   logs_[s].assign(log.values, log.values + log.count);
   return count;
@@ -249,7 +256,7 @@ bool LargeScope<T>::pass(Key low, int64_t expected, int64_t room) {
   }
   check_ = logs_each_ = false;
   logs_.clear();
-  codes_.reset();
+  steps_.reset();
   return true;
 }
 
@@ -281,7 +288,7 @@ void LargeScope<T>::undo() {
   parallel_for(0, segments_, 1, [&](int64_t first, int64_t last) {
     for (int64_t s = first; s < last; ++s) {
       if (fed_[s]) {
-        const UndoLog<Acc> log{codes(s), logs_[s].data(), static_cast<int64_t>(logs_[s].size())};
+        const UndoLog<Acc> log{steps(s), logs_[s].data(), static_cast<int64_t>(logs_[s].size())};
         loops_.undo(segment(s), 0, segment_size(s, numel_), log);
       }
     }
@@ -315,20 +322,40 @@ std::vector<key_t<acc_t<T>>> LargeScope<T>::sample() const {
   return keys;
 }
 
+// Of a bound that allows for lines whose elements are all alike, one that allows for what the lines hold.
+template <typename T>
+key_t<acc_t<T>> LargeScope<T>::raised(Key low, const std::vector<Key>& sampled, double expected) {
+  std::vector<Key> above;
+  double squares = 0;
+  for (size_t line = 0; line < sampled.size(); line += kSampleLine) {
+    const size_t before = above.size();
+    std::copy_if(sampled.begin() + line, sampled.begin() + line + kSampleLine, std::back_inserter(above), [&](Key key) {
+      return key > low;
+    });
+    const double count = static_cast<double>(above.size() - before);
+    squares += count * count;
+  }
+  const int64_t size = static_cast<int64_t>(above.size());
+  const int64_t rank = static_cast<int64_t>(expected + 4 * std::sqrt(squares)) + kSampleLine;
+  return rank < size ? kth_largest(above.data(), size, rank) : low;
+}
+
 template <typename T>
 bool LargeScope<T>::pass_largest(int64_t k) {
   const std::vector<Key> sampled = sample();
   const int64_t size = static_cast<int64_t>(sampled.size());
   const double expected = static_cast<double>(k) * static_cast<double>(size) / static_cast<double>(numel_);
   // Four deviations if the elements of a line are all alike.
-  double rank = expected + 4 * std::sqrt(expected * kSampleLine) + kSampleLine;
-  for (;; rank *= 4) {
+  const double least = expected + 4 * std::sqrt(expected * kSampleLine) + kSampleLine;
+  for (double rank = least;; rank *= 4) {
     Key low = 0;
     if (rank < static_cast<double>(size)) {
       std::vector<Key> scratch = sampled;
       low = kth_largest(scratch.data(), size, static_cast<int64_t>(rank));
+      low = rank == least ? raised(low, sampled, expected) : low;
     }
-    if (!pass(low, k + k / 2, numel_)) {
+    // What is not finite is among what is collected.
+    if (!pass(std::min(low, kInfinityKey<Acc> - 1), k + k / 2, numel_)) {
       return false;
     }
     if (std::accumulate(equal_.begin(), equal_.end(), found_) >= k) {

@@ -72,14 +72,14 @@ void undo(const Feedback<T>& args, int64_t begin, int64_t n, const UndoLog<acc_t
     for (int64_t j = 0; j < size; ++j) {
       guess[j] = residual[j] - (velocity == nullptr ? to_acc(grad[j]) : velocity[j]);
     }
-    restore_block(residual, guess, 1 / args.residual_scale, size, log.codes + i / 4, log.values, &count);
+    restore_block(residual, guess, 1 / args.residual_scale, size, log.steps + i, log.values, &count);
     if (velocity == nullptr) {
       continue;
     }
     for (int64_t j = 0; j < size; ++j) {
       guess[j] = velocity[j] - to_acc(grad[j]);
     }
-    restore_block(velocity, guess, 1 / args.momentum, size, log.codes + kCodeBytes + i / 4, log.values, &count);
+    restore_block(velocity, guess, 1 / args.momentum, size, log.steps + kSegment + i, log.values, &count);
   }
 }
 
@@ -137,25 +137,6 @@ MOE_INLINE void write_block(Acc* block, const Key* keys, Key low, int64_t n, Acc
   }
 }
 
-#if defined(__AVX512F__)
-MOE_INLINE void write_block(float* block, const uint32_t* keys, uint32_t low, int64_t n, float* out, bool streamed) {
-  if (n < kBlock) {
-    write_block<float, uint32_t>(block, keys, low, n, out, false);
-    return;
-  }
-  const __m512i bound = _mm512_set1_epi32(static_cast<int32_t>(low));
-  for (int64_t i = 0; i < kBlock; i += kLanes) {
-    const __mmask16 stays = _mm512_cmple_epu32_mask(_mm512_load_si512(keys + i), bound);
-    const __m512 left = _mm512_maskz_load_ps(stays, block + i);
-    if (streamed) {
-      _mm512_stream_ps(out + i, left);
-    } else {
-      _mm512_storeu_ps(out + i, left);
-    }
-  }
-}
-#endif
-
 // Calls f(offset, size, keys, fed) for each block, after its keys have been computed, and writes what is fed without
 // the keys larger than `low`. The keys of a block that is not full are zero behind its end, if kPadded.
 template <bool kVelocity, bool kScaled, Mode kMode, bool kPadded, typename T, typename F>
@@ -176,9 +157,9 @@ MOE_INLINE void for_blocks(
     }
     block_keys<kVelocity, kScaled, kMode>(args, begin + i, size, keys, &fed, &block);
     if constexpr (kMode == Mode::kLog) {
-      log_block(block.residual, kScaled ? 1 / args.residual_scale : Acc{1}, size, log->codes + i / 4, log);
+      log_block(block.residual, kScaled ? 1 / args.residual_scale : Acc{1}, size, log->steps + i, log);
       if constexpr (kVelocity) {
-        log_block(block.velocity, 1 / args.momentum, size, log->codes + kCodeBytes + i / 4, log);
+        log_block(block.velocity, 1 / args.momentum, size, log->steps + kSegment + i, log);
       }
     }
     if constexpr (kPadded) {
@@ -230,7 +211,8 @@ int64_t scan_logged(
     }
   };
   each_block<kMode>(args, begin, n, low, log, collect);
-  *seen = found;
+  seen->equal = found.equal;
+  seen->largest = largest_of(out.keys, count, seen->largest);
   return count;
 }
 
@@ -240,93 +222,115 @@ int64_t scan(const Feedback<T>& args, int64_t begin, int64_t n, Key low, const F
 }
 
 #if defined(__AVX512F__)
-// True if a product of the block is slow, through subnormal numbers; such a product costs more than this check.
-MOE_INLINE bool has_slow_products(const float* block, float factor) {
+constexpr int64_t kWord = 64; // elements that are fed at once, a bit each
+constexpr int64_t kVectors = kWord / kLanes;
+
+// Products with a factor, which are slow where one is of or to a subnormal number; that costs more than this check.
+MOE_INLINE void scale_word(__m512 (&x)[kVectors], float factor) {
   const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF), one = _mm512_set1_epi32(1);
-  const __m512i least = _mm512_set1_epi32(static_cast<int32_t>(normal_from(factor) - 1));
-  unsigned slow = 0;
-  for (int64_t i = 0; i < kBlock; i += kLanes) {
-    const __m512i key = _mm512_and_si512(_mm512_loadu_si512(block + i), magnitude);
-    // For zeros, the key less one is the largest number.
-    slow |= _mm512_cmplt_epu32_mask(_mm512_sub_epi32(key, one), least);
+  __m512i least = _mm512_set1_epi32(-1); // for zeros, the key less one is the largest number
+  for (const __m512 each : x) {
+    least = _mm512_min_epu32(least, _mm512_sub_epi32(_mm512_and_si512(_mm512_castps_si512(each), magnitude), one));
   }
-  return slow != 0;
+  const __m512i limit = _mm512_set1_epi32(static_cast<int32_t>(normal_from(factor) - 1));
+  if (__builtin_expect(_mm512_cmplt_epu32_mask(least, limit) != 0, 0)) {
+    alignas(64) float products[kWord];
+    __builtin_memcpy(products, x, sizeof(products));
+    scale(products, factor, kWord, products);
+    __builtin_memcpy(x, products, sizeof(products));
+    return;
+  }
+  for (__m512& each : x) {
+    each = _mm512_mul_ps(each, _mm512_set1_ps(factor));
+  }
 }
 
-// A whole block in one go, where no product is slow: else false, and nothing is written. A logged block is in place.
-template <bool kScaled, bool kLogged>
-MOE_INLINE bool feed_block(
-    const Feedback<float>& args, int64_t begin, uint32_t low, uint32_t* keys, float* fed, Bits* chosen,
-    Scanned<uint32_t>* seen, UndoLog<float>* log, uint8_t* log_codes) {
-  if (kScaled && has_slow_products(args.residual_in + begin, args.residual_scale)) {
-    return false;
+// Logs a word, whose old values are `steps` from what the feed taken backwards gives.
+MOE_INLINE void log_word(const __m512i (&steps)[kVectors], const float* before, int8_t* out, UndoLog<float>* log) {
+  const __m512i low = _mm512_packs_epi32(steps[0], steps[1]), high = _mm512_packs_epi32(steps[2], steps[3]);
+  // Each 128 bits of the packed bytes hold four of each vector in turn.
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i bytes = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
+  _mm512_storeu_si512(out, bytes);
+  uint64_t far = _mm512_cmpge_epu8_mask(_mm512_abs_epi8(bytes), _mm512_set1_epi8(kFarStep));
+  for (; far != 0; far &= far - 1) {
+    log->values[log->count++] = before[__builtin_ctzll(far)];
   }
-  const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF), bound = _mm512_set1_epi32(static_cast<int32_t>(low));
-  const __m512i one = _mm512_set1_epi32(1);
-  const __m512 factor = _mm512_set1_ps(args.residual_scale), inverse = _mm512_set1_ps(1 / args.residual_scale);
-  __m512i most = _mm512_set1_epi32(static_cast<int32_t>(seen->largest)), equal = _mm512_setzero_si512();
-  Codes codes;
-  for (int64_t w = 0; w < kWords; ++w) {
-    uint64_t word = 0, code_low = 0, code_high = 0;
-    for (int64_t i = 64 * w; i < 64 * (w + 1); i += kLanes) {
-      __builtin_prefetch(args.residual_in + begin + i + kAhead);
-      __builtin_prefetch(args.grad + begin + i + kAhead);
-      const __m512 before = _mm512_loadu_ps(args.residual_in + begin + i);
-      const __m512 grad = _mm512_loadu_ps(args.grad + begin + i);
-      const __m512 a = _mm512_add_ps(kScaled ? _mm512_mul_ps(factor, before) : before, grad);
-      if constexpr (kLogged) {
-        const __m512 carried = _mm512_sub_ps(a, grad);
-        const __m512 guess = kScaled ? _mm512_mul_ps(inverse, carried) : carried;
-        add_codes(before, guess, i % 64, &code_low, &code_high, log);
-      }
-      const __m512i key = _mm512_and_si512(_mm512_castps_si512(a), magnitude);
-      most = _mm512_max_epu32(most, key);
-      equal = _mm512_mask_add_epi32(equal, _mm512_cmpeq_epi32_mask(key, bound), equal, one);
-      word |= static_cast<uint64_t>(_mm512_cmpgt_epu32_mask(key, bound)) << (i % 64);
-      _mm512_store_ps(fed + i, a);
-      _mm512_store_si512(keys + i, key);
-    }
-    chosen->word[w] = word;
-    codes.low.word[w] = code_low;
-    codes.high.word[w] = code_high;
+}
+
+// Feeds a word, and returns which elements left the state; those are in `fed`. A logged word is in place.
+template <bool kScaled, bool kLogged>
+MOE_INLINE uint64_t feed_word(
+    const Feedback<float>& args, int64_t begin, bool streamed, __m512i bound, float* fed, __m512i* equal,
+    UndoLog<float>* log, int8_t* steps) {
+  const float* const old = args.residual_in + begin;
+  const float* const grad = args.grad + begin;
+  __m512 a[kVectors], guess[kVectors];
+  for (int64_t j = 0; j < kVectors; ++j) {
+    __builtin_prefetch(old + kLanes * j + kAhead);
+    __builtin_prefetch(grad + kLanes * j + kAhead);
+    a[j] = _mm512_loadu_ps(old + kLanes * j);
+  }
+  if constexpr (kScaled) {
+    scale_word(a, args.residual_scale);
+  }
+  for (int64_t j = 0; j < kVectors; ++j) {
+    a[j] = _mm512_add_ps(a[j], _mm512_loadu_ps(grad + kLanes * j));
+    guess[j] = _mm512_sub_ps(a[j], _mm512_loadu_ps(grad + kLanes * j));
   }
   if constexpr (kLogged) {
-    __builtin_memcpy(log_codes, &codes, sizeof(codes));
+    if constexpr (kScaled) {
+      scale_word(guess, 1 / args.residual_scale);
+    }
+    __m512i far[kVectors];
+    for (int64_t j = 0; j < kVectors; ++j) {
+      far[j] = _mm512_sub_epi32(_mm512_loadu_si512(old + kLanes * j), _mm512_castps_si512(guess[j]));
+    }
+    log_word(far, old, steps, log);
   }
-  seen->largest = _mm512_reduce_max_epu32(most);
-  seen->equal += _mm512_reduce_add_epi32(equal);
-  return true;
+  __mmask16 above[kVectors];
+  for (int64_t j = 0; j < kVectors; ++j) {
+    const __m512i key = _mm512_and_si512(_mm512_castps_si512(a[j]), _mm512_set1_epi32(0x7FFFFFFF));
+    *equal = _mm512_mask_add_epi32(*equal, _mm512_cmpeq_epi32_mask(key, bound), *equal, _mm512_set1_epi32(1));
+    above[j] = _mm512_cmpgt_epu32_mask(key, bound);
+    _mm512_store_ps(fed + kLanes * j, a[j]);
+    const __m512 left = _mm512_mask_blend_ps(above[j], a[j], _mm512_setzero_ps());
+    float* const out = args.residual + begin + kLanes * j;
+    streamed ? _mm512_stream_ps(out, left) : _mm512_storeu_ps(out, left);
+  }
+  return _mm512_kunpackd(_mm512_kunpackw(above[3], above[2]), _mm512_kunpackw(above[1], above[0]));
 }
 
 template <bool kScaled, bool kLogged>
 int64_t feed_and_scan_blocks(
     const Feedback<float>& args, int64_t begin, int64_t n, uint32_t low, const Found<float>& out,
     Scanned<uint32_t>* seen, UndoLog<float>* log) {
-  alignas(64) uint32_t keys[kBlock];
   alignas(64) float fed[kBlock];
   Bits chosen;
   const bool streamed = args.streamed && reinterpret_cast<uintptr_t>(args.residual + begin) % kLineBytes == 0;
-  int64_t count = 0;
-  for (int64_t i = 0; i < n; i += kBlock) {
-    int64_t place = count;
-    uint8_t* log_codes = kLogged ? log->codes + i / 4 : nullptr;
-    if (n - i >= kBlock &&
-        feed_block<kScaled, kLogged>(args, begin + i, low, keys, fed, &chosen, seen, log, log_codes)) {
-      count = compact(keys, chosen, i, out.keys, out.offsets, count);
-      for (; place < count; ++place) {
-        out.offsets[place] |= bit_cast<uint32_t>(fed[out.offsets[place] - i]) & kSignBit;
-      }
-      write_block(fed, keys, low, kBlock, args.residual + begin + i, streamed);
-      continue;
+  const __m512i bound = _mm512_set1_epi32(static_cast<int32_t>(low));
+  __m512i equal = _mm512_setzero_si512();
+  int64_t count = 0, i = 0;
+  for (; i + kBlock <= n; i += kBlock) {
+    for (int64_t w = 0; w < kWords; ++w) {
+      const int64_t at = i + kWord * w;
+      int8_t* const steps = kLogged ? log->steps + at : nullptr;
+      chosen.word[w] =
+          feed_word<kScaled, kLogged>(args, begin + at, streamed, bound, fed + kWord * w, &equal, log, steps);
     }
+    count = compact_signed(fed, chosen, i, out.keys, out.offsets, count);
+  }
+  seen->equal += sum_of(equal);
+  seen->largest = largest_of(out.keys, count, seen->largest);
+  if (i < n) {
     const Found<float> rest{out.keys + count, out.offsets + count, nullptr};
-    const int64_t size = n - i < kBlock ? n - i : kBlock;
+    int64_t place = count;
     if constexpr (kLogged) {
-      UndoLog<float> own{log_codes, log->values, log->count};
-      count += scan_logged<Mode::kLog, float, float, uint32_t>(args, begin + i, size, low, rest, seen, &own);
+      UndoLog<float> own{log->steps + i, log->values, log->count};
+      count += scan_logged<Mode::kLog, float, float, uint32_t>(args, begin + i, n - i, low, rest, seen, &own);
       log->count = own.count;
     } else {
-      count += scan<Mode::kFeed, float, float, uint32_t>(args, begin + i, size, low, rest, seen);
+      count += scan<Mode::kFeed, float, float, uint32_t>(args, begin + i, n - i, low, rest, seen);
     }
     for (; place < count; ++place) {
       out.offsets[place] += static_cast<uint32_t>(i);
@@ -379,7 +383,8 @@ int64_t scan_fed(const Acc* residual, int64_t n, Key low, const Found<Acc>& out,
     fill(block, size);
     count = compact(block, larger(block, size, low, &found), i, out.keys, out.offsets, count);
   }
-  *seen = found;
+  seen->equal = found.equal;
+  seen->largest = largest_of(out.keys, count, seen->largest);
   return count;
 }
 

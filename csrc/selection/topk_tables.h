@@ -9,8 +9,6 @@ namespace moe_ext::topk {
 constexpr int64_t kSegment = 16384;
 // Capacity of the buffers of the scans: whole vectors are stored at their end.
 constexpr int64_t kSegmentBuffer = kSegment + 16;
-// Bytes of a segment's residual or velocity in an `UndoLog`: two bits an element.
-constexpr int64_t kCodeBytes = kSegment / 4;
 
 constexpr uint32_t kSignBit = 0x80000000u;
 
@@ -26,15 +24,17 @@ struct Found {
 // Findings of a scan besides the keys that it collects; raised by each call.
 template <typename Key>
 struct Scanned {
-  Key largest = 0;   // of all keys
+  Key largest = 0;   // of those collected
   int64_t equal = 0; // keys that equal the bound
 };
 
-// Log for taking a feed back bit for bit. Nearly always the old value is what the feed taken backwards gives (code 0)
-// or one of the two floats beside it (1 above, 2 below); else (3) the value itself is kept.
+// Log for taking a feed back bit for bit: how many floats the old value is above what the feed taken backwards gives.
+// Where those are kFarStep or more either way, the value itself is kept.
+constexpr int kFarStep = 127;
+
 template <typename Acc>
 struct UndoLog {
-  uint8_t* codes;    // kCodeBytes of the residual, and where there is one of the velocity
+  int8_t* steps;     // kSegment of the residual, and where there is one of the velocity
   Acc* values;       // room for 2 kSegmentBuffer
   int64_t count = 0; // of values
 };

@@ -2,6 +2,8 @@
 // the end.
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -45,7 +47,7 @@ Quantized quantized(const quantize::Kernels& kernels, int64_t format, int64_t n,
       {random ? state : nullptr, nullptr},
       0,
       shared ? &kLargest : nullptr};
-  kernels.f32.quantize[format](args, 0, (n + 63) / 64);
+  kernels.f32.quantize[format](args, 0, (n + 63) / 64, nullptr);
   EXPECT_EQ(out.codes[n], 7) << "wrote past the codes";
   EXPECT_EQ(out.scales[(n + 63) / 64], 7) << "wrote past the scales";
   EXPECT_EQ(out.residual[n], random_floats(n + 1, 5)[n]) << "wrote past the residual";
@@ -59,6 +61,66 @@ TEST_P(Quantisers, QuantizesAsThePortableLoops) {
         const Quantized actual = quantized(quantize::table(GetParam()), format, n, random, shared);
         ASSERT_TRUE(actual == quantized(quantize::table("portable"), format, n, random, shared))
             << n << " in " << format;
+      }
+    }
+  }
+}
+
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+// A residual beside gradients of a size of one, by how large it is; the last kind is not finite here and there.
+std::vector<float> residual_of(const std::string& kind, int64_t n) {
+  std::vector<float> residual = random_floats(n, 5);
+  for (int64_t i = 0; i < n; ++i) {
+    residual[i] *= kind == "none" ? -0.0f : kind == "usual" ? 0.005f : kind == "tiny" ? 1e-9f : 1e3f;
+    if (kind == "not finite" && i % 200 == 70) {
+      residual[i] = i % 400 == 70 ? std::nanf("0x123") : -INFINITY;
+    }
+  }
+  return residual;
+}
+
+TEST_P(Quantisers, TakesAResidualBackBitForBit) {
+  const quantize::Kernels& kernels = quantize::table(GetParam());
+  const int64_t state[4] = {5, 6, 7, 8};
+  for (const int64_t n : {int64_t{1}, int64_t{64}, int64_t{1000}, int64_t{4096}}) {
+    for (const char* kind : {"none", "usual", "tiny", "large", "not finite"}) {
+      for (int64_t format = 0; format < quantize::kNumFormats; ++format) {
+        for (const bool random : {false, true}) {
+          const std::vector<float> x = random_floats(n, 4), before = residual_of(kind, n);
+          const int64_t blocks = (n + 127) / 128;
+          const auto run = [&](std::vector<float>& residual, std::vector<uint8_t>& codes, quantize::UndoLog* log) {
+            static std::vector<float> scales;
+            scales.assign(blocks, 0);
+            quantize::QuantizeArgs<float> args{x.data(),
+                                               residual.data(),
+                                               residual.data(),
+                                               codes.data(),
+                                               scales.data(),
+                                               n,
+                                               128,
+                                               {random ? state : nullptr, nullptr},
+                                               0};
+            kernels.f32.quantize[format](args, 0, blocks, log);
+            return args;
+          };
+          std::vector<float> plain = before, residual = before, values(n + 1);
+          std::vector<uint8_t> codes(n + 8), plain_codes(n + 8);
+          std::vector<int16_t> steps(n);
+          quantize::UndoLog log{steps.data(), values.data()};
+          run(plain, plain_codes, nullptr);
+          const auto args = run(residual, codes, &log);
+          const std::string what = std::string(kind) + " as " + quantize::kFormatNames[format];
+          ASSERT_EQ(codes, plain_codes) << what;
+          ASSERT_TRUE(std::string(kind) == "not finite" || same_bits(residual, plain)) << what;
+          kernels.f32.undo[format](args, 0, blocks, log);
+          ASSERT_TRUE(same_bits(residual, before)) << what << ", " << n << " elements";
+          if (std::string(kind) == "usual" && format == 0 && !random && n == 4096) {
+            EXPECT_LT(log.count, n / 100);
+          }
+        }
       }
     }
   }

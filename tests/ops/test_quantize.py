@@ -235,6 +235,24 @@ def test_refuses_what_is_not_finite_and_changes_nothing(isa, bad, format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_refused_call_is_undone_bit_for_bit(isa, dtype, format):
+    numel = 3 * 16384 + 77
+    x = torch.randn(numel).to(dtype)
+    residual = torch.randn(numel)
+    # Residuals that the pass taken backwards finds, some that it does not, and subnormal ones.
+    residual[9000:30000] *= 1e-2
+    residual[30000:40000] *= 1e-9
+    residual[40000:45000] *= torch.finfo(torch.float32).tiny
+    x[-3] = float("nan")
+    for state in (None,) if format == "sign" else (None, rng_state()):
+        owed = residual.clone()
+        with pytest.raises(RuntimeError, match=f"got nan at element {numel - 3}$"):
+            ops.quantize_blockwise(x, format=format, residual=owed, rng_state=state)
+        assert torch.equal(owed.view(torch.int32), residual.view(torch.int32))
+
+
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("owed", [None, "in place", "elsewhere"])
 def test_a_block_that_is_not_finite_comes_back_as_nan_unchecked(isa, owed, bad, format):
