@@ -24,6 +24,7 @@ BENCHMARKS = (
     "routers",
     "overhead",
     "growth",
+    "memory",
     "huggingface",
     "compat",
     "attention",
