@@ -34,10 +34,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 testing.PRELOADED += [
     *(f"moe_ext.{name}" for name in ("attention", "compression", "distributed", "nn", "optim")),
     "torch._dynamo",
+    "torch._functorch.aot_autograd",
+    "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "hypothesis",
     "pytest",
+    "sklearn.datasets",
+    "transformers.trainer",
 ]
 
 

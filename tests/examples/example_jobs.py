@@ -2,14 +2,19 @@
 
 import hashlib
 import json
+import multiprocessing
 import os
+import runpy
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import torch
+
 import moe_ext
+from moe_ext import testing
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DRIVER = Path(__file__).with_name("killed_run.py")
@@ -42,6 +47,45 @@ def free_port():
         return probe.getsockname()[1]
 
 
+def run_script(command, environment, log):
+    """Goes on as `python SCRIPT ARGUMENTS` would, in a process that has imported torch."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    sys.argv[:] = command
+    sys.path.insert(0, os.path.dirname(command[0]))
+    runpy.run_path(command[0], run_name="__main__")
+
+
+class Script:
+    """A script in a process of its own, with the methods of `subprocess.Popen`.
+
+    It is forked from a process that has imported torch: an interpreter of its own takes seconds.
+    """
+
+    def __init__(self, command, environment, log):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(testing.PRELOADED)
+        self.process = context.Process(target=run_script, args=(command, environment, log))
+        self.process.start()
+        self.kill, self.pid = self.process.kill, self.process.pid
+
+    def poll(self):
+        return self.process.exitcode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def wait(self, timeout=None):
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired("a rank", timeout)
+        return self.process.exitcode
+
+
 class Ranks:
     """One process a rank, with their output."""
 
@@ -50,9 +94,9 @@ class Ranks:
         self.logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
         self.processes = []
         for rank, log in enumerate(self.logs):
-            command = [sys.executable, str(EXAMPLES / script)]
+            command = [str(EXAMPLES / script)]
             if kill is not None and rank == kill_rank:
-                command = [sys.executable, str(DRIVER), kill]
+                command = [str(DRIVER), kill]
             env = job_environment() | {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
@@ -60,12 +104,7 @@ class Ranks:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
-            with open(log, "wb") as output:
-                self.processes.append(
-                    subprocess.Popen(
-                        [*command, *args], env=env, stdout=output, stderr=subprocess.STDOUT
-                    )
-                )
+            self.processes.append(Script([*command, *args], env, str(log)))
 
     def wait(self, timeout=90):
         """Return the exit codes; a rank that hangs fails the test."""
