@@ -431,3 +431,13 @@ def test_refuses(call, message):
         TypeError, match=r"^TopKRouter: expected num_experts to be an integer, got 6.0"
     ):
         TopKRouter(D, 6.0)
+
+
+@pytest.mark.parametrize(("group_score", "group"), [("max", 0), ("top2", 1), ("topk", 2)])
+def test_a_router_scores_groups_as_it_is_told(group_score, group):
+    scores = torch.tensor([[0.9, 0.1, 0.1, 0.8, 0.8, 0.1, 0.7, 0.7, 0.7]])
+    options = {"score_fn": "sigmoid", "num_groups": 3, "top_groups": 1}
+    router = TopKRouter(9, 9, 3, group_score=group_score, **options)
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(9))
+    assert (router(scores.logit()).gate.topk_idx // 3 == group).all()
