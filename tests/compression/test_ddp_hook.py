@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.compression import (
     CompressionState,
+    CostModel,
     Dense,
     Policy,
     Quantize,
@@ -318,7 +319,7 @@ def check_the_monitor():
     assert "density=0.04" in state.explain()
 
 
-class Chooser:
+class Chooser(CostModel):
     """Chooses in turns, and remembers what it was told."""
 
     def __init__(self):
