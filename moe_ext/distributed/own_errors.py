@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from time import monotonic
 from typing import Any, NamedTuple
 
 import torch
@@ -132,6 +133,7 @@ def wait(work: dist.Work, call: Collective) -> None:
     if job.open:
         _take_back(job)
     while True:
+        start = monotonic()
         try:
             work.wait(_LOOK_EVERY)
             return
@@ -139,6 +141,9 @@ def wait(work: dist.Work, call: Collective) -> None:
             if work.is_completed():
                 work.wait()  # ended meanwhile, or failed
                 return
+            # A failed reduce-scatter of Gloo does not say that it has ended.
+            if monotonic() - start < _LOOK_EVERY.total_seconds():
+                raise
         _heed(job, work, call)
 
 
