@@ -123,7 +123,7 @@ def agree(
         answer = told.answers[mine]
         gathered = comm.all_gather(answer.message, group, operation=operation, counted=False)
         compare = functools.partial(_compared, operation, facts, None, group)
-        told.unread.append((_Copy(gathered), answer, compare))
+        told.unread.append((streams.HostCopy(gathered), answer, compare))
         return answer.values
     if len(mine) > _TEXT_BYTES and problem is not None:
         # Ranks that went on take part in no further message.
@@ -144,29 +144,14 @@ class _Answer:
     message: Tensor
 
 
-class _Copy:
-    """A tensor on its way to the host, which does not wait for it."""
-
-    def __init__(self, source: Tensor) -> None:
-        self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-        self._host.copy_(source, non_blocking=True)
-        self._event = torch.cuda.current_stream(source.device).record_event()
-
-    def is_there(self) -> bool:
-        return bool(self._event.query())
-
-    def rows(self) -> list[list[int]]:
-        self._event.synchronize()
-        rows: list[list[int]] = self._host.tolist()
-        return rows
-
-
 @dataclass
 class _Told:
     """What the ranks of a group told each other, by this rank's message, and what came since."""
 
     answers: dict[bytes, _Answer] = field(default_factory=dict)
-    unread: deque[tuple[_Copy, _Answer, Callable[..., object]]] = field(default_factory=deque)
+    unread: deque[tuple[streams.HostCopy, _Answer, Callable[..., object]]] = field(
+        default_factory=deque
+    )
 
     def remember(self, mine: bytes, answer: _Answer) -> None:
         if len(self.answers) == _MOST_ANSWERS:

@@ -26,6 +26,37 @@ def side_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
     return _side_streams[device, purpose]
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph records what the current stream of the device is given."""
+    return has_streams(device) and torch.cuda.is_current_stream_capturing()
+
+
+class HostCopy:
+    """A tensor of integers on its way to the host, which does not wait for it.
+
+    Args:
+        source: `[N, M]`; of a device without streams it is kept as it is.
+    """
+
+    def __init__(self, source: Tensor) -> None:
+        self._host, self._event = source, None
+        if has_streams(source.device):
+            self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self._host.copy_(source, non_blocking=True)
+            self._event = torch.cuda.current_stream(source.device).record_event()
+
+    def is_there(self) -> bool:
+        """Whether `rows` would not wait."""
+        return self._event is None or bool(self._event.query())
+
+    def rows(self) -> list[list[int]]:
+        """The numbers. NOTE: device-to-host sync, for what the device was given before alone."""
+        if self._event is not None:
+            self._event.synchronize()
+        rows: list[list[int]] = self._host.tolist()
+        return rows
+
+
 class Beside:
     """Work on a side stream, and the tensors of it, which live until others wait for it.
 

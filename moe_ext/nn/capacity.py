@@ -105,6 +105,11 @@ class RowBudget:
             expert-parallel layer it is also the most that a rank sends or receives at once.
         overflow: "rounds" runs the rows beyond the budget in further rounds, with the exact result;
             "drop" leaves them out and counts them in `num_dropped`.
+        static: across ranks, every rank sends `rows / P` rows to each of the P ranks, padding
+            included, so that sizes follow from no count: nothing waits for the device before the
+            rows travel. "rounds" then reads one number behind the queued work of the first round,
+            "drop" nothing, and a CUDA graph can hold it. It is for `dispatcher="alltoall"`. On one
+            rank it changes nothing: sizes never follow from counts there.
 
     Raises:
         ValueError: a value is out of its range.
@@ -113,6 +118,7 @@ class RowBudget:
     rows: int
     _: KW_ONLY
     overflow: str = "rounds"
+    static: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what is not allowed."""

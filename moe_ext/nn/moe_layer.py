@@ -6,6 +6,7 @@ Shapes: T tokens, D model, F ffn, E experts, K top-k, N rows.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,13 +18,17 @@ from moe_ext._compile import outside_graphs
 from moe_ext.distributed.dispatch import (
     DISPATCHERS,
     AutoDispatcher,
+    Chunk,
     DispatchChoice,
     DispatchMetadata,
     LocalDispatcher,
     TokenDispatcher,
     Wire,
     WrappedDispatcher,
+    check_static,
     named_dispatcher,
+    static_chunks,
+    telling_in_agreement,
 )
 from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.groups import check_group, group_size
@@ -172,7 +177,12 @@ class MoELayer(CountingModule):
                 f"with etp, got {type(dispatcher).__name__} and {wire!r}"
             )
         spread = num_experts * self._shards
+        static = row_budget is not None and row_budget.static
+        if static and dispatcher == "auto" and group_size(ep_group) > 1:
+            dispatcher = "alltoall"
         self.dispatcher = _make_dispatcher(dispatcher, spread, ep_group, combine, row_budget, wire)
+        if self._is_static():
+            check_static(self.dispatcher)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(router, str):
             columns = 2 if top_k is None else top_k
@@ -298,7 +308,8 @@ class MoELayer(CountingModule):
             self.dispatcher, self._dispatch_choice = self.dispatcher.choose(
                 x, self.top_k, in_rounds=self.row_budget is not None
             )
-        with self.dispatcher.routing(x):
+        dispatcher, static = self.dispatcher, self._is_static()
+        with telling_in_agreement(dispatcher, x.device) if static else dispatcher.routing(x):
             self._check_inputs(x, per_token)
             x_TD = x.reshape(-1, self.model_dim)
             flat = {name: t.reshape(-1) for name, t in per_token.items() if t is not None}
@@ -338,22 +349,28 @@ class MoELayer(CountingModule):
         dropped = None if choice.num_dropped is None else choice.num_dropped * self._shards
         return Choice(idx_TKS.flatten(1), weights, choice.capacity, dropped)
 
+    def _is_static(self) -> bool:
+        """Whether sizes of exchanges follow from no count; on one rank there are none."""
+        budget = self.row_budget
+        return budget is not None and budget.static and not self.dispatcher.in_graph
+
     def _send_rows(self, x_TD: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
         dispatcher, (topk_idx, topk_weights, capacity, dropped) = self.dispatcher, choice
         metadata: DispatchMetadata
+        others: Callable[[], list[Chunk]] = list
         if self.row_budget is None:
             rows, offsets, metadata = dispatcher.dispatch(
                 x_TD, topk_idx, topk_weights, capacity=capacity
             )
         else:
-            chunks = dispatcher.chunks(
-                x_TD,
-                topk_idx,
-                topk_weights,
-                max_rows=self.row_budget.rows,
-                capacity=capacity,
-                drop=self.row_budget.overflow == "drop",
-            )
+            budget = self.row_budget
+            limits: dict[str, Any] = {"capacity": capacity, "drop": budget.overflow == "drop"}
+            call = x_TD, topk_idx, topk_weights
+            if self._is_static():
+                first, others = static_chunks(dispatcher, *call, max_rows=budget.rows, **limits)
+                chunks = [first]
+            else:
+                chunks = dispatcher.chunks(*call, max_rows=budget.rows, **limits)
             if len(chunks) > 1:
                 with dispatcher.computing(x_TD):
                     y_TD = run_chunks(dispatcher, chunks, self.experts, x_TD, topk_weights)
@@ -363,6 +380,9 @@ class MoELayer(CountingModule):
             rows, offsets, metadata = dispatcher.send(chunks[0].take(x_TD), chunks[0], topk_weights)
         with dispatcher.computing(x_TD):
             y_TD = self._compute(rows, offsets, metadata, x_TD)
+            left = others()
+            if left:
+                y_TD = y_TD + run_chunks(dispatcher, left, self.experts, x_TD, topk_weights)
         return y_TD, _plus(metadata.num_dropped, dropped)
 
     def _compute(

@@ -13,6 +13,8 @@ from torch.overrides import TorchFunctionMode
 from moe_ext import MoELayer
 from moe_ext.attention import call, masks, ring_attention
 from moe_ext.distributed import agreement
+from moe_ext.distributed.dispatch import static
+from moe_ext.nn import RowBudget
 
 READS = {"tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"}
 COPIES = {"tensor", "new_tensor", "as_tensor"}
@@ -47,8 +49,32 @@ def check_a_layer_waits_once():
         assert calls.names == ["tolist"], (dispatcher, calls.names)
 
 
+def check_a_static_budget_waits_behind_its_first_round_or_never():
+    sent, exchange = [], dist.all_to_all_single
+
+    def noting(out, x, *args, **options):
+        sent.append(x.is_floating_point())
+        return exchange(out, x, *args, **options)
+
+    for overflow in ("rounds", "drop"):
+        budget = RowBudget(6, overflow=overflow, static=True)
+        layer = MoELayer(8, 6, 4, ep_group=world(), row_budget=budget)
+        x = torch.randn(7, 8, requires_grad=True)
+        with taken_for_cuda(), mock.patch.object(dist, "all_to_all_single", noting):
+            for number in range(3):
+                sent.clear()
+                with HostCalls() as calls:
+                    y = layer(x)
+                    read = ["tolist"] if overflow == "rounds" else []
+                    # The ranks compare a first call at once.
+                    assert number == 0 or calls.names == read, (overflow, calls.names)
+                    y.sum().backward()
+                assert number == 0 or calls.names == read
+        assert any(sent)
+
+
 class Copy:
-    """Of `agreement._Copy`: a message that arrives when the test says so."""
+    """Of `streams.HostCopy`: a message that arrives when the test says so."""
 
     arrived = False
 
@@ -64,16 +90,17 @@ class Copy:
 
 @contextlib.contextmanager
 def taken_for_cuda():
-    on = types.SimpleNamespace(has_streams=lambda device: True)
+    on = types.SimpleNamespace(has_streams=lambda device: True, HostCopy=Copy)
     with contextlib.ExitStack() as stack:
         for target, name, new in [
             (agreement, "streams", on),
-            (agreement, "_Copy", Copy),
+            (static, "HostCopy", Copy),
             (call, "has_streams", on.has_streams),
             (call, "on_device", masks._copied),
         ]:
             stack.enter_context(mock.patch.object(target, name, new))
         Copy.arrived = False
+        agreement._told.pop(world(), None)
         yield
 
 

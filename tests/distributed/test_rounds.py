@@ -1,3 +1,5 @@
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -5,6 +7,7 @@ from checks import assert_passed, outcomes, raised
 from torch.utils.checkpoint import checkpoint
 
 import moe_ext
+from moe_ext.distributed.dispatch import static
 from moe_ext.nn import RowBudget
 
 E, K = 12, 2  # a multiple of every group size used
@@ -184,6 +187,90 @@ def check_a_rank_that_fails_before_is_named():
         raised(ValueError, r"expected x to be of shape", layer, x[:, :7])
     else:
         raised(ValueError, r"expected x to be of shape .* on rank 1", layer, x)
+
+
+def compare_static(sizes, rows, one_expert=False, **options):
+    num_ranks, budget = dist.get_world_size(), RowBudget(rows, static=True)
+    bounded, free = make(budget, **options), make(**options)
+    if one_expert:
+        for layer in (bounded, free):
+            layer.router.weight.data.zero_()
+    x = batch(sizes, dist.get_rank())
+    want = outcome(free, x)
+    with Exchanged() as exchanged:
+        found = outcome(bounded, x)
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b, **TIGHT)
+    # Rows and weights there, rows back, and the same backward, of a size that no count changes.
+    assert set(exchanged.rows) == {rows // num_ranks * num_ranks}
+    for name in ("num_dropped", "num_tokens_per_expert"):
+        assert torch.equal(bounded.metrics[name], free.metrics[name])
+    again = outcome(bounded, x)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), "deterministic"
+    with torch.no_grad():
+        torch.testing.assert_close(bounded(x), want[0], **TIGHT)
+    return len(exchanged.rows)
+
+
+def check_static_rounds_equal_the_layer_without_a_budget():
+    sizes = [9, 4, 13][: dist.get_world_size()]
+    whole = compare_static(sizes, 500)
+    for rows in (3, 11):
+        assert compare_static(sizes, rows) > whole
+    compare_static(sizes, 7, bias=True, activation="relu_squared", shared_ffn_dim=4)
+    compare_static([40] * len(sizes), 11, capacity_factor=0.5)
+    compare_static(sizes, 6, one_expert=True, balance_loss_coef=0.0)
+    compare_static([6, 0, 6][: len(sizes)], 5)
+    compare_static([0] * len(sizes), 5)
+
+
+def check_static_drop_keeps_the_first_tokens_of_each_rank():
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    layer = make(RowBudget(12, overflow="drop", static=True), balance_loss_coef=0.0)
+    free = make(balance_loss_coef=0.0)
+    for one in (layer, free):
+        one.router.weight.data.zero_()  # all on experts 0 and 1, which live on rank 0
+    x = batch([9] * num_ranks, rank)
+    found, want = outcome(layer, x), outcome(free, x)
+    kept = 12 // num_ranks
+    assert int(layer.metrics["num_dropped"]) == 9 * K - kept
+    torch.testing.assert_close(found[0][: kept // K], want[0][: kept // K], **TIGHT)
+    assert not found[0][kept // K :].any()
+    layer.row_budget = RowBudget(1000, overflow="drop", static=True)
+    for a, b in zip(outcome(layer, x), want, strict=True):
+        torch.testing.assert_close(a, b, **TIGHT)
+    assert int(layer.metrics["num_dropped"]) == 0
+
+
+def check_static_rounds_in_low_precision():
+    budget = RowBudget(300, static=True)
+    layer, free = make(budget, dtype=torch.bfloat16), make(dtype=torch.bfloat16)
+    x = batch([150] * dist.get_world_size(), dist.get_rank(), torch.bfloat16)
+    with Exchanged() as exchanged:
+        found = outcome(layer, x)
+    assert max(exchanged.rows) <= 300
+    for a, b in zip(found, outcome(free, x), strict=True):
+        torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-1)
+
+
+def check_static_budgets_are_compared_and_failures_are_told():
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    x = batch([9] * num_ranks, rank)
+    layer = make(RowBudget(6 + rank, static=True))
+    raised(ValueError, r"expected rows to be equal on every rank, got 6 on rank 0", layer, x)
+    layer = make(RowBudget(1, static=True))
+    raised(ValueError, rf"expected rows to be at least {num_ranks}, one for each rank", layer, x)
+    layer = make(RowBudget(6, static=True))
+    told = r"expected x to be of shape" + ("" if rank == 1 else " .* on rank 1")
+    raised(ValueError, told, layer, x[:, :7] if rank == 1 else x)
+    outcome(layer, x)  # the group goes on
+    match = r"RowBudget: expected dispatcher to be 'alltoall' with static=True, got Dedup"
+    raised(TypeError, match, lambda: make(RowBudget(6, static=True), dispatcher="dedup"))
+    with mock.patch.object(static, "is_capturing", lambda device: True):
+        match = r"expected overflow to be 'drop' where a CUDA graph is captured, .* got 'rounds'"
+        raised(RuntimeError, match, layer, x)
+        with mock.patch.object(static, "agree", None):
+            outcome(make(RowBudget(6, static=True, overflow="drop")), x)
 
 
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

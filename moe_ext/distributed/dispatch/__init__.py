@@ -23,6 +23,11 @@ from moe_ext.distributed.dispatch.dedup import (
 )
 from moe_ext.distributed.dispatch.local import LocalDispatcher
 from moe_ext.distributed.dispatch.named import DISPATCHERS, named_dispatcher
+from moe_ext.distributed.dispatch.static import (
+    check_static,
+    static_chunks,
+    telling_in_agreement,
+)
 from moe_ext.distributed.dispatch.wire import Wire
 
 __all__ = [
@@ -42,7 +47,10 @@ __all__ = [
     "TokenDispatcher",
     "Wire",
     "WrappedDispatcher",
+    "check_static",
     "named_dispatcher",
+    "static_chunks",
     "sum_dtype",
     "take_part",
+    "telling_in_agreement",
 ]

@@ -48,7 +48,7 @@ _DTYPE_CODES = len(DTYPES) + 1
 # Headers kept on the device: a layer has a few, or one for each number of tokens with a capacity.
 _MOST_HEADERS = 64
 # What a rank that runs another layer than the others may have met with.
-_SKIPPED = (
+SKIPPED = (
     "a batch without tokens of a kind, such as images, skips layers of that kind; give every rank "
     "some"
 )
@@ -450,7 +450,7 @@ class TokenDispatcher:
             allowed = tables.expert_offsets.new_full((1,), max_rows)
             kept_idx = keep_first(tables, topk_idx_TK, allowed)
             _, kept = ops.permute_tokens(none_TD, kept_idx, self.num_experts)
-            return cut_rows(_dropping(tables, kept), max_rows)[:1]
+            return cut_rows(count_dropped(tables, kept), max_rows)[:1]
         return cut_rows(tables, max_rows)
 
     def send(
@@ -529,12 +529,8 @@ class TokenDispatcher:
             **self._coded(self.wire.out),
         )
         # From the order (rank, expert) to (expert, rank).
-        num_rows = rows_RD.shape[0]
-        expert_PL = torch.arange(self.num_local_experts, device=rows_RD.device)
-        expert_R = expert_PL.repeat(self.num_ranks).repeat_interleave(
-            counts.received_PL.reshape(-1), output_size=num_rows
-        )
-        align = row_alignment(rows_RD, num_rows, self.num_local_experts)
+        expert_R = counts.expert_of_row()
+        align = row_alignment(rows_RD, rows_RD.shape[0], self.num_local_experts)
         grouped, permutation = ops.permute_tokens(
             rows_RD, expert_R[:, None], self.num_local_experts, align=align
         )
@@ -710,7 +706,7 @@ class TokenDispatcher:
         """ValueError if a rank runs another layer than the others, where that can be known."""
         if self._layers:
             names = [self._layers[i] if i < len(self._layers) else "another" for i in layers]
-            name = f"the layer that runs ({_SKIPPED})"
+            name = f"the layer that runs ({SKIPPED})"
             check_equal_over_ranks(name, names, self.group, self.operation)
             return
         met = _met.setdefault(self.group, set())
@@ -723,7 +719,7 @@ class TokenDispatcher:
             )
             raise ValueError(
                 f"{self.operation}: expected every rank to run the layer that ran with those of "
-                f"the others before ({_SKIPPED}; draw what drops layers alike on all), got "
+                f"the others before ({SKIPPED}; draw what drops layers alike on all), got "
                 f"{found}, in the order of first calls"
             )
         met.add(layers)
@@ -755,11 +751,11 @@ class TokenDispatcher:
                 _, kept, counts = self._group_and_count(
                     x_TD, kept_idx, topk_weights_TK, None, with_rows=False
                 )
-                tables, pairs_PP = _dropping(tables, kept), allowed_PP
+                tables, pairs_PP = count_dropped(tables, kept), allowed_PP
         return cut_exchange(tables, counts, schedule(pairs_PP, limit), rank)
 
 
-def _dropping(before: ops.Permutation, kept: ops.Permutation) -> ops.Permutation:
+def count_dropped(before: ops.Permutation, kept: ops.Permutation) -> ops.Permutation:
     """The tables of what was kept, with all slots that were left out counted."""
     routed = before.num_tokens_per_expert.sum() - kept.num_tokens_per_expert.sum()
     return replace(kept, num_dropped=before.num_dropped + routed)

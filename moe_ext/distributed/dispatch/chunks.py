@@ -25,6 +25,7 @@ class RowCounts:
         received_PL: rows that it receives from each rank for each of its experts.
         expert_capacity: rows that a local expert gets at most, from all ranks; None without limit.
         has_backward: whether rows of some rank get a gradient: all ranks then take part.
+        padded: whether the rows from each rank end with rows of no expert.
     """
 
     sent: tuple[int, ...]
@@ -32,6 +33,20 @@ class RowCounts:
     received_PL: Tensor
     expert_capacity: int | None = None
     has_backward: bool = False
+    padded: bool = False
+
+    def expert_of_row(self) -> Tensor:
+        """The local expert of every received row `[R]`, -1 for none."""
+        num_ranks, num_experts = self.received_PL.shape
+        if not self.padded:
+            expert_PL = torch.arange(num_experts, device=self.received_PL.device)
+            return expert_PL.repeat(num_ranks).repeat_interleave(
+                self.received_PL.reshape(-1), output_size=sum(self.received)
+            )
+        places = torch.arange(self.received[0], device=self.received_PL.device)
+        ends_PL = self.received_PL.cumsum(1)
+        expert_R = torch.searchsorted(ends_PL, places.repeat(num_ranks, 1), right=True).reshape(-1)
+        return expert_R.masked_fill(expert_R == num_experts, -1)
 
 
 @dataclass(frozen=True)
@@ -117,6 +132,47 @@ def cut_exchange(
         chunks.append(Chunk(tables, slots, tables.expert_offsets, part))
         sent_P, received_P = sent_P + send_P, received_P + receive_P
     return chunks
+
+
+def cut_evenly(
+    tables: ops.Permutation,
+    own_PL: Tensor,
+    received_PL: Tensor,
+    share: int,
+    number: int,
+    *,
+    has_backward: bool,
+) -> Chunk:
+    """A chunk in which every rank sends each other `share` rows, padding behind its own.
+
+    Its sizes depend on no count, so that the host need not know one.
+
+    Args:
+        tables: of all rows of this rank.
+        own_PL: rows that it has for each expert of each rank.
+        received_PL: rows that each rank has for each of its experts.
+        share: rows from a rank to another.
+        number: of the chunk: it has the `share` rows behind those of the chunks before.
+        has_backward: see `RowCounts`.
+    """
+    num_ranks = own_PL.shape[0]
+    begin, end = number * share, (number + 1) * share
+    count_P1 = own_PL.sum(1, keepdim=True)
+    first_P1 = count_P1.cumsum(0) - count_P1
+    place_S = torch.arange(begin, end, device=own_PL.device)
+    row_PS = (first_P1 + place_S).clamp(max=max(tables.slot_of_row.shape[0] - 1, 0))
+    # Without slots there is nothing to take, and nothing is counted.
+    all_slots = tables.slot_of_row if tables.slot_of_row.shape[0] else place_S
+    slots_PS = all_slots[row_PS].masked_fill(place_S >= count_P1, -1)
+    reached_PL = received_PL.cumsum(1).clamp(begin, end)
+    counts = RowCounts(
+        (share,) * num_ranks,
+        (share,) * num_ranks,
+        torch.diff(reached_PL, dim=1, prepend=reached_PL.new_full((num_ranks, 1), begin)),
+        has_backward=has_backward,
+        padded=True,
+    )
+    return Chunk(tables, slots_PS.reshape(-1), tables.expert_offsets, counts)
 
 
 def _slots_of_runs(tables: ops.Permutation, begin_P: Tensor, count_P: Tensor) -> Tensor:
