@@ -105,9 +105,11 @@ class _RollCall:
     looked: bool = False
     # Own errors of the missing, by rank.
     errors: dict[int, str] = field(default_factory=dict)
+    # Collectives that failed on those who answered, by rank.
+    operations: dict[int, str] = field(default_factory=dict)
 
 
-def _roll_call(group: ProcessGroup, grace: float) -> _RollCall:
+def _roll_call(group: ProcessGroup, operation: str, grace: float) -> _RollCall:
     """Answer; wait until every other member has answered or is known dead, or `grace` is over."""
     me = dist.get_rank()
     prefix = "moe_ext/failed"
@@ -119,7 +121,7 @@ def _roll_call(group: ProcessGroup, grace: float) -> _RollCall:
             try:
                 store = _c10d.default_store()
                 if not answered:
-                    store.set(f"{prefix}/{me}", "1")
+                    store.set(f"{prefix}/{me}", operation)
                     answered = True
                 call.silent -= {r for r in call.silent if store.check([f"{prefix}/{r}"])}
                 call.looked = True
@@ -131,17 +133,18 @@ def _roll_call(group: ProcessGroup, grace: float) -> _RollCall:
             break
         time.sleep(_POLL_SECONDS)
     if not call.store_lost:
-        call.errors = _own_errors(call.silent)
+        call.errors = _texts(_ERROR_KEY, call.silent)
+        call.operations = _texts(prefix, set(group_ranks(group)) - call.silent)
     time.sleep(_LINGER_WITHOUT_STORE_SECONDS if call.store_lost else _LINGER_SECONDS)
     return call
 
 
-def _own_errors(ranks: set[int]) -> dict[int, str]:
-    """The last error that each rank has reported of itself."""
+def _texts(prefix: str, ranks: set[int]) -> dict[int, str]:
+    """What each rank has written under a prefix."""
     with contextlib.suppress(RuntimeError, ValueError):
         store = _c10d.default_store()
-        known = [rank for rank in sorted(ranks) if store.check([f"{_ERROR_KEY}/{rank}"])]
-        return {rank: store.get(f"{_ERROR_KEY}/{rank}").decode() for rank in known}
+        known = [rank for rank in sorted(ranks) if store.check([f"{prefix}/{rank}"])]
+        return {rank: store.get(f"{prefix}/{rank}").decode() for rank in known}
     return {}
 
 
@@ -160,7 +163,8 @@ def is_told(error: Exception) -> bool:
     return getattr(error, "_moe_ext_told", False)
 
 
-def _tell_own_error(operation: str, error: Exception) -> None:
+def tell_own_error(operation: str, error: Exception) -> None:
+    """Keep an error of this rank alone, for those who come to miss it."""
     with contextlib.suppress(RuntimeError, ValueError):
         reason = f"{operation}: {first_line(error)}"
         _c10d.default_store().set(f"{_ERROR_KEY}/{dist.get_rank()}", reason)
@@ -187,7 +191,11 @@ def _describe(call: _RollCall, grace: float) -> tuple[str, set[int]]:
         return "the store is gone; its host, rank 0, has probably died", host
     if call.silent:
         return f"{_named(call.silent)} did not answer within {grace:g} s", call.silent
-    return "every rank of the group is alive", set()
+    places: dict[str, set[int]] = {}
+    for rank, operation in call.operations.items():
+        places.setdefault(operation, set()).add(rank)
+    where = ", ".join(f"{_named(ranks)} in {operation}" for operation, ranks in places.items())
+    return "every rank of the group is alive" + f": {where}" * (len(places) > 1), set()
 
 
 def diagnose(
@@ -197,7 +205,7 @@ def diagnose(
 
     Blocks for at most `grace` seconds beyond the failure itself.
     """
-    call = _roll_call(group, grace)
+    call = _roll_call(group, operation, grace)
     finding, blamed = _describe(call, grace)
     reason = first_line(error)
     for rank, text in call.errors.items():
@@ -229,7 +237,7 @@ def naming_failed_ranks(group: ProcessGroup | None, operation: str) -> Iterator[
         if is_told(error):
             raise
         if not isinstance(error, dist.DistError) and not _OF_CONNECTIONS.search(str(error)):
-            _tell_own_error(operation, error)
+            tell_own_error(operation, error)
             raise
         members = dist.group.WORLD if group is None else group
         assert members is not None

@@ -4,16 +4,20 @@ An expert, a shared expert or a function of autograd may raise on one rank while
 its rows. That rank writes a report into the job's store and waits for the others. Their waits look
 there once they have taken half a second, so that nothing is sent or read where nothing fails. Each
 rank then says in which collective it waits; those that do not wait in it take part with zeros, so
-that the group stays usable; and all of them raise.
+that the group stays usable; and all of them raise. An error that ends the process of a rank is
+reported to all ranks of the job as it exits; their group is unusable then.
 
 Waits of CPU tensors alone can look: on CUDA the host does not wait.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +39,7 @@ from moe_ext.distributed.failures import (
     is_told,
     mark_told,
     same_class,
+    tell_own_error,
 )
 from moe_ext.distributed.groups import group_of_name, group_ranks
 
@@ -196,7 +201,21 @@ def watch_backward() -> None:
     _c10d.around_backward(_around_backward)
 
 
-def _tell(error: Exception, operation: str) -> None:
+def _tell_end(process: int) -> None:
+    """Report the error that ends this process; Python has printed it and keeps it."""
+    error = getattr(sys, "last_value", None)
+    if os.getpid() != process or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    if isinstance(error, Exception) and not isinstance(error, RankFailureError):
+        tell_own_error(type(error).__name__, error)
+        _tell(error, "the job", ends=True)
+
+
+# At import, for an error before the first message.
+atexit.register(_tell_end, os.getpid())
+
+
+def _tell(error: Exception, operation: str, *, ends: bool = False) -> None:
     """Report an error of this rank's own, unless the others know it."""
     if isinstance(error, RankFailureError) or is_told(error):
         return
@@ -204,7 +223,8 @@ def _tell(error: Exception, operation: str) -> None:
     job, me = _job(), dist.get_rank()
     report = {
         "rank": me,
-        "ranks": _ranks(job),
+        "ranks": list(range(dist.get_world_size())) if ends else _ranks(job),
+        "ends": ends,
         "origin": me,
         "operation": operation,
         "class": same_class(type(error).__name__).__name__,
@@ -217,7 +237,7 @@ def _tell(error: Exception, operation: str) -> None:
         for other, earlier in _unread(job, number):
             if me in earlier["ranks"]:
                 _take_back(job)
-                if _meet(other, earlier, None, None):
+                if _meet(other, earlier, None, None) or earlier["ends"]:
                     return
         _meet(number, report, None, None)
 
@@ -277,7 +297,7 @@ def _heed(job: _Job, work: dist.Work, call: Collective) -> None:
     report, is_usable = found
     text = (
         f"{report['operation']}: expected every rank to take part, but rank {report['origin']} "
-        f"raised {report['text']}"
+        f"raised {report['text']}{', which ends its process' * report['ends']}"
     )
     error = same_class(report["class"])(text)
     if not is_usable:
@@ -294,6 +314,10 @@ def _meet(
     keys = [f"{_KEY}/{number}/{rank}" for rank in ranks]
     verdict = f"{_KEY}/{number}/verdict"
     store.set(f"{_KEY}/{number}/{me}", json.dumps(call and call.described()))
+    if report["ends"]:
+        if me == report["rank"]:
+            store.wait(keys, _GRACE)  # the store may end with this process
+        return False
     if me == report["rank"]:
         try:
             store.wait(keys, _GRACE)

@@ -1,14 +1,25 @@
+import functools
 import os
 import signal
+import subprocess
+import sys
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from moe_ext import MoELayer
-from moe_ext.distributed import RankFailureError, clip_grad_norm_, failures, sync_gradients
-from moe_ext.testing import spawn_ranks
+from moe_ext.distributed import (
+    RankFailureError,
+    clip_grad_norm_,
+    comm,
+    failures,
+    own_errors,
+    sync_gradients,
+)
+from moe_ext.testing import _free_port, spawn_ranks
 
 
 def die(how):
@@ -166,3 +177,91 @@ def test_an_error_of_shapes_is_no_failed_rank():
 )
 def test_which_errors_are_of_connections(text, is_of_connections):
     assert bool(failures._OF_CONNECTIONS.search(text)) == is_of_connections
+
+
+# Rank 0, which hosts the store, fails before it has made a layer or sent a message.
+PROGRAM = """
+import time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from moe_ext import MoELayer
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    raise KeyError("no such file")
+started = time.monotonic()
+try:
+    MoELayer(8, 6, 4, 2, ep_group=dist.group.WORLD)(torch.zeros(3, 8))
+except RuntimeError as error:
+    print(type(error).__name__, error.ranks, time.monotonic() - started, error, sep="|")
+"""
+
+
+def test_an_error_that_ends_a_process_is_told_at_once():
+    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    common |= {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            env={**common, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    (_, words), (out, _) = (process.communicate(timeout=120) for process in processes)
+    assert "KeyError: 'no such file'" in words
+    kind, ranks, seconds, text = out.strip().split("|")
+    assert (kind, ranks) == ("RankFailureError", "(0,)")
+    assert text == (
+        "the job: expected every rank to take part, but rank 0 raised KeyError: 'no such file', "
+        "which ends its process; the group is unusable now"
+    )
+    # The group's timeout is half an hour; the first look is after half a second.
+    assert float(seconds) < 20
+
+
+def all_but_rank_1_wait(rank, how):
+    """(message, ranks named, seconds) of a sum over three ranks that rank 1 does not come to."""
+    if how == "lives on":
+        failures.diagnose = functools.partial(failures.diagnose, grace=1.0)
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    started = time.monotonic()
+    try:
+        if rank == 1 and how == "ends":
+            sys.last_value = ValueError("bad batch")
+            own_errors._tell_end(os.getpid())
+        elif rank == 1 and how == "ends unseen":
+            failures.tell_own_error("ValueError", ValueError("bad batch"))
+            os._exit(1)
+        elif rank == 1 and how == "lives on":
+            time.sleep(5)
+        elif rank == 1:
+            comm.all_reduce_(torch.ones(3), group, operation="another sum")
+        else:
+            comm.all_reduce_(torch.ones(3), dist.group.WORLD, operation="a sum")
+    except RankFailureError as error:
+        return str(error), error.ranks, time.monotonic() - started
+    return "no error", (), time.monotonic() - started
+
+
+@pytest.mark.parametrize(
+    ("how", "named", "words", "seconds"),
+    [
+        ("ends", (1,), "rank 1 raised ValueError: bad batch, which ends its process", 10),
+        # Whoever waits in code that does not look into the store, as on CUDA.
+        ("ends unseen", (1,), "the last error of rank 1 was 'ValueError: bad batch'", 10),
+        ("lives on", (1,), "but rank 1 did not answer within 1 s", 20),
+        ("elsewhere", (), "is alive: ranks 0, 2 in a sum, rank 1 in another sum (seen", 20),
+    ],
+)
+def test_others_name_the_rank_that_does_not_come(how, named, words, seconds):
+    found = spawn_ranks(all_but_rank_1_wait, 3, how, group_timeout=3.0, may_die=[1])
+    for rank in (0, 2):
+        message, ranks, waited = found[rank]
+        assert words in message
+        assert ranks == named
+        assert waited < seconds
+    if how == "ends":
+        # It stays until the others have looked.
+        assert found[1][0] == "no error" and 0.3 < found[1][2] < 4
