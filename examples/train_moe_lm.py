@@ -6,7 +6,13 @@
 
 Without --data the text is the source code of the Python standard library. Gloo is used on CPU,
 NCCL on GPUs. Of P ranks, groups of --ep ranks share one set of experts (expert parallelism);
-the P / ep groups, and everything but the experts on all ranks, are data parallel.
+the P / ep groups, and everything but the experts on all ranks, are data parallel. --tp, --cp,
+--pp, --etp and --zero divide attention, sequences, layers, experts and states as well:
+
+    torchrun --standalone --nproc-per-node 4 examples/train_moe_lm.py --out runs/stages \
+        --pp 2 --schedule zbv --micro-batches 4 --ep 2 --compress int8
+    torchrun --standalone --nproc-per-node 4 examples/train_moe_lm.py --out runs/zero \
+        --zero 3 --cp 2 --ep 2 --dispatcher dedup --checkpointing selective
 
 The folder --out receives
     checkpoints/      the last --keep-checkpoints checkpoints (torch.distributed.checkpoint)
@@ -79,29 +85,32 @@ def train_step(job: Job, step: int, signals: StopSignal) -> dict[str, Any]:
     """Take one optimizer step; return the metrics of the whole batch and the agreed stop flag."""
     started = time.perf_counter()
     rate = learning_rate(job.args, step)
-    for group in job.optimizer.param_groups:
-        group["lr"] = rate
+    for optimizer in job.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
     inputs_BS, targets_BS = train_batch(
         job.data,
         step=step,
         seed=job.args.seed,
         batch=job.args.batch,
         seq_len=job.config.seq_len,
-        rank=job.runtime.rank,
-        world_size=job.runtime.world_size,
+        rank=job.mesh.data_rank,
+        world_size=job.mesh.data_size,
     )
-    loss = job.loss(inputs_BS, targets_BS)
-    loss.backward()
-    moe_ext.distributed.sync_gradients(job.model)
-    norm = float(moe_ext.distributed.clip_grad_norm_(job.model, job.args.clip))
+    loss = job.runner.train(inputs_BS, targets_BS)
+    if job.args.zero < 2:  # FSDP2 reduces in the backward pass
+        moe_ext.distributed.sync_gradients(job.model, mesh=job.mesh)
+    norm = moe_ext.distributed.clip_grad_norm_(job.model, job.args.clip, mesh=job.mesh)
+    norm = float(norm)
     if not math.isfinite(norm):
         raise UserError(
             f"the gradient norm of step {step + 1} is {norm}: training diverged. The last "
             "checkpoint is from before; continue from it with a lower --lr"
         )
-    job.optimizer.step()
-    job.optimizer.zero_grad(set_to_none=True)
-    loss_value, balance, stop, load_LE = reduce_metrics(job, loss.detach(), signals.received)
+    for optimizer in job.optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    loss_value, balance, stop, load_LE = reduce_metrics(job, loss, signals.received)
     imbalance_L = load_LE.max(dim=1).values / load_LE.mean(dim=1)
     return {
         "step": step + 1,
@@ -123,14 +132,14 @@ def reduce_metrics(
 
     So all ranks stop after the same step, whichever of them received the signal.
     """
-    layers = job.model.moe_layers()
-    counts_LE = job.model.expert_counts().double()
-    balance = torch.stack([layer.metrics["balance_loss"].double() for layer in layers]).mean()
+    counts_LE = job.runner.expert_counts().to(loss.device)
+    found = [layer.metrics["balance_loss"].double() for layer in job.model.moe_layers()]
+    balance = sum(found, torch.zeros_like(loss, dtype=torch.float64)) / len(counts_LE)
     stop = torch.tensor(float(wants_stop), device=loss.device)
     packed = torch.cat([torch.stack([loss.double(), balance, stop.double()]), counts_LE.flatten()])
     sum_over_ranks(packed, "metrics")
     packed = packed.cpu()
-    ranks = job.runtime.world_size
+    ranks = job.runtime.world_size / job.mesh.pp_size
     return (
         float(packed[0]) / ranks,
         float(packed[1]) / ranks,
@@ -158,7 +167,7 @@ def train(job: Job, first_step: int, signals: StopSignal) -> int:
         last = done == args.steps
         records = [metrics]
         if last or done % args.validate_every == 0:
-            loss = validation_loss(job, job.model, job.loss)
+            loss = validation_loss(job, job.model, job.runner.loss, job.share)
             records.append({"step": done, "validation_loss": loss})
             job.say(f"step {done}: validation loss {records[-1]['validation_loss']:.4f}")
         if log is not None:
@@ -206,18 +215,20 @@ def printable(text: bytes) -> str:
 def finish(job: Job, step: int) -> None:
     """Validate, write a sample, draw the pictures and print the result."""
     args = job.args
-    loss = validation_loss(job, job.model, job.loss)
+    loss = validation_loss(job, job.model, job.runner.loss, job.share)
     entropy = unigram_entropy(job.data.validation_N)
     prompt = b"def " if args.data is None else bytes(job.data.validation_N[:32].tolist())
     if args.prompt is not None:
         prompt = args.prompt.encode("utf-8", "surrogateescape")
     job.model.eval()
     text = sample(
-        job.model,
+        job.runner.logits,
         prompt,
         num_bytes=args.sample_bytes,
         seed=args.seed,
         temperature=args.temperature,
+        seq_len=job.config.seq_len,
+        device=job.runtime.device,
     )
 
     def write() -> None:

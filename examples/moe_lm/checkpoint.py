@@ -300,6 +300,9 @@ def load(checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
     Each rank verifies its part of the files; then every rank reads its part of the tensors.
     """
     reader = _SafeReader(checkpoint)
+    wanted: list[set[str]] = [set()] * dist.get_world_size()
+    with naming_failed_ranks(None, "load"):
+        dist.all_gather_object(wanted, set(state))  # stages of a pipeline have each their own
 
     def verify() -> None:
         names = sorted(checkpoint.files)
@@ -307,8 +310,7 @@ def load(checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
             for name in names[dist.get_rank() :: dist.get_world_size()]:
                 _verify_file(checkpoint, name)
             keys = reader.read_metadata().state_dict_metadata.keys()
-            if keys != state.keys():
-                other = sorted(keys ^ state.keys())
+            if other := sorted(keys ^ set().union(*wanted)):
                 raise CheckpointError(f"it is of another model: {', '.join(other[:3])} differ")
         except Exception as error:  # hostile bytes can make unpickling raise anything
             raise CheckpointError(_advice(checkpoint.path, str(error))) from error

@@ -6,7 +6,6 @@ Shape suffixes: B sequences, S bytes in a sequence, V vocabulary.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from tqdm import tqdm
 
 import moe_ext
@@ -23,12 +21,12 @@ from . import checkpoint as ckpt
 from .data import DataError, TextData, load_text
 from .model import ModelConfig, MoELanguageModel, count_parameters, init_weights
 from .options import check_args
+from .parallel import Runner, divide, make_mesh, make_optimizers, stages_of_rank, with_states
 from .runtime import (
     FolderLock,
     Runtime,
     UserError,
     agree,
-    choose_expert_parallel_size,
     from_main,
 )
 
@@ -43,7 +41,8 @@ class Job:
     data: TextData
     mesh: moe_ext.distributed.MoEMesh
     model: MoELanguageModel
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
+    runner: Runner
     state: moe_ext.distributed.checkpoint.TrainingState
     settings: dict[str, Any]
     lock: FolderLock
@@ -59,29 +58,30 @@ class Job:
             tqdm.write(text)
             sys.stdout.flush()
 
-    def loss(self, inputs_BS: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross-entropy of this rank's sequences, in nats a byte."""
-        device = self.runtime.device
-        bf16 = self.args.precision == "bf16"
-        with torch.autocast(device.type, torch.bfloat16) if bf16 else contextlib.nullcontext():
-            logits_BSV = self.model(inputs_BS.to(device))
-        return F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.to(device).flatten())
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which part of a batch this rank loads, and of how many."""
+        return self.mesh.data_rank, self.mesh.data_size
 
 
 def build_model(
     args: argparse.Namespace, config: ModelConfig, mesh: moe_ext.distributed.MoEMesh
 ) -> MoELanguageModel:
-    """Return the model with the experts of this rank, its weights drawn from --seed."""
+    """Return this rank's part of the model, its weights drawn from --seed."""
+    spread = {"dispatcher": args.dispatcher, "combine": args.combine, "wire": args.compress}
+    alone = mesh.ep_size * mesh.etp_size == 1  # nothing is sent
     try:
         model = MoELanguageModel(
             config,
-            ep_group=mesh.ep_group if mesh.ep_size > 1 else None,
+            ep_group=None if alone else mesh.ep_group,
             balance_loss_coef=args.balance_loss_coef,
             z_loss_coef=args.z_loss_coef,
             capacity_factor=args.capacity_factor,
+            **({} if alone else spread),
         )
     except ValueError as error:
         raise UserError(str(error)) from error
+    model.keep(stages_of_rank(args, config, mesh))
     init_weights(model, args.seed)
     return model
 
@@ -98,44 +98,51 @@ def require_same_data(data: TextData, expected: str, rank: int) -> None:
 def build_job(args: argparse.Namespace, runtime: Runtime, lock: FolderLock) -> Job:
     """Read the data and build the model; writes nothing."""
     config = check_args(args, runtime.world_size)
-    ep_size = choose_expert_parallel_size(args.ep, runtime.world_size, config.num_experts)
+    mesh = make_mesh(args, config, runtime.world_size)
     data = agree(lambda: load_text(args.data, config.seq_len), (DataError, OSError))
     expected = from_main(lambda: data.sha256, ())
     agree(lambda: require_same_data(data, expected, runtime.rank), DataError)
-    mesh = moe_ext.distributed.MoEMesh(dp=runtime.world_size // ep_size, ep=ep_size)
     model = build_model(args, config, mesh).to(runtime.device)
-    decayed = [p for n, p in model.named_parameters() if p.ndim > 1 and "embedding" not in n]
-    others = [p for n, p in model.named_parameters() if p.ndim <= 1 or "embedding" in n]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": decayed, "weight_decay": args.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ],
-        lr=args.lr,
-        betas=(0.9, 0.95),
-    )
+    divide(model, args, mesh)
+    runner = Runner(args, runtime, model, mesh)
+    optimizers = make_optimizers(args, model, mesh)
     settings = {
         **asdict(config),
         "batch": args.batch,
         "seed": args.seed,
         "data_sha256": data.sha256,
     }
-    state = moe_ext.distributed.checkpoint.TrainingState(model, optimizer)
-    return Job(args, runtime, config, data, mesh, model, optimizer, state, settings, lock)
+    state = moe_ext.distributed.checkpoint.TrainingState(model, with_states(optimizers))
+    return Job(args, runtime, config, data, mesh, model, optimizers, runner, state, settings, lock)
+
+
+def ranks_by_axis(mesh: moe_ext.distributed.MoEMesh) -> str:
+    """The ranks as products: as experts lie over them, and as attention does if that says more."""
+    sizes = {"data": mesh.edp_size, "expert": mesh.ep_size, "expert-tensor": mesh.etp_size}
+    others = {"data": mesh.data_size, "context": mesh.cp_size, "tensor": mesh.tp_size}
+    shown = [f"{size} {axis} parallel" for axis, size in sizes.items() if axis != "expert-tensor"]
+    shown += [f"{mesh.etp_size} expert-tensor parallel"] if mesh.etp_size > 1 else []
+    stages = [f"{mesh.pp_size} pipeline stages"] if mesh.pp_size > 1 else []
+    text = f"{dist.get_world_size()} = {' x '.join(stages + shown)}"
+    if mesh.cp_size * mesh.tp_size > 1:
+        dense = [f"{size} {axis} parallel" for axis, size in others.items()]
+        text += f", attention {' x '.join(stages + dense)}"
+    return text
 
 
 def describe(job: Job) -> None:
     """Print what will be trained, on what and where."""
-    total, active = count_parameters(job.model)
-    ranks = job.runtime.world_size
-    ep_size = job.mesh.ep_size
+    losses = {"balance_loss_coef": 0.0, "z_loss_coef": 0.0, "capacity_factor": None}
+    with torch.device("meta"):
+        whole = MoELanguageModel(job.config, ep_group=None, **losses)
+    total, active = count_parameters(whole)
     job.say(
         f"device      {job.runtime.device_note}\n"
-        f"ranks       {ranks} = {ranks // ep_size} data parallel x {ep_size} expert parallel, "
+        f"ranks       {ranks_by_axis(job.mesh)}, "
         f"backend {dist.get_backend()}, {torch.get_num_threads()} threads each\n"
         f"data        {job.data.describe()}\n"
         f"model       {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active a byte: "
-        f"{job.config.num_layers} layers, {len(job.model.moe_layers())} with "
+        f"{job.config.num_layers} layers, {len(whole.moe_layers())} with "
         f"{job.config.num_experts} experts, top {job.config.top_k}\n"
         f"training    {job.args.steps} steps of {job.args.batch} x {job.config.seq_len} bytes\n"
         f"out         {job.args.out}"

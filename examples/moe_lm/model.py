@@ -7,8 +7,9 @@ V vocabulary, E experts, L MoE layers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -136,12 +137,29 @@ class LanguageModel(nn.Module):
         self.norm = nn.RMSNorm(config.model_dim, eps=1e-6)
         self.head = nn.Linear(config.model_dim, config.vocab_size, bias=False)
 
-    def forward(self, tokens_BS: Tensor, *context: object) -> Tensor:
-        """Return logits, [B, S, V]; the context is what `Attention` takes besides its input."""
-        x_BSD = self.embedding(tokens_BS)
-        for block in self.blocks:
-            x_BSD = block(x_BSD, *context)
-        return self.head(self.norm(x_BSD))
+    def forward(self, x: Tensor, *context: object, stage: range | None = None) -> Tensor:
+        """Return logits, [B, S, V], of bytes [B, S].
+
+        The context is what `Attention` takes besides its input. The stage is those of the blocks to
+        run: before the last one what comes out, [B, S, D], is what the next one goes on with.
+        """
+        last = len(self.blocks) - 1
+        stage = range(last + 1) if stage is None else stage
+        if 0 in stage:
+            x = self.embedding(x)
+        for i in stage:
+            x = self.blocks[i](x, *context)
+        return self.head(self.norm(x)) if last in stage else x
+
+    def keep(self, stages: list[range]) -> None:
+        """Drop the parts that other ranks of a pipeline hold."""
+        kept = {i for stage in stages for i in stage}
+        for i in set(range(len(self.blocks))) - kept:
+            self.blocks[i] = nn.Identity()
+        if 0 not in kept:
+            self.embedding = nn.Identity()
+        if len(self.blocks) - 1 not in kept:
+            self.norm, self.head = nn.Identity(), nn.Identity()
 
 
 class MoELanguageModel(LanguageModel):
@@ -155,7 +173,7 @@ class MoELanguageModel(LanguageModel):
         balance_loss_coef: float,
         z_loss_coef: float,
         capacity_factor: float | None,
-        wire: str | None = None,
+        **options: Any,
     ) -> None:
         def make_ffn(block: int) -> nn.Module:
             if (config.num_layers - 1 - block) % config.moe_every:
@@ -169,19 +187,14 @@ class MoELanguageModel(LanguageModel):
                 z_loss_coef=z_loss_coef,
                 capacity_factor=capacity_factor,
                 ep_group=ep_group,
-                wire=wire,
+                **options,
             )
 
         super().__init__(config, make_ffn)
 
     def moe_layers(self) -> list[moe_ext.MoELayer]:
-        """Return the MoE layers from first to last."""
-        return [block.ffn for block in self.blocks if isinstance(block.ffn, moe_ext.MoELayer)]
-
-    def expert_counts(self) -> Tensor:
-        """Return how often this rank's tokens chose each expert in the last forward, [L, E]."""
-        counts = [layer.metrics["num_tokens_per_expert"] for layer in self.moe_layers()]
-        return torch.stack(counts)
+        """Return the MoE layers held here, from first to last."""
+        return [layer for layer in self.modules() if isinstance(layer, moe_ext.MoELayer)]
 
 
 def _generator(*key: object) -> torch.Generator:
@@ -189,32 +202,14 @@ def _generator(*key: object) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
-def _std(name: str, parameter: Tensor, num_layers: int) -> float:
+def _std(name: str, shape: torch.Size, num_layers: int) -> float:
     if name.startswith("head"):
         return 0.02  # near-uniform predictions at the start
     if name.startswith("embedding"):
         return 0.5
-    std = parameter.shape[-1] ** -0.5
+    std = shape[-1] ** -0.5
     # Two additions to the residual stream per block: keep its variance independent of depth.
     return std * (2 * num_layers) ** -0.5 if "o_proj" in name or "down_proj" in name else std
-
-
-def _draws(model: LanguageModel, seed: int) -> Iterator[tuple[Tensor, torch.Generator, float]]:
-    """Yield each block of weights with the generator and deviation to draw it by."""
-    num_layers = model.config.num_layers
-    experts = {
-        name: (group, num_global)
-        for name, _, group, num_global in moe_ext.distributed.expert_parameters(model)
-    }
-    for name, parameter in model.named_parameters():
-        std = _std(name, parameter, num_layers)
-        if name not in experts:
-            yield parameter, _generator(seed, name), std
-            continue
-        group, _ = experts[name]
-        first = (dist.get_rank(group) if group is not None else 0) * parameter.shape[0]
-        for i in range(parameter.shape[0]):
-            yield parameter[i], _generator(seed, name, first + i), std
 
 
 @torch.no_grad()
@@ -224,10 +219,23 @@ def init_weights(model: LanguageModel, seed: int) -> None:
     So the model is the same on any number of ranks: expert e has the same weights wherever it
     lives.
     """
-    for weight, generator, std in _draws(model, seed):
-        if weight.ndim == 1:
+    places = moe_ext.distributed.placements(model)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
             continue  # norms start at one
-        weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+        if name not in places:
+            std = _std(name, parameter.shape, model.config.num_layers)
+            parameter.copy_(torch.randn(parameter.shape, generator=_generator(seed, name)) * std)
+            continue
+        place = places[name]
+        shape = place.logical_shape(parameter.shape)
+        std = _std(name, shape, model.config.num_layers)
+        for expert, weight in zip(place.held, parameter, strict=True):
+            generator = _generator(seed, name, expert)
+            whole = torch.randn(shape[1:], generator=generator) * std
+            if whole.shape != weight.shape:  # one of several ranks with shards of each expert
+                whole = place.shard(whole[None])[0]
+            weight.copy_(whole)
 
 
 def count_parameters(model: MoELanguageModel) -> tuple[int, int]:
@@ -243,17 +251,23 @@ def count_parameters(model: MoELanguageModel) -> tuple[int, int]:
 
 @torch.no_grad()
 def sample(
-    model: MoELanguageModel, prompt: bytes, *, num_bytes: int, seed: int, temperature: float
+    model: Callable[[Tensor], Tensor],
+    prompt: bytes,
+    *,
+    num_bytes: int,
+    seed: int,
+    temperature: float,
+    seq_len: int,
+    device: torch.device,
 ) -> bytes:
     """Continue `prompt`; every rank must call this, since experts on all ranks are needed.
 
     Rank 0 draws the next byte and sends it to the others, so that all forward the same text.
     """
-    device = model.head.weight.device
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor(list(prompt), dtype=torch.long)
     for _ in range(num_bytes):
-        window_BS = tokens[-model.config.seq_len :].to(device)[None]
+        window_BS = tokens[-seq_len:].to(device)[None]
         logits_V = model(window_BS)[0, -1].float().cpu()
         probability_V = torch.softmax(logits_V / temperature, dim=-1)
         next_token = torch.multinomial(probability_V, 1, generator=generator).to(device)

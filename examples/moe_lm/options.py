@@ -8,14 +8,24 @@ from dataclasses import fields
 from pathlib import Path
 
 from .model import ModelConfig
+from .parallel import SCHEDULES, check_axes
 from .runtime import UserError
 
+AXES = {
+    "tp": "ranks that share attention and dense layers",
+    "cp": "ranks that share a sequence",
+    "pp": "pipeline stages",
+    "etp": "ranks that share each expert",
+}
+DISPATCHERS = ["auto", "alltoall", "dedup", "hierarchical", "allgather"]
 POSITIVE_OPTIONS = (
     "steps",
     "batch",
     "lr",
     "clip",
     "timeout",
+    *AXES,
+    "micro_batches",
     "checkpoint_every",
     "keep_checkpoints",
     "validate_every",
@@ -62,9 +72,36 @@ def parse_args(argv: list[str] | None, doc: str) -> argparse.Namespace:
     add(
         "--precision", choices=["fp32", "bf16"], default="fp32", help="bf16: autocast (%(default)s)"
     )
-    add("--ep", type=int, help="ranks that share one set of experts (as many as fit)")
     add("--timeout", type=float, default=300, help="seconds to wait for another rank (%(default)s)")
     add("--seed", type=int, default=0, help="of weights, batches and the sample (%(default)s)")
+    add = parser.add_argument_group("parallelism").add_argument
+    add("--ep", type=int, help="ranks that share one set of experts (as many as fit)")
+    add("--dp", type=int, help="copies of the experts, or batches (what the other axes leave)")
+    for name, what in AXES.items():
+        add(f"--{name}", type=int, default=1, help=f"{what} (%(default)s)")
+    add(
+        "--zero",
+        type=int,
+        choices=range(4),
+        default=0,
+        help="1 divides states of the dense part, 2 all states and gradients, 3 all (%(default)s)",
+    )
+    add("--dispatcher", choices=DISPATCHERS, default="auto", help="of tokens (%(default)s)")
+    add(
+        "--combine",
+        choices=["exact", "reduced"],
+        default="exact",
+        help="what comes back from experts (%(default)s)",
+    )
+    add("--compress", choices=["int8", "fp8", "mx"], help="rows on their way to experts (nothing)")
+    add(
+        "--checkpointing",
+        choices=["none", "selective", "full"],
+        default="none",
+        help="activations to compute again: those that send nothing, or all (%(default)s)",
+    )
+    add("--schedule", choices=list(SCHEDULES), help="of a pipeline (1f1b)")
+    add("--micro-batches", type=int, default=1, help="parts of a step (%(default)s)")
     model = parser.add_argument_group("model")
     for field in fields(ModelConfig):
         if field.name != "vocab_size":
@@ -114,15 +151,12 @@ def check_args(args: argparse.Namespace, world_size: int) -> ModelConfig:
         if not getattr(args, name) >= 0:
             option = name.replace("_", "-")
             raise UserError(f"expected --{option} to be at least 0, got {getattr(args, name)}")
-    if args.batch % world_size:
-        raise UserError(
-            f"expected --batch to be a multiple of the number of ranks {world_size}, "
-            f"got {args.batch}"
-        )
     if args.prompt == "":
         raise UserError("expected --prompt to be at least one byte, got an empty string")
+    if args.dp is not None and args.dp < 1:
+        raise UserError(f"expected --dp to be positive, got {args.dp}")
     try:
-        return ModelConfig(
+        config = ModelConfig(
             **{
                 field.name: getattr(args, field.name)
                 for field in fields(ModelConfig)
@@ -131,6 +165,8 @@ def check_args(args: argparse.Namespace, world_size: int) -> ModelConfig:
         )
     except ValueError as error:
         raise UserError(str(error)) from error
+    check_axes(args, config, world_size)
+    return config
 
 
 def learning_rate(args: argparse.Namespace, step: int) -> float:

@@ -33,16 +33,25 @@ def sum_over_ranks(values: Tensor, what: str) -> None:
 
 
 @torch.no_grad()
-def validation_loss(job: Job, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> float:
-    """Return the mean of a loss over the held-out batches, equal on every rank."""
+def validation_loss(
+    job: Job,
+    model: nn.Module,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    share: tuple[int, int] | None = None,
+) -> float:
+    """Return the mean of a loss over the held-out batches, equal on every rank.
+
+    `share` is which part of a batch this rank takes, and of how many: a rank's own by default.
+    """
+    rank, size = share or (job.runtime.rank, job.runtime.world_size)
     model.eval()
     batches = validation_batches(
         job.data,
         num_batches=job.args.validation_batches,
         batch=job.args.batch,
         seq_len=job.config.seq_len,
-        rank=job.runtime.rank,
-        world_size=job.runtime.world_size,
+        rank=rank,
+        world_size=size,
     )
     total = torch.stack([loss(*batch).double() for batch in batches]).sum()
     sum_over_ranks(total, "validation")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,10 @@ _STATE = "optimizer."
 # Python's numbers in the states of parameters, and the counters of an optimizer.
 _NUMBER = "optimizer_number."
 _COUNTER = "optimizer_counter."
+# What torch's `checkpoint_wrapper` puts into names of parameters, and leaves out of state dicts.
+_WRAPPER = "_checkpoint_wrapped_module."
+
+_T = TypeVar("_T")
 
 
 class TrainingState:
@@ -128,13 +132,13 @@ class TrainingState:
     @state_dicts_of_parts()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Put loaded tensors into the model and the optimizers; all ranks must call it."""
-        here = {whole: name for name, whole in logical_names(self._model).items()}
-        places = placements(self._model)
-        by_name, values = dict(self._model.named_parameters()), {}
+        here = {whole: name for name, whole in _bare(logical_names(self._model)).items()}
+        places = _bare(placements(self._model))
+        by_name, values = _bare(dict(self._model.named_parameters())), {}
         for full_name, tensor in state.items():
             if full_name.startswith(_MODEL):
                 whole = full_name.removeprefix(_MODEL)
-                name = here.get(whole, whole)
+                name = here.get(whole, whole).replace(_WRAPPER, "")
                 values[name] = _local(tensor, places.get(name), by_name.get(name))
         self._model.load_state_dict(values)
         names, own, saved = self._names(), self._placements(), _by_parameter(state)
@@ -156,7 +160,8 @@ class TrainingState:
 
     def _names(self) -> dict[nn.Parameter, str]:
         whole = logical_names(self._model)
-        return {p: whole.get(name, name) for name, p in self._model.named_parameters()}
+        named = self._model.named_parameters()
+        return {p: whole.get(name, name).replace(_WRAPPER, "") for name, p in named}
 
     def _placements(self) -> dict[nn.Parameter, Placement]:
         parameters = dict(self._model.named_parameters())
@@ -164,8 +169,9 @@ class TrainingState:
 
     def _model_tensors(self) -> dict[str, Tensor]:
         """Tensors of the model's state dict, whole, under their logical names."""
-        places, whole_names = placements(self._model), logical_names(self._model)
-        parameters, buffers = dict(self._model.named_parameters()), sharded_buffers(self._model)
+        places, whole_names = _bare(placements(self._model)), _bare(logical_names(self._model))
+        parameters = _bare(dict(self._model.named_parameters()))
+        buffers = _bare(sharded_buffers(self._model))
         found = {}
         for name, value in self._model.state_dict().items():
             if not isinstance(value, Tensor):
@@ -174,7 +180,7 @@ class TrainingState:
                 value = whole_of(value, parameters[name], places[name], name)
             elif name in buffers:
                 value = whole_of(value, *buffers[name], name)
-            found[whole_names.get(name, name)] = value.detach()
+            found[whole_names.get(name, name).replace(_WRAPPER, "")] = value.detach()
         return found
 
 
@@ -241,6 +247,11 @@ def load(
     training.load_state_dict({name: found[name] for name in state})
     if extra is not None:
         extra.update({name: found[name] for name in more})
+
+
+def _bare(named: Mapping[str, _T]) -> dict[str, _T]:
+    """The same by the names of state dicts."""
+    return {name.replace(_WRAPPER, ""): value for name, value in named.items()}
 
 
 def _local_shape(size: torch.Size, parameter: nn.Parameter, place: Placement) -> torch.Size:

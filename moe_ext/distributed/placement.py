@@ -434,17 +434,18 @@ def placements(model: nn.Module) -> dict[str, Placement]:
         In the order of `model.named_parameters()`. A parameter that is not there is held whole, by
         every rank.
     """
-    found: dict[str, Placement] = {}
+    found: dict[nn.Parameter, Placement] = {}
     # Parents come before children: the innermost declaration stays.
-    for path, module in model.named_modules():
+    for module in model.modules():
         declared = vars(module).get(_DECLARED)
         if not declared:
             continue
-        for name, _ in module.named_parameters():
+        for name, parameter in module.named_parameters():
             placement = declared.get(name, declared.get(""))
             if placement is not None:
-                found[f"{path}.{name}" if path else name] = placement
-    return {name: found[name] for name, _ in model.named_parameters() if name in found}
+                found[parameter] = placement
+    # Not by paths: torch's `checkpoint_wrapper` leaves itself out of the names of its parameters.
+    return {name: found[p] for name, p in model.named_parameters() if p in found}
 
 
 def _names_on_ranks(place: Placement, path: str) -> list[str]:

@@ -244,8 +244,10 @@ def zero_2_and_3():
     mesh = md.MoEMesh(dp=2, ep=2)
     for reshard in (False, True):
         model = Model(mesh.ep_group)
-        for block in model.blocks.values():
-            md.fully_shard(block, mesh, reshard_after_forward=reshard)
+        for name, block in model.blocks.items():
+            # Its name is not in those of the parameters inside.
+            model.blocks[name] = checkpoint_wrapper(block) if reshard else block
+            md.fully_shard(model.blocks[name], mesh, reshard_after_forward=reshard)
         md.fully_shard(model, mesh, reshard_after_forward=reshard)
         train_shards(mesh, model)
 

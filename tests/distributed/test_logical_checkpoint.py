@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -468,3 +469,25 @@ def test_refusals(tmp_path):
     md.checkpoint.save(tmp_path / "b", model)
     with pytest.raises(ValueError, match=r"expected a checkpoint with 2\.bias, got one without"):
         md.checkpoint.load(tmp_path / "b", nn.Sequential(nn.ReLU(), nn.ReLU(), model))
+
+
+def test_what_is_recomputed_has_the_names_of_the_model(tmp_path):
+    def trained(wrap):
+        model = nn.Sequential(moe_ext.MoELayer(4, 3, 2), nn.Linear(4, 4))
+        if wrap:
+            model[0].experts = checkpoint_wrapper(model[0].experts)
+            model[1] = checkpoint_wrapper(model[1])
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    for wrap in (True, False):
+        saved, other = trained(wrap), trained(not wrap)
+        md.checkpoint.save(tmp_path / str(wrap), *saved)
+        md.checkpoint.load(tmp_path / str(wrap), *other)
+        pairs = zip(saved[0].parameters(), other[0].parameters(), strict=True)
+        for mine, found in pairs:
+            assert torch.equal(mine, found)
+            moments = saved[1].state[mine]["exp_avg"], other[1].state[found]["exp_avg"]
+            assert torch.equal(*moments)

@@ -36,10 +36,10 @@ def kill_in_training(moment, step):
             die()
         return result
 
-    def at_backward(*args, _real=train_moe_lm.moe_ext.distributed.sync_gradients):
+    def at_backward(*args, _real=train_moe_lm.moe_ext.distributed.sync_gradients, **options):
         if moment == "backward" and current == step:
             die()
-        return _real(*args)
+        return _real(*args, **options)
 
     def at_metrics(*args, _real=train_moe_lm.reduce_metrics):
         if moment == "optimizer" and current == step:

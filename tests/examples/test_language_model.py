@@ -69,7 +69,12 @@ def test_moe_every_counts_from_the_last_block():
     assert kinds == ["MoELayer", "DenseFFN", "MoELayer"]
     assert len(model.moe_layers()) == 2
     model(torch.randint(256, (2, 12)))
-    assert model.expert_counts().shape == (2, 4)
+    kept = make_model(ModelConfig(**{**vars(CONFIG), "moe_every": 2}))
+    kept.keep([range(1, 3)])
+    assert len(kept.moe_layers()) == 1 and not list(kept.embedding.parameters())
+    tokens = torch.randint(256, (2, 12))
+    half = model(tokens, stage=range(1))
+    assert torch.equal(kept(half, stage=range(1, 3)), model(tokens))
 
 
 def test_parameter_counts():
@@ -79,17 +84,22 @@ def test_parameter_counts():
     assert active == total - 3 * (4 - 2) * (3 * 8 * 16)
 
 
+def continued(model, prompt, **options):
+    where = {"seq_len": CONFIG.seq_len, "device": torch.device("cpu")}
+    return sample(model, prompt, **options, **where)
+
+
 def test_sample_continues_the_prompt_beyond_the_window():
     model = make_model()
-    text = sample(model, b"def ", num_bytes=20, seed=0, temperature=1.0)
+    text = continued(model, b"def ", num_bytes=20, seed=0, temperature=1.0)
     assert text.startswith(b"def ") and len(text) == 24
-    assert text == sample(model, b"def ", num_bytes=20, seed=0, temperature=1.0)
-    assert text != sample(model, b"def ", num_bytes=20, seed=1, temperature=1.0)
+    assert text == continued(model, b"def ", num_bytes=20, seed=0, temperature=1.0)
+    assert text != continued(model, b"def ", num_bytes=20, seed=1, temperature=1.0)
 
 
 def test_cold_samples_are_the_most_likely_bytes():
     model = make_model()
-    text = sample(model, b"de", num_bytes=1, seed=0, temperature=1e-4)
+    text = continued(model, b"de", num_bytes=1, seed=0, temperature=1e-4)
     assert text[-1] == int(model(torch.tensor([[100, 101]]))[0, -1].argmax())
 
 

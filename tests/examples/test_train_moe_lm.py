@@ -365,7 +365,9 @@ def test_a_loss_that_is_not_finite_stops_the_job(train, text_file, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         import train_moe_lm
 
-        patch.setattr(train_moe_lm.moe_ext.distributed, "clip_grad_norm_", lambda *_: float("nan"))
+        patch.setattr(
+            train_moe_lm.moe_ext.distributed, "clip_grad_norm_", lambda *_, **__: float("nan")
+        )
         code, _, stderr = train(*job(out, text_file, "--steps", 2))
     assert code == 2
     assert "the gradient norm of step 1 is nan" in stderr
@@ -374,7 +376,7 @@ def test_a_loss_that_is_not_finite_stops_the_job(train, text_file, tmp_path):
 
 def test_batch_must_be_shared_evenly(tmp_path):
     args = parse_args(["--out", str(tmp_path), "--batch", "6"], "")
-    with pytest.raises(UserError, match="multiple of the number of ranks 4, got 6"):
+    with pytest.raises(UserError, match="multiple of 4, the number of ranks with batches .* got 6"):
         check_args(args, world_size=4)
 
 
