@@ -119,7 +119,7 @@ class _Work:
         rows, offsets, metadata = self.dispatcher.send(rows_RD, chunk, weights_TK)
         weights, metadata = take_weights(self.experts, self.dispatcher, rows, metadata)
         out = torch.func.functional_call(self.experts, bound, (rows, offsets, *weights))
-        check_results(rows, out)
+        check_results(self.experts, self.dispatcher, rows, out)
         # A token's rows may lie in several chunks: their sum is rounded once, at the end.
         return self.dispatcher.combine_part(out, metadata), out.dtype, metadata
 

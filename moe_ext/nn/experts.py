@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -222,19 +222,28 @@ def take_weights(
 ) -> tuple[tuple[RowWeights, ...], DispatchMetadata]:
     """What experts that weigh their rows take beside them, and the metadata of their results."""
     weights = None
-    # Not for a class with a `forward` of its own, which may know nothing of weights.
-    if isinstance(experts, GroupedExperts) and type(experts).forward is GroupedExperts.forward:
-        weights = dispatcher.row_weights(rows, metadata) if experts.weighs_rows else None
+    # A class with a `forward` of its own may know nothing of weights.
+    if _runs_own_forward(experts) and experts.weighs_rows:
+        weights = dispatcher.row_weights(rows, metadata)
     return ((), metadata) if weights is None else ((weights,), replace(metadata, topk_weights=None))
 
 
-def check_results(rows: Tensor, results: Tensor) -> None:
+def _runs_own_forward(experts: nn.Module) -> TypeGuard[GroupedExperts]:
+    own = GroupedExperts.forward
+    return isinstance(experts, GroupedExperts) and type(experts).forward is own
+
+
+def check_results(
+    experts: nn.Module, dispatcher: TokenDispatcher, rows: Tensor, results: Tensor
+) -> None:
     """Refuse what a transport would mix up: rows of another length on this rank than on others."""
     if results.shape != rows.shape:
         raise ValueError(
             f"MoELayer: expected experts to return rows of shape {tuple(rows.shape)}, got "
             f"{tuple(results.shape)}"
         )
+    if not _runs_own_forward(experts):
+        dispatcher.agree_on_results(rows, results)
 
 
 def local_experts(num_experts: int, ep_group: ProcessGroup | None, owner: str) -> int:

@@ -396,7 +396,7 @@ class MoELayer(CountingModule):
         else:
             weights, metadata = take_weights(self.experts, dispatcher, rows, metadata)
             results = self.experts(rows, offsets, *weights)
-        check_results(rows, results)
+        check_results(self.experts, dispatcher, rows, results)
         if self.shared_expert is None:
             return dispatcher.combine(results, metadata)
         shared_TD: list[Tensor] = []

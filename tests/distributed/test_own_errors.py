@@ -54,6 +54,8 @@ class Faulty(nn.Module):
         if self.raises == "backward":
             x = RaisesInBackward.apply(x)
         y = self.inner(x, *args, **kwargs)
+        if self.raises == "dtype":
+            return y.double()
         return nn.functional.pad(y, (0, 1)) if self.raises == "width" else y
 
 
@@ -61,8 +63,9 @@ WORDS = {
     "forward": "KeyError: 'no such weight'",
     "backward": "ValueError: no gradient today",
     "width": "ValueError: MoELayer: expected experts to return rows of shape",
+    "dtype": "ValueError: AllToAllDispatcher: expected experts to return torch.float32 for rows of",
 }
-OWN = {"forward": KeyError, "backward": ValueError, "width": ValueError}
+OWN = {"forward": KeyError, "backward": ValueError, "width": ValueError, "dtype": ValueError}
 # Where the others meet the error, in the class that they raise it in.
 THEIRS = {**OWN, "forward": RuntimeError}
 
@@ -116,6 +119,7 @@ FAULTS = (
     ("alltoall", "experts", "backward", 0),
     ("alltoall", "experts", "width", 1),
     ("dedup", "experts", "width", 0, 8),
+    ("alltoall", "experts", "dtype", 1),
     ("alltoall", "shared_expert", "forward", 0),
     ("alltoall", "shared_expert", "backward", 1),
     ("alltoall", "own experts", "forward", 1),
@@ -162,6 +166,30 @@ def test_every_rank_raises_the_error_of_one(num_ranks, faults, store):
             # The others look after half a second in the first case.
             assert seconds < 3, case
             assert same, case
+
+
+def results_of_two_dtypes(rank, part, rows):
+    """What the first step raises where one rank's experts return another dtype; and equal ones."""
+    own_errors._LOOK_EVERY = timedelta(seconds=0.05)
+    layer, faulty = make_layer(rank, "alltoall", part, rows)
+    x = torch.randn(6, DIM, requires_grad=True)
+    faulty.raises = "dtype" if rank == 1 else None
+    with pytest.raises(ValueError) as found:
+        layer(x)
+    faulty.raises = "dtype"
+    y = layer(x)
+    y.sum().backward()
+    return str(found.value), y.dtype
+
+
+@pytest.mark.parametrize(("part", "rows"), [("experts", None), ("experts", 4)])
+def test_results_of_another_dtype_on_one_rank_are_refused_on_all(part, rows):
+    for text, dtype in spawn_ranks(results_of_two_dtypes, 2, part, rows):
+        assert text == (
+            "AllToAllDispatcher: expected the dtype of the experts' results to be equal on every "
+            "rank, got torch.float32 on rank 0, torch.float64 on rank 1"
+        )
+        assert dtype == torch.float64
 
 
 def several_fail_at_once(rank):

@@ -195,6 +195,7 @@ class TokenDispatcher:
         self._facts: dict[str, object] = {"num_experts": num_experts}
         self._agreed = False
         self._heads: dict[tuple[object, ...], Tensor] = {}
+        self._result_dtypes: dict[torch.dtype, torch.dtype] = {}
 
     def tell_apart(self, layers: Sequence[str], layer: int) -> None:
         """Compare with every exchange which layer runs, for models that may skip one on a rank.
@@ -294,6 +295,21 @@ class TokenDispatcher:
             x: the input that is looked at.
         """
         return telling(self.group, x.device, self.operation)
+
+    def agree_on_results(self, rows: Tensor, results: Tensor) -> None:
+        """Compare the dtype of experts' results over the ranks, once for each dtype of rows."""
+        if self.group is None:
+            return
+        known = self._result_dtypes.get(rows.dtype)
+        if known is None:
+            facts = {"the dtype of the experts' results": results.dtype}
+            agree(self.operation, facts, None, self.group, rows.device)
+            self._result_dtypes[rows.dtype] = results.dtype
+        elif results.dtype != known:
+            raise ValueError(
+                f"{self.operation}: expected experts to return {known} for rows of {rows.dtype} "
+                f"as before, got {results.dtype}"
+            )
 
     def dispatch(
         self,
