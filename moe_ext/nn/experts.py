@@ -217,14 +217,17 @@ class GroupedExperts(nn.Module):
         return ops.grouped_mm(x, weight_EMK, expert_offsets, bias_EM=getattr(self, f"{name}_bias"))
 
 
+def weighs_rows(experts: nn.Module) -> bool:
+    """Whether experts multiply their results by weights that they take."""
+    # A class with a `forward` of its own may know nothing of weights.
+    return _runs_own_forward(experts) and experts.weighs_rows
+
+
 def take_weights(
     experts: nn.Module, dispatcher: TokenDispatcher, rows: Tensor, metadata: DispatchMetadata
 ) -> tuple[tuple[RowWeights, ...], DispatchMetadata]:
     """What experts that weigh their rows take beside them, and the metadata of their results."""
-    weights = None
-    # A class with a `forward` of its own may know nothing of weights.
-    if _runs_own_forward(experts) and experts.weighs_rows:
-        weights = dispatcher.row_weights(rows, metadata)
+    weights = dispatcher.row_weights(rows, metadata) if weighs_rows(experts) else None
     return ((), metadata) if weights is None else ((weights,), replace(metadata, topk_weights=None))
 
 

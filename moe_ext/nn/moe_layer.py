@@ -45,7 +45,7 @@ from moe_ext.nn.balance.quantile import NUM_BINS, add_required_bias
 from moe_ext.nn.capacity import Capacity, Choice, RowBudget, limit_choice, run_padded
 from moe_ext.nn.chunks import run_chunks
 from moe_ext.nn.expert_activation import Activation
-from moe_ext.nn.experts import GroupedExperts, check_results, take_weights
+from moe_ext.nn.experts import GroupedExperts, check_results, take_weights, weighs_rows
 from moe_ext.nn.feed_forward import FeedForward
 from moe_ext.nn.layer_metrics import LayerMetrics, Record, read_losses, read_metrics
 from moe_ext.nn.replay import apply_sessions, can_replay
@@ -306,7 +306,10 @@ class MoELayer(CountingModule):
     def _forward(self, x: Tensor, per_token: dict[str, Tensor | None]) -> Tensor:
         if isinstance(self.dispatcher, AutoDispatcher):
             self.dispatcher, self._dispatch_choice = self.dispatcher.choose(
-                x, self.top_k, in_rounds=self.row_budget is not None
+                x,
+                self.top_k,
+                in_rounds=self.row_budget is not None,
+                weighed=weighs_rows(self.experts) and not (self.capacity and self.capacity.pad),
             )
         dispatcher, static = self.dispatcher, self._is_static()
         with telling_in_agreement(dispatcher, x.device) if static else dispatcher.routing(x):

@@ -8,9 +8,11 @@ from __future__ import annotations
 import functools
 import math
 import os
+import statistics
+import time
 import weakref
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,15 +26,17 @@ from moe_ext.distributed.dispatch.base import DTYPES, TokenDispatcher, sum_dtype
 from moe_ext.distributed.dispatch.dedup import DedupDispatcher, HierarchicalDispatcher
 from moe_ext.distributed.dispatch.wire import Wire, sent_row_bytes
 from moe_ext.distributed.groups import group_rank, group_ranks
-from moe_ext.distributed.link import max_over_ranks, quickest
+from moe_ext.distributed.link import max_over_ranks, synchronize
 from moe_ext.distributed.traffic import not_counted
 
 _OPERATION = "MoELayer(dispatcher='auto')"
 # Rows of fewer bytes cost nothing but latency, and are not worth a rehearsal.
 SMALL_BYTES = 64 * 1024
-# Bytes of rows in the larger of the two rehearsals, each of which is the least of a few.
+# Bytes of rows that are rehearsed at most: the time of more follows from that of two numbers.
 REHEARSED_BYTES = {"cpu": 2**23, "cuda": 2**26}
-REPEATS = 3
+# A rehearsal is the median of so many rounds; who has taken so many times the least drops out.
+ROUNDS = 5
+BEHIND = 1.5
 # Share by which another dispatcher must beat one that does less: a smaller gain may be noise.
 LEAST_GAIN = 0.02
 
@@ -109,9 +113,10 @@ _rehearsed = weakref.WeakKeyDictionary()
 class AutoDispatcher(TokenDispatcher):
     """Stands for the dispatcher that a `MoELayer` over a group chooses at its first forward pass.
 
-    Each candidate brings tokens of even routing to the experts and back, few and more of them, and
-    the one that takes least for the tokens of the pass is chosen, on all ranks alike. Tokens so few
-    that all they cost is latency (64 KiB of rows) take the fewest messages without a rehearsal.
+    Each candidate brings tokens of even routing to the experts and back, and their gradients where
+    they are recorded; they take turns, and the one that takes least for the tokens of the pass is
+    chosen, on all ranks alike. Tokens so few that all they cost is latency (64 KiB of rows) take
+    the fewest messages without a rehearsal.
     Layers of one shape over one group share the times. With `combine="exact"` all candidates have
     the same bits, so that nothing but time depends on the choice.
 
@@ -138,7 +143,7 @@ class AutoDispatcher(TokenDispatcher):
         self.combine_by = combine
 
     def choose(
-        self, x: Tensor, top_k: int, *, in_rounds: bool
+        self, x: Tensor, top_k: int, *, in_rounds: bool, weighed: bool = True
     ) -> tuple[TokenDispatcher, DispatchChoice]:
         """The dispatcher to use, and why; all ranks of the group call it together.
 
@@ -146,6 +151,7 @@ class AutoDispatcher(TokenDispatcher):
             x: input of the layer, `[..., D]`; for its size alone, and checked by nobody here.
             top_k: K.
             in_rounds: whether rows are sent in the rounds of a `RowBudget`.
+            weighed: whether the experts multiply by the weights, which then travel to them.
 
         Raises:
             ValueError: on every rank, where the layers differ.
@@ -158,6 +164,7 @@ class AutoDispatcher(TokenDispatcher):
             "wire": str(self.wire),
             "top_k": top_k,
             "whether there is a row_budget": in_rounds,
+            "whether the experts take weights": weighed,
         }
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         code = DTYPES.index(dtype) if dtype in DTYPES else 0
@@ -180,7 +187,7 @@ class AutoDispatcher(TokenDispatcher):
             reason = f"{num_tokens} tokens are so few that the fewest messages take least"
         else:
             made = [(name, self._make(name, node_size)) for name in names]
-            seconds = self._predicted(made, shape, num_tokens, x.device)
+            seconds = self._predicted(made, shape, num_tokens, x.device, weighed)
             least = min(seconds)
             name = next(
                 name
@@ -221,25 +228,19 @@ class AutoDispatcher(TokenDispatcher):
         shape: _Shape,
         num_tokens: int,
         device: torch.device,
+        weighed: bool,
     ) -> list[float]:
         """Seconds of each candidate for so many tokens, of the slowest rank."""
         limit = REHEARSED_BYTES.get(device.type, REHEARSED_BYTES["cpu"]) // shape.token_bytes
         many = max(2, min(num_tokens, limit))
-        few = max(1, many // 8)
+        recorded = torch.is_grad_enabled()
         known = _rehearsed.setdefault(self.group, {})
-        key = (shape, self.combine_by, many, tuple(name for name, _ in made))
+        key = (shape, self.combine_by, many, tuple(name for name, _ in made), recorded, weighed)
         if key not in known:
-            with torch.no_grad(), not_counted():
-                known[key] = _rehearse(made, shape, (few, many), device)
-        found = [base + num_tokens * slope for base, slope in known[key]]
-        if not torch.is_grad_enabled():
-            return found
-        # Gradients take the way of the tokens back; those of gathered ones that of "dedup".
-        names = [name for name, _ in made]
-        return [
-            time + found[names.index("dedup" if name == "allgather" else name)]
-            for name, time in zip(names, found, strict=True)
-        ]
+            sizes = (many,) if num_tokens <= many else (many // 8 or 1, many)
+            with not_counted():
+                known[key] = _rehearse(made, shape, sizes, device, weighed)
+        return [base + num_tokens * slope for base, slope in known[key]]
 
 
 @dataclass(frozen=True)
@@ -293,31 +294,65 @@ class _Shape:
 def _rehearse(
     made: list[tuple[str, TokenDispatcher]],
     shape: _Shape,
-    sizes: tuple[int, int],
+    sizes: tuple[int, ...],
     device: torch.device,
+    weighed: bool,
 ) -> _Lines:
-    """What each takes to bring tokens of even routing there and back, agreed over the ranks."""
+    """What each takes for one or two numbers of tokens of even routing, agreed over the ranks."""
     group = made[0][1].group
     generator = torch.Generator().manual_seed(group_rank(group))
-    scores_TE = torch.rand(sizes[1], shape.num_experts, generator=generator)
+    scores_TE = torch.rand(sizes[-1], shape.num_experts, generator=generator)
     idx_TK = scores_TE.topk(shape.top_k).indices.to(device)
-    x_TD = torch.zeros(sizes[1], shape.model_dim, dtype=shape.dtype, device=device)
+    x_TD = torch.zeros(sizes[-1], shape.model_dim, dtype=shape.dtype, device=device)
     weights_TK = torch.ones(idx_TK.shape, device=device)
+    recorded = torch.is_grad_enabled()
 
-    def there_and_back(dispatcher: TokenDispatcher, x_TD: Tensor) -> None:
-        size = x_TD.shape[0]
-        rows, _, metadata = dispatcher.dispatch(x_TD, idx_TK[:size], weights_TK[:size])
-        dispatcher.combine(rows, metadata)
+    def step(dispatcher: TokenDispatcher, size: int) -> None:
+        x = x_TD[:size].requires_grad_(recorded)
+        given = weights_TK[:size].requires_grad_(recorded)
+        rows, _, metadata = dispatcher.dispatch(x, idx_TK[:size], given)
+        taken = dispatcher.row_weights(rows, metadata) if weighed else None
+        if taken is not None:
+            # Padding rows (-1) may take any weight.
+            flat = torch.cat([taken.slot_weights.view(-1), taken.slot_weights.new_zeros(1)])
+            rows = rows * flat[taken.slot_of_row, None].to(rows.dtype)
+            metadata = replace(metadata, topk_weights=None)
+        y_TD = dispatcher.combine(rows, metadata)
+        if recorded:
+            torch.autograd.grad(y_TD, [x, given], torch.ones_like(y_TD))
 
-    times = [
-        quickest(functools.partial(there_and_back, dispatcher), x_TD[:size], REPEATS, warm_ups=1)
+    found = [
+        _medians([functools.partial(step, one, size) for _, one in made], group, device)
         for size in sizes
-        for _, dispatcher in made
     ]
-    agreed = max_over_ranks(times, group, device)
-    few, many = sizes
     lines = []
-    for least, most in zip(agreed[: len(made)], agreed[len(made) :], strict=True):
-        slope = max(most - least, 0.0) / (many - few)
-        lines.append((max(0.0, most - many * slope), slope))
+    for times in zip(*found, strict=True):
+        if len(sizes) == 1:
+            lines.append((0.0, times[0] / sizes[0]))
+            continue
+        slope = max(times[1] - times[0], 0.0) / (sizes[1] - sizes[0])
+        lines.append((max(0.0, times[1] - sizes[1] * slope), slope))
     return tuple(lines)
+
+
+def _medians(
+    runs: list[Callable[[], object]], group: ProcessGroup, device: torch.device
+) -> list[float]:
+    """Seconds of each on the slowest rank, in turn: A B C A B C ...; what drifts hits all alike."""
+    medians, times = [math.inf] * len(runs), [list[float]() for _ in runs]
+    for turn in range(ROUNDS + 1):
+        least = min(medians)
+        running = [i for i, median in enumerate(medians) if turn < 3 or median <= BEHIND * least]
+        spent = []
+        for i in running:
+            synchronize(device)
+            start = time.perf_counter()
+            runs[i]()
+            synchronize(device)
+            spent.append(time.perf_counter() - start)
+        for i, seconds in zip(running, max_over_ranks(spent, group, device), strict=True):
+            # The first round warms up.
+            if turn > 0:
+                times[i].append(seconds)
+                medians[i] = statistics.median(times[i])
+    return medians
