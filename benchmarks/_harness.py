@@ -1,5 +1,6 @@
 """Interleaved timings, counted bytes and Markdown tables that the benchmarks share."""
 
+import ctypes
 import math
 import platform
 import re
@@ -88,6 +89,24 @@ def keep_memory(touched: int = 2**31) -> None:
     moe_ext.reuse_memory()
     # Touch the memory once, so that no contender pays for the first use of it.
     torch.zeros(touched, dtype=torch.uint8)
+
+
+def status_bytes(key: str) -> int:
+    """A line of /proc/self/status in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"status_bytes: expected key to be a line of /proc/self/status, got {key}")
+
+
+def rise_of_memory(run: Callable[[], object]) -> int:
+    """How far the resident memory rises while something runs."""
+    ctypes.CDLL(None).malloc_trim(0)
+    # Sets the high-water mark to what is resident now.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status_bytes("VmRSS")
+    run()
+    return status_bytes("VmHWM") - before
 
 
 def interleaved(

@@ -3,119 +3,223 @@
 Every node is a network namespace, see namespaces.py. Run by run.py.
 """
 
+import statistics
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import expert_parallel_peers as peers
 import namespaces
 from _harness import Table
-from bench_allreduce import Cost, cost_of
-from expert_parallel_rank import NAMES, TORCH
+from expert_loads import LOADS
+from expert_parallel_peers import TORCH
+from expert_parallel_rank import ALLTOALL, AUTO, CODED, EXACT, REDUCED
 from namespaces import Network, Ranks
 
 SCRIPT = Path(__file__).resolve().parent / "expert_parallel_rank.py"
+CHART = Path(__file__).resolve().parent.parent / "docs" / "images" / "expert_loads.png"
 NUM_NODES = 2
 NODE_SIZES = (1, 2)
 SHAPES = (
     {"num_tokens": 512, "model_dim": 512, "ffn_dim": 192, "num_experts": 64, "top_k": 8},
     {"num_tokens": 512, "model_dim": 512, "ffn_dim": 1792, "num_experts": 8, "top_k": 2},
 )
-# Bits a second, and how often each contender takes its turn; the first turn warms up.
+LOADED = {"num_tokens": 256, "model_dim": 512, "ffn_dim": 192, "num_experts": 64, "top_k": 8}
+# Bits a second, and how often each contender takes its turn, of which the first warms up: as many
+# as show a burst, where the load changes from step to step.
 LINKS: dict[str, tuple[float | None, int]] = {
     "1 Gbit/s": (1e9, 5),
     "unthrottled": (None, 7),
 }
-HEADER = (
-    "ranks",
-    "layer",
+LOADED_TURNS = 5
+COLUMNS = (
     "link",
-    "dispatcher, combine, wire",
+    "contender",
     "ms",
     f"{TORCH} / this",
     "CPU ms",
     "sent MB",
+    "peak MB",
     "difference",
     "chosen",
+    "over the best",
 )
 
 
-def contenders(node_size: int) -> list[str]:
+@dataclass(frozen=True)
+class Cost:
+    """Of one contender: medians over the turns, or means where the turns differ.
+
+    Attributes:
+        wall: seconds of the slowest rank.
+        cpu: seconds of all ranks together.
+        sent: bytes out of the busiest node's interface.
+        peak: bytes of memory of the fullest rank.
+        error: largest difference to `alltoall`, relative to the largest output.
+        chosen: what "auto" chose.
+    """
+
+    wall: float
+    cpu: float
+    sent: float
+    peak: int
+    error: float
+    chosen: str
+
+
+Costs = dict[str, Cost]
+
+
+def contenders(node_size: int, extra: Sequence[str] = ()) -> list[str]:
     """Their names; a node of one rank needs no hop inside it."""
-    return [name for name in NAMES if node_size > 1 or "hierarchical" not in name]
+    names = [*peers.installed(), *EXACT, *REDUCED, *AUTO, *extra]
+    return [name for name in names if node_size > 1 or "hierarchical" not in name]
 
 
 def measure(
-    wires: Network, ranks: Ranks, names: list[str]
-) -> dict[str, tuple[dict[str, Cost], dict[str, str]]]:
-    """Contenders in turn, A B C A B C ..., on every link; and what "auto" says of its choice."""
+    wires: Network, ranks: Ranks, job: dict[str, object], turns: dict[str, int]
+) -> dict[str, Costs]:
+    """Contenders in turn, A B C A B C ..., on every link."""
+    names = job["names"]
+    first = ranks.ask({"do": "prepare", **job})
     found = {}
-    for label, (rate, turns) in LINKS.items():
+    for label, (rate, _) in LINKS.items():
         wires.limit(rate)
         choices = ranks.ask({"do": "choose"})[0]
-        answers = [ranks.ask({"do": "time", "names": names}) for _ in range(turns)][1:]
-        costs = {name: cost_of([[a[name] for a in turn] for turn in answers]) for name in names}
-        found[label] = costs, choices
+        for text in choices.values():
+            print(f"{job}, {label}: {text}", file=sys.stderr)
+        answers = [
+            ranks.ask({"do": "time", "names": names, "step": step}) for step in range(turns[label])
+        ][1:]
+        average = statistics.mean if job.get("load") else statistics.median
+        found[label] = {
+            name: Cost(
+                average(max(a[name][0] for a in turn) for turn in answers),
+                average(sum(a[name][1] for a in turn) for turn in answers),
+                average(max(a[name][2] for a in turn) for turn in answers),
+                max(a[name][1] for a in first),
+                max(a[name][0] for a in first),
+                choices[name].partition(":")[0] if name in choices else "",
+            )
+            for name in names
+        }
     return found
 
 
+def rows_of(labels: tuple[str, ...], link: str, costs: Costs) -> list[tuple[str, ...]]:
+    """The rows of a layer on one link."""
+    rows = []
+    for name, cost in costs.items():
+        over = ""
+        if name in AUTO:
+            fixed = EXACT if "exact" in name else REDUCED
+            least = min(costs[other].wall for other in fixed if other in costs)
+            over = f"{100 * (cost.wall / least - 1):+.0f} %"
+        rows.append(
+            (
+                *labels,
+                link,
+                name,
+                f"{1e3 * cost.wall:.0f}",
+                f"{costs[TORCH].wall / cost.wall:.2f}",
+                f"{1e3 * cost.cpu:.0f}",
+                f"{cost.sent / 1e6:.2f}",
+                f"{cost.peak / 1e6:.1f}",
+                f"{cost.error:.0e}" if cost.error else "0",
+                cost.chosen,
+                over,
+            )
+        )
+    return rows
+
+
 def note() -> str:
-    """The text above the table."""
+    """The text above the first table."""
     return (
         f"Forward and backward of a float32 layer over {NUM_NODES} nodes of one or two ranks of "
         "one thread each, over Gloo; each node is a network namespace, joined to the other by a "
         "wire that `tc tbf` holds to the rate at both ends. *ms* is the slowest rank's wall "
         "time (the machine may have fewer cores than ranks), *CPU* that of all ranks together "
         "without the kernel's work in their stead, *sent* what the busier node's interface "
-        "counted, headers included. *difference* is the largest between the output and that of "
-        "`alltoall`, relative to the largest output. `torch` is what one writes by hand: sort, "
-        "`all_to_all_single`, the same products, and back; *int8* and *mx* round what goes to the "
-        "experts (`wire=`), forward and backward. *auto* chose on that link, and the last column "
-        "says what."
+        "counted, headers included, *peak* how far the resident memory of the fullest rank rises "
+        "in a step. *difference* is the largest between the output and that of "
+        f"`{ALLTOALL}`, relative to the largest output. `torch` is what one writes by hand: sort, "
+        "`all_to_all_single`, the same products, and back; `torchtitan` its AllToAll dispatcher "
+        "with the same products; `transformers` the all-to-all that it trains by, with its "
+        "experts; `DeepSpeed` its MoE layer without drops, which pads every expert to the fullest. "
+        "*int8* and *mx* round what goes to the experts (`wire=`), forward and backward. *auto* "
+        "chose on that link; the last columns say what, and its time over that of the best fixed "
+        "dispatcher of its combine."
     )
 
 
+def load_note() -> str:
+    """The text above the table of uneven loads."""
+    sizes = " ".join(f"{k}={v}" for k, v in zip("TDFEK", LOADED.values(), strict=True))
+    return (
+        f"As above, for {sizes} on {NUM_NODES} x {NODE_SIZES[-1]} ranks and the loads of "
+        "NVIDIA/Megatron-LM pull request 7488, whose routing follows from (load, seed, step) and "
+        "is the same on every rank: even (W0); three of four tokens at a quarter of the experts, "
+        "which lie on one rank (W1, W2, which differ by their draws); at every other expert (W3); "
+        "rank r with a share r + 1 of the tokens (W4); half of the experts unused (W5); a hot "
+        "quarter that moves every three steps (W6); half of the tokens at a quarter of the experts "
+        f"every fourth step (W7). Means over the steps 1 to {LOADED_TURNS - 1}; *auto* chose at "
+        "step 0."
+    )
+
+
+def chart(found: dict[str, dict[str, Costs]]) -> None:
+    """Draws the step times by load, one panel a link."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    links = list(LINKS)
+    for axes, link in zip(figure.subplots(1, len(links)), links, strict=True):
+        names = [n for n in found[LOADS[0]][link] if n in peers.PEERS or n in (ALLTOALL, *AUTO)]
+        for i, name in enumerate(names):
+            places = [g + i / (len(names) + 1) for g in range(len(LOADS))]
+            heights = [1e3 * found[load][link][name].wall for load in LOADS]
+            label = name if link == links[0] else None
+            axes.bar(places, heights, width=1 / (len(names) + 1), label=label, color=f"C{i}")
+        axes.set_xticks([g + 0.4 for g in range(len(LOADS))], [load[:2] for load in LOADS])
+        axes.set(ylabel="ms a step", title=link)
+    figure.legend(loc="outside upper center", ncols=8)
+    CHART.parent.mkdir(exist_ok=True)
+    figure.savefig(CHART, dpi=100)
+
+
 def tables() -> list[Table]:
-    """The table of docs/benchmarks.md; none, with a line that says why, where it cannot be made."""
+    """The tables of docs/benchmarks.md; none, with a line that says why, where they cannot be."""
     reason = namespaces.why_not()
     if reason:
         print(f"benchmark expert_parallel: skipped, since {reason}", file=sys.stderr)
         return []
-    rows = []
+    rows: list[tuple[str, ...]] = []
+    loaded_rows: list[tuple[str, ...]] = []
+    loaded: dict[str, dict[str, Costs]] = {}
     for node_size in NODE_SIZES:
         with (
             namespaces.network(NUM_NODES) as wires,
             namespaces.ranks_on(wires, SCRIPT, per_node=node_size) as ranks,
         ):
+            turns = {label: turns for label, (_, turns) in LINKS.items()}
             for sizes in SHAPES:
-                rows += rows_of(wires, ranks, sizes, node_size)
-    return [Table("Experts over two nodes", note(), HEADER, rows)]
-
-
-def rows_of(
-    wires: Network, ranks: Ranks, sizes: dict[str, int], node_size: int
-) -> list[tuple[str, ...]]:
-    """The rows of a layer."""
-    names, rows = contenders(node_size), []
-    job = {"do": "prepare", "sizes": sizes, "names": names, "node_size": node_size}
-    errors = ranks.ask(job)
-    letters = zip(("T", "D", "F", "E", "K"), sizes.values(), strict=True)
-    layer = " ".join(f"{letter}={size}" for letter, size in letters)
-    for link, (costs, choices) in measure(wires, ranks, names).items():
-        for text in choices.values():
-            print(f"{layer}, {node_size * NUM_NODES} ranks, {link}: {text}", file=sys.stderr)
-        for name, cost in costs.items():
-            error = max(answer[name] for answer in errors)
-            rows.append(
-                (
-                    f"{NUM_NODES} x {node_size}",
-                    layer,
-                    link,
-                    name,
-                    f"{1e3 * cost.wall:.0f}",
-                    f"{costs[TORCH].wall / cost.wall:.2f}",
-                    f"{1e3 * cost.cpu:.0f}",
-                    f"{cost.sent / 1e6:.2f}",
-                    f"{error:.0e}" if error else "0",
-                    choices[name].partition(":")[0] if name in choices else "",
-                )
-            )
-    return rows
+                layer = " ".join(f"{k}={v}" for k, v in zip("TDFEK", sizes.values(), strict=True))
+                names = contenders(node_size, CODED)
+                job = {"sizes": sizes, "names": names, "node_size": node_size}
+                for link, costs in measure(wires, ranks, job, turns).items():
+                    rows += rows_of((f"{NUM_NODES} x {node_size}", layer), link, costs)
+            if node_size < max(NODE_SIZES):
+                continue
+            turns = dict.fromkeys(LINKS, LOADED_TURNS)
+            job = {"sizes": LOADED, "names": contenders(node_size), "node_size": node_size}
+            for load in LOADS:
+                loaded[load] = measure(wires, ranks, {**job, "load": load}, turns)
+                for link, costs in loaded[load].items():
+                    loaded_rows += rows_of((load,), link, costs)
+    chart(loaded)
+    return [
+        Table("Experts over two nodes", note(), ("ranks", "layer", *COLUMNS), rows),
+        Table("Uneven loads of experts", load_note(), ("load", *COLUMNS), loaded_rows),
+    ]

@@ -2,7 +2,7 @@
 
 ``expert_parallel_rank.py RANK WORLD_SIZE`` with the rendezvous in the environment.
 
-Shapes: T tokens of a rank, D model, F ffn, E experts, K top-k, N = T*K rows, P ranks.
+Shapes: T tokens of a rank, D model, F ffn, E experts, K top-k.
 """
 
 import os
@@ -10,71 +10,50 @@ import time
 
 import torch
 import torch.distributed as dist
+from _harness import keep_memory, rise_of_memory
+from expert_loads import routing, tokens_of
+from expert_parallel_peers import PEERS, Layer, make_peer
 from namespaces import TX_BYTES, answer_jobs
-from torch import Tensor
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch import Tensor, nn
 
-from moe_ext import MoELayer
+import moe_ext
+from moe_ext import MoELayer, ops
 from moe_ext.distributed import AutoDispatcher
 from moe_ext.distributed.dispatch import auto
+from moe_ext.nn.routers import RouterOutput
 
-TORCH, ALLTOALL = "torch", "alltoall"
-NAMES = (
-    TORCH,
-    ALLTOALL,
-    "dedup, exact",
-    "dedup, reduced",
-    "hierarchical, exact",
-    "hierarchical, reduced",
-    "allgather, exact",
-    "auto, exact",
-    "auto, reduced",
-    "alltoall, exact, int8",
-    "dedup, reduced, int8",
-    "dedup, reduced, mx",
-)
+ALLTOALL = "alltoall"
+EXACT = (ALLTOALL, "dedup, exact", "hierarchical, exact", "allgather, exact")
+REDUCED = ("dedup, reduced", "hierarchical, reduced", "allgather, reduced")
+AUTO = ("auto, exact", "auto, reduced")
+CODED = ("alltoall, exact, int8", "dedup, reduced, int8", "dedup, reduced, mx")
+SEED = 1234
 
 
-class PlainTorch:
-    """Expert parallelism as written by hand in torch: sort, all-to-all, products, and back.
+class GivenRouter(nn.Module):
+    """Routes tokens as a load says, whatever they are; the step is told to it."""
 
-    Args:
-        layer: whose router and experts it uses.
-    """
+    def __init__(self, load: str, sizes: dict[str, int], rank: int) -> None:
+        super().__init__()
+        self.load, self.num_experts, self.top_k = load, sizes["num_experts"], sizes["top_k"]
+        self.num_tokens = tokens_of(load, sizes["num_tokens"], rank, dist.get_world_size())
+        self.set_step(0)
 
-    def __init__(self, layer: MoELayer) -> None:
-        self.layer = layer
-        self.num_ranks = dist.get_world_size()
+    def set_step(self, step: int) -> None:
+        """Draw the routing of a step."""
+        sizes = self.num_tokens, self.num_experts, self.top_k
+        idx_TK, weights_TK = routing(self.load, SEED, step, *sizes)
+        counts_E = torch.bincount(idx_TK.flatten(), minlength=self.num_experts)
+        scores_E = torch.zeros(self.num_experts)
+        gate = ops.GateOutput(weights_TK, idx_TK, counts_E, scores_E)
+        self.routed = RouterOutput(torch.zeros(self.num_tokens, self.num_experts), gate)
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        """Run every token through its experts."""
-        gate = self.layer.router(x_TD).gate
-        num_local = self.layer.num_experts // self.num_ranks
-        expert_N = gate.topk_idx.flatten()
-        order_N = expert_N.argsort(stable=True)
-        token_N = order_N // gate.topk_idx.shape[1]
-        sent_PL = torch.bincount(expert_N, minlength=self.layer.num_experts)
-        received_PL = torch.empty_like(sent_PL)
-        dist.all_to_all_single(received_PL, sent_PL)
-        send = sent_PL.view(self.num_ranks, -1).sum(1).tolist()
-        receive = received_PL.view(self.num_ranks, -1).sum(1).tolist()
-        rows = _exchange(x_TD[token_N], send, receive)
-        local = torch.arange(num_local).repeat(self.num_ranks)
-        by_expert = local.repeat_interleave(received_PL).argsort(stable=True)
-        ends = received_PL.view(self.num_ranks, -1).sum(0).cumsum(0)
-        offsets = torch.cat([ends.new_zeros(1), ends])
-        out = self.layer.experts(rows[by_expert], offsets)
-        back = torch.empty_like(out).index_copy(0, by_expert, out)
-        returned = _exchange(back, receive, send)
-        weights = gate.topk_weights.flatten()[order_N, None]
-        return torch.zeros_like(x_TD).index_add(0, token_N, returned * weights)
+    def forward(self, x_TD: Tensor, *, token_mask: Tensor | None = None) -> RouterOutput:
+        """That routing."""
+        return self.routed
 
 
-def _exchange(x_ND: Tensor, send: list[int], receive: list[int]) -> Tensor:
-    return all_to_all_single_autograd(x_ND.contiguous(), receive, send, dist.group.WORLD)
-
-
-def make(name: str, sizes: dict[str, int]) -> PlainTorch | MoELayer:
+def make(name: str, sizes: dict[str, int], router: nn.Module | None) -> Layer:
     """A contender; the layers of all of them have the same weights."""
     torch.manual_seed(0)
     kind, *options = name.split(", ")
@@ -90,7 +69,9 @@ def make(name: str, sizes: dict[str, int]) -> PlainTorch | MoELayer:
         combine=combine or "exact",
         wire=wire,
     )
-    return PlainTorch(layer) if name == TORCH else layer
+    if router is not None:
+        layer.router = router
+    return make_peer(name, layer) if name in PEERS else layer
 
 
 class Rank:
@@ -99,18 +80,24 @@ class Rank:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def prepare(self, sizes: dict[str, int], names: list[str], node_size: int) -> dict[str, float]:
-        """Make contenders anew; how far their outputs are from the second one's."""
+    def prepare(
+        self, sizes: dict[str, int], names: list[str], node_size: int, load: str | None = None
+    ) -> dict[str, tuple[float, int]]:
+        """Make contenders anew: how far outputs are from `alltoall`'s, and peaks of memory."""
         # As torchrun says it to ranks.
         os.environ["LOCAL_WORLD_SIZE"] = str(node_size)
         generator = torch.Generator().manual_seed(1000 + self.rank)
-        shape = (sizes["num_tokens"], sizes["model_dim"])
-        self.x_TD = torch.randn(shape, generator=generator)
-        self.layers = {name: make(name, sizes) for name in names}
-        with torch.no_grad():
-            outputs = {name: layer(self.x_TD) for name, layer in self.layers.items()}
+        self.router = None if load is None else GivenRouter(load, sizes, self.rank)
+        num_tokens = sizes["num_tokens"] if self.router is None else self.router.num_tokens
+        self.x_TD = torch.randn((num_tokens, sizes["model_dim"]), generator=generator)
+        self.layers = {name: make(name, sizes, self.router) for name in names}
+        outputs = {name: self._step(name) for name in names}
         usual = outputs[ALLTOALL]
-        return {n: float((y - usual).abs().max() / usual.abs().max()) for n, y in outputs.items()}
+        far = {n: float((y - usual).abs().max() / usual.abs().max()) for n, y in outputs.items()}
+        moe_ext.reuse_memory(False)
+        peaks = {name: rise_of_memory(lambda n=name: self._step(n)) for name in names}
+        keep_memory(touched=0)
+        return {name: (far[name], peaks[name]) for name in names}
 
     def choose(self) -> dict[str, str]:
         """Let "auto" choose anew, on a link that has changed; what it says."""
@@ -125,19 +112,28 @@ class Rank:
                 found[name] = str(layer.explain_dispatch())
         return found
 
-    def time(self, names: list[str]) -> dict[str, list[float]]:
+    def time(self, names: list[str], step: int) -> dict[str, list[float]]:
         """One turn of each, forward and backward: wall and CPU seconds, bytes out of the node."""
+        if self.router is not None:
+            self.router.set_step(step)
         found = {}
         for name in names:
-            x_TD = self.x_TD.clone().requires_grad_()
             dist.barrier()
             sent = int(TX_BYTES.read_text())
             wall, cpu = time.perf_counter(), time.process_time()
-            self.layers[name](x_TD).sum().backward()
+            self._step(name)
             spent = time.perf_counter() - wall, time.process_time() - cpu
             dist.barrier()  # acknowledgements are under way
             found[name] = [*spent, int(TX_BYTES.read_text()) - sent]
         return found
+
+    def _step(self, name: str) -> Tensor:
+        """One forward and backward pass; the output and the gradient of the tokens, [2, T, D]."""
+        x_TD = self.x_TD.clone().requires_grad_()
+        y_TD = self.layers[name](x_TD)
+        y_TD.sum().backward()
+        assert x_TD.grad is not None
+        return torch.stack([y_TD.detach(), x_TD.grad])
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
 """Bytes that a layer keeps for its backward pass, and how far its resident memory rises."""
 
-import ctypes
 import json
 import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
+from _harness import rise_of_memory
 from layer_peers import Case, make, tokens, train
 from shapes import LAYERS, Routing
 from torch import Tensor, nn
@@ -39,25 +38,12 @@ def saved_bytes(layer: nn.Module, x: Tensor) -> int:
     return sum(size for pointer, size in storages.items() if pointer not in parameters)
 
 
-def status_bytes(key: str) -> int:
-    """A line of /proc/self/status in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"status_bytes: expected key to be a line of /proc/self/status, got {key}")
-
-
 def peak_bytes(layer: nn.Module, x: Tensor) -> int:
     """Rise of the resident memory over one forward and backward pass."""
     grad = torch.ones_like(x)
     train(layer, x, grad)
     layer.zero_grad(set_to_none=True)
-    ctypes.CDLL(None).malloc_trim(0)
-    # Sets the high-water mark to what is resident now.
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status_bytes("VmRSS")
-    train(layer, x, grad)
-    return status_bytes("VmHWM") - before
+    return rise_of_memory(lambda: train(layer, x, grad))
 
 
 def measure(case: Case, names: list[str]) -> dict[str, Memory]:

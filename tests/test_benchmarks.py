@@ -229,3 +229,34 @@ def test_contenders_of_selection_choose_the_same():
     out = ops.threshold_compress_(grad, ours, 1.0, 5000)
     assert torch.equal(indices, out.indices[: out.count]) and torch.equal(eager, ours)
     assert torch.equal(values, out.values[: out.count])
+
+
+def test_loads_follow_from_their_name_the_seed_and_the_step():
+    from expert_loads import LOADS, routing, tokens_of
+
+    for load in LOADS:
+        idx, weights = routing(load, 1234, 3, 128, 8, 2)
+        again, others = (routing(load, seed, 3, 128, 8, 2)[0] for seed in (1234, 4321))
+        assert torch.equal(idx, again)
+        assert load == "W0_balanced" or not torch.equal(idx, others)
+        assert bool((idx[:, 0] != idx[:, 1]).all())
+        torch.testing.assert_close(weights.sum(1), torch.ones(128))
+        assert sum(tokens_of(load, 60, rank, 4) for rank in range(4)) == 240
+    counts = {load: torch.bincount(routing(load, 1, 3, 128, 8, 2)[0].view(-1)) for load in LOADS}
+    assert counts["W0_balanced"].tolist() == [32] * 8
+    # Three of four tokens have both choices among two experts, and the fourth any.
+    assert (
+        counts["W1_hot_expert_set"][:2].sum() > 192
+        and counts["W6_rotating_hotspot"][2:4].sum() > 192
+    )
+    assert counts["W5_zero_expert_rank"][:4].sum() == 0
+    assert counts["W3_spread_hot_experts"][::2].sum() > 192
+    assert 128 < counts["W7_burst"][:2].sum() < 192
+
+
+def test_peers_that_are_not_installed_are_left_out(monkeypatch, capsys):
+    import expert_parallel_peers as peers
+
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: name == "torch" or None)
+    assert peers.installed() == ["torch"]
+    assert "DeepSpeed is not installed" in capsys.readouterr().err
