@@ -87,7 +87,7 @@ def _quantizers() -> Iterable[Estimate]:
 
 # Shares are those of a reading of the machine code for sm_90.
 ESTIMATES = (
-    Estimate("topk_gate", GATE, 0.06, 16384 * (2 * 64 + 12 * 8), 0, 56, launches=2),
+    Estimate("topk_gate", GATE, 0.2, 16384 * (2 * 64 + 12 * 8), 0, 64, launches=2),
     Estimate("topk_gate backward", GATE, 0.15, 16384 * (4 * 64 + 12 * 8), 0, 64),
     Estimate("router_z_loss", GATE, 0.3, 16384 * 2 * 64, 0, 38, launches=2),
     Estimate("gated_activation concatenated", HIDDEN, 0.78, 2 * ROWS * 3 * FFN, 0, 36),

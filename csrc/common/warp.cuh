@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
+
 #include "common/launch.cuh"
 
 namespace moe_ext {
@@ -43,27 +45,50 @@ __device__ __forceinline__ T warp_max(T value) {
   return value;
 }
 
+// A key whose unsigned order is the order of the values; the two zeros are equal.
+__device__ __forceinline__ uint32_t ordered_key(float value) {
+  const uint32_t bits = __float_as_uint(value == 0 ? 0.0f : value);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+__device__ __forceinline__ uint64_t ordered_key(double value) {
+  const uint64_t bits = static_cast<uint64_t>(__double_as_longlong(value == 0 ? 0.0 : value));
+  return bits >> 63 ? ~bits : bits | 0x8000000000000000ull;
+}
+
+// The value of a key, with a positive zero.
+__device__ __forceinline__ float value_of_key(uint32_t key) {
+  return __uint_as_float(key >> 31 ? key & 0x7FFFFFFFu : ~key);
+}
+
+__device__ __forceinline__ double value_of_key(uint64_t key) {
+  return __longlong_as_double(static_cast<long long>(key >> 63 ? key & 0x7FFFFFFFFFFFFFFFull : ~key));
+}
+
+// The largest key of the warp, in every lane: one instruction for 32 bits.
+__device__ __forceinline__ uint32_t warp_max_key(uint32_t key) {
+  return __reduce_max_sync(kFullMask, key);
+}
+
+__device__ __forceinline__ uint64_t warp_max_key(uint64_t key) {
+  const uint32_t high = static_cast<uint32_t>(key >> 32), top = __reduce_max_sync(kFullMask, high);
+  const uint32_t low = __reduce_max_sync(kFullMask, high == top ? static_cast<uint32_t>(key) : 0u);
+  return uint64_t{top} << 32 | low;
+}
+
 template <typename T>
 struct Candidate {
   T key;
-  int idx;
-
-  // The larger key, the lower index in a tie.
-  __device__ __forceinline__ bool beats(const Candidate& other) const {
-    return key > other.key || (key == other.key && idx < other.idx);
-  }
+  int idx; // at least 0
 };
 
-// The best candidate of the warp, in every lane. No key may be NaN.
+// The candidate of the warp with the largest key, the lowest index in a tie; in every lane. No key may be NaN.
 template <typename T>
-__device__ __forceinline__ Candidate<T> warp_best(Candidate<T> best) {
-#pragma unroll
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-    const Candidate<T> other = {
-        __shfl_xor_sync(kFullMask, best.key, offset), __shfl_xor_sync(kFullMask, best.idx, offset)};
-    best = other.beats(best) ? other : best;
-  }
-  return best;
+__device__ __forceinline__ Candidate<T> warp_best(Candidate<T> mine) {
+  const auto key = ordered_key(mine.key);
+  const auto top = warp_max_key(key);
+  const uint32_t idx = __reduce_min_sync(kFullMask, key == top ? static_cast<uint32_t>(mine.idx) : UINT32_MAX);
+  return {value_of_key(top), static_cast<int>(idx)};
 }
 
 template <typename T>

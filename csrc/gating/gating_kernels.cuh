@@ -184,20 +184,20 @@ __device__ void select_experts(
         __trap();
       }
     }
-    const int owner = exists ? expert % kWarpSize : 0;
-    Acc value = from_logits ? -kInfinity<Acc> : Acc(0);
-    if (exists && lane_id() == owner) {
-      value = from_logits ? widen(row[expert]) : scratch.score[expert];
-      scratch.key[expert] = -kInfinity<Acc>;
-      scratch.count[expert] += 1;
-      mine = lane_best(scratch.key, num_experts);
-    }
-    value = __shfl_sync(kFullMask, value, owner);
-    if (lane_id() == k % kWarpSize) {
+    // The lane that holds the expert writes; the others read behind the loop.
+    if (lane_id() == (exists ? expert % kWarpSize : 0)) {
+      Acc value = from_logits ? -kInfinity<Acc> : Acc(0);
+      if (exists) {
+        value = from_logits ? widen(row[expert]) : scratch.score[expert];
+        scratch.key[expert] = -kInfinity<Acc>;
+        scratch.count[expert] += 1;
+        mine = lane_best(scratch.key, num_experts);
+      }
       scratch.chosen[k] = value;
       args.idx[token * args.options.top_k + k] = exists ? expert : -1;
     }
   }
+  __syncwarp();
 }
 
 // score(chosen) / sum(chosen) in place, softmax for logits; the sum is left out where a score is its own weight.

@@ -229,17 +229,6 @@ __global__ void place_slots_kernel(
   }
 }
 
-// A key whose unsigned order is the order of the weights; the two zeros are equal.
-__device__ __forceinline__ uint32_t ordered_key(float weight) {
-  const uint32_t bits = __float_as_uint(weight == 0 ? 0.0f : weight);
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
-}
-
-__device__ __forceinline__ uint64_t ordered_key(double weight) {
-  const uint64_t bits = static_cast<uint64_t>(__double_as_longlong(weight == 0 ? 0.0 : weight));
-  return bits >> 63 ? ~bits : bits | 0x8000000000000000ull;
-}
-
 // Keeps the `capacity` largest weights of an expert, ties to the earlier slot. One block per expert.
 template <typename Weight, bool kCheck>
 __global__ void __launch_bounds__(kNumThreads) keep_by_score_kernel(

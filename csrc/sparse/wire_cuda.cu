@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "common/dispatch_cuda.cuh"
+#include "common/new_on_cpu.h"
 #include "common/read_back.h"
 #include "common/torch_cuda.cuh"
 #include "sparse/checksum_kernels.cuh"
@@ -117,14 +118,15 @@ Tensor aligned_payload(const Tensor& payload) {
   return is_aligned(in.data_ptr(), kAccessBytes) ? in : torch::stable::clone(in);
 }
 
-// numel, count, index codec, value codec, elements that share a scale.
+// numel, count, index codec, value codec, elements that share a scale; on the CPU, where it was read to: a CUDA graph
+// leaves out what has its result there.
 Tensor payload_header_cuda(Tensor payload) {
   const DeviceScope device(payload);
   const Header h = read_header("decode_gradient", contiguous(payload), device.stream());
-  Tensor out = new_empty(payload, {5}, ScalarType::Long);
+  Tensor out = new_on_cpu({5}, ScalarType::Long);
   const std::array<int64_t, 5> fields{
       static_cast<int64_t>(h.numel), static_cast<int64_t>(h.count), h.index_codec, h.value_codec, h.value_block};
-  launch_store(fields, out.data_ptr(), device.stream());
+  std::memcpy(out.data_ptr(), fields.data(), sizeof(fields));
   return out;
 }
 

@@ -271,6 +271,58 @@ TEST(GateValues, AreTrapped) {
   EXPECT_EQ(weights, (std::vector<float>{1.5f, 0}));
 }
 
+class GateTies : public simt::ScheduleTest<int> {};
+
+// Signed zeros are equal, signs and -inf are ordered, and the lower index comes first in a tie.
+template <typename T>
+void ties_are_broken_by_index() {
+  const Case c = {1, 70, 8};
+  std::vector<T> row(70, -2);
+  for (int e : {3, 66}) {
+    row[e] = T(-0.0);
+    row[e + 1] = T(0.0);
+  }
+  row[34] = 1;
+  row[68] = 1;
+  row[1] = -1;
+  row[0] = -INFINITY;
+  std::vector<acc_t<T>> weights(8), score_sum(70);
+  std::vector<int64_t> idx(8), counts(70);
+  const GatePlan plan = plan_gate<acc_t<T>>(1, c.options(), device_properties());
+  std::vector<double> workspace(200);
+  const GateArgs<T> args{row.data(), nullptr, nullptr, weights.data(), idx.data(), c.options()};
+  launch_topk_gate<true>(args, 1, plan, workspace.data(), score_sum.data(), counts.data(), nullptr);
+  EXPECT_EQ(idx, (std::vector<int64_t>{34, 68, 3, 4, 66, 67, 1, 2}));
+}
+
+TEST_P(GateTies, AreBrokenByIndex) {
+  ties_are_broken_by_index<float>();
+  ties_are_broken_by_index<double>();
+  ties_are_broken_by_index<c10::BFloat16>();
+}
+
+// One warp for both tokens: what the first left in shared memory must not reach the second.
+TEST_P(GateTies, ChosenLogitsAreThoseOfTheToken) {
+  const Case c = {2, 40, 2, ScoreFn::kTopkSoftmax};
+  std::vector<float> rows(80, 0), weights(4), score_sum(40);
+  rows[0] = rows[1] = 1;
+  std::fill(rows.begin() + 40, rows.end(), -400.0f);
+  rows[40 + 38] = -300;
+  rows[40 + 39] = -301;
+  std::vector<int64_t> idx(4), counts(40);
+  GatePlan plan = plan_gate<float>(1, c.options(), device_properties());
+  plan.num_warps = plan.num_blocks = 1;
+  std::vector<double> workspace(100);
+  const GateArgs<float> args{rows.data(), nullptr, nullptr, weights.data(), idx.data(), c.options()};
+  launch_topk_gate<true>(args, 2, plan, workspace.data(), score_sum.data(), counts.data(), nullptr);
+  EXPECT_EQ(idx, (std::vector<int64_t>{0, 1, 38, 39}));
+  EXPECT_NEAR(weights[2] / weights[3], std::exp(1), kTolerance * 10);
+}
+
+INSTANTIATE_TEST_SUITE_P(Schedules, GateTies, simt::under_all_schedules(std::vector<int>{0}), [](const auto& info) {
+  return simt::to_string(std::get<0>(info.param));
+});
+
 TEST(GateWeightsValues, AreTrapped) {
   const Case c = {1, 4, 2};
   std::vector<float> weights(2), score_sum(4);

@@ -78,6 +78,17 @@ SIMT_SHUFFLE(__shfl_up_sync, at - by)
 SIMT_SHUFFLE(__shfl_down_sync, at + by)
 SIMT_SHUFFLE(__shfl_xor_sync, at ^ by)
 
+#define SIMT_REDUCE(name, fold)                                                      \
+  inline unsigned name(unsigned mask, unsigned value, SIMT_SITE) {                   \
+    const auto& given = simt::exchange({#name, mask, value, site});                  \
+    for (int i = 0; i < simt::kWarpSize; ++i) {                                      \
+      value = mask >> i & 1u ? fold(value, static_cast<unsigned>(given[i])) : value; \
+    }                                                                                \
+    return value;                                                                    \
+  }
+SIMT_REDUCE(__reduce_max_sync, std::max)
+SIMT_REDUCE(__reduce_min_sync, std::min)
+
 // A thread that spins on atomics would never give way to the others.
 #define SIMT_ATOMIC(name, expression)                                                                     \
   template <typename T>                                                                                   \
@@ -113,4 +124,6 @@ SIMT_LOAD(__ldcs)
 #define __clz(x) std::countl_zero(unsigned(x))
 #define __ffs(x) __builtin_ffs(x)
 #define __float_as_uint(x) ::simt::bits<unsigned>(float{x})
+#define __uint_as_float(x) ::simt::bits<float>(unsigned{x})
 #define __double_as_longlong(x) ::simt::bits<long long>(double{x})
+#define __longlong_as_double(x) ::simt::bits<double>(x)
