@@ -23,7 +23,7 @@ class RowsGivenBack {
       : base_(static_cast<char*>(matrix.data_ptr())),
         row_bytes_(matrix.size(1) * static_cast<int64_t>(matrix.element_size())),
         offsets_(offsets) {
-    constexpr int64_t kLeastBytes = int64_t{8} << 20;
+    constexpr int64_t kLeastBytes = int64_t{4} << 20;
     if (owned && matrix.is_contiguous() && matrix.size(0) * row_bytes_ >= kLeastBytes && !reuses_memory) {
       int64_t num_experts = 0;
       for (const Tile& tile : tiles) {

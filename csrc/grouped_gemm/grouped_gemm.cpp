@@ -8,10 +8,10 @@ MOE_EXT_SCHEMAS(m) {
   m.def("grouped_mm(Tensor x, Tensor weight, Tensor expert_offsets, Tensor? bias=None) -> Tensor");
   m.def(
       "_grouped_mm_backward_weight(Tensor grad, Tensor x, Tensor expert_offsets, bool transposed=False, "
-      "bool grad_owned=False) -> Tensor");
+      "bool grad_owned=False, bool x_owned=False) -> Tensor");
   m.def(
       "_grouped_mm_backward_weight_add_(Tensor(a!) sum, Tensor grad, Tensor x, Tensor expert_offsets, "
-      "bool transposed=False, bool grad_owned=False) -> ()");
+      "bool transposed=False, bool grad_owned=False, bool x_owned=False) -> ()");
   m.def("_grouped_mm_backward_bias(Tensor grad, Tensor expert_offsets) -> Tensor");
   m.def("_set_reuses_memory(bool enabled) -> ()");
 }

@@ -23,14 +23,16 @@ void check_backward_weight(
     const Tensor& expert_offsets); // [E + 1]
 
 // `backward_weight` with the result [E, M, K] stored as [E, K, M] where `transposed`: as the weight is stored, since
-// autograd copies a gradient of other strides. Where `grad_owned`, nobody reads `grad` afterwards.
-template <Tensor (*backward_weight)(Tensor, Tensor, Tensor, bool)>
-Tensor backward_weight_stored(Tensor grad, Tensor x, Tensor expert_offsets, bool transposed, bool grad_owned) {
+// autograd copies a gradient of other strides. Where `grad_owned`, nobody reads `grad` afterwards; `x_owned` likewise.
+template <Tensor (*backward_weight)(Tensor, Tensor, Tensor, bool, bool)>
+Tensor backward_weight_stored(
+    Tensor grad, Tensor x, Tensor expert_offsets, bool transposed, bool grad_owned, bool x_owned) {
   check_backward_weight(grad, x, expert_offsets);
   if (!transposed) {
-    return backward_weight(grad, x, expert_offsets, grad_owned);
+    return backward_weight(grad, x, expert_offsets, grad_owned, x_owned);
   }
-  return torch::stable::transpose(backward_weight(torch::stable::contiguous(x), grad, expert_offsets, false), 1, 2);
+  return torch::stable::transpose(
+      backward_weight(torch::stable::contiguous(x), grad, expert_offsets, x_owned, grad_owned), 1, 2);
 }
 
 void check_backward_bias(

@@ -147,7 +147,7 @@ class Scratch {
 // grad_weight[e] = grad_e^T x_e, or with `add` += it; an expert without rows gets zeros.
 void products_of_rows(
     const Tensor& grad_weight, const Tensor& grad, const Tensor& x, const Tensor& expert_offsets, bool add,
-    bool grad_owned) {
+    bool grad_owned, bool x_owned) {
   const int64_t num_experts = expert_offsets.size(0) - 1;
   const Tensor offsets_tensor = as_contiguous(expert_offsets);
   const int64_t* offsets = data<int64_t>(offsets_tensor);
@@ -173,7 +173,8 @@ void products_of_rows(
   sort_by_cost(tiles, [&](const Tile& tile) {
     return (tile.end - tile.begin) * (offsets[tile.expert + 1] - offsets[tile.expert]);
   });
-  const RowsGivenBack rows(grad, offsets, tiles, grad_owned);
+  const RowsGivenBack grad_rows(grad, offsets, tiles, grad_owned);
+  const RowsGivenBack x_rows(x, offsets, tiles, x_owned);
   const int64_t row_bytes = x.size(1) * static_cast<int64_t>(x.element_size());
   Scratch scratch(add ? 2 * tile_columns * row_bytes : 0);
   for_each_tile(tiles, [&](const Tile& tile) {
@@ -202,7 +203,8 @@ void products_of_rows(
       });
       scratch.put_back(std::move(piece));
     }
-    rows.done(tile);
+    grad_rows.done(tile);
+    x_rows.done(tile);
   });
 }
 
@@ -210,9 +212,9 @@ Tensor backward_weight_cpu(
     Tensor grad,           // [N, M]
     Tensor x,              // [N, K]
     Tensor expert_offsets, // [E + 1]
-    bool grad_owned) {
+    bool grad_owned, bool x_owned) {
   const Tensor grad_weight = new_on_cpu({expert_offsets.size(0) - 1, grad.size(1), x.size(1)}, grad.scalar_type());
-  products_of_rows(grad_weight, grad, x, expert_offsets, false, grad_owned);
+  products_of_rows(grad_weight, grad, x, expert_offsets, false, grad_owned, x_owned);
   return grad_weight;
 }
 
@@ -222,7 +224,7 @@ void backward_weight_add_cpu(
     Tensor grad,           // [N, M]
     Tensor x,              // [N, K]
     Tensor expert_offsets, // [E + 1]
-    bool transposed, bool grad_owned) {
+    bool transposed, bool grad_owned, bool x_owned) {
   const char* op = "_grouped_mm_backward_weight_add_";
   check_backward_weight(grad, x, expert_offsets);
   const Tensor& rows = transposed ? x : grad;
@@ -233,7 +235,10 @@ void backward_weight_add_cpu(
       sum.dim() == 3 && sum.size(0) == expert_offsets.size(0) - 1 && sum.size(1) == rows.size(1) &&
           sum.size(2) == columns.size(1) && sum.is_contiguous(),
       op, ": expected sum to be a contiguous tensor of the weight's shape, got shape ", shape_string(sum));
-  products_of_rows(sum, as_contiguous(rows), columns, expert_offsets, true, grad_owned && !transposed);
+  if (transposed) {
+    std::swap(grad_owned, x_owned);
+  }
+  products_of_rows(sum, as_contiguous(rows), columns, expert_offsets, true, grad_owned, x_owned);
 }
 
 void set_reuses_memory(bool enabled) {

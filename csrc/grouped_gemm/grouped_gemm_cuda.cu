@@ -158,7 +158,7 @@ Tensor backward_weight_cuda(
     Tensor grad,           // [N, M]
     Tensor x,              // [N, K]
     Tensor expert_offsets, // [E + 1]
-    bool /*grad_owned*/) {
+    bool /*grad_owned*/, bool /*x_owned*/) {
   const DeviceScope device(grad);
   const int64_t num_experts = expert_offsets.size(0) - 1;
   const Tensor offsets = contiguous(expert_offsets);

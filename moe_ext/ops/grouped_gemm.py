@@ -93,7 +93,7 @@ register_derivatives(
     {
         "x": "grouped_mm(contiguous(grad_result), transpose(weight), expert_offsets)",
         "weight": "_grouped_mm_backward_weight(contiguous(grad_result), x, expert_offsets, "
-        "is_transposed(weight), owned(grad_result))",
+        "is_transposed(weight), owned(grad_result), owned(x))",
         "bias": "_grouped_mm_backward_bias(contiguous(grad_result), expert_offsets)",
     },
 )
@@ -106,6 +106,7 @@ def _(
     expert_offsets: Tensor,
     transposed: bool = False,
     grad_owned: bool = False,
+    x_owned: bool = False,
 ) -> Tensor:
     if transposed:
         grad, x = x, grad

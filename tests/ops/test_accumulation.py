@@ -231,14 +231,17 @@ def test_memory_that_nobody_holds_is_used_again():
     assert peak_bytes(lambda: torch.autograd.grad(y, leaf, grad)) < leaf.nbytes // 2
 
 
-@pytest.mark.parametrize("owned", [False, True])
-def test_rows_that_are_done_with_give_their_pages_back(owned):
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("owned", [(False, False), (True, False), (False, True), (True, True)])
+def test_rows_that_are_done_with_give_their_pages_back(owned, transposed):
     """The system zeroes a page that was given back; a page at the bounds of experts stays."""
-    grad, x = torch.ones(2048, 1024), torch.ones(2048, 16)
+    operands = torch.ones(2048, 1024), torch.ones(2048, 512)
     offsets = torch.tensor([0, 1000, 2048])
     op = torch.ops.moe_ext._grouped_mm_backward_weight
-    assert torch.equal(op(grad, x, offsets, False, owned)[1], torch.full((1024, 16), 1048.0))
-    assert (grad[1] == 0).all() == owned and (grad[1500] == 0).all() == owned
+    found = op(*operands, offsets, transposed, *owned)
+    assert torch.equal(found[1], torch.full((1024, 512), 1048.0))
+    for rows, is_owned in zip(operands, owned, strict=True):
+        assert (rows[9] == 0).all() == is_owned and (rows[1500] == 0).all() == is_owned
 
 
 def test_pages_are_kept_where_memory_is_reused():
