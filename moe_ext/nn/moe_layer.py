@@ -22,6 +22,7 @@ from moe_ext.distributed.dispatch import (
     DispatchChoice,
     DispatchMetadata,
     LocalDispatcher,
+    Part,
     TokenDispatcher,
     Wire,
     WrappedDispatcher,
@@ -48,6 +49,7 @@ from moe_ext.nn.expert_activation import Activation
 from moe_ext.nn.experts import GroupedExperts, check_results, take_weights, weighs_rows
 from moe_ext.nn.feed_forward import FeedForward
 from moe_ext.nn.layer_metrics import LayerMetrics, Record, read_losses, read_metrics
+from moe_ext.nn.overlap import run_parts
 from moe_ext.nn.replay import apply_sessions, can_replay
 from moe_ext.nn.routers import Router, RouterOutput, TopKRouter
 from moe_ext.nn.torch_state import as_autocast, autocast_dtype
@@ -101,6 +103,10 @@ class MoELayer(CountingModule):
             scales, tokens in the forward pass and gradients in the backward pass: 0.26 of the bytes
             of float32, 0.52 of bfloat16. A `Wire` sets each of the four ways by itself. On one rank
             nothing travels, and nothing is rounded. NaN and infinity arrive as NaN.
+        overlap: parts that the tokens of a pass are cut into: one part travels while the experts
+            work on the one before, forward and backward, for `dispatcher="alltoall"`. 1 sends all
+            at once. For slow links and experts with much to do: each part takes messages of its
+            own, and about 1/overlap of the shorter of the two stays in sight.
         device: device of the parameters.
         dtype: dtype of the parameters.
 
@@ -150,6 +156,7 @@ class MoELayer(CountingModule):
         dispatcher: str | TokenDispatcher = "auto",
         combine: str = "exact",
         wire: Wire | str | None = None,
+        overlap: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -164,6 +171,9 @@ class MoELayer(CountingModule):
         self.balance_loss_coef = balance_loss_coef
         self.z_loss_coef = z_loss_coef
         self.loss_mode = loss_mode
+        check_sizes("MoELayer", overlap=overlap)
+        # Alone a rank sends nothing.
+        self.overlap = overlap if group_size(ep_group) > 1 else 1
         _check_options(self, shared_ffn_dim, shared_expert_gate)
         self.loss_scale: float | Tensor = 1.0
         self._record: Record = {}
@@ -183,6 +193,12 @@ class MoELayer(CountingModule):
         self.dispatcher = _make_dispatcher(dispatcher, spread, ep_group, combine, row_budget, wire)
         if self._is_static():
             check_static(self.dispatcher)
+        own = type(self.dispatcher).dispatch is not TokenDispatcher.dispatch
+        if overlap > 1 and (own or isinstance(self.dispatcher, AutoDispatcher)):
+            raise ValueError(
+                f"MoELayer: expected dispatcher to be 'alltoall' with overlap={overlap}, got "
+                f"{type(self.dispatcher).__name__}"
+            )
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(router, str):
             columns = 2 if top_k is None else top_k
@@ -361,6 +377,10 @@ class MoELayer(CountingModule):
         dispatcher, (topk_idx, topk_weights, capacity, dropped) = self.dispatcher, choice
         metadata: DispatchMetadata
         others: Callable[[], list[Chunk]] = list
+        if self.overlap > 1:
+            parts = dispatcher.in_parts(x_TD, topk_idx, topk_weights, self.overlap)
+            with dispatcher.computing(x_TD):
+                return self._run_parts(parts, x_TD)
         if self.row_budget is None:
             rows, offsets, metadata = dispatcher.dispatch(
                 x_TD, topk_idx, topk_weights, capacity=capacity
@@ -407,6 +427,19 @@ class MoELayer(CountingModule):
             results, metadata, meanwhile=lambda: shared_TD.append(self._run_shared_expert(x_TD))
         )
         return y_TD + shared_TD[0]
+
+    def _run_parts(self, parts: list[Part], x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts, shared expert and combine of rows that travel in parts."""
+        if self.shared_expert is None:
+            return run_parts(self.dispatcher, parts, self.experts, None)
+        shared_TD: list[Tensor] = []
+        y_TD, dropped = run_parts(
+            self.dispatcher,
+            parts,
+            self.experts,
+            lambda: shared_TD.append(self._run_shared_expert(x_TD)),
+        )
+        return y_TD + shared_TD[0], dropped
 
     def _run_shared_expert(self, x_TD: Tensor) -> Tensor:
         assert self.shared_expert is not None
@@ -566,6 +599,12 @@ def _check_options(layer: MoELayer, shared_ffn_dim: int, shared_expert_gate: boo
         raise ValueError(
             "MoELayer: expected shared_ffn_dim to be positive with shared_expert_gate=True, got 0"
         )
+    for name in ("capacity", "row_budget"):
+        if layer.overlap > 1 and getattr(layer, name) is not None:
+            raise ValueError(
+                f"MoELayer: expected {name} to be None with overlap={layer.overlap}, got "
+                f"{getattr(layer, name)}"
+            )
     if layer.row_budget is not None and layer.capacity is not None and layer.capacity.pad:
         raise ValueError(
             f"MoELayer: expected capacity.pad to be False with a row_budget, got {layer.capacity}"

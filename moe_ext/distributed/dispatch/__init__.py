@@ -9,6 +9,7 @@ from moe_ext.distributed.dispatch.auto import (
 )
 from moe_ext.distributed.dispatch.base import (
     DispatchMetadata,
+    Part,
     RowWeights,
     TokenDispatcher,
     WrappedDispatcher,
@@ -43,6 +44,7 @@ __all__ = [
     "DispatchMetadata",
     "HierarchicalDispatcher",
     "LocalDispatcher",
+    "Part",
     "RowWeights",
     "TokenDispatcher",
     "Wire",

@@ -7,6 +7,7 @@ Shapes: T tokens, D model, E experts, K top-k, N = T*K rows, R received rows, P 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -122,6 +123,10 @@ class ExchangedCounts:
     received_PM: Tensor
     expert_capacity: int | None
     has_backward: bool
+
+
+# Sends the rows of a part, with something to do meanwhile.
+Part = Callable[[Callable[[], None] | None], tuple[Tensor, Tensor, DispatchMetadata]]
 
 
 class TokenDispatcher:
@@ -346,6 +351,33 @@ class TokenDispatcher:
         rows_ND = rows_ND[: sum(counts.sent)]
         return self._send(rows_ND, tables, topk_weights_TK, counts, "dispatch")
 
+    def in_parts(
+        self, x_TD: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor, num_parts: int
+    ) -> list[Part]:
+        """`dispatch` of equal parts of the tokens, for rows that travel beside the experts.
+
+        Args:
+            x_TD: as in `dispatch`.
+            topk_idx_TK: as there.
+            topk_weights_TK: as there.
+            num_parts: equal on all ranks of the group.
+
+        Returns:
+            For each part what sends its rows, to be called by all ranks in the same order. It takes
+            what to do while they are underway, or None, and returns as `dispatch` does. The counts
+            of all parts have been exchanged.
+
+        Raises:
+            As `dispatch`.
+        """
+        parts: list[Part] = []
+        columns = (t.tensor_split(num_parts) for t in (x_TD, topk_idx_TK, topk_weights_TK))
+        for x, idx, weights in zip(*columns, strict=True):
+            rows, tables, counts = self._group_and_count(x, idx, weights, None)
+            rows = rows[: sum(counts.sent)]
+            parts.append(functools.partial(self._send, rows, tables, weights, counts, "dispatch"))
+        return parts
+
     def row_weights(self, rows: Tensor, metadata: DispatchMetadata) -> RowWeights | None:
         """The weights of the rows, for experts that take them into their second product.
 
@@ -533,6 +565,7 @@ class TokenDispatcher:
         topk_weights_TK: Tensor,
         counts: RowCounts,
         word: str,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
         if counts.has_backward:
             rows_ND = take_part(rows_ND)
@@ -542,6 +575,7 @@ class TokenDispatcher:
             counts.received,
             grad_scale=self.grad_scale,
             operation=f"{self.operation} {word}",
+            meanwhile=meanwhile,
             **self._coded(self.wire.out),
         )
         # From the order (rank, expert) to (expert, rank).

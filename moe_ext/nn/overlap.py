@@ -1,0 +1,73 @@
+"""Experts over parts of the tokens: one part travels while the experts work on another.
+
+Shapes: T tokens, D model, R rows of a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ext.distributed.dispatch import DispatchMetadata, Part, TokenDispatcher
+from moe_ext.nn.experts import check_results, take_weights
+
+
+def run_parts(
+    dispatcher: TokenDispatcher,
+    parts: list[Part],
+    experts: nn.Module,
+    meanwhile: Callable[[], None] | None,
+) -> tuple[Tensor, Tensor]:
+    """Dispatch, experts and combine of all parts; the backward pass goes the same way back.
+
+    While the experts work on part i, the rows of part i + 1 and the results of part i - 1 travel:
+    alone travel the rows of the first part, and the results of the last one beside `meanwhile`.
+
+    Args:
+        dispatcher: of the layer.
+        parts: of `dispatcher.in_parts`.
+        experts: maps `(rows, expert_offsets)` to rows.
+        meanwhile: what else the layer computes.
+
+    Returns:
+        `[T, D]`, and the number of slots that were dropped.
+    """
+    # Of each part: what arrived, and later the results; then the sums.
+    here: list[Any] = [None] * len(parts)
+    sums: list[Any] = [None] * len(parts)
+    dropped: list[Tensor] = []
+
+    def send(i: int, beside: Callable[[], None] | None) -> None:
+        rows, offsets, metadata = parts[i](beside)
+        dropped.append(metadata.num_dropped)
+        weights, metadata = take_weights(experts, dispatcher, rows, metadata)
+        here[i] = rows, offsets, weights, metadata
+
+    def compute(i: int) -> None:
+        rows, offsets, weights, metadata = here[i]
+        results = experts(rows, offsets, *weights)
+        check_results(experts, dispatcher, rows, results)
+        here[i] = results, metadata
+
+    def bring_back(i: int, beside: Callable[[], None] | None) -> None:
+        results: Tensor
+        metadata: DispatchMetadata
+        (results, metadata), here[i] = here[i], None
+        sums[i] = dispatcher.combine(results, metadata, meanwhile=beside)
+
+    def turn(i: int) -> None:
+        """What runs while the results of part i - 1 travel."""
+        if i + 1 < len(parts):
+            send(i + 1, lambda: compute(i))
+        else:
+            compute(i)
+
+    send(0, None)
+    turn(0)
+    for i in range(1, len(parts)):
+        bring_back(i - 1, lambda i=i: turn(i))  # type: ignore[misc]
+    bring_back(len(parts) - 1, meanwhile)
+    return torch.cat(sums), torch.stack(dropped).sum()

@@ -1,0 +1,100 @@
+"""`MoELayer(overlap=)`: rows travel beside the experts, and results are those of one exchange."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from checks import assert_passed, outcomes
+
+import moe_ext
+from moe_ext.distributed.dispatch import rows as exchanges
+
+E, D = 12, 8  # E is a multiple of every group size used
+
+
+def make(overlap, **options):
+    torch.manual_seed(3)
+    options = {"dispatcher": "alltoall", "shared_ffn_dim": 5, **options}
+    return moe_ext.MoELayer(D, 6, E, 3, ep_group=dist.group.WORLD, overlap=overlap, **options)
+
+
+def tokens(size, dtype):
+    generator = torch.Generator().manual_seed(5 + dist.get_rank())
+    return torch.randn(size, D, generator=generator).to(dtype)
+
+
+def outcome(layer, x):
+    x = x.detach().requires_grad_()
+    layer.zero_grad()
+    y = layer(x)
+    y.square().sum().backward()
+    return y.detach(), x.grad, [p.grad for p in layer.parameters()]
+
+
+def check_results_are_those_of_one_exchange():
+    # Ranks with fewer tokens than parts, and one with none.
+    x = tokens((7, 40, 0, 2)[dist.get_rank()], torch.float64)
+    whole, cut = make(1, dtype=torch.float64), make(3, dtype=torch.float64)
+    want, found = outcome(whole, x), outcome(cut, x)
+    # Products of other numbers of rows add up in another order.
+    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-13)
+    with torch.no_grad():
+        assert torch.equal(cut(x), found[0])
+    assert int(cut.metrics["num_dropped"]) == 0
+
+
+def check_rows_are_underway_while_experts_run():
+    layer, x = make(4, shared_ffn_dim=0), tokens(40, torch.float32).requires_grad_()
+    underway, forward, backward = [0], [], []
+
+    class Watched(exchanges._RowsUnderway):
+        def start(self, rows, backward):
+            underway[0] += 1
+            super().start(rows, backward)
+
+        def finish(self, *args, **options):
+            underway[0] -= 1
+            return super().finish(*args, **options)
+
+    def note(module, given, out):
+        forward.append(underway[0])
+        out.register_hook(lambda grad: backward.append(underway[0]))
+
+    layer.experts.register_forward_hook(note)
+    original, exchanges._RowsUnderway = exchanges._RowsUnderway, Watched
+    try:
+        layer(x).square().sum().backward()
+    finally:
+        exchanges._RowsUnderway = original
+    # The next part's rows and the last part's results.
+    assert forward == [1, 2, 2, 1] and backward == [1, 2, 2, 1] and underway == [0]
+
+
+def check_what_does_not_go_together_is_refused():
+    for options, text in (
+        ({"dispatcher": "dedup"}, "expected dispatcher to be 'alltoall' with overlap=2, got Dedup"),
+        ({"dispatcher": "auto"}, "expected dispatcher to be 'alltoall' with overlap=2, got Auto"),
+        ({"row_budget": moe_ext.nn.RowBudget(9)}, "expected row_budget to be None with overlap=2"),
+        ({"capacity_factor": 1.0}, "expected capacity to be None with overlap=2"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            make(2, **options)
+    with pytest.raises(ValueError, match="expected overlap to be at least 1, got 0"):
+        make(0)
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def found(request):
+    return outcomes(request.param, CHECKS)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[6:])
+def test_over_ranks(found, check):
+    assert_passed(found, check)
+
+
+def test_one_rank_sends_nothing():
+    layer = moe_ext.MoELayer(D, 6, E, 3, overlap=4)
+    assert layer(torch.randn(5, D)).shape == (5, D)
