@@ -33,6 +33,9 @@ LINKS: dict[str, tuple[float | None, int]] = {
     "unthrottled": (None, 7),
 }
 LOADED_TURNS = 5
+EQUAL = {"num_tokens": 2048, "model_dim": 512, "ffn_dim": 384, "num_experts": 8, "top_k": 2}
+PARTS = (2, 4, 8, 16)
+HIDDEN_TURNS = 8
 COLUMNS = (
     "link",
     "contender",
@@ -169,6 +172,33 @@ def load_note() -> str:
     )
 
 
+def hidden_table(wires: Network, ranks: Ranks) -> Table:
+    """How much of the transfer hides behind the experts, by the number of parts."""
+    ranks.ask({"do": "prepare_parts", "sizes": EQUAL, "parts": PARTS})
+    wires.limit(1e9)
+    names = ["transfer", "experts", "1", *map(str, PARTS)]
+    turns = [ranks.ask({"do": "time", "names": names, "step": 0}) for _ in range(HIDDEN_TURNS)][1:]
+    wall = {n: statistics.median(max(a[n][0] for a in turn) for turn in turns) for n in names}
+    shorter = min(wall["transfer"], wall["experts"])
+    rows = [
+        (
+            name,
+            f"{1e3 * wall[name]:.0f}",
+            f"{100 * (wall['1'] - wall[name]) / shorter:.0f} %" if name.isdigit() else "-",
+        )
+        for name in names
+    ]
+    sizes = " ".join(f"{k}={v}" for k, v in zip("TDFEK", EQUAL.values(), strict=True))
+    note = (
+        f"Forward and backward of `MoELayer(dispatcher='alltoall', overlap=)` with {sizes} on "
+        f"{NUM_NODES} nodes of one rank, 1 Gbit/s apart, where both take about as long: a layer "
+        "whose experts do nothing (*transfer*), the experts alone on as many rows (*experts*), and "
+        "the layer in 1 part and more. *hidden* is what a step saves, as a share of the shorter of "
+        "the two."
+    )
+    return Table("Transfer behind experts", note, ("parts", "ms", "hidden"), rows)
+
+
 def chart(found: dict[str, dict[str, Costs]]) -> None:
     """Draws the step times by load, one panel a link."""
     from matplotlib.figure import Figure
@@ -210,6 +240,8 @@ def tables() -> list[Table]:
                 job = {"sizes": sizes, "names": names, "node_size": node_size}
                 for link, costs in measure(wires, ranks, job, turns).items():
                     rows += rows_of((f"{NUM_NODES} x {node_size}", layer), link, costs)
+            if node_size == 1:
+                hidden = hidden_table(wires, ranks)
             if node_size < max(NODE_SIZES):
                 continue
             turns = dict.fromkeys(LINKS, LOADED_TURNS)
@@ -222,4 +254,5 @@ def tables() -> list[Table]:
     return [
         Table("Experts over two nodes", note(), ("ranks", "layer", *COLUMNS), rows),
         Table("Uneven loads of experts", load_note(), ("load", *COLUMNS), loaded_rows),
+        hidden,
     ]

@@ -53,7 +53,7 @@ class GivenRouter(nn.Module):
         return self.routed
 
 
-def make(name: str, sizes: dict[str, int], router: nn.Module | None) -> Layer:
+def make(name: str, sizes: dict[str, int], router: nn.Module | None, overlap: int = 1) -> Layer:
     """A contender; the layers of all of them have the same weights."""
     torch.manual_seed(0)
     kind, *options = name.split(", ")
@@ -68,6 +68,7 @@ def make(name: str, sizes: dict[str, int], router: nn.Module | None) -> Layer:
         dispatcher=kind if combine else ALLTOALL,
         combine=combine or "exact",
         wire=wire,
+        overlap=overlap,
     )
     if router is not None:
         layer.router = router
@@ -91,7 +92,7 @@ class Rank:
         num_tokens = sizes["num_tokens"] if self.router is None else self.router.num_tokens
         self.x_TD = torch.randn((num_tokens, sizes["model_dim"]), generator=generator)
         self.layers = {name: make(name, sizes, self.router) for name in names}
-        outputs = {name: self._step(name) for name in names}
+        outputs = {name: torch.stack(self._step(name)) for name in names}
         usual = outputs[ALLTOALL]
         far = {n: float((y - usual).abs().max() / usual.abs().max()) for n, y in outputs.items()}
         moe_ext.reuse_memory(False)
@@ -127,13 +128,41 @@ class Rank:
             found[name] = [*spent, int(TX_BYTES.read_text()) - sent]
         return found
 
-    def _step(self, name: str) -> Tensor:
-        """One forward and backward pass; the output and the gradient of the tokens, [2, T, D]."""
+    def _step(self, name: str) -> tuple[Tensor, Tensor]:
+        """One forward and backward pass; the output, and the gradient of the tokens."""
         x_TD = self.x_TD.clone().requires_grad_()
         y_TD = self.layers[name](x_TD)
         y_TD.sum().backward()
         assert x_TD.grad is not None
-        return torch.stack([y_TD.detach(), x_TD.grad])
+        return y_TD.detach(), x_TD.grad
+
+    def prepare_parts(self, sizes: dict[str, int], parts: list[int]) -> None:
+        """Make layers that send in parts, one that only sends, and one that only computes."""
+        self.router = None
+        self.x_TD = torch.randn(sizes["num_tokens"], sizes["model_dim"])
+        made = {overlap: make(ALLTOALL, sizes, None, overlap) for overlap in (1, *parts)}
+        self.layers = {str(overlap): layer for overlap, layer in made.items()}
+        layer = make(ALLTOALL, sizes, None)
+        layer.experts = _Nothing(layer.experts)
+        offsets = torch.arange(len(made[1].experts.down_proj) + 1)
+        offsets *= self.x_TD.shape[0] * sizes["top_k"] // offsets[-1]
+        rows = torch.randn(int(offsets[-1]), sizes["model_dim"])
+        self.layers |= {
+            "transfer": layer,
+            "experts": lambda x_TD: made[1].experts(rows.requires_grad_(), offsets) + x_TD[:1] * 0,
+        }
+
+
+class _Nothing(nn.Module):
+    """Experts that give back their rows."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.ep_group, self.num_experts = experts.ep_group, experts.num_experts
+
+    def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        """The rows, as new ones."""
+        return rows.clone()
 
 
 if __name__ == "__main__":
