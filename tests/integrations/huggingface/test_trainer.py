@@ -42,11 +42,13 @@ def trainer(model, folder, *, mixed=True, **options):
     from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainingArguments
 
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    os.environ.update({name: str(value) for name, value in own.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    ranks = 1
+    # Alone, Accelerate would take these for a launcher's, and leave a process group to other tests.
+    if dist.is_initialized():
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        os.environ.update({name: str(value) for name, value in own.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     AcceleratorState._reset_state(reset_partial_state=True)
 
     class Mixed(SavesExperts, Trainer):
