@@ -90,7 +90,8 @@ def check_attn_mask(attn_mask: Tensor | None, q: Tensor, require: Require) -> No
     """ValueError unless there is a row for each query of this rank, or None."""
     if attn_mask is None:
         return
-    require(isinstance(attn_mask, Tensor), "attn_mask", "a tensor", type(attn_mask).__name__)
+    rule = "a tensor (blocks of flex_attention: is_causal, window, cu_seqlens, prefix_len)"
+    require(isinstance(attn_mask, Tensor), "attn_mask", rule, type(attn_mask).__name__)
     require(attn_mask.device == q.device, "attn_mask", f"on {q.device} like q", attn_mask.device)
     (batch, heads, length, _), shape = q.shape, attn_mask.shape
     fits = attn_mask.dim() == 4 and shape[0] in (1, batch) and shape[1] in (1, heads)

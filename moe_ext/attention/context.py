@@ -115,6 +115,7 @@ def _multi_head(ring: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 _aten = torch.ops.aten.scaled_dot_product_attention
 _FUNCTIONS = (F.scaled_dot_product_attention, _aten, _aten.default)
+_FLEX = getattr(torch.ops.higher_order, "flex_attention", None)
 # Within these a checkpoint computes its forward pass again, where the mode has to hold.
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
@@ -138,6 +139,11 @@ class _RingMode(TorchFunctionMode):
         if func in _FUNCTIONS:
             self._check_recompute()
             return _attend(self._ring, *args, **kwargs)
+        if func is _FLEX:
+            raise ValueError(
+                f"{_OP}: expected attention by scaled_dot_product_attention or ring_attention, got "
+                "flex_attention, which sees this rank's keys alone"
+            )
         if func is F.multi_head_attention_forward:
             self._check_recompute()
             return _multi_head(self._ring, *args, **kwargs)

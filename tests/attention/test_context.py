@@ -369,6 +369,17 @@ def test_refusals(name):
         F.scaled_dot_product_attention(*args, **kwargs)
 
 
+def test_flex_attention_is_refused():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    x = torch.randn(1, 2, 128, 16)
+    # torch's own compilation of it wraps the ValueError.
+    text = "expected attention by scaled_dot_product_attention .*, got flex_attention, which sees"
+    with sequence_parallel(None), pytest.raises(Exception, match=text):
+        flex_attention(x, x, x)
+    flex_attention(x, x, x)
+
+
 def test_nested_tensors_are_refused():
     x = torch.nested.nested_tensor([q[0], q[1]], layout=torch.jagged)
     with sequence_parallel(None), pytest.raises(ValueError, match="query .* a plain tensor"):

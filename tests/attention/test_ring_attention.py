@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import expect_equal, make_inputs, reference, sharded, whole
+from torch.nn.attention.flex_attention import create_block_mask
 
 from moe_ext.attention import RingAttention, ring_attention, ring_attention_varlen
 
@@ -228,6 +229,10 @@ def test_strided_inputs():
         ({"attn_mask": torch.zeros(1, 3, 37, 37)}, r"attn_mask to be .* got \[1, 3, 37, 37\]"),
         ({"attn_mask": torch.zeros(1, 1, 37, 36)}, "S of attn_mask to be the 37 keys .* got 36"),
         ({"attn_mask": torch.zeros(1, 1, 37, 37).long()}, "attn_mask to be bool or floating, got"),
+        (
+            {"attn_mask": create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 37, 37, "cpu")},
+            r"attn_mask to be a tensor \(blocks of flex_attention: is_causal, window, .* BlockMask",
+        ),
         (
             {
                 "attn_mask": torch.zeros(1, 1, 37, 37),

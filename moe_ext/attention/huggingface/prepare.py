@@ -161,6 +161,9 @@ class _WholeBatches:
         facts: dict[str, object] = {"the arguments of the model": sorted(given)}
         problem, parts = None, given
         try:
+            for key, value in given.items():
+                whole = isinstance(value, Tensor) or key not in (*KEYS, *_OFFSETS)
+                _require(whole, key, "a tensor", type(value).__name__)
             facts |= batch_facts(given, (*KEYS, *_OFFSETS))
             parts = self._cut(given)
         except Exception as error:

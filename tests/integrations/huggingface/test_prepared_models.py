@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hf_models import transformers
 from rank_checks import Checks
+from torch.nn.attention.flex_attention import create_block_mask
 
 import moe_ext
 from moe_ext.attention import group_sampler, prepare_model, shard_sequence
@@ -491,6 +492,8 @@ def test_other_refusals():
     classifier = transformers.AutoModelForSequenceClassification.from_config(config)
     with pytest.raises(ValueError, match="a row for each of 53 tokens, got .1, 2"):
         prepare_model(classifier, group=None)
+    with pytest.raises(ValueError, match="call the attention that .*, got no call in Llama"):
+        prepare_model(make("llama", num_hidden_layers=0), group=None)
     with pytest.raises(TypeError, match="one of transformers, not yet wrapped, got Linear"):
         prepare_model(torch.nn.Linear(2, 2), group=None)
     with pytest.raises(ValueError, match="expected layout to be"):
@@ -498,11 +501,13 @@ def test_other_refusals():
     model = make("opt")
     prepare_model(model, group=None)
     ids = make_batch()["input_ids"]
+    blocks = create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 64, 64, "cpu")
     for given, message in (
         ({"shift_labels": ids}, "shift_labels to be no tensor"),
         ({"use_cache": True}, "use_cache to be none"),
         ({"logits_to_keep": 1}, "logits_to_keep to be none"),
         ({"attention_mask": ids[:, None, None] > 0}, "attention_mask to be"),
+        ({"attention_mask": blocks}, "attention_mask to be a tensor, got BlockMask"),
         ({"attention_mask": (ids > 8).long()}, "position_ids to be given where padding is not on"),
         ({"cu_seq_lens_q": ids[0]}, "cu_seq_lens_q and cu_seq_lens_k to be given both"),
     ):
