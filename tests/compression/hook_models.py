@@ -79,6 +79,13 @@ def summed(tensor):
     return total
 
 
+def summed_together(tensors):
+    """The same of a list of tensors, by one all-reduce."""
+    flat = summed(torch.cat([x.double().flatten() for x in tensors]))
+    parts = flat.split([x.numel() for x in tensors])
+    return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
+
+
 def same_on_all_ranks(tensor):
     others = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(others, tensor.contiguous())
@@ -94,19 +101,28 @@ class Ledger:
         self.applied = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in model}
 
     def add(self, gradients, named):
-        for name, gradient in gradients.items():
-            self.given[name] += summed(gradient)
-        for name, parameter in named:
-            if parameter.grad is not None:
-                assert same_on_all_ranks(parameter.grad), name
-                self.applied[name] += parameter.grad.double()
+        for name, total in zip(gradients, summed_together([*gradients.values()]), strict=True):
+            self.given[name] += total
+        found = {name: p.grad for name, p in named if p.grad is not None}
+        if not same_on_all_ranks(torch.cat([grad.double().flatten() for grad in found.values()])):
+            differing = [name for name, grad in found.items() if not same_on_all_ranks(grad)]
+            raise AssertionError(f"gradients differ between ranks: {differing}")
+        for name, grad in found.items():
+            self.applied[name] += grad.double()
 
     def check(self, tolerance=2e-6):
         loose = by_name(self.state.state_dict()["memory"])
-        for name, given in self.given.items():
-            left = loose.get(name, {}).get("residual", torch.zeros(given.shape))
-            total = self.size * self.applied[name] + summed(left)
-            scale = given.abs().max() + summed(left.abs()).max() + 1e-6
+        lefts = [
+            loose.get(name, {}).get("residual", torch.zeros(given.shape))
+            for name, given in self.given.items()
+        ]
+        sums = summed_together([*lefts, *(left.abs() for left in lefts)])
+        owed, magnitudes = sums[: len(lefts)], sums[len(lefts) :]
+        for (name, given), left, magnitude in zip(
+            self.given.items(), owed, magnitudes, strict=True
+        ):
+            total = self.size * self.applied[name] + left
+            scale = given.abs().max() + magnitude.max() + 1e-6
             error = (total - given).abs().max()
             assert error <= tolerance * self.size * scale, (name, error, scale)
 
