@@ -19,9 +19,9 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 OLDEST_TORCH = 2.11.0
 NEWEST_TORCH = 2.15.0
-# One worker a core; tests of one file share ranks, and so a worker.
+# One worker a core; tests of one file share ranks, and so a worker. Files in the order of tests/marks.py, dearest first.
 PYTEST = $(BIN)/python -m pytest
-WORKERS = --numprocesses=auto --maxprocesses=8 --dist=loadfile
+WORKERS = --numprocesses=auto --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 # Asked for when a recipe runs: torch is installed by then.
 BUILD_DIR = build/cmake-$$($(BIN)/python -c 'import torch; print(torch.__version__)')
 # The last lines of `make test`: what a machine without GoogleTest or valgrind did not run.

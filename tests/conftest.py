@@ -39,6 +39,8 @@ testing.PRELOADED += [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "hypothesis",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.pyplot",
     "pytest",
     "sklearn.datasets",
     "transformers.trainer",
@@ -55,7 +57,9 @@ def pytest_generate_tests(metafunc):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks tests by their names, and keeps of each function some of its cases."""
+    """Marks tests by their names, keeps of each function some of its cases, and orders files."""
+    places = {name: place for place, name in enumerate(marks.DEAREST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
     for item in items:
         for mark, patterns in marks.MARKS.items():
             if any(fnmatch.fnmatchcase(item.nodeid, pattern) for pattern in patterns):

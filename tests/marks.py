@@ -1,4 +1,4 @@
-"""Which tests carry the marks `compat`, `serial` and `product`, by patterns of their names."""
+"""Which tests carry the marks `compat`, `serial` and `product`, and which files start first."""
 
 # Marked `compat`, and run under the oldest and the newest torch too: what rests on the binary
 # interface, schemas, autograd and compilation of operators, c10d's classes, DTensor, FSDP2.
@@ -34,5 +34,26 @@ PRODUCT = (
     "tests/*/test_*.py::test_ranks*",
     "tests/*/test_*.py::test_over_ranks*",
     "tests/*/test_*.py::test_a_dead_rank_*",
+)
+# Files that take longest, dearest first: they start first, so that none is left over at the end.
+DEAREST = (
+    "tests/distributed/test_composition.py",
+    "tests/examples/test_train_moe_lm.py",
+    "tests/attention/test_schemes_over_ranks.py",
+    "tests/test_first_contact.py",
+    "tests/compression/test_collectives.py",
+    "tests/nn/test_compile.py",
+    "tests/examples/test_samples.py",
+    "tests/ops/test_compression_large.py",
+    "tests/attention/test_ring_over_ranks.py",
+    "tests/attention/test_module.py",
+    "tests/compression/test_nodes.py",
+    "tests/optim/test_one_bit_over_ranks.py",
+    "tests/compression/test_ddp_hook.py",
+    "tests/distributed/test_ring_exchange.py",
+    "tests/test_gpu_check.py",
+    "tests/test_benchmarks.py",
+    "tests/test_expert_parallel_benchmark.py",
+    "tests/test_attention_benchmark.py",
 )
 MARKS = {"compat": COMPAT, "serial": SERIAL, "product": PRODUCT}

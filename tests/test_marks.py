@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from marks import MARKS
+from marks import DEAREST, MARKS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -16,3 +16,8 @@ def test_every_pattern_names_a_test(pattern):
     files, name = pattern.split("::")
     name = re.compile("def " + name.rstrip("*").replace("*", r"\w*"))
     assert any(name.search(path.read_text()) for path in ROOT.glob(files))
+
+
+def test_the_files_that_start_first_are_there():
+    assert len(set(DEAREST)) == len(DEAREST)
+    assert all((ROOT / name).is_file() for name in DEAREST)
