@@ -3,7 +3,9 @@
 // (2) A block per expert scans the counts over the segments. (3) One block turns the totals into rows of each expert.
 // (4) Each warp walks over its segment again, 32 slots at a time, and ranks equal experts by lane. With
 // drop_policy "score", (4) sorts all slots and (5) a block per expert selects the largest weights by radix.
-// No step waits for another block and no float is added by an atomic: the result does not depend on the schedule.
+// Few slots without weights take one block, in one launch: it counts, sums and places by itself
+// (place_few_slots_kernel). No step waits for another block and no float is added by an atomic: the result does not
+// depend on the schedule.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,6 +25,10 @@ constexpr int kNumThreads = 256;
 static_assert(kNumThreads == kSelectThreads);
 constexpr int kWarpsPerBlock = kNumThreads / kWarpSize;
 constexpr int64_t kNone = -1;
+// Up to so many slots one block takes less time than four launches.
+constexpr int kFewSlots = 8192;
+constexpr int kFewThreads = 1024;
+constexpr int kFewWarps = kFewThreads / kWarpSize;
 
 // Division of the slots among blocks, from the device's properties; the result of the sort does not depend on it.
 struct SortPlan {
@@ -32,6 +38,7 @@ struct SortPlan {
   int slots_per_segment;
   int warps_per_block;
   bool shared_counters; // too many experts for shared memory count in global memory
+  bool few = false;     // slots for one block, and experts whose counters it has the memory for
 
   size_t shared_bytes() const {
     return shared_counters ? sizeof(int) * warps_per_block * num_experts : 0;
@@ -43,6 +50,10 @@ struct SortPlan {
     return dim3(static_cast<unsigned>(warps_per_block * kWarpSize));
   }
 };
+
+inline size_t few_slots_bytes(int num_experts) {
+  return sizeof(int) * (kFewWarps + 1) * static_cast<size_t>(num_experts);
+}
 
 inline SortPlan plan_sort(int num_slots, int num_experts, const DeviceProperties& device) {
   constexpr int64_t kMinSlots = 256;
@@ -61,6 +72,7 @@ inline SortPlan plan_sort(int num_slots, int num_experts, const DeviceProperties
   if (!plan.shared_counters) {
     plan.warps_per_block = kWarpsPerBlock;
   }
+  plan.few = num_slots <= kFewSlots && few_slots_bytes(num_experts) <= static_cast<size_t>(shared / 2);
   return plan;
 }
 
@@ -97,6 +109,22 @@ __device__ __forceinline__ int expert_of(const IndexT* idx, int64_t slot, int nu
   return expert >= 0 && expert < num_experts ? static_cast<int>(expert) : -1;
 }
 
+// Counts the slots from begin to end. Called by a warp.
+template <bool kCheck, typename IndexT>
+__device__ __forceinline__ void count_segment(
+    const IndexT* idx, int64_t begin, int64_t end, int num_experts, const Counters& counters) {
+  for (int expert = lane_id(); expert < num_experts; expert += kWarpSize) {
+    counters[expert] = 0;
+  }
+  __syncwarp();
+  for (int64_t slot = begin + lane_id(); slot < end; slot += kWarpSize) {
+    const int expert = expert_of<kCheck>(idx, slot, num_experts);
+    if (expert >= 0) {
+      atomicAdd(&counters[expert], 1);
+    }
+  }
+}
+
 // counts [E, num_segments]; also marks every row as one without a slot.
 template <typename IndexT, bool kShared, bool kCheck>
 __global__ void count_slots_kernel(
@@ -111,18 +139,9 @@ __global__ void count_slots_kernel(
     return;
   }
   const Counters counters = warp_counters<kShared>(counts, segment, plan);
-  for (int expert = lane_id(); expert < plan.num_experts; expert += kWarpSize) {
-    counters[expert] = 0;
-  }
-  __syncwarp();
   const int64_t begin = int64_t{segment} * plan.slots_per_segment;
   const int64_t end = min(begin + plan.slots_per_segment, int64_t{plan.num_slots});
-  for (int64_t slot = begin + lane_id(); slot < end; slot += kWarpSize) {
-    const int expert = expert_of<kCheck>(idx, slot, plan.num_experts);
-    if (expert >= 0) {
-      atomicAdd(&counters[expert], 1);
-    }
-  }
+  count_segment<kCheck>(idx, begin, end, plan.num_experts, counters);
   if constexpr (kShared) {
     __syncwarp();
     for (int expert = lane_id(); expert < plan.num_experts; expert += kWarpSize) {
@@ -156,19 +175,20 @@ struct Offsets {
   int64_t* slot_offsets;          // [E + 1], of all slots before any is dropped; may be null
 };
 
-// One block.
-static __global__ void place_experts_kernel(
-    const int* __restrict__ totals, int num_experts, int64_t capacity, uint32_t align, Offsets out) {
+// Rows of each expert from totals [E]. Called by a block of so many threads.
+template <int kThreads>
+__device__ __forceinline__ void place_experts(
+    const int* totals, int num_experts, int64_t capacity, uint32_t align, const Offsets& out) {
   int64_t row = 0, slot = 0, dropped = 0;
-  for (int base = 0; base < num_experts; base += kNumThreads) {
+  for (int base = 0; base < num_experts; base += kThreads) {
     const int expert = base + static_cast<int>(threadIdx.x);
     const int64_t slots = expert < num_experts ? totals[expert] : 0;
     const int64_t kept = min(slots, capacity);
     int64_t chunk_rows = 0, chunk_slots = 0, chunk_kept = 0;
     const int64_t rows_below =
-        block_exclusive_scan<kNumThreads>(int64_t{ceil_div(static_cast<uint32_t>(kept), align)} * align, chunk_rows);
-    const int64_t slots_below = block_exclusive_scan<kNumThreads>(slots, chunk_slots);
-    block_exclusive_scan<kNumThreads>(kept, chunk_kept);
+        block_exclusive_scan<kThreads>(int64_t{ceil_div(static_cast<uint32_t>(kept), align)} * align, chunk_rows);
+    const int64_t slots_below = block_exclusive_scan<kThreads>(slots, chunk_slots);
+    block_exclusive_scan<kThreads>(kept, chunk_kept);
     if (expert < num_experts) {
       out.expert_offsets[expert] = row + rows_below;
       out.num_tokens_per_expert[expert] = kept;
@@ -189,27 +209,20 @@ static __global__ void place_experts_kernel(
   }
 }
 
-// Row of every slot and slot of every row; ranks from `capacity` on have no row.
-template <typename IndexT, bool kShared>
-__global__ void place_slots_kernel(
-    const IndexT* __restrict__ idx, SortPlan plan, int* __restrict__ counts, const int64_t* __restrict__ offsets,
-    int64_t capacity, int64_t* __restrict__ row_of_slot, int64_t* __restrict__ slot_of_row) {
-  const int segment = static_cast<int>(blockIdx.x) * plan.warps_per_block + warp_id();
-  if (segment >= plan.num_segments) {
-    return;
-  }
-  const Counters counters = warp_counters<kShared>(counts, segment, plan);
-  if constexpr (kShared) {
-    for (int expert = lane_id(); expert < plan.num_experts; expert += kWarpSize) {
-      counters[expert] = counts[int64_t{expert} * plan.num_segments + segment];
-    }
-    __syncwarp();
-  }
-  const int64_t begin = int64_t{segment} * plan.slots_per_segment;
-  const int64_t end = min(begin + plan.slots_per_segment, int64_t{plan.num_slots});
+// One block.
+static __global__ void place_experts_kernel(
+    const int* __restrict__ totals, int num_experts, int64_t capacity, uint32_t align, Offsets out) {
+  place_experts<kNumThreads>(totals, num_experts, capacity, align, out);
+}
+
+// Row of every slot from begin to end and slot of every row; ranks from `capacity` on have no row. Called by a warp.
+template <typename IndexT>
+__device__ __forceinline__ void place_segment(
+    const IndexT* idx, int64_t begin, int64_t end, int num_experts, const Counters& counters, const int64_t* offsets,
+    int64_t capacity, int64_t* row_of_slot, int64_t* slot_of_row) {
   for (int64_t base = begin; base < end; base += kWarpSize) {
     const int64_t slot = base + lane_id();
-    const int expert = slot < end ? expert_of<false>(idx, slot, plan.num_experts) : -1;
+    const int expert = slot < end ? expert_of<false>(idx, slot, num_experts) : -1;
     const unsigned peers = __match_any_sync(kFullMask, expert);
     const int below = __popc(peers & lanes_below());
     const int64_t rank = expert >= 0 ? counters[expert] + below : 0;
@@ -227,6 +240,26 @@ __global__ void place_slots_kernel(
       slot_of_row[row] = slot;
     }
   }
+}
+
+template <typename IndexT, bool kShared>
+__global__ void place_slots_kernel(
+    const IndexT* __restrict__ idx, SortPlan plan, int* __restrict__ counts, const int64_t* __restrict__ offsets,
+    int64_t capacity, int64_t* __restrict__ row_of_slot, int64_t* __restrict__ slot_of_row) {
+  const int segment = static_cast<int>(blockIdx.x) * plan.warps_per_block + warp_id();
+  if (segment >= plan.num_segments) {
+    return;
+  }
+  const Counters counters = warp_counters<kShared>(counts, segment, plan);
+  if constexpr (kShared) {
+    for (int expert = lane_id(); expert < plan.num_experts; expert += kWarpSize) {
+      counters[expert] = counts[int64_t{expert} * plan.num_segments + segment];
+    }
+    __syncwarp();
+  }
+  const int64_t begin = int64_t{segment} * plan.slots_per_segment;
+  const int64_t end = min(begin + plan.slots_per_segment, int64_t{plan.num_slots});
+  place_segment(idx, begin, end, plan.num_experts, counters, offsets, capacity, row_of_slot, slot_of_row);
 }
 
 // Keeps the `capacity` largest weights of an expert, ties to the earlier slot. One block per expert.
@@ -282,6 +315,38 @@ struct Tables {
   Offsets offsets;      // slot_offsets is set by the launcher
 };
 
+// All of the above for few slots, a warp a segment. One block, with a row of counters for each warp and one of totals.
+template <typename IndexT, bool kCheck>
+__global__ void __launch_bounds__(kFewThreads) place_few_slots_kernel(
+    const IndexT* __restrict__ idx, int num_slots, int num_experts, int64_t capacity, uint32_t align, Tables tables) {
+  MOE_DYNAMIC_SHARED(int, shared);
+  int* const totals = shared + int64_t{kFewWarps} * num_experts;
+  for (int64_t row = threadIdx.x; row < tables.num_rows; row += kFewThreads) {
+    tables.slot_of_row[row] = kNone;
+  }
+  const Counters counters = {shared + int64_t{warp_id()} * num_experts, 1};
+  const int64_t per_warp = ceil_div(num_slots, kFewThreads) * kWarpSize;
+  const int64_t begin = min(warp_id() * per_warp, int64_t{num_slots});
+  const int64_t end = min(begin + per_warp, int64_t{num_slots});
+  count_segment<kCheck>(idx, begin, end, num_experts, counters);
+  __syncthreads();
+  for (int expert = static_cast<int>(threadIdx.x); expert < num_experts; expert += kFewThreads) {
+    int below = 0;
+    for (int warp = 0; warp < kFewWarps; ++warp) {
+      int& count = shared[int64_t{warp} * num_experts + expert];
+      const int own = count;
+      count = below;
+      below += own;
+    }
+    totals[expert] = below; // which this thread reads next
+  }
+  place_experts<kFewThreads>(totals, num_experts, capacity, align, tables.offsets);
+  __syncthreads();
+  place_segment(
+      idx, begin, end, num_experts, counters, tables.offsets.expert_offsets, capacity, tables.row_of_slot,
+      tables.slot_of_row);
+}
+
 // Bytes that launch_build_tables wants as scratch memory, aligned to 8.
 inline int64_t tables_workspace_bytes(const SortPlan& plan, bool by_score) {
   const int64_t ints = int64_t{plan.num_experts} * (plan.num_segments + 1);
@@ -294,6 +359,13 @@ void launch_build_tables(
     const IndexT* idx, const Weight* weights, const SortPlan& plan, int64_t capacity, int64_t align, void* workspace,
     Tables tables, cudaStream_t stream) {
   const bool by_score = weights != nullptr;
+  if (plan.few && !by_score) {
+    tables.offsets.slot_offsets = nullptr;
+    launch(
+        {dim3(1), dim3(kFewThreads), few_slots_bytes(plan.num_experts), stream}, place_few_slots_kernel<IndexT, kCheck>,
+        idx, plan.num_slots, plan.num_experts, capacity, static_cast<uint32_t>(align), tables);
+    return;
+  }
   int64_t* const sorted_slots = static_cast<int64_t*>(workspace);
   tables.offsets.slot_offsets = by_score ? sorted_slots + plan.num_slots : nullptr;
   int* const counts =

@@ -79,6 +79,8 @@ Expected serial_sort(const Case& c, const std::vector<IndexT>& experts, const st
 
 class BuildTables : public simt::ScheduleTest<Case> {
  protected:
+  bool few_ = true;
+
   template <typename IndexT, typename Weight>
   void matches_serial_sort() {
     const Case c = param();
@@ -98,7 +100,9 @@ class BuildTables : public simt::ScheduleTest<Case> {
         num_rows,
         actual.row_of_slot.data(),
         {actual.expert_offsets.data(), actual.num_tokens_per_expert.data(), &actual.num_dropped, nullptr}};
-    const SortPlan plan = plan_sort(c.num_slots, c.num_experts, device_properties());
+    SortPlan plan = plan_sort(c.num_slots, c.num_experts, device_properties());
+    // Those that one block could take are sorted by many, too.
+    plan.few = plan.few && few_;
     std::vector<int64_t> workspace(ceil_div(tables_workspace_bytes(plan, c.by_score), 8), -1);
     launch_build_tables<true>(
         experts.data(), c.by_score ? weights.data() : nullptr, plan, c.capacity, c.align, workspace.data(), tables,
@@ -117,6 +121,17 @@ TEST_P(BuildTables, MatchesSerialSort) {
 
 TEST_P(BuildTables, MatchesSerialSortInt32AndDoubleWeights) {
   matches_serial_sort<int32_t, double>();
+}
+
+TEST_P(BuildTables, OfManyBlocksMatchSerialSort) {
+  few_ = false;
+  matches_serial_sort<int64_t, float>();
+}
+
+TEST(SortPlan, OneBlockTakesFewSlotsWithoutMoreSharedMemory) {
+  EXPECT_TRUE(plan_sort(kFewSlots, 180, device_properties()).few);
+  EXPECT_FALSE(plan_sort(kFewSlots + 1, 8, device_properties()).few);
+  EXPECT_FALSE(plan_sort(64, 200, device_properties()).few);
 }
 
 std::vector<Case> table_cases() {
