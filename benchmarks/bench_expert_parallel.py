@@ -29,8 +29,8 @@ LOADED = {"num_tokens": 256, "model_dim": 512, "ffn_dim": 192, "num_experts": 64
 # Bits a second, and how often each contender takes its turn, of which the first warms up: as many
 # as show a burst, where the load changes from step to step.
 LINKS: dict[str, tuple[float | None, int]] = {
-    "1 Gbit/s": (1e9, 5),
-    "unthrottled": (None, 7),
+    "1 Gbit/s": (1e9, 4),
+    "unthrottled": (None, 6),
 }
 LOADED_TURNS = 5
 EQUAL = {"num_tokens": 2048, "model_dim": 512, "ffn_dim": 384, "num_experts": 8, "top_k": 2}
