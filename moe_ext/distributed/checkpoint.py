@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from moe_ext.distributed.dtensor import divided_as, state_dicts_of_parts
+from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import is_initialized
 from moe_ext.distributed.placement import (
     Placement,
@@ -203,12 +205,14 @@ def save(
 
     Raises:
         ValueError: see `TrainingState.state_dict`.
+        RankFailureError: a rank died or did not answer; what is in the folder is no checkpoint.
     """
     # Not at the top: it takes a second to import.
     from torch.distributed.checkpoint import state_dict_saver
 
     state = {**TrainingState(model, optimizers).state_dict(), **(extra or {})}
-    state_dict_saver.save(state, checkpoint_id=path, no_dist=not is_initialized(), **options)
+    with _naming("checkpoint.save"):
+        state_dict_saver.save(state, checkpoint_id=path, no_dist=not is_initialized(), **options)
 
 
 def load(
@@ -230,6 +234,7 @@ def load(
 
     Raises:
         ValueError: the checkpoint lacks a tensor of the model; nothing has changed.
+        RankFailureError: a rank died or did not answer; nothing has changed.
     """
     from torch.distributed.checkpoint import filesystem, state_dict_loader
 
@@ -243,10 +248,18 @@ def load(
         raise ValueError(f"checkpoint.load: expected a checkpoint with {name}, got one without it")
     more = {} if extra is None else dict(extra)
     found = {**state, **more}
-    state_dict_loader.load(found, storage_reader=reader, no_dist=not is_initialized(), **options)
+    with _naming("checkpoint.load"):
+        state_dict_loader.load(
+            found, storage_reader=reader, no_dist=not is_initialized(), **options
+        )
     training.load_state_dict({name: found[name] for name in state})
     if extra is not None:
         extra.update({name: found[name] for name in more})
+
+
+def _naming(operation: str) -> AbstractContextManager[None]:
+    """Name the ranks that died or did not answer; a job of one process has none."""
+    return naming_failed_ranks(None, operation) if is_initialized() else nullcontext()
 
 
 def _bare(named: Mapping[str, _T]) -> dict[str, _T]:

@@ -6,11 +6,12 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from rank_checks import Checks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor.parallel import (
@@ -240,15 +241,20 @@ def zero_1():
 
 @CHECKS()
 def zero_2_and_3():
-    """FSDP2 that keeps weights between forward and backward pass, or gathers them again."""
+    """FSDP2 that keeps weights between forward and backward pass, or gathers them again.
+
+    The second time it keeps shards and states on the CPU, where all of this test is.
+    """
     mesh = md.MoEMesh(dp=2, ep=2)
     for reshard in (False, True):
-        model = Model(mesh.ep_group)
+        model, options = Model(mesh.ep_group), {"reshard_after_forward": reshard}
+        if reshard:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         for name, block in model.blocks.items():
             # Its name is not in those of the parameters inside.
             model.blocks[name] = checkpoint_wrapper(block) if reshard else block
-            md.fully_shard(model.blocks[name], mesh, reshard_after_forward=reshard)
-        md.fully_shard(model, mesh, reshard_after_forward=reshard)
+            md.fully_shard(model.blocks[name], mesh, **options)
+        md.fully_shard(model, mesh, **options)
         train_shards(mesh, model)
 
 
@@ -304,6 +310,82 @@ def bfloat16():
         # A handful of roundings of 2^-9 each, of sums over ranks in another order.
         difference = float((parameter.grad - wanted).float().norm())
         assert difference < 2**-6 * float(wanted.float().norm()) + 1e-6, name
+
+
+@CHECKS()
+def float16():
+    """Scaled gradients of float16; where those of one rank overflow no rank takes the step."""
+    mesh = md.MoEMesh(dp=2, ep=2)
+    model, whole = Model(mesh.ep_group).float(), Model().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    overflows = [False]
+    if dist.get_rank() == 1:
+        weight = model.blocks["2"].moe.experts.down_proj
+        weight.register_hook(lambda grad: grad * torch.inf if overflows[0] else grad)
+    moe_ext.nn.set_loss_scale(whole, 0.25)
+    for rank in range(4):
+        x, y = (t.float() for t in data(0, rank, 4))
+        with torch.autocast("cpu", torch.float16):
+            loss = F.mse_loss(whole(x).float(), y)
+        (loss / 4).backward()
+    x, y = (t.float() for t in data(0, dist.get_rank(), 4))
+    places, named = md.placements(model), dict(whole.named_parameters())
+    for overflows[0] in (True, False):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        optimizer.zero_grad()
+        moe_ext.nn.set_loss_scale(model, scaler.get_scale())
+        with torch.autocast("cpu", torch.float16):
+            loss = F.mse_loss(model(x).float(), y)
+        scaler.scale(loss).backward()
+        md.sync_gradients(model)
+        scaler.unscale_(optimizer)
+        md.clip_grad_norm_(model, 1e9)
+        scaler.step(optimizer)
+        scaler.update()
+        pairs = zip(before, model.parameters(), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs) == overflows[0]
+        assert scaler.get_scale() == 128.0
+    for name, parameter in model.named_parameters():
+        wanted = named[name].grad
+        wanted = wanted if name not in places else places[name].local(wanted)
+        # A handful of roundings of 2^-11 each.
+        difference = float((parameter.grad - wanted).norm())
+        assert difference < 2**-8 * float(wanted.norm()) + 1e-6, name
+
+
+@CHECKS()
+def asynchronous_checkpoints():
+    """What is saved is as it was when the call returned, while training goes on."""
+    mesh = md.MoEMesh(dp=2, ep=2)
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+
+    def trained(seed):
+        torch.manual_seed(seed)
+        layer = moe_ext.MoELayer(DIM, 6, EXPERTS, ep_group=mesh.ep_group)
+        optimizer = torch.optim.AdamW(layer.parameters())
+        layer(torch.ones(3, DIM)).sum().backward()
+        md.sync_gradients(layer)
+        optimizer.step()
+        return layer, optimizer
+
+    layer, optimizer = trained(0)
+    saved = [parameter.detach().clone() for parameter in layer.parameters()]
+    moments = [optimizer.state[p]["exp_avg"].clone() for p in layer.parameters()]
+    state = md.checkpoint.TrainingState(layer, optimizer).state_dict()
+    written = dcp.async_save(state, checkpoint_id=folder[0])
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            optimizer.state[parameter]["exp_avg"].zero_()
+            parameter.zero_()
+    written.result()
+    dist.barrier()
+    other, states = trained(1)
+    md.checkpoint.load(folder[0], other, states)
+    for parameter, weight, moment in zip(other.parameters(), saved, moments, strict=True):
+        assert torch.equal(parameter, weight)
+        assert torch.equal(states.state[parameter]["exp_avg"], moment)
 
 
 @CHECKS()

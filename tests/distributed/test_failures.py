@@ -13,6 +13,7 @@ import torch.distributed as dist
 from moe_ext import MoELayer
 from moe_ext.distributed import (
     RankFailureError,
+    checkpoint,
     clip_grad_norm_,
     comm,
     failures,
@@ -265,3 +266,76 @@ def test_others_name_the_rank_that_does_not_come(how, named, words, seconds):
     if how == "ends":
         # It stays until the others have looked.
         assert found[1][0] == "no error" and 0.3 < found[1][2] < 4
+
+
+def layer_hooks(layer, phase, stop):
+    """Have `stop()` run on this rank in a phase of the layer."""
+    if phase == "dispatch":
+        layer.router.register_forward_hook(lambda *_: stop())
+    if phase == "experts":
+        layer.experts.register_forward_pre_hook(lambda *_: stop())
+    if phase == "combine":
+        layer.experts.register_forward_hook(lambda *_: stop())
+
+
+def train_until_a_rank_is_gone(rank, phase, how, folder):
+    """(message, ranks named, seconds) of the error that a survivor of rank 1 sees."""
+    layer = MoELayer(8, 6, 6, 2, ep_group=dist.group.WORLD, dispatcher="alltoall")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    pids = [0] * 3
+    dist.all_gather_object(pids, os.getpid())
+    x = torch.randn(5, 8, requires_grad=True)
+    layer(x).sum().backward()
+    sync_gradients(layer)
+
+    def stop():
+        os.kill(os.getpid(), getattr(signal, how))
+
+    if rank == 1:
+        layer_hooks(layer, phase, stop)
+    started = time.monotonic()
+    try:
+        y = layer(x)
+        if rank == 1 and phase == "backward":
+            y.register_hook(lambda grad: stop())
+        y.sum().backward()
+        if rank == 1 and phase == "sync":
+            stop()
+        sync_gradients(layer)
+        if rank == 1 and phase == "checkpoint":
+            stop()
+        checkpoint.save(folder, layer, optimizer)
+    except RankFailureError as error:
+        found = str(error), error.ranks, time.monotonic() - started
+    else:
+        found = "no error", (), 0.0
+    if rank == 0 and how == "SIGSTOP":
+        time.sleep(2)  # the other one looks at it, too
+        os.kill(pids[1], signal.SIGKILL)
+    return found
+
+
+GONE = [(phase, "SIGKILL") for phase in ("dispatch", "experts", "combine", "checkpoint")]
+GONE += [(phase, "SIGSTOP") for phase in ("experts", "backward", "sync", "checkpoint")]
+WORDS = {
+    "dispatch": "AllToAllDispatcher counts",
+    "experts": "AllToAllDispatcher combine",
+    "combine": "AllToAllDispatcher combine",
+    "backward": "AllToAllDispatcher",
+    "sync": "sync_gradients",
+    "checkpoint": "checkpoint.save",
+}
+
+
+@pytest.mark.parametrize(("phase", "how"), GONE)
+def test_survivors_name_rank_and_phase(tmp_path, phase, how):
+    found = spawn_ranks(
+        train_until_a_rank_is_gone, 3, phase, how, str(tmp_path), may_die=[1], group_timeout=4
+    )
+    for rank in (0, 2):
+        message, named, seconds = found[rank]
+        assert named == (1,), message
+        assert WORDS[phase] in message
+        assert ("rank 1 died" if how == "SIGKILL" else "rank 1 did not answer") in message
+        # The group's timeout, the wait for answers, and what a busy machine takes.
+        assert seconds < 4 + failures.GRACE_SECONDS + 10
