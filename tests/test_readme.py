@@ -48,11 +48,13 @@ def test_training_script_runs_on_two_ranks(tmp_path):
     assert batches[0] != batches[1]
 
 
-def test_options_snippet_runs():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_options_snippet_runs(dtype):
     names = {}
     exec(next(block for block in BLOCKS if "presets" in block), names)
-    x = torch.randn(2, 3, 512)
-    assert names["layer"](x).shape == x.shape
+    x = torch.randn(2, 3, 512, dtype=dtype)
+    y = names["layer"].to(dtype)(x)
+    assert y.shape == x.shape and y.dtype == dtype
 
 
 def test_sequence_snippet_runs():
@@ -73,7 +75,8 @@ def test_sequence_snippet_runs():
     assert calls[0].grad_fn is None and torch.isfinite(calls[0]).all()
 
 
-def test_drop_in_snippet_runs():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_drop_in_snippet_runs(dtype):
     transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(
         vocab_size=32,
@@ -83,6 +86,7 @@ def test_drop_in_snippet_runs():
         num_attention_heads=2,
         num_key_value_heads=2,
         num_local_experts=4,
+        dtype=dtype,
     )
     snippet = next(block for block in BLOCKS if "replace" in block)
     ids = torch.randint(0, 32, (2, 8))
@@ -94,3 +98,4 @@ def test_drop_in_snippet_runs():
     }
     exec(snippet, names)
     assert names["model"].config._experts_implementation == "moe_ext"
+    assert names["model"].dtype == dtype

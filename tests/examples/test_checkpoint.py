@@ -5,12 +5,14 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from example_jobs import snapshot
 from moe_lm import checkpoint as ckpt
-from moe_lm.runtime import UserError
+from moe_lm.runtime import UserError, from_main
 
 import moe_ext
+from moe_ext.testing import spawn_ranks
 
 SETTINGS = {"model_dim": 16, "seed": 0}
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -316,3 +318,19 @@ def test_the_state_of_a_job_comes_back_from_files_alone(tmp_path):
         big["optimizer.exp_avg.experts.down_proj"] = torch.zeros(1000)
         save(tmp_path, step=8, state=big)
         ckpt.empty_tensors(ckpt.latest(tmp_path), target.empty)
+
+
+def rank_0_dies_before_it_sends(rank):
+    """What the other rank sees of a result that does not come."""
+    if rank == 0:
+        dist.broadcast_object_list = lambda *_, **__: os._exit(1)
+    try:
+        from_main(lambda: 3, OSError)
+    except moe_ext.distributed.RankFailureError as error:
+        return str(error), error.ranks
+
+
+def test_a_result_of_a_rank_that_died():
+    _, (text, ranks) = spawn_ranks(rank_0_dies_before_it_sends, 2, may_die=[0])
+    assert text.startswith("from_main: expected every rank of the group [0, 1] to take part")
+    assert ranks == (0,)

@@ -133,6 +133,9 @@ def test_parameters_and_saved_files_are_untouched(family, batch, tmp_path):
     for name in ("model.safetensors", "config.json"):
         before, after = (tmp_path / when / name for when in ("before", "after"))
         assert before.read_bytes() == after.read_bytes()
+    # transformers keeps no implementation in the file.
+    plain = type(model).from_pretrained(tmp_path / "after")
+    assert plain.config._experts_implementation != "moe_ext"
     loaded = type(model).from_pretrained(tmp_path / "after", experts_implementation="moe_ext")
     assert loaded.config._experts_implementation == "moe_ext"
     for name, tensor in loaded.state_dict().items():
