@@ -476,6 +476,18 @@ def test_names_that_are_registered_refuse_them_too(family):
         model(input_ids=torch.arange(3, 9)[None], use_cache=False)
 
 
+def test_positions_of_roberta_skip_padding():
+    model = make("roberta").eval()
+    ids = torch.randint(8, VOCABULARY, (2, 23))
+    ids[0, :5] = model.config.pad_token_id
+    given = {"input_ids": ids, "attention_mask": (ids != model.config.pad_token_id).long()}
+    expected = model(**given).logits
+    prepare_model(model, group=None)
+    found = model(**given).logits
+    torch.testing.assert_close(found[0, 5:], expected[0, 5:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
+
+
 def test_losses_are_told_the_number_of_labels():
     assert probe(make("mixtral", output_router_logits=True)).loss == "shifted"
     assert probe(make("eurobert/mlm")).loss == "plain"
