@@ -205,7 +205,8 @@ def chart(found: dict[str, dict[str, Costs]]) -> None:
 
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     links = list(LINKS)
-    for axes, link in zip(figure.subplots(1, len(links)), links, strict=True):
+    panels = figure.subplots(1, len(links), squeeze=False)[0]
+    for axes, link in zip(panels, links, strict=True):
         names = [n for n in found[LOADS[0]][link] if n in peers.PEERS or n in (ALLTOALL, *AUTO)]
         for i, name in enumerate(names):
             places = [g + i / (len(names) + 1) for g in range(len(LOADS))]
@@ -228,6 +229,7 @@ def tables() -> list[Table]:
     rows: list[tuple[str, ...]] = []
     loaded_rows: list[tuple[str, ...]] = []
     loaded: dict[str, dict[str, Costs]] = {}
+    hidden: list[Table] = []
     for node_size in NODE_SIZES:
         with (
             namespaces.network(NUM_NODES) as wires,
@@ -241,7 +243,7 @@ def tables() -> list[Table]:
                 for link, costs in measure(wires, ranks, job, turns).items():
                     rows += rows_of((f"{NUM_NODES} x {node_size}", layer), link, costs)
             if node_size == 1:
-                hidden = hidden_table(wires, ranks)
+                hidden.append(hidden_table(wires, ranks))
             if node_size < max(NODE_SIZES):
                 continue
             turns = dict.fromkeys(LINKS, LOADED_TURNS)
@@ -254,5 +256,5 @@ def tables() -> list[Table]:
     return [
         Table("Experts over two nodes", note(), ("ranks", "layer", *COLUMNS), rows),
         Table("Uneven loads of experts", load_note(), ("load", *COLUMNS), loaded_rows),
-        hidden,
+        *hidden,
     ]

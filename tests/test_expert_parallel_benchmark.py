@@ -16,7 +16,7 @@ def benchmarks_on_path():
     sys.path.remove(BENCHMARKS)
 
 
-def test_two_nodes(monkeypatch):
+def test_two_nodes(monkeypatch, tmp_path):
     import bench_expert_parallel as bench
     import namespaces
 
@@ -26,16 +26,25 @@ def test_two_nodes(monkeypatch):
     monkeypatch.setattr(bench, "LINKS", {"unthrottled": (None, 2)})
     monkeypatch.setattr(bench, "SHAPES", (SIZES,))
     monkeypatch.setattr(bench, "NODE_SIZES", (2,))
-    (table,) = bench.tables()
-    found = {row[3]: row for row in table.rows}
-    assert list(found) == list(bench.NAMES)
-    assert all(found[name][-2] == "0" for name in found if name.endswith("exact"))
-    rounded = [name for name in found if name.endswith(("int8", "mx"))]
+    monkeypatch.setattr(bench, "LOADED", SIZES)
+    monkeypatch.setattr(bench, "LOADED_TURNS", 2)
+    monkeypatch.setattr(bench, "LOADS", ("W0_balanced", "W5_zero_expert_rank"))
+    monkeypatch.setattr(bench, "CHART", tmp_path / "loads.png")
+    table, loaded = bench.tables()
+    assert bench.CHART.stat().st_size > 0
+    assert {row[0] for row in loaded.rows} == set(bench.LOADS)
+    rows = [dict(zip(table.header, row, strict=True)) for row in table.rows]
+    found = {row["contender"]: row for row in rows}
+    peers = bench.peers.installed()
+    assert list(found) == [*peers, *bench.EXACT, *bench.REDUCED, *bench.AUTO, *bench.CODED]
+    exact = (*bench.EXACT, "auto, exact")
+    assert all(found[name]["difference"] == "0" for name in exact)
     # Of the largest output; rounding is off by 4 % of the norm.
-    assert all(float(row[-2]) < (0.1 if n in rounded else 1e-5) for n, row in found.items())
-    assert all(float(found[name][-2]) > 1e-5 for name in rounded)
-    assert all((row[-1] != "") == name.startswith("auto") for name, row in found.items())
-    sent = {name: float(row[-3]) for name, row in found.items()}
+    difference = {name: float(row["difference"]) for name, row in found.items()}
+    assert all(d < (0.1 if n in bench.CODED else 1e-5) for n, d in difference.items())
+    assert all(difference[name] > 1e-5 for name in bench.CODED)
+    assert all((row["chosen"] != "") == name.startswith("auto") for name, row in found.items())
+    sent = {name: float(row["sent MB"]) for name, row in found.items()}
     # Of 4 rows a token that go to the other node, 1.8 with a row for each rank, 1 for each node.
     assert sent["dedup, reduced"] < 0.6 * sent["alltoall"]
     # Two of the four exchanges in 0.26 of the bytes.
