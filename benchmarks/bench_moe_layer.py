@@ -92,10 +92,8 @@ def memory_table() -> Table:
         "parameters left out. *peak* is how far the resident memory of a fresh process rises in "
         "one forward and backward pass, after one that warmed it up: the gradients of the weights "
         "are part of it. Ours is what design.md derives: the gradients of the weights (88 MB for A "
-        "and 75 for B in float32) beside the rows and their gradient. `deepspeed` runs "
-        "and frees one expert after the other, which is less at once and takes longer; "
-        "`grouped_mm` in bfloat16 does without the zero rows that round an expert's rows to "
-        "multiples of 8 (0.6 MB for A, 1.3 for B), and takes longer too."
+        "and 75 for B in float32) beside the gradient of the rows. `deepspeed` runs and frees one "
+        "expert after the other, which keeps as little at once and takes longer."
     )
     rows = []
     for case in cases:
