@@ -34,7 +34,7 @@ _STATE = "optimizer."
 # Python's numbers in the states of parameters, and the counters of an optimizer.
 _NUMBER = "optimizer_number."
 _COUNTER = "optimizer_counter."
-# What torch's `checkpoint_wrapper` puts into names of parameters, and leaves out of state dicts.
+# Part of parameters' names that torch's `checkpoint_wrapper` adds, and leaves out of state dicts.
 _WRAPPER = "_checkpoint_wrapped_module."
 
 _T = TypeVar("_T")
@@ -134,13 +134,13 @@ class TrainingState:
     @state_dicts_of_parts()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Put loaded tensors into the model and the optimizers; all ranks must call it."""
-        here = {whole: name for name, whole in _bare(logical_names(self._model)).items()}
-        places = _bare(placements(self._model))
-        by_name, values = _bare(dict(self._model.named_parameters())), {}
+        here = {whole: name for name, whole in self._logical_names().items()}
+        places = _by_bare_name(placements(self._model))
+        by_name, values = _by_bare_name(dict(self._model.named_parameters())), {}
         for full_name, tensor in state.items():
             if full_name.startswith(_MODEL):
                 whole = full_name.removeprefix(_MODEL)
-                name = here.get(whole, whole).replace(_WRAPPER, "")
+                name = here.get(whole, whole)
                 values[name] = _local(tensor, places.get(name), by_name.get(name))
         self._model.load_state_dict(values)
         names, own, saved = self._names(), self._placements(), _by_parameter(state)
@@ -161,9 +161,13 @@ class TrainingState:
             _load_states(optimizer, {p: s for p, s in states.items() if s}, counters)
 
     def _names(self) -> dict[nn.Parameter, str]:
-        whole = logical_names(self._model)
-        named = self._model.named_parameters()
-        return {p: whole.get(name, name).replace(_WRAPPER, "") for name, p in named}
+        whole, named = self._logical_names(), dict(self._model.named_parameters())
+        return {p: whole.get(name, name) for name, p in _by_bare_name(named).items()}
+
+    def _logical_names(self) -> dict[str, str]:
+        """Names of the model's state dict, to those that count the experts of all ranks."""
+        names = logical_names(self._model)
+        return {_bare(name): _bare(whole) for name, whole in names.items()}
 
     def _placements(self) -> dict[nn.Parameter, Placement]:
         parameters = dict(self._model.named_parameters())
@@ -171,9 +175,9 @@ class TrainingState:
 
     def _model_tensors(self) -> dict[str, Tensor]:
         """Tensors of the model's state dict, whole, under their logical names."""
-        places, whole_names = _bare(placements(self._model)), _bare(logical_names(self._model))
-        parameters = _bare(dict(self._model.named_parameters()))
-        buffers = _bare(sharded_buffers(self._model))
+        places, whole_names = _by_bare_name(placements(self._model)), self._logical_names()
+        parameters = _by_bare_name(dict(self._model.named_parameters()))
+        buffers = _by_bare_name(sharded_buffers(self._model))
         found = {}
         for name, value in self._model.state_dict().items():
             if not isinstance(value, Tensor):
@@ -182,7 +186,7 @@ class TrainingState:
                 value = whole_of(value, parameters[name], places[name], name)
             elif name in buffers:
                 value = whole_of(value, *buffers[name], name)
-            found[whole_names.get(name, name).replace(_WRAPPER, "")] = value.detach()
+            found[whole_names.get(name, name)] = value.detach()
         return found
 
 
@@ -262,9 +266,13 @@ def _naming(operation: str) -> AbstractContextManager[None]:
     return naming_failed_ranks(None, operation) if is_initialized() else nullcontext()
 
 
-def _bare(named: Mapping[str, _T]) -> dict[str, _T]:
-    """The same by the names of state dicts."""
-    return {name.replace(_WRAPPER, ""): value for name, value in named.items()}
+def _bare(name: str) -> str:
+    """The name in a state dict of what has this name in the model."""
+    return name.replace(_WRAPPER, "")
+
+
+def _by_bare_name(named: Mapping[str, _T]) -> dict[str, _T]:
+    return {_bare(name): value for name, value in named.items()}
 
 
 def _local_shape(size: torch.Size, parameter: nn.Parameter, place: Placement) -> torch.Size:

@@ -491,3 +491,30 @@ def test_what_is_recomputed_has_the_names_of_the_model(tmp_path):
             assert torch.equal(mine, found)
             moments = saved[1].state[mine]["exp_avg"], other[1].state[found]["exp_avg"]
             assert torch.equal(*moments)
+
+
+def load_recomputed_experts(rank, folder):
+    """Of experts that are modules each, the names count those of all ranks."""
+
+    def model(seed, wrap):
+        torch.manual_seed(seed + rank)
+        experts = ModuleExperts.build(Expert, E, ep_group=dist.group.WORLD)
+        layer = moe_ext.MoELayer(D, 3, E, experts=experts, ep_group=dist.group.WORLD)
+        if wrap:
+            layer.experts = checkpoint_wrapper(layer.experts)
+        return nn.Sequential(layer)
+
+    saved, other = model(0, True), model(7, False)
+    md.checkpoint.save(folder, saved)
+    md.checkpoint.load(folder, other)
+    again = model(11, True)
+    md.checkpoint.load(folder, again)
+    mine = dict(saved[0].experts.state_dict())
+    for one in (other, again):
+        for name, value in one[0].experts.state_dict().items():
+            assert torch.equal(value, mine[name]), name
+    return True
+
+
+def test_recomputed_experts_have_the_names_of_all(tmp_path):
+    assert spawn_ranks(load_recomputed_experts, 2, str(tmp_path)) == [True, True]
