@@ -80,17 +80,20 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a call, until the device is done with it."""
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
 def quickest(
     send: Callable[[Tensor], object], x: Tensor, repeats: int, *, warm_ups: int = 0
 ) -> float:
     """Least seconds of a few calls, after some that do not count: what disturbs makes it longer."""
-    times, device = [], x.device
-    for _ in range(repeats):
-        synchronize(device)
-        start = time.perf_counter()
-        send(x)
-        synchronize(device)
-        times.append(time.perf_counter() - start)
+    times = [seconds_of(lambda: send(x), x.device) for _ in range(repeats)]
     return min(times[warm_ups:])
 
 

@@ -5,6 +5,7 @@ Shapes: T tokens, D model, F ffn, E experts, K top-k, N rows.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,6 @@ from moe_ext.distributed.dispatch import (
     DispatchChoice,
     DispatchMetadata,
     LocalDispatcher,
-    Part,
     TokenDispatcher,
     Wire,
     WrappedDispatcher,
@@ -379,8 +379,11 @@ class MoELayer(CountingModule):
         others: Callable[[], list[Chunk]] = list
         if self.overlap > 1:
             parts = dispatcher.in_parts(x_TD, topk_idx, topk_weights, self.overlap)
+            counts: list[Tensor] = []
+            run = functools.partial(run_parts, dispatcher, parts, self.experts, counts)
             with dispatcher.computing(x_TD):
-                return self._run_parts(parts, x_TD)
+                y_TD = self._beside_shared_expert(x_TD, run)
+            return y_TD, torch.stack(counts).sum()
         if self.row_budget is None:
             rows, offsets, metadata = dispatcher.dispatch(
                 x_TD, topk_idx, topk_weights, capacity=capacity
@@ -420,26 +423,16 @@ class MoELayer(CountingModule):
             weights, metadata = take_weights(self.experts, dispatcher, rows, metadata)
             results = self.experts(rows, offsets, *weights)
         check_results(self.experts, dispatcher, rows, results)
-        if self.shared_expert is None:
-            return dispatcher.combine(results, metadata)
-        shared_TD: list[Tensor] = []
-        y_TD = dispatcher.combine(
-            results, metadata, meanwhile=lambda: shared_TD.append(self._run_shared_expert(x_TD))
-        )
-        return y_TD + shared_TD[0]
+        combine = functools.partial(dispatcher.combine, results, metadata)
+        return self._beside_shared_expert(x_TD, combine)
 
-    def _run_parts(self, parts: list[Part], x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts, shared expert and combine of rows that travel in parts."""
+    def _beside_shared_expert(self, x_TD: Tensor, combine: Callable[..., Tensor]) -> Tensor:
+        """Results that `combine(meanwhile=)` brings back, and the shared expert's meanwhile."""
         if self.shared_expert is None:
-            return run_parts(self.dispatcher, parts, self.experts, None)
+            return combine()
         shared_TD: list[Tensor] = []
-        y_TD, dropped = run_parts(
-            self.dispatcher,
-            parts,
-            self.experts,
-            lambda: shared_TD.append(self._run_shared_expert(x_TD)),
-        )
-        return y_TD + shared_TD[0], dropped
+        y_TD = combine(meanwhile=lambda: shared_TD.append(self._run_shared_expert(x_TD)))
+        return y_TD + shared_TD[0]
 
     def _run_shared_expert(self, x_TD: Tensor) -> Tensor:
         assert self.shared_expert is not None

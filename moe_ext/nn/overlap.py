@@ -19,8 +19,9 @@ def run_parts(
     dispatcher: TokenDispatcher,
     parts: list[Part],
     experts: nn.Module,
-    meanwhile: Callable[[], None] | None,
-) -> tuple[Tensor, Tensor]:
+    dropped: list[Tensor],
+    meanwhile: Callable[[], None] | None = None,
+) -> Tensor:
     """Dispatch, experts and combine of all parts; the backward pass goes the same way back.
 
     While the experts work on part i, the rows of part i + 1 and the results of part i - 1 travel:
@@ -30,15 +31,15 @@ def run_parts(
         dispatcher: of the layer.
         parts: of `dispatcher.in_parts`.
         experts: maps `(rows, expert_offsets)` to rows.
+        dropped: receives the number of slots that were dropped, of each part.
         meanwhile: what else the layer computes.
 
     Returns:
-        `[T, D]`, and the number of slots that were dropped.
+        `[T, D]`.
     """
     # Of each part: what arrived, and later the results; then the sums.
     here: list[Any] = [None] * len(parts)
     sums: list[Any] = [None] * len(parts)
-    dropped: list[Tensor] = []
 
     def send(i: int, beside: Callable[[], None] | None) -> None:
         rows, offsets, metadata = parts[i](beside)
@@ -70,4 +71,4 @@ def run_parts(
     for i in range(1, len(parts)):
         bring_back(i - 1, lambda i=i: turn(i))  # type: ignore[misc]
     bring_back(len(parts) - 1, meanwhile)
-    return torch.cat(sums), torch.stack(dropped).sum()
+    return torch.cat(sums)

@@ -9,7 +9,6 @@ import functools
 import math
 import os
 import statistics
-import time
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from moe_ext.distributed.dispatch.base import DTYPES, TokenDispatcher, sum_dtype
 from moe_ext.distributed.dispatch.dedup import DedupDispatcher, HierarchicalDispatcher
 from moe_ext.distributed.dispatch.wire import Wire, sent_row_bytes
 from moe_ext.distributed.groups import group_rank, group_ranks
-from moe_ext.distributed.link import max_over_ranks, synchronize
+from moe_ext.distributed.link import max_over_ranks, seconds_of
 from moe_ext.distributed.traffic import not_counted
 
 _OPERATION = "MoELayer(dispatcher='auto')"
@@ -298,7 +297,7 @@ def _rehearse(
     device: torch.device,
     weighed: bool,
 ) -> _Lines:
-    """What each takes for one or two numbers of tokens of even routing, agreed over the ranks."""
+    """Times of the candidates as lines over the tokens of even routing, agreed over the ranks."""
     group = made[0][1].group
     generator = torch.Generator().manual_seed(group_rank(group))
     scores_TE = torch.rand(sizes[-1], shape.num_experts, generator=generator)
@@ -343,13 +342,7 @@ def _medians(
     for turn in range(ROUNDS + 1):
         least = min(medians)
         running = [i for i, median in enumerate(medians) if turn < 3 or median <= BEHIND * least]
-        spent = []
-        for i in running:
-            synchronize(device)
-            start = time.perf_counter()
-            runs[i]()
-            synchronize(device)
-            spent.append(time.perf_counter() - start)
+        spent = [seconds_of(runs[i], device) for i in running]
         for i, seconds in zip(running, max_over_ranks(spent, group, device), strict=True):
             # The first round warms up.
             if turn > 0:
