@@ -100,7 +100,7 @@ def status_bytes(key: str) -> int:
 
 
 def rise_of_memory(run: Callable[[], object]) -> int:
-    """How far the resident memory rises while something runs."""
+    """Bytes by which the resident memory rises while something runs."""
     ctypes.CDLL(None).malloc_trim(0)
     # Sets the high-water mark to what is resident now.
     Path("/proc/self/clear_refs").write_text("5")

@@ -5,6 +5,7 @@ Every rank is in a network namespace of its own, see namespaces.py. Run by run.p
 
 import statistics
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,13 +60,16 @@ class Copies:
     together: float
 
 
-def cost_of(turns: list[list[list[float]]]) -> Cost:
+def cost_of(
+    turns: list[list[list[float]]],
+    average: Callable[[Iterable[float]], float] = statistics.median,
+) -> Cost:
     """From (wall, CPU, bytes) of every rank in every turn."""
     walls, cpus, sents = zip(*(zip(*ranks, strict=True) for ranks in turns), strict=True)
     return Cost(
-        statistics.median(max(wall) for wall in walls),
-        statistics.median(sum(cpu) for cpu in cpus),
-        statistics.median(max(sent) for sent in sents),
+        average(max(wall) for wall in walls),
+        average(sum(cpu) for cpu in cpus),
+        average(max(sent) for sent in sents),
     )
 
 

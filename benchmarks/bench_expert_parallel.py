@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import bench_allreduce
 import expert_parallel_peers as peers
 import namespaces
 from _harness import Table
@@ -51,21 +52,15 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Of one contender: medians over the turns, or means where the turns differ.
+class Cost(bench_allreduce.Cost):
+    """Costs of one contender; means over the turns where these differ.
 
     Attributes:
-        wall: seconds of the slowest rank.
-        cpu: seconds of all ranks together.
-        sent: bytes out of the busiest node's interface.
         peak: bytes of memory of the fullest rank.
         error: largest difference to `alltoall`, relative to the largest output.
         chosen: what "auto" chose.
     """
 
-    wall: float
-    cpu: float
-    sent: float
     peak: int
     error: float
     chosen: str
@@ -96,18 +91,27 @@ def measure(
             ranks.ask({"do": "time", "names": names, "step": step}) for step in range(turns[label])
         ][1:]
         average = statistics.mean if job.get("load") else statistics.median
+        costs = {
+            name: bench_allreduce.cost_of([[a[name] for a in turn] for turn in answers], average)
+            for name in names
+        }
         found[label] = {
             name: Cost(
-                average(max(a[name][0] for a in turn) for turn in answers),
-                average(sum(a[name][1] for a in turn) for turn in answers),
-                average(max(a[name][2] for a in turn) for turn in answers),
-                max(a[name][1] for a in first),
-                max(a[name][0] for a in first),
-                choices[name].partition(":")[0] if name in choices else "",
+                **vars(costs[name]),
+                peak=max(a[name][1] for a in first),
+                error=max(a[name][0] for a in first),
+                chosen=choices[name].partition(":")[0] if name in choices else "",
             )
             for name in names
         }
     return found
+
+
+def layer_of(sizes: dict[str, int]) -> str:
+    """The sizes of a layer, by the field's letters."""
+    return " ".join(
+        f"{letter}={size}" for letter, size in zip("TDFEK", sizes.values(), strict=True)
+    )
 
 
 def rows_of(labels: tuple[str, ...], link: str, costs: Costs) -> list[tuple[str, ...]]:
@@ -159,21 +163,20 @@ def note() -> str:
 
 def load_note() -> str:
     """The text above the table of uneven loads."""
-    sizes = " ".join(f"{k}={v}" for k, v in zip("TDFEK", LOADED.values(), strict=True))
     return (
-        f"As above, for {sizes} on {NUM_NODES} x {NODE_SIZES[-1]} ranks and the loads of "
-        "NVIDIA/Megatron-LM pull request 7488, whose routing follows from (load, seed, step) and "
-        "is the same on every rank: even (W0); three of four tokens at a quarter of the experts, "
-        "which lie on one rank (W1, W2, which differ by their draws); at every other expert (W3); "
-        "rank r with a share r + 1 of the tokens (W4); half of the experts unused (W5); a hot "
-        "quarter that moves every three steps (W6); half of the tokens at a quarter of the experts "
-        f"every fourth step (W7). Means over the steps 1 to {LOADED_TURNS - 1}; *auto* chose at "
-        "step 0."
+        f"As above, for {layer_of(LOADED)} on {NUM_NODES} x {NODE_SIZES[-1]} ranks and the loads "
+        "of NVIDIA/Megatron-LM pull request 7488, whose routing follows from (load, seed, step) "
+        "and is the same on every rank: even (W0); three of four tokens at a quarter of the "
+        "experts, which lie on one rank (W1, W2, which differ by their draws); at every other "
+        "expert (W3); rank r with a share r + 1 of the tokens (W4); half of the experts unused "
+        "(W5); a hot quarter that moves every three steps (W6); half of the tokens at a quarter of "
+        f"the experts every fourth step (W7). Means over the steps 1 to {LOADED_TURNS - 1}; *auto* "
+        "chose at step 0."
     )
 
 
 def hidden_table(wires: Network, ranks: Ranks) -> Table:
-    """How much of the transfer hides behind the experts, by the number of parts."""
+    """The share of the transfer that hides behind the experts, by the number of parts."""
     ranks.ask({"do": "prepare_parts", "sizes": EQUAL, "parts": PARTS})
     wires.limit(1e9)
     names = ["transfer", "experts", "1", *map(str, PARTS)]
@@ -188,13 +191,12 @@ def hidden_table(wires: Network, ranks: Ranks) -> Table:
         )
         for name in names
     ]
-    sizes = " ".join(f"{k}={v}" for k, v in zip("TDFEK", EQUAL.values(), strict=True))
     note = (
-        f"Forward and backward of `MoELayer(dispatcher='alltoall', overlap=)` with {sizes} on "
-        f"{NUM_NODES} nodes of one rank, 1 Gbit/s apart, where both take about as long: a layer "
-        "whose experts do nothing (*transfer*), the experts alone on as many rows (*experts*), and "
-        "the layer in 1 part and more. *hidden* is what a step saves, as a share of the shorter of "
-        "the two."
+        "Forward and backward of `MoELayer(dispatcher='alltoall', overlap=)` with "
+        f"{layer_of(EQUAL)} on {NUM_NODES} nodes of one rank, 1 Gbit/s apart, where both take "
+        "about as long: a layer whose experts do nothing (*transfer*), the experts alone on as "
+        "many rows (*experts*), and the layer in 1 part and more. *hidden* is what a step saves, "
+        "as a share of the shorter of the two."
     )
     return Table("Transfer behind experts", note, ("parts", "ms", "hidden"), rows)
 
@@ -237,11 +239,10 @@ def tables() -> list[Table]:
         ):
             turns = {label: turns for label, (_, turns) in LINKS.items()}
             for sizes in SHAPES:
-                layer = " ".join(f"{k}={v}" for k, v in zip("TDFEK", sizes.values(), strict=True))
                 names = contenders(node_size, CODED)
                 job = {"sizes": sizes, "names": names, "node_size": node_size}
                 for link, costs in measure(wires, ranks, job, turns).items():
-                    rows += rows_of((f"{NUM_NODES} x {node_size}", layer), link, costs)
+                    rows += rows_of((f"{NUM_NODES} x {node_size}", layer_of(sizes)), link, costs)
             if node_size == 1:
                 hidden.append(hidden_table(wires, ranks))
             if node_size < max(NODE_SIZES):

@@ -49,7 +49,7 @@ class GivenRouter(nn.Module):
         self.routed = RouterOutput(torch.zeros(self.num_tokens, self.num_experts), gate)
 
     def forward(self, x_TD: Tensor, *, token_mask: Tensor | None = None) -> RouterOutput:
-        """That routing."""
+        """The routing of the step."""
         return self.routed
 
 
