@@ -88,20 +88,20 @@ def train_step(job: Job, step: int, signals: StopSignal) -> dict[str, Any]:
     for optimizer in job.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate
+    rank, size = job.share
     inputs_BS, targets_BS = train_batch(
         job.data,
         step=step,
         seed=job.args.seed,
         batch=job.args.batch,
         seq_len=job.config.seq_len,
-        rank=job.mesh.data_rank,
-        world_size=job.mesh.data_size,
+        rank=rank,
+        world_size=size,
     )
     loss = job.runner.train(inputs_BS, targets_BS)
     if job.args.zero < 2:  # FSDP2 reduces in the backward pass
         moe_ext.distributed.sync_gradients(job.model, mesh=job.mesh)
-    norm = moe_ext.distributed.clip_grad_norm_(job.model, job.args.clip, mesh=job.mesh)
-    norm = float(norm)
+    norm = float(moe_ext.distributed.clip_grad_norm_(job.model, job.args.clip, mesh=job.mesh))
     if not math.isfinite(norm):
         raise UserError(
             f"the gradient norm of step {step + 1} is {norm}: training diverged. The last "

@@ -60,7 +60,7 @@ class Job:
 
     @property
     def share(self) -> tuple[int, int]:
-        """Which part of a batch this rank loads, and of how many."""
+        """The part of a batch that this rank loads: its number, and how many there are."""
         return self.mesh.data_rank, self.mesh.data_size
 
 
@@ -120,8 +120,11 @@ def ranks_by_axis(mesh: moe_ext.distributed.MoEMesh) -> str:
     """The ranks as products: as experts lie over them, and as attention does if that says more."""
     sizes = {"data": mesh.edp_size, "expert": mesh.ep_size, "expert-tensor": mesh.etp_size}
     others = {"data": mesh.data_size, "context": mesh.cp_size, "tensor": mesh.tp_size}
-    shown = [f"{size} {axis} parallel" for axis, size in sizes.items() if axis != "expert-tensor"]
-    shown += [f"{mesh.etp_size} expert-tensor parallel"] if mesh.etp_size > 1 else []
+    shown = [
+        f"{size} {axis} parallel"
+        for axis, size in sizes.items()
+        if size > 1 or axis != "expert-tensor"
+    ]
     stages = [f"{mesh.pp_size} pipeline stages"] if mesh.pp_size > 1 else []
     text = f"{dist.get_world_size()} = {' x '.join(stages + shown)}"
     if mesh.cp_size * mesh.tp_size > 1:

@@ -115,7 +115,7 @@ def num_stages(args: argparse.Namespace) -> int:
 
 
 def owners(args: argparse.Namespace) -> list[int]:
-    """Which rank of a pipeline holds each stage."""
+    """Ranks of a pipeline that hold the stages, in the order of the stages."""
     if args.schedule in V_SHAPED:
         return [*range(args.pp), *reversed(range(args.pp))]
     return [stage % args.pp for stage in range(num_stages(args))]
@@ -381,7 +381,7 @@ class Runner:
         return cross_entropy(self.logits(inputs_BS), targets_BS.to(self.device))
 
     def expert_counts(self) -> Tensor:
-        """How often this rank's tokens chose each expert in the last step, [L, E].
+        """Counts of the experts that this rank's tokens chose in the last step, [L, E].
 
         Rows of layers that other stages hold are zero.
         """

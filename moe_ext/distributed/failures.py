@@ -140,7 +140,7 @@ def _roll_call(group: ProcessGroup, operation: str, grace: float) -> _RollCall:
 
 
 def _texts(prefix: str, ranks: set[int]) -> dict[int, str]:
-    """What each rank has written under a prefix."""
+    """Texts that ranks have written under a prefix, by rank."""
     with contextlib.suppress(RuntimeError, ValueError):
         store = _c10d.default_store()
         known = [rank for rank in sorted(ranks) if store.check([f"{prefix}/{rank}"])]

@@ -27,7 +27,7 @@ def side_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph records what the current stream of the device is given."""
+    """True while a CUDA graph records what the current stream of the device is given."""
     return has_streams(device) and torch.cuda.is_current_stream_capturing()
 
 
@@ -46,7 +46,7 @@ class HostCopy:
             self._event = torch.cuda.current_stream(source.device).record_event()
 
     def is_there(self) -> bool:
-        """Whether `rows` would not wait."""
+        """True once `rows` returns without a wait."""
         return self._event is None or bool(self._event.query())
 
     def rows(self) -> list[list[int]]:

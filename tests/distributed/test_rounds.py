@@ -120,14 +120,18 @@ def check_checkpointing():
         assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
-def check_low_precision():
-    layer, free = make(RowBudget(200), dtype=torch.bfloat16), make(dtype=torch.bfloat16)
+def compare_low_precision(budget):
+    layer, free = make(budget, dtype=torch.bfloat16), make(dtype=torch.bfloat16)
     x = batch([150] * dist.get_world_size(), dist.get_rank(), torch.bfloat16)
     with Exchanged() as exchanged:
         found = outcome(layer, x)
-    assert max(exchanged.rows) <= 200
+    assert max(exchanged.rows) <= budget.rows
     for a, b in zip(found, outcome(free, x), strict=True):
         torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-1)
+
+
+def check_low_precision():
+    compare_low_precision(RowBudget(200))
 
 
 def check_drop_is_counted_and_keeps_the_budget():
@@ -243,14 +247,7 @@ def check_static_drop_keeps_the_first_tokens_of_each_rank():
 
 
 def check_static_rounds_in_low_precision():
-    budget = RowBudget(300, static=True)
-    layer, free = make(budget, dtype=torch.bfloat16), make(dtype=torch.bfloat16)
-    x = batch([150] * dist.get_world_size(), dist.get_rank(), torch.bfloat16)
-    with Exchanged() as exchanged:
-        found = outcome(layer, x)
-    assert max(exchanged.rows) <= 300
-    for a, b in zip(found, outcome(free, x), strict=True):
-        torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-1)
+    compare_low_precision(RowBudget(300, static=True))
 
 
 def check_static_budgets_are_compared_and_failures_are_told():
