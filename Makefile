@@ -28,6 +28,9 @@ BUILD_DIR = build/cmake-$$($(BIN)/python -c 'import torch; print(torch.__version
 SAY_WHAT_WAS_LEFT_OUT = $(BIN)/ctest --test-dir $(BUILD_DIR) -N | grep -q "Total Tests: 0" && \
 	echo "make test: without the tests in C++: GoogleTest is not installed and could not be downloaded (Debian's libgtest-dev)"; \
 	command -v valgrind >/dev/null || echo "make test: without the instruction counts: valgrind is not installed"
+# Kept even where the environment forbids it: tests start hundreds of interpreters, and without it each of them would
+# compile what it imports of torch and transformers, for six seconds.
+export PYTHONDONTWRITEBYTECODE =
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
 .PHONY: demo test test-fast test-full docs lint style types bench build compat compat-newest oldest newest cuda gpu-check gpu-report clean
