@@ -15,7 +15,7 @@ FLOORS = (
     ("ops", "reference"),
     ("distributed",),
     ("nn", "attention"),
-    ("compression",),
+    ("compression", "pipeline"),
     ("optim",),
     ("integrations",),
 )

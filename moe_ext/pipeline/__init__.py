@@ -1,0 +1,25 @@
+"""Pipelines as tables: what each rank does in which order, checked, costed and drawn."""
+
+from moe_ext.pipeline.check import check_table, in_flight
+from moe_ext.pipeline.messages import add_messages
+from moe_ext.pipeline.schedules import SCHEDULES, make_table
+from moe_ext.pipeline.simulate import Costs, Span, Timeline, simulate
+from moe_ext.pipeline.table import Action, Table
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Costs",
+    "Span",
+    "Table",
+    "Timeline",
+    "add_messages",
+    "check_table",
+    "in_flight",
+    "make_table",
+    "simulate",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

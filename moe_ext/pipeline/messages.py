@@ -1,0 +1,42 @@
+"""Where a pipeline's ranks send and receive."""
+
+from __future__ import annotations
+
+from moe_ext.pipeline.check import check_table
+from moe_ext.pipeline.simulate import Costs, Replay
+from moe_ext.pipeline.table import Action, Table
+
+
+def add_messages(table: Table, costs: Costs | None = None) -> Table:
+    """Add sends and receives to a table that has none.
+
+    A send stands right behind what it sends. Its receive is posted before the action that the other
+    rank computes at that time, by the costs, so that it travels meanwhile, and an exchange between
+    experts inside the action does not stand behind it. Ranks never wait for each other for ever,
+    even where a send waits for its receive: both are written at once, in the order in which actions
+    end.
+
+    Args:
+        table: as `check_table` accepts it, without messages.
+        costs: of its actions; each costs 1 by default.
+
+    Returns:
+        The table with messages.
+
+    Raises:
+        ValueError: the table has messages, or is not in order.
+    """
+    if table.has_messages:
+        raise ValueError("add_messages: expected table to have no messages, got one with messages")
+    check_table(table)
+    rows: list[list[Action]] = [[] for _ in table.rows]
+    order = Replay(table, costs or Costs()).order
+    for rank, span in sorted(order, key=lambda each: each[1].end):
+        rows[rank].append(span.action)
+        for part in span.action.parts or (span.action,):
+            send = table.send(part)
+            if send is not None:
+                receive = table.peer(send)
+                rows[rank].append(send)
+                rows[table.rank(receive)].append(receive)
+    return Table(rows)

@@ -1,0 +1,201 @@
+"""When each action of a table begins and ends, by the costs of actions and messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from moe_ext.pipeline.table import MESSAGES, Action, Table
+
+PerStage = float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds, or any unit, of each kind of action; a number, or one for each stage.
+
+    Attributes:
+        forward: of a micro-batch through a stage.
+        input_gradient: of the backward pass without the gradients of weights.
+        weight_gradient: of those alone; a whole backward pass costs the sum of both.
+        hop: from a send to its receive on another rank; messages from a rank to another one come
+            one after the other.
+        overlap: share of the sum of its parts that an overlapped forward and backward takes.
+    """
+
+    forward: PerStage = 1.0
+    input_gradient: PerStage = 1.0
+    weight_gradient: PerStage = 1.0
+    hop: float = 0.0
+    overlap: float = 1.0
+
+    def of(self, action: Action) -> float:
+        """Cost of an action; 0 of messages, which do not occupy the rank."""
+        if action.parts:
+            return self.overlap * sum(self.of(part) for part in action.parts)
+        terms = {
+            "F": (self.forward,),
+            "I": (self.input_gradient,),
+            "W": (self.weight_gradient,),
+            "B": (self.input_gradient, self.weight_gradient),
+        }.get(action.kind, ())
+        return sum(c if isinstance(c, (int, float)) else c[action.stage] for c in terms)
+
+
+class Span(NamedTuple):
+    """An action with its time."""
+
+    start: float
+    end: float
+    action: Action
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What `simulate` found.
+
+    Attributes:
+        spans: of each rank, in order: what computes.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+
+    @cached_property
+    def makespan(self) -> float:
+        """From the first action to the end of the last one."""
+        return max((span.end for row in self.spans for span in row), default=0.0)
+
+    @cached_property
+    def idle(self) -> tuple[float, ...]:
+        """For each rank, the time of the makespan in which it does not compute."""
+        return tuple(
+            self.makespan - sum(span.end - span.start for span in row) for row in self.spans
+        )
+
+    @property
+    def bubble_share(self) -> float:
+        """Idle time of all ranks over their time."""
+        return sum(self.idle) / (self.makespan * len(self.spans)) if self.makespan else 0.0
+
+
+class Replay:
+    """Walks a table: each rank in its order, each action once what it needs is there.
+
+    Args:
+        table: with messages or without; the rows of each stage are complete and in order.
+        costs: of its actions.
+        blocking: a rank waits in a send until the other one is in its receive, and the other way
+            round, as ranks do whose messages have no buffer; else messages are posted, and what
+            takes the received waits.
+    """
+
+    def __init__(self, table: Table, costs: Costs, *, blocking: bool = False) -> None:
+        self._table, self._costs, self._blocking = table, costs, blocking
+        self._next = [0] * table.num_ranks
+        self._free = [0.0] * table.num_ranks
+        # When each forward and backward pass ended, each message was posted, or has come.
+        self._done: dict[Action, float] = {}
+        self._posted: dict[Action, float] = {}
+        self._links: dict[tuple[int, int], float] = {}
+        # (rank, span), each behind what it needs.
+        self.order: list[tuple[int, Span]] = []
+        while any([self._advance(rank) for rank in range(table.num_ranks)]):
+            pass
+
+    def stuck(self) -> dict[int, Action]:
+        """The action that each rank waits in that has not come to its end."""
+        rows = zip(self._table.rows, self._next, strict=True)
+        return {rank: row[i] for rank, (row, i) in enumerate(rows) if i < len(row)}
+
+    def _advance(self, rank: int) -> bool:
+        """Run actions of a rank as far as it goes; whether there were any."""
+        row, before = self._table.rows[rank], self._next[rank]
+        while self._next[rank] < len(row) and self._run(rank, row[self._next[rank]]):
+            self._next[rank] += 1
+        return self._next[rank] > before
+
+    def _run(self, rank: int, action: Action) -> bool:
+        if action.kind in MESSAGES:
+            return self._meet(rank, action) if self._blocking else self._post(rank, action)
+        parts, start = action.parts or (action,), self._free[rank]
+        for part in parts:
+            ready = self._ready(part)
+            if ready is None:
+                return False
+            start = max(start, ready)
+        self._free[rank] = end = start + self._costs.of(action)
+        for part in parts:
+            if part.kind in ("F", "B", "I"):
+                kind = part.kind.replace("I", "B")
+                self._done[part._replace(kind=kind, version=0)] = end
+        self.order.append((rank, Span(start, end, action)))
+        return True
+
+    def _ready(self, action: Action) -> float | None:
+        """When the input of an action is there; None where that is not known yet."""
+        receive = self._table.receive(action)
+        if receive is not None and self._table.has_messages:
+            return self._done.get(receive)
+        source = self._table.source(action)
+        if source is None:
+            return 0.0
+        ended = self._done.get(source)
+        hop = 0.0 if receive is None else self._costs.hop
+        return None if ended is None else ended + hop
+
+    def _post(self, rank: int, action: Action) -> bool:
+        self._posted[action] = self._free[rank]
+        peer = self._table.peer(action)
+        if peer in self._posted:
+            pair = (action, peer) if action.kind.startswith("SEND") else (peer, action)
+            link = (self._table.rank(pair[0]), self._table.rank(pair[1]))
+            posted = max(*(self._posted[each] for each in pair), self._links.get(link, 0.0))
+            self._links[link] = self._done[pair[1]] = posted + self._costs.hop
+        return True
+
+    def _meet(self, rank: int, action: Action) -> bool:
+        peer = self._table.peer(action)
+        other = self._table.rank(peer)
+        row, i = self._table.rows[other], self._next[other]
+        if other == rank or i == len(row) or row[i] != peer:
+            return False
+        end = max(self._free[rank], self._free[other]) + self._costs.hop
+        self._free[rank] = self._free[other] = self._done[action] = self._done[peer] = end
+        self._next[other] += 1
+        return True
+
+
+def simulate(table: Table, costs: Costs | None = None) -> Timeline:
+    """Run a table by its costs, without computing anything.
+
+    A rank begins an action when it has ended the one before and the input is there. Messages take
+    no time of a rank: one leaves when both ranks have posted it and the link is free, and comes a
+    hop later.
+
+    Args:
+        table: as `check_table` accepts it; without messages, results go to the next stage as they
+            are made.
+        costs: of actions and messages; all actions cost 1 and messages 0 by default.
+
+    Returns:
+        When each rank computes what.
+
+    Raises:
+        ValueError: the ranks wait for each other.
+    """
+    replay = Replay(table, costs or Costs())
+    if replay.stuck():
+        raise ValueError(
+            "simulate: expected table to come to its end, got ranks that wait for each other in "
+            f"{_listed(replay.stuck())}; check_table says why"
+        )
+    spans: list[list[Span]] = [[] for _ in table.rows]
+    for rank, span in replay.order:
+        spans[rank].append(span)
+    return Timeline(tuple(map(tuple, spans)))
+
+
+def _listed(stuck: dict[int, Action]) -> str:
+    return ", ".join(f"{action} (rank {rank})" for rank, action in stuck.items())

@@ -1,0 +1,79 @@
+"""Simulated times against the closed forms of the papers."""
+
+import pytest
+
+from moe_ext.pipeline import Action, Costs, Table, add_messages, make_table, simulate
+
+# F, I, W; powers of two and small sums: exact in floating point.
+COSTS = [(1, 1, 1), (2, 3, 1.5), (1, 1, 0.5), (3, 4, 3)]
+
+
+@pytest.mark.parametrize("f, i, w", COSTS)
+@pytest.mark.parametrize("ranks, micro", [(2, 4), (4, 8), (6, 24)])
+def test_bubbles_are_those_of_the_closed_forms(f, i, w, ranks, micro):
+    def idle(name):
+        return simulate(make_table(name, ranks, micro), Costs(f, i, w)).idle
+
+    b = i + w
+    for name in ("gpipe", "1f1b", "interleaved"):
+        assert idle(name) == pytest.approx([(ranks - 1) * (f + b)] * ranks)
+    assert idle("zb-h1") == pytest.approx([(ranks - 1) * (f + b - 2 * w)] * ranks)
+    # ZB-V has no bubble but its start if F = I; else the difference at each rank on the way.
+    assert idle("zbv") == pytest.approx([(ranks - 1) * max(f, i)] * ranks)
+    # P = 2 x ranks stages in a V. Where I > F, torch's order is shorter than the formula says.
+    dual, found = (ranks - 1) * ((f + b) + b - 3 * w), idle("dual-pipe-v")
+    assert found == pytest.approx([dual] * ranks) if i == f else max(found) < dual
+
+
+def test_overlap_shortens_dual_pipe_v():
+    f, b, w, share = 2, 4, 2, 0.75
+    found = simulate(make_table("dual-pipe-v", 4, 20), Costs(2, 2, 2, overlap=share))
+    # Ranks with all of their pairs overlapped; the first ones have fewer, and idle less.
+    assert max(found.idle) == 3 * (share * (f + b) + b - 3 * w)
+
+
+@pytest.mark.parametrize("micro", [1, 5])
+def test_share_of_the_bubble(micro):
+    found = simulate(make_table("gpipe", 4, micro))
+    assert found.makespan == (micro + 3) * 3
+    assert found.bubble_share == pytest.approx(3 / (micro + 3))
+
+
+def test_uneven_stages_and_hops():
+    table = make_table("gpipe", 2, 2)
+    found = simulate(table, Costs(forward=(1, 5), input_gradient=(2, 2), weight_gradient=0, hop=3))
+    # Stage 1 begins at 1 + 3, ends 5 + 5 later, and its backward passes at 16 and 18.
+    assert [(s.start, s.end, str(s.action)) for s in found.spans[0]] == [
+        (0, 1, "0F0"),
+        (1, 2, "0F1"),
+        (19, 21, "0B0"),
+        (21, 23, "0B1"),
+    ]
+    assert [(s.start, s.end) for s in found.spans[1]] == [(4, 9), (9, 14), (14, 16), (16, 18)]
+    # With messages the second one waits for the first one on their link: it comes at 16 + 2 x 3.
+    full = simulate(add_messages(table), Costs((1, 5), (2, 2), 0, hop=3))
+    assert full.spans[1] == found.spans[1]
+    assert full.spans[0][-1][:2] == (22, 24)
+
+
+def test_a_link_carries_one_message_at_a_time():
+    table = add_messages(make_table("gpipe", 2, 3))
+    spans = simulate(table, Costs(hop=10)).spans
+    assert [span.start for span in spans[1][:3]] == [11, 21, 31]
+
+
+def test_a_receive_that_is_posted_late_delays_the_message():
+    rows = [
+        "0F0 0SEND_F0 0RECV_B0 0B0 0F1 0SEND_F1 0RECV_B1 0B1",
+        "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
+    ]
+    table = Table([[Action.from_text(text) for text in row.split()] for row in rows])
+    found = simulate(table, Costs(hop=1))
+    assert found.makespan == 2 * (1 + 1 + 1 + 2 + 1 + 2)
+
+
+def test_says_that_ranks_wait_for_each_other():
+    rows = ["0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"]
+    table = Table([[Action.from_text(text) for text in row.split()] for row in rows])
+    with pytest.raises(ValueError, match=r"simulate: .* 0B0 \(rank 0\), 1F1 \(rank 1\)"):
+        simulate(table)
