@@ -9,7 +9,8 @@
 # make compat   test that build under the oldest torch;  make compat-newest: under the newest
 # make cuda     build the CUDA operators too, print what each kernel uses; fails if one spills registers, or loads
 #               shared memory that it does not write
-# make gpu-check PYTHON=python    on a machine with a GPU: build, test, sanitize and measure with that Python as it is
+# make gpu-check PYTHON=python    on a machine with a GPU: build, test, sanitize and measure with that Python as it is;
+#               OUT names the folder of the JSON, for this and for gpu-report
 # make gpu-report                 docs/gpu.md from what gpu-check found
 # Everything but gpu-check installs into .venv, which is reused. Neither nvcc nor a GPU is needed for the rest; nvcc for
 # make cuda.
@@ -114,10 +115,10 @@ cuda: $(VENV)/.installed
 	$(BIN)/python tools/kernel_resources.py $(BUILD_DIR)
 
 gpu-check:
-	$(PYTHON) tools/gpu_check.py
+	$(PYTHON) tools/gpu_check.py $(if $(OUT),--out $(OUT)/gpu.json)
 
 gpu-report:
-	$(PYTHON) tools/gpu_check.py --report docs/gpu.md
+	$(PYTHON) tools/gpu_check.py $(if $(OUT),--out $(OUT)/gpu.json) --report docs/gpu.md
 
 clean:
 	rm -rf build moe_ext/_C.so moe_ext/_C_cuda.so moe_ext/_runtime.*.so

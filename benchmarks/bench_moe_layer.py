@@ -3,8 +3,8 @@
 import torch
 from _harness import Table, interleaved, interleaved_fresh, milliseconds, ratio
 from layer_memory import measure
-from layer_peers import MAKERS, Case, contenders, make, plain_products, tokens, train
-from shapes import EVEN, LAYERS, ONE, ZIPF
+from layer_peers import MAKERS, contenders, make, plain_products, train
+from shapes import EVEN, LAYERS, ONE, ZIPF, Case, tokens
 from torch import Tensor, nn
 
 DTYPES = (torch.float32, torch.bfloat16)

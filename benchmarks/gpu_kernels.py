@@ -1,4 +1,4 @@
-"""Times every CUDA kernel beside a copy of as many bytes, on one GPU; prints one JSON object.
+"""Times every CUDA kernel beside a copy of as many bytes, on one GPU; prints JSON line by line.
 
     python benchmarks/gpu_kernels.py cuda [gating activation permutation ...]
 
@@ -8,15 +8,13 @@ read once and written once; the share is that of the bandwidth of `Tensor.copy_`
 same run.
 """
 
-import json
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import gpu_layer
 import torch
+from gpu_harness import Timer, show
 from shapes import LayerShape
 
 import moe_ext
@@ -52,48 +50,17 @@ class Result:
     share_of_copy: float | None
 
 
-class Timer:
-    """Median time of a call, by events on a GPU and by the clock elsewhere."""
-
-    def __init__(self, device: torch.device, repeats: int) -> None:
-        self.device = device
-        self.repeats = repeats
-        # Writing this between calls leaves nothing of the last call in the second-level cache.
-        size = 256 * 2**20 if device.type == "cuda" else 1
-        self.flush = torch.empty(size, dtype=torch.uint8, device=device)
-
-    def __call__(self, run: Callable[[], object]) -> float:
-        """Returns microseconds."""
-        for _ in range(3):
-            run()
-        times = [self._once(run) for _ in range(self.repeats)]
-        return statistics.median(times)
-
-    def _once(self, run: Callable[[], object]) -> float:
-        self.flush.zero_()
-        if self.device.type != "cuda":
-            start = time.perf_counter()
-            run()
-            return 1e6 * (time.perf_counter() - start)
-        start_event = torch.cuda.Event(enable_timing=True)
-        end_event = torch.cuda.Event(enable_timing=True)
-        start_event.record()
-        run()
-        end_event.record()
-        end_event.synchronize()
-        return 1e3 * start_event.elapsed_time(end_event)
-
-
 class Suite:
-    """Collects results; `copy_bandwidth` in bytes a microsecond."""
+    """Times kernels and shows each at once; `copy_bandwidth` in bytes a microsecond."""
 
     def __init__(self, device: torch.device, repeats: int, copy_bytes: int) -> None:
         self.device = device
         self.time = Timer(device, repeats)
-        self.results: list[Result] = []
+        self.num_failed = 0
         source = torch.zeros(copy_bytes // 2, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         self.copy_bandwidth = copy_bytes / self.time(lambda: target.copy_(source))
+        show({"copy_gigabytes_per_second": self.copy_bandwidth / 1e3})
 
     def add(
         self,
@@ -103,20 +70,24 @@ class Suite:
         run: Callable[[], object],
         num_bytes: int | None = None,
     ) -> None:
-        """Times `run`, which moves `num_bytes` in all."""
-        microseconds = self.time(run)
+        """Times `run`, which moves `num_bytes` in all; what fails is told, and the next goes on."""
+        try:
+            microseconds = self.time(run)
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+            show({"section": "Failures", "what": f"{name} {shape} {dtype}", "why": why})
+            self.num_failed += 1
+            return
         rate = None if num_bytes is None else num_bytes / microseconds
-        self.results.append(
-            Result(
-                name=name,
-                shape=shape,
-                dtype=str(dtype).removeprefix("torch."),
-                microseconds=microseconds,
-                gigabytes_per_second=None if rate is None else rate / 1e3,
-                share_of_copy=None if rate is None else rate / self.copy_bandwidth,
-            )
+        result = Result(
+            name=name,
+            shape=shape,
+            dtype=str(dtype).removeprefix("torch."),
+            microseconds=microseconds,
+            gigabytes_per_second=None if rate is None else rate / 1e3,
+            share_of_copy=None if rate is None else rate / self.copy_bandwidth,
         )
-        print(f"gpu_kernels: {self.results[-1]}", file=sys.stderr)
+        show({"kernel": asdict(result)})
 
 
 def permutation(suite: Suite, shape: Shape, dtype: torch.dtype) -> None:
@@ -314,8 +285,11 @@ def layer(suite: Suite, shape: Shape, dtype: torch.dtype) -> None:
 FAMILIES = ("gating", "activation", "permutation", "attention", "compression", "layer")
 
 
-def measure(device: torch.device, families: Sequence[str], *, small: bool) -> dict[str, object]:
-    """Figures of these families; `small` is for a test of this file on a machine without a GPU."""
+def measure(device: torch.device, families: Sequence[str], *, small: bool) -> int:
+    """Shows figures of these families, and returns how many failed.
+
+    `small` is for a test of this file on a machine without a GPU.
+    """
     layer_shape, gate = (SMALL, SMALL_GATE) if small else (LARGE, GATE)
     suite = Suite(device, repeats=3 if small else 20, copy_bytes=2**16 if small else 2**31)
     runs: dict[str, Callable[[torch.dtype], None]] = {
@@ -325,12 +299,6 @@ def measure(device: torch.device, families: Sequence[str], *, small: bool) -> di
         "attention": lambda dtype: attention(suite, 64 if small else 8192, dtype),
         "compression": lambda dtype: compression(suite, 2**12 if small else 2**28, dtype),
     }
-    for dtype in (torch.float32, torch.bfloat16):
-        for family in [name for name in runs if name in families]:
-            runs[family](dtype)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    whole: dict[str, object] = {}
     if "layer" in families:
         layer(suite, layer_shape, torch.bfloat16)
         if device.type == "cuda":
@@ -338,16 +306,16 @@ def measure(device: torch.device, families: Sequence[str], *, small: bool) -> di
         sizes = (layer_shape.model_dim, layer_shape.ffn_dim, layer_shape.num_experts)
         shape = LayerShape("layer", *sizes, layer_shape.top_k)
         tokens = layer_shape.num_tokens
-        measured = gpu_layer.measure(device, shape, tokens, torch.bfloat16, suite.time)
-        whole = {"layer": measured}
-    return {
-        "copy_gigabytes_per_second": suite.copy_bandwidth / 1e3,
-        "kernels": [asdict(result) for result in suite.results],
-        **whole,
-    }
+        show({"layer": gpu_layer.measure(device, shape, tokens, torch.bfloat16, suite.time)})
+    for dtype in (torch.bfloat16, torch.float32):
+        for family in [name for name in runs if name in families]:
+            runs[family](dtype)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return suite.num_failed
 
 
 if __name__ == "__main__":
     where = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cuda")
     chosen = [name for name in FAMILIES if name in sys.argv] or FAMILIES
-    print(json.dumps(measure(where, chosen, small="--small" in sys.argv)))
+    sys.exit(int(measure(where, chosen, small="--small" in sys.argv) > 0))

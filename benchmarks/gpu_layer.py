@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Callable
 
 import torch
-from shapes import EVEN, LayerShape
+from shapes import EVEN, Case, LayerShape, tokens
 from torch import Tensor, nn
 
 from moe_ext import ops
@@ -29,7 +29,7 @@ def measure(
     """Microseconds of a forward and backward pass of each layer, and of the products alone."""
     if importlib.util.find_spec("transformers") is None:
         return {"peer": NO_PEER}
-    from layer_peers import Case, hf_block, our_layer, tokens, train
+    from layer_peers import hf_block, our_layer, train
 
     case = Case(shape, num_tokens, dtype, EVEN)
     block = hf_block(case, device=device)

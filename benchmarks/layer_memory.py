@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 from _harness import rise_of_memory
-from layer_peers import Case, make, tokens, train
-from shapes import LAYERS, Routing
+from layer_peers import make, train
+from shapes import LAYERS, Case, Routing, tokens
 from torch import Tensor, nn
 
 

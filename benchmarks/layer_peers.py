@@ -9,49 +9,16 @@ import io
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from shapes import QWEN3_SMALL, LayerShape, Routing
+from shapes import QWEN3_SMALL, Case, LayerShape
 from torch import Tensor, nn
 from transformers import MixtralConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 import moe_ext
-
-
-@dataclass(frozen=True)
-class Case:
-    """One measurement: a layer, its tokens, their dtype and how they are routed."""
-
-    shape: LayerShape
-    num_tokens: int
-    dtype: torch.dtype
-    routing: Routing
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The first columns of a table."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return self.shape.name, str(self.num_tokens), dtype, self.routing.name
-
-
-def tokens(case: Case) -> Tensor:
-    """Tokens [1, T, D] whose first E columns are their logits, for the router of `hf_block`.
-
-    The logits of a token are the same numbers in another order, all of them exact in bfloat16: no
-    two tie, so every contender chooses the same experts in every dtype.
-    """
-    shape = case.shape
-    generator = torch.Generator().manual_seed(0)
-    x_TD = torch.randn(case.num_tokens, shape.model_dim, generator=generator)
-    popularity = -case.routing.exponent * torch.arange(1, shape.num_experts + 1).log()
-    noise = -torch.rand(case.num_tokens, shape.num_experts, generator=generator).log_().neg_().log()
-    rank_TE = (popularity + noise).argsort(dim=1, descending=True).argsort(dim=1)
-    x_TD[:, : shape.num_experts] = (shape.num_experts - rank_TE) / 16
-    return x_TD.to(case.dtype)[None]
 
 
 def chosen(case: Case, x: Tensor) -> Tensor:

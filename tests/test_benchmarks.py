@@ -25,8 +25,7 @@ def benchmarks_on_path():
 
 
 def tiny_case(dtype, routing):
-    from layer_peers import Case
-    from shapes import LayerShape
+    from shapes import Case, LayerShape
 
     return Case(LayerShape("tiny", 32, 16, 8, 2), 64, dtype, routing)
 
@@ -97,8 +96,8 @@ def test_a_straight_line_is_found():
 
 
 def test_routing_follows_the_popularity():
-    from layer_peers import chosen, tokens
-    from shapes import EVEN, ONE, ZIPF
+    from layer_peers import chosen
+    from shapes import EVEN, ONE, ZIPF, tokens
 
     counts = {}
     for routing in (EVEN, ZIPF, ONE):
@@ -114,7 +113,8 @@ def test_routing_follows_the_popularity():
 def test_contenders_compute_the_same(dtype, routing):
     import shapes
     from bench_moe_layer import TOLERANCE, largest_difference
-    from layer_peers import contenders, make, tokens
+    from layer_peers import contenders, make
+    from shapes import tokens
 
     case = tiny_case(dtype, getattr(shapes, routing))
     # Without the layers that want a process group, which other tests make for themselves.
@@ -129,8 +129,8 @@ def test_contenders_compute_the_same(dtype, routing):
 
 
 def test_the_dense_gate_of_fairscale_routes_as_the_block():
-    from layer_peers import DenseGate, hf_block, tokens
-    from shapes import EVEN
+    from layer_peers import DenseGate, hf_block
+    from shapes import EVEN, tokens
 
     case = tiny_case(torch.float32, EVEN)
     block, x = hf_block(case), tokens(case)
@@ -161,8 +161,7 @@ def test_saved_bytes_counts_each_storage_once_and_no_parameter():
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_measured_in_a_process_of_its_own():
     from layer_memory import measure
-    from layer_peers import Case
-    from shapes import EVEN, LAYERS
+    from shapes import EVEN, LAYERS, Case
 
     case = Case(LAYERS[1], 64, torch.float32, EVEN)
     found = measure(case, ["ours", "grouped_mm"])

@@ -2,47 +2,73 @@
 
 import importlib.util
 import json
-import subprocess
+import os
 import sys
+import time
+import types
 from pathlib import Path
 
+import emulation
 import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture
-def gpu_check(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "tools" / "gpu_check.py")
+NAMES = ["name", "compute_capability", "num_sms", "memory_gib", "driver", "torch", "cuda"]
+DEVICE = dict.fromkeys([*NAMES, "commit"], "?")
+
+
+def imported(monkeypatch, folder, name):
+    """A script of the repository, new for each test."""
+    monkeypatch.syspath_prepend(ROOT / folder)
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "gpu_check", module)
+    monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
     return module
 
 
-def test_benchmarks_run_and_the_page_shows_them(gpu_check):
-    command = [sys.executable, "benchmarks/gpu_kernels.py", "cpu", "--small"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    figures = json.loads(result.stdout.splitlines()[-1])
-    names = ["name", "compute_capability", "num_sms", "memory_gib", "driver", "torch", "cuda"]
-    device = dict.fromkeys([*names, "commit"], "?")
-    steps = [{"name": "tests", "state": "failed", "seconds": 1.5}]
-    names = {kernel["name"] for kernel in figures["kernels"]}
+@pytest.fixture
+def gpu_check(monkeypatch):
+    return imported(monkeypatch, "tools", "gpu_check")
+
+
+@pytest.fixture
+def gpu_operators(monkeypatch):
+    return imported(monkeypatch, "tools", "gpu_operators")
+
+
+def test_benchmarks_run_and_the_page_shows_them(gpu_check, monkeypatch, capsys):
+    kernels = imported(monkeypatch, "benchmarks", "gpu_kernels")
+    assert kernels.measure(torch.device("cpu"), kernels.FAMILIES, small=True) == 0
+    rows = gpu_check.rows_in(capsys.readouterr().out)
+    found = [row["kernel"] for row in rows if "kernel" in row]
+    steps = [
+        {"name": "operators", "state": "failed", "seconds": 1.5},
+        {"name": "tests of test_a", "state": "passed", "seconds": 3.0},
+        {"name": "tests of test_b", "state": "failed: 1 failed", "seconds": 4.0},
+    ]
+    names = {kernel["name"] for kernel in found}
     assert {estimate.name for estimate in gpu_check.gpu_estimates.ESTIMATES} <= names
     # As that of the estimate's shape.
-    gate = next(
-        k for k in figures["kernels"] if (k["name"], k["dtype"]) == ("topk_gate", "bfloat16")
-    )
-    figures["kernels"].append({**gate, "shape": "T=16384 E=64 K=8", "microseconds": 27.0})
-    page = gpu_check.page({"device": device, "steps": steps, "figures": figures})
+    gate = next(k for k in found if (k["name"], k["dtype"]) == ("topk_gate", "bfloat16"))
+    timed = {**gate, "shape": "T=16384 E=64 K=8", "microseconds": 27.0}
+    rows += [
+        {"kernel": timed},
+        {"section": "Ceilings", "name": "copy", "GB/s": 3012.4},
+        {"section": "Ceilings", "name": "mm", "TF": 7.914, "why": "no clocks"},
+    ]
+    page = gpu_check.page({"device": DEVICE, "steps": steps, "rows": rows})
+    assert "| name | GB/s | TF | why |" in page
+    assert "| copy | 3012 |  |  |" in page and "| mm |  | 7.91 | no clocks |" in page
     assert "| topk_gate | T=16384 E=64 K=8 | bfloat16 | 0.004 | 0.00 | 64 | 50 % | 20 % | " in page
-    assert (
-        page.count("| 27 |") == 1
-        and page.count("|  |\n") == len(gpu_check.gpu_estimates.ESTIMATES) - 1
-    )
-    assert "| tests | failed | 2 |" in page
+    estimates = page.partition("## Estimates")[2].partition("Of the other figures")[0]
+    assert estimates.count("| 27 |") == 1
+    assert estimates.count("|  |\n") == len(gpu_check.gpu_estimates.ESTIMATES) - 1
+    assert "| operators | failed | 2 |" in page
+    assert "| tests of test_b | failed: 1 failed | 4 |" in page
+    assert "| 1 of 2 files of tests | passed | 3 |" in page and "test_a" not in page
     for name in ("topk_gate", "permute_tokens backward", "MoELayer forward and backward"):
         assert f"| {name} | T=64 " in page
     for name in ("attention_block backward", "merge_attention"):
@@ -63,6 +89,190 @@ def test_page_says_when_there_was_no_peer(gpu_check):
 
 def test_page_says_when_nothing_was_measured(gpu_check):
     assert "Not measured" in gpu_check.page(None)
+    page = gpu_check.page({"device": DEVICE, "steps": [], "rows": []})
+    assert "Kernels: not measured." in page and "Layer beside" in page
+
+
+def test_a_figure_that_fails_does_not_cost_the_next(monkeypatch, capsys):
+    kernels = imported(monkeypatch, "benchmarks", "gpu_kernels")
+    suite = kernels.Suite(torch.device("cpu"), repeats=1, copy_bytes=64)
+
+    def broken():
+        raise RuntimeError("CUDA error: an illegal memory access\nand more")
+
+    suite.add("bad", "T=1", torch.float32, broken)
+    suite.add("good", "T=1", torch.float32, lambda: None)
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert rows[1]["what"] == "bad T=1 torch.float32" and rows[1]["why"].endswith("memory access")
+    assert rows[2]["kernel"]["name"] == "good" and suite.num_failed == 1
+
+
+def test_every_figure_of_the_parts_is_shown(gpu_check, monkeypatch, capsys):
+    cpu, rows = torch.device("cpu"), []
+    for name in ("gpu_layer_parts", "gpu_attention"):
+        module = imported(monkeypatch, "benchmarks", name)
+        assert module.measure(cpu, list(module.FAMILIES), small=True) == 0
+        rows += gpu_check.rows_in(capsys.readouterr().out)
+        scripts = (*gpu_check.FIRST_FIGURES, *gpu_check.FIGURES)
+        assert {family for script, family in scripts if script == name} == set(module.FAMILIES)
+    sections = gpu_check.sections(rows)
+    for expected in gpu_check.gpu_estimates.EXPECTED:
+        assert any(
+            expected.column in row and set(expected.labels) <= set(row)
+            for row in sections[expected.section]
+        ), expected
+    # Every way to lose one: nothing is left out in silence.
+    missing = {row["why not"] for row in rows if "why not" in row}
+    assert missing <= {
+        "transformers is not installed",
+        "the package kernels is not installed",
+        "this transformers has no sonicmoe",
+    }
+    expected = gpu_check.gpu_estimates.EXPECTED[0]
+    measured = {"section": expected.section, **expected.labels, expected.column: 3025.0}
+    assert "| GB/s | 3182 | 4085 | 3025 |" in "\n".join(
+        gpu_check.gpu_estimates.other_table([{"kernel": {}}, measured])
+    )
+
+
+def test_a_profile_tells_kernels_from_host(monkeypatch):
+    harness = imported(monkeypatch, "benchmarks", "gpu_harness")
+    kinds = torch.autograd.DeviceType
+
+    def event(key, count, host, device, kind=kinds.CPU, **more):
+        times = {"self_cpu_time_total": host, "self_device_time_total": device}
+        return types.SimpleNamespace(key=key, count=count, device_type=kind, **times, **more)
+
+    found = harness.summary(
+        [
+            event("aten::mm", 2, 9.0, 80.0),
+            event("cudaStreamSynchronize", 3, 200.0, 0.0),
+            event("merge_attention_kernel", 1, 0.0, 30.0, kinds.CUDA),
+            event("Memcpy DtoD", 2, 0.0, 4.0, kinds.CUDA),
+            event("step", 1, 0.0, 99.0, kinds.CUDA, is_user_annotation=True),
+        ]
+    )
+    assert [name for name, *_ in found.operators] == ["cudaStreamSynchronize", "aten::mm"]
+    assert (found.launches, found.waits, found.microseconds()) == (3, 3, 34.0)
+    assert found.microseconds("memcpy") == 4.0 and found.microseconds("merge", "copy") == 30.0
+
+
+def test_clocks_are_read_while_something_runs(monkeypatch, capsys):
+    harness = imported(monkeypatch, "benchmarks", "gpu_harness")
+    cpu, runs = torch.device("cpu"), []
+    said = "import time; time.sleep(0.05); print('1980, 2619, 650.5, 41, 0x0')"
+    found = harness.sampled(lambda: runs.append(1), cpu, (sys.executable, "-c", said))
+    assert runs and found["SM MHz"] == "1980" and found["limits"] == "0x0"
+    assert "unknown" in harness.sampled(list, cpu, ("no-such-program",))["clocks"]
+    assert "unknown" in harness.sampled(list, cpu, ("echo", "no devices"))["clocks"]
+    section = harness.Section("A")
+    section.add({"n": 1}, lambda: {}["lost"])
+    section.add({"n": 2}, lambda: {"us": 3.0})
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert rows[0]["why not"] == "failed: KeyError: 'lost'" and harness.Section.num_failed == 1
+    assert rows[1] == {"section": "A", "n": 2, "us": 3.0}
+
+
+def test_every_registered_operator_is_called_alone(gpu_operators):
+    assert set(gpu_operators.CALLS) == set(gpu_operators.registered())
+    names = gpu_operators.everything()
+    assert names[:3] == ["MoELayer", "attention_by_a_library", "grouped_mm"]
+    compression = {"topk_compress_", "quantize_blockwise", "_encode_payload"}
+    assert compression < set(names[-16:])
+
+
+def check_emulated(gpu_operators, name, dtype):
+    """`gpu_operators.check` with the CUDA kernels of the emulation."""
+    arguments = gpu_operators.CALLS[name](gpu_operators.Inputs(dtype))
+    expected = gpu_operators.result(name, gpu_operators.moved(arguments, "cpu"))
+    with emulation.emulated_cuda():
+        found = gpu_operators.result(name, gpu_operators.moved(arguments, "cpu"))
+    return gpu_operators.difference(found, expected, gpu_operators.TOLERANCE[dtype])
+
+
+@pytest.mark.skipif(not emulation.is_built(), reason="no emulation of CUDA")
+def test_calls_of_operators_agree_on_sound_kernels(gpu_operators):
+    slow = {"attention_block_backward", "balanced_assignment"}
+    names = [name for name in gpu_operators.CALLS if name not in slow]
+    wrong = {name: check_emulated(gpu_operators, name, torch.bfloat16) for name in names}
+    assert not any(wrong.values()), wrong
+
+
+def test_wrong_results_are_told(gpu_operators):
+    x, i = torch.ones(4), torch.arange(200)
+    same = gpu_operators.difference
+    assert same([x, i], [x.clone(), i.clone()], 0.0) == ""
+    assert "off by 2" in same([x - 1], [x], 0.5)
+    assert "off by nan" in same([x * torch.nan], [x], 0.5)
+    # One code of two hundred may lie between two; three may not.
+    assert same([(i - 7).relu() + 7], [i], 0.0).endswith("4 % of 200 integers differ")
+    assert same([torch.where(i == 9, 8, i)], [i], 0.0) == ""
+    assert "not torch.float32 (4,)" in same([x[:2]], [x], 0.0)
+
+
+def faulty_processes(name, device, connection):
+    """In place of `_child`: one operator of each way to end."""
+    connection.send("bfloat16")
+    if name == "dies":
+        os._exit(7)
+    if name == "hangs":
+        time.sleep(60)
+    connection.send(("failed", "why") if name == "fails" else ("passed", ""))
+    os._exit(0)
+
+
+def test_no_operator_takes_others_with_it(gpu_operators, monkeypatch):
+    monkeypatch.setattr(gpu_operators, "_child", faulty_processes)
+    monkeypatch.setattr(gpu_operators, "SECONDS", 1)
+    names = ["dies", "good", "hangs", "fails", "better"]
+    found = {name: (state, why) for name, state, why in gpu_operators.run(names, "cpu", "fork", 2)}
+    assert found == {
+        "dies": ("died", "exit code 7, in bfloat16"),
+        "good": ("passed", ""),
+        "better": ("passed", ""),
+        "hangs": ("hung", "no end within 1 s, in bfloat16"),
+        "fails": ("failed", "why"),
+    }
+
+
+def test_operators_run_in_processes_of_their_own(gpu_operators, monkeypatch, tmp_path):
+    results = tmp_path / "operators.jsonl"
+    monkeypatch.setattr(sys, "argv", ["", "cpu", str(results), "topk_gate", "new"])
+    assert gpu_operators.main() == 1
+    states = {r["operator"]: r for r in map(json.loads, results.read_text().splitlines())}
+    assert states["topk_gate"]["state"] == "passed"
+    assert states["new"]["why"].startswith("no call: add one")
+
+
+def test_the_first_faulty_kernel_is_named(gpu_check, monkeypatch, tmp_path):
+    lines = [
+        {"operator": "wrong", "state": "failed", "why": "result 0"},
+        {"operator": "topk_gate", "state": "died", "why": "exit code 1, in bfloat16"},
+        {"operator": "good", "state": "passed", "why": ""},
+    ]
+    report = (
+        "========= COMPUTE-SANITIZER\n"
+        "========= Invalid __global__ write of size 4 bytes\n"
+        "=========     at void moe_ext::gate_kernel<(int)8>(const float *)+0x90\n"
+    )
+
+    def run(name, command, limit, env=None):
+        if name == "operators":
+            (tmp_path / "operators.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+            return gpu_check.Step(name, "failed", 3.0)
+        assert command[0] == "sanitizer" and command[-2:] == ["--here", "topk_gate"]
+        return gpu_check.Step(name, "failed", 3.0, "", report)
+
+    monkeypatch.setattr(gpu_check, "run", run)
+    monkeypatch.setattr(gpu_check, "find_tool", lambda name: "sanitizer")
+    step = gpu_check.operator_step(tmp_path / "operators.jsonl")
+    assert step.state == (
+        "failed: first topk_gate (exit code 1, in bfloat16), kernel moe_ext::gate_kernel: "
+        "Invalid __global__ write of size 4 bytes"
+    )
+    assert "wrong: failed: result 0" in step.tail and "'passed': 1" in step.tail
+    monkeypatch.setattr(gpu_check, "find_tool", lambda name: None)
+    assert gpu_check.operator_step(tmp_path / "operators.jsonl").state.endswith("in bfloat16)")
 
 
 def test_a_step_that_fails_or_hangs_is_recorded(gpu_check):
@@ -83,6 +293,9 @@ def test_no_step_outlives_the_total(gpu_check, monkeypatch):
 
 def test_tests_go_on_behind_one_that_ends_its_process(gpu_check, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setattr(gpu_check, "CHOSEN", ())
+    sound = tmp_path / "test_sound.py"
+    sound.write_text("def test_it(): pass")
     tests = tmp_path / "test_faulty.py"
     tests.write_text("""
 import os, sys, pytest
@@ -99,10 +312,12 @@ def test_breaks():
 def test_wrong(): assert 1 == 2
 def test_last(): pass
 """)
-    results = tmp_path / "results.jsonl"
-    step = gpu_check.suite_step([str(tests)], results)
+    steps = gpu_check.suite_steps([tests, sound], tmp_path / "results")
+    steps = {step.name: step for step in steps}
+    assert steps["tests of test_sound"].state == "passed"
+    step = steps["tests of test_faulty"]
     assert step.state == "failed: 1 failed, 2 ended their process"
-    outcomes = gpu_check.surviving_tests.ended(results)
+    outcomes = gpu_check.surviving_tests.ended(tmp_path / "results" / "test_faulty.jsonl")
     assert {test.partition("::")[2]: outcome for test, outcome in outcomes.items()} == {
         "test_first": "passed",
         "test_ends[0]": "passed",
@@ -120,9 +335,12 @@ def test_a_missing_sanitizer_is_said(gpu_check, monkeypatch):
     assert states == {"not run: compute-sanitizer is not installed"}
 
 
-def test_figures_are_found_below_other_output(gpu_check):
-    assert gpu_check.figures_in('warning\n{"a": 1}\n{broken\nleaked semaphore') == {"a": 1}
-    assert gpu_check.figures_in("") == {}
+def test_figures_are_found_in_other_output(gpu_check):
+    output = 'warning\n{"a": 1}\n{broken\n{"b": 2}\nleaked semaphore'
+    assert gpu_check.rows_in(output) == [{"a": 1}, {"b": 2}]
+    assert gpu_check.rows_in("") == []
+    (step, rows), *_ = gpu_check.figure_steps([("no_such_script", "layer")])
+    assert step.state == "failed" and rows == []
     assert gpu_check.said("no-such-program") == "unknown"
 
 

@@ -3,11 +3,12 @@
     python tools/gpu_check.py [--out gpu.json] [--report docs/gpu.md]
 
 Needs no network: it takes the Python it runs in with what that has (torch 2.11 or later with CUDA,
-pytest, ninja, cmake) and nvcc. It builds for this card alone, runs the tests on the device, the
-kernel benchmarks, and a few tests under compute-sanitizer where that is installed. No faulty kernel
-ends it: every step is a process, tests go on in a new one behind a test that ended theirs, and the
-JSON is written after each step. With --report alone it turns the JSON into a page. Exits with 1 if
-a step failed.
+pytest, ninja, cmake) and nvcc. It builds for this card alone, runs every operator once, measures
+the layer, runs the tests on the device, measures all else, and runs a few tests under
+compute-sanitizer where that is installed. No faulty kernel ends it: each operator, file of tests
+and family of figures is a process, tests go on in a new one behind a test that ended theirs,
+figures come line by line, and the JSON is written after each step. With --report alone it turns the
+JSON into a page. Exits with 1 if a step failed.
 """
 
 import argparse
@@ -16,13 +17,15 @@ import contextlib
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +45,39 @@ SANITIZED_TESTS = [
     "tests/ops/test_sparse_blocks.py::test_blocks_equal_the_reference",
     "tests/ops/test_topk.py::test_topk_equals_the_reference",
 ]
-# Families of benchmarks/gpu_kernels.py.
-BENCHMARKS = ("gating", "activation", "permutation", "attention", "compression", "layer")
+# Scripts of benchmarks/ and their families: the layer's before the tests, the others behind them.
+FIRST_FIGURES = (
+    ("gpu_layer_parts", "layer"),
+    ("gpu_layer_parts", "products"),
+    ("gpu_kernels", "layer"),
+)
+FIGURES = (
+    ("gpu_attention", "errors"),
+    ("gpu_attention", "rates"),
+    ("gpu_layer_parts", "ceilings"),
+    ("gpu_attention", "ring"),
+    ("gpu_layer_parts", "memory"),
+    ("gpu_layer_parts", "peers"),
+    *(("gpu_kernels", name) for name in ("attention", "permutation", "activation", "gating")),
+    ("gpu_kernels", "compression"),
+)
 # Seconds of each step, and of all together: a step gets no more than what is left.
-LIMIT = {"build": 240, "tests": 200, "sanitizer": 50, "benchmarks": 60}
+LIMIT = {"build": 240, "operators": 45, "tests": 110, "sanitizer": 50, "figures": 60}
 TOTAL = 570
+# Seconds that tests leave for the figures behind them.
+RESERVED = 180
 STARTED = time.monotonic()
 
 
 @dataclass(frozen=True)
 class Step:
-    """One command: how it ended, how long it took, and its last lines."""
+    """One command: how it ended, how long it took, its last lines, and all it printed."""
 
     name: str
     state: str  # passed, failed, timed out, or why it was not run
     seconds: float
     tail: str = ""
+    output: str = field(default="", repr=False)
 
 
 def run(name: str, command: list[str], limit: int, env: dict[str, str] | None = None) -> Step:
@@ -91,7 +111,7 @@ def run(name: str, command: list[str], limit: int, env: dict[str, str] | None = 
     if state != "passed":
         print(tail, flush=True)
     print(f"gpu_check: {name}: {state}", flush=True)
-    return Step(name, state, time.monotonic() - start, tail)
+    return Step(name, state, time.monotonic() - start, tail, output)
 
 
 def device_facts() -> dict[str, object]:
@@ -165,22 +185,65 @@ def find_tool(name: str) -> str | None:
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
 
-SUITE = ["tests/ops", "tests/gpu", "-k", "cuda or gpu"]
+def operator_step(results: Path) -> Step:
+    """Every operator once; the first that failed is run again for the name of its kernel."""
+    results.unlink(missing_ok=True)
+    command = [sys.executable, "tools/gpu_operators.py", "cuda", str(results)]
+    step = run("operators", command, LIMIT["operators"])
+    found = surviving_tests.records(results)
+    count = collections.Counter(record["state"] for record in found)
+    bad = [record for record in found if record["state"] != "passed"]
+    if not bad:
+        return Step("operators", step.state, step.seconds, f"{dict(count)}")
+    # Ones that end their process come first: a wrong number is most likely their neighbours' fault.
+    first = min(bad, key=lambda record: record["state"] == "failed")
+    state = f"failed: first {first['operator']} ({first['why']}){faulty_kernel(first['operator'])}"
+    told = [f"{r['operator']}: {r['state']}: {r['why']}" for r in bad]
+    return Step("operators", state, step.seconds, "\n".join([f"{dict(count)}", *told]))
 
 
-def suite_step(selected: list[str], results: Path) -> Step:
-    """Tests, in a new process behind each that ended its own."""
+def faulty_kernel(operator: str) -> str:
+    """The kernel of an operator that compute-sanitizer names, as an end of a sentence."""
+    sanitizer = find_tool("compute-sanitizer")
+    if sanitizer is None:
+        return ""
+    here = [sys.executable, "tools/gpu_operators.py", "cuda", os.devnull, "--here", operator]
+    env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_LAUNCH_BLOCKING": "1"}
+    output = run(f"kernel of {operator}", [sanitizer, *here], LIMIT["sanitizer"], env).output
+    named = re.search(r"^=+ (\S.*)\n=+ +at (?:void )?([\w:~]+)", output, re.MULTILINE)
+    return f", kernel {named[2]}: {named[1]}" if named else ", no kernel named by compute-sanitizer"
+
+
+SUITE = ("tests/ops", "tests/gpu")
+CHOSEN = ("-k", "cuda or gpu")
+
+
+def suite_steps(files: Iterable[Path], folder: Path) -> Iterator[Step]:
+    """Tests, a process a file and a few at a time."""
+    folder.mkdir(exist_ok=True)
+    now = time.monotonic()
+    deadline = max(min(now + LIMIT["tests"], STARTED + TOTAL - RESERVED), now + 30)
+    with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2)) as pool:
+        steps = [
+            pool.submit(file_step, file, folder / f"{file.stem}.jsonl", deadline) for file in files
+        ]
+        for step in as_completed(steps):
+            yield step.result()
+
+
+def file_step(file: Path, results: Path, deadline: float) -> Step:
+    """The tests of a file, in a new process behind each that ended its own."""
     results.unlink(missing_ok=True)
     start, num_records, state = time.monotonic(), -1, ""
-    env = {"MOE_EXT_RESULTS": str(results)}
-    command = [*PYTEST, "-p", "tools.surviving_tests", *selected]
+    env = {"MOE_EXT_RESULTS": str(results), "OMP_NUM_THREADS": "2"}
+    command = [*PYTEST, "-p", "tools.surviving_tests", str(file), *CHOSEN]
+    name = f"tests of {file.stem}"
     # A process that adds nothing would be started for ever.
     while num_records < len(records := surviving_tests.records(results)):
         if any("end" in record for record in records):
             break
         num_records = len(records)
-        left = int(start + LIMIT["tests"] - time.monotonic())
-        step = run("tests", command, max(left, 0), env)
+        step = run(name, command, max(int(deadline - time.monotonic()), 0), env)
         state = step.state
     outcomes = surviving_tests.ended(results)
     count = collections.Counter(outcomes.values())
@@ -189,10 +252,11 @@ def suite_step(selected: list[str], results: Path) -> Step:
     if bad or not complete:
         cut = "" if complete else f"; {state} before the last"
         state = f"failed: {count['failed']} failed, {count['died']} ended their process{cut}"
+    else:
+        state = "passed"  # and where nothing was selected
     texts = {r["test"]: r["text"].strip() for r in records if "text" in r}
     last = [f"{test}: {texts.get(test, '?').splitlines()[-1:]}" for test in bad]
-    seconds = time.monotonic() - start
-    return Step("tests", state or "passed", seconds, "\n".join([f"{dict(count)}", *last]))
+    return Step(name, state, time.monotonic() - start, "\n".join([f"{dict(count)}", *last]))
 
 
 def sanitizer_steps() -> Iterator[Step]:
@@ -210,22 +274,24 @@ def sanitizer_steps() -> Iterator[Step]:
         yield run(name, [*command, *PYTEST, *selected], LIMIT["sanitizer"], env)
 
 
-def benchmark_steps() -> Iterator[tuple[Step, dict[str, Any]]]:
-    """The kernel benchmarks by family, each with the JSON that it printed last."""
-    for family in BENCHMARKS:
-        command = [sys.executable, "benchmarks/gpu_kernels.py", "cuda", family]
-        step = run(f"benchmarks of {family}", command, LIMIT["benchmarks"])
-        yield step, figures_in(step.tail)
+def figure_steps(
+    wanted: Iterable[tuple[str, str]],
+) -> Iterator[tuple[Step, list[dict[str, Any]]]]:
+    """Figures by family, each with the rows that it printed before it ended."""
+    for script, family in wanted:
+        command = [sys.executable, f"benchmarks/{script}.py", "cuda", family]
+        step = run(f"{script} {family}", command, LIMIT["figures"])
+        yield step, rows_in(step.output)
 
 
-def figures_in(output: str) -> dict[str, object]:
-    """The last line that is a JSON object: libraries may print more when the process ends."""
-    for line in reversed(output.splitlines()):
+def rows_in(output: str) -> list[dict[str, Any]]:
+    """Lines that are a JSON object: libraries print others, and the last one may be cut off."""
+    rows = []
+    for line in output.splitlines():
         if line.startswith("{"):
             with contextlib.suppress(ValueError):
-                found: dict[str, object] = json.loads(line)
-                return found
-    return {}
+                rows.append(json.loads(line))
+    return rows
 
 
 def check(out: Path) -> int:
@@ -235,19 +301,29 @@ def check(out: Path) -> int:
     if not torch.cuda.is_available():
         print("gpu_check: expected a CUDA device, got none", file=sys.stderr)
         return 1
-    result: dict[str, Any] = {"device": device_facts(), "steps": [], "figures": {}}
+    result: dict[str, Any] = {"device": device_facts(), "steps": [], "rows": []}
+    # Many files, that need not come back from a machine that is lent.
+    folder = ROOT / "build" / "gpu-check"
+    folder.mkdir(parents=True, exist_ok=True)
 
-    def keep(step: Step) -> None:
-        result["steps"].append(asdict(step))
+    def keep(step: Step, rows: Iterable[dict[str, Any]] = ()) -> None:
+        found = asdict(step)
+        del found["output"]
+        result["steps"].append(found)
+        result["rows"] += rows
         out.write_text(json.dumps(result, indent=1) + "\n")
 
     keep(build_step(str(result["device"]["compute_capability"])))
     if result["steps"][0]["state"] == "passed":
-        keep(suite_step(SUITE, out.with_suffix(".tests.jsonl")))
-        for step, found in benchmark_steps():
-            kernels = [*result["figures"].get("kernels", []), *found.pop("kernels", [])]
-            result["figures"] |= {**found, "kernels": kernels} if found else {}
+        keep(operator_step(folder / "operators.jsonl"))
+        for step, rows in figure_steps(FIRST_FIGURES):
+            keep(step, rows)
+        for step in suite_steps(
+            sorted(f for s in SUITE for f in (ROOT / s).glob("test_*.py")), folder
+        ):
             keep(step)
+        for step, rows in figure_steps(FIGURES):
+            keep(step, rows)
         for step in sanitizer_steps():
             keep(step)
     print(f"gpu_check: wrote {out}")
@@ -272,29 +348,73 @@ def page(result: dict[str, Any] | None) -> str:
         "| step | result | seconds |",
         "|---|---|---|",
     ]
-    lines += [f"| {s['name']} | {s['state']} | {s['seconds']:.0f} |" for s in result["steps"]]
-    figures = result["figures"]
-    if not figures:
-        return "\n".join([*lines, "", "Kernels: not measured.", "", *estimate_lines(), ""])
+    # Of files of tests, those that failed alone.
+    files = [s for s in result["steps"] if s["name"].startswith("tests of ")]
+    good = [s for s in files if s["state"] == "passed"]
     lines += [
+        f"| {s['name']} | {s['state']} | {s['seconds']:.0f} |"
+        for s in result["steps"]
+        if s not in good
+    ]
+    if good:
+        seconds = max(s["seconds"] for s in good)
+        lines.append(f"| {len(good)} of {len(files)} files of tests | passed | {seconds:.0f} |")
+    lines += [""]
+    for title, rows in sections(result["rows"]).items():
+        lines += [f"## {title}", "", *table(rows), ""]
+    kernels = [row["kernel"] for row in result["rows"] if "kernel" in row]
+    layer = next((row["layer"] for row in result["rows"] if "layer" in row), {})
+    lines += [*layer_lines(layer), "", *kernel_lines(kernels, result["rows"]), ""]
+    return "\n".join([*lines, *estimate_lines(result["rows"]), ""])
+
+
+def sections(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows of a table by its title."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if "section" in row:
+            found.setdefault(row["section"], []).append(row)
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """A table with a column for each name that some row has."""
+    names = list(dict.fromkeys(name for row in rows for name in row if name != "section"))
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    for row in rows:
+        cells = (row.get(name) for name in names)
+        lines.append("| " + " | ".join(map(gpu_estimates.figure, cells)) + " |")
+    return lines
+
+
+def kernel_lines(kernels: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:
+    """Each kernel beside a copy of as many bytes."""
+    copies = [
+        row["copy_gigabytes_per_second"] for row in rows if "copy_gigabytes_per_second" in row
+    ]
+    if not kernels or not copies:
+        return ["Kernels: not measured."]
+    lines = [
+        "## Kernels",
         "",
-        f"A copy on the device moves {figures['copy_gigabytes_per_second']:.0f} GB/s, read and "
-        "written bytes together; shares are of that.",
+        f"A copy on the device moves {max(copies):.0f} GB/s, read and written bytes together; each "
+        "share is of the copy in its own process.",
         "",
         "| kernel | shape | dtype | us | GB/s | share of copy |",
         "|---|---|---|---|---|---|",
     ]
-    for k in figures["kernels"]:
+    for k in kernels:
         rate, share = k["gigabytes_per_second"], k["share_of_copy"]
         moved = "| |" if rate is None else f"{rate:.0f} | {100 * share:.0f} % |"
         row = f"| {k['name']} | {k['shape']} | {k['dtype']} | {k['microseconds']:.1f} | {moved}"
         lines.append(row)
-    lines += ["", *layer_lines(figures.get("layer", {})), "", *estimate_lines(figures["kernels"])]
-    return "\n".join([*lines, ""])
+    return lines
 
 
-def estimate_lines(kernels: Iterable[dict[str, Any]] = ()) -> list[str]:
-    """Expected times beside the measured ones."""
+def estimate_lines(rows: Iterable[dict[str, Any]] = ()) -> list[str]:
+    """Expected figures beside the measured ones."""
+    rows = list(rows)
+    kernels = [row["kernel"] for row in rows if "kernel" in row]
     rates = ", ".join(f"{rate} TB/s on an {name}" for name, rate in gpu_estimates.MEMORY.items())
     return [
         "## Estimates",
@@ -306,6 +426,11 @@ def estimate_lines(kernels: Iterable[dict[str, Any]] = ()) -> list[str]:
         "room for.",
         "",
         *gpu_estimates.table(kernels),
+        "",
+        "Of the other figures; products and attention by what libraries reach, memory by the sums "
+        "in [design.md](design.md):",
+        "",
+        *gpu_estimates.other_table(rows),
     ]
 
 

@@ -4,7 +4,7 @@ A time is the larger of bytes by the rate of memory and products by that of tens
 share of that limit which reading the kernel's code lets one expect, and 3 us for each launch. Bytes
 are those of each tensor, once. Registers are the most of the kernel's variants for bfloat16 and
 float32 on sm_90, as `make cuda` prints them. Rows have the names, shapes and dtypes of
-benchmarks/gpu_kernels.py, whose figures stand beside them.
+benchmarks/gpu_kernels.py, whose figures stand beside them; `EXPECTED` are figures of other tables.
 """
 
 from collections.abc import Iterable, Mapping
@@ -109,6 +109,104 @@ ESTIMATES = (
     Estimate("nonzero_blocks", f"N={NUMEL}", 0.8, 2 * NUMEL, 0, 24, launches=3),
     Estimate("its grouped products alone", LAYER, 0.75, 0, _LAYER, launches=6),
 )
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One figure of a table that benchmarks/gpu_layer_parts.py or gpu_attention.py prints.
+
+    Attributes:
+        section: its title.
+        labels: cells that tell its row.
+        column: of the figure.
+        values: on an H100 and on an H200.
+    """
+
+    section: str
+    labels: Mapping[str, Any]
+    column: str
+    values: tuple[float, float]
+
+
+def _expected() -> Iterable[Expected]:
+    def both(section: str, labels: Mapping[str, Any], column: str, value: float) -> Expected:
+        return Expected(section, labels, column, (value, value))
+
+    def by_memory(section: str, labels: Mapping[str, Any], share: float) -> Expected:
+        h100, h200 = (1e3 * share * rate for rate in MEMORY.values())
+        return Expected(section, labels, "GB/s", (h100, h200))
+
+    yield by_memory("Ceilings", {"what": "copy"}, 0.95)
+    yield by_memory("Ceilings", {"what": "index_select of rows, 8 a token"}, 0.8)
+    yield both("Ceilings", {"what": "square mm", "dtype": "bfloat16"}, "TF", PRODUCTS)
+    step = "Layer, forward and backward"
+    even = {"T": TOKENS, "dtype": "bfloat16", "routing": "even"}
+    # The products, and the passes over rows: rows in and out, activation, and their backward.
+    rows = [e for e in ESTIMATES if e.shape in (PERMUTED, HIDDEN) and "interleaved" not in e.name]
+    times = [sum(e.microseconds(device) for e in rows) for device in MEMORY]
+    whole = tuple(_LAYER / PRODUCTS / 0.75 / 1e6 + us for us in times)
+    yield Expected(step, even, "us", (whole[0], whole[1]))
+    yield both(step, even, "waits", 0)
+    yield both(step, {**even, "T": 64}, "launches", 45)
+    yield both(step, {**even, "T": 64}, "host us", 700)
+    for part, share in (("forward", 0.78), ("dX", 0.78), ("dW", 0.7)):
+        labels = {"product": "gate and up", **even}
+        yield both("Grouped products", labels, f"{part} TF", share * PRODUCTS)
+    rate, error = "Attention, rate", "Attention, error against float64"
+    for kernel, dim, forward, backward in (
+        ("exact", 64, 130, 90),
+        ("exact", 128, 150, 100),
+        ("flash (CUDA)", 64, 300, 250),
+        ("flash (CUDA)", 128, 350, 300),
+        ("cuDNN (CUDA)", 64, 400, 300),
+        ("cuDNN (CUDA)", 128, 600, 450),
+    ):
+        labels = {"kernel": kernel, "dtype": "bfloat16", "D": dim}
+        yield both(rate, labels, "forward TF", forward)
+        yield both(rate, labels, "backward TF", backward)
+        # 16 bits of the output, or the low part of P in 16 bits.
+        yield both(error, labels, "out", 2e-5 if kernel == "exact" else 2e-3)
+        yield both(error, labels, "dQ", 2e-5 if kernel == "exact" else 3e-3)
+    ring = "Ring attention, one step (H=32, 8 of keys, D=128)"
+    flop = 2 * 2 * 32 * 128 * LENGTH**2
+    merged, hop = 335e6, 2 * 2 * 2 * 8 * LENGTH * 128
+    fast = {"precision": "fast", "pass": "forward"}
+    yield both(ring, fast, "attention us", flop / 600e6)
+    for column, moved, share in (("merge us", merged, 0.78), ("copy of a hop us", hop, 0.8)):
+        h100, h200 = (moved / rate / 1e6 / share for rate in MEMORY.values())
+        yield Expected(ring, fast, column, (h100, h200))
+    yield both(ring, {**fast, "precision": "exact"}, "attention us", flop / 150e6)
+    kept = 2 * ROWS * (MODEL + 3 * FFN) + 4 * TOKENS * EXPERTS + 28 * ROWS
+    peak = 2 * (3 * EXPERTS * MODEL * FFN + ROWS * (2 * MODEL + 2 * FFN) + 2 * TOKENS * MODEL)
+    yield both("Memory of a step", even, "kept MB", kept / 1e6)
+    yield both("Memory of a step", even, "peak MB", peak / 1e6)
+
+
+EXPECTED = tuple(_expected())
+
+
+def other_table(rows: Iterable[Mapping[str, Any]] = ()) -> list[str]:
+    """Lines of a table: expected figures, beside what was measured of the same row."""
+    rows = [row for row in rows if "section" in row]
+    lines = [
+        "| table | row | figure | H100 | H200 | measured |",
+        "|---|---|---|---|---|---|",
+    ]
+    for e in EXPECTED:
+        found = next(
+            (r for r in rows if r["section"] == e.section and e.labels.items() <= r.items()), {}
+        )
+        cells = (e.section, ", ".join(map(str, e.labels.values())), e.column)
+        values = (*e.values, found.get(e.column))
+        lines.append("| " + " | ".join((*cells, *map(figure, values))) + " |")
+    return lines
+
+
+def figure(value: Any) -> str:
+    """A number with three digits at least, or a text."""
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return "" if value is None else str(value)
 
 
 def table(kernels: Iterable[Mapping[str, Any]] = ()) -> list[str]:

@@ -1,0 +1,400 @@
+"""Runs every CUDA operator once, each in a process of its own, beside the same call on the CPU.
+
+    python tools/gpu_operators.py cuda FILE [NAME ...]
+
+Writes one JSON object a line to FILE: an operator, how it ended, and why. Processes are forked from
+one that has imported torch and not touched the device; where that cannot be used after a fork, each
+is a new interpreter. Every launch is waited for, so that an error is that of its operator. What is
+registered and has no call here is told as "no call"; the layer comes first, and compression last.
+
+Shape suffixes: T tokens, D model, F ffn, E experts, K top-k, N rows; of attention: B batch, H
+heads, S sequence.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moe_ext
+from moe_ext.attention import ring_attention
+
+SECONDS = 20  # of one operator: a kernel that hangs ends its process alone
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+T, D, F, E, K, B, H, S = 257, 64, 32, 8, 2, 2, 4, 96
+# Of the CPU's result, by the largest number in it: two roundings and a sum in another order.
+TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-4}
+
+Arguments = tuple[Any, ...]
+
+
+class Inputs:
+    """What the calls below take, on the CPU: a faulty kernel spoils no other operator's inputs."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.generator = torch.Generator().manual_seed(0)
+
+    def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Normal numbers."""
+        return torch.randn(shape, generator=self.generator).to(dtype or self.dtype)
+
+    def wide(self, *shape: int) -> Tensor:
+        """Normal numbers in float32."""
+        return self.random(*shape, dtype=torch.float32)
+
+    @cached_property
+    def idx_TK(self) -> Tensor:
+        """Experts of each token, all different."""
+        return torch.rand(T, E, generator=self.generator).topk(K).indices
+
+    @cached_property
+    def weights_TK(self) -> Tensor:
+        """Their weights."""
+        return torch.rand(T, K, generator=self.generator)
+
+    @cached_property
+    def permuted(self) -> tuple[Tensor, ...]:
+        """Rows, slot_of_row, row_of_slot and offsets."""
+        found: tuple[Tensor, ...] = op("permute_tokens")(self.random(T, D), self.idx_TK, E)
+        return found[:4]
+
+    @cached_property
+    def qkv(self) -> tuple[Tensor, ...]:
+        """Of a block of attention, with the positions of queries and keys."""
+        at_S = torch.arange(S)
+        return (*(self.random(B, heads, S, D) for heads in (H, 2, 2)), at_S, at_S)
+
+    @cached_property
+    def attended(self) -> tuple[Tensor, Tensor]:
+        """Its output and log-sum-exp."""
+        found: tuple[Tensor, Tensor] = op("attention_block")(*self.qkv, *BLOCK)
+        return found
+
+    @cached_property
+    def rng_state(self) -> Tensor:
+        """Seed, layer, step and first token."""
+        return torch.tensor([5, 1, 2, 0])
+
+    @cached_property
+    def indices_K(self) -> Tensor:
+        """Ascending ones of 4096 elements."""
+        return torch.randperm(4096, generator=self.generator)[:64].sort().values
+
+    def payload(self) -> Tensor:
+        """Of a sparse gradient."""
+        values, no_scales = self.wide(64).view(torch.uint8), torch.empty(0)
+        made: Tensor = op("_encode_payload")(
+            self.indices_K, values, no_scales, 4096, 64, "u16", "fp32", 0, True
+        )
+        return made
+
+
+# No documents, mask, slopes, bias or seed; scale, causal, no window, softcap or dropout.
+BLOCK = (*(None,) * 6, 0.125, True, -1, -1, 0.0, 0.0, 0, 0)
+
+
+def op(name: str) -> Any:
+    """A registered operator."""
+    return getattr(torch.ops.moe_ext, name)
+
+
+def _block_gradient(i: Inputs) -> Arguments:
+    out, lse = i.attended
+    return (i.wide(*out.shape), lse, i.wide(*lse.shape), *i.qkv, *BLOCK, False)
+
+
+# In the order in which they are started: the layer's first.
+CALLS: dict[str, Callable[[Inputs], Arguments]] = {
+    "grouped_mm": lambda i: (i.permuted[0], i.random(E, F, D), i.permuted[3], i.random(E, F)),
+    "_grouped_mm_backward_weight": lambda i: (i.random(T * K, F), i.permuted[0], i.permuted[3]),
+    "_grouped_mm_backward_bias": lambda i: (i.random(T * K, F), i.permuted[3]),
+    "router_logits": lambda i: (i.random(T, D), i.wide(E, D)),
+    "_router_logits_backward_x": lambda i: (i.wide(T, E), i.wide(E, D), i.dtype),
+    "_router_logits_backward_weight": lambda i: (i.wide(T, E), i.random(T, D), torch.float32),
+    "topk_gate": lambda i: (i.random(T, E), K),
+    "_topk_gate_backward": lambda i: (
+        *(i.wide(T, K), i.wide(E), i.random(T, E), i.idx_TK),
+        *("softmax", True, 1.0),
+    ),
+    "permute_tokens": lambda i: (i.random(T, D), i.idx_TK, E),
+    "unpermute_tokens": lambda i: (*i.permuted[:3], K, i.weights_TK),
+    "_gather_tokens": lambda i: (i.random(T, D), i.permuted[1], K),
+    "_unpermute_tokens_backward": lambda i: (i.random(T, D), *i.permuted[:3], i.weights_TK),
+    "gated_activation": lambda i: (
+        *(i.random(T * K, 2 * F), "swiglu", "concatenated"),
+        *(i.weights_TK.view(-1), i.permuted[1]),
+    ),
+    "_gated_activation_backward": lambda i: (
+        *(i.random(T, F), i.random(T, 2 * F), "swiglu", "interleaved"),
+    ),
+    "_gated_activation_backward_weighted": lambda i: (
+        *(i.random(T * K, F), i.random(T * K, 2 * F), "swiglu", "concatenated"),
+        *(i.weights_TK.view(-1), i.permuted[1]),
+    ),
+    "activation": lambda i: (i.random(T, F), "gelu"),
+    "_activation_backward": lambda i: (i.random(T, F), i.random(T, F), "gelu"),
+    "router_z_loss": lambda i: (i.random(T, E),),
+    "_router_z_loss_backward": lambda i: (i.wide(1)[0], i.random(T, E), None),
+    "load_balance_loss": lambda i: (i.wide(E), torch.arange(E), K),
+    "_load_balance_loss_backward": lambda i: (i.wide(1)[0], i.wide(E), torch.arange(E), K),
+    "gate_weights": lambda i: (i.random(T, E), i.idx_TK),
+    "attention_block": lambda i: (*i.qkv, *BLOCK),
+    "attention_block_": lambda i: (*(x.clone() for x in i.attended), *i.qkv, *BLOCK),
+    "attention_block_backward": _block_gradient,
+    "attention_delta": lambda i: (i.wide(B, H, S, D), i.wide(B, H, S, D), i.wide(B, H, S)),
+    "merge_attention": lambda i: (*i.attended, i.wide(B, H, S, D), i.wide(B, H, S)),
+    "_merge_attention_backward": lambda i: (
+        *(i.wide(B, H, S, D), i.wide(B, H, S), *i.attended, i.wide(B, H, S, D), i.wide(B, H, S)),
+    ),
+    "merge_attention_": lambda i: (
+        *(x.clone() for x in i.attended),
+        *(i.random(B, H, S, D), i.wide(B, H, S)),
+    ),
+    "limit_capacity": lambda i: (i.idx_TK, E, 40),
+    "expert_choice_gate": lambda i: (i.random(T, E), 40),
+    "_expert_choice_gate_backward": lambda i: (
+        *(i.wide(T, E), i.wide(E), i.random(T, E)),
+        *(op("expert_choice_gate")(i.random(T, E), 40)[1], None),
+    ),
+    "_sinkhorn_scale": lambda i: (i.wide(T, E), 8, 1e-4),
+    "balanced_assignment": lambda i: (i.random(T, E),),
+    "sequence_load": lambda i: (i.random(T - 1, E), i.idx_TK[1:], 2),
+    "_sequence_load_backward": lambda i: (i.wide(2, E), i.random(T - 1, E), "softmax", None),
+    "routing_uniform": lambda i: (i.rng_state, T, 5, 2),
+    "routing_jitter": lambda i: (i.random(T, D), i.rng_state, 0.1),
+    "gshard_gate": lambda i: (i.random(T, E), i.rng_state),
+    "_gshard_gate_backward": lambda i: (*(i.wide(T, 2), i.wide(E), i.random(T, E), i.idx_TK, 1.0),),
+    "noisy_topk_gate": lambda i: (i.random(T, E), i.random(T, E), i.rng_state, K),
+    "_noisy_topk_gate_backward": lambda i: (
+        *(i.wide(T, K), i.wide(E), i.wide(E), i.random(T, E), i.random(T, E), i.rng_state),
+        *(i.idx_TK, 0.01, 1.0, None),
+    ),
+    "sum_rows": lambda i: (i.random(T, D), torch.arange(T) % 50, 60),
+    "nonzero_blocks": lambda i: (i.random(4096).where(torch.arange(4096) < 900, 0), 256),
+    "gather_blocks": lambda i: (i.random(4096), torch.tensor([1, 4, 15]), 256),
+    "scatter_blocks_": lambda i: (
+        *(i.random(4096), i.random(3, 256), torch.tensor([1, 4, 15]), 256),
+    ),
+    "scale_into_": lambda i: (i.random(4096), i.random(4096), 0.5),
+    "topk_compress_": lambda i: (i.random(4096), i.wide(4096), 64),
+    "threshold_compress_": lambda i: (i.random(4096), i.wide(4096), torch.tensor(2.0), 900),
+    "pack_indices": lambda i: (i.indices_K, 4096),
+    "unpack_indices": lambda i: (op("pack_indices")(i.indices_K, 4096), 64, 4096),
+    "add_pairs_": lambda i: (
+        *(i.wide(4096), i.wide(64), op("pack_indices")(i.indices_K, 4096), 4096),
+    ),
+    "_encode_payload": lambda i: (
+        *(i.indices_K, i.wide(64).view(torch.uint8), torch.empty(0)),
+        *(4096, 64, "u16", "fp32", 0, True),
+    ),
+    "_payload_header": lambda i: (i.payload(),),
+    "_decode_payload": lambda i: (i.payload(),),
+    "quantize_blockwise": lambda i: (i.random(4096), "int8", 256, i.wide(4096)),
+    "dequantize_blockwise": lambda i: (
+        *op("quantize_blockwise")(i.random(4096), "int4", 256),
+        *(4096, "int4", 256),
+    ),
+    "dequantize_add_": lambda i: (
+        i.wide(4096),
+        *op("quantize_blockwise")(i.random(4096), "int8", 256),
+        *("int8", 256),
+    ),
+    "quantize_rows": lambda i: (i.random(T, D), "int8"),
+    "dequantize_rows": lambda i: (op("quantize_rows")(i.random(T, D), "int8"), D, "int8"),
+}
+
+
+def _layer(device: str, dtype: torch.dtype) -> list[Tensor]:
+    """Output and gradients of a layer with a shared expert."""
+    torch.manual_seed(0)
+    layer = moe_ext.MoELayer(D, F, E, K, bias=True, z_loss_coef=0.1, shared_ffn_dim=F)
+    x_TD = torch.randn(T, D).to(device, dtype).requires_grad_()
+    y_TD = layer.to(device, dtype)(x_TD)
+    y_TD.square().sum().backward()
+    return [y_TD.detach(), *(p.grad for p in (x_TD, *layer.parameters()) if p.grad is not None)]
+
+
+def _attention(device: str, dtype: torch.dtype) -> list[Tensor]:
+    """Output and gradients of ring attention on one rank, by a library where one serves it."""
+    made = Inputs(dtype).qkv[:3]
+    q, k, v = (x.to(device).requires_grad_() for x in made)
+    out = ring_attention(q, k, v, group=None, is_causal=True, precision="fast")
+    out.square().sum().backward()
+    return [x.detach() for x in (out, q.grad, k.grad, v.grad) if x is not None]
+
+
+# What is made of many operators; 10 % of a norm: a token may choose another expert.
+WHOLE: dict[str, Callable[[str, torch.dtype], list[Tensor]]] = {
+    "MoELayer": _layer,
+    "attention_by_a_library": _attention,
+}
+
+
+def registered() -> list[str]:
+    """Operators with kernels, less those of the CPU alone: a sum into gradients that are there."""
+    names = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("moe_ext::")}
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    found = {name.removeprefix("moe_ext::") for name in names if has_kernel(name, "CPU")}
+    return sorted(found - {"_grouped_mm_backward_weight_add_"})
+
+
+def everything() -> list[str]:
+    """Names in the order in which they run; operators without a call last."""
+    return [*WHOLE, *CALLS, *(name for name in registered() if name not in CALLS)]
+
+
+def moved(arguments: Arguments, device: str) -> Arguments:
+    """Copies on a device: operators may write into them."""
+    return tuple(x.clone().to(device) if isinstance(x, Tensor) else x for x in arguments)
+
+
+def result(name: str, arguments: Arguments) -> list[Tensor]:
+    """What an operator returns, and its arguments behind the call."""
+    found = op(name)(*arguments)
+    several = found if isinstance(found, tuple | list) else (found,)
+    return [x for x in (*several, *arguments) if isinstance(x, Tensor)]
+
+
+def difference(found: list[Tensor], expected: list[Tensor], tolerance: float) -> str:
+    """What is wrong; an empty text if nothing is.
+
+    One integer of a hundred may differ: a code of a number that lies between two.
+    """
+    for place, (a, b) in enumerate(zip(found, expected, strict=True)):
+        a = a.cpu()
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            return f"result {place} is {a.dtype} {tuple(a.shape)}, not {b.dtype} {tuple(b.shape)}"
+        if not a.is_floating_point():
+            share = float((a != b).double().mean()) if a.numel() else 0.0
+            if share > 0.01:
+                return f"result {place}: {100 * share:.0f} % of {a.numel()} integers differ"
+        elif not (error := float((a.double() - b.double()).norm())) <= tolerance * float(
+            b.double().norm()
+        ):
+            return f"result {place} of {tuple(a.shape)} is off by {error:.3g} of {b.norm():.3g}"
+    return ""
+
+
+def check(name: str, device: str, dtype: torch.dtype) -> str:
+    """Runs an operator on the device and on the CPU; what is wrong."""
+    if name in WHOLE:
+        return difference(WHOLE[name](device, dtype), WHOLE[name]("cpu", dtype), 0.1)
+    arguments = CALLS[name](Inputs(dtype))
+    expected = result(name, moved(arguments, "cpu"))
+    return difference(result(name, moved(arguments, device)), expected, TOLERANCE[dtype])
+
+
+def check_here(name: str, device: str, tell: Callable[[str], object] = print) -> tuple[str, str]:
+    """(state, why) of an operator in every dtype; tells which one runs."""
+    if name not in CALLS and name not in WHOLE:
+        return "failed", "no call: add one to tools/gpu_operators.py"
+    for dtype in DTYPES:
+        tell(str(dtype).removeprefix("torch."))
+        try:
+            why = check(name, device, dtype)
+            if device == "cuda":
+                torch.cuda.synchronize()
+        except Exception as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            why = f"{type(error).__name__}: {' '.join(lines[:2])}"
+            traceback.print_exc()
+        if why:
+            return "failed", f"{dtype}: {why}"
+    return "passed", ""
+
+
+def _child(name: str, device: str, connection: Connection) -> None:
+    """Body of a process: sends the dtypes as they run, then how the operator ended."""
+    torch.set_num_threads(1)
+    if name == "device":
+        torch.zeros(1, device=device).add_(1)
+        connection.send(("passed", ""))
+    else:
+        connection.send(check_here(name, device, connection.send))
+    # Without the destructors: a broken device may hang in them.
+    os._exit(0)
+
+
+class Running:
+    """An operator in its process."""
+
+    def __init__(self, method: str, name: str, device: str) -> None:
+        context: Any = multiprocessing.get_context(method)
+        self.name, self.began, self.last = name, time.monotonic(), "its start"
+        self.connection, theirs = context.Pipe(duplex=False)
+        self.process = context.Process(target=_child, args=(name, device, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ended(self, is_ready: bool) -> tuple[str, str] | None:
+        """(state, why); None while it runs."""
+        try:
+            while is_ready and self.connection.poll():
+                message = self.connection.recv()
+                if isinstance(message, tuple):
+                    return message
+                self.last = message
+        except (EOFError, OSError):
+            self.process.join(5)
+            return "died", f"exit code {self.process.exitcode}, in {self.last}"
+        if time.monotonic() - self.began > SECONDS:
+            return "hung", f"no end within {SECONDS} s, in {self.last}"
+        return None
+
+    def end(self) -> None:
+        """Kills what is left."""
+        self.process.kill()
+        self.process.join(5)
+
+
+def run(
+    names: list[str], device: str, method: str, at_a_time: int
+) -> Iterator[tuple[str, str, str]]:
+    """(operator, state, why) as they end."""
+    left, running = list(names), list[Running]()
+    while left or running:
+        while left and len(running) < at_a_time:
+            running.append(Running(method, left.pop(0), device))
+        ready = wait([r.connection for r in running], timeout=1.0)
+        for one in list(running):
+            end = one.ended(one.connection in ready)
+            if end is not None:
+                one.end()
+                running.remove(one)
+                yield (one.name, *end)
+
+
+def main() -> int:
+    """Parses the command line."""
+    device, file, *names = sys.argv[1:]
+    if "--here" in names:
+        return int(check_here(names[-1], device)[0] != "passed")
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "moe_ext"])
+    method = "forkserver"
+    if next(run(["device"], device, method, 1))[1] != "passed":
+        method = "spawn"
+    failed = False
+    with Path(file).open("a") as out:
+        for name, state, why in run(names or everything(), device, method, os.cpu_count() or 1):
+            failed |= state != "passed"
+            out.write(json.dumps({"operator": name, "state": state, "why": why}) + "\n")
+            out.flush()
+    return int(failed)
+
+
+if __name__ == "__main__":
+    # Before the first process: a look for devices must not start the driver in the one that forks.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+    sys.exit(main())
