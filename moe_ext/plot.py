@@ -1,4 +1,4 @@
-"""Pictures of routing (matplotlib) and a writer for TensorBoard; both are optional dependencies.
+"""Pictures of routing and pipelines (matplotlib), a writer for TensorBoard; both are optional.
 
 Shapes: L layers, N steps, T tokens, E experts, K top-k.
 """
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moe_ext.nn.moe_layer import moe_layers
 from moe_ext.nn.routing_record import RoutingRecord
+from moe_ext.pipeline import Action, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -359,3 +360,82 @@ def _draw_bands(
         points += [(middle, b + width), (middle, a + width), (x0, a + width), (x0, a)]
         color = _color(source, widths.shape[0])
         axes.add_patch(PathPatch(Curve(points, codes), facecolor=color, alpha=0.45, linewidth=0))
+
+
+_COLORS = {"F": "#6fa8dc", "B": "#f6b26b", "I": "#ffd966", "W": "#93c47d"}
+
+
+def pipeline_timeline(
+    timelines: Timeline | Mapping[str, Timeline],
+    path: str | os.PathLike[str] | None = None,
+    *,
+    title: str = "",
+) -> Figure:
+    """Draw what each rank of a pipeline computes when.
+
+    A panel for each timeline, a line for each rank, a box for each action with the number of its
+    micro-batch: forward blue; backward orange, or gradients of inputs yellow and of weights green.
+    A rank's second stage is darker than its first. Parts that run at once stand above each other;
+    what stays white is idle.
+
+    Args:
+        timelines: what `moe_ext.pipeline.simulate` returns, or several by name.
+        path: PNG to write, None for none.
+        title: of the picture.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: there is no timeline.
+    """
+    named = {"": timelines} if isinstance(timelines, Timeline) else dict(timelines)
+    if not named:
+        raise ValueError("pipeline_timeline: expected timelines to be at least one, got none")
+    lines = [len(timeline.spans) for timeline in named.values()]
+    figure = _figure("pipeline_timeline", figsize=(12, 0.7 + sum(0.6 + 0.24 * n for n in lines)))
+    panels = figure.subplots(
+        len(named), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": lines}
+    )[:, 0]
+    for axes, (name, timeline) in zip(panels, named.items(), strict=True):
+        _draw_timeline(axes, timeline)
+        found = f"{timeline.makespan:g} long, {timeline.bubble_share:.1%} idle"
+        axes.set_title(f"{name}: {found}" if name else found, size=9, loc="left")
+    panels[-1].set(xlabel="time", xlim=(0, max(t.makespan for t in named.values())))
+    figure.suptitle(title)
+    if path is not None:
+        save_figure(figure, path)
+    return figure
+
+
+def _draw_timeline(axes: Any, timeline: Timeline) -> None:
+    for rank, spans in enumerate(timeline.spans):
+        stages = sorted({p.stage for s in spans for p in s.action.parts or (s.action,)})
+        for start, end, action in spans:
+            parts = action.parts or (action,)
+            for place, part in enumerate(parts):
+                bottom, height = rank - 0.45 + 0.9 * place / len(parts), 0.9 / len(parts)
+                second = stages.index(part.stage) / len(stages)
+                _draw_action(axes, part, (start, end - start, bottom, height), second)
+    axes.set(ylim=(len(timeline.spans) - 0.4, -0.6))
+    axes.set_yticks(range(len(timeline.spans)), [f"rank {r}" for r in range(len(timeline.spans))])
+    axes.tick_params(length=0, labelsize=7)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+
+
+def _draw_action(
+    axes: Any, action: Action, box: tuple[float, float, float, float], shade: float
+) -> None:
+    from matplotlib.colors import to_rgb
+    from matplotlib.patches import Rectangle
+
+    left, width, bottom, height = box
+    if width == 0 or action.kind not in _COLORS:
+        return
+    color = [channel * (1 - 0.5 * shade) for channel in to_rgb(_COLORS[action.kind])]
+    style: dict[str, Any] = {"facecolor": color, "edgecolor": "white", "linewidth": 0.4}
+    axes.add_patch(Rectangle((left, bottom), width, height, **style))
+    place = (left + width / 2, bottom + height / 2)
+    axes.text(*place, str(action.micro_batch), ha="center", va="center_baseline", size=5)

@@ -72,7 +72,8 @@ def names():
 
 
 @pytest.mark.parametrize("code", list(blocks()))
-def test_a_block_runs(code):
+def test_a_block_runs(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     # An update wants choices that were counted.
     given = names()
     given["model"](given["x"])

@@ -9,6 +9,7 @@ from torch import nn
 import moe_ext
 from moe_ext import plot
 from moe_ext.nn import RoutingRecord
+from moe_ext.pipeline import Costs, make_table, simulate
 
 pytest.importorskip("matplotlib")
 
@@ -141,3 +142,23 @@ def test_missing_packages_are_named_with_what_to_type(monkeypatch, tmp_path):
         plot.expert_load({"a": [1, 2]})
     with pytest.raises(ImportError, match=r"summary_writer: .* try `pip install tensorboard`"):
         plot.summary_writer(tmp_path)
+
+
+def test_timelines_have_a_box_for_each_action(tmp_path):
+    table = make_table("dual-pipe-v", 2, 4)
+    timeline = simulate(table, Costs(weight_gradient=0.5))
+    figure = plot.pipeline_timeline({"V": timeline, "same": timeline}, tmp_path / "v.png")
+    for axes in figure.axes:
+        boxes = [(p.get_x(), p.get_width()) for p in axes.patches]
+        spans = [
+            (span.start, span.end - span.start)
+            for row in timeline.spans
+            for span in row
+            for _ in span.action.parts or (0,)
+        ]
+        assert boxes == spans
+        assert axes.get_title("left").endswith(f"{timeline.bubble_share:.1%} idle")
+    assert (tmp_path / "v.png").stat().st_size > 1000
+    assert len(plot.pipeline_timeline(timeline).axes) == 1
+    with pytest.raises(ValueError, match="pipeline_timeline: expected timelines to be at least"):
+        plot.pipeline_timeline({})
