@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from moe_ext.distributed.dtensor import divided_as, state_dicts_of_parts
-from moe_ext.distributed.failures import naming_failed_ranks
+from moe_ext.distributed.dtensor import divided_as, is_dtensor, state_dicts_of_parts
+from moe_ext.distributed.failures import RankFailureError, first_line, naming_failed_ranks
 from moe_ext.distributed.groups import is_initialized
 from moe_ext.distributed.placement import (
     Placement,
@@ -36,6 +36,8 @@ _NUMBER = "optimizer_number."
 _COUNTER = "optimizer_counter."
 # Part of parameters' names that torch's `checkpoint_wrapper` adds, and leaves out of state dicts.
 _WRAPPER = "_checkpoint_wrapped_module."
+
+_HALF_WAY = "model and optimizers hold parts of two states now: load again before going on"
 
 _T = TypeVar("_T")
 
@@ -88,7 +90,6 @@ class TrainingState:
                         state[f"{_NUMBER}{key}.{name}"] = torch.tensor(value)
         return state
 
-    @state_dicts_of_parts()
     def empty(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
         """Tensors to load a checkpoint into; nothing live is touched.
 
@@ -99,19 +100,26 @@ class TrainingState:
         Returns:
             Those of the model, and of the optimizer's states those that the checkpoint has.
         """
+        return self._destinations(saved, live=False)
+
+    @state_dicts_of_parts()
+    def _destinations(self, saved: Mapping[str, Any], *, live: bool) -> dict[str, Tensor]:
+        """See `empty`; with `live` those that are there already are themselves."""
         state = {
-            _MODEL + name: torch.zeros_like(tensor)
+            _MODEL + name: tensor if live else torch.zeros_like(tensor)
             for name, tensor in self._model_tensors().items()
         }
         if not self._optimizers:
             return state
         places = self._placements()
         parameters = {name: parameter for parameter, name in self._names().items()}
+        states = {p: s for optimizer in self._optimizers for p, s in optimizer.state.items()}
         for full_name, entry in saved.items():
             kind, _, rest = full_name.partition(".")
             if kind + "." == _COUNTER:
                 state[full_name] = torch.zeros((), dtype=entry.properties.dtype)
-            parameter = parameters.get(rest.partition(".")[2])
+            key, _, name = rest.partition(".")
+            parameter = parameters.get(name)
             if kind + "." not in (_STATE, _NUMBER) or parameter is None:
                 continue
             place, size, dtype = places.get(parameter), entry.size, entry.properties.dtype
@@ -126,8 +134,10 @@ class TrainingState:
                 continue
             alone = place is None or place.num_parts == 1
             shape = size if place is None or alone else _local_shape(size, parameter, place)
-            zeros = torch.zeros(shape, dtype=dtype, device=parameter.device)
-            local = divided_as(zeros, parameter)
+            local = states.get(parameter, {}).get(key) if live else None
+            if not isinstance(local, Tensor) or not _is_like(local, parameter, shape, dtype):
+                zeros = torch.zeros(shape, dtype=dtype, device=parameter.device)
+                local = divided_as(zeros, parameter)
             state[full_name] = local if alone else whole_of(local, parameter, place, full_name)
         return state
 
@@ -238,24 +248,40 @@ def load(
 
     Raises:
         ValueError: the checkpoint lacks a tensor of the model; nothing has changed.
-        RankFailureError: a rank died or did not answer; nothing has changed.
-    """
-    from torch.distributed.checkpoint import filesystem, state_dict_loader
+        RuntimeError: on every rank: a tensor has another shape, or a file is not whole, and nothing
+            has changed; or a file could not be read later on.
+        RankFailureError: a rank died or did not answer.
 
-    reader = options.pop("storage_reader", None) or filesystem.FileSystemReader(path)
+    Tensors are read into the parameters, and into the moments where there are such, by pieces of
+    8 MiB. What fails once ranks have begun to read leaves parts of two states behind, and says so.
+    """
+    from torch.distributed.checkpoint import api, state_dict_loader
+
+    from moe_ext.distributed.checkpoint_files import SliceReader
+
+    reader = options.pop("storage_reader", None) or SliceReader(path)
     saved = reader.read_metadata().state_dict_metadata
     training = TrainingState(model, optimizers)
-    state: dict[str, Any] = training.empty(saved)
+    state: dict[str, Any] = training._destinations(saved, live=True)
     missing = sorted(state.keys() - saved.keys())
     if missing:
         name = missing[0].removeprefix(_MODEL)
         raise ValueError(f"checkpoint.load: expected a checkpoint with {name}, got one without it")
     more = {} if extra is None else dict(extra)
     found = {**state, **more}
-    with _naming("checkpoint.load"):
-        state_dict_loader.load(
-            found, storage_reader=reader, no_dist=not is_initialized(), **options
-        )
+    try:
+        with _naming("checkpoint.load"):
+            state_dict_loader.load(
+                found, storage_reader=reader, no_dist=not is_initialized(), **options
+            )
+    except (api.CheckpointException, RankFailureError) as error:
+        begun = getattr(reader, "begun", True)
+        means = _HALF_WAY if begun else "nothing has changed"
+        if isinstance(error, RankFailureError):
+            raise RankFailureError(f"{error}; {means}", error.ranks) from error
+        rank, (cause, _) = min(error.failures.items())
+        text = f"checkpoint.load: {first_line(cause)}, on rank {rank}; {means}"
+        raise RuntimeError(text) from error
     training.load_state_dict({name: found[name] for name in state})
     if extra is not None:
         extra.update({name: found[name] for name in more})
@@ -273,6 +299,15 @@ def _bare(name: str) -> str:
 
 def _by_bare_name(named: Mapping[str, _T]) -> dict[str, _T]:
     return {_bare(name): value for name, value in named.items()}
+
+
+def _is_like(value: Tensor, parameter: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
+    """Whether an optimizer's tensor has this shape, and is divided as the parameter."""
+    if value.shape != shape or value.dtype != dtype:
+        return False
+    if is_dtensor(value) and is_dtensor(parameter):
+        return value.placements == parameter.placements
+    return is_dtensor(value) == is_dtensor(parameter)
 
 
 def _local_shape(size: torch.Size, parameter: nn.Parameter, place: Placement) -> torch.Size:

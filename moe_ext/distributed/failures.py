@@ -170,7 +170,7 @@ def tell_own_error(operation: str, error: Exception) -> None:
         _c10d.default_store().set(f"{_ERROR_KEY}/{dist.get_rank()}", reason)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of what an error says, or its type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 

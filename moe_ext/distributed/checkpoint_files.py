@@ -1,0 +1,143 @@
+"""Reader of checkpoint files that takes from each saved tensor what a rank needs of it.
+
+It takes a second to import, as all of `torch.distributed.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+# Bytes that are read at once, unless a row of a matrix is longer.
+_BLOCK = 8 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+    """Where the bytes of a tensor begin in its file, which holds them in order."""
+
+    begin: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class SliceReader(FileSystemReader):
+    """Reads the files of torch's writer by slices, with little memory beside the destination.
+
+    torch's reader holds each saved tensor whole before it takes this rank's part of it. Files that
+    do not hold what the metadata says fail while ranks plan, before anything is written.
+
+    Attributes:
+        begun: whether this rank has begun to write into what it loads.
+    """
+
+    def __init__(self, path: Any) -> None:
+        super().__init__(path)
+        self.begun = False
+        self._saved: dict[MetadataIndex, _Saved] = {}
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Find the tensors in their files, whose ends must be there."""
+        for path, items in self._by_file(plan.items).items():
+            with self.fs.create_stream(self.fs.concat_path(self.path, path), "rb") as stream:
+                for item in items:
+                    self._find(item, stream)
+        return plan
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the destinations; what torch did not write as usual is left to its reader."""
+        self.begun = True
+        found = [item for item in plan.items if item.storage_index in self._saved]
+        for path, items in self._by_file(found).items():
+            with self.fs.create_stream(self.fs.concat_path(self.path, path), "rb") as stream:
+                for item in items:
+                    target = planner.resolve_tensor(item).detach()
+                    _fill(target, stream, self._saved[item.storage_index], item)
+                    planner.commit_tensor(item, target)
+        rest = [item for item in plan.items if item.storage_index not in self._saved]
+        return super().read_data(dataclasses.replace(plan, items=rest), planner)
+
+    def _by_file(self, items: Sequence[ReadItem]) -> dict[str, list[ReadItem]]:
+        """In the order of their bytes."""
+        found: dict[str, list[ReadItem]] = {}
+        for item in sorted(items, key=lambda item: self.storage_data[item.storage_index].offset):
+            path = self.storage_data[item.storage_index].relative_path
+            found.setdefault(path, []).append(item)
+        return found
+
+    def _find(self, item: ReadItem, stream: io.IOBase) -> None:
+        index, info = item.storage_index, self.storage_data[item.storage_index]
+        end = stream.seek(0, io.SEEK_END)
+        if end < info.offset + info.length:
+            raise ValueError(
+                f"expected {info.relative_path} to hold {info.offset + info.length} bytes for "
+                f"{index.fqn}, got {end}"
+            )
+        is_tensor = item.type == LoadItemType.TENSOR
+        if not is_tensor or index in self._saved or info.transform_descriptors:
+            return
+        view = self._slice_file(stream, info)
+        try:
+            tensor = torch.load(view, map_location="meta", weights_only=True)
+        except Exception as error:  # damaged bytes can make unpickling raise anything
+            raise ValueError(
+                f"expected {info.relative_path} to hold {index.fqn}, got damaged bytes"
+            ) from error
+        if not isinstance(tensor, Tensor) or not tensor.numel() or not tensor.is_contiguous():
+            return
+        begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+        if begin is not None:
+            skipped = tensor.storage_offset() * tensor.element_size()
+            begin += info.offset + skipped
+            self._saved[index] = _Saved(begin, tuple(tensor.shape), tensor.dtype)
+
+
+def _fill(target: Tensor, stream: io.IOBase, saved: _Saved, item: ReadItem) -> None:
+    if target.shape != torch.Size(item.lengths):
+        raise ValueError(
+            f"expected {item.storage_index.fqn} to go into shape {tuple(item.lengths)}, got "
+            f"{tuple(target.shape)}"
+        )
+    if not saved.shape:
+        saved, target = dataclasses.replace(saved, shape=(1,)), target[None]
+        item = dataclasses.replace(item, storage_offsets=torch.Size([0]), lengths=torch.Size([1]))
+    _fill_box(target, stream, saved.begin, saved.shape, item.storage_offsets, saved.dtype)
+
+
+def _fill_box(
+    target: Tensor,
+    stream: io.IOBase,
+    begin: int,
+    shape: Sequence[int],
+    offsets: Sequence[int],
+    dtype: torch.dtype,
+) -> None:
+    """Copy the box at `offsets`, of the shape of the target, of a tensor whose bytes follow."""
+    row = math.prod(shape[1:]) * dtype.itemsize
+    begin += offsets[0] * row
+    if row > _BLOCK and len(shape) > 1:
+        for i, part in enumerate(target):
+            _fill_box(part, stream, begin + i * row, shape[1:], offsets[1:], dtype)
+        return
+    num_rows = min(len(target), max(1, _BLOCK // row))
+    block = bytearray(num_rows * row)
+    stream.seek(begin)
+    for part in target.split(num_rows):
+        size = len(part) * row
+        if stream.readinto(memoryview(block)[:size]) != size:  # type: ignore[attr-defined]
+            raise OSError(f"expected {size} bytes more, got the end of the file")
+        rows = torch.frombuffer(block, dtype=torch.uint8)[:size].view(dtype)
+        rows = rows.view(len(part), *shape[1:])
+        for dim in range(1, len(shape)):
+            rows = rows.narrow(dim, offsets[dim], part.shape[dim])
+        part.copy_(rows)
