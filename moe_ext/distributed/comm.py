@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from moe_ext.distributed import _c10d
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import group_ranks, group_size
-from moe_ext.distributed.own_errors import Collective, wait
+from moe_ext.distributed.own_errors import Collective, Underway
 from moe_ext.distributed.traffic import record_traffic
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ class Pending(Generic[T]):
     @classmethod
     def of_works(
         cls,
-        works: Sequence[dist.Work | _Collective],
+        works: Sequence[dist.Work | Underway],
         finish: Callable[[], T],
         group: ProcessGroup | None,
         operation: str,
@@ -126,26 +126,10 @@ class _Future:
         return self._get_future().then(callback)
 
 
-class _Collective:
-    """A collective underway as a `Work`, whose wait an error of another rank ends."""
-
-    def __init__(self, work: dist.Work, call: Collective) -> None:
-        self._work, self._call = work, call
-
-    def wait(self) -> None:
-        wait(self._work, self._call)
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def get_future(self) -> Any:
-        return self._work.get_future()
-
-
 class _Works:
     """Several calls of c10d as one future."""
 
-    def __init__(self, works: Sequence[dist.Work | _Collective]) -> None:
+    def __init__(self, works: Sequence[dist.Work | Underway]) -> None:
         self._works = works
 
     def wait(self) -> None:
@@ -214,7 +198,7 @@ def all_reduce_(
             record_traffic("all_reduce", all_reduce_bytes(x.nbytes, size))
         with naming_failed_ranks(group, operation):
             work = dist.all_reduce(x, _REDUCE_OPS[op], group=group, async_op=True)
-            wait(work, Collective("all_reduce", group, x))
+            Underway(work, Collective("all_reduce", group, x)).wait()
     return x
 
 
@@ -252,7 +236,7 @@ def start_all_gather(
         record_traffic("all_gather", (size - 1) * sent.nbytes)
     with naming_failed_ranks(group, operation):
         work = getattr(dist, _c10d.ALL_GATHER)(found, sent, group=group, async_op=True)
-    works = [_Collective(work, Collective("all_gather", group, sent))]
+    works = [Underway(work, Collective("all_gather", group, sent))]
     return Pending.of_works(works, _Release(found, sent), group, operation)
 
 
@@ -329,7 +313,7 @@ def start_reduce_scatter(
             found, sent, op=op if is_known else dist.ReduceOp.SUM, group=group, async_op=True
         )
     release = _Release(found, sent)
-    works = [_Collective(work, Collective("reduce_scatter", group, sent))]
+    works = [Underway(work, Collective("reduce_scatter", group, sent))]
     return Pending.of_works(
         works, lambda: release() if scale == 1.0 else release().mul_(scale), group, operation
     )
@@ -393,7 +377,7 @@ def all_to_all(
             group=group,
             async_op=True,
         )
-        wait(work, Collective("all_to_all", group, x, send, receive))
+        Underway(work, Collective("all_to_all", group, x, send, receive)).wait()
     return out
 
 

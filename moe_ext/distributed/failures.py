@@ -57,10 +57,20 @@ class RankFailureError(RuntimeError):
 
 def process_identity() -> tuple[int, int]:
     """(id of the host and its process namespace, process id); the first fits in an int64."""
-    namespace = Path("/proc/self/ns/pid")
+    return _host_identity("pid"), os.getpid()
+
+
+def network_identity() -> int:
+    """Id of the host and its network namespace."""
+    return _host_identity("net")
+
+
+def _host_identity(kind: str) -> int:
+    """Id of the host and a namespace of this process; it fits in an int64."""
+    namespace = Path(f"/proc/self/ns/{kind}")
     scope = str(namespace.stat().st_ino) if namespace.exists() else ""
     digest = hashlib.sha256(f"{platform.node()}/{scope}".encode()).digest()
-    return int.from_bytes(digest[:7], "little"), os.getpid()
+    return int.from_bytes(digest[:7], "little")
 
 
 def remember_processes(ranks: tuple[int, ...], identities: list[tuple[int, int]]) -> None:

@@ -57,11 +57,17 @@ class _Job:
         groups: those that it has exchanged messages over: their members may come to wait for it.
         next: number of the first report that it has not read.
         open: its own reports that others still may heed.
+        num_posted: of each group, the collectives that it has posted so far.
+        underway: of these, those that somebody may still wait for.
     """
 
     groups: weakref.WeakSet[ProcessGroup] = field(default_factory=weakref.WeakSet)
     next: int = 0
     open: list[int] = field(default_factory=list)
+    num_posted: weakref.WeakKeyDictionary[ProcessGroup, int] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    underway: weakref.WeakSet[Underway] = field(default_factory=weakref.WeakSet)
 
 
 _jobs: weakref.WeakKeyDictionary[ProcessGroup, _Job] = weakref.WeakKeyDictionary()
@@ -104,52 +110,80 @@ class Collective(NamedTuple):
     send: Sequence[int] | None = None
     receive: Sequence[int] | None = None
 
+
+class Underway:
+    """A collective that was posted, whose wait an error of another rank ends.
+
+    Every rank of the group posts the same ones in the same order.
+    """
+
+    def __init__(self, work: dist.Work, call: Collective) -> None:
+        if call.group is None:
+            call = call._replace(group=dist.group.WORLD)
+        assert call.group is not None
+        self._work, self.call = work, call
+        self._looks = not call.x.is_cuda
+        if self._looks:
+            job = _job()
+            job.groups.add(call.group)
+            self.number = job.num_posted.get(call.group, 0)
+            job.num_posted[call.group] = self.number + 1
+            job.underway.add(self)
+
+    def is_completed(self) -> bool:
+        """Whether `wait` returns, or raises, at once."""
+        return self._work.is_completed()
+
+    def get_future(self) -> Any:
+        """The future of the collective."""
+        return self._work.get_future()
+
+    def wait(self) -> None:
+        """Wait for it, or until a rank of its group reports an error.
+
+        Raises:
+            RuntimeError: code of another rank has raised: an error of its class where that is
+                ValueError or TypeError, with the rank and its words. The group stays usable, or it
+                is a RankFailureError.
+        """
+        if not self._looks:
+            self._work.wait()
+            return
+        job = _job()
+        if job.open:
+            _take_back(job)
+        while True:
+            start = monotonic()
+            try:
+                self._work.wait(_LOOK_EVERY)
+                return
+            except RuntimeError:
+                if self._work.is_completed():
+                    self._work.wait()  # ended meanwhile, or failed
+                    return
+                # A failed reduce-scatter of Gloo does not say that it has ended.
+                if monotonic() - start < _LOOK_EVERY.total_seconds():
+                    raise
+            _heed(job, self.call.group)
+
     def described(self) -> dict[str, Any]:
         """The same in numbers and names, for other ranks."""
-        assert self.group is not None
-        row = self.x.shape[1:].numel()
-        sizes = [row * size for size in (*(self.send or ()), *(self.receive or ()))]
+        kind, group, x, send, receive = self.call
+        assert group is not None
+        row = x.shape[1:].numel()
         return {
-            "kind": self.kind,
-            "group": self.group.group_name,
-            "ranks": group_ranks(self.group),
-            "dtype": str(self.x.dtype).removeprefix("torch."),
-            "numel": self.x.numel(),
-            "sizes": sizes,
+            "kind": kind,
+            "group": group.group_name,
+            "number": self.number,
+            "ranks": group_ranks(group),
+            "dtype": str(x.dtype).removeprefix("torch."),
+            "numel": x.numel(),
+            "sizes": [row * size for size in (*(send or ()), *(receive or ()))],
         }
 
-
-def wait(work: dist.Work, call: Collective) -> None:
-    """Wait for a collective that was posted, or until a rank of its group reports an error.
-
-    Raises:
-        RuntimeError: code of another rank has raised: an error of its class where that is
-            ValueError or TypeError, with the rank and its words. The group stays usable, or it is a
-            RankFailureError.
-    """
-    if call.x.is_cuda:
-        work.wait()
-        return
-    if call.group is None:
-        call = call._replace(group=dist.group.WORLD)
-    assert call.group is not None
-    job = _job()
-    job.groups.add(call.group)
-    if job.open:
-        _take_back(job)
-    while True:
-        start = monotonic()
-        try:
-            work.wait(_LOOK_EVERY)
-            return
-        except RuntimeError:
-            if work.is_completed():
-                work.wait()  # ended meanwhile, or failed
-                return
-            # A failed reduce-scatter of Gloo does not say that it has ended.
-            if monotonic() - start < _LOOK_EVERY.total_seconds():
-                raise
-        _heed(job, work, call)
+    def end(self) -> None:
+        """Wait a while for it, whatever the others report."""
+        self._work.wait(_GRACE)
 
 
 class telling:
@@ -237,9 +271,9 @@ def _tell(error: Exception, operation: str, *, ends: bool = False) -> None:
         for other, earlier in _unread(job, number):
             if me in earlier["ranks"]:
                 _take_back(job)
-                if _meet(other, earlier, None, None) or earlier["ends"]:
+                if _meet(other, earlier) or earlier["ends"]:
                     return
-        _meet(number, report, None, None)
+        _meet(number, report)
 
 
 def _ranks(job: _Job) -> list[int]:
@@ -276,18 +310,17 @@ def _unread(job: _Job, end: int | None = None) -> Iterator[tuple[int, dict[str, 
             yield number, json.loads(text)
 
 
-def _heed(job: _Job, work: dist.Work, call: Collective) -> None:
-    """Raise the error of another rank where it keeps this wait from ending."""
-    assert call.group is not None
+def _heed(job: _Job, group: Any) -> None:
+    """Raise the error of another rank where it keeps a wait for this group from ending."""
     me, found = dist.get_rank(), None
     with contextlib.suppress(RuntimeError, ValueError), _lock:
         for number, report in _unread(job):
             if report["rank"] == me:
                 continue
             if me in report["ranks"]:
-                found = report, _meet(number, report, work, call)
+                found = report, _meet(number, report)
                 break
-            if set(report["ranks"]) & set(group_ranks(call.group)):
+            if set(report["ranks"]) & set(group_ranks(group)):
                 found = report, False
                 # Those who wait for this rank learn of it in turn.
                 _publish(job, {**report, "rank": me, "ranks": [me]})
@@ -306,14 +339,15 @@ def _heed(job: _Job, work: dist.Work, call: Collective) -> None:
     raise error
 
 
-def _meet(
-    number: int, report: dict[str, Any], work: dist.Work | None, call: Collective | None
-) -> bool:
+def _meet(number: int, report: dict[str, Any]) -> bool:
     """Wait for the ranks of a report, and end what they wait in; whether all of it has ended."""
     store, me, ranks = _c10d.default_store(), dist.get_rank(), report["ranks"]
     keys = [f"{_KEY}/{number}/{rank}" for rank in ranks]
     verdict = f"{_KEY}/{number}/verdict"
-    store.set(f"{_KEY}/{number}/{me}", json.dumps(call and call.described()))
+    ending = sorted(
+        (one for one in _job().underway if not one.is_completed()), key=lambda one: one.number
+    )
+    store.set(f"{_KEY}/{number}/{me}", json.dumps([one.described() for one in ending]))
     if report["ends"]:
         if me == report["rank"]:
             store.wait(keys, _GRACE)  # the store may end with this process
@@ -327,49 +361,58 @@ def _meet(
     store.wait([verdict], 2 * _GRACE)
     if store.get(verdict) != b"all":
         return False
-    waits: dict[str, dict[int, dict[str, Any]]] = {}
+    # Of each group, by their numbers: what each rank says of a collective.
+    posted: dict[str, dict[int, dict[int, dict[str, Any]]]] = {}
     for rank, key in zip(ranks, keys, strict=True):
-        found = json.loads(store.get(key))
-        if found is not None:
-            waits.setdefault(found["group"], {})[rank] = found
-    works = [] if work is None else [work]
-    for name in sorted(waits):
-        members = next(iter(waits[name].values()))["ranks"]
-        if me in members and me not in waits[name] and set(members) <= set(ranks):
-            works.append(_take_part(name, members, waits[name]))
+        for found in json.loads(store.get(key)):
+            posted.setdefault(found["group"], {}).setdefault(found["number"], {})[rank] = found
+    for name, collectives in sorted(posted.items()):
+        members = next(iter(next(iter(collectives.values())).values()))["ranks"]
+        if me in members and set(members) <= set(ranks):
+            ending += _take_part(name, members, collectives)
     try:
-        for each in works:
-            each.wait(_GRACE)
+        for each in ending:
+            each.end()
     except RuntimeError:
         return False
     return True
 
 
-def _take_part(name: str, members: Sequence[int], waiting: dict[int, dict[str, Any]]) -> dist.Work:
-    """Post, with zeros, the collective that other ranks wait in."""
+def _take_part(
+    name: str, members: Sequence[int], collectives: dict[int, dict[int, dict[str, Any]]]
+) -> list[Underway]:
+    """Post, with zeros, the collectives of a group that other ranks have posted."""
     group, size = group_of_name(name), len(members)
-    like = next(iter(waiting.values()))
-    dtype, numel = getattr(torch, like["dtype"]), like["numel"]
-    work: Any
-    if like["kind"] == "all_to_all" and like["sizes"]:
-        me = members.index(dist.get_rank())
-        nothing = {"sizes": [0] * 2 * size}
-        sizes = [waiting.get(rank, nothing)["sizes"] for rank in members]
-        send, receive = [s[size + me] for s in sizes], [s[me] for s in sizes]
-        given, taken = torch.zeros(sum(send), dtype=dtype), torch.empty(sum(receive), dtype=dtype)
-        work = dist.all_to_all_single(taken, given, receive, send, group=group, async_op=True)
-        return work
-    given = torch.zeros(numel, dtype=dtype)
-    if like["kind"] == "all_to_all":
-        work = dist.all_to_all_single(torch.empty_like(given), given, group=group, async_op=True)
-    elif like["kind"] == "all_gather":
-        work = getattr(dist, _c10d.ALL_GATHER)(
-            given.new_empty(size * numel), given, group=group, async_op=True
-        )
-    elif like["kind"] == "reduce_scatter":
-        work = getattr(dist, _c10d.REDUCE_SCATTER)(
-            given.new_empty(numel // size), given, group=group, async_op=True
-        )
-    else:
-        work = dist.all_reduce(given, group=group, async_op=True)
-    return work
+    assert group is not None
+    me, found = members.index(dist.get_rank()), []
+    for number in range(_job().num_posted.get(group, 0), max(collectives) + 1):
+        # Where nobody waits, nobody sends.
+        waiting = collectives.get(number, {})
+        nothing: dict[str, Any] = {
+            "kind": "all_to_all",
+            "dtype": "uint8",
+            "numel": 0,
+            "sizes": [0] * 2 * size,
+        }
+        like = next(iter(waiting.values()), nothing)
+        kind, numel, send, receive = like["kind"], like["numel"], None, None
+        given = torch.zeros(numel, dtype=getattr(torch, like["dtype"]))
+        work: Any
+        if kind == "all_to_all" and like["sizes"]:
+            sizes = [waiting.get(rank, nothing)["sizes"] for rank in members]
+            send, receive = [s[size + me] for s in sizes], [s[me] for s in sizes]
+            given, taken = given.new_zeros(sum(send)), given.new_empty(sum(receive))
+            work = dist.all_to_all_single(taken, given, receive, send, group=group, async_op=True)
+        elif kind == "all_to_all":
+            taken = torch.empty_like(given)
+            work = dist.all_to_all_single(taken, given, group=group, async_op=True)
+        elif kind == "all_gather":
+            taken = given.new_empty(size * numel)
+            work = getattr(dist, _c10d.ALL_GATHER)(taken, given, group=group, async_op=True)
+        elif kind == "reduce_scatter":
+            taken = given.new_empty(numel // size)
+            work = getattr(dist, _c10d.REDUCE_SCATTER)(taken, given, group=group, async_op=True)
+        else:
+            work = dist.all_reduce(given, group=group, async_op=True)
+        found.append(Underway(work, Collective(kind, group, given, send, receive)))
+    return found

@@ -1,5 +1,7 @@
 """`MoELayer(overlap=)`: rows travel beside the experts, and results are those of one exchange."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -40,6 +42,28 @@ def check_results_are_those_of_one_exchange():
     with torch.no_grad():
         assert torch.equal(cut(x), found[0])
     assert int(cut.metrics["num_dropped"]) == 0
+
+
+def check_bits_between_networks_are_those_on_one_host():
+    layer, x = make(1), tokens((7, 40, 0, 2)[dist.get_rank()], torch.float32)
+    want = outcome(layer, x)
+    with (
+        mock.patch.object(exchanges, "network_identity", dist.get_rank),
+        mock.patch.object(exchanges, "_LEAST_BYTES", 1),
+        mock.patch.object(exchanges, "_ways", {}),
+        mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as sent,
+    ):
+        found = outcome(layer, x)
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+    sizes = [call.args[2:] for call in sent.call_args_list if call.args[2] is not None]
+    rank, ranks = dist.get_rank(), range(dist.get_world_size())
+    # Rows, weights, results, and their gradients, each as two messages that go one way.
+    assert len(sizes) == 12
+    for i, (receive, send) in enumerate(sizes):
+        wrong = [p < rank if i % 2 == 0 else p >= rank for p in ranks]
+        assert not any(size for size, none in zip(send, wrong, strict=True) if none)
+        wrong = [p > rank if i % 2 == 0 else p <= rank for p in ranks]
+        assert not any(size for size, none in zip(receive, wrong, strict=True) if none)
 
 
 def check_rows_are_underway_while_experts_run():

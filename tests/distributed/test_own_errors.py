@@ -18,6 +18,7 @@ from moe_ext.distributed import (
     own_errors,
     sync_gradients,
 )
+from moe_ext.distributed.dispatch import rows as exchanges
 from moe_ext.nn import ModuleExperts, RowBudget
 from moe_ext.testing import spawn_ranks
 
@@ -70,12 +71,17 @@ OWN = {"forward": KeyError, "backward": ValueError, "width": ValueError, "dtype"
 THEIRS = {**OWN, "forward": RuntimeError}
 
 
-def make_layer(rank, dispatcher, part, rows):
+def make_layer(rank, dispatcher, part, rows, overlap=1):
     group = dist.group.WORLD
     if dispatcher == "hierarchical":
         dispatcher = HierarchicalDispatcher(12, group, node_size=2)
     budget = None if rows is None else RowBudget(rows)
-    options = {"dispatcher": dispatcher, "ep_group": group, "row_budget": budget}
+    options = {
+        "dispatcher": dispatcher,
+        "ep_group": group,
+        "row_budget": budget,
+        "overlap": overlap,
+    }
     if part == "own experts":
         own = [Faulty(nn.Linear(DIM, DIM)) for _ in range(12 // dist.get_world_size())]
         experts = ModuleExperts(own, ep_group=group)
@@ -87,10 +93,10 @@ def make_layer(rank, dispatcher, part, rows):
     return layer, faulty
 
 
-def one_fault(rank, dispatcher, part, when, victim, rows=None, recomputed=False):
+def one_fault(rank, dispatcher, part, when, victim, rows=None, recomputed=False, overlap=1):
     """What a step raises and in how many seconds, and whether the next one is that of before."""
     torch.manual_seed(0)
-    layer, faulty = make_layer(rank, dispatcher, part, rows)
+    layer, faulty = make_layer(rank, dispatcher, part, rows, overlap)
     torch.manual_seed(rank)
     x = torch.randn(6 + rank, DIM, requires_grad=True)
 
@@ -143,6 +149,19 @@ FAULTS_OF_NODES = (
 )
 
 
+# Several exchanges are underway when a rank raises.
+FAULTS_OF_PARTS = (
+    ("alltoall", "experts", "forward", 1, None, False, 3),
+    ("alltoall", "experts", "backward", 0, None, False, 3),
+)
+
+
+def run_faults_between_networks(rank, faults):
+    """The same where rows for higher ranks and for lower ones travel over a group each."""
+    exchanges.network_identity, exchanges._LEAST_BYTES = lambda: rank, 1
+    return run_faults(rank, faults)
+
+
 def run_faults(rank, faults):
     found = [one_fault(rank, *faults[0])]
     own_errors._LOOK_EVERY = timedelta(seconds=0.05)
@@ -150,10 +169,15 @@ def run_faults(rank, faults):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "faults", "store"), [(2, FAULTS, "tcp"), (4, FAULTS_OF_NODES, "file")]
+    ("run", "num_ranks", "faults", "store"),
+    [
+        (run_faults, 2, FAULTS, "tcp"),
+        (run_faults, 4, FAULTS_OF_NODES, "file"),
+        (run_faults_between_networks, 3, FAULTS_OF_PARTS, "tcp"),
+    ],
 )
-def test_every_rank_raises_the_error_of_one(num_ranks, faults, store):
-    found = spawn_ranks(run_faults, num_ranks, faults, store=store)
+def test_every_rank_raises_the_error_of_one(run, num_ranks, faults, store):
+    found = spawn_ranks(run, num_ranks, faults, store=store)
     for i, (dispatcher, part, when, victim, *_) in enumerate(faults):
         for rank in range(num_ranks):
             (kind, text), seconds, same = found[rank][i]

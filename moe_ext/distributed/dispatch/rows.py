@@ -6,6 +6,7 @@ Shapes: N rows sent, R rows received, D model, P ranks of the group.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,12 +18,69 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed import streams
+from moe_ext.distributed import comm, streams
+from moe_ext.distributed.agreement import share
 from moe_ext.distributed.dispatch.wire import Formats, decode, encode
-from moe_ext.distributed.failures import naming_failed_ranks
+from moe_ext.distributed.failures import naming_failed_ranks, network_identity
 from moe_ext.distributed.groups import group_rank
-from moe_ext.distributed.own_errors import Collective, exchanged_rows, wait
+from moe_ext.distributed.own_errors import Collective, Underway, exchanged_rows
 from moe_ext.distributed.traffic import is_counted, record_traffic
+
+# Shorter rows, such as weights, travel in one call whatever joins the ranks.
+_LEAST_BYTES = 256
+# Of a group on CPUs, the groups that rows for higher ranks and rows for lower ones travel over.
+_ways: weakref.WeakKeyDictionary[ProcessGroup, tuple[ProcessGroup, ProcessGroup]]
+_ways = weakref.WeakKeyDictionary()
+
+
+def _both_ways(group: ProcessGroup, device: torch.device) -> tuple[ProcessGroup, ProcessGroup]:
+    """The two groups, found out by all ranks together; the same one twice on one host.
+
+    Gloo asks for data behind the data that it sends: over one connection, a rank that comes late
+    gets nothing before all that it sends has left. Over two, a network carries both at once.
+    Between ranks of one host data takes no time but that of the processors, which more threads
+    would lengthen.
+    """
+    if group not in _ways:
+        networks = share([network_identity()], group, device, operation="dispatch")
+        between = len({network for (network,) in networks}) > 1
+        _ways[group] = group, comm.twin_group(group, device) if between else group
+    return _ways[group]
+
+
+def _post(
+    out: Tensor, x: Tensor, group: ProcessGroup, send: Sequence[int], receive: Sequence[int]
+) -> list[Underway]:
+    """Begin an exchange of rows on CPUs."""
+    up, down = _both_ways(group, x.device)
+    if up is down or x.shape[1:].numel() * x.element_size() < _LEAST_BYTES:
+        return [_post_one(out, x, group, send, receive)]
+    me, rank = group_rank(group), range(len(send))
+    # Rows for lower ranks come first, as do those from lower ranks.
+    lower, from_lower = sum(send[:me]), sum(receive[: me + 1])
+    return [
+        _post_one(
+            out[:from_lower],
+            x[lower:],
+            up,
+            [send[p] * (p >= me) for p in rank],
+            [receive[p] * (p <= me) for p in rank],
+        ),
+        _post_one(
+            out[from_lower:],
+            x[:lower],
+            down,
+            [send[p] * (p < me) for p in rank],
+            [receive[p] * (p > me) for p in rank],
+        ),
+    ]
+
+
+def _post_one(
+    out: Tensor, x: Tensor, group: ProcessGroup, send: Sequence[int], receive: Sequence[int]
+) -> Underway:
+    work = dist.all_to_all_single(out, x, list(receive), list(send), group=group, async_op=True)
+    return Underway(work, Collective("all_to_all", group, x, send, receive))
 
 
 @dataclass
@@ -47,8 +105,7 @@ class _RowsUnderway:
     formats: Formats
     beside: bool
     underway: Tensor | None = None
-    work: dist.Work | streams.Beside | None = None
-    call: Collective | None = None
+    works: list[Underway] | streams.Beside | None = None
 
     def start(self, rows: Tensor, backward: bool) -> None:
         """Begin to send rows, or their gradients the other way."""
@@ -58,16 +115,15 @@ class _RowsUnderway:
             others = sent.shape[0] - send[group_rank(self.group)]
             record_traffic("all_to_all", others * sent.shape[1:].numel() * sent.element_size())
         self.underway = out = sent.new_empty((sum(receive), *sent.shape[1:]))
-        exchange = functools.partial(
-            dist.all_to_all_single, out, sent, list(receive), list(send), group=self.group
-        )
         exchanged_rows(sent)
         with self._naming(backward):
             if streams.has_streams(sent.device):
-                self.work = streams.run_beside(exchange, sent, out, purpose="tokens")
+                exchange = functools.partial(
+                    dist.all_to_all_single, out, sent, list(receive), list(send), group=self.group
+                )
+                self.works = streams.run_beside(exchange, sent, out, purpose="tokens")
                 return
-            self.work = exchange(async_op=True)
-            self.call = Collective("all_to_all", self.group, sent, send, receive)
+            self.works = _post(out, sent, self.group, send, receive)
             if not self.beside:
                 self._wait()
 
@@ -75,18 +131,19 @@ class _RowsUnderway:
         """What arrived, as rows of a dtype."""
         assert self.underway is not None
         arrived, self.underway = self.underway, None
-        if isinstance(self.work, streams.Beside):
-            beside, self.work = self.work, None
-            beside.join()
-        elif self.work is not None:
+        if isinstance(self.works, streams.Beside):
+            self.works.join()
+        elif self.works:
             with self._naming(backward):
                 self._wait()
+        self.works = None
         return decode(arrived, self.formats[backward], dim, like.dtype)
 
     def _wait(self) -> None:
-        work, call, self.work, self.call = self.work, self.call, None, None
-        assert isinstance(work, dist.Work) and call is not None
-        wait(work, call)
+        works, self.works = self.works, None
+        assert isinstance(works, list)
+        for work in works:
+            work.wait()
 
     def _naming(self, backward: bool) -> AbstractContextManager[None]:
         operation = f"{self.operation} backward" if backward else self.operation
