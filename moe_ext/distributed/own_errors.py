@@ -186,6 +186,20 @@ class Underway:
         self._work.wait(_GRACE)
 
 
+def wait_for_message(ended: threading.Event, group: ProcessGroup) -> None:
+    """Wait for a message between two ranks, or until a rank of its group reports an error.
+
+    Raises:
+        RankFailureError: code of another rank has raised; the messages of the group are lost.
+    """
+    job = _job()
+    job.groups.add(group)
+    if job.open:
+        _take_back(job)
+    while not ended.wait(_LOOK_EVERY.total_seconds()):
+        _heed(job, group, is_lost=True)
+
+
 class telling:
     """Context that tells the other ranks when the code inside raises.
 
@@ -310,8 +324,11 @@ def _unread(job: _Job, end: int | None = None) -> Iterator[tuple[int, dict[str, 
             yield number, json.loads(text)
 
 
-def _heed(job: _Job, group: Any) -> None:
-    """Raise the error of another rank where it keeps a wait for this group from ending."""
+def _heed(job: _Job, group: Any, *, is_lost: bool = False) -> None:
+    """Raise the error of another rank where it keeps a wait for this group from ending.
+
+    `is_lost`: what is waited for will not come, whatever the others take part in.
+    """
     me, found = dist.get_rank(), None
     with contextlib.suppress(RuntimeError, ValueError), _lock:
         for number, report in _unread(job):
@@ -333,7 +350,7 @@ def _heed(job: _Job, group: Any) -> None:
         f"raised {report['text']}{', which ends its process' * report['ends']}"
     )
     error = same_class(report["class"])(text)
-    if not is_usable:
+    if is_lost or not is_usable:
         error = RankFailureError(f"{text}; the group is unusable now", (report["origin"],))
     mark_told(error)
     raise error

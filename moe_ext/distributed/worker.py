@@ -219,18 +219,28 @@ def _run(twin: Twin, group: ProcessGroup | None, on_sent: OnSent | None) -> list
         raise
 
 
+class Tasks:
+    """A thread that runs functions one after the other, and keeps the process until they end."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(self._tasks,), name=name, daemon=True).start()
+
+    def __del__(self) -> None:
+        self._tasks.put(None)
+
+    def start(self, task: Callable[[], None]) -> None:
+        """Queue a function, which does not raise."""
+        _unfinished.add(1)
+        self._tasks.put(task)
+
+
 class _PythonWorker:
     """A thread that runs collectives of Python one after the other, over a group of its own."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(
-            target=_serve, args=(self._tasks,), name="moe_ext.compression", daemon=True
-        ).start()
-
-    def __del__(self) -> None:
-        self._tasks.put(None)
+        self._tasks = Tasks("moe_ext.compression")
 
     def start(self, twin: Twin, on_sent: OnSent | None) -> Future:
         """Queue a collective; returns a future of its tensors."""
@@ -248,8 +258,7 @@ class _PythonWorker:
             else:
                 future.set_result(found)
 
-        _unfinished.add(1)
-        self._tasks.put(task)
+        self._tasks.start(task)
         return future
 
 

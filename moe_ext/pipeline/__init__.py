@@ -1,6 +1,7 @@
-"""Pipelines as tables: what each rank does in which order, checked, costed and drawn."""
+"""Pipelines as tables: what each rank does in which order, checked, costed and run."""
 
 from moe_ext.pipeline.check import check_table, in_flight
+from moe_ext.pipeline.executor import Pipeline
 from moe_ext.pipeline.messages import add_messages
 from moe_ext.pipeline.schedules import SCHEDULES, make_table
 from moe_ext.pipeline.simulate import Costs, Span, Timeline, simulate
@@ -10,6 +11,7 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "Costs",
+    "Pipeline",
     "Span",
     "Table",
     "Timeline",

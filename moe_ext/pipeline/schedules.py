@@ -55,7 +55,7 @@ def make_table(
 
 
 def _of_torch(name: str, torch_name: str, num_ranks: int, micro: int, count: int) -> Table:
-    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+    from moe_ext.pipeline._torch import get_schedule_ops
 
     try:
         rows = get_schedule_ops(torch_name, num_ranks, micro, count)

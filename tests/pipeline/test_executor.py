@@ -1,0 +1,334 @@
+"""The executor: gradients of one process, from any schedule, with experts over ranks."""
+
+import functools
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_checks import Checks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import moe_ext
+from moe_ext.distributed import count_traffic
+from moe_ext.pipeline import SCHEDULES, Action, Pipeline, Table, add_messages, make_table
+from moe_ext.testing import spawn_ranks
+
+MICRO, BLOCKS, E = 4, 4, 4
+# float64: sums of a few hundred terms near 1, whose order differs; 1e-9 is asked for.
+TIGHT = {"rtol": 1e-11, "atol": 1e-12}
+over_2, over_4 = Checks(), Checks()
+
+
+class Block(nn.Module):
+    """A dense layer and experts, whose balance loss is injected where the block runs."""
+
+    def __init__(self, ep_group):
+        super().__init__()
+        self.dense = nn.Linear(8, 8)
+        self.experts = moe_ext.MoELayer(8, 6, E, 2, ep_group=ep_group, balance_loss_coef=0.5)
+
+    def forward(self, x):
+        return x + self.experts(torch.tanh(self.dense(x)))
+
+
+class Stage(nn.Module):
+    """Neighbouring blocks; the first maps the input, the last has the head."""
+
+    def __init__(self, blocks, recompute="none"):
+        super().__init__()
+        self.blocks, self.recompute = nn.ModuleList(blocks), recompute
+
+    def forward(self, x):
+        for block in self.blocks:
+            if self.recompute == "full" and isinstance(block, Block):
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return x
+
+
+def layers(ep_group=None):
+    """All layers of the model, the same on every rank."""
+    torch.manual_seed(5)
+    blocks = [Block(None) for _ in range(BLOCKS)]
+    found = nn.ModuleList([nn.Linear(6, 8), *blocks, nn.Linear(8, 3)]).double()
+    if ep_group is None:
+        return found
+    mine = nn.ModuleList([nn.Linear(6, 8), *(Block(ep_group) for _ in blocks), nn.Linear(8, 3)])
+    mine.double()
+    for (_, p), q in zip(mine.named_parameters(), found.parameters(), strict=True):
+        p.data.copy_(q if p.shape == q.shape else own_part(q, ep_group))
+    return mine
+
+
+def own_part(x, ep_group):
+    return x.chunk(dist.get_world_size(ep_group))[dist.get_rank(ep_group)]
+
+
+def stages_of(table, rank, found, recompute="none"):
+    """Stages of a rank: as many blocks for each, the first and the last layer beside them."""
+    each = BLOCKS // table.num_stages
+    parts = [list(found[1 + s * each : 1 + (s + 1) * each]) for s in range(table.num_stages)]
+    parts[0].insert(0, found[0])
+    parts[-1].append(found[-1])
+    owned = [stage for (_, stage), r in table.rank_of.items() if r == rank]
+    return {s: Stage(parts[s], recompute) for s in owned}
+
+
+def batches(rank=0):
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(MICRO, 5, 6, dtype=torch.float64, generator=generator)
+    return list(x), list(torch.randn(MICRO, 5, 3, dtype=torch.float64, generator=generator))
+
+
+loss_of = nn.functional.mse_loss
+
+
+@functools.cache
+def one_process(num_batches=1):
+    """The model after all micro-batches, one by one: mean of the losses; and the losses."""
+    found, losses = layers(), []
+    scale = 1 / (MICRO * num_batches)
+    moe_ext.nn.set_loss_scale(found, scale)
+    for rank in range(num_batches):
+        for x, y in zip(*batches(rank), strict=True):
+            losses.append(loss_of(nn.Sequential(*found)(x), y))
+            (losses[-1] * scale).backward()
+    return found, torch.stack(losses).detach()
+
+
+def assert_same(table, rank, found, want, ep_group=None):
+    owned = {id(p) for m in stages_of(table, rank, found).values() for p in m.parameters()}
+    for (name, p), q in zip(found.named_parameters(), want.parameters(), strict=True):
+        if id(p) not in owned:
+            assert p.grad is None, name
+            continue
+        expected, got = q.grad, p.grad
+        if p.shape != q.shape:
+            expected = own_part(expected, ep_group)
+        elif ep_group is not None:
+            dist.all_reduce(got, group=ep_group)
+            got = got / dist.get_world_size(ep_group)
+        torch.testing.assert_close(got, expected, msg=lambda m, n=name: f"{n}: {m}", **TIGHT)
+
+
+def run(name, ranks, group, rank, found, *, recompute="none", data=0, loss_scale=1.0):
+    table = make_table(name, ranks, MICRO)
+    pipeline = Pipeline(table, stages_of(table, rank, found, recompute), loss_of, group=group)
+    x, y = batches(data)
+    first, last = 0 in pipeline.stages, table.num_stages - 1 in pipeline.stages
+    losses = pipeline.step(x if first else (), y if last else (), loss_scale=loss_scale)
+    return table, losses, pipeline
+
+
+@over_2(("gpipe", "full"), ("zb-h1", "none"), ("interleaved", "none"), ("dual-pipe-v", "full"))
+def schedule(name, recompute):
+    rank, found = dist.get_rank(), layers()
+    table, losses, pipeline = run(
+        name, 2, dist.group.WORLD, rank, found, recompute=recompute, loss_scale=2.0
+    )
+    want, want_losses = one_process()
+    for p in found.parameters():
+        if p.grad is not None:
+            p.grad /= 2
+    assert_same(table, rank, found, want)
+    assert len(losses) == (MICRO if table.num_stages - 1 in pipeline.stages else 0)
+    if losses:
+        torch.testing.assert_close(torch.stack(losses), want_losses, **TIGHT)
+
+
+@pytest.mark.parametrize("name", over_2)
+def test_ranks_have_the_gradients_of_one_process(name):
+    over_2.assert_passed(2, name)
+
+
+@functools.cache
+def meshes():
+    """Pipelines of 2 ranks, each stage with its experts over 2 ranks."""
+    ranks = torch.arange(4).view(2, 2)
+    groups = {}
+    for axis, rows in (("ep", ranks.tolist()), ("pp", ranks.T.tolist())):
+        for row in rows:
+            group = dist.new_group(row)
+            if dist.get_rank() in row:
+                groups[axis] = group
+    return groups["pp"], groups["ep"]
+
+
+@over_4(
+    *((name, "none") for name in SCHEDULES),
+    *((name, "full") for name in ("interleaved", "zero-bubble")),
+)
+def experts_over_ranks(name, recompute):
+    pp, ep = meshes()
+    rank, data = dist.get_rank(pp), dist.get_rank(ep)
+    found = layers(ep)
+    with count_traffic() as traffic:
+        table, losses, _ = run(name, 2, pp, rank, found, recompute=recompute, data=data)
+    want, want_losses = one_process(2)
+    assert_same(table, rank, found, want, ep)
+    if losses:
+        mine = want_losses[data * MICRO : (data + 1) * MICRO]
+        torch.testing.assert_close(torch.stack(losses), mine, **TIGHT)
+    sent = add_messages(table).rows[rank]
+    counted = traffic.calls["send"] - len({a.stage for a in sent if a.kind == "SEND_F"})
+    assert counted == sum(a.kind.startswith("SEND") for a in sent)
+    # Each layer sends rows and weights there and rows back, forward and backward; W nothing more.
+    passes = BLOCKS // 2 * MICRO
+    assert traffic.calls["all_to_all"] >= passes * (9 if recompute == "full" else 6)
+    if recompute == "none" or "I" not in {a.kind for a in table.actions(rank)}:
+        assert traffic.calls["all_to_all"] == passes * (9 if recompute == "full" else 6)
+
+
+@pytest.mark.parametrize("name", over_4)
+def test_ranks_have_the_gradients_of_one_process_with_experts_over_them(name):
+    over_4.assert_passed(4, name)
+
+
+class Fails(nn.Module):
+    """A stage that raises or dies at its n-th forward pass, or in that micro-batch's backward."""
+
+    def __init__(self, how, at):
+        super().__init__()
+        self.linear, self.how, self.at, self.count = nn.Linear(3, 3).double(), how, at, 0
+
+    def forward(self, x):
+        self.count += 1
+        out = self.linear(x)
+        if self.count == self.at + 1:
+            if self.how == "raises":
+                raise ValueError("no such weight")
+            if self.how == "dies":
+                os._exit(1)
+            if self.how == "another shape":
+                return out[:-1]
+            if self.how == "raises backward":
+                out.register_hook(self.fail)
+        return out
+
+    def fail(self, grad):
+        raise KeyError("no such gradient")
+
+
+def fails(rank, how, at, place):
+    stage = Fails(how if rank == place else "", at)
+    table = make_table("1f1b", 2, 3)
+    pipeline = Pipeline(table, {rank: stage}, loss_of, group=dist.group.WORLD)
+    x = [torch.ones(2, 3, dtype=torch.float64)] * 3
+    start = time.monotonic()
+    try:
+        pipeline.step(x if rank == 0 else (), x if rank == 1 else ())
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    "how, at, place, kinds, texts",
+    [
+        (
+            "raises",
+            1,
+            0,
+            ("ValueError", "RankFailureError"),
+            (
+                "no such weight",
+                "Pipeline.step, 0F1 (stage 0, micro-batch 1) on rank 0: expected every rank to "
+                "take part, but rank 0 raised ValueError: no such weight",
+            ),
+        ),
+        (
+            "raises backward",
+            1,
+            1,
+            ("RankFailureError", "KeyError"),
+            (
+                "Pipeline.step, 1B1 (stage 1, micro-batch 1) on rank 1: expected every rank to "
+                "take part, but rank 1 raised KeyError: 'no such gradient'",
+                "no such gradient",
+            ),
+        ),
+        (
+            "another shape",
+            2,
+            0,
+            ("ValueError", "RankFailureError"),
+            (
+                "Pipeline.step: expected stage 0 to give the shape and dtype of its first "
+                "micro-batch ((2, 3), torch.float64), got ((1, 3), torch.float64)",
+                "0F2 (stage 0, micro-batch 2) on rank 0: expected every rank to take part",
+            ),
+        ),
+        (
+            "dies",
+            1,
+            1,
+            ("RankFailureError", None),
+            ("Pipeline.step, 0RECV_B1 (stage 0, micro-batch 1) on rank 0", None),
+        ),
+    ],
+)
+def test_a_failure_is_named_by_stage_micro_batch_and_action(how, at, place, kinds, texts):
+    may_die = [place] if how == "dies" else []
+    found = spawn_ranks(fails, 2, how, at, place, may_die=may_die)
+    for kind, text, outcome in zip(kinds, texts, found, strict=True):
+        if kind is not None:
+            assert outcome[0] == kind, outcome
+            assert text in outcome[1]
+            assert outcome[2] < 10
+    if how == "dies":
+        assert "rank 1 died" in found[0][1] or "rank 1 did not answer" in found[0][1]
+
+
+def one_rank(**changes):
+    table = make_table("gpipe", 1, 2)
+    options = {"table": table, "stages": {0: nn.Linear(3, 3)}, "loss_fn": loss_of, **changes}
+    return Pipeline(options.pop("table"), options.pop("stages"), options.pop("loss_fn"), **options)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"table": make_table("gpipe", 2, 2)}, "a rank for each of the table's 2, got 1"),
+        ({"table": Table([[Action(0, "F", 0)]])}, "check_table: expected table to have 0I0"),
+        (
+            {"stages": {0: nn.Linear(3, 3), 1: nn.ReLU()}},
+            r"expected stages to be \[0\].*got \[0, 1\]",
+        ),
+        ({"stages": {0: nn.Linear(3, 3, device="meta")}}, "weight of stage 0 on meta"),
+        ({"max_in_flight": 1}, "to hold max_in_flight 1 micro-batches at most, got 2 at 0F1"),
+        (
+            {"table": Table([[Action(0, "F", 0, version=1), Action(0, "B", 0, version=1)]])},
+            "one version of weights, got 0F0v1",
+        ),
+    ],
+)
+def test_refuses_what_it_cannot_run(changes, message):
+    with pytest.raises(ValueError, match=message):
+        one_rank(**changes)
+
+
+def test_refuses_other_kinds_and_numbers_of_arguments():
+    with pytest.raises(TypeError, match="Pipeline: expected table to be of type Table"):
+        one_rank(table="1f1b")
+    with pytest.raises(TypeError, match="Pipeline: expected group to be None or a ProcessGroup"):
+        one_rank(group=3)
+    x = torch.ones(2, 3)
+    with pytest.raises(ValueError, match="expected inputs to be 2, one for each micro-batch, got"):
+        one_rank().step([x], [x, x])
+    with pytest.raises(ValueError, match="expected targets to be 2, one for each micro-batch, got"):
+        one_rank().step([x, x], [])
+    table = make_table("zbv", 1, 2)
+    pipeline = one_rank(table=table, stages={0: nn.Flatten(0), 1: nn.Linear(6, 6)})
+    with pytest.raises(ValueError, match="stage 0 to give a tensor on the CPU.* got torch.int64"):
+        pipeline.step([x.long()] * 2, [x] * 2)
+
+
+def test_one_process_runs_all_stages():
+    found = layers()
+    table, losses, _ = run("zbv", 1, None, 0, found)
+    want, want_losses = one_process()
+    assert_same(table, 0, found, want)
+    torch.testing.assert_close(torch.stack(losses), want_losses, **TIGHT)
