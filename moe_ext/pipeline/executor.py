@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from moe_ext.distributed.groups import check_group, group_rank, group_ranks, gro
 from moe_ext.distributed.own_errors import telling
 from moe_ext.distributed.point_to_point import Message, PointToPoint
 from moe_ext.nn.moe_layer import set_loss_scale
+from moe_ext.nn.torch_state import autocast_dtype
 from moe_ext.pipeline.check import check_table
 from moe_ext.pipeline.messages import add_messages
 from moe_ext.pipeline.table import MESSAGES, OF_STAGE, Action, Table
@@ -28,15 +30,50 @@ _MOST_DIMS = 14
 _FORMAT = 1
 
 
+@dataclass(frozen=True)
+class _Setting:
+    """State of torch that a second forward pass needs: that of autocast and of the generator."""
+
+    autocast: torch.dtype | None
+    generator: Tensor
+
+    @staticmethod
+    def now() -> _Setting:
+        return _Setting(autocast_dtype(torch.device("cpu")), torch.get_rng_state())
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        with torch.random.fork_rng([]):
+            torch.set_rng_state(self.generator)
+            dtype = self.autocast
+            with torch.enable_grad(), torch.autocast("cpu", dtype, enabled=dtype is not None):
+                yield
+
+
+class _InBackward(torch.autograd.Function):
+    """Calls a function in a backward pass: layers take a forward pass there for a second one."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, function: Callable[[], None]) -> Tensor:
+        ctx.function = function
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        ctx.function()
+        return None, None
+
+
 @dataclass
 class _Pass:
     """A micro-batch in a stage, from its forward pass to the end of its backward pass."""
 
     x: Tensor
-    out: Tensor
+    # The output, or the loss; None where it is to be computed again.
+    out: Tensor | None
+    setting: _Setting | None = None
     # Of `stage_backward_input`, for the gradients of the weights.
     groups: list[dict[str, Any]] | None = None
-    grad: Tensor | None = None
 
 
 @dataclass
@@ -72,6 +109,8 @@ class Pipeline:
         loss_fn: gives the loss of the last stage's output and a target, a mean over the batch.
         group: the ranks of the pipeline, with Gloo; None is this process alone.
         max_in_flight: see `check_table`.
+        recompute: keep of a forward pass nothing but the input of the stage, and run it again right
+            before the backward pass: once, whether that is whole or in two. Layers count it once.
 
     Raises:
         ValueError: on every rank: the tables differ, or are refused by `check_table`; the group has
@@ -88,6 +127,7 @@ class Pipeline:
         *,
         group: ProcessGroup | None = None,
         max_in_flight: int | None = None,
+        recompute: bool = False,
     ) -> None:
         check_kind("Pipeline", "table", table, Table)
         check_group(group, "Pipeline", name="group")
@@ -99,16 +139,20 @@ class Pipeline:
             self._refuse(table, stages, group_size(group))
         except ValueError as error:
             problem = error
-        facts = {"table": "; ".join(" ".join(map(str, row)) for row in table.rows)}
+        facts = {
+            "table": "; ".join(" ".join(map(str, row)) for row in table.rows),
+            "recompute": recompute,
+        }
         agreement.agree("Pipeline", facts, problem, group, self._device)
         self.table = table if table.has_messages or table.num_ranks == 1 else add_messages(table)
         self.stages, self._loss_fn, self._group = dict(stages), loss_fn, group
-        self._last = table.num_stages - 1
+        self._last, self._recompute = table.num_stages - 1, recompute
         self._transport: PointToPoint | None = None
         if group is not None and group_size(group) > 1:
             self._transport = PointToPoint(group, self._device)
-        # Shape and dtype of what goes into each stage from another rank.
+        # Shape and dtype of what goes into each stage, and which other ranks have been told.
         self._formats: dict[int, tuple[torch.Size, torch.dtype]] = {}
+        self._told: set[int] = set()
 
     def _refuse(self, table: Table, stages: Mapping[int, nn.Module], size: int) -> None:
         if table.num_ranks != size:
@@ -192,12 +236,14 @@ class Pipeline:
         assert action.micro_batch is not None
         if action.kind in MESSAGES:
             (self._send if action.kind.startswith("SEND") else self._receive)(step, action)
-        elif action.kind == "F":
-            self._forward(step, action.stage, action.micro_batch)
-        elif action.kind == "W":
-            self._weight(step, action.stage, action.micro_batch)
         else:
-            self._backward(step, action.stage, action.micro_batch, whole=action.kind == "B")
+            run = {
+                "F": self._forward,
+                "B": self._backward,
+                "I": self._input_gradient,
+                "W": self._weight_gradients,
+            }[action.kind]
+            run(step, action.stage, action.micro_batch)
 
     def _take(self, step: _Step, kind: str, stage: int, number: int) -> Tensor:
         found = step.given.pop((kind, stage, number))
@@ -208,15 +254,21 @@ class Pipeline:
             x = step.inputs[number]
         else:
             x = self._take(step, "F", stage, number).requires_grad_()
+        setting = _Setting.now() if self._recompute else None
+        out = self._compute(step, stage, number, x)
+        if stage == self._last:
+            step.losses[number] = out.detach()
+        else:
+            step.given["F", stage + 1, number] = out.detach()
+        step.passes[stage, number] = _Pass(x, None if self._recompute else out, setting)
+
+    def _compute(self, step: _Step, stage: int, number: int, x: Tensor) -> Tensor:
+        """The output of a stage, of the last one the loss."""
         out = self.stages[stage](x)
         if stage == self._last:
-            loss = self._loss_fn(out, step.targets[number])
-            step.losses[number] = loss.detach()
-            out = loss
-        else:
-            self._check_output(stage, out)
-            step.given["F", stage + 1, number] = out.detach()
-        step.passes[stage, number] = _Pass(x, out)
+            return self._loss_fn(out, step.targets[number])
+        self._check_output(stage, out)
+        return out
 
     def _check_output(self, stage: int, out: Any) -> None:
         is_sent = isinstance(out, Tensor) and out.dtype in _DTYPES and out.dim() <= _MOST_DIMS
@@ -225,51 +277,68 @@ class Pipeline:
                 f"Pipeline.step: expected stage {stage} to give a tensor on the CPU, of one of "
                 f"{_DTYPES}, got {type(out).__name__ if not isinstance(out, Tensor) else out.dtype}"
             )
-        known = self._formats.get(stage + 1)
-        if known is not None and known != (out.shape, out.dtype):
+        known = self._formats.setdefault(stage + 1, (out.shape, out.dtype))
+        if known != (out.shape, out.dtype):
             raise ValueError(
                 f"Pipeline.step: expected stage {stage} to give the shape and dtype of its first "
                 f"micro-batch {(tuple(known[0]), known[1])}, got {(tuple(out.shape), out.dtype)}"
             )
 
-    def _output_grad(self, step: _Step, stage: int, number: int) -> Tensor:
+    def _backward(self, step: _Step, stage: int, number: int) -> None:
+        state, out = self._computed(step, stage, number)
+        grad = self._output_grad(step, stage, number, out)
+        if out.requires_grad:
+            torch.autograd.backward(out, grad)
+        self._give_back(step, stage, number, state.x)
+        del step.passes[stage, number]
+
+    def _input_gradient(self, step: _Step, stage: int, number: int) -> None:
+        if not step.passes[stage, number].x.requires_grad:
+            return  # W computes all
+        from moe_ext.pipeline._torch import stage_backward_input
+
+        state, out = self._computed(step, stage, number)
+        grad, state.groups = self._output_grad(step, stage, number, out), []
+        if out.requires_grad:
+            # It detaches what it is given, which cannot be a view.
+            outputs = [out.clone() if out._is_view() else out]
+            parameters = self.stages[stage].parameters()
+            _, state.groups = stage_backward_input(outputs, [grad], [state.x], parameters)
+        self._give_back(step, stage, number, state.x)
+
+    def _weight_gradients(self, step: _Step, stage: int, number: int) -> None:
+        groups = step.passes[stage, number].groups
+        if groups is None:
+            self._backward(step, stage, number)
+            return
+        from moe_ext.pipeline._torch import stage_backward_weight
+
+        stage_backward_weight(self.stages[stage].parameters(), groups)
+        del step.passes[stage, number]
+
+    def _computed(self, step: _Step, stage: int, number: int) -> tuple[_Pass, Tensor]:
+        """A forward pass with its output, run again where that was not kept."""
+        state = step.passes[stage, number]
+
+        def compute() -> None:
+            assert state.setting is not None
+            with state.setting.restored():
+                state.out = self._compute(step, stage, number, state.x)
+
+        if state.out is None:
+            _InBackward.apply(torch.zeros((), requires_grad=True), compute).backward()
+        assert state.out is not None
+        return state, state.out
+
+    def _output_grad(self, step: _Step, stage: int, number: int, out: Tensor) -> Tensor:
         if stage == self._last:
-            like = step.passes[stage, number].out
-            return torch.as_tensor(step.scale, dtype=like.dtype).expand_as(like)
+            return torch.as_tensor(step.scale, dtype=out.dtype).expand_as(out)
         return self._take(step, "B", stage, number)
 
-    def _backward(self, step: _Step, stage: int, number: int, *, whole: bool) -> None:
-        """The whole backward pass, or the gradient of the input."""
-        state = step.passes[stage, number]
-        grad = self._output_grad(step, stage, number)
-        if whole or not state.x.requires_grad:
-            if whole:
-                _whole_backward(state.out, grad)
-                del step.passes[stage, number]
-            else:
-                state.grad = grad
-        elif state.out.requires_grad:
-            from moe_ext.pipeline._torch import stage_backward_input
-
-            # It detaches what it is given, which cannot be a view.
-            out = state.out.clone() if state.out._is_view() else state.out
-            parameters = self.stages[stage].parameters()
-            _, state.groups = stage_backward_input([out], [grad], [state.x], parameters)
+    def _give_back(self, step: _Step, stage: int, number: int, x: Tensor) -> None:
         if stage > 0:
-            found = state.x.grad
-            step.given["B", stage - 1, number] = (
-                torch.zeros_like(state.x) if found is None else found
-            )
-            state.x.grad = None
-
-    def _weight(self, step: _Step, stage: int, number: int) -> None:
-        state = step.passes.pop((stage, number))
-        if state.grad is not None:
-            _whole_backward(state.out, state.grad)
-        elif state.groups is not None:
-            from moe_ext.pipeline._torch import stage_backward_weight
-
-            stage_backward_weight(self.stages[stage].parameters(), state.groups)
+            step.given["B", stage - 1, number] = torch.zeros_like(x) if x.grad is None else x.grad
+            x.grad = None
 
     def _send(self, step: _Step, action: Action) -> None:
         assert self._transport is not None and action.micro_batch is not None
@@ -277,8 +346,8 @@ class Pipeline:
         way, rank = action.kind[-1], self.table.rank(peer)
         x = step.given.pop((way, peer.stage, action.micro_batch))
         assert isinstance(x, Tensor)
-        if way == "F" and peer.stage not in self._formats:
-            self._formats[peer.stage] = x.shape, x.dtype
+        if way == "F" and peer.stage not in self._told:
+            self._told.add(peer.stage)
             words = [_DTYPES.index(x.dtype), x.dim(), *x.shape]
             head = torch.tensor(words + [0] * (2 + _MOST_DIMS - len(words)))
             tag = self._tag(peer) + _FORMAT
@@ -292,34 +361,21 @@ class Pipeline:
         assert self._transport is not None and action.micro_batch is not None
         way, rank = action.kind[-1], self.table.rank(self.table.peer(action))
         operation, tag = self._named(action), self._tag(action)
-        if way == "B":
-            out = torch.empty_like(
-                step.passes[action.stage, action.micro_batch].out,
-                memory_format=torch.contiguous_format,
-            )
-        else:
-            if action.stage not in self._formats:
-                head = torch.empty(2 + _MOST_DIMS, dtype=torch.int64)
-                # Before the first tensor of a stage: the table is one in which a receive may wait.
-                dtype, dims, *shape = (
-                    self._transport.receive(head, rank, tag + _FORMAT, operation=operation)
-                    .wait()
-                    .tolist()
-                )
-                self._formats[action.stage] = torch.Size(shape[:dims]), _DTYPES[dtype]
-            shape_, dtype_ = self._formats[action.stage]
-            out = torch.empty(shape_, dtype=dtype_)
-        step.given[way, action.stage, action.micro_batch] = self._transport.receive(
-            out.detach(), rank, tag, operation=operation
+        into = action.stage + (way == "B")
+        if into not in self._formats:
+            head = torch.empty(2 + _MOST_DIMS, dtype=torch.int64)
+            # Before the first tensor of a stage: the table is one in which a receive may wait.
+            told = self._transport.receive(head, rank, tag + _FORMAT, operation=operation)
+            dtype, dims, *sizes = told.wait().tolist()
+            self._formats[into] = torch.Size(sizes[:dims]), _DTYPES[dtype]
+        shape, kind = self._formats[into]
+        message = self._transport.receive(
+            torch.empty(shape, dtype=kind), rank, tag, operation=operation
         )
+        step.given[way, action.stage, action.micro_batch] = message
 
     def _tag(self, receive: Action) -> int:
         """The number of a message, by its receive."""
         assert receive.micro_batch is not None
         place = receive.micro_batch * self.table.num_stages + receive.stage
         return 4 * place + 2 * (receive.kind == "RECV_B")
-
-
-def _whole_backward(out: Tensor, grad: Tensor) -> None:
-    if out.requires_grad:
-        torch.autograd.backward(out, grad)
