@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import bytes_sent, expect_equal, make_inputs, sharded, whole
-from rank_checks import assert_passed, run_checks
+from rank_checks import ask_briefly, assert_passed, run_checks
 from test_ring_attention import ATTN_MASKS, CASES
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -466,6 +466,7 @@ def test_ranks(num_ranks, name):
 
 def attend_until_a_rank_dies(rank, scheme, moment):
     """(message, ranks named, seconds) of the error that a survivor sees."""
+    ask_briefly()
     group = dist.group.WORLD
     if scheme in ("hybrid", "double_ring"):
         group = mesh((2, 2))

@@ -1,4 +1,3 @@
-import functools
 import os
 import signal
 import subprocess
@@ -9,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from rank_checks import ask_briefly
 
 from moe_ext import MoELayer
 from moe_ext.distributed import (
@@ -140,6 +140,7 @@ def test_processes_of_this_host_are_known_dead_or_alive(monkeypatch):
 
 def rank_with_an_error_of_its_own(rank):
     """(message, ranks named) of what each rank gets where one has a tensor of another shape."""
+    ask_briefly()
     x = torch.zeros(4, 2)
     try:
         with failures.naming_failed_ranks(None, "step"):
@@ -224,8 +225,7 @@ def test_an_error_that_ends_a_process_is_told_at_once():
 
 def all_but_rank_1_wait(rank, how):
     """(message, ranks named, seconds) of a sum over three ranks that rank 1 does not come to."""
-    if how == "lives on":
-        failures.diagnose = functools.partial(failures.diagnose, grace=1.0)
+    ask_briefly()
     group = dist.new_group(timeout=timedelta(seconds=3))
     started = time.monotonic()
     try:
@@ -280,6 +280,7 @@ def layer_hooks(layer, phase, stop):
 
 def train_until_a_rank_is_gone(rank, phase, how, folder):
     """(message, ranks named, seconds) of the error that a survivor of rank 1 sees."""
+    ask_briefly()
     layer = MoELayer(8, 6, 6, 2, ep_group=dist.group.WORLD, dispatcher="alltoall")
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     pids = [0] * 3
@@ -330,7 +331,7 @@ WORDS = {
 @pytest.mark.parametrize(("phase", "how"), GONE)
 def test_survivors_name_rank_and_phase(tmp_path, phase, how):
     found = spawn_ranks(
-        train_until_a_rank_is_gone, 3, phase, how, str(tmp_path), may_die=[1], group_timeout=4
+        train_until_a_rank_is_gone, 3, phase, how, str(tmp_path), may_die=[1], group_timeout=3
     )
     for rank in (0, 2):
         message, named, seconds = found[rank]
@@ -338,4 +339,4 @@ def test_survivors_name_rank_and_phase(tmp_path, phase, how):
         assert WORDS[phase] in message
         assert ("rank 1 died" if how == "SIGKILL" else "rank 1 did not answer") in message
         # The group's timeout, the wait for answers, and what a busy machine takes.
-        assert seconds < 4 + failures.GRACE_SECONDS + 10
+        assert seconds < 3 + 1 + 10

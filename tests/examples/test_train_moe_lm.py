@@ -238,8 +238,12 @@ def test_torchrun_goes_on_with_fewer_ranks(text_file, tmp_path, undisturbed):
     for node, script in enumerate(scripts):
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-        # How long a first node waits for another one; who keeps the store.
-        command += ["--rdzv-conf", f"last_call_timeout=8,is_host={1 - node}"]
+        # How long a first node waits for another one; how soon a silent one counts as dead (five
+        # seconds, not fifteen); who keeps the store.
+        conf = (
+            f"last_call_timeout=6,keep_alive_interval=1,keep_alive_max_attempt=5,is_host={1 - node}"
+        )
+        command += ["--rdzv-conf", conf]
         command += ["--local-addr", "127.0.0.1", "--max-restarts", 3, *script, *args]
         with open(tmp_path / f"agent{node}.log", "w") as log:
             agents.append(

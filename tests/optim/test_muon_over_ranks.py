@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from rank_checks import Checks
+from rank_checks import Checks, ask_briefly
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -200,6 +200,7 @@ def test_over_four_ranks(name):
 
 
 def lose_a_rank(rank):
+    ask_briefly()
     mesh = init_device_mesh("cpu", (2,))
     params = placed(mesh, lambda p: [Shard(p.dim() - 1)], parameters())
     params += [nn.Parameter(p.detach().clone()) for p in parameters()]

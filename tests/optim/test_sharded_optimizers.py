@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from rank_checks import assert_passed, run_checks
+from rank_checks import ask_briefly, assert_passed, run_checks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -187,6 +187,7 @@ def check_messages():
 
 
 def lose_a_rank(rank, name):
+    ask_briefly()
     where = mesh(2)
     sharded = [
         nn.Parameter(distribute_tensor(p.detach(), where, [Shard(p.dim() - 1)]))
