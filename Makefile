@@ -23,6 +23,8 @@ NEWEST_TORCH = 2.15.0
 # One worker a core; tests of one file share ranks, and so a worker. Files in the order of tests/marks.py, dearest first.
 PYTEST = $(BIN)/python -m pytest
 WORKERS = --numprocesses=auto --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
+# The folder of all tests that run alone; tests/test_marks.py compares.
+SERIAL = tests/compression
 # Asked for when a recipe runs: torch is installed by then.
 BUILD_DIR = build/cmake-$$($(BIN)/python -c 'import torch; print(torch.__version__)')
 # The last lines of `make test`: what a machine without GoogleTest or valgrind did not run.
@@ -56,7 +58,7 @@ test: $(VENV)/.installed
 	tools/install_test_tools.sh
 	MOE_EXT_TESTS=1 $(MAKE) build
 	$(BIN)/ctest --test-dir $(BUILD_DIR) --output-on-failure --parallel "$$(nproc)"
-	$(PYTEST) -m serial
+	$(PYTEST) -m serial $(SERIAL)
 	$(PYTEST) $(WORKERS) --durations=25 -m "not serial"
 	@$(SAY_WHAT_WAS_LEFT_OUT)
 

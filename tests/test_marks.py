@@ -21,3 +21,9 @@ def test_every_pattern_names_a_test(pattern):
 def test_the_files_that_start_first_are_there():
     assert len(set(DEAREST)) == len(DEAREST)
     assert all((ROOT / name).is_file() for name in DEAREST)
+
+
+def test_the_makefile_looks_for_what_runs_alone_where_it_is():
+    """Collecting every test takes longer than those that run alone."""
+    (folder,) = re.findall(r"^SERIAL = (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert all(pattern.startswith(folder + "/") for pattern in MARKS["serial"])
