@@ -33,7 +33,8 @@ PUBLIC = {
     "moe_ext.integrations.fastmoe": "FMoE FMoETransformerMLP",
     "moe_ext.integrations.megablocks": "dMoE",
     "moe_ext.integrations.fairscale": "MOELayer",
-    "moe_ext.pipeline": "Table Action make_table check_table add_messages simulate Costs Pipeline",
+    "moe_ext.pipeline": "ActionTable Action make_table check_table add_messages simulate "
+    "Costs Pipeline",
     "moe_ext.plot": "expert_load routing_flow pipeline_timeline summary_writer",
 }
 OPTIONAL = ("matplotlib", "tensorboard", "transformers", "sklearn", "peft", "deepspeed", "numpy")

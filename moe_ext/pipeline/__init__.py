@@ -5,15 +5,15 @@ from moe_ext.pipeline.executor import Pipeline
 from moe_ext.pipeline.messages import add_messages
 from moe_ext.pipeline.schedules import SCHEDULES, make_table
 from moe_ext.pipeline.simulate import Costs, Span, Timeline, simulate
-from moe_ext.pipeline.table import Action, Table
+from moe_ext.pipeline.table import Action, ActionTable
 
 __all__ = [
     "SCHEDULES",
     "Action",
+    "ActionTable",
     "Costs",
     "Pipeline",
     "Span",
-    "Table",
     "Timeline",
     "add_messages",
     "check_table",

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from moe_ext._checks import check_sizes
 from moe_ext.pipeline.simulate import Costs, Replay
-from moe_ext.pipeline.table import COMPUTE, MESSAGES, Action, Table
+from moe_ext.pipeline.table import COMPUTE, MESSAGES, Action, ActionTable
 
 
 class _Place(NamedTuple):
@@ -20,7 +20,7 @@ class _Place(NamedTuple):
 _Places = dict[Action, list[_Place]]
 
 
-def check_table(table: Table, *, max_in_flight: int | None = None) -> None:
+def check_table(table: ActionTable, *, max_in_flight: int | None = None) -> None:
     """Refuse a table that is not complete and in order, or in which ranks wait for ever.
 
     Every stage lies on one rank and runs each micro-batch of its chain forward once and backward
@@ -51,7 +51,7 @@ def check_table(table: Table, *, max_in_flight: int | None = None) -> None:
             )
 
 
-def in_flight(table: Table) -> tuple[int, ...]:
+def in_flight(table: ActionTable) -> tuple[int, ...]:
     """The most micro-batches of which each rank holds activations at once.
 
     Counted for each of its stages, from the forward pass to the end of the backward pass, weight
@@ -60,7 +60,7 @@ def in_flight(table: Table) -> tuple[int, ...]:
     return tuple(_most_in_flight(table, rank)[0] for rank in range(table.num_ranks))
 
 
-def _most_in_flight(table: Table, rank: int) -> tuple[int, _Place]:
+def _most_in_flight(table: ActionTable, rank: int) -> tuple[int, _Place]:
     now, found = 0, (0, _Place(rank, 0, Action(0, "F")))
     for row, action in enumerate(table.actions(rank)):
         now += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
@@ -74,7 +74,7 @@ def _at(place: _Place) -> str:
     return f"{action} (rank {rank}, {action.described()})"
 
 
-def _problems(table: Table) -> Iterator[str]:
+def _problems(table: ActionTable) -> Iterator[str]:
     """What is wrong, from what the rest is told by; whoever asks stops at the first."""
     places: _Places = {}
     for rank, row in enumerate(table.rows):
@@ -94,7 +94,7 @@ def _problems(table: Table) -> Iterator[str]:
     yield from _of_end(table)
 
 
-def _units(table: Table) -> dict[int, list[tuple[int, int]]]:
+def _units(table: ActionTable) -> dict[int, list[tuple[int, int]]]:
     """The (micro-batch, slice) pairs of each chain."""
     found: dict[int, set[tuple[int, int]]] = {}
     for rank in range(table.num_ranks):
@@ -104,7 +104,7 @@ def _units(table: Table) -> dict[int, list[tuple[int, int]]]:
     return {chain: sorted(pairs) for chain, pairs in found.items()}
 
 
-def _of_stages(table: Table, places: _Places) -> Iterator[str]:
+def _of_stages(table: ActionTable, places: _Places) -> Iterator[str]:
     for action, found in places.items():
         if (action.chain, action.stage) not in table.rank_of:
             yield f"each stage to run forward, got {_at(found[0])} alone"
@@ -120,7 +120,7 @@ def _of_stages(table: Table, places: _Places) -> Iterator[str]:
                 yield f"every chain to have all stages, got no stage {stage} in chain {chain}"
 
 
-def _of_micro_batches(table: Table, units: dict[int, list[tuple[int, int]]]) -> Iterator[str]:
+def _of_micro_batches(table: ActionTable, units: dict[int, list[tuple[int, int]]]) -> Iterator[str]:
     for number in range(table.num_micro_batches):
         chains = [chain for chain, pairs in units.items() if number in dict(pairs)]
         if len(chains) != 1:
@@ -131,7 +131,7 @@ def _of_micro_batches(table: Table, units: dict[int, list[tuple[int, int]]]) -> 
                 yield f"slices from 0 on, got slice {part} alone of micro-batch {number}"
 
 
-def _of_unit(table: Table, places: _Places, forward: Action, rank: int) -> Iterator[str]:
+def _of_unit(table: ActionTable, places: _Places, forward: Action, rank: int) -> Iterator[str]:
     """A micro-batch in a stage: each pass once, in order, with the same weights."""
 
     def found(kind: str, ahead: int = 0) -> list[_Place]:
@@ -170,7 +170,7 @@ def _in_order(order: Sequence[_Place]) -> Iterator[str]:
             )
 
 
-def _of_messages(table: Table, places: _Places) -> Iterator[str]:
+def _of_messages(table: ActionTable, places: _Places) -> Iterator[str]:
     wanted = set()
     for compute, found in places.items():
         if compute.kind not in COMPUTE:
@@ -193,7 +193,7 @@ def _of_messages(table: Table, places: _Places) -> Iterator[str]:
             yield f"messages between ranks alone, got {_at(found[0])}"
 
 
-def _of_end(table: Table) -> Iterator[str]:
+def _of_end(table: ActionTable) -> Iterator[str]:
     stuck = Replay(table, Costs(), blocking=True).stuck()
     if not stuck:
         return
@@ -205,7 +205,7 @@ def _of_end(table: Table) -> Iterator[str]:
     yield f"table to come to its end, got a circle: {words} waits for rank {circle[0]}"
 
 
-def _waits_for(table: Table, action: Action, stuck: dict[int, Action]) -> int:
+def _waits_for(table: ActionTable, action: Action, stuck: dict[int, Action]) -> int:
     if action.kind in MESSAGES:
         return table.rank(table.peer(action))
     sources = [table.rank(s) for part in action.parts or (action,) if (s := table.source(part))]

@@ -20,7 +20,7 @@ from moe_ext.nn.moe_layer import set_loss_scale
 from moe_ext.nn.torch_state import autocast_dtype
 from moe_ext.pipeline.check import check_table
 from moe_ext.pipeline.messages import add_messages
-from moe_ext.pipeline.table import MESSAGES, OF_STAGE, Action, Table
+from moe_ext.pipeline.table import MESSAGES, OF_STAGE, Action, ActionTable
 
 LossFunction = Callable[[Tensor, Any], Tensor]
 
@@ -121,7 +121,7 @@ class Pipeline:
 
     def __init__(
         self,
-        table: Table,
+        table: ActionTable,
         stages: Mapping[int, nn.Module],
         loss_fn: LossFunction,
         *,
@@ -129,7 +129,7 @@ class Pipeline:
         max_in_flight: int | None = None,
         recompute: bool = False,
     ) -> None:
-        check_kind("Pipeline", "table", table, Table)
+        check_kind("Pipeline", "table", table, ActionTable)
         check_group(group, "Pipeline", name="group")
         self._device = torch.device("cpu")
         self.rank = group_rank(group)
@@ -154,7 +154,7 @@ class Pipeline:
         self._formats: dict[int, tuple[torch.Size, torch.dtype]] = {}
         self._told: set[int] = set()
 
-    def _refuse(self, table: Table, stages: Mapping[int, nn.Module], size: int) -> None:
+    def _refuse(self, table: ActionTable, stages: Mapping[int, nn.Module], size: int) -> None:
         if table.num_ranks != size:
             raise ValueError(
                 f"Pipeline: expected group to have a rank for each of the table's "

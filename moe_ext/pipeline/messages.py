@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from moe_ext.pipeline.check import check_table
 from moe_ext.pipeline.simulate import Costs, Replay
-from moe_ext.pipeline.table import Action, Table
+from moe_ext.pipeline.table import Action, ActionTable
 
 
-def add_messages(table: Table, costs: Costs | None = None) -> Table:
+def add_messages(table: ActionTable, costs: Costs | None = None) -> ActionTable:
     """Add sends and receives to a table that has none.
 
     A send stands right behind what it sends. Its receive is posted before the action that the other
@@ -39,4 +39,4 @@ def add_messages(table: Table, costs: Costs | None = None) -> Table:
                 receive = table.peer(send)
                 rows[rank].append(send)
                 rows[table.rank(receive)].append(receive)
-    return Table(rows)
+    return ActionTable(rows)

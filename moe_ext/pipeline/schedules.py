@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_ext._checks import check_choice, check_sizes
-from moe_ext.pipeline.table import Action, Table
+from moe_ext.pipeline.table import Action, ActionTable
 
 # Of torch, by our name: its name, and whether a rank may hold another number of stages than two.
 _OF_TORCH = {
@@ -18,7 +18,7 @@ SCHEDULES = ("gpipe", "1f1b", "zb-h1", *_OF_TORCH)
 
 def make_table(
     schedule: str, num_ranks: int, num_micro_batches: int, *, stages_per_rank: int | None = None
-) -> Table:
+) -> ActionTable:
     """Make the table of a schedule by name, without messages.
 
     Args:
@@ -51,10 +51,10 @@ def make_table(
         return _of_torch(schedule, torch_name, num_ranks, num_micro_batches, count)
     order = {"gpipe": _gpipe, "1f1b": _one_f_one_b, "zb-h1": _zero_bubble_h1}[schedule]
     rows = [order(num_ranks - 1 - rank, rank, num_micro_batches) for rank in range(num_ranks)]
-    return Table([[Action(rank, *each) for each in row] for rank, row in enumerate(rows)])
+    return ActionTable([[Action(rank, *each) for each in row] for rank, row in enumerate(rows)])
 
 
-def _of_torch(name: str, torch_name: str, num_ranks: int, micro: int, count: int) -> Table:
+def _of_torch(name: str, torch_name: str, num_ranks: int, micro: int, count: int) -> ActionTable:
     from moe_ext.pipeline._torch import get_schedule_ops
 
     try:
@@ -66,7 +66,7 @@ def _of_torch(name: str, torch_name: str, num_ranks: int, micro: int, count: int
         ) from error
     # By way of its text, which is what torch loads and writes, too.
     texts = [[str(action) for action in row if action is not None] for row in rows]
-    return Table([[Action.from_text(text) for text in row] for row in texts])
+    return ActionTable([[Action.from_text(text) for text in row] for row in texts])
 
 
 _Order = list[tuple[str, int]]

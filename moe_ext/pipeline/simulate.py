@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from moe_ext.pipeline.table import MESSAGES, Action, Table
+from moe_ext.pipeline.table import MESSAGES, Action, ActionTable
 
 PerStage = float | Sequence[float]
 
@@ -91,7 +91,7 @@ class Replay:
             takes the received waits.
     """
 
-    def __init__(self, table: Table, costs: Costs, *, blocking: bool = False) -> None:
+    def __init__(self, table: ActionTable, costs: Costs, *, blocking: bool = False) -> None:
         self._table, self._costs, self._blocking = table, costs, blocking
         self._next = [0] * table.num_ranks
         self._free = [0.0] * table.num_ranks
@@ -167,7 +167,7 @@ class Replay:
         return True
 
 
-def simulate(table: Table, costs: Costs | None = None) -> Timeline:
+def simulate(table: ActionTable, costs: Costs | None = None) -> Timeline:
     """Run a table by its costs, without computing anything.
 
     A rank begins an action when it has ended the one before and the input is there. Messages take

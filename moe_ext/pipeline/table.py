@@ -90,7 +90,7 @@ class Action(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Table:
+class ActionTable:
     """The actions of every rank of a pipeline, in order.
 
     Rows say nothing of time: a rank begins an action when it has ended the one before, and what the
@@ -109,7 +109,7 @@ class Table:
     def __init__(self, rows: Sequence[Sequence[Action]]) -> None:
         object.__setattr__(self, "rows", tuple(map(tuple, rows)))
         if not any(self.rows):
-            raise ValueError(f"Table: expected rows to hold actions, got {rows!r}")
+            raise ValueError(f"ActionTable: expected rows to hold actions, got {rows!r}")
 
     @cached_property
     def rank_of(self) -> Mapping[tuple[int, int], int]:
@@ -197,7 +197,7 @@ class Table:
             csv.writer(file).writerows(self.rows)
 
     @classmethod
-    def read_csv(cls, path: str | os.PathLike[str]) -> Table:
+    def read_csv(cls, path: str | os.PathLike[str]) -> ActionTable:
         """Read what `write_csv` or torch wrote; torch's empty steps are left out.
 
         Raises:

@@ -1,6 +1,6 @@
 """Random tables that are in order, since they were written in the order of a run."""
 
-from moe_ext.pipeline import Action, Table
+from moe_ext.pipeline import Action, ActionTable
 
 
 def random_table(random, *, chains=1, slices=1):
@@ -26,7 +26,7 @@ def random_table(random, *, chains=1, slices=1):
         action = random.choice(ready)
         del todo[action]
         rows[ranks[action.chain][action.stage]].append(action)
-    return Table(rows)
+    return ActionTable(rows)
 
 
 def _of_unit(stage, number, chain, part, split, num_stages, slices):

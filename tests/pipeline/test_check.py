@@ -11,7 +11,7 @@ from tables import random_table
 from moe_ext.pipeline import (
     SCHEDULES,
     Action,
-    Table,
+    ActionTable,
     add_messages,
     check_table,
     in_flight,
@@ -21,7 +21,7 @@ from moe_ext.pipeline import (
 
 
 def table_of(*rows):
-    return Table([[Action.from_text(text) for text in row.split()] for row in rows])
+    return ActionTable([[Action.from_text(text) for text in row.split()] for row in rows])
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -56,7 +56,7 @@ def test_refuses_what_lacks_or_repeats_an_action(rng):
         del rows[rank][place]
     if any(rows):
         with pytest.raises(ValueError, match="check_table: expected"):
-            check_table(Table(rows))
+            check_table(ActionTable(rows))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_swapped_messages_of_a_schedule_are_found():
         i, j = sorted(rng.sample(receives, 2))
         rows[1][i], rows[1][j] = rows[1][j], rows[1][i]
         with pytest.raises(ValueError, match="waits for rank|to stand behind"):
-            check_table(Table(rows))
+            check_table(ActionTable(rows))
         found += 1
     assert found == len(SCHEDULES)
 

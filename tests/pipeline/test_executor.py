@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_ext
 from moe_ext.distributed import count_traffic
-from moe_ext.pipeline import SCHEDULES, Action, Pipeline, Table, add_messages, make_table
+from moe_ext.pipeline import SCHEDULES, Action, ActionTable, Pipeline, add_messages, make_table
 from moe_ext.testing import spawn_ranks
 
 MICRO, BLOCKS, E = 4, 4, 4
@@ -308,7 +308,7 @@ def one_rank(**changes):
     "changes, message",
     [
         ({"table": make_table("gpipe", 2, 2)}, "a rank for each of the table's 2, got 1"),
-        ({"table": Table([[Action(0, "F", 0)]])}, "check_table: expected table to have 0I0"),
+        ({"table": ActionTable([[Action(0, "F", 0)]])}, "check_table: expected table to have 0I0"),
         (
             {"stages": {0: nn.Linear(3, 3), 1: nn.ReLU()}},
             r"expected stages to be \[0\].*got \[0, 1\]",
@@ -316,7 +316,7 @@ def one_rank(**changes):
         ({"stages": {0: nn.Linear(3, 3, device="meta")}}, "weight of stage 0 on meta"),
         ({"max_in_flight": 1}, "to hold max_in_flight 1 micro-batches at most, got 2 at 0F1"),
         (
-            {"table": Table([[Action(0, "F", 0, version=1), Action(0, "B", 0, version=1)]])},
+            {"table": ActionTable([[Action(0, "F", 0, version=1), Action(0, "B", 0, version=1)]])},
             "one version of weights, got 0F0v1",
         ),
     ],
@@ -327,7 +327,7 @@ def test_refuses_what_it_cannot_run(changes, message):
 
 
 def test_refuses_other_kinds_and_numbers_of_arguments():
-    with pytest.raises(TypeError, match="Pipeline: expected table to be of type Table"):
+    with pytest.raises(TypeError, match="Pipeline: expected table to be of type ActionTable"):
         one_rank(table="1f1b")
     with pytest.raises(TypeError, match="Pipeline: expected group to be None or a ProcessGroup"):
         one_rank(group=3)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_ext.pipeline import Action, Costs, Table, add_messages, make_table, simulate
+from moe_ext.pipeline import Action, ActionTable, Costs, add_messages, make_table, simulate
 
 # F, I, W; powers of two and small sums: exact in floating point.
 COSTS = [(1, 1, 1), (2, 3, 1.5), (1, 1, 0.5), (3, 4, 3)]
@@ -67,13 +67,25 @@ def test_a_receive_that_is_posted_late_delays_the_message():
         "0F0 0SEND_F0 0RECV_B0 0B0 0F1 0SEND_F1 0RECV_B1 0B1",
         "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
     ]
-    table = Table([[Action.from_text(text) for text in row.split()] for row in rows])
+    table = ActionTable([[Action.from_text(text) for text in row.split()] for row in rows])
     found = simulate(table, Costs(hop=1))
     assert found.makespan == 2 * (1 + 1 + 1 + 2 + 1 + 2)
 
 
 def test_says_that_ranks_wait_for_each_other():
     rows = ["0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"]
-    table = Table([[Action.from_text(text) for text in row.split()] for row in rows])
+    table = ActionTable([[Action.from_text(text) for text in row.split()] for row in rows])
     with pytest.raises(ValueError, match=r"simulate: .* 0B0 \(rank 0\), 1F1 \(rank 1\)"):
         simulate(table)
+
+
+def test_a_hop_is_between_ranks_alone():
+    table = make_table("zbv", 1, 2)
+    assert simulate(table, Costs(hop=5)) == simulate(table)
+
+
+def test_a_receive_stands_before_what_is_computed_when_it_comes():
+    table = add_messages(make_table("gpipe", 2, 3), Costs(forward=(1, 5)))
+    row = [str(action) for action in table.rows[1]]
+    assert row[:6] == ["1RECV_F0", "1RECV_F1", "1RECV_F2", "1F0", "1F1", "1F2"]
+    assert [str(action) for action in table.rows[0]][:2] == ["0F0", "0SEND_F0"]

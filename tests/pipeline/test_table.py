@@ -8,7 +8,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from moe_ext.pipeline import SCHEDULES, Action, Table, add_messages, check_table, make_table
+from moe_ext.pipeline import SCHEDULES, Action, ActionTable, add_messages, check_table, make_table
 
 OF_TORCH = {
     "gpipe": "ScheduleGPipe",
@@ -53,11 +53,11 @@ def test_torch_reads_what_we_write_and_the_other_way_round(name, tmp_path):
     table.write_csv(path)
     runtime._load_csv(path)
     assert texts(runtime.pipeline_order.values()) == texts(table.rows)
-    assert Table.read_csv(path) == table
+    assert ActionTable.read_csv(path) == table
 
     # With messages; torch adds rows of FSDP.
     runtime._dump_csv(path)
-    theirs = Table.read_csv(path)
+    theirs = ActionTable.read_csv(path)
     check_table(theirs)
     assert texts(theirs.rows) == texts(runtime.pipeline_order_with_comms.values())
     ours = add_messages(table)
@@ -69,9 +69,9 @@ def test_torch_reads_what_we_write_and_the_other_way_round(name, tmp_path):
 def test_chain_slice_and_version_are_written(tmp_path):
     rows = [[Action(0, "F", 1, 2, 3, 4), Action(0, "F", 0), Action(0, "F", 2, slice=1)]]
     assert texts(rows) == [["0F1c2s3v4", "0F0", "0F2s1"]]
-    Table(rows).write_csv(tmp_path / "t.csv")
+    ActionTable(rows).write_csv(tmp_path / "t.csv")
     assert list(csv.reader((tmp_path / "t.csv").open())) == texts(rows)
-    assert Table.read_csv(tmp_path / "t.csv") == Table(rows)
+    assert ActionTable.read_csv(tmp_path / "t.csv") == ActionTable(rows)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_refuses_schedules_that_are_none(args, options, message):
 
 
 def test_refuses_a_table_without_an_action():
-    with pytest.raises(ValueError, match="Table: expected rows to hold actions"):
-        Table([[], []])
+    with pytest.raises(ValueError, match="ActionTable: expected rows to hold actions"):
+        ActionTable([[], []])
 
 
 def test_every_schedule_goes_with_fewer_micro_batches_than_ranks_or_is_refused():
