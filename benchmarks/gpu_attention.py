@@ -1,6 +1,6 @@
 """Attention on a GPU: rate and error of each kernel, and one step of a ring in its parts.
 
-    python benchmarks/gpu_attention.py cuda [errors rates ring]
+    python benchmarks/gpu_attention.py cuda [chosen errors rates ring]
 
 Prints JSON line by line, a row of a table each. Shape suffixes: B batch, H heads, G key heads, Q
 queries, K keys, D head dim.
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_ext import ops
 from moe_ext.attention import block as blocks
+from moe_ext.attention import libraries
 from moe_ext.attention.libraries import LIBRARIES, Library, Qkv
 from moe_ext.attention.masks import Mask
 
@@ -120,6 +121,23 @@ def errors_of(
     return dict(zip(names, relative, strict=True))
 
 
+def chosen(bench: Bench) -> None:
+    """The library that `precision="fast"` takes, and those that it passes over."""
+    section = Section("Attention, library of precision=fast")
+    for head_dim in HEAD_DIMS:
+        for groups in (8, 2):
+            qkv = bench.qkv(256, head_dim, torch.bfloat16, 8, groups)
+            labels = {"D": head_dim, "query heads of a key head": 8 // groups}
+            section.add(labels, lambda qkv=qkv: {"library": str(name_of(qkv))})
+    section.add({"library": "all"}, lambda: {"state": libraries.state()})
+
+
+def name_of(qkv: Qkv) -> str | None:
+    """Of the library for these."""
+    library = libraries.library_for(*qkv)
+    return None if library is None else library.name
+
+
 def rates(bench: Bench) -> None:
     """TFLOP/s of a causal block of the whole sequence, forward and backward."""
     section = Section("Attention, rate")
@@ -198,7 +216,12 @@ def parts_of_step(bench: Bench, precision: str, name: str) -> dict[str, object]:
     }
 
 
-FAMILIES: dict[str, Callable[[Bench], None]] = {"errors": errors, "rates": rates, "ring": ring}
+FAMILIES: dict[str, Callable[[Bench], None]] = {
+    "chosen": chosen,
+    "errors": errors,
+    "rates": rates,
+    "ring": ring,
+}
 
 
 def measure(device: torch.device, families: list[str], *, small: bool) -> int:

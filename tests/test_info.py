@@ -17,6 +17,8 @@ def test_info_names_versions_backends_and_operators():
     assert facts["cpu"]["isa"] in facts["cpu"]["supported"]
     assert {"permute_tokens", "unpermute_tokens"} <= set(facts["operators"])
     assert "cuda" in facts["backends"]
+    if not torch.cuda.is_available():
+        assert facts["backends"]["attention"] == "flash (CPU) for 16 bits"
 
 
 def test_command_prints_one_line():

@@ -52,6 +52,7 @@ FIRST_FIGURES = (
     ("gpu_kernels", "layer"),
 )
 FIGURES = (
+    ("gpu_attention", "chosen"),
     ("gpu_attention", "errors"),
     ("gpu_attention", "rates"),
     ("gpu_layer_parts", "ceilings"),

@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import bisect
 import functools
+import importlib
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.nn.attention
 from torch import Tensor
 
 from moe_ext.attention.masks import Mask
+from moe_ext.ops import attention_block, attention_block_backward, attention_delta
 
 Runs = tuple[range, ...]
 Qkv = tuple[Tensor, Tensor, Tensor]
@@ -71,20 +75,34 @@ class _FlashCpu:
         return dq, dk, dv
 
 
+# Capabilities that the implementations run on which a user can put in the place of torch's own.
+_MAJORS = {"FA3": (9,), "FA4": (9, 10)}
+
+
+def active_flash() -> str | None:
+    """The implementation that `torch.nn.attention.activate_flash_attention_impl` has put in."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return None if current is None else current()
+
+
 class _FlashCuda:
-    """FlashAttention-2 in torch's CUDA backend: 16 bits on cards of capability 8.0 and later."""
+    """FlashAttention in torch's CUDA backend: its own 2, or the implementation that is active.
+
+    16 bits; its own on cards of capability 8.0 and later.
+    """
 
     name = "flash (CUDA)"
 
     def serves(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        dim = q.shape[3]
+        dim, capability = q.shape[3], _capability(q.device)
+        majors = _MAJORS.get(active_flash() or "")
         return (
             q.device.type in ("cuda", "meta")
             and q.dtype in _HALVES
             and v.shape[3] == dim
             and dim % 8 == 0
             and dim <= 256
-            and _capability(q.device) >= (8, 0)
+            and (capability >= (8, 0) if majors is None else capability[0] in majors)
         )
 
     def forward(self, qkv: Qkv, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -101,6 +119,55 @@ class _FlashCuda:
             grad_out, *qkv, out, lse, *lengths, 0.0, is_causal, *states, scale=scale
         )
         return dq, dk, dv
+
+
+class _FlashFour:
+    """FlashAttention-4 where the package `flash-attn-4` is installed, without torch's registry.
+
+    16 bits on cards of capability 9 and 10, as wide values as keys, at most 128.
+    """
+
+    name = "FlashAttention-4 (CUDA)"
+
+    def serves(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        return (
+            q.device.type in ("cuda", "meta")
+            and q.dtype in _HALVES
+            and v.shape[3] == q.shape[3]
+            and q.shape[3] % 8 == 0
+            and q.shape[3] <= 128
+            and _capability(q.device)[0] in _MAJORS["FA4"]
+            and _has_flash_four()
+        )
+
+    def forward(self, qkv: Qkv, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        given = (x.transpose(1, 2) for x in qkv)
+        out, lse = _flash_four()._flash_attn_fwd(
+            *given, softmax_scale=scale, causal=is_causal, return_lse=True
+        )
+        return out.transpose(1, 2), lse
+
+    def backward(
+        self, grad_out: Tensor, out: Tensor, lse: Tensor, qkv: Qkv, is_causal: bool, scale: float
+    ) -> Qkv:
+        q, k, v, out, grad_out = (x.transpose(1, 2) for x in (*qkv, out, grad_out))
+        dq, dk, dv = _flash_four()._flash_attn_bwd(
+            *(q, k, v, out, grad_out, lse.contiguous()),
+            softmax_scale=scale,
+            causal=is_causal,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+@functools.cache
+def _has_flash_four() -> bool:
+    found = importlib.util.find_spec("flash_attn")
+    return found is not None and importlib.util.find_spec("flash_attn.cute") is not None
+
+
+def _flash_four() -> Any:
+    return importlib.import_module("flash_attn.cute.interface")
 
 
 class _EfficientCuda:
@@ -149,7 +216,10 @@ class _EfficientCuda:
 
 
 class _CudnnCuda:
-    """The kernel of cuDNN: 16 bits; values of another width than keys from capability 9.0 on."""
+    """The kernel of cuDNN: 16 bits; values of another width than keys from capability 9.0 on.
+
+    It has no deterministic backward pass.
+    """
 
     name = "cuDNN (CUDA)"
 
@@ -160,6 +230,7 @@ class _CudnnCuda:
             and q.shape[3] % 8 == 0
             and v.shape[3] % 8 == 0
             and max(q.shape[3], v.shape[3]) <= 128
+            and not torch.are_deterministic_algorithms_enabled()
             and _capability(q.device) >= ((8, 0) if v.shape[3] == q.shape[3] else (9, 0))
         )
 
@@ -193,33 +264,116 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
 
 
-_CUDNN = _CudnnCuda()
-LIBRARIES: tuple[Library, ...] = (_FlashCpu(), _FlashCuda(), _EfficientCuda(), _CUDNN)
+_FLASH, _FOUR, _CUDNN = _FlashCuda(), _FlashFour(), _CudnnCuda()
+LIBRARIES: tuple[Library, ...] = (_FlashCpu(), _FLASH, _FOUR, _EfficientCuda(), _CUDNN)
 # torch's own switches, which `torch.nn.attention.sdpa_kernel` sets, too.
 _SWITCHES = {
     "flash (CUDA)": torch.backends.cuda.flash_sdp_enabled,
+    "FlashAttention-4 (CUDA)": torch.backends.cuda.flash_sdp_enabled,
     "efficient (CUDA)": torch.backends.cuda.mem_efficient_sdp_enabled,
     "cuDNN (CUDA)": torch.backends.cuda.cudnn_sdp_enabled,
 }
 
 
+def _order(capability: tuple[int, int]) -> tuple[Library, ...]:
+    """All libraries, some of them a second time behind their place.
+
+    What the user has activated comes first. On cards of capability 9.0 cuDNN trains 1.7 to 2.3
+    times as fast as FlashAttention-2, and slower than it on those of 8.0 and 12.0, as transformers
+    measured; FlashAttention-4 is made for 10.
+    """
+    if active_flash() is not None:
+        return (_FLASH, *LIBRARIES)
+    first: dict[int, tuple[Library, ...]] = {9: (_CUDNN, _FOUR), 10: (_FOUR, _CUDNN)}
+    return (*first.get(capability[0], ()), *LIBRARIES)
+
+
 def library_for(q: Tensor, k: Tensor, v: Tensor) -> Library | None:
     """The kernel for blocks of these tensors, or None.
 
-    The first in order that serves them and that torch's switches leave on. On cards of capability
-    9.0 cuDNN comes first: it trains 1.7 to 2.3 times as fast as FlashAttention-2 there, and slower
-    than it on those of 8.0 and 12.0, as transformers measured.
+    The first in order that serves them, that torch's switches leave on, and that gave the right
+    numbers when it was tried.
     """
     if not (q.numel() and k.numel() and v.numel()):
         return None
-    order = LIBRARIES
-    if q.device.type in ("cuda", "meta") and _capability(q.device) == (9, 0):
-        order = (_CUDNN, *LIBRARIES)
-    for library in order:
+    for library in _order(_capability(q.device)):
         is_on = _SWITCHES.get(library.name)
-        if (is_on is None or is_on()) and library.serves(q, k, v):
+        if (is_on is None or is_on()) and library.serves(q, k, v) and not _fault(library, q, k, v):
             return library
     return None
+
+
+# Kinds of devices on which a library is tried before it is first used.
+_TRIED_ON = ("cuda",)
+# Library, implementation, device, dtype, widths and whether heads share keys, to what was wrong.
+_faults: dict[tuple[object, ...], str] = {}
+# Relative error that a result in 16 bits stays far below, and a wrong one far above.
+_MOST_ERROR = 0.03
+
+
+def _fault(library: Library, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Why a library is passed over for such tensors, empty if it is not; tries it once.
+
+    NOTE: device-to-host sync, at the first call of a kind.
+    """
+    if q.device.type not in _TRIED_ON or torch.compiler.is_compiling() or type(q) is not Tensor:
+        return ""
+    is_shared = q.shape[1] > k.shape[1]
+    kind = (q.dtype, q.shape[3], v.shape[3], is_shared)
+    key = (library.name, active_flash(), q.device, *kind)
+    if key not in _faults:
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            return ""  # nothing may be waited for; the pass before a capture has tried it
+        _faults[key] = _try(library, q.device, *kind)
+    return _faults[key]
+
+
+@torch.no_grad()
+def _try(library: Library, device: torch.device, dtype: torch.dtype, *sizes: int) -> str:
+    """What is wrong with the results of two small blocks; empty if nothing is."""
+    dim, v_dim, is_shared = sizes
+    # More than a tile, and no multiple of one. The user's generator is not drawn from.
+    generator = torch.Generator().manual_seed(0)
+    heads = 2 - is_shared
+    shapes = ((2, dim), (heads, dim), (heads, v_dim), (2, v_dim))
+    q, k, v, grad_out = (
+        torch.randn(1, count, 160, width, generator=generator).to(device, dtype)
+        for count, width in shapes
+    )
+    at, scale = torch.arange(160, device=device), dim**-0.5
+    for is_causal, keys in ((True, 160), (False, 96)):
+        qkv = (q, k[:, :, :keys], v[:, :, :keys])
+        options = {"causal": is_causal, "scale": scale}
+        given = (*qkv, at, at[:keys])
+        exact, lse = attention_block(*given, **options)
+        delta = attention_delta(grad_out.to(exact.dtype), exact)
+        grads = attention_block_backward(grad_out.to(exact.dtype), lse, delta, *given, **options)
+        try:
+            out_lse = library.forward(qkv, is_causal, scale)
+            found = (*out_lse, *library.backward(grad_out, *out_lse, qkv, is_causal, scale))
+        except Exception as error:
+            lines = str(error).splitlines() or [""]
+            return f"{type(error).__name__}: {lines[0]}"
+        names = ("output", "log-sum-exp", "gradient of q", "gradient of k", "gradient of v")
+        for name, a, b in zip(names, found, (exact, lse, *grads[:3]), strict=True):
+            off = float((a.to(b.dtype) - b).norm() / b.norm())
+            if not off <= _MOST_ERROR:
+                kind = "causal" if is_causal else "whole"
+                return f"the {name} of a {kind} block is off by {100 * off:.0f} %"
+    return ""
+
+
+def state() -> str:
+    """What `info` says of `precision="fast"`: the order on this card, and what was passed over."""
+    if not torch.cuda.is_available():
+        return f"{LIBRARIES[0].name} for 16 bits"
+    device = torch.device("cuda", torch.cuda.current_device())
+    order = dict.fromkeys(library.name for library in _order(_capability(device)))
+    absent = set() if _has_flash_four() else {_FOUR.name}
+    names = [name for name in order if "CUDA" in name and name not in absent]
+    said = f"{', '.join(names)}, in this order; torch's flash is {active_flash() or 'FA2'}"
+    passed = sorted({f"{key[0]}: {why}" for key, why in _faults.items() if why})
+    return "; passed over: ".join([said, *passed])
 
 
 @dataclass(frozen=True)

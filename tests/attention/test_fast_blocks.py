@@ -1,5 +1,8 @@
 """Blocks that kernels of torch compute, against float64 and against our own kernel."""
 
+import sys
+import types
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from moe_ext import ops
 from moe_ext.attention import block as blocks
 from moe_ext.attention import libraries, ring_attention, shard_sequence
 from moe_ext.attention.libraries import LIBRARIES, library_for
@@ -290,8 +294,11 @@ def test_ranks_have_to_agree():
         assert "precision" in message and "exact" in message and "fast" in message
 
 
+IN_TORCH = [library for library in LIBRARIES[1:] if library.name != "FlashAttention-4 (CUDA)"]
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("library", LIBRARIES[1:], ids=lambda library: library.name)
+@pytest.mark.parametrize("library", IN_TORCH, ids=lambda library: library.name)
 def test_calls_of_the_cuda_libraries_fit_their_signatures(library, is_causal):
     """On meta tensors: shapes and arguments alone."""
     q, grad = (torch.empty(2, 4, 40, 32, device="meta", dtype=torch.bfloat16) for _ in range(2))
@@ -343,6 +350,145 @@ def test_cudnn_comes_first_on_hopper(change, name, monkeypatch):
     monkeypatch.setattr(libraries, "_capability", lambda device: (9, 0))
     inputs = halves(**{"kv_heads": 4, **change})
     assert library_for(*(x.to("meta") for x in inputs[:3])).name == name
+
+
+FOUR = "FlashAttention-4 (CUDA)"
+
+
+@pytest.mark.parametrize(
+    ("capability", "active", "change", "name"),
+    [
+        ((8, 6), None, {"v_dim": 24}, "efficient (CUDA)"),
+        ((8, 6), None, {"v_dim": 24, "kv_heads": 2}, None),
+        ((8, 6), "FA4", {}, "efficient (CUDA)"),
+        ((9, 0), "FA3", {}, "flash (CUDA)"),
+        ((10, 0), "FA3", {}, FOUR),
+        ((10, 0), "FA4", {}, "flash (CUDA)"),
+        ((10, 0), None, {}, FOUR),
+        ((12, 0), None, {}, "flash (CUDA)"),
+    ],
+)
+def test_order_of_libraries(capability, active, change, name, monkeypatch):
+    monkeypatch.setattr(libraries, "_capability", lambda device: capability)
+    monkeypatch.setattr(libraries, "active_flash", lambda: active)
+    monkeypatch.setattr(libraries, "_has_flash_four", lambda: True)
+    library = library_for(*(x.to("meta") for x in halves(**{"kv_heads": 4, **change})[:3]))
+    assert (library.name if library else None) == name
+
+
+def test_what_has_no_deterministic_gradient_is_passed_over(monkeypatch):
+    monkeypatch.setattr(libraries, "_capability", lambda device: (9, 0))
+    qkv = [x.to("meta") for x in halves(kv_heads=4)[:3]]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert library_for(*qkv).name == "flash (CUDA)"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_an_implementation_that_torch_has_activated_is_known():
+    class Handle:
+        def remove(self):
+            pass
+
+    attention = torch.nn.attention
+    attention.register_flash_attention_impl("FA-test", register_fn=Handle)
+    attention.activate_flash_attention_impl("FA-test")
+    try:
+        assert libraries.active_flash() == "FA-test"
+    finally:
+        attention.restore_flash_attention_impl()
+    assert libraries.active_flash() is None
+
+
+# Of flash_attn.cute.interface, without the arguments that are not passed.
+def flash_four_forward(q, k, v, softmax_scale=None, causal=False, return_lse=False):
+    assert return_lse and q.shape[1:] == (160, 2, 64)
+    found = exact_block((q, k, v), causal, softmax_scale)
+    return found[0].to(q.dtype).transpose(1, 2), found[1]
+
+
+def flash_four_backward(
+    q, k, v, out, grad_out, lse, softmax_scale=None, causal=False, deterministic=False
+):
+    assert lse.is_contiguous() and not deterministic and out.shape == grad_out.shape == q.shape
+    wide = grad_out.transpose(1, 2).float()
+    delta = ops.attention_delta(wide, out.transpose(1, 2).float())
+    grads = ops.attention_block_backward(
+        *(wide, lse, delta, *given_to_exact((q, k, v))), causal=causal, scale=softmax_scale
+    )
+    return tuple(grad.to(q.dtype).transpose(1, 2) for grad in grads[:3])
+
+
+def given_to_exact(qkv):
+    return (*(x.transpose(1, 2) for x in qkv), *(torch.arange(x.shape[1]) for x in qkv[:2]))
+
+
+def exact_block(qkv, causal, scale):
+    return ops.attention_block(*given_to_exact(qkv), causal=causal, scale=scale)
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """Libraries that serve the CPU, and are tried there."""
+    module = types.SimpleNamespace(
+        _flash_attn_fwd=flash_four_forward, _flash_attn_bwd=flash_four_backward
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", module)
+    monkeypatch.setattr(libraries, "_TRIED_ON", ("cpu",))
+    monkeypatch.setattr(libraries, "_faults", {})
+    monkeypatch.setattr(type(libraries._FOUR), "serves", lambda *_: True)
+    monkeypatch.setattr(libraries, "LIBRARIES", (libraries._FOUR, LIBRARIES[0]))
+    return module
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_an_installed_flash_attention_4_is_tried_and_taken(tried, kv_heads):
+    qkv = halves(dim=64, v_dim=64, kv_heads=kv_heads)[:3]
+    before = torch.get_rng_state()
+    assert library_for(*qkv) is libraries._FOUR
+    assert torch.equal(torch.get_rng_state(), before)
+    assert list(libraries._faults.values()) == [""]
+
+
+def broken(*args, **kwargs):
+    raise RuntimeError("no kernel image\nfor this device")
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "why"),
+    [
+        ("_flash_attn_fwd", broken, "RuntimeError: no kernel image"),
+        (
+            "_flash_attn_fwd",
+            lambda *a, **k: tuple(1.1 * x for x in flash_four_forward(*a, **k)),
+            "the output of a causal block is off by 10 %",
+        ),
+        (
+            "_flash_attn_bwd",
+            lambda *a, **k: flash_four_backward(*a, **k)[::-1],
+            "the gradient of q of a causal block",
+        ),
+        (
+            "_flash_attn_bwd",
+            lambda *a, **k: [x * torch.nan for x in flash_four_backward(*a, **k)],
+            "off by nan %",
+        ),
+    ],
+)
+def test_a_library_that_gives_wrong_numbers_is_passed_over(tried, name, fault, why, monkeypatch):
+    setattr(tried, name, fault)
+    qkv = halves(dim=64, v_dim=64, kv_heads=4)[:3]
+    assert library_for(*qkv).name == "flash (CPU)"
+    monkeypatch.setattr(libraries, "_try", None)  # once
+    assert library_for(*qkv).name == "flash (CPU)"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(libraries, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(libraries, "_has_flash_four", lambda: True)
+    said = libraries.state()
+    assert said.startswith(f"cuDNN (CUDA), {FOUR}") and "torch's flash is FA2" in said
+    assert f"passed over: {FOUR}: " in said and why in said
 
 
 def test_switches_of_torch_are_obeyed():
