@@ -329,6 +329,39 @@ def test_last(): pass
     assert "test_wrong: " in step.tail and "AssertionError" in step.tail
 
 
+def test_a_fault_of_one_step_costs_no_other(gpu_check, monkeypatch, tmp_path):
+    """All of `check` with stand-ins of its steps, of which one raises."""
+
+    def figures(wanted):
+        for script, family in wanted:
+            if family == "ring":
+                raise ValueError("a fault of this program")
+            yield (
+                gpu_check.Step(f"{script} {family}", "passed", 1.0, output="long"),
+                [{"section": script, "family": family}],
+            )
+
+    facts = {**DEVICE, "compute_capability": "9.0"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_check, "device_facts", lambda: facts)
+    for name in ("build", "operator"):
+        step = gpu_check.Step(name, "passed", 1.0)
+        monkeypatch.setattr(gpu_check, f"{name}_step", lambda _, step=step: step)
+    monkeypatch.setattr(gpu_check, "suite_steps", lambda *_: iter(()))
+    monkeypatch.setattr(gpu_check, "figure_steps", figures)
+    monkeypatch.setattr(gpu_check, "find_tool", lambda name: None)
+    out = tmp_path / "gpu.json"
+    assert gpu_check.check(out) == 1
+    result = json.loads(out.read_text())
+    states = {step["name"]: step["state"] for step in result["steps"]}
+    assert states["figures"] == "failed: ValueError: a fault of this program"
+    assert states["compute-sanitizer memcheck"].startswith("not run")
+    assert {"section": "gpu_layer_parts", "family": "ceilings"} in result["rows"]
+    assert "output" not in result["steps"][0]
+    assert "## gpu_layer_parts" in gpu_check.page(result)
+
+
 def test_a_missing_sanitizer_is_said(gpu_check, monkeypatch):
     monkeypatch.setattr(gpu_check, "find_tool", lambda name: None)
     states = {step.state for step in gpu_check.sanitizer_steps()}

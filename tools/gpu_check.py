@@ -23,7 +23,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -79,6 +80,10 @@ class Step:
     seconds: float
     tail: str = ""
     output: str = field(default="", repr=False)
+
+
+# A step, and the rows of figures that it printed.
+Found = tuple[Step, list[dict[str, Any]]]
 
 
 def run(name: str, command: list[str], limit: int, env: dict[str, str] | None = None) -> Step:
@@ -275,9 +280,7 @@ def sanitizer_steps() -> Iterator[Step]:
         yield run(name, [*command, *PYTEST, *selected], LIMIT["sanitizer"], env)
 
 
-def figure_steps(
-    wanted: Iterable[tuple[str, str]],
-) -> Iterator[tuple[Step, list[dict[str, Any]]]]:
+def figure_steps(wanted: Iterable[tuple[str, str]]) -> Iterator[Found]:
     """Figures by family, each with the rows that it printed before it ended."""
     for script, family in wanted:
         command = [sys.executable, f"benchmarks/{script}.py", "cuda", family]
@@ -314,19 +317,23 @@ def check(out: Path) -> int:
         result["rows"] += rows
         out.write_text(json.dumps(result, indent=1) + "\n")
 
+    def keep_all(name: str, steps: Callable[[], Iterable[Found]]) -> None:
+        """Keeps what comes; a fault of this program costs its own steps alone."""
+        try:
+            for step, rows in steps():
+                keep(step, rows)
+        except Exception as error:
+            why = f"failed: {type(error).__name__}: {error}"
+            keep(Step(name, why, 0.0, traceback.format_exc()))
+
     keep(build_step(str(result["device"]["compute_capability"])))
     if result["steps"][0]["state"] == "passed":
-        keep(operator_step(folder / "operators.jsonl"))
-        for step, rows in figure_steps(FIRST_FIGURES):
-            keep(step, rows)
-        for step in suite_steps(
-            sorted(f for s in SUITE for f in (ROOT / s).glob("test_*.py")), folder
-        ):
-            keep(step)
-        for step, rows in figure_steps(FIGURES):
-            keep(step, rows)
-        for step in sanitizer_steps():
-            keep(step)
+        files = sorted(file for name in SUITE for file in (ROOT / name).glob("test_*.py"))
+        keep_all("operators", lambda: [(operator_step(folder / "operators.jsonl"), [])])
+        keep_all("first figures", lambda: figure_steps(FIRST_FIGURES))
+        keep_all("tests", lambda: ((step, []) for step in suite_steps(files, folder)))
+        keep_all("figures", lambda: figure_steps(FIGURES))
+        keep_all("sanitizer", lambda: ((step, []) for step in sanitizer_steps()))
     print(f"gpu_check: wrote {out}")
     absent = "not run: compute-sanitizer"
     states = [step["state"] for step in result["steps"]]
