@@ -9,7 +9,7 @@ import torch.distributed as dist
 import moe_ext
 from moe_ext.distributed import streams
 from moe_ext.distributed.dispatch.rows import all_to_all_rows
-from moe_ext.nn import Capacity
+from moe_ext.nn import Capacity, RowBudget
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,6 +65,11 @@ def test_layer_in_a_cuda_graph(dtype, capacity):
         y = layer(x, token_mask=mask)
         return [y.detach(), *torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))]
 
+    check_replays(step, x, 50)
+
+
+def check_replays(step, x, num_replays):
+    """The step in a CUDA graph gives the bits of the step by itself, for other inputs too."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -79,29 +84,53 @@ def test_layer_in_a_cuda_graph(dtype, capacity):
         with torch.no_grad():
             x.copy_(torch.randn_like(x))
         want = step()
-        for _ in range(50):
+        for _ in range(num_replays):
             graph.replay()
             assert all(torch.equal(a, b) for a, b in zip(held, want, strict=True))
 
 
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
-def test_one_nccl_rank_equals_no_group():
+@pytest.fixture
+def one_rank():
+    """A group of this process alone, over NCCL."""
+    if not dist.is_nccl_available():
+        pytest.skip("this torch has no NCCL")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    try:
-        results = []
-        for options in ({}, {"ep_group": dist.group.WORLD, "dispatcher": "alltoall"}):
-            layer = make_layer(torch.float32, shared_ffn_dim=32, **options)
-            x = torch.linspace(-1, 1, 100 * 64, device="cuda").reshape(100, 64).requires_grad_()
-            y = layer(x)
-            results.append((y, *torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))))
-        for actual, expected in zip(*results, strict=True):
-            torch.testing.assert_close(actual, expected, **TOLERANCE)
-        check_rows_wait_for_the_caller(dist.group.WORLD)
-    finally:
-        dist.destroy_process_group()
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+BUDGET = RowBudget(200, overflow="drop", static=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"row_budget": BUDGET}], ids=["counts", "static"])
+def test_one_nccl_rank_equals_no_group(options, one_rank):
+    results = []
+    for given in ({}, {"ep_group": one_rank, "dispatcher": "alltoall", **options}):
+        layer = make_layer(torch.float32, shared_ffn_dim=32, **given)
+        x = torch.linspace(-1, 1, 100 * 64, device="cuda").reshape(100, 64).requires_grad_()
+        y = layer(x)
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, **TOLERANCE)
+
+
+def test_a_static_budget_over_nccl_in_a_cuda_graph(one_rank):
+    options = {"ep_group": one_rank, "dispatcher": "alltoall", "row_budget": BUDGET}
+    layer = make_layer(torch.bfloat16, **options)
+    x = torch.randn(100, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step():
+        y = layer(x)
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))]
+
+    check_replays(step, x, 5)
+
+
+def test_rows_wait_for_the_caller_over_nccl(one_rank):
+    check_rows_wait_for_the_caller(one_rank)
 
 
 def check_rows_wait_for_the_caller(group):
