@@ -31,6 +31,7 @@ BENCHMARKS = (
     "compression",
     "allreduce",
     "expert_parallel",
+    "pipeline",
     "optim",
 )
 # Run by name alone, for the time that they take: twenty minutes.

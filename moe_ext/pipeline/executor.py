@@ -94,7 +94,8 @@ class Pipeline:
     """Runs the stages of this rank as a table says, each action in the order of its row.
 
     Gradients are those of the mean of the micro-batches' losses, as one process would add them up;
-    balance losses that the layers of any stage inject are divided with them. Activations and
+    balance losses that the layers of any stage inject are divided with them, by `set_loss_scale` in
+    every step. Activations and
     gradients travel between ranks over connections of their own: a receive is posted where the
     table has it, and what needs the tensor waits. "I" and "W" compute the gradients of inputs and
     of weights apart, where the input of a stage has one; of the first stage W computes all.
@@ -147,6 +148,7 @@ class Pipeline:
         self.table = table if table.has_messages or table.num_ranks == 1 else add_messages(table)
         self.stages, self._loss_fn, self._group = dict(stages), loss_fn, group
         self._last, self._recompute = table.num_stages - 1, recompute
+        self._failed = False
         self._transport: PointToPoint | None = None
         if group is not None and group_size(group) > 1:
             self._transport = PointToPoint(group, self._device)
@@ -201,9 +203,16 @@ class Pipeline:
         Raises:
             ValueError: another number of inputs or targets than micro-batches (on this rank, the
                 others are told); outputs of a stage that differ in shape or dtype.
-            RankFailureError: a rank died or raised, with stage, micro-batch and action of the wait;
-                the pipeline cannot be used again.
+            RankFailureError: a rank died or raised, with stage, micro-batch and action of the wait.
+            RuntimeError: an earlier step has failed.
         """
+        if self._failed:
+            raise RuntimeError(
+                "Pipeline.step: expected no step before this one to have failed, got a pipeline "
+                "whose messages were lost; build another one"
+            )
+        # Until it has ended: messages of a step that failed may still come.
+        self._failed = self._transport is not None
         micro = self.table.num_micro_batches
         step = _Step(inputs, targets, loss_scale / micro)
         with telling(self._group, self._device, f"Pipeline.step on {self._name()}"):
@@ -221,6 +230,7 @@ class Pipeline:
                     self._run(step, action)
         for message in step.sent:
             message.wait()
+        self._failed = False
         return [step.losses[i] for i in sorted(step.losses)]
 
     def _name(self) -> str:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from rank_checks import Checks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.utils.checkpoint import checkpoint
 
 import moe_ext
@@ -155,6 +156,22 @@ def schedule(name, recompute):
         torch.testing.assert_close(torch.stack(losses), want_losses, **TIGHT)
 
 
+@over_2()
+def a_table_of_torch_with_messages():
+    rank, found = dist.get_rank(), layers()
+    rows = get_schedule_ops("InterleavedZeroBubble", 2, MICRO, with_comms=True)
+    table = ActionTable([[Action.from_text(str(action)) for action in row] for row in rows])
+    pipeline = Pipeline(table, stages_of(table, rank, found), loss_of, group=dist.group.WORLD)
+    assert pipeline.table is table
+    x, y = batches()
+    for _ in range(2):
+        pipeline.step(x if rank == 0 else (), y if rank == 1 else ())
+    for p in found.parameters():
+        if p.grad is not None:
+            p.grad /= 2
+    assert_same(table, rank, found, one_process()[0])
+
+
 @pytest.mark.parametrize("name", over_2)
 def test_ranks_have_the_gradients_of_one_process(name):
     over_2.assert_passed(2, name)
@@ -238,7 +255,10 @@ def fails(rank, how, at, place):
     try:
         pipeline.step(x if rank == 0 else (), x if rank == 1 else ())
     except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - start
+        found = type(error).__name__, str(error), time.monotonic() - start
+    with pytest.raises(RuntimeError, match="expected no step before this one to have failed"):
+        pipeline.step()
+    return found
 
 
 @pytest.mark.parametrize(
