@@ -39,6 +39,7 @@ testing.PRELOADED += [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "hypothesis",
+    "lightning.pytorch",
     "matplotlib.backends.backend_agg",
     "matplotlib.pyplot",
     "pytest",

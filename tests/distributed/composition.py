@@ -157,10 +157,8 @@ def with_table(page):
     return page[:before] + table() + page[after:]
 
 
-def main():
-    few = "--few" in sys.argv
-    # Tools take seconds to import: ranks are forked from a process that has done it.
-    testing.PRELOADED += ["torch._dynamo", "transformers.trainer", "lightning.pytorch"]
+def outcomes(*, few):
+    """Cell to outcome, and those of the mixtures and of Fabric; expects the tools in PRELOADED."""
     outcome = {" / ".join(cell): text for cell, text in run(FEW if few else CELLS).items()}
     seeds = range(FEW_MIXTURES if few else ALL_MIXTURES)
     texts = testing.spawn_ranks(mixtures.run_rank, mixtures.RANKS, seeds, timeout=1800.0)
@@ -172,7 +170,14 @@ def main():
             testing.spawn_ranks(fabric.save_and_load, 2, folder)
         except RuntimeError as error:
             outcome["Fabric"] = str(error)
-    print(json.dumps(outcome, indent=1))
+    return outcome
+
+
+def main():
+    few = "--few" in sys.argv
+    # Tools take seconds to import: ranks are forked from a process that has done it.
+    testing.PRELOADED += ["torch._dynamo", "transformers.trainer", "lightning.pytorch"]
+    print(json.dumps(outcomes(few=few), indent=1))
     if not few:
         PAGE.write_text(with_table(PAGE.read_text()))
 

@@ -1,11 +1,7 @@
 """Tools that train, placements of experts and memory, in every combination; see composition.py."""
 
-import json
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import composition
 import pytest
@@ -16,16 +12,9 @@ CELLS = composition.CELLS if FULL else composition.FEW
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """Run in a process of its own, from which ranks are forked that have the tools imported."""
     pytest.importorskip("accelerate")
     pytest.importorskip("lightning")
-    program = [sys.executable, str(Path(composition.__file__)), *([] if FULL else ["--few"])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(program, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    # Behind what the frameworks print, which may be nothing.
-    printed = f"\n{done.stdout}"
-    return json.loads(printed[printed.rindex("\n{\n") :])
+    return composition.outcomes(few=not FULL)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=" / ".join)
