@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext.distributed import comm
-from moe_ext.distributed.failures import naming_failed_ranks
+from moe_ext.distributed.failures import RankFailureError, naming_failed_ranks
 from moe_ext.distributed.own_errors import wait_for_message
 from moe_ext.distributed.traffic import record_traffic
 from moe_ext.distributed.worker import Tasks
@@ -87,7 +87,11 @@ class Message:
                 message names it, and the messages after it are lost.
         """
         with naming_failed_ranks(self._group, self._operation):
-            wait_for_message(self._ended, self._group)
+            try:
+                wait_for_message(self._ended, self._group)
+            except RankFailureError as error:
+                # It says what the other rank was at.
+                raise RankFailureError(f"{self._operation}: {error}", error.ranks) from None
             if self._error is not None:
                 raise self._error
         return self._x

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 import time
 
 import pytest
@@ -316,6 +317,42 @@ def test_a_failure_is_named_by_stage_micro_batch_and_action(how, at, place, kind
             assert outcome[2] < 10
     if how == "dies":
         assert "rank 1 died" in found[0][1] or "rank 1 did not answer" in found[0][1]
+
+
+def fails_in_experts(rank):
+    pp, ep = meshes()
+    place, found = dist.get_rank(pp), layers(ep)
+    table = make_table("1f1b", 2, MICRO)
+    stages = stages_of(table, place, found)
+    calls = []
+
+    def fail(*_):
+        calls.append(None)
+        if len(calls) == 3:
+            raise ValueError("no such weight")
+
+    if rank == 0:
+        stages[0].blocks[2].experts.experts.register_forward_pre_hook(fail)
+    pipeline = Pipeline(table, stages, loss_of, group=pp)
+    x, y = batches()
+    try:
+        pipeline.step(x if place == 0 else (), y if place == 1 else ())
+    except Exception as error:
+        return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def test_an_error_of_experts_ends_the_steps_of_all_ranks():
+    found = spawn_ranks(fails_in_experts, 4)
+    kinds, texts = zip(*found, strict=True)
+    assert kinds == ("ValueError", "ValueError", "RankFailureError", "RankFailureError")
+    told = "AllToAllDispatcher: expected every rank to take part, but rank 0 raised ValueError"
+    assert texts[0].startswith("no such weight")
+    assert texts[1].startswith(told)
+    for rank in (2, 3):
+        assert f"1RECV_F2 (stage 1, micro-batch 2) on rank {rank}: {told}" in texts[rank]
+    if sys.version_info >= (3, 11):
+        for rank in (0, 1):
+            assert f"in Pipeline.step, 0F2 (stage 0, micro-batch 2) on rank {rank}" in texts[rank]
 
 
 def one_rank(**changes):
