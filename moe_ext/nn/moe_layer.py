@@ -104,9 +104,9 @@ class MoELayer(CountingModule):
             of float32, 0.52 of bfloat16. A `Wire` sets each of the four ways by itself. On one rank
             nothing travels, and nothing is rounded. NaN and infinity arrive as NaN.
         overlap: parts that the tokens of a pass are cut into: one part travels while the experts
-            work on the one before, forward and backward, for `dispatcher="alltoall"`. 1 sends all
-            at once. For slow links and experts with much to do: each part takes messages of its
-            own, and about 1/overlap of the shorter of the two stays in sight.
+            work on the one before, forward and backward, with every dispatcher but "allgather". 1
+            sends all at once. For slow links and experts with much to do: each part takes messages
+            of its own, and about 1/overlap of the shorter of the two stays in sight.
         device: device of the parameters.
         dtype: dtype of the parameters.
 
@@ -193,12 +193,8 @@ class MoELayer(CountingModule):
         self.dispatcher = _make_dispatcher(dispatcher, spread, ep_group, combine, row_budget, wire)
         if self._is_static():
             check_static(self.dispatcher)
-        own = type(self.dispatcher).dispatch is not TokenDispatcher.dispatch
-        if overlap > 1 and (own or isinstance(self.dispatcher, AutoDispatcher)):
-            raise ValueError(
-                f"MoELayer: expected dispatcher to be 'alltoall' with overlap={overlap}, got "
-                f"{type(self.dispatcher).__name__}"
-            )
+        if self.overlap > 1 and not isinstance(self.dispatcher, AutoDispatcher):
+            self.dispatcher = self.dispatcher.cut(self.overlap)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(router, str):
             columns = 2 if top_k is None else top_k
@@ -324,9 +320,11 @@ class MoELayer(CountingModule):
             self.dispatcher, self._dispatch_choice = self.dispatcher.choose(
                 x,
                 self.top_k,
-                in_rounds=self.row_budget is not None,
+                in_rounds=self.row_budget is not None or self.overlap > 1,
                 weighed=weighs_rows(self.experts) and not (self.capacity and self.capacity.pad),
             )
+            if self.overlap > 1:
+                self.dispatcher = self.dispatcher.cut(self.overlap)
         dispatcher, static = self.dispatcher, self._is_static()
         with telling_in_agreement(dispatcher, x.device) if static else dispatcher.routing(x):
             self._check_inputs(x, per_token)
@@ -378,7 +376,8 @@ class MoELayer(CountingModule):
         metadata: DispatchMetadata
         others: Callable[[], list[Chunk]] = list
         if self.overlap > 1:
-            parts = dispatcher.in_parts(x_TD, topk_idx, topk_weights, self.overlap)
+            weighed = weighs_rows(self.experts)
+            parts = dispatcher.in_parts(x_TD, topk_idx, topk_weights, weighed=weighed)
             counts: list[Tensor] = []
             run = functools.partial(run_parts, dispatcher, parts, self.experts, counts)
             with dispatcher.computing(x_TD):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from checks import assert_passed, outcomes
 
 import moe_ext
+from moe_ext.distributed import HierarchicalDispatcher
 from moe_ext.distributed.dispatch import rows as exchanges
 
 E, D = 12, 8  # E is a multiple of every group size used
@@ -32,16 +33,53 @@ def outcome(layer, x):
     return y.detach(), x.grad, [p.grad for p in layer.parameters()]
 
 
+def ways():
+    """Dispatchers and combines that send in parts."""
+    found = [{}, {"dispatcher": "dedup"}, {"dispatcher": "dedup", "combine": "reduced"}]
+    if dist.get_world_size() == 4:
+        for by in ("exact", "reduced"):
+            made = HierarchicalDispatcher(E, dist.group.WORLD, node_size=2, combine=by)
+            found.append({"dispatcher": made})
+    return found
+
+
 def check_results_are_those_of_one_exchange():
     # Ranks with fewer tokens than parts, and one with none.
     x = tokens((7, 40, 0, 2)[dist.get_rank()], torch.float64)
-    whole, cut = make(1, dtype=torch.float64), make(3, dtype=torch.float64)
-    want, found = outcome(whole, x), outcome(cut, x)
-    # Products of other numbers of rows add up in another order.
-    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-13)
-    with torch.no_grad():
-        assert torch.equal(cut(x), found[0])
-    assert int(cut.metrics["num_dropped"]) == 0
+    for bias in (False, True):  # experts weigh their rows, or do not
+        want = outcome(make(1, dtype=torch.float64, bias=bias), x)
+        for options in ways():
+            cut = make(3, dtype=torch.float64, bias=bias, **options)
+            found = outcome(cut, x)
+            # Products of other numbers of rows add up in another order.
+            torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-13)
+            with torch.no_grad():
+                assert torch.equal(cut(x), found[0])
+            assert int(cut.metrics["num_dropped"]) == 0
+
+
+def check_auto_chooses_what_sends_in_parts():
+    x = tokens(12, torch.float64)
+    layer = make(3, dtype=torch.float64, dispatcher="auto")
+    torch.testing.assert_close(
+        outcome(layer, x), outcome(make(1, dtype=torch.float64), x), rtol=1e-12, atol=1e-13
+    )
+    assert layer.dispatcher.num_parts == 3
+
+
+def check_counts_and_weights_of_all_parts_are_one_message_each():
+    for options in ways():
+        calls = []
+        for overlap in (1, 4):
+            layer, x = make(overlap, shared_ffn_dim=0, **options), tokens(40, torch.float32)
+            layer(x)
+            with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as sent:
+                layer(x.requires_grad_()).sum().backward()
+            calls.append([call.args[1].shape[1:] for call in sent.call_args_list])
+        whole, parts = calls
+        # Only rows of D columns travel by part: there and back, forward and backward.
+        rows = sum(shape == (D,) for shape in whole)
+        assert len(parts) == len(whole) + 3 * rows, (options, whole, parts)
 
 
 def check_bits_between_networks_are_those_on_one_host():
@@ -67,7 +105,13 @@ def check_bits_between_networks_are_those_on_one_host():
 
 
 def check_rows_are_underway_while_experts_run():
-    layer, x = make(4, shared_ffn_dim=0), tokens(40, torch.float32).requires_grad_()
+    for options in ways():
+        watch_rows_underway(options)
+
+
+def watch_rows_underway(options):
+    layer = make(4, shared_ffn_dim=0, **options)
+    x = tokens(40, torch.float32).requires_grad_()
     underway, forward, backward = [0], [], []
 
     class Watched(exchanges._RowsUnderway):
@@ -90,13 +134,28 @@ def check_rows_are_underway_while_experts_run():
     finally:
         exchanges._RowsUnderway = original
     # The next part's rows and the last part's results.
-    assert forward == [1, 2, 2, 1] and backward == [1, 2, 2, 1] and underway == [0]
+    assert forward == [1, 2, 2, 1] and backward == [1, 2, 2, 1] and underway == [0], options
+
+
+def check_a_router_that_fails_is_told():
+    for options in ways():
+        layer, x = make(3, **options), tokens(9, torch.float32)
+        want = layer(x)
+
+        def fail(*args):
+            raise ValueError("no route")
+
+        hook = layer.router.register_forward_pre_hook(fail) if dist.get_rank() == 1 else None
+        with pytest.raises(ValueError, match="no route"):
+            layer(x)
+        if hook is not None:
+            hook.remove()
+        assert torch.equal(layer(x), want)
 
 
 def check_what_does_not_go_together_is_refused():
     for options, text in (
-        ({"dispatcher": "dedup"}, "expected dispatcher to be 'alltoall' with overlap=2, got Dedup"),
-        ({"dispatcher": "auto"}, "expected dispatcher to be 'alltoall' with overlap=2, got Auto"),
+        ({"dispatcher": "allgather"}, "that sends rows in parts .* with overlap=2, got AllGather"),
         ({"row_budget": moe_ext.nn.RowBudget(9)}, "expected row_budget to be None with overlap=2"),
         ({"capacity_factor": 1.0}, "expected capacity to be None with overlap=2"),
     ):

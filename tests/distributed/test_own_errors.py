@@ -153,6 +153,9 @@ FAULTS_OF_NODES = (
 FAULTS_OF_PARTS = (
     ("alltoall", "experts", "forward", 1, None, False, 3),
     ("alltoall", "experts", "backward", 0, None, False, 3),
+    ("dedup", "experts", "forward", 2, None, False, 3),
+    ("dedup", "experts", "backward", 1, None, False, 3),
+    ("dedup", "shared_expert", "backward", 1, None, False, 3),
 )
 
 

@@ -5,7 +5,7 @@ Shapes: T tokens of a rank, D model, K top-k, P ranks, U tokens that have expert
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext.distributed import comm
-from moe_ext.distributed.dispatch.base import no_chunks
+from moe_ext.distributed.dispatch.base import TokenDispatcher, no_chunks
 from moe_ext.distributed.dispatch.chunks import Chunk
 from moe_ext.distributed.dispatch.dedup import DedupDispatcher, Hop, Route, packed, unpacked
 from moe_ext.distributed.dispatch.wire import encode
@@ -23,33 +23,38 @@ from moe_ext.distributed.dispatch.wire import encode
 class _GatherHop(Hop):
     """A hop whose tokens go to all ranks, their indices and weights with them."""
 
-    def bring_out(self, rows: Tensor, route: Route, name: str, format: str | None) -> Tensor:
+    def start_out(
+        self, rows: Tensor, route: Route, name: str, *, beside: bool
+    ) -> Callable[[], Tensor]:
         """The tokens that came with their indices; all that comes later goes to its rank alone."""
         return (
-            route.arrived.pop() if route.arrived else super().bring_out(rows, route, name, format)
+            route.arrived.pop
+            if route.arrived
+            else super().start_out(rows, route, name, beside=beside)
         )
 
     def _bring_columns(
         self,
         x_TD: Tensor,
-        columns: Sequence[Tensor],
-        once: ops.Permutation,
-        sent: Sequence[int],
-        received: Sequence[int],
-        tokens_received: Sequence[int],
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        columns, most = [encode(x_TD, self.wire.dispatch), *columns], max(tokens_received)
-        message = packed(columns)
+        columns: Sequence[Sequence[Tensor]],
+        once: Sequence[ops.Permutation],
+        sent: Sequence[Sequence[int]],
+        received: Sequence[Sequence[int]],
+        tokens_received: Sequence[Sequence[int]],
+    ) -> tuple[list[Tensor], list[list[Tensor]]]:
+        (beside,), (of_ranks,), (arriving,) = columns, tokens_received, received
+        all_columns = [encode(x_TD, self.wire.dispatch), *beside]
+        message, most = packed(all_columns), max(of_ranks)
         padded = message.new_zeros(most, message.shape[1])
         padded[: x_TD.shape[0]] = message
         gathered = comm.all_gather(padded, self.group, operation=f"{self.operation} dispatch")
-        tokens, idx_NK, *others = unpacked(gathered, columns)
+        tokens, idx_NK, *others = unpacked(gathered, all_columns)
         # Padding is no token.
-        count_P1 = torch.tensor(tokens_received, device=x_TD.device)[:, None]
+        count_P1 = torch.tensor(of_ranks, device=x_TD.device)[:, None]
         is_token_N = (torch.arange(most, device=x_TD.device) < count_P1).view(-1)
         here_N = (self._from_first_here(idx_NK) >= 0).any(1) & is_token_N
-        here_U = torch.nonzero_static(here_N, size=sum(received)).view(-1)
-        return [tokens[here_U]], [column[here_U] for column in (idx_NK, *others)]
+        here_U = torch.nonzero_static(here_N, size=sum(arriving)).view(-1)
+        return [tokens[here_U]], [[column[here_U] for column in (idx_NK, *others)]]
 
 
 class AllGatherDispatcher(DedupDispatcher):
@@ -81,6 +86,10 @@ class AllGatherDispatcher(DedupDispatcher):
                 self.operation, num_experts, group, self.combine_by, self.average, self.wire
             ),
         )
+
+    def cut(self, num_parts: int) -> DedupDispatcher:
+        """Refused: rows come with their indices."""
+        return TokenDispatcher.cut(self, num_parts)  # type: ignore[return-value]
 
     def chunks(self, *args: Any, **options: Any) -> list[Chunk]:
         """Refused: see the class."""

@@ -7,6 +7,7 @@ Shapes: T tokens, D model, E experts, K top-k, N = T*K rows, R received rows, P 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import weakref
@@ -31,7 +32,9 @@ from moe_ext.distributed.dispatch.chunks import (
     keep_first,
     schedule,
 )
+from moe_ext.distributed.dispatch.rows import join_parts, split_parts, total
 from moe_ext.distributed.dispatch.wire import Formats, Wire
+from moe_ext.distributed.failures import is_told
 from moe_ext.distributed.groups import (
     GroupHandle,
     check_group,
@@ -91,6 +94,7 @@ class DispatchMetadata:
         received: rows received from each rank.
         received_permutation: groups the received rows by local expert.
         expert_capacity: rows that a local expert gets at most, from all ranks; None without limit.
+        weights_R1: weights of the received rows, where they have come already.
     """
 
     permutation: ops.Permutation
@@ -99,6 +103,7 @@ class DispatchMetadata:
     received: tuple[int, ...] | None = None
     received_permutation: ops.Permutation | None = None
     expert_capacity: int | None = None
+    weights_R1: Tensor | None = None
 
     @property
     def num_dropped(self) -> Tensor:
@@ -167,6 +172,8 @@ class TokenDispatcher:
     _layer: int | None = None
     wire = Wire()
     operation = "dispatch"
+    # Parts of the tokens that travel by themselves; see `cut`.
+    num_parts = 1
 
     def __init__(
         self,
@@ -351,32 +358,83 @@ class TokenDispatcher:
         rows_ND = rows_ND[: sum(counts.sent)]
         return self._send(rows_ND, tables, topk_weights_TK, counts, "dispatch")
 
+    def cut(self, num_parts: int) -> TokenDispatcher:
+        """A copy of this dispatcher for `in_parts` with so many parts, equal on all ranks.
+
+        Raises:
+            ValueError: it sends whole batches alone.
+        """
+        if type(self).dispatch is not TokenDispatcher.dispatch:
+            raise ValueError(
+                "MoELayer: expected dispatcher to be one that sends rows in parts ('alltoall', "
+                f"'dedup', 'hierarchical', 'auto') with overlap={num_parts}, got "
+                f"{type(self).__name__}"
+            )
+        found = copy.copy(self)
+        found.num_parts = num_parts
+        found._facts = {**self._facts, "overlap": num_parts}
+        return found
+
     def in_parts(
-        self, x_TD: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor, num_parts: int
+        self, x_TD: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor, *, weighed: bool
     ) -> list[Part]:
-        """`dispatch` of equal parts of the tokens, for rows that travel beside the experts.
+        """`dispatch` of `num_parts` parts of the tokens, for rows that travel beside the experts.
+
+        Counts of all parts travel in one message, and so do weights.
 
         Args:
             x_TD: as in `dispatch`.
             topk_idx_TK: as there.
             topk_weights_TK: as there.
-            num_parts: equal on all ranks of the group.
+            weighed: whether `row_weights` will be asked for.
 
         Returns:
             For each part what sends its rows, to be called by all ranks in the same order. It takes
-            what to do while they are underway, or None, and returns as `dispatch` does. The counts
-            of all parts have been exchanged.
+            what to do while they are underway, or None, and returns as `dispatch` does.
 
         Raises:
             As `dispatch`.
         """
-        parts: list[Part] = []
+        num_parts, size = self.num_parts, (self.num_ranks, self.num_local_experts)
         columns = (t.tensor_split(num_parts) for t in (x_TD, topk_idx_TK, topk_weights_TK))
-        for x, idx, weights in zip(*columns, strict=True):
-            rows, tables, counts = self._group_and_count(x, idx, weights, None)
-            rows = rows[: sum(counts.sent)]
-            parts.append(functools.partial(self._send, rows, tables, weights, counts, "dispatch"))
-        return parts
+        parts = list(zip(*columns, strict=True))
+        with self._telling_of_failure(x_TD):
+            self._check_dtype(x_TD)
+            grouped = [self._group_by_expert(x, idx, weights, None) for x, idx, weights in parts]
+        own_PM = torch.cat([tables.expert_offsets.diff().view(size) for _, tables in grouped], 1)
+        in_graph = x_TD.requires_grad or topk_weights_TK.requires_grad
+        header = self._header(x_TD, topk_idx_TK.shape[1], None, in_graph)
+
+        def by_part(counts_PM: Tensor) -> Tensor:
+            return counts_PM.view(size[0], num_parts, size[1])
+
+        told = self._compare(own_PM, header, None, lambda counts_PM: by_part(counts_PM).sum(2))
+        received = by_part(told.received_PM).unbind(1)
+        graph = told.has_backward
+        counts = [
+            RowCounts(*sizes, has_backward=graph)
+            for sizes in zip(told.sent, told.received, received, strict=True)
+        ]
+        rows = [rows_ND[: sum(sent)] for (rows_ND, _), sent in zip(grouped, told.sent, strict=True)]
+        arrived: list[Tensor | None] = [None] * num_parts
+        if weighed:
+            column_N1 = join_parts(
+                [
+                    _weight_of_rows(tables, part[2].to(sum_dtype(x_TD.dtype)), sum(sent))
+                    for (_, tables), part, sent in zip(grouped, parts, told.sent, strict=True)
+                ],
+                told.sent,
+            )
+            arrived_R1 = self._exchange_weights(
+                column_N1, total(told.sent), total(told.received), graph
+            )
+            arrived = [*split_parts(arrived_R1, told.received)]
+        return [
+            functools.partial(
+                self._send, rows[i], grouped[i][1], parts[i][2], counts[i], "dispatch", arrived[i]
+            )
+            for i in range(num_parts)
+        ]
 
     def row_weights(self, rows: Tensor, metadata: DispatchMetadata) -> RowWeights | None:
         """The weights of the rows, for experts that take them into their second product.
@@ -399,21 +457,26 @@ class TokenDispatcher:
             return RowWeights(weights_TK, tables.slot_of_row)
         assert metadata.received is not None
         assert metadata.received_permutation is not None
-        sent_N = tables.slot_of_row[: sum(metadata.sent)]
-        # The weight of each row; the gradient of each slot is found by its row.
-        column_N1 = torch.ops.moe_ext.unpermute_tokens(
-            weights_TK.reshape(-1, 1), tables.row_of_slot, sent_N, 1
-        )
-        if rows.requires_grad:
-            column_N1 = take_part(column_N1)
-        arrived_R1 = self.exchange_rows(
-            column_N1,
-            metadata.sent,
-            metadata.received,
+        arrived_R1 = metadata.weights_R1
+        if arrived_R1 is None:
+            arrived_R1 = self._exchange_weights(
+                _weight_of_rows(tables, weights_TK, sum(metadata.sent)),
+                metadata.sent,
+                metadata.received,
+                rows.requires_grad,
+            )
+        return RowWeights(arrived_R1, metadata.received_permutation.slot_of_row)
+
+    def _exchange_weights(
+        self, column_N1: Tensor, sent: Sequence[int], received: Sequence[int], has_backward: bool
+    ) -> Tensor:
+        return self.exchange_rows(
+            take_part(column_N1) if has_backward else column_N1,
+            sent,
+            received,
             grad_scale=self.grad_scale,
             operation=f"{self.operation} weights",
         )
-        return RowWeights(arrived_R1, metadata.received_permutation.slot_of_row)
 
     def combine(
         self,
@@ -565,6 +628,7 @@ class TokenDispatcher:
         topk_weights_TK: Tensor,
         counts: RowCounts,
         word: str,
+        weights_R1: Tensor | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
         if counts.has_backward:
@@ -591,6 +655,7 @@ class TokenDispatcher:
             counts.received,
             permutation,
             counts.expert_capacity,
+            weights_R1,
         )
         return grouped, permutation.expert_offsets, metadata
 
@@ -639,9 +704,14 @@ class TokenDispatcher:
         try:
             yield
         except Exception as error:
+            if is_told(error):
+                raise
             header = self._header(x, 0, 0, x.requires_grad, failed=True)
             nothing_PL = torch.zeros(
-                self.num_ranks, self.num_counts, dtype=torch.int64, device=x.device
+                self.num_ranks,
+                self.num_counts * self.num_parts,
+                dtype=torch.int64,
+                device=x.device,
             )
             # The error of this rank says more than that of the exchange.
             with contextlib.suppress(ValueError, TypeError, RuntimeError):
@@ -809,6 +879,15 @@ def count_dropped(before: ops.Permutation, kept: ops.Permutation) -> ops.Permuta
     """The tables of what was kept, with all slots that were left out counted."""
     routed = before.num_tokens_per_expert.sum() - kept.num_tokens_per_expert.sum()
     return replace(kept, num_dropped=before.num_dropped + routed)
+
+
+def _weight_of_rows(tables: ops.Permutation, weights_TK: Tensor, num_rows: int) -> Tensor:
+    """The weight `[N, 1]` of each row that is sent; a slot gets the gradient of its row."""
+    sent_N = tables.slot_of_row[:num_rows]
+    column_N1: Tensor = torch.ops.moe_ext.unpermute_tokens(
+        weights_TK.reshape(-1, 1), tables.row_of_slot, sent_N, 1
+    )
+    return column_N1
 
 
 def take_part(rows: Tensor) -> Tensor:

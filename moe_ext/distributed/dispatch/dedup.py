@@ -7,6 +7,8 @@ Shapes: T tokens, D model, E experts, K top-k, P ranks of a hop, L = E/P experts
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import math
 import os
 import weakref
@@ -28,12 +30,14 @@ from moe_ext.distributed.dispatch.alltoall import AllToAllDispatcher
 from moe_ext.distributed.dispatch.base import (
     DispatchMetadata,
     ExchangedCounts,
+    Part,
     RowWeights,
     TokenDispatcher,
     sum_dtype,
     take_part,
 )
 from moe_ext.distributed.dispatch.chunks import Chunk, RowCounts
+from moe_ext.distributed.dispatch.rows import join_parts, split_parts, start_rows, total
 from moe_ext.distributed.dispatch.wire import Formats, Wire, decode, encode
 from moe_ext.distributed.groups import group_rank, group_ranks, group_size
 from moe_ext.ops.grouped_gemm import row_alignment
@@ -115,130 +119,148 @@ class Hop(AllToAllDispatcher):
     def plan(
         self,
         x_TD: Tensor,
-        idx_TK: Tensor,
-        weights_TK: Tensor | None,
-        origin_T: Tensor | None,
+        idx: Sequence[Tensor],
+        weights: Sequence[Tensor] | None,
+        origin: Sequence[Tensor] | None,
         capacity: int | None,
         *,
         in_graph: bool,
-    ) -> Route:
-        """Find out which rows travel where, and tell the receivers what belongs to them.
+    ) -> list[Route]:
+        """Find out which rows of each part travel where, and tell the receivers what they are.
 
-        That is the experts, the weights where they are wanted, and the origin of later hops.
+        That is the experts `[T, K]`, the weights `[T, K]` where they are wanted, and the origin
+        `[T]` of later hops; of all parts in the same messages.
         """
-        once, slots, told = self.count(x_TD, idx_TK, capacity, in_graph=in_graph)
-        received, slots_received, tokens_received = told.received
-        sent, slots_sent, _ = told.sent
-        once = replace(once, slot_of_row=once.slot_of_row[: sum(sent)])
-        slots = replace(slots, slot_of_row=slots.slot_of_row[: sum(slots_sent)])
-        columns = [idx_TK, *([] if origin_T is None else [origin_T[:, None]])]
+        once, slots, told = self.count(x_TD, idx, capacity, in_graph=in_graph)
+        (sent, slots_sent, _), (received, slots_received, tokens_received) = (
+            (found[::3], found[1::3], found[2::3]) for found in (told.sent, told.received)
+        )
         # Two bytes an index where they do.
         narrow = torch.int16 if self.num_experts < 2**15 else torch.int32
-        columns = [column.to(narrow) for column in columns]
-        if weights_TK is not None:
-            columns.append(weights_TK)
-        found = self._bring_columns(x_TD, columns, once, sent, received, tokens_received)
-        arrived, (idx_UK, *others) = found
-        weights_UK = None if weights_TK is None else others.pop()
-        if origin_T is None:
-            rank_P = torch.arange(self.num_ranks, device=idx_TK.device)
-            received_P = told.received_PM[:, 0]
-            origin_U = rank_P.repeat_interleave(received_P, output_size=sum(received))
-        else:
-            origin_U = others[0].view(-1).to(torch.int64)
-        return Route(
-            once,
-            slots,
-            sent,
-            received,
-            slots_sent,
-            slots_received,
-            self._from_first_here(idx_UK),
-            origin_U,
-            weights_UK,
-            told.expert_capacity,
-            told.has_backward,
-            arrived,
-        )
+        columns = []
+        for i, idx_TK in enumerate(idx):
+            once[i] = replace(once[i], slot_of_row=once[i].slot_of_row[: sum(sent[i])])
+            slots[i] = replace(slots[i], slot_of_row=slots[i].slot_of_row[: sum(slots_sent[i])])
+            column = [idx_TK.to(narrow)]
+            if origin is not None:
+                column.append(origin[i][:, None].to(narrow))
+            if weights is not None:
+                column.append(weights[i])
+            columns.append(column)
+        arrived, found = self._bring_columns(x_TD, columns, once, sent, received, tokens_received)
+        routes = []
+        for i, (idx_UK, *others) in enumerate(found):
+            weights_UK = None if weights is None else others.pop()
+            if origin is None:
+                rank_P = torch.arange(self.num_ranks, device=idx_UK.device)
+                received_P = told.received_PM[:, 3 * i]
+                origin_U = rank_P.repeat_interleave(received_P, output_size=sum(received[i]))
+            else:
+                origin_U = others[0].view(-1).to(torch.int64)
+            routes.append(
+                Route(
+                    once[i],
+                    slots[i],
+                    sent[i],
+                    received[i],
+                    slots_sent[i],
+                    slots_received[i],
+                    self._from_first_here(idx_UK),
+                    origin_U,
+                    weights_UK,
+                    told.expert_capacity,
+                    told.has_backward,
+                    arrived,
+                )
+            )
+        return routes
 
     def count(
-        self, x_TD: Tensor, idx_TK: Tensor, capacity: int | None, *, in_graph: bool
-    ) -> tuple[ops.Permutation, ops.Permutation, ExchangedCounts]:
+        self, x_TD: Tensor, idx: Sequence[Tensor], capacity: int | None, *, in_graph: bool
+    ) -> tuple[list[ops.Permutation], list[ops.Permutation], ExchangedCounts]:
         """Tell every rank how much it gets; this rank's tokens and slots, grouped by rank."""
+        once, slots, own = list[ops.Permutation](), list[ops.Permutation](), list[Tensor]()
         with self.routing(x_TD):
             self._check_dtype(x_TD)
-            target_TK = idx_TK.div(self.num_local_experts, rounding_mode="floor")
-            again_TKK = target_TK[:, :, None] == target_TK[:, None, :]
-            once_TK = target_TK.masked_fill(again_TKK.tril(-1).any(-1), -1)
-            # Rows without columns: only the tables are wanted, and they cost no row.
-            none_TD = x_TD.detach()[:, :0]
-            _, once = ops.permute_tokens(none_TD, once_TK, self.num_ranks)
-            _, slots = ops.permute_tokens(none_TD, target_TK, self.num_ranks)
-        once_P, slots_P = once.num_tokens_per_expert, slots.num_tokens_per_expert
-        tokens_P = torch.full_like(once_P, x_TD.shape[0])
-        own_P3 = torch.stack([once_P, slots_P, tokens_P], 1)
-        header = self._header(x_TD, idx_TK.shape[1], capacity, in_graph)
-        return once, slots, self._compare(own_P3, header, None, lambda counts_P3: counts_P3)
+            for idx_TK in idx:
+                target_TK = idx_TK.div(self.num_local_experts, rounding_mode="floor")
+                again_TKK = target_TK[:, :, None] == target_TK[:, None, :]
+                once_TK = target_TK.masked_fill(again_TKK.tril(-1).any(-1), -1)
+                # Rows without columns: only the tables are wanted, and they cost no row.
+                none_TD = x_TD.new_empty((idx_TK.shape[0], 0))
+                for target, tables in ((once_TK, once), (target_TK, slots)):
+                    tables.append(ops.permute_tokens(none_TD, target, self.num_ranks)[1])
+                    own.append(tables[-1].num_tokens_per_expert)
+                own.append(torch.full_like(own[-1], idx_TK.shape[0]))
+        header = self._header(x_TD, idx[0].shape[1], capacity, in_graph)
+        own_PM = torch.stack(own, 1)
+        return once, slots, self._compare(own_PM, header, None, lambda counts_PM: counts_PM)
 
-    def bring_out(self, rows: Tensor, route: Route, name: str, format: str | None) -> Tensor:
-        """The rows of tokens that a route brings here, coded where they are not yet."""
-        if rows.dtype != torch.uint8:
-            rows = encode(rows, format)
-        return self.exchange_rows(
+    def start_out(
+        self, rows: Tensor, route: Route, name: str, *, beside: bool
+    ) -> Callable[[], Tensor]:
+        """Begin to bring the rows of tokens out that a route takes; what waits for them."""
+        return start_rows(
             route.take_once(rows),
+            self.group,
             route.sent,
             route.received,
-            grad_scale=1.0,
+            format=None,
             operation=f"{self.operation} {name}",
+            beside=beside,
         )
 
-    def bring_rows_back(
+    def start_back(
         self,
         rows: Tensor,
         sent: Sequence[int],
         received: Sequence[int],
         name: str,
-        formats: Formats,
+        format: str | None,
+        *,
         backward: bool,
-        meanwhile: Callable[[], None] | None,
-    ) -> Tensor:
-        """Send rows the way back, results of the forward pass or gradients of the backward pass.
+        beside: bool = False,
+    ) -> Callable[[], Tensor]:
+        """Begin to send rows the way back, results or gradients; what waits for them.
 
-        The factors are those of `TokenDispatcher`: 1/P on the gradient of a result, P on a gradient
-        itself.
+        Gradients are multiplied by the factor of `TokenDispatcher`.
         """
-        back = self.exchange_rows(
+        wait = start_rows(
             rows,
+            self.group,
             received,
             sent,
-            grad_scale=1.0 if backward else 1.0 / self.grad_scale,
+            format=format,
             operation=f"{self.operation} {name}",
-            meanwhile=meanwhile,
-            formats=formats,
+            beside=beside,
         )
-        return back.mul_(self.grad_scale) if backward and self.grad_scale != 1.0 else back
+        if not backward or self.grad_scale == 1.0:
+            return wait
+        return lambda: wait().mul_(self.grad_scale)
 
     def _bring_columns(
         self,
         x_TD: Tensor,
-        columns: Sequence[Tensor],
-        once: ops.Permutation,
-        sent: Sequence[int],
-        received: Sequence[int],
-        tokens_received: Sequence[int],
-    ) -> tuple[list[Tensor], list[Tensor]]:
+        columns: Sequence[Sequence[Tensor]],
+        once: Sequence[ops.Permutation],
+        sent: Sequence[Sequence[int]],
+        received: Sequence[Sequence[int]],
+        tokens_received: Sequence[Sequence[int]],
+    ) -> tuple[list[Tensor], list[list[Tensor]]]:
         """What belongs to the tokens `[U, ...]` that arrive, and these where they come along."""
-        token_U = once.slot_of_row // once.top_k
+        rows = []
+        for column, tables in zip(columns, once, strict=True):
+            token_U = tables.slot_of_row // tables.top_k
+            rows.append(packed([each[token_U] for each in column]))
         # One message; Gloo sends no int16, so all goes as bytes.
-        message = packed([column[token_U] for column in columns])
         arrived = comm.all_to_all(
-            message,
+            join_parts(rows, sent),
             self.group,
-            send=sent,
-            receive=received,
+            send=total(sent),
+            receive=total(received),
             operation=f"{self.operation} indices",
         )
-        return [], unpacked(arrived, columns)
+        return [], [unpacked(part, columns[0]) for part in split_parts(arrived, received)]
 
     def _from_first_here(self, idx_UK: Tensor) -> Tensor:
         """Experts behind this rank, counted from 0; -1 for the others."""
@@ -279,12 +301,22 @@ class Journey:
     by_slot: ops.Permutation
     places: tuple[ops.Permutation, ...]
 
-    def send(self, x_TD: Tensor, name: str, format: str | None) -> Tensor:
-        """Rows `[U, D]` of tokens on the ranks of their experts, coded once for all hops."""
-        rows = x_TD
-        for hop, route in zip(self.hops, self.routes, strict=True):
-            rows = hop.bring_out(rows, route, name, format)
-        return decode(rows, format, x_TD.shape[1], x_TD.dtype)
+    def start_out(
+        self, x_TD: Tensor, name: str, format: str | None, *, beside: bool
+    ) -> Callable[[], Tensor]:
+        """Begin to bring tokens to their experts; what waits for the rows `[U, D]`.
+
+        Coded once for all hops, of which the first one runs beside the caller.
+        """
+        wait = self.hops[0].start_out(encode(x_TD, format), self.routes[0], name, beside=beside)
+
+        def finish() -> Tensor:
+            rows = wait()
+            for hop, route in zip(self.hops[1:], self.routes[1:], strict=True):
+                rows = hop.start_out(rows, route, name, beside=False)()
+            return decode(rows, format, x_TD.shape[1], x_TD.dtype)
+
+        return finish
 
     @property
     def wire(self) -> Wire:
@@ -307,42 +339,76 @@ class Journey:
         return grad_rows if scale == 1.0 else grad_rows.mul_(1.0 / scale)
 
     def return_sums(
-        self,
-        y_UD: Tensor,
-        name: str,
-        formats: Formats,
-        *,
-        backward: bool = False,
-        meanwhile: Callable[[], None] | None = None,
+        self, y_UD: Tensor, name: str, formats: Formats, meanwhile: Callable[[], None] | None
     ) -> Tensor:
-        """Add up on the way back what each token has on the ranks; `[T, D]`."""
+        """Add up on the way back what each token has on the ranks, `[T, D]`; differentiable."""
+        last = self.hops[0]
         for hop, route in zip(reversed(self.hops), reversed(self.routes), strict=True):
-            back_UD = hop.bring_rows_back(
-                y_UD, route.sent, route.received, name, formats, backward, meanwhile
+            back_UD = hop.exchange_rows(
+                y_UD,
+                route.received,
+                route.sent,
+                grad_scale=1.0 / hop.grad_scale,
+                operation=f"{hop.operation} {name}",
+                meanwhile=meanwhile if hop is last else None,
+                formats=formats,
             )
-            y_UD, meanwhile = ops.unpermute_tokens(back_UD, route.once), None
+            y_UD = ops.unpermute_tokens(back_UD, route.once)
         return y_UD
 
-    def return_slots(
-        self,
-        rows: Tensor,
-        name: str,
-        formats: Formats,
-        *,
-        backward: bool = False,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Tensor:
-        """Bring the row of every slot back, in the order of `routes[0].slots`; `[S, D]`."""
+    def start_sums(
+        self, grad_UD: Tensor, name: str, format: str | None, *, beside: bool
+    ) -> Callable[[], Tensor]:
+        """The same of gradients, in no graph; what waits for them."""
+        for i in reversed(range(len(self.hops))):
+            hop, route = self.hops[i], self.routes[i]
+            wait = hop.start_back(
+                grad_UD,
+                route.sent,
+                route.received,
+                name,
+                format,
+                backward=True,
+                beside=beside and i == 0,
+            )
+            if i > 0:
+                grad_UD = ops.unpermute_tokens(wait(), route.once)
+        return lambda: ops.unpermute_tokens(wait(), self.routes[0].once)
+
+    def start_slots(
+        self, rows: Tensor, name: str, format: str | None, *, backward: bool, beside: bool
+    ) -> Callable[[], Tensor]:
+        """Begin to bring slots `[S, D]` back, ordered as `routes[0].slots`; what waits for them."""
         rows_SD = ops.unpermute_tokens(rows, self.by_slot)
         for i in reversed(range(len(self.hops))):
             hop, route = self.hops[i], self.routes[i]
-            rows_SD = hop.bring_rows_back(
-                rows_SD, route.slots_sent, route.slots_received, name, formats, backward, meanwhile
+            wait = hop.start_back(
+                rows_SD,
+                route.slots_sent,
+                route.slots_received,
+                name,
+                format,
+                backward=backward,
+                beside=beside and i == 0,
             )
-            meanwhile = None
             if i > 0:
-                rows_SD = ops.unpermute_tokens(rows_SD, self.places[i - 1])
-        return rows_SD
+                rows_SD = ops.unpermute_tokens(wait(), self.places[i - 1])
+        return wait
+
+
+def return_weights(journeys: Sequence[Journey], grads: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of the weights `[T, K]` of each part, of those where the experts are."""
+    # A slot is on one rank: the others add zeros.
+    found = list(grads)
+    for i in reversed(range(len(journeys[0].hops))):
+        hop, routes = journeys[0].hops[i], [journey.routes[i] for journey in journeys]
+        sent, received = [route.sent for route in routes], [route.received for route in routes]
+        joined = join_parts(found, received)
+        name = "weights backward"
+        back = hop.start_back(joined, total(sent), total(received), name, None, backward=True)()
+        parts = zip(split_parts(back, sent), routes, strict=True)
+        found = [ops.unpermute_tokens(part, route.once) for part, route in parts]
+    return found
 
 
 @dataclass(frozen=True)
@@ -357,6 +423,21 @@ class DedupMetadata(DispatchMetadata):
 
     journey: Any = None
     weights_UK: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How the parts of a rank's tokens travel.
+
+    Attributes:
+        journeys: of the parts.
+        weights: of the parts, those of the tokens that arrive; None where they are not in a graph.
+        tables: of all slots, where some may be dropped.
+    """
+
+    journeys: list[Journey]
+    weights: Sequence[Tensor | None]
+    tables: ops.Permutation | None
 
 
 @dataclass(frozen=True)
@@ -386,68 +467,114 @@ class _TokenChunk(Chunk):
         return self.topk_idx_TK.where(here_N.view_as(self.topk_idx_TK), -1)
 
 
-class _Send(torch.autograd.Function):
-    """Tokens, and their weights where wanted, to the ranks of their experts."""
+class _Trip:
+    """Rows of one journey on their way, and later their gradients.
+
+    The function of autograd that waits in the forward pass starts the exchange of the backward
+    pass, and the other way round: what ran beside the one has its backward beside the other. An
+    empty tensor joins the two.
+    """
+
+    def __init__(self, journey: Journey, *, beside: bool, weighted: bool) -> None:
+        self.journey, self.beside, self.weighted = journey, beside, weighted
+        self.waits: list[Callable[[], Tensor]] = []
+
+    def finish(self) -> Tensor:
+        """What arrived."""
+        return self.waits.pop()()
+
+
+class _StartSend(torch.autograd.Function):
+    """Tokens on their way to the ranks of their experts."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TD: Tensor,
-        weights_TK: Tensor | None,
-        journey: Journey,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.journey, ctx.weighted, ctx.dtype = journey, weights_TK is not None, x_TD.dtype
-        arrived_UD = journey.send(x_TD.to(dtype), "dispatch", journey.wire.dispatch)
-        expand = journey.expand
-        rows = torch.ops.moe_ext._gather_tokens(arrived_UD, expand.slot_of_row, expand.top_k)
-        weights_UK = journey.routes[-1].weights_UK if ctx.weighted else None
-        return rows, None if weights_UK is None else weights_UK.detach()
+    def forward(ctx: Any, x_TD: Tensor, trip: _Trip, dtype: torch.dtype) -> Tensor:
+        ctx.trip, ctx.dtype = trip, x_TD.dtype
+        journey, rows = trip.journey, x_TD.to(dtype)
+        format = journey.wire.dispatch
+        trip.waits.append(journey.start_out(rows, "dispatch", format, beside=trip.beside))
+        return rows.new_empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad_rows: Tensor, grad_weights_UK: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, None, None]:
-        journey: Journey = ctx.journey
-        formats, name = (journey.wire.backward_combine, None), "dispatch backward"
-        if not ctx.weighted:
-            # The gradient of every slot comes back, to be added up in the order of slots.
-            slots_SD = journey.return_slots(grad_rows, name, formats, backward=True)
-            slots = journey.routes[0].slots
-            return ops.unpermute_tokens(slots_SD.to(ctx.dtype), slots), None, None, None
-        assert grad_weights_UK is not None
-        grad_UD = ops.unpermute_tokens(grad_rows, journey.expand)
-        grad_x = journey.return_sums(grad_UD, name, formats, backward=True)
-        grad_weights = journey.return_sums(
-            grad_weights_UK, "weights backward", (None, None), backward=True
+    def backward(ctx: Any, empty: Tensor) -> tuple[Tensor, None, None]:
+        grad, slots = ctx.trip.finish().to(ctx.dtype), ctx.trip.journey.routes[0].slots
+        return grad if ctx.trip.weighted else ops.unpermute_tokens(grad, slots), None, None
+
+
+class _FinishSend(torch.autograd.Function):
+    """The rows of experts; their gradients go back by slot, or as sums for each token."""
+
+    @staticmethod
+    def forward(ctx: Any, empty: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip, expand = trip, trip.journey.expand
+        rows: Tensor = torch.ops.moe_ext._gather_tokens(
+            trip.finish(), expand.slot_of_row, expand.top_k
         )
-        return grad_x.to(ctx.dtype), grad_weights, None, None
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor, None]:
+        trip: _Trip = ctx.trip
+        journey, name, beside = trip.journey, "dispatch backward", trip.beside
+        format = journey.wire.backward_combine
+        if trip.weighted:
+            grad_UD = ops.unpermute_tokens(grad_rows, journey.expand)
+            wait = journey.start_sums(grad_UD, name, format, beside=beside)
+        else:
+            wait = journey.start_slots(grad_rows, name, format, backward=True, beside=beside)
+        trip.waits.append(wait)
+        return grad_rows.new_empty(0), None
 
 
-class _Combine(torch.autograd.Function):
+class _StartCombine(torch.autograd.Function):
+    """Results of slots on their way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip, journey = trip, trip.journey
+        format = journey.wire.combine
+        wait = journey.start_slots(rows, "combine", format, backward=False, beside=trip.beside)
+        trip.waits.append(wait)
+        return rows.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, empty: Tensor) -> tuple[Tensor, None]:
+        return ctx.trip.journey.spread(ctx.trip.finish(), weighted=ctx.trip.weighted), None
+
+
+class _FinishCombine(torch.autograd.Function):
     """Weighted sums of rows that are back; the gradient of a sum travels once to a rank."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        rows: Tensor,
-        slots_SD: Tensor,
+        empty: Tensor,
         weights_TK: Tensor | None,
+        trip: _Trip,
         slots: ops.Permutation,
-        journey: Journey,
+        dtype: torch.dtype,
     ) -> Tensor:
+        slots_SD = trip.finish().to(dtype)
         if weights_TK is not None:
             ctx.save_for_backward(slots_SD, weights_TK)
-        ctx.slots, ctx.journey, ctx.dtype = slots, journey, rows.dtype
+        ctx.slots, ctx.trip, ctx.dtype = slots, trip, empty.dtype
         return ops.unpermute_tokens(slots_SD, slots, weights_TK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        journey: Journey = ctx.journey
-        grad_rows = grad_weights = None
-        if ctx.needs_input_grad[2]:
+        trip: _Trip = ctx.trip
+        journey, empty, grad_weights = trip.journey, None, None
+        if ctx.needs_input_grad[0]:
+            # Where sums are wider than rows, they are of rounded gradients: nothing is lost.
+            format, rows = journey.wire.backward_dispatch, grad_TD.to(ctx.dtype)
+            wait = journey.start_out(rows, "combine backward", format, beside=trip.beside)
+            trip.waits.append(wait)
+            empty = rows.new_empty(0)
+        if ctx.needs_input_grad[1]:
             slots_SD, weights_TK = ctx.saved_tensors
             _, grad_weights = torch.ops.moe_ext._unpermute_tokens_backward(
                 grad_TD,
@@ -457,31 +584,26 @@ class _Combine(torch.autograd.Function):
                 weights_TK.to(sum_dtype(slots_SD.dtype)),
             )
             grad_weights = grad_weights.to(weights_TK.dtype)
-        if ctx.needs_input_grad[0]:
-            # Where sums are wider than rows, they are of rounded gradients: nothing is lost.
-            format = journey.wire.backward_dispatch
-            grad_UD = journey.send(grad_TD.to(ctx.dtype), "combine backward", format)
-            grad_rows = journey.spread(grad_UD, weighted=len(ctx.saved_tensors) > 0)
-        return grad_rows, None, grad_weights, None, None
+        return empty, grad_weights, None, None, None
 
 
 class _BringWeights(torch.autograd.Function):
-    """Weights that came with the indices of their experts; the gradients travel back."""
+    """Weights of parts, which came with the indices of their experts; the gradients travel back."""
 
     @staticmethod
-    def forward(ctx: Any, weights_TK: Tensor, journey: Journey) -> Tensor:
-        ctx.journey = journey
-        weights_UK = journey.routes[-1].weights_UK
-        assert weights_UK is not None
-        return weights_UK.detach()
+    def forward(ctx: Any, weights_TK: Tensor, journeys: Sequence[Journey]) -> tuple[Tensor, ...]:
+        ctx.journeys = journeys
+        found = []
+        for journey in journeys:
+            weights_UK = journey.routes[-1].weights_UK
+            assert weights_UK is not None
+            found.append(weights_UK.detach())
+        return tuple(found)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_UK: Tensor) -> tuple[Tensor, None]:
-        # A slot is on one rank: the others add zeros.
-        formats = (None, None)
-        journey: Journey = ctx.journey
-        return journey.return_sums(grad_UK, "weights backward", formats, backward=True), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return torch.cat(return_weights(ctx.journeys, grads)), None
 
 
 class DedupDispatcher(TokenDispatcher):
@@ -551,6 +673,13 @@ class DedupDispatcher(TokenDispatcher):
             stack.enter_context(hop.routing(x))
         return stack
 
+    def cut(self, num_parts: int) -> DedupDispatcher:
+        """See `TokenDispatcher`."""
+        found = copy.copy(self)
+        found.num_parts = num_parts
+        found._hops = tuple(TokenDispatcher.cut(hop, num_parts) for hop in self._hops)  # type: ignore[misc]
+        return found
+
     def dispatch(
         self,
         x_TD: Tensor,
@@ -562,6 +691,20 @@ class DedupDispatcher(TokenDispatcher):
         """See `TokenDispatcher`."""
         return self._dispatch(x_TD, topk_idx_TK, topk_weights_TK, capacity, x_TD.dtype)
 
+    def in_parts(
+        self, x_TD: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor, *, weighed: bool
+    ) -> list[Part]:
+        """See `TokenDispatcher`."""
+        found = self._plan(
+            x_TD, topk_idx_TK, topk_weights_TK, None, x_TD.dtype, self.num_parts, weighed
+        )
+        tokens = x_TD.tensor_split(self.num_parts)
+        weights = topk_weights_TK.tensor_split(self.num_parts)
+        return [
+            functools.partial(self._send_part, *part, None, x_TD.dtype)
+            for part in zip(tokens, weights, found.journeys, found.weights, strict=True)
+        ]
+
     def _dispatch(
         self,
         x_TD: Tensor,
@@ -569,44 +712,87 @@ class DedupDispatcher(TokenDispatcher):
         topk_weights_TK: Tensor,
         capacity: int | None,
         dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor, DedupMetadata]:
+    ) -> tuple[Tensor, Tensor, DispatchMetadata]:
         """`dispatch` of rows of a dtype, which need not be that of the tokens."""
-        reduced = self.combine_by == "reduced"
+        found = self._plan(x_TD, topk_idx_TK, topk_weights_TK, capacity, dtype, 1, False)
+        (journey,), (weights_UK,) = found.journeys, found.weights
+        return self._send_part(
+            x_TD, topk_weights_TK, journey, weights_UK, found.tables, dtype, None
+        )
+
+    def _plan(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_weights_TK: Tensor,
+        capacity: int | None,
+        dtype: torch.dtype,
+        num_parts: int,
+        weighed: bool,
+    ) -> _Plan:
+        """How the tokens of each part travel over all hops."""
         in_graph = x_TD.requires_grad or topk_weights_TK.requires_grad
         tables: ops.Permutation | None = None
-        idx_TK, limit, routes = topk_idx_TK, capacity, list[Route]()
-        origin_T: Tensor | None = None
+        idx_TK, limit = topk_idx_TK, capacity
+        routes: list[list[Route]] = [[] for _ in range(num_parts)]
+        origin: list[Tensor] | None = None
         tokens_TD = x_TD.detach().to(dtype)
         weights_TK = topk_weights_TK.to(sum_dtype(dtype))
-        beside_TK: Tensor | None = weights_TK.detach()
+        beside = list(weights_TK.detach().tensor_split(num_parts))
         for i, hop in enumerate(self._hops):
             with self._telling_from(i + 1, tokens_TD):
-                if i == 0 and capacity is not None:
+                if i == 0:
                     with hop.routing(x_TD):
-                        _, tables = self._group_by_expert(
-                            tokens_TD[:, :0], topk_idx_TK, topk_weights_TK, capacity
-                        )
-                        kept_TK = (tables.row_of_slot >= 0).view_as(topk_idx_TK)
-                        idx_TK = topk_idx_TK.where(kept_TK, -1)
-                route = hop.plan(tokens_TD, idx_TK, beside_TK, origin_T, limit, in_graph=in_graph)
-            routes.append(route)
-            idx_TK, beside_TK, origin_T = route.idx_UK, route.weights_UK, route.origin_U
-            limit, in_graph = route.expert_capacity, route.has_backward
-            # Tokens of the next hop, for their number and dtype alone.
-            tokens_TD = tokens_TD.new_empty(1).expand(idx_TK.shape[0], x_TD.shape[1])
-        journey = self._journey(tuple(routes), tokens_TD)
-        if in_graph:
-            x_TD = take_part(x_TD)
-        rows, weights_UK = _Send.apply(x_TD, weights_TK if reduced else None, journey, dtype)
+                        if capacity is not None:
+                            _, tables = self._group_by_expert(
+                                tokens_TD[:, :0], topk_idx_TK, topk_weights_TK, capacity
+                            )
+                            kept_TK = (tables.row_of_slot >= 0).view_as(topk_idx_TK)
+                            idx_TK = topk_idx_TK.where(kept_TK, -1)
+                        idx = list(idx_TK.tensor_split(num_parts))
+                found = hop.plan(tokens_TD, idx, beside, origin, limit, in_graph=in_graph)
+            for part, route in zip(routes, found, strict=True):
+                part.append(route)
+            idx, origin = [one.idx_UK for one in found], [one.origin_U for one in found]
+            beside = [one.weights_UK for one in found if one.weights_UK is not None]
+            limit, in_graph = found[0].expert_capacity, found[0].has_backward
+            # Tokens of the next hop, for their dtype alone.
+            tokens_TD = tokens_TD.new_empty(1).expand(0, x_TD.shape[1])
+        journeys = [self._journey(tuple(part), tokens_TD) for part in routes]
+        weights: Sequence[Tensor | None] = [None] * num_parts
+        if weighed or self.combine_by == "reduced":
+            if in_graph:
+                weights_TK = take_part(weights_TK)
+            weights = _BringWeights.apply(weights_TK, journeys)
+        return _Plan(journeys, weights, tables)
+
+    def _send_part(
+        self,
+        x_TD: Tensor,
+        topk_weights_TK: Tensor,
+        journey: Journey,
+        weights_UK: Tensor | None,
+        tables: ops.Permutation | None,
+        dtype: torch.dtype,
+        meanwhile: Callable[[], None] | None,
+    ) -> tuple[Tensor, Tensor, DispatchMetadata]:
+        """Send the tokens of a plan."""
+        first, last = journey.routes[0], journey.routes[-1]
+        trip = _Trip(journey, beside=meanwhile is not None, weighted=self.combine_by == "reduced")
+        x_TD = take_part(x_TD) if last.has_backward else x_TD
+        empty = _StartSend.apply(x_TD, trip, dtype)
+        if meanwhile is not None:
+            meanwhile()
+        rows = _FinishSend.apply(empty, trip)
         metadata = DedupMetadata(
-            routes[0].slots if tables is None else _with_dropped(routes[0].slots, tables),
+            first.slots if tables is None else _with_dropped(first.slots, tables),
             topk_weights_TK,
-            routes[0].sent,
-            routes[0].received,
+            first.sent,
+            first.received,
             journey.by_slot,
-            limit,
-            journey,
-            weights_UK,
+            last.expert_capacity,
+            journey=journey,
+            weights_UK=weights_UK,
         )
         return rows, journey.expand.expert_offsets, metadata
 
@@ -664,7 +850,7 @@ class DedupDispatcher(TokenDispatcher):
                         _, tables = self._group_by_expert(
                             none_TD, topk_idx_TK, topk_weights_TK, capacity
                         )
-                _, _, told = hop.count(x_TD[:0], topk_idx_TK[:0], limit, in_graph=in_graph)
+                _, _, told = hop.count(x_TD[:0], [topk_idx_TK[:0]], limit, in_graph=in_graph)
             in_graph, limit = told.has_backward, told.expert_capacity
         sent_PL = tables.expert_offsets.diff().view(self.num_ranks, self.num_local_experts)
         counts = RowCounts(
@@ -721,7 +907,7 @@ class DedupDispatcher(TokenDispatcher):
             weights_TK = metadata.topk_weights.to(sum_dtype(rows.dtype))
             if rows.requires_grad:
                 weights_TK = take_part(weights_TK)
-            weights_UK = _BringWeights.apply(weights_TK, metadata.journey)
+            (weights_UK,) = _BringWeights.apply(weights_TK, [metadata.journey])
         return RowWeights(weights_UK, metadata.journey.expand.slot_of_row)
 
     def combine(
@@ -738,7 +924,7 @@ class DedupDispatcher(TokenDispatcher):
             return self._sum_slots(rows, metadata, rows.dtype, meanwhile)
         weights_UK = None if metadata.topk_weights is None else metadata.weights_UK
         y_UD = ops.unpermute_tokens(rows, journey.expand, weights_UK)
-        return journey.return_sums(y_UD, "combine", journey.wire.back, meanwhile=meanwhile)
+        return journey.return_sums(y_UD, "combine", journey.wire.back, meanwhile)
 
     def combine_part(self, rows: Tensor, metadata: DispatchMetadata) -> Tensor:
         """See `TokenDispatcher`."""
@@ -756,9 +942,11 @@ class DedupDispatcher(TokenDispatcher):
     ) -> Tensor:
         journey: Journey = metadata.journey
         weights_TK, slots = metadata.topk_weights, metadata.permutation
-        formats = (journey.wire.combine, None)
-        slots_SD = journey.return_slots(rows.detach(), "combine", formats, meanwhile=meanwhile)
-        y_TD: Tensor = _Combine.apply(rows, slots_SD.to(dtype), weights_TK, slots, journey)
+        trip = _Trip(journey, beside=meanwhile is not None, weighted=weights_TK is not None)
+        empty = _StartCombine.apply(rows, trip)
+        if meanwhile is not None:
+            meanwhile()
+        y_TD: Tensor = _FinishCombine.apply(empty, weights_TK, trip, slots, dtype)
         return y_TD
 
 

@@ -225,3 +225,59 @@ def all_to_all_rows(
         meanwhile()
     out_RD: Tensor = _Finish.apply(empty, rows, x_ND.shape[1:].numel())
     return out_RD
+
+
+def start_rows(
+    rows: Tensor,
+    group: ProcessGroup,
+    send: Sequence[int],
+    receive: Sequence[int],
+    *,
+    format: str | None,
+    operation: str,
+    beside: bool,
+) -> Callable[[], Tensor]:
+    """Begin an exchange of rows that no graph records.
+
+    Args:
+        rows: as in `all_to_all_rows`.
+        group: as there.
+        send: as there.
+        receive: as there.
+        format: in which they travel.
+        operation: name for error messages.
+        beside: whether something runs before the result is asked for.
+
+    Returns:
+        What waits for the rows and gives them.
+    """
+    underway = _RowsUnderway(group, send, receive, 1.0, operation, True, (format, None), beside)
+    underway.start(rows, backward=False)
+    like, dim = rows.new_empty(0), rows.shape[1:].numel()
+    return lambda: underway.finish(like, dim, backward=False)
+
+
+def join_parts(parts: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> Tensor:
+    """Rows of several parts as one message: all for rank 0, in the order of parts, and so on.
+
+    Args:
+        parts: of each its rows, ordered by rank.
+        counts: of each its numbers of rows by rank.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    by_part = [part.split(list(count)) for part, count in zip(parts, counts, strict=True)]
+    return torch.cat([rows for by_rank in zip(*by_part, strict=True) for rows in by_rank])
+
+
+def split_parts(rows: Tensor, counts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The parts of what `join_parts` gave with these counts."""
+    if len(counts) == 1:
+        return [rows]
+    pieces = rows.split([count for by_rank in zip(*counts, strict=True) for count in by_rank])
+    return [torch.cat(pieces[i :: len(counts)]) for i in range(len(counts))]
+
+
+def total(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Rows by rank of all parts together."""
+    return tuple(map(sum, zip(*counts, strict=True)))
