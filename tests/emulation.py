@@ -6,6 +6,7 @@ there; autograd, fakes and checks stay.
 """
 
 import contextlib
+import ctypes
 import functools
 import warnings
 from collections.abc import Iterator
@@ -24,6 +25,13 @@ def is_built() -> bool:
 
 def is_active() -> bool:
     return _active
+
+
+def num_launches() -> int:
+    """Kernels of ours that were launched so far."""
+    count = ctypes.CDLL(str(LIBRARY)).simt_num_launches
+    count.restype = ctypes.c_size_t
+    return count()
 
 
 @functools.cache

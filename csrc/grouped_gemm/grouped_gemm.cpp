@@ -19,10 +19,11 @@ MOE_EXT_SCHEMAS(m) {
 namespace {
 
 void check_offsets_tensor(const char* op, const Tensor& expert_offsets) {
-  check_dtype(op, "expert_offsets", expert_offsets, ScalarType::Long);
-  check_dim(op, "expert_offsets", expert_offsets, 1, "[E + 1]");
+  check_index(op, "expert_offsets", expert_offsets);
+  check_dim(
+      op, "expert_offsets", expert_offsets, 1, expert_offsets.scalar_type() == ScalarType::Long ? "[E + 1]" : "[E]");
   MOE_CHECK(
-      expert_offsets.size(0) >= 1, op, ": expected expert_offsets to have E + 1 entries, got shape ",
+      num_experts_of(expert_offsets) >= 0, op, ": expected expert_offsets to have E + 1 entries, got shape ",
       shape_string(expert_offsets));
 }
 
@@ -45,7 +46,10 @@ void check_grouped_mm(
   check_dim(op, "weight", weight, 3, "[E, M, K]");
   check_offsets_tensor(op, expert_offsets);
   check_size(op, "weight", weight, 2, x.size(1), "the columns of x");
-  check_size(op, "expert_offsets", expert_offsets, 0, weight.size(0) + 1, "the experts of weight + 1");
+  const bool is_long = expert_offsets.scalar_type() == ScalarType::Long;
+  check_size(
+      op, "expert_offsets", expert_offsets, 0, weight.size(0) + is_long,
+      is_long ? "the experts of weight + 1" : "the experts of weight, of which int32 are the ends");
   if (bias) {
     check_same_device(op, "bias", *bias, "x", x);
     check_same_dtype(op, "bias", *bias, "x", x);

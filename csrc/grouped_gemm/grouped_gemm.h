@@ -10,17 +10,22 @@
 
 namespace moe_ext::grouped_gemm {
 
+// expert_offsets: int64 [E + 1]; or int32 [E], where experts have all rows: the end of each one's.
+inline int64_t num_experts_of(const Tensor& expert_offsets) {
+  return expert_offsets.size(0) - (expert_offsets.scalar_type() == ScalarType::Long ? 1 : 0);
+}
+
 // Each checks everything that needs no look at the data.
 void check_grouped_mm(
     const Tensor& x,                    // [N, K]
     const Tensor& weight,               // [E, M, K]
-    const Tensor& expert_offsets,       // [E + 1]
+    const Tensor& expert_offsets,       // [E + 1] or [E]
     const std::optional<Tensor>& bias); // [E, M]
 
 void check_backward_weight(
     const Tensor& grad,            // [N, M]
     const Tensor& x,               // [N, K]
-    const Tensor& expert_offsets); // [E + 1]
+    const Tensor& expert_offsets); // [E + 1] or [E]
 
 // `backward_weight` with the result [E, M, K] stored as [E, K, M] where `transposed`: as the weight is stored, since
 // autograd copies a gradient of other strides. Where `grad_owned`, nobody reads `grad` afterwards; `x_owned` likewise.
@@ -37,7 +42,7 @@ Tensor backward_weight_stored(
 
 void check_backward_bias(
     const Tensor& grad,            // [N, M]
-    const Tensor& expert_offsets); // [E + 1]
+    const Tensor& expert_offsets); // [E + 1] or [E]
 
 // Throws unless 0 <= offsets[0] <= ... <= offsets[num_experts] <= num_rows. Host memory.
 void check_offsets(const char* op, const int64_t* offsets, int64_t num_experts, int64_t num_rows);

@@ -50,15 +50,27 @@ void zero_rows(const Tensor& t, int64_t begin, int64_t end) {
   }
 }
 
+// int64 [E + 1], of either form.
+Tensor as_offsets(const Tensor& expert_offsets) {
+  const Tensor given = as_contiguous(expert_offsets);
+  if (given.scalar_type() == ScalarType::Long) {
+    return given;
+  }
+  Tensor offsets = new_on_cpu({given.size(0) + 1}, ScalarType::Long);
+  data<int64_t>(offsets)[0] = 0;
+  std::copy_n(data<int32_t>(given), given.size(0), data<int64_t>(offsets) + 1);
+  return offsets;
+}
+
 Tensor grouped_mm_cpu(
     Tensor x,                     // [N, K]
     Tensor weight,                // [E, M, K]
-    Tensor expert_offsets,        // [E + 1]
+    Tensor expert_offsets,        // [E + 1] or [E]
     std::optional<Tensor> bias) { // [E, M]
   check_grouped_mm(x, weight, expert_offsets, bias);
   const int64_t num_experts = weight.size(0);
   const int64_t dim = weight.size(1);
-  const Tensor offsets_tensor = as_contiguous(expert_offsets);
+  const Tensor offsets_tensor = as_offsets(expert_offsets);
   const int64_t* offsets = data<int64_t>(offsets_tensor);
   check_offsets("grouped_mm", offsets, num_experts, x.size(0));
   const Tensor out = new_on_cpu({x.size(0), dim}, x.scalar_type());
@@ -148,8 +160,8 @@ class Scratch {
 void products_of_rows(
     const Tensor& grad_weight, const Tensor& grad, const Tensor& x, const Tensor& expert_offsets, bool add,
     bool grad_owned, bool x_owned) {
-  const int64_t num_experts = expert_offsets.size(0) - 1;
-  const Tensor offsets_tensor = as_contiguous(expert_offsets);
+  const int64_t num_experts = num_experts_of(expert_offsets);
+  const Tensor offsets_tensor = as_offsets(expert_offsets);
   const int64_t* offsets = data<int64_t>(offsets_tensor);
   check_offsets("_grouped_mm_backward_weight", offsets, num_experts, grad.size(0));
   const int64_t matrix_size = grad.size(1) * x.size(1);
@@ -211,9 +223,9 @@ void products_of_rows(
 Tensor backward_weight_cpu(
     Tensor grad,           // [N, M]
     Tensor x,              // [N, K]
-    Tensor expert_offsets, // [E + 1]
+    Tensor expert_offsets, // [E + 1] or [E]
     bool grad_owned, bool x_owned) {
-  const Tensor grad_weight = new_on_cpu({expert_offsets.size(0) - 1, grad.size(1), x.size(1)}, grad.scalar_type());
+  const Tensor grad_weight = new_on_cpu({num_experts_of(expert_offsets), grad.size(1), x.size(1)}, grad.scalar_type());
   products_of_rows(grad_weight, grad, x, expert_offsets, false, grad_owned, x_owned);
   return grad_weight;
 }
@@ -223,7 +235,7 @@ void backward_weight_add_cpu(
     Tensor sum,            // [E, M, K]; [E, K, M] where transposed
     Tensor grad,           // [N, M]
     Tensor x,              // [N, K]
-    Tensor expert_offsets, // [E + 1]
+    Tensor expert_offsets, // [E + 1] or [E]
     bool transposed, bool grad_owned, bool x_owned) {
   const char* op = "_grouped_mm_backward_weight_add_";
   check_backward_weight(grad, x, expert_offsets);
@@ -232,7 +244,7 @@ void backward_weight_add_cpu(
   check_dtype(op, "sum", sum, grad.scalar_type());
   check_same_device(op, "sum", sum, "grad", grad);
   MOE_CHECK(
-      sum.dim() == 3 && sum.size(0) == expert_offsets.size(0) - 1 && sum.size(1) == rows.size(1) &&
+      sum.dim() == 3 && sum.size(0) == num_experts_of(expert_offsets) && sum.size(1) == rows.size(1) &&
           sum.size(2) == columns.size(1) && sum.is_contiguous(),
       op, ": expected sum to be a contiguous tensor of the weight's shape, got shape ", shape_string(sum));
   if (transposed) {
@@ -273,11 +285,11 @@ void sum_rows(T* out, const T* rows, int64_t num_rows, int64_t dim, int64_t widt
 
 Tensor backward_bias_cpu(
     Tensor grad,             // [N, M]
-    Tensor expert_offsets) { // [E + 1]
+    Tensor expert_offsets) { // [E + 1] or [E]
   check_backward_bias(grad, expert_offsets);
-  const int64_t num_experts = expert_offsets.size(0) - 1;
+  const int64_t num_experts = num_experts_of(expert_offsets);
   const int64_t dim = grad.size(1);
-  const Tensor offsets_tensor = as_contiguous(expert_offsets);
+  const Tensor offsets_tensor = as_offsets(expert_offsets);
   const int64_t* offsets = data<int64_t>(offsets_tensor);
   check_offsets("_grouped_mm_backward_bias", offsets, num_experts, grad.size(0));
   const Tensor in = as_contiguous(grad);

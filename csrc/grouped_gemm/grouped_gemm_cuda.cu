@@ -79,12 +79,18 @@ bool rows_are_copyable(const Tensor& t) {
          (last == 1 || whole(t.stride(0)));
 }
 
+ExpertBounds bounds_of(const char* op, const Tensor& expert_offsets) {
+  const bool is_long = expert_offsets.scalar_type() == ScalarType::Long;
+  return {
+      is_long ? data<const int64_t>(expert_offsets) : nullptr, is_long ? nullptr : data<const int32_t>(expert_offsets),
+      check_int32(op, "the number of experts", num_experts_of(expert_offsets))};
+}
+
 template <typename T>
 GroupedProduct<T> product_of(
     const char* op, const Tensor& a, const Tensor& b, const Tensor& offsets, const Tensor& out) {
   GroupedProduct<T> p = {};
-  p.offsets = data<const int64_t>(offsets);
-  p.num_experts = check_int32(op, "the number of experts", offsets.size(0) - 1);
+  p.experts = bounds_of(op, offsets);
   p.num_rows = check_int32(op, "the number of rows", a.size(0));
   p.a = data<const T>(a);
   p.b = data<const T>(b);
@@ -122,7 +128,7 @@ Tensor own_grouped_mm(
 Tensor own_backward_weight(const Tensor& grad, const Tensor& x, const Tensor& offsets, const DeviceScope& device) {
   const char* op = "_grouped_mm_backward_weight";
   const Tensor grad_rows = rows_of_elements(grad), rows = rows_of_elements(x);
-  const Tensor out = new_empty(grad, {offsets.size(0) - 1, grad.size(1), x.size(1)});
+  const Tensor out = new_empty(grad, {num_experts_of(offsets), grad.size(1), x.size(1)});
   dispatch_floating_cuda(grad.scalar_type(), [&]<typename T>() {
     GroupedProduct<T> p = product_of<T>(op, grad_rows, rows, offsets, out);
     p.rows = check_int32(op, "the columns of grad", grad.size(1));
@@ -134,7 +140,7 @@ Tensor own_backward_weight(const Tensor& grad, const Tensor& x, const Tensor& of
 Tensor grouped_mm_cuda(
     Tensor x,                     // [N, K]
     Tensor weight,                // [E, M, K]
-    Tensor expert_offsets,        // [E + 1]
+    Tensor expert_offsets,        // [E + 1] or [E]
     std::optional<Tensor> bias) { // [E, M]
   check_grouped_mm(x, weight, expert_offsets, bias);
   const DeviceScope device(x);
@@ -145,11 +151,15 @@ Tensor grouped_mm_cuda(
   if (!rows) {
     return own_grouped_mm(x, weight, offsets, add, device);
   }
-  const Tensor ends = torch::stable::to(torch::stable::narrow(offsets, 0, 1, num_experts), ScalarType::Int);
+  const bool is_long = offsets.scalar_type() == ScalarType::Long;
+  const Tensor ends =
+      is_long ? torch::stable::to(torch::stable::narrow(offsets, 0, 1, num_experts), ScalarType::Int) : offsets;
   const Tensor out = contiguous(torch_grouped_mm(*rows, transpose(weight, 1, 2), ends));
-  launch_finish_rows(
-      data<int64_t>(offsets), add ? data<const c10::BFloat16>(*add) : nullptr, num_experts, x.size(0), dim,
-      data<c10::BFloat16>(out), device.stream());
+  if (is_long || add) {
+    launch_finish_rows(
+        bounds_of("grouped_mm", offsets), add ? data<const c10::BFloat16>(*add) : nullptr, x.size(0), dim,
+        data<c10::BFloat16>(out), device.stream());
+  }
   return out;
 }
 
@@ -157,20 +167,23 @@ Tensor grouped_mm_cuda(
 Tensor backward_weight_cuda(
     Tensor grad,           // [N, M]
     Tensor x,              // [N, K]
-    Tensor expert_offsets, // [E + 1]
+    Tensor expert_offsets, // [E + 1] or [E]
     bool /*grad_owned*/, bool /*x_owned*/) {
   const DeviceScope device(grad);
-  const int64_t num_experts = expert_offsets.size(0) - 1;
+  const int64_t num_experts = num_experts_of(expert_offsets);
   const Tensor offsets = contiguous(expert_offsets);
-  // The first of E + 1 products is over the rows before the first expert's.
-  const auto rows = num_experts > 0 ? rows_for_torch(x, num_experts + 1, x.size(1)) : std::nullopt;
-  const auto grad_rows = rows ? rows_for_torch(grad, num_experts + 1, x.size(1)) : std::nullopt;
+  // By offsets, the first of E + 1 products is over the rows before the first expert's.
+  const int64_t num_products = offsets.size(0);
+  const auto rows = num_experts > 0 ? rows_for_torch(x, num_products, x.size(1)) : std::nullopt;
+  const auto grad_rows = rows ? rows_for_torch(grad, num_products, x.size(1)) : std::nullopt;
   if (grad_rows) {
-    Tensor with_first =
-        torch_grouped_mm(transpose(*grad_rows, 0, 1), *rows, torch::stable::to(offsets, ScalarType::Int));
-    const Tensor out = contiguous(torch::stable::narrow(with_first, 0, 1, num_experts));
+    const bool is_long = offsets.scalar_type() == ScalarType::Long;
+    Tensor products = torch_grouped_mm(
+        transpose(*grad_rows, 0, 1), *rows, is_long ? torch::stable::to(offsets, ScalarType::Int) : offsets);
+    const Tensor out = contiguous(torch::stable::narrow(products, 0, num_products - num_experts, num_experts));
     launch_zero_empty_experts(
-        data<int64_t>(offsets), num_experts, grad.size(1) * x.size(1), data<c10::BFloat16>(out), device.stream());
+        bounds_of("_grouped_mm_backward_weight", offsets), grad.size(1) * x.size(1), data<c10::BFloat16>(out),
+        device.stream());
     return out;
   }
   return own_backward_weight(grad, x, offsets, device);
@@ -178,14 +191,14 @@ Tensor backward_weight_cuda(
 
 Tensor backward_bias_cuda(
     Tensor grad,             // [N, M]
-    Tensor expert_offsets) { // [E + 1]
+    Tensor expert_offsets) { // [E + 1] or [E]
   check_backward_bias(grad, expert_offsets);
   const DeviceScope device(grad);
   const Tensor in = contiguous(grad), offsets = contiguous(expert_offsets);
-  const int64_t num_experts = offsets.size(0) - 1;
-  const Tensor out = new_empty(in, {num_experts, in.size(1)});
+  const ExpertBounds experts = bounds_of("_grouped_mm_backward_bias", offsets);
+  const Tensor out = new_empty(in, {experts.num_experts, in.size(1)});
   dispatch_floating_cuda(in.scalar_type(), [&]<typename T>() {
-    launch_sum_rows(data<int64_t>(offsets), data<const T>(in), num_experts, in.size(1), data<T>(out), device.stream());
+    launch_sum_rows(experts, data<const T>(in), in.size(1), data<T>(out), device.stream());
   });
   return out;
 }

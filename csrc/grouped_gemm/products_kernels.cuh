@@ -23,6 +23,7 @@
 #include "common/tensor_cores.cuh"
 #include "common/vec.cuh"
 #include "common/warp.cuh"
+#include "grouped_gemm/grouped_gemm_kernels.cuh"
 
 namespace moe_ext::grouped_gemm {
 
@@ -49,8 +50,7 @@ struct Tiling<double> {
 // [depth, cols].
 template <typename T>
 struct GroupedProduct {
-  const int64_t* offsets;                      // [E + 1]
-  int num_experts;                             // E
+  ExpertBounds experts;
   int64_t num_rows;                            // N, at most 2^31 - 1
   const T* a;                                  // [N, depth] or [N, rows]
   const T* b;                                  // [E, cols, depth], [E, depth, cols] or [N, cols]
@@ -290,11 +290,11 @@ struct ExpertTiles {
   // False beyond the last tile. `tile` does not decrease.
   __device__ __forceinline__ bool find(int tile) {
     constexpr int kSize = Tiling<T>::kSize;
-    for (; first_expert < p.num_experts; first_expert += kWarpSize) {
+    for (; first_expert < p.experts.num_experts; first_expert += kWarpSize) {
       const int e = first_expert + lane_id();
       int from = 0, rows = 0, count = 0;
-      if (e < p.num_experts) {
-        const int64_t first = p.offsets[e], last = p.offsets[e + 1];
+      if (e < p.experts.num_experts) {
+        const int64_t first = p.experts.begin(e), last = p.experts.end(e);
         if (p.checked && (first < 0 || first > last || last > p.num_rows)) {
           __trap();
         }
@@ -322,8 +322,8 @@ struct ExpertTiles {
 template <typename T>
 __device__ __forceinline__ void zero_other_rows(const GroupedProduct<T>& p) {
   constexpr int kWarps = kProductThreads / kWarpSize, kWide = kAccessBytes / sizeof(T);
-  const int64_t first = min(max(p.offsets[0], int64_t{0}), p.num_rows);
-  const int64_t last = min(max(p.offsets[p.num_experts], first), p.num_rows);
+  const int64_t first = min(max(p.experts.begin(0), int64_t{0}), p.num_rows);
+  const int64_t last = min(max(p.experts.begin(p.experts.num_experts), first), p.num_rows);
   for (int64_t i = int64_t{blockIdx.x} * kWarps + warp_id(); i < first + p.num_rows - last;
        i += int64_t{gridDim.x} * kWarps) {
     T* const row = p.out + (i < first ? i : i - first + last) * p.cols;
@@ -461,7 +461,7 @@ __global__ void __launch_bounds__(kProductThreads, 2) grouped_product_kernel(Gro
 
 template <typename T, bool kAlongA, bool kAlongB>
 void launch_grouped_product(const GroupedProduct<T>& p, cudaStream_t stream) {
-  const int64_t size = Tiling<T>::kSize, experts = p.num_experts;
+  const int64_t size = Tiling<T>::kSize, experts = p.experts.num_experts;
   const int64_t row_tiles =
       kAlongA ? ceil_div(p.num_rows, size) + std::min(experts, p.num_rows) : experts * ceil_div(p.rows, size);
   if (p.cols == 0 || row_tiles == 0) {

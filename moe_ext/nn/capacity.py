@@ -135,12 +135,14 @@ class Choice(NamedTuple):
         topk_weights: `[T, K]`.
         capacity: rows that an expert takes from this rank, None for all.
         num_dropped: slots that found no room, 0-d; None without a capacity of the layer.
+        filled: whether the host knows that no slot is -1.
     """
 
     topk_idx: Tensor
     topk_weights: Tensor
     capacity: int | None
     num_dropped: Tensor | None
+    filled: bool = False
 
 
 def limit_choice(

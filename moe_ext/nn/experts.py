@@ -32,6 +32,7 @@ from moe_ext.nn.expert_activation import (
     resolve_activation,
     run_activation,
 )
+from moe_ext.ops.grouped_gemm import wants_ends
 
 # 2**64 / golden ratio, odd: neighbouring experts get seeds that differ in about half of their bits.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -199,6 +200,7 @@ class GroupedExperts(nn.Module):
         Args:
             rows_ND: rows grouped by local expert, `[N, D]`.
             expert_offsets: `[L + 1]` int64; local expert l owns rows [offsets[l], offsets[l + 1]).
+                Or `[L]` int32, where every row has an expert: the ends of each one's.
             row_weights: what results are multiplied by, only where `weighs_rows`.
 
         Returns:
@@ -229,6 +231,16 @@ def take_weights(
     """What experts that weigh their rows take beside them, and the metadata of their results."""
     weights = dispatcher.row_weights(rows, metadata) if weighs_rows(experts) else None
     return ((), metadata) if weights is None else ((weights,), replace(metadata, topk_weights=None))
+
+
+def bounds_of_all_rows(
+    experts: nn.Module, dispatcher: TokenDispatcher, rows: Tensor, expert_offsets: Tensor
+) -> Tensor:
+    """What experts take in the place of offsets where every row has an expert."""
+    own = type(dispatcher).dispatch is TokenDispatcher.dispatch
+    if own and wants_ends(rows) and _runs_own_forward(experts):
+        return expert_offsets[1:].int()
+    return expert_offsets
 
 
 def _runs_own_forward(experts: nn.Module) -> TypeGuard[GroupedExperts]:

@@ -46,7 +46,13 @@ from moe_ext.nn.balance.quantile import NUM_BINS, add_required_bias
 from moe_ext.nn.capacity import Capacity, Choice, RowBudget, limit_choice, run_padded
 from moe_ext.nn.chunks import run_chunks
 from moe_ext.nn.expert_activation import Activation
-from moe_ext.nn.experts import GroupedExperts, check_results, take_weights, weighs_rows
+from moe_ext.nn.experts import (
+    GroupedExperts,
+    bounds_of_all_rows,
+    check_results,
+    take_weights,
+    weighs_rows,
+)
 from moe_ext.nn.feed_forward import FeedForward
 from moe_ext.nn.layer_metrics import LayerMetrics, Record, read_losses, read_metrics
 from moe_ext.nn.overlap import run_parts
@@ -334,6 +340,7 @@ class MoELayer(CountingModule):
             # A router of the caller's own may know no others than the mask.
             routed: RouterOutput = self.router(x_TD, token_mask=mask_T, **flat)
             self._check_scores(routed)
+            own = routed
             routed = apply_sessions(self, routed, mask_T)
             choice = limit_choice(
                 self.capacity,
@@ -343,6 +350,9 @@ class MoELayer(CountingModule):
                 flat.get("token_idx"),
                 training=self.training,
             )
+            fills = getattr(self.router, "fills_slots", False)
+            if fills and mask_T is None and choice.capacity is None and routed is own:
+                choice = choice._replace(filled=True)
         # Under autocast the experts would cast anyway; here it halves what is permuted and sent.
         y_TD, num_dropped = self._run_experts(as_autocast(x_TD), choice)
         y_TD = self._account(y_TD, routed, mask_T, math.prod(x.shape[:-2]), num_dropped)
@@ -364,7 +374,7 @@ class MoELayer(CountingModule):
         idx_TKS = idx_TKS.masked_fill(choice.topk_idx[..., None] < 0, -1)
         weights = choice.topk_weights.repeat_interleave(self._shards, dim=-1)
         dropped = None if choice.num_dropped is None else choice.num_dropped * self._shards
-        return Choice(idx_TKS.flatten(1), weights, choice.capacity, dropped)
+        return Choice(idx_TKS.flatten(1), weights, choice.capacity, dropped, choice.filled)
 
     def _is_static(self) -> bool:
         """Whether sizes of exchanges follow from no count; on one rank there are none."""
@@ -372,7 +382,7 @@ class MoELayer(CountingModule):
         return budget is not None and budget.static and not self.dispatcher.in_graph
 
     def _send_rows(self, x_TD: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
-        dispatcher, (topk_idx, topk_weights, capacity, dropped) = self.dispatcher, choice
+        dispatcher, (topk_idx, topk_weights, capacity, dropped, filled) = self.dispatcher, choice
         metadata: DispatchMetadata
         others: Callable[[], list[Chunk]] = list
         if self.overlap > 1:
@@ -387,6 +397,9 @@ class MoELayer(CountingModule):
             rows, offsets, metadata = dispatcher.dispatch(
                 x_TD, topk_idx, topk_weights, capacity=capacity
             )
+            # Rows that have been sent are those of an expert here.
+            if filled or (metadata.received is not None and capacity is None):
+                offsets = bounds_of_all_rows(self.experts, dispatcher, rows, offsets)
         else:
             budget = self.row_budget
             limits: dict[str, Any] = {"capacity": capacity, "drop": budget.overflow == "drop"}

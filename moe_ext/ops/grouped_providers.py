@@ -98,6 +98,8 @@ class _Quack(torch.autograd.Function):
         ctx: Any, x_NK: Tensor, weight_EMK: Tensor, expert_offsets: Tensor, bias_EM: Tensor | None
     ) -> Tensor:
         ends = expert_offsets.int()
+        if expert_offsets.dtype == torch.int32:
+            ends = torch.nn.functional.pad(ends, (1, 0))
         ctx.save_for_backward(x_NK, weight_EMK, expert_offsets, ends)
         y_NM = x_NK.new_zeros((x_NK.shape[0], weight_EMK.shape[1]))
         return _call(x_NK, weight_EMK.transpose(1, 2), y_NM, bias=bias_EM, cu_seqlens_m=ends)

@@ -11,7 +11,8 @@ def grouped_mm(
     x_NK: Tensor, weight_EMK: Tensor, expert_offsets: Tensor, *, bias_EM: Tensor | None = None
 ) -> Tensor:
     """As `moe_ext.ops.grouped_mm`: one product per expert, zeros for the rows of none."""
-    offsets = expert_offsets.tolist()
+    starts = [0] if expert_offsets.dtype == torch.int32 else []
+    offsets = [*starts, *expert_offsets.tolist()]
     num_rows, dim = x_NK.shape[0], weight_EMK.shape[1]
     parts = [x_NK.new_zeros((offsets[0], dim))]
     for e, weight_MK in enumerate(weight_EMK):

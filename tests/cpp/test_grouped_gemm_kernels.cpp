@@ -16,6 +16,7 @@ namespace {
 // Rows 0 and 1 and those from 90 on belong to nobody; experts 1, 2 and 5 have no rows.
 const std::vector<int64_t> kOffsets = {2, 40, 40, 40, 41, 90, 90};
 constexpr int64_t kNumExperts = 6;
+const ExpertBounds kExperts = {kOffsets.data(), nullptr, kNumExperts};
 constexpr int64_t kNumRows = 97;
 
 class ExpertRows : public simt::ScheduleTest<int> {
@@ -35,8 +36,7 @@ class ExpertRows : public simt::ScheduleTest<int> {
     const auto bias = small_integers<T>(kNumExperts * dim);
     const auto before = small_integers<T>(kNumRows * dim);
     std::vector<T> out = before;
-    launch_finish_rows(
-        kOffsets.data(), biased ? bias.data() : nullptr, kNumExperts, kNumRows, dim, out.data(), nullptr);
+    launch_finish_rows(kExperts, biased ? bias.data() : nullptr, kNumRows, dim, out.data(), nullptr);
     for (int64_t i = 0; i < kNumRows * dim; ++i) {
       const int64_t row = i / dim;
       const int expert = row < 40 ? 0 : row < 41 ? 3 : 4;
@@ -51,7 +51,7 @@ class ExpertRows : public simt::ScheduleTest<int> {
     const int64_t dim = param();
     const auto rows = small_integers<T>(kNumRows * dim);
     std::vector<T> out(kNumExperts * dim, T(99));
-    launch_sum_rows(kOffsets.data(), rows.data(), kNumExperts, dim, out.data(), nullptr);
+    launch_sum_rows(kExperts, rows.data(), dim, out.data(), nullptr);
     for (int64_t i = 0; i < kNumExperts * dim; ++i) {
       double sum = 0;
       for (int64_t row = kOffsets[i / dim]; row < kOffsets[i / dim + 1]; ++row) {
@@ -79,7 +79,7 @@ TEST_P(ExpertRows, AreSummed) {
 TEST_P(ExpertRows, OfExpertsWithoutAnyLeaveZeros) {
   const int64_t size = 3 * param();
   std::vector<float> out(kNumExperts * size, 7);
-  launch_zero_empty_experts(kOffsets.data(), kNumExperts, size, out.data(), nullptr);
+  launch_zero_empty_experts(kExperts, size, out.data(), nullptr);
   for (int64_t i = 0; i < kNumExperts * size; ++i) {
     const int64_t e = i / size;
     ASSERT_EQ(out[i], e == 1 || e == 2 || e == 5 ? 0 : 7) << "expert " << e;
@@ -105,6 +105,7 @@ class Products : public simt::ScheduleTest<Shape> {
  protected:
   const Shape shape = param();
   const int num_experts = static_cast<int>(shape.offsets.size()) - 1;
+  const std::vector<int32_t> ends{shape.offsets.begin() + 1, shape.offsets.end()};
 
   // What a sum of products with float32 accumulation, or with three parts of float32, may be off by: a rounding of the
   // output, one of each addition, and 2^-23 of a product that leaves out its three smallest parts.
@@ -133,6 +134,12 @@ class Products : public simt::ScheduleTest<Shape> {
     return std::ranges::all_of(sizes, [](int64_t size) { return size * sizeof(T) % kAccessBytes == 0; });
   }
 
+  // By the ends where no row comes before the first expert's.
+  ExpertBounds bounds(bool by_ends) const {
+    const bool as_ends = by_ends && shape.offsets.front() == 0;
+    return {as_ends ? nullptr : shape.offsets.data(), ends.data(), num_experts};
+  }
+
   int64_t expert_of(int64_t row) const {
     for (int64_t e = num_experts - 1; e >= 0; --e) {
       if (shape.offsets[e] <= row && row < shape.offsets[e + 1]) {
@@ -152,8 +159,7 @@ class Products : public simt::ScheduleTest<Shape> {
     const auto x_rows = padded(x, depth, stride), weight_rows = padded(weight, b_stride - shape.padding, b_stride);
     std::vector<T> out(shape.num_rows * cols, T(NAN));
     GroupedProduct<T> p = {};
-    p.offsets = shape.offsets.data();
-    p.num_experts = num_experts;
+    p.experts = bounds(biased);
     p.num_rows = shape.num_rows;
     p.a = x_rows.data();
     p.b = weight_rows.data();
@@ -189,8 +195,7 @@ class Products : public simt::ScheduleTest<Shape> {
     const auto grad_rows = padded(grad, rows, rows + shape.padding), x_rows = padded(x, cols, cols + shape.padding);
     std::vector<T> out(int64_t{num_experts} * rows * cols, T(NAN));
     GroupedProduct<T> p = {};
-    p.offsets = shape.offsets.data();
-    p.num_experts = num_experts;
+    p.experts = bounds(std::is_same_v<T, float>);
     p.num_rows = shape.num_rows;
     p.a = grad_rows.data();
     p.b = x_rows.data();

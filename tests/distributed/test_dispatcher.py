@@ -2,6 +2,7 @@ import copy
 import datetime
 import functools
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from moe_ext.distributed import (
 )
 from moe_ext.distributed._c10d import default_store
 from moe_ext.distributed.dispatch.rows import all_to_all_rows
-from moe_ext.nn import RouterOutput, RowBudget
+from moe_ext.nn import GroupedExperts, RouterOutput, RowBudget
 
 E = 12  # a multiple of every group size used
 
@@ -113,6 +114,28 @@ def check_masks():
     masks = [torch.arange(6) % 2 == r % 2 for r in range(len(sizes))]
     masks[-1] = torch.zeros(6, dtype=torch.bool)
     compare(sizes, masks)
+
+
+def check_received_rows_have_an_expert_each():
+    """So that experts take ends on a GPU, whatever the mask of the senders."""
+    seen, product = [], GroupedExperts._product
+
+    def recorded(self, name, x, bounds):
+        seen.append((bounds.dtype, int(bounds[-1]) == x.shape[0]))
+        return product(self, name, x, bounds)
+
+    sizes = [5, 9, 1][: dist.get_world_size()]
+    masks = [torch.arange(n) % 3 != 1 for n in sizes]
+    with (
+        mock.patch("moe_ext.nn.experts.wants_ends", lambda rows: True),
+        mock.patch.object(GroupedExperts, "_product", recorded),
+    ):
+        compare(sizes, masks)
+        compare(sizes, bias=True)
+        layers(row_budget=RowBudget(8))[0](batches(sizes)[dist.get_rank()])
+    ends = [is_whole for dtype, is_whole in seen if dtype == torch.int32]
+    # Two products of each comparison's sharded layer, and of the second one's for each batch.
+    assert ends == [True] * (4 + 2 * len(sizes)) and len(seen) > len(ends)
 
 
 def check_every_pattern_of_empty_ranks():

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import moe_ext
-from moe_ext.nn import ClampedSwiGLU, GroupedExperts
+from moe_ext.nn import ClampedSwiGLU, GroupedExperts, GShardRouter
 
 OFFSETS = torch.tensor([0, 4, 4, 9])  # one expert without rows, and two rows of no expert
 N, D, FFN, E = 11, 5, 6, 3
@@ -170,3 +170,34 @@ def test_shared_parameters_are_refused_over_ranks(monkeypatch):
         GroupedExperts(4, D, FFN, post_norm=torch.nn.RMSNorm(D))
     with pytest.raises(ValueError, match=r"expected activation to have no parameters"):
         GroupedExperts(4, D, FFN, activation=torch.nn.PReLU())
+
+
+def test_own_experts_get_ends_where_every_row_has_an_expert(monkeypatch):
+    x = torch.randn(12, D)
+
+    def told(on_gpu=True, **kwargs):
+        """The result, and what the experts were told of their rows."""
+        monkeypatch.setattr("moe_ext.nn.experts.wants_ends", lambda rows: on_gpu)
+        mask = kwargs.pop("token_mask", None)
+        torch.manual_seed(0)
+        layer, seen = moe_ext.MoELayer(D, FFN, E, 2, **kwargs), []
+        layer.experts.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
+        return layer(x, token_mask=mask), seen[0]
+
+    y, ends = told()
+    assert ends.dtype == torch.int32 and ends.shape == (E,) and ends[-1] == 24
+    expected, offsets = told(on_gpu=False)
+    assert torch.equal(y, expected) and torch.equal(offsets[1:], ends.long())
+
+    class Own(GroupedExperts):
+        def forward(self, rows_ND, expert_offsets):
+            return super().forward(rows_ND, expert_offsets)
+
+    # Rows may be of no expert; or experts of the caller's own know of offsets alone.
+    for options in (
+        {"token_mask": torch.arange(12) > 2},
+        {"capacity_factor": 0.5},
+        {"router": GShardRouter(D, E)},
+        {"experts": Own(E, D, FFN)},
+    ):
+        assert told(**options)[1].dtype == torch.int64

@@ -197,6 +197,79 @@ def test_ragged_experts_of_strided_rows(device, dtype):
         check_against_reference(view.detach().requires_grad_(), weight, bias, offsets)
 
 
+def with_ends(num_rows, **kwargs):
+    """Offsets by which every row has an expert, one of which has none, and the ends of them."""
+    x, weight, bias, offsets = make(num_rows, **kwargs)
+    offsets[0] = 0
+    return x, weight, bias, offsets, offsets[1:].int()
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [0, 1, 257])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ends_are_offsets_where_every_row_has_an_expert(device, dtype, num_rows, with_bias):
+    # 16 and 8 columns: bfloat16 goes to torch's product on devices that have one.
+    x, weight, bias, offsets, ends = with_ends(num_rows, k=16, m=8, dtype=dtype)
+    args = (x, weight, bias) if with_bias else (x, weight)
+    results = []
+    for bounds in (offsets, ends):
+        y = ops.grouped_mm(x, weight, bounds, bias_EM=bias if with_bias else None)
+        gradients = torch.autograd.grad(y, args, torch.ones_like(y).cumsum(1) - 3)
+        transposed = torch.ops.moe_ext._grouped_mm_backward_weight(y.detach(), x, bounds, True)
+        results.append((y, *gradients, transposed))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    expected = reference.grouped_mm(x, weight, ends, bias_EM=bias if with_bias else None)
+    wide = reference.grouped_mm(x, weight, offsets, bias_EM=bias if with_bias else None)
+    assert torch.equal(expected, wide)
+
+
+def test_opcheck_of_ends(device):
+    x, weight, bias, _, ends = with_ends(13)
+    torch.library.opcheck(torch.ops.moe_ext.grouped_mm.default, (x, weight, ends, bias))
+    grad = torch.randn(13, 17, requires_grad=True)
+    torch.library.opcheck(torch.ops.moe_ext._grouped_mm_backward_weight.default, (grad, x, ends))
+    torch.library.opcheck(torch.ops.moe_ext._grouped_mm_backward_bias.default, (grad, ends))
+
+
+def test_no_experts_by_ends(device):
+    y = ops.grouped_mm(torch.ones(0, 3), torch.ones(0, 5, 3), torch.empty(0, dtype=torch.int32))
+    assert y.shape == (0, 5)
+
+
+def launches_beside_products(call):
+    """Kernels of ours, and copies, fills and casts of torch's, without those of its product."""
+    before = emulation.num_launches()
+    with torch.profiler.profile() as profile:
+        call()
+    names = [event.name for event in profile.events()]
+    assert names.count("aten::_grouped_mm") == 1
+    # The stand-in for the product copies rows itself; casts to int32 are none of its own.
+    return emulation.num_launches() - before, names.count("aten::_to_copy")
+
+
+@pytest.mark.skipif(not emulation.is_built(), reason="no emulation of CUDA")
+def test_ends_spare_the_launches_around_the_librarys_product():
+    x, weight, bias, offsets, ends = (
+        t.detach() for t in with_ends(64, k=16, m=8, dtype=torch.bfloat16)
+    )
+    grad = torch.ones(64, 8, dtype=torch.bfloat16)
+    calls = {
+        "rows": lambda bounds: ops.grouped_mm(x, weight, bounds),
+        "biased": lambda bounds: ops.grouped_mm(x, weight, bounds, bias_EM=bias),
+        "weight": lambda bounds: torch.ops.moe_ext._grouped_mm_backward_weight(grad, x, bounds),
+    }
+    with emulation.emulated_cuda():
+        found = {
+            name: [launches_beside_products(lambda c=call, b=b: c(b)) for b in (offsets, ends)]
+            for name, call in calls.items()
+        }
+    assert found == {
+        "rows": [(1, 1), (0, 0)],
+        "biased": [(1, 1), (1, 0)],
+        "weight": [(1, 1), (1, 0)],
+    }
+
+
 @pytest.mark.parametrize("needed", ["x", "weight", "bias"])
 def test_only_the_needed_gradient_is_computed(device, needed):
     tensors = dict(zip(("x", "weight", "bias"), make(20)[:3], strict=True))
@@ -336,8 +409,12 @@ ERRORS = {
         r"expected weight to be of size 3 in dim 2 \(the columns of x\), got shape \[2, 5, 4\]",
     ),
     "offsets_dtype": (
+        {"offsets": torch.tensor([0.0, 1.0, 2.0])},
+        "expected expert_offsets to be int32 or int64, got Float",
+    ),
+    "ends": (
         {"offsets": torch.tensor([0, 1, 2]).int()},
-        "expected expert_offsets to be Long, got Int",
+        r"expected expert_offsets to be of size 2 in dim 0 \(the experts of weight, of which",
     ),
     "offsets_dim": (
         {"offsets": torch.tensor(0)},

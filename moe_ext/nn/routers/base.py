@@ -97,6 +97,7 @@ class Router(nn.Module):
         num_experts: E, over all ranks.
         top_k: K, columns of the gate.
         balanced: the router fills its experts evenly by construction: a layer adds no balance loss.
+        fills_slots: every slot of a token that is not masked goes to an expert.
         sets_capacity: the router decides how many rows an expert takes (`RouterOutput.capacity`).
         score_fn: see `RouterOutput.score_fn`.
         rng_state: `[4]` int64 `(seed, layer, step, first_token)` of a router that draws random
@@ -106,6 +107,7 @@ class Router(nn.Module):
     """
 
     balanced: bool = False
+    fills_slots: bool = False
     sets_capacity: bool = False
     score_fn: str | None = None
     rng_state: Tensor | None

@@ -44,6 +44,8 @@ class CosineRouter(ScoreRouter):
     2204.09179), section 3; the constants are those of Tutel's cosine gate.
     """
 
+    fills_slots = True
+
     def __init__(
         self,
         model_dim: int,

@@ -61,6 +61,7 @@ class HashRouter(ScoreRouter):
     transformers (`DeepseekV4HashRouter`) for learned weights.
     """
 
+    fills_slots = True
     balanced = True
     expert_of_id: Tensor | None
     weight: nn.Parameter | None

@@ -50,6 +50,7 @@ class NoisyTopKRouter(LinearRouter):
     Reference: Shazeer et al. 2017 (arXiv 1701.06538), eq. 3-11.
     """
 
+    fills_slots = True
     balanced = True
 
     def __init__(

@@ -40,6 +40,7 @@ class SinkhornRouter(LinearRouter):
     Reference: Clark et al. 2022 (arXiv 2202.01169), section 3.1.
     """
 
+    fills_slots = True
     balanced = True
 
     def __init__(

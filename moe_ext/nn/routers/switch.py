@@ -37,6 +37,8 @@ class SwitchRouter(LinearRouter):
     Reference: Fedus et al. 2021 (arXiv 2101.03961), eq. 1-2 and section 2.4.
     """
 
+    fills_slots = True
+
     def __init__(
         self,
         model_dim: int,

@@ -61,6 +61,7 @@ class TopKRouter(LinearRouter):
     Determinism: as `ops.topk_gate`; no host synchronisation.
     """
 
+    fills_slots = True
     selection_bias: Tensor | None
 
     def __init__(
