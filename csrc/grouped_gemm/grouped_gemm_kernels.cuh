@@ -48,7 +48,7 @@ __device__ __forceinline__ int64_t expert_of_row(const ExpertBounds& experts, in
 }
 
 // Adds each expert's bias to its rows, unless it is null, and zeroes the rows of no expert. One warp a row.
-template <typename T>
+template <typename T, int kSize>
 __global__ void __launch_bounds__(kNumThreads) finish_rows_kernel(
     ExpertBounds experts, const T* __restrict__ bias, int64_t num_rows, int64_t dim, T* __restrict__ out) {
   for (int64_t row = int64_t{blockIdx.x} * kNumWarps + warp_id(); row < num_rows;
@@ -58,10 +58,18 @@ __global__ void __launch_bounds__(kNumThreads) finish_rows_kernel(
       continue;
     }
     const T* const add = owned ? bias + expert_of_row(experts, row) * dim : nullptr;
-    for (int64_t column = lane_id(); column < dim; column += kWarpSize) {
-      T& value = out[row * dim + column];
-      value = owned ? static_cast<T>(static_cast<acc_t<T>>(value) + static_cast<acc_t<T>>(add[column]))
-                    : static_cast<T>(acc_t<T>(0));
+#pragma unroll 4
+    for (int64_t column = lane_id() * kSize; column < dim; column += kWarpSize * kSize) {
+      T* const place = out + row * dim + column;
+      Vec<T, kSize> value = {};
+      if (owned) {
+        const Vec<T, kSize> sum = load<kSize>(place), term = load<kSize>(add + column);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          value.v[i] = static_cast<T>(static_cast<acc_t<T>>(sum.v[i]) + static_cast<acc_t<T>>(term.v[i]));
+        }
+      }
+      store(place, value);
     }
   }
 }
@@ -79,27 +87,60 @@ __global__ void __launch_bounds__(kNumThreads)
   }
 }
 
-// out[e] = sum of the rows of expert e: each warp adds every eighth row, and the warps are added in order.
-// grid.x is the expert, grid.y the tile of columns.
-template <typename T>
+// out[e] = sum of the rows of expert e: each warp adds every eighth row, kSumRows of them in flight, and the warps are
+// added in order. grid.x is the expert, grid.y the tile of columns.
+template <typename T, int kSize>
 __global__ void __launch_bounds__(kNumThreads)
     sum_rows_kernel(ExpertBounds experts, const T* __restrict__ rows, int64_t dim, T* __restrict__ out) {
   using Acc = acc_t<T>;
-  MOE_SHARED(Acc, sums, kNumThreads);
+  constexpr int kSumRows = 4;
+  MOE_SHARED(Acc, sums, kNumThreads * kSize);
   const int64_t expert = blockIdx.x;
-  const int64_t column = int64_t{blockIdx.y} * kWarpSize + lane_id();
-  Acc sum = 0;
-  const int64_t end = experts.end(expert);
-  for (int64_t row = experts.begin(expert) + warp_id(); column < dim && row < end; row += kNumWarps) {
-    sum += static_cast<Acc>(rows[row * dim + column]);
+  const int64_t column = (int64_t{blockIdx.y} * kWarpSize + lane_id()) * kSize;
+  Acc sum[kSize] = {};
+  const int64_t end = column < dim ? experts.end(expert) : 0;
+  for (int64_t first = experts.begin(expert) + warp_id(); first < end; first += kSumRows * kNumWarps) {
+    Vec<T, kSize> values[kSumRows] = {};
+#pragma unroll
+    for (int i = 0; i < kSumRows; ++i) {
+      if (first + i * kNumWarps < end) {
+        values[i] = load<kSize>(rows + (first + i * kNumWarps) * dim + column);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kSumRows; ++i) {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        sum[j] += static_cast<Acc>(values[i].v[j]);
+      }
+    }
   }
-  sums[threadIdx.x] = sum;
+  // Element j of all threads lies together, so that neighbours are in different banks.
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) {
+    sums[j * kNumThreads + threadIdx.x] = sum[j];
+  }
   __syncthreads();
   if (warp_id() == 0 && column < dim) {
-    for (int warp = 1; warp < kNumWarps; ++warp) {
-      sum += sums[warp * kWarpSize + lane_id()];
+    Vec<T, kSize> result;
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      for (int warp = 1; warp < kNumWarps; ++warp) {
+        sum[j] += sums[j * kNumThreads + warp * kWarpSize + lane_id()];
+      }
+      result.v[j] = static_cast<T>(sum[j]);
     }
-    out[expert * dim + column] = static_cast<T>(sum);
+    store(out + expert * dim + column, result);
+  }
+}
+
+// Calls f with the elements of an access of 16 bytes where rows of `dim` at all these addresses allow it, else with 1.
+template <typename T, typename F, typename... Pointers>
+void with_row_access(int64_t dim, F&& f, const Pointers*... pointers) {
+  if (rows_are_aligned(dim * static_cast<int64_t>(sizeof(T)), pointers...)) {
+    f.template operator()<static_cast<int>(kAccessBytes / sizeof(T))>();
+  } else {
+    f.template operator()<1>();
   }
 }
 
@@ -109,7 +150,12 @@ void launch_finish_rows(
     const ExpertBounds& experts, const T* bias, int64_t num_rows, int64_t dim, T* out, cudaStream_t stream) {
   if (num_rows * dim > 0) {
     const dim3 grid = persistent_grid(ceil_div(num_rows, kNumWarps), kNumThreads, device_properties());
-    launch({grid, dim3(kNumThreads), 0, stream}, finish_rows_kernel<T>, experts, bias, num_rows, dim, out);
+    with_row_access<T>(
+        dim,
+        [&]<int kSize>() {
+          launch({grid, dim3(kNumThreads), 0, stream}, finish_rows_kernel<T, kSize>, experts, bias, num_rows, dim, out);
+        },
+        bias, out);
   }
 }
 
@@ -128,8 +174,14 @@ void launch_zero_empty_experts(const ExpertBounds& experts, int64_t size, T* out
 template <typename T>
 void launch_sum_rows(const ExpertBounds& experts, const T* rows, int64_t dim, T* out, cudaStream_t stream) {
   if (experts.num_experts * dim > 0) {
-    const dim3 grid(static_cast<unsigned>(experts.num_experts), static_cast<unsigned>(ceil_div(dim, kWarpSize)));
-    launch({grid, dim3(kNumThreads), 0, stream}, sum_rows_kernel<T>, experts, rows, dim, out);
+    with_row_access<T>(
+        dim,
+        [&]<int kSize>() {
+          const int64_t tiles = ceil_div(dim, int64_t{kWarpSize} * kSize);
+          const dim3 grid(static_cast<unsigned>(experts.num_experts), static_cast<unsigned>(tiles));
+          launch({grid, dim3(kNumThreads), 0, stream}, sum_rows_kernel<T, kSize>, experts, rows, dim, out);
+        },
+        rows, out);
   }
 }
 
