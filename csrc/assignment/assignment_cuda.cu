@@ -47,13 +47,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> expert_choice_gate_cuda(
     using Acc = acc_t<T>;
     const RowPlan plan = checked_plan<Acc>("expert_choice_gate", num_tokens, n);
     const Tensor partials = new_empty(x, {int64_t{plan.num_blocks} * n}, acc);
-    const Tensor cuts = new_empty(x, {n * static_cast<int64_t>(sizeof(Cut<Acc>))}, ScalarType::Byte);
+    const Tensor memory = new_empty(x, {ChoiceScratch<Acc>::bytes(num_tokens, n)}, ScalarType::Byte);
+    MOE_CHECK(n <= 65535, "expert_choice_gate: expected logits to have at most 65535 experts on CUDA, got ", n);
     const ScoreArgs<T> args{data<T>(x), data_or_null<bool>(mask), n, gating::ScoreFn::kSoftmax};
     launch_scores<kCheckIndices>(
         args, 1, num_tokens, plan, data<Acc>(weights), data<Acc>(partials), data<Acc>(score_sum), device.stream());
     launch_expert_choice(
-        args.token_mask, num_tokens, static_cast<int>(n), capacity, static_cast<Cut<Acc>*>(cuts.data_ptr()),
-        data<Acc>(weights), data<int64_t>(idx), data<int64_t>(counts), device.stream());
+        args.token_mask, num_tokens, static_cast<int>(n), capacity,
+        ChoiceScratch<Acc>(memory.data_ptr(), num_tokens, n), data<Acc>(weights), data<int64_t>(idx),
+        data<int64_t>(counts), device.stream());
   });
   return {weights, idx, counts, score_sum};
 }

@@ -1,9 +1,11 @@
 // Scores: one warp a token, lane l holds the experts l, l + 32, ...; a warp sums its tokens' scores in shared memory, a
 // block adds its warps, and a last kernel adds the blocks, each in a fixed order.
-// Expert choice: scores, then one block an expert finds the worst that it takes by radix, and where equal scores
-// straddle that, the last token that still counts; then every (token, expert) is compared with that. Sinkhorn:
-// num_iters times a kernel over tokens, which leaves the blocks' sums per expert, and one block that makes the experts'
-// factors of them and raises a flag once they stand still; raised, it makes both return at once.
+// Expert choice: scores, then their keys [E, T], whose digits blocks over parts of the tokens count one after the
+// other, from the top: each reads off the former digits' counts which keys may still be the worst that the expert
+// takes. Where equal scores straddle that, a block an expert finds the last token that still counts. Then every (token,
+// expert) is compared with that. Sinkhorn: num_iters times a kernel over tokens, which leaves the blocks' sums per
+// expert, and one block that makes the experts' factors of them and raises a flag once they stand still; raised, it
+// makes both return at once.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -264,27 +266,141 @@ __device__ int64_t find_last_tie(F&& key, Key cut, int64_t num_tokens, int64_t t
   return last[0];
 }
 
-// One block an expert.
 template <typename Acc>
-__global__ void __launch_bounds__(kSelectThreads, kMinBlocks) find_cuts_kernel(
-    const Acc* __restrict__ scores, const bool* __restrict__ token_mask, int64_t num_tokens, int64_t capacity,
-    Cut<Acc>* __restrict__ cuts, int64_t* __restrict__ counts) {
-  using Key = decltype(score_key(Acc()));
-  const int64_t n = gridDim.x, expert = blockIdx.x;
-  const int64_t wanted = min(capacity, count_real_tokens(token_mask, num_tokens));
-  const auto key = [&](int64_t t) -> Key {
-    return token_mask == nullptr || token_mask[t] ? score_key(scores[t * n + expert]) : Key(0);
-  };
-  Key cut = 0;
-  int64_t last_tie = -1;
+using ScoreKey = decltype(score_key(Acc()));
+
+__device__ __forceinline__ float score_of_key(uint32_t key) {
+  return __uint_as_float(key - 1);
+}
+
+__device__ __forceinline__ double score_of_key(uint64_t key) {
+  return __longlong_as_double(static_cast<long long>(key - 1));
+}
+
+// Memory of a choice, aligned to 16 bytes.
+template <typename Acc>
+struct ChoiceScratch {
+  static constexpr int kDigits = sizeof(Acc);
+
+  Cut<Acc>* cuts;      // [E]
+  ScoreKey<Acc>* keys; // [E, T]
+  int* histograms;     // [digits, E, 256]: keys with each value of a digit, the top one first
+
+  ChoiceScratch(void* memory, int64_t num_tokens, int64_t num_experts)
+      : cuts(static_cast<Cut<Acc>*>(memory)),
+        keys(reinterpret_cast<ScoreKey<Acc>*>(cuts + num_experts)),
+        histograms(reinterpret_cast<int*>(keys + num_tokens * num_experts)) {
+  }
+  static int64_t bytes(int64_t num_tokens, int64_t num_experts) {
+    const int64_t of_expert = sizeof(Cut<Acc>) + num_tokens * sizeof(Acc) + kDigits * kSelectThreads * sizeof(int);
+    return num_experts * of_expert;
+  }
+};
+
+// Keys of the scores [T, E] by tiles of shared memory, and empty histograms. grid: tiles of tokens, tiles of experts.
+template <typename Acc>
+__global__ void __launch_bounds__(kSelectThreads) transpose_scores_kernel(
+    const Acc* __restrict__ scores, const bool* __restrict__ token_mask, int64_t num_tokens, int num_experts,
+    ChoiceScratch<Acc> scratch) {
+  constexpr int kSide = kWarpSize, kStep = kSelectThreads / kSide;
+  MOE_SHARED(ScoreKey<Acc>, tile, kSide * (kSide + 1));
+  const int64_t block = int64_t{blockIdx.y} * gridDim.x + blockIdx.x, num_blocks = int64_t{gridDim.x} * gridDim.y;
+  const int64_t size = int64_t{ChoiceScratch<Acc>::kDigits} * num_experts * kSelectThreads;
+  for (int64_t i = block * kSelectThreads + threadIdx.x; i < size; i += num_blocks * kSelectThreads) {
+    scratch.histograms[i] = 0;
+  }
+  const int64_t first_token = int64_t{blockIdx.x} * kSide;
+  const int first_expert = static_cast<int>(blockIdx.y) * kSide;
+  for (int i = warp_id(); i < kSide; i += kStep) {
+    const int64_t t = first_token + i;
+    const int e = first_expert + lane_id();
+    if (t < num_tokens && e < num_experts) {
+      const bool is_there = token_mask == nullptr || token_mask[t];
+      tile[i * (kSide + 1) + lane_id()] = is_there ? score_key(scores[t * num_experts + e]) : 0;
+    }
+  }
+  __syncthreads();
+  for (int i = warp_id(); i < kSide; i += kStep) {
+    const int64_t t = first_token + lane_id();
+    const int e = first_expert + i;
+    if (t < num_tokens && e < num_experts) {
+      scratch.keys[e * num_tokens + t] = tile[lane_id() * (kSide + 1) + i];
+    }
+  }
+}
+
+// What the first `num_digits` digits say of the key that is the last to be taken. Called by a block.
+template <typename Key>
+struct FoundKey {
+  Key prefix = 0, mask = 0;
+  int64_t wanted;       // place among the keys of this prefix
+  int64_t num_keys = 0; // of this prefix
+
+  __device__ FoundKey(const int* histograms, int num_digits, int64_t expert, int64_t num_experts, int64_t first_wanted)
+      : wanted(first_wanted) {
+    for (int d = 0; d < num_digits; ++d) {
+      const int* const of_expert = histograms + (d * num_experts + expert) * kSelectThreads;
+      const SelectedDigit digit = select_digit(of_expert[kSelectThreads - 1 - threadIdx.x], wanted);
+      const int shift = 8 * (static_cast<int>(sizeof(Key)) - 1 - d);
+      prefix |= static_cast<Key>(digit.value) << shift;
+      mask |= static_cast<Key>(255) << shift;
+      num_keys = digit.num_keys;
+    }
+  }
+};
+
+// Adds to the histogram of a digit. grid: parts of the tokens, experts.
+template <typename Acc>
+__global__ void __launch_bounds__(kSelectThreads, kMinBlocks)
+    count_digit_kernel(int digit, int64_t num_tokens, int64_t wanted, ChoiceScratch<Acc> scratch) {
+  using Key = ScoreKey<Acc>;
+  MOE_SHARED(int, histogram, kSelectThreads);
+  const int64_t n = gridDim.y, expert = blockIdx.y;
+  const FoundKey<Key> found(scratch.histograms, digit, expert, n, wanted);
+  histogram[threadIdx.x] = 0;
+  __syncthreads();
+  const int shift = 8 * (static_cast<int>(sizeof(Key)) - 1 - digit);
+  const Key* const keys = scratch.keys + expert * num_tokens;
+  for (int64_t base = int64_t{blockIdx.x} * kSelectThreads; base < num_tokens;
+       base += int64_t{gridDim.x} * kSelectThreads) {
+    const int64_t t = base + threadIdx.x;
+    const Key key = t < num_tokens ? keys[t] : Key(0);
+    const bool counts = t < num_tokens && (key & found.mask) == found.prefix;
+    const int value = counts ? static_cast<int>(key >> shift & 255) : -1;
+    // Scores share their top digits: a warp adds once for each value.
+    const unsigned peers = __match_any_sync(kFullMask, value);
+    if (counts && (peers & lanes_below()) == 0) {
+      atomicAdd(&histogram[value], __popc(peers));
+    }
+  }
+  __syncthreads();
+  if (histogram[threadIdx.x] != 0) {
+    atomicAdd(&scratch.histograms[(digit * n + expert) * kSelectThreads + threadIdx.x], histogram[threadIdx.x]);
+  }
+}
+
+// One block an expert. Tokens that are not there have the key 0: it is the last one taken where there are too few.
+template <typename Acc>
+__global__ void __launch_bounds__(kSelectThreads, kMinBlocks)
+    find_cuts_kernel(int64_t num_tokens, int64_t wanted, ChoiceScratch<Acc> scratch, int64_t* __restrict__ counts) {
+  using Key = ScoreKey<Acc>;
+  const int64_t expert = blockIdx.x;
+  Cut<Acc> cut = {Acc(-1), -1};
+  int64_t num_taken = 0;
   if (wanted > 0) {
-    int64_t ties = 0;
-    cut = block_select<Key>(key, num_tokens, wanted, ties);
-    last_tie = find_last_tie(key, cut, num_tokens, ties);
+    const FoundKey<Key> last(scratch.histograms, ChoiceScratch<Acc>::kDigits, expert, gridDim.x, wanted);
+    num_taken = last.prefix == 0 ? wanted - last.wanted : wanted;
+    if (last.prefix != 0) {
+      const Key* const keys = scratch.keys + expert * num_tokens;
+      cut.score = score_of_key(last.prefix);
+      cut.last_tie = last.wanted == last.num_keys
+                         ? num_tokens
+                         : find_last_tie([&](int64_t t) { return keys[t]; }, last.prefix, num_tokens, last.wanted);
+    }
   }
   if (threadIdx.x == 0) {
-    cuts[expert] = {last_tie >= 0 ? scores[last_tie * n + expert] : kInfinity<Acc>, last_tie};
-    counts[expert] = wanted;
+    scratch.cuts[expert] = cut;
+    counts[expert] = num_taken;
   }
 }
 
@@ -438,18 +554,32 @@ void launch_count_choices(
   }
 }
 
-// weights [T, E] holds the scores at first; cuts [E] is scratch.
+// weights [T, E] holds the scores at first.
 template <typename Acc>
 void launch_expert_choice(
-    const bool* token_mask, int64_t num_tokens, int num_experts, int64_t capacity, Cut<Acc>* cuts, Acc* weights,
-    int64_t* idx, int64_t* counts, cudaStream_t stream) {
-  launch(
-      {dim3(static_cast<unsigned>(num_experts)), dim3(kSelectThreads), 0, stream}, find_cuts_kernel<Acc>, weights,
-      token_mask, num_tokens, capacity, cuts, counts);
+    const bool* token_mask, int64_t num_tokens, int num_experts, int64_t capacity, const ChoiceScratch<Acc>& scratch,
+    Acc* weights, int64_t* idx, int64_t* counts, cudaStream_t stream) {
+  constexpr int64_t kTokensPerBlock = 4096; // that a block counts: enough of them to fill the device
+  const int64_t wanted = std::min(capacity, num_tokens);
+  const unsigned experts = static_cast<unsigned>(num_experts);
+  const dim3 threads(kSelectThreads);
+  if (num_tokens > 0) {
+    const dim3 tiles(
+        static_cast<unsigned>(ceil_div(num_tokens, int64_t{kWarpSize})),
+        static_cast<unsigned>(ceil_div(num_experts, kWarpSize)));
+    launch(
+        {tiles, threads, 0, stream}, transpose_scores_kernel<Acc>, weights, token_mask, num_tokens, num_experts,
+        scratch);
+    const dim3 parts(static_cast<unsigned>(ceil_div(num_tokens, kTokensPerBlock)), experts);
+    for (int digit = 0; digit < ChoiceScratch<Acc>::kDigits; ++digit) {
+      launch({parts, threads, 0, stream}, count_digit_kernel<Acc>, digit, num_tokens, wanted, scratch);
+    }
+  }
+  launch({dim3(experts), threads, 0, stream}, find_cuts_kernel<Acc>, num_tokens, wanted, scratch, counts);
   if (num_tokens > 0) {
     launch(
-        {grid_for(num_tokens * num_experts), dim3(kSumThreads), 0, stream}, apply_cuts_kernel<Acc>, cuts, token_mask,
-        num_tokens, num_experts, weights, idx);
+        {grid_for(num_tokens * num_experts), dim3(kSumThreads), 0, stream}, apply_cuts_kernel<Acc>, scratch.cuts,
+        token_mask, num_tokens, num_experts, weights, idx);
   }
 }
 

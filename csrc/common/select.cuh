@@ -11,13 +11,33 @@ namespace moe_ext {
 
 constexpr int kSelectThreads = 256;
 
+struct SelectedDigit {
+  int value;
+  int64_t num_keys; // that have it
+};
+
+// The digit of the `wanted`-th largest key, from how many keys have the digit 255 - threadIdx.x; `wanted` becomes its
+// place among those that share it.
+inline __device__ SelectedDigit select_digit(int64_t here, int64_t& wanted) {
+  static_assert(kSelectThreads == 256, "one thread per value of a digit");
+  MOE_SHARED(int64_t, found, 3);
+  int64_t total = 0;
+  const int64_t above = block_exclusive_scan<kSelectThreads>(here, total);
+  if (above < wanted && wanted <= above + here) {
+    found[0] = kSelectThreads - 1 - static_cast<int>(threadIdx.x);
+    found[1] = wanted - above;
+    found[2] = here;
+  }
+  __syncthreads();
+  wanted = found[1];
+  return {static_cast<int>(found[0]), found[2]};
+}
+
 // The `wanted`-th largest of key(i) for i in [0, n), digit by digit from the top; `ties` becomes how many with that
 // very key are among the `wanted` largest. 1 <= wanted <= n.
 template <typename Key, typename F>
 __device__ Key block_select(F&& key, int64_t n, int64_t wanted, int64_t& ties) {
-  static_assert(kSelectThreads == 256, "one thread per value of a digit");
   MOE_SHARED(int, histogram, kSelectThreads);
-  MOE_SHARED(int64_t, found, 2);
   Key prefix = 0, mask = 0;
   for (int shift = 8 * static_cast<int>(sizeof(Key)) - 8; shift >= 0; shift -= 8) {
     histogram[threadIdx.x] = 0;
@@ -29,18 +49,9 @@ __device__ Key block_select(F&& key, int64_t n, int64_t wanted, int64_t& ties) {
       }
     }
     __syncthreads();
-    const int digit = kSelectThreads - 1 - static_cast<int>(threadIdx.x);
-    const int64_t here = histogram[digit];
-    int64_t total = 0;
-    const int64_t above = block_exclusive_scan<kSelectThreads>(here, total);
-    if (above < wanted && wanted <= above + here) {
-      found[0] = digit;
-      found[1] = wanted - above;
-    }
-    __syncthreads();
-    prefix |= static_cast<Key>(found[0]) << shift;
+    const SelectedDigit digit = select_digit(histogram[kSelectThreads - 1 - threadIdx.x], wanted);
+    prefix |= static_cast<Key>(digit.value) << shift;
     mask |= static_cast<Key>(255) << shift;
-    wanted = found[1];
   }
   ties = wanted;
   return prefix;

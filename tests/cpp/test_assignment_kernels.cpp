@@ -82,13 +82,14 @@ void check_expert_choice(const Case& c) {
   const RowPlan plan = plan_rows<Acc>(num_tokens, n, 2, device_properties());
   std::vector<Acc> weights(num_tokens * n, -1), partials(plan.num_blocks * n), score_sum(n);
   std::vector<int64_t> idx(num_tokens * n, -7), counts(n);
-  std::vector<Cut<Acc>> cuts(n);
+  std::vector<Acc> memory(ChoiceScratch<Acc>::bytes(num_tokens, n) / sizeof(Acc), Acc(-1));
   launch_scores<true>(
       ScoreArgs<T>{logits.data(), mask.get(), n, gating::ScoreFn::kSoftmax}, 1, num_tokens, plan, weights.data(),
       partials.data(), score_sum.data(), nullptr);
   const std::vector<Acc> scores = weights;
   launch_expert_choice(
-      mask.get(), num_tokens, n, c.capacity, cuts.data(), weights.data(), idx.data(), counts.data(), nullptr);
+      mask.get(), num_tokens, n, c.capacity, {memory.data(), num_tokens, n}, weights.data(), idx.data(), counts.data(),
+      nullptr);
   std::vector<int> real;
   for (int t = 0; t < num_tokens; ++t) {
     if (is_real(mask, t)) {
