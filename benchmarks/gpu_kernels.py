@@ -155,6 +155,23 @@ def gating(suite: Suite, shape: Shape, dtype: torch.dtype) -> None:
     args = (out.topk_weights, out.score_sum, logits_TE, out.topk_idx, "softmax", True, 1.0)
     suite.add("topk_gate backward", label, dtype, lambda: backward(*args))
     suite.add("router_z_loss", label, dtype, lambda: ops.router_z_loss(logits_TE))
+    capacity = shape.num_tokens * shape.top_k // shape.num_experts
+    choose = ops.expert_choice_gate
+    suite.add("expert_choice_gate", label, dtype, lambda: choose(logits_TE, capacity))
+
+
+def router(suite: Suite, shape: Shape, dtype: torch.dtype) -> None:
+    """The two products of the router's backward pass."""
+    x_TD = torch.randn(shape.num_tokens, shape.model_dim, device=suite.device).to(dtype)
+    weight_ED = torch.randn(shape.num_experts, shape.model_dim, device=suite.device).to(dtype)
+    grad_TE = torch.randn(shape.num_tokens, shape.num_experts, device=suite.device)
+    label = f"T={shape.num_tokens} D={shape.model_dim} E={shape.num_experts}"
+    op = torch.ops.moe_ext
+    to_x, to_weight = op._router_logits_backward_x, op._router_logits_backward_weight
+    suite.add("router_logits gradient of x", label, dtype, lambda: to_x(grad_TE, weight_ED, dtype))
+    suite.add(
+        "router_logits gradient of weight", label, dtype, lambda: to_weight(grad_TE, x_TD, dtype)
+    )
 
 
 def attention(suite: Suite, num_tokens: int, dtype: torch.dtype) -> None:
@@ -264,6 +281,7 @@ def layer(suite: Suite, shape: Shape, dtype: torch.dtype) -> None:
     grad_TD = torch.randn_like(x_TD)
     idx_TK = moe.router(x_TD).gate.topk_idx
     rows_ND, p = ops.permute_tokens(x_TD.detach(), idx_TK, shape.num_experts)
+    ends = p.expert_offsets[1:].int()
     hidden_NF = torch.randn(rows_ND.shape[0], shape.ffn_dim, device=suite.device).to(dtype)
     rows_ND.requires_grad_()
     hidden_NF.requires_grad_()
@@ -272,8 +290,8 @@ def layer(suite: Suite, shape: Shape, dtype: torch.dtype) -> None:
         moe(x_TD).backward(grad_TD)
 
     def products() -> None:
-        up = ops.grouped_mm(rows_ND, moe.experts.gate_up_proj, p.expert_offsets)
-        down = ops.grouped_mm(hidden_NF, moe.experts.down_proj, p.expert_offsets)
+        up = ops.grouped_mm(rows_ND, moe.experts.gate_up_proj, ends)
+        down = ops.grouped_mm(hidden_NF, moe.experts.down_proj, ends)
         torch.autograd.backward((up, down), (up.detach(), down.detach()))
 
     label = f"T={shape.num_tokens} D={shape.model_dim} F={shape.ffn_dim} E={shape.num_experts}"
@@ -282,7 +300,7 @@ def layer(suite: Suite, shape: Shape, dtype: torch.dtype) -> None:
     suite.add("its grouped products alone", label, dtype, products)
 
 
-FAMILIES = ("gating", "activation", "permutation", "attention", "compression", "layer")
+FAMILIES = ("gating", "router", "activation", "permutation", "attention", "compression", "layer")
 
 
 def measure(device: torch.device, families: Sequence[str], *, small: bool) -> int:
@@ -294,6 +312,7 @@ def measure(device: torch.device, families: Sequence[str], *, small: bool) -> in
     suite = Suite(device, repeats=3 if small else 20, copy_bytes=2**16 if small else 2**31)
     runs: dict[str, Callable[[torch.dtype], None]] = {
         "gating": lambda dtype: gating(suite, gate, dtype),
+        "router": lambda dtype: router(suite, layer_shape, dtype),
         "activation": lambda dtype: activation(suite, layer_shape, dtype),
         "permutation": lambda dtype: permutation(suite, layer_shape, dtype),
         "attention": lambda dtype: attention(suite, 64 if small else 8192, dtype),

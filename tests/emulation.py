@@ -62,6 +62,13 @@ def library_grouped_mm(a, b, offs, bias=None, out_dtype=None):
     return torch.stack([a[:, of_expert] @ b[of_expert] for of_expert in rows])
 
 
+def library_mm_to_float(a, b, dtype, *, out=None):
+    """torch's product of 16-bit matrices with a float32 result, which the CPU lacks."""
+    assert a.dtype == b.dtype and a.element_size() == 2 and dtype == torch.float32
+    product = a.float() @ b.float()
+    return product if out is None else out.copy_(product)
+
+
 @contextlib.contextmanager
 def emulated_cuda() -> Iterator[None]:
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, KEY))
@@ -73,6 +80,8 @@ def emulated_cuda() -> Iterator[None]:
             op = getattr(torch.ops.moe_ext, name).default
             library.impl(name, functools.partial(op.redispatch, keys), "CPU", allow_override=True)
         torchs.impl("_grouped_mm", library_grouped_mm, "CPU", allow_override=True)
+        for overload in ("mm.dtype", "mm.dtype_out"):
+            torchs.impl(overload, library_mm_to_float, "CPU", allow_override=True)
     global _active
     _active = True
     try:

@@ -60,7 +60,10 @@ FIGURES = (
     ("gpu_attention", "ring"),
     ("gpu_layer_parts", "memory"),
     ("gpu_layer_parts", "peers"),
-    *(("gpu_kernels", name) for name in ("attention", "permutation", "activation", "gating")),
+    *(
+        ("gpu_kernels", name)
+        for name in ("attention", "permutation", "activation", "router", "gating")
+    ),
     ("gpu_kernels", "compression"),
 )
 # Seconds of each step, and of all together: a step gets no more than what is left.

@@ -28,6 +28,7 @@ HEADS, LENGTH, HEAD_DIM = 16, 8192, 64
 ATTENDED = f"S={LENGTH} H={HEADS} Hkv=4 Dk={HEAD_DIM}"
 NUMEL = 2**28
 SELECTED = f"N={NUMEL} K={NUMEL // 100}"
+ROUTER = f"T={TOKENS} D={MODEL} E={EXPERTS}"
 LAYER = f"T={TOKENS} D={MODEL} F={FFN} E={EXPERTS} K={TOP_K}"
 
 # Bytes of a token's rows, and of an attention's output in float32 with its LSE.
@@ -35,6 +36,8 @@ _TOKENS, _ROWS = 2 * TOKENS * MODEL, 2 * ROWS * MODEL
 _OUT, _LSE = 4 * HEADS * LENGTH * HEAD_DIM, 4 * HEADS * LENGTH
 # Of a causal block: q k^T and p v, half of all pairs; the backward pass has five products for two.
 _ATTENTION = 2 * 2 * HEADS * HEAD_DIM * LENGTH**2 / 2
+# Gradients of logits in float32, and written and read as three parts in bfloat16; their products.
+_LOGITS, _ROUTER = (4 + 2 * 3 * 2) * TOKENS * EXPERTS, 2 * 3 * TOKENS * EXPERTS * MODEL
 # Two matrices of weights, 3 D F numbers an expert: forward, and both gradients.
 _LAYER = 3 * 2 * ROWS * 3 * MODEL * FFN
 
@@ -90,6 +93,11 @@ ESTIMATES = (
     Estimate("topk_gate", GATE, 0.2, 16384 * (2 * 64 + 12 * 8), 0, 64, launches=2),
     Estimate("topk_gate backward", GATE, 0.15, 16384 * (4 * 64 + 12 * 8), 0, 64),
     Estimate("router_z_loss", GATE, 0.3, 16384 * 2 * 64, 0, 38, launches=2),
+    Estimate("expert_choice_gate", GATE, 0.5, 16384 * 64 * 46, 0, 40, launches=9),
+    Estimate("router_logits gradient of x", ROUTER, 0.7, _LOGITS + _TOKENS, _ROUTER, launches=3),
+    Estimate(
+        "router_logits gradient of weight", ROUTER, 0.6, _LOGITS + _TOKENS, _ROUTER, launches=7
+    ),
     Estimate("gated_activation concatenated", HIDDEN, 0.78, 2 * ROWS * 3 * FFN, 0, 36),
     Estimate("gated_activation interleaved", HIDDEN, 0.78, 2 * ROWS * 3 * FFN, 0, 36),
     Estimate("gated_activation concatenated backward", HIDDEN, 0.8, 2 * ROWS * 5 * FFN, 0, 62),
@@ -107,7 +115,7 @@ ESTIMATES = (
     Estimate("threshold_compress_", SELECTED, 0.65, 10 * NUMEL, 0, 62, launches=4),
     *_quantizers(),
     Estimate("nonzero_blocks", f"N={NUMEL}", 0.8, 2 * NUMEL, 0, 24, launches=3),
-    Estimate("its grouped products alone", LAYER, 0.75, 0, _LAYER, launches=6),
+    Estimate("its grouped products alone", LAYER, 0.75, 0, _LAYER, launches=14),
 )
 
 
@@ -147,7 +155,7 @@ def _expected() -> Iterable[Expected]:
     whole = tuple(_LAYER / PRODUCTS / 0.75 / 1e6 + us for us in times)
     yield Expected(step, even, "us", (whole[0], whole[1]))
     yield both(step, even, "waits", 0)
-    yield both(step, {**even, "T": 64}, "launches", 45)
+    yield both(step, {**even, "T": 64}, "launches", 36)
     yield both(step, {**even, "T": 64}, "host us", 700)
     for part, share in (("forward", 0.78), ("dX", 0.78), ("dW", 0.7)):
         labels = {"product": "gate and up", **even}

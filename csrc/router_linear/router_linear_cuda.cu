@@ -1,5 +1,6 @@
 // CUDA side of the router product, all of it the library's. Logits of 16-bit tokens and weights are one product that
-// sums in float32 and returns it; what the library has no such product for is upcast by parts of the tokens.
+// sums in float32 and returns it, as are gradients of bfloat16 tokens, by parts in bfloat16 of what is float32; what
+// the library has no such product for is upcast by parts of the tokens.
 #include <algorithm>
 
 #include "common/dispatch.h"
@@ -8,10 +9,12 @@
 #include "common/torch_cuda.cuh"
 #include "grouped_gemm/per_expert.h"
 #include "router_linear/router_linear.h"
+#include "router_linear/router_linear_kernels.cuh"
 
 namespace moe_ext::router_linear {
 namespace {
 
+using grouped_gemm::Matrix;
 using grouped_gemm::mm_out;
 using grouped_gemm::rows_of;
 using torch::stable::new_empty;
@@ -51,9 +54,68 @@ Tensor mm_to_float(const Tensor& a, const Tensor& b) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// Only CUDA tensors have the product: in the emulation of the tests they are the CPU's.
+void mm_to_float_out(const Tensor& out, const Tensor& a, const Tensor& b) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 4> stack = {from(a), from(b), from(ScalarType::Float), from(out)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "dtype_out", stack.data(), TORCH_ABI_VERSION));
+  (void)torch::stable::detail::to<Tensor>(stack[0]);
+}
+
 bool has_wide_product(const Tensor& x, const Tensor& weight) {
-  return x.is_cuda() && x.element_size() == 2 && x.scalar_type() == weight.scalar_type();
+  return x.element_size() == 2 && x.scalar_type() == weight.scalar_type();
+}
+
+// Tokens that one product sums in float32, so that what tensor cores cut off what they add does not grow further.
+constexpr int64_t kSumTokens = 8192;
+// Elements from which on a product has a tile of 128 x 128 for every SM: the library then cuts none of its sums into
+// parts, which it might add in bfloat16.
+constexpr int64_t kWholeSums = int64_t{1} << 22;
+
+// The blocks of t, side by side or one below the other.
+Tensor split(const Tensor& t, const Blocks& blocks, bool side_by_side, cudaStream_t stream) {
+  const Tensor in = t.stride(1) == 1 ? t : torch::stable::contiguous(t);
+  const int64_t rows = in.size(0), cols = in.size(1);
+  const Tensor out = side_by_side ? new_empty(in, {rows, blocks.count * cols}, ScalarType::BFloat16)
+                                  : new_empty(in, {blocks.count * rows, cols}, ScalarType::BFloat16);
+  const auto run = [&]<typename T>() {
+    launch_split(
+        data<const T>(in), rows, cols, in.stride(0), blocks, side_by_side ? cols : rows * cols, out.stride(0),
+        data<c10::BFloat16>(out), stream);
+  };
+  if (in.scalar_type() == ScalarType::BFloat16) {
+    run.template operator()<c10::BFloat16>();
+  } else {
+    run.template operator()<float>();
+  }
+  return out;
+}
+
+// The tokens' gradient, in bfloat16, by parts.
+void backward_x_by_parts(const Tensor& out, const Tensor& grad, const Tensor& weight, cudaStream_t stream) {
+  const bool narrow = weight.scalar_type() == ScalarType::BFloat16;
+  const Tensor left = split(grad, narrow ? kThreeParts : kLeftOfSix, true, stream);
+  const Tensor right = split(weight, narrow ? kOnePart : kRightOfSix, false, stream);
+  if (out.numel() >= kWholeSums) {
+    mm_out(out, left, right);
+  } else {
+    Tensor target = out;
+    torch::stable::copy_(target, mm_to_float(left, right));
+  }
+}
+
+// The sum over the tokens, [E, D] in float32, of bfloat16 tokens by parts.
+Tensor backward_weight_by_parts(const Tensor& grad, const Tensor& x, cudaStream_t stream) {
+  const int64_t num_tokens = x.size(0), num_experts = grad.size(1), dim = x.size(1);
+  const Tensor left = split(grad, kThreeParts, true, stream);
+  const int64_t rows = kThreeParts.count * num_experts, num_sums = ceil_div(num_tokens, kSumTokens);
+  const Tensor sums = new_empty(grad, {num_sums * kThreeParts.count, num_experts, dim});
+  for (int64_t i = 0; i < num_sums; ++i) {
+    const int64_t begin = i * kSumTokens, end = std::min(num_tokens, begin + kSumTokens);
+    mm_to_float_out(
+        grouped_gemm::view_of(sums, i * rows * dim, Matrix{rows, dim, dim, 1}),
+        grouped_gemm::rows_transposed(left, begin, end), rows_of(x, begin, end));
+  }
+  return torch::stable::sum(sums, {0});
 }
 
 Tensor router_logits_cuda(
@@ -84,9 +146,14 @@ Tensor backward_x_cuda(
     ScalarType dtype) { // of x
   check_backward_x(grad, weight, dtype);
   const DeviceScope device(grad);
-  const ScalarType acc = acc_dtype(dtype);
-  const Tensor wide = as_dtype(weight, acc), right = all_rows(wide);
+  const ScalarType acc = acc_dtype(dtype), given = weight.scalar_type();
   const Tensor out = new_empty(grad, {grad.size(0), weight.size(1)}, dtype);
+  const bool in_parts = given == ScalarType::BFloat16 || given == ScalarType::Float;
+  if (dtype == ScalarType::BFloat16 && in_parts && grad.numel() > 0 && out.numel() > 0) {
+    backward_x_by_parts(out, grad, weight, device.stream());
+    return out;
+  }
+  const Tensor wide = as_dtype(weight, acc), right = all_rows(wide);
   if (dtype == acc) {
     mm_out(out, all_rows(grad), right);
     return out;
@@ -115,6 +182,9 @@ Tensor backward_weight_cuda(
     const Tensor out = new_empty(grad, {num_experts, dim});
     mm_out(out, grouped_gemm::rows_transposed(grad, 0, grad.size(0)), all_rows(x));
     return as_dtype(out, dtype);
+  }
+  if (x.scalar_type() == ScalarType::BFloat16 && grad.numel() > 0 && dim > 0) {
+    return as_dtype(backward_weight_by_parts(grad, x, device.stream()), dtype);
   }
   const int64_t rows = part_rows(dim * sizeof(float));
   const int64_t num_parts = ceil_div(x.size(0), rows);
