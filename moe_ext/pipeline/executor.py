@@ -349,7 +349,7 @@ class Pipeline:
     def _give_back(self, step: _Step, stage: int, number: int, x: Tensor) -> None:
         if stage > 0:
             step.given["B", stage - 1, number] = torch.zeros_like(x) if x.grad is None else x.grad
-            x.grad = None
+            x.grad = None  # W still holds x
 
     def _send(self, step: _Step, action: Action) -> None:
         assert self._transport is not None and action.micro_batch is not None

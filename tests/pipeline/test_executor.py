@@ -15,7 +15,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.utils.checkpoint import checkpoint
 
 import moe_ext
-from moe_ext.distributed import count_traffic
+from moe_ext.distributed import MoEMesh, count_traffic, sync_gradients
 from moe_ext.pipeline import SCHEDULES, Action, ActionTable, Pipeline, add_messages, make_table
 from moe_ext.testing import spawn_ranks
 
@@ -122,13 +122,8 @@ def assert_same(table, rank, found, want, ep_group=None):
         if id(p) not in owned:
             assert p.grad is None, name
             continue
-        expected, got = q.grad, p.grad
-        if p.shape != q.shape:
-            expected = own_part(expected, ep_group)
-        elif ep_group is not None:
-            dist.all_reduce(got, group=ep_group)
-            got = got / dist.get_world_size(ep_group)
-        torch.testing.assert_close(got, expected, msg=lambda m, n=name: f"{n}: {m}", **TIGHT)
+        expected = q.grad if p.shape == q.shape else own_part(q.grad, ep_group)
+        torch.testing.assert_close(p.grad, expected, msg=lambda m, n=name: f"{n}: {m}", **TIGHT)
 
 
 def run(name, ranks, group, rank, found, *, recompute="none", data=0, loss_scale=1.0):
@@ -179,16 +174,9 @@ def test_ranks_have_the_gradients_of_one_process(name):
 
 
 @functools.cache
-def meshes():
+def mesh():
     """Pipelines of 2 ranks, each stage with its experts over 2 ranks."""
-    ranks = torch.arange(4).view(2, 2)
-    groups = {}
-    for axis, rows in (("ep", ranks.tolist()), ("pp", ranks.T.tolist())):
-        for row in rows:
-            group = dist.new_group(row)
-            if dist.get_rank() in row:
-                groups[axis] = group
-    return groups["pp"], groups["ep"]
+    return MoEMesh(dp=1, ep=2, pp=2)
 
 
 @over_4(
@@ -197,11 +185,12 @@ def meshes():
     ("zero-bubble", "selective"),
 )
 def experts_over_ranks(name, recompute):
-    pp, ep = meshes()
-    rank, data = dist.get_rank(pp), dist.get_rank(ep)
+    pp, ep = mesh().pp_group, mesh().ep_group
+    rank, data = mesh().pp_rank, mesh().ep_rank
     found = layers(ep)
     with count_traffic() as traffic:
         table, losses, pipeline = run(name, 2, pp, rank, found, recompute=recompute, data=data)
+    sync_gradients(nn.ModuleList(pipeline.stages.values()), mesh=mesh())
     want, want_losses = one_process(2)
     assert_same(table, rank, found, want, ep)
     if losses:
@@ -320,8 +309,7 @@ def test_a_failure_is_named_by_stage_micro_batch_and_action(how, at, place, kind
 
 
 def fails_in_experts(rank):
-    pp, ep = meshes()
-    place, found = dist.get_rank(pp), layers(ep)
+    pp, place, found = mesh().pp_group, mesh().pp_rank, layers(mesh().ep_group)
     table = make_table("1f1b", 2, MICRO)
     stages = stages_of(table, place, found)
     calls = []
