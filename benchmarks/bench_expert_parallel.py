@@ -34,7 +34,7 @@ LINKS: dict[str, tuple[float | None, int]] = {
     "unthrottled": (None, 6),
 }
 LOADED_TURNS = 5
-EQUAL = {"num_tokens": 2048, "model_dim": 512, "ffn_dim": 704, "num_experts": 8, "top_k": 2}
+EQUAL = {"num_tokens": 2048, "model_dim": 512, "ffn_dim": 352, "num_experts": 8, "top_k": 2}
 PARTS = (2, 4, 6, 8)
 HIDDEN_TURNS = 8
 COLUMNS = (
