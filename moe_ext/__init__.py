@@ -1,6 +1,16 @@
 """moe_ext: the communication side of sparse training, for CPU and CUDA."""
 
-from moe_ext import attention, compression, distributed, integrations, nn, ops, optim, plot
+from moe_ext import (
+    attention,
+    compression,
+    distributed,
+    integrations,
+    nn,
+    ops,
+    optim,
+    pipeline,
+    plot,
+)
 from moe_ext._info import info
 from moe_ext._memory import reuse_memory
 from moe_ext._version import __version__
@@ -18,6 +28,7 @@ __all__ = [
     "nn",
     "ops",
     "optim",
+    "pipeline",
     "plot",
     "replace",
     "replace_ffn",
