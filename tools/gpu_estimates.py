@@ -93,7 +93,7 @@ ESTIMATES = (
     Estimate("topk_gate", GATE, 0.2, 16384 * (2 * 64 + 12 * 8), 0, 64, launches=2),
     Estimate("topk_gate backward", GATE, 0.15, 16384 * (4 * 64 + 12 * 8), 0, 64),
     Estimate("router_z_loss", GATE, 0.3, 16384 * 2 * 64, 0, 38, launches=2),
-    Estimate("expert_choice_gate", GATE, 0.5, 16384 * 64 * 46, 0, 40, launches=9),
+    Estimate("expert_choice_gate", GATE, 0.5, 16384 * 64 * 46, 0, 48, launches=9),
     Estimate("router_logits gradient of x", ROUTER, 0.7, _LOGITS + _TOKENS, _ROUTER, launches=3),
     Estimate(
         "router_logits gradient of weight", ROUTER, 0.6, _LOGITS + _TOKENS, _ROUTER, launches=7

@@ -237,9 +237,9 @@ def bounds_of_all_rows(
     experts: nn.Module, dispatcher: TokenDispatcher, rows: Tensor, expert_offsets: Tensor
 ) -> Tensor:
     """What experts take in the place of offsets where every row has an expert."""
-    own = type(dispatcher).dispatch is TokenDispatcher.dispatch
-    if own and wants_ends(rows) and _runs_own_forward(experts):
-        return expert_offsets[1:].int()
+    # First what costs nothing where there is no such device.
+    if wants_ends(rows) and type(dispatcher).dispatch is TokenDispatcher.dispatch:
+        return expert_offsets[1:].int() if _runs_own_forward(experts) else expert_offsets
     return expert_offsets
 
 

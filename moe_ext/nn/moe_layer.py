@@ -350,9 +350,8 @@ class MoELayer(CountingModule):
                 flat.get("token_idx"),
                 training=self.training,
             )
-            fills = getattr(self.router, "fills_slots", False)
-            if fills and mask_T is None and choice.capacity is None and routed is own:
-                choice = choice._replace(filled=True)
+            if mask_T is None and choice.capacity is None and routed is own:
+                choice = Choice(*choice[:4], filled=getattr(self.router, "fills_slots", False))
         # Under autocast the experts would cast anyway; here it halves what is permuted and sent.
         y_TD, num_dropped = self._run_experts(as_autocast(x_TD), choice)
         y_TD = self._account(y_TD, routed, mask_T, math.prod(x.shape[:-2]), num_dropped)

@@ -83,7 +83,7 @@ def row_alignment(rows: Tensor, num_rows: int, num_experts: int) -> int:
 
 def wants_ends(rows: Tensor) -> bool:
     """Whether `grouped_mm` takes less time with int32 ends, where every row has an expert."""
-    return rows.device.type == "cuda"
+    return rows.is_cuda
 
 
 def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
