@@ -22,6 +22,7 @@ from moe_ext.distributed.dtensor import whole_state_dicts
 from moe_ext.distributed.failures import RankFailureError, naming_failed_ranks
 from moe_ext.distributed.fsdp import fully_shard
 from moe_ext.distributed.gradients import sync_gradients
+from moe_ext.distributed.layout import layout_placements
 from moe_ext.distributed.mesh import MoEMesh
 from moe_ext.distributed.placement import (
     Placement,
@@ -30,6 +31,7 @@ from moe_ext.distributed.placement import (
     expert_parameters,
     placements,
 )
+from moe_ext.distributed.sharding_rules import register_sharding_rules
 from moe_ext.distributed.state_dict import full_state_dict
 from moe_ext.distributed.traffic import Traffic, count_traffic
 
@@ -62,8 +64,10 @@ __all__ = [
     "from_ds_config",
     "full_state_dict",
     "fully_shard",
+    "layout_placements",
     "naming_failed_ranks",
     "placements",
+    "register_sharding_rules",
     "sync_gradients",
     "whole_state_dicts",
 ]
