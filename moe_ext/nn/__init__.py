@@ -5,6 +5,7 @@ from moe_ext.nn.balance.counts import count_tokens, reset_token_counts
 from moe_ext.nn.balance.losses import Balance, inject_loss
 from moe_ext.nn.balance.selection_bias import register_bias_update, update_selection_bias
 from moe_ext.nn.capacity import Capacity, RowBudget
+from moe_ext.nn.checkpointing import checkpoint_chain
 from moe_ext.nn.expert_activation import ClampedSwiGLU
 from moe_ext.nn.experts import GroupedExperts
 from moe_ext.nn.feed_forward import FeedForward
@@ -64,6 +65,7 @@ __all__ = [
     "TopKRouter",
     "TransformerBlock",
     "UpcycledFFN",
+    "checkpoint_chain",
     "collect_losses",
     "count_tokens",
     "inject_loss",
