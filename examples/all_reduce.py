@@ -1,0 +1,123 @@
+"""All-reduce by its classic algorithms, out of messages between two ranks, with their bytes.
+
+`torchrun --nproc-per-node 4 examples/all_reduce.py` prints what each rank sends. It is there to be
+read and compared: `torch.distributed.all_reduce` is what to train with.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_ext.distributed import count_traffic
+from moe_ext.distributed.traffic import record_traffic
+
+
+def exchange(sent: Tensor, to: int, received: Tensor, source: int) -> None:
+    """Send to one rank while receiving from one."""
+    record_traffic("send", sent.numel() * sent.element_size())
+    messages = (dist.P2POp(dist.isend, sent, to), dist.P2POp(dist.irecv, received, source))
+    for work in dist.batch_isend_irecv(list(messages)):
+        work.wait()
+
+
+def reduce_scatter_ring(chunks: list[Tensor], ranks: list[int]) -> Tensor:
+    """The sum of one chunk, that of this rank's place behind the next one; in place."""
+    place, size = ranks.index(dist.get_rank()), len(ranks)
+    for step in range(size - 1):
+        mine, theirs = chunks[(place - step) % size], chunks[(place - step - 1) % size]
+        received = torch.empty_like(theirs)
+        exchange(mine, ranks[(place + 1) % size], received, ranks[place - 1])
+        theirs += received
+    return chunks[(place + 1) % size]
+
+
+def all_gather_ring(chunks: list[Tensor], ranks: list[int]) -> None:
+    """Every chunk from the rank that has its sum, in place."""
+    place, size = ranks.index(dist.get_rank()), len(ranks)
+    for step in range(size - 1):
+        mine, theirs = chunks[(place + 1 - step) % size], chunks[(place - step) % size]
+        exchange(mine, ranks[(place + 1) % size], theirs, ranks[place - 1])
+
+
+def ring(x: Tensor) -> None:
+    """2 (N - 1) / N of the tensor from each rank, in 2 (N - 1) steps."""
+    ranks = list(range(dist.get_world_size()))
+    chunks = list(x.tensor_split(len(ranks)))
+    reduce_scatter_ring(chunks, ranks)
+    all_gather_ring(chunks, ranks)
+
+
+def halving_doubling(x: Tensor) -> None:
+    """2 (N - 1) / N of the tensor from each rank, in 2 log2(N) steps; N is a power of two."""
+    rank, distance, parts = dist.get_rank(), dist.get_world_size() // 2, []
+    while distance:
+        low, high = x.tensor_split(2)
+        mine, theirs = (high, low) if rank & distance else (low, high)
+        received = torch.empty_like(mine)
+        exchange(theirs, rank ^ distance, received, rank ^ distance)
+        mine += received
+        parts.append((mine, theirs, rank ^ distance))
+        x, distance = mine, distance // 2
+    for mine, theirs, partner in reversed(parts):
+        exchange(mine, partner, theirs, partner)
+
+
+def tree(x: Tensor) -> None:
+    """The whole tensor up and down a binomial tree: 2 log2(N) steps, 2 (N - 1) tensors in all."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    distances = [2**i for i in range((size - 1).bit_length())]
+    for distance in distances:
+        if rank % (2 * distance) == distance:
+            send(x, rank - distance)
+        elif rank % (2 * distance) == 0 and rank + distance < size:
+            received = torch.empty_like(x)
+            dist.recv(received, rank + distance)
+            x += received
+    for distance in reversed(distances):
+        if rank % (2 * distance) == distance:
+            dist.recv(x, rank - distance)
+        elif rank % (2 * distance) == 0 and rank + distance < size:
+            send(x, rank + distance)
+
+
+def send(x: Tensor, to: int) -> None:
+    """A message that is counted."""
+    record_traffic("send", x.numel() * x.element_size())
+    dist.send(x, to)
+
+
+def two_levels(x: Tensor, node_size: int) -> None:
+    """Rings in nodes, and between nodes one of each rank's part: 2 (M - 1) / M of the tensor / L.
+
+    For M nodes of L ranks; inside a node each rank sends 2 (L - 1) / L of the tensor.
+    """
+    rank = dist.get_rank()
+    first = rank - rank % node_size
+    node, peers = range(first, first + node_size), range(rank % node_size, dist.get_world_size())
+    chunks = list(x.tensor_split(node_size))
+    mine = reduce_scatter_ring(chunks, list(node))
+    ranks = list(peers)[::node_size]
+    parts = list(mine.tensor_split(len(ranks)))
+    reduce_scatter_ring(parts, ranks)
+    all_gather_ring(parts, ranks)
+    all_gather_ring(chunks, list(node))
+
+
+def measured(algorithm, x: Tensor, *args) -> int:
+    """Bytes that this rank sends; the tensor becomes the sum."""
+    with count_traffic() as traffic:
+        algorithm(x, *args)
+    return traffic.total_bytes
+
+
+def main() -> None:
+    """Print the bytes of each algorithm, for a tensor of 1 MB."""
+    dist.init_process_group("gloo")
+    for algorithm, *args in ((ring,), (halving_doubling,), (tree,), (two_levels, 2)):
+        sent = measured(algorithm, torch.ones(250_000), *args)
+        print(f"rank {dist.get_rank()}: {algorithm.__name__} {sent} bytes", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

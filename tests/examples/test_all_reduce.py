@@ -1,0 +1,37 @@
+"""The algorithms of examples/all_reduce.py: their sums, and what each rank sends."""
+
+import all_reduce
+import pytest
+import torch
+
+from moe_ext.testing import spawn_ranks
+
+# A length that cuts into unequal chunks, and one that cuts into equal ones.
+LENGTHS = 1003, 1024
+ALGORITHMS = ("ring",), ("halving_doubling",), ("tree",), ("two_levels", 2)
+
+
+def run(rank):
+    found = {}
+    for name, *args in ALGORITHMS:
+        for length in LENGTHS:
+            x = torch.arange(length, dtype=torch.float64) + 1000 * rank
+            found[name, length] = all_reduce.measured(getattr(all_reduce, name), x, *args), x
+    return found
+
+
+@pytest.fixture(scope="module")
+def found():
+    return spawn_ranks(run, 4)
+
+
+@pytest.mark.parametrize("name", [name for name, *_ in ALGORITHMS])
+def test_sums_and_bytes(name, found):
+    for length in LENGTHS:
+        want = 4 * torch.arange(length, dtype=torch.float64) + 6000
+        assert all(torch.equal(of_rank[name, length][1], want) for of_rank in found)
+    sent = [of_rank[name, 1024][0] / (8 * 1024) for of_rank in found]
+    # In tensors: 2 (N - 1) / N; 2 (N - 1) in all for a tree; two levels 2 / 2 inside, 2 / 2 / 2
+    # between nodes.
+    each = {"tree": [2, 1, 2, 1], "two_levels": [1.5] * 4}
+    assert sent == each.get(name, [1.5] * 4)
