@@ -25,33 +25,45 @@ class RowsGivenBack {
         offsets_(offsets) {
     constexpr int64_t kLeastBytes = int64_t{4} << 20;
     if (owned && matrix.is_contiguous() && matrix.size(0) * row_bytes_ >= kLeastBytes && !reuses_memory) {
-      int64_t num_experts = 0;
       for (const Tile& tile : tiles) {
-        num_experts = std::max(num_experts, tile.expert + 1);
+        num_experts_ = std::max(num_experts_, tile.expert + 1);
       }
-      tiles_left_.reset(new std::atomic<int64_t>[num_experts]());
+      tiles_left_.reset(new std::atomic<int64_t>[num_experts_]());
       for (const Tile& tile : tiles) {
         ++tiles_left_[tile.expert];
       }
     }
   }
-  void done(const Tile& tile) const {
-    if (tiles_left_ == nullptr || --tiles_left_[tile.expert] > 0) {
-      return;
+  // Everything once more: Linux 6.14 and later free the page tables of 2 MiB that go at once, and only without a table
+  // does the next tensor here get a huge page.
+  ~RowsGivenBack() {
+    if (tiles_left_ != nullptr) {
+      give_back(offsets_[0], offsets_[num_experts_]);
     }
+  }
+  RowsGivenBack(const RowsGivenBack&) = delete;
+  RowsGivenBack& operator=(const RowsGivenBack&) = delete;
+  void done(const Tile& tile) const {
+    if (tiles_left_ != nullptr && --tiles_left_[tile.expert] == 0) {
+      give_back(offsets_[tile.expert], offsets_[tile.expert + 1]);
+    }
+  }
+
+ private:
+  void give_back(int64_t first_row, int64_t last_row) const {
     constexpr uintptr_t kPage = 4096;
-    const auto begin = reinterpret_cast<uintptr_t>(base_ + offsets_[tile.expert] * row_bytes_);
-    const auto end = reinterpret_cast<uintptr_t>(base_ + offsets_[tile.expert + 1] * row_bytes_);
+    const auto begin = reinterpret_cast<uintptr_t>(base_ + first_row * row_bytes_);
+    const auto end = reinterpret_cast<uintptr_t>(base_ + last_row * row_bytes_);
     const uintptr_t first = (begin + kPage - 1) / kPage * kPage, last = end / kPage * kPage;
     if (last > first) {
       (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
     }
   }
 
- private:
   char* base_;
   int64_t row_bytes_;
   const int64_t* offsets_;
+  int64_t num_experts_ = 0;
   std::unique_ptr<std::atomic<int64_t>[]> tiles_left_;
 };
 
