@@ -16,7 +16,12 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext._checks import check_choice, check_sizes
-from moe_ext.distributed.dispatch import DispatchMetadata, RowWeights, TokenDispatcher
+from moe_ext.distributed.dispatch import (
+    DispatchMetadata,
+    LocalDispatcher,
+    RowWeights,
+    TokenDispatcher,
+)
 from moe_ext.distributed.groups import GroupHandle, check_group, group_rank, group_size
 from moe_ext.distributed.placement import (
     ExpertShards,
@@ -32,6 +37,8 @@ from moe_ext.nn.expert_activation import (
     resolve_activation,
     run_activation,
 )
+from moe_ext.ops import grouped_providers
+from moe_ext.ops.gathered_experts import Gather, gather_of, gathered_experts, gathers
 from moe_ext.ops.grouped_gemm import wants_ends
 
 # 2**64 / golden ratio, odd: neighbouring experts get seeds that differ in about half of their bits.
@@ -201,11 +208,20 @@ class GroupedExperts(nn.Module):
             rows_ND: rows grouped by local expert, `[N, D]`.
             expert_offsets: `[L + 1]` int64; local expert l owns rows [offsets[l], offsets[l + 1]).
                 Or `[L]` int32, where every row has an expert: the ends of each one's.
-            row_weights: what results are multiplied by, only where `weighs_rows`.
+            row_weights: what results are multiplied by, only where `weighs_rows`. With
+                `TokenWeights` the rows are the tokens, and the results are summed up.
 
         Returns:
-            `[N, D]`; rows past the last offset are zero, or what `post_norm` makes of zeros.
+            `[N, D]`, of tokens `[T, D]`; rows past the last offset are zero, or what `post_norm`
+            makes of zeros.
         """
+        if isinstance(row_weights, TokenWeights):
+            return gathered_experts(
+                *(rows_ND, self._weight(self._up_name), self._weight("down_proj")),
+                *(row_weights.slot_weights, row_weights.gather),
+                kind=self.activation,
+                layout=self.layout,
+            )
         up = self._product(self._up_name, rows_ND, expert_offsets)
         hidden = run_activation(
             up, self.activation, gated=self.gated, layout=self.layout, weights=row_weights
@@ -214,9 +230,49 @@ class GroupedExperts(nn.Module):
         return out_ND if self.post_expert_norm is None else self.post_expert_norm(out_ND)
 
     def _product(self, name: str, x: Tensor, expert_offsets: Tensor) -> Tensor:
-        weight = getattr(self, name)
-        weight_EMK = weight.transpose(1, 2) if self.transposed else weight
-        return ops.grouped_mm(x, weight_EMK, expert_offsets, bias_EM=getattr(self, f"{name}_bias"))
+        bias_EM = getattr(self, f"{name}_bias")
+        return ops.grouped_mm(x, self._weight(name), expert_offsets, bias_EM=bias_EM)
+
+    def _weight(self, name: str) -> Tensor:
+        weight: Tensor = getattr(self, name)
+        return weight.transpose(1, 2) if self.transposed else weight
+
+
+class TokenWeights(RowWeights):
+    """Weights of all slots, for experts that gather the tokens themselves.
+
+    Attributes:
+        gather: which tokens each expert takes.
+    """
+
+    def __init__(self, slot_weights: Tensor, gather: Gather) -> None:
+        super().__init__(slot_weights, gather.slot_of_row)
+        self.gather = gather
+
+
+def token_weights(
+    experts: nn.Module,
+    dispatcher: TokenDispatcher,
+    x_TD: Tensor,
+    topk_idx_TK: Tensor,
+    topk_weights_TK: Tensor,
+) -> TokenWeights | None:
+    """What experts that gather tokens take beside them, None where rows are made for them."""
+    own = TokenDispatcher.dispatch, TokenDispatcher.combine
+    if (
+        grouped_providers.CHOSEN != "quack"
+        or not isinstance(dispatcher, LocalDispatcher)
+        or (type(dispatcher).dispatch, type(dispatcher).combine) != own
+        or not _runs_own_forward(experts)
+        or not experts.weighs_rows
+        or experts.transposed
+        or not gathers(
+            *(x_TD, experts._weight(experts._up_name), experts.down_proj), experts.activation
+        )
+    ):
+        return None
+    gather = gather_of(x_TD, topk_idx_TK, experts.num_experts)
+    return TokenWeights(topk_weights_TK, gather)
 
 
 def weighs_rows(experts: nn.Module) -> bool:

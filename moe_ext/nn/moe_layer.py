@@ -48,9 +48,11 @@ from moe_ext.nn.chunks import run_chunks
 from moe_ext.nn.expert_activation import Activation
 from moe_ext.nn.experts import (
     GroupedExperts,
+    TokenWeights,
     bounds_of_all_rows,
     check_results,
     take_weights,
+    token_weights,
     weighs_rows,
 )
 from moe_ext.nn.feed_forward import FeedForward
@@ -384,6 +386,13 @@ class MoELayer(CountingModule):
         dispatcher, (topk_idx, topk_weights, capacity, dropped, filled) = self.dispatcher, choice
         metadata: DispatchMetadata
         others: Callable[[], list[Chunk]] = list
+        if self.overlap == 1 and self.row_budget is None and capacity is None:
+            taken = token_weights(self.experts, dispatcher, x_TD, topk_idx, topk_weights)
+            if taken is not None:
+                y_TD = self._beside_shared_expert(
+                    x_TD, functools.partial(self._gather, x_TD, taken)
+                )
+                return y_TD, _plus(topk_idx.new_zeros(()), dropped)
         if self.overlap > 1:
             weighed = weighs_rows(self.experts)
             parts = dispatcher.in_parts(x_TD, topk_idx, topk_weights, weighed=weighed)
@@ -436,6 +445,15 @@ class MoELayer(CountingModule):
         check_results(self.experts, dispatcher, rows, results)
         combine = functools.partial(dispatcher.combine, results, metadata)
         return self._beside_shared_expert(x_TD, combine)
+
+    def _gather(
+        self, x_TD: Tensor, taken: TokenWeights, meanwhile: Callable[[], object] | None = None
+    ) -> Tensor:
+        """Experts that gather their tokens, then what else there is to do."""
+        y_TD: Tensor = self.experts(x_TD, taken.gather.expert_offsets, taken)
+        if meanwhile is not None:
+            meanwhile()
+        return y_TD
 
     def _beside_shared_expert(self, x_TD: Tensor, combine: Callable[..., Tensor]) -> Tensor:
         """Results that `combine(meanwhile=)` brings back, and the shared expert's meanwhile."""

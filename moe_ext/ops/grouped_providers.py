@@ -21,7 +21,8 @@ from moe_ext.ops.autograd import refuse_second_derivative
 CHOICES = {
     "auto": "torch's product for bfloat16 on capability 9 and 10, ours for all else",
     "own": "ours",
-    "quack": "that of quack-kernels for 16 bits on capability 9 to 12, else as auto",
+    "quack": "that of quack-kernels for 16 bits on capability 9 to 12, which gathers the tokens of "
+    "gated experts on one rank, else as auto",
 }
 CHOSEN = os.environ.get("MOE_EXT_GROUPED_MM", "auto")
 
@@ -42,9 +43,9 @@ def chosen_product(x_NK: Tensor, weight_EMK: Tensor) -> Product | None:
         )
     if CHOSEN != "quack":
         return None
-    if isinstance(_quack(), str):
+    if isinstance(quack(), str):
         raise RuntimeError(
-            f"grouped_mm: expected quack-kernels for MOE_EXT_GROUPED_MM=quack, got {_quack()}; "
+            f"grouped_mm: expected quack-kernels for MOE_EXT_GROUPED_MM=quack, got {quack()}; "
             "`pip install quack-kernels`, or choose another"
         )
     return _quack_product if _quack_serves(x_NK, weight_EMK) else None
@@ -60,14 +61,19 @@ def state() -> str:
             found = f" (quack-kernels {importlib.metadata.version('quack-kernels')})"
         except importlib.metadata.PackageNotFoundError:
             found = " (quack-kernels is not installed)"
-    return f"{CHOSEN}: {CHOICES[CHOSEN]}{found}; MOE_EXT_GROUPED_MM chooses"
+    passed = "".join(sorted({f"; gather passed over: {why}" for why in faults.values() if why}))
+    return f"{CHOSEN}: {CHOICES[CHOSEN]}{found}{passed}; MOE_EXT_GROUPED_MM chooses"
+
+
+# Device and dtype, to what was wrong when the products with gather were tried.
+faults: dict[tuple[torch.device, torch.dtype], str] = {}
 
 
 @functools.cache
-def _quack() -> Any:
-    """Its function, or why there is none: tried once."""
+def quack() -> Any:
+    """The module of its products, or why there is none: tried once."""
     try:
-        return importlib.import_module("quack.gemm_interface").gemm
+        return importlib.import_module("quack.gemm_interface")
     except Exception as error:  # it compiles and asks for a device while it is imported
         return f"{type(error).__name__}: {error}"
 
@@ -123,5 +129,5 @@ class _Quack(torch.autograd.Function):
 
 def _call(a: Tensor, b: Tensor, out: Tensor, **options: Any) -> Tensor:
     # Tuning times kernels at first use of a shape, and counts change with every batch.
-    _quack()(a, b, out=out, tuned=False, **options)
+    quack().gemm(a, b, out=out, tuned=False, **options)
     return out

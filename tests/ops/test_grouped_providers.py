@@ -1,49 +1,130 @@
 """The choice of a product over experts, with a stand-in for quack-kernels."""
 
+import functools
 import sys
 import types
 
 import emulation
 import pytest
 import torch
+import torch.nn.functional as F
 
+import moe_ext
 from moe_ext import info, ops
 from moe_ext.ops import grouped_providers as providers
 
 OFFSETS = torch.tensor([1, 4, 4, 9])
 
 
-def stand_in(calls):
-    """As `quack.gemm_interface.gemm`; leaves alone what belongs to no expert."""
+GATES = {"swiglu": F.silu, "reglu": F.relu, "geglu": functools.partial(F.gelu, approximate="tanh")}
 
-    def gemm(a, b, *, out, tuned, bias=None, cu_seqlens_m=None, cu_seqlens_k=None):
+
+class StandIn:
+    """As `quack.gemm_interface`, its names and defaults; leaves alone what is no expert's."""
+
+    def __init__(self):
+        self.calls = []
+
+    def gemm(
+        self,
+        A,
+        B,
+        out=None,
+        bias=None,
+        cu_seqlens_m=None,
+        cu_seqlens_k=None,
+        A_idx=None,
+        tuned=True,
+        concat_layout=None,
+    ):
         bounds = cu_seqlens_k if cu_seqlens_m is None else cu_seqlens_m
         assert bounds.dtype == torch.int32 and not tuned
-        calls.append("k" if cu_seqlens_m is None else "m")
+        assert A_idx is None or A_idx.dtype == torch.int32
+        self.calls.append("k" if cu_seqlens_m is None else "m")
+        B = side_by_side(B) if concat_layout == ("B",) else B
+        if cu_seqlens_m is None:
+            A = A if A_idx is None else A[:, A_idx]
+        else:
+            A = A if A_idx is None else A[A_idx]
+            out = A.new_full((A.shape[0], B.shape[2]), torch.nan) if out is None else out
         ends = bounds.tolist()
         for e, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
             if begin == end:
                 continue
             if cu_seqlens_m is None:
-                out[e] = a[:, begin:end] @ b[begin:end]
+                out[e] = A[:, begin:end] @ B[begin:end]
             else:
-                out[begin:end] = a[begin:end] @ b[e] + (0 if bias is None else bias[e])
+                out[begin:end] = A[begin:end] @ B[e] + (0 if bias is None else bias[e])
+        return out
 
-    return gemm
+    def gemm_gated(
+        self,
+        A,
+        B,
+        C=None,
+        bias=None,
+        activation=None,
+        cu_seqlens_m=None,
+        A_idx=None,
+        store_preact=True,
+        tuned=True,
+        concat_layout=None,
+    ):
+        assert B.stride(1) == 1  # so that the columns of B are what `concat_layout` is about
+        up = self.gemm(A, B, None, bias, cu_seqlens_m, None, A_idx, tuned, concat_layout)
+        self.calls[-1] = "gated"
+        return up, GATES[activation](up[:, ::2]) * up[:, 1::2]
+
+    def gemm_dgated(
+        self,
+        A,
+        B,
+        PreAct,
+        activation=None,
+        colvec_scale=None,
+        colvec_reduce=False,
+        cu_seqlens_m=None,
+        A_idx=None,
+        tuned=True,
+    ):
+        assert colvec_scale.dtype == torch.float32 and colvec_reduce
+        grad = self.gemm(A, B, None, None, cu_seqlens_m, None, A_idx, tuned).float()
+        self.calls[-1] = "dgated"
+        with torch.enable_grad():
+            up = PreAct.float().requires_grad_()
+            hidden = GATES[activation](up[:, ::2]) * up[:, 1::2]
+        (grad_up,) = torch.autograd.grad(hidden, up, grad * colvec_scale[:, None])
+        scaled = hidden.detach() * colvec_scale[:, None]
+        dots = (hidden.detach() * grad).sum(1)
+        return grad_up.to(A.dtype), scaled.to(A.dtype), dots
+
+
+def side_by_side(B):
+    """The halves of the dimension that is not contiguous as pairs, as `concat_layout` says."""
+    dim = -2 if B.stride(-1) == 1 else -1
+    half = B.shape[dim] // 2
+    return B.unflatten(dim, (2, half)).transpose(dim - 1, dim).flatten(dim - 1, dim)
 
 
 @pytest.fixture
-def quack(monkeypatch):
-    calls = []
+def stand_in(monkeypatch):
     module = types.ModuleType("quack.gemm_interface")
-    module.gemm = stand_in(calls)
+    found = module.stand_in = StandIn()
+    for name in ("gemm", "gemm_gated", "gemm_dgated"):
+        setattr(module, name, getattr(found, name))
     monkeypatch.setitem(sys.modules, "quack", types.ModuleType("quack"))
     monkeypatch.setitem(sys.modules, "quack.gemm_interface", module)
     monkeypatch.setattr(providers, "CHOSEN", "quack")
     monkeypatch.setattr(providers, "_capability", lambda device: 9)
-    providers._quack.cache_clear()
-    yield calls
-    providers._quack.cache_clear()
+    monkeypatch.setattr(providers, "faults", {})
+    providers.quack.cache_clear()
+    yield module
+    providers.quack.cache_clear()
+
+
+@pytest.fixture
+def quack(stand_in):
+    return stand_in.stand_in.calls
 
 
 def make(dtype=torch.bfloat16, k=16):
@@ -116,6 +197,94 @@ def test_info_says_what_is_chosen(monkeypatch):
     assert info()["backends"]["grouped_mm"].startswith("auto: torch's product")
     monkeypatch.setattr(providers, "CHOSEN", "quack")
     assert "quack-kernels is not installed" in providers.state()
+
+
+def layer_and_gradients(layer, x, mask):
+    x = x.clone().requires_grad_()
+    y = layer(x, token_mask=mask)
+    leaves = (x, *layer.parameters())
+    grads = torch.autograd.grad(y.square().sum(), leaves, allow_unused=True)
+    return [y.detach(), *(grad for grad in grads if grad is not None)]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"layout": "interleaved", "activation": "reglu"},
+        {"activation": "geglu_tanh"},
+    ],
+    ids=str,
+)
+def test_a_layer_gathers_its_tokens_by_quack(options, masked, quack, monkeypatch):
+    torch.manual_seed(0)
+    experts = moe_ext.nn.GroupedExperts(8, 64, 32, **options)
+    layer = moe_ext.MoELayer(64, 32, 8, 2, experts=experts, shared_ffn_dim=16).bfloat16()
+    x = torch.randn(65, 64).bfloat16()
+    mask = torch.arange(65) % 5 > 0 if masked else None
+    hooked = []
+    experts.register_forward_hook(lambda *args: hooked.append(1))
+    layer(x)  # tries the products
+    quack.clear()
+    found = layer_and_gradients(layer, x, mask)
+    assert quack == ["gated", "m", "dgated", "m", "k", "k"] and len(hooked) == 2
+    assert layer.metrics["num_dropped"] == 0
+    monkeypatch.setattr(providers, "CHOSEN", "auto")
+    expected = layer_and_gradients(layer, x, mask)
+    assert len(quack) == 6 and len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype
+        # Each result is rounded to 8 bits a few times on its way, elsewhere on either side.
+        assert (a.float() - b.float()).norm() < 2**-6 * b.float().norm()
+
+
+def wrong(function):
+    def call(*args, **kwargs):
+        first, *rest = function(*args, **kwargs)
+        return (1.2 * first, *rest)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("gemm_gated", "AttributeError"),
+        ("gemm_dgated", "the gradient of x is off by 20 %"),
+    ],
+)
+def test_products_with_gather_that_are_wrong_are_passed_over(name, why, stand_in):
+    if why == "AttributeError":
+        delattr(stand_in, name)
+    else:
+        setattr(stand_in, name, wrong(stand_in.gemm_dgated))
+    layer = moe_ext.MoELayer(64, 32, 8, 2).bfloat16()
+    x = torch.randn(65, 64).bfloat16()
+    layer(x)
+    assert f"gather passed over: {why}" in providers.state()
+    calls = stand_in.stand_in.calls
+    calls.clear()
+    y = layer(x)
+    assert calls == [] and y.shape == x.shape  # on CPU the product is the operator's
+    (key,) = providers.faults
+    assert key == (x.device, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bias": True},
+        {"activation": "geglu"},
+        {"activation": "silu"},
+        {"capacity_factor": 1.0},
+    ],
+    ids=str,
+)
+def test_layers_that_quack_does_not_gather_for_make_rows(options, quack):
+    layer = moe_ext.MoELayer(64, 32, 8, 2, **options).bfloat16()
+    layer(torch.randn(65, 64).bfloat16())
+    assert quack == [] and providers.faults == {}
 
 
 @pytest.mark.skipif(not emulation.is_built(), reason="no emulation of CUDA")

@@ -1,0 +1,213 @@
+"""Gated experts by quack-kernels, whose first product gathers the tokens and applies the gate.
+
+Neither the rows of the tokens nor the results of the experts are kept or read again.
+
+Shape suffixes: D model, E experts, F ffn, K top-k, N rows, T tokens, U = 2F.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ext.ops import grouped_providers
+from moe_ext.ops.activation import gated_activation
+from moe_ext.ops.autograd import refuse_second_derivative
+from moe_ext.ops.permutation import permute_tokens
+
+# Our names of gates, to quack's.
+_GATES = {"swiglu": "swiglu", "reglu": "reglu", "geglu_tanh": "geglu"}
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Which tokens are the rows, and where results go.
+
+    Attributes:
+        slot_of_row: `[N]`, -1 for a row of no expert.
+        row_of_slot: `[T * K]`, -1 for a slot that is not routed.
+        expert_offsets: `[E + 1]`.
+    """
+
+    slot_of_row: Tensor
+    row_of_slot: Tensor
+    expert_offsets: Tensor
+
+
+def gather_of(x_TD: Tensor, topk_idx_TK: Tensor, num_experts: int) -> Gather:
+    """The tables of a permutation, without its rows."""
+    # The operator copies what it is given: 16 bytes of each token.
+    _, p = permute_tokens(x_TD.detach()[:, :8], topk_idx_TK, num_experts)
+    return Gather(p.slot_of_row, p.row_of_slot, p.expert_offsets)
+
+
+def gathers(x_TD: Tensor, gate_up_EUD: Tensor, down_EDF: Tensor, kind: str) -> bool:
+    """Whether `gathered_experts` serves these, and was right when it was tried; where it is chosen.
+
+    NOTE: device-to-host sync, at the first call for a device and dtype.
+    """
+    # Parameters that FSDP2 has sharded are whole again only inside the experts' forward.
+    plain = {type(x_TD), type(gate_up_EUD), type(down_EDF)} <= {Tensor, torch.nn.Parameter}
+    serves = (
+        plain
+        and kind in _GATES
+        and x_TD.dtype == gate_up_EUD.dtype == down_EDF.dtype
+        and down_EDF.shape[2] % 8 == 0
+        and grouped_providers.chosen_product(x_TD, gate_up_EUD) is not None
+    )
+    if not serves or torch.compiler.is_compiling():
+        return False
+    key = (x_TD.device, x_TD.dtype)
+    if key not in grouped_providers.faults:
+        if x_TD.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        grouped_providers.faults[key] = _try(*key)
+    return not grouped_providers.faults[key]
+
+
+def gathered_experts(
+    x_TD: Tensor,
+    gate_up_EUD: Tensor,
+    down_EDF: Tensor,
+    weights_TK: Tensor,
+    gather: Gather,
+    *,
+    kind: str = "swiglu",
+    layout: str = "concatenated",
+) -> Tensor:
+    r"""Runs each token through its experts: :math:`y_t = \sum_k w_{tk} W^{down} h(W^{up} x_t)`.
+
+    Args:
+        x_TD: tokens, bfloat16 or float16.
+        gate_up_EUD: `[E, 2F, D]` in the dtype of x.
+        down_EDF: `[E, D, F]`.
+        weights_TK: float32.
+        gather: of the tokens' experts.
+        kind: "swiglu", "reglu" or "geglu_tanh".
+        layout: of the 2F features, see `gated_activation`.
+
+    Returns:
+        `[T, D]`. Differentiable once in x, both weights and `weights_TK`.
+    """
+    y_TD: Tensor = _Gathered.apply(
+        x_TD, gate_up_EUD, down_EDF, weights_TK, gather, _GATES[kind], layout
+    )
+    return y_TD
+
+
+class _Gathered(torch.autograd.Function):
+    """What belongs to no expert is left out by the products, and read by nothing behind them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        gate_up_EUD: Tensor,
+        down_EDF: Tensor,
+        weights_TK: Tensor,
+        gather: Gather,
+        gate: str,
+        layout: str,
+    ) -> Tensor:
+        # Without tuning, which times kernels at first use of a shape: counts change every batch.
+        options = {"cu_seqlens_m": gather.expert_offsets.int(), "tuned": False}
+        x_TD, top_k = x_TD.contiguous(), weights_TK.shape[1]
+        token_N = (gather.slot_of_row // top_k).clamp_min(0).int()
+        concat = ("B",) if layout == "concatenated" else None
+        quack = grouped_providers.quack()
+        # Gate and up lie side by side in `up_NU`, whatever the layout of the weight.
+        up_NU, hidden_NF = quack.gemm_gated(
+            *(x_TD, gate_up_EUD.transpose(1, 2)),
+            activation=gate,
+            A_idx=token_N,
+            concat_layout=concat,
+            **options,
+        )
+        y_ND = quack.gemm(hidden_NF, down_EDF.transpose(1, 2), **options)
+        tables = (gather.slot_of_row, gather.row_of_slot)
+        ctx.save_for_backward(x_TD, gate_up_EUD, down_EDF, weights_TK, *tables, up_NU, token_N)
+        ctx.options, ctx.gate, ctx.concat = options, gate, concat
+        return torch.ops.moe_ext.unpermute_tokens(y_ND, *tables, top_k, weights_TK)
+
+    @staticmethod
+    @refuse_second_derivative("gathered_experts")
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, gate_up_EUD, down_EDF, weights_TK, *tables, up_NU, token_N = ctx.saved_tensors
+        slot_of_row, row_of_slot = tables
+        quack, options, grad_TD = grouped_providers.quack(), ctx.options, grad_TD.contiguous()
+        # The activation again, times the weight, and <unweighted gradient, activation> of a row.
+        grad_NU, hidden_NF, dots_N = quack.gemm_dgated(
+            *(grad_TD, down_EDF, up_NU),
+            activation=ctx.gate,
+            colvec_scale=weights_TK.reshape(-1)[slot_of_row.clamp_min(0)].float(),
+            colvec_reduce=True,
+            A_idx=token_N,
+            **options,
+        )
+        by_expert = {"cu_seqlens_k": options["cu_seqlens_m"], "A_idx": token_N, "tuned": False}
+        grad_x = grad_up = grad_down = grad_weights = None
+        if ctx.needs_input_grad[0]:
+            rows_ND = quack.gemm(grad_NU, gate_up_EUD, concat_layout=ctx.concat, **options)
+            top_k = weights_TK.shape[1]
+            grad_x = torch.ops.moe_ext.unpermute_tokens(rows_ND, *tables, top_k, None)
+        if ctx.needs_input_grad[1]:
+            num_experts, up_dim, dim = gate_up_EUD.shape
+            # It leaves out experts without rows.
+            sums_EDU = grad_NU.new_zeros((num_experts, dim, up_dim))
+            quack.gemm(x_TD.t(), grad_NU, out=sums_EDU, **by_expert)
+            grad_up = sums_EDU.transpose(1, 2)
+            if ctx.concat is not None:
+                grad_up = grad_up.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+        if ctx.needs_input_grad[2]:
+            grad_down = torch.zeros_like(down_EDF)
+            quack.gemm(grad_TD.t(), hidden_NF, out=grad_down, **by_expert)
+        if ctx.needs_input_grad[3]:
+            dots_S = dots_N[row_of_slot.clamp_min(0)]
+            grad_weights = dots_S.where(row_of_slot >= 0, 0.0).view_as(weights_TK)
+            grad_weights = grad_weights.to(weights_TK.dtype)
+        return grad_x, grad_up, grad_down, grad_weights, None, None, None
+
+
+# Relative error that results in 16 bits stay far below, and wrong ones far above.
+_MOST_ERROR = 0.03
+
+
+@torch.enable_grad()
+def _try(device: torch.device, dtype: torch.dtype) -> str:
+    """What is wrong with a small layer's results beside our operators; empty if nothing is."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((200, 64), (3, 128, 64), (3, 64, 64), (200, 64))
+    x, up, down, grad = (
+        torch.randn(size, generator=generator).mul(0.3).to(device, dtype) for size in sizes
+    )
+    # The last expert gets nothing, and a token has no second one.
+    idx = torch.tensor([[0, 1], [1, 0], [1, -1], [0, 1]], device=device).repeat(50, 1)
+    weights = torch.rand(200, 2, generator=generator).to(device)
+    leaves = x, up, down, weights = tuple(
+        t.detach().requires_grad_() for t in (x, up, down, weights)
+    )
+    rows, p = permute_tokens(x, idx, 3)
+    op = torch.ops.moe_ext
+    hidden = gated_activation(op.grouped_mm(rows, up, p.expert_offsets, None))
+    y = op.grouped_mm(hidden, down, p.expert_offsets, None)
+    y = op.unpermute_tokens(y, p.slot_of_row, p.row_of_slot, 2, weights)
+    wanted = [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+    try:
+        y = gathered_experts(x, up, down, weights, gather_of(x, idx, 3))
+        found = [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+    except Exception as error:
+        lines = str(error).splitlines() or [""]
+        return f"{type(error).__name__}: {lines[0]}"
+    names = [
+        "output",
+        "gradient of x",
+        "gradient of the up projection",
+        "gradient of the down projection",
+        "gradient of the weights",
+    ]
+    for name, a, b in zip(names, found, wanted, strict=True):
+        off = float((a.double() - b.double()).norm() / b.double().norm())
+        if not off <= _MOST_ERROR:
+            return f"the {name} is off by {100 * off:.0f} %"
+    return ""
