@@ -99,6 +99,8 @@ def tables() -> list[Table]:
         "the same run. "
         "Above 100 %: a copy reads each line that it writes, where results of 32 MiB and more are "
         "written past the caches; and a row read again soon is still in one. "
+        "The copy alone, on a quiet AMD EPYC, moves 83 to 92 GB/s of 75 MB, 74 to 82 of 101 MB and "
+        "64 to 69 of 201 MB, on pages of 4 KiB as on those of 2 MiB. "
         "A fresh copy is a `clone`. Eager is indexing and `index_add_`, with the sort where the "
         "pass needs it."
     )
