@@ -134,6 +134,12 @@ class TrainingState:
                 continue
             alone = place is None or place.num_parts == 1
             shape = size if place is None or alone else _local_shape(size, parameter, place)
+            if (
+                place is not None
+                and place.blocks == 1
+                and _split_dim(parameter.shape, shape) is not None
+            ):
+                shape = parameter.shape
             local = states.get(parameter, {}).get(key) if live else None
             if not isinstance(local, Tensor) or not _is_like(local, parameter, shape, dtype):
                 zeros = torch.zeros(shape, dtype=dtype, device=parameter.device)
@@ -260,7 +266,7 @@ def load(
     from moe_ext.distributed.checkpoint_files import SliceReader
 
     reader = options.pop("storage_reader", None) or SliceReader(path)
-    saved = reader.read_metadata().state_dict_metadata
+    saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     training = TrainingState(model, optimizers)
     state: dict[str, Any] = training._destinations(saved, live=True)
     missing = sorted(state.keys() - saved.keys())
@@ -269,6 +275,13 @@ def load(
         raise ValueError(f"checkpoint.load: expected a checkpoint with {name}, got one without it")
     more = {} if extra is None else dict(extra)
     found = {**state, **more}
+    for name, tensor in state.items():
+        # Ranks that share each expert show the gates and the ups as two pieces; others do not.
+        shape, size = tensor.shape, saved[name].size
+        if (dim := _split_dim(shape, size)) is not None:
+            found[name] = tensor.unflatten(dim, size[dim : dim + 2])
+        elif (dim := _split_dim(size, shape)) is not None and isinstance(reader, SliceReader):
+            reader.split(name, dim, (shape[dim], shape[dim + 1]))
     try:
         with _naming("checkpoint.load"):
             state_dict_loader.load(
@@ -282,7 +295,7 @@ def load(
         rank, (cause, _) = min(error.failures.items())
         text = f"checkpoint.load: {first_line(cause)}, on rank {rank}; {means}"
         raise RuntimeError(text) from error
-    training.load_state_dict({name: found[name] for name in state})
+    training.load_state_dict(state)
     if extra is not None:
         extra.update({name: found[name] for name in more})
 
@@ -299,6 +312,13 @@ def _bare(name: str) -> str:
 
 def _by_bare_name(named: Mapping[str, _T]) -> dict[str, _T]:
     return {_bare(name): value for name, value in named.items()}
+
+
+def _split_dim(whole: torch.Size, split: torch.Size) -> int | None:
+    """Dimension of a shape that is one of two pieces, and one more, in another shape."""
+    dims = range(len(whole) if len(split) == len(whole) + 1 else 0)
+    fits = [d for d in dims if (*split[:d], 2 * split[d + 1], *split[d + 2 :]) == whole]
+    return next((d for d in reversed(fits) if split[d] == 2), None)
 
 
 def _is_like(value: Tensor, parameter: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:

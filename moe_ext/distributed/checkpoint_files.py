@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -27,7 +27,7 @@ class _Saved:
     """Where the bytes of a tensor begin in its file, which holds them in order."""
 
     begin: int
-    shape: tuple[int, ...]
+    shape: torch.Size
     dtype: torch.dtype
 
 
@@ -45,6 +45,26 @@ class SliceReader(FileSystemReader):
         super().__init__(path)
         self.begun = False
         self._saved: dict[MetadataIndex, _Saved] = {}
+        self._split: dict[str, tuple[int, tuple[int, int]]] = {}
+
+    def split(self, name: str, dim: int, sizes: tuple[int, int]) -> None:
+        """Show a dimension of a saved tensor as two, where no file cuts it."""
+        self._split[name] = dim, sizes
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the files hold, of the shapes that `split` gave."""
+        metadata = super().read_metadata(*args, **kwargs)
+        for name, (dim, sizes) in self._split.items():
+            entry = metadata.state_dict_metadata[name]
+            assert isinstance(entry, TensorStorageMetadata)
+            if all(chunk.sizes[dim] == entry.size[dim] for chunk in entry.chunks):
+                for chunk in entry.chunks:
+                    info = metadata.storage_data.pop(MetadataIndex(name, chunk.offsets))
+                    chunk.offsets = _split(chunk.offsets, dim, (0, 0))
+                    chunk.sizes = _split(chunk.sizes, dim, sizes)
+                    metadata.storage_data[MetadataIndex(name, chunk.offsets)] = info
+                entry.size = _split(entry.size, dim, sizes)
+        return metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Find the tensors in their files, whose ends must be there."""
@@ -99,7 +119,14 @@ class SliceReader(FileSystemReader):
         if begin is not None:
             skipped = tensor.storage_offset() * tensor.element_size()
             begin += info.offset + skipped
-            self._saved[index] = _Saved(begin, tuple(tensor.shape), tensor.dtype)
+            shape = tensor.shape
+            if index.fqn in self._split:
+                shape = _split(shape, *self._split[index.fqn])
+            self._saved[index] = _Saved(begin, shape, tensor.dtype)
+
+
+def _split(values: torch.Size, dim: int, two: tuple[int, int]) -> torch.Size:
+    return torch.Size([*values[:dim], *two, *values[dim + 1 :]])
 
 
 def _fill(target: Tensor, stream: io.IOBase, saved: _Saved, item: ReadItem) -> None:
@@ -109,7 +136,7 @@ def _fill(target: Tensor, stream: io.IOBase, saved: _Saved, item: ReadItem) -> N
             f"{tuple(target.shape)}"
         )
     if not saved.shape:
-        saved, target = dataclasses.replace(saved, shape=(1,)), target[None]
+        saved, target = dataclasses.replace(saved, shape=torch.Size([1])), target[None]
         item = dataclasses.replace(item, storage_offsets=torch.Size([0]), lengths=torch.Size([1]))
     _fill_box(target, stream, saved.begin, saved.shape, item.storage_offsets, saved.dtype)
 

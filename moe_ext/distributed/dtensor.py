@@ -136,6 +136,36 @@ def dtensor_of_shards(
     """
     from torch.distributed.tensor import DTensor, Shard
 
+    mesh = _mesh_of_shards(local, group, groups)
+    sizes = {0: groups[0].size(), cut: groups[1].size()}
+    shape = torch.Size(n * sizes.get(i, 1) for i, n in enumerate(local.shape))
+    whole = DTensor.from_local(
+        local.contiguous(),
+        mesh,
+        [Shard(0), Shard(cut)],
+        run_check=False,
+        shape=shape,
+        stride=contiguous_stride(shape),
+    )
+    whole.storage = mesh.__reduce__  # type: ignore[method-assign]
+    return whole
+
+
+def local_of_shards(
+    whole: DTensor, group: ProcessGroup, groups: tuple[ProcessGroup, ProcessGroup], cut: int
+) -> Tensor | None:
+    """The tensor that `dtensor_of_shards` was given; None for a DTensor of another mesh."""
+    from torch.distributed.tensor import Shard
+
+    mesh = _mesh_of_shards(whole, group, groups)
+    if whole.device_mesh is not mesh or tuple(whole.placements) != (Shard(0), Shard(cut)):
+        return None
+    return whole.to_local()
+
+
+def _mesh_of_shards(
+    local: Tensor, group: ProcessGroup, groups: tuple[ProcessGroup, ProcessGroup]
+) -> DeviceMesh:
     kind = "cpu" if local.device.type == "meta" else local.device.type
     meshes, key = _meshes.setdefault(group, {}), f"{kind} with shards"
     if key not in meshes:
@@ -143,18 +173,7 @@ def dtensor_of_shards(
         names = ("parts", "shards")
         meshes[key] = DeviceMesh.from_group(list(groups), kind, mesh=ranks, mesh_dim_names=names)
         meshes[key].__class__ = _MeshOfParts
-    sizes = {0: groups[0].size(), cut: groups[1].size()}
-    shape = torch.Size(n * sizes.get(i, 1) for i, n in enumerate(local.shape))
-    whole = DTensor.from_local(
-        local.contiguous(),
-        meshes[key],
-        [Shard(0), Shard(cut)],
-        run_check=False,
-        shape=shape,
-        stride=contiguous_stride(shape),
-    )
-    whole.storage = meshes[key].__reduce__  # type: ignore[method-assign]
-    return whole
+    return meshes[key]
 
 
 def _mesh_of_parts(local: Tensor, group: ProcessGroup, table: Sequence[object]) -> DeviceMesh:

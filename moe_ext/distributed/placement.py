@@ -30,6 +30,7 @@ from moe_ext.distributed.dtensor import (
     is_dtensor,
     keeps_wholes,
     local_of,
+    local_of_shards,
     local_part,
 )
 from moe_ext.distributed.failures import naming_failed_ranks
@@ -278,6 +279,11 @@ class ExpertShards(Placement):
     def local(self, whole: Tensor, like: Tensor | None = None) -> Tensor:
         """See `Placement`."""
         if is_dtensor(whole):
+            assert self.group is not None
+            cut = self.cut + int(self.cut_blocks > 1)
+            part = local_of_shards(whole, self.group, self._groups, cut)
+            if part is not None:
+                return self.flat(part)
             whole = self.flat(whole.full_tensor())
         return self.shard(whole.narrow(0, self.held.start, len(self.held)))
 

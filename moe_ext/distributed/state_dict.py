@@ -144,7 +144,7 @@ def _shown(value: Any, parameter: Tensor, place: Placement, name: str) -> Any:
 
 def _part_of(value: Any, parameter: Tensor, place: Placement) -> Any:
     """This rank's part of a loaded value, which is a DTensor, the whole, or already that part."""
-    if not isinstance(value, Tensor) or value.dim() == 0:
+    if not isinstance(value, Tensor) or value.dim() == 0 or value.shape == parameter.shape:
         return value
     found = place.taken(value, parameter)
     if found is not value or place.dim != 0 or place.blocks > 1:

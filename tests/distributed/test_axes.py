@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import moe_ext
 from moe_ext import distributed as md
 from moe_ext.attention import SequenceParallelMLP
+from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.nn.moe_layer import moe_layers
 
 DIM, EXPERTS, ROWS, MICRO, STEPS = 8, 4, 6, 4, 2
@@ -420,27 +421,52 @@ def tensor_parallel_experts():
 
 @CHECKS()
 def checkpoints_of_tensor_parallel_experts():
-    """Shards of gates and of ups are apart in a file, so it goes on with as many of them."""
-    mesh = md.MoEMesh(dp=4, ep=2, etp=2)
-    layer = moe_ext.MoELayer(DIM, 6, EXPERTS, ep_group=mesh.ep_group)
-    optimizer = torch.optim.AdamW(layer.parameters())
-    layer(torch.ones(3, DIM)).sum().backward()
-    md.sync_gradients(layer)
-    optimizer.step()
+    """Each expert on one rank or on several, another number of them when it is loaded."""
+    meshes = [md.MoEMesh(dp=4, ep=ep, etp=etp) for ep, etp in ((2, 2), (1, 4))]
+    meshes += [md.MoEMesh(dp=1, ep=4), md.MoEMesh(dp=2, ep=2)]
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
-    md.checkpoint.save(folder[0], layer, optimizer)
-    torch.manual_seed(9)
-    other = moe_ext.MoELayer(DIM, 6, EXPERTS, ep_group=mesh.ep_group)
-    moments = torch.optim.AdamW(other.parameters())
-    md.checkpoint.load(folder[0], other, moments)
-    for mine, saved in zip(other.parameters(), layer.parameters(), strict=True):
-        assert torch.equal(mine, saved)
-        assert torch.equal(moments.state[mine]["exp_avg"], optimizer.state[saved]["exp_avg"])
-    whole = moe_ext.MoELayer(DIM, 6, EXPERTS, ep_group=md.MoEMesh(dp=2, ep=2).ep_group)
-    with pytest.raises(BaseException, match="gate_up_proj"):
-        md.checkpoint.load(folder[0], whole)
-    whole.load_state_dict(md.full_state_dict(layer))
+
+    def made(mesh, seed):
+        torch.manual_seed(seed)
+        layer = moe_ext.MoELayer(DIM, 8, EXPERTS, ep_group=None if mesh is None else mesh.ep_group)
+        return layer, torch.optim.AdamW(layer.parameters(), lr=1e-2)
+
+    def wholes(layer, optimizer):
+        state = md.checkpoint.TrainingState(layer, optimizer).state_dict()
+        found = {n: t.full_tensor() if is_dtensor(t) else t for n, t in state.items()}
+        # Two pieces are a dimension more.
+        return {name: tensor.clone().flatten() for name, tensor in found.items()}
+
+    def step(layer, optimizer):
+        torch.manual_seed(dist.get_rank())
+        layer(torch.randn(9, DIM)).square().sum().backward()
+        md.sync_gradients(layer)
+        optimizer.step()
+
+    for number, mesh in enumerate(meshes[::2]):
+        layer, optimizer = made(mesh, 0)
+        step(layer, optimizer)
+        want = wholes(layer, optimizer)
+        md.checkpoint.save(f"{folder[0]}/{number}", layer, optimizer)
+        for other in (*meshes, None):
+            for trained in (False, True):
+                mine, states = made(other, 9)
+                if trained and other is not None:
+                    step(mine, states)  # moments to load into
+                md.checkpoint.load(f"{folder[0]}/{number}", mine, states)
+                found = wholes(mine, states)
+                assert found.keys() == want.keys()
+                for name, tensor in want.items():
+                    assert torch.equal(found[name], tensor), (number, other, name)
+    layer, _ = made(meshes[0], 0)
+    groups = moe_ext.optim.param_groups(layer, process_groups=True)
+    one_bit = moe_ext.optim.OneBitAdam(groups, freeze_step=1)
+    for _ in range(2):
+        layer(torch.ones(3, DIM)).sum().backward()
+        one_bit.step()
+    with pytest.raises(ValueError, match="tensors of the shape of the experts with etp, got shape"):
+        md.checkpoint.save(f"{folder[0]}/refused", layer, one_bit)
 
 
 @CHECKS()
