@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed import _c10d
+from moe_ext.distributed import _c10d, debugging
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import group_ranks, group_size
 from moe_ext.distributed.own_errors import Collective, Underway
@@ -173,6 +173,8 @@ def start_all_reduce_(
     """
     made = finish or (lambda reduced: reduced)
     size = group_size(group)
+    if debugging.ENABLED and counted:
+        debugging.compare("all_reduce", x, group, operation)
     if size == 1 or x.numel() == 0:
         return Pending.done(made(x))
     if counted:
@@ -193,6 +195,8 @@ def all_reduce_(
 ) -> Tensor:
     """Reduce a contiguous tensor over the ranks, in place; see `start_all_reduce_`."""
     size = group_size(group)
+    if debugging.ENABLED and counted:
+        debugging.compare("all_reduce", x, group, operation)
     if size > 1 and x.numel():
         if counted:
             record_traffic("all_reduce", all_reduce_bytes(x.nbytes, size))
@@ -229,6 +233,8 @@ def start_all_gather(
     if size == 1:
         return Pending.done(x if out is None else out.copy_(x))
     sent = x.contiguous()
+    if debugging.ENABLED and counted:
+        debugging.compare("all_gather", x, group, operation)
     found = sent.new_empty((size * sent.shape[0], *sent.shape[1:])) if out is None else out
     if sent.numel() == 0:
         return Pending.done(found)
@@ -303,6 +309,8 @@ def start_reduce_scatter(
     if size == 1 and out is None:
         return Pending.done(x)
     sent = x.contiguous()
+    if debugging.ENABLED and counted:
+        debugging.compare("reduce_scatter", x, group, operation)
     found = sent.new_empty((sent.shape[0] // size, *sent.shape[1:])) if out is None else out
     if sent.numel() == 0:
         return Pending.done(found)
@@ -362,6 +370,8 @@ def all_to_all(
     if size == 1:
         return x
     x = x.contiguous()
+    if debugging.ENABLED:
+        debugging.compare("all_to_all", x, group, operation, send, receive)
     num_rows = x.shape[0] if receive is None else sum(receive)
     out = x.new_empty((num_rows, *x.shape[1:]))
     if counted:
@@ -387,6 +397,8 @@ def broadcast_(x: Tensor, group: ProcessGroup | None, source: int, *, operation:
     Raises:
         RankFailureError: a rank died or did not answer; the message names it.
     """
+    if debugging.ENABLED:
+        debugging.compare("broadcast", x, group, operation)
     if group_size(group) > 1 and x.numel():
         with naming_failed_ranks(group, operation):
             dist.broadcast(x, group=group, group_src=source)

@@ -10,16 +10,20 @@ stays as it is, and the others learn of it if they come to miss this rank.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import os
 import platform
 import re
 import time
+import weakref
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from moe_ext.distributed import _c10d, _exit
@@ -43,6 +47,10 @@ _ERROR_KEY = "moe_ext/error"
 _processes: dict[int, tuple[int, int]] = {}
 
 
+# The layer of a model that runs, or whose backward pass does.
+running: ContextVar[weakref.ref[nn.Module] | None] = ContextVar("running", default=None)
+
+
 class RankFailureError(RuntimeError):
     """A collective failed because ranks died or did not answer.
 
@@ -53,6 +61,34 @@ class RankFailureError(RuntimeError):
     def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
         super().__init__(message)
         self.ranks = ranks
+
+
+@contextlib.contextmanager
+def in_layer(layer: weakref.ref[nn.Module] | None) -> Iterator[None]:
+    """Have messages about failures inside name the layer, by its path in the model."""
+    token = running.set(layer)
+    try:
+        yield
+    finally:
+        running.reset(token)
+
+
+def with_layer(operation: str) -> str:
+    """The name of an operation, with that of the layer that runs; slow, for what has failed."""
+    layer = running.get()
+    module = None if layer is None else layer()
+    if module is None:
+        return operation
+    parents: dict[int, tuple[str, nn.Module]] = {}
+    for found in gc.get_objects():
+        # By the type: proxies may do anything when they are asked for their class.
+        if issubclass(type(found), nn.Module):
+            parents |= {id(child): (name, found) for name, child in found._modules.items()}
+    path: list[str] = []
+    while id(module) in parents and len(path) < len(parents):
+        name, module = parents[id(module)]
+        path.insert(0, name)
+    return f"{operation} of layer {'.'.join(path)!r}" if path else operation
 
 
 def process_identity() -> tuple[int, int]:
@@ -251,4 +287,4 @@ def naming_failed_ranks(group: ProcessGroup | None, operation: str) -> Iterator[
             raise
         members = dist.group.WORLD if group is None else group
         assert members is not None
-        raise diagnose(members, operation, error) from error
+        raise diagnose(members, with_layer(operation), error) from error

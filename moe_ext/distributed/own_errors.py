@@ -40,6 +40,7 @@ from moe_ext.distributed.failures import (
     mark_told,
     same_class,
     tell_own_error,
+    with_layer,
 )
 from moe_ext.distributed.groups import group_of_name, group_ranks
 
@@ -219,7 +220,7 @@ class telling:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and self._group is not None:
             _job().groups.add(self._group)
-            _tell(error, self._operation)
+            _tell(error, with_layer(self._operation))
 
 
 def exchanged_rows(x: Tensor) -> None:

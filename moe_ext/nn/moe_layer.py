@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from moe_ext.distributed.dispatch import (
     telling_in_agreement,
 )
 from moe_ext.distributed.dtensor import is_dtensor
+from moe_ext.distributed.failures import in_layer
 from moe_ext.distributed.groups import check_group, group_size
 from moe_ext.distributed.placement import declare_experts, shards_of_experts
 from moe_ext.nn.balance.counts import CountingModule, StepCounts, add_once
@@ -307,7 +309,8 @@ class MoELayer(CountingModule):
 
     @outside_graphs
     def _forward_outside_of_graphs(self, x: Tensor, per_token: dict[str, Tensor | None]) -> Tensor:
-        return self._forward(x, per_token)
+        with in_layer(weakref.ref(self)):
+            return self._forward(x, per_token)
 
     def explain_dispatch(self) -> DispatchChoice:
         """Which dispatcher the layer uses and why, with bytes and times where it was chosen.

@@ -282,7 +282,8 @@ def train_until_a_rank_is_gone(rank, phase, how, folder):
     """(message, ranks named, seconds) of the error that a survivor of rank 1 sees."""
     ask_briefly()
     layer = MoELayer(8, 6, 6, 2, ep_group=dist.group.WORLD, dispatcher="alltoall")
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    model = torch.nn.Sequential(torch.nn.ModuleDict({"moe": layer}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pids = [0] * 3
     dist.all_gather_object(pids, os.getpid())
     x = torch.randn(5, 8, requires_grad=True)
@@ -319,10 +320,10 @@ def train_until_a_rank_is_gone(rank, phase, how, folder):
 GONE = [(phase, "SIGKILL") for phase in ("dispatch", "experts", "combine", "checkpoint")]
 GONE += [(phase, "SIGSTOP") for phase in ("experts", "backward", "sync", "checkpoint")]
 WORDS = {
-    "dispatch": "AllToAllDispatcher counts",
-    "experts": "AllToAllDispatcher combine",
-    "combine": "AllToAllDispatcher combine",
-    "backward": "AllToAllDispatcher",
+    "dispatch": "AllToAllDispatcher counts of layer '0.moe'",
+    "experts": "AllToAllDispatcher combine of layer '0.moe'",
+    "combine": "AllToAllDispatcher combine of layer '0.moe'",
+    "backward": "AllToAllDispatcher combine backward of layer '0.moe'",
     "sync": "sync_gradients",
     "checkpoint": "checkpoint.save",
 }

@@ -5,23 +5,23 @@ Shapes: N rows sent, R rows received, D model, P ranks of the group.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed import comm, streams
+from moe_ext.distributed import comm, debugging, streams
 from moe_ext.distributed.agreement import share
 from moe_ext.distributed.dispatch.wire import Formats, decode, encode
-from moe_ext.distributed.failures import naming_failed_ranks, network_identity
+from moe_ext.distributed.failures import in_layer, naming_failed_ranks, network_identity, running
 from moe_ext.distributed.groups import group_rank
 from moe_ext.distributed.own_errors import Collective, Underway, exchanged_rows
 from moe_ext.distributed.traffic import is_counted, record_traffic
@@ -106,6 +106,7 @@ class _RowsUnderway:
     beside: bool
     underway: Tensor | None = None
     works: list[Underway] | streams.Beside | None = None
+    layer: weakref.ref[nn.Module] | None = field(default_factory=running.get)
 
     def start(self, rows: Tensor, backward: bool) -> None:
         """Begin to send rows, or their gradients the other way."""
@@ -117,6 +118,8 @@ class _RowsUnderway:
         self.underway = out = sent.new_empty((sum(receive), *sent.shape[1:]))
         exchanged_rows(sent)
         with self._naming(backward):
+            if debugging.ENABLED:
+                debugging.compare("all_to_all", sent, self.group, self.operation, send, receive)
             if streams.has_streams(sent.device):
                 exchange = functools.partial(
                     dist.all_to_all_single, out, sent, list(receive), list(send), group=self.group
@@ -145,9 +148,11 @@ class _RowsUnderway:
         for work in works:
             work.wait()
 
-    def _naming(self, backward: bool) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _naming(self, backward: bool) -> Iterator[None]:
         operation = f"{self.operation} backward" if backward else self.operation
-        return naming_failed_ranks(self.group, operation)
+        with in_layer(self.layer), naming_failed_ranks(self.group, operation):
+            yield
 
 
 class _Start(torch.autograd.Function):

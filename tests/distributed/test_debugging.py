@@ -1,0 +1,90 @@
+"""Collectives that are compared over the ranks before they are sent."""
+
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_ext import MoELayer
+from moe_ext.distributed import comm, debugging, failures
+from moe_ext.distributed.dispatch.rows import all_to_all_rows
+from moe_ext.testing import spawn_ranks
+
+
+def message_of(function, *args, **options):
+    with pytest.raises(ValueError) as error:
+        function(*args, **options)
+    text, seen, where = str(error.value).partition("; seen by rank ")
+    assert seen and where.startswith(f"{dist.get_rank()} in a message")
+    return text + where[len("0 in a message") :]
+
+
+class TwoShapes(torch.nn.Module):
+    """Sends what it gets."""
+
+    def forward(self, x):
+        with failures.in_layer(weakref.ref(self)):
+            return comm.all_gather(x, dist.group.WORLD, operation="rows")
+
+
+def every_kind_of_difference(rank):
+    world = dist.group.WORLD
+    debugging.ENABLED = True
+    try:
+        found = {}
+        # What is alike goes through, training of a layer too.
+        layer = MoELayer(8, 6, 4, 2, ep_group=world)
+        layer(torch.randn(3 * rank, 8)).sum().backward()
+        x = torch.ones(2, 3)
+        assert comm.all_reduce_(x, world, operation="sums").sum() == 12
+        # Rank 1 differs in the shape, the dtype, the splits, the collective, and the order.
+        x = torch.ones(2 + rank, 3)
+        found["shape"] = message_of(comm.all_reduce_, x, world, operation="sums")
+        x = torch.ones(2, 3, dtype=torch.float64 if rank else torch.float32)
+        found["dtype"] = message_of(comm.all_gather, x, world, operation="parts")
+        rows, splits = torch.ones(3, 8), ([1, 2], [1, 1 + rank])
+        found["splits"] = message_of(all_to_all_rows, rows, world, *splits, operation="rows")
+        x = torch.ones(2, 3 + rank)
+        splits = [1, 1], [1, 1]
+        found["row"] = message_of(all_to_all_rows, x, world, *splits, operation="rows")
+        start = comm.reduce_scatter if rank else comm.all_gather
+        found["kind"] = message_of(start, torch.ones(2, 3), world, operation="sums")
+        found["order"] = message_of(
+            comm.all_reduce_, torch.ones(2), world, operation=f"step {rank}"
+        )
+        found["layer"] = message_of(torch.nn.Sequential(TwoShapes()), torch.ones(2, 3 + rank))
+        # The group is as it was.
+        assert comm.all_reduce_(torch.ones(1), world, operation="sums") == 2
+    finally:
+        debugging.ENABLED = False
+    return found
+
+
+def test_who_differs_is_named():
+    first, second = spawn_ranks(every_kind_of_difference, 2)
+    orders = [found.pop("order").partition(": ") for found in (first, second)]
+    assert [order[0] for order in orders] == ["step 0", "step 1"]
+    assert "expected the operation to be equal on every rank" in orders[0][2]
+    assert first == second and orders[0][2] == orders[1][2]
+    assert "rows: expected the shape" in first["layer"] and first["layer"].endswith("layer '0'")
+    assert first["shape"] == (
+        "sums: expected the shape to be equal on every rank, got (2, 3) on rank 0, (3, 3) on rank 1"
+    )
+    assert "parts: expected the dtype to be equal" in first["dtype"]
+    assert "torch.float32 on rank 0, torch.float64 on rank 1" in first["dtype"]
+    assert first["splits"] == (
+        "rows: expected rank 1 to receive the 2 rows that rank 0 sends it, got 1 in its splits"
+    )
+    assert "rows: expected the shape of a row to be equal" in first["row"]
+    assert "all_gather on rank 0, reduce_scatter on rank 1" in first["kind"]
+
+
+def test_off_by_default(monkeypatch):
+    assert not debugging.ENABLED
+
+    def fail(*_arguments):
+        raise AssertionError
+
+    monkeypatch.setattr(debugging, "compare", fail)
+    assert comm.all_reduce_(torch.ones(1), None, operation="sums") == 1
