@@ -4,7 +4,7 @@ from moe_ext.attention.huggingface.interface import ATTENTION, register_ring_att
 from moe_ext.attention.huggingface.packing import causal_lm_loss, shard_batch
 from moe_ext.distributed import full_state_dict
 from moe_ext.integrations.huggingface.experts import IMPLEMENTATION
-from moe_ext.integrations.huggingface.replacement import register, replace
+from moe_ext.integrations.huggingface.replacement import from_pretrained, register, replace
 from moe_ext.integrations.huggingface.trainer import SavesExperts
 from moe_ext.integrations.huggingface.verification import VerifyReport, verify
 
@@ -14,6 +14,7 @@ __all__ = [
     "SavesExperts",
     "VerifyReport",
     "causal_lm_loss",
+    "from_pretrained",
     "full_state_dict",
     "register",
     "register_ring_attention",

@@ -5,7 +5,12 @@ Shapes: T tokens, D model, E experts, K top-k, P ranks, L = E/P local experts, R
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shutil
+import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +28,11 @@ from moe_ext.distributed.dispatch import (
     named_dispatcher,
 )
 from moe_ext.distributed.dtensor import is_dtensor, state_dicts_of_parts
+from moe_ext.distributed.failures import in_layer
 from moe_ext.distributed.groups import (
     GroupHandle,
     global_rank,
+    group_rank,
     group_ranks,
     group_size,
 )
@@ -89,6 +96,12 @@ class ShardedExperts(_Spread):
                 "replace: expected adapters on experts to be there when their experts are spread "
                 "over ranks, got new ones; make them first, then replace(model, ep_group=...)"
             )
+        with in_layer(weakref.ref(self)):
+            return self._over_ranks(hidden_states, top_k_index, top_k_weights)
+
+    def _over_ranks(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
         x_TD = as_autocast(as_weight(self, hidden_states))
         dispatcher = self._dispatcher
         if isinstance(dispatcher, AutoDispatcher):
@@ -113,8 +126,13 @@ _OF_TRAINERS = (
 )
 
 
+_INDEX = "model.safetensors.index.json"
+
+
 class WritesWhole(_Spread):
     """Mixed into the class of a model whose experts `replace(ep_group=...)` spread over ranks."""
+
+    _writes_part = False
 
     def save_pretrained(
         self,
@@ -122,6 +140,7 @@ class WritesWhole(_Spread):
         *,
         is_main_process: bool = True,
         state_dict: dict[str, Any] | None = None,
+        by_ranks: bool = False,
         **options: Any,
     ) -> None:
         """Write the files of all experts, or of all adapters, as the class's own method does.
@@ -129,9 +148,29 @@ class WritesWhole(_Spread):
         Every rank of the expert-parallel group of rank 0 calls it, and rank 0 writes. With a
         `state_dict` that holds all experts, such as that of `full_state_dict`, rank 0 may be alone.
 
+        Args:
+            save_directory: folder; with `by_ranks` one that all ranks share.
+            is_main_process: False for a rank that takes part and writes nothing.
+            state_dict: what to write in the place of the model's own.
+            by_ranks: each of these ranks writes files of some of the layers, so that none holds all
+                of them; rank 0 adds the index. Experts travel one tensor at a time.
+            options: of the class's own method.
+
         Raises:
             RuntimeError: a rank of the group did not call it within a minute.
+            ValueError: `by_ranks` with adapters, a `state_dict`, or options of one writer.
         """
+        if by_ranks:
+            told = {"state_dict": state_dict, "adapters": getattr(self, "peft_config", None)}
+            names = ("push_to_hub", "variant", "distributed_checkpoint")
+            told |= {name: options.get(name) for name in names}
+            for name in [name for name, value in told.items() if value]:
+                raise ValueError(
+                    f"save_pretrained: expected no {name} with by_ranks, which writes the weights "
+                    "of the model alone; leave by_ranks out"
+                )
+            self._save_by_ranks(Path(save_directory), options)
+            return
         with state_dicts_of_parts():
             state = dict(self.state_dict() if state_dict is None else state_dict)
         if getattr(self, "peft_config", None):
@@ -162,6 +201,83 @@ class WritesWhole(_Spread):
             agree(operation, {}, problem, group, parts[0].device)
         if problem is not None:
             raise problem
+
+    def _save_by_ranks(self, folder: Path, options: dict[str, Any]) -> None:
+        group, operation = self._ep_group.group, "save_pretrained"
+        if group is None or 0 not in group_ranks(group):
+            return  # these ranks hold copies of what others write
+        with state_dicts_of_parts():
+            state: dict[str, Any] = dict(self.state_dict())
+        device = next(value.device for value in state.values() if is_dtensor(value))
+        blocks: dict[str, dict[str, Any]] = {}
+        for name, value in state.items():
+            # Tensors of one layer may go into one of the file.
+            block = re.match(r".*?\.\d+\.", name)
+            blocks.setdefault(block[0] if block else "", {})[name] = value
+        rank = group_rank(group)
+        mine: dict[str, Any] = {}
+        for index, tensors in enumerate(blocks.values()):
+            mine |= gathered(
+                self,
+                tensors,
+                operation=operation,
+                hint=_OF_TRAINERS,
+                keep=index % group_size(group) == rank,
+                device="cpu",
+            )
+        own, problem = folder / f".rank-{rank}", None
+        self._writes_part = True
+        try:
+            shutil.rmtree(own, ignore_errors=True)
+            own.mkdir(parents=True)
+            if mine:
+                super().save_pretrained(own, state_dict=mine, **options)  # type: ignore[misc]
+        except Exception as error:
+            problem = error
+        self._writes_part = False
+        agree(operation, {}, problem, group, device)
+        try:
+            if rank == 0:
+                _join_files(folder, group_size(group))
+        except Exception as error:
+            problem = error
+        agree(operation, {}, problem, group, device)
+
+    def should_save_on_this_rank(self, is_main_process: bool) -> bool:
+        """Whether this rank writes files; transformers asks."""
+        parent: Any = super()
+        return self._writes_part or parent.should_save_on_this_rank(is_main_process)
+
+
+def _join_files(folder: Path, num_ranks: int) -> None:
+    """Make one checkpoint of those that ranks have written, each for some layers."""
+    parts = [folder / f".rank-{rank}" for rank in range(num_ranks)]
+    for rank, part in enumerate(parts):
+        if not part.is_dir():
+            raise ValueError(
+                f"save_pretrained: expected {folder} to be a folder that all ranks share, got one "
+                f"without the files of rank {rank}"
+            )
+    files = [file for part in parts for file in sorted(part.glob("*.safetensors"))]
+    weight_map: dict[str, str] = {}
+    total = 0
+    for old in folder.glob("model*.safetensors*"):
+        old.unlink()
+    for number, file in enumerate(files, 1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        with open(file, "rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        header.pop("__metadata__", None)
+        weight_map |= dict.fromkeys(header, name)
+        total += max(entry["data_offsets"][1] for entry in header.values())
+        file.replace(folder / name)
+    for part in parts:
+        (part / _INDEX).unlink(missing_ok=True)
+        for file in part.iterdir():  # configurations, the same of all
+            file.replace(folder / file.name)
+        part.rmdir()
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 _mixed_classes: dict[tuple[type, type], type] = {}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
+from unittest import mock
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -11,7 +13,9 @@ from torch.distributed import ProcessGroup
 from moe_ext._checks import check_choice
 from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.dispatch import COMBINES, DISPATCHERS, Wire
+from moe_ext.distributed.dtensor import state_dicts_of_parts
 from moe_ext.distributed.groups import check_group, group_size, small_message_device
+from moe_ext.distributed.placement import sharded_parameters
 from moe_ext.integrations.huggingface.decorated import (
     Found,
     find,
@@ -132,6 +136,43 @@ def replace(
             declare_placements(experts, experts.num_experts, None)  # type: ignore[arg-type]
     _protect_inputs(found.model)
     return len(found.experts)
+
+
+def from_pretrained(
+    cls: Any, path: str | os.PathLike[str], *, ep_group: ProcessGroup, **options: Any
+) -> Any:
+    """Load a model whose experts lie over ranks; each rank reads its own of them alone.
+
+    As `cls.from_pretrained(path)` and `replace(model, ep_group=...)`, whatever the layout of the
+    family's safetensors, with no more than this rank's part in memory; all ranks call it.
+
+    Args:
+        cls: a model class of transformers, or one of its auto classes.
+        path: folder or name, as `from_pretrained` takes it.
+        ep_group: see `replace`.
+        options: `dispatcher`, `combine` and `wire` of `replace`, all others of `from_pretrained`.
+
+    Returns:
+        The model.
+
+    Raises:
+        As `replace` and `from_pretrained`.
+    """
+    import_transformers()
+    base: Any = importlib.import_module("transformers").PreTrainedModel
+    own = {name: options.pop(name) for name in ("dispatcher", "combine", "wire") if name in options}
+    load = base._load_pretrained_model
+
+    def load_parts(model: nn.Module, *args: Any, **named: Any) -> Any:
+        # On the meta device, before transformers looks at what parameters need.
+        replace(model, ep_group=ep_group, **own)
+        with state_dicts_of_parts():
+            return load(model, *args, **named)
+
+    with mock.patch.object(base, "_load_pretrained_model", staticmethod(load_parts)):
+        model = cls.from_pretrained(path, **options)
+    sharded_parameters(model)  # those are new
+    return model
 
 
 def _run_by_us(found: Found) -> None:

@@ -1,7 +1,10 @@
 """Files of models whose experts lie over ranks hold all experts, or are refused."""
 
+import contextlib
 import copy
 import io
+import json
+import unittest.mock
 
 import pytest
 import torch
@@ -9,9 +12,12 @@ import torch.distributed as dist
 from hf_models import FAMILIES, build
 from rank_checks import Checks, assert_passed, run_checks
 from safetensors.torch import load_file
+from transformers import modeling_utils
 
 import moe_ext
 from moe_ext.distributed import agreement, full_state_dict
+from moe_ext.distributed.dtensor import local_part
+from moe_ext.integrations.huggingface import from_pretrained
 from moe_ext.testing import spawn_ranks
 
 CHECKS = Checks()
@@ -57,6 +63,84 @@ def save_pretrained_on_every_rank(folder):
         again.load_state_dict(whole.state_dict())
         for mine, other in zip(again.parameters(), model.parameters(), strict=True):
             assert torch.equal(mine, other)
+
+
+class Counted:
+    """A tensor in a file, that counts what is read of it."""
+
+    def __init__(self, tensor):
+        self.tensor, self.read = tensor, 0
+        self.get_shape, self.get_dtype = tensor.get_shape, tensor.get_dtype
+
+    def __getitem__(self, key):
+        found = self.tensor[key]
+        self.read += found.numel()
+        return found
+
+
+@contextlib.contextmanager
+def reads_of_files():
+    """Name to number of elements that transformers reads of files inside."""
+    counted, opened = {}, modeling_utils.safe_open
+
+    class File:
+        def __init__(self, *args, **options):
+            self.file = opened(*args, **options).__enter__()
+            self.keys = self.file.keys
+
+        def get_slice(self, name):
+            counted[name] = Counted(self.file.get_slice(name))
+            return counted[name]
+
+        def __enter__(self):
+            return self.file
+
+        def __exit__(self, *error):
+            self.file.__exit__(*error)
+
+    with unittest.mock.patch.object(modeling_utils, "safe_open", File):
+        yield counted
+
+
+@CHECKS()
+def every_rank_writes_and_reads_its_own(folder):
+    for family in FAMILIES:
+        path, whole = folder / f"{family}_by_ranks", build(family)
+        if dist.get_rank() == 0:
+            path.mkdir()
+            for stale in ("model.safetensors", "model-00007-of-00007.safetensors"):
+                (path / stale).touch()
+        dist.barrier()
+        model = spread(family)
+        model.save_pretrained(path, by_ranks=True)
+        dist.barrier()
+        files = sorted(file.name for file in path.glob("*.safetensors"))
+        assert len(files) == 2 and files[0] == "model-00001-of-00002.safetensors"
+        index = json.loads((path / "model.safetensors.index.json").read_text())
+        names = {name: file for file in files for name in load_file(path / file)}
+        assert index["weight_map"] == names
+        wanted = load_file(folder / f"{family}_whole" / "model.safetensors")
+        assert names.keys() == wanted.keys()
+        assert not list(path.glob(".rank*"))
+        again = type(whole).from_pretrained(path)
+        assert_same_state(again.state_dict(), whole.state_dict())
+        for files in (path, folder / family):
+            with reads_of_files() as counted:
+                mine = from_pretrained(type(whole), files, ep_group=dist.group.WORLD)
+            assert_same_state(full_state_dict(mine), whole.state_dict())
+            for (name, one), other in zip(mine.named_parameters(), model.parameters(), strict=True):
+                assert torch.equal(one, other), name
+            num_read = sum(tensor.read for tensor in counted.values())
+            num_held = sum(local_part(tensor).numel() for tensor in model.state_dict().values())
+            assert num_read == num_held, (family, files.name, num_read, num_held)
+        tokens = torch.arange(8)[None]
+        assert torch.equal(mine(tokens).logits, model.eval()(tokens).logits)
+    text = "save_pretrained: expected no variant with by_ranks"
+    raised(ValueError, text, model.save_pretrained, folder, by_ranks=True, variant="fp16")
+    (folder / f"rank {dist.get_rank()}").mkdir()
+    text = "expected .* to be a folder that all ranks share, got one without the files of rank 1"
+    own = folder / f"rank {dist.get_rank()}"
+    raised(ValueError, text, model.save_pretrained, own, by_ranks=True)
 
 
 @CHECKS()
