@@ -75,6 +75,12 @@ def test_sequence_snippet_runs():
     assert calls[0].grad_fn is None and torch.isfinite(calls[0]).all()
 
 
+def test_pipeline_snippet_runs(capsys):
+    exec(next(block for block in BLOCKS if "make_table" in block), {})
+    # ZB-V idles for three forward passes of half a rank's layers, of 8 micro-batches' 3 units each.
+    assert float(capsys.readouterr().out) == pytest.approx(3 * 0.5 / (8 * 3 + 3 * 0.5))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_drop_in_snippet_runs(dtype):
     transformers = pytest.importorskip("transformers")

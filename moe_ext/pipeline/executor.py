@@ -95,10 +95,10 @@ class Pipeline:
 
     Gradients are those of the mean of the micro-batches' losses, as one process would add them up;
     balance losses that the layers of any stage inject are divided with them, by `set_loss_scale` in
-    every step. Activations and
-    gradients travel between ranks over connections of their own: a receive is posted where the
-    table has it, and what needs the tensor waits. "I" and "W" compute the gradients of inputs and
-    of weights apart, where the input of a stage has one; of the first stage W computes all.
+    every step. Activations and gradients travel between ranks over connections of their own: a
+    receive is posted where the table has it, and what needs the tensor waits. "I" and "W" compute
+    the gradients of inputs and of weights apart, where the input of a stage has one; of the first
+    stage W computes all.
 
     Rows of FSDP2 (UNSHARD, RESHARD, REDUCE_GRAD) are left to FSDP2's own hooks. Hooks of parameters
     (DistributedDataParallel) see no gradient that W computes: reduce after the step.
