@@ -92,7 +92,7 @@ def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _num_experts(expert_offsets: Tensor) -> int:
-    return expert_offsets.shape[0] - (expert_offsets.dtype == torch.int64)
+    return expert_offsets.shape[0] - int(expert_offsets.dtype == torch.int64)
 
 
 @torch.library.register_fake("moe_ext::grouped_mm")
