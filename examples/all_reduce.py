@@ -4,10 +4,14 @@
 read and compared: `torch.distributed.all_reduce` is what to train with.
 """
 
+import argparse
+import sys
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import moe_ext
 from moe_ext.distributed import count_traffic
 from moe_ext.distributed.traffic import record_traffic
 
@@ -49,7 +53,10 @@ def ring(x: Tensor) -> None:
 
 def halving_doubling(x: Tensor) -> None:
     """2 (N - 1) / N of the tensor from each rank, in 2 log2(N) steps; N is a power of two."""
-    rank, distance, parts = dist.get_rank(), dist.get_world_size() // 2, []
+    size = dist.get_world_size()
+    if size & (size - 1):
+        raise ValueError(f"halving_doubling: expected a power of two of ranks, got {size}")
+    rank, distance, parts = dist.get_rank(), size // 2, []
     while distance:
         low, high = x.tensor_split(2)
         mine, theirs = (high, low) if rank & distance else (low, high)
@@ -91,9 +98,11 @@ def two_levels(x: Tensor, node_size: int) -> None:
 
     For M nodes of L ranks; inside a node each rank sends 2 (L - 1) / L of the tensor.
     """
-    rank = dist.get_rank()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size % node_size:
+        raise ValueError(f"two_levels: expected node_size to divide {size} ranks, got {node_size}")
     first = rank - rank % node_size
-    node, peers = range(first, first + node_size), range(rank % node_size, dist.get_world_size())
+    node, peers = range(first, first + node_size), range(rank % node_size, size)
     chunks = list(x.tensor_split(node_size))
     mine = reduce_scatter_ring(chunks, list(node))
     ranks = list(peers)[::node_size]
@@ -110,14 +119,27 @@ def measured(algorithm, x: Tensor, *args) -> int:
     return traffic.total_bytes
 
 
-def main() -> None:
-    """Print the bytes of each algorithm, for a tensor of 1 MB."""
+def main(argv: list[str] | None = None) -> int:
+    """Print the bytes of each algorithm."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--numel", type=int, default=250_000, help="numbers in float32 (%(default)s)"
+    )
+    parser.add_argument("--node-size", type=int, default=2, help="ranks of a node (%(default)s)")
+    args = parser.parse_args(argv)
+    moe_ext.reuse_memory()
     dist.init_process_group("gloo")
-    for algorithm, *args in ((ring,), (halving_doubling,), (tree,), (two_levels, 2)):
-        sent = measured(algorithm, torch.ones(250_000), *args)
+    for algorithm, *options in (
+        (ring,),
+        (halving_doubling,),
+        (tree,),
+        (two_levels, args.node_size),
+    ):
+        sent = measured(algorithm, torch.ones(args.numel), *options)
         print(f"rank {dist.get_rank()}: {algorithm.__name__} {sent} bytes", flush=True)
     dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

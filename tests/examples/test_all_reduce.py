@@ -25,6 +25,24 @@ def found():
     return spawn_ranks(run, 4)
 
 
+def sizes_that_do_not_fit(rank):
+    texts = []
+    for algorithm, *args in ((all_reduce.halving_doubling,), (all_reduce.two_levels, 2)):
+        try:
+            algorithm(torch.ones(12), *args)
+        except ValueError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_refuses_ranks_that_do_not_fit():
+    for texts in spawn_ranks(sizes_that_do_not_fit, 3):
+        assert texts == [
+            "halving_doubling: expected a power of two of ranks, got 3",
+            "two_levels: expected node_size to divide 3 ranks, got 2",
+        ]
+
+
 @pytest.mark.parametrize("name", [name for name, *_ in ALGORITHMS])
 def test_sums_and_bytes(name, found):
     for length in LENGTHS:
