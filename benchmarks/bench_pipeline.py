@@ -12,7 +12,7 @@ from moe_ext.pipeline import SCHEDULES, Pipeline, make_table, simulate
 from moe_ext.testing import spawn_ranks
 
 RANKS, MICRO, SECONDS, STEPS = 2, 8, 0.04, 5
-# How much longer each action of the last rank takes, where it is the slow one.
+# Factor of the times of the last rank's actions, where that is the slow one.
 SLOW = 2.0
 
 

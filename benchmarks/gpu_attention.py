@@ -6,11 +6,21 @@ Prints JSON line by line, a row of a table each. Shape suffixes: B batch, H head
 queries, K keys, D head dim.
 """
 
-import sys
-from collections.abc import Callable, Iterator
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
-from gpu_harness import Absent, Section, Timer, dtype_name, profiled
+from gpu_harness import (
+    Absent,
+    Section,
+    Timer,
+    dtype_name,
+    measure_families,
+    profiled,
+    run_script,
+)
 from torch import Tensor
 
 from moe_ext import ops
@@ -69,14 +79,20 @@ class Bench:
         q, k, v = (torch.randn(shape, device=self.device).to(dtype) for shape in shapes)
         return q, k, v
 
-    def kernels(self) -> Iterator[tuple[Library, torch.dtype, int]]:
-        """Of this kind of device; ours in float32, too."""
-        kind = "CUDA" if self.device.type == "cuda" else "CPU"
+    def add_kernels(self, title: str, length: int, row_of: RowOf) -> None:
+        """Adds a row for each kernel of this kind of device, width and dtype; ours has float32."""
+        section, kind = Section(title), "CUDA" if self.device.type == "cuda" else "CPU"
         for head_dim in HEAD_DIMS:
             for kernel in KERNELS:
                 if kernel.name == "exact" or kind in kernel.name:
                     for dtype in (*HALVES, torch.float32)[: None if kernel.name == "exact" else 2]:
-                        yield kernel, dtype, head_dim
+                        name = dtype_name(dtype)
+                        labels = {"kernel": kernel.name, "dtype": name, "D": head_dim, "S": length}
+                        section.add(labels, partial(row_of, self, kernel, dtype, head_dim))
+
+
+# A row of a kernel, a dtype and a width.
+RowOf = Callable[[Bench, Library, torch.dtype, int], dict[str, object]]
 
 
 def served(kernel: Library, qkv: Qkv) -> None:
@@ -87,14 +103,7 @@ def served(kernel: Library, qkv: Qkv) -> None:
 
 def errors(bench: Bench) -> None:
     """Relative error of the output and of each gradient against float64, causal."""
-    section = Section("Attention, error against float64")
-    length = bench.lengths[1]
-    for kernel, dtype, head_dim in bench.kernels():
-        labels = {"kernel": kernel.name, "dtype": dtype_name(dtype), "D": head_dim, "S": length}
-        section.add(
-            labels,
-            lambda kernel=kernel, dtype=dtype, dim=head_dim: errors_of(bench, kernel, dtype, dim),
-        )
+    bench.add_kernels("Attention, error against float64", bench.lengths[1], errors_of)
 
 
 def errors_of(
@@ -133,21 +142,14 @@ def chosen(bench: Bench) -> None:
 
 
 def name_of(qkv: Qkv) -> str | None:
-    """Of the library for these."""
+    """Name of the library for these tensors."""
     library = libraries.library_for(*qkv)
     return None if library is None else library.name
 
 
 def rates(bench: Bench) -> None:
     """TFLOP/s of a causal block of the whole sequence, forward and backward."""
-    section = Section("Attention, rate")
-    length = bench.lengths[0]
-    for kernel, dtype, head_dim in bench.kernels():
-        labels = {"kernel": kernel.name, "dtype": dtype_name(dtype), "D": head_dim, "S": length}
-        section.add(
-            labels,
-            lambda kernel=kernel, dtype=dtype, dim=head_dim: rate_of(bench, kernel, dtype, dim),
-        )
+    bench.add_kernels("Attention, rate", bench.lengths[0], rate_of)
 
 
 def rate_of(bench: Bench, kernel: Library, dtype: torch.dtype, head_dim: int) -> dict[str, object]:
@@ -224,15 +226,10 @@ FAMILIES: dict[str, Callable[[Bench], None]] = {
 }
 
 
-def measure(device: torch.device, families: list[str], *, small: bool) -> int:
+def measure(device: torch.device, names: list[str], *, small: bool) -> int:
     """Shows figures of these families, and returns how many failed."""
-    Section.num_failed = 0
-    bench = Bench(device, small=small)
-    for family in families:
-        FAMILIES[family](bench)
-    return Section.num_failed
+    return measure_families(FAMILIES, names, Bench(device, small=small))
 
 
 if __name__ == "__main__":
-    where, *chosen = sys.argv[1:]
-    sys.exit(int(measure(torch.device(where), chosen or list(FAMILIES), small=False) > 0))
+    run_script(measure, FAMILIES)

@@ -3,25 +3,27 @@
 import json
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 Run = Callable[[], object]
+B = TypeVar("B")
 SMI = (
     "nvidia-smi",
     "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active",
     "--format=csv,noheader,nounits",
 )
-# What the host does in the driver while it waits for the device.
+# Calls of the driver in which the host waits for the device.
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
 
 
 class Absent(Exception):
-    """What is to be measured is not there, which is no failure."""
+    """Raised where a thing to measure is not there, which is no failure."""
 
 
 class Timer:
@@ -87,7 +89,7 @@ class Memory:
 
     @property
     def now(self) -> int:
-        """What is there and was not before."""
+        """Bytes that are there and were not before."""
         return self._now() - self.before
 
     @property
@@ -114,13 +116,13 @@ class Profile:
     waits: int
 
     def microseconds(self, *parts: str) -> float:
-        """Of the kernels whose name has one of these parts; of all where none is given."""
+        """Time of the kernels whose name has one of these parts; of all where none is given."""
         names = (n for n in self.kernels if not parts or any(p in n.lower() for p in parts))
         return sum(self.kernels[name] for name in names)
 
 
 def summary(averages: Iterable[Any]) -> Profile:
-    """What `torch.profiler` found, from its averages by name."""
+    """Profile of one call, from the averages by name of `torch.profiler`."""
     operators, kernels, launches, waits = [], dict[str, float](), 0, 0
     for event in averages:
         if event.device_type == torch.autograd.DeviceType.CPU:
@@ -189,6 +191,22 @@ class Section:
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
         show({"section": self.title, **labels, **found})
+
+
+def measure_families(
+    families: Mapping[str, Callable[[B], None]], names: Iterable[str], bench: B
+) -> int:
+    """Shows figures of these families, and returns how many failed."""
+    Section.num_failed = 0
+    for name in names:
+        families[name](bench)
+    return Section.num_failed
+
+
+def run_script(measure: Callable[..., int], families: Iterable[str]) -> NoReturn:
+    """Measures the families that the command line names on its device, all where it names none."""
+    device, *names = sys.argv[1:]
+    sys.exit(int(measure(torch.device(device), names or list(families), small=False) > 0))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

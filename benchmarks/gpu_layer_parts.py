@@ -8,13 +8,22 @@ experts, N rows.
 
 import importlib.util
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from unittest import mock
 
 import torch
-from gpu_harness import Absent, Memory, Section, Timer, dtype_name, profiled, sampled
+from gpu_harness import (
+    Absent,
+    Memory,
+    Section,
+    Timer,
+    dtype_name,
+    measure_families,
+    profiled,
+    run_script,
+    sampled,
+)
 from shapes import EVEN, ZIPF, Case, LayerShape, Routing, tokens
 from torch import Tensor, nn
 
@@ -26,7 +35,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured, and how often."""
+    """Shape and numbers of tokens of a measurement, and its repeats."""
 
     shape: LayerShape
     tokens: tuple[int, ...]
@@ -168,7 +177,7 @@ def three_products(bench: Bench, case: Case, is_first: bool) -> dict[str, object
         "dX": bench.time(lambda: ops.grouped_mm(grad_NM, weight_EMK.transpose(1, 2), offsets)),
         "dW": bench.time(lambda: op._grouped_mm_backward_weight(grad_NM, x_NK, offsets)),
     }
-    # Where "auto" takes torch's product: ours beside it. The operator reads the variable.
+    # Our product beside torch's, where "auto" takes that one. The operator reads the variable.
     with mock.patch.dict(os.environ, MOE_EXT_GROUPED_MM="own"):
         times["ours forward"] = bench.time(lambda: ops.grouped_mm(x_NK, weight_EMK, offsets))
     dense = bench.time(lambda: x_NK @ weight_EMK[0].t())
@@ -179,7 +188,7 @@ def three_products(bench: Bench, case: Case, is_first: bool) -> dict[str, object
 
 
 def ceilings(bench: Bench) -> None:
-    """What the card does at most: a copy, a gather of rows and products, with clocks and power."""
+    """Limits of the card: a copy, a gather of rows and products, with clocks and power."""
     section = Section("Ceilings")
     device, shape, most = bench.device, bench.sizes.shape, bench.sizes.tokens[0]
     options = {"device": device}
@@ -232,7 +241,7 @@ def bytes_of_a_step(bench: Bench, case: Case) -> dict[str, object]:
     num_rows, model_dim, up_dim = num_tokens * shape.top_k, shape.model_dim, 2 * shape.ffn_dim
     kept = num_rows * (model_dim + up_dim + shape.ffn_dim) * size
     kept += num_tokens * shape.num_experts * 4 + num_rows * (8 + 8 + 4 + 8)
-    # Of the weights, of the rows and of the up projection, beside its rows, output and gradient.
+    # Gradients of weights, rows and up projection, beside the rows, the output and its gradient.
     peak = 3 * shape.num_experts * model_dim * shape.ffn_dim * size
     peak += num_rows * (2 * model_dim + up_dim) * size + 2 * num_tokens * model_dim * size
     found: dict[str, object] = {"kept MB, expected": kept / 1e6, "peak MB, expected": peak / 1e6}
@@ -300,15 +309,10 @@ FAMILIES: dict[str, Callable[[Bench], None]] = {
 }
 
 
-def measure(device: torch.device, families: list[str], *, small: bool) -> int:
+def measure(device: torch.device, names: list[str], *, small: bool) -> int:
     """Shows figures of these families, and returns how many failed."""
-    Section.num_failed = 0
-    bench = Bench(device, SMALL if small else LARGE)
-    for family in families:
-        FAMILIES[family](bench)
-    return Section.num_failed
+    return measure_families(FAMILIES, names, Bench(device, SMALL if small else LARGE))
 
 
 if __name__ == "__main__":
-    where, *chosen = sys.argv[1:]
-    sys.exit(int(measure(torch.device(where), chosen or list(FAMILIES), small=False) > 0))
+    run_script(measure, FAMILIES)
