@@ -360,19 +360,11 @@ class Journey:
         self, grad_UD: Tensor, name: str, format: str | None, *, beside: bool
     ) -> Callable[[], Tensor]:
         """The same of gradients, in no graph; what waits for them."""
-        for i in reversed(range(len(self.hops))):
-            hop, route = self.hops[i], self.routes[i]
-            wait = hop.start_back(
-                grad_UD,
-                route.sent,
-                route.received,
-                name,
-                format,
-                backward=True,
-                beside=beside and i == 0,
-            )
-            if i > 0:
-                grad_UD = ops.unpermute_tokens(wait(), route.once)
+        splits = [(route.sent, route.received) for route in self.routes]
+        between = [route.once for route in self.routes[1:]]
+        wait = self._start_back(
+            grad_UD, splits, between, name, format, backward=True, beside=beside
+        )
         return lambda: ops.unpermute_tokens(wait(), self.routes[0].once)
 
     def start_slots(
@@ -380,19 +372,33 @@ class Journey:
     ) -> Callable[[], Tensor]:
         """Begin to bring slots `[S, D]` back, ordered as `routes[0].slots`; what waits for them."""
         rows_SD = ops.unpermute_tokens(rows, self.by_slot)
+        splits = [(route.slots_sent, route.slots_received) for route in self.routes]
+        return self._start_back(
+            rows_SD, splits, self.places, name, format, backward=backward, beside=beside
+        )
+
+    def _start_back(
+        self,
+        rows: Tensor,
+        splits: Sequence[tuple[Sequence[int], Sequence[int]]],
+        between: Sequence[ops.Permutation],
+        name: str,
+        format: str | None,
+        *,
+        backward: bool,
+        beside: bool,
+    ) -> Callable[[], Tensor]:
+        """Bring rows back over all hops but the first, and begin that one; what waits for it.
+
+        `splits` are rows sent and received of each hop, and `between` puts the rows of each hop but
+        the first in the order of the one before it.
+        """
         for i in reversed(range(len(self.hops))):
-            hop, route = self.hops[i], self.routes[i]
-            wait = hop.start_back(
-                rows_SD,
-                route.slots_sent,
-                route.slots_received,
-                name,
-                format,
-                backward=backward,
-                beside=beside and i == 0,
+            wait = self.hops[i].start_back(
+                rows, *splits[i], name, format, backward=backward, beside=beside and i == 0
             )
             if i > 0:
-                rows_SD = ops.unpermute_tokens(wait(), self.places[i - 1])
+                rows = ops.unpermute_tokens(wait(), between[i - 1])
         return wait
 
 
