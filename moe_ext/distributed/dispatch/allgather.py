@@ -16,7 +16,8 @@ from moe_ext import ops
 from moe_ext.distributed import comm
 from moe_ext.distributed.dispatch.base import TokenDispatcher, no_chunks
 from moe_ext.distributed.dispatch.chunks import Chunk
-from moe_ext.distributed.dispatch.dedup import DedupDispatcher, Hop, Route, packed, unpacked
+from moe_ext.distributed.dispatch.dedup import DedupDispatcher
+from moe_ext.distributed.dispatch.hops import Hop, Route, packed, unpacked
 from moe_ext.distributed.dispatch.wire import encode
 
 
