@@ -32,7 +32,7 @@ _LONGEST_FACT = 64
 # Integers of `process_identity`.
 _IDENTITY = 2
 _ERRORS: dict[str, type[Exception]] = {
-    error.__name__: error for error in (ValueError, TypeError, RuntimeError)
+    error.__name__: error for error in (ValueError, TypeError, RuntimeError, FileNotFoundError)
 }
 
 Problem = str | Exception | None

@@ -8,8 +8,9 @@ a job of another shape loads.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -17,9 +18,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
+from moe_ext.distributed import comm
+from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.dtensor import divided_as, is_dtensor, state_dicts_of_parts
 from moe_ext.distributed.failures import RankFailureError, first_line, naming_failed_ranks
-from moe_ext.distributed.groups import is_initialized
+from moe_ext.distributed.groups import is_initialized, resolve_group, small_message_device
 from moe_ext.distributed.placement import (
     Placement,
     logical_names,
@@ -40,6 +43,9 @@ _WRAPPER = "_checkpoint_wrapped_module."
 _HALF_WAY = "model and optimizers hold parts of two states now: load again before going on"
 
 _T = TypeVar("_T")
+
+# What `async_save` writes now.
+_underway: list[Future[None]] = []
 
 
 class TrainingState:
@@ -224,15 +230,71 @@ def save(
         options: passed on to `torch.distributed.checkpoint.save`, such as `storage_writer`.
 
     Raises:
-        ValueError: see `TrainingState.state_dict`.
-        RankFailureError: a rank died or did not answer; what is in the folder is no checkpoint.
+        ValueError: on every rank: see `TrainingState.state_dict`.
+        RankFailureError: a rank died or did not answer.
+
+    A checkpoint that is in the folder stays whole until this one is, and is then replaced by it:
+    wherever ranks die, one of the two is there.
     """
     # Not at the top: it takes a second to import.
     from torch.distributed.checkpoint import state_dict_saver
 
-    state = {**TrainingState(model, optimizers).state_dict(), **(extra or {})}
+    state = _to_save("checkpoint.save", path, model, optimizers, extra, options)
     with _naming("checkpoint.save"):
         state_dict_saver.save(state, checkpoint_id=path, no_dist=not is_initialized(), **options)
+
+
+def async_save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer] = (),
+    *,
+    extra: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Future[None]:
+    """Copy what `save` writes, and write it while training goes on; all ranks must call it.
+
+    Messages go over a group of their own. The next call that saves or loads waits for the files.
+
+    Args:
+        path: see `save`.
+        model: see `save`.
+        optimizers: see `save`.
+        extra: see `save`.
+        options: passed on to `torch.distributed.checkpoint.async_save`.
+
+    Returns:
+        Done when the checkpoint is whole, on all ranks; `result()` raises what kept it from that,
+        as `save` does.
+
+    Raises:
+        ValueError: see `save`.
+        RankFailureError: a rank died or did not answer.
+    """
+    from torch.distributed.checkpoint import state_dict_saver
+
+    state = _to_save("checkpoint.async_save", path, model, optimizers, extra, options)
+    if is_initialized():
+        options.setdefault("process_group", comm.host_group())
+    found: Any = state_dict_saver.async_save(
+        state, checkpoint_id=path, no_dist=not is_initialized(), **options
+    )
+    written: Future[None] = Future()
+
+    def finish(upload: Future[Any]) -> None:
+        try:
+            with _naming("checkpoint.async_save"):
+                upload.result()
+        except BaseException as error:
+            written.set_exception(error)
+        else:
+            written.set_result(None)
+
+    # With a stager that copies by itself there are two futures.
+    upload: Future[Any] = getattr(found, "upload_completion", found)
+    upload.add_done_callback(finish)
+    _underway[:] = [written]
+    return written
 
 
 def load(
@@ -253,7 +315,7 @@ def load(
         options: passed on to `torch.distributed.checkpoint.load`, such as `storage_reader`.
 
     Raises:
-        ValueError: the checkpoint lacks a tensor of the model; nothing has changed.
+        ValueError: on every rank: the checkpoint lacks a tensor of the model; nothing has changed.
         RuntimeError: on every rank: a tensor has another shape, or a file is not whole, and nothing
             has changed; or a file could not be read later on.
         RankFailureError: a rank died or did not answer.
@@ -265,14 +327,18 @@ def load(
 
     from moe_ext.distributed.checkpoint_files import SliceReader
 
+    wait(_underway)
     reader = options.pop("storage_reader", None) or SliceReader(path)
-    saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     training = TrainingState(model, optimizers)
-    state: dict[str, Any] = training._destinations(saved, live=True)
-    missing = sorted(state.keys() - saved.keys())
-    if missing:
-        name = missing[0].removeprefix(_MODEL)
-        raise ValueError(f"checkpoint.load: expected a checkpoint with {name}, got one without it")
+    with _on_every_rank("checkpoint.load", options):
+        saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    with _on_every_rank("checkpoint.load", options):
+        state: dict[str, Any] = training._destinations(saved, live=True)
+        for name in sorted(state.keys() - saved.keys()):
+            name = name.removeprefix(_MODEL)
+            raise ValueError(
+                f"checkpoint.load: expected a checkpoint with {name}, got one without it"
+            )
     more = {} if extra is None else dict(extra)
     found = {**state, **more}
     for name, tensor in state.items():
@@ -298,6 +364,38 @@ def load(
     training.load_state_dict(state)
     if extra is not None:
         extra.update({name: found[name] for name in more})
+
+
+def _to_save(
+    operation: str,
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer],
+    extra: Mapping[str, Any] | None,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """What to save, once earlier files are written; it adds a writer to the options."""
+    from moe_ext.distributed.checkpoint_files import ReplacingWriter
+
+    wait(_underway)
+    if "storage_writer" not in options and ReplacingWriter.validate_checkpoint_id(path):
+        options["storage_writer"] = ReplacingWriter(path)
+    with _on_every_rank(operation, options):
+        state = {**TrainingState(model, optimizers).state_dict(), **(extra or {})}
+    return state
+
+
+@contextmanager
+def _on_every_rank(operation: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Raise on every rank what any of them raises inside."""
+    problem, group = None, resolve_group(options.get("process_group"), operation)
+    try:
+        yield
+    except RankFailureError:
+        raise
+    except Exception as error:
+        problem = error
+    agree(operation, {}, problem, group, small_message_device(group))
 
 
 def _naming(operation: str) -> AbstractContextManager[None]:

@@ -1,6 +1,6 @@
-"""Reader of checkpoint files that takes from each saved tensor what a rank needs of it.
+"""Reader of checkpoint files by slices, and writer that keeps the checkpoint before it.
 
-It takes a second to import, as all of `torch.distributed.checkpoint`.
+They take a second to import, as all of `torch.distributed.checkpoint`.
 """
 
 from __future__ import annotations
@@ -8,14 +8,27 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+)
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+)
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 # Bytes that are read at once, unless a row of a matrix is longer.
@@ -123,6 +136,45 @@ class SliceReader(FileSystemReader):
             if index.fqn in self._split:
                 shape = _split(shape, *self._split[index.fqn])
             self._saved[index] = _Saved(begin, shape, tensor.dtype)
+
+
+class _Files(FileSystem):
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        """Leave a file that is going to be replaced, by renaming, where it is until then."""
+
+
+class ReplacingWriter(FileSystemWriter):
+    """Writes beside the checkpoint of a folder, and takes its place by one renaming at the end.
+
+    torch's writer overwrites the files of the earlier one. Where a rank dies meanwhile, metadata of
+    one state would be there with tensors of another.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self.fs = _Files()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As torch's, without its warning of an earlier checkpoint."""
+        self.fs.mkdir(self.path)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Files with names that no earlier save has used."""
+        named = []
+        for plan in super().prepare_global_plan(plans):
+            prefix = f"{self.save_id[:8]}{plan.storage_data.prefix}"
+            files = dataclasses.replace(plan.storage_data, prefix=prefix)
+            named.append(dataclasses.replace(plan, storage_data=files))
+        return named
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Replace the metadata, and remove files that it does not name."""
+        super().finish(metadata, results)
+        names = {info.relative_path for info in metadata.storage_data.values()}
+        for path in Path(self.path).glob("*.distcp"):
+            if path.name not in names:
+                path.unlink()
 
 
 def _split(values: torch.Size, dim: int, two: tuple[int, int]) -> torch.Size:

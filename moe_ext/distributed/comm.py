@@ -10,6 +10,7 @@ Shapes: P ranks of the group.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
@@ -21,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext.distributed import _c10d, debugging
 from moe_ext.distributed.failures import naming_failed_ranks
-from moe_ext.distributed.groups import group_ranks, group_size
+from moe_ext.distributed.groups import group_ranks, group_size, small_message_device
 from moe_ext.distributed.own_errors import Collective, Underway
 from moe_ext.distributed.traffic import record_traffic
 
@@ -29,6 +30,8 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
+# By default group.
+_host_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -454,6 +457,19 @@ def local_group(ranks: Sequence[int], like: ProcessGroup, device: torch.device) 
 def twin_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
     """A new group of the same ranks; for messages that may come in another order than its own."""
     return local_group(group_ranks(group), group, device)
+
+
+def host_group() -> ProcessGroup:
+    """A group of all ranks with Gloo, made once: for threads that send beside what trains.
+
+    Every rank of the job calls it alike.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _host_groups:
+        timeout = _c10d.group_timeout(world, small_message_device(world))
+        _host_groups[world] = dist.new_group(timeout=timeout, backend="gloo")
+    return _host_groups[world]
 
 
 class PendingWork(dist.Work):

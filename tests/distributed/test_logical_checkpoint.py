@@ -513,7 +513,30 @@ def load_recomputed_experts(rank, folder):
     for one in (other, again):
         for name, value in one[0].experts.state_dict().items():
             assert torch.equal(value, mine[name]), name
+    refuse_on_every_rank(rank, folder)
     return True
+
+
+def refuse_on_every_rank(rank, folder):
+    """What is wrong on one rank alone, as a pipeline stage that has changed."""
+    stage = nn.ModuleDict({f"stage {rank}": nn.Linear(2, 2)})
+    md.checkpoint.save(folder, stage)
+    before = stage[f"stage {rank}"].weight.detach().clone()
+    stage[f"stage {rank}"].weight.data.zero_()
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"parameters of the model, got one .* on rank 1"):
+        md.checkpoint.save(folder, stage, [other] * rank)
+    if rank == 1:
+        stage["new"] = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"with new\.bias, got one without it on rank 1"):
+        md.checkpoint.load(folder, stage)
+    assert not stage[f"stage {rank}"].weight.any()
+    with pytest.raises(FileNotFoundError, match=r"\.metadata' on rank 1"):
+        md.checkpoint.load(f"{folder}{'/elsewhere' * rank}", stage)
+    if rank == 1:
+        del stage["new"]
+    md.checkpoint.load(folder, stage)
+    assert torch.equal(stage[f"stage {rank}"].weight, before)
 
 
 def test_recomputed_experts_have_the_names_of_all(tmp_path):
