@@ -1,13 +1,14 @@
 """Pipelines as tables: what each rank does in which order, checked, costed and run."""
 
-from moe_ext.pipeline.check import check_table, in_flight
+from moe_ext.pipeline.check import check_table, in_flight, weight_versions
 from moe_ext.pipeline.executor import Pipeline
 from moe_ext.pipeline.messages import add_messages
-from moe_ext.pipeline.schedules import SCHEDULES, make_table
+from moe_ext.pipeline.schedules import ASYNCHRONOUS, SCHEDULES, make_table
 from moe_ext.pipeline.simulate import Costs, Span, Timeline, simulate
 from moe_ext.pipeline.table import Action, ActionTable
 
 __all__ = [
+    "ASYNCHRONOUS",
     "SCHEDULES",
     "Action",
     "ActionTable",
@@ -20,6 +21,7 @@ __all__ = [
     "in_flight",
     "make_table",
     "simulate",
+    "weight_versions",
 ]
 
 

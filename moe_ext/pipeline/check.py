@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from moe_ext._checks import check_sizes
 from moe_ext.pipeline.simulate import Costs, Replay
-from moe_ext.pipeline.table import COMPUTE, MESSAGES, Action, ActionTable
+from moe_ext.pipeline.table import COMPUTE, MESSAGES, UPDATE, Action, ActionTable
 
 
 class _Place(NamedTuple):
@@ -25,7 +25,8 @@ def check_table(table: ActionTable, *, max_in_flight: int | None = None) -> None
 
     Every stage lies on one rank and runs each micro-batch of its chain forward once and backward
     once, whole or as input gradient and weight gradients; slices forward in order and backward in
-    reverse; backward with the version of the weights that went forward. Where there are messages,
+    reverse; backward with the version of the weights that went forward. Versions are made one after
+    the other, before their use, of the same micro-batches in all stages. Where there are messages,
     each result that another rank needs is sent behind it and received before its use. No rank waits
     for ever even if messages have no buffer, so that a send ends when its receive is posted.
 
@@ -60,6 +61,50 @@ def in_flight(table: ActionTable) -> tuple[int, ...]:
     return tuple(_most_in_flight(table, rank)[0] for rank in range(table.num_ranks))
 
 
+def weight_versions(table: ActionTable) -> tuple[int, ...]:
+    """The most versions of its weights that a stage of each rank keeps at once."""
+    kept = kept_versions(table)
+    return tuple(
+        max(
+            (len(k) for (chain, stage, _), k in kept.items() if table.rank_of[chain, stage] == r),
+            default=1,
+        )
+        for r in range(table.num_ranks)
+    )
+
+
+def kept_versions(table: ActionTable) -> dict[tuple[int, int, int], tuple[int, ...]]:
+    """For each update (chain, stage, version): the versions that are used behind it, and itself."""
+    found: dict[tuple[int, int, int], tuple[int, ...]] = {}
+    for rank in range(table.num_ranks):
+        used: dict[tuple[int, int], set[int]] = {}
+        for action in reversed(list(table.actions(rank))):
+            behind = used.setdefault((action.chain, action.stage), set())
+            if action.kind == UPDATE:
+                made = action.version
+                kept = {made, *(v for v in behind if v < made)}
+                found[action.chain, action.stage, made] = tuple(sorted(kept))
+            elif action.kind in COMPUTE:
+                behind.add(action.version)
+    return found
+
+
+def updates_of(table: ActionTable) -> dict[tuple[int, int], dict[int, int]]:
+    """Of each (chain, stage): micro-batch to the version that its gradients make.
+
+    0 where there is none behind its backward pass; empty for a table without updates.
+    """
+    found: dict[tuple[int, int], dict[int, int]] = {}
+    for rank in range(table.num_ranks):
+        for action in table.actions(rank):
+            of_stage = found.setdefault((action.chain, action.stage), {})
+            if action.kind in ("B", "W") and action.micro_batch is not None:
+                of_stage[action.micro_batch] = 0
+            elif action.kind == UPDATE:
+                of_stage |= {number: v or action.version for number, v in of_stage.items()}
+    return found if any(any(of_stage.values()) for of_stage in found.values()) else {}
+
+
 def _most_in_flight(table: ActionTable, rank: int) -> tuple[int, _Place]:
     now, found = 0, (0, _Place(rank, 0, Action(0, "F")))
     for row, action in enumerate(table.actions(rank)):
@@ -83,6 +128,7 @@ def _problems(table: ActionTable) -> Iterator[str]:
                 place = _Place(rank, number, part)
                 places.setdefault(part._replace(version=0), []).append(place)
     yield from _of_stages(table, places)
+    yield from _of_versions(table)
     units = _units(table)
     yield from _of_micro_batches(table, units)
     for (chain, stage), rank in sorted(table.rank_of.items()):
@@ -118,6 +164,28 @@ def _of_stages(table: ActionTable, places: _Places) -> Iterator[str]:
         for stage in range(table.num_stages):
             if (chain, stage) not in table.rank_of:
                 yield f"every chain to have all stages, got no stage {stage} in chain {chain}"
+
+
+def _of_versions(table: ActionTable) -> Iterator[str]:
+    made: dict[tuple[int, int], int] = {}
+    for rank in range(table.num_ranks):
+        for row, action in enumerate(table.actions(rank)):
+            place, where = _Place(rank, row, action), (action.chain, action.stage)
+            if action.kind == UPDATE:
+                made[where] = made.get(where, 0) + 1
+                if action.version != made[where]:
+                    yield f"updates to make one version after the other, got {_at(place)}"
+            elif action.version > made.get(where, 0):
+                yield f"weights to be used behind the update that makes them, got {_at(place)}"
+    updates = updates_of(table)
+    for (chain, stage), of_stage in sorted(updates.items()):
+        for number, version in sorted(of_stage.items()):
+            first = updates[chain, 0].get(number, 0)
+            if not version or first != version:
+                yield (
+                    "each micro-batch's gradients to go into one update, the same in all stages, "
+                    f"got micro-batch {number} in {version} at stage {stage} and {first} at stage 0"
+                )
 
 
 def _of_micro_batches(table: ActionTable, units: dict[int, list[tuple[int, int]]]) -> Iterator[str]:

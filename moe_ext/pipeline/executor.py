@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,9 @@ from moe_ext.distributed.own_errors import telling
 from moe_ext.distributed.point_to_point import Message, PointToPoint
 from moe_ext.nn.moe_layer import set_loss_scale
 from moe_ext.nn.torch_state import autocast_dtype
-from moe_ext.pipeline.check import check_table
+from moe_ext.pipeline.check import check_table, kept_versions, updates_of
 from moe_ext.pipeline.messages import add_messages
-from moe_ext.pipeline.table import MESSAGES, OF_STAGE, Action, ActionTable
+from moe_ext.pipeline.table import MESSAGES, OF_STAGE, UPDATE, Action, ActionTable
 
 LossFunction = Callable[[Tensor, Any], Tensor]
 
@@ -64,13 +65,31 @@ class _InBackward(torch.autograd.Function):
         return None, None
 
 
+class _Unit(NamedTuple):
+    """A micro-batch, or a slice of it, in a stage, and the version of the weights it goes with."""
+
+    stage: int
+    number: int
+    slice: int
+    version: int
+    chain: int
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return self[:3]
+
+    def at(self, stage: int) -> tuple[int, int, int]:
+        """The key in another stage."""
+        return stage, self.number, self.slice
+
+
 @dataclass
 class _Pass:
-    """A micro-batch in a stage, from its forward pass to the end of its backward pass."""
+    """A unit from its forward pass to the end of its backward pass."""
 
     x: Tensor
-    # The output, or the loss; None where it is to be computed again.
-    out: Tensor | None
+    # The output, or the loss, and what is kept for later slices; None: to be computed again.
+    outs: tuple[Tensor, ...] | None
     setting: _Setting | None = None
     # Of `stage_backward_input`, for the gradients of the weights.
     groups: list[dict[str, Any]] | None = None
@@ -78,14 +97,18 @@ class _Pass:
 
 @dataclass
 class _Step:
-    """What a step holds: micro-batches and gradients by (stage, micro-batch)."""
+    """What a step holds: micro-batches and gradients by (stage, micro-batch, slice)."""
 
     inputs: Sequence[Tensor]
     targets: Sequence[Any]
     scale: float | Tensor
-    passes: dict[tuple[int, int], _Pass] = field(default_factory=dict)
+    passes: dict[tuple[int, int, int], _Pass] = field(default_factory=dict)
     # What goes to a stage: activations forward, gradients backward, by kind.
-    given: dict[tuple[str, int, int], Tensor | Message] = field(default_factory=dict)
+    given: dict[tuple[str, tuple[int, int, int]], Tensor | Message] = field(default_factory=dict)
+    # Of (stage, micro-batch), what its slices so far keep for those behind them: leaves.
+    kept: dict[tuple[int, int], list[tuple[Tensor, ...]]] = field(default_factory=dict)
+    # Weights of (stage, version) by name: leaves, the newest with the storage of the parameters.
+    weights: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
     sent: list[Message] = field(default_factory=list)
     losses: dict[int, Tensor] = field(default_factory=dict)
 
@@ -100,6 +123,14 @@ class Pipeline:
     the gradients of inputs and of weights apart, where the input of a stage has one; of the first
     stage W computes all.
 
+    A stage that lies on several ranks, one for each chain of the table, ends a step with the sum of
+    their gradients. Where the table has slices, a stage is called as `stage(x, past)` and gives
+    `(out, kept)`: `kept` is a tuple of tensors that later slices of the micro-batch need, such as
+    keys and values, and `past` a tuple of those of the slices before it; their gradients come back
+    to it from all of these. Where it has updates, `update` makes each new version of a stage's
+    weights in the parameters; passes that began with an older one keep it, and gradients are those
+    of the mean over the micro-batches of an update. A step begins with version 0.
+
     Rows of FSDP2 (UNSHARD, RESHARD, REDUCE_GRAD) are left to FSDP2's own hooks. Hooks of parameters
     (DistributedDataParallel) see no gradient that W computes: reduce after the step.
 
@@ -112,11 +143,15 @@ class Pipeline:
         max_in_flight: see `check_table`.
         recompute: keep of a forward pass nothing but the input of the stage, and run it again right
             before the backward pass: once, whether that is whole or in two. Layers count it once.
+        slice_lengths: of the slices of a table that has them: places in dimension 1 of inputs and
+            targets, tensors then. A micro-batch's loss is the mean of its slices' by length.
+        update: for a table with updates: called with a stage when its parameters have the gradients
+            of one; to take an optimizer's step and to clear the gradients.
 
     Raises:
         ValueError: on every rank: the tables differ, or are refused by `check_table`; the group has
-            another number of ranks; stages are not those of the table; there are chains, slices or
-            versions of weights, which this does not run.
+            another number of ranks; stages are not those of the table; `slice_lengths` or `update`
+            are missing or not needed; there are updates in several chains, or I and W of slices.
         TypeError: an argument is of another type.
     """
 
@@ -129,6 +164,8 @@ class Pipeline:
         group: ProcessGroup | None = None,
         max_in_flight: int | None = None,
         recompute: bool = False,
+        slice_lengths: Sequence[int] | None = None,
+        update: Callable[[int], None] | None = None,
     ) -> None:
         check_kind("Pipeline", "table", table, ActionTable)
         check_group(group, "Pipeline", name="group")
@@ -138,11 +175,13 @@ class Pipeline:
         try:
             check_table(table, max_in_flight=max_in_flight)
             self._refuse(table, stages, group_size(group))
+            _refuse_options(table, slice_lengths, update)
         except ValueError as error:
             problem = error
         facts = {
             "table": "; ".join(" ".join(map(str, row)) for row in table.rows),
             "recompute": recompute,
+            "slice_lengths": slice_lengths and list(slice_lengths),
         }
         agreement.agree("Pipeline", facts, problem, group, self._device)
         self.table = table if table.has_messages or table.num_ranks == 1 else add_messages(table)
@@ -152,9 +191,21 @@ class Pipeline:
         self._transport: PointToPoint | None = None
         if group is not None and group_size(group) > 1:
             self._transport = PointToPoint(group, self._device)
-        # Shape and dtype of what goes into each stage, and which other ranks have been told.
-        self._formats: dict[int, tuple[torch.Size, torch.dtype]] = {}
-        self._told: set[int] = set()
+        # Shape and dtype of what goes into each (chain, stage, slice), and which of another rank
+        # have been told.
+        self._formats: dict[tuple[int, int, int], tuple[torch.Size, torch.dtype]] = {}
+        self._told: set[tuple[int, int, int]] = set()
+        self._lengths = list(slice_lengths or ())
+        self._update = update
+        self._versions = kept_versions(table)
+        # Of each micro-batch, with how many others its gradients are averaged.
+        updates, micro = updates_of(table).get((0, 0), {}), table.num_micro_batches
+        sizes = Counter(updates.values())
+        self._divisors = [sizes[updates[i]] if updates else micro for i in range(micro)]
+        self._holders = {
+            stage: sorted({rank for (_, s), rank in table.rank_of.items() if s == stage})
+            for stage in self.stages
+        }
 
     def _refuse(self, table: ActionTable, stages: Mapping[int, nn.Module], size: int) -> None:
         if table.num_ranks != size:
@@ -162,14 +213,7 @@ class Pipeline:
                 f"Pipeline: expected group to have a rank for each of the table's "
                 f"{table.num_ranks}, got {size}"
             )
-        for rank in range(table.num_ranks):
-            for action in table.actions(rank):
-                if action.chain or action.slice or action.version:
-                    raise ValueError(
-                        "Pipeline: expected table to have one chain, whole micro-batches and one "
-                        f"version of weights, got {action}"
-                    )
-        own = sorted(stage for (_, stage), rank in table.rank_of.items() if rank == self.rank)
+        own = sorted({stage for (_, stage), rank in table.rank_of.items() if rank == self.rank})
         if sorted(stages) != own:
             raise ValueError(
                 f"Pipeline: expected stages to be {own}, those of the table for this rank, got "
@@ -199,6 +243,7 @@ class Pipeline:
 
         Returns:
             The losses of the micro-batches, unscaled, on the rank of the last stage; else nothing.
+            Of chains, each rank with a last stage has those of its own.
 
         Raises:
             ValueError: another number of inputs or targets than micro-batches (on this rank, the
@@ -214,7 +259,7 @@ class Pipeline:
         # Until it has ended: messages of a step that failed may still come.
         self._failed = self._transport is not None
         micro = self.table.num_micro_batches
-        step = _Step(inputs, targets, loss_scale / micro)
+        step = _Step(inputs, targets, loss_scale)
         with telling(self._group, self._device, f"Pipeline.step on {self._name()}"):
             for stage, name, given in ((0, "inputs", inputs), (self._last, "targets", targets)):
                 if stage in self.stages and len(given) != micro:
@@ -222,13 +267,20 @@ class Pipeline:
                         f"Pipeline.step: expected {name} to be {micro}, one for each micro-batch, "
                         f"got {len(given)}"
                     )
-            for module in self.stages.values():
-                set_loss_scale(module, step.scale)
+        shared = [stage for stage in sorted(self._holders) if len(self._holders[stage]) > 1]
+        before = {p: p.grad for stage in shared for p in self._trained(stage)}
+        for p in before:
+            p.grad = None
+        for stage, module in self.stages.items() if self._update else ():
+            step.weights[stage, 0] = _leaves(module)
         for row in self.table.rows[self.rank]:
             for action in row.parts or (row,):
                 name = self._named(action)
                 with telling(self._group, self._device, name), _noting(name):
                     self._run(step, action)
+        for stage in shared:
+            with telling(self._group, self._device, f"Pipeline.step on {self._name()}"):
+                self._sum_replicas(step, stage, before)
         for message in step.sent:
             message.wait()
         self._failed = False
@@ -242,6 +294,8 @@ class Pipeline:
         return f"Pipeline.step, {action} ({action.described()}) on {self._name()}"
 
     def _run(self, step: _Step, action: Action) -> None:
+        if action.kind == UPDATE:
+            self._make_version(step, action)
         if action.kind in OF_STAGE:
             return
         assert action.micro_batch is not None
@@ -254,111 +308,200 @@ class Pipeline:
                 "I": self._input_gradient,
                 "W": self._weight_gradients,
             }[action.kind]
-            run(step, action.stage, action.micro_batch)
+            run(step, _unit(action))
 
-    def _take(self, step: _Step, kind: str, stage: int, number: int) -> Tensor:
-        found = step.given.pop((kind, stage, number))
+    def _take(self, step: _Step, kind: str, unit: _Unit) -> Tensor:
+        found = step.given.pop((kind, unit.key))
         return found.wait() if isinstance(found, Message) else found
 
-    def _forward(self, step: _Step, stage: int, number: int) -> None:
-        if stage == 0:
-            x = step.inputs[number]
+    def _forward(self, step: _Step, unit: _Unit) -> None:
+        if unit.stage == 0:
+            x = self._part(step.inputs, unit)
         else:
-            x = self._take(step, "F", stage, number).requires_grad_()
+            x = self._take(step, "F", unit).requires_grad_()
         setting = _Setting.now() if self._recompute else None
-        out = self._compute(step, stage, number, x)
-        if stage == self._last:
-            step.losses[number] = out.detach()
+        outs = self._compute(step, unit, x)
+        if unit.stage == self._last:
+            loss = outs[0].detach() * self._share(unit)
+            step.losses[unit.number] = step.losses.get(unit.number, 0) + loss
         else:
-            step.given["F", stage + 1, number] = out.detach()
-        step.passes[stage, number] = _Pass(x, None if self._recompute else out, setting)
+            step.given["F", unit.at(unit.stage + 1)] = outs[0].detach()
+        if self._lengths:
+            kept = tuple(each.detach().requires_grad_() for each in outs[1:])
+            step.kept.setdefault((unit.stage, unit.number), []).append(kept)
+        step.passes[unit.key] = _Pass(x, None if self._recompute else outs, setting)
 
-    def _compute(self, step: _Step, stage: int, number: int, x: Tensor) -> Tensor:
-        """The output of a stage, of the last one the loss."""
-        out = self.stages[stage](x)
-        if stage == self._last:
-            return self._loss_fn(out, step.targets[number])
-        self._check_output(stage, out)
-        return out
+    def _part(self, batches: Sequence[Any], unit: _Unit) -> Any:
+        """The unit's part of inputs or targets."""
+        found = batches[unit.number]
+        return found.split(self._lengths, 1)[unit.slice] if self._lengths else found
 
-    def _check_output(self, stage: int, out: Any) -> None:
+    def _share(self, unit: _Unit) -> float:
+        """What a slice counts in its micro-batch."""
+        return self._lengths[unit.slice] / sum(self._lengths) if self._lengths else 1.0
+
+    def _scale(self, step: _Step, unit: _Unit) -> float | Tensor:
+        return step.scale * self._share(unit) / self._divisors[unit.number]
+
+    def _compute(self, step: _Step, unit: _Unit, x: Tensor) -> tuple[Tensor, ...]:
+        """The output of a stage, of the last one the loss, and what it keeps for later slices."""
+        module, kept = self.stages[unit.stage], ()
+        given: tuple[Any, ...] = (x,)
+        set_loss_scale(module, self._scale(step, unit))
+        if self._lengths:
+            given = (x, tuple(step.kept.get((unit.stage, unit.number), ())[: unit.slice]))
+        if self._update:
+            weights = step.weights[unit.stage, unit.version]
+            out = torch.func.functional_call(module, weights, given)
+        else:
+            out = module(*given)
+        if self._lengths:
+            out, kept = out
+        if unit.stage == self._last:
+            out = self._loss_fn(out, self._part(step.targets, unit))
+        else:
+            self._check_output(unit, out)
+        return out, *kept
+
+    def _trained(self, stage: int) -> list[Tensor]:
+        return [p for p in self.stages[stage].parameters() if p.requires_grad]
+
+    def _weights(self, step: _Step, unit: _Unit) -> Iterator[Any]:
+        """What the passes of a unit have as weights."""
+        if self._update:
+            return iter(step.weights[unit.stage, unit.version].values())
+        return self.stages[unit.stage].parameters()
+
+    def _make_version(self, step: _Step, action: Action) -> None:
+        """Give the parameters the gradients of all versions, update them, and keep what is used."""
+        assert self._update is not None
+        stage, version = action.stage, action.version
+        module, kept = self.stages[stage], self._versions[action.chain, stage, version]
+        parameters = dict(module.named_parameters())
+        for _, weights in [each for each in step.weights.items() if each[0][0] == stage]:
+            for name, leaf in weights.items():
+                if leaf.grad is not None:
+                    grad = parameters[name].grad
+                    parameters[name].grad = leaf.grad if grad is None else grad + leaf.grad
+                    leaf.grad = None
+        if version - 1 in kept:
+            for parameter in parameters.values():
+                parameter.data = parameter.data.clone()
+        self._update(stage)
+        for old in [key for key in step.weights if key[0] == stage and key[1] not in kept]:
+            del step.weights[old]
+        step.weights[stage, version] = _leaves(module)
+
+    def _sum_replicas(self, step: _Step, stage: int, before: dict[Tensor, Tensor | None]) -> None:
+        """Add up the gradients of a stage over its ranks, in the same order on all of them."""
+        assert self._transport is not None
+        base = 4 * self.table.num_micro_batches * self.table.num_stages * self.table.num_slices
+        for i, p in enumerate(self._trained(stage)):
+            own = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
+            tag = base + i * self.table.num_stages + stage
+            what = f"Pipeline.step, sum of gradients of stage {stage} on {self._name()}"
+            found = []
+            for rank in self._holders[stage]:
+                if rank != self.rank:
+                    step.sent.append(self._transport.send(own, rank, tag, operation=what))
+            for rank in self._holders[stage]:
+                into = torch.empty_like(own)
+                found.append(
+                    own
+                    if rank == self.rank
+                    else self._transport.receive(into, rank, tag, operation=what).wait()
+                )
+            p.grad = torch.stack(found).sum(0) + (0 if (b := before[p]) is None else b)
+
+    def _check_output(self, unit: _Unit, out: Any) -> None:
+        stage = unit.stage
         is_sent = isinstance(out, Tensor) and out.dtype in _DTYPES and out.dim() <= _MOST_DIMS
         if not is_sent or out.device != self._device:
             raise ValueError(
                 f"Pipeline.step: expected stage {stage} to give a tensor on the CPU, of one of "
                 f"{_DTYPES}, got {type(out).__name__ if not isinstance(out, Tensor) else out.dtype}"
             )
-        known = self._formats.setdefault(stage + 1, (out.shape, out.dtype))
+        into = unit.chain, stage + 1, unit.slice
+        known = self._formats.setdefault(into, (out.shape, out.dtype))
         if known != (out.shape, out.dtype):
             raise ValueError(
                 f"Pipeline.step: expected stage {stage} to give the shape and dtype of its first "
                 f"micro-batch {(tuple(known[0]), known[1])}, got {(tuple(out.shape), out.dtype)}"
             )
 
-    def _backward(self, step: _Step, stage: int, number: int) -> None:
-        state, out = self._computed(step, stage, number)
-        grad = self._output_grad(step, stage, number, out)
-        if out.requires_grad:
-            torch.autograd.backward(out, grad)
-        self._give_back(step, stage, number, state.x)
-        del step.passes[stage, number]
+    def _backward(self, step: _Step, unit: _Unit) -> None:
+        state, outs = self._computed(step, unit)
+        grads = self._output_grads(step, unit, outs)
+        graded = [i for i, out in enumerate(outs) if out.requires_grad]
+        if graded:
+            torch.autograd.backward([outs[i] for i in graded], [grads[i] for i in graded])
+        self._give_back(step, unit, state.x)
+        del step.passes[unit.key]
 
-    def _input_gradient(self, step: _Step, stage: int, number: int) -> None:
-        if not step.passes[stage, number].x.requires_grad:
+    def _input_gradient(self, step: _Step, unit: _Unit) -> None:
+        if not step.passes[unit.key].x.requires_grad:
             return  # W computes all
         from moe_ext.pipeline._torch import stage_backward_input
 
-        state, out = self._computed(step, stage, number)
-        grad, state.groups = self._output_grad(step, stage, number, out), []
+        state, (out,) = self._computed(step, unit)
+        grads, state.groups = self._output_grads(step, unit, (out,)), []
         if out.requires_grad:
             # It detaches what it is given, which cannot be a view.
             outputs = [out.clone() if out._is_view() else out]
-            parameters = self.stages[stage].parameters()
-            _, state.groups = stage_backward_input(outputs, [grad], [state.x], parameters)
-        self._give_back(step, stage, number, state.x)
+            weights = self._weights(step, unit)
+            _, state.groups = stage_backward_input(outputs, grads, [state.x], weights)
+        self._give_back(step, unit, state.x)
 
-    def _weight_gradients(self, step: _Step, stage: int, number: int) -> None:
-        groups = step.passes[stage, number].groups
+    def _weight_gradients(self, step: _Step, unit: _Unit) -> None:
+        groups = step.passes[unit.key].groups
         if groups is None:
-            self._backward(step, stage, number)
+            self._backward(step, unit)
             return
         from moe_ext.pipeline._torch import stage_backward_weight
 
-        stage_backward_weight(self.stages[stage].parameters(), groups)
-        del step.passes[stage, number]
+        stage_backward_weight(self._weights(step, unit), groups)
+        del step.passes[unit.key]
 
-    def _computed(self, step: _Step, stage: int, number: int) -> tuple[_Pass, Tensor]:
+    def _computed(self, step: _Step, unit: _Unit) -> tuple[_Pass, tuple[Tensor, ...]]:
         """A forward pass with its output, run again where that was not kept."""
-        state = step.passes[stage, number]
+        state = step.passes[unit.key]
 
         def compute() -> None:
             assert state.setting is not None
             with state.setting.restored():
-                state.out = self._compute(step, stage, number, state.x)
+                state.outs = self._compute(step, unit, state.x)
 
-        if state.out is None:
+        if state.outs is None:
             _InBackward.apply(torch.zeros((), requires_grad=True), compute).backward()
-        assert state.out is not None
-        return state, state.out
+        assert state.outs is not None
+        return state, state.outs
 
-    def _output_grad(self, step: _Step, stage: int, number: int, out: Tensor) -> Tensor:
-        if stage == self._last:
-            return torch.as_tensor(step.scale, dtype=out.dtype).expand_as(out)
-        return self._take(step, "B", stage, number)
+    def _output_grads(self, step: _Step, unit: _Unit, outs: tuple[Tensor, ...]) -> list[Tensor]:
+        if unit.stage == self._last:
+            scale = self._scale(step, unit)
+            grads = [torch.as_tensor(scale, dtype=outs[0].dtype).expand_as(outs[0])]
+        else:
+            grads = [self._take(step, "B", unit)]
+        if self._lengths:
+            leaves = step.kept[unit.stage, unit.number].pop()
+            grads += [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+        return grads
 
-    def _give_back(self, step: _Step, stage: int, number: int, x: Tensor) -> None:
-        if stage > 0:
-            step.given["B", stage - 1, number] = torch.zeros_like(x) if x.grad is None else x.grad
+    def _give_back(self, step: _Step, unit: _Unit, x: Tensor) -> None:
+        if unit.stage > 0:
+            grad = torch.zeros_like(x) if x.grad is None else x.grad
+            step.given["B", unit.at(unit.stage - 1)] = grad
             x.grad = None  # W still holds x
 
     def _send(self, step: _Step, action: Action) -> None:
-        assert self._transport is not None and action.micro_batch is not None
+        assert self._transport is not None
         peer = self.table.peer(action)
         way, rank = action.kind[-1], self.table.rank(peer)
-        x = step.given.pop((way, peer.stage, action.micro_batch))
+        x = step.given.pop((way, _unit(peer).key))
         assert isinstance(x, Tensor)
-        if way == "F" and peer.stage not in self._told:
-            self._told.add(peer.stage)
+        into = peer.chain, peer.stage, peer.slice
+        if way == "F" and into not in self._told:
+            self._told.add(into)
             words = [_DTYPES.index(x.dtype), x.dim(), *x.shape]
             head = torch.tensor(words + [0] * (2 + _MOST_DIMS - len(words)))
             tag = self._tag(peer) + _FORMAT
@@ -369,10 +512,10 @@ class Pipeline:
         step.sent.append(message)
 
     def _receive(self, step: _Step, action: Action) -> None:
-        assert self._transport is not None and action.micro_batch is not None
+        assert self._transport is not None
         way, rank = action.kind[-1], self.table.rank(self.table.peer(action))
         operation, tag = self._named(action), self._tag(action)
-        into = action.stage + (way == "B")
+        into = action.chain, action.stage + (way == "B"), action.slice
         if into not in self._formats:
             head = torch.empty(2 + _MOST_DIMS, dtype=torch.int64)
             # Before the first tensor of a stage: the table is one in which a receive may wait.
@@ -383,13 +526,39 @@ class Pipeline:
         message = self._transport.receive(
             torch.empty(shape, dtype=kind), rank, tag, operation=operation
         )
-        step.given[way, action.stage, action.micro_batch] = message
+        step.given[way, _unit(action).key] = message
 
     def _tag(self, receive: Action) -> int:
         """The number of a message, by its receive."""
         assert receive.micro_batch is not None
         place = receive.micro_batch * self.table.num_stages + receive.stage
+        place = place * self.table.num_slices + receive.slice
         return 4 * place + 2 * (receive.kind == "RECV_B")
+
+
+def _refuse_options(table: ActionTable, lengths: Sequence[int] | None, update: Any) -> None:
+    slices, has_updates = table.num_slices, bool(updates_of(table))
+    if len(lengths or [0]) != slices or (lengths is not None and min(lengths) < 1):
+        wanted = f"the {slices} lengths of the table's slices" if slices > 1 else "None"
+        raise ValueError(f"Pipeline: expected slice_lengths to be {wanted}, got {lengths}")
+    if has_updates != (update is not None):
+        wanted = "a function, for the updates of the table" if has_updates else "None"
+        raise ValueError(f"Pipeline: expected update to be {wanted}, got {update}")
+    if has_updates and any(chain for chain, _ in table.rank_of):
+        raise ValueError("Pipeline: expected a table with updates to have one chain, got several")
+    kinds = {a.kind for rank in range(table.num_ranks) for a in table.actions(rank)}
+    if slices > 1 and "I" in kinds:
+        raise ValueError("Pipeline: expected slices to go backward as a whole (B), got I and W")
+
+
+def _unit(action: Action) -> _Unit:
+    assert action.micro_batch is not None
+    return _Unit(action.stage, action.micro_batch, action.slice, action.version, action.chain)
+
+
+def _leaves(module: nn.Module) -> dict[str, Tensor]:
+    """The weights as leaves of their own, in the same storage."""
+    return {name: p.data.requires_grad_(p.requires_grad) for name, p in module.named_parameters()}
 
 
 @contextlib.contextmanager

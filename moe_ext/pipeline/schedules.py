@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+
 from moe_ext._checks import check_choice, check_sizes
-from moe_ext.pipeline.table import Action, ActionTable
+from moe_ext.pipeline.table import UPDATE, Action, ActionTable
 
 # Of torch, by our name: its name, and whether a rank may hold another number of stages than two.
 _OF_TORCH = {
@@ -14,10 +17,19 @@ _OF_TORCH = {
     "dual-pipe-v": ("DualPipeV", False),
 }
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", *_OF_TORCH)
+# With several versions of the weights.
+ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "hetpipe")
+_EVERY = (*SCHEDULES, "chimera", "terapipe", *ASYNCHRONOUS)
 
 
 def make_table(
-    schedule: str, num_ranks: int, num_micro_batches: int, *, stages_per_rank: int | None = None
+    schedule: str,
+    num_ranks: int,
+    num_micro_batches: int,
+    *,
+    stages_per_rank: int | None = None,
+    num_slices: int | None = None,
+    micro_batches_per_update: int | None = None,
 ) -> ActionTable:
     """Make the table of a schedule by name, without messages.
 
@@ -25,19 +37,29 @@ def make_table(
         schedule: "gpipe"; "1f1b", one forward and one backward in turn; "zb-h1", the same where the
             gradients of weights wait for a gap; or one that `torch.distributed.pipelining` makes,
             with more stages than ranks: "interleaved" (1F1B), "looped-bfs", "zero-bubble"
-            (interleaved), "zbv" and "dual-pipe-v" (stages in the form of a V).
+            (interleaved), "zbv" and "dual-pipe-v" (stages in the form of a V). "chimera" has two
+            chains of all stages, in opposite directions; "terapipe" is GPipe of slices along the
+            sequence. Those of `ASYNCHRONOUS` are 1F1B with updates on the way and no flush:
+            "pipedream" updates after every micro-batch and takes the newest weights that a stage
+            has, "hetpipe" the same version in all stages, and "pipedream-2bw" updates after
+            several, of which all take the weights before the newest.
         num_ranks: ranks of the pipeline.
         num_micro_batches: parts of a batch.
-        stages_per_rank: 1 for the first three, else 2 unless this says more.
+        stages_per_rank: 2 for those of torch unless this says more, 1 for the others; chimera's
+            two are one of each chain.
+        num_slices: of a micro-batch, of "terapipe", as many as ranks by default.
+        micro_batches_per_update: of "pipedream-2bw", as many as ranks or more; by default as many.
 
     Raises:
         ValueError: an argument is out of range, or torch's schedule cannot be made of it.
 
     Reference:
         GPipe (arXiv:1811.06965); PipeDream-Flush (arXiv:2006.09503); interleaving
-        (arXiv:2104.04473); ZB-H1 and ZB-V (arXiv:2401.10241); DualPipe (arXiv:2412.19437).
+        (arXiv:2104.04473); ZB-H1 and ZB-V (arXiv:2401.10241); DualPipe (arXiv:2412.19437); Chimera
+        (arXiv:2107.06925); TeraPipe (arXiv:2102.07988); PipeDream (arXiv:1806.03377);
+        PipeDream-2BW (arXiv:2006.09503); HetPipe (arXiv:2005.14038).
     """
-    check_choice("make_table", "schedule", schedule, SCHEDULES)
+    check_choice("make_table", "schedule", schedule, _EVERY)
     check_sizes("make_table", num_ranks=num_ranks, num_micro_batches=num_micro_batches)
     torch_name, free = _OF_TORCH.get(schedule, ("", False))
     usual = 2 if torch_name else 1
@@ -47,6 +69,26 @@ def make_table(
             f"make_table: expected stages_per_rank of {schedule} to be "
             f"{usual}{' or more' if free else ''}, got {count}"
         )
+    for name, value, owner in (
+        ("num_slices", num_slices, "terapipe"),
+        ("micro_batches_per_update", micro_batches_per_update, "pipedream-2bw"),
+    ):
+        if value is not None and schedule != owner:
+            raise ValueError(f"make_table: expected {name} of {schedule} to be None, got {value}")
+    if schedule == "chimera":
+        return _chimera(num_ranks, num_micro_batches)
+    if schedule == "terapipe":
+        num_slices = num_ranks if num_slices is None else num_slices
+        check_sizes("make_table", num_slices=num_slices)
+        return _of_slices(num_ranks, num_micro_batches, num_slices)
+    if schedule in ASYNCHRONOUS:
+        every = 1 if schedule != "pipedream-2bw" else micro_batches_per_update or num_ranks
+        if num_micro_batches % every or (schedule == "pipedream-2bw" and every < num_ranks):
+            raise ValueError(
+                "make_table: expected micro_batches_per_update to be num_ranks or more, and to "
+                f"divide num_micro_batches {num_micro_batches}, got {every} over {num_ranks} ranks"
+            )
+        return _without_flush(schedule, num_ranks, num_micro_batches, every)
     if torch_name:
         return _of_torch(schedule, torch_name, num_ranks, num_micro_batches, count)
     order = {"gpipe": _gpipe, "1f1b": _one_f_one_b, "zb-h1": _zero_bubble_h1}[schedule]
@@ -93,3 +135,74 @@ def _zero_bubble_h1(after: int, rank: int, micro: int) -> _Order:
         if kind == "B" and i >= rank:
             order.append(("W", i - rank))
     return order + [("W", i) for i in range(max(0, micro - rank), micro)]
+
+
+def _of_slices(num_ranks: int, micro: int, slices: int) -> ActionTable:
+    """All slices forward, and backward in the reverse order."""
+    units = [(i, part) for i in range(micro) for part in range(slices)]
+    order = [("F", *unit) for unit in units] + [("B", *unit) for unit in reversed(units)]
+    return ActionTable(
+        [[Action(rank, kind, i, 0, part) for kind, i, part in order] for rank in range(num_ranks)]
+    )
+
+
+def _without_flush(name: str, num_ranks: int, micro: int, every: int) -> ActionTable:
+    """1F1B over all micro-batches, with an update behind every so many backward passes."""
+    rows = []
+    for rank in range(num_ranks):
+        row: list[Action] = []
+        made, versions = 0, {}
+        for kind, i in _one_f_one_b(num_ranks - 1 - rank, rank, micro):
+            if kind == "F":
+                versions[i] = {
+                    "pipedream": made,
+                    "pipedream-2bw": max(0, i // every - 1),
+                    "hetpipe": max(0, i - num_ranks + 1),
+                }[name]
+            row.append(Action(rank, kind, i, version=versions[i]))
+            if kind == "B" and (i + 1) % every == 0:
+                made += 1
+                row.append(Action(rank, UPDATE, version=made))
+        rows.append(row)
+    return ActionTable(rows)
+
+
+def _chimera(num_ranks: int, micro: int) -> ActionTable:
+    """Two chains of 1F1B, in the order of actions of one length that begin as soon as they can.
+
+    Of those that a rank could begin, backward goes before forward, and what is further on its way
+    first. A stage holds as many micro-batches as there are stages behind it, and half the ranks at
+    most.
+    """
+    if num_ranks % 2 or micro % 2:
+        raise ValueError(
+            "make_table: expected num_ranks and num_micro_batches of chimera to be even, got "
+            f"{num_ranks} and {micro}"
+        )
+    last = num_ranks - 1
+    # What stands before each action, and of each rank in the order of preference.
+    todo: list[dict[Action, Action | None]] = [{} for _ in range(num_ranks)]
+    for kind, stage, i in itertools.product("BF", reversed(range(num_ranks)), range(micro)):
+        stage = stage if kind == "F" else last - stage
+        action = Action(stage, kind, i, i % 2)
+        before = action._replace(stage=stage - 1) if stage else None
+        if kind == "B":
+            after = action._replace(stage=stage + 1)
+            before = after if stage < last else action._replace(kind="F")
+        todo[last - stage if i % 2 else stage][action] = before
+    rows: list[list[Action]] = [[] for _ in range(num_ranks)]
+    done: set[Action | None] = {None}
+    while any(todo):
+        begun = []
+        for row, own in zip(rows, todo, strict=True):
+            held = Counter(a.stage for a in row if a.kind == "F")
+            held.subtract(a.stage for a in row if a.kind == "B")
+            for action, before in own.items():
+                room = min(num_ranks - action.stage, num_ranks // 2) - held[action.stage]
+                if before in done and (action.kind == "B" or room > 0):
+                    row.append(action)
+                    begun.append(action)
+                    del own[action]
+                    break
+        done.update(begun)
+    return ActionTable(rows)

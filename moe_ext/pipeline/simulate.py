@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from moe_ext.pipeline.table import MESSAGES, Action, ActionTable
+from moe_ext.pipeline.table import MESSAGES, UPDATE, Action, ActionTable
 
 PerStage = float | Sequence[float]
 
@@ -23,6 +23,8 @@ class Costs:
         hop: from a send to its receive on another rank; messages from a rank to another one come
             one after the other.
         overlap: share of the sum of its parts that an overlapped forward and backward takes.
+        update: of the weights, in tables that have them.
+        slices: a factor for each slice of a micro-batch, where slices differ.
     """
 
     forward: PerStage = 1.0
@@ -30,6 +32,8 @@ class Costs:
     weight_gradient: PerStage = 1.0
     hop: float = 0.0
     overlap: float = 1.0
+    update: PerStage = 0.0
+    slices: Sequence[float] = ()
 
     def of(self, action: Action) -> float:
         """Cost of an action; 0 of messages, which do not occupy the rank."""
@@ -40,8 +44,10 @@ class Costs:
             "I": (self.input_gradient,),
             "W": (self.weight_gradient,),
             "B": (self.input_gradient, self.weight_gradient),
+            UPDATE: (self.update,),
         }.get(action.kind, ())
-        return sum(c if isinstance(c, (int, float)) else c[action.stage] for c in terms)
+        factor = self.slices[action.slice] if self.slices and action.kind != UPDATE else 1.0
+        return factor * sum(c if isinstance(c, (int, float)) else c[action.stage] for c in terms)
 
 
 class Span(NamedTuple):

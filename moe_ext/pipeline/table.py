@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 COMPUTE = ("F", "B", "I", "W")
 MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
+# The weights that the gradients so far make, where a table trains without a flush.
+UPDATE = "UPDATE"
 # Of a whole stage: FSDP2's weights, and the reduction of gradients.
-OF_STAGE = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
+OF_STAGE = ("UNSHARD", "RESHARD", "REDUCE_GRAD", UPDATE)
 OVERLAP = "OVERLAP_F_B"
 
 _TEXT = re.compile(
@@ -31,12 +33,13 @@ class Action(NamedTuple):
         kind: "F" forward; "B" backward; "I" and "W" the backward pass in two, gradient of the input
             and gradients of the weights; "SEND_F" and "RECV_F" activations, "SEND_B" and "RECV_B"
             gradients, each of the stage that has sent or receives them; "OVERLAP_F_B" the `parts`
-            at once; "UNSHARD", "RESHARD" and "REDUCE_GRAD" of the whole stage.
+            at once; "UNSHARD", "RESHARD" and "REDUCE_GRAD" of the whole stage; "UPDATE" makes
+            `version` of its weights, of the gradients since the version before.
         micro_batch: number of the micro-batch; None for actions of a whole stage.
         chain: number of the chain of stages, where micro-batches go through the ranks in more than
             one direction.
         slice: number of the part of the sequence, where micro-batches are cut along it.
-        version: of the weights, where a stage keeps several.
+        version: of the weights, where a stage keeps several: 0 those that it begins with.
         parts: the actions that run at once.
     """
 
@@ -57,6 +60,7 @@ class Action(NamedTuple):
             + f"stage {self.stage}"
             + f", micro-batch {self.micro_batch}" * (self.micro_batch is not None)
             + f", slice {self.slice}" * bool(self.slice)
+            + f", version {self.version}" * (self.kind == UPDATE)
         )
 
     def __str__(self) -> str:
@@ -136,6 +140,11 @@ class ActionTable:
         """Micro-batches of all chains."""
         every = (a.micro_batch for rank in range(self.num_ranks) for a in self.actions(rank))
         return 1 + max((number for number in every if number is not None), default=-1)
+
+    @cached_property
+    def num_slices(self) -> int:
+        """Parts of a micro-batch along its sequence, 1 where it is whole."""
+        return 1 + max(a.slice for rank in range(self.num_ranks) for a in self.actions(rank))
 
     @cached_property
     def has_messages(self) -> bool:

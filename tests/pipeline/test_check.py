@@ -84,8 +84,15 @@ def test_refuses_what_lacks_or_repeats_an_action(rng):
         ),
         (["0F0 0F0s1 0B0 0B0s1"], "0B0 (rank 0, stage 0, micro-batch 0) to stand behind 0B0s1"),
         (
-            ["0F0v1 0B0"],
-            "a backward pass with the weights of its forward pass 0F0v1, got 0B0 (rank",
+            ["0F0 0B0 0UPDATEv1 0F1v1 0B1 0UPDATEv2"],
+            "a backward pass with the weights of its forward pass 0F1v1, got 0B1 (rank",
+        ),
+        (["0F0v1 0B0v1 0UPDATEv1"], "used behind the update that makes them, got 0F0v1 (rank 0"),
+        (["0F0 0B0 0UPDATEv2"], "one version after the other, got 0UPDATEv2 (rank 0, stage 0, ver"),
+        (["0F0 0B0 0UPDATEv1 0F1 0B1"], "got micro-batch 1 in 0 at stage 0 and 0 at stage 0"),
+        (
+            ["0F0 0B0 0UPDATEv1 0F1 0B1 0UPDATEv2", "1F0 1B0 1F1 1B1 1UPDATEv1"],
+            "got micro-batch 1 in 1 at stage 1 and 2 at stage 0",
         ),
         (["0F0 0SEND_F0 0B0"], "messages between ranks alone, got 0SEND_F0 (rank 0, stage 0"),
         # Messages.

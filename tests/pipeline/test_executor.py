@@ -366,7 +366,7 @@ def one_rank(**changes):
         ({"max_in_flight": 1}, "to hold max_in_flight 1 micro-batches at most, got 2 at 0F1"),
         (
             {"table": ActionTable([[Action(0, "F", 0, version=1), Action(0, "B", 0, version=1)]])},
-            "one version of weights, got 0F0v1",
+            "behind the update that makes them, got 0F0v1",
         ),
     ],
 )

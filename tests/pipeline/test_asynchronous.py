@@ -1,0 +1,269 @@
+"""Several versions of weights, chains and slices: results of the published semantics."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_checks import Checks
+from torch import nn
+from torch.func import functional_call
+
+import moe_ext
+from moe_ext.pipeline import (
+    ASYNCHRONOUS,
+    Costs,
+    Pipeline,
+    add_messages,
+    check_table,
+    in_flight,
+    make_table,
+    simulate,
+    weight_versions,
+)
+
+P, MICRO, E = 4, 12, 4
+# float64: sums of a few hundred terms near 1, whose order differs.
+TIGHT = {"rtol": 1e-11, "atol": 1e-12}
+over_4 = Checks()
+loss_of = nn.functional.mse_loss
+
+
+def model():
+    """Stages, the same on every rank; the last but one has experts and injects a balance loss."""
+    torch.manual_seed(7)
+    stages = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(P)]
+    stages[-2].append(moe_ext.MoELayer(6, 5, E, 2, balance_loss_coef=0.5))
+    return nn.ModuleList(stages).double()
+
+
+def batches(micro=MICRO, shape=(5,), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(micro, *shape, 6, dtype=torch.float64, generator=generator)
+    return list(x), list(torch.randn(x.shape, dtype=torch.float64, generator=generator))
+
+
+def sgd(module):
+    return torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.5)
+
+
+def named_versions(name, stage, number):
+    """The version of the weights with which a micro-batch passes a stage, as published."""
+    return max(
+        0,
+        {
+            # w(t+1) = w(t) - lr g(w_1(t-P+1), w_2(t-P+2), ..., w_P(t))
+            "pipedream": number - (P - 1 - stage),
+            # W(t+1) = W(t) - lr g(W(t-1))
+            "pipedream-2bw": number // P - 1,
+            # w(t+1) = w(t) - lr g(w(t-P+1))
+            "hetpipe": number - (P - 1),
+        }[name],
+    )
+
+
+@functools.cache
+def trained(name):
+    """All weights after one process has kept every version of every stage."""
+    found, (x, y) = model(), batches()
+    optimizers = [sgd(stage) for stage in found]
+    every = P if name == "pipedream-2bw" else 1
+    moe_ext.nn.set_loss_scale(found, 1 / every)
+    kept = [[copied(stage)] for stage in found]
+    losses = []
+    for number in range(MICRO):
+        used = [kept[s][named_versions(name, s, number)] for s in range(P)]
+        out = x[number]
+        for stage, weights in zip(found, used, strict=True):
+            out = functional_call(stage, weights, (out,))
+        losses.append(loss_of(out, y[number]))
+        leaves = [leaf for weights in used for leaf in weights.values()]
+        grads = torch.autograd.grad(losses[-1] / every, leaves)
+        for p, grad in zip(found.parameters(), grads, strict=True):
+            p.grad = grad if p.grad is None else p.grad + grad
+        if (number + 1) % every == 0:
+            for stage, optimizer, versions in zip(found, optimizers, kept, strict=True):
+                optimizer.step()
+                optimizer.zero_grad()
+                versions.append(copied(stage))
+    return found, torch.stack(losses).detach()
+
+
+def copied(module):
+    return {n: p.detach().clone().requires_grad_() for n, p in module.named_parameters()}
+
+
+@over_4(*((name, again) for name in ASYNCHRONOUS for again in (False, True)))
+def weights_of_versions(name, recompute):
+    rank, (x, y) = dist.get_rank(), batches()
+    stage = model()[rank]
+    optimizer = sgd(stage)
+
+    def update(number):
+        assert number == rank
+        optimizer.step()
+        optimizer.zero_grad()
+
+    table = make_table(name, P, MICRO)
+    pipeline = Pipeline(
+        table, {rank: stage}, loss_of, group=dist.group.WORLD, update=update, recompute=recompute
+    )
+    losses = pipeline.step(x if rank == 0 else (), y if rank == P - 1 else ())
+    want, want_losses = trained(name)
+    for (n, p), q in zip(stage.named_parameters(), want[rank].parameters(), strict=True):
+        torch.testing.assert_close(p, q, msg=lambda m, n=n: f"{n}: {m}", **TIGHT)
+        assert p.grad is None
+    if losses:
+        torch.testing.assert_close(torch.stack(losses), want_losses, **TIGHT)
+
+
+@over_4()
+def both_chains():
+    rank, (x, y) = dist.get_rank(), batches()
+    found, want = model(), model()
+    stages = {rank: found[rank], P - 1 - rank: found[P - 1 - rank]}
+    pipeline = Pipeline(make_table("chimera", P, MICRO), stages, loss_of, group=dist.group.WORLD)
+    ends = rank in (0, P - 1)
+    for _ in range(2):
+        losses = pipeline.step(x if ends else (), y if ends else ())
+    scale = 2 / MICRO  # two steps
+    moe_ext.nn.set_loss_scale(want, scale)
+    for each, target in zip(x, y, strict=True):
+        (loss_of(nn.Sequential(*want)(each), target) * scale).backward()
+    for stage, module in stages.items():
+        for (n, p), q in zip(module.named_parameters(), want[stage].parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, msg=lambda m, n=n: f"{n}: {m}", **TIGHT)
+    assert len(losses) == (MICRO // 2 if ends else 0)
+
+
+class Attention(nn.Module):
+    """Causal attention of a slice: keys and values of the slices before it are kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(6, 18)
+        self.experts = moe_ext.MoELayer(6, 5, E, 2, balance_loss_coef=0.5)
+
+    def forward(self, x, past):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        keys = torch.cat([*(old[0] for old in past), k], 1)
+        values = torch.cat([*(old[1] for old in past), v], 1)
+        before = keys.shape[1] - q.shape[1]
+        mask = torch.ones(q.shape[1], keys.shape[1], dtype=torch.bool).tril(before)
+        out = nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        return x + self.experts(out), (k, v)
+
+    def whole(self, x, lengths):
+        """All slices at once: the balance loss of a slice counts as its length."""
+        q, k, v = self.qkv(x).chunk(3, -1)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        parts = []
+        for part in out.split(lengths, 1):
+            self.experts.loss_scale = part.shape[1] / out.shape[1] / 2
+            parts.append(self.experts(part))
+        return x + torch.cat(parts, 1)
+
+
+@over_4((False,), (True,))
+def slices(recompute):
+    torch.manual_seed(3)
+    rank, lengths = dist.get_rank(), [4, 1, 3]
+    found = nn.ModuleList(Attention() for _ in range(P)).double()
+    x, y = batches(2, (2, sum(lengths)))
+    table = make_table("terapipe", P, 2, num_slices=3)
+    pipeline = Pipeline(
+        table,
+        {rank: found[rank]},
+        loss_of,
+        group=dist.group.WORLD,
+        slice_lengths=lengths,
+        recompute=recompute,
+    )
+    losses = pipeline.step(x if rank == 0 else (), y if rank == P - 1 else ())
+    grads, want = [p.grad.clone() for p in found[rank].parameters()], []
+    found.zero_grad()
+    for each, target in zip(x, y, strict=True):
+        for stage in found:
+            each = stage.whole(each, lengths)
+        want.append(loss_of(each, target))
+        (want[-1] / 2).backward()
+    for grad, p in zip(grads, found[rank].parameters(), strict=True):
+        torch.testing.assert_close(grad, p.grad, **TIGHT)
+    if losses:
+        torch.testing.assert_close(torch.stack(losses), torch.stack(want).detach(), **TIGHT)
+
+
+@pytest.mark.parametrize("name", over_4)
+def test_ranks_have_the_results_of_one_process(name):
+    over_4.assert_passed(P, name)
+
+
+@pytest.mark.parametrize("name", [*ASYNCHRONOUS, "chimera", "terapipe"])
+@pytest.mark.parametrize("ranks, micro", [(2, 4), (4, 12)])
+def test_accepts_the_schedules(name, ranks, micro):
+    table = make_table(name, ranks, micro)
+    check_table(table, max_in_flight=ranks if name != "terapipe" else None)
+    full = add_messages(table)
+    check_table(full)
+    assert simulate(full).makespan == simulate(table).makespan
+
+
+@pytest.mark.parametrize("ranks, micro", [(2, 4), (4, 12), (8, 24)])
+def test_times_and_memory_are_those_of_the_papers(ranks, micro):
+    f, i, w = 2, 3, 1
+    for name in ASYNCHRONOUS:  # the bubble of one flush, whatever the number of updates
+        table = make_table(name, ranks, micro)
+        assert simulate(table, Costs(f, i, w)).idle == (((ranks - 1) * (f + i + w)),) * ranks
+        assert in_flight(table) == tuple(range(ranks, 0, -1))
+        wanted = {
+            "pipedream": tuple(range(ranks, 0, -1)),
+            "pipedream-2bw": (min(2, micro // ranks),) * ranks,
+            "hetpipe": (ranks,) * ranks,
+        }
+        assert weight_versions(table) == wanted[name]
+    assert weight_versions(make_table("1f1b", ranks, micro)) == (1,) * ranks
+    slow = simulate(make_table("pipedream", ranks, micro), Costs(f, i, w, update=1.5))
+    assert slow.idle == (((ranks - 1) * (f + i + w)),) * ranks
+    assert slow.makespan == (ranks - 1 + micro) * (f + i + w) + micro * 1.5
+    # Chimera: (P - 2) bubbles of one pass, P/2 + 1 to P micro-batches of activations.
+    chimera = make_table("chimera", ranks, micro)
+    assert simulate(chimera, Costs(1, 0.5, 0.5)).idle == ((ranks - 2),) * ranks
+    up = [*range(ranks // 2 + 1, ranks + 1)]
+    assert in_flight(chimera) == (*up, *reversed(up))
+    # TeraPipe: the bubble of a slice.
+    sliced = make_table("terapipe", ranks, micro, num_slices=5)
+    assert simulate(sliced, Costs(f, i, w)).idle == (((ranks - 1) * (f + i + w)),) * ranks
+    uneven = simulate(sliced, Costs(f, i, w, slices=(1, 1, 1, 1, 3)))
+    assert max(uneven.idle) > (ranks - 1) * (f + i + w)
+
+
+@pytest.mark.parametrize(
+    "name, ranks, micro, options, message",
+    [
+        ("chimera", 3, 4, {}, "num_ranks and num_micro_batches of chimera to be even, got 3 and 4"),
+        ("1f1b", 2, 4, {"num_slices": 2}, "num_slices of 1f1b to be None, got 2"),
+        ("hetpipe", 2, 4, {"micro_batches_per_update": 2}, "of hetpipe to be None, got 2"),
+        ("pipedream-2bw", 4, 12, {"micro_batches_per_update": 3}, "num_ranks or more.* got 3 over"),
+        ("pipedream-2bw", 4, 10, {}, "to divide num_micro_batches 10, got 4"),
+        ("terapipe", 4, 4, {"num_slices": 0}, "num_slices to be"),
+    ],
+)
+def test_refuses_what_makes_no_table(name, ranks, micro, options, message):
+    with pytest.raises(ValueError, match=f"make_table: expected .*{message}"):
+        make_table(name, ranks, micro, **options)
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("pipedream", {}, "update to be a function, for the updates of the table, got None"),
+        ("1f1b", {"update": print}, "update to be None, got <built-in"),
+        ("terapipe", {}, "slice_lengths to be the 2 lengths of the table's slices, got None"),
+        ("1f1b", {"slice_lengths": [3, 2]}, r"slice_lengths to be None, got \[3, 2\]"),
+        ("terapipe", {"slice_lengths": [5, 0]}, r".* slices, got \[5, 0\]"),
+    ],
+)
+def test_refuses_what_does_not_go_with_the_table(name, options, message):
+    table = make_table(name, 1, 2, num_slices=2 if name == "terapipe" else None)
+    with pytest.raises(ValueError, match=f"Pipeline: expected {message}"):
+        Pipeline(table, {0: nn.Linear(3, 3)}, loss_of, **options)
