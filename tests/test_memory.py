@@ -1,6 +1,7 @@
 """`reuse_memory`: page faults counted in processes of their own, with it and without."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -154,6 +155,58 @@ for call in (
 """
     )
     assert max(found) < 4096, found
+
+
+def frees_page_tables():
+    """Linux 6.14 and later free the page tables of what `madvise` gives back as a whole."""
+    release = os.uname().release.split(".")
+    return tuple(int(re.match(r"\d*", part)[0] or 0) for part in release[:2]) >= (6, 14)
+
+
+@needs_glibc
+@pytest.mark.skipif(not huge_pages(), reason="the system gives no huge pages")
+@pytest.mark.skipif(not frees_page_tables(), reason="Linux before 6.14 keeps page tables")
+def test_rows_that_were_given_back_come_again_in_huge_pages():
+    """64 experts of 576 rows: pieces of less than 2 MiB, which leave their page tables behind.
+
+    A tensor of b bytes holds all whole huge pages but for its two ends, of less than 512 small
+    pages each: `pages` is the most faults that it takes. In small pages it takes b / 4096.
+    """
+    in_pieces, rows_bytes, most, bound = run(
+        """
+def pages(num_bytes):
+    return num_bytes / 2**21 + 2 * 511
+
+def touch():
+    rows.fill_(1.0)
+
+D, F, E, K, T = 512, 192, 64, 8, 4096
+x = torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True)
+idx = (torch.arange(T * K) % E).view(T, K)
+rows, tables = moe_ext.ops.permute_tokens(x.detach(), idx, E)
+touch()
+few = torch.ones(T * K, 8, dtype=torch.bfloat16)
+owned = (False, True, False)  # not transposed, the gradient of rows to be given back, x not
+torch.ops.moe_ext._grouped_mm_backward_weight(rows, few, tables.expert_offsets, *owned)
+print(faults(touch, times=1, warmup=0))
+print(rows.nbytes)
+del rows, few
+
+layer = moe_ext.MoELayer(D, F, E, K, dtype=torch.bfloat16)
+grad = torch.randn_like(x)
+# Gradients are added to those that are there: no fresh memory is theirs.
+step = lambda: layer(x).backward(grad)
+faults(step, times=4, warmup=0)
+print(max(faults(step, times=1, warmup=0) for _ in range(3)))
+# Rows, results and the gradients of both: D columns four times, 2F twice, F twice; and for each
+# token the result, its gradient and that of x.
+columns = 4 * [D] + 2 * [2 * F] + 2 * [F]
+num_rows = T * K + 7 * E  # counts of rows are rounded up to multiples of 8
+print(sum(pages(2 * num_rows * c) for c in columns) + 3 * pages(x.nbytes))
+"""
+    )
+    assert in_pieces < rows_bytes / 2**21 + 2 * 511, in_pieces
+    assert most < bound, (most, bound)
 
 
 def test_rows_that_were_not_sent_are_not_padded():
