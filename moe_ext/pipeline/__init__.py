@@ -5,7 +5,9 @@ from moe_ext.pipeline.executor import Pipeline
 from moe_ext.pipeline.messages import add_messages
 from moe_ext.pipeline.schedules import ASYNCHRONOUS, SCHEDULES, make_table
 from moe_ext.pipeline.simulate import Costs, Span, Timeline, simulate
+from moe_ext.pipeline.slices import plan_slices
 from moe_ext.pipeline.table import Action, ActionTable
+from moe_ext.pipeline.waves import WaveUpdates
 
 __all__ = [
     "ASYNCHRONOUS",
@@ -16,10 +18,12 @@ __all__ = [
     "Pipeline",
     "Span",
     "Timeline",
+    "WaveUpdates",
     "add_messages",
     "check_table",
     "in_flight",
     "make_table",
+    "plan_slices",
     "simulate",
     "weight_versions",
 ]

@@ -1,6 +1,7 @@
 """Several versions of weights, chains and slices: results of the published semantics."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -10,14 +11,17 @@ from torch import nn
 from torch.func import functional_call
 
 import moe_ext
+from moe_ext.distributed import MoEMesh
 from moe_ext.pipeline import (
     ASYNCHRONOUS,
     Costs,
     Pipeline,
+    WaveUpdates,
     add_messages,
     check_table,
     in_flight,
     make_table,
+    plan_slices,
     simulate,
     weight_versions,
 )
@@ -134,6 +138,72 @@ def both_chains():
         for (n, p), q in zip(module.named_parameters(), want[stage].parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad, msg=lambda m, n=n: f"{n}: {m}", **TIGHT)
     assert len(losses) == (MICRO // 2 if ends else 0)
+
+
+@functools.cache
+def mesh():
+    """Two pipelines of two stages."""
+    return MoEMesh(dp=2, ep=1, pp=2)
+
+
+def virtual_workers(staleness, stages=2, updates=5):
+    """Weights of each worker after each of its updates, and in the end: (worker, update) to flat.
+
+    A micro-batch goes with the weights of stages - 1 updates ago, a wave has as many micro-batches
+    as stages; after wave c a worker has all updates of waves up to c - staleness, and its own.
+    """
+    found = nn.ModuleList(model()[:stages])
+    start = nn.utils.parameters_to_vector(found.parameters()).detach()
+    kept = {worker: [start] for worker in range(2)}
+    waves, losses = {}, {}
+    for number in range(updates):
+        for worker in range(2):
+            x, y = batches(updates, seed=worker)
+            used = kept[worker][max(0, number - stages + 1)]
+            nn.utils.vector_to_parameters(used.clone(), found.parameters())
+            losses[worker, number] = loss_of(nn.Sequential(*found)(x[number]), y[number])
+            grads = torch.autograd.grad(losses[worker, number], list(found.parameters()))
+            step = -0.3 * nn.utils.parameters_to_vector(grads)
+            wave = number // stages
+            waves[worker, wave] = waves.get((worker, wave), 0) + step
+            kept[worker].append(kept[worker][-1] + step)
+        if (number + 1) % stages == 0:
+            for worker in range(2):
+                kept[worker][-1] = start + sum(
+                    step
+                    for (by, number), step in waves.items()
+                    if by == worker or number <= wave - staleness
+                )
+    nn.utils.vector_to_parameters(start + sum(waves.values()), found.parameters())
+    return found, losses
+
+
+@over_4((0,), (1,), (2,))
+def waves_of_virtual_workers(staleness, updates=5):
+    rank, worker, (x, y) = mesh().pp_rank, mesh().dp_rank, batches(5, seed=mesh().dp_rank)
+    stage = model()[rank]
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.3)
+    waves = WaveUpdates(
+        stage.parameters(), mesh().stage_group, wave=mesh().pp_size, staleness=staleness
+    )
+
+    def update(_):
+        optimizer.step()
+        optimizer.zero_grad()
+        waves.updated()
+
+    table = make_table("hetpipe", 2, updates)
+    pipeline = Pipeline(table, {rank: stage}, loss_of, group=mesh().pp_group, update=update)
+    losses = pipeline.step(x if rank == 0 else (), y if rank == 1 else ())
+    waves.finish()
+    want, want_losses = virtual_workers(staleness)
+    for p, q in zip(stage.parameters(), want[rank].parameters(), strict=True):
+        torch.testing.assert_close(p, q, **TIGHT)
+    for number, loss in enumerate(losses):
+        torch.testing.assert_close(loss, want_losses[worker, number].detach(), **TIGHT)
+    both = [torch.empty_like(p) for _ in range(2)]
+    dist.all_gather(both, p.detach(), group=mesh().stage_group)
+    assert torch.equal(*both)
 
 
 class Attention(nn.Module):
@@ -267,3 +337,43 @@ def test_refuses_what_does_not_go_with_the_table(name, options, message):
     table = make_table(name, 1, 2, num_slices=2 if name == "terapipe" else None)
     with pytest.raises(ValueError, match=f"Pipeline: expected {message}"):
         Pipeline(table, {0: nn.Linear(3, 3)}, loss_of, **options)
+
+
+@pytest.mark.parametrize("ranks, rate", [(2, 0.1), (4, 0.1), (4, 0.0), (8, 3.0)])
+def test_slices_are_the_best_of_all(ranks, rate):
+    """By the simulator: the table's makespan with each slice's cost as a factor."""
+    length, unit = 16, 2
+
+    def cost(own, before):
+        return 1 + own + rate * own * (before + own / 2)
+
+    def makespan(lengths):
+        starts = itertools.accumulate(lengths, initial=0)
+        factors = [cost(*each) for each in zip(lengths, starts, strict=False)]
+        table = make_table("terapipe", ranks, 1, num_slices=len(lengths))
+        return simulate(table, Costs(slices=factors)).makespan
+
+    found = plan_slices(length, ranks, cost, multiple=unit)
+    cuts = range(unit, length, unit)
+    every = [
+        [b - a for a, b in itertools.pairwise((0, *inside, length))]
+        for count in range(len(cuts) + 1)
+        for inside in itertools.combinations(cuts, count)
+    ]
+    assert sum(found) == length
+    assert makespan(found) == pytest.approx(min(map(makespan, every)))
+    if rate == 0.1 and ranks == 4:
+        assert found[0] > found[-1]  # later ones attend to more
+    with pytest.raises(ValueError, match="plan_slices: expected length to be a multiple of 3, got"):
+        plan_slices(length, ranks, cost, multiple=3)
+
+
+def test_refuses_waves_of_nothing():
+    parameter = nn.Parameter(torch.ones(2))
+    for given, options, message in (
+        ([], {"wave": 2}, "parameters to be at least one, got none"),
+        ([parameter], {"wave": 0}, "wave to be"),
+        ([parameter], {"wave": 2, "staleness": -1}, "staleness to be 0 or more, got -1"),
+    ):
+        with pytest.raises(ValueError, match=f"WaveUpdates: expected {message}"):
+            WaveUpdates(given, None, **options)

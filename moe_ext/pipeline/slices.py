@@ -1,0 +1,74 @@
+"""Lengths of the slices that a sequence goes through a pipeline in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from moe_ext._checks import check_sizes
+
+
+def plan_slices(
+    length: int, num_ranks: int, cost: Callable[[int, int], float], *, multiple: int = 1
+) -> list[int]:
+    """Cut a sequence so that its way through a pipeline is as short as it can be.
+
+    A slice attends to all before it, so that later ones of the same length cost more. The time is
+    the sum of the slices' costs, and (num_ranks - 1) times the largest one; for each largest cost
+    that there could be, a dynamic program finds the smallest sum.
+
+    Args:
+        length: of the sequence.
+        num_ranks: of the pipeline, with a stage each.
+        cost: of a slice in a stage, by its length and what is before it: as measured, say.
+        multiple: every slice is a multiple of this; (length / multiple)^2 costs are asked for.
+
+    Returns:
+        The lengths, in order.
+
+    Raises:
+        ValueError: a number is out of range, or `length` is no multiple of `multiple`.
+
+    Reference:
+        TeraPipe (arXiv:2102.07988), section 3.3.
+    """
+    check_sizes("plan_slices", length=length, num_ranks=num_ranks, multiple=multiple)
+    if length % multiple:
+        raise ValueError(
+            f"plan_slices: expected length to be a multiple of {multiple}, got {length}"
+        )
+    count = length // multiple
+    # costs[end][start], in units of `multiple`.
+    costs = [
+        [cost((end - start) * multiple, start * multiple) for start in range(end)]
+        for end in range(count + 1)
+    ]
+    best, lengths = math.inf, [length]
+    for largest in sorted({each for row in costs for each in row}):
+        if (num_ranks - 1) * largest >= best:
+            break
+        total, parts = _smallest_sum(costs, largest)
+        if total + (num_ranks - 1) * largest < best:
+            best, lengths = total + (num_ranks - 1) * largest, [each * multiple for each in parts]
+    return lengths
+
+
+def _smallest_sum(costs: list[list[float]], largest: float) -> tuple[float, list[int]]:
+    """The smallest sum of costs of slices that cost `largest` at most, and their lengths."""
+    sums, starts = [0.0], [0]
+    for end in range(1, len(costs)):
+        found = min(
+            (
+                (sums[start] + each, start)
+                for start, each in enumerate(costs[end])
+                if each <= largest
+            ),
+            default=(math.inf, 0),
+        )
+        sums.append(found[0])
+        starts.append(found[1])
+    end, parts = len(costs) - 1, []
+    while end:
+        parts.append(end - starts[end])
+        end = starts[end]
+    return sums[-1], parts[::-1]

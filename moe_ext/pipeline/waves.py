@@ -1,0 +1,86 @@
+"""Several pipelines of the same model, whose updates reach each other with a bounded delay."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moe_ext._checks import check_sizes
+from moe_ext.distributed.comm import Pending, start_all_reduce_
+from moe_ext.distributed.groups import check_group
+
+
+class WaveUpdates:
+    """Weights of a stage in several pipelines (HetPipe's virtual workers).
+
+    Each pipeline updates its own weights. After every `wave` updates it gives their sum to the
+    others, and takes the sums of all up to `staleness` waves before: its weights are then what all
+    of these make, and its own updates since. With a staleness of 0 the weights of all pipelines are
+    the same after each wave, in every bit. Sums travel while the next waves compute.
+
+    Args:
+        parameters: of the stage, of one dtype and device, the same in all pipelines at first.
+        group: the ranks that hold the stage; all take the same number of updates.
+        wave: updates that go together; the micro-batches underway in a pipeline.
+        staleness: waves of the others that may be missing.
+
+    Raises:
+        ValueError: a number is out of range, or there is no parameter.
+
+    Reference:
+        HetPipe (arXiv:2005.14038), section 5: wave synchronous parallel, at its largest delay.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        group: ProcessGroup | None,
+        *,
+        wave: int,
+        staleness: int = 0,
+    ) -> None:
+        check_group(group, "WaveUpdates", name="group")
+        check_sizes("WaveUpdates", wave=wave)
+        if staleness < 0:
+            raise ValueError(f"WaveUpdates: expected staleness to be 0 or more, got {staleness}")
+        self._parameters = [p for p in parameters if p.requires_grad]
+        if not self._parameters:
+            raise ValueError("WaveUpdates: expected parameters to be at least one, got none")
+        self._group, self._wave, self._staleness = group, wave, staleness
+        self._count = 0
+        # What all pipelines have made together, and this one's weights after its last wave.
+        self._common = self._flat()
+        self._after_wave = self._common
+        self._underway: deque[tuple[Tensor, Pending[Tensor]]] = deque()
+
+    def updated(self) -> None:
+        """Note an update of the parameters; at the end of a wave, exchange."""
+        self._count += 1
+        if self._count % self._wave == 0:
+            self._exchange(self._staleness)
+
+    def finish(self) -> None:
+        """Take what is missing: the parameters are the same in all pipelines; all must call it."""
+        self._exchange(0)
+
+    def _exchange(self, missing: int) -> None:
+        own = self._flat() - self._after_wave
+        total = start_all_reduce_(own.clone(), self._group, operation="WaveUpdates")
+        self._underway.append((own, total))
+        while len(self._underway) > missing:
+            self._common = self._common + self._underway.popleft()[1].wait()
+        now = self._common
+        for since, _ in self._underway:
+            now = now + since
+        parts = now.split([p.numel() for p in self._parameters])
+        with torch.no_grad():
+            for p, part in zip(self._parameters, parts, strict=True):
+                p.copy_(part.view_as(p))
+        self._after_wave = now
+
+    def _flat(self) -> Tensor:
+        return torch.cat([p.detach().flatten() for p in self._parameters])
