@@ -16,6 +16,7 @@
 #include <torch/csrc/autograd/node.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -258,6 +259,61 @@ variable_list differentiate(
   return found;
 }
 
+// Gradients of a tensor that products of the backward pass wait here with, until nothing else is left to do: the
+// engine takes the node that was recorded last first, so that this one comes when all has run that was recorded after
+// it, and before what was recorded before it.
+struct LateGradient : torch::autograd::Node {
+  // The call of a derivative with one input, and the backward pass that it belongs to.
+  struct Call {
+    int graph_task;
+    const Formula& formula;
+    std::vector<bool> needed;
+    variable_list grads;
+    variable_list tensors;
+    std::vector<IValue> values;
+    bool may_own;
+  };
+  std::vector<Call> calls;
+
+  std::string name() const override {
+    return "LateGradient";
+  }
+
+  void put(Call call) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    calls.push_back(std::move(call));
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    // What a backward pass that failed has left is not of this one.
+    const int graph_task = torch::autograd::get_current_graph_task_id();
+    Tensor sum = std::move(grads.front());
+    auto* const leaf = dynamic_cast<AccumulateGrad*>(next_edge(0).function.get());
+    for (Call& call : std::exchange(calls, {})) {
+      if (call.graph_task != graph_task) {
+        continue;
+      }
+      const variable_list found = differentiate(
+          call.formula, std::move(call.grads), std::move(call.tensors), call.values, call.needed, call.may_own,
+          [](size_t) { return Tensor(); }, [&](size_t) { return leaf; });
+      for (const Tensor& gradient : found) {
+        if (gradient.defined()) {
+          sum = sum.defined() ? sum + gradient : gradient;
+        }
+      }
+    }
+    return {std::move(sum)};
+  }
+
+  // Compiled autograd computes all gradients where they are.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
+  }
+  variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables&) override {
+    return grads;
+  }
+};
+
 using torch::dynamo::autograd::PackedArgs;
 
 struct FormulaNode : torch::autograd::Node {
@@ -308,8 +364,22 @@ struct FormulaNode : torch::autograd::Node {
     }
     // A mode of torch may keep what it sees, and so does a graph of the backward pass.
     const bool may_own = !keep && !at::GradMode::is_enabled() && c10::impl::TorchDispatchModeTLS::stack_len() == 0;
+    std::vector<bool> now = needed();
+    for (const Derivative& derivative : formula.derivatives) {
+      const size_t input = derivative.inputs.front();
+      auto* const late = dynamic_cast<LateGradient*>(next_edge(input).function.get());
+      if (late == nullptr || !now[input] || derivative.inputs.size() > 1 || at::GradMode::is_enabled() ||
+          !std::all_of(grads.begin(), grads.end(), [](const Tensor& grad) { return grad.defined(); })) {
+        continue;
+      }
+      std::vector<bool> alone(now.size());
+      alone[input] = true;
+      now[input] = false;
+      const int graph_task = torch::autograd::get_current_graph_task_id();
+      late->put({graph_task, formula, std::move(alone), grads, unpacked, values, may_own});
+    }
     return differentiate(
-        formula, std::move(grads), std::move(unpacked), values, needed(), may_own,
+        formula, std::move(grads), std::move(unpacked), values, now, may_own,
         [&](size_t i) { return input_metadata(i).zeros_like(); },
         [&](size_t i) { return dynamic_cast<AccumulateGrad*>(next_edge(i).function.get()); });
   }
@@ -530,9 +600,19 @@ void register_derivatives(
   library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor<Kernel>(std::move(kernel)));
 }
 
+// The tensor, in a graph in which the products of its gradient wait.
+Tensor late_gradient(const Tensor& tensor) {
+  Tensor alias = tensor.detach();
+  const auto node = c10::make_intrusive<LateGradient>();
+  node->set_next_edges({torch::autograd::impl::gradient_edge(tensor)});
+  torch::autograd::set_history(alias, node);
+  return alias;
+}
+
 } // namespace
 
 void bind_autograd(pybind11::module_& module) {
+  module.def("late_gradient", &late_gradient);
   module.def("register_derivatives", &register_derivatives);
 }
 

@@ -22,6 +22,7 @@ from moe_ext.distributed.dispatch import (
     RowWeights,
     TokenDispatcher,
 )
+from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.groups import GroupHandle, check_group, group_rank, group_size
 from moe_ext.distributed.placement import (
     ExpertShards,
@@ -37,7 +38,9 @@ from moe_ext.nn.expert_activation import (
     resolve_activation,
     run_activation,
 )
+from moe_ext.nn.torch_state import as_autocast
 from moe_ext.ops import grouped_providers
+from moe_ext.ops.autograd import late_gradient
 from moe_ext.ops.gathered_experts import Gather, gather_of, gathered_experts, gathers
 from moe_ext.ops.grouped_gemm import wants_ends
 
@@ -287,6 +290,32 @@ def take_weights(
     """What experts that weigh their rows take beside them, and the metadata of their results."""
     weights = dispatcher.row_weights(rows, metadata) if weighs_rows(experts) else None
     return ((), metadata) if weights is None else ((weights,), replace(metadata, topk_weights=None))
+
+
+def late_weights(experts: nn.Module) -> dict[str, Tensor]:
+    """Weights for `run_experts`, by name, to be taken while the rows are underway.
+
+    Their gradients are then computed while those of the rows are.
+    """
+    found: dict[str, Tensor] = {}
+    if not torch.is_grad_enabled():
+        return found
+    for prefix, module in experts.named_modules():
+        if not _runs_own_forward(module) or module.transposed:
+            continue
+        for name in (module._up_name, "down_proj"):
+            weight = module._parameters.get(name)
+            # Shards are gathered by the experts' own hooks, which come later.
+            if weight is not None and weight.requires_grad and not is_dtensor(weight):
+                found[f"{prefix}.{name}".lstrip(".")] = late_gradient(as_autocast(weight))
+    return found
+
+
+def run_experts(experts: nn.Module, late: dict[str, Tensor], *args: Any) -> Tensor:
+    """Results of experts, with the weights that `late_weights` gave."""
+    if not late:
+        return experts(*args)
+    return torch.func.functional_call(experts, late, args, tie_weights=False)
 
 
 def bounds_of_all_rows(

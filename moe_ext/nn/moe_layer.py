@@ -53,6 +53,8 @@ from moe_ext.nn.experts import (
     TokenWeights,
     bounds_of_all_rows,
     check_results,
+    late_weights,
+    run_experts,
     take_weights,
     token_weights,
     weighs_rows,
@@ -404,9 +406,13 @@ class MoELayer(CountingModule):
             with dispatcher.computing(x_TD):
                 y_TD = self._beside_shared_expert(x_TD, run)
             return y_TD, torch.stack(counts).sum()
+        late: dict[str, Tensor] = {}
+        beside: dict[str, Any] = {}
+        if dispatcher.takes_meanwhile:
+            beside["meanwhile"] = lambda: late.update(late_weights(self.experts))
         if self.row_budget is None:
             rows, offsets, metadata = dispatcher.dispatch(
-                x_TD, topk_idx, topk_weights, capacity=capacity
+                x_TD, topk_idx, topk_weights, capacity=capacity, **beside
             )
             # Rows that have been sent are those of an expert here.
             if filled or (metadata.received is not None and capacity is None):
@@ -426,16 +432,23 @@ class MoELayer(CountingModule):
                     if self.shared_expert is not None:
                         y_TD = y_TD + self._run_shared_expert(x_TD)
                 return y_TD, _plus(chunks[0].whole.num_dropped, dropped)
-            rows, offsets, metadata = dispatcher.send(chunks[0].take(x_TD), chunks[0], topk_weights)
+            rows, offsets, metadata = dispatcher.send(
+                chunks[0].take(x_TD), chunks[0], topk_weights, **beside
+            )
         with dispatcher.computing(x_TD):
-            y_TD = self._compute(rows, offsets, metadata, x_TD)
+            y_TD = self._compute(rows, offsets, metadata, x_TD, late)
             left = others()
             if left:
                 y_TD = y_TD + run_chunks(dispatcher, left, self.experts, x_TD, topk_weights)
         return y_TD, _plus(metadata.num_dropped, dropped)
 
     def _compute(
-        self, rows: Tensor, offsets: Tensor, metadata: DispatchMetadata, x_TD: Tensor
+        self,
+        rows: Tensor,
+        offsets: Tensor,
+        metadata: DispatchMetadata,
+        x_TD: Tensor,
+        late: dict[str, Tensor],
     ) -> Tensor:
         """Experts, shared expert and combine."""
         dispatcher = self.dispatcher
@@ -444,7 +457,7 @@ class MoELayer(CountingModule):
             results = run_padded(self.experts, rows, offsets, metadata.expert_capacity)
         else:
             weights, metadata = take_weights(self.experts, dispatcher, rows, metadata)
-            results = self.experts(rows, offsets, *weights)
+            results = run_experts(self.experts, late, rows, offsets, *weights)
         check_results(self.experts, dispatcher, rows, results)
         combine = functools.partial(dispatcher.combine, results, metadata)
         return self._beside_shared_expert(x_TD, combine)

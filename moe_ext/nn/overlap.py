@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext.distributed.dispatch import DispatchMetadata, Part, TokenDispatcher
-from moe_ext.nn.experts import check_results, take_weights
+from moe_ext.nn.experts import check_results, late_weights, run_experts, take_weights
 
 
 def run_parts(
@@ -25,7 +25,9 @@ def run_parts(
     """Dispatch, experts and combine of all parts; the backward pass goes the same way back.
 
     While the experts work on part i, the rows of part i + 1 and the results of part i - 1 travel:
-    alone travel the rows of the first part, and the results of the last one beside `meanwhile`.
+    alone travel the rows of the first part, and the results of the last one beside `meanwhile`. In
+    the backward pass the gradients of a part's rows travel beside those of its weights too, so that
+    those of the last results alone travel by themselves.
 
     Args:
         dispatcher: of the layer.
@@ -42,15 +44,22 @@ def run_parts(
     sums: list[Any] = [None] * len(parts)
 
     def send(i: int, beside: Callable[[], None] | None) -> None:
-        rows, offsets, metadata = parts[i](beside)
+        late: dict[str, Tensor] = {}
+
+        def begin() -> None:
+            late.update(late_weights(experts))
+            if beside is not None:
+                beside()
+
+        rows, offsets, metadata = parts[i](begin)
         dropped.append(metadata.num_dropped)
         weights, metadata = take_weights(experts, dispatcher, rows, metadata)
-        here[i] = rows, offsets, weights, metadata
+        here[i] = late, (rows, offsets, *weights), metadata
 
     def compute(i: int) -> None:
-        rows, offsets, weights, metadata = here[i]
-        results = experts(rows, offsets, *weights)
-        check_results(experts, dispatcher, rows, results)
+        late, args, metadata = here[i]
+        results = run_experts(experts, late, *args)
+        check_results(experts, dispatcher, args[0], results)
         here[i] = results, metadata
 
     def bring_back(i: int, beside: Callable[[], None] | None) -> None:

@@ -89,6 +89,22 @@ def register_derivatives(
     register_autograd(f"moe_ext::{operator}", backward, setup_context=setup_context)
 
 
+def late_gradient(x: Tensor) -> Tensor:
+    """The same tensor, in a graph in which the products of its gradient wait.
+
+    A derivative of one input (`register_derivatives`) that this is given to as it is leaves its
+    call to the node that is recorded here. The engine takes nodes in the reverse order of their
+    recording: what was recorded after this one runs first, such as what starts to send gradients,
+    and what was recorded before it runs behind it, such as what waits for them. The results have
+    the same bits. Where derivatives run in Python nothing waits.
+
+    Args:
+        x: what a gradient is wanted of.
+    """
+    module = _runtime_library.load()
+    return x if module is None else module.late_gradient(x)
+
+
 class _Derivative(NamedTuple):
     operator: str
     inputs: list[int]  # of `_Table.inputs`

@@ -1,15 +1,21 @@
 """`MoELayer(overlap=)`: rows travel beside the experts, and results are those of one exchange."""
 
+import contextlib
+import functools
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from checks import assert_passed, outcomes
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import moe_ext
 from moe_ext.distributed import HierarchicalDispatcher
 from moe_ext.distributed.dispatch import rows as exchanges
+from moe_ext.nn import experts
 
 E, D = 12, 8  # E is a multiple of every group size used
 
@@ -109,10 +115,9 @@ def check_rows_are_underway_while_experts_run():
         watch_rows_underway(options)
 
 
-def watch_rows_underway(options):
-    layer = make(4, shared_ffn_dim=0, **options)
-    x = tokens(40, torch.float32).requires_grad_()
-    underway, forward, backward = [0], [], []
+@contextlib.contextmanager
+def watching(underway):
+    """Counts the exchanges of rows that have begun and not ended."""
 
     class Watched(exchanges._RowsUnderway):
         def start(self, rows, backward):
@@ -123,18 +128,107 @@ def watch_rows_underway(options):
             underway[0] -= 1
             return super().finish(*args, **options)
 
+    with mock.patch.object(exchanges, "_RowsUnderway", Watched):
+        yield
+
+
+def watch_rows_underway(options):
+    layer = make(4, shared_ffn_dim=0, **options)
+    x = tokens(40, torch.float32).requires_grad_()
+    underway, forward, backward = [0], [], []
+
     def note(module, given, out):
         forward.append(underway[0])
         out.register_hook(lambda grad: backward.append(underway[0]))
 
     layer.experts.register_forward_hook(note)
-    original, exchanges._RowsUnderway = exchanges._RowsUnderway, Watched
-    try:
+    with watching(underway):
         layer(x).square().sum().backward()
-    finally:
-        exchanges._RowsUnderway = original
     # The next part's rows and the last part's results.
     assert forward == [1, 2, 2, 1] and backward == [1, 2, 2, 1] and underway == [0], options
+
+
+class NoteProducts(TorchDispatchMode):
+    """Notes exchanges underway at the products for rows and for weights, in their order."""
+
+    def __init__(self, underway):
+        super().__init__()
+        self.underway, self.found = underway, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("moe_ext::")
+        if name.endswith("grouped_mm"):
+            self.found.append(("rows", self.underway[0]))
+        if name.startswith("_grouped_mm_backward_weight"):
+            self.found.append(("weights", self.underway[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def products_of(layer, x):
+    """The products of a backward pass, with the exchanges underway."""
+    underway = [0]
+    with watching(underway):
+        y = layer(x.clone().requires_grad_())
+        with NoteProducts(underway) as noted:
+            y.square().sum().backward()
+    return noted.found
+
+
+def check_weight_gradients_are_computed_while_those_of_rows_travel():
+    x = tokens(40, torch.float32)
+    for options in (*ways(), {"dispatcher": "allgather"}):
+        for again in (False, True):  # the second time gradients are added to those that are there
+            layer = make(1, shared_ffn_dim=0, **options)
+            if again:
+                outcome(layer, x)
+            found = products_of(layer, x)
+            assert found == [("rows", 0)] * 2 + [("weights", 1)] * 2, (options, found)
+        if options.get("dispatcher") != "allgather":
+            found = products_of(make(3, shared_ffn_dim=0, **options), x)
+            # Beside the products of a part travel the rows of the one behind it.
+            want = [("rows", 1)] * 2 + [("rows", 2)] * 2 + [("weights", 2)] * 2
+            want += [("rows", 1)] * 2 + [("weights", 1)] * 4
+            assert found == want, (options, found)
+
+
+def check_late_weight_gradients_have_the_same_bits():
+    x = tokens((7, 40, 0, 2)[dist.get_rank()], torch.float32)
+
+    def steps(**options):
+        made = make(**options)
+        inner = made.experts
+        for recompute in ("none", "full", "selective"):
+            run = made
+            if recompute == "full":
+                run = functools.partial(checkpoint, made, use_reentrant=False)
+            if recompute == "selective":
+                made.experts = checkpoint_wrapper(inner)
+            for cast in (False, True):
+                for _ in range(2):  # gradients are there the second time
+                    given = x.clone().requires_grad_()
+                    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                        y = run(given)
+                    y.float().square().sum().backward()
+                    yield [y, given.grad, *[p.grad.clone() for p in made.parameters()]]
+
+    for overlap, options in [(n, way) for n in (1, 3) for way in ways()]:
+        found = list(steps(overlap=overlap, **options))
+        with mock.patch.object(experts, "late_gradient", lambda weight: weight):
+            want = list(steps(overlap=overlap, **options))
+        for one, other in zip(found, want, strict=True):
+            for a, b in zip(one, other, strict=True):
+                assert torch.equal(a, b), (overlap, options)
+
+
+def check_gradients_that_are_asked_for_alone():
+    layer, x = make(1), tokens(9, torch.float32).requires_grad_()
+    weights = [layer.experts.gate_up_proj, layer.experts.down_proj]
+    want = outcome(layer, x)
+    y = layer(x).square().sum()
+    for wanted in ([x], weights, [x], [x, *weights]):
+        found = torch.autograd.grad(y, wanted, retain_graph=True)
+        by_id = {id(x): want[1], **{id(w): w.grad for w in weights}}
+        assert all(torch.equal(f, by_id[id(w)]) for f, w in zip(found, wanted, strict=True))
 
 
 def check_a_router_that_fails_is_told():

@@ -330,6 +330,7 @@ class TokenDispatcher:
         topk_weights_TK: Tensor,
         *,
         capacity: int | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
         """Bring every row to its expert.
 
@@ -338,6 +339,8 @@ class TokenDispatcher:
             topk_idx_TK: experts of every token, -1 = none.
             topk_weights_TK: their weights.
             capacity: rows that an expert takes from this rank, None for all.
+            meanwhile: called while the rows are underway, if they travel: its backward pass runs
+                beside the exchange of their gradients.
 
         Returns:
             rows `[R, D]` grouped by local expert, expert offsets `[L + 1]`, metadata.
@@ -356,7 +359,13 @@ class TokenDispatcher:
             x_TD, topk_idx_TK, topk_weights_TK, capacity
         )
         rows_ND = rows_ND[: sum(counts.sent)]
-        return self._send(rows_ND, tables, topk_weights_TK, counts, "dispatch")
+        return self._send(rows_ND, tables, topk_weights_TK, counts, "dispatch", meanwhile=meanwhile)
+
+    @property
+    def takes_meanwhile(self) -> bool:
+        """Whether rows travel, and `dispatch` and `send` call what is to run beside them."""
+        own = TokenDispatcher.dispatch, TokenDispatcher.send
+        return self.group is not None and (type(self).dispatch, type(self).send) == own
 
     def cut(self, num_parts: int) -> TokenDispatcher:
         """A copy of this dispatcher for `in_parts` with so many parts, equal on all ranks.
@@ -565,7 +574,12 @@ class TokenDispatcher:
         return cut_rows(tables, max_rows)
 
     def send(
-        self, rows_ND: Tensor, chunk: Chunk, topk_weights_TK: Tensor
+        self,
+        rows_ND: Tensor,
+        chunk: Chunk,
+        topk_weights_TK: Tensor,
+        *,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
         """Bring the rows of a chunk to their experts; differentiable.
 
@@ -573,6 +587,7 @@ class TokenDispatcher:
             rows_ND: in the order of `chunk.slot_of_row`.
             chunk: one of `chunks`.
             topk_weights_TK: of all slots.
+            meanwhile: as in `dispatch`.
 
         Returns:
             As `dispatch`.
@@ -580,7 +595,9 @@ class TokenDispatcher:
         tables = chunk.tables
         if chunk.counts is None:
             return rows_ND, tables.expert_offsets, DispatchMetadata(tables, topk_weights_TK)
-        return self._send(rows_ND, tables, topk_weights_TK, chunk.counts, "chunk")
+        return self._send(
+            rows_ND, tables, topk_weights_TK, chunk.counts, "chunk", meanwhile=meanwhile
+        )
 
     def bring_back(
         self,

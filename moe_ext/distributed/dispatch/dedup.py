@@ -322,9 +322,16 @@ class DedupDispatcher(TokenDispatcher):
         topk_weights_TK: Tensor,
         *,
         capacity: int | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
         """See `TokenDispatcher`."""
-        return self._dispatch(x_TD, topk_idx_TK, topk_weights_TK, capacity, x_TD.dtype)
+        return self._dispatch(x_TD, topk_idx_TK, topk_weights_TK, capacity, x_TD.dtype, meanwhile)
+
+    @property
+    def takes_meanwhile(self) -> bool:
+        """See `TokenDispatcher`."""
+        own = DedupDispatcher.dispatch, DedupDispatcher.send
+        return (type(self).dispatch, type(self).send) == own
 
     def in_parts(
         self, x_TD: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor, *, weighed: bool
@@ -347,12 +354,13 @@ class DedupDispatcher(TokenDispatcher):
         topk_weights_TK: Tensor,
         capacity: int | None,
         dtype: torch.dtype,
+        meanwhile: Callable[[], None] | None,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
         """`dispatch` of rows of a dtype, which need not be that of the tokens."""
         found = self._plan(x_TD, topk_idx_TK, topk_weights_TK, capacity, dtype, 1, False)
         (journey,), (weights_UK,) = found.journeys, found.weights
         return self._send_part(
-            x_TD, topk_weights_TK, journey, weights_UK, found.tables, dtype, None
+            x_TD, topk_weights_TK, journey, weights_UK, found.tables, dtype, meanwhile
         )
 
     def _plan(
@@ -456,12 +464,17 @@ class DedupDispatcher(TokenDispatcher):
         ]
 
     def send(
-        self, rows_ND: Tensor, chunk: Chunk, topk_weights_TK: Tensor
+        self,
+        rows_ND: Tensor,
+        chunk: Chunk,
+        topk_weights_TK: Tensor,
+        *,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
         """See `TokenDispatcher`."""
         assert isinstance(chunk, _TokenChunk)
         rows, offsets, metadata = self._dispatch(
-            rows_ND, chunk.choice(), topk_weights_TK, None, chunk.dtype
+            rows_ND, chunk.choice(), topk_weights_TK, None, chunk.dtype, meanwhile
         )
         tables = _with_dropped(metadata.permutation, chunk.whole)
         return rows, offsets, replace(metadata, permutation=tables)
