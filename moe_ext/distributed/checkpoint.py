@@ -30,7 +30,13 @@ from moe_ext.distributed.placement import (
     sharded_buffers,
     sharded_parameters,
 )
-from moe_ext.distributed.state_dict import ParameterStates, SavesByParameter, watch, whole_of
+from moe_ext.distributed.state_dict import (
+    ParameterStates,
+    SavesByParameter,
+    TakesOver,
+    watch,
+    whole_of,
+)
 
 _MODEL = "model."
 _STATE = "optimizer."
@@ -68,6 +74,8 @@ class TrainingState:
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
         given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self._optimizers = given
+        # By optimizer, what holds tensors that are loaded into.
+        self._holders: dict[Optimizer, object] = {}
         sharded_parameters(self._model)  # notes them
         for optimizer in given:
             watch(optimizer)
@@ -119,7 +127,13 @@ class TrainingState:
             return state
         places = self._placements()
         parameters = {name: parameter for parameter, name in self._names().items()}
-        states = {p: s for optimizer in self._optimizers for p, s in optimizer.state.items()}
+        states: ParameterStates = {}
+        for optimizer in self._optimizers if live else ():
+            found: Any = optimizer.state
+            if isinstance(optimizer, SavesByParameter):
+                owing = any(name.startswith(f"{_STATE}owed.") for name in saved)
+                found, self._holders[optimizer] = optimizer.tensors_to_load(owing)
+            states.update(found)
         for full_name, entry in saved.items():
             kind, _, rest = full_name.partition(".")
             if kind + "." == _COUNTER:
@@ -146,7 +160,7 @@ class TrainingState:
                 and _split_dim(parameter.shape, shape) is not None
             ):
                 shape = parameter.shape
-            local = states.get(parameter, {}).get(key) if live else None
+            local = states.get(parameter, {}).get(key)
             if not isinstance(local, Tensor) or not _is_like(local, parameter, shape, dtype):
                 zeros = torch.zeros(shape, dtype=dtype, device=parameter.device)
                 local = divided_as(zeros, parameter)
@@ -155,7 +169,10 @@ class TrainingState:
 
     @state_dicts_of_parts()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put loaded tensors into the model and the optimizers; all ranks must call it."""
+        """Put loaded tensors into the model and the optimizers; all ranks must call it.
+
+        Optimizers keep those of the right type.
+        """
         here = {whole: name for name, whole in self._logical_names().items()}
         places = _by_bare_name(placements(self._model))
         by_name, values = _by_bare_name(dict(self._model.named_parameters())), {}
@@ -180,7 +197,8 @@ class TrainingState:
                 for name, value in state.items()
                 if name.startswith(prefix)
             }
-            _load_states(optimizer, {p: s for p, s in states.items() if s}, counters)
+            held = {p: s for p, s in states.items() if s}
+            _load_states(optimizer, held, counters, self._holders.pop(optimizer, None))
 
     def _names(self) -> dict[nn.Parameter, str]:
         whole, named = self._logical_names(), dict(self._model.named_parameters())
@@ -466,15 +484,18 @@ def _states_of(optimizer: Optimizer) -> tuple[ParameterStates, dict[str, int]]:
 
 
 def _load_states(
-    optimizer: Optimizer, states: ParameterStates, counters: Mapping[str, int]
+    optimizer: Optimizer, states: ParameterStates, counters: Mapping[str, int], holders: object
 ) -> None:
     if isinstance(optimizer, SavesByParameter):
-        optimizer.load_checkpoint_state(states, counters)
+        optimizer.load_checkpoint_state(states, counters, holders)
         return
     numbers = {p: number for number, p in enumerate(_parameters_of(optimizer))}
     saved = optimizer.state_dict()
     saved["state"] = {numbers[parameter]: state for parameter, state in states.items()}
-    optimizer.load_state_dict(saved)
+    if isinstance(optimizer, TakesOver):
+        optimizer.take_over(saved)
+    else:
+        optimizer.load_state_dict(saved)
 
 
 def _by_parameter(state: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:

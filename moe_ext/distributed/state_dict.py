@@ -44,8 +44,24 @@ class SavesByParameter(Protocol):
         A state holds numbers, and tensors whose first dimensions are those of the parameter.
         """
 
-    def load_checkpoint_state(self, states: ParameterStates, counters: Mapping[str, int]) -> None:
-        """Go on from what `checkpoint_state` returned, on any number of ranks."""
+    def tensors_to_load(self, owing: bool) -> tuple[ParameterStates, object]:
+        """Tensors to read a checkpoint into, with what ranks owe or not, and what holds them."""
+
+    def load_checkpoint_state(
+        self, states: ParameterStates, counters: Mapping[str, int], holders: object
+    ) -> None:
+        """Go on from what `checkpoint_state` returned, on any number of ranks.
+
+        The tensors are kept; those of `tensors_to_load` come with what holds them.
+        """
+
+
+@runtime_checkable
+class TakesOver(Protocol):
+    """Optimizer that can keep the tensors of a state, which its `load_state_dict` copies."""
+
+    def take_over(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state, by the numbers of the parameters."""
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:

@@ -666,19 +666,56 @@ class CompressedOptimizer(Optimizer, ABC):
             counters[_OWED] = 1
         return found, counters
 
+    def tensors_to_load(self, owing: bool) -> tuple[dict[nn.Parameter, dict[str, Any]], object]:
+        """Tensors to read a checkpoint into, by parameter, and what holds some of them.
+
+        Args:
+            owing: the checkpoint has what ranks owe.
+
+        Returns:
+            The state of each parameter; and what `load_checkpoint_state` takes beside it. Nothing
+            here has changed until then.
+        """
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        found = {p: dict(self.state.get(p, {})) for p in parameters}
+        if not owing:
+            return found, {}
+        made, frozen, means = self._made, self._frozen, self._means
+        try:
+            self._made = []
+            if [e.number for e in self._entries()] != [e.number for e in made]:
+                self._means = {}
+            for mean, members in self._flat_means():
+                for entry, error in zip(members, mean.parts_of(mean.worker_N), strict=True):
+                    found[entry.parameter]["owed"] = error
+            return found, self._means
+        finally:
+            self._made, self._frozen, self._means = made, frozen, means
+
     def load_checkpoint_state(
-        self, states: dict[nn.Parameter, dict[str, Any]], counters: Mapping[str, int]
+        self,
+        states: dict[nn.Parameter, dict[str, Any]],
+        counters: Mapping[str, int],
+        holders: Any = None,
     ) -> None:
-        """Go on from what `checkpoint_state` returned; each rank owes the mean of what all owed."""
+        """Go on from what `checkpoint_state` returned; each rank owes the mean of what all owed.
+
+        Args:
+            states: of the parameters; their tensors are kept.
+            counters: see `checkpoint_state`.
+            holders: of some of the tensors, see `tensors_to_load`.
+        """
         numbers = {p: i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
         saved = {**super().state_dict(), "state": {numbers[p]: s for p, s in states.items()}}
         for index, group in enumerate(saved["param_groups"]):
             for name in _COUNTERS & group.keys():
                 group[name] = counters.get(f"{index}_{name}", group[name])
             group[_OWED] = _OWED in counters
-        self._load_state_of_all(saved)
+        self._load_state_of_all(saved, copy=False, means=holders)
 
-    def _load_state_of_all(self, saved: dict[str, Any]) -> None:
+    def _load_state_of_all(
+        self, saved: dict[str, Any], *, copy: bool = True, means: Any = None
+    ) -> None:
         """Go on from a state of all ranks, of which this has its part, or from one of Adam."""
         # Of any parameter: all ranks must take the next step alike.
         compressed = any(group.get(_OWED, False) for group in saved["param_groups"])
@@ -694,21 +731,19 @@ class CompressedOptimizer(Optimizer, ABC):
         }
         groups = [{k: v for k, v in g.items() if k != _OWED} for g in saved["param_groups"]]
         with self._unchanged_if_it_fails():
-            self._load_shared({**saved, "state": plain, "param_groups": groups})
+            self._load_shared({**saved, "state": plain, "param_groups": groups}, copy=copy)
+            self._means = means or {}
             for mean, members in self._flat_means() if compressed else ():
                 errors = mean.parts_of(mean.worker_N)
+                mean.start_anew()
                 for position, (entry, error) in enumerate(zip(members, errors, strict=True)):
                     state = saved["state"].get(entry.number, {})
-                    if "owed" in state:
-                        error.copy_(state["owed"])
+                    error.copy_(state.get("owed", error.new_zeros(())))
                     if position in mean.touched and "touched_rows" in state:
                         mean.touched[position] |= state["touched_rows"].reshape(-1)
-                mean.settled = False
                 for name in ("exp_avg_sq", "exp_avg"):
                     # A parameter may be new: frozen until now.
-                    mean.note_rows(
-                        [self.state[e.parameter].get(name, e.parameter * 0) for e in members]
-                    )
+                    mean.note_rows([self.state[e.parameter].get(name) for e in members])
                 mean.note_rows(errors)
 
     @contextlib.contextmanager
@@ -739,7 +774,7 @@ class CompressedOptimizer(Optimizer, ABC):
         """Whether a state was saved while parameters differed between ranks."""
         return False
 
-    def _load_shared(self, state_dict: dict[str, Any]) -> None:
+    def _load_shared(self, state_dict: dict[str, Any], *, copy: bool = True) -> None:
         """All but the errors."""
         masks = [group.get("exp_avg_mask") for group in self.param_groups]
         private = ["worker_error", "touched_rows"]
@@ -750,7 +785,12 @@ class CompressedOptimizer(Optimizer, ABC):
             index: {key: value for key, value in state.items() if key not in private}
             for index, state in state_dict["state"].items()
         }
-        super().load_state_dict({**state_dict, "state": plain})
+        # Without tensors, which torch casts to the type of the parameter; that may be shorter.
+        numbers = {
+            index: {k: v for k, v in state.items() if not isinstance(v, Tensor)}
+            for index, state in plain.items()
+        }
+        super().load_state_dict({**state_dict, "state": numbers})
         parameters = [p for group in self.param_groups for p in group["params"]]
         for index, state in plain.items():
             parameter = parameters[index]
@@ -759,10 +799,9 @@ class CompressedOptimizer(Optimizer, ABC):
                 if key == "step" or (is_count and value.dim() == 0):
                     self.state[parameter][key] = int(value)
                 elif isinstance(value, Tensor):
-                    # torch casts to the type of the parameter, which may be shorter.
                     dtype = torch.promote_types(value.dtype, torch.float32)
                     self.state[parameter][key] = value.detach().to(
-                        parameter.device, dtype, copy=True
+                        parameter.device, dtype, copy=copy
                     )
         for group, mask in zip(self.param_groups, masks, strict=True):
             # Those of torch and DeepSpeed count in the state of each parameter.

@@ -69,6 +69,7 @@ class CompressedMean:
         packing = BlockPacking([t.shape for t in tensors], block)
         device, self.parts_of = tensors[0].device, packing.pieces
         self._offsets = packing.offsets
+        self._is_padded = packing.numel != sum(packing.sizes)
         self.flat_N = torch.zeros(packing.numel, device=device)
         self.views = self.parts_of(self.flat_N)
         shard = shard_numel(packing.numel, self.size, block)
@@ -164,10 +165,19 @@ class CompressedMean:
         self.server_M.zero_()
         self.settled = True
 
-    def note_rows(self, values: Sequence[Tensor]) -> None:
-        """Mark rows that are not zero in tensors that all ranks hold alike."""
+    def start_anew(self) -> None:
+        """As when it was made, but for the error of this rank's tensors, which the caller sets."""
+        self.flat_N.zero_()
+        self.server_M.zero_()
+        self.settled = False
+        for touched_R in self.touched.values():
+            touched_R.fill_(False)
+
+    def note_rows(self, values: Sequence[Tensor | None]) -> None:
+        """Mark rows that are not zero in tensors that all ranks hold alike; None is of zeros."""
         for index, touched_R in self.touched.items():
-            touched_R |= _nonzero_rows(values[index])
+            if (value := values[index]) is not None:
+                touched_R |= _nonzero_rows(value)
         self.refresh()
 
     def note_local_rows(self, operation: str) -> None:
@@ -194,11 +204,14 @@ class CompressedMean:
 
     def refresh(self) -> None:
         """Find out again what stays zero, after `touched` or the masks have changed."""
+        self._watched = [i for i, touched_R in self.touched.items() if not bool(touched_R.all())]
+        self._zeros_N = self._partial = None
+        if not (self._watched or self._masks or self._is_padded):
+            return
         zeros_N = torch.ones_like(self.flat_N, dtype=torch.bool)
         parts = self.parts_of(zeros_N)
         for part in parts:
             part.fill_(False)
-        self._watched = [i for i, touched_R in self.touched.items() if not bool(touched_R.all())]
         for index in self._watched:
             untouched_R = ~self.touched[index]
             parts[index].view(len(untouched_R), -1).logical_or_(untouched_R.unsqueeze(1))
@@ -206,7 +219,6 @@ class CompressedMean:
             if mask.numel() == parts[index].numel():
                 mask = mask.reshape(parts[index].shape)
             parts[index].logical_or_(mask.to(zeros_N.device) == 0)
-        self._zeros_N = self._partial = None
         if bool(zeros_N.any()):
             self._zeros_N = zeros_N
             partial = PartialBlocks.of(zeros_N, self.block)

@@ -50,9 +50,23 @@ class SlicedOptimizer(Optimizer, ABC):
         Raises:
             ValueError: the state is of parameters with other names or sizes.
         """
-        state_dict = take_states(self, by_name(self._op, self.param_groups, state_dict))
-        kept = self.param_groups
-        super().load_state_dict(state_dict)
+        self.take_over(by_name(self._op, self.param_groups, state_dict), copy=True)
+
+    def take_over(self, state_dict: dict[str, Any], *, copy: bool = False) -> None:
+        """Go on from a state as `load_state_dict` does, by the numbers of the parameters.
+
+        Args:
+            state_dict: of torch's form.
+            copy: False keeps tensors that are of the right type.
+        """
+        state_dict = take_states(self, state_dict)
+        kept, numbers, tensors = self.param_groups, {}, {}
+        for number, state in state_dict["state"].items():
+            held = {k: v for k, v in state.items() if k != "step" and isinstance(v, Tensor)}
+            # Not for torch, which casts to the type of the parameter.
+            numbers[number] = {k: v for k, v in state.items() if k not in held}
+            tensors[number] = held
+        super().load_state_dict({**state_dict, "state": numbers})
         for group, old, mine in zip(
             self.param_groups, state_dict["param_groups"], kept, strict=True
         ):
@@ -60,12 +74,10 @@ class SlicedOptimizer(Optimizer, ABC):
                 group.setdefault(name, value)
             group["float32_state"] = mine["float32_state"]
             for parameter, number in zip(group["params"], old["params"], strict=True):
-                for name, value in state_dict["state"].get(number, {}).items():
-                    if name != "step" and isinstance(value, Tensor):
-                        # torch has cast it to the type of the parameter.
-                        self.state[parameter][name] = value.detach().to(
-                            parameter.device, state_dtype(parameter, group), copy=True
-                        )
+                for name, value in tensors.get(number, {}).items():
+                    self.state[parameter][name] = value.detach().to(
+                        parameter.device, state_dtype(parameter, group), copy=copy
+                    )
 
     @outside_graphs
     @torch.no_grad()

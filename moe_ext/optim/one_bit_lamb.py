@@ -169,13 +169,13 @@ class OneBitLamb(OneBitAdam):
         found.setdefault("exp_avg_sq_fresh", torch.zeros_like(found["exp_avg_sq"]))
         return found
 
-    def _load_shared(self, state_dict: dict[str, Any]) -> None:
+    def _load_shared(self, state_dict: dict[str, Any], *, copy: bool = True) -> None:
         # Zeros stand for none: at the freeze, zeros are filled.
         shared = {
             number: {k: v for k, v in state.items() if k != "exp_avg_sq_fresh" or bool(v.any())}
             for number, state in state_dict["state"].items()
         }
-        super()._load_shared({**state_dict, "state": shared})
+        super()._load_shared({**state_dict, "state": shared}, copy=copy)
 
     def _apply(self, group: dict[str, Any], entries: list[Entry]) -> None:
         entries = [entry for entry in entries if entry.parameter.numel()]
