@@ -9,6 +9,7 @@ import torch
 from moe_ext import _library, _memory, _runtime_library
 from moe_ext._version import __version__
 from moe_ext.attention import libraries
+from moe_ext.distributed.dispatch import deep_ep, nccl_ep, symmetric_memory
 from moe_ext.ops import grouped_providers
 
 _OPTIONAL = {
@@ -86,6 +87,9 @@ def _backends() -> dict[str, str]:
     if torch.distributed.is_available():
         backends["gloo"] = "available" if torch.distributed.is_gloo_available() else "absent"
         backends["nccl"] = "available" if torch.distributed.is_nccl_available() else "absent"
+        for name, carrier in (("nccl_ep", nccl_ep), ("deep_ep", deep_ep)):
+            backends[name] = carrier.LIBRARY.state()
+        backends["symm_mem"] = symmetric_memory.state()
     else:
         backends["distributed"] = "absent: this torch is built without torch.distributed"
     backends["runtime"] = _runtime_library.state()

@@ -108,8 +108,8 @@ class RowBudget:
         static: across ranks, every rank sends `rows / P` rows to each of the P ranks, padding
             included, so that sizes follow from no count: nothing waits for the device before the
             rows travel. "rounds" then reads one number behind the queued work of the first round,
-            "drop" nothing, and a CUDA graph can hold it. It is for `dispatcher="alltoall"`. On one
-            rank it changes nothing: sizes never follow from counts there.
+            "drop" nothing, and a CUDA graph can hold it. It is for `dispatcher="alltoall"` (or
+            "symm_mem"). On one rank it changes nothing: sizes never follow from counts there.
 
     Raises:
         ValueError: a value is out of its range.

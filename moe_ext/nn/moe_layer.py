@@ -106,8 +106,10 @@ class MoELayer(CountingModule):
         shared_expert_gate: weigh the shared expert by `sigmoid(x @ w)`, as Qwen2-MoE does.
         ep_group: process group to spread the experts over; None keeps all experts on this rank.
         dispatcher: "auto", "local", "alltoall", "dedup", "hierarchical", "allgather", or a
-            `TokenDispatcher`; "auto" is "local" on one rank, and on several the one that takes
-            least time in a rehearsal at the first forward pass, see `explain_dispatch`.
+            `TokenDispatcher`; "auto" is "local" on one rank, and on several the one of these that
+            takes least time in a rehearsal at the first forward pass, see `explain_dispatch`.
+            "nccl_ep", "deep_ep" and "symm_mem" (with a `row_budget`) are libraries of NVIDIA's
+            GPUs, which no GPU has tried yet.
         combine: what comes back from the ranks of the experts: "exact", the result of every slot,
             for the same bits on any number of ranks; or "reduced", one sum a token and rank, which
             is less to send (see `DedupDispatcher`).
@@ -116,9 +118,9 @@ class MoELayer(CountingModule):
             of float32, 0.52 of bfloat16. A `Wire` sets each of the four ways by itself. On one rank
             nothing travels, and nothing is rounded. NaN and infinity arrive as NaN.
         overlap: parts that the tokens of a pass are cut into: one part travels while the experts
-            work on the one before, forward and backward, with every dispatcher but "allgather". 1
-            sends all at once. For slow links and experts with much to do: each part takes messages
-            of its own, and about 1/overlap of the shorter of the two stays in sight.
+            work on the one before, forward and backward, with "alltoall", "dedup", "hierarchical"
+            and "auto". 1 sends all at once. For slow links and experts with much to do: each part
+            takes messages of its own, and about 1/overlap of the shorter of the two stays in sight.
         device: device of the parameters.
         dtype: dtype of the parameters.
 
@@ -723,7 +725,7 @@ def _make_dispatcher(
         ep_group,
         combine=combine,
         wire=wire,
-        in_rounds=row_budget is not None,
+        max_rows=None if row_budget is None else row_budget.rows,
     )
 
 

@@ -22,13 +22,16 @@ from moe_ext.distributed.dispatch.dedup import (
     DedupDispatcher,
     HierarchicalDispatcher,
 )
+from moe_ext.distributed.dispatch.deep_ep import DeepEpDispatcher
 from moe_ext.distributed.dispatch.local import LocalDispatcher
 from moe_ext.distributed.dispatch.named import DISPATCHERS, named_dispatcher
+from moe_ext.distributed.dispatch.nccl_ep import NcclEpDispatcher
 from moe_ext.distributed.dispatch.static import (
     check_static,
     static_chunks,
     telling_in_agreement,
 )
+from moe_ext.distributed.dispatch.symmetric_memory import SymmetricMemoryDispatcher
 from moe_ext.distributed.dispatch.wire import Wire
 
 __all__ = [
@@ -39,13 +42,16 @@ __all__ = [
     "AutoDispatcher",
     "Chunk",
     "DedupDispatcher",
+    "DeepEpDispatcher",
     "DispatchCandidate",
     "DispatchChoice",
     "DispatchMetadata",
     "HierarchicalDispatcher",
     "LocalDispatcher",
+    "NcclEpDispatcher",
     "Part",
     "RowWeights",
+    "SymmetricMemoryDispatcher",
     "TokenDispatcher",
     "Wire",
     "WrappedDispatcher",

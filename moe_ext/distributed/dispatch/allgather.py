@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext.distributed import comm
-from moe_ext.distributed.dispatch.base import TokenDispatcher, no_chunks
+from moe_ext.distributed.dispatch.base import no_chunks, no_parts
 from moe_ext.distributed.dispatch.chunks import Chunk
 from moe_ext.distributed.dispatch.dedup import DedupDispatcher
 from moe_ext.distributed.dispatch.hops import Hop, Route, packed, unpacked
@@ -90,7 +90,7 @@ class AllGatherDispatcher(DedupDispatcher):
 
     def cut(self, num_parts: int) -> DedupDispatcher:
         """Refused: rows come with their indices."""
-        return TokenDispatcher.cut(self, num_parts)  # type: ignore[return-value]
+        raise no_parts(self, num_parts)
 
     def chunks(self, *args: Any, **options: Any) -> list[Chunk]:
         """Refused: see the class."""

@@ -374,11 +374,7 @@ class TokenDispatcher:
             ValueError: it sends whole batches alone.
         """
         if type(self).dispatch is not TokenDispatcher.dispatch:
-            raise ValueError(
-                "MoELayer: expected dispatcher to be one that sends rows in parts ('alltoall', "
-                f"'dedup', 'hierarchical', 'auto') with overlap={num_parts}, got "
-                f"{type(self).__name__}"
-            )
+            raise no_parts(self, num_parts)
         found = copy.copy(self)
         found.num_parts = num_parts
         found._facts = {**self._facts, "overlap": num_parts}
@@ -910,6 +906,14 @@ def _weight_of_rows(tables: ops.Permutation, weights_TK: Tensor, num_rows: int) 
 def take_part(rows: Tensor) -> Tensor:
     """Rows in a graph, for an exchange through which gradients of another rank come back."""
     return rows if rows.requires_grad else rows.detach().requires_grad_()
+
+
+def no_parts(dispatcher: object, num_parts: int) -> ValueError:
+    """Error of a dispatcher that sends no parts of a batch."""
+    return ValueError(
+        "MoELayer: expected dispatcher to be one that sends rows in parts ('alltoall', 'dedup', "
+        f"'hierarchical', 'auto') with overlap={num_parts}, got {type(dispatcher).__name__}"
+    )
 
 
 def no_chunks(dispatcher: object) -> TypeError:

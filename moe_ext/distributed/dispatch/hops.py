@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ class Route:
         expert_capacity: rows that an expert gets at most; None without limit.
         has_backward: whether tokens of some rank get a gradient.
         arrived: the received tokens themselves where they came with their indices, until used.
+        handle: what a library that carries the rows knows of this way.
     """
 
     once: ops.Permutation
@@ -54,6 +56,7 @@ class Route:
     expert_capacity: int | None
     has_backward: bool
     arrived: list[Tensor]
+    handle: Any = None
 
     def take_once(self, x_TD: Tensor) -> Tensor:
         """The rows `[U, D]` that travel."""
@@ -187,23 +190,70 @@ class Hop(AllToAllDispatcher):
     def start_back(
         self,
         rows: Tensor,
-        sent: Sequence[int],
-        received: Sequence[int],
+        route: Route,
         name: str,
         format: str | None,
         *,
+        slots: bool,
         backward: bool,
         beside: bool = False,
     ) -> Callable[[], Tensor]:
         """Begin to send rows the way back, results or gradients; what waits for them.
 
+        Rows of slots come in the order of `route.slots`, those of tokens in that of `route.once`.
         Gradients are multiplied by the factor of `TokenDispatcher`.
         """
+        splits = (route.slots_received, route.slots_sent) if slots else (route.received, route.sent)
+        return self._start_back(rows, *splits, name, format, backward=backward, beside=beside)
+
+    def bring_sums(
+        self,
+        y_UD: Tensor,
+        route: Route,
+        name: str,
+        formats: Formats,
+        meanwhile: Callable[[], None] | None,
+    ) -> Tensor:
+        """Add up at home what each token has on the ranks, `[T, D]`; differentiable."""
+        back_UD = self.exchange_rows(
+            y_UD,
+            route.received,
+            route.sent,
+            grad_scale=1.0 / self.grad_scale,
+            operation=f"{self.operation} {name}",
+            meanwhile=meanwhile,
+            formats=formats,
+        )
+        return ops.unpermute_tokens(back_UD, route.once)
+
+    def return_weights(self, routes: Sequence[Route], grads: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of the weights `[T, K]` of each part, of those that arrived."""
+        sent, received = [route.sent for route in routes], [route.received for route in routes]
+        joined = join_parts(grads, received)
+        name = "weights backward"
+        back = self._start_back(
+            joined, total(received), total(sent), name, None, backward=True, beside=False
+        )
+        parts = zip(split_parts(back(), sent), routes, strict=True)
+        # A slot is on one rank: the others add zeros.
+        return [ops.unpermute_tokens(part, route.once) for part, route in parts]
+
+    def _start_back(
+        self,
+        rows: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        name: str,
+        format: str | None,
+        *,
+        backward: bool,
+        beside: bool,
+    ) -> Callable[[], Tensor]:
         wait = start_rows(
             rows,
             self.group,
-            received,
-            sent,
+            send,
+            receive,
             format=format,
             operation=f"{self.operation} {name}",
             beside=beside,
@@ -318,26 +368,16 @@ class Journey:
         """Add up on the way back what each token has on the ranks, `[T, D]`; differentiable."""
         last = self.hops[0]
         for hop, route in zip(reversed(self.hops), reversed(self.routes), strict=True):
-            back_UD = hop.exchange_rows(
-                y_UD,
-                route.received,
-                route.sent,
-                grad_scale=1.0 / hop.grad_scale,
-                operation=f"{hop.operation} {name}",
-                meanwhile=meanwhile if hop is last else None,
-                formats=formats,
-            )
-            y_UD = ops.unpermute_tokens(back_UD, route.once)
+            y_UD = hop.bring_sums(y_UD, route, name, formats, meanwhile if hop is last else None)
         return y_UD
 
     def start_sums(
         self, grad_UD: Tensor, name: str, format: str | None, *, beside: bool
     ) -> Callable[[], Tensor]:
         """The same of gradients, in no graph; what waits for them."""
-        splits = [(route.sent, route.received) for route in self.routes]
         between = [route.once for route in self.routes[1:]]
         wait = self._start_back(
-            grad_UD, splits, between, name, format, backward=True, beside=beside
+            grad_UD, between, name, format, slots=False, backward=True, beside=beside
         )
         return lambda: ops.unpermute_tokens(wait(), self.routes[0].once)
 
@@ -346,31 +386,29 @@ class Journey:
     ) -> Callable[[], Tensor]:
         """Begin to bring slots `[S, D]` back, ordered as `routes[0].slots`; what waits for them."""
         rows_SD = ops.unpermute_tokens(rows, self.by_slot)
-        splits = [(route.slots_sent, route.slots_received) for route in self.routes]
         return self._start_back(
-            rows_SD, splits, self.places, name, format, backward=backward, beside=beside
+            rows_SD, self.places, name, format, slots=True, backward=backward, beside=beside
         )
 
     def _start_back(
         self,
         rows: Tensor,
-        splits: Sequence[tuple[Sequence[int], Sequence[int]]],
         between: Sequence[ops.Permutation],
         name: str,
         format: str | None,
         *,
+        slots: bool,
         backward: bool,
         beside: bool,
     ) -> Callable[[], Tensor]:
         """Bring rows back over all hops but the first, and begin that one; what waits for it.
 
-        `splits` are rows sent and received of each hop, and `between` puts the rows of each hop but
-        the first in the order of the one before it.
+        `between` puts the rows of each hop but the first in the order of the one before it.
         """
+        way: dict[str, bool] = {"slots": slots, "backward": backward}
         for i in reversed(range(len(self.hops))):
-            wait = self.hops[i].start_back(
-                rows, *splits[i], name, format, backward=backward, beside=beside and i == 0
-            )
+            hop, route = self.hops[i], self.routes[i]
+            wait = hop.start_back(rows, route, name, format, beside=beside and i == 0, **way)
             if i > 0:
                 rows = ops.unpermute_tokens(wait(), between[i - 1])
         return wait
@@ -378,14 +416,8 @@ class Journey:
 
 def return_weights(journeys: Sequence[Journey], grads: Sequence[Tensor]) -> list[Tensor]:
     """The gradients of the weights `[T, K]` of each part, of those where the experts are."""
-    # A slot is on one rank: the others add zeros.
     found = list(grads)
     for i in reversed(range(len(journeys[0].hops))):
-        hop, routes = journeys[0].hops[i], [journey.routes[i] for journey in journeys]
-        sent, received = [route.sent for route in routes], [route.received for route in routes]
-        joined = join_parts(found, received)
-        name = "weights backward"
-        back = hop.start_back(joined, total(sent), total(received), name, None, backward=True)()
-        parts = zip(split_parts(back, sent), routes, strict=True)
-        found = [ops.unpermute_tokens(part, route.once) for part, route in parts]
+        routes = [journey.routes[i] for journey in journeys]
+        found = journeys[0].hops[i].return_weights(routes, found)
     return found

@@ -14,7 +14,10 @@ from moe_ext.distributed.dispatch.dedup import (
     DedupDispatcher,
     HierarchicalDispatcher,
 )
+from moe_ext.distributed.dispatch.deep_ep import DeepEpDispatcher
 from moe_ext.distributed.dispatch.local import LocalDispatcher
+from moe_ext.distributed.dispatch.nccl_ep import NcclEpDispatcher
+from moe_ext.distributed.dispatch.symmetric_memory import SymmetricMemoryDispatcher
 from moe_ext.distributed.dispatch.wire import Wire
 from moe_ext.distributed.groups import group_size
 
@@ -24,7 +27,9 @@ _SENT_ONCE = {
     "hierarchical": HierarchicalDispatcher,
     "allgather": AllGatherDispatcher,
 }
-DISPATCHERS = ("auto", "local", "alltoall", *_SENT_ONCE)
+# Those over a library, which codes no rows.
+_LIBRARIES = {"nccl_ep": NcclEpDispatcher, "deep_ep": DeepEpDispatcher}
+DISPATCHERS = ("auto", "local", "alltoall", *_SENT_ONCE, *_LIBRARIES, "symm_mem")
 
 
 def named_dispatcher(
@@ -35,21 +40,21 @@ def named_dispatcher(
     *,
     combine: str = "exact",
     wire: Wire | str | None = None,
-    in_rounds: bool = False,
+    max_rows: int | None = None,
 ) -> TokenDispatcher:
     """The dispatcher that a name stands for.
 
     Args:
         owner: name for error messages.
-        name: "auto", "local", "alltoall", "dedup", "hierarchical" or "allgather"; "auto" is "local"
-            on one rank.
+        name: one of `DISPATCHERS`; "auto" is "local" on one rank.
         num_experts: E, a multiple of the size of the group.
         group: process group; None or one rank keeps all rows on this rank.
         combine: "exact" or "reduced", see `DedupDispatcher`.
         wire: see `TokenDispatcher`.
-        in_rounds: whether it is to serve a `RowBudget`.
+        max_rows: rows of the `RowBudget` that it is to serve.
 
     Raises:
+        RuntimeError: a library is missing, on every rank.
         ValueError: no such name, or one that does not go with the group or the options.
     """
     wire = Wire.of(owner, wire)
@@ -69,14 +74,28 @@ def named_dispatcher(
         raise ValueError(
             f"{owner}: expected ep_group to be a process group for dispatcher={name!r}, got None"
         )
-    if name == "alltoall":
-        if combine != "exact":
+    if name in _LIBRARIES:
+        if wire != Wire():
             raise ValueError(
-                f"{owner}: expected dispatcher to be one of {tuple(_SENT_ONCE)} for "
-                f"combine={combine!r}, got 'alltoall'"
+                f"{owner}: expected wire to be None with dispatcher={name!r}, which codes no rows, "
+                f"got {wire}"
             )
+        return _LIBRARIES[name](num_experts, group, combine=combine)
+    if name not in _SENT_ONCE and combine != "exact":
+        raise ValueError(
+            f"{owner}: expected dispatcher to be one of {(*_SENT_ONCE, *_LIBRARIES)} for "
+            f"combine={combine!r}, got {name!r}"
+        )
+    if name == "alltoall":
         return AllToAllDispatcher(num_experts, group, wire=wire)
-    if in_rounds and name == "allgather":
+    if name == "symm_mem":
+        if max_rows is None:
+            raise ValueError(
+                f"{owner}: expected row_budget with dispatcher='symm_mem', whose memory has one "
+                "size on all ranks, or a SymmetricMemoryDispatcher with max_rows, got None"
+            )
+        return SymmetricMemoryDispatcher(num_experts, group, max_rows=max_rows, wire=wire)
+    if max_rows is not None and name == "allgather":
         raise ValueError(
             f"{owner}: expected dispatcher to be one that sends rows in rounds ('alltoall', "
             "'dedup', 'hierarchical') with a row_budget, got 'allgather'"

@@ -104,6 +104,7 @@ class _RowsUnderway:
     counted: bool
     formats: Formats
     beside: bool
+    exchange: Callable[..., None] | None = None
     underway: Tensor | None = None
     works: list[Underway] | streams.Beside | None = None
     layer: weakref.ref[nn.Module] | None = field(default_factory=running.get)
@@ -120,9 +121,14 @@ class _RowsUnderway:
         with self._naming(backward):
             if debugging.ENABLED:
                 debugging.compare("all_to_all", sent, self.group, self.operation, send, receive)
-            if streams.has_streams(sent.device):
+            if self.exchange is not None or streams.has_streams(sent.device):
                 exchange = functools.partial(
-                    dist.all_to_all_single, out, sent, list(receive), list(send), group=self.group
+                    self.exchange or dist.all_to_all_single,
+                    out,
+                    sent,
+                    list(receive),
+                    list(send),
+                    group=self.group,
                 )
                 self.works = streams.run_beside(exchange, sent, out, purpose="tokens")
                 return
@@ -199,6 +205,7 @@ def all_to_all_rows(
     meanwhile: Callable[[], None] | None = None,
     counted: bool = False,
     formats: Formats = (None, None),
+    exchange: Callable[..., None] | None = None,
 ) -> Tensor:
     """Exchange rows with every rank of a group; differentiable.
 
@@ -216,6 +223,7 @@ def all_to_all_rows(
             beside that of the gradients.
         counted: count what is sent, forward and backward; for callers that do not do so themselves.
         formats: in which the rows travel, and their gradients; see `Wire`.
+        exchange: what sends them, called as `all_to_all_single` is, which is the default.
 
     Returns:
         `[R, D]`, ordered by source rank. Ranks with no row take part like any other.
@@ -224,7 +232,9 @@ def all_to_all_rows(
         RankFailureError: a rank died or did not answer; the message names it. Forward and backward.
     """
     beside = meanwhile is not None
-    rows = _RowsUnderway(group, send, receive, grad_scale, operation, counted, formats, beside)
+    rows = _RowsUnderway(
+        group, send, receive, grad_scale, operation, counted, formats, beside, exchange
+    )
     empty = _Start.apply(x_ND, rows)
     if meanwhile is not None:
         meanwhile()
