@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import multiprocessing
 import os
 import pickle
@@ -33,6 +34,8 @@ def _rank_main(
     group_timeout: float,
 ) -> None:
     """Body of one rank: join the group, run, send (result, None) or (None, traceback)."""
+    # What was imported before the fork stays shared: the collector neither reads nor copies it.
+    gc.freeze()
     torch.set_num_threads(1)
     try:
         dist.init_process_group(

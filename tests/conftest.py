@@ -2,6 +2,7 @@
 
 import contextlib
 import fnmatch
+import gc
 import importlib.util
 import os
 
@@ -28,6 +29,10 @@ CUDA = ["cuda"] if torch.cuda.is_available() else []
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The workers share the cores.
     torch.set_num_threads(1)
+    # Ranks outnumber the cores: who is woken waits for its turn. Otherwise it interrupts the thread
+    # that holds a Gloo connection's lock, and then spins on that lock.
+    if hasattr(os, "SCHED_BATCH"):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 # Ranks are forked from a process that has imported these: each would take seconds over them.
@@ -71,6 +76,11 @@ def pytest_collection_modifyitems(config, items):
     # Who names a case on the command line wants it.
     elif not any("[" in argument for argument in config.args):
         keep_pairs(config, items)
+
+
+def pytest_collection_finish():
+    """Spares the collector of garbage what was imported, and the tests."""
+    gc.freeze()
 
 
 def keep_pairs(config, items):
