@@ -24,6 +24,7 @@ from moe_ext.distributed.dtensor import divided_as, is_dtensor, state_dicts_of_p
 from moe_ext.distributed.failures import RankFailureError, first_line, naming_failed_ranks
 from moe_ext.distributed.groups import is_initialized, resolve_group, small_message_device
 from moe_ext.distributed.placement import (
+    ExpertShards,
     Placement,
     logical_names,
     placements,
@@ -152,6 +153,8 @@ class TrainingState:
             if len(size) == 0:
                 state[full_name] = torch.zeros((), dtype=dtype)
                 continue
+            if isinstance(place, ExpertShards) and size.numel() < parameter.numel() * num_parts:
+                continue  # rows that 1-bit optimizers find out anew
             alone = place is None or place.num_parts == 1
             shape = size if place is None or alone else _local_shape(size, parameter, place)
             if (

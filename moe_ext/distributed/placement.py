@@ -528,6 +528,11 @@ def known_shard(parameter: Tensor) -> Placement | None:
     return _sharded.get(parameter)
 
 
+def is_expert_shard(parameter: Tensor) -> bool:
+    """Whether other ranks hold other shards of the same experts, in a mesh with etp."""
+    return isinstance(known_shard(parameter), ExpertShards)
+
+
 def sharded_tensors(model: nn.Module) -> list[str]:
     """Names, all of each, of parameters and buffers that differ between the ranks of a group."""
     found = [*sharded_parameters(model).values(), *sharded_buffers(model).values()]

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ext.distributed.placement import is_expert_shard
+
 _KNOWN_BACKENDS = ("nccl", "gloo", "mpi", "hccl", "compressed")
 
 
@@ -51,6 +53,17 @@ def check_expert_axis(op: str, group: dict[str, Any], group_index: int) -> None:
                 f"{op}: expected parameters of a group with per_expert=True to have a first "
                 f"dimension of experts, got shape {tuple(parameter.shape)} for "
                 f"{label(group, group_index, index)}"
+            )
+
+
+def check_whole_experts(op: str, group: dict[str, Any], group_index: int) -> None:
+    """ValueError for a shard of an expert, whose norms and rows are on other ranks in part."""
+    for index, parameter in enumerate(group["params"]):
+        if is_expert_shard(parameter):
+            raise ValueError(
+                f"{op}: expected experts of a mesh with etp=1, whose norms are those of whole "
+                f"experts, got shards in {label(group, group_index, index)}; take AdamW, "
+                "OneBitAdam or ZeroOneAdam for them"
             )
 
 

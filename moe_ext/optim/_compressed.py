@@ -27,6 +27,7 @@ from moe_ext.distributed.groups import (
     group_size,
     resolve_group,
 )
+from moe_ext.distributed.placement import is_expert_shard
 from moe_ext.distributed.state_dict import show_states, take_states
 from moe_ext.optim._arguments import check_betas, check_expert_axis, check_positive, label
 from moe_ext.optim._compressed_mean import CompressedMean, mean_over_ranks
@@ -653,7 +654,8 @@ class CompressedOptimizer(Optimizer, ABC):
                     state = found[entry.parameter]
                     # NOTE: a DTensor of a view that begins later in memory cannot be copied.
                     state["owed"] = owed.clone()
-                    if position in mean.touched:
+                    # Ranks with shards of an expert find out anew which rows have anything.
+                    if position in mean.touched and not is_expert_shard(entry.parameter):
                         shape = entry.parameter.shape[:-1]
                         state["touched_rows"] = mean.touched[position].view(shape)
         counters: dict[str, int] = {

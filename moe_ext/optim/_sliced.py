@@ -22,9 +22,13 @@ from torch.optim.optimizer import Optimizer
 from moe_ext._compile import outside_graphs
 from moe_ext.distributed.comm import all_reduce_
 from moe_ext.distributed.dtensor import is_dtensor, local_part, sharding_groups
-from moe_ext.distributed.placement import ExpertShards, known_shard
 from moe_ext.distributed.state_dict import take_states
-from moe_ext.optim._arguments import Trained, check_expert_axis, trained_parameters
+from moe_ext.optim._arguments import (
+    Trained,
+    check_expert_axis,
+    check_whole_experts,
+    trained_parameters,
+)
 from moe_ext.optim._saved_states import by_name
 
 _ADAM_BUFFERS = ("exp_avg", "exp_avg_sq")
@@ -39,7 +43,9 @@ class SlicedOptimizer(Optimizer, ABC):
         """Add a group, with options of its own."""
         self._check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        check_expert_axis(self._op, self.param_groups[-1], len(self.param_groups) - 1)
+        group, number = self.param_groups[-1], len(self.param_groups) - 1
+        check_expert_axis(self._op, group, number)
+        check_whole_experts(self._op, group, number)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state; by the names of the parameters, where both have names.
@@ -100,11 +106,6 @@ class SlicedOptimizer(Optimizer, ABC):
                 loss = closure()
         trained = trained_parameters(self._op, self.param_groups)
         for entry in trained:
-            if isinstance(known_shard(entry.parameter), ExpertShards):
-                raise ValueError(
-                    f"{self._op}: expected experts of a mesh with etp=1, whose norms are those of "
-                    "whole experts, got shards of them"
-                )
             _check_placements(self._op, entry)
         slices = SliceNorms(
             [e.parameter for e in trained], [e.group["per_expert"] for e in trained]

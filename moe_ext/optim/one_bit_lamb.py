@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
-from moe_ext.optim._arguments import check_positive
+from moe_ext.optim._arguments import check_positive, check_whole_experts
 from moe_ext.optim._compressed import Entry
 from moe_ext.optim._sliced import SliceNorms
 from moe_ext.optim._variance import roots
@@ -127,6 +127,15 @@ class OneBitLamb(OneBitAdam):
             block=block,
             communication_data_type=communication_data_type,
         )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See `CompressedOptimizer`; of whole experts, since their norms are those of all shards.
+
+        Raises:
+            ValueError: a parameter is a shard of experts, of a mesh with etp.
+        """
+        super().add_param_group(param_group)
+        check_whole_experts(self._op, self.param_groups[-1], len(self.param_groups) - 1)
 
     def _settings(self) -> dict[str, object]:
         return {

@@ -303,8 +303,8 @@ class Model(nn.Module):
 
 
 def check_expert_parallel():
-    for ep in (2, 4):
-        mesh = md.MoEMesh(dp=4 // ep, ep=ep)
+    for ep, etp in ((2, 1), (4, 1), (1, 2), (2, 2)):
+        mesh = md.MoEMesh(dp=4 if etp > 1 else 4 // ep, ep=ep, etp=etp)
         ours, want = Model(mesh.ep_group), Model(mesh.ep_group)
         groups = optim.param_groups(ours, process_groups=True)
         optimizer = optim.OneBitAdam(groups, 0.01, freeze_step=4, block=BLOCK)
@@ -323,14 +323,40 @@ def check_expert_parallel():
                     torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
         experts = {name for name, *_ in md.expert_parameters(ours)}
         assert_equal_on_ranks([p for n, p in ours.named_parameters() if n not in experts])
+        parts = ep * etp
         replicas = dist.new_subgroups_by_enumeration(
-            [[r for r in range(4) if r % ep == e] for e in range(ep)]
+            [[r for r in range(4) if r % parts == part] for part in range(parts)]
         )[0]
         assert_equal_on_ranks([p for n, p in ours.named_parameters() if n in experts], replicas)
         state = optimizer.rank_state_dict()
-        assert [s["world_size"] for s in state["compression"]["servers"]] == [4, 4 // ep]
+        assert [s["world_size"] for s in state["compression"]["servers"]] == [4, 4 // parts]
         torch.save(state, io.BytesIO())
         optimizer.load_state_dict(state)
+
+
+def check_shards_of_experts_take_the_steps_of_whole_ones():
+    """With etp, in blocks that no shard cuts: bits of whole experts, on as many copies."""
+    mesh = md.MoEMesh(dp=4, ep=1, etp=2)
+    pairs = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
+    torch.manual_seed(1)
+    shards = moe_ext.MoELayer(BLOCK, 2 * BLOCK, 2, ep_group=mesh.ep_group).experts
+    whole = moe_ext.MoELayer(BLOCK, 2 * BLOCK, 2).experts
+    whole.load_state_dict(md.full_state_dict(shards))
+    places = md.placements(shards)
+    with pytest.raises(ValueError, match="OneBitLamb: expected experts of a mesh with etp=1"):
+        optim.OneBitLamb(optim.param_groups(shards, process_groups=True))
+    for name in ("OneBitAdam", "ZeroOneAdam"):
+        groups = optim.param_groups(shards, process_groups=True)
+        found = MAKERS[name](groups, lr=0.05, weight_decay=0.1)
+        wanted = MAKERS[name](whole.parameters(), lr=0.05, weight_decay=0.1, group=pairs)
+        for step in range(14):
+            for index, (path, p) in enumerate(whole.named_parameters()):
+                p.grad = rank_gradient(p.shape, step, dist.get_rank() // 2, index)
+                shards.get_parameter(path).grad = places[path].local(p.grad).contiguous()
+            found.step()
+            wanted.step()
+            for path, p in whole.named_parameters():
+                assert torch.equal(shards.get_parameter(path), places[path].local(p.data)), step
 
 
 def check_non_freeze_stays_dense():
@@ -474,6 +500,7 @@ OF_FOUR = {
     "check_equal_bits": functools.partial(check_equal_bits, "OneBitAdam", torch.float32),
     "check_zeros_stay_zero": functools.partial(check_zeros_stay_zero, "OneBitAdam"),
     "check_expert_parallel": check_expert_parallel,
+    "check_shards_of_experts": check_shards_of_experts_take_the_steps_of_whole_ones,
     "check_it_is_the_published_algorithm": check_it_is_the_published_algorithm,
 }
 
