@@ -176,7 +176,7 @@ def start_all_reduce_(
     """
     made = finish or (lambda reduced: reduced)
     size = group_size(group)
-    if debugging.ENABLED and counted:
+    if counted and debugging.enabled():
         debugging.compare("all_reduce", x, group, operation)
     if size == 1 or x.numel() == 0:
         return Pending.done(made(x))
@@ -198,7 +198,7 @@ def all_reduce_(
 ) -> Tensor:
     """Reduce a contiguous tensor over the ranks, in place; see `start_all_reduce_`."""
     size = group_size(group)
-    if debugging.ENABLED and counted:
+    if counted and debugging.enabled():
         debugging.compare("all_reduce", x, group, operation)
     if size > 1 and x.numel():
         if counted:
@@ -236,7 +236,7 @@ def start_all_gather(
     if size == 1:
         return Pending.done(x if out is None else out.copy_(x))
     sent = x.contiguous()
-    if debugging.ENABLED and counted:
+    if counted and debugging.enabled():
         debugging.compare("all_gather", x, group, operation)
     found = sent.new_empty((size * sent.shape[0], *sent.shape[1:])) if out is None else out
     if sent.numel() == 0:
@@ -312,7 +312,7 @@ def start_reduce_scatter(
     if size == 1 and out is None:
         return Pending.done(x)
     sent = x.contiguous()
-    if debugging.ENABLED and counted:
+    if counted and debugging.enabled():
         debugging.compare("reduce_scatter", x, group, operation)
     found = sent.new_empty((sent.shape[0] // size, *sent.shape[1:])) if out is None else out
     if sent.numel() == 0:
@@ -373,7 +373,7 @@ def all_to_all(
     if size == 1:
         return x
     x = x.contiguous()
-    if debugging.ENABLED:
+    if debugging.enabled():
         debugging.compare("all_to_all", x, group, operation, send, receive)
     num_rows = x.shape[0] if receive is None else sum(receive)
     out = x.new_empty((num_rows, *x.shape[1:]))
@@ -400,7 +400,7 @@ def broadcast_(x: Tensor, group: ProcessGroup | None, source: int, *, operation:
     Raises:
         RankFailureError: a rank died or did not answer; the message names it.
     """
-    if debugging.ENABLED:
+    if debugging.enabled():
         debugging.compare("broadcast", x, group, operation)
     if group_size(group) > 1 and x.numel():
         with naming_failed_ranks(group, operation):

@@ -1,4 +1,6 @@
-"""Comparison of collectives over their ranks before they are sent, with MOE_EXT_DEBUG=1.
+"""Comparison of collectives over their ranks before they are sent.
+
+With MOE_EXT_DEBUG=1 those of all code are compared, with `MoELayer(debug=True)` those of the layer.
 
 A collective that some ranks call otherwise than others hangs, or mixes up bytes. Every call then
 costs one message more, and a wait of the host.
@@ -12,10 +14,17 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed.failures import with_layer
+from moe_ext.distributed.failures import running, with_layer
 from moe_ext.distributed.groups import global_rank, group_ranks, group_size
 
 ENABLED = os.environ.get("MOE_EXT_DEBUG", "0") not in ("", "0")
+
+
+def enabled() -> bool:
+    """Whether calls are compared: as the layer that runs says, else as the environment does."""
+    layer = running.get()
+    wanted: bool | None = None if layer is None else getattr(layer(), "debug", None)
+    return ENABLED if wanted is None else wanted
 
 
 def compare(

@@ -121,6 +121,10 @@ class MoELayer(CountingModule):
             work on the one before, forward and backward, with "alltoall", "dedup", "hierarchical"
             and "auto". 1 sends all at once. For slow links and experts with much to do: each part
             takes messages of its own, and about 1/overlap of the shorter of the two stays in sight.
+        debug: compare operation, shape, dtype and splits of the layer's collectives over the ranks
+            before they are sent, the same on all of them: one that differs is named by a
+            ValueError on every rank. It costs a message for each. None is what the environment's
+            MOE_EXT_DEBUG says.
         device: device of the parameters.
         dtype: dtype of the parameters.
 
@@ -171,6 +175,7 @@ class MoELayer(CountingModule):
         combine: str = "exact",
         wire: Wire | str | None = None,
         overlap: int = 1,
+        debug: bool | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -181,6 +186,7 @@ class MoELayer(CountingModule):
         self.num_experts = num_experts
         self.capacity = _capacity_of(capacity_factor, capacity)
         self.row_budget = row_budget
+        self.debug = debug
         self.balance = balance or Balance()
         self.balance_loss_coef = balance_loss_coef
         self.z_loss_coef = z_loss_coef

@@ -1,6 +1,8 @@
 """Collectives that are compared over the ranks before they are sent."""
 
+import functools
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from moe_ext import MoELayer
 from moe_ext.distributed import comm, debugging, failures
 from moe_ext.distributed.dispatch.rows import all_to_all_rows
+from moe_ext.nn import RowBudget
 from moe_ext.testing import spawn_ranks
 
 
@@ -78,6 +81,52 @@ def test_who_differs_is_named():
     )
     assert "rows: expected the shape of a row to be equal" in first["row"]
     assert "all_gather on rank 0, reduce_scatter on rank 1" in first["kind"]
+
+
+WAYS = ({"dispatcher": "alltoall"}, {"dispatcher": "dedup"}, {})
+WAYS = (*WAYS, {"dispatcher": "alltoall", "row_budget": RowBudget(16, static=True)})
+
+
+def names_of(compare):
+    return {call.args[3] for call in compare.call_args_list}
+
+
+def of_one_layer(rank):
+    world = dist.group.WORLD
+    texts, counts = [], []
+    for options in WAYS:
+        made = functools.partial(MoELayer, 8, 6, 4, 2, ep_group=world, **options)
+        watched, silent, left_out = made(debug=True), made(), made(debug=False)
+        with mock.patch.object(debugging, "compare", side_effect=debugging.compare) as compare:
+            compared = functools.partial(names_of, compare)
+            x = torch.randn(3, 8, requires_grad=True)
+            silent(x).sum().backward()
+            assert not compared(), compared()
+            y = watched(x)
+            forward = compared()
+            compare.reset_mock()
+            y.sum().backward()
+            counts.append((sorted(forward), sorted(compared())))
+            compare.reset_mock()
+            with mock.patch.object(debugging, "ENABLED", True):
+                left_out(x).sum().backward()
+            assert not compared(), compared()
+        with pytest.raises(ValueError) as error:
+            made(debug=bool(rank))(x)
+        texts.append(str(error.value))
+    return texts, counts
+
+
+def test_a_layer_is_compared_by_itself():
+    (texts, counts), other = spawn_ranks(of_one_layer, 2)
+    assert (texts, counts) == other
+    for text in texts:
+        assert "expected debug (or else MOE_EXT_DEBUG) to be equal on every rank" in text
+        assert "False on rank 0, True on rank 1" in text
+    for forward, backward in counts:
+        assert any("counts" in name for name in forward), forward
+        assert any("combine" in name for name in backward), backward
+        assert any("dispatch" in name or "chunk" in name for name in backward), backward
 
 
 def test_off_by_default(monkeypatch):

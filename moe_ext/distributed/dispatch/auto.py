@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_ext.distributed import debugging
 from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.dispatch.allgather import AllGatherDispatcher
 from moe_ext.distributed.dispatch.alltoall import AllToAllDispatcher
@@ -164,6 +165,7 @@ class AutoDispatcher(TokenDispatcher):
             "top_k": top_k,
             "whether there is a row_budget": in_rounds,
             "whether the experts take weights": weighed,
+            "debug (or else MOE_EXT_DEBUG)": debugging.enabled(),
         }
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         code = DTYPES.index(dtype) if dtype in DTYPES else 0

@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext._checks import check_choice, check_integer
+from moe_ext.distributed import debugging
 from moe_ext.distributed.agreement import agree, check_equal_over_ranks, share
 from moe_ext.distributed.dispatch.chunks import (
     Chunk,
@@ -791,7 +792,7 @@ class TokenDispatcher:
         operation = self.operation
         if not self._agreed:
             # The length of the message depends on num_experts.
-            agree(operation, self._facts, None, self.group, own_PM.device)
+            agree(operation, self._first_facts(), None, self.group, own_PM.device)
             self._agreed = True
         message = torch.cat([self._on_device(header, own_PM), own_PM], dim=1)
         received = self.exchange_counts(message, operation=f"{operation} counts")
@@ -825,6 +826,10 @@ class TokenDispatcher:
             sum(limits) if all(limited) else None,
             _IN_GRAPH in graphs,
         )
+
+    def _first_facts(self) -> dict[str, object]:
+        """What the ranks compare at the first call alone: every later message depends on it."""
+        return {**self._facts, "debug (or else MOE_EXT_DEBUG)": debugging.enabled()}
 
     def _on_device(self, header: tuple[int, ...], like: Tensor) -> Tensor:
         """The header for every rank `[P, 6]`; a copy to the device, which waits, happens once."""

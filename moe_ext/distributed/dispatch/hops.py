@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from moe_ext.distributed.dispatch.alltoall import AllToAllDispatcher
 from moe_ext.distributed.dispatch.base import ExchangedCounts
 from moe_ext.distributed.dispatch.rows import join_parts, split_parts, start_rows, total
 from moe_ext.distributed.dispatch.wire import Formats, Wire, decode, encode
+from moe_ext.distributed.failures import in_layer, running
 from moe_ext.distributed.groups import group_rank
 
 
@@ -42,6 +43,7 @@ class Route:
         has_backward: whether tokens of some rank get a gradient.
         arrived: the received tokens themselves where they came with their indices, until used.
         handle: what a library that carries the rows knows of this way.
+        layer: that runs, for messages of the backward pass.
     """
 
     once: ops.Permutation
@@ -57,6 +59,7 @@ class Route:
     has_backward: bool
     arrived: list[Tensor]
     handle: Any = None
+    layer: Any = field(default_factory=running.get)
 
     def take_once(self, x_TD: Tensor) -> Tensor:
         """The rows `[U, D]` that travel."""
@@ -177,15 +180,16 @@ class Hop(AllToAllDispatcher):
         self, rows: Tensor, route: Route, name: str, *, beside: bool
     ) -> Callable[[], Tensor]:
         """Begin to bring the rows of tokens out that a route takes; what waits for them."""
-        return start_rows(
-            route.take_once(rows),
-            self.group,
-            route.sent,
-            route.received,
-            format=None,
-            operation=f"{self.operation} {name}",
-            beside=beside,
-        )
+        with in_layer(route.layer):
+            return start_rows(
+                route.take_once(rows),
+                self.group,
+                route.sent,
+                route.received,
+                format=None,
+                operation=f"{self.operation} {name}",
+                beside=beside,
+            )
 
     def start_back(
         self,
@@ -204,7 +208,8 @@ class Hop(AllToAllDispatcher):
         Gradients are multiplied by the factor of `TokenDispatcher`.
         """
         splits = (route.slots_received, route.slots_sent) if slots else (route.received, route.sent)
-        return self._start_back(rows, *splits, name, format, backward=backward, beside=beside)
+        with in_layer(route.layer):
+            return self._start_back(rows, *splits, name, format, backward=backward, beside=beside)
 
     def bring_sums(
         self,
@@ -231,9 +236,10 @@ class Hop(AllToAllDispatcher):
         sent, received = [route.sent for route in routes], [route.received for route in routes]
         joined = join_parts(grads, received)
         name = "weights backward"
-        back = self._start_back(
-            joined, total(received), total(sent), name, None, backward=True, beside=False
-        )
+        with in_layer(routes[0].layer):
+            back = self._start_back(
+                joined, total(received), total(sent), name, None, backward=True, beside=False
+            )
         parts = zip(split_parts(back(), sent), routes, strict=True)
         # A slot is on one rank: the others add zeros.
         return [ops.unpermute_tokens(part, route.once) for part, route in parts]

@@ -152,7 +152,6 @@ class _Handle:
         dim: D.
         sent: rows for other ranks.
         received: rows from other ranks.
-        layer: that runs.
     """
 
     handle: Any
@@ -160,7 +159,6 @@ class _Handle:
     dim: int
     sent: int
     received: int
-    layer: Any
 
 
 class LibraryHop(Hop):
@@ -233,7 +231,6 @@ class LibraryHop(Hop):
             x_TD.shape[1],
             sum(sent) - sent[rank],
             sum(received) - received[rank],
-            running.get(),
         )
         _count(rows_ND, kept.sent)
         # One row a token: the library adds up what comes back.
@@ -264,7 +261,7 @@ class LibraryHop(Hop):
             return route.arrived.pop
         rows_ND = self._rows(rows, route.slots.top_k)
         _count(rows_ND, route.handle.sent)
-        with self._naming(name, route.handle.layer):
+        with self._naming(name, route.layer):
             arrived_UD = self._transport.send(route.handle.handle, rows_ND)
         return lambda: arrived_UD
 
@@ -315,7 +312,7 @@ class LibraryHop(Hop):
     ) -> tuple[Tensor, Tensor | None]:
         kept: _Handle = route.handle
         _count(rows_UD, kept.received)
-        with self._naming(name, kept.layer):
+        with self._naming(name, route.layer):
             back_ND, grad_NC = self._transport.combine(
                 kept.handle,
                 rows_UD.contiguous(),

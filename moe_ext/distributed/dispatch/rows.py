@@ -119,7 +119,7 @@ class _RowsUnderway:
         self.underway = out = sent.new_empty((sum(receive), *sent.shape[1:]))
         exchanged_rows(sent)
         with self._naming(backward):
-            if debugging.ENABLED:
+            if debugging.enabled():
                 debugging.compare("all_to_all", sent, self.group, self.operation, send, receive)
             if self.exchange is not None or streams.has_streams(sent.device):
                 exchange = functools.partial(

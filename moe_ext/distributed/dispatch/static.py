@@ -145,5 +145,5 @@ def _agree(
 ) -> None:
     # The messages of a graph are those of the pass before it was captured.
     if not is_capturing(device):
-        facts = {**dispatcher._facts, **facts}
+        facts = {**dispatcher._first_facts(), **facts}
         agree(dispatcher.operation, facts, problem, dispatcher.group, device, repeats=True)
