@@ -36,7 +36,7 @@ SAY_WHAT_WAS_LEFT_OUT = $(BIN)/ctest --test-dir $(BUILD_DIR) -N | grep -q "Total
 export PYTHONDONTWRITEBYTECODE =
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
-.PHONY: demo test test-fast test-full docs lint style types bench build compat compat-newest oldest newest cuda gpu-check gpu-report clean
+.PHONY: demo test test-built test-fast test-full docs lint style types bench build compat compat-newest oldest newest cuda kernels gpu-check gpu-report clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -57,6 +57,10 @@ demo: build
 test: $(VENV)/.installed
 	tools/install_test_tools.sh
 	MOE_EXT_TESTS=1 $(MAKE) build
+	$(MAKE) test-built
+
+# Of a build with MOE_EXT_TESTS=1.
+test-built:
 	$(BIN)/ctest --test-dir $(BUILD_DIR) --output-on-failure --parallel "$$(nproc)"
 	$(PYTEST) -m serial $(SERIAL)
 	$(PYTEST) $(WORKERS) --durations=25 -m "not serial"
@@ -113,6 +117,10 @@ bench: build
 
 cuda: $(VENV)/.installed
 	MOE_EXT_CUDA=1 $(MAKE) build
+	$(MAKE) kernels
+
+# Of a build with MOE_EXT_CUDA=1.
+kernels:
 	$(BIN)/python tools/install.py --extra cuda || echo "make cuda: cuobjdump and nvdisasm could not be installed"
 	$(BIN)/python tools/kernel_resources.py $(BUILD_DIR)
 

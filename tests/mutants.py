@@ -258,7 +258,8 @@ def _objects_with(build, source):
     for line in _ninja(build, "-t", "deps"):
         if not line.startswith(" "):
             current = line.partition(":")[0]
-        elif line.strip() == source:
+        # ccache may name it from the build folder on.
+        elif os.path.normpath(build / line.strip()) == source:
             found.add(current)
     return found
 
