@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from moe_ext.distributed._c10d import flat_mesh
 from moe_ext.distributed.agreement import agree
+from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.groups import global_rank, group_ranks
 from moe_ext.distributed.mesh import MoEMesh
 from moe_ext.distributed.placement import (
@@ -45,6 +47,9 @@ def fully_shard(module: nn.Module, mesh: MoEMesh, **options: Any) -> FSDPModule:
 
         fully_shard(block.moe.experts, mesh=mesh.replica_mesh, **options)
         fully_shard(block, mesh=mesh.world_mesh, **options)
+
+    Layers that `parallelize_module` has divided over `mesh.data_mesh["tp"]` are sharded once more,
+    each over the ranks that hold the same shards.
 
     Gradients become those of the mean over all ranks of the local losses: no `sync_gradients` is
     needed. Experts that are fewer than the ranks which share them are sharded along their second
@@ -94,9 +99,24 @@ def fully_shard(module: nn.Module, mesh: MoEMesh, **options: Any) -> FSDPModule:
             # torch 2.11 refuses lists of modules, with a forward pass of their own or without.
             for expert in wrapped:
                 fsdp.fully_shard(expert, **of_experts)
-    if module in experts:
+    divided = [] if mesh.tp_size == 1 else list(_outermost(module, _tensor_parallel(module, mesh)))
+    for wrapped in divided:
+        assert mesh.data_mesh is not None
+        fsdp.fully_shard(wrapped, mesh=flat_mesh(mesh.data_mesh["data", "cp"]), **options)
+    if module in experts or module in divided:
         return cast("FSDPModule", module)
     return fsdp.fully_shard(module, mesh=mesh.world_mesh, **options)
+
+
+def _tensor_parallel(module: nn.Module, mesh: MoEMesh) -> set[int]:
+    """Ids of the parameters that torch's tensor parallelism has divided, and FSDP2 has not."""
+    assert mesh.tp_group is not None
+    ranks = list(group_ranks(mesh.tp_group))
+    return {
+        id(parameter)
+        for parameter in module.parameters()
+        if is_dtensor(parameter) and parameter.device_mesh.mesh.tolist() == ranks
+    }
 
 
 def _outermost(module: nn.Module, shards: set[int]) -> Iterator[nn.Module]:

@@ -260,6 +260,40 @@ def zero_2_and_3():
 
 
 @CHECKS()
+def zero_3_and_tensor_parallel_dense_layers():
+    """Shards of layers are sharded once more over the ranks that hold the same ones."""
+
+    def weight_of(model):
+        return model.blocks["1"].mlp.up.weight
+
+    for ep in (2, 4):
+        mesh = md.MoEMesh(dp=2, tp=2, ep=ep)
+        model = Model(mesh.ep_group)
+        for block in model.blocks.values():
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block.mlp, mesh.data_mesh["tp"], plan)
+            md.fully_shard(block, mesh)
+        md.fully_shard(model, mesh)
+        assert weight_of(model).to_local().shape == (3, DIM)
+        train_shards(mesh, model)
+    # And its checkpoint, into layers that nothing divides.
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer.step()  # by the last gradients
+    md.checkpoint.save(folder[0], model, optimizer)
+    other = Model(md.MoEMesh(dp=2, ep=2).ep_group)
+    moments = torch.optim.AdamW(other.parameters())
+    md.checkpoint.load(folder[0], other, moments)
+    found = md.full_state_dict(other)
+    for name, tensor in md.full_state_dict(model).items():
+        # Copies on ranks of a tp group differ by the order of their sums.
+        torch.testing.assert_close(found[name], tensor, **TIGHT, msg=name)
+    saved = optimizer.state[weight_of(model)]["exp_avg"].full_tensor()
+    assert torch.equal(moments.state[weight_of(other)]["exp_avg"], saved)
+
+
+@CHECKS()
 def checkpointing():
     """All of a block, or its dense part and its experts: these send nothing a second time."""
     mesh, calls = md.MoEMesh(dp=2, ep=2), {}
