@@ -242,11 +242,11 @@ WHOLE: dict[str, Callable[[str, torch.dtype], list[Tensor]]] = {
 
 
 def registered() -> list[str]:
-    """Operators with kernels, less those of the CPU alone: a sum into gradients that are there."""
+    """Operators with kernels, less those of the CPU alone: a sum into gradients, Adam's step."""
     names = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("moe_ext::")}
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     found = {name.removeprefix("moe_ext::") for name in names if has_kernel(name, "CPU")}
-    return sorted(found - {"_grouped_mm_backward_weight_add_"})
+    return sorted(found - {"_grouped_mm_backward_weight_add_", "adam_step_"})
 
 
 def everything() -> list[str]:

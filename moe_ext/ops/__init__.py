@@ -5,6 +5,7 @@ from moe_ext import _library
 _library.load()
 
 from moe_ext.ops.activation import activation, gated_activation  # noqa: E402
+from moe_ext.ops.adam import adam_step_  # noqa: E402
 from moe_ext.ops.assignment import (  # noqa: E402
     SequenceLoad,
     balanced_assignment,
@@ -89,6 +90,7 @@ __all__ = [
     "SparseGradient",
     "ThresholdGradient",
     "activation",
+    "adam_step_",
     "add_pairs_",
     "attention_block",
     "attention_block_",

@@ -1,6 +1,7 @@
 """Optimizers for large batches, sharded parameters and stacked experts, some that compress."""
 
 from moe_ext.optim.adafactor import Adafactor
+from moe_ext.optim.cpu_adamw import CPUAdamW
 from moe_ext.optim.groups import param_groups
 from moe_ext.optim.lamb import LAMB
 from moe_ext.optim.lars import LARS
@@ -13,6 +14,7 @@ __all__ = [
     "LAMB",
     "LARS",
     "Adafactor",
+    "CPUAdamW",
     "Muon",
     "OneBitAdam",
     "OneBitLamb",

@@ -1,6 +1,7 @@
 """Slow, obvious formulas in plain PyTorch: the tests' oracle, and the maths to read."""
 
 from moe_ext.reference.activation import activation, gated_activation
+from moe_ext.reference.adam import adam_step_
 from moe_ext.reference.assignment import (
     balanced_assignment,
     expert_choice_gate,
@@ -50,6 +51,7 @@ from moe_ext.reference.topk import threshold_compress_, topk_compress_
 
 __all__ = [
     "activation",
+    "adam_step_",
     "add_pairs_",
     "attention_block",
     "attention_delta",

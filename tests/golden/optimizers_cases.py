@@ -4,7 +4,7 @@ import torch
 from golden.cases import case, gradient, numbers
 from torch import nn
 
-from moe_ext import optim
+from moe_ext import ops, optim
 
 SHAPES = [(9, 20), (70,), (3, 5, 64), (1,)]
 
@@ -43,6 +43,16 @@ LOCAL = {
     "adafactor": lambda p: optim.Adafactor(p, lr=0.05),
     "adafactor_by_expert": lambda p: experts_apart(p, optim.Adafactor, lr=0.05, foreach=True),
 }
+
+
+@case(("float32", None), ("bfloat16", "bfloat16"), ("float16", "float16"), exact=True)
+def adam_step(kind, copied):
+    param, m, v = numbers("adam", 1000), torch.zeros(1000), torch.zeros(1000)
+    copy = torch.empty(1000, dtype=getattr(torch, copied)) if copied else None
+    for step in (1, 2, 3):
+        grad = gradient(("adam", step), 1000, dtype=getattr(torch, kind))
+        ops.adam_step_(param, grad, m, v, step=step, lr=0.05, grad_scale=0.7, copy=copy)
+    return param, m, v, copy
 
 
 @case(*[(name,) for name in LOCAL])

@@ -1,0 +1,61 @@
+"""Adam's step on the CPU in one pass over the memory."""
+
+import torch
+from torch import Tensor
+
+
+def adam_step_(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    grad_scale: float = 1.0,
+    copy: Tensor | None = None,
+) -> None:
+    r"""Takes a step of AdamW in place, and writes the parameters rounded to 16 bits beside it.
+
+    .. math::
+        g = s\,grad,\quad m \leftarrow m + (1 - \beta_1)(g - m),\quad
+        v \leftarrow \beta_2 v + (1 - \beta_2) g^2,\quad
+        w \leftarrow (1 - \gamma\lambda) w
+        - \frac{\gamma}{1 - \beta_1^t}\, \frac{m}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
+
+    Everything is computed in float32. It is for parameters that are kept on the CPU while a device
+    computes with their copy (ZeRO-Offload): on CUDA there is ``torch.optim.AdamW(fused=True)``.
+
+    Args:
+        param (Tensor): w, float32 on the CPU, contiguous, of any shape; changed.
+        grad (Tensor): float32, bfloat16 or float16, with as many elements.
+        exp_avg (Tensor): m, float32; changed.
+        exp_avg_sq (Tensor): v, float32; changed.
+        step: t, 1 for the first step.
+        lr: :math:`\gamma`.
+        betas: :math:`\beta_1` and :math:`\beta_2`.
+        eps: :math:`\epsilon`, added outside of the root.
+        weight_decay: :math:`\lambda`, decoupled from the moments.
+        grad_scale: s, such as that of clipping, or the inverse of a loss scale.
+        copy (Tensor, optional): bfloat16 or float16, overwritten by the new w.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype, size or memory; nothing has changed
+            then.
+
+    Deterministic: the same bits for any number of threads and every instruction set.
+
+    Reference: Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, 2021 (arXiv
+    2101.06840), section 5; Loshchilov and Hutter, 2019 (arXiv 1711.05101), algorithm 2.
+    """
+    torch.ops.moe_ext.adam_step_(
+        *(param, grad, exp_avg, exp_avg_sq, copy, step, lr, *betas, eps, weight_decay, grad_scale)
+    )
+
+
+@torch.library.register_fake("moe_ext::adam_step_")
+def _(*args: object) -> None:
+    return None
