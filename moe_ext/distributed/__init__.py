@@ -37,6 +37,7 @@ from moe_ext.distributed.placement import (
 from moe_ext.distributed.sharding_rules import register_sharding_rules
 from moe_ext.distributed.state_dict import full_state_dict
 from moe_ext.distributed.traffic import Traffic, count_traffic
+from moe_ext.distributed.turns import run_in_turns
 
 if TYPE_CHECKING:
     from moe_ext.integrations.deepspeed_config import from_ds_config
@@ -74,6 +75,7 @@ __all__ = [
     "naming_failed_ranks",
     "placements",
     "register_sharding_rules",
+    "run_in_turns",
     "sync_gradients",
     "whole_state_dicts",
 ]

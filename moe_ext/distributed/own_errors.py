@@ -43,6 +43,7 @@ from moe_ext.distributed.failures import (
     with_layer,
 )
 from moe_ext.distributed.groups import group_of_name, group_ranks
+from moe_ext.distributed.turns import pass_turn
 
 _LOOK_EVERY = timedelta(seconds=0.5)
 _GRACE = timedelta(seconds=GRACE_SECONDS)
@@ -150,6 +151,7 @@ class Underway:
         if not self._looks:
             self._work.wait()
             return
+        pass_turn()
         job = _job()
         if job.open:
             _take_back(job)

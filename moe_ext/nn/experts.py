@@ -306,7 +306,9 @@ def late_weights(experts: nn.Module) -> dict[str, Tensor]:
         for name in (module._up_name, "down_proj"):
             weight = module._parameters.get(name)
             # Shards are gathered by the experts' own hooks, which come later.
-            if weight is not None and weight.requires_grad and not is_dtensor(weight):
+            if not isinstance(weight, nn.Parameter) or is_dtensor(weight):
+                continue
+            if weight.requires_grad:
                 found[f"{prefix}.{name}".lstrip(".")] = late_gradient(as_autocast(weight))
     return found
 
