@@ -7,6 +7,7 @@ from moe_ext.pipeline.schedules import ASYNCHRONOUS, SCHEDULES, make_table
 from moe_ext.pipeline.simulate import Costs, Span, Timeline, simulate
 from moe_ext.pipeline.slices import plan_slices
 from moe_ext.pipeline.table import Action, ActionTable
+from moe_ext.pipeline.turn_plan import TurnPlan, plan_turns
 from moe_ext.pipeline.waves import WaveUpdates
 
 __all__ = [
@@ -18,12 +19,14 @@ __all__ = [
     "Pipeline",
     "Span",
     "Timeline",
+    "TurnPlan",
     "WaveUpdates",
     "add_messages",
     "check_table",
     "in_flight",
     "make_table",
     "plan_slices",
+    "plan_turns",
     "simulate",
     "weight_versions",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +18,13 @@ from moe_ext.distributed import agreement
 from moe_ext.distributed.groups import check_group, group_rank, group_ranks, group_size
 from moe_ext.distributed.own_errors import telling
 from moe_ext.distributed.point_to_point import Message, PointToPoint
+from moe_ext.distributed.turns import pass_turn, run_in_turns
 from moe_ext.nn.moe_layer import set_loss_scale
 from moe_ext.nn.torch_state import autocast_dtype
 from moe_ext.pipeline.check import check_table, kept_versions, updates_of
 from moe_ext.pipeline.messages import add_messages
 from moe_ext.pipeline.table import MESSAGES, OF_STAGE, UPDATE, Action, ActionTable
+from moe_ext.pipeline.turn_plan import TurnPlan
 
 LossFunction = Callable[[Tensor, Any], Tensor]
 
@@ -135,7 +138,10 @@ class Pipeline:
     (DistributedDataParallel) see no gradient that W computes: reduce after the step.
 
     Args:
-        table: the same on every rank; `add_messages` completes it where it has no messages.
+        table: the same on every rank; `add_messages` completes it where it has no messages. Or a
+            plan of `plan_turns`: a rank then computes one action while others of its own wait for
+            exchanges between the ranks of their stage. Forward passes draw random numbers from a
+            generator each, seeded by a number of the caller's.
         stages: modules of this rank by number, each of a tensor to a tensor, in floating point
             between stages and alike in shape for all micro-batches; on the CPU.
         loss_fn: gives the loss of the last stage's output and a target, a mean over the batch.
@@ -157,7 +163,7 @@ class Pipeline:
 
     def __init__(
         self,
-        table: ActionTable,
+        table: ActionTable | TurnPlan,
         stages: Mapping[int, nn.Module],
         loss_fn: LossFunction,
         *,
@@ -167,7 +173,10 @@ class Pipeline:
         slice_lengths: Sequence[int] | None = None,
         update: Callable[[int], None] | None = None,
     ) -> None:
-        check_kind("Pipeline", "table", table, ActionTable)
+        check_kind("Pipeline", "table", table, ActionTable, TurnPlan)
+        self._plan = table if isinstance(table, TurnPlan) else None
+        table = self._plan.table if self._plan else table
+        assert isinstance(table, ActionTable)
         check_group(group, "Pipeline", name="group")
         self._device = torch.device("cpu")
         self.rank = group_rank(group)
@@ -180,11 +189,13 @@ class Pipeline:
             problem = error
         facts = {
             "table": "; ".join(" ".join(map(str, row)) for row in table.rows),
+            "turns": self._plan and "; ".join(map(str, self._plan.starts)),
             "recompute": recompute,
             "slice_lengths": slice_lengths and list(slice_lengths),
         }
         agreement.agree("Pipeline", facts, problem, group, self._device)
-        self.table = table if table.has_messages or table.num_ranks == 1 else add_messages(table)
+        is_whole = table.has_messages or table.num_ranks == 1 or self._plan is not None
+        self.table = table if is_whole else add_messages(table)
         self.stages, self._loss_fn, self._group = dict(stages), loss_fn, group
         self._last, self._recompute = table.num_stages - 1, recompute
         self._failed = False
@@ -198,6 +209,8 @@ class Pipeline:
         self._lengths = list(slice_lengths or ())
         self._update = update
         self._versions = kept_versions(table)
+        # Weights and scales of a stage are then the same for all micro-batches.
+        self._in_turns = not (self._lengths or update)
         # Of each micro-batch, with how many others its gradients are averaged.
         updates, micro = updates_of(table).get((0, 0), {}), table.num_micro_batches
         sizes = Counter(updates.values())
@@ -273,11 +286,15 @@ class Pipeline:
             p.grad = None
         for stage, module in self.stages.items() if self._update else ():
             step.weights[stage, 0] = _leaves(module)
-        for row in self.table.rows[self.rank]:
-            for action in row.parts or (row,):
-                name = self._named(action)
-                with telling(self._group, self._device, name), _noting(name):
-                    self._run(step, action)
+        if self._plan is not None:
+            self._run_plan(step, self._plan)
+        for row in self.table.rows[self.rank] if self._plan is None else ():
+            acts = [functools.partial(self._act, step, action) for action in row.in_turn()]
+            if self._in_turns:
+                run_in_turns(acts)
+            else:
+                for act in acts:
+                    act()
         for stage in shared:
             with telling(self._group, self._device, f"Pipeline.step on {self._name()}"):
                 self._sum_replicas(step, stage, before)
@@ -292,6 +309,47 @@ class Pipeline:
 
     def _named(self, action: Action) -> str:
         return f"Pipeline.step, {action} ({action.described()}) on {self._name()}"
+
+    def _run_plan(self, step: _Step, plan: TurnPlan) -> None:
+        starts = list(plan.starts[self.rank])
+        seeds = torch.randint(2**62, (len(starts),)).tolist()
+        state, underway = torch.get_rng_state(), set[Action]()
+        receives = [self.table.receive(start.action) for start in starts]
+        next_start = 0
+
+        def post(until: int, *, ahead: bool) -> None:
+            """Receive what is needed soon, where its format is known."""
+            for i, receive in enumerate(receives[:until]):
+                if receive is not None and not (ahead and self._into(receive) not in self._formats):
+                    self._act(step, receive)
+                    receives[i] = None
+
+        def run_lane() -> None:
+            nonlocal next_start
+            while next_start < len(starts):
+                action, beside = starts[next_start]
+                if not underway.issubset(beside):
+                    pass_turn()
+                    continue
+                underway.add(action)
+                next_start = own = next_start + 1
+                post(own, ahead=False)
+                post(own + plan.lanes, ahead=True)
+                if action.kind == "F":
+                    torch.default_generator.manual_seed(seeds[own - 1])
+                self._act(step, action)
+                send = self.table.send(action)
+                if send is not None:
+                    self._act(step, send)
+                underway.discard(action)
+
+        run_in_turns([run_lane] * plan.lanes)
+        torch.set_rng_state(state)
+
+    def _act(self, step: _Step, action: Action) -> None:
+        name = self._named(action)
+        with telling(self._group, self._device, name), _noting(name):
+            self._run(step, action)
 
     def _run(self, step: _Step, action: Action) -> None:
         if action.kind == UPDATE:
@@ -459,7 +517,9 @@ class Pipeline:
             return
         from moe_ext.pipeline._torch import stage_backward_weight
 
-        stage_backward_weight(self._weights(step, unit), groups)
+        for group in groups:
+            stage_backward_weight(self._weights(step, unit), [group])
+            pass_turn()
         del step.passes[unit.key]
 
     def _computed(self, step: _Step, unit: _Unit) -> tuple[_Pass, tuple[Tensor, ...]]:
@@ -515,7 +575,7 @@ class Pipeline:
         assert self._transport is not None
         way, rank = action.kind[-1], self.table.rank(self.table.peer(action))
         operation, tag = self._named(action), self._tag(action)
-        into = action.chain, action.stage + (way == "B"), action.slice
+        into = self._into(action)
         if into not in self._formats:
             head = torch.empty(2 + _MOST_DIMS, dtype=torch.int64)
             # Before the first tensor of a stage: the table is one in which a receive may wait.
@@ -527,6 +587,11 @@ class Pipeline:
             torch.empty(shape, dtype=kind), rank, tag, operation=operation
         )
         step.given[way, _unit(action).key] = message
+
+    @staticmethod
+    def _into(receive: Action) -> tuple[int, int, int]:
+        """The (chain, stage, slice) whose input has the format of what comes."""
+        return receive.chain, receive.stage + (receive.kind == "RECV_B"), receive.slice
 
     def _tag(self, receive: Action) -> int:
         """The number of a message, by its receive."""

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from moe_ext.pipeline.table import MESSAGES, UPDATE, Action, ActionTable
 
 PerStage = float | Sequence[float]
+
+
+@dataclass
+class Clock:
+    """Time of a rank, and when its link to the ranks of its stage is free."""
+
+    now: float = 0.0
+    link: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -22,9 +30,15 @@ class Costs:
         weight_gradient: of those alone; a whole backward pass costs the sum of both.
         hop: from a send to its receive on another rank; messages from a rank to another one come
             one after the other.
-        overlap: share of the sum of its parts that an overlapped forward and backward takes.
+        overlap: share of the sum of its parts that an overlapped forward and backward takes, where
+            there are no exchanges.
         update: of the weights, in tables that have them.
         slices: a factor for each slice of a micro-batch, where slices differ.
+        transfer: of each exchange between the ranks of a stage, one after the other.
+        exchanges: of each kind of action, or of one of a stage ("F", "0W"), (begin, end) of its
+            exchanges as shares of the action's own time: where one is sent, and where the action
+            waits for it. Parts of an overlap run in turn, the forward pass first: one waits while
+            the other one computes.
     """
 
     forward: PerStage = 1.0
@@ -34,11 +48,18 @@ class Costs:
     overlap: float = 1.0
     update: PerStage = 0.0
     slices: Sequence[float] = ()
+    transfer: float = 0.0
+    exchanges: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
 
     def of(self, action: Action) -> float:
         """Cost of an action; 0 of messages, which do not occupy the rank."""
+        if self.exchanges:
+            return self._in_turns(action.in_turn())
         if action.parts:
-            return self.overlap * sum(self.of(part) for part in action.parts)
+            return self.overlap * sum(map(self._own, action.parts))
+        return self._own(action)
+
+    def _own(self, action: Action) -> float:
         terms = {
             "F": (self.forward,),
             "I": (self.input_gradient,),
@@ -48,6 +69,43 @@ class Costs:
         }.get(action.kind, ())
         factor = self.slices[action.slice] if self.slices and action.kind != UPDATE else 1.0
         return factor * sum(c if isinstance(c, (int, float)) else c[action.stage] for c in terms)
+
+    def course(self, action: Action, clock: Clock) -> Iterator[float]:
+        """Runs an action by a clock; yields, where it passes the turn on, when it can go on."""
+        marks = sorted(
+            (share, is_end, i)
+            for i, exchange in enumerate(self._exchanges(action))
+            for is_end, share in enumerate(exchange)
+        )
+        own, done, arrivals = self._own(action), 0.0, dict[int, float]()
+        for share, is_end, i in marks:
+            clock.now += own * (share - done)
+            done = share
+            if not is_end:
+                arrivals[i] = clock.link = max(clock.now, clock.link) + self.transfer
+            if is_end:
+                yield arrivals[i]
+        clock.now += own * (1.0 - done)
+
+    def _exchanges(self, action: Action) -> Sequence[tuple[float, float]]:
+        of_kind = self.exchanges.get(action.kind, ())
+        return self.exchanges.get(f"{action.stage}{action.kind}", of_kind)
+
+    def _in_turns(self, actions: Sequence[Action]) -> float:
+        """Time of actions that pass the turn on at each wait, as `run_in_turns` does."""
+        clock = Clock()
+        left = [(self.course(action, clock), [0.0]) for action in actions]
+        turn = 0
+        while left:
+            turn %= len(left)
+            course, ready = left[turn]
+            clock.now = max(clock.now, ready[0])
+            try:
+                ready[0] = next(course)
+                turn += 1
+            except StopIteration:
+                del left[turn]
+        return clock.now
 
 
 class Span(NamedTuple):

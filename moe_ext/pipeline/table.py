@@ -63,6 +63,10 @@ class Action(NamedTuple):
             + f", version {self.version}" * (self.kind == UPDATE)
         )
 
+    def in_turn(self) -> tuple[Action, ...]:
+        """Itself, or the parts of an overlap in the order in which they begin: forward first."""
+        return tuple(sorted(self.parts or (self,), key=lambda part: part.kind != "F"))
+
     def __str__(self) -> str:
         if self.parts:
             return f"({';'.join(map(str, self.parts))}){self.kind}"

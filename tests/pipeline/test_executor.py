@@ -17,7 +17,16 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_ext
 from moe_ext.distributed import MoEMesh, count_traffic, sync_gradients
-from moe_ext.pipeline import SCHEDULES, Action, ActionTable, Pipeline, add_messages, make_table
+from moe_ext.pipeline import (
+    SCHEDULES,
+    Action,
+    ActionTable,
+    Costs,
+    Pipeline,
+    add_messages,
+    make_table,
+    plan_turns,
+)
 from moe_ext.testing import spawn_ranks
 
 MICRO, BLOCKS, E = 4, 4, 4
@@ -127,10 +136,31 @@ def assert_same(table, rank, found, want, ep_group=None):
         torch.testing.assert_close(p.grad, expected, msg=lambda m, n=name: f"{n}: {m}", **TIGHT)
 
 
-def run(name, ranks, group, rank, found, *, recompute="none", data=0, loss_scale=1.0):
+# Two exchanges in a pass of a layer, the last one beside the gradients of weights.
+EXCHANGES = {
+    "F": [(0.1, 0.1), (0.9, 0.9)],
+    "B": [(0.1, 0.1), (0.5, 1.0)],
+    "I": [(0.1, 0.1), (0.9, 0.9)],
+}
+
+
+def planned(name, ranks):
+    costs = Costs(transfer=0.25, exchanges=EXCHANGES)
+    return plan_turns(make_table(name, ranks, MICRO), costs)
+
+
+def run(
+    name, ranks, group, rank, found, *, recompute="none", data=0, loss_scale=1.0, in_turns=False
+):
     table = make_table(name, ranks, MICRO)
     stages = stages_of(table, rank, found, recompute)
-    pipeline = Pipeline(table, stages, loss_of, group=group, recompute=recompute == "full")
+    pipeline = Pipeline(
+        planned(name, ranks) if in_turns else table,
+        stages,
+        loss_of,
+        group=group,
+        recompute=recompute == "full",
+    )
     x, y = batches(data)
     first, last = 0 in pipeline.stages, table.num_stages - 1 in pipeline.stages
     losses = pipeline.step(x if first else (), y if last else (), loss_scale=loss_scale)
@@ -184,13 +214,16 @@ def mesh():
     *((name, "none") for name in SCHEDULES),
     *((name, "full") for name in ("interleaved", "zero-bubble", "dual-pipe-v")),
     ("zero-bubble", "selective"),
+    *((name, how, True) for name in SCHEDULES for how in ("none", "full", "selective")),
 )
-def experts_over_ranks(name, recompute):
+def experts_over_ranks(name, recompute, in_turns=False):
     pp, ep = mesh().pp_group, mesh().ep_group
     rank, data = mesh().pp_rank, mesh().ep_rank
     found = layers(ep)
     with count_traffic() as traffic:
-        table, losses, pipeline = run(name, 2, pp, rank, found, recompute=recompute, data=data)
+        table, losses, pipeline = run(
+            name, 2, pp, rank, found, recompute=recompute, data=data, in_turns=in_turns
+        )
     sync_gradients(nn.ModuleList(pipeline.stages.values()), mesh=mesh())
     want, want_losses = one_process(2)
     assert_same(table, rank, found, want, ep)

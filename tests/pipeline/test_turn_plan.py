@@ -1,0 +1,78 @@
+"""Plans that let a rank compute while its exchanges travel."""
+
+import pytest
+
+from moe_ext.pipeline import (
+    SCHEDULES,
+    Action,
+    ActionTable,
+    Costs,
+    make_table,
+    plan_turns,
+    simulate,
+)
+
+# Sent after a tenth, back after nine tenths; the last gradients beside those of the weights.
+EXCHANGES = {
+    "F": [(0.1, 0.1), (0.9, 0.9)],
+    "B": [(0.05, 0.05), (0.45, 0.95)],
+    "I": [(0.1, 0.1), (0.9, 0.9)],
+}
+
+
+def costs(transfer, scale=1.0):
+    return Costs(scale, scale, scale, transfer=transfer, exchanges=EXCHANGES)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_one_lane_takes_the_time_of_the_table(name):
+    table = make_table(name, 2, 8)
+    found = plan_turns(table, Costs(), lanes=1, max_in_flight=99)
+    assert found.makespan <= simulate(table).makespan + 1e-9
+
+
+def test_two_passes_by_hand():
+    # One rank: F0 and F1 in turn. 0.1 of F0, 0.1 of F1, wait for F0's rows (sent at 0.1, there at
+    # 1.1); 0.8 of F0; F1's are there at 2.1, behind F0's on the link; 0.8 of F1, and so on.
+    row = [Action(0, kind, i) for kind in "FB" for i in range(2)]
+    table = ActionTable([row])
+    found = plan_turns(table, costs(1.0))
+    assert [start.action for start in found.starts[0]] == row
+    assert found.starts[0][1].beside == (row[0],)
+    # To the end of F1: F0's results are sent at 1.9 and there at 3.1, F1's at 2.9 and at 4.1.
+    pair = ActionTable([[Action(-1, "OVERLAP_F_B", parts=(row[0], row[1])), *row[2:]]])
+    forward = simulate(pair, costs(1.0)).spans[0][0]
+    assert forward.end == pytest.approx(4.1 + 0.1)
+    # What one action waits for: all but the last rows' gradients, 1.0 of which are half the time.
+    alone = simulate(table, costs(0.5)).spans[0]
+    assert [span.end - span.start for span in alone] == pytest.approx([2.0, 2.0, 2.5, 2.5])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_turns_take_less_time_and_one_micro_batch_more(name):
+    table = make_table(name, 2, 16)
+    share = 2 / table.num_stages
+    given = costs(0.25 * share, share)
+    one, two = (plan_turns(table, given, lanes=lanes) for lanes in (1, 2))
+    assert two.makespan < one.makespan
+    assert plan_turns(table, given) == two
+    for rank, starts in enumerate(two.starts):
+        begun = [start.action for start in starts]
+        assert sorted(begun) == sorted(table.actions(rank))
+        for kinds in ("F", "BI", "W"):
+            same = [[a for a in row if a.kind in kinds] for row in (begun, table.actions(rank))]
+            assert same[0] == same[1]
+        for i, start in enumerate(starts):
+            assert len(start.beside) < 2 and set(start.beside) <= set(begun[:i])
+
+
+def test_refuses_what_it_cannot_plan():
+    table = make_table("1f1b", 2, 4)
+    with pytest.raises(ValueError, match="plan_turns: expected lanes to be at least 1, got 0"):
+        plan_turns(table, Costs(), lanes=0)
+    with pytest.raises(ValueError, match="expected max_in_flight to let all actions run, got 0"):
+        plan_turns(table, Costs(), max_in_flight=0)
+    with pytest.raises(ValueError, match="one version of weights, got 0F2v1"):
+        plan_turns(make_table("pipedream", 2, 4), Costs())
+    with pytest.raises(ValueError, match="check_table: expected table to have 0I0"):
+        plan_turns(ActionTable([[Action(0, "F", 0)]]), Costs())
