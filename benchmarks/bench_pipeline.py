@@ -1,17 +1,31 @@
 """Steps of pipelines whose stages sleep, over the times that the simulator gives."""
 
+import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
+import namespaces
 import torch
 import torch.distributed as dist
 from _harness import Table
-from pipeline_stages import Sleeper, costs_of
+from pipeline_stages import Sleeper, Sleeping, costs_of, exchange_costs
 
-from moe_ext.pipeline import SCHEDULES, Pipeline, make_table, simulate
+from moe_ext.pipeline import (
+    SCHEDULES,
+    ActionTable,
+    Costs,
+    Pipeline,
+    make_table,
+    plan_turns,
+    simulate,
+)
 from moe_ext.testing import spawn_ranks
 
 RANKS, MICRO, SECONDS, STEPS = 2, 8, 0.04, 5
+# With exchanges.
+WAVES, WAVE_SECONDS = 8, 0.04
 # Factor of the times of the last rank's actions, where that is the slow one.
 SLOW = 2.0
 
@@ -71,8 +85,65 @@ def _slept(seconds: float, count: int = 20) -> float:
     return (time.perf_counter() - start) / count
 
 
+def hidden_share(table: ActionTable, costs: Costs, seconds: float) -> float:
+    """What a step of so many seconds hides of its exchanges.
+
+    All of them are in sight where every one is waited for as it is sent.
+    """
+    at_once = {kind: [(sent, sent) for sent, _ in e] for kind, e in costs.exchanges.items()}
+    seen = plan_turns(table, replace(costs, exchanges=at_once), lanes=1).makespan
+    none = plan_turns(table, replace(costs, transfer=0.0), lanes=1).makespan
+    return (seen - seconds) / (seen - none)
+
+
+def exchange_table() -> Table:
+    """Stages of two ranks, each in a network namespace of its own, that exchange rows."""
+    with (
+        namespaces.network(4) as wires,
+        namespaces.ranks_on(wires, Path(__file__).with_name("pipeline_rank.py")) as ranks,
+    ):
+        wires.limit(1e9)
+        # A quarter of a forward pass at that rate; half of the rows stay on their rank.
+        count = 2 * int(WAVE_SECONDS / 4 * 1e9 / 8 / (4 * Sleeping.COLUMNS))
+        transfer = max(ranks.ask({"do": "transfer", "rows": count}))
+        slept = _slept(WAVE_SECONDS) - WAVE_SECONDS
+        rows = []
+        for name in SCHEDULES:
+            table = make_table(name, RANKS, WAVES)
+            share = RANKS / table.num_stages
+            costs = exchange_costs(
+                table.num_stages, share * (WAVE_SECONDS + slept), share * transfer
+            )
+            job = {"do": "steps", "name": name, "micro": WAVES, "seconds": WAVE_SECONDS}
+            job |= {"slept": slept, "transfer": transfer, "rows": count, "count": 3}
+            cells = []
+            for lanes in (1, 2):
+                simulated = plan_turns(table, costs, lanes=lanes).makespan
+                times = [max(t) for t in zip(*ranks.ask({**job, "lanes": lanes}), strict=True)]
+                cells += [
+                    f"{1e3 * min(times):.0f}",
+                    f"{min(times) / simulated:.3f}",
+                    f"{100 * hidden_share(table, costs, min(times)):.0f} %",
+                    f"{100 * hidden_share(table, costs, simulated):.0f} %",
+                ]
+            rows.append((name, *cells))
+    note = (
+        f"2 x 2 ranks, each in a network namespace of its own at 1 Gbit/s, {WAVES} micro-batches. "
+        f"Stages sleep {WAVE_SECONDS * 1e3:.0f} ms for forward, gradient of rows and gradient of "
+        "weights each (half of it where a rank has two), run forward again before they go "
+        f"backward, and exchange rows for {transfer * 1e3:.0f} ms twice in each pass: half of what "
+        "a forward pass sleeps, where nothing else is sent. One action at a time, and two in "
+        "turn (`plan_turns`): the best of three steps, over the simulated, and the share of the "
+        "exchanges hidden, measured and simulated, where none is if each is waited for as it is "
+        "sent."
+    )
+    words = ("ms", "/ simulated", "hidden", "simulated")
+    header = ("schedule", *words, *(f"in turn, {word}" for word in words))
+    return Table("Exchanges behind other micro-batches", note, header, rows)
+
+
 def tables() -> list[Table]:
-    """Two ranks alike, and 2 x 2 with an all-to-all in each pass and a slow last stage."""
+    """Two ranks alike, 2 x 2 with a slow last stage, and stages that exchange rows."""
     header = ("schedule", "step ms", "step / simulated", "slow stage ms", "slow / simulated")
     alike, uneven = (
         spawn_ranks(step_times, RANKS * ep, slow, ep)[0] for slow, ep in ((1.0, 1), (SLOW, 2))
@@ -91,4 +162,9 @@ def tables() -> list[Table]:
         f"ranks: each pass ends in an all-to-all of its stage, and the last rank takes {SLOW:g} "
         "times as long."
     )
-    return [Table("Pipelines", note, header, rows)]
+    found = [Table("Pipelines", note, header, rows)]
+    reason = namespaces.why_not()
+    if reason:
+        print(f"benchmark pipeline: no exchanges, since {reason}", file=sys.stderr)
+        return found
+    return [*found, exchange_table()]

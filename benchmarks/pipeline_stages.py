@@ -5,6 +5,7 @@ import time
 import torch
 from torch import nn
 
+from moe_ext.distributed.dispatch.rows import all_to_all_rows
 from moe_ext.pipeline import Costs
 
 
@@ -49,6 +50,80 @@ class Sleeper(nn.Module):
     def forward(self, x):
         """The input as it is, after a sleep."""
         return _Input.apply(x, self.costs, self.meet) + _Weight.apply(self.weight, self.costs)
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(ctx.seconds)
+        return grad.clone(), None
+
+
+class Sleeping(nn.Module):
+    """Rows go to the other ranks and back, and sleep before, there and behind.
+
+    A forward pass sleeps for `seconds`, and so do the gradients of the rows and of the weight: the
+    latter while the gradients of the rows travel, as in a layer.
+    """
+
+    COLUMNS = 256
+    # Of a pass, before the rows are sent, while they are there, and when they are back.
+    SHARES = (0.1, 0.8, 0.1)
+
+    def __init__(self, seconds, rows, group, *, is_first):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.seconds, self.group, self.is_first = seconds, group, is_first
+        self.rows = torch.zeros(rows, self.COLUMNS)
+
+    def forward(self, x):
+        """The mean of the rows, added to the input."""
+        before, there, behind = (share * self.seconds for share in self.SHARES)
+        half = [len(self.rows) // 2] * 2
+        weight = []
+
+        def begin():
+            costs = (0.0, 0.0, self.seconds)
+            weight.append(_Weight.apply(self.weight, costs))
+
+        rows = self.rows + x.mean()
+        if not rows.requires_grad:
+            rows.requires_grad_()  # the rows of the first stage get a gradient, too
+        sent = _Sleep.apply(rows, before)
+        there_rows = all_to_all_rows(sent, self.group, half, half, meanwhile=begin)
+        results = _Sleep.apply(there_rows + weight[0], there)
+        back = _Sleep.apply(all_to_all_rows(results, self.group, half, half), behind)
+        return x + back.mean()
+
+
+def exchange_costs(num_stages, seconds, transfer):
+    """The costs of such stages, each recomputed before its backward pass.
+
+    The first one computes all in W, since its input has no gradient.
+    """
+    a, b = Sleeping.SHARES[0], sum(Sleeping.SHARES[:2])
+    forward = [(a, a), (b, b)]
+    back = [(1 + a, 1 + a), (1 + b, 2 + b)]
+
+    def shares(pairs, whole):
+        return [(start / whole, end / whole) for start, end in pairs]
+
+    exchanges = {
+        "F": forward,
+        "B": shares(forward + back, 3),
+        "I": shares([*forward, (1 + a, 1 + a), (1 + b, 1 + b)], 2),
+        "0I": (),
+        "0W": shares(forward + back, 3),
+    }
+    others = num_stages - 1
+    inputs, weights = [0.0, *[2 * seconds] * others], [3 * seconds, *[seconds] * others]
+    return Costs(seconds, inputs, weights, transfer=transfer, exchanges=exchanges)
 
 
 def costs_of(stages):
