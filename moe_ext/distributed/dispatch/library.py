@@ -97,11 +97,11 @@ class Library:
                 taken = inspect.signature(operator.attrgetter(name)(module)).parameters
             except AttributeError:
                 return f"expected {self.module} to have {name}, got version {version} without it"
-            left = [p for p in given if p not in taken]
-            if left:
+            needed = {p for p, it in taken.items() if it.default is it.empty} - {"self"}
+            if not needed <= set(given) <= set(taken):
                 return (
-                    f"expected {self.module}.{name} to take {left}, got version {version} whose "
-                    f"arguments are {list(taken)}"
+                    f"expected {self.module}.{name} to take {list(given)}, got version {version} "
+                    f"whose arguments are {list(taken)}"
                 )
         return None
 
