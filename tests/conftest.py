@@ -10,6 +10,7 @@ import emulation
 import marks
 import pairwise
 import pytest
+import quick_guards  # noqa: F401
 import torch
 import without_hypothesis
 
@@ -49,6 +50,7 @@ testing.PRELOADED += [
     "matplotlib.pyplot",
     "pytest",
     "sklearn.datasets",
+    "tests.quick_guards",
     "transformers.trainer",
 ]
 
