@@ -23,8 +23,6 @@ if importlib.util.find_spec("hypothesis") is None:
 ISAS = [
     name for name in ("portable", "avx2", "avx512") if torch.ops.moe_ext._cpu_isa_supported(name)
 ]
-# Every combination of parameters, and the CPU once for each variant of the SIMD loops.
-FULL = os.environ.get("MOE_EXT_FULL") == "1"
 CUDA = ["cuda"] if torch.cuda.is_available() else []
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -72,7 +70,7 @@ def pytest_collection_modifyitems(config, items):
         for mark, patterns in marks.MARKS.items():
             if any(fnmatch.fnmatchcase(item.nodeid, pattern) for pattern in patterns):
                 item.add_marker(mark)
-    if FULL:
+    if pairwise.FULL:
         for item in items:
             fuzz_longer(item)
     # Who names a case on the command line wants it.
@@ -175,7 +173,7 @@ def moved(device, request):
     return move
 
 
-@pytest.fixture(params=[*(ISAS if FULL else ["cpu"]), "simt", *CUDA])
+@pytest.fixture(params=[*(ISAS if pairwise.FULL else ["cpu"]), "simt", *CUDA])
 def backend(request):
     """As `device`; in a test marked `every_isa`, each variant of the SIMD loops too."""
     if request.param not in ISAS:

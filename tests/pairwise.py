@@ -5,7 +5,20 @@ Most faults need one value or two that meet: a dtype at a size, a format on a de
 """
 
 import itertools
-from collections.abc import Hashable, Sequence
+import os
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+# Every combination, of what is chosen here and of the parameters of pytest.
+FULL = os.environ.get("MOE_EXT_FULL") == "1"
+
+
+def pairs(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Combinations of the parameters' values that hold every pair, for ranks to loop over."""
+    columns = [tuple(values) for values in parameters]
+    rows = list(itertools.product(*columns))
+    places = list(itertools.product(*(range(len(column)) for column in columns)))
+    return rows if FULL else [rows[i] for i in covering(places)]
 
 
 def covering(rows: Sequence[Sequence[Hashable]]) -> list[int]:

@@ -36,6 +36,18 @@ def test_a_product_with_gaps_keeps_every_pair_it_has():
     assert pairs(kept) == pairs(rows) and len(kept) < len(rows)
 
 
+def test_loops_of_ranks_hold_every_pair_of_any_values(monkeypatch):
+    monkeypatch.setattr(pairwise, "FULL", False)
+    parameters = ({"a": 0, "b": 0}, range(5), [[], [1], [2, 3]])
+    kept = pairwise.pairs(*parameters)
+    rows = list(itertools.product(*parameters))
+    for i, j in itertools.combinations(range(3), 2):
+        assert all(any((k[i], k[j]) == (row[i], row[j]) for k in kept) for row in rows)
+    assert len(kept) < 20 < len(rows)
+    monkeypatch.setattr(pairwise, "FULL", True)
+    assert pairwise.pairs(*parameters) == rows
+
+
 def test_nothing_is_left_out_of_one_parameter_or_none():
     assert pairwise.covering([(3,), (4,), (5,)]) == [0, 1, 2]
     assert pairwise.covering([]) == []

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import bytes_sent, expect_equal, make_inputs, sharded, whole
+from pairwise import pairs
 from rank_checks import Checks, assert_passed, run_checks
 from test_ring_attention import ATTN_MASKS, CASES
 from torch.utils.checkpoint import checkpoint
@@ -50,17 +51,17 @@ def equals_one_process(layout, case):
     expect_equal(found, whole(*inputs, **kwargs), group=group(), **where, **TIGHT)
 
 
-@check(*itertools.product(("all_gather", "ulysses"), ("contiguous", "striped"), CASES))
-def other_schemes_equal_one_process(scheme, layout, case):
+@check(*pairs(("all_gather", "ulysses"), ("contiguous", "striped"), CASES, ("1/1", "2/0", "2/1")))
+def other_schemes_equal_one_process(scheme, layout, case, per_rank):
     kwargs = CASES[case]
-    num_ranks = dist.get_world_size()
-    for heads, kv_heads in ((num_ranks, num_ranks), (2 * num_ranks, 1), (2 * num_ranks, num_ranks)):
-        inputs = make_inputs(heads=heads, kv_heads=kv_heads)
-        per_head = {n: kwargs[n][torch.arange(heads) % 4] for n in PER_HEAD if n in kwargs}
-        case_kwargs = {**kwargs, **per_head}
-        found = sharded(*inputs, group=group(), layout=layout, scheme=scheme, **case_kwargs)
-        expected = whole(*inputs, **case_kwargs)
-        expect_equal(found, expected, group=group(), layout=layout, **TIGHT)
+    # Heads of q and of k for each rank; 0 for one in all.
+    heads, kv_heads = (max(1, int(n) * dist.get_world_size()) for n in per_rank.split("/"))
+    inputs = make_inputs(heads=heads, kv_heads=kv_heads)
+    per_head = {n: kwargs[n][torch.arange(heads) % 4] for n in PER_HEAD if n in kwargs}
+    case_kwargs = {**kwargs, **per_head}
+    found = sharded(*inputs, group=group(), layout=layout, scheme=scheme, **case_kwargs)
+    expected = whole(*inputs, **case_kwargs)
+    expect_equal(found, expected, group=group(), layout=layout, **TIGHT)
 
 
 @check(("all_gather", 1), ("ulysses", 1), ("ulysses", 4), ("all_gather", 4))
@@ -81,14 +82,20 @@ def fewer_heads_than_ranks_are_refused():
     refused("heads of q to be at least as many as the . ranks, got 1", q, k, v, scheme="ulysses")
 
 
-@check(*itertools.product(("contiguous", "zigzag", "striped"), (0, 1, 2, 5, 7, 8, 13)))
-def any_length(layout, seq_len):
+@check(
+    *pairs(
+        ("contiguous", "zigzag", "striped"),
+        (0, 1, 2, 5, 7, 8, 13),
+        ("ring", "all_gather", "ulysses"),
+        ("causal", "window"),
+    )
+)
+def any_length(layout, seq_len, scheme, mask):
     inputs = make_inputs(seq_len=seq_len, heads=dist.get_world_size(), kv_heads=1)
-    cases = [{"is_causal": True}, {"window": (1, 0)}]
-    for kwargs, scheme in itertools.product(cases, ("ring", "all_gather", "ulysses")):
-        found = sharded(*inputs, group=group(), layout=layout, scheme=scheme, **kwargs)
-        expected = whole(*inputs, **kwargs)
-        expect_equal(found, expected, group=group(), layout=layout, **TIGHT)
+    kwargs = {"is_causal": True} if mask == "causal" else {"window": (1, 0)}
+    found = sharded(*inputs, group=group(), layout=layout, scheme=scheme, **kwargs)
+    expected = whole(*inputs, **kwargs)
+    expect_equal(found, expected, group=group(), layout=layout, **TIGHT)
 
 
 def assert_rounded_once(found, expected):
