@@ -212,9 +212,9 @@ def mesh():
 
 @over_4(
     *((name, "none") for name in SCHEDULES),
-    *((name, "full") for name in ("interleaved", "zero-bubble", "dual-pipe-v")),
-    ("zero-bubble", "selective"),
-    *((name, how, True) for name in SCHEDULES for how in ("none", "full", "selective")),
+    *(("zero-bubble", how) for how in ("full", "selective")),
+    *((name, how, True) for name in SCHEDULES for how in ("full", "selective")),
+    *((name, "none", True) for name in ("1f1b", "zbv", "dual-pipe-v")),
 )
 def experts_over_ranks(name, recompute, in_turns=False):
     pp, ep = mesh().pp_group, mesh().ep_group
