@@ -93,6 +93,12 @@ def send(x: Tensor, to: int) -> None:
     dist.send(x, to)
 
 
+def start_send(x: Tensor, to: int) -> dist.Work:
+    """A message underway that is counted."""
+    record_traffic("send", x.numel() * x.element_size())
+    return dist.isend(x, to)
+
+
 def two_levels(x: Tensor, node_size: int) -> None:
     """Rings in nodes, and between nodes one of each rank's part: 2 (M - 1) / M of the tensor / L.
 
@@ -112,6 +118,34 @@ def two_levels(x: Tensor, node_size: int) -> None:
     all_gather_ring(chunks, list(node))
 
 
+def servers(x: Tensor, num_servers: int) -> None:
+    """Sum over all ranks but the last ones, which are servers: 1 / k of the tensor for each of k.
+
+    A worker sends the tensor once, less than a ring's 2 (N - 1) / N of it, a server N / k of it:
+    as much, for as many servers as workers. The tensors of servers are only memory.
+    """
+    rank, num_workers = dist.get_rank(), dist.get_world_size() - num_servers
+    if not 0 < num_servers <= num_workers:
+        raise ValueError(
+            f"servers: expected num_servers to be in [1, half of {num_workers + num_servers} "
+            f"ranks], got {num_servers}"
+        )
+    parts = x.tensor_split(num_servers)
+    if rank < num_workers:
+        for message in [start_send(part, num_workers + i) for i, part in enumerate(parts)]:
+            message.wait()
+        for message in [dist.irecv(part, num_workers + i) for i, part in enumerate(parts)]:
+            message.wait()
+        return
+    part = parts[rank - num_workers]
+    received = [torch.empty_like(part) for _ in range(num_workers)]
+    for message in [dist.irecv(theirs, i) for i, theirs in enumerate(received)]:
+        message.wait()
+    part.copy_(torch.stack(received).sum(0))
+    for message in [start_send(part, i) for i in range(num_workers)]:
+        message.wait()
+
+
 def measured(algorithm, x: Tensor, *args) -> int:
     """Bytes that this rank sends; the tensor becomes the sum."""
     with count_traffic() as traffic:
@@ -126,6 +160,7 @@ def main(argv: list[str] | None = None) -> int:
         "--numel", type=int, default=250_000, help="numbers in float32 (%(default)s)"
     )
     parser.add_argument("--node-size", type=int, default=2, help="ranks of a node (%(default)s)")
+    parser.add_argument("--servers", type=int, default=2, help="ranks that only add (%(default)s)")
     args = parser.parse_args(argv)
     moe_ext.reuse_memory()
     dist.init_process_group("gloo")
@@ -134,6 +169,7 @@ def main(argv: list[str] | None = None) -> int:
         (halving_doubling,),
         (tree,),
         (two_levels, args.node_size),
+        (servers, args.servers),
     ):
         sent = measured(algorithm, torch.ones(args.numel), *options)
         print(f"rank {dist.get_rank()}: {algorithm.__name__} {sent} bytes", flush=True)

@@ -9,6 +9,7 @@ from moe_ext import (
     ops,
     optim,
     pipeline,
+    planner,
     plot,
 )
 from moe_ext._info import info
@@ -29,6 +30,7 @@ __all__ = [
     "ops",
     "optim",
     "pipeline",
+    "planner",
     "plot",
     "replace",
     "replace_ffn",

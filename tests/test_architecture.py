@@ -15,7 +15,7 @@ FLOORS = (
     ("ops", "reference"),
     ("distributed",),
     ("nn", "attention"),
-    ("compression", "pipeline"),
+    ("compression", "pipeline", "planner"),
     ("optim",),
     ("integrations",),
 )

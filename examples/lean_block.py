@@ -1,0 +1,110 @@
+"""A transformer block that keeps neither softmax nor the inputs of its layer norms.
+
+`python examples/lean_block.py` prints what it and a plain block keep for the backward pass. As in
+DeepSpeed's transformer kernel: a layer norm is inverted from its output, which the next product
+keeps anyway, and attention is computed again from queries and keys.
+"""
+
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_ext.attention import ring_attention
+
+
+class InvertedLayerNorm(torch.autograd.Function):
+    """Layer norm that keeps its output: the normalised input is (y - bias) / weight."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """As `F.layer_norm`."""
+        y, _, inverse = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+        ctx.save_for_backward(y, weight, bias, inverse)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """From the output, which need not be normalised again."""
+        y, weight, bias, inverse = ctx.saved_tensors
+        normal = (y - bias) / weight
+        of_normal = grad * weight
+        mean = of_normal.mean(-1, keepdim=True)
+        along = (of_normal * normal).mean(-1, keepdim=True)
+        rows = grad.flatten(0, -2)
+        of_weight = (rows * normal.flatten(0, -2)).sum(0)
+        return inverse * (of_normal - mean - normal * along), of_weight, rows.sum(0), None
+
+
+class LayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm` whose input is not kept; no weight may be zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `nn.LayerNorm`."""
+        if bool((self.weight == 0).any()):
+            raise ValueError("LayerNorm: expected weight to have no zeros, which end its inverse")
+        return InvertedLayerNorm.apply(x, self.weight, self.bias, self.eps)
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention that keeps its softmax."""
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(mask, -torch.inf).softmax(-1) @ v
+
+
+def lean_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Ring attention of one rank, which keeps a number for each row of the softmax."""
+    return ring_attention(q, k, v, group=None, is_causal=True)
+
+
+class Block(nn.Module):
+    """Attention and a dense layer, each behind a layer norm."""
+
+    def __init__(self, dim: int, num_heads: int, *, lean: bool) -> None:
+        super().__init__()
+        norm = LayerNorm if lean else nn.LayerNorm
+        self.norms = nn.ModuleList([norm(dim), norm(dim)])
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        self.num_heads = num_heads
+        self.attention = lean_attention if lean else plain_attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, S, D]` to the same."""
+        heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.num_heads, -1))
+        attended = self.attention(*heads.permute(2, 0, 3, 1, 4))
+        x = x + self.out(attended.transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+def kept_bytes(run: Callable[[], Tensor], module: nn.Module) -> int:
+    """Memory that a forward pass keeps for the backward pass, besides parameters."""
+    mine = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in mine:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        result = run()
+    assert result.requires_grad
+    return sum(kept.values())
+
+
+def main() -> int:
+    """Print what both blocks keep."""
+    x = torch.randn(1, 1024, 256, requires_grad=True)
+    for lean in (False, True):
+        block = Block(256, 8, lean=lean)
+        print(f"{'lean' if lean else 'plain'}: {kept_bytes(lambda b=block: b(x), block)} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

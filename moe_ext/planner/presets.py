@@ -1,0 +1,174 @@
+"""Sizes of models from their papers, and how many parameters follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A transformer by its sizes; biases and norms, below 0.1 % of the parameters, are left out.
+
+    Attributes:
+        num_layers: layers; of an encoder and a decoder together.
+        model_dim: D.
+        num_heads: heads of attention.
+        ffn_dim: F, of dense layers and of an expert.
+        vocab_size: rows of the embedding, which the output shares.
+        head_dim: of a head; None for D / num_heads.
+        num_cross_layers: layers with a second attention, to the encoder.
+        num_experts: E of an expert layer; 0 for a dense model.
+        top_k: experts of a token.
+        num_moe_layers: layers whose ffn is E experts.
+        gated: dense layers have a gate beside their first matrix.
+        gated_experts: experts have one.
+        positions: learned positions.
+        relative_positions: each layer has a matrix `[D, D]` of relative positions.
+        published: parameters in all, as the source gives them.
+        published_active: parameters of a token, where the source gives them.
+        source: where the sizes are from.
+    """
+
+    num_layers: int
+    model_dim: int
+    num_heads: int
+    ffn_dim: int
+    vocab_size: int
+    head_dim: int | None = None
+    num_cross_layers: int = 0
+    num_experts: int = 0
+    top_k: int = 0
+    num_moe_layers: int = 0
+    gated: bool = False
+    gated_experts: bool = False
+    positions: int = 0
+    relative_positions: bool = False
+    published: float = 0.0
+    published_active: float | None = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        """ValueError for experts that no layer has, or more of them than there are."""
+        if not 0 <= self.num_moe_layers <= self.num_layers:
+            raise ValueError(
+                f"ModelSpec: expected num_moe_layers to be at most num_layers ({self.num_layers}), "
+                f"got {self.num_moe_layers}"
+            )
+        if bool(self.num_experts) != bool(self.num_moe_layers):
+            raise ValueError(
+                "ModelSpec: expected num_experts and num_moe_layers to be both zero or neither, "
+                f"got {self.num_experts} and {self.num_moe_layers}"
+            )
+        if not (1 if self.num_experts else 0) <= self.top_k <= self.num_experts:
+            raise ValueError(
+                f"ModelSpec: expected top_k to be in [1, {self.num_experts}] with experts and 0 "
+                f"without, got {self.top_k}"
+            )
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one expert."""
+        return (2 + self.gated_experts) * self.model_dim * self.ffn_dim
+
+    def dense_parameters(self) -> int:
+        """Of everything but experts: attention, dense ffn, routers, embeddings."""
+        dim = self.model_dim
+        heads = self.num_heads * (self.head_dim or dim // self.num_heads)
+        attention = 4 * dim * heads * (self.num_layers + self.num_cross_layers)
+        relative = dim * dim * self.num_layers if self.relative_positions else 0
+        ffn = (2 + self.gated) * dim * self.ffn_dim * (self.num_layers - self.num_moe_layers)
+        routers = dim * self.num_experts * self.num_moe_layers
+        return attention + relative + ffn + routers + dim * (self.vocab_size + self.positions)
+
+    def parameters(self) -> int:
+        """In all."""
+        experts = self.num_experts * self.num_moe_layers
+        return self.dense_parameters() + experts * self.expert_parameters
+
+    def active_parameters(self) -> int:
+        """Of one token: everything dense, and its experts."""
+        experts = self.top_k * self.num_moe_layers
+        return self.dense_parameters() + experts * self.expert_parameters
+
+
+PRESETS = {
+    "gpt3": ModelSpec(
+        *(96, 12288, 96, 4 * 12288, 50257),
+        positions=2048,
+        published=175e9,
+        source="Brown et al. 2020 (arXiv 2005.14165), table 2.1",
+    ),
+    "gopher": ModelSpec(
+        *(80, 16384, 128, 4 * 16384, 32000),
+        relative_positions=True,
+        published=280e9,
+        source="Rae et al. 2021 (arXiv 2112.11446), table 1; positions of Transformer-XL",
+    ),
+    "pangu-alpha": ModelSpec(
+        *(64, 16384, 128, 4 * 16384, 40000),
+        positions=1024,
+        published=207e9,
+        source="Zeng et al. 2021 (arXiv 2104.12369), table 1",
+    ),
+    "jurassic-1": ModelSpec(
+        *(76, 13824, 96, 4 * 13824, 256000),
+        positions=2048,
+        published=178e9,
+        source="Lieber et al. 2021, Jurassic-1: technical details and evaluation, table 1",
+    ),
+    "yuan-1.0": ModelSpec(
+        *(76, 16384, 128, 4 * 16384, 53228),
+        positions=2048,
+        published=245.7e9,
+        source="Wu et al. 2021 (arXiv 2110.04725), table 1",
+    ),
+    "ernie-3.0-titan": ModelSpec(
+        *(48, 12288, 192, 16 * 12288, 50000),
+        positions=512,
+        published=260e9,
+        source="Wang et al. 2021 (arXiv 2112.12731), section 4: the universal module, without the "
+        "small one of tasks",
+    ),
+    "glam": ModelSpec(
+        *(64, 8192, 128, 32768, 256000),
+        head_dim=128,
+        num_experts=64,
+        top_k=2,
+        num_moe_layers=32,
+        gated=True,
+        published=1.162e12,
+        published_active=96.6e9,
+        source="Du et al. 2021 (arXiv 2112.06905), table 4, 64B/64E",
+    ),
+    "m6-10t": ModelSpec(
+        *(48, 1024, 16, 9984, 21128),
+        num_experts=10240,
+        top_k=80,
+        num_moe_layers=48,
+        published=10e12,
+        source="Lin et al. 2021 (arXiv 2110.03888): one expert of each of 80 prototypes",
+    ),
+    "t5-11b": ModelSpec(
+        *(48, 1024, 128, 65536, 32128),
+        head_dim=128,
+        num_cross_layers=24,
+        published=11e9,
+        source="Raffel et al. 2019 (arXiv 1910.10683), section 3.7",
+    ),
+}
+_UNPUBLISHED = {"wudao-2.0": "1.75T parameters were announced without layers, width or experts"}
+
+
+def preset(name: str) -> ModelSpec:
+    """The specification of a published model.
+
+    Raises:
+        ValueError: no such model is known, or its sizes were never published.
+    """
+    if name in _UNPUBLISHED:
+        raise ValueError(
+            f"preset: expected name to be of published sizes, got {name!r}: {_UNPUBLISHED[name]}"
+        )
+    if name not in PRESETS:
+        raise ValueError(f"preset: expected name to be one of {sorted(PRESETS)}, got {name!r}")
+    return PRESETS[name]
