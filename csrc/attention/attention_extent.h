@@ -16,6 +16,14 @@ struct Extent {
     first_document = document < first_document ? document : first_document;
     last_document = document > last_document ? document : last_document;
   }
+
+  // Not by `add` of its ends: those of no tokens at all are no positions.
+  MOE_INLINE void add(const Extent& other) {
+    first = other.first < first ? other.first : first;
+    last = other.last > last ? other.last : last;
+    first_document = other.first_document < first_document ? other.first_document : first_document;
+    last_document = other.last_document > last_document ? other.last_document : last_document;
+  }
 };
 
 // May some token of `rows` see some token of `keys`; do all see all? Exact for one token; for more, as far as their

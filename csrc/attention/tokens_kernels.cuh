@@ -79,12 +79,12 @@ __device__ __forceinline__ void describe_tile(const TokenSource& source, const T
   }
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-    const int32_t first_position = __shfl_xor_sync(kFullMask, extent.first, offset);
-    const int32_t last_position = __shfl_xor_sync(kFullMask, extent.last, offset);
-    const int32_t first_document = __shfl_xor_sync(kFullMask, extent.first_document, offset);
-    const int32_t last_document = __shfl_xor_sync(kFullMask, extent.last_document, offset);
-    extent.add(first_position, first_document);
-    extent.add(last_position, last_document);
+    Extent other;
+    other.first = __shfl_xor_sync(kFullMask, extent.first, offset);
+    other.last = __shfl_xor_sync(kFullMask, extent.last, offset);
+    other.first_document = __shfl_xor_sync(kFullMask, extent.first_document, offset);
+    other.last_document = __shfl_xor_sync(kFullMask, extent.last_document, offset);
+    extent.add(other);
   }
   count = warp_sum(count);
   if (lane_id() == 0) {

@@ -380,13 +380,21 @@ TEST(Tokens, TrapPositionsOutOfRange) {
 }
 
 // More tiles than a block of threads looks at in one go; the query sees the key at its own position alone, the last or
-// the first of a tile.
+// the first of a tile. A sum over another tile's values would be NaN. One query fills no warp, nor do keys of which few
+// are unmasked.
 TEST(Tokens, HiddenTilesAreNotComputed) {
   for (int64_t position : {64 * 299 + 63, 64 * 3}) {
     Case c = {"sparse", 1, 64 * 300, 4, 4};
     c.window_left = c.window_right = 0;
+    c.key_mask = true;
     Problem<float> p(c);
     p.q_positions = {position};
+    for (int64_t row = 0; row < c.num_keys; ++row) {
+      p.mask[row] = row % 64 == position % 64;
+      if (row / 64 != position / 64) {
+        std::fill_n(&p.v.values[row * p.v.stride], 4, NAN);
+      }
+    }
     p.describe();
     std::vector<float> out(kHeads * 4), lse(kHeads);
     launch_forward(p.params, {out.data(), lse.data(), nullptr, 4, true}, nullptr);
