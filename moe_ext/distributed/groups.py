@@ -71,6 +71,16 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def join_processes(backend: str) -> None:
+    """Make the default process group of the processes that torchrun started."""
+    dist.init_process_group(backend)
+
+
+def leave_processes() -> None:
+    """End the default process group."""
+    dist.destroy_process_group()
+
+
 def global_rank() -> int:
     """This process's rank in the default group; 0 without one."""
     return dist.get_rank() if is_initialized() else 0
