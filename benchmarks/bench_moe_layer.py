@@ -95,10 +95,11 @@ def memory_table() -> Table:
     note = (
         "*saved* counts the distinct storages that autograd keeps between forward and backward, "
         "parameters left out. *peak* is how far the resident memory of a fresh process rises in "
-        "one forward and backward pass, after one that warmed it up: the gradients of the weights "
-        "are part of it. Ours is what design.md derives: the gradients of the weights (88 MB for A "
-        "and 75 for B in float32) beside the gradient of the rows. `deepspeed` runs and frees one "
-        "expert after the other, which keeps as little at once and takes longer."
+        "one forward and backward pass, after one that warmed it up, the median of three: the "
+        "gradients of the weights are part of it. Ours is what design.md derives: the gradients of "
+        "the weights (88 MB for A and 75 for B in float32) beside the gradient of the rows. "
+        "`deepspeed` runs and frees one expert after the other, which keeps as little at once and "
+        "takes longer."
     )
     rows = []
     for case in cases:

@@ -3,6 +3,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -15,22 +16,22 @@ namespace moe_ext::grouped_gemm {
 // Whether malloc keeps freed memory for the next tensors (moe_ext.reuse_memory): pages given back would be fresh then.
 inline std::atomic<bool> reuses_memory{false};
 
-// The rows of a matrix that each expert owns, given back when the last of the expert's tiles is done.
+// The rows of a matrix, given back by blocks of memory, each when the last tile that reads it is done. Every call
+// interrupts the other processors: one for each of many small experts takes longer.
 class RowsGivenBack {
  public:
   // Without `owned`, or where the matrix is small, nothing happens.
   RowsGivenBack(const Tensor& matrix, const int64_t* offsets, const std::vector<Tile>& tiles, bool owned)
-      : base_(static_cast<char*>(matrix.data_ptr())),
+      : begin_(reinterpret_cast<uintptr_t>(matrix.data_ptr())),
         row_bytes_(matrix.size(1) * static_cast<int64_t>(matrix.element_size())),
         offsets_(offsets) {
     constexpr int64_t kLeastBytes = int64_t{4} << 20;
     if (owned && matrix.is_contiguous() && matrix.size(0) * row_bytes_ >= kLeastBytes && !reuses_memory) {
+      end_ = begin_ + matrix.size(0) * row_bytes_;
+      tiles_left_.reset(new std::atomic<int64_t>[(end_ - 1) / kBlock - begin_ / kBlock + 1]());
       for (const Tile& tile : tiles) {
         num_experts_ = std::max(num_experts_, tile.expert + 1);
-      }
-      tiles_left_.reset(new std::atomic<int64_t>[num_experts_]());
-      for (const Tile& tile : tiles) {
-        ++tiles_left_[tile.expert];
+        for_each_block(tile, [&](uintptr_t block) { ++tiles_left_[block - begin_ / kBlock]; });
       }
     }
   }
@@ -38,32 +39,46 @@ class RowsGivenBack {
   // does the next tensor here get a huge page.
   ~RowsGivenBack() {
     if (tiles_left_ != nullptr) {
-      give_back(offsets_[0], offsets_[num_experts_]);
+      give_back(begin_ + offsets_[0] * row_bytes_, begin_ + offsets_[num_experts_] * row_bytes_);
     }
   }
   RowsGivenBack(const RowsGivenBack&) = delete;
   RowsGivenBack& operator=(const RowsGivenBack&) = delete;
   void done(const Tile& tile) const {
-    if (tiles_left_ != nullptr && --tiles_left_[tile.expert] == 0) {
-      give_back(offsets_[tile.expert], offsets_[tile.expert + 1]);
+    if (tiles_left_ != nullptr) {
+      for_each_block(tile, [&](uintptr_t block) {
+        if (--tiles_left_[block - begin_ / kBlock] == 0) {
+          give_back(std::max(begin_, block * kBlock), std::min(end_, (block + 1) * kBlock));
+        }
+      });
     }
   }
 
  private:
-  void give_back(int64_t first_row, int64_t last_row) const {
+  static constexpr uintptr_t kBlock = uintptr_t{512} << 10;
+
+  // The blocks that hold rows of the tile's expert.
+  template <typename F>
+  void for_each_block(const Tile& tile, const F& f) const {
+    const int64_t first_row = offsets_[tile.expert], last_row = offsets_[tile.expert + 1];
+    for (uintptr_t block = (begin_ + first_row * row_bytes_) / kBlock;
+         first_row < last_row && block <= (begin_ + last_row * row_bytes_ - 1) / kBlock; ++block) {
+      f(block);
+    }
+  }
+  static void give_back(uintptr_t begin, uintptr_t end) {
     constexpr uintptr_t kPage = 4096;
-    const auto begin = reinterpret_cast<uintptr_t>(base_ + first_row * row_bytes_);
-    const auto end = reinterpret_cast<uintptr_t>(base_ + last_row * row_bytes_);
     const uintptr_t first = (begin + kPage - 1) / kPage * kPage, last = end / kPage * kPage;
     if (last > first) {
       (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
     }
   }
 
-  char* base_;
+  uintptr_t begin_;
+  uintptr_t end_ = 0;
+  int64_t num_experts_ = 0;
   int64_t row_bytes_;
   const int64_t* offsets_;
-  int64_t num_experts_ = 0;
   std::unique_ptr<std::atomic<int64_t>[]> tiles_left_;
 };
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -117,17 +118,21 @@ Padded padded(const Tensor& m, int64_t num_rows) {
   return {std::move(memory), matrix};
 }
 
-// out = grad^T x. Ragged 16-bit operands are padded, which also spares the library a new plan for each number of rows.
-void sum_of_outer_products(const Tensor& out, const Tensor& grad, const Tensor& x) {
+// out = grad^T x; calls `read` when grad and x are not read any more. Ragged 16-bit operands are padded, which also
+// spares the library a new plan for each number of rows.
+template <typename Read>
+void sum_of_outer_products(const Tensor& out, const Tensor& grad, const Tensor& x, const Read& read) {
   const int64_t num_rows = grad.size(0);
   const bool ragged = num_rows > kRowsPerSum && num_rows % kRowsPerSum != 0;
   if (!ragged || grad.element_size() != 2 || grad.stride(1) != 1 || x.stride(1) != 1) {
     mm_out(out, rows_transposed(grad, 0, num_rows), x);
+    read();
     return;
   }
   const int64_t whole = (num_rows + kRowsPerSum - 1) / kRowsPerSum * kRowsPerSum;
   const Padded grad_whole = padded(grad, whole);
   const Padded x_whole = padded(x, whole);
+  read();
   mm_out(out, rows_transposed(grad_whole.matrix, 0, whole), x_whole.matrix);
 }
 
@@ -182,11 +187,25 @@ void products_of_rows(
       cut(tiles, e, 0, grad.size(1), tile_columns);
     }
   }
-  sort_by_cost(tiles, [&](const Tile& tile) {
-    return (tile.end - tile.begin) * (offsets[tile.expert + 1] - offsets[tile.expert]);
-  });
-  const RowsGivenBack grad_rows(grad, offsets, tiles, grad_owned);
-  const RowsGivenBack x_rows(x, offsets, tiles, x_owned);
+  const auto cost = [&](const Tile& tile) {
+    return static_cast<double>((tile.end - tile.begin) * (offsets[tile.expert + 1] - offsets[tile.expert]));
+  };
+  double total = 1;
+  for (const Tile& tile : tiles) {
+    total += cost(tile);
+  }
+  // Costs of 0.7 to 1.4 of the mean, and of powers of two of that, are alike: those tiles stay in the order of memory,
+  // whose pages are then taken and given back one after the other.
+  const double scale = std::sqrt(2.0) * static_cast<double>(tiles.size()) / total;
+  sort_by_cost(tiles, [&](const Tile& tile) { return std::ilogb(std::max(cost(tile) * scale, 1e-3)); });
+  // What goes back makes room for the result, so that memory in use does not rise: more would be fresh the next time.
+  const int64_t new_bytes = add ? 0 : num_experts * bytes;
+  const int64_t grad_bytes = grad.numel() * static_cast<int64_t>(grad.element_size());
+  const int64_t x_bytes = x.numel() * static_cast<int64_t>(x.element_size());
+  const bool one_is_enough = grad_owned && x_owned && std::max(grad_bytes, x_bytes) >= new_bytes;
+  const bool is_grad_larger = grad_bytes >= x_bytes;
+  const RowsGivenBack grad_rows(grad, offsets, tiles, grad_owned && !add && (is_grad_larger || !one_is_enough));
+  const RowsGivenBack x_rows(x, offsets, tiles, x_owned && !add && (!is_grad_larger || !one_is_enough));
   const int64_t row_bytes = x.size(1) * static_cast<int64_t>(x.element_size());
   Scratch scratch(add ? 2 * tile_columns * row_bytes : 0);
   for_each_tile(tiles, [&](const Tile& tile) {
@@ -202,21 +221,23 @@ void products_of_rows(
         {tile.end - tile.begin, x.size(1), x.size(1), 1});
     const Matrix grad_columns = {end - begin, tile.end - tile.begin, grad.stride(0), grad.stride(1)};
     const Tensor grad_e = view_of(grad, begin * grad.stride(0) + tile.begin * grad.stride(1), grad_columns);
+    const auto read = [&] {
+      grad_rows.done(tile);
+      x_rows.done(tile);
+    };
     if (!add) {
-      sum_of_outer_products(out_e, grad_e, rows_of(x, begin, end));
+      sum_of_outer_products(out_e, grad_e, rows_of(x, begin, end), read);
     } else {
       // In a cache between product and sum: memory sees the sum alone.
       auto piece = scratch.take();
       const Tensor product = torch::stable::from_blob(
           piece.get(), {tile.end - tile.begin, x.size(1)}, {x.size(1), 1}, x.device(), x.scalar_type());
-      sum_of_outer_products(product, grad_e, rows_of(x, begin, end));
+      sum_of_outer_products(product, grad_e, rows_of(x, begin, end), read);
       dispatch_floating(x.scalar_type(), [&]<typename T>() {
         kernels().of<T>().add(data<T>(out_e), data<T>(product), product.numel());
       });
       scratch.put_back(std::move(piece));
     }
-    grad_rows.done(tile);
-    x_rows.done(tile);
   });
 }
 

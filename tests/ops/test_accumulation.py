@@ -232,16 +232,36 @@ def test_memory_that_nobody_holds_is_used_again():
 
 
 @pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("owned", [(False, False), (True, False), (False, True), (True, True)])
-def test_rows_that_are_done_with_give_their_pages_back(owned, transposed):
-    """The system zeroes a page that was given back; a page at the bounds of experts stays."""
-    operands = torch.ones(2048, 1024), torch.ones(2048, 512)
-    offsets = torch.tensor([0, 1000, 2048])
+def test_rows_that_are_done_with_give_their_pages_back(owned, dtype, transposed):
+    """The system zeroes a page that was given back; one that other tensors share stays.
+
+    1033 rows of the second expert are padded in bfloat16, and given back once they are copied.
+    """
+    operands = torch.ones(2033, 2048, dtype=dtype), torch.ones(2033, 1536, dtype=dtype)
+    offsets = torch.tensor([0, 1000, 2033])
     op = torch.ops.moe_ext._grouped_mm_backward_weight
     found = op(*operands, offsets, transposed, *owned)
-    assert torch.equal(found[1], torch.full((1024, 512), 1048.0))
+    assert torch.equal(found[1], torch.full((2048, 1536), 1033.0).to(dtype))
     for rows, is_owned in zip(operands, owned, strict=True):
-        assert (rows[9] == 0).all() == is_owned and (rows[1500] == 0).all() == is_owned
+        assert all((rows[i] == 0).all() == is_owned for i in (9, 998, 1500, 2024))
+
+
+@pytest.mark.parametrize("larger", [0, 1])
+def test_no_more_is_given_back_than_the_gradient_takes(larger):
+    """4 MiB of gradient: rows of 8 MiB make room for it, and the other 4 MiB stay."""
+    sizes = [512, 512]
+    sizes[larger] = 1024
+    operands = [torch.ones(2048, size) for size in sizes]
+    offsets = torch.tensor([0, 1000, 2048])
+    torch.ops.moe_ext._grouped_mm_backward_weight(*operands, offsets, False, True, True)
+    assert (operands[larger][1500] == 0).all() and (operands[1 - larger] == 1).all()
+    # A gradient that is added to one that is there takes no new memory.
+    operands = [torch.ones(2048, size) for size in sizes]
+    total = torch.zeros(2, *sizes)
+    torch.ops.moe_ext._grouped_mm_backward_weight_add_(total, *operands, offsets, False, True, True)
+    assert all((rows == 1).all() for rows in operands)
 
 
 def test_pages_are_kept_where_memory_is_reused():
