@@ -1,0 +1,263 @@
+"""Replica groups of torchft, each of which trains a model with experts over its ranks.
+
+A replica group is a job of its own, with its own default process group and `MoEMesh`: experts lie
+over the ranks of one group, and every group holds all of them. torchft's `Manager` connects rank i
+of all groups. A group that dies takes no other with it, and one that comes back gets what it needs
+from one that lives.
+
+::
+
+    state = ReplicaState(model, [optimizer])
+    manager = torchft.Manager(pg=torchft.ProcessGroupGloo(), min_replica_size=1,
+                              load_state_dict=state.load_state_dict, state_dict=state.state_dict)
+    for x, y in batches:
+        manager.start_quorum()
+        optimizer.zero_grad()
+        loss_function(model(x), y).backward()
+        sync_gradients(model)                # over the ranks of this group
+        average_over_groups(manager, model)  # over the groups
+        clip_grad_norm_(model, 1.0)
+        if manager.should_commit():
+            optimizer.step()
+
+A rank that loses another one of its own group raises a `RankFailureError`: end the group, and have
+its launcher start it anew. torchft itself is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from moe_ext.distributed.dtensor import is_dtensor, local_part, with_local
+from moe_ext.distributed.gradients import is_synced, mark_synced
+from moe_ext.distributed.placement import sharded_parameters
+from moe_ext.nn.moe_layer import moe_layers
+from moe_ext.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
+
+__all__ = ["ReplicaState", "average_over_groups"]
+
+_BUCKET_BYTES = 25 * 2**20
+_ONE_BIT = (OneBitAdam, OneBitLamb, ZeroOneAdam)
+
+
+class Work(Protocol):
+    """A message underway."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """End the message; False where it failed."""
+
+
+class Manager(Protocol):
+    """What is used of `torchft.Manager`."""
+
+    def allreduce(self, tensor: Tensor) -> Work:
+        """Make a tensor the mean over the groups that take part."""
+
+    def errored(self) -> object | None:
+        """The error for which the step will not be taken."""
+
+    def num_participants(self) -> int:
+        """Groups that take part."""
+
+
+class Stateful(Protocol):
+    """Has a state, such as a `CompressionState`, a scheduler or a data loader."""
+
+    def state_dict(self) -> Any:
+        """The state."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Take a state over."""
+
+
+class ReplicaState:
+    """What a rank hands to the rank with its number in a group that joins, for `torchft.Manager`.
+
+    `model.state_dict()` would not do: it shows experts over ranks as DTensors of all of them, which
+    no rank pickles. Here each rank has its own part: of the parameters and buffers, the optimizers'
+    states, with what 1-bit optimizers owe on this rank, and the experts that it holds by their
+    numbers in the whole model. Nothing is sent.
+
+    Args:
+        model: any module; the same on all groups, over the same `MoEMesh`.
+        optimizers: of its parameters.
+        others: more states by name: a `CompressionState`, whose errors go along, or a scheduler.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer] = (),
+        others: Mapping[str, Stateful] | None = None,
+    ) -> None:
+        self._model, self._optimizers = model, list(optimizers)
+        self._others = dict(others or {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The parts of this rank; tensors are live ones."""
+        return {
+            "held": self._held(),
+            "model": {name: local_part(t).detach() for name, t in self._tensors().items()},
+            "optimizers": [_state_of(optimizer) for optimizer in self._optimizers],
+            "others": {name: other.state_dict() for name, other in self._others.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the parts of the rank with this number in another group.
+
+        Raises:
+            ValueError: that rank held other experts or tensors; nothing has changed.
+        """
+        held, tensors = self._held(), self._tensors()
+        for name in sorted(held.keys() | state["held"].keys()):
+            mine, theirs = held.get(name), state["held"].get(name)
+            if mine != theirs:
+                raise ValueError(
+                    f"ReplicaState: expected every group to have the same MoEMesh, got {name} of "
+                    f"(first, last, all, parts) {theirs}, and {mine} on this rank"
+                )
+        found = {name: tuple(t.shape) for name, t in state["model"].items()}
+        own = {name: tuple(local_part(t).shape) for name, t in tensors.items()}
+        if found != own:
+            name = min(n for n in found.keys() | own.keys() if found.get(n) != own.get(n))
+            raise ValueError(
+                f"ReplicaState: expected every group to have the same model, got {name} of shape "
+                f"{found.get(name)}, and {own.get(name)} on this rank"
+            )
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                local_part(tensor).copy_(state["model"][name])
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            _load(optimizer, saved)
+        for name, other in self._others.items():
+            other.load_state_dict(state["others"][name])
+
+    def _held(self) -> dict[str, tuple[int, int, int, int]]:
+        return {
+            name: (place.held.start, place.held.stop, place.size, place.num_parts)
+            for name, (_, place) in sharded_parameters(self._model).items()
+        }
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Parameters, and the buffers that are saved."""
+        saved: dict[str, Tensor] = dict(self._model.named_parameters())
+        for path, module in self._model.named_modules():
+            for name, buffer in module.named_buffers(path, recurse=False):
+                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                    saved[name] = buffer
+        return saved
+
+
+def _state_of(optimizer: Optimizer) -> dict[str, Any]:
+    if isinstance(optimizer, _ONE_BIT):
+        return optimizer.rank_state_dict()
+    # Not `state_dict()`, which shows the whole model's.
+    groups, states, number = [], {}, 0
+    for group in optimizer.param_groups:
+        last = number + len(group["params"])
+        groups.append({**group, "params": list(range(number, last))})
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            states[number] = {
+                k: local_part(v) if isinstance(v, Tensor) else v for k, v in state.items()
+            }
+            number += 1
+    return {"state": states, "param_groups": groups}
+
+
+def _load(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states: dict[int, dict[str, Any]] = {}
+    for number, state in saved["state"].items():
+        like, states[number] = parameters[number], {}
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                value = value.clone()  # torchft's tensors may lie in memory that is read alone
+                if is_dtensor(like) and value.shape == local_part(like).shape:
+                    value = with_local(like, value)
+            states[number][key] = value
+    optimizer.load_state_dict({**saved, "state": states})
+
+
+def average_over_groups(manager: Manager, model: nn.Module) -> None:
+    """Make gradients the mean over replica groups, each rank with those of its number.
+
+    Call it between the backward pass and `manager.should_commit()`, on all ranks: after
+    `sync_gradients`, or before the step of a 1-bit optimizer, which averages over its group by
+    itself. The choices of experts that layers count for `update_selection_bias` become the sums
+    over the groups, so that the biases stay equal.
+
+    A gradient that is None in some groups counts as zero there; one that is None in all stays so.
+    Where a message fails `manager.should_commit()` will be False, and nothing has changed here.
+
+    Args:
+        manager: `torchft.Manager`, between `start_quorum` and `should_commit`.
+        model: any module.
+
+    Raises:
+        ValueError: a gradient is sparse.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise ValueError(
+                "average_over_groups: expected gradients to be dense, got a sparse one of shape "
+                f"{tuple(parameter.shape)}"
+            )
+    if not parameters:
+        return
+    device, buckets = parameters[0].device, list(_buckets(parameters))
+    synced = any(p.grad is not None and is_synced(p.grad) for p in parameters)
+    has = torch.tensor([float(p.grad is not None) for p in parameters], device=device)
+    counts = [c for layer in moe_layers(model).values() for c in _counts(layer)]
+    flat_counts = [count.flatten().double() for count in counts]
+    messages = [has, *([torch.cat(flat_counts)] if counts else [])]
+    messages += [torch.cat([_flat_gradient(p) for p in bucket]) for bucket in buckets]
+    for work in [manager.allreduce(message) for message in messages]:
+        work.wait()
+    if manager.errored() is not None:
+        return
+    grown = {p for p, share in zip(parameters, has.tolist(), strict=True) if share > 0}
+    if counts:
+        totals = messages.pop(1).mul_(manager.num_participants()).round_()
+        for count, total in zip(counts, totals.split([c.numel() for c in counts]), strict=True):
+            count.copy_(total.view_as(count))
+    for bucket, flat in zip(buckets, messages[1:], strict=True):
+        pieces = flat.split([local_part(p).numel() for p in bucket])
+        for parameter, piece in zip(bucket, pieces, strict=True):
+            if parameter not in grown:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            local_part(parameter.grad).copy_(piece.view_as(local_part(parameter.grad)))
+            if synced:
+                mark_synced(parameter.grad)
+
+
+def _counts(layer: Any) -> Iterator[Tensor]:
+    for count in (layer.choices, layer.required_bias):
+        if count is not None:
+            yield count
+
+
+def _flat_gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        return torch.zeros_like(local_part(parameter)).flatten()
+    return local_part(parameter.grad).detach().flatten()
+
+
+def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters whose gradients travel in one message: of one type and device."""
+    runs: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        run = runs.setdefault((parameter.dtype, parameter.device), [])
+        run.append(parameter)
+        if sum(local_part(p).nbytes for p in run) >= _BUCKET_BYTES:
+            yield runs.pop((parameter.dtype, parameter.device))
+    yield from runs.values()

@@ -1,0 +1,207 @@
+"""Replica groups with a manager that has torchft's signatures, against one process."""
+
+import inspect
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import moe_ext
+from moe_ext import distributed as md
+from moe_ext.compression import CompressionState, compress_gradients
+from moe_ext.integrations.torchft import ReplicaState, average_over_groups
+from moe_ext.testing import spawn_ranks
+
+DIM, ROWS = 8, 6
+# Some thousand roundings of 1e-16.
+TIGHT = {"rtol": 1e-10, "atol": 1e-13}
+# What happens in each step: the second group joins, or a message fails.
+SCRIPT = ("", "", "joins", "", "fails", "")
+
+
+class Manager:
+    """Does what torchft's does between two groups, by a script."""
+
+    def __init__(self, pg, load_state_dict, state_dict, min_replica_size=1):
+        self._pg, self._load, self._save = pg, load_state_dict, state_dict
+        self._step, self._error, self._joined = 0, None, None
+
+    def start_quorum(self, allow_heal=True, shrink_only=False, timeout=None):
+        self._error = self._joined = None
+        if SCRIPT[self._step] != "joins":
+            return
+        file = io.BytesIO()
+        if self._pg.rank() == 0:
+            torch.save(self._save(), file)  # torchft sends bytes, too
+        size = torch.tensor([len(file.getvalue())])
+        self._pg.broadcast([size]).wait()
+        data = torch.frombuffer(bytearray(file.getvalue() or int(size)), dtype=torch.uint8)
+        self._pg.broadcast([data]).wait()
+        if self._pg.rank() == 1:
+            file = io.BytesIO(bytes(data.tolist()))
+            self._joined = torch.load(file, weights_only=False)
+
+    def allreduce(self, tensor, should_quantize=False, reduce_op=dist.ReduceOp.AVG):
+        if SCRIPT[self._step] == "fails":
+            self._error = RuntimeError("connection reset by peer")
+            tensor.fill_(torch.nan)
+        else:
+            if self._joined is not None:
+                tensor.zero_()
+            self._pg.allreduce([tensor]).wait()
+            tensor /= self.num_participants()
+        return Done()
+
+    def num_participants(self):
+        return 1 if SCRIPT[self._step] == "joins" else 2
+
+    def errored(self):
+        return self._error
+
+    def should_commit(self, timeout=None):
+        if self._joined is not None:
+            self._load(self._joined)
+        self._step += 1
+        return self._error is None
+
+
+class Done:
+    def wait(self, timeout=None):
+        return True
+
+
+class Model(nn.Module):
+    def __init__(self, ep_group=None):
+        super().__init__()
+        torch.manual_seed(0)
+        router = moe_ext.nn.TopKRouter(DIM, 4, 2, selection_bias=True)
+        self.dense, self.unused = nn.Linear(DIM, DIM), nn.Linear(2, 2)
+        self.sometimes = nn.Linear(DIM, DIM)
+        self.moe = moe_ext.MoELayer(DIM, 4, 4, 2, router=router, ep_group=ep_group)
+        self.double()
+
+    def forward(self, x, group):
+        """The first group has a gradient that the second has not."""
+        x = self.dense(x)
+        return self.moe(x + self.sometimes(x) if group == 0 else x)
+
+
+def rows(step, rank):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(ROWS, DIM, generator=generator, dtype=torch.float64)
+
+
+def one_process():
+    """Trained by the rows of the groups that took part."""
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step, event in enumerate(SCRIPT):
+        optimizer.zero_grad()
+        ranks = range(2 if event == "joins" else 4)
+        moe_ext.nn.set_loss_scale(model, 1 / len(ranks))
+        for rank in ranks:
+            y = model(rows(step, rank), rank // 2)
+            (y.square().mean() / len(ranks)).backward()
+        if event != "fails":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            moe_ext.nn.update_selection_bias(model, rate=0.01)
+    return model.state_dict()
+
+
+def begin_anew(group, model, optimizer):
+    """As a group that was killed, and started again."""
+    if group == 1:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.5)
+        optimizer.state.clear()
+
+
+def two_groups(rank, folder):
+    """Ranks 0, 1 and ranks 2, 3, each pair a job of its own."""
+    dist.destroy_process_group()
+    group, own = divmod(rank, 2)
+    init = f"file://{folder}/group{group}"
+    dist.init_process_group("gloo", init_method=init, rank=own, world_size=2)
+    between = dist.ProcessGroupGloo(dist.FileStore(f"{folder}/between{own}", 2), group, 2)
+    mesh = md.MoEMesh(dp=1, ep=2)
+
+    def manager_of(state):
+        return Manager(between, state.load_state_dict, state.state_dict)
+
+    def assert_equal_on_groups(model):
+        for parameter in model.parameters():
+            other = [torch.empty_like(parameter.data) for _ in range(2)]
+            between.allgather([other], [parameter.data.contiguous()]).wait()
+            assert torch.equal(*other)
+
+    model = Model(mesh.ep_group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    manager = manager_of(ReplicaState(model, [optimizer]))
+    for step, event in enumerate(SCRIPT):
+        if event == "joins":
+            begin_anew(group, model, optimizer)
+        manager.start_quorum()
+        optimizer.zero_grad()
+        model(rows(step, rank), group).square().mean().backward()
+        md.sync_gradients(model)
+        average_over_groups(manager, model)
+        assert model.unused.weight.grad is None
+        md.clip_grad_norm_(model, 0.05)
+        if manager.should_commit():
+            optimizer.step()
+            moe_ext.nn.update_selection_bias(model, rate=0.01, group=dist.group.WORLD)
+    for name, tensor in md.full_state_dict(model).items():
+        torch.testing.assert_close(tensor, one_process()[name], **TIGHT, msg=name)
+    assert_equal_on_groups(model)
+
+    # What ranks owe goes along: of an optimizer, and of gradients.
+    for kind in ("optimizer", "gradients"):
+        model, others = Model(mesh.ep_group).float(), {}
+        if kind == "optimizer":
+            groups = moe_ext.optim.param_groups(model, process_groups=True)
+            optimizer = moe_ext.optim.OneBitAdam(groups, lr=1e-3, eps=0.01, freeze_step=1)
+        else:
+            optimizer = moe_ext.optim.LAMB(moe_ext.optim.param_groups(model), lr=1e-3)
+            others = {"owed": CompressionState(model=model, codec="onebit")}
+        manager = manager_of(ReplicaState(model, [optimizer], others))
+        for step, event in enumerate(SCRIPT):
+            if event == "joins" and kind == "gradients":
+                begin_anew(group, model, optimizer)
+            manager.start_quorum()
+            optimizer.zero_grad()
+            model(rows(step, rank).float(), group).square().mean().backward()
+            average_over_groups(manager, model)
+            if others and not manager.errored():
+                compress_gradients(model, others["owed"])
+            if manager.should_commit():
+                optimizer.step()
+        assert_equal_on_groups(model)
+
+    state = ReplicaState(model, [optimizer])
+    other = state.state_dict()
+    name = "moe.experts.down_proj"
+    first, last, size, parts = other["held"][name]
+    other["held"][name] = (2 - first, 6 - last, size, parts)
+    with pytest.raises(ValueError, match=f"the same MoEMesh, got {name} of"):
+        state.load_state_dict(other)
+    other = {**state.state_dict(), "model": {}}
+    with pytest.raises(ValueError, match=r"the same model, got .* of shape None, and \("):
+        state.load_state_dict(other)
+    return True
+
+
+def test_two_groups_are_one_process(tmp_path):
+    assert spawn_ranks(two_groups, 4, str(tmp_path)) == [True] * 4
+
+
+def test_the_manager_has_the_signatures_of_torchft():
+    real = pytest.importorskip("torchft").Manager
+    for name in ("start_quorum", "allreduce", "num_participants", "errored", "should_commit"):
+        mine, theirs = (inspect.signature(getattr(c, name)).parameters for c in (Manager, real))
+        assert list(mine) == list(theirs), name
+    names = inspect.signature(real.__init__).parameters
+    assert set(inspect.signature(Manager.__init__).parameters) <= set(names)
