@@ -374,9 +374,9 @@ def pipeline_timeline(
     """Draw what each rank of a pipeline computes when.
 
     A panel for each timeline, a line for each rank, a box for each action with the number of its
-    micro-batch: forward blue; backward orange, or gradients of inputs yellow and of weights green.
-    A rank's second stage is darker than its first. Parts that run at once stand above each other;
-    what stays white is idle.
+    micro-batch, and of its slice from the second on: forward blue; backward orange, or gradients of
+    inputs yellow and of weights green. A rank's second stage is darker than its first. Parts that
+    run at once stand above each other; what stays white is idle.
 
     Args:
         timelines: what `moe_ext.pipeline.simulate` returns, or several by name.
@@ -438,4 +438,5 @@ def _draw_action(
     style: dict[str, Any] = {"facecolor": color, "edgecolor": "white", "linewidth": 0.4}
     axes.add_patch(Rectangle((left, bottom), width, height, **style))
     place = (left + width / 2, bottom + height / 2)
-    axes.text(*place, str(action.micro_batch), ha="center", va="center_baseline", size=5)
+    text = f"{action.micro_batch}" + f".{action.slice}" * bool(action.slice)
+    axes.text(*place, text, ha="center", va="center_baseline", size=5)

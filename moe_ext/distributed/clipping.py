@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.weak import WeakIdKeyDictionary
 
 from moe_ext.distributed import _c10d, comm
 from moe_ext.distributed.dtensor import (
@@ -24,6 +25,24 @@ from moe_ext.distributed.placement import known_shard, sharded_parameters
 
 if TYPE_CHECKING:
     from moe_ext.distributed.mesh import MoEMesh
+
+# Parameters of a pipeline's stages to its ranks, which all take a step or none; and those of which
+# another of these ranks holds a copy that counts in the norm.
+_pipelines, _copies = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+
+
+def note_stage(
+    parameters: Iterable[Tensor], group: ProcessGroup, copies: Iterable[Tensor] = ()
+) -> None:
+    """Note parameters of a stage: a `GradScaler` skips a step on all ranks of the group, or none.
+
+    Args:
+        parameters: of this rank's stages.
+        group: the ranks of the pipeline.
+        copies: those of them that another rank holds, too, and counts in the norm.
+    """
+    _pipelines.update(dict.fromkeys(parameters, group))
+    _copies.update(dict.fromkeys(copies, True))
 
 
 def clip_grad_norm_(
@@ -116,7 +135,7 @@ def _total_norm(model: nn.Module, norm_type: float, mesh: MoEMesh | None) -> Ten
     device = parameters[0].device if parameters else torch.device("cpu")
     whole, parts, unsynced = [], torch.zeros((), dtype=torch.float64, device=device), False
     for parameter in parameters:
-        if parameter.grad is None:
+        if parameter.grad is None or parameter in _copies:
             continue
         num_parts = num_parts_of.get(parameter, 1)
         unsynced |= num_parts > 1 and not (is_dtensor(parameter) or was_synced(parameter.grad))
@@ -198,15 +217,19 @@ def _clip_over_ranks(clip: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _overflow_over_ranks(unscale: Callable[..., Any]) -> Callable[..., Any]:
-    """A `GradScaler` that skips a step on every rank if gradients of some rank's shard overflow.
+    """A `GradScaler` that skips a step on every rank if gradients of some shard or stage overflow.
 
     Otherwise the ranks would go on with different weights of what they hold copies of.
     """
 
     def unscale_over_ranks(scaler: Any, optimizer: Any, *args: Any) -> Any:
         found = unscale(scaler, optimizer, *args)
-        places = [known_shard(p) for group in optimizer.param_groups for p in group["params"]]
-        for group in dict.fromkeys(place.group for place in places if place is not None):
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        places = [known_shard(p) for p in held]
+        over = dict.fromkeys(place.group for place in places if place is not None)
+        # Stages last: each of their ranks then knows of the ranks of its stage.
+        over |= dict.fromkeys(_pipelines[p] for p in held if p in _pipelines)
+        for group in over:
             for overflow in found.values():
                 comm.all_reduce_(overflow, group, operation="GradScaler", op="max", counted=False)
         return found

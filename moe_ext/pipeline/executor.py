@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext._checks import check_kind
 from moe_ext.distributed import agreement
+from moe_ext.distributed.clipping import note_stage
 from moe_ext.distributed.groups import check_group, group_rank, group_ranks, group_size
 from moe_ext.distributed.own_errors import telling
 from moe_ext.distributed.point_to_point import Message, PointToPoint
@@ -27,6 +28,8 @@ from moe_ext.pipeline.table import MESSAGES, OF_STAGE, UPDATE, Action, ActionTab
 from moe_ext.pipeline.turn_plan import TurnPlan
 
 LossFunction = Callable[[Tensor, Any], Tensor]
+# Of each weight that several stages have: stages, and the names of the parameters there.
+Tied = Sequence[Sequence[tuple[int, str]]]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MOST_DIMS = 14
@@ -153,6 +156,9 @@ class Pipeline:
             targets, tensors then. A micro-batch's loss is the mean of its slices' by length.
         update: for a table with updates: called with a stage when its parameters have the gradients
             of one; to take an optimizer's step and to clear the gradients.
+        tied: weights that several stages have, such as an embedding in the first and the last one:
+            for each, (stage, name of the parameter) of all of them. They begin alike, and have the
+            sum of their gradients after a step; `clip_grad_norm_` counts it once.
 
     Raises:
         ValueError: on every rank: the tables differ, or are refused by `check_table`; the group has
@@ -172,6 +178,7 @@ class Pipeline:
         recompute: bool = False,
         slice_lengths: Sequence[int] | None = None,
         update: Callable[[int], None] | None = None,
+        tied: Tied = (),
     ) -> None:
         check_kind("Pipeline", "table", table, ActionTable, TurnPlan)
         self._plan = table if isinstance(table, TurnPlan) else None
@@ -185,6 +192,7 @@ class Pipeline:
             check_table(table, max_in_flight=max_in_flight)
             self._refuse(table, stages, group_size(group))
             _refuse_options(table, slice_lengths, update)
+            _refuse_tied(table, stages, tied, update)
         except ValueError as error:
             problem = error
         facts = {
@@ -192,6 +200,7 @@ class Pipeline:
             "turns": self._plan and "; ".join(map(str, self._plan.starts)),
             "recompute": recompute,
             "slice_lengths": slice_lengths and list(slice_lengths),
+            "tied": [list(map(list, names)) for names in tied],
         }
         agreement.agree("Pipeline", facts, problem, group, self._device)
         is_whole = table.has_messages or table.num_ranks == 1 or self._plan is not None
@@ -215,10 +224,26 @@ class Pipeline:
         updates, micro = updates_of(table).get((0, 0), {}), table.num_micro_batches
         sizes = Counter(updates.values())
         self._divisors = [sizes[updates[i]] if updates else micro for i in range(micro)]
-        self._holders = {
-            stage: sorted({rank for (_, s), rank in table.rank_of.items() if s == stage})
-            for stage in self.stages
-        }
+        self._shared = self._shared_parameters(tied)
+        if group is not None:
+            trained = [p for stage in self.stages for p in self._trained(stage)]
+            copies = [p for _, ranks, p in self._shared if self.rank != ranks[0]]
+            note_stage(trained, group, copies)
+
+    def _shared_parameters(self, tied: Tied) -> list[tuple[int, list[int], nn.Parameter]]:
+        """Parameters of which other ranks have a copy: number, all of their ranks, this one's."""
+        found, stages = [], self.table.num_stages
+        for number, names in enumerate(tied):
+            ranks = sorted({self.table.rank_of[0, stage] for stage, _ in names})
+            mine = [self.stages[s].get_parameter(n) for s, n in names if s in self.stages]
+            if mine and len(ranks) > 1:
+                found.append((number, ranks, mine[0]))
+        for stage in self.stages:
+            ranks = sorted({rank for (_, s), rank in self.table.rank_of.items() if s == stage})
+            for i, p in enumerate(self._trained(stage)):
+                if len(ranks) > 1:
+                    found.append((len(tied) + i * stages + stage, ranks, p))
+        return sorted(found, key=lambda each: each[0])
 
     def _refuse(self, table: ActionTable, stages: Mapping[int, nn.Module], size: int) -> None:
         if table.num_ranks != size:
@@ -280,9 +305,8 @@ class Pipeline:
                         f"Pipeline.step: expected {name} to be {micro}, one for each micro-batch, "
                         f"got {len(given)}"
                     )
-        shared = [stage for stage in sorted(self._holders) if len(self._holders[stage]) > 1]
-        before = {p: p.grad for stage in shared for p in self._trained(stage)}
-        for p in before:
+        before = [p.grad for _, _, p in self._shared]
+        for _, _, p in self._shared:
             p.grad = None
         for stage, module in self.stages.items() if self._update else ():
             step.weights[stage, 0] = _leaves(module)
@@ -295,9 +319,9 @@ class Pipeline:
             else:
                 for act in acts:
                     act()
-        for stage in shared:
-            with telling(self._group, self._device, f"Pipeline.step on {self._name()}"):
-                self._sum_replicas(step, stage, before)
+        name = f"Pipeline.step, sum of the gradients of copies on {self._name()}"
+        with telling(self._group, self._device, name):
+            self._sum_copies(step, before, name)
         for message in step.sent:
             message.wait()
         self._failed = False
@@ -421,7 +445,7 @@ class Pipeline:
             self._check_output(unit, out)
         return out, *kept
 
-    def _trained(self, stage: int) -> list[Tensor]:
+    def _trained(self, stage: int) -> list[nn.Parameter]:
         return [p for p in self.stages[stage].parameters() if p.requires_grad]
 
     def _weights(self, step: _Step, unit: _Unit) -> Iterator[Any]:
@@ -450,26 +474,22 @@ class Pipeline:
             del step.weights[old]
         step.weights[stage, version] = _leaves(module)
 
-    def _sum_replicas(self, step: _Step, stage: int, before: dict[Tensor, Tensor | None]) -> None:
-        """Add up the gradients of a stage over its ranks, in the same order on all of them."""
-        assert self._transport is not None
+    def _sum_copies(self, step: _Step, before: list[Tensor | None], name: str) -> None:
+        """Add up the gradients of each shared parameter, in the same order on all of its ranks."""
         base = 4 * self.table.num_micro_batches * self.table.num_stages * self.table.num_slices
-        for i, p in enumerate(self._trained(stage)):
-            own = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
-            tag = base + i * self.table.num_stages + stage
-            what = f"Pipeline.step, sum of gradients of stage {stage} on {self._name()}"
-            found = []
-            for rank in self._holders[stage]:
-                if rank != self.rank:
-                    step.sent.append(self._transport.send(own, rank, tag, operation=what))
-            for rank in self._holders[stage]:
+        for (number, ranks, p), earlier in zip(self._shared, before, strict=True):
+            assert self._transport is not None
+            own, tag = torch.zeros_like(p) if p.grad is None else p.grad.contiguous(), base + number
+            found = {self.rank: own}
+            others = [rank for rank in ranks if rank != self.rank]
+            for rank in others:
+                step.sent.append(self._transport.send(own, rank, tag, operation=name))
+            for rank in others:
                 into = torch.empty_like(own)
-                found.append(
-                    own
-                    if rank == self.rank
-                    else self._transport.receive(into, rank, tag, operation=what).wait()
-                )
-            p.grad = torch.stack(found).sum(0) + (0 if (b := before[p]) is None else b)
+                found[rank] = self._transport.receive(into, rank, tag, operation=name).wait()
+            p.grad = torch.stack([found[rank] for rank in ranks]).sum(0)
+            if earlier is not None:
+                p.grad += earlier
 
     def _check_output(self, unit: _Unit, out: Any) -> None:
         stage = unit.stage
@@ -614,6 +634,29 @@ def _refuse_options(table: ActionTable, lengths: Sequence[int] | None, update: A
     kinds = {a.kind for rank in range(table.num_ranks) for a in table.actions(rank)}
     if slices > 1 and "I" in kinds:
         raise ValueError("Pipeline: expected slices to go backward as a whole (B), got I and W")
+
+
+def _refuse_tied(
+    table: ActionTable, stages: Mapping[int, nn.Module], tied: Tied, update: Any
+) -> None:
+    if tied and (update is not None or any(chain for chain, _ in table.rank_of)):
+        raise ValueError(
+            "Pipeline: expected tied to be empty for a table with updates or several chains, got "
+            f"{tied}"
+        )
+    for names in tied:
+        for stage, name in names:
+            if not 0 <= stage < table.num_stages:
+                raise ValueError(f"Pipeline: expected tied to name stages, got {(stage, name)}")
+            if stage in stages and name not in dict(stages[stage].named_parameters()):
+                raise ValueError(
+                    f"Pipeline: expected tied to name parameters of stages, got {(stage, name)}"
+                )
+        mine = {id(stages[stage].get_parameter(name)) for stage, name in names if stage in stages}
+        if len(mine) > 1:
+            raise ValueError(
+                f"Pipeline: expected tied parameters of one rank to be the same object, got {names}"
+            )
 
 
 def _unit(action: Action) -> _Unit:

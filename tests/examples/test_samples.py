@@ -1,4 +1,5 @@
 import re
+import time
 
 import pytest
 import torch.distributed as dist
@@ -131,4 +132,38 @@ def test_fsdp2_on_two_ranks_then_on_one(launch, tmp_path, capsys):
         (["--ep=2"], "expected --ep to divide the number of ranks, 1"),
     ):
         assert train_fsdp2.main([*options, *wrong]) == 2
+        assert text in capsys.readouterr().err
+
+
+def test_a_pipeline_is_killed_and_goes_on_as_one_stage(launch, tmp_path, capsys):
+    """By another schedule."""
+    folder = tmp_path / "saved"
+    options = ["--device=cpu", "--timeout=60", "--batch=16", "--log-every=1", "--save-every=2"]
+    first = [*options, "--save", folder, "--schedule=zb-h1", "--steps=100000"]
+    ranks = launch(first, script="train_pipeline.py")
+    deadline = time.monotonic() + 60
+    while not (folder / "00000004" / ".metadata").exists():
+        assert time.monotonic() < deadline and ranks.processes[0].poll() is None, ranks.output()
+        time.sleep(0.02)
+    ranks.processes[1].kill()
+    assert all(code != 0 for code in ranks.wait())
+    assert "rank 1 died" in ranks.output() or "rank 1 did not answer" in ranks.output()
+    done = max(int(path.parent.name) for path in folder.glob("*/.metadata"))
+    train_pipeline = pytest.importorskip("train_pipeline")
+    given = [*options, f"--steps={done + 2}"]
+    assert train_pipeline.main([*given, "--save", str(folder), "--schedule=zbv"]) == 0
+    last = re.findall(r"step +(\d+)  loss ([0-9.]+)", capsys.readouterr().out)
+    assert [int(step) for step, _ in last] == [done + 1, done + 2]
+    assert train_pipeline.main([*given, "--recompute"]) == 0
+    whole = re.findall(r"step +(\d+)  loss ([0-9.]+)", capsys.readouterr().out)
+    # float32: AdamW divides by roots of sums whose order differs.
+    assert abs(float(whole[-1][1]) - float(last[-1][1])) < 0.02
+    assert train_pipeline.main([*given, "--schedule=pipedream"]) == 0
+    found = re.findall(r"loss ([0-9.]+)", capsys.readouterr().out)
+    assert float(found[-1]) < float(found[0])
+    for wrong, text in (
+        (["--schedule=chimera"], "num_ranks and num_micro_batches of chimera to be even"),
+        (["--micro-batches=3"], "expected --batch to be a multiple of 3, got 16"),
+    ):
+        assert train_pipeline.main([*given, *wrong]) == 2
         assert text in capsys.readouterr().err

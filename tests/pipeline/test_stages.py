@@ -1,0 +1,343 @@
+"""What stages share: weights, norms, scales, losses of the whole batch, checkpoints."""
+
+import functools
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_checks import Checks
+from torch import nn
+
+import moe_ext
+from moe_ext.distributed import MoEMesh, checkpoint, clip_grad_norm_
+from moe_ext.nn import Balance
+from moe_ext.pipeline import Action, ActionTable, Pipeline, make_table
+from moe_ext.pipeline.table import MESSAGES
+from moe_ext.testing import spawn_ranks
+
+P, MICRO, E, V = 2, 4, 4, 7
+TIGHT = {"rtol": 1e-11, "atol": 1e-12}
+over_2 = Checks()
+
+
+class Language(nn.ModuleList):
+    """Embedding, blocks, and a head with its weights; rows are wider in the middle."""
+
+    def __init__(self, scope="micro_batch"):
+        torch.manual_seed(11)
+        embedding = nn.Embedding(V, 6)
+        head = nn.Linear(6, V, bias=False)
+        head.weight = embedding.weight
+        experts = moe_ext.MoELayer(10, 5, E, 2, balance_loss_coef=0.5, balance=Balance(scope))
+        super().__init__(
+            [
+                nn.Sequential(embedding, nn.Linear(6, 8), nn.Tanh()),
+                nn.Sequential(nn.Linear(8, 10), experts),
+                nn.Sequential(nn.Linear(10, 6), nn.Tanh()),
+                nn.Sequential(moe_ext.MoELayer(6, 5, E, 2, balance=Balance(scope)), head),
+            ]
+        )
+        self.double()
+
+
+def loss_of(logits, target):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(V, (2, MICRO, 3, 5), generator=generator)
+    return list(x[0]), list(x[1])
+
+
+def one_process(scope="micro_batch"):
+    found, (x, y) = Language(scope), batches()
+    moe_ext.nn.set_loss_scale(found, 1 / MICRO)
+    for each, target in zip(x, y, strict=True):
+        (loss_of(nn.Sequential(*found)(each), target) / MICRO).backward()
+    return found
+
+
+TIED = [[(0, "0.weight"), (3, "1.weight")]]
+
+
+def pipeline_of(name, found, **options):
+    """Two ranks, four stages; each rank has its own copy of what others hold."""
+    rank, table = dist.get_rank(), make_table(name, P, MICRO)
+    stages = {s: found[s] for (_, s), r in table.rank_of.items() if r == rank}
+    tied = TIED if table.num_stages == 4 else ()
+    return Pipeline(table, stages, loss_of, group=dist.group.WORLD, tied=tied, **options)
+
+
+def step(pipeline, **options):
+    x, y = batches()
+    first, last = 0 in pipeline.stages, pipeline.table.num_stages - 1 in pipeline.stages
+    return pipeline.step(x if first else (), y if last else (), **options)
+
+
+def assert_same(pipeline, want):
+    for stage, module in pipeline.stages.items():
+        for (name, p), q in zip(module.named_parameters(), want[stage].parameters(), strict=True):
+            text = f"{stage}.{name}"
+            torch.testing.assert_close(p.grad, q.grad, msg=lambda m, n=text: f"{n}: {m}", **TIGHT)
+
+
+@functools.cache
+def mesh():
+    return MoEMesh(dp=1, ep=1, pp=2)
+
+
+@over_2(
+    ("interleaved", "micro_batch"),  # embedding and head on two ranks
+    ("interleaved", "sequence"),
+    ("zero-bubble", "global_batch"),
+    ("zbv", "micro_batch"),  # both on one
+)
+def tied_weights_losses_and_the_norm(name, scope):
+    found, want = Language(scope), one_process(scope)
+    pipeline = pipeline_of(name, found)
+    step(pipeline)
+    assert_same(pipeline, want)
+    own = nn.ModuleList(pipeline.stages.values())
+    norm = clip_grad_norm_(own, 0.01, mesh=mesh())
+    expected = nn.utils.clip_grad_norm_(want.parameters(), 0.01)
+    torch.testing.assert_close(norm, expected.double(), **TIGHT)
+    assert_same(pipeline, want)
+    # On top of what is there.
+    step(pipeline)
+    for p in own.parameters():
+        p.grad /= 2
+    expected = one_process(scope)
+    for p, q in zip(want.parameters(), expected.parameters(), strict=True):
+        p.grad = (p.grad + q.grad) / 2
+    if scope != "global_batch":  # whose second step has counted the first one's tokens
+        assert_same(pipeline, want)
+
+
+@over_2()
+def norm_of_both_chains():
+    found, want = Language(), one_process()
+    table = make_table("chimera", P, MICRO)
+    halves = [nn.Sequential(*list(found)[:2]), nn.Sequential(*list(found)[2:])]
+    halves[1][1][1].weight = nn.Parameter(found[3][1].weight.detach().clone())
+    pipeline = Pipeline(table, dict(enumerate(halves)), loss_of, group=dist.group.WORLD)
+    step(pipeline)
+    parts = [want[0][0].weight.grad, halves[0][0][0].weight.grad + halves[1][1][1].weight.grad]
+    torch.testing.assert_close(*parts, **TIGHT)
+    total = torch.stack([p.grad.norm() for p in nn.ModuleList(halves).parameters()]).norm()
+    norm = clip_grad_norm_(nn.ModuleList(halves), 1.0, mesh=mesh())
+    torch.testing.assert_close(norm, total, **TIGHT)
+
+
+@over_2()
+def all_ranks_take_a_scaled_step_or_none():
+    found = Language()
+    pipeline = pipeline_of("interleaved", found)
+    own = [p for m in pipeline.stages.values() for p in m.parameters()]
+    optimizer = torch.optim.SGD(own, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1)
+    scales = []
+    for place in (0, 1, None):
+        before = [p.detach().clone() for p in own]
+        optimizer.zero_grad()
+        step(pipeline, loss_scale=scaler.scale(torch.ones(())))
+        if place == dist.get_rank():
+            own[-1].grad[0] = torch.inf
+        scaler.unscale_(optimizer)
+        if place is None:
+            assert_same(pipeline, one_process())
+        scaler.step(optimizer)
+        scaler.update()
+        same = [torch.equal(*pair) for pair in zip(before, own, strict=True)]
+        assert all(same) if place is not None else not any(same)
+        scales.append(scaler.get_scale())
+    assert scales == [128.0, 64.0, 128.0]
+
+
+class Slow(nn.Linear):
+    """Says when a backward pass has ended, which takes a while."""
+
+    def __init__(self, seconds):
+        super().__init__(3, 3)
+        self.seconds, self.ends = seconds, []
+
+    def forward(self, x):
+        out = super().forward(x)
+        out.register_hook(self.sleep)
+        return out
+
+    def sleep(self, grad):
+        time.sleep(self.seconds)
+        self.ends.append(time.monotonic())
+
+
+@over_2()
+def a_step_ends_when_what_it_sends_has_come():
+    rank = dist.get_rank()
+    rows = [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+        "1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1",
+    ]
+    table = ActionTable([[Action.from_text(text) for text in row.split()] for row in rows])
+    stage = Slow(0.2 if rank == 0 else 0.0)
+    mse = nn.functional.mse_loss
+    pipeline = Pipeline(table, {rank: stage}, mse, group=dist.group.WORLD)
+    x = [torch.ones(2, 3)] * 2
+    pipeline.step(x if rank == 0 else (), x if rank == 1 else ())
+    ended = torch.tensor([time.monotonic(), stage.ends[0]], dtype=torch.float64)
+    both = [torch.empty_like(ended) for _ in range(2)]
+    dist.all_gather(both, ended)
+    # Rank 0 receives the last gradient behind its first backward pass.
+    assert both[1][0] >= both[0][1]
+
+
+class Turned(nn.Module):
+    """Gives a view that is not contiguous; may have no weight, or no gradient of its input."""
+
+    def __init__(self, size, is_blind=False):
+        super().__init__()
+        self.linear, self.is_blind = nn.Linear(size, size) if size else nn.Identity(), is_blind
+
+    def forward(self, x):
+        return self.linear(x.detach() if self.is_blind else x).transpose(1, 2)
+
+
+@over_2((False,))
+def outputs_that_are_views_and_inputs_without_gradients(is_blind):
+    torch.manual_seed(2)
+    found = nn.ModuleList([Turned(0), Turned(4), Turned(5), Turned(4, is_blind)]).double()
+    x = list(torch.randn(MICRO, 2, 4, 5, dtype=torch.float64))
+    table, mse = make_table("zero-bubble", P, MICRO), nn.functional.mse_loss
+    stages = {s: found[s] for (_, s), r in table.rank_of.items() if r == dist.get_rank()}
+    pipeline = Pipeline(table, stages, mse, group=dist.group.WORLD)
+    pipeline.step(x if 0 in stages else (), x if 3 in stages else ())
+    grads = [p.grad for p in nn.ModuleList(stages.values()).parameters()]
+    found.zero_grad()
+    for each in x:
+        (mse(nn.Sequential(*found)(each), each) / MICRO).backward()
+    wanted = [p.grad for p in nn.ModuleList(stages.values()).parameters()]
+    for grad, want in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad, torch.zeros_like(grad) if want is None else want, **TIGHT)
+
+
+@pytest.mark.parametrize("name", over_2)
+def test_ranks_have_what_one_process_has(name):
+    over_2.assert_passed(P, name)
+
+
+class Named(nn.Module):
+    """The whole model with this rank's layers alone, under the names that they have in it."""
+
+    def __init__(self, seed, own):
+        super().__init__()
+        torch.manual_seed(seed)
+        layers = [nn.Linear(6, 6), *(moe_ext.MoELayer(6, 5, E, 2) for _ in range(3))]
+        self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(layers) if i in own})
+        self.double()
+
+
+def saved_and_loaded(rank, path, ranks, first, last):
+    """Train from a checkpoint or from the start, as one of so many stages; save and return all."""
+    if rank >= ranks:  # of a pool
+        return None
+    group = dist.group.WORLD if dist.is_initialized() else None
+    own = range(rank * 4 // ranks, (rank + 1) * 4 // ranks)
+    model = Named(5 if first == 0 else 6, own)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    if first:
+        checkpoint.load(path / str(first), model, optimizer)
+    stage = nn.Sequential(*model.layers.values())
+    table = make_table("1f1b", ranks, MICRO)
+    mse = nn.functional.mse_loss
+    pipeline = Pipeline(table, {rank: stage}, mse, group=group)
+    for number in range(first, last):
+        generator = torch.Generator().manual_seed(number)
+        x = list(torch.randn(MICRO, 5, 6, generator=generator, dtype=torch.float64))
+        optimizer.zero_grad()
+        pipeline.step(x if rank == 0 else (), x if rank == ranks - 1 else ())
+        optimizer.step()
+    checkpoint.save(path / str(last), model, optimizer)
+    return {n: p.detach() for n, p in model.named_parameters()}
+
+
+def test_stages_are_loaded_by_another_number_of_them(tmp_path):
+    want = saved_and_loaded(0, tmp_path / "whole", 1, 0, 4)
+    spawn_ranks(saved_and_loaded, 2, tmp_path, 2, 0, 2)
+    on_one = saved_and_loaded(0, tmp_path, 1, 2, 4)
+    on_four = {}
+    for part in spawn_ranks(saved_and_loaded, 4, tmp_path, 4, 2, 4):
+        on_four |= part
+    for found in (on_one, on_four):
+        assert found.keys() == want.keys()
+        for name, p in want.items():
+            torch.testing.assert_close(found[name], p, **TIGHT)
+
+
+@pytest.mark.parametrize(
+    "tied, message",
+    [
+        ([[(0, "weight"), (2, "weight")]], r"to name stages, got \(2, 'weight'\)"),
+        ([[(0, "bias2"), (1, "weight")]], r"to name parameters of stages, got \(0, 'bias2'\)"),
+        ([[(0, "weight"), (1, "weight")]], "of one rank to be the same object, got"),
+    ],
+)
+def test_refuses_what_is_not_tied(tied, message):
+    stages = {i: nn.Linear(3, 3) for i in range(2)}
+    with pytest.raises(ValueError, match=f"Pipeline: expected tied .*{message}"):
+        Pipeline(make_table("zbv", 1, 2), stages, loss_of, tied=tied)
+    with pytest.raises(ValueError, match="tied to be empty for a table with updates"):
+        Pipeline(
+            make_table("pipedream", 1, 2), {0: nn.Linear(3, 3)}, loss_of, tied=tied, update=print
+        )
+
+
+def dies(rank, name, text):
+    """The middle one of three ranks dies in an action: before it computes, or behind a post."""
+    pipeline = Pipeline(
+        make_table(name, 3, MICRO),
+        {rank: nn.Linear(3, 3)},
+        nn.functional.mse_loss,
+        group=dist.group.WORLD,
+    )
+    run = pipeline._run
+
+    def run_and_die(action_step, action):
+        is_message = action.kind in MESSAGES
+        if is_message:
+            run(action_step, action)
+        if rank == 1 and str(action) == text:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not is_message:
+            run(action_step, action)
+
+    pipeline._run = run_and_die
+    x, start = [torch.ones(2, 3)] * MICRO, time.monotonic()
+    try:
+        pipeline.step(x if rank == 0 else (), x if rank == 2 else ())
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("1f1b", "1F1"),
+        ("1f1b", "1B0"),
+        ("zb-h1", "1I0"),
+        ("zb-h1", "1W0"),
+        ("1f1b", "1SEND_F1"),
+        ("1f1b", "1RECV_B0"),
+    ],
+)
+def test_survivors_of_a_kill_name_stage_micro_batch_and_action(name, text):
+    found = spawn_ranks(dies, 3, name, text, may_die=[1])
+    for rank in (0, 2):
+        kind, words, seconds = found[rank]
+        assert kind == "RankFailureError" and seconds < 15, found[rank]
+        where = rf"{rank}(RECV|SEND)_[FB]\d \(stage {rank}, micro-batch \d\) on rank {rank}"
+        assert re.match(f"Pipeline.step, {where}", words), words
+        assert "rank 1 died" in words or "rank 1 did not answer" in words
