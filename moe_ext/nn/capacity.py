@@ -153,6 +153,7 @@ def limit_choice(
     token_idx_T: Tensor | None,
     *,
     training: bool,
+    filled: bool = False,
 ) -> Choice:
     """Take experts from the slots that have no room.
 
@@ -163,10 +164,12 @@ def limit_choice(
         top_k: K of the layer.
         token_idx_T: index of each token in the global batch, for random draws.
         training: draw random numbers where the policy wants them.
+        filled: whether the host knows that the router left no slot out.
     """
     gate = routed.gate
     if capacity is None:
-        return Choice(gate.topk_idx, gate.topk_weights, routed.capacity, None)
+        filled = filled and routed.capacity is None
+        return Choice(gate.topk_idx, gate.topk_weights, routed.capacity, None, filled)
     if routed.capacity is not None:
         raise ValueError(
             "MoELayer: expected capacity to be None with a router that sets the rows of each "

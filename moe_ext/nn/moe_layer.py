@@ -352,21 +352,21 @@ class MoELayer(CountingModule):
             x_TD = x.reshape(-1, self.model_dim)
             flat = {name: t.reshape(-1) for name, t in per_token.items() if t is not None}
             mask_T = flat.pop("token_mask", None)
+            router = self.router
             # A router of the caller's own may know no others than the mask.
-            routed: RouterOutput = self.router(x_TD, token_mask=mask_T, **flat)
+            routed: RouterOutput = router(x_TD, token_mask=mask_T, **flat)
             self._check_scores(routed)
             own = routed
             routed = apply_sessions(self, routed, mask_T)
             choice = limit_choice(
                 self.capacity,
-                self.router,
+                router,
                 routed,
                 self.top_k,
                 flat.get("token_idx"),
                 training=self.training,
+                filled=mask_T is None and routed is own and getattr(router, "fills_slots", False),
             )
-            if mask_T is None and choice.capacity is None and routed is own:
-                choice = Choice(*choice[:4], filled=getattr(self.router, "fills_slots", False))
         # Under autocast the experts would cast anyway; here it halves what is permuted and sent.
         y_TD, num_dropped = self._run_experts(as_autocast(x_TD), choice)
         y_TD = self._account(y_TD, routed, mask_T, math.prod(x.shape[:-2]), num_dropped)
@@ -396,35 +396,36 @@ class MoELayer(CountingModule):
         return budget is not None and budget.static and not self.dispatcher.in_graph
 
     def _send_rows(self, x_TD: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
-        dispatcher, (topk_idx, topk_weights, capacity, dropped, filled) = self.dispatcher, choice
+        dispatcher, experts = self.dispatcher, self.experts
+        topk_idx, topk_weights, capacity, dropped, filled = choice
         metadata: DispatchMetadata
         others: Callable[[], list[Chunk]] = list
         if self.overlap == 1 and self.row_budget is None and capacity is None:
-            taken = token_weights(self.experts, dispatcher, x_TD, topk_idx, topk_weights)
+            taken = token_weights(experts, dispatcher, x_TD, topk_idx, topk_weights)
             if taken is not None:
                 y_TD = self._beside_shared_expert(
                     x_TD, functools.partial(self._gather, x_TD, taken)
                 )
                 return y_TD, _plus(topk_idx.new_zeros(()), dropped)
         if self.overlap > 1:
-            weighed = weighs_rows(self.experts)
+            weighed = weighs_rows(experts)
             parts = dispatcher.in_parts(x_TD, topk_idx, topk_weights, weighed=weighed)
             counts: list[Tensor] = []
-            run = functools.partial(run_parts, dispatcher, parts, self.experts, counts)
+            run = functools.partial(run_parts, dispatcher, parts, experts, counts)
             with dispatcher.computing(x_TD):
                 y_TD = self._beside_shared_expert(x_TD, run)
             return y_TD, torch.stack(counts).sum()
         late: dict[str, Tensor] = {}
         beside: dict[str, Any] = {}
         if dispatcher.takes_meanwhile:
-            beside["meanwhile"] = lambda: late.update(late_weights(self.experts))
+            beside["meanwhile"] = lambda: late.update(late_weights(experts))
         if self.row_budget is None:
             rows, offsets, metadata = dispatcher.dispatch(
                 x_TD, topk_idx, topk_weights, capacity=capacity, **beside
             )
             # Rows that have been sent are those of an expert here.
             if filled or (metadata.received is not None and capacity is None):
-                offsets = bounds_of_all_rows(self.experts, dispatcher, rows, offsets)
+                offsets = bounds_of_all_rows(experts, dispatcher, rows, offsets)
         else:
             budget = self.row_budget
             limits: dict[str, Any] = {"capacity": capacity, "drop": budget.overflow == "drop"}
@@ -436,7 +437,7 @@ class MoELayer(CountingModule):
                 chunks = dispatcher.chunks(*call, max_rows=budget.rows, **limits)
             if len(chunks) > 1:
                 with dispatcher.computing(x_TD):
-                    y_TD = run_chunks(dispatcher, chunks, self.experts, x_TD, topk_weights)
+                    y_TD = run_chunks(dispatcher, chunks, experts, x_TD, topk_weights)
                     if self.shared_expert is not None:
                         y_TD = y_TD + self._run_shared_expert(x_TD)
                 return y_TD, _plus(chunks[0].whole.num_dropped, dropped)
@@ -444,14 +445,15 @@ class MoELayer(CountingModule):
                 chunks[0].take(x_TD), chunks[0], topk_weights, **beside
             )
         with dispatcher.computing(x_TD):
-            y_TD = self._compute(rows, offsets, metadata, x_TD, late)
+            y_TD = self._compute(experts, rows, offsets, metadata, x_TD, late)
             left = others()
             if left:
-                y_TD = y_TD + run_chunks(dispatcher, left, self.experts, x_TD, topk_weights)
+                y_TD = y_TD + run_chunks(dispatcher, left, experts, x_TD, topk_weights)
         return y_TD, _plus(metadata.num_dropped, dropped)
 
     def _compute(
         self,
+        experts: nn.Module,
         rows: Tensor,
         offsets: Tensor,
         metadata: DispatchMetadata,
@@ -462,11 +464,11 @@ class MoELayer(CountingModule):
         dispatcher = self.dispatcher
         if self.capacity is not None and self.capacity.pad:
             assert metadata.expert_capacity is not None
-            results = run_padded(self.experts, rows, offsets, metadata.expert_capacity)
+            results = run_padded(experts, rows, offsets, metadata.expert_capacity)
         else:
-            weights, metadata = take_weights(self.experts, dispatcher, rows, metadata)
-            results = run_experts(self.experts, late, rows, offsets, *weights)
-        check_results(self.experts, dispatcher, rows, results)
+            weights, metadata = take_weights(experts, dispatcher, rows, metadata)
+            results = run_experts(experts, late, rows, offsets, *weights)
+        check_results(experts, dispatcher, rows, results)
         combine = functools.partial(dispatcher.combine, results, metadata)
         return self._beside_shared_expert(x_TD, combine)
 
@@ -543,11 +545,11 @@ class MoELayer(CountingModule):
         if self.loss_mode == "inject":
             terms = {name: (coef, term.detach()) for name, (coef, term) in terms.items()}
         self._record = {
-            "num_tokens_per_expert": chosen_E.detach(),
-            "num_dropped": num_dropped.detach(),
+            "num_tokens_per_expert": chosen_E,
+            "num_dropped": num_dropped,
             "logits": routed.logits.detach(),
             "score_sum": counted.score_sum.detach(),
-            "balance_counts": counted.num_tokens_per_expert.detach(),
+            "balance_counts": counted.num_tokens_per_expert,
             "balance_top_k": counted.top_k,
             "mask": mask_T,
             "terms": terms,

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_AS_IT_IS = contextlib.nullcontext()
+
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that autocast is casting to on this device, None outside autocast."""
@@ -28,7 +30,7 @@ def as_autocast(x: Tensor) -> Tensor:
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Context in which autocast is off."""
     if autocast_dtype(device) is None:
-        return contextlib.nullcontext()
+        return _AS_IT_IS
     return torch.autocast(device.type, enabled=False)
 
 

@@ -46,6 +46,7 @@ from moe_ext.distributed.groups import (
 from moe_ext.distributed.own_errors import telling, watch_backward
 from moe_ext.ops.grouped_gemm import row_alignment
 
+_SILENT = contextlib.nullcontext()
 # State of the backward pass: not recorded, recorded, or recorded with this rank's rows in it.
 _NOT_RECORDED, _RECORDED, _IN_GRAPH = range(3)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -294,9 +295,8 @@ class TokenDispatcher:
         Args:
             x: the input that is looked at, `[..., D]`.
         """
-        silent = self.group is None
-        silent |= type(self).exchange_counts is TokenDispatcher.exchange_counts
-        return contextlib.nullcontext() if silent else self._telling_of_failure(x)
+        silent = self.group is None or type(self).exchange_counts is TokenDispatcher.exchange_counts
+        return _SILENT if silent else self._telling_of_failure(x)
 
     def computing(self, x: Tensor) -> AbstractContextManager[object]:
         """Context for what comes after `dispatch`, up to the end of `combine`.
@@ -307,7 +307,8 @@ class TokenDispatcher:
         Args:
             x: the input that is looked at.
         """
-        return telling(self.group, x.device, self.operation)
+        group = self.group
+        return _SILENT if group is None else telling(group, x.device, self.operation)
 
     def agree_on_results(self, rows: Tensor, results: Tensor) -> None:
         """Compare the dtype of experts' results over the ranks, once for each dtype of rows."""
@@ -508,9 +509,11 @@ class TokenDispatcher:
             rows_ND: what `bring_back` returned.
             metadata: what `dispatch` returned.
         """
+        permutation = metadata.permutation
         # Masked and dropped slots sent no row: the last of the T*K that the permutation may count.
-        sent_N = metadata.permutation.slot_of_row[: rows_ND.shape[0]]
-        permutation = replace(metadata.permutation, slot_of_row=sent_N)
+        if metadata.sent is not None:
+            sent_N = permutation.slot_of_row[: rows_ND.shape[0]]
+            permutation = replace(permutation, slot_of_row=sent_N)
         return ops.unpermute_tokens(rows_ND, permutation, metadata.topk_weights)
 
     def combine_part(self, rows: Tensor, metadata: DispatchMetadata) -> Tensor:

@@ -13,5 +13,9 @@ class LocalDispatcher(TokenDispatcher):
         drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
     """
 
+    # No properties: a small layer would ask them longer than it runs a kernel.
+    group = None
+    in_graph = True
+
     def __init__(self, num_experts: int, *, drop_policy: str = "position") -> None:
         super().__init__(num_experts, drop_policy=drop_policy)

@@ -148,7 +148,9 @@ class Router(nn.Module):
         tokens = Tokens(x_TD, token_mask, token_ids, token_idx)
         with without_autocast(x_TD.device):
             routed = self.choose(self.logits(tokens), tokens)
-        return routed if self.score_fn is None else routed._replace(score_fn=self.score_fn)
+        if self.score_fn in (None, routed.score_fn):
+            return routed
+        return routed._replace(score_fn=self.score_fn)
 
     def logits(self, tokens: Tokens) -> Tensor:
         """Logits of every token and expert, `[T, E]`, float32 (float64 for float64 tokens)."""
@@ -302,7 +304,8 @@ class ScoreRouter(Router):
 
     def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
         """The K experts of the largest scores."""
-        return RouterOutput(logits_TE, self.topk_gate(logits_TE, tokens))
+        gate = self.topk_gate(logits_TE, tokens)
+        return RouterOutput(logits_TE, gate, score_fn=self.score_fn)
 
     def with_choice(self, routed: RouterOutput, topk_idx_TK: Tensor) -> RouterOutput:
         """See `Router.with_choice`."""

@@ -181,4 +181,4 @@ class TopKRouter(LinearRouter):
             top_groups=self.top_groups,
             group_score=self.group_score,
         )
-        return RouterOutput(logits_TE, gate)
+        return RouterOutput(logits_TE, gate, score_fn=self.score_fn)
