@@ -357,6 +357,8 @@ def outcome(mutant, tree, build, timeout):
         if library is not None:
             library.unlink(missing_ok=True)
             library.write_bytes(kept)
+    if status < 0:
+        return "caught", f"ended by signal {-status}"
     # 2 to 5: interrupted, an error of use or of pytest itself, no tests.
     return {0: "missed", 1: "caught"}.get(status, "stale"), last
 
