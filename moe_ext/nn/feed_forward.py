@@ -49,5 +49,12 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., D] -> [..., D]`."""
         up = self.get_submodule(self._up_name)(x)
+        if self.gated and up.shape[-1] != 2 * self.down_proj.in_features:
+            raise ValueError(
+                f"FeedForward: expected {self._up_name} to give {2 * self.down_proj.in_features} "
+                f"columns, got {up.shape[-1]}: a gate and its up lie half the columns apart, so "
+                "that ranks with some columns each lack one of them; take an activation without a "
+                "gate, or ColwiseParallel(output_layouts=Replicate())"
+            )
         hidden = run_activation(up, self.activation, gated=self.gated, layout="concatenated")
         return self.down_proj(hidden)
