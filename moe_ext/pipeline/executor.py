@@ -524,10 +524,14 @@ class Pipeline:
         state, (out,) = self._computed(step, unit)
         grads, state.groups = self._output_grads(step, unit, (out,)), []
         if out.requires_grad:
-            # It detaches what it is given, which cannot be a view.
-            outputs = [out.clone() if out._is_view() else out]
             weights = self._weights(step, unit)
-            _, state.groups = stage_backward_input(outputs, grads, [state.x], weights)
+            # It detaches what it is given, which cannot be a view.
+            _, state.groups = stage_backward_input([out.clone()], grads, [state.x], weights)
+            if state.x.grad is None:
+                # It finds weights on the way to the input alone: W computes all.
+                state.groups, step.given["B", unit.key] = None, grads[0]
+            else:
+                state.outs = ()  # what W does not need is freed
         self._give_back(step, unit, state.x)
 
     def _weight_gradients(self, step: _Step, unit: _Unit) -> None:

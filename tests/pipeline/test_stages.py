@@ -206,7 +206,7 @@ class Turned(nn.Module):
         return self.linear(x.detach() if self.is_blind else x).transpose(1, 2)
 
 
-@over_2((False,))
+@over_2((False,), (True,))
 def outputs_that_are_views_and_inputs_without_gradients(is_blind):
     torch.manual_seed(2)
     found = nn.ModuleList([Turned(0), Turned(4), Turned(5), Turned(4, is_blind)]).double()
