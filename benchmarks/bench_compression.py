@@ -199,8 +199,8 @@ def share_table(found: Found) -> Table:
         f"moves {FEEDBACK_BYTES} bytes an element, the copy {COPY_BYTES}: at equal bandwidth 1.5. "
         "Of the time of exact top-1 %, checked, on an AMD EPYC (`perf record -e cpu-clock`), 69 % "
         "is the one pass over memory, 14 delivery of what was found, 16 sampling and search; of "
-        "carried 94 % is that pass. An aim of 1.4 is below equal bandwidth. The look for NaN is in "
-        "the same pass: unchecked is the same work without it."
+        "carried 94 % is that pass. The look for NaN is in that pass, and is what both miss their "
+        "aims by; why it costs that much is not known."
     )
     rows = []
     for (kind, density), times in found.items():
