@@ -171,7 +171,7 @@ class ReplacingWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Replace the metadata, and remove files that it does not name."""
         super().finish(metadata, results)
-        names = {info.relative_path for info in metadata.storage_data.values()}
+        names = {written.storage_data.relative_path for of_rank in results for written in of_rank}
         for path in Path(self.path).glob("*.distcp"):
             if path.name not in names:
                 path.unlink()
