@@ -5,6 +5,7 @@ DeepSpeed's transformer kernel: a layer norm is inverted from its output, which 
 keeps anyway, and attention is computed again from queries and keys.
 """
 
+import argparse
 import sys
 from collections.abc import Callable
 
@@ -97,11 +98,16 @@ def kept_bytes(run: Callable[[], Tensor], module: nn.Module) -> int:
     return sum(kept.values())
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Print what both blocks keep."""
-    x = torch.randn(1, 1024, 256, requires_grad=True)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=1024, help="of the sequence (%(default)s)")
+    parser.add_argument("--dim", type=int, default=256, help="of a token (%(default)s)")
+    parser.add_argument("--heads", type=int, default=8, help="of the attention (%(default)s)")
+    args = parser.parse_args(argv)
+    x = torch.randn(1, args.tokens, args.dim, requires_grad=True)
     for lean in (False, True):
-        block = Block(256, 8, lean=lean)
+        block = Block(args.dim, args.heads, lean=lean)
         print(f"{'lean' if lean else 'plain'}: {kept_bytes(lambda b=block: b(x), block)} bytes")
     return 0
 

@@ -97,9 +97,9 @@ def train_step(state: FileAdamW, after_update=lambda layer: None) -> float:
     grad = 2 * error / error.numel()
     for layer in reversed(range(len(state.shapes))):
         grad = grad * (1 - inputs.pop().square())
-        of_weight = grad.T @ inputs[-1]
-        grad = grad @ state.weight(layer)
-        state.update(layer, of_weight)
+        before = grad @ state.weight(layer)
+        state.update(layer, grad.T @ inputs[-1])
+        grad = before
         after_update(layer)
     state.commit()
     return float(error.square().mean())
@@ -108,10 +108,10 @@ def train_step(state: FileAdamW, after_update=lambda layer: None) -> float:
 def main(argv: list[str] | None = None) -> int:
     """Train up to a number of steps, from wherever the folder is."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--folder", type=Path, required=True, help="folder of the files")
+    parser.add_argument("--layers", type=int, default=8, help="of the chain (%(default)s)")
+    parser.add_argument("--dim", type=int, default=1024, help="of a layer (%(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="in all (%(default)s)")
     args = parser.parse_args(argv)
     state = FileAdamW(args.folder, [(args.dim, args.dim)] * args.layers, lr=1e-3)
     while state.step < args.steps:

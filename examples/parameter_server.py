@@ -119,7 +119,7 @@ def run(rank: int, world_size: int, init_method: str, steps: int, lr: float = 1.
 def main(argv: list[str] | None = None) -> int:
     """Train on the ranks of torchrun, and print what moved."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=50, help="of training (%(default)s)")
     args = parser.parse_args(argv)
     rank = int(os.environ["RANK"])
     found = run(rank, int(os.environ["WORLD_SIZE"]), "env://", args.steps)

@@ -138,7 +138,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--micro-batches", type=int, default=8, help="parts of a batch (%(default)s)"
     )
-    parser.add_argument("--recompute", action="store_true", help="keep inputs of stages alone")
+    parser.add_argument(
+        "--recompute", action="store_true", help="keep inputs of stages alone (off)"
+    )
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (%(default)s)")
     parser.add_argument("--save", type=Path, help="folder of checkpoints, to go on from, too")
     parser.add_argument(

@@ -45,6 +45,8 @@ def _rank_main(
             world_size=world_size,
             timeout=datetime.timedelta(seconds=group_timeout),
         )
+        # A rank that ends before the others have joined would be one that fails to them.
+        dist.barrier()
         # Not connection.send: its tensors stay in memory that this process serves, and it ends.
         connection.send_bytes(pickle.dumps((function(rank, *args), None)))
     except BaseException:

@@ -78,6 +78,12 @@ def pytest_collection_modifyitems(config, items):
         keep_pairs(config, items)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_graphs():
+    """Forgets what other files have compiled: torch gives up a function after eight times."""
+    torch.compiler.reset()
+
+
 def pytest_collection_finish():
     """Spares the collector of garbage what was imported, and the tests."""
     gc.freeze()
