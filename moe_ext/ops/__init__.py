@@ -33,6 +33,7 @@ from moe_ext.ops.gating import (  # noqa: E402
     topk_gate,
 )
 from moe_ext.ops.grouped_gemm import grouped_mm  # noqa: E402
+from moe_ext.ops.mask import pack_bits, pack_masked_, unpack_masked_  # noqa: E402
 from moe_ext.ops.noisy_gating import (  # noqa: E402
     GShardGateOutput,
     NoisyGateOutput,
@@ -118,7 +119,9 @@ __all__ = [
     "merge_attention_sinks",
     "noisy_topk_gate",
     "nonzero_blocks",
+    "pack_bits",
     "pack_indices",
+    "pack_masked_",
     "packed_index_bytes",
     "permute_tokens",
     "quantize_blockwise",
@@ -138,6 +141,7 @@ __all__ = [
     "topk_compress_",
     "topk_gate",
     "unpack_indices",
+    "unpack_masked_",
     "unpermute_tokens",
 ]
 

@@ -23,6 +23,7 @@ from moe_ext.reference.gating import (
     topk_gate,
 )
 from moe_ext.reference.grouped_gemm import grouped_mm
+from moe_ext.reference.mask import pack_bits, pack_masked_, unpack_masked_
 from moe_ext.reference.noisy_gating import (
     gshard_gate,
     noisy_topk_gate,
@@ -71,7 +72,9 @@ __all__ = [
     "merge_attention_sinks",
     "noisy_topk_gate",
     "nonzero_blocks",
+    "pack_bits",
     "pack_indices",
+    "pack_masked_",
     "permute_tokens",
     "quantize_blockwise",
     "quantize_rows",
@@ -90,5 +93,6 @@ __all__ = [
     "topk_compress_",
     "topk_gate",
     "unpack_indices",
+    "unpack_masked_",
     "unpermute_tokens",
 ]

@@ -1,0 +1,47 @@
+#include "sparse/mask.h"
+
+#include "common/library.h"
+#include "common/overlap.h"
+
+namespace moe_ext::mask {
+
+MOE_EXT_SCHEMAS(m) {
+  m.def("pack_bits(Tensor x) -> Tensor");
+  m.def("pack_masked_(Tensor(a!) packed, Tensor x, Tensor bitmap) -> ()");
+  m.def("unpack_masked_(Tensor(a!) out, Tensor packed, Tensor bitmap) -> ()");
+}
+
+namespace {
+
+void check_contiguous(const char* op, const char* name, const Tensor& t) {
+  MOE_CHECK(
+      t.is_contiguous(), op, ": expected ", name, " to be contiguous, got a strided tensor of shape ", shape_string(t));
+}
+
+} // namespace
+
+void check_pack_bits(const Tensor& x) {
+  MOE_CHECK(x.element_size() <= 8, "pack_bits: expected x to have elements of 8 bytes at most, got ", dtype_string(x));
+  check_contiguous("pack_bits", "x", x);
+}
+
+void check_mask(const char* op, const char* name, const Tensor& dense, const Tensor& packed, const Tensor& bitmap) {
+  MOE_CHECK(
+      dense.element_size() <= 8, op, ": expected ", name, " to have elements of 8 bytes at most, got ",
+      dtype_string(dense));
+  check_dtype(op, "packed", packed, dense.scalar_type());
+  check_dtype(op, "bitmap", bitmap, ScalarType::Byte);
+  check_dim(op, "packed", packed, 1, "[n]");
+  check_dim(op, "bitmap", bitmap, 1, "[bytes]");
+  check_size(op, "bitmap", bitmap, 0, num_bitmap_bytes(dense.numel()), "the bytes of a bit for each element");
+  check_same_device(op, "packed", packed, name, dense);
+  check_same_device(op, "bitmap", bitmap, name, dense);
+  check_contiguous(op, name, dense);
+  check_contiguous(op, "packed", packed);
+  check_contiguous(op, "bitmap", bitmap);
+  MOE_CHECK(
+      !overlap(dense, packed) && !overlap(dense, bitmap) && !overlap(packed, bitmap), op, ": expected ", name,
+      ", packed and bitmap to be in memory of their own, got a part of another's");
+}
+
+} // namespace moe_ext::mask

@@ -1,0 +1,22 @@
+// Packing by mask: the argument checks. A bitmap has a bit for each element, eight a byte, the first in the lowest bit.
+#pragma once
+
+#include <cstdint>
+
+#include "common/check.h"
+
+namespace moe_ext::mask {
+
+inline int64_t num_bitmap_bytes(int64_t numel) {
+  return numel / 8 + (numel % 8 != 0);
+}
+
+void check_pack_bits(const Tensor& x);
+
+void check_mask(
+    const char* op, const char* name,
+    const Tensor& dense,   // N elements
+    const Tensor& packed,  // [n]
+    const Tensor& bitmap); // [ceil(N / 8)]
+
+} // namespace moe_ext::mask

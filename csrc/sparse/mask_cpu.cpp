@@ -1,0 +1,112 @@
+// CPU side of packing by mask. The elements are cut into pieces of a fixed size, whose marks are counted first: so each
+// piece knows its place among the packed ones, and is moved by one thread.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "common/cpu_isa.h"
+#include "common/dispatch.h"
+#include "sparse/mask.h"
+#include "sparse/mask_tables.h"
+
+namespace moe_ext::mask {
+
+MOE_EXT_SELECT_KERNELS(Kernels)
+
+namespace {
+
+using torch::stable::new_empty;
+using torch::stable::parallel_for;
+
+constexpr int64_t kPiece = 32768; // elements, a multiple of 64
+
+// Calls f.operator()<Bits>(table) for elements of 1, 2, 4 or 8 bytes.
+template <typename F>
+void dispatch_size(int64_t size, F&& f) {
+  switch (size) {
+    case 1:
+      return f.template operator()<uint8_t>(kernels().b8);
+    case 2:
+      return f.template operator()<uint16_t>(kernels().b16);
+    case 4:
+      return f.template operator()<uint32_t>(kernels().b32);
+    default:
+      return f.template operator()<uint64_t>(kernels().b64);
+  }
+}
+
+Tensor pack_bits_cpu(Tensor x) {
+  check_pack_bits(x);
+  const int64_t numel = x.numel(), pieces = (numel + kPiece - 1) / kPiece;
+  Tensor bitmap = new_empty(x, {num_bitmap_bytes(numel)}, ScalarType::Byte);
+  dispatch_size(static_cast<int64_t>(x.element_size()), [&]<typename Bits>(const MaskKernels<Bits>& table) {
+    parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
+      const int64_t start = begin * kPiece, stop = std::min(numel, end * kPiece);
+      table.pack_bits(data<uint8_t>(bitmap) + start / 8, data<const Bits>(x) + start, stop - start);
+    });
+  });
+  return bitmap;
+}
+
+// Marks before each piece, and their number last; refuses others than packed has room for.
+std::vector<int64_t> places(const char* op, const Tensor& bitmap, int64_t numel, const Tensor& packed) {
+  const int64_t pieces = (numel + kPiece - 1) / kPiece, num_bytes = num_bitmap_bytes(numel);
+  const uint8_t* bytes = data<const uint8_t>(bitmap);
+  MOE_CHECK(
+      numel % 8 == 0 || bytes[num_bytes - 1] >> (numel % 8) == 0, op,
+      ": expected bitmap to have no bits past the last element, got ", static_cast<int>(bytes[num_bytes - 1]),
+      " as its last byte");
+  std::vector<int64_t> found(pieces + 1, 0);
+  parallel_for(0, pieces, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t piece = begin; piece < end; ++piece) {
+      const int64_t first = piece * kPiece / 8;
+      found[piece + 1] = kernels().count(bytes + first, std::min(num_bytes - first, kPiece / 8));
+    }
+  });
+  for (int64_t piece = 0; piece < pieces; ++piece) {
+    found[piece + 1] += found[piece];
+  }
+  MOE_CHECK(
+      found[pieces] == packed.numel(), op, ": expected packed to have an element for each of the ", found[pieces],
+      " bits that are set, got ", packed.numel());
+  return found;
+}
+
+void pack_masked_cpu(Tensor packed, Tensor x, Tensor bitmap) {
+  const char* op = "pack_masked_";
+  check_mask(op, "x", x, packed, bitmap);
+  const int64_t numel = x.numel();
+  const std::vector<int64_t> place = places(op, bitmap, numel, packed);
+  dispatch_size(static_cast<int64_t>(x.element_size()), [&]<typename Bits>(const MaskKernels<Bits>& table) {
+    parallel_for(0, static_cast<int64_t>(place.size()) - 1, 1, [&](int64_t begin, int64_t end) {
+      const int64_t start = begin * kPiece, n = std::min(numel, end * kPiece) - start;
+      table.pack(
+          data<Bits>(packed) + place[begin], data<const Bits>(x) + start, data<const uint8_t>(bitmap) + start / 8, n);
+    });
+  });
+}
+
+void unpack_masked_cpu(Tensor out, Tensor packed, Tensor bitmap) {
+  const char* op = "unpack_masked_";
+  check_mask(op, "out", out, packed, bitmap);
+  const int64_t numel = out.numel();
+  const std::vector<int64_t> place = places(op, bitmap, numel, packed);
+  dispatch_size(static_cast<int64_t>(out.element_size()), [&]<typename Bits>(const MaskKernels<Bits>& table) {
+    parallel_for(0, static_cast<int64_t>(place.size()) - 1, 1, [&](int64_t begin, int64_t end) {
+      const int64_t start = begin * kPiece, n = std::min(numel, end * kPiece) - start;
+      table.unpack(
+          data<Bits>(out) + start, data<const Bits>(packed) + place[begin], data<const uint8_t>(bitmap) + start / 8, n);
+    });
+  });
+}
+
+} // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
+  m.impl("pack_bits", TORCH_BOX(&pack_bits_cpu));
+  m.impl("pack_masked_", TORCH_BOX(&pack_masked_cpu));
+  m.impl("unpack_masked_", TORCH_BOX(&unpack_masked_cpu));
+}
+
+} // namespace moe_ext::mask
