@@ -34,7 +34,7 @@ def _rank_main(
     group_timeout: float,
 ) -> None:
     """Body of one rank: join the group, run, send (result, None) or (None, traceback)."""
-    # What was imported before the fork stays shared: the collector neither reads nor copies it.
+    # Modules imported before the fork stay shared: the collector neither reads nor copies them.
     gc.freeze()
     torch.set_num_threads(1)
     try:

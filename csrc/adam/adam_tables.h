@@ -5,7 +5,7 @@
 
 namespace moe_ext::adam {
 
-// What every element of a step shares.
+// Constants that every element of a step shares.
 struct Factors {
   float decay; // 1 - lr * weight_decay
   float grad_scale;

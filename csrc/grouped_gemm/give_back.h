@@ -13,7 +13,7 @@
 
 namespace moe_ext::grouped_gemm {
 
-// Whether malloc keeps freed memory for the next tensors (moe_ext.reuse_memory): pages given back would be fresh then.
+// True if malloc keeps freed memory for the next tensors (moe_ext.reuse_memory): pages given back would be fresh then.
 inline std::atomic<bool> reuses_memory{false};
 
 // The rows of a matrix, given back by blocks of memory, each when the last tile that reads it is done. Every call

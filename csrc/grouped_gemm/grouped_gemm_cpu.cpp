@@ -198,7 +198,8 @@ void products_of_rows(
   // whose pages are then taken and given back one after the other.
   const double scale = std::sqrt(2.0) * static_cast<double>(tiles.size()) / total;
   sort_by_cost(tiles, [&](const Tile& tile) { return std::ilogb(std::max(cost(tile) * scale, 1e-3)); });
-  // What goes back makes room for the result, so that memory in use does not rise: more would be fresh the next time.
+  // The memory given back makes room for the result, so that memory in use does not rise: more would be fresh the next
+  // time.
   const int64_t new_bytes = add ? 0 : num_experts * bytes;
   const int64_t grad_bytes = grad.numel() * static_cast<int64_t>(grad.element_size());
   const int64_t x_bytes = x.numel() * static_cast<int64_t>(x.element_size());

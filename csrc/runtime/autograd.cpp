@@ -167,7 +167,7 @@ Tensor grad_to_add_to(AccumulateGrad* leaf) {
   return plain ? grad : Tensor();
 }
 
-// What the engine holds while it adds to a leaf's gradient: other threads may run backward passes to the same one.
+// Lock that the engine holds while it adds to a leaf's gradient: other threads may run backward passes to the same one.
 struct Lock : torch::autograd::Node {
   static std::mutex& of(torch::autograd::Node& node) {
     return node.*(&Lock::mutex_);
@@ -286,7 +286,7 @@ struct LateGradient : torch::autograd::Node {
 
   variable_list apply(variable_list&& grads) override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    // What a backward pass that failed has left is not of this one.
+    // Gradients left by a backward pass that failed do not belong to this one.
     const int graph_task = torch::autograd::get_current_graph_task_id();
     Tensor sum = std::move(grads.front());
     auto* const leaf = dynamic_cast<AccumulateGrad*>(next_edge(0).function.get());

@@ -330,7 +330,7 @@ def _fault(library: Library, q: Tensor, k: Tensor, v: Tensor) -> str:
 
 @torch.no_grad()
 def _try(library: Library, device: torch.device, dtype: torch.dtype, *sizes: int) -> str:
-    """What is wrong with the results of two small blocks; empty if nothing is."""
+    """Run two small blocks; the mistake in their results, empty if there is none."""
     dim, v_dim, is_shared = sizes
     # More than a tile, and no multiple of one. The user's generator is not drawn from.
     generator = torch.Generator().manual_seed(0)
@@ -364,7 +364,7 @@ def _try(library: Library, device: torch.device, dtype: torch.dtype, *sizes: int
 
 
 def state() -> str:
-    """What `info` says of `precision="fast"`: the order on this card, and what was passed over."""
+    """Text of `info` for `precision="fast"`: the order on this card, and what was passed over."""
     if not torch.cuda.is_available():
         return f"{LIBRARIES[0].name} for 16 bits"
     device = torch.device("cuda", torch.cuda.current_device())

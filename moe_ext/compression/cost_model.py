@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 SMALL_BUCKET_BYTES = 64 * 1024
 # Another codec must be this much better than the one in use, which at first is dense and exact.
 HYSTERESIS = 0.10
-# How far behind plain all-reduce a codec may be measured before it is given up.
+# Share of plain all-reduce's time by which a codec may be slower before it is given up.
 ALLOWED_BEHIND = 0.03
-# What rounding must save of the time, once it is in use: less may be noise, and costs accuracy.
+# Share of the time that rounding, once in use, must save: less may be noise, and costs accuracy.
 LEAST_SAVING = 0.03
 # Below these shares of what plain all-reduce is taken to need, nobody asks what it really needs: in
 # the first place, and again.
@@ -47,8 +47,8 @@ CLEAR_SHARE, CLEAR_SHARE_AGAIN = 0.2, 0.5
 # may be disturbed.
 TRIAL_TURNS = 6
 REMEMBERED = 5
-# What has been compared is measured for one turn again when that many have passed, or more: so many
-# that what it takes longer is this share of the time.
+# A codec that has been compared is measured for one turn again after at least so many turns: as
+# many as make the time lost in that turn this share of the whole.
 LEAST_INTERVAL, TRIAL_SHARE = 16, 0.005
 # A plain codec that is known well is timed now and then: when its time is not asked for, ranks need
 # no message to agree on it.
@@ -367,7 +367,7 @@ class CostModel:
             share = seconds[chosen] / seconds[codec]
             interval = max(LEAST_INTERVAL, (1 / share - 1) / TRIAL_SHARE)
             since = state.turn - state.trial_turn.get(codec, -math.inf)
-            # What a turn or two have shown may be a disturbance. By turns too, not by measurements
+            # The result of a turn or two may be a disturbance. By turns too, not by measurements
             # alone: where nobody measures, a trial must end.
             begun = known and known.count < TRIAL_TURNS and since < 4 * TRIAL_TURNS
             clear = CLEAR_SHARE_AGAIN if known else CLEAR_SHARE

@@ -111,7 +111,7 @@ class CodecMemory:
         self.saved_objects: dict[str, Any] = {}
         self._kept: dict[str, Tensor] = {}
         self._objects: dict[str, Any] = {}
-        # Of the step: what it has written, the kinds that it forgets otherwise, its units.
+        # The open step: tensors that it has written, kinds that it forgets otherwise, its units.
         self._open: dict[str, Tensor] = {}
         self._open_objects: dict[str, Any] = {}
         self._open_start: int | None = None
@@ -120,7 +120,7 @@ class CodecMemory:
         self._open_units: dict[str, float] = {}
         # Tensors that nobody reads any more, to be written next.
         self._spare: dict[str, Tensor] = {}
-        # What the last `commit` has replaced.
+        # Tensors that the last `commit` has replaced.
         self._before: tuple[dict[str, Any], dict[str, float], dict[str, Any], int] | None = None
 
     # -- a step ------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class CodecMemory:
 
     def write(self, kind: str, working: Tensor) -> Tensor:
         """Have this step leave a tensor, which is the memory's from now on."""
-        # What `undo` would bring back may be what is written to.
+        # The tensor that `undo` would bring back may be the one that is written to.
         self._before = None
         self._open[kind] = working
         return working
@@ -271,7 +271,7 @@ class CodecMemory:
                 self._before = None
             return None
         for kind in {*self._kept} - {*self._open, *self._taken}:
-            # Of a codec that was not used: into the units that it is kept with from now on.
+            # A codec that was not used: into the units that it is kept with from now on.
             if self.factor(kind) != 1.0:
                 self.tensor(kind)
         replaced = {kind: self._kept.get(kind) for kind in {*self._open, *self._taken}}
@@ -378,7 +378,7 @@ class CodecMemory:
         self.server_start = extras["server_start"] - self.packing.start
         self.saved_objects = extras["carried"]
         for kind, tensor in extras["tensors"].items():
-            # What is kept is written to in later steps.
+            # Later steps write to the kept tensors.
             self.put(kind, tensor.to(self.device, torch.float32, copy=True))
 
 

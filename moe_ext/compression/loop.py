@@ -32,7 +32,7 @@ from moe_ext.distributed.placement import (
 )
 
 _OPERATION = "compress_gradients"
-# What a rank has as gradient of a parameter.
+# Kinds of gradient that a rank has for a parameter.
 _NOTHING, _DENSE, _SPARSE = 0, 1, 2
 
 

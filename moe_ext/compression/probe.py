@@ -27,7 +27,7 @@ def _rehearsal(codec: Codec, numel: int, memory_of: MemoryFactory, where: tuple[
     """Seconds of one rehearsal, the least of a few."""
     device, world_size = torch.device(where[0]), where[1]
     generator = torch.Generator().manual_seed(0)
-    # Of one size, so that nothing is known of the next step: a constant would compress too well.
+    # Random, so that nothing is known of the next step: a constant would compress too well.
     grad_N = torch.randn(numel, generator=generator).to(device)
     memory = memory_of(codec, grad_N)
 

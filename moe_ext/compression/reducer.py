@@ -332,7 +332,7 @@ class Reducer:
         if running.only_presence:
             running.norms[list(part.indices)] = norms_of([pieces[i] for i in part.indices])
         if codec.narrow_dtype is not None:
-            # What a dense codec adds to the gradients before it sends them.
+            # Residual that a dense codec adds to the gradients before it sends them.
             owed_N = memory.whole("residual") if no_nodes else None
             if owed_N is not None:
                 owed_N.mul_(memory.factor("residual"))
@@ -369,7 +369,7 @@ class Reducer:
         shard_S = levels.shard_of(grad, memory.numel)
         unit = 1.0 / levels.node_size if average else 1.0
         if codec.linear and levels.node_group is not None:
-            # What is owed is in units of the sum.
+            # The residual is in units of the sum.
             was_owed = memory.take_owed(shard_S)
             if codec.narrow_dtype is not None and not average:
                 # Half precision may hold all numbers, and not their sum.

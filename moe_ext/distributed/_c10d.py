@@ -190,7 +190,7 @@ def flat_group(mesh: DeviceMesh) -> ProcessGroup:
     return flat_mesh(mesh).get_group()
 
 
-# How many groups of these ranks `new_local_group` has made: the same number on each of them.
+# Number of groups of these ranks that `new_local_group` has made: the same on each of them.
 _num_made: Counter[tuple[int, ...]] = Counter()
 
 

@@ -42,7 +42,7 @@ MEETING_SECONDS = 60.0
 # Calls whose answers are kept for a group, and messages that may be unread.
 _MOST_ANSWERS = 64
 _MOST_UNREAD = 64
-# How many times the ranks have met, by place and purpose.
+# Number of times that the ranks have met, by place and purpose.
 _meetings: Counter[str] = Counter()
 
 
@@ -137,7 +137,7 @@ def agree(
 
 @dataclass
 class _Answer:
-    """What the ranks told each other in a call, and this rank's message on the device."""
+    """Values that the ranks told each other in a call, and this rank's message on the device."""
 
     values: list[list[int]]
     texts: list[bytes]
@@ -146,7 +146,7 @@ class _Answer:
 
 @dataclass
 class _Told:
-    """What the ranks of a group told each other, by this rank's message, and what came since."""
+    """Answers of the ranks of a group, by this rank's message, and those not read yet."""
 
     answers: dict[bytes, _Answer] = field(default_factory=dict)
     unread: deque[tuple[streams.HostCopy, _Answer, Callable[..., object]]] = field(
@@ -180,7 +180,7 @@ def _compared(
 ) -> list[list[int]]:
     """The values of every rank, from its message; with a device, ranks show more of long facts."""
     ranks = group_ranks(group)
-    # What a rank that went on has of a call longer than the message.
+    # A rank that went on has only the beginning of a call longer than the message.
     cut = [rank for rank, text in zip(ranks, texts, strict=True) if not text.endswith(b"}")]
     if cut:
         raise ValueError(

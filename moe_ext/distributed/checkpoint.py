@@ -51,7 +51,7 @@ _HALF_WAY = "model and optimizers hold parts of two states now: load again befor
 
 _T = TypeVar("_T")
 
-# What `async_save` writes now.
+# Saves of `async_save` that are being written.
 _underway: list[Future[None]] = []
 
 
@@ -395,7 +395,7 @@ def _to_save(
     extra: Mapping[str, Any] | None,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """What to save, once earlier files are written; it adds a writer to the options."""
+    """State to save, once earlier files are written; adds a writer to the options."""
     from moe_ext.distributed.checkpoint_files import ReplacingWriter
 
     wait(_underway)

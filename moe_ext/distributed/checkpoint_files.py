@@ -37,7 +37,7 @@ _BLOCK = 8 << 20
 
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """Where the bytes of a tensor begin in its file, which holds them in order."""
+    """Place of a tensor's bytes in its file, which holds them in order."""
 
     begin: int
     shape: torch.Size
@@ -65,7 +65,7 @@ class SliceReader(FileSystemReader):
         self._split[name] = dim, sizes
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the files hold, of the shapes that `split` gave."""
+        """Metadata of the files, with the shapes that `split` gave."""
         metadata = super().read_metadata(*args, **kwargs)
         for name, (dim, sizes) in self._split.items():
             entry = metadata.state_dict_metadata[name]

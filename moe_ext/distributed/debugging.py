@@ -21,7 +21,7 @@ ENABLED = os.environ.get("MOE_EXT_DEBUG", "0") not in ("", "0")
 
 
 def enabled() -> bool:
-    """Whether calls are compared: as the layer that runs says, else as the environment does."""
+    """True if calls are compared: as the running layer says, else as the environment says."""
     layer = running.get()
     wanted: bool | None = None if layer is None else getattr(layer(), "debug", None)
     return ENABLED if wanted is None else wanted

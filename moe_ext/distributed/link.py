@@ -103,7 +103,7 @@ def _line(send: Callable[[Tensor], object], sizes: list[Tensor], sent: int) -> t
     send(large)  # connections are made, and their windows opened
     least = quickest(send, small, SMALL_REPEATS)
     most = quickest(send, large, LARGE_REPEATS)
-    # Where the link is too fast for the clock, a tenth of the time is taken to be bytes.
+    # On a link too fast for the clock, a tenth of the time is taken to be bytes.
     return least, max(most - least, 0.1 * most, 1e-9) / sent
 
 

@@ -17,7 +17,7 @@ from moe_ext.distributed.placement import declare_expert_shards, declare_replica
 _ORDER = "tp-cp-ep-dp-pp"
 # Dimensions of a DeviceMesh that hold other batches, or other copies, by the names in use.
 _DATA_NAMES = {"dp", "data", "dp_replicate", "dp_shard", "fsdp", "edp", "efsdp"}
-# What the ranks of a group share, by axis.
+# Thing that the ranks of a group share, by axis.
 _SHARED = {
     "stage": "a pipeline stage",
     "pp": "a pipeline",
@@ -367,7 +367,7 @@ def _grid(sizes: dict[str, int], order: str, axes: tuple[str, ...]) -> Tensor:
 
 
 def _coordinates(grid: Tensor, rank: int) -> list[int]:
-    """Where a rank is in a grid."""
+    """Coordinates of a rank in a grid."""
     found: list[int] = (grid == rank).nonzero()[0].tolist()
     return found
 

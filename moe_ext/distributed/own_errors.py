@@ -53,7 +53,7 @@ _CLOSED = "-"
 
 @dataclass
 class _Job:
-    """What this rank knows of reports, as long as the default group lives.
+    """Knowledge of this rank about reports, as long as the default group lives.
 
     Attributes:
         groups: those that it has exchanged messages over: their members may come to wait for it.
@@ -294,7 +294,7 @@ def _tell(error: Exception, operation: str, *, ends: bool = False) -> None:
 
 
 def _ranks(job: _Job) -> list[int]:
-    """Those that may wait for this rank, and itself."""
+    """Ranks that may wait for this one, and itself."""
     found = set[int]()
     for group in job.groups:
         with contextlib.suppress(KeyError, ValueError):  # destroyed
@@ -342,7 +342,7 @@ def _heed(job: _Job, group: Any, *, is_lost: bool = False) -> None:
                 break
             if set(report["ranks"]) & set(group_ranks(group)):
                 found = report, False
-                # Those who wait for this rank learn of it in turn.
+                # Ranks that wait for this one learn of it in turn.
                 _publish(job, {**report, "rank": me, "ranks": [me]})
                 break
     if found is None:
@@ -381,7 +381,7 @@ def _meet(number: int, report: dict[str, Any]) -> bool:
     store.wait([verdict], 2 * _GRACE)
     if store.get(verdict) != b"all":
         return False
-    # Of each group, by their numbers: what each rank says of a collective.
+    # Reports of each rank on a collective, by group and number.
     posted: dict[str, dict[int, dict[int, dict[str, Any]]]] = {}
     for rank, key in zip(ranks, keys, strict=True):
         for found in json.loads(store.get(key)):
@@ -406,7 +406,7 @@ def _take_part(
     assert group is not None
     me, found = members.index(dist.get_rank()), []
     for number in range(_job().num_posted.get(group, 0), max(collectives) + 1):
-        # Where nobody waits, nobody sends.
+        # Nobody sends if nobody waits.
         waiting = collectives.get(number, {})
         nothing: dict[str, Any] = {
             "kind": "all_to_all",

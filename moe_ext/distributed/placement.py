@@ -51,8 +51,7 @@ _sharded = WeakIdKeyDictionary()
 # Ranks with the same coordinate in a group; None where this rank has no such peer.
 _replica_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup | None]
 _replica_groups = weakref.WeakKeyDictionary()
-# Of a group whose neighbours share each expert: the ranks with the same shards, and those
-# neighbours.
+# Ranks with the same shards, and neighbours, of a group whose neighbours share each expert.
 _expert_shards: weakref.WeakKeyDictionary[ProcessGroup, tuple[ProcessGroup, ProcessGroup]]
 _expert_shards = weakref.WeakKeyDictionary()
 # The groups that divide the ranks as this one does: a row each, with the ranks of its parts.
@@ -208,7 +207,7 @@ class Placement:
         return self.local(pieces, like)
 
     def flat(self, found: Tensor) -> Tensor:
-        """What `whole` shows with pieces as a dimension of their own, without that."""
+        """Undo the dimension of pieces that `whole` shows."""
         if self.dim is None or self.blocks == 1:
             return found
         return found.flatten(self.dim, self.dim + 1)
@@ -306,7 +305,7 @@ def plain(place: Placement, shown: Tensor) -> Tensor:
 
 
 def kept(place: Placement, shown: Tensor) -> Tensor:
-    """What a state dict holds inside `whole_state_dicts`, in the place of a DTensor."""
+    """Tensor that a state dict holds inside `whole_state_dicts`, in the place of a DTensor."""
     found = plain(place, shown)
     return found.to("cpu").contiguous() if keeps_wholes() else torch.empty(0, dtype=found.dtype)
 
@@ -455,7 +454,7 @@ def placements(model: nn.Module) -> dict[str, Placement]:
 
 
 def _names_on_ranks(place: Placement, path: str) -> list[str]:
-    """Of an expert that is a module, by its path on this rank: the experts of all in its place."""
+    """Names of the experts that stand on each rank in the place of this one, a module."""
     parent, dot, _ = path.rpartition(".")
     num_local = place.size // place.num_parts
     first = place.held.start - place.part * num_local

@@ -126,7 +126,7 @@ def _placement(code: str) -> Placement:
 
 
 def _strategy(operator: Any, rules: Sequence[str]) -> Any:
-    """What `register_sharding` takes: the placements that fit the arguments of a call."""
+    """Function for `register_sharding`: the placements that fit the arguments of a call."""
     arguments = [a.name for a in operator._schema.arguments]
     whole_rows = operator._schema.name.removeprefix("moe_ext::") in _WHOLE_ROWS
 

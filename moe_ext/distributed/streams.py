@@ -114,7 +114,7 @@ def run_beside(work: Callable[[], None], *tensors: Tensor, purpose: str) -> Besi
         with torch.cuda.stream(side):
             work()
     except BaseException:
-        # What it has queued goes on with the tensors.
+        # Its queued kernels go on with the tensors.
         Beside(side, main, tensors).join()
         raise
     return Beside(side, main, tensors)

@@ -57,7 +57,7 @@ class _Turns:
 
 
 class _Lane(threading.local):
-    """Which function of which turns a thread runs."""
+    """Function, and its turns, that a thread runs."""
 
     turns: _Turns | None = None
     own: int = 0

@@ -30,8 +30,8 @@ from moe_ext.distributed.traffic import is_counted, record_traffic
 T = TypeVar("T")
 OnSent = Callable[[str, int], None]
 
-# Of messages that csrc/runtime/messages.cpp sends too, apart from the caller's; the number of the
-# message is added.
+# Tag of messages that csrc/runtime/messages.cpp sends too, apart from the caller's; the number of
+# the message is added.
 _TAG = 0x6D780000
 
 
@@ -286,12 +286,12 @@ _unfinished = _Unfinished()
 def _serve(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := tasks.get()) is not None:
         task()
-        # What it holds may take C++ to go.
+        # Its objects may need C++ to be freed.
         del task
         _unfinished.add(-1)
 
 
-# Of the caller's groups, by whether it is the compiled one.
+# Workers of the caller's groups, by whether it is the compiled one.
 _workers: WeakKeyDictionary[ProcessGroup, dict[bool, Any]] = WeakKeyDictionary()
 
 

@@ -103,7 +103,7 @@ _ZERO_PLUS_PLUS = (
 
 @dataclass(frozen=True)
 class DSConfig:
-    """What a DeepSpeed configuration asks for.
+    """Settings that a DeepSpeed configuration asks for.
 
     Attributes:
         micro_batch_size: samples of a pass on one rank.

@@ -653,7 +653,7 @@ class SignSGDCompressor(OneBitCompressor):
     def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Context]:
         """See `Compressor`."""
         tensors, ctx = super().compress(tensor, name)
-        # What the quantiser has left belongs to the mean magnitude, which is not used.
+        # The quantiser's rest belongs to the mean magnitude, which is not used.
         ctx.left_N = None
         return tensors, ctx
 

@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 Average, Sum = "average", "sum"
-# What a rank begins: the step of the optimizer of that number, or one of these.
+# A rank begins the step of the optimizer of a number, or one of these.
 _JOINED, _TENSOR = -1, -2
 
 _optimizers: list[nn.ParameterList] = []
@@ -92,7 +92,7 @@ def _group(operation: str) -> ProcessGroup | None:
 
 
 def _begin(kind: int, operation: str) -> list[int]:
-    """What every rank begins."""
+    """Kind of step that every rank begins."""
     kinds = gather_objects(kind, _group(operation), operation=operation)
     active = [index for index, other in enumerate(kinds) if other != _JOINED]
     if active:

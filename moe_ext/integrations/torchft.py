@@ -54,7 +54,7 @@ class Work(Protocol):
 
 
 class Manager(Protocol):
-    """What is used of `torchft.Manager`."""
+    """Methods of `torchft.Manager` in use."""
 
     def allreduce(self, tensor: Tensor) -> Work:
         """Make a tensor the mean over the groups that take part."""
@@ -77,7 +77,7 @@ class Stateful(Protocol):
 
 
 class ReplicaState:
-    """What a rank hands to the rank with its number in a group that joins, for `torchft.Manager`.
+    """State that a rank hands to its counterpart in a group that joins, for `torchft.Manager`.
 
     `model.state_dict()` would not do: it shows experts over ranks as DTensors of all of them, which
     no rank pickles. Here each rank has its own part: of the parameters and buffers, the optimizers'

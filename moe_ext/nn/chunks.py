@@ -154,7 +154,7 @@ class _RunChunks(torch.autograd.Function):
         weights = weights_TK.detach().requires_grad_(needs_weights)
         grad_y_TD = grad_y_TD.to(sum_dtype(grad_y_TD.dtype))
         grad_x_TD: Tensor | None = None
-        # Of the weights first, then of every parameter that wants one.
+        # Gradients of the weights first, then of every parameter that wants one.
         wanted = [leaf for leaf in (weights, *leaves) if leaf.requires_grad]
         sums: list[Tensor | None] = [None] * len(wanted)
         with ctx.setting.restored():

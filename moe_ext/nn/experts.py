@@ -260,7 +260,7 @@ def token_weights(
     topk_idx_TK: Tensor,
     topk_weights_TK: Tensor,
 ) -> TokenWeights | None:
-    """What experts that gather tokens take beside them, None where rows are made for them."""
+    """Weights beside tokens that experts gather, None where rows are made for them."""
     own = TokenDispatcher.dispatch, TokenDispatcher.combine
     if (
         grouped_providers.CHOSEN != "quack"
@@ -287,7 +287,7 @@ def weighs_rows(experts: nn.Module) -> bool:
 def take_weights(
     experts: nn.Module, dispatcher: TokenDispatcher, rows: Tensor, metadata: DispatchMetadata
 ) -> tuple[tuple[RowWeights, ...], DispatchMetadata]:
-    """What experts that weigh their rows take beside them, and the metadata of their results."""
+    """Weights beside rows that experts weigh, and the metadata of their results."""
     weights = dispatcher.row_weights(rows, metadata) if weighs_rows(experts) else None
     return ((), metadata) if weights is None else ((weights,), replace(metadata, topk_weights=None))
 
@@ -323,7 +323,7 @@ def run_experts(experts: nn.Module, late: dict[str, Tensor], *args: Any) -> Tens
 def bounds_of_all_rows(
     experts: nn.Module, dispatcher: TokenDispatcher, rows: Tensor, expert_offsets: Tensor
 ) -> Tensor:
-    """What experts take in the place of offsets where every row has an expert."""
+    """Offsets in the form that experts take where every row has an expert."""
     # First what costs nothing where there is no such device.
     if wants_ends(rows) and type(dispatcher).dispatch is TokenDispatcher.dispatch:
         return expert_offsets[1:].int() if _runs_own_forward(experts) else expert_offsets

@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_ext import ops
 
 Metric = Tensor | Callable[[], Tensor]
-# What a forward pass leaves behind: tensors, in the graph, and numbers. A plain dictionary, which a
+# Record of a forward pass: tensors, in the graph, and numbers. A plain dictionary, which a
 # compiled graph can fill.
 Record = dict[str, Any]
 _COUNTS = ("num_tokens_per_expert", "num_dropped")

@@ -66,7 +66,7 @@ from moe_ext.nn.replay import apply_sessions, can_replay
 from moe_ext.nn.routers import Router, RouterOutput, TopKRouter
 from moe_ext.nn.torch_state import as_autocast, autocast_dtype
 
-# What wrappers put into the names of modules.
+# Parts that wrappers put into the names of modules.
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
@@ -323,7 +323,7 @@ class MoELayer(CountingModule):
             return self._forward(x, per_token)
 
     def explain_dispatch(self) -> DispatchChoice:
-        """Which dispatcher the layer uses and why, with bytes and times where it was chosen.
+        """Dispatcher that the layer uses and why, with bytes and times where it was chosen.
 
         Returns:
             DispatchChoice: print it for a table.
@@ -604,7 +604,7 @@ class MoELayer(CountingModule):
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is in the graph can be neither copied nor stored.
+        # Tensors in the graph can be neither copied nor stored.
         return {**self.__dict__, "_record": {}}
 
 

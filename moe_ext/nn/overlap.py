@@ -39,7 +39,7 @@ def run_parts(
     Returns:
         `[T, D]`.
     """
-    # Of each part: what arrived, and later the results; then the sums.
+    # By part: rows that arrived, and later the results; then the sums.
     here: list[Any] = [None] * len(parts)
     sums: list[Any] = [None] * len(parts)
 
@@ -69,7 +69,7 @@ def run_parts(
         sums[i] = dispatcher.combine(results, metadata, meanwhile=beside)
 
     def turn(i: int) -> None:
-        """What runs while the results of part i - 1 travel."""
+        """Work to run while the results of part i - 1 travel."""
         if i + 1 < len(parts):
             send(i + 1, lambda: compute(i))
         else:

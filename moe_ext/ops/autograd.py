@@ -159,7 +159,7 @@ class _Table(NamedTuple):
         return table
 
     def keep(self, ctx: Any, inputs: Any, output: Any) -> None:
-        """What the derivatives will read, and nothing else."""
+        """Save the tensors that the derivatives will read, and nothing else."""
         outputs = output if isinstance(output, tuple) else (output,)
         pairs = zip(outputs, self.differentiable, strict=True)
         ctx.mark_non_differentiable(*[t for t, differentiable in pairs if not differentiable])

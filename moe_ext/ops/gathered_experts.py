@@ -22,7 +22,7 @@ _GATES = {"swiglu": "swiglu", "reglu": "reglu", "geglu_tanh": "geglu"}
 
 @dataclass(frozen=True)
 class Gather:
-    """Which tokens are the rows, and where results go.
+    """Tokens that are the rows, and places of the results.
 
     Attributes:
         slot_of_row: `[N]`, -1 for a row of no expert.
@@ -97,7 +97,7 @@ def gathered_experts(
 
 
 class _Gathered(torch.autograd.Function):
-    """What belongs to no expert is left out by the products, and read by nothing behind them."""
+    """Rows of no expert are left out by the products, and read by nothing behind them."""
 
     @staticmethod
     def forward(
@@ -175,7 +175,7 @@ _MOST_ERROR = 0.03
 
 @torch.enable_grad()
 def _try(device: torch.device, dtype: torch.dtype) -> str:
-    """What is wrong with a small layer's results beside our operators; empty if nothing is."""
+    """Compare a small layer with our operators; the mistake found, empty if there is none."""
     generator = torch.Generator().manual_seed(0)
     sizes = ((200, 64), (3, 128, 64), (3, 64, 64), (200, 64))
     x, up, down, grad = (

@@ -52,7 +52,7 @@ def chosen_product(x_NK: Tensor, weight_EMK: Tensor) -> Product | None:
 
 
 def state() -> str:
-    """What `info` says of the choice; loads nothing."""
+    """Text of `info` on the choice; loads nothing."""
     if CHOSEN not in CHOICES:
         return f"{CHOSEN!r}, which is none of {', '.join(CHOICES)}"
     found = ""

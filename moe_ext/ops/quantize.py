@@ -10,7 +10,7 @@ from torch import Tensor
 
 # Formats and the bits of a code.
 CODE_BITS = {"int8": 8, "int6": 6, "int4": 4, "int3": 3, "int2": 2, "sign": 1, "fp8": 8}
-# Of rows: elements that share a scale, and bytes of a scale.
+# Elements of a row that share a scale, and bytes of a scale.
 ROW_SCALES = {"int8": (128, 4), "fp8": (128, 4), "mx": (32, 1)}
 _FORMATS = {bits: format for format, bits in CODE_BITS.items() if format != "fp8"}
 

@@ -172,7 +172,7 @@ def decode_gradient(payload: Tensor) -> DecodedGradient:
 
 @torch.library.register_fake("moe_ext::_payload_header")
 def _(payload: Tensor) -> Tensor:
-    # Where the host reads it: graphs of a device are cut there.
+    # On the CPU, where the host reads it: graphs of a device are cut there.
     return torch.empty((5,), dtype=torch.int64)
 
 

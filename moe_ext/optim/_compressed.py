@@ -109,7 +109,7 @@ class CompressedOptimizer(Optimizer, ABC):
         self._frozen: list[Entry] = []
         # Whether ranks have compared parameters and options.
         self._compared = False
-        # How often gradients are halved to fit into the type as which they travel.
+        # Number of times that gradients are halved to fit into the type as which they travel.
         self._halvings = 0
         # By the first of their entries, the flat tensors and their entries.
         self._means: dict[int, tuple[CompressedMean, list[int]]] = {}
@@ -719,7 +719,7 @@ class CompressedOptimizer(Optimizer, ABC):
         self, saved: dict[str, Any], *, copy: bool = True, means: Any = None
     ) -> None:
         """Go on from a state of all ranks, of which this has its part, or from one of Adam."""
-        # Of any parameter: all ranks must take the next step alike.
+        # For any parameter: all ranks must take the next step alike.
         compressed = any(group.get(_OWED, False) for group in saved["param_groups"])
         if compressed and not any(saved["state"].values()):
             raise ValueError(
@@ -806,7 +806,7 @@ class CompressedOptimizer(Optimizer, ABC):
                         parameter.device, dtype, copy=copy
                     )
         for group, mask in zip(self.param_groups, masks, strict=True):
-            # Those of torch and DeepSpeed count in the state of each parameter.
+            # Optimizers of torch and DeepSpeed count in the state of each parameter.
             steps = [self.state[p].get("step", 0) for p in group["params"] if p in self.state]
             group.setdefault("step", int(max(steps, default=0)))
             for name, value in self._options.items():

@@ -159,7 +159,7 @@ class Muon(SlicedOptimizer):
 
     def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
         matrices = [i for i, entry in enumerate(trained) if entry.group["use_muon"]]
-        # What needs messages comes first: where one fails, nothing has changed.
+        # Matrices that need messages come first: when one fails, nothing has changed.
         found = {i: self._direction(trained[i]) for i in matrices if _is_cut(trained[i].parameter)}
         for group in self.param_groups:
             members = [i for i, entry in enumerate(trained) if entry.group is group]

@@ -164,7 +164,7 @@ class ZeroOneAdam(CompressedOptimizer):
     def _take_step(self, entries: list[Entry]) -> None:
         for entry in entries:
             state = self.state[entry.parameter]
-            # Of a state of Adam, which does not count them; none of a parameter frozen until now.
+            # Adam's state does not count them; a parameter frozen until now has none.
             state.setdefault("var_steps", self.steps_taken if state else 0)
             self._moments(entry, _BUFFERS)
             if "filling" not in state:

@@ -90,7 +90,7 @@ def kept_versions(table: ActionTable) -> dict[tuple[int, int, int], tuple[int, .
 
 
 def updates_of(table: ActionTable) -> dict[tuple[int, int], dict[int, int]]:
-    """Of each (chain, stage): micro-batch to the version that its gradients make.
+    """Map, for each (chain, stage), a micro-batch to the version that its gradients make.
 
     0 where there is none behind its backward pass; empty for a table without updates.
     """
@@ -120,7 +120,7 @@ def _at(place: _Place) -> str:
 
 
 def _problems(table: ActionTable) -> Iterator[str]:
-    """What is wrong, from what the rest is told by; whoever asks stops at the first."""
+    """Mistakes in a table, each before those that follow from it; callers stop at the first."""
     places: _Places = {}
     for rank, row in enumerate(table.rows):
         for number, action in enumerate(row):

@@ -28,7 +28,7 @@ from moe_ext.pipeline.table import MESSAGES, OF_STAGE, UPDATE, Action, ActionTab
 from moe_ext.pipeline.turn_plan import TurnPlan
 
 LossFunction = Callable[[Tensor, Any], Tensor]
-# Of each weight that several stages have: stages, and the names of the parameters there.
+# For each weight that several stages have: stages, and the names of the parameters there.
 Tied = Sequence[Sequence[tuple[int, str]]]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -97,21 +97,21 @@ class _Pass:
     # The output, or the loss, and what is kept for later slices; None: to be computed again.
     outs: tuple[Tensor, ...] | None
     setting: _Setting | None = None
-    # Of `stage_backward_input`, for the gradients of the weights.
+    # Result of `stage_backward_input`, for the gradients of the weights.
     groups: list[dict[str, Any]] | None = None
 
 
 @dataclass
 class _Step:
-    """What a step holds: micro-batches and gradients by (stage, micro-batch, slice)."""
+    """Tensors of a step: micro-batches and gradients by (stage, micro-batch, slice)."""
 
     inputs: Sequence[Tensor]
     targets: Sequence[Any]
     scale: float | Tensor
     passes: dict[tuple[int, int, int], _Pass] = field(default_factory=dict)
-    # What goes to a stage: activations forward, gradients backward, by kind.
+    # Tensors on their way to a stage: activations forward, gradients backward, by kind.
     given: dict[tuple[str, tuple[int, int, int]], Tensor | Message] = field(default_factory=dict)
-    # Of (stage, micro-batch), what its slices so far keep for those behind them: leaves.
+    # Leaves that the slices so far keep for those behind them, by (stage, micro-batch).
     kept: dict[tuple[int, int], list[tuple[Tensor, ...]]] = field(default_factory=dict)
     # Weights of (stage, version) by name: leaves, the newest with the storage of the parameters.
     weights: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
@@ -220,7 +220,7 @@ class Pipeline:
         self._versions = kept_versions(table)
         # Weights and scales of a stage are then the same for all micro-batches.
         self._in_turns = not (self._lengths or update)
-        # Of each micro-batch, with how many others its gradients are averaged.
+        # Number of micro-batches that the gradients of each are averaged with.
         updates, micro = updates_of(table).get((0, 0), {}), table.num_micro_batches
         sizes = Counter(updates.values())
         self._divisors = [sizes[updates[i]] if updates else micro for i in range(micro)]
@@ -419,7 +419,7 @@ class Pipeline:
         return found.split(self._lengths, 1)[unit.slice] if self._lengths else found
 
     def _share(self, unit: _Unit) -> float:
-        """What a slice counts in its micro-batch."""
+        """Share of a slice in its micro-batch."""
         return self._lengths[unit.slice] / sum(self._lengths) if self._lengths else 1.0
 
     def _scale(self, step: _Step, unit: _Unit) -> float | Tensor:
@@ -449,7 +449,7 @@ class Pipeline:
         return [p for p in self.stages[stage].parameters() if p.requires_grad]
 
     def _weights(self, step: _Step, unit: _Unit) -> Iterator[Any]:
-        """What the passes of a unit have as weights."""
+        """Weights of the passes of a unit."""
         if self._update:
             return iter(step.weights[unit.stage, unit.version].values())
         return self.stages[unit.stage].parameters()

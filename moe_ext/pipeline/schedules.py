@@ -8,7 +8,7 @@ from collections import Counter
 from moe_ext._checks import check_choice, check_sizes
 from moe_ext.pipeline.table import UPDATE, Action, ActionTable
 
-# Of torch, by our name: its name, and whether a rank may hold another number of stages than two.
+# Schedules of torch by our name: its name, and whether a rank may hold other than two stages.
 _OF_TORCH = {
     "interleaved": ("Interleaved1F1B", True),
     "looped-bfs": ("LoopedBFS", True),
@@ -180,7 +180,7 @@ def _chimera(num_ranks: int, micro: int) -> ActionTable:
             f"{num_ranks} and {micro}"
         )
     last = num_ranks - 1
-    # What stands before each action, and of each rank in the order of preference.
+    # The action before each action, by rank, in the order of preference.
     todo: list[dict[Action, Action | None]] = [{} for _ in range(num_ranks)]
     for kind, stage, i in itertools.product("BF", reversed(range(num_ranks)), range(micro)):
         stage = stage if kind == "F" else last - stage

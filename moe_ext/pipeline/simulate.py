@@ -118,7 +118,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What `simulate` found.
+    """Result of `simulate`.
 
     Attributes:
         spans: of each rank, in order: what computes.

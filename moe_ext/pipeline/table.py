@@ -15,7 +15,7 @@ COMPUTE = ("F", "B", "I", "W")
 MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 # The weights that the gradients so far make, where a table trains without a flush.
 UPDATE = "UPDATE"
-# Of a whole stage: FSDP2's weights, and the reduction of gradients.
+# Actions of a whole stage: FSDP2's weights, and the reduction of gradients.
 OF_STAGE = ("UNSHARD", "RESHARD", "REDUCE_GRAD", UPDATE)
 OVERLAP = "OVERLAP_F_B"
 
@@ -85,7 +85,7 @@ class Action(NamedTuple):
         if kind == OVERLAP:
             return cls(-1, OVERLAP, parts=tuple(map(cls.from_text, inside.split(";"))))
         found = _TEXT.fullmatch(text.strip())
-        # Of all but those of a stage there is one for each micro-batch.
+        # All actions but those of a stage have a micro-batch.
         if found is None or (found[2] in OF_STAGE) == bool(found[3]):
             raise ValueError(
                 "Action.from_text: expected text to be of the form <stage><kind><micro-batch>, "

@@ -24,7 +24,7 @@ class Start(NamedTuple):
 
 @dataclass(frozen=True)
 class TurnPlan:
-    """What `plan_turns` found, for `Pipeline`.
+    """Result of `plan_turns`, for `Pipeline`.
 
     Attributes:
         table: what is run.

@@ -52,7 +52,7 @@ class WaveUpdates:
             raise ValueError("WaveUpdates: expected parameters to be at least one, got none")
         self._group, self._wave, self._staleness = group, wave, staleness
         self._count = 0
-        # What all pipelines have made together, and this one's weights after its last wave.
+        # Weights that all pipelines have made together, and this one's after its last wave.
         self._common = self._flat()
         self._after_wave = self._common
         self._underway: deque[tuple[Tensor, Pending[Tensor]]] = deque()

@@ -67,11 +67,11 @@ class ModelSpec:
 
     @property
     def expert_parameters(self) -> int:
-        """Of one expert."""
+        """Parameters of one expert."""
         return (2 + self.gated_experts) * self.model_dim * self.ffn_dim
 
     def dense_parameters(self) -> int:
-        """Of everything but experts: attention, dense ffn, routers, embeddings."""
+        """Parameters of all but experts: attention, dense ffn, routers, embeddings."""
         dim = self.model_dim
         heads = self.num_heads * (self.head_dim or dim // self.num_heads)
         attention = 4 * dim * heads * (self.num_layers + self.num_cross_layers)
@@ -86,7 +86,7 @@ class ModelSpec:
         return self.dense_parameters() + experts * self.expert_parameters
 
     def active_parameters(self) -> int:
-        """Of one token: everything dense, and its experts."""
+        """Parameters that one token meets: everything dense, and its experts."""
         experts = self.top_k * self.num_moe_layers
         return self.dense_parameters() + experts * self.expert_parameters
 

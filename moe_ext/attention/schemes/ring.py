@@ -301,7 +301,7 @@ class _GradsUnderway:
         arrives = before if paths[ours].get(stage) == before else None
         self._post(stage, _GRADS, sends if target == before else [], ours, arrives)
         if before != 0:
-            # Where only some places on the way see the keys, their gradients jump the others.
+            # Gradients of keys that only some places on the way see jump the other places.
             arrives = 0 if paths[me].get(stage) == 0 else None
             self._post(stage, _GRADS_HOME, sends if target == 0 else [], me, arrives)
 

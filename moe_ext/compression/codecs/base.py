@@ -306,7 +306,7 @@ class PayloadCodec(Codec):
             payload = coding.encode(grad_N, residual_N, rng_state=rng_state)
             out_N = torch.empty_like(grad_N, dtype=torch.float32)
             return start_gather_sum(payload, out_N, coding, group, average, operation=operation)
-        # What is kept is only read, so that nothing has to be restored.
+        # The kept tensors are only read, so that nothing has to be restored.
         return start_all_reduce(
             grad_N,
             self.coding(),

@@ -197,7 +197,7 @@ class BlockSparse(Codec):
         on_nonfinite: OnNonfinite | None = None,
     ) -> comm.Pending[Tensor]:
         """See `Codec`."""
-        # What was owed may lie in blocks that nothing was added to.
+        # The owed part may lie in blocks that nothing was added to.
         bitmap = None if memory.take_owed(grad_N) else memory.bitmap
         found = block_sparse_all_reduce_(
             grad_N,

@@ -222,7 +222,7 @@ class PowerSGD(Codec):
         is_first = not memory.has(_FACTORS)
         warm = memory.tensor(_FACTORS, numel)
         if warm.numel() != numel:
-            # Of another rank: a cost model has changed its mind, or a state was loaded.
+            # The rank was another: a cost model has changed its mind, or a state was loaded.
             is_first, warm = True, memory.fresh(_FACTORS, numel)
         if not is_first:
             generator = torch.Generator().manual_seed(state.rng.randint(1_000_000_000))

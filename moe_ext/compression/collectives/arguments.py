@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_ext.distributed.agreement import is_nonfinite
 
-# Of tensors that are summed as they are.
+# Dtypes of tensors that are summed as they are.
 DENSE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 

@@ -289,7 +289,7 @@ def _row_sum(
     marks = torch.zeros(-(-num_rows // 8) * 8, device=touched_U.device)
     marks[touched_U] = 1
     union = _union(torch.ops.moe_ext.nonzero_blocks(marks, 1), messages)
-    # Where the row of each union index is among this rank's: the zero row in front if nowhere.
+    # Place of each union index among this rank's rows: the zero row in front if it has none.
     place = touched_U.new_zeros(num_rows)
     place[touched_U] = torch.arange(1, touched_U.shape[0] + 1, device=touched_U.device)
     packed = torch.nn.functional.pad(sums_UD, (0, 0, 1, 0))[place[union]]

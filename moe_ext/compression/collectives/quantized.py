@@ -36,7 +36,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCKS = (64, 128, 256, 512, 1024)
 # Pieces of a shard are multiples of this, so that their codes and scales have no padding in them.
 _GRAIN = 4096
-# Of a piece's payload: below it, latency takes longer than what is hidden. And pieces of a shard.
+# Least bytes of a piece: below, latency takes longer than the piece hides. Most pieces of a shard.
 _LEAST_BYTES, _MAX_PIECES = 131072, 8
 # The second rounding of a step draws from another stream than the first.
 _SECOND_SEED = 0x5851F42D4C957F2D
@@ -501,7 +501,7 @@ class _Shards:
     shard: int
     piece: int
     looks: bool = False
-    # Of what each piece leaves, where anyone looks: NaN where it was not finite.
+    # Sums of the residuals of the pieces, where anyone looks: NaN where one was not finite.
     sums: list[Tensor] = field(default_factory=list)
 
     def pieces(self) -> list[tuple[int, int]]:
@@ -616,7 +616,7 @@ def _all_reduce(
         owed_of_sum = server.at(messages, first, length, restores=restores)
         messages.all_gather(gathered[i], shards.encode(total, room, owed_of_sum, stream, first))
     if server.new is not None and server.old is not None:
-        # What lies behind the end is what it was.
+        # Elements behind the end stay as they were.
         length = shards.length(messages.rank, 0, shard)
         server.new[length:] = server.old[length:]
     if restores:

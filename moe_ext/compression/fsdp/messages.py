@@ -69,7 +69,7 @@ class _Message:
         self.op, self.name = op, name
         self.codec = _codec_of(op, format, block, density, feedback)
         self.coding = None if self.codec is None else self.codec.coding()
-        # Where a share of the elements is sent, it is one of whole blocks.
+        # A share of the elements is sent as whole blocks.
         takes_share = self.codec is None or self.codec.density is not None
         self.block = block if self.coding is None or takes_share else self.coding.align
         self.fills_padding = self.coding is not None and self.coding.means_of_blocks

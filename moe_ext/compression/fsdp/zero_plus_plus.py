@@ -366,7 +366,7 @@ def _check_free(modules: list[tuple[str, FSDPModule]], kinds: list[str]) -> None
     ours = (CompressedAllGather, CompressedReduceScatter, CompressedAllReduce)
     for name, module in modules:
         for kind in kinds:
-            # What it owes would be lost without a word.
+            # Its residual would be lost without a word.
             if isinstance(messages_of(module)[kind], ours):
                 raise ValueError(
                     f"{_OP}: expected modules without a compressed {kind}, got "
@@ -486,7 +486,7 @@ class NamedResiduals:
                 place.copy_(saved[name])
                 continue
             local = _shard_like(name, saved[name], segment.source, in_whole[segment.name][1])
-            # Of the sum over ranks each owes its own shard, hence as many times the mean.
+            # Each rank owes its own shard of the sum over ranks, hence as many times the mean.
             place[row, : local.numel()] = local.reshape(-1) * ranks
         return packed_PQ
 

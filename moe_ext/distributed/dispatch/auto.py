@@ -172,7 +172,7 @@ class AutoDispatcher(TokenDispatcher):
         dim = x.shape[-1] if x.dim() else 1
         values = (x.numel() // max(dim, 1), max(dim, 1), code, node_size_of(group))
         told = agree(_OPERATION, facts, None, group, x.device, values=values)
-        # Of a rank whose input is wrong too: the layer says so.
+        # A rank whose input is wrong answers too: the layer says so.
         num_tokens, dim, code, node_size = (max(numbers) for numbers in zip(*told, strict=True))
         if any(row[3] != node_size for row in told):
             node_size = 1
@@ -246,7 +246,7 @@ class AutoDispatcher(TokenDispatcher):
 
 @dataclass(frozen=True)
 class _Shape:
-    """What the expected numbers of rows follow from."""
+    """Facts that the expected numbers of rows follow from."""
 
     num_experts: int
     top_k: int
@@ -274,7 +274,7 @@ class _Shape:
             "exact": self.top_k / ranks,
             "reduced": expected_ranks(self.num_experts, ranks, self.top_k) / ranks,
         }[combine]
-        # Of the ranks, those that are not this one, and those on other nodes.
+        # The ranks but this one, and those on other nodes.
         others, abroad = ranks - 1, ranks - self.node_size
         if name == "hierarchical":
             out = expected_ranks(self.num_experts, nodes, self.top_k) / nodes

@@ -53,15 +53,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DTYPE_CODES = len(DTYPES) + 1
 # Headers kept on the device: a layer has a few, or one for each number of tokens with a capacity.
 _MOST_HEADERS = 64
-# What a rank that runs another layer than the others may have met with.
+# Causes for which a rank may run another layer than the others.
 SKIPPED = (
     "a batch without tokens of a kind, such as images, skips layers of that kind; give every rank "
     "some"
 )
 # Layers are numbered by their first calls.
 _numbers = itertools.count()
-# Of a group, the layers of its ranks that have exchanged rows, by their numbers. Every rank sees
-# all exchanges, and comes to the same verdict on the next one.
+# Layers that have exchanged rows over a group, by their numbers. Every rank sees all exchanges, and
+# comes to the same verdict on the next one.
 _met: weakref.WeakKeyDictionary[ProcessGroup, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
@@ -169,7 +169,7 @@ class TokenDispatcher:
 
     # For subclasses that do all by themselves and never call __init__.
     _group = GroupHandle(None)
-    # Of the layers that share the group, this one: by its number, or among those that have names.
+    # This layer among those that share the group: its number, or its place among those with names.
     _layers: tuple[str, ...] = ()
     _layer: int | None = None
     wire = Wire()
@@ -236,7 +236,7 @@ class TokenDispatcher:
         """A graph of `torch.compile` can hold it: split sizes are known only after an exchange."""
         return self.group is None
 
-    # How messages travel: the part of a transport.
+    # The part of a transport: messages.
 
     def exchange_counts(self, message_PM: Tensor, *, operation: str) -> Tensor:
         """Send row p of an int64 message to rank p.
@@ -284,7 +284,7 @@ class TokenDispatcher:
         """
         raise NotImplementedError(f"{type(self).__name__} has no exchange_rows")
 
-    # What a layer uses.
+    # The part that a layer calls.
 
     def routing(self, x: Tensor) -> AbstractContextManager[object]:
         """Context for what comes before `dispatch` and can fail on one rank alone.
@@ -365,7 +365,7 @@ class TokenDispatcher:
 
     @property
     def takes_meanwhile(self) -> bool:
-        """Whether rows travel, and `dispatch` and `send` call what is to run beside them."""
+        """Whether `dispatch` and `send` call `meanwhile` while rows travel."""
         own = TokenDispatcher.dispatch, TokenDispatcher.send
         return self.group is not None and (type(self).dispatch, type(self).send) == own
 
@@ -632,7 +632,7 @@ class TokenDispatcher:
             **self._coded(self.wire.back),
         )
 
-    # How the above comes from the two messages.
+    # The above, from the two messages.
 
     def _coded(self, formats: Formats) -> dict[str, Any]:
         """Arguments of `exchange_rows`, which need not know of formats where there is no wire."""
@@ -682,7 +682,7 @@ class TokenDispatcher:
         """The rows of this rank's tokens, grouped by expert."""
         align = 1
         if self.group is None:
-            # Where rows travel, padding would travel with them: it is added on arrival.
+            # Padding would travel with the rows: it is added on arrival.
             align = row_alignment(x_TD, topk_idx_TK.numel(), self.num_experts)
         return ops.permute_tokens(
             x_TD,
@@ -831,7 +831,7 @@ class TokenDispatcher:
         )
 
     def _first_facts(self) -> dict[str, object]:
-        """What the ranks compare at the first call alone: every later message depends on it."""
+        """Facts that the ranks compare at the first call: every later message depends on them."""
         return {**self._facts, "debug (or else MOE_EXT_DEBUG)": debugging.enabled()}
 
     def _on_device(self, header: tuple[int, ...], like: Tensor) -> Tensor:

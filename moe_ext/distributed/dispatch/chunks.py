@@ -205,13 +205,13 @@ def fair_share(counts: Tensor, limit: int, *, dim: int) -> Tensor:
     lines = counts.movedim(dim, -1)
     ordered = lines.sort(-1).values
     size = lines.shape[-1]
-    # Where the i smallest are kept whole, the others share what is left of the limit.
+    # With the i smallest kept whole, the others share the rest of the limit.
     kept = ordered.cumsum(-1) - ordered
     levels = (limit - kept) // torch.arange(size, 0, -1)
     level = levels.clamp(min=0).minimum(ordered).amax(-1, keepdim=True)
     cut = lines.minimum(level)
     over = lines > cut
-    # What a whole level leaves over goes to the first lines that want more, one each.
+    # The rest below a whole level goes to the first lines that want more, one each.
     spare = (limit - cut.sum(-1, keepdim=True)).clamp(min=0)
     cut = cut + (over & (over.cumsum(-1) <= spare)).long()
     return cut.movedim(-1, dim)

@@ -40,7 +40,7 @@ from moe_ext.distributed.groups import group_rank, group_ranks, group_size
 from moe_ext.ops.grouped_gemm import row_alignment
 
 COMBINES = ("exact", "reduced")
-# Of a group, by the ranks of a node: those between this rank's node and others, and those inside.
+# Groups between this rank's node and others, and inside it: by group and ranks of a node.
 # All layers share them, so that they meet there and a job does not make two groups for each.
 _HopGroups = weakref.WeakKeyDictionary[ProcessGroup, dict[int, tuple[ProcessGroup, ProcessGroup]]]
 _hop_groups: _HopGroups = weakref.WeakKeyDictionary()
@@ -62,7 +62,7 @@ class DedupMetadata(DispatchMetadata):
 
 @dataclass(frozen=True)
 class _Plan:
-    """How the parts of a rank's tokens travel.
+    """Journeys of the parts of a rank's tokens.
 
     Attributes:
         journeys: of the parts.
@@ -115,7 +115,7 @@ class _Trip:
         self.waits: list[Callable[[], Tensor]] = []
 
     def finish(self) -> Tensor:
-        """What arrived."""
+        """Tokens that arrived."""
         return self.waits.pop()()
 
 
@@ -204,7 +204,7 @@ class _FinishCombine(torch.autograd.Function):
         trip: _Trip = ctx.trip
         journey, empty, grad_weights = trip.journey, None, None
         if ctx.needs_input_grad[0]:
-            # Where sums are wider than rows, they are of rounded gradients: nothing is lost.
+            # Sums that are wider than rows are of rounded gradients: nothing is lost.
             format, rows = journey.wire.backward_dispatch, grad_TD.to(ctx.dtype)
             wait = journey.start_out(rows, "combine backward", format, beside=trip.beside)
             trip.waits.append(wait)
@@ -373,7 +373,7 @@ class DedupDispatcher(TokenDispatcher):
         num_parts: int,
         weighed: bool,
     ) -> _Plan:
-        """How the tokens of each part travel over all hops."""
+        """Plan the way of each part's tokens over all hops."""
         in_graph = x_TD.requires_grad or topk_weights_TK.requires_grad
         tables: ops.Permutation | None = None
         idx_TK, limit = topk_idx_TK, capacity
@@ -671,7 +671,7 @@ class HierarchicalDispatcher(DedupDispatcher):
 
 
 def _positions(idx_UK: Tensor, count: int) -> Tensor:
-    """Where the `count` entries are that name an expert, in their order."""
+    """Places of the `count` entries that name an expert, in their order."""
     return torch.nonzero_static(idx_UK.view(-1) >= 0, size=count).view(-1)
 
 

@@ -39,7 +39,7 @@ LIBRARY = Library(
         "ElasticBuffer.combine": ("x", "handle", "topk_weights"),
     },
 )
-# Of a group of ranks, the buffers by D and choices of a row; all layers share them.
+# Buffers of a group of ranks, by D and choices of a row; all layers share them.
 _buffers: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, int], Any]]
 _buffers = weakref.WeakKeyDictionary()
 

@@ -277,7 +277,7 @@ class Hop(AllToAllDispatcher):
         received: Sequence[Sequence[int]],
         tokens_received: Sequence[Sequence[int]],
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """What belongs to the tokens `[U, ...]` that arrive, and these where they come along."""
+        """Columns of the tokens `[U, ...]` that arrive, and the tokens where they come along."""
         rows = []
         for column, tables in zip(columns, once, strict=True):
             token_U = tables.slot_of_row // tables.top_k

@@ -29,7 +29,7 @@ from moe_ext.distributed.failures import in_layer, naming_failed_ranks, running
 from moe_ext.distributed.groups import check_group, group_rank, small_message_device
 from moe_ext.distributed.traffic import record_traffic
 
-# Where the libraries run; tests put fakes in their place, and the CPU here.
+# Device that the libraries run on; tests put fakes in their place, and the CPU here.
 DEVICE = "cuda"
 _ROW_ALIGNMENT = 16
 
@@ -70,7 +70,7 @@ class Library:
             return None
 
     def state(self) -> str:
-        """What `moe_ext.info` says of it, without an import."""
+        """Text of `moe_ext.info`, without an import."""
         version = self.version
         if version is None:
             return f"absent: no package {self.distribution}"
@@ -114,7 +114,7 @@ def require(owner: str, version: object, problem: str | None, group: ProcessGrou
 
 
 class Transport(Protocol):
-    """What a library does. A handle stands for the choices of one dispatch."""
+    """Calls of a library. A handle stands for the choices of one dispatch."""
 
     def dispatch(
         self, rows_ND: Tensor, idx_NC: Tensor, weights_NC: Tensor, num_received: int, most: int

@@ -21,13 +21,13 @@ from moe_ext.distributed.dispatch.symmetric_memory import SymmetricMemoryDispatc
 from moe_ext.distributed.dispatch.wire import Wire
 from moe_ext.distributed.groups import group_size
 
-# Those that send a token once to each rank or node that has experts of it.
+# Dispatchers that send a token once to each rank or node that has experts of it.
 _SENT_ONCE = {
     "dedup": DedupDispatcher,
     "hierarchical": HierarchicalDispatcher,
     "allgather": AllGatherDispatcher,
 }
-# Those over a library, which codes no rows.
+# Dispatchers over a library, which codes no rows.
 _LIBRARIES = {"nccl_ep": NcclEpDispatcher, "deep_ep": DeepEpDispatcher}
 DISPATCHERS = ("auto", "local", "alltoall", *_SENT_ONCE, *_LIBRARIES, "symm_mem")
 

@@ -48,7 +48,7 @@ LIBRARY = Library(
         "Tensor": ("buffer",),
     },
 )
-# Of a group of ranks, its communicator and the library's groups by E and bytes of a row; all layers
+# Communicator of a group of ranks, and the library's groups by E and bytes of a row; all layers
 # share them.
 _groups: weakref.WeakKeyDictionary[ProcessGroup, dict[Any, Any]] = weakref.WeakKeyDictionary()
 

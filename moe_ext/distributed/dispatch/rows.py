@@ -28,7 +28,7 @@ from moe_ext.distributed.traffic import is_counted, record_traffic
 
 # Shorter rows, such as weights, travel in one call whatever joins the ranks.
 _LEAST_BYTES = 256
-# Of a group on CPUs, the groups that rows for higher ranks and rows for lower ones travel over.
+# Groups that rows for higher ranks and for lower ones travel over, of a group on CPUs.
 _ways: weakref.WeakKeyDictionary[ProcessGroup, tuple[ProcessGroup, ProcessGroup]]
 _ways = weakref.WeakKeyDictionary()
 
@@ -137,7 +137,7 @@ class _RowsUnderway:
                 self._wait()
 
     def finish(self, like: Tensor, dim: int, backward: bool) -> Tensor:
-        """What arrived, as rows of a dtype."""
+        """Rows that arrived, in the dtype asked for."""
         assert self.underway is not None
         arrived, self.underway = self.underway, None
         if isinstance(self.works, streams.Beside):

@@ -33,13 +33,13 @@ _SCHEMA = (
 # the memory is this large, and refuses bytes that they do not divide.
 _ROW_ALIGNMENT = 64
 _LEAST_BYTES = 8 * 2**20
-# Of a group, its memories by device, rows and bytes of a row; all layers share them.
+# Memories of a group, by device, rows and bytes of a row; all layers share them.
 _memories: weakref.WeakKeyDictionary[ProcessGroup, dict[Any, _Memory]]
 _memories = weakref.WeakKeyDictionary()
 
 
 def state() -> str:
-    """What `moe_ext.info` says of it."""
+    """Text of `moe_ext.info`."""
     found = problem()
     return "available" if found is None else f"not used: {found}"
 
@@ -165,7 +165,7 @@ class SymmetricMemoryDispatcher(AllToAllDispatcher):
         *,
         group: ProcessGroup,
     ) -> None:
-        """What `all_to_all_single` does."""
+        """All-to-all of rows, as `all_to_all_single`."""
         if max(out.shape[0], sent.shape[0]) > self.max_rows:
             raise self._no_room(max(out.shape[0], sent.shape[0]), "here")
         sent_NB, out_RB = sent.view(torch.uint8), out.view(torch.uint8)

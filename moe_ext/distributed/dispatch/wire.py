@@ -63,12 +63,12 @@ class Wire:
 
     @property
     def out(self) -> Formats:
-        """Of tokens on their way out, and of their gradients on the way back."""
+        """Formats of tokens on their way out, and of their gradients on the way back."""
         return self.dispatch, self.backward_combine
 
     @property
     def back(self) -> Formats:
-        """Of results on their way back, and of their gradients on the way out."""
+        """Formats of results on their way back, and of their gradients on the way out."""
         return self.combine, self.backward_dispatch
 
     @property
@@ -90,7 +90,7 @@ def sent_row_bytes(format: str | None, dim: int, dtype: torch.dtype) -> int:
 
 
 def encode(rows_ND: Tensor, format: str | None) -> Tensor:
-    """What is sent of these rows: bytes `[N, B]`, or the rows where coding saves none."""
+    """Encode rows: bytes `[N, B]`, or the rows as they are where coding saves none."""
     dim, dtype = rows_ND.shape[1], rows_ND.dtype
     if format is None or sent_row_bytes(format, dim, dtype) == dim * dtype.itemsize:
         return rows_ND
