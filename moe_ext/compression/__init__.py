@@ -7,11 +7,13 @@ from moe_ext.compression.codecs import (
     BlockSparse,
     Codec,
     Dense,
+    Masked,
     OneBit,
     PayloadCodec,
     Quantize,
     Threshold,
     TopK,
+    TwoOfFour,
     codec_of,
     register_codec,
 )
@@ -33,6 +35,7 @@ from moe_ext.compression.ddp import compress_hook
 from moe_ext.compression.feedback import CodecMemory
 from moe_ext.compression.loop import compress_gradients, flush
 from moe_ext.compression.policy import Policy, parameter_roles
+from moe_ext.compression.pruning import Pruning, prune
 from moe_ext.compression.schedules import ResidualMonitor, Warmup
 from moe_ext.compression.state import CompressionState
 from moe_ext.distributed.comm import Pending as Reduction
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
         CompressedAllGather,
         CompressedAllReduce,
         CompressedReduceScatter,
+        pack_fsdp_messages,
     )
     from moe_ext.compression.fsdp.zero_plus_plus import FSDPCompression, zero_plus_plus
 
@@ -59,16 +63,19 @@ __all__ = [
     "Dense",
     "FSDPCompression",
     "Link",
+    "Masked",
     "OneBit",
     "PayloadCodec",
     "Policy",
     "PowerSGD",
+    "Pruning",
     "Quantize",
     "Reduction",
     "ResidualMonitor",
     "SplitRegions",
     "Threshold",
     "TopK",
+    "TwoOfFour",
     "Warmup",
     "block_sparse_all_reduce_",
     "codec_of",
@@ -77,7 +84,9 @@ __all__ = [
     "flush",
     "hierarchical_all_reduce_",
     "masked_all_reduce_",
+    "pack_fsdp_messages",
     "parameter_roles",
+    "prune",
     "quantized_all_gather",
     "quantized_all_reduce_",
     "quantized_reduce_scatter",
@@ -95,6 +104,7 @@ _LATER = {
     "CompressedAllReduce": "fsdp",
     "CompressedReduceScatter": "fsdp",
     "FSDPCompression": "fsdp",
+    "pack_fsdp_messages": "fsdp",
     "zero_plus_plus": "fsdp",
 }
 

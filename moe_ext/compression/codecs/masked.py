@@ -1,0 +1,160 @@
+"""Codecs of pruned weights: only what a mask keeps, and two of four.
+
+Shape suffixes: N elements of a flat gradient, n of them that are kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext import ops
+from moe_ext._checks import check_choice
+from moe_ext.compression.codecs.base import Codec, OnNonfinite, PayloadCodec
+from moe_ext.compression.codecs.dense import Dense, dense_reduction
+from moe_ext.compression.feedback import CodecMemory
+from moe_ext.compression.masks import Mask
+from moe_ext.distributed.comm import Pending
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, eq=False)
+class Masked(Codec):
+    """A plain all-reduce of the elements that a mask keeps; the others are zero in the result.
+
+    All ranks have the same mask, so that no indices travel. It is compared when a bucket is made,
+    and by `Pruning.update`.
+
+    Args:
+        mask: of the one parameter that it is for, as `Pruning.codecs` gives them.
+    """
+
+    name: ClassVar[str] = "masked"
+    lossy: ClassVar[bool] = False
+    feeds_back: ClassVar[bool] = False
+    linear: ClassVar[bool] = True
+    shardable: ClassVar[bool] = False
+
+    mask: Mask
+
+    def __repr__(self) -> str:
+        """Alike on ranks with the same mask."""
+        return f"Masked({self.mask.count} elements, checksum {self.mask.checksum})"
+
+    def sent_bytes(self, numel: int, world_size: int) -> int:
+        """See `Codec`."""
+        return Dense().sent_bytes(self.mask.count, world_size)
+
+    def num_rounds(self, world_size: int) -> int:
+        """See `Codec`."""
+        return 2 * (world_size - 1)
+
+    def start(
+        self,
+        grad_N: Tensor,
+        memory: CodecMemory,
+        *,
+        group: ProcessGroup | None = None,
+        average: bool = True,
+        step: int = 0,
+        on_nonfinite: OnNonfinite | None = None,
+    ) -> Pending[Tensor]:
+        """See `Codec`."""
+        memory.take_owed(grad_N)
+        bitmap = self.mask.bitmap
+
+        def back(packed_n: Tensor) -> Tensor:
+            ops.unpack_masked_(grad_N, packed_n, bitmap)
+            return grad_N
+
+        return dense_reduction(self.mask.pack(grad_N), group, average).then(back)
+
+    def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
+        """See `Codec`."""
+        ops.unpack_masked_(grad_N, self.mask.pack(grad_N), self.mask.bitmap)
+
+
+@dataclass(frozen=True)
+class TwoOfFour(PayloadCodec):
+    """Values of which two in four neighbours are zero, with two bits for the place of each; exact.
+
+    For masks that not all ranks know: 9/16 of the bytes of bfloat16. Where they do, `Masked` and
+    `pack_fsdp_messages` send half. -0.0 comes back as 0.0.
+
+    Args:
+        dtype: "bf16", "fp16" or "fp32", of what is sent.
+
+    Raises:
+        ValueError: by `encode`, for another dtype, or for four neighbours with three values.
+    """
+
+    name: ClassVar[str] = "2:4"
+    lossy: ClassVar[bool] = False
+    feeds_back: ClassVar[bool] = False
+    align: ClassVar[int] = 8
+
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        check_choice("TwoOfFour", "dtype", self.dtype, tuple(_DTYPES))
+
+    def payload_bytes(self, numel: int) -> int:
+        """See `PayloadCodec`: values, and a bit an element, which is two bits a value."""
+        whole = -(-numel // 8) * 8
+        return whole // 2 * _DTYPES[self.dtype].itemsize + whole // 8
+
+    def encode(
+        self,
+        x_N: Tensor,
+        residual_N: Tensor | None = None,
+        *,
+        rng_state: Tensor | None = None,
+    ) -> Tensor:
+        """See `PayloadCodec`."""
+        dtype = _DTYPES[self.dtype]
+        if x_N.dtype != dtype:
+            raise ValueError(f"TwoOfFour: expected x to be {dtype}, got {x_N.dtype}")
+        x_N = torch.nn.functional.pad(x_N, (0, -x_N.numel() % 8)).contiguous()
+        bitmap = _completed(x_N.device)[ops.pack_bits(x_N).int()]
+        if bool((bitmap == 0).any()):
+            raise ValueError(
+                "TwoOfFour: expected two of four neighbours to be zero at least, got three values"
+            )
+        values = x_N.new_empty(x_N.numel() // 2)
+        ops.pack_masked_(values, x_N, bitmap)
+        return torch.cat([values.view(torch.uint8), bitmap])
+
+    def decode_add_(self, out_N: Tensor, payload: Tensor) -> None:
+        """See `PayloadCodec`."""
+        whole = -(-out_N.numel() // 8) * 8
+        bitmap = payload[payload.numel() - whole // 8 :]
+        values = payload[: payload.numel() - whole // 8].clone().view(_DTYPES[self.dtype])
+        x_N = values.new_empty(whole)
+        ops.unpack_masked_(x_N, values, bitmap)
+        out_N += x_N[: out_N.numel()]
+
+
+@functools.cache
+def _completed(device: torch.device) -> Tensor:
+    """Of each byte of a bitmap, the one with two bits in each half; 0 where there are three."""
+
+    def half(bits: int) -> int:
+        for place in range(4):
+            if bits.bit_count() < 2:
+                bits |= 1 << place
+        return bits
+
+    halves = [half(bits) for bits in range(16)]
+    found = [
+        0
+        if max((byte & 15).bit_count(), (byte >> 4).bit_count()) > 2
+        else halves[byte & 15] | halves[byte >> 4] << 4
+        for byte in range(256)
+    ]
+    return torch.tensor(found, dtype=torch.uint8, device=device)

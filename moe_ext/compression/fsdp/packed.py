@@ -1,0 +1,425 @@
+"""Messages of FSDP2 without what all ranks know to be zero: pruned elements, experts not chosen.
+
+Shape suffixes: P ranks of the group, S elements of a rank's shard, E experts of this rank's module.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Work
+from torch.distributed.fsdp import FSDPModule
+
+from moe_ext import ops
+from moe_ext._compile import outside_graphs
+from moe_ext.compression.masks import mask_of, masks_of, unpacked_bits
+from moe_ext.distributed import comm
+from moe_ext.distributed.fsdp_state import (
+    AllGather,
+    ManagedParameter,
+    ReduceScatter,
+    fsdp_modules,
+    managed_parameters,
+    messages_of,
+    resharded_over,
+    shard_group,
+)
+from moe_ext.distributed.groups import group_rank, small_message_device
+from moe_ext.nn import GroupedExperts
+from moe_ext.nn.torch_state import in_backward
+
+_OP = "pack_fsdp_messages"
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """One parameter in the shard of one rank.
+
+    Attributes:
+        start: its first element in the shard.
+        numel: its elements there, padding included.
+        bitmap: marks those that travel, where elements are left out.
+        rows: numbers of the rows that travel, where rows are left out.
+        count: how many elements travel.
+    """
+
+    start: int
+    numel: int
+    bitmap: Tensor | None
+    rows: Tensor | None
+    count: int
+
+    def pack(self, shard_S: Tensor, packed: Tensor) -> None:
+        """Copy what travels."""
+        part = shard_S.narrow(0, self.start, self.numel)
+        if self.bitmap is not None:
+            ops.pack_masked_(packed, part, self.bitmap)
+        elif self.rows is None:
+            packed.copy_(part)
+        elif self.count:
+            width = self.count // len(self.rows)
+            torch.index_select(part.view(-1, width), 0, self.rows, out=packed.view(-1, width))
+
+    def unpack(self, shard_S: Tensor, packed: Tensor) -> None:
+        """Copy it back, with zeros in the place of the rest."""
+        part = shard_S.narrow(0, self.start, self.numel)
+        if self.bitmap is not None:
+            ops.unpack_masked_(part, packed, self.bitmap)
+        elif self.rows is None:
+            part.copy_(packed)
+        else:
+            part.zero_()
+            if self.count:
+                width = self.count // len(self.rows)
+                part.view(-1, width).index_copy_(0, self.rows, packed.view(-1, width))
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What travels of the shard of one rank."""
+
+    segments: tuple[_Segment, ...]
+
+    @functools.cached_property
+    def count(self) -> int:
+        return sum(segment.count for segment in self.segments)
+
+    def pack(self, shard_S: Tensor, packed: Tensor) -> None:
+        place = 0
+        for segment in self.segments:
+            segment.pack(shard_S, packed.narrow(0, place, segment.count))
+            place += segment.count
+
+    def unpack(self, shard_S: Tensor, packed: Tensor) -> None:
+        place = 0
+        for segment in self.segments:
+            segment.unpack(shard_S, packed.narrow(0, place, segment.count))
+            place += segment.count
+
+
+class _Shards:
+    """The parts of one FSDP module's messages that travel.
+
+    Args:
+        module: that FSDP has wrapped.
+        chosen: the experts that passes need; None where that is not asked for.
+    """
+
+    def __init__(self, module: FSDPModule, chosen: _ChosenExperts | None) -> None:
+        self.module, self.chosen = module, chosen
+
+    def of_ranks(
+        self, shard_numel: int, group: ProcessGroup, gradients: bool
+    ) -> list[_Kept] | None:
+        """For each rank; None where the message does not hold what it should, and goes whole."""
+        entries = [
+            e for e in managed_parameters(self.module) if e.param.requires_grad or not gradients
+        ]
+        size = group.size()
+        if sum(e.shard_numel for e in entries) != shard_numel:
+            return None
+        if size != shard_group(self.module).size():
+            return None
+        experts_E = None
+        if self.chosen is not None:
+            experts_E = self.chosen.agreed(group, gradients)
+        found: list[list[_Segment]] = [[] for _ in range(size)]
+        start = 0
+        for entry in entries:
+            for rank, kept in enumerate(_segments(entry, start, size, experts_E)):
+                found[rank].append(kept)
+            start += entry.shard_numel
+        return [_Kept(tuple(segments)) for segments in found]
+
+
+def _segments(
+    entry: ManagedParameter, start: int, size: int, experts_E: Tensor | None
+) -> list[_Segment]:
+    """Of one parameter, for each rank."""
+    numel, mask, dim = entry.shard_numel, mask_of(entry.owner, entry.name), _shard_dim(entry)
+    shape = entry.param.shape
+    row_numel = shape[1:].numel() if dim == 0 else numel // max(shape[0], 1)
+    if mask is None:
+        if experts_E is None:
+            return [_Segment(start, numel, None, None, numel)] * size
+        chosen = _rows_of(experts_E, size, dim, numel // row_numel)
+        found = [rows_R.nonzero().view(-1).to(entry.param.device) for rows_R in chosen]
+        return [_Segment(start, numel, None, rows, len(rows) * row_numel) for rows in found]
+    known = mask.once(
+        ("shards", size, dim, numel),
+        lambda: _bitmaps_of(mask.marks, size, dim, numel, row_numel),
+    )
+    if experts_E is None:
+        return [
+            _Segment(start, numel, bitmap, None, int(counts_R.sum())) for bitmap, counts_R in known
+        ]
+    chosen = _rows_of(experts_E, size, dim, numel // row_numel)
+    return [
+        _Segment(start, numel, _only(bitmap, rows_R, numel), None, int(counts_R[rows_R].sum()))
+        for (bitmap, counts_R), rows_R in zip(known, chosen, strict=True)
+    ]
+
+
+def _rows_of(experts_E: Tensor, size: int, dim: int, num_rows: int) -> list[Tensor]:
+    """Of the rows of each rank's shard, those of experts that were chosen: bool `[R]`."""
+    if dim != 0:
+        return [experts_E] * size
+    parts = [*experts_E.chunk(size), *[experts_E[:0]] * size][:size]
+    return [nn.functional.pad(part, (0, num_rows - part.shape[0])) for part in parts]
+
+
+def _only(bitmap: Tensor, rows_R: Tensor, numel: int) -> Tensor:
+    """A bitmap without the marks in other rows."""
+    rows_R1 = rows_R.to(bitmap.device)[:, None]
+    if numel // rows_R.shape[0] % 8 == 0:
+        return (bitmap.view(rows_R.shape[0], -1) * rows_R1).view(-1)
+    marks = unpacked_bits(bitmap, numel).view(rows_R.shape[0], -1)
+    return ops.pack_bits(marks & rows_R1)
+
+
+def _shard_dim(entry: ManagedParameter) -> int:
+    dims = [place.dim for place in entry.sharded.placements if place.is_shard()]  # type: ignore[attr-defined]
+    if len(dims) != 1:
+        raise ValueError(
+            f"{_OP}: expected {entry.name} to be sharded over the ranks of one mesh dimension, got "
+            f"{entry.sharded.placements}"
+        )
+    return int(dims[0])
+
+
+def _bitmaps_of(
+    marks: Tensor, size: int, dim: int, numel: int, row_numel: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Bitmaps of the shards of all ranks, which FSDP pads at the end, and the marks of each row."""
+    parts = [part.reshape(-1) for part in marks.chunk(size, dim)]
+    parts += [marks.new_zeros(0)] * (size - len(parts))
+    padded = [nn.functional.pad(part, (0, numel - part.numel())).contiguous() for part in parts]
+    return [(ops.pack_bits(p), p.view(-1, row_numel).sum(dim=1).cpu()) for p in padded]
+
+
+class _Pass:
+    """A forward pass whose graph is alive: its output holds this."""
+
+    def __init__(self, flags_E: Tensor) -> None:
+        self.flags_E = flags_E
+
+
+class _ChosenExperts:
+    """The experts that the routers of a group's ranks have chosen, from the offsets of their rows.
+
+    Attributes:
+        now_E: of the forward pass that is about to gather.
+        since_E: of all passes since the last reduction.
+        held_E: those that the last gather has brought, alike on all ranks.
+    """
+
+    def __init__(self, experts: GroupedExperts) -> None:
+        self.num_experts = experts.num_local_experts
+        self.now_E: Tensor | None = None
+        self.since_E: Tensor | None = None
+        self.held_E: Tensor | None = None
+        self._open: weakref.WeakSet[_Pass] = weakref.WeakSet()
+        experts.register_forward_pre_hook(self._before_gather, prepend=True)
+        experts.register_forward_pre_hook(self._after_gather)
+        experts.register_forward_hook(self._after, prepend=True)
+
+    @outside_graphs
+    def _before_gather(self, experts: nn.Module, args: Sequence[Any]) -> None:
+        offsets = args[1]
+        if offsets.shape[0] == self.num_experts:
+            offsets = nn.functional.pad(offsets, (1, 0))
+        self.now_E = (offsets.diff() > 0).cpu()
+        self.since_E = self.now_E if self.since_E is None else self.since_E | self.now_E
+
+    @outside_graphs
+    def _after_gather(self, experts: nn.Module, args: Sequence[Any]) -> None:
+        assert self.now_E is not None
+        if self.held_E is None or bool((self.now_E & ~self.held_E).any()):
+            raise RuntimeError(
+                f"{_OP}: expected the experts to be gathered for each forward pass, got one with "
+                "those of an earlier pass; leave resharding on (set_reshard_after_forward, "
+                "set_reshard_after_backward), or pack with chosen_experts=False"
+            )
+
+    @outside_graphs
+    def _after(self, experts: nn.Module, args: object, output: Tensor) -> None:
+        now_E, self.now_E = self.now_E, None
+        if output.requires_grad and now_E is not None:
+            passed = _Pass(now_E)
+            output.register_hook(functools.partial(self._begin_backward, passed))
+            self._open.add(passed)
+
+    def _begin_backward(self, passed: _Pass, grad: Tensor) -> None:
+        flags_E = passed.flags_E
+        self.since_E = flags_E if self.since_E is None else self.since_E | flags_E
+
+    def agreed(self, group: ProcessGroup, gradients: bool) -> Tensor:
+        """Experts that any rank needs in a message; one small message of E bytes."""
+        wanted = [x for x in (self.now_E,) if x is not None]
+        if gradients or in_backward():
+            wanted = [*wanted, *(p.flags_E for p in self._open)]
+            wanted += [] if self.since_E is None else [self.since_E]
+        flags_E = torch.zeros(self.num_experts, dtype=torch.bool)
+        if not wanted:
+            # Gathered ahead of its pass: nobody knows what it will need.
+            flags_E = ~flags_E
+        for more_E in wanted:
+            flags_E = flags_E | more_E
+        device = small_message_device(group)
+        sent_E = flags_E.to(device, torch.uint8)
+        comm.all_reduce_(sent_E, group, operation=_OP, op="max", counted=False)
+        found_E = sent_E.cpu().bool()
+        if gradients:
+            self.since_E = None
+        else:
+            self.held_E = found_E
+        return found_E
+
+
+class _PackedMessage:
+    """Base of both messages."""
+
+    def __init__(self, shards: _Shards) -> None:
+        self.shards = shards
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """A buffer for FSDP to send from or receive in."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _PackedAllGather(_PackedMessage, AllGather):
+    """Gathers what travels of each shard, padded to the longest; the rest becomes zero."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Gathers `[S]` of every rank into `[P * S]`, of which the former may be a part."""
+        kept = self.shards.of_ranks(input_tensor.numel(), group, gradients=False)
+        pending = self._start(output_tensor, input_tensor, group, kept)
+        if async_op:
+            return comm.PendingWork(pending.wait)
+        pending.wait()
+        return None
+
+    def _start(
+        self, out: Tensor, shard_S: Tensor, group: ProcessGroup, kept: list[_Kept] | None
+    ) -> comm.Pending[Tensor]:
+        if kept is None:
+            return comm.start_all_gather(shard_S, group, operation=_OP, out=out)
+        own = kept[group_rank(group)]
+        packed = shard_S.new_zeros(max(k.count for k in kept))
+        own.pack(shard_S, packed)
+
+        def finish(found: Tensor) -> Tensor:
+            pairs = zip(kept, found.view(group.size(), -1), out.view(group.size(), -1), strict=True)
+            for of_rank, row, shard in pairs:
+                of_rank.unpack(shard, row)
+            return out
+
+        return comm.start_all_gather(packed, group, operation=_OP).then(finish)
+
+
+class _PackedReduceScatter(_PackedMessage, ReduceScatter):
+    """Reduces what travels of each shard, padded to the longest; the rest becomes zero."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduces `[P * S]` of every rank to its `[S]`."""
+        kept = self.shards.of_ranks(output_tensor.numel(), group, gradients=True)
+        if kept is None:
+            comm.reduce_scatter(input_tensor, group, operation=_OP, op=op, out=output_tensor)
+        else:
+            packed = input_tensor.new_zeros((group.size(), max(k.count for k in kept)))
+            for of_rank, row, shard in zip(
+                kept, packed, input_tensor.view(group.size(), -1), strict=True
+            ):
+                of_rank.pack(shard, row)
+            found = comm.reduce_scatter(packed.view(-1), group, operation=_OP, op=op)
+            kept[group_rank(group)].unpack(output_tensor, found)
+        return comm.PendingWork(lambda: None) if async_op else None
+
+
+def pack_fsdp_messages(model: nn.Module, *, chosen_experts: bool = False) -> list[str]:
+    """Leave out of the messages of FSDP2 what all ranks know to be zero; exact.
+
+    Of parameters that `prune` has pruned, the kept elements travel, without indices: weights in the
+    all-gathers and gradients in the reduce-scatters. With ``chosen_experts`` the gather of experts
+    waits for the gate, and brings the experts that the router of any rank of the group has chosen;
+    their gradients alone are reduced. The others are zero in both, as no row needs them.
+
+    A message is as long as its longest shard. Where experts are sharded along their second
+    dimension (`Shard(1)`), all shards are alike: chosen / E of the bytes. `fully_shard` of
+    moe_ext.distributed does that where it pads less.
+
+    Call it on all ranks after the last `fully_shard`. Results have the bits of the whole messages
+    where the backend adds the ranks in the same order: always with two ranks.
+
+    Args:
+        model: holds FSDP modules, or is one.
+        chosen_experts: for `GroupedExperts` that are an FSDP module by themselves.
+
+    Returns:
+        Names of the modules whose messages are packed.
+
+    Raises:
+        ValueError: nothing is pruned and ``chosen_experts`` is off, or there are no such experts; a
+            module's messages are compressed already, or its experts are not resharded after the
+            forward pass; nothing is changed.
+        RuntimeError: in a forward pass for which experts were not gathered, on ranks that need
+            others than they have.
+
+    On CUDA a gather of chosen experts waits for their counts. NOTE: device-to-host sync.
+    """
+    pruned = {mask.module for _, mask in masks_of(model)}
+    found: list[tuple[str, FSDPModule, bool]] = []
+    for name, module in fsdp_modules(model):
+        is_experts = chosen_experts and isinstance(module, GroupedExperts)
+        if is_experts or not pruned.isdisjoint(e.owner for e in managed_parameters(module)):
+            found.append((name, module, is_experts))
+            _check(name, module, is_experts)
+    if not found or (chosen_experts and not any(is_experts for *_, is_experts in found)):
+        wanted = "GroupedExperts that are FSDP modules" if chosen_experts else "pruned parameters"
+        raise ValueError(f"{_OP}: expected model to hold {wanted}, got none")
+    for _, module, is_experts in found:
+        chosen = None
+        if is_experts:
+            assert isinstance(module, GroupedExperts)
+            chosen = _ChosenExperts(module)
+        shards = _Shards(module, chosen)
+        module.set_custom_all_gather(_PackedAllGather(shards))
+        module.set_custom_reduce_scatter(_PackedReduceScatter(shards))
+    return [name for name, *_ in found]
+
+
+def _check(name: str, module: FSDPModule, is_experts: bool) -> None:
+    default = ("DefaultAllGather", "DefaultReduceScatter", "NoneType")
+    for kind, message in messages_of(module).items():
+        if kind != "all-reduce" and type(message).__name__ not in default:
+            raise ValueError(
+                f"{_OP}: expected the {kind} of {name} to be FSDP's own, got {message}"
+            )
+    if is_experts and resharded_over(module) != shard_group(module).size():
+        raise ValueError(
+            f"{_OP}: expected {name} to be resharded over all of its ranks after the forward pass, "
+            f"got reshard_after_forward over {resharded_over(module)}"
+        )
+    for entry in managed_parameters(module):
+        _shard_dim(entry)

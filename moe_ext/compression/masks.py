@@ -1,0 +1,160 @@
+"""Masks of pruned parameters: buffers beside them, a bit an element.
+
+The buffer of a parameter `weight` is `weight_mask`, uint8 `[rows, bytes of a row]`. It lies over
+ranks as the parameter does, and is saved and loaded with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from moe_ext import ops
+from moe_ext.distributed.dtensor import is_dtensor, local_part
+
+# Attribute of a module: masks by the name of the parameter. Copies of the module have their own.
+_PRUNED = "_masks_of_parameters"
+
+_T = TypeVar("_T")
+
+
+def unpacked_bits(bitmap: Tensor, numel: int) -> Tensor:
+    """Bool of each element, `[numel]`, from the bitmap of `moe_ext.ops.pack_bits`."""
+    places = torch.arange(8, dtype=torch.uint8, device=bitmap.device)
+    return ((bitmap[:, None] >> places) & 1).view(-1)[:numel].bool()
+
+
+def count_bits(bitmap: Tensor) -> int:
+    """Bits that are set. NOTE: device-to-host sync."""
+    return int(unpacked_bits(bitmap, 8 * bitmap.numel()).sum())
+
+
+def checksum_of(bitmap: Tensor) -> int:
+    """Tells bitmaps apart. NOTE: device-to-host sync."""
+    places = torch.arange(1, bitmap.numel() + 1, device=bitmap.device)
+    return int((bitmap.long() * places).sum())
+
+
+class Mask:
+    """The elements of one parameter that are kept.
+
+    Args:
+        module: holds the parameter, and the mask.
+        name: of the parameter.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module, self.name = module, name
+        # Of one state of the bitmap: what follows from it, by what was asked for.
+        self._version: tuple[int, int] | None = None
+        self._found: dict[object, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_version": None, "_found": {}}
+
+    def once(self, key: object, make: Callable[[], _T]) -> _T:
+        """What follows from the mask as it is now; made when it is first asked for."""
+        bitmap = self.bitmap
+        version = (bitmap.data_ptr(), bitmap._version)
+        if self._version != version:
+            self._version, self._found = version, {}
+        if key not in self._found:
+            self._found[key] = make()
+        found: _T = self._found[key]
+        return found
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """As the module holds it now: FSDP2 puts others in its place."""
+        return cast(nn.Parameter, self.module._parameters[self.name])
+
+    @property
+    def bitmap(self) -> Tensor:
+        """See `moe_ext.ops.pack_bits`; of all elements that this rank's module has logically."""
+        return cast(Tensor, self.module._buffers[f"{self.name}_mask"]).view(-1)
+
+    @property
+    def marks(self) -> Tensor:
+        """True for what is kept, in the shape of the parameter."""
+        shape = self.parameter.shape
+        return unpacked_bits(self.bitmap, shape.numel()).view(shape)
+
+    @property
+    def count(self) -> int:
+        """Elements that are kept. NOTE: device-to-host sync, once for each state of the mask."""
+        return self.once("count", lambda: count_bits(self.bitmap))
+
+    @property
+    def checksum(self) -> int:
+        """Equal where masks are. NOTE: device-to-host sync, once for each state of the mask."""
+        return self.once("checksum", lambda: checksum_of(self.bitmap))
+
+    def pack(self, x: Tensor) -> Tensor:
+        """The kept elements of a contiguous tensor like the parameter, side by side."""
+        packed = x.new_empty(self.count)
+        ops.pack_masked_(packed, x, self.bitmap)
+        return packed
+
+    def clear_(self, x: Tensor) -> None:
+        """Set to zero what is not kept, of a tensor like the parameter or its shards."""
+        bitmap, local = self.bitmap, local_part(x.detach())
+        if is_dtensor(x):
+            key = (x.device_mesh, x.placements)
+            bitmap = self.once(key, lambda: ops.pack_bits(self.local_marks(x)))
+        if not local.is_contiguous():
+            local.masked_fill_(~unpacked_bits(bitmap, local.numel()).view(local.shape), 0)
+            return
+        count = self.once(("count", bitmap.data_ptr()), lambda: count_bits(bitmap))
+        packed = local.new_empty(count)
+        ops.pack_masked_(packed, local, bitmap)
+        ops.unpack_masked_(local, packed, bitmap)
+
+    def local_marks(self, like: Tensor) -> Tensor:
+        """True for what is kept, in the shape of this rank's shard of a DTensor."""
+        marks = self.marks
+        assert is_dtensor(like)
+        for axis, placement in enumerate(like.placements):
+            if placement.is_shard():
+                parts = marks.chunk(like.device_mesh.size(axis), placement.dim)  # type: ignore[attr-defined]
+                place = like.device_mesh.get_local_rank(axis)
+                empty = marks.narrow(placement.dim, 0, 0)  # type: ignore[attr-defined]
+                marks = parts[place] if place < len(parts) else empty
+        return marks.contiguous()
+
+
+def _own(module: nn.Module) -> dict[str, Mask]:
+    found: dict[str, Mask] = vars(module).get(_PRUNED, {})
+    return found
+
+
+def mask_of(module: nn.Module, name: str) -> Mask | None:
+    """The mask of a parameter of a module; None where it is not pruned."""
+    return _own(module).get(name)
+
+
+def masks_of(model: nn.Module) -> Iterator[tuple[str, Mask]]:
+    """Names in the model of all pruned parameters, and their masks."""
+    for path, module in model.named_modules():
+        for name, mask in _own(module).items():
+            yield f"{path}.{name}" if path else name, mask
+
+
+def add_mask(module: nn.Module, name: str) -> Mask:
+    """Put a mask beside a parameter that keeps everything."""
+    parameter = cast(nn.Parameter, module._parameters[name])
+    shape = (parameter.shape[0], parameter.shape[1:].numel() // 8)
+    whole = torch.full(shape, 255, dtype=torch.uint8, device=parameter.device)
+    module.register_buffer(f"{name}_mask", whole)
+    mask = Mask(module, name)
+    vars(module)[_PRUNED] = {**_own(module), name: mask}
+    return mask
+
+
+def drop_mask(mask: Mask) -> None:
+    """Take the mask of a parameter away."""
+    own = _own(mask.module)
+    vars(mask.module)[_PRUNED] = {name: m for name, m in own.items() if m is not mask}
+    del mask.module._buffers[f"{mask.name}_mask"]
