@@ -20,6 +20,7 @@ from moe_ext.distributed.groups import global_rank, group_ranks
 from moe_ext.distributed.mesh import MoEMesh
 from moe_ext.distributed.placement import (
     Placement,
+    expert_parameters,
     note_shard,
     placements,
     replica_ranks,
@@ -35,6 +36,8 @@ _RECIPE = (
     "torch's fully_shard(layer.experts, mesh=mesh.replica_mesh) first, and then the rest with "
     "mesh=mesh.world_mesh"
 )
+# Of the elements of a parameter, in messages.
+_MOST_PADDING = 0.01
 # Modules with experts, and the number of wrapped modules in the process when they were checked.
 _checked: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
@@ -52,8 +55,9 @@ def fully_shard(module: nn.Module, mesh: MoEMesh, **options: Any) -> FSDPModule:
     each over the ranks that hold the same shards.
 
     Gradients become those of the mean over all ranks of the local losses: no `sync_gradients` is
-    needed. Experts that are fewer than the ranks which share them are sharded along their second
-    dimension, if that divides.
+    needed. Where the ranks that share them do not divide the experts, these are sharded along the
+    next dimension that they divide, since FSDP2 would pad the first: six experts over four ranks as
+    eight, in every message.
 
     Args:
         module: holds layers with `ep_group=mesh.ep_group`, or none.
@@ -88,7 +92,8 @@ def fully_shard(module: nn.Module, mesh: MoEMesh, **options: Any) -> FSDPModule:
                 f"{place.axis!r} over another group"
             )
     experts = list(_outermost(module, {id(parameter) for parameter, _ in sharded.values()}))
-    dim = _dim_to_shard(mesh.replica_mesh.size())
+    held = {id(parameter) for _, parameter, _, _ in expert_parameters(module)}
+    dim = _dim_to_shard(mesh.replica_mesh.size(), held)
     of_experts = {"mesh": mesh.replica_mesh, "shard_placement_fn": dim, **options}
     for wrapped in experts:
         try:
@@ -105,7 +110,10 @@ def fully_shard(module: nn.Module, mesh: MoEMesh, **options: Any) -> FSDPModule:
         fsdp.fully_shard(wrapped, mesh=flat_mesh(mesh.data_mesh["data", "cp"]), **options)
     if module in experts or module in divided:
         return cast("FSDPModule", module)
-    return fsdp.fully_shard(module, mesh=mesh.world_mesh, **options)
+    # On one rank all experts are held by all, and are wrapped with the rest.
+    dim = _dim_to_shard(mesh.world_mesh.size(), held)
+    rest = {"mesh": mesh.world_mesh, "shard_placement_fn": dim, **options}
+    return fsdp.fully_shard(module, **rest)
 
 
 def _tensor_parallel(module: nn.Module, mesh: MoEMesh) -> set[int]:
@@ -133,13 +141,18 @@ def _outermost(module: nn.Module, shards: set[int]) -> Iterator[nn.Module]:
         yield from _outermost(child, shards)
 
 
-def _dim_to_shard(num_ranks: int) -> Callable[[nn.Parameter], Shard | None]:
+def _dim_to_shard(num_ranks: int, experts: set[int]) -> Callable[[nn.Parameter], Shard | None]:
+    """For experts, by the ids of their parameters, the first dimension unless it pads too much."""
     from torch.distributed.tensor import Shard
 
     def dim_of(parameter: nn.Parameter) -> Shard | None:
-        shape = parameter.shape
-        too_few = shape[0] < num_ranks and len(shape) > 1 and shape[1] % num_ranks == 0
-        return Shard(1) if too_few else None
+        num_experts = parameter.shape[0] if parameter.dim() else 0
+        padded = -num_experts % num_ranks
+        if id(parameter) not in experts or padded <= _MOST_PADDING * num_experts:
+            return None
+        # FSDP2 pads the first dimension alone, and refuses others that the ranks do not divide.
+        even = [d for d, size in enumerate(parameter.shape) if d and size % num_ranks == 0]
+        return Shard(even[0]) if even else None
 
     return dim_of
 

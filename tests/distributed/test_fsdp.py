@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_ext
 from moe_ext import distributed as md
+from moe_ext.distributed import fsdp_state
 from moe_ext.nn import ModuleExperts
 from moe_ext.testing import spawn_ranks
 
@@ -346,6 +347,28 @@ def bfloat16(num_wrapped):
         # The same roundings, and sums of float32. Of experts the gradients of two ranks are rounded
         # to 8 bits apart there and together here; they may cancel to half of their size.
         assert error < (4 * 2.0**-9 if "experts" in name else 1e-6), full_name
+
+
+def padding_of(experts, num_ranks):
+    """Share of their messages that is padding."""
+    entries = fsdp_state.managed_parameters(experts)
+    numel = sum(entry.param.numel() for entry in entries)
+    return sum(entry.shard_numel for entry in entries) * num_ranks / numel - 1
+
+
+@FOUR(*[(num_experts, ep) for num_experts in (6, 10, 20) for ep in (1, 2)])
+def experts_are_hardly_padded(num_experts, ep):
+    mesh = mesh_of(ep)
+    sizes = {"model_dim": 8, "ffn_dim": 12, "num_experts": num_experts}
+    layer = moe_ext.MoELayer(**sizes, top_k=2, ep_group=mesh.ep_group)
+    md.fully_shard(layer.experts, mesh)
+    replicas = 4 // ep
+    assert padding_of(layer.experts, replicas) < 0.01
+    plain = moe_ext.nn.GroupedExperts(num_experts // ep, 8, 12)
+    fully_shard(plain, mesh=mesh.replica_mesh)
+    padded = -(num_experts // ep) % replicas / (num_experts // ep)
+    assert padding_of(plain, replicas) == pytest.approx(padded)
+    assert ep == 2 or num_experts != 6 or padded == pytest.approx(1 / 3)
 
 
 @FOUR()
