@@ -33,6 +33,7 @@ BENCHMARKS = (
     "expert_parallel",
     "pipeline",
     "optim",
+    "weight_sync",
 )
 # Run by name alone, for the time that they take: twenty minutes.
 BY_NAME = ("convergence",)

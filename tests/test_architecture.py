@@ -15,7 +15,7 @@ FLOORS = (
     ("ops", "reference"),
     ("distributed",),
     ("nn", "attention"),
-    ("compression", "pipeline", "planner"),
+    ("compression", "pipeline", "planner", "sync"),
     ("optim",),
     ("integrations",),
 )

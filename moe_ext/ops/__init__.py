@@ -25,6 +25,14 @@ from moe_ext.ops.attention import (  # noqa: E402
     merge_attention_sinks,
 )
 from moe_ext.ops.capacity import limit_capacity  # noqa: E402
+from moe_ext.ops.delta import (  # noqa: E402
+    delta_apply_,
+    delta_encode,
+    delta_hash,
+    delta_hash_change,
+    delta_pack,
+    delta_unpack,
+)
 from moe_ext.ops.gating import (  # noqa: E402
     GateOutput,
     gate_weights,
@@ -102,6 +110,12 @@ __all__ = [
     "block_indices",
     "choose_index_codec",
     "decode_gradient",
+    "delta_apply_",
+    "delta_encode",
+    "delta_hash",
+    "delta_hash_change",
+    "delta_pack",
+    "delta_unpack",
     "dequantize_add_",
     "dequantize_blockwise",
     "dequantize_rows",

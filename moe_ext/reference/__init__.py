@@ -16,6 +16,7 @@ from moe_ext.reference.attention import (
     merge_attention_sinks,
 )
 from moe_ext.reference.capacity import limit_capacity
+from moe_ext.reference.delta import delta_hash, delta_places
 from moe_ext.reference.gating import (
     gate_weights,
     load_balance_loss,
@@ -57,6 +58,8 @@ __all__ = [
     "attention_block",
     "attention_delta",
     "balanced_assignment",
+    "delta_hash",
+    "delta_places",
     "dequantize_add_",
     "dequantize_blockwise",
     "dequantize_rows",

@@ -1,0 +1,178 @@
+"""Deltas: the elements of a tensor that differ from an earlier version, and their places.
+
+Elements are compared as bits and stored as they are, so that a chain of deltas never drifts. The
+format of a payload is in csrc/delta/delta.h; its size is about 1 byte for a place, or 2 where less
+than 1 in some 300 elements changed, and the bytes of the value.
+
+Shape suffixes: n elements that changed.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ext.ops.fakes import register_fake_like
+
+_SIZED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(_SIZED[x.itemsize])
+
+
+def delta_encode(x: Tensor, base: Tensor, *, xored: bool = False) -> Tensor:
+    """Payload with the elements of x whose bits are not those of base.
+
+    NaN, -0.0 and denormals are values like others.
+
+    Args:
+        x (Tensor[...]): contiguous, of any dtype of 8 bytes at most.
+        base (Tensor[...]): contiguous, of the shape and dtype of x.
+        xored: store the bits that differ in the place of the values: more zeros, for a compressor.
+
+    Returns:
+        Tensor[bytes]: uint8, on the CPU.
+
+    Raises:
+        RuntimeError: x or base is strided, or base has another shape or dtype (ValueError on CUDA).
+
+    Deterministic. On CUDA it waits for the device.
+
+    Reference: Yu et al., PULSE (arXiv 2602.03839), values in the place of differences.
+    """
+    if x.is_cuda:
+        if x.shape != base.shape or x.dtype != base.dtype:
+            raise ValueError(
+                f"delta_encode: expected base to be {x.dtype} of shape {tuple(x.shape)}, got "
+                f"{base.dtype} of shape {tuple(base.shape)}"
+            )
+        new, old = _bits(x).flatten(), _bits(base).flatten()
+        places = (new != old).nonzero().flatten()
+        values = new[places] ^ old[places] if xored else new[places]
+        return delta_pack(places.cpu(), values.cpu(), x.numel())
+    payload: Tensor = torch.ops.moe_ext.delta_encode(x, base, xored)
+    return payload
+
+
+def delta_apply_(target: Tensor, payload: Tensor, *, xored: bool = False) -> None:
+    """Write the elements of a payload to a tensor; takes time for what changed alone.
+
+    Args:
+        target (Tensor[...]): contiguous; changed in place.
+        payload (Tensor[bytes]): of `delta_encode`, on the CPU.
+        xored: as given to `delta_encode`; target is to be the base then.
+
+    Raises:
+        RuntimeError: the payload is damaged, or has places outside the tensor; nothing has changed
+            then.
+    """
+    if target.is_cuda:
+        places, values = delta_unpack(payload, target.new_empty(0, device="cpu"), target.numel())
+        flat, places = _bits(target).view(-1), places.to(target.device)
+        bits = _bits(values).to(target.device)
+        flat[places] = flat[places] ^ bits if xored else bits
+        return
+    torch.ops.moe_ext.delta_apply_(target, payload, xored)
+
+
+def delta_hash(x: Tensor, seed: int = 0, places: Tensor | None = None) -> int:
+    """Sum of the hashes of all elements, modulo 2^64 (signed); finds damage, not an attacker.
+
+    Args:
+        x (Tensor[...]): contiguous.
+        seed: 64 bits, signed, to tell equal tensors of other names apart.
+        places (Tensor[N]): int64, of each element; its number without them.
+    """
+    found: int = torch.ops.moe_ext.delta_hash(x.cpu(), seed, places)
+    return found
+
+
+def delta_hash_change(
+    target: Tensor, payload: Tensor, seed: int = 0, *, xored: bool = False
+) -> int:
+    """The number that a payload would add to `delta_hash` of a tensor, modulo 2^64 (signed).
+
+    Args:
+        target (Tensor[...]): contiguous, as it is before `delta_apply_`; only read.
+        payload (Tensor[bytes]): of `delta_encode`.
+        seed: as given to `delta_hash`.
+        xored: as given to `delta_encode`.
+
+    Raises:
+        RuntimeError: as `delta_apply_`.
+
+    Takes time for what changed alone.
+    """
+    if target.is_cuda:
+        places, values = delta_unpack(payload, target.new_empty(0, device="cpu"), target.numel())
+        old, bits = _bits(target).view(-1)[places.to(target.device)].cpu(), _bits(values)
+        new = old ^ bits if xored else bits
+        return as_signed(delta_hash(new, seed, places) - delta_hash(old, seed, places))
+    found: int = torch.ops.moe_ext.delta_hash_change(target, payload, seed, xored)
+    return found
+
+
+def as_signed(number: int) -> int:
+    """The number modulo 2^64, in [-2^63, 2^63)."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def delta_pack(places_n: Tensor, values_n: Tensor, numel: int) -> Tensor:
+    """Payload of given places and values.
+
+    Args:
+        places_n (Tensor[n]): int64, ascending in [0, numel).
+        values_n (Tensor[n]): of any dtype of 8 bytes at most.
+        numel: elements of the tensor.
+
+    Returns:
+        Tensor[bytes]: uint8.
+
+    Raises:
+        RuntimeError: the places do not ascend, or leave the tensor.
+    """
+    payload: Tensor = torch.ops.moe_ext.delta_pack(places_n, values_n, numel)
+    return payload
+
+
+def delta_unpack(payload: Tensor, like: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    """Places and values of a payload.
+
+    Args:
+        payload (Tensor[bytes]): of `delta_encode` or `delta_pack`.
+        like (Tensor): gives the dtype of the values.
+        numel: elements of the tensor.
+
+    Returns:
+        places (Tensor[n]): int64, ascending; values (Tensor[n]).
+
+    Raises:
+        RuntimeError: as `delta_apply_`.
+    """
+    places, values = torch.ops.moe_ext.delta_unpack(payload, like, numel)
+    return places, values
+
+
+def _fake_payload(like: Tensor) -> Tensor:
+    size = torch.library.get_ctx().new_dynamic_size()
+    return like.new_empty((size,), dtype=torch.uint8)
+
+
+@torch.library.register_fake("moe_ext::delta_encode")
+def _(x: Tensor, base: Tensor, xored: bool = False) -> Tensor:
+    return _fake_payload(x)
+
+
+@torch.library.register_fake("moe_ext::delta_pack")
+def _(places: Tensor, values: Tensor, numel: int) -> Tensor:
+    return _fake_payload(values)
+
+
+@torch.library.register_fake("moe_ext::delta_unpack")
+def _(payload: Tensor, like: Tensor, numel: int) -> Any:
+    count = torch.library.get_ctx().new_dynamic_size()
+    return like.new_empty((count,), dtype=torch.int64), like.new_empty((count,))
+
+
+register_fake_like("moe_ext::delta_apply_")

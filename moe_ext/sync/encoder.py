@@ -1,0 +1,147 @@
+"""The sending end: what changed since the version that was sent last."""
+
+from __future__ import annotations
+
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_ext import ops
+from moe_ext.ops.delta import as_signed
+from moe_ext.sync.region import Region
+from moe_ext.sync.state import State, bits, hash_change, hash_of, tensors_of
+from moe_ext.sync.update import Entry, Update
+
+Transform = Callable[[str, Tensor], Mapping[str, Tensor]]
+_OP = "DeltaEncoder"
+
+
+@dataclass
+class _Sent:
+    """A tensor as it was sent last: its elements as integers."""
+
+    flat: Tensor
+    dtype: str
+    region: Region
+    hash: int
+
+
+class DeltaEncoder:
+    """Encodes what changed in a set of tensors since the version before.
+
+    Values are compared as bits and sent as they are, so that receivers hold the very bits of the
+    sender after any number of updates. It keeps a copy of the tensors as they were sent last (of
+    this rank's part, for DTensors), on their device.
+
+    Args:
+        state: the tensors by name, read anew by each `encode`, or the module whose state dict they
+            are. Names, shapes and dtypes stay.
+        history: updates kept for receivers that missed some.
+        xored: send the bits that differ in the place of values; helps zstd, not the plain size.
+        transform: makes the tensors that are sent of one of ``state``, such as `fp8_blocks`:
+            quantised first, then compared.
+
+    Raises:
+        TypeError: a value of ``state`` is no dense real tensor.
+
+    Reference: Yu et al., PULSE (arXiv 2602.03839).
+    """
+
+    def __init__(
+        self,
+        state: State,
+        *,
+        history: int = 4,
+        xored: bool = False,
+        transform: Transform | None = None,
+    ) -> None:
+        if history < 0:
+            raise ValueError(f"{_OP}: expected history to be 0 or more, got {history}")
+        self._state, self._xored, self._transform = state, xored, transform
+        self._history: deque[Update] = deque(maxlen=history)
+        self.chain = uuid.uuid4().hex
+        self.version = 0
+        self._sent: dict[str, _Sent] = {}
+        for name, tensor in self._tensors().items():
+            flat, region = bits(tensor).reshape(-1).clone(), Region.of(tensor)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self._sent[name] = _Sent(flat, dtype, region, hash_of(name, flat, region))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        found = tensors_of(self._state, _OP)
+        if self._transform is None:
+            return found
+        return {k: v for name, t in found.items() for k, v in self._transform(name, t).items()}
+
+    @torch.no_grad()
+    def encode(self) -> Update:
+        """What changed since the last version, as the next one; reads every tensor once.
+
+        Returns:
+            Update: its version is one more than before, even where nothing changed.
+
+        Raises:
+            ValueError: a tensor came, went, or changed its shape or dtype; the version stays then.
+        """
+        tensors = self._tensors()
+        if tensors.keys() != self._sent.keys():
+            raise ValueError(
+                f"{_OP}.encode: expected the tensors of the first version, got "
+                f"{sorted(tensors.keys() ^ self._sent.keys())} besides or too few"
+            )
+        entries = []
+        for name, tensor in tensors.items():
+            sent, region = self._sent[name], Region.of(tensor)
+            if (str(tensor.dtype), region) != (f"torch.{sent.dtype}", sent.region):
+                raise ValueError(
+                    f"{_OP}.encode: expected {name} to stay {sent.dtype} of {sent.region}, got "
+                    f"{tensor.dtype} of {region}"
+                )
+            now = bits(tensor).contiguous().reshape(-1)
+            payload = ops.delta_encode(now, sent.flat, xored=self._xored)
+            change = hash_change(name, sent.flat, payload, region, self._xored)
+            after = as_signed(sent.hash + change)
+            entries.append(Entry(name, sent.dtype, region, payload, sent.hash, after))
+        for entry in entries:
+            sent = self._sent[entry.name]
+            ops.delta_apply_(sent.flat, entry.payload, xored=self._xored)
+            sent.hash = entry.after
+        update = self._update("delta", self.version, self.version + 1, entries)
+        self.version += 1
+        self._history.append(update)
+        return update
+
+    def full(self) -> Update:
+        """All elements of the version that was sent last, for a receiver of any version."""
+        return self._whole("full")
+
+    def base(self) -> Update:
+        """The hashes of the version that was sent last, without elements.
+
+        For a receiver that has loaded the same weights by itself, from the same checkpoint.
+        """
+        return self._whole("base")
+
+    def since(self, version: int) -> list[Update]:
+        """The updates that bring a receiver of a version up to date; a full one if too old."""
+        missing = self.version - version
+        if 0 <= missing <= len(self._history):
+            return list(self._history)[len(self._history) - missing :]
+        return [self.full()]
+
+    def _whole(self, kind: str) -> Update:
+        entries = []
+        for name, sent in self._sent.items():
+            payload = torch.empty(0, dtype=torch.uint8)
+            if kind == "full":
+                payload = sent.flat.cpu().view(torch.uint8).clone()
+            entries.append(Entry(name, sent.dtype, sent.region, payload, sent.hash, sent.hash))
+        return self._update(kind, -1, self.version, entries)
+
+    def _update(self, kind: str, base: int, version: int, entries: list[Entry]) -> Update:
+        assert kind in ("full", "delta", "base")
+        return Update(kind, self.chain, base, version, self._xored, tuple(entries))  # type: ignore[arg-type]

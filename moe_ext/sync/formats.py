@@ -1,0 +1,198 @@
+"""Updates in the forms of others: patches as vLLM takes them, safetensors, Hugging Face's names."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_ext import ops
+from moe_ext.sync.update import Entry, Update
+
+Pieces = Sequence[tuple[str, tuple[int, ...]]]
+_FUSED = re.compile(r"(.*experts\.)(gate_up_proj|down_proj)$")
+_FP8_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class WeightPatch:
+    """Elements of a tensor to be written, in the coordinates of a checkpoint.
+
+    The fields of vLLM's patches: name, full shape, dtype, flat indices and values.
+
+    Attributes:
+        name: of the tensor.
+        shape: of the whole tensor.
+        dtype: of the tensor and its values.
+        indices: int32 `[n]`, or int64 where the tensor has 2^31 elements or more; None where the
+            values are all elements.
+        values: `[n]`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    indices: Tensor | None
+    values: Tensor
+
+
+def hugging_face_names(name: str, shape: tuple[int, ...]) -> Pieces:
+    """Names and shapes of the tensors that one of stacked experts is in a checkpoint, in order.
+
+    `...experts.gate_up_proj` `[E, 2F, D]` is, for each expert, `gate_proj.weight` and
+    `up_proj.weight` `[F, D]`; `...experts.down_proj` `[E, D, F]` is `down_proj.weight` `[D, F]`.
+    Others keep their name.
+    """
+    found = _FUSED.match(name)
+    if found is None or len(shape) != 3:
+        return [(name, shape)]
+    num_experts, rows, columns = shape
+    if found[2] == "down_proj":
+        parts = [("down_proj", (rows, columns))]
+    else:
+        parts = [(part, (rows // 2, columns)) for part in ("gate_proj", "up_proj")]
+    return [
+        (f"{found[1]}{expert}.{part}.weight", size)
+        for expert in range(num_experts)
+        for part, size in parts
+    ]
+
+
+def patches(
+    update: Update, names: Callable[[str, tuple[int, ...]], Pieces] | None = None
+) -> Iterator[WeightPatch]:
+    """The tensors that an update changes, as patches; those without a change are left out.
+
+    Args:
+        update: a delta with values, or a full update.
+        names: maps the name and shape of a tensor to the names and shapes of the pieces that follow
+            each other in its memory, such as `hugging_face_names`.
+
+    Raises:
+        ValueError: the update holds bits that differ and not values, or nothing but hashes.
+    """
+    if update.xored and update.kind == "delta" or update.kind == "base":
+        raise ValueError(f"patches: expected an update with values, got {update.kind}, xored")
+    for entry in update.entries:
+        whole, dtype = entry.region.whole, entry.torch_dtype
+        pieces = [(entry.name, whole)] if names is None else names(entry.name, whole)
+        sizes = torch.tensor([math.prod(shape) for _, shape in pieces])
+        if int(sizes.sum()) != math.prod(whole):
+            raise ValueError(
+                f"patches: expected pieces of {math.prod(whole)} elements for {entry.name}, got "
+                f"{int(sizes.sum())}"
+            )
+        places, values = _elements(entry, update.kind, dtype)
+        ends = sizes.cumsum(0)
+        cuts = torch.searchsorted(places, ends[:-1]).tolist()
+        starts = (ends - sizes).tolist()
+        split = zip(
+            pieces, starts, places.tensor_split(cuts), values.tensor_split(cuts), strict=True
+        )
+        for (name, shape), start, own, kept in split:
+            if own.numel() == math.prod(shape) and own.numel():
+                yield WeightPatch(name, shape, dtype, None, kept)
+            elif own.numel():
+                index = torch.int32 if math.prod(shape) < 2**31 else torch.int64
+                yield WeightPatch(name, shape, dtype, (own - start).to(index), kept)
+
+
+def _elements(entry: Entry, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Places in the flat whole, ascending, and values."""
+    if kind == "delta":
+        like = torch.empty(0, dtype={1: torch.uint8}.get(dtype.itemsize, dtype))
+        places, values = ops.delta_unpack(entry.payload, like, entry.region.numel)
+        values = values.view(dtype)
+    else:
+        places = torch.arange(entry.region.numel)
+        values = entry.payload.clone().view(dtype)
+    whole = entry.region.to_whole(places)
+    if entry.region.start is None:
+        whole, order = whole.sort()
+        values = values[order]
+    return whole, values
+
+
+def save_patches(path: str | os.PathLike[str], found: Sequence[WeightPatch], version: int) -> None:
+    """Write patches to a safetensors file; it appears as a whole or not at all.
+
+    Tensors are `<name>` (values) and `<name>.indices`; the metadata holds shapes, dtypes and the
+    version.
+
+    Raises:
+        RuntimeError: the package safetensors is not installed.
+    """
+    tensors, about = {}, {}
+    for patch in found:
+        tensors[patch.name] = patch.values.contiguous()
+        about[patch.name] = {"shape": list(patch.shape), "dtype": str(patch.dtype)[6:]}
+        if patch.indices is not None:
+            tensors[f"{patch.name}.indices"] = patch.indices.contiguous()
+    partial = f"{os.fspath(path)}.partial"
+    metadata = {"version": str(version), "patches": json.dumps(about)}
+    _safetensors()
+    from safetensors.torch import save_file
+
+    save_file(tensors, partial, metadata=metadata)
+    os.replace(partial, path)
+
+
+def load_patches(path: str | os.PathLike[str]) -> tuple[list[WeightPatch], int]:
+    """Read the patches and the version that `save_patches` wrote.
+
+    Raises:
+        RuntimeError: the package safetensors is not installed.
+    """
+    _safetensors()
+    from safetensors import safe_open
+
+    with safe_open(os.fspath(path), "pt") as file:
+        metadata, names = file.metadata(), set(file.keys())
+        found = []
+        for name, about in json.loads(metadata["patches"]).items():
+            indices = f"{name}.indices"
+            dtype = getattr(torch, about["dtype"])
+            own = file.get_tensor(indices) if indices in names else None
+            found.append(
+                WeightPatch(name, tuple(about["shape"]), dtype, own, file.get_tensor(name))
+            )
+    return found, int(metadata["version"])
+
+
+def _safetensors() -> None:
+    if importlib.util.find_spec("safetensors") is None:
+        raise RuntimeError(
+            "save_patches: expected the package safetensors to be installed, got none; "
+            "pip install safetensors"
+        )
+
+
+def fp8_blocks(name: str, tensor: Tensor) -> Mapping[str, Tensor]:
+    """A weight as rollouts in fp8 hold it, for `DeltaEncoder(transform=)`.
+
+    Matrices `[..., M, N]` become `name` in float8_e4m3fn and `name_scale_inv`
+    `[..., ceil(M / 128), ceil(N / 128)]` in float32, the factors that give the weight back, one for
+    each block of 128 x 128, as in DeepSeek-V3's checkpoints. Other tensors stay.
+
+    Reference: DeepSeek-V3 (arXiv 2412.19437), section 3.3.2.
+    """
+    if tensor.dim() < 2 or not tensor.is_floating_point():
+        return {name: tensor}
+    *_, rows, columns = tensor.shape
+    pad = (0, -columns % 128, 0, -rows % 128)
+    blocks = torch.nn.functional.pad(tensor.detach().float(), pad)
+    blocks = blocks.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128))
+    largest = blocks.abs().amax((-3, -1), keepdim=True)
+    scale = torch.where(largest > 0, largest / _FP8_MAX, 1.0)
+    codes = (blocks / scale).flatten(-4, -3).flatten(-2)[..., :rows, :columns]
+    return {
+        name: codes.contiguous().to(torch.float8_e4m3fn),
+        f"{name}_scale_inv": scale.squeeze(-1).squeeze(-2).contiguous(),
+    }

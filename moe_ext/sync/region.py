@@ -1,0 +1,154 @@
+"""The part of a tensor that a rank holds, by the runs of indices along each dimension."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ext.distributed.dtensor import is_dtensor
+
+Runs = tuple[tuple[int, int], ...]  # (first index, length) each, in the order in which they lie
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of a tensor: the product of index sets, one for each dimension.
+
+    Attributes:
+        whole: shape of the tensor.
+        runs: of each dimension, the indices that the part has.
+    """
+
+    whole: tuple[int, ...]
+    runs: tuple[Runs, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Region:
+        """The part that this rank holds: all of a plain tensor, the shard of a DTensor."""
+        whole = tuple(tensor.shape)
+        indices = [torch.arange(size) for size in whole]
+        if is_dtensor(tensor):
+            coordinate = tensor.device_mesh.get_coordinate()
+            if coordinate is None:
+                raise ValueError(
+                    "Region.of: expected this rank to be in the tensor's mesh, got it outside"
+                )
+            for axis, placement in enumerate(tensor.placements):
+                if placement.is_partial():
+                    raise ValueError(
+                        f"Region.of: expected tensors without partial sums, got {placement}"
+                    )
+                if not placement.is_replicate():
+                    ranks, rank = tensor.device_mesh.size(axis), coordinate[axis]
+                    dim = placement.dim  # type: ignore[attr-defined]
+                    # FSDP2 cuts before what tensor parallelism has cut: each of those pieces.
+                    pieces = indices[dim].chunk(getattr(placement, "split_factor", 1))
+                    indices[dim] = torch.cat([_part(piece, ranks, rank) for piece in pieces])
+        return cls(whole, tuple(_runs(kept) for kept in indices))
+
+    @classmethod
+    def parse(cls, whole: Sequence[int], runs: Sequence[Sequence[Sequence[int]]]) -> Region:
+        """The region of plain lists, checked.
+
+        Raises:
+            ValueError: the runs leave the tensor.
+        """
+        found = cls(
+            tuple(map(int, whole)),
+            tuple(tuple((int(a), int(n)) for a, n in dim) for dim in runs),
+        )
+        fits = len(found.whole) == len(found.runs) and all(
+            first >= 0 and length >= 0 and first + length <= size
+            for size, dim in zip(found.whole, found.runs, strict=True)
+            for first, length in dim
+        )
+        if not fits:
+            raise ValueError(f"Region: expected runs inside {found.whole}, got {found.runs}")
+        return found
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the part."""
+        return tuple(sum(length for _, length in dim) for dim in self.runs)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the part."""
+        return math.prod(self.shape)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is left out."""
+        return self.shape == self.whole
+
+    @property
+    def start(self) -> int | None:
+        """Place of the first element in the flat whole; None where the part is not in one piece."""
+        if any(len(dim) > 1 for dim in self.runs):
+            return None
+        inner = 1
+        for outer in range(len(self.whole) - 1, -1, -1):
+            if self.shape[outer] != self.whole[outer]:
+                # Everything outside the cut dimension must be one index.
+                if any(n != 1 for n in self.shape[:outer]):
+                    return None
+                break
+        place = 0
+        for size, dim in zip(reversed(self.whole), reversed(self.runs), strict=True):
+            place += inner * (dim[0][0] if dim else 0)
+            inner *= size
+        return place
+
+    def to_whole(self, places: Tensor) -> Tensor:
+        """Places in the flat whole of places in the flat part."""
+        start = self.start
+        if start is not None:
+            return places + start
+        found, inner = torch.zeros_like(places), 1
+        for size, length, dim in reversed(
+            list(zip(self.whole, self.shape, self.runs, strict=True))
+        ):
+            table = torch.cat([torch.arange(a, a + n) for a, n in dim])
+            found += inner * table[places % length]
+            places, inner = places // length, inner * size
+        return found
+
+    def from_whole(self, places: Tensor) -> Tensor:
+        """Places in the flat part of places in the flat whole; -1 where the part has none."""
+        found, inner = torch.zeros_like(places), 1
+        outside = torch.zeros_like(places, dtype=torch.bool)
+        for size, length, dim in reversed(
+            list(zip(self.whole, self.shape, self.runs, strict=True))
+        ):
+            table = torch.full((size,), -1)
+            at = 0
+            for a, n in dim:
+                table[a : a + n] = torch.arange(at, at + n)
+                at += n
+            own = table[places % size]
+            outside |= own < 0
+            found += inner * own
+            places, inner = places // size, inner * length
+        return found.masked_fill_(outside, -1)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists for `parse`."""
+        return {"whole": list(self.whole), "runs": [list(map(list, dim)) for dim in self.runs]}
+
+
+def _part(indices: Tensor, ranks: int, rank: int) -> Tensor:
+    """The part that a rank has, cut as `torch.chunk` does."""
+    size = -(-indices.numel() // ranks)
+    return indices[size * rank : size * (rank + 1)]
+
+
+def _runs(indices: Tensor) -> Runs:
+    if not indices.numel():
+        return ()
+    breaks = (indices.diff() != 1).nonzero().flatten() + 1
+    return tuple((int(run[0]), run.numel()) for run in indices.tensor_split(breaks.tolist()))

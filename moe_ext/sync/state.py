@@ -1,0 +1,67 @@
+"""The tensors of a model that travel, as bits."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from moe_ext import ops
+from moe_ext.distributed.dtensor import local_part
+from moe_ext.ops.delta import as_signed
+from moe_ext.sync.region import Region
+
+State = Mapping[str, Tensor] | nn.Module
+_SIZED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_STRIDE = 0x9E3779B97F4A7C15
+
+
+def tensors_of(state: State, operation: str) -> dict[str, Tensor]:
+    """Tensors by name; of a module, those of its state dict.
+
+    Raises:
+        TypeError: a value is no tensor.
+    """
+    found = state.state_dict() if isinstance(state, nn.Module) else state
+    for name, value in found.items():
+        if not isinstance(value, torch.Tensor) or value.is_complex() or value.is_sparse:
+            raise TypeError(
+                f"{operation}: expected state to hold dense real tensors, got {name!r} of "
+                f"{type(value).__name__}"
+            )
+    return dict(found)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """This rank's part as integers that share its memory, if it is contiguous."""
+    local = local_part(tensor.detach())
+    return local.view(_SIZED[local.itemsize]) if local.itemsize in _SIZED else local
+
+
+def seed_of(name: str) -> int:
+    """The seed under which elements of a tensor are hashed."""
+    return as_signed(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big"))
+
+
+def hash_of(name: str, flat: Tensor, region: Region) -> int:
+    """Hash of a part of a tensor, by places in the whole: those of all parts add up to its own."""
+    start = region.start
+    if start is not None:
+        return ops.delta_hash(flat, as_signed(seed_of(name) + start * _STRIDE))
+    return ops.delta_hash(flat, seed_of(name), region.to_whole(torch.arange(flat.numel())))
+
+
+def hash_change(name: str, flat: Tensor, payload: Tensor, region: Region, xored: bool) -> int:
+    """The number that a payload would add to `hash_of`."""
+    start = region.start
+    if start is not None:
+        seed = as_signed(seed_of(name) + start * _STRIDE)
+        return ops.delta_hash_change(flat, payload, seed, xored=xored)
+    like = flat.new_empty(0, device="cpu")
+    places, values = ops.delta_unpack(payload, like, flat.numel())
+    old = flat.reshape(-1)[places.to(flat.device)].cpu()
+    values, places = old ^ values if xored else values, region.to_whole(places)
+    seed = seed_of(name)
+    return as_signed(ops.delta_hash(values, seed, places) - ops.delta_hash(old, seed, places))

@@ -1,0 +1,195 @@
+"""One update of weights as bytes: a table of tensors in JSON, and their payloads.
+
+Layout: the magic b"MXWD", uint32 format version, uint64 length of the table, the table, the
+payloads. All numbers are little-endian. The table has the versions and the chain that the update
+belongs to, a CRC-32 of the payloads, and for each tensor its name, dtype, region, number of bytes,
+and `moe_ext.ops.delta_hash` of its region before and after.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from moe_ext.sync.region import Region
+
+FORMAT = 1
+_MAGIC = b"MXWD"
+_HEAD = struct.Struct("<4sIQ")
+KINDS = ("full", "delta", "base")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of an update.
+
+    Attributes:
+        name: in the state dict.
+        dtype: such as "bfloat16".
+        region: the part of the tensor.
+        payload: uint8; of `moe_ext.ops.delta_encode` in a delta, the elements in a full update.
+        before: hash of the region that a delta changes.
+        after: hash of the region once the update is there.
+    """
+
+    name: str
+    dtype: str
+    region: Region
+    payload: Tensor
+    before: int
+    after: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype itself."""
+        found = getattr(torch, self.dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"Update: expected a dtype of torch, got {self.dtype!r}")
+        return found
+
+
+@dataclass(frozen=True)
+class Update:
+    """Changes from one version of a set of tensors to another.
+
+    Attributes:
+        kind: "delta" changes `base_version`; "full" holds all elements; "base" holds none, and says
+            what a receiver that loaded the same weights by itself starts from.
+        chain: identity of the encoder; of several, their identities joined by "+".
+        base_version: version that it applies to; -1 if any.
+        version: version that it makes.
+        xored: a delta holds the bits that differ in the place of values.
+        entries: the tensors.
+    """
+
+    kind: Literal["full", "delta", "base"]
+    chain: str
+    base_version: int
+    version: int
+    xored: bool
+    entries: tuple[Entry, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the payloads, uncompressed."""
+        return sum(entry.payload.numel() for entry in self.entries)
+
+    def to_bytes(self, *, compression: Literal["zstd"] | None = None) -> Tensor:
+        """The update as one uint8 tensor on the CPU.
+
+        Raises:
+            RuntimeError: zstd was asked for, and the package zstandard is not installed.
+        """
+        parts = [entry.payload for entry in self.entries]
+        body = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        stored = body.numpy().tobytes()
+        if compression:
+            stored = _zstd().ZstdCompressor(level=1).compress(stored)
+        table = {
+            **{k: getattr(self, k) for k in ("kind", "chain", "base_version", "version", "xored")},
+            "compression": compression,
+            "num_bytes": body.numel(),
+            "crc32": zlib.crc32(stored),
+            "entries": [
+                {
+                    **{k: getattr(entry, k) for k in ("name", "dtype", "before", "after")},
+                    **entry.region.to_json(),
+                    "num_bytes": entry.payload.numel(),
+                }
+                for entry in self.entries
+            ],
+        }
+        text = json.dumps(table, separators=(",", ":")).encode()
+        whole = bytearray(_HEAD.pack(_MAGIC, FORMAT, len(text)))
+        whole += text
+        whole += stored
+        return torch.frombuffer(whole, dtype=torch.uint8)
+
+    @classmethod
+    def from_bytes(cls, data: Tensor | bytes) -> Update:
+        """The update of `to_bytes`; payloads are checked when they are applied.
+
+        Raises:
+            ValueError: the bytes are cut, damaged, or of a later format.
+        """
+        raw = data if isinstance(data, bytes) else data.cpu().numpy().tobytes()
+        try:
+            magic, version, length = _HEAD.unpack_from(raw)
+            if magic != _MAGIC:
+                raise ValueError(f"expected bytes that begin with {_MAGIC!r}, got {magic!r}")
+            if version != FORMAT:
+                raise ValueError(f"expected format {FORMAT}, got {version}: update moe_ext")
+            table = json.loads(raw[_HEAD.size : _HEAD.size + length])
+            stored = raw[_HEAD.size + length :]
+            if zlib.crc32(stored) != table["crc32"]:
+                raise ValueError("expected payloads with the CRC-32 of the table, got another")
+            if table["compression"] == "zstd":
+                limit = int(table["num_bytes"])
+                stored = _zstd().ZstdDecompressor().decompress(stored, max_output_size=limit)
+            return cls._of(table, bytearray(stored))
+        except (KeyError, TypeError, AttributeError, struct.error, UnicodeDecodeError) as error:
+            raise ValueError(f"Update.from_bytes: expected a whole update, got {error!r}") from None
+        except ValueError as error:
+            raise ValueError(f"Update.from_bytes: {error}") from None
+
+    @classmethod
+    def _of(cls, table: Mapping[str, Any], body: bytearray) -> Update:
+        entries, at = [], 0
+        for row in table["entries"]:
+            size = int(row["num_bytes"])
+            if size < 0 or at + size > len(body):
+                raise ValueError(f"expected {at + size} bytes of payloads, got {len(body)}")
+            payload = torch.empty(0, dtype=torch.uint8)
+            if size:
+                payload = torch.frombuffer(body, dtype=torch.uint8, count=size, offset=at)
+            region = Region.parse(row["whole"], row["runs"])
+            facts = str(row["name"]), str(row["dtype"])
+            hashes = int(row["before"]), int(row["after"])
+            entries.append(Entry(*facts, region, payload, *hashes))
+            at += size
+        if at != len(body):
+            raise ValueError(f"expected {at} bytes of payloads, got {len(body)}")
+        kind, versions = table["kind"], (int(table["base_version"]), int(table["version"]))
+        if kind not in KINDS:
+            raise ValueError(f"expected a kind of {KINDS}, got {kind!r}")
+        return cls(kind, str(table["chain"]), *versions, bool(table["xored"]), tuple(entries))
+
+    def merged(self, *others: Update) -> Update:
+        """One update of the parts that several ranks encoded at the same version.
+
+        Raises:
+            ValueError: the updates are not of one kind and version.
+        """
+        updates = (self, *others)
+        for other in others:
+            mine, theirs = ((u.kind, u.base_version, u.version, u.xored) for u in (self, other))
+            if mine != theirs:
+                raise ValueError(
+                    "Update.merged: expected updates of one kind, versions and form, got "
+                    f"{mine} and {theirs}"
+                )
+        chain = "+".join(update.chain for update in updates)
+        entries = tuple(entry for update in updates for entry in update.entries)
+        return replace(self, chain=chain, entries=entries)
+
+
+def _zstd() -> Any:
+    try:
+        import zstandard  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        raise RuntimeError(
+            "Update: expected the package zstandard to be installed for zstd, got none; "
+            "pip install zstandard"
+        ) from None
+    return zstandard
+
+
+assert sys.byteorder == "little", "payloads hold elements as they lie in memory"

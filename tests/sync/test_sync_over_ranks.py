@@ -1,0 +1,153 @@
+"""Weights by deltas over process groups, from whole models and from shards of FSDP2."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_checks import Checks
+from torch import nn
+
+from moe_ext import sync
+from moe_ext.sync.region import Region
+
+checks = Checks()
+RANKS = 4
+
+
+def state(seed):
+    torch.manual_seed(seed)
+    return {"w": torch.randn(40, 8).bfloat16(), "b": torch.randn(7)}
+
+
+def assert_same(a, b):
+    for name in a:
+        assert torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name
+
+
+@checks()
+def check_receivers_follow():
+    """Two follow, one joins late with other weights, one message short: all end alike."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    own = state(0 if rank < 3 else 1)
+    if rank == 0:
+        end = sync.DeltaEncoder(own, history=2)
+    else:
+        end = sync.DeltaReceiver(own)
+        if rank < 3:
+            # The same checkpoint: nothing but hashes is needed.
+            end.apply(sync.DeltaEncoder(state(0)).base())
+    whole = sync.sync_weights(end, group)
+    trained = state(0)
+    sent = []
+    for step in range(3):
+        trained["w"].view(-1)[step::50] += 1
+        trained["b"][step] = float("nan")
+        if rank == 0:
+            own["w"].copy_(trained["w"])
+            own["b"].copy_(trained["b"])
+            end.encode()
+        # The second update is not sent by itself.
+        if step != 1:
+            sent.append(sync.sync_weights(end, group))
+        if step != 1:
+            assert_same(own, trained)
+    assert end.version == 3
+    assert whole > 40 * 8 * 2 and 0 < sent[0] < sent[1]
+
+
+@checks()
+def check_a_refusal_is_everybodys():
+    rank, group = dist.get_rank(), dist.group.WORLD
+    own = state(0)
+    if rank == 2:
+        own["b"] = own["b"].double()
+    end = sync.DeltaEncoder(own) if rank == 0 else sync.DeltaReceiver(own)
+    before = {name: tensor.clone() for name, tensor in own.items()}
+    with pytest.raises(ValueError, match=r"expected b to be float32 .* rank 2|rank 2.*expected b"):
+        sync.sync_weights(end, group)
+    if rank == 2:
+        assert_same(own, before)
+    with pytest.raises(ValueError, match="expected end to be a DeltaReceiver on rank 1"):
+        sync.sync_weights(sync.DeltaEncoder(state(0)) if rank < 2 else end, group)
+
+
+@checks()
+def check_bytes():
+    """A byte for a place and two for a value, and the table."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    own = {"w": torch.zeros(1 << 20, dtype=torch.bfloat16)}
+    end = sync.DeltaEncoder(own) if rank == 0 else sync.DeltaReceiver(own)
+    sync.sync_weights(end, group)
+    if rank == 0:
+        own["w"][::100] = 1
+        end.encode()
+    sent = sync.sync_weights(end, group)
+    assert 3 * (1 << 20) / 100 < sent < 3.1 * (1 << 20) / 100 + 600
+    assert (own["w"][::100] == 1).all()
+
+
+@checks()
+def check_shards_of_fsdp2():
+    """Three ranks train shards of uneven size; the fourth holds the whole model."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    rank, group = dist.get_rank(), dist.group.WORLD
+    trainers = dist.new_group([0, 1, 2])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 10), nn.Linear(10, 4))
+    if rank < 3:
+        mesh = DeviceMesh.from_group(trainers, "cpu")
+        fully_shard(model, mesh=mesh)
+        end = sync.DeltaEncoder(model)
+    else:
+        end = sync.DeltaReceiver(model)
+    sync.sync_weights(end, group, sources=[0, 1, 2])
+    for _ in range(2):
+        if rank < 3:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            torch.manual_seed(1)
+            model(torch.randn(6, 5)).sum().backward()
+            optimizer.step()
+            end.encode()
+        sync.sync_weights(end, group, sources=[0, 1, 2])
+    found = {}
+    for name, value in model.state_dict().items():
+        whole = value.full_tensor() if rank < 3 else value
+        found[name] = whole.tolist()
+    gathered = [None] * RANKS
+    dist.all_gather_object(gathered, found)
+    assert gathered[0] == gathered[3]
+
+
+@checks()
+def check_regions_of_dtensors():
+    """A region names the elements that this rank holds: FSDP2 over tensor parallelism, too."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 10, bias=False))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    whole = torch.randn(7, 5, 3)
+    tensors = [distribute_tensor(whole, mesh, [Shard(a), Shard(b)]) for a in (0, 1) for b in (0, 1)]
+    tensors += [distribute_tensor(whole, mesh, [Replicate(), Shard(2)])]
+    tensors += list(model.state_dict().values())
+    for tensor in tensors:
+        part = tensor.full_tensor()
+        for dim, runs in enumerate(Region.of(tensor).runs):
+            kept = [torch.arange(a, a + n) for a, n in runs] or [torch.arange(0)]
+            part = part.index_select(dim, torch.cat(kept))
+        assert torch.equal(part, tensor.to_local()), tensor.placements
+
+
+@pytest.mark.parametrize("name", checks)
+def test_over_ranks(name):
+    checks.assert_passed(RANKS, name, timeout=120)
