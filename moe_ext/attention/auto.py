@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from moe_ext._checks import check_choice
 from moe_ext.attention.block import KeysForm, accumulation_dtype
 from moe_ext.attention.layouts import Grid, Layout, even_grid, make_layout
 from moe_ext.attention.masks import (
@@ -25,6 +26,7 @@ from moe_ext.attention.masks import (
 )
 from moe_ext.attention.schemes import SCHEMES
 from moe_ext.attention.schemes.base import Scheme, Workload
+from moe_ext.distributed.dispatch.wire import WIRES
 
 _OP = "choose_scheme"
 # As much as a link of 12 GB/s carries in the 5 us that a message takes to start.
@@ -111,8 +113,8 @@ def _judged(
 ) -> Candidate:
     """One line of the table."""
     refused = scheme.refusal(work.heads, work.form.heads, len(work.hosts), grid)
-    if refused is None and work.has_attn_mask:
-        refused = scheme.mask_refusal(len(work.hosts))
+    if refused is None:
+        refused = scheme.in_place_refusal(work.in_place, len(work.hosts))
     if refused is not None:
         return Candidate(scheme.name, grid.shape, refused=f"expects {refused}")
     traffic = scheme.traffic(work, grid)
@@ -196,6 +198,7 @@ def choose_scheme(
     has_key_mask: bool = False,
     has_attn_mask: bool = False,
     kv_grad_dtype: torch.dtype | None = None,
+    wire: str | None = None,
     hosts: Sequence[int] | None = None,
     mesh_shape: tuple[int, int] | None = None,
 ) -> SchemeChoice:
@@ -223,6 +226,7 @@ def choose_scheme(
         has_attn_mask: whether each rank has rows of a mask of all pairs, which keeps queries where
             they are.
         kv_grad_dtype: see `ring_attention`.
+        wire: see `ring_attention`.
         hosts: for each rank the number of its host; None for one host.
         mesh_shape: (rows, ranks of a row) of a 2-D mesh, whose rows count as hosts then.
 
@@ -252,13 +256,15 @@ def choose_scheme(
     offsets = check_cu_seqlens(cu_seqlens, _OP)
     check_end(offsets, seq_len, _OP)
     made = make_layout(layout, seq_len, num_ranks, cu_seqlens=offsets)
-    form = KeysForm(batch, kv_heads, dim, dim if v_dim is None else v_dim, dtype, has_key_mask)
-    wire = torch.bfloat16 if kv_grad_dtype == torch.bfloat16 else accumulation_dtype(dtype)
+    check_choice(_OP, "wire", wire, WIRES)
+    v_dim = dim if v_dim is None else v_dim
+    form = KeysForm(batch, kv_heads, dim, v_dim, dtype, has_key_mask, wire)
+    grads = torch.bfloat16 if kv_grad_dtype == torch.bfloat16 else accumulation_dtype(dtype)
     mask = Mask(is_causal, *check_window(window, _OP), offsets)
     mask = replace(mask, prefix_lens=check_prefix_len(prefix_len, mask, batch, _OP))
     grid = None if mesh_shape is None else even_grid(num_ranks, mesh_shape[1])
     on_hosts = hosts_of(num_ranks, hosts, grid)
-    return choose(Workload(heads, form, wire, made, mask, on_hosts, has_attn_mask), grid)
+    return choose(Workload(heads, form, grads, made, mask, on_hosts, has_attn_mask), grid)
 
 
 def hosts_of(num_ranks: int, hosts: Sequence[int] | None, grid: Grid | None) -> tuple[int, ...]:

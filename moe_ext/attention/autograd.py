@@ -31,7 +31,7 @@ def _forward_pass(
     q: Tensor, own: Keys, sinks: Tensor | None, attn_mask: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """(out, what rounding took from it or None, lse, keys to keep in the place of our own)."""
-    call = replace(call, attn_mask=attn_mask)
+    call, own = replace(call, attn_mask=attn_mask), call.work.form.on_wire(own)
     exact, lse, kept = call.scheme.forward(q, own, call)
     if sinks is not None:
         exact, lse = merge_attention_sinks(exact, lse, sinks)
@@ -64,7 +64,8 @@ def _backward_pass(
     if attn_mask is not None and needs_grad_mask:
         grad_mask = torch.zeros_like(attn_mask, dtype=lse.dtype)
     call = replace(saved.call, attn_mask=attn_mask, grad_mask=grad_mask)
-    saved = replace(saved, call=call)
+    own = None if saved.own is None else call.work.form.on_wire(saved.own)
+    saved = replace(saved, call=call, own=own)
     exact = out.to(lse.dtype)
     if residual is not None:
         exact = exact + residual
@@ -143,7 +144,7 @@ _INPUTS = (
 _COUNT = len(Inputs._fields)
 _OPTIONS = (
     "bool is_causal, float? scale, SymInt left, SymInt right, float softcap, float dropout_p, "
-    "str scheme, str precision, ScalarType? kv_grad_dtype, str group_name, str layout, "
+    "str scheme, str precision, ScalarType? kv_grad_dtype, str? wire, str group_name, str layout, "
     "int[] layout_ranges, int[] mesh, int mesh_columns"
 )
 # The host takes part: lengths are agreed on, and hops awaited.
@@ -172,7 +173,7 @@ def _graph_options(options: Options) -> tuple[Any, ...]:
     left, right = (-1, -1) if options.window is None else options.window
     cap = options.softcap or 0.0
     numbers = (options.is_causal, options.scale, left, right, cap, options.dropout_p)
-    names = (options.scheme, options.precision, options.kv_grad_dtype)
+    names = (options.scheme, options.precision, options.kv_grad_dtype, options.wire)
     return *numbers, *names, *_encoded(options.group, options.layout, options.mesh)
 
 
@@ -186,6 +187,7 @@ def _options_of_graph(
     scheme: str,
     precision: str,
     kv_grad_dtype: torch.dtype | None,
+    wire: str | None,
     group_name: str,
     layout: str,
     ranges: list[int],
@@ -212,6 +214,7 @@ def _options_of_graph(
         scheme,
         precision,
         kv_grad_dtype,
+        wire,
     )
 
 

@@ -6,7 +6,8 @@ Shapes: B batch, H heads, Hkv heads of keys and values, L queries, M keys, D and
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from moe_ext.ops.attention import (
     attention_block_backward,
     merge_attention_,
 )
+from moe_ext.ops.quantize import dequantize_rows, quantize_rows, row_bytes
 
 # Pairs of a query and a key that a library should get in one call, on average over the block.
 _LEAST_PAIRS = 1 << 16
@@ -32,7 +34,10 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class KeysForm:
-    """Sizes and dtype of the `Keys` of every rank; only the number of positions differs."""
+    """Sizes and dtype of the `Keys` of every rank; only the number of positions differs.
+
+    `wire` is the format of `quantize_rows` that messages have them in, None for their dtype.
+    """
 
     batch: int
     heads: int
@@ -40,6 +45,7 @@ class KeysForm:
     v_dim: int
     dtype: torch.dtype
     masked: bool
+    wire: str | None = None
 
     def num_elements(self, length: int) -> int:
         """Elements of the keys and values of `length` positions."""
@@ -47,7 +53,16 @@ class KeysForm:
 
     def num_bytes(self, length: int) -> int:
         """Bytes of a message with the keys of `length` positions."""
-        return self.num_elements(length) * self.dtype.itemsize + self.masked * self.batch * length
+        return sum(self._part_bytes(length)) + self.masked * self.batch * length
+
+    def _part_bytes(self, length: int) -> tuple[int, int]:
+        """Bytes of the keys and of the values in a message."""
+        rows, dims = self.batch * self.heads * length, (self.dim, self.v_dim)
+        if self.wire is None:
+            each = [dim * self.dtype.itemsize for dim in dims]
+        else:
+            each = [row_bytes(dim, self.wire) for dim in dims]
+        return rows * each[0], rows * each[1]
 
     def split(self, row: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """`row` of `num_elements` as tensors of the shapes of keys and of values."""
@@ -57,19 +72,45 @@ class KeysForm:
 
     def unpacked(self, message: Tensor, length: int) -> Keys:
         """The keys that a rank with `length` positions packed."""
-        end = self.num_elements(length) * self.dtype.itemsize
-        k, v = self.split(message[:end].view(self.dtype), length)
+        parts = self._part_bytes(length)
+        end = sum(parts)
         mask = message[end:].view(torch.bool).view(self.batch, length) if self.masked else None
+        if self.wire is None:
+            return Keys(*self.split(message[:end].view(self.dtype), length), mask)
+        shape = (self.batch, self.heads, length)
+        k, v = (
+            dequantize_rows(
+                part.view(math.prod(shape), row_bytes(dim, self.wire)),
+                dim,
+                self.wire,
+                dtype=self.dtype,
+            ).view(*shape, dim)
+            for part, dim in zip(message[:end].split(parts), (self.dim, self.v_dim), strict=True)
+        )
         return Keys(k, v, mask)
+
+    def on_wire(self, keys: Keys) -> Keys:
+        """Keys as every rank gets them, the one that has them too: rounded as `wire` says."""
+        if self.wire is None:
+            return keys
+        rows = [quantize_rows(x.flatten(0, 2), self.wire).view(-1) for x in (keys.k, keys.v)]
+        if keys.key_mask is not None:
+            rows.append(keys.key_mask.reshape(-1).view(torch.uint8))
+        message = torch.cat(rows)
+        return replace(self.unpacked(message, keys.k.shape[2]), message=message)
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys `[B, Hkv, M, D]`, values `[B, Hkv, M, Dv]` and `[B, M]` mask or None of one rank."""
+    """Keys `[B, Hkv, M, D]`, values `[B, Hkv, M, Dv]` and `[B, M]` mask or None of one rank.
+
+    `message` is what they were unpacked from, where they were rounded on the way.
+    """
 
     k: Tensor
     v: Tensor
     key_mask: Tensor | None
+    message: Tensor | None = None
 
     @property
     def form(self) -> KeysForm:
@@ -80,6 +121,8 @@ class Keys:
 
     def packed(self) -> Tensor:
         """All of it as one row of bytes."""
+        if self.message is not None:
+            return self.message
         parts = [self.k, self.v] + ([] if self.key_mask is None else [self.key_mask])
         return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_ext._checks import check_choice
 from moe_ext.attention.auto import choose, hosts_of
 from moe_ext.attention.block import BlockOptions, Keys, accumulation_dtype
 from moe_ext.attention.checks import (
@@ -50,6 +51,7 @@ from moe_ext.attention.schemes import SCHEME_NAMES, SCHEMES
 from moe_ext.attention.schemes.base import Call, Workload
 from moe_ext.attention.sharding import check_lengths
 from moe_ext.distributed.agreement import agree
+from moe_ext.distributed.dispatch.wire import WIRES
 from moe_ext.distributed.failures import known_hosts
 from moe_ext.distributed.groups import group_ranks, group_size
 from moe_ext.distributed.streams import has_streams
@@ -105,6 +107,7 @@ class Options:
     scheme: str = "ring"
     precision: str = "exact"
     kv_grad_dtype: torch.dtype | None = None
+    wire: str | None = None
 
     @staticmethod
     def of(group: ProcessGroup | DeviceMesh | None, operation: str, **options: Any) -> Options:
@@ -121,19 +124,24 @@ class Options:
         _require(known, "scheme", f"one of {SCHEME_NAMES}", repr(self.scheme))
         known = self.precision in PRECISIONS
         _require(known, "precision", f"one of {PRECISIONS}", repr(self.precision))
-        allowed, wire = (None, torch.float32, torch.bfloat16), self.kv_grad_dtype
-        _require(wire in allowed, "kv_grad_dtype", f"one of {allowed}", wire)
+        allowed, dtype = (None, torch.float32, torch.bfloat16), self.kv_grad_dtype
+        _require(dtype in allowed, "kv_grad_dtype", f"one of {allowed}", dtype)
+        check_choice(OPERATION, "wire", self.wire, WIRES)
         check_numbers(self.scale, self.softcap, self.dropout_p, seed, _require)
         check_window(self.window, OPERATION)
 
     def check_scheme(self, inputs: Inputs) -> None:
-        """ValueError for a scheme that no such group, heads or mask can go with."""
+        """ValueError for a scheme or wire that no such group, tensors or mask can go with."""
+        rounds = self.wire is None or inputs.q.dtype != torch.float64
+        _require(rounds, "wire", "None for float64", repr(self.wire))
         if self.scheme != "auto":
             scheme, num_ranks = SCHEMES[self.scheme], group_size(self.group)
             heads, kv_heads = inputs.q.shape[1], inputs.k.shape[1]
             refused = scheme.refusal(heads, kv_heads, num_ranks, self.mesh)
-            if refused is None and inputs.attn_mask is not None:
-                refused = scheme.mask_refusal(num_ranks)
+            if refused is None:
+                given = {"attn_mask": inputs.attn_mask, "wire": self.wire}
+                names = [name for name, value in given.items() if value is not None]
+                refused = scheme.in_place_refusal(names, num_ranks)
             if refused is not None:
                 raise ValueError(f"{OPERATION}: expected {refused}")
 
@@ -230,6 +238,7 @@ def _facts(inputs: Inputs, options: Options, mask: Mask, seed: int | None) -> di
         **mask_facts(options.layout, mask),
         "scheme": options.scheme,
         "precision": options.precision,
+        "wire": options.wire,
         "mesh": options.mesh and options.mesh.rows,
         "scale": scale_of(options.scale, q.shape[3]),
         "softcap": options.softcap or 0.0,
@@ -263,7 +272,7 @@ def call_of(inputs: Inputs, options: Options, mask: Mask, lengths: list[int], se
     known = None if group is None else known_hosts(group_ranks(group))
     work = Workload(
         q.shape[1],
-        Keys(inputs.k, inputs.v, inputs.key_mask).form,
+        replace(Keys(inputs.k, inputs.v, inputs.key_mask).form, wire=options.wire),
         torch.bfloat16 if half else accumulation_dtype(q.dtype),
         layout,
         mask,

@@ -37,6 +37,7 @@ class RingAttention(nn.Module):
         scheme: see `ring_attention`.
         precision: see `ring_attention`.
         kv_grad_dtype: see `ring_attention`.
+        wire: see `ring_attention`.
 
     Raises:
         ValueError: an option is out of range.
@@ -56,6 +57,7 @@ class RingAttention(nn.Module):
         scheme: str = "ring",
         precision: str = "exact",
         kv_grad_dtype: torch.dtype | None = None,
+        wire: str | None = None,
     ) -> None:
         super().__init__()
         Options.of(
@@ -70,6 +72,7 @@ class RingAttention(nn.Module):
             scheme=scheme,
             precision=precision,
             kv_grad_dtype=kv_grad_dtype,
+            wire=wire,
         ).check()
         self._handle = GroupHandle(group)
         self.layout = layout
@@ -81,6 +84,7 @@ class RingAttention(nn.Module):
         self.scheme = scheme
         self.precision = precision
         self.kv_grad_dtype = kv_grad_dtype
+        self.wire = wire
 
     @property
     def group(self) -> ProcessGroup | DeviceMesh | None:
@@ -91,7 +95,7 @@ class RingAttention(nn.Module):
         """Options for `repr`."""
         layout = self.layout if isinstance(self.layout, str) else self.layout.name
         text = f"layout={layout!r}, is_causal={self.is_causal}, scheme={self.scheme!r}"
-        for name in ("scale", "window", "softcap", "kv_grad_dtype"):
+        for name in ("scale", "window", "softcap", "kv_grad_dtype", "wire"):
             if getattr(self, name) is not None:
                 text += f", {name}={getattr(self, name)}"
         return f"{text}, dropout_p={self.dropout_p}" if self.dropout_p else text
@@ -152,6 +156,7 @@ class RingAttention(nn.Module):
             scheme=self.scheme,
             precision=self.precision,
             kv_grad_dtype=self.kv_grad_dtype,
+            wire=self.wire,
         )
 
     if TYPE_CHECKING:

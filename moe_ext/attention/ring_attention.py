@@ -52,6 +52,7 @@ class _Keywords(TypedDict, total=False):
     scheme: str
     precision: str
     kv_grad_dtype: torch.dtype | None
+    wire: str | None
 
 
 @overload
@@ -99,6 +100,7 @@ def ring_attention(
     scheme: str = "ring",
     precision: str = "exact",
     kv_grad_dtype: torch.dtype | None = None,
+    wire: str | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a sequence that the ranks of a group hold in parts, equal to one process's.
@@ -154,6 +156,11 @@ def ring_attention(
             error of both.
         kv_grad_dtype: of dK and dV underway, None for float32 (float64 for float64);
             torch.bfloat16 halves these bytes and rounds at every hop.
+        wire: format that K and V are rounded to once, and travel in: "int8", "fp8" or "mx", a byte
+            an element and the scales, see `moe_ext.ops.quantize_rows`. Their own rank too computes
+            with what is sent, so that results do not depend on P; gradients are those of the
+            rounded K and V and travel as `kv_grad_dtype` says. Not for float64, nor in the schemes
+            that exchange heads.
         return_lse: return (out, lse).
 
     Returns:
@@ -180,6 +187,7 @@ def ring_attention(
         scheme=scheme,
         precision=precision,
         kv_grad_dtype=kv_grad_dtype,
+        wire=wire,
     )
     q, k, v = (_as_autocast(x) for x in (q, k, v))
     inputs = Inputs(q, k, v, key_mask, alibi_slopes, sinks, cu_seqlens, prefix_len, attn_mask)
@@ -222,6 +230,7 @@ def explain_scheme(
     key_mask: Tensor | None = None,
     attn_mask: Tensor | None = None,
     kv_grad_dtype: torch.dtype | None = None,
+    wire: str | None = None,
 ) -> SchemeChoice:
     """The scheme that `ring_attention(..., scheme="auto")` takes for these arguments, and why.
 
@@ -239,6 +248,7 @@ def explain_scheme(
         window=window,
         scheme="auto",
         kv_grad_dtype=kv_grad_dtype,
+        wire=wire,
     )
     q, k, v = (_as_autocast(x) for x in (q, k, v))
     inputs = Inputs(

@@ -295,7 +295,8 @@ def test_operator(dtype):
 
 
 def test_options_survive_as_arguments_of_an_operator():
-    names = {"scheme": "hybrid", "kv_grad_dtype": torch.bfloat16, "mesh": even_grid(4, 2)}
+    names = {"scheme": "hybrid", "kv_grad_dtype": torch.bfloat16, "wire": "mx"}
+    names["mesh"] = even_grid(4, 2)
     own = Layout("mine", 3, ((range(0, 3, 2),), (), (range(1, 2),)))
     for layout in ("striped", make_layout("striped", 9, 2), own):
         for more in ({}, names):

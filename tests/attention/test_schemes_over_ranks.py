@@ -1,6 +1,7 @@
 """Every scheme against one process, and what it sends against its formula."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import os
@@ -257,6 +258,33 @@ def bytes_sent_are_those_of_the_formula():
         expected = [traffic.forward.sent[rank], traffic.backward.sent[rank]]
         found = [sum(forward), sum(backward)]
         assert found == expected, (scheme, str(group), layout, kwargs, found, expected)
+
+
+@check(2, 3, 4)
+def rounded_keys_are_those_of_one_process_and_of_the_formula():
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    formats = itertools.cycle(("int8", "fp8", "mx"))
+    key_mask = torch.arange(43).repeat(2, 1) % 5 != 1
+    for (scheme, group), (layout, kwargs) in itertools.product(ways(), MASKS):
+        wire = next(formats)
+        shape = {"heads": 2 * num_ranks, "kv_heads": num_ranks, "seq_len": 43}
+        inputs = make_inputs(**shape, dtype=torch.float32)
+        options = {"layout": layout, "wire": wire, "key_mask": key_mask, **kwargs}
+        if scheme in ("ulysses", "hybrid"):
+            with pytest.raises(ValueError, match="wire to be None for scheme"):
+                sharded(*inputs, group=group, scheme=scheme, **options)
+            continue
+        with bytes_sent() as counted:
+            found = sharded(*inputs, group=group, scheme=scheme, **options)
+        where = {"layout": layout, "cu_seqlens": kwargs.get("cu_seqlens")}
+        expected = sharded(*inputs, group=None, **options)
+        expect_equal(found, expected, group=group, **where, rtol=1e-4, atol=2e-5)
+        if scheme in ("ring", "double_ring", "all_gather"):
+            work = workload(inputs, layout, torch.float32, True, **kwargs)
+            work = dataclasses.replace(work, form=dataclasses.replace(work.form, wire=wire))
+            traffic = SCHEMES[scheme].traffic(work, even_grid(num_ranks, row_size(group)))
+            due = traffic.forward.sent[rank] + traffic.backward.sent[rank]
+            assert sum(counted) == due, (scheme, str(group), layout, wire)
 
 
 @check(2, 4, 8)

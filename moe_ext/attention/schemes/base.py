@@ -22,6 +22,11 @@ from moe_ext.ops.attention import document_ids
 
 # A byte between hosts takes as long as so many inside one: 50 GB/s beside 400 GB/s.
 ABROAD_FACTOR = 8
+# Arguments that schemes refuse where heads change places.
+_IN_PLACE = {
+    "attn_mask": "where queries leave the rank that has their rows",
+    "wire": "which sends queries and outputs as well",
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,12 @@ class Workload:
     mask: Mask
     hosts: tuple[int, ...]
     has_attn_mask: bool = False
+
+    @property
+    def in_place(self) -> tuple[str, ...]:
+        """Arguments that only go with schemes that leave heads in their places."""
+        found = {"attn_mask": self.has_attn_mask, "wire": self.form.wire is not None}
+        return tuple(name for name, given in found.items() if given)
 
     @property
     def route(self) -> Route:
@@ -141,20 +152,20 @@ class Scheme(ABC):
     name: str
     # "auto" leaves the scheme out where a rank would hold more bytes than this.
     most_held_bytes: int | None = None
-    # Queries stay where their rows of an attn_mask are.
-    serves_attn_mask = True
+    # Queries stay where their rows of an attn_mask are, and keys travel alone.
+    leaves_heads = True
 
     def refusal(self, heads: int, kv_heads: int, num_ranks: int, mesh: Grid | None) -> str | None:
         """Why ranks, in the rows of a mesh or None, cannot share heads: "<arg> to be ..."."""
         return None
 
-    def mask_refusal(self, num_ranks: int) -> str | None:
-        """Why ranks cannot share a mask of all pairs: "<arg> to be ..."."""
-        if self.serves_attn_mask or num_ranks == 1:
+    def in_place_refusal(self, names: Sequence[str], num_ranks: int) -> str | None:
+        """Why such arguments (see `Workload.in_place`) cannot be served: "<arg> to be ..."."""
+        if self.leaves_heads or num_ranks == 1 or not names:
             return None
         return (
-            f"attn_mask to be None for scheme {self.name!r}, where queries leave the rank that has "
-            "their rows (take 'ring', 'double_ring' or 'all_gather'), got a tensor"
+            f"{names[0]} to be None for scheme {self.name!r}, {_IN_PLACE[names[0]]} "
+            "(take 'ring', 'double_ring' or 'all_gather'), got one"
         )
 
     def rows(self, hosts: Sequence[int], mesh: Grid | None) -> Grid:

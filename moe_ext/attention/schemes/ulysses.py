@@ -80,7 +80,7 @@ class Ulysses(Scheme):
     """
 
     name = "ulysses"
-    serves_attn_mask = False
+    leaves_heads = False
 
     def refusal(self, heads: int, kv_heads: int, num_ranks: int, mesh: Grid | None) -> str | None:
         """Heads that the ranks of a row cannot share."""
