@@ -29,6 +29,7 @@ BENCHMARKS = (
     "compat",
     "attention",
     "compression",
+    "sparsity",
     "allreduce",
     "expert_parallel",
     "pipeline",

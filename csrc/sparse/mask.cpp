@@ -9,6 +9,7 @@ MOE_EXT_SCHEMAS(m) {
   m.def("pack_bits(Tensor x) -> Tensor");
   m.def("pack_masked_(Tensor(a!) packed, Tensor x, Tensor bitmap) -> ()");
   m.def("unpack_masked_(Tensor(a!) out, Tensor packed, Tensor bitmap) -> ()");
+  m.def("masked_mm(Tensor x, Tensor values, Tensor bitmap) -> Tensor");
 }
 
 namespace {
@@ -42,6 +43,22 @@ void check_mask(const char* op, const char* name, const Tensor& dense, const Ten
   MOE_CHECK(
       !overlap(dense, packed) && !overlap(dense, bitmap) && !overlap(packed, bitmap), op, ": expected ", name,
       ", packed and bitmap to be in memory of their own, got a part of another's");
+}
+
+void check_masked_mm(const Tensor& x, const Tensor& values, const Tensor& bitmap) {
+  const char* op = "masked_mm";
+  MOE_CHECK(
+      x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16, op,
+      ": expected x to be float32 or bfloat16, got ", dtype_string(x));
+  check_dtype(op, "values", values, x.scalar_type());
+  check_dtype(op, "bitmap", bitmap, ScalarType::Byte);
+  check_dim(op, "x", x, 2, "[T, K]");
+  check_dim(op, "values", values, 1, "[n]");
+  check_dim(op, "bitmap", bitmap, 2, "[M, K / 8]");
+  MOE_CHECK(x.size(1) % 8 == 0, op, ": expected K to be a multiple of 8, got ", x.size(1));
+  check_size(op, "bitmap", bitmap, 1, x.size(1) / 8, "the bytes of a bit for each column");
+  check_same_device(op, "values", values, "x", x);
+  check_same_device(op, "bitmap", bitmap, "x", x);
 }
 
 } // namespace moe_ext::mask

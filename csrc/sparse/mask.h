@@ -19,4 +19,9 @@ void check_mask(
     const Tensor& packed,  // [n]
     const Tensor& bitmap); // [ceil(N / 8)]
 
+void check_masked_mm(
+    const Tensor& x,       // [T, K]
+    const Tensor& values,  // [n]
+    const Tensor& bitmap); // [M, K / 8]
+
 } // namespace moe_ext::mask

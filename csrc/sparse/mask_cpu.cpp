@@ -101,12 +101,65 @@ void unpack_masked_cpu(Tensor out, Tensor packed, Tensor bitmap) {
   });
 }
 
+// Rows are divided between threads, a block of kRows at a time: their first values are counted before.
+constexpr int64_t kRows = 16;
+
+template <typename T, typename Bits>
+void multiply(
+    const Tensor& out, const Tensor& values, const Tensor& bitmap, const Tensor& x, const std::vector<int64_t>& first,
+    void (*row)(const RowArgs& args, const Bits* values)) {
+  const int64_t num_tokens = x.size(0), dim = x.size(1), num_rows = bitmap.size(0), row_bytes = dim / 8;
+  std::vector<float> wide(num_tokens * dim);
+  const T* tokens = data<const T>(x);
+  for (int64_t i = 0; i < num_tokens * dim; ++i) {
+    wide[i] = to_acc(tokens[i]);
+  }
+  parallel_for(0, static_cast<int64_t>(first.size()) - 1, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> sums(num_tokens);
+    int64_t place = first[begin];
+    for (int64_t m = begin * kRows; m < std::min(num_rows, end * kRows); ++m) {
+      const uint8_t* bits = data<const uint8_t>(bitmap) + m * row_bytes;
+      row({bits, wide.data(), sums.data(), num_tokens, dim}, data<const Bits>(values) + place);
+      place += kernels().count(bits, row_bytes);
+      for (int64_t t = 0; t < num_tokens; ++t) {
+        data<T>(out)[t * num_rows + m] = from_acc<T>(sums[t]);
+      }
+    }
+  });
+}
+
+Tensor masked_mm_cpu(
+    Tensor x,      // [T, K]
+    Tensor values, // [n]
+    Tensor bitmap) // [M, K / 8]
+{
+  check_masked_mm(x, values, bitmap);
+  const Tensor tokens = as_contiguous(x), packed = as_contiguous(values), bits = as_contiguous(bitmap);
+  const int64_t num_rows = bits.size(0), row_bytes = bits.size(1), blocks = (num_rows + kRows - 1) / kRows;
+  std::vector<int64_t> first(blocks + 1, 0);
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t rows = std::min(kRows, num_rows - b * kRows);
+    first[b + 1] = first[b] + kernels().count(data<const uint8_t>(bits) + b * kRows * row_bytes, rows * row_bytes);
+  }
+  MOE_CHECK(
+      first[blocks] == packed.numel(), "masked_mm: expected values to have an element for each of the ", first[blocks],
+      " bits that are set, got ", packed.numel());
+  Tensor out = new_empty(tokens, {tokens.size(0), num_rows});
+  if (tokens.scalar_type() == ScalarType::BFloat16) {
+    multiply<BFloat16, uint16_t>(out, packed, bits, tokens, first, kernels().row_bf16);
+  } else {
+    multiply<float, uint32_t>(out, packed, bits, tokens, first, kernels().row_f32);
+  }
+  return out;
+}
+
 } // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
   m.impl("pack_bits", TORCH_BOX(&pack_bits_cpu));
   m.impl("pack_masked_", TORCH_BOX(&pack_masked_cpu));
   m.impl("unpack_masked_", TORCH_BOX(&unpack_masked_cpu));
+  m.impl("masked_mm", TORCH_BOX(&masked_mm_cpu));
 }
 
 } // namespace moe_ext::mask

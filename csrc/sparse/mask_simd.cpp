@@ -155,6 +155,89 @@ int64_t count_bits(const uint8_t* bitmap, int64_t num_bytes) {
   return count;
 }
 
+constexpr int64_t kSums = 16;
+constexpr int64_t kTokens = 4; // that share what is expanded
+
+MOE_INLINE float sum_of(const float* lanes) {
+  float sum = 0;
+  for (int64_t lane = 0; lane < kSums; ++lane) {
+    sum += lanes[lane];
+  }
+  return sum;
+}
+
+MOE_INLINE float value_of(uint32_t bits) {
+  return bit_cast<float>(bits);
+}
+
+MOE_INLINE float value_of(uint16_t bits) {
+  return bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+}
+
+#if defined(__AVX512F__)
+MOE_INLINE __m512 values_of(__m512i widened, const uint32_t*) {
+  return _mm512_castsi512_ps(widened);
+}
+
+MOE_INLINE __m512 values_of(__m512i widened, const uint16_t*) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(widened, 16));
+}
+
+template <int kCount, typename Bits>
+MOE_INLINE void row_tokens(const RowArgs& args, const Bits* values, int64_t first_token) {
+  __m512 sums[kCount];
+  for (int t = 0; t < kCount; ++t) {
+    sums[t] = _mm512_setzero_ps();
+  }
+  const float* x = args.x + first_token * args.dim;
+  for (int64_t i = 0; i < args.dim; i += kWord) {
+    const uint64_t word = word_at(args.bitmap, i, args.dim);
+    for (int64_t lane = 0; lane < kWord && word >> lane != 0; lane += kLanes) {
+      const __mmask16 mask = static_cast<__mmask16>(word >> lane);
+      const int marks = __builtin_popcount(mask);
+      const __m512 row = values_of(_mm512_maskz_expand_epi32(mask, some_widened(values, first(marks))), values);
+      values += marks;
+      for (int t = 0; t < kCount; ++t) {
+        // An element that is not kept is not looked at: infinity times zero would be NaN.
+        const __m512 of_token = _mm512_maskz_loadu_ps(mask, x + t * args.dim + i + lane);
+        sums[t] = _mm512_mask_add_ps(sums[t], mask, sums[t], _mm512_mul_ps(row, of_token));
+      }
+    }
+  }
+  for (int t = 0; t < kCount; ++t) {
+    alignas(64) float lanes[kSums];
+    _mm512_store_ps(lanes, sums[t]);
+    args.sums[first_token + t] = sum_of(lanes);
+  }
+}
+#else
+template <int kCount, typename Bits>
+MOE_INLINE void row_tokens(const RowArgs& args, const Bits* values, int64_t first_token) {
+  float lanes[kCount][kSums] = {};
+  const float* x = args.x + first_token * args.dim;
+  for_marks(args.bitmap, args.dim, [&](int64_t place, int64_t i) {
+    const float value = value_of(values[place]);
+    for (int t = 0; t < kCount; ++t) {
+      lanes[t][i % kSums] += value * x[t * args.dim + i];
+    }
+  });
+  for (int t = 0; t < kCount; ++t) {
+    args.sums[first_token + t] = sum_of(lanes[t]);
+  }
+}
+#endif
+
+template <typename Bits>
+void row_product(const RowArgs& args, const Bits* values) {
+  int64_t t = 0;
+  for (; t + kTokens <= args.num_tokens; t += kTokens) {
+    row_tokens<kTokens>(args, values, t);
+  }
+  for (; t < args.num_tokens; ++t) {
+    row_tokens<1>(args, values, t);
+  }
+}
+
 template <typename Bits>
 constexpr MaskKernels<Bits> kMaskKernels = {pack_bits<Bits>, pack<Bits>, unpack<Bits>};
 
@@ -162,6 +245,7 @@ constexpr MaskKernels<Bits> kMaskKernels = {pack_bits<Bits>, pack<Bits>, unpack<
 
 extern const Kernels kernel_table;
 const Kernels kernel_table = {
-    kMaskKernels<uint8_t>, kMaskKernels<uint16_t>, kMaskKernels<uint32_t>, kMaskKernels<uint64_t>, count_bits};
+    kMaskKernels<uint8_t>, kMaskKernels<uint16_t>, kMaskKernels<uint32_t>, kMaskKernels<uint64_t>, count_bits,
+    row_product<uint32_t>, row_product<uint16_t>};
 
 } // namespace moe_ext::mask::MOE_ISA

@@ -9,6 +9,7 @@ from moe_ext.compression.codecs import (
     Dense,
     Masked,
     OneBit,
+    Outliers,
     PayloadCodec,
     Quantize,
     Threshold,
@@ -34,6 +35,7 @@ from moe_ext.compression.cost_model import CostModel
 from moe_ext.compression.ddp import compress_hook
 from moe_ext.compression.feedback import CodecMemory
 from moe_ext.compression.loop import compress_gradients, flush
+from moe_ext.compression.packed_experts import PackedExperts
 from moe_ext.compression.policy import Policy, parameter_roles
 from moe_ext.compression.pruning import Pruning, prune
 from moe_ext.compression.schedules import ResidualMonitor, Warmup
@@ -65,6 +67,8 @@ __all__ = [
     "Link",
     "Masked",
     "OneBit",
+    "Outliers",
+    "PackedExperts",
     "PayloadCodec",
     "Policy",
     "PowerSGD",

@@ -41,7 +41,7 @@ from moe_ext.ops.gating import (  # noqa: E402
     topk_gate,
 )
 from moe_ext.ops.grouped_gemm import grouped_mm  # noqa: E402
-from moe_ext.ops.mask import pack_bits, pack_masked_, unpack_masked_  # noqa: E402
+from moe_ext.ops.mask import masked_mm, pack_bits, pack_masked_, unpack_masked_  # noqa: E402
 from moe_ext.ops.noisy_gating import (  # noqa: E402
     GShardGateOutput,
     NoisyGateOutput,
@@ -66,6 +66,7 @@ from moe_ext.ops.quantize import (  # noqa: E402
     quantize_blockwise,
     quantize_rows,
 )
+from moe_ext.ops.quantized_mm import quantized_mm  # noqa: E402
 from moe_ext.ops.router_linear import router_logits  # noqa: E402
 from moe_ext.ops.scale_into import scale_into_  # noqa: E402
 from moe_ext.ops.sparse_blocks import (  # noqa: E402
@@ -128,6 +129,7 @@ __all__ = [
     "limit_capacity",
     "gshard_gate",
     "load_balance_loss",
+    "masked_mm",
     "merge_attention",
     "merge_attention_",
     "merge_attention_sinks",
@@ -140,6 +142,7 @@ __all__ = [
     "permute_tokens",
     "quantize_blockwise",
     "quantize_rows",
+    "quantized_mm",
     "router_logits",
     "router_z_loss",
     "scale_into_",

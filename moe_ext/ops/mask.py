@@ -1,6 +1,6 @@
 """Packing by mask: the marked elements of a tensor side by side, and back.
 
-Shape suffixes: N elements, n marked ones.
+Shape suffixes: N elements, n marked ones; of products T tokens, K columns, M rows, B bytes.
 """
 
 import torch
@@ -83,3 +83,32 @@ def unpack_masked_(out: Tensor, packed_n: Tensor, bitmap: Tensor) -> None:
 
 
 register_fake_like("moe_ext::unpack_masked_")
+
+
+def masked_mm(x_TK: Tensor, values_n: Tensor, bitmap_MB: Tensor) -> Tensor:
+    """Product with a pruned matrix of which the kept elements alone are read: ``x @ weight.T``.
+
+    For few tokens, where reading the weight is what takes time: a bit an element, and the kept
+    values. Four tokens at a time share what is expanded.
+
+    Args:
+        x_TK (Tensor[T, K]): float32 or bfloat16, K a multiple of 8, on CPU.
+        values_n (Tensor[n]): in the dtype of x, the kept elements of a weight `[M, K]`, row by row.
+        bitmap_MB (Tensor[M, K / 8]): uint8, see `pack_bits`.
+
+    Returns:
+        Tensor[T, M]: in the dtype of x; summed in float32.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype or shape.
+
+    Deterministic, with the same bits on every instruction set. Columns that are not kept are not
+    looked at, whatever x holds there. No gradient.
+    """
+    out: Tensor = torch.ops.moe_ext.masked_mm(x_TK, values_n, bitmap_MB)
+    return out
+
+
+@torch.library.register_fake("moe_ext::masked_mm")
+def _(x: Tensor, values: Tensor, bitmap: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], bitmap.shape[0]))

@@ -24,7 +24,7 @@ from moe_ext.reference.gating import (
     topk_gate,
 )
 from moe_ext.reference.grouped_gemm import grouped_mm
-from moe_ext.reference.mask import pack_bits, pack_masked_, unpack_masked_
+from moe_ext.reference.mask import masked_mm, pack_bits, pack_masked_, unpack_masked_
 from moe_ext.reference.noisy_gating import (
     gshard_gate,
     noisy_topk_gate,
@@ -40,6 +40,7 @@ from moe_ext.reference.quantize import (
     dequantize_rows,
     quantize_blockwise,
     quantize_rows,
+    quantized_mm,
 )
 from moe_ext.reference.router_linear import router_logits
 from moe_ext.reference.scale_into import scale_into_
@@ -71,6 +72,7 @@ __all__ = [
     "limit_capacity",
     "gshard_gate",
     "load_balance_loss",
+    "masked_mm",
     "merge_attention",
     "merge_attention_sinks",
     "noisy_topk_gate",
@@ -81,6 +83,7 @@ __all__ = [
     "permute_tokens",
     "quantize_blockwise",
     "quantize_rows",
+    "quantized_mm",
     "router_logits",
     "router_z_loss",
     "scale_into_",

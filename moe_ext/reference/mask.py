@@ -27,3 +27,10 @@ def unpack_masked_(out: Tensor, packed_n: Tensor, bitmap: Tensor) -> None:
     # As bytes: a signalling NaN would not keep its bits.
     raw = out.zero_().view(-1).view(torch.uint8).view(out.numel(), out.itemsize)
     raw[_marks(bitmap, out.numel())] = packed_n.view(torch.uint8).view(-1, out.itemsize)
+
+
+def masked_mm(x_TK: Tensor, values_n: Tensor, bitmap_MB: Tensor) -> Tensor:
+    """As `moe_ext.ops.masked_mm`, in float64."""
+    weight = torch.zeros(bitmap_MB.shape[0], x_TK.shape[1], dtype=values_n.dtype)
+    unpack_masked_(weight, values_n, bitmap_MB.flatten())
+    return x_TK.double() @ weight.double().T

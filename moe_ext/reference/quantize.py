@@ -214,3 +214,25 @@ def dequantize_rows(
     # A copy of its own, since a part of a single row starts anywhere.
     scale = scales.flatten().clone().view(torch.float32).view(len(rows), num_scales(dim, block))
     return (_row_blocks(values, block) * scale[:, :, None]).flatten(1)[:, :dim].to(dtype)
+
+
+def quantized_mm(
+    x_TK: Tensor,
+    codes: Tensor,
+    scales_MB: Tensor,
+    outliers_n: Tensor,
+    outlier_columns_n: Tensor,
+    outlier_offsets: Tensor,
+    *,
+    bits: int = 8,
+) -> Tensor:
+    """As `moe_ext.ops.quantized_mm`, in float64."""
+    num_rows, dim = codes.shape[0], x_TK.shape[1]
+    places = torch.arange(8 // bits) * bits
+    numbers = (codes[:, :, None].long() >> places & (1 << bits) - 1).view(num_rows, dim)
+    numbers = numbers - (numbers >> bits - 1 << bits)
+    weight = numbers * scales_MB.double().repeat_interleave(dim // scales_MB.shape[1], dim=1)
+    for row in range(num_rows):
+        mine = slice(int(outlier_offsets[row]), int(outlier_offsets[row + 1]))
+        weight[row, outlier_columns_n[mine].long()] += outliers_n[mine].double()
+    return x_TK.double() @ weight.T

@@ -4,7 +4,7 @@ from moe_ext._checks import check_choice
 from moe_ext.compression.codecs.base import Codec, OnNonfinite, PayloadCodec, Unsent
 from moe_ext.compression.codecs.dense import BlockSparse, Dense, dense_reduction
 from moe_ext.compression.codecs.masked import Masked, TwoOfFour
-from moe_ext.compression.codecs.quantized import OneBit, Quantize, Rounded
+from moe_ext.compression.codecs.quantized import OneBit, Outliers, Quantize, Rounded
 from moe_ext.compression.codecs.registry import codec_names, codec_of, register_codec
 from moe_ext.compression.codecs.sparse import Threshold, TopK
 
@@ -15,6 +15,7 @@ __all__ = [
     "Masked",
     "OnNonfinite",
     "OneBit",
+    "Outliers",
     "PayloadCodec",
     "Quantize",
     "Rounded",

@@ -120,7 +120,8 @@ class TwoOfFour(PayloadCodec):
         dtype = _DTYPES[self.dtype]
         if x_N.dtype != dtype:
             raise ValueError(f"TwoOfFour: expected x to be {dtype}, got {x_N.dtype}")
-        x_N = torch.nn.functional.pad(x_N, (0, -x_N.numel() % 8)).contiguous()
+        # Plus zero: products with a mask leave -0.0.
+        x_N = torch.nn.functional.pad(x_N, (0, -x_N.numel() % 8)) + 0.0
         bitmap = _completed(x_N.device)[ops.pack_bits(x_N).int()]
         if bool((bitmap == 0).any()):
             raise ValueError(

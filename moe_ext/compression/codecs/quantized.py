@@ -5,6 +5,7 @@ Shape suffixes: N elements of a flat gradient.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -12,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from moe_ext import ops
 from moe_ext._checks import check_choice
 from moe_ext.compression.codecs.base import PayloadCodec
 from moe_ext.compression.collectives.coding import (
@@ -19,6 +21,7 @@ from moe_ext.compression.collectives.coding import (
     Coding,
     QuantizedCoding,
     RoundedCoding,
+    aligned,
 )
 from moe_ext.compression.collectives.quantized import BLOCKS
 
@@ -130,6 +133,82 @@ class Quantize(_Coded):
     def coding(self) -> QuantizedCoding:
         """See `PayloadCodec`."""
         return QuantizedCoding(self.format, self.block)
+
+
+@dataclass(frozen=True)
+class Outliers(PayloadCodec):
+    """The largest elements exactly, and codes of few bits for the rest.
+
+    For weights, of which few are large: without these the scale of a block is smaller, and so is
+    the error of all others.
+
+    Args:
+        format: of the rest, as of `Quantize`, without signs.
+        fraction: share of the elements that are exact, in (0, 1).
+        block: elements that share a scale.
+
+    Reference: Dettmers et al., SpQR, 2023 (arXiv 2306.03078).
+    """
+
+    feeds_back: ClassVar[bool] = True
+
+    format: str = "int4"
+    fraction: float = 0.005
+    block: int = 128
+
+    def __post_init__(self) -> None:
+        formats = tuple(format for format in FORMATS if format != "sign")
+        check_choice("Outliers", "format", self.format, formats)
+        check_choice("Outliers", "block", self.block, BLOCKS)
+        if not 0 < self.fraction < 1:
+            raise ValueError(f"Outliers: expected fraction to be in (0, 1), got {self.fraction!r}")
+
+    @property
+    def name(self) -> str:
+        """See `Codec`."""
+        return f"{self.format}+outliers"
+
+    @property
+    def align(self) -> int:
+        """See `PayloadCodec`."""
+        return self.block
+
+    def _count(self, numel: int) -> int:
+        return min(numel, math.ceil(self.fraction * numel))
+
+    def payload_bytes(self, numel: int) -> int:
+        """See `PayloadCodec`."""
+        count = self._count(numel)
+        rest = QuantizedCoding(self.format, self.block).payload_bytes(numel)
+        return rest + aligned(4 * count) + ops.packed_index_bytes(count, numel)
+
+    def encode(
+        self,
+        x_N: Tensor,
+        residual_N: Tensor | None = None,
+        *,
+        rng_state: Tensor | None = None,
+    ) -> Tensor:
+        """See `PayloadCodec`."""
+        numel = x_N.numel()
+        rest_N = torch.zeros(numel, device=x_N.device) if residual_N is None else residual_N
+        values, indices = ops.topk_compress_(x_N.float(), rest_N, self._count(numel))
+        coding = QuantizedCoding(self.format, self.block)
+        codes = coding.encode(rest_N)
+        if residual_N is not None:
+            coding.decode_add_(residual_N, codes, divisor=-1)
+        padded = torch.nn.functional.pad(values.view(torch.uint8), (0, -4 * len(values) % 16))
+        return torch.cat([codes, padded, ops.pack_indices(indices, numel)])
+
+    def decode_add_(self, out_N: Tensor, payload: Tensor) -> None:
+        """See `PayloadCodec`."""
+        numel, count = out_N.numel(), self._count(out_N.numel())
+        coding = QuantizedCoding(self.format, self.block)
+        start = coding.payload_bytes(numel)
+        coding.decode_add_(out_N, payload[:start])
+        values = payload[start : start + 4 * count].clone().view(torch.float32)
+        packed = payload[start + aligned(4 * count) :].clone()
+        ops.add_pairs_(out_N, values, packed, numel)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,106 @@
+// CPU side of products with weights of 8 or 4 bits, for few tokens: the rows of the weight are divided between threads,
+// and each is read once.
+#include <torch/csrc/stable/library.h>
+
+#include <vector>
+
+#include "common/cpu_isa.h"
+#include "common/dispatch.h"
+#include "quantize/quantized_mm.h"
+#include "quantize/quantized_mm_tables.h"
+
+namespace moe_ext::quantized_mm {
+
+MOE_EXT_SELECT_KERNELS(Kernels)
+
+namespace {
+
+using torch::stable::new_empty;
+using torch::stable::parallel_for;
+
+void check_outliers(const Tensor& columns, const Tensor& offsets, int64_t dim) {
+  const int64_t* begin = data<const int64_t>(offsets);
+  const int64_t num_rows = offsets.size(0) - 1, count = columns.size(0);
+  MOE_CHECK(
+      begin[0] == 0 && begin[num_rows] == count, "quantized_mm: expected outlier_offsets to run from 0 to ", count,
+      ", got ", begin[0], " to ", begin[num_rows]);
+  for (int64_t m = 0; m < num_rows; ++m) {
+    MOE_CHECK(
+        begin[m] <= begin[m + 1], "quantized_mm: expected outlier_offsets to ascend, got ", begin[m + 1], " after ",
+        begin[m]);
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const int32_t column = data<const int32_t>(columns)[i];
+    MOE_CHECK(
+        column >= 0 && column < dim, "quantized_mm: expected outlier_columns to be in [0, ", dim, "), got ", column,
+        " at ", i);
+  }
+}
+
+template <typename T>
+void multiply(
+    const Tensor& out, const Tensor& x, const Tensor& codes, const Tensor& scales, const Tensor& outliers,
+    const Tensor& columns, const Tensor& offsets, int64_t bits) {
+  const int64_t num_tokens = x.size(0), dim = x.size(1), num_rows = codes.size(0), row_bytes = codes.size(1);
+  const int64_t num_blocks = scales.size(1);
+  std::vector<float> wide(num_tokens * dim), halves;
+  for (int64_t i = 0; i < num_tokens * dim; ++i) {
+    wide[i] = to_acc(data<const T>(x)[i]);
+  }
+  if (bits == 4) {
+    halves.resize(wide.size());
+    for (size_t i = 0; i < wide.size(); ++i) {
+      halves[i / 32 * 32 + i % 2 * 16 + i % 32 / 2] = wide[i];
+    }
+  }
+  const float* tokens = bits == 4 ? halves.data() : wide.data();
+  const auto row = bits == 4 ? kernels().row4 : kernels().row8;
+  parallel_for(0, num_rows, grain_size(row_bytes), [&](int64_t begin, int64_t end) {
+    std::vector<float> sums(num_tokens);
+    for (int64_t m = begin; m < end; ++m) {
+      const uint8_t* of_row = data<const uint8_t>(codes) + m * row_bytes;
+      const float* scale = data<const float>(scales) + m * num_blocks;
+      row({of_row, scale, tokens, sums.data(), num_tokens, dim, dim / num_blocks});
+      for (int64_t i = data<const int64_t>(offsets)[m]; i < data<const int64_t>(offsets)[m + 1]; ++i) {
+        const float value = to_acc(data<const T>(outliers)[i]);
+        const int64_t column = data<const int32_t>(columns)[i];
+        for (int64_t t = 0; t < num_tokens; ++t) {
+          sums[t] += value * wide[t * dim + column];
+        }
+      }
+      for (int64_t t = 0; t < num_tokens; ++t) {
+        data<T>(out)[t * num_rows + m] = from_acc<T>(sums[t]);
+      }
+    }
+  });
+}
+
+Tensor quantized_mm_cpu(
+    Tensor x,               // [T, K]
+    Tensor codes,           // [M, K bits / 8]
+    Tensor scales,          // [M, K / block]
+    Tensor outliers,        // [n]
+    Tensor outlier_columns, // [n]
+    Tensor outlier_offsets, // [M + 1]
+    int64_t bits) {
+  check_quantized_mm(x, codes, scales, outliers, outlier_columns, outlier_offsets, bits);
+  const Tensor columns = as_contiguous(outlier_columns), offsets = as_contiguous(outlier_offsets);
+  check_outliers(columns, offsets, x.size(1));
+  const Tensor tokens = as_contiguous(x), rows = as_contiguous(codes), of_blocks = as_contiguous(scales);
+  const Tensor values = as_contiguous(outliers);
+  Tensor out = new_empty(tokens, {x.size(0), codes.size(0)});
+  if (x.scalar_type() == ScalarType::BFloat16) {
+    multiply<BFloat16>(out, tokens, rows, of_blocks, values, columns, offsets, bits);
+  } else {
+    multiply<float>(out, tokens, rows, of_blocks, values, columns, offsets, bits);
+  }
+  return out;
+}
+
+} // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
+  m.impl("quantized_mm", TORCH_BOX(&quantized_mm_cpu));
+}
+
+} // namespace moe_ext::quantized_mm

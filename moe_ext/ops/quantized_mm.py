@@ -1,0 +1,54 @@
+"""Products with weights of 8 or 4 bits, for few tokens.
+
+Shape suffixes: T tokens, K columns, M rows of a weight, B blocks of a row, n outliers.
+"""
+
+import torch
+from torch import Tensor
+
+
+def quantized_mm(
+    x_TK: Tensor,
+    codes: Tensor,
+    scales_MB: Tensor,
+    outliers_n: Tensor,
+    outlier_columns_n: Tensor,
+    outlier_offsets: Tensor,
+    *,
+    bits: int = 8,
+) -> Tensor:
+    r"""``x @ weight.T`` with a weight of codes, and of outliers that are exact.
+
+    .. math::
+        y_{tm} = \sum_k x_{tk} (s_{m,k/block} q_{mk} + o_{mk})
+
+    Where reading the weight is what takes time, that is a half or a quarter of bfloat16.
+
+    Args:
+        x_TK (Tensor[T, K]): float32 or bfloat16, on CPU.
+        codes (Tensor[M, K bits / 8]): uint8, of `quantize_blockwise`.
+        scales_MB (Tensor[M, B]): float32; a block is a multiple of 32 columns.
+        outliers_n (Tensor[n]): in the dtype of x; codes are zero in their places.
+        outlier_columns_n (Tensor[n]): int32 in [0, K).
+        outlier_offsets (Tensor[M + 1]): int64; row m has outliers [offsets[m], offsets[m + 1]).
+        bits (int): 8 or 4.
+
+    Returns:
+        Tensor[T, M]: in the dtype of x; summed in float32.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype, shape or value.
+
+    Deterministic, with the same bits on every instruction set. No gradient.
+
+    Reference: Dettmers et al., SpQR, 2023 (arXiv 2306.03078), section 4, for outliers kept apart.
+    """
+    out: Tensor = torch.ops.moe_ext.quantized_mm(
+        x_TK, codes, scales_MB, outliers_n, outlier_columns_n, outlier_offsets, bits
+    )
+    return out
+
+
+@torch.library.register_fake("moe_ext::quantized_mm")
+def _(x: Tensor, codes: Tensor, *_others: Tensor | int) -> Tensor:
+    return x.new_empty((x.shape[0], codes.shape[0]))

@@ -1,0 +1,121 @@
+"""Experts of packed weights against experts of what these stand for; outliers as a codec."""
+
+import math
+
+import pytest
+import torch
+
+import moe_ext
+from moe_ext import compression, ops
+from moe_ext.compression import packed_experts
+
+D, F, E = 128, 64, 4
+
+
+def experts(**options):
+    torch.manual_seed(0)
+    options = {"dtype": torch.float32, **options}
+    return moe_ext.nn.GroupedExperts(E, D, F, **options)
+
+
+def dense_of(packed, place):
+    return torch.stack([weight.dense() for weight in packed._weights[place]])
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "pruned"])
+@pytest.mark.parametrize(
+    "options",
+    [{"bias": True}, {"layout": "interleaved"}, {"transposed": True}, {"dtype": torch.bfloat16}],
+)
+def test_results_are_those_of_the_weights_that_are_read(format, options):
+    own = experts(**options)
+    if format == "pruned":
+        compression.prune(own, "magnitude", density=0.4)
+    packed = compression.PackedExperts(own, format, block=64)
+    for place, name in enumerate(("gate_up_proj", "down_proj")):
+        weight, before = getattr(own, name), getattr(own, name).detach().clone()
+        read = dense_of(packed, place)
+        read = read.mT if options.get("transposed") else read
+        with torch.no_grad():
+            weight.copy_(read)
+        if format == "pruned":
+            assert torch.equal(weight, before)
+        else:
+            # Half a step of each block's scale; bfloat16 rounds what is compared once more.
+            step = before.float().abs().max() / (127 if format == "int8" else 7)
+            assert (read - before.float()).abs().max() <= 0.5 * step * (1 + 2**-6)
+    # Experts with few rows, none, and more than few.
+    offsets = torch.tensor([0, 3, 3, 20, 28])
+    rows = torch.randn(28, D).to(options.get("dtype", torch.float32))
+    found, want = packed(rows, offsets), own(rows, offsets)
+    tight = {"rtol": 2e-2, "atol": 2e-3} if rows.dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(found, want, **tight)
+
+
+def test_outliers_are_exact_and_the_rest_gains():
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    weight.view(-1)[::997] *= 40
+    errors = []
+    for fraction in (0.0, 0.005):
+        packed = packed_experts._Coded.of(weight, 4, 128, fraction)
+        errors.append((packed.dense() - weight).abs())
+    largest = weight.abs().flatten().topk(math.ceil(0.005 * weight.numel())).indices
+    assert not errors[1].flatten()[largest].any()
+    assert errors[1].mean() < 0.8 * errors[0].mean()
+
+
+def test_a_layer_reads_fewer_bytes():
+    torch.manual_seed(0)
+    layer = moe_ext.MoELayer(D, 128, E, 2).bfloat16().eval()
+    before = sum(p.nbytes for p in layer.experts.parameters())
+    x = torch.randn(3, D).bfloat16()
+    with torch.no_grad():
+        want = layer(x)
+    packed = compression.PackedExperts(layer.experts, "int8")
+    layer.experts = packed
+    # A code of 8 bits in the place of 16, scales, and 10 bytes for each outlier.
+    assert packed.num_bytes < before * (0.5 + 2 / 128 + 0.005 * 4 + 0.05)
+    with torch.no_grad():
+        assert (layer(x) - want).norm() < 0.02 * want.norm()
+
+
+@pytest.mark.parametrize(
+    ("options", "format", "message"),
+    [
+        ({}, "int3", "format to be one of"),
+        ({"dtype": torch.float64}, "int8", "float32 or bfloat16 on CPU, got torch.float64"),
+        ({}, "int8", "a multiple of 128 columns"),
+        ({"post_norm": torch.nn.LayerNorm(D)}, "pruned", "without post_norm"),
+    ],
+)
+def test_refuses(options, format, message):
+    with pytest.raises(ValueError, match=message):
+        compression.PackedExperts(experts(**options), format)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("numel", [0, 1, 300, 5000])
+def test_outliers_as_a_codec(format, numel):
+    torch.manual_seed(numel)
+    codec = compression.Outliers(format, 0.01)
+    x, owed = torch.randn(numel), torch.randn(numel) / 100
+    total = x + owed
+    payload, out = codec.encode(x, owed), torch.zeros(numel)
+    assert payload.numel() == codec.payload_bytes(numel)
+    codec.decode_add_(out, payload)
+    # Nothing is lost but the rounding of two sums.
+    assert ((out + owed) - total).abs().sum() <= 2.0**-22 * total.abs().sum()
+    exact = total.abs().topk(math.ceil(0.01 * numel)).indices
+    assert torch.equal(out[exact], total[exact])
+    plain = ops.quantize_blockwise(x, format=format, block=128)
+    back = ops.dequantize_blockwise(*plain, numel, format=format, block=128)
+    alone = torch.zeros(numel)
+    codec.decode_add_(alone, codec.encode(x))
+    assert (alone - x).norm() <= (back - x).norm()
+
+
+def test_outliers_refuse():
+    with pytest.raises(ValueError, match=r"fraction to be in \(0, 1\), got 1"):
+        compression.Outliers(fraction=1)
+    with pytest.raises(ValueError, match="format to be one of"):
+        compression.Outliers("sign")

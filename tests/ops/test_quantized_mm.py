@@ -1,0 +1,108 @@
+"""Products with packed weights against float64, on every instruction set, and what they refuse."""
+
+import pytest
+import torch
+
+from moe_ext import ops, reference
+
+# Of a result summed in float32 over K products of about 1, and rounded once to the dtype.
+EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+
+
+def tolerance(x, weight, dtype):
+    magnitudes = x.double().abs() @ weight.double().abs().T
+    return magnitudes * 2.0**-24 * 40 + EPS[dtype] * magnitudes
+
+
+def quantized(bits, dtype, num_rows=37, dim=256, count=11):
+    torch.manual_seed(bits)
+    codes, scales = ops.quantize_blockwise(torch.randn(num_rows, dim), bits=bits, block=64)
+    inner = torch.randint(0, count + 1, (num_rows - 1,)).sort().values
+    offsets = torch.cat([torch.tensor([0]), inner, torch.tensor([count])])
+    columns = torch.randint(0, dim, (count,)).int()
+    outliers = (10 * torch.randn(count)).to(dtype)
+    return codes.view(num_rows, -1), scales.view(num_rows, -1), outliers, columns, offsets
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 4, 9])
+def test_codes_equal_the_reference(isa, num_tokens, bits, dtype):
+    x, packed = torch.randn(num_tokens, 256).to(dtype), quantized(bits, dtype)
+    found = ops.quantized_mm(x, *packed, bits=bits)
+    want = reference.quantized_mm(x, *packed, bits=bits)
+    whole = reference.quantized_mm(torch.eye(256), *packed, bits=bits).T
+    assert found.dtype == dtype
+    assert ((found.double() - want).abs() <= tolerance(x, whole, dtype)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("num_tokens", [0, 1, 4, 5])
+@pytest.mark.parametrize("dim", [8, 200])
+def test_masks_equal_the_reference(isa, num_tokens, density, dtype, dim):
+    torch.manual_seed(dim)
+    weight, mask = torch.randn(35, dim).to(dtype), torch.rand(35, dim) < density
+    x = torch.randn(num_tokens, dim).to(dtype)
+    packed = weight[mask], ops.pack_bits(mask).view(35, -1)
+    found, want = ops.masked_mm(x, *packed), reference.masked_mm(x, *packed)
+    assert ((found.double() - want).abs() <= tolerance(x, weight * mask, dtype)).all()
+
+
+def test_what_is_not_kept_is_not_looked_at(isa):
+    mask = torch.zeros(2, 64, dtype=torch.bool)
+    mask[:, ::3] = True
+    x = torch.where(mask[:1], 1.0, float("inf"))
+    values = torch.ones(int(mask.sum()))
+    found = ops.masked_mm(x, values, ops.pack_bits(mask).view(2, -1))
+    assert torch.equal(found, torch.full((1, 2), 22.0))
+
+
+def test_all_instruction_sets_give_the_same_bits():
+    before, found = torch.ops.moe_ext._cpu_isa(), []
+    x, mask = torch.randn(5, 256), torch.rand(9, 256) < 0.5
+    codes, values = quantized(4, torch.float32), torch.randn(int(mask.sum()))
+    for name in ("portable", "avx2", "avx512"):
+        if torch.ops.moe_ext._cpu_isa_supported(name):
+            torch.ops.moe_ext._set_cpu_isa(name)
+            product = ops.masked_mm(x, values, ops.pack_bits(mask).view(9, -1))
+            found.append(torch.cat([ops.quantized_mm(x, *codes, bits=4), product], dim=1))
+    torch.ops.moe_ext._set_cpu_isa(before)
+    assert all(torch.equal(other, found[0]) for other in found)
+
+
+def test_operators_are_complete():
+    op, x = torch.ops.moe_ext, torch.randn(3, 256)
+    torch.library.opcheck(op.quantized_mm, (x, *quantized(8, torch.float32), 8))
+    mask = torch.rand(9, 256) < 0.5
+    packed = torch.randn(int(mask.sum())), ops.pack_bits(mask).view(9, -1)
+    torch.library.opcheck(op.masked_mm, (x, *packed))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (0, torch.zeros(2, 256).double(), "x to be float32 or bfloat16"),
+        (1, torch.zeros(37, 255, dtype=torch.uint8), "codes"),
+        (2, torch.zeros(37, 3), "blocks of a multiple of 32 columns"),
+        (3, torch.zeros(11).bfloat16(), "expected outliers to be Float"),
+        (4, torch.full((11,), 256).int(), r"outlier_columns to be in \[0, 256\), got 256 at 0"),
+        (5, torch.zeros(38).long(), "outlier_offsets to run from 0 to 11, got 0 to 0"),
+        (6, 3, "bits to be 8 or 4, got 3"),
+    ],
+)
+def test_refuses(place, value, message):
+    args = [torch.zeros(2, 256), *quantized(8, torch.float32), 8]
+    args[place] = value
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.moe_ext.quantized_mm(*args)
+
+
+def test_refuses_masks_that_do_not_fit():
+    x, bitmap = torch.zeros(2, 16), torch.full((3, 2), 255, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="an element for each of the 48 bits that are set"):
+        ops.masked_mm(x, torch.zeros(47), bitmap)
+    with pytest.raises(RuntimeError, match="K to be a multiple of 8, got 12"):
+        ops.masked_mm(torch.zeros(2, 12), torch.zeros(48), bitmap)
+    with pytest.raises(RuntimeError, match="the bytes of a bit for each column"):
+        ops.masked_mm(x, torch.zeros(48), bitmap[:, :1])
