@@ -4,6 +4,7 @@ from moe_ext.attention.auto import Candidate, SchemeChoice, choose_scheme
 from moe_ext.attention.context import sequence_parallel
 from moe_ext.attention.huggingface.packing import group_sampler
 from moe_ext.attention.huggingface.prepare import prepare_model
+from moe_ext.attention.latent import latent_ring_attention
 from moe_ext.attention.layouts import LAYOUTS, Layout, make_layout
 from moe_ext.attention.masks import Mask
 from moe_ext.attention.module import RingAttention
@@ -37,6 +38,7 @@ __all__ = [
     "explain_scheme",
     "gather_from_sequence",
     "group_sampler",
+    "latent_ring_attention",
     "make_layout",
     "pack_documents",
     "position_ids",

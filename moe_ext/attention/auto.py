@@ -152,7 +152,7 @@ def choose(work: Workload, mesh: Grid | None) -> SchemeChoice:
     highest of all ranks counts; of equals the simplest is taken.
     """
     areas = work.layout.areas(work.mask)
-    each = 2 * work.form.batch * work.heads * (work.form.dim + work.form.v_dim)
+    each = 2 * work.form.batch * work.heads * sum(work.dims)
     flops = [area * each for area in areas], [area * each * 5 // 2 for area in areas]
     ways = [(s, grid) for s in SCHEMES.values() for grid in s.candidates(work.hosts, mesh)]
     judged = [_judged(scheme, work, grid, flops) for scheme, grid in ways]

@@ -95,17 +95,21 @@ class _Attention(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         attn_mask: Tensor | None,
+        up_k: Tensor | None,
+        up_v: Tensor | None,
         key_mask: Tensor | None,
         call: Call,
     ) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
         ctx.set_materialize_grads(False)
+        ctx.call = call
+        if up_k is not None and up_v is not None:
+            call = replace(call, up=(up_k, up_v))
         q = q.contiguous()
         own = Keys(k.contiguous(), v.contiguous(), key_mask)
         out, residual, lse, kept = _forward_pass(q, own, sinks, attn_mask, call)
         saved = (None, None, None) if kept is not None else (own.k, own.v, key_mask)
-        ctx.save_for_backward(q, out, residual, lse, sinks, attn_mask, kept, *saved)
-        ctx.call = call
+        ctx.save_for_backward(q, out, residual, lse, sinks, attn_mask, up_k, up_v, kept, *saved)
         return out, lse
 
     @staticmethod
@@ -114,10 +118,15 @@ class _Attention(torch.autograd.Function):
         ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Gradients of q, k, v, the sinks and the mask."""
-        q, out, residual, lse, sinks, attn_mask, kept, k, v, key_mask = ctx.saved_tensors
+        q, out, residual, lse, sinks, attn_mask, *rest = ctx.saved_tensors
+        up_k, up_v, kept, k, v, key_mask = rest
+        call = ctx.call
+        if up_k is not None:
+            found = [torch.zeros_like(x, dtype=lse.dtype) for x in (up_k, up_v)]
+            call = replace(call, up=(up_k, up_v), grad_up=(found[0], found[1]))
         own = None if kept is not None else Keys(k, v, key_mask)
         grads = _backward_pass(
-            Saved(ctx.call, q, own, kept),
+            Saved(call, q, own, kept),
             sinks,
             attn_mask,
             (out, residual, lse),
@@ -125,14 +134,15 @@ class _Attention(torch.autograd.Function):
             grad_lse,
             needs_grad_mask=ctx.needs_input_grad[4],
         )
-        return *grads, None, None
+        of_up = (None, None) if call.grad_up is None else [x.to(q.dtype) for x in call.grad_up]
+        return *grads, *of_up, None, None
 
 
 def attend(inputs: Inputs, options: Options, seed: int | None) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries over the keys of all ranks; both differentiable."""
     call = agree_on_call(inputs, options, seed)
-    masks = (inputs.attn_mask, inputs.key_mask)
-    out, lse = _Attention.apply(*inputs[:3], inputs.sinks, *masks, call)
+    learned = (inputs.sinks, inputs.attn_mask, inputs.up_k, inputs.up_v)
+    out, lse = _Attention.apply(*inputs[:3], *learned, inputs.key_mask, call)
     return out, lse
 
 
@@ -141,7 +151,7 @@ _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? alibi_slopes, Tensor? sinks, "
     "Tensor? cu_seqlens, Tensor? prefix_len, Tensor? attn_mask"
 )
-_COUNT = len(Inputs._fields)
+_COUNT = Inputs._fields.index("attn_mask") + 1
 _OPTIONS = (
     "bool is_causal, float? scale, SymInt left, SymInt right, float softcap, float dropout_p, "
     "str scheme, str precision, ScalarType? kv_grad_dtype, str? wire, str group_name, str layout, "
@@ -351,7 +361,9 @@ def attend_in_graph(inputs: Inputs, options: Options, seed: int | None) -> tuple
         seed_1 = torch.randint(1 << 62, (1,))
     elif seed is not None:
         seed_1 = torch.tensor([seed])
-    tensors = [x if x is None or isinstance(x, Tensor) else torch.tensor(x) for x in inputs]
+    tensors = [
+        x if x is None or isinstance(x, Tensor) else torch.tensor(x) for x in inputs[:_COUNT]
+    ]
     out, lse, _, _ = torch.ops.moe_ext.ring_attention(
         *tensors, seed_1, drawn, *_graph_options(options)
     )

@@ -22,6 +22,7 @@ from moe_ext.attention.block import BlockOptions, Keys, accumulation_dtype
 from moe_ext.attention.checks import (
     check_attn_mask,
     check_columns,
+    check_latents,
     check_layout,
     check_numbers,
     check_per_head,
@@ -62,7 +63,10 @@ _require = requires(OPERATION)
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call, in the order of the compiled operator; see `ring_attention`."""
+    """The tensors of a call, in the order of the compiled operator; see `ring_attention`.
+
+    With `up_k` and `up_v`, which the operator has not, k is `[B, 1, L, C]` and v `[B, 1, L, R]`.
+    """
 
     q: Tensor
     k: Tensor
@@ -73,14 +77,24 @@ class Inputs(NamedTuple):
     cu_seqlens: Offsets | None = None
     prefix_len: PrefixLen | None = None
     attn_mask: Tensor | None = None
+    up_k: Tensor | None = None
+    up_v: Tensor | None = None
 
     def check(self) -> None:
         """ValueError unless dtypes, devices and shapes go together."""
-        check_tensors(self.q, self.k, self.v, self.key_mask, _require)
+        if self.up is None:
+            check_tensors(self.q, self.k, self.v, self.key_mask, _require)
+        else:
+            check_latents(self.q, self.k, self.v, *self.up, self.key_mask, _require)
         check_per_head("alibi_slopes", self.alibi_slopes, self.q, _require)
         check_per_head("sinks", self.sinks, self.q, _require)
         check_attn_mask(self.attn_mask, self.q, _require)
         self.check_slopes()
+
+    @property
+    def up(self) -> tuple[Tensor, Tensor] | None:
+        """The up-projections of latents."""
+        return None if self.up_k is None or self.up_v is None else (self.up_k, self.up_v)
 
     def check_slopes(self) -> None:
         """ValueError for slopes that would wait for their gradient in vain."""
@@ -139,7 +153,7 @@ class Options:
             heads, kv_heads = inputs.q.shape[1], inputs.k.shape[1]
             refused = scheme.refusal(heads, kv_heads, num_ranks, self.mesh)
             if refused is None:
-                given = {"attn_mask": inputs.attn_mask, "wire": self.wire}
+                given = {"attn_mask": inputs.attn_mask, "wire": self.wire, "latent": inputs.up}
                 names = [name for name, value in given.items() if value is not None]
                 refused = scheme.in_place_refusal(names, num_ranks)
             if refused is not None:
@@ -176,7 +190,10 @@ def rows_in_line(inputs: Inputs, options: Options) -> tuple[Inputs, Options]:
     key_mask = None if inputs.key_mask is None else inputs.key_mask.reshape(1, -1)
     offsets = [i * seq_len + offset for i, row in enumerate(rows) for offset in row[:-1]]
     flat = None if lens is None else tuple(itertools.chain.from_iterable(lens))
-    line = Inputs(q, k, v, key_mask, *inputs[4:6], (*offsets, batch * seq_len), flat)
+    offsets.append(batch * seq_len)
+    line = inputs._replace(
+        q=q, k=k, v=v, key_mask=key_mask, cu_seqlens=tuple(offsets), prefix_len=flat
+    )
     return line, replace(options, layout=_repeated(made, batch))
 
 
@@ -232,7 +249,7 @@ def agree_on_call(
 
 def _facts(inputs: Inputs, options: Options, mask: Mask, seed: int | None) -> dict[str, object]:
     """Facts that have to be equal on every rank."""
-    q, k, v, key_mask, alibi_slopes, sinks, *_, attn_mask = inputs
+    q, k, v, key_mask, alibi_slopes, sinks, _, _, attn_mask, *up = inputs
     facts = {
         **tensor_facts(q, k, v),
         **mask_facts(options.layout, mask),
@@ -249,7 +266,8 @@ def _facts(inputs: Inputs, options: Options, mask: Mask, seed: int | None) -> di
         "sinks": _told_numbers(sinks),
         "giving bfloat16 for kv_grad_dtype": int(options.kv_grad_dtype == torch.bfloat16),
         "S of attn_mask (0: none)": 0 if attn_mask is None else attn_mask.shape[3],
-        "requiring a gradient": wants_grad(q, k, v, sinks, attn_mask),
+        "shapes of the up-projections": str([None if x is None else list(x.shape) for x in up]),
+        "requiring a gradient": wants_grad(q, k, v, sinks, attn_mask, *up),
     }
     return facts if seed is None else {**facts, "seed": seed}
 
@@ -278,6 +296,7 @@ def call_of(inputs: Inputs, options: Options, mask: Mask, lengths: list[int], se
         mask,
         hosts_of(len(lengths), known, options.mesh),
         inputs.attn_mask is not None,
+        None if inputs.up is None else (*inputs.up[0].shape[:2], inputs.up[1].shape[1]),
     )
     if options.scheme == "auto":
         choice = choose(work, options.mesh)

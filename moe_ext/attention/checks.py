@@ -77,6 +77,33 @@ def check_tensors(
         require(key_mask.device == q.device, "key_mask", f"on {q.device} like q", key_mask.device)
 
 
+def check_latents(
+    q: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    up_k: Tensor,
+    up_v: Tensor,
+    key_mask: Tensor | None,
+    require: Require,
+) -> None:
+    """ValueError unless latents `[B, 1, L, C]`, rope keys and up-projections go together."""
+
+    def named(condition: bool, argument: str, rule: str, value: object) -> None:
+        require(condition, {"k": "latent", "v": "rope_key"}.get(argument, argument), rule, value)
+
+    # As keys and values of one head, of the width that the queries have.
+    check_tensors(q[..., :0], latent[..., :0], rope, key_mask, named)
+    for name, x in (("up_k", up_k), ("up_v", up_v)):
+        require(x.dim() == 3, name, "of three dimensions, heads first", list(x.shape))
+        require(x.dtype == q.dtype, name, f"{q.dtype} like q", x.dtype)
+        require(x.device == q.device, name, f"on {q.device} like q", x.device)
+    heads, nope = q.shape[1], q.shape[3] - rope.shape[3]
+    rule = f"[{heads}, {nope}, {latent.shape[3]}] to go with q, latent and rope_key"
+    require(up_k.shape == (heads, nope, latent.shape[3]), "up_k", rule, list(up_k.shape))
+    rule = f"[{heads}, Dv, {latent.shape[3]}] to go with up_k"
+    require(up_v.shape[::2] == up_k.shape[::2], "up_v", rule, list(up_v.shape))
+
+
 def check_per_head(name: str, values: Tensor | None, q: Tensor, require: Require) -> None:
     """ValueError unless there is a number for each head of q, or None."""
     if values is not None:

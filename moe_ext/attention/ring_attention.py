@@ -189,15 +189,23 @@ def ring_attention(
         kv_grad_dtype=kv_grad_dtype,
         wire=wire,
     )
-    q, k, v = (_as_autocast(x) for x in (q, k, v))
+    q, k, v = (as_autocast(x) for x in (q, k, v))
     inputs = Inputs(q, k, v, key_mask, alibi_slopes, sinks, cu_seqlens, prefix_len, attn_mask)
+    return run(inputs, options, seed, return_lse=return_lse)
+
+
+def run(
+    inputs: Inputs, options: Options, seed: int | None, *, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The result of `ring_attention` for its arguments."""
+    q = inputs.q
     try:
         line, options = rows_in_line(inputs, options)
     except Exception as error:
         agree(OPERATION, {}, error, options.group, message_device(*inputs))
         raise
-    run = attend_in_graph if torch.compiler.is_compiling() else attend
-    out, lse = run(line, options, seed)
+    attention = attend_in_graph if torch.compiler.is_compiling() else attend
+    out, lse = attention(line, options, seed)
     if line.q is not q:
         batch, heads, length = q.shape[:3]
         out = out.view(heads, batch, length, -1).transpose(0, 1)
@@ -205,7 +213,7 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
-def _as_autocast(x: Tensor) -> Tensor:
+def as_autocast(x: Tensor) -> Tensor:
     """As torch casts what its attention reads, which an operator of our own does not get."""
     # Arguments that are no tensors of numbers are left to the checks, which all ranks hear of.
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
@@ -250,7 +258,7 @@ def explain_scheme(
         kv_grad_dtype=kv_grad_dtype,
         wire=wire,
     )
-    q, k, v = (_as_autocast(x) for x in (q, k, v))
+    q, k, v = (as_autocast(x) for x in (q, k, v))
     inputs = Inputs(
         q, k, v, key_mask, cu_seqlens=cu_seqlens, prefix_len=prefix_len, attn_mask=attn_mask
     )

@@ -26,6 +26,7 @@ ABROAD_FACTOR = 8
 _IN_PLACE = {
     "attn_mask": "where queries leave the rank that has their rows",
     "wire": "which sends queries and outputs as well",
+    "latent": "which exchanges heads, where a latent has none",
 }
 
 
@@ -41,6 +42,7 @@ class Workload:
         mask: who sees which keys.
         hosts: for each rank the number of its host; exchanges inside one are taken to be faster.
         has_attn_mask: each rank has rows of a mask of all pairs.
+        up: (H, N, Dv) of latents, whose `form` has one head of C and R elements; else None.
     """
 
     heads: int
@@ -50,12 +52,24 @@ class Workload:
     mask: Mask
     hosts: tuple[int, ...]
     has_attn_mask: bool = False
+    up: tuple[int, int, int] | None = None
 
     @property
     def in_place(self) -> tuple[str, ...]:
         """Arguments that only go with schemes that leave heads in their places."""
-        found = {"attn_mask": self.has_attn_mask, "wire": self.form.wire is not None}
+        found = {
+            "attn_mask": self.has_attn_mask,
+            "wire": self.form.wire is not None,
+            "latent": self.up is not None,
+        }
         return tuple(name for name, given in found.items() if given)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """D and Dv of the keys and values that blocks see."""
+        if self.up is None:
+            return self.form.dim, self.form.v_dim
+        return self.up[1] + self.form.v_dim, self.up[2]
 
     @property
     def route(self) -> Route:
@@ -83,6 +97,8 @@ class Call:
         alibi_slopes: `[H]` or None.
         attn_mask: `[B or 1, H or 1, L, S]` or None, while a pass runs.
         grad_mask: of its shape, for its gradient, where a backward pass takes it.
+        up: `[H, N, C]` and `[H, Dv, C]` that make keys and values of latents, or None.
+        grad_up: of their shapes, float32 (float64), for their gradients.
     """
 
     group: ProcessGroup | None
@@ -95,6 +111,8 @@ class Call:
     alibi_slopes: Tensor | None = None
     attn_mask: Tensor | None = None
     grad_mask: Tensor | None = None
+    up: tuple[Tensor, Tensor] | None = None
+    grad_up: tuple[Tensor, Tensor] | None = None
 
     @property
     def rank(self) -> int:
@@ -111,6 +129,7 @@ class Call:
 
         `place` is the shard of the queries, where shards are not those of the ranks.
         """
+        keys = self._expanded(keys)
         place, layout = self.rank if place is None else place, self.work.layout
         q_positions, k_positions = (layout.positions(i, q.device) for i in (place, source))
         q_documents = k_documents = in_prefix = None
@@ -141,6 +160,26 @@ class Call:
             layout.shards[place],
             layout.shards[source],
         )
+
+    def _expanded(self, keys: Keys) -> Keys:
+        """Keys and values of all heads, of latents; others as they are."""
+        if self.up is None:
+            return keys
+        up_k, up_v = self.up
+        nope, rope = keys.k @ up_k.mT, keys.v.expand(-1, len(up_k), -1, -1)
+        return Keys(torch.cat([nope, rope], 3), keys.k @ up_v.mT, keys.key_mask)
+
+    def contracted(self, keys: Keys, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of what travels, of those of a block; adds up those of the up-projections."""
+        if self.up is None:
+            return grad_k, grad_v
+        up_k, up_v = (weight.to(grad_k.dtype) for weight in self.up)
+        latent, split = keys.k.to(grad_k.dtype), up_k.shape[1]
+        nope, rope = grad_k[..., :split], grad_k[..., split:]
+        assert self.grad_up is not None
+        for total, grad in zip(self.grad_up, (nope, grad_v), strict=True):
+            total += (grad.mT @ latent).sum(0)
+        return (nope @ up_k + grad_v @ up_v).sum(1, keepdim=True), rope.sum(1, keepdim=True)
 
 
 class Scheme(ABC):

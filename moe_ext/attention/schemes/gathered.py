@@ -48,7 +48,7 @@ class AllGather(Scheme):
 
     def forward(self, q: Tensor, own: Keys, call: Call) -> tuple[Tensor, Tensor, None]:
         """(out, lse, None)."""
-        out, lse = empty_sums(q, own.v.shape[3])
+        out, lse = empty_sums(q, call.work.dims[1])
         for source, keys in enumerate(_gathered(own, call, "ring_attention")):
             if call.work.route.needs[call.rank][source]:
                 attend_(out, lse, call.block(q, source, keys), call.options)
@@ -65,7 +65,8 @@ class AllGather(Scheme):
         for source, keys in enumerate(_gathered(saved.own, call, op)):
             if call.work.route.needs[call.rank][source]:
                 block = call.block(q, source, keys)
-                partial, *grads = block_backward(grad_out, lse, delta, block, call.options)
+                partial, *pair = block_backward(grad_out, lse, delta, block, call.options)
+                grads = call.contracted(keys, *pair)
                 grad_q += partial
                 parts[source].copy_(torch.cat([grad.reshape(-1) for grad in grads]))
         if call.group is not None:

@@ -268,7 +268,7 @@ class _KeysUnderway:
 
 def circulate(q: Tensor, own: Keys, tour: Tour) -> tuple[Tensor, Tensor, Tensor | None]:
     """(out, lse) of this rank, and the keys that came last, packed, where all keys go all round."""
-    out, lse = empty_sums(q, own.v.shape[3])
+    out, lse = empty_sums(q, tour.call.work.dims[1])
     underway, held = _KeysUnderway(tour, own, q.device), None
     for stage in range(tour.circuit.num_places):
         held, source = underway.arrived(stage), tour.source(stage)
@@ -367,13 +367,14 @@ def circulate_back(
         if tour.needs[source]:
             keys = own if own is not None and stage == 0 else tour.keys(held, source)
             block = tour.block(q, source, keys)
-            partial, *parts = block_backward(
+            partial, grad_k, grad_v = block_backward(
                 grad_out, lse, delta, block, tour.call.options, narrowed
             )
             grad_q = partial if grad_q is None else grad_q.add_(partial)
+            parts = tour.call.contracted(keys, grad_k, grad_v)
             row = torch.cat([part.reshape(-1) for part in parts])
             # Their memory goes before that of the next ones comes.
-            del partial, parts
+            del partial, grad_k, grad_v, parts
         row = grads.add_arrived(stage, row)
         if stage > 0:
             grads.post(stage, row)
