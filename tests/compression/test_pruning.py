@@ -399,12 +399,35 @@ def of_ranks(rank, folder, pattern):
             steps_of(model, md.sync_gradients)
         assert_masked(model, pruning)
         ends.append(dict(model.named_parameters()))
-    # Sums of four ranks, in whatever order, for the router alone.
     for name, parameter in ends[0].items():
+        # Of the router four ranks are added up, in another order.
+        assert "experts" not in name or torch.equal(ends[1][name], parameter), name
         torch.testing.assert_close(ends[1][name], parameter, rtol=1e-5, atol=1e-7)
     md.checkpoint.save(folder, model)
     found = md.full_state_dict(model)
     return found if rank == 0 else None
+
+
+def wrapped_of_ranks(rank):
+    """Experts over two ranks, each sharded over two: FSDP2 packed against whole messages."""
+    for chosen in (False, True):
+        ends, mesh = [], md.MoEMesh(dp=2, ep=2)
+        for packed in (False, True):
+            model = layer(mesh.ep_group)
+            pruning = compression.prune(model, density=0.25)
+            md.fully_shard(model, mesh)
+            if packed:
+                compression.pack_fsdp_messages(model, chosen_experts=chosen)
+            with md.count_traffic() as traffic:
+                train(model)
+            ends.append({n: p.detach().full_tensor() for n, p in model.named_parameters()})
+        assert_same(ends[1], ends[0])
+        kept = sum(mask.count for mask in pruning.masks.values()) // 2
+        assert traffic.sent_bytes["reduce_scatter"] <= 3 * 4 * kept
+
+
+def test_experts_over_ranks_under_fsdp():
+    spawn_ranks(wrapped_of_ranks, 4)
 
 
 def on_others(rank, folder, pattern, want, ep):
