@@ -29,8 +29,9 @@ void check_outliers(const Tensor& columns, const Tensor& offsets, int64_t dim) {
         begin[m] <= begin[m + 1], "quantized_mm: expected outlier_offsets to ascend, got ", begin[m + 1], " after ",
         begin[m]);
   }
+  const int32_t* of = data<const int32_t>(columns);
   for (int64_t i = 0; i < count; ++i) {
-    const int32_t column = data<const int32_t>(columns)[i];
+    const int32_t column = of[i];
     MOE_CHECK(
         column >= 0 && column < dim, "quantized_mm: expected outlier_columns to be in [0, ", dim, "), got ", column,
         " at ", i);
@@ -44,8 +45,9 @@ void multiply(
   const int64_t num_tokens = x.size(0), dim = x.size(1), num_rows = codes.size(0), row_bytes = codes.size(1);
   const int64_t num_blocks = scales.size(1);
   std::vector<float> wide(num_tokens * dim), halves;
+  const T* given = data<const T>(x);
   for (int64_t i = 0; i < num_tokens * dim; ++i) {
-    wide[i] = to_acc(data<const T>(x)[i]);
+    wide[i] = to_acc(given[i]);
   }
   if (bits == 4) {
     halves.resize(wide.size());
@@ -55,21 +57,25 @@ void multiply(
   }
   const float* tokens = bits == 4 ? halves.data() : wide.data();
   const auto row = bits == 4 ? kernels().row4 : kernels().row8;
+  // Asked for once: each call goes through torch's C interface.
+  const uint8_t* of_rows = data<const uint8_t>(codes);
+  const float* of_blocks = data<const float>(scales);
+  const T* exact = data<const T>(outliers);
+  const int32_t* column_of = data<const int32_t>(columns);
+  const int64_t* first = data<const int64_t>(offsets);
+  T* results = data<T>(out);
   parallel_for(0, num_rows, grain_size(row_bytes), [&](int64_t begin, int64_t end) {
     std::vector<float> sums(num_tokens);
     for (int64_t m = begin; m < end; ++m) {
-      const uint8_t* of_row = data<const uint8_t>(codes) + m * row_bytes;
-      const float* scale = data<const float>(scales) + m * num_blocks;
-      row({of_row, scale, tokens, sums.data(), num_tokens, dim, dim / num_blocks});
-      for (int64_t i = data<const int64_t>(offsets)[m]; i < data<const int64_t>(offsets)[m + 1]; ++i) {
-        const float value = to_acc(data<const T>(outliers)[i]);
-        const int64_t column = data<const int32_t>(columns)[i];
-        for (int64_t t = 0; t < num_tokens; ++t) {
-          sums[t] += value * wide[t * dim + column];
-        }
-      }
+      row(
+          {of_rows + m * row_bytes, of_blocks + m * num_blocks, tokens, sums.data(), num_tokens, dim,
+           dim / num_blocks});
       for (int64_t t = 0; t < num_tokens; ++t) {
-        data<T>(out)[t * num_rows + m] = from_acc<T>(sums[t]);
+        float sum = sums[t];
+        for (int64_t i = first[m]; i < first[m + 1]; ++i) {
+          sum += to_acc(exact[i]) * wide[t * dim + column_of[i]];
+        }
+        results[t * num_rows + m] = from_acc<T>(sum);
       }
     }
   });

@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kLanes = 16;
 constexpr int64_t kTokens = 4;
+constexpr int64_t kAhead = 4096; // bytes; a row is short for the processor's own prefetcher
 
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
@@ -49,6 +50,7 @@ MOE_INLINE void row_tokens(const RowArgs& args, int64_t first_token) {
     // Two sums, so that an addition need not wait for the last one.
     Floats even[kCount] = {}, odd[kCount] = {};
     for (int64_t i = begin; i < begin + args.block; i += 2 * kLanes) {
+      __builtin_prefetch(args.codes + i * kBits / 8 + kAhead);
       Ints low, high;
       load_bytes(&low, args.codes + i * kBits / 8);
       if constexpr (kBits == 4) {

@@ -111,6 +111,9 @@ void multiply(
   const int64_t num_tokens = x.size(0), dim = x.size(1), num_rows = bitmap.size(0), row_bytes = dim / 8;
   std::vector<float> wide(num_tokens * dim);
   const T* tokens = data<const T>(x);
+  const uint8_t* of_rows = data<const uint8_t>(bitmap);
+  const Bits* kept = data<const Bits>(values);
+  T* results = data<T>(out);
   for (int64_t i = 0; i < num_tokens * dim; ++i) {
     wide[i] = to_acc(tokens[i]);
   }
@@ -118,11 +121,11 @@ void multiply(
     std::vector<float> sums(num_tokens);
     int64_t place = first[begin];
     for (int64_t m = begin * kRows; m < std::min(num_rows, end * kRows); ++m) {
-      const uint8_t* bits = data<const uint8_t>(bitmap) + m * row_bytes;
-      row({bits, wide.data(), sums.data(), num_tokens, dim}, data<const Bits>(values) + place);
+      const uint8_t* bits = of_rows + m * row_bytes;
+      row({bits, wide.data(), sums.data(), num_tokens, dim}, kept + place);
       place += kernels().count(bits, row_bytes);
       for (int64_t t = 0; t < num_tokens; ++t) {
-        data<T>(out)[t * num_rows + m] = from_acc<T>(sums[t]);
+        results[t * num_rows + m] = from_acc<T>(sums[t]);
       }
     }
   });
