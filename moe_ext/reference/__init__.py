@@ -17,6 +17,7 @@ from moe_ext.reference.attention import (
 )
 from moe_ext.reference.capacity import limit_capacity
 from moe_ext.reference.delta import delta_hash, delta_places
+from moe_ext.reference.exponent import decode_exponents_
 from moe_ext.reference.gating import (
     gate_weights,
     load_balance_loss,
@@ -59,6 +60,7 @@ __all__ = [
     "attention_block",
     "attention_delta",
     "balanced_assignment",
+    "decode_exponents_",
     "delta_hash",
     "delta_places",
     "dequantize_add_",
@@ -69,8 +71,8 @@ __all__ = [
     "gated_activation",
     "gather_blocks",
     "grouped_mm",
-    "limit_capacity",
     "gshard_gate",
+    "limit_capacity",
     "load_balance_loss",
     "masked_mm",
     "merge_attention",
@@ -86,13 +88,13 @@ __all__ = [
     "quantized_mm",
     "router_logits",
     "router_z_loss",
+    "routing_jitter",
+    "routing_uniform",
     "scale_into_",
     "scatter_blocks_",
     "sequence_balance_loss",
     "sequence_load",
     "sinkhorn_gate",
-    "routing_jitter",
-    "routing_uniform",
     "squared_variation",
     "sum_rows",
     "threshold_compress_",

@@ -1,0 +1,40 @@
+// Lossless coding of floating point numbers by their exponents: the argument checks.
+//
+// A payload is a header of 16 bytes (magic, dtype, number of elements), the bytes of each block as uint32, padded to 8,
+// and the blocks of 8192 elements. A block is 24 bytes (plan, exponents), the bits that are not exponents, the bit
+// planes of each level, and a byte for each exponent that no level has; or plan 0 and the elements as they are. See
+// exponent_simd.cpp for the plans.
+#pragma once
+
+#include <cstdint>
+
+#include "common/check.h"
+#include "exponent/exponent_tables.h"
+
+namespace moe_ext::exponent {
+
+inline int64_t num_blocks(int64_t numel) {
+  return (numel + kBlock - 1) / kBlock;
+}
+
+inline int64_t table_bytes(int64_t numel) {
+  return kHeader + (4 * num_blocks(numel) + 7) / 8 * 8;
+}
+
+// Bytes of a full block that is not coded: no block takes more.
+inline int64_t raw_block_bytes(int64_t item) {
+  return kBlockHeader + kBlock * item;
+}
+
+inline int64_t most_bytes(int64_t numel, int64_t item) {
+  const int64_t last = numel % kBlock;
+  return table_bytes(numel) + numel / kBlock * raw_block_bytes(item) +
+         (last ? kBlockHeader + (last * item + 7) / 8 * 8 : 0);
+}
+
+// Refuses other dtypes.
+Kind check_elements(const char* op, const char* name, const Tensor& t);
+
+void check_payload(const char* op, const Tensor& payload, const Tensor& beside, const char* name);
+
+} // namespace moe_ext::exponent

@@ -1,0 +1,82 @@
+"""Lossless coding of floating point numbers by their exponents.
+
+Shape suffixes: N elements.
+"""
+
+import torch
+from torch import Tensor
+
+from moe_ext.ops.fakes import register_fake_like
+
+# Elements of a block, the bytes in front of it, and those in front of all.
+_BLOCK, _BLOCK_HEADER, _HEADER = 8192, 24, 16
+
+
+def most_exponent_bytes(numel: int, dtype: torch.dtype) -> int:
+    """Bytes that `encode_exponents` takes at most: 1/256 more than the elements, and 64.
+
+    Args:
+        numel: N.
+        dtype: bfloat16, float16 or float32.
+    """
+    blocks, last = divmod(numel, _BLOCK)
+    table = _HEADER + _aligned(4 * (blocks + (last > 0)))
+    tail = _BLOCK_HEADER + _aligned(last * dtype.itemsize) if last else 0
+    return table + blocks * (_BLOCK_HEADER + _BLOCK * dtype.itemsize) + tail
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 8) * 8
+
+
+def encode_exponents(x: Tensor) -> Tensor:
+    """Payload from which `decode_exponents_` restores every bit, NaN and -0.0 included.
+
+    Exponents of gradients, activations and weights differ little: within a block of 8192 elements
+    the most frequent ones get codes of one to four bits, in up to three levels (a code says that
+    the next level has the exponent), and the rarest a byte. All other bits are kept. A block that
+    would not shrink is kept as it is.
+
+    Args:
+        x (Tensor[...]): bfloat16, float16 or float32, contiguous, on the CPU, N elements.
+
+    Returns:
+        Tensor[bytes]: uint8; of a length that depends on the data, `most_exponent_bytes` at most,
+        for which there is memory behind it until it is cloned.
+
+    Raises:
+        RuntimeError: x is strided, or of another dtype.
+        NotImplementedError: x is on a GPU.
+
+    Deterministic; one number of threads gives the bytes of any other.
+
+    Reference: as DFloat11 (Zhang et al., 2025) and ZipNN (Hershcovitch et al., 2024), which code
+    exponents by Huffman's method.
+    """
+    payload: Tensor = torch.ops.moe_ext.encode_exponents(x)
+    return payload
+
+
+@torch.library.register_fake("moe_ext::encode_exponents")
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.uint8)
+
+
+def decode_exponents_(out: Tensor, payload: Tensor) -> None:
+    """Restores what `encode_exponents` was given.
+
+    Args:
+        out (Tensor[...]): overwritten; contiguous, of the dtype and as many elements as were
+            encoded.
+        payload (Tensor[bytes]): uint8, contiguous.
+
+    Raises:
+        RuntimeError: the payload is of another dtype or number of elements, or damaged: sizes that
+            do not fit are found before anything is read beyond them. ``out`` may have changed then.
+
+    Deterministic.
+    """
+    torch.ops.moe_ext.decode_exponents_(out, payload)
+
+
+register_fake_like("moe_ext::decode_exponents_")

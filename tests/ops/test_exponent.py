@@ -1,0 +1,152 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ext import ops, reference
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+
+
+def all_patterns(dtype):
+    bits = torch.arange(65536).to(torch.int16)
+    if dtype == torch.float32:
+        bits = bits.int() << 16 | torch.arange(65536).int()
+    return bits.view(dtype)
+
+
+def assert_restored(x, decode=ops.decode_exponents_):
+    payload = ops.encode_exponents(x)
+    assert payload.numel() <= ops.most_exponent_bytes(x.numel(), x.dtype)
+    out = torch.full_like(x, math.pi)
+    decode(out, payload.clone())
+    assert torch.equal(out.view(BITS[x.dtype]), x.view(BITS[x.dtype]))
+    return payload
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_bit_pattern_is_restored(dtype):
+    x = all_patterns(dtype)
+    assert_restored(x)
+    assert_restored(x[torch.randperm(65536)].contiguous())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "numel", "spread"),
+    [
+        (torch.bfloat16, 0, 1),
+        (torch.bfloat16, 1, 1),
+        (torch.float16, 63, 0),
+        (torch.float32, 64, 2),
+        (torch.float16, 257, 2),
+        (torch.float32, 8191, 8),
+        (torch.bfloat16, 8192, 8),
+        (torch.bfloat16, 8193, 0),
+        (torch.float16, 3 * 8192 + 65, 1),
+        (torch.bfloat16, 70_001, 2),
+        (torch.float32, 70_001, 2),
+    ],
+)
+def test_the_oracle_reads_what_is_written(dtype, numel, spread):
+    # From one exponent alone to more than any plan has codes for.
+    scale = torch.exp(spread * torch.randn(numel)) if spread else torch.ones(numel)
+    x = ((torch.rand(numel) + 1 if spread == 0 else torch.randn(numel)) * scale).to(dtype)
+    payload = assert_restored(x, reference.decode_exponents_)
+    assert_restored(x)
+    if numel > 8192 and spread < 8:
+        assert payload.numel() < x.nbytes
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.binary(min_size=0, max_size=700), st.sampled_from(DTYPES), st.integers(1, 30))
+def test_any_bytes_are_restored(raw, dtype, repeats):
+    raw = (raw * repeats)[: len(raw) * repeats // dtype.itemsize * dtype.itemsize]
+    x = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    assert_restored(x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_random_bits_grow_by_a_64th_at_most(dtype):
+    x = torch.randint(0, 256, (2**18 * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+    assert assert_restored(x).numel() <= x.nbytes * (1 + 1 / 64)
+
+
+def test_is_within_three_percent_of_the_entropy():
+    for x in (torch.randn(2**18), torch.randn(2**18) ** 3, torch.rand(2**18), torch.zeros(2**18)):
+        bits = x.bfloat16().view(torch.int16).int() & 0xFFFF
+        share = torch.bincount(bits >> 7 & 0xFF) / bits.numel()
+        entropy = -(share * share.clamp_min(1e-30).log2()).sum()
+        coded = 8 * ops.encode_exponents(x.bfloat16()).numel() / x.numel()
+        # Zeros take a bit of the 16 each where Shannon needs none.
+        assert coded <= 1.03 * (8 + max(entropy, 1))
+
+
+def test_threads_do_not_change_the_bytes():
+    x, threads = torch.randn(2**19).bfloat16(), torch.get_num_threads()
+    payloads = []
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        payloads.append(ops.encode_exponents(x))
+    torch.set_num_threads(threads)
+    assert torch.equal(*payloads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_damage_is_refused_or_decoded_within_bounds(dtype):
+    x = torch.randn(9000).to(dtype)
+    payload, out = ops.encode_exponents(x), torch.empty_like(x)
+    for size in (0, 8, 15, 16, 24, 25, 100, payload.numel() - 8, payload.numel() - 1):
+        with pytest.raises(RuntimeError, match="decode_exponents_: expected payload to "):
+            ops.decode_exponents_(out, payload[:size])
+    generator = torch.Generator().manual_seed(0)
+    refused = 0
+    for turn in range(600):
+        # Headers of payload and blocks half of the time, and anything.
+        end = 56 if turn % 2 else payload.numel()
+        wrong = payload.clone()
+        place = torch.randint(end, (1 + turn % 5,), generator=generator)
+        wrong[place] = torch.randint(256, place.shape, generator=generator).to(torch.uint8)
+        try:
+            ops.decode_exponents_(out, wrong)
+        except RuntimeError:
+            refused += 1
+    assert refused > 100
+
+
+def test_more_escapes_than_bytes_are_refused():
+    payload = ops.encode_exponents(torch.randn(1000).bfloat16())
+    planes = 24 + 24 + 1000
+    payload[planes : planes + 64] = 255
+    with pytest.raises(RuntimeError, match="to be as encoded, got a damaged block 0"):
+        ops.decode_exponents_(torch.empty(1000).bfloat16(), payload)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ops.encode_exponents(torch.zeros(3).double()), "expected x to be bfloat16, flo"),
+        (lambda: ops.encode_exponents(torch.zeros(4, 4)[:, 1]), "expected x to be contiguous, go"),
+        (
+            lambda: ops.decode_exponents_(torch.empty(3), ops.encode_exponents(torch.zeros(2))),
+            "expected payload to hold 3 elements of Float, got another number or dtype",
+        ),
+        (
+            lambda: ops.decode_exponents_(torch.empty(3), torch.zeros(99).byte()),
+            "expected payload to hold 3 elements of Float, got other bytes",
+        ),
+    ],
+)
+def test_refusals(call, message):
+    with pytest.raises(RuntimeError, match=message):
+        call()
+
+
+def test_operators_are_registered_in_full():
+    x = torch.randn(100).bfloat16()
+    torch.library.opcheck(torch.ops.moe_ext.encode_exponents, (x,))
+    torch.library.opcheck(
+        torch.ops.moe_ext.decode_exponents_, (torch.empty_like(x), ops.encode_exponents(x))
+    )
