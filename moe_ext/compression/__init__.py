@@ -7,6 +7,7 @@ from moe_ext.compression.codecs import (
     BlockSparse,
     Codec,
     Dense,
+    Lossless,
     Masked,
     OneBit,
     Outliers,
@@ -24,6 +25,11 @@ from moe_ext.compression.collectives.exact import (
     row_sparse_all_reduce,
 )
 from moe_ext.compression.collectives.hierarchical import hierarchical_all_reduce_
+from moe_ext.compression.collectives.lossless import (
+    lossless_all_gather,
+    lossless_all_reduce_,
+    lossless_reduce_scatter,
+)
 from moe_ext.compression.collectives.quantized import (
     quantized_all_gather,
     quantized_all_reduce_,
@@ -65,6 +71,7 @@ __all__ = [
     "Dense",
     "FSDPCompression",
     "Link",
+    "Lossless",
     "Masked",
     "OneBit",
     "Outliers",
@@ -87,6 +94,9 @@ __all__ = [
     "compress_hook",
     "flush",
     "hierarchical_all_reduce_",
+    "lossless_all_gather",
+    "lossless_all_reduce_",
+    "lossless_reduce_scatter",
     "masked_all_reduce_",
     "pack_fsdp_messages",
     "parameter_roles",

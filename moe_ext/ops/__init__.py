@@ -36,6 +36,7 @@ from moe_ext.ops.delta import (  # noqa: E402
 from moe_ext.ops.exponent import (  # noqa: E402
     decode_exponents_,
     encode_exponents,
+    exponent_bytes,
     most_exponent_bytes,
 )
 from moe_ext.ops.gating import (  # noqa: E402
@@ -129,6 +130,7 @@ __all__ = [
     "encode_exponents",
     "encode_gradient",
     "expert_choice_gate",
+    "exponent_bytes",
     "gate_weights",
     "gated_activation",
     "gather_blocks",

@@ -62,6 +62,21 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.uint8)
 
 
+def exponent_bytes(padded: Tensor, numel: int) -> int:
+    """Length of a payload that other bytes may follow, from the sizes in its head.
+
+    Args:
+        padded (Tensor[bytes]): uint8, on the CPU; begins with what `encode_exponents` returned.
+        numel: elements that were encoded.
+
+    Returns:
+        int: bytes of the payload, which `decode_exponents_` checks.
+    """
+    blocks = -(-numel // _BLOCK)
+    sizes = padded[_HEADER : _HEADER + 4 * blocks].clone().view(torch.int32)
+    return _HEADER + _aligned(4 * blocks) + int(sizes.sum())
+
+
 def decode_exponents_(out: Tensor, payload: Tensor) -> None:
     """Restores what `encode_exponents` was given.
 

@@ -3,6 +3,7 @@
 from moe_ext._checks import check_choice
 from moe_ext.compression.codecs.base import Codec, OnNonfinite, PayloadCodec, Unsent
 from moe_ext.compression.codecs.dense import BlockSparse, Dense, dense_reduction
+from moe_ext.compression.codecs.lossless import Lossless
 from moe_ext.compression.codecs.masked import Masked, TwoOfFour
 from moe_ext.compression.codecs.quantized import OneBit, Outliers, Quantize, Rounded
 from moe_ext.compression.codecs.registry import codec_names, codec_of, register_codec
@@ -12,6 +13,7 @@ __all__ = [
     "BlockSparse",
     "Codec",
     "Dense",
+    "Lossless",
     "Masked",
     "OnNonfinite",
     "OneBit",

@@ -9,6 +9,7 @@ from functools import partial
 from moe_ext._checks import check_choice
 from moe_ext.compression.codecs.base import Codec
 from moe_ext.compression.codecs.dense import BlockSparse, Dense
+from moe_ext.compression.codecs.lossless import Lossless
 from moe_ext.compression.codecs.quantized import OneBit, Quantize
 from moe_ext.compression.codecs.sparse import Threshold, TopK
 from moe_ext.compression.collectives.coding import FORMATS
@@ -72,6 +73,7 @@ def _powersgd(density: float) -> Codec:
 register_codec("none", lambda density: Dense())
 register_codec("bf16", lambda density: Dense("bf16"))
 register_codec("fp16", lambda density: Dense("fp16"))
+register_codec("lossless", lambda density: Lossless())
 for _format in FORMATS:
     if _format != "sign":
         register_codec(_format, partial(_quantize, _format))

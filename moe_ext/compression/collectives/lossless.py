@@ -1,0 +1,236 @@
+"""Collectives whose payloads keep every bit: exponents are coded (see `ops.encode_exponents`).
+
+Payloads have lengths of their own. Ranks tell each other theirs first, in messages of 8 bytes, and
+pad to the longest. Shape suffixes: N elements.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext import ops
+from moe_ext.compression.collectives.arguments import tensor_problem
+from moe_ext.distributed import worker
+from moe_ext.distributed.agreement import agree
+from moe_ext.distributed.comm import Pending
+from moe_ext.distributed.groups import group_size, resolve_group
+from moe_ext.distributed.worker import Messages
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _check(
+    op: str,
+    whole: tuple[Tensor, str],
+    part: tuple[Tensor, str] | None,
+    ranks: ProcessGroup | None,
+    average: bool,
+    validate: bool,
+) -> None:
+    x, name = whole
+    size = group_size(ranks)
+    problem = tensor_problem(x, name, DTYPES)
+    if problem is None and x.device.type != "cpu":
+        problem = f"expected {name} to be on the CPU, got {x.device}"
+    if problem is None and part is not None:
+        y, part_name = part
+        fits = y.numel() * size == x.numel() and y.dtype == x.dtype and y.device == x.device
+        if not (fits and y.is_contiguous()):
+            problem = (
+                f"expected {part_name} to be contiguous {x.dtype} of 1/{size} of the "
+                f"{x.numel()} elements of {name}, got {y.dtype} of shape {tuple(y.shape)}"
+            )
+    facts = {"numel": x.numel(), "dtype": x.dtype, "average": average}
+    agree(op, facts, problem, ranks, x.device, validate=validate)
+
+
+def lossless_all_reduce_(
+    x: Tensor,
+    *,
+    group: ProcessGroup | None = None,
+    average: bool = True,
+    validate: bool = True,
+    async_op: bool = False,
+) -> Tensor | Pending[Tensor]:
+    """The mean over ranks, in place, of which nothing is lost on the way.
+
+    Each rank gets one shard of all ranks' tensors, sums it up in float32 in the order of the ranks,
+    rounds once to the dtype, and sends the sum. Of two ranks that is `torch.distributed`'s mean
+    (scaled before it is summed, as DDP does), bit for bit; of more it is its own order alone that
+    makes rounding differ.
+
+    Args:
+        x (Tensor): float32, bfloat16 or float16, on the CPU, contiguous, of any shape; changed in
+            place.
+        group: the ranks; None is the default group.
+        average (bool): divide by P.
+        validate (bool): compare the arguments of all ranks first.
+        async_op (bool): return a `Reduction` at once. Nothing may touch x before its end.
+
+    Returns:
+        Tensor: x, with the same bits on all ranks; or a `Reduction` of it.
+
+    Raises:
+        ValueError: on every rank (of the others only with ``validate``): an argument has the wrong
+            dtype, device or shape, or differs between ranks; the message names them.
+        RankFailureError: a rank died or did not answer; x is as it was.
+
+    Deterministic: the same on every rank and in every run.
+    """
+    name = "lossless_all_reduce_"
+    ranks = resolve_group(group, name)
+    _check(name, (x, "x"), None, ranks, average, validate)
+    pending = start_all_reduce(x, ranks, average, operation=name, async_op=async_op)
+    return pending if async_op else pending.wait()
+
+
+def lossless_all_gather(
+    output: Tensor,
+    input: Tensor,
+    *,
+    group: ProcessGroup | None = None,
+    validate: bool = True,
+    async_op: bool = False,
+) -> Tensor | Pending[Tensor]:
+    """Gather what all ranks hold, bit for bit, in fewer bytes.
+
+    Args:
+        output (Tensor): as x of `lossless_all_reduce_`, N elements; filled.
+        input (Tensor): of the dtype and device of ``output``, contiguous, N / P elements.
+        group: as `lossless_all_reduce_`.
+        validate (bool): as `lossless_all_reduce_`.
+        async_op (bool): as `lossless_all_reduce_`.
+
+    Returns:
+        Tensor: output; or a `Reduction` of it.
+
+    Raises:
+        ValueError: as `lossless_all_reduce_`.
+        RankFailureError: a rank died or did not answer; output is as it was.
+    """
+    name = "lossless_all_gather"
+    ranks = resolve_group(group, name)
+    _check(name, (output, "output"), (input, "input"), ranks, False, validate)
+    args = (output.detach().view(-1), input.detach().view(-1))
+    pending = worker.start(
+        _all_gather, args, ranks, name, finish=lambda _: output, async_op=async_op
+    )
+    return pending if async_op else pending.wait()
+
+
+def lossless_reduce_scatter(
+    output: Tensor,
+    input: Tensor,
+    *,
+    group: ProcessGroup | None = None,
+    average: bool = True,
+    validate: bool = True,
+    async_op: bool = False,
+) -> Tensor | Pending[Tensor]:
+    """The mean over ranks of one shard, as `lossless_all_reduce_` has it.
+
+    Args:
+        output (Tensor): of the dtype and device of ``input``, contiguous, N / P elements; filled.
+        input (Tensor): as x of `lossless_all_reduce_`, N elements; not changed.
+        group: as `lossless_all_reduce_`.
+        average (bool): divide by P.
+        validate (bool): as `lossless_all_reduce_`.
+        async_op (bool): as `lossless_all_reduce_`.
+
+    Returns:
+        Tensor: output; or a `Reduction` of it.
+
+    Raises:
+        ValueError: as `lossless_all_reduce_`.
+        RankFailureError: a rank died or did not answer; output is as it was.
+    """
+    name = "lossless_reduce_scatter"
+    ranks = resolve_group(group, name)
+    _check(name, (input, "input"), (output, "output"), ranks, average, validate)
+    factor = 1 / group_size(ranks) if average else 1.0
+    args = (output.detach().view(-1), input.detach().view(-1), factor)
+    pending = worker.start(
+        _reduce_scatter, args, ranks, name, finish=lambda _: output, async_op=async_op
+    )
+    return pending if async_op else pending.wait()
+
+
+def start_all_reduce(
+    x: Tensor, group: ProcessGroup | None, average: bool, *, operation: str, async_op: bool = True
+) -> Pending[Tensor]:
+    """`lossless_all_reduce_` without its checks."""
+    factor = 1 / group_size(group) if average else 1.0
+    args = (x.detach().view(-1), factor)
+    return worker.start(_all_reduce, args, group, operation, finish=lambda _: x, async_op=async_op)
+
+
+def _longest(payloads: list[Tensor], messages: Messages) -> int:
+    """Bytes of the longest payload of any rank."""
+    most = torch.tensor([max(len(payload) for payload in payloads)])
+    return int(messages.gather(most.view(torch.uint8)).view(-1).view(torch.int64).max())
+
+
+def _row(payloads: list[Tensor], num_bytes: int) -> Tensor:
+    row = torch.zeros(len(payloads), num_bytes, dtype=torch.uint8)
+    for part, payload in zip(row, payloads, strict=True):
+        part[: len(payload)] = payload
+    return row.view(-1)
+
+
+def _sum_of_shard(x_N: Tensor, factor: float, messages: Messages) -> tuple[Tensor, list[Tensor]]:
+    """The sum of this rank's shard, and the shards of x."""
+    count = -(-x_N.numel() // messages.size)
+    shards = [x_N[rank * count : (rank + 1) * count] for rank in range(messages.size)]
+    own = shards[messages.rank]
+    payloads = [
+        ops.encode_exponents(shard) if rank != messages.rank else x_N.new_empty(0).view(torch.uint8)
+        for rank, shard in enumerate(shards)
+    ]
+    found = messages.exchange(_row(payloads, _longest(payloads, messages)))
+    sum_n, theirs = torch.zeros(own.numel()), torch.empty_like(own)
+    for rank, payload in enumerate(found):
+        if rank != messages.rank:
+            ops.decode_exponents_(theirs, _cut(payload, own))
+        sum_n.add_(own if rank == messages.rank else theirs, alpha=factor)
+    return sum_n.to(x_N.dtype), shards
+
+
+def _cut(payload: Tensor, like: Tensor) -> Tensor:
+    """A payload of as many elements without what it was padded with."""
+    return payload[: ops.exponent_bytes(payload, like.numel())]
+
+
+def _gather(own: Tensor, shards: list[Tensor], messages: Messages) -> None:
+    """Fills the shards, of which this rank has its own."""
+    payload = [ops.encode_exponents(own)]
+    rows = messages.gather(_row(payload, _longest(payload, messages)))
+    for rank, (shard, row) in enumerate(zip(shards, rows, strict=True)):
+        if rank == messages.rank:
+            shard.copy_(own)
+        else:
+            ops.decode_exponents_(shard, _cut(row, shard))
+
+
+def _all_reduce(x_N: Tensor, factor: float, messages: Messages) -> list[Tensor]:
+    if messages.size > 1 and x_N.numel():
+        own, shards = _sum_of_shard(x_N, factor, messages)
+        _gather(own, shards, messages)
+    return [x_N]
+
+
+def _reduce_scatter(out: Tensor, x_N: Tensor, factor: float, messages: Messages) -> list[Tensor]:
+    if messages.size > 1 and x_N.numel():
+        out.copy_(_sum_of_shard(x_N, factor, messages)[0])
+    else:
+        out.copy_(x_N)
+    return [out]
+
+
+def _all_gather(out_N: Tensor, own: Tensor, messages: Messages) -> list[Tensor]:
+    if messages.size > 1 and own.numel():
+        _gather(own, list(out_N.view(messages.size, -1)), messages)
+    else:
+        out_N.copy_(own)
+    return [out_N]

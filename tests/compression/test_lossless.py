@@ -1,0 +1,124 @@
+"""Lossless collectives and their codec: the bits of uncompressed messages, in fewer bytes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from collective_checks import ChecksOfSizes, assert_same_on_all_ranks, of_rank
+
+from moe_ext.compression import (
+    CompressionState,
+    Dense,
+    Lossless,
+    codec_of,
+    compress_gradients,
+    lossless_all_gather,
+    lossless_all_reduce_,
+    lossless_reduce_scatter,
+)
+from moe_ext.compression.cost_model import CostModel
+from moe_ext.distributed import count_traffic
+from moe_ext.distributed.link import Link
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# A rank alone, fewer elements than ranks, shards of unequal length, several blocks.
+SIZES = (0, 1, 5, 1001, 40_003)
+check = ChecksOfSizes()
+
+
+def same_bits(x, y):
+    return torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+def in_rank_order(tensors):
+    """The mean as it is promised: scaled, added in float32 by rank, rounded once."""
+    found = torch.zeros(tensors[0].numel())
+    for x in tensors:
+        found.add_(x, alpha=1 / len(tensors))
+    return found.to(tensors[0].dtype)
+
+
+@check(1, 2, 3)
+def all_reduces_to_the_bits_that_are_promised(rank, size):
+    for dtype in DTYPES:
+        for numel in SIZES:
+            x = of_rank(rank, numel, dtype=dtype)
+            wanted = in_rank_order([of_rank(r, numel, dtype=dtype) for r in range(size)])
+            assert lossless_all_reduce_(x) is x
+            assert same_bits(x, wanted)
+            assert_same_on_all_ranks(x)
+    x = of_rank(rank, 1000)
+    dense = x / size
+    dist.all_reduce(dense)
+    lossless_all_reduce_(x, async_op=True).wait()
+    if size < 3:
+        assert same_bits(x, dense)
+
+
+@check(2, 3)
+def gathers_and_scatters_every_bit(rank, size):
+    for dtype in DTYPES:
+        own = torch.arange(65536).roll(rank).to(torch.int16).view(torch.bfloat16)
+        own = own if dtype == torch.bfloat16 else own.view(torch.float16).to(dtype)
+        whole, wanted = own.new_empty(size * own.numel()), own.new_empty(size * own.numel())
+        assert lossless_all_gather(whole, own) is whole
+        dist.all_gather_into_tensor(wanted, own)
+        assert same_bits(whole, wanted)
+        given = [of_rank(r, size * 9000, dtype=dtype) for r in range(size)]
+        part = own.new_empty(9000)
+        assert lossless_reduce_scatter(part, given[rank]) is part
+        assert same_bits(part, in_rank_order(given)[rank * 9000 : (rank + 1) * 9000])
+
+
+@check(2)
+def sends_fewer_bytes(rank, size):
+    for dtype, least in zip(DTYPES, (1.18, 1.45, 1.14), strict=True):
+        x = of_rank(rank, 2**18, dtype=dtype)
+        with count_traffic() as traffic:
+            lossless_all_reduce_(x)
+        assert x.nbytes / traffic.total_bytes > least
+
+
+@check(2)
+def trains_like_dense(rank, size):
+    grads = []
+    for codec in ("none", "lossless"):
+        model = torch.nn.Linear(64, 64)
+        for i, p in enumerate(model.parameters()):
+            p.grad = of_rank(rank, p.numel(), salt=i + 1).view_as(p)
+        compress_gradients(model, CompressionState(model=model, codec=codec))
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert same_bits(*grads)
+    codec, grad = Lossless(), of_rank(rank, 70_000)
+    memory = codec.new_memory(grad)
+    memory.begin()
+    with count_traffic() as traffic:
+        codec.start(grad, memory).wait()
+    memory.commit()
+    assert traffic.total_bytes == pytest.approx(codec.sent_bytes(70_000, size), rel=0.02)
+
+
+@check(2)
+def refuses_alike(rank, size):
+    x = torch.zeros(4, dtype=torch.float64 if rank else torch.float32)
+    with pytest.raises(ValueError, match="lossless_all_reduce_: .*expected x to be contiguous flo"):
+        lossless_all_reduce_(x)
+    with pytest.raises(ValueError, match=r"expected input to be contiguous torch.float32 of 1/2 "):
+        lossless_all_gather(torch.zeros(4), torch.zeros(3))
+
+
+@pytest.mark.parametrize(("size", "name"), check.cases())
+def test_over_ranks(size, name):
+    check.assert_passed(size, name, "python")
+
+
+@pytest.mark.parametrize(("gigabits", "name"), [(0.1, "lossless"), (40, "none")])
+def test_auto_takes_it_where_it_wins(monkeypatch, gigabits, name):
+    # A nanosecond an element to encode and decode, without a clock.
+    rate = lambda codec, *_: (0.0, 0.0 if codec.plain else 1e-9)  # noqa: E731
+    monkeypatch.setattr("moe_ext.compression.cost_model.rate_of", rate)
+    model = CostModel(link=Link.of_rate(gigabits * 1e9), num_ranks=4)
+    codecs = [codec_of("none"), codec_of("lossless")]
+    for _ in range(14):
+        found = model.choose(2**22, codecs, bucket=0)
+    assert found.name == name
+    assert Dense().sent_bytes(2**22, 4) > Lossless().sent_bytes(2**22, 4)
