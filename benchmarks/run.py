@@ -37,7 +37,7 @@ BENCHMARKS = (
     "weight_sync",
 )
 # Run by name alone, for the time that they take: twenty minutes.
-BY_NAME = ("convergence",)
+BY_NAME = ("convergence", "local_steps")
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 
 

@@ -7,6 +7,23 @@ import torch
 from torch import nn
 
 from moe_ext import attention, compression, distributed, optim
+from moe_ext.optim import DiLoCo
+
+LINEAR = nn.Linear(2, 2, bias=False)
+
+
+class Alone:
+    """A manager of torchft, of one group."""
+
+    def start_quorum(self):
+        pass
+
+    def allreduce(self, tensor):
+        return tensor
+
+    def should_commit(self):
+        return True
+
 
 # Class to the arguments that it cannot do without.
 NEEDED = {
@@ -35,7 +52,17 @@ NEEDED = {
     **{
         getattr(optim, name): {"params": [nn.Parameter(torch.zeros(2, 2))]}
         for name in optim.__all__
-        if inspect.isclass(getattr(optim, name))
+        if inspect.isclass(getattr(optim, name)) and not issubclass(getattr(optim, name), DiLoCo)
+    },
+    **{
+        made: {
+            "manager": Alone(),
+            "model_fragments": [LINEAR],
+            "inner_optimizer": optim.Muon(LINEAR.parameters(), lr=0.1),
+            "outer_optimizer": torch.optim.SGD(LINEAR.parameters(), lr=0.1),
+            "sync_every": 2,
+        }
+        for made in (DiLoCo, optim.SparseLoCo, optim.MuLoCo)
     },
 }
 # Accepted for the sake of other libraries' calls, and ignored with a warning.

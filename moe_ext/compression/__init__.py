@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_ext.compression.codecs import (
     BlockSparse,
+    ChunkedTopK,
     Codec,
     Dense,
     Lossless,
@@ -85,6 +86,7 @@ __all__ = [
     "ResidualMonitor",
     "SplitRegions",
     "Threshold",
+    "ChunkedTopK",
     "TopK",
     "TwoOfFour",
     "Warmup",

@@ -1,0 +1,114 @@
+"""DeMo: momentum that stays on its rank, and sends what moves fastest in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim.optimizer import Optimizer
+
+from moe_ext.compression.codecs.chunked import ChunkedTopK
+from moe_ext.compression.feedback import CodecMemory
+from moe_ext.distributed.groups import resolve_group
+
+
+class DeMo(Optimizer):
+    """Sign descent on the largest cosine coefficients of the ranks' own momentums.
+
+    On each rank m <- decay m + g. The k largest coefficients q of the cosine transform of each
+    chunk of m travel and are taken out of m; the step is lr sign(mean of the ranks' q), the same on
+    all ranks. Gradients are not averaged before: train without DDP.
+
+    Args:
+        params: parameters or groups of them, the same on all ranks; plain tensors.
+        lr: of the step.
+        compression_decay: of the momentum.
+        compression_topk: k, coefficients of a chunk.
+        compression_chunk: elements of a chunk, in the order of memory; the paper's chunks of a
+            matrix are squares.
+        weight_decay: decoupled; lr times it.
+        process_group: the ranks; None is the default group.
+
+    Raises:
+        ValueError: an argument is out of its range, or a step meets gradients of other parameters
+            than the first one.
+
+    A step that fails leaves parameters and momentums as they were.
+
+    Reference: Peng, Quesnelle, Kingma, DeMo: Decoupled Momentum Optimization (arXiv 2411.19870).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        compression_decay: float = 0.999,
+        compression_topk: int = 8,
+        compression_chunk: int = 64,
+        weight_decay: float = 0.0,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+            if not value >= 0.0:
+                raise ValueError(f"DeMo: expected {name} to be 0 or more, got {value}")
+        self._codec = ChunkedTopK(
+            compression_topk, compression_chunk, bits=32, dct=True, decay=compression_decay
+        )
+        self._group = resolve_group(process_group, "DeMo")
+        self._round = 0
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self._memory: CodecMemory | None = None
+
+    def _trained(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step on all ranks (collective)."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        trained = self._trained()
+        if self._memory is None:
+            self._memory = CodecMemory([p.shape for p in trained], trained[0].device)
+        memory = self._memory
+        if memory.numel != sum(p.numel() for p in trained):
+            raise ValueError(
+                f"DeMo.step: expected the {memory.numel} elements of the first step, got others"
+            )
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        memory.begin()
+        flat_N = torch.cat([grad.float().flatten() for grad in grads])
+        try:
+            mean_N = self._codec.start(flat_N, memory, group=self._group, step=self._round).wait()
+        except BaseException:
+            memory.rollback()
+            raise
+        memory.commit()
+        self._round += 1
+        pieces = iter(mean_N.sign_().split([p.numel() for p in trained]))
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(1.0 - group["lr"] * group["weight_decay"])
+                p.add_(next(pieces).view(p.shape).to(p.dtype), alpha=-group["lr"])
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, with this rank's momentum, which differs between ranks."""
+        memory = self._memory
+        owed = {} if memory is None else {kind: memory.copy_of(kind) for kind in memory.kinds()}
+        return {**super().state_dict(), "momentum": owed, "round": self._round}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state of this rank."""
+        state = dict(state_dict)
+        owed, self._round = state.pop("momentum"), state.pop("round")
+        super().load_state_dict(state)
+        trained = self._trained()
+        self._memory = CodecMemory([p.shape for p in trained], trained[0].device)
+        for kind, tensor in owed.items():
+            self._memory.put(kind, tensor.clone())

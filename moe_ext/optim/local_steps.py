@@ -1,0 +1,480 @@
+"""Local steps for slow links: workers train by themselves, and average their progress at times.
+
+An inner optimizer takes `sync_every` steps on each worker; then an outer optimizer takes one step
+on the pseudo-gradient, the mean over workers of (weights at the last round - weights now).
+
+Shape suffixes: N elements of what travels together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim.optimizer import Optimizer
+
+from moe_ext._checks import check_integer, check_kind
+from moe_ext.compression.codecs import Codec, PayloadCodec, codec_of
+from moe_ext.compression.codecs.chunked import ChunkedTopK
+from moe_ext.compression.feedback import CodecMemory
+from moe_ext.distributed.agreement import agree
+from moe_ext.distributed.comm import Pending
+from moe_ext.distributed.dtensor import is_dtensor, local_part, with_local
+from moe_ext.distributed.groups import group_ranks, group_size, resolve_group, small_message_device
+from moe_ext.distributed.placement import placements, replica_group
+from moe_ext.optim.muon import Muon
+
+
+class Manager(Protocol):
+    """Methods of `torchft.Manager` in use."""
+
+    def allreduce(self, tensor: Tensor) -> Any:
+        """Make a tensor the mean over the groups that take part."""
+
+    def start_quorum(self) -> None:
+        """Begin a round with whoever is there."""
+
+    def should_commit(self) -> bool:
+        """Whether all ranks of the round went well."""
+
+
+class _Part:
+    """Parameters of a fragment that the same ranks average."""
+
+    def __init__(self, parameters: list[nn.Parameter], group: ProcessGroup | None, key: int):
+        self.parameters, self.group = parameters, group
+        self.original = [local_part(p.detach()).clone() for p in parameters]
+        shapes = [x.shape for x in self.original]
+        self.memory = CodecMemory(shapes, self.original[0].device, key=key)
+        self.pending: Pending[Tensor] | None = None
+
+    def delta(self) -> Tensor:
+        """Weights at the last round less weights now, flat."""
+        pairs = zip(self.original, self.parameters, strict=True)
+        return torch.cat([(x.float() - local_part(p.detach()).float()).flatten() for x, p in pairs])
+
+    def restore(self) -> None:
+        """Go back to the weights of the last round."""
+        for x, p in zip(self.original, self.parameters, strict=True):
+            local_part(p.detach()).copy_(x)
+
+
+class _Fragment:
+    """Part of a model with an outer optimizer of its own."""
+
+    def __init__(self, parts: list[_Part], outer: Optimizer) -> None:
+        self.parts, self.outer = parts, outer
+        self.underway = False
+
+
+class DiLoCo:
+    """Inner steps on each worker, an outer step on the mean of what they did (DiLoCo).
+
+    ::
+
+        inner = torch.optim.AdamW(model.parameters(), lr=4e-4)
+        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        with DiLoCo(None, [model], inner, outer, sync_every=100):
+            for batch in batches:
+                inner.zero_grad()
+                loss(model, batch).backward()
+                inner.step()               # each 100th one ends a round
+
+    Names and order of the arguments are torchft's. With several fragments each has a round of
+    `sync_every` steps, at different times (streaming DiLoCo): a fragment travels, as one message,
+    while the next `fragment_sync_delay` inner steps go on.
+
+    Parameters of experts over the ranks of the group itself are averaged over the ranks that hold
+    the same ones, and are left to the inner optimizer where no other rank does. Experts over ranks
+    outside of it are averaged as all others are: each island of workers holds all of them.
+
+    Args:
+        manager: the workers: a process group, None for the default one, or a `torchft.Manager` over
+            replica groups, whose rounds go on without a group that died. A manager adds dense
+            numbers; a codec then rounds what is added, and saves no bytes.
+        model_fragments: modules; what lies in none is left to the inner optimizer.
+        inner_optimizer: its steps are counted.
+        outer_optimizer: of the fragment's parameters; a list with one for each of several.
+        sync_every: inner steps of a round; a multiple of the number of fragments.
+        backup_device: where the weights of the last round are kept; None is beside the weights.
+        pin_memory: as torchft has it; without effect.
+        use_bucketization: as torchft has it; a fragment travels as one message in any case.
+        bucket_cap_mb: as torchft has it; without effect.
+        should_quantize: `codec="int8"`.
+        fragment_sync_delay: inner steps between the beginning and the end of a message.
+        fragment_update_alpha: share of the local weights in those after a round, in [0, 1].
+        codec: of `moe_ext.compression`, by name or object; what it leaves out is owed and goes
+            into the next round.
+
+    Attributes:
+        round: rounds that ended.
+
+    Raises:
+        ValueError: an argument is out of its range, or workers give different ones.
+
+    A round that fails, for a rank that died or for a manager that does not commit, leaves what is
+    owed as it was. With a process group the weights stay those of the inner optimizer; a manager
+    has them go back to the last round, as torchft does.
+
+    Reference: Douillard et al., DiLoCo (arXiv 2311.08105); Streaming DiLoCo (arXiv 2501.18512).
+    """
+
+    def __init__(
+        self,
+        manager: Manager | ProcessGroup | None,
+        model_fragments: Sequence[nn.Module],
+        inner_optimizer: Optimizer,
+        outer_optimizer: Optimizer | Sequence[Optimizer],
+        sync_every: int,
+        backup_device: torch.device | None = None,
+        pin_memory: bool = True,
+        use_bucketization: bool = False,
+        bucket_cap_mb: int | None = None,
+        should_quantize: bool = False,
+        fragment_sync_delay: int = 0,
+        fragment_update_alpha: float = 0.0,
+        *,
+        codec: str | Codec = "none",
+    ) -> None:
+        owner, fragments = type(self).__name__, list(model_fragments)
+        if isinstance(outer_optimizer, Optimizer):
+            outer_optimizer = [outer_optimizer]
+        outers = list(outer_optimizer)
+        for module in fragments:
+            check_kind(owner, "model_fragments", module, nn.Module)
+        for optimizer in outers:
+            check_kind(owner, "outer_optimizer", optimizer, Optimizer)
+        check_kind(owner, "inner_optimizer", inner_optimizer, Optimizer)
+        if backup_device is not None:
+            check_kind(owner, "backup_device", backup_device, torch.device)
+        if bucket_cap_mb is not None:
+            check_integer(owner, "bucket_cap_mb", bucket_cap_mb)
+        steps = sync_every // max(len(fragments), 1)
+        for name, value, fits, rule in (
+            ("model_fragments", len(fragments), len(fragments) > 0, "one or more modules"),
+            ("outer_optimizer", len(outers), len(outers) == len(fragments), "one a fragment"),
+            (
+                "sync_every",
+                sync_every,
+                steps > 0 and sync_every % len(fragments) == 0,
+                f"a positive multiple of the {len(fragments)} fragments",
+            ),
+            (
+                "fragment_sync_delay",
+                fragment_sync_delay,
+                0 <= fragment_sync_delay < max(steps, 1),
+                f"in [0, {steps})",
+            ),
+            (
+                "fragment_update_alpha",
+                fragment_update_alpha,
+                0.0 <= fragment_update_alpha <= 1.0,
+                "in [0, 1]",
+            ),
+        ):
+            if not fits:
+                raise ValueError(f"{owner}: expected {name} to be {rule}, got {value}")
+        self._codec = codec_of("int8" if should_quantize else codec, owner=owner)
+        self._manager: Manager | None = None
+        self._group: ProcessGroup | None = None
+        if manager is None or isinstance(manager, ProcessGroup):
+            self._group = resolve_group(manager, owner)
+        elif hasattr(manager, "allreduce") and hasattr(manager, "should_commit"):
+            self._manager = manager
+        else:
+            raise TypeError(
+                f"{owner}: expected manager to be a process group, a torchft.Manager or None, got "
+                f"{type(manager).__name__}"
+            )
+        self._steps, self._delay = steps, fragment_sync_delay
+        self._alpha, self._inner = fragment_update_alpha, inner_optimizer
+        self.round, self._local_step = 0, 0
+        self._fragments = []
+        for module, outer in zip(fragments, outers, strict=True):
+            parts = self._parts(module, backup_device)
+            wanted = {id(p) for part in parts for p in part.parameters}
+            held = {id(p) for group in outer.param_groups for p in group["params"]}
+            if not wanted <= held:
+                raise ValueError(
+                    f"{owner}: expected outer_optimizer to hold the parameters of its fragment, "
+                    f"got one without {len(wanted - held)} of {len(wanted)}"
+                )
+            self._fragments.append(_Fragment(parts, outer))
+        self._hook: Any = None
+        self._check_alike()
+
+    def _parts(self, module: nn.Module, backup: torch.device | None) -> list[_Part]:
+        """Trained parameters by the ranks that average them."""
+        found: dict[ProcessGroup | None, list[nn.Parameter]] = defaultdict(list)
+        places = placements(module)
+        for name, parameter in module.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            group, place = self._group, places.get(name)
+            if group is not None and place is not None and place.axis == "ep" and place.group:
+                shared = {*group_ranks(place.group)} & {*group_ranks(group)}
+                if len(shared) > 1:
+                    device = small_message_device(group)
+                    group = replica_group(place.group, device)
+                    if group is None:
+                        continue
+                    assert self._group is not None
+                    if not {*group_ranks(group)} <= {*group_ranks(self._group)}:
+                        raise ValueError(
+                            f"{type(self).__name__}: expected the ranks that hold the experts "
+                            f"{name} to be workers, got {sorted(group_ranks(group))}"
+                        )
+            found[group].append(parameter)
+        parts = [_Part(list_, group, key) for key, (group, list_) in enumerate(found.items())]
+        if backup is not None:
+            for part in parts:
+                part.original = [x.to(backup) for x in part.original]
+        return parts
+
+    def _check_alike(self) -> None:
+        if self._group is None:
+            return
+        facts = {
+            "codec": self._codec,
+            "steps of a fragment": self._steps,
+            "fragment_sync_delay": self._delay,
+            "fragment_update_alpha": self._alpha,
+            "elements": [
+                sum(x.numel() for p in f.parts for x in p.original) for f in self._fragments
+            ],
+        }
+        if any(part.group is not self._group for f in self._fragments for part in f.parts):
+            # Ranks hold different experts.
+            facts.pop("elements")
+        agree(type(self).__name__, facts, None, self._group, small_message_device(self._group))
+
+    # -- rounds ------------------------------------------------------------------------------
+
+    def __enter__(self) -> DiLoCo:
+        self._hook = self._inner.register_step_post_hook(lambda *_: self._count())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._hook.remove()
+
+    def _count(self) -> None:
+        """After an inner step."""
+        self._local_step += 1
+        fragment = self._fragments[self.round % len(self._fragments)]
+        if self._local_step == self._steps - self._delay:
+            self._start(fragment)
+        if self._local_step == self._steps:
+            self._local_step = 0
+            self._finish(fragment)
+
+    @torch.no_grad()
+    def _start(self, fragment: _Fragment) -> None:
+        if self._manager is not None:
+            self._manager.start_quorum()
+        for part in fragment.parts:
+            part.memory.begin()
+            delta_N = part.delta()
+            if self._manager is not None:
+                part.pending = self._by_manager(part, delta_N)
+            elif part.group is None or group_size(part.group) == 1:
+                part.pending = Pending.done(delta_N)
+            else:
+                part.pending = self._codec.start(
+                    delta_N, part.memory, group=part.group, step=self.round
+                )
+        fragment.underway = True
+
+    def _by_manager(self, part: _Part, delta_N: Tensor) -> Pending[Tensor]:
+        """The mean of rounded numbers, which a manager sends as they are."""
+        assert self._manager is not None
+        if isinstance(self._codec, PayloadCodec):
+            rng_state = part.memory.rng_state(self.round, 0) if self._codec.stochastic else None
+            owed_N = part.memory.whole_residual() if self._codec.feeds_back else None
+            coding = self._codec.coding()
+            payload = coding.encode(delta_N, owed_N, rng_state=rng_state)
+            delta_N = torch.zeros_like(delta_N)
+            coding.decode_add_(delta_N, payload)
+        work = self._manager.allreduce(delta_N)
+
+        def finish(_: object) -> Tensor:
+            work.wait()
+            return delta_N
+
+        return Pending.done(None).then(finish)
+
+    @torch.no_grad()
+    def _finish(self, fragment: _Fragment) -> None:
+        try:
+            means = [part.pending.wait() for part in fragment.parts if part.pending is not None]
+        except BaseException:
+            for part in fragment.parts:
+                part.memory.rollback()
+            raise
+        finally:
+            fragment.underway = False
+        local = [
+            [local_part(p.detach()).clone() for p in part.parameters] for part in fragment.parts
+        ]
+        grads = [[p.grad for p in part.parameters] for part in fragment.parts]
+        for part in fragment.parts:
+            part.restore()
+        if self._manager is not None and not self._manager.should_commit():
+            for part in fragment.parts:
+                part.memory.rollback()
+            return
+        for part, mean_N in zip(fragment.parts, means, strict=True):
+            sizes = [x.numel() for x in part.original]
+            pieces = mean_N.split(sizes)
+            for p, x, piece in zip(part.parameters, part.original, pieces, strict=True):
+                grad = piece.view(x.shape).to(local_part(p.detach()))
+                p.grad = with_local(p, grad) if is_dtensor(p) else grad
+        fragment.outer.step()
+        for part, mine, before in zip(fragment.parts, local, grads, strict=True):
+            rows = zip(part.parameters, part.original, mine, before, strict=True)
+            for p, x, own, grad in rows:
+                p.grad = grad
+                x.copy_(local_part(p.detach()))
+                if self._alpha:
+                    local_part(p.detach()).lerp_(own, self._alpha)
+            part.memory.commit()
+        self.round += 1
+
+    # -- state -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights of the last round, outer optimizers, and what this rank owes.
+
+        Between rounds alone, with no message underway. Every rank saves its own: keys that differ
+        between ranks have the rank in them, so that DCP keeps all.
+
+        Raises:
+            RuntimeError: a message is underway; save before it begins or after it ends.
+        """
+        if any(fragment.underway for fragment in self._fragments):
+            raise RuntimeError(
+                f"{type(self).__name__}.state_dict: expected no message to be underway, got a "
+                "fragment between its beginning and its end; save after the round"
+            )
+        rank = 0 if self._group is None else self._group.rank()
+        return {
+            "round": self.round,
+            "local_step": self._local_step,
+            "outer": [fragment.outer.state_dict() for fragment in self._fragments],
+            f"rank{rank}": {
+                f"{i}.{j}": {
+                    "original": [x.clone() for x in part.original],
+                    "owed": {kind: part.memory.copy_of(kind) for kind in part.memory.kinds()},
+                    "server_start": part.memory.server_start,
+                }
+                for i, fragment in enumerate(self._fragments)
+                for j, part in enumerate(fragment.parts)
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state of this rank, bit for bit.
+
+        Raises:
+            ValueError: the state is of other fragments, or of another rank. Nothing has changed
+                then.
+        """
+        rank = 0 if self._group is None else self._group.rank()
+        own = state.get(f"rank{rank}", {})
+        parts = {
+            f"{i}.{j}": part
+            for i, fragment in enumerate(self._fragments)
+            for j, part in enumerate(fragment.parts)
+        }
+        for key, part in parts.items():
+            found = [tuple(x.shape) for x in own[key]["original"]] if key in own else None
+            wanted = [tuple(x.shape) for x in part.original]
+            if found != wanted:
+                raise ValueError(
+                    f"{type(self).__name__}.load_state_dict: expected rank{rank} to hold fragment "
+                    f"{key} of shapes {wanted}, got {found}"
+                )
+        self.round, self._local_step = int(state["round"]), int(state["local_step"])
+        for fragment, outer in zip(self._fragments, state["outer"], strict=True):
+            fragment.outer.load_state_dict(outer)
+        for key, part in parts.items():
+            for x, saved in zip(part.original, own[key]["original"], strict=True):
+                x.copy_(saved)
+            for kind in part.memory.kinds():
+                part.memory.put(kind, None)
+            for kind, tensor in own[key]["owed"].items():
+                part.memory.put(kind, tensor.clone())
+            part.memory.server_start = own[key]["server_start"]
+
+
+class SparseLoCo(DiLoCo):
+    """DiLoCo that sends a few of each chunk of weights in 2 bits, and owes the rest (SparseLoCo).
+
+    What is owed decays and takes the place of the outer momentum: give `torch.optim.SGD(lr=1.0)`
+    without momentum as outer optimizer.
+
+    Args:
+        *args: as `DiLoCo`.
+        density: share of the elements that travel; the paper has 0.01 to 0.03.
+        chunk: elements that the largest are chosen among.
+        bits: of a value, 2 or 32.
+        decay: of what is owed, from round to round.
+        **kwargs: as `DiLoCo`, but `codec` and `should_quantize`.
+
+    Raises:
+        ValueError: as `DiLoCo`, or the outer optimizer has a momentum.
+
+    Reference: arXiv 2508.15706.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        density: float = 1 / 64,
+        chunk: int = 4096,
+        bits: int = 2,
+        decay: float = 0.95,
+        **kwargs: Any,
+    ) -> None:
+        if not 0.0 < density <= 1.0:
+            raise ValueError(f"SparseLoCo: expected density to be in (0, 1], got {density}")
+        codec = ChunkedTopK(max(1, round(density * chunk)), chunk, bits, decay=decay)
+        super().__init__(*args, **kwargs, codec=codec)
+        if any(g.get("momentum") for f in self._fragments for g in f.outer.param_groups):
+            raise ValueError(
+                "SparseLoCo: expected an outer_optimizer without momentum, which what is owed "
+                "stands for, got one with it"
+            )
+
+
+class MuLoCo(DiLoCo):
+    """DiLoCo with Muon as inner optimizer, in 2 bits with error feedback (MuLoCo).
+
+    Args:
+        *args: as `DiLoCo`; the inner optimizer is a `moe_ext.optim.Muon`.
+        codec: as `DiLoCo`.
+        **kwargs: as `DiLoCo`.
+
+    Raises:
+        ValueError: as `DiLoCo`.
+        TypeError: another inner optimizer.
+
+    Reference: Therien et al. (arXiv 2505.23725).
+    """
+
+    def __init__(self, *args: Any, codec: str | Codec = "int2", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs, codec=codec)
+        if not isinstance(self._inner, Muon):
+            raise TypeError(
+                "MuLoCo: expected inner_optimizer to be a moe_ext.optim.Muon, got "
+                f"{type(self._inner).__name__}"
+            )

@@ -1,0 +1,33 @@
+"""The example of local steps: every method trains, bytes are those of its formula."""
+
+import pytest
+import train_diloco
+
+from moe_ext.testing import spawn_ranks
+
+SIZE = 2
+
+
+def run(rank):
+    data = train_diloco.load_text(None, train_diloco.SIZES.seq_len)
+    return {
+        method: train_diloco.train(method, data, steps=4, sync_every=2, every=2)
+        for method in train_diloco.METHODS
+    }
+
+
+def test_bytes_and_losses():
+    found, other = spawn_ranks(run, SIZE, timeout=240)
+    synchronous = found["synchronous"]["bytes"]
+    assert found["DiLoCo"]["bytes"] == synchronous / 2
+    assert found["SparseLoCo"]["bytes"] < synchronous / 2 / 100
+    assert found["MuLoCo"]["bytes"] < synchronous / 2 / 14
+    for method, result in found.items():
+        assert result["loss"] == pytest.approx(other[method]["loss"]), method
+        assert len(result["curve"]) == 2 and result["loss"] < 7
+
+
+def test_unknown_methods_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        train_diloco.main(["--methods", "none"])
+    assert "expected some of" in capsys.readouterr().err

@@ -1,0 +1,347 @@
+"""Local steps against explicit references of all workers in one process."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_checks import Checks
+from torch import nn
+
+from moe_ext.compression import ChunkedTopK, Quantize
+from moe_ext.distributed import count_traffic
+from moe_ext.optim import DeMo, DiLoCo, MuLoCo, Muon, SparseLoCo, param_groups
+
+checks = Checks()
+RANKS = 4
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).double()
+
+
+def backward(net, worker, step):
+    generator = torch.Generator().manual_seed(100 * step + worker)
+    x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+    net.zero_grad()
+    net(x).square().mean().backward()
+
+
+def sgd(net, **options):
+    return torch.optim.SGD(net.parameters(), **options)
+
+
+def flat(net):
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def load(net, values):
+    with torch.no_grad():
+        for p, piece in zip(
+            net.parameters(), values.split([p.numel() for p in net.parameters()]), strict=True
+        ):
+            p.copy_(piece.view(p.shape))
+
+
+def reference(steps, sync_every, encode=lambda worker, x: x, nesterov=True, lr=0.7, inner=None):
+    """DiLoCo by its formula: all workers in this process; float32 where our messages are."""
+    inner = inner or (lambda net: torch.optim.AdamW(net.parameters(), lr=0.01))
+    workers = [model() for _ in range(RANKS)]
+    inners = [inner(net) for net in workers]
+    original = flat(workers[0])
+    momentum = torch.zeros_like(original)
+    for step in range(steps):
+        for worker, net in enumerate(workers):
+            backward(net, worker, step)
+            inners[worker].step()
+        if (step + 1) % sync_every == 0:
+            deltas = [(original.float() - flat(net).float()) for net in workers]
+            mean = sum(encode(w, d) for w, d in enumerate(deltas)).div(RANKS).double()
+            if nesterov:
+                momentum = 0.9 * momentum + mean
+                mean = mean + 0.9 * momentum
+            original = original - lr * mean
+            for net in workers:
+                load(net, original)
+    return workers
+
+
+def nesterov(net):
+    return sgd(net, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def train(net, optimizer, steps, first=0):
+    for step in range(first, first + steps):
+        backward(net, dist.get_rank(), step)
+        optimizer.step()
+
+
+@checks()
+def check_equals_the_formula():
+    net = model()
+    inner = torch.optim.AdamW(net.parameters(), lr=0.01)
+    with DiLoCo(None, [net], inner, nesterov(net), sync_every=3) as outer:
+        train(net, inner, 10)
+    assert outer.round == 3
+    want = flat(reference(10, 3)[dist.get_rank()])
+    # Pseudo-gradients travel in float32: one rounding each of three rounds and four summands.
+    torch.testing.assert_close(flat(net), want, rtol=0, atol=3 * 8 * 2**-24)
+
+
+@checks()
+def check_one_step_is_plain_averaging():
+    """sync_every=1 with an outer SGD(1) is data parallelism with averaged updates."""
+    net = model()
+    inner = sgd(net, lr=0.1)
+    with DiLoCo(dist.group.WORLD, [net], inner, sgd(net, lr=1.0), sync_every=1):
+        train(net, inner, 4)
+    plain = model()
+    optimizer = sgd(plain, lr=0.1)
+    for step in range(4):
+        grads = []
+        for worker in range(RANKS):
+            backward(plain, worker, step)
+            grads.append([p.grad.clone() for p in plain.parameters()])
+        for p, *of_workers in zip(plain.parameters(), *grads, strict=True):
+            p.grad = sum(of_workers) / RANKS
+        optimizer.step()
+    torch.testing.assert_close(flat(net), flat(plain), rtol=0, atol=4 * 4 * 2**-24)
+
+
+@checks()
+def check_sparse_loco_equals_the_formula():
+    net = model()
+    inner = torch.optim.AdamW(net.parameters(), lr=0.01)
+    codec = ChunkedTopK(4, 32, 2, decay=0.95)
+    owed = [torch.zeros(flat(net).numel()) for _ in range(RANKS)]
+
+    def encode(worker, x):
+        out = torch.zeros_like(x)
+        codec.decode_add_(out, codec.encode(x, owed[worker]))
+        return out
+
+    options = {"density": 1 / 8, "chunk": 32}
+    outer = SparseLoCo(None, [net], inner, sgd(net, lr=0.7), sync_every=2, **options)
+    with count_traffic() as traffic, outer:
+        train(net, inner, 6)
+    want = flat(reference(6, 2, encode, nesterov=False)[dist.get_rank()])
+    torch.testing.assert_close(flat(net), want, rtol=0, atol=3 * 8 * 2**-24)
+    # 103 elements are 4 chunks: 4 places of 5 bits, 4 codes of 2, 4 bytes of magnitudes; to 16.
+    assert codec.payload_bytes(flat(net).numel()) == 10 + 4 + 16
+    assert outer.round == 3
+    assert traffic.total_bytes == 3 * (RANKS - 1) * 32, traffic
+
+
+@checks()
+def check_mu_loco_owes_what_it_rounds():
+    """Two bits with feedback; workers end alike, near dense DiLoCo."""
+    found = []
+    for make, codec in ((DiLoCo, "none"), (MuLoCo, "int2")):
+        net = model().float()
+        inner = Muon(param_groups(net, muon=True), lr=0.02)
+        outer = sgd(net, lr=0.7, momentum=0.9, nesterov=True)
+        with make(None, [net], inner, outer, sync_every=2, codec=codec):
+            for step in range(8):
+                generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+                net.zero_grad()
+                net(torch.randn(8, 6, generator=generator)).square().mean().backward()
+                inner.step()
+        gathered = [torch.empty_like(flat(net)) for _ in range(RANKS)]
+        dist.all_gather(gathered, flat(net))
+        assert all(torch.equal(gathered[0], other) for other in gathered)
+        found.append(flat(net))
+    start = flat(model().float())
+    assert (found[1] - found[0]).norm() < 0.5 * (found[0] - start).norm()
+    with pytest.raises(TypeError, match="MuLoCo: expected inner_optimizer to be a moe_ext.optim.M"):
+        MuLoCo(None, [net], sgd(net, lr=1.0), outer, 2)
+
+
+@checks()
+def check_streaming_fragments():
+    """Two fragments take turns; the message travels while an inner step goes on."""
+    net = model()
+    inner = torch.optim.AdamW(net.parameters(), lr=0.01)
+    outers = [sgd(net[0], lr=0.7), sgd(net[2], lr=0.7)]
+    options = {"fragment_sync_delay": 1, "fragment_update_alpha": 0.25}
+    rank = dist.get_rank()
+    with DiLoCo(None, [net[0], net[2]], inner, outers, 4, **options) as outer:
+        train(net, inner, 4)
+    assert outer.round == 2
+    workers = [model() for _ in range(RANKS)]
+    inners = [torch.optim.AdamW(w.parameters(), lr=0.01) for w in workers]
+    original = [flat(workers[0][i]) for i in (0, 2)]
+    for step in range(4):
+        for worker, one in enumerate(workers):
+            backward(one, worker, step)
+            inners[worker].step()
+        turn = step // 2
+        layers = [one[(0, 2)[turn]] for one in workers]
+        if step % 2 == 0:
+            mean = sum(original[turn].float() - flat(layer).float() for layer in layers) / RANKS
+        else:
+            new = original[turn] - 0.7 * mean.double()
+            for layer in layers:
+                load(layer, new.lerp(flat(layer), 0.25))
+    torch.testing.assert_close(flat(net), flat(workers[rank]), rtol=0, atol=8 * 2**-24)
+
+
+@checks()
+def check_a_resumed_run_is_the_same():
+    def start():
+        net = model()
+        inner = torch.optim.AdamW(net.parameters(), lr=0.01)
+        local = DiLoCo(None, [net], inner, nesterov(net), sync_every=3, codec=Quantize("int4"))
+        return net, inner, local
+
+    net, inner, local = start()
+    with local:
+        train(net, inner, 4)
+        saved = copy.deepcopy((net.state_dict(), inner.state_dict(), local.state_dict()))
+        train(net, inner, 5, first=4)
+    again, inner_again, local_again = start()
+    for part, state in zip((again, inner_again, local_again), saved, strict=True):
+        part.load_state_dict(state)
+    with local_again:
+        train(again, inner_again, 5, first=4)
+    assert torch.equal(flat(net), flat(again))
+    wrong = {**saved[2], f"rank{dist.get_rank()}": {}}
+    with pytest.raises(ValueError, match="load_state_dict: expected rank. to hold fragment 0.0"):
+        local_again.load_state_dict(wrong)
+
+
+@checks()
+def check_experts():
+    """Experts over the workers themselves stay local; copies of them are averaged."""
+    import moe_ext
+
+    for ep in (4, 2):
+        mesh = moe_ext.distributed.MoEMesh(dp=4 // ep, ep=ep)
+        torch.manual_seed(0)
+        layer = moe_ext.MoELayer(8, 16, 4, ep_group=mesh.ep_group)
+        inner = sgd(layer, lr=0.1)
+        local = DiLoCo(None, [layer], inner, sgd(layer, lr=1.0), 2)
+        groups = {len(part.parameters): part.group for part in local._fragments[0].parts}
+        assert len(groups) == (1 if ep == 4 else 2)
+        with local:
+            for step in range(2):
+                torch.manual_seed(10 * step + dist.get_rank())
+                inner.zero_grad()
+                layer(torch.randn(16, 8)).square().mean().backward()
+                inner.step()
+        own = layer.experts.gate_up_proj.detach()
+        gathered = [torch.empty_like(own) for _ in range(RANKS)]
+        dist.all_gather(gathered, own.contiguous())
+        copies = [torch.equal(own, other) for other in gathered]
+        assert sum(copies) == (1 if ep == 4 else 2), copies
+        router = next(p for n, p in layer.named_parameters() if "router" in n or "gate.w" in n)
+        gathered = [torch.empty_like(router) for _ in range(RANKS)]
+        dist.all_gather(gathered, router.detach())
+        assert all(torch.equal(gathered[0], other) for other in gathered)
+
+
+@checks()
+def check_demo_equals_the_formula():
+    net = model().float()
+    optimizer = DeMo(
+        net.parameters(), lr=0.01, compression_chunk=16, compression_topk=2, weight_decay=0.1
+    )
+    codec = ChunkedTopK(2, 16, 32, dct=True, decay=0.999)
+    want = flat(model().float())
+    owed = [torch.zeros_like(want) for _ in range(RANKS)]
+    other = model().float()
+    for step in range(3):
+        total = torch.zeros_like(want)
+        for worker in range(RANKS):
+            load(other, want)
+            generator = torch.Generator().manual_seed(100 * step + worker)
+            other.zero_grad()
+            other(torch.randn(8, 6, generator=generator)).square().mean().backward()
+            grad = torch.cat([p.grad.flatten() for p in other.parameters()])
+            codec.decode_add_(total, codec.encode(grad, owed[worker]))
+            if worker == dist.get_rank():
+                for p, q in zip(net.parameters(), other.parameters(), strict=True):
+                    p.grad = q.grad.clone()
+        optimizer.step()
+        want = want * (1 - 0.01 * 0.1) - 0.01 * (total / RANKS).sign()
+        torch.testing.assert_close(flat(net), want, rtol=0, atol=1e-6)
+        want = flat(net)
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.step()
+    first = flat(net)
+    load(net, want)
+    again = DeMo(
+        net.parameters(), lr=0.01, compression_chunk=16, compression_topk=2, weight_decay=0.1
+    )
+    again.load_state_dict(saved)
+    again.step()
+    assert torch.equal(first, flat(net))
+
+
+@checks()
+def check_workers_that_differ_are_named():
+    net = model()
+    inner = sgd(net, lr=0.1)
+    with pytest.raises(ValueError, match="fragment_sync_delay"):
+        DiLoCo(None, [net], inner, sgd(net, lr=1.0), 8, fragment_sync_delay=dist.get_rank() % 2)
+
+
+@pytest.mark.parametrize("name", checks)
+def test_over_ranks(name):
+    checks.assert_passed(RANKS, name, timeout=120)
+
+
+class Manager:
+    """One replica group of torchft; the second round does not commit."""
+
+    def __init__(self):
+        self.rounds = 0
+
+    def start_quorum(self):
+        self.rounds += 1
+
+    def allreduce(self, tensor):
+        class Work:
+            def wait(self):
+                return True
+
+        return Work()
+
+    def should_commit(self):
+        return self.rounds != 2
+
+
+def test_a_round_that_a_manager_does_not_commit_is_taken_back():
+    net = model()
+    inner = torch.optim.AdamW(net.parameters(), lr=0.01)
+    local = SparseLoCo(Manager(), [net], inner, sgd(net, lr=0.7), 2, chunk=32, density=0.1)
+    seen, owed = [flat(net)], []
+    with local:
+        for step in range(6):
+            backward(net, 0, step)
+            inner.step()
+            if step % 2:
+                seen.append(flat(net))
+                owed.append(local._fragments[0].parts[0].memory.copy_of("residual"))
+    assert torch.equal(seen[1], seen[2]) and torch.equal(owed[0], owed[1])
+    assert not torch.equal(seen[2], seen[3]) and not torch.equal(owed[1], owed[2])
+    assert local.round == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sync_every": 0}, "expected sync_every to be a positive multiple of the 1 fragments"),
+        ({"fragment_sync_delay": 2}, r"expected fragment_sync_delay to be in \[0, 2\), got 2"),
+        ({"fragment_update_alpha": 2.0}, "expected fragment_update_alpha"),
+        ({"outer_optimizer": []}, "expected outer_optimizer to be one a fragment, got 0"),
+        ({"codec": "nothing"}, "expected codec to be one of"),
+    ],
+)
+def test_refuses(options, message):
+    net = model()
+    args = {"sync_every": 2, "outer_optimizer": sgd(net, lr=1.0), **options}
+    with pytest.raises(ValueError, match=message):
+        DiLoCo(Manager(), [net], sgd(net, lr=0.1), **args)
+    with pytest.raises(ValueError, match="expected an outer_optimizer without momentum"):
+        SparseLoCo(Manager(), [net], sgd(net, lr=0.1), nesterov(net), 2)
