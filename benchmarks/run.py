@@ -29,6 +29,7 @@ BENCHMARKS = (
     "compat",
     "attention",
     "compression",
+    "codecs",
     "sparsity",
     "allreduce",
     "expert_parallel",
