@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_checks import ChecksOfSizes, assert_same_on_all_ranks, of_rank
+from fsdp_checks import assert_same, train, weights, wrapped
 
 from moe_ext.compression import (
     CompressionState,
@@ -16,6 +17,7 @@ from moe_ext.compression import (
     lossless_reduce_scatter,
 )
 from moe_ext.compression.cost_model import CostModel
+from moe_ext.compression.fsdp import zero_plus_plus
 from moe_ext.distributed import count_traffic
 from moe_ext.distributed.link import Link
 
@@ -95,6 +97,20 @@ def trains_like_dense(rank, size):
         codec.start(grad, memory).wait()
     memory.commit()
     assert traffic.total_bytes == pytest.approx(codec.sent_bytes(70_000, size), rel=0.02)
+
+
+@check(2)
+def gathers_the_weights_of_fsdp(rank, size):
+    found, sent = [], []
+    for kind in ("none", "lossless"):
+        model = wrapped()
+        zero_plus_plus(model, zero_quantized_weights=True, weight_format=kind)
+        with count_traffic() as traffic:
+            train(model, range(2))
+        found.append(weights(model))
+        sent.append(traffic.sent_bytes["all_gather"])
+    assert_same(found[1], found[0])
+    assert sent[1] < 0.95 * sent[0]
 
 
 @check(2)

@@ -113,10 +113,7 @@ def lossless_all_gather(
     name = "lossless_all_gather"
     ranks = resolve_group(group, name)
     _check(name, (output, "output"), (input, "input"), ranks, False, validate)
-    args = (output.detach().view(-1), input.detach().view(-1))
-    pending = worker.start(
-        _all_gather, args, ranks, name, finish=lambda _: output, async_op=async_op
-    )
+    pending = start_all_gather(output, input, ranks, operation=name, async_op=async_op)
     return pending if async_op else pending.wait()
 
 
@@ -164,6 +161,21 @@ def start_all_reduce(
     factor = 1 / group_size(group) if average else 1.0
     args = (x.detach().view(-1), factor)
     return worker.start(_all_reduce, args, group, operation, finish=lambda _: x, async_op=async_op)
+
+
+def start_all_gather(
+    output: Tensor,
+    input: Tensor,
+    group: ProcessGroup | None,
+    *,
+    operation: str,
+    async_op: bool = True,
+) -> Pending[Tensor]:
+    """`lossless_all_gather` without its checks."""
+    args = (output.detach().view(-1), input.detach().view(-1))
+    return worker.start(
+        _all_gather, args, group, operation, finish=lambda _: output, async_op=async_op
+    )
 
 
 def _longest(payloads: list[Tensor], messages: Messages) -> int:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from moe_ext._checks import check_callable, check_integer, check_kind
 from moe_ext.compression.codecs import PayloadCodec, Quantize, Rounded, codec_names, codec_of
 from moe_ext.compression.collectives.coding import FORMATS as QUANTIZED
+from moe_ext.compression.collectives.lossless import start_all_gather as start_lossless
 from moe_ext.compression.collectives.quantized import (
     States,
     start_all_gather,
@@ -207,8 +208,10 @@ class CompressedAllGather(_Message, AllGather):
     float32, bfloat16 and float16 are not compressed.
 
     Args:
-        format: "int8", "int6", "int4", "int3", "int2", "fp8", "bf16", "none" for FSDP's own
-            message, or a `PayloadCodec`, also by the name that it was registered with.
+        format: "int8", "int6", "int4", "int3", "int2", "fp8", "bf16", "lossless" for every bit of
+            all that is gathered (see `lossless_all_gather`; on a GPU FSDP's own message), "none"
+            for FSDP's own message, or a `PayloadCodec`, also by the name that it was registered
+            with.
         block (int): elements that share a scale.
         module (FSDPModule): what it is set on; None takes a message as one tensor.
         name (str): the module's, for messages of errors.
@@ -237,7 +240,7 @@ class CompressedAllGather(_Message, AllGather):
     ) -> None:
         super().__init__(
             "CompressedAllGather",
-            format,
+            "none" if format == "lossless" else format,
             block=block,
             module=module,
             name=name,
@@ -251,6 +254,7 @@ class CompressedAllGather(_Message, AllGather):
                 f"{format!r}"
             )
         self.frozen_only = frozen_only
+        self.lossless = format == "lossless"
 
     def __call__(
         self,
@@ -267,9 +271,13 @@ class CompressedAllGather(_Message, AllGather):
             layout = self.finder.find(
                 input_tensor.numel(), trainable_only=False, frozen_only=self.frozen_only
             )
-        if layout is None or layout.packed_numel == 0:
+        codes_all = self.lossless and input_tensor.dtype in _CODED and not inside
+        if codes_all and input_tensor.device.type == "cpu":
+            found = start_lossless(output_tensor, input_tensor, group, operation=self.op)
+            work: Work = comm.PendingWork(found.wait)
+        elif layout is None or layout.packed_numel == 0:
             whole = comm.start_all_gather(input_tensor, group, operation=self.op, out=output_tensor)
-            work: Work = comm.PendingWork(whole.wait)
+            work = comm.PendingWork(whole.wait)
         else:
             work = self._start(output_tensor, input_tensor, group, layout, async_op)
         if async_op:
