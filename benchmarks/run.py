@@ -36,6 +36,7 @@ BENCHMARKS = (
     "pipeline",
     "optim",
     "weight_sync",
+    "balance",
 )
 # Run by name alone, for the time that they take: twenty minutes.
 BY_NAME = ("convergence", "local_steps")

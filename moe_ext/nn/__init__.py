@@ -3,6 +3,7 @@
 from moe_ext.nn import presets
 from moe_ext.nn.balance.counts import count_tokens, reset_token_counts
 from moe_ext.nn.balance.losses import Balance, inject_loss
+from moe_ext.nn.balance.replicas import rebalance_experts
 from moe_ext.nn.balance.selection_bias import register_bias_update, update_selection_bias
 from moe_ext.nn.capacity import Capacity, RowBudget
 from moe_ext.nn.checkpointing import checkpoint_chain
@@ -74,6 +75,7 @@ __all__ = [
     "pinned_routing",
     "presets",
     "pyramid",
+    "rebalance_experts",
     "reduce_metrics",
     "register_bias_update",
     "replace_ffn",

@@ -24,6 +24,7 @@ from moe_ext.ops.attention import (  # noqa: E402
     merge_attention_,
     merge_attention_sinks,
 )
+from moe_ext.ops.balance import BalancePlan, plan_balance, split_rows  # noqa: E402
 from moe_ext.ops.capacity import limit_capacity  # noqa: E402
 from moe_ext.ops.delta import (  # noqa: E402
     delta_apply_,
@@ -96,6 +97,7 @@ from moe_ext.ops.wire import (  # noqa: E402
 )
 
 __all__ = [
+    "BalancePlan",
     "DecodedGradient",
     "GShardGateOutput",
     "GateOutput",
@@ -150,6 +152,7 @@ __all__ = [
     "pack_masked_",
     "packed_index_bytes",
     "permute_tokens",
+    "plan_balance",
     "quantize_blockwise",
     "quantize_rows",
     "quantized_mm",
@@ -162,6 +165,7 @@ __all__ = [
     "sequence_balance_loss",
     "sequence_load",
     "sinkhorn_gate",
+    "split_rows",
     "squared_variation",
     "sum_rows",
     "threshold_compress_",

@@ -15,6 +15,7 @@ from moe_ext.reference.attention import (
     merge_attention,
     merge_attention_sinks,
 )
+from moe_ext.reference.balance import plan_balance, split_rows
 from moe_ext.reference.capacity import limit_capacity
 from moe_ext.reference.delta import delta_hash, delta_places
 from moe_ext.reference.exponent import decode_exponents_
@@ -83,6 +84,7 @@ __all__ = [
     "pack_indices",
     "pack_masked_",
     "permute_tokens",
+    "plan_balance",
     "quantize_blockwise",
     "quantize_rows",
     "quantized_mm",
@@ -95,6 +97,7 @@ __all__ = [
     "sequence_balance_loss",
     "sequence_load",
     "sinkhorn_gate",
+    "split_rows",
     "squared_variation",
     "sum_rows",
     "threshold_compress_",
