@@ -26,6 +26,7 @@ from moe_ext.attention.masks import (
 )
 from moe_ext.attention.schemes import SCHEMES
 from moe_ext.attention.schemes.base import Scheme, Workload
+from moe_ext.distributed.cost_table import CostTable
 from moe_ext.distributed.dispatch.wire import WIRES
 
 _OP = "choose_scheme"
@@ -108,8 +109,36 @@ def _amount(num_bytes: int) -> str:
     return f"{size:.3g} {unit}"
 
 
+@dataclass(frozen=True)
+class Prices:
+    """Rounds and products in bytes of a link inside a host.
+
+    Attributes:
+        round_bytes: bytes that a link carries while a message starts.
+        flops_per_byte: products that are done while a link carries a byte.
+    """
+
+    round_bytes: int = ROUND_BYTES
+    flops_per_byte: int = FLOPS_PER_BYTE
+
+    @classmethod
+    def of(cls, costs: CostTable | None, dtype: torch.dtype) -> Prices:
+        """As measured, of the link "node"; the constants without a table."""
+        if costs is None:
+            return cls()
+        if "node" not in costs.links:
+            raise ValueError(
+                f"{_OP}: expected costs to have a link named 'node', got {sorted(costs.links)}"
+            )
+        link = costs.links["node"]
+        wide = dtype in (torch.float32, torch.float64)
+        seconds = costs.product_seconds(1.0, "float32" if wide else "bfloat16")
+        rate = link.exchange_bandwidth
+        return cls(round(link.latency * rate), max(1, round(1 / (seconds * rate))))
+
+
 def _judged(
-    scheme: Scheme, work: Workload, grid: Grid, flops: tuple[list[int], list[int]]
+    scheme: Scheme, work: Workload, grid: Grid, flops: tuple[list[int], list[int]], prices: Prices
 ) -> Candidate:
     """One line of the table."""
     refused = scheme.refusal(work.heads, work.form.heads, len(work.hosts), grid)
@@ -122,9 +151,9 @@ def _judged(
     costs = [0] * len(work.hosts)
     for one, products in zip(passes, flops, strict=True):
         for rank in range(len(costs)):
-            beside = max(0, one.beside[rank] - products[rank] // FLOPS_PER_BYTE)
-            costs[rank] += one.awaited[rank] + beside + ROUND_BYTES * one.rounds
-            costs[rank] += int(traffic.excess * products[rank]) // FLOPS_PER_BYTE
+            beside = max(0, one.beside[rank] - products[rank] // prices.flops_per_byte)
+            costs[rank] += one.awaited[rank] + beside + prices.round_bytes * one.rounds
+            costs[rank] += int(traffic.excess * products[rank]) // prices.flops_per_byte
     most = scheme.most_held_bytes
     if most is not None and traffic.held > most:
         refused = f"holds more than {_amount(most)}, and more with every rank"
@@ -143,11 +172,11 @@ def _judged(
 
 
 @functools.lru_cache(maxsize=64)
-def choose(work: Workload, mesh: Grid | None) -> SchemeChoice:
+def choose(work: Workload, mesh: Grid | None, prices: Prices = Prices()) -> SchemeChoice:
     """The cheapest of all schemes, by arithmetic on what every rank knows.
 
     The cost of a rank is the bytes it sends, those to other hosts `ABROAD_FACTOR` times, and
-    `ROUND_BYTES` for each round. Hops of a ring run beside the products of the blocks, so that
+    `round_bytes` of `prices` for each round. Hops of a ring run beside products of blocks, so that
     many bytes less are counted; as many more, where some ranks get more heads than others. The
     highest of all ranks counts; of equals the simplest is taken.
     """
@@ -155,7 +184,7 @@ def choose(work: Workload, mesh: Grid | None) -> SchemeChoice:
     each = 2 * work.form.batch * work.heads * sum(work.dims)
     flops = [area * each for area in areas], [area * each * 5 // 2 for area in areas]
     ways = [(s, grid) for s in SCHEMES.values() for grid in s.candidates(work.hosts, mesh)]
-    judged = [_judged(scheme, work, grid, flops) for scheme, grid in ways]
+    judged = [_judged(scheme, work, grid, flops, prices) for scheme, grid in ways]
     order = sorted(range(len(ways)), key=lambda i: (judged[i].refused is not None, judged[i].cost))
     best = order[0]
     candidates = tuple(judged[i] for i in order)
@@ -201,6 +230,7 @@ def choose_scheme(
     wire: str | None = None,
     hosts: Sequence[int] | None = None,
     mesh_shape: tuple[int, int] | None = None,
+    costs: CostTable | None = None,
 ) -> SchemeChoice:
     """The scheme that `ring_attention(..., scheme="auto")` takes for such sizes, without ranks.
 
@@ -229,12 +259,14 @@ def choose_scheme(
         wire: see `ring_attention`.
         hosts: for each rank the number of its host; None for one host.
         mesh_shape: (rows, ranks of a row) of a 2-D mesh, whose rows count as hosts then.
+        costs: rates of products and of a link named "node", inside a host, in the place of 64 KiB
+            and 2000 operations; `ring_attention` takes these.
 
     Returns:
         The choice; `print` it for a table of all candidates.
 
     Raises:
-        ValueError: sizes that go with no attention.
+        ValueError: sizes that go with no attention, or costs without a link named "node".
     """
     kv_heads = heads if kv_heads is None else kv_heads
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "dim": dim}
@@ -264,7 +296,8 @@ def choose_scheme(
     mask = replace(mask, prefix_lens=check_prefix_len(prefix_len, mask, batch, _OP))
     grid = None if mesh_shape is None else even_grid(num_ranks, mesh_shape[1])
     on_hosts = hosts_of(num_ranks, hosts, grid)
-    return choose(Workload(heads, form, grads, made, mask, on_hosts, has_attn_mask), grid)
+    work = Workload(heads, form, grads, made, mask, on_hosts, has_attn_mask)
+    return choose(work, grid, Prices.of(costs, dtype))
 
 
 def hosts_of(num_ranks: int, hosts: Sequence[int] | None, grid: Grid | None) -> tuple[int, ...]:

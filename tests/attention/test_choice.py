@@ -1,6 +1,7 @@
 """The way of keys through rings of rings, and the choice of a scheme, by arithmetic alone."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 
 from moe_ext.attention import choose_scheme
 from moe_ext.attention.schemes.ring import Circuit, plan_paths
+from moe_ext.distributed.cost_table import CostTable
+from moe_ext.distributed.link import Link
 
 LLAMA = {"batch": 1, "heads": 32, "kv_heads": 8, "dim": 128, "is_causal": True}
 
@@ -152,6 +155,19 @@ def test_sizes_of_any_kind_have_a_choice():
     for num_ranks, heads, seq_len in itertools.product((1, 2, 5, 12), (1, 12), (0, 1, 77)):
         choice = choose_scheme(batch=1, heads=heads, seq_len=seq_len, dim=8, num_ranks=num_ranks)
         assert sum(map(len, choice.grid.rows)) == num_ranks
+
+
+@pytest.mark.parametrize(
+    ("flops", "bandwidth", "scheme"),
+    # Slow products hide a ring's hops; fast ones, or a round that takes long, do not.
+    [(1e10, 1e9, "ring"), (1e15, 1e9, "ulysses"), (1e10, 1e12, "ulysses")],
+)
+def test_measured_costs_take_the_place_of_the_constants(flops, bandwidth, scheme):
+    links = {"node": Link(50e-6, bandwidth, bandwidth)}
+    costs = CostTable("a CPU", "cpu", 1, "2.13", 1e10, {"bfloat16": flops}, links=links)
+    assert choose_scheme(**LLAMA, seq_len=8192, num_ranks=8, costs=costs).scheme == scheme
+    with pytest.raises(ValueError, match="expected costs to have a link named 'node', got \\[\\]"):
+        choose_scheme(**LLAMA, seq_len=64, num_ranks=4, costs=replace(costs, links={}))
 
 
 @pytest.mark.parametrize(
