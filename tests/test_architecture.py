@@ -15,9 +15,10 @@ FLOORS = (
     ("ops", "reference"),
     ("distributed",),
     ("nn", "attention"),
-    ("compression", "pipeline", "planner", "sync"),
+    ("compression", "pipeline", "sync"),
     ("optim",),
     ("integrations",),
+    ("planner",),
 )
 # What uses everything, and is used by nothing.
 TOP = {"moe_ext", "moe_ext.__main__", "moe_ext._info", "moe_ext.plot", "moe_ext.testing"}

@@ -1,9 +1,36 @@
-"""Specifications of models and rates of processors: numbers that costs and memory follow from."""
+"""Plans of training: sizes of models, rates of processors, and the placement that takes least."""
 
 from moe_ext.distributed.cost_table import CodecRate, CostTable
+from moe_ext.planner.cluster import CLUSTERS, ClusterSpec, Level
+from moe_ext.planner.cost import CostModel, Job, exchange_bytes, gradient_bytes
+from moe_ext.planner.plan import Applied, Plan, plan
 from moe_ext.planner.presets import PRESETS, ModelSpec, preset
+from moe_ext.planner.report import html_report
+from moe_ext.planner.search import Found, SearchResult, search
+from moe_ext.planner.spec import model_spec
 
-__all__ = ["PRESETS", "CodecRate", "CostTable", "ModelSpec", "preset"]
+__all__ = [
+    "CLUSTERS",
+    "PRESETS",
+    "Applied",
+    "ClusterSpec",
+    "CodecRate",
+    "CostModel",
+    "CostTable",
+    "Found",
+    "Job",
+    "Level",
+    "ModelSpec",
+    "Plan",
+    "SearchResult",
+    "exchange_bytes",
+    "gradient_bytes",
+    "html_report",
+    "model_spec",
+    "plan",
+    "preset",
+    "search",
+]
 
 
 def __dir__() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,12 @@ class ModelSpec:
         gated_experts: experts have one.
         positions: learned positions.
         relative_positions: each layer has a matrix `[D, D]` of relative positions.
+        num_kv_heads: heads of keys and values; None for as many as there are heads.
+        dense_ffn_dim: F of dense layers; None for that of experts.
+        shared_ffn_dim: F of the expert of all tokens; 0 for none.
+        tied: the output shares the embedding.
+        latent: (rank of queries, rank of keys and values, plain and rotary size of a head, size of
+            its values) of multi-head latent attention; empty for the usual one.
         published: parameters in all, as the source gives them.
         published_active: parameters of a token, where the source gives them.
         source: where the sizes are from.
@@ -43,6 +50,11 @@ class ModelSpec:
     gated_experts: bool = False
     positions: int = 0
     relative_positions: bool = False
+    num_kv_heads: int | None = None
+    dense_ffn_dim: int | None = None
+    shared_ffn_dim: int = 0
+    tied: bool = True
+    latent: tuple[int, ...] = ()
     published: float = 0.0
     published_active: float | None = None
     source: str = ""
@@ -70,15 +82,49 @@ class ModelSpec:
         """Parameters of one expert."""
         return (2 + self.gated_experts) * self.model_dim * self.ffn_dim
 
+    @property
+    def heads_dim(self) -> int:
+        """Width of all heads together."""
+        return self.num_heads * (self.head_dim or self.model_dim // self.num_heads)
+
+    @property
+    def kv_dim(self) -> int:
+        """Numbers of a token that attention keeps of its keys, and again of its values."""
+        if self.latent:
+            return (self.latent[1] + self.latent[3]) // 2
+        return self.heads_dim // self.num_heads * (self.num_kv_heads or self.num_heads)
+
+    def attention_parameters(self) -> int:
+        """Parameters of one attention."""
+        dim = self.model_dim
+        if not self.latent:
+            return 2 * dim * (self.heads_dim + self.kv_dim)
+        queries, keys, plain, rotary, values = self.latent
+        heads = self.num_heads
+        return (
+            dim * (queries + keys + rotary)
+            + heads * (queries * (plain + rotary) + keys * (plain + values))
+            + heads * values * dim
+        )
+
+    def dense_layer_ffn(self) -> int:
+        """Parameters of the ffn of a dense layer."""
+        return (2 + self.gated) * self.model_dim * (self.dense_ffn_dim or self.ffn_dim)
+
+    def shared_parameters(self) -> int:
+        """Parameters of a layer's router and shared expert."""
+        shared = (2 + self.gated_experts) * self.model_dim * self.shared_ffn_dim
+        return self.model_dim * self.num_experts + shared
+
     def dense_parameters(self) -> int:
         """Parameters of all but experts: attention, dense ffn, routers, embeddings."""
         dim = self.model_dim
-        heads = self.num_heads * (self.head_dim or dim // self.num_heads)
-        attention = 4 * dim * heads * (self.num_layers + self.num_cross_layers)
+        attention = self.attention_parameters() * (self.num_layers + self.num_cross_layers)
         relative = dim * dim * self.num_layers if self.relative_positions else 0
-        ffn = (2 + self.gated) * dim * self.ffn_dim * (self.num_layers - self.num_moe_layers)
-        routers = dim * self.num_experts * self.num_moe_layers
-        return attention + relative + ffn + routers + dim * (self.vocab_size + self.positions)
+        ffn = self.dense_layer_ffn() * (self.num_layers - self.num_moe_layers)
+        beside = self.shared_parameters() * self.num_moe_layers
+        vocabulary = self.vocab_size * (1 if self.tied else 2) + self.positions
+        return attention + relative + ffn + beside + dim * vocabulary
 
     def parameters(self) -> int:
         """In all."""
@@ -90,6 +136,8 @@ class ModelSpec:
         experts = self.top_k * self.num_moe_layers
         return self.dense_parameters() + experts * self.expert_parameters
 
+
+_GATED: dict[str, Any] = {"gated": True, "gated_experts": True, "tied": False}
 
 PRESETS = {
     "gpt3": ModelSpec(
@@ -154,6 +202,66 @@ PRESETS = {
         num_cross_layers=24,
         published=11e9,
         source="Raffel et al. 2019 (arXiv 1910.10683), section 3.7",
+    ),
+    "mixtral-8x7b": ModelSpec(
+        *(32, 4096, 32, 14336, 32000),
+        **_GATED,
+        num_kv_heads=8,
+        num_experts=8,
+        top_k=2,
+        num_moe_layers=32,
+        published=46.7e9,
+        published_active=12.9e9,
+        source="Jiang et al. 2024 (arXiv 2401.04088), table 1",
+    ),
+    "qwen3-235b": ModelSpec(
+        *(94, 4096, 64, 1536, 151936),
+        **_GATED,
+        head_dim=128,
+        num_kv_heads=4,
+        num_experts=128,
+        top_k=8,
+        num_moe_layers=94,
+        published=235e9,
+        published_active=22e9,
+        source="Yang et al. 2025 (arXiv 2505.09388), table 2",
+    ),
+    "deepseek-v3": ModelSpec(
+        *(61, 7168, 128, 2048, 129280),
+        **_GATED,
+        num_experts=256,
+        top_k=8,
+        num_moe_layers=58,
+        dense_ffn_dim=18432,
+        shared_ffn_dim=2048,
+        latent=(1536, 512, 128, 64, 128),
+        published=671e9,
+        published_active=37e9,
+        source="DeepSeek-AI 2024 (arXiv 2412.19437), section 4.2; without multi-token prediction",
+    ),
+    "kimi-k2": ModelSpec(
+        *(61, 7168, 64, 2048, 163840),
+        **_GATED,
+        num_experts=384,
+        top_k=8,
+        num_moe_layers=60,
+        dense_ffn_dim=18432,
+        shared_ffn_dim=2048,
+        latent=(1536, 512, 128, 64, 128),
+        published=1.04e12,
+        published_active=32.6e9,
+        source="Kimi Team 2025 (arXiv 2507.20534), table 2",
+    ),
+    "gpt-oss-120b": ModelSpec(
+        *(36, 2880, 64, 2880, 201088),
+        **_GATED,
+        head_dim=64,
+        num_kv_heads=8,
+        num_experts=128,
+        top_k=4,
+        num_moe_layers=36,
+        published=116.8e9,
+        source="OpenAI 2025 (arXiv 2508.10925), table 1; 5.13B active, without the embedding",
     ),
 }
 _UNPUBLISHED = {"wudao-2.0": "1.75T parameters were announced without layers, width or experts"}

@@ -143,7 +143,7 @@ def check_the_least_time_wins():
 def check_a_rehearsal_sends_what_a_step_sends():
     one, x = layer("alltoall"), tokens(MANY)
     outcome(one, x)
-    shape = auto._Shape(E, K, dist.get_world_size(), 1, D, x.dtype)
+    shape = auto.DispatchShape(E, K, dist.get_world_size(), 1, D, x.dtype)
     made = [("alltoall", one.dispatcher)]
     with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as sent:
         outcome(one, x)
@@ -177,7 +177,7 @@ def check_expected_bytes_are_those_that_are_sent():
     idx = torch.rand(num_tokens, E, generator=generator).argsort(1)[:, :K]
     x, weights = torch.zeros(num_tokens, dim), torch.ones(num_tokens, K)
     node_size = 2 if num_ranks == 4 else 1
-    shape = auto._Shape(E, K, num_ranks, node_size, dim, torch.float32)
+    shape = auto.DispatchShape(E, K, num_ranks, node_size, dim, torch.float32)
     for combine in ("exact", "reduced"):
         for name in expected_names(combine, False):
             made = AutoDispatcher(E, dist.group.WORLD, combine=combine)._make(name, node_size)

@@ -177,7 +177,7 @@ class AutoDispatcher(TokenDispatcher):
         if any(row[3] != node_size for row in told):
             node_size = 1
         names = self._names(node_size, in_rounds)
-        shape = _Shape(
+        shape = DispatchShape(
             self.num_experts, top_k, self.num_ranks, node_size, dim, DTYPES[code], self.wire
         )
         amounts = [shape.sent_bytes(name, self.combine_by, num_tokens) for name in names]
@@ -226,7 +226,7 @@ class AutoDispatcher(TokenDispatcher):
     def _predicted(
         self,
         made: list[tuple[str, TokenDispatcher]],
-        shape: _Shape,
+        shape: DispatchShape,
         num_tokens: int,
         device: torch.device,
         weighed: bool,
@@ -245,7 +245,7 @@ class AutoDispatcher(TokenDispatcher):
 
 
 @dataclass(frozen=True)
-class _Shape:
+class DispatchShape:
     """Facts that the expected numbers of rows follow from."""
 
     num_experts: int
@@ -294,7 +294,7 @@ class _Shape:
 
 def _rehearse(
     made: list[tuple[str, TokenDispatcher]],
-    shape: _Shape,
+    shape: DispatchShape,
     sizes: tuple[int, ...],
     device: torch.device,
     weighed: bool,

@@ -1,0 +1,72 @@
+"""``python -m moe_ext plan``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from moe_ext.planner.plan import plan
+from moe_ext.planner.report import html_report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.add_argument("--model", required=True, help="config.json or name of a preset")
+    parser.add_argument("--cluster", required=True, help="YAML or JSON file, or name of a preset")
+    parser.add_argument("--gpus", type=int, required=True, help="processors of the job")
+    parser.add_argument("--seq-len", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--global-batch", type=int, default=1024, help="sequences of a step")
+    parser.add_argument("--dtype", default="bfloat16", help="of products and messages")
+    parser.add_argument("--zipf", type=float, default=0.0, help="s of the load of experts")
+    parser.add_argument(
+        "--fix", action="append", default=[], metavar="AXIS=VALUE", help="a value to keep, pp=1 say"
+    )
+    parser.add_argument(
+        "--why-not", action="append", default=[], metavar="AXIS=VALUE", help="explain another value"
+    )
+    parser.add_argument("--out", default="plan.json", help="file of the plan")
+    parser.add_argument("--report", help="file of a report in HTML")
+
+
+def _pair(text: str) -> dict[str, int | str | None]:
+    name, is_pair, value = text.partition("=")
+    if not is_pair:
+        raise ValueError(f"plan: expected AXIS=VALUE, got {text!r}")
+    if value == "none":
+        return {name: None}
+    return {name: int(value) if value.isdigit() else value}
+
+
+def _show(done: int, total: int) -> None:
+    filled = 30 * done // total
+    print(f"\r[{'#' * filled}{'.' * (30 - filled)}] {done}/{total} meshes", end="", file=sys.stderr)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; the exit status."""
+    try:
+        fixed = {name: value for text in arguments.fix for name, value in _pair(text).items()}
+        found = plan(
+            arguments.model,
+            arguments.cluster,
+            num_ranks=arguments.gpus,
+            seq_len=arguments.seq_len,
+            global_batch=arguments.global_batch,
+            dtype=arguments.dtype,
+            load=arguments.zipf,
+            fixed=fixed,
+            progress=_show if sys.stderr.isatty() else None,
+        )
+        reasons = {text: found.why_not(**_pair(text)) for text in arguments.why_not}
+    except (ValueError, ImportError) as error:
+        print(f"\nmoe_ext plan: {error}", file=sys.stderr)
+        return 2
+    print(found)
+    for reason in reasons.values():
+        print(f"why not {reason}")
+    print(found.commands()["torchrun"])
+    found.to_json(arguments.out)
+    if arguments.report:
+        Path(arguments.report).write_text(html_report(found, why_not=reasons))
+    return 0

@@ -1,0 +1,159 @@
+"""Specifications of clusters: processors, their memory, and links by level."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Level:
+    """Links between the processors of one level, such as a node.
+
+    Attributes:
+        name: in reports.
+        size: processors that it joins, at most.
+        latency: seconds of a message.
+        bandwidth: bytes a second that leave one processor.
+    """
+
+    name: str
+    size: int
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """Processors and their links.
+
+    Attributes:
+        levels: from the innermost, sizes ascending.
+        flops: peak operations a second of dense products, by dtype.
+        memory: bytes of a processor.
+        memory_bandwidth: bytes a second of its memory.
+        efficiency: share of the peak that products reach.
+        source: of the numbers.
+    """
+
+    levels: tuple[Level, ...]
+    flops: Mapping[str, float]
+    memory: float
+    memory_bandwidth: float
+    efficiency: float = 0.5
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        """ValueError for numbers that no cluster has."""
+        sizes = [level.size for level in self.levels]
+        if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
+            raise ValueError(f"ClusterSpec: expected sizes of levels to ascend, got {sizes}")
+        rates = [self.memory, self.memory_bandwidth, *self.flops.values()]
+        if not self.flops or not all(rate > 0 for rate in rates):
+            raise ValueError("ClusterSpec: expected flops and memory to be above 0")
+        if not all(level.bandwidth > 0 and level.latency >= 0 for level in self.levels):
+            raise ValueError("ClusterSpec: expected bandwidths above 0 and latencies of at least 0")
+        if not 0 < self.efficiency <= 1:
+            raise ValueError(
+                f"ClusterSpec: expected efficiency to be in (0, 1], got {self.efficiency}"
+            )
+
+    @classmethod
+    def of(cls, cluster: ClusterSpec | Mapping[str, Any] | str | Path) -> ClusterSpec:
+        """A cluster by a spec, the name of a preset, a mapping, or a JSON or YAML file.
+
+        Raises:
+            ImportError: the file is YAML and PyYAML is not installed.
+            ValueError: it is none of these, or lacks a field.
+        """
+        if isinstance(cluster, ClusterSpec):
+            return cluster
+        if not isinstance(cluster, Mapping):
+            if str(cluster) in CLUSTERS:
+                return CLUSTERS[str(cluster)]
+            cluster = _read(Path(cluster))
+        try:
+            # YAML reads 3e-6 as text.
+            levels = tuple(
+                Level(
+                    level["name"],
+                    int(level["size"]),
+                    float(level["latency"]),
+                    float(level["bandwidth"]),
+                )
+                for level in cluster["levels"]
+            )
+            numbers = {
+                name: float(value)
+                for name, value in cluster.items()
+                if name in ("memory", "memory_bandwidth", "efficiency")
+            }
+            flops = {name: float(rate) for name, rate in cluster["flops"].items()}
+            return cls(**{**cluster, **numbers, "flops": flops, "levels": levels})
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"ClusterSpec: expected the fields levels, flops, memory and memory_bandwidth: "
+                f"{error}"
+            ) from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """The mapping that `of` takes."""
+        return asdict(self)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ValueError(
+            f"ClusterSpec: expected cluster to be one of {sorted(CLUSTERS)} or a file, got "
+            f"{str(path)!r}: {error}"
+        ) from error
+    try:
+        if path.suffix in (".yaml", ".yml"):
+            import yaml  # type: ignore[import-untyped]
+
+            found = yaml.safe_load(text)
+        else:
+            found = json.loads(text)
+    except ImportError as error:
+        raise ImportError("ClusterSpec: expected PyYAML for YAML files; JSON needs none") from error
+    except ValueError as error:
+        raise ValueError(f"ClusterSpec: expected {path} to be JSON, got {error}") from error
+    if not isinstance(found, Mapping):
+        raise ValueError(f"ClusterSpec: expected {path} to hold a mapping, got {type(found)}")
+    return found
+
+
+def _pod(
+    node: int, link: float, flops: float, memory: float, rate: float, source: str
+) -> ClusterSpec:
+    """Processors whose nodes have 400 Gbit/s Ethernet or InfiniBand for each of them."""
+    levels = (Level("node", node, 3e-6, link), Level("network", 2**20, 10e-6, 50e9))
+    return ClusterSpec(levels, {"bfloat16": flops}, memory, rate, source=source)
+
+
+CLUSTERS = {
+    "a100": ClusterSpec(
+        (Level("node", 8, 3e-6, 300e9), Level("network", 2**20, 10e-6, 25e9)),
+        {"bfloat16": 312e12},
+        80e9,
+        2.039e12,
+        source="NVIDIA A100 80GB data sheet; DGX A100: eight 200 Gbit/s adapters",
+    ),
+    "h100": _pod(8, 450e9, 989e12, 80e9, 3.35e12, "NVIDIA H100 SXM data sheet; DGX H100"),
+    "h200": _pod(8, 450e9, 989e12, 141e9, 4.8e12, "NVIDIA H200 SXM data sheet; DGX H200"),
+    "gb200": _pod(72, 900e9, 2.5e15, 186e9, 8e12, "NVIDIA GB200 NVL72 data sheet"),
+    "ethernet": ClusterSpec(
+        (Level("node", 8, 5e-6, 12e9), Level("ethernet", 2**20, 50e-6, 1.25e9 / 8)),
+        {"bfloat16": 312e12},
+        80e9,
+        2.039e12,
+        source="eight A100 80GB PCIe behind one adapter of 10 Gbit/s (IEEE 802.3ae)",
+    ),
+}
+"""Clusters by name. Bandwidths are nominal, in one direction, for each processor; latencies are
+round numbers of their class, to be replaced by measured ones."""

@@ -1,0 +1,382 @@
+"""Time and memory of a training step by formula, of many placements at once.
+
+Placements are columns of one tensor each, so that a formula is written once and serves one of them
+and a million. Shapes: C candidates.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_ext._checks import check_sizes
+from moe_ext.distributed.comm import all_reduce_bytes
+from moe_ext.distributed.dispatch.auto import DispatchShape
+from moe_ext.distributed.dispatch.base import sum_dtype
+from moe_ext.distributed.dispatch.wire import Wire, sent_row_bytes
+from moe_ext.planner.cluster import ClusterSpec
+from moe_ext.planner.presets import ModelSpec
+
+SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved")
+DISPATCHERS = ("alltoall", "dedup", "hierarchical", "allgather")
+WIRES = (None, "int8", "fp8", "mx")
+COMBINES = ("exact", "reduced")
+# Stages of a rank with "interleaved".
+CHUNKS = 2
+# Memory that formulas do not see, fragments and buffers of libraries, over what they see.
+MARGIN = 1.1
+_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+Columns = dict[str, Tensor]
+_EXCHANGE = ("ep", "dispatcher", "wire", "combine")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One step of training.
+
+    Attributes:
+        num_ranks: processors.
+        seq_len: tokens of a sequence.
+        global_batch: sequences of a step.
+        dtype: of products and messages.
+        load: tokens of each expert, as `layer.metrics` counts them; or s of Zipf's law, where
+            expert i has tokens in proportion to 1 / i^s; 0 for even routing.
+    """
+
+    num_ranks: int
+    seq_len: int = 4096
+    global_batch: int = 1024
+    dtype: str = "bfloat16"
+    load: float | tuple[float, ...] = 0.0
+
+    def __post_init__(self) -> None:
+        """ValueError for numbers that no job has."""
+        check_sizes(
+            "Job",
+            num_ranks=self.num_ranks,
+            seq_len=self.seq_len,
+            global_batch=self.global_batch,
+        )
+        if self.dtype not in _BYTES:
+            raise ValueError(
+                f"Job: expected dtype to be one of {sorted(_BYTES)}, got {self.dtype!r}"
+            )
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return _BYTES[self.dtype]
+
+    def imbalance(self, num_experts: int, ep: int) -> float:
+        """Load of the busiest of `ep` ranks over the mean, experts in order."""
+        if isinstance(self.load, tuple):
+            counts = list(self.load)
+            if len(counts) != num_experts or min(counts) < 0 or sum(counts) <= 0:
+                raise ValueError(
+                    f"Job: expected load to hold tokens of {num_experts} experts, got "
+                    f"{len(counts)} numbers"
+                )
+        else:
+            counts = [(i + 1) ** -self.load for i in range(num_experts)]
+        each = num_experts // ep
+        parts = [sum(counts[i * each : (i + 1) * each]) for i in range(ep)]
+        return max(parts) * ep / sum(counts)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Cost of placements of one job.
+
+    Attributes:
+        model: sizes.
+        cluster: processors and links.
+        job: a step.
+    """
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    job: Job
+
+    def __post_init__(self) -> None:
+        """ValueError for a dtype that the cluster has no rate of."""
+        if self.job.dtype not in self.cluster.flops:
+            raise ValueError(
+                f"plan: expected cluster.flops to have {self.job.dtype}, got "
+                f"{sorted(self.cluster.flops)}"
+            )
+
+    @functools.cached_property
+    def _rate(self) -> float:
+        return self.cluster.flops[self.job.dtype] * self.cluster.efficiency
+
+    def _imbalance(self, c: Columns) -> Tensor:
+        """Load of the busiest rank over the mean, of each candidate."""
+        ep = c["ep"]
+        table = torch.ones(int(ep.max()) + 1, dtype=torch.float64)
+        for size in _present(ep) if self.model.num_experts else []:
+            table[size] = self.job.imbalance(self.model.num_experts, size)
+        return table[ep]
+
+    def _link(self, span: Tensor) -> tuple[Tensor, Tensor]:
+        """Latency and bandwidth between ranks that reach over so many."""
+        levels = self.cluster.levels
+        ends = torch.tensor([float(level.size) for level in levels[:-1]], dtype=torch.float64)
+        i = torch.bucketize(span.double(), ends)
+        latency = torch.tensor([level.latency for level in levels], dtype=torch.float64)
+        bandwidth = torch.tensor([level.bandwidth for level in levels], dtype=torch.float64)
+        return latency[i], bandwidth[i]
+
+    def _ring(self, size: Tensor, stride: Tensor, num_bytes: Tensor) -> Tensor:
+        """Seconds of an all-gather or reduce-scatter of so many bytes in all."""
+        latency, bandwidth = self._link(size * stride)
+        return (size - 1) * latency + (size - 1) / size * num_bytes / bandwidth
+
+    def tokens(self, c: Columns) -> Tensor:
+        """Tokens of a rank in a micro-batch."""
+        return c["micro_batch"] * self.job.seq_len / (c["cp"] * c["tp"])
+
+    def num_micro_batches(self, c: Columns) -> Tensor:
+        """Micro-batches of a step."""
+        return self.job.global_batch / (self._data(c) * c["micro_batch"])
+
+    def _stage(self, c: Columns) -> Tensor:
+        return self.job.num_ranks / c["pp"]
+
+    def _data(self, c: Columns) -> Tensor:
+        return self._stage(c) / (c["tp"] * c["cp"])
+
+    def compute(self, c: Columns) -> Tensor:
+        """Seconds of the products of a micro-batch's forward pass through the largest stage."""
+        m, tokens = self.model, self.tokens(c)
+        share_moe = m.num_moe_layers / m.num_layers
+        layers = torch.ceil(m.num_layers / c["pp"])
+        dense = m.attention_parameters() * (1 + m.num_cross_layers / m.num_layers)
+        dense += (1 - share_moe) * m.dense_layer_ffn() + share_moe * m.shared_parameters()
+        experts = share_moe * m.top_k * m.expert_parameters * self._imbalance(c)
+        scores = 2.0 * self.job.seq_len * m.heads_dim
+        logits = 2.0 * m.vocab_size * m.model_dim
+        return tokens * (layers * (2 * (dense + experts) + scores) + logits) / self._rate
+
+    def dispatch_bytes(self, ep: int, dispatcher: str, wire: str | None, combine: str) -> float:
+        """Bytes that a token sends through a layer, to the experts and back, for even routing."""
+        return sum(self._dispatch(ep, dispatcher, wire, combine))
+
+    def _dispatch(
+        self, ep: int, dispatcher: str, wire: str | None, combine: str
+    ) -> tuple[float, float]:
+        """Bytes that stay in the node, and that leave it."""
+        m, inner = self.model, self.cluster.levels[0].size
+        if ep == 1:
+            return 0.0, 0.0
+        node = min(ep, inner) if ep % min(ep, inner) == 0 else 1
+        dtype = getattr(torch, self.job.dtype)
+        shape = DispatchShape(
+            m.num_experts, m.top_k, ep, node, m.model_dim, dtype, Wire.of("plan", wire)
+        )
+        sent, off = shape.sent_bytes(dispatcher, combine, 1)
+        return sent - off, off
+
+    def terms(self, c: Columns) -> Columns:
+        """Seconds of a micro-batch's forward and backward pass on a stage, by what they are for."""
+        m, size, tokens = self.model, self.job.itemsize, self.tokens(c)
+        passes = 3.0 + c["recompute"]
+        layers = torch.ceil(m.num_layers / c["pp"])
+        moe = layers * m.num_moe_layers / m.num_layers
+        one = torch.ones_like(c["pp"])
+        compute = self.compute(c) * passes
+        # Sequence-parallel: gathered before a product of columns, scattered behind one of rows.
+        whole = tokens * c["tp"] * m.model_dim * size
+        places = 2.0 * layers + 2.0 * (layers - moe)
+        tensor = (2.0 + c["recompute"]) * places * self._ring(c["tp"], one, whole)
+        hop = 2.0 * tokens * c["tp"] * m.kv_dim * size / c["tp"].clamp(max=m.num_kv_heads or 1)
+        latency, bandwidth = self._link(c["cp"] * c["tp"])
+        block = tokens * 2.0 * self.job.seq_len * m.heads_dim / c["cp"] / self._rate
+        ring = (c["cp"] - 1) * (latency + hop / bandwidth - block).clamp(min=0.0)
+        context = (3.0 + c["recompute"]) * layers * ring
+        experts = torch.zeros_like(compute)
+        if m.num_experts:
+            shape = (int(c["ep"].max()) + 1, len(DISPATCHERS), len(WIRES), len(COMBINES))
+            table = torch.zeros(*shape, 2, dtype=torch.float64)
+            key = torch.zeros_like(c["ep"])
+            for name, size_of in zip(_EXCHANGE, shape, strict=True):
+                key = key * size_of + c[name]
+            for place in _present(key):
+                ep, way, wire, back = (
+                    int(i) for i in torch.unravel_index(torch.tensor(place), shape)
+                )
+                names = DISPATCHERS[way], WIRES[wire], COMBINES[back]
+                table[ep, way, wire, back] = torch.tensor(self._dispatch(ep, *names))
+            near, far = table.view(-1, 2)[key].unbind(1)
+            fast = self.cluster.levels[0].bandwidth
+            latency, bandwidth = self._link(c["ep"])
+            seconds = tokens * self._imbalance(c) * (near / fast + far / bandwidth)
+            seconds = seconds + 2.0 * latency * (c["ep"] > 1)
+            experts = (2.0 + c["recompute"]) * moe * seconds
+        return {"compute": compute, "tensor": tensor, "context": context, "experts": experts}
+
+    def parameters(self, c: Columns) -> tuple[Tensor, Tensor]:
+        """Parameters of a rank before ZeRO: dense ones and those of experts, largest stage."""
+        m = self.model
+        layers = torch.ceil(m.num_layers / c["pp"])
+        ends = m.model_dim * m.vocab_size * (1.0 if m.tied else 2.0)
+        inside = (m.dense_parameters() - ends) / m.num_layers * layers
+        # A first stage has the embedding, a last one the output.
+        outside = torch.where(c["pp"] > 1, m.model_dim * m.vocab_size, ends)
+        experts = m.expert_parameters * m.num_experts / c["ep"]
+        return (inside + outside) / c["tp"], experts * m.num_moe_layers / m.num_layers * layers
+
+    def gradients(self, c: Columns) -> Tensor:
+        """Seconds of a step's messages for gradients and weights between copies."""
+        dense, experts = self.parameters(c)
+        copies, edp = self._data(c) * c["cp"], self._stage(c) / c["ep"]
+        size = float(self.job.itemsize)
+        once = self._ring(copies, c["tp"], dense * size) + self._ring(edp, c["ep"], experts * size)
+        # FSDP2 gathers for each pass of each micro-batch, and reduces each.
+        times = torch.where(c["zero"] == 3, 3.0 * self.num_micro_batches(c), 2.0)
+        return once * times
+
+    def hop(self, c: Columns) -> Tensor:
+        """Seconds of an activation from one stage to the next."""
+        latency, bandwidth = self._link(2 * self._stage(c))
+        num_bytes = self.tokens(c) * self.model.model_dim * self.job.itemsize
+        return torch.where(c["pp"] > 1, latency + num_bytes / bandwidth, 0.0)
+
+    def split(self, c: Columns) -> tuple[Tensor, Tensor, Tensor]:
+        """Seconds of a stage's forward pass, gradients of inputs, and gradients of weights."""
+        total = sum(self.terms(c).values())
+        assert isinstance(total, Tensor)
+        forward = total / (3.0 + c["recompute"])
+        return forward, total - 2.0 * forward, forward
+
+    def bound(self, c: Columns) -> Tensor:
+        """Seconds of a step at least: products, without messages or idle ranks."""
+        return self.num_micro_batches(c) * self.compute(c) * (3.0 + c["recompute"])
+
+    def seconds(self, c: Columns) -> Tensor:
+        """Seconds of a step by closed forms; hops of the pipeline are left to the simulation."""
+        forward, inputs, weights = self.split(c)
+        each, fill = forward + inputs + weights, c["pp"] - 1
+        kind = c["schedule"]
+        gap = torch.where(kind == SCHEDULES.index("interleaved"), each / CHUNKS, each)
+        late = (forward + inputs - weights).clamp(min=0.0)
+        gap = torch.where(kind == SCHEDULES.index("zb-h1"), late, gap)
+        return self.num_micro_batches(c) * each + fill * gap + self.gradients(c)
+
+    def in_flight(self, c: Columns) -> Tensor:
+        """Micro-batches whose activations the first rank holds, in stages of a rank."""
+        pp, micro = c["pp"].double(), self.num_micro_batches(c)
+        kind = c["schedule"]
+        found = torch.minimum(pp, micro)
+        found = torch.where(kind == SCHEDULES.index("gpipe"), micro, found)
+        chunks = torch.minimum(micro, (2 * (pp - 1) + (CHUNKS - 1) * pp + 1) / CHUNKS)
+        return torch.where(kind == SCHEDULES.index("interleaved"), chunks, found)
+
+    def memory_terms(self, c: Columns) -> Columns:
+        """Bytes of the fullest rank, by what they are for."""
+        m, size, tokens = self.model, self.job.itemsize, self.tokens(c)
+        dense, experts = self.parameters(c)
+        copies, edp = self._data(c) * c["cp"], self._stage(c) / c["ep"]
+        # Weights and gradients; AdamW's moments, with float32 weights where training is in less.
+        state = 8.0 if size == 4 else 12.0
+        divided = c["zero"] >= 1
+        optimizer = state * torch.where(divided, dense / copies + experts / edp, dense + experts)
+        whole = torch.where(c["zero"] == 3, dense / copies + experts / edp, dense + experts)
+        per_layer = (dense + experts) / torch.ceil(m.num_layers / c["pp"])
+        gathered = torch.where(c["zero"] == 3, 2.0 * size * per_layer, 0.0)
+        rows = m.top_k * self._imbalance(c)
+        up = 2 + m.gated_experts
+        moe = rows * ((m.model_dim + up * m.ffn_dim) * size + 28)
+        moe = moe + up * m.shared_ffn_dim * size + 4.0 * m.num_experts
+        ffn = (2 + m.gated) * (m.dense_ffn_dim or m.ffn_dim) * size
+        share = m.num_moe_layers / m.num_layers
+        attention = (4 * m.model_dim + 2 * m.heads_dim + 2 * m.kv_dim) * size
+        layer = tokens * (attention + share * moe + (1 - share) * ffn)
+        layers = torch.ceil(m.num_layers / c["pp"])
+        kept = torch.where(c["recompute"] == 1, tokens * m.model_dim * size, layer)
+        activations = self.in_flight(c) * layers * kept + torch.where(
+            c["recompute"] == 1, layer, 0.0
+        )
+        exchanged = 2.0 * tokens * rows * m.model_dim * size * (c["ep"] > 1)
+        return {
+            "weights": size * whole,
+            "gradients": size * whole,
+            "optimizer": optimizer,
+            "gathered": gathered,
+            "activations": activations,
+            "dispatch": exchanged,
+            "logits": tokens * m.vocab_size * (size + 4.0),
+        }
+
+    def memory(self, c: Columns) -> Tensor:
+        """Bytes of the fullest rank, with the margin."""
+        total = sum(self.memory_terms(c).values())
+        assert isinstance(total, Tensor)
+        return MARGIN * total
+
+
+def exchange_bytes(
+    topk_idx_TK: Sequence[Tensor],
+    rank: int,
+    *,
+    num_experts: int,
+    model_dim: int,
+    dispatcher: str = "alltoall",
+    wire: Wire | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> int:
+    """Bytes of rows that a rank sends in a layer's forward pass, there and back, for this routing.
+
+    As `count_traffic` counts them, of "alltoall" and of "dedup" with `combine="exact"`, with the
+    weights and indices that travel beside rows to experts that take them.
+
+    Args:
+        topk_idx_TK: of each rank, the experts `[T, K]` of its tokens.
+        rank: that sends.
+        num_experts: E.
+        model_dim: D.
+        dispatcher: "alltoall" or "dedup".
+        wire: see `MoELayer`.
+        dtype: of rows.
+    """
+    if dispatcher not in ("alltoall", "dedup"):
+        raise ValueError(
+            f"exchange_bytes: expected dispatcher to be alltoall or dedup, got {dispatcher!r}"
+        )
+    ranks, made = len(topk_idx_TK), Wire.of("exchange_bytes", wire)
+    owner = [idx // (num_experts // ranks) for idx in topk_idx_TK]
+    others = [p for p in range(ranks) if p != rank]
+
+    def rows(source: int, target: int, once: bool) -> int:
+        hit = owner[source] == target
+        return int((hit.any(1) if once else hit).sum())
+
+    once, top_k = dispatcher == "dedup", topk_idx_TK[rank].shape[1]
+    weight = sum_dtype(dtype).itemsize
+    beside = top_k * (2 + weight) if once else weight
+    row, row_back = (sent_row_bytes(f, model_dim, dtype) for f in (made.dispatch, made.combine))
+    there = sum(rows(rank, p, once) for p in others)
+    back = sum(rows(p, rank, False) for p in others)
+    return there * (row + beside) + back * row_back
+
+
+def gradient_bytes(buckets: Sequence[int], num_ranks: int) -> int:
+    """Bytes that leave a rank when so many bytes of gradients are averaged, bucket by bucket."""
+    return sum(all_reduce_bytes(each, num_ranks) for each in buckets)
+
+
+def _present(column: Tensor) -> list[int]:
+    """Values of a column of small numbers, ascending."""
+    found: list[int] = torch.bincount(column).nonzero().view(-1).tolist()
+    return found
+
+
+def divisors(number: int) -> list[int]:
+    """Of a number, ascending."""
+    low = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
+    return sorted({*low, *(number // i for i in low)})

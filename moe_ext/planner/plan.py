@@ -1,0 +1,322 @@
+"""Plans: a placement with its costs, reasons, files, commands, and a model put into it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from moe_ext.distributed import MoEMesh, fully_shard, sync_gradients
+from moe_ext.planner.cluster import ClusterSpec
+from moe_ext.planner.cost import CostModel, Job
+from moe_ext.planner.presets import ModelSpec
+from moe_ext.planner.search import Choice, Found, columns_of, search
+from moe_ext.planner.spec import model_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SCHEMA = 1
+# To do about the term that binds.
+_REMEDIES = {
+    "weights": "more pp, tp or ep, ZeRO 3, or processors with more memory",
+    "gradients": "more pp, tp or ep, ZeRO 3, or processors with more memory",
+    "optimizer": "ZeRO 1 over more copies, more pp, or processors with more memory",
+    "gathered": "ZeRO 1, or smaller layers by tp",
+    "activations": "recompute, smaller micro-batches, more cp or tp, or more memory",
+    "dispatch": "smaller micro-batches, even routing, or more memory",
+    "logits": "smaller micro-batches, more cp or tp",
+    "compute": "quicker or more processors, recompute off, or even routing",
+    "tensor": "less tp, or a quicker link inside the node",
+    "context": "less cp, or a quicker link",
+    "experts": "ep inside the node, dispatcher dedup, wire int8, or a quicker link",
+    "gradient messages": "less ZeRO, a larger global batch, or a quicker network",
+    "idle pipeline": "more micro-batches, less pp, or zb-h1",
+}
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A model in the placement of a plan.
+
+    Attributes:
+        model: the one given.
+        mesh: of the job.
+        plan: that was applied.
+    """
+
+    model: nn.Module
+    mesh: MoEMesh
+    plan: Plan
+
+    def sync_gradients(self) -> None:
+        """Average gradients after the last backward pass of a step; FSDP2 has done it before."""
+        if self.plan.choice["zero"] != 3:
+            sync_gradients(self.model)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A placement of a job over ranks, why it was chosen, and how to run it.
+
+    Attributes:
+        model: sizes.
+        cluster: processors and links.
+        job: a step.
+        choice: value of each axis: pp, tp, cp, ep, micro_batch, schedule, zero, recompute,
+            dispatcher, wire and combine.
+        seconds: of a step.
+        memory: bytes of the fullest rank, with the margin.
+        pareto: placements of which none is both quicker and smaller, by closed forms.
+        num_points: placements that were costed.
+        num_too_large: of these, those that do not fit into memory.
+        proven: no placement can be better by the cost model.
+    """
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    job: Job
+    choice: Choice
+    seconds: float
+    memory: float
+    pareto: tuple[Found, ...] = ()
+    num_points: int = 0
+    num_too_large: int = 0
+    proven: bool = False
+
+    def time_terms(self) -> dict[str, float]:
+        """Seconds of the step by what they are for; with the rest, idle ranks of the pipeline."""
+        cost = CostModel(self.model, self.cluster, self.job)
+        return _time_terms(cost, self.choice, self.seconds)
+
+    def memory_terms(self) -> dict[str, float]:
+        """Bytes of the fullest rank by what they are for, without the margin."""
+        cost = CostModel(self.model, self.cluster, self.job)
+        terms = cost.memory_terms(columns_of([self.choice]))
+        return {name: float(value) for name, value in terms.items()}
+
+    def why_not(self, **fixed: int | str | None) -> str:
+        """The reason why the plan does not have other values, in a line.
+
+        Args:
+            fixed: values by axis, such as ``pp=1, ep=64``; the others are the best beside them.
+
+        Raises:
+            ValueError: an axis has no such value, or no mesh has them.
+        """
+        cost = CostModel(self.model, self.cluster, self.job)
+        found = search(cost, fixed=fixed)
+        named = ", ".join(f"{name}={value}" for name, value in fixed.items())
+        if found.best is None:
+            assert found.least is not None
+            return f"{named}: {_too_large(cost, found.least)}"
+        theirs = _time_terms(cost, found.best.choice, found.best.seconds)
+        own = self.time_terms()
+        term = max(theirs, key=lambda name: theirs[name] - own[name])
+        if found.best.seconds <= self.seconds:
+            return f"{named}: takes no more than the plan, {found.best.seconds:.4g} s"
+        return (
+            f"{named}: {found.best.seconds:.4g} s a step instead of {self.seconds:.4g}; binding is "
+            f"{term}, {theirs[term]:.4g} s instead of {own[term]:.4g}: {_REMEDIES[term]}"
+        )
+
+    def commands(self, script: str = "train.py") -> dict[str, str]:
+        """Lines that start the job, by launcher: "torchrun", "slurm" and "kubernetes".
+
+        Args:
+            script: to run on each rank.
+        """
+        node = min(self.cluster.levels[0].size, self.job.num_ranks)
+        nodes = -(-self.job.num_ranks // node)
+        run = (
+            f"torchrun --nnodes {nodes} --nproc-per-node {node} --rdzv-backend c10d "
+            f"--rdzv-endpoint $MASTER_ADDR:29500 {script} --plan plan.json"
+        )
+        kubernetes = {
+            "apiVersion": "kubeflow.org/v1",
+            "kind": "PyTorchJob",
+            "metadata": {"name": "moe-ext"},
+            "spec": {
+                "nprocPerNode": str(node),
+                "pytorchReplicaSpecs": {
+                    "Worker": {
+                        "replicas": nodes,
+                        "template": {
+                            "spec": {
+                                "containers": [
+                                    {
+                                        "name": "pytorch",
+                                        "image": "IMAGE",
+                                        "command": ["torchrun", script, "--plan", "plan.json"],
+                                        "resources": {"limits": {"nvidia.com/gpu": node}},
+                                    }
+                                ]
+                            }
+                        },
+                    }
+                },
+            },
+        }
+        return {
+            "torchrun": run,
+            "slurm": f"srun --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {node} {run}",
+            "kubernetes": json.dumps(kubernetes, indent=1),
+        }
+
+    def to_json(self, path: str | Path) -> None:
+        """Write the plan to a file that `from_json` reads."""
+        Path(path).write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n")
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> Plan:
+        """Read a plan.
+
+        Raises:
+            ValueError: the file is none of this version.
+        """
+        found = json.loads(Path(path).read_text())
+        schema = found.pop("schema", None) if isinstance(found, dict) else None
+        if schema != SCHEMA:
+            raise ValueError(f"Plan.from_json: expected schema to be {SCHEMA}, got {schema!r}")
+        model = {**found.pop("model")}
+        job = {**found.pop("job")}
+        if isinstance(job["load"], list):
+            job["load"] = tuple(job["load"])
+        return cls(
+            ModelSpec(**{**model, "latent": tuple(model["latent"])}),
+            ClusterSpec.of(found.pop("cluster")),
+            Job(**job),
+            pareto=tuple(Found(**each) for each in found.pop("pareto")),
+            **found,
+        )
+
+    def apply(self, model: nn.Module) -> Applied:
+        """Put a model into the plan's placement; every rank calls it with the same model.
+
+        The experts of a transformers model are spread over the ranks and run by moe_ext
+        (`moe_ext.replace`), layers are computed again where the plan says so, and ZeRO 3 is FSDP2.
+
+        Args:
+            model: a transformers model, before its optimizer is made.
+
+        Returns:
+            The model with its mesh; `sync_gradients()` ends the backward passes of a step.
+
+        Raises:
+            ValueError: the plan has pipeline stages, tp, cp, or ZeRO 1, which want a model cut up
+                by its author, or an optimizer; nothing is changed.
+        """
+        from moe_ext.integrations.huggingface import replace
+
+        wanted = {"pp": (1,), "tp": (1,), "cp": (1,), "zero": (0, 3)}
+        for name, values in wanted.items():
+            if self.choice[name] not in values:
+                raise ValueError(
+                    f"Plan.apply: expected {name} to be {' or '.join(map(str, values))}, got "
+                    f"{self.choice[name]}: plan with fixed={{'{name}': {values[0]}}}, or build it "
+                    "by MoEMesh, moe_ext.pipeline and moe_ext.attention.prepare_model"
+                )
+        ep = int(self.choice["ep"] or 1)
+        mesh = MoEMesh(ep=ep, dp=self.job.num_ranks // ep)
+        if self.model.num_experts:
+            replace(
+                model,
+                ep_group=mesh.ep_group if ep > 1 else None,
+                dispatcher=str(self.choice["dispatcher"]),
+                combine=str(self.choice["combine"]),
+                wire=self.choice["wire"],  # type: ignore[arg-type]
+            )
+        if self.choice["recompute"]:
+            model.gradient_checkpointing_enable()  # type: ignore[operator]
+        if self.choice["zero"] == 3:
+            fully_shard(model, mesh)
+        return Applied(model, mesh, self)
+
+    def __str__(self) -> str:
+        named = ", ".join(f"{name}={value}" for name, value in self.choice.items())
+        lines = [f"{self.job.num_ranks} ranks: {named}"]
+        lines.append(
+            f"{self.seconds:.4g} s a step, {self.memory / 1e9:.1f} GB of "
+            f"{self.cluster.memory / 1e9:.0f} on the fullest rank; {self.num_points} placements, "
+            f"{self.num_too_large} too large, {'proven' if self.proven else 'not proven'} best"
+        )
+        lines += [f"  {name:<18}{value:>12.4g} s" for name, value in self.time_terms().items()]
+        memory = self.memory_terms().items()
+        lines += [f"  {name:<18}{value / 1e9:>12.2f} GB" for name, value in memory]
+        return "\n".join(lines)
+
+
+def _time_terms(cost: CostModel, choice: Choice, seconds: float) -> dict[str, float]:
+    columns = columns_of([choice])
+    micro = float(cost.num_micro_batches(columns))
+    terms = {name: micro * float(value) for name, value in cost.terms(columns).items()}
+    terms["gradient messages"] = float(cost.gradients(columns))
+    terms["idle pipeline"] = max(0.0, seconds - sum(terms.values()))
+    return terms
+
+
+def _too_large(cost: CostModel, found: Found) -> str:
+    terms = cost.memory_terms(columns_of([found.choice]))
+    term = max(terms, key=lambda name: float(terms[name]))
+    return (
+        f"the smallest takes {found.memory / 1e9:.1f} GB of {cost.cluster.memory / 1e9:.1f}; "
+        f"binding is {term}, {float(terms[term]) / 1e9:.1f} GB: {_REMEDIES[term]}"
+    )
+
+
+def plan(
+    model: ModelSpec | nn.Module | Mapping[str, Any] | str | Path,
+    cluster: ClusterSpec | Mapping[str, Any] | str | Path,
+    *,
+    num_ranks: int,
+    seq_len: int = 4096,
+    global_batch: int = 1024,
+    dtype: str = "bfloat16",
+    load: float | Sequence[float] = 0.0,
+    fixed: Mapping[str, int | str | None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Plan:
+    """Choose how to place the training of a model on a cluster.
+
+    Args:
+        model: see `model_spec`.
+        cluster: see `ClusterSpec.of`.
+        num_ranks: processors of the job.
+        seq_len: tokens of a sequence.
+        global_batch: sequences of a step.
+        dtype: of products and messages.
+        load: tokens of each expert as measured, or s of Zipf's law.
+        fixed: values that axes must have, such as ``{"pp": 1}``. Rows are rounded on their way
+            where "wire" is among them alone.
+        progress: called with numbers of meshes: done, and all of them.
+
+    Raises:
+        ValueError: no placement exists, or none fits; the message names the binding term.
+
+    Determinism: equal arguments give equal plans.
+    """
+    spec, found_cluster = model_spec(model), ClusterSpec.of(cluster)
+    held = float(load) if isinstance(load, (int, float)) else tuple(map(float, load))
+    job = Job(num_ranks, seq_len, global_batch, dtype, held)
+    cost = CostModel(spec, found_cluster, job)
+    found = search(cost, fixed=fixed, progress=progress)
+    if found.best is None:
+        assert found.least is not None
+        raise ValueError(
+            f"plan: expected a placement on {num_ranks} ranks that fits into memory, got none: "
+            f"{_too_large(cost, found.least)}"
+        )
+    return Plan(
+        *(spec, found_cluster, job),
+        found.best.choice,
+        found.best.seconds,
+        found.best.memory,
+        found.pareto,
+        found.num_points,
+        found.num_too_large,
+        found.proven,
+    )

@@ -1,0 +1,229 @@
+"""Plans against brute force, against what ranks send, and trained."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_checks import Checks
+
+from moe_ext import MoELayer
+from moe_ext.distributed import MoEMesh, count_traffic, sync_gradients
+from moe_ext.planner import (
+    CLUSTERS,
+    ClusterSpec,
+    CostModel,
+    Job,
+    Level,
+    ModelSpec,
+    Plan,
+    exchange_bytes,
+    gradient_bytes,
+    html_report,
+    model_spec,
+    plan,
+    preset,
+    search,
+)
+
+CHECKS = Checks()
+SMALL = ModelSpec(
+    *(4, 64, 4, 96, 128),
+    num_kv_heads=4,
+    num_experts=8,
+    top_k=2,
+    num_moe_layers=4,
+    gated=True,
+    gated_experts=True,
+)
+CLUSTER = ClusterSpec(
+    (Level("node", 4, 1e-6, 1e10), Level("network", 1024, 1e-5, 1e9)), {"float32": 1e11}, 4e8, 1e10
+)
+CONFIG = {
+    "model_type": "mixtral",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.mark.parametrize(("ranks", "memory"), [(4, 1.4e7), (8, 3e7), (16, 4e8)])
+def test_search_finds_the_best_of_all(ranks, memory):
+    cluster = ClusterSpec(CLUSTER.levels, CLUSTER.flops, memory, 1e10)
+    cost = CostModel(SMALL, cluster, Job(ranks, 256, 16, "float32", load=0.3))
+    fixed = {"dispatcher": "alltoall", "recompute": 0} if ranks > 4 else {}
+    found, every = search(cost, fixed=fixed), search(cost, fixed=fixed, exhaustive=True)
+    assert found.best == every.best and found.proven
+    assert found.best.memory <= memory
+    assert [each.seconds for each in found.pareto] == sorted(each.seconds for each in found.pareto)
+    assert found == search(cost, fixed=fixed)
+
+
+def test_formulas():
+    cost = CostModel(preset("deepseek-v3"), CLUSTERS["h100"], Job(256))
+    assert cost.dispatch_bytes(1, "alltoall", None, "exact") == 0
+    # 8 rows of 7168 numbers of 2 bytes there and back, but for a 64th of them.
+    plain = cost.dispatch_bytes(64, "alltoall", None, "exact")
+    assert plain == pytest.approx(2 * 8 * 7168 * 2 * 63 / 64)
+    assert cost.dispatch_bytes(8, "dedup", None, "reduced") < 0.7 * cost.dispatch_bytes(
+        8, "alltoall", None, "exact"
+    )
+    assert Job(4).imbalance(8, 4) == 1
+    assert Job(4, load=(5.0, 1, 1, 1)).imbalance(4, 2) == 1.5
+
+
+def test_config_cluster_and_refusals(tmp_path):
+    spec = model_spec(CONFIG)
+    assert (spec.num_experts, spec.top_k, spec.num_moe_layers, spec.kv_dim) == (8, 2, 2, 16)
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps(CLUSTER.to_dict()))
+    assert ClusterSpec.of(path) == CLUSTER
+    for call, text in (
+        (lambda: model_spec({}), "configuration to have num_hidden_layers"),
+        (lambda: ClusterSpec.of("none"), "cluster to be one of"),
+        (lambda: ClusterSpec.of({"levels": []}), "ClusterSpec: expected"),
+        (lambda: plan(SMALL, CLUSTER, num_ranks=4), "cluster.flops to have bfloat16"),
+        (
+            lambda: plan(preset("deepseek-v3"), CLUSTERS["h100"], num_ranks=8),
+            "that fits into memory, got none: the smallest takes .* binding is",
+        ),
+        (
+            lambda: plan(SMALL, CLUSTER, num_ranks=4, dtype="float32", fixed={"xp": 1}),
+            "fixed to name axes",
+        ),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+
+
+def test_plan_is_written_and_told(tmp_path):
+    made = plan(
+        SMALL, CLUSTER, num_ranks=4, seq_len=256, global_batch=16, dtype="float32", load=[1.0] * 8
+    )
+    made.to_json(tmp_path / "plan.json")
+    again = Plan.from_json(tmp_path / "plan.json")
+    assert again == made
+    assert sum(made.time_terms().values()) == pytest.approx(made.seconds)
+    assert "binding is" in made.why_not(tp=4) and "s a step" in str(made)
+    page = html_report(made, why_not={"tp=4": made.why_not(tp=4)})
+    assert page.count("<svg") == 3 and "http" not in page.replace("http-", "")
+    json.loads(made.commands()["kubernetes"])
+
+
+def test_command(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    command = [sys.executable, "-m", "moe_ext", "plan", "--cluster", "h100", "--gpus", "4"]
+    options = ["--global-batch", "8", "--seq-len", "128", "--why-not", "tp=2", "--fix", "pp=1"]
+    out = ["--out", str(tmp_path / "plan.json"), "--report", str(tmp_path / "plan.html")]
+    done = subprocess.run(
+        [*command, "--model", str(config), *options, *out], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "why not tp=2" in done.stdout and "torchrun" in done.stdout
+    assert Plan.from_json(tmp_path / "plan.json").choice["pp"] == 1
+    bad = subprocess.run([*command, "--model", "nothing"], capture_output=True, text=True)
+    assert bad.returncode == 2 and "expected model to be one of" in bad.stderr
+
+
+def _routing(rank, tokens):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.rand(tokens, 8, generator=generator).topk(2).indices
+
+
+@CHECKS()
+def sends_the_bytes_of_the_formula():
+    rank = dist.get_rank()
+    for way in ("alltoall", "dedup"):
+        for wire in (None, "int8", "mx"):
+            torch.manual_seed(1)
+            layer = MoELayer(
+                *(64, 96, 8, 2), ep_group=dist.group.WORLD, dispatcher=way, wire=wire,
+                balance_loss_coef=0.0,
+            )  # fmt: skip
+            inputs = [torch.randn(11 + r, 64, generator=torch.Generator().manual_seed(r))
+                      for r in range(4)]  # fmt: skip
+            with torch.no_grad():
+                routing = [layer.router(x).gate.topk_idx for x in inputs]
+                with count_traffic() as traffic:
+                    layer(inputs[rank])
+            want = exchange_bytes(
+                routing, rank, num_experts=8, model_dim=64, dispatcher=way, wire=wire
+            )
+            assert traffic.sent_bytes["all_to_all"] == want, (way, wire, traffic, want)
+
+
+@CHECKS()
+def averages_the_bytes_of_the_formula():
+    mesh = MoEMesh(ep=2, dp=2)
+    torch.manual_seed(1)
+    layer = MoELayer(64, 96, 8, 2, ep_group=mesh.ep_group, dispatcher="alltoall")
+    layer(torch.randn(6, 64)).sum().backward()
+    with count_traffic() as traffic:
+        sync_gradients(layer)
+    experts = sum(p.nbytes for p in layer.experts.parameters())
+    dense = sum(p.nbytes for p in layer.parameters()) - experts
+    assert traffic.sent_bytes["all_reduce"] == gradient_bytes([dense], 4) + gradient_bytes(
+        [experts], 2
+    )
+
+
+def _train(model, batches, finish, steps=2):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        total = 0.0
+        for batch in batches:
+            loss = model(input_ids=batch, labels=batch).loss
+            (loss / len(batches)).backward()
+            total += float(loss) / len(batches)
+        finish()
+        optimizer.step()
+        losses.append(total)
+    return losses
+
+
+def _hf_model():
+    import transformers
+
+    torch.manual_seed(0)
+    options = {name: value for name, value in CONFIG.items() if name != "model_type"}
+    config = transformers.MixtralConfig(**options, output_router_logits=False)
+    return transformers.MixtralForCausalLM(config)
+
+
+@CHECKS()
+def trains_as_one_process():
+    if not __import__("importlib.util").util.find_spec("transformers"):
+        return
+    batches = [torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(r))
+               for r in range(4)]  # fmt: skip
+    want = _train(_hf_model(), batches, lambda: None)
+    for fixed in ({"ep": 4, "zero": 0, "dispatcher": "dedup"}, {"ep": 2, "zero": 3}):
+        model = _hf_model()
+        made = plan(
+            *(model, CLUSTER), num_ranks=4, seq_len=16, global_batch=8, dtype="float32",
+            fixed={"pp": 1, "tp": 1, "cp": 1, "recompute": 1, **fixed},
+        )  # fmt: skip
+        applied = made.apply(model)
+        found = torch.tensor(_train(model, [batches[dist.get_rank()]], applied.sync_gradients))
+        dist.all_reduce(found)
+        torch.testing.assert_close(found / 4, torch.tensor(want), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="expected zero to be 0 or 3, got 1"):
+        plan(
+            *(_hf_model(), CLUSTER), num_ranks=4, seq_len=16, global_batch=8, dtype="float32",
+            fixed={"pp": 1, "tp": 1, "cp": 1, "zero": 1},
+        ).apply(model)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_over_ranks(name):
+    CHECKS.assert_passed(4, name)
