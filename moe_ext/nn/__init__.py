@@ -3,6 +3,7 @@
 from moe_ext.nn import presets
 from moe_ext.nn.balance.counts import count_tokens, reset_token_counts
 from moe_ext.nn.balance.losses import Balance, inject_loss
+from moe_ext.nn.balance.moved import Rebalance, moving_pays
 from moe_ext.nn.balance.replicas import rebalance_experts
 from moe_ext.nn.balance.selection_bias import register_bias_update, update_selection_bias
 from moe_ext.nn.capacity import Capacity, RowBudget
@@ -13,7 +14,7 @@ from moe_ext.nn.feed_forward import FeedForward
 from moe_ext.nn.layer_metrics import LayerMetrics
 from moe_ext.nn.metrics import log_metrics, reduce_metrics
 from moe_ext.nn.module_experts import ModuleExperts
-from moe_ext.nn.moe_layer import MoELayer, collect_losses, set_loss_scale
+from moe_ext.nn.moe_layer import MoELayer, collect_losses, set_loss_scale, update_placement
 from moe_ext.nn.replay import pinned_routing
 from moe_ext.nn.residual import ResidualMoE, pyramid
 from moe_ext.nn.routers import (
@@ -55,6 +56,7 @@ __all__ = [
     "NoisyTopKRouter",
     "RecordEntry",
     "RecordKey",
+    "Rebalance",
     "ResidualMoE",
     "Router",
     "RouterOutput",
@@ -71,6 +73,7 @@ __all__ = [
     "count_tokens",
     "inject_loss",
     "log_metrics",
+    "moving_pays",
     "number_routers",
     "pinned_routing",
     "presets",
@@ -83,6 +86,7 @@ __all__ = [
     "set_loss_scale",
     "set_routing_step",
     "upcycle",
+    "update_placement",
     "update_selection_bias",
 ]
 

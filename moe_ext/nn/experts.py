@@ -31,6 +31,7 @@ from moe_ext.distributed.placement import (
     sharded_parameters,
     shards_of_experts,
 )
+from moe_ext.nn.balance.moved import ExpertMoves
 from moe_ext.nn.expert_activation import (
     GATED_ACTIVATIONS,
     LAYOUTS,
@@ -203,7 +204,11 @@ class GroupedExperts(nn.Module):
         return fused and self.down_proj_bias is None and self.post_expert_norm is None
 
     def forward(
-        self, rows_ND: Tensor, expert_offsets: Tensor, row_weights: RowWeights | None = None
+        self,
+        rows_ND: Tensor,
+        expert_offsets: Tensor,
+        row_weights: RowWeights | None = None,
+        moves: ExpertMoves | None = None,
     ) -> Tensor:
         """Run every row through its expert.
 
@@ -213,6 +218,8 @@ class GroupedExperts(nn.Module):
                 Or `[L]` int32, where every row has an expert: the ends of each one's.
             row_weights: what results are multiplied by, only where `weighs_rows`. With
                 `TokenWeights` the rows are the tokens, and the results are summed up.
+            moves: experts of other ranks that come to this one, behind its own in the offsets; all
+                ranks of `ep_group` then call this together.
 
         Returns:
             `[N, D]`, of tokens `[T, D]`; rows past the last offset are zero, or what `post_norm`
@@ -225,19 +232,25 @@ class GroupedExperts(nn.Module):
                 kind=self.activation,
                 layout=self.layout,
             )
-        up = self._product(self._up_name, rows_ND, expert_offsets)
+        up = self._product(self._up_name, rows_ND, expert_offsets, moves)
         hidden = run_activation(
             up, self.activation, gated=self.gated, layout=self.layout, weights=row_weights
         )
-        out_ND = self._product("down_proj", hidden, expert_offsets)
+        out_ND = self._product("down_proj", hidden, expert_offsets, moves)
         return out_ND if self.post_expert_norm is None else self.post_expert_norm(out_ND)
 
-    def _product(self, name: str, x: Tensor, expert_offsets: Tensor) -> Tensor:
+    def _product(
+        self, name: str, x: Tensor, expert_offsets: Tensor, moves: ExpertMoves | None
+    ) -> Tensor:
         bias_EM = getattr(self, f"{name}_bias")
-        return ops.grouped_mm(x, self._weight(name), expert_offsets, bias_EM=bias_EM)
+        if moves is not None and bias_EM is not None:
+            bias_EM = moves.extend(bias_EM)
+        return ops.grouped_mm(x, self._weight(name, moves), expert_offsets, bias_EM=bias_EM)
 
-    def _weight(self, name: str) -> Tensor:
+    def _weight(self, name: str, moves: ExpertMoves | None = None) -> Tensor:
         weight: Tensor = getattr(self, name)
+        if moves is not None:
+            weight = moves.extend(weight)
         return weight.transpose(1, 2) if self.transposed else weight
 
 
@@ -266,7 +279,7 @@ def token_weights(
         grouped_providers.CHOSEN != "quack"
         or not isinstance(dispatcher, LocalDispatcher)
         or (type(dispatcher).dispatch, type(dispatcher).combine) != own
-        or not _runs_own_forward(experts)
+        or not runs_own_forward(experts)
         or not experts.weighs_rows
         or experts.transposed
         or not gathers(
@@ -281,7 +294,7 @@ def token_weights(
 def weighs_rows(experts: nn.Module) -> bool:
     """Whether experts multiply their results by weights that they take."""
     # A class with a `forward` of its own may know nothing of weights.
-    return _runs_own_forward(experts) and experts.weighs_rows
+    return runs_own_forward(experts) and experts.weighs_rows
 
 
 def take_weights(
@@ -301,7 +314,7 @@ def late_weights(experts: nn.Module) -> dict[str, Tensor]:
     if not torch.is_grad_enabled():
         return found
     for prefix, module in experts.named_modules():
-        if not _runs_own_forward(module) or module.transposed:
+        if not runs_own_forward(module) or module.transposed:
             continue
         for name in (module._up_name, "down_proj"):
             weight = module._parameters.get(name)
@@ -326,11 +339,12 @@ def bounds_of_all_rows(
     """Offsets in the form that experts take where every row has an expert."""
     # First what costs nothing where there is no such device.
     if wants_ends(rows) and type(dispatcher).dispatch is TokenDispatcher.dispatch:
-        return expert_offsets[1:].int() if _runs_own_forward(experts) else expert_offsets
+        return expert_offsets[1:].int() if runs_own_forward(experts) else expert_offsets
     return expert_offsets
 
 
-def _runs_own_forward(experts: nn.Module) -> TypeGuard[GroupedExperts]:
+def runs_own_forward(experts: nn.Module) -> TypeGuard[GroupedExperts]:
+    """Whether they are `GroupedExperts` and no class derived with another `forward`."""
     own = GroupedExperts.forward
     return isinstance(experts, GroupedExperts) and type(experts).forward is own
 
@@ -344,7 +358,7 @@ def check_results(
             f"MoELayer: expected experts to return rows of shape {tuple(rows.shape)}, got "
             f"{tuple(results.shape)}"
         )
-    if not _runs_own_forward(experts):
+    if not runs_own_forward(experts):
         dispatcher.agree_on_results(rows, results)
 
 

@@ -140,6 +140,7 @@ def read_metrics(record: Record) -> LayerMetrics:
         entries[f"{name}_loss"] = (
             terms[name][1].detach() if known else functools.partial(compute, record)
         )
+    entries |= record["moved"]
     for name in terms:
         if name not in _LOSSES:
             entries[f"{name}_loss"] = terms[name][1].detach()

@@ -44,6 +44,7 @@ from moe_ext.nn.balance.losses import (
     inject_losses,
     loss_terms,
 )
+from moe_ext.nn.balance.moved import MODES, ExpertMoves, Rebalance, Rebalancer
 from moe_ext.nn.balance.quantile import NUM_BINS, add_required_bias
 from moe_ext.nn.capacity import Capacity, Choice, RowBudget, limit_choice, run_padded
 from moe_ext.nn.chunks import run_chunks
@@ -55,6 +56,7 @@ from moe_ext.nn.experts import (
     check_results,
     late_weights,
     run_experts,
+    runs_own_forward,
     take_weights,
     token_weights,
     weighs_rows,
@@ -64,7 +66,7 @@ from moe_ext.nn.layer_metrics import LayerMetrics, Record, read_losses, read_met
 from moe_ext.nn.overlap import run_parts
 from moe_ext.nn.replay import apply_sessions, can_replay
 from moe_ext.nn.routers import Router, RouterOutput, TopKRouter
-from moe_ext.nn.torch_state import as_autocast, autocast_dtype
+from moe_ext.nn.torch_state import as_autocast, autocast_dtype, in_backward
 
 # Parts that wrappers put into the names of modules.
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -117,6 +119,11 @@ class MoELayer(CountingModule):
             scales, tokens in the forward pass and gradients in the backward pass: 0.26 of the bytes
             of float32, 0.52 of bfloat16. A `Wire` sets each of the four ways by itself. On one rank
             nothing travels, and nothing is rounded. NaN and infinity arrive as NaN.
+        rebalance: "exact" runs in every pass the same number of rows on each rank of `ep_group`:
+            where that saves more time than it takes, weights of experts with many rows travel to
+            ranks with few, at most E / P to a rank, and their gradients travel home. "periodic"
+            keeps a plan for many steps, see `update_placement`. A `Rebalance` says more. For
+            `GroupedExperts` without capacity, row_budget, overlap or etp.
         overlap: parts that the tokens of a pass are cut into: one part travels while the experts
             work on the one before, forward and backward, with "alltoall", "dedup", "hierarchical"
             and "auto". 1 sends all at once. For slow links and experts with much to do: each part
@@ -133,10 +140,12 @@ class MoELayer(CountingModule):
             what the caller's loss is multiplied by: 1/steps under gradient accumulation, the scale
             of a `GradScaler`.
         metrics: of the last forward pass on this rank, detached: `num_tokens_per_expert` [E] int64
-            (chosen, before any drop), `num_dropped`, `balance_loss`, `z_loss`, and `<name>_loss` of
-            each of the router's own; and what follows from them, see `LayerMetrics`. Overwritten,
-            never accumulated, so a recomputation leaves the same values. Reading them is what
-            synchronises with the device, and what computes those that no loss needed.
+            (chosen, before any drop), `num_dropped`, with rebalance `num_moved_experts` (whose
+            weights came to this rank) and `moved_bytes` (that left it), `balance_loss`, `z_loss`,
+            and `<name>_loss` of each of the router's own; and what follows from them, see
+            `LayerMetrics`. Overwritten, never accumulated, so a recomputation leaves the same
+            values. Reading them is what synchronises with the device, and what computes those that
+            no loss needed.
         losses: the terms of the last forward pass, `balance`, `z` and the router's own: coefficient
             times loss; detached where loss_mode is "inject". Those of a micro-batch are computed
             when they are read where no gradients are recorded.
@@ -174,6 +183,7 @@ class MoELayer(CountingModule):
         dispatcher: str | TokenDispatcher = "auto",
         combine: str = "exact",
         wire: Wire | str | None = None,
+        rebalance: Rebalance | str | None = None,
         overlap: int = 1,
         debug: bool | None = None,
         device: torch.device | str | None = None,
@@ -206,7 +216,12 @@ class MoELayer(CountingModule):
                 "MoELayer: expected dispatcher to be a name and wire to be None in an ep_group "
                 f"with etp, got {type(dispatcher).__name__} and {wire!r}"
             )
-        spread = num_experts * self._shards
+        options = Rebalance(rebalance) if isinstance(rebalance, str) else rebalance
+        if options is not None:
+            _check_rebalance(self, options, dispatcher)
+        # With rebalance every rank has as many slots for experts of others as for its own.
+        moves = options is not None and group_size(ep_group) > 1
+        spread = num_experts * self._shards * (1 + moves)
         static = row_budget is not None and row_budget.static
         if static and dispatcher == "auto" and group_size(ep_group) > 1:
             dispatcher = "alltoall"
@@ -229,6 +244,15 @@ class MoELayer(CountingModule):
             _check_experts(self, experts, ep_group)
             declare_experts(experts, num_experts, ep_group)
         self.experts = experts
+        self._rebalancer: Rebalancer | None = None
+        if moves:
+            assert options is not None
+            if not runs_own_forward(experts):
+                raise ValueError(
+                    "MoELayer: expected experts to be GroupedExperts with rebalance, whose weights "
+                    f"can be sent, got {type(experts).__name__}"
+                )
+            self._rebalancer = Rebalancer(options, experts)
         self.shared_expert = (
             FeedForward(model_dim, shared_ffn_dim, **made) if shared_ffn_dim else None
         )
@@ -347,7 +371,8 @@ class MoELayer(CountingModule):
             if self.overlap > 1:
                 self.dispatcher = self.dispatcher.cut(self.overlap)
         dispatcher, static = self.dispatcher, self._is_static()
-        with telling_in_agreement(dispatcher, x.device) if static else dispatcher.routing(x):
+        agreeing = static or self._rebalancer is not None
+        with telling_in_agreement(dispatcher, x.device) if agreeing else dispatcher.routing(x):
             self._check_inputs(x, per_token)
             x_TD = x.reshape(-1, self.model_dim)
             flat = {name: t.reshape(-1) for name, t in per_token.items() if t is not None}
@@ -377,7 +402,11 @@ class MoELayer(CountingModule):
         if self._shards > 1:
             y_TD, num_dropped = self._send_rows(x_TD, self._to_shards(choice))
             return y_TD, num_dropped // self._shards
-        return self._send_rows(x_TD, choice)
+        if self._rebalancer is None:
+            return self._send_rows(x_TD, choice)
+        counts = self.training and not self.counting and not in_backward()
+        slots, moves = self._rebalancer.route(choice.topk_idx, x_TD, self.dispatcher, counts=counts)
+        return self._send_rows(x_TD, choice._replace(topk_idx=slots), moves)
 
     def _to_shards(self, choice: Choice) -> Choice:
         """Slots `[T, K * etp]`: every shard of each chosen expert, with its weight."""
@@ -395,7 +424,9 @@ class MoELayer(CountingModule):
         budget = self.row_budget
         return budget is not None and budget.static and not self.dispatcher.in_graph
 
-    def _send_rows(self, x_TD: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+    def _send_rows(
+        self, x_TD: Tensor, choice: Choice, moves: ExpertMoves | None = None
+    ) -> tuple[Tensor, Tensor]:
         dispatcher, experts = self.dispatcher, self.experts
         topk_idx, topk_weights, capacity, dropped, filled = choice
         metadata: DispatchMetadata
@@ -417,12 +448,16 @@ class MoELayer(CountingModule):
             return y_TD, torch.stack(counts).sum()
         late: dict[str, Tensor] = {}
         beside: dict[str, Any] = {}
-        if dispatcher.takes_meanwhile:
+        if dispatcher.takes_meanwhile and moves is None:
             beside["meanwhile"] = lambda: late.update(late_weights(experts))
         if self.row_budget is None:
             rows, offsets, metadata = dispatcher.dispatch(
                 x_TD, topk_idx, topk_weights, capacity=capacity, **beside
             )
+            if self._rebalancer is not None:
+                # Slots behind them have no rows.
+                held = offsets.shape[0] // 2 + (0 if moves is None else sum(moves.receive))
+                offsets = offsets[: held + 1]
             # Rows that have been sent are those of an expert here.
             if filled or (metadata.received is not None and capacity is None):
                 offsets = bounds_of_all_rows(experts, dispatcher, rows, offsets)
@@ -445,7 +480,7 @@ class MoELayer(CountingModule):
                 chunks[0].take(x_TD), chunks[0], topk_weights, **beside
             )
         with dispatcher.computing(x_TD):
-            y_TD = self._compute(experts, rows, offsets, metadata, x_TD, late)
+            y_TD = self._compute(experts, rows, offsets, metadata, x_TD, late, moves)
             left = others()
             if left:
                 y_TD = y_TD + run_chunks(dispatcher, left, experts, x_TD, topk_weights)
@@ -459,6 +494,7 @@ class MoELayer(CountingModule):
         metadata: DispatchMetadata,
         x_TD: Tensor,
         late: dict[str, Tensor],
+        moves: ExpertMoves | None = None,
     ) -> Tensor:
         """Experts, shared expert and combine."""
         dispatcher = self.dispatcher
@@ -467,7 +503,10 @@ class MoELayer(CountingModule):
             results = run_padded(experts, rows, offsets, metadata.expert_capacity)
         else:
             weights, metadata = take_weights(experts, dispatcher, rows, metadata)
-            results = run_experts(experts, late, rows, offsets, *weights)
+            if moves is None:
+                results = run_experts(experts, late, rows, offsets, *weights)
+            else:
+                results = experts(rows, offsets, *weights, moves=moves)
         check_results(experts, dispatcher, rows, results)
         combine = functools.partial(dispatcher.combine, results, metadata)
         return self._beside_shared_expert(x_TD, combine)
@@ -554,6 +593,7 @@ class MoELayer(CountingModule):
             "mask": mask_T,
             "terms": terms,
             "unread": {} if self.counting else unread,
+            "moved": {} if self._rebalancer is None else self._rebalancer.metrics(chosen_E.device),
         }
         return y_TD
 
@@ -659,6 +699,32 @@ def _check_options(layer: MoELayer, shared_ffn_dim: int, shared_expert_gate: boo
         )
 
 
+def _check_rebalance(
+    layer: MoELayer, options: Rebalance, dispatcher: str | TokenDispatcher
+) -> None:
+    """Refuse what cannot be served while experts move."""
+    if not isinstance(options, Rebalance):
+        raise TypeError(
+            f"MoELayer: expected rebalance to be one of {MODES}, a Rebalance or None, got "
+            f"{options!r}"
+        )
+    for name, value, wanted in (
+        ("capacity", layer.capacity, None),
+        ("row_budget", layer.row_budget, None),
+        ("overlap", layer.overlap, 1),
+        ("etp of ep_group", layer._shards, 1),
+    ):
+        if value != wanted:
+            raise ValueError(
+                f"MoELayer: expected {name} to be {wanted} with rebalance, got {value}"
+            )
+    named = ("auto", "local", "alltoall", "dedup", "hierarchical", "allgather")
+    if dispatcher not in named:
+        raise ValueError(
+            f"MoELayer: expected dispatcher to be one of {named} with rebalance, got {dispatcher!r}"
+        )
+
+
 def _check_experts(layer: MoELayer, experts: nn.Module, ep_group: ProcessGroup | None) -> None:
     """Check an experts module that the layer did not make."""
     if group_size(ep_group) > 1 and getattr(experts, "ep_group", None) is not ep_group:
@@ -759,6 +825,23 @@ def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
     for module in model.modules():
         if isinstance(module, MoELayer):
             module.loss_scale = scale
+
+
+def update_placement(model: nn.Module) -> None:
+    """Count a step of every `MoELayer` with rebalance="periodic", and make a new plan in its turn.
+
+    Call it on all ranks after the optimizer's step, and not between a forward pass and its backward
+    pass. A new plan is for the loads of the training passes since the last one; it replaces the
+    plan in use where it makes the heaviest rank lighter by `Rebalance.hysteresis`. Weights stay
+    where they are: those of moved experts are sent in each pass, so that optimizer state never
+    moves. Plans are not part of checkpoints: a run begins without one.
+
+    Args:
+        model: any module.
+    """
+    for module in model.modules():
+        if isinstance(module, MoELayer) and module._rebalancer is not None:
+            module._rebalancer.update()
 
 
 def collect_losses(model: nn.Module) -> Tensor:

@@ -28,6 +28,7 @@ from moe_ext.distributed.dispatch.named import DISPATCHERS, named_dispatcher
 from moe_ext.distributed.dispatch.nccl_ep import NcclEpDispatcher
 from moe_ext.distributed.dispatch.static import (
     check_static,
+    gather_counts,
     static_chunks,
     telling_in_agreement,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "Wire",
     "WrappedDispatcher",
     "check_static",
+    "gather_counts",
     "named_dispatcher",
     "static_chunks",
     "sum_dtype",

@@ -1,0 +1,280 @@
+"""Exact balance over ranks: experts' weights travel to the ranks that have room for their rows.
+
+Shapes: T tokens, K top-k, E experts, P ranks, L = E / P local experts, S = 2 L slots of a rank, M
+moved experts of this rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext import ops
+from moe_ext._checks import check_choice, check_integer
+from moe_ext.distributed.dispatch import TokenDispatcher, gather_counts
+from moe_ext.distributed.dispatch.rows import all_to_all_rows
+from moe_ext.distributed.groups import GroupHandle, group_rank, group_size
+from moe_ext.distributed.link import Link, max_over_ranks, measure_link, quickest
+
+if TYPE_CHECKING:
+    from moe_ext.nn.experts import GroupedExperts
+
+MODES = ("exact", "periodic")
+_OPERATION = "MoELayer.rebalance"
+# Rows of the product by which the rate of the processor is measured.
+_REHEARSAL_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Rebalance:
+    """When experts move, and where from the time that it saves is known.
+
+    Attributes:
+        mode: "exact", a plan for the rows of each pass; "periodic", one for the loads since
+            `update_placement` last made one, with the rows of each pass in its proportions.
+        break_even: experts move in a pass where the time saved is at least so many times that of
+            moving them; 0 moves them always.
+        every: calls of `update_placement` from one plan to the next, of "periodic".
+        hysteresis: share by which the heaviest rank of a new plan must be lighter than that of the
+            plan in use to replace it, of "periodic".
+        link: of the group; None measures it at the first pass.
+        flops: floating point operations a second of a rank's products; None measures them.
+    """
+
+    mode: str = "exact"
+    break_even: float = 1.0
+    every: int = 100
+    hysteresis: float = 0.1
+    link: Link | None = None
+    flops: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        check_choice("Rebalance", "mode", self.mode, MODES)
+        check_integer("Rebalance", "every", self.every)
+        for name in ("break_even", "hysteresis"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"Rebalance: expected {name} to be at least 0, got {getattr(self, name)}"
+                )
+        if self.every < 1:
+            raise ValueError(f"Rebalance: expected every to be at least 1, got {self.every}")
+
+
+def moving_pays(
+    *,
+    rows_saved: float,
+    expert_bytes: float,
+    num_moved: float,
+    row_flops: float,
+    flops: float,
+    link: Link,
+    backward: bool = True,
+) -> tuple[float, float]:
+    """Seconds that balance saves in a pass, and seconds that moving experts takes.
+
+    Saved are `rows_saved * row_flops / flops`, three times with a backward pass; moving takes
+    `latency + num_moved * expert_bytes / bandwidth`, twice with it. Experts move where the first is
+    the larger, so from `rows_saved = expert_bytes flops / (1.5 bandwidth row_flops)` an expert on.
+
+    Args:
+        rows_saved: rows of the heaviest rank beyond its share.
+        expert_bytes: bytes of an expert's weights.
+        num_moved: experts that leave or reach one rank, the most of all.
+        row_flops: operations of a row's products in the forward pass.
+        flops: operations a second.
+        link: of the group.
+        backward: whether gradients are recorded.
+    """
+    saved = (3 if backward else 1) * rows_saved * row_flops / flops
+    each_way = link.latency + num_moved * expert_bytes / link.exchange_bandwidth
+    return saved, (2 if backward else 1) * each_way
+
+
+class ExpertMoves:
+    """Experts that travel in one pass.
+
+    Args:
+        group: the P ranks.
+        sent: `[N]` int64 local experts of this rank, in the order of the ranks that they go to.
+        send: how many go to each rank.
+        receive: how many come from each.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, sent: Tensor, send: list[int], receive: list[int]
+    ) -> None:
+        self.group, self.sent, self.send, self.receive = group, sent, send, receive
+
+    def extend(self, weight: Tensor) -> Tensor:
+        """`[L, ...]` and behind it the experts that came, `[L + M, ...]`; differentiable.
+
+        Gradients of moved experts travel home, and are added up there in the order of ranks.
+        """
+        flat = weight.flatten(1).index_select(0, self.sent.to(weight.device))
+        came = all_to_all_rows(
+            flat, self.group, self.send, self.receive, operation=_OPERATION, counted=True
+        )
+        return torch.cat([weight, came.view(-1, *weight.shape[1:])])
+
+
+@dataclass
+class Moved:
+    """Experts moved in the last pass of a rank: `metrics` shows them.
+
+    Attributes:
+        num_experts: weights that came to this rank.
+        num_bytes: bytes of the weights that left this rank.
+    """
+
+    num_experts: int = 0
+    num_bytes: int = 0
+
+
+class Rebalancer:
+    """Plans of one layer.
+
+    Args:
+        options: when experts move.
+        experts: the layer's.
+    """
+
+    def __init__(self, options: Rebalance, experts: GroupedExperts) -> None:
+        self.options = options
+        self._group = GroupHandle(experts.ep_group)
+        self.num_ranks = group_size(experts.ep_group)
+        self.num_experts = experts.num_experts
+        self.last = Moved()
+        self.expert_bytes = sum(
+            p.element_size() * math.prod(p.shape[1:]) for p in experts.parameters()
+        )
+        up = 3 if experts.gated else 2
+        self.row_flops = 2 * up * experts.model_dim * experts.ffn_dim
+        self._sizes = (experts.ffn_dim, experts.model_dim)
+        self.rates: tuple[Link, float] | None = None
+        # Of "periodic": loads of passes since the last look, the plan in use, calls since then.
+        self.loads_E = torch.zeros(self.num_experts, dtype=torch.int64)
+        self.plan: ops.BalancePlan | None = None
+        self.calls = 0
+
+    def metrics(self, device: torch.device) -> dict[str, Tensor]:
+        """Of the last pass."""
+        found = {"num_moved_experts": self.last.num_experts, "moved_bytes": self.last.num_bytes}
+        return {name: torch.tensor(value, device=device) for name, value in found.items()}
+
+    def route(
+        self, topk_idx: Tensor, x_TD: Tensor, dispatcher: TokenDispatcher, *, counts: bool
+    ) -> tuple[Tensor, ExpertMoves | None]:
+        """Slots in the place of experts, `[T, K]`, and the experts that travel, None for none.
+
+        Slot `rank * S + s` is expert s of a rank, and a moved one from L on. All ranks of the group
+        call it together.
+
+        NOTE: device-to-host sync, since the plan is made on the host.
+
+        Args:
+            topk_idx: experts, -1 for none.
+            x_TD: the tokens.
+            dispatcher: whose ranks are told the counts.
+            counts: add the loads to those of "periodic".
+        """
+        flat = topk_idx.flatten()
+        own_E = torch.bincount(flat[flat >= 0], minlength=self.num_experts)
+        counts_PE = torch.tensor(gather_counts(dispatcher, own_E.tolist(), x_TD.device))
+        total_E = counts_PE.sum(0)
+        if self.options.mode == "periodic":
+            plan = self.plan
+            if counts:
+                self.loads_E += total_E
+        else:
+            plan = ops.plan_balance(total_E, self.num_ranks)
+        rows_PS = None if plan is None else ops.split_rows(counts_PE, plan)
+        local = self.num_experts // self.num_ranks
+        if plan is None or rows_PS is None or not self._pays(counts_PE, rows_PS, plan, x_TD):
+            self.last = Moved()
+            return torch.where(topk_idx < 0, -1, topk_idx + topk_idx // local * local), None
+        rank = group_rank(self._group.group)
+        expert_S = plan.slot_expert.flatten()
+        order_S = expert_S.argsort(stable=True)
+        slots_N = order_S.repeat_interleave(rows_PS[rank][order_S]).to(flat.device)
+        order_N = flat.argsort(stable=True)[int((flat < 0).sum()) :]
+        slot_idx = torch.full_like(flat, -1)
+        slot_idx[order_N] = slots_N
+        return slot_idx.view_as(topk_idx), self._moves(plan, rank)
+
+    def _moves(self, plan: ops.BalancePlan, rank: int) -> ExpertMoves:
+        local = self.num_experts // self.num_ranks
+        to_PL = plan.slot_expert[:, local:]
+        mine_PL = to_PL // local == rank
+        send = mine_PL.sum(1).tolist()
+        came = to_PL[rank][to_PL[rank] >= 0]
+        receive = torch.bincount(came // local, minlength=self.num_ranks).tolist()
+        self.last = Moved(len(came), sum(send) * self.expert_bytes)
+        group = self._group.group
+        assert group is not None
+        return ExpertMoves(group, to_PL[mine_PL] % local, send, receive)
+
+    def _pays(
+        self, counts_PE: Tensor, rows_PS: Tensor, plan: ops.BalancePlan, x_TD: Tensor
+    ) -> bool:
+        local = self.num_experts // self.num_ranks
+        moved_PL = plan.slot_expert[:, local:]
+        if not bool((moved_PL >= 0).any()):
+            return False
+        if self.options.break_even == 0:
+            return True
+        if self.rates is None:
+            self.rates = self._measured(x_TD)
+        link, flops = self.rates
+        home_P = counts_PE.sum(0).view(self.num_ranks, -1).sum(1)
+        saved_rows = home_P.max() - rows_PS.sum(0).view(self.num_ranks, -1).sum(1).max()
+        leave_P = torch.bincount(moved_PL[moved_PL >= 0] // local, minlength=self.num_ranks)
+        most = max(int(leave_P.max()), int((moved_PL >= 0).sum(1).max()))
+        saved, taken = moving_pays(
+            rows_saved=float(saved_rows),
+            expert_bytes=self.expert_bytes,
+            num_moved=most,
+            row_flops=self.row_flops,
+            flops=flops,
+            link=link,
+            backward=torch.is_grad_enabled(),
+        )
+        return saved >= self.options.break_even * taken
+
+    def _measured(self, x_TD: Tensor) -> tuple[Link, float]:
+        """Rates that all ranks use alike."""
+        group = self._group.group
+        assert group is not None
+        link, flops = self.options.link, self.options.flops
+        if link is None:
+            link = measure_link(group, x_TD.device)
+        if flops is None:
+            weight = x_TD.new_zeros(self._sizes)
+            rows = x_TD.new_zeros(_REHEARSAL_ROWS, self._sizes[1])
+            product = functools.partial(torch.mm, rows, weight.T)
+            seconds = quickest(lambda _: product(), rows, 4, warm_ups=1)
+            (slowest,) = max_over_ranks([seconds], group, x_TD.device)
+            flops = 2 * _REHEARSAL_ROWS * math.prod(self._sizes) / max(slowest, 1e-9)
+        return link, flops
+
+    def update(self) -> None:
+        """One call of `update_placement`; see there."""
+        self.calls += 1
+        if self.options.mode != "periodic" or self.calls % self.options.every:
+            return
+        loads_E, self.loads_E = self.loads_E, torch.zeros_like(self.loads_E)
+        plan = ops.plan_balance(loads_E, self.num_ranks)
+        counts_PE = torch.zeros(self.num_ranks, self.num_experts, dtype=torch.int64)
+        counts_PE[0] = loads_E
+        if self.plan is None:
+            used_P = loads_E.view(self.num_ranks, -1).sum(1)
+        else:
+            used_P = ops.split_rows(counts_PE, self.plan).sum(0).view(self.num_ranks, -1).sum(1)
+        if plan.slot_rows.sum(1).max() < (1 - self.options.hysteresis) * used_P.max():
+            self.plan = plan

@@ -1,0 +1,214 @@
+"""Experts that travel for an even load, against a layer that moves none."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from checks import raised
+from rank_checks import Checks
+from torch.utils.checkpoint import checkpoint
+
+import moe_ext
+from moe_ext import distributed as md
+from moe_ext.distributed import comm
+from moe_ext.distributed.link import Link
+from moe_ext.nn import Capacity, ModuleExperts, Rebalance, RowBudget, update_placement
+
+D, F, E, K = 8, 6, 8, 2
+# Sums of a few hundred products of numbers near one, in another order.
+TIGHT = {"rtol": 1e-12, "atol": 1e-12}
+ALWAYS = Rebalance(break_even=0)
+RANKS = Checks()
+
+
+def make(rebalance=None, group=None, **options):
+    torch.manual_seed(3)
+    group = dist.group.WORLD if group is None else group
+    options = {"dispatcher": "alltoall", "dtype": torch.float64, "bias": True} | options
+    layer = moe_ext.MoELayer(D, F, E, K, ep_group=group, rebalance=rebalance, **options)
+    # Nearly all tokens choose experts 0 and 1, of rank 0.
+    with torch.no_grad():
+        layer.router.weight[:2] += 3
+    return layer
+
+
+def batch(step=0, rank=None):
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    x = torch.randn(9 + 4 * rank, D, dtype=torch.float64, generator=generator) + 0.5
+    return x.requires_grad_()
+
+
+def run(layer, call=lambda layer, x: layer(x), steps=1):
+    """Outputs, and gradients of tokens and parameters."""
+    found = []
+    for step in range(steps):
+        x = batch(step)
+        y = call(layer, x)
+        (y * y).sum().backward()
+        found += [y.detach(), x.grad]
+    return found, [p.grad for p in layer.parameters()]
+
+
+def assert_same(layer, want, *args):
+    (outputs, grads), (wanted, wanted_grads) = run(layer, *args), want
+    for a, b in zip(outputs, wanted, strict=True):
+        torch.testing.assert_close(a, b, **TIGHT)
+    for a, b in zip(grads, wanted_grads, strict=True):
+        torch.testing.assert_close(a, b, **TIGHT)
+
+
+@RANKS(("alltoall",), ("dedup",), ("allgather",), ("auto",))
+def equal_to_unbalanced(dispatcher):
+    layer = make(ALWAYS, dispatcher=dispatcher)
+    assert_same(layer, run(make(dispatcher=dispatcher)))
+    moved = comm.all_gather(
+        layer.metrics["num_moved_experts"][None], dist.group.WORLD, operation="test"
+    )
+    assert moved.sum() > 0
+    assert moved.max() <= E // dist.get_world_size()
+
+
+@RANKS()
+def same_bits():
+    """Of outputs, with products that are exact: their own bits depend on the number of rows."""
+    options = {"activation": "relu", "bias": False}
+    plain, moved = make(**options), make(ALWAYS, **options)
+    x = batch().detach()
+    with torch.no_grad():
+        for layer in (plain, moved):
+            for parameter in layer.experts.parameters():
+                parameter.copy_((16 * parameter).round() / 16)
+        x = (8 * x).round() / 8
+        assert torch.equal(moved(x), plain(x))
+        assert torch.equal(make(ALWAYS, dispatcher="dedup")(x), make(ALWAYS)(x))
+
+
+@RANKS()
+def every_rank_runs_its_share():
+    layer, sizes = make(ALWAYS), []
+    layer.experts.register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape[0]))
+    run(layer)
+    ranks = range(dist.get_world_size())
+    rows = K * sum(batch(rank=rank).shape[0] for rank in ranks)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    assert sizes == [rows // size + (rank < rows % size)]
+
+
+def recomputed(layer, x, reentrant=False):
+    return checkpoint(layer, x, use_reentrant=reentrant)
+
+
+@RANKS((False,), (True,))
+def recomputation_and_accumulation(reentrant):
+    want = run(make(), steps=3)
+    call = functools.partial(recomputed, reentrant=reentrant)
+    assert_same(make(ALWAYS), want, call, 3)
+
+
+@RANKS()
+def fsdp():
+    """Experts over two ranks, sharded over two replicas."""
+    size = dist.get_world_size()
+    mesh = md.MoEMesh(dp=2, ep=size // 2)
+    group = mesh.ep_group
+    plain, moved = make(group=group), make(ALWAYS, group)
+    outputs = run(plain)[0]
+    md.sync_gradients(plain)
+    md.fully_shard(moved, mesh)
+    for a, b in zip(run(moved)[0], outputs, strict=True):
+        torch.testing.assert_close(a, b, **TIGHT)
+    for p, q in zip(moved.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, **TIGHT)
+
+
+@RANKS()
+def replicas():
+    mesh = md.MoEMesh(dp=2, ep=dist.get_world_size() // 2)
+    plain, moved = make(group=mesh.ep_group), make(ALWAYS, mesh.ep_group)
+    for layer in (plain, moved):
+        run(layer)
+        md.sync_gradients(layer)
+    for p, q in zip(moved.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, **TIGHT)
+
+
+@RANKS()
+def cost_decides():
+    slow = Rebalance(link=Link.of_rate(1e3), flops=1e15)
+    layer = make(slow)
+    assert_same(layer, run(make()))
+    assert int(layer.metrics["num_moved_experts"]) == 0
+    layer = make(Rebalance(link=Link(0.0, 1e15, 1e15), flops=1e3))
+    assert_same(layer, run(make()))
+    sent = comm.all_gather(layer.metrics["moved_bytes"][None], dist.group.WORLD, operation="t")
+    assert sent[0] > 0
+    # Measured: no more than an answer, the same on every rank.
+    run(make("exact"))
+
+
+@RANKS()
+def periodic():
+    layer, want = make(Rebalance("periodic", break_even=0, every=2)), run(make(), steps=1)
+    assert_same(layer, want)
+    assert layer._rebalancer.plan is None
+    layer.zero_grad()
+    update_placement(layer)
+    update_placement(layer)
+    first = layer._rebalancer.plan
+    assert first is not None
+    assert_same(layer, want)
+    # The load is what it was: no plan is lighter.
+    update_placement(layer)
+    update_placement(layer)
+    assert layer._rebalancer.plan is first
+
+
+@RANKS()
+def frozen_experts_and_no_gradients():
+    layer, plain = make(ALWAYS), make()
+    for each in (layer, plain):
+        each.experts.requires_grad_(False)
+        run(each)
+    torch.testing.assert_close(layer.router.weight.grad, plain.router.weight.grad, **TIGHT)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(batch()), plain(batch()), **TIGHT)
+
+
+@RANKS()
+def a_failing_rank_is_named():
+    layer = make(ALWAYS)
+    wrong = dist.get_rank() == 0
+    x = batch().float()[:, :3] if wrong else batch()
+    raised(ValueError, "expected x to be of shape", layer, x)
+
+
+@RANKS()
+def refused():
+    experts = ModuleExperts.build(lambda index: torch.nn.Linear(D, D), E, ep_group=dist.group.WORLD)
+    for options, match in (
+        ({"capacity": Capacity(1.0)}, "expected capacity to be None with rebalance"),
+        ({"row_budget": RowBudget(64)}, "expected row_budget to be None with rebalance"),
+        ({"overlap": 2}, "expected overlap to be 1 with rebalance, got 2"),
+        ({"experts": experts}, "expected experts to be GroupedExperts with rebalance"),
+        ({"dispatcher": "deep_ep"}, "expected dispatcher to be one of"),
+    ):
+        raised(ValueError, match, functools.partial(make, "exact", **options))
+    raised(ValueError, "Rebalance: expected mode to be one of", make, "even")
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_over_four_ranks(name):
+    RANKS.assert_passed(4, name)
+
+
+@pytest.mark.parametrize("name", [name for name in RANKS if "equal" in name or "bits" in name])
+def test_over_two_ranks(name):
+    RANKS.assert_passed(2, name)
+
+
+def test_one_rank_moves_nothing():
+    layer = moe_ext.MoELayer(D, F, E, K, rebalance="exact")
+    layer(torch.randn(4, D))
+    assert "moved_bytes" not in layer.metrics
