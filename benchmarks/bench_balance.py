@@ -1,12 +1,23 @@
-"""Plans of even loads: time to plan, and experts that move, for Zipf loads over P ranks."""
+"""Even loads: time to plan, and steps of four ranks with and without experts that move."""
+
+import statistics
+import time
 
 import torch
+import torch.distributed as dist
 from _harness import Table, interleaved, milliseconds
+from expert_loads import LOADS, routing, tokens_of
 
+import moe_ext
 from moe_ext import ops
+from moe_ext.nn import Rebalance, RouterOutput
+from moe_ext.testing import spawn_ranks
 
 SIZES = ((8, 64), (64, 256), (1024, 1024), (1024, 4096))
 ROWS = 4096
+MODEL_DIM, FFN_DIM, NUM_EXPERTS, TOP_K, NUM_TOKENS, STEPS = 256, 512, 8, 1, 1024, 3
+ONE_EXPERT = "95 % on one"
+LAYERS = {"none": None, "by cost": Rebalance(), "always": Rebalance(break_even=0)}
 
 
 def row(num_ranks: int, num_experts: int) -> tuple[str, ...]:
@@ -34,6 +45,61 @@ def row(num_ranks: int, num_experts: int) -> tuple[str, ...]:
     )
 
 
+class GivenRouter(torch.nn.Module):
+    """Sends tokens as a load says, whatever they are."""
+
+    def __init__(self, load: str) -> None:
+        super().__init__()
+        num_tokens = tokens_of(load, NUM_TOKENS, dist.get_rank(), dist.get_world_size())
+        if load == ONE_EXPERT:
+            tokens = torch.arange(num_tokens)
+            idx = torch.where(tokens < 0.95 * num_tokens, 0, tokens % NUM_EXPERTS)[:, None]
+            self.choice = idx, torch.ones(num_tokens, 1)
+        else:
+            self.choice = routing(load, 0, 3, num_tokens, NUM_EXPERTS, TOP_K)
+
+    def forward(self, x: torch.Tensor, token_mask: torch.Tensor | None = None) -> RouterOutput:
+        """The load's choice."""
+        idx, weights = self.choice
+        counts = torch.bincount(idx.flatten(), minlength=NUM_EXPERTS)
+        gate = ops.GateOutput(weights, idx, counts, counts.float())
+        return RouterOutput(x.new_zeros(x.shape[0], NUM_EXPERTS), gate)
+
+
+def steps(rank: int) -> list[tuple[str, ...]]:
+    """Rows of the second table, on one of the ranks."""
+    torch.set_num_threads(1)
+    rows = []
+    for load in (*LOADS, ONE_EXPERT):
+        sizes = (MODEL_DIM, FFN_DIM, NUM_EXPERTS, TOP_K)
+        options = {"ep_group": dist.group.WORLD, "dispatcher": "alltoall"}
+        routers = {name: GivenRouter(load) for name in LAYERS}
+        layers = {
+            name: moe_ext.MoELayer(
+                *sizes, router=routers[name], rebalance=rebalance, balance_loss_coef=0.0, **options
+            )
+            for name, rebalance in LAYERS.items()
+        }
+        x = torch.randn(routers["none"].choice[0].shape[0], MODEL_DIM, requires_grad=True)
+        times: dict[str, list[float]] = {name: [] for name in layers}
+        for _ in range(1 + STEPS):
+            for name, layer in layers.items():
+                dist.barrier()
+                start = time.perf_counter()
+                layer(x).sum().backward()
+                dist.barrier()
+                times[name].append(time.perf_counter() - start)
+        counts = layers["none"].metrics["num_tokens_per_expert"].clone()
+        dist.all_reduce(counts)
+        ranks = counts.view(dist.get_world_size(), -1).sum(1)
+        sent = layers["always"].metrics["moved_bytes"].clone()
+        dist.all_reduce(sent)
+        cells = [f"{1e3 * statistics.median(found[1:]):.1f}" for found in times.values()]
+        heaviest = f"{ranks.max() / (ranks.sum() / len(ranks)):.2f}"
+        rows.append((load, heaviest, f"{sent / 1e6:.1f}", *cells))
+    return rows
+
+
 def tables() -> list[Table]:
     """The table of docs/benchmarks.md."""
     header = ("P", "E", "heaviest rank over even", "most moved to a rank", "plan ms", "split ms")
@@ -41,7 +107,15 @@ def tables() -> list[Table]:
         f"`bench_balance.py`: {ROWS} rows a rank by Zipf's law (1.2); after it, every rank has its "
         "share exactly. CPU, one thread."
     )
-    return [Table("Exact balance", note, header, [row(*sizes) for sizes in SIZES])]
+    plans = Table("Exact balance", note, header, [row(*sizes) for sizes in SIZES])
+    header = ("load", "heaviest rank over even", "moved MB", *(f"{name} ms" for name in LAYERS))
+    note = (
+        f"Forward and backward pass of four ranks on one host, {NUM_TOKENS} tokens a rank, D "
+        f"{MODEL_DIM}, F {FFN_DIM}, {NUM_EXPERTS} experts, K {TOP_K}, float32, one thread a rank: "
+        "without rebalance, where it pays by measured rates, and in every pass. Where the ranks "
+        "share fewer cores, the cores even the load out, and the cost alone shows."
+    )
+    return [plans, Table("Steps under uneven loads", note, header, spawn_ranks(steps, 4)[0])]
 
 
 if __name__ == "__main__":
