@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import moe_ext
-from moe_ext.planner import PRESETS, ModelSpec, preset
+from moe_ext.planner import PRESETS, ModelSpec, model_spec, preset
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -57,3 +57,19 @@ def test_refuses():
     ):
         with pytest.raises(ValueError, match=text):
             dataclasses.replace(spec, **change)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("mixtral-8x7b", "MixtralConfig"),
+        ("deepseek-v3", "DeepseekV3Config"),
+        ("gpt-oss-120b", "GptOssConfig"),
+    ],
+)
+def test_sizes_are_the_defaults_of_transformers(name, config):
+    """Those models are what the classes of their configurations default to."""
+    transformers = pytest.importorskip("transformers")
+    found = model_spec(getattr(transformers, config)().to_dict())
+    assert found.parameters() == preset(name).parameters()
+    assert found.active_parameters() == preset(name).active_parameters()
