@@ -326,6 +326,15 @@ def late_weights(experts: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def moved_weights(experts: GroupedExperts, moves: ExpertMoves) -> dict[str, Tensor]:
+    """Weights with those that came behind them, for `run_experts`, to be sent beside the rows."""
+    weights = dict(experts.named_parameters(recurse=False))
+    # Shards are gathered by the experts' own hooks, and sent behind the rows.
+    if any(map(is_dtensor, weights.values())):
+        return {}
+    return {name: moves.extend(weight) for name, weight in weights.items()}
+
+
 def run_experts(experts: nn.Module, late: dict[str, Tensor], *args: Any) -> Tensor:
     """Results of experts, with the weights that `late_weights` gave."""
     if not late:

@@ -55,6 +55,7 @@ from moe_ext.nn.experts import (
     bounds_of_all_rows,
     check_results,
     late_weights,
+    moved_weights,
     run_experts,
     runs_own_forward,
     take_weights,
@@ -448,8 +449,12 @@ class MoELayer(CountingModule):
             return y_TD, torch.stack(counts).sum()
         late: dict[str, Tensor] = {}
         beside: dict[str, Any] = {}
-        if dispatcher.takes_meanwhile and moves is None:
-            beside["meanwhile"] = lambda: late.update(late_weights(experts))
+        if dispatcher.takes_meanwhile:
+            take: Callable[[], dict[str, Tensor]] = functools.partial(late_weights, experts)
+            if moves is not None:
+                assert isinstance(experts, GroupedExperts)
+                take = functools.partial(moved_weights, experts, moves)
+            beside["meanwhile"] = lambda: late.update(take())
         if self.row_budget is None:
             rows, offsets, metadata = dispatcher.dispatch(
                 x_TD, topk_idx, topk_weights, capacity=capacity, **beside
@@ -503,7 +508,7 @@ class MoELayer(CountingModule):
             results = run_padded(experts, rows, offsets, metadata.expert_capacity)
         else:
             weights, metadata = take_weights(experts, dispatcher, rows, metadata)
-            if moves is None:
+            if moves is None or late:
                 results = run_experts(experts, late, rows, offsets, *weights)
             else:
                 results = experts(rows, offsets, *weights, moves=moves)
