@@ -11,8 +11,26 @@ from moe_ext.pipeline.check import check_table, in_flight
 from moe_ext.pipeline.simulate import Clock, Costs
 from moe_ext.pipeline.table import COMPUTE, Action, ActionTable
 
-# Actions of a rank among which the next one is looked for: its own kind keeps its order.
-_AHEAD = 4
+
+class _Rule(NamedTuple):
+    """Choice of the next action: of so many of a rank, those that are free to begin.
+
+    Those of a kind keep their order, or those of a kind and a stage. Of several, the first one goes
+    that nobody waits for less (`weights_last`), or whose kind is not underway (`mixed`).
+    """
+
+    ahead: int
+    by_stage: bool = True
+    mixed: bool = False
+    weights_last: bool = False
+
+
+# None is the best for all tables, numbers of micro-batches and room for them.
+_RULES = (
+    _Rule(4, by_stage=False),
+    *(_Rule(ahead, mixed=True) for ahead in (4, 6, 8)),
+    *(_Rule(ahead, weights_last=True) for ahead in (4, 8)),
+)
 
 
 class Start(NamedTuple):
@@ -68,9 +86,10 @@ def plan_turns(
 
     The turn to compute passes in a circle over the lanes of a rank, at each wait for an exchange
     between the ranks of a stage. A free lane begins the next action whose input has come; of the
-    next four, forward passes, backward passes and gradients of weights by themselves go ahead of
-    others that wait. Which ones go beside which is decided here, by the costs, so that all ranks
-    of a stage send the same messages in the same order whatever their times are.
+    next ones, one goes ahead of those of another kind, or another stage, that wait. Several rules
+    by which it is chosen are tried, and the plan that takes least by the costs is kept. Which ones
+    go beside which is decided here, by the costs, so that all ranks of a stage send the same
+    messages in the same order whatever their times are.
 
     Args:
         table: of one chain, whole micro-batches and one version of weights; messages are left out.
@@ -99,24 +118,30 @@ def plan_turns(
             )
     table = ActionTable(rows)
     check_table(table)
-    found = _Plan(table, costs, lanes, max_in_flight)
-    left = [action for rank in found.ranks for action in rank.left]
-    if left:
+    tried = [_Plan(table, costs, lanes, max_in_flight, rule) for rule in _RULES]
+    found = min(tried, key=lambda plan: (len(plan.left), plan.makespan))
+    if left := found.left:
         raise ValueError(
             f"plan_turns: expected max_in_flight to let all actions run, got {max_in_flight}, with "
             f"which {left[0]} ({left[0].described()}) waits for ever"
         )
     starts = tuple(tuple(rank.starts) for rank in found.ranks)
-    return TurnPlan(table, lanes, starts, max(rank.clock.now for rank in found.ranks))
+    return TurnPlan(table, lanes, starts, found.makespan)
 
 
 class _Plan:
     """Runs all ranks by their clocks; always that whose clock is behind the others'."""
 
     def __init__(
-        self, table: ActionTable, costs: Costs, lanes: int, max_in_flight: int | None
+        self,
+        table: ActionTable,
+        costs: Costs,
+        lanes: int,
+        max_in_flight: int | None,
+        rule: _Rule,
     ) -> None:
         self._table, self._costs, self._done = table, costs, dict[Action, float]()
+        self._rule = rule
         held = in_flight(table)
         self.ranks = [
             _Rank(
@@ -126,6 +151,15 @@ class _Plan:
         ]
         while any(self._step(rank) for rank in sorted(self.ranks, key=lambda r: r.clock.now)):
             pass
+
+    @property
+    def left(self) -> list[Action]:
+        """Actions that wait for ever."""
+        return [action for rank in self.ranks for action in rank.left]
+
+    @property
+    def makespan(self) -> float:
+        return max(rank.clock.now for rank in self.ranks)
 
     def _step(self, rank: _Rank) -> bool:
         """Let the next lane run until it passes the turn on; whether one did."""
@@ -148,18 +182,21 @@ class _Plan:
 
     def _begin(self, rank: _Rank, place: int) -> _Lane | None:
         """The next action, in a free lane; the clock waits where no other one is underway."""
-        underway, kinds, found = rank.underway, set[str](), None
-        for i, action in enumerate(rank.left[:_AHEAD]):
+        underway, seen, found = rank.underway, set[tuple[str, int]](), None
+        rule, kinds = self._rule, {action.kind.replace("I", "B") for action in rank.underway}
+        for i, action in enumerate(rank.left[: rule.ahead]):
             kind = action.kind.replace("I", "B")
+            line = kind, action.stage if rule.by_stage else 0
             has_room = kind != "F" or rank.held < rank.most_held
-            ready = self._ready(action) if kind not in kinds and has_room else None
-            kinds.add(kind)
+            ready = self._ready(action) if line not in seen and has_room else None
+            seen.add(line)
             if ready is not None and (ready <= rank.clock.now or not underway):
-                now = max(ready, rank.clock.now), i
+                is_late = (rule.mixed and kind in kinds) or (rule.weights_last and kind == "W")
+                now = max(ready, rank.clock.now), is_late, i
                 found = now if found is None else min(found, now)
         if found is None:
             return None
-        ready, i = found
+        ready, _, i = found
         action = rank.left.pop(i)
         rank.clock.now = max(rank.clock.now, ready)
         rank.held += action.kind == "F"
