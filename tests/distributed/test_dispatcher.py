@@ -120,9 +120,9 @@ def check_received_rows_have_an_expert_each():
     """So that experts take ends on a GPU, whatever the mask of the senders."""
     seen, product = [], GroupedExperts._product
 
-    def recorded(self, name, x, bounds):
+    def recorded(self, name, x, bounds, *others):
         seen.append((bounds.dtype, int(bounds[-1]) == x.shape[0]))
-        return product(self, name, x, bounds)
+        return product(self, name, x, bounds, *others)
 
     sizes = [5, 9, 1][: dist.get_world_size()]
     masks = [torch.arange(n) % 3 != 1 for n in sizes]
