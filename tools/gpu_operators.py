@@ -37,6 +37,20 @@ TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-4}
 
 Arguments = tuple[Any, ...]
 
+# Operators without a CUDA kernel.
+CPU_ONLY = {
+    "_grouped_mm_backward_weight_add_",  # a backward pass on CPU alone adds to gradients
+    "adam_step_",  # for memory that a GPU lacks
+    *("plan_balance", "split_rows"),  # of counts, which the host has read
+    *("quantized_mm", "masked_mm"),  # weights too large for the CPU's memory bandwidth
+    # moe_ext.ops serves CUDA with torch's operators.
+    *("pack_bits", "pack_masked_", "unpack_masked_"),
+    *("delta_encode", "delta_apply_", "delta_hash", "delta_hash_change"),
+    *("delta_pack", "delta_unpack"),
+    # Refused on CUDA, where the codec sends plain messages.
+    *("encode_exponents", "decode_exponents_"),
+}
+
 
 class Inputs:
     """What the calls below take, on the CPU: a faulty kernel spoils no other operator's inputs."""
@@ -242,11 +256,11 @@ WHOLE: dict[str, Callable[[str, torch.dtype], list[Tensor]]] = {
 
 
 def registered() -> list[str]:
-    """Operators with kernels, less those of the CPU alone: a sum into gradients, Adam's step."""
+    """Operators with kernels, less those of the CPU alone."""
     names = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("moe_ext::")}
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     found = {name.removeprefix("moe_ext::") for name in names if has_kernel(name, "CPU")}
-    return sorted(found - {"_grouped_mm_backward_weight_add_", "adam_step_"})
+    return sorted(found - CPU_ONLY)
 
 
 def everything() -> list[str]:

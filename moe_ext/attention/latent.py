@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_ext._compile import outside_graphs
 from moe_ext.attention.call import OPERATION, Inputs, Options
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import Offsets, PrefixLen
 from moe_ext.attention.ring_attention import as_autocast, run
 
 
-@torch.compiler.disable
+@outside_graphs
 def latent_ring_attention(
     q: Tensor,
     latent: Tensor,
