@@ -19,6 +19,13 @@ from moe_ext import testing
 
 if importlib.util.find_spec("hypothesis") is None:
     without_hypothesis.install()
+elif not pairwise.FULL:
+    from hypothesis import settings
+
+    # Every run tries the same examples: a change is judged by what it changed. `make test-full`
+    # tries others each time.
+    settings.register_profile("repeatable", derandomize=True)
+    settings.load_profile("repeatable")
 
 ISAS = [
     name for name in ("portable", "avx2", "avx512") if torch.ops.moe_ext._cpu_isa_supported(name)

@@ -58,14 +58,16 @@ class Region:
         Raises:
             ValueError: the runs leave the tensor.
         """
-        found = cls(
-            tuple(map(int, whole)),
-            tuple(tuple((int(a), int(n)) for a, n in dim) for dim in runs),
-        )
-        fits = len(found.whole) == len(found.runs) and all(
-            first >= 0 and length >= 0 and first + length <= size
-            for size, dim in zip(found.whole, found.runs, strict=True)
-            for first, length in dim
+        found = cls(tuple(whole), tuple(tuple((a, n) for a, n in dim) for dim in runs))
+        numbers = [*found.whole, *(number for dim in found.runs for run in dim for number in run)]
+        fits = (
+            all(type(number) is int for number in numbers)
+            and len(found.whole) == len(found.runs)
+            and all(
+                first >= 0 and length >= 0 and first + length <= size
+                for size, dim in zip(found.whole, found.runs, strict=True)
+                for first, length in dim
+            )
         )
         if not fits:
             raise ValueError(f"Region: expected runs inside {found.whole}, got {found.runs}")

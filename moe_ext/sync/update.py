@@ -1,8 +1,8 @@
 """One update of weights as bytes: a table of tensors in JSON, and their payloads.
 
-Layout: the magic b"MXWD", uint32 format version, uint64 length of the table, the table, the
-payloads. All numbers are little-endian. The table has the versions and the chain that the update
-belongs to, a CRC-32 of the payloads, and for each tensor its name, dtype, region, number of bytes,
+Layout: the magic b"MXWD", uint32 format version, uint64 length of the table, uint32 CRC-32 of all
+other bytes, the table, the payloads. All numbers are little-endian. The table has the versions and
+the chain that the update belongs to, and for each tensor its name, dtype, region, number of bytes,
 and `moe_ext.ops.delta_hash` of its region before and after.
 """
 
@@ -24,6 +24,8 @@ from moe_ext.sync.region import Region
 FORMAT = 1
 _MAGIC = b"MXWD"
 _HEAD = struct.Struct("<4sIQ")
+_CRC = struct.Struct("<I")
+_START = _HEAD.size + _CRC.size
 KINDS = ("full", "delta", "base")
 
 
@@ -97,7 +99,6 @@ class Update:
             **{k: getattr(self, k) for k in ("kind", "chain", "base_version", "version", "xored")},
             "compression": compression,
             "num_bytes": body.numel(),
-            "crc32": zlib.crc32(stored),
             "entries": [
                 {
                     **{k: getattr(entry, k) for k in ("name", "dtype", "before", "after")},
@@ -109,6 +110,7 @@ class Update:
         }
         text = json.dumps(table, separators=(",", ":")).encode()
         whole = bytearray(_HEAD.pack(_MAGIC, FORMAT, len(text)))
+        whole += _CRC.pack(_crc(whole, text, stored))
         whole += text
         whole += stored
         return torch.frombuffer(whole, dtype=torch.uint8)
@@ -127,15 +129,15 @@ class Update:
                 raise ValueError(f"expected bytes that begin with {_MAGIC!r}, got {magic!r}")
             if version != FORMAT:
                 raise ValueError(f"expected format {FORMAT}, got {version}: update moe_ext")
-            table = json.loads(raw[_HEAD.size : _HEAD.size + length])
-            stored = raw[_HEAD.size + length :]
-            if zlib.crc32(stored) != table["crc32"]:
-                raise ValueError("expected payloads with the CRC-32 of the table, got another")
+            (crc,) = _CRC.unpack_from(raw, _HEAD.size)
+            if crc != _crc(raw[: _HEAD.size], raw[_START:]):
+                raise ValueError(f"expected bytes with the CRC-32 {crc:x}, got others")
+            table = json.loads(raw[_START : _START + length])
+            stored = raw[_START + length :]
             if table["compression"] == "zstd":
-                limit = int(table["num_bytes"])
-                stored = _zstd().ZstdDecompressor().decompress(stored, max_output_size=limit)
+                stored = _decompressed(stored, _whole(table["num_bytes"]))
             return cls._of(table, bytearray(stored))
-        except (KeyError, TypeError, AttributeError, struct.error, UnicodeDecodeError) as error:
+        except (KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
             raise ValueError(f"Update.from_bytes: expected a whole update, got {error!r}") from None
         except ValueError as error:
             raise ValueError(f"Update.from_bytes: {error}") from None
@@ -144,7 +146,7 @@ class Update:
     def _of(cls, table: Mapping[str, Any], body: bytearray) -> Update:
         entries, at = [], 0
         for row in table["entries"]:
-            size = int(row["num_bytes"])
+            size = _whole(row["num_bytes"])
             if size < 0 or at + size > len(body):
                 raise ValueError(f"expected {at + size} bytes of payloads, got {len(body)}")
             payload = torch.empty(0, dtype=torch.uint8)
@@ -152,15 +154,15 @@ class Update:
                 payload = torch.frombuffer(body, dtype=torch.uint8, count=size, offset=at)
             region = Region.parse(row["whole"], row["runs"])
             facts = str(row["name"]), str(row["dtype"])
-            hashes = int(row["before"]), int(row["after"])
+            hashes = _whole(row["before"]), _whole(row["after"])
             entries.append(Entry(*facts, region, payload, *hashes))
             at += size
         if at != len(body):
             raise ValueError(f"expected {at} bytes of payloads, got {len(body)}")
-        kind, versions = table["kind"], (int(table["base_version"]), int(table["version"]))
+        kind, base, version = table["kind"], _whole(table["base_version"]), _whole(table["version"])
         if kind not in KINDS:
             raise ValueError(f"expected a kind of {KINDS}, got {kind!r}")
-        return cls(kind, str(table["chain"]), *versions, bool(table["xored"]), tuple(entries))
+        return cls(kind, str(table["chain"]), base, version, bool(table["xored"]), tuple(entries))
 
     def merged(self, *others: Update) -> Update:
         """One update of the parts that several ranks encoded at the same version.
@@ -179,6 +181,31 @@ class Update:
         chain = "+".join(update.chain for update in updates)
         entries = tuple(entry for update in updates for entry in update.entries)
         return replace(self, chain=chain, entries=entries)
+
+
+def _crc(*parts: bytes | bytearray) -> int:
+    found = 0
+    for part in parts:
+        found = zlib.crc32(part, found)
+    return found
+
+
+def _whole(value: Any) -> int:
+    # JSON has 1e999 and true, which int() takes or fails on.
+    if type(value) is int and -(2**63) <= value < 2**63:
+        return value
+    raise ValueError(f"expected whole numbers of 64 bits in the table, got {value!r}")
+
+
+def _decompressed(stored: bytes, num_bytes: int) -> bytes:
+    """What zstd stored; refused before memory is taken if the frame says another size."""
+    zstd = _zstd()
+    try:
+        if zstd.frame_content_size(stored) != num_bytes:
+            raise ValueError(f"expected a zstd frame of {num_bytes} bytes, got another size")
+        return bytes(zstd.ZstdDecompressor().decompress(stored))
+    except zstd.ZstdError as error:
+        raise ValueError(f"expected a whole zstd frame, got {error}") from None
 
 
 def _zstd() -> Any:

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import math
+import struct
+import zlib
 
 import pytest
 import torch
@@ -171,12 +174,65 @@ def test_damaged_bytes_are_refused(data):
         raw[place] ^= data.draw(st.integers(1, 255))
     else:
         raw = raw[: data.draw(st.integers(0, len(raw) - 1))]
-    try:
+    with pytest.raises(ValueError, match=r"Update\.from_bytes: "):
         receiver.apply(bytes(raw))
+    assert_same(copies(model()), here)
+
+
+def leaves(table, path=()):
+    """The path of every value of a table."""
+    pairs = table.items() if isinstance(table, dict) else enumerate(table)
+    for key, value in list(pairs):
+        yield (*path, key)
+        if isinstance(value, dict | list):
+            yield from leaves(value, (*path, key))
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_tables_of_an_adversary_are_refused(data):
+    """Every value of the table replaced by another, under a CRC that fits."""
+    state = model()
+    encoder, here = sync.DeltaEncoder(state), copies(state)
+    receiver = sync.DeltaReceiver(here)
+    receiver.apply(encoder.base())
+    change(state, 1)
+    raw = encoder.encode().to_bytes(compression=data.draw(st.sampled_from([None, "zstd"])))
+    raw = raw.numpy().tobytes()
+    (length,) = struct.unpack_from("<Q", raw, 8)
+    table = json.loads(raw[20 : 20 + length])
+    *path, last = data.draw(st.sampled_from(list(leaves(table))))
+    place = table
+    for key in path:
+        place = place[key]
+    others = [
+        math.inf,
+        math.nan,
+        -1,
+        0,
+        1,
+        2**31,
+        2**63,
+        2**80,
+        0.5,
+        True,
+        None,
+        "x",
+        "zstd",
+        [],
+        {},
+    ]
+    place[last] = data.draw(st.sampled_from(others))
+    text = json.dumps(table).encode()
+    head = struct.pack("<4sIQ", b"MXWD", 1, len(text))
+    rest = text + raw[20 + length :]
+    raw = head + struct.pack("<I", zlib.crc32(head + rest)) + rest
+    try:
+        receiver.apply(raw)
     except ValueError:
         assert_same(copies(model()), here)
     else:
-        # A changed letter of the table may leave its meaning.
+        # Another version or "xored": true in the place of true.
         assert_same(state, here)
 
 
