@@ -227,6 +227,8 @@ def all_but_rank_1_wait(rank, how):
     """(message, ranks named, seconds) of a sum over three ranks that rank 1 does not come to."""
     ask_briefly()
     group = dist.new_group(timeout=timedelta(seconds=3))
+    # Who ends at once would break the connections that the others are still making.
+    dist.barrier(group)
     started = time.monotonic()
     try:
         if rank == 1 and how == "ends":
