@@ -44,7 +44,6 @@ CPU_ONLY = {
     *("plan_balance", "split_rows"),  # of counts, which the host has read
     *("quantized_mm", "masked_mm"),  # weights too large for the CPU's memory bandwidth
     # moe_ext.ops serves CUDA with torch's operators.
-    *("pack_bits", "pack_masked_", "unpack_masked_"),
     *("delta_encode", "delta_apply_", "delta_hash", "delta_hash_change"),
     *("delta_pack", "delta_unpack"),
     # Refused on CUDA, where the codec sends plain messages.
@@ -196,6 +195,15 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
     ),
     "sum_rows": lambda i: (i.random(T, D), torch.arange(T) % 50, 60),
     "nonzero_blocks": lambda i: (i.random(4096).where(torch.arange(4096) < 900, 0), 256),
+    "pack_bits": lambda i: (i.random(4099).relu(),),
+    "pack_masked_": lambda i: (
+        *(i.random(64), i.random(4096)),
+        op("pack_bits")(torch.zeros(4096).index_fill(0, i.indices_K, 1)),
+    ),
+    "unpack_masked_": lambda i: (
+        *(i.random(4096), i.random(64)),
+        op("pack_bits")(torch.zeros(4096).index_fill(0, i.indices_K, 1)),
+    ),
     "gather_blocks": lambda i: (i.random(4096), torch.tensor([1, 4, 15]), 256),
     "scatter_blocks_": lambda i: (
         *(i.random(4096), i.random(3, 256), torch.tensor([1, 4, 15]), 256),

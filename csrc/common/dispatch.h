@@ -27,6 +27,21 @@ decltype(auto) dispatch_floating(ScalarType dtype, F&& f) {
   }
 }
 
+// Calls f.operator()<Bits>() for elements of 1, 2, 4 or 8 bytes.
+template <typename F>
+auto dispatch_size(int64_t size, F&& f) {
+  switch (size) {
+    case 1:
+      return f.template operator()<uint8_t>();
+    case 2:
+      return f.template operator()<uint16_t>();
+    case 4:
+      return f.template operator()<uint32_t>();
+    default:
+      return f.template operator()<uint64_t>();
+  }
+}
+
 // float64 for float64, else float32: the dtype in which sums are taken and weights are kept.
 inline ScalarType acc_dtype(ScalarType dtype) {
   return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;

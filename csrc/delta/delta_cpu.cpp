@@ -19,21 +19,6 @@ namespace {
 using torch::stable::new_empty;
 using torch::stable::parallel_for;
 
-// Calls f.operator()<Bits>() for elements of 1, 2, 4 or 8 bytes.
-template <typename F>
-auto dispatch_size(int64_t size, F&& f) {
-  switch (size) {
-    case 1:
-      return f.template operator()<uint8_t>();
-    case 2:
-      return f.template operator()<uint16_t>();
-    case 4:
-      return f.template operator()<uint32_t>();
-    default:
-      return f.template operator()<uint64_t>();
-  }
-}
-
 // A chunk under construction.
 struct Writer {
   std::vector<uint32_t> places;

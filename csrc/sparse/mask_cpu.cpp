@@ -21,18 +21,16 @@ using torch::stable::parallel_for;
 
 constexpr int64_t kPiece = 32768; // elements, a multiple of 64
 
-// Calls f.operator()<Bits>(table) for elements of 1, 2, 4 or 8 bytes.
-template <typename F>
-void dispatch_size(int64_t size, F&& f) {
-  switch (size) {
-    case 1:
-      return f.template operator()<uint8_t>(kernels().b8);
-    case 2:
-      return f.template operator()<uint16_t>(kernels().b16);
-    case 4:
-      return f.template operator()<uint32_t>(kernels().b32);
-    default:
-      return f.template operator()<uint64_t>(kernels().b64);
+template <typename Bits>
+const MaskKernels<Bits>& table_of() {
+  if constexpr (sizeof(Bits) == 1) {
+    return kernels().b8;
+  } else if constexpr (sizeof(Bits) == 2) {
+    return kernels().b16;
+  } else if constexpr (sizeof(Bits) == 4) {
+    return kernels().b32;
+  } else {
+    return kernels().b64;
   }
 }
 
@@ -40,7 +38,8 @@ Tensor pack_bits_cpu(Tensor x) {
   check_pack_bits(x);
   const int64_t numel = x.numel(), pieces = (numel + kPiece - 1) / kPiece;
   Tensor bitmap = new_empty(x, {num_bitmap_bytes(numel)}, ScalarType::Byte);
-  dispatch_size(static_cast<int64_t>(x.element_size()), [&]<typename Bits>(const MaskKernels<Bits>& table) {
+  dispatch_size(static_cast<int64_t>(x.element_size()), [&]<typename Bits>() {
+    const MaskKernels<Bits>& table = table_of<Bits>();
     parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
       const int64_t start = begin * kPiece, stop = std::min(numel, end * kPiece);
       table.pack_bits(data<uint8_t>(bitmap) + start / 8, data<const Bits>(x) + start, stop - start);
@@ -78,7 +77,8 @@ void pack_masked_cpu(Tensor packed, Tensor x, Tensor bitmap) {
   check_mask(op, "x", x, packed, bitmap);
   const int64_t numel = x.numel();
   const std::vector<int64_t> place = places(op, bitmap, numel, packed);
-  dispatch_size(static_cast<int64_t>(x.element_size()), [&]<typename Bits>(const MaskKernels<Bits>& table) {
+  dispatch_size(static_cast<int64_t>(x.element_size()), [&]<typename Bits>() {
+    const MaskKernels<Bits>& table = table_of<Bits>();
     parallel_for(0, static_cast<int64_t>(place.size()) - 1, 1, [&](int64_t begin, int64_t end) {
       const int64_t start = begin * kPiece, n = std::min(numel, end * kPiece) - start;
       table.pack(
@@ -92,7 +92,8 @@ void unpack_masked_cpu(Tensor out, Tensor packed, Tensor bitmap) {
   check_mask(op, "out", out, packed, bitmap);
   const int64_t numel = out.numel();
   const std::vector<int64_t> place = places(op, bitmap, numel, packed);
-  dispatch_size(static_cast<int64_t>(out.element_size()), [&]<typename Bits>(const MaskKernels<Bits>& table) {
+  dispatch_size(static_cast<int64_t>(out.element_size()), [&]<typename Bits>() {
+    const MaskKernels<Bits>& table = table_of<Bits>();
     parallel_for(0, static_cast<int64_t>(place.size()) - 1, 1, [&](int64_t begin, int64_t end) {
       const int64_t start = begin * kPiece, n = std::min(numel, end * kPiece) - start;
       table.unpack(

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from moe_ext.ops.fakes import register_fake_like
-from moe_ext.ops.sparse_blocks import block_indices
 
 
 def pack_bits(x: Tensor) -> Tensor:
@@ -25,11 +24,6 @@ def pack_bits(x: Tensor) -> Tensor:
 
     Deterministic.
     """
-    if x.is_cuda:
-        sized = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
-        marks = torch.nn.functional.pad((sized != 0).flatten(), (0, -x.numel() % 8)).view(-1, 8)
-        weights = torch.tensor([1 << i for i in range(8)], device=x.device)
-        return (marks * weights).sum(dim=1).to(torch.uint8)
     bitmap: Tensor = torch.ops.moe_ext.pack_bits(x)
     return bitmap
 
@@ -49,14 +43,12 @@ def pack_masked_(packed_n: Tensor, x: Tensor, bitmap: Tensor) -> None:
         bitmap (Tensor[ceil(N / 8)]): uint8, see `pack_bits`.
 
     Raises:
-        RuntimeError: an argument has the wrong device, dtype, shape or layout, or bits are set past
-            the end; nothing has changed then.
+        RuntimeError: an argument has the wrong device, dtype, shape or layout; on CPU alone, bits
+            are set past the end, or not as many as packed has elements. Nothing has changed then.
 
-    Deterministic. On CUDA it waits for the device, since the places depend on the data.
+    Deterministic, with the same bits on CPU and CUDA. On CUDA marks past the end are left out, and
+    so are elements that packed has no room for: nothing waits for the device.
     """
-    if x.is_cuda:
-        packed_n.copy_(x.flatten()[block_indices(bitmap)])
-        return
     torch.ops.moe_ext.pack_masked_(packed_n, x, bitmap)
 
 
@@ -74,11 +66,8 @@ def unpack_masked_(out: Tensor, packed_n: Tensor, bitmap: Tensor) -> None:
     Raises:
         RuntimeError: as `pack_masked_`; nothing has changed then.
 
-    Deterministic. On CUDA it waits for the device, since the places depend on the data.
+    Deterministic, with the same bits on CPU and CUDA, where a mark without an element gives a zero.
     """
-    if out.is_cuda:
-        out.zero_().view(-1).index_copy_(0, block_indices(bitmap), packed_n)
-        return
     torch.ops.moe_ext.unpack_masked_(out, packed_n, bitmap)
 
 

@@ -18,8 +18,9 @@ def example(numel, dtype, density):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("density", [0.0, 0.02, 0.5, 1.0])
-def test_equals_the_reference(isa, numel, dtype, density):
-    x, mask = example(numel, dtype, density)
+@pytest.mark.every_isa
+def test_equals_the_reference(backend, numel, dtype, density):
+    x, mask = (part.to(backend) for part in example(numel, dtype, density))
     bitmap = ops.pack_bits(mask)
     assert torch.equal(bitmap, reference.pack_bits(mask))
     packed, want = x.new_empty(int(mask.sum())), x.new_empty(int(mask.sum()))
@@ -33,21 +34,23 @@ def test_equals_the_reference(isa, numel, dtype, density):
     assert torch.equal(out.view(torch.uint8), back.view(torch.uint8))
 
 
-def test_minus_zero_is_kept(isa):
-    x = torch.zeros(40)
+@pytest.mark.every_isa
+def test_minus_zero_is_kept(backend):
+    x = torch.zeros(40, device=backend)
     x[3], x[39] = -0.0, float("nan")
     bitmap = ops.pack_bits(x)
     assert ops.block_indices(bitmap).tolist() == [3, 39]
 
 
-def test_what_lies_around_stays(isa):
+@pytest.mark.every_isa
+def test_what_lies_around_stays(backend):
     """Nothing is written before or behind the elements."""
-    x, mask = example(1000, torch.bfloat16, 0.4)
+    x, mask = (part.to(backend) for part in example(1000, torch.bfloat16, 0.4))
     bitmap, count = ops.pack_bits(mask), int(mask.sum())
-    room = torch.full((count + 64,), 7, dtype=torch.int16)
+    room = torch.full((count + 64,), 7, dtype=torch.int16, device=backend)
     ops.pack_masked_(room[32:-32], x.view(torch.int16), bitmap)
     assert (room[:32] == 7).all() and (room[-32:] == 7).all()
-    large = torch.full((1064,), 7, dtype=torch.int16)
+    large = torch.full((1064,), 7, dtype=torch.int16, device=backend)
     ops.unpack_masked_(large[32:-32], room[32:-32], bitmap)
     assert (large[:32] == 7).all() and (large[-32:] == 7).all()
 

@@ -1,0 +1,53 @@
+// CUDA side of packing by mask: allocates and launches. Nothing waits for the device: what the CPU refuses of a
+// bitmap's content touches no memory here, or is trapped.
+#include "common/dispatch.h"
+#include "common/dispatch_cuda.cuh"
+#include "common/torch_cuda.cuh"
+#include "sparse/mask.h"
+#include "sparse/mask_kernels.cuh"
+
+namespace moe_ext::mask {
+namespace {
+
+using torch::stable::new_empty;
+
+Tensor pack_bits_cuda(Tensor x) {
+  check_pack_bits(x);
+  const DeviceScope device(x);
+  Tensor bitmap = new_empty(x, {num_bitmap_bytes(x.numel())}, ScalarType::Byte);
+  dispatch_size(static_cast<int64_t>(x.element_size()), [&]<typename Bits>() {
+    launch_pack_bits(data<const Bits>(x), x.numel(), data<uint8_t>(bitmap), device.stream());
+  });
+  return bitmap;
+}
+
+template <bool kPack>
+void move_masked(const Tensor& dense, const Tensor& packed, const Tensor& bitmap) {
+  const DeviceScope device(dense);
+  const Tensor counts = new_empty(dense, {num_tiles(dense.numel()) + 1}, ScalarType::Long);
+  dispatch_size(static_cast<int64_t>(dense.element_size()), [&]<typename Bits>() {
+    launch_move_masked<kPack, kCheckIndices>(
+        data<Bits>(dense), data<Bits>(packed), packed.numel(), data<const uint8_t>(bitmap), dense.numel(),
+        data<int64_t>(counts), device.stream());
+  });
+}
+
+void pack_masked_cuda(Tensor packed, Tensor x, Tensor bitmap) {
+  check_mask("pack_masked_", "x", x, packed, bitmap);
+  move_masked<true>(x, packed, bitmap);
+}
+
+void unpack_masked_cuda(Tensor out, Tensor packed, Tensor bitmap) {
+  check_mask("unpack_masked_", "out", out, packed, bitmap);
+  move_masked<false>(out, packed, bitmap);
+}
+
+} // namespace
+
+MOE_EXT_CUDA_IMPL(m) {
+  m.impl("pack_bits", TORCH_BOX(&pack_bits_cuda));
+  m.impl("pack_masked_", TORCH_BOX(&pack_masked_cuda));
+  m.impl("unpack_masked_", TORCH_BOX(&unpack_masked_cuda));
+}
+
+} // namespace moe_ext::mask

@@ -1,0 +1,130 @@
+// A block takes a tile of 8192 elements, a thread one word of its bitmap. Marks of tiles are counted and summed first;
+// then a block knows the place of each of its words, and a warp moves the 32 elements of a word together: neighbours
+// are read, or written, by neighbouring lanes.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/scan.cuh"
+#include "common/threads.cuh"
+
+namespace moe_ext::mask {
+
+constexpr int64_t kWord = 32;
+constexpr int64_t kTile = kThreads * kWord; // elements
+
+inline int64_t num_tiles(int64_t numel) {
+  return ceil_div(numel, kTile);
+}
+
+// Marks of elements [kWord * word, ...), none past the last element. Bytes, since a bitmap may begin anywhere. Marks
+// past the end are a mistake that kCheck traps.
+template <bool kCheck>
+__device__ __forceinline__ uint32_t word_at(const uint8_t* __restrict__ bitmap, int64_t numel, int64_t word) {
+  const int64_t left = numel - word * kWord;
+  uint32_t bits = 0;
+  for (int64_t byte = 0; byte < 4 && 8 * byte < left; ++byte) {
+    bits |= uint32_t{bitmap[4 * word + byte]} << (8 * byte);
+  }
+  const uint32_t inside = left >= kWord ? ~0u : left > 0 ? (1u << left) - 1 : 0u;
+  if constexpr (kCheck) {
+    if ((bits & ~inside) != 0) {
+      __trap();
+    }
+  }
+  return bits & inside;
+}
+
+// counts [tiles]: the marks of each.
+template <bool kCheck>
+__global__ void __launch_bounds__(kThreads)
+    count_marks_kernel(const uint8_t* __restrict__ bitmap, int64_t numel, int64_t* __restrict__ counts) {
+  for (int64_t tile = blockIdx.x; tile * kTile < numel; tile += gridDim.x) {
+    int total = 0;
+    block_exclusive_scan<kThreads>(__popc(word_at<kCheck>(bitmap, numel, tile * kThreads + threadIdx.x)), total);
+    if (threadIdx.x == 0) {
+      counts[tile] = total;
+    }
+  }
+}
+
+// Between x [numel] and packed [size]. counts: the marks before each tile, and their number last. Another number than
+// `size` is a mistake that kCheck traps; without it no memory past packed is touched.
+template <bool kPack, bool kCheck, typename Bits>
+__global__ void __launch_bounds__(kThreads) move_masked_kernel(
+    Bits* __restrict__ x, Bits* __restrict__ packed, int64_t size, const uint8_t* __restrict__ bitmap, int64_t numel,
+    const int64_t* __restrict__ counts) {
+  if constexpr (kCheck) {
+    if (counts[ceil_div(numel, kTile)] != size) {
+      __trap();
+    }
+  }
+  for (int64_t tile = blockIdx.x; tile * kTile < numel; tile += gridDim.x) {
+    const uint32_t own = word_at<false>(bitmap, numel, tile * kThreads + threadIdx.x);
+    int total = 0;
+    const int below = block_exclusive_scan<kThreads>(__popc(own), total);
+    const int64_t start = tile * kTile + int64_t{warp_id()} * kWarpSize * kWord;
+#pragma unroll 8
+    for (int w = 0; w < kWarpSize; ++w) {
+      const uint32_t word = __shfl_sync(kFullMask, own, w);
+      const int64_t place = counts[tile] + __shfl_sync(kFullMask, below, w) + __popc(word & lanes_below());
+      const int64_t i = start + w * kWord + lane_id();
+      const bool marked = (word >> lane_id() & 1u) != 0 && place < size;
+      if constexpr (kPack) {
+        if (marked) {
+          packed[place] = x[i];
+        }
+      } else if (i < numel) {
+        x[i] = marked ? packed[place] : Bits{0};
+      }
+    }
+  }
+}
+
+// A bit where any bit of an element is set.
+template <typename Bits>
+__global__ void __launch_bounds__(kThreads)
+    pack_bits_kernel(const Bits* __restrict__ x, int64_t numel, uint8_t* __restrict__ bitmap) {
+  for (int64_t tile = blockIdx.x; tile * kTile < numel; tile += gridDim.x) {
+    const int64_t start = tile * kTile + int64_t{warp_id()} * kWarpSize * kWord;
+    uint32_t own = 0;
+#pragma unroll 8
+    for (int w = 0; w < kWarpSize; ++w) {
+      const int64_t i = start + w * kWord + lane_id();
+      const uint32_t word = __ballot_sync(kFullMask, i < numel && x[i] != 0);
+      own = w == lane_id() ? word : own;
+    }
+    const int64_t first = start + lane_id() * kWord;
+    for (int64_t byte = 0; byte < 4 && first + 8 * byte < numel; ++byte) {
+      bitmap[first / 8 + byte] = static_cast<uint8_t>(own >> (8 * byte));
+    }
+  }
+}
+
+inline Launch over_tiles(int64_t numel, cudaStream_t stream) {
+  return {persistent_grid(num_tiles(numel), kThreads, device_properties()), dim3(kThreads), 0, stream};
+}
+
+template <typename Bits>
+void launch_pack_bits(const Bits* x, int64_t numel, uint8_t* bitmap, cudaStream_t stream) {
+  if (numel > 0) {
+    launch(over_tiles(numel, stream), pack_bits_kernel<Bits>, x, numel, bitmap);
+  }
+}
+
+// counts [num_tiles(numel) + 1] is scratch.
+template <bool kPack, bool kCheck, typename Bits>
+void launch_move_masked(
+    Bits* x, Bits* packed, int64_t size, const uint8_t* bitmap, int64_t numel, int64_t* counts, cudaStream_t stream) {
+  if (numel > 0) {
+    const Launch grid = over_tiles(numel, stream);
+    launch(grid, count_marks_kernel<kCheck>, bitmap, numel, counts);
+    launch_scan_counts(counts, 1, num_tiles(numel), counts + num_tiles(numel), stream);
+    launch(grid, move_masked_kernel<kPack, kCheck, Bits>, x, packed, size, bitmap, numel, counts);
+  }
+}
+
+} // namespace moe_ext::mask
