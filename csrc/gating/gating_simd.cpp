@@ -114,6 +114,7 @@ int64_t gate(const GateArgs<T>& args, int64_t begin, int64_t end, Acc* score_sum
     IntVec<Acc> finite;
     load_mask(active, args.token_mask, first, end);
     load_tile(tile, active, args.logits, first, num_experts);
+    ask_for_next_tile(args.logits, first, num_experts);
     const Vec<Acc> factor = compute_scores(tile, options.score_fn, num_experts, active, finite);
     add_scores(tile, tile.score_sum + (first - begin) % kMaxLanes, factor, num_experts);
     Acc* keys = biased ? tile.key : tile.x;

@@ -240,6 +240,17 @@ MOE_INLINE void fill(Acc* to, Acc value, int64_t n) {
   }
 }
 
+// Asks for the rows of the next tile, which may lie past the end: a tile of 64 experts is a page, and past a page the
+// processor does not look ahead by itself.
+template <typename T, typename Acc = acc_t<T>>
+MOE_INLINE void ask_for_next_tile(const T* rows, int64_t first, int64_t n) {
+  constexpr int64_t kLanes = Lanes<Acc>::kCount;
+  const auto* next = reinterpret_cast<const char*>(rows + (first + kLanes) * n);
+  for (int64_t i = 0; i < kLanes * n * static_cast<int64_t>(sizeof(T)); i += 64) {
+    __builtin_prefetch(next + i, 0, 2);
+  }
+}
+
 // tile.x from the logits of the tokens from `first`. A lane that is not active has zeros: its logits are not looked at.
 template <typename T, typename Acc>
 MOE_INLINE void load_tile(const Tile<Acc>& tile, const Acc* active, const T* logits, int64_t first, int64_t n) {
