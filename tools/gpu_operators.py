@@ -43,9 +43,6 @@ CPU_ONLY = {
     "adam_step_",  # for memory that a GPU lacks
     *("plan_balance", "split_rows"),  # of counts, which the host has read
     *("quantized_mm", "masked_mm"),  # weights too large for the CPU's memory bandwidth
-    # moe_ext.ops serves CUDA with torch's operators.
-    *("delta_encode", "delta_apply_", "delta_hash", "delta_hash_change"),
-    *("delta_pack", "delta_unpack"),
     # Refused on CUDA, where the codec sends plain messages.
     *("encode_exponents", "decode_exponents_"),
 }
@@ -103,6 +100,12 @@ class Inputs:
     def indices_K(self) -> Tensor:
         """Ascending ones of 4096 elements."""
         return torch.randperm(4096, generator=self.generator)[:64].sort().values
+
+    @cached_property
+    def versions(self) -> tuple[Tensor, Tensor]:
+        """A tensor and one of which an element in thirty is another."""
+        x = self.random(300_000)
+        return x, x.where(torch.rand(x.shape, generator=self.generator) < 29 / 30, -x)
 
     def payload(self) -> Tensor:
         """Of a sparse gradient."""
@@ -204,6 +207,12 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         *(i.random(4096), i.random(64)),
         op("pack_bits")(torch.zeros(4096).index_fill(0, i.indices_K, 1)),
     ),
+    "delta_encode": lambda i: i.versions,
+    "delta_apply_": lambda i: (i.versions[1], op("delta_encode")(*i.versions)),
+    "delta_hash": lambda i: (i.versions[0], 5),
+    "delta_hash_change": lambda i: (i.versions[1], op("delta_encode")(*i.versions), 5),
+    "delta_pack": lambda i: (i.indices_K, i.random(64), 4096),
+    "delta_unpack": lambda i: (op("delta_encode")(*i.versions), i.versions[0], 300_000),
     "gather_blocks": lambda i: (i.random(4096), torch.tensor([1, 4, 15]), 256),
     "scatter_blocks_": lambda i: (
         *(i.random(4096), i.random(3, 256), torch.tensor([1, 4, 15]), 256),
@@ -284,6 +293,7 @@ def moved(arguments: Arguments, device: str) -> Arguments:
 def result(name: str, arguments: Arguments) -> list[Tensor]:
     """What an operator returns, and its arguments behind the call."""
     found = op(name)(*arguments)
+    found = torch.tensor(found) if isinstance(found, int) else found
     several = found if isinstance(found, tuple | list) else (found,)
     return [x for x in (*several, *arguments) if isinstance(x, Tensor)]
 

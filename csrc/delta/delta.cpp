@@ -31,6 +31,18 @@ void check_payload(const char* op, const Tensor& payload) {
 
 } // namespace
 
+void check_verdict(const char* op, const Verdict& verdict, int64_t size, int64_t numel) {
+  const auto [fault, number] = verdict;
+  MOE_CHECK(
+      fault != kEnds, op, ": expected payload to be whole, got ", size, " bytes, which end in chunk ", number, " of ",
+      num_chunks(numel));
+  MOE_CHECK(fault != kNoHeader, op, ": expected payload to be a delta, got a header that is none in chunk ", number);
+  MOE_CHECK(
+      fault != kTooLong, op, ": expected payload to end with its last chunk, got ", number, " bytes behind it for ",
+      numel, " elements");
+  MOE_CHECK(fault != kPlaces, op, ": expected payload to have places inside the tensor, got others in chunk ", number);
+}
+
 void check_encode(const Tensor& x, const Tensor& base) {
   const char* op = "delta_encode";
   check_dense(op, "x", x);
@@ -39,11 +51,13 @@ void check_encode(const Tensor& x, const Tensor& base) {
       shape_string(base) == shape_string(x), op, ": expected base to be of shape ", shape_string(x), ", got ",
       shape_string(base));
   check_dense(op, "base", base);
+  check_same_device(op, "base", base, "x", x);
 }
 
 void check_apply(const char* op, const Tensor& target, const Tensor& payload) {
   check_payload(op, payload);
   check_dense(op, "target", target);
+  check_same_device(op, "payload", payload, "target", target);
   MOE_CHECK(
       !overlap(target, payload), op,
       ": expected target and payload to be in memory of their own, got one in the other");
@@ -57,6 +71,7 @@ void check_hash(const Tensor& x, const std::optional<Tensor>& places) {
     check_dim(op, "places", *places, 1, "[N]");
     check_size(op, "places", *places, 0, x.numel(), "a place for each element");
     check_dense(op, "places", *places);
+    check_same_device(op, "places", *places, "x", x);
   }
 }
 
@@ -68,12 +83,14 @@ void check_pack(const Tensor& places, const Tensor& values, int64_t numel) {
   check_dim(op, "values", values, 1, "[n]");
   check_size(op, "values", values, 0, places.numel(), "a value for each place");
   check_dense(op, "values", values);
+  check_same_device(op, "values", values, "places", places);
   MOE_CHECK(numel >= 0, op, ": expected numel to be 0 or more, got ", numel);
 }
 
 void check_unpack(const Tensor& payload, const Tensor& like, int64_t numel) {
   check_payload("delta_unpack", payload);
   check_dense("delta_unpack", "like", like);
+  check_same_device("delta_unpack", "payload", payload, "like", like);
   MOE_CHECK(numel >= 0, "delta_unpack: expected numel to be 0 or more, got ", numel);
 }
 

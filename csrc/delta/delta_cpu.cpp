@@ -125,31 +125,11 @@ Tensor payload_of(const Tensor& like, int64_t numel, F&& fill) {
 
 // The chunks of a payload for a tensor of numel elements, all checked: lengths, order and places.
 std::vector<Chunk> chunks_of(const char* op, const Tensor& payload, int64_t numel, int64_t item_bytes) {
-  const uint8_t* bytes = data<const uint8_t>(payload);
-  const int64_t size = payload.numel();
   std::vector<Chunk> found(num_chunks(numel));
-  int64_t at = 0;
-  for (int64_t i = 0; i < static_cast<int64_t>(found.size()); ++i) {
-    Header header{};
-    MOE_CHECK(
-        size - at >= kHeader, op, ": expected payload to be whole, got ", size, " bytes, which end in chunk ", i,
-        " of ", found.size());
-    std::memcpy(&header, bytes + at, kHeader);
-    at += kHeader;
-    MOE_CHECK(
-        header.wide <= 1 && header.zeros[0] == 0 && header.zeros[1] == 0 && header.zeros[2] == 0 &&
-            header.count <= kChunk && header.num_gaps >= header.count,
-        op, ": expected payload to be a delta, got a header that is none in chunk ", i);
-    const int64_t gap_bytes = int64_t{header.num_gaps} * (1 + header.wide), value_bytes = header.count * item_bytes;
-    MOE_CHECK(
-        size - at >= gap_bytes + value_bytes, op, ": expected payload to be whole, got ", size,
-        " bytes, which end in chunk ", i, " of ", found.size());
-    found[i] = {bytes + at, bytes + at + gap_bytes, header.count, header.num_gaps, header.wide != 0};
-    at += gap_bytes + value_bytes;
-  }
-  MOE_CHECK(
-      at == size, op, ": expected payload to end with its last chunk, got ", size - at, " bytes behind it for ", numel,
-      " elements");
+  const auto refuse = [&](const Verdict& verdict) { check_verdict(op, verdict, payload.numel(), numel); };
+  refuse(for_each_chunk(
+      data<const uint8_t>(payload), payload.numel(), numel, item_bytes,
+      [&](int64_t i, const Chunk& chunk) { found[i] = chunk; }));
   std::atomic<int64_t> wrong{-1};
   parallel_for(0, static_cast<int64_t>(found.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -160,7 +140,7 @@ std::vector<Chunk> chunks_of(const char* op, const Tensor& payload, int64_t nume
       }
     }
   });
-  MOE_CHECK(wrong < 0, op, ": expected payload to have places inside the tensor, got others in chunk ", wrong.load());
+  refuse(wrong < 0 ? Verdict{} : Verdict{kPlaces, wrong.load()});
   return found;
 }
 

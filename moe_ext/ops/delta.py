@@ -1,8 +1,8 @@
 """Deltas: the elements of a tensor that differ from an earlier version, and their places.
 
 Elements are compared as bits and stored as they are, so that a chain of deltas never drifts. The
-format of a payload is in csrc/delta/delta.h; its size is about 1 byte for a place, or 2 where less
-than 1 in some 300 elements changed, and the bytes of the value.
+format of a payload is in csrc/delta/delta_format.h; its size is about 1 byte for a place, or 2
+where less than 1 in some 300 elements changed, and the bytes of the value.
 
 Shape suffixes: n elements that changed.
 """
@@ -13,12 +13,6 @@ import torch
 from torch import Tensor
 
 from moe_ext.ops.fakes import register_fake_like
-
-_SIZED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.view(_SIZED[x.itemsize])
 
 
 def delta_encode(x: Tensor, base: Tensor, *, xored: bool = False) -> Tensor:
@@ -35,24 +29,14 @@ def delta_encode(x: Tensor, base: Tensor, *, xored: bool = False) -> Tensor:
         Tensor[bytes]: uint8, on the CPU.
 
     Raises:
-        RuntimeError: x or base is strided, or base has another shape or dtype (ValueError on CUDA).
+        RuntimeError: x or base is strided, or base has another shape, dtype or device.
 
-    Deterministic. On CUDA it waits for the device.
+    Deterministic, with the same bytes on CPU and CUDA, where it waits for the device.
 
     Reference: Yu et al., PULSE (arXiv 2602.03839), values in the place of differences.
     """
-    if x.is_cuda:
-        if x.shape != base.shape or x.dtype != base.dtype:
-            raise ValueError(
-                f"delta_encode: expected base to be {x.dtype} of shape {tuple(x.shape)}, got "
-                f"{base.dtype} of shape {tuple(base.shape)}"
-            )
-        new, old = _bits(x).flatten(), _bits(base).flatten()
-        places = (new != old).nonzero().flatten()
-        values = new[places] ^ old[places] if xored else new[places]
-        return delta_pack(places.cpu(), values.cpu(), x.numel())
     payload: Tensor = torch.ops.moe_ext.delta_encode(x, base, xored)
-    return payload
+    return payload.cpu()
 
 
 def delta_apply_(target: Tensor, payload: Tensor, *, xored: bool = False) -> None:
@@ -60,20 +44,16 @@ def delta_apply_(target: Tensor, payload: Tensor, *, xored: bool = False) -> Non
 
     Args:
         target (Tensor[...]): contiguous; changed in place.
-        payload (Tensor[bytes]): of `delta_encode`, on the CPU.
+        payload (Tensor[bytes]): of `delta_encode`, on any device.
         xored: as given to `delta_encode`; target is to be the base then.
 
     Raises:
         RuntimeError: the payload is damaged, or has places outside the tensor; nothing has changed
             then.
+
+    On CUDA it waits for the device to tell that the payload is sound, before the first write.
     """
-    if target.is_cuda:
-        places, values = delta_unpack(payload, target.new_empty(0, device="cpu"), target.numel())
-        flat, places = _bits(target).view(-1), places.to(target.device)
-        bits = _bits(values).to(target.device)
-        flat[places] = flat[places] ^ bits if xored else bits
-        return
-    torch.ops.moe_ext.delta_apply_(target, payload, xored)
+    torch.ops.moe_ext.delta_apply_(target, payload.to(target.device), xored)
 
 
 def delta_hash(x: Tensor, seed: int = 0, places: Tensor | None = None) -> int:
@@ -84,7 +64,8 @@ def delta_hash(x: Tensor, seed: int = 0, places: Tensor | None = None) -> int:
         seed: 64 bits, signed, to tell equal tensors of other names apart.
         places (Tensor[N]): int64, of each element; its number without them.
     """
-    found: int = torch.ops.moe_ext.delta_hash(x.cpu(), seed, places)
+    places = None if places is None else places.to(x.device)
+    found: int = torch.ops.moe_ext.delta_hash(x, seed, places)
     return found
 
 
@@ -104,12 +85,8 @@ def delta_hash_change(
 
     Takes time for what changed alone.
     """
-    if target.is_cuda:
-        places, values = delta_unpack(payload, target.new_empty(0, device="cpu"), target.numel())
-        old, bits = _bits(target).view(-1)[places.to(target.device)].cpu(), _bits(values)
-        new = old ^ bits if xored else bits
-        return as_signed(delta_hash(new, seed, places) - delta_hash(old, seed, places))
-    found: int = torch.ops.moe_ext.delta_hash_change(target, payload, seed, xored)
+    here = payload.to(target.device)
+    found: int = torch.ops.moe_ext.delta_hash_change(target, here, seed, xored)
     return found
 
 
@@ -123,17 +100,17 @@ def delta_pack(places_n: Tensor, values_n: Tensor, numel: int) -> Tensor:
 
     Args:
         places_n (Tensor[n]): int64, ascending in [0, numel).
-        values_n (Tensor[n]): of any dtype of 8 bytes at most.
+        values_n (Tensor[n]): of any dtype of 8 bytes at most, on the device of the places.
         numel: elements of the tensor.
 
     Returns:
-        Tensor[bytes]: uint8.
+        Tensor[bytes]: uint8, on the CPU.
 
     Raises:
         RuntimeError: the places do not ascend, or leave the tensor.
     """
     payload: Tensor = torch.ops.moe_ext.delta_pack(places_n, values_n, numel)
-    return payload
+    return payload.cpu()
 
 
 def delta_unpack(payload: Tensor, like: Tensor, numel: int) -> tuple[Tensor, Tensor]:
@@ -141,7 +118,7 @@ def delta_unpack(payload: Tensor, like: Tensor, numel: int) -> tuple[Tensor, Ten
 
     Args:
         payload (Tensor[bytes]): of `delta_encode` or `delta_pack`.
-        like (Tensor): gives the dtype of the values.
+        like (Tensor): gives the dtype and the device of the values.
         numel: elements of the tensor.
 
     Returns:
@@ -150,7 +127,7 @@ def delta_unpack(payload: Tensor, like: Tensor, numel: int) -> tuple[Tensor, Ten
     Raises:
         RuntimeError: as `delta_apply_`.
     """
-    places, values = torch.ops.moe_ext.delta_unpack(payload, like, numel)
+    places, values = torch.ops.moe_ext.delta_unpack(payload.to(like.device), like, numel)
     return places, values
 
 

@@ -1,5 +1,8 @@
 """Deltas of tensors: round trips of every bit pattern, damaged payloads, hashes."""
 
+import contextlib
+
+import emulation
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,8 +32,8 @@ def same(a, b):
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("density", [0.0, 1e-4, 0.02, 1.0])
 @pytest.mark.parametrize("xored", [False, True])
-def test_round_trip(dtype, numel, density, xored):
-    old, new = versions(numel, dtype, density)
+def test_round_trip(device, dtype, numel, density, xored):
+    old, new = (version.to(device) for version in versions(numel, dtype, density))
     payload = ops.delta_encode(new, old, xored=xored)
     places, values = ops.delta_unpack(payload, old, numel)
     assert torch.equal(places, reference.delta_places(new, old))
@@ -59,21 +62,66 @@ def test_bytes(share, ratio):
     assert payload.numel() <= 3.2 * share * old.numel() + 12 * 4
 
 
-def test_special_values_are_values():
-    old = torch.tensor([0.0, float("nan"), 1.0, float("nan"), 1e-45])
-    new = torch.tensor([-0.0, float("nan"), 1.0, 2.0, 0.0])
+def test_special_values_are_values(device):
+    old = torch.tensor([0.0, float("nan"), 1.0, float("nan"), 1e-45], device=device)
+    new = torch.tensor([-0.0, float("nan"), 1.0, 2.0, 0.0], device=device)
     places, _ = ops.delta_unpack(ops.delta_encode(new, old), old, 5)
     assert places.tolist() == [0, 3, 4]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
-def test_hash_equals_the_reference(dtype):
-    x, _ = versions(300, dtype, 0.0)
+def test_hash_equals_the_reference(device, dtype):
+    x = versions(300, dtype, 0.0)[0].to(device)
     assert ops.delta_hash(x, -5) == reference.delta_hash(x, -5)
     places = torch.arange(100, 400)
     shifted = -5 + 100 * 0x9E3779B97F4A7C15
     assert ops.delta_hash(x, -5, places) == reference.delta_hash(x, shifted)
     assert ops.delta_hash(x, -5) != ops.delta_hash(x.flip(0), -5)
+
+
+@pytest.mark.skipif(not emulation.is_built(), reason="no emulation of CUDA")
+@pytest.mark.parametrize("density", [0.0, 1e-4, 0.02, 1.0])
+@pytest.mark.parametrize("xored", [False, True])
+def test_cuda_gives_the_bytes_of_the_cpu(density, xored):
+    """Of narrow and wide gaps, and of a chunk behind one without changes."""
+    old, new = versions((1 << 18) + 70_000, torch.bfloat16, density)
+    new[: 1 << 18][::2] = old[: 1 << 18][::2]
+    payload = ops.delta_encode(new, old, xored=xored)
+    places, values = ops.delta_unpack(payload, old, len(old))
+    change = ops.delta_hash_change(old, payload, 5, xored=xored)
+    total, wrong = ops.delta_hash(new, 5), places.flip(0)
+    with emulation.emulated_cuda():
+        assert torch.equal(ops.delta_encode(new, old, xored=xored), payload)
+        assert torch.equal(ops.delta_pack(places, values, len(old)), payload)
+        assert ops.delta_hash_change(old, payload, 5, xored=xored) == change
+        assert ops.delta_hash(new, 5) == total
+        if len(wrong) > 1:
+            with pytest.raises(RuntimeError, match=f"got {int(wrong[1])} at 1"):
+                ops.delta_pack(wrong, values, len(old))
+
+
+@pytest.mark.skipif(not emulation.is_built(), reason="no emulation of CUDA")
+def test_cuda_refuses_what_the_cpu_refuses():
+    old, new = versions(600, torch.bfloat16, 0.1)
+    sound, generator = ops.delta_encode(new, old), torch.Generator().manual_seed(0)
+    outcomes = []
+    for turn in range(60):
+        payload = sound[: len(sound) - turn % 3].clone()
+        at = torch.randint(0, 12 if turn % 2 else len(payload), (2,), generator=generator)
+        payload[at] = torch.randint(0, 256, (2,), generator=generator).byte()
+        told = []
+        for cuda in (False, True):
+            target = old.clone()
+            with emulation.emulated_cuda() if cuda else contextlib.nullcontext():
+                try:
+                    ops.delta_apply_(target, payload)
+                    told.append(target.view(torch.int16).tolist())
+                except RuntimeError as error:
+                    assert same(target, old)
+                    told.append(str(error).splitlines()[0])
+        assert told[0] == told[1]
+        outcomes.append(isinstance(told[0], str))
+    assert 10 < sum(outcomes) < 60
 
 
 @settings(deadline=None, max_examples=200)
