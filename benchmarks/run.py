@@ -37,6 +37,7 @@ BENCHMARKS = (
     "optim",
     "weight_sync",
     "balance",
+    "planner",
 )
 # Run by name alone, for the time that they take: twenty minutes.
 BY_NAME = ("convergence", "local_steps")

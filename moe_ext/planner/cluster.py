@@ -26,6 +26,9 @@ class Level:
     bandwidth: float
 
 
+_NUMBERS = ("memory", "memory_bandwidth", "efficiency", "score_efficiency", "layer_seconds")
+
+
 @dataclass(frozen=True)
 class ClusterSpec:
     """Processors and their links.
@@ -36,6 +39,8 @@ class ClusterSpec:
         memory: bytes of a processor.
         memory_bandwidth: bytes a second of its memory.
         efficiency: share of the peak that products reach.
+        score_efficiency: share of it that the scores of attention reach; None for the same.
+        layer_seconds: seconds of a layer's forward pass that launches of kernels take.
         source: of the numbers.
     """
 
@@ -44,6 +49,8 @@ class ClusterSpec:
     memory: float
     memory_bandwidth: float
     efficiency: float = 0.5
+    score_efficiency: float | None = None
+    layer_seconds: float = 0.0
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -56,9 +63,13 @@ class ClusterSpec:
             raise ValueError("ClusterSpec: expected flops and memory to be above 0")
         if not all(level.bandwidth > 0 and level.latency >= 0 for level in self.levels):
             raise ValueError("ClusterSpec: expected bandwidths above 0 and latencies of at least 0")
-        if not 0 < self.efficiency <= 1:
+        for name in ("efficiency", "score_efficiency"):
+            share = getattr(self, name)
+            if share is not None and not 0 < share <= 1:
+                raise ValueError(f"ClusterSpec: expected {name} to be in (0, 1], got {share}")
+        if self.layer_seconds < 0:
             raise ValueError(
-                f"ClusterSpec: expected efficiency to be in (0, 1], got {self.efficiency}"
+                f"ClusterSpec: expected layer_seconds to be at least 0, got {self.layer_seconds}"
             )
 
     @classmethod
@@ -89,7 +100,7 @@ class ClusterSpec:
             numbers = {
                 name: float(value)
                 for name, value in cluster.items()
-                if name in ("memory", "memory_bandwidth", "efficiency")
+                if name in _NUMBERS and value is not None
             }
             flops = {name: float(rate) for name, rate in cluster["flops"].items()}
             return cls(**{**cluster, **numbers, "flops": flops, "levels": levels})

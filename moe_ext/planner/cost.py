@@ -135,6 +135,11 @@ class CostModel:
     def _ring(self, size: Tensor, stride: Tensor, num_bytes: Tensor) -> Tensor:
         """Seconds of an all-gather or reduce-scatter of so many bytes in all."""
         latency, bandwidth = self._link(size * stride)
+        # A ring that leaves a node takes the links of all of its ranks there.
+        inner = self.cluster.levels[0]
+        inside = (inner.size / stride.double()).clamp(min=1.0).minimum(size.double())
+        many = (bandwidth * inside).clamp(max=inner.bandwidth)
+        bandwidth = torch.where(size * stride > inner.size, many, bandwidth)
         return (size - 1) * latency + (size - 1) / size * num_bytes / bandwidth
 
     def tokens(self, c: Columns) -> Tensor:
@@ -152,16 +157,53 @@ class CostModel:
         return self._stage(c) / (c["tp"] * c["cp"])
 
     def compute(self, c: Columns) -> Tensor:
-        """Seconds of the products of a micro-batch's forward pass through the largest stage."""
+        """Seconds of the products of a micro-batch's forward pass through a stage's layers."""
         m, tokens = self.model, self.tokens(c)
-        share_moe = m.num_moe_layers / m.num_layers
         layers = torch.ceil(m.num_layers / c["pp"])
+        experts = m.num_moe_layers / m.num_layers * m.top_k * m.expert_parameters
+        dense = self._dense_layer + experts * self._imbalance(c)
+        products = tokens * layers * 2.0 * dense / self._rate
+        return products + layers * self._scores(tokens)
+
+    def output(self, c: Columns) -> Tensor:
+        """Seconds of a micro-batch's forward pass through the output and the loss."""
+        m, tokens = self.model, self.tokens(c)
+        product = tokens * 2.0 * m.vocab_size * m.model_dim / self._rate
+        # Logits, and the loss in float32.
+        num_bytes = tokens * m.vocab_size * (self.job.itemsize + 8.0)
+        return product + num_bytes / self.cluster.memory_bandwidth
+
+    @property
+    def _dense_layer(self) -> float:
+        """Parameters of a layer that each token meets, on the mean of layers."""
+        m = self.model
+        share_moe = m.num_moe_layers / m.num_layers
         dense = m.attention_parameters() * (1 + m.num_cross_layers / m.num_layers)
-        dense += (1 - share_moe) * m.dense_layer_ffn() + share_moe * m.shared_parameters()
-        experts = share_moe * m.top_k * m.expert_parameters * self._imbalance(c)
-        scores = 2.0 * self.job.seq_len * m.heads_dim
-        logits = 2.0 * m.vocab_size * m.model_dim
-        return tokens * (layers * (2 * (dense + experts) + scores) + logits) / self._rate
+        return dense + (1 - share_moe) * m.dense_layer_ffn() + share_moe * m.shared_parameters()
+
+    def _scores(self, tokens: Tensor) -> Tensor:
+        """Seconds of the forward pass of one causal attention, its scores alone."""
+        cluster = self.cluster
+        rate = cluster.flops[self.job.dtype] * (cluster.score_efficiency or cluster.efficiency)
+        keys = self.model.mean_keys(self.job.seq_len)
+        return tokens * 4.0 * keys * self.model.scores_dim / rate
+
+    def elementwise(self, c: Columns) -> Tensor:
+        """Seconds in which a forward pass through a stage's layers reads and writes its numbers."""
+        m, tokens = self.model, self.tokens(c)
+        layers, share = torch.ceil(m.num_layers / c["pp"]), m.num_moe_layers / m.num_layers
+        dense = (1 - share) * (m.dense_ffn_dim or m.ffn_dim) * (2 + m.gated)
+        shared = share * m.shared_ffn_dim * (2 + m.gated_experts)
+        # An expert's rows are also permuted there and back.
+        rows = share * m.top_k * self._imbalance(c)
+        routed = rows * (m.ffn_dim * (2 + m.gated_experts) + 2 * m.model_dim)
+        # Two norms and residuals read and write 10 D, products 4 D gathered, each width twice.
+        numbers = (10 + 4 * c["tp"]) * m.model_dim
+        numbers = numbers + 4 * (m.heads_dim + m.kv_dim) + 2 * (dense + shared + routed)
+        held = self._dense_layer / c["tp"]
+        held = held + share * m.num_experts * m.expert_parameters / c["ep"]
+        num_bytes = self.job.itemsize * (tokens * numbers + held)
+        return layers * num_bytes / self.cluster.memory_bandwidth
 
     def dispatch_bytes(self, ep: int, dispatcher: str, wire: str | None, combine: str) -> float:
         """Bytes that a token sends through a layer, to the experts and back, for even routing."""
@@ -183,20 +225,23 @@ class CostModel:
         return sent - off, off
 
     def terms(self, c: Columns) -> Columns:
-        """Seconds of a micro-batch's forward and backward pass on a stage, by what they are for."""
+        """Seconds of a micro-batch's forward and backward pass on a stage, by what they are for.
+
+        Without the output, which the last stage alone has.
+        """
         m, size, tokens = self.model, self.job.itemsize, self.tokens(c)
         passes = 3.0 + c["recompute"]
         layers = torch.ceil(m.num_layers / c["pp"])
         moe = layers * m.num_moe_layers / m.num_layers
         one = torch.ones_like(c["pp"])
-        compute = self.compute(c) * passes
+        compute, elementwise = self.compute(c) * passes, self.elementwise(c) * passes
         # Sequence-parallel: gathered before a product of columns, scattered behind one of rows.
         whole = tokens * c["tp"] * m.model_dim * size
         places = 2.0 * layers + 2.0 * (layers - moe)
         tensor = (2.0 + c["recompute"]) * places * self._ring(c["tp"], one, whole)
         hop = 2.0 * tokens * c["tp"] * m.kv_dim * size / c["tp"].clamp(max=m.num_kv_heads or 1)
         latency, bandwidth = self._link(c["cp"] * c["tp"])
-        block = tokens * 2.0 * self.job.seq_len * m.heads_dim / c["cp"] / self._rate
+        block = self._scores(tokens) / c["cp"]
         ring = (c["cp"] - 1) * (latency + hop / bandwidth - block).clamp(min=0.0)
         context = (3.0 + c["recompute"]) * layers * ring
         experts = torch.zeros_like(compute)
@@ -218,7 +263,11 @@ class CostModel:
             seconds = tokens * self._imbalance(c) * (near / fast + far / bandwidth)
             seconds = seconds + 2.0 * latency * (c["ep"] > 1)
             experts = (2.0 + c["recompute"]) * moe * seconds
-        return {"compute": compute, "tensor": tensor, "context": context, "experts": experts}
+        found = {"compute": compute, "elementwise": elementwise, "tensor": tensor}
+        found |= {"context": context, "experts": experts}
+        # The processor waits for its launches where it is quicker than they are.
+        launches = passes * layers * self.cluster.layer_seconds
+        return {**found, "launches": (launches - sum(found.values())).clamp(min=0.0)}
 
     def parameters(self, c: Columns) -> tuple[Tensor, Tensor]:
         """Parameters of a rank before ZeRO: dense ones and those of experts, largest stage."""
@@ -241,6 +290,15 @@ class CostModel:
         times = torch.where(c["zero"] == 3, 3.0 * self.num_micro_batches(c), 2.0)
         return once * times
 
+    def update(self, c: Columns) -> Tensor:
+        """Seconds of the optimizer's step, at the rate of the memory."""
+        dense, experts = self.parameters(c)
+        copies, edp = self._data(c) * c["cp"], self._stage(c) / c["ep"]
+        own = torch.where(c["zero"] >= 1, dense / copies + experts / edp, dense + experts)
+        size = self.job.itemsize
+        # AdamW reads and writes its state, reads the gradient and writes the weight.
+        return own * (2 * _state_bytes(size) + 2 * size) / self.cluster.memory_bandwidth
+
     def hop(self, c: Columns) -> Tensor:
         """Seconds of an activation from one stage to the next."""
         latency, bandwidth = self._link(2 * self._stage(c))
@@ -248,7 +306,10 @@ class CostModel:
         return torch.where(c["pp"] > 1, latency + num_bytes / bandwidth, 0.0)
 
     def split(self, c: Columns) -> tuple[Tensor, Tensor, Tensor]:
-        """Seconds of a stage's forward pass, gradients of inputs, and gradients of weights."""
+        """Seconds of a stage's forward pass, gradients of inputs, and gradients of weights.
+
+        Without the output: each of its three takes `output`.
+        """
         total = sum(self.terms(c).values())
         assert isinstance(total, Tensor)
         forward = total / (3.0 + c["recompute"])
@@ -256,7 +317,8 @@ class CostModel:
 
     def bound(self, c: Columns) -> Tensor:
         """Seconds of a step at least: products, without messages or idle ranks."""
-        return self.num_micro_batches(c) * self.compute(c) * (3.0 + c["recompute"])
+        each = self.compute(c) * (3.0 + c["recompute"]) + 3.0 * self.output(c)
+        return self.num_micro_batches(c) * each
 
     def seconds(self, c: Columns) -> Tensor:
         """Seconds of a step by closed forms; hops of the pipeline are left to the simulation."""
@@ -266,7 +328,8 @@ class CostModel:
         gap = torch.where(kind == SCHEDULES.index("interleaved"), each / CHUNKS, each)
         late = (forward + inputs - weights).clamp(min=0.0)
         gap = torch.where(kind == SCHEDULES.index("zb-h1"), late, gap)
-        return self.num_micro_batches(c) * each + fill * gap + self.gradients(c)
+        ends = self.gradients(c) + self.update(c)
+        return self.num_micro_batches(c) * (each + 3.0 * self.output(c)) + fill * gap + ends
 
     def in_flight(self, c: Columns) -> Tensor:
         """Micro-batches whose activations the first rank holds, in stages of a rank."""
@@ -282,8 +345,7 @@ class CostModel:
         m, size, tokens = self.model, self.job.itemsize, self.tokens(c)
         dense, experts = self.parameters(c)
         copies, edp = self._data(c) * c["cp"], self._stage(c) / c["ep"]
-        # Weights and gradients; AdamW's moments, with float32 weights where training is in less.
-        state = 8.0 if size == 4 else 12.0
+        state = _state_bytes(size)
         divided = c["zero"] >= 1
         optimizer = state * torch.where(divided, dense / copies + experts / edp, dense + experts)
         whole = torch.where(c["zero"] == 3, dense / copies + experts / edp, dense + experts)
@@ -368,6 +430,11 @@ def exchange_bytes(
 def gradient_bytes(buckets: Sequence[int], num_ranks: int) -> int:
     """Bytes that leave a rank when so many bytes of gradients are averaged, bucket by bucket."""
     return sum(all_reduce_bytes(each, num_ranks) for each in buckets)
+
+
+def _state_bytes(itemsize: int) -> float:
+    """AdamW's moments of a parameter, with float32 weights where training is in less."""
+    return 8.0 if itemsize == 4 else 12.0
 
 
 def _present(column: Tensor) -> list[int]:

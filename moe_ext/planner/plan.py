@@ -31,6 +31,10 @@ _REMEDIES = {
     "dispatch": "smaller micro-batches, even routing, or more memory",
     "logits": "smaller micro-batches, more cp or tp",
     "compute": "quicker or more processors, recompute off, or even routing",
+    "elementwise": "larger micro-batches, more tp, or processors with a quicker memory",
+    "output": "more tp, or quicker or more processors",
+    "launches": "larger micro-batches, or less tp",
+    "update": "ZeRO 1, or processors with a quicker memory",
     "tensor": "less tp, or a quicker link inside the node",
     "context": "less cp, or a quicker link",
     "experts": "ep inside the node, dispatcher dedup, wire int8, or a quicker link",
@@ -254,7 +258,9 @@ def _time_terms(cost: CostModel, choice: Choice, seconds: float) -> dict[str, fl
     columns = columns_of([choice])
     micro = float(cost.num_micro_batches(columns))
     terms = {name: micro * float(value) for name, value in cost.terms(columns).items()}
+    terms["output"] = micro * 3.0 * float(cost.output(columns))
     terms["gradient messages"] = float(cost.gradients(columns))
+    terms["update"] = float(cost.update(columns))
     terms["idle pipeline"] = max(0.0, seconds - sum(terms.values()))
     return terms
 

@@ -31,6 +31,8 @@ class ModelSpec:
         tied: the output shares the embedding.
         latent: (rank of queries, rank of keys and values, plain and rotary size of a head, size of
             its values) of multi-head latent attention; empty for the usual one.
+        window: tokens that layers with a sliding window attend to.
+        num_window_layers: layers that have one.
         published: parameters in all, as the source gives them.
         published_active: parameters of a token, where the source gives them.
         source: where the sizes are from.
@@ -55,6 +57,8 @@ class ModelSpec:
     shared_ffn_dim: int = 0
     tied: bool = True
     latent: tuple[int, ...] = ()
+    window: int = 0
+    num_window_layers: int = 0
     published: float = 0.0
     published_active: float | None = None
     source: str = ""
@@ -93,6 +97,20 @@ class ModelSpec:
         if self.latent:
             return (self.latent[1] + self.latent[3]) // 2
         return self.heads_dim // self.num_heads * (self.num_kv_heads or self.num_heads)
+
+    @property
+    def scores_dim(self) -> int:
+        """Width of all heads in the scores and their values, on the mean of the two products."""
+        if self.latent:
+            _, _, plain, rotary, values = self.latent
+            return self.num_heads * (plain + rotary + values) // 2
+        return self.heads_dim
+
+    def mean_keys(self, seq_len: int) -> float:
+        """Keys that a token attends to, on the mean of layers and places of a sequence."""
+        seen = min(self.window, seq_len)
+        share = self.num_window_layers / self.num_layers
+        return share * seen * (1 - seen / (2 * seq_len)) + (1 - share) * seq_len / 2
 
     def attention_parameters(self) -> int:
         """Parameters of one attention."""
@@ -214,6 +232,38 @@ PRESETS = {
         published_active=12.9e9,
         source="Jiang et al. 2024 (arXiv 2401.04088), table 1",
     ),
+    "llama-3-8b": ModelSpec(
+        *(32, 4096, 32, 14336, 128256),
+        **_GATED,
+        num_kv_heads=8,
+        published=8.03e9,
+        source="Grattafiori et al. 2024 (arXiv 2407.21783), table 3",
+    ),
+    "llama-3-70b": ModelSpec(
+        *(80, 8192, 64, 28672, 128256),
+        **_GATED,
+        num_kv_heads=8,
+        published=70.6e9,
+        source="Grattafiori et al. 2024 (arXiv 2407.21783), table 3",
+    ),
+    "llama-3.1-405b": ModelSpec(
+        *(126, 16384, 128, 53248, 128256),
+        **_GATED,
+        num_kv_heads=8,
+        published=405e9,
+        source="Grattafiori et al. 2024 (arXiv 2407.21783), table 3",
+    ),
+    "qwen3-30b": ModelSpec(
+        *(48, 2048, 32, 768, 151936),
+        **_GATED,
+        head_dim=128,
+        num_kv_heads=4,
+        num_experts=128,
+        top_k=8,
+        num_moe_layers=48,
+        published=30.5e9,
+        source="Yang et al. 2025 (arXiv 2505.09388), table 2",
+    ),
     "qwen3-235b": ModelSpec(
         *(94, 4096, 64, 1536, 151936),
         **_GATED,
@@ -260,6 +310,8 @@ PRESETS = {
         num_experts=128,
         top_k=4,
         num_moe_layers=36,
+        window=128,
+        num_window_layers=18,
         published=116.8e9,
         source="OpenAI 2025 (arXiv 2508.10925), table 1; 5.13B active, without the embedding",
     ),

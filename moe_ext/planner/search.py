@@ -180,8 +180,13 @@ def _pipeline(schedule: str, ranks: int, micro: int, costs: tuple[float, ...]) -
     """Seconds of a pipeline, by simulation of the table that the executor runs."""
     chunks = CHUNKS if schedule == "interleaved" else 1
     table = make_table(schedule, ranks, micro)
-    forward, inputs, weights, hop = costs
-    each = Costs(forward / chunks, inputs / chunks, weights / chunks, hop=hop)
+    forward, inputs, weights, output, hop = costs
+    last = [0.0] * (ranks * chunks - 1) + [output]
+
+    def stages(part: float) -> list[float]:
+        return [part / chunks + more for more in last]
+
+    each = Costs(stages(forward), stages(inputs), stages(weights), hop=hop)
     return simulate(table, each).makespan
 
 
@@ -191,9 +196,11 @@ def simulated(cost: CostModel, columns: Columns) -> float:
     micro, ranks = int(cost.num_micro_batches(columns)), int(columns["pp"])
     if ranks == 1:
         return float(cost.seconds(columns))
-    costs = tuple(float(x) for x in (forward, inputs, weights, cost.hop(columns)))
+    parts = (forward, inputs, weights, cost.output(columns), cost.hop(columns))
+    costs = tuple(float(x) for x in parts)
     schedule = SCHEDULES[int(columns["schedule"])]
-    return _pipeline(schedule, ranks, micro, costs) + float(cost.gradients(columns))
+    ends = float(cost.gradients(columns) + cost.update(columns))
+    return _pipeline(schedule, ranks, micro, costs) + ends
 
 
 def search(

@@ -95,5 +95,7 @@ def _from_config(config: Mapping[str, Any]) -> ModelSpec:
         shared_ffn_dim=maybe("shared_expert_intermediate_size") or shared * ffn,
         tied=bool(config.get("tie_word_embeddings", False)),
         latent=latent,
+        window=maybe("sliding_window") or 0,
+        num_window_layers=list(config.get("layer_types") or ()).count("sliding_attention"),
         source=str(config.get("model_type", "configuration")),
     )

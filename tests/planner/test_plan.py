@@ -1,5 +1,6 @@
 """Plans against brute force, against what ranks send, and trained."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from moe_ext.planner import (
     preset,
     search,
 )
+from moe_ext.planner.search import columns_of, simulated
 
 CHECKS = Checks()
 SMALL = ModelSpec(
@@ -77,6 +79,59 @@ def test_formulas():
     )
     assert Job(4).imbalance(8, 4) == 1
     assert Job(4, load=(5.0, 1, 1, 1)).imbalance(4, 2) == 1.5
+
+
+def columns(**axes):
+    whole = {"pp": 1, "tp": 1, "cp": 1, "ep": 1, "micro_batch": 1, "schedule": "1f1b", "zero": 0}
+    rest = {"recompute": 0, "dispatcher": "alltoall", "wire": None, "combine": "exact"}
+    return columns_of([whole | rest | axes])
+
+
+def test_operations_of_attention():
+    # 128 heads of 192 numbers in the scores and 128 in their values, over half of the sequence.
+    assert preset("deepseek-v3").scores_dim == 128 * (192 + 128) // 2
+    assert preset("deepseek-v3").mean_keys(4096) == 2048
+    # Every second layer sees 128 tokens, fewer at the start.
+    seen = [min(i + 0.5, 128) for i in range(4096)]
+    assert preset("gpt-oss-120b").mean_keys(4096) == pytest.approx(
+        (2048 + sum(seen) / 4096) / 2, rel=1e-3
+    )
+    cost = CostModel(SMALL, CLUSTER, Job(4, 256, 16, "float32"))
+    slow = dataclasses.replace(CLUSTER, score_efficiency=CLUSTER.efficiency / 4)
+    four = CostModel(SMALL, slow, cost.job)
+    layers, one = SMALL.num_layers, columns()
+    scores = layers * 256 * 4 * 128 * SMALL.scores_dim / 1e11 / CLUSTER.efficiency
+    assert float(four.compute(one) - cost.compute(one)) == pytest.approx(3 * scores)
+
+
+def test_a_ring_leaves_a_node_by_the_links_of_all_its_ranks():
+    cost = CostModel(SMALL, CLUSTER, Job(8, 256, 16, "float32"))
+    # Four ranks of a node have 1e9 bytes a second each; of every fourth rank there is one.
+    for size, stride, links in ((8, 1, 4), (4, 2, 2), (2, 4, 1)):
+        found = cost._ring(torch.tensor([size]), torch.tensor([stride]), torch.tensor([1e6]))
+        sent = (size - 1) / size * 1e6
+        assert float(found) == pytest.approx((size - 1) * 1e-5 + sent / (links * 1e9))
+
+
+def test_launches_and_the_output():
+    cost = CostModel(SMALL, CLUSTER, Job(4, 256, 16, "float32"))
+    busy = sum(float(value) for value in cost.terms(columns(pp=4, ep=1)).values())
+    slow = dataclasses.replace(CLUSTER, layer_seconds=busy)
+    found = CostModel(SMALL, slow, cost.job).terms(columns(pp=4))
+    # A layer on each rank; three passes wait for launches, less the time that work takes.
+    assert float(found["launches"]) == pytest.approx(2 * busy)
+    assert float(cost.terms(columns(pp=4))["launches"]) == 0
+    # The last of the stages alone has the output, and a recompute has none.
+    placed = columns(pp=4, recompute=1)
+    each, last = float(sum(cost.terms(placed).values())), 3 * float(cost.output(placed))
+    ends = float(cost.gradients(placed) + cost.update(placed))
+    assert float(cost.seconds(placed)) == pytest.approx(16 * (each + last) + 3 * each + ends)
+    gap = simulated(cost, placed) - float(cost.seconds(placed))
+    assert 0 <= gap < 0.1 * (each + last) * 16
+    # AdamW's two moments of float32 weights, read and written, a gradient and a weight.
+    rate = CLUSTER.memory_bandwidth
+    held = sum(float(part) for part in cost.parameters(columns()))
+    assert float(cost.update(columns())) == pytest.approx(held * (16 + 8) / rate)
 
 
 def test_config_cluster_and_refusals(tmp_path):
