@@ -10,7 +10,7 @@ import namespaces
 import torch
 import torch.distributed as dist
 from _harness import Table
-from pipeline_stages import Sleeper, Sleeping, costs_of, exchange_costs
+from pipeline_stages import Sleeper, Sleeping, costs_of, exchange_costs, plan_exchanges
 
 from moe_ext.pipeline import (
     SCHEDULES,
@@ -25,7 +25,7 @@ from moe_ext.testing import spawn_ranks
 
 RANKS, MICRO, SECONDS, STEPS = 2, 8, 0.04, 5
 # With exchanges.
-WAVES, WAVE_SECONDS, RATE = 8, 0.16, 1e8
+WAVES, WAVE_SECONDS, RATE = 16, 0.16, 1e8
 # Factor of the times of the last rank's actions, where that is the slow one.
 SLOW = 2.0
 
@@ -103,23 +103,22 @@ def exchange_table() -> Table:
         namespaces.ranks_on(wires, Path(__file__).with_name("pipeline_rank.py")) as ranks,
     ):
         wires.limit(RATE)
-        # A quarter of a forward pass at that rate; half of the rows stay on their rank.
-        count = 2 * int(WAVE_SECONDS / 4 * RATE / 8 / (4 * Sleeping.COLUMNS))
-        transfer = max(ranks.ask({"do": "transfer", "rows": count}))
-        slept = _slept(WAVE_SECONDS) - WAVE_SECONDS
         rows = []
         for name in SCHEDULES:
             table = make_table(name, RANKS, WAVES)
-            share = RANKS / table.num_stages
-            costs = exchange_costs(
-                table.num_stages, share * (WAVE_SECONDS + slept), share * transfer
-            )
-            job = {"do": "steps", "name": name, "micro": WAVES, "seconds": WAVE_SECONDS}
-            job |= {"slept": slept, "transfer": transfer, "rows": count, "count": 2}
+            seconds = WAVE_SECONDS * RANKS / table.num_stages
+            # A quarter of a forward pass at that rate; half of the rows stay on their rank.
+            count = 2 * round(seconds / 4 * RATE / 8 / (4 * Sleeping.COLUMNS))
+            job = {"rows": count, "seconds": seconds}
+            found = ranks.ask({"do": "alone", **job})
+            measured = tuple(max(times) for times in zip(*found, strict=True))
+            costs = exchange_costs(table.num_stages, *measured)
+            job |= {"do": "steps", "name": name, "micro": WAVES, "costs": measured}
             cells = []
             for lanes in (1, 2):
-                simulated = plan_turns(table, costs, lanes=lanes).makespan
-                times = [max(t) for t in zip(*ranks.ask({**job, "lanes": lanes}), strict=True)]
+                simulated = plan_exchanges(table, costs, lanes).makespan
+                asked = ranks.ask({**job, "lanes": lanes, "count": lanes})
+                times = [max(t) for t in zip(*asked, strict=True)]
                 cells += [
                     f"{1e3 * min(times):.0f}",
                     f"{min(times) / simulated:.3f}",
@@ -132,9 +131,10 @@ def exchange_table() -> Table:
         f"{WAVES} micro-batches. "
         f"Stages sleep {WAVE_SECONDS * 1e3:.0f} ms for forward, gradient of rows and gradient of "
         "weights each (half of it where a rank has two), run forward again before they go "
-        f"backward, and exchange rows for {transfer * 1e3:.0f} ms twice in each pass: half of what "
-        "a forward pass sleeps, where nothing else is sent. One action at a time, and two in "
-        "turn (`plan_turns`): the better of two steps, over the simulated, and the share of the "
+        "backward, and exchange rows twice in each pass, which takes half of what a forward pass "
+        "sleeps. What a pass without rows and an exchange take is measured on each stage alone. "
+        "One action at a time, and two in turn with three micro-batches more in flight "
+        "(`plan_turns`), the better of two steps: over the simulated, and the share of the "
         "exchanges hidden, measured and simulated, where none is if each is waited for as it is "
         "sent."
     )

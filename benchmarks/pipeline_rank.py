@@ -8,10 +8,9 @@ import time
 import torch
 import torch.distributed as dist
 from namespaces import answer_jobs
-from pipeline_stages import Sleeping, exchange_costs
+from pipeline_stages import Sleeping, exchange_costs, plan_exchanges
 
-from moe_ext.distributed.dispatch.rows import all_to_all_rows
-from moe_ext.pipeline import Pipeline, make_table, plan_turns
+from moe_ext.pipeline import Pipeline, make_table
 
 RANKS, EP = 2, 2
 
@@ -26,34 +25,39 @@ class Rank:
         self.place, data = rank // EP, rank % EP
         self.stage_group, self.pipeline = stage_groups[self.place], pipelines[data]
 
-    def transfer(self, rows: int, count: int = 10) -> float:
-        """Seconds that an exchange of so many rows takes, the median."""
-        x, half, times = torch.zeros(rows, Sleeping.COLUMNS), [rows // 2] * EP, []
-        for _ in range(count):
-            dist.barrier()
-            start = time.perf_counter()
-            all_to_all_rows(x, self.stage_group, half, half)
-            times.append(time.perf_counter() - start)
-        return sorted(times)[count // 2]
+    def alone(self, rows: int, seconds: float, count: int = 9) -> tuple[float, float]:
+        """Seconds of a forward pass without rows to send, and of one of its exchanges.
+
+        Medians; what a sleep takes too long, and what calls take, is in them.
+        """
+        medians = []
+        for sent in (2, rows):
+            stage = Sleeping(seconds, sent, self.stage_group, is_first=False)
+            times = []
+            for _ in range(count):
+                dist.barrier()
+                start = time.perf_counter()
+                with torch.no_grad():
+                    stage(torch.zeros(4))
+                times.append(time.perf_counter() - start)
+            medians.append(sorted(times)[count // 2])
+        return medians[0], (medians[1] - medians[0]) / 2
 
     def steps(
         self,
         name: str,
         micro: int,
         seconds: float,
-        slept: float,
-        transfer: float,
+        costs: tuple[float, float],
         rows: int,
         lanes: int,
         count: int,
     ) -> list[float]:
         """Seconds of each step of a schedule, every stage recomputed."""
         table = make_table(name, RANKS, micro)
-        share = RANKS / table.num_stages
-        costs = exchange_costs(table.num_stages, share * (seconds + slept), transfer * share)
-        plan = plan_turns(table, costs, lanes=lanes)
+        plan = plan_exchanges(table, exchange_costs(table.num_stages, *costs), lanes)
         own = [stage for (_, stage), r in table.rank_of.items() if r == self.place]
-        made = (share * seconds, 2 * int(rows * share / 2), self.stage_group)
+        made = (seconds, rows, self.stage_group)
         pipeline = Pipeline(
             plan,
             {stage: Sleeping(*made, is_first=stage == 0) for stage in own},

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from moe_ext.distributed.dispatch.rows import all_to_all_rows
-from moe_ext.pipeline import Costs
+from moe_ext.pipeline import Costs, plan_turns
+from moe_ext.pipeline.check import in_flight
 
 
 class _Input(torch.autograd.Function):
@@ -124,6 +125,12 @@ def exchange_costs(num_stages, seconds, transfer):
     others = num_stages - 1
     inputs, weights = [0.0, *[2 * seconds] * others], [3 * seconds, *[seconds] * others]
     return Costs(seconds, inputs, weights, transfer=transfer, exchanges=exchanges)
+
+
+def plan_exchanges(table, costs, lanes):
+    """One action at a time with what the table holds, several with three micro-batches more."""
+    more = 0 if lanes == 1 else 3
+    return plan_turns(table, costs, lanes=lanes, max_in_flight=max(in_flight(table)) + more)
 
 
 def costs_of(stages):
