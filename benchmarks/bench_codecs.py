@@ -6,56 +6,103 @@ from pathlib import Path
 
 import torch
 from _harness import Table
+from namespaces import network, ranks_on, why_not
+from torch import Tensor
 
-from moe_ext.compression import PayloadCodec, codec_of
-from moe_ext.ops import decode_exponents_, encode_exponents
+from moe_ext import ops
+from moe_ext.compression import Codec, Link, codec_of
+from moe_ext.compression.feedback import CodecMemory
+from moe_ext.compression.probe import rehearsal_of
+from moe_ext.distributed.dispatch.wire import WIRES
 from moe_ext.planner import CostTable
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"
-PAYLOADS = ("int8", "int4", "int2", "fp8", "onebit")
+CODECS = ("bf16", "int8", "int4", "int2", "fp8", "onebit", "topk", "threshold", "lossless")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Elements of a row of activations, and of a row of the matrices that PowerSGD factors.
+DIM = 1024
+# Namespaces pass what a host does unless they are limited.
+LINKS = {"node": None, "1 Gbit/s": 1e9, "0.2 Gbit/s": 0.2e9}
+SCRIPT = Path(__file__).with_name("codecs_rank.py")
 
 Calls = tuple[int, int, Callable[[], object], Callable[[], object]]
-
-
-def payload(name: str, numel: int) -> Calls:
-    """A codec's own payload of float32 elements, without error feedback."""
-    codec = codec_of(name)
-    assert isinstance(codec, PayloadCodec)
-    x_N, out_N = torch.randn(numel), torch.zeros(numel)
-    coding, sent = codec.coding(), codec.encode(x_N)
-    return (
-        x_N.nbytes,
-        sent.numel(),
-        lambda: coding.encode(x_N),
-        lambda: coding.decode_add_(out_N, sent, overwrite=True),
-    )
 
 
 def lossless(dtype: torch.dtype, numel: int) -> Calls:
     """Exponents of normally distributed elements."""
     x_N = torch.randn(numel).to(dtype)
-    sent, out_N = encode_exponents(x_N), torch.empty_like(x_N)
+    sent, out_N = ops.encode_exponents(x_N), torch.empty_like(x_N)
     return (
         x_N.nbytes,
         sent.numel(),
-        lambda: encode_exponents(x_N),
-        lambda: decode_exponents_(out_N, sent),
+        lambda: ops.encode_exponents(x_N),
+        lambda: ops.decode_exponents_(out_N, sent),
     )
 
 
-def dense(numel: int) -> Calls:
-    """Float32 rounded to bfloat16, and back."""
-    x_N = torch.randn(numel)
-    sent, out_N = x_N.bfloat16(), torch.empty_like(x_N)
-    return x_N.nbytes, sent.nbytes, lambda: sent.copy_(x_N), lambda: out_N.copy_(sent)
+def rows(format: str, numel: int) -> Calls:
+    """Bfloat16 rows of a dispatch."""
+    x_ND = torch.randn(numel // DIM, DIM).bfloat16()
+    sent = ops.quantize_rows(x_ND, format)
+    return (
+        x_ND.nbytes,
+        sent.nbytes,
+        lambda: ops.quantize_rows(x_ND, format),
+        lambda: ops.dequantize_rows(sent, DIM, format, dtype=x_ND.dtype),
+    )
+
+
+def delta(numel: int) -> Calls:
+    """Bfloat16 weights of which one in a hundred has changed."""
+    base_N = torch.randn(numel).bfloat16()
+    x_N = torch.where(torch.rand(numel) < 0.01, -base_N, base_N)
+    sent, target_N = ops.delta_encode(x_N, base_N), base_N.clone()
+    return (
+        x_N.nbytes,
+        sent.numel(),
+        lambda: ops.delta_encode(x_N, base_N),
+        lambda: ops.delta_apply_(target_N, sent),
+    )
+
+
+def bitmap(numel: int) -> Calls:
+    """Bfloat16 weights of which a mask, known to all, keeps every other one."""
+    x_N, marks_N = torch.randn(numel).bfloat16(), torch.rand(numel) < 0.5
+    bits, sent, out_N = ops.pack_bits(marks_N), x_N[marks_N], torch.empty_like(x_N)
+    return (
+        x_N.nbytes,
+        sent.nbytes,
+        lambda: ops.pack_masked_(torch.empty_like(sent), x_N, bits),
+        lambda: ops.unpack_masked_(out_N, sent, bits),
+    )
+
+
+def matrices(codec: Codec, grad_N: Tensor) -> CodecMemory:
+    """The memory of a gradient that is a matrix."""
+    return CodecMemory([torch.Size((grad_N.numel() // DIM, DIM))], grad_N.device)
 
 
 REHEARSALS = {
-    "bf16": dense,
-    **{name: functools.partial(payload, name) for name in PAYLOADS},
+    **{name: rehearsal_of(codec_of(name)) for name in CODECS},
+    "powersgd": rehearsal_of(codec_of("powersgd"), memory_of=matrices),
     **{f"lossless {name}": functools.partial(lossless, dtype) for name, dtype in DTYPES.items()},
+    **{f"rows {name}": functools.partial(rows, name) for name in WIRES if name is not None},
+    "delta": delta,
+    "bitmap": bitmap,
 }
+
+
+def links() -> dict[str, Link]:
+    """Between two ranks of this host, and over slowed links where namespaces can be made."""
+    if why_not():
+        return {}
+    found = {}
+    with network(2) as wires:
+        for name, rate in LINKS.items():
+            wires.limit(rate)
+            with ranks_on(wires, SCRIPT) as ranks:
+                found[name] = Link(**ranks.ask({"do": "link"})[0])
+    return found
 
 
 def tables() -> list[Table]:
@@ -63,7 +110,7 @@ def tables() -> list[Table]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = CostTable.measure(codecs=REHEARSALS)
+        found = CostTable.measure(codecs=REHEARSALS, links=links())
     finally:
         torch.set_num_threads(threads)
     words = found.processor.lower().replace("(r)", "").split()
@@ -76,7 +123,10 @@ def tables() -> list[Table]:
     note = (
         f"One core, {found.copy_bandwidth / 1e9:.1f} GB/s copied (each byte once), 2^24 elements "
         "of a normal distribution: bytes of elements encoded or decoded a second, as a share of "
-        "that. All sizes, and the rates of products, are in the JSON file beside this page."
+        "that. Codecs by their own name are those of float32 gradients, with what they keep; "
+        '"rows" are formats of a dispatch, "delta" of weights of which 1 % changed, "bitmap" of '
+        "weights of which half are kept, the last five of bfloat16. All sizes, and the rates of "
+        "products and links, are in the JSON file beside this page."
     )
     header = ("codec", "times fewer bytes", "encode, share of copy", "decode, share of copy")
     return [Table("Codecs on one core", note, header, rows)]

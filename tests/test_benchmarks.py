@@ -265,6 +265,16 @@ def test_peers_that_are_not_installed_are_left_out(monkeypatch, capsys):
     assert "DeepSpeed is not installed" in capsys.readouterr().err
 
 
+def test_codecs_are_rehearsed():
+    from bench_codecs import REHEARSALS
+
+    for name, rehearsal in REHEARSALS.items():
+        num_bytes, payload_bytes, *calls = rehearsal(2**14)
+        for call in calls:
+            call()
+        assert 0 < payload_bytes < num_bytes, name
+
+
 def test_pipelines_take_the_time_that_is_simulated():
     from bench_pipeline import step_times
 

@@ -2,10 +2,11 @@ r"""Picks what to send for each bucket: dense, 16 bits, quantised or sparse.
 
 A reduction takes
 
-.. math:: T = \mathrm{bytes} / BW + \mathrm{rounds} \cdot \alpha + c_0 + n (1/E + 1/D)
+.. math:: T = \mathrm{bytes} / BW + \mathrm{rounds} \cdot \alpha + e E(n) + d D(n)
 
-with the latency and bandwidth of the group, and with what encoding and decoding costs on this
-device. Compression pays where it saves more on the wire than it computes, which is far from always.
+with the latency and bandwidth of the group, the times E and D of a `CostTable` to encode and to
+decode n elements on this device, and how often a rank does either. Compression pays where it saves
+more on the wire than it computes, which is far from always.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext._checks import check_callable, check_kind
 from moe_ext.compression.codecs import Codec, codec_of
 from moe_ext.compression.explain import aligned_table
-from moe_ext.compression.probe import MemoryFactory, rate_of
+from moe_ext.compression.probe import MemoryFactory, measured, new_memory, rate_name
+from moe_ext.distributed.cost_table import SIZES, CodecRate, CostTable
 from moe_ext.distributed.groups import check_group, group_ranks, group_size, resolve_group
 from moe_ext.distributed.link import Link, link_of, max_over_ranks
 
@@ -56,12 +57,6 @@ TIMED_EVERY = 32
 # A shorter time is that of a clock that was not read, not that of a message.
 LEAST_SECONDS = 1e-6
 TRIAL = "measured, to compare with"
-
-
-def _residual_like(codec: Codec, grad_N: Tensor) -> Any:
-    """Memory for a rehearsal, of the codec's own making where it has a say."""
-    make = getattr(codec, "new_memory", None)
-    return torch.zeros_like(grad_N) if make is None else make(grad_N)
 
 
 @dataclass
@@ -114,8 +109,9 @@ class CostModel:
             ``link``. Nothing is agreed then.
         agreed_over: ranks that choose alike, if they are more than those of ``group``: every one of
             them has a group of this kind. None for those of ``group``.
-        memory_of: makes the memory that ``codec.rehearse`` takes, from codec and gradient; None
-            for ``codec.new_memory(grad)``, and a tensor of zeros where there is no such method.
+        memory_of: makes the memory that ``codec.rehearsal`` takes, from codec and gradient; None
+            for ``codec.new_memory(grad)``.
+        costs: rates of codecs; those that it lacks are measured, once in the life of the process.
 
     Raises:
         TypeError: ``group`` is not a process group that this rank belongs to, or an argument is of
@@ -132,11 +128,13 @@ class CostModel:
         num_ranks: int | None = None,
         agreed_over: ProcessGroup | None = None,
         memory_of: MemoryFactory | None = None,
+        costs: CostTable | None = None,
     ) -> None:
         check_kind("CostModel", "link", link, Link)
         check_kind("CostModel", "num_ranks", num_ranks, int)
         check_group(agreed_over, "CostModel", name="agreed_over")
         check_callable("CostModel", "memory_of", memory_of)
+        check_kind("CostModel", "costs", costs, CostTable)
         if num_ranks is not None and link is None:
             raise ValueError("CostModel: expected link to be given with num_ranks, got None")
         self.device = torch.device(device)
@@ -145,8 +143,10 @@ class CostModel:
         self._agreed_over = agreed_over or self._group
         self._alone = num_ranks is not None
         self.num_ranks = group_size(self._group) if num_ranks is None else num_ranks
-        self._memory_of = memory_of or _residual_like
-        self._rates: dict[Codec, tuple[float, float]] = {}
+        self._memory_of = memory_of or new_memory
+        self._given = costs or CostTable.of_process(self.device)
+        # As all ranks agreed.
+        self.costs = replace(self._given, codecs={})
         self.buckets: dict[Hashable, BucketState] = {}
         self._observed: list[tuple[Hashable, Codec, float]] = []
         self._scales: dict[Codec, dict[Hashable, float]] = {}
@@ -183,29 +183,43 @@ class CostModel:
         return self.link
 
     def prepare(self, codecs: Sequence[Codec]) -> None:
-        """Times the codecs that are new to this model on this device; *collective*.
+        """Looks the codecs up that are new to this model, or times them; *collective*.
 
-        Each is rehearsed on a million elements, at the first time in the life of the process.
-        `choose` calls it for what it is given.
+        What the table lacks is rehearsed on a million elements, at the first time in the life of
+        the process. `choose` calls it for what it is given.
         """
-        new = [codec for codec in dict.fromkeys(codecs) if codec not in self._rates]
+        new = [codec for codec in dict.fromkeys(codecs) if not self._has(codec)]
         if not new or self.num_ranks == 1:
             return
         local: list[float] = []
         for codec in new:
-            local += rate_of(codec, self.device, self.num_ranks, self._memory_of)
-        agreed = self._agreed(local)
-        for i, codec in enumerate(new):
-            self._rates[codec] = (agreed[2 * i], agreed[2 * i + 1])
+            table, name = self._given, rate_name(codec)
+            if name not in table.codecs:
+                rates = measured(codec, self.device, self._memory_of)
+                table = replace(table, codecs={name: rates})
+            for numel in SIZES:
+                local += table.codec_seconds(name, numel)
+        agreed = iter(self._agreed(local))
+        found = dict(self.costs.codecs)
+        for codec in new:
+            found[rate_name(codec)] = tuple(
+                CodecRate(n, 4 * n, codec.sent_bytes(n, 2), next(agreed), next(agreed))
+                for n in SIZES
+            )
+        self.costs = replace(self.costs, codecs=found)
+
+    def _has(self, codec: Codec) -> bool:
+        return rate_name(codec) in self.costs.codecs
 
     def knows(self, codecs: Sequence[Codec]) -> bool:
         """Whether link and codecs have been measured, so that `predict` works."""
-        return self.link is not None and all(codec in self._rates for codec in codecs)
+        return self.link is not None and all(map(self._has, codecs))
 
     def compute_seconds(self, codec: Codec, numel: int) -> float:
         """To encode and decode; after `prepare`."""
-        fixed, each = self._rates[codec]
-        return fixed + each * numel
+        encodes, decodes = codec.passes(self.num_ranks)
+        encode, decode = self.costs.codec_seconds(rate_name(codec), numel)
+        return encodes * encode + decodes * decode
 
     def wire_seconds(self, codec: Codec, numel: int) -> float:
         """On the wire; after `probe`."""

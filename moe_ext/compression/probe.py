@@ -1,4 +1,4 @@
-"""Measures what a codec takes: once in a process."""
+"""Rates of codecs on this device, as a cost table has them: measured once in a process."""
 
 from __future__ import annotations
 
@@ -8,52 +8,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ext.compression.codecs import Codec
-from moe_ext.distributed.link import quickest
+from moe_ext.compression.codecs import Codec, codec_names, codec_of
+from moe_ext.distributed.cost_table import SIZES, CodecRate, Rehearsal, measure_codec
 
-# Elements of the two rehearsals of a codec, of which the larger does not fit in the second-level
-# cache, as buckets do not.
-FEW, MANY = 2**14, 2**20
-REPEATS = 3
-
+REPEATS = 2
 
 MemoryFactory = Callable[[Codec, Tensor], Any]
 
 
-_rates: dict[tuple[Codec, str, int], tuple[float, float]] = {}
+def new_memory(codec: Codec, grad_N: Tensor) -> Any:
+    """The memory of a codec's own making."""
+    return codec.new_memory(grad_N)
 
 
-def _rehearsal(codec: Codec, numel: int, memory_of: MemoryFactory, where: tuple[str, int]) -> float:
-    """Seconds of one rehearsal, the least of a few."""
-    device, world_size = torch.device(where[0]), where[1]
-    generator = torch.Generator().manual_seed(0)
-    # Random, so that nothing is known of the next step: a constant would compress too well.
-    grad_N = torch.randn(numel, generator=generator).to(device)
-    memory = memory_of(codec, grad_N)
-
-    def rehearse(x: Tensor) -> None:
-        codec.rehearse(x, memory, world_size)
-
-    return quickest(rehearse, grad_N, REPEATS, warm_ups=1)
+_rates: dict[tuple[str, str], tuple[CodecRate, ...]] = {}
 
 
-def rate_of(
-    codec: Codec, device: torch.device, world_size: int, memory_of: MemoryFactory
-) -> tuple[float, float]:
-    """(seconds whatever the size, seconds an element) to encode and decode on this rank.
+def rate_name(codec: Codec) -> str:
+    """Of a codec in a `CostTable`: its own with the options that the name stands for."""
+    named = codec.name in codec_names()[:-1] and codec_of(codec.name) == codec
+    return codec.name if named else repr(codec)
+
+
+def rehearsal_of(
+    codec: Codec,
+    device: torch.device | str = "cpu",
+    memory_of: MemoryFactory = new_memory,
+) -> Rehearsal:
+    """What `CostTable.measure` takes for a codec of float32 gradients, with what it keeps.
 
     Args:
         codec: what is rehearsed.
         device: where.
-        world_size: P; what comes from P ranks is decoded.
-        memory_of: makes what ``codec.rehearse`` takes as memory.
-
-    Local to the rank, measured at the first call and kept for the life of the process.
+        memory_of: makes what ``codec.rehearsal`` takes as memory.
     """
-    key = (codec, str(device), world_size)
+
+    def rehearse(numel: int) -> tuple[int, int, Callable[[], object], Callable[[], object]]:
+        generator = torch.Generator().manual_seed(0)
+        # Random, so that nothing is known of the next step: a constant would compress too well.
+        grad_N = torch.randn(numel, generator=generator).to(device)
+        calls = codec.rehearsal(grad_N, memory_of(codec, grad_N))
+        return grad_N.nbytes, codec.sent_bytes(numel, 2), *calls
+
+    return rehearse
+
+
+def measured(codec: Codec, device: torch.device, memory_of: MemoryFactory) -> tuple[CodecRate, ...]:
+    """Rates at the smaller sizes of a cost table, local to the rank.
+
+    Measured at the first call, and kept for the life of the process.
+    """
+    key = (rate_name(codec), str(device))
     if key not in _rates:
-        where = (str(device), world_size)
-        few, many = (_rehearsal(codec, numel, memory_of, where) for numel in (FEW, MANY))
-        slope = max(many - few, 0.0) / (MANY - FEW)
-        _rates[key] = (max(0.0, few - slope * FEW), slope)
+        rehearsal = rehearsal_of(codec, device, memory_of)
+        _rates[key] = measure_codec(rehearsal, SIZES[:2], repeats=REPEATS, device=device)
     return _rates[key]

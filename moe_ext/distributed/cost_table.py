@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import platform
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -44,6 +44,37 @@ class CodecRate:
     decode_seconds: float
 
 
+def least_seconds(
+    call: Callable[[], object], repeats: int = _REPEATS, *, device: torch.device | str = "cpu"
+) -> float:
+    """Least seconds of a few calls after one that is not timed."""
+    on = torch.empty(0, device=device)
+    return max(quickest(lambda _: call(), on, repeats + 1, warm_ups=1), 1e-9)
+
+
+def measure_codec(
+    rehearsal: Rehearsal,
+    sizes: Sequence[int],
+    *,
+    repeats: int = _REPEATS,
+    device: torch.device | str = "cpu",
+) -> tuple[CodecRate, ...]:
+    """Rates of one codec, each time the least of a few.
+
+    Args:
+        rehearsal: see `CostTable.measure`.
+        sizes: numbers of elements, ascending.
+        repeats: calls that are timed, after one that is not.
+        device: that is waited for.
+    """
+    rows = []
+    for numel in sizes:
+        num_bytes, payload_bytes, encode, decode = rehearsal(numel)
+        seconds = [least_seconds(call, repeats, device=device) for call in (encode, decode)]
+        rows.append(CodecRate(numel, num_bytes, payload_bytes, *seconds))
+    return tuple(rows)
+
+
 @dataclass(frozen=True)
 class CostTable:
     """Measured rates of one processor; equal on the ranks that read the same file.
@@ -63,8 +94,8 @@ class CostTable:
     device: str
     threads: int
     torch_version: str
-    copy_bandwidth: float
-    product_rates: Mapping[str, float]
+    copy_bandwidth: float = 0.0
+    product_rates: Mapping[str, float] = field(default_factory=dict)
     codecs: Mapping[str, tuple[CodecRate, ...]] = field(default_factory=dict)
     links: Mapping[str, Link] = field(default_factory=dict)
 
@@ -92,33 +123,34 @@ class CostTable:
         device = torch.device(device)
         source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
         target = torch.zeros_like(source)
-
-        def least(call: Callable[[], object]) -> float:
-            return max(quickest(lambda _: call(), source, _REPEATS + 1, warm_ups=1), 1e-9)
-
+        least = functools.partial(least_seconds, device=device)
         copy_bandwidth = _COPY_BYTES / least(lambda: target.copy_(source))
         rates = {}
         for dtype in _DTYPES:
             a = torch.randn(_PRODUCT_DIM, _PRODUCT_DIM, device=device, dtype=dtype)
             product = functools.partial(torch.mm, a, a, out=torch.empty_like(a))
             rates[str(dtype).removeprefix("torch.")] = 2 * _PRODUCT_DIM**3 / least(product)
-        found = {}
-        for name, rehearsal in (codecs or {}).items():
-            rows = []
-            for numel in sizes:
-                num_bytes, payload_bytes, encode, decode = rehearsal(numel)
-                seconds = least(encode), least(decode)
-                rows.append(CodecRate(numel, num_bytes, payload_bytes, *seconds))
-            found[name] = tuple(rows)
+        found = {
+            name: measure_codec(rehearsal, sizes, device=device)
+            for name, rehearsal in (codecs or {}).items()
+        }
+        return replace(
+            cls.of_process(device),
+            copy_bandwidth=copy_bandwidth,
+            product_rates=rates,
+            codecs=found,
+            links=dict(links or {}),
+        )
+
+    @classmethod
+    def of_process(cls, device: torch.device | str = "cpu") -> CostTable:
+        """A table of this process's device without any rates, to be filled."""
+        device = torch.device(device)
         return cls(
             processor=_processor(device),
             device=device.type,
             threads=torch.get_num_threads(),
             torch_version=torch.__version__,
-            copy_bandwidth=copy_bandwidth,
-            product_rates=rates,
-            codecs=found,
-            links=dict(links or {}),
         )
 
     @classmethod

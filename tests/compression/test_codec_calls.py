@@ -159,4 +159,5 @@ def test_what_stands_in_for_a_codec_keeps_its_momentum():
     assert OneBit().alone() == Unsent()
     assert (Unsent().name, Unsent().lossy, Unsent().feeds_back) == ("unsent", False, False)
     assert Unsent().sent_bytes(100, 4) == Unsent().num_rounds(4) == 0
-    Unsent().rehearse(gradient(0), memory, 2)
+    for call in Unsent().rehearsal(gradient(0), memory):
+        call()

@@ -122,7 +122,8 @@ def costs_what_it_says(name):
         codec.start(grad, memory).wait()
     memory.commit()
     assert traffic.total_bytes == codec.sent_bytes(1000, dist.get_world_size())
-    codec.rehearse(grad, codec.new_memory(grad), 2)
+    for call in codec.rehearsal(grad, codec.new_memory(grad)):
+        call()
     assert codec.num_rounds(1) == 0 < codec.num_rounds(2)
 
 

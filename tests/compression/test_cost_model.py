@@ -1,19 +1,20 @@
 """The cost model: its formula, its rules, what it learns, and that ranks agree."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ext.compression import probe
+from moe_ext.compression import Quantize, codec_of, probe
 from moe_ext.compression.cost_model import (
     HYSTERESIS,
     TIMED_EVERY,
     TRIAL_TURNS,
     CostModel,
 )
+from moe_ext.distributed.cost_table import SIZES, CodecRate, CostTable
 from moe_ext.distributed.link import Link
 from moe_ext.testing import spawn_ranks
 
@@ -24,11 +25,11 @@ FAST = Link.of_rate(400e9)
 
 @dataclass(frozen=True)
 class FakeCodec:
-    """Sends `share` of a float32 bucket; computes what `rehearsal` says, in seconds an element."""
+    """Sends `share` of a float32 bucket; computes for `each` seconds an element."""
 
     name: str
     share: float
-    rehearsal: float = 0.0
+    each: float = 0.0
     lossy: bool = True
     rounds: int = 2
 
@@ -42,8 +43,11 @@ class FakeCodec:
     def num_rounds(self, world_size):
         return self.rounds
 
-    def rehearse(self, grad_N, memory, world_size):
-        time.sleep(self.rehearsal * grad_N.numel())
+    def passes(self, world_size):
+        return 1.0, 1.0
+
+    def new_memory(self, grad_N):
+        return torch.zeros_like(grad_N)
 
 
 DENSE = FakeCodec("none", 1.0, 0.1e-9, lossy=False)
@@ -56,8 +60,13 @@ ALL = (DENSE, BF16, INT8, TOPK)
 @pytest.fixture
 def known_rates(monkeypatch):
     """Rates as the fakes state them, without a clock."""
-    rate = lambda codec, device, world_size, memory_of: (0.0, codec.rehearsal)  # noqa: E731
-    monkeypatch.setattr("moe_ext.compression.cost_model.rate_of", rate)
+
+    def rates(codec, device, memory_of):
+        return tuple(
+            CodecRate(n, 4 * n, n, codec.each * n / 4, codec.each * n * 3 / 4) for n in SIZES
+        )
+
+    monkeypatch.setattr("moe_ext.compression.cost_model.measured", rates)
 
 
 def model_on(link, num_ranks=2):
@@ -349,25 +358,45 @@ def test_arguments_are_checked():
         Link(float("nan"), 1.0, 1.0)
 
 
-def test_rates_are_measured_once_and_split_into_fixed_and_growing_parts(monkeypatch):
+def test_rates_are_measured_once_and_lie_on_lines(monkeypatch):
     monkeypatch.setattr(probe, "_rates", {})
     calls = []
 
     @dataclass(frozen=True)
     class Counting(FakeCodec):
-        def rehearse(self, grad_N, memory, world_size):
-            calls.append((grad_N.numel(), memory.shape == grad_N.shape, world_size))
-            time.sleep(2e-3 + 20e-9 * grad_N.numel())
+        def passes(self, world_size):
+            return 1.0, float(world_size)
+
+        def rehearsal(self, grad_N, memory):
+            assert memory.shape == grad_N.shape
+
+            def encode():
+                calls.append(grad_N.numel())
+                time.sleep(2e-3 + 20e-9 * grad_N.numel())
+
+            return encode, lambda: time.sleep(1e-3)
 
     codec = Counting("counting", 0.1)
     first = CostModel(link=SLOW, num_ranks=3)
     first.prepare([codec, codec])
-    assert [call[0] for call in calls] == [probe.FEW] * 3 + [probe.MANY] * 3
-    assert all(call[1:] == (True, 3) for call in calls)
-    assert 1e-3 < first.compute_seconds(codec, 0) < 10e-3
-    assert 15e-3 < first.compute_seconds(codec, NUMEL) - first.compute_seconds(codec, 0) < 60e-3
+    few, many = SIZES[:2]
+    assert calls == [few] * 3 + [many] * 3
+    assert 4e-3 < first.compute_seconds(codec, few) < 20e-3
+    assert 15e-3 < first.compute_seconds(codec, many) - first.compute_seconds(codec, few) < 60e-3
     CostModel(link=SLOW, num_ranks=3).prepare([codec])
     assert len(calls) == 6
+
+
+def test_rates_of_a_table_are_taken_and_not_measured(monkeypatch):
+    monkeypatch.setattr("moe_ext.compression.cost_model.measured", None)
+    rates = tuple(CodecRate(n, 4 * n, n, 2e-9 * n, 1e-9 * n) for n in SIZES)
+    costs = replace(CostTable.of_process(), codecs={"int8": rates, repr(Quantize(block=64)): rates})
+    model = CostModel(link=SLOW, num_ranks=4, costs=costs)
+    model.prepare([codec_of("int8"), Quantize(block=64)])
+    # Of four ranks each encodes its gradient and a shard of the sum, and decodes two of its size.
+    assert model.compute_seconds(codec_of("int8"), 2**15) == pytest.approx(2**15 * 4.5e-9)
+    with pytest.raises(TypeError):
+        model.prepare([codec_of("int4")])  # which would be measured
 
 
 def ranks_agree(rank):
@@ -378,8 +407,9 @@ def ranks_agree(rank):
 
     @dataclass(frozen=True)
     class Uneven(FakeCodec):
-        def rehearse(self, grad_N, memory, world_size):
-            time.sleep((0.02 if rank == 1 else 0.0) * (self.name == "uneven"))
+        def rehearsal(self, grad_N, memory):
+            seconds = (0.02 if rank == 1 else 0.0) * (self.name == "uneven")
+            return lambda: time.sleep(seconds), lambda: None
 
     codecs = (Uneven("none", 1.0), Uneven("bf16", 0.5), Uneven("uneven", 0.01))
     chosen = []

@@ -1,5 +1,7 @@
 """Lossless collectives and their codec: the bits of uncompressed messages, in fewer bytes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +20,8 @@ from moe_ext.compression import (
 )
 from moe_ext.compression.cost_model import CostModel
 from moe_ext.compression.fsdp import zero_plus_plus
-from moe_ext.distributed import count_traffic
+from moe_ext.distributed import cost_table, count_traffic
+from moe_ext.distributed.cost_table import CodecRate, CostTable
 from moe_ext.distributed.link import Link
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -128,11 +131,14 @@ def test_over_ranks(size, name):
 
 
 @pytest.mark.parametrize(("gigabits", "name"), [(0.1, "lossless"), (40, "none")])
-def test_auto_takes_it_where_it_wins(monkeypatch, gigabits, name):
+def test_auto_takes_it_where_it_wins(gigabits, name):
     # A nanosecond an element to encode and decode, without a clock.
-    rate = lambda codec, *_: (0.0, 0.0 if codec.plain else 1e-9)  # noqa: E731
-    monkeypatch.setattr("moe_ext.compression.cost_model.rate_of", rate)
-    model = CostModel(link=Link.of_rate(gigabits * 1e9), num_ranks=4)
+    rates = {
+        name: tuple(CodecRate(n, 4 * n, 3 * n, each * n, each * n) for n in cost_table.SIZES)
+        for name, each in (("none", 0.0), ("lossless", 0.5e-9))
+    }
+    costs = replace(CostTable.of_process(), codecs=rates)
+    model = CostModel(link=Link.of_rate(gigabits * 1e9), num_ranks=4, costs=costs)
     codecs = [codec_of("none"), codec_of("lossless")]
     for _ in range(14):
         found = model.choose(2**22, codecs, bucket=0)

@@ -198,7 +198,9 @@ def test_every_element_is_in_one_matrix(shapes, rank):
     assert sum(torch.Size(m).numel() for m in found) == sum(s.numel() for s in sizes)
     coded = [m for m in found if len(m) == 2]
     assert all((n + m) * min(n, m, rank) * 2 < n * m for n, m in coded)
-    codec.rehearse(torch.ones(sum(s.numel() for s in sizes)), Memory(tuple(sizes)), 2)
+    numel = sum(s.numel() for s in sizes)
+    for call in codec.rehearsal(torch.ones(numel), Memory(tuple(sizes))):
+        call()
 
 
 def test_what_it_says_of_itself():

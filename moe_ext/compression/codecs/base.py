@@ -29,6 +29,8 @@ from moe_ext.distributed.groups import group_rank, group_size, resolve_group
 # CPU, by codecs that find these in their own pass over the gradient: by quantisers at the end, when
 # all ranks have got NaN, by others before anything is sent.
 OnNonfinite = Callable[[Tensor], None]
+# Encodes, and decodes what was encoded.
+Calls = tuple[Callable[[], object], Callable[[], object]]
 
 
 class Codec(ABC):
@@ -102,8 +104,12 @@ class Codec(ABC):
         """Messages that follow each other in one reduction."""
 
     @abstractmethod
-    def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
-        """Compute what one reduction computes on this rank, without sending."""
+    def rehearsal(self, grad_N: Tensor, memory: CodecMemory) -> Calls:
+        """Calls that encode and decode a gradient; neither changes it, and nothing is sent."""
+
+    def passes(self, world_size: int) -> tuple[float, float]:
+        """How often a rank encodes and decodes as many elements as a gradient has, to reduce it."""
+        return 1.0, 1.0
 
     def new_memory(self, grad_N: Tensor) -> CodecMemory:
         """An empty memory for one flat gradient."""
@@ -210,8 +216,14 @@ class Unsent(Codec):
         memory.take_owed(x_N)
         return Pending.done(x_N)
 
-    def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
+    def rehearsal(self, grad_N: Tensor, memory: CodecMemory) -> Calls:
         """See `Codec`."""
+        return nothing_to_do()
+
+
+def nothing_to_do() -> Calls:
+    """The rehearsal of what is sent as it is."""
+    return lambda: None, lambda: None
 
 
 def with_velocity(grad_N: Tensor, memory: CodecMemory, momentum: float | None) -> Tensor:
@@ -333,21 +345,22 @@ class PayloadCodec(Codec):
         residual_N = memory.tensor("residual")
         return States(residual_N, memory.shard(rank * shard, shard) if size > 1 else None)
 
-    def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
+    def passes(self, world_size: int) -> tuple[float, float]:
+        """See `Codec`: P shards of N / P elements come in, and their sums go out, or P payloads."""
+        return (1.0 + 1.0 / world_size, 2.0) if self.shardable else (1.0, float(world_size))
+
+    def rehearsal(self, grad_N: Tensor, memory: CodecMemory) -> Calls:
         """See `Codec`."""
-        memory.begin()
         coding, sum_N = self.coding(), torch.zeros_like(grad_N, dtype=torch.float32)
-        payload = coding.encode(grad_N, memory.tensor("residual") if self.feeds_back else None)
-        if self.shardable:
-            # P shards of N / P elements come in, and as many go out.
-            coding.decode_add_(sum_N, payload)
-            shard = shard_numel(grad_N.numel(), world_size, self.align)
-            coding.encode(sum_N[:shard])
-            coding.decode_add_(sum_N, payload, overwrite=True)
-        else:
-            for _ in range(world_size):
-                coding.decode_add_(sum_N, payload)
-        memory.commit()
+
+        def encode() -> Tensor:
+            memory.begin()
+            payload = coding.encode(grad_N, memory.tensor("residual") if self.feeds_back else None)
+            memory.commit()
+            return payload
+
+        payload = encode()
+        return encode, lambda: coding.decode_add_(sum_N, payload)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Shape suffixes: N elements of a flat gradient, B blocks that are not zero.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext._checks import check_choice
-from moe_ext.compression.codecs.base import Codec, OnNonfinite
+from moe_ext.compression.codecs.base import Calls, Codec, OnNonfinite, nothing_to_do
 from moe_ext.compression.collectives.exact import bitmap_bytes, block_sparse_all_reduce_
 from moe_ext.compression.feedback import CodecMemory
 from moe_ext.distributed import comm
@@ -83,14 +84,16 @@ class Dense(Codec):
         memory.take_owed(grad_N)
         return dense_reduction(grad_N, group, average, self.dtype, on_nonfinite)
 
-    def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
+    def rehearsal(self, grad_N: Tensor, memory: CodecMemory) -> Calls:
         """See `Codec`."""
         dtype = _DTYPES[self.dtype]
-        if dtype is not None:
-            looks = grad_N.device.type == "cpu" and self.finds_nonfinite
-            how = (lambda _: None) if looks else None
-            sent_N = _to_send(grad_N, dtype, 1.0 / world_size, how)
-            ops.scale_into_(grad_N, sent_N, scale=1.0)
+        if dtype is None:
+            return nothing_to_do()
+        looks = grad_N.device.type == "cpu" and self.finds_nonfinite
+        how = (lambda _: None) if looks else None
+        encode = functools.partial(_to_send, grad_N, dtype, 0.5, how)
+        sent_N, out_N = encode(), torch.empty_like(grad_N)
+        return encode, lambda: ops.scale_into_(out_N, sent_N, scale=1.0)
 
     def skipping_zeros(self) -> Codec:
         """See `Codec`."""
@@ -211,12 +214,16 @@ class BlockSparse(Codec):
         assert isinstance(found, comm.Pending)
         return found
 
-    def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
+    def rehearsal(self, grad_N: Tensor, memory: CodecMemory) -> Calls:
         """See `Codec`."""
-        block = self._block_of(memory)
-        block_idx_B = ops.block_indices(ops.nonzero_blocks(grad_N, block=block))
-        packed = ops.gather_blocks(grad_N, block_idx_B, block=block)
-        ops.scatter_blocks_(grad_N, packed, block_idx_B, block=block)
+        block, out_N = self._block_of(memory), torch.empty_like(grad_N)
+
+        def encode() -> tuple[Tensor, Tensor]:
+            block_idx_B = ops.block_indices(ops.nonzero_blocks(grad_N, block=block))
+            return ops.gather_blocks(grad_N, block_idx_B, block=block), block_idx_B
+
+        packed = encode()
+        return encode, lambda: ops.scatter_blocks_(out_N, *packed, block=block)
 
     def keeping_zeros(self) -> Codec:
         """See `Codec`."""

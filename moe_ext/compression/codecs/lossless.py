@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
-from moe_ext.compression.codecs.base import Codec, OnNonfinite
+from moe_ext.compression.codecs.base import Calls, Codec, OnNonfinite, nothing_to_do
 from moe_ext.compression.codecs.dense import dense_reduction
 from moe_ext.compression.collectives.lossless import DTYPES, start_all_reduce
 from moe_ext.compression.collectives.quantized import shard_numel
@@ -66,16 +66,16 @@ class Lossless(Codec):
             return dense_reduction(grad_N, group, average)
         return start_all_reduce(grad_N, group, average, operation="Lossless")
 
-    def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
+    def passes(self, world_size: int) -> tuple[float, float]:
+        """See `Codec`: shards come from all others, and their sums go to all others."""
+        return 1.0, 2.0 * (world_size - 1) / world_size
+
+    def rehearsal(self, grad_N: Tensor, memory: CodecMemory) -> Calls:
         """See `Codec`."""
         if grad_N.device.type != "cpu" or grad_N.dtype not in DTYPES:
-            return
-        others = grad_N[: max(1, grad_N.numel() * (world_size - 1) // world_size)]
-        shard = grad_N[: -(-grad_N.numel() // world_size)]
-        found = torch.empty_like(others)
-        # Shards come from all others, and their sums go to all others.
-        payload = ops.encode_exponents(others)
-        ops.decode_exponents_(found, payload)
-        shard.float().add_(shard, alpha=0.5)
-        ops.encode_exponents(shard)
-        ops.decode_exponents_(found, payload)
+            return nothing_to_do()
+        payload, out_N = ops.encode_exponents(grad_N), torch.empty_like(grad_N)
+        return (
+            lambda: ops.encode_exponents(grad_N),
+            lambda: ops.decode_exponents_(out_N, payload),
+        )

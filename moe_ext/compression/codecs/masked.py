@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext._checks import check_choice
-from moe_ext.compression.codecs.base import Codec, OnNonfinite, PayloadCodec
+from moe_ext.compression.codecs.base import Calls, Codec, OnNonfinite, PayloadCodec
 from moe_ext.compression.codecs.dense import Dense, dense_reduction
 from moe_ext.compression.feedback import CodecMemory
 from moe_ext.compression.masks import Mask
@@ -75,9 +75,13 @@ class Masked(Codec):
 
         return dense_reduction(self.mask.pack(grad_N), group, average).then(back)
 
-    def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
+    def rehearsal(self, grad_N: Tensor, memory: CodecMemory) -> Calls:
         """See `Codec`."""
-        ops.unpack_masked_(grad_N, self.mask.pack(grad_N), self.mask.bitmap)
+        packed_n, out_N = self.mask.pack(grad_N), torch.empty_like(grad_N)
+        return (
+            lambda: self.mask.pack(grad_N),
+            lambda: ops.unpack_masked_(out_N, packed_n, self.mask.bitmap),
+        )
 
 
 @dataclass(frozen=True)

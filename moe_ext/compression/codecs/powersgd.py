@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from moe_ext._checks import check_integer
-from moe_ext.compression.codecs.base import Codec, OnNonfinite
+from moe_ext.compression.codecs.base import Calls, Codec, OnNonfinite
 from moe_ext.compression.feedback import CodecMemory
 from moe_ext.distributed.comm import Pending
 from moe_ext.distributed.failures import naming_failed_ranks
@@ -168,16 +168,25 @@ class PowerSGD(Codec):
             reduction.wait()
         return reduction
 
-    def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
-        """Compute what a reduction computes on this rank, and send nothing."""
-        views = self._views(memory.pieces(grad_N.float()))
-        for count, rows, cols, rank in self._plan(memory.shapes):
-            matrix = [view for view in views if tuple(view.shape) == (rows, cols)]
-            m_Bnm = torch.stack(matrix[:count])
-            q_Bmr = torch.linalg.qr(m_Bnm.new_ones((count, cols, rank)))[0]
-            p_Bnr = torch.linalg.qr(m_Bnm @ q_Bmr)[0]
-            q_Bmr = m_Bnm.transpose(1, 2) @ p_Bnr
-            m_Bnm -= p_Bnr @ q_Bmr.transpose(1, 2)
+    def passes(self, world_size: int) -> tuple[float, float]:
+        """See `Codec`: factors are multiplied for the result, and for what they leave out."""
+        return 1.0, 2.0
+
+    def rehearsal(self, grad_N: Tensor, memory: CodecMemory) -> Calls:
+        """See `Codec`."""
+
+        def encode() -> list[tuple[Tensor, Tensor]]:
+            views, found = self._views(memory.pieces(grad_N.float())), []
+            for count, rows, cols, rank in self._plan(memory.shapes):
+                matrix = [view for view in views if tuple(view.shape) == (rows, cols)]
+                m_Bnm = torch.stack(matrix[:count])
+                q_Bmr = torch.linalg.qr(m_Bnm.new_ones((count, cols, rank)))[0]
+                p_Bnr = torch.linalg.qr(m_Bnm @ q_Bmr)[0]
+                found.append((p_Bnr, p_Bnr.transpose(1, 2) @ m_Bnm))
+            return found
+
+        factors = encode()
+        return encode, lambda: [p_Bnr @ q_Brm for p_Bnr, q_Brm in factors]
 
     def _gains(self, rows: int, cols: int) -> bool:
         rank = min(rows, cols, self.rank)

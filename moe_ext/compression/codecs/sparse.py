@@ -18,10 +18,12 @@ from torch.distributed import ProcessGroup
 from moe_ext import ops
 from moe_ext._checks import check_choice
 from moe_ext.compression.codecs.base import (
+    Calls,
     Codec,
     OnNonfinite,
     PayloadCodec,
     Unsent,
+    nothing_to_do,
     with_velocity,
 )
 from moe_ext.compression.codecs.dense import Dense, dense_reduction
@@ -216,15 +218,24 @@ class _Sparse(PayloadCodec):
         common["residual"] = memory.whole_residual()
         return {**common, **{kind: memory.tensor(kind) for kind in kinds[1:]}}
 
-    def rehearse(self, grad_N: Tensor, memory: CodecMemory, world_size: int) -> None:
+    def passes(self, world_size: int) -> tuple[float, float]:
         """See `Codec`."""
-        memory.begin()
-        if not self._is_dense:
-            values_K, indices_K = self.select(grad_N, memory)
-            sum_N = torch.zeros_like(grad_N, dtype=values_K.dtype)
-            for _ in range(world_size):
-                sum_N.index_add_(0, indices_K, values_K)
-        memory.commit()
+        return 1.0, float(world_size)
+
+    def rehearsal(self, grad_N: Tensor, memory: CodecMemory) -> Calls:
+        """See `Codec`."""
+        if self._is_dense:
+            return nothing_to_do()
+
+        def encode() -> tuple[Tensor, Tensor]:
+            memory.begin()
+            found = self.select(grad_N, memory)
+            memory.commit()
+            return found
+
+        values_K, indices_K = encode()
+        sum_N = torch.zeros_like(grad_N, dtype=values_K.dtype)
+        return encode, lambda: sum_N.index_add_(0, indices_K, values_K)
 
 
 def num_selected(numel: int, density: float) -> int:

@@ -1,0 +1,25 @@
+"""One rank of the codecs' benchmark: the link that joins it to another."""
+
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+from namespaces import answer_jobs
+
+from moe_ext.distributed.link import measure_link
+
+
+class Rank:
+    """Measures links."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def link(self) -> dict[str, float]:
+        """As a cost table has it."""
+        assert dist.group.WORLD is not None
+        return asdict(measure_link(dist.group.WORLD, torch.device("cpu")))
+
+
+if __name__ == "__main__":
+    answer_jobs(Rank)
