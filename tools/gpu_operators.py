@@ -43,8 +43,6 @@ CPU_ONLY = {
     "adam_step_",  # for memory that a GPU lacks
     *("plan_balance", "split_rows"),  # of counts, which the host has read
     *("quantized_mm", "masked_mm"),  # weights too large for the CPU's memory bandwidth
-    # Refused on CUDA, where the codec sends plain messages.
-    *("encode_exponents", "decode_exponents_"),
 }
 
 
@@ -213,6 +211,10 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
     "delta_hash_change": lambda i: (i.versions[1], op("delta_encode")(*i.versions), 5),
     "delta_pack": lambda i: (i.indices_K, i.random(64), 4096),
     "delta_unpack": lambda i: (op("delta_encode")(*i.versions), i.versions[0], 300_000),
+    "encode_exponents": lambda i: (i.random(20_000),),
+    "decode_exponents_": lambda i: (
+        *(i.random(20_000), op("encode_exponents")(i.random(20_000)).clone()),
+    ),
     "gather_blocks": lambda i: (i.random(4096), torch.tensor([1, 4, 15]), 256),
     "scatter_blocks_": lambda i: (
         *(i.random(4096), i.random(3, 256), torch.tensor([1, 4, 15]), 256),

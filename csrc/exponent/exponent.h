@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "common/check.h"
 #include "exponent/exponent_tables.h"
@@ -36,5 +37,13 @@ inline int64_t most_bytes(int64_t numel, int64_t item) {
 Kind check_elements(const char* op, const char* name, const Tensor& t);
 
 void check_payload(const char* op, const Tensor& payload, const Tensor& beside, const char* name);
+
+// Refuses a payload without room for the head of numel elements.
+void check_length(const char* op, const Tensor& payload, int64_t numel);
+
+// Where each block begins, and the end of the last: of a head (table_bytes) on the host that is one of a payload for
+// out.
+std::vector<int64_t> block_starts(
+    const char* op, const uint8_t* head, const Tensor& payload, const Tensor& out, Kind kind);
 
 } // namespace moe_ext::exponent

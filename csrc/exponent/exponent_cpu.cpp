@@ -23,13 +23,6 @@ using torch::stable::parallel_for;
 
 constexpr int64_t kGrain = 16; // blocks of a run at least
 
-struct Header {
-  uint32_t magic;
-  uint32_t kind;
-  uint64_t numel;
-};
-static_assert(sizeof(Header) == kHeader);
-
 Tensor encode_exponents_cpu(Tensor x) {
   const Kind kind = check_elements("encode_exponents", "x", x);
   const int64_t numel = x.numel(), item = static_cast<int64_t>(x.element_size()), blocks = num_blocks(numel);
@@ -72,24 +65,8 @@ void decode_exponents_cpu(Tensor out, Tensor payload) {
   check_payload(op, payload, out, "out");
   const int64_t numel = out.numel(), item = static_cast<int64_t>(out.element_size()), blocks = num_blocks(numel);
   const uint8_t* bytes = data<const uint8_t>(payload);
-  Header header = {};
-  MOE_CHECK(
-      payload.numel() >= table_bytes(numel), op, ": expected payload to hold ", numel, " elements, got ",
-      payload.numel(), " bytes");
-  std::memcpy(&header, bytes, sizeof(header));
-  MOE_CHECK(
-      header.magic == kMagic && header.kind == kind && header.numel == static_cast<uint64_t>(numel), op,
-      ": expected payload to hold ", numel, " elements of ", dtype_string(out), ", got ",
-      header.magic == kMagic ? "another number or dtype" : "other bytes");
-  std::vector<int64_t> place(blocks + 1, table_bytes(numel));
-  for (int64_t block = 0; block < blocks; ++block) {
-    uint32_t size;
-    std::memcpy(&size, bytes + kHeader + 4 * block, sizeof(size));
-    place[block + 1] = place[block] + size;
-  }
-  MOE_CHECK(
-      place[blocks] == payload.numel(), op, ": expected payload to have the ", place[blocks],
-      " bytes that its blocks add up to, got ", payload.numel());
+  check_length(op, payload, numel);
+  const std::vector<int64_t> place = block_starts(op, bytes, payload, out, kind);
   std::atomic<int64_t> wrong = -1;
   uint8_t* elements = static_cast<uint8_t*>(out.data_ptr());
   parallel_for(0, blocks, kGrain, [&](int64_t begin, int64_t end) {

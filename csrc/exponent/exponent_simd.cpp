@@ -13,13 +13,6 @@ namespace {
 
 constexpr int64_t kWord = 64;
 constexpr int64_t kRoom = kBlock + 2 * kWord; // whole vectors are read and written behind the last escape
-constexpr int64_t kStride = 9;                // of the sample; odd, so that no column of a matrix is taken alone
-constexpr int kMostLevels = 3, kMostSymbols = 22;
-
-// Widths of the levels, by the first byte of a block less one; 0 ends them. A block of 0 holds elements as they are.
-constexpr int kNumPlans = 8;
-constexpr int kPlans[kNumPlans][kMostLevels] = {{1, 2, 2}, {1, 2, 3}, {2, 2, 2}, {2, 2, 3},
-                                                {2, 3, 3}, {3, 3, 0}, {3, 4, 0}, {4, 3, 0}};
 
 using Unaligned16 __attribute__((aligned(1), may_alias)) = uint16_t;
 

@@ -38,17 +38,17 @@ def encode_exponents(x: Tensor) -> Tensor:
     would not shrink is kept as it is.
 
     Args:
-        x (Tensor[...]): bfloat16, float16 or float32, contiguous, on the CPU, N elements.
+        x (Tensor[...]): bfloat16, float16 or float32, contiguous, N elements.
 
     Returns:
         Tensor[bytes]: uint8; of a length that depends on the data, `most_exponent_bytes` at most,
-        for which there is memory behind it until it is cloned.
+        for which on CPU there is memory behind it until it is cloned.
 
     Raises:
         RuntimeError: x is strided, or of another dtype.
-        NotImplementedError: x is on a GPU.
 
-    Deterministic; one number of threads gives the bytes of any other.
+    Deterministic; one number of threads gives the bytes of any other, and CUDA those of the CPU. On
+    CUDA it waits for the device, whose data tell the length.
 
     Reference: as DFloat11 (Zhang et al., 2025) and ZipNN (Hershcovitch et al., 2024), which code
     exponents by Huffman's method.
@@ -89,7 +89,7 @@ def decode_exponents_(out: Tensor, payload: Tensor) -> None:
         RuntimeError: the payload is of another dtype or number of elements, or damaged: sizes that
             do not fit are found before anything is read beyond them. ``out`` may have changed then.
 
-    Deterministic.
+    Deterministic. On CUDA it waits for the device, which tells whether blocks are damaged.
     """
     torch.ops.moe_ext.decode_exponents_(out, payload)
 

@@ -1,5 +1,6 @@
 import math
 
+import emulation
 import pytest
 import torch
 from hypothesis import given, settings
@@ -28,10 +29,10 @@ def assert_restored(x, decode=ops.decode_exponents_):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_bit_pattern_is_restored(dtype):
-    x = all_patterns(dtype)
+def test_every_bit_pattern_is_restored(device, dtype):
+    x = all_patterns(dtype).to(device)
     assert_restored(x)
-    assert_restored(x[torch.randperm(65536)].contiguous())
+    assert_restored(x[torch.randperm(65536, device=device)].contiguous())
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,20 @@ def test_the_oracle_reads_what_is_written(dtype, numel, spread):
     assert_restored(x)
     if numel > 8192 and spread < 8:
         assert payload.numel() < x.nbytes
+
+
+@pytest.mark.skipif(not emulation.is_built(), reason="no emulation of CUDA")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("numel", "power"), [(0, 1), (1, 1), (63, 2), (8193, 1), (20_000, 6)])
+def test_cuda_gives_the_bytes_of_the_cpu(dtype, numel, power):
+    x = (torch.randn(numel) ** power).to(dtype)
+    payload, out = ops.encode_exponents(x), torch.empty_like(x)
+    odd = torch.cat([torch.zeros(1, dtype=torch.uint8), payload])[1:]
+    with emulation.emulated_cuda():
+        assert torch.equal(ops.encode_exponents(x), payload)
+        for here in (payload, odd):
+            ops.decode_exponents_(out.fill_(1), here)
+            assert torch.equal(out.view(BITS[dtype]), x.view(BITS[dtype]))
 
 
 @settings(max_examples=40, deadline=None)
@@ -95,33 +110,34 @@ def test_threads_do_not_change_the_bytes():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_damage_is_refused_or_decoded_within_bounds(dtype):
-    x = torch.randn(9000).to(dtype)
+def test_damage_is_refused_or_decoded_within_bounds(device, dtype):
+    x = torch.randn(9000).to(device, dtype)
     payload, out = ops.encode_exponents(x), torch.empty_like(x)
     for size in (0, 8, 15, 16, 24, 25, 100, payload.numel() - 8, payload.numel() - 1):
         with pytest.raises(RuntimeError, match="decode_exponents_: expected payload to "):
             ops.decode_exponents_(out, payload[:size])
     generator = torch.Generator().manual_seed(0)
-    refused = 0
-    for turn in range(600):
+    refused, turns = 0, 60 if emulation.is_active() else 600
+    for turn in range(turns):
         # Headers of payload and blocks half of the time, and anything.
         end = 56 if turn % 2 else payload.numel()
         wrong = payload.clone()
-        place = torch.randint(end, (1 + turn % 5,), generator=generator)
-        wrong[place] = torch.randint(256, place.shape, generator=generator).to(torch.uint8)
+        place = torch.randint(end, (1 + turn % 5,), generator=generator, device="cpu")
+        value = torch.randint(256, place.shape, generator=generator, device="cpu")
+        wrong[place.to(device)] = value.to(device, torch.uint8)
         try:
             ops.decode_exponents_(out, wrong)
         except RuntimeError:
             refused += 1
-    assert refused > 100
+    assert refused > turns / 6
 
 
-def test_more_escapes_than_bytes_are_refused():
-    payload = ops.encode_exponents(torch.randn(1000).bfloat16())
+def test_more_escapes_than_bytes_are_refused(device):
+    payload = ops.encode_exponents(torch.randn(1000).to(device, torch.bfloat16))
     planes = 24 + 24 + 1000
     payload[planes : planes + 64] = 255
     with pytest.raises(RuntimeError, match="to be as encoded, got a damaged block 0"):
-        ops.decode_exponents_(torch.empty(1000).bfloat16(), payload)
+        ops.decode_exponents_(torch.empty(1000, dtype=torch.bfloat16, device=device), payload)
 
 
 @pytest.mark.parametrize(
