@@ -204,18 +204,18 @@ def fitted_rows(runs: Sequence[Run]) -> set[int]:
 
 @dataclass(frozen=True)
 class Constants:
-    """What is fitted: shares of nominal rates, and seconds of a layer's launches.
+    """What is fitted: shares, and seconds of a layer's launches.
 
     Attributes:
-        products: share of the peak of products, by format.
+        products: share of the peak of products, in each format.
         scores: share of the peak in 16 bits that attention reaches.
-        memory: share of the memory's rate.
-        link: share of the rate of links in the node.
-        network: share of the rate of links between nodes.
+        memory: share of the memory's nominal rate.
+        link: share of the nominal rate of links in the node.
+        network: share of the nominal rate of links between nodes.
         layer_seconds: see `ClusterSpec`.
     """
 
-    products: dict[str, float]
+    products: float = 0.6
     scores: float = 0.3
     memory: float = 0.6
     link: float = 0.6
@@ -234,25 +234,21 @@ class Constants:
             {"bfloat16": system.flops * factor},
             math.inf,
             system.memory * self.memory,
-            self.products[run.precision],
+            self.products,
             self.scores / factor,
             self.layer_seconds,
         )
 
     def vector(self) -> torch.Tensor:
-        """Logits of shares, products first, and the logarithm of the seconds."""
-        rest = (self.scores, self.memory, self.link, self.network)
-        shares = torch.tensor([*self.products.values(), *rest], dtype=torch.float64)
-        seconds = torch.tensor([self.layer_seconds], dtype=torch.float64)
-        return torch.cat([shares.logit(), seconds.log()])
+        """Logits of shares, and the logarithm of the seconds."""
+        *shares, seconds = dataclasses.astuple(self)
+        both = torch.tensor([*shares, seconds], dtype=torch.float64)
+        return torch.cat([both[:-1].logit(), both[-1:].log()])
 
     @staticmethod
-    def of(vector: torch.Tensor, formats: Sequence[str]) -> "Constants":
+    def of(vector: torch.Tensor) -> "Constants":
         """The inverse of `vector`."""
-        shares = vector[:-1].sigmoid().tolist()
-        count = len(formats)
-        products = dict(zip(formats, shares, strict=False))
-        return Constants(products, *shares[count:], float(vector[-1].exp()))
+        return Constants(*vector[:-1].sigmoid().tolist(), float(vector[-1].exp()))
 
 
 def cost_of(run: Run, constants: Constants) -> tuple[CostModel, dict[str, torch.Tensor]]:
@@ -268,7 +264,8 @@ def cost_of(run: Run, constants: Constants) -> tuple[CostModel, dict[str, torch.
         "dispatcher": "alltoall" if ep == 1 else "hierarchical" if away else "dedup",
         "combine": "exact" if ep == 1 else "reduced",
     }
-    job = Job(run.gpus, run.seq_len, run.global_batch)
+    # The A100 runs are older than fused attention.
+    job = Job(run.gpus, run.seq_len, run.global_batch, eager_attention="A100" in run.system)
     return CostModel(model_of(run.model), cluster, job), columns_of([choice])
 
 
@@ -292,11 +289,10 @@ def fit(runs: Sequence[Run], rounds: int = 30) -> Constants:
     Levenberg and Marquardt's steps with weights, and a weak pull to the start for constants that no
     row tells.
     """
-    formats = sorted({run.precision for run in runs})
-    start = Constants(dict.fromkeys(formats, 0.6)).vector()
+    start = Constants().vector()
 
     def residuals(vector: torch.Tensor) -> torch.Tensor:
-        constants = Constants.of(vector, formats)
+        constants = Constants.of(vector)
         logs = [math.log(predict(run, constants, closed=True) / run.seconds) for run in runs]
         return torch.tensor(logs, dtype=torch.float64)
 
@@ -319,7 +315,7 @@ def fit(runs: Sequence[Run], rounds: int = 30) -> Constants:
                 x, r, damping = new, found, damping / 4
                 break
             damping *= 3
-    return Constants.of(x, formats)
+    return Constants.of(x)
 
 
 @dataclass(frozen=True)
@@ -362,6 +358,21 @@ def regrets(found: Validation) -> list[tuple[Run, int, float]]:
             loss = found.runs[chosen].seconds / best - 1
             regret.append((found.runs[chosen], len(rows), 100 * loss))
     return regret
+
+
+def release_spread(runs: Sequence[Run]) -> float:
+    """Mean absolute difference of a plan's seconds to their median over releases, in percent."""
+    plans: dict[tuple[object, ...], list[float]] = {}
+    for run in runs:
+        if run.release:
+            plans.setdefault((run.job[2:], run.plan), []).append(run.seconds)
+    found = [
+        abs(seconds / statistics.median(same) - 1)
+        for same in plans.values()
+        if len(same) > 1
+        for seconds in same
+    ]
+    return 100 * statistics.mean(found)
 
 
 def error(runs: Sequence[Run], predicted: Sequence[float]) -> float:
@@ -414,7 +425,9 @@ def error_table(found: Validation) -> Table:
         "published seconds; *median* and *bias*, predicted over published, are of unseen rows. "
         "Constants (next table) are fitted on every 20th plan of one node and every 4th of many; a "
         "plan that several releases measured is on one side as a whole. A node is what the "
-        "planner's first level joins: 72 ranks of GB200 and GB300, else 8. Sources: "
+        "planner's first level joins: 72 ranks of GB200 and GB300, else 8. Seconds that several "
+        "releases of megatron-bridge have for one plan differ from their median by "
+        f"{release_spread(found.runs):.1f} % on the mean. Sources: "
         + ", ".join(f"[{name}]({url})" for name, url in SOURCES.items())
         + "."
     )
@@ -425,19 +438,14 @@ def constants_table(found: Validation) -> Table:
     """What was fitted."""
     rows = []
     for group, made in zip(GROUPS, found.constants, strict=True):
-        products = ", ".join(f"{name} {share:.2f}" for name, share in made.products.items())
-        shares = (made.scores, made.memory, made.link, made.network)
-        rows.append(
-            (
-                *(", ".join(group), products, *(f"{share:.2f}" for share in shares)),
-                f"{1e6 * made.layer_seconds:.0f}",
-            )
-        )
-    header = ("sources", "products", "scores", "memory", "link", "network", "launches of a layer")
+        *shares, seconds = dataclasses.astuple(made)
+        cells = [f"{share:.2f}" for share in shares]
+        rows.append((", ".join(group), *cells, f"{1e6 * seconds:.0f}"))
+    header = ("sources", "products", "scores", "memory", "link", "network", "launches")
     note = (
-        "Shares of nominal rates: products by format, scores of attention of the peak in 16 bits, "
-        "memory, links in the node, links between nodes; and microseconds that the launches of a "
-        "layer's forward pass take, which show where kernels are shorter."
+        "Shares of nominal rates: products in their format, scores of attention of the peak in 16 "
+        "bits, memory, links in the node, links between nodes. *launches*: microseconds of a "
+        "layer's forward pass, which show where its kernels are shorter."
     )
     return Table("Planner: fitted constants", note, header, rows)
 

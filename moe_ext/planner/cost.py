@@ -47,6 +47,8 @@ class Job:
         dtype: of products and messages.
         load: tokens of each expert, as `layer.metrics` counts them; or s of Zipf's law, where
             expert i has tokens in proportion to 1 / i^s; 0 for even routing.
+        eager_attention: attention multiplies all pairs of positions and has their scores in memory,
+            as without a fused kernel; of times alone.
     """
 
     num_ranks: int
@@ -54,6 +56,7 @@ class Job:
     global_batch: int = 1024
     dtype: str = "bfloat16"
     load: float | tuple[float, ...] = 0.0
+    eager_attention: bool = False
 
     def __post_init__(self) -> None:
         """ValueError for numbers that no job has."""
@@ -185,7 +188,9 @@ class CostModel:
         """Seconds of the forward pass of one causal attention, its scores alone."""
         cluster = self.cluster
         rate = cluster.flops[self.job.dtype] * (cluster.score_efficiency or cluster.efficiency)
-        keys = self.model.mean_keys(self.job.seq_len)
+        # A fused kernel leaves out what a mask hides.
+        eager = self.job.eager_attention
+        keys = self.job.seq_len if eager else self.model.mean_keys(self.job.seq_len)
         return tokens * 4.0 * keys * self.model.scores_dim / rate
 
     def elementwise(self, c: Columns) -> Tensor:
@@ -200,6 +205,9 @@ class CostModel:
         # Two norms and residuals read and write 10 D, products 4 D gathered, each width twice.
         numbers = (10 + 4 * c["tp"]) * m.model_dim
         numbers = numbers + 4 * (m.heads_dim + m.kv_dim) + 2 * (dense + shared + routed)
+        if self.job.eager_attention:
+            # Scores, softmax and dropout are written and read.
+            numbers = numbers + 6 * m.num_heads * self.job.seq_len
         held = self._dense_layer / c["tp"]
         held = held + share * m.num_experts * m.expert_parameters / c["ep"]
         num_bytes = self.job.itemsize * (tokens * numbers + held)
@@ -265,8 +273,9 @@ class CostModel:
             experts = (2.0 + c["recompute"]) * moe * seconds
         found = {"compute": compute, "elementwise": elementwise, "tensor": tensor}
         found |= {"context": context, "experts": experts}
-        # The processor waits for its launches where it is quicker than they are.
-        launches = passes * layers * self.cluster.layer_seconds
+        # The processor waits for its launches where it is quicker than they are. Embedding, loss,
+        # messages and the schedule have about as many as a layer.
+        launches = passes * (layers + 1) * self.cluster.layer_seconds
         return {**found, "launches": (launches - sum(found.values())).clamp(min=0.0)}
 
     def parameters(self, c: Columns) -> tuple[Tensor, Tensor]:

@@ -102,6 +102,11 @@ def test_operations_of_attention():
     layers, one = SMALL.num_layers, columns()
     scores = layers * 256 * 4 * 128 * SMALL.scores_dim / 1e11 / CLUSTER.efficiency
     assert float(four.compute(one) - cost.compute(one)) == pytest.approx(3 * scores)
+    # Without a fused kernel twice as many, and six accesses to each of them.
+    eager = CostModel(SMALL, CLUSTER, dataclasses.replace(cost.job, eager_attention=True))
+    assert float(eager.compute(one) - cost.compute(one)) == pytest.approx(scores)
+    more = SMALL.num_layers * 256 * 6 * SMALL.num_heads * 256 * 4 / CLUSTER.memory_bandwidth
+    assert float(eager.elementwise(one) - cost.elementwise(one)) == pytest.approx(more)
 
 
 def test_a_ring_leaves_a_node_by_the_links_of_all_its_ranks():
@@ -118,8 +123,8 @@ def test_launches_and_the_output():
     busy = sum(float(value) for value in cost.terms(columns(pp=4, ep=1)).values())
     slow = dataclasses.replace(CLUSTER, layer_seconds=busy)
     found = CostModel(SMALL, slow, cost.job).terms(columns(pp=4))
-    # A layer on each rank; three passes wait for launches, less the time that work takes.
-    assert float(found["launches"]) == pytest.approx(2 * busy)
+    # A layer on each rank and what is beside it: three passes, less the time that work takes.
+    assert float(found["launches"]) == pytest.approx(5 * busy)
     assert float(cost.terms(columns(pp=4))["launches"]) == 0
     # The last of the stages alone has the output, and a recompute has none.
     placed = columns(pp=4, recompute=1)
