@@ -8,6 +8,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -167,6 +168,20 @@ class CostTable:
         schema = text.pop("schema", None) if isinstance(text, dict) else None
         if schema != SCHEMA:
             raise ValueError(f"CostTable.load: expected schema to be {SCHEMA}, got {schema!r}")
+        return cls.of(text, "CostTable.load")
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], owner: str = "CostTable.of") -> CostTable:
+        """A table by its fields, as `dataclasses.asdict` gives them.
+
+        Args:
+            fields: by name.
+            owner: for error messages.
+
+        Raises:
+            ValueError: one is missing, or there are others.
+        """
+        text = dict(fields)
         try:
             codecs = {
                 name: tuple(CodecRate(**row) for row in rows)
@@ -175,9 +190,7 @@ class CostTable:
             links = {name: Link(**link) for name, link in text.pop("links").items()}
             return cls(**text, codecs=codecs, links=links)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"CostTable.load: expected {path} to have the fields of CostTable, got {error}"
-            ) from error
+            raise ValueError(f"{owner}: expected the fields of CostTable, got {error}") from error
 
     def save(self, path: str | Path) -> None:
         """Writes the table as JSON, with the number of its schema."""

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_ext.distributed.cost_table import CostTable
+
 
 @dataclass(frozen=True)
 class Level:
@@ -42,6 +44,8 @@ class ClusterSpec:
         score_efficiency: share of it that the scores of attention reach; None for the same.
         layer_seconds: seconds of a layer's forward pass that launches of kernels take.
         source: of the numbers.
+        costs: measured rates, of which those of the formats of rows ("rows int8") are read; without
+            it these take what their bytes take through the memory.
     """
 
     levels: tuple[Level, ...]
@@ -52,6 +56,7 @@ class ClusterSpec:
     score_efficiency: float | None = None
     layer_seconds: float = 0.0
     source: str = ""
+    costs: CostTable | None = None
 
     def __post_init__(self) -> None:
         """ValueError for numbers that no cluster has."""
@@ -103,7 +108,13 @@ class ClusterSpec:
                 if name in _NUMBERS and value is not None
             }
             flops = {name: float(rate) for name, rate in cluster["flops"].items()}
-            return cls(**{**cluster, **numbers, "flops": flops, "levels": levels})
+            costs = cluster.get("costs")
+            if isinstance(costs, str):
+                costs = CostTable.load(costs)
+            elif isinstance(costs, Mapping):
+                costs = CostTable.of(costs)
+            found = {"flops": flops, "levels": levels, "costs": costs}
+            return cls(**{**cluster, **numbers, **found})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"ClusterSpec: expected the fields levels, flops, memory and memory_bandwidth: "

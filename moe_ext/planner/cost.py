@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_ext._checks import check_sizes
 from moe_ext.distributed.comm import all_reduce_bytes
-from moe_ext.distributed.dispatch.auto import DispatchShape
+from moe_ext.distributed.dispatch.auto import DispatchShape, expected_ranks
 from moe_ext.distributed.dispatch.base import sum_dtype
 from moe_ext.distributed.dispatch.wire import Wire, sent_row_bytes
 from moe_ext.planner.cluster import ClusterSpec
@@ -232,6 +232,33 @@ class CostModel:
         sent, off = shape.sent_bytes(dispatcher, combine, 1)
         return sent - off, off
 
+    def _coded(self, ep: int, dispatcher: str, wire: str | None) -> float:
+        """Elements of a token that are encoded on their way to the experts, for even routing."""
+        if ep == 1 or wire is None:
+            return 0.0
+        m = self.model
+        once = 1.0 if dispatcher == "allgather" else expected_ranks(m.num_experts, ep, m.top_k)
+        return m.model_dim * (m.top_k if dispatcher == "alltoall" else once)
+
+    def _coding(self, wires: Tensor, numel: Tensor) -> Tensor:
+        """Seconds to encode so many elements in a format of rows, and to decode as many."""
+        found, costs = torch.zeros_like(numel), self.cluster.costs
+        dtype, dim = getattr(torch, self.job.dtype), self.model.model_dim
+        for i in _present(wires):
+            wire = WIRES[i]
+            if wire is None:
+                continue
+            here = wires == i
+            if costs is None:
+                # Read and written, both times.
+                each = 2.0 * (dtype.itemsize + sent_row_bytes(wire, dim, dtype) / dim)
+                found[here] = numel[here] * each / self.cluster.memory_bandwidth
+                continue
+            numels, place = numel[here].unique(return_inverse=True)
+            seconds = [sum(costs.codec_seconds(f"rows {wire}", round(n))) for n in numels.tolist()]
+            found[here] = torch.tensor(seconds, dtype=found.dtype)[place]
+        return torch.where(numel > 0, found, 0.0)
+
     def terms(self, c: Columns) -> Columns:
         """Seconds of a micro-batch's forward and backward pass on a stage, by what they are for.
 
@@ -255,7 +282,7 @@ class CostModel:
         experts = torch.zeros_like(compute)
         if m.num_experts:
             shape = (int(c["ep"].max()) + 1, len(DISPATCHERS), len(WIRES), len(COMBINES))
-            table = torch.zeros(*shape, 2, dtype=torch.float64)
+            table = torch.zeros(*shape, 3, dtype=torch.float64)
             key = torch.zeros_like(c["ep"])
             for name, size_of in zip(_EXCHANGE, shape, strict=True):
                 key = key * size_of + c[name]
@@ -264,12 +291,14 @@ class CostModel:
                     int(i) for i in torch.unravel_index(torch.tensor(place), shape)
                 )
                 names = DISPATCHERS[way], WIRES[wire], COMBINES[back]
-                table[ep, way, wire, back] = torch.tensor(self._dispatch(ep, *names))
-            near, far = table.view(-1, 2)[key].unbind(1)
+                each = (*self._dispatch(ep, *names), self._coded(ep, *names[:2]))
+                table[ep, way, wire, back] = torch.tensor(each)
+            near, far, coded = table.view(-1, 3)[key].unbind(1)
             fast = self.cluster.levels[0].bandwidth
             latency, bandwidth = self._link(c["ep"])
             seconds = tokens * self._imbalance(c) * (near / fast + far / bandwidth)
             seconds = seconds + 2.0 * latency * (c["ep"] > 1)
+            seconds = seconds + self._coding(c["wire"], tokens * coded)
             experts = (2.0 + c["recompute"]) * moe * seconds
         found = {"compute": compute, "elementwise": elementwise, "tensor": tensor}
         found |= {"context": context, "experts": experts}

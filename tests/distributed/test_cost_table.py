@@ -74,5 +74,5 @@ def test_refuses_other_files(tmp_path):
     with pytest.raises(ValueError, match="expected schema to be 1, got 2"):
         CostTable.load(path)
     path.write_text(json.dumps({"schema": 1, "processor": "one"}))
-    with pytest.raises(ValueError, match="to have the fields of CostTable, got 'codecs'"):
+    with pytest.raises(ValueError, match="expected the fields of CostTable, got 'codecs'"):
         CostTable.load(path)

@@ -15,7 +15,9 @@ from moe_ext.distributed import MoEMesh, count_traffic, sync_gradients
 from moe_ext.planner import (
     CLUSTERS,
     ClusterSpec,
+    CodecRate,
     CostModel,
+    CostTable,
     Job,
     Level,
     ModelSpec,
@@ -66,6 +68,25 @@ def test_search_finds_the_best_of_all(ranks, memory):
     assert found.best.memory <= memory
     assert [each.seconds for each in found.pareto] == sorted(each.seconds for each in found.pareto)
     assert found == search(cost, fixed=fixed)
+
+
+def test_coding_of_rows_is_counted():
+    fixed = {"pp": 1, "tp": 1, "cp": 1, "ep": 4, "dispatcher": "alltoall", "zero": 0}
+    fixed |= {"micro_batch": 1, "schedule": "1f1b", "recompute": 0, "combine": "exact"}
+    rates = tuple(CodecRate(n, 2 * n, n, 3e-9 * n, 1e-9 * n) for n in (2**14, 2**24))
+    costs = dataclasses.replace(CostTable.of_process(), codecs={"rows int8": rates})
+    # Two rows of 64 numbers a token, forward and backward, in 4 layers.
+    numel, terms = 256 * 2 * 64, []
+    for cluster in (CLUSTER, dataclasses.replace(CLUSTER, costs=costs)):
+        assert ClusterSpec.of(json.loads(json.dumps(cluster.to_dict()))) == cluster
+        cost = CostModel(SMALL, cluster, Job(4, 256, 16, "float32"))
+        for wire in ("int8", None):
+            found = cost.terms(columns_of([{**fixed, "wire": wire}]))["experts"]
+            sent = cost.dispatch_bytes(4, "alltoall", wire, "exact")
+            terms.append(float(found) - 2 * 4 * (256 * sent / 1e10 + 2e-6))
+    # 4 bytes of each number and 68 of 64, written and read, or 4 ns.
+    wanted = [2 * 4 * numel * each for each in (2 * (4 + 68 / 64) / 1e10, 0, 4e-9, 0)]
+    assert terms == pytest.approx(wanted, abs=1e-12)
 
 
 def test_formulas():
