@@ -42,7 +42,6 @@ CPU_ONLY = {
     "_grouped_mm_backward_weight_add_",  # a backward pass on CPU alone adds to gradients
     "adam_step_",  # for memory that a GPU lacks
     *("plan_balance", "split_rows"),  # of counts, which the host has read
-    *("quantized_mm", "masked_mm"),  # weights too large for the CPU's memory bandwidth
 }
 
 
@@ -60,6 +59,11 @@ class Inputs:
     def wide(self, *shape: int) -> Tensor:
         """Normal numbers in float32."""
         return self.random(*shape, dtype=torch.float32)
+
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """Of products with packed weights, which take no float16."""
+        return torch.float32 if self.dtype == torch.float16 else self.dtype
 
     @cached_property
     def idx_TK(self) -> Tensor:
@@ -214,6 +218,15 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
     "encode_exponents": lambda i: (i.random(20_000),),
     "decode_exponents_": lambda i: (
         *(i.random(20_000), op("encode_exponents")(i.random(20_000)).clone()),
+    ),
+    "quantized_mm": lambda i: (
+        *(i.random(5, D).to(i.product_dtype), torch.arange(F * D).byte().view(F, D)),
+        *(i.wide(F, 1), i.random(F, dtype=i.product_dtype), torch.arange(F).int()),
+        *(torch.arange(F + 1), 8),
+    ),
+    "masked_mm": lambda i: (
+        *(i.random(5, D).to(i.product_dtype), i.random(F * D // 2, dtype=i.product_dtype)),
+        torch.full((F, D // 8), 0b01100110, dtype=torch.uint8),
     ),
     "gather_blocks": lambda i: (i.random(4096), torch.tensor([1, 4, 15]), 256),
     "scatter_blocks_": lambda i: (

@@ -42,9 +42,31 @@ void unpack_masked_cuda(Tensor out, Tensor packed, Tensor bitmap) {
   move_masked<false>(out, packed, bitmap);
 }
 
+Tensor masked_mm_cuda(
+    Tensor x,      // [T, K]
+    Tensor values, // [n]
+    Tensor bitmap) // [M, K / 8]
+{
+  check_masked_mm(x, values, bitmap);
+  const DeviceScope device(x);
+  const Tensor tokens = as_contiguous(x), packed = as_contiguous(values), bits = as_contiguous(bitmap);
+  const int64_t num_rows = bits.size(0);
+  Tensor out = new_empty(tokens, {x.size(0), num_rows});
+  const Tensor counts = new_empty(tokens, {num_rows + 1}, ScalarType::Long);
+  const auto run = [&]<typename T>() {
+    launch_masked_mm<kCheckIndices, T>(
+        {data<const T>(tokens), data<const T>(packed), data<const uint8_t>(bits), data<const int64_t>(counts),
+         data<T>(out), x.size(0), x.size(1), num_rows, packed.numel()},
+        data<int64_t>(counts), device.stream());
+  };
+  x.scalar_type() == ScalarType::BFloat16 ? run.template operator()<BFloat16>() : run.template operator()<float>();
+  return out;
+}
+
 } // namespace
 
 MOE_EXT_CUDA_IMPL(m) {
+  m.impl("masked_mm", TORCH_BOX(&masked_mm_cuda));
   m.impl("pack_bits", TORCH_BOX(&pack_bits_cuda));
   m.impl("pack_masked_", TORCH_BOX(&pack_masked_cuda));
   m.impl("unpack_masked_", TORCH_BOX(&unpack_masked_cuda));

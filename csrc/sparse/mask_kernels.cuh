@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "common/scan.cuh"
+#include "common/simd.h"
 #include "common/threads.cuh"
 
 namespace moe_ext::mask {
@@ -101,6 +102,94 @@ __global__ void __launch_bounds__(kThreads)
     for (int64_t byte = 0; byte < 4 && first + 8 * byte < numel; ++byte) {
       bitmap[first / 8 + byte] = static_cast<uint8_t>(own >> (8 * byte));
     }
+  }
+}
+
+constexpr int kSums = 16;
+constexpr int kTokens = 4; // of half a warp
+
+// counts [num_rows] of marks in rows of row_bytes. A warp a row.
+static __global__ void __launch_bounds__(kThreads) count_rows_kernel(
+    const uint8_t* __restrict__ bitmap, int64_t num_rows, int64_t row_bytes, int64_t* __restrict__ counts) {
+  for (int64_t row = global_thread() / kWarpSize; row < num_rows; row += num_threads() / kWarpSize) {
+    int count = 0;
+    for (int64_t byte = lane_id(); byte < row_bytes; byte += kWarpSize) {
+      count += __popc(uint32_t{bitmap[row * row_bytes + byte]});
+    }
+    count = warp_sum(count);
+    if (lane_id() == 0) {
+      counts[row] = count;
+    }
+  }
+}
+
+template <typename T>
+struct MaskedProduct {
+  const T* x;            // [num_tokens, dim]
+  const T* values;       // [size]
+  const uint8_t* bitmap; // [num_rows, dim / 8]
+  const int64_t* first;  // [num_rows], the marks before each row, and their number last
+  T* out;                // [num_tokens, num_rows]
+  int64_t num_tokens, dim, num_rows, size;
+};
+
+// A warp a row and eight tokens. The sixteen sums of the CPU are the lanes of a half, which has four of the tokens.
+template <bool kCheck, typename T>
+__global__ void __launch_bounds__(kThreads) masked_mm_kernel(MaskedProduct<T> p) {
+  const int64_t groups = ceil_div(p.num_tokens, int64_t{2 * kTokens}), row_bytes = p.dim / 8;
+  if constexpr (kCheck) {
+    if (p.first[p.num_rows] != p.size) {
+      __trap();
+    }
+  }
+  for (int64_t unit = global_thread() / kWarpSize; unit < p.num_rows * groups; unit += num_threads() / kWarpSize) {
+    const int64_t row = unit / groups;
+    const int64_t first_token = unit % groups * 2 * kTokens + lane_id() / kSums * kTokens;
+    const int lane = lane_id() % kSums;
+    const T* tokens[kTokens];
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      // Tokens behind the last one repeat it, and are not written.
+      tokens[t] = p.x + min(first_token + t, p.num_tokens - 1) * p.dim;
+    }
+    float sums[kTokens] = {};
+    int64_t place = p.first[row];
+    for (int64_t byte = 0; byte < row_bytes; byte += 2) {
+      const uint8_t* const at = p.bitmap + row * row_bytes + byte;
+      const uint32_t marks = at[0] | (byte + 1 < row_bytes ? uint32_t{at[1]} << 8 : 0u);
+      const int64_t own = place + __popc(marks & ((1u << lane) - 1u));
+      // An element that is not kept is not looked at: infinity times zero would be NaN.
+      if ((marks >> lane & 1u) != 0 && own < p.size) {
+        const float value = to_acc(p.values[own]);
+#pragma unroll
+        for (int t = 0; t < kTokens; ++t) {
+          sums[t] += value * to_acc(tokens[t][8 * byte + lane]);
+        }
+      }
+      place += __popc(marks);
+    }
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      float sum = 0;
+#pragma unroll
+      for (int from = 0; from < kSums; ++from) {
+        sum += __shfl_sync(kFullMask, sums[t], from, kSums);
+      }
+      if (lane == t && first_token + t < p.num_tokens) {
+        p.out[(first_token + t) * p.num_rows + row] = from_acc<T>(sum);
+      }
+    }
+  }
+}
+
+// counts [num_rows + 1] is scratch, and where `first` points.
+template <bool kCheck, typename T>
+void launch_masked_mm(const MaskedProduct<T>& p, int64_t* counts, cudaStream_t stream) {
+  if (p.num_rows > 0 && p.num_tokens > 0) {
+    launch(over_threads(p.num_rows * kWarpSize, stream), count_rows_kernel, p.bitmap, p.num_rows, p.dim / 8, counts);
+    launch_scan_counts(counts, 1, p.num_rows, counts + p.num_rows, stream);
+    const int64_t warps = p.num_rows * ceil_div(p.num_tokens, int64_t{2 * kTokens});
+    launch(over_threads(warps * kWarpSize, stream), masked_mm_kernel<kCheck, T>, p);
   }
 }
 

@@ -81,7 +81,7 @@ def masked_mm(x_TK: Tensor, values_n: Tensor, bitmap_MB: Tensor) -> Tensor:
     values. Four tokens at a time share what is expanded.
 
     Args:
-        x_TK (Tensor[T, K]): float32 or bfloat16, K a multiple of 8, on CPU.
+        x_TK (Tensor[T, K]): float32 or bfloat16, K a multiple of 8.
         values_n (Tensor[n]): in the dtype of x, the kept elements of a weight `[M, K]`, row by row.
         bitmap_MB (Tensor[M, K / 8]): uint8, see `pack_bits`.
 
@@ -89,10 +89,11 @@ def masked_mm(x_TK: Tensor, values_n: Tensor, bitmap_MB: Tensor) -> Tensor:
         Tensor[T, M]: in the dtype of x; summed in float32.
 
     Raises:
-        RuntimeError: an argument has the wrong device, dtype or shape.
+        RuntimeError: an argument has the wrong device, dtype or shape; on CPU alone, the values are
+            not as many as the marks.
 
-    Deterministic, with the same bits on every instruction set. Columns that are not kept are not
-    looked at, whatever x holds there. No gradient.
+    Deterministic, with the same bits on every instruction set and on CUDA. Columns that are not
+    kept are not looked at, whatever x holds there. No gradient.
     """
     out: Tensor = torch.ops.moe_ext.masked_mm(x_TK, values_n, bitmap_MB)
     return out

@@ -25,7 +25,7 @@ def quantized_mm(
     Where reading the weight is what takes time, that is a half or a quarter of bfloat16.
 
     Args:
-        x_TK (Tensor[T, K]): float32 or bfloat16, on CPU.
+        x_TK (Tensor[T, K]): float32 or bfloat16.
         codes (Tensor[M, K bits / 8]): uint8, of `quantize_blockwise`.
         scales_MB (Tensor[M, B]): float32; a block is a multiple of 32 columns.
         outliers_n (Tensor[n]): in the dtype of x; codes are zero in their places.
@@ -37,9 +37,10 @@ def quantized_mm(
         Tensor[T, M]: in the dtype of x; summed in float32.
 
     Raises:
-        RuntimeError: an argument has the wrong device, dtype, shape or value.
+        RuntimeError: an argument has the wrong device, dtype, shape or, on CPU alone, value.
 
-    Deterministic, with the same bits on every instruction set. No gradient.
+    Deterministic, with the same bits on every instruction set and on CUDA, where outliers out of
+    range are left out. No gradient.
 
     Reference: Dettmers et al., SpQR, 2023 (arXiv 2306.03078), section 4, for outliers kept apart.
     """

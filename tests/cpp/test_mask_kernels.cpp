@@ -64,6 +64,40 @@ INSTANTIATE_TEST_SUITE_P(
     Sizes, PackMasked,
     simt::under_all_schedules<Mask>({{0, 1}, {1, 1}, {31, 2}, {257, 3}, {8192, 1}, {8193, 50}, {20000, 2}}));
 
+class MaskedMm : public simt::ScheduleTest<int64_t> {};
+
+TEST_P(MaskedMm, HasTheBitsOfTheCpu) {
+  const int64_t num_tokens = param(), num_rows = 9, dim = 72;
+  const Example made = example({num_rows * dim, 3});
+  const int64_t size = static_cast<int64_t>(made.kept.size());
+  const std::vector<float> x = random_values<float>(num_tokens * dim, 1), values = random_values<float>(size, 2);
+  std::vector<float> out(num_tokens * num_rows), wanted(out.size());
+  for (int64_t t = 0; t < num_tokens; ++t) {
+    for (int64_t i = 0, place = 0; i < num_rows; ++i) {
+      float sums[kSums] = {};
+      for (int64_t column = 0; column < dim; ++column) {
+        const int64_t at = i * dim + column;
+        if ((made.bitmap[at / 8] >> at % 8 & 1) != 0) {
+          sums[column % kSums] += values[place++] * x[t * dim + column];
+        }
+      }
+      for (const float sum : sums) {
+        wanted[t * num_rows + i] += sum;
+      }
+    }
+  }
+  std::vector<int64_t> counts(num_rows + 1);
+  MaskedProduct<float> product{x.data(),   values.data(), made.bitmap.data(), counts.data(), out.data(),
+                               num_tokens, dim,           num_rows,           size};
+  launch_masked_mm<true>(product, counts.data(), nullptr);
+  EXPECT_EQ(out, wanted);
+  product.size = size / 2;
+  EXPECT_THROW(launch_masked_mm<true>(product, counts.data(), nullptr), simt::Error);
+  launch_masked_mm<false>(product, counts.data(), nullptr);
+}
+
+INSTANTIATE_TEST_SUITE_P(Tokens, MaskedMm, simt::under_all_schedules<int64_t>({1, 4, 9}));
+
 TEST(PackMasked, StaysInsideOfTooFewElements) {
   auto [x, kept, bitmap] = example({9001, 2});
   const int64_t numel = static_cast<int64_t>(x.size());

@@ -1,5 +1,8 @@
 """Products with packed weights against float64, on every instruction set, and what they refuse."""
 
+import contextlib
+
+import emulation
 import pytest
 import torch
 
@@ -27,11 +30,13 @@ def quantized(bits, dtype, num_rows=37, dim=256, count=11):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("num_tokens", [0, 1, 3, 4, 9])
-def test_codes_equal_the_reference(isa, num_tokens, bits, dtype):
-    x, packed = torch.randn(num_tokens, 256).to(dtype), quantized(bits, dtype)
+@pytest.mark.every_isa
+def test_codes_equal_the_reference(backend, num_tokens, bits, dtype):
+    x = torch.randn(num_tokens, 256).to(backend, dtype)
+    packed = [part.to(backend) for part in quantized(bits, dtype)]
     found = ops.quantized_mm(x, *packed, bits=bits)
     want = reference.quantized_mm(x, *packed, bits=bits)
-    whole = reference.quantized_mm(torch.eye(256), *packed, bits=bits).T
+    whole = reference.quantized_mm(torch.eye(256, device=backend), *packed, bits=bits).T
     assert found.dtype == dtype
     assert ((found.double() - want).abs() <= tolerance(x, whole, dtype)).all()
 
@@ -40,33 +45,49 @@ def test_codes_equal_the_reference(isa, num_tokens, bits, dtype):
 @pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("num_tokens", [0, 1, 4, 5])
 @pytest.mark.parametrize("dim", [8, 200])
-def test_masks_equal_the_reference(isa, num_tokens, density, dtype, dim):
+@pytest.mark.every_isa
+def test_masks_equal_the_reference(backend, num_tokens, density, dtype, dim):
     torch.manual_seed(dim)
-    weight, mask = torch.randn(35, dim).to(dtype), torch.rand(35, dim) < density
-    x = torch.randn(num_tokens, dim).to(dtype)
+    weight = torch.randn(35, dim).to(backend, dtype)
+    mask = torch.rand(35, dim).to(backend) < density
+    x = torch.randn(num_tokens, dim).to(backend, dtype)
     packed = weight[mask], ops.pack_bits(mask).view(35, -1)
     found, want = ops.masked_mm(x, *packed), reference.masked_mm(x, *packed)
     assert ((found.double() - want).abs() <= tolerance(x, weight * mask, dtype)).all()
 
 
-def test_what_is_not_kept_is_not_looked_at(isa):
-    mask = torch.zeros(2, 64, dtype=torch.bool)
+@pytest.mark.every_isa
+def test_what_is_not_kept_is_not_looked_at(backend):
+    mask = torch.zeros(2, 64, dtype=torch.bool, device=backend)
     mask[:, ::3] = True
     x = torch.where(mask[:1], 1.0, float("inf"))
-    values = torch.ones(int(mask.sum()))
+    values = torch.ones(int(mask.sum()), device=backend)
     found = ops.masked_mm(x, values, ops.pack_bits(mask).view(2, -1))
-    assert torch.equal(found, torch.full((1, 2), 22.0))
+    assert torch.equal(found.cpu(), torch.full((1, 2), 22.0))
 
 
-def test_all_instruction_sets_give_the_same_bits():
+def test_all_instruction_sets_and_cuda_give_the_same_bits():
     before, found = torch.ops.moe_ext._cpu_isa(), []
-    x, mask = torch.randn(5, 256), torch.rand(9, 256) < 0.5
-    codes, values = quantized(4, torch.float32), torch.randn(int(mask.sum()))
-    for name in ("portable", "avx2", "avx512"):
-        if torch.ops.moe_ext._cpu_isa_supported(name):
+    names = [
+        name
+        for name in ("portable", "avx2", "avx512")
+        if torch.ops.moe_ext._cpu_isa_supported(name)
+    ]
+    cases = []
+    for dtype in (torch.float32, torch.bfloat16):
+        mask, x = torch.rand(9, 264) < 0.5, torch.randn(13, 264).to(dtype)
+        packed = torch.randn(int(mask.sum())).to(dtype), ops.pack_bits(mask).view(9, -1)
+        cases.append((x, packed, [(quantized(bits, dtype), bits) for bits in (8, 4)]))
+    for name in [*names, *(["simt"] if emulation.is_built() else [])]:
+        if name != "simt":
             torch.ops.moe_ext._set_cpu_isa(name)
-            product = ops.masked_mm(x, values, ops.pack_bits(mask).view(9, -1))
-            found.append(torch.cat([ops.quantized_mm(x, *codes, bits=4), product], dim=1))
+        with emulation.emulated_cuda() if name == "simt" else contextlib.nullcontext():
+            products = []
+            for x, packed, codes in cases:
+                whole = x[:, :256].contiguous()
+                products += [ops.quantized_mm(whole, *code, bits=bits) for code, bits in codes]
+                products.append(ops.masked_mm(x, *packed))
+        found.append(torch.cat([product.flatten().float() for product in products]))
     torch.ops.moe_ext._set_cpu_isa(before)
     assert all(torch.equal(other, found[0]) for other in found)
 

@@ -1,0 +1,121 @@
+// A warp multiplies a row of codes with up to four tokens. The sixteen sums of the CPU are the lanes of a half: the
+// first half has the columns that the CPU adds to its even sums, the other one those of its odd sums. Products are
+// rounded before they are added (-fmad=false): the CPU's bits.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/simd.h"
+#include "common/threads.cuh"
+#include "common/warp.cuh"
+
+namespace moe_ext::quantized_mm {
+
+constexpr int kSums = 16;
+constexpr int kTokens = 4; // that share what is read of a row
+
+template <typename T>
+struct Product {
+  const T* x;             // [num_tokens, dim]
+  const uint8_t* codes;   // [num_rows, dim bits / 8]
+  const float* scales;    // [num_rows, dim / block]
+  const T* outliers;      // [num_outliers]
+  const int32_t* columns; // [num_outliers]
+  const int64_t* offsets; // [num_rows + 1]
+  T* out;                 // [num_tokens, num_rows]
+  int64_t num_tokens, dim, num_rows, block, num_outliers;
+};
+
+// Of the lane's column of 32: bytes are in their order, of four bits the low half of a byte comes first.
+template <int kBits>
+__device__ __forceinline__ int lane_column() {
+  return kBits == 8 ? lane_id() : 2 * (lane_id() % kSums) + lane_id() / kSums;
+}
+
+template <int kBits>
+__device__ __forceinline__ float lane_code(const uint8_t* codes) {
+  if constexpr (kBits == 8) {
+    return static_cast<float>(static_cast<int8_t>(codes[lane_id()]));
+  } else {
+    const int byte = static_cast<int8_t>(codes[lane_id() % kSums]);
+    return static_cast<float>(lane_id() < kSums ? static_cast<int8_t>(byte << 4) >> 4 : byte >> 4);
+  }
+}
+
+// The sum of the first sixteen lanes, one after the other.
+__device__ __forceinline__ float sum_in_order(float value) {
+  float sum = 0;
+#pragma unroll
+  for (int lane = 0; lane < kSums; ++lane) {
+    sum += __shfl_sync(kFullMask, value, lane);
+  }
+  return sum;
+}
+
+// Outliers out of range are a mistake that kCheck traps; without it they touch no memory.
+template <int kBits, bool kCheck, typename T>
+__global__ void __launch_bounds__(kThreads) quantized_mm_kernel(Product<T> p) {
+  constexpr int kWarps = kThreads / kWarpSize;
+  const int64_t groups = ceil_div(p.num_tokens, int64_t{kTokens}), row_bytes = p.dim * kBits / 8;
+  for (int64_t unit = int64_t{blockIdx.x} * kWarps + warp_id(); unit < p.num_rows * groups;
+       unit += int64_t{gridDim.x} * kWarps) {
+    const int64_t row = unit / groups, first_token = unit % groups * kTokens;
+    const T* tokens[kTokens];
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      // Tokens behind the last one repeat it, and are not written.
+      tokens[t] = p.x + min(first_token + t, p.num_tokens - 1) * p.dim;
+    }
+    const uint8_t* codes = p.codes + row * row_bytes;
+    const float* scale = p.scales + row * (p.dim / p.block);
+    float sums[kTokens] = {};
+    for (int64_t begin = 0; begin < p.dim; begin += p.block, ++scale) {
+      float parts[kTokens] = {};
+#pragma unroll 4
+      for (int64_t i = begin; i < begin + p.block; i += kWarpSize) {
+        const float code = lane_code<kBits>(codes + i * kBits / 8);
+#pragma unroll
+        for (int t = 0; t < kTokens; ++t) {
+          parts[t] += code * to_acc(tokens[t][i + lane_column<kBits>()]);
+        }
+      }
+#pragma unroll
+      for (int t = 0; t < kTokens; ++t) {
+        sums[t] += (parts[t] + __shfl_down_sync(kFullMask, parts[t], kSums)) * *scale;
+      }
+    }
+    const int64_t end = min(p.offsets[row + 1], p.num_outliers);
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      float sum = sum_in_order(sums[t]);
+      if (lane_id() == t && first_token + t < p.num_tokens) {
+        for (int64_t i = max(p.offsets[row], int64_t{0}); i < end; ++i) {
+          const int32_t column = p.columns[i];
+          const bool inside = column >= 0 && column < p.dim;
+          if constexpr (kCheck) {
+            if (!inside || p.offsets[row] < 0 || p.offsets[row + 1] > p.num_outliers) {
+              __trap();
+            }
+          }
+          if (inside) {
+            sum += to_acc(p.outliers[i]) * to_acc(p.x[(first_token + t) * p.dim + column]);
+          }
+        }
+        p.out[(first_token + t) * p.num_rows + row] = from_acc<T>(sum);
+      }
+    }
+  }
+}
+
+template <bool kCheck, typename T>
+void launch_quantized_mm(const Product<T>& product, int64_t bits, cudaStream_t stream) {
+  const int64_t warps = product.num_rows * ceil_div(product.num_tokens, int64_t{kTokens});
+  if (warps > 0) {
+    const auto kernel = bits == 8 ? quantized_mm_kernel<8, kCheck, T> : quantized_mm_kernel<4, kCheck, T>;
+    launch(over_threads(warps * kWarpSize, stream), kernel, product);
+  }
+}
+
+} // namespace moe_ext::quantized_mm
