@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -45,6 +46,40 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def lose_a_node(script, dying, args, folder):
+    """Run a script by torchrun on two nodes, whose second one dies; the output of the first.
+
+    `dying` is what runs there in the place of the script: it kills itself, and the agent with it.
+    """
+    port, agents = free_port(), []
+    for node, command in enumerate(([script], dying)):
+        # How long a first node waits for another one; how soon a silent one counts as dead (five
+        # seconds, not fifteen); who keeps the store.
+        conf = (
+            f"last_call_timeout=6,keep_alive_interval=1,keep_alive_max_attempt=5,is_host={1 - node}"
+        )
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"]
+        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+        launcher += ["--rdzv-conf", conf, "--local-addr", "127.0.0.1", "--max-restarts", 3]
+        with open(folder / f"agent{node}.log", "w") as log:
+            agents.append(
+                subprocess.Popen(
+                    list(map(str, [*launcher, *command, *args])),
+                    env=job_environment() | ({"DIE_WITH_PARENT": "1"} if node else {}),
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        assert agents[1].wait(timeout=90) == -signal.SIGKILL
+        assert agents[0].wait(timeout=90) == 0
+    finally:
+        for agent in agents:
+            agent.terminate()  # and with it what it started
+            agent.wait(timeout=30)
+    return (folder / "agent0.log").read_text()
 
 
 def run_script(command, environment, log):

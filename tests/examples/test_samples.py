@@ -1,11 +1,14 @@
+import os
 import re
 import time
 
 import pytest
 import torch.distributed as dist
+from example_jobs import EXAMPLES, lose_a_node
 
 pytest.importorskip("sklearn")
 
+FULL = os.environ.get("MOE_EXT_FULL") == "1"
 FEW = ["--steps=2", "--batch=16", "--device=cpu", "--timeout=60"]
 ACCURACY = re.compile(r"held-out accuracy ([0-9.]+) after (\d+) steps")
 
@@ -133,6 +136,34 @@ def test_fsdp2_on_two_ranks_then_on_one(launch, tmp_path, capsys):
     ):
         assert train_fsdp2.main([*options, *wrong]) == 2
         assert text in capsys.readouterr().err
+
+
+DIES_IN_STEP_7 = """
+import itertools, os, runpy, signal, sys
+from moe_ext.pipeline import Pipeline
+steps, step = itertools.count(1), Pipeline.step
+def step_or_die(self, *args, **options):
+    if next(steps) == 7:
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, *args, **options)
+Pipeline.step = step_or_die
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.skipif(not FULL, reason="half a minute, most of it torchrun's: MOE_EXT_FULL=1")
+def test_torchrun_goes_on_with_fewer_stages(tmp_path):
+    (tmp_path / "dying.py").write_text(DIES_IN_STEP_7)
+    script, folder = EXAMPLES / "train_pipeline.py", tmp_path / "saved"
+    options = ["--device=cpu", "--timeout=20", "--batch=16", "--log-every=1", "--save-every=3"]
+    args = [*options, "--steps=12", "--save", folder]
+    text = lose_a_node(script, [tmp_path / "dying.py", script], args, tmp_path)
+    assert re.search(r"rank \d (died|did not answer)", text), text
+    # Stage 1 lived on the node that is gone: its rank printed the losses of the first six steps.
+    assert [int(step) for step in re.findall(r"step +(\d+)  loss", text)][-6:] == [*range(7, 13)]
 
 
 def test_a_pipeline_is_killed_and_goes_on_as_one_stage(launch, tmp_path, capsys):

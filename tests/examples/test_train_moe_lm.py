@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from example_jobs import DRIVER, EXAMPLES, TINY, free_port, job_environment, losses, snapshot
+from example_jobs import DRIVER, EXAMPLES, TINY, job_environment, lose_a_node, losses, snapshot
 from moe_lm import data as data_module
 from moe_lm.options import check_args, learning_rate, parse_args
 from moe_lm.report import MetricsLog, read_metrics
@@ -231,37 +231,9 @@ def test_torchrun_restarts_a_killed_rank(text_file, tmp_path, undisturbed):
 
 @pytest.mark.slow
 def test_torchrun_goes_on_with_fewer_ranks(text_file, tmp_path, undisturbed):
-    out, port = tmp_path / "out", free_port()
+    out = tmp_path / "out"
     args = job(out, text_file, "--steps", 12, "--checkpoint-every", 3, "--timeout", 20)
-    scripts = [[EXAMPLES / "train_moe_lm.py"], [DRIVER, "batch:7"]]
-    agents = []
-    for node, script in enumerate(scripts):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"]
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-        # How long a first node waits for another one; how soon a silent one counts as dead (five
-        # seconds, not fifteen); who keeps the store.
-        conf = (
-            f"last_call_timeout=6,keep_alive_interval=1,keep_alive_max_attempt=5,is_host={1 - node}"
-        )
-        command += ["--rdzv-conf", conf]
-        command += ["--local-addr", "127.0.0.1", "--max-restarts", 3, *script, *args]
-        with open(tmp_path / f"agent{node}.log", "w") as log:
-            agents.append(
-                subprocess.Popen(
-                    list(map(str, command)),
-                    env=job_environment() | ({"DIE_WITH_PARENT": "1"} if node else {}),
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    try:
-        assert agents[1].wait(timeout=90) == -signal.SIGKILL
-        assert agents[0].wait(timeout=90) == 0
-    finally:
-        for agent in agents:
-            agent.terminate()  # and with it what it started
-            agent.wait(timeout=30)
-    text = (tmp_path / "agent0.log").read_text()
+    text = lose_a_node(EXAMPLES / "train_moe_lm.py", [DRIVER, "batch:7"], args, tmp_path)
     assert "2 = 1 data parallel x 2 expert parallel" in text
     assert re.search(r"RankFailureError: .*rank \d died", text), text
     assert "1 = 1 data parallel x 1 expert parallel" in text
