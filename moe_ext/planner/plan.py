@@ -8,11 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from moe_ext.distributed import MoEMesh, fully_shard, sync_gradients
+from moe_ext.distributed.gradients import gradient_buckets
+from moe_ext.distributed.placement import sharded_parameters
 from moe_ext.planner.cluster import ClusterSpec
-from moe_ext.planner.cost import CostModel, Job
+from moe_ext.planner.cost import CostModel, Job, exchange_bytes, gradient_bytes
 from moe_ext.planner.presets import ModelSpec
 from moe_ext.planner.search import Choice, Found, columns_of, search
 from moe_ext.planner.spec import model_spec
@@ -56,6 +59,51 @@ class Applied:
     model: nn.Module
     mesh: MoEMesh
     plan: Plan
+
+    def sent_bytes(self, routing: Sequence[Sequence[Tensor]]) -> dict[str, int]:
+        """Bytes that this rank sends in a step of training, as `count_traffic` counts them.
+
+        Rows to experts and back, their gradients, and the means of gradients; not FSDP2's own
+        messages, which nothing counts.
+
+        Args:
+            routing: for each layer with experts of each micro-batch, the experts `[T, K]` that the
+                tokens of every rank of the expert-parallel group choose.
+
+        Returns:
+            Bytes of "rows" and "gradients".
+
+        Raises:
+            ValueError: the plan's dispatcher is "hierarchical", whose hops are not foretold.
+        """
+        choice = self.plan.choice
+        ep = int(choice["ep"] or 1)
+        options: dict[str, Any] = {
+            "num_experts": self.plan.model.num_experts,
+            "model_dim": self.plan.model.model_dim,
+            "dispatcher": choice["dispatcher"],
+            "wire": choice["wire"],
+            "combine": choice["combine"],
+            "dtype": getattr(torch, self.plan.job.dtype),
+            "weighed": False,
+        }
+        here = self.mesh.ep_rank
+        rows = 0
+        for each in routing if ep > 1 else ():
+            forward = exchange_bytes(each, here, **options)
+            rows += forward * (2 if choice["recompute"] else 1)
+            rows += exchange_bytes(each, here, backward=True, **options)
+        return {"rows": rows, "gradients": 0 if choice["zero"] == 3 else self._gradient_bytes()}
+
+    def _gradient_bytes(self) -> int:
+        sharded = [parameter for parameter, _ in sharded_parameters(self.model).values()]
+        experts = {id(parameter) for parameter in sharded}
+        dense = [p for p in self.model.parameters() if id(p) not in experts]
+        total = 0
+        for held, copies in ((dense, self.plan.job.num_ranks), (sharded, self.mesh.edp_size)):
+            buckets = gradient_buckets([p for p in held if p.requires_grad])
+            total += gradient_bytes([sum(p.nbytes for p in each) for each in buckets], copies)
+        return total
 
     def sync_gradients(self) -> None:
         """Average gradients after the last backward pass of a step; FSDP2 has done it before."""

@@ -222,23 +222,26 @@ def _routing(rank, tokens):
 @CHECKS()
 def sends_the_bytes_of_the_formula():
     rank = dist.get_rank()
-    for way in ("alltoall", "dedup"):
+    ways = [("alltoall", "exact"), ("dedup", "exact"), ("dedup", "reduced"), ("allgather", "exact")]
+    for way, combine in ways:
         for wire in (None, "int8", "mx"):
             torch.manual_seed(1)
             layer = MoELayer(
                 *(64, 96, 8, 2), ep_group=dist.group.WORLD, dispatcher=way, wire=wire,
-                balance_loss_coef=0.0,
+                combine=combine, balance_loss_coef=0.0,
             )  # fmt: skip
             inputs = [torch.randn(11 + r, 64, generator=torch.Generator().manual_seed(r))
                       for r in range(4)]  # fmt: skip
-            with torch.no_grad():
-                routing = [layer.router(x).gate.topk_idx for x in inputs]
-                with count_traffic() as traffic:
-                    layer(inputs[rank])
-            want = exchange_bytes(
-                routing, rank, num_experts=8, model_dim=64, dispatcher=way, wire=wire
-            )
-            assert traffic.sent_bytes["all_to_all"] == want, (way, wire, traffic, want)
+            routing = [layer.router(x).gate.topk_idx for x in inputs]
+            options = {"num_experts": 8, "model_dim": 64, "dispatcher": way, "wire": wire}
+            options["combine"] = combine
+            with count_traffic() as forward:
+                out = layer(inputs[rank].requires_grad_())
+            with count_traffic() as backward:
+                out.sum().backward()
+            for i, traffic in enumerate((forward, backward)):
+                want = exchange_bytes(routing, rank, backward=bool(i), **options)
+                assert traffic.total_bytes == want, (options, i, traffic, want)
 
 
 @CHECKS()
