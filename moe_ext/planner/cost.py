@@ -384,8 +384,9 @@ class CostModel:
         dense, experts = self.parameters(c)
         copies, edp = self._data(c) * c["cp"], self._stage(c) / c["ep"]
         state = _state_bytes(size)
-        divided = c["zero"] >= 1
-        optimizer = state * torch.where(divided, dense / copies + experts / edp, dense + experts)
+        # ZeRO 1 shares the state of dense parameters alone, as `Applied.optimizers` does.
+        held = torch.where(c["zero"] >= 1, dense / copies, dense)
+        optimizer = state * (held + torch.where(c["zero"] == 3, experts / edp, experts))
         whole = torch.where(c["zero"] == 3, dense / copies + experts / edp, dense + experts)
         per_layer = (dense + experts) / torch.ceil(m.num_layers / c["pp"])
         gathered = torch.where(c["zero"] == 3, 2.0 * size * per_layer, 0.0)

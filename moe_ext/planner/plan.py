@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from moe_ext.distributed import MoEMesh, fully_shard, sync_gradients
 from moe_ext.distributed.gradients import gradient_buckets
@@ -95,12 +96,37 @@ class Applied:
             rows += exchange_bytes(each, here, backward=True, **options)
         return {"rows": rows, "gradients": 0 if choice["zero"] == 3 else self._gradient_bytes()}
 
+    def optimizers(self, cls: type[Optimizer], **options: Any) -> list[Optimizer]:
+        """Optimizers of the model, to be stepped one after another.
+
+        With ZeRO 1 the first is a `ZeroRedundancyOptimizer` of the dense parameters, each of which
+        has its state on one rank; experts have theirs where they are.
+
+        Args:
+            cls: of the optimizer, such as ``torch.optim.AdamW``.
+            options: of it.
+        """
+        if self.plan.choice["zero"] != 1 or self.plan.job.num_ranks == 1:
+            return [cls([p for p in self.model.parameters() if p.requires_grad], **options)]
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        dense, experts = (
+            [p for p in held if p.requires_grad] for held in (self._dense(), self._sharded())
+        )
+        found: list[Optimizer] = [ZeroRedundancyOptimizer(dense, cls, **options)]
+        return [*found, cls(experts, **options)] if experts else found
+
+    def _sharded(self) -> list[nn.Parameter]:
+        return [parameter for parameter, _ in sharded_parameters(self.model).values()]
+
+    def _dense(self) -> list[nn.Parameter]:
+        experts = {id(parameter) for parameter in self._sharded()}
+        return [p for p in self.model.parameters() if id(p) not in experts]
+
     def _gradient_bytes(self) -> int:
-        sharded = [parameter for parameter, _ in sharded_parameters(self.model).values()]
-        experts = {id(parameter) for parameter in sharded}
-        dense = [p for p in self.model.parameters() if id(p) not in experts]
+        both = (self._dense(), self.plan.job.num_ranks), (self._sharded(), self.mesh.edp_size)
         total = 0
-        for held, copies in ((dense, self.plan.job.num_ranks), (sharded, self.mesh.edp_size)):
+        for held, copies in both:
             buckets = gradient_buckets([p for p in held if p.requires_grad])
             total += gradient_bytes([sum(p.nbytes for p in each) for each in buckets], copies)
         return total
@@ -250,7 +276,8 @@ class Plan:
         """Put a model into the plan's placement; every rank calls it with the same model.
 
         The experts of a transformers model are spread over the ranks and run by moe_ext
-        (`moe_ext.replace`), layers are computed again where the plan says so, and ZeRO 3 is FSDP2.
+        (`moe_ext.replace`), layers are computed again where the plan says so. ZeRO 3 is FSDP2, ZeRO
+        1 is in the optimizers that `Applied.optimizers` makes.
 
         Args:
             model: a transformers model, before its optimizer is made.
@@ -259,12 +286,12 @@ class Plan:
             The model with its mesh; `sync_gradients()` ends the backward passes of a step.
 
         Raises:
-            ValueError: the plan has pipeline stages, tp, cp, or ZeRO 1, which want a model cut up
-                by its author, or an optimizer; nothing is changed.
+            ValueError: the plan has pipeline stages, tp or cp, which want a model cut up by its
+                author; nothing is changed.
         """
         from moe_ext.integrations.huggingface import replace
 
-        wanted = {"pp": (1,), "tp": (1,), "cp": (1,), "zero": (0, 3)}
+        wanted = {"pp": (1,), "tp": (1,), "cp": (1,), "zero": (0, 1, 3)}
         for name, values in wanted.items():
             if self.choice[name] not in values:
                 raise ValueError(

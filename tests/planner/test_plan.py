@@ -259,18 +259,18 @@ def averages_the_bytes_of_the_formula():
     )
 
 
-def _train(model, batches, finish, steps=2):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def _train(model, batches, finish, optimizers, steps=3):
     losses = []
     for _ in range(steps):
-        optimizer.zero_grad()
+        model.zero_grad()
         total = 0.0
         for batch in batches:
             loss = model(input_ids=batch, labels=batch).loss
             (loss / len(batches)).backward()
             total += float(loss) / len(batches)
         finish()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         losses.append(total)
     return losses
 
@@ -290,22 +290,44 @@ def trains_as_one_process():
         return
     batches = [torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(r))
                for r in range(4)]  # fmt: skip
-    want = _train(_hf_model(), batches, lambda: None)
-    for fixed in ({"ep": 4, "zero": 0, "dispatcher": "dedup"}, {"ep": 2, "zero": 3}):
+    sgd = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}
+    one = _hf_model()
+    want = _train(one, batches, lambda: None, [sgd[0](one.parameters(), **sgd[1])])
+    for fixed in (
+        {"ep": 4, "zero": 0, "dispatcher": "dedup"},
+        {"ep": 2, "zero": 1},
+        {"ep": 2, "zero": 3},
+    ):
         model = _hf_model()
         made = plan(
             *(model, CLUSTER), num_ranks=4, seq_len=16, global_batch=8, dtype="float32",
             fixed={"pp": 1, "tp": 1, "cp": 1, "recompute": 1, **fixed},
         )  # fmt: skip
         applied = made.apply(model)
-        found = torch.tensor(_train(model, [batches[dist.get_rank()]], applied.sync_gradients))
+        optimizers = applied.optimizers(sgd[0], **sgd[1])
+        batch = batches[dist.get_rank()]
+        found = torch.tensor(_train(model, [batch], applied.sync_gradients, optimizers))
         dist.all_reduce(found)
         torch.testing.assert_close(found / 4, torch.tensor(want), rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match="expected zero to be 0 or 3, got 1"):
+        if fixed["zero"] == 1:
+            held = torch.tensor(_state_numel(optimizers))
+            dist.all_reduce(held)
+            # That of dense parameters is on one rank, that of experts on both that hold them.
+            experts = sum(p.numel() for n, p in one.named_parameters() if ".experts." in n)
+            assert int(held) == sum(p.numel() for p in one.parameters()) + experts
+    with pytest.raises(ValueError, match="expected tp to be 1, got 2"):
         plan(
             *(_hf_model(), CLUSTER), num_ranks=4, seq_len=16, global_batch=8, dtype="float32",
-            fixed={"pp": 1, "tp": 1, "cp": 1, "zero": 1},
+            fixed={"pp": 1, "tp": 2, "cp": 1},
         ).apply(model)  # fmt: skip
+
+
+def _state_numel(optimizers):
+    return sum(
+        state["momentum_buffer"].numel()
+        for optimizer in optimizers
+        for state in getattr(optimizer, "optim", optimizer).state.values()
+    )
 
 
 @pytest.mark.parametrize("name", CHECKS)
