@@ -187,6 +187,15 @@ def test_cost_of_a_pipeline_by_hand():
     ).cost((together,)) == 4 * (3.0 + 9.0 + 2.0)  # fmt: skip
 
 
+@pytest.mark.parametrize(("sync", "depth"), [(0.6, 2), (0.7, 4)])
+def test_chimera_by_hand(sync, depth):
+    """Of depth 2 over 4 devices, 2/3 (2 + 2 * 2) and 2 averages; of depth 4, 1/3 (4 + 2 * 6)."""
+    graph = Problem(((1.0,),) * 4, {}, ((0.0,),) * 4)
+    ways, weights = (examples.Way(1, False),), (1.0,) * 4
+    pipeline = Pipeline(graph, ways, weights, {}, (1.0,) * 4, ((1, 1),), batch=4, sync=sync)
+    assert len(SEARCHES["chimera"](pipeline).options) == depth
+
+
 def test_the_same_seed_finds_the_same():
     problem = examples.placement("dag", 8, 6)
     for name in ("flexflow", "reinforce"):
@@ -233,9 +242,11 @@ def test_refuses():
     for edge, table in (((1, 0), ((0.0,),)), ((0, 1), ((0.0, 0.0),)), ((0, 2), ((0.0,),))):
         with pytest.raises(ValueError, match=r"^Problem: expected edges to go to later operators"):
             Problem(((1.0,), (1.0,)), {edge: table}, ((1.0,), (1.0,)))
-    with pytest.raises(
-        ValueError, match=r"^search: expected options to be a power of 3, got \{4\}"
-    ):
+    with pytest.raises(ValueError, match=r"^search: expected options to be a power of 3, got 4$"):
         tofu.search(examples.sharding("chain", 3, 0), axes=3)
+    unlike = Problem(((1.0,), (1.0, 2.0)), {}, ((1.0,), (1.0, 1.0)))
+    for name in ("reinforce", "auto_map", "tofu", "double_recursion"):
+        with pytest.raises(ValueError, match=r"^search: expected operators to have .*got \[1, 2\]"):
+            SEARCHES[name](unlike)
     with pytest.raises(ValueError, match=r"^random_edges: expected kind to be one of"):
         examples.staged("tree", 3, 0)

@@ -24,8 +24,11 @@ def search(problem: Problem, *, episodes: int = 100, seed: int = 0) -> Choice:
             the cost is what it loses. No look at memory.
         episodes: of choosing for all operators; random choices become fewer.
         seed: of the network and of the choices.
+
+    Raises:
+        ValueError: operators have unlike numbers of options.
     """
-    num_nodes, num_options = len(problem.seconds), len(problem.seconds[0])
+    num_nodes, num_options = len(problem.seconds), problem.num_options
     draw = random.Random(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -112,7 +112,7 @@ def staged(
         edges[edge] = tuple(tuple(0.5 * cut[edge] if p != q else 0.0 for q in axes) for p in axes)
     capacity = float("inf")
     if tight:
-        capacity = 0.5 * (sum(weights) + 4 * sum(row[0] for row in memory))
+        capacity = 0.35 * (sum(weights) + 4 * sum(row[0] for row in memory))
     speeds = (1.0, 0.6, 1.0, 0.4) if unlike else (1.0,) * 4
     return Pipeline(
         Problem(tuple(seconds), edges, tuple(memory), capacity),

@@ -1,7 +1,7 @@
 """HetPipe: a virtual worker of unlike devices, each with a run of layers that suits it.
 
 Paper: Park et al., "HetPipe" (USENIX ATC 2020, arXiv:2005.14038): a linear program
-Class: exact for the slowest stage of one virtual worker, memory included; the order of its devices
+Class: exact for the slowest stage of one virtual worker with room; the order of its devices
 is searched too, the choice of its devices is not
 Complexity: n^2 d 2^d for d devices
 """

@@ -84,6 +84,21 @@ class Problem:
         """All operators."""
         return range(len(self.seconds))
 
+    @property
+    def num_options(self) -> int:
+        """Options of every operator.
+
+        Raises:
+            ValueError: operators have unlike numbers of options.
+        """
+        sizes = {len(row) for row in self.seconds}
+        if len(sizes) != 1:
+            raise ValueError(
+                "search: expected operators to have equal numbers of options, "
+                f"got {[len(row) for row in self.seconds]}"
+            )
+        return sizes.pop()
+
     @cached_property
     def neighbours(self) -> list[list[tuple[int, Matrix]]]:
         """(operator, table by own and its option) of all that share an edge with each."""

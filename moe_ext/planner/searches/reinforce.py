@@ -24,9 +24,12 @@ def search(
         draws: placements a step; the mean of their costs over time is the baseline.
         rate: of learning.
         seed: of the draws.
+
+    Raises:
+        ValueError: operators have unlike numbers of options.
     """
     draw = torch.Generator().manual_seed(seed)
-    logits = torch.zeros(len(problem.seconds), len(problem.seconds[0]))
+    logits = torch.zeros(len(problem.seconds), problem.num_options)
     best, baseline = problem.choice([0] * len(logits)), None
     for _ in range(steps):
         policy = logits.softmax(1)

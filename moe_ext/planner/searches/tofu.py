@@ -24,12 +24,12 @@ def by_halves(problem: Problem, solve: Callable[[Problem], Choice], axes: int) -
         axes: along which an operator can be split.
 
     Raises:
-        ValueError: numbers of options are not one and the same power of `axes`.
+        ValueError: operators have unlike numbers of options, or no power of `axes`.
     """
-    sizes = {len(row) for row in problem.seconds}
-    levels = next((k for k in range(1, 65) if {axes**k} == sizes), 0)
+    size = problem.num_options
+    levels = next((k for k in range(1, 65) if axes**k == size), 0)
     if not levels:
-        raise ValueError(f"search: expected options to be a power of {axes}, got {sizes}")
+        raise ValueError(f"search: expected options to be a power of {axes}, got {size}")
     chosen = [0] * len(problem.seconds)
     for level in reversed(range(levels)):
         # A digit of ones at this level and at all that follow.
