@@ -7,9 +7,11 @@ that left a worker.
 
 import argparse
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,53 +26,90 @@ from moe_ext.distributed import count_traffic, sync_gradients
 from moe_ext.optim import DeMo, DiLoCo, MuLoCo, Muon, SparseLoCo, param_groups
 
 SIZES = ModelConfig(model_dim=64, num_layers=2, num_heads=4, ffn_dim=64, seq_len=64)
-BATCH, LEARNING_RATE = 32, 2e-3
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """The inner optimizer of all but MuLoCo."""
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99))
-
-
-def muon(model: nn.Module) -> torch.optim.Optimizer:
-    """Muon for matrices, AdamW for the rest."""
-    return Muon(param_groups(model, muon=True), lr=LEARNING_RATE)
-
-
-def sgd(model: nn.Module, **options: float | bool) -> torch.optim.Optimizer:
-    """An outer optimizer."""
-    return torch.optim.SGD(model.parameters(), **options)
-
+BATCH = 32
+# Of the inner learning rate, which rises in so many steps, and falls to nothing by a cosine.
+WARMUP_STEPS = 20
 
 Local = Callable[[nn.Module, torch.optim.Optimizer, int], contextlib.AbstractContextManager]
 
 
+@dataclass(frozen=True)
+class Method:
+    """An inner optimizer, and local steps; without these gradients are averaged in every step."""
+
+    settings: str
+    inner: Callable[[nn.Module], torch.optim.Optimizer]
+    local: Local | None = None
+
+
+def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """The inner optimizer of all but MuLoCo."""
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.01)
+
+
+def muon(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """Muon for matrices, AdamW for the rest, with one learning rate for both."""
+    return Muon(param_groups(model, muon=True), lr=lr, adjust_lr_fn="match_rms_adamw")
+
+
+def outer_sgd(model: nn.Module, momentum: float = 0.5) -> torch.optim.Optimizer:
+    """The outer optimizer: of few rounds, so with little momentum."""
+    return torch.optim.SGD(model.parameters(), lr=1.0, momentum=momentum, nesterov=momentum > 0)
+
+
 def diloco(model: nn.Module, inner: torch.optim.Optimizer, sync_every: int) -> DiLoCo:
-    """DiLoCo as published."""
-    outer = sgd(model, lr=0.7, momentum=0.9, nesterov=True)
-    return DiLoCo(None, [model], inner, outer, sync_every)
+    """The mean of the workers."""
+    return DiLoCo(None, [model], inner, outer_sgd(model), sync_every)
 
 
 def sparse_loco(model: nn.Module, inner: torch.optim.Optimizer, sync_every: int) -> DiLoCo:
-    """1.6 % of the elements in 2 bits."""
-    return SparseLoCo(None, [model], inner, sgd(model, lr=1.0), sync_every)
+    """The largest elements in 2 bits."""
+    return SparseLoCo(None, [model], inner, outer_sgd(model, 0.0), sync_every, density=1 / 32)
 
 
 def mu_loco(model: nn.Module, inner: torch.optim.Optimizer, sync_every: int) -> DiLoCo:
     """All elements in 2 bits."""
-    outer = sgd(model, lr=0.7, momentum=0.9, nesterov=True)
-    return MuLoCo(None, [model], inner, outer, sync_every)
+    return MuLoCo(None, [model], inner, outer_sgd(model, 0.0), sync_every)
 
 
-# Inner optimizer, and local steps; without these gradients are averaged in every step.
 METHODS = {
-    "synchronous": (adamw, None),
-    "DiLoCo": (adamw, diloco),
-    "SparseLoCo": (adamw, sparse_loco),
-    "synchronous Muon": (muon, None),
-    "MuLoCo": (muon, mu_loco),
-    "DeMo": (lambda model: DeMo(model.parameters(), lr=3e-4), None),
+    "synchronous": Method("AdamW 3e-3", lambda model: adamw(model, 3e-3)),
+    "DiLoCo": Method("AdamW 3e-3, SGD 1 Nesterov 0.5", lambda model: adamw(model, 3e-3), diloco),
+    "SparseLoCo": Method("AdamW 4e-3, SGD 1", lambda model: adamw(model, 4e-3), sparse_loco),
+    "synchronous Muon": Method("Muon 4e-3", lambda model: muon(model, 4e-3)),
+    "MuLoCo": Method("Muon 4e-3, SGD 1", lambda model: muon(model, 4e-3), mu_loco),
+    "DeMo": Method("1e-3", lambda model: DeMo(model.parameters(), lr=1e-3)),
 }
+
+
+def new_model(seed: int) -> MoELanguageModel:
+    """The same weights on all workers."""
+    torch.manual_seed(seed)
+    model = MoELanguageModel(
+        SIZES, ep_group=None, balance_loss_coef=0.01, z_loss_coef=0.0, capacity_factor=None
+    )
+    init_weights(model, seed)
+    return model
+
+
+def share(data: object, step: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This worker's part of a batch."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    options = {"batch": BATCH, "seq_len": SIZES.seq_len, "rank": rank, "world_size": size}
+    return train_batch(data, step=step, seed=seed, **options)
+
+
+def pretrain(data: object, *, steps: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Weights after synchronous steps of AdamW, which all methods begin with."""
+    model = new_model(seed)
+    optimizer = adamw(model, 2e-3)
+    for step in range(steps):
+        inputs, targets = share(data, step, seed)
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+        sync_gradients(model)
+        optimizer.step()
+    return model.state_dict()
 
 
 def validate(model: nn.Module, data: object, num_batches: int) -> float:
@@ -87,39 +126,48 @@ def validate(model: nn.Module, data: object, num_batches: int) -> float:
 
 
 def train(
-    method: str, data: object, *, steps: int, sync_every: int, seed: int = 0, every: int = 0
+    method: Method,
+    data: object,
+    start: dict[str, torch.Tensor],
+    *,
+    first: int,
+    steps: int,
+    sync_every: int,
+    seed: int = 0,
+    every: int = 0,
 ) -> dict[str, object]:
-    """Train by one method; the last loss, bytes and seconds of this worker, and the curve."""
-    torch.manual_seed(seed)
-    model = MoELanguageModel(
-        SIZES, ep_group=None, balance_loss_coef=0.01, z_loss_coef=0.0, capacity_factor=None
+    """Train by one method from weights `start` and batch `first`.
+
+    Returns:
+        The last loss, bytes and seconds of this worker, and the curve.
+    """
+    model = new_model(seed)
+    model.load_state_dict(start)
+    inner = method.inner(model)
+    rate = torch.optim.lr_scheduler.LambdaLR(
+        inner,
+        lambda step: min(
+            (step + 1) / WARMUP_STEPS,
+            0.5
+            + 0.5 * math.cos(math.pi * max(0, step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)),
+        ),
     )
-    init_weights(model, seed)
-    make, local = METHODS[method]
-    inner = make(model)
+    local = method.local
     averages = local is None and not isinstance(inner, DeMo)
     rounds = contextlib.nullcontext() if local is None else local(model, inner, sync_every)
-    rank, size = dist.get_rank(), dist.get_world_size()
     curve, sent, seconds = [], 0, 0.0
     with rounds:
         for step in range(steps):
-            inputs, targets = train_batch(
-                data,
-                step=step,
-                seed=seed,
-                batch=BATCH,
-                seq_len=SIZES.seq_len,
-                rank=rank,
-                world_size=size,
-            )
-            start = time.perf_counter()
+            inputs, targets = share(data, first + step, seed)
+            begin = time.perf_counter()
             with count_traffic() as traffic:
                 inner.zero_grad()
                 F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
                 if averages:
                     sync_gradients(model)
                 inner.step()
-            seconds += time.perf_counter() - start
+            seconds += time.perf_counter() - begin
+            rate.step()
             sent += traffic.total_bytes
             if every and (step + 1) % every == 0:
                 curve.append((sent, validate(model, data, 4)))
@@ -144,8 +192,11 @@ def draw(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Train by every method named, on the ranks of torchrun."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--pretrain", type=int, default=400, help="synchronous steps before (%(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=200, help="inner steps (%(default)s)")
-    parser.add_argument("--sync-every", type=int, default=20, help="of a round (%(default)s)")
+    parser.add_argument("--sync-every", type=int, default=10, help="of a round (%(default)s)")
     parser.add_argument("--methods", nargs="+", default=[*METHODS], help="(all: %(default)s)")
     picture = Path("runs/diloco.png")
     parser.add_argument("--out", type=Path, default=picture, help="picture (%(default)s)")
@@ -156,10 +207,10 @@ def main(argv: list[str] | None = None) -> int:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     data, curves = load_text(None, SIZES.seq_len), {}
+    start = pretrain(data, steps=args.pretrain)
+    options = {"first": args.pretrain, "steps": args.steps, "sync_every": args.sync_every}
     for method in args.methods:
-        found = train(
-            method, data, steps=args.steps, sync_every=args.sync_every, every=args.sync_every
-        )
+        found = train(METHODS[method], data, start, every=args.sync_every, **options)
         curves[method] = found["curve"]
         if dist.get_rank() == 0:
             print(
