@@ -204,7 +204,7 @@ def fitted_rows(runs: Sequence[Run]) -> set[int]:
 
 @dataclass(frozen=True)
 class Constants:
-    """What is fitted: shares, and seconds of a layer's launches.
+    """The fitted constants: shares, and seconds of a layer's launches.
 
     Attributes:
         products: share of the peak of products, in each format.
@@ -343,9 +343,9 @@ def validate() -> Validation:
 
 
 def regrets(found: Validation) -> list[tuple[Run, int, float]]:
-    """Of each job with several published plans: a run of it, plans, and the regret.
+    """A run, the number of plans and the regret, for each job with several published plans.
 
-    That is by how much the plan with the least predicted time is slower than the quickest one.
+    The regret: by how much the plan with the least predicted time is slower than the quickest.
     """
     jobs: dict[tuple[object, ...], list[int]] = {}
     for i, run in enumerate(found.runs):
@@ -382,7 +382,7 @@ def error(runs: Sequence[Run], predicted: Sequence[float]) -> float:
 
 
 def level_name(single: bool) -> str:
-    """Of a run, in tables."""
+    """Name of a run's level in tables."""
     return "one node" if single else "many nodes"
 
 
@@ -435,7 +435,7 @@ def error_table(found: Validation) -> Table:
 
 
 def constants_table(found: Validation) -> Table:
-    """What was fitted."""
+    """The table of fitted constants."""
     rows = []
     for group, made in zip(GROUPS, found.constants, strict=True):
         *shares, seconds = dataclasses.astuple(made)

@@ -27,7 +27,7 @@ from moe_ext.optim import DeMo, DiLoCo, MuLoCo, Muon, SparseLoCo, param_groups
 
 SIZES = ModelConfig(model_dim=64, num_layers=2, num_heads=4, ffn_dim=64, seq_len=64)
 BATCH = 32
-# Of the inner learning rate, which rises in so many steps, and falls to nothing by a cosine.
+# The inner learning rate rises for so many steps, then falls to nothing by a cosine.
 WARMUP_STEPS = 20
 
 Local = Callable[[nn.Module, torch.optim.Optimizer, int], contextlib.AbstractContextManager]

@@ -62,7 +62,7 @@ class Inputs:
 
     @property
     def product_dtype(self) -> torch.dtype:
-        """Of products with packed weights, which take no float16."""
+        """Dtype of products with packed weights, which take no float16."""
         return torch.float32 if self.dtype == torch.float16 else self.dtype
 
     @cached_property

@@ -76,7 +76,7 @@ struct Chunk {
   }
 };
 
-// What is wrong with a payload.
+// Defects of a payload.
 enum Fault : int64_t { kSound = 0, kEnds = 1, kNoHeader = 2, kTooLong = 3, kPlaces = 4 };
 
 struct Verdict {

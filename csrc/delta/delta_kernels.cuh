@@ -97,7 +97,7 @@ static __global__ void __launch_bounds__(kThreads) mark_places_kernel(
   }
 }
 
-// What the map says of a thread's word.
+// A thread's word of the map of changes.
 struct OwnWord {
   uint32_t bits;
   int32_t start; // place in the chunk
@@ -327,7 +327,7 @@ __device__ __forceinline__ int64_t for_each_change(const Chunk& chunk, F&& f) {
   return number;
 }
 
-// Where the headers are right: the verdict on places. `wrong` holds the highest chunk with wrong ones, plus one.
+// Looks at the places of a payload whose headers are right. `wrong` holds the highest chunk with wrong ones, plus one.
 static __global__ void __launch_bounds__(kThreads) check_places_kernel(
     const Chunk* __restrict__ chunks, int64_t numel, const Verdict* __restrict__ verdict,
     unsigned long long* __restrict__ wrong) {
@@ -411,7 +411,7 @@ __global__ void __launch_bounds__(kThreads) hash_kernel(
 
 // -- launches ----------------------------------------------------------------------------------------
 
-// Of a payload under construction.
+// Memory in which a payload is built.
 struct Draft {
   uint32_t* changed; // [num_segments * kThreads]
   Segment* segments; // [num_segments]
@@ -428,7 +428,7 @@ void launch_compare(const Bits* x, const Bits* base, int64_t numel, uint32_t* ch
   launch(over_blocks(num_segments(numel), stream), compare_kernel<Bits>, x, base, numel, changed);
 }
 
-// Of a map: everything but the payload. numel > 0.
+// Counts and places of all chunks, from the map of changes. numel > 0.
 inline void launch_plan(const Draft& draft, int64_t numel, int64_t item_bytes, cudaStream_t stream) {
   const int64_t segments = num_segments(numel), chunks = num_chunks(numel);
   launch(over_blocks(segments, stream), count_segments_kernel, draft.changed, segments, draft.segments);
@@ -446,7 +446,7 @@ void launch_write(const Draft& draft, int64_t numel, const Values& values, uint8
       draft.headers, draft.starts, values, payload);
 }
 
-// Of a payload that is read.
+// Memory in which a payload is read.
 struct Reading {
   Verdict* verdict;          // []
   unsigned long long* wrong; // [], zero

@@ -41,8 +41,8 @@ void check_payload(const char* op, const Tensor& payload, const Tensor& beside, 
 // Refuses a payload without room for the head of numel elements.
 void check_length(const char* op, const Tensor& payload, int64_t numel);
 
-// Where each block begins, and the end of the last: of a head (table_bytes) on the host that is one of a payload for
-// out.
+// The begin of each block, and the end of the last one, from a payload's head (table_bytes) on the host; refuses a head
+// that does not fit `out`.
 std::vector<int64_t> block_starts(
     const char* op, const uint8_t* head, const Tensor& payload, const Tensor& out, Kind kind);
 

@@ -126,7 +126,7 @@ struct HalfParts {
   }
 };
 
-// What a block's threads share while they encode.
+// State that a block's threads share while they encode.
 struct Dictionary {
   uint8_t symbols[kMostSymbols];
   int plan; // -1 for none
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kThreads) encode_blocks_kernel(
     int at = header + rest_bytes, count = n, turn = 0, first = 0;
     for (int level = 0; plan >= 0 && level < kMostLevels && width_of(plan, level) != 0; ++level) {
       const int width = width_of(plan, level), symbols = (1 << width) - 1, words = num_words(count);
-      // What does not shrink is kept as it is, and never reaches into the next block.
+      // A block that does not shrink is kept as it is, and never reaches into the next one.
       if (at + 8 * width * words >= raw_size) {
         plan = -1;
         break;

@@ -174,8 +174,8 @@ bool moves_bytes() {
 #endif
 }
 
-// What the next block will read or write: so many bytes for each word of this one. A block is computed on in the
-// first-level cache, and memory would be idle meanwhile.
+// Memory that the next block reads or writes, fetched by so many bytes for each word of this one: a block is computed
+// on in the first-level cache, and memory would be idle meanwhile.
 struct Ahead {
   const uint8_t* read = nullptr;
   const uint8_t* written = nullptr;

@@ -28,7 +28,7 @@ struct Product {
   int64_t num_tokens, dim, num_rows, block, num_outliers;
 };
 
-// Of the lane's column of 32: bytes are in their order, of four bits the low half of a byte comes first.
+// The column of 32 that a lane multiplies: bytes lie in order, and of 4-bit codes the low half of a byte comes first.
 template <int kBits>
 __device__ __forceinline__ int lane_column() {
   return kBits == 8 ? lane_id() : 2 * (lane_id() % kSums) + lane_id() / kSums;

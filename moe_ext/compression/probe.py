@@ -25,7 +25,7 @@ _rates: dict[tuple[str, str], tuple[CodecRate, ...]] = {}
 
 
 def rate_name(codec: Codec) -> str:
-    """Of a codec in a `CostTable`: its own with the options that the name stands for."""
+    """Name of a codec in a `CostTable`; its repr if its options are not those of the name."""
     named = codec.name in codec_names()[:-1] and codec_of(codec.name) == codec
     return codec.name if named else repr(codec)
 
@@ -35,11 +35,11 @@ def rehearsal_of(
     device: torch.device | str = "cpu",
     memory_of: MemoryFactory = new_memory,
 ) -> Rehearsal:
-    """What `CostTable.measure` takes for a codec of float32 gradients, with what it keeps.
+    """Encode and decode calls for `CostTable.measure`, of float32 gradients and a residual.
 
     Args:
-        codec: what is rehearsed.
-        device: where.
+        codec: the codec to rehearse.
+        device: of the gradients.
         memory_of: makes what ``codec.rehearsal`` takes as memory.
     """
 

@@ -198,7 +198,7 @@ def _whole(value: Any) -> int:
 
 
 def _decompressed(stored: bytes, num_bytes: int) -> bytes:
-    """What zstd stored; refused before memory is taken if the frame says another size."""
+    """The bytes of a zstd frame; refused before memory is taken if it says another size."""
     zstd = _zstd()
     try:
         if zstd.frame_content_size(stored) != num_bytes:

@@ -393,7 +393,7 @@ def test_rates_of_a_table_are_taken_and_not_measured(monkeypatch):
     costs = replace(CostTable.of_process(), codecs={"int8": rates, repr(Quantize(block=64)): rates})
     model = CostModel(link=SLOW, num_ranks=4, costs=costs)
     model.prepare([codec_of("int8"), Quantize(block=64)])
-    # Of four ranks each encodes its gradient and a shard of the sum, and decodes two of its size.
+    # Each of four ranks encodes its gradient and a shard of the sum, and decodes two of its size.
     assert model.compute_seconds(codec_of("int8"), 2**15) == pytest.approx(2**15 * 4.5e-9)
     with pytest.raises(TypeError):
         model.prepare([codec_of("int4")])  # which would be measured

@@ -166,5 +166,5 @@ def test_auto_with_it_is_never_slower_than_without():
                     found.append((model.predict(chosen, numel), chosen))
                 assert found[1][0] <= 1.03 * found[0][0]
                 taken.append((gigabits, numel, found[1][1].name))
-    # Of few elements it is the messages that cost, of which it has fewer.
+    # Few elements cost little beside the messages, of which it sends fewer.
     assert (0.05, 2**25, "lossless") in taken and (100.0, 2**25, "lossless") not in taken

@@ -10,7 +10,7 @@
 
 namespace moe_ext::exponent {
 
-// Of test_exponent_decoder.cpp.
+// Defined in test_exponent_decoder.cpp.
 namespace sanitized {
 extern const Kernels kernel_table;
 }

@@ -83,7 +83,7 @@ def test_hash_equals_the_reference(device, dtype):
 @pytest.mark.parametrize("density", [0.0, 1e-4, 0.02, 1.0])
 @pytest.mark.parametrize("xored", [False, True])
 def test_cuda_gives_the_bytes_of_the_cpu(density, xored):
-    """Of narrow and wide gaps, and of a chunk behind one without changes."""
+    """Narrow and wide gaps, and a chunk behind one without changes."""
     old, new = versions((1 << 18) + 70_000, torch.bfloat16, density)
     new[: 1 << 18][::2] = old[: 1 << 18][::2]
     payload = ops.delta_encode(new, old, xored=xored)

@@ -312,7 +312,7 @@ def trains_as_one_process():
         if fixed["zero"] == 1:
             held = torch.tensor(_state_numel(optimizers))
             dist.all_reduce(held)
-            # That of dense parameters is on one rank, that of experts on both that hold them.
+            # Dense parameters' state is on one rank, experts' on both that hold them.
             experts = sum(p.numel() for n, p in one.named_parameters() if ".experts." in n)
             assert int(held) == sum(p.numel() for p in one.parameters()) + experts
     with pytest.raises(ValueError, match="expected tp to be 1, got 2"):

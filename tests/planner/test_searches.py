@@ -189,7 +189,7 @@ def test_cost_of_a_pipeline_by_hand():
 
 @pytest.mark.parametrize(("sync", "depth"), [(0.6, 2), (0.7, 4)])
 def test_chimera_by_hand(sync, depth):
-    """Of depth 2 over 4 devices, 2/3 (2 + 2 * 2) and 2 averages; of depth 4, 1/3 (4 + 2 * 6)."""
+    """Depth 2 over 4 devices: 2/3 (2 + 2 * 2) and 2 averages; depth 4: 1/3 (4 + 2 * 6)."""
     graph = Problem(((1.0,),) * 4, {}, ((0.0,),) * 4)
     ways, weights = (examples.Way(1, False),), (1.0,) * 4
     pipeline = Pipeline(graph, ways, weights, {}, (1.0,) * 4, ((1, 1),), batch=4, sync=sync)

@@ -108,7 +108,7 @@ class Codec(ABC):
         """Calls that encode and decode a gradient; neither changes it, and nothing is sent."""
 
     def passes(self, world_size: int) -> tuple[float, float]:
-        """How often a rank encodes and decodes as many elements as a gradient has, to reduce it."""
+        """Passes over a gradient that a rank encodes and decodes to reduce it."""
         return 1.0, 1.0
 
     def new_memory(self, grad_N: Tensor) -> CodecMemory:

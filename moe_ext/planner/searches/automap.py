@@ -34,7 +34,7 @@ def search(
     """
     draw = random.Random(seed)
     order = by_weight(problem)[:annotated]
-    # Of each path of decisions: visits, and the sum of costs.
+    # Visits and sum of costs, by path of decisions.
     seen: dict[tuple[int, ...], tuple[int, float]] = {}
     best = worst = problem.choice(propagate(problem, {}))
     for _ in range(rollouts):

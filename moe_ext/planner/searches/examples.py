@@ -56,7 +56,7 @@ def sharding(kind: str, num_nodes: int, seed: int, *, tight: bool = False) -> Pr
         seconds.append(
             tuple(work + sums[0][a] + sums[1][b] + (both if a == b else 0.0) for a, b in options)
         )
-        # What is quick is large, more or less.
+        # Quick options take more memory, as a rule.
         memory.append(tuple(draw.uniform(4, 8) * 12 / s for s in seconds[-1]))
     edges: dict[Edge, Matrix] = {}
     for edge in random_edges(kind, num_nodes, draw):

@@ -1,4 +1,4 @@
-"""How far each search is from the best, on seeded problems."""
+"""Gaps of the searches to the best choice, on seeded problems."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Gap(NamedTuple):
 
 
 def gap(found: Iterable[float], best: Iterable[float]) -> Gap:
-    """Of costs beside the least ones."""
+    """Mean and worst gap of costs to the least ones, and how many fit."""
     shares = [f / b - 1 for f, b in zip(found, best, strict=True)]
     fitting = [share for share in shares if math.isfinite(share)]
     mean = sum(fitting) / len(fitting) if fitting else math.inf
@@ -107,7 +107,7 @@ def _own(
     )
 
 
-# What each planner of pipelines is exact for: the problem as it sees it, and its score.
+# The problem as each planner of pipelines sees it, and the score for which it is exact.
 OWN: dict[str, tuple[Callable[[Pipeline], Pipeline], Score]] = {
     "pipedream": (lambda p: _own(p, shapes=lambda d, w: w == 1, roomy=True), bottleneck),
     "dnn_partition": (
@@ -121,7 +121,7 @@ OWN: dict[str, tuple[Callable[[Pipeline], Pipeline], Score]] = {
 
 
 def score(pipeline: Pipeline, found: Choice, by: Score) -> float:
-    """Of the stages that a search found."""
+    """The stages that a search found, by a score; infinite where they do not fit."""
     if not pipeline.fits(found.options, found.micro_batch):
         return math.inf
     times = [pipeline.seconds(stage, found.micro_batch) for stage in found.options]

@@ -38,7 +38,7 @@ def search(
         i = costs.index(min(costs))
         if costs[i] < best.cost:
             best = Choice(tuple(drawn[i].tolist()), costs[i])
-        # What does not fit counts as twice the best.
+        # A choice that does not fit counts as twice the best.
         cost = torch.tensor(costs).clamp(max=2 * best.cost)
         baseline = cost.mean() if baseline is None else 0.9 * baseline + 0.1 * cost.mean()
         advantage = (baseline - cost) / best.cost

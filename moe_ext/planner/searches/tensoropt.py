@@ -15,7 +15,7 @@ from moe_ext.planner.searches.problem import Choice, Problem
 
 
 def keep_frontier(points: Iterable[Point]) -> list[Point]:
-    """Those than which no other is both as quick and as small, ascending in seconds."""
+    """The Pareto frontier of time and memory, ascending in seconds."""
     kept: list[Point] = []
     for point in sorted(points):
         if not kept or point[1] < kept[-1][1]:
