@@ -34,7 +34,6 @@ NAMES: Mapping[str, tuple[str | None, ...]] = {
     "combine": COMBINES,
 }
 # Placements whose pipeline is simulated, and points that are costed at once.
-# Placements whose pipeline is simulated, and points that are costed at once.
 SIMULATED = 50
 _AT_ONCE = 2**18
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
