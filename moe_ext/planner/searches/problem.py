@@ -24,7 +24,7 @@ class Choice:
     """Outcome of a search.
 
     Attributes:
-        options: of a `Problem`, one number for each operator; of a `Pipeline`, its `Stage`s from
+        options: of a `Problem`, one number for each operator; of a `Pipeline`, each `Stage` from
             the first to the last; of TeraPipe, lengths of slices.
         cost: seconds; inf where it does not fit, or where nothing was found.
         micro_batch: samples of a micro-batch, of pipelines.
