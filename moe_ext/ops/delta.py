@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ext.ops.fakes import register_fake_like
+from moe_ext.ops.fakes import keep_out_of_cuda_graphs, register_fake_like
 
 
 def delta_encode(x: Tensor, base: Tensor, *, xored: bool = False) -> Tensor:
@@ -153,3 +153,6 @@ def _(payload: Tensor, like: Tensor, numel: int) -> Any:
 
 
 register_fake_like("moe_ext::delta_apply_")
+keep_out_of_cuda_graphs(
+    "moe_ext::delta_apply_", "moe_ext::delta_hash", "moe_ext::delta_hash_change"
+)

@@ -6,7 +6,7 @@ Shape suffixes: N elements.
 import torch
 from torch import Tensor
 
-from moe_ext.ops.fakes import register_fake_like
+from moe_ext.ops.fakes import keep_out_of_cuda_graphs, register_fake_like
 
 # Elements of a block, the bytes in front of it, and those in front of all.
 _BLOCK, _BLOCK_HEADER, _HEADER = 8192, 24, 16
@@ -95,3 +95,4 @@ def decode_exponents_(out: Tensor, payload: Tensor) -> None:
 
 
 register_fake_like("moe_ext::decode_exponents_")
+keep_out_of_cuda_graphs("moe_ext::decode_exponents_")

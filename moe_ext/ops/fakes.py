@@ -18,3 +18,11 @@ def register_fake_like(name: str, *places: int) -> None:
         return found if len(found) > 1 else found[0] if found else None
 
     torch.library.register_fake(name, fake)
+
+
+def keep_out_of_cuda_graphs(*names: str) -> None:
+    """Tells torch's compiler that CUDA kernels of these operators wait for the device."""
+    for name in names:
+        namespace, _, operator = name.partition("::")
+        tags = getattr(getattr(torch.ops, namespace), operator).default.tags
+        tags.append(torch.Tag.cudagraph_unsafe)
