@@ -144,8 +144,19 @@ def cost_decides():
     assert_same(layer, run(make()))
     sent = comm.all_gather(layer.metrics["moved_bytes"][None], dist.group.WORLD, operation="t")
     assert sent[0] > 0
+    # The heaviest rank by itself is as quick as all together: nothing to save.
+    free = Link(0.0, 1e15, 1e15)
+    layer = make(Rebalance(link=free, flops=1e3, flops_alone=1e3 * dist.get_world_size()))
+    assert_same(layer, run(make()))
+    assert int(layer.metrics["num_moved_experts"]) == 0
     # Measured: no more than an answer, the same on every rank.
-    run(make("exact"))
+    layer = make("exact")
+    run(layer)
+    link, flops, alone = layer._rebalancer.rates
+    assert alone >= flops > 0
+    rates = torch.tensor([[link.exchange_bandwidth, flops, alone]], dtype=torch.float64)
+    everyone = comm.all_gather(rates, dist.group.WORLD, operation="t")
+    assert (everyone == rates).all()
 
 
 @RANKS()
@@ -196,6 +207,9 @@ def refused():
     ):
         raised(ValueError, match, functools.partial(make, "exact", **options))
     raised(ValueError, "Rebalance: expected mode to be one of", make, "even")
+    match = "Rebalance: expected flops_alone to be at least flops"
+    for flops in (None, 2.0):
+        raised(ValueError, match, functools.partial(Rebalance, flops=flops, flops_alone=1.0))
 
 
 @pytest.mark.parametrize("name", RANKS)

@@ -20,7 +20,7 @@ from moe_ext._checks import check_choice, check_integer
 from moe_ext.distributed.dispatch import TokenDispatcher, gather_counts
 from moe_ext.distributed.dispatch.rows import all_to_all_rows
 from moe_ext.distributed.groups import GroupHandle, group_rank, group_size
-from moe_ext.distributed.link import Link, max_over_ranks, measure_link, quickest
+from moe_ext.distributed.link import Link, max_over_ranks, measure_link, quickest, seconds_of
 
 if TYPE_CHECKING:
     from moe_ext.nn.experts import GroupedExperts
@@ -29,6 +29,8 @@ MODES = ("exact", "periodic")
 _OPERATION = "MoELayer.rebalance"
 # Rows of the product by which the rate of the processor is measured.
 _REHEARSAL_ROWS = 256
+# All ranks compute together for so long at least: longer than a core's turns between two of them.
+_REHEARSAL_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,10 @@ class Rebalance:
         hysteresis: share by which the heaviest rank of a new plan must be lighter than that of the
             plan in use to replace it, of "periodic".
         link: of the group; None measures it at the first pass.
-        flops: floating point operations a second of a rank's products; None measures them.
+        flops: floating point operations a second of a rank's products while all ranks compute;
+            None measures them.
+        flops_alone: the same while the other ranks wait, more where ranks share cores; None
+            measures it, or takes `flops` where that is given.
     """
 
     mode: str = "exact"
@@ -53,6 +58,7 @@ class Rebalance:
     hysteresis: float = 0.1
     link: Link | None = None
     flops: float | None = None
+    flops_alone: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
@@ -65,6 +71,11 @@ class Rebalance:
                 )
         if self.every < 1:
             raise ValueError(f"Rebalance: expected every to be at least 1, got {self.every}")
+        if self.flops_alone is not None and not self.flops_alone >= (self.flops or math.inf):
+            raise ValueError(
+                "Rebalance: expected flops_alone to be at least flops, which must be given with "
+                f"it, got {self.flops_alone} and {self.flops}"
+            )
 
 
 def moving_pays(
@@ -157,7 +168,7 @@ class Rebalancer:
         up = 3 if experts.gated else 2
         self.row_flops = 2 * up * experts.model_dim * experts.ffn_dim
         self._sizes = (experts.ffn_dim, experts.model_dim)
-        self.rates: tuple[Link, float] | None = None
+        self.rates: tuple[Link, float, float] | None = None
         # Of "periodic": loads of passes since the last look, the plan in use, calls since then.
         self.loads_E = torch.zeros(self.num_experts, dtype=torch.int64)
         self.plan: ops.BalancePlan | None = None
@@ -231,13 +242,15 @@ class Rebalancer:
             return True
         if self.rates is None:
             self.rates = self._measured(x_TD)
-        link, flops = self.rates
+        link, flops, alone = self.rates
         home_P = counts_PE.sum(0).view(self.num_ranks, -1).sum(1)
-        saved_rows = home_P.max() - rows_PS.sum(0).view(self.num_ranks, -1).sum(1).max()
+        # Ranks that share cores leave theirs to the heaviest one, once they are done.
+        home_rows = max(float(home_P.max()) * flops / alone, float(home_P.sum()) / self.num_ranks)
+        balanced_rows = float(rows_PS.sum(0).view(self.num_ranks, -1).sum(1).max())
         leave_P = torch.bincount(moved_PL[moved_PL >= 0] // local, minlength=self.num_ranks)
         most = max(int(leave_P.max()), int((moved_PL >= 0).sum(1).max()))
         saved, taken = moving_pays(
-            rows_saved=float(saved_rows),
+            rows_saved=max(home_rows - balanced_rows, 0.0),
             expert_bytes=self.expert_bytes,
             num_moved=most,
             row_flops=self.row_flops,
@@ -247,21 +260,33 @@ class Rebalancer:
         )
         return saved >= self.options.break_even * taken
 
-    def _measured(self, x_TD: Tensor) -> tuple[Link, float]:
-        """Rates that all ranks use alike."""
+    def _measured(self, x_TD: Tensor) -> tuple[Link, float, float]:
+        """The link, and rates of a rank's products: all ranks at once, and one by itself.
+
+        All ranks use the same.
+        """
         group = self._group.group
         assert group is not None
-        link, flops = self.options.link, self.options.flops
+        link, flops, alone = self.options.link, self.options.flops, self.options.flops_alone
         if link is None:
             link = measure_link(group, x_TD.device)
-        if flops is None:
-            weight = x_TD.new_zeros(self._sizes)
-            rows = x_TD.new_zeros(_REHEARSAL_ROWS, self._sizes[1])
-            product = functools.partial(torch.mm, rows, weight.T)
-            seconds = quickest(lambda _: product(), rows, 4, warm_ups=1)
-            (slowest,) = max_over_ranks([seconds], group, x_TD.device)
-            flops = 2 * _REHEARSAL_ROWS * math.prod(self._sizes) / max(slowest, 1e-9)
-        return link, flops
+        if flops is not None:
+            return link, flops, alone or flops
+        weight = x_TD.new_zeros(self._sizes)
+        rows = x_TD.new_zeros(_REHEARSAL_ROWS, self._sizes[1])
+        product = functools.partial(torch.mm, rows, weight.T)
+
+        def seconds(repeats: int) -> float:
+            return seconds_of(lambda: [product() for _ in range(repeats)], x_TD.device) / repeats
+
+        # One rank computes while the others wait for its message.
+        first = group_rank(group) == 0
+        found = quickest(lambda _: product(), rows, 4, warm_ups=1) if first else 0.0
+        (one,) = max_over_ranks([found], group, x_TD.device)
+        together = seconds(max(1, math.ceil(_REHEARSAL_SECONDS / max(one, 1e-9))))
+        slowest, shared = max_over_ranks([together, together if first else 0.0], group, x_TD.device)
+        flops = 2 * _REHEARSAL_ROWS * math.prod(self._sizes) / max(slowest, 1e-9)
+        return link, flops, flops * max(1.0, shared / max(one, 1e-9))
 
     def update(self) -> None:
         """One call of `update_placement`; see there."""
