@@ -15,7 +15,8 @@ from moe_ext.testing import spawn_ranks
 
 SIZES = ((8, 64), (64, 256), (1024, 1024), (1024, 4096))
 ROWS = 4096
-MODEL_DIM, FFN_DIM, NUM_EXPERTS, TOP_K, NUM_TOKENS, STEPS = 256, 512, 8, 1, 1024, 3
+MODEL_DIM, FFN_DIM, NUM_EXPERTS, TOP_K, STEPS = 256, 512, 8, 1, 9
+TOKENS = (1024, 4096)
 ONE_EXPERT = "95 % on one"
 LAYERS = {"none": None, "by cost": Rebalance(), "always": Rebalance(break_even=0)}
 
@@ -48,9 +49,9 @@ def row(num_ranks: int, num_experts: int) -> tuple[str, ...]:
 class GivenRouter(torch.nn.Module):
     """Sends tokens as a load says, whatever they are."""
 
-    def __init__(self, load: str) -> None:
+    def __init__(self, load: str, num_tokens: int) -> None:
         super().__init__()
-        num_tokens = tokens_of(load, NUM_TOKENS, dist.get_rank(), dist.get_world_size())
+        num_tokens = tokens_of(load, num_tokens, dist.get_rank(), dist.get_world_size())
         if load == ONE_EXPERT:
             tokens = torch.arange(num_tokens)
             idx = torch.where(tokens < 0.95 * num_tokens, 0, tokens % NUM_EXPERTS)[:, None]
@@ -66,38 +67,43 @@ class GivenRouter(torch.nn.Module):
         return RouterOutput(x.new_zeros(x.shape[0], NUM_EXPERTS), gate)
 
 
+def step(load: str, num_tokens: int) -> tuple[str, ...]:
+    """A row of the second table."""
+    sizes = (MODEL_DIM, FFN_DIM, NUM_EXPERTS, TOP_K)
+    options = {"ep_group": dist.group.WORLD, "dispatcher": "alltoall"}
+    routers = {name: GivenRouter(load, num_tokens) for name in LAYERS}
+    layers = {
+        name: moe_ext.MoELayer(
+            *sizes, router=routers[name], rebalance=rebalance, balance_loss_coef=0.0, **options
+        )
+        for name, rebalance in LAYERS.items()
+    }
+    x = torch.randn(routers["none"].choice[0].shape[0], MODEL_DIM, requires_grad=True)
+    times: dict[str, list[float]] = {name: [] for name in layers}
+    for turn in range(1 + STEPS):
+        first = turn % len(layers)
+        for name in (list(layers) * 2)[first : first + len(layers)]:
+            dist.barrier()
+            start = time.perf_counter()
+            layers[name](x).sum().backward()
+            dist.barrier()
+            times[name].append(time.perf_counter() - start)
+    counts = layers["none"].metrics["num_tokens_per_expert"].clone()
+    dist.all_reduce(counts)
+    ranks = counts.view(dist.get_world_size(), -1).sum(1)
+    sent = layers["always"].metrics["moved_bytes"].clone()
+    dist.all_reduce(sent)
+    cells = [f"{1e3 * statistics.median(found[1:]):.1f}" for found in times.values()]
+    heaviest = f"{ranks.max() / (ranks.sum() / len(ranks)):.2f}"
+    return (str(num_tokens), load, heaviest, f"{sent / 1e6:.1f}", *cells)
+
+
 def steps(rank: int) -> list[tuple[str, ...]]:
     """Rows of the second table, on one of the ranks."""
     torch.set_num_threads(1)
-    rows = []
-    for load in (*LOADS, ONE_EXPERT):
-        sizes = (MODEL_DIM, FFN_DIM, NUM_EXPERTS, TOP_K)
-        options = {"ep_group": dist.group.WORLD, "dispatcher": "alltoall"}
-        routers = {name: GivenRouter(load) for name in LAYERS}
-        layers = {
-            name: moe_ext.MoELayer(
-                *sizes, router=routers[name], rebalance=rebalance, balance_loss_coef=0.0, **options
-            )
-            for name, rebalance in LAYERS.items()
-        }
-        x = torch.randn(routers["none"].choice[0].shape[0], MODEL_DIM, requires_grad=True)
-        times: dict[str, list[float]] = {name: [] for name in layers}
-        for _ in range(1 + STEPS):
-            for name, layer in layers.items():
-                dist.barrier()
-                start = time.perf_counter()
-                layer(x).sum().backward()
-                dist.barrier()
-                times[name].append(time.perf_counter() - start)
-        counts = layers["none"].metrics["num_tokens_per_expert"].clone()
-        dist.all_reduce(counts)
-        ranks = counts.view(dist.get_world_size(), -1).sum(1)
-        sent = layers["always"].metrics["moved_bytes"].clone()
-        dist.all_reduce(sent)
-        cells = [f"{1e3 * statistics.median(found[1:]):.1f}" for found in times.values()]
-        heaviest = f"{ranks.max() / (ranks.sum() / len(ranks)):.2f}"
-        rows.append((load, heaviest, f"{sent / 1e6:.1f}", *cells))
-    return rows
+    small, large = TOKENS
+    rows = [step(load, small) for load in (*LOADS, ONE_EXPERT)]
+    return rows + [step(load, large) for load in (LOADS[0], ONE_EXPERT)]
 
 
 def tables() -> list[Table]:
@@ -108,10 +114,16 @@ def tables() -> list[Table]:
         "share exactly. CPU, one thread."
     )
     plans = Table("Exact balance", note, header, [row(*sizes) for sizes in SIZES])
-    header = ("load", "heaviest rank over even", "moved MB", *(f"{name} ms" for name in LAYERS))
+    header = (
+        "T",
+        "load",
+        "heaviest rank over even",
+        "moved MB",
+        *(f"{name} ms" for name in LAYERS),
+    )
     note = (
-        f"Forward and backward pass of four ranks on one host, {NUM_TOKENS} tokens a rank, D "
-        f"{MODEL_DIM}, F {FFN_DIM}, {NUM_EXPERTS} experts, K {TOP_K}, float32, one thread a rank: "
+        f"Forward and backward pass of four ranks on one host, T tokens a rank, D {MODEL_DIM}, F "
+        f"{FFN_DIM}, {NUM_EXPERTS} experts, K {TOP_K}, float32, one thread a rank: "
         "without rebalance, where it pays by measured rates, and in every pass. Where the ranks "
         "share fewer cores, the cores even the load out, and the cost alone shows."
     )
