@@ -4,53 +4,12 @@
 // processor's width: out of plain loops the compiler makes a branch for each bound of an exponential, with a division
 // in each.
 #include "activation/activation_loops.h"
-
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
-
-// Vectors that the processor lacks are passed to nothing that is not inlined.
-#pragma GCC diagnostic ignored "-Wpsabi"
+#include "common/vectors.h"
 
 namespace moe_ext::activation::MOE_ISA {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int64_t kLanes = 16;
-#elif defined(__AVX2__)
-constexpr int64_t kLanes = 8;
-#else
-constexpr int64_t kLanes = 4;
-#endif
 constexpr int64_t kBlock = 2 * kLanes;
-
-using Floats = float __attribute__((vector_size(4 * kLanes)));
-using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
-using Shorts = uint16_t __attribute__((vector_size(2 * kLanes)));
-
-template <typename V>
-MOE_INLINE V load(const void* from) {
-  V vector;
-  __builtin_memcpy(&vector, from, sizeof(vector));
-  return vector;
-}
-
-template <typename V>
-MOE_INLINE void store(void* to, V vector) {
-  __builtin_memcpy(to, &vector, sizeof(vector));
-}
-
-MOE_INLINE Words widened(Shorts shorts) {
-  return __builtin_convertvector(shorts, Words);
-}
-
-MOE_INLINE Shorts narrowed(Words words) {
-  return __builtin_convertvector(words, Shorts);
-}
-
-MOE_INLINE Floats splat(float x) {
-  return x - Floats{};
-}
 
 // a b + c and c - a b, rounded once; on a processor without them, the same bits more slowly.
 MOE_INLINE Floats fma(Floats a, Floats b, Floats c) {
@@ -95,17 +54,6 @@ MOE_INLINE Floats reciprocal(Floats x) {
   const Floats start = bit_cast<Floats>(0x7EF52000u - bit_cast<Words>(x));
   const Floats close = start * fnma(x, start, splat(2.0018847f));
   return fma(close, fnma(x, close, splat(1.0f)), close);
-}
-
-// The bound where x is not a number.
-MOE_INLINE Floats at_most(float high, Floats x) {
-#if defined(__AVX512F__)
-  return bit_cast<Floats>(_mm512_maskz_min_ps(-1, bit_cast<__m512>(x), bit_cast<__m512>(splat(high))));
-#elif defined(__AVX__)
-  return bit_cast<Floats>(_mm256_min_ps(bit_cast<__m256>(x), bit_cast<__m256>(splat(high))));
-#else
-  return x < high ? x : splat(high);
-#endif
 }
 
 // 1 / (1 + exp(-x)); zero where it would be below 2^-125.
@@ -228,12 +176,6 @@ struct Codec<BFloat16> {
   static MOE_INLINE Words words_of(Floats lower, Floats upper) {
     return (rounded(lower) >> 16) | (rounded(upper) & 0xFFFF0000u);
   }
-  static MOE_INLINE Floats floats(Shorts shorts) {
-    return bit_cast<Floats>(widened(shorts) << 16);
-  }
-  static MOE_INLINE Shorts shorts(Floats floats) {
-    return narrowed(rounded(floats) >> 16);
-  }
   static MOE_INLINE Block block(const BFloat16* from) {
     const Words words = load<Words>(from);
     return {lower(words), upper(words)};
@@ -241,70 +183,27 @@ struct Codec<BFloat16> {
   static MOE_INLINE void store_block(BFloat16* to, const Block& block) {
     store(to, words_of(block.a, block.b));
   }
-
- private:
-  // To nearest, ties to even, in the upper half; the lower one keeps what is left over.
-  static MOE_INLINE Words rounded(Floats x) {
-    const Words bits = bit_cast<Words>(x);
-    const Words up = bits + (0x7FFFu + ((bits >> 16) & 1u));
-    return x != x ? 0x7FC00000u + Words{} : up;
-  }
 };
 
 template <>
 struct Codec<Half> {
   static constexpr bool kEvenAndOdd = false;
   static MOE_INLINE Floats lower(Words words) {
-    return floats(narrowed(words & 0xFFFFu));
+    return floats_of<Half>(narrowed(words & 0xFFFFu));
   }
   static MOE_INLINE Floats upper(Words words) {
-    return floats(narrowed(words >> 16));
+    return floats_of<Half>(narrowed(words >> 16));
   }
   static MOE_INLINE Words words_of(Floats lower, Floats upper) {
-    return widened(shorts(lower)) | (widened(shorts(upper)) << 16);
-  }
-  static MOE_INLINE Floats floats(Shorts shorts) {
-#if defined(__AVX512F__)
-    return bit_cast<Floats>(_mm512_maskz_cvtph_ps(-1, bit_cast<__m256i>(shorts)));
-#elif defined(__F16C__)
-    return bit_cast<Floats>(_mm256_cvtph_ps(bit_cast<__m128i>(shorts)));
-#else
-    const auto in = bit_cast<Lanes<Half> >(shorts);
-    Lanes<float> out;
-    for (int64_t i = 0; i < kLanes; ++i) {
-      out.lane[i] = to_acc(in.lane[i]);
-    }
-    return bit_cast<Floats>(out);
-#endif
-  }
-  static MOE_INLINE Shorts shorts(Floats floats) {
-    const Floats in = floats != floats ? splat(__builtin_nanf("")) : floats;
-#if defined(__AVX512F__)
-    return bit_cast<Shorts>(_mm512_maskz_cvtps_ph(-1, bit_cast<__m512>(in), _MM_FROUND_TO_NEAREST_INT));
-#elif defined(__F16C__)
-    return bit_cast<Shorts>(_mm256_cvtps_ph(bit_cast<__m256>(in), _MM_FROUND_TO_NEAREST_INT));
-#else
-    const auto values = bit_cast<Lanes<float> >(in);
-    Lanes<Half> out;
-    for (int64_t i = 0; i < kLanes; ++i) {
-      out.lane[i] = from_acc<Half>(values.lane[i]);
-    }
-    return bit_cast<Shorts>(out);
-#endif
+    return widened(shorts_of<Half>(lower)) | (widened(shorts_of<Half>(upper)) << 16);
   }
   static MOE_INLINE Block block(const Half* from) {
-    return {floats(load<Shorts>(from)), floats(load<Shorts>(from + kLanes))};
+    return {load_floats(from), load_floats(from + kLanes)};
   }
   static MOE_INLINE void store_block(Half* to, const Block& block) {
-    store(to, shorts(block.a));
-    store(to + kLanes, shorts(block.b));
+    store_floats(to, block.a);
+    store_floats(to + kLanes, block.b);
   }
-
- private:
-  template <typename T>
-  struct Lanes {
-    T lane[kLanes];
-  };
 };
 
 // An argument of a loop: `step` elements an output, which `data` points at, or those of a tail, filled up with zeros.
@@ -415,7 +314,7 @@ struct Bodies {
     const auto body = [=](T* out, const T* x) {
       for (int64_t i = 0; i < kBlock; i += kLanes) {
         const Words words = load<Words>(x + 2 * i);
-        store(out + i, C::shorts(Function<kKind>::value(C::lower(words)) * C::upper(words) * weight));
+        store_floats(out + i, Function<kKind>::value(C::lower(words)) * C::upper(words) * weight);
       }
     };
     for_blocks(n, ask_nothing, body, Stream<T>{out, 1}, Stream<const T>{x, 2});
@@ -450,7 +349,7 @@ struct Bodies {
       Floats products[2];
       for (int64_t i = 0; i < kBlock; i += kLanes) {
         const Words words = load<Words>(x + 2 * i);
-        const Floats in = C::floats(load<Shorts>(grad + i));
+        const Floats in = load_floats(grad + i);
         const Floats g = kWeighted ? in * weight : in;
         Floats slope;
         const Floats value = Function<kKind>::value_and_grad(C::lower(words), g * C::upper(words), slope);

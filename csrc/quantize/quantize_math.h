@@ -143,13 +143,16 @@ MOE_INLINE float get_row_scale(const uint8_t* from) {
   }
 }
 
+// The largest finite number of T.
+template <typename T>
+constexpr float largest_finite() {
+  return std::is_same_v<T, Half> ? 65504.0f : std::is_same_v<T, BFloat16> ? 0x1.FEp127f : 0x1.FFFFFEp127f;
+}
+
 // A power of two does not divide the largest element evenly: rounded up, it could be beyond the largest of T.
 template <RowFormat kRow, typename T>
 MOE_INLINE float within(float value) {
-  constexpr float kMost = std::is_same_v<T, Half>       ? 65504.0f
-                          : std::is_same_v<T, BFloat16> ? 0x1.FEp127f
-                                                        : 0x1.FFFFFEp127f;
-  return kRow == RowFormat::kMx ? clamped(value, kMost) : value;
+  return kRow == RowFormat::kMx ? clamped(value, largest_finite<T>()) : value;
 }
 
 // Random words of a block that begins at that element; words(i) are those of the elements i to i + 3.

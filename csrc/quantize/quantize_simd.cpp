@@ -1,6 +1,7 @@
 // Loops of the block quantisers, compiled once per instruction set. A block is read once into a buffer that stays in
 // the first cache; its largest element or the sum of its magnitudes is taken there, and its codes are made from there.
 #include "common/stream.h"
+#include "quantize/quantize_rows_loops.h"
 #include "quantize/quantize_tables.h"
 
 #if defined(__AVX2__)
@@ -339,10 +340,18 @@ MOE_INLINE void code_block(
     for (int64_t j = 0; j < kVectors; ++j) {
       const int64_t at = i + kLanes * j;
       const __m512 sum = _mm512_load_ps(a + at);
-      const __m512 scaled = _mm512_mul_ps(_mm512_mul_ps(sum, lift), inverse);
-      const __m512 nearest = _mm512_sub_ps(_mm512_add_ps(scaled, shift), shift);
-      const __m512 number = _mm512_min_ps(_mm512_max_ps(nearest, low), bound), value = _mm512_mul_ps(number, scale);
-      whole[j] = _mm512_cvtps_epi32(number);
+      __m512 number;
+      if constexpr (kFormat == Format::kFp8) {
+        const Words of_fp8 = codes_of<kFormat>(bit_cast<Floats>(sum), s);
+        whole[j] = bit_cast<__m512i>(of_fp8);
+        number = bit_cast<__m512>(from_e4m3(of_fp8));
+      } else {
+        const __m512 scaled = _mm512_mul_ps(_mm512_mul_ps(sum, lift), inverse);
+        const __m512 nearest = _mm512_sub_ps(_mm512_add_ps(scaled, shift), shift);
+        number = _mm512_min_ps(_mm512_max_ps(nearest, low), bound);
+        whole[j] = _mm512_cvtps_epi32(number);
+      }
+      const __m512 value = _mm512_mul_ps(number, scale);
       rest[j] = _mm512_sub_ps(sum, value);
       if constexpr (kLogged) {
         const __m512 guess = _mm512_sub_ps(_mm512_add_ps(rest[j], value), _mm512_loadu_ps(args.x + first + at));
@@ -351,9 +360,10 @@ MOE_INLINE void code_block(
     }
     // Each 128 bits of what is packed hold four of each vector in turn.
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const __m512i halves =
-        _mm512_packs_epi16(_mm512_packs_epi32(whole[0], whole[1]), _mm512_packs_epi32(whole[2], whole[3]));
-    put(codes + i, _mm512_permutexvar_epi32(order, halves), kFormat == Format::kInt8 && args.streamed);
+    const __m512i pairs[2] = {_mm512_packs_epi32(whole[0], whole[1]), _mm512_packs_epi32(whole[2], whole[3])};
+    const __m512i fours =
+        kFormat == Format::kFp8 ? _mm512_packus_epi16(pairs[0], pairs[1]) : _mm512_packs_epi16(pairs[0], pairs[1]);
+    put(codes + i, _mm512_permutexvar_epi32(order, fours), bits_of(kFormat) == 8 && args.streamed);
     if constexpr (kLogged) {
       for (int64_t j = 0; j < kVectors; j += 2) {
         const int64_t at = i + kLanes * j;
@@ -394,10 +404,10 @@ uint32_t feed_blocks(const QuantizeArgs<float>& args, int64_t begin, int64_t end
       continue;
     }
     uint8_t* const out = args.codes + code_bytes(block * args.block, kFormat);
-    int8_t* const to = kFormat == Format::kInt8 ? reinterpret_cast<int8_t*>(out) : codes;
+    int8_t* const to = bits_of(kFormat) == 8 ? reinterpret_cast<int8_t*>(out) : codes;
     code_block<kFormat, kLogged>(args, block * args.block, a[block % 2], s, to, log);
     put_scale(args, block, s.scale);
-    if constexpr (kFormat != Format::kInt8) {
+    if constexpr (bits_of(kFormat) != 8) {
       pack<kFormat>(out, codes, args.block);
     }
   }
@@ -416,7 +426,7 @@ uint32_t quantize(const QuantizeArgs<T>& args, int64_t begin, int64_t end, UndoL
   alignas(64) float values[kLargestBlock];
   uint32_t most = 0;
 #if defined(__AVX512F__)
-  if constexpr (std::is_same_v<T, float> && kFormat != Format::kFp8) {
+  if constexpr (std::is_same_v<T, float>) {
     if (args.residual != nullptr && args.rng.state == nullptr && args.block % kLineBytes == 0) {
       const int64_t whole = args.numel / args.block < end ? args.numel / args.block : end;
       most = log == nullptr ? feed_blocks<kFormat, false>(args, begin, whole, log)
@@ -609,74 +619,6 @@ void dequantize(const DequantizeArgs<T>& args, int64_t begin, int64_t end) {
       for (int64_t i = 0; i < n; ++i) {
         out[i] = from_acc<T>(values[i]);
       }
-    }
-  }
-}
-
-// The largest key of n elements, which become floats in a, followed by zeros up to the end of the block.
-template <int64_t kBlock, typename T>
-MOE_INLINE uint32_t load_row_block(const T* __restrict x, int64_t n, float* __restrict a) {
-  int32_t most = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    a[i] = to_acc(x[i]);
-    const int32_t key = static_cast<int32_t>(key_of(a[i]));
-    most = key > most ? key : most;
-  }
-  for (int64_t i = n; i < kBlock; ++i) {
-    a[i] = 0;
-  }
-  return static_cast<uint32_t>(most);
-}
-
-template <typename T, RowFormat kRow>
-void quantize_rows(const QuantizeRowsArgs<T>& args, int64_t begin, int64_t end) {
-  constexpr int64_t kBlock = row_block(kRow);
-  alignas(64) float a[kBlock];
-  alignas(64) int8_t codes[kBlock];
-  for (int64_t row = begin; row < end; ++row) {
-    const T* const x = args.x + row * args.dim;
-    uint8_t* const out = args.rows + row * row_bytes(args.dim, kRow);
-    uint8_t* scale = out + args.dim;
-    for (int64_t first = 0; first < args.dim; first += kBlock, scale += scale_bytes(kRow)) {
-      const int64_t left = args.dim - first, n = left < kBlock ? left : kBlock;
-      // A size known to the compiler, where it can be.
-      const uint32_t key =
-          n == kBlock ? load_row_block<kBlock>(x + first, kBlock, a) : load_row_block<kBlock>(x + first, n, a);
-      const Scaling s = row_scaling<kRow>(key);
-      put_row_scale<kRow>(scale, key, s.scale);
-      if (key >= kInfinityKey<float>) {
-        __builtin_memset(out + first, 0, n);
-        continue;
-      }
-      encode<code_format(kRow), false>(a, nullptr, s, kBlock, codes);
-      if (n == kBlock) {
-        __builtin_memcpy(out + first, codes, kBlock);
-      } else {
-        __builtin_memcpy(out + first, codes, n);
-      }
-    }
-  }
-}
-
-template <typename T, RowFormat kRow>
-void dequantize_rows(const DequantizeRowsArgs<T>& args, int64_t begin, int64_t end) {
-  constexpr int64_t kBlock = row_block(kRow);
-  alignas(64) float values[kBlock];
-  alignas(64) uint8_t codes[kBlock] = {};
-  for (int64_t row = begin; row < end; ++row) {
-    const uint8_t* const from = args.rows + row * row_bytes(args.dim, kRow);
-    const uint8_t* scale = from + args.dim;
-    T* const out = args.out + row * args.dim;
-    for (int64_t first = 0; first < args.dim; first += kBlock, scale += scale_bytes(kRow)) {
-      const int64_t left = args.dim - first, n = left < kBlock ? left : kBlock;
-      __builtin_memcpy(codes, from + first, n);
-      decode<code_format(kRow)>(values, codes, get_row_scale<kRow>(scale), kBlock);
-      const auto put = [&](int64_t count) {
-        for (int64_t i = 0; i < count; ++i) {
-          out[first + i] = from_acc<T>(within<kRow, T>(values[i]));
-        }
-      };
-      n == kBlock ? put(kBlock) : put(n);
     }
   }
 }

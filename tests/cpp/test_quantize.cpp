@@ -2,6 +2,7 @@
 // the end.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -122,6 +123,88 @@ TEST_P(Quantisers, TakesAResidualBackBitForBit) {
           }
         }
       }
+    }
+  }
+}
+
+// Rows of every size of numbers: usual, near the ends of the range, subnormal, zeros of both signs, some not finite.
+template <typename T>
+std::vector<T> row_elements(int64_t n) {
+  std::vector<float> values = random_floats(n, 6);
+  std::vector<T> elements(n);
+  for (int64_t i = 0; i < n; ++i) {
+    const float sizes[] = {1.0f, 1e-5f, 1e-40f, 1e37f, 3e4f, 0.0f};
+    float value = values[i] * sizes[i / 128 % 6];
+    value = i % 1000 == 130 ? INFINITY : i % 1000 == 300 ? std::nanf("0x123") : i % 37 == 3 ? -0.0f : value;
+    elements[i] = from_acc<T>(value);
+  }
+  return elements;
+}
+
+template <typename T, quantize::RowFormat kRow>
+void expect_rows_as_elements(const quantize::Kernels& kernels, int64_t dim) {
+  constexpr int64_t kRows = 7, kBlock = quantize::row_block(kRow);
+  constexpr quantize::Format kFormat = quantize::code_format(kRow);
+  const std::string what = "format " + std::to_string(static_cast<int>(kRow)) + ", dim " + std::to_string(dim);
+  const int64_t row_bytes = quantize::row_bytes(dim, kRow);
+  const std::vector<T> x = row_elements<T>(kRows * dim);
+  std::vector<uint8_t> rows(kRows * row_bytes + 1, 7), expected = rows;
+  std::vector<T> back(kRows * dim + 1, T{}), expected_back = back;
+  for (int64_t row = 0; row < kRows; ++row) {
+    uint8_t* const codes = expected.data() + row * row_bytes;
+    for (int64_t first = 0; first < dim; first += kBlock) {
+      uint8_t* const scale = codes + dim + first / kBlock * quantize::scale_bytes(kRow);
+      const int64_t end = first + kBlock < dim ? first + kBlock : dim;
+      uint32_t key = 0;
+      for (int64_t i = first; i < end; ++i) {
+        key = std::max(key, key_of(to_acc(x[row * dim + i])));
+      }
+      const quantize::Scaling s = quantize::row_scaling<kRow>(key);
+      quantize::put_row_scale<kRow>(scale, key, s.scale);
+      for (int64_t i = first; i < end; ++i) {
+        const float a = to_acc(x[row * dim + i]);
+        const int8_t code = key >= kInfinityKey<float> ? int8_t{0} : quantize::code_of<kFormat, false>(a, s, 0);
+        codes[i] = static_cast<uint8_t>(code);
+        const float value = quantize::value_of<kFormat>(code, quantize::get_row_scale<kRow>(scale));
+        expected_back[row * dim + i] = from_acc<T>(quantize::within<kRow, T>(value));
+      }
+    }
+  }
+  const auto& table = kernels.of<T>();
+  table.quantize_rows[static_cast<int>(kRow)]({x.data(), rows.data(), dim}, 0, kRows);
+  ASSERT_EQ(rows, expected) << what;
+  table.dequantize_rows[static_cast<int>(kRow)]({back.data(), rows.data(), dim}, 0, kRows);
+  ASSERT_EQ(std::memcmp(back.data(), expected_back.data(), back.size() * sizeof(T)), 0) << what;
+}
+
+template <typename T>
+void expect_all_rows(const quantize::Kernels& kernels) {
+  for (const int64_t dim : {1, 15, 31, 32, 33, 127, 128, 129, 1000}) {
+    expect_rows_as_elements<T, quantize::RowFormat::kInt8>(kernels, dim);
+    expect_rows_as_elements<T, quantize::RowFormat::kFp8>(kernels, dim);
+    expect_rows_as_elements<T, quantize::RowFormat::kMx>(kernels, dim);
+  }
+}
+
+TEST_P(Quantisers, CodesRowsElementByElement) {
+  const quantize::Kernels& kernels = quantize::table(GetParam());
+  expect_all_rows<float>(kernels);
+  expect_all_rows<BFloat16>(kernels);
+  expect_all_rows<Half>(kernels);
+}
+
+TEST_P(Quantisers, DecodesEveryByteOfARow) {
+  const quantize::Kernels& kernels = quantize::table(GetParam());
+  for (uint32_t byte = 0; byte < 256; ++byte) {
+    for (const float scale : {1.0f, 0.037f, 1e-39f, 3e38f}) {
+      const uint32_t bits = bit_cast<uint32_t>(scale);
+      const auto code = static_cast<uint8_t>(byte);
+      const uint8_t row[5] = {
+          code, static_cast<uint8_t>(bits), static_cast<uint8_t>(bits >> 8), static_cast<uint8_t>(bits >> 16),
+          static_cast<uint8_t>(bits >> 24)};
+      float value = 0;
+      kernels.f32.dequantize_rows[static_cast<int>(quantize::RowFormat::kFp8)]({&value, row, 1}, 0, 1);
+      ASSERT_EQ(value, quantize::from_e4m3(byte) * scale) << byte;
     }
   }
 }
