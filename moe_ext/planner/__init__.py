@@ -1,9 +1,10 @@
 """Plans of training: sizes of models, rates of processors, and the placement that takes least."""
 
 from moe_ext.distributed.cost_table import CodecRate, CostTable
+from moe_ext.planner.applied import Applied
 from moe_ext.planner.cluster import CLUSTERS, ClusterSpec, Level
 from moe_ext.planner.cost import CostModel, Job, exchange_bytes, gradient_bytes
-from moe_ext.planner.plan import Applied, Plan, plan
+from moe_ext.planner.plan import Plan, plan
 from moe_ext.planner.presets import PRESETS, ModelSpec, preset
 from moe_ext.planner.report import html_report
 from moe_ext.planner.search import Found, SearchResult, search

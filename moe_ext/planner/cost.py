@@ -324,8 +324,8 @@ class CostModel:
         copies, edp = self._data(c) * c["cp"], self._stage(c) / c["ep"]
         size = float(self.job.itemsize)
         once = self._ring(copies, c["tp"], dense * size) + self._ring(edp, c["ep"], experts * size)
-        # FSDP2 gathers for each pass of each micro-batch, and reduces each.
-        times = torch.where(c["zero"] == 3, 3.0 * self.num_micro_batches(c), 2.0)
+        # FSDP2 gathers for each micro-batch, with ZeRO 3 for each pass of it, and reduces each.
+        times = torch.where(c["zero"] >= 2, c["zero"] * self.num_micro_batches(c), 2.0)
         return once * times
 
     def update(self, c: Columns) -> Tensor:
@@ -386,10 +386,13 @@ class CostModel:
         state = _state_bytes(size)
         # ZeRO 1 shares the state of dense parameters alone, as `Applied.optimizers` does.
         held = torch.where(c["zero"] >= 1, dense / copies, dense)
-        optimizer = state * (held + torch.where(c["zero"] == 3, experts / edp, experts))
-        whole = torch.where(c["zero"] == 3, dense / copies + experts / edp, dense + experts)
+        is_fsdp = c["zero"] >= 2
+        optimizer = state * (held + torch.where(is_fsdp, experts / edp, experts))
+        whole = torch.where(is_fsdp, dense / copies + experts / edp, dense + experts)
         per_layer = (dense + experts) / torch.ceil(m.num_layers / c["pp"])
-        gathered = torch.where(c["zero"] == 3, 2.0 * size * per_layer, 0.0)
+        # Weights and gradients of a layer; with ZeRO 2 weights of all until the backward pass.
+        weights = torch.where(c["zero"] == 3, per_layer, dense + experts)
+        gathered = torch.where(is_fsdp, size * (weights + per_layer), 0.0)
         rows = m.top_k * self._imbalance(c)
         up = 2 + m.gated_experts
         moe = rows * ((m.model_dim + up * m.ffn_dim) * size + 28)

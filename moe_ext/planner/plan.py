@@ -8,15 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
-from moe_ext.distributed import MoEMesh, fully_shard, sync_gradients
-from moe_ext.distributed.gradients import gradient_buckets
-from moe_ext.distributed.placement import sharded_parameters
+from moe_ext.planner.applied import Applied, apply_plan
 from moe_ext.planner.cluster import ClusterSpec
-from moe_ext.planner.cost import CostModel, Job, exchange_bytes, gradient_bytes
+from moe_ext.planner.cost import CostModel, Job
 from moe_ext.planner.presets import ModelSpec
 from moe_ext.planner.search import Choice, Found, columns_of, search
 from moe_ext.planner.spec import model_spec
@@ -30,7 +26,7 @@ _REMEDIES = {
     "weights": "more pp, tp or ep, ZeRO 3, or processors with more memory",
     "gradients": "more pp, tp or ep, ZeRO 3, or processors with more memory",
     "optimizer": "ZeRO 1 over more copies, more pp, or processors with more memory",
-    "gathered": "ZeRO 1, or smaller layers by tp",
+    "gathered": "ZeRO 1 or 3, or smaller layers by tp",
     "activations": "recompute, smaller micro-batches, more cp or tp, or more memory",
     "dispatch": "smaller micro-batches, even routing, or more memory",
     "logits": "smaller micro-batches, more cp or tp",
@@ -45,96 +41,6 @@ _REMEDIES = {
     "gradient messages": "less ZeRO, a larger global batch, or a quicker network",
     "idle pipeline": "more micro-batches, less pp, or zb-h1",
 }
-
-
-@dataclass(frozen=True)
-class Applied:
-    """A model in the placement of a plan.
-
-    Attributes:
-        model: the one given.
-        mesh: of the job.
-        plan: that was applied.
-    """
-
-    model: nn.Module
-    mesh: MoEMesh
-    plan: Plan
-
-    def sent_bytes(self, routing: Sequence[Sequence[Tensor]]) -> dict[str, int]:
-        """Bytes that this rank sends in a step of training, as `count_traffic` counts them.
-
-        Rows to experts and back, their gradients, and the means of gradients; not FSDP2's own
-        messages, which nothing counts.
-
-        Args:
-            routing: for each layer with experts of each micro-batch, the experts `[T, K]` that the
-                tokens of every rank of the expert-parallel group choose.
-
-        Returns:
-            Bytes of "rows" and "gradients".
-
-        Raises:
-            ValueError: the plan's dispatcher is "hierarchical", whose hops are not foretold.
-        """
-        choice = self.plan.choice
-        ep = int(choice["ep"] or 1)
-        options: dict[str, Any] = {
-            "num_experts": self.plan.model.num_experts,
-            "model_dim": self.plan.model.model_dim,
-            "dispatcher": choice["dispatcher"],
-            "wire": choice["wire"],
-            "combine": choice["combine"],
-            "dtype": getattr(torch, self.plan.job.dtype),
-            "weighed": False,
-        }
-        here = self.mesh.ep_rank
-        rows = 0
-        for each in routing if ep > 1 else ():
-            forward = exchange_bytes(each, here, **options)
-            rows += forward * (2 if choice["recompute"] else 1)
-            rows += exchange_bytes(each, here, backward=True, **options)
-        return {"rows": rows, "gradients": 0 if choice["zero"] == 3 else self._gradient_bytes()}
-
-    def optimizers(self, cls: type[Optimizer], **options: Any) -> list[Optimizer]:
-        """Optimizers of the model, to be stepped one after another.
-
-        With ZeRO 1 the first is a `ZeroRedundancyOptimizer` of the dense parameters, each of which
-        has its state on one rank; experts have theirs where they are.
-
-        Args:
-            cls: of the optimizer, such as ``torch.optim.AdamW``.
-            options: of it.
-        """
-        if self.plan.choice["zero"] != 1 or self.plan.job.num_ranks == 1:
-            return [cls([p for p in self.model.parameters() if p.requires_grad], **options)]
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        dense, experts = (
-            [p for p in held if p.requires_grad] for held in (self._dense(), self._sharded())
-        )
-        found: list[Optimizer] = [ZeroRedundancyOptimizer(dense, cls, **options)]
-        return [*found, cls(experts, **options)] if experts else found
-
-    def _sharded(self) -> list[nn.Parameter]:
-        return [parameter for parameter, _ in sharded_parameters(self.model).values()]
-
-    def _dense(self) -> list[nn.Parameter]:
-        experts = {id(parameter) for parameter in self._sharded()}
-        return [p for p in self.model.parameters() if id(p) not in experts]
-
-    def _gradient_bytes(self) -> int:
-        both = (self._dense(), self.plan.job.num_ranks), (self._sharded(), self.mesh.edp_size)
-        total = 0
-        for held, copies in both:
-            buckets = gradient_buckets([p for p in held if p.requires_grad])
-            total += gradient_bytes([sum(p.nbytes for p in each) for each in buckets], copies)
-        return total
-
-    def sync_gradients(self) -> None:
-        """Average gradients after the last backward pass of a step; FSDP2 has done it before."""
-        if self.plan.choice["zero"] != 3:
-            sync_gradients(self.model)
 
 
 @dataclass(frozen=True)
@@ -276,8 +182,9 @@ class Plan:
         """Put a model into the plan's placement; every rank calls it with the same model.
 
         The experts of a transformers model are spread over the ranks and run by moe_ext
-        (`moe_ext.replace`), layers are computed again where the plan says so. ZeRO 3 is FSDP2, ZeRO
-        1 is in the optimizers that `Applied.optimizers` makes.
+        (`moe_ext.replace`), layers are computed again where the plan says so. ZeRO 2 and 3 are
+        FSDP2, 2 with weights that stay gathered from a forward pass to its backward pass. ZeRO 1 is
+        in the optimizers that `Applied.optimizers` makes.
 
         Args:
             model: a transformers model, before its optimizer is made.
@@ -289,31 +196,7 @@ class Plan:
             ValueError: the plan has pipeline stages, tp or cp, which want a model cut up by its
                 author; nothing is changed.
         """
-        from moe_ext.integrations.huggingface import replace
-
-        wanted = {"pp": (1,), "tp": (1,), "cp": (1,), "zero": (0, 1, 3)}
-        for name, values in wanted.items():
-            if self.choice[name] not in values:
-                raise ValueError(
-                    f"Plan.apply: expected {name} to be {' or '.join(map(str, values))}, got "
-                    f"{self.choice[name]}: plan with fixed={{'{name}': {values[0]}}}, or build it "
-                    "by MoEMesh, moe_ext.pipeline and moe_ext.attention.prepare_model"
-                )
-        ep = int(self.choice["ep"] or 1)
-        mesh = MoEMesh(ep=ep, dp=self.job.num_ranks // ep)
-        if self.model.num_experts:
-            replace(
-                model,
-                ep_group=mesh.ep_group if ep > 1 else None,
-                dispatcher=str(self.choice["dispatcher"]),
-                combine=str(self.choice["combine"]),
-                wire=self.choice["wire"],  # type: ignore[arg-type]
-            )
-        if self.choice["recompute"]:
-            model.gradient_checkpointing_enable()  # type: ignore[operator]
-        if self.choice["zero"] == 3:
-            fully_shard(model, mesh)
-        return Applied(model, mesh, self)
+        return apply_plan(self, model)
 
     def __str__(self) -> str:
         named = ", ".join(f"{name}={value}" for name, value in self.choice.items())

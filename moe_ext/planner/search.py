@@ -143,7 +143,7 @@ def _options(cost: CostModel, wires: Sequence[int]) -> Tensor:
         if way != "alltoall" or back == "exact"
     ]
     ways = ways if cost.model.num_experts else [(0, 0, 0)]
-    rows = itertools.product(range(len(SCHEDULES)), (0, 1, 3), (0, 1), ways)
+    rows = itertools.product(range(len(SCHEDULES)), (0, 1, 2, 3), (0, 1), ways)
     return torch.tensor([(s, z, r, *way) for s, z, r, way in rows])
 
 
@@ -162,8 +162,8 @@ def _expand(cost: CostModel, mesh: Tensor, options: Tensor) -> Columns:
     keep &= (c["ep"] > 1) | plain
     nodes = (c["ep"] > inner) & (c["ep"] % inner == 0)
     keep &= (c["dispatcher"] != DISPATCHERS.index("hierarchical")) | nodes
-    # Our pipelines run stages without ZeRO 3: it would gather for each micro-batch.
-    keep &= (c["zero"] != 3) | (c["pp"] == 1)
+    # Our pipelines run stages without FSDP2: it would reduce for each micro-batch.
+    keep &= (c["zero"] < 2) | (c["pp"] == 1)
     return {name: column[keep] for name, column in c.items()}
 
 
