@@ -8,7 +8,7 @@ from moe_ext.compression import Outliers, TwoOfFour
 
 ROWS, COLUMNS = 8192, 4096
 DENSITIES = (0.1, 0.25, 0.5)
-TOKENS = (1, 4, 16)
+TOKENS = (1, 2, 4, 16)
 
 
 def kept_at(weight: torch.Tensor, density: float) -> torch.Tensor:

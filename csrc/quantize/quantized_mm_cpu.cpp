@@ -56,7 +56,7 @@ void multiply(
     }
   }
   const float* tokens = bits == 4 ? halves.data() : wide.data();
-  const auto row = bits == 4 ? kernels().row4 : kernels().row8;
+  const auto rows = bits == 4 ? kernels().rows4 : kernels().rows8;
   // Asked for once: each call goes through torch's C interface.
   const uint8_t* of_rows = data<const uint8_t>(codes);
   const float* of_blocks = data<const float>(scales);
@@ -65,13 +65,13 @@ void multiply(
   const int64_t* first = data<const int64_t>(offsets);
   T* results = data<T>(out);
   parallel_for(0, num_rows, grain_size(row_bytes), [&](int64_t begin, int64_t end) {
-    std::vector<float> sums(num_tokens);
+    std::vector<float> sums((end - begin) * num_tokens);
+    rows(
+        {of_rows + begin * row_bytes, of_blocks + begin * num_blocks, tokens, sums.data(), end - begin, num_tokens, dim,
+         dim / num_blocks});
     for (int64_t m = begin; m < end; ++m) {
-      row(
-          {of_rows + m * row_bytes, of_blocks + m * num_blocks, tokens, sums.data(), num_tokens, dim,
-           dim / num_blocks});
       for (int64_t t = 0; t < num_tokens; ++t) {
-        float sum = sums[t];
+        float sum = sums[(m - begin) * num_tokens + t];
         for (int64_t i = first[m]; i < first[m + 1]; ++i) {
           sum += to_acc(exact[i]) * wide[t * dim + column_of[i]];
         }

@@ -1,5 +1,5 @@
-// One row of a matrix of 8 or 4 bits times some tokens, compiled once per instruction set. What is read once from
-// memory is made float in registers and multiplied with up to four tokens. Sums go through 16 lanes, within a block and
+// Rows of a matrix of 8 or 4 bits times some tokens, compiled once per instruction set. What is read once from memory
+// is made float in registers and multiplied with up to four tokens. Sums go through 16 lanes, within a block and
 // over the blocks, and products are rounded before they are added: the same bits everywhere.
 #include "quantize/quantized_mm_tables.h"
 
@@ -12,6 +12,12 @@ namespace {
 
 constexpr int64_t kLanes = 16;
 constexpr int64_t kTokens = 4;
+// As many as sums of all of them and of four tokens have registers.
+#if defined(__AVX512F__)
+constexpr int64_t kRowsAtOnce = 2;
+#else
+constexpr int64_t kRowsAtOnce = 1;
+#endif
 constexpr int64_t kAhead = 4096; // bytes; a row is short for the processor's own prefetcher
 
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
@@ -41,61 +47,92 @@ MOE_INLINE void load_bytes(Ints* to, const uint8_t* from) {
 #endif
 }
 
-template <int kBits, int kCount>
-MOE_INLINE void row_tokens(const RowArgs& args, int64_t first_token) {
-  const float* x = args.x + first_token * args.dim;
-  const float* scale = args.scales;
-  Floats sums[kCount] = {};
+// kRows rows from the first one on times kCount tokens from the first one on: what is loaded of the tokens serves all
+// rows.
+template <int kBits, int kRows, int kCount>
+MOE_INLINE void multiply(const RowsArgs& args, int64_t first_row, int64_t first_token) {
+  const int64_t row_bytes = args.dim * kBits / 8, num_blocks = args.dim / args.block;
+  const uint8_t* const codes = args.codes + first_row * row_bytes;
+  const float* const x = args.x + first_token * args.dim;
+  const float* scale = args.scales + first_row * num_blocks;
+  Floats sums[kRows][kCount] = {};
   for (int64_t begin = 0; begin < args.dim; begin += args.block, ++scale) {
     // Two sums, so that an addition need not wait for the last one.
-    Floats even[kCount] = {}, odd[kCount] = {};
+    Floats even[kRows][kCount] = {}, odd[kRows][kCount] = {};
     for (int64_t i = begin; i < begin + args.block; i += 2 * kLanes) {
-      __builtin_prefetch(args.codes + i * kBits / 8 + kAhead);
-      Ints low, high;
-      load_bytes(&low, args.codes + i * kBits / 8);
-      if constexpr (kBits == 4) {
-        // Arithmetic shifts: the low half of a byte and the high one.
-        high = low >> 4;
-        low = (low << 28) >> 28;
-      } else {
-        load_bytes(&high, args.codes + i + kLanes);
+      Floats first[kRows], second[kRows];
+      for (int r = 0; r < kRows; ++r) {
+        const uint8_t* const at = codes + r * row_bytes + i * kBits / 8;
+        __builtin_prefetch(at + kAhead);
+        Ints low, high;
+        load_bytes(&low, at);
+        if constexpr (kBits == 4) {
+          // Arithmetic shifts: the low half of a byte and the high one.
+          high = low >> 4;
+          low = (low << 28) >> 28;
+        } else {
+          load_bytes(&high, at + kLanes);
+        }
+        first[r] = __builtin_convertvector(low, Floats);
+        second[r] = __builtin_convertvector(high, Floats);
       }
-      const Floats first = __builtin_convertvector(low, Floats), second = __builtin_convertvector(high, Floats);
       for (int t = 0; t < kCount; ++t) {
         Floats near, far;
         load(&near, x + t * args.dim + i);
         load(&far, x + t * args.dim + i + kLanes);
-        even[t] += first * near;
-        odd[t] += second * far;
+        for (int r = 0; r < kRows; ++r) {
+          even[r][t] += first[r] * near;
+          odd[r][t] += second[r] * far;
+        }
       }
     }
-    for (int t = 0; t < kCount; ++t) {
-      sums[t] += (even[t] + odd[t]) * *scale;
+    for (int r = 0; r < kRows; ++r) {
+      for (int t = 0; t < kCount; ++t) {
+        sums[r][t] += (even[r][t] + odd[r][t]) * scale[r * num_blocks];
+      }
     }
   }
-  for (int t = 0; t < kCount; ++t) {
-    float sum = 0;
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      sum += sums[t][lane];
+  for (int r = 0; r < kRows; ++r) {
+    for (int t = 0; t < kCount; ++t) {
+      float sum = 0;
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        sum += sums[r][t][lane];
+      }
+      args.sums[(first_row + r) * args.num_tokens + first_token + t] = sum;
     }
-    args.sums[first_token + t] = sum;
+  }
+}
+
+template <int kBits, int kRows>
+MOE_INLINE void multiply_rows(const RowsArgs& args, int64_t first_row) {
+  int64_t t = 0;
+  for (; t + kTokens <= args.num_tokens; t += kTokens) {
+    multiply<kBits, kRows, kTokens>(args, first_row, t);
+  }
+  switch (args.num_tokens - t) {
+    case 3:
+      return multiply<kBits, kRows, 3>(args, first_row, t);
+    case 2:
+      return multiply<kBits, kRows, 2>(args, first_row, t);
+    case 1:
+      return multiply<kBits, kRows, 1>(args, first_row, t);
   }
 }
 
 template <int kBits>
-void row(const RowArgs& args) {
-  int64_t t = 0;
-  for (; t + kTokens <= args.num_tokens; t += kTokens) {
-    row_tokens<kBits, kTokens>(args, t);
+void rows(const RowsArgs& args) {
+  int64_t row = 0;
+  for (; row + kRowsAtOnce <= args.num_rows; row += kRowsAtOnce) {
+    multiply_rows<kBits, kRowsAtOnce>(args, row);
   }
-  for (; t < args.num_tokens; ++t) {
-    row_tokens<kBits, 1>(args, t);
+  for (; row < args.num_rows; ++row) {
+    multiply_rows<kBits, 1>(args, row);
   }
 }
 
 } // namespace
 
 extern const Kernels kernel_table;
-const Kernels kernel_table = {row<8>, row<4>};
+const Kernels kernel_table = {rows<8>, rows<4>};
 
 } // namespace moe_ext::quantized_mm::MOE_ISA

@@ -29,7 +29,7 @@ def quantized(bits, dtype, num_rows=37, dim=256, count=11):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("num_tokens", [0, 1, 3, 4, 9])
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 4, 6])
 @pytest.mark.every_isa
 def test_codes_equal_the_reference(backend, num_tokens, bits, dtype):
     x = torch.randn(num_tokens, 256).to(backend, dtype)
