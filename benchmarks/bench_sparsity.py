@@ -5,10 +5,13 @@ from _harness import Table, copy_of, interleaved, milliseconds, ratio
 
 from moe_ext import ops
 from moe_ext.compression import Outliers, TwoOfFour
+from moe_ext.compression.packed_experts import _Coded, _Kept
 
 ROWS, COLUMNS = 8192, 4096
 DENSITIES = (0.1, 0.25, 0.5)
 TOKENS = (1, 2, 4, 16)
+EXPERT = 4096, 1024
+EXPERT_ROWS = (2, 4, 8, 16, 32)
 
 
 def kept_at(weight: torch.Tensor, density: float) -> torch.Tensor:
@@ -117,6 +120,33 @@ def product_rows() -> list[tuple[str, ...]]:
     return rows
 
 
+def expert_rows() -> list[tuple[str, ...]]:
+    """An expert's product with packed weights over one with weights that are unpacked for it."""
+    weight = torch.randn(EXPERT).bfloat16()
+    kinds = {
+        "int8, 0.5 % exact": _Coded.of(weight, 8, 128, 0.005),
+        "int4, 0.5 % exact": _Coded.of(weight, 4, 128, 0.005),
+        "mask, density 0.1": _Kept.of(weight * kept_at(weight, 0.1)),
+        "mask, density 0.5": _Kept.of(weight * kept_at(weight, 0.5)),
+    }
+    found = []
+    for name, packed in kinds.items():
+        cells = []
+        for num_rows in EXPERT_ROWS:
+            x = torch.randn(num_rows, EXPERT[1]).bfloat16()
+            times = interleaved(
+                {
+                    "packed": lambda x=x, packed=packed: packed.product(x),
+                    "dense": lambda x=x, packed=packed: torch.nn.functional.linear(
+                        x, packed.dense().to(x.dtype)
+                    ),
+                }
+            )
+            cells.append(ratio(times["packed"], times["dense"]))
+        found.append((name, *cells))
+    return found
+
+
 def tables() -> list[Table]:
     """The tables of docs/benchmarks.md."""
     travels = (
@@ -129,9 +159,16 @@ def tables() -> list[Table]:
         "where there is), and packed. *bytes* are those of the weight as it is read. Above one, "
         "*dense / ours* says that packing pays."
     )
+    unpacked = (
+        f"A weight of {EXPERT[0]} x {EXPERT[1]} times the rows of one expert: time with the packed "
+        "weight over that of unpacking it and a dense product. `PackedExperts` unpacks codes above "
+        f"{_Coded.few_rows} rows and masks above {_Kept.few_rows}."
+    )
+    experts = ("weight", *(f"{n} rows" for n in EXPERT_ROWS))
     packing = ("what", "bytes", "pack ms", "unpack ms", "index ms", "copy ms")
     products = ("weight", "tokens", "bytes", "ms", "dense / ours")
     return [
         Table("Sparse messages", travels, packing, packing_rows()),
         Table("Products with packed weights", reads, products, product_rows()),
+        Table("Rows of a packed expert", unpacked, experts, expert_rows()),
     ]

@@ -108,9 +108,9 @@ constexpr int64_t kRows = 16;
 template <typename T, typename Bits>
 void multiply(
     const Tensor& out, const Tensor& values, const Tensor& bitmap, const Tensor& x, const std::vector<int64_t>& first,
-    void (*row)(const RowArgs& args, const Bits* values)) {
-  const int64_t num_tokens = x.size(0), dim = x.size(1), num_rows = bitmap.size(0), row_bytes = dim / 8;
-  std::vector<float> wide(num_tokens * dim);
+    void (*rows)(const RowsArgs& args, const Bits* values)) {
+  const int64_t num_tokens = x.size(0), dim = x.size(1), num_rows = bitmap.size(0);
+  std::vector<float> wide(num_tokens * dim + kReadBehind);
   const T* tokens = data<const T>(x);
   const uint8_t* of_rows = data<const uint8_t>(bitmap);
   const Bits* kept = data<const Bits>(values);
@@ -119,14 +119,12 @@ void multiply(
     wide[i] = to_acc(tokens[i]);
   }
   parallel_for(0, static_cast<int64_t>(first.size()) - 1, 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> sums(num_tokens);
-    int64_t place = first[begin];
-    for (int64_t m = begin * kRows; m < std::min(num_rows, end * kRows); ++m) {
-      const uint8_t* bits = of_rows + m * row_bytes;
-      row({bits, wide.data(), sums.data(), num_tokens, dim}, kept + place);
-      place += kernels().count(bits, row_bytes);
+    const int64_t start = begin * kRows, count = std::min(num_rows, end * kRows) - start;
+    std::vector<float> sums(count * num_tokens);
+    rows({of_rows + start * (dim / 8), wide.data(), sums.data(), count, num_tokens, dim}, kept + first[begin]);
+    for (int64_t m = 0; m < count; ++m) {
       for (int64_t t = 0; t < num_tokens; ++t) {
-        results[t * num_rows + m] = from_acc<T>(sums[t]);
+        results[t * num_rows + start + m] = from_acc<T>(sums[m * num_tokens + t]);
       }
     }
   });
@@ -150,9 +148,9 @@ Tensor masked_mm_cpu(
       " bits that are set, got ", packed.numel());
   Tensor out = new_empty(tokens, {tokens.size(0), num_rows});
   if (tokens.scalar_type() == ScalarType::BFloat16) {
-    multiply<BFloat16, uint16_t>(out, packed, bits, tokens, first, kernels().row_bf16);
+    multiply<BFloat16, uint16_t>(out, packed, bits, tokens, first, kernels().rows_bf16);
   } else {
-    multiply<float, uint32_t>(out, packed, bits, tokens, first, kernels().row_f32);
+    multiply<float, uint32_t>(out, packed, bits, tokens, first, kernels().rows_f32);
   }
   return out;
 }

@@ -175,6 +175,8 @@ MOE_INLINE float value_of(uint16_t bits) {
 }
 
 #if defined(__AVX512F__)
+constexpr int kRowsAtOnce = 2; // that share what is loaded of the tokens
+
 MOE_INLINE __m512 values_of(__m512i widened, const uint32_t*) {
   return _mm512_castsi512_ps(widened);
 }
@@ -183,58 +185,105 @@ MOE_INLINE __m512 values_of(__m512i widened, const uint16_t*) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(widened, 16));
 }
 
-template <int kCount, typename Bits>
-MOE_INLINE void row_tokens(const RowArgs& args, const Bits* values, int64_t first_token) {
-  __m512 sums[kCount];
-  for (int t = 0; t < kCount; ++t) {
-    sums[t] = _mm512_setzero_ps();
+// kRows rows from the first one on, whose values begin at values[r], times kCount tokens from the first one on.
+template <int kRows, int kCount, typename Bits>
+MOE_INLINE void multiply(const RowsArgs& args, const Bits* const* row_values, int64_t first_row, int64_t first_token) {
+  __m512 sums[kRows][kCount];
+  const Bits* values[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    values[r] = row_values[r];
+    for (int t = 0; t < kCount; ++t) {
+      sums[r][t] = _mm512_setzero_ps();
+    }
   }
-  const float* x = args.x + first_token * args.dim;
+  const uint8_t* const bitmap = args.bitmap + first_row * (args.dim / 8);
+  const float* const x = args.x + first_token * args.dim;
   for (int64_t i = 0; i < args.dim; i += kWord) {
-    const uint64_t word = word_at(args.bitmap, i, args.dim);
-    for (int64_t lane = 0; lane < kWord && word >> lane != 0; lane += kLanes) {
-      const __mmask16 mask = static_cast<__mmask16>(word >> lane);
-      const int marks = __builtin_popcount(mask);
-      const __m512 row = values_of(_mm512_maskz_expand_epi32(mask, some_widened(values, first(marks))), values);
-      values += marks;
+    uint64_t words[kRows], any = 0;
+    for (int r = 0; r < kRows; ++r) {
+      words[r] = word_at(bitmap + r * (args.dim / 8), i, args.dim);
+      any |= words[r];
+    }
+    for (int64_t lane = 0; lane < kWord && any >> lane != 0; lane += kLanes) {
+      __m512 of_tokens[kCount];
       for (int t = 0; t < kCount; ++t) {
-        // An element that is not kept is not looked at: infinity times zero would be NaN.
-        const __m512 of_token = _mm512_maskz_loadu_ps(mask, x + t * args.dim + i + lane);
-        sums[t] = _mm512_mask_add_ps(sums[t], mask, sums[t], _mm512_mul_ps(row, of_token));
+        of_tokens[t] = _mm512_loadu_ps(x + t * args.dim + i + lane);
+      }
+      for (int r = 0; r < kRows; ++r) {
+        const __mmask16 mask = static_cast<__mmask16>(words[r] >> lane);
+        const int marks = __builtin_popcount(mask);
+        const __m512i some = some_widened(values[r], first(marks));
+        const __m512 row = values_of(_mm512_maskz_expand_epi32(mask, some), values[r]);
+        values[r] += marks;
+        for (int t = 0; t < kCount; ++t) {
+          // An element that is not kept is not looked at: infinity times zero would be NaN.
+          sums[r][t] = _mm512_mask_add_ps(sums[r][t], mask, sums[r][t], _mm512_mul_ps(row, of_tokens[t]));
+        }
       }
     }
   }
-  for (int t = 0; t < kCount; ++t) {
-    alignas(64) float lanes[kSums];
-    _mm512_store_ps(lanes, sums[t]);
-    args.sums[first_token + t] = sum_of(lanes);
+  for (int r = 0; r < kRows; ++r) {
+    for (int t = 0; t < kCount; ++t) {
+      alignas(64) float lanes[kSums];
+      _mm512_store_ps(lanes, sums[r][t]);
+      args.sums[(first_row + r) * args.num_tokens + first_token + t] = sum_of(lanes);
+    }
   }
 }
 #else
-template <int kCount, typename Bits>
-MOE_INLINE void row_tokens(const RowArgs& args, const Bits* values, int64_t first_token) {
+constexpr int kRowsAtOnce = 1;
+
+template <int kRows, int kCount, typename Bits>
+MOE_INLINE void multiply(const RowsArgs& args, const Bits* const* row_values, int64_t first_row, int64_t first_token) {
+  static_assert(kRows == 1);
   float lanes[kCount][kSums] = {};
   const float* x = args.x + first_token * args.dim;
-  for_marks(args.bitmap, args.dim, [&](int64_t place, int64_t i) {
-    const float value = value_of(values[place]);
+  for_marks(args.bitmap + first_row * (args.dim / 8), args.dim, [&](int64_t place, int64_t i) {
+    const float value = value_of(row_values[0][place]);
     for (int t = 0; t < kCount; ++t) {
       lanes[t][i % kSums] += value * x[t * args.dim + i];
     }
   });
   for (int t = 0; t < kCount; ++t) {
-    args.sums[first_token + t] = sum_of(lanes[t]);
+    args.sums[first_row * args.num_tokens + first_token + t] = sum_of(lanes[t]);
   }
 }
 #endif
 
-template <typename Bits>
-void row_product(const RowArgs& args, const Bits* values) {
+// Returns where the next row's values begin.
+template <int kRows, typename Bits>
+MOE_INLINE const Bits* multiply_rows(const RowsArgs& args, const Bits* values, int64_t first_row) {
+  const Bits* row_values[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    row_values[r] = values;
+    values += count_bits(args.bitmap + (first_row + r) * (args.dim / 8), args.dim / 8);
+  }
   int64_t t = 0;
   for (; t + kTokens <= args.num_tokens; t += kTokens) {
-    row_tokens<kTokens>(args, values, t);
+    multiply<kRows, kTokens>(args, row_values, first_row, t);
   }
-  for (; t < args.num_tokens; ++t) {
-    row_tokens<1>(args, values, t);
+  switch (args.num_tokens - t) {
+    case 3:
+      multiply<kRows, 3>(args, row_values, first_row, t);
+      break;
+    case 2:
+      multiply<kRows, 2>(args, row_values, first_row, t);
+      break;
+    case 1:
+      multiply<kRows, 1>(args, row_values, first_row, t);
+      break;
+  }
+  return values;
+}
+
+template <typename Bits>
+void multiply_all(const RowsArgs& args, const Bits* values) {
+  int64_t row = 0;
+  for (; row + kRowsAtOnce <= args.num_rows; row += kRowsAtOnce) {
+    values = multiply_rows<kRowsAtOnce>(args, values, row);
+  }
+  for (; row < args.num_rows; ++row) {
+    values = multiply_rows<1>(args, values, row);
   }
 }
 
@@ -245,7 +294,7 @@ constexpr MaskKernels<Bits> kMaskKernels = {pack_bits<Bits>, pack<Bits>, unpack<
 
 extern const Kernels kernel_table;
 const Kernels kernel_table = {
-    kMaskKernels<uint8_t>, kMaskKernels<uint16_t>, kMaskKernels<uint32_t>, kMaskKernels<uint64_t>, count_bits,
-    row_product<uint32_t>, row_product<uint16_t>};
+    kMaskKernels<uint8_t>,  kMaskKernels<uint16_t>, kMaskKernels<uint32_t>, kMaskKernels<uint64_t>, count_bits,
+    multiply_all<uint32_t>, multiply_all<uint16_t>};
 
 } // namespace moe_ext::mask::MOE_ISA

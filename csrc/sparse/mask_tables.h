@@ -17,11 +17,15 @@ struct MaskKernels {
   int64_t (*unpack)(Bits* out, const Bits* packed, const uint8_t* bitmap, int64_t n);
 };
 
-// One row of a pruned matrix times tokens.
-struct RowArgs {
-  const uint8_t* bitmap; // of the row, dim bits, a multiple of 8
-  const float* x;        // [num_tokens, dim]
-  float* sums;           // [num_tokens]
+// Floats behind the tokens that can be read.
+constexpr int64_t kReadBehind = 8;
+
+// Rows of a pruned matrix times tokens.
+struct RowsArgs {
+  const uint8_t* bitmap; // [num_rows, dim / 8]; dim is a multiple of 8
+  const float* x;        // [num_tokens, dim], and kReadBehind more
+  float* sums;           // [num_rows, num_tokens]
+  int64_t num_rows;
   int64_t num_tokens;
   int64_t dim;
 };
@@ -32,9 +36,9 @@ struct Kernels {
   MaskKernels<uint32_t> b32;
   MaskKernels<uint64_t> b64;
   int64_t (*count)(const uint8_t* bitmap, int64_t num_bytes);
-  // values: the marked ones of the row, in float32 or bfloat16. Sums go through 16 lanes.
-  void (*row_f32)(const RowArgs& args, const uint32_t* values);
-  void (*row_bf16)(const RowArgs& args, const uint16_t* values);
+  // values: the marked ones of the rows, in float32 or bfloat16. Sums go through 16 lanes.
+  void (*rows_f32)(const RowsArgs& args, const uint32_t* values);
+  void (*rows_bf16)(const RowsArgs& args, const uint16_t* values);
 };
 
 } // namespace moe_ext::mask

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,6 @@ from moe_ext import ops
 from moe_ext._checks import check_choice
 from moe_ext.nn import GroupedExperts
 from moe_ext.nn.expert_activation import run_activation
-
-# Rows of one expert above which its weight is unpacked once, for a dense product.
-FEW_ROWS = 16
 
 _OP = "PackedExperts"
 
@@ -32,6 +30,9 @@ class _Coded:
     columns: Tensor
     offsets: Tensor
     bits: int
+
+    # Rows above which the weight is unpacked once, for a dense product (`run.py sparsity`).
+    few_rows: ClassVar[int] = 16
 
     @classmethod
     def of(cls, weight_MK: Tensor, bits: int, block: int, fraction: float) -> _Coded:
@@ -79,6 +80,8 @@ class _Kept:
 
     values: Tensor
     bitmap: Tensor
+
+    few_rows: ClassVar[int] = 4
 
     @classmethod
     def of(cls, weight_MK: Tensor) -> _Kept:
@@ -189,7 +192,7 @@ class PackedExperts(nn.Module):
 
     def _product(self, place: int, expert: int, x: Tensor) -> Tensor:
         weight, bias_EM = self._weights[place][expert], self._biases[place]
-        if x.shape[0] <= FEW_ROWS:
+        if x.shape[0] <= weight.few_rows:
             out = weight.product(x)
         else:
             out = nn.functional.linear(x, weight.dense().to(x.dtype))
