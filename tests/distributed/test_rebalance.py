@@ -1,5 +1,6 @@
 """Experts that travel for an even load, against a layer that moves none."""
 
+import contextlib
 import functools
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 from checks import raised
 from rank_checks import Checks
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import moe_ext
@@ -134,6 +136,35 @@ def replicas():
         torch.testing.assert_close(p.grad, q.grad, **TIGHT)
 
 
+class Recomputed(torch.nn.Module):
+    """A layer whose forward pass is run again in the backward pass."""
+
+    def __init__(self, layer, reentrant):
+        super().__init__()
+        self.layer, self.reentrant = layer, reentrant
+
+    def forward(self, x):
+        return recomputed(self.layer, x, self.reentrant)
+
+
+@RANKS((False,), (True,))
+def wrapped_by_torch(reentrant):
+    """DistributedDataParallel, two replicas of the experts, one all-reduce in three passes."""
+    mesh, found = md.MoEMesh(dp=2, ep=dist.get_world_size() // 2), []
+    for rebalance in (None, ALWAYS):
+        layer = make(rebalance, mesh.ep_group)
+        wrapper = DistributedDataParallel(Recomputed(layer, reentrant))
+        for step in range(3):
+            with wrapper.no_sync() if step < 2 else contextlib.nullcontext():
+                y = wrapper(batch(step))
+                (y * y).sum().backward()
+        found.append([p.grad for p in layer.parameters()])
+    moved = layer.metrics["num_moved_experts"][None]
+    assert comm.all_gather(moved, dist.group.WORLD, operation="test").sum() > 0
+    for p, q in zip(*found, strict=True):
+        torch.testing.assert_close(p, q, **TIGHT)
+
+
 @RANKS()
 def cost_decides():
     slow = Rebalance(link=Link.of_rate(1e3), flops=1e15)
@@ -206,6 +237,9 @@ def refused():
         ({"dispatcher": "deep_ep"}, "expected dispatcher to be one of"),
     ):
         raised(ValueError, match, functools.partial(make, "exact", **options))
+    size = dist.get_world_size()
+    with_etp = functools.partial(make, "exact", md.MoEMesh(ep=size // 2, etp=2).ep_group)
+    raised(ValueError, "expected etp of ep_group to be 1 with rebalance, got 2", with_etp)
     raised(ValueError, "Rebalance: expected mode to be one of", make, "even")
     match = "Rebalance: expected flops_alone to be at least flops"
     for flops in (None, 2.0):

@@ -1,14 +1,12 @@
 """Plans of even loads: exact shares, few moved experts, the oracle's plan."""
 
-import os
-
 import pytest
 import torch
 
 from moe_ext import ops, reference
 from moe_ext.ops import BalancePlan
 
-CASES = 10_000 if os.environ.get("MOE_EXT_FULL") else 2_000
+CASES = 10_000
 
 
 def random_counts(generator, num_ranks, num_experts):
