@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed.distributed_c10d as c10d
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed import ProcessGroup
@@ -31,6 +32,8 @@ ALL_GATHER, REDUCE_SCATTER = (
         ("reduce_scatter_single", "reduce_scatter_tensor"),
     )
 )
+# Ends a recomputation where the backward pass has all that it needs.
+END_OF_RECOMPUTATION: type[Exception] = torch.utils.checkpoint._StopRecomputationError
 # For each wrapper, the number of parameters that were trained when it was made.
 ddp_num_reduced: weakref.WeakKeyDictionary[DistributedDataParallel, int]
 ddp_num_reduced = weakref.WeakKeyDictionary()

@@ -268,7 +268,7 @@ atexit.register(_tell_end, os.getpid())
 
 def _tell(error: Exception, operation: str, *, ends: bool = False) -> None:
     """Report an error of this rank's own, unless the others know it."""
-    if isinstance(error, RankFailureError) or is_told(error):
+    if isinstance(error, (RankFailureError, _c10d.END_OF_RECOMPUTATION)) or is_told(error):
         return
     mark_told(error)
     job, me = _job(), dist.get_rank()
