@@ -19,6 +19,7 @@ from moe_ext.distributed.clipping import note_stage
 from moe_ext.distributed.groups import check_group, group_rank, group_ranks, group_size
 from moe_ext.distributed.own_errors import telling
 from moe_ext.distributed.point_to_point import Message, PointToPoint
+from moe_ext.distributed.traffic import not_counted
 from moe_ext.distributed.turns import pass_turn, run_in_turns
 from moe_ext.nn.moe_layer import set_loss_scale
 from moe_ext.nn.torch_state import autocast_dtype
@@ -327,6 +328,11 @@ class Pipeline:
         self._failed = False
         return [step.losses[i] for i in sorted(step.losses)]
 
+    @property
+    def tied_bytes(self) -> int:
+        """Bytes of gradients that this rank sends in a step, of weights that other ranks have."""
+        return sum((len(ranks) - 1) * p.nbytes for _, ranks, p in self._shared)
+
     def _name(self) -> str:
         ranks = (self.rank,) if self._group is None else group_ranks(self._group)
         return f"rank {ranks[self.rank] if self._group else 0}"
@@ -588,8 +594,9 @@ class Pipeline:
             self._told.add(into)
             words = [_DTYPES.index(x.dtype), x.dim(), *x.shape]
             head = torch.tensor(words + [0] * (2 + _MOST_DIMS - len(words)))
-            tag = self._tag(peer) + _FORMAT
-            step.sent.append(self._transport.send(head, rank, tag, operation=self._named(action)))
+            tag, name = self._tag(peer) + _FORMAT, self._named(action)
+            with not_counted():
+                step.sent.append(self._transport.send(head, rank, tag, operation=name))
         message = self._transport.send(
             x.contiguous(), rank, self._tag(peer), operation=self._named(action)
         )

@@ -11,12 +11,15 @@ from torch.optim import Optimizer
 
 from moe_ext.distributed import MoEMesh, fully_shard, sync_gradients
 from moe_ext.distributed.gradients import gradient_buckets
+from moe_ext.distributed.groups import group_size
 from moe_ext.distributed.placement import sharded_parameters
+from moe_ext.pipeline import ActionTable, Pipeline, make_table
 from moe_ext.planner.cost import exchange_bytes, gradient_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from moe_ext.integrations.huggingface.stages import Stages
     from moe_ext.planner.plan import Plan
 
 
@@ -28,24 +31,29 @@ class Applied:
         model: the one given.
         mesh: of the job.
         plan: that was applied.
+        pipeline: of a plan with stages; `pipeline.step(inputs, targets)` runs forward and backward
+            passes of a step, with the token ids `[micro_batch, seq_len]` of each micro-batch of the
+            rank's data, and as labels, by the loss function of the model; None without stages. The
+            model then has this rank's layers alone, by their names in the whole.
     """
 
     model: nn.Module
     mesh: MoEMesh
     plan: Plan
+    pipeline: Pipeline | None = None
 
     def sent_bytes(self, routing: Sequence[Sequence[Tensor]]) -> dict[str, int]:
         """Bytes that this rank sends in a step of training, as `count_traffic` counts them.
 
-        Rows to experts and back, their gradients, and the means of gradients; not FSDP2's own
-        messages, which nothing counts.
+        Rows to experts and back, their gradients, the means of gradients, and what stages of a
+        pipeline pass on; not FSDP2's own messages, which nothing counts.
 
         Args:
-            routing: for each layer with experts of each micro-batch, the experts `[T, K]` that the
-                tokens of every rank of the expert-parallel group choose.
+            routing: for each layer with experts of each micro-batch on this rank, the experts
+                `[T, K]` that the tokens of every rank of the expert-parallel group choose.
 
         Returns:
-            Bytes of "rows" and "gradients".
+            Bytes of "rows", "gradients" and "pipeline".
 
         Raises:
             ValueError: the plan's dispatcher is "hierarchical", whose hops are not foretold.
@@ -67,7 +75,11 @@ class Applied:
             forward = exchange_bytes(each, here, **options)
             rows += forward * (2 if choice["recompute"] else 1)
             rows += exchange_bytes(each, here, backward=True, **options)
-        return {"rows": rows, "gradients": 0 if _is_fsdp(self.plan) else self._gradient_bytes()}
+        return {
+            "rows": rows,
+            "gradients": 0 if _is_fsdp(self.plan) else self._gradient_bytes(),
+            "pipeline": self._pipeline_bytes(),
+        }
 
     def optimizers(self, cls: type[Optimizer], **options: Any) -> list[Optimizer]:
         """Optimizers of the model, to be stepped one after another.
@@ -79,14 +91,17 @@ class Applied:
             cls: of the optimizer, such as ``torch.optim.AdamW``.
             options: of it.
         """
-        if self.plan.choice["zero"] != 1 or self.plan.job.num_ranks == 1:
+        group = self.mesh.stage_group
+        if self.plan.choice["zero"] != 1 or group is None or group.size() == 1:
             return [cls([p for p in self.model.parameters() if p.requires_grad], **options)]
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         dense, experts = (
             [p for p in held if p.requires_grad] for held in (self._dense(), self._sharded())
         )
-        found: list[Optimizer] = [ZeroRedundancyOptimizer(dense, cls, **options)]
+        found: list[Optimizer] = [
+            ZeroRedundancyOptimizer(dense, cls, process_group=group, **options)
+        ]
         return [*found, cls(experts, **options)] if experts else found
 
     def _sharded(self) -> list[nn.Parameter]:
@@ -97,17 +112,29 @@ class Applied:
         return [p for p in self.model.parameters() if id(p) not in experts]
 
     def _gradient_bytes(self) -> int:
-        both = (self._dense(), self.plan.job.num_ranks), (self._sharded(), self.mesh.edp_size)
+        both = (
+            (self._dense(), group_size(self.mesh.stage_group)),
+            (self._sharded(), self.mesh.edp_size),
+        )
         total = 0
         for held, copies in both:
             buckets = gradient_buckets([p for p in held if p.requires_grad])
             total += gradient_bytes([sum(p.nbytes for p in each) for each in buckets], copies)
         return total
 
+    def _pipeline_bytes(self) -> int:
+        if self.pipeline is None:
+            return 0
+        job, sizes = self.plan.job, self.plan.model
+        tokens = int(self.plan.choice["micro_batch"] or 1) * job.seq_len
+        kinds = [action.kind for action in self.pipeline.table.rows[self.pipeline.rank]]
+        sends = sum(kind.startswith("SEND") for kind in kinds)
+        return sends * tokens * sizes.model_dim * job.itemsize + self.pipeline.tied_bytes
+
     def sync_gradients(self) -> None:
         """Average gradients after the last backward pass of a step; FSDP2 has done it before."""
         if not _is_fsdp(self.plan):
-            sync_gradients(self.model)
+            sync_gradients(self.model, mesh=self.mesh)
 
 
 def apply_plan(plan: Plan, model: nn.Module) -> Applied:
@@ -116,16 +143,18 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
     from moe_ext.integrations.huggingface.stages import decoder_of
 
     choice = plan.choice
-    for name in ("pp", "tp", "cp"):
+    for name in ("tp", "cp"):
         if choice[name] != 1:
             raise ValueError(
                 f"Plan.apply: expected {name} to be 1, got {choice[name]}: plan with "
-                f"fixed={{'{name}': 1}}, or build it by MoEMesh, moe_ext.pipeline and "
+                f"fixed={{'{name}': 1}}, or build it by MoEMesh and "
                 "moe_ext.attention.prepare_model"
             )
+    pp, ep = int(choice["pp"] or 1), int(choice["ep"] or 1)
+    table = _table(plan) if pp > 1 else None
+    stages = None if table is None else _stages(model, table)
     layers = decoder_of(model, "Plan.apply").layers if _is_fsdp(plan) else ()
-    ep = int(choice["ep"] or 1)
-    mesh = MoEMesh(ep=ep, dp=plan.job.num_ranks // ep)
+    mesh = MoEMesh(ep=ep, dp=plan.job.num_ranks // (pp * ep), pp=pp)
     if plan.model.num_experts:
         replace(
             model,
@@ -134,13 +163,61 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
             combine=str(choice["combine"]),
             wire=choice["wire"],  # type: ignore[arg-type]
         )
-    if choice["recompute"]:
+    # A checkpoint of a layer would run once more for the gradients of weights.
+    splits = table is not None and any(a.kind == "W" for a in table.actions(0))
+    if choice["recompute"] and not splits:
         model.gradient_checkpointing_enable()  # type: ignore[operator]
     if _is_fsdp(plan):
         for layer in layers:
             fully_shard(layer, mesh, reshard_after_forward=choice["zero"] == 3)
         fully_shard(model, mesh)
-    return Applied(model, mesh, plan)
+    pipeline = None
+    if table is not None:
+        assert stages is not None
+        pipeline = _pipeline(table, stages, mesh, recompute=bool(choice["recompute"]) and splits)
+    return Applied(model, mesh, plan, pipeline)
+
+
+def _table(plan: Plan) -> ActionTable:
+    choice, job = plan.choice, plan.job
+    pp, size = int(choice["pp"] or 1), int(choice["micro_batch"] or 1)
+    per_rank = job.global_batch * pp // job.num_ranks
+    return make_table(str(choice["schedule"]), pp, per_rank // size)
+
+
+def _stages(model: nn.Module, table: ActionTable) -> Stages:
+    from moe_ext.integrations.huggingface.stages import Stages
+
+    for name, parameter in model.named_parameters():
+        if parameter.device.type != "cpu":
+            raise ValueError(
+                f"Plan.apply: expected a model to be on the CPU for pp={table.num_ranks}, since "
+                f"moe_ext.pipeline runs there, got {name} on {parameter.device}"
+            )
+    return Stages(model, table.num_stages, "Plan.apply")
+
+
+def _pipeline(table: ActionTable, stages: Stages, mesh: MoEMesh, *, recompute: bool) -> Pipeline:
+    own = [stage for (_, stage), rank in table.rank_of.items() if rank == mesh.pp_rank]
+    held = {number: stages.stage(number) for number in sorted(own)}
+    model = stages.model
+    ends = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    names = [(0, stages.embedding), (stages.num_stages - 1, stages.output)]
+    tied = [[(stage, f"model.{path}.weight") for stage, path in names]]
+    loss, size = model.loss_function, model.config.get_text_config().vocab_size
+
+    def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+        found: Tensor = loss(logits=logits, labels=labels, vocab_size=size)
+        return found
+
+    made = Pipeline(
+        *(table, held, loss_fn),
+        group=mesh.pp_group,
+        recompute=recompute,
+        tied=tied if ends[0] is ends[1] else (),
+    )
+    stages.keep(own)
+    return made
 
 
 def _is_fsdp(plan: Plan) -> bool:

@@ -388,7 +388,7 @@ class CostModel:
         held = torch.where(c["zero"] >= 1, dense / copies, dense)
         is_fsdp = c["zero"] >= 2
         optimizer = state * (held + torch.where(is_fsdp, experts / edp, experts))
-        whole = torch.where(is_fsdp, dense / copies + experts / edp, dense + experts)
+        shard = torch.where(is_fsdp, dense / copies + experts / edp, dense + experts)
         per_layer = (dense + experts) / torch.ceil(m.num_layers / c["pp"])
         # Weights and gradients of a layer; with ZeRO 2 weights of all until the backward pass.
         weights = torch.where(c["zero"] == 3, per_layer, dense + experts)
@@ -402,14 +402,17 @@ class CostModel:
         attention = (4 * m.model_dim + 2 * m.heads_dim + 2 * m.kv_dim) * size
         layer = tokens * (attention + share * moe + (1 - share) * ffn)
         layers = torch.ceil(m.num_layers / c["pp"])
-        kept = torch.where(c["recompute"] == 1, tokens * m.model_dim * size, layer)
-        activations = self.in_flight(c) * layers * kept + torch.where(
-            c["recompute"] == 1, layer, 0.0
-        )
+        # Layers keep their inputs and run again one by one. Where the backward pass is in two, a
+        # stage keeps its input and runs again whole.
+        redone, whole = c["recompute"] == 1, c["schedule"] == SCHEDULES.index("zb-h1")
+        kept = torch.where(redone, tokens * m.model_dim * size, layers * layer)
+        kept = torch.where(redone & ~whole, layers * kept, kept)
+        again = torch.where(whole, layers, 1.0) * layer
+        activations = self.in_flight(c) * kept + torch.where(redone, again, 0.0)
         exchanged = 2.0 * tokens * rows * m.model_dim * size * (c["ep"] > 1)
         return {
-            "weights": size * whole,
-            "gradients": size * whole,
+            "weights": size * shard,
+            "gradients": size * shard,
             "optimizer": optimizer,
             "gathered": gathered,
             "activations": activations,

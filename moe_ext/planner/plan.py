@@ -184,7 +184,8 @@ class Plan:
         The experts of a transformers model are spread over the ranks and run by moe_ext
         (`moe_ext.replace`), layers are computed again where the plan says so. ZeRO 2 and 3 are
         FSDP2, 2 with weights that stay gathered from a forward pass to its backward pass. ZeRO 1 is
-        in the optimizers that `Applied.optimizers` makes.
+        in the optimizers that `Applied.optimizers` makes. Pipeline stages are consecutive layers of
+        the decoder, which `Applied.pipeline` runs by the plan's schedule.
 
         Args:
             model: a transformers model, before its optimizer is made.
@@ -193,8 +194,9 @@ class Plan:
             The model with its mesh; `sync_gradients()` ends the backward passes of a step.
 
         Raises:
-            ValueError: the plan has pipeline stages, tp or cp, which want a model cut up by its
-                author; nothing is changed.
+            ValueError: the plan has tp or cp, or stages of a model that is not on the CPU, whose
+                decoder is more than layers and a norm, or that wants losses of its routers; nothing
+                is changed.
         """
         return apply_plan(self, model)
 

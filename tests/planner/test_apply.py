@@ -3,9 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from rank_checks import Checks
 from torch.distributed.tensor import DTensor
 
+from moe_ext.distributed import count_traffic
 from moe_ext.planner import ClusterSpec, Level, plan
 
 CHECKS = Checks()
@@ -31,7 +33,14 @@ def made_model(**options):
 
     torch.manual_seed(0)
     config = transformers.MixtralConfig(**{**SIZES, **options}, output_router_logits=False)
-    return transformers.MixtralForCausalLM(config).double()
+    model = transformers.MixtralForCausalLM(config)
+    model.loss_function = next_token_loss
+    return model.double()
+
+
+def next_token_loss(logits, labels, vocab_size, **_):
+    """That of transformers rounds logits to float32."""
+    return F.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1))
 
 
 def applied_to(model, **fixed):
@@ -117,15 +126,113 @@ def _state_numel(optimizers):
     )
 
 
+# Their layers, some more than others, on the ranks of two or four stages.
+PIPELINES = {
+    "1f1b": {"pp": 2, "ep": 2, "recompute": 1},
+    "zb-h1": {"pp": 2, "ep": 1, "zero": 1, "recompute": 1},
+    "interleaved": {"pp": 2, "ep": 2, "dispatcher": "dedup"},
+    "gpipe": {"pp": 4, "ep": 1, "zero": 0},
+}
+
+
+def train_stages(applied, optimizers):
+    """Mean losses of three steps over the rank's micro-batches, where it has the last stage."""
+    pipeline, losses = applied.pipeline, []
+    size = 4 // applied.mesh.data_size
+    own = batches()[applied.mesh.data_rank * size :][:size]
+    for _ in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        is_first, is_last = 0 in pipeline.stages, pipeline.table.num_stages - 1 in pipeline.stages
+        found = pipeline.step(own if is_first else (), own if is_last else ())
+        applied.sync_gradients()
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(float(sum(found)) / size * applied.mesh.pp_size)
+    return losses
+
+
+@CHECKS(*((schedule, schedule in ("1f1b", "gpipe")) for schedule in PIPELINES))
+def trains_stages_as_one_process(schedule, tied):
+    pytest.importorskip("transformers")
+    options = {"num_hidden_layers": 5, "tie_word_embeddings": tied}
+    model, want = made_model(**options), losses_of_one_process(**options)
+    names = [name for name, _ in model.named_parameters()]
+    applied = applied_to(model, schedule=schedule, **PIPELINES[schedule])
+    found = train_stages(applied, applied.optimizers(torch.optim.SGD, **SGD))
+    assert_mean_losses(found, want)
+    mine = [None] * 4
+    dist.all_gather_object(mine, [name for name, _ in model.named_parameters()])
+    stages = mine[:: 4 // applied.mesh.pp_size]
+    own = {name for stage in stages for name in stage} - ({"lm_head.weight"} if tied else set())
+    assert own == set(names) and sum(map(len, stages)) == len(names) + tied
+
+
+def routing_of(applied, run):
+    """Experts that all ranks of the ep group choose in the layers of a step."""
+    chosen = []
+
+    def note(module, inputs):
+        # A recompute, inside of a backward pass, chooses the same once more.
+        if torch._C._current_graph_task_id() == -1:
+            chosen.append(inputs[1].contiguous())
+
+    for name, module in applied.model.named_modules():
+        if name.endswith("mlp.experts"):
+            module.register_forward_pre_hook(note)
+    run()
+    found = []
+    for mine in chosen:
+        ranks = [torch.empty_like(mine) for _ in range(applied.mesh.ep_size)]
+        dist.all_gather(ranks, mine, group=applied.mesh.ep_group)
+        found.append(ranks)
+    return found
+
+
+@CHECKS(("1f1b",), ("zb-h1",), ("interleaved",))
+def stages_send_what_the_plan_says(schedule):
+    pytest.importorskip("transformers")
+    model = made_model(num_hidden_layers=5, tie_word_embeddings=True).float()
+    applied = applied_to(model, schedule=schedule, **{**PIPELINES[schedule], "ep": 2})
+    own = batches()[applied.mesh.data_rank * 2 :][:2]
+    stages = applied.pipeline.stages
+
+    def step():
+        last = applied.pipeline.table.num_stages - 1
+        applied.pipeline.step(own if 0 in stages else (), own if last in stages else ())
+
+    with count_traffic() as traffic:
+        routing = routing_of(applied, step)
+        applied.sync_gradients()
+    found = applied.sent_bytes(routing)
+    sent = traffic.sent_bytes
+    read = {"gradients": sent.pop("all_reduce"), "pipeline": sent.pop("send")}
+    assert found == {"rows": traffic.total_bytes, **read}, (found, read, sent)
+    layers = sum(name.endswith("mlp.experts") for name, _ in model.named_modules())
+    assert len(routing) == 2 * layers and layers in (2, 3)
+
+
 @CHECKS()
 def refuses_before_it_changes_anything():
     pytest.importorskip("transformers")
-    for fixed, text in (({"tp": 2}, "expected tp to be 1, got 2"),):
-        model = made_model()
-        kinds = [type(module) for module in model.modules()]
+    doubled = made_model()
+    doubled.model.register_forward_pre_hook(
+        lambda _, args, given: (args, {**given, "inputs_embeds": 2 * given["inputs_embeds"]}),
+        with_kwargs=True,
+    )
+    losing = made_model()
+    losing.config.output_router_logits = True
+    cases = (
+        (made_model(), {"tp": 2}, "expected tp to be 1, got 2"),
+        (doubled, {"pp": 2}, "layers and a norm alone, got MixtralForCausalLM"),
+        (losing, {"pp": 2}, "expected output_router_logits to be False"),
+        (made_model().to("meta"), {"pp": 2}, "on the CPU for pp=2"),
+    )
+    for model, fixed, text in cases:
+        before = [(name, type(module)) for name, module in model.named_modules()]
         with pytest.raises(ValueError, match=text):
             applied_to(model, **fixed)
-        assert kinds == [type(module) for module in model.modules()]
+        assert before == [(name, type(module)) for name, module in model.named_modules()]
 
 
 @pytest.mark.parametrize("name", CHECKS)

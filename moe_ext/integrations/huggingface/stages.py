@@ -1,10 +1,13 @@
-"""Decoder layers of a transformers model, and the parts of it that a pipeline runs."""
+"""Decoder layers of a transformers model, and its parts as stages of a pipeline."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 def decoder_of(model: nn.Module, operation: str) -> Any:
@@ -24,3 +27,135 @@ def decoder_of(model: nn.Module, operation: str) -> Any:
             f"ModuleList of num_hidden_layers={size}, got {type(model).__name__}"
         )
     return found
+
+
+class _Elsewhere(nn.Module):
+    """Stands for a decoder layer that another stage has."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        # Decoders choose the mask of a layer by it.
+        self.attention_type = getattr(layer, "attention_type", None)
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """The input."""
+        return hidden_states
+
+
+class Stages:
+    """A causal language model of transformers, to be cut into stages of consecutive layers.
+
+    The first stage has the embedding, the last one the norm and the output behind the layers.
+    Nothing is changed before `keep`.
+
+    Args:
+        model: the whole model.
+        num_stages: of the pipeline.
+        operation: for error messages.
+
+    Raises:
+        ValueError: the decoder does more than to pass hidden states through its layers and a norm,
+            or there are fewer layers than stages, or losses of routers are asked for, which are
+            sums over all layers.
+    """
+
+    def __init__(self, model: Any, num_stages: int, operation: str) -> None:
+        self.model = model
+        self.num_stages = num_stages
+        decoder = decoder_of(model, operation)
+        title, size = type(model).__name__, len(decoder.layers)
+        paths = {id(module): path for path, module in model.named_modules()}
+        self._decoder = paths[id(decoder)]
+        ends = [self.model.get_input_embeddings(), getattr(decoder, "norm", None)]
+        ends.append(self.model.get_output_embeddings())
+        if any(end is None for end in ends):
+            raise ValueError(
+                f"{operation}: expected a model in stages to have an embedding, a norm behind its "
+                f"layers, and an output, got {title}"
+            )
+        if size < num_stages:
+            raise ValueError(
+                f"{operation}: expected the model to have a layer for each of {num_stages} stages, "
+                f"got {size}"
+            )
+        if getattr(self.model.config, "output_router_logits", False):
+            raise ValueError(
+                f"{operation}: expected output_router_logits to be False for a model in stages, "
+                "got True: the loss of its routers is one of all layers"
+            )
+        self.embedding, self._norm, self.output = (paths[id(end)] for end in ends)
+        self._layers = [paths[id(layer)] for layer in decoder.layers]
+        self._check(operation)
+
+    def _check(self, operation: str) -> None:
+        """Refuse decoders that change what goes through no layer at all."""
+        weight = self.model.get_input_embeddings().weight
+        x = torch.linspace(-1, 1, 3 * weight.shape[1], dtype=weight.dtype, device=weight.device)
+        x = x.view(1, 3, -1)
+        shell = _with(self.model, self._without(()))
+        with torch.no_grad():
+            out = shell.get_submodule(self._decoder)(inputs_embeds=x, use_cache=False)[0]
+        if not torch.equal(out, x):
+            raise ValueError(
+                f"{operation}: expected the decoder of a model in stages to pass hidden states "
+                f"through its layers and a norm alone, got {type(self.model).__name__}"
+            )
+
+    def _without(self, stages: Collection[int]) -> dict[str, nn.Module | None]:
+        """What stands in the place of each module that none of these stages has."""
+        found: dict[str, nn.Module | None] = {}
+        size, parts = len(self._layers), self.num_stages
+        for i, path in enumerate(self._layers):
+            if not any(s * size // parts <= i < (s + 1) * size // parts for s in stages):
+                found[path] = _Elsewhere(self.model.get_submodule(path))
+        if 0 not in stages:
+            found[self.embedding] = None
+        if parts - 1 not in stages:
+            found |= {self._norm: nn.Identity(), self.output: None}
+        return found
+
+    def stage(self, number: int) -> Stage:
+        """A stage; it shares its modules with the model."""
+        shell = _with(self.model, self._without((number,)))
+        return Stage(shell, self._decoder, number == 0, number == self.num_stages - 1)
+
+    def keep(self, stages: Collection[int]) -> None:
+        """Drop from the model itself what none of these stages has; the rest keeps its names."""
+        for path, module in self._without(stages).items():
+            parent, _, name = path.rpartition(".")
+            self.model.get_submodule(parent)._modules[name] = module
+
+
+class Stage(nn.Module):
+    """Tokens `[B, S]` or hidden states `[B, S, D]` to hidden states, or to logits `[B, S, V]`."""
+
+    def __init__(self, model: nn.Module, decoder: str, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        self.model = model
+        self._given = "input_ids" if is_first else "inputs_embeds"
+        self._decoder, self._is_last = decoder, is_last
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the layers of the stage."""
+        whole = self.model if self._is_last else self.model.get_submodule(self._decoder)
+        out = whole(**{self._given: x}, use_cache=False)
+        found: Tensor = out.logits if self._is_last else out.last_hidden_state
+        return found
+
+
+def _with(module: nn.Module, replaced: Mapping[str, nn.Module | None]) -> nn.Module:
+    """A copy of a module that shares all of its modules but those at these paths."""
+    copied = copy.copy(module)
+    copied._modules = dict(module._modules)
+    inner: dict[str, dict[str, nn.Module | None]] = {}
+    for path, other in replaced.items():
+        name, _, rest = path.partition(".")
+        if rest:
+            inner.setdefault(name, {})[rest] = other
+        else:
+            copied._modules[name] = other
+    for name, others in inner.items():
+        child = module._modules[name]
+        assert child is not None
+        copied._modules[name] = _with(child, others)
+    return copied
