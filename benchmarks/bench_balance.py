@@ -6,11 +6,12 @@ import time
 import torch
 import torch.distributed as dist
 from _harness import Table, interleaved, milliseconds
-from expert_loads import LOADS, routing, tokens_of
+from expert_loads import routing, tokens_of
 
 import moe_ext
 from moe_ext import ops
 from moe_ext.nn import Rebalance, RouterOutput
+from moe_ext.planner.load import LOADS
 from moe_ext.testing import spawn_ranks
 
 SIZES = ((8, 64), (64, 256), (1024, 1024), (1024, 4096))

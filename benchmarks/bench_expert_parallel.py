@@ -13,10 +13,11 @@ import bench_allreduce
 import expert_parallel_peers as peers
 import namespaces
 from _harness import Table
-from expert_loads import LOADS
 from expert_parallel_peers import TORCH
 from expert_parallel_rank import ALLTOALL, AUTO, CODED, EXACT, REDUCED
 from namespaces import Network, Ranks
+
+from moe_ext.planner.load import LOADS
 
 SCRIPT = Path(__file__).resolve().parent / "expert_parallel_rank.py"
 CHART = Path(__file__).resolve().parent.parent / "docs" / "images" / "expert_loads.png"

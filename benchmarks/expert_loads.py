@@ -8,16 +8,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-LOADS = (
-    "W0_balanced",
-    "W1_hot_expert_set",
-    "W2_hot_rank",
-    "W3_spread_hot_experts",
-    "W4_source_ragged",
-    "W5_zero_expert_rank",
-    "W6_rotating_hotspot",
-    "W7_burst",
-)
+from moe_ext.planner.load import pool_of
 
 
 def tokens_of(load: str, num_tokens: int, rank: int, num_ranks: int) -> int:
@@ -25,22 +16,6 @@ def tokens_of(load: str, num_tokens: int, rank: int, num_ranks: int) -> int:
     if load != "W4_source_ragged":
         return num_tokens
     return 2 * num_tokens * (rank + 1) // (num_ranks + 1)
-
-
-def pool_of(load: str, step: int, token: int, num_experts: int, top_k: int) -> list[int]:
-    """The experts that a token's are drawn from."""
-    everyone = list(range(num_experts))
-    hot = max(top_k, num_experts // 4)
-    if load == "W5_zero_expert_rank":
-        return everyone[num_experts // 2 :]
-    if load == "W7_burst":
-        return everyone[:hot] if step % 4 == 3 and token % 2 == 0 else everyone
-    if load == "W4_source_ragged" or token % 4 == 0:
-        return everyone
-    if load == "W3_spread_hot_experts":
-        return everyone[::2]
-    first = step // 3 * hot if load == "W6_rotating_hotspot" else 0
-    return [(first + i) % num_experts for i in range(hot)]
 
 
 def routing(

@@ -235,7 +235,9 @@ def test_contenders_of_selection_choose_the_same():
 
 
 def test_loads_follow_from_their_name_the_seed_and_the_step():
-    from expert_loads import LOADS, routing, tokens_of
+    from expert_loads import routing, tokens_of
+
+    from moe_ext.planner.load import LOADS
 
     for load in LOADS:
         idx, weights = routing(load, 1234, 3, 128, 8, 2)
@@ -255,6 +257,20 @@ def test_loads_follow_from_their_name_the_seed_and_the_step():
     assert counts["W5_zero_expert_rank"][:4].sum() == 0
     assert counts["W3_spread_hot_experts"][::2].sum() > 192
     assert 128 < counts["W7_burst"][:2].sum() < 192
+
+
+def test_loads_are_those_that_the_planner_expects():
+    from expert_loads import routing
+
+    from moe_ext.planner.load import LOADS, load_of
+
+    for load in LOADS:
+        drawn = [routing(load, 7, step, 512, 8, 2)[0].flatten() for step in range(12)]
+        counts = torch.stack([torch.bincount(idx, minlength=8) for idx in drawn])
+        want = 128 * torch.tensor(load_of(load, num_experts=8, top_k=2))
+        assert (want.sum(1) == 1024).all()
+        # Six deviations of 512 draws.
+        assert ((counts - want).abs() <= 6 * 512**0.5 / 2).all()
 
 
 def test_peers_that_are_not_installed_are_left_out(monkeypatch, capsys):

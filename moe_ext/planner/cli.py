@@ -18,7 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-len", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--global-batch", type=int, default=1024, help="sequences of a step")
     parser.add_argument("--dtype", default="bfloat16", help="of products and messages")
-    parser.add_argument("--zipf", type=float, default=0.0, help="s of the load of experts")
+    parser.add_argument(
+        "--load",
+        default="0",
+        help="of experts: s of Zipf's law, W0 to W7, or a JSON file of tokens",
+    )
     parser.add_argument(
         "--fix", action="append", default=[], metavar="AXIS=VALUE", help="a value to keep, pp=1 say"
     )
@@ -38,6 +42,13 @@ def _pair(text: str) -> dict[str, int | str | None]:
     return {name: int(value) if value.isdigit() else value}
 
 
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def _show(done: int, total: int) -> None:
     filled = 30 * done // total
     print(f"\r[{'#' * filled}{'.' * (30 - filled)}] {done}/{total} meshes", end="", file=sys.stderr)
@@ -54,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
             seq_len=arguments.seq_len,
             global_batch=arguments.global_batch,
             dtype=arguments.dtype,
-            load=arguments.zipf,
+            load=_number(arguments.load),
             fixed=fixed,
             progress=_show if sys.stderr.isatty() else None,
         )

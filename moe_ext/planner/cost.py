@@ -20,6 +20,7 @@ from moe_ext.distributed.dispatch.auto import DispatchShape, expected_ranks
 from moe_ext.distributed.dispatch.base import sum_dtype
 from moe_ext.distributed.dispatch.wire import Wire, sent_row_bytes
 from moe_ext.planner.cluster import ClusterSpec
+from moe_ext.planner.load import Load, counts_of
 from moe_ext.planner.presets import ModelSpec
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved")
@@ -45,8 +46,9 @@ class Job:
         seq_len: tokens of a sequence.
         global_batch: sequences of a step.
         dtype: of products and messages.
-        load: tokens of each expert, as `layer.metrics` counts them; or s of Zipf's law, where
-            expert i has tokens in proportion to 1 / i^s; 0 for even routing.
+        load: tokens of each expert, as `layer.metrics` counts them, or one such list for each of
+            many steps; or s of Zipf's law, where expert i has tokens in proportion to 1 / i^s; 0
+            for even routing.
         eager_attention: attention multiplies all pairs of positions and has their scores in memory,
             as without a fused kernel; of times alone.
     """
@@ -55,7 +57,7 @@ class Job:
     seq_len: int = 4096
     global_batch: int = 1024
     dtype: str = "bfloat16"
-    load: float | tuple[float, ...] = 0.0
+    load: Load = 0.0
     eager_attention: bool = False
 
     def __post_init__(self) -> None:
@@ -70,26 +72,44 @@ class Job:
             raise ValueError(
                 f"Job: expected dtype to be one of {sorted(_BYTES)}, got {self.dtype!r}"
             )
+        if isinstance(self.load, tuple):
+            counts_of(self.load)
+        elif not math.isfinite(self.load):
+            raise ValueError(f"Job: expected load to be finite, got {self.load}")
 
     @property
     def itemsize(self) -> int:
         """Bytes of a number."""
         return _BYTES[self.dtype]
 
-    def imbalance(self, num_experts: int, ep: int) -> float:
-        """Load of the busiest of `ep` ranks over the mean, experts in order."""
-        if isinstance(self.load, tuple):
-            counts = list(self.load)
-            if len(counts) != num_experts or min(counts) < 0 or sum(counts) <= 0:
-                raise ValueError(
-                    f"Job: expected load to hold tokens of {num_experts} experts, got "
-                    f"{len(counts)} numbers"
-                )
+    @functools.cached_property
+    def _counts(self) -> Tensor:
+        assert isinstance(self.load, tuple)
+        return counts_of(self.load)
+
+    def imbalance(self, num_experts: int, ep: int, *, peak: bool = False) -> float:
+        """Load of the busiest of `ep` ranks over the mean, experts in order.
+
+        Args:
+            num_experts: of the model.
+            ep: ranks.
+            peak: of the worst step, not on average.
+
+        Raises:
+            ValueError: the load is one of other experts.
+        """
+        if not isinstance(self.load, tuple):
+            counts_SE = torch.arange(1, num_experts + 1, dtype=torch.float64)[None] ** -self.load
         else:
-            counts = [(i + 1) ** -self.load for i in range(num_experts)]
-        each = num_experts // ep
-        parts = [sum(counts[i * each : (i + 1) * each]) for i in range(ep)]
-        return max(parts) * ep / sum(counts)
+            counts_SE = self._counts
+        if counts_SE.shape[1] != num_experts:
+            raise ValueError(
+                f"Job: expected load to hold tokens of {num_experts} experts, got "
+                f"{counts_SE.shape[1]} numbers"
+            )
+        busiest_S = counts_SE.view(-1, ep, num_experts // ep).sum(2).amax(1)
+        over_S = ep * busiest_S / counts_SE.sum(1)
+        return float(over_S.max() if peak else over_S.mean())
 
 
 @dataclass(frozen=True)
@@ -118,12 +138,12 @@ class CostModel:
     def _rate(self) -> float:
         return self.cluster.flops[self.job.dtype] * self.cluster.efficiency
 
-    def _imbalance(self, c: Columns) -> Tensor:
-        """Load of the busiest rank over the mean, of each candidate."""
+    def _imbalance(self, c: Columns, *, peak: bool = False) -> Tensor:
+        """Load of the busiest rank over the mean, of each candidate; `peak`: in the worst step."""
         ep = c["ep"]
         table = torch.ones(int(ep.max()) + 1, dtype=torch.float64)
         for size in _present(ep) if self.model.num_experts else []:
-            table[size] = self.job.imbalance(self.model.num_experts, size)
+            table[size] = self.job.imbalance(self.model.num_experts, size, peak=peak)
         return table[ep]
 
     def _link(self, span: Tensor) -> tuple[Tensor, Tensor]:
@@ -393,7 +413,7 @@ class CostModel:
         # Weights and gradients of a layer; with ZeRO 2 weights of all until the backward pass.
         weights = torch.where(c["zero"] == 3, per_layer, dense + experts)
         gathered = torch.where(is_fsdp, size * (weights + per_layer), 0.0)
-        rows = m.top_k * self._imbalance(c)
+        rows = m.top_k * self._imbalance(c, peak=True)
         up = 2 + m.gated_experts
         moe = rows * ((m.model_dim + up * m.ffn_dim) * size + 28)
         moe = moe + up * m.shared_ffn_dim * size + 4.0 * m.num_experts

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from moe_ext.planner.applied import Applied, apply_plan
 from moe_ext.planner.cluster import ClusterSpec
 from moe_ext.planner.cost import CostModel, Job
+from moe_ext.planner.load import load_of
 from moe_ext.planner.presets import ModelSpec
 from moe_ext.planner.search import Choice, Found, columns_of, search
 from moe_ext.planner.spec import model_spec
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 SCHEMA = 1
 # To do about the term that binds.
@@ -109,17 +107,37 @@ class Plan:
         )
 
     def commands(self, script: str = "train.py") -> dict[str, str]:
-        """Lines that start the job, by launcher: "torchrun", "slurm" and "kubernetes".
+        """What starts the job, by launcher.
+
+        "torchrun" is a line for each node, where MASTER_ADDR names one of them if there are
+        several; "slurm" a script for sbatch; "kubernetes" a PyTorchJob of the Kubeflow training
+        operator, which gives torchrun its arguments, with IMAGE to be filled in.
 
         Args:
             script: to run on each rank.
         """
         node = min(self.cluster.levels[0].size, self.job.num_ranks)
         nodes = -(-self.job.num_ranks // node)
-        run = (
-            f"torchrun --nnodes {nodes} --nproc-per-node {node} --rdzv-backend c10d "
-            f"--rdzv-endpoint $MASTER_ADDR:29500 {script} --plan plan.json"
+        meeting = "--rdzv-backend c10d --rdzv-endpoint $MASTER_ADDR:29500"
+        where = f"--nnodes {nodes} {meeting}" if nodes > 1 else "--standalone"
+        run = f"torchrun {where} --nproc-per-node {node} {script} --plan plan.json"
+        slurm = (
+            "#!/bin/bash",
+            "#SBATCH --job-name=moe-ext",
+            f"#SBATCH --nodes={nodes}",
+            "#SBATCH --ntasks-per-node=1",
+            f"#SBATCH --gpus-per-node={node}",
+            'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            f"srun {run}",
         )
+        container = {
+            "name": "pytorch",
+            "image": "IMAGE",
+            "command": ["torchrun", script, "--plan", "plan.json"],
+            "resources": {"limits": {"nvidia.com/gpu": node}},
+        }
+        template = {"spec": {"containers": [container]}}
+        replicas = {"Master": 1, "Worker": nodes - 1}
         kubernetes = {
             "apiVersion": "kubeflow.org/v1",
             "kind": "PyTorchJob",
@@ -127,27 +145,15 @@ class Plan:
             "spec": {
                 "nprocPerNode": str(node),
                 "pytorchReplicaSpecs": {
-                    "Worker": {
-                        "replicas": nodes,
-                        "template": {
-                            "spec": {
-                                "containers": [
-                                    {
-                                        "name": "pytorch",
-                                        "image": "IMAGE",
-                                        "command": ["torchrun", script, "--plan", "plan.json"],
-                                        "resources": {"limits": {"nvidia.com/gpu": node}},
-                                    }
-                                ]
-                            }
-                        },
-                    }
+                    role: {"replicas": count, "template": template}
+                    for role, count in replicas.items()
+                    if count
                 },
             },
         }
         return {
             "torchrun": run,
-            "slurm": f"srun --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {node} {run}",
+            "slurm": "\n".join(slurm) + "\n",
             "kubernetes": json.dumps(kubernetes, indent=1),
         }
 
@@ -169,7 +175,8 @@ class Plan:
         model = {**found.pop("model")}
         job = {**found.pop("job")}
         if isinstance(job["load"], list):
-            job["load"] = tuple(job["load"])
+            steps = job["load"]
+            job["load"] = tuple(tuple(s) if isinstance(s, list) else s for s in steps)
         return cls(
             ModelSpec(**{**model, "latent": tuple(model["latent"])}),
             ClusterSpec.of(found.pop("cluster")),
@@ -242,7 +249,7 @@ def plan(
     seq_len: int = 4096,
     global_batch: int = 1024,
     dtype: str = "bfloat16",
-    load: float | Sequence[float] = 0.0,
+    load: float | str | Path | Sequence[float] | Sequence[Sequence[float]] = 0.0,
     fixed: Mapping[str, int | str | None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
@@ -255,7 +262,9 @@ def plan(
         seq_len: tokens of a sequence.
         global_batch: sequences of a step.
         dtype: of products and messages.
-        load: tokens of each expert as measured, or s of Zipf's law.
+        load: tokens of each expert as measured in one step or in each of many; s of Zipf's law; a
+            name, "W0" to "W7"; or a file with a JSON list of tokens. Times are those of the busiest
+            rank of each step, on average; memory is that of the worst step.
         fixed: values that axes must have, such as ``{"pp": 1}``. Rows are rounded on their way
             where "wire" is among them alone.
         progress: called with numbers of meshes: done, and all of them.
@@ -266,7 +275,7 @@ def plan(
     Determinism: equal arguments give equal plans.
     """
     spec, found_cluster = model_spec(model), ClusterSpec.of(cluster)
-    held = float(load) if isinstance(load, (int, float)) else tuple(map(float, load))
+    held = load_of(load, num_experts=spec.num_experts, top_k=spec.top_k)
     job = Job(num_ranks, seq_len, global_batch, dtype, held)
     cost = CostModel(spec, found_cluster, job)
     found = search(cost, fixed=fixed, progress=progress)

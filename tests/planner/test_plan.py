@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import shlex
 import subprocess
 import sys
 
@@ -30,6 +32,7 @@ from moe_ext.planner import (
     preset,
     search,
 )
+from moe_ext.planner.load import LOADS, load_of
 from moe_ext.planner.search import columns_of, simulated
 
 CHECKS = Checks()
@@ -100,6 +103,51 @@ def test_formulas():
     )
     assert Job(4).imbalance(8, 4) == 1
     assert Job(4, load=(5.0, 1, 1, 1)).imbalance(4, 2) == 1.5
+
+
+def test_loads(tmp_path):
+    # Each step sends all tokens to one rank, and the mean load is even.
+    turns = ((1.0, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1))
+    assert Job(4, load=turns).imbalance(4, 4) == 4
+    uneven = Job(4, load=((1.0, 1, 1, 1), (5.0, 1, 1, 1)))
+    assert uneven.imbalance(4, 2) == 1.25 and uneven.imbalance(4, 2, peak=True) == 1.5
+    sizes = {"num_experts": 8, "top_k": 2}
+    for name in LOADS:
+        assert load_of(name, **sizes) == load_of(name.partition("_")[0], **sizes)
+    file = tmp_path / "load.json"
+    file.write_text(json.dumps(turns))
+    assert load_of(file, num_experts=4, top_k=1) == turns
+    options = {"num_ranks": 4, "seq_len": 256, "global_batch": 16, "dtype": "float32"}
+    options["fixed"] = {"ep": 4, "pp": 1, "tp": 1}
+    seconds = [plan(SMALL, CLUSTER, load=load, **options).seconds for load in ("W0", "W4", "W1")]
+    assert seconds[0] == seconds[1] < seconds[2]
+    made = plan(SMALL, CLUSTER, load="W6", **options)
+    made.to_json(tmp_path / "plan.json")
+    assert Plan.from_json(tmp_path / "plan.json") == made
+
+
+@pytest.mark.parametrize(
+    ("load", "text"),
+    [
+        ("W9", "expected load to be a file, a number, tokens of experts or one of"),
+        ("{broken}", "to hold JSON"),
+        ("{object}", "to hold a list of numbers"),
+        (["a"], "to hold numbers of tokens"),
+        ([[1.0, 2.0], [1.0]], "got steps of unlike lengths"),
+        ([1.0, -1.0], "negative or not finite"),
+        ([1.0, math.nan], "negative or not finite"),
+        ([[1.0, 1.0], [0.0, 0.0]], "a step without tokens"),
+        ([], "a step without tokens"),
+        ([1.0, 2.0], "expected load to hold tokens of 8 experts, got 2"),
+        (math.inf, "expected load to be finite, got inf"),
+    ],
+)
+def test_loads_that_are_none(tmp_path, load, text):
+    for name, held in (("{broken}", "[1,"), ("{object}", "{}")):
+        (tmp_path / name).write_text(held)
+        load = tmp_path / name if load == name else load
+    with pytest.raises(ValueError, match=text):
+        plan(SMALL, CLUSTER, num_ranks=4, seq_len=256, global_batch=16, dtype="float32", load=load)
 
 
 def columns(**axes):
@@ -195,7 +243,37 @@ def test_plan_is_written_and_told(tmp_path):
     assert "binding is" in made.why_not(tp=4) and "s a step" in str(made)
     page = html_report(made, why_not={"tp=4": made.why_not(tp=4)})
     assert page.count("<svg") == 3 and "http" not in page.replace("http-", "")
-    json.loads(made.commands()["kubernetes"])
+
+
+def test_launchers_start_every_rank(tmp_path):
+    made = plan(SMALL, CLUSTER, num_ranks=2, seq_len=256, global_batch=16, dtype="float32")
+    made.to_json(tmp_path / "plan.json")
+    script = "import os, sys; open('rank' + os.environ['RANK'], 'w').write(' '.join(sys.argv[1:]))"
+    (tmp_path / "train.py").write_text(script)
+    line = made.commands()["torchrun"].replace("torchrun", "-m torch.distributed.run", 1)
+    done = subprocess.run(
+        [sys.executable, *shlex.split(line)], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    told = {p.name: p.read_text() for p in tmp_path.glob("rank*")}
+    assert told == dict.fromkeys(("rank0", "rank1"), "--plan plan.json")
+
+
+def test_launchers_of_many_nodes(tmp_path):
+    made = plan(preset("mixtral-8x7b"), "h100", num_ranks=32, global_batch=64, fixed={"pp": 1})
+    found = made.commands("run.py")
+    assert "--nnodes 4 " in found["torchrun"] and "--nproc-per-node 8 run.py" in found["torchrun"]
+    subprocess.run(["bash", "-n"], input=found["slurm"], text=True, check=True)
+    # Commands of a cluster, told rather than run.
+    stubs = "scontrol() { printf 'first\\nsecond\\n'; }; srun() { echo \"$@\"; }\n"
+    done = subprocess.run(["bash"], input=stubs + found["slurm"], capture_output=True, text=True)
+    assert done.stdout.strip() == found["torchrun"].replace("$MASTER_ADDR", "first")
+    assert "--nodes=4" in found["slurm"] and "--gpus-per-node=8" in found["slurm"]
+    specs = json.loads(found["kubernetes"])["spec"]["pytorchReplicaSpecs"]
+    assert {role: spec["replicas"] for role, spec in specs.items()} == {"Master": 1, "Worker": 3}
+    (container,) = specs["Worker"]["template"]["spec"]["containers"]
+    assert container["command"] == ["torchrun", "run.py", "--plan", "plan.json"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
 
 
 def test_command(tmp_path):

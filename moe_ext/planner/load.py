@@ -1,0 +1,143 @@
+"""Loads of experts that a plan is made for: named ones, and those of a file.
+
+Shapes: S steps, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+# The workloads of NVIDIA/Megatron-LM pull request 7488.
+LOADS = (
+    "W0_balanced",
+    "W1_hot_expert_set",
+    "W2_hot_rank",
+    "W3_spread_hot_experts",
+    "W4_source_ragged",
+    "W5_zero_expert_rank",
+    "W6_rotating_hotspot",
+    "W7_burst",
+)
+# Bursts come every fourth step, and hot spots are back where they were after at most twelve.
+_STEPS = 12
+
+Load = float | tuple[float, ...] | tuple[tuple[float, ...], ...]
+
+
+def pool_of(load: str, step: int, token: int, num_experts: int, top_k: int) -> list[int]:
+    """The experts that a token's are drawn from, each as likely as the others.
+
+    Args:
+        load: one of `LOADS`.
+        step: of the training.
+        token: its place in the batch.
+        num_experts: E.
+        top_k: K, at most half of E.
+    """
+    everyone = list(range(num_experts))
+    hot = max(top_k, num_experts // 4)
+    if load == "W5_zero_expert_rank":
+        return everyone[num_experts // 2 :]
+    if load == "W7_burst":
+        return everyone[:hot] if step % 4 == 3 and token % 2 == 0 else everyone
+    if load in ("W0_balanced", "W4_source_ragged") or token % 4 == 0:
+        return everyone
+    if load == "W3_spread_hot_experts":
+        return everyone[::2]
+    first = step // 3 * hot if load == "W6_rotating_hotspot" else 0
+    return [(first + i) % num_experts for i in range(hot)]
+
+
+def _expected(load: str, num_experts: int, top_k: int) -> tuple[tuple[float, ...], ...]:
+    steps = []
+    for step in range(_STEPS):
+        counts = [0.0] * num_experts
+        for token in range(4):
+            pool = pool_of(load, step, token, num_experts, top_k)
+            for expert in pool:
+                counts[expert] += top_k / len(pool)
+        steps.append(tuple(counts))
+    return tuple(steps)
+
+
+def _named(name: str) -> str | None:
+    found = [load for load in LOADS if name in (load, load.partition("_")[0])]
+    return found[0] if found else None
+
+
+def load_of(
+    load: float | str | Path | Sequence[float] | Sequence[Sequence[float]],
+    *,
+    num_experts: int,
+    top_k: int,
+) -> Load:
+    """A load as `Job` has it.
+
+    Args:
+        load: s of Zipf's law; tokens of each expert, of one step or of many; a name of `LOADS`,
+            "W3" for short, which stands for the tokens that it sends to each expert on average in
+            each of twelve steps; or a file with a JSON list of such tokens.
+        num_experts: E.
+        top_k: K.
+
+    Raises:
+        ValueError: no such name or file, or a file that holds something else.
+    """
+    if isinstance(load, (str, Path)):
+        name = _named(str(load))
+        if name is not None:
+            if 2 * top_k > num_experts:
+                raise ValueError(
+                    f"plan: expected top_k to be at most half of the {num_experts} experts with "
+                    f"load={name!r}, got {top_k}"
+                )
+            return _expected(name, num_experts, top_k)
+        if not Path(load).is_file():
+            raise ValueError(
+                f"plan: expected load to be a file, a number, tokens of experts or one of {LOADS}, "
+                f"got {str(load)!r}"
+            )
+        try:
+            held = json.loads(Path(load).read_text())
+        except ValueError as error:
+            raise ValueError(f"plan: expected {load} to hold JSON: {error}") from None
+        if not isinstance(held, list):
+            raise ValueError(f"plan: expected {load} to hold a list of numbers, got {held!r:.80}")
+        load = held
+    if isinstance(load, (int, float)):
+        return float(load)
+    try:
+        if load and isinstance(load[0], (int, float)):
+            return tuple(float(count) for count in load)  # type: ignore[arg-type]
+        return tuple(tuple(float(count) for count in step) for step in load)  # type: ignore[union-attr]
+    except (TypeError, ValueError):
+        raise ValueError(
+            "plan: expected load to hold numbers of tokens, of one step or of many, got "
+            f"{load!r:.80}"
+        ) from None
+
+
+def counts_of(load: tuple[float, ...] | tuple[tuple[float, ...], ...]) -> Tensor:
+    """Tokens `[S, E]` of each step and expert.
+
+    Raises:
+        ValueError: steps of unlike lengths, a negative number, or a step without tokens.
+    """
+    many = [step for step in load if isinstance(step, tuple)]
+    one = tuple(count for count in load if not isinstance(count, tuple))
+    steps, problem = many or [one], None
+    if len({len(step) for step in steps}) != 1 or (many and one):
+        problem = "steps of unlike lengths"
+    elif not all(0 <= count < math.inf for step in steps for count in step):
+        problem = "a number that is negative or not finite"
+    elif not all(sum(step) > 0 for step in steps):
+        problem = "a step without tokens"
+    if problem is not None:
+        raise ValueError(f"Job: expected load to hold tokens of each expert, got {problem}")
+    return torch.tensor(steps, dtype=torch.float64)
