@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_ext.distributed import MoEMesh, fully_shard, sync_gradients
+from moe_ext.distributed.dtensor import is_dtensor, local_part
 from moe_ext.distributed.gradients import gradient_buckets
 from moe_ext.distributed.groups import group_size
 from moe_ext.distributed.placement import sharded_parameters
@@ -46,7 +47,8 @@ class Applied:
         """Bytes that this rank sends in a step of training, as `count_traffic` counts them.
 
         Rows to experts and back, their gradients, the means of gradients, and what stages of a
-        pipeline pass on; not FSDP2's own messages, which nothing counts.
+        pipeline pass on; not the messages of FSDP2 and of DTensors, by which layers are divided:
+        nothing counts these.
 
         Args:
             routing: for each layer with experts of each micro-batch on this rank, the experts
@@ -112,13 +114,14 @@ class Applied:
         return [p for p in self.model.parameters() if id(p) not in experts]
 
     def _gradient_bytes(self) -> int:
-        both = (
-            (self._dense(), group_size(self.mesh.stage_group)),
-            (self._sharded(), self.mesh.edp_size),
-        )
+        dense, stage = self._dense(), group_size(self.mesh.stage_group)
+        shards = [p for p in dense if is_dtensor(p)]
+        whole = [p for p in dense if not is_dtensor(p)]
+        alike = (whole, stage), (shards, stage // self.mesh.tp_size)
         total = 0
-        for held, copies in both:
-            buckets = gradient_buckets([p for p in held if p.requires_grad])
+        for held, copies in (*alike, (self._sharded(), self.mesh.edp_size)):
+            own = [nn.Parameter(local_part(p.detach())) for p in held if p.requires_grad]
+            buckets = gradient_buckets(own)
             total += gradient_bytes([sum(p.nbytes for p in each) for each in buckets], copies)
         return total
 
@@ -141,20 +144,28 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
     """See `Plan.apply`."""
     from moe_ext.integrations.huggingface import replace
     from moe_ext.integrations.huggingface.stages import decoder_of
+    from moe_ext.integrations.huggingface.tensor_parallel import (
+        parallelize,
+        tensor_parallel_styles,
+    )
 
     choice = plan.choice
-    for name in ("tp", "cp"):
-        if choice[name] != 1:
-            raise ValueError(
-                f"Plan.apply: expected {name} to be 1, got {choice[name]}: plan with "
-                f"fixed={{'{name}': 1}}, or build it by MoEMesh and "
-                "moe_ext.attention.prepare_model"
-            )
-    pp, ep = int(choice["pp"] or 1), int(choice["ep"] or 1)
+    if choice["cp"] != 1:
+        raise ValueError(
+            f"Plan.apply: expected cp to be 1, got {choice['cp']}: plan with fixed={{'cp': 1}}, or "
+            "build it by MoEMesh and moe_ext.attention.prepare_model"
+        )
+    pp, tp, ep = (int(choice[name] or 1) for name in ("pp", "tp", "ep"))
+    if tp > 1 and choice["zero"] == 1:
+        raise ValueError(
+            f"Plan.apply: expected zero to be 0, 2 or 3 for tp={tp}, got 1: "
+            "ZeroRedundancyOptimizer shares no shards"
+        )
+    styles = tensor_parallel_styles(model, tp, "Plan.apply") if tp > 1 else {}
     table = _table(plan) if pp > 1 else None
     stages = None if table is None else _stages(model, table)
     layers = decoder_of(model, "Plan.apply").layers if _is_fsdp(plan) else ()
-    mesh = MoEMesh(ep=ep, dp=plan.job.num_ranks // (pp * ep), pp=pp)
+    mesh = MoEMesh(ep=ep, dp=plan.job.num_ranks // (pp * ep), tp=tp, pp=pp)
     if plan.model.num_experts:
         replace(
             model,
@@ -163,6 +174,9 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
             combine=str(choice["combine"]),
             wire=choice["wire"],  # type: ignore[arg-type]
         )
+    if tp > 1:
+        assert mesh.data_mesh is not None
+        parallelize(model, styles, mesh.data_mesh["tp"])
     # A checkpoint of a layer would run once more for the gradients of weights.
     splits = table is not None and any(a.kind == "W" for a in table.actions(0))
     if choice["recompute"] and not splits:
@@ -181,7 +195,7 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
 def _table(plan: Plan) -> ActionTable:
     choice, job = plan.choice, plan.job
     pp, size = int(choice["pp"] or 1), int(choice["micro_batch"] or 1)
-    per_rank = job.global_batch * pp // job.num_ranks
+    per_rank = job.global_batch * pp * int(choice["tp"] or 1) // job.num_ranks
     return make_table(str(choice["schedule"]), pp, per_rank // size)
 
 

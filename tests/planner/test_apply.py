@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from rank_checks import Checks
-from torch.distributed.tensor import DTensor
 
 from moe_ext.distributed import count_traffic
+from moe_ext.distributed.dtensor import local_part
 from moe_ext.planner import ClusterSpec, Level, plan
 
 CHECKS = Checks()
@@ -92,23 +92,29 @@ def assert_mean_losses(found, want):
 
 
 @CHECKS(
-    *((4, 0, "dedup"), (2, 1, "alltoall"), (2, 2, "alltoall"), (2, 3, "alltoall")),
+    *((4, 0, "dedup", 1), (2, 1, "alltoall", 1), (2, 2, "alltoall", 1), (2, 3, "alltoall", 1)),
+    *((4, 0, "dedup", 2), (2, 0, "alltoall", 2), (2, 3, "alltoall", 2), (2, 2, "alltoall", 2)),
 )
-def trains_as_one_process(ep, zero, dispatcher):
+def trains_as_one_process(ep, zero, dispatcher, tp):
     pytest.importorskip("transformers")
     model, want = made_model(), losses_of_one_process()
     sizes = {name: p.numel() for name, p in model.named_parameters()}
-    applied = applied_to(model, ep=ep, zero=zero, dispatcher=dispatcher, recompute=1)
+    fixed = {"ep": ep, "zero": zero, "dispatcher": dispatcher, "tp": tp}
+    applied = applied_to(model, recompute=1, **fixed)
     optimizers = applied.optimizers(torch.optim.SGD, **SGD)
-    mine = batches()[dist.get_rank()]
-    found = train(model, [mine], applied.sync_gradients, optimizers)
+    own = batches()[applied.mesh.data_rank * tp :][:tp]
+    found = train(model, own, applied.sync_gradients, optimizers)
+    if tp > 1:
+        assert model.model.embed_tokens.weight.to_local().numel() <= 64 * 32 // 2
     assert_mean_losses(found, want)
     if zero >= 2:
         # After a forward pass the weights of a layer are whole, or shards again.
-        attention = model.model.layers[0].self_attn
-        assert isinstance(attention.q_proj.weight, DTensor)
-        out = model(input_ids=mine).logits
-        assert isinstance(attention.q_proj.weight, DTensor) == (zero == 3)
+        layer = model.model.layers[0].self_attn.q_proj
+        assert local_part(layer.weight).numel() == 32 * 32 // 4
+        out = model(input_ids=own[0]).logits
+        # Whole, or with tp a shard that is no longer divided over the copies.
+        held = local_part(layer.weight)
+        assert held.numel() == 32 * 32 // (4 if zero == 3 else tp)
         out.sum().backward()
     if zero == 1:
         held = torch.tensor(_state_numel(optimizers))
@@ -128,10 +134,11 @@ def _state_numel(optimizers):
 
 # Their layers, some more than others, on the ranks of two or four stages.
 PIPELINES = {
-    "1f1b": {"pp": 2, "ep": 2, "recompute": 1},
-    "zb-h1": {"pp": 2, "ep": 1, "zero": 1, "recompute": 1},
-    "interleaved": {"pp": 2, "ep": 2, "dispatcher": "dedup"},
-    "gpipe": {"pp": 4, "ep": 1, "zero": 0},
+    "1f1b": {"schedule": "1f1b", "pp": 2, "ep": 2, "recompute": 1},
+    "zb-h1": {"schedule": "zb-h1", "pp": 2, "ep": 1, "zero": 1, "recompute": 1},
+    "interleaved": {"schedule": "interleaved", "pp": 2, "ep": 2, "dispatcher": "dedup"},
+    "gpipe": {"schedule": "gpipe", "pp": 4, "ep": 1, "zero": 0},
+    "tp": {"schedule": "zb-h1", "pp": 2, "tp": 2, "ep": 2, "zero": 0},
 }
 
 
@@ -152,13 +159,13 @@ def train_stages(applied, optimizers):
     return losses
 
 
-@CHECKS(*((schedule, schedule in ("1f1b", "gpipe")) for schedule in PIPELINES))
-def trains_stages_as_one_process(schedule, tied):
+@CHECKS(*((name, name in ("1f1b", "gpipe")) for name in PIPELINES))
+def trains_stages_as_one_process(name, tied):
     pytest.importorskip("transformers")
     options = {"num_hidden_layers": 5, "tie_word_embeddings": tied}
     model, want = made_model(**options), losses_of_one_process(**options)
     names = [name for name, _ in model.named_parameters()]
-    applied = applied_to(model, schedule=schedule, **PIPELINES[schedule])
+    applied = applied_to(model, **PIPELINES[name])
     found = train_stages(applied, applied.optimizers(torch.optim.SGD, **SGD))
     assert_mean_losses(found, want)
     mine = [None] * 4
@@ -189,12 +196,13 @@ def routing_of(applied, run):
     return found
 
 
-@CHECKS(("1f1b",), ("zb-h1",), ("interleaved",))
-def stages_send_what_the_plan_says(schedule):
+@CHECKS(("1f1b",), ("zb-h1",), ("interleaved",), ("tp",))
+def stages_send_what_the_plan_says(name):
     pytest.importorskip("transformers")
-    model = made_model(num_hidden_layers=5, tie_word_embeddings=True).float()
-    applied = applied_to(model, schedule=schedule, **{**PIPELINES[schedule], "ep": 2})
-    own = batches()[applied.mesh.data_rank * 2 :][:2]
+    model = made_model(num_hidden_layers=5, tie_word_embeddings=name != "tp").float()
+    applied = applied_to(model, **{**PIPELINES[name], "ep": 2})
+    size = 4 // applied.mesh.data_size
+    own = batches()[applied.mesh.data_rank * size :][:size]
     stages = applied.pipeline.stages
 
     def step():
@@ -209,7 +217,7 @@ def stages_send_what_the_plan_says(schedule):
     read = {"gradients": sent.pop("all_reduce"), "pipeline": sent.pop("send")}
     assert found == {"rows": traffic.total_bytes, **read}, (found, read, sent)
     layers = sum(name.endswith("mlp.experts") for name, _ in model.named_modules())
-    assert len(routing) == 2 * layers and layers in (2, 3)
+    assert len(routing) == size * layers and layers in (2, 3)
 
 
 @CHECKS()
@@ -220,10 +228,17 @@ def refuses_before_it_changes_anything():
         lambda _, args, given: (args, {**given, "inputs_embeds": 2 * given["inputs_embeds"]}),
         with_kwargs=True,
     )
+    other = made_model()
+    other.model._tp_plan = {**other.model._tp_plan, "norm": "replicated_with_grad_allreduce"}
+    other._tp_plan = {f"model.{name}": style for name, style in other.model._tp_plan.items()}
     losing = made_model()
     losing.config.output_router_logits = True
     cases = (
-        (made_model(), {"tp": 2}, "expected tp to be 1, got 2"),
+        (made_model(), {"cp": 2}, "expected cp to be 1, got 2"),
+        (made_model(), {"tp": 2, "zero": 1}, "expected zero to be 0, 2 or 3 for tp=2"),
+        (made_model(), {"tp": 4, "zero": 0}, "tp to divide the 2 heads of keys and values, got 4"),
+        (made_model(tie_word_embeddings=True), {"tp": 2, "zero": 0}, "weights of their own"),
+        (other, {"tp": 2, "zero": 0}, "styles of MixtralForCausalLM's tensor parallelism"),
         (doubled, {"pp": 2}, "layers and a norm alone, got MixtralForCausalLM"),
         (losing, {"pp": 2}, "expected output_router_logits to be False"),
         (made_model().to("meta"), {"pp": 2}, "on the CPU for pp=2"),

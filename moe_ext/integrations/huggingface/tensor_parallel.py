@@ -1,0 +1,122 @@
+"""Tensor parallelism of the dense part of a transformers model, by the plan of its family."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+_OF_EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
+# Of what transformers' plans name, those that torch.distributed.tensor.parallel has.
+_STYLES = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise")
+
+
+def tensor_parallel_styles(model: Any, num_ranks: int, operation: str) -> dict[str, str]:
+    """The style of each dense layer that the plan of the model's family divides, by its path.
+
+    Args:
+        model: of transformers.
+        num_ranks: that share each layer.
+        operation: for error messages.
+
+    Raises:
+        ValueError: the family has no plan, or one with a style that is not known, ranks do not
+            divide the heads of keys and values, or the output's weights are the embedding's.
+    """
+    title, config = type(model).__name__, model.config.get_text_config()
+    modules, found = dict(model.named_modules()), dict[str, str]()
+    names = [*modules, *(name for name, _ in model.named_parameters())]
+    for pattern, style in (getattr(model, "tp_plan", None) or {}).items():
+        if _OF_EXPERTS.search(pattern):
+            continue
+        path = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        for name in filter(path.fullmatch, names):
+            if style not in _STYLES or name not in modules:
+                raise ValueError(
+                    f"{operation}: expected styles of {title}'s tensor parallelism to be in "
+                    f"{_STYLES} for tp={num_ranks}, got {style!r} of {name}"
+                )
+            found[name] = style
+    if not any(style == "colwise" for style in found.values()):
+        raise ValueError(
+            f"{operation}: expected the family of the model to have a plan of tensor parallelism "
+            f"for tp={num_ranks}, got none for {title}"
+        )
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if heads % num_ranks:
+        raise ValueError(
+            f"{operation}: expected tp to divide the {heads} heads of keys and values, got "
+            f"{num_ranks}"
+        )
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if None not in ends and ends[0].weight is ends[1].weight:
+        raise ValueError(
+            f"{operation}: expected embedding and output to have weights of their own for "
+            f"tp={num_ranks}, got tied ones in {title}"
+        )
+    return found
+
+
+def parallelize(model: nn.Module, styles: dict[str, str], mesh: DeviceMesh) -> None:
+    """Divide layers over the ranks of a mesh, which call the model with the same tokens.
+
+    Experts get a part of these tokens from each rank, and their results are gathered.
+
+    Args:
+        model: of transformers, whose experts are replaced.
+        styles: see `tensor_parallel_styles`.
+        mesh: of one dimension.
+    """
+    # Not at the top: it takes a second to import.
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    made: dict[str, Any] = {
+        "colwise": ColwiseParallel(),
+        "rowwise": RowwiseParallel(),
+        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+        "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
+    }
+    plan = {path: made[style] for path, style in styles.items()}
+    # Every rank has the same weights.
+    parallelize_module(model, mesh, plan, src_data_rank=None)
+    for path, module in model.named_modules():
+        if path.rpartition(".")[2] == "experts":
+            _share_tokens(module, mesh)
+
+
+def _share_tokens(experts: nn.Module, mesh: DeviceMesh) -> None:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    def scaled(x: Tensor, factor: float) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad * factor)
+        return x
+
+    def cut(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if len(given[0]) % mesh.size():
+            raise ValueError(
+                f"Plan.apply: expected tokens to be a multiple of tp={mesh.size()}, got "
+                f"{len(given[0])}"
+            )
+        parts = (
+            DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+            .redistribute(placements=[Shard(0)])
+            .to_local()
+            for x in given
+        )
+        return tuple(scaled(part, 1 / mesh.size()) for part in parts)
+
+    def join(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+        # Each token reaches experts once, where a mean over ranks expects it from all of the mesh.
+        part = scaled(out.contiguous(), mesh.size())
+        return DTensor.from_local(part, mesh, [Shard(0)], run_check=False).full_tensor()
+
+    experts.register_forward_pre_hook(cut)
+    experts.register_forward_hook(join)
