@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from moe_ext.attention import choose_scheme, prepare_model
 from moe_ext.distributed import MoEMesh, fully_shard, sync_gradients
 from moe_ext.distributed.dtensor import is_dtensor, local_part
 from moe_ext.distributed.gradients import gradient_buckets
@@ -46,19 +47,20 @@ class Applied:
     def sent_bytes(self, routing: Sequence[Sequence[Tensor]]) -> dict[str, int]:
         """Bytes that this rank sends in a step of training, as `count_traffic` counts them.
 
-        Rows to experts and back, their gradients, the means of gradients, and what stages of a
-        pipeline pass on; not the messages of FSDP2 and of DTensors, by which layers are divided:
-        nothing counts these.
+        Rows to experts and back, their gradients, the means of gradients, what stages of a pipeline
+        pass on, and keys and values of attention with their gradients; not the messages of FSDP2
+        and of DTensors, by which layers are divided: nothing counts these.
 
         Args:
             routing: for each layer with experts of each micro-batch on this rank, the experts
                 `[T, K]` that the tokens of every rank of the expert-parallel group choose.
 
         Returns:
-            Bytes of "rows", "gradients" and "pipeline".
+            Bytes of "rows", "gradients", "pipeline" and "attention".
 
         Raises:
-            ValueError: the plan's dispatcher is "hierarchical", whose hops are not foretold.
+            ValueError: the plan's dispatcher is "hierarchical", whose hops are not foretold; or it
+                has cp and the model windows or latent attention.
         """
         choice = self.plan.choice
         ep = int(choice["ep"] or 1)
@@ -81,6 +83,7 @@ class Applied:
             "rows": rows,
             "gradients": 0 if _is_fsdp(self.plan) else self._gradient_bytes(),
             "pipeline": self._pipeline_bytes(),
+            "attention": self._attention_bytes(),
         }
 
     def optimizers(self, cls: type[Optimizer], **options: Any) -> list[Optimizer]:
@@ -125,6 +128,32 @@ class Applied:
             total += gradient_bytes([sum(p.nbytes for p in each) for each in buckets], copies)
         return total
 
+    def _attention_bytes(self) -> int:
+        choice, job, sizes = self.plan.choice, self.plan.job, self.plan.model
+        if choice["cp"] == 1:
+            return 0
+        if sizes.window or sizes.latent:
+            raise ValueError(
+                "Applied.sent_bytes: expected cp to be 1 for a model with windows or latent "
+                f"attention, got {choice['cp']}"
+            )
+        heads, micro, tp = sizes.num_heads, int(choice["micro_batch"] or 1), self.mesh.tp_size
+        found = choose_scheme(
+            batch=micro,
+            heads=heads // tp,
+            kv_heads=(sizes.num_kv_heads or heads) // tp,
+            dim=sizes.head_dim or sizes.model_dim // heads,
+            seq_len=job.seq_len,
+            num_ranks=self.mesh.cp_size,
+            dtype=getattr(torch, job.dtype),
+            is_causal=True,
+        )
+        # Shards are of one length, and keys go all the way round: each rank sends the most.
+        ring = next(each for each in found.candidates if each.scheme == "ring")
+        passes = ring.forward_bytes * (2 if choice["recompute"] else 1) + ring.backward_bytes
+        steps = job.global_batch // (self.mesh.data_size * micro)
+        return passes * sizes.num_layers * steps
+
     def _pipeline_bytes(self) -> int:
         if self.pipeline is None:
             return 0
@@ -150,12 +179,11 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
     )
 
     choice = plan.choice
-    if choice["cp"] != 1:
+    pp, tp, cp, ep = (int(choice[name] or 1) for name in ("pp", "tp", "cp", "ep"))
+    if pp > 1 and cp > 1:
         raise ValueError(
-            f"Plan.apply: expected cp to be 1, got {choice['cp']}: plan with fixed={{'cp': 1}}, or "
-            "build it by MoEMesh and moe_ext.attention.prepare_model"
+            f"Plan.apply: expected cp to be 1 for pp={pp}, got {cp}: stages take whole sequences"
         )
-    pp, tp, ep = (int(choice[name] or 1) for name in ("pp", "tp", "ep"))
     if tp > 1 and choice["zero"] == 1:
         raise ValueError(
             f"Plan.apply: expected zero to be 0, 2 or 3 for tp={tp}, got 1: "
@@ -165,15 +193,23 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
     table = _table(plan) if pp > 1 else None
     stages = None if table is None else _stages(model, table)
     layers = decoder_of(model, "Plan.apply").layers if _is_fsdp(plan) else ()
-    mesh = MoEMesh(ep=ep, dp=plan.job.num_ranks // (pp * ep), tp=tp, pp=pp)
+    mesh = MoEMesh(ep=ep, dp=plan.job.num_ranks // (pp * ep), cp=cp, tp=tp, pp=pp)
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if cp > 1:
+        prepare_model(model, group=mesh.cp_group)
     if plan.model.num_experts:
-        replace(
-            model,
-            ep_group=mesh.ep_group if ep > 1 else None,
-            dispatcher=str(choice["dispatcher"]),
-            combine=str(choice["combine"]),
-            wire=choice["wire"],  # type: ignore[arg-type]
-        )
+        try:
+            replace(
+                model,
+                ep_group=mesh.ep_group if ep > 1 else None,
+                dispatcher=str(choice["dispatcher"]),
+                combine=str(choice["combine"]),
+                wire=choice["wire"],  # type: ignore[arg-type]
+            )
+        except BaseException:
+            if cp > 1:
+                model.set_attn_implementation(attention)  # type: ignore[operator]
+            raise
     if tp > 1:
         assert mesh.data_mesh is not None
         parallelize(model, styles, mesh.data_mesh["tp"])

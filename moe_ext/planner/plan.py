@@ -193,7 +193,8 @@ class Plan:
         FSDP2, 2 with weights that stay gathered from a forward pass to its backward pass. ZeRO 1 is
         in the optimizers that `Applied.optimizers` makes. Pipeline stages are consecutive layers of
         the decoder, which `Applied.pipeline` runs by the plan's schedule. Dense layers are divided
-        over tp by the family's plan in transformers; ranks of a tp group take the same batches.
+        over tp by the family's plan in transformers, and attention over cp by
+        `attention.prepare_model`; ranks of a tp or cp group take the same batches.
 
         Args:
             model: a transformers model, before its optimizer is made.
@@ -202,10 +203,10 @@ class Plan:
             The model with its mesh; `sync_gradients()` ends the backward passes of a step.
 
         Raises:
-            ValueError: the plan has cp; or stages of a model that is not on the CPU, whose decoder
-                is more than layers and a norm, or that wants losses of its routers; or tp with zero
-                1, or of a model with tied weights or layers that it cannot divide. Nothing is
-                changed.
+            ValueError: the plan has cp with pp, or of a model that `prepare_model` refuses; or
+                stages of a model that is not on the CPU, whose decoder is more than layers and a
+                norm, or that wants losses of its routers; or tp with zero 1, or of a model with
+                tied weights or layers that it cannot divide. Nothing is changed.
         """
         return apply_plan(self, model)
 

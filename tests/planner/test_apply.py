@@ -1,5 +1,7 @@
 """Models trained in the placement of a plan against one process."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from moe_ext.distributed.dtensor import local_part
 from moe_ext.planner import ClusterSpec, Level, plan
 
 CHECKS = Checks()
+FULL = bool(os.environ.get("MOE_EXT_FULL"))
 CLUSTER = ClusterSpec((Level("node", 4, 1e-6, 1e10),), {"float32": 1e11}, 4e8, 1e10)
 SIZES = {
     "vocab_size": 64,
@@ -34,13 +37,19 @@ def made_model(**options):
     torch.manual_seed(0)
     config = transformers.MixtralConfig(**{**SIZES, **options}, output_router_logits=False)
     model = transformers.MixtralForCausalLM(config)
+    model.set_experts_implementation("eager")  # torch's grouped products know no float64
     model.loss_function = next_token_loss
     return model.double()
 
 
-def next_token_loss(logits, labels, vocab_size, **_):
-    """That of transformers rounds logits to float32."""
-    return F.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1))
+def next_token_loss(logits, labels, vocab_size, shift_labels=None, num_items_in_batch=None, **_):
+    """As that of transformers, which rounds logits to float32."""
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    total = F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), reduction="sum")
+    return total / (
+        (shift_labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    )
 
 
 def applied_to(model, **fixed):
@@ -80,7 +89,6 @@ def train(model, own, finish, optimizers):
 
 def losses_of_one_process(**options):
     model = made_model(**options)
-    model.set_experts_implementation("eager")  # torch's grouped products know no float64
     return train(model, batches(), lambda: None, [torch.optim.SGD(model.parameters(), **SGD)])
 
 
@@ -91,18 +99,22 @@ def assert_mean_losses(found, want):
     torch.testing.assert_close(found / dist.get_world_size(), want, **TIGHT)
 
 
-@CHECKS(
-    *((4, 0, "dedup", 1), (2, 1, "alltoall", 1), (2, 2, "alltoall", 1), (2, 3, "alltoall", 1)),
-    *((4, 0, "dedup", 2), (2, 0, "alltoall", 2), (2, 3, "alltoall", 2), (2, 2, "alltoall", 2)),
-)
-def trains_as_one_process(ep, zero, dispatcher, tp):
+PLAIN = [(4, 0, "dedup"), (2, 1, "alltoall"), (2, 2, "alltoall"), (2, 3, "alltoall")]
+PLAIN += [(2, 0, "alltoall", 2), (2, 3, "alltoall", 2), (4, 1, "dedup", 1, 2)]
+PLAIN += [(2, 3, "alltoall", 1, 2)]
+if FULL:
+    PLAIN += [(4, 0, "dedup", 2), (2, 2, "alltoall", 2), (2, 0, "alltoall", 2, 2)]
+
+
+@CHECKS(*PLAIN)
+def trains_as_one_process(ep, zero, dispatcher, tp=1, cp=1):
     pytest.importorskip("transformers")
     model, want = made_model(), losses_of_one_process()
     sizes = {name: p.numel() for name, p in model.named_parameters()}
-    fixed = {"ep": ep, "zero": zero, "dispatcher": dispatcher, "tp": tp}
+    fixed = {"ep": ep, "zero": zero, "dispatcher": dispatcher, "tp": tp, "cp": cp}
     applied = applied_to(model, recompute=1, **fixed)
     optimizers = applied.optimizers(torch.optim.SGD, **SGD)
-    own = batches()[applied.mesh.data_rank * tp :][:tp]
+    own = batches()[applied.mesh.data_rank * tp * cp :][: tp * cp]
     found = train(model, own, applied.sync_gradients, optimizers)
     if tp > 1:
         assert model.model.embed_tokens.weight.to_local().numel() <= 64 * 32 // 2
@@ -119,9 +131,9 @@ def trains_as_one_process(ep, zero, dispatcher, tp):
     if zero == 1:
         held = torch.tensor(_state_numel(optimizers))
         dist.all_reduce(held)
-        # Dense parameters' state is on one rank, experts' on both that hold them.
+        # Dense parameters' state is on one rank, experts' on all that hold them.
         experts = sum(size for name, size in sizes.items() if ".experts." in name)
-        assert int(held) == sum(sizes.values()) + experts
+        assert int(held) == sum(sizes.values()) + experts * (4 // ep - 1)
 
 
 def _state_numel(optimizers):
@@ -196,7 +208,7 @@ def routing_of(applied, run):
     return found
 
 
-@CHECKS(("1f1b",), ("zb-h1",), ("interleaved",), ("tp",))
+@CHECKS(("1f1b",), ("tp",), *([("zb-h1",), ("interleaved",)] if FULL else ()))
 def stages_send_what_the_plan_says(name):
     pytest.importorskip("transformers")
     model = made_model(num_hidden_layers=5, tie_word_embeddings=name != "tp").float()
@@ -214,10 +226,30 @@ def stages_send_what_the_plan_says(name):
         applied.sync_gradients()
     found = applied.sent_bytes(routing)
     sent = traffic.sent_bytes
-    read = {"gradients": sent.pop("all_reduce"), "pipeline": sent.pop("send")}
+    read = {"gradients": sent.pop("all_reduce"), "pipeline": sent.pop("send"), "attention": 0}
     assert found == {"rows": traffic.total_bytes, **read}, (found, read, sent)
     layers = sum(name.endswith("mlp.experts") for name, _ in model.named_modules())
     assert len(routing) == size * layers and layers in (2, 3)
+
+
+@CHECKS((2, 2), *([(2, 1), (4, 1)] if FULL else ()))
+def rings_send_what_the_plan_says(cp, tp):
+    pytest.importorskip("transformers")
+    model = made_model().float()
+    applied = applied_to(model, cp=cp, tp=tp, ep=4, zero=0, recompute=int(tp == 2))
+    size = 4 // applied.mesh.data_size
+
+    def step():
+        for batch in batches()[applied.mesh.data_rank * size :][:size]:
+            model(input_ids=batch, labels=batch).loss.backward()
+
+    with count_traffic() as traffic:
+        routing = routing_of(applied, step)
+        applied.sync_gradients()
+    sent = traffic.sent_bytes
+    read = {"gradients": sent.pop("all_reduce"), "attention": sent.pop("send"), "pipeline": 0}
+    found = applied.sent_bytes(routing)
+    assert found == {"rows": traffic.total_bytes, **read}, (found, read, sent)
 
 
 @CHECKS()
@@ -234,7 +266,8 @@ def refuses_before_it_changes_anything():
     losing = made_model()
     losing.config.output_router_logits = True
     cases = (
-        (made_model(), {"cp": 2}, "expected cp to be 1, got 2"),
+        (made_model(), {"cp": 2, "pp": 2}, "expected cp to be 1 for pp=2, got 2"),
+        (made_model(), {"cp": 2, "dispatcher": "dedup", "ep": 4}, "to have no gradient"),
         (made_model(), {"tp": 2, "zero": 1}, "expected zero to be 0, 2 or 3 for tp=2"),
         (made_model(), {"tp": 4, "zero": 0}, "tp to divide the 2 heads of keys and values, got 4"),
         (made_model(tie_word_embeddings=True), {"tp": 2, "zero": 0}, "weights of their own"),
@@ -243,11 +276,14 @@ def refuses_before_it_changes_anything():
         (losing, {"pp": 2}, "expected output_router_logits to be False"),
         (made_model().to("meta"), {"pp": 2}, "on the CPU for pp=2"),
     )
+    cases[1][0].model.layers[1].mlp.experts.down_proj.grad = torch.zeros(8, 32, 48).double()
     for model, fixed, text in cases:
+        attention = model.config._attn_implementation
         before = [(name, type(module)) for name, module in model.named_modules()]
         with pytest.raises(ValueError, match=text):
             applied_to(model, **fixed)
         assert before == [(name, type(module)) for name, module in model.named_modules()]
+        assert model.config._attn_implementation == attention
 
 
 @pytest.mark.parametrize("name", CHECKS)
