@@ -6,6 +6,7 @@ from moe_ext.planner.cluster import CLUSTERS, ClusterSpec, Level
 from moe_ext.planner.cost import CostModel, Job, exchange_bytes, gradient_bytes
 from moe_ext.planner.plan import Plan, plan
 from moe_ext.planner.presets import PRESETS, ModelSpec, preset
+from moe_ext.planner.profile import measure_cluster
 from moe_ext.planner.report import html_report
 from moe_ext.planner.search import Found, SearchResult, search
 from moe_ext.planner.spec import model_spec
@@ -27,6 +28,7 @@ __all__ = [
     "exchange_bytes",
     "gradient_bytes",
     "html_report",
+    "measure_cluster",
     "model_spec",
     "plan",
     "preset",

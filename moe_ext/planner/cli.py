@@ -6,8 +6,13 @@ import argparse
 import sys
 from pathlib import Path
 
+import torch
+
+from moe_ext.planner.cluster import ClusterSpec
 from moe_ext.planner.plan import plan
+from moe_ext.planner.profile import measure_cluster
 from moe_ext.planner.report import html_report
+from moe_ext.planner.spec import model_spec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--why-not", action="append", default=[], metavar="AXIS=VALUE", help="explain another value"
     )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="measure rates of products, memory and launches here, with a layer of the model",
+    )
     parser.add_argument("--out", default="plan.json", help="file of the plan")
     parser.add_argument("--report", help="file of a report in HTML")
 
@@ -49,6 +59,14 @@ def _number(text: str) -> float | str:
         return text
 
 
+def _rates(cluster: ClusterSpec) -> str:
+    ((dtype, rate),) = cluster.flops.items()
+    return (
+        f"{rate / 1e9:.4g} Gflop/s in {dtype}, {cluster.memory_bandwidth / 1e9:.4g} GB/s, "
+        f"{1e6 * cluster.layer_seconds:.4g} us of launches a layer"
+    )
+
+
 def _show(done: int, total: int) -> None:
     filled = 30 * done // total
     print(f"\r[{'#' * filled}{'.' * (30 - filled)}] {done}/{total} meshes", end="", file=sys.stderr)
@@ -58,9 +76,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit status."""
     try:
         fixed = {name: value for text in arguments.fix for name, value in _pair(text).items()}
+        model, cluster = model_spec(arguments.model), ClusterSpec.of(arguments.cluster)
+        if arguments.profile:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            cluster = measure_cluster(model, cluster, dtype=arguments.dtype, device=device)
+            print(f"{cluster.source}: {_rates(cluster)}")
         found = plan(
-            arguments.model,
-            arguments.cluster,
+            model,
+            cluster,
             num_ranks=arguments.gpus,
             seq_len=arguments.seq_len,
             global_batch=arguments.global_batch,

@@ -281,12 +281,17 @@ def test_command(tmp_path):
     config.write_text(json.dumps(CONFIG))
     command = [sys.executable, "-m", "moe_ext", "plan", "--cluster", "h100", "--gpus", "4"]
     options = ["--global-batch", "8", "--seq-len", "128", "--why-not", "tp=2", "--fix", "pp=1"]
+    options += ["--load", "W1", "--profile"]
     out = ["--out", str(tmp_path / "plan.json"), "--report", str(tmp_path / "plan.html")]
     done = subprocess.run(
         [*command, "--model", str(config), *options, *out], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "why not tp=2" in done.stdout and "torchrun" in done.stdout
+    assert (
+        "Gflop/s in bfloat16" in done.stdout
+        and "why not tp=2" in done.stdout
+        and "torchrun" in done.stdout
+    )
     assert Plan.from_json(tmp_path / "plan.json").choice["pp"] == 1
     bad = subprocess.run([*command, "--model", "nothing"], capture_output=True, text=True)
     assert bad.returncode == 2 and "expected model to be one of" in bad.stderr
