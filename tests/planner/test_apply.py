@@ -103,7 +103,12 @@ PLAIN = [(4, 0, "dedup"), (2, 1, "alltoall"), (2, 2, "alltoall"), (2, 3, "alltoa
 PLAIN += [(2, 0, "alltoall", 2), (2, 3, "alltoall", 2), (4, 1, "dedup", 1, 2)]
 PLAIN += [(2, 3, "alltoall", 1, 2)]
 if FULL:
-    PLAIN += [(4, 0, "dedup", 2), (2, 2, "alltoall", 2), (2, 0, "alltoall", 2, 2)]
+    PLAIN += [
+        (1, 0, "alltoall", 2),
+        (4, 0, "dedup", 2),
+        (2, 2, "alltoall", 2),
+        (2, 0, "alltoall", 2, 2),
+    ]
 
 
 @CHECKS(*PLAIN)
@@ -260,9 +265,9 @@ def refuses_before_it_changes_anything():
         lambda _, args, given: (args, {**given, "inputs_embeds": 2 * given["inputs_embeds"]}),
         with_kwargs=True,
     )
-    other = made_model()
-    other.model._tp_plan = {**other.model._tp_plan, "norm": "replicated_with_grad_allreduce"}
-    other._tp_plan = {f"model.{name}": style for name, style in other.model._tp_plan.items()}
+    other, partly = made_model(), made_model()
+    other._tp_plan = {**other._tp_plan, "model.norm": "replicated_with_grad_allreduce"}
+    partly._tp_plan = {n: style for n, style in partly._tp_plan.items() if "k_proj" not in n}
     losing = made_model()
     losing.config.output_router_logits = True
     cases = (
@@ -271,6 +276,7 @@ def refuses_before_it_changes_anything():
         (made_model(), {"tp": 2, "zero": 1}, "expected zero to be 0, 2 or 3 for tp=2"),
         (made_model(), {"tp": 4, "zero": 0}, "tp to divide the 2 heads of keys and values, got 4"),
         (made_model(tie_word_embeddings=True), {"tp": 2, "zero": 0}, "weights of their own"),
+        (partly, {"tp": 2, "zero": 0}, "got model.layers.0.self_attn.k_proj.weight whole"),
         (other, {"tp": 2, "zero": 0}, "styles of MixtralForCausalLM's tensor parallelism"),
         (doubled, {"pp": 2}, "layers and a norm alone, got MixtralForCausalLM"),
         (losing, {"pp": 2}, "expected output_router_logits to be False"),

@@ -22,8 +22,9 @@ def tensor_parallel_styles(model: Any, num_ranks: int, operation: str) -> dict[s
         operation: for error messages.
 
     Raises:
-        ValueError: the family has no plan, or one with a style that is not known, ranks do not
-            divide the heads of keys and values, or the output's weights are the embedding's.
+        ValueError: the family has no plan, or one with a style that is not known or that leaves
+            weights between columns and rows whole, ranks do not divide the heads of keys and
+            values, or the output's weights are the embedding's.
     """
     title, config = type(model).__name__, model.config.get_text_config()
     modules, found = dict(model.named_modules()), dict[str, str]()
@@ -31,8 +32,8 @@ def tensor_parallel_styles(model: Any, num_ranks: int, operation: str) -> dict[s
     for pattern, style in (getattr(model, "tp_plan", None) or {}).items():
         if _OF_EXPERTS.search(pattern):
             continue
-        path = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
-        for name in filter(path.fullmatch, names):
+        matches = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
+        for name in filter(matches, names):
             if style not in _STYLES or name not in modules:
                 raise ValueError(
                     f"{operation}: expected styles of {title}'s tensor parallelism to be in "
@@ -44,6 +45,15 @@ def tensor_parallel_styles(model: Any, num_ranks: int, operation: str) -> dict[s
             f"{operation}: expected the family of the model to have a plan of tensor parallelism "
             f"for tp={num_ranks}, got none for {title}"
         )
+    for path in [path for path, style in found.items() if style == "colwise"]:
+        parent = path.rpartition(".")[0]
+        for name, _ in modules[parent].named_parameters(prefix=parent):
+            if name.rpartition(".")[0] not in found:
+                # It would get the gradient of this rank's columns alone.
+                raise ValueError(
+                    f"{operation}: expected the plan of {title} to divide all of {parent} for "
+                    f"tp={num_ranks}, got {name} whole"
+                )
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if heads % num_ranks:
         raise ValueError(
