@@ -109,6 +109,32 @@ def rise_of_memory(run: Callable[[], object]) -> int:
     return status_bytes("VmHWM") - before
 
 
+def peak_allocated(run: Callable[[], object]) -> int:
+    """Most bytes of torch's allocator alive at once while something runs, of those made in it."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        run()
+    changes: list[tuple[int, int, int]] = []
+    events = profile.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
+    while events:
+        event = events.pop()
+        events.extend(event.children)
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            fields = event.extra_fields
+            changes.append((event.start_time_ns, fields.alloc_size, fields.ptr))
+    alive: dict[int, int] = {}
+    now = most = 0
+    for _, size, pointer in sorted(changes):
+        # A message's thread may have released what was here, which no event tells.
+        now -= alive.pop(pointer, 0)
+        if size > 0:
+            alive[pointer] = size
+            now += size
+        most = max(most, now)
+    return most
+
+
 def interleaved(
     runs: Runs, *, seconds: float = 1.5, warmup: int = 2, least: int = 5
 ) -> dict[str, Timing]:

@@ -38,6 +38,7 @@ BENCHMARKS = (
     "weight_sync",
     "balance",
     "planner",
+    "planner_memory",
 )
 # Run by name alone, for the time that they take: twenty minutes.
 BY_NAME = ("convergence", "local_steps")

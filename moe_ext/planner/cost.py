@@ -31,6 +31,8 @@ COMBINES = ("exact", "reduced")
 CHUNKS = 2
 # Memory that formulas do not see, fragments and buffers of libraries, over what they see.
 MARGIN = 1.1
+# Of `sync_gradients`.
+_BUCKET = 25 * 2**20
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 Columns = dict[str, Tensor]
@@ -399,46 +401,134 @@ class CostModel:
         return torch.where(kind == SCHEDULES.index("interleaved"), chunks, found)
 
     def memory_terms(self, c: Columns) -> Columns:
-        """Bytes of the fullest rank, by what they are for."""
-        m, size, tokens = self.model, self.job.itemsize, self.tokens(c)
+        """Bytes of the fullest rank when it is fullest, by what they are for.
+
+        That is at the loss, in the backward pass of the last or the first layer, where gradients
+        are averaged, or in the optimizer's step, whichever takes most.
+        """
+        m, size = self.model, self.job.itemsize
         dense, experts = self.parameters(c)
         copies, edp = self._data(c) * c["cp"], self._stage(c) / c["ep"]
-        state = _state_bytes(size)
-        # ZeRO 1 shares the state of dense parameters alone, as `Applied.optimizers` does.
-        held = torch.where(c["zero"] >= 1, dense / copies, dense)
-        is_fsdp = c["zero"] >= 2
-        optimizer = state * (held + torch.where(is_fsdp, experts / edp, experts))
-        shard = torch.where(is_fsdp, dense / copies + experts / edp, dense + experts)
-        per_layer = (dense + experts) / torch.ceil(m.num_layers / c["pp"])
-        # Weights and gradients of a layer; with ZeRO 2 weights of all until the backward pass.
-        weights = torch.where(c["zero"] == 3, per_layer, dense + experts)
-        gathered = torch.where(is_fsdp, size * (weights + per_layer), 0.0)
-        rows = m.top_k * self._imbalance(c, peak=True)
-        up = 2 + m.gated_experts
-        moe = rows * ((m.model_dim + up * m.ffn_dim) * size + 28)
-        moe = moe + up * m.shared_ffn_dim * size + 4.0 * m.num_experts
-        ffn = (2 + m.gated) * (m.dense_ffn_dim or m.ffn_dim) * size
-        share = m.num_moe_layers / m.num_layers
-        attention = (4 * m.model_dim + 2 * m.heads_dim + 2 * m.kv_dim) * size
-        layer = tokens * (attention + share * moe + (1 - share) * ffn)
+        zero, is_fsdp = c["zero"], c["zero"] >= 2
+        # ZeRO 1 shares the state of dense parameters alone, as `Applied.optimizers` does: experts
+        # that are not spread are among them. A rank has that of whole parameters.
+        spread = (c["ep"] > 1) & (experts > 0)
+        shared = dense + torch.where(spread, 0.0, experts)
+        largest = m.model_dim * m.vocab_size / c["tp"]
+        held = torch.where(zero >= 1, torch.maximum(shared / copies, largest), shared)
+        own = torch.where(spread, experts, 0.0)
+        whole = torch.where(is_fsdp, dense / copies + experts / edp, dense + experts)
+        stepped = torch.where(is_fsdp, whole, held + own)
+        one_by_one = torch.where(zero == 1, torch.maximum(held, own), stepped)
+        fixed = {"weights": size * whole, "optimizer": _state_bytes(size) * stepped}
+        phases = self._phases(c, size * (dense + experts), size * whole)
+        # A bucket of gradients is copied for its message, and AdamW takes a root of each moment.
+        groups = torch.maximum(dense, experts) if m.num_experts else dense
+        bucket = torch.where((copies > 1) & ~is_fsdp, (size * groups).clamp(max=_BUCKET), 0.0)
+        for temporary in (bucket, size * one_by_one):
+            phases.append({"gradients": size * whole, "temporary": temporary})
+        names = ("gradients", "gathered", "activations", "temporary", "logits")
+        none = torch.zeros_like(dense)
+        table = torch.stack(
+            [torch.stack([phase.get(name, none) for name in names]) for phase in phases]
+        )
+        fullest = table.sum(1).argmax(0)
+        found = table.gather(0, fullest.expand(1, len(names), -1))[0]
+        return fixed | dict(zip(names, found, strict=True))
+
+    def _phases(self, c: Columns, weights: Tensor, held: Tensor) -> list[Columns]:
+        """Bytes at the loss, when FSDP2 gathers, and in the last layer's and the first's backward.
+
+        Args:
+            c: candidates.
+            weights: bytes of a rank's weights before ZeRO.
+            held: of those that it holds.
+        """
+        m, size, tokens = self.model, self.job.itemsize, self.tokens(c)
         layers = torch.ceil(m.num_layers / c["pp"])
+        is_fsdp, again = c["zero"] >= 2, c["recompute"] == 1
+        kept, rise = self._layer_numbers(c)
+        stream = tokens * m.model_dim * size
         # Layers keep their inputs and run again one by one. Where the backward pass is in two, a
         # stage keeps its input and runs again whole.
-        redone, whole = c["recompute"] == 1, c["schedule"] == SCHEDULES.index("zb-h1")
-        kept = torch.where(redone, tokens * m.model_dim * size, layers * layer)
-        kept = torch.where(redone & ~whole, layers * kept, kept)
-        again = torch.where(whole, layers, 1.0) * layer
-        activations = self.in_flight(c) * kept + torch.where(redone, again, 0.0)
-        exchanged = 2.0 * tokens * rows * m.model_dim * size * (c["ep"] > 1)
-        return {
-            "weights": size * shard,
-            "gradients": size * shard,
-            "optimizer": optimizer,
-            "gathered": gathered,
-            "activations": activations,
-            "dispatch": exchanged,
-            "logits": tokens * m.vocab_size * (size + 4.0),
-        }
+        as_one = c["schedule"] == SCHEDULES.index("zb-h1")
+        each = torch.where(again, torch.where(as_one, stream, layers * stream), layers * kept)
+        run = torch.where(again, torch.where(as_one, layers, 1.0) * kept, 0.0)
+        every = self.in_flight(c) * each
+        # Embedding and output are whole from the forward pass to the end of the backward pass.
+        output = m.model_dim * m.vocab_size * size / c["tp"]
+        ends = torch.where(c["pp"] > 1, output, output * (1.0 if m.tied else 2.0))
+        layer = (weights - ends) / layers
+        up = 1 + m.gated_experts if m.num_experts else 1 + m.gated
+        # Gradients of a layer's down projection are there when its up projection's are made.
+        made = layer * m.num_moe_layers / m.num_layers / (1 + up)
+        accumulates = self.num_micro_batches(c) > 1
+        before = torch.where(accumulates, held, 0.0)
+        # FSDP2 has a layer's weights, those of the next one on their way, which Gloo has twice as
+        # they arrive, and later a copy of the last one's gradients on theirs; with ZeRO 2 the
+        # weights of all.
+        is_whole = c["zero"] == 2
+        arriving = torch.where(is_whole, weights, ends + 3 * layer)
+        moving = torch.where(is_whole, weights + layer, ends + layers.clamp(max=3) * layer)
+        at_loss = torch.where(is_whole, weights, ends)
+        new = torch.where(accumulates & ~is_fsdp, 0.0, output + made)
+        all_but = torch.where(accumulates | is_fsdp, held, held - up * made)
+        ones = torch.ones_like(kept)
+        return [
+            {
+                "gradients": before,
+                "gathered": at_loss * is_fsdp,
+                "activations": every + 3 * stream,
+                # Logarithms of probabilities, their gradients and those of logits, in float32.
+                "logits": 12.0 * tokens * m.vocab_size * ones,
+            },
+            {
+                "gradients": before + output,
+                "gathered": arriving * is_fsdp,
+                "activations": every,
+                "temporary": 2 * stream,
+            },
+            {
+                "gradients": before + new,
+                "gathered": moving * is_fsdp,
+                "activations": every + run,
+                "temporary": rise + 2 * stream,
+            },
+            {
+                "gradients": all_but + torch.where(is_fsdp, output + made, 0.0),
+                "gathered": (ends + 2 * layer) * is_fsdp,
+                "activations": every - each + torch.where(again, run + stream, kept),
+                "temporary": rise + 2 * stream,
+            },
+        ]
+
+    def _layer_numbers(self, c: Columns) -> tuple[Tensor, Tensor]:
+        """Bytes that a layer keeps for its backward pass, and by how much that pass rises above.
+
+        Of a layer on the mean of layers, and of one with experts where there are any.
+        """
+        m, size, tokens = self.model, self.job.itemsize, self.tokens(c)
+        rows = m.top_k * self._imbalance(c, peak=True)
+        # Rows that come back are kept to be weighted, or are weighted where the experts are.
+        back = torch.where(c["combine"] == COMBINES.index("reduced"), rows, float(m.top_k))
+        up = 1 + m.gated_experts
+        moe = rows * ((m.model_dim + (up + 1) * m.ffn_dim) * size + 28)
+        moe = moe + back * m.model_dim * size
+        # Unfused: gate, up, activation and product.
+        moe = moe + 2 * up * m.shared_ffn_dim * size + 4.0 * m.num_experts
+        ffn = 2 * (1 + m.gated) * (m.dense_ffn_dim or m.ffn_dim) * size
+        share = m.num_moe_layers / m.num_layers
+        # Two norms of three numbers each, in 16 bits with their input in float32; queries, keys,
+        # values, what attention gives and a float32 of each head.
+        norms = 6 * m.model_dim * size + (8 * m.model_dim if size < 4 else 0)
+        attention = norms + (2 * m.heads_dim + 2 * m.kv_dim) * size + 4 * m.num_heads
+        kept = tokens * (attention + share * moe + (1 - share) * ffn)
+        # Gradients of up projection and activation; the activation and what came back are gone.
+        if m.num_moe_layers:
+            rise = tokens * (rows * up * m.ffn_dim - back * m.model_dim) * size
+        else:
+            rise = tokens * (1 + m.gated) * (m.dense_ffn_dim or m.ffn_dim) * size
+        return kept, rise
 
     def memory(self, c: Columns) -> Tensor:
         """Bytes of the fullest rank, with the margin."""

@@ -26,7 +26,7 @@ _REMEDIES = {
     "optimizer": "ZeRO 1 over more copies, more pp, or processors with more memory",
     "gathered": "ZeRO 1 or 3, or smaller layers by tp",
     "activations": "recompute, smaller micro-batches, more cp or tp, or more memory",
-    "dispatch": "smaller micro-batches, even routing, or more memory",
+    "temporary": "smaller micro-batches, even routing, more ep, or more memory",
     "logits": "smaller micro-batches, more cp or tp",
     "compute": "quicker or more processors, recompute off, or even routing",
     "elementwise": "larger micro-batches, more tp, or processors with a quicker memory",
