@@ -28,7 +28,7 @@ def test_prediction_is_within_a_tenth(measured):
     for setup, peak, made in measured:
         terms = made.memory_terms()
         # The target is a tenth; without FSDP2, of which less is foretold, it is less.
-        off = 0.1 if setup.zero >= 2 else 0.05
+        off = 0.1 if setup.zero >= 2 else 0.04
         assert sum(terms.values()) == pytest.approx(peak, rel=off), (setup.label, peak, terms)
         assert made.memory == pytest.approx(1.1 * sum(terms.values()))
 
