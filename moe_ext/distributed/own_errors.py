@@ -220,7 +220,7 @@ class telling:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and self._group is not None:
+        if isinstance(error, Exception) and self._group is not None and not _is_known(error):
             _job().groups.add(self._group)
             _tell(error, with_layer(self._operation))
 
@@ -266,9 +266,14 @@ def _tell_end(process: int) -> None:
 atexit.register(_tell_end, os.getpid())
 
 
+def _is_known(error: Exception) -> bool:
+    """True if the others know it, or it is none."""
+    return isinstance(error, (RankFailureError, _c10d.END_OF_RECOMPUTATION)) or is_told(error)
+
+
 def _tell(error: Exception, operation: str, *, ends: bool = False) -> None:
     """Report an error of this rank's own, unless the others know it."""
-    if isinstance(error, (RankFailureError, _c10d.END_OF_RECOMPUTATION)) or is_told(error):
+    if _is_known(error):
         return
     mark_told(error)
     job, me = _job(), dist.get_rank()
