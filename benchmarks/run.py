@@ -39,6 +39,7 @@ BENCHMARKS = (
     "balance",
     "planner",
     "planner_memory",
+    "planner_runs",
 )
 # Run by name alone, for the time that they take: twenty minutes.
 BY_NAME = ("convergence", "local_steps")
