@@ -26,6 +26,7 @@
 #include <string>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "runtime/runtime.h"
@@ -311,6 +312,32 @@ struct LateGradient : torch::autograd::Node {
   }
   variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables&) override {
     return grads;
+  }
+};
+
+// Passes the gradient of its first input on, and gives the others the gradients that it holds.
+struct InjectLosses : torch::autograd::Node {
+  variable_list gradients;
+
+  std::string name() const override {
+    return "InjectLosses";
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    variable_list result = gradients;
+    result.insert(result.begin(), std::move(grads.front()));
+    return result;
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.collect(gradients);
+  }
+  variable_list apply_with_saved(
+      const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved) override {
+    saved.before(gradients);
+    variable_list result = apply(variable_list(grads));
+    saved.after(gradients);
+    return result;
   }
 };
 
@@ -609,9 +636,38 @@ Tensor late_gradient(const Tensor& tensor) {
   return alias;
 }
 
+// The tensor, in a graph in which each loss has the gradient `coefficient * scale`.
+Tensor inject_losses(
+    const Tensor& tensor, const variable_list& losses, const std::vector<double>& coefs,
+    const std::variant<double, Tensor>& scale) {
+  variable_list inputs = losses;
+  inputs.insert(inputs.begin(), tensor);
+  if (!torch::autograd::compute_requires_grad(inputs)) {
+    return tensor;
+  }
+  auto node = c10::make_intrusive<InjectLosses>();
+  node->set_next_edges(torch::autograd::collect_next_edges(inputs));
+  {
+    const at::AutoDispatchBelowAutograd below;
+    const auto* const number = std::get_if<double>(&scale);
+    for (size_t i = 0; i < losses.size(); ++i) {
+      const at::TensorOptions options = losses[i].options();
+      node->gradients.push_back(
+          number != nullptr ? at::full({}, coefs[i] * *number, options)
+                            : at::full({}, coefs[i], options) * std::get<Tensor>(scale));
+    }
+  }
+  // Not a view, which nobody could write to: the node is all that leads to the tensor from here on.
+  Tensor alias(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(
+      torch::autograd::impl::version_counter(tensor), /*allow_tensor_metadata_change=*/false));
+  torch::autograd::set_history(alias, node);
+  return alias;
+}
+
 } // namespace
 
 void bind_autograd(pybind11::module_& module) {
+  module.def("inject_losses", &inject_losses);
   module.def("late_gradient", &late_gradient);
   module.def("register_derivatives", &register_derivatives);
 }

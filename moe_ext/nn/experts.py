@@ -32,6 +32,7 @@ from moe_ext.distributed.placement import (
     shards_of_experts,
 )
 from moe_ext.nn.balance.moved import ExpertMoves
+from moe_ext.nn.capacity import Choice
 from moe_ext.nn.expert_activation import (
     GATED_ACTIVATIONS,
     LAYOUTS,
@@ -39,11 +40,10 @@ from moe_ext.nn.expert_activation import (
     resolve_activation,
     run_activation,
 )
-from moe_ext.nn.torch_state import as_autocast
-from moe_ext.ops import grouped_providers
+from moe_ext.nn.torch_state import as_autocast, has_hooks
 from moe_ext.ops.autograd import late_gradient
-from moe_ext.ops.gathered_experts import Gather, gather_of, gathered_experts, gathers
 from moe_ext.ops.grouped_gemm import wants_ends
+from moe_ext.ops.routed_experts import routed_experts, serves
 
 # 2**64 / golden ratio, odd: neighbouring experts get seeds that differ in about half of their bits.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -216,22 +216,13 @@ class GroupedExperts(nn.Module):
             rows_ND: rows grouped by local expert, `[N, D]`.
             expert_offsets: `[L + 1]` int64; local expert l owns rows [offsets[l], offsets[l + 1]).
                 Or `[L]` int32, where every row has an expert: the ends of each one's.
-            row_weights: what results are multiplied by, only where `weighs_rows`. With
-                `TokenWeights` the rows are the tokens, and the results are summed up.
+            row_weights: what results are multiplied by, only where `weighs_rows`.
             moves: experts of other ranks that come to this one, behind its own in the offsets; all
                 ranks of `ep_group` then call this together.
 
         Returns:
-            `[N, D]`, of tokens `[T, D]`; rows past the last offset are zero, or what `post_norm`
-            makes of zeros.
+            `[N, D]`; rows past the last offset are zero, or what `post_norm` makes of zeros.
         """
-        if isinstance(row_weights, TokenWeights):
-            return gathered_experts(
-                *(rows_ND, self._weight(self._up_name), self._weight("down_proj")),
-                *(row_weights.slot_weights, row_weights.gather),
-                kind=self.activation,
-                layout=self.layout,
-            )
         up = self._product(self._up_name, rows_ND, expert_offsets, moves)
         hidden = run_activation(
             up, self.activation, gated=self.gated, layout=self.layout, weights=row_weights
@@ -254,44 +245,30 @@ class GroupedExperts(nn.Module):
         return weight.transpose(1, 2) if self.transposed else weight
 
 
-class TokenWeights(RowWeights):
-    """Weights of all slots, for experts that gather the tokens themselves.
+def run_tokens(
+    experts: nn.Module, dispatcher: TokenDispatcher, x_TD: Tensor, choice: Choice
+) -> tuple[Tensor, Tensor] | None:
+    """Weighted sums over the experts of every token, `[T, D]`, and the number of dropped slots.
 
-    Attributes:
-        gather: which tokens each expert takes.
+    None where rows are made for the experts: some are on other ranks, or somebody sees the rows.
     """
-
-    def __init__(self, slot_weights: Tensor, gather: Gather) -> None:
-        super().__init__(slot_weights, gather.slot_of_row)
-        self.gather = gather
-
-
-def token_weights(
-    experts: nn.Module,
-    dispatcher: TokenDispatcher,
-    x_TD: Tensor,
-    topk_idx_TK: Tensor,
-    topk_weights_TK: Tensor,
-) -> TokenWeights | None:
-    """Weights beside tokens that experts gather, None where rows are made for them."""
     own = TokenDispatcher.dispatch, TokenDispatcher.combine
     if (
-        grouped_providers.CHOSEN != "quack"
-        or not isinstance(dispatcher, LocalDispatcher)
+        not isinstance(dispatcher, LocalDispatcher)
         or (type(dispatcher).dispatch, type(dispatcher).combine) != own
-        or not runs_own_forward(experts)
-        or not experts.weighs_rows
-        or experts.transposed
-        or not gathers(
-            *(x_TD, experts._weight(experts._up_name), experts.down_proj), experts.activation
-        )
+        or not weighs_rows(experts)
+        or has_hooks(experts)
     ):
         return None
-    gather = gather_of(x_TD, topk_idx_TK, experts.num_experts)
-    return TokenWeights(topk_weights_TK, gather)
+    kind, layout = experts.activation, experts.layout
+    up, down = experts._weight(experts._up_name), experts._weight("down_proj")
+    if not serves(x_TD, up, down, kind):
+        return None
+    idx, weights, filled = choice.topk_idx, choice.topk_weights, choice.filled
+    return routed_experts(x_TD, idx, weights, up, down, kind=kind, layout=layout, filled=filled)
 
 
-def weighs_rows(experts: nn.Module) -> bool:
+def weighs_rows(experts: nn.Module) -> TypeGuard[GroupedExperts]:
     """Whether experts multiply their results by weights that they take."""
     # A class with a `forward` of its own may know nothing of weights.
     return runs_own_forward(experts) and experts.weighs_rows

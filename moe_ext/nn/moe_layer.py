@@ -51,15 +51,14 @@ from moe_ext.nn.chunks import run_chunks
 from moe_ext.nn.expert_activation import Activation
 from moe_ext.nn.experts import (
     GroupedExperts,
-    TokenWeights,
     bounds_of_all_rows,
     check_results,
     late_weights,
     moved_weights,
     run_experts,
+    run_tokens,
     runs_own_forward,
     take_weights,
-    token_weights,
     weighs_rows,
 )
 from moe_ext.nn.feed_forward import FeedForward
@@ -432,13 +431,14 @@ class MoELayer(CountingModule):
         topk_idx, topk_weights, capacity, dropped, filled = choice
         metadata: DispatchMetadata
         others: Callable[[], list[Chunk]] = list
-        if self.overlap == 1 and self.row_budget is None and capacity is None:
-            taken = token_weights(experts, dispatcher, x_TD, topk_idx, topk_weights)
-            if taken is not None:
-                y_TD = self._beside_shared_expert(
-                    x_TD, functools.partial(self._gather, x_TD, taken)
-                )
-                return y_TD, _plus(topk_idx.new_zeros(()), dropped)
+        by_rows = self.overlap > 1 or self.row_budget is not None or capacity is not None
+        if not by_rows and self._rebalancer is None:
+            summed = run_tokens(experts, dispatcher, x_TD, choice)
+            if summed is not None:
+                y_TD, num_dropped = summed
+                if self.shared_expert is not None:
+                    y_TD = y_TD + self._run_shared_expert(x_TD)
+                return y_TD, _plus(num_dropped, dropped)
         if self.overlap > 1:
             weighed = weighs_rows(experts)
             parts = dispatcher.in_parts(x_TD, topk_idx, topk_weights, weighed=weighed)
@@ -515,15 +515,6 @@ class MoELayer(CountingModule):
         check_results(experts, dispatcher, rows, results)
         combine = functools.partial(dispatcher.combine, results, metadata)
         return self._beside_shared_expert(x_TD, combine)
-
-    def _gather(
-        self, x_TD: Tensor, taken: TokenWeights, meanwhile: Callable[[], object] | None = None
-    ) -> Tensor:
-        """Experts that gather their tokens, then what else there is to do."""
-        y_TD: Tensor = self.experts(x_TD, taken.gather.expert_offsets, taken)
-        if meanwhile is not None:
-            meanwhile()
-        return y_TD
 
     def _beside_shared_expert(self, x_TD: Tensor, combine: Callable[..., Tensor]) -> Tensor:
         """Results that `combine(meanwhile=)` brings back, and the shared expert's meanwhile."""

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _AS_IT_IS = contextlib.nullcontext()
 
@@ -38,6 +38,18 @@ def in_backward() -> bool:
     """Whether this thread runs a backward pass: a forward pass inside one is a recomputation."""
     # NOTE: The only private state of autograd that the layers ask.
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks see what goes into a call of this module, or what comes out, either way."""
+    of_all = torch.nn.modules.module
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+        or of_all._has_any_global_hook()
+    )
 
 
 def moved(tensor: Tensor, fn: Callable[..., Any]) -> Tensor:

@@ -28,18 +28,20 @@ class Gather:
         slot_of_row: `[N]`, -1 for a row of no expert.
         row_of_slot: `[T * K]`, -1 for a slot that is not routed.
         expert_offsets: `[E + 1]`.
+        num_dropped: 0-d.
     """
 
     slot_of_row: Tensor
     row_of_slot: Tensor
     expert_offsets: Tensor
+    num_dropped: Tensor
 
 
 def gather_of(x_TD: Tensor, topk_idx_TK: Tensor, num_experts: int) -> Gather:
     """The tables of a permutation, without its rows."""
     # The operator copies what it is given: 16 bytes of each token.
     _, p = permute_tokens(x_TD.detach()[:, :8], topk_idx_TK, num_experts)
-    return Gather(p.slot_of_row, p.row_of_slot, p.expert_offsets)
+    return Gather(p.slot_of_row, p.row_of_slot, p.expert_offsets, p.num_dropped)
 
 
 def gathers(x_TD: Tensor, gate_up_EUD: Tensor, down_EDF: Tensor, kind: str) -> bool:

@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 from layer_oracle import layer_output
+from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
 import moe_ext
+from moe_ext import _runtime_library
 from moe_ext.nn import (
     Capacity,
     GroupedExperts,
@@ -174,6 +176,36 @@ def test_inject_loss_is_the_identity_with_a_second_gradient():
     out.sum().backward()
     assert torch.equal(y.grad, torch.ones(3))
     assert float(p.grad) == 12.0
+
+
+@pytest.mark.skipif(_runtime_library.load() is None, reason="a function in Python returns a view")
+def test_the_output_can_be_written_to():
+    layer = make_layer(balance_loss_coef=0.5, z_loss_coef=0.25)
+    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    (layer(x) + x).square().sum().backward()
+    expected, expected_x = gradients(layer), x.grad
+    layer.zero_grad()
+    x.grad = None
+    y = layer(x)
+    y += x
+    y.square().sum().backward()
+    assert torch.equal(x.grad, expected_x)
+    for name, gradient in gradients(layer).items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+def test_injected_losses_under_compiled_autograd():
+    found = []
+    for compiled in (False, True):
+        y, p = torch.ones(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+        objective = (2 * inject_loss(y * 3, p**2, torch.tensor(0.5))).sum()
+        if compiled:
+            with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")):
+                objective.backward()
+        else:
+            objective.backward()
+        found.append((y.grad.tolist(), float(p.grad)))
+    assert found[0] == found[1] == ([6.0, 6.0, 6.0], 2.0)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

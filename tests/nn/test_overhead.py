@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ext
+from moe_ext import _runtime_library
 
 # Neither reads nor writes an element.
 FREE = {"view", "t", "transpose", "detach", "promote_types", "unsqueeze", "squeeze", "expand"}
@@ -44,12 +45,13 @@ def entered(run):
     return names
 
 
+@pytest.mark.skipif(_runtime_library.load() is None, reason="the calls are in Python")
 def test_forward_enters_few_functions_of_ours():
     """Between products that empty the caches, each takes 2 to 4 us of a small layer's time."""
     layer, x = moe_ext.MoELayer(16, 24, 4, 2), torch.randn(2, 8, 16)
     layer(x)
     names = entered(lambda: layer(x))
-    assert len(names) <= 72, names
+    assert len(names) <= 44, names
 
 
 @pytest.mark.parametrize("training", [True, False])

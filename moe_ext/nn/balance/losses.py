@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext import ops
+from moe_ext import _runtime_library, ops
 from moe_ext._checks import check_choice
 from moe_ext.nn.balance.counts import StepCounts
 from moe_ext.nn.routers import BalanceTerms, RouterOutput
@@ -163,10 +163,14 @@ class _InjectLosses(torch.autograd.Function):
 
 
 def inject_losses(y: Tensor, terms: LossTerms, scale: float | Tensor) -> Tensor:
-    """`inject_loss` of several terms at once; no operator runs forward."""
-    coefs = tuple(coef for coef, _ in terms.values())
-    losses = [loss for _, loss in terms.values()]
-    injected: Tensor = _InjectLosses.apply(y, scale, coefs, *losses)
+    """`inject_loss` of several terms at once."""
+    coefs, losses = zip(*terms.values(), strict=True)
+    module = None if torch.compiler.is_compiling() else _runtime_library.load()
+    injected: Tensor
+    if module is None:
+        injected = _InjectLosses.apply(y, scale, coefs, *losses)
+    else:
+        injected = module.inject_losses(y, losses, coefs, scale)
     return injected
 
 
