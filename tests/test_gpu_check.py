@@ -181,6 +181,13 @@ def test_every_registered_operator_is_called_alone(gpu_operators):
     assert compression < set(names[-16:])
 
 
+@pytest.mark.skipif(not emulation.is_built(), reason="no emulation of CUDA")
+def test_every_operator_but_those_of_the_cpu_has_a_cuda_kernel(gpu_operators):
+    assert set(gpu_operators.registered()) == set(emulation.operators())
+    every = {s.name.removeprefix("moe_ext::") for s in torch._C._jit_get_all_schemas()}
+    assert every >= gpu_operators.CPU_ONLY
+
+
 def check_emulated(gpu_operators, name, dtype):
     """`gpu_operators.check` with the CUDA kernels of the emulation."""
     arguments = gpu_operators.CALLS[name](gpu_operators.Inputs(dtype))

@@ -39,7 +39,6 @@ Arguments = tuple[Any, ...]
 
 # Operators without a CUDA kernel.
 CPU_ONLY = {
-    "_grouped_mm_backward_weight_add_",  # a backward pass on CPU alone adds to gradients
     "adam_step_",  # for memory that a GPU lacks
     *("plan_balance", "split_rows"),  # of counts, which the host has read
 }
@@ -136,6 +135,10 @@ def _block_gradient(i: Inputs) -> Arguments:
 CALLS: dict[str, Callable[[Inputs], Arguments]] = {
     "grouped_mm": lambda i: (i.permuted[0], i.random(E, F, D), i.permuted[3], i.random(E, F)),
     "_grouped_mm_backward_weight": lambda i: (i.random(T * K, F), i.permuted[0], i.permuted[3]),
+    "_grouped_mm_backward_weight_add_": lambda i: (
+        *(i.random(E, F, D), i.random(T * K, F)),
+        *(i.permuted[0], i.permuted[3]),
+    ),
     "_grouped_mm_backward_bias": lambda i: (i.random(T * K, F), i.permuted[3]),
     "router_logits": lambda i: (i.random(T, D), i.wide(E, D)),
     "_router_logits_backward_x": lambda i: (i.wide(T, E), i.wide(E, D), i.dtype),

@@ -71,6 +71,20 @@ void check_backward_weight(const Tensor& grad, const Tensor& x, const Tensor& ex
   check_offsets_tensor(op, expert_offsets);
 }
 
+void check_backward_weight_add(
+    const Tensor& sum, const Tensor& grad, const Tensor& x, const Tensor& expert_offsets, bool transposed) {
+  const char* op = "_grouped_mm_backward_weight_add_";
+  check_backward_weight(grad, x, expert_offsets);
+  const Tensor& rows = transposed ? x : grad;
+  const Tensor& columns = transposed ? grad : x;
+  check_dtype(op, "sum", sum, grad.scalar_type());
+  check_same_device(op, "sum", sum, "grad", grad);
+  MOE_CHECK(
+      sum.dim() == 3 && sum.size(0) == num_experts_of(expert_offsets) && sum.size(1) == rows.size(1) &&
+          sum.size(2) == columns.size(1) && sum.is_contiguous(),
+      op, ": expected sum to be a contiguous tensor of the weight's shape, got shape ", shape_string(sum));
+}
+
 void check_backward_bias(const Tensor& grad, const Tensor& expert_offsets) {
   const char* op = "_grouped_mm_backward_bias";
   check_floating(op, "grad", grad);

@@ -27,6 +27,13 @@ void check_backward_weight(
     const Tensor& x,               // [N, K]
     const Tensor& expert_offsets); // [E + 1] or [E]
 
+void check_backward_weight_add(
+    const Tensor& sum,            // [E, M, K]; [E, K, M] where transposed
+    const Tensor& grad,           // [N, M]
+    const Tensor& x,              // [N, K]
+    const Tensor& expert_offsets, // [E + 1] or [E]
+    bool transposed);
+
 // `backward_weight` with the result [E, M, K] stored as [E, K, M] where `transposed`: as the weight is stored, since
 // autograd copies a gradient of other strides. Where `grad_owned`, nobody reads `grad` afterwards; `x_owned` likewise.
 template <Tensor (*backward_weight)(Tensor, Tensor, Tensor, bool, bool)>

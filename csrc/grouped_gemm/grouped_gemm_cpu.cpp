@@ -259,16 +259,9 @@ void backward_weight_add_cpu(
     Tensor x,              // [N, K]
     Tensor expert_offsets, // [E + 1] or [E]
     bool transposed, bool grad_owned, bool x_owned) {
-  const char* op = "_grouped_mm_backward_weight_add_";
-  check_backward_weight(grad, x, expert_offsets);
+  check_backward_weight_add(sum, grad, x, expert_offsets, transposed);
   const Tensor& rows = transposed ? x : grad;
   const Tensor& columns = transposed ? grad : x;
-  check_dtype(op, "sum", sum, grad.scalar_type());
-  check_same_device(op, "sum", sum, "grad", grad);
-  MOE_CHECK(
-      sum.dim() == 3 && sum.size(0) == num_experts_of(expert_offsets) && sum.size(1) == rows.size(1) &&
-          sum.size(2) == columns.size(1) && sum.is_contiguous(),
-      op, ": expected sum to be a contiguous tensor of the weight's shape, got shape ", shape_string(sum));
   if (transposed) {
     std::swap(grad_owned, x_owned);
   }

@@ -125,16 +125,17 @@ Tensor own_grouped_mm(
   return out;
 }
 
-Tensor own_backward_weight(const Tensor& grad, const Tensor& x, const Tensor& offsets, const DeviceScope& device) {
+// To `out`, or added to it.
+template <bool kAdd>
+void own_backward_weight(
+    const Tensor& out, const Tensor& grad, const Tensor& x, const Tensor& offsets, const DeviceScope& device) {
   const char* op = "_grouped_mm_backward_weight";
   const Tensor grad_rows = rows_of_elements(grad), rows = rows_of_elements(x);
-  const Tensor out = new_empty(grad, {num_experts_of(offsets), grad.size(1), x.size(1)});
   dispatch_floating_cuda(grad.scalar_type(), [&]<typename T>() {
     GroupedProduct<T> p = product_of<T>(op, grad_rows, rows, offsets, out);
     p.rows = check_int32(op, "the columns of grad", grad.size(1));
-    launch_grouped_product<T, false, false>(p, device.stream());
+    launch_grouped_product<T, false, false, kAdd>(p, device.stream());
   });
-  return out;
 }
 
 Tensor grouped_mm_cuda(
@@ -163,6 +164,22 @@ Tensor grouped_mm_cuda(
   return out;
 }
 
+// grad_e^T x_e by torch's product; of an expert without rows any values. None where it does not serve.
+std::optional<Tensor> torch_backward_weight(const Tensor& grad, const Tensor& x, const Tensor& offsets) {
+  const int64_t num_experts = num_experts_of(offsets);
+  // By offsets, the first of E + 1 products is over the rows before the first expert's.
+  const int64_t num_products = offsets.size(0);
+  const auto rows = num_experts > 0 ? rows_for_torch(x, num_products, x.size(1)) : std::nullopt;
+  const auto grad_rows = rows ? rows_for_torch(grad, num_products, x.size(1)) : std::nullopt;
+  if (!grad_rows) {
+    return std::nullopt;
+  }
+  const bool is_long = offsets.scalar_type() == ScalarType::Long;
+  Tensor products = torch_grouped_mm(
+      transpose(*grad_rows, 0, 1), *rows, is_long ? torch::stable::to(offsets, ScalarType::Int) : offsets);
+  return contiguous(torch::stable::narrow(products, 0, num_products - num_experts, num_experts));
+}
+
 // grad_weight[e] = grad_e^T x_e; an expert without rows gets zeros.
 Tensor backward_weight_cuda(
     Tensor grad,           // [N, M]
@@ -170,23 +187,36 @@ Tensor backward_weight_cuda(
     Tensor expert_offsets, // [E + 1] or [E]
     bool /*grad_owned*/, bool /*x_owned*/) {
   const DeviceScope device(grad);
-  const int64_t num_experts = num_experts_of(expert_offsets);
   const Tensor offsets = contiguous(expert_offsets);
-  // By offsets, the first of E + 1 products is over the rows before the first expert's.
-  const int64_t num_products = offsets.size(0);
-  const auto rows = num_experts > 0 ? rows_for_torch(x, num_products, x.size(1)) : std::nullopt;
-  const auto grad_rows = rows ? rows_for_torch(grad, num_products, x.size(1)) : std::nullopt;
-  if (grad_rows) {
-    const bool is_long = offsets.scalar_type() == ScalarType::Long;
-    Tensor products = torch_grouped_mm(
-        transpose(*grad_rows, 0, 1), *rows, is_long ? torch::stable::to(offsets, ScalarType::Int) : offsets);
-    const Tensor out = contiguous(torch::stable::narrow(products, 0, num_products - num_experts, num_experts));
+  if (const auto found = torch_backward_weight(grad, x, offsets)) {
     launch_zero_empty_experts(
-        bounds_of("_grouped_mm_backward_weight", offsets), grad.size(1) * x.size(1), data<c10::BFloat16>(out),
+        bounds_of("_grouped_mm_backward_weight", offsets), grad.size(1) * x.size(1), data<c10::BFloat16>(*found),
         device.stream());
-    return out;
+    return *found;
   }
-  return own_backward_weight(grad, x, offsets, device);
+  const Tensor out = new_empty(grad, {num_experts_of(offsets), grad.size(1), x.size(1)});
+  own_backward_weight<false>(out, grad, x, offsets, device);
+  return out;
+}
+
+// Ours adds tiles as they leave the product; torch's product is added behind it, in one pass over both.
+void backward_weight_add_cuda(
+    Tensor sum,            // [E, M, K]; [E, K, M] where transposed
+    Tensor grad,           // [N, M]
+    Tensor x,              // [N, K]
+    Tensor expert_offsets, // [E + 1] or [E]
+    bool transposed, bool /*grad_owned*/, bool /*x_owned*/) {
+  check_backward_weight_add(sum, grad, x, expert_offsets, transposed);
+  const DeviceScope device(grad);
+  const Tensor offsets = contiguous(expert_offsets);
+  const Tensor rows = transposed ? contiguous(x) : grad, columns = transposed ? grad : x;
+  if (const auto found = torch_backward_weight(rows, columns, offsets)) {
+    launch_add_experts(
+        bounds_of("_grouped_mm_backward_weight_add_", offsets), data<const c10::BFloat16>(*found),
+        sum.size(1) * sum.size(2), data<c10::BFloat16>(sum), device.stream());
+  } else {
+    own_backward_weight<true>(sum, rows, columns, offsets, device);
+  }
 }
 
 Tensor backward_bias_cuda(
@@ -208,6 +238,7 @@ Tensor backward_bias_cuda(
 MOE_EXT_CUDA_IMPL(m) {
   m.impl("grouped_mm", TORCH_BOX(&grouped_mm_cuda));
   m.impl("_grouped_mm_backward_weight", TORCH_BOX(&backward_weight_stored<backward_weight_cuda>));
+  m.impl("_grouped_mm_backward_weight_add_", TORCH_BOX(&backward_weight_add_cuda));
   m.impl("_grouped_mm_backward_bias", TORCH_BOX(&backward_bias_cuda));
 }
 

@@ -87,6 +87,27 @@ __global__ void __launch_bounds__(kNumThreads)
   }
 }
 
+// sum[e] += product[e], of [size] elements each, of experts with rows; grid.y shares them out.
+template <typename T, int kSize>
+__global__ void __launch_bounds__(kNumThreads)
+    add_experts_kernel(ExpertBounds experts, const T* __restrict__ product, int64_t size, T* __restrict__ sum) {
+  const int64_t expert = blockIdx.x;
+  if (experts.begin(expert) == experts.end(expert)) {
+    return;
+  }
+  const int64_t step = int64_t{gridDim.y} * kNumThreads * kSize;
+#pragma unroll 4
+  for (int64_t i = (int64_t{blockIdx.y} * kNumThreads + threadIdx.x) * kSize; i < size; i += step) {
+    const Vec<T, kSize> added = load<kSize>(product + expert * size + i);
+    Vec<T, kSize> value = load<kSize>(sum + expert * size + i);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      value.v[j] = static_cast<T>(static_cast<acc_t<T>>(value.v[j]) + static_cast<acc_t<T>>(added.v[j]));
+    }
+    store(sum + expert * size + i, value);
+  }
+}
+
 // out[e] = sum of the rows of expert e: each warp adds every eighth row, kSumRows of them in flight, and the warps are
 // added in order. grid.x is the expert, grid.y the tile of columns.
 template <typename T, int kSize>
@@ -167,6 +188,22 @@ void launch_zero_empty_experts(const ExpertBounds& experts, int64_t size, T* out
     launch(
         {dim3(static_cast<unsigned>(experts.num_experts), shares), dim3(kNumThreads), 0, stream},
         zero_empty_experts_kernel<T>, experts, size, out);
+  }
+}
+
+// product, sum [E, size]
+template <typename T>
+void launch_add_experts(const ExpertBounds& experts, const T* product, int64_t size, T* sum, cudaStream_t stream) {
+  if (experts.num_experts * size > 0) {
+    with_row_access<T>(
+        size,
+        [&]<int kSize>() {
+          const auto shares =
+              static_cast<unsigned>(std::min<int64_t>(ceil_div(size, int64_t{4} * kNumThreads * kSize), 1024));
+          const dim3 grid(static_cast<unsigned>(experts.num_experts), shares);
+          launch({grid, dim3(kNumThreads), 0, stream}, add_experts_kernel<T, kSize>, experts, product, size, sum);
+        },
+        product, sum);
   }
 }
 

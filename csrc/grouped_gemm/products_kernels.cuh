@@ -47,7 +47,8 @@ struct Tiling<double> {
 
 // kAlongA: out[r] = a[r] b[e]^T for each row r of an expert e, its bias added, and zeros for the rows of no expert;
 // otherwise out[e] = a_e^T b_e, sums over an expert's rows. kAlongB: b is stored as [cols, depth], otherwise as
-// [depth, cols].
+// [depth, cols]. kAdd, without kAlongA: out[e] += a_e^T b_e rounded to T, which is added with the bits of a result that
+// is added as a whole; an expert without rows is left as it is.
 template <typename T>
 struct GroupedProduct {
   ExpertBounds experts;
@@ -339,8 +340,8 @@ __device__ __forceinline__ void zero_other_rows(const GroupedProduct<T>& p) {
   }
 }
 
-// Rounds a tile's sums, the bias added, to rows of the output.
-template <typename T, typename SumsOf>
+// Rounds a tile's sums, the bias added, to rows of the output, or adds them there.
+template <typename T, bool kAdd, typename SumsOf>
 __device__ __forceinline__ void store_tile(
     const SumsOf& sums, const T* bias, T* out, int num_rows, int num_cols, int stride) {
   using Acc = acc_t<T>;
@@ -359,11 +360,23 @@ __device__ __forceinline__ void store_tile(
     if (m * SumsOf::kRowStep < rows_left) {
 #pragma unroll
       for (int pair = 0; pair < SumsOf::kPairs; ++pair) {
-        const T first = static_cast<T>(sums.value(m, pair, 0) + add[pair][0]);
-        const T second = static_cast<T>(sums.value(m, pair, 1) + add[pair][1]);
+        T first = static_cast<T>(sums.value(m, pair, 0) + add[pair][0]);
+        T second = static_cast<T>(sums.value(m, pair, 1) + add[pair][1]);
         T* const to = place + pair * SumsOf::kPairStep;
         const int left = cols_left - pair * SumsOf::kPairStep;
-        if (left > 1 && stride % 2 == 0) {
+        const bool whole = left > 1 && stride % 2 == 0;
+        if constexpr (kAdd) {
+          Vec<T, 2> there = {};
+          if (whole) {
+            there = load<2>(to);
+          } else {
+            there.v[0] = left > 0 ? to[0] : there.v[0];
+            there.v[1] = left > 1 ? to[1] : there.v[1];
+          }
+          first = static_cast<T>(static_cast<Acc>(there.v[0]) + static_cast<Acc>(first));
+          second = static_cast<T>(static_cast<Acc>(there.v[1]) + static_cast<Acc>(second));
+        }
+        if (whole) {
           store(to, Vec<T, 2>{{first, second}});
         } else if (left > 0) {
           to[0] = first;
@@ -385,7 +398,7 @@ constexpr size_t product_bytes() {
   return elements * (Of::kStages * sizeof(T) + (Of::kParts > 1 ? Of::kParts * sizeof(typename Of::Part) : 0));
 }
 
-template <typename T, bool kAlongA, bool kAlongB>
+template <typename T, bool kAlongA, bool kAlongB, bool kAdd>
 __global__ void __launch_bounds__(kProductThreads, 2) grouped_product_kernel(GroupedProduct<T> p) {
   using Of = Tiling<T>;
   using TileSums = Sums<T, kAlongA, kAlongB>;
@@ -399,6 +412,9 @@ __global__ void __launch_bounds__(kProductThreads, 2) grouped_product_kernel(Gro
   ExpertTiles<kAlongA, T> tiles(p);
   for (int tile = static_cast<int>(blockIdx.x); tiles.find(tile); tile += static_cast<int>(gridDim.x)) {
     const int all_rows = kAlongA ? tiles.num_rows : p.rows, depth = kAlongA ? p.depth : tiles.num_rows;
+    if (kAdd && depth == 0) {
+      continue;
+    }
     const int row_tiles = ceil_div(all_rows, Of::kSize);
     const int row = tiles.index % row_tiles * Of::kSize;
     const int col = tiles.index / row_tiles * Of::kSize;
@@ -455,11 +471,11 @@ __global__ void __launch_bounds__(kProductThreads, 2) grouped_product_kernel(Gro
     __syncthreads();
     T* const out = p.out + ((kAlongA ? tiles.begin : int64_t{tiles.expert} * p.rows) + row) * p.cols + col;
     const T* const bias = p.bias == nullptr ? nullptr : p.bias + int64_t{tiles.expert} * p.cols + col;
-    store_tile(sums, bias, out, num_rows, num_cols, p.cols);
+    store_tile<T, kAdd>(sums, bias, out, num_rows, num_cols, p.cols);
   }
 }
 
-template <typename T, bool kAlongA, bool kAlongB>
+template <typename T, bool kAlongA, bool kAlongB, bool kAdd = false>
 void launch_grouped_product(const GroupedProduct<T>& p, cudaStream_t stream) {
   const int64_t size = Tiling<T>::kSize, experts = p.experts.num_experts;
   const int64_t row_tiles =
@@ -467,7 +483,7 @@ void launch_grouped_product(const GroupedProduct<T>& p, cudaStream_t stream) {
   if (p.cols == 0 || row_tiles == 0) {
     return;
   }
-  const auto kernel = grouped_product_kernel<T, kAlongA, kAlongB>;
+  const auto kernel = grouped_product_kernel<T, kAlongA, kAlongB, kAdd>;
   const int64_t most = resident_blocks(kernel, kProductThreads, product_bytes<T>());
   const int64_t num_tiles = row_tiles * ceil_div(p.cols, size);
   // The kernel counts them in 32 bits.

@@ -7,6 +7,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
@@ -52,7 +53,7 @@ struct Derivative {
   c10::OperatorHandle op;
   std::vector<size_t> inputs; // by the node's edges
   std::vector<Argument> arguments;
-  std::optional<c10::OperatorHandle> add; // "<op>_add_": adds the result to its first argument, on CPU
+  std::optional<c10::OperatorHandle> add; // "<op>_add_": adds the result to its first argument
 
   bool reads(Source source, size_t index) const {
     return std::any_of(arguments.begin(), arguments.end(), [&](const Argument& argument) {
@@ -141,6 +142,15 @@ bool is_owned(const Tensor& tensor) {
 
 using torch::autograd::AccumulateGrad;
 
+// Whether what is added to the gradient now comes in the order of what the engine adds: on a device with streams, those
+// of the node's stream alone do.
+bool is_here(const Tensor& grad, AccumulateGrad& leaf) {
+  if (grad.is_cpu()) {
+    return true;
+  }
+  return grad.is_cuda() && leaf.stream() == c10::impl::VirtualGuardImpl(grad.device().type()).getStream(grad.device());
+}
+
 // The gradient that the engine would add to, where nobody sees what is added by itself; else undefined.
 Tensor grad_to_add_to(AccumulateGrad* leaf) {
   if (leaf == nullptr || at::GradMode::is_enabled()) {
@@ -161,7 +171,7 @@ Tensor grad_to_add_to(AccumulateGrad* leaf) {
   }
   const Tensor& grad = leaf->variable.mutable_grad();
   const Tensor& variable = leaf->variable;
-  const bool plain = grad.defined() && grad.is_cpu() && grad.layout() == at::kStrided && grad.is_contiguous() &&
+  const bool plain = grad.defined() && is_here(grad, *leaf) && grad.layout() == at::kStrided && grad.is_contiguous() &&
                      variable.is_contiguous() && grad.sizes() == variable.sizes() &&
                      grad.scalar_type() == variable.scalar_type() && !grad.requires_grad() && !grad.is_neg() &&
                      !at::isTensorSubclassLike(grad) && !at::isTensorSubclassLike(variable);

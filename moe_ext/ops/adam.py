@@ -45,12 +45,18 @@ def adam_step_(
     Raises:
         RuntimeError: an argument has the wrong device, dtype, size or memory; nothing has changed
             then.
+        ValueError: the parameters are on a GPU.
 
     Deterministic: the same bits for any number of threads and every instruction set.
 
     Reference: Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, 2021 (arXiv
     2101.06840), section 5; Loshchilov and Hutter, 2019 (arXiv 1711.05101), algorithm 2.
     """
+    if param.is_cuda:
+        raise ValueError(
+            f"adam_step_: expected param to be on cpu, got {param.device}, for which there is "
+            "torch.optim.AdamW(fused=True)"
+        )
     torch.ops.moe_ext.adam_step_(
         *(param, grad, exp_avg, exp_avg_sq, copy, step, lr, *betas, eps, weight_decay, grad_scale)
     )

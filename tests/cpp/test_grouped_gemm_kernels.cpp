@@ -86,6 +86,19 @@ TEST_P(ExpertRows, OfExpertsWithoutAnyLeaveZeros) {
   }
 }
 
+TEST_P(ExpertRows, AddTheirProducts) {
+  const int64_t size = 3 * param();
+  const auto product = small_integers<c10::BFloat16>(kNumExperts * size);
+  const auto before = small_integers<c10::BFloat16>(kNumExperts * size);
+  std::vector<c10::BFloat16> sum = before;
+  launch_add_experts(kExperts, product.data(), size, sum.data(), nullptr);
+  for (int64_t i = 0; i < kNumExperts * size; ++i) {
+    const int64_t e = i / size;
+    const float added = e == 1 || e == 2 || e == 5 ? 0 : float(product[i]);
+    ASSERT_EQ(float(sum[i]), float(before[i]) + added) << "expert " << e;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Schedules, ExpertRows, simt::under_all_schedules(std::vector<int>{0, 1, 31, 32, 33, 255, 256, 257}),
     [](const auto& info) {
@@ -215,6 +228,15 @@ class Products : public simt::ScheduleTest<Shape> {
       }
       const int64_t terms = shape.offsets[e + 1] - shape.offsets[e];
       ASSERT_NEAR(double(out[i]), sum, bound<T>(sum, magnitude, terms)) << "expert " << e << ", row " << row;
+    }
+    // Added to what is there, with the bits of a sum of both; without rows nothing is touched.
+    const auto before = random_values<T>(int64_t(out.size()), 6);
+    auto both = before;
+    p.out = both.data();
+    launch_grouped_product<T, false, false, true>(p, nullptr);
+    for (int64_t i = 0; i < int64_t(out.size()); ++i) {
+      const auto wanted = static_cast<T>(acc_t<T>(before[i]) + acc_t<T>(out[i]));
+      ASSERT_EQ(double(both[i]), double(wanted)) << "expert " << i / cols / rows;
     }
   }
 };

@@ -19,13 +19,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def make(dtype=torch.float32):
+def make(dtype=torch.float32, device="cpu"):
     """Rows, a weight with a gradient, offsets with an empty expert, and a gradient of the rows."""
     torch.manual_seed(0)
-    x = torch.randn(N, K).to(dtype).requires_grad_()
-    weight = torch.randn(E, M, K).to(dtype).requires_grad_()
-    weight.grad = torch.randn(E, M, K).to(dtype)
-    return x, weight, torch.tensor([0, 90, 90, 150, N]), torch.randn(N, M).to(dtype)
+    x = torch.randn(N, K).to(device, dtype).requires_grad_()
+    weight = torch.randn(E, M, K).to(device, dtype).requires_grad_()
+    weight.grad = torch.randn(E, M, K).to(device, dtype)
+    offsets = torch.tensor([0, 90, 90, 150, N]).to(device)
+    return x, weight, offsets, torch.randn(N, M).to(device, dtype)
 
 
 def calls_of(function):
@@ -35,10 +36,10 @@ def calls_of(function):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_sum_has_the_bits_of_the_engines(num_threads, dtype):
+def test_the_sum_has_the_bits_of_the_engines(num_threads, dtype, device):
     for threads in (1, 3):
         num_threads(threads)
-        x, weight, offsets, grad = make(dtype)
+        x, weight, offsets, grad = make(dtype, device)
         (alone,) = torch.autograd.grad(ops.grouped_mm(x, weight, offsets), weight, grad)
         expected = weight.grad + alone
         held, version = weight.grad, weight.grad._version
@@ -47,6 +48,26 @@ def test_the_sum_has_the_bits_of_the_engines(num_threads, dtype):
         assert calls[ADD] == 1 and "moe_ext::_grouped_mm_backward_weight" not in calls
         assert weight.grad is held and weight.grad._version > version
         assert torch.equal(weight.grad, expected)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_both_products_of_a_gpu_add_their_own_bits(
+    device, monkeypatch, transposed, ends, own, dtype
+):
+    """torch's product over all experts, of bfloat16, and ours."""
+    if own:
+        monkeypatch.setenv("MOE_EXT_GROUPED_MM", "own")
+    x, weight, offsets, grad = make(dtype, device)
+    offsets = offsets[1:].int() if ends else offsets
+    op = torch.ops.moe_ext
+    total = weight.grad.mT.contiguous() if transposed else weight.grad
+    alone = op._grouped_mm_backward_weight(grad, x.detach(), offsets, transposed)
+    want = total + (alone.mT if transposed else alone)
+    op._grouped_mm_backward_weight_add_(total, grad, x.detach(), offsets, transposed)
+    assert torch.equal(total, want)
 
 
 def test_named_inputs_take_it_and_leave_others_alone():

@@ -82,3 +82,10 @@ def test_opcheck():
     w, g, m, v = made(50)
     arguments = (w, g, m, v, w.bfloat16(), 1, 0.1, 0.9, 0.99, 1e-8, 0.1, 1.0)
     torch.library.opcheck(torch.ops.moe_ext.adam_step_.default, arguments)
+
+
+def test_refuses_parameters_of_a_gpu():
+    with torch._subclasses.FakeTensorMode():
+        tensors = torch.empty(4, 8, device="cuda").unbind()
+    with pytest.raises(ValueError, match="param to be on cpu, got cuda:0, for which there is"):
+        ops.adam_step_(*tensors, step=1, lr=0.1)
