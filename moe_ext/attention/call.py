@@ -141,6 +141,9 @@ class Options:
         allowed, dtype = (None, torch.float32, torch.bfloat16), self.kv_grad_dtype
         _require(dtype in allowed, "kv_grad_dtype", f"one of {allowed}", dtype)
         check_choice(OPERATION, "wire", self.wire, WIRES)
+        if self.wire is not None and self.scheme != "auto":
+            refused = SCHEMES[self.scheme].in_place_refusal(["wire"], group_size(self.group))
+            _require_served(refused)
         check_numbers(self.scale, self.softcap, self.dropout_p, seed, _require)
         check_window(self.window, OPERATION)
 
@@ -153,11 +156,10 @@ class Options:
             heads, kv_heads = inputs.q.shape[1], inputs.k.shape[1]
             refused = scheme.refusal(heads, kv_heads, num_ranks, self.mesh)
             if refused is None:
-                given = {"attn_mask": inputs.attn_mask, "wire": self.wire, "latent": inputs.up}
+                given = {"attn_mask": inputs.attn_mask, "latent": inputs.up}
                 names = [name for name, value in given.items() if value is not None]
                 refused = scheme.in_place_refusal(names, num_ranks)
-            if refused is not None:
-                raise ValueError(f"{OPERATION}: expected {refused}")
+            _require_served(refused)
 
     def mask(self, inputs: Inputs) -> Mask:
         """The part of the mask that follows from positions."""
@@ -166,6 +168,11 @@ class Options:
         batch = inputs.q.shape[0]
         lens = check_prefix_len(inputs.prefix_len, mask, batch, OPERATION)
         return replace(mask, prefix_lens=lens)
+
+
+def _require_served(refused: str | None) -> None:
+    if refused is not None:
+        raise ValueError(f"{OPERATION}: expected {refused}")
 
 
 def rows_in_line(inputs: Inputs, options: Options) -> tuple[Inputs, Options]:

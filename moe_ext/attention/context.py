@@ -177,6 +177,7 @@ def sequence_parallel(
     scheme: str = "ring",
     precision: str = "exact",
     kv_grad_dtype: torch.dtype | None = None,
+    wire: str | None = None,
 ) -> Iterator[None]:
     """Inside, torch's `scaled_dot_product_attention` is attention over the whole sequence.
 
@@ -201,6 +202,7 @@ def sequence_parallel(
         scheme: see `ring_attention`.
         precision: see `ring_attention`.
         kv_grad_dtype: see `ring_attention`.
+        wire: see `ring_attention`.
 
     Raises:
         ValueError: an option is out of range; inside: keys of another length than the queries,
@@ -214,6 +216,7 @@ def sequence_parallel(
         "scheme": scheme,
         "precision": precision,
         "kv_grad_dtype": kv_grad_dtype,
+        "wire": wire,
     }
     Options.of(group, _OP, **options).check()
     masks = {"cu_seqlens": cu_seqlens, "prefix_len": prefix_len, "key_mask": key_mask}

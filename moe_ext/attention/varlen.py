@@ -45,6 +45,7 @@ def ring_attention_varlen(
     attn_mask: Tensor | None = None,
     sinks: Tensor | None = None,
     seed: int | None = None,
+    wire: str | None = None,
 ) -> Tensor:
     """`ring_attention` of one row of packed documents, called as flash_attn_varlen_func is.
 
@@ -74,6 +75,7 @@ def ring_attention_varlen(
             with its gradient, beside all other masks.
         sinks: `[H]`.
         seed: of the dropout.
+        wire: format that `k` and `v` are rounded to and travel in.
 
     Returns:
         `[T, H, Dv]`.
@@ -116,5 +118,6 @@ def ring_attention_varlen(
         seed=seed,
         scheme=scheme,
         precision=precision,
+        wire=wire,
     )
     return out[0].transpose(0, 1)

@@ -1,17 +1,31 @@
-"""Keys and values that are rounded to a byte an element, in one process."""
+"""Keys and values that are rounded to a byte an element."""
 
 import math
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from helpers import make_inputs, reference, visible
+from rank_checks import Checks
 
-from moe_ext.attention import choose_scheme, ring_attention
+from moe_ext.attention import (
+    RingAttention,
+    choose_scheme,
+    ring_attention,
+    ring_attention_varlen,
+    sequence_parallel,
+    shard_sequence,
+)
 from moe_ext.attention.block import Keys
+from moe_ext.distributed import count_traffic
 from moe_ext.ops import dequantize_rows, quantize_rows
 
 # An element is off by at most so much of itself, or of the largest of its row: see quantize_rows.
 LOST = {"int8": (0.0, 1 / 254), "fp8": (1 / 16, 2.0**-18), "mx": (1 / 16, 2.0**-17)}
+
+
+check = Checks()
 
 
 def rounded(x, wire):
@@ -84,3 +98,51 @@ def test_a_compiled_graph_has_the_bits_of_the_eager_call():
     found = graph(q, k, v, group=None, is_causal=True, wire="fp8")
     assert torch.equal(found, ring_attention(q, k, v, group=None, is_causal=True, wire="fp8"))
     assert not torch.equal(found, ring_attention(q, k, v, group=None, is_causal=True))
+
+
+@check(("int8", "ring"), ("mx", "all_gather"))
+def every_way_to_attention_sends_codes(wire, scheme):
+    """The results are those of one process, which rounds the same keys."""
+    where = {"group": dist.group.WORLD, "layout": "zigzag"}
+    whole = [x.float() for x in make_inputs(batch=1, seq_len=32)]
+    whole_out = ring_attention(*whole[:3], group=None, is_causal=True, wire=wire)
+    q, k, v, expected = (shard_sequence(x, dim=2, **where) for x in (*whole[:3], whole_out))
+    offsets = torch.tensor([0, 32])
+
+    def by_context(wire):
+        with sequence_parallel(**where, scheme=scheme, wire=wire):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    def by_tokens(wire):
+        tokens = [x[0].transpose(0, 1) for x in (q, k, v)]
+        options = {"causal": True, "scheme": scheme, "wire": wire}
+        out = ring_attention_varlen(*tokens, offsets, offsets, **where, **options)
+        return out.transpose(0, 1)[None]
+
+    for attend in (by_context, by_tokens):
+        with count_traffic() as exact:
+            attend(None)
+        with count_traffic() as coded:
+            found = attend(wire)
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+        codes = sum(quantize_rows(x.flatten(0, 2), wire).nbytes for x in (k, v))
+        saved = (dist.get_world_size() - 1) * (k.nbytes + v.nbytes - codes)
+        sent = [sum(traffic.sent_bytes.values()) for traffic in (exact, coded)]
+        assert sent[0] - sent[1] == saved > 0
+
+
+@check()
+def schemes_that_exchange_heads_are_refused_at_once():
+    group, match = dist.group.WORLD, "expected wire to be None for scheme 'ulysses'"
+    with (
+        pytest.raises(ValueError, match=match),
+        sequence_parallel(group, scheme="ulysses", wire="int8"),
+    ):
+        raise AssertionError
+    with pytest.raises(ValueError, match=match):
+        RingAttention(group, scheme="ulysses", wire="int8")
+
+
+def test_ways_to_attention_over_ranks():
+    for name in check:
+        check.assert_passed(2, name)

@@ -365,6 +365,7 @@ def register_ring_attention(
     scheme: str = "ring",
     precision: str = "exact",
     kv_grad_dtype: torch.dtype | None = None,
+    wire: str | None = None,
     name: str = ATTENTION,
 ) -> None:
     """Make ring attention known to transformers under a name.
@@ -388,6 +389,7 @@ def register_ring_attention(
         scheme: see `ring_attention`.
         precision: see `ring_attention`.
         kv_grad_dtype: see `ring_attention`.
+        wire: see `ring_attention`.
         name: of the implementation; models with different names use different groups. A name that
             is registered again stands for the new options, in models that have it already too.
 
@@ -403,6 +405,7 @@ def register_ring_attention(
         "scheme": scheme,
         "precision": precision,
         "kv_grad_dtype": kv_grad_dtype,
+        "wire": wire,
     }
     options = Options.of(group, "register_ring_attention", layout=layout, **names)
     options.check()

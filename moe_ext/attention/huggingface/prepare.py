@@ -57,6 +57,7 @@ def prepare_model(
     scheme: str = "ring",
     precision: str = "exact",
     kv_grad_dtype: torch.dtype | None = None,
+    wire: str | None = None,
 ) -> None:
     """Let the ranks of a group share the sequences of a Hugging Face model, or refuse the model.
 
@@ -83,6 +84,7 @@ def prepare_model(
         scheme: see `ring_attention`.
         precision: see `ring_attention`.
         kv_grad_dtype: see `ring_attention`.
+        wire: see `ring_attention`.
 
     Raises:
         ImportError: transformers 5 is not installed.
@@ -97,6 +99,7 @@ def prepare_model(
         "scheme": scheme,
         "precision": precision,
         "kv_grad_dtype": kv_grad_dtype,
+        "wire": wire,
     }
     options = Options.of(group, OP, layout=layout, **names)
     facts = {"the class of the model": type(model).__name__, "layout": layout, **names}

@@ -261,6 +261,20 @@ def batches_and_layouts(kind, layout):
     expect_near(model, whole)
 
 
+@check()
+def keys_of_a_byte():
+    model = make("llama")
+    whole, exact = copy.deepcopy(model), copy.deepcopy(model)
+    prepare_model(whole, group=None, wire="int8")
+    loss = one_process(whole, "plain")
+    prepare_model(model, group=group(), wire="int8")
+    torch.testing.assert_close(trained(model, make_batch("plain")), loss, rtol=1e-5, atol=0)
+    expect_near(model, whole)
+    assert one_process(exact, "plain") != loss
+    with pytest.raises(ValueError, match="expected wire to be None for scheme 'ulysses'"):
+        prepare_model(model, group=group(), scheme="ulysses", wire="int8")
+
+
 @check(("llama", "zigzag"), ("gemma2", "contiguous"))
 def masks_of_all_pairs(family, layout):
     model = make(family, **SERVED[family])
