@@ -5,9 +5,15 @@ Shapes: D model, F ffn.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from moe_ext.distributed.dispatch.rows import all_to_all_rows
+from moe_ext.distributed.dtensor import is_dtensor
+from moe_ext.distributed.groups import group_rank
 from moe_ext.nn.expert_activation import Activation, resolve_activation, run_activation
 
 
@@ -18,6 +24,7 @@ class FeedForward(nn.Module):
         model_dim: D.
         ffn_dim: F.
         activation: as in `GroupedExperts`; gated ones have `gate_up_proj`, plain ones `up_proj`.
+            Under torch's `ColwiseParallel` and `RowwiseParallel`, gated ones exchange columns.
         bias: add biases.
         device: device of the parameters.
         dtype: dtype of the parameters.
@@ -50,11 +57,40 @@ class FeedForward(nn.Module):
         """`[..., D] -> [..., D]`."""
         up = self.get_submodule(self._up_name)(x)
         if self.gated and up.shape[-1] != 2 * self.down_proj.in_features:
-            raise ValueError(
-                f"FeedForward: expected {self._up_name} to give {2 * self.down_proj.in_features} "
-                f"columns, got {up.shape[-1]}: a gate and its up lie half the columns apart, so "
-                "that ranks with some columns each lack one of them; take an activation without a "
-                "gate, or ColwiseParallel(output_layouts=Replicate())"
-            )
+            up = self._join_pairs(up)
         hidden = run_activation(up, self.activation, gated=self.gated, layout="concatenated")
         return self.down_proj(hidden)
+
+    def _join_pairs(self, up: Tensor) -> Tensor:
+        """This rank's gates and their ups, of the columns that `ColwiseParallel` gives it.
+
+        Those are gates on the first ranks and ups on the last ones.
+        """
+        linear: Any = self.get_submodule(self._up_name)
+        weight, num_ups = linear.weight, self.down_proj.in_features
+        if not is_dtensor(weight) or num_ups % weight.device_mesh.size():
+            raise ValueError(
+                f"FeedForward: expected {self._up_name} to give {2 * num_ups} columns, or under "
+                f"ColwiseParallel an equal part of {num_ups} pairs on each rank, got "
+                f"{up.shape[-1]} of {type(weight).__name__}"
+            )
+        group = weight.device_mesh.get_group()
+        order, send, receive = _pairs(num_ups, group.size(), group_rank(group))
+        columns = up.view(-1, up.shape[-1]).t()[torch.tensor(order, device=up.device)]
+        pairs = all_to_all_rows(
+            columns, group, send, receive, operation="FeedForward", counted=True
+        )
+        return pairs.t().reshape(up.shape)
+
+
+@functools.cache
+def _pairs(num_ups: int, num_ranks: int, rank: int) -> tuple[list[int], list[int], list[int]]:
+    """The order in which a rank sends its columns, and how many it sends to and gets from each."""
+    columns = torch.arange(2 * num_ups)
+    holder = columns * num_ranks // (2 * num_ups)
+    taker = columns % num_ups * num_ranks // num_ups
+    takers = taker[holder == rank]
+    send, receive = (
+        ranks.bincount(minlength=num_ranks).tolist() for ranks in (takers, holder[taker == rank])
+    )
+    return takers.argsort(stable=True).tolist(), send, receive
