@@ -22,7 +22,6 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
 SGD = {"lr": 0.1, "momentum": 0.9}
@@ -31,12 +30,26 @@ TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 STEPS = 3
 
 
-def made_model(**options):
+# Norms of each head, and of all heads together, before which queries and keys are gathered.
+FAMILIES = {
+    "Mixtral": {"num_local_experts": 8},
+    "Qwen3Moe": {"num_experts": 8, "moe_intermediate_size": 48, "head_dim": 8},
+    "Olmoe": {"num_experts": 8},
+    "MiniMaxM2": {"num_local_experts": 8, "head_dim": 8},
+}
+
+
+def made_model(family="Mixtral", **options):
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.MixtralConfig(**{**SIZES, **options}, output_router_logits=False)
-    model = transformers.MixtralForCausalLM(config)
+    made = {**SIZES, **FAMILIES[family], **options, "output_router_logits": False}
+    config = getattr(transformers, f"{family}Config")(**made)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.uniform_(0.5, 1.5)
     model.set_experts_implementation("eager")  # torch's grouped products know no float64
     model.loss_function = next_token_loss
     return model.double()
@@ -102,8 +115,12 @@ def assert_mean_losses(found, want):
 PLAIN = [(4, 0, "dedup"), (2, 1, "alltoall"), (2, 2, "alltoall"), (2, 3, "alltoall")]
 PLAIN += [(2, 0, "alltoall", 2), (2, 3, "alltoall", 2), (4, 1, "dedup", 1, 2)]
 PLAIN += [(2, 3, "alltoall", 1, 2)]
+PLAIN += [(4, 0, "alltoall", 2, 1, "Qwen3Moe"), (2, 3, "alltoall", 2, 1, "Qwen3Moe")]
+PLAIN += [(4, 0, "alltoall", 4, 1, "Olmoe")]
 if FULL:
     PLAIN += [
+        (2, 3, "alltoall", 2, 1, "Olmoe"),
+        (2, 0, "alltoall", 2, 1, "MiniMaxM2"),
         (1, 0, "alltoall", 2),
         (4, 0, "dedup", 2),
         (2, 2, "alltoall", 2),
@@ -112,9 +129,9 @@ if FULL:
 
 
 @CHECKS(*PLAIN)
-def trains_as_one_process(ep, zero, dispatcher, tp=1, cp=1):
+def trains_as_one_process(ep, zero, dispatcher, tp=1, cp=1, family="Mixtral"):
     pytest.importorskip("transformers")
-    model, want = made_model(), losses_of_one_process()
+    model, want = made_model(family), losses_of_one_process(family=family)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     fixed = {"ep": ep, "zero": zero, "dispatcher": dispatcher, "tp": tp, "cp": cp}
     applied = applied_to(model, recompute=1, **fixed)
@@ -157,6 +174,7 @@ PIPELINES = {
     "gpipe": {"schedule": "gpipe", "pp": 4, "ep": 1, "zero": 0},
     "tp": {"schedule": "zb-h1", "pp": 2, "tp": 2, "ep": 2, "zero": 0},
 }
+PIPELINES["tp-Qwen3Moe"] = PIPELINES["tp"]
 
 
 def train_stages(applied, optimizers):
@@ -180,6 +198,7 @@ def train_stages(applied, optimizers):
 def trains_stages_as_one_process(name, tied):
     pytest.importorskip("transformers")
     options = {"num_hidden_layers": 5, "tie_word_embeddings": tied}
+    options["family"] = "Qwen3Moe" if name.endswith("Qwen3Moe") else "Mixtral"
     model, want = made_model(**options), losses_of_one_process(**options)
     names = [name for name, _ in model.named_parameters()]
     applied = applied_to(model, **PIPELINES[name])
@@ -266,7 +285,7 @@ def refuses_before_it_changes_anything():
         with_kwargs=True,
     )
     other, partly = made_model(), made_model()
-    other._tp_plan = {**other._tp_plan, "model.norm": "replicated_with_grad_allreduce"}
+    other._tp_plan = {**other._tp_plan, "model.norm": "sequence_parallel"}
     partly._tp_plan = {n: style for n, style in partly._tp_plan.items() if "k_proj" not in n}
     losing = made_model()
     losing.config.output_router_logits = True

@@ -9,8 +9,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 _OF_EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
-# Of what transformers' plans name, those that torch.distributed.tensor.parallel has.
-_STYLES = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise")
+# Norms of the heads that a rank has: their weights are whole, and get its part of the gradient.
+_SUMMED = "replicated_with_grad_allreduce"
+# Of what transformers' plans name, those that torch.distributed.tensor.parallel has, and the norms.
+_STYLES = (
+    "colwise",
+    "rowwise",
+    "colwise_gather_output",
+    "rowwise_split_input",
+    "embedding_rowwise",
+    _SUMMED,
+)
 
 
 def tensor_parallel_styles(model: Any, num_ranks: int, operation: str) -> dict[str, str]:
@@ -24,7 +33,7 @@ def tensor_parallel_styles(model: Any, num_ranks: int, operation: str) -> dict[s
     Raises:
         ValueError: the family has no plan, or one with a style that is not known or that leaves
             weights between columns and rows whole, ranks do not divide the heads of keys and
-            values, or the output's weights are the embedding's.
+            values that they do not gather, or the output's weights are the embedding's.
     """
     title, config = type(model).__name__, model.config.get_text_config()
     modules, found = dict(model.named_modules()), dict[str, str]()
@@ -40,7 +49,7 @@ def tensor_parallel_styles(model: Any, num_ranks: int, operation: str) -> dict[s
                     f"{_STYLES} for tp={num_ranks}, got {style!r} of {name}"
                 )
             found[name] = style
-    if not any(style == "colwise" for style in found.values()):
+    if not any(style.startswith("rowwise") for style in found.values()):
         raise ValueError(
             f"{operation}: expected the family of the model to have a plan of tensor parallelism "
             f"for tp={num_ranks}, got none for {title}"
@@ -55,7 +64,7 @@ def tensor_parallel_styles(model: Any, num_ranks: int, operation: str) -> dict[s
                     f"tp={num_ranks}, got {name} whole"
                 )
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if heads % num_ranks:
+    if heads % num_ranks and "rowwise_split_input" not in found.values():
         raise ValueError(
             f"{operation}: expected tp to divide the {heads} heads of keys and values, got "
             f"{num_ranks}"
@@ -91,14 +100,37 @@ def parallelize(model: nn.Module, styles: dict[str, str], mesh: DeviceMesh) -> N
         "colwise": ColwiseParallel(),
         "rowwise": RowwiseParallel(),
         "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+        "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
         "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
     }
-    plan = {path: made[style] for path, style in styles.items()}
+    plan = {path: made[style] for path, style in styles.items() if style != _SUMMED}
     # Every rank has the same weights.
     parallelize_module(model, mesh, plan, src_data_rank=None)
     for path, module in model.named_modules():
+        if styles.get(path) == _SUMMED:
+            _sum_gradients(module, mesh)
         if path.rpartition(".")[2] == "experts":
             _share_tokens(module, mesh)
+
+
+def _sum_gradients(norm: nn.Module, mesh: DeviceMesh) -> None:
+    """Give the weights of a module the sum of the gradients that the ranks have.
+
+    Not by hooks of parameters, which FSDP2 replaces.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    def shadow(_: nn.Module, __: Any) -> None:
+        for name, weight in norm.named_parameters(recurse=False):
+            whole = DTensor.from_local(weight, mesh, [Replicate()], run_check=False)
+            norm.__dict__[name] = whole.to_local(grad_placements=[Partial()])
+
+    def show(*ignored: Any) -> None:
+        for name, _ in norm.named_parameters(recurse=False):
+            norm.__dict__.pop(name, None)
+
+    norm.register_forward_pre_hook(shadow)
+    norm.register_forward_hook(show, always_call=True)
 
 
 def _share_tokens(experts: nn.Module, mesh: DeviceMesh) -> None:
