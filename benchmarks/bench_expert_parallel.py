@@ -156,7 +156,8 @@ def note() -> str:
         "`all_to_all_single`, the same products, and back; `torchtitan` its AllToAll dispatcher "
         "with the same products; `transformers` the all-to-all that it trains by, with its "
         "experts; `DeepSpeed` its MoE layer without drops, which pads every expert to the fullest. "
-        "*int8* and *mx* round what goes to the experts (`wire=`), forward and backward. *auto* "
+        "*int8* and *mx* round what goes to the experts (`wire=`), forward and backward; "
+        "*lossless* codes all rows without loss. *auto* "
         "chose on that link; the last columns say what, and its time over that of the best fixed "
         "dispatcher of its combine."
     )

@@ -26,7 +26,12 @@ ALLTOALL = "alltoall"
 EXACT = (ALLTOALL, "dedup, exact", "hierarchical, exact", "allgather, exact")
 REDUCED = ("dedup, reduced", "hierarchical, reduced", "allgather, reduced")
 AUTO = ("auto, exact", "auto, reduced")
-CODED = ("alltoall, exact, int8", "dedup, reduced, int8", "dedup, reduced, mx")
+CODED = (
+    "alltoall, exact, lossless",
+    "alltoall, exact, int8",
+    "dedup, reduced, int8",
+    "dedup, reduced, mx",
+)
 SEED = 1234
 
 

@@ -27,7 +27,7 @@ from moe_ext.attention.masks import (
 from moe_ext.attention.schemes import SCHEMES
 from moe_ext.attention.schemes.base import Scheme, Workload
 from moe_ext.distributed.cost_table import CostTable
-from moe_ext.distributed.dispatch.wire import WIRES
+from moe_ext.distributed.dispatch.wire import ROW_WIRES
 
 _OP = "choose_scheme"
 # As much as a link of 12 GB/s carries in the 5 us that a message takes to start.
@@ -288,7 +288,7 @@ def choose_scheme(
     offsets = check_cu_seqlens(cu_seqlens, _OP)
     check_end(offsets, seq_len, _OP)
     made = make_layout(layout, seq_len, num_ranks, cu_seqlens=offsets)
-    check_choice(_OP, "wire", wire, WIRES)
+    check_choice(_OP, "wire", wire, ROW_WIRES)
     v_dim = dim if v_dim is None else v_dim
     form = KeysForm(batch, kv_heads, dim, v_dim, dtype, has_key_mask, wire)
     grads = torch.bfloat16 if kv_grad_dtype == torch.bfloat16 else accumulation_dtype(dtype)

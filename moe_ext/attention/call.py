@@ -52,7 +52,7 @@ from moe_ext.attention.schemes import SCHEME_NAMES, SCHEMES
 from moe_ext.attention.schemes.base import Call, Workload
 from moe_ext.attention.sharding import check_lengths
 from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.dispatch.wire import WIRES
+from moe_ext.distributed.dispatch.wire import ROW_WIRES
 from moe_ext.distributed.failures import known_hosts
 from moe_ext.distributed.groups import group_ranks, group_size
 from moe_ext.distributed.streams import has_streams
@@ -140,7 +140,7 @@ class Options:
         _require(known, "precision", f"one of {PRECISIONS}", repr(self.precision))
         allowed, dtype = (None, torch.float32, torch.bfloat16), self.kv_grad_dtype
         _require(dtype in allowed, "kv_grad_dtype", f"one of {allowed}", dtype)
-        check_choice(OPERATION, "wire", self.wire, WIRES)
+        check_choice(OPERATION, "wire", self.wire, ROW_WIRES)
         if self.wire is not None and self.scheme != "auto":
             refused = SCHEMES[self.scheme].in_place_refusal(["wire"], group_size(self.group))
             _require_served(refused)

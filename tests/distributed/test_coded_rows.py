@@ -20,6 +20,7 @@ from moe_ext.distributed import (
     count_traffic,
 )
 from moe_ext.distributed.dispatch.rows import all_to_all_rows
+from moe_ext.distributed.dispatch.wire import decode_messages, encode_messages
 from moe_ext.nn import RowBudget
 from moe_ext.ops.quantize import row_bytes
 
@@ -167,6 +168,36 @@ def check_all_dispatchers_have_the_same_bits():
             assert (a - b).float().norm() <= 0.125 * b.float().norm()
 
 
+def check_lossless_keeps_every_bit():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for (way, combine), dtype in itertools.product(
+        (("alltoall", "exact"), ("dedup", "exact"), ("hierarchical", "reduced")), dtypes
+    ):
+        x = tokens(rank, 0 if rank == 1 else 400, dtype)
+        sent, steps = [], []
+        for wire in (None, "lossless"):
+            one = layer(way, wire, dtype, combine)
+            step(one, x)
+            with count_traffic() as traffic:
+                steps.append(step(one, x))
+            sent.append(torch.tensor(float(traffic.total_bytes)))
+            dist.all_reduce(sent[-1])
+        assert all(torch.equal(a, b) for a, b in zip(*steps, strict=True))
+        # Counts and indices are in both; short messages of many ranks have more in front.
+        share = {torch.bfloat16: 0.76, torch.float16: 0.93, torch.float32: 0.89}[dtype]
+        assert 0.6 < sent[1] / sent[0] < share + 0.01 * world, (way, dtype)
+    for options in ({"row_budget": RowBudget(301)}, {"overlap": 2}):
+        x = tokens(rank, 100, torch.bfloat16)
+        a, b = (step(layer("dedup", w, torch.bfloat16, **options), x) for w in (None, "lossless"))
+        assert all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
+    text = "expected wire to send tokens in rows of one length"
+    raised(ValueError, text, functools.partial(dispatcher, "allgather"), "lossless")
+    one = MoELayer(D, 24, E, K, ep_group=dist.group.WORLD, wire="lossless")
+    one(tokens(rank))
+    assert "allgather" not in [c.name for c in one.explain_dispatch().candidates]
+
+
 def check_reduced_rounds_the_sums():
     rank = dist.get_rank()
     for way in WAYS[1:]:
@@ -287,7 +318,10 @@ def check_what_cannot_be_served():
     world = dist.group.WORLD
     make = functools.partial(MoELayer, D, 24, E, K, ep_group=world)
     for options, text in (
-        ({"wire": "int4"}, r"MoELayer: expected wire to be one of \(None, 'int8', 'fp8', 'mx'\)"),
+        (
+            {"wire": "int4"},
+            r"MoELayer: expected wire to be one of \(None, 'int8', 'fp8', 'mx', 'lossless'\)",
+        ),
         ({"wire": "mx", "dispatcher": dispatcher("dedup", None)}, "wire to be left to a disp"),
     ):
         raised(ValueError, text, functools.partial(make, **options))
@@ -315,6 +349,17 @@ def test_over_ranks(found, check):
     assert_passed(found, check)
 
 
+def test_messages_keep_every_bit_of_every_number():
+    x = torch.randn(300, 64).bfloat16()
+    x[3], x[4], x[5, ::2], x[6] = float("nan"), -0.0, float("inf"), 1e-40
+    # Of another rank without rows, of one row that coding would make longer, and of this rank.
+    counts, own = [120, 0, 1, 179], 3
+    messages, lengths = encode_messages(x, counts, own)
+    assert lengths[1:] == [0, 128, 179 * 128] and lengths[0] < 0.8 * 120 * 128
+    out = decode_messages(messages, lengths, torch.empty_like(x), counts)
+    assert torch.equal(out.view(torch.int16), x.view(torch.int16))
+
+
 def test_one_rank_rounds_nothing():
     torch.manual_seed(0)
     plain, coded = (MoELayer(64, 32, 4, 2, wire=wire) for wire in (None, "mx"))
@@ -329,7 +374,8 @@ def test_a_wire_of_an_unknown_format_is_refused():
 
 
 def test_every_wire_has_a_number():
-    wires = [Wire(*ways) for ways in itertools.product((None, *FORMATS), repeat=4)]
+    ways = itertools.product((None, *FORMATS, "lossless"), repeat=4)
+    wires = [Wire(*formats) for formats in ways]
     assert sorted(wire.number for wire in wires) == list(range(len(wires)))
     assert all(Wire.from_number(wire.number) == wire for wire in wires) and Wire().number == 0
 

@@ -18,20 +18,20 @@ from moe_ext.distributed.dispatch.base import no_chunks, no_parts
 from moe_ext.distributed.dispatch.chunks import Chunk
 from moe_ext.distributed.dispatch.dedup import DedupDispatcher
 from moe_ext.distributed.dispatch.hops import Hop, Route, packed, unpacked
-from moe_ext.distributed.dispatch.wire import encode
+from moe_ext.distributed.dispatch.wire import LOSSLESS, ROW_WIRES, encode
 
 
 class _GatherHop(Hop):
     """A hop whose tokens go to all ranks, their indices and weights with them."""
 
     def start_out(
-        self, rows: Tensor, route: Route, name: str, *, beside: bool
+        self, rows: Tensor, route: Route, name: str, *, beside: bool, format: str | None = None
     ) -> Callable[[], Tensor]:
         """The tokens that came with their indices; all that comes later goes to its rank alone."""
         return (
             route.arrived.pop
             if route.arrived
-            else super().start_out(rows, route, name, beside=beside)
+            else super().start_out(rows, route, name, beside=beside, format=format)
         )
 
     def _bring_columns(
@@ -78,10 +78,16 @@ class AllGatherDispatcher(DedupDispatcher):
         wire: see `TokenDispatcher`.
 
     Raises:
-        ValueError: as for `DedupDispatcher`.
+        ValueError: as for `DedupDispatcher`; or tokens are to travel "lossless", whose messages
+            have lengths of their own.
     """
 
     def _make_hops(self, num_experts: int, group: ProcessGroup) -> tuple[Hop, ...]:
+        if self.wire.dispatch == LOSSLESS:
+            raise ValueError(
+                f"{self.operation}: expected wire to send tokens in rows of one length "
+                f"({ROW_WIRES}), which travel with their indices, got {LOSSLESS!r}"
+            )
         return (
             _GatherHop(
                 self.operation, num_experts, group, self.combine_by, self.average, self.wire

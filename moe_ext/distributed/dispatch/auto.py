@@ -24,7 +24,7 @@ from moe_ext.distributed.dispatch.allgather import AllGatherDispatcher
 from moe_ext.distributed.dispatch.alltoall import AllToAllDispatcher
 from moe_ext.distributed.dispatch.base import DTYPES, TokenDispatcher, sum_dtype
 from moe_ext.distributed.dispatch.dedup import DedupDispatcher, HierarchicalDispatcher
-from moe_ext.distributed.dispatch.wire import Wire, sent_row_bytes
+from moe_ext.distributed.dispatch.wire import LOSSLESS, Wire, sent_row_bytes
 from moe_ext.distributed.groups import group_rank, group_ranks
 from moe_ext.distributed.link import max_over_ranks, seconds_of
 from moe_ext.distributed.traffic import not_counted
@@ -212,7 +212,8 @@ class AutoDispatcher(TokenDispatcher):
         names.append("dedup")
         if 1 < node_size < self.num_ranks:
             names.append("hierarchical")
-        return names if in_rounds else [*names, "allgather"]
+        no_rows = in_rounds or self.wire.dispatch == LOSSLESS
+        return names if no_rows else [*names, "allgather"]
 
     def _make(self, name: str, node_size: int) -> TokenDispatcher:
         if name == "alltoall":

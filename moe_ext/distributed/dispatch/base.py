@@ -13,7 +13,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from moe_ext.distributed.dispatch.chunks import (
     schedule,
 )
 from moe_ext.distributed.dispatch.rows import join_parts, split_parts, total
-from moe_ext.distributed.dispatch.wire import Formats, Wire
+from moe_ext.distributed.dispatch.wire import LOSSLESS, Formats, Wire
 from moe_ext.distributed.failures import is_told
 from moe_ext.distributed.groups import (
     GroupHandle,
@@ -158,10 +158,11 @@ class TokenDispatcher:
         average: False leaves out both factors: a gradient of an expert's parameter is then that of
             the sum over the group.
         wire: formats in which rows travel, for transports whose `exchange_rows` takes `formats`: a
-            `Wire`, or "int8", "fp8" or "mx" for what goes to the experts. All rows are coded, those
-            for this rank too: a result does not depend on which rank an expert is on, and has the
-            same bits for 2 ranks and more. Alone a rank sends nothing, and codes nothing. Rows that
-            coding does not make shorter travel as they are.
+            `Wire`, or "int8", "fp8" or "mx" for what goes to the experts, or "lossless" for all
+            rows. Where coding loses anything all rows are coded, those for this rank too: a result
+            does not depend on which rank an expert is on, and has the same bits for 2 ranks and
+            more. Alone a rank sends nothing, and codes nothing. Rows that coding does not make
+            shorter travel as they are.
 
     Raises:
         ValueError: P does not divide E, or wire is no such format.
@@ -744,6 +745,11 @@ class TokenDispatcher:
             raise TypeError(
                 f"{self.operation}: expected x_TD to be float32, bfloat16 or float16 with "
                 f"{self.wire}, which has fewer digits, got {x_TD.dtype}; leave wire out"
+            )
+        if LOSSLESS in astuple(self.wire) and x_TD.device.type != "cpu":
+            raise ValueError(
+                f"{self.operation}: expected x_TD to be on the CPU with {self.wire}, got "
+                f"{x_TD.device}"
             )
 
     def _header(

@@ -20,7 +20,7 @@ from moe_ext.distributed import comm
 from moe_ext.distributed.dispatch.alltoall import AllToAllDispatcher
 from moe_ext.distributed.dispatch.base import ExchangedCounts
 from moe_ext.distributed.dispatch.rows import join_parts, split_parts, start_rows, total
-from moe_ext.distributed.dispatch.wire import Formats, Wire, decode, encode
+from moe_ext.distributed.dispatch.wire import LOSSLESS, Formats, Wire, decode, encode
 from moe_ext.distributed.failures import in_layer, running
 from moe_ext.distributed.groups import group_rank
 
@@ -177,7 +177,7 @@ class Hop(AllToAllDispatcher):
         return once, slots, self._compare(own_PM, header, None, lambda counts_PM: counts_PM)
 
     def start_out(
-        self, rows: Tensor, route: Route, name: str, *, beside: bool
+        self, rows: Tensor, route: Route, name: str, *, beside: bool, format: str | None = None
     ) -> Callable[[], Tensor]:
         """Begin to bring the rows of tokens out that a route takes; what waits for them."""
         with in_layer(route.layer):
@@ -186,7 +186,7 @@ class Hop(AllToAllDispatcher):
                 self.group,
                 route.sent,
                 route.received,
-                format=None,
+                format=format,
                 operation=f"{self.operation} {name}",
                 beside=beside,
             )
@@ -336,14 +336,16 @@ class Journey:
     ) -> Callable[[], Tensor]:
         """Begin to bring tokens to their experts; what waits for the rows `[U, D]`.
 
-        Coded once for all hops, of which the first one runs beside the caller.
+        Coded once for all hops, of which the first one runs beside the caller; "lossless" for each.
         """
-        wait = self.hops[0].start_out(encode(x_TD, format), self.routes[0], name, beside=beside)
+        each = format if format == LOSSLESS else None
+        rows, route = encode(x_TD, format), self.routes[0]
+        wait = self.hops[0].start_out(rows, route, name, beside=beside, format=each)
 
         def finish() -> Tensor:
             rows = wait()
             for hop, route in zip(self.hops[1:], self.routes[1:], strict=True):
-                rows = hop.start_out(rows, route, name, beside=False)()
+                rows = hop.start_out(rows, route, name, beside=False, format=each)()
             return decode(rows, format, x_TD.shape[1], x_TD.dtype)
 
         return finish

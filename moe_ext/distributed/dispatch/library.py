@@ -254,7 +254,7 @@ class LibraryHop(Hop):
         ]
 
     def start_out(
-        self, rows: Tensor, route: Route, name: str, *, beside: bool
+        self, rows: Tensor, route: Route, name: str, *, beside: bool, format: str | None = None
     ) -> Callable[[], Tensor]:
         """The tokens that came with their choices; all that comes later by their handle."""
         if route.arrived:

@@ -20,7 +20,14 @@ from torch.distributed import ProcessGroup
 
 from moe_ext.distributed import comm, debugging, streams
 from moe_ext.distributed.agreement import share
-from moe_ext.distributed.dispatch.wire import Formats, decode, encode
+from moe_ext.distributed.dispatch.wire import (
+    LOSSLESS,
+    Formats,
+    decode,
+    decode_messages,
+    encode,
+    encode_messages,
+)
 from moe_ext.distributed.failures import in_layer, naming_failed_ranks, network_identity, running
 from moe_ext.distributed.groups import group_rank
 from moe_ext.distributed.own_errors import Collective, Underway, exchanged_rows
@@ -51,9 +58,10 @@ def _both_ways(group: ProcessGroup, device: torch.device) -> tuple[ProcessGroup,
 def _post(
     out: Tensor, x: Tensor, group: ProcessGroup, send: Sequence[int], receive: Sequence[int]
 ) -> list[Underway]:
-    """Begin an exchange of rows on CPUs."""
+    """Begin an exchange of rows on CPUs, or of messages `[bytes]`."""
     up, down = _both_ways(group, x.device)
-    if up is down or x.shape[1:].numel() * x.element_size() < _LEAST_BYTES:
+    short = x.dim() > 1 and x.shape[1:].numel() * x.element_size() < _LEAST_BYTES
+    if up is down or short:
         return [_post_one(out, x, group, send, receive)]
     me, rank = group_rank(group), range(len(send))
     # Rows for lower ranks come first, as do those from lower ranks.
@@ -108,11 +116,18 @@ class _RowsUnderway:
     underway: Tensor | None = None
     works: list[Underway] | streams.Beside | None = None
     layer: weakref.ref[nn.Module] | None = field(default_factory=running.get)
+    lengths: list[int] = field(default_factory=list)  # of messages that arrive
 
     def start(self, rows: Tensor, backward: bool) -> None:
         """Begin to send rows, or their gradients the other way."""
         send, receive = (self.receive, self.send) if backward else (self.send, self.receive)
         sent = encode(rows, self.formats[backward]).contiguous()
+        if self.formats[backward] == LOSSLESS:
+            sent, send = encode_messages(sent, send, group_rank(self.group))
+            lengths = comm.all_to_all(
+                torch.tensor(send), self.group, operation=self.operation, counted=False
+            )
+            self.lengths = receive = lengths.tolist()
         if self.counted and is_counted():
             others = sent.shape[0] - send[group_rank(self.group)]
             record_traffic("all_to_all", others * sent.shape[1:].numel() * sent.element_size())
@@ -146,6 +161,10 @@ class _RowsUnderway:
             with self._naming(backward):
                 self._wait()
         self.works = None
+        if self.formats[backward] == LOSSLESS:
+            counts = self.send if backward else self.receive
+            out = like.new_empty(sum(counts), dim)
+            return decode_messages(arrived, self.lengths, out, counts)
         return decode(arrived, self.formats[backward], dim, like.dtype)
 
     def _wait(self) -> None:

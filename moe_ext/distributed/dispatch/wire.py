@@ -1,10 +1,12 @@
 """Formats in which rows travel between ranks.
 
-Shapes: N rows, D model, B bytes of a coded row.
+Shapes: N rows, D model, B bytes of a coded row, P ranks.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 import torch
@@ -14,7 +16,12 @@ from moe_ext import ops
 from moe_ext._checks import check_choice
 from moe_ext.ops.quantize import ROW_SCALES, row_bytes
 
-WIRES = (None, *ROW_SCALES)
+# Formats that code each row by itself, and the one that codes all rows for a rank as a whole.
+ROW_WIRES = (None, *ROW_SCALES)
+LOSSLESS = "lossless"
+WIRES = (*ROW_WIRES, LOSSLESS)
+# Bytes that normally distributed numbers take: see `ops.encode_exponents`.
+_SHARES = {torch.float32: 26.8 / 32, torch.bfloat16: 10.8 / 16, torch.float16: 13.8 / 16}
 # Formats of the rows of an exchange and of their gradients; None is the dtype of the rows.
 Formats = tuple[str | None, str | None]
 
@@ -25,12 +32,14 @@ class Wire:
 
     None sends rows as they are; "int8", "fp8" and "mx" are formats of `ops.quantize_rows`: codes of
     one byte, and scales beside them in the same message. Gradients pass the rounding as if it were
-    not there (straight-through), and are rounded for themselves where it is asked for.
+    not there (straight-through), and are rounded for themselves where it is asked for. "lossless"
+    keeps every bit: `ops.encode_exponents` codes all rows for a rank, after a message of 8 bytes to
+    each rank that tells the lengths; on CPU alone.
 
     The string that `MoELayer(wire=)` takes in the place of a `Wire` sets `dispatch` and
     `backward_dispatch`, as in DeepSeek-V3: what goes to the experts is rounded, where it is the
     input of one product; what comes back is not, since it is added to a residual stream that all
-    layers before or after it read.
+    layers before or after it read. "lossless" sets all four.
 
     Args:
         dispatch: tokens on their way to the experts.
@@ -59,6 +68,8 @@ class Wire:
         if isinstance(wire, Wire):
             return wire
         check_choice(owner, "wire", wire, WIRES)
+        if wire == LOSSLESS:
+            return cls(wire, wire, wire, wire)
         return cls(dispatch=wire, backward_dispatch=wire)
 
     @property
@@ -84,21 +95,70 @@ class Wire:
 
 
 def sent_row_bytes(format: str | None, dim: int, dtype: torch.dtype) -> int:
-    """Bytes of a row on its way: short ones may be no longer than their codes and scales."""
+    """Bytes of a row on its way: short ones may be no longer than their codes and scales.
+
+    Of "lossless" the expected ones of normally distributed numbers.
+    """
     plain = dim * dtype.itemsize
+    if format == LOSSLESS:
+        return math.ceil(plain * _SHARES[dtype])
     return plain if format is None else min(plain, row_bytes(dim, format))
 
 
 def encode(rows_ND: Tensor, format: str | None) -> Tensor:
-    """Encode rows: bytes `[N, B]`, or the rows as they are where coding saves none."""
+    """Encode rows: bytes `[N, B]`, or the rows as they are where coding saves none.
+
+    Of "lossless" too, which is for all rows of a message: see `encode_messages`.
+    """
     dim, dtype = rows_ND.shape[1], rows_ND.dtype
-    if format is None or sent_row_bytes(format, dim, dtype) == dim * dtype.itemsize:
+    if format in (None, LOSSLESS) or sent_row_bytes(format, dim, dtype) == dim * dtype.itemsize:
         return rows_ND
     return ops.quantize_rows(rows_ND, format)
 
 
 def decode(sent: Tensor, format: str | None, dim: int, dtype: torch.dtype) -> Tensor:
     """The rows `[N, D]` of what `encode` gave for rows of that size and dtype."""
-    if format is None or sent_row_bytes(format, dim, dtype) == dim * dtype.itemsize:
+    if format in (None, LOSSLESS) or sent_row_bytes(format, dim, dtype) == dim * dtype.itemsize:
         return sent
     return ops.dequantize_rows(sent, dim, format, dtype=dtype)
+
+
+def encode_messages(rows_ND: Tensor, counts: Sequence[int], own: int) -> tuple[Tensor, list[int]]:
+    """Code the rows for each rank by their exponents, those for this rank left as they are.
+
+    Args:
+        rows_ND: float32, bfloat16 or float16, contiguous; the first `counts[0]` for rank 0, ....
+        counts: P numbers of rows.
+        own: this rank.
+
+    Returns:
+        `[bytes]` uint8 of all messages one after the other, and the P lengths.
+    """
+    messages = []
+    for rank, part in enumerate(rows_ND.split(list(counts))):
+        whole = part.reshape(-1).view(torch.uint8)
+        code = None if rank == own or not len(whole) else ops.encode_exponents(part)
+        # A message of the length of the rows has the rows.
+        messages.append(whole if code is None or len(code) >= len(whole) else code)
+    return torch.cat(messages), list(map(len, messages))
+
+
+def decode_messages(
+    messages: Tensor, lengths: Sequence[int], out_ND: Tensor, counts: Sequence[int]
+) -> Tensor:
+    """Restore rows into `out_ND` of what `encode_messages` gave; and return it.
+
+    Args:
+        messages: `[bytes]` uint8.
+        lengths: P numbers of bytes.
+        out_ND: memory of the rows, contiguous.
+        counts: P numbers of rows.
+    """
+    for part, message in zip(
+        out_ND.split(list(counts)), messages.split(list(lengths)), strict=True
+    ):
+        if len(message) == part.nbytes:
+            part.view(-1).view(torch.uint8).copy_(message)
+        else:
+            ops.decode_exponents_(part, message)
+    return out_ND
