@@ -140,8 +140,11 @@ class Underway:
         """The future of the collective."""
         return self._work.get_future()
 
-    def wait(self) -> None:
+    def wait(self, *, passes_turn: bool = True) -> None:
         """Wait for it, or until a rank of its group reports an error.
+
+        Args:
+            passes_turn: let another function of `run_in_turns` go on meanwhile.
 
         Raises:
             RuntimeError: code of another rank has raised: an error of its class where that is
@@ -151,7 +154,8 @@ class Underway:
         if not self._looks:
             self._work.wait()
             return
-        pass_turn()
+        if passes_turn:
+            pass_turn()
         job = _job()
         if job.open:
             _take_back(job)

@@ -11,7 +11,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import moe_ext
-from moe_ext.distributed import comm, count_traffic, run_in_turns
+from moe_ext.distributed import comm, count_traffic, own_errors, run_in_turns
+from moe_ext.distributed.dispatch import rows
 from moe_ext.distributed.turns import pass_turn
 
 E, D, MICRO = 4, 8, 4
@@ -95,6 +96,17 @@ def check_one_computes_while_the_other_waits():
 
     run_in_turns([functools.partial(send, name) for name in "ab"])
     assert order == ["a", "b", "a", "b"]
+
+
+def check_an_exchange_passes_the_turn_once():
+    group, passed = dist.group.WORLD, []
+    twin = comm.twin_group(group, torch.device("cpu"))
+    x = torch.ones(2, 64)  # rows that travel over two groups between hosts
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "_both_ways", lambda *_: (group, twin))
+        patch.setattr(own_errors, "pass_turn", lambda: passed.append(1))
+        assert rows.all_to_all_rows(x, group, [1, 1], [1, 1]).equal(x)
+    assert len(passed) == 1
 
 
 def check_an_error_ends_all():

@@ -170,8 +170,8 @@ class _RowsUnderway:
     def _wait(self) -> None:
         works, self.works = self.works, None
         assert isinstance(works, list)
-        for work in works:
-            work.wait()
+        for i, work in enumerate(works):
+            work.wait(passes_turn=i == 0)  # once for an exchange, however it travels
 
     @contextlib.contextmanager
     def _naming(self, backward: bool) -> Iterator[None]:
