@@ -122,7 +122,7 @@ def product_rows() -> list[tuple[str, ...]]:
 
 def expert_rows() -> list[tuple[str, ...]]:
     """An expert's product with packed weights over one with weights that are unpacked for it."""
-    weight = torch.randn(EXPERT).bfloat16()
+    weight = torch.randn(1, *EXPERT).bfloat16()
     kinds = {
         "int8, 0.5 % exact": _Coded.of(weight, 8, 128, 0.005),
         "int4, 0.5 % exact": _Coded.of(weight, 4, 128, 0.005),

@@ -225,11 +225,11 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
     "quantized_mm": lambda i: (
         *(i.random(5, D).to(i.product_dtype), torch.arange(F * D).byte().view(F, D)),
         *(i.wide(F, 1), i.random(F, dtype=i.product_dtype), torch.arange(F).int()),
-        *(torch.arange(F + 1), 8),
+        *(torch.arange(F + 1), 8, torch.tensor([0, 2, 5])),
     ),
     "masked_mm": lambda i: (
         *(i.random(5, D).to(i.product_dtype), i.random(F * D // 2, dtype=i.product_dtype)),
-        torch.full((F, D // 8), 0b01100110, dtype=torch.uint8),
+        *(torch.full((F, D // 8), 0b01100110, dtype=torch.uint8), torch.tensor([0, 2, 5])),
     ),
     "gather_blocks": lambda i: (i.random(4096), torch.tensor([1, 4, 15]), 256),
     "scatter_blocks_": lambda i: (

@@ -7,6 +7,9 @@
 #include <cstdint>
 
 #include "common/check.h"
+#include "common/dispatch.h"
+#include "common/expert_bounds.cuh"
+#include "common/expert_offsets.h"
 
 namespace moe_ext {
 
@@ -37,6 +40,14 @@ decltype(auto) dispatch_floating_cuda(ScalarType dtype, F&& f) {
 inline int check_int32(const char* op, const char* name, int64_t value) {
   MOE_CHECK(value <= INT32_MAX, op, ": expected ", name, " to be at most 2^31 - 1 on CUDA, got ", value);
   return static_cast<int>(value);
+}
+
+// Of contiguous offsets.
+inline ExpertBounds bounds_of(const char* op, const Tensor& expert_offsets) {
+  const bool is_long = expert_offsets.scalar_type() == ScalarType::Long;
+  return {
+      is_long ? data<const int64_t>(expert_offsets) : nullptr, is_long ? nullptr : data<const int32_t>(expert_offsets),
+      check_int32(op, "the number of experts", num_experts_of(expert_offsets))};
 }
 
 } // namespace moe_ext

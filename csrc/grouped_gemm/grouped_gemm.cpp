@@ -18,15 +18,6 @@ MOE_EXT_SCHEMAS(m) {
 
 namespace {
 
-void check_offsets_tensor(const char* op, const Tensor& expert_offsets) {
-  check_index(op, "expert_offsets", expert_offsets);
-  check_dim(
-      op, "expert_offsets", expert_offsets, 1, expert_offsets.scalar_type() == ScalarType::Long ? "[E + 1]" : "[E]");
-  MOE_CHECK(
-      num_experts_of(expert_offsets) >= 0, op, ": expected expert_offsets to have E + 1 entries, got shape ",
-      shape_string(expert_offsets));
-}
-
 void check_same_dtype(const char* op, const char* name, const Tensor& t, const char* as_name, const Tensor& as) {
   MOE_CHECK(
       t.scalar_type() == as.scalar_type(), op, ": expected ", name, " to be ", dtype_string(as), " as ", as_name,
@@ -91,18 +82,6 @@ void check_backward_bias(const Tensor& grad, const Tensor& expert_offsets) {
   check_dim(op, "grad", grad, 2, "[N, M]");
   check_same_device(op, "expert_offsets", expert_offsets, "grad", grad);
   check_offsets_tensor(op, expert_offsets);
-}
-
-void check_offsets(const char* op, const int64_t* offsets, int64_t num_experts, int64_t num_rows) {
-  MOE_CHECK(offsets[0] >= 0, op, ": expected expert_offsets to start at 0 or later, got ", offsets[0]);
-  for (int64_t e = 0; e < num_experts; ++e) {
-    MOE_CHECK(
-        offsets[e] <= offsets[e + 1], op, ": expected expert_offsets to be non-decreasing, got ", offsets[e], " then ",
-        offsets[e + 1], " at expert ", e);
-  }
-  MOE_CHECK(
-      offsets[num_experts] <= num_rows, op, ": expected expert_offsets to end within the ", num_rows, " rows, got ",
-      offsets[num_experts]);
 }
 
 } // namespace moe_ext::grouped_gemm

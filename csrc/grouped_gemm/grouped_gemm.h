@@ -7,13 +7,9 @@
 #include <optional>
 
 #include "common/check.h"
+#include "common/expert_offsets.h"
 
 namespace moe_ext::grouped_gemm {
-
-// expert_offsets: int64 [E + 1]; or int32 [E], where experts have all rows: the end of each one's.
-inline int64_t num_experts_of(const Tensor& expert_offsets) {
-  return expert_offsets.size(0) - (expert_offsets.scalar_type() == ScalarType::Long ? 1 : 0);
-}
 
 // Each checks everything that needs no look at the data.
 void check_grouped_mm(
@@ -50,8 +46,5 @@ Tensor backward_weight_stored(
 void check_backward_bias(
     const Tensor& grad,            // [N, M]
     const Tensor& expert_offsets); // [E + 1] or [E]
-
-// Throws unless 0 <= offsets[0] <= ... <= offsets[num_experts] <= num_rows. Host memory.
-void check_offsets(const char* op, const int64_t* offsets, int64_t num_experts, int64_t num_rows);
 
 } // namespace moe_ext::grouped_gemm

@@ -51,18 +51,6 @@ void zero_rows(const Tensor& t, int64_t begin, int64_t end) {
   }
 }
 
-// int64 [E + 1], of either form.
-Tensor as_offsets(const Tensor& expert_offsets) {
-  const Tensor given = as_contiguous(expert_offsets);
-  if (given.scalar_type() == ScalarType::Long) {
-    return given;
-  }
-  Tensor offsets = new_on_cpu({given.size(0) + 1}, ScalarType::Long);
-  data<int64_t>(offsets)[0] = 0;
-  std::copy_n(data<int32_t>(given), given.size(0), data<int64_t>(offsets) + 1);
-  return offsets;
-}
-
 Tensor grouped_mm_cpu(
     Tensor x,                     // [N, K]
     Tensor weight,                // [E, M, K]

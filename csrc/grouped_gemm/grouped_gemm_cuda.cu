@@ -79,13 +79,6 @@ bool rows_are_copyable(const Tensor& t) {
          (last == 1 || whole(t.stride(0)));
 }
 
-ExpertBounds bounds_of(const char* op, const Tensor& expert_offsets) {
-  const bool is_long = expert_offsets.scalar_type() == ScalarType::Long;
-  return {
-      is_long ? data<const int64_t>(expert_offsets) : nullptr, is_long ? nullptr : data<const int32_t>(expert_offsets),
-      check_int32(op, "the number of experts", num_experts_of(expert_offsets))};
-}
-
 template <typename T>
 GroupedProduct<T> product_of(
     const char* op, const Tensor& a, const Tensor& b, const Tensor& offsets, const Tensor& out) {

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/expert_bounds.cuh"
 #include "common/launch.cuh"
 #include "common/simd.h"
 #include "common/vec.cuh"
@@ -16,21 +17,6 @@ namespace moe_ext::grouped_gemm {
 
 constexpr int kNumThreads = 256;
 constexpr int kNumWarps = kNumThreads / kWarpSize;
-
-// The rows of each expert, on the device: offsets [E + 1], or ends [E] of experts that have all rows.
-struct ExpertBounds {
-  const int64_t* offsets; // or null
-  const int32_t* ends;
-  int num_experts;
-
-  // Of `expert` in [0, E]: before the rows of the next one.
-  __device__ __forceinline__ int64_t begin(int64_t expert) const {
-    return offsets != nullptr ? offsets[expert] : expert == 0 ? 0 : ends[expert - 1];
-  }
-  __device__ __forceinline__ int64_t end(int64_t expert) const {
-    return begin(expert + 1);
-  }
-};
 
 // The last expert that starts at or before the row: the owner, since experts without rows start where the next one
 // does.

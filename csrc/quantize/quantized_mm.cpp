@@ -7,12 +7,12 @@ namespace moe_ext::quantized_mm {
 MOE_EXT_SCHEMAS(m) {
   m.def(
       "quantized_mm(Tensor x, Tensor codes, Tensor scales, Tensor outliers, Tensor outlier_columns, Tensor "
-      "outlier_offsets, SymInt bits) -> Tensor");
+      "outlier_offsets, SymInt bits, Tensor? expert_offsets=None) -> Tensor");
 }
 
 void check_quantized_mm(
     const Tensor& x, const Tensor& codes, const Tensor& scales, const Tensor& outliers, const Tensor& outlier_columns,
-    const Tensor& outlier_offsets, int64_t bits) {
+    const Tensor& outlier_offsets, int64_t bits, const std::optional<Tensor>& expert_offsets) {
   const char* op = "quantized_mm";
   MOE_CHECK(bits == 8 || bits == 4, op, ": expected bits to be 8 or 4, got ", bits);
   MOE_CHECK(
@@ -42,6 +42,10 @@ void check_quantized_mm(
   check_same_device(op, "outliers", outliers, "x", x);
   check_same_device(op, "outlier_columns", outlier_columns, "x", x);
   check_same_device(op, "outlier_offsets", outlier_offsets, "x", x);
+  if (expert_offsets) {
+    check_stacked(op, "codes", codes, *expert_offsets);
+    check_same_device(op, "expert_offsets", *expert_offsets, "x", x);
+  }
 }
 
 } // namespace moe_ext::quantized_mm

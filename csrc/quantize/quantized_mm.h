@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/check.h"
+#include "common/expert_offsets.h"
 
 namespace moe_ext::quantized_mm {
 
@@ -14,6 +15,7 @@ void check_quantized_mm(
     const Tensor& outliers,        // [n]
     const Tensor& outlier_columns, // [n]
     const Tensor& outlier_offsets, // [M + 1]
-    int64_t bits);
+    int64_t bits,
+    const std::optional<Tensor>& expert_offsets); // of x; codes and offsets are then those of all experts
 
 } // namespace moe_ext::quantized_mm

@@ -1,12 +1,13 @@
-// A warp multiplies a row of codes with up to four tokens. The sixteen sums of the CPU are the lanes of a half: the
-// first half has the columns that the CPU adds to its even sums, the other one those of its odd sums. Products are
-// rounded before they are added (-fmad=false): the CPU's bits.
+// A warp multiplies a row of codes with four tokens; of experts, with all tokens of the row's expert. The sixteen sums
+// of the CPU are the lanes of a half: the first half has the columns that the CPU adds to its even sums, the other one
+// those of its odd sums. Products are rounded before they are added (-fmad=false): the CPU's bits.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
+#include "common/expert_bounds.cuh"
 #include "common/simd.h"
 #include "common/threads.cuh"
 #include "common/warp.cuh"
@@ -24,8 +25,9 @@ struct Product {
   const T* outliers;      // [num_outliers]
   const int32_t* columns; // [num_outliers]
   const int64_t* offsets; // [num_rows + 1]
-  T* out;                 // [num_tokens, num_rows]
+  T* out;                 // [num_tokens, num_rows]; of experts [num_tokens, num_rows / E]
   int64_t num_tokens, dim, num_rows, block, num_outliers;
+  ExpertBounds experts = {}; // of the tokens; without any, all tokens are multiplied with all rows
 };
 
 // The column of 32 that a lane multiplies: bytes lie in order, and of 4-bit codes the low half of a byte comes first.
@@ -58,52 +60,57 @@ __device__ __forceinline__ float sum_in_order(float value) {
 template <int kBits, bool kCheck, typename T>
 __global__ void __launch_bounds__(kThreads) quantized_mm_kernel(Product<T> p) {
   constexpr int kWarps = kThreads / kWarpSize;
-  const int64_t groups = ceil_div(p.num_tokens, int64_t{kTokens}), row_bytes = p.dim * kBits / 8;
-  for (int64_t unit = int64_t{blockIdx.x} * kWarps + warp_id(); unit < p.num_rows * groups;
+  const RowTokens<kTokens> of(p.experts, p.num_rows, p.num_tokens);
+  const int64_t row_bytes = p.dim * kBits / 8;
+  for (int64_t unit = int64_t{blockIdx.x} * kWarps + warp_id(); unit < of.num_units();
        unit += int64_t{gridDim.x} * kWarps) {
-    const int64_t row = unit / groups, first_token = unit % groups * kTokens;
-    const T* tokens[kTokens];
-#pragma unroll
-    for (int t = 0; t < kTokens; ++t) {
-      // Tokens behind the last one repeat it, and are not written.
-      tokens[t] = p.x + min(first_token + t, p.num_tokens - 1) * p.dim;
-    }
-    const uint8_t* codes = p.codes + row * row_bytes;
-    const float* scale = p.scales + row * (p.dim / p.block);
-    float sums[kTokens] = {};
-    for (int64_t begin = 0; begin < p.dim; begin += p.block, ++scale) {
-      float parts[kTokens] = {};
-#pragma unroll 4
-      for (int64_t i = begin; i < begin + p.block; i += kWarpSize) {
-        const float code = lane_code<kBits>(codes + i * kBits / 8);
-#pragma unroll
-        for (int t = 0; t < kTokens; ++t) {
-          parts[t] += code * to_acc(tokens[t][i + lane_column<kBits>()]);
-        }
-      }
+    const int64_t row = of.row(unit), last = of.template end<kCheck>(unit);
+    for (int64_t first_token = of.begin(unit); first_token < last; first_token += kTokens) {
+      const int count = static_cast<int>(min(last - first_token, int64_t{kTokens}));
+      const T* tokens[kTokens];
 #pragma unroll
       for (int t = 0; t < kTokens; ++t) {
-        sums[t] += (parts[t] + __shfl_down_sync(kFullMask, parts[t], kSums)) * *scale;
+        tokens[t] = p.x + (first_token + min(t, count - 1)) * p.dim;
       }
-    }
-    const int64_t end = min(p.offsets[row + 1], p.num_outliers);
+      const uint8_t* codes = p.codes + row * row_bytes;
+      const float* scale = p.scales + row * (p.dim / p.block);
+      float sums[kTokens] = {};
+      for (int64_t begin = 0; begin < p.dim; begin += p.block, ++scale) {
+        float parts[kTokens] = {};
+#pragma unroll 4
+        for (int64_t i = begin; i < begin + p.block; i += kWarpSize) {
+          const float code = lane_code<kBits>(codes + i * kBits / 8);
 #pragma unroll
-    for (int t = 0; t < kTokens; ++t) {
-      float sum = sum_in_order(sums[t]);
-      if (lane_id() == t && first_token + t < p.num_tokens) {
-        for (int64_t i = max(p.offsets[row], int64_t{0}); i < end; ++i) {
-          const int32_t column = p.columns[i];
-          const bool inside = column >= 0 && column < p.dim;
-          if constexpr (kCheck) {
-            if (!inside || p.offsets[row] < 0 || p.offsets[row + 1] > p.num_outliers) {
-              __trap();
+          for (int t = 0; t < kTokens; ++t) {
+            if (t < count) {
+              parts[t] += code * to_acc(tokens[t][i + lane_column<kBits>()]);
             }
           }
-          if (inside) {
-            sum += to_acc(p.outliers[i]) * to_acc(p.x[(first_token + t) * p.dim + column]);
-          }
         }
-        p.out[(first_token + t) * p.num_rows + row] = from_acc<T>(sum);
+#pragma unroll
+        for (int t = 0; t < kTokens; ++t) {
+          sums[t] += (parts[t] + __shfl_down_sync(kFullMask, parts[t], kSums)) * *scale;
+        }
+      }
+      const int64_t end = min(p.offsets[row + 1], p.num_outliers);
+#pragma unroll
+      for (int t = 0; t < kTokens; ++t) {
+        float sum = sum_in_order(sums[t]);
+        if (lane_id() == t && t < count) {
+          for (int64_t i = max(p.offsets[row], int64_t{0}); i < end; ++i) {
+            const int32_t column = p.columns[i];
+            const bool inside = column >= 0 && column < p.dim;
+            if constexpr (kCheck) {
+              if (!inside || p.offsets[row] < 0 || p.offsets[row + 1] > p.num_outliers) {
+                __trap();
+              }
+            }
+            if (inside) {
+              sum += to_acc(p.outliers[i]) * to_acc(p.x[(first_token + t) * p.dim + column]);
+            }
+          }
+          p.out[(first_token + t) * of.rows_each() + row % of.rows_each()] = from_acc<T>(sum);
+        }
       }
     }
   }
@@ -111,8 +118,8 @@ __global__ void __launch_bounds__(kThreads) quantized_mm_kernel(Product<T> p) {
 
 template <bool kCheck, typename T>
 void launch_quantized_mm(const Product<T>& product, int64_t bits, cudaStream_t stream) {
-  const int64_t warps = product.num_rows * ceil_div(product.num_tokens, int64_t{kTokens});
-  if (warps > 0) {
+  const int64_t warps = RowTokens<kTokens>(product.experts, product.num_rows, product.num_tokens).num_units();
+  if (warps > 0 && product.num_tokens > 0) {
     const auto kernel = bits == 8 ? quantized_mm_kernel<8, kCheck, T> : quantized_mm_kernel<4, kCheck, T>;
     launch(over_threads(warps * kWarpSize, stream), kernel, product);
   }

@@ -9,7 +9,7 @@ MOE_EXT_SCHEMAS(m) {
   m.def("pack_bits(Tensor x) -> Tensor");
   m.def("pack_masked_(Tensor(a!) packed, Tensor x, Tensor bitmap) -> ()");
   m.def("unpack_masked_(Tensor(a!) out, Tensor packed, Tensor bitmap) -> ()");
-  m.def("masked_mm(Tensor x, Tensor values, Tensor bitmap) -> Tensor");
+  m.def("masked_mm(Tensor x, Tensor values, Tensor bitmap, Tensor? expert_offsets=None) -> Tensor");
 }
 
 namespace {
@@ -45,7 +45,8 @@ void check_mask(const char* op, const char* name, const Tensor& dense, const Ten
       ", packed and bitmap to be in memory of their own, got a part of another's");
 }
 
-void check_masked_mm(const Tensor& x, const Tensor& values, const Tensor& bitmap) {
+void check_masked_mm(
+    const Tensor& x, const Tensor& values, const Tensor& bitmap, const std::optional<Tensor>& expert_offsets) {
   const char* op = "masked_mm";
   MOE_CHECK(
       x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16, op,
@@ -59,6 +60,10 @@ void check_masked_mm(const Tensor& x, const Tensor& values, const Tensor& bitmap
   check_size(op, "bitmap", bitmap, 1, x.size(1) / 8, "the bytes of a bit for each column");
   check_same_device(op, "values", values, "x", x);
   check_same_device(op, "bitmap", bitmap, "x", x);
+  if (expert_offsets) {
+    check_stacked(op, "bitmap", bitmap, *expert_offsets);
+    check_same_device(op, "expert_offsets", *expert_offsets, "x", x);
+  }
 }
 
 } // namespace moe_ext::mask

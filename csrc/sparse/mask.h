@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/check.h"
+#include "common/expert_offsets.h"
 
 namespace moe_ext::mask {
 
@@ -20,8 +21,9 @@ void check_mask(
     const Tensor& bitmap); // [ceil(N / 8)]
 
 void check_masked_mm(
-    const Tensor& x,       // [T, K]
-    const Tensor& values,  // [n]
-    const Tensor& bitmap); // [M, K / 8]
+    const Tensor& x,                              // [T, K]
+    const Tensor& values,                         // [n]
+    const Tensor& bitmap,                         // [M, K / 8]
+    const std::optional<Tensor>& expert_offsets); // of x; values and bitmap are then those of all experts
 
 } // namespace moe_ext::mask

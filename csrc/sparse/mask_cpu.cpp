@@ -105,26 +105,32 @@ void unpack_masked_cpu(Tensor out, Tensor packed, Tensor bitmap) {
 // Rows are divided between threads, a block of kRows at a time: their first values are counted before.
 constexpr int64_t kRows = 16;
 
+// Places of values: before the first of `num_rows` rows, and before each kRows of them.
+std::vector<int64_t> places_of_rows(const uint8_t* bitmap, int64_t num_rows, int64_t row_bytes, int64_t begin) {
+  std::vector<int64_t> first{begin};
+  for (int64_t row = 0; row < num_rows; row += kRows) {
+    const int64_t count = std::min(kRows, num_rows - row);
+    first.push_back(first.back() + kernels().count(bitmap + row * row_bytes, count * row_bytes));
+  }
+  return first;
+}
+
+// x [num_tokens, dim], bitmap [num_rows, dim / 8], out [num_tokens, num_rows].
 template <typename T, typename Bits>
 void multiply(
-    const Tensor& out, const Tensor& values, const Tensor& bitmap, const Tensor& x, const std::vector<int64_t>& first,
-    void (*rows)(const RowsArgs& args, const Bits* values)) {
-  const int64_t num_tokens = x.size(0), dim = x.size(1), num_rows = bitmap.size(0);
+    T* out, const T* x, const Bits* values, const uint8_t* bitmap, int64_t num_tokens, int64_t dim, int64_t num_rows,
+    const std::vector<int64_t>& first, void (*rows)(const RowsArgs& args, const Bits* values)) {
   std::vector<float> wide(num_tokens * dim + kReadBehind);
-  const T* tokens = data<const T>(x);
-  const uint8_t* of_rows = data<const uint8_t>(bitmap);
-  const Bits* kept = data<const Bits>(values);
-  T* results = data<T>(out);
   for (int64_t i = 0; i < num_tokens * dim; ++i) {
-    wide[i] = to_acc(tokens[i]);
+    wide[i] = to_acc(x[i]);
   }
   parallel_for(0, static_cast<int64_t>(first.size()) - 1, 1, [&](int64_t begin, int64_t end) {
     const int64_t start = begin * kRows, count = std::min(num_rows, end * kRows) - start;
     std::vector<float> sums(count * num_tokens);
-    rows({of_rows + start * (dim / 8), wide.data(), sums.data(), count, num_tokens, dim}, kept + first[begin]);
+    rows({bitmap + start * (dim / 8), wide.data(), sums.data(), count, num_tokens, dim}, values + first[begin]);
     for (int64_t m = 0; m < count; ++m) {
       for (int64_t t = 0; t < num_tokens; ++t) {
-        results[t * num_rows + start + m] = from_acc<T>(sums[m * num_tokens + t]);
+        out[t * num_rows + start + m] = from_acc<T>(sums[m * num_tokens + t]);
       }
     }
   });
@@ -133,24 +139,41 @@ void multiply(
 Tensor masked_mm_cpu(
     Tensor x,      // [T, K]
     Tensor values, // [n]
-    Tensor bitmap) // [M, K / 8]
-{
-  check_masked_mm(x, values, bitmap);
+    Tensor bitmap, // [M, K / 8]
+    std::optional<Tensor> expert_offsets) {
+  const char* op = "masked_mm";
+  check_masked_mm(x, values, bitmap, expert_offsets);
   const Tensor tokens = as_contiguous(x), packed = as_contiguous(values), bits = as_contiguous(bitmap);
-  const int64_t num_rows = bits.size(0), row_bytes = bits.size(1), blocks = (num_rows + kRows - 1) / kRows;
-  std::vector<int64_t> first(blocks + 1, 0);
-  for (int64_t b = 0; b < blocks; ++b) {
-    const int64_t rows = std::min(kRows, num_rows - b * kRows);
-    first[b + 1] = first[b] + kernels().count(data<const uint8_t>(bits) + b * kRows * row_bytes, rows * row_bytes);
+  const int64_t num_tokens = x.size(0), dim = x.size(1), num_rows = bits.size(0), row_bytes = bits.size(1);
+  const uint8_t* marks = data<const uint8_t>(bits);
+  // One expert with all tokens, where none are told.
+  const int64_t all[2] = {0, num_tokens};
+  const Tensor of_experts = expert_offsets ? as_offsets(*expert_offsets) : Tensor();
+  const int64_t* begin = expert_offsets ? data<const int64_t>(of_experts) : all;
+  const int64_t num_experts = expert_offsets ? of_experts.size(0) - 1 : 1, each = num_rows / num_experts;
+  check_offsets(op, begin, num_experts, num_tokens);
+  std::vector<std::vector<int64_t>> first;
+  for (int64_t e = 0; e < num_experts; ++e) {
+    first.push_back(places_of_rows(marks + e * each * row_bytes, each, row_bytes, e == 0 ? 0 : first.back().back()));
   }
   MOE_CHECK(
-      first[blocks] == packed.numel(), "masked_mm: expected values to have an element for each of the ", first[blocks],
-      " bits that are set, got ", packed.numel());
-  Tensor out = new_empty(tokens, {tokens.size(0), num_rows});
+      first.back().back() == packed.numel(), op, ": expected values to have an element for each of the ",
+      first.back().back(), " bits that are set, got ", packed.numel());
+  Tensor out =
+      expert_offsets ? torch::stable::new_zeros(tokens, {num_tokens, each}) : new_empty(tokens, {num_tokens, each});
+  const auto run = [&]<typename T, typename Bits>(void (*rows)(const RowsArgs& args, const Bits* values)) {
+    for (int64_t e = 0; e < num_experts; ++e) {
+      if (const int64_t count = begin[e + 1] - begin[e]; count > 0) {
+        multiply<T, Bits>(
+            data<T>(out) + begin[e] * each, data<const T>(tokens) + begin[e] * dim, data<const Bits>(packed),
+            marks + e * each * row_bytes, count, dim, each, first[e], rows);
+      }
+    }
+  };
   if (tokens.scalar_type() == ScalarType::BFloat16) {
-    multiply<BFloat16, uint16_t>(out, packed, bits, tokens, first, kernels().rows_bf16);
+    run.template operator()<BFloat16, uint16_t>(kernels().rows_bf16);
   } else {
-    multiply<float, uint32_t>(out, packed, bits, tokens, first, kernels().rows_f32);
+    run.template operator()<float, uint32_t>(kernels().rows_f32);
   }
   return out;
 }

@@ -45,18 +45,22 @@ void unpack_masked_cuda(Tensor out, Tensor packed, Tensor bitmap) {
 Tensor masked_mm_cuda(
     Tensor x,      // [T, K]
     Tensor values, // [n]
-    Tensor bitmap) // [M, K / 8]
-{
-  check_masked_mm(x, values, bitmap);
+    Tensor bitmap, // [M, K / 8]
+    std::optional<Tensor> expert_offsets) {
+  check_masked_mm(x, values, bitmap, expert_offsets);
   const DeviceScope device(x);
   const Tensor tokens = as_contiguous(x), packed = as_contiguous(values), bits = as_contiguous(bitmap);
   const int64_t num_rows = bits.size(0);
-  Tensor out = new_empty(tokens, {x.size(0), num_rows});
+  const Tensor of_experts = expert_offsets ? as_contiguous(*expert_offsets) : Tensor();
+  const ExpertBounds experts = expert_offsets ? bounds_of("masked_mm", of_experts) : ExpertBounds{};
+  // Rows of no expert are zero.
+  Tensor out = expert_offsets ? torch::stable::new_zeros(tokens, {x.size(0), num_rows / experts.num_experts})
+                              : new_empty(tokens, {x.size(0), num_rows});
   const Tensor counts = new_empty(tokens, {num_rows + 1}, ScalarType::Long);
   const auto run = [&]<typename T>() {
     launch_masked_mm<kCheckIndices, T>(
         {data<const T>(tokens), data<const T>(packed), data<const uint8_t>(bits), data<const int64_t>(counts),
-         data<T>(out), x.size(0), x.size(1), num_rows, packed.numel()},
+         data<T>(out), x.size(0), x.size(1), num_rows, packed.numel(), experts},
         data<int64_t>(counts), device.stream());
   };
   x.scalar_type() == ScalarType::BFloat16 ? run.template operator()<BFloat16>() : run.template operator()<float>();

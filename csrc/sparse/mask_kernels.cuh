@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/expert_bounds.cuh"
 #include "common/scan.cuh"
 #include "common/simd.h"
 #include "common/threads.cuh"
@@ -129,54 +130,59 @@ struct MaskedProduct {
   const T* values;       // [size]
   const uint8_t* bitmap; // [num_rows, dim / 8]
   const int64_t* first;  // [num_rows], the marks before each row, and their number last
-  T* out;                // [num_tokens, num_rows]
+  T* out;                // [num_tokens, num_rows]; of experts [num_tokens, num_rows / E]
   int64_t num_tokens, dim, num_rows, size;
+  ExpertBounds experts = {}; // of the tokens; without any, all tokens are multiplied with all rows
 };
 
-// A warp a row and eight tokens. The sixteen sums of the CPU are the lanes of a half, which has four of the tokens.
+// A warp a row and eight tokens, or the tokens of the row's expert, eight at a time. The sixteen sums of the CPU are
+// the lanes of a half, which has four of the tokens.
 template <bool kCheck, typename T>
 __global__ void __launch_bounds__(kThreads) masked_mm_kernel(MaskedProduct<T> p) {
-  const int64_t groups = ceil_div(p.num_tokens, int64_t{2 * kTokens}), row_bytes = p.dim / 8;
+  const RowTokens<2 * kTokens> of(p.experts, p.num_rows, p.num_tokens);
+  const int64_t row_bytes = p.dim / 8;
   if constexpr (kCheck) {
     if (p.first[p.num_rows] != p.size) {
       __trap();
     }
   }
-  for (int64_t unit = global_thread() / kWarpSize; unit < p.num_rows * groups; unit += num_threads() / kWarpSize) {
-    const int64_t row = unit / groups;
-    const int64_t first_token = unit % groups * 2 * kTokens + lane_id() / kSums * kTokens;
-    const int lane = lane_id() % kSums;
-    const T* tokens[kTokens];
+  for (int64_t unit = global_thread() / kWarpSize; unit < of.num_units(); unit += num_threads() / kWarpSize) {
+    const int64_t row = of.row(unit), last = of.template end<kCheck>(unit);
+    for (int64_t begin = of.begin(unit); begin < last; begin += 2 * kTokens) {
+      const int64_t first_token = begin + lane_id() / kSums * kTokens;
+      const int lane = lane_id() % kSums;
+      const T* tokens[kTokens];
 #pragma unroll
-    for (int t = 0; t < kTokens; ++t) {
-      // Tokens behind the last one repeat it, and are not written.
-      tokens[t] = p.x + min(first_token + t, p.num_tokens - 1) * p.dim;
-    }
-    float sums[kTokens] = {};
-    int64_t place = p.first[row];
-    for (int64_t byte = 0; byte < row_bytes; byte += 2) {
-      const uint8_t* const at = p.bitmap + row * row_bytes + byte;
-      const uint32_t marks = at[0] | (byte + 1 < row_bytes ? uint32_t{at[1]} << 8 : 0u);
-      const int64_t own = place + __popc(marks & ((1u << lane) - 1u));
-      // An element that is not kept is not looked at: infinity times zero would be NaN.
-      if ((marks >> lane & 1u) != 0 && own < p.size) {
-        const float value = to_acc(p.values[own]);
+      for (int t = 0; t < kTokens; ++t) {
+        // Tokens behind the last one repeat it, and are not written.
+        tokens[t] = p.x + min(first_token + t, last - 1) * p.dim;
+      }
+      float sums[kTokens] = {};
+      int64_t place = p.first[row];
+      for (int64_t byte = 0; byte < row_bytes; byte += 2) {
+        const uint8_t* const at = p.bitmap + row * row_bytes + byte;
+        const uint32_t marks = at[0] | (byte + 1 < row_bytes ? uint32_t{at[1]} << 8 : 0u);
+        const int64_t own = place + __popc(marks & ((1u << lane) - 1u));
+        // An element that is not kept is not looked at: infinity times zero would be NaN.
+        if ((marks >> lane & 1u) != 0 && own < p.size) {
+          const float value = to_acc(p.values[own]);
 #pragma unroll
-        for (int t = 0; t < kTokens; ++t) {
-          sums[t] += value * to_acc(tokens[t][8 * byte + lane]);
+          for (int t = 0; t < kTokens; ++t) {
+            sums[t] += value * to_acc(tokens[t][8 * byte + lane]);
+          }
         }
+        place += __popc(marks);
       }
-      place += __popc(marks);
-    }
 #pragma unroll
-    for (int t = 0; t < kTokens; ++t) {
-      float sum = 0;
+      for (int t = 0; t < kTokens; ++t) {
+        float sum = 0;
 #pragma unroll
-      for (int from = 0; from < kSums; ++from) {
-        sum += __shfl_sync(kFullMask, sums[t], from, kSums);
-      }
-      if (lane == t && first_token + t < p.num_tokens) {
-        p.out[(first_token + t) * p.num_rows + row] = from_acc<T>(sum);
+        for (int from = 0; from < kSums; ++from) {
+          sum += __shfl_sync(kFullMask, sums[t], from, kSums);
+        }
+        if (lane == t && first_token + t < last) {
+          p.out[(first_token + t) * of.rows_each() + row % of.rows_each()] = from_acc<T>(sum);
+        }
       }
     }
   }
@@ -188,7 +194,7 @@ void launch_masked_mm(const MaskedProduct<T>& p, int64_t* counts, cudaStream_t s
   if (p.num_rows > 0 && p.num_tokens > 0) {
     launch(over_threads(p.num_rows * kWarpSize, stream), count_rows_kernel, p.bitmap, p.num_rows, p.dim / 8, counts);
     launch_scan_counts(counts, 1, p.num_rows, counts + p.num_rows, stream);
-    const int64_t warps = p.num_rows * ceil_div(p.num_tokens, int64_t{2 * kTokens});
+    const int64_t warps = RowTokens<2 * kTokens>(p.experts, p.num_rows, p.num_tokens).num_units();
     launch(over_threads(warps * kWarpSize, stream), masked_mm_kernel<kCheck, T>, p);
   }
 }

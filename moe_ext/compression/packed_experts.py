@@ -1,13 +1,15 @@
-"""Experts of packed weights, for inference with few tokens on a CPU.
+"""Experts of packed weights, for inference with few tokens.
 
 Shape suffixes: N rows, D model, E experts, M rows and K columns of one weight.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,85 +24,110 @@ _OP = "PackedExperts"
 
 @dataclass(frozen=True)
 class _Coded:
-    """A weight `[M, K]` of codes, with its largest elements beside them."""
+    """Weights `[E, M, K]` of codes, with their largest elements beside them.
+
+    Codes, scales and offsets are those of all rows, `[E M, ...]`.
+    """
 
     codes: Tensor
     scales: Tensor
     outliers: Tensor
     columns: Tensor
     offsets: Tensor
+    # How many outliers each expert has.
+    counts: tuple[int, ...]
     bits: int
 
-    # Rows above which the weight is unpacked once, for a dense product (`run.py sparsity`).
+    # Rows above which a weight is unpacked once, for a dense product (`run.py sparsity`).
     few_rows: ClassVar[int] = 16
 
     @classmethod
-    def of(cls, weight_MK: Tensor, bits: int, block: int, fraction: float) -> _Coded:
-        num_rows, dim = weight_MK.shape
-        rest, count = torch.zeros(weight_MK.numel()), math.ceil(fraction * weight_MK.numel())
-        idx = torch.zeros(0, dtype=torch.long)
-        if count:
-            _, idx = ops.topk_compress_(weight_MK.reshape(-1).float(), rest, count)
-        else:
-            rest.copy_(weight_MK.reshape(-1))
-        codes, scales = ops.quantize_blockwise(rest, bits=bits, block=block)
+    def of(cls, weight_EMK: Tensor, bits: int, block: int, fraction: float) -> _Coded:
+        num_experts, num_rows, dim = weight_EMK.shape
+        count = math.ceil(fraction * num_rows * dim)
+        parts: list[tuple[Tensor, ...]] = []
+        ends = dim * torch.arange(1, num_rows + 1, device=weight_EMK.device)
+        for expert, weight_MK in enumerate(weight_EMK):
+            flat = weight_MK.reshape(-1)
+            rest, idx = flat.float(), ends[:0]
+            if count:
+                rest = torch.zeros_like(rest)
+                _, idx = ops.topk_compress_(flat.float(), rest, count)
+            codes, scales = ops.quantize_blockwise(rest, bits=bits, block=block)
+            offsets = torch.searchsorted(idx, ends) + expert * count
+            parts.append((codes, scales, flat[idx], (idx % dim).int(), offsets))
+        codes, scales, outliers, columns, offsets = map(torch.cat, zip(*parts, strict=True))
         return cls(
-            codes.view(num_rows, -1),
-            scales.view(num_rows, -1),
-            weight_MK.reshape(-1)[idx],
-            (idx % dim).int(),
-            torch.searchsorted(idx, torch.arange(num_rows + 1) * dim),
-            bits,
+            *(codes.view(num_experts * num_rows, -1), scales.view(num_experts * num_rows, -1)),
+            *(outliers, columns, nn.functional.pad(offsets, (1, 0))),
+            *((count,) * num_experts, bits),
         )
 
-    def product(self, x: Tensor) -> Tensor:
+    def expert(self, expert: int) -> _Coded:
+        """One weight, in the same memory."""
+        each = self.codes.shape[0] // len(self.counts)
+        first = expert * each
+        return dataclasses.replace(
+            self,
+            codes=self.codes.narrow(0, first, each),
+            scales=self.scales.narrow(0, first, each),
+            offsets=self.offsets.narrow(0, first, each + 1),
+            counts=(self.counts[expert],),
+        )
+
+    def product(self, x: Tensor, expert_offsets: Tensor | None = None) -> Tensor:
         return ops.quantized_mm(
-            x, self.codes, self.scales, self.outliers, self.columns, self.offsets, bits=self.bits
+            *(x, self.codes, self.scales, self.outliers, self.columns, self.offsets),
+            bits=self.bits,
+            expert_offsets=expert_offsets,
         )
 
     def dense(self) -> Tensor:
+        """Of one expert."""
         numel = self.codes.numel() * 8 // self.bits
         block = numel // self.scales.numel()
         flat = ops.dequantize_blockwise(
             self.codes.view(-1), self.scales.view(-1), numel, bits=self.bits, block=block
         )
         weight = flat.view(self.codes.shape[0], -1)
-        rows = torch.repeat_interleave(torch.arange(len(self.offsets) - 1), self.offsets.diff())
-        return weight.index_put_((rows, self.columns.long()), self.outliers.float())
-
-    @property
-    def num_bytes(self) -> int:
-        tensors = (self.codes, self.scales, self.outliers, self.columns, self.offsets)
-        return sum(t.nbytes for t in tensors)
+        (count,) = self.counts
+        places = self.offsets.narrow(0, 0, 1) + torch.arange(count, device=flat.device)
+        rows = torch.searchsorted(self.offsets, places, right=True) - 1
+        columns, outliers = (x.index_select(0, places) for x in (self.columns, self.outliers))
+        return weight.index_put_((rows, columns.long()), outliers.float())
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """A pruned weight `[M, K]`: what is kept, and a bit an element."""
+    """Pruned weights `[E, M, K]`: what is kept of all, and a bit an element, `[E M, K / 8]`."""
 
     values: Tensor
     bitmap: Tensor
+    counts: tuple[int, ...]
 
     few_rows: ClassVar[int] = 4
 
     @classmethod
-    def of(cls, weight_MK: Tensor) -> _Kept:
-        bitmap = ops.pack_bits(weight_MK.contiguous())
-        return cls(
-            weight_MK[weight_MK.view(_BITS[weight_MK.dtype]) != 0], bitmap.view(len(weight_MK), -1)
-        )
+    def of(cls, weight_EMK: Tensor) -> _Kept:
+        bitmap = ops.pack_bits(weight_EMK.contiguous())
+        mask = weight_EMK.view(_BITS[weight_EMK.dtype]) != 0
+        counts = tuple(mask.flatten(1).sum(1).tolist())
+        return cls(weight_EMK[mask], bitmap.view(-1, weight_EMK.shape[2] // 8), counts)
 
-    def product(self, x: Tensor) -> Tensor:
-        return ops.masked_mm(x, self.values, self.bitmap)
+    def expert(self, expert: int) -> _Kept:
+        """One weight, in the same memory."""
+        each, first = self.bitmap.shape[0] // len(self.counts), sum(self.counts[:expert])
+        values = self.values.narrow(0, first, self.counts[expert])
+        return _Kept(values, self.bitmap.narrow(0, expert * each, each), (len(values),))
+
+    def product(self, x: Tensor, expert_offsets: Tensor | None = None) -> Tensor:
+        return ops.masked_mm(x, self.values, self.bitmap, expert_offsets=expert_offsets)
 
     def dense(self) -> Tensor:
+        """Of one expert."""
         weight = self.values.new_empty(len(self.bitmap), 8 * self.bitmap.shape[1])
         ops.unpack_masked_(weight, self.values, self.bitmap.view(-1))
         return weight
-
-    @property
-    def num_bytes(self) -> int:
-        return self.values.nbytes + self.bitmap.nbytes
 
 
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
@@ -118,8 +145,12 @@ class PackedExperts(nn.Module):
     order of sums. Where an expert has more than sixteen rows, its weight is unpacked for a dense
     product.
 
+    On a GPU a pass in which experts have few rows on average is one launch for all experts, and
+    does not wait for the device; another one reads the offsets back. Both take the memory of one
+    unpacked weight at most. `.to` moves the weights, and leaves their dtypes as they are.
+
     Args:
-        experts: float32 or bfloat16, on CPU, with all experts on this rank.
+        experts: float32 or bfloat16, with all experts on this rank.
         format: "int8", "int4" or "pruned".
         outliers: share of each weight that is exact, of codes.
         block: columns that share a scale.
@@ -128,8 +159,8 @@ class PackedExperts(nn.Module):
         num_bytes: of all weights as they are read.
 
     Raises:
-        ValueError: an unknown format; experts on another device, of another dtype, over ranks, with
-            a `post_norm`, or whose weights' columns are no multiple of the block (of 8, pruned).
+        ValueError: an unknown format; experts of another dtype, over ranks, with a `post_norm`, or
+            whose weights' columns are no multiple of the block (of 8, pruned).
 
     Reference: Dettmers et al., SpQR, 2023 (arXiv 2306.03078).
     """
@@ -150,8 +181,8 @@ class PackedExperts(nn.Module):
         if experts.transposed:
             weights = [weight.mT.contiguous() for weight in weights]
         problem = None
-        if weights[0].device.type != "cpu" or weights[0].dtype not in _BITS:
-            problem = f"float32 or bfloat16 on CPU, got {weights[0].dtype} on {weights[0].device}"
+        if weights[0].dtype not in _BITS:
+            problem = f"float32 or bfloat16, got {weights[0].dtype}"
         elif experts.num_local_experts != experts.num_experts or experts.post_expert_norm:
             problem = f"all on this rank and without post_norm, got {experts}"
         elif any(weight.shape[2] % unit for weight in weights):
@@ -164,34 +195,78 @@ class PackedExperts(nn.Module):
         biases = [getattr(experts, f"{name}_bias") for name in (up_name, "down_proj")]
         self._biases = [None if bias is None else bias.detach() for bias in biases]
         bits = {"int8": 8, "int4": 4}.get(format)
-        self._weights: list[list[_Coded] | list[_Kept]] = [
-            [_Kept.of(w) for w in weight]
-            if bits is None
-            else [_Coded.of(w, bits, block, outliers) for w in weight]
-            for weight in weights
+        self._weights: list[_Coded | _Kept] = [
+            _Kept.of(w) if bits is None else _Coded.of(w, bits, block, outliers) for w in weights
         ]
+        self._split()
+
+    def _split(self) -> None:
+        experts = range(self.num_experts)
+        self._of_expert = [[weight.expert(e) for e in experts] for weight in self._weights]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedExperts:
+        super()._apply(fn, recurse)
+
+        def moved(x: Tensor) -> Tensor:
+            found = fn(x)
+            return found if found.dtype == x.dtype else x.to(found.device)
+
+        self._biases = [None if bias is None else moved(bias) for bias in self._biases]
+        for place, weight in enumerate(self._weights):
+            tensors: dict[str, Any] = {
+                name: moved(x) for name, x in vars(weight).items() if isinstance(x, Tensor)
+            }
+            self._weights[place] = dataclasses.replace(weight, **tensors)
+        self._split()
+        return self
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all weights as they are read."""
-        return sum(weight.num_bytes for weights in self._weights for weight in weights)
+        found = [x for weight in self._weights for x in vars(weight).values()]
+        return sum(x.nbytes for x in found if isinstance(x, Tensor))
 
     @torch.no_grad()
     def forward(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
         """Run every row through its expert; see `GroupedExperts.forward`."""
+        # Of a pass on a GPU the mean: to know more would be to wait.
+        few = self._weights[0].few_rows * (self.num_experts if rows_ND.is_cuda else 1)
+        if rows_ND.shape[0] <= few:
+            return self._forward_at_once(rows_ND, expert_offsets)
+        return self._forward_by_expert(rows_ND, expert_offsets)
+
+    def _forward_by_expert(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
         out_ND = torch.zeros_like(rows_ND)
+        # NOTE: device-to-host sync, of experts that have many rows.
         bounds = expert_offsets.tolist()
         bounds = bounds if len(bounds) > self.num_experts else [0, *bounds]
         for expert in range(self.num_experts):
             begin, end = bounds[expert], bounds[expert + 1]
             if begin < end:
                 up = self._product(0, expert, rows_ND[begin:end])
-                hidden = run_activation(up, self.activation, gated=self.gated, layout=self.layout)
-                out_ND[begin:end] = self._product(1, expert, hidden)
+                out_ND[begin:end] = self._product(1, expert, self._activated(up))
         return out_ND
 
+    def _activated(self, up: Tensor) -> Tensor:
+        return run_activation(up, self.activation, gated=self.gated, layout=self.layout)
+
+    def _forward_at_once(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
+        """All experts by the offsets on the device."""
+        # Rows of no expert take a bias of zeros: the first one or the last.
+        row_N = torch.arange(len(rows_ND), device=rows_ND.device, dtype=expert_offsets.dtype)
+        place_N = torch.searchsorted(expert_offsets, row_N, right=True)
+        pad = (0, 0, len(expert_offsets) - self.num_experts, 1)
+
+        def product(place: int, x: Tensor) -> Tensor:
+            out, bias_EM = self._weights[place].product(x, expert_offsets), self._biases[place]
+            if bias_EM is None:
+                return out
+            return out + nn.functional.pad(bias_EM, pad).index_select(0, place_N)
+
+        return product(1, self._activated(product(0, rows_ND)))
+
     def _product(self, place: int, expert: int, x: Tensor) -> Tensor:
-        weight, bias_EM = self._weights[place][expert], self._biases[place]
+        weight, bias_EM = self._of_expert[place][expert], self._biases[place]
         if x.shape[0] <= weight.few_rows:
             out = weight.product(x)
         else:

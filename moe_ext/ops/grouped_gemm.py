@@ -91,7 +91,10 @@ def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
-def _num_experts(expert_offsets: Tensor) -> int:
+def num_experts_of(expert_offsets: Tensor | None) -> int:
+    """How many experts offsets or ends are of; 1 where there are none."""
+    if expert_offsets is None:
+        return 1
     return expert_offsets.shape[0] - int(expert_offsets.dtype == torch.int64)
 
 
@@ -122,7 +125,7 @@ def _(
 ) -> Tensor:
     if transposed:
         grad, x = x, grad
-    gradient = grad.new_empty((_num_experts(expert_offsets), grad.shape[1], x.shape[1]))
+    gradient = grad.new_empty((num_experts_of(expert_offsets), grad.shape[1], x.shape[1]))
     return gradient.transpose(1, 2) if transposed else gradient
 
 
@@ -137,7 +140,7 @@ register_derivatives(
 
 @torch.library.register_fake("moe_ext::_grouped_mm_backward_bias")
 def _(grad: Tensor, expert_offsets: Tensor) -> Tensor:
-    return grad.new_empty((_num_experts(expert_offsets), grad.shape[1]))
+    return grad.new_empty((num_experts_of(expert_offsets), grad.shape[1]))
 
 
 def _bias_setup_context(ctx: Any, inputs: Any, output: Any) -> None:

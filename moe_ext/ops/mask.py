@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.ops.fakes import register_fake_like
+from moe_ext.ops.grouped_gemm import num_experts_of
 
 
 def pack_bits(x: Tensor) -> Tensor:
@@ -74,7 +75,9 @@ def unpack_masked_(out: Tensor, packed_n: Tensor, bitmap: Tensor) -> None:
 register_fake_like("moe_ext::unpack_masked_")
 
 
-def masked_mm(x_TK: Tensor, values_n: Tensor, bitmap_MB: Tensor) -> Tensor:
+def masked_mm(
+    x_TK: Tensor, values_n: Tensor, bitmap_MB: Tensor, *, expert_offsets: Tensor | None = None
+) -> Tensor:
     """Product with a pruned matrix of which the kept elements alone are read: ``x @ weight.T``.
 
     For few tokens, where reading the weight is what takes time: a bit an element, and the kept
@@ -84,9 +87,11 @@ def masked_mm(x_TK: Tensor, values_n: Tensor, bitmap_MB: Tensor) -> Tensor:
         x_TK (Tensor[T, K]): float32 or bfloat16, K a multiple of 8.
         values_n (Tensor[n]): in the dtype of x, the kept elements of a weight `[M, K]`, row by row.
         bitmap_MB (Tensor[M, K / 8]): uint8, see `pack_bits`.
+        expert_offsets (Tensor[E + 1]): as in `quantized_mm`; values and bitmap are then those of
+            all experts.
 
     Returns:
-        Tensor[T, M]: in the dtype of x; summed in float32.
+        Tensor[T, M]: in the dtype of x; summed in float32. Tokens of no expert get zeros.
 
     Raises:
         RuntimeError: an argument has the wrong device, dtype or shape; on CPU alone, the values are
@@ -95,10 +100,10 @@ def masked_mm(x_TK: Tensor, values_n: Tensor, bitmap_MB: Tensor) -> Tensor:
     Deterministic, with the same bits on every instruction set and on CUDA. Columns that are not
     kept are not looked at, whatever x holds there. No gradient.
     """
-    out: Tensor = torch.ops.moe_ext.masked_mm(x_TK, values_n, bitmap_MB)
+    out: Tensor = torch.ops.moe_ext.masked_mm(x_TK, values_n, bitmap_MB, expert_offsets)
     return out
 
 
 @torch.library.register_fake("moe_ext::masked_mm")
-def _(x: Tensor, values: Tensor, bitmap: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0], bitmap.shape[0]))
+def _(x: Tensor, values: Tensor, bitmap: Tensor, expert_offsets: Tensor | None = None) -> Tensor:
+    return x.new_empty((x.shape[0], bitmap.shape[0] // num_experts_of(expert_offsets)))

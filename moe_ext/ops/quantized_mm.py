@@ -6,6 +6,8 @@ Shape suffixes: T tokens, K columns, M rows of a weight, B blocks of a row, n ou
 import torch
 from torch import Tensor
 
+from moe_ext.ops.grouped_gemm import num_experts_of
+
 
 def quantized_mm(
     x_TK: Tensor,
@@ -16,6 +18,7 @@ def quantized_mm(
     outlier_offsets: Tensor,
     *,
     bits: int = 8,
+    expert_offsets: Tensor | None = None,
 ) -> Tensor:
     r"""``x @ weight.T`` with a weight of codes, and of outliers that are exact.
 
@@ -32,9 +35,13 @@ def quantized_mm(
         outlier_columns_n (Tensor[n]): int32 in [0, K).
         outlier_offsets (Tensor[M + 1]): int64; row m has outliers [offsets[m], offsets[m + 1]).
         bits (int): 8 or 4.
+        expert_offsets (Tensor[E + 1]): as in `grouped_mm`, of the tokens: then the weight is those
+            of E experts one behind the other, `[E M, K]`, and a token is multiplied with its own
+            expert's. On CUDA that is one launch, and the host need not know the offsets; ones that
+            leave the tokens are not refused there.
 
     Returns:
-        Tensor[T, M]: in the dtype of x; summed in float32.
+        Tensor[T, M]: in the dtype of x; summed in float32. Tokens of no expert get zeros.
 
     Raises:
         RuntimeError: an argument has the wrong device, dtype, shape or, on CPU alone, value.
@@ -45,11 +52,20 @@ def quantized_mm(
     Reference: Dettmers et al., SpQR, 2023 (arXiv 2306.03078), section 4, for outliers kept apart.
     """
     out: Tensor = torch.ops.moe_ext.quantized_mm(
-        x_TK, codes, scales_MB, outliers_n, outlier_columns_n, outlier_offsets, bits
+        x_TK, codes, scales_MB, outliers_n, outlier_columns_n, outlier_offsets, bits, expert_offsets
     )
     return out
 
 
 @torch.library.register_fake("moe_ext::quantized_mm")
-def _(x: Tensor, codes: Tensor, *_others: Tensor | int) -> Tensor:
-    return x.new_empty((x.shape[0], codes.shape[0]))
+def _(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    outliers: Tensor,
+    outlier_columns: Tensor,
+    outlier_offsets: Tensor,
+    bits: int,
+    expert_offsets: Tensor | None = None,
+) -> Tensor:
+    return x.new_empty((x.shape[0], codes.shape[0] // num_experts_of(expert_offsets)))

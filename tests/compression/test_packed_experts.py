@@ -19,7 +19,7 @@ def experts(**options):
 
 
 def dense_of(packed, place):
-    return torch.stack([weight.dense() for weight in packed._weights[place]])
+    return torch.stack([weight.dense() for weight in packed._of_expert[place]])
 
 
 @pytest.mark.parametrize("format", ["int8", "int4", "pruned"])
@@ -52,16 +52,52 @@ def test_results_are_those_of_the_weights_that_are_read(format, options):
     torch.testing.assert_close(found, want, **tight)
 
 
+@pytest.mark.parametrize("format", ["int8", "int4", "pruned"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ends", [False, True])
+def test_all_experts_at_once_have_the_bits_of_each_by_itself(device, format, dtype, ends):
+    own = experts(bias=True, dtype=dtype)
+    torch.nn.init.normal_(own.gate_up_proj_bias)
+    torch.nn.init.normal_(own.down_proj_bias)
+    compression.prune(own, "magnitude", density=0.4)
+    packed = compression.PackedExperts(own.to(device), format, block=64)
+    offsets, rows = torch.tensor([0, 3, 3, 7, 9]), torch.randn(11, D).to(device, dtype)
+    given = offsets[1:].int() if ends else offsets
+    want = packed._forward_by_expert(rows, given.to(device))
+    found = packed._forward_at_once(rows, given.to(device))
+    assert torch.equal(found, want) and not found[9:].any() and found[:9].all(1).any()
+
+
+@pytest.mark.parametrize("format", ["int8", "pruned"])
+def test_a_gpu_runs_few_rows_without_waiting(format):
+    """No value is looked at, and nothing stays behind on the CPU: fake tensors have no values."""
+    packed = compression.PackedExperts(experts(bias=True), format, block=64)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        packed._apply(lambda x: torch.empty_like(x, device="cuda"))
+        rows, offsets = torch.randn(16, D, device="cuda"), torch.zeros(E, device="cuda").int()
+        assert packed(rows, offsets).is_cuda
+        assert packed._of_expert[0][1].dense().is_cuda
+        with pytest.raises(torch._subclasses.fake_tensor.DataDependentOutputException):
+            packed(torch.randn(16 * E + 1, D, device="cuda"), offsets)
+
+
 def test_outliers_are_exact_and_the_rest_gains():
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     weight.view(-1)[::997] *= 40
     errors = []
     for fraction in (0.0, 0.005):
-        packed = packed_experts._Coded.of(weight, 4, 128, fraction)
+        packed = packed_experts._Coded.of(weight[None], 4, 128, fraction)
         errors.append((packed.dense() - weight).abs())
     largest = weight.abs().flatten().topk(math.ceil(0.005 * weight.numel())).indices
     assert not errors[1].flatten()[largest].any()
     assert errors[1].mean() < 0.8 * errors[0].mean()
+
+
+def test_moving_leaves_dtypes_as_they_are():
+    packed = compression.PackedExperts(experts(), "int8", block=64)
+    x, offsets = torch.randn(3, D), torch.tensor([0, 1, 2, 2, 3])
+    want = packed(x, offsets)
+    assert torch.equal(packed.to("cpu", torch.bfloat16)(x, offsets), want)
 
 
 def test_a_layer_reads_fewer_bytes():
@@ -83,7 +119,7 @@ def test_a_layer_reads_fewer_bytes():
     ("options", "format", "message"),
     [
         ({}, "int3", "format to be one of"),
-        ({"dtype": torch.float64}, "int8", "float32 or bfloat16 on CPU, got torch.float64"),
+        ({"dtype": torch.float64}, "int8", "float32 or bfloat16, got torch.float64"),
         ({}, "int8", "a multiple of 128 columns"),
         ({"post_norm": torch.nn.LayerNorm(D)}, "pruned", "without post_norm"),
     ],

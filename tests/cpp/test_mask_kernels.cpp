@@ -91,6 +91,19 @@ TEST_P(MaskedMm, HasTheBitsOfTheCpu) {
                                num_tokens, dim,           num_rows,           size};
   launch_masked_mm<true>(product, counts.data(), nullptr);
   EXPECT_EQ(out, wanted);
+  // As the rows of three experts, of which the second has no token.
+  const auto half = static_cast<int32_t>(num_tokens / 2);
+  const std::vector<int32_t> ends = {half, half, static_cast<int32_t>(num_tokens)};
+  std::vector<float> of_experts(num_tokens * 3);
+  product.out = of_experts.data();
+  product.experts = {nullptr, ends.data(), 3};
+  launch_masked_mm<true>(product, counts.data(), nullptr);
+  for (int64_t i = 0; i < num_tokens * 3; ++i) {
+    const int64_t t = i / 3, e = t < half ? 0 : 2;
+    EXPECT_EQ(of_experts[i], wanted[t * num_rows + e * 3 + i % 3]) << "token " << t;
+  }
+  product.out = out.data();
+  product.experts = {};
   product.size = size / 2;
   EXPECT_THROW(launch_masked_mm<true>(product, counts.data(), nullptr), simt::Error);
   launch_masked_mm<false>(product, counts.data(), nullptr);

@@ -60,11 +60,34 @@ TEST_P(QuantizedProduct, HasTheBitsOfTheCpu) {
       wanted[t * c.num_rows + m] = sum;
     }
   }
-  const Product<float> product{x.data(),       codes.data(),   scales.data(), outliers.data(),
-                               columns.data(), offsets.data(), out.data(),    c.num_tokens,
-                               c.dim,          c.num_rows,     c.block,       offsets.back()};
+  Product<float> product{x.data(),   codes.data(), scales.data(), outliers.data(), columns.data(), offsets.data(),
+                         out.data(), c.num_tokens, c.dim,         c.num_rows,      c.block,        offsets.back()};
   launch_quantized_mm<true>(product, c.bits, nullptr);
   EXPECT_EQ(out, wanted);
+  // As the rows of some experts, whose first tokens belong to nobody: each token with its own expert's rows.
+  const int64_t num_experts = c.num_rows % 3 == 0 ? 3 : c.num_rows, each = c.num_rows / num_experts;
+  std::vector<int64_t> begin(num_experts + 1, c.num_tokens);
+  for (int64_t e = 0; e < num_experts; ++e) {
+    begin[e] = std::max(c.num_tokens / 4, c.num_tokens * e / num_experts);
+  }
+  std::vector<float> of_experts(c.num_tokens * each, 7);
+  const float* const before = product.out;
+  product.out = of_experts.data();
+  product.experts = {begin.data(), nullptr, static_cast<int>(num_experts)};
+  launch_quantized_mm<true>(product, c.bits, nullptr);
+  for (int64_t e = 0; e < num_experts; ++e) {
+    for (int64_t t = e == 0 ? 0 : begin[e]; t < begin[e + 1]; ++t) {
+      for (int64_t m = 0; m < each; ++m) {
+        const float want = t < begin[0] ? 7 : before[t * c.num_rows + e * each + m];
+        EXPECT_EQ(of_experts[t * each + m], want) << "token " << t;
+      }
+    }
+  }
+  begin[num_experts] = c.num_tokens + 1;
+  EXPECT_THROW(launch_quantized_mm<true>(product, c.bits, nullptr), simt::Error);
+  launch_quantized_mm<false>(product, c.bits, nullptr);
+  product.out = out.data();
+  product.experts = {};
   if (!columns.empty()) {
     columns[0] = static_cast<int32_t>(c.dim);
     EXPECT_THROW(launch_quantized_mm<true>(product, c.bits, nullptr), simt::Error);

@@ -92,12 +92,48 @@ def test_all_instruction_sets_and_cuda_give_the_same_bits():
     assert all(torch.equal(other, found[0]) for other in found)
 
 
+OFFSETS = [[0, 0, 5, 6], [1, 3, 3, 4]]
+
+
+@pytest.mark.parametrize("offsets", OFFSETS)
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["codes", "mask"])
+def test_tokens_meet_the_weight_of_their_expert(device, kind, dtype, offsets, ends):
+    """With the bits of a product an expert; a token of no expert gets zeros."""
+    if ends and offsets[0] > 0:
+        pytest.skip("ends have all rows in front of them")
+    num_rows, x = 36, torch.randn(6, 256).to(device, dtype)
+    rows = [slice(e * 12, (e + 1) * 12) for e in range(3)]
+    if kind == "codes":
+        codes, scales, outliers, columns, places = (
+            part.to(device) for part in quantized(8, dtype, num_rows)
+        )
+        parts = [
+            (codes[r], scales[r], outliers, columns, places[r.start : r.stop + 1]) for r in rows
+        ]
+        whole, product = (codes, scales, outliers, columns, places), ops.quantized_mm
+    else:
+        mask, weight = torch.rand(num_rows, 256).to(device) < 0.4, torch.randn(num_rows, 256)
+        weight, bits = weight.to(device, dtype), ops.pack_bits(mask).view(num_rows, -1)
+        parts = [(weight[r][mask[r]], bits[r]) for r in rows]
+        whole, product = (weight[mask], bits), ops.masked_mm
+    want = torch.zeros(6, 12).to(device, dtype)
+    for e, part in enumerate(parts):
+        mine = slice(offsets[e], offsets[e + 1])
+        want[mine] = product(x[mine], *part)
+    given = torch.tensor(offsets).to(device)
+    found = product(x, *whole, expert_offsets=given[1:].int() if ends else given)
+    assert torch.equal(found, want)
+
+
 def test_operators_are_complete():
     op, x = torch.ops.moe_ext, torch.randn(3, 256)
-    torch.library.opcheck(op.quantized_mm, (x, *quantized(8, torch.float32), 8))
+    offsets = torch.tensor([0, 3])
+    torch.library.opcheck(op.quantized_mm, (x, *quantized(8, torch.float32), 8, offsets))
     mask = torch.rand(9, 256) < 0.5
     packed = torch.randn(int(mask.sum())), ops.pack_bits(mask).view(9, -1)
-    torch.library.opcheck(op.masked_mm, (x, *packed))
+    torch.library.opcheck(op.masked_mm, (x, *packed, offsets))
 
 
 @pytest.mark.parametrize(
@@ -108,12 +144,15 @@ def test_operators_are_complete():
         (2, torch.zeros(37, 3), "blocks of a multiple of 32 columns"),
         (3, torch.zeros(11).bfloat16(), "expected outliers to be Float"),
         (4, torch.full((11,), 256).int(), r"outlier_columns to be in \[0, 256\), got 256 at 0"),
-        (5, torch.zeros(38).long(), "outlier_offsets to run from 0 to 11, got 0 to 0"),
+        (5, torch.full((38,), 12), r"outlier_offsets to be in \[0, 11\], got 12 to 12"),
+        (7, torch.zeros(5).int(), r"as many rows for each of the 5 experts, got shape \[37, 256\]"),
+        (7, torch.zeros(2), "expert_offsets to be int32 or int64"),
+        (7, torch.tensor([0, 3]), "expert_offsets to end within the 2 rows, got 3"),
         (6, 3, "bits to be 8 or 4, got 3"),
     ],
 )
 def test_refuses(place, value, message):
-    args = [torch.zeros(2, 256), *quantized(8, torch.float32), 8]
+    args = [torch.zeros(2, 256), *quantized(8, torch.float32), 8, None]
     args[place] = value
     with pytest.raises(RuntimeError, match=message):
         torch.ops.moe_ext.quantized_mm(*args)
