@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ class Level:
     bandwidth: float
 
 
+# Parts of a step whose time may be measured.
+MEASURED = ("update", "all_reduce", "broadcast", "fsdp", "exchange")
 _NUMBERS = ("memory", "memory_bandwidth", "efficiency", "score_efficiency", "layer_seconds")
 
 
@@ -46,6 +49,11 @@ class ClusterSpec:
         source: of the numbers.
         costs: measured rates, of which those of the formats of rows ("rows int8") are read; without
             it these take what their bytes take through the memory.
+        measured: times over those of the formulas, by part of a step; 1 for a part that is left
+            out. "update": AdamW. "all_reduce": means of gradients. "fsdp": gathers and scatters of
+            FSDP2. "exchange": rows on their way to experts and back. "broadcast": the weights that
+            `ZeroRedundancyOptimizer` sends behind an all-reduce, over an all-gather of them; 0 for
+            left out, where they are the second half of the all-reduce.
     """
 
     levels: tuple[Level, ...]
@@ -57,6 +65,7 @@ class ClusterSpec:
     layer_seconds: float = 0.0
     source: str = ""
     costs: CostTable | None = None
+    measured: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """ValueError for numbers that no cluster has."""
@@ -72,6 +81,13 @@ class ClusterSpec:
             share = getattr(self, name)
             if share is not None and not 0 < share <= 1:
                 raise ValueError(f"ClusterSpec: expected {name} to be in (0, 1], got {share}")
+        if not set(self.measured) <= set(MEASURED) or not all(
+            factor >= 0 and math.isfinite(factor) for factor in self.measured.values()
+        ):
+            raise ValueError(
+                f"ClusterSpec: expected measured to hold numbers of at least 0 of {MEASURED}, got "
+                f"{dict(self.measured)}"
+            )
         if self.layer_seconds < 0:
             raise ValueError(
                 f"ClusterSpec: expected layer_seconds to be at least 0, got {self.layer_seconds}"
@@ -113,7 +129,9 @@ class ClusterSpec:
                 costs = CostTable.load(costs)
             elif isinstance(costs, Mapping):
                 costs = CostTable.of(costs)
-            found = {"flops": flops, "levels": levels, "costs": costs}
+            found: dict[str, Any] = {"flops": flops, "levels": levels, "costs": costs}
+            factors = cluster.get("measured") or {}
+            found["measured"] = {name: float(factor) for name, factor in factors.items()}
             return cls(**{**cluster, **numbers, **found})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(

@@ -140,6 +140,10 @@ class CostModel:
     def _rate(self) -> float:
         return self.cluster.flops[self.job.dtype] * self.cluster.efficiency
 
+    def _measured(self, part: str, unknown: float = 1.0) -> float:
+        """What a part of a step takes over its formula."""
+        return self.cluster.measured.get(part, unknown)
+
     def _imbalance(self, c: Columns, *, peak: bool = False) -> Tensor:
         """Load of the busiest rank over the mean, of each candidate; `peak`: in the worst step."""
         ep = c["ep"]
@@ -321,7 +325,7 @@ class CostModel:
             seconds = tokens * self._imbalance(c) * (near / fast + far / bandwidth)
             seconds = seconds + 2.0 * latency * (c["ep"] > 1)
             seconds = seconds + self._coding(c["wire"], tokens * coded)
-            experts = (2.0 + c["recompute"]) * moe * seconds
+            experts = (2.0 + c["recompute"]) * moe * seconds * self._measured("exchange")
         found = {"compute": compute, "elementwise": elementwise, "tensor": tensor}
         found |= {"context": context, "experts": experts}
         # The processor waits for its launches where it is quicker than they are. Embedding, loss,
@@ -345,10 +349,15 @@ class CostModel:
         dense, experts = self.parameters(c)
         copies, edp = self._data(c) * c["cp"], self._stage(c) / c["ep"]
         size = float(self.job.itemsize)
-        once = self._ring(copies, c["tp"], dense * size) + self._ring(edp, c["ep"], experts * size)
+        of_dense = self._ring(copies, c["tp"], dense * size)
+        of_experts = self._ring(edp, c["ep"], experts * size)
         # FSDP2 gathers for each micro-batch, with ZeRO 3 for each pass of it, and reduces each.
-        times = torch.where(c["zero"] >= 2, c["zero"] * self.num_micro_batches(c), 2.0)
-        return once * times
+        times = self._measured("fsdp") * c["zero"] * self.num_micro_batches(c)
+        times = torch.where(c["zero"] >= 2, times, 2.0 * self._measured("all_reduce"))
+        # Experts that are spread are stepped where they are.
+        sent = of_dense + torch.where(c["ep"] > 1, 0.0, of_experts)
+        behind = torch.where(c["zero"] == 1, sent, 0.0) * self._measured("broadcast", 0.0)
+        return (of_dense + of_experts) * times + behind
 
     def update(self, c: Columns) -> Tensor:
         """Seconds of the optimizer's step, at the rate of the memory."""
@@ -357,7 +366,8 @@ class CostModel:
         own = torch.where(c["zero"] >= 1, dense / copies + experts / edp, dense + experts)
         size = self.job.itemsize
         # AdamW reads and writes its state, reads the gradient and writes the weight.
-        return own * (2 * _state_bytes(size) + 2 * size) / self.cluster.memory_bandwidth
+        num_bytes = own * (2 * _state_bytes(size) + 2 * size) * self._measured("update")
+        return num_bytes / self.cluster.memory_bandwidth
 
     def hop(self, c: Columns) -> Tensor:
         """Seconds of an activation from one stage to the next."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import statistics
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed.cost_table import CostTable, least_seconds
+from moe_ext.distributed import MoEMesh, fully_shard, sync_gradients
+from moe_ext.distributed.cost_table import CostTable
 from moe_ext.distributed.groups import group_size
-from moe_ext.distributed.link import link_of, max_over_ranks
+from moe_ext.distributed.link import link_of, max_over_ranks, seconds_of
 from moe_ext.nn import MoELayer
 from moe_ext.planner.cluster import ClusterSpec, Level
 from moe_ext.planner.cost import CostModel, Job
@@ -20,13 +23,19 @@ from moe_ext.planner.search import columns_of
 
 # A layer with more experts is measured with so many: the others would only take memory.
 MAX_EXPERTS = 16
-_REPEATS = 3
+_REPEATS = 5
 
 
 class _Layer(nn.Module):
     """A decoder layer of a model's sizes, without the scores of its attention."""
 
-    def __init__(self, m: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        m: ModelSpec,
+        device: torch.device,
+        dtype: torch.dtype,
+        ep_group: ProcessGroup | None = None,
+    ) -> None:
         super().__init__()
         linear = functools.partial(nn.Linear, bias=False, device=device, dtype=dtype)
         self.norms = nn.ModuleList(
@@ -43,6 +52,7 @@ class _Layer(nn.Module):
             max(1, m.top_k),
             activation="swiglu" if gated else "gelu",
             shared_ffn_dim=m.shared_ffn_dim if m.num_experts else 0,
+            ep_group=ep_group,
             device=device,
             dtype=dtype,
         )
@@ -79,8 +89,10 @@ def measure_cluster(
 
     A copy gives the rate of the memory; a tiny layer the time of launches; a layer of the model's
     sizes, forward and backward, that of products: what it takes beyond what it reads and writes;
-    and fused attention of one sequence that of scores. Ranks of a group measure at the same time,
-    so that cores which they share are shared, and the slowest one's numbers count.
+    fused attention of one sequence that of scores; and a step of AdamW what it takes over its
+    formula. With a group the means of its gradients, `ZeroRedundancyOptimizer`, FSDP2 and experts
+    that are spread over the ranks are measured too. Ranks of a group measure at the same time, so
+    that cores which they share are shared, and the slowest one's numbers count.
 
     Args:
         model: whose layers are measured, with 16 experts at most.
@@ -88,7 +100,8 @@ def measure_cluster(
         dtype: of products; the others of the cluster are left out.
         seq_len: tokens of a sequence.
         device: that is measured.
-        group: ranks whose link is measured as the cluster's only level, joined by one switch.
+        group: all ranks of the job, whose link is measured as the cluster's only level, joined by
+            one switch, and with it what messages of a step take over their formulas.
 
     Raises:
         RankFailureError: a rank died or did not answer.
@@ -101,7 +114,7 @@ def measure_cluster(
     tiny = replace(one, model_dim=16, ffn_dim=16, num_heads=1, num_kv_heads=1, head_dim=16)
     tiny = replace(tiny, shared_ffn_dim=16 if model.shared_ffn_dim else 0, dense_ffn_dim=None)
     tiny = replace(tiny, latent=())
-    least = functools.partial(least_seconds, device=on)
+    seconds = functools.partial(_seconds, group=group, device=on)
     table = CostTable.measure(device=on)
     small, layer = _Layer(tiny, on, kind), _Layer(one, on, kind)
     x_small = torch.randn(4, 16, device=on, dtype=kind)
@@ -113,12 +126,12 @@ def measure_cluster(
         for n in (heads, kv_heads, kv_heads)
     ]
     with torch.no_grad():
-        launches = least(lambda: small(x_small), 4 * _REPEATS)
+        launches = seconds(lambda: small(x_small), 4 * _REPEATS)
     found = [
         1 / (2 * table.copy_bandwidth),
         launches,
-        least(lambda: _pass(layer, x), _REPEATS),
-        least(lambda: _attend(*attended), _REPEATS),
+        seconds(lambda: _pass(layer, x)),
+        seconds(lambda: _attend(*attended)),
     ]
     size = group_size(group)
     if group is not None and size > 1:
@@ -149,7 +162,83 @@ def measure_cluster(
     moved = 3 * float(cost.elementwise(columns_of([ALONE])))
     # What is read and written hides no more than half of the products.
     rate = products / max(whole - moved, whole / 2)
-    return replace(made, flops={dtype: rate}, score_efficiency=min(1.0, of_scores / scores / rate))
+    share = min(1.0, of_scores / scores / rate)
+    made = replace(made, flops={dtype: rate}, score_efficiency=share)
+    cost = replace(cost, cluster=made)
+    return replace(made, measured=_factors(cost, layer, x, whole, group))
+
+
+def _factors(
+    cost: CostModel, layer: _Layer, x: Tensor, whole: float, group: ProcessGroup | None
+) -> dict[str, float]:
+    """What parts of a step of one layer take, over their formulas; see `ClusterSpec.measured`.
+
+    Args:
+        cost: of the layer, by the rates that were measured.
+        layer: all of it on this rank.
+        x: tokens.
+        whole: seconds of its forward and backward pass.
+        group: ranks that share it out.
+    """
+    size, device, m = group_size(group), x.device, cost.model
+    seconds = functools.partial(_seconds, group=group, device=device)
+    num_bytes = sum(p.nbytes for p in layer.parameters())
+    optimizer = torch.optim.AdamW(layer.parameters())
+    # The formula has the parameters of embedding and output too.
+    alone = columns_of([ALONE])
+    step = seconds(optimizer.step)
+    per_parameter = float(cost.update(alone)) / sum(map(float, cost.parameters(alone)))
+    told = per_parameter * sum(p.numel() for p in layer.parameters())
+    found = {"update": step / told}
+    if group is None or size == 1:
+        return found
+    # It needs numpy, and warns where torch has functions that are deprecated.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    level = cost.cluster.levels[0]
+    ring = (size - 1) * level.latency + (size - 1) / size * num_bytes / level.bandwidth
+
+    def again() -> None:
+        """Gradients are averaged once."""
+        _pass(layer, x)
+
+    found["all_reduce"] = seconds(lambda: sync_gradients(layer), before=again) / (2 * ring)
+    shared = ZeroRedundancyOptimizer(
+        layer.parameters(), torch.optim.AdamW, process_group=group, lr=1e-3
+    )
+    found["broadcast"] = max(seconds(shared.step) - step / size, 0.0) / ring
+    if m.num_experts and m.num_experts % size == 0:
+        spread = _Layer(m, device, x.dtype, group)
+        placed = columns_of([{**ALONE, "ep": size}])
+        # It has a share of the experts' weights to read.
+        here = 3 * float(cost.elementwise(alone) - cost.elementwise(placed))
+        beyond = seconds(lambda: _pass(spread, x)) - (whole - here)
+        found["exchange"] = max(beyond / float(cost.terms(placed)["experts"]), 1.0)
+    mesh = MoEMesh(dp=size)
+    stack = nn.Sequential(layer)
+    fully_shard(layer, mesh)
+    fully_shard(stack, mesh)
+    found["fsdp"] = max((seconds(lambda: _pass(stack, x)) - whole) / (3 * ring), 1.0)
+    names = list(found)
+    return dict(zip(names, max_over_ranks(list(found.values()), group, device), strict=True))
+
+
+def _seconds(
+    call: Callable[[], object],
+    repeats: int = _REPEATS,
+    *,
+    group: ProcessGroup | None,
+    device: torch.device,
+    before: Callable[[], object] = lambda: None,
+) -> float:
+    """Median of a few calls after one that is not timed; the ranks of a group begin together."""
+    times = []
+    for _ in range(1 + repeats):
+        before()
+        if group is not None:
+            max_over_ranks([0.0], group, device)
+        times.append(seconds_of(call, device))
+    return max(statistics.median(times[1:]), 1e-9)
 
 
 ALONE: dict[str, int | str | None] = {

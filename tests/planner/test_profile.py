@@ -3,11 +3,13 @@
 import dataclasses
 
 import pytest
+import torch
 import torch.distributed as dist
 from rank_checks import Checks
 
 from moe_ext.distributed.cost_table import CostTable
 from moe_ext.planner import CLUSTERS, CostModel, Job, ModelSpec, measure_cluster, plan, profile
+from moe_ext.planner.cluster import MEASURED
 from moe_ext.planner.search import columns_of
 
 CHECKS = Checks()
@@ -20,13 +22,13 @@ MODEL = ModelSpec(
 def test_rates_give_back_what_was_measured(monkeypatch):
     table = dataclasses.replace(CostTable.of_process(), copy_bandwidth=2.0**30)
     monkeypatch.setattr(CostTable, "measure", lambda **_: table)
-    seconds = iter([1e-4, 0.5, 0.25])
+    seconds = iter([1e-4, 0.5, 0.25, 0.125])
 
     def timed(call, *_, **__):
         call()
         return next(seconds)
 
-    monkeypatch.setattr(profile, "least_seconds", timed)
+    monkeypatch.setattr(profile, "_seconds", timed)
     found = measure_cluster(MODEL, CLUSTERS["h100"], dtype="float32", seq_len=128)
     assert found.memory_bandwidth == 2.0**31 and found.layer_seconds == 1e-4
     assert found.levels == CLUSTERS["h100"].levels and set(found.flops) == {"float32"}
@@ -37,6 +39,13 @@ def test_rates_give_back_what_was_measured(monkeypatch):
     told = float(terms["compute"] + terms["elementwise"])
     # The costs of a column are float32.
     assert told == pytest.approx(0.5 + 0.25, rel=2**-22)
+    # The update that was timed, of the layer alone.
+    column = columns_of([profile.ALONE])
+    parameters = sum(map(float, cost.parameters(column)))
+    timed = profile._Layer(one, torch.device("cpu"), torch.float32)
+    share = sum(p.numel() for p in timed.parameters()) / parameters
+    assert float(cost.update(column)) * share == pytest.approx(0.125)
+    assert set(found.measured) == {"update"}
 
 
 @CHECKS()
@@ -46,11 +55,45 @@ def ranks_measure_together():
     )
     (level,) = found.levels
     assert level.size == dist.get_world_size() and level.bandwidth > 0
+    assert set(found.measured) == set(MEASURED) and min(found.measured.values()) >= 0
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found.to_dict() | {"source": ""})
     assert all(other == everyone[0] for other in everyone)
     made = plan(MODEL, found, num_ranks=2, seq_len=16, global_batch=4, dtype="float32")
     assert made.seconds > 0
+
+
+def test_parts_take_what_was_measured():
+    """Each part by its factor, and no other one."""
+    job = Job(4, 128, 8, "float32")
+    placements = {
+        "all_reduce": {"zero": 0},
+        "broadcast": {"zero": 1},
+        "fsdp": {"zero": 3},
+        "exchange": {"ep": 4},
+        "update": {"zero": 0},
+    }
+    for part, choice in placements.items():
+        column = columns_of([{**profile.ALONE, **choice}])
+
+        def parts(measured, column=column):
+            cluster = dataclasses.replace(CLUSTERS["h100"], flops={"float32": 1e12})
+            cost = CostModel(MODEL, dataclasses.replace(cluster, measured=measured), job)
+            messages, exchange = cost.gradients(column), cost.terms(column)["experts"]
+            return torch.stack([messages, exchange.to(messages), cost.update(column)]).flatten()
+
+        once, twice, thrice = (parts({part: factor}) for factor in (1.0, 2.0, 3.0))
+        place = {"exchange": 1, "update": 2}.get(part, 0)
+        assert [i for i in range(3) if once[i] != twice[i]] == [place]
+        torch.testing.assert_close(thrice - twice, twice - once)
+        none = parts({})
+        assert torch.equal(none, once) != (part == "broadcast")
+
+
+def test_factors_of_unknown_parts_are_refused():
+    for measured in ({"sends": 1.0}, {"update": -1.0}, {"update": float("nan")}):
+        with pytest.raises(ValueError, match="expected measured to hold numbers of at least 0 of"):
+            dataclasses.replace(CLUSTERS["h100"], measured=measured)
 
 
 @pytest.mark.parametrize("name", CHECKS)
