@@ -30,7 +30,7 @@ class Level:
 
 
 # Parts of a step whose time may be measured.
-MEASURED = ("update", "all_reduce", "broadcast", "fsdp", "exchange")
+MEASURED = ("update", "all_reduce", "broadcast", "fsdp", "exchange", "sharing")
 _NUMBERS = ("memory", "memory_bandwidth", "efficiency", "score_efficiency", "layer_seconds")
 
 
@@ -53,7 +53,9 @@ class ClusterSpec:
             out. "update": AdamW. "all_reduce": means of gradients. "fsdp": gathers and scatters of
             FSDP2. "exchange": rows on their way to experts and back. "broadcast": the weights that
             `ZeroRedundancyOptimizer` sends behind an all-reduce, over an all-gather of them; 0 for
-            left out, where they are the second half of the all-reduce.
+            left out, where they are the second half of the all-reduce. "sharing": a layer's pass
+            while all ranks compute, over one while the others wait: ranks that share cores make
+            room for a busy one.
     """
 
     levels: tuple[Level, ...]

@@ -152,6 +152,15 @@ class CostModel:
             table[size] = self.job.imbalance(self.model.num_experts, size, peak=peak)
         return table[ep]
 
+    def _pace(self, c: Columns) -> Tensor:
+        """Time of the experts' rows over that of even loads, of each candidate.
+
+        It is that of the busiest rank. Where ranks share processors, rates are those of all at
+        work; the busiest one is quicker by that share while others wait, and at least the work of
+        all has to be done.
+        """
+        return (self._imbalance(c) / max(self._measured("sharing"), 1.0)).clamp(min=1.0)
+
     def _link(self, span: Tensor) -> tuple[Tensor, Tensor]:
         """Latency and bandwidth between ranks that reach over so many."""
         levels = self.cluster.levels
@@ -190,7 +199,7 @@ class CostModel:
         m, tokens = self.model, self.tokens(c)
         layers = torch.ceil(m.num_layers / c["pp"])
         experts = m.num_moe_layers / m.num_layers * m.top_k * m.expert_parameters
-        dense = self._dense_layer + experts * self._imbalance(c)
+        dense = self._dense_layer + experts * self._pace(c)
         products = tokens * layers * 2.0 * dense / self._rate
         return products + layers * self._scores(tokens)
 
@@ -226,7 +235,7 @@ class CostModel:
         dense = (1 - share) * (m.dense_ffn_dim or m.ffn_dim) * (2 + m.gated)
         shared = share * m.shared_ffn_dim * (2 + m.gated_experts)
         # An expert's rows are also permuted there and back.
-        rows = share * m.top_k * self._imbalance(c)
+        rows = share * m.top_k * self._pace(c)
         routed = rows * (m.ffn_dim * (2 + m.gated_experts) + 2 * m.model_dim)
         # Two norms and residuals read and write 10 D, products 4 D gathered, each width twice.
         numbers = (10 + 4 * c["tp"]) * m.model_dim

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext.distributed import MoEMesh, fully_shard, sync_gradients
 from moe_ext.distributed.cost_table import CostTable
-from moe_ext.distributed.groups import group_size
+from moe_ext.distributed.groups import group_rank, group_size
 from moe_ext.distributed.link import link_of, max_over_ranks, seconds_of
 from moe_ext.nn import MoELayer
 from moe_ext.planner.cluster import ClusterSpec, Level
@@ -195,6 +196,14 @@ def _factors(
     # It needs numpy, and warns where torch has functions that are deprecated.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
+    alone_seconds = math.inf
+    for turn in range(size):
+        max_over_ranks([0.0], group, device)
+        if turn == group_rank(group):
+            alone_seconds = statistics.median(
+                seconds_of(lambda: _pass(layer, x), device) for _ in range(_REPEATS)
+            )
+    found["sharing"] = min(max(whole / alone_seconds, 1.0), float(size))
     level = cost.cluster.levels[0]
     ring = (size - 1) * level.latency + (size - 1) / size * num_bytes / level.bandwidth
 

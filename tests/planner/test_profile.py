@@ -90,6 +90,19 @@ def test_parts_take_what_was_measured():
         assert torch.equal(none, once) != (part == "broadcast")
 
 
+def test_a_busy_rank_is_quicker_where_ranks_share_cores():
+    loads = (8,) * 8 + (0,) * 56  # one rank of eight has all tokens
+    placed = columns_of([{**profile.ALONE, "ep": 8}])
+
+    def compute(sharing, load=loads):
+        cluster = dataclasses.replace(CLUSTERS["h100"], measured={"sharing": sharing})
+        return float(CostModel(MODEL, cluster, Job(8, 128, 8, load=load)).compute(placed))
+
+    even = compute(1.0, load=0.0)
+    beyond = [compute(sharing) - even for sharing in (1.0, 4.0, 8.0, 9.0)]
+    assert beyond[1] == pytest.approx(beyond[0] / 7, rel=1e-5) and beyond[2:] == [0.0, 0.0]
+
+
 def test_factors_of_unknown_parts_are_refused():
     for measured in ({"sends": 1.0}, {"update": -1.0}, {"update": float("nan")}):
         with pytest.raises(ValueError, match="expected measured to hold numbers of at least 0 of"):
