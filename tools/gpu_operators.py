@@ -59,6 +59,12 @@ class Inputs:
         """Normal numbers in float32."""
         return self.random(*shape, dtype=torch.float32)
 
+    def any_bits(self, numel: int) -> Tensor:
+        """Finite numbers of any bits, which no coder makes smaller."""
+        size = (numel * self.dtype.itemsize,)
+        x = torch.randint(256, size, generator=self.generator).byte().view(self.dtype)
+        return x.where(x.isfinite(), 1)
+
     @property
     def product_dtype(self) -> torch.dtype:
         """Dtype of products with packed weights, which take no float16."""
@@ -221,6 +227,11 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
     "encode_exponents": lambda i: (i.random(20_000),),
     "decode_exponents_": lambda i: (
         *(i.random(20_000), op("encode_exponents")(i.random(20_000)).clone()),
+    ),
+    "encode_exponent_rows": lambda i: (i.any_bits(20_000), 1),
+    "decode_exponent_row_": lambda i: (
+        *(i.random(20_000), op("encode_exponents")(i.random(20_000)).clone()),
+        torch.tensor([9]),
     ),
     "quantized_mm": lambda i: (
         *(i.random(5, D).to(i.product_dtype), torch.arange(F * D).byte().view(F, D)),

@@ -6,6 +6,7 @@
 // exponent_simd.cpp for the plans.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -36,10 +37,29 @@ inline int64_t most_bytes(int64_t numel, int64_t item) {
 // Refuses other dtypes.
 Kind check_elements(const char* op, const char* name, const Tensor& t);
 
+// Of payloads in rows of one length, `row_numel` elements each but the last ones.
+Kind check_rows(const Tensor& x, int64_t num_rows);
+
+inline int64_t row_numel(int64_t numel, int64_t num_rows) {
+  return (numel + num_rows - 1) / num_rows;
+}
+
+// Elements of a row.
+inline int64_t numel_of_row(int64_t numel, int64_t num_rows, int64_t row) {
+  const int64_t each = row_numel(numel, num_rows);
+  return std::clamp<int64_t>(numel - row * each, 0, each);
+}
+
+Kind check_row(const Tensor& out, const Tensor& row, const Tensor& damaged);
+
 void check_payload(const char* op, const Tensor& payload, const Tensor& beside, const char* name);
 
 // Refuses a payload without room for the head of numel elements.
 void check_length(const char* op, const Tensor& payload, int64_t numel);
+
+// The begin of each block, and the end of the last one, from a head on the host; empty where that is of another kind or
+// number of elements.
+std::vector<int64_t> places(const uint8_t* head, int64_t numel, Kind kind);
 
 // The begin of each block, and the end of the last one, from a payload's head (table_bytes) on the host; refuses a head
 // that does not fit `out`.

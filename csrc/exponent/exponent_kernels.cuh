@@ -297,13 +297,16 @@ __global__ void __launch_bounds__(kThreads) encode_blocks_kernel(
 }
 
 // Blocks from where they were encoded to one behind the other, behind a head of `table` bytes, which is written too.
-// starts [blocks + 1].
+// starts [blocks + 1]. num_bytes: of the payload, or null.
 static __global__ void __launch_bounds__(kThreads) move_blocks_kernel(
     const uint8_t* __restrict__ from, int64_t stride, const int64_t* __restrict__ starts, int64_t blocks, Header header,
-    int64_t table, uint8_t* __restrict__ payload) {
+    int64_t table, uint8_t* __restrict__ payload, int64_t* __restrict__ num_bytes) {
   auto* const sizes = reinterpret_cast<uint32_t*>(payload + kHeader);
   if (global_thread() == 0) {
     *reinterpret_cast<Header*>(payload) = header;
+    if (num_bytes != nullptr) {
+      *num_bytes = table + starts[blocks];
+    }
     if (blocks % 2 != 0) {
       sizes[blocks] = 0; // the padding
     }
@@ -318,6 +321,31 @@ static __global__ void __launch_bounds__(kThreads) move_blocks_kernel(
     if (threadIdx.x == 0) {
       sizes[block] = static_cast<uint32_t>(size);
     }
+  }
+}
+
+// starts [blocks]: the bytes of each block as the head of a payload says, or none where the head is not the one that is
+// expected; then `wrong` is 0.
+static __global__ void __launch_bounds__(kThreads) read_head_kernel(
+    const uint8_t* __restrict__ payload, int64_t blocks, Header expected, int64_t* __restrict__ starts,
+    unsigned long long* __restrict__ wrong) {
+  const Header head = *reinterpret_cast<const Header*>(payload);
+  const bool sound = head.magic == expected.magic && head.kind == expected.kind && head.numel == expected.numel;
+  const auto* const sizes = reinterpret_cast<const uint32_t*>(payload + kHeader);
+  for (int64_t block = global_thread(); block < blocks; block += num_threads()) {
+    starts[block] = sound ? int64_t{sizes[block]} : 0;
+  }
+  if (!sound && global_thread() == 0) {
+    atomicMin(wrong, 0ull);
+  }
+}
+
+// Ends blocks at the end of the payload that has them: those that went past it are then damaged like any of a wrong
+// size.
+static __global__ void __launch_bounds__(kThreads)
+    clip_starts_kernel(int64_t* __restrict__ starts, int64_t blocks, int64_t bytes) {
+  for (int64_t i = global_thread(); i <= blocks; i += num_threads()) {
+    starts[i] = min(starts[i], bytes);
   }
 }
 

@@ -35,9 +35,10 @@ from moe_ext.ops.delta import (  # noqa: E402
     delta_unpack,
 )
 from moe_ext.ops.exponent import (  # noqa: E402
+    decode_exponent_row_,
     decode_exponents_,
+    encode_exponent_rows,
     encode_exponents,
-    exponent_bytes,
     most_exponent_bytes,
 )
 from moe_ext.ops.gating import (  # noqa: E402
@@ -117,6 +118,7 @@ __all__ = [
     "balanced_assignment",
     "block_indices",
     "choose_index_codec",
+    "decode_exponent_row_",
     "decode_exponents_",
     "decode_gradient",
     "delta_apply_",
@@ -129,10 +131,10 @@ __all__ = [
     "dequantize_blockwise",
     "dequantize_rows",
     "document_ids",
+    "encode_exponent_rows",
     "encode_exponents",
     "encode_gradient",
     "expert_choice_gate",
-    "exponent_bytes",
     "gate_weights",
     "gated_activation",
     "gather_blocks",

@@ -62,21 +62,6 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.uint8)
 
 
-def exponent_bytes(padded: Tensor, numel: int) -> int:
-    """Length of a payload that other bytes may follow, from the sizes in its head.
-
-    Args:
-        padded (Tensor[bytes]): uint8, on the CPU; begins with what `encode_exponents` returned.
-        numel: elements that were encoded.
-
-    Returns:
-        int: bytes of the payload, which `decode_exponents_` checks.
-    """
-    blocks = -(-numel // _BLOCK)
-    sizes = padded[_HEADER : _HEADER + 4 * blocks].clone().view(torch.int32)
-    return _HEADER + _aligned(4 * blocks) + int(sizes.sum())
-
-
 def decode_exponents_(out: Tensor, payload: Tensor) -> None:
     """Restores what `encode_exponents` was given.
 
@@ -96,3 +81,54 @@ def decode_exponents_(out: Tensor, payload: Tensor) -> None:
 
 register_fake_like("moe_ext::decode_exponents_")
 keep_out_of_cuda_graphs("moe_ext::decode_exponents_")
+
+
+def encode_exponent_rows(
+    x_N: Tensor, num_rows: int, *, left_out: int = -1
+) -> tuple[Tensor, Tensor]:
+    """Payloads of equal parts of a tensor, for messages: in rows that have room for any of them.
+
+    Args:
+        x_N (Tensor[N]): bfloat16, float16 or float32, contiguous.
+        num_rows: R; each part has ceil(N / R) elements, the last ones fewer or none.
+        left_out: a row that is not written.
+
+    Returns:
+        rows (Tensor[R, B]): uint8, of each what `encode_exponents` gives of its part, and bytes of
+            any value behind it; B is `most_exponent_bytes` of a part.
+        num_bytes (Tensor[R]): int64, of each payload; multiples of 8, 0 for the row left out.
+
+    Raises:
+        RuntimeError: x is strided, or of another dtype or shape.
+
+    Deterministic, but for what is behind payloads. On CUDA nothing waits for the device.
+    """
+    found: tuple[Tensor, Tensor] = torch.ops.moe_ext.encode_exponent_rows(x_N, num_rows, left_out)
+    return found
+
+
+@torch.library.register_fake("moe_ext::encode_exponent_rows")
+def _(x: Tensor, num_rows: int, left_out: int = -1) -> tuple[Tensor, Tensor]:
+    most = most_exponent_bytes(-(-x.shape[0] // num_rows), x.dtype)
+    rows = x.new_empty((num_rows, most), dtype=torch.uint8)
+    return rows, x.new_empty(num_rows, dtype=torch.int64)
+
+
+def decode_exponent_row_(out: Tensor, row: Tensor, damaged: Tensor) -> None:
+    """Restores what `encode_exponent_rows` was given of one part.
+
+    Args:
+        out (Tensor[...]): overwritten; contiguous, of the dtype and as many elements as the part.
+        row (Tensor[bytes]): uint8, contiguous: the payload, and perhaps bytes behind it.
+        damaged (Tensor[1]): int64; lowered to the first block of 8192 elements that is not as it
+            was encoded, where there is one. Nothing is read beyond the row, whatever it says.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype or layout, or the row is too short.
+
+    Deterministic. On CUDA nothing waits for the device: who wants to know reads ``damaged``.
+    """
+    torch.ops.moe_ext.decode_exponent_row_(out, row, damaged)
+
+
+register_fake_like("moe_ext::decode_exponent_row_")

@@ -1,14 +1,18 @@
 """Lossless collectives and their codec: the bits of uncompressed messages, in fewer bytes."""
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
+import emulation
 import pytest
 import torch
 import torch.distributed as dist
 from collective_checks import ChecksOfSizes, assert_same_on_all_ranks, of_rank
 from fsdp_checks import assert_same, train, weights, wrapped
 
+from moe_ext import ops
 from moe_ext.compression import (
     CompressionState,
     Dense,
@@ -73,6 +77,60 @@ def gathers_and_scatters_every_bit(rank, size):
         part = own.new_empty(9000)
         assert lossless_reduce_scatter(part, given[rank]) is part
         assert same_bits(part, in_rank_order(given)[rank * 9000 : (rank + 1) * 9000])
+
+
+@check(2, 3)
+def kernels_of_a_gpu_send_the_same_bytes(rank, size):
+    """Nothing but the lengths and the mark of damage is read on the host."""
+    if not emulation.is_built():
+        return
+    for dtype in DTYPES:
+        for numel in (1, 20_003):
+            x, whole = of_rank(rank, numel, dtype=dtype), torch.empty(size * numel, dtype=dtype)
+            part, mine = torch.empty(numel, dtype=dtype), x.clone()
+            found = []
+            for where in (contextlib.nullcontext(), emulation.emulated_cuda()):
+                with count_traffic() as traffic, where, no_payload_is_decoded_on_the_host():
+                    lossless_all_reduce_(mine.copy_(x), async_op=True).wait()
+                    lossless_all_gather(whole, x)
+                    lossless_reduce_scatter(part, whole)
+                found.append((mine.clone(), whole.clone(), part.clone(), traffic.total_bytes))
+            assert all(same_bits(a, b) for a, b in zip(found[0][:3], found[1][:3], strict=True))
+            assert found[0][3] == found[1][3]
+    assert emulation.num_launches() > 0
+
+
+@contextlib.contextmanager
+def no_payload_is_decoded_on_the_host():
+    def refuse(*_):
+        raise AssertionError("a size of a payload was read back")
+
+    with mock.patch.multiple(ops, encode_exponents=refuse, decode_exponents_=refuse):
+        yield
+
+
+@check(2)
+def damage_is_told_by_the_rank_that_it_reached(rank, size):
+    encode = ops.encode_exponent_rows
+
+    def damaged(*args, **options):
+        rows, num_bytes = encode(*args, **options)
+        rows[:, 0] += rank
+        return rows, num_bytes
+
+    for call in (
+        lambda x: lossless_all_reduce_(x, async_op=True).wait(),
+        lambda x: lossless_reduce_scatter(x[:50], x.clone()),
+        lambda x: lossless_all_gather(x.clone(), x[:50].clone()),
+    ):
+        with mock.patch.object(ops, "encode_exponent_rows", damaged):
+            if rank == 0:
+                with pytest.raises(
+                    RuntimeError, match="lossless_.*as they were sent, got a damaged"
+                ):
+                    call(of_rank(rank, 100))
+            else:
+                call(of_rank(rank, 100))
 
 
 @check(2)

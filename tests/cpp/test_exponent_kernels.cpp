@@ -62,13 +62,25 @@ void check(Case c) {
   launch_scan_counts(starts.data(), 1, blocks, starts.data() + blocks, nullptr);
   const int64_t head = kHeader + ceil_div(blocks, 2) * 8;
   std::vector<uint8_t> payload(head + starts.back());
+  int64_t num_bytes = 0;
   launch(
       over_element_blocks(blocks, nullptr), move_blocks_kernel, coded.data(), kStrideOf, starts.data(), blocks,
-      Header{kMagic, kKindOf, static_cast<uint64_t>(numel)}, head, payload.data());
+      Header{kMagic, kKindOf, static_cast<uint64_t>(numel)}, head, payload.data(), &num_bytes);
+  EXPECT_EQ(num_bytes, static_cast<int64_t>(payload.size()));
+  unsigned long long wrong = 99;
+  // A head of another number of elements has no sizes.
+  for (const int64_t other : {int64_t{1}, int64_t{0}}) {
+    std::vector<int64_t> read(blocks + 1, 7);
+    const Header expected{kMagic, kKindOf, static_cast<uint64_t>(numel + other)};
+    launch(over_threads(blocks, nullptr), read_head_kernel, payload.data(), blocks, expected, read.data(), &wrong);
+    EXPECT_EQ(wrong, other == 0 ? 99u : 0u);
+    launch_scan_counts(read.data(), 1, blocks, read.data() + blocks, nullptr);
+    EXPECT_EQ(read, other == 0 ? starts : std::vector<int64_t>(blocks + 1, 0));
+    wrong = 99;
+  }
   for (int64_t& start : starts) {
     start += head;
   }
-  unsigned long long wrong = 99;
   std::vector<Bits> out(c.n);
   const auto decode = [&] {
     launch(
@@ -78,6 +90,15 @@ void check(Case c) {
   decode();
   EXPECT_EQ(wrong, 99u);
   EXPECT_EQ(out, x);
+  // The last block is not read where it goes past the end, which AddressSanitizer would see.
+  const std::vector<int64_t> whole = starts;
+  const std::vector<uint8_t> cut(payload.begin(), payload.end() - 8);
+  launch(over_threads(blocks + 1, nullptr), clip_starts_kernel, starts.data(), blocks, num_bytes - 8);
+  launch(
+      over_element_blocks(blocks, nullptr), decode_blocks_kernel<Parts>, out.data(), numel, cut.data(), starts.data(),
+      &wrong);
+  EXPECT_EQ(wrong, static_cast<unsigned long long>(blocks == 0 ? 99 : blocks - 1));
+  starts = whole;
   // Any bytes in the place of a plan, symbols, planes and escapes.
   std::mt19937 generator(3);
   for (int turn = 0; turn < 6; ++turn) {

@@ -75,6 +75,67 @@ def test_cuda_gives_the_bytes_of_the_cpu(dtype, numel, power):
             assert torch.equal(out.view(BITS[dtype]), x.view(BITS[dtype]))
 
 
+SOUND = torch.iinfo(torch.int64).max
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("numel", "num_rows"), [(0, 2), (1, 3), (70_001, 1), (70_001, 4)])
+def test_rows_hold_the_payloads_of_parts(device, dtype, numel, num_rows):
+    x = torch.randn(numel).to(device, dtype)
+    rows, num_bytes = ops.encode_exponent_rows(x, num_rows, left_out=num_rows - 2)
+    each, damaged = -(-numel // num_rows), torch.full((1,), SOUND, device=device)
+    for i, (row, size) in enumerate(zip(rows, num_bytes.tolist(), strict=True)):
+        part = x[i * each : (i + 1) * each]
+        if i == num_rows - 2:
+            assert size == 0
+            continue
+        payload = ops.encode_exponents(part)
+        assert torch.equal(row[:size], payload)
+        # As it is, at an odd address, and followed by other bytes.
+        odd = torch.cat([payload.new_zeros(1), payload, payload.new_full((9,), 7)])[1:]
+        for here in (payload.clone(), odd, row):
+            out = torch.full_like(part, 3)
+            ops.decode_exponent_row_(out, here, damaged)
+            assert torch.equal(out.view(BITS[dtype]), part.view(BITS[dtype]))
+    assert damaged.item() == SOUND
+
+
+def test_damage_of_a_row_is_told(device):
+    x = torch.randn(20_000).to(device)
+    rows, num_bytes = ops.encode_exponent_rows(x, 1)
+    row, out = rows[0, : int(num_bytes)].clone(), torch.empty_like(x)
+
+    def lowest(row):
+        damaged = torch.full((1,), SOUND, device=device)
+        ops.decode_exponent_row_(out, row, damaged)
+        return damaged.item()
+
+    assert lowest(row) == SOUND
+    assert lowest(row[:-8]) == 2
+    # Magic, number of elements, bytes of the first block, plan of the last.
+    sizes = row[16:28].view(torch.int32).tolist()
+    for place, block in ((0, 0), (8, 0), (16, 0), (32 + sum(sizes[:2]), 2)):
+        other = row.clone()
+        other[place] += 99
+        assert lowest(other) == block
+    with pytest.raises(RuntimeError, match="expected payload to hold 20000 elements, got 8 bytes"):
+        ops.decode_exponent_row_(out, row[:8], torch.zeros(1).long())
+    with pytest.raises(RuntimeError, match="damaged to be one number"):
+        ops.decode_exponent_row_(out, row, torch.zeros(2).long())
+    with pytest.raises(RuntimeError, match="num_rows to be at least 1, got 0"):
+        torch.ops.moe_ext.encode_exponent_rows(x, 0)
+
+
+def test_rows_wait_for_nothing():
+    """Fake tensors have no values that could be read back."""
+    with torch._subclasses.FakeTensorMode():
+        x = torch.empty(70_001, device="cuda")
+        rows, num_bytes = ops.encode_exponent_rows(x, 4)
+        assert rows.is_cuda and rows.shape == (4, ops.most_exponent_bytes(17_501, x.dtype))
+        part = torch.empty(17_501, device="cuda")
+        ops.decode_exponent_row_(part, rows.narrow(0, 1, 1).view(-1), num_bytes.narrow(0, 0, 1))
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.binary(min_size=0, max_size=700), st.sampled_from(DTYPES), st.integers(1, 30))
 def test_any_bytes_are_restored(raw, dtype, repeats):
@@ -163,6 +224,12 @@ def test_refusals(call, message):
 def test_operators_are_registered_in_full():
     x = torch.randn(100).bfloat16()
     torch.library.opcheck(torch.ops.moe_ext.encode_exponents, (x,))
+    rows, num_bytes = ops.encode_exponent_rows(x, 1)
+    args = torch.empty_like(x), rows[0], num_bytes
+    torch.library.opcheck(torch.ops.moe_ext.decode_exponent_row_, args)
+    # What is behind a payload is any value.
+    checks = "test_schema", "test_faketensor", "test_autograd_registration"
+    torch.library.opcheck(torch.ops.moe_ext.encode_exponent_rows, (x, 3), test_utils=checks)
     torch.library.opcheck(
         torch.ops.moe_ext.decode_exponents_, (torch.empty_like(x), ops.encode_exponents(x))
     )

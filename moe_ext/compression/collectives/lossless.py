@@ -1,13 +1,17 @@
 """Collectives whose payloads keep every bit: exponents are coded (see `ops.encode_exponents`).
 
 Payloads have lengths of their own. Ranks tell each other theirs first, in messages of 8 bytes, and
-pad to the longest. Shape suffixes: N elements.
+pad to the longest: the one thing that the host has to know before it can send them. Shape suffixes:
+N elements, P ranks, B bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
@@ -16,9 +20,13 @@ from moe_ext.distributed import worker
 from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.comm import Pending
 from moe_ext.distributed.groups import group_size, resolve_group
+from moe_ext.distributed.streams import HostCopy
 from moe_ext.distributed.worker import Messages
 
+T = TypeVar("T")
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SOUND = torch.iinfo(torch.int64).max
 
 
 def _check(
@@ -32,8 +40,6 @@ def _check(
     x, name = whole
     size = group_size(ranks)
     problem = tensor_problem(x, name, DTYPES)
-    if problem is None and x.device.type != "cpu":
-        problem = f"expected {name} to be on the CPU, got {x.device}"
     if problem is None and part is not None:
         y, part_name = part
         fits = y.numel() * size == x.numel() and y.dtype == x.dtype and y.device == x.device
@@ -62,8 +68,7 @@ def lossless_all_reduce_(
     makes rounding differ.
 
     Args:
-        x (Tensor): float32, bfloat16 or float16, on the CPU, contiguous, of any shape; changed in
-            place.
+        x (Tensor): float32, bfloat16 or float16, contiguous, of any shape; changed in place.
         group: the ranks; None is the default group.
         average (bool): divide by P.
         validate (bool): compare the arguments of all ranks first.
@@ -76,8 +81,11 @@ def lossless_all_reduce_(
         ValueError: on every rank (of the others only with ``validate``): an argument has the wrong
             dtype, device or shape, or differs between ranks; the message names them.
         RankFailureError: a rank died or did not answer; x is as it was.
+        RuntimeError: on the rank that it reached, a payload is damaged; x may have changed.
 
-    Deterministic: the same on every rank and in every run.
+    Deterministic: the same on every rank and in every run, and on CUDA as on the CPU. There nothing
+    but numbers of bytes comes to the host: one for each of the two messages, for which it waits
+    when this is called, and a mark of damage, when the result is asked for.
     """
     name = "lossless_all_reduce_"
     ranks = resolve_group(group, name)
@@ -148,9 +156,7 @@ def lossless_reduce_scatter(
     _check(name, (input, "input"), (output, "output"), ranks, average, validate)
     factor = 1 / group_size(ranks) if average else 1.0
     args = (output.detach().view(-1), input.detach().view(-1), factor)
-    pending = worker.start(
-        _reduce_scatter, args, ranks, name, finish=lambda _: output, async_op=async_op
-    )
+    pending = _start(_reduce_scatter, args, ranks, name, output, async_op)
     return pending if async_op else pending.wait()
 
 
@@ -159,8 +165,7 @@ def start_all_reduce(
 ) -> Pending[Tensor]:
     """`lossless_all_reduce_` without its checks."""
     factor = 1 / group_size(group) if average else 1.0
-    args = (x.detach().view(-1), factor)
-    return worker.start(_all_reduce, args, group, operation, finish=lambda _: x, async_op=async_op)
+    return _start(_all_reduce, (x.detach().view(-1), factor), group, operation, x, async_op)
 
 
 def start_all_gather(
@@ -173,76 +178,115 @@ def start_all_gather(
 ) -> Pending[Tensor]:
     """`lossless_all_gather` without its checks."""
     args = (output.detach().view(-1), input.detach().view(-1))
-    return worker.start(
-        _all_gather, args, group, operation, finish=lambda _: output, async_op=async_op
-    )
+    return _start(_all_gather, args, group, operation, output, async_op)
 
 
-def _longest(payloads: list[Tensor], messages: Messages) -> int:
-    """Bytes of the longest payload of any rank."""
-    most = torch.tensor([max(len(payload) for payload in payloads)])
-    return int(messages.gather(most.view(torch.uint8)).view(-1).view(torch.int64).max())
+class _Payloads:
+    """Payloads of one collective as they are sent and read, and what is damaged of them."""
+
+    def __init__(self) -> None:
+        self._damaged: Tensor | None = None
+        self._told: HostCopy | None = None
+
+    def padded(self, rows_PB: Tensor, num_bytes_P: Tensor, messages: Messages) -> Tensor:
+        """The rows with as many bytes as the longest payload of any rank."""
+        most = messages.gather(num_bytes_P.max().view(1).view(torch.uint8))
+        # NOTE: device-to-host sync, of the length that the next message has.
+        longest = int(most.view(-1).view(torch.int64).max())
+        # The last ranks' own parts have fewer elements.
+        return nn.functional.pad(rows_PB, (0, longest - rows_PB.shape[1])).reshape(-1)
+
+    def read(self, out: Tensor, row: Tensor) -> None:
+        """Restores a part."""
+        if self._damaged is None:
+            self._damaged = torch.full((1,), _SOUND, device=row.device)
+        ops.decode_exponent_row_(out, row, self._damaged)
+
+    def tell(self) -> None:
+        """After the last one was read: what is damaged comes to the host, which does not wait."""
+        if self._damaged is not None:
+            self._told = HostCopy(self._damaged.view(1, 1))
+
+    def check(self, operation: str) -> None:
+        """Raise where something was damaged."""
+        if self._told is not None and (block := self._told.rows()[0][0]) != _SOUND:
+            raise RuntimeError(
+                f"{operation}: expected payloads to arrive as they were sent, got a damaged block "
+                f"{block}"
+            )
 
 
-def _row(payloads: list[Tensor], num_bytes: int) -> Tensor:
-    row = torch.zeros(len(payloads), num_bytes, dtype=torch.uint8)
-    for part, payload in zip(row, payloads, strict=True):
-        part[: len(payload)] = payload
-    return row.view(-1)
+def _start(
+    twin: Callable[..., list[Tensor]],
+    args: tuple[Tensor | float, ...],
+    group: ProcessGroup | None,
+    operation: str,
+    result: T,
+    async_op: bool,
+) -> Pending[T]:
+    payloads = _Payloads()
+
+    def finish(_: list[Tensor]) -> T:
+        payloads.check(operation)
+        return result
+
+    return worker.start(twin, (*args, payloads), group, operation, finish=finish, async_op=async_op)
 
 
-def _sum_of_shard(x_N: Tensor, factor: float, messages: Messages) -> tuple[Tensor, list[Tensor]]:
+def _sum_of_shard(
+    x_N: Tensor, factor: float, payloads: _Payloads, messages: Messages
+) -> tuple[Tensor, list[Tensor]]:
     """The sum of this rank's shard, and the shards of x."""
     count = -(-x_N.numel() // messages.size)
     shards = [x_N[rank * count : (rank + 1) * count] for rank in range(messages.size)]
     own = shards[messages.rank]
-    payloads = [
-        ops.encode_exponents(shard) if rank != messages.rank else x_N.new_empty(0).view(torch.uint8)
-        for rank, shard in enumerate(shards)
-    ]
-    found = messages.exchange(_row(payloads, _longest(payloads, messages)))
-    sum_n, theirs = torch.zeros(own.numel()), torch.empty_like(own)
-    for rank, payload in enumerate(found):
+    coded = ops.encode_exponent_rows(x_N, messages.size, left_out=messages.rank)
+    found_PB = messages.exchange(payloads.padded(*coded, messages))
+    sum_n = torch.zeros(own.numel(), device=x_N.device)
+    theirs = torch.empty_like(own)
+    for rank, row in enumerate(found_PB):
         if rank != messages.rank:
-            ops.decode_exponents_(theirs, _cut(payload, own))
+            payloads.read(theirs, row)
         sum_n.add_(own if rank == messages.rank else theirs, alpha=factor)
     return sum_n.to(x_N.dtype), shards
 
 
-def _cut(payload: Tensor, like: Tensor) -> Tensor:
-    """A payload of as many elements without what it was padded with."""
-    return payload[: ops.exponent_bytes(payload, like.numel())]
-
-
-def _gather(own: Tensor, shards: list[Tensor], messages: Messages) -> None:
+def _gather(own: Tensor, shards: list[Tensor], payloads: _Payloads, messages: Messages) -> None:
     """Fills the shards, of which this rank has its own."""
-    payload = [ops.encode_exponents(own)]
-    rows = messages.gather(_row(payload, _longest(payload, messages)))
-    for rank, (shard, row) in enumerate(zip(shards, rows, strict=True)):
+    rows_PB = messages.gather(payloads.padded(*ops.encode_exponent_rows(own, 1), messages))
+    for rank, (shard, row) in enumerate(zip(shards, rows_PB, strict=True)):
         if rank == messages.rank:
             shard.copy_(own)
         else:
-            ops.decode_exponents_(shard, _cut(row, shard))
+            payloads.read(shard, row)
+    payloads.tell()
 
 
-def _all_reduce(x_N: Tensor, factor: float, messages: Messages) -> list[Tensor]:
+def _all_reduce(
+    x_N: Tensor, factor: float, payloads: _Payloads, messages: Messages
+) -> list[Tensor]:
     if messages.size > 1 and x_N.numel():
-        own, shards = _sum_of_shard(x_N, factor, messages)
-        _gather(own, shards, messages)
+        own, shards = _sum_of_shard(x_N, factor, payloads, messages)
+        _gather(own, shards, payloads, messages)
     return [x_N]
 
 
-def _reduce_scatter(out: Tensor, x_N: Tensor, factor: float, messages: Messages) -> list[Tensor]:
+def _reduce_scatter(
+    out: Tensor, x_N: Tensor, factor: float, payloads: _Payloads, messages: Messages
+) -> list[Tensor]:
     if messages.size > 1 and x_N.numel():
-        out.copy_(_sum_of_shard(x_N, factor, messages)[0])
+        out.copy_(_sum_of_shard(x_N, factor, payloads, messages)[0])
+        payloads.tell()
     else:
         out.copy_(x_N)
     return [out]
 
 
-def _all_gather(out_N: Tensor, own: Tensor, messages: Messages) -> list[Tensor]:
+def _all_gather(
+    out_N: Tensor, own: Tensor, payloads: _Payloads, messages: Messages
+) -> list[Tensor]:
     if messages.size > 1 and own.numel():
-        _gather(own, list(out_N.view(messages.size, -1)), messages)
+        _gather(own, list(out_N.view(messages.size, -1)), payloads, messages)
     else:
         out_N.copy_(own)
     return [out_N]

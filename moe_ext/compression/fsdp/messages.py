@@ -209,9 +209,8 @@ class CompressedAllGather(_Message, AllGather):
 
     Args:
         format: "int8", "int6", "int4", "int3", "int2", "fp8", "bf16", "lossless" for every bit of
-            all that is gathered (see `lossless_all_gather`; on a GPU FSDP's own message), "none"
-            for FSDP's own message, or a `PayloadCodec`, also by the name that it was registered
-            with.
+            all that is gathered (see `lossless_all_gather`), "none" for FSDP's own message, or a
+            `PayloadCodec`, also by the name that it was registered with.
         block (int): elements that share a scale.
         module (FSDPModule): what it is set on; None takes a message as one tensor.
         name (str): the module's, for messages of errors.
@@ -272,7 +271,7 @@ class CompressedAllGather(_Message, AllGather):
                 input_tensor.numel(), trainable_only=False, frozen_only=self.frozen_only
             )
         codes_all = self.lossless and input_tensor.dtype in _CODED and not inside
-        if codes_all and input_tensor.device.type == "cpu":
+        if codes_all:
             found = start_lossless(output_tensor, input_tensor, group, operation=self.op)
             work: Work = comm.PendingWork(found.wait)
         elif layout is None or layout.packed_numel == 0:
