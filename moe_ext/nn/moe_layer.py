@@ -9,6 +9,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +45,7 @@ from moe_ext.nn.balance.losses import (
     inject_losses,
     loss_terms,
 )
-from moe_ext.nn.balance.moved import MODES, ExpertMoves, Rebalance, Rebalancer
+from moe_ext.nn.balance.moved import MODES, ExpertMoves, PlacedRows, Rebalance, Rebalancer
 from moe_ext.nn.balance.quantile import NUM_BINS, add_required_bias
 from moe_ext.nn.capacity import Capacity, Choice, RowBudget, limit_choice, run_padded
 from moe_ext.nn.chunks import run_chunks
@@ -372,9 +373,7 @@ class MoELayer(CountingModule):
             )
             if self.overlap > 1:
                 self.dispatcher = self.dispatcher.cut(self.overlap)
-        dispatcher, static = self.dispatcher, self._is_static()
-        agreeing = static or self._rebalancer is not None
-        with telling_in_agreement(dispatcher, x.device) if agreeing else dispatcher.routing(x):
+        with self._routing(x):
             self._check_inputs(x, per_token)
             x_TD = x.reshape(-1, self.model_dim)
             flat = {name: t.reshape(-1) for name, t in per_token.items() if t is not None}
@@ -399,6 +398,14 @@ class MoELayer(CountingModule):
         y_TD = self._account(y_TD, routed, mask_T, math.prod(x.shape[:-2]), num_dropped)
         return y_TD.reshape(x.shape)
 
+    def _routing(self, x: Tensor) -> AbstractContextManager[object]:
+        """Context for what comes before the first exchange, whose failure it then tells."""
+        if self._is_static():
+            return telling_in_agreement(self.dispatcher, x.device)
+        if self._rebalancer is None:
+            return self.dispatcher.routing(x)
+        return self.dispatcher.routing(x, num_shared=self.num_experts)
+
     def _run_experts(self, x_TD: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
         """Dispatch, experts, combine: `y [T, D]`, and the number of slots that were dropped."""
         if self._shards > 1:
@@ -407,8 +414,9 @@ class MoELayer(CountingModule):
         if self._rebalancer is None:
             return self._send_rows(x_TD, choice)
         counts = self.training and not self.counting and not in_backward()
-        slots, moves = self._rebalancer.route(choice.topk_idx, x_TD, self.dispatcher, counts=counts)
-        return self._send_rows(x_TD, choice._replace(topk_idx=slots), moves)
+        idx, weights = choice.topk_idx, choice.topk_weights
+        placed = self._rebalancer.place(x_TD, idx, weights, self.dispatcher, counts=counts)
+        return self._send_rows(x_TD, choice._replace(topk_idx=placed.slot_idx), placed)
 
     def _to_shards(self, choice: Choice) -> Choice:
         """Slots `[T, K * etp]`: every shard of each chosen expert, with its weight."""
@@ -427,14 +435,15 @@ class MoELayer(CountingModule):
         return budget is not None and budget.static and not self.dispatcher.in_graph
 
     def _send_rows(
-        self, x_TD: Tensor, choice: Choice, moves: ExpertMoves | None = None
+        self, x_TD: Tensor, choice: Choice, placed: PlacedRows | None = None
     ) -> tuple[Tensor, Tensor]:
         dispatcher, experts = self.dispatcher, self.experts
         topk_idx, topk_weights, capacity, dropped, filled = choice
         metadata: DispatchMetadata
         others: Callable[[], list[Chunk]] = list
         by_rows = self.overlap > 1 or self.row_budget is not None or capacity is not None
-        if not by_rows and self._rebalancer is None:
+        moves = None if placed is None else placed.moves
+        if not by_rows and placed is None:
             summed = run_tokens(experts, dispatcher, x_TD, choice)
             if summed is not None:
                 y_TD, num_dropped = summed
@@ -458,10 +467,12 @@ class MoELayer(CountingModule):
                 take = functools.partial(moved_weights, experts, moves)
             beside["meanwhile"] = lambda: late.update(take())
         if self.row_budget is None:
+            if placed is not None:
+                beside["counts"] = placed.counts
             rows, offsets, metadata = dispatcher.dispatch(
                 x_TD, topk_idx, topk_weights, capacity=capacity, **beside
             )
-            if self._rebalancer is not None:
+            if placed is not None:
                 # Slots behind them have no rows.
                 held = offsets.shape[0] // 2 + (0 if moves is None else sum(moves.receive))
                 offsets = offsets[: held + 1]

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import moe_ext
 from moe_ext import distributed as md
 from moe_ext.distributed import comm
+from moe_ext.distributed.dispatch import rows
 from moe_ext.distributed.link import Link
+from moe_ext.distributed.own_errors import Underway
 from moe_ext.nn import Capacity, ModuleExperts, Rebalance, RowBudget, update_placement
 
 D, F, E, K = 8, 6, 8, 2
@@ -61,10 +64,12 @@ def assert_same(layer, want, *args):
         torch.testing.assert_close(a, b, **TIGHT)
 
 
-@RANKS(("alltoall",), ("dedup",), ("allgather",), ("auto",))
+@RANKS(("alltoall",), ("dedup",), ("hierarchical",), ("allgather",), ("auto",))
 def equal_to_unbalanced(dispatcher):
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # nodes of the hierarchical dispatcher
     layer = make(ALWAYS, dispatcher=dispatcher)
     assert_same(layer, run(make(dispatcher=dispatcher)))
+    del os.environ["LOCAL_WORLD_SIZE"]
     moved = comm.all_gather(
         layer.metrics["num_moved_experts"][None], dist.group.WORLD, operation="test"
     )
@@ -85,6 +90,79 @@ def same_bits():
         x = (8 * x).round() / 8
         assert torch.equal(moved(x), plain(x))
         assert torch.equal(make(ALWAYS, dispatcher="dedup")(x), make(ALWAYS)(x))
+
+
+@RANKS()
+def masked_tokens():
+    mask = torch.arange(batch().shape[0]) % 3 > 0
+
+    def masked(layer, x):
+        return layer(x, token_mask=mask)
+
+    layer = make(ALWAYS)
+    assert_same(layer, run(make(), masked), masked)
+    moved = layer.metrics["num_moved_experts"][None]
+    assert comm.all_gather(moved, dist.group.WORLD, operation="test").sum() > 0
+
+
+class Messages(list):
+    """Collectives of this rank while the context is open: kind, and whether it brings integers."""
+
+    def __enter__(self):
+        self.post = comm.Underway, rows.Underway
+
+        def posted(work, call):
+            self.append((call.kind, not call.x.is_floating_point()))
+            return Underway(work, call)
+
+        comm.Underway = rows.Underway = posted
+        return self
+
+    def __exit__(self, *raised):
+        comm.Underway, rows.Underway = self.post
+
+    @property
+    def num_integers(self):
+        return sum(integers for _, integers in self)
+
+
+FREE = Link(0.0, 1e15, 1e15)
+MODES = {
+    "always": ALWAYS,
+    "pays": Rebalance(link=FREE, flops=1e3),
+    "does not pay": Rebalance(link=Link.of_rate(1e3), flops=1e15),
+    "no plan": Rebalance("periodic"),
+}
+
+
+@RANKS(*((mode, passes) for mode in MODES for passes in (1, 2)))
+def counts_travel_once(mode, passes):
+    """In a forward pass, and once more where it is run again."""
+    layer, plain, found = make(MODES[mode]), make(), []
+    for each in (plain, layer):
+        each(batch())
+        with Messages() as sent:
+            (each(batch()) if passes == 1 else recomputed(each, batch())).sum().backward()
+        found.append(sent)
+        assert sent.num_integers == passes
+    moves = 4 * 2 * passes if mode in ("always", "pays") else 0
+    assert int(layer.metrics["num_moved_experts"]) <= moves
+    # Both ways of four weights and biases; those of a recomputation go out once more.
+    extra = len(found[1]) - len(found[0])
+    assert extra == (4 * (1 + passes) if moves else 0), (mode, found)
+
+
+@RANKS(("dedup", 1), ("hierarchical", 2), ("allgather", 1))
+def numbers_of_tokens_are_exchanged_for_each_hop(dispatcher, hops):
+    """They do not follow from counts of experts; dedup brings indices in bytes, too."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    layer, plain = make(ALWAYS, dispatcher=dispatcher), make(dispatcher=dispatcher)
+    del os.environ["LOCAL_WORLD_SIZE"]
+    for each, counts in ((plain, 0), (layer, 1)):
+        each(batch())
+        with Messages() as sent:
+            each(batch())
+        assert sent.num_integers == counts + 2 * hops
 
 
 @RANKS()
@@ -224,6 +302,35 @@ def a_failing_rank_is_named():
     wrong = dist.get_rank() == 0
     x = batch().float()[:, :3] if wrong else batch()
     raised(ValueError, "expected x to be of shape", layer, x)
+    assert_same(layer, run(make()))
+
+
+@RANKS(("alltoall",), ("dedup",))
+def a_wrong_choice_is_told(dispatcher):
+    layer = make(ALWAYS, dispatcher=dispatcher)
+
+    def beyond(router, args, found):
+        return found._replace(gate=found.gate._replace(topk_idx=found.gate.topk_idx + E))
+
+    if dist.get_rank() == 1:
+        hook = layer.router.register_forward_hook(beyond)
+    raised(RuntimeError, "permute_tokens: expected topk_idx", layer, batch())
+    if dist.get_rank() == 1:
+        hook.remove()
+    with torch.set_grad_enabled(dist.get_rank() == 0):
+        raised(ValueError, "is_grad_enabled.* to be equal on every rank", layer, batch())
+    assert_same(layer, run(make(dispatcher=dispatcher)))
+
+
+@RANKS()
+def an_error_behind_the_counts_is_told():
+    layer = make(ALWAYS)
+    own, layer._rebalancer._moves = layer._rebalancer._moves, None
+    if dist.get_rank() != 1:
+        layer._rebalancer._moves = own
+    raised(TypeError, "NoneType", layer, batch())
+    layer._rebalancer._moves = own
+    assert_same(layer, run(make()))
 
 
 @RANKS()

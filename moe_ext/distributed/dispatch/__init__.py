@@ -11,12 +11,13 @@ from moe_ext.distributed.dispatch.base import (
     DispatchMetadata,
     Part,
     RowWeights,
+    SharedCounts,
     TokenDispatcher,
     WrappedDispatcher,
     sum_dtype,
     take_part,
 )
-from moe_ext.distributed.dispatch.chunks import Chunk
+from moe_ext.distributed.dispatch.chunks import Chunk, RowCounts
 from moe_ext.distributed.dispatch.dedup import (
     COMBINES,
     DedupDispatcher,
@@ -28,7 +29,6 @@ from moe_ext.distributed.dispatch.named import DISPATCHERS, named_dispatcher
 from moe_ext.distributed.dispatch.nccl_ep import NcclEpDispatcher
 from moe_ext.distributed.dispatch.static import (
     check_static,
-    gather_counts,
     static_chunks,
     telling_in_agreement,
 )
@@ -51,13 +51,14 @@ __all__ = [
     "LocalDispatcher",
     "NcclEpDispatcher",
     "Part",
+    "RowCounts",
     "RowWeights",
+    "SharedCounts",
     "SymmetricMemoryDispatcher",
     "TokenDispatcher",
     "Wire",
     "WrappedDispatcher",
     "check_static",
-    "gather_counts",
     "named_dispatcher",
     "static_chunks",
     "sum_dtype",

@@ -132,6 +132,21 @@ class ExchangedCounts:
     has_backward: bool
 
 
+@dataclass(frozen=True)
+class SharedCounts:
+    """Rows of every rank for every expert, which all ranks know.
+
+    Attributes:
+        tables: this rank's slots, grouped by expert.
+        counts_PE: int64, on the host.
+        has_backward: see `ExchangedCounts`.
+    """
+
+    tables: ops.Permutation
+    counts_PE: Tensor
+    has_backward: bool
+
+
 # Sends the rows of a part, with something to do meanwhile.
 Part = Callable[[Callable[[], None] | None], tuple[Tensor, Tensor, DispatchMetadata]]
 
@@ -287,7 +302,9 @@ class TokenDispatcher:
 
     # The part that a layer calls.
 
-    def routing(self, x: Tensor) -> AbstractContextManager[object]:
+    def routing(
+        self, x: Tensor, *, num_shared: int | None = None
+    ) -> AbstractContextManager[object]:
         """Context for what comes before `dispatch` and can fail on one rank alone.
 
         Checks of x, the router: when the code inside fails, the other ranks get the same error
@@ -295,9 +312,39 @@ class TokenDispatcher:
 
         Args:
             x: the input that is looked at, `[..., D]`.
+            num_shared: experts of the `share_counts` that comes before `dispatch`; None for none.
         """
         silent = self.group is None or type(self).exchange_counts is TokenDispatcher.exchange_counts
-        return _SILENT if silent else self._telling_of_failure(x)
+        return _SILENT if silent else self._telling_of_failure(x, num_shared)
+
+    def share_counts(
+        self, x_TD: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor, num_experts: int
+    ) -> SharedCounts:
+        """Tell all ranks the rows of every expert, for a caller who places rows by these counts.
+
+        It is the exchange of counts of the `dispatch` that follows, to which the caller gives the
+        `RowCounts` that follow from it. Between the two comes `computing`.
+
+        NOTE: device-to-host sync, in the place of that of `dispatch`.
+
+        Args:
+            x_TD: as in `dispatch`.
+            topk_idx_TK: experts of every token before they are placed, -1 = none.
+            topk_weights_TK: as in `dispatch`.
+            num_experts: of these experts, equal on every rank.
+
+        Raises:
+            As `dispatch`.
+        """
+        with self._telling_of_failure(x_TD, num_experts):
+            self._check_dtype(x_TD)
+            none_TD = x_TD.detach()[:, :0]
+            _, tables = ops.permute_tokens(none_TD, topk_idx_TK, num_experts)
+        own_PE = tables.num_tokens_per_expert.expand(self.num_ranks, -1)
+        in_graph = x_TD.requires_grad or topk_weights_TK.requires_grad
+        header = self._header(x_TD, topk_idx_TK.shape[1], None, in_graph)
+        told = self._compare(own_PE, header, None, lambda counts_PE: counts_PE)
+        return SharedCounts(tables, torch.tensor(told.received).T, told.has_backward)
 
     def computing(self, x: Tensor) -> AbstractContextManager[object]:
         """Context for what comes after `dispatch`, up to the end of `combine`.
@@ -333,6 +380,7 @@ class TokenDispatcher:
         topk_weights_TK: Tensor,
         *,
         capacity: int | None = None,
+        counts: RowCounts | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
         """Bring every row to its expert.
@@ -342,6 +390,8 @@ class TokenDispatcher:
             topk_idx_TK: experts of every token, -1 = none.
             topk_weights_TK: their weights.
             capacity: rows that an expert takes from this rank, None for all.
+            counts: rows that travel, where all ranks know them by `share_counts`; None exchanges
+                them.
             meanwhile: called while the rows are underway, if they travel: its backward pass runs
                 beside the exchange of their gradients.
 
@@ -358,9 +408,15 @@ class TokenDispatcher:
             rows_ND, tables = self._group_by_expert(x_TD, topk_idx_TK, topk_weights_TK, capacity)
             metadata = DispatchMetadata(tables, topk_weights_TK, expert_capacity=capacity)
             return rows_ND, tables.expert_offsets, metadata
-        rows_ND, tables, counts = self._group_and_count(
-            x_TD, topk_idx_TK, topk_weights_TK, capacity
-        )
+        if counts is None:
+            rows_ND, tables, counts = self._group_and_count(
+                x_TD, topk_idx_TK, topk_weights_TK, capacity
+            )
+        else:
+            with self.computing(x_TD):
+                rows_ND, tables = self._group_by_expert(
+                    x_TD, topk_idx_TK, topk_weights_TK, capacity
+                )
         rows_ND = rows_ND[: sum(counts.sent)]
         return self._send(rows_ND, tables, topk_weights_TK, counts, "dispatch", meanwhile=meanwhile)
 
@@ -717,7 +773,7 @@ class TokenDispatcher:
         return rows_ND, tables, self._count(own_PL, header)
 
     @contextlib.contextmanager
-    def _telling_of_failure(self, x: Tensor) -> Iterator[None]:
+    def _telling_of_failure(self, x: Tensor, num_shared: int | None = None) -> Iterator[None]:
         """Tell the other ranks when the code inside fails, in the place of the counts."""
         try:
             yield
@@ -727,7 +783,7 @@ class TokenDispatcher:
             header = self._header(x, 0, 0, x.requires_grad, failed=True)
             nothing_PL = torch.zeros(
                 self.num_ranks,
-                self.num_counts * self.num_parts,
+                num_shared or self.num_counts * self.num_parts,
                 dtype=torch.int64,
                 device=x.device,
             )

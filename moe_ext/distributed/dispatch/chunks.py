@@ -35,6 +35,21 @@ class RowCounts:
     has_backward: bool = False
     padded: bool = False
 
+    @classmethod
+    def of_all(
+        cls, rows_PE: Tensor, rank: int, *, has_backward: bool, device: torch.device
+    ) -> RowCounts:
+        """The part of a rank in the rows `[P, E]` of every rank for every expert."""
+        num_ranks = rows_PE.shape[0]
+        rows_PPL = rows_PE.view(num_ranks, num_ranks, -1)
+        between_PP, received_PL = rows_PPL.sum(2), rows_PPL[:, rank]
+        return cls(
+            tuple(between_PP[rank].tolist()),
+            tuple(between_PP[:, rank].tolist()),
+            received_PL.to(device),
+            has_backward=has_backward,
+        )
+
     def expert_of_row(self) -> Tensor:
         """The local expert of every received row `[R]`, -1 for none."""
         num_ranks, num_experts = self.received_PL.shape

@@ -25,6 +25,7 @@ from moe_ext import ops
 from moe_ext._checks import check_choice
 from moe_ext.distributed import comm
 from moe_ext.distributed._c10d import small_message_device
+from moe_ext.distributed.dispatch.alltoall import AllToAllDispatcher
 from moe_ext.distributed.dispatch.base import (
     DispatchMetadata,
     Part,
@@ -241,7 +242,7 @@ class _BringWeights(torch.autograd.Function):
         return torch.cat(return_weights(ctx.journeys, grads)), None
 
 
-class DedupDispatcher(TokenDispatcher):
+class DedupDispatcher(AllToAllDispatcher):
     """Experts spread over a group; a token goes once to each rank that holds any of its experts.
 
     With K experts of E a token, each on one of P ranks, the rows that leave a rank fall from
@@ -294,11 +295,16 @@ class DedupDispatcher(TokenDispatcher):
 
     def tell_apart(self, layers: Sequence[str], layer: int) -> None:
         """See `TokenDispatcher`."""
+        super().tell_apart(layers, layer)
         for hop in self._hops:
             hop.tell_apart(layers, layer)
 
-    def routing(self, x: Tensor) -> AbstractContextManager[object]:
+    def routing(
+        self, x: Tensor, *, num_shared: int | None = None
+    ) -> AbstractContextManager[object]:
         """See `TokenDispatcher`."""
+        if num_shared is not None:
+            return super().routing(x, num_shared=num_shared)
         return self._telling_from(0, x)
 
     def _telling_from(self, first: int, x: Tensor) -> contextlib.ExitStack:
@@ -322,9 +328,10 @@ class DedupDispatcher(TokenDispatcher):
         topk_weights_TK: Tensor,
         *,
         capacity: int | None = None,
+        counts: RowCounts | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
-        """See `TokenDispatcher`."""
+        """See `TokenDispatcher`; numbers of tokens follow from no counts, and are exchanged."""
         return self._dispatch(x_TD, topk_idx_TK, topk_weights_TK, capacity, x_TD.dtype, meanwhile)
 
     @property

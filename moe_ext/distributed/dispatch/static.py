@@ -6,7 +6,7 @@ Shapes: T tokens, D model, E experts, K top-k, P ranks, L = E/P local experts.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -135,17 +135,6 @@ def telling_in_agreement(dispatcher: TokenDispatcher, device: torch.device) -> I
             with contextlib.suppress(ValueError, TypeError, RuntimeError):
                 _agree(dispatcher, device, {}, error)
         raise
-
-
-def gather_counts(
-    dispatcher: TokenDispatcher, counts: Sequence[int], device: torch.device
-) -> list[list[int]]:
-    """Numbers of every rank, in group order, or the error that one of them tells.
-
-    Code before it that can fail on one rank alone belongs into `telling_in_agreement`.
-    """
-    operation, facts = dispatcher.operation, dispatcher._first_facts()
-    return agree(operation, facts, None, dispatcher.group, device, values=counts)
 
 
 def _agree(

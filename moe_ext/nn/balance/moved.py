@@ -9,15 +9,15 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext._checks import check_choice, check_integer
-from moe_ext.distributed.dispatch import TokenDispatcher, gather_counts
+from moe_ext.distributed.dispatch import RowCounts, SharedCounts, TokenDispatcher
 from moe_ext.distributed.dispatch.rows import all_to_all_rows
 from moe_ext.distributed.groups import GroupHandle, group_rank, group_size
 from moe_ext.distributed.link import Link, max_over_ranks, measure_link, quickest, seconds_of
@@ -135,6 +135,21 @@ class ExpertMoves:
         return torch.cat([weight, came.view(-1, *weight.shape[1:])])
 
 
+class PlacedRows(NamedTuple):
+    """Rows of a rank, each at a rank that has room for it.
+
+    Attributes:
+        slot_idx: `[T, K]` slots in the place of experts, -1 for none. Slot `rank * S + s` is expert
+            s of a rank, and a moved one from L on.
+        counts: rows that travel.
+        moves: experts that travel; None for none.
+    """
+
+    slot_idx: Tensor
+    counts: RowCounts
+    moves: ExpertMoves | None
+
+
 @dataclass
 class Moved:
     """Experts moved in the last pass of a rank: `metrics` shows them.
@@ -179,45 +194,53 @@ class Rebalancer:
         found = {"num_moved_experts": self.last.num_experts, "moved_bytes": self.last.num_bytes}
         return {name: torch.tensor(value, device=device) for name, value in found.items()}
 
-    def route(
-        self, topk_idx: Tensor, x_TD: Tensor, dispatcher: TokenDispatcher, *, counts: bool
-    ) -> tuple[Tensor, ExpertMoves | None]:
-        """Slots in the place of experts, `[T, K]`, and the experts that travel, None for none.
-
-        Slot `rank * S + s` is expert s of a rank, and a moved one from L on. All ranks of the group
-        call it together.
+    def place(
+        self,
+        x_TD: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        dispatcher: TokenDispatcher,
+        *,
+        counts: bool,
+    ) -> PlacedRows:
+        """Exchange the counts and give each row its slot; all ranks of the group call it together.
 
         NOTE: device-to-host sync, since the plan is made on the host.
 
         Args:
-            topk_idx: experts, -1 for none.
             x_TD: the tokens.
-            dispatcher: whose ranks are told the counts.
+            topk_idx: experts, -1 for none.
+            topk_weights: their weights.
+            dispatcher: that the rows will be given to.
             counts: add the loads to those of "periodic".
         """
-        flat = topk_idx.flatten()
-        own_E = torch.bincount(flat[flat >= 0], minlength=self.num_experts)
-        counts_PE = torch.tensor(gather_counts(dispatcher, own_E.tolist(), x_TD.device))
-        total_E = counts_PE.sum(0)
-        if self.options.mode == "periodic":
-            plan = self.plan
-            if counts:
-                self.loads_E += total_E
-        else:
-            plan = ops.plan_balance(total_E, self.num_ranks)
+        told = dispatcher.share_counts(x_TD, topk_idx, topk_weights, self.num_experts)
+        with dispatcher.computing(x_TD):
+            if counts and self.options.mode == "periodic":
+                self.loads_E += told.counts_PE.sum(0)
+            return self._placed(told, topk_idx, x_TD)
+
+    def _placed(self, told: SharedCounts, topk_idx: Tensor, x_TD: Tensor) -> PlacedRows:
+        rank, local = group_rank(self._group.group), self.num_experts // self.num_ranks
+        counts_PE, plan = told.counts_PE, self.plan
+        if self.options.mode == "exact":
+            plan = ops.plan_balance(counts_PE.sum(0), self.num_ranks)
         rows_PS = None if plan is None else ops.split_rows(counts_PE, plan)
-        local = self.num_experts // self.num_ranks
+        moves = None
         if plan is None or rows_PS is None or not self._pays(counts_PE, rows_PS, plan, x_TD):
             self.last = Moved()
-            return torch.where(topk_idx < 0, -1, topk_idx + topk_idx // local * local), None
-        rank = group_rank(self._group.group)
-        expert_S = plan.slot_expert.flatten()
-        order_S = expert_S.argsort(stable=True)
-        slots_N = order_S.repeat_interleave(rows_PS[rank][order_S]).to(flat.device)
-        order_N = flat.argsort(stable=True)[int((flat < 0).sum()) :]
-        slot_idx = torch.full_like(flat, -1)
-        slot_idx[order_N] = slots_N
-        return slot_idx.view_as(topk_idx), self._moves(plan, rank)
+            at_home = counts_PE.reshape(self.num_ranks, -1, local)
+            rows_PS = nn.functional.pad(at_home, (0, local)).flatten(1)
+            slot_idx = torch.where(topk_idx < 0, -1, topk_idx + topk_idx // local * local)
+        else:
+            moves = self._moves(plan, rank)
+            order_S = plan.slot_expert.flatten().argsort(stable=True)
+            slots_N = order_S.repeat_interleave(rows_PS[rank][order_S]).to(topk_idx.device)
+            slot_idx = topk_idx.new_full(topk_idx.shape, -1)
+            slot_idx.view(-1)[told.tables.slot_of_row[: slots_N.shape[0]]] = slots_N
+        has_backward = told.has_backward
+        rows = RowCounts.of_all(rows_PS, rank, has_backward=has_backward, device=topk_idx.device)
+        return PlacedRows(slot_idx, rows, moves)
 
     def _moves(self, plan: ops.BalancePlan, rank: int) -> ExpertMoves:
         local = self.num_experts // self.num_ranks
