@@ -17,12 +17,26 @@ from moe_ext.distributed.groups import group_size
 from moe_ext.distributed.placement import sharded_parameters
 from moe_ext.pipeline import ActionTable, Pipeline, make_table
 from moe_ext.planner.cost import exchange_bytes, gradient_bytes
+from moe_ext.planner.spec import model_spec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moe_ext.integrations.huggingface.stages import Stages
     from moe_ext.planner.plan import Plan
+
+
+# Sizes of a model that all of its specifications say alike.
+_SIZES = (
+    "num_layers",
+    "model_dim",
+    "num_heads",
+    "ffn_dim",
+    "vocab_size",
+    "num_experts",
+    "top_k",
+    "num_moe_layers",
+)
 
 
 @dataclass(frozen=True)
@@ -178,6 +192,7 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
         tensor_parallel_styles,
     )
 
+    _check_model(plan, model)
     choice = plan.choice
     pp, tp, cp, ep = (int(choice[name] or 1) for name in ("pp", "tp", "cp", "ep"))
     if pp > 1 and cp > 1:
@@ -226,6 +241,20 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
         assert stages is not None
         pipeline = _pipeline(table, stages, mesh, recompute=bool(choice["recompute"]) and splits)
     return Applied(model, mesh, plan, pipeline)
+
+
+def _check_model(plan: Plan, model: nn.Module) -> None:
+    """ValueError for a model of other sizes than the plan's, where it has a configuration."""
+    if not hasattr(getattr(model, "config", None), "to_dict"):
+        return
+    found = model_spec(model)
+    for name in _SIZES:
+        wanted, size = getattr(plan.model, name), getattr(found, name)
+        if size != wanted:
+            raise ValueError(
+                f"Plan.apply: expected model to have {name}={wanted}, for which the plan was made, "
+                f"got {size}"
+            )
 
 
 def _table(plan: Plan) -> ActionTable:

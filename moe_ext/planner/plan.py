@@ -203,10 +203,11 @@ class Plan:
             The model with its mesh; `sync_gradients()` ends the backward passes of a step.
 
         Raises:
-            ValueError: the plan has cp with pp, or of a model that `prepare_model` refuses; or
-                stages of a model that is not on the CPU, whose decoder is more than layers and a
-                norm, or that wants losses of its routers; or tp with zero 1, or of a model with
-                tied weights or layers that it cannot divide. Nothing is changed.
+            ValueError: the model has other sizes than the plan's; the plan has cp with pp, or of a
+                model that `prepare_model` refuses; or stages of a model that is not on the CPU,
+                whose decoder is more than layers and a norm, or that wants losses of its routers;
+                or tp with zero 1, or of a model with tied weights or layers that it cannot divide.
+                Nothing is changed.
         """
         return apply_plan(self, model)
 

@@ -311,6 +311,25 @@ def refuses_before_it_changes_anything():
         assert model.config._attn_implementation == attention
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_hidden_layers": 3}, "num_layers=2, for which the plan was made, got 3"),
+        ({"vocab_size": 65}, "vocab_size=64, .*, got 65"),
+        ({"num_local_experts": 4}, "num_experts=8, .*, got 4"),
+        ({"intermediate_size": 40}, "ffn_dim=48, .*, got 40"),
+    ],
+)
+def test_a_model_of_other_sizes_is_refused(options, text):
+    pytest.importorskip("transformers")
+    made = plan(made_model(), CLUSTER, num_ranks=1, seq_len=16, global_batch=8, dtype="float32")
+    model = made_model(**options)
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=f"Plan.apply: expected model to have {text}"):
+        made.apply(model)
+    assert before == [type(module) for module in model.modules()]
+
+
 @pytest.mark.parametrize("name", CHECKS)
 def test_over_ranks(name):
     pytest.importorskip("transformers")
