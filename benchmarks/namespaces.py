@@ -102,15 +102,15 @@ class Network:
             command("ip", "-n", name, "link", "set", device, "up")
             self.ends.append((name, device))
 
-    def limit(self, bits_per_second: float | None) -> None:
-        """Hold every end of every wire to a rate; None lets all pass."""
+    def limit(self, bits_per_second: float | None, burst_bytes: int = BURST_BYTES) -> None:
+        """Hold every end of every wire to a rate, behind a burst; None lets all pass."""
         for name, device in self.ends:
             verb = ("tc", "-n", name, "qdisc")
             if bits_per_second is None:
                 with contextlib.suppress(RuntimeError):  # there was no limit
                     command(*verb, "del", "dev", device, "root")
                 continue
-            burst = max(BURST_BYTES, int(bits_per_second / 8 * BURST_SECONDS))
+            burst = max(burst_bytes, int(bits_per_second / 8 * BURST_SECONDS))
             rate = ("rate", f"{int(bits_per_second)}bit", "burst", str(burst))
             limit = ("limit", str(QUEUE_BYTES))
             command(*verb, "replace", "dev", device, "root", "tbf", *rate, *limit)

@@ -3,6 +3,7 @@
 ``pipeline_rank.py RANK WORLD_SIZE`` with the rendezvous in the environment.
 """
 
+import itertools
 import time
 
 import torch
@@ -24,31 +25,39 @@ class Rank:
         pipelines = [dist.new_group(row) for row in grid.T.tolist()]
         self.place, data = rank // EP, rank % EP
         self.stage_group, self.pipeline = stage_groups[self.place], pipelines[data]
+        self.alone_group = [dist.new_group([each]) for each in range(RANKS * EP)][rank]
 
-    def alone(self, rows: int, seconds: float, count: int = 9) -> tuple[float, float]:
-        """Seconds of a forward pass without rows to send, and of one of its exchanges.
+    def alone(self, rows: int, seconds: float, count: int = 9) -> tuple[float, ...]:
+        """Seconds of a forward pass, gradients of its rows, that of its weight, and a transfer.
 
-        Medians; what a sleep takes too long, and what calls take, is in them.
+        Medians of passes whose rows stay here; what a sleep takes too long, and what calls take, is
+        in them. A transfer is half of what forward passes one after the other take longer.
         """
-        medians = []
-        for sent in (2, rows):
-            stage = Sleeping(seconds, sent, self.stage_group, is_first=False)
-            times = []
-            for _ in range(count):
-                dist.barrier()
-                start = time.perf_counter()
-                with torch.no_grad():
-                    stage(torch.zeros(4))
-                times.append(time.perf_counter() - start)
-            medians.append(sorted(times)[count // 2])
-        return medians[0], (medians[1] - medians[0]) / 2
+        stage, times = Sleeping(seconds, rows, self.alone_group, is_first=False), []
+        for _ in range(count):
+            begins = [time.perf_counter()]
+            out = stage(torch.zeros(4, requires_grad=True)).sum()
+            begins.append(time.perf_counter())
+            out.backward()
+            begins.append(time.perf_counter())
+            time.sleep(seconds)
+            begins.append(time.perf_counter())
+            times.append([end - begin for begin, end in itertools.pairwise(begins)])
+        forward, backward, weight = (sorted(each)[count // 2] for each in zip(*times, strict=True))
+        stage = Sleeping(seconds, rows, self.stage_group, is_first=False)
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(count):
+            stage(torch.zeros(4, requires_grad=True))
+        transfer = ((time.perf_counter() - start) / count - forward) / 2
+        return forward, backward - weight, weight, transfer
 
     def steps(
         self,
         name: str,
         micro: int,
         seconds: float,
-        costs: tuple[float, float],
+        costs: tuple[float, ...],
         rows: int,
         lanes: int,
         count: int,

@@ -3,6 +3,7 @@
 import time
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from moe_ext.distributed.dispatch.rows import all_to_all_rows
@@ -86,7 +87,8 @@ class Sleeping(nn.Module):
     def forward(self, x):
         """The mean of the rows, added to the input."""
         before, there, behind = (share * self.seconds for share in self.SHARES)
-        half = [len(self.rows) // 2] * 2
+        size = dist.get_world_size(self.group)
+        parts = [len(self.rows) // size] * size
         weight = []
 
         def begin():
@@ -97,34 +99,37 @@ class Sleeping(nn.Module):
         if not rows.requires_grad:
             rows.requires_grad_()  # the rows of the first stage get a gradient, too
         sent = _Sleep.apply(rows, before)
-        there_rows = all_to_all_rows(sent, self.group, half, half, meanwhile=begin)
+        there_rows = all_to_all_rows(sent, self.group, parts, parts, meanwhile=begin)
         results = _Sleep.apply(there_rows + weight[0], there)
-        back = _Sleep.apply(all_to_all_rows(results, self.group, half, half), behind)
+        back = _Sleep.apply(all_to_all_rows(results, self.group, parts, parts), behind)
         return x + back.mean()
 
 
-def exchange_costs(num_stages, seconds, transfer):
+def exchange_costs(num_stages, forward, rows, weight, transfer):
     """The costs of such stages, each recomputed before its backward pass.
 
     The first one computes all in W, since its input has no gradient.
     """
     a, b = Sleeping.SHARES[0], sum(Sleeping.SHARES[:2])
-    forward = [(a, a), (b, b)]
-    back = [(1 + a, 1 + a), (1 + b, 2 + b)]
+    again = [(share * forward, share * forward) for share in (a, b)]
+    first, last = (forward + share * rows for share in (a, b))
+    gradient, whole = forward + rows, forward + rows + weight
 
     def shares(pairs, whole):
         return [(start / whole, end / whole) for start, end in pairs]
 
     exchanges = {
-        "F": forward,
-        "B": shares(forward + back, 3),
-        "I": shares([*forward, (1 + a, 1 + a), (1 + b, 1 + b)], 2),
+        "F": shares(again, forward),
+        "B": shares([*again, (first, first), (last, last + weight)], whole),
+        "I": shares([*again, (first, first), (last, last)], gradient),
         "0I": (),
-        "0W": shares(forward + back, 3),
     }
+    exchanges["0W"] = exchanges["B"]
+    # The second forward pass runs while the gradient is on its way.
+    ahead = {"B": forward / whole, "I": forward / gradient, "0I": 1.0, "0W": forward / whole}
     others = num_stages - 1
-    inputs, weights = [0.0, *[2 * seconds] * others], [3 * seconds, *[seconds] * others]
-    return Costs(seconds, inputs, weights, transfer=transfer, exchanges=exchanges)
+    inputs, weights = [0.0, *[gradient] * others], [whole, *[weight] * others]
+    return Costs(forward, inputs, weights, transfer=transfer, exchanges=exchanges, ahead=ahead)
 
 
 def plan_exchanges(table, costs, lanes):

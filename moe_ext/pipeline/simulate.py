@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -39,6 +40,10 @@ class Costs:
             exchanges as shares of the action's own time: where one is sent, and where the action
             waits for it. Parts of an overlap run in turn, the forward pass first: one waits while
             the other one computes.
+        ahead: of each kind of action, or of one of a stage, the share of its own time that runs
+            before it waits for what another stage gives it: a second forward pass, of which the
+            backward pass knows nothing. With 1 the action is over before that comes, and W waits
+            for it, as in a first stage that computes all in W.
     """
 
     forward: PerStage = 1.0
@@ -50,6 +55,7 @@ class Costs:
     slices: Sequence[float] = ()
     transfer: float = 0.0
     exchanges: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    ahead: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, action: Action) -> float:
         """Cost of an action; 0 of messages, which do not occupy the rank."""
@@ -70,12 +76,23 @@ class Costs:
         factor = self.slices[action.slice] if self.slices and action.kind != UPDATE else 1.0
         return factor * sum(c if isinstance(c, (int, float)) else c[action.stage] for c in terms)
 
-    def course(self, action: Action, clock: Clock) -> Iterator[float]:
+    def lead(self, action: Action) -> float:
+        """Time from the beginning of an action to its wait for another stage, if it has one."""
+        of_kind, clock = self.ahead.get(action.kind, 0.0), Clock()
+        share = self.ahead.get(f"{action.stage}{action.kind}", of_kind)
+        if share == 1.0:
+            return math.inf
+        for arrival in self.course(action, clock, until=share):
+            clock.now = max(clock.now, arrival)
+        return clock.now
+
+    def course(self, action: Action, clock: Clock, *, until: float = 1.0) -> Iterator[float]:
         """Runs an action by a clock; yields, where it passes the turn on, when it can go on."""
         marks = sorted(
             (share, is_end, i)
             for i, exchange in enumerate(self._exchanges(action))
             for is_end, share in enumerate(exchange)
+            if share <= until
         )
         own, done, arrivals = self._own(action), 0.0, dict[int, float]()
         for share, is_end, i in marks:
@@ -85,7 +102,7 @@ class Costs:
                 arrivals[i] = clock.link = max(clock.now, clock.link) + self.transfer
             if is_end:
                 yield arrivals[i]
-        clock.now += own * (1.0 - done)
+        clock.now += own * (until - done)
 
     def _exchanges(self, action: Action) -> Sequence[tuple[float, float]]:
         of_kind = self.exchanges.get(action.kind, ())
@@ -183,17 +200,17 @@ class Replay:
     def _run(self, rank: int, action: Action) -> bool:
         if action.kind in MESSAGES:
             return self._meet(rank, action) if self._blocking else self._post(rank, action)
-        parts, start = action.parts or (action,), self._free[rank]
+        parts, start, given = action.parts or (action,), self._free[rank], 0.0
         for part in parts:
             ready = self._ready(part)
             if ready is None:
                 return False
-            start = max(start, ready)
+            start, given = max(start, ready - self._costs.lead(part)), max(given, ready)
         self._free[rank] = end = start + self._costs.of(action)
         for part in parts:
             if part.kind in ("F", "B", "I"):
                 kind = part.kind.replace("I", "B")
-                self._done[part._replace(kind=kind, version=0)] = end
+                self._done[part._replace(kind=kind, version=0)] = max(end, given)
         self.order.append((rank, Span(start, end, action)))
         return True
 
@@ -202,6 +219,8 @@ class Replay:
         receive = self._table.receive(action)
         if receive is not None and self._table.has_messages:
             return self._done.get(receive)
+        if action.kind == "W":
+            return self._done.get(action._replace(kind="B", version=0), 0.0)
         source = self._table.source(action)
         if source is None:
             return 0.0

@@ -62,6 +62,7 @@ class _Lane:
     action: Action
     course: Iterator[float]
     ready: float
+    given: float
 
 
 @dataclass
@@ -176,7 +177,7 @@ class _Plan:
             except StopIteration:
                 rank.lanes[place] = None
                 rank.held -= lane.action.kind in ("B", "W")
-                self._done[_as_whole(lane.action)] = rank.clock.now
+                self._done[_as_whole(lane.action)] = max(rank.clock.now, lane.given)
             return True
         return False
 
@@ -188,33 +189,43 @@ class _Plan:
             kind = action.kind.replace("I", "B")
             line = kind, action.stage if rule.by_stage else 0
             has_room = kind != "F" or rank.held < rank.most_held
-            ready = self._ready(action) if line not in seen and has_room else None
+            given = self._given(action) if line not in seen and has_room else None
             seen.add(line)
-            if ready is not None and (ready <= rank.clock.now or not underway):
+            ready = None if given is None else self._ready(action, given)
+            if (
+                given is not None
+                and ready is not None
+                and (ready <= rank.clock.now or not underway)
+            ):
                 is_late = (rule.mixed and kind in kinds) or (rule.weights_last and kind == "W")
-                now = max(ready, rank.clock.now), is_late, i
+                now = max(ready, rank.clock.now), is_late, i, given
                 found = now if found is None else min(found, now)
         if found is None:
             return None
-        ready, _, i = found
+        ready, _, i, given = found
         action = rank.left.pop(i)
         rank.clock.now = max(rank.clock.now, ready)
         rank.held += action.kind == "F"
         rank.starts.append(Start(action, underway))
-        lane = _Lane(action, self._costs.course(action, rank.clock), rank.clock.now)
+        lane = _Lane(action, self._costs.course(action, rank.clock), rank.clock.now, given)
         rank.lanes[place] = lane
         return lane
 
-    def _ready(self, action: Action) -> float | None:
-        """When what an action needs is there; None where that is not known yet."""
-        needs = {"F": (), "W": ("B",)}.get(action.kind, ("F",))
-        own = [self._done.get(action._replace(kind=kind)) for kind in needs]
+    def _given(self, action: Action) -> float | None:
+        """When what other stages, or I, give an action is there; None where that is not known."""
+        if action.kind == "W":
+            return self._done.get(action._replace(kind="B"))
         source = self._table.source(action)
-        if source is not None:
-            ended = self._done.get(source)
-            hop = 0.0 if self._table.receive(action) is None else self._costs.hop
-            own.append(None if ended is None else ended + hop)
-        return None if None in own else max((t for t in own if t is not None), default=0.0)
+        if source is None:
+            return 0.0
+        ended = self._done.get(source)
+        hop = 0.0 if self._table.receive(action) is None else self._costs.hop
+        return None if ended is None else ended + hop
+
+    def _ready(self, action: Action, given: float) -> float | None:
+        """When an action can begin; None where its forward pass has not ended."""
+        own = 0.0 if action.kind == "F" else self._done.get(action._replace(kind="F"))
+        return None if own is None else max(own, given - self._costs.lead(action))
 
 
 def _as_whole(action: Action) -> Action:

@@ -84,7 +84,9 @@ def recomputed(num_stages, share):
     exchanges = {"F": again, "B": whole, "I": of([*again, *rows], 2), "0I": (), "0W": whole}
     inputs = [0.0] + [2 * share] * (num_stages - 1)
     weights = [3 * share] + [share] * (num_stages - 1)
-    return Costs(share, inputs, weights, transfer=share / 4, exchanges=exchanges)
+    # The second forward pass waits for no gradient.
+    ahead = {"B": 1 / 3, "I": 1 / 2, "0I": 1.0, "0W": 1 / 3}
+    return Costs(share, inputs, weights, transfer=share / 4, exchanges=exchanges, ahead=ahead)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -97,7 +99,70 @@ def test_four_fifths_of_the_exchanges_are_hidden(name):
         for changed in ({"exchanges": at_once}, {"transfer": 0.0})
     )
     found = plan_turns(table, given, max_in_flight=max(in_flight(table)) + 3).makespan
-    assert (seen - found) / (seen - none) >= 0.8
+    assert (seen - found) / (seen - none) >= 0.8 - 1e-9
+
+
+# F, I with a second forward pass of F, W, and a transfer; two exchanges in F, two more in I.
+@pytest.mark.parametrize("f, i, w, t", [(1, 2, 1, 0.25), (2, 5, 2, 0.5), (3, 5, 2, 0.25)])
+@pytest.mark.parametrize("ranks, micro", [(2, 8), (4, 16)])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_hidden_share_has_the_bound_of_its_closed_form(name, ranks, micro, f, i, w, t):
+    table = make_table(name, ranks, micro)
+    per_rank, back = table.num_stages // ranks, i - f
+    again, rows = [(0.1 * f, 0.1 * f), (0.9 * f, 0.9 * f)], [f + 0.1 * back, f + 0.9 * back]
+
+    def of(pairs, whole):
+        return [(begin / whole, end / whole) for begin, end in pairs]
+
+    exchanges = {
+        "F": of(again, f),
+        "I": of([*again, *((at, at) for at in rows)], i),
+        "B": of([*again, (rows[0], rows[0]), (rows[1], rows[1] + w)], i + w),
+    }
+    ahead = {"I": f / i, "B": f / (i + w)}
+    given = Costs(f, i, w, transfer=t, exchanges=exchanges, ahead=ahead)
+
+    def bubble(f, i, w):
+        """Idle time of a rank between its neighbours, I without what runs ahead."""
+        whole, split = f + i + w, f + i - w
+        forms = {
+            "zb-h1": split,
+            "zero-bubble": split,
+            "zbv": max(f, i),
+            "dual-pipe-v": f + 2 * i - w,
+        }
+        return (ranks - 1) * forms.get(name, whole)
+
+    own = per_rank * micro * (f + i + w)
+    without = own + bubble(f, back, w)
+    found = simulate(table, replace(given, transfer=0)).makespan
+    assert found == pytest.approx(without) or (name == "dual-pipe-v" and f != back)
+    seen = own + per_rank * micro * 6 * t + bubble(f + 2 * t, back + 2 * t, w)
+    at_once = {kind: [(sent, sent) for sent, _ in e] for kind, e in exchanges.items()}
+    found = simulate(table, replace(given, exchanges=at_once)).makespan
+    # Its pairs wait in turn, and hide some of it by themselves.
+    assert found < seen if name == "dual-pipe-v" else found == pytest.approx(seen)
+    # The last rank waits for the first micro-batch, and whole backward passes for it at the end.
+    least = own + (ranks - 1) * (f + 2 * t)
+    if all(action.kind != "W" for action in table.actions(0)):
+        least += (ranks - 1) * (back + t + w)
+    more = max(in_flight(table))
+    for lanes in (1, 2, 4):
+        plan = plan_turns(table, given, lanes=lanes, max_in_flight=more + lanes)
+        assert plan.makespan >= least - 1e-9
+
+
+def test_a_second_forward_pass_waits_for_no_gradient():
+    costs = Costs(1, 2, 1, ahead={"B": 1 / 4})
+    found = simulate(make_table("gpipe", 2, 1), costs)
+    # Stage 1 ends its backward pass at 2 + 3, stage 0 begins a fourth of its own ahead of it.
+    assert [(span.start, span.end) for span in found.spans[0]] == [(0, 1), (4.25, 7.25)]
+    # That of a first stage that does all in W, behind an I that takes no time: I of stage 1 ends
+    # at 4, a third of W runs ahead.
+    none = Costs(1, (0, 2), (3, 1), ahead={"0I": 1.0, "0W": 1 / 3, "I": 1 / 2})
+    row = simulate(make_table("zb-h1", 2, 1), none).spans[0]
+    assert [(span.start, span.end) for span in row] == [(0, 1), (1, 1), (3, 6)]
+    assert plan_turns(make_table("zb-h1", 2, 1), none, lanes=1).makespan == 6
 
 
 def test_refuses_what_it_cannot_plan():
