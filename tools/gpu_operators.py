@@ -40,7 +40,8 @@ Arguments = tuple[Any, ...]
 # Operators without a CUDA kernel.
 CPU_ONLY = {
     "adam_step_",  # for memory that a GPU lacks
-    *("plan_balance", "split_rows"),  # of counts, which the host has read
+    # Of counts that the host has read. `ops` brings others there.
+    *("plan_balance", "split_rows"),
 }
 
 

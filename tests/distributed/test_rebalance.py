@@ -19,6 +19,7 @@ from moe_ext.distributed.dispatch import rows
 from moe_ext.distributed.link import Link
 from moe_ext.distributed.own_errors import Underway
 from moe_ext.nn import Capacity, ModuleExperts, Rebalance, RowBudget, update_placement
+from moe_ext.nn.balance.moved import _slots
 
 D, F, E, K = 8, 6, 8, 2
 # Sums of a few hundred products of numbers near one, in another order.
@@ -367,3 +368,25 @@ def test_one_rank_moves_nothing():
     layer = moe_ext.MoELayer(D, F, E, K, rebalance="exact")
     layer(torch.randn(4, D))
     assert "moved_bytes" not in layer.metrics
+
+
+def test_rows_take_the_slots_of_their_experts_in_order():
+    expert_N = torch.tensor([2, -1, 0, 2, 2, 0, -1, 1])
+    # Expert 0 in slots 0 and 5, a row each; 1 in slot 1; 2 in slots 3, for two rows, and 4.
+    slots, rows = torch.tensor([0, 5, 1, 3, 4]), torch.tensor([1, 1, 1, 2, 1])
+    _, tables = moe_ext.ops.permute_tokens(torch.zeros(8, 0), expert_N[:, None], 3)
+    found = _slots(slots, rows, tables.slot_of_row[:6], 8)
+    assert found.tolist() == [3, -1, 0, 3, 4, 5, -1, 1]
+
+
+def test_a_plan_of_rows_on_a_gpu_waits_for_its_counts_alone():
+    """Fake tensors have no values: what looks at one raises."""
+    with torch._subclasses.FakeTensorMode():
+        counts, place_R = torch.zeros(E, device="cuda").long(), torch.zeros(7, device="cuda").long()
+        plan = moe_ext.ops.plan_balance(counts, 2)
+        rows_PS = moe_ext.ops.split_rows(counts.expand(2, -1), plan)
+        assert {x.device.type for x in (*plan, rows_PS)} == {"cpu"}
+        rows_S = rows_PS.select(0, 0)
+        assert _slots(torch.zeros_like(rows_S), rows_S, place_R, 9).is_cuda
+        with pytest.raises(torch._subclasses.fake_tensor.DataDependentOutputException):
+            counts.tolist()

@@ -46,7 +46,7 @@ class RowCounts:
         return cls(
             tuple(between_PP[rank].tolist()),
             tuple(between_PP[:, rank].tolist()),
-            received_PL.to(device),
+            received_PL.to(device, non_blocking=True),
             has_backward=has_backward,
         )
 

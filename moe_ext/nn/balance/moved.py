@@ -108,6 +108,20 @@ def moving_pays(
     return saved, (2 if backward else 1) * each_way
 
 
+def _slots(slot_S: Tensor, rows_S: Tensor, place_R: Tensor, num_places: int) -> Tensor:
+    """Slot of each place, -1 for none, `[num_places]`; nothing waits for the device.
+
+    Args:
+        slot_S: slots in the order of their experts, on the host.
+        rows_S: rows that each of them takes, on the host.
+        place_R: places of the rows in the order of their experts.
+        num_places: of all slots of the choice.
+    """
+    slot_S, rows_S = (x.to(place_R.device, non_blocking=True) for x in (slot_S, rows_S))
+    slot_R = slot_S.repeat_interleave(rows_S, output_size=len(place_R))
+    return place_R.new_full((num_places,), -1).index_copy_(0, place_R, slot_R)
+
+
 class ExpertMoves:
     """Experts that travel in one pass.
 
@@ -128,7 +142,8 @@ class ExpertMoves:
 
         Gradients of moved experts travel home, and are added up there in the order of ranks.
         """
-        flat = weight.flatten(1).index_select(0, self.sent.to(weight.device))
+        sent = self.sent.to(weight.device, non_blocking=True)
+        flat = weight.flatten(1).index_select(0, sent)
         came = all_to_all_rows(
             flat, self.group, self.send, self.receive, operation=_OPERATION, counted=True
         )
@@ -192,7 +207,7 @@ class Rebalancer:
     def metrics(self, device: torch.device) -> dict[str, Tensor]:
         """Of the last pass."""
         found = {"num_moved_experts": self.last.num_experts, "moved_bytes": self.last.num_bytes}
-        return {name: torch.tensor(value, device=device) for name, value in found.items()}
+        return {name: torch.full((), value, device=device) for name, value in found.items()}
 
     def place(
         self,
@@ -235,9 +250,9 @@ class Rebalancer:
         else:
             moves = self._moves(plan, rank)
             order_S = plan.slot_expert.flatten().argsort(stable=True)
-            slots_N = order_S.repeat_interleave(rows_PS[rank][order_S]).to(topk_idx.device)
-            slot_idx = topk_idx.new_full(topk_idx.shape, -1)
-            slot_idx.view(-1)[told.tables.slot_of_row[: slots_N.shape[0]]] = slots_N
+            num_rows = int(rows_PS[rank].sum())
+            rows_S, place_R = rows_PS[rank][order_S], told.tables.slot_of_row[:num_rows]
+            slot_idx = _slots(order_S, rows_S, place_R, topk_idx.numel()).view_as(topk_idx)
         has_backward = told.has_backward
         rows = RowCounts.of_all(rows_PS, rank, has_backward=has_backward, device=topk_idx.device)
         return PlacedRows(slot_idx, rows, moves)
