@@ -22,7 +22,8 @@ from moe_ext.distributed import debugging
 from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.dispatch.allgather import AllGatherDispatcher
 from moe_ext.distributed.dispatch.alltoall import AllToAllDispatcher
-from moe_ext.distributed.dispatch.base import DTYPES, TokenDispatcher, sum_dtype
+from moe_ext.distributed.dispatch.base import TokenDispatcher, sum_dtype
+from moe_ext.distributed.dispatch.counts import DTYPES
 from moe_ext.distributed.dispatch.dedup import DedupDispatcher, HierarchicalDispatcher
 from moe_ext.distributed.dispatch.wire import LOSSLESS, Wire, sent_row_bytes
 from moe_ext.distributed.groups import group_rank, group_ranks
@@ -198,8 +199,8 @@ class AutoDispatcher(TokenDispatcher):
             what = "and back, and their gradients" if torch.is_grad_enabled() else "and back"
             reason = f"least time for {num_tokens} tokens to the experts {what}, as rehearsed"
         chosen = self._make(name, node_size)
-        if self._layer is not None:
-            chosen.tell_apart(self._layers, self._layer)
+        if self._calls.layer is not None:
+            chosen.tell_apart(self._calls.layers, self._calls.layer)
         candidates = tuple(
             DispatchCandidate(name, sent, off, None if seconds is None else seconds[i])
             for i, (name, (sent, off)) in enumerate(zip(names, amounts, strict=True))

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, replace
@@ -22,7 +20,6 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext._checks import check_choice, check_integer
-from moe_ext.distributed import debugging
 from moe_ext.distributed.agreement import agree, check_equal_over_ranks, share
 from moe_ext.distributed.dispatch.chunks import (
     Chunk,
@@ -33,6 +30,12 @@ from moe_ext.distributed.dispatch.chunks import (
     keep_first,
     schedule,
 )
+from moe_ext.distributed.dispatch.counts import (
+    DTYPES,
+    CallComparison,
+    ExchangedCounts,
+    Header,
+)
 from moe_ext.distributed.dispatch.rows import join_parts, split_parts, total
 from moe_ext.distributed.dispatch.wire import LOSSLESS, Formats, Wire
 from moe_ext.distributed.failures import is_told
@@ -40,29 +43,12 @@ from moe_ext.distributed.groups import (
     GroupHandle,
     check_group,
     group_rank,
-    group_ranks,
     group_size,
 )
 from moe_ext.distributed.own_errors import telling, watch_backward
 from moe_ext.ops.grouped_gemm import row_alignment
 
 _SILENT = contextlib.nullcontext()
-# State of the backward pass: not recorded, recorded, or recorded with this rank's rows in it.
-_NOT_RECORDED, _RECORDED, _IN_GRAPH = range(3)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_DTYPE_CODES = len(DTYPES) + 1
-# Headers kept on the device: a layer has a few, or one for each number of tokens with a capacity.
-_MOST_HEADERS = 64
-# Causes for which a rank may run another layer than the others.
-SKIPPED = (
-    "a batch without tokens of a kind, such as images, skips layers of that kind; give every rank "
-    "some"
-)
-# Layers are numbered by their first calls.
-_numbers = itertools.count()
-# Layers that have exchanged rows over a group, by their numbers. Every rank sees all exchanges, and
-# comes to the same verdict on the next one.
-_met: weakref.WeakKeyDictionary[ProcessGroup, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -111,25 +97,6 @@ class DispatchMetadata:
     def num_dropped(self) -> Tensor:
         """Slots of this rank dropped for lack of capacity, 0-d int64."""
         return self.permutation.num_dropped
-
-
-@dataclass(frozen=True)
-class ExchangedCounts:
-    """Numbers that the ranks told each other, on the host but for `received_PM`.
-
-    Attributes:
-        received: for each total, the number from every rank.
-        sent: for each total, the number for every rank.
-        received_PM: the numbers themselves.
-        expert_capacity: rows that an expert gets at most from all ranks; None without limit.
-        has_backward: whether rows of some rank get a gradient: all ranks then take part.
-    """
-
-    received: tuple[tuple[int, ...], ...]
-    sent: tuple[tuple[int, ...], ...]
-    received_PM: Tensor
-    expert_capacity: int | None
-    has_backward: bool
 
 
 @dataclass(frozen=True)
@@ -185,9 +152,6 @@ class TokenDispatcher:
 
     # For subclasses that do all by themselves and never call __init__.
     _group = GroupHandle(None)
-    # This layer among those that share the group: its number, or its place among those with names.
-    _layers: tuple[str, ...] = ()
-    _layer: int | None = None
     wire = Wire()
     operation = "dispatch"
     # Parts of the tokens that travel by themselves; see `cut`.
@@ -222,9 +186,7 @@ class TokenDispatcher:
         wire = Wire.of(name, wire)
         self.wire = wire if self.num_ranks > 1 else Wire()
         self.grad_scale = float(self.num_ranks) if average else 1.0
-        self._facts: dict[str, object] = {"num_experts": num_experts}
-        self._agreed = False
-        self._heads: dict[tuple[object, ...], Tensor] = {}
+        self._calls = CallComparison({"num_experts": num_experts})
         self._result_dtypes: dict[torch.dtype, torch.dtype] = {}
 
     def tell_apart(self, layers: Sequence[str], layer: int) -> None:
@@ -238,9 +200,7 @@ class TokenDispatcher:
                 every rank.
             layer: index of this one.
         """
-        self._layers, self._layer = tuple(layers), layer
-        # The first message of one layer must not meet a later one of another.
-        self._agreed = True
+        self._calls.tell_apart(layers, layer)
 
     @property
     def group(self) -> Any:
@@ -342,8 +302,8 @@ class TokenDispatcher:
             _, tables = ops.permute_tokens(none_TD, topk_idx_TK, num_experts)
         own_PE = tables.num_tokens_per_expert.expand(self.num_ranks, -1)
         in_graph = x_TD.requires_grad or topk_weights_TK.requires_grad
-        header = self._header(x_TD, topk_idx_TK.shape[1], None, in_graph)
-        told = self._compare(own_PE, header, None, lambda counts_PE: counts_PE)
+        header = self._calls.header(x_TD, topk_idx_TK.shape[1], None, in_graph, self.wire)
+        told = self._tell(own_PE, header, lambda counts_PE: counts_PE)
         return SharedCounts(tables, torch.tensor(told.received).T, told.has_backward)
 
     def computing(self, x: Tensor) -> AbstractContextManager[object]:
@@ -436,7 +396,8 @@ class TokenDispatcher:
             raise no_parts(self, num_parts)
         found = copy.copy(self)
         found.num_parts = num_parts
-        found._facts = {**self._facts, "overlap": num_parts}
+        found._calls = copy.copy(self._calls)
+        found._calls.facts = {**self._calls.facts, "overlap": num_parts}
         return found
 
     def in_parts(
@@ -467,12 +428,12 @@ class TokenDispatcher:
             grouped = [self._group_by_expert(x, idx, weights, None) for x, idx, weights in parts]
         own_PM = torch.cat([tables.expert_offsets.diff().view(size) for _, tables in grouped], 1)
         in_graph = x_TD.requires_grad or topk_weights_TK.requires_grad
-        header = self._header(x_TD, topk_idx_TK.shape[1], None, in_graph)
+        header = self._calls.header(x_TD, topk_idx_TK.shape[1], None, in_graph, self.wire)
 
         def by_part(counts_PM: Tensor) -> Tensor:
             return counts_PM.view(size[0], num_parts, size[1])
 
-        told = self._compare(own_PM, header, None, lambda counts_PM: by_part(counts_PM).sum(2))
+        told = self._tell(own_PM, header, lambda counts_PM: by_part(counts_PM).sum(2))
         received = by_part(told.received_PM).unbind(1)
         graph = told.has_backward
         counts = [
@@ -769,8 +730,13 @@ class TokenDispatcher:
             )
         own_PL = tables.expert_offsets.diff().view(self.num_ranks, self.num_local_experts)
         in_graph = x_TD.requires_grad or topk_weights_TK.requires_grad
-        header = self._header(x_TD, topk_idx_TK.shape[1], capacity, in_graph)
-        return rows_ND, tables, self._count(own_PL, header)
+        header = self._calls.header(x_TD, topk_idx_TK.shape[1], capacity, in_graph, self.wire)
+        told = self._tell(own_PL, header, lambda counts_PL: counts_PL.sum(1, True))
+        (received,), (sent,) = told.received, told.sent
+        counts = RowCounts(
+            sent, received, told.received_PM, told.expert_capacity, told.has_backward
+        )
+        return rows_ND, tables, counts
 
     @contextlib.contextmanager
     def _telling_of_failure(self, x: Tensor, num_shared: int | None = None) -> Iterator[None]:
@@ -780,7 +746,7 @@ class TokenDispatcher:
         except Exception as error:
             if is_told(error):
                 raise
-            header = self._header(x, 0, 0, x.requires_grad, failed=True)
+            header = self._calls.header(x, 0, 0, x.requires_grad, self.wire, failed=True)
             nothing_PL = torch.zeros(
                 self.num_ranks,
                 num_shared or self.num_counts * self.num_parts,
@@ -789,8 +755,19 @@ class TokenDispatcher:
             )
             # The error of this rank says more than that of the exchange.
             with contextlib.suppress(ValueError, TypeError, RuntimeError):
-                self._count(nothing_PL, header, error)
+                self._tell(nothing_PL, header, lambda counts_PL: counts_PL, error)
             raise
+
+    def _tell(
+        self,
+        own_PM: Tensor,
+        header: Header,
+        totals: Callable[[Tensor], Tensor],
+        problem: Exception | None = None,
+    ) -> ExchangedCounts:
+        """Exchange counts over the group; see `CallComparison.exchange`."""
+        send, group = self.exchange_counts, self.group
+        return self._calls.exchange(own_PM, header, totals, send, group, self.operation, problem)
 
     def _check_dtype(self, x_TD: Tensor) -> None:
         if x_TD.dtype not in DTYPES:
@@ -807,125 +784,6 @@ class TokenDispatcher:
                 f"{self.operation}: expected x_TD to be on the CPU with {self.wire}, got "
                 f"{x_TD.device}"
             )
-
-    def _header(
-        self, x: Tensor, top_k: int, capacity: int | None, in_graph: bool, *, failed: bool = False
-    ) -> tuple[int, int, int, int, int, int]:
-        """The head of a message of counts, as `_compare` reads it.
-
-        Args:
-            x: the rows.
-            top_k: columns of the choice.
-            capacity: see `dispatch`.
-            in_graph: whether gradients reach this rank's rows, where they are recorded.
-            failed: whether the sender has an error to tell.
-        """
-        dim = x.shape[-1] if x.dim() else 0
-        code = DTYPES.index(x.dtype) if x.dtype in DTYPES else len(DTYPES)
-        limit = -1 if capacity is None else capacity
-        code += _DTYPE_CODES * self.wire.number
-        recorded = _IN_GRAPH if in_graph else _RECORDED
-        graph = recorded if torch.is_grad_enabled() else _NOT_RECORDED
-        if self._layer is None:
-            self._layer = next(_numbers)
-        return (dim, code, top_k, 2 * self._layer + failed, limit, graph)
-
-    def _count(
-        self,
-        own_PL: Tensor,
-        header: tuple[int, int, int, int, int, int],
-        problem: Exception | None = None,
-    ) -> RowCounts:
-        """Tell every rank how many rows it gets for each of its experts."""
-        told = self._compare(own_PL, header, problem, lambda counts_PL: counts_PL.sum(1, True))
-        (received,), (sent,) = told.received, told.sent
-        return RowCounts(sent, received, told.received_PM, told.expert_capacity, told.has_backward)
-
-    def _compare(
-        self,
-        own_PM: Tensor,
-        header: tuple[int, int, int, int, int, int],
-        problem: Exception | None,
-        totals: Callable[[Tensor], Tensor],
-    ) -> ExchangedCounts:
-        """Tell rank p row p of some numbers, and check that the ranks make the same call.
-
-        The message carries a header (model_dim, dtype and wire, top_k, layer and whether the sender
-        failed, capacity, whether rows are in a graph), since an exchange of rows of different
-        sizes, or a backward pass on some ranks alone, would hang or mix up bytes.
-        """
-        operation = self.operation
-        if not self._agreed:
-            # The length of the message depends on num_experts.
-            agree(operation, self._first_facts(), None, self.group, own_PM.device)
-            self._agreed = True
-        message = torch.cat([self._on_device(header, own_PM), own_PM], dim=1)
-        received = self.exchange_counts(message, operation=f"{operation} counts")
-        heads, received_PM = received[:, : len(header)], received[:, len(header) :]
-        # NOTE: device-to-host sync, the only one of the layer: the collective takes its splits, and
-        # the allocator its size, on the host; and every rank must reach the same verdict before
-        # rows move.
-        table = torch.cat([heads, totals(received_PM), totals(own_PM)], 1).tolist()
-        dims, codes, top_ks, states, limits, graphs, *columns = zip(*table, strict=True)
-        if any(state % 2 for state in states):
-            # One more message, with the reason.
-            agree(operation, {}, problem, self.group, own_PM.device)
-        self._check_layers(tuple(state // 2 for state in states))
-        check_equal_over_ranks("model_dim", dims, self.group, operation)
-        names = [*map(str, DTYPES), "another dtype"]
-        dtypes = [names[code % _DTYPE_CODES] for code in codes]
-        check_equal_over_ranks("the dtype of x", dtypes, self.group, operation)
-        wires = [Wire.from_number(code // _DTYPE_CODES) for code in codes]
-        check_equal_over_ranks("wire", wires, self.group, operation)
-        check_equal_over_ranks("top_k", top_ks, self.group, operation)
-        limited = [limit >= 0 for limit in limits]
-        check_equal_over_ranks("whether there is a capacity", limited, self.group, operation)
-        records = [graph != _NOT_RECORDED for graph in graphs]
-        name = "torch.is_grad_enabled() in the forward pass"
-        check_equal_over_ranks(name, records, self.group, operation)
-        half = len(columns) // 2
-        return ExchangedCounts(
-            tuple(columns[:half]),
-            tuple(columns[half:]),
-            received_PM,
-            sum(limits) if all(limited) else None,
-            _IN_GRAPH in graphs,
-        )
-
-    def _first_facts(self) -> dict[str, object]:
-        """Facts that the ranks compare at the first call: every later message depends on them."""
-        return {**self._facts, "debug (or else MOE_EXT_DEBUG)": debugging.enabled()}
-
-    def _on_device(self, header: tuple[int, ...], like: Tensor) -> Tensor:
-        """The header for every rank `[P, 6]`; a copy to the device, which waits, happens once."""
-        key = (*header, like.device)
-        if key not in self._heads:
-            if len(self._heads) == _MOST_HEADERS:
-                self._heads.clear()
-            self._heads[key] = like.new_tensor(header).expand(self.num_ranks, -1)
-        return self._heads[key]
-
-    def _check_layers(self, layers: tuple[int, ...]) -> None:
-        """ValueError if a rank runs another layer than the others, where that can be known."""
-        if self._layers:
-            names = [self._layers[i] if i < len(self._layers) else "another" for i in layers]
-            name = f"the layer that runs ({SKIPPED})"
-            check_equal_over_ranks(name, names, self.group, self.operation)
-            return
-        met = _met.setdefault(self.group, set())
-        if layers in met:
-            return
-        if any(one == other for row in met for one, other in zip(layers, row, strict=True)):
-            found = ", ".join(
-                f"layer {layer} on rank {rank}"
-                for layer, rank in zip(layers, group_ranks(self.group), strict=True)
-            )
-            raise ValueError(
-                f"{self.operation}: expected every rank to run the layer that ran with those of "
-                f"the others before ({SKIPPED}; draw what drops layers alike on all), got "
-                f"{found}, in the order of first calls"
-            )
-        met.add(layers)
 
     def _exchanged_chunks(
         self,

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from moe_ext import ops
 from moe_ext.distributed import comm
 from moe_ext.distributed.dispatch.alltoall import AllToAllDispatcher
-from moe_ext.distributed.dispatch.base import ExchangedCounts
+from moe_ext.distributed.dispatch.counts import ExchangedCounts
 from moe_ext.distributed.dispatch.rows import join_parts, split_parts, start_rows, total
 from moe_ext.distributed.dispatch.wire import LOSSLESS, Formats, Wire, decode, encode
 from moe_ext.distributed.failures import in_layer, running
@@ -94,7 +94,7 @@ class Hop(AllToAllDispatcher):
     ) -> None:
         super().__init__(num_experts, group, average=average, wire=wire)
         self.operation, self.num_counts = owner, 3
-        self._facts["combine"] = combine
+        self._calls.facts["combine"] = combine
 
     def plan(
         self,
@@ -172,9 +172,9 @@ class Hop(AllToAllDispatcher):
                     tables.append(ops.permute_tokens(none_TD, target, self.num_ranks)[1])
                     own.append(tables[-1].num_tokens_per_expert)
                 own.append(torch.full_like(own[-1], idx_TK.shape[0]))
-        header = self._header(x_TD, idx[0].shape[1], capacity, in_graph)
+        header = self._calls.header(x_TD, idx[0].shape[1], capacity, in_graph, self.wire)
         own_PM = torch.stack(own, 1)
-        return once, slots, self._compare(own_PM, header, None, lambda counts_PM: counts_PM)
+        return once, slots, self._tell(own_PM, header, lambda counts_PM: counts_PM)
 
     def start_out(
         self, rows: Tensor, route: Route, name: str, *, beside: bool, format: str | None = None

@@ -14,8 +14,9 @@ from torch import Tensor
 from moe_ext import ops
 from moe_ext.distributed import comm
 from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.dispatch.base import SKIPPED, TokenDispatcher, count_dropped
+from moe_ext.distributed.dispatch.base import TokenDispatcher, count_dropped
 from moe_ext.distributed.dispatch.chunks import Chunk, cut_evenly, keep_first
+from moe_ext.distributed.dispatch.counts import SKIPPED
 from moe_ext.distributed.failures import is_told, mark_told
 from moe_ext.distributed.streams import HostCopy, is_capturing
 from moe_ext.ops.grouped_gemm import row_alignment
@@ -81,7 +82,7 @@ def static_chunks(
         dispatcher._check_dtype(x_TD)
         none_TD = x_TD.detach()[:, :0]
         _, tables = dispatcher._group_by_expert(none_TD, topk_idx_TK, topk_weights_TK, capacity)
-    layers, layer = dispatcher._layers, dispatcher._layer or 0
+    layers, layer = dispatcher._calls.layers, dispatcher._calls.layer or 0
     facts: dict[str, object] = {
         "rows": max_rows,
         "overflow": "drop" if drop else "rounds",
@@ -145,5 +146,5 @@ def _agree(
 ) -> None:
     # The messages of a graph are those of the pass before it was captured.
     if not is_capturing(device):
-        facts = {**dispatcher._first_facts(), **facts}
+        facts = {**dispatcher._calls.first_facts(), **facts}
         agree(dispatcher.operation, facts, problem, dispatcher.group, device, repeats=True)

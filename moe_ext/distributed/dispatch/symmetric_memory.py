@@ -129,7 +129,7 @@ class SymmetricMemoryDispatcher(AllToAllDispatcher):
         super().__init__(num_experts, group, drop_policy=drop_policy, average=average, wire=wire)
         symmetric_memory.set_backend("NVSHMEM")
         self.max_rows = max_rows
-        self._facts["max_rows"] = max_rows
+        self._calls.facts["max_rows"] = max_rows
 
     def exchange_rows(
         self,
