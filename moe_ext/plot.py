@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moe_ext.nn.moe_layer import moe_layers
+from moe_ext.nn.model_layers import moe_layers
 from moe_ext.nn.routing_record import RoutingRecord
 from moe_ext.pipeline import Action, Timeline
 

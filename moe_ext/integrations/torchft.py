@@ -37,7 +37,7 @@ from torch.optim.optimizer import Optimizer
 from moe_ext.distributed.dtensor import is_dtensor, local_part, with_local
 from moe_ext.distributed.gradients import is_synced, mark_synced
 from moe_ext.distributed.placement import sharded_parameters
-from moe_ext.nn.moe_layer import moe_layers
+from moe_ext.nn.model_layers import moe_layers
 from moe_ext.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 
 __all__ = ["ReplicaState", "average_over_groups"]

@@ -13,8 +13,9 @@ from moe_ext.nn.experts import GroupedExperts
 from moe_ext.nn.feed_forward import FeedForward
 from moe_ext.nn.layer_metrics import LayerMetrics
 from moe_ext.nn.metrics import log_metrics, reduce_metrics
+from moe_ext.nn.model_layers import collect_losses, set_loss_scale, update_placement
 from moe_ext.nn.module_experts import ModuleExperts
-from moe_ext.nn.moe_layer import MoELayer, collect_losses, set_loss_scale, update_placement
+from moe_ext.nn.moe_layer import MoELayer
 from moe_ext.nn.replay import pinned_routing
 from moe_ext.nn.residual import ResidualMoE, pyramid
 from moe_ext.nn.routers import (

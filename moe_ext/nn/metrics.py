@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from moe_ext.distributed import comm
 from moe_ext.distributed.groups import check_group, group_size
 from moe_ext.nn.layer_metrics import LayerMetrics, Metric
-from moe_ext.nn.moe_layer import moe_layers
+from moe_ext.nn.model_layers import moe_layers
 
 
 def reduce_metrics(metrics: Mapping[str, Tensor], group: ProcessGroup | None) -> LayerMetrics:

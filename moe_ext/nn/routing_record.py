@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_ext.nn.moe_layer import moe_layers
+from moe_ext.nn.model_layers import moe_layers
 from moe_ext.nn.replay import can_replay, close_session, open_session
 from moe_ext.nn.routers import RouterOutput
 from moe_ext.nn.torch_state import in_backward

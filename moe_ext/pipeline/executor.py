@@ -21,7 +21,7 @@ from moe_ext.distributed.own_errors import telling
 from moe_ext.distributed.point_to_point import Message, PointToPoint
 from moe_ext.distributed.traffic import not_counted
 from moe_ext.distributed.turns import pass_turn, run_in_turns
-from moe_ext.nn.moe_layer import set_loss_scale
+from moe_ext.nn.model_layers import set_loss_scale
 from moe_ext.nn.torch_state import autocast_dtype
 from moe_ext.pipeline.check import check_table, kept_versions, updates_of
 from moe_ext.pipeline.messages import add_messages

@@ -25,7 +25,7 @@ import moe_ext
 from moe_ext import distributed as md
 from moe_ext.attention import SequenceParallelMLP
 from moe_ext.distributed.dtensor import is_dtensor
-from moe_ext.nn.moe_layer import moe_layers
+from moe_ext.nn.model_layers import moe_layers
 
 DIM, EXPERTS, ROWS, MICRO, STEPS = 8, 4, 6, 4, 2
 # Some thousand roundings of 1e-16.

@@ -1,0 +1,75 @@
+"""The `MoELayer`s of a model: finding them, and calls for all of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moe_ext.nn.moe_layer import MoELayer
+
+# Parts that wrappers put into the names of modules.
+_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
+    """The `MoELayer`s of a model by name, the names of wrappers left out."""
+    found = {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
+    short = [".".join(p for p in name.split(".") if p not in _WRAPPERS) for name in found]
+    names = short if len(set(short)) == len(short) else list(found)
+    return {name or "(model)": layer for name, layer in zip(names, found.values(), strict=True)}
+
+
+def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
+    """Set `loss_scale` of every `MoELayer` in a model.
+
+    The injected losses do not see what the caller does to the loss: a loss that is divided by the
+    number of accumulation steps, or multiplied by a `GradScaler`, needs the same factor here before
+    the forward pass.
+
+    Args:
+        model: any module.
+        scale: the factor, a number or a 0-d tensor on the model's device.
+    """
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            module.loss_scale = scale
+
+
+def update_placement(model: nn.Module) -> None:
+    """Count a step of every `MoELayer` with rebalance="periodic", and make a new plan in its turn.
+
+    Call it on all ranks after the optimizer's step, and not between a forward pass and its backward
+    pass. A new plan is for the loads of the training passes since the last one; it replaces the
+    plan in use where it makes the heaviest rank lighter by `Rebalance.hysteresis`. Weights stay
+    where they are: those of moved experts are sent in each pass, so that optimizer state never
+    moves. Plans are not part of checkpoints: a run begins without one.
+
+    Args:
+        model: any module.
+    """
+    for module in model.modules():
+        if isinstance(module, MoELayer) and module._rebalancer is not None:
+            module._rebalancer.update()
+
+
+def collect_losses(model: nn.Module) -> Tensor:
+    """Sum the losses of every `MoELayer` of a model, as of their last forward passes.
+
+    What to add to the caller's loss where the layers have `loss_mode="return"`: it is in the graph
+    then, and scaled by nothing but the coefficients. The terms of layers that inject theirs are in
+    the sum too, detached. Call it before the backward pass. Under activation checkpointing the
+    layers need `use_reentrant=False`: the reentrant one has no graph until the backward pass.
+
+    Args:
+        model: any module.
+
+    Returns:
+        0-d tensor; 0.0 for a model whose layers have no losses.
+    """
+    terms = [
+        term
+        for module in model.modules()
+        if isinstance(module, MoELayer)
+        for term in module.losses.values()
+    ]
+    return torch.stack(terms).sum() if terms else torch.zeros(())
