@@ -71,7 +71,9 @@ def tables() -> list[Table]:
         f"{NUMEL} bfloat16 elements, changed at random places, one thread. *encode* reads both "
         "versions; *copy* moves the bytes of a dense update, read and written. vLLM's patches hold "
         "int32 indices and values, which `index_copy_` writes. zstd alone compresses all bits that "
-        "differ; here elements change their sign, one bit each, its best case."
+        "differ; here elements change their sign, one bit each, its best case. A write at a random "
+        "place moves the line of 64 bytes around it: at 10 % nearly all lines, at 1 % 27 %, so "
+        "that time follows the changes from there on."
     )
     rows = [row(share, base) for share in SHARES]
     torch.set_num_threads(threads)
