@@ -46,11 +46,12 @@ class Rank:
         forward, backward, weight = (sorted(each)[count // 2] for each in zip(*times, strict=True))
         stage = Sleeping(seconds, rows, self.stage_group, is_first=False)
         dist.barrier()
-        start = time.perf_counter()
+        ends = [time.perf_counter()]
         for _ in range(count):
             stage(torch.zeros(4, requires_grad=True))
-        transfer = ((time.perf_counter() - start) / count - forward) / 2
-        return forward, backward - weight, weight, transfer
+            ends.append(time.perf_counter())
+        passes = sorted(end - begin for begin, end in itertools.pairwise(ends))
+        return forward, backward - weight, weight, (passes[count // 2] - forward) / 2
 
     def steps(
         self,

@@ -48,6 +48,20 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "moments of a stage's layers are those of another stage's in a checkpoint",
+        "moe_ext/distributed/checkpoint.py",
+        'state[f"{_STATE}{key}.{name}"] = whole_of',
+        'state[f"{_STATE}{key}.{name.replace("2", "0")}"] = whole_of',
+        "tests/pipeline/test_stages.py -k loaded_by_another_number",
+    ),
+    Mutant(
+        "counts of steps begin anew in stages that load a checkpoint",
+        "moe_ext/distributed/checkpoint.py",
+        "key: _local(value, place, parameter) if isinstance",
+        'key: value.zero_() if key == "step" else _local(value, place, parameter) if isinstance',
+        "tests/pipeline/test_stages.py -k loaded_by_another_number",
+    ),
+    Mutant(
         "gradients of experts over ranks lack the factor of the mean",
         "moe_ext/distributed/**/*.py",
         'grad_scale=self.grad_scale,\n            operation=f"{self.operation} {word}"',
