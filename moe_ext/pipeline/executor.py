@@ -209,6 +209,7 @@ class Pipeline:
         self.stages, self._loss_fn, self._group = dict(stages), loss_fn, group
         self._last, self._recompute = table.num_stages - 1, recompute
         self._failed = False
+        self._names: dict[Action, str] = {}
         self._transport: PointToPoint | None = None
         if group is not None and group_size(group) > 1:
             self._transport = PointToPoint(group, self._device)
@@ -309,8 +310,11 @@ class Pipeline:
         before = [p.grad for _, _, p in self._shared]
         for _, _, p in self._shared:
             p.grad = None
-        for stage, module in self.stages.items() if self._update else ():
-            step.weights[stage, 0] = _leaves(module)
+        for stage, module in self.stages.items():
+            if self._update:
+                step.weights[stage, 0] = _leaves(module)
+            if self._in_turns:
+                set_loss_scale(module, loss_scale / micro)
         if self._plan is not None:
             self._run_plan(step, self._plan)
         for row in self.table.rows[self.rank] if self._plan is None else ():
@@ -338,7 +342,10 @@ class Pipeline:
         return f"rank {ranks[self.rank] if self._group else 0}"
 
     def _named(self, action: Action) -> str:
-        return f"Pipeline.step, {action} ({action.described()}) on {self._name()}"
+        if action not in self._names:
+            words = f"{action} ({action.described()}) on {self._name()}"
+            self._names[action] = f"Pipeline.step, {words}"
+        return self._names[action]
 
     def _run_plan(self, step: _Step, plan: TurnPlan) -> None:
         starts = list(plan.starts[self.rank])
@@ -377,9 +384,15 @@ class Pipeline:
         torch.set_rng_state(state)
 
     def _act(self, step: _Step, action: Action) -> None:
-        name = self._named(action)
-        with telling(self._group, self._device, name), _noting(name):
+        try:
             self._run(step, action)
+        except Exception as error:
+            name = self._named(action)
+            # Below the words of the error; from Python 3.11 on.
+            if hasattr(error, "add_note"):
+                error.add_note(f"in {name}")
+            with telling(self._group, self._device, name):
+                raise
 
     def _run(self, step: _Step, action: Action) -> None:
         if action.kind == UPDATE:
@@ -435,7 +448,8 @@ class Pipeline:
         """The output of a stage, of the last one the loss, and what it keeps for later slices."""
         module, kept = self.stages[unit.stage], ()
         given: tuple[Any, ...] = (x,)
-        set_loss_scale(module, self._scale(step, unit))
+        if not self._in_turns:
+            set_loss_scale(module, self._scale(step, unit))
         if self._lengths:
             given = (x, tuple(step.kept.get((unit.stage, unit.number), ())[: unit.slice]))
         if self._update:
@@ -678,14 +692,3 @@ def _unit(action: Action) -> _Unit:
 def _leaves(module: nn.Module) -> dict[str, Tensor]:
     """The weights as leaves of their own, in the same storage."""
     return {name: p.data.requires_grad_(p.requires_grad) for name, p in module.named_parameters()}
-
-
-@contextlib.contextmanager
-def _noting(name: str) -> Iterator[None]:
-    """Say below the words of an error in which action it was raised; from Python 3.11 on."""
-    try:
-        yield
-    except Exception as error:
-        if hasattr(error, "add_note"):
-            error.add_note(f"in {name}")
-        raise
