@@ -54,7 +54,7 @@ def step_times(
         if ep > 1:
             dist.all_to_all_single(torch.empty_like(sent), sent, group=stage_groups[place])
 
-    slept = _slept(seconds)
+    longer_by = _longer(seconds)
     found = {}
     for name in schedules:
         table = make_table(name, RANKS, MICRO)
@@ -77,8 +77,7 @@ def step_times(
             pipeline.step(*given)
             dist.barrier()
             times.append(time.perf_counter() - start)
-        # A sleep takes longer than it is asked to, by the same for all lengths.
-        longer = [tuple(cost + slept - seconds for cost in stage) for stage in costs]
+        longer = [tuple(map(sum, zip(cost, longer_by, strict=True))) for cost in costs]
         found[name] = (
             min(times),
             *(simulate(table, costs_of(stages)).makespan for stages in (longer, costs)),
@@ -86,11 +85,20 @@ def step_times(
     return found
 
 
-def _slept(seconds: float, count: int = 20) -> float:
-    start = time.perf_counter()
+def _longer(seconds: float, count: int = 20) -> tuple[float, float, float]:
+    """What forward pass, gradient of the input and of the weight of a stage take over its sleeps.
+
+    Medians, of a stage alone: sleeps end late, and calls and autograd take time.
+    """
+    stage, passes = Sleeper((seconds,) * 3), []
     for _ in range(count):
-        time.sleep(seconds)
-    return (time.perf_counter() - start) / count
+        start = time.perf_counter()
+        out = stage(torch.zeros(4, requires_grad=True)).mean()
+        middle = time.perf_counter()
+        out.backward()
+        passes.append((middle - start - seconds, time.perf_counter() - middle - 2 * seconds))
+    forward, backward = (sorted(each)[count // 2] for each in zip(*passes, strict=True))
+    return forward, backward / 2, backward / 2
 
 
 def hidden_share(table: ActionTable, costs: Costs, seconds: float) -> float:
@@ -167,7 +175,7 @@ def tables() -> list[Table]:
         f"{RANKS} ranks over Gloo, {MICRO} micro-batches, stages that sleep {SECONDS * 1e3:.0f} ms "
         "for forward, input and weight gradient each (half of it where a rank has two stages); the "
         "best of "
-        f"{STEPS} steps, over the makespan of the table by what a sleep takes. At the right 2 x 2 "
+        f"{STEPS} steps, over the makespan by what a stage takes alone. At the right 2 x 2 "
         f"ranks: each pass ends in an all-to-all of its stage, and the last rank takes {SLOW:g} "
         "times as long."
     )
