@@ -13,7 +13,7 @@ from moe_ext import ops
 from moe_ext.compression import Codec, Link, codec_of
 from moe_ext.compression.feedback import CodecMemory
 from moe_ext.compression.probe import rehearsal_of
-from moe_ext.distributed.dispatch.wire import WIRES
+from moe_ext.distributed.dispatch.wire import ROW_WIRES
 from moe_ext.planner import CostTable
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"
@@ -86,7 +86,7 @@ REHEARSALS = {
     **{name: rehearsal_of(codec_of(name)) for name in CODECS},
     "powersgd": rehearsal_of(codec_of("powersgd"), memory_of=matrices),
     **{f"lossless {name}": functools.partial(lossless, dtype) for name, dtype in DTYPES.items()},
-    **{f"rows {name}": functools.partial(rows, name) for name in WIRES if name is not None},
+    **{f"rows {name}": functools.partial(rows, name) for name in ROW_WIRES if name is not None},
     "delta": delta,
     "bitmap": bitmap,
 }
