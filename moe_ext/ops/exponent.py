@@ -94,9 +94,9 @@ def encode_exponent_rows(
         left_out: a row that is not written.
 
     Returns:
-        rows (Tensor[R, B]): uint8, of each what `encode_exponents` gives of its part, and bytes of
-            any value behind it; B is `most_exponent_bytes` of a part.
-        num_bytes (Tensor[R]): int64, of each payload; multiples of 8, 0 for the row left out.
+        tuple[Tensor[R, B], Tensor[R]]: uint8 rows, of each what `encode_exponents` gives of its
+        part, and bytes of any value behind it, where B is `most_exponent_bytes` of a part; and the
+        int64 bytes of each payload, multiples of 8, 0 for the row left out.
 
     Raises:
         RuntimeError: x is strided, or of another dtype or shape.
