@@ -42,7 +42,8 @@ def test_two_nodes(monkeypatch, tmp_path):
     # Of the largest output; rounding is off by 4 % of the norm.
     difference = {name: float(row["difference"]) for name, row in found.items()}
     assert all(d < (0.1 if n in bench.CODED else 1e-5) for n, d in difference.items())
-    assert all(difference[name] > 1e-5 for name in bench.CODED)
+    assert difference["alltoall, exact, lossless"] == 0
+    assert all(difference[n] > 1e-5 for n in bench.CODED if "lossless" not in n)
     assert all((row["chosen"] != "") == name.startswith("auto") for name, row in found.items())
     sent = {name: float(row["sent MB"]) for name, row in found.items()}
     # Of 4 rows a token that go to the other node, 1.8 with a row for each rank, 1 for each node.

@@ -43,7 +43,7 @@ from moe_ext.nn.expert_activation import (
 from moe_ext.nn.torch_state import as_autocast, has_hooks
 from moe_ext.ops.autograd import late_gradient
 from moe_ext.ops.grouped_gemm import wants_ends
-from moe_ext.ops.routed_experts import routed_experts, serves
+from moe_ext.ops.routed_experts import routed_experts
 
 # 2**64 / golden ratio, odd: neighbouring experts get seeds that differ in about half of their bits.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -262,8 +262,6 @@ def run_tokens(
         return None
     kind, layout = experts.activation, experts.layout
     up, down = experts._weight(experts._up_name), experts._weight("down_proj")
-    if not serves(x_TD, up, down, kind):
-        return None
     idx, weights, filled = choice.topk_idx, choice.topk_weights, choice.filled
     return routed_experts(x_TD, idx, weights, up, down, kind=kind, layout=layout, filled=filled)
 

@@ -12,23 +12,6 @@ from moe_ext.ops.gathered_experts import gather_of, gathered_experts, gathers
 from moe_ext.ops.grouped_gemm import row_alignment, wants_ends
 
 
-def serves(x_TD: Tensor, gate_up_EUD: Tensor, down_EDF: Tensor, kind: str) -> bool:
-    """Whether `routed_experts` takes these: plain tensors of one dtype, outside a graph of compile.
-
-    NOTE: device-to-host sync, where quack-kernels are chosen: at the first call for a device and
-    dtype.
-    """
-    if grouped_providers.CHOSEN == "quack":
-        stored = gate_up_EUD.is_contiguous() and down_EDF.is_contiguous()
-        return stored and gathers(x_TD, gate_up_EUD, down_EDF, kind)
-    if torch.compiler.is_compiling() or _runtime_library.load() is None:
-        return False
-    # Parameters that FSDP2 has sharded are whole again only inside the experts' forward.
-    plain = {type(x_TD), type(gate_up_EUD), type(down_EDF)} <= {Tensor, torch.nn.Parameter}
-    one_dtype = x_TD.dtype == gate_up_EUD.dtype == down_EDF.dtype
-    return plain and one_dtype and not x_TD.is_meta
-
-
 def routed_experts(
     x_TD: Tensor,
     topk_idx_TK: Tensor,
@@ -39,14 +22,17 @@ def routed_experts(
     kind: str,
     layout: str,
     filled: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | None:
     r"""Runs each token through its experts: :math:`y_t = \sum_k w_{tk} W^{down} h(W^{up} x_t)`.
 
     The operators are those that a caller from Python would call one after the other, and so are the
     bits; nothing of them is left for a reader.
 
+    NOTE: device-to-host sync, where quack-kernels are chosen: at the first call for a device and
+    dtype.
+
     Args:
-        x_TD: tokens that `serves` takes, and no autocast casts.
+        x_TD: tokens, which no autocast casts.
         topk_idx_TK: int64 expert of each slot, -1 for none.
         topk_weights_TK: weight of each slot.
         gate_up_EUD: `[E, 2F, D]`.
@@ -56,18 +42,26 @@ def routed_experts(
         filled: no slot is -1.
 
     Returns:
-        `[T, D]`, and the `num_dropped` of `permute_tokens`.
+        `[T, D]`, and the `num_dropped` of `permute_tokens`. None inside a graph of compile, without
+        the compiled module, and for others than plain tensors of one dtype.
     """
     if grouped_providers.CHOSEN == "quack":
+        stored = gate_up_EUD.is_contiguous() and down_EDF.is_contiguous()
+        if not stored or not gathers(x_TD, gate_up_EUD, down_EDF, kind):
+            return None
         gather = gather_of(x_TD, topk_idx_TK, gate_up_EUD.shape[0])
         y_TD = gathered_experts(
             *(x_TD, gate_up_EUD, down_EDF, topk_weights_TK, gather), kind=kind, layout=layout
         )
         return y_TD, gather.num_dropped
+    module = None if torch.compiler.is_compiling() else _runtime_library.load()
+    # Parameters that FSDP2 has sharded are whole again only inside the experts' forward.
+    plain = {type(x_TD), type(gate_up_EUD), type(down_EDF)} <= {Tensor, torch.nn.Parameter}
+    one_dtype = x_TD.dtype == gate_up_EUD.dtype == down_EDF.dtype
+    if module is None or not plain or not one_dtype or x_TD.is_meta:
+        return None
     weights_TK = topk_weights_TK.to(torch.float64 if x_TD.dtype == torch.float64 else torch.float32)
     align = row_alignment(x_TD, topk_idx_TK.numel(), gate_up_EUD.shape[0])
-    module = _runtime_library.load()
-    assert module is not None
     y_TD, num_dropped = module.routed_experts(
         *(x_TD, topk_idx_TK, weights_TK, gate_up_EUD, down_EDF, kind, layout, align),
         filled and wants_ends(x_TD),
