@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import emulation
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from moe_ext.distributed import (
     count_traffic,
 )
 from moe_ext.distributed.dispatch.rows import all_to_all_rows
-from moe_ext.distributed.dispatch.wire import decode_messages, encode_messages
+from moe_ext.distributed.dispatch.wire import decode_messages, encode_messages, join_messages
 from moe_ext.nn import RowBudget
 from moe_ext.ops.quantize import row_bytes
 
@@ -191,6 +192,12 @@ def check_lossless_keeps_every_bit():
         x = tokens(rank, 100, torch.bfloat16)
         a, b = (step(layer("dedup", w, torch.bfloat16, **options), x) for w in (None, "lossless"))
         assert all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
+    if emulation.is_built():
+        launches = emulation.num_launches()
+        with emulation.emulated_cuda():
+            a, b = (step(layer("dedup", w, torch.bfloat16), x) for w in (None, "lossless"))
+        assert all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
+        assert emulation.num_launches() > launches
     text = "expected wire to send tokens in rows of one length"
     raised(ValueError, text, functools.partial(dispatcher, "allgather"), "lossless")
     one = MoELayer(D, 24, E, K, ep_group=dist.group.WORLD, wire="lossless")
@@ -349,15 +356,20 @@ def test_over_ranks(found, check):
     assert_passed(found, check)
 
 
-def test_messages_keep_every_bit_of_every_number():
-    x = torch.randn(300, 64).bfloat16()
+def test_messages_keep_every_bit_of_every_number(device):
+    x = torch.randn(300, 64, device=device).bfloat16()
     x[3], x[4], x[5, ::2], x[6] = float("nan"), -0.0, float("inf"), 1e-40
     # Of another rank without rows, of one row that coding would make longer, and of this rank.
     counts, own = [120, 0, 1, 179], 3
-    messages, lengths = encode_messages(x, counts, own)
+    messages, lengths_P = encode_messages(x, counts, own)
+    lengths = lengths_P.tolist()
     assert lengths[1:] == [0, 128, 179 * 128] and lengths[0] < 0.8 * 120 * 128
-    out = decode_messages(messages, lengths, torch.empty_like(x), counts)
+    sent = join_messages(x, counts, messages, lengths)
+    out = decode_messages(sent, lengths, torch.empty_like(x), counts, "dispatch")
     assert torch.equal(out.view(torch.int16), x.view(torch.int16))
+    sent[16] ^= 0xFF
+    with pytest.raises(RuntimeError, match="dispatch: expected payloads to arrive as they were"):
+        decode_messages(sent, lengths, out, counts, "dispatch")
 
 
 def test_one_rank_rounds_nothing():

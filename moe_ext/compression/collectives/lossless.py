@@ -20,13 +20,12 @@ from moe_ext.distributed import worker
 from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.comm import Pending
 from moe_ext.distributed.groups import group_size, resolve_group
-from moe_ext.distributed.streams import HostCopy
+from moe_ext.distributed.payloads import Payloads
 from moe_ext.distributed.worker import Messages
 
 T = TypeVar("T")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SOUND = torch.iinfo(torch.int64).max
 
 
 def _check(
@@ -181,12 +180,8 @@ def start_all_gather(
     return _start(_all_gather, args, group, operation, output, async_op)
 
 
-class _Payloads:
-    """Payloads of one collective as they are sent and read, and what is damaged of them."""
-
-    def __init__(self) -> None:
-        self._damaged: Tensor | None = None
-        self._told: HostCopy | None = None
+class _Payloads(Payloads):
+    """Payloads of one collective as they are sent and read."""
 
     def padded(self, rows_PB: Tensor, num_bytes_P: Tensor, messages: Messages) -> Tensor:
         """The rows with as many bytes as the longest payload of any rank."""
@@ -195,25 +190,6 @@ class _Payloads:
         longest = int(most.view(-1).view(torch.int64).max())
         # The last ranks' own parts have fewer elements.
         return nn.functional.pad(rows_PB, (0, longest - rows_PB.shape[1])).reshape(-1)
-
-    def read(self, out: Tensor, row: Tensor) -> None:
-        """Restores a part."""
-        if self._damaged is None:
-            self._damaged = torch.full((1,), _SOUND, device=row.device)
-        ops.decode_exponent_row_(out, row, self._damaged)
-
-    def tell(self) -> None:
-        """After the last one was read: what is damaged comes to the host, which does not wait."""
-        if self._damaged is not None:
-            self._told = HostCopy(self._damaged.view(1, 1))
-
-    def check(self, operation: str) -> None:
-        """Raise where something was damaged."""
-        if self._told is not None and (block := self._told.rows()[0][0]) != _SOUND:
-            raise RuntimeError(
-                f"{operation}: expected payloads to arrive as they were sent, got a damaged block "
-                f"{block}"
-            )
 
 
 def _start(

@@ -11,7 +11,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from moe_ext.distributed.dispatch.counts import (
     Header,
 )
 from moe_ext.distributed.dispatch.rows import join_parts, split_parts, total
-from moe_ext.distributed.dispatch.wire import LOSSLESS, Formats, Wire
+from moe_ext.distributed.dispatch.wire import Formats, Wire
 from moe_ext.distributed.failures import is_told
 from moe_ext.distributed.groups import (
     GroupHandle,
@@ -778,11 +778,6 @@ class TokenDispatcher:
             raise TypeError(
                 f"{self.operation}: expected x_TD to be float32, bfloat16 or float16 with "
                 f"{self.wire}, which has fewer digits, got {x_TD.dtype}; leave wire out"
-            )
-        if LOSSLESS in astuple(self.wire) and x_TD.device.type != "cpu":
-            raise ValueError(
-                f"{self.operation}: expected x_TD to be on the CPU with {self.wire}, got "
-                f"{x_TD.device}"
             )
 
     def _exchanged_chunks(

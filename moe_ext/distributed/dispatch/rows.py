@@ -27,6 +27,7 @@ from moe_ext.distributed.dispatch.wire import (
     decode_messages,
     encode,
     encode_messages,
+    join_messages,
 )
 from moe_ext.distributed.failures import in_layer, naming_failed_ranks, network_identity, running
 from moe_ext.distributed.groups import group_rank
@@ -123,11 +124,12 @@ class _RowsUnderway:
         send, receive = (self.receive, self.send) if backward else (self.send, self.receive)
         sent = encode(rows, self.formats[backward]).contiguous()
         if self.formats[backward] == LOSSLESS:
-            sent, send = encode_messages(sent, send, group_rank(self.group))
-            lengths = comm.all_to_all(
-                torch.tensor(send), self.group, operation=self.operation, counted=False
-            )
-            self.lengths = receive = lengths.tolist()
+            messages, own_P = encode_messages(sent, send, group_rank(self.group))
+            told_P = comm.all_to_all(own_P, self.group, operation=self.operation, counted=False)
+            # NOTE: device-to-host sync, of the lengths that the next message has.
+            lengths, receive = torch.stack([own_P, told_P]).tolist()
+            sent, send = join_messages(sent, send, messages, lengths), lengths
+            self.lengths = receive
         if self.counted and is_counted():
             others = sent.shape[0] - send[group_rank(self.group)]
             record_traffic("all_to_all", others * sent.shape[1:].numel() * sent.element_size())
@@ -164,7 +166,7 @@ class _RowsUnderway:
         if self.formats[backward] == LOSSLESS:
             counts = self.send if backward else self.receive
             out = like.new_empty(sum(counts), dim)
-            return decode_messages(arrived, self.lengths, out, counts)
+            return decode_messages(arrived, self.lengths, out, counts, self.operation)
         return decode(arrived, self.formats[backward], dim, like.dtype)
 
     def _wait(self) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_ext import ops
 from moe_ext._checks import check_choice
+from moe_ext.distributed.payloads import Payloads
 from moe_ext.ops.quantize import ROW_SCALES, row_bytes
 
 # Formats that code each row by itself, and the one that codes all rows for a rank as a whole.
@@ -34,7 +35,7 @@ class Wire:
     one byte, and scales beside them in the same message. Gradients pass the rounding as if it were
     not there (straight-through), and are rounded for themselves where it is asked for. "lossless"
     keeps every bit: `ops.encode_exponents` codes all rows for a rank, after a message of 8 bytes to
-    each rank that tells the lengths; on CPU alone.
+    each rank that tells the lengths.
 
     The string that `MoELayer(wire=)` takes in the place of a `Wire` sets `dispatch` and
     `backward_dispatch`, as in DeepSeek-V3: what goes to the experts is rounded, where it is the
@@ -123,7 +124,9 @@ def decode(sent: Tensor, format: str | None, dim: int, dtype: torch.dtype) -> Te
     return ops.dequantize_rows(sent, dim, format, dtype=dtype)
 
 
-def encode_messages(rows_ND: Tensor, counts: Sequence[int], own: int) -> tuple[Tensor, list[int]]:
+def encode_messages(
+    rows_ND: Tensor, counts: Sequence[int], own: int
+) -> tuple[list[Tensor], Tensor]:
     """Code the rows for each rank by their exponents, those for this rank left as they are.
 
     Args:
@@ -132,33 +135,61 @@ def encode_messages(rows_ND: Tensor, counts: Sequence[int], own: int) -> tuple[T
         own: this rank.
 
     Returns:
-        `[bytes]` uint8 of all messages one after the other, and the P lengths.
+        P messages, uint8 `[bytes]` with room behind them, and int64 `[P]` on the device of the
+        rows, the bytes of each: as many as the rows have where those are the message.
     """
-    messages = []
-    for rank, part in enumerate(rows_ND.split(list(counts))):
-        whole = part.reshape(-1).view(torch.uint8)
-        code = None if rank == own or not len(whole) else ops.encode_exponents(part)
-        # A message of the length of the rows has the rows.
-        messages.append(whole if code is None or len(code) >= len(whole) else code)
-    return torch.cat(messages), list(map(len, messages))
+    parts = [part.reshape(-1) for part in rows_ND.split(list(counts))]
+    sizes_P = torch.tensor([part.nbytes for part in parts], device=rows_ND.device)
+    messages, lengths = [], []
+    for rank, part in enumerate(parts):
+        if rank == own or not len(part):
+            messages.append(part.view(torch.uint8))
+            lengths.append(sizes_P[rank : rank + 1])
+        else:
+            code_1B, length_1 = ops.encode_exponent_rows(part, 1)
+            messages.append(code_1B[0])
+            lengths.append(length_1)
+    return messages, torch.minimum(torch.cat(lengths), sizes_P)
+
+
+def join_messages(
+    rows_ND: Tensor, counts: Sequence[int], messages: Sequence[Tensor], lengths: Sequence[int]
+) -> Tensor:
+    """`[bytes]` uint8 of what `encode_messages` gave, one message after the other."""
+    parts = [part.reshape(-1).view(torch.uint8) for part in rows_ND.split(list(counts))]
+    return torch.cat(
+        [
+            part if length == len(part) else message[:length]
+            for part, message, length in zip(parts, messages, lengths, strict=True)
+        ]
+    )
 
 
 def decode_messages(
-    messages: Tensor, lengths: Sequence[int], out_ND: Tensor, counts: Sequence[int]
+    messages: Tensor, lengths: Sequence[int], out_ND: Tensor, counts: Sequence[int], operation: str
 ) -> Tensor:
-    """Restore rows into `out_ND` of what `encode_messages` gave; and return it.
+    """Restore rows into `out_ND` of what `join_messages` gave; and return it.
+
+    NOTE: device-to-host sync, of what is damaged.
 
     Args:
         messages: `[bytes]` uint8.
         lengths: P numbers of bytes.
         out_ND: memory of the rows, contiguous.
         counts: P numbers of rows.
+        operation: name for error messages.
+
+    Raises:
+        RuntimeError: a message is damaged.
     """
+    payloads = Payloads()
     for part, message in zip(
         out_ND.split(list(counts)), messages.split(list(lengths)), strict=True
     ):
         if len(message) == part.nbytes:
             part.view(-1).view(torch.uint8).copy_(message)
         else:
-            ops.decode_exponents_(part, message)
+            payloads.read(part, message)
+    payloads.tell()
+    payloads.check(operation)
     return out_ND
