@@ -13,7 +13,8 @@ import torch
 from _harness import Table
 
 from moe_ext.planner import ClusterSpec, CostModel, Job, Level, ModelSpec, preset
-from moe_ext.planner.search import columns_of, simulated
+from moe_ext.planner.search import columns_of
+from moe_ext.planner.stages import simulated
 
 DATA = Path(__file__).resolve().parent / "data" / "published_runs.csv"
 _GITHUB = "https://github.com"

@@ -10,6 +10,7 @@ from moe_ext.planner.profile import measure_cluster
 from moe_ext.planner.report import html_report
 from moe_ext.planner.search import Found, SearchResult, search
 from moe_ext.planner.spec import model_spec
+from moe_ext.planner.stages import StageLayers
 
 __all__ = [
     "CLUSTERS",
@@ -25,6 +26,7 @@ __all__ = [
     "ModelSpec",
     "Plan",
     "SearchResult",
+    "StageLayers",
     "exchange_bytes",
     "gradient_bytes",
     "html_report",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,9 @@ from moe_ext.distributed.gradients import gradient_buckets
 from moe_ext.distributed.groups import group_size
 from moe_ext.distributed.placement import sharded_parameters
 from moe_ext.pipeline import ActionTable, Pipeline, make_table
-from moe_ext.planner.cost import exchange_bytes, gradient_bytes
+from moe_ext.planner.cost import CHUNKS, exchange_bytes, gradient_bytes
 from moe_ext.planner.spec import model_spec
+from moe_ext.planner.stages import StageLayers, split_evenly
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,8 +68,9 @@ class Applied:
         and of DTensors, by which layers are divided: nothing counts these.
 
         Args:
-            routing: for each layer with experts of each micro-batch on this rank, the experts
-                `[T, K]` that the tokens of every rank of the expert-parallel group choose.
+            routing: for each layer with experts of each micro-batch on this rank, in the order of
+                the forward passes, the experts `[T, K]` that the tokens of every rank of the
+                expert-parallel group choose.
 
         Returns:
             Bytes of "rows", "gradients", "pipeline" and "attention".
@@ -88,10 +91,10 @@ class Applied:
             "weighed": False,
         }
         here = self.mesh.ep_rank
-        rows = 0
-        for each in routing if ep > 1 else ():
-            forward = exchange_bytes(each, here, **options)
-            rows += forward * (2 if choice["recompute"] else 1)
+        rows, again = 0, _again(self.plan)
+        layers = itertools.cycle(i for i in self._layers() if self.plan.model.has_experts[i])
+        for each, layer in zip(routing, layers, strict=False) if ep > 1 else ():
+            rows += exchange_bytes(each, here, **options) * (2 if layer in again else 1)
             rows += exchange_bytes(each, here, backward=True, **options)
         return {
             "rows": rows,
@@ -122,6 +125,15 @@ class Applied:
             ZeroRedundancyOptimizer(dense, cls, process_group=group, **options)
         ]
         return [*found, cls(experts, **options)] if experts else found
+
+    def _layers(self) -> list[int]:
+        """Layers of this rank in the order of a step's forward passes; without stages of one."""
+        stages = _plan_stages(self.plan)
+        if self.pipeline is None:
+            return list(range(self.plan.model.num_layers))
+        row = self.pipeline.table.rows[self.pipeline.rank]
+        passed = [stages[action.stage] for action in row if action.kind == "F"]
+        return [i for stage in passed for i in range(stage.start, stage.end)]
 
     def _sharded(self) -> list[nn.Parameter]:
         return [parameter for parameter, _ in sharded_parameters(self.model).values()]
@@ -164,9 +176,9 @@ class Applied:
         )
         # Shards are of one length, and keys go all the way round: each rank sends the most.
         ring = next(each for each in found.candidates if each.scheme == "ring")
-        passes = ring.forward_bytes * (2 if choice["recompute"] else 1) + ring.backward_bytes
-        steps = job.global_batch // (self.mesh.data_size * micro)
-        return passes * sizes.num_layers * steps
+        forward = sizes.num_layers + len(_again(self.plan))
+        passes = forward * ring.forward_bytes + sizes.num_layers * ring.backward_bytes
+        return passes * (job.global_batch // (self.mesh.data_size * micro))
 
     def _pipeline_bytes(self) -> int:
         if self.pipeline is None:
@@ -206,8 +218,18 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
         )
     styles = tensor_parallel_styles(model, tp, "Plan.apply") if tp > 1 else {}
     table = _table(plan) if pp > 1 else None
-    stages = None if table is None else _stages(model, table)
-    layers = decoder_of(model, "Plan.apply").layers if _is_fsdp(plan) else ()
+    stages = None if table is None else _stages(model, plan)
+    again = _again(plan)
+    some = 0 < len(again) < plan.model.num_layers
+    layers: Sequence[Any] = ()
+    if _is_fsdp(plan) or some:
+        layers = decoder_of(model, "Plan.apply").layers
+    if some and not all(hasattr(layer, "gradient_checkpointing") for layer in layers):
+        raise ValueError(
+            f"Plan.apply: expected layers of the model to have gradient_checkpointing, to compute "
+            f"{len(again)} of {len(layers)} again, got {type(layers[0]).__name__}; plan it with "
+            "fixed={'recompute': 1} or 0"
+        )
     mesh = MoEMesh(ep=ep, dp=plan.job.num_ranks // (pp * ep), cp=cp, tp=tp, pp=pp)
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if cp > 1:
@@ -230,8 +252,10 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
         parallelize(model, styles, mesh.data_mesh["tp"])
     # A checkpoint of a layer would run once more for the gradients of weights.
     splits = table is not None and any(a.kind == "W" for a in table.actions(0))
-    if choice["recompute"] and not splits:
+    if again and not splits:
         model.gradient_checkpointing_enable()  # type: ignore[operator]
+        for i in range(len(layers)) if some else ():
+            layers[i].gradient_checkpointing = i in again
     if _is_fsdp(plan):
         for layer in layers:
             fully_shard(layer, mesh, reshard_after_forward=choice["zero"] == 3)
@@ -239,7 +263,7 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
     pipeline = None
     if table is not None:
         assert stages is not None
-        pipeline = _pipeline(table, stages, mesh, recompute=bool(choice["recompute"]) and splits)
+        pipeline = _pipeline(table, stages, mesh, recompute=bool(again) and splits)
     return Applied(model, mesh, plan, pipeline)
 
 
@@ -264,16 +288,34 @@ def _table(plan: Plan) -> ActionTable:
     return make_table(str(choice["schedule"]), pp, per_rank // size)
 
 
-def _stages(model: nn.Module, table: ActionTable) -> Stages:
+def _plan_stages(plan: Plan) -> tuple[StageLayers, ...]:
+    """Layers of each stage of the plan."""
+    if plan.stages:
+        return plan.stages
+    pp, again = int(plan.choice["pp"] or 1), bool(plan.choice["recompute"])
+    count = pp * (CHUNKS if plan.choice["schedule"] == "interleaved" and pp > 1 else 1)
+    return tuple(
+        StageLayers(i, j, tuple(range(i, j)) if again else ())
+        for i, j in split_evenly(plan.model.num_layers, count)
+    )
+
+
+def _again(plan: Plan) -> set[int]:
+    """Layers that are computed again in the backward pass."""
+    return {i for stage in _plan_stages(plan) for i in stage.again}
+
+
+def _stages(model: nn.Module, plan: Plan) -> Stages:
     from moe_ext.integrations.huggingface.stages import Stages
 
     for name, parameter in model.named_parameters():
         if parameter.device.type != "cpu":
             raise ValueError(
-                f"Plan.apply: expected a model to be on the CPU for pp={table.num_ranks}, since "
+                f"Plan.apply: expected a model to be on the CPU for pp={plan.choice['pp']}, since "
                 f"moe_ext.pipeline runs there, got {name} on {parameter.device}"
             )
-    return Stages(model, table.num_stages, "Plan.apply")
+    spans = [(stage.start, stage.end) for stage in _plan_stages(plan)]
+    return Stages(model, spans, "Plan.apply")
 
 
 def _pipeline(table: ActionTable, stages: Stages, mesh: MoEMesh, *, recompute: bool) -> Pipeline:

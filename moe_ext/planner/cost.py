@@ -1,7 +1,9 @@
 """Time and memory of a training step by formula, of many placements at once.
 
 Placements are columns of one tensor each, so that a formula is written once and serves one of them
-and a million. Shapes: C candidates.
+and a million. Without more columns a stage has as many layers as the largest one of an even
+division, with experts in as many of them as on the mean. Columns of `STAGE` say otherwise.
+Shapes: C candidates.
 """
 
 from __future__ import annotations
@@ -35,8 +37,18 @@ MARGIN = 1.1
 _BUCKET = 25 * 2**20
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
+# Time of micro-batches that a pipeline is idle at least, for each stage behind the first.
+_WAITS = {"1f1b": 2 / 3, "gpipe": 1.0, "zb-h1": 1 / 3, "interleaved": 0.0}
+# The same where all stages are alike.
+_FILLS = {"1f1b": 1.0, "gpipe": 1.0, "zb-h1": 1 / 3, "interleaved": 1 / CHUNKS}
+
 Columns = dict[str, Tensor]
 _EXCHANGE = ("ep", "dispatcher", "wire", "combine")
+# Of a stage: layers, those of them with experts, those computed again and those of them with
+# experts, matrices of words (embedding, output), micro-batches that it holds, 1 for the loss.
+STAGE = ("layers", "moe", "again", "again_moe", "ends", "in_flight", "loss")
+# Passes through a layer of a step without recompute, by what takes time there.
+_PASSES = {"compute": 3, "elementwise": 3, "tensor": 2, "context": 3, "experts": 2}
 
 
 @dataclass(frozen=True)
@@ -194,14 +206,27 @@ class CostModel:
     def _data(self, c: Columns) -> Tensor:
         return self._stage(c) / (c["tp"] * c["cp"])
 
+    def _layers(self, c: Columns) -> tuple[Tensor, Tensor]:
+        """Layers of a stage, and those of them with experts."""
+        if "layers" in c:
+            return c["layers"], c["moe"]
+        m = self.model
+        layers = torch.ceil(m.num_layers / c["pp"].double())
+        return layers, layers * (m.num_moe_layers / m.num_layers)
+
+    def _again(self, c: Columns) -> tuple[Tensor, Tensor]:
+        """Layers of a stage that are computed again, and those of them with experts."""
+        if "again" in c:
+            return c["again"], c["again_moe"]
+        layers, moe = self._layers(c)
+        return layers * c["recompute"], moe * c["recompute"]
+
     def compute(self, c: Columns) -> Tensor:
         """Seconds of the products of a micro-batch's forward pass through a stage's layers."""
         m, tokens = self.model, self.tokens(c)
-        layers = torch.ceil(m.num_layers / c["pp"])
-        experts = m.num_moe_layers / m.num_layers * m.top_k * m.expert_parameters
-        dense = self._dense_layer + experts * self._pace(c)
-        products = tokens * layers * 2.0 * dense / self._rate
-        return products + layers * self._scores(tokens)
+        layers, moe = self._layers(c)
+        met = self._dense(layers, moe) + moe * m.top_k * m.expert_parameters * self._pace(c)
+        return tokens * 2.0 * met / self._rate + layers * self._scores(tokens)
 
     def output(self, c: Columns) -> Tensor:
         """Seconds of a micro-batch's forward pass through the output and the loss."""
@@ -211,13 +236,12 @@ class CostModel:
         num_bytes = tokens * m.vocab_size * (self.job.itemsize + 8.0)
         return product + num_bytes / self.cluster.memory_bandwidth
 
-    @property
-    def _dense_layer(self) -> float:
-        """Parameters of a layer that each token meets, on the mean of layers."""
+    def _dense(self, layers: Tensor, moe: Tensor) -> Tensor:
+        """Parameters of layers, `moe` of them with experts, that each token meets."""
         m = self.model
-        share_moe = m.num_moe_layers / m.num_layers
-        dense = m.attention_parameters() * (1 + m.num_cross_layers / m.num_layers)
-        return dense + (1 - share_moe) * m.dense_layer_ffn() + share_moe * m.shared_parameters()
+        attention = m.attention_parameters() * (1 + m.num_cross_layers / m.num_layers)
+        ffn = (layers - moe) * m.dense_layer_ffn() + moe * m.shared_parameters()
+        return layers * attention + ffn
 
     def _scores(self, tokens: Tensor) -> Tensor:
         """Seconds of the forward pass of one causal attention, its scores alone."""
@@ -231,22 +255,23 @@ class CostModel:
     def elementwise(self, c: Columns) -> Tensor:
         """Seconds in which a forward pass through a stage's layers reads and writes its numbers."""
         m, tokens = self.model, self.tokens(c)
-        layers, share = torch.ceil(m.num_layers / c["pp"]), m.num_moe_layers / m.num_layers
-        dense = (1 - share) * (m.dense_ffn_dim or m.ffn_dim) * (2 + m.gated)
-        shared = share * m.shared_ffn_dim * (2 + m.gated_experts)
+        layers, moe = self._layers(c)
+        dense = (layers - moe) * (m.dense_ffn_dim or m.ffn_dim) * (2 + m.gated)
+        shared = moe * m.shared_ffn_dim * (2 + m.gated_experts)
         # An expert's rows are also permuted there and back.
-        rows = share * m.top_k * self._pace(c)
+        rows = moe * m.top_k * self._pace(c)
         routed = rows * (m.ffn_dim * (2 + m.gated_experts) + 2 * m.model_dim)
         # Two norms and residuals read and write 10 D, products 4 D gathered, each width twice.
         numbers = (10 + 4 * c["tp"]) * m.model_dim
-        numbers = numbers + 4 * (m.heads_dim + m.kv_dim) + 2 * (dense + shared + routed)
+        numbers = numbers + 4 * (m.heads_dim + m.kv_dim)
         if self.job.eager_attention:
             # Scores, softmax and dropout are written and read.
             numbers = numbers + 6 * m.num_heads * self.job.seq_len
-        held = self._dense_layer / c["tp"]
-        held = held + share * m.num_experts * m.expert_parameters / c["ep"]
+        numbers = layers * numbers + 2 * (dense + shared + routed)
+        held = self._dense(layers, moe) / c["tp"]
+        held = held + moe * m.num_experts * m.expert_parameters / c["ep"]
         num_bytes = self.job.itemsize * (tokens * numbers + held)
-        return layers * num_bytes / self.cluster.memory_bandwidth
+        return num_bytes / self.cluster.memory_bandwidth
 
     def dispatch_bytes(self, ep: int, dispatcher: str, wire: str | None, combine: str) -> float:
         """Bytes that a token sends through a layer, to the experts and back, for even routing."""
@@ -299,22 +324,32 @@ class CostModel:
 
         Without the output, which the last stage alone has.
         """
+        layers, _ = self._layers(c)
+        again, again_moe = self._again(c)
+        once = self._pass(c)
+        if "again" in c:
+            more = self._pass({**c, "layers": again, "moe": again_moe})
+        else:
+            more = {name: c["recompute"] * value for name, value in once.items()}
+        found = {name: _PASSES[name] * value + more[name] for name, value in once.items()}
+        # The processor waits for its launches where it is quicker than they are. Embedding, loss,
+        # messages and the schedule have about as many as a layer.
+        launches = (3.0 + again / layers) * (layers + 1) * self.cluster.layer_seconds
+        return {**found, "launches": (launches - sum(found.values())).clamp(min=0.0)}
+
+    def _pass(self, c: Columns) -> Columns:
+        """Seconds of one of the passes of a micro-batch through a stage's layers."""
         m, size, tokens = self.model, self.job.itemsize, self.tokens(c)
-        passes = 3.0 + c["recompute"]
-        layers = torch.ceil(m.num_layers / c["pp"])
-        moe = layers * m.num_moe_layers / m.num_layers
+        layers, moe = self._layers(c)
         one = torch.ones_like(c["pp"])
-        compute, elementwise = self.compute(c) * passes, self.elementwise(c) * passes
         # Sequence-parallel: gathered before a product of columns, scattered behind one of rows.
         whole = tokens * c["tp"] * m.model_dim * size
-        places = 2.0 * layers + 2.0 * (layers - moe)
-        tensor = (2.0 + c["recompute"]) * places * self._ring(c["tp"], one, whole)
+        tensor = (4.0 * layers - 2.0 * moe) * self._ring(c["tp"], one, whole)
         hop = 2.0 * tokens * c["tp"] * m.kv_dim * size / c["tp"].clamp(max=m.num_kv_heads or 1)
         latency, bandwidth = self._link(c["cp"] * c["tp"])
         block = self._scores(tokens) / c["cp"]
         ring = (c["cp"] - 1) * (latency + hop / bandwidth - block).clamp(min=0.0)
-        context = (3.0 + c["recompute"]) * layers * ring
-        experts = torch.zeros_like(compute)
+        experts = torch.zeros_like(ring)
         if m.num_experts:
             shape = (int(c["ep"].max()) + 1, len(DISPATCHERS), len(WIRES), len(COMBINES))
             table = torch.zeros(*shape, 3, dtype=torch.float64)
@@ -334,24 +369,27 @@ class CostModel:
             seconds = tokens * self._imbalance(c) * (near / fast + far / bandwidth)
             seconds = seconds + 2.0 * latency * (c["ep"] > 1)
             seconds = seconds + self._coding(c["wire"], tokens * coded)
-            experts = (2.0 + c["recompute"]) * moe * seconds * self._measured("exchange")
-        found = {"compute": compute, "elementwise": elementwise, "tensor": tensor}
-        found |= {"context": context, "experts": experts}
-        # The processor waits for its launches where it is quicker than they are. Embedding, loss,
-        # messages and the schedule have about as many as a layer.
-        launches = passes * (layers + 1) * self.cluster.layer_seconds
-        return {**found, "launches": (launches - sum(found.values())).clamp(min=0.0)}
+            experts = moe * seconds * self._measured("exchange")
+        found = {"compute": self.compute(c), "elementwise": self.elementwise(c), "tensor": tensor}
+        return {**found, "context": layers * ring, "experts": experts}
 
     def parameters(self, c: Columns) -> tuple[Tensor, Tensor]:
-        """Parameters of a rank before ZeRO: dense ones and those of experts, largest stage."""
+        """Parameters of a rank before ZeRO: dense ones and those of experts."""
         m = self.model
-        layers = torch.ceil(m.num_layers / c["pp"])
-        ends = m.model_dim * m.vocab_size * (1.0 if m.tied else 2.0)
-        inside = (m.dense_parameters() - ends) / m.num_layers * layers
-        # A first stage has the embedding, a last one the output.
-        outside = torch.where(c["pp"] > 1, m.model_dim * m.vocab_size, ends)
+        layers, moe = self._layers(c)
+        words = m.model_dim * m.vocab_size
+        ffn = (m.num_layers - m.num_moe_layers) * m.dense_layer_ffn()
+        ffn += m.num_moe_layers * m.shared_parameters()
+        rest = (m.dense_parameters() - words * (1 if m.tied else 2) - ffn) / m.num_layers
+        dense = layers * rest + (layers - moe) * m.dense_layer_ffn() + moe * m.shared_parameters()
         experts = m.expert_parameters * m.num_experts / c["ep"]
-        return (inside + outside) / c["tp"], experts * m.num_moe_layers / m.num_layers * layers
+        return (dense + words * self._ends(c)) / c["tp"], experts * moe
+
+    def _ends(self, c: Columns) -> Tensor:
+        """Matrices of words of a rank: a first stage has the embedding, a last one the output."""
+        if "ends" in c:
+            return c["ends"]
+        return torch.where(c["pp"] > 1, 1.0, 1.0 if self.model.tied else 2.0)
 
     def gradients(self, c: Columns) -> Tensor:
         """Seconds of a step's messages for gradients and weights between copies."""
@@ -391,13 +429,75 @@ class CostModel:
         """
         total = sum(self.terms(c).values())
         assert isinstance(total, Tensor)
-        forward = total / (3.0 + c["recompute"])
+        forward = total / (3.0 + self._again(c)[0] / self._layers(c)[0])
         return forward, total - 2.0 * forward, forward
 
     def bound(self, c: Columns) -> Tensor:
-        """Seconds of a step at least: products, without messages or idle ranks."""
-        each = self.compute(c) * (3.0 + c["recompute"]) + 3.0 * self.output(c)
+        """Seconds of a step at least: products of stages alike, without messages or idle ranks."""
+        each = 3.0 * (self.compute(self._alike(c)) + self.output(c) / c["pp"])
         return self.num_micro_batches(c) * each
+
+    def _alike(self, c: Columns, again: float | Tensor = 0.0) -> Columns:
+        """Stages that have the same share of layers and ends, a share of them computed again."""
+        m, pp = self.model, c["pp"].double()
+        ends = torch.where(c["pp"] > 1, 2.0 / pp, 1.0 if m.tied else 2.0)
+        shares = {"layers": m.num_layers / pp, "moe": m.num_moe_layers / pp, "ends": ends}
+        shares |= {"again": again * shares["layers"], "again_moe": again * shares["moe"]}
+        return {**c, **shares}
+
+    def least(self, c: Columns) -> Tensor:
+        """Seconds of a step at least, whatever layers the stages have and compute again.
+
+        Some of S stages takes t, the mean, or more, for each of M micro-batches, and runs forward
+        for t / 3 of it at most. It begins when the stages in front of it have run forward, ends
+        before they run backward, and waits for a first backward pass when it has as many
+        micro-batches as its schedule lets it hold: M + 2 / 3 (S - 1) times t with 1F1B, M +
+        1 / 3 (S - 1) where gradients of weights come later. All forward passes of GPipe are over
+        before a backward pass begins: M + S - 1. The last rank of interleaved stages waits for one
+        chunk of each other rank where all are alike, and takes M t otherwise.
+        """
+        whole = (c["schedule"] == SCHEDULES.index("zb-h1")) & (c["recompute"] == 1)
+        alike = self._alike(c, whole.double())
+        layers = sum(self.terms(alike).values())
+        each = layers + 3.0 * self.output(c) / c["pp"]
+        waits = torch.tensor([_WAITS[name] for name in SCHEDULES], dtype=torch.float64)
+        idle = waits[c["schedule"]] * (c["pp"] - 1) * each
+        m = self.model
+        uneven = (m.num_layers % (c["pp"] * CHUNKS) > 0) | (m.num_moe_layers % m.num_layers > 0)
+        chunks = (c["pp"] - 1) / CHUNKS * layers
+        in_turn = c["schedule"] == SCHEDULES.index("interleaved")
+        idle = torch.where(in_turn & ~uneven, chunks, idle)
+        ends = self.gradients(alike) + self.update(alike)
+        return self.num_micro_batches(c) * each + idle + ends
+
+    def likely(self, c: Columns, again: Tensor) -> Tensor:
+        """Seconds of a step whose stages have the best numbers of layers, if all are alike.
+
+        The slowest stage has x layers, or is the last one with y of them and the output, which is
+        worth w of them.
+
+        Args:
+            c: candidates.
+            again: share of the layers that are computed again.
+        """
+        pp, count = c["pp"].double(), float(self.model.num_layers)
+        mean = self._alike(c, again)
+        layer = sum(self.terms(mean).values()) * pp / count
+        assert isinstance(layer, Tensor)
+        w = 3.0 * self.output(c) / layer
+        even = (count + w) / pp
+        found = torch.full_like(pp, torch.inf)
+        for more in (0.0, 1.0, 2.0):
+            x = even.ceil() + more
+            fits = (pp - 1) * x + (x - w).floor().clamp(min=1.0) >= count
+            found = torch.where(fits & (x >= 1 + w), found.minimum(x), found)
+            y = ((even - w).floor() + more).clamp(min=1.0)
+            fits = (pp - 1) * (y + w).floor() + y >= count
+            found = torch.where(fits, found.minimum(y + w), found)
+        slowest = torch.where(pp > 1, found, count + w) * layer
+        late = torch.tensor([_FILLS[name] for name in SCHEDULES], dtype=torch.float64)
+        fill = late[c["schedule"]] * (pp - 1) * even * layer
+        return self.num_micro_batches(c) * slowest + fill + self.gradients(mean) + self.update(mean)
 
     def seconds(self, c: Columns) -> Tensor:
         """Seconds of a step by closed forms; hops of the pipeline are left to the simulation."""
@@ -412,6 +512,8 @@ class CostModel:
 
     def in_flight(self, c: Columns) -> Tensor:
         """Micro-batches whose activations the first rank holds, in stages of a rank."""
+        if "in_flight" in c:
+            return c["in_flight"]
         pp, micro = c["pp"].double(), self.num_micro_batches(c)
         kind = c["schedule"]
         found = torch.minimum(pp, micro)
@@ -433,7 +535,7 @@ class CostModel:
         # that are not spread are among them. A rank has that of whole parameters.
         spread = (c["ep"] > 1) & (experts > 0)
         shared = dense + torch.where(spread, 0.0, experts)
-        largest = m.model_dim * m.vocab_size / c["tp"]
+        largest = m.model_dim * m.vocab_size / c["tp"] * (self._ends(c) > 0)
         held = torch.where(zero >= 1, torch.maximum(shared / copies, largest), shared)
         own = torch.where(spread, experts, 0.0)
         whole = torch.where(is_fsdp, dense / copies + experts / edp, dense + experts)
@@ -464,23 +566,29 @@ class CostModel:
             held: of those that it holds.
         """
         m, size, tokens = self.model, self.job.itemsize, self.tokens(c)
-        layers = torch.ceil(m.num_layers / c["pp"])
-        is_fsdp, again = c["zero"] >= 2, c["recompute"] == 1
-        kept, rise = self._layer_numbers(c)
+        layers, moe = self._layers(c)
+        again, again_moe = self._again(c)
+        is_fsdp = c["zero"] >= 2
+        kept_dense, kept_moe, rise = self._layer_numbers(c)
+        kept = (layers - moe) * kept_dense + moe * kept_moe
         stream = tokens * m.model_dim * size
         # Layers keep their inputs and run again one by one. Where the backward pass is in two, a
         # stage keeps its input and runs again whole.
-        as_one = c["schedule"] == SCHEDULES.index("zb-h1")
-        each = torch.where(again, torch.where(as_one, stream, layers * stream), layers * kept)
-        run = torch.where(again, torch.where(as_one, layers, 1.0) * kept, 0.0)
+        as_one = (c["schedule"] == SCHEDULES.index("zb-h1")) & (again > 0)
+        stay, stay_moe = layers - again, moe - again_moe
+        each = (stay - stay_moe) * kept_dense + stay_moe * kept_moe + again * stream
+        each = torch.where(as_one, stream, each)
+        one = torch.where(moe > 0, kept_moe, kept_dense)
+        run = torch.where(as_one, kept, one) * (again > 0)
         every = self.in_flight(c) * each
         # Embedding and output are whole from the forward pass to the end of the backward pass.
-        output = m.model_dim * m.vocab_size * size / c["tp"]
-        ends = torch.where(c["pp"] > 1, output, output * (1.0 if m.tied else 2.0))
+        words = m.model_dim * m.vocab_size * size / c["tp"]
+        ends = words * self._ends(c)
+        output = words * (self._ends(c) > 0)
         layer = (weights - ends) / layers
         up = 1 + m.gated_experts if m.num_experts else 1 + m.gated
         # Gradients of a layer's down projection are there when its up projection's are made.
-        made = layer * m.num_moe_layers / m.num_layers / (1 + up)
+        made = layer * moe / layers / (1 + up)
         accumulates = self.num_micro_batches(c) > 1
         before = torch.where(accumulates, held, 0.0)
         # FSDP2 has a layer's weights, those of the next one on their way, which Gloo has twice as
@@ -492,14 +600,14 @@ class CostModel:
         at_loss = torch.where(is_whole, weights, ends)
         new = torch.where(accumulates & ~is_fsdp, 0.0, output + made)
         all_but = torch.where(accumulates | is_fsdp, held, held - up * made)
-        ones = torch.ones_like(kept)
+        is_last = c.get("loss", torch.ones_like(kept))
         return [
             {
                 "gradients": before,
                 "gathered": at_loss * is_fsdp,
                 "activations": every + 3 * stream,
                 # Logarithms of probabilities, their gradients and those of logits, in float32.
-                "logits": 12.0 * tokens * m.vocab_size * ones,
+                "logits": 12.0 * tokens * m.vocab_size * is_last,
             },
             {
                 "gradients": before + output,
@@ -516,15 +624,15 @@ class CostModel:
             {
                 "gradients": all_but + torch.where(is_fsdp, output + made, 0.0),
                 "gathered": (ends + 2 * layer) * is_fsdp,
-                "activations": every - each + torch.where(again, run + stream, kept),
+                "activations": every - each + torch.where(again > 0, run + stream, one),
                 "temporary": rise + 2 * stream,
             },
         ]
 
-    def _layer_numbers(self, c: Columns) -> tuple[Tensor, Tensor]:
+    def _layer_numbers(self, c: Columns) -> tuple[Tensor, Tensor, Tensor]:
         """Bytes that a layer keeps for its backward pass, and by how much that pass rises above.
 
-        Of a layer on the mean of layers, and of one with experts where there are any.
+        Of a dense layer and of one with experts; it rises by that of experts where there are any.
         """
         m, size, tokens = self.model, self.job.itemsize, self.tokens(c)
         rows = m.top_k * self._imbalance(c, peak=True)
@@ -536,18 +644,16 @@ class CostModel:
         # Unfused: gate, up, activation and product.
         moe = moe + 2 * up * m.shared_ffn_dim * size + 4.0 * m.num_experts
         ffn = 2 * (1 + m.gated) * (m.dense_ffn_dim or m.ffn_dim) * size
-        share = m.num_moe_layers / m.num_layers
         # Two norms of three numbers each, in 16 bits with their input in float32; queries, keys,
         # values, what attention gives and a float32 of each head.
         norms = 6 * m.model_dim * size + (8 * m.model_dim if size < 4 else 0)
         attention = norms + (2 * m.heads_dim + 2 * m.kv_dim) * size + 4 * m.num_heads
-        kept = tokens * (attention + share * moe + (1 - share) * ffn)
         # Gradients of up projection and activation; the activation and what came back are gone.
         if m.num_moe_layers:
             rise = tokens * (rows * up * m.ffn_dim - back * m.model_dim) * size
         else:
             rise = tokens * (1 + m.gated) * (m.dense_ffn_dim or m.ffn_dim) * size
-        return kept, rise
+        return tokens * (attention + ffn), tokens * (attention + moe), rise
 
     def memory(self, c: Columns) -> Tensor:
         """Bytes of the fullest rank, with the margin."""

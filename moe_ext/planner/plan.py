@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from moe_ext.planner.applied import Applied, apply_plan
@@ -17,6 +19,7 @@ from moe_ext.planner.load import load_of
 from moe_ext.planner.presets import ModelSpec
 from moe_ext.planner.search import Choice, Found, columns_of, search
 from moe_ext.planner.spec import model_spec
+from moe_ext.planner.stages import StageLayers, rank_columns
 
 SCHEMA = 1
 # To do about the term that binds.
@@ -50,13 +53,17 @@ class Plan:
         cluster: processors and links.
         job: a step.
         choice: value of each axis: pp, tp, cp, ep, micro_batch, schedule, zero, recompute,
-            dispatcher, wire and combine.
+            dispatcher, wire and combine. With recompute as many layers are computed again as
+            `stages` names.
         seconds: of a step.
         memory: bytes of the fullest rank, with the margin.
         pareto: placements of which none is both quicker and smaller, by closed forms.
         num_points: placements that were costed.
         num_too_large: of these, those that do not fit into memory.
         proven: no placement can be better by the cost model.
+        stages: layers of each stage of the pipeline, in turn (one without a pipeline), and those
+            of them that are computed again; empty for stages of even lengths, all of whose layers
+            are where recompute is 1.
     """
 
     model: ModelSpec
@@ -69,17 +76,22 @@ class Plan:
     num_points: int = 0
     num_too_large: int = 0
     proven: bool = False
+    stages: tuple[StageLayers, ...] = ()
 
     def time_terms(self) -> dict[str, float]:
-        """Seconds of the step by what they are for; with the rest, idle ranks of the pipeline."""
+        """Seconds of the step on the slowest rank by what they are for; the rest it is idle."""
         cost = CostModel(self.model, self.cluster, self.job)
-        return _time_terms(cost, self.choice, self.seconds)
+        return _time_terms(cost, Found(self.choice, self.seconds, self.memory, self.stages))
 
     def memory_terms(self) -> dict[str, float]:
         """Bytes of the fullest rank by what they are for, without the margin."""
         cost = CostModel(self.model, self.cluster, self.job)
-        terms = cost.memory_terms(columns_of([self.choice]))
-        return {name: float(value) for name, value in terms.items()}
+        columns = columns_of([self.choice])
+        if self.stages:
+            columns = rank_columns(cost, columns, self.stages)
+        terms = cost.memory_terms(columns)
+        fullest = int(torch.stack(list(terms.values())).sum(0).argmax())
+        return {name: float(value[fullest]) for name, value in terms.items()}
 
     def why_not(self, **fixed: int | str | None) -> str:
         """The reason why the plan does not have other values, in a line.
@@ -96,7 +108,7 @@ class Plan:
         if found.best is None:
             assert found.least is not None
             return f"{named}: {_too_large(cost, found.least)}"
-        theirs = _time_terms(cost, found.best.choice, found.best.seconds)
+        theirs = _time_terms(cost, found.best)
         own = self.time_terms()
         term = max(theirs, key=lambda name: theirs[name] - own[name])
         if found.best.seconds <= self.seconds:
@@ -178,10 +190,16 @@ class Plan:
             steps = job["load"]
             job["load"] = tuple(tuple(s) if isinstance(s, list) else s for s in steps)
         return cls(
-            ModelSpec(**{**model, "latent": tuple(model["latent"])}),
+            ModelSpec(
+                **{**model, **{name: tuple(model[name]) for name in ("latent", "moe_layers")}}
+            ),
             ClusterSpec.of(found.pop("cluster")),
             Job(**job),
-            pareto=tuple(Found(**each) for each in found.pop("pareto")),
+            pareto=tuple(Found(**{**each, "stages": ()}) for each in found.pop("pareto")),
+            stages=tuple(
+                StageLayers(**{**each, "again": tuple(each["again"])})
+                for each in found.pop("stages")
+            ),
             **found,
         )
 
@@ -219,20 +237,41 @@ class Plan:
             f"{self.cluster.memory / 1e9:.0f} on the fullest rank; {self.num_points} placements, "
             f"{self.num_too_large} too large, {'proven' if self.proven else 'not proven'} best"
         )
+        lines += stage_lines(self.stages)
         lines += [f"  {name:<18}{value:>12.4g} s" for name, value in self.time_terms().items()]
         memory = self.memory_terms().items()
         lines += [f"  {name:<18}{value / 1e9:>12.2f} GB" for name, value in memory]
         return "\n".join(lines)
 
 
-def _time_terms(cost: CostModel, choice: Choice, seconds: float) -> dict[str, float]:
-    columns = columns_of([choice])
-    micro = float(cost.num_micro_batches(columns))
-    terms = {name: micro * float(value) for name, value in cost.terms(columns).items()}
-    terms["output"] = micro * 3.0 * float(cost.output(columns))
-    terms["gradient messages"] = float(cost.gradients(columns))
-    terms["update"] = float(cost.update(columns))
-    terms["idle pipeline"] = max(0.0, seconds - sum(terms.values()))
+def stage_lines(stages: Sequence[StageLayers]) -> list[str]:
+    """A line for each run of stages that have as many layers."""
+    found = []
+    alike = itertools.groupby(
+        enumerate(stages), lambda each: (each[1].end - each[1].start, len(each[1].again))
+    )
+    for (layers, again), run in alike:
+        numbers = [s for s, _ in run]
+        named = f"stage {numbers[0]}" + f" to {numbers[-1]}" * (len(numbers) > 1)
+        more = f", {again} of them computed again" if again else ""
+        found.append(f"  {named}: {layers} layers each{more}")
+    return found
+
+
+def _time_terms(cost: CostModel, found: Found) -> dict[str, float]:
+    columns = columns_of([found.choice])
+    if found.stages:
+        columns = rank_columns(cost, columns, found.stages)
+    else:
+        columns["loss"] = torch.ones(1)
+    micro = float(cost.num_micro_batches(columns)[0])
+    each = {**cost.terms(columns), "output": 3.0 * cost.output(columns) * columns["loss"]}
+    slowest = int(torch.stack(list(each.values())).sum(0).argmax())
+    terms = {name: micro * float(value[slowest]) for name, value in each.items()}
+    gradients, update = cost.gradients(columns), cost.update(columns)
+    last = int((gradients + update).argmax())
+    terms |= {"gradient messages": float(gradients[last]), "update": float(update[last])}
+    terms["idle pipeline"] = max(0.0, found.seconds - sum(terms.values()))
     return terms
 
 
@@ -270,7 +309,8 @@ def plan(
             name, "W0" to "W7"; or a file with a JSON list of tokens. Times are those of the busiest
             rank of each step, on average; memory is that of the worst step.
         fixed: values that axes must have, such as ``{"pp": 1}``. Rows are rounded on their way
-            where "wire" is among them alone.
+            where "wire" is among them alone. With ``"recompute": 1`` all layers are computed again,
+            without it as few as fit.
         progress: called with numbers of meshes: done, and all of them.
 
     Raises:
@@ -298,4 +338,5 @@ def plan(
         found.num_points,
         found.num_too_large,
         found.proven,
+        found.best.stages,
     )

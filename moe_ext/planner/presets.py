@@ -21,6 +21,7 @@ class ModelSpec:
         num_experts: E of an expert layer; 0 for a dense model.
         top_k: experts of a token.
         num_moe_layers: layers whose ffn is E experts.
+        moe_layers: which ones, from 0; empty for the last ones.
         gated: dense layers have a gate beside their first matrix.
         gated_experts: experts have one.
         positions: learned positions.
@@ -48,6 +49,7 @@ class ModelSpec:
     num_experts: int = 0
     top_k: int = 0
     num_moe_layers: int = 0
+    moe_layers: tuple[int, ...] = ()
     gated: bool = False
     gated_experts: bool = False
     positions: int = 0
@@ -70,6 +72,16 @@ class ModelSpec:
                 f"ModelSpec: expected num_moe_layers to be at most num_layers ({self.num_layers}), "
                 f"got {self.num_moe_layers}"
             )
+        places = sorted(set(self.moe_layers) & set(range(self.num_layers)))
+        if (
+            self.moe_layers
+            and places != sorted(self.moe_layers)
+            or (places and len(places) != self.num_moe_layers)
+        ):
+            raise ValueError(
+                f"ModelSpec: expected moe_layers to be {self.num_moe_layers} of the "
+                f"{self.num_layers} layers, got {self.moe_layers}"
+            )
         if bool(self.num_experts) != bool(self.num_moe_layers):
             raise ValueError(
                 "ModelSpec: expected num_experts and num_moe_layers to be both zero or neither, "
@@ -80,6 +92,13 @@ class ModelSpec:
                 f"ModelSpec: expected top_k to be in [1, {self.num_experts}] with experts and 0 "
                 f"without, got {self.top_k}"
             )
+
+    @property
+    def has_experts(self) -> tuple[bool, ...]:
+        """For each layer, true of one with experts."""
+        first = self.num_layers - self.num_moe_layers
+        places = self.moe_layers or range(first, self.num_layers)
+        return tuple(i in places for i in range(self.num_layers))
 
     @property
     def expert_parameters(self) -> int:
@@ -201,6 +220,7 @@ PRESETS = {
         num_experts=64,
         top_k=2,
         num_moe_layers=32,
+        moe_layers=tuple(range(1, 64, 2)),
         gated=True,
         published=1.162e12,
         published_active=96.6e9,

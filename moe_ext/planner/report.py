@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping
 
-from moe_ext.planner.plan import Plan
+from moe_ext.planner.plan import Plan, stage_lines
 
 _STYLE = (
     "body{font:15px sans-serif;max-width:52em;margin:2em auto}td,th{padding:.2em .8em;"
@@ -24,7 +24,9 @@ def html_report(plan: Plan, *, why_not: Mapping[str, str] | None = None) -> str:
     parts = [f"<h1>Plan for {job.num_ranks} ranks</h1>", _table(plan.choice)]
     parts.append(f"<p>{plan.seconds:.4g} s a step, {plan.memory / 1e9:.1f} GB on the fullest rank")
     parts.append(f" of {plan.cluster.memory / 1e9:.0f}; {plan.num_points} placements were costed, ")
-    parts.append(f"{plan.num_too_large} of them too large.</p><h2>Time (s)</h2>")
+    parts.append(f"{plan.num_too_large} of them too large.</p>")
+    lines = map(html.escape, map(str.strip, stage_lines(plan.stages)))
+    parts.append(f"<p>{'<br>'.join(lines)}</p><h2>Time (s)</h2>")
     parts.append(_bars(plan.time_terms()))
     parts.append("<h2>Memory (GB)</h2>")
     parts.append(_bars({name: value / 1e9 for name, value in plan.memory_terms().items()}))

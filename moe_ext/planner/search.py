@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ext.pipeline import Costs, make_table, simulate
 from moe_ext.planner.cost import (
     CHUNKS,
     COMBINES,
@@ -21,6 +19,7 @@ from moe_ext.planner.cost import (
     CostModel,
     divisors,
 )
+from moe_ext.planner.stages import StageLayers, divide, rank_columns, simulated
 
 AXES = (
     *("pp", "tp", "cp", "ep", "micro_batch", "schedule", "zero", "recompute"),
@@ -49,11 +48,13 @@ class Found:
         choice: values by axis.
         seconds: of a step.
         memory: bytes of the fullest rank.
+        stages: layers of each stage, in turn; empty for even ones whose layers all do the same.
     """
 
     choice: Choice
     seconds: float
     memory: float
+    stages: tuple[StageLayers, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class SearchResult:
         least: the smallest of those that do not fit, where none does.
         num_points: placements whose time was computed.
         num_too_large: of these, those that do not fit.
-        proven: no placement that was left out can be better, by the bound and the simulation.
+        proven: no placement that was left out can be better, by bounds of their times.
     """
 
     best: Found | None
@@ -174,34 +175,6 @@ def _fixed(rows: Tensor, names: Sequence[str], fixed: Mapping[str, int | str | N
     return rows
 
 
-@functools.lru_cache(4096)
-def _pipeline(schedule: str, ranks: int, micro: int, costs: tuple[float, ...]) -> float:
-    """Seconds of a pipeline, by simulation of the table that the executor runs."""
-    chunks = CHUNKS if schedule == "interleaved" else 1
-    table = make_table(schedule, ranks, micro)
-    forward, inputs, weights, output, hop = costs
-    last = [0.0] * (ranks * chunks - 1) + [output]
-
-    def stages(part: float) -> list[float]:
-        return [part / chunks + more for more in last]
-
-    each = Costs(stages(forward), stages(inputs), stages(weights), hop=hop)
-    return simulate(table, each).makespan
-
-
-def simulated(cost: CostModel, columns: Columns) -> float:
-    """Seconds of a step of one candidate, its pipeline simulated."""
-    forward, inputs, weights = cost.split(columns)
-    micro, ranks = int(cost.num_micro_batches(columns)), int(columns["pp"])
-    if ranks == 1:
-        return float(cost.seconds(columns))
-    parts = (forward, inputs, weights, cost.output(columns), cost.hop(columns))
-    costs = tuple(float(x) for x in parts)
-    schedule = SCHEDULES[int(columns["schedule"])]
-    ends = float(cost.gradients(columns) + cost.update(columns))
-    return _pipeline(schedule, ranks, micro, costs) + ends
-
-
 def search(
     cost: CostModel,
     *,
@@ -211,14 +184,17 @@ def search(
 ) -> SearchResult:
     """Find the placement of least time that fits into memory.
 
-    Meshes go in ascending order of a bound, products alone; the search ends with the first whose
-    bound is beyond the times found. The best 50 by closed forms, which leave out hops, then have
-    their pipelines simulated in ascending order, until the next one's closed form is beyond the
-    best simulated one. Equal times go to the first in the order of enumeration.
+    Branch and bound: meshes go in ascending order of a bound, products alone of stages that are
+    all alike, and end with the first whose bound is beyond the times found. In the order of
+    `CostModel.likely`, a closed form that leaves out hops, 50 placements get the layers of their
+    stages (`stages.divide`) and have their pipelines simulated; those whose bound
+    (`CostModel.least`) is beyond the best simulated one are none of them. Equal times go to the
+    first in the order of enumeration.
 
     Args:
         cost: of placements.
-        fixed: values that axes must have.
+        fixed: values that axes must have; with ``recompute=1`` all layers are computed again,
+            without it as few as fit.
         progress: called with the meshes done and all of them.
         exhaustive: simulate everything and stop nowhere: for tests.
 
@@ -238,66 +214,129 @@ def search(
             f"{cost.job.num_ranks} ranks with {dict(fixed)}, got none; change global_batch or fixed"
         )
     c = {name: mesh[:, i] for i, name in enumerate(AXES[:5])}
-    bounds = cost.bound({**c, "recompute": torch.zeros_like(c["pp"])})
+    bounds = cost.bound(c)
     order = torch.argsort(bounds, stable=True)
     mesh, bounds = mesh[order], bounds[order]
+    all_again = fixed.get("recompute") == 1
     at_once = max(1, _AT_ONCE // len(options))
-    kept: list[tuple[Columns, Tensor, Tensor]] = []
+    kept: list[_Costed] = []
     points = too_large = 0
-    limit, least, ended = float("inf"), None, True
+    # The least time that a placement which is not simulated can take.
+    limit, left, least = float("inf"), float("inf"), None
     for start in range(0, len(mesh), at_once):
         if float(bounds[start]) > limit and not exhaustive:
-            ended = False
+            left = min(left, float(bounds[start]))
             break
         columns = _expand(cost, mesh[start : start + at_once], options)
         if progress is not None:
             progress(min(start + at_once, len(mesh)), len(mesh))
         if not len(columns["pp"]):
             continue
-        seconds, memory = cost.seconds(columns), cost.memory(columns)
-        points += len(seconds)
-        fits = memory <= cost.cluster.memory
+        found = _Costed.of(cost, columns, all_again=all_again)
+        points += len(found.seconds)
+        fits = found.memory <= cost.cluster.memory
         too_large += int((~fits).sum())
-        i = int(memory.argmin())
-        if least is None or float(memory[i]) < least.memory:
-            least = Found(choice_of(columns, i), float(seconds[i]), float(memory[i]))
-        kept.append(_best({n: x[fits] for n, x in columns.items()}, seconds[fits], memory[fits]))
-        times = torch.cat([times for _, times, _ in kept]).sort().values
+        i = int(found.memory.argmin())
+        if least is None or float(found.memory[i]) < least.memory:
+            least = Found(choice_of(columns, i), float(found.seconds[i]), float(found.memory[i]))
+        found = found.at(fits)
+        if not exhaustive:
+            best = found.best()
+            left = min([left, *found.bound[~best].tolist()])
+            found = found.at(best)
+        kept.append(found)
+        times = torch.cat([each.likely for each in kept]).sort().values
         if len(times) >= SIMULATED:
             limit = float(times[SIMULATED - 1])
-        if exhaustive:
-            kept[-1] = ({n: x[fits] for n, x in columns.items()}, seconds[fits], memory[fits])
-    columns = {name: torch.cat([part[0][name] for part in kept]) for name in AXES} if kept else {}
-    times = torch.cat([part[1] for part in kept]) if kept else torch.empty(0)
-    if not len(times):
+    if not sum(len(each.seconds) for each in kept):
         return SearchResult(None, (), least, points, too_large, True)
-    memory = torch.cat([part[2] for part in kept])
-    by_time = torch.argsort(times, stable=True).tolist()
-    best: Found | None = None
-    proven = False
-    for i in by_time if exhaustive else by_time[:SIMULATED]:
-        if best is not None and float(times[i]) >= best.seconds and not exhaustive:
-            proven = True
-            break
-        one = {name: column[i : i + 1] for name, column in columns.items()}
-        seconds_i = simulated(cost, one)
-        if best is None or seconds_i < best.seconds:
-            best = Found(choice_of(columns, i), seconds_i, float(memory[i]))
+    every = _Costed.joined(kept)
+    found_best: Found | None = None
+    tried = 0
+    for i in torch.argsort(every.likely, stable=True).tolist():
+        bound = float(every.bound[i])
+        if tried == SIMULATED and not exhaustive:
+            left = min(left, bound)
+            continue
+        if found_best is not None and bound >= found_best.seconds and not exhaustive:
+            continue
+        one = {name: column[i : i + 1] for name, column in every.columns.items()}
+        stages = divide(cost, one, all_again=all_again)
+        if stages is None:
+            continue
+        tried += 1
+        seconds = simulated(cost, one, stages)
+        if found_best is None or seconds < found_best.seconds:
+            memory = float(cost.memory(rank_columns(cost, one, stages)).max())
+            found_best = Found(choice_of(every.columns, i), seconds, memory, stages)
     front, smallest = [], float("inf")
-    for i in by_time:
-        if float(memory[i]) < smallest:
-            smallest = float(memory[i])
-            front.append(Found(choice_of(columns, i), float(times[i]), smallest))
-    whole = len(by_time) <= SIMULATED and ended
-    return SearchResult(best, tuple(front), least, points, too_large, proven or whole or exhaustive)
+    for i in torch.argsort(every.seconds, stable=True).tolist():
+        if float(every.memory[i]) < smallest:
+            smallest = float(every.memory[i])
+            front.append(Found(choice_of(every.columns, i), float(every.seconds[i]), smallest))
+    proven = found_best is not None and left >= found_best.seconds
+    return SearchResult(found_best, tuple(front), least, points, too_large, proven)
 
 
-def _best(columns: Columns, seconds: Tensor, memory: Tensor) -> tuple[Columns, Tensor, Tensor]:
-    """The quickest, and those that are smaller than all quicker ones."""
-    order = torch.argsort(seconds, stable=True)
-    if len(order):
-        falls = memory[order].cummin(0).values
-        front = torch.cat([torch.tensor([True]), falls[1:] < falls[:-1]])
-        front[: 2 * SIMULATED] = True
-        order = order[front]
-    return {n: x[order] for n, x in columns.items()}, seconds[order], memory[order]
+@dataclass(frozen=True)
+class _Costed:
+    """Candidates by closed forms of even stages whose layers are all computed again, or none.
+
+    Attributes:
+        columns: of them.
+        seconds: of a step.
+        memory: bytes of the fullest rank.
+        likely: seconds with as few layers computed again as fit, by a line between none and all.
+        bound: seconds that a step takes at least, whatever layers its stages have.
+    """
+
+    columns: Columns
+    seconds: Tensor
+    memory: Tensor
+    likely: Tensor
+    bound: Tensor
+
+    @classmethod
+    def of(cls, cost: CostModel, columns: Columns, *, all_again: bool) -> _Costed:
+        """Cost candidates; `all_again`: those with recompute compute all layers again."""
+        seconds, memory, bound = cost.seconds(columns), cost.memory(columns), cost.least(columns)
+        share = columns["recompute"].double()
+        # With zb-h1 a stage runs again whole.
+        some = (share == 1) & (columns["schedule"] != SCHEDULES.index("zb-h1"))
+        if all_again:
+            some &= False
+        if bool(some.any()):
+            part = {name: column[some] for name, column in columns.items()}
+            full = cost.memory({**part, "recompute": torch.zeros_like(part["recompute"])})
+            saved = (full - memory[some]).clamp(min=1e-9)
+            share[some] = ((full - cost.cluster.memory) / saved).clamp(0.0, 1.0)
+        likely = cost.likely(columns, share)
+        uneven = columns["schedule"] != SCHEDULES.index("interleaved")
+        likely = torch.where(uneven, likely, seconds)
+        # Where all fits nothing is computed again: the same without recompute is there, too.
+        likely[some & (share == 0)] = bound[some & (share == 0)] = torch.inf
+        return cls(columns, seconds, memory, likely, bound)
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Costed]) -> _Costed:
+        columns = {name: torch.cat([part.columns[name] for part in parts]) for name in AXES}
+        names = ("seconds", "memory", "likely", "bound")
+        return cls(columns, *(torch.cat([getattr(part, name) for part in parts]) for name in names))
+
+    def at(self, index: Tensor) -> _Costed:
+        """Those of them that a mask names."""
+        columns = {name: column[index] for name, column in self.columns.items()}
+        rest = (self.seconds, self.memory, self.likely, self.bound)
+        return _Costed(columns, *(column[index] for column in rest))
+
+    def best(self) -> Tensor:
+        """A mask of the quickest, and of those that are smaller than all quicker ones."""
+        found = torch.zeros(len(self.seconds), dtype=torch.bool)
+        if not len(found):
+            return found
+        order = torch.argsort(self.seconds, stable=True)
+        falls = self.memory[order].cummin(0).values
+        found[order[0]] = True
+        found[order[1:]] = falls[1:] < falls[:-1]
+        found[torch.argsort(self.likely, stable=True)[: 2 * SIMULATED]] = True
+        return found

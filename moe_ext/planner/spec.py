@@ -72,6 +72,7 @@ def _from_config(config: Mapping[str, Any]) -> ModelSpec:
         and (i % every == 0 if config.get("moe_layer_freq") else (i + 1) % every == 0)
         for i in range(layers)
     ]
+    places = [i for i, has in enumerate(has_experts) if has and experts]
     ffn = size("moe_intermediate_size", "intermediate_size") if experts else 0
     shared = maybe("n_shared_experts") or 0
     latent: tuple[int, ...] = ()
@@ -87,7 +88,8 @@ def _from_config(config: Mapping[str, Any]) -> ModelSpec:
         head_dim=maybe("head_dim"),
         num_experts=experts,
         top_k=size(*_TOP_K) if experts else 0,
-        num_moe_layers=sum(has_experts) if experts else 0,
+        num_moe_layers=len(places),
+        moe_layers=() if places == list(range(layers - len(places), layers)) else tuple(places),
         gated=True,
         gated_experts=True,
         num_kv_heads=maybe("num_key_value_heads"),

@@ -33,7 +33,8 @@ from moe_ext.planner import (
     search,
 )
 from moe_ext.planner.load import LOADS, load_of
-from moe_ext.planner.search import columns_of, simulated
+from moe_ext.planner.search import columns_of
+from moe_ext.planner.stages import simulated
 
 CHECKS = Checks()
 SMALL = ModelSpec(
@@ -45,6 +46,7 @@ SMALL = ModelSpec(
     gated=True,
     gated_experts=True,
 )
+MIXED = dataclasses.replace(SMALL, num_layers=6, dense_ffn_dim=256)
 CLUSTER = ClusterSpec(
     (Level("node", 4, 1e-6, 1e10), Level("network", 1024, 1e-5, 1e9)), {"float32": 1e11}, 4e8, 1e10
 )
@@ -61,11 +63,20 @@ CONFIG = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "memory"), [(4, 1.4e7), (8, 3e7), (16, 4e8)])
-def test_search_finds_the_best_of_all(ranks, memory):
+@pytest.mark.parametrize(
+    ("ranks", "memory", "axes"),
+    [
+        (4, 1.4e7, {"micro_batch": 1}),
+        (4, 5.5e6, {"zero": 0}),
+        (8, 1e7, {"zero": 1, "micro_batch": 1}),
+        (16, 8e6, {"tp": 1, "cp": 1, "zero": 1}),
+    ],
+)
+def test_search_finds_the_best_of_all(ranks, memory, axes):
+    model = SMALL if "zero" not in axes else MIXED
     cluster = ClusterSpec(CLUSTER.levels, CLUSTER.flops, memory, 1e10)
-    cost = CostModel(SMALL, cluster, Job(ranks, 256, 16, "float32", load=0.3))
-    fixed = {"dispatcher": "alltoall", "recompute": 0} if ranks > 4 else {}
+    cost = CostModel(model, cluster, Job(ranks, 256, 16, "float32", load=0.3))
+    fixed = {"dispatcher": "alltoall", **axes}
     found, every = search(cost, fixed=fixed), search(cost, fixed=fixed, exhaustive=True)
     assert found.best == every.best and found.proven
     assert found.best.memory <= memory

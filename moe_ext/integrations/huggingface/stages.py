@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,18 +50,19 @@ class Stages:
 
     Args:
         model: the whole model.
-        num_stages: of the pipeline.
+        spans: of each stage the first layer and the one behind the last, in turn.
         operation: for error messages.
 
     Raises:
         ValueError: the decoder does more than to pass hidden states through its layers and a norm,
-            or there are fewer layers than stages, or losses of routers are asked for, which are
-            sums over all layers.
+            or stages have not all of its layers in turn, or losses of routers are asked for, which
+            are sums over all layers.
     """
 
-    def __init__(self, model: Any, num_stages: int, operation: str) -> None:
+    def __init__(self, model: Any, spans: Sequence[tuple[int, int]], operation: str) -> None:
         self.model = model
-        self.num_stages = num_stages
+        self.num_stages = len(spans)
+        self._spans = tuple(spans)
         decoder = decoder_of(model, operation)
         title, size = type(model).__name__, len(decoder.layers)
         paths = {id(module): path for path, module in model.named_modules()}
@@ -73,10 +74,11 @@ class Stages:
                 f"{operation}: expected a model in stages to have an embedding, a norm behind its "
                 f"layers, and an output, got {title}"
             )
-        if size < num_stages:
+        at = [0, *(end for _, end in spans)]
+        if at[-1] != size or any(i >= j for i, j in spans) or at[:-1] != [i for i, _ in spans]:
             raise ValueError(
-                f"{operation}: expected the model to have a layer for each of {num_stages} stages, "
-                f"got {size}"
+                f"{operation}: expected stages to have all {size} layers of the model in turn, one "
+                f"or more each, got {self._spans}"
             )
         if getattr(self.model.config, "output_router_logits", False):
             raise ValueError(
@@ -104,13 +106,13 @@ class Stages:
     def _without(self, stages: Collection[int]) -> dict[str, nn.Module | None]:
         """What stands in the place of each module that none of these stages has."""
         found: dict[str, nn.Module | None] = {}
-        size, parts = len(self._layers), self.num_stages
+        here = {i for s in stages for i in range(*self._spans[s])}
         for i, path in enumerate(self._layers):
-            if not any(s * size // parts <= i < (s + 1) * size // parts for s in stages):
+            if i not in here:
                 found[path] = _Elsewhere(self.model.get_submodule(path))
         if 0 not in stages:
             found[self.embedding] = None
-        if parts - 1 not in stages:
+        if self.num_stages - 1 not in stages:
             found |= {self._norm: nn.Identity(), self.output: None}
         return found
 

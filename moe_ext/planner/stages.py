@@ -1,0 +1,310 @@
+"""Layers of each stage of a pipeline, and the fewest of them that are computed again.
+
+A dynamic program over the layers in turn, whose answer no other division of a chain of stages
+beats: it takes the least of T_1 + ... + T_S + (M - 1) max(T_s) over M micro-batches (Alpa,
+arXiv:2201.12023, equation 2), where T_s is the least time of the stage with which it fits into
+memory: a knapsack of the layers that are computed again.
+
+Shapes: S stages, L layers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_ext.pipeline import Costs, make_table, simulate
+from moe_ext.planner.cost import CHUNKS, SCHEDULES, STAGE, Columns, CostModel
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """Consecutive layers of a stage.
+
+    Attributes:
+        start: the first of them, from 0.
+        end: behind the last one.
+        again: those that are computed again in the backward pass, ascending.
+    """
+
+    start: int
+    end: int
+    again: tuple[int, ...] = ()
+
+
+def split_evenly(num_layers: int, num_stages: int) -> list[tuple[int, int]]:
+    """Start and end of each stage, the later ones with a layer more where some have one."""
+    at = [i * num_layers // num_stages for i in range(num_stages + 1)]
+    return list(itertools.pairwise(at))
+
+
+def stage_columns(cost: CostModel, c: Columns, stages: Sequence[StageLayers]) -> Columns:
+    """One candidate as a candidate for each of its stages, with what the stage has."""
+    has, (first, last) = cost.model.has_experts, (0, len(stages) - 1)
+    rows = []
+    for s, stage in enumerate(stages):
+        moe = sum(has[stage.start : stage.end])
+        again_moe = sum(has[i] for i in stage.again)
+        rows.append(
+            (stage.end - stage.start, moe, len(stage.again), again_moe)
+            + (_ends(cost, s == first, s == last), _in_flight(cost, c, s), float(s == last))
+        )
+    return _with(c, torch.tensor(rows, dtype=torch.float64))
+
+
+def rank_columns(cost: CostModel, c: Columns, stages: Sequence[StageLayers]) -> Columns:
+    """The same for each rank of the pipeline, with the layers of all of its stages."""
+    each, ranks = stage_columns(cost, c, stages), int(c["pp"])
+    rows = torch.stack([each[name].view(-1, ranks) for name in STAGE], 2)
+    both = rows.sum(0)
+    # Micro-batches that are held are counted in all stages of a rank.
+    both[:, STAGE.index("in_flight")] = rows[0, :, STAGE.index("in_flight")]
+    return _with(c, both)
+
+
+def divide(
+    cost: CostModel, c: Columns, *, all_again: bool = False
+) -> tuple[StageLayers, ...] | None:
+    """Layers of each stage of one candidate; None if none fit into memory.
+
+    Stages of "1f1b", "gpipe" and "zb-h1" are as many as ranks and of any length. Those of
+    "interleaved" are of even lengths, two on each rank. With recompute as few layers are computed
+    again as fit; with "zb-h1" all, since a stage runs again whole.
+
+    Args:
+        cost: of placements.
+        c: the candidate.
+        all_again: compute all layers again, with recompute.
+    """
+    if int(c["schedule"]) == SCHEDULES.index("interleaved") and int(c["pp"]) > 1:
+        return _even(cost, c, all_again)
+    return _Chain(cost, c, all_again).divided()
+
+
+def simulated(cost: CostModel, c: Columns, stages: Sequence[StageLayers] | None = None) -> float:
+    """Seconds of a step of one candidate, its pipeline by simulation of the executor's table.
+
+    Args:
+        cost: of placements.
+        c: the candidate.
+        stages: layers of each; None for stages that are all like the largest one.
+    """
+    ranks, micro = int(c["pp"]), int(cost.num_micro_batches(c))
+    if stages is None:
+        count = ranks * (CHUNKS if int(c["schedule"]) == SCHEDULES.index("interleaved") else 1)
+        each = {name: column.expand(count) for name, column in c.items()}
+        parts = [part * ranks / count for part in cost.split(each)]
+        ends = float(cost.gradients(c) + cost.update(c))
+    else:
+        each = stage_columns(cost, c, stages)
+        parts = list(cost.split(each))
+        own = rank_columns(cost, c, stages)
+        ends = float((cost.gradients(own) + cost.update(own)).max())
+    loss = torch.zeros_like(parts[0])
+    loss[-1] = float(cost.output(c))
+    if ranks == 1:
+        return micro * float(sum(part.sum() + loss.sum() for part in parts)) + ends
+    table = make_table(SCHEDULES[int(c["schedule"])], ranks, micro)
+    forward, inputs, weights = ((part + loss).tolist() for part in parts)
+    costs = Costs(forward, inputs, weights, hop=float(cost.hop(c)))
+    return simulate(table, costs).makespan + ends
+
+
+def _with(c: Columns, rows: Tensor) -> Columns:
+    whole = {name: column.expand(len(rows)) for name, column in c.items() if name not in STAGE}
+    return {**whole, **dict(zip(STAGE, rows.unbind(1), strict=True))}
+
+
+def _ends(cost: CostModel, is_first: bool, is_last: bool) -> float:
+    # Tied weights are on both ends of a pipeline.
+    return 1.0 if is_first and is_last and cost.model.tied else float(is_first) + float(is_last)
+
+
+def _in_flight(cost: CostModel, c: Columns, stage: int) -> float:
+    micro, pp = float(cost.num_micro_batches(c)), int(c["pp"])
+    schedule, rank = SCHEDULES[int(c["schedule"])], stage % pp
+    if schedule == "gpipe":
+        return micro
+    if schedule == "interleaved" and pp > 1:
+        return min(micro, (2 * (pp - 1 - rank) + (CHUNKS - 1) * pp + 1) / CHUNKS)
+    return min(micro, float(pp - rank))
+
+
+def _choices(c: Columns, all_again: bool, dense: int, moe: int) -> list[tuple[int, int]]:
+    """Numbers of layers that a stage may compute again: dense ones, and those with experts."""
+    if not int(c["recompute"]):
+        return [(0, 0)]
+    if all_again or int(c["schedule"]) == SCHEDULES.index("zb-h1"):
+        return [(dense, moe)]
+    return list(itertools.product(range(dense + 1), range(moe + 1)))
+
+
+def _named(cost: CostModel, start: int, end: int, again: tuple[int, int]) -> StageLayers:
+    """A stage whose first layers of each kind are computed again."""
+    has = cost.model.has_experts
+    kinds = [[i for i in range(start, end) if has[i] == kind] for kind in (False, True)]
+    found = [i for kind, count in zip(kinds, again, strict=True) for i in kind[:count]]
+    return StageLayers(start, end, tuple(sorted(found)))
+
+
+def _even(cost: CostModel, c: Columns, all_again: bool) -> tuple[StageLayers, ...] | None:
+    """Stages of even lengths; each rank computes as few of its layers again as fit."""
+    pp, has = int(c["pp"]), cost.model.has_experts
+    cuts = split_evenly(cost.model.num_layers, pp * CHUNKS)
+    found: list[StageLayers] = [StageLayers(*cut) for cut in cuts]
+    for rank in range(pp):
+        own = range(rank, pp * CHUNKS, pp)
+        layers = [i for s in own for i in range(*cuts[s])]
+        kinds = [[i for i in layers if has[i] == kind] for kind in (False, True)]
+        tried = []
+        for again in _choices(c, all_again, *map(len, kinds)):
+            chosen = {i for kind, count in zip(kinds, again, strict=True) for i in kind[:count]}
+            tried.append(
+                [StageLayers(*cut, tuple(i for i in range(*cut) if i in chosen)) for cut in cuts]
+            )
+        each = [rank_columns(cost, c, stages) for stages in tried]
+        columns = {name: torch.stack([one[name][rank] for one in each]) for name in each[0]}
+        seconds = sum(cost.terms(columns).values()) + torch.zeros(len(tried))
+        seconds = seconds.masked_fill(cost.memory(columns) > cost.cluster.memory, torch.inf)
+        best = int(seconds.argmin())
+        if not seconds[best] < torch.inf:
+            return None
+        for s in own:
+            found[s] = tried[best][s]
+    return tuple(found)
+
+
+# A stage, its layers (dense ones, those with experts), and those of them that are computed again.
+_Option = tuple[int, tuple[int, int], tuple[int, int]]
+
+
+class _Chain:
+    """The dynamic program for one candidate."""
+
+    def __init__(self, cost: CostModel, c: Columns, all_again: bool) -> None:
+        self._cost, self._c, self._all_again = cost, c, all_again
+        self._layers, self._stages = cost.model.num_layers, int(c["pp"])
+        self._micro = float(cost.num_micro_batches(c))
+        counts = [0, *itertools.accumulate(cost.model.has_experts)]
+        last, longest = self._stages - 1, self._layers - self._stages + 1
+        self._spans: list[dict[tuple[int, int], tuple[int, int]]] = [
+            {
+                (i, j): (j - i - counts[j] + counts[i], counts[j] - counts[i])
+                for i in ([0] if s == 0 else range(s, s + longest))
+                for j in ([self._layers] if s == last else range(i + 1, s + longest + 1))
+            }
+            for s in range(self._stages)
+        ]
+
+    def divided(self) -> tuple[StageLayers, ...] | None:
+        """Layers of each stage, of the least time."""
+        kinds = [sorted(set(spans.values())) for spans in self._spans]
+        bound = self._bound()
+        if bound < torch.inf:
+            alone = [(s, kind, (0, 0)) for s, each in enumerate(kinds) for kind in each]
+            seconds, _ = self._costed(alone)
+            # But for rounding.
+            fits = (seconds <= bound * (1 + 1e-9)).tolist()
+            quick = {place[:2] for place, fit in zip(alone, fits, strict=True) if fit}
+            kinds = [[kind for kind in each if (s, kind) in quick] for s, each in enumerate(kinds)]
+        options = [
+            (s, kind, again)
+            for s, each in enumerate(kinds)
+            for kind in each
+            for again in _choices(self._c, self._all_again, *kind)
+        ]
+        seconds, memory = self._costed(options)
+        seconds = seconds.masked_fill(memory > self._cost.cluster.memory, torch.inf)
+        best: dict[tuple[int, tuple[int, int]], int] = {}
+        times, bytes_ = seconds.tolist(), memory.tolist()
+        for row, (s, kind, _) in enumerate(options):
+            known = best.get((s, kind))
+            if known is None or (times[row], bytes_[row]) < (times[known], bytes_[known]):
+                best[s, kind] = row
+        size = self._layers + 1
+        table = torch.full((self._stages, size, size), torch.inf, dtype=torch.float64)
+        for s, spans in enumerate(self._spans):
+            for (i, j), kind in spans.items():
+                if (s, kind) in best:
+                    table[s, i, j] = times[best[s, kind]]
+        cuts = self._cuts(table)
+        if cuts is None:
+            return None
+        found = []
+        for s, (i, j) in enumerate(itertools.pairwise(cuts)):
+            again = options[best[s, self._spans[s][i, j]]][2]
+            found.append(_named(self._cost, i, j, again))
+        return tuple(found)
+
+    def _bound(self) -> float:
+        """Seconds that no stage of a best division takes more than, from stages of even lengths."""
+        recompute = int(self._c["recompute"])
+        even = [
+            StageLayers(i, j, tuple(range(i, j)) if recompute else ())
+            for i, j in split_evenly(self._layers, self._stages)
+        ]
+        columns = stage_columns(self._cost, self._c, even)
+        if bool((self._cost.memory(columns) > self._cost.cluster.memory).any()):
+            return float("inf")
+        seconds = self._seconds(columns)
+        # The sum of all stages is at least the slowest one.
+        return float((seconds.sum() + (self._micro - 1) * seconds.max()) / self._micro)
+
+    def _seconds(self, columns: Columns) -> Tensor:
+        parts = self._cost.terms(columns).values()
+        found = 3.0 * self._cost.output(columns) * columns["loss"]
+        for part in parts:
+            found = found + part
+        return found
+
+    def _costed(self, options: list[_Option]) -> tuple[Tensor, Tensor]:
+        """Seconds of a micro-batch and bytes of stages, by kind and by layers computed again."""
+        cost, c, last = self._cost, self._c, self._stages - 1
+        held = [_in_flight(cost, c, s) for s in range(self._stages)]
+        ends = [_ends(cost, s == 0, s == last) for s in range(self._stages)]
+        rows = [
+            (sum(kind), kind[1], sum(again), again[1], ends[s], held[s], float(s == last))
+            for s, kind, again in options
+        ]
+        columns = _with(c, torch.tensor(rows, dtype=torch.float64))
+        return self._seconds(columns), cost.memory(columns)
+
+    def _cuts(self, times: Tensor) -> list[int] | None:
+        """Where stages begin, and L, of `[S, L + 1, L + 1]` seconds of stages from i to j."""
+        slowest = self._least(times, largest=True)
+        if slowest is None:
+            return None
+        fewest = self._least(times)
+        assert fewest is not None
+        total = fewest[0]
+        best, found = float("inf"), fewest[1]
+        every = times[times >= slowest[0]]
+        for bound in every[every < torch.inf].unique().tolist():
+            if total + (self._micro - 1) * bound >= best:
+                break
+            seconds, cuts = self._least(times.masked_fill(times > bound, torch.inf)) or fewest
+            spans = [float(times[s, i, j]) for s, (i, j) in enumerate(itertools.pairwise(cuts))]
+            seconds = seconds + (self._micro - 1) * max(spans)
+            if seconds < best:
+                best, found = seconds, cuts
+        return found
+
+    def _least(self, times: Tensor, *, largest: bool = False) -> tuple[float, list[int]] | None:
+        """Cuts of the least sum, or of the least slowest stage."""
+        behind = torch.full((self._layers + 1,), torch.inf, dtype=torch.float64)
+        behind[self._layers] = 0.0
+        ends = []
+        for s in reversed(range(self._stages)):
+            each = torch.maximum(times[s], behind) if largest else times[s] + behind
+            behind, end = each.min(1)
+            ends.append(end)
+        if not behind[0] < torch.inf:
+            return None
+        cuts = [0]
+        for end in reversed(ends):
+            cuts.append(int(end[cuts[-1]]))
+        return float(behind[0]), cuts

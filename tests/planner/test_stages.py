@@ -1,0 +1,165 @@
+"""Layers of stages against all divisions of small models."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from moe_ext.pipeline import make_table
+from moe_ext.planner import CLUSTERS, CostModel, Job, ModelSpec, Plan, plan, preset
+from moe_ext.planner.search import columns_of
+from moe_ext.planner.stages import (
+    StageLayers,
+    divide,
+    rank_columns,
+    simulated,
+    split_evenly,
+    stage_columns,
+)
+
+EXPERTS = {"num_experts": 8, "top_k": 2, "gated": True, "gated_experts": True}
+MODELS = {
+    "alike": ModelSpec(5, 64, 4, 96, 512, num_moe_layers=5, **EXPERTS),
+    "dense first": ModelSpec(6, 64, 4, 96, 128, num_moe_layers=4, dense_ffn_dim=512, **EXPERTS),
+    "in turn": ModelSpec(
+        6, 64, 4, 96, 128, num_moe_layers=3, moe_layers=(1, 3, 5), dense_ffn_dim=512, **EXPERTS
+    ),
+}
+PLACED = {"tp": 1, "cp": 1, "ep": 1, "micro_batch": 1, "schedule": "1f1b", "zero": 0}
+PLACED |= {"dispatcher": "alltoall", "wire": None, "combine": "exact"}
+
+
+def cost_of(name, memory=4e9, ranks=3):
+    cluster = dataclasses.replace(
+        CLUSTERS["ethernet"], flops={"float32": 1e11}, memory=memory, memory_bandwidth=1e10
+    )
+    return CostModel(MODELS[name], cluster, Job(ranks, 256, 8 * ranks, "float32"))
+
+
+def columns(**axes):
+    return columns_of([{**PLACED, **axes}])
+
+
+def seconds_of(cost, c, stages):
+    """The sum of the stages and, for each micro-batch but one, the slowest."""
+    each = stage_columns(cost, c, stages)
+    spent = sum(cost.terms(each).values()) + 3 * cost.output(each) * each["loss"]
+    if bool((cost.memory(each) > cost.cluster.memory).any()):
+        return float("inf")
+    return float(spent.sum() + (cost.num_micro_batches(c)[0] - 1) * spent.max())
+
+
+def every_division(cost, pp, recompute):
+    has, size = cost.model.has_experts, cost.model.num_layers
+    for cuts in itertools.combinations(range(1, size), pp - 1):
+        spans = list(itertools.pairwise((0, *cuts, size)))
+        kinds = [[[i for i in range(*s) if has[i] == k] for k in (False, True)] for s in spans]
+        numbers = [
+            itertools.product(*(range(len(kind) * recompute + 1) for kind in each))
+            for each in kinds
+        ]
+        for again in itertools.product(*numbers):
+            yield [
+                StageLayers(
+                    *s, tuple(sorted(i for k, n in zip(each, some, strict=True) for i in k[:n]))
+                )
+                for s, each, some in zip(spans, kinds, again, strict=True)
+            ]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("schedule", "share"), [("1f1b", 1.0), ("1f1b", 0.6), ("gpipe", 0.3)])
+def test_no_division_is_quicker(name, schedule, share):
+    c = columns(pp=3, schedule=schedule, recompute=1)
+    most = cost_of(name)
+    even = [StageLayers(*s) for s in split_evenly(most.model.num_layers, 3)]
+    none = float(most.memory(stage_columns(most, c, even)).max())
+    full = [dataclasses.replace(s, again=tuple(range(s.start, s.end))) for s in even]
+    all_again = float(most.memory(stage_columns(most, c, full)).max())
+    cost = cost_of(name, all_again + share * (none - all_again))
+    found = divide(cost, c)
+    times = [seconds_of(cost, c, stages) for stages in every_division(cost, 3, 1)]
+    assert seconds_of(cost, c, found) == pytest.approx(min(times), rel=1e-12)
+    assert seconds_of(cost, c, full) >= min(times)
+    assert divide(cost, c, all_again=True) is not None
+    small = dataclasses.replace(cost.cluster, memory=0.5 * all_again)
+    assert divide(CostModel(cost.model, small, cost.job), c) is None
+
+
+def test_ranks_of_interleaved_stages():
+    cost = cost_of("alike", ranks=2)
+    cost = CostModel(dataclasses.replace(cost.model, num_layers=8, num_moe_layers=8), *(
+        cost.cluster, cost.job,
+    ))  # fmt: skip
+    c = columns(pp=2, schedule="interleaved", recompute=1)
+    free = divide(cost, c)
+    assert [(s.start, s.end) for s in free] == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert not any(s.again for s in free)
+    own = rank_columns(cost, c, free)
+    assert own["layers"].tolist() == [4, 4] and own["loss"].tolist() == [0, 1]
+    assert own["ends"].tolist() == [1, 1]
+    least = float(cost.memory(own).max()) - 1
+    tight = CostModel(cost.model, dataclasses.replace(cost.cluster, memory=least), cost.job)
+    found = divide(tight, c)
+    assert 0 < sum(len(s.again) for s in found) < 8
+    assert float(cost.memory(rank_columns(cost, c, found)).max()) <= least
+    assert simulated(cost, c, found) > simulated(cost, c, free)
+
+
+def test_even_stages_take_the_time_of_the_closed_form():
+    cost = cost_of("alike", ranks=5)
+    alike = dataclasses.replace(cost.model, vocab_size=1)
+    cost = CostModel(alike, cost.cluster, cost.job)
+    for axes in ({"recompute": 0}, {"recompute": 1}):
+        c = columns(pp=5, **axes)
+        stages = divide(cost, c, all_again=True)
+        assert [s.end - s.start for s in stages] == [1] * 5
+        assert simulated(cost, c, stages) == pytest.approx(simulated(cost, c), rel=1e-6)
+        assert float(cost.least(c)) <= simulated(cost, c, stages)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "interleaved"])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_step_is_quicker_than_the_bound(name, schedule):
+    for micro in (2, 4, 16):
+        cost = cost_of(name, ranks=2)
+        cost = CostModel(cost.model, cost.cluster, Job(2, 256, micro, "float32"))
+        c = columns(pp=2, schedule=schedule, recompute=0)
+        if schedule == "interleaved":
+            divisions = [divide(cost, c)]
+        else:
+            divisions = list(every_division(cost, 2, 0))
+        best = min(simulated(cost, c, stages) for stages in divisions)
+        assert float(cost.least(c)) <= best * (1 + 1e-6)
+
+
+def test_plans_name_layers(tmp_path):
+    model = dataclasses.replace(preset("deepseek-v3"))
+    assert model.has_experts == (False,) * 3 + (True,) * 58
+    made = plan(model, "h100", num_ranks=256, global_batch=1024, fixed={"pp": 8, "recompute": 1})
+    assert sum(len(s.again) for s in made.stages) == 61
+    lengths = [s.end - s.start for s in made.stages]
+    # The last stage has the output, the first one dense layers.
+    assert lengths[-1] < max(lengths) and "stage 7: " in str(made)
+    made.to_json(tmp_path / "plan.json")
+    assert Plan.from_json(tmp_path / "plan.json") == made
+    assert sum(made.time_terms().values()) == pytest.approx(made.seconds)
+    total = torch.tensor(list(made.memory_terms().values())).sum()
+    assert 1.1 * float(total) == pytest.approx(made.memory)
+    with pytest.raises(ValueError, match="expected moe_layers to be 58 of the 61 layers"):
+        dataclasses.replace(model, moe_layers=(1, 2))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "interleaved"])
+def test_stages_hold_what_the_table_leaves_open(schedule):
+    cost = cost_of("alike", ranks=4)
+    model = dataclasses.replace(cost.model, num_layers=8, num_moe_layers=8)
+    cost = CostModel(model, cost.cluster, Job(4, 256, 8, "float32"))
+    c = columns(pp=4, schedule=schedule, recompute=0)
+    stages = [StageLayers(*s) for s in split_evenly(8, 8 if schedule == "interleaved" else 4)]
+    found = rank_columns(cost, c, stages)["in_flight"].tolist()
+    for rank, row in enumerate(make_table(schedule, 4, 8).rows):
+        steps = [{"F": 1, "B": -1, "I": -1}.get(action.kind, 0) for action in row]
+        most = max(itertools.accumulate(steps))
+        assert found[rank] == most / (len(stages) // 4), rank
