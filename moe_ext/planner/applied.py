@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_ext.attention import choose_scheme, prepare_model
+from moe_ext.attention.huggingface.prepare import SharedSequences
 from moe_ext.distributed import MoEMesh, fully_shard, sync_gradients
 from moe_ext.distributed.dtensor import is_dtensor, local_part
 from moe_ext.distributed.gradients import gradient_buckets
@@ -176,15 +177,18 @@ class Applied:
         )
         # Shards are of one length, and keys go all the way round: each rank sends the most.
         ring = next(each for each in found.candidates if each.scheme == "ring")
-        forward = sizes.num_layers + len(_again(self.plan))
-        passes = forward * ring.forward_bytes + sizes.num_layers * ring.backward_bytes
-        return passes * (job.global_batch // (self.mesh.data_size * micro))
+        layers, again = self._layers(), _again(self.plan)
+        forward = len(layers) + sum(i in again for i in layers)
+        passes = forward * ring.forward_bytes + len(layers) * ring.backward_bytes
+        steps = job.global_batch // (self.mesh.data_size * micro)
+        # Layers of a pipeline are those of all micro-batches.
+        return passes * (1 if self.pipeline is not None else steps)
 
     def _pipeline_bytes(self) -> int:
         if self.pipeline is None:
             return 0
         job, sizes = self.plan.job, self.plan.model
-        tokens = int(self.plan.choice["micro_batch"] or 1) * job.seq_len
+        tokens = int(self.plan.choice["micro_batch"] or 1) * job.seq_len // self.mesh.cp_size
         kinds = [action.kind for action in self.pipeline.table.rows[self.pipeline.rank]]
         sends = sum(kind.startswith("SEND") for kind in kinds)
         return sends * tokens * sizes.model_dim * job.itemsize + self.pipeline.tied_bytes
@@ -207,10 +211,6 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
     _check_model(plan, model)
     choice = plan.choice
     pp, tp, cp, ep = (int(choice[name] or 1) for name in ("pp", "tp", "cp", "ep"))
-    if pp > 1 and cp > 1:
-        raise ValueError(
-            f"Plan.apply: expected cp to be 1 for pp={pp}, got {cp}: stages take whole sequences"
-        )
     if tp > 1 and choice["zero"] == 1:
         raise ValueError(
             f"Plan.apply: expected zero to be 0, 2 or 3 for tp={tp}, got 1: "
@@ -232,10 +232,13 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
         )
     mesh = MoEMesh(ep=ep, dp=plan.job.num_ranks // (pp * ep), cp=cp, tp=tp, pp=pp)
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    sequences = None
     if cp > 1:
         prepare_model(model, group=mesh.cp_group)
-    if plan.model.num_experts:
-        try:
+    try:
+        if cp > 1 and pp > 1:
+            sequences = SharedSequences(model, "Plan.apply")
+        if plan.model.num_experts:
             replace(
                 model,
                 ep_group=mesh.ep_group if ep > 1 else None,
@@ -243,10 +246,10 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
                 combine=str(choice["combine"]),
                 wire=choice["wire"],  # type: ignore[arg-type]
             )
-        except BaseException:
-            if cp > 1:
-                model.set_attn_implementation(attention)  # type: ignore[operator]
-            raise
+    except BaseException:
+        if cp > 1:
+            model.set_attn_implementation(attention)  # type: ignore[operator]
+        raise
     if tp > 1:
         assert mesh.data_mesh is not None
         parallelize(model, styles, mesh.data_mesh["tp"])
@@ -263,7 +266,7 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
     pipeline = None
     if table is not None:
         assert stages is not None
-        pipeline = _pipeline(table, stages, mesh, recompute=bool(again) and splits)
+        pipeline = _pipeline(table, stages, mesh, sequences, recompute=bool(again) and splits)
     return Applied(model, mesh, plan, pipeline)
 
 
@@ -284,7 +287,8 @@ def _check_model(plan: Plan, model: nn.Module) -> None:
 def _table(plan: Plan) -> ActionTable:
     choice, job = plan.choice, plan.job
     pp, size = int(choice["pp"] or 1), int(choice["micro_batch"] or 1)
-    per_rank = job.global_batch * pp * int(choice["tp"] or 1) // job.num_ranks
+    stage = pp * int(choice["tp"] or 1) * int(choice["cp"] or 1)
+    per_rank = job.global_batch * stage // job.num_ranks
     return make_table(str(choice["schedule"]), pp, per_rank // size)
 
 
@@ -318,9 +322,16 @@ def _stages(model: nn.Module, plan: Plan) -> Stages:
     return Stages(model, spans, "Plan.apply")
 
 
-def _pipeline(table: ActionTable, stages: Stages, mesh: MoEMesh, *, recompute: bool) -> Pipeline:
+def _pipeline(
+    table: ActionTable,
+    stages: Stages,
+    mesh: MoEMesh,
+    sequences: SharedSequences | None,
+    *,
+    recompute: bool,
+) -> Pipeline:
     own = [stage for (_, stage), rank in table.rank_of.items() if rank == mesh.pp_rank]
-    held = {number: stages.stage(number) for number in sorted(own)}
+    held = {number: stages.stage(number, sequences) for number in sorted(own)}
     model = stages.model
     ends = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     names = [(0, stages.embedding), (stages.num_stages - 1, stages.output)]
@@ -328,7 +339,8 @@ def _pipeline(table: ActionTable, stages: Stages, mesh: MoEMesh, *, recompute: b
     loss, size = model.loss_function, model.config.get_text_config().vocab_size
 
     def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
-        found: Tensor = loss(logits=logits, labels=labels, vocab_size=size)
+        parts = {"labels": labels} if sequences is None else sequences.labels(labels)
+        found: Tensor = loss(logits=logits, vocab_size=size, **parts)
         return found
 
     made = Pipeline(

@@ -221,8 +221,9 @@ class Plan:
             The model with its mesh; `sync_gradients()` ends the backward passes of a step.
 
         Raises:
-            ValueError: the model has other sizes than the plan's; the plan has cp with pp, or of a
-                model that `prepare_model` refuses; or stages of a model that is not on the CPU,
+            ValueError: the model has other sizes than the plan's; the plan has cp of a model that
+                `prepare_model` refuses, or, with pp, whose loss takes no ``num_items_in_batch``; or
+                stages of a model that is not on the CPU,
                 whose decoder is more than layers and a norm, or that wants losses of its routers;
                 or tp with zero 1, or of a model with tied weights or layers that it cannot divide.
                 Nothing is changed.

@@ -175,7 +175,12 @@ PIPELINES = {
     "interleaved": {"schedule": "interleaved", "pp": 2, "ep": 2, "dispatcher": "dedup"},
     "gpipe": {"schedule": "gpipe", "pp": 4, "ep": 1, "zero": 0},
     "tp": {"schedule": "zb-h1", "pp": 2, "tp": 2, "ep": 2, "zero": 0},
+    "cp": {"schedule": "1f1b", "pp": 2, "cp": 2, "ep": 2, "zero": 1, "recompute": 1},
+    "cp-zb": {"schedule": "zb-h1", "pp": 2, "cp": 2, "ep": 1, "zero": 0},
+    "cp-chunks": {"schedule": "interleaved", "pp": 2, "cp": 2, "ep": 2},
 }
+if FULL:
+    PIPELINES["cp-zb-again"] = {**PIPELINES["cp-zb"], "ep": 2, "recompute": 1}
 PIPELINES["tp-Qwen3Moe"] = PIPELINES["tp"]
 # Of its five layers, of two kinds in turn, some are computed again.
 LAYERS = (StageLayers(0, 3, (0, 1)), StageLayers(3, 5, (4,)))
@@ -247,7 +252,7 @@ def routing_of(applied, run):
     return found
 
 
-@CHECKS(("1f1b",), ("tp",), ("layers",), *([("zb-h1",), ("interleaved",)] if FULL else ()))
+@CHECKS(("1f1b",), ("tp",), ("layers",), ("cp",), *([("zb-h1",), ("interleaved",)] if FULL else ()))
 def stages_send_what_the_plan_says(name):
     pytest.importorskip("transformers")
     options = {"num_hidden_layers": 5, "tie_word_embeddings": name != "tp"}
@@ -271,7 +276,9 @@ def stages_send_what_the_plan_says(name):
         applied.sync_gradients()
     found = applied.sent_bytes(routing)
     sent = traffic.sent_bytes
-    read = {"gradients": sent.pop("all_reduce"), "pipeline": sent.pop("send"), "attention": 0}
+    # Activations and the keys of a ring.
+    found["pipeline"] += found.pop("attention")
+    read = {"gradients": sent.pop("all_reduce"), "pipeline": sent.pop("send")}
     assert found == {"rows": traffic.total_bytes, **read}, (found, read, sent)
     layers = sum(name.endswith("mlp.experts") for name, _ in model.named_modules())
     assert len(routing) == size * layers
@@ -311,10 +318,14 @@ def refuses_before_it_changes_anything():
     other, partly = made_model(), made_model()
     other._tp_plan = {**other._tp_plan, "model.norm": "sequence_parallel"}
     partly._tp_plan = {n: style for n, style in partly._tp_plan.items() if "k_proj" not in n}
-    losing = made_model()
+    alone, losing = made_model(), made_model()
+    # The mean over its own labels, whatever other ranks have.
+    alone.loss_function = lambda logits, labels, vocab_size, **_: next_token_loss(
+        logits, labels, vocab_size
+    )
     losing.config.output_router_logits = True
     cases = (
-        (made_model(), {"cp": 2, "pp": 2}, "expected cp to be 1 for pp=2, got 2"),
+        (alone, {"cp": 2, "pp": 2}, "to take num_items_in_batch, got that of MixtralForCausalLM"),
         (made_model(), {"cp": 2, "dispatcher": "dedup", "ep": 4}, "to have no gradient"),
         (made_model(), {"tp": 2, "zero": 1}, "expected zero to be 0, 2 or 3 for tp=2"),
         (made_model(), {"tp": 4, "zero": 0}, "tp to divide the 2 heads of keys and values, got 4"),

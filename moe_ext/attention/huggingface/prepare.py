@@ -40,7 +40,7 @@ from moe_ext.attention.masks import check_cu_seqlens
 from moe_ext.attention.ring_attention import ring_attention
 from moe_ext.attention.sharding import shard_sequence
 from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.groups import GroupHandle, small_message_device
+from moe_ext.distributed.groups import GroupHandle, group_size, small_message_device
 
 _require = requires(OP)
 _numbers = itertools.count()
@@ -127,6 +127,63 @@ def prepare_model(
     getattr(model, "set_attn_implementation")(name)  # noqa: B009 (no method of nn.Module)
 
 
+class SharedSequences:
+    """Whole batches of a prepared model, cut outside of it: for models that run in parts.
+
+    The model itself cuts nothing any more.
+
+    Args:
+        model: as `prepare_model` left it.
+        operation: for error messages.
+
+    Raises:
+        ValueError: the model has no loss that is told the number of labels.
+    """
+
+    def __init__(self, model: nn.Module, operation: str) -> None:
+        self._model = model
+        for key, hook in list(model._forward_pre_hooks.items()):
+            if isinstance(hook, _WholeBatches):
+                del model._forward_pre_hooks[key], model._forward_pre_hooks_with_kwargs[key]
+                self._hook = hook
+        self._size = self._hook.num_ranks
+        if self._hook.loss is None:
+            raise ValueError(
+                f"{operation}: expected the loss of a model in stages whose sequences ranks share "
+                f"to take num_items_in_batch, got that of {type(model).__name__}"
+            )
+
+    def tokens(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's part of tokens `[B, S]`, and its positions, both `[B or 1, L]`.
+
+        Raises:
+            ValueError: on every rank, the ranks were given other tokens, or they cannot be cut.
+        """
+        parts = self._cut(input_ids=input_ids)
+        return parts["input_ids"], parts["position_ids"]
+
+    def positions(self, hidden: Tensor) -> Tensor:
+        """Positions of hidden states `[B, L, D]` of this rank's part."""
+        whole = hidden.new_zeros(hidden.shape[0], hidden.shape[1] * self._size, dtype=torch.int64)
+        found: Tensor = self._hook.cut({"input_ids": whole})["position_ids"]
+        return found
+
+    def labels(self, labels: Tensor) -> dict[str, Tensor]:
+        """Arguments of the model's loss for this rank's part of labels `[B, S]`, not shifted.
+
+        Raises:
+            ValueError: on every rank, the ranks were given other labels.
+        """
+        parts = self._cut(input_ids=labels, labels=labels)
+        names = ("labels", "shift_labels", "num_items_in_batch")
+        return {name: parts[name] for name in names if name in parts}
+
+    def _cut(self, **given: Tensor) -> dict[str, Any]:
+        found = self._hook(self._model, (), given)
+        assert found is not None
+        return found[1]
+
+
 class _WholeBatches:
     """Pre-hook of a model's forward pass that cuts out this rank's part of a whole batch."""
 
@@ -143,6 +200,16 @@ class _WholeBatches:
         self._traits = traits
         self._handle = GroupHandle(group)
         self._layout = layout
+
+    @property
+    def loss(self) -> str | None:
+        """Form of the model's loss, see `Traits`."""
+        return self._traits.loss
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share a sequence."""
+        return group_size(self._handle.group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _WholeBatches:
         # A copy of the model calls the attention of the same name.
@@ -168,13 +235,14 @@ class _WholeBatches:
                 whole = isinstance(value, Tensor) or key not in (*KEYS, *_OFFSETS)
                 _require(whole, key, "a tensor", type(value).__name__)
             facts |= batch_facts(given, (*KEYS, *_OFFSETS))
-            parts = self._cut(given)
+            parts = self.cut(given)
         except Exception as error:
             problem = error
         agree(OP, facts, problem, self._documents.group, message_device(*given.values()))
         return (), parts
 
-    def _cut(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def cut(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of a batch, without a look at those of other ranks."""
         batch = {key: given[key] for key in KEYS if key in given}
         rest = {key: value for key, value in given.items() if key not in KEYS}
         pairs = batch.get("attention_mask")

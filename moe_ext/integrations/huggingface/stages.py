@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from moe_ext.attention.huggingface.prepare import SharedSequences
 
 
 def decoder_of(model: nn.Module, operation: str) -> Any:
@@ -116,10 +119,16 @@ class Stages:
             found |= {self._norm: nn.Identity(), self.output: None}
         return found
 
-    def stage(self, number: int) -> Stage:
-        """A stage; it shares its modules with the model."""
+    def stage(self, number: int, sequences: SharedSequences | None = None) -> Stage:
+        """A stage; it shares its modules with the model.
+
+        Args:
+            number: of the stage.
+            sequences: of a model whose sequences ranks share; hidden states are those of a part.
+        """
         shell = _with(self.model, self._without((number,)))
-        return Stage(shell, self._decoder, number == 0, number == self.num_stages - 1)
+        ends = number == 0, number == self.num_stages - 1
+        return Stage(shell, self._decoder, *ends, sequences)
 
     def keep(self, stages: Collection[int]) -> None:
         """Drop from the model itself what none of these stages has; the rest keeps its names."""
@@ -129,10 +138,21 @@ class Stages:
 
 
 class Stage(nn.Module):
-    """Tokens `[B, S]` or hidden states `[B, S, D]` to hidden states, or to logits `[B, S, V]`."""
+    """Tokens `[B, S]` or hidden states `[B, L, D]` to hidden states, or to logits `[B, L, V]`.
 
-    def __init__(self, model: nn.Module, decoder: str, is_first: bool, is_last: bool) -> None:
+    L is S, or this rank's part of it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decoder: str,
+        is_first: bool,
+        is_last: bool,
+        sequences: SharedSequences | None,
+    ) -> None:
         super().__init__()
+        self._sequences = sequences
         self.model = model
         self._given = "input_ids" if is_first else "inputs_embeds"
         self._decoder, self._is_last = decoder, is_last
@@ -140,7 +160,18 @@ class Stage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Run the layers of the stage."""
         whole = self.model if self._is_last else self.model.get_submodule(self._decoder)
-        out = whole(**{self._given: x}, use_cache=False)
+        positions = None
+        if self._sequences is not None:
+            is_first = self._given == "input_ids"
+            x, positions = (
+                self._sequences.tokens(x)
+                if is_first
+                else (
+                    x,
+                    self._sequences.positions(x),
+                )
+            )
+        out = whole(**{self._given: x}, position_ids=positions, use_cache=False)
         found: Tensor = out.logits if self._is_last else out.last_hidden_state
         return found
 
