@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from moe_ext.planner.applied import Applied, apply_plan
 from moe_ext.planner.cluster import ClusterSpec
 from moe_ext.planner.cost import CostModel, Job
 from moe_ext.planner.load import load_of
 from moe_ext.planner.presets import ModelSpec
+from moe_ext.planner.rerank import rerank, time_plan
 from moe_ext.planner.search import Choice, Found, columns_of, search
 from moe_ext.planner.spec import model_spec
 from moe_ext.planner.stages import StageLayers, rank_columns
@@ -64,6 +66,7 @@ class Plan:
         stages: layers of each stage of the pipeline, in turn (one without a pipeline), and those
             of them that are computed again; empty for stages of even lengths, all of whose layers
             are where recompute is 1.
+        runners_up: the two placements that the cost model has next behind it.
     """
 
     model: ModelSpec
@@ -77,6 +80,7 @@ class Plan:
     num_too_large: int = 0
     proven: bool = False
     stages: tuple[StageLayers, ...] = ()
+    runners_up: tuple[Found, ...] = ()
 
     def time_terms(self) -> dict[str, float]:
         """Seconds of the step on the slowest rank by what they are for; the rest it is idle."""
@@ -196,9 +200,10 @@ class Plan:
             ClusterSpec.of(found.pop("cluster")),
             Job(**job),
             pareto=tuple(Found(**{**each, "stages": ()}) for each in found.pop("pareto")),
-            stages=tuple(
-                StageLayers(**{**each, "again": tuple(each["again"])})
-                for each in found.pop("stages")
+            stages=_read_stages(found.pop("stages")),
+            runners_up=tuple(
+                Found(**{**each, "stages": _read_stages(each["stages"])})
+                for each in found.pop("runners_up")
             ),
             **found,
         )
@@ -230,6 +235,55 @@ class Plan:
         """
         return apply_plan(self, model)
 
+    def time(
+        self,
+        make_model: Callable[[], nn.Module],
+        *,
+        group: ProcessGroup | None = None,
+        steps: int = 3,
+    ) -> float:
+        """Seconds of a step of training in this placement, measured: random tokens, with AdamW.
+
+        Every rank of the job calls it.
+
+        Args:
+            make_model: gives every rank the same transformers model, to which the plan is applied.
+            group: the ranks of the job; None for one process.
+            steps: that are timed, behind one that is not.
+
+        Returns:
+            The median over the steps, of the slowest rank.
+
+        Raises:
+            ValueError: the group has not as many ranks as the plan, or `apply` refuses the model.
+        """
+        return time_plan(self, make_model, group=group, steps=steps)
+
+    def rerank(
+        self,
+        make_model: Callable[[], nn.Module],
+        *,
+        group: ProcessGroup | None = None,
+        steps: int = 3,
+    ) -> tuple[Plan, tuple[float, ...]]:
+        """Run this plan and its runners-up, and take the one that is the quickest.
+
+        Every rank of the job calls it.
+
+        Args:
+            make_model: see `time`; called for each plan.
+            group: see `time`.
+            steps: see `time`.
+
+        Returns:
+            The plan, and measured seconds of a step of this one and of each runner-up; infinite for
+            one that `apply` refuses.
+
+        Raises:
+            ValueError: no plan can be applied.
+        """
+        return rerank(self, make_model, group=group, steps=steps)
+
     def __str__(self) -> str:
         named = ", ".join(f"{name}={value}" for name, value in self.choice.items())
         lines = [f"{self.job.num_ranks} ranks: {named}"]
@@ -243,6 +297,10 @@ class Plan:
         memory = self.memory_terms().items()
         lines += [f"  {name:<18}{value / 1e9:>12.2f} GB" for name, value in memory]
         return "\n".join(lines)
+
+
+def _read_stages(stages: Sequence[Mapping[str, Any]]) -> tuple[StageLayers, ...]:
+    return tuple(StageLayers(**{**each, "again": tuple(each["again"])}) for each in stages)
 
 
 def stage_lines(stages: Sequence[StageLayers]) -> list[str]:
@@ -340,4 +398,5 @@ def plan(
         found.num_too_large,
         found.proven,
         found.best.stages,
+        found.runners_up,
     )

@@ -34,6 +34,8 @@ NAMES: Mapping[str, tuple[str | None, ...]] = {
 }
 # Placements whose pipeline is simulated, and points that are costed at once.
 SIMULATED = 50
+# The best placement and its runners-up.
+_RANKED = 3
 _AT_ONCE = 2**18
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 
@@ -68,6 +70,7 @@ class SearchResult:
         num_points: placements whose time was computed.
         num_too_large: of these, those that do not fit.
         proven: no placement that was left out can be better, by bounds of their times.
+        runners_up: the two quickest behind the best of those that were simulated.
     """
 
     best: Found | None
@@ -76,6 +79,7 @@ class SearchResult:
     num_points: int
     num_too_large: int
     proven: bool
+    runners_up: tuple[Found, ...] = ()
 
 
 def choice_of(columns: Columns, i: int) -> Choice:
@@ -188,8 +192,8 @@ def search(
     all alike, and end with the first whose bound is beyond the times found. In the order of
     `CostModel.likely`, a closed form that leaves out hops, 50 placements get the layers of their
     stages (`stages.divide`) and have their pipelines simulated; those whose bound
-    (`CostModel.least`) is beyond the best simulated one are none of them. Equal times go to the
-    first in the order of enumeration.
+    (`CostModel.least`) is beyond the third best simulated one are none of them. Equal times go to
+    the first in the order of enumeration.
 
     Args:
         cost: of placements.
@@ -251,31 +255,34 @@ def search(
     if not sum(len(each.seconds) for each in kept):
         return SearchResult(None, (), least, points, too_large, True)
     every = _Costed.joined(kept)
-    found_best: Found | None = None
-    tried = 0
+    simulations: list[Found] = []
+    # The best ones, ascending.
+    ranked: list[Found] = []
     for i in torch.argsort(every.likely, stable=True).tolist():
         bound = float(every.bound[i])
-        if tried == SIMULATED and not exhaustive:
+        if len(simulations) == SIMULATED and not exhaustive:
             left = min(left, bound)
             continue
-        if found_best is not None and bound >= found_best.seconds and not exhaustive:
+        if len(ranked) == _RANKED and bound >= ranked[-1].seconds and not exhaustive:
             continue
         one = {name: column[i : i + 1] for name, column in every.columns.items()}
         stages = divide(cost, one, all_again=all_again)
         if stages is None:
             continue
-        tried += 1
         seconds = simulated(cost, one, stages)
-        if found_best is None or seconds < found_best.seconds:
-            memory = float(cost.memory(rank_columns(cost, one, stages)).max())
-            found_best = Found(choice_of(every.columns, i), seconds, memory, stages)
+        memory = float(cost.memory(rank_columns(cost, one, stages)).max())
+        simulations.append(Found(choice_of(every.columns, i), seconds, memory, stages))
+        ranked = sorted(simulations, key=lambda each: each.seconds)[:_RANKED]
+    found_best = ranked[0] if ranked else None
     front, smallest = [], float("inf")
     for i in torch.argsort(every.seconds, stable=True).tolist():
         if float(every.memory[i]) < smallest:
             smallest = float(every.memory[i])
             front.append(Found(choice_of(every.columns, i), float(every.seconds[i]), smallest))
     proven = found_best is not None and left >= found_best.seconds
-    return SearchResult(found_best, tuple(front), least, points, too_large, proven)
+    return SearchResult(
+        *(found_best, tuple(front), least, points, too_large, proven), tuple(ranked[1:])
+    )
 
 
 @dataclass(frozen=True)

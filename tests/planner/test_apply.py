@@ -231,6 +231,38 @@ def trains_stages_as_one_process(name, tied):
     assert own == set(names) and sum(map(len, stages)) == len(names) + tied
 
 
+@CHECKS()
+def takes_the_plan_that_is_quickest_here():
+    pytest.importorskip("transformers")
+    sizes = {"num_ranks": 4, "seq_len": 16, "global_batch": 8, "dtype": "float32"}
+    made = plan(made_model().float(), CLUSTER, **sizes, fixed={"tp": 1, "cp": 1, "zero": 0})
+    assert len(made.runners_up) == 2
+    assert made.seconds <= made.runners_up[0].seconds <= made.runners_up[1].seconds
+    staged = dataclasses.replace(
+        made.runners_up[1], choice={**made.choice, "pp": 2, "ep": 2}, stages=()
+    )
+    # Zero 1 is refused beside tp, and the others are run.
+    refused = dataclasses.replace(staged, choice={**made.choice, "tp": 2, "zero": 1})
+    made = dataclasses.replace(made, runners_up=(staged, refused))
+    calls = []
+
+    def make_model():
+        calls.append(0)
+        return made_model().float()
+
+    best, seconds = made.rerank(make_model, group=dist.group.WORLD, steps=1)
+    assert len(calls) == 3 and min(seconds) > 0 and seconds[2] == float("inf")
+    assert best.choice == (made, staged)[seconds[0] > seconds[1]].choice
+    told = [None] * 4
+    dist.all_gather_object(told, seconds)
+    assert told == [seconds] * 4
+    only = dataclasses.replace(made, choice=refused.choice, runners_up=())
+    with pytest.raises(ValueError, match="expected zero to be 0, 2 or 3 for tp=2"):
+        only.rerank(make_model, group=dist.group.WORLD)
+    with pytest.raises(ValueError, match="expected group to have the 4 ranks of the plan, got 1"):
+        made.time(make_model)
+
+
 def routing_of(applied, run):
     """Experts that all ranks of the ep group choose in the layers of a step."""
     chosen = []
