@@ -90,6 +90,7 @@ class Run:
     ep: int
     zero: int
     recompute: int
+    overlap: int
     seconds: float
     tflops: float | None
 
@@ -266,7 +267,11 @@ def cost_of(run: Run, constants: Constants) -> tuple[CostModel, dict[str, torch.
         "combine": "exact" if ep == 1 else "reduced",
     }
     # The A100 runs are older than fused attention.
-    job = Job(run.gpus, run.seq_len, run.global_batch, eager_attention="A100" in run.system)
+    job = Job(
+        *(run.gpus, run.seq_len, run.global_batch),
+        eager_attention="A100" in run.system,
+        hidden_exchanges=bool(run.overlap),
+    )
     return CostModel(model_of(run.model), cluster, job), columns_of([choice])
 
 

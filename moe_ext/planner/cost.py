@@ -65,6 +65,9 @@ class Job:
             for even routing.
         eager_attention: attention multiplies all pairs of positions and has their scores in memory,
             as without a fused kernel; of times alone.
+        hidden_exchanges: rows travel to experts and back while another micro-batch computes; what
+            they take longer than its work shows. Of times alone, of programs that interleave
+            micro-batches.
     """
 
     num_ranks: int
@@ -73,6 +76,7 @@ class Job:
     dtype: str = "bfloat16"
     load: Load = 0.0
     eager_attention: bool = False
+    hidden_exchanges: bool = False
 
     def __post_init__(self) -> None:
         """ValueError for numbers that no job has."""
@@ -332,6 +336,9 @@ class CostModel:
         else:
             more = {name: c["recompute"] * value for name, value in once.items()}
         found = {name: _PASSES[name] * value + more[name] for name, value in once.items()}
+        if self.job.hidden_exchanges:
+            work = found["compute"] + found["elementwise"]
+            found["experts"] = (found["experts"] - work).clamp(min=0.0)
         # The processor waits for its launches where it is quicker than they are. Embedding, loss,
         # messages and the schedule have about as many as a layer.
         launches = (3.0 + again / layers) * (layers + 1) * self.cluster.layer_seconds

@@ -189,6 +189,21 @@ def test_operations_of_attention():
     assert float(eager.elementwise(one) - cost.elementwise(one)) == pytest.approx(more)
 
 
+def test_exchanges_behind_other_micro_batches():
+    cost = CostModel(SMALL, CLUSTER, Job(8, 256, 16, "float32"))
+    hidden = CostModel(SMALL, CLUSTER, dataclasses.replace(cost.job, hidden_exchanges=True))
+    slow = dataclasses.replace(CLUSTER, flops={"float32": 1e16}, memory_bandwidth=1e15)
+    for ep in (2, 8):
+        seen, left = (each.terms(columns(ep=ep)) for each in (cost, hidden))
+        assert float(seen["experts"]) > 0 and float(left["experts"]) == 0
+        assert all(torch.equal(seen[name], left[name]) for name in seen if name != "experts")
+        # Longer than the work, they show by the rest.
+        bare = CostModel(SMALL, slow, cost.job).terms(columns(ep=ep))
+        left = CostModel(SMALL, slow, hidden.job).terms(columns(ep=ep))
+        work = float(bare["compute"] + bare["elementwise"])
+        assert float(left["experts"]) == pytest.approx(float(bare["experts"]) - work)
+
+
 def test_a_ring_leaves_a_node_by_the_links_of_all_its_ranks():
     cost = CostModel(SMALL, CLUSTER, Job(8, 256, 16, "float32"))
     # Four ranks of a node have 1e9 bytes a second each; of every fourth rank there is one.
