@@ -72,6 +72,11 @@ class ModelSpec:
                 f"ModelSpec: expected num_moe_layers to be at most num_layers ({self.num_layers}), "
                 f"got {self.num_moe_layers}"
             )
+        if bool(self.num_experts) != bool(self.num_moe_layers):
+            raise ValueError(
+                "ModelSpec: expected num_experts and num_moe_layers to be both zero or neither, "
+                f"got {self.num_experts} and {self.num_moe_layers}"
+            )
         places = sorted(set(self.moe_layers) & set(range(self.num_layers)))
         if (
             self.moe_layers
@@ -81,11 +86,6 @@ class ModelSpec:
             raise ValueError(
                 f"ModelSpec: expected moe_layers to be {self.num_moe_layers} of the "
                 f"{self.num_layers} layers, got {self.moe_layers}"
-            )
-        if bool(self.num_experts) != bool(self.num_moe_layers):
-            raise ValueError(
-                "ModelSpec: expected num_experts and num_moe_layers to be both zero or neither, "
-                f"got {self.num_experts} and {self.num_moe_layers}"
             )
         if not (1 if self.num_experts else 0) <= self.top_k <= self.num_experts:
             raise ValueError(
