@@ -77,12 +77,8 @@ class ModelSpec:
                 "ModelSpec: expected num_experts and num_moe_layers to be both zero or neither, "
                 f"got {self.num_experts} and {self.num_moe_layers}"
             )
-        places = sorted(set(self.moe_layers) & set(range(self.num_layers)))
-        if (
-            self.moe_layers
-            and places != sorted(self.moe_layers)
-            or (places and len(places) != self.num_moe_layers)
-        ):
+        places = {i for i in self.moe_layers if 0 <= i < self.num_layers}
+        if self.moe_layers and not (len(places) == len(self.moe_layers) == self.num_moe_layers):
             raise ValueError(
                 f"ModelSpec: expected moe_layers to be {self.num_moe_layers} of the "
                 f"{self.num_layers} layers, got {self.moe_layers}"
