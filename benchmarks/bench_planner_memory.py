@@ -37,6 +37,10 @@ class Setup:
         wire: see `MoELayer`.
         sizes: of the model, in the place of those of `SIZES`.
         seq_len: tokens of a sequence.
+        pp: stages.
+        schedule: of them.
+        tp: ranks that dense layers are divided over.
+        cp: ranks that share a sequence.
     """
 
     ranks: int
@@ -52,18 +56,23 @@ class Setup:
     wire: str | None = None
     sizes: tuple[tuple[str, int], ...] = ()
     seq_len: int = 256
+    pp: int = 1
+    schedule: str = "1f1b"
+    tp: int = 1
+    cp: int = 1
 
     @property
     def fixed(self) -> dict[str, int | str | None]:
         """Values of the axes of its plan."""
-        found: dict[str, int | str | None] = {"pp": 1, "tp": 1, "cp": 1, "schedule": "1f1b"}
         names = ("ep", "zero", "recompute", "micro_batch", "dispatcher", "combine", "wire")
-        return found | {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in (*names, "pp", "schedule", "tp", "cp")}
 
     @property
     def label(self) -> str:
         """Its values, but for usual ones."""
-        parts = [f"ep {self.ep}", f"ZeRO {self.zero}"]
+        parts = [f"pp {self.pp}, {self.schedule}"] * (self.pp > 1)
+        parts += [f"tp {self.tp}"] * (self.tp > 1) + [f"cp {self.cp}"] * (self.cp > 1)
+        parts += [f"ep {self.ep}", f"ZeRO {self.zero}"]
         parts += ["recompute"] * self.recompute
         parts += [f"{self.accumulate} micro-batches"] * (self.accumulate > 1)
         parts += [f"{self.micro_batch} x {self.seq_len} tokens", f"top-{self.top_k}"]
@@ -106,6 +115,22 @@ SETUPS = (
     Setup(4, ep=2, zero=1, sizes=LONG, accumulate=2, recompute=1),
     Setup(4, zero=3, sizes=WIDE, accumulate=2),
 )
+# With stages, and with layers and sequences that ranks share.
+SHARED = (
+    Setup(2, pp=2, accumulate=4),
+    Setup(2, pp=2, accumulate=4, schedule="gpipe"),
+    Setup(2, pp=2, accumulate=4, recompute=1),
+    Setup(2, pp=2, accumulate=4, schedule="zb-h1"),
+    Setup(2, pp=2, accumulate=4, schedule="zb-h1", recompute=1),
+    Setup(2, pp=2, accumulate=4, schedule="interleaved"),
+    Setup(2, tp=2, micro_batch=4),
+    Setup(2, cp=2, micro_batch=4),
+    Setup(2, cp=2, ep=2, micro_batch=4, recompute=1),
+    Setup(4, pp=4, accumulate=8),
+    Setup(4, pp=2, ep=2, accumulate=4),
+    Setup(4, pp=2, cp=2, accumulate=4, micro_batch=4),
+    Setup(4, pp=2, tp=2, accumulate=4, micro_batch=4),
+)
 
 
 def routing(setup: Setup) -> Tensor:
@@ -132,7 +157,8 @@ def planned(setup: Setup, model: nn.Module | ModelSpec, memory: float = CLUSTER.
     index = routing(setup)
     load = torch.bincount(index.view(-1), minlength=SIZES["num_local_experts"])
     cluster = ClusterSpec(CLUSTER.levels, CLUSTER.flops, memory, CLUSTER.memory_bandwidth)
-    batch = setup.ranks * setup.micro_batch * setup.accumulate
+    copies = setup.ranks // (setup.pp * setup.tp * setup.cp)
+    batch = copies * setup.micro_batch * setup.accumulate
     return plan(
         *(model, cluster),
         num_ranks=setup.ranks,
@@ -166,9 +192,10 @@ def measure(setup: Setup) -> tuple[int, Plan]:
     applied = made.apply(model)
 
     def choose(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return inputs[0], index, inputs[2]
+        # Of ranks that share sequences each has its part of the tokens.
+        return inputs[0], index[: len(inputs[0])], inputs[2]
 
-    for layer in model.model.layers:
+    for layer in (each for each in model.model.layers if hasattr(each, "mlp")):
         layer.mlp.experts.register_forward_pre_hook(choose)
     optimizers = applied.optimizers(torch.optim.AdamW, lr=1e-3, foreach=True)
     shape = (setup.micro_batch, setup.seq_len)
@@ -176,9 +203,13 @@ def measure(setup: Setup) -> tuple[int, Plan]:
     def step() -> None:
         for optimizer in optimizers:
             optimizer.zero_grad()
-        for _ in range(setup.accumulate):
-            batch = torch.randint(SIZES["vocab_size"], shape)
-            model(input_ids=batch, labels=batch).loss.backward()
+        batches = [torch.randint(SIZES["vocab_size"], shape) for _ in range(setup.accumulate)]
+        if applied.pipeline is None:
+            for batch in batches:
+                model(input_ids=batch, labels=batch).loss.backward()
+        else:
+            stages, last = applied.pipeline.stages, applied.pipeline.table.num_stages - 1
+            applied.pipeline.step(*(batches if end in stages else () for end in (0, last)))
         applied.sync_gradients()
         for optimizer in optimizers:
             optimizer.step()
@@ -208,7 +239,7 @@ def measure_on_rank(rank: int, setups: tuple[Setup, ...]) -> list[tuple[int, Pla
     return [measure(setup) for setup in setups]
 
 
-def measure_all(setups: tuple[Setup, ...] = SETUPS) -> list[tuple[Setup, int, Plan]]:
+def measure_all(setups: tuple[Setup, ...] = SETUPS + SHARED) -> list[tuple[Setup, int, Plan]]:
     """Of each setup the peak of the fullest rank."""
     found = []
     for ranks in sorted({setup.ranks for setup in setups}):

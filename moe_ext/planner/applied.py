@@ -116,7 +116,12 @@ class Applied:
         """
         group = self.mesh.stage_group
         if self.plan.choice["zero"] != 1 or group is None or group.size() == 1:
-            return [cls([p for p in self.model.parameters() if p.requires_grad], **options)]
+            kinds: dict[bool, list[nn.Parameter]] = {}
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    kinds.setdefault(is_dtensor(parameter), []).append(parameter)
+            # Optimizers with `foreach` take DTensors apart from other tensors.
+            return [cls([{"params": held} for held in kinds.values()], **options)]
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         dense, experts = (

@@ -45,8 +45,9 @@ _FILLS = {"1f1b": 1.0, "gpipe": 1.0, "zb-h1": 1 / 3, "interleaved": 1 / CHUNKS}
 Columns = dict[str, Tensor]
 _EXCHANGE = ("ep", "dispatcher", "wire", "combine")
 # Of a stage: layers, those of them with experts, those computed again and those of them with
-# experts, matrices of words (embedding, output), micro-batches that it holds, 1 for the loss.
-STAGE = ("layers", "moe", "again", "again_moe", "ends", "in_flight", "loss")
+# experts, matrices of words (embedding, output), micro-batches that it holds, those of them whose
+# gradients of weights alone are left to do, 1 for the loss.
+STAGE = ("layers", "moe", "again", "again_moe", "ends", "in_flight", "late", "loss")
 # Passes through a layer of a step without recompute, by what takes time there.
 _PASSES = {"compute": 3, "elementwise": 3, "tensor": 2, "context": 3, "experts": 2}
 
@@ -576,18 +577,30 @@ class CostModel:
         layers, moe = self._layers(c)
         again, again_moe = self._again(c)
         is_fsdp = c["zero"] >= 2
+        is_last = c.get("loss", torch.ones_like(layers))
         kept_dense, kept_moe, rise = self._layer_numbers(c)
         kept = (layers - moe) * kept_dense + moe * kept_moe
-        stream = tokens * m.model_dim * size
+        # Ranks of a tp group have hidden states and logits whole.
+        stream = tokens * c["tp"] * m.model_dim * size
         # Layers keep their inputs and run again one by one. Where the backward pass is in two, a
         # stage keeps its input and runs again whole.
-        as_one = (c["schedule"] == SCHEDULES.index("zb-h1")) & (again > 0)
+        in_two = c["schedule"] == SCHEDULES.index("zb-h1")
+        as_one = in_two & (again > 0)
         stay, stay_moe = layers - again, moe - again_moe
         each = (stay - stay_moe) * kept_dense + stay_moe * kept_moe + again * stream
         each = torch.where(as_one, stream, each)
         one = torch.where(moe > 0, kept_moe, kept_dense)
         run = torch.where(as_one, kept, one) * (again > 0)
-        every = self.in_flight(c) * each
+        # Between the two parts of a backward pass all activations are there, and the gradients of
+        # what products gave.
+        in_flight = self.in_flight(c)
+        late = c.get("late", torch.where(in_two & (c["pp"] > 1), in_flight, 0.0))
+        due = kept + self._due(layers, moe, c)
+        due = due + tokens * c["tp"] * m.vocab_size * size * is_last
+        every = (in_flight - late) * each + late * due
+        first = every - each + torch.where(again > 0, run + stream, one)
+        first = torch.where(late > 0, every, first)
+        run = torch.where(late > 0, 0.0, run)
         # Embedding and output are whole from the forward pass to the end of the backward pass.
         words = m.model_dim * m.vocab_size * size / c["tp"]
         ends = words * self._ends(c)
@@ -607,14 +620,13 @@ class CostModel:
         at_loss = torch.where(is_whole, weights, ends)
         new = torch.where(accumulates & ~is_fsdp, 0.0, output + made)
         all_but = torch.where(accumulates | is_fsdp, held, held - up * made)
-        is_last = c.get("loss", torch.ones_like(kept))
         return [
             {
                 "gradients": before,
                 "gathered": at_loss * is_fsdp,
                 "activations": every + 3 * stream,
                 # Logarithms of probabilities, their gradients and those of logits, in float32.
-                "logits": 12.0 * tokens * m.vocab_size * is_last,
+                "logits": 12.0 * tokens * c["tp"] * m.vocab_size * is_last,
             },
             {
                 "gradients": before + output,
@@ -631,10 +643,20 @@ class CostModel:
             {
                 "gradients": all_but + torch.where(is_fsdp, output + made, 0.0),
                 "gathered": (ends + 2 * layer) * is_fsdp,
-                "activations": every - each + torch.where(again > 0, run + stream, one),
+                "activations": first,
                 "temporary": rise + 2 * stream,
             },
         ]
+
+    def _due(self, layers: Tensor, moe: Tensor, c: Columns) -> Tensor:
+        """Bytes of the gradients of what a stage's products and norms gave, of a micro-batch."""
+        m, size, tokens = self.model, self.job.itemsize, self.tokens(c)
+        rows = m.top_k * self._imbalance(c, peak=True)
+        experts = rows * ((1 + m.gated_experts) * m.ffn_dim + m.model_dim) + m.num_experts
+        experts = experts + (1 + m.gated_experts) * m.shared_ffn_dim
+        ffn = (1 + m.gated) * (m.dense_ffn_dim or m.ffn_dim) + m.model_dim
+        attention = m.heads_dim + 2 * m.kv_dim + 3 * m.model_dim * c["tp"]
+        return tokens * size * (layers * attention + (layers - moe) * ffn + moe * experts)
 
     def _layer_numbers(self, c: Columns) -> tuple[Tensor, Tensor, Tensor]:
         """Bytes that a layer keeps for its backward pass, and by how much that pass rises above.
@@ -653,7 +675,7 @@ class CostModel:
         ffn = 2 * (1 + m.gated) * (m.dense_ffn_dim or m.ffn_dim) * size
         # Two norms of three numbers each, in 16 bits with their input in float32; queries, keys,
         # values, what attention gives and a float32 of each head.
-        norms = 6 * m.model_dim * size + (8 * m.model_dim if size < 4 else 0)
+        norms = (6 * m.model_dim * size + (8 * m.model_dim if size < 4 else 0)) * c["tp"]
         attention = norms + (2 * m.heads_dim + 2 * m.kv_dim) * size + 4 * m.num_heads
         # Gradients of up projection and activation; the activation and what came back are gone.
         if m.num_moe_layers:

@@ -236,14 +236,18 @@ def search(
             progress(min(start + at_once, len(mesh)), len(mesh))
         if not len(columns["pp"]):
             continue
-        found = _Costed.of(cost, columns, all_again=all_again)
-        points += len(found.seconds)
-        fits = found.memory <= cost.cluster.memory
+        memory = cost.memory(columns)
+        points += len(memory)
+        fits = memory <= cost.cluster.memory
         too_large += int((~fits).sum())
-        i = int(found.memory.argmin())
-        if least is None or float(found.memory[i]) < least.memory:
-            least = Found(choice_of(columns, i), float(found.seconds[i]), float(found.memory[i]))
-        found = found.at(fits)
+        i = int(memory.argmin())
+        if least is None or float(memory[i]) < least.memory:
+            one = {name: column[i : i + 1] for name, column in columns.items()}
+            least = Found(choice_of(columns, i), float(cost.seconds(one)), float(memory[i]))
+        if not bool(fits.any()):
+            continue
+        columns = {name: column[fits] for name, column in columns.items()}
+        found = _Costed.of(cost, columns, memory[fits], all_again=all_again)
         if not exhaustive:
             best = found.best()
             left = min([left, *found.bound[~best].tolist()])
@@ -270,8 +274,8 @@ def search(
         if stages is None:
             continue
         seconds = simulated(cost, one, stages)
-        memory = float(cost.memory(rank_columns(cost, one, stages)).max())
-        simulations.append(Found(choice_of(every.columns, i), seconds, memory, stages))
+        fullest = float(cost.memory(rank_columns(cost, one, stages)).max())
+        simulations.append(Found(choice_of(every.columns, i), seconds, fullest, stages))
         ranked = sorted(simulations, key=lambda each: each.seconds)[:_RANKED]
     found_best = ranked[0] if ranked else None
     front, smallest = [], float("inf")
@@ -304,9 +308,9 @@ class _Costed:
     bound: Tensor
 
     @classmethod
-    def of(cls, cost: CostModel, columns: Columns, *, all_again: bool) -> _Costed:
-        """Cost candidates; `all_again`: those with recompute compute all layers again."""
-        seconds, memory, bound = cost.seconds(columns), cost.memory(columns), cost.least(columns)
+    def of(cls, cost: CostModel, columns: Columns, memory: Tensor, *, all_again: bool) -> _Costed:
+        """Cost candidates that fit; `all_again`: with recompute all layers are computed again."""
+        seconds, bound = cost.seconds(columns), cost.least(columns)
         share = columns["recompute"].double()
         # With zb-h1 a stage runs again whole.
         some = (share == 1) & (columns["schedule"] != SCHEDULES.index("zb-h1"))

@@ -51,7 +51,7 @@ def stage_columns(cost: CostModel, c: Columns, stages: Sequence[StageLayers]) ->
         again_moe = sum(has[i] for i in stage.again)
         rows.append(
             (stage.end - stage.start, moe, len(stage.again), again_moe)
-            + (_ends(cost, s == first, s == last), _in_flight(cost, c, s), float(s == last))
+            + (_ends(cost, s == first, s == last), *_held(cost, c, s), float(s == last))
         )
     return _with(c, torch.tensor(rows, dtype=torch.float64))
 
@@ -62,7 +62,8 @@ def rank_columns(cost: CostModel, c: Columns, stages: Sequence[StageLayers]) -> 
     rows = torch.stack([each[name].view(-1, ranks) for name in STAGE], 2)
     both = rows.sum(0)
     # Micro-batches that are held are counted in all stages of a rank.
-    both[:, STAGE.index("in_flight")] = rows[0, :, STAGE.index("in_flight")]
+    for name in ("in_flight", "late"):
+        both[:, STAGE.index(name)] = rows[0, :, STAGE.index(name)]
     return _with(c, both)
 
 
@@ -124,14 +125,18 @@ def _ends(cost: CostModel, is_first: bool, is_last: bool) -> float:
     return 1.0 if is_first and is_last and cost.model.tied else float(is_first) + float(is_last)
 
 
-def _in_flight(cost: CostModel, c: Columns, stage: int) -> float:
+def _held(cost: CostModel, c: Columns, stage: int) -> tuple[float, float]:
+    """Micro-batches that a stage holds, and those whose gradients of weights alone are left."""
     micro, pp = float(cost.num_micro_batches(c)), int(c["pp"])
     schedule, rank = SCHEDULES[int(c["schedule"])], stage % pp
     if schedule == "gpipe":
-        return micro
+        return micro, 0.0
     if schedule == "interleaved" and pp > 1:
-        return min(micro, (2 * (pp - 1 - rank) + (CHUNKS - 1) * pp + 1) / CHUNKS)
-    return min(micro, float(pp - rank))
+        return min(micro, (2 * (pp - 1 - rank) + (CHUNKS - 1) * pp + 1) / CHUNKS), 0.0
+    if schedule == "zb-h1" and pp > 1:
+        # A first stage has no gradient of its input to compute before.
+        return min(micro, float(pp)), min(micro, rank + 1.0) if rank else 0.0
+    return min(micro, float(pp - rank)), 0.0
 
 
 def _choices(c: Columns, all_again: bool, dense: int, moe: int) -> list[tuple[int, int]]:
@@ -225,12 +230,12 @@ class _Chain:
             known = best.get((s, kind))
             if known is None or (times[row], bytes_[row]) < (times[known], bytes_[known]):
                 best[s, kind] = row
-        size = self._layers + 1
-        table = torch.full((self._stages, size, size), torch.inf, dtype=torch.float64)
+        widest = max(sum(kind) for _, kind in best) if best else 1
+        table = torch.full((self._stages, self._layers, widest), torch.inf, dtype=torch.float64)
         for s, spans in enumerate(self._spans):
             for (i, j), kind in spans.items():
                 if (s, kind) in best:
-                    table[s, i, j] = times[best[s, kind]]
+                    table[s, i, j - i - 1] = times[best[s, kind]]
         cuts = self._cuts(table)
         if cuts is None:
             return None
@@ -264,47 +269,48 @@ class _Chain:
     def _costed(self, options: list[_Option]) -> tuple[Tensor, Tensor]:
         """Seconds of a micro-batch and bytes of stages, by kind and by layers computed again."""
         cost, c, last = self._cost, self._c, self._stages - 1
-        held = [_in_flight(cost, c, s) for s in range(self._stages)]
+        held = [_held(cost, c, s) for s in range(self._stages)]
         ends = [_ends(cost, s == 0, s == last) for s in range(self._stages)]
         rows = [
-            (sum(kind), kind[1], sum(again), again[1], ends[s], held[s], float(s == last))
+            (sum(kind), kind[1], sum(again), again[1], ends[s], *held[s], float(s == last))
             for s, kind, again in options
         ]
         columns = _with(c, torch.tensor(rows, dtype=torch.float64))
         return self._seconds(columns), cost.memory(columns)
 
     def _cuts(self, times: Tensor) -> list[int] | None:
-        """Where stages begin, and L, of `[S, L + 1, L + 1]` seconds of stages from i to j."""
-        slowest = self._least(times, largest=True)
-        if slowest is None:
+        """Where stages begin, and L, by `[S, L, W]` seconds of a stage of 1 to W layers."""
+        slowest = self._least(times, largest=True)[0]
+        if slowest == torch.inf:
             return None
-        fewest = self._least(times)
-        assert fewest is not None
-        total = fewest[0]
-        best, found = float("inf"), fewest[1]
-        every = times[times >= slowest[0]]
-        for bound in every[every < torch.inf].unique().tolist():
+        total = self._least(times)[0]
+        best, found = float("inf"), list[int]()
+        bounds = times[(times >= slowest) & (times < torch.inf)].unique().tolist()
+        for bound in bounds:
             if total + (self._micro - 1) * bound >= best:
                 break
-            seconds, cuts = self._least(times.masked_fill(times > bound, torch.inf)) or fewest
-            spans = [float(times[s, i, j]) for s, (i, j) in enumerate(itertools.pairwise(cuts))]
-            seconds = seconds + (self._micro - 1) * max(spans)
+            seconds, cuts = self._least(times.masked_fill(times > bound, torch.inf))
+            seconds += (self._micro - 1) * bound
             if seconds < best:
                 best, found = seconds, cuts
         return found
 
-    def _least(self, times: Tensor, *, largest: bool = False) -> tuple[float, list[int]] | None:
-        """Cuts of the least sum, or of the least slowest stage."""
-        behind = torch.full((self._layers + 1,), torch.inf, dtype=torch.float64)
-        behind[self._layers] = 0.0
-        ends = []
-        for s in reversed(range(self._stages)):
-            each = torch.maximum(times[s], behind) if largest else times[s] + behind
-            behind, end = each.min(1)
-            ends.append(end)
+    def _least(self, times: Tensor, *, largest: bool = False) -> tuple[float, list[int]]:
+        """The least sum, or the least slowest stage, with its cuts."""
+        layers, widest = times.shape[1:]
+        # Seconds of the stages behind a layer; none begins behind the last one.
+        behind = torch.full((layers + widest,), torch.inf, dtype=torch.float64)
+        behind[layers] = 0.0
+        widths = []
+        for each in times.flip(0):
+            rest = behind[1:].unfold(0, widest, 1)
+            both = torch.maximum(each, rest) if largest else each + rest
+            least, width = both.min(1)
+            behind[:layers], behind[layers] = least, torch.inf
+            widths.append(width + 1)
         if not behind[0] < torch.inf:
-            return None
+            return float("inf"), []
         cuts = [0]
-        for end in reversed(ends):
-            cuts.append(int(end[cuts[-1]]))
+        for width in reversed(widths):
+            cuts.append(cuts[-1] + int(width[cuts[-1]]))
         return float(behind[0]), cuts

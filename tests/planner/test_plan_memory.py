@@ -9,6 +9,8 @@ import pytest
 BENCHMARKS = str(Path(__file__).resolve().parent.parent.parent / "benchmarks")
 # Of the few, one of each: ZeRO 3, the peak at the loss, and in the backward pass; two are skewed.
 FEW = (6, 8, 10)
+# Gradients of weights that come late, and layers that ranks share.
+FEW_SHARED = (3, 6)
 
 
 @pytest.fixture(scope="module")
@@ -16,10 +18,11 @@ def measured():
     pytest.importorskip("transformers")
     before = list(sys.path)
     sys.path.insert(0, BENCHMARKS)
-    from bench_planner_memory import SETUPS, measure_all
+    from bench_planner_memory import SETUPS, SHARED, measure_all
 
     assert len(SETUPS) == 20
-    setups = SETUPS if os.environ.get("MOE_EXT_FULL") else tuple(SETUPS[i] for i in FEW)
+    few = tuple(SETUPS[i] for i in FEW) + tuple(SHARED[i] for i in FEW_SHARED)
+    setups = SETUPS + SHARED if os.environ.get("MOE_EXT_FULL") else few
     yield measure_all(setups)
     sys.path[:] = before
 
@@ -27,8 +30,10 @@ def measured():
 def test_prediction_is_within_a_tenth(measured):
     for setup, peak, made in measured:
         terms = made.memory_terms()
-        # The target is a tenth; without FSDP2, of which less is foretold, it is less.
-        off = 0.1 if setup.zero >= 2 else 0.04
+        # The target is a tenth; less of it is needed but for FSDP2, of which less is foretold, and
+        # for messages of stages and tp, whose threads release their tensors sooner or later.
+        shared = setup.pp * setup.tp * setup.cp > 1
+        off = 0.1 if setup.zero >= 2 else 0.07 if shared else 0.04
         assert sum(terms.values()) == pytest.approx(peak, rel=off), (setup.label, peak, terms)
         assert made.memory == pytest.approx(1.1 * sum(terms.values()))
 

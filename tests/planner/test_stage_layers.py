@@ -158,8 +158,15 @@ def test_stages_hold_what_the_table_leaves_open(schedule):
     cost = CostModel(model, cost.cluster, Job(4, 256, 8, "float32"))
     c = columns(pp=4, schedule=schedule, recompute=0)
     stages = [StageLayers(*s) for s in split_evenly(8, 8 if schedule == "interleaved" else 4)]
-    found = rank_columns(cost, c, stages)["in_flight"].tolist()
+    found = rank_columns(cost, c, stages)
     for rank, row in enumerate(make_table(schedule, 4, 8).rows):
-        steps = [{"F": 1, "B": -1, "I": -1}.get(action.kind, 0) for action in row]
-        most = max(itertools.accumulate(steps))
-        assert found[rank] == most / (len(stages) // 4), rank
+        kinds = [action.kind for action in row]
+
+        def most(steps, kinds=kinds):
+            return max(itertools.accumulate(steps.get(kind, 0) for kind in kinds))
+
+        held = most({"F": 1, "B": -1, "W": -1})
+        assert float(found["in_flight"][rank]) == held / (len(stages) // 4), rank
+        # A first stage does all in W.
+        late = most({"I": 1, "W": -1}) if schedule == "zb-h1" and rank else 0
+        assert float(found["late"][rank]) == late, rank
