@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 COMPUTE = ("F", "B", "I", "W")
 MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
@@ -97,6 +97,22 @@ class Action(NamedTuple):
         return cls(int(stage), kind, number, chain, part, version)
 
 
+class Step(NamedTuple):
+    """An action among those of all ranks.
+
+    Attributes:
+        rank: that runs it.
+        action: that is run.
+        like: a number that actions of the same kind, stage and slice have.
+        needs: numbers of the steps whose results it takes, and whether they come from another rank.
+    """
+
+    rank: int
+    action: Action
+    like: int
+    needs: tuple[tuple[int, bool], ...]
+
+
 @dataclass(frozen=True)
 class ActionTable:
     """The actions of every rank of a pipeline, in order.
@@ -149,6 +165,41 @@ class ActionTable:
     def num_slices(self) -> int:
         """Parts of a micro-batch along its sequence, 1 where it is whole."""
         return 1 + max(a.slice for rank in range(self.num_ranks) for a in self.actions(rank))
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...] | None:
+        """Actions in an order in which each is behind what it needs; None where there is none.
+
+        Of a table without messages.
+        """
+        place: dict[Action, int] = {}
+        kinds: dict[tuple[Any, ...], int] = {}
+        found: list[Step] = []
+        at = [0] * self.num_ranks
+        before = -1
+        while before < len(found):
+            before = len(found)
+            for rank, row in enumerate(self.rows):
+                while at[rank] < len(row):
+                    action = row[at[rank]]
+                    parts = action.parts or (action,)
+                    sources = [(self.source(part), part) for part in parts]
+                    if any(s is not None and s not in place for s, _ in sources):
+                        break
+                    for part in parts:
+                        if part.kind in ("F", "B", "I"):
+                            kind = part.kind.replace("I", "B")
+                            place[part._replace(kind=kind, version=0)] = len(found)
+                    like = tuple((part.kind, part.stage, part.slice) for part in parts)
+                    needs = tuple(
+                        (place[s], self.receive(part) is not None)
+                        for s, part in sources
+                        if s is not None
+                    )
+                    kind_of = kinds.setdefault((bool(action.parts), *like), len(kinds))
+                    found.append(Step(rank, action, kind_of, needs))
+                    at[rank] += 1
+        return tuple(found) if len(found) == sum(map(len, self.rows)) else None
 
     @cached_property
     def has_messages(self) -> bool:

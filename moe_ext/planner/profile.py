@@ -160,7 +160,7 @@ def measure_cluster(
     products = 3 * 2.0 * seq_len * active
     of_scores = 3 * 4.0 * seq_len * seq_len / 2 * heads * wide
     cost = CostModel(one, made, Job(1, seq_len, 1, dtype))
-    moved = 3 * float(cost.elementwise(columns_of([ALONE])))
+    moved = 3 * float(cost.elementwise(columns_of([{}])))
     # What is read and written hides no more than half of the products.
     rate = products / max(whole - moved, whole / 2)
     share = min(1.0, of_scores / scores / rate)
@@ -186,7 +186,7 @@ def _factors(
     num_bytes = sum(p.nbytes for p in layer.parameters())
     optimizer = torch.optim.AdamW(layer.parameters())
     # The formula has the parameters of embedding and output too.
-    alone = columns_of([ALONE])
+    alone = columns_of([{}])
     step = seconds(optimizer.step)
     per_parameter = float(cost.update(alone)) / sum(map(float, cost.parameters(alone)))
     told = per_parameter * sum(p.numel() for p in layer.parameters())
@@ -218,7 +218,7 @@ def _factors(
     found["broadcast"] = max(seconds(shared.step) - step / size, 0.0) / ring
     if m.num_experts and m.num_experts % size == 0:
         spread = _Layer(m, device, x.dtype, group)
-        placed = columns_of([{**ALONE, "ep": size}])
+        placed = columns_of([{"ep": size}])
         # It has a share of the experts' weights to read.
         here = 3 * float(cost.elementwise(alone) - cost.elementwise(placed))
         beyond = seconds(lambda: _pass(spread, x)) - (whole - here)
@@ -248,18 +248,3 @@ def _seconds(
             max_over_ranks([0.0], group, device)
         times.append(seconds_of(call, device))
     return max(statistics.median(times[1:]), 1e-9)
-
-
-ALONE: dict[str, int | str | None] = {
-    "pp": 1,
-    "tp": 1,
-    "cp": 1,
-    "ep": 1,
-    "micro_batch": 1,
-    "schedule": "1f1b",
-    "zero": 0,
-    "recompute": 0,
-    "dispatcher": "alltoall",
-    "wire": None,
-    "combine": "exact",
-}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,10 +22,30 @@ from moe_ext.planner.cost import (
 )
 from moe_ext.planner.stages import StageLayers, divide, rank_columns, simulated
 
-AXES = (
-    *("pp", "tp", "cp", "ep", "micro_batch", "schedule", "zero", "recompute"),
-    *("dispatcher", "wire", "combine"),
-)
+Choice = dict[str, "int | str | None"]
+
+# Axes, and the values with which they change nothing.
+DEFAULTS: Mapping[str, int | str | None] = {
+    "pp": 1,
+    "tp": 1,
+    "cp": 1,
+    "ep": 1,
+    "micro_batch": 1,
+    "schedule": "1f1b",
+    "zero": 0,
+    "recompute": 0,
+    "dispatcher": "alltoall",
+    "wire": None,
+    "combine": "exact",
+}
+AXES = tuple(DEFAULTS)
+_MESH = ("pp", "tp", "cp", "ep", "micro_batch")
+# Axes of one layer of a search, by the axis of the mesh that has to be above 1 for them to act.
+_GROUPS = {
+    "pp": ("schedule",),
+    "": ("zero", "recompute"),
+    "ep": ("dispatcher", "wire", "combine"),
+}
 # Values of axes that are numbers of a tuple.
 NAMES: Mapping[str, tuple[str | None, ...]] = {
     "schedule": SCHEDULES,
@@ -38,8 +59,6 @@ SIMULATED = 50
 _RANKED = 3
 _AT_ONCE = 2**18
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
-
-Choice = dict[str, "int | str | None"]
 
 
 @dataclass(frozen=True)
@@ -92,19 +111,24 @@ def choice_of(columns: Columns, i: int) -> Choice:
 
 
 def columns_of(choices: Sequence[Mapping[str, int | str | None]]) -> Columns:
-    """Candidates as columns.
+    """Candidates as columns; what a choice leaves out has its default.
 
     Raises:
-        ValueError: an axis has no such value.
+        ValueError: there is no such axis, or an axis has no such value.
     """
-    return {
-        name: torch.tensor([_number(name, choice[name]) for choice in choices]) for name in AXES
-    }
+    for name in {name for choice in choices for name in choice}:
+        _check_axis(name)
+    rows = [{**DEFAULTS, **choice} for choice in choices]
+    return {name: torch.tensor([_number(name, row[name]) for row in rows]) for name in AXES}
+
+
+def _check_axis(name: str) -> None:
+    if name not in AXES:
+        raise ValueError(f"plan: expected fixed to name axes of {AXES}, got {name!r}")
 
 
 def _number(name: str, value: int | str | None) -> int:
-    if name not in AXES:
-        raise ValueError(f"plan: expected fixed to name axes of {AXES}, got {name!r}")
+    _check_axis(name)
     if name in NAMES:
         if value not in NAMES[name]:
             raise ValueError(f"plan: expected {name} to be one of {NAMES[name]}, got {value!r}")
@@ -138,8 +162,10 @@ def meshes(cost: CostModel) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64).view(-1, 5)
 
 
-def _options(cost: CostModel, wires: Sequence[int]) -> Tensor:
-    """`[O, 6]`: schedule, ZeRO stage, recompute, dispatcher, wire and combine."""
+def _options(cost: CostModel, fixed: Choice) -> dict[str, Tensor]:
+    """Of each group of axes the rows of their values, `[O, A]`."""
+    # Rounded rows change results: taken where they are asked for.
+    wires = range(len(WIRES)) if "wire" in fixed else (0,)
     ways = [
         (DISPATCHERS.index(way), wire, COMBINES.index(back))
         for way in DISPATCHERS
@@ -147,32 +173,46 @@ def _options(cost: CostModel, wires: Sequence[int]) -> Tensor:
         for back in COMBINES
         if way != "alltoall" or back == "exact"
     ]
-    ways = ways if cost.model.num_experts else [(0, 0, 0)]
-    rows = itertools.product(range(len(SCHEDULES)), (0, 1, 2, 3), (0, 1), ways)
-    return torch.tensor([(s, z, r, *way) for s, z, r, way in rows])
+    rows = {
+        "pp": [(schedule,) for schedule in range(len(SCHEDULES))],
+        "": list(itertools.product((0, 1, 2, 3), (0, 1))),
+        "ep": ways if cost.model.num_experts else [(0, 0, 0)],
+    }
+    return {axis: _fixed(torch.tensor(rows[axis]), _GROUPS[axis], fixed) for axis in _GROUPS}
 
 
-def _expand(cost: CostModel, mesh: Tensor, options: Tensor) -> Columns:
-    left = mesh.repeat_interleave(len(options), 0)
-    both = torch.cat([left, options.repeat(len(mesh), 1)], 1)
-    c = {name: both[:, i] for i, name in enumerate(AXES)}
+def _expand(cost: CostModel, mesh: Tensor, options: Mapping[str, Tensor]) -> Columns:
+    """Candidates of some meshes, those in which the same groups of axes act side by side."""
+    parts, own = [], {name: mesh[:, i] for i, name in enumerate(_MESH)}
+    acts = torch.stack([own[axis] > 1 if axis else own["pp"] > 0 for axis in options], 1)
+    for kind in acts.unique(dim=0):
+        here = mesh[(acts == kind).all(1)]
+        found = torch.empty(1, 0, dtype=torch.int64)
+        for (axis, rows), acting in zip(options.items(), kind.tolist(), strict=True):
+            if not acting:
+                plain = torch.tensor([_number(name, DEFAULTS[name]) for name in _GROUPS[axis]])
+                rows = rows[(rows == plain).all(1)]
+            found = torch.cat(
+                [found.repeat_interleave(len(rows), 0), rows.repeat(len(found), 1)], 1
+            )
+        left = here.repeat_interleave(len(found), 0)
+        parts.append(torch.cat([left, found.repeat(len(here), 1)], 1))
+    names = [*_MESH, *(name for axis in options for name in _GROUPS[axis])]
+    c = dict(zip(names, torch.cat(parts).unbind(1), strict=True))
     inner = cost.cluster.levels[0].size
     micro = cost.num_micro_batches(c)
-    keep = (c["pp"] > 1) | (c["schedule"] == 0)
-    keep &= (c["schedule"] != SCHEDULES.index("interleaved")) | (
+    keep = (c["schedule"] != SCHEDULES.index("interleaved")) | (
         (micro % c["pp"] == 0) & (c["pp"] * CHUNKS <= cost.model.num_layers)
     )
-    # Of one rank nothing travels; a hierarchy has nodes inside and outside.
-    plain = (c["dispatcher"] == 0) & (c["wire"] == 0) & (c["combine"] == 0)
-    keep &= (c["ep"] > 1) | plain
+    # A hierarchy has nodes inside and outside.
     nodes = (c["ep"] > inner) & (c["ep"] % inner == 0)
     keep &= (c["dispatcher"] != DISPATCHERS.index("hierarchical")) | nodes
     # Our pipelines run stages without FSDP2: it would reduce for each micro-batch.
     keep &= (c["zero"] < 2) | (c["pp"] == 1)
-    return {name: column[keep] for name, column in c.items()}
+    return {name: c[name][keep] for name in AXES}
 
 
-def _fixed(rows: Tensor, names: Sequence[str], fixed: Mapping[str, int | str | None]) -> Tensor:
+def _fixed(rows: Tensor, names: Sequence[str], fixed: Choice) -> Tensor:
     for i, name in enumerate(names):
         if name in fixed:
             rows = rows[rows[:, i] == _number(name, fixed[name])]
@@ -205,24 +245,22 @@ def search(
     Raises:
         ValueError: an axis is not known, or no mesh divides the job.
     """
-    fixed = fixed or {}
+    fixed = dict(fixed or {})
     for name, value in fixed.items():
         _number(name, value)
-    mesh = _fixed(meshes(cost), AXES[:5], fixed)
-    # Rounded rows change results: taken where they are asked for.
-    wires = range(len(WIRES)) if "wire" in fixed else (0,)
-    options = _fixed(_options(cost, wires), AXES[5:], fixed)
-    if not len(mesh) or not len(options):
+    mesh, options = _fixed(meshes(cost), _MESH, fixed), _options(cost, fixed)
+    num_options = math.prod(map(len, options.values()))
+    if not len(mesh) or not num_options:
         raise ValueError(
             f"plan: expected ranks, heads, experts, sequence and batch to have a mesh of "
             f"{cost.job.num_ranks} ranks with {dict(fixed)}, got none; change global_batch or fixed"
         )
-    c = {name: mesh[:, i] for i, name in enumerate(AXES[:5])}
+    c = {name: mesh[:, i] for i, name in enumerate(_MESH)}
     bounds = cost.bound(c)
     order = torch.argsort(bounds, stable=True)
     mesh, bounds = mesh[order], bounds[order]
     all_again = fixed.get("recompute") == 1
-    at_once = max(1, _AT_ONCE // len(options))
+    at_once = max(1, _AT_ONCE // num_options)
     kept: list[_Costed] = []
     points = too_large = 0
     # The least time that a placement which is not simulated can take.

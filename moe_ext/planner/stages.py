@@ -10,6 +10,7 @@ Shapes: S stages, L layers.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ext.pipeline import Costs, make_table, simulate
+from moe_ext.pipeline import ActionTable, Costs, make_table
+from moe_ext.pipeline.simulate import makespan
 from moe_ext.planner.cost import CHUNKS, SCHEDULES, STAGE, Columns, CostModel
 
 
@@ -109,10 +111,15 @@ def simulated(cost: CostModel, c: Columns, stages: Sequence[StageLayers] | None 
     loss[-1] = float(cost.output(c))
     if ranks == 1:
         return micro * float(sum(part.sum() + loss.sum() for part in parts)) + ends
-    table = make_table(SCHEDULES[int(c["schedule"])], ranks, micro)
+    table = _table(SCHEDULES[int(c["schedule"])], ranks, micro)
     forward, inputs, weights = ((part + loss).tolist() for part in parts)
     costs = Costs(forward, inputs, weights, hop=float(cost.hop(c)))
-    return simulate(table, costs).makespan + ends
+    return makespan(table, costs) + ends
+
+
+@functools.lru_cache(maxsize=64)
+def _table(schedule: str, ranks: int, micro: int) -> ActionTable:
+    return make_table(schedule, ranks, micro)
 
 
 def _with(c: Columns, rows: Tensor) -> Columns:

@@ -2,7 +2,16 @@
 
 import pytest
 
-from moe_ext.pipeline import Action, ActionTable, Costs, add_messages, make_table, simulate
+from moe_ext.pipeline import (
+    SCHEDULES,
+    Action,
+    ActionTable,
+    Costs,
+    add_messages,
+    make_table,
+    simulate,
+)
+from moe_ext.pipeline.simulate import makespan
 
 # F, I, W; powers of two and small sums: exact in floating point.
 COSTS = [(1, 1, 1), (2, 3, 1.5), (1, 1, 0.5), (3, 4, 3)]
@@ -23,6 +32,26 @@ def test_bubbles_are_those_of_the_closed_forms(f, i, w, ranks, micro):
     # P = 2 x ranks stages in a V. Where I > F, torch's order is shorter than the formula says.
     dual, found = (ranks - 1) * ((f + b) + b - 3 * w), idle("dual-pipe-v")
     assert found == pytest.approx([dual] * ranks) if i == f else max(found) < dual
+
+
+def test_makespan_is_that_of_the_timeline():
+    stages = (1.0, 2.5, 0.5, 3.0)
+    for name in SCHEDULES:
+        for costs in (Costs(), Costs(2, 3, 1.5, hop=0.25, overlap=0.75)):
+            table = make_table(name, 4, 8)
+            assert makespan(table, costs) == simulate(table, costs).makespan, name
+    for name in ("gpipe", "1f1b", "zb-h1"):
+        uneven = Costs(stages, stages[::-1], 0.5, hop=0.5)
+        table = make_table(name, 4, 5)
+        assert makespan(table, uneven) == simulate(table, uneven).makespan
+        # Messages, exchanges and second forward passes are left to `simulate`.
+        full = add_messages(table)
+        assert makespan(full, uneven) == simulate(full, uneven).makespan
+        ahead = Costs(2.0, ahead={"B": 0.5}, hop=1.0, transfer=0.5, exchanges={"F": [(0.2, 0.6)]})
+        assert makespan(table, ahead) == simulate(table, ahead).makespan > makespan(table, Costs(2))
+    with pytest.raises(ValueError, match="ranks that wait for each other"):
+        rows = [["0B0", "0F0"], ["1F0", "1B0"]]
+        makespan(ActionTable([[Action.from_text(cell) for cell in row] for row in rows]), Costs())
 
 
 def test_overlap_shortens_dual_pipe_v():

@@ -35,12 +35,12 @@ def test_rates_give_back_what_was_measured(monkeypatch):
     # One layer of sixteen experts: the pass that was timed, and its scores on top.
     one = dataclasses.replace(MODEL, num_layers=1, num_moe_layers=1, num_experts=16)
     cost = CostModel(one, found, Job(1, 128, 1, "float32"))
-    terms = cost.terms(columns_of([profile.ALONE]))
+    terms = cost.terms(columns_of([{}]))
     told = float(terms["compute"] + terms["elementwise"])
     # The costs of a column are float32.
     assert told == pytest.approx(0.5 + 0.25, rel=2**-22)
     # The update that was timed, of the layer alone.
-    column = columns_of([profile.ALONE])
+    column = columns_of([{}])
     parameters = sum(map(float, cost.parameters(column)))
     timed = profile._Layer(one, torch.device("cpu"), torch.float32)
     share = sum(p.numel() for p in timed.parameters()) / parameters
@@ -74,7 +74,7 @@ def test_parts_take_what_was_measured():
         "update": {"zero": 0},
     }
     for part, choice in placements.items():
-        column = columns_of([{**profile.ALONE, **choice}])
+        column = columns_of([choice])
 
         def parts(measured, column=column):
             cluster = dataclasses.replace(CLUSTERS["h100"], flops={"float32": 1e12})
@@ -92,7 +92,7 @@ def test_parts_take_what_was_measured():
 
 def test_a_busy_rank_is_quicker_where_ranks_share_cores():
     loads = (8,) * 8 + (0,) * 56  # one rank of eight has all tokens
-    placed = columns_of([{**profile.ALONE, "ep": 8}])
+    placed = columns_of([{"ep": 8}])
 
     def compute(sharing, load=loads):
         cluster = dataclasses.replace(CLUSTERS["h100"], measured={"sharing": sharing})
