@@ -346,6 +346,22 @@ def check_results(
         dispatcher.agree_on_results(rows, results)
 
 
+def slots_of_shards(
+    topk_idx_TK: Tensor, topk_weights_TK: Tensor, num_experts: int, ep_group: ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Slots `[T, K * etp]`, every shard of each chosen expert, with its weight.
+
+    To a dispatcher each shard is an expert: the sum of their results is what the expert makes.
+    """
+    shards = shards_of_experts(ep_group)
+    num_local = num_experts * shards // group_size(ep_group)
+    place, local = topk_idx_TK // num_local, topk_idx_TK % num_local
+    shard = torch.arange(shards, device=local.device)
+    idx_TKS = (place[..., None] * shards + shard) * num_local + local[..., None]
+    idx_TKS = idx_TKS.masked_fill(topk_idx_TK[..., None] < 0, -1)
+    return idx_TKS.flatten(1), topk_weights_TK.repeat_interleave(shards, dim=-1)
+
+
 def local_experts(num_experts: int, ep_group: ProcessGroup | None, owner: str) -> int:
     """Experts of each rank; ValueError naming `owner` where the group does not divide them."""
     ep_size = group_size(ep_group) // shards_of_experts(ep_group)

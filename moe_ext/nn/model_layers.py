@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from moe_ext.nn.balance.moved import Rebalancer
 from moe_ext.nn.moe_layer import MoELayer
 
 # Parts that wrappers put into the names of modules.
@@ -36,7 +37,7 @@ def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
 
 
 def update_placement(model: nn.Module) -> None:
-    """Count a step of every `MoELayer` with rebalance="periodic", and make a new plan in its turn.
+    """Count a step of every layer with rebalance="periodic", and make a new plan in its turn.
 
     Call it on all ranks after the optimizer's step, and not between a forward pass and its backward
     pass. A new plan is for the loads of the training passes since the last one; it replaces the
@@ -48,8 +49,10 @@ def update_placement(model: nn.Module) -> None:
         model: any module.
     """
     for module in model.modules():
-        if isinstance(module, MoELayer) and module._rebalancer is not None:
-            module._rebalancer.update()
+        # Of a `MoELayer`, or of a transformers model's experts.
+        rebalancer = vars(module).get("_rebalancer")
+        if isinstance(rebalancer, Rebalancer):
+            rebalancer.update()
 
 
 def collect_losses(model: nn.Module) -> Tensor:

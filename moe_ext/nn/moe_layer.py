@@ -59,6 +59,7 @@ from moe_ext.nn.experts import (
     run_experts,
     run_tokens,
     runs_own_forward,
+    slots_of_shards,
     take_weights,
     weighs_rows,
 )
@@ -417,14 +418,12 @@ class MoELayer(CountingModule):
 
     def _to_shards(self, choice: Choice) -> Choice:
         """Slots `[T, K * etp]`: every shard of each chosen expert, with its weight."""
-        num_local = self.num_experts * self._shards // group_size(self.experts.ep_group)  # type: ignore[arg-type]
-        place, local = choice.topk_idx // num_local, choice.topk_idx % num_local
-        shard = torch.arange(self._shards, device=local.device)
-        idx_TKS = (place[..., None] * self._shards + shard) * num_local + local[..., None]
-        idx_TKS = idx_TKS.masked_fill(choice.topk_idx[..., None] < 0, -1)
-        weights = choice.topk_weights.repeat_interleave(self._shards, dim=-1)
+        group: ProcessGroup | None = self.experts.ep_group  # type: ignore[assignment]
+        idx, weights = slots_of_shards(
+            choice.topk_idx, choice.topk_weights, self.num_experts, group
+        )
         dropped = None if choice.num_dropped is None else choice.num_dropped * self._shards
-        return Choice(idx_TKS.flatten(1), weights, choice.capacity, dropped, choice.filled)
+        return Choice(idx, weights, choice.capacity, dropped, choice.filled)
 
     def _is_static(self) -> bool:
         """Whether sizes of exchanges follow from no count; on one rank there are none."""

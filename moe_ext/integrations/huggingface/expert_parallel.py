@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,13 @@ from moe_ext.distributed.groups import (
     group_ranks,
     group_size,
 )
-from moe_ext.distributed.placement import Placement, declare_placement
+from moe_ext.distributed.placement import (
+    ExpertShards,
+    Placement,
+    declare_placement,
+    placements,
+    shards_of_experts,
+)
 from moe_ext.distributed.state_dict import gathered
 from moe_ext.integrations.huggingface.adapters import adapter_names, placed, wrappers_of
 from moe_ext.integrations.huggingface.decorated import Found
@@ -44,10 +51,15 @@ from moe_ext.integrations.huggingface.experts import (
     IMPLEMENTATION,
     after_experts,
     as_weight,
+    expert_rows,
     known_experts,
     run_rows,
+    weight_names,
 )
-from moe_ext.nn.torch_state import as_autocast
+from moe_ext.nn.balance.moved import Rebalance, Rebalancer
+from moe_ext.nn.capacity import Capacity
+from moe_ext.nn.experts import slots_of_shards
+from moe_ext.nn.torch_state import as_autocast, in_backward
 
 
 class _Spread(nn.Module):
@@ -70,7 +82,11 @@ class ShardedExperts(_Spread):
     `num_experts` stays E, as in every module of moe_ext with an `ep_group`.
     """
 
+    num_experts: int
+    down_proj: nn.Parameter
+    has_post_expert_norm: bool
     _dispatcher: TokenDispatcher
+    _rebalancer: Rebalancer | None
     # PEFT's, from the outside, and the names of their adapters when the experts were spread.
     _wrappers: list[Any]
     _adapters: list[tuple[str, ...]]
@@ -107,10 +123,24 @@ class ShardedExperts(_Spread):
         if isinstance(dispatcher, AutoDispatcher):
             dispatcher, _ = dispatcher.choose(x_TD, top_k_index.shape[-1], in_rounds=False)
             self._dispatcher = dispatcher
-        index_TK = known_experts(top_k_index, dispatcher.num_experts)
-        rows, offsets, metadata = dispatcher.dispatch(x_TD, index_TK, top_k_weights)
+        index_TK, weights_TK = known_experts(top_k_index, self.num_experts), top_k_weights
+        beside: dict[str, Any] = {"capacity": expert_rows(self, index_TK)}
+        moves = None
+        if shards_of_experts(self.ep_group) > 1:
+            index_TK, weights_TK = slots_of_shards(
+                index_TK, weights_TK, self.num_experts, self.ep_group
+            )
+        if self._rebalancer is not None:
+            counts = self.training and not in_backward()
+            placed = self._rebalancer.place(x_TD, index_TK, weights_TK, dispatcher, counts=counts)
+            index_TK, moves, beside["counts"] = placed.slot_idx, placed.moves, placed.counts
+        rows, offsets, metadata = dispatcher.dispatch(x_TD, index_TK, weights_TK, **beside)
+        if self._rebalancer is not None:
+            # Slots behind those of the experts that are here have no rows.
+            held = len(self.down_proj) + (0 if moves is None else sum(moves.receive))
+            offsets = offsets[: held + 1]
         with dispatcher.computing(x_TD):
-            out_RD = run_rows(self, rows, offsets)
+            out_RD = run_rows(self, rows, offsets, moves)
             if self.has_post_expert_norm:
                 # The norm on the rank of the token: its weights are then as dense as those outside.
                 back_ND = after_experts(self, dispatcher.bring_back(out_RD, metadata))
@@ -181,8 +211,12 @@ class WritesWhole(_Spread):
                 for name, value in state.items()
                 if not is_dtensor(value) or any(part in name for part in trained)
             }
-        parts = [value for value in state.values() if is_dtensor(value)]
-        groups = {value.device_mesh.get_group() for value in parts}
+        parts = {name: value for name, value in state.items() if is_dtensor(value)}
+        places = placements(self)
+        groups = {
+            getattr(places.get(name), "group", None) or value.device_mesh.get_group()
+            for name, value in parts.items()
+        }
         if groups and all(0 not in group_ranks(group) for group in groups):
             return  # these ranks hold copies of what others write
         writes = is_main_process and global_rank() == 0
@@ -198,7 +232,7 @@ class WritesWhole(_Spread):
         except Exception as error:
             problem = error
         for group in groups:
-            agree(operation, {}, problem, group, parts[0].device)
+            agree(operation, {}, problem, group, next(iter(parts.values())).device)
         if problem is not None:
             raise problem
 
@@ -291,9 +325,63 @@ def _mixed(mixin: type, cls: type, prefix: str = "") -> type:
     return _mixed_classes[mixin, cls]
 
 
+@dataclass(frozen=True)
+class Options:
+    """How rows of experts travel; see `replace`."""
+
+    dispatcher: str = "alltoall"
+    combine: str = "exact"
+    wire: Wire | str | None = None
+    rebalance: Rebalance | str | None = None
+    capacity_factor: float | None = None
+
+    @property
+    def moves(self) -> Rebalance | None:
+        """When experts move."""
+        return Rebalance(self.rebalance) if isinstance(self.rebalance, str) else self.rebalance
+
+    @property
+    def capacity(self) -> Capacity | None:
+        """Limit of the rows of an expert."""
+        return None if self.capacity_factor is None else Capacity(self.capacity_factor)
+
+    def check(self, ep_group: ProcessGroup | None) -> None:
+        """ValueError or TypeError for options that are out of range or do not go together."""
+        if self.rebalance is not None and not isinstance(self.rebalance, (Rebalance, str)):
+            raise TypeError(
+                "replace: expected rebalance to be a Rebalance, 'exact' or 'periodic', got "
+                f"{self.rebalance!r}"
+            )
+        moves, capacity, shards = self.moves, self.capacity, shards_of_experts(ep_group)
+        of_shards = f"etp={shards}"
+        for name, value, wanted, other, with_ in (
+            ("capacity_factor", capacity and capacity.factor, None, moves, "rebalance"),
+            ("etp of ep_group", shards, 1, moves, "rebalance"),
+            ("wire", self.wire, None, shards > 1, of_shards),
+        ):
+            if other and value != wanted:
+                raise ValueError(
+                    f"replace: expected {name} to be {wanted} with {with_}, got {value}"
+                )
+
+
+def place_of(module: Any, name: str, group: ProcessGroup | None) -> Placement:
+    """What this rank holds of a stacked parameter of the experts of a module."""
+    if group is None or shards_of_experts(group) == 1:
+        return Placement.of_experts(module.num_experts, group)
+    up, down = (2, 1) if module.is_transposed else (1, 2)
+    # Gates and ups one above the other are divided each by itself.
+    blocks = 2 if module.has_gate and getattr(module, "is_concatenated", True) else 1
+    cut, blocks = (down, 1) if name == "down_proj" else (up, blocks)
+    return ExpertShards.of_stacked(module.num_experts, group, cut=cut, blocks=blocks)
+
+
 def declare_placements(module: nn.Module, num_experts: int, group: ProcessGroup | None) -> None:
     """Say what this rank holds of the parameters of experts."""
-    declare_placement(module, Placement.of_experts(num_experts, group))
+    declare_placement(module, place_of(module, "down_proj", group))
+    if shards_of_experts(group) > 1:
+        for name in weight_names(module):
+            declare_placement(module, place_of(module, name, group), [name])
     whole = Placement.of_experts(num_experts, None, dim=None)
     declare_placement(module, whole, [n for n, _ in module.named_parameters() if not _stacked(n)])
 
@@ -312,7 +400,8 @@ def cut(found: Found, ep_group: ProcessGroup) -> Exchange:
         ValueError: P does not divide E, a parameter is not stacked or has a gradient or hooks, or
             there are adapters of another kind, or adapters on one expert for each rank.
     """
-    num_ranks = group_size(ep_group)
+    shards = shards_of_experts(ep_group)
+    num_ranks = group_size(ep_group) // shards
     slices: Exchange = []
 
     def cut_one(name: str, parameter: nn.Parameter, place: Placement) -> None:
@@ -338,7 +427,8 @@ def cut(found: Found, ep_group: ProcessGroup) -> Exchange:
                 f"replace: expected {path}.num_experts to be a multiple of the group size "
                 f"{num_ranks}, got {num_experts}"
             )
-        place = Placement.of_experts(num_experts, ep_group)
+        if shards > 1:
+            _check_shards(path, module, found, shards)
         for name, parameter in module.named_parameters():
             if not _stacked(name):
                 continue
@@ -347,7 +437,8 @@ def cut(found: Found, ep_group: ProcessGroup) -> Exchange:
                     f"replace: expected {path}.{name} to be stacked over {num_experts} experts, "
                     f"got shape {tuple(parameter.shape)}"
                 )
-            cut_one(f"{path}.{name}", parameter, place)
+            cut_one(f"{path}.{name}", parameter, place_of(module, name, ep_group))
+        place = Placement.of_experts(num_experts, ep_group if shards == 1 else None)
         for wrapper in wrappers_of(found.model, path):
             # PEFT takes a single expert for a layer without experts.
             if len(place.held) == 1:
@@ -358,6 +449,25 @@ def cut(found: Found, ep_group: ProcessGroup) -> Exchange:
             for name, layer, own in placed(wrapper, place):
                 cut_one(f"{path}: {name}", layer.get_parameter("weight"), own)
     return slices
+
+
+def _check_shards(path: str, module: Any, found: Found, shards: int) -> None:
+    """ValueError for experts that cannot be cut into shards."""
+    names = weight_names(module)
+    up, down = (2, 1) if module.is_transposed else (1, 2)
+    ffn_dim = module.down_proj.shape[down]
+    problem = next((f"{path} with {name}" for name in names if name.endswith("_bias")), None)
+    if module.has_post_expert_norm:
+        problem = f"{path} with a norm behind the experts"
+    elif wrappers_of(found.model, path) or is_parametrized(module):
+        problem = f"{path} with adapters"
+    elif ffn_dim % shards:
+        problem = f"{path} with a width of {ffn_dim}"
+    if problem is not None:
+        raise ValueError(
+            "replace: expected experts without biases, adapters and norms, whose width is a "
+            f"multiple of etp={shards}, in an ep_group with etp, got {problem}"
+        )
 
 
 def exchange(slices: Exchange) -> None:
@@ -380,12 +490,7 @@ def exchange(slices: Exchange) -> None:
 
 
 def dispatchers_of(
-    found: Found,
-    ep_group: ProcessGroup,
-    *,
-    dispatcher: str,
-    combine: str,
-    wire: Wire | str | None,
+    found: Found, ep_group: ProcessGroup, options: Options
 ) -> dict[str, TokenDispatcher]:
     """A dispatcher for each block of experts, by its path.
 
@@ -394,15 +499,19 @@ def dispatchers_of(
     """
     made = {}
     for path, module in found.experts.items():
-        if module.has_post_expert_norm and dispatcher != "alltoall":
+        if module.has_post_expert_norm and options.dispatcher != "alltoall":
             raise ValueError(
                 "replace: expected dispatcher to be 'alltoall' for experts with a norm behind "
-                f"them, which takes every row on the rank of its token, got {dispatcher!r} and "
-                f"{path}"
+                "them, which takes every row on the rank of its token, got "
+                f"{options.dispatcher!r} and {path}"
             )
         num_experts: int = module.num_experts  # type: ignore[assignment]
+        # To a dispatcher shards, and slots for experts that move, are experts.
+        spread = num_experts * shards_of_experts(ep_group) * (1 + (options.moves is not None))
         own = named_dispatcher(
-            "replace", dispatcher, num_experts, ep_group, combine=combine, wire=wire
+            *("replace", options.dispatcher, spread, ep_group),
+            combine=options.combine,
+            wire=options.wire,
         )
         alike = [p for p, other in found.experts.items() if other.num_experts == num_experts]
         own.tell_apart(alike, alike.index(path))
@@ -415,6 +524,7 @@ def shard(
     found: Found,
     ep_group: ProcessGroup,
     dispatchers: dict[str, TokenDispatcher],
+    options: Options,
 ) -> None:
     """Let a model and its experts, whose parameters were cut, know the group that they are on.
 
@@ -423,6 +533,7 @@ def shard(
         found: the experts.
         ep_group: the P ranks.
         dispatchers: of `dispatchers_of`.
+        options: of the rows.
     """
     for path, module in found.experts.items():
         num_experts: int = module.num_experts  # type: ignore[assignment]
@@ -434,6 +545,12 @@ def shard(
         module._was_parametrized = is_parametrized(module)  # type: ignore[assignment]
         module.__class__ = _mixed(ShardedExperts, type(module), "Sharded")
         declare_placements(module, num_experts, ep_group)
+        moves = options.moves
+        spread: Any = module
+        spread._capacity = options.capacity
+        spread._rebalancer = None if moves is None else Rebalancer(moves, spread)
+        if shards_of_experts(ep_group) > 1:
+            continue  # there are no adapters
         place = Placement.of_experts(num_experts, ep_group)
         for wrapper in wrappers:
             for name, layer, own in placed(wrapper, place):

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext.nn.balance.moved import ExpertMoves
+from moe_ext.nn.capacity import Capacity
 from moe_ext.nn.expert_activation import (
     GATED_KIND_OF,
     PLAIN_ACTIVATIONS,
@@ -59,12 +61,20 @@ def _activate(experts: Any, up: Tensor) -> Tensor:
     return result
 
 
-def run_rows(experts: Any, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
-    """Rows grouped by expert through the experts of a transformers module, `[N, D] -> [N, D]`."""
+def run_rows(
+    experts: Any, rows_ND: Tensor, expert_offsets: Tensor, moves: ExpertMoves | None = None
+) -> Tensor:
+    """Rows grouped by expert through the experts of a transformers module, `[N, D] -> [N, D]`.
+
+    Experts that moved to this rank are behind its own in the offsets.
+    """
 
     def product(name: str, x: Tensor) -> Tensor:
         weight = getattr(experts, name)
         bias_EM = getattr(experts, f"{name}_bias") if experts.has_bias else None
+        if moves is not None:
+            weight = moves.extend(weight)
+            bias_EM = None if bias_EM is None else moves.extend(bias_EM)
         weight_EMK = weight.transpose(1, 2) if experts.is_transposed else weight
         return ops.grouped_mm(x, weight_EMK, expert_offsets, bias_EM=bias_EM)
 
@@ -81,6 +91,15 @@ def after_experts(experts: Any, rows_ND: Tensor) -> Tensor:
 def known_experts(topk_idx_TK: Tensor, num_experts: int) -> Tensor:
     """-1 for the indices past the last expert, which eager experts skip."""
     return torch.where(topk_idx_TK < num_experts, topk_idx_TK, -1)
+
+
+def expert_rows(experts: Any, topk_idx_TK: Tensor) -> int | None:
+    """Rows that an expert takes from these tokens at most, where `replace` set a capacity."""
+    capacity: Capacity | None = getattr(experts, "_capacity", None)
+    if capacity is None:
+        return None
+    num_tokens, top_k = topk_idx_TK.shape
+    return capacity.rows_per_group(num_tokens, top_k, experts.num_experts)
 
 
 def as_weight(experts: Any, hidden_states: Tensor) -> Tensor:
@@ -110,6 +129,7 @@ def experts_forward(
         x_TD,
         known_experts(top_k_index, num_experts),
         num_experts,
+        capacity=expert_rows(experts, top_k_index),
         align=row_alignment(x_TD, top_k_index.numel(), num_experts),
     )
     out_ND = after_experts(experts, run_rows(experts, rows_ND, permutation.expert_offsets))

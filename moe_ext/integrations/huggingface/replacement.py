@@ -15,7 +15,7 @@ from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.dispatch import COMBINES, DISPATCHERS, Wire
 from moe_ext.distributed.dtensor import state_dicts_of_parts
 from moe_ext.distributed.groups import check_group, group_size, small_message_device
-from moe_ext.distributed.placement import sharded_parameters
+from moe_ext.distributed.placement import sharded_parameters, shards_of_experts
 from moe_ext.integrations.huggingface.decorated import (
     Found,
     find,
@@ -24,6 +24,7 @@ from moe_ext.integrations.huggingface.decorated import (
 )
 from moe_ext.integrations.huggingface.expert_parallel import (
     Exchange,
+    Options,
     ShardedExperts,
     cut,
     declare_placements,
@@ -33,6 +34,7 @@ from moe_ext.integrations.huggingface.expert_parallel import (
     shard,
 )
 from moe_ext.integrations.huggingface.experts import IMPLEMENTATION, experts_forward
+from moe_ext.nn.balance.moved import Rebalance
 
 
 def register() -> None:
@@ -82,6 +84,8 @@ def replace(
     dispatcher: str = "alltoall",
     combine: str = "exact",
     wire: Wire | str | None = None,
+    rebalance: Rebalance | str | None = None,
+    capacity_factor: float | None = None,
 ) -> int:
     """Run the experts of a Hugging Face mixture-of-experts model by moe_ext.
 
@@ -107,6 +111,10 @@ def replace(
             behind the experts take "alltoall" alone.
         combine: "exact" or "reduced", as in `MoELayer`; "reduced" needs another dispatcher.
         wire: formats in which rows travel, as in `MoELayer`. On one rank nothing travels.
+        rebalance: "exact" or a `Rebalance`, as in `MoELayer`: every rank runs the same number of
+            rows, for which weights of experts travel where that pays. On one rank nothing does.
+        capacity_factor: rows that an expert takes of the tokens of a rank, over those of an even
+            load, as in `MoELayer`; the others go to no expert. None takes all.
 
     Returns:
         Number of expert blocks that now run on moe_ext.
@@ -124,14 +132,17 @@ def replace(
     and the layer reads its split sizes once per forward pass.
     """
     check_group(ep_group, "replace")
+    options = Options(dispatcher, combine, wire, rebalance, capacity_factor)
     if ep_group is not None and group_size(ep_group) > 1:
-        return _replace_over_ranks(model, ep_group, dispatcher, combine, wire)
+        return _replace_over_ranks(model, ep_group, options)
     check_choice("replace", "dispatcher", dispatcher, DISPATCHERS)
     check_choice("replace", "combine", combine, COMBINES)
     Wire.of("replace", wire)
+    options.check(None)
     found = find(model, "replace")
     _run_by_us(found)
     for experts in found.experts.values():
+        vars(experts)["_capacity"] = options.capacity
         if not isinstance(experts, ShardedExperts):
             declare_placements(experts, experts.num_experts, None)  # type: ignore[arg-type]
     _protect_inputs(found.model)
@@ -150,17 +161,25 @@ def from_pretrained(
         cls: a model class of transformers, or one of its auto classes.
         path: folder or name, as `from_pretrained` takes it.
         ep_group: see `replace`.
-        options: `dispatcher`, `combine` and `wire` of `replace`, all others of `from_pretrained`.
+        options: `dispatcher`, `combine`, `wire`, `rebalance` and `capacity_factor` of `replace`,
+            all others of `from_pretrained`.
 
     Returns:
         The model.
 
     Raises:
-        As `replace` and `from_pretrained`.
+        As `replace` and `from_pretrained`; ValueError for an ep_group with etp.
     """
     import_transformers()
+    if shards_of_experts(ep_group) > 1:
+        raise ValueError(
+            "from_pretrained: expected an ep_group with etp=1, since files are read by whole "
+            f"experts, got etp={shards_of_experts(ep_group)}; load the model, then replace(model, "
+            "ep_group=...)"
+        )
     base: Any = importlib.import_module("transformers").PreTrainedModel
-    own = {name: options.pop(name) for name in ("dispatcher", "combine", "wire") if name in options}
+    names = ("dispatcher", "combine", "wire", "rebalance", "capacity_factor")
+    own = {name: options.pop(name) for name in names if name in options}
     load = base._load_pretrained_model
 
     def load_parts(model: nn.Module, *args: Any, **named: Any) -> Any:
@@ -185,18 +204,13 @@ def _run_by_us(found: Found) -> None:
         raise
 
 
-def _replace_over_ranks(
-    model: nn.Module,
-    ep_group: ProcessGroup,
-    dispatcher: str,
-    combine: str,
-    wire: Wire | str | None,
-) -> int:
+def _replace_over_ranks(model: nn.Module, ep_group: ProcessGroup, options: Options) -> int:
     """`replace` with a group: every rank does it, or every rank raises."""
     problem: Exception | None = None
     facts: dict[str, object] = {}
     slices: Exchange = []
     try:
+        options.check(ep_group)
         found = find(model, "replace")
         _check_whole(found.experts)
         slices = cut(found, ep_group)
@@ -210,21 +224,22 @@ def _replace_over_ranks(
             "the number of expert blocks": len(found.experts),
             "num_experts": sorted({str(m.num_experts) for m in found.experts.values()}),
             "the parameters of experts": parameters,
-            "dispatcher, combine and wire": [dispatcher, combine, str(wire)],
+            "dispatcher, combine and wire": [
+                *(options.dispatcher, options.combine, str(options.wire)),
+            ],
+            "rebalance and capacity_factor": [str(options.rebalance), options.capacity_factor],
         }
     except ValueError as error:
         problem, slices = error, []
     try:
         agree("replace", facts, problem, ep_group, small_message_device(ep_group))
         # After the ranks agree, since "hierarchical" makes groups with the others.
-        dispatchers = dispatchers_of(
-            found, ep_group, dispatcher=dispatcher, combine=combine, wire=wire
-        )
+        dispatchers = dispatchers_of(found, ep_group, options)
         _run_by_us(found)
     except BaseException:
         exchange(slices)
         raise
-    shard(model, found, ep_group, dispatchers)
+    shard(model, found, ep_group, dispatchers, options)
     _protect_inputs(found.model)
     return len(found.experts)
 

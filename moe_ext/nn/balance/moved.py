@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,6 @@ from moe_ext.distributed.dispatch import RowCounts, SharedCounts, TokenDispatche
 from moe_ext.distributed.dispatch.rows import all_to_all_rows
 from moe_ext.distributed.groups import GroupHandle, group_rank, group_size
 from moe_ext.distributed.link import Link, max_over_ranks, measure_link, quickest, seconds_of
-
-if TYPE_CHECKING:
-    from moe_ext.nn.experts import GroupedExperts
 
 MODES = ("exact", "periodic")
 _OPERATION = "MoELayer.rebalance"
@@ -178,6 +176,20 @@ class Moved:
     num_bytes: int = 0
 
 
+class StackedExperts(Protocol):
+    """Experts over ranks whose parameters are stacked, `down_proj` one of them."""
+
+    num_experts: int
+    down_proj: nn.Parameter
+
+    @property
+    def ep_group(self) -> ProcessGroup | None:
+        """The ranks that share them."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of the experts of this rank."""
+
+
 class Rebalancer:
     """Plans of one layer.
 
@@ -186,18 +198,17 @@ class Rebalancer:
         experts: the layer's.
     """
 
-    def __init__(self, options: Rebalance, experts: GroupedExperts) -> None:
+    def __init__(self, options: Rebalance, experts: StackedExperts) -> None:
         self.options = options
         self._group = GroupHandle(experts.ep_group)
         self.num_ranks = group_size(experts.ep_group)
         self.num_experts = experts.num_experts
         self.last = Moved()
-        self.expert_bytes = sum(
-            p.element_size() * math.prod(p.shape[1:]) for p in experts.parameters()
-        )
-        up = 3 if experts.gated else 2
-        self.row_flops = 2 * up * experts.model_dim * experts.ffn_dim
-        self._sizes = (experts.ffn_dim, experts.model_dim)
+        stacked = list(experts.parameters())
+        self.expert_bytes = sum(p.element_size() * math.prod(p.shape[1:]) for p in stacked)
+        # A row meets each number of a matrix once.
+        self.row_flops = 2 * sum(math.prod(p.shape[1:]) for p in stacked if p.dim() == 3)
+        self._sizes = tuple(experts.down_proj.shape[1:])
         self.rates: tuple[Link, float, float] | None = None
         # Of "periodic": loads of passes since the last look, the plan in use, calls since then.
         self.loads_E = torch.zeros(self.num_experts, dtype=torch.int64)

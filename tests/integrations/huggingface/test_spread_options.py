@@ -1,0 +1,170 @@
+"""Experts of transformers models over ranks: shards (etp), exact balance and capacity."""
+
+import shutil
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_models import NUM_BLOCKS, assert_near, build, make_batch
+from rank_checks import Checks
+
+import moe_ext
+from moe_ext.distributed import MoEMesh
+from moe_ext.integrations.huggingface import from_pretrained, full_state_dict
+from moe_ext.nn import Rebalance
+
+RANKS = 4
+CHECKS = Checks()
+FAMILIES = ("mixtral", "deepseek_v3", "qwen3_moe")
+# Of all families, by the names that they have for it.
+EIGHT = {"mixtral": "num_local_experts", "gpt_oss": "num_local_experts", "qwen3_moe": "num_experts"}
+
+
+def make(family):
+    return build(family, **({EIGHT[family]: 8} if family in EIGHT else {})).eval()
+
+
+def batch_of(rank):
+    batch = make_batch()
+    return batch if rank % 2 else {name: tensor[:1, :7] for name, tensor in batch.items()}
+
+
+def one_process(family):
+    """A model with the gradients of the mean of the ranks' losses, and the logits of each."""
+    model = make(family)
+    model.set_experts_implementation("eager")
+    logits = []
+    for rank in range(RANKS):
+        output = model(**batch_of(rank))
+        (output.loss / RANKS).backward()
+        logits.append(output.logits.detach())
+    return model, logits
+
+
+def assert_trains_as(model, whole, logits, part):
+    """Logits, gradients and state are those of one process."""
+    rank = dist.get_rank()
+    output = model(**batch_of(rank))
+    assert_near(output.logits, logits[rank])
+    output.loss.backward()
+    moe_ext.distributed.sync_gradients(model)
+    want = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        gradient = want[name].grad
+        assert_near(parameter.grad, part(name, gradient) if ".experts." in name else gradient)
+    for name, tensor in full_state_dict(model).items():
+        assert torch.equal(tensor, whole.state_dict()[name]), name
+
+
+@CHECKS(*((family, etp) for family in FAMILIES for etp in (2, 4)))
+def shards_of_experts_train_as_whole_ones(family, etp):
+    whole, logits = one_process(family)
+    model, mesh = make(family), MoEMesh(ep=RANKS // etp, etp=etp)
+    for dispatcher, combine in (("alltoall", "exact"), ("dedup", "reduced")):
+        model = make(family)
+        options = {"dispatcher": dispatcher, "combine": combine}
+        assert moe_ext.replace(model, ep_group=mesh.ep_group, **options) == NUM_BLOCKS
+
+        def part(name, tensor):
+            experts = tensor.chunk(RANKS // etp)[mesh.ep_rank]
+            pieces = 2 if "gate_up" in name else 1
+            axis = 1 if "up" in name else 2
+            cut = [piece.chunk(etp, axis)[mesh.etp_rank] for piece in experts.chunk(pieces, axis)]
+            return torch.cat(cut, axis)
+
+        assert_trains_as(model, whole, logits, part)
+
+
+@CHECKS((False,), (True,))
+def files_of_shards(by_ranks):
+    import transformers
+
+    whole, mesh = make("mixtral"), MoEMesh(ep=2, etp=2)
+    model = make("mixtral")
+    moe_ext.replace(model, ep_group=mesh.ep_group)
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    model.save_pretrained(folder[0], by_ranks=by_ranks)
+    dist.barrier()
+    again = transformers.MixtralForCausalLM.from_pretrained(folder[0])
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, whole.state_dict()[name]), name
+    with pytest.raises(ValueError, match="expected an ep_group with etp=1, .* got etp=2"):
+        from_pretrained(transformers.MixtralForCausalLM, folder[0], ep_group=mesh.ep_group)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+
+
+@CHECKS(("mixtral",), ("qwen3_moe",), ("gpt_oss",))
+def moved_experts_train_as_at_home(family):
+    whole, logits = one_process(family)
+    for dispatcher in ("alltoall", "dedup", "allgather"):
+        for always in (True, False):
+            model = make(family)
+            rebalance = Rebalance("exact", break_even=0.0) if always else "exact"
+            options = {"dispatcher": dispatcher, "rebalance": rebalance}
+            moe_ext.replace(model, ep_group=dist.group.WORLD, **options)
+
+            def part(_, tensor):
+                return tensor.chunk(RANKS)[dist.get_rank()]
+
+            assert_trains_as(model, whole, logits, part)
+            moved = torch.tensor(
+                sum(
+                    module._rebalancer.last.num_experts
+                    for module in model.modules()
+                    if hasattr(module, "_rebalancer")
+                )
+            )
+            dist.all_reduce(moved)
+            assert moved > 0 or not always
+
+
+@CHECKS()
+def capacity_drops_the_last_rows():
+    rank = dist.get_rank()
+    here = make("mixtral")
+    moe_ext.replace(here, capacity_factor=1.0)
+    spread, free = make("mixtral"), make("mixtral")
+    moe_ext.replace(spread, ep_group=dist.group.WORLD, capacity_factor=1.0)
+    moe_ext.replace(free)
+    logits = [model(**batch_of(rank)).logits for model in (here, spread, free)]
+    assert_near(logits[1], logits[0])
+    assert not torch.allclose(logits[2], logits[0])
+    # A second call says anew what holds.
+    moe_ext.replace(here)
+    assert_near(here(**batch_of(rank)).logits, logits[2])
+
+
+@CHECKS()
+def refusals():
+    world, shared = dist.group.WORLD, MoEMesh(ep=2, etp=2).ep_group
+    for family, group, options, text in (
+        ("mixtral", world, {"rebalance": "always"}, "expected mode to be one of"),
+        ("mixtral", world, {"rebalance": 1}, "expected rebalance to be a Rebalance"),
+        ("mixtral", world, {"capacity_factor": 0.0}, "expected factor to be positive"),
+        (
+            *("mixtral", world, {"capacity_factor": 1.0, "rebalance": "exact"}),
+            "expected capacity_factor to be None with rebalance, got 1.0",
+        ),
+        (
+            *("mixtral", shared, {"rebalance": "exact"}),
+            "expected etp of ep_group to be 1 with rebalance, got 2",
+        ),
+        ("mixtral", shared, {"wire": "int8"}, "expected wire to be None with etp=2, got int8"),
+        ("gpt_oss", shared, {}, "a multiple of etp=2, .* got .* with .*_bias"),
+    ):
+        model = make(family)
+        before = {name: p.clone() for name, p in model.named_parameters()}
+        with pytest.raises((ValueError, TypeError), match=text):
+            moe_ext.replace(model, ep_group=group, **options)
+        assert model.config._experts_implementation != "moe_ext"
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, before[name])
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_over_ranks(name):
+    CHECKS.assert_passed(RANKS, name)
