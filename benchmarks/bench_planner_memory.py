@@ -5,7 +5,7 @@ Every allocation and release of torch's allocator is counted, so that runs find 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,9 @@ class Setup:
         schedule: of them.
         tp: ranks that dense layers are divided over.
         cp: ranks that share a sequence.
+        etp: ranks that share each expert.
+        balance: "exact" for experts that move in every pass.
+        capacity_factor: rows of an expert over those of an even load.
     """
 
     ranks: int
@@ -60,23 +63,30 @@ class Setup:
     schedule: str = "1f1b"
     tp: int = 1
     cp: int = 1
+    etp: int = 1
+    balance: str = "none"
+    capacity_factor: float | None = None
 
     @property
     def fixed(self) -> dict[str, int | str | None]:
         """Values of the axes of its plan."""
         names = ("ep", "zero", "recompute", "micro_batch", "dispatcher", "combine", "wire")
-        return {name: getattr(self, name) for name in (*names, "pp", "schedule", "tp", "cp")}
+        names = (*names, "pp", "schedule", "tp", "cp", "etp", "balance")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def label(self) -> str:
         """Its values, but for usual ones."""
         parts = [f"pp {self.pp}, {self.schedule}"] * (self.pp > 1)
         parts += [f"tp {self.tp}"] * (self.tp > 1) + [f"cp {self.cp}"] * (self.cp > 1)
-        parts += [f"ep {self.ep}", f"ZeRO {self.zero}"]
+        parts += [f"ep {self.ep}", *[f"etp {self.etp}"] * (self.etp > 1), f"ZeRO {self.zero}"]
+        parts += ["exact balance"] * (self.balance == "exact")
+        if self.capacity_factor is not None:
+            parts += [f"capacity {self.capacity_factor}"]
         parts += ["recompute"] * self.recompute
         parts += [f"{self.accumulate} micro-batches"] * (self.accumulate > 1)
         parts += [f"{self.micro_batch} x {self.seq_len} tokens", f"top-{self.top_k}"]
-        if self.ep > 1:
+        if self.ep * self.etp > 1:
             parts += [self.dispatcher] + [self.combine] * (self.combine != "exact")
             parts += [self.wire] if self.wire else []
         parts += [f"{name} {value}" for name, value in self.sizes]
@@ -131,6 +141,17 @@ SHARED = (
     Setup(4, pp=2, cp=2, accumulate=4, micro_batch=4),
     Setup(4, pp=2, tp=2, accumulate=4, micro_batch=4),
 )
+# With shards of experts, experts that move, and limits on their rows.
+SPREAD = (
+    Setup(2, ep=1, etp=2, micro_batch=4),
+    Setup(4, ep=2, etp=2, skew="zipf", micro_batch=4, dispatcher="dedup", combine="reduced"),
+    Setup(4, ep=2, etp=2, zero=1, recompute=1, micro_batch=4),
+    Setup(4, ep=4, balance="exact", skew="95 %", top_k=1, micro_batch=8),
+    Setup(4, ep=2, balance="exact", skew="95 %", recompute=1, micro_batch=4),
+    Setup(2, ep=2, balance="exact", skew="zipf", zero=1, accumulate=2),
+    Setup(2, ep=2, capacity_factor=1.25, skew="95 %", top_k=1, micro_batch=8),
+    Setup(4, ep=4, capacity_factor=1.0, skew="zipf", micro_batch=4),
+)
 
 
 def routing(setup: Setup) -> Tensor:
@@ -166,6 +187,7 @@ def planned(setup: Setup, model: nn.Module | ModelSpec, memory: float = CLUSTER.
         global_batch=batch,
         dtype="float32",
         load=load.tolist(),
+        capacity_factor=setup.capacity_factor,
         fixed=setup.fixed,
     )
 
@@ -197,6 +219,10 @@ def measure(setup: Setup) -> tuple[int, Plan]:
 
     for layer in (each for each in model.model.layers if hasattr(each, "mlp")):
         layer.mlp.experts.register_forward_pre_hook(choose)
+        if setup.balance == "exact":
+            # Whatever the rates of these processors are.
+            rebalancer = layer.mlp.experts._rebalancer
+            rebalancer.options = replace(rebalancer.options, break_even=0.0)
     optimizers = applied.optimizers(torch.optim.AdamW, lr=1e-3, foreach=True)
     shape = (setup.micro_batch, setup.seq_len)
 
@@ -239,7 +265,9 @@ def measure_on_rank(rank: int, setups: tuple[Setup, ...]) -> list[tuple[int, Pla
     return [measure(setup) for setup in setups]
 
 
-def measure_all(setups: tuple[Setup, ...] = SETUPS + SHARED) -> list[tuple[Setup, int, Plan]]:
+def measure_all(
+    setups: tuple[Setup, ...] = SETUPS + SHARED + SPREAD,
+) -> list[tuple[Setup, int, Plan]]:
     """Of each setup the peak of the fullest rank."""
     found = []
     for ranks in sorted({setup.ranks for setup in setups}):

@@ -17,6 +17,7 @@ from moe_ext.distributed.dtensor import is_dtensor, local_part
 from moe_ext.distributed.gradients import gradient_buckets
 from moe_ext.distributed.groups import group_size
 from moe_ext.distributed.placement import sharded_parameters
+from moe_ext.nn.experts import slots_of_shards
 from moe_ext.pipeline import ActionTable, Pipeline, make_table
 from moe_ext.planner.cost import CHUNKS, exchange_bytes, gradient_bytes
 from moe_ext.planner.spec import model_spec
@@ -81,9 +82,19 @@ class Applied:
                 has cp and the model windows or latent attention.
         """
         choice = self.plan.choice
-        ep = int(choice["ep"] or 1)
+        ep, etp = int(choice["ep"] or 1), int(choice["etp"] or 1)
+        if choice["balance"] != "none":
+            raise ValueError(
+                "Applied.sent_bytes: expected balance to be 'none', since experts move where that "
+                f"takes less by measured rates, got {choice['balance']!r}"
+            )
+        if self.plan.job.capacity_factor is not None:
+            raise ValueError(
+                "Applied.sent_bytes: expected capacity_factor to be None, got "
+                f"{self.plan.job.capacity_factor}"
+            )
         options: dict[str, Any] = {
-            "num_experts": self.plan.model.num_experts,
+            "num_experts": self.plan.model.num_experts * etp,
             "model_dim": self.plan.model.model_dim,
             "dispatcher": choice["dispatcher"],
             "wire": choice["wire"],
@@ -91,10 +102,12 @@ class Applied:
             "dtype": getattr(torch, self.plan.job.dtype),
             "weighed": False,
         }
-        here = self.mesh.ep_rank
+        # Ranks of the group that the experts lie over, the shards of an expert next to each other.
+        here = self.mesh.ep_rank * etp + self.mesh.etp_rank
         rows, again = 0, _again(self.plan)
         layers = itertools.cycle(i for i in self._layers() if self.plan.model.has_experts[i])
-        for each, layer in zip(routing, layers, strict=False) if ep > 1 else ():
+        for chosen, layer in zip(routing, layers, strict=False) if ep * etp > 1 else ():
+            each = [self._slots(idx) for idx in chosen]
             rows += exchange_bytes(each, here, **options) * (2 if layer in again else 1)
             rows += exchange_bytes(each, here, backward=True, **options)
         return {
@@ -131,6 +144,11 @@ class Applied:
             ZeroRedundancyOptimizer(dense, cls, process_group=group, **options)
         ]
         return [*found, cls(experts, **options)] if experts else found
+
+    def _slots(self, topk_idx_TK: Tensor) -> Tensor:
+        """Every shard of each chosen expert."""
+        experts, group = self.plan.model.num_experts, self.mesh.ep_group
+        return slots_of_shards(topk_idx_TK, topk_idx_TK, experts, group)[0]
 
     def _layers(self) -> list[int]:
         """Layers of this rank in the order of a step's forward passes; without stages of one."""
@@ -215,7 +233,7 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
 
     _check_model(plan, model)
     choice = plan.choice
-    pp, tp, cp, ep = (int(choice[name] or 1) for name in ("pp", "tp", "cp", "ep"))
+    pp, tp, cp, ep, etp = (int(choice[name] or 1) for name in ("pp", "tp", "cp", "ep", "etp"))
     if tp > 1 and choice["zero"] == 1:
         raise ValueError(
             f"Plan.apply: expected zero to be 0, 2 or 3 for tp={tp}, got 1: "
@@ -235,7 +253,8 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
             f"{len(again)} of {len(layers)} again, got {type(layers[0]).__name__}; plan it with "
             "fixed={'recompute': 1} or 0"
         )
-    mesh = MoEMesh(ep=ep, dp=plan.job.num_ranks // (pp * ep), cp=cp, tp=tp, pp=pp)
+    edp = plan.job.num_ranks // (pp * ep * etp)
+    mesh = MoEMesh(ep=ep, dp=edp, cp=cp, tp=tp, pp=pp, etp=etp)
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     sequences = None
     if cp > 1:
@@ -246,10 +265,12 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
         if plan.model.num_experts:
             replace(
                 model,
-                ep_group=mesh.ep_group if ep > 1 else None,
+                ep_group=mesh.ep_group if ep * etp > 1 else None,
                 dispatcher=str(choice["dispatcher"]),
                 combine=str(choice["combine"]),
                 wire=choice["wire"],  # type: ignore[arg-type]
+                rebalance="exact" if choice["balance"] == "exact" else None,
+                capacity_factor=plan.job.capacity_factor,
             )
     except BaseException:
         if cp > 1:

@@ -29,6 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of experts: s of Zipf's law, W0 to W7, or a JSON file of tokens",
     )
     parser.add_argument(
+        "--capacity-factor",
+        type=float,
+        help="rows of an expert over those of an even load, the others are dropped",
+    )
+    parser.add_argument(
         "--fix", action="append", default=[], metavar="AXIS=VALUE", help="a value to keep, pp=1 say"
     )
     parser.add_argument(
@@ -89,6 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
             global_batch=arguments.global_batch,
             dtype=arguments.dtype,
             load=_number(arguments.load),
+            capacity_factor=arguments.capacity_factor,
             fixed=fixed,
             progress=_show if sys.stderr.isatty() else None,
         )

@@ -21,6 +21,8 @@ from moe_ext.distributed.comm import all_reduce_bytes
 from moe_ext.distributed.dispatch.auto import DispatchShape, expected_ranks
 from moe_ext.distributed.dispatch.base import sum_dtype
 from moe_ext.distributed.dispatch.wire import Wire, sent_row_bytes
+from moe_ext.distributed.link import Link
+from moe_ext.planner.balance import Loads, balanced, moves_of
 from moe_ext.planner.cluster import ClusterSpec
 from moe_ext.planner.load import Load, counts_of
 from moe_ext.planner.presets import ModelSpec
@@ -29,6 +31,7 @@ SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved")
 DISPATCHERS = ("alltoall", "dedup", "hierarchical", "allgather")
 WIRES = (None, "int8", "fp8", "mx")
 COMBINES = ("exact", "reduced")
+BALANCES = ("none", "exact")
 # Stages of a rank with "interleaved".
 CHUNKS = 2
 # Memory that formulas do not see, fragments and buffers of libraries, over what they see.
@@ -43,13 +46,14 @@ _WAITS = {"1f1b": 2 / 3, "gpipe": 1.0, "zb-h1": 1 / 3, "interleaved": 0.0}
 _FILLS = {"1f1b": 1.0, "gpipe": 1.0, "zb-h1": 1 / 3, "interleaved": 1 / CHUNKS}
 
 Columns = dict[str, Tensor]
-_EXCHANGE = ("ep", "dispatcher", "wire", "combine")
+_EXCHANGE = ("ep", "etp", "dispatcher", "wire", "combine")
 # Of a stage: layers, those of them with experts, those computed again and those of them with
 # experts, matrices of words (embedding, output), micro-batches that it holds, those of them whose
 # gradients of weights alone are left to do, 1 for the loss.
 STAGE = ("layers", "moe", "again", "again_moe", "ends", "in_flight", "late", "loss")
 # Passes through a layer of a step without recompute, by what takes time there.
 _PASSES = {"compute": 3, "elementwise": 3, "tensor": 2, "context": 3, "experts": 2}
+_PASSES |= {"moved experts": 2}
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,8 @@ class Job:
         load: tokens of each expert, as `layer.metrics` counts them, or one such list for each of
             many steps; or s of Zipf's law, where expert i has tokens in proportion to 1 / i^s; 0
             for even routing.
+        capacity_factor: rows that an expert takes of a rank's tokens, over those of an even load;
+            the others go to no expert. None takes all.
         eager_attention: attention multiplies all pairs of positions and has their scores in memory,
             as without a fused kernel; of times alone.
         hidden_exchanges: rows travel to experts and back while another micro-batch computes; what
@@ -76,6 +82,7 @@ class Job:
     global_batch: int = 1024
     dtype: str = "bfloat16"
     load: Load = 0.0
+    capacity_factor: float | None = None
     eager_attention: bool = False
     hidden_exchanges: bool = False
 
@@ -90,6 +97,10 @@ class Job:
         if self.dtype not in _BYTES:
             raise ValueError(
                 f"Job: expected dtype to be one of {sorted(_BYTES)}, got {self.dtype!r}"
+            )
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
+            raise ValueError(
+                f"Job: expected capacity_factor to be positive or None, got {self.capacity_factor}"
             )
         if isinstance(self.load, tuple):
             counts_of(self.load)
@@ -106,13 +117,8 @@ class Job:
         assert isinstance(self.load, tuple)
         return counts_of(self.load)
 
-    def imbalance(self, num_experts: int, ep: int, *, peak: bool = False) -> float:
-        """Load of the busiest of `ep` ranks over the mean, experts in order.
-
-        Args:
-            num_experts: of the model.
-            ep: ranks.
-            peak: of the worst step, not on average.
+    def counts(self, num_experts: int) -> Tensor:
+        """Share of the choices of each step that each expert has, `[S, E]`, before any drop.
 
         Raises:
             ValueError: the load is one of other experts.
@@ -126,8 +132,36 @@ class Job:
                 f"Job: expected load to hold tokens of {num_experts} experts, got "
                 f"{counts_SE.shape[1]} numbers"
             )
-        busiest_S = counts_SE.view(-1, ep, num_experts // ep).sum(2).amax(1)
-        over_S = ep * busiest_S / counts_SE.sum(1)
+        return counts_SE / counts_SE.sum(1, keepdim=True)
+
+    def kept(self, num_experts: int) -> Tensor:
+        """Those of `counts` that are within the capacity."""
+        counts_SE = self.counts(num_experts)
+        if self.capacity_factor is None:
+            return counts_SE
+        return counts_SE.clamp(max=self.capacity_factor / num_experts)
+
+    def dropped_share(self, num_experts: int) -> float:
+        """Share of the choices that go to no expert."""
+        return max(0.0, 1.0 - float(self.kept(num_experts).sum(1).mean()))
+
+    def imbalances(self, num_experts: int, ep: int) -> Tensor:
+        """Load of the busiest of `ep` ranks over the mean of all choices, of each step `[S]`."""
+        kept_SE = self.kept(num_experts)
+        return ep * kept_SE.view(-1, ep, num_experts // ep).sum(2).amax(1)
+
+    def imbalance(self, num_experts: int, ep: int, *, peak: bool = False) -> float:
+        """Load of the busiest of `ep` ranks over the mean, experts in order.
+
+        Args:
+            num_experts: of the model.
+            ep: ranks.
+            peak: of the worst step, not on average.
+
+        Raises:
+            ValueError: the load is one of other experts.
+        """
+        over_S = self.imbalances(num_experts, ep)
         return float(over_S.max() if peak else over_S.mean())
 
 
@@ -161,22 +195,63 @@ class CostModel:
         """What a part of a step takes over its formula."""
         return self.cluster.measured.get(part, unknown)
 
-    def _imbalance(self, c: Columns, *, peak: bool = False) -> Tensor:
-        """Load of the busiest rank over the mean, of each candidate; `peak`: in the worst step."""
-        ep = c["ep"]
-        table = torch.ones(int(ep.max()) + 1, dtype=torch.float64)
-        for size in _present(ep) if self.model.num_experts else []:
-            table[size] = self.job.imbalance(self.model.num_experts, size, peak=peak)
-        return table[ep]
+    @functools.cached_property
+    def _known_loads(self) -> dict[tuple[int, int], Loads]:
+        return {}
 
-    def _pace(self, c: Columns) -> Tensor:
-        """Time of the experts' rows over that of even loads, of each candidate.
+    def _loads_of(self, ep: int, tokens: int) -> Loads:
+        """Loads over `ep` ranks; of balanced experts for a number of a rank's tokens, 0 for others.
 
-        It is that of the busiest rank. Where ranks share processors, rates are those of all at
+        Time is that of the busiest rank. Where ranks share processors, rates are those of all at
         work; the busiest one is quicker by that share while others wait, and at least the work of
         all has to be done.
         """
-        return (self._imbalance(c) / max(self._measured("sharing"), 1.0)).clamp(min=1.0)
+        found = self._known_loads.get((ep, tokens))
+        if found is not None:
+            return found
+        m, over_S = self.model, self.job.imbalances(self.model.num_experts, ep)
+        kept_SE = self.job.kept(m.num_experts)
+        sharing = max(self._measured("sharing"), 1.0)
+        pace_S = torch.maximum(over_S / sharing, kept_SE.sum(1))
+        if not tokens:
+            found = Loads(float(pace_S.mean()), float(over_S.mean()), 0.0, float(over_S.max()), 0.0)
+        else:
+            latency, bandwidth = self._link(torch.tensor([ep]))
+            found = balanced(
+                *(over_S, pace_S, moves_of(kept_SE, ep)),
+                rows=float(tokens * m.top_k),
+                row_flops=2.0 * m.expert_parameters,
+                flops=self._rate,
+                expert_bytes=float(m.expert_parameters * self.job.itemsize),
+                link=Link(float(latency), float(bandwidth), float(bandwidth)),
+            )
+        self._known_loads[ep, tokens] = found
+        return found
+
+    def moves(self, c: Columns) -> Tensor:
+        """Whether experts ever move in a layer."""
+        return self._loads(c, "moved") > 0
+
+    def _loads(self, c: Columns, name: str) -> Tensor:
+        """One of the numbers of `Loads`, of each candidate."""
+        ep, balance = c["ep"], c.get("balance")
+        if not self.model.num_experts or not len(ep):
+            return torch.full(ep.shape, float(name not in ("moved", "peak_moved")))
+        if balance is None or not bool(balance.any()):
+            table = torch.zeros(int(ep.max()) + 1, dtype=torch.float64)
+            for size in _present(ep):
+                table[size] = getattr(self._loads_of(size, 0), name)
+            return table[ep]
+        tokens = torch.where((balance > 0) & (ep > 1), self.tokens(c), 0.0).long()
+        most = int(ep.max()) + 1
+        keys, place = (tokens * most + ep).unique(return_inverse=True)
+        each = [getattr(self._loads_of(key % most, key // most), name) for key in keys.tolist()]
+        return torch.tensor(each, dtype=torch.float64)[place]
+
+    @staticmethod
+    def _width(c: Columns) -> Tensor:
+        """Ranks of an expert-parallel group."""
+        return c["ep"] * c["etp"] if "etp" in c else c["ep"]
 
     def _link(self, span: Tensor) -> tuple[Tensor, Tensor]:
         """Latency and bandwidth between ranks that reach over so many."""
@@ -230,7 +305,9 @@ class CostModel:
         """Seconds of the products of a micro-batch's forward pass through a stage's layers."""
         m, tokens = self.model, self.tokens(c)
         layers, moe = self._layers(c)
-        met = self._dense(layers, moe) + moe * m.top_k * m.expert_parameters * self._pace(c)
+        met = self._dense(layers, moe) + moe * m.top_k * m.expert_parameters * self._loads(
+            c, "pace"
+        )
         return tokens * 2.0 * met / self._rate + layers * self._scores(tokens)
 
     def output(self, c: Columns) -> Tensor:
@@ -264,8 +341,10 @@ class CostModel:
         dense = (layers - moe) * (m.dense_ffn_dim or m.ffn_dim) * (2 + m.gated)
         shared = moe * m.shared_ffn_dim * (2 + m.gated_experts)
         # An expert's rows are also permuted there and back.
-        rows = moe * m.top_k * self._pace(c)
-        routed = rows * (m.ffn_dim * (2 + m.gated_experts) + 2 * m.model_dim)
+        rows = moe * m.top_k * self._loads(c, "pace")
+        # Each of the shards of an expert has all of its rows, and a part of its width.
+        shards = self._width(c) / c["ep"]
+        routed = rows * (m.ffn_dim * (2 + m.gated_experts) + 2 * m.model_dim * shards)
         # Two norms and residuals read and write 10 D, products 4 D gathered, each width twice.
         numbers = (10 + 4 * c["tp"]) * m.model_dim
         numbers = numbers + 4 * (m.heads_dim + m.kv_dim)
@@ -274,26 +353,26 @@ class CostModel:
             numbers = numbers + 6 * m.num_heads * self.job.seq_len
         numbers = layers * numbers + 2 * (dense + shared + routed)
         held = self._dense(layers, moe) / c["tp"]
-        held = held + moe * m.num_experts * m.expert_parameters / c["ep"]
+        held = held + moe * m.num_experts * m.expert_parameters / self._width(c)
         num_bytes = self.job.itemsize * (tokens * numbers + held)
         return num_bytes / self.cluster.memory_bandwidth
 
-    def dispatch_bytes(self, ep: int, dispatcher: str, wire: str | None, combine: str) -> float:
+    def dispatch_bytes(
+        self, ep: int, dispatcher: str, wire: str | None, combine: str, *, etp: int = 1
+    ) -> float:
         """Bytes that a token sends through a layer, to the experts and back, for even routing."""
-        return sum(self._dispatch(ep, dispatcher, wire, combine))
+        return sum(self._dispatch(ep, etp, dispatcher, wire, combine))
 
     def _dispatch(
-        self, ep: int, dispatcher: str, wire: str | None, combine: str
+        self, ep: int, etp: int, dispatcher: str, wire: str | None, combine: str
     ) -> tuple[float, float]:
         """Bytes that stay in the node, and that leave it."""
-        m, inner = self.model, self.cluster.levels[0].size
-        if ep == 1:
+        m, inner, ranks = self.model, self.cluster.levels[0].size, ep * etp
+        if ranks == 1:
             return 0.0, 0.0
-        node = min(ep, inner) if ep % min(ep, inner) == 0 else 1
-        dtype = getattr(torch, self.job.dtype)
-        shape = DispatchShape(
-            m.num_experts, m.top_k, ep, node, m.model_dim, dtype, Wire.of("plan", wire)
-        )
+        node = min(ranks, inner) if ranks % min(ranks, inner) == 0 else 1
+        dtype, formats = getattr(torch, self.job.dtype), Wire.of("plan", wire)
+        shape = DispatchShape(m.num_experts, m.top_k, ranks, node, m.model_dim, dtype, formats, etp)
         sent, off = shape.sent_bytes(dispatcher, combine, 1)
         return sent - off, off
 
@@ -359,27 +438,29 @@ class CostModel:
         ring = (c["cp"] - 1) * (latency + hop / bandwidth - block).clamp(min=0.0)
         experts = torch.zeros_like(ring)
         if m.num_experts:
-            shape = (int(c["ep"].max()) + 1, len(DISPATCHERS), len(WIRES), len(COMBINES))
+            most = (int(c[name].max()) + 1 for name in _EXCHANGE[:2])
+            shape = (*most, len(DISPATCHERS), len(WIRES), len(COMBINES))
             table = torch.zeros(*shape, 3, dtype=torch.float64)
             key = torch.zeros_like(c["ep"])
             for name, size_of in zip(_EXCHANGE, shape, strict=True):
                 key = key * size_of + c[name]
             for place in _present(key):
-                ep, way, wire, back = (
+                ep, etp, way, wire, back = (
                     int(i) for i in torch.unravel_index(torch.tensor(place), shape)
                 )
                 names = DISPATCHERS[way], WIRES[wire], COMBINES[back]
-                each = (*self._dispatch(ep, *names), self._coded(ep, *names[:2]))
-                table[ep, way, wire, back] = torch.tensor(each)
+                each = (*self._dispatch(ep, etp, *names), self._coded(ep, *names[:2]))
+                table[ep, etp, way, wire, back] = torch.tensor(each)
             near, far, coded = table.view(-1, 3)[key].unbind(1)
             fast = self.cluster.levels[0].bandwidth
-            latency, bandwidth = self._link(c["ep"])
-            seconds = tokens * self._imbalance(c) * (near / fast + far / bandwidth)
-            seconds = seconds + 2.0 * latency * (c["ep"] > 1)
+            latency, bandwidth = self._link(self._width(c))
+            seconds = tokens * self._loads(c, "rows") * (near / fast + far / bandwidth)
+            seconds = seconds + 2.0 * latency * (self._width(c) > 1)
             seconds = seconds + self._coding(c["wire"], tokens * coded)
             experts = moe * seconds * self._measured("exchange")
         found = {"compute": self.compute(c), "elementwise": self.elementwise(c), "tensor": tensor}
-        return {**found, "context": layers * ring, "experts": experts}
+        found |= {"context": layers * ring, "experts": experts}
+        return {**found, "moved experts": moe * self._loads(c, "moved")}
 
     def parameters(self, c: Columns) -> tuple[Tensor, Tensor]:
         """Parameters of a rank before ZeRO: dense ones and those of experts."""
@@ -390,7 +471,7 @@ class CostModel:
         ffn += m.num_moe_layers * m.shared_parameters()
         rest = (m.dense_parameters() - words * (1 if m.tied else 2) - ffn) / m.num_layers
         dense = layers * rest + (layers - moe) * m.dense_layer_ffn() + moe * m.shared_parameters()
-        experts = m.expert_parameters * m.num_experts / c["ep"]
+        experts = m.expert_parameters * m.num_experts / self._width(c)
         return (dense + words * self._ends(c)) / c["tp"], experts * moe
 
     def _ends(self, c: Columns) -> Tensor:
@@ -402,22 +483,22 @@ class CostModel:
     def gradients(self, c: Columns) -> Tensor:
         """Seconds of a step's messages for gradients and weights between copies."""
         dense, experts = self.parameters(c)
-        copies, edp = self._data(c) * c["cp"], self._stage(c) / c["ep"]
+        copies, edp = self._data(c) * c["cp"], self._stage(c) / self._width(c)
         size = float(self.job.itemsize)
         of_dense = self._ring(copies, c["tp"], dense * size)
-        of_experts = self._ring(edp, c["ep"], experts * size)
+        of_experts = self._ring(edp, self._width(c), experts * size)
         # FSDP2 gathers for each micro-batch, with ZeRO 3 for each pass of it, and reduces each.
         times = self._measured("fsdp") * c["zero"] * self.num_micro_batches(c)
         times = torch.where(c["zero"] >= 2, times, 2.0 * self._measured("all_reduce"))
         # Experts that are spread are stepped where they are.
-        sent = of_dense + torch.where(c["ep"] > 1, 0.0, of_experts)
+        sent = of_dense + torch.where(self._width(c) > 1, 0.0, of_experts)
         behind = torch.where(c["zero"] == 1, sent, 0.0) * self._measured("broadcast", 0.0)
         return (of_dense + of_experts) * times + behind
 
     def update(self, c: Columns) -> Tensor:
         """Seconds of the optimizer's step, at the rate of the memory."""
         dense, experts = self.parameters(c)
-        copies, edp = self._data(c) * c["cp"], self._stage(c) / c["ep"]
+        copies, edp = self._data(c) * c["cp"], self._stage(c) / self._width(c)
         own = torch.where(c["zero"] >= 1, dense / copies + experts / edp, dense + experts)
         size = self.job.itemsize
         # AdamW reads and writes its state, reads the gradient and writes the weight.
@@ -442,7 +523,8 @@ class CostModel:
 
     def bound(self, c: Columns) -> Tensor:
         """Seconds of a step at least: products of stages alike, without messages or idle ranks."""
-        each = 3.0 * (self.compute(self._alike(c)) + self.output(c) / c["pp"])
+        even = {**c, "balance": torch.ones_like(c["pp"])}
+        each = 3.0 * (self.compute(self._alike(even)) + self.output(c) / c["pp"])
         return self.num_micro_batches(c) * each
 
     def _alike(self, c: Columns, again: float | Tensor = 0.0) -> Columns:
@@ -537,11 +619,11 @@ class CostModel:
         """
         m, size = self.model, self.job.itemsize
         dense, experts = self.parameters(c)
-        copies, edp = self._data(c) * c["cp"], self._stage(c) / c["ep"]
+        copies, edp = self._data(c) * c["cp"], self._stage(c) / self._width(c)
         zero, is_fsdp = c["zero"], c["zero"] >= 2
         # ZeRO 1 shares the state of dense parameters alone, as `Applied.optimizers` does: experts
         # that are not spread are among them. A rank has that of whole parameters.
-        spread = (c["ep"] > 1) & (experts > 0)
+        spread = (self._width(c) > 1) & (experts > 0)
         shared = dense + torch.where(spread, 0.0, experts)
         largest = m.model_dim * m.vocab_size / c["tp"] * (self._ends(c) > 0)
         held = torch.where(zero >= 1, torch.maximum(shared / copies, largest), shared)
@@ -651,12 +733,18 @@ class CostModel:
     def _due(self, layers: Tensor, moe: Tensor, c: Columns) -> Tensor:
         """Bytes of the gradients of what a stage's products and norms gave, of a micro-batch."""
         m, size, tokens = self.model, self.job.itemsize, self.tokens(c)
-        rows = m.top_k * self._imbalance(c, peak=True)
-        experts = rows * ((1 + m.gated_experts) * m.ffn_dim + m.model_dim) + m.num_experts
+        rows, shards = self._rows(c)
+        experts = (1 + m.gated_experts) * m.ffn_dim / shards + m.model_dim
+        experts = rows * experts + m.num_experts
         experts = experts + (1 + m.gated_experts) * m.shared_ffn_dim
         ffn = (1 + m.gated) * (m.dense_ffn_dim or m.ffn_dim) + m.model_dim
         attention = m.heads_dim + 2 * m.kv_dim + 3 * m.model_dim * c["tp"]
         return tokens * size * (layers * attention + (layers - moe) * ffn + moe * experts)
+
+    def _rows(self, c: Columns) -> tuple[Tensor, Tensor]:
+        """Rows of the fullest rank for each of its tokens, and shards of an expert."""
+        shards = self._width(c) / c["ep"]
+        return self.model.top_k * shards * self._loads(c, "peak_rows"), shards
 
     def _layer_numbers(self, c: Columns) -> tuple[Tensor, Tensor, Tensor]:
         """Bytes that a layer keeps for its backward pass, and by how much that pass rises above.
@@ -664,11 +752,12 @@ class CostModel:
         Of a dense layer and of one with experts; it rises by that of experts where there are any.
         """
         m, size, tokens = self.model, self.job.itemsize, self.tokens(c)
-        rows = m.top_k * self._imbalance(c, peak=True)
+        rows, shards = self._rows(c)
+        ffn_dim = m.ffn_dim / shards
         # Rows that come back are kept to be weighted, or are weighted where the experts are.
-        back = torch.where(c["combine"] == COMBINES.index("reduced"), rows, float(m.top_k))
+        back = torch.where(c["combine"] == COMBINES.index("reduced"), rows, m.top_k * shards)
         up = 1 + m.gated_experts
-        moe = rows * ((m.model_dim + (up + 1) * m.ffn_dim) * size + 28)
+        moe = rows * ((m.model_dim + (up + 1) * ffn_dim) * size + 28)
         moe = moe + back * m.model_dim * size
         # Unfused: gate, up, activation and product.
         moe = moe + 2 * up * m.shared_ffn_dim * size + 4.0 * m.num_experts
@@ -679,10 +768,14 @@ class CostModel:
         attention = norms + (2 * m.heads_dim + 2 * m.kv_dim) * size + 4 * m.num_heads
         # Gradients of up projection and activation; the activation and what came back are gone.
         if m.num_moe_layers:
-            rise = tokens * (rows * up * m.ffn_dim - back * m.model_dim) * size
+            rise = tokens * (rows * up * ffn_dim - back * m.model_dim) * size
         else:
             rise = tokens * (1 + m.gated) * (m.dense_ffn_dim or m.ffn_dim) * size
-        return tokens * (attention + ffn), tokens * (attention + moe), rise
+        # Weights of experts that came lie behind a copy of a rank's own.
+        came = self._loads(c, "peak_moved")
+        held = torch.where(came > 0, came + m.num_experts / c["ep"], 0.0)
+        copies = held * m.expert_parameters * size
+        return tokens * (attention + ffn), tokens * (attention + moe) + copies, rise
 
     def memory(self, c: Columns) -> Tensor:
         """Bytes of the fullest rank, with the margin."""

@@ -41,6 +41,7 @@ _REMEDIES = {
     "tensor": "less tp, or a quicker link inside the node",
     "context": "less cp, or a quicker link",
     "experts": "ep inside the node, dispatcher dedup, wire int8, or a quicker link",
+    "moved experts": "balance none, larger micro-batches, or a quicker link",
     "gradient messages": "less ZeRO, a larger global batch, or a quicker network",
     "idle pipeline": "more micro-batches, less pp, or zb-h1",
 }
@@ -54,9 +55,9 @@ class Plan:
         model: sizes.
         cluster: processors and links.
         job: a step.
-        choice: value of each axis: pp, tp, cp, ep, micro_batch, schedule, zero, recompute,
-            dispatcher, wire and combine. With recompute as many layers are computed again as
-            `stages` names.
+        choice: value of each axis: pp, tp, cp, ep, etp, micro_batch, schedule, zero, recompute,
+            dispatcher, wire, combine and balance. With recompute as many layers are computed again
+            as `stages` names.
         seconds: of a step.
         memory: bytes of the fullest rank, with the margin.
         pareto: placements of which none is both quicker and smaller, by closed forms.
@@ -96,6 +97,12 @@ class Plan:
         terms = cost.memory_terms(columns)
         fullest = int(torch.stack(list(terms.values())).sum(0).argmax())
         return {name: float(value[fullest]) for name, value in terms.items()}
+
+    @property
+    def dropped_share(self) -> float:
+        """Share of the choices of experts that the job's capacity lets go to no expert."""
+        experts = self.model.num_experts
+        return self.job.dropped_share(experts) if experts else 0.0
 
     def why_not(self, **fixed: int | str | None) -> str:
         """The reason why the plan does not have other values, in a line.
@@ -292,6 +299,8 @@ class Plan:
             f"{self.cluster.memory / 1e9:.0f} on the fullest rank; {self.num_points} placements, "
             f"{self.num_too_large} too large, {'proven' if self.proven else 'not proven'} best"
         )
+        if self.dropped_share:
+            lines.append(f"{100 * self.dropped_share:.3g} % of the choices go to no expert")
         lines += stage_lines(self.stages)
         lines += [f"  {name:<18}{value:>12.4g} s" for name, value in self.time_terms().items()]
         memory = self.memory_terms().items()
@@ -352,6 +361,7 @@ def plan(
     global_batch: int = 1024,
     dtype: str = "bfloat16",
     load: float | str | Path | Sequence[float] | Sequence[Sequence[float]] = 0.0,
+    capacity_factor: float | None = None,
     fixed: Mapping[str, int | str | None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
@@ -367,6 +377,8 @@ def plan(
         load: tokens of each expert as measured in one step or in each of many; s of Zipf's law; a
             name, "W0" to "W7"; or a file with a JSON list of tokens. Times are those of the busiest
             rank of each step, on average; memory is that of the worst step.
+        capacity_factor: rows that an expert takes of a rank's tokens, over those of an even load;
+            None takes all.
         fixed: values that axes must have, such as ``{"pp": 1}``. Rows are rounded on their way
             where "wire" is among them alone. With ``"recompute": 1`` all layers are computed again,
             without it as few as fit.
@@ -379,7 +391,7 @@ def plan(
     """
     spec, found_cluster = model_spec(model), ClusterSpec.of(cluster)
     held = load_of(load, num_experts=spec.num_experts, top_k=spec.top_k)
-    job = Job(num_ranks, seq_len, global_batch, dtype, held)
+    job = Job(num_ranks, seq_len, global_batch, dtype, held, capacity_factor)
     cost = CostModel(spec, found_cluster, job)
     found = search(cost, fixed=fixed, progress=progress)
     if found.best is None:

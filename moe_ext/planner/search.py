@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.planner.cost import (
+    BALANCES,
     CHUNKS,
     COMBINES,
     DISPATCHERS,
@@ -30,6 +31,7 @@ DEFAULTS: Mapping[str, int | str | None] = {
     "tp": 1,
     "cp": 1,
     "ep": 1,
+    "etp": 1,
     "micro_batch": 1,
     "schedule": "1f1b",
     "zero": 0,
@@ -37,14 +39,15 @@ DEFAULTS: Mapping[str, int | str | None] = {
     "dispatcher": "alltoall",
     "wire": None,
     "combine": "exact",
+    "balance": "none",
 }
 AXES = tuple(DEFAULTS)
-_MESH = ("pp", "tp", "cp", "ep", "micro_batch")
-# Axes of one layer of a search, by the axis of the mesh that has to be above 1 for them to act.
+_MESH = ("pp", "tp", "cp", "ep", "etp", "micro_batch")
+# The other axes, by what there has to be several ranks of for them to act.
 _GROUPS = {
     "pp": ("schedule",),
     "": ("zero", "recompute"),
-    "ep": ("dispatcher", "wire", "combine"),
+    "ep": ("dispatcher", "wire", "combine", "balance"),
 }
 # Values of axes that are numbers of a tuple.
 NAMES: Mapping[str, tuple[str | None, ...]] = {
@@ -52,9 +55,12 @@ NAMES: Mapping[str, tuple[str | None, ...]] = {
     "dispatcher": DISPATCHERS,
     "wire": WIRES,
     "combine": COMBINES,
+    "balance": BALANCES,
 }
-# Placements whose pipeline is simulated, and points that are costed at once.
+# Placements whose pipeline is simulated, more of them while all have fewer passes of micro-batches
+# through stages than this.
 SIMULATED = 50
+_PASSES = 2**15
 # The best placement and its runners-up.
 _RANKED = 3
 _AT_ONCE = 2**18
@@ -138,8 +144,13 @@ def _number(name: str, value: int | str | None) -> int:
     return value
 
 
-def meshes(cost: CostModel) -> Tensor:
-    """`[C, 5]`: pp, tp, cp, ep and micro-batch that divide ranks, heads, experts and the batch."""
+def meshes(cost: CostModel, *, all_shards: bool = False) -> Tensor:
+    """`[C, 6]`: sizes of the mesh that divide ranks, heads, experts and the batch.
+
+    Args:
+        cost: of placements.
+        all_shards: shards of experts, too, where whole ones on as many ranks take fewer rows.
+    """
     m, job = cost.model, cost.job
     rows = []
     heads = m.num_kv_heads or m.num_heads
@@ -150,7 +161,7 @@ def meshes(cost: CostModel) -> Tensor:
         tps = [d for d in divisors(stage) if m.num_heads % d == 0 and heads % min(d, heads) == 0]
         # Tensor parallelism stays on the quickest links.
         tps = [d for d in tps if d <= cost.cluster.levels[0].size]
-        eps = [d for d in divisors(stage) if m.num_experts % d == 0] if m.num_experts else [1]
+        spreads = _spreads(cost, stage, all_shards)
         for tp in tps:
             for cp in divisors(stage // tp):
                 if job.seq_len % (2 * cp * tp):
@@ -158,25 +169,46 @@ def meshes(cost: CostModel) -> Tensor:
                 data = stage // (tp * cp)
                 for micro in _MICRO_BATCHES:
                     if job.global_batch % (data * micro) == 0:
-                        rows += [(pp, tp, cp, ep, micro) for ep in eps]
-    return torch.tensor(rows, dtype=torch.int64).view(-1, 5)
+                        rows += [(pp, tp, cp, ep, etp, micro) for ep, etp in spreads]
+    return torch.tensor(rows, dtype=torch.int64).view(-1, len(_MESH))
+
+
+def _spreads(cost: CostModel, stage: int, all_shards: bool) -> list[tuple[int, int]]:
+    """Ranks that experts lie over, and shards of each."""
+    m, job, inner = cost.model, cost.job, cost.cluster.levels[0].size
+    if not m.num_experts:
+        return [(1, 1)]
+    found = [(ep, 1) for ep in divisors(stage) if m.num_experts % ep == 0]
+    even = float(job.imbalances(m.num_experts, m.num_experts).max()) <= 1.0
+    for ep, _ in list(found):
+        for etp in divisors(stage // ep)[1:]:
+            fits = m.ffn_dim % etp == 0 and inner % etp == 0
+            better = even and not all_shards and m.num_experts % (ep * etp) == 0
+            if fits and not better:
+                found.append((ep, etp))
+    return found
 
 
 def _options(cost: CostModel, fixed: Choice) -> dict[str, Tensor]:
     """Of each group of axes the rows of their values, `[O, A]`."""
     # Rounded rows change results: taken where they are asked for.
     wires = range(len(WIRES)) if "wire" in fixed else (0,)
+    # Even loads have nothing to balance, and a capacity goes with none.
+    m, job = cost.model, cost.job
+    uneven = m.num_experts and float(job.imbalances(m.num_experts, m.num_experts).max()) > 1.0
+    balances = (0, 1) if job.capacity_factor is None and (uneven or "balance" in fixed) else (0,)
     ways = [
-        (DISPATCHERS.index(way), wire, COMBINES.index(back))
+        (DISPATCHERS.index(way), wire, COMBINES.index(back), balance)
         for way in DISPATCHERS
         for wire in wires
         for back in COMBINES
+        for balance in balances
         if way != "alltoall" or back == "exact"
     ]
     rows = {
         "pp": [(schedule,) for schedule in range(len(SCHEDULES))],
         "": list(itertools.product((0, 1, 2, 3), (0, 1))),
-        "ep": ways if cost.model.num_experts else [(0, 0, 0)],
+        "ep": ways if m.num_experts else [(0, 0, 0, 0)],
     }
     return {axis: _fixed(torch.tensor(rows[axis]), _GROUPS[axis], fixed) for axis in _GROUPS}
 
@@ -184,7 +216,8 @@ def _options(cost: CostModel, fixed: Choice) -> dict[str, Tensor]:
 def _expand(cost: CostModel, mesh: Tensor, options: Mapping[str, Tensor]) -> Columns:
     """Candidates of some meshes, those in which the same groups of axes act side by side."""
     parts, own = [], {name: mesh[:, i] for i, name in enumerate(_MESH)}
-    acts = torch.stack([own[axis] > 1 if axis else own["pp"] > 0 for axis in options], 1)
+    ranks = {"pp": own["pp"], "ep": own["ep"] * own["etp"], "": own["pp"] + 1}
+    acts = torch.stack([ranks[axis] > 1 for axis in options], 1)
     for kind in acts.unique(dim=0):
         here = mesh[(acts == kind).all(1)]
         found = torch.empty(1, 0, dtype=torch.int64)
@@ -205,11 +238,21 @@ def _expand(cost: CostModel, mesh: Tensor, options: Mapping[str, Tensor]) -> Col
         (micro % c["pp"] == 0) & (c["pp"] * CHUNKS <= cost.model.num_layers)
     )
     # A hierarchy has nodes inside and outside.
-    nodes = (c["ep"] > inner) & (c["ep"] % inner == 0)
+    width = c["ep"] * c["etp"]
+    nodes = (width > inner) & (width % inner == 0)
     keep &= (c["dispatcher"] != DISPATCHERS.index("hierarchical")) | nodes
+    # Shards of experts go without these.
+    whole = (c["wire"] == 0) & (c["balance"] == 0) & (c["zero"] < 2)
+    keep &= (c["etp"] == 1) | whole
     # Our pipelines run stages without FSDP2: it would reduce for each micro-batch.
     keep &= (c["zero"] < 2) | (c["pp"] == 1)
-    return {name: c[name][keep] for name in AXES}
+    c = {name: c[name][keep] for name in AXES}
+    balances = options["ep"][:, _GROUPS["ep"].index("balance")]
+    if bool((balances == 0).any()):
+        # Where it never pays to move experts, balance is the same as none.
+        differs = (c["balance"] == 0) | cost.moves(c)
+        c = {name: column[differs] for name, column in c.items()}
+    return c
 
 
 def _fixed(rows: Tensor, names: Sequence[str], fixed: Choice) -> Tensor:
@@ -248,13 +291,15 @@ def search(
     fixed = dict(fixed or {})
     for name, value in fixed.items():
         _number(name, value)
-    mesh, options = _fixed(meshes(cost), _MESH, fixed), _options(cost, fixed)
+    mesh = _fixed(meshes(cost, all_shards="etp" in fixed), _MESH, fixed)
+    options = _options(cost, fixed)
     num_options = math.prod(map(len, options.values()))
+    none = (
+        f"plan: expected ranks, heads, experts, sequence and batch to have a mesh of "
+        f"{cost.job.num_ranks} ranks with {fixed}, got none; change global_batch or fixed"
+    )
     if not len(mesh) or not num_options:
-        raise ValueError(
-            f"plan: expected ranks, heads, experts, sequence and batch to have a mesh of "
-            f"{cost.job.num_ranks} ranks with {dict(fixed)}, got none; change global_batch or fixed"
-        )
+        raise ValueError(none)
     c = {name: mesh[:, i] for i, name in enumerate(_MESH)}
     bounds = cost.bound(c)
     order = torch.argsort(bounds, stable=True)
@@ -294,20 +339,24 @@ def search(
         times = torch.cat([each.likely for each in kept]).sort().values
         if len(times) >= SIMULATED:
             limit = float(times[SIMULATED - 1])
+    if points == 0:
+        raise ValueError(none)
     if not sum(len(each.seconds) for each in kept):
         return SearchResult(None, (), least, points, too_large, True)
     every = _Costed.joined(kept)
     simulations: list[Found] = []
+    passes = 0
     # The best ones, ascending.
     ranked: list[Found] = []
     for i in torch.argsort(every.likely, stable=True).tolist():
         bound = float(every.bound[i])
-        if len(simulations) == SIMULATED and not exhaustive:
-            left = min(left, bound)
-            continue
         if len(ranked) == _RANKED and bound >= ranked[-1].seconds and not exhaustive:
             continue
+        if len(simulations) >= SIMULATED and passes >= _PASSES and not exhaustive:
+            left = min(left, bound)
+            continue
         one = {name: column[i : i + 1] for name, column in every.columns.items()}
+        passes += int(one["pp"] * cost.num_micro_batches(one))
         stages = divide(cost, one, all_again=all_again)
         if stages is None:
             continue
@@ -387,5 +436,5 @@ class _Costed:
         falls = self.memory[order].cummin(0).values
         found[order[0]] = True
         found[order[1:]] = falls[1:] < falls[:-1]
-        found[torch.argsort(self.likely, stable=True)[: 2 * SIMULATED]] = True
+        found[torch.argsort(self.likely, stable=True)[: 10 * SIMULATED]] = True
         return found

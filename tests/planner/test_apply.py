@@ -107,11 +107,16 @@ def losses_of_one_process(**options):
     return train(model, batches(), lambda: None, [torch.optim.SGD(model.parameters(), **SGD)])
 
 
-def assert_mean_losses(found, want):
+# Two shards' sums have other bits than the whole product, and Mixtral's norms round to float32: a
+# number that is rounded the other way is off by 6e-8 of it.
+ROUNDED = {"rtol": 1e-8, "atol": 1e-8}
+
+
+def assert_mean_losses(found, want, tolerance=TIGHT):
     found = torch.tensor(found, dtype=torch.float64)
     dist.all_reduce(found)
     want = torch.tensor(want, dtype=torch.float64)
-    torch.testing.assert_close(found / dist.get_world_size(), want, **TIGHT)
+    torch.testing.assert_close(found / dist.get_world_size(), want, **tolerance)
 
 
 PLAIN = [(4, 0, "dedup"), (2, 1, "alltoall"), (2, 2, "alltoall"), (2, 3, "alltoall")]
@@ -160,6 +165,45 @@ def trains_as_one_process(ep, zero, dispatcher, tp=1, cp=1, family="Mixtral"):
         assert int(held) == sum(sizes.values()) + experts * (4 // ep - 1)
 
 
+# Values of axes: each expert in shards, beside ZeRO 1 and tp; experts that move where that pays,
+# with recompute, FSDP2, tp and cp.
+SPREAD = {
+    "etp": {"ep": 2, "etp": 2, "dispatcher": "dedup", "combine": "reduced", "zero": 1},
+    "etp-alone": {"ep": 1, "etp": 4, "dispatcher": "alltoall", "recompute": 1},
+    "etp-tp": {"ep": 2, "etp": 2, "dispatcher": "alltoall", "tp": 2, "zero": 0},
+    "balance": {"ep": 4, "balance": "exact", "dispatcher": "dedup", "zero": 1, "recompute": 1},
+    "balance-zero": {"ep": 2, "balance": "exact", "dispatcher": "alltoall", "zero": 3},
+    "balance-tp": {"ep": 4, "balance": "exact", "dispatcher": "alltoall", "tp": 2, "zero": 0},
+    "balance-cp": {"ep": 2, "balance": "exact", "dispatcher": "allgather", "cp": 2, "zero": 2},
+}
+
+
+@CHECKS(*((name,) for name in SPREAD))
+def trains_spread_experts_as_one_process(name):
+    pytest.importorskip("transformers")
+    model, want = made_model(), losses_of_one_process()
+    applied = applied_to(model, **SPREAD[name])
+    layer = model.model.layers[0].mlp.experts
+    choice = applied.plan.choice
+    assert len(layer.gate_up_proj) == 8 // choice["ep"]
+    if choice["zero"] < 2:
+        assert layer.gate_up_proj.shape[1] == 2 * 48 // choice["etp"]
+    if choice["balance"] == "exact":
+        # Whatever the processors' rates are.
+        for each in model.model.layers:
+            rebalancer = each.mlp.experts._rebalancer
+            rebalancer.options = dataclasses.replace(rebalancer.options, break_even=0.0)
+    shared = choice["tp"] * choice["cp"]
+    own = batches()[applied.mesh.data_rank * shared :][:shared]
+    optimizers = applied.optimizers(torch.optim.SGD, **SGD)
+    found = train(model, own, applied.sync_gradients, optimizers)
+    assert_mean_losses(found, want, ROUNDED if choice["etp"] > 1 else TIGHT)
+    if choice["balance"] == "exact":
+        moved = torch.tensor(layer._rebalancer.last.num_experts)
+        dist.all_reduce(moved)
+        assert moved > 0
+
+
 def _state_numel(optimizers):
     return sum(
         state["momentum_buffer"].numel()
@@ -181,6 +225,8 @@ PIPELINES = {
 }
 if FULL:
     PIPELINES["cp-zb-again"] = {**PIPELINES["cp-zb"], "ep": 2, "recompute": 1}
+PIPELINES["etp"] = {"schedule": "1f1b", "pp": 2, "ep": 1, "etp": 2, "recompute": 1}
+PIPELINES["balance"] = {"schedule": "zb-h1", "pp": 2, "ep": 2, "balance": "exact"}
 PIPELINES["tp-Qwen3Moe"] = PIPELINES["tp"]
 # Of its five layers, of two kinds in turn, some are computed again.
 LAYERS = (StageLayers(0, 3, (0, 1)), StageLayers(3, 5, (4,)))
@@ -223,7 +269,7 @@ def trains_stages_as_one_process(name, tied):
         again = {i for i, layer in enumerate(model.model.layers) if _runs_again(layer)}
         assert again == set(stages[applied.mesh.pp_rank].again)
     found = train_stages(applied, applied.optimizers(torch.optim.SGD, **SGD))
-    assert_mean_losses(found, want)
+    assert_mean_losses(found, want, ROUNDED if name == "etp" else TIGHT)
     mine = [None] * 4
     dist.all_gather_object(mine, [name for name, _ in model.named_parameters()])
     stages = mine[:: 4 // applied.mesh.pp_size]

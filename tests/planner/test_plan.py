@@ -76,12 +76,114 @@ def test_search_finds_the_best_of_all(ranks, memory, axes):
     model = SMALL if "zero" not in axes else MIXED
     cluster = ClusterSpec(CLUSTER.levels, CLUSTER.flops, memory, 1e10)
     cost = CostModel(model, cluster, Job(ranks, 256, 16, "float32", load=0.3))
-    fixed = {"dispatcher": "alltoall", **axes}
+    fixed = {"dispatcher": "alltoall", "etp": 1, "balance": "none", **axes}
     found, every = search(cost, fixed=fixed), search(cost, fixed=fixed, exhaustive=True)
     assert found.best == every.best and found.proven
     assert found.best.memory <= memory
     assert [each.seconds for each in found.pareto] == sorted(each.seconds for each in found.pareto)
     assert found == search(cost, fixed=fixed)
+
+
+@pytest.mark.parametrize(
+    ("experts", "load", "link", "memory"),
+    [(8, 1.5, 1e10, 2e7), (8, 1.5, 1e8, 2e7), (2, 0.0, 1e10, 1.6e7), (2, 2.0, 1e9, 1.6e7)],
+)
+def test_search_finds_the_best_of_all_ways_to_spread_experts(experts, load, link, memory):
+    sizes = {"num_experts": experts, "top_k": experts // 4 or 1, "ffn_dim": 768 // experts}
+    model = dataclasses.replace(SMALL, **sizes)
+    cluster = ClusterSpec((Level("node", 4, 1e-6, link),), CLUSTER.flops, memory, 1e10)
+    cost = CostModel(model, cluster, Job(4, 256, 16, "float32", load=load))
+    fixed = {"zero": 0, "recompute": 0, "pp": 1, "tp": 1, "cp": 1}
+    found, every = search(cost, fixed=fixed), search(cost, fixed=fixed, exhaustive=True)
+    assert found.best == every.best and found.proven
+    # With few experts they are cut; uneven ones move where the link is quick.
+    assert (found.best.choice["etp"] > 1) == (experts == 2)
+    if experts == 8:
+        assert (found.best.choice["balance"] == "exact") == (link == 1e10)
+
+
+def test_shards_of_experts():
+    spread = {"ep": 2, "etp": 2}
+    cost = CostModel(SMALL, CLUSTER, Job(4, 256, 16, "float32"))
+    whole, shards = columns(ep=4), columns(**spread)
+    assert torch.equal(cost.parameters(whole)[1], cost.parameters(shards)[1])
+    assert torch.equal(cost.compute(whole), cost.compute(shards))
+    # Each row is there twice, and has half of the hidden numbers.
+    more = cost.elementwise(shards) - cost.elementwise(whole)
+    rows = 256 * SMALL.top_k * SMALL.num_layers
+    assert float(more) == pytest.approx(rows * 2 * 2 * 64 * 4 / CLUSTER.memory_bandwidth)
+    # Loads are those of the places, not of the shards.
+    uneven = CostModel(SMALL, CLUSTER, Job(4, 256, 16, "float32", load=1.0))
+    assert uneven.compute(shards) < uneven.compute(whole)
+    assert uneven.job.imbalance(8, 2) == pytest.approx(
+        2 * sum(1 / i for i in (1, 2, 3, 4)) / sum(1 / i for i in range(1, 9))
+    )
+    torch.manual_seed(0)
+    idx = [torch.rand(4096, 8).argsort(1)[:, :2] for _ in range(4)]
+    # Shards of an expert are side by side: expert e is on ranks 2 (e // 4) and the next one.
+    slots = [
+        torch.stack([x // 4 * 8 + s * 4 + x % 4 for s in range(2)], -1).flatten(1) for x in idx
+    ]
+    for dispatcher, combine in (("alltoall", "exact"), ("dedup", "reduced"), ("dedup", "exact")):
+        sent = exchange_bytes(
+            slots, 1, num_experts=16, model_dim=64, dispatcher=dispatcher, combine=combine,
+            weighed=combine == "reduced",
+        )  # fmt: skip
+        told = 4096 * cost.dispatch_bytes(2, dispatcher, None, combine, etp=2)
+        # Of 4096 random tokens a share is off by a hundredth.
+        assert sent == pytest.approx(told, rel=0.03), (dispatcher, combine)
+
+
+def test_balance_by_its_break_even():
+    # Half of all rows are those of the first expert.
+    load = (7.0, 1, 1, 1, 1, 1, 1, 1)
+    job = Job(4, 256, 16, "float32", load=load)
+    plain, even = columns(ep=4), columns(ep=4, balance="exact")
+    quick = dataclasses.replace(CLUSTER, levels=(Level("node", 4, 0.0, 1e12),))
+    cost = CostModel(SMALL, quick, job)
+    # The first rank has 8 of 14 rows: three others come to take a part.
+    over = 4 * 8 / 14
+    flops = 4 * 256 * SMALL.top_k * 2 * SMALL.expert_parameters / (1e11 * CLUSTER.efficiency)
+    assert float(cost.compute(plain) - cost.compute(even)) == pytest.approx(flops * (over - 1))
+    sent = 4 * 3 * SMALL.expert_parameters * 4 / 1e12
+    found = cost.terms(even)
+    assert float(found["moved experts"]) == pytest.approx(2 * sent)
+    assert float(cost.terms(plain)["moved experts"]) == 0
+    # Rows of all ranks are alike, and one layer's weights of two experts and one that came more.
+    held = [float(cost._layer_numbers(each)[1]) for each in (plain, even)]
+    rows = 256 * SMALL.top_k * (over - 1) * (4 * (64 + 3 * 96) + 28)
+    copies = 3 * SMALL.expert_parameters * 4
+    assert held[0] - held[1] == pytest.approx(rows - copies)
+    # Saved 3 (over - 1) of the products, taken twice what travels: beyond that nothing moves.
+    limit = 2 * 3 * SMALL.expert_parameters * 4 / (3 * (over - 1) * flops / 4)
+    for factor in (0.99, 1.01):
+        levels = (Level("node", 4, 0.0, limit * factor),)
+        at = CostModel(SMALL, dataclasses.replace(CLUSTER, levels=levels), job)
+        assert (float(at.terms(even)["moved experts"]) > 0) == (factor > 1)
+        assert (float(at.compute(even)) < float(at.compute(plain))) == (factor > 1)
+    # A burst moves experts in its own step alone.
+    burst = CostModel(SMALL, quick, dataclasses.replace(job, load=((1.0,) * 8, load)))
+    assert float(burst.terms(even)["moved experts"]) == pytest.approx(sent)
+
+
+def test_capacity():
+    job = Job(4, 256, 16, "float32", load=(7.0, 1, 1, 1, 1, 1, 1, 1), capacity_factor=2.0)
+    # Of 14 rows the first expert takes 3.5; its rank has 4.5, and 3.5 go nowhere.
+    assert job.imbalance(8, 4) == pytest.approx(4 * 4.5 / 14)
+    assert job.dropped_share(8) == pytest.approx(3.5 / 14)
+    made = plan(
+        *(SMALL, CLUSTER), num_ranks=4, seq_len=256, global_batch=16, dtype="float32",
+        load=job.load, capacity_factor=2.0, fixed={"ep": 4},
+    )  # fmt: skip
+    assert made.dropped_share == pytest.approx(0.25) and made.choice["balance"] == "none"
+    assert "25 % of the choices go to no expert" in str(made)
+    free = dataclasses.replace(job, capacity_factor=None)
+    limited, whole = (CostModel(SMALL, CLUSTER, each) for each in (job, free))
+    one = columns(ep=4)
+    assert limited.compute(one) < whole.compute(one)
+    assert limited.memory(one) < whole.memory(one)
+    with pytest.raises(ValueError, match="Job: expected capacity_factor to be positive or None"):
+        Job(4, capacity_factor=0.0)
 
 
 def test_coding_of_rows_is_counted():
@@ -248,6 +350,11 @@ def test_config_cluster_and_refusals(tmp_path):
         (
             lambda: plan(preset("deepseek-v3"), CLUSTERS["h100"], num_ranks=8),
             "that fits into memory, got none: the smallest takes .* binding is",
+        ),
+        (
+            # There is no FSDP2 in stages.
+            lambda: plan(SMALL, CLUSTER, num_ranks=4, dtype="float32", fixed={"pp": 2, "zero": 3}),
+            "to have a mesh of 4 ranks with .*, got none",
         ),
         (
             lambda: plan(SMALL, CLUSTER, num_ranks=4, dtype="float32", fixed={"xp": 1}),

@@ -15,6 +15,8 @@ CHECKS = Checks()
 CLUSTER = ClusterSpec((Level("node", 64, 1e-6, 1e10),), {"float32": 1e11}, 4e9, 1e10)
 # Of the few, one of each dispatcher.
 PLANS = range(20) if os.environ.get("MOE_EXT_FULL") else (2, 12, 16)
+# Experts in shards.
+SHARDS = [(17, 2, 2), (18, 1, 4)]
 
 
 def _random_plan(seed):
@@ -31,10 +33,12 @@ def _random_plan(seed):
     return fixed, sizes, draw.choice((8, 14))
 
 
-@CHECKS(*((seed,) for seed in PLANS))
-def sends_what_the_plan_says(seed):
+@CHECKS(*((seed,) for seed in PLANS), *SHARDS)
+def sends_what_the_plan_says(seed, ep=None, etp=1):
     transformers = pytest.importorskip("transformers")
     fixed, sizes, seq_len = _random_plan(seed)
+    if etp > 1:
+        fixed |= {"ep": ep, "etp": etp, "wire": None, "zero": min(fixed["zero"], 1)}
     torch.manual_seed(seed)
     config = transformers.MixtralConfig(
         **sizes, vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -65,7 +69,7 @@ def sends_what_the_plan_says(seed):
         applied.sync_gradients()
     routing = []
     for mine in chosen:
-        ranks = [torch.empty_like(mine) for _ in range(fixed["ep"])]
+        ranks = [torch.empty_like(mine) for _ in range(fixed["ep"] * etp)]
         dist.all_gather(ranks, mine, group=applied.mesh.ep_group)
         routing.append(ranks)
     assert len(routing) == 2 * len(batches)

@@ -257,6 +257,7 @@ class DispatchShape:
     model_dim: int
     dtype: torch.dtype
     wire: Wire = Wire()
+    shards: int = 1
 
     @property
     def token_bytes(self) -> int:
@@ -266,28 +267,27 @@ class DispatchShape:
     def sent_bytes(self, name: str, combine: str, num_tokens: int) -> tuple[float, float]:
         """Bytes that leave a rank, and its node, there and back in a forward pass."""
         ranks, nodes = self.num_ranks, self.num_ranks // self.node_size
+        # Ranks that share each expert all get its rows.
+        places = ranks // self.shards
+        held = expected_ranks(self.num_experts, places, self.top_k) / places
         row, back = (
             float(sent_row_bytes(format, self.model_dim, self.dtype))
             for format in (self.wire.dispatch, self.wire.combine)
         )
         # Indices and weights.
-        beside = self.top_k * (2.0 + sum_dtype(self.dtype).itemsize)
-        rows_back = {
-            "exact": self.top_k / ranks,
-            "reduced": expected_ranks(self.num_experts, ranks, self.top_k) / ranks,
-        }[combine]
+        beside = self.top_k * self.shards * (2.0 + sum_dtype(self.dtype).itemsize)
+        rows_back = {"exact": self.top_k / places, "reduced": held}[combine]
         # The ranks but this one, and those on other nodes.
         others, abroad = ranks - 1, ranks - self.node_size
         if name == "hierarchical":
             out = expected_ranks(self.num_experts, nodes, self.top_k) / nodes
-            at_node = self.top_k / nodes if combine == "exact" else out
+            at_node = self.top_k * self.shards / nodes if combine == "exact" else out
             off = (nodes - 1) * (out * (row + beside) + at_node * back)
-            once = expected_ranks(self.num_experts, ranks, self.top_k) / ranks
-            inside = nodes * (self.node_size - 1) * (once * (row + beside) + rows_back * back)
+            inside = nodes * (self.node_size - 1) * (held * (row + beside) + rows_back * back)
             return num_tokens * (off + inside), num_tokens * off
         there = {
-            "alltoall": self.top_k / ranks * row,
-            "dedup": expected_ranks(self.num_experts, ranks, self.top_k) / ranks * (row + beside),
+            "alltoall": self.top_k / places * row,
+            "dedup": held * (row + beside),
             "allgather": row + beside,
         }[name]
         each = num_tokens * (there + rows_back * back)
