@@ -41,6 +41,7 @@ class Setup:
         schedule: of them.
         tp: ranks that dense layers are divided over.
         cp: ranks that share a sequence.
+        scheme: of attention, with cp.
         etp: ranks that share each expert.
         balance: "exact" for experts that move in every pass.
         capacity_factor: rows of an expert over those of an even load.
@@ -63,6 +64,7 @@ class Setup:
     schedule: str = "1f1b"
     tp: int = 1
     cp: int = 1
+    scheme: str = "ring"
     etp: int = 1
     balance: str = "none"
     capacity_factor: float | None = None
@@ -71,7 +73,7 @@ class Setup:
     def fixed(self) -> dict[str, int | str | None]:
         """Values of the axes of its plan."""
         names = ("ep", "zero", "recompute", "micro_batch", "dispatcher", "combine", "wire")
-        names = (*names, "pp", "schedule", "tp", "cp", "etp", "balance")
+        names = (*names, "pp", "schedule", "tp", "cp", "scheme", "etp", "balance")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -79,6 +81,7 @@ class Setup:
         """Its values, but for usual ones."""
         parts = [f"pp {self.pp}, {self.schedule}"] * (self.pp > 1)
         parts += [f"tp {self.tp}"] * (self.tp > 1) + [f"cp {self.cp}"] * (self.cp > 1)
+        parts += [self.scheme] * (self.scheme != "ring")
         parts += [f"ep {self.ep}", *[f"etp {self.etp}"] * (self.etp > 1), f"ZeRO {self.zero}"]
         parts += ["exact balance"] * (self.balance == "exact")
         if self.capacity_factor is not None:
@@ -136,6 +139,7 @@ SHARED = (
     Setup(2, tp=2, micro_batch=4),
     Setup(2, cp=2, micro_batch=4),
     Setup(2, cp=2, ep=2, micro_batch=4, recompute=1),
+    Setup(2, cp=2, micro_batch=4, scheme="ulysses"),
     Setup(4, pp=4, accumulate=8),
     Setup(4, pp=2, ep=2, accumulate=4),
     Setup(4, pp=2, cp=2, accumulate=4, micro_batch=4),

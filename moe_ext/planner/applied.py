@@ -199,10 +199,10 @@ class Applied:
             is_causal=True,
         )
         # Shards are of one length, and keys go all the way round: each rank sends the most.
-        ring = next(each for each in found.candidates if each.scheme == "ring")
+        scheme = next(each for each in found.candidates if each.scheme == choice["scheme"])
         layers, again = self._layers(), _again(self.plan)
         forward = len(layers) + sum(i in again for i in layers)
-        passes = forward * ring.forward_bytes + len(layers) * ring.backward_bytes
+        passes = forward * scheme.forward_bytes + len(layers) * scheme.backward_bytes
         steps = job.global_batch // (self.mesh.data_size * micro)
         # Layers of a pipeline are those of all micro-batches.
         return passes * (1 if self.pipeline is not None else steps)
@@ -258,7 +258,7 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     sequences = None
     if cp > 1:
-        prepare_model(model, group=mesh.cp_group)
+        prepare_model(model, group=mesh.cp_group, scheme=str(choice["scheme"]))
     try:
         if cp > 1 and pp > 1:
             sequences = SharedSequences(model, "Plan.apply")

@@ -32,6 +32,7 @@ DISPATCHERS = ("alltoall", "dedup", "hierarchical", "allgather")
 WIRES = (None, "int8", "fp8", "mx")
 COMBINES = ("exact", "reduced")
 BALANCES = ("none", "exact")
+SCHEMES = ("ring", "ulysses")
 # Stages of a rank with "interleaved".
 CHUNKS = 2
 # Memory that formulas do not see, fragments and buffers of libraries, over what they see.
@@ -53,7 +54,7 @@ _EXCHANGE = ("ep", "etp", "dispatcher", "wire", "combine")
 STAGE = ("layers", "moe", "again", "again_moe", "ends", "in_flight", "late", "loss")
 # Passes through a layer of a step without recompute, by what takes time there.
 _PASSES = {"compute": 3, "elementwise": 3, "tensor": 2, "context": 3, "experts": 2}
-_PASSES |= {"moved experts": 2}
+_PASSES |= {"heads": 1, "moved experts": 2}
 
 
 @dataclass(frozen=True)
@@ -416,6 +417,8 @@ class CostModel:
         else:
             more = {name: c["recompute"] * value for name, value in once.items()}
         found = {name: _PASSES[name] * value + more[name] for name, value in once.items()}
+        back = torch.where(self._swaps_heads(c), layers * self._heads(c)[1], 0.0)
+        found["context"] = found["context"] + found.pop("heads") + back
         if self.job.hidden_exchanges:
             work = found["compute"] + found["elementwise"]
             found["experts"] = (found["experts"] - work).clamp(min=0.0)
@@ -423,6 +426,22 @@ class CostModel:
         # messages and the schedule have about as many as a layer.
         launches = (3.0 + again / layers) * (layers + 1) * self.cluster.layer_seconds
         return {**found, "launches": (launches - sum(found.values())).clamp(min=0.0)}
+
+    def _swaps_heads(self, c: Columns) -> Tensor:
+        """Whether ranks of a cp group exchange heads, and each has whole sequences of some."""
+        return (c["cp"] > 1) & (c.get("scheme", torch.zeros_like(c["cp"])) == 1)
+
+    def _heads(self, c: Columns) -> tuple[Tensor, Tensor]:
+        """Seconds of a layer's exchanges of heads, forward and backward."""
+        m, size = self.model, self.job.itemsize
+        latency, bandwidth = self._link(c["cp"] * c["tp"])
+        # Queries, keys and values there, results back in float32 with a number of each head; in the
+        # backward pass queries once more, gradients of results, and those of all three back.
+        out = 4.0 * (m.heads_dim + m.num_heads)
+        there = size * (m.heads_dim + 2 * m.kv_dim) + out
+        back = size * (3 * m.heads_dim + 2 * m.kv_dim) + 8.0 * m.num_heads
+        share = self.tokens(c) * (c["cp"] - 1) / c["cp"] / bandwidth
+        return 2.0 * latency + share * there, 4.0 * latency + share * back
 
     def _pass(self, c: Columns) -> Columns:
         """Seconds of one of the passes of a micro-batch through a stage's layers."""
@@ -436,6 +455,9 @@ class CostModel:
         latency, bandwidth = self._link(c["cp"] * c["tp"])
         block = self._scores(tokens) / c["cp"]
         ring = (c["cp"] - 1) * (latency + hop / bandwidth - block).clamp(min=0.0)
+        swaps = self._swaps_heads(c)
+        ring = torch.where(swaps, 0.0, ring)
+        heads = torch.where(swaps, self._heads(c)[0], 0.0)
         experts = torch.zeros_like(ring)
         if m.num_experts:
             most = (int(c[name].max()) + 1 for name in _EXCHANGE[:2])
@@ -459,7 +481,7 @@ class CostModel:
             seconds = seconds + self._coding(c["wire"], tokens * coded)
             experts = moe * seconds * self._measured("exchange")
         found = {"compute": self.compute(c), "elementwise": self.elementwise(c), "tensor": tensor}
-        found |= {"context": layers * ring, "experts": experts}
+        found |= {"context": layers * ring, "heads": layers * heads, "experts": experts}
         return {**found, "moved experts": moe * self._loads(c, "moved")}
 
     def parameters(self, c: Columns) -> tuple[Tensor, Tensor]:

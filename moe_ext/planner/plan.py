@@ -39,7 +39,7 @@ _REMEDIES = {
     "launches": "larger micro-batches, or less tp",
     "update": "ZeRO 1, or processors with a quicker memory",
     "tensor": "less tp, or a quicker link inside the node",
-    "context": "less cp, or a quicker link",
+    "context": "less cp, the other scheme, or a quicker link",
     "experts": "ep inside the node, dispatcher dedup, wire int8, or a quicker link",
     "moved experts": "balance none, larger micro-batches, or a quicker link",
     "gradient messages": "less ZeRO, a larger global batch, or a quicker network",
@@ -56,8 +56,8 @@ class Plan:
         cluster: processors and links.
         job: a step.
         choice: value of each axis: pp, tp, cp, ep, etp, micro_batch, schedule, zero, recompute,
-            dispatcher, wire, combine and balance. With recompute as many layers are computed again
-            as `stages` names.
+            dispatcher, wire, combine, balance and scheme. With recompute as many layers are
+            computed again as `stages` names.
         seconds: of a step.
         memory: bytes of the fullest rank, with the margin.
         pareto: placements of which none is both quicker and smaller, by closed forms.

@@ -16,6 +16,7 @@ from moe_ext.planner.cost import (
     COMBINES,
     DISPATCHERS,
     SCHEDULES,
+    SCHEMES,
     WIRES,
     Columns,
     CostModel,
@@ -40,6 +41,7 @@ DEFAULTS: Mapping[str, int | str | None] = {
     "wire": None,
     "combine": "exact",
     "balance": "none",
+    "scheme": "ring",
 }
 AXES = tuple(DEFAULTS)
 _MESH = ("pp", "tp", "cp", "ep", "etp", "micro_batch")
@@ -48,6 +50,7 @@ _GROUPS = {
     "pp": ("schedule",),
     "": ("zero", "recompute"),
     "ep": ("dispatcher", "wire", "combine", "balance"),
+    "cp": ("scheme",),
 }
 # Values of axes that are numbers of a tuple.
 NAMES: Mapping[str, tuple[str | None, ...]] = {
@@ -56,6 +59,7 @@ NAMES: Mapping[str, tuple[str | None, ...]] = {
     "wire": WIRES,
     "combine": COMBINES,
     "balance": BALANCES,
+    "scheme": SCHEMES,
 }
 # Placements whose pipeline is simulated, more of them while all have fewer passes of micro-batches
 # through stages than this.
@@ -209,6 +213,7 @@ def _options(cost: CostModel, fixed: Choice) -> dict[str, Tensor]:
         "pp": [(schedule,) for schedule in range(len(SCHEDULES))],
         "": list(itertools.product((0, 1, 2, 3), (0, 1))),
         "ep": ways if m.num_experts else [(0, 0, 0, 0)],
+        "cp": [(scheme,) for scheme in range(len(SCHEMES))],
     }
     return {axis: _fixed(torch.tensor(rows[axis]), _GROUPS[axis], fixed) for axis in _GROUPS}
 
@@ -216,7 +221,8 @@ def _options(cost: CostModel, fixed: Choice) -> dict[str, Tensor]:
 def _expand(cost: CostModel, mesh: Tensor, options: Mapping[str, Tensor]) -> Columns:
     """Candidates of some meshes, those in which the same groups of axes act side by side."""
     parts, own = [], {name: mesh[:, i] for i, name in enumerate(_MESH)}
-    ranks = {"pp": own["pp"], "ep": own["ep"] * own["etp"], "": own["pp"] + 1}
+    ranks = {"pp": own["pp"], "ep": own["ep"] * own["etp"], "cp": own["cp"]}
+    ranks[""] = own["pp"] + 1
     acts = torch.stack([ranks[axis] > 1 for axis in options], 1)
     for kind in acts.unique(dim=0):
         here = mesh[(acts == kind).all(1)]
@@ -241,6 +247,10 @@ def _expand(cost: CostModel, mesh: Tensor, options: Mapping[str, Tensor]) -> Col
     width = c["ep"] * c["etp"]
     nodes = (width > inner) & (width % inner == 0)
     keep &= (c["dispatcher"] != DISPATCHERS.index("hierarchical")) | nodes
+    # Ranks of a sequence have as many heads each, of queries and of keys.
+    heads = cost.model.num_heads, cost.model.num_kv_heads or cost.model.num_heads
+    shared = [count % (c["tp"] * c["cp"]) == 0 for count in heads]
+    keep &= (c["scheme"] == 0) | (shared[0] & shared[1])
     # Shards of experts go without these.
     whole = (c["wire"] == 0) & (c["balance"] == 0) & (c["zero"] < 2)
     keep &= (c["etp"] == 1) | whole

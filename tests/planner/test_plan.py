@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rank_checks import Checks
 
 from moe_ext import MoELayer
+from moe_ext.attention import choose_scheme
 from moe_ext.distributed import MoEMesh, count_traffic, sync_gradients
 from moe_ext.planner import (
     CLUSTERS,
@@ -100,6 +101,29 @@ def test_search_finds_the_best_of_all_ways_to_spread_experts(experts, load, link
     assert (found.best.choice["etp"] > 1) == (experts == 2)
     if experts == 8:
         assert (found.best.choice["balance"] == "exact") == (link == 1e10)
+
+
+def test_sequences_by_rings_or_by_heads():
+    for kv_heads in (4, 2, 1):
+        model = dataclasses.replace(SMALL, num_kv_heads=kv_heads)
+        cost = CostModel(model, CLUSTER, Job(4, 256, 16, "float32"))
+        sizes = {"batch": 1, "heads": 4, "kv_heads": kv_heads, "dim": 16, "seq_len": 256}
+        found = choose_scheme(**sizes, num_ranks=4, dtype=torch.float32, is_causal=True)
+        heads = next(each for each in found.candidates if each.scheme == "ulysses")
+        seconds = float(cost.terms(columns(cp=4, scheme="ulysses"))["context"])
+        sent = seconds / SMALL.num_layers - 6e-6
+        if kv_heads == 4:
+            both = heads.forward_bytes + heads.backward_bytes
+            assert sent * 1e10 == pytest.approx(both)
+        fixed = {"cp": 4, "pp": 1, "tp": 1}
+        schemes = {each.choice["scheme"] for each in search(cost, fixed=fixed).pareto}
+        assert "ring" in schemes or kv_heads == 4
+    # A hop that hides behind its block costs nothing, and an exchange of heads does.
+    quick = dataclasses.replace(CLUSTER, levels=(Level("node", 4, 0.0, 1e12),))
+    slow = dataclasses.replace(CLUSTER, levels=(Level("node", 4, 1e-6, 1e8),))
+    for cluster, scheme in ((quick, "ring"), (slow, "ulysses")):
+        made = CostModel(dataclasses.replace(SMALL, num_kv_heads=4), cluster, cost.job)
+        assert search(made, fixed=fixed).best.choice["scheme"] == scheme
 
 
 def test_shards_of_experts():
