@@ -31,7 +31,10 @@ class Level:
 
 # Parts of a step whose time may be measured.
 MEASURED = ("update", "all_reduce", "broadcast", "fsdp", "exchange", "sharing")
-_NUMBERS = ("memory", "memory_bandwidth", "efficiency", "score_efficiency", "layer_seconds")
+_NUMBERS = (
+    *("memory", "memory_bandwidth", "efficiency", "score_efficiency", "layer_seconds"),
+    "node_launches",
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,10 @@ class ClusterSpec:
         efficiency: share of the peak that products reach.
         score_efficiency: share of it that the scores of attention reach; None for the same.
         layer_seconds: seconds of a layer's forward pass that launches of kernels take.
+        node_launches: share by which launches take longer where tensor parallelism has all ranks of
+            a node, which wait for the slowest of them at each message.
+        multiprocessors: of a processor, each of which works on a tile of a product at a time; 0
+            where the rate of products does not depend on their shapes.
         source: of the numbers.
         costs: measured rates, of which those of the formats of rows ("rows int8") are read; without
             it these take what their bytes take through the memory.
@@ -68,6 +75,8 @@ class ClusterSpec:
     source: str = ""
     costs: CostTable | None = None
     measured: Mapping[str, float] = field(default_factory=dict)
+    node_launches: float = 0.0
+    multiprocessors: int = 0
 
     def __post_init__(self) -> None:
         """ValueError for numbers that no cluster has."""
@@ -90,10 +99,11 @@ class ClusterSpec:
                 f"ClusterSpec: expected measured to hold numbers of at least 0 of {MEASURED}, got "
                 f"{dict(self.measured)}"
             )
-        if self.layer_seconds < 0:
-            raise ValueError(
-                f"ClusterSpec: expected layer_seconds to be at least 0, got {self.layer_seconds}"
-            )
+        for name in ("layer_seconds", "node_launches", "multiprocessors"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"ClusterSpec: expected {name} to be at least 0, got {getattr(self, name)}"
+                )
 
     @classmethod
     def of(cls, cluster: ClusterSpec | Mapping[str, Any] | str | Path) -> ClusterSpec:

@@ -39,6 +39,8 @@ CHUNKS = 2
 MARGIN = 1.1
 # Of `sync_gradients`.
 _BUCKET = 25 * 2**20
+# Of the result of a product that a multiprocessor makes at a time.
+_TILE = (128, 256)
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 # Time of micro-batches that a pipeline is idle at least, for each stage behind the first.
@@ -76,6 +78,15 @@ class Job:
         hidden_exchanges: rows travel to experts and back while another micro-batch computes; what
             they take longer than its work shows. Of times alone, of programs that interleave
             micro-batches.
+        hidden_gradients: messages of gradients and of gathered weights travel while micro-batches
+            compute: with ZeRO 2 and 3 behind all of them, else behind one. What they take longer
+            shows. Of times alone, of programs that do so.
+        hidden_tensor: messages of tensor parallelism travel beside the parts of the products that
+            they belong to; what they take longer than these shows. Of times alone, as before.
+        node_limit: nodes that hold the experts of a token, at most, by a router that keeps to it;
+            0 for any. Of the dispatcher "hierarchical" alone.
+        layer_dtype: format of a byte or less of the products of layers, but for scores and the
+            output, which `ClusterSpec.flops` names; None for `dtype`.
     """
 
     num_ranks: int
@@ -86,6 +97,10 @@ class Job:
     capacity_factor: float | None = None
     eager_attention: bool = False
     hidden_exchanges: bool = False
+    hidden_gradients: bool = False
+    hidden_tensor: bool = False
+    node_limit: int = 0
+    layer_dtype: str | None = None
 
     def __post_init__(self) -> None:
         """ValueError for numbers that no job has."""
@@ -182,15 +197,17 @@ class CostModel:
 
     def __post_init__(self) -> None:
         """ValueError for a dtype that the cluster has no rate of."""
-        if self.job.dtype not in self.cluster.flops:
-            raise ValueError(
-                f"plan: expected cluster.flops to have {self.job.dtype}, got "
-                f"{sorted(self.cluster.flops)}"
-            )
+        for dtype in (self.job.dtype, self.job.layer_dtype or self.job.dtype):
+            if dtype not in self.cluster.flops:
+                raise ValueError(
+                    f"plan: expected cluster.flops to have {dtype}, got "
+                    f"{sorted(self.cluster.flops)}"
+                )
 
-    @functools.cached_property
-    def _rate(self) -> float:
-        return self.cluster.flops[self.job.dtype] * self.cluster.efficiency
+    def _rate(self, dtype: str | None = None) -> float:
+        """Operations a second of products; of layers without `dtype`."""
+        named = dtype or self.job.layer_dtype or self.job.dtype
+        return self.cluster.flops[named] * self.cluster.efficiency
 
     def _measured(self, part: str, unknown: float = 1.0) -> float:
         """What a part of a step takes over its formula."""
@@ -222,7 +239,7 @@ class CostModel:
                 *(over_S, pace_S, moves_of(kept_SE, ep)),
                 rows=float(tokens * m.top_k),
                 row_flops=2.0 * m.expert_parameters,
-                flops=self._rate,
+                flops=self._rate(),
                 expert_bytes=float(m.expert_parameters * self.job.itemsize),
                 link=Link(float(latency), float(bandwidth), float(bandwidth)),
             )
@@ -306,15 +323,75 @@ class CostModel:
         """Seconds of the products of a micro-batch's forward pass through a stage's layers."""
         m, tokens = self.model, self.tokens(c)
         layers, moe = self._layers(c)
-        met = self._dense(layers, moe) + moe * m.top_k * m.expert_parameters * self._loads(
-            c, "pace"
-        )
-        return tokens * 2.0 * met / self._rate + layers * self._scores(tokens)
+        attention, ffn, shared, expert = self._met(c)
+        met = layers * attention + (layers - moe) * ffn + moe * shared
+        met = met + moe * m.top_k * expert * self._loads(c, "pace")
+        return tokens * 2.0 * met / self._rate() + layers * self._scores(tokens)
+
+    def _met(self, c: Columns) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Parameters that a token meets: attention, a dense layer's ffn, a shared one, an expert.
+
+        Each counts as many times as its products take longer than those of full waves.
+        """
+        m, tokens = self.model, self.tokens(c)
+        one, tp = torch.ones_like(tokens), c["tp"].double()
+        more = 1 + m.num_cross_layers / m.num_layers
+        if not self.cluster.multiprocessors:
+            parts = (m.attention_parameters() * more, m.dense_layer_ffn(), m.shared_parameters())
+            attention, ffn, shared = (part * one for part in parts)
+            return attention, ffn, shared, m.expert_parameters * one
+        dim, rows = float(m.model_dim), tokens * tp
+
+        def columns(inner: float, outer: float) -> Tensor:
+            return self._product(rows, inner * one, outer / tp) * tp
+
+        def lines(inner: float, outer: float) -> Tensor:
+            return self._product(rows, inner / tp, outer * one) * tp
+
+        if m.latent:
+            queries, keys, plain, rotary, values = m.latent
+            down = self._product(tokens, dim * one, (queries + keys + rotary) * one)
+            attention = down + columns(queries, m.num_heads * (plain + rotary))
+            attention = attention + columns(keys, m.num_heads * (plain + values))
+            attention = attention + lines(m.num_heads * values, dim)
+        else:
+            attention = columns(dim, m.heads_dim + 2 * m.kv_dim) + lines(m.heads_dim, dim)
+        width = float(m.dense_ffn_dim or m.ffn_dim)
+        ffn = columns(dim, (1 + m.gated) * width) + lines(width, dim)
+        shared, expert = dim * m.num_experts * one, 0.0 * one
+        up = float(1 + m.gated_experts)
+        if m.shared_ffn_dim:
+            shared = shared + columns(dim, up * m.shared_ffn_dim) + lines(m.shared_ffn_dim, dim)
+        if m.num_experts:
+            # Experts of a rank are multiplied in one launch.
+            count, shards = m.num_experts / c["ep"].double(), self._width(c) / c["ep"]
+            each, width_of = tokens * m.top_k * shards / count, m.ffn_dim / shards
+            expert = self._product(each, dim * one, up * width_of, count)
+            expert = shards * (expert + self._product(each, width_of, dim * one, count))
+        return more * attention, ffn, shared, expert
+
+    def _product(
+        self, rows: Tensor, inner: Tensor, outer: Tensor, count: float | Tensor = 1.0
+    ) -> Tensor:
+        """Parameters of `count` matrices `[inner, outer]` for each, over the share of full waves.
+
+        The share is that of the mean of the product and of its two gradients: tiles of a result go
+        to multiprocessors wave by wave, and the last wave takes as long as a full one.
+        """
+        units, over = self.cluster.multiprocessors, torch.zeros_like(rows)
+        for high, wide in ((rows, outer), (rows, inner), (inner, outer)):
+            waves = torch.full_like(rows, torch.inf)
+            for tile_high, tile_wide in (_TILE, _TILE[::-1]):
+                tiles = count * (high / tile_high).ceil() * (wide / tile_wide).ceil()
+                waves = waves.minimum((tiles / units).ceil())
+            full = count * high * wide / (_TILE[0] * _TILE[1] * units)
+            over = over + waves / full
+        return inner * outer * over / 3.0
 
     def output(self, c: Columns) -> Tensor:
         """Seconds of a micro-batch's forward pass through the output and the loss."""
         m, tokens = self.model, self.tokens(c)
-        product = tokens * 2.0 * m.vocab_size * m.model_dim / self._rate
+        product = tokens * 2.0 * m.vocab_size * m.model_dim / self._rate(self.job.dtype)
         # Logits, and the loss in float32.
         num_bytes = tokens * m.vocab_size * (self.job.itemsize + 8.0)
         return product + num_bytes / self.cluster.memory_bandwidth
@@ -356,6 +433,14 @@ class CostModel:
         held = self._dense(layers, moe) / c["tp"]
         held = held + moe * m.num_experts * m.expert_parameters / self._width(c)
         num_bytes = self.job.itemsize * (tokens * numbers + held)
+        if self.job.layer_dtype is not None:
+            # Inputs of products in a narrow format, and in the backward pass gradients of results:
+            # two of three passes read what is to be rounded and write a byte along rows and along
+            # columns.
+            rounded = layers * (2.0 * m.model_dim + m.heads_dim)
+            rounded = rounded + (dense + shared) / (2 + m.gated)
+            rounded = rounded + rows * (m.model_dim + m.ffn_dim)
+            num_bytes = num_bytes + 2.0 / 3.0 * tokens * rounded * (self.job.itemsize + 2.0)
         return num_bytes / self.cluster.memory_bandwidth
 
     def dispatch_bytes(
@@ -375,7 +460,11 @@ class CostModel:
         dtype, formats = getattr(torch, self.job.dtype), Wire.of("plan", wire)
         shape = DispatchShape(m.num_experts, m.top_k, ranks, node, m.model_dim, dtype, formats, etp)
         sent, off = shape.sent_bytes(dispatcher, combine, 1)
-        return sent - off, off
+        near, limit = sent - off, self.job.node_limit
+        if limit and dispatcher == "hierarchical":
+            # Of the nodes of even routing the router keeps to so many.
+            off *= min(1.0, limit / expected_ranks(m.num_experts, ranks // node, m.top_k))
+        return near, off
 
     def _coded(self, ep: int, dispatcher: str, wire: str | None) -> float:
         """Elements of a token that are encoded on their way to the experts, for even routing."""
@@ -419,12 +508,19 @@ class CostModel:
         found = {name: _PASSES[name] * value + more[name] for name, value in once.items()}
         back = torch.where(self._swaps_heads(c), layers * self._heads(c)[1], 0.0)
         found["context"] = found["context"] + found.pop("heads") + back
+        if not self.job.eager_attention:
+            # A fused kernel multiplies queries and keys again: five products for two.
+            found["compute"] = found["compute"] + 0.5 * layers * self._scores(self.tokens(c))
+        if self.job.hidden_tensor:
+            found["tensor"] = (found["tensor"] - found["compute"]).clamp(min=0.0)
         if self.job.hidden_exchanges:
             work = found["compute"] + found["elementwise"]
             found["experts"] = (found["experts"] - work).clamp(min=0.0)
         # The processor waits for its launches where it is quicker than they are. Embedding, loss,
         # messages and the schedule have about as many as a layer.
         launches = (3.0 + again / layers) * (layers + 1) * self.cluster.layer_seconds
+        node = self.cluster.levels[0].size
+        launches = launches * (1.0 + self.cluster.node_launches * (c["tp"] >= max(node, 2)))
         return {**found, "launches": (launches - sum(found.values())).clamp(min=0.0)}
 
     def _swaps_heads(self, c: Columns) -> Tensor:
@@ -515,7 +611,13 @@ class CostModel:
         # Experts that are spread are stepped where they are.
         sent = of_dense + torch.where(self._width(c) > 1, 0.0, of_experts)
         behind = torch.where(c["zero"] == 1, sent, 0.0) * self._measured("broadcast", 0.0)
-        return (of_dense + of_experts) * times + behind
+        sent = (of_dense + of_experts) * times + behind
+        if not self.job.hidden_gradients:
+            return sent
+        each = sum(self.terms(c).values())
+        assert isinstance(each, Tensor)
+        work = torch.where(c["zero"] >= 2, self.num_micro_batches(c), 1.0) * each
+        return (sent - work).clamp(min=0.0)
 
     def update(self, c: Columns) -> Tensor:
         """Seconds of the optimizer's step, at the rate of the memory."""

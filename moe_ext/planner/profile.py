@@ -152,13 +152,16 @@ def measure_cluster(
         score_efficiency=None,
         memory_bandwidth=1 / a_byte,
         layer_seconds=launches,
+        node_launches=0.0,
+        multiprocessors=0,
         source=f"measured on {table.processor}, torch {table.torch_version}",
     )
     # A backward pass has two products for each of the forward pass; half of the pairs are masked.
     numel = sum(p.numel() for p in layer.parameters() if p.dim() > 1)
     active = numel - (one.num_experts - one.top_k) * one.expert_parameters
     products = 3 * 2.0 * seq_len * active
-    of_scores = 3 * 4.0 * seq_len * seq_len / 2 * heads * wide
+    # That of fused attention has five for two.
+    of_scores = 3.5 * 4.0 * seq_len * seq_len / 2 * heads * wide
     cost = CostModel(one, made, Job(1, seq_len, 1, dtype))
     moved = 3 * float(cost.elementwise(columns_of([{}])))
     # What is read and written hides no more than half of the products.

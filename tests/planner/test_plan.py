@@ -330,6 +330,117 @@ def test_exchanges_behind_other_micro_batches():
         assert float(left["experts"]) == pytest.approx(float(bare["experts"]) - work)
 
 
+def seconds_of_terms(cluster, job, **axes):
+    return {
+        name: float(value)
+        for name, value in CostModel(SMALL, cluster, job).terms(columns(**axes)).items()
+    }
+
+
+def test_products_take_whole_waves_of_tiles():
+    m, job = preset("llama-3-8b"), Job(1, 200, 1)
+    flat = dataclasses.replace(CLUSTERS["h100"], multiprocessors=0)
+    waves = dataclasses.replace(flat, multiprocessors=100)
+    plain, slow = (float(CostModel(m, each, job).compute(columns())) for each in (flat, waves))
+    # Products of queries with keys and values, and of gate with up, by columns, and the others.
+    shapes = [(4096, 6144), (4096, 4096), (4096, 2 * 14336), (14336, 4096)]
+
+    def share(high, wide):
+        tiles = min(math.ceil(high / a) * math.ceil(wide / b) for a, b in ((128, 256), (256, 128)))
+        return math.ceil(tiles / 100) * 100 * 128 * 256 / (high * wide)
+
+    # A product and the gradients of its input and of its matrix.
+    over = [(share(200, n) + share(200, k) + share(k, n)) / 3 for k, n in shapes]
+    more = sum(k * n * (each - 1) for (k, n), each in zip(shapes, over, strict=True))
+    assert more > 0.05 * sum(k * n for k, n in shapes)
+    rate = flat.flops["bfloat16"] * flat.efficiency
+    assert slow - plain == pytest.approx(32 * 200 * 2 * more / rate)
+    # Experts of a rank share their waves, and latent attention has five products.
+    for name, ep in (("qwen3-30b", 8), ("deepseek-v3", 64)):
+        job, many = Job(64, 4096, 64), columns(ep=ep)
+        each = [float(CostModel(preset(name), c, job).compute(many)) for c in (flat, waves)]
+        assert each[0] < each[1] < 1.3 * each[0]
+        last = [float(CostModel(preset(name), c, job).bound(many)) for c in (flat, waves)]
+        assert last[0] < last[1] <= float(CostModel(preset(name), waves, job).least(many))
+
+
+def test_a_tp_group_of_all_ranks_of_a_node_launches_longer():
+    job = Job(8, 256, 16, "float32")
+    slow = dataclasses.replace(CLUSTER, layer_seconds=1.0)
+    longer = dataclasses.replace(slow, node_launches=0.5)
+    node = CLUSTER.levels[0].size
+    for tp in (2, 4):
+        before, after = (seconds_of_terms(each, job, tp=tp) for each in (slow, longer))
+        whole = 3.0 * (SMALL.num_layers + 1)
+        assert after["launches"] - before["launches"] == pytest.approx(
+            0.5 * whole if tp == node else 0.0
+        )
+
+
+def test_messages_behind_the_work_of_programs_that_hide_them():
+    job = Job(8, 256, 16, "float32")
+    hidden = dataclasses.replace(job, hidden_gradients=True, hidden_tensor=True)
+    slow = dataclasses.replace(CLUSTER, flops={"float32": 1e16}, memory_bandwidth=1e15)
+    for cluster in (CLUSTER, slow):
+        seen, left = (seconds_of_terms(cluster, each, tp=2) for each in (job, hidden))
+        shown = max(seen["tensor"] - seen["compute"], 0.0)
+        assert left["tensor"] == pytest.approx(shown)
+        assert all(seen[name] == left[name] for name in seen if name != "tensor")
+        for zero in (1, 2, 3):
+            one = columns(zero=zero)
+            open_, shut = (CostModel(SMALL, cluster, each) for each in (job, hidden))
+            work = sum(float(value) for value in shut.terms(one).values())
+            work *= float(shut.num_micro_batches(one)) if zero > 1 else 1
+            rest = max(float(open_.gradients(one)) - work, 0.0)
+            assert float(shut.gradients(one)) == pytest.approx(rest)
+
+
+def test_a_router_that_keeps_to_few_nodes_sends_less_between_them():
+    m = preset("deepseek-v3")
+    free, kept = (CostModel(m, CLUSTERS["h100"], Job(64, node_limit=limit)) for limit in (0, 4))
+    way = (64, "hierarchical", None, "reduced")
+    (near, far), (inside, outside) = (each._dispatch(*way) for each in (free, kept))
+    # Of eight nodes of 32 experts eight at random have five and a quarter.
+    nodes = 8 * (1 - math.comb(224, 8) / math.comb(256, 8))
+    assert inside == near and outside == pytest.approx(far * 4 / nodes)
+    assert CostModel(m, CLUSTERS["h100"], Job(64, node_limit=8))._dispatch(*way) == (near, far)
+
+
+def test_layers_in_a_narrow_format():
+    m, cluster = preset("llama-3-8b"), CLUSTERS["h100"]
+    twice = dataclasses.replace(
+        cluster, flops={**cluster.flops, "float8": 2 * cluster.flops["bfloat16"]}
+    )
+    wide, narrow = (
+        CostModel(m, twice, Job(8, 256, 16, layer_dtype=dtype)) for dtype in (None, "float8")
+    )
+    one = columns()
+    scores = 32 * float(wide._scores(wide.tokens(one)))
+    assert float(wide.compute(one)) - scores == pytest.approx(
+        2 * (float(narrow.compute(one)) - scores)
+    )
+    assert torch.equal(wide.output(one), narrow.output(one))
+    # Two passes of three read 2 bytes and write a byte twice of each number.
+    rounded = 32 * 256 * (2 * 4096 + 4096 + 14336) * 4 * 2 / 3
+    more = float(narrow.elementwise(one) - wide.elementwise(one))
+    assert more == pytest.approx(rounded / twice.memory_bandwidth)
+    with pytest.raises(ValueError, match="expected cluster.flops to have float8"):
+        CostModel(m, cluster, Job(8, layer_dtype="float8"))
+
+
+def test_the_backward_pass_of_fused_attention_has_five_products():
+    job = Job(4, 256, 16, "float32")
+    fused, eager = (
+        CostModel(SMALL, CLUSTER, job),
+        CostModel(SMALL, CLUSTER, dataclasses.replace(job, eager_attention=True)),
+    )
+    one = columns()
+    for each, passes in ((fused, 0.5), (eager, 0.0)):
+        more = float(each.terms(one)["compute"] - 3 * each.compute(one))
+        scores = SMALL.num_layers * float(each._scores(each.tokens(one)))
+        assert more == pytest.approx(passes * scores, abs=1e-12)
+
+
 def test_a_ring_leaves_a_node_by_the_links_of_all_its_ranks():
     cost = CostModel(SMALL, CLUSTER, Job(8, 256, 16, "float32"))
     # Four ranks of a node have 1e9 bytes a second each; of every fourth rank there is one.
