@@ -27,8 +27,6 @@ SOURCES = {
     "b5bcd76c66d0acb1a08b176d9639425bc55e0b2a/benchmarks",
     "deepseek-v3": "https://arxiv.org/abs/2412.19437",
 }
-# Constants are fitted once for each: a machine with its software.
-GROUPS = (("vtrain", "megatron-2021"), ("megatron-bridge", "torchtitan", "deepseek-v3"))
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,9 @@ class System:
         network: bytes a second of a rank to other nodes.
         flops: operations a second in 16 bits.
         memory: bytes a second of the memory.
+        multiprocessors: of a processor.
+        nvfp4: peak in NVFP4, over that of Blackwell.
+        scores: rate of the exponentials in attention, over that of Blackwell and what was before.
     """
 
     node: int
@@ -48,21 +49,31 @@ class System:
     network: float
     flops: float
     memory: float
+    multiprocessors: int
+    nvfp4: float = 1.0
+    scores: float = 1.0
 
 
 SYSTEMS = {
     # vTrain's configurations say 800 Gbit/s for a node.
-    "A100-800G": System(8, 300e9, 12.5e9, 312e12, 2.039e12),
-    "A100": System(8, 300e9, 25e9, 312e12, 2.039e12),
-    "H100": System(8, 450e9, 50e9, 989e12, 3.35e12),
-    "H100-500W": System(8, 450e9, 50e9, 989e12, 2.4e12),
-    "H200": System(8, 450e9, 50e9, 989e12, 4.8e12),
-    "H800": System(8, 200e9, 50e9, 989e12, 3.35e12),
-    "B200": System(8, 900e9, 50e9, 2.25e15, 8e12),
-    "B300": System(8, 900e9, 100e9, 2.25e15, 8e12),
-    "GB200": System(72, 900e9, 50e9, 2.5e15, 8e12),
-    "GB300": System(72, 900e9, 100e9, 2.5e15, 8e12),
+    "A100-800G": System(8, 300e9, 12.5e9, 312e12, 2.039e12, 108),
+    "A100": System(8, 300e9, 25e9, 312e12, 2.039e12, 108),
+    "H100": System(8, 450e9, 50e9, 989e12, 3.35e12, 132),
+    "H100-500W": System(8, 450e9, 50e9, 989e12, 2.4e12, 132),
+    "H200": System(8, 450e9, 50e9, 989e12, 4.8e12, 132),
+    "H800": System(8, 200e9, 50e9, 989e12, 3.35e12, 132),
+    "B200": System(8, 900e9, 50e9, 2.25e15, 8e12, 148),
+    "B300": System(8, 900e9, 100e9, 2.25e15, 8e12, 148, 1.5, 2.0),
+    "GB200": System(72, 900e9, 50e9, 2.5e15, 8e12, 148),
+    "GB300": System(72, 900e9, 100e9, 2.5e15, 8e12, 148, 1.5, 2.0),
 }
+# Name of the format of a run's layers; scores, output and messages are in 16 bits.
+LAYERS = "layers"
+# Sources whose programs send gradients and weights while micro-batches compute.
+HIDDEN = ("megatron-bridge", "torchtitan", "deepseek-v3")
+# Bytes of a parameter that the optimizer's step reads and writes over those of the planner's, which
+# are 28: Megatron-LM of that time also turned gradients to float32, unscaled and clipped them.
+UPDATES = {"vtrain": 60 / 28, "megatron-2021": 60 / 28}
 # Products of a format over those of 16 bits, by their peaks.
 FORMATS = {"FP16": 1.0, "BF16": 1.0, "FP8": 2.0, "MXFP8": 2.0, "NVFP4": 4.0}
 
@@ -91,6 +102,7 @@ class Run:
     zero: int
     recompute: int
     overlap: int
+    dispatcher: str
     seconds: float
     tflops: float | None
 
@@ -114,6 +126,34 @@ class Run:
             *(self.micro_batch, self.tp, self.cp, self.pp, self.vp, self.ep),
             *(self.zero, self.recompute),
         )
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that share their constants: a machine with its software.
+
+    Attributes:
+        sources: of its runs.
+        single: those on one node, or those on many, alone; None for both.
+    """
+
+    sources: tuple[str, ...]
+    single: bool | None = None
+
+    def __contains__(self, run: Run) -> bool:
+        return run.source in self.sources and self.single in (None, run.single)
+
+    def __str__(self) -> str:
+        level = "" if self.single is None else f", {level_name(self.single)}"
+        return ", ".join(self.sources) + level
+
+
+GROUPS = (
+    Group(("vtrain",), True),
+    Group(("vtrain", "megatron-2021"), False),
+    Group(("megatron-bridge", "deepseek-v3")),
+    Group(("torchtitan",)),
+)
 
 
 @functools.cache
@@ -167,6 +207,7 @@ def read_runs() -> list[Run]:
             run = Run(
                 *(row["source"], row["release"], row["model"], row["system"]),
                 precision=row["precision"],
+                dispatcher=row["dispatcher"],
                 seconds=0.0,
                 tflops=tflops,
                 **named,
@@ -206,51 +247,62 @@ def fitted_rows(runs: Sequence[Run]) -> set[int]:
 
 @dataclass(frozen=True)
 class Constants:
-    """The fitted constants: shares, and seconds of a layer's launches.
+    """The fitted constants: shares, seconds of a layer's launches, and factors.
 
     Attributes:
         products: share of the peak of products, in each format.
         scores: share of the peak in 16 bits that attention reaches.
         memory: share of the memory's nominal rate.
-        link: share of the nominal rate of links in the node.
-        network: share of the nominal rate of links between nodes.
+        links: share of the nominal rates of links.
+        alltoall: share of these that NCCL's all-to-all reaches in the node.
         layer_seconds: see `ClusterSpec`.
+        node_launches: see `ClusterSpec`.
+        gradients: what means of gradients that travel behind work take over their formula.
     """
 
     products: float = 0.6
     scores: float = 0.3
     memory: float = 0.6
-    link: float = 0.6
-    network: float = 0.6
+    links: float = 0.6
+    alltoall: float = 0.5
     layer_seconds: float = 8e-4
+    node_launches: float = 0.2
+    gradients: float = 1.0
 
     def cluster(self, run: Run) -> ClusterSpec:
         """The run's system at these rates."""
-        system, factor = SYSTEMS[run.system], FORMATS[run.precision]
+        system = SYSTEMS[run.system]
+        factor = FORMATS[run.precision] * (system.nvfp4 if run.precision == "NVFP4" else 1.0)
+        node = system.link * self.links * (self.alltoall if run.dispatcher == "alltoall" else 1.0)
         levels = (
-            Level("node", system.node, 3e-6 / self.link, system.link * self.link),
-            Level("network", 2**20, 10e-6 / self.network, system.network * self.network),
+            Level("node", system.node, 3e-6 / self.links, node),
+            Level("network", 2**20, 10e-6 / self.links, system.network * self.links),
         )
+        measured = {"update": UPDATES.get(run.source, 1.0)}
+        if run.source in HIDDEN:
+            measured["all_reduce"] = self.gradients
         return ClusterSpec(
             levels,
-            {"bfloat16": system.flops * factor},
+            {"bfloat16": system.flops, LAYERS: system.flops * factor},
             math.inf,
             system.memory * self.memory,
             self.products,
-            self.scores / factor,
+            min(1.0, self.scores * system.scores),
             self.layer_seconds,
+            measured=measured,
+            node_launches=self.node_launches,
+            multiprocessors=system.multiprocessors,
         )
 
     def vector(self) -> torch.Tensor:
-        """Logits of shares, and the logarithm of the seconds."""
-        *shares, seconds = dataclasses.astuple(self)
-        both = torch.tensor([*shares, seconds], dtype=torch.float64)
-        return torch.cat([both[:-1].logit(), both[-1:].log()])
+        """Logits of the five shares, and the logarithms of the others."""
+        both = torch.tensor(dataclasses.astuple(self), dtype=torch.float64)
+        return torch.cat([both[:5].logit(), both[5:].log()])
 
     @staticmethod
     def of(vector: torch.Tensor) -> "Constants":
         """The inverse of `vector`."""
-        return Constants(*vector[:-1].sigmoid().tolist(), float(vector[-1].exp()))
+        return Constants(*vector[:5].sigmoid().tolist(), *vector[5:].exp().tolist())
 
 
 def cost_of(run: Run, constants: Constants) -> tuple[CostModel, dict[str, torch.Tensor]]:
@@ -258,19 +310,26 @@ def cost_of(run: Run, constants: Constants) -> tuple[CostModel, dict[str, torch.
     cluster = constants.cluster(run)
     node, ep = SYSTEMS[run.system].node, run.ep
     away = ep > node and ep % node == 0
+    plain = ep == 1 or run.dispatcher == "alltoall"
     choice = {
         **{"pp": run.pp, "tp": run.tp, "cp": run.cp, "ep": ep, "micro_batch": run.micro_batch},
         **{"schedule": "1f1b" if run.vp == 1 else "interleaved", "zero": run.zero},
-        **{"recompute": run.recompute, "wire": None},
+        # DeepSeek-V3 sends rows to the experts in FP8.
+        **{"recompute": run.recompute, "wire": "fp8" if run.source == "deepseek-v3" else None},
         # DeepEP's and HybridEP's way: a row once for each rank, or node, and sums on the way back.
-        "dispatcher": "alltoall" if ep == 1 else "hierarchical" if away else "dedup",
-        "combine": "exact" if ep == 1 else "reduced",
+        "dispatcher": "alltoall" if plain else "hierarchical" if away else "dedup",
+        "combine": "exact" if plain else "reduced",
     }
+    dense = not model_of(run.model).num_experts
     # The A100 runs are older than fused attention.
     job = Job(
         *(run.gpus, run.seq_len, run.global_batch),
         eager_attention="A100" in run.system,
         hidden_exchanges=bool(run.overlap),
+        hidden_gradients=run.source in HIDDEN,
+        hidden_tensor=run.source == "megatron-bridge" and run.precision != "NVFP4" and dense,
+        node_limit=4 if run.source == "deepseek-v3" else 0,
+        layer_dtype=LAYERS if FORMATS[run.precision] > 1 else None,
     )
     return CostModel(model_of(run.model), cluster, job), columns_of([choice])
 
@@ -305,7 +364,7 @@ def fit(runs: Sequence[Run], rounds: int = 30) -> Constants:
     def loss(vector: torch.Tensor, r: torch.Tensor) -> float:
         return float(r.abs().sum() + 0.02 * (vector - start).square().sum())
 
-    x, damping = start, 1.0
+    x, damping, gain = start, 1.0, 0.0
     r = residuals(x)
     for _ in range(rounds):
         moved = [x + 0.02 * unit for unit in torch.eye(len(x), dtype=x.dtype)]
@@ -317,10 +376,13 @@ def fit(runs: Sequence[Run], rounds: int = 30) -> Constants:
             step = torch.linalg.solve(left + damping * left.diag().diag(), right)
             new = x - step.clamp(-1, 1)
             found = residuals(new)
-            if loss(new, found) < loss(x, r):
+            gain = loss(x, r) - loss(new, found)
+            if gain > 0:
                 x, r, damping = new, found, damping / 4
                 break
             damping *= 3
+        if gain < 1e-3 * len(runs) / 100:
+            break
     return Constants.of(x)
 
 
@@ -341,7 +403,7 @@ def validate() -> Validation:
     constants = []
     predicted = [0.0] * len(runs)
     for group in GROUPS:
-        rows = [i for i, run in enumerate(runs) if run.source in group]
+        rows = [i for i, run in enumerate(runs) if run in group]
         constants.append(fit([runs[i] for i in rows if i in fitted]))
         for i in rows:
             predicted[i] = predict(runs[i], constants[-1])
@@ -444,14 +506,19 @@ def constants_table(found: Validation) -> Table:
     """The table of fitted constants."""
     rows = []
     for group, made in zip(GROUPS, found.constants, strict=True):
-        *shares, seconds = dataclasses.astuple(made)
+        shares = dataclasses.astuple(made)[:5]
         cells = [f"{share:.2f}" for share in shares]
-        rows.append((", ".join(group), *cells, f"{1e6 * seconds:.0f}"))
-    header = ("sources", "products", "scores", "memory", "link", "network", "launches")
+        cells += [f"{1e6 * made.layer_seconds:.0f}", f"{made.node_launches:.2f}"]
+        rows.append((str(group), *cells, f"{made.gradients:.2f}"))
+    header = ("runs", "products", "scores", "memory", "links", "alltoall")
+    header = (*header, "launches", "node launches", "gradients")
     note = (
         "Shares of nominal rates: products in their format, scores of attention of the peak in 16 "
-        "bits, memory, links in the node, links between nodes. *launches*: microseconds of a "
-        "layer's forward pass, which show where its kernels are shorter."
+        "bits, memory, links, and NCCL's all-to-all in a node of those. *launches*: microseconds "
+        "of a layer's forward pass, which show where its kernels are shorter; *node launches*: by "
+        "what share they are longer where tensor parallelism has all ranks of a node. *gradients*: "
+        "what their messages take behind work, over the formula. Constants that no row of a group "
+        "tells stay where the fit begins."
     )
     return Table("Planner: fitted constants", note, header, rows)
 

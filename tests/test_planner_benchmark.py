@@ -34,6 +34,31 @@ def test_runs_are_plans_of_their_ranks():
         assert rest == 0 and run.global_batch % (data * run.micro_batch) == 0, run
         assert run.gpus // run.pp % run.ep == 0 and spec.num_heads % run.tp == 0, run
         assert run.ep == 1 or spec.num_experts % run.ep == 0, run
+        assert run.dispatcher in (("alltoall", "flex") if spec.num_experts else ("",)), run
+
+
+def test_every_run_is_in_one_group_and_has_its_rates():
+    from bench_planner import GROUPS, LAYERS, SYSTEMS, Constants, cost_of, read_runs
+
+    runs, made = read_runs(), Constants(links=0.5, alltoall=0.4, gradients=3.0)
+    assert all(sum(run in group for group in GROUPS) == 1 for run in runs)
+    for run in runs[::7] + [run for run in runs if run.precision == "NVFP4"]:
+        cost, columns = cost_of(run, made)
+        system, cluster = SYSTEMS[run.system], cost.cluster
+        share = 0.5 * (0.4 if run.dispatcher == "alltoall" else 1)
+        assert cluster.levels[0].bandwidth == pytest.approx(share * system.link)
+        assert cluster.levels[1].bandwidth == 0.5 * system.network
+        narrow = run.precision in ("FP8", "MXFP8", "NVFP4")
+        assert cost.job.layer_dtype == (LAYERS if narrow else None)
+        times = {"NVFP4": 6 if run.system == "GB300" else 4, "FP8": 2, "MXFP8": 2}
+        peak = cluster.flops["bfloat16"] * times.get(run.precision, 1)
+        assert cluster.flops[LAYERS] == pytest.approx(peak)
+        old = run.source in ("vtrain", "megatron-2021")
+        assert cost.job.hidden_gradients is not old
+        assert cluster.measured.get("all_reduce", 1.0) == (1 if old else 3)
+        assert cost.job.eager_attention is old
+        assert int(columns["dispatcher"]) == 0 or run.dispatcher == "flex"
+        assert (int(columns["wire"]) > 0) is (run.source == "deepseek-v3")
 
 
 def test_operations_are_those_that_are_published():
