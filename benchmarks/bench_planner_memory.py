@@ -5,18 +5,25 @@ Every allocation and release of torch's allocator is counted, so that runs find 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from _harness import Table, peak_allocated
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from moe_ext.optim import DiLoCo
 from moe_ext.planner import ClusterSpec, Level, ModelSpec, Plan, plan
+from moe_ext.planner.applied import rounds_of
 from moe_ext.testing import spawn_ranks
 
 CLUSTER = ClusterSpec((Level("node", 4, 1e-6, 1e10),), {"float32": 1e11}, 1e12, 1e10)
 SEED = 0
+# Of the outer optimizer of local steps, whose momentum takes it along, as DiLoCo has it.
+OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True, "foreach": True}
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,8 @@ class Setup:
         etp: ranks that share each expert.
         balance: "exact" for experts that move in every pass.
         capacity_factor: rows of an expert over those of an even load.
+        local_steps: of a round; 1 for means of gradients.
+        local_codec: of rounds.
     """
 
     ranks: int
@@ -68,6 +77,8 @@ class Setup:
     etp: int = 1
     balance: str = "none"
     capacity_factor: float | None = None
+    local_steps: int = 1
+    local_codec: str = "none"
 
     @property
     def fixed(self) -> dict[str, int | str | None]:
@@ -93,6 +104,8 @@ class Setup:
             parts += [self.dispatcher] + [self.combine] * (self.combine != "exact")
             parts += [self.wire] if self.wire else []
         parts += [f"{name} {value}" for name, value in self.sizes]
+        if self.local_steps > 1:
+            parts += [f"{self.local_steps} local steps, {self.local_codec}"]
         return ", ".join(parts)
 
 
@@ -128,7 +141,7 @@ SETUPS = (
     Setup(4, ep=2, zero=1, sizes=LONG, accumulate=2, recompute=1),
     Setup(4, zero=3, sizes=WIDE, accumulate=2),
 )
-# With stages, and with layers and sequences that ranks share.
+# With stages, with layers and sequences that ranks share, and with rounds of local steps.
 SHARED = (
     Setup(2, pp=2, accumulate=4),
     Setup(2, pp=2, accumulate=4, schedule="gpipe"),
@@ -144,6 +157,10 @@ SHARED = (
     Setup(4, pp=2, ep=2, accumulate=4),
     Setup(4, pp=2, cp=2, accumulate=4, micro_batch=4),
     Setup(4, pp=2, tp=2, accumulate=4, micro_batch=4),
+    Setup(2, local_steps=2, micro_batch=1, seq_len=128),
+    Setup(2, ep=2, local_steps=2, micro_batch=4),
+    Setup(2, local_steps=2, local_codec="int8", micro_batch=1, seq_len=128),
+    Setup(4, pp=2, accumulate=4, local_steps=2, local_codec="sparseloco"),
 )
 # With shards of experts, experts that move, and limits on their rows.
 SPREAD = (
@@ -192,6 +209,8 @@ def planned(setup: Setup, model: nn.Module | ModelSpec, memory: float = CLUSTER.
         dtype="float32",
         load=load.tolist(),
         capacity_factor=setup.capacity_factor,
+        local_steps=setup.local_steps,
+        local_codec=setup.local_codec,
         fixed=setup.fixed,
     )
 
@@ -244,6 +263,18 @@ def measure(setup: Setup) -> tuple[int, Plan]:
         for optimizer in optimizers:
             optimizer.step()
 
+    rounds = None
+    with contextlib.ExitStack() as stack:
+        if setup.local_steps > 1:
+            options = {"lr": 1.0} if setup.local_codec == "sparseloco" else OUTER
+            # Each step ends a round.
+            rounds = rounds_of(applied, optimizers[0], 1, torch.optim.SGD, **options)
+            stack.enter_context(rounds)
+        return _counted(model, optimizers, step) + _kept(rounds), made
+
+
+def _counted(model: nn.Module, optimizers: list[Optimizer], step: Callable[[], None]) -> int:
+    """Most bytes of tensors on this rank in a step of training, but for what local steps keep."""
     # The first step makes the optimizer's state.
     step()
     for optimizer in optimizers:
@@ -260,7 +291,23 @@ def measure(setup: Setup) -> tuple[int, Plan]:
         rises.append(peak_allocated(step))
         for optimizer in optimizers:
             optimizer.zero_grad()
-    return sum(storages.values()) + min(rises), made
+    return sum(storages.values()) + min(rises)
+
+
+def _kept(rounds: DiLoCo | None) -> int:
+    """Bytes that local steps keep between rounds."""
+    if rounds is None:
+        return 0
+    state, total = rounds.state_dict(), 0
+    for outer in state["outer"]:
+        for each in outer["state"].values():
+            total += sum(x.nbytes for x in each.values() if isinstance(x, Tensor))
+    (own,) = (value for name, value in state.items() if name.startswith("rank"))
+    for part in own.values():
+        total += sum(x.nbytes for x in part["original"])
+        # And what the next round writes in its place.
+        total += 2 * sum(x.nbytes for x in part["owed"].values())
+    return total
 
 
 def measure_on_rank(rank: int, setups: tuple[Setup, ...]) -> list[tuple[int, Plan]]:

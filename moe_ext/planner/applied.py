@@ -18,8 +18,10 @@ from moe_ext.distributed.gradients import gradient_buckets
 from moe_ext.distributed.groups import group_size
 from moe_ext.distributed.placement import sharded_parameters
 from moe_ext.nn.experts import slots_of_shards
+from moe_ext.optim import DiLoCo, SparseLoCo
 from moe_ext.pipeline import ActionTable, Pipeline, make_table
 from moe_ext.planner.cost import CHUNKS, exchange_bytes, gradient_bytes
+from moe_ext.planner.rounds import round_codec
 from moe_ext.planner.spec import model_spec
 from moe_ext.planner.stages import StageLayers, split_evenly
 
@@ -67,7 +69,8 @@ class Applied:
 
         Rows to experts and back, their gradients, the means of gradients, what stages of a pipeline
         pass on, and keys and values of attention with their gradients; not the messages of FSDP2
-        and of DTensors, by which layers are divided: nothing counts these.
+        and of DTensors, by which layers are divided: nothing counts these. With local steps
+        gradients have no means, and a round ends with `round_bytes` more.
 
         Args:
             routing: for each layer with experts of each micro-batch on this rank, in the order of
@@ -112,10 +115,51 @@ class Applied:
             rows += exchange_bytes(each, here, backward=True, **options)
         return {
             "rows": rows,
-            "gradients": 0 if _is_fsdp(self.plan) else self._gradient_bytes(),
+            "gradients": self._gradient_bytes() if self._averages else 0,
             "pipeline": self._pipeline_bytes(),
             "attention": self._attention_bytes(),
         }
+
+    def round_bytes(self) -> int:
+        """Bytes that this rank sends at the end of a round of local steps; 0 without them."""
+        job, mesh = self.plan.job, self.mesh
+        if job.local_steps == 1:
+            return 0
+        codec, total = round_codec(job.local_codec).codec, 0
+        whole = (self._dense(), group_size(mesh.stage_group)), (self._sharded(), mesh.edp_size)
+        for held, ranks in whole:
+            numel = sum(p.numel() for p in held if p.requires_grad)
+            total += codec.sent_bytes(numel, ranks) if numel and ranks > 1 else 0
+        return total
+
+    def local_steps(
+        self, inner: Optimizer, cls: type[Optimizer] = torch.optim.SGD, **options: Any
+    ) -> DiLoCo:
+        """Rounds of a job with local steps, `DiLoCo` or `SparseLoCo`, to be entered by `with`.
+
+        ::
+
+            (inner,) = applied.optimizers(torch.optim.AdamW, lr=4e-4)
+            with applied.local_steps(inner, lr=0.7, momentum=0.9, nesterov=True):
+                ...  # steps of training; each `Job.local_steps`-th one ends a round
+
+        Each rank of a stage is a worker. Dense parameters are averaged over all of them, experts
+        over the ranks that hold the same ones; where no other rank does, they have no rounds.
+
+        Args:
+            inner: of the model, as `optimizers` makes it.
+            cls: of the outer optimizer.
+            options: of it.
+
+        Raises:
+            ValueError: the job has no local steps.
+        """
+        steps = self.plan.job.local_steps
+        if steps == 1:
+            raise ValueError(
+                "Applied.local_steps: expected a plan made with local_steps above 1, got 1"
+            )
+        return rounds_of(self, inner, steps, cls, **options)
 
     def optimizers(self, cls: type[Optimizer], **options: Any) -> list[Optimizer]:
         """Optimizers of the model, to be stepped one after another.
@@ -149,6 +193,11 @@ class Applied:
         """Every shard of each chosen expert."""
         experts, group = self.plan.model.num_experts, self.mesh.ep_group
         return slots_of_shards(topk_idx_TK, topk_idx_TK, experts, group)[0]
+
+    @property
+    def _averages(self) -> bool:
+        """Whether gradients get a mean at the end of a step."""
+        return not _is_fsdp(self.plan) and self.plan.job.local_steps == 1
 
     def _layers(self) -> list[int]:
         """Layers of this rank in the order of a step's forward passes; without stages of one."""
@@ -217,9 +266,25 @@ class Applied:
         return sends * tokens * sizes.model_dim * job.itemsize + self.pipeline.tied_bytes
 
     def sync_gradients(self) -> None:
-        """Average gradients after the last backward pass of a step; FSDP2 has done it before."""
-        if not _is_fsdp(self.plan):
+        """Average gradients after the last backward pass of a step; FSDP2 has done it before.
+
+        With local steps each rank keeps its own.
+        """
+        if self._averages:
             sync_gradients(self.model, mesh=self.mesh)
+
+
+def rounds_of(
+    applied: Applied, inner: Optimizer, steps: int, cls: type[Optimizer], **options: Any
+) -> DiLoCo:
+    """See `Applied.local_steps`; with so many steps to a round."""
+    mesh, codec = applied.mesh, applied.plan.job.local_codec
+    # The outer optimizer steps all that it has: experts without rounds are none of it.
+    held = applied._dense() + (applied._sharded() if mesh.edp_size > 1 else [])
+    outer = cls([p for p in held if p.requires_grad], **options)
+    if codec == "sparseloco":
+        return SparseLoCo(mesh.stage_group, [applied.model], inner, outer, steps)
+    return DiLoCo(mesh.stage_group, [applied.model], inner, outer, steps, codec=codec)
 
 
 def apply_plan(plan: Plan, model: nn.Module) -> Applied:

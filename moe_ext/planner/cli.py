@@ -34,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rows of an expert over those of an even load, the others are dropped",
     )
     parser.add_argument(
+        "--local-steps", type=int, default=1, help="inner steps of a round of DiLoCo (%(default)s)"
+    )
+    parser.add_argument(
+        "--local-codec", default="none", help="of rounds: int8, say, or sparseloco (%(default)s)"
+    )
+    parser.add_argument(
         "--fix", action="append", default=[], metavar="AXIS=VALUE", help="a value to keep, pp=1 say"
     )
     parser.add_argument(
@@ -95,6 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
             dtype=arguments.dtype,
             load=_number(arguments.load),
             capacity_factor=arguments.capacity_factor,
+            local_steps=arguments.local_steps,
+            local_codec=arguments.local_codec,
             fixed=fixed,
             progress=_show if sys.stderr.isatty() else None,
         )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ext._checks import check_sizes
+from moe_ext._checks import check_choice, check_sizes
 from moe_ext.distributed.comm import all_reduce_bytes
 from moe_ext.distributed.dispatch.auto import DispatchShape, expected_ranks
 from moe_ext.distributed.dispatch.base import sum_dtype
@@ -26,6 +26,7 @@ from moe_ext.planner.balance import Loads, balanced, moves_of
 from moe_ext.planner.cluster import ClusterSpec
 from moe_ext.planner.load import Load, counts_of
 from moe_ext.planner.presets import ModelSpec
+from moe_ext.planner.rounds import LOCAL_CODECS, RoundCodec, round_codec
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved")
 DISPATCHERS = ("alltoall", "dedup", "hierarchical", "allgather")
@@ -87,6 +88,11 @@ class Job:
             0 for any. Of the dispatcher "hierarchical" alone.
         layer_dtype: format of a byte or less of the products of layers, but for scores and the
             output, which `ClusterSpec.flops` names; None for `dtype`.
+        local_steps: steps of the inner optimizer in a round of `moe_ext.optim.DiLoCo`: each rank
+            with data of its own is a worker, and the workers average what they did at the end of a
+            round. 1 for the mean of the gradients in each step.
+        local_codec: of what travels in a round: "none", a format of `moe_ext.compression` ("bf16",
+            "int8", "int4", ...) or "sparseloco", `moe_ext.optim.SparseLoCo`.
     """
 
     num_ranks: int
@@ -101,6 +107,8 @@ class Job:
     hidden_tensor: bool = False
     node_limit: int = 0
     layer_dtype: str | None = None
+    local_steps: int = 1
+    local_codec: str = "none"
 
     def __post_init__(self) -> None:
         """ValueError for numbers that no job has."""
@@ -109,7 +117,14 @@ class Job:
             num_ranks=self.num_ranks,
             seq_len=self.seq_len,
             global_batch=self.global_batch,
+            local_steps=self.local_steps,
         )
+        check_choice("Job", "local_codec", self.local_codec, LOCAL_CODECS)
+        if self.local_steps == 1 and self.local_codec != "none":
+            raise ValueError(
+                "Job: expected local_codec to be 'none' without local steps, got "
+                f"{self.local_codec!r}"
+            )
         if self.dtype not in _BYTES:
             raise ValueError(
                 f"Job: expected dtype to be one of {sorted(_BYTES)}, got {self.dtype!r}"
@@ -601,6 +616,8 @@ class CostModel:
     def gradients(self, c: Columns) -> Tensor:
         """Seconds of a step's messages for gradients and weights between copies."""
         dense, experts = self.parameters(c)
+        if self.job.local_steps > 1:
+            return torch.zeros_like(dense)
         copies, edp = self._data(c) * c["cp"], self._stage(c) / self._width(c)
         size = float(self.job.itemsize)
         of_dense = self._ring(copies, c["tp"], dense * size)
@@ -618,6 +635,53 @@ class CostModel:
         assert isinstance(each, Tensor)
         work = torch.where(c["zero"] >= 2, self.num_micro_batches(c), 1.0) * each
         return (sent - work).clamp(min=0.0)
+
+    def rounds(self, c: Columns) -> Tensor:
+        """Seconds of a round of local steps, for each of its steps."""
+        dense, experts = self.parameters(c)
+        found = torch.zeros_like(dense)
+        if self.job.local_steps == 1:
+            return found
+        codec, size = round_codec(self.job.local_codec), self.job.itemsize
+        reduction = 2.0 * (self._measured("all_reduce") if codec.codec.plain else 1.0)
+        for numel, ranks, stride in (
+            (dense, self._data(c), torch.ones_like(c["ep"])),
+            (experts, self._stage(c) / self._width(c), self._width(c)),
+        ):
+            # Each rank's payload goes to all others, or sums of shards come and go.
+            num_bytes = codec.sent * numel * (ranks if codec.gathers else 1.0)
+            found = found + self._ring(ranks, stride, num_bytes) * (
+                1.0 if codec.gathers else reduction
+            )
+            found = found + self._round_coding(codec, numel, ranks)
+        # Pseudo-gradients in float32, weights, those of the last round and the outer momentum are
+        # each read and written.
+        numbers = self._averaged(c) * (8.0 + 2.0 * (2 + codec.has_momentum) * size)
+        return (found + numbers / self.cluster.memory_bandwidth) / self.job.local_steps
+
+    def _averaged(self, c: Columns) -> Tensor:
+        """Parameters of a rank that rounds average: not of experts that no other rank holds."""
+        dense, experts = self.parameters(c)
+        width = self._width(c)
+        return dense + torch.where((width == 1) | (self._stage(c) > width), experts, 0.0)
+
+    def _round_coding(self, codec: RoundCodec, numel: Tensor, ranks: Tensor) -> Tensor:
+        """Seconds to encode and to decode so many elements of a pseudo-gradient."""
+        found, costs = torch.zeros_like(numel), self.cluster.costs
+        for count in _present(ranks.long()):
+            passes = codec.passes(count) if count > 1 else (0.0, 0.0)
+            if costs is None or codec.name not in costs.codecs:
+                # Each pass reads one and writes the other.
+                each = sum(passes) * (4.0 + codec.sent) / self.cluster.memory_bandwidth
+            else:
+                many = costs.codec_seconds(codec.name, 2**24)
+                each = sum(p * s for p, s in zip(passes, many, strict=True)) / 2**24
+            found = torch.where(ranks == count, each * numel, found)
+        return found
+
+    def ends(self, c: Columns) -> Tensor:
+        """Seconds of a step behind its passes: messages between copies, and the optimizer."""
+        return self.gradients(c) + self.rounds(c) + self.update(c)
 
     def update(self, c: Columns) -> Tensor:
         """Seconds of the optimizer's step, at the rate of the memory."""
@@ -681,8 +745,7 @@ class CostModel:
         chunks = (c["pp"] - 1) / CHUNKS * layers
         in_turn = c["schedule"] == SCHEDULES.index("interleaved")
         idle = torch.where(in_turn & ~uneven, chunks, idle)
-        ends = self.gradients(alike) + self.update(alike)
-        return self.num_micro_batches(c) * each + idle + ends
+        return self.num_micro_batches(c) * each + idle + self.ends(alike)
 
     def likely(self, c: Columns, again: Tensor) -> Tensor:
         """Seconds of a step whose stages have the best numbers of layers, if all are alike.
@@ -711,7 +774,7 @@ class CostModel:
         slowest = torch.where(pp > 1, found, count + w) * layer
         late = torch.tensor([_FILLS[name] for name in SCHEDULES], dtype=torch.float64)
         fill = late[c["schedule"]] * (pp - 1) * even * layer
-        return self.num_micro_batches(c) * slowest + fill + self.gradients(mean) + self.update(mean)
+        return self.num_micro_batches(c) * slowest + fill + self.ends(mean)
 
     def seconds(self, c: Columns) -> Tensor:
         """Seconds of a step by closed forms; hops of the pipeline are left to the simulation."""
@@ -721,8 +784,8 @@ class CostModel:
         gap = torch.where(kind == SCHEDULES.index("interleaved"), each / CHUNKS, each)
         late = (forward + inputs - weights).clamp(min=0.0)
         gap = torch.where(kind == SCHEDULES.index("zb-h1"), late, gap)
-        ends = self.gradients(c) + self.update(c)
-        return self.num_micro_batches(c) * (each + 3.0 * self.output(c)) + fill * gap + ends
+        passes = self.num_micro_batches(c) * (each + 3.0 * self.output(c))
+        return passes + fill * gap + self.ends(c)
 
     def in_flight(self, c: Columns) -> Tensor:
         """Micro-batches whose activations the first rank holds, in stages of a rank."""
@@ -759,8 +822,10 @@ class CostModel:
         phases = self._phases(c, size * (dense + experts), size * whole)
         # A bucket of gradients is copied for its message, and AdamW takes a root of each moment.
         groups = torch.maximum(dense, experts) if m.num_experts else dense
-        bucket = torch.where((copies > 1) & ~is_fsdp, (size * groups).clamp(max=_BUCKET), 0.0)
-        for temporary in (bucket, size * one_by_one):
+        averages = (copies > 1) & ~is_fsdp & (self.job.local_steps == 1)
+        bucket = torch.where(averages, (size * groups).clamp(max=_BUCKET), 0.0)
+        fixed["last round"], travelling = self._round_memory(c)
+        for temporary in (bucket, size * one_by_one, travelling):
             phases.append({"gradients": size * whole, "temporary": temporary})
         names = ("gradients", "gathered", "activations", "temporary", "logits")
         none = torch.zeros_like(dense)
@@ -770,6 +835,21 @@ class CostModel:
         fullest = table.sum(1).argmax(0)
         found = table.gather(0, fullest.expand(1, len(names), -1))[0]
         return fixed | dict(zip(names, found, strict=True))
+
+    def _round_memory(self, c: Columns) -> tuple[Tensor, Tensor]:
+        """Bytes that local steps keep from round to round, and those of the end of a round."""
+        numel, size = self._averaged(c), self.job.itemsize
+        if self.job.local_steps == 1:
+            return torch.zeros_like(numel), torch.zeros_like(numel)
+        codec, ranks = round_codec(self.job.local_codec), self._data(c)
+        owed = torch.zeros_like(numel)
+        for count in _present(ranks.long()):
+            owed = torch.where(ranks == count, codec.owed(count) * numel, owed)
+        # Weights of the last round, and the outer momentum.
+        kept = (1 + codec.has_momentum) * size * numel + owed
+        # Beside the mean there are the worker's own weights, and the mean in 16 bits.
+        own = (1 + (size < 4)) * size
+        return kept, max(codec.making, codec.travelling + own) * numel
 
     def _phases(self, c: Columns, weights: Tensor, held: Tensor) -> list[Columns]:
         """Bytes at the loss, when FSDP2 gathers, and in the last layer's and the first's backward.

@@ -42,6 +42,8 @@ _REMEDIES = {
     "context": "less cp, the other scheme, or a quicker link",
     "experts": "ep inside the node, dispatcher dedup, wire int8, or a quicker link",
     "moved experts": "balance none, larger micro-batches, or a quicker link",
+    "last round": "more pp, or processors with more memory",
+    "rounds": "more local steps, another local_codec, or a quicker network",
     "gradient messages": "less ZeRO, a larger global batch, or a quicker network",
     "idle pipeline": "more micro-batches, less pp, or zb-h1",
 }
@@ -336,9 +338,9 @@ def _time_terms(cost: CostModel, found: Found) -> dict[str, float]:
     each = {**cost.terms(columns), "output": 3.0 * cost.output(columns) * columns["loss"]}
     slowest = int(torch.stack(list(each.values())).sum(0).argmax())
     terms = {name: micro * float(value[slowest]) for name, value in each.items()}
-    gradients, update = cost.gradients(columns), cost.update(columns)
-    last = int((gradients + update).argmax())
-    terms |= {"gradient messages": float(gradients[last]), "update": float(update[last])}
+    last = int(cost.ends(columns).argmax())
+    ends = {"gradient messages": cost.gradients, "rounds": cost.rounds, "update": cost.update}
+    terms |= {name: float(part(columns)[last]) for name, part in ends.items()}
     terms["idle pipeline"] = max(0.0, found.seconds - sum(terms.values()))
     return terms
 
@@ -362,6 +364,8 @@ def plan(
     dtype: str = "bfloat16",
     load: float | str | Path | Sequence[float] | Sequence[Sequence[float]] = 0.0,
     capacity_factor: float | None = None,
+    local_steps: int = 1,
+    local_codec: str = "none",
     fixed: Mapping[str, int | str | None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
@@ -379,6 +383,8 @@ def plan(
             rank of each step, on average; memory is that of the worst step.
         capacity_factor: rows that an expert takes of a rank's tokens, over those of an even load;
             None takes all.
+        local_steps: see `Job`; with more than 1 tp and cp are 1, and there is no ZeRO.
+        local_codec: see `Job`.
         fixed: values that axes must have, such as ``{"pp": 1}``. Rows are rounded on their way
             where "wire" is among them alone. With ``"recompute": 1`` all layers are computed again,
             without it as few as fit.
@@ -391,7 +397,8 @@ def plan(
     """
     spec, found_cluster = model_spec(model), ClusterSpec.of(cluster)
     held = load_of(load, num_experts=spec.num_experts, top_k=spec.top_k)
-    job = Job(num_ranks, seq_len, global_batch, dtype, held, capacity_factor)
+    rounds: dict[str, Any] = {"local_steps": local_steps, "local_codec": local_codec}
+    job = Job(num_ranks, seq_len, global_batch, dtype, held, capacity_factor, **rounds)
     cost = CostModel(spec, found_cluster, job)
     found = search(cost, fixed=fixed, progress=progress)
     if found.best is None:

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from moe_ext.distributed.groups import group_size
 from moe_ext.distributed.link import max_over_ranks, seconds_of
+from moe_ext.planner.applied import Applied, rounds_of
 
 if TYPE_CHECKING:
-    from moe_ext.planner.applied import Applied
     from moe_ext.planner.plan import Plan
 
 
@@ -37,12 +37,21 @@ def time_plan(
     applied = plan.apply(make_model())
     device = next(applied.model.parameters()).device
     optimizers = applied.optimizers(torch.optim.AdamW, lr=1e-4)
-    batches, times = _batches(applied, device), []
-    for _ in range(1 + steps):
-        # All ranks begin together.
-        _slowest([0.0], group, device)
-        times.append(seconds_of(lambda: _step(applied, batches, optimizers), device))
-    return statistics.median(_slowest(times[1:], group, device))
+    batches = _batches(applied, device)
+
+    def median() -> float:
+        times = []
+        for _ in range(1 + steps):
+            # All ranks begin together.
+            _slowest([0.0], group, device)
+            times.append(seconds_of(lambda: _step(applied, batches, optimizers), device))
+        return statistics.median(_slowest(times[1:], group, device))
+
+    found = median()
+    if plan.job.local_steps > 1:
+        with rounds_of(applied, optimizers[0], 1, torch.optim.SGD, lr=1.0):
+            found += (median() - found) / plan.job.local_steps
+    return found
 
 
 def _slowest(seconds: list[float], group: ProcessGroup | None, device: torch.device) -> list[float]:

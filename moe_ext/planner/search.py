@@ -166,8 +166,11 @@ def meshes(cost: CostModel, *, all_shards: bool = False) -> Tensor:
         # Tensor parallelism stays on the quickest links.
         tps = [d for d in tps if d <= cost.cluster.levels[0].size]
         spreads = _spreads(cost, stage, all_shards)
+        # Workers with local steps are ranks with data of their own.
+        alone = job.local_steps > 1
+        tps = tps[:1] if alone else tps
         for tp in tps:
-            for cp in divisors(stage // tp):
+            for cp in [1] if alone else divisors(stage // tp):
                 if job.seq_len % (2 * cp * tp):
                     continue
                 data = stage // (tp * cp)
@@ -184,7 +187,7 @@ def _spreads(cost: CostModel, stage: int, all_shards: bool) -> list[tuple[int, i
         return [(1, 1)]
     found = [(ep, 1) for ep in divisors(stage) if m.num_experts % ep == 0]
     even = float(job.imbalances(m.num_experts, m.num_experts).max()) <= 1.0
-    for ep, _ in list(found):
+    for ep, _ in list(found) if job.local_steps == 1 else ():
         for etp in divisors(stage // ep)[1:]:
             fits = m.ffn_dim % etp == 0 and inner % etp == 0
             better = even and not all_shards and m.num_experts % (ep * etp) == 0
@@ -211,7 +214,7 @@ def _options(cost: CostModel, fixed: Choice) -> dict[str, Tensor]:
     ]
     rows = {
         "pp": [(schedule,) for schedule in range(len(SCHEDULES))],
-        "": list(itertools.product((0, 1, 2, 3), (0, 1))),
+        "": list(itertools.product((0, 1, 2, 3) if job.local_steps == 1 else (0,), (0, 1))),
         "ep": ways if m.num_experts else [(0, 0, 0, 0)],
         "cp": [(scheme,) for scheme in range(len(SCHEMES))],
     }
@@ -265,6 +268,17 @@ def _expand(cost: CostModel, mesh: Tensor, options: Mapping[str, Tensor]) -> Col
     return c
 
 
+def _check_served(cost: CostModel, fixed: Choice) -> None:
+    """ValueError for values that a job with local steps has not."""
+    steps = cost.job.local_steps
+    for name in ("tp", "cp", "etp", "zero") if steps > 1 else ():
+        if fixed.get(name, DEFAULTS[name]) != DEFAULTS[name]:
+            raise ValueError(
+                f"plan: expected {name} to be {DEFAULTS[name]} with local_steps={steps}, got "
+                f"{fixed[name]}"
+            )
+
+
 def _fixed(rows: Tensor, names: Sequence[str], fixed: Choice) -> Tensor:
     for i, name in enumerate(names):
         if name in fixed:
@@ -301,6 +315,7 @@ def search(
     fixed = dict(fixed or {})
     for name, value in fixed.items():
         _number(name, value)
+    _check_served(cost, fixed)
     mesh = _fixed(meshes(cost, all_shards="etp" in fixed), _MESH, fixed)
     options = _options(cost, fixed)
     num_options = math.prod(map(len, options.values()))

@@ -101,12 +101,12 @@ def simulated(cost: CostModel, c: Columns, stages: Sequence[StageLayers] | None 
         count = ranks * (CHUNKS if int(c["schedule"]) == SCHEDULES.index("interleaved") else 1)
         each = {name: column.expand(count) for name, column in c.items()}
         parts = [part * ranks / count for part in cost.split(each)]
-        ends = float(cost.gradients(c) + cost.update(c))
+        ends = float(cost.ends(c))
     else:
         each = stage_columns(cost, c, stages)
         parts = list(cost.split(each))
         own = rank_columns(cost, c, stages)
-        ends = float((cost.gradients(own) + cost.update(own)).max())
+        ends = float(cost.ends(own).max())
     loss = torch.zeros_like(parts[0])
     loss[-1] = float(cost.output(c))
     if ranks == 1:

@@ -1,0 +1,244 @@
+"""Plans of jobs with local steps: what they cost, and rounds that ranks train."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_checks import Checks
+
+from moe_ext.distributed import count_traffic
+from moe_ext.distributed.comm import all_reduce_bytes
+from moe_ext.optim import DiLoCo
+from moe_ext.planner import ClusterSpec, CostModel, Job, Level, ModelSpec, Plan, plan, search
+from moe_ext.planner.search import columns_of
+
+CHECKS = Checks()
+CLUSTER = ClusterSpec(
+    (Level("node", 4, 1e-6, 1e10), Level("network", 1024, 1e-4, 1e7)), {"float32": 1e11}, 4e8, 1e10
+)
+SMALL = ModelSpec(
+    *(4, 64, 4, 96, 128),
+    num_kv_heads=4,
+    num_experts=8,
+    top_k=2,
+    num_moe_layers=4,
+    gated=True,
+    gated_experts=True,
+)
+JOB = Job(8, 256, 16, "float32", local_steps=10)
+STEPS = 3
+OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+
+
+def made_model():
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2,
+        output_router_logits=False,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config)
+
+
+def applied_to(model, codec="none", **fixed):
+    """The plan with these values for four ranks, and rounds of three steps."""
+    made = plan(
+        *(model, CLUSTER), num_ranks=4, seq_len=16, global_batch=8, dtype="float32",
+        local_steps=STEPS, local_codec=codec, fixed={"micro_batch": 1, "recompute": 0, **fixed},
+    )  # fmt: skip
+    return made.apply(model)
+
+
+def stepped(applied, batch, inner):
+    """Experts that all ranks of the ep group choose in the layers of a step."""
+    chosen, handles = [], []
+    for name, module in applied.model.named_modules():
+        if name.endswith("mlp.experts"):
+            note = lambda _, inputs: chosen.append(inputs[1].contiguous())  # noqa: E731
+            handles.append(module.register_forward_pre_hook(note))
+    inner.zero_grad()
+    if applied.pipeline is None:
+        for one in batch.split(1):
+            (applied.model(input_ids=one, labels=one).loss / 2).backward()
+    else:
+        own = list(batch.split(1))
+        ends = (0, applied.pipeline.table.num_stages - 1)
+        applied.pipeline.step(*(own if end in applied.pipeline.stages else () for end in ends))
+    applied.sync_gradients()
+    for handle in handles:
+        handle.remove()
+    return chosen
+
+
+def equal_over(group, tensors):
+    """Whether the ranks of a group have the same numbers."""
+    mine = torch.cat([x.detach().flatten() for x in tensors])
+    ranks = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(ranks, mine, group=group)
+    return all(torch.equal(each, mine) for each in ranks)
+
+
+CASES = [("none", {"ep": 2}), ("int8", {"ep": 4}), ("sparseloco", {"ep": 1})]
+CASES += [
+    ("bf16", {"ep": 2, "dispatcher": "dedup"}),
+    ("none", {"pp": 2, "ep": 1, "schedule": "1f1b"}),
+]
+
+
+@CHECKS(*((i,) for i in range(len(CASES))))
+def rounds_send_what_the_plan_says(case):
+    codec, fixed = CASES[case]
+    applied = applied_to(made_model(), codec, **{"pp": 1, **fixed})
+    mesh = applied.mesh
+    assert applied.plan.choice["ep"] == fixed["ep"] and applied.plan.choice["zero"] == 0
+    (inner,) = applied.optimizers(torch.optim.AdamW, lr=1e-2)
+    outer = {"lr": 1.0} if codec == "sparseloco" else OUTER
+    rounds, foretold = applied.local_steps(inner, **outer), applied.round_bytes()
+    assert isinstance(rounds, DiLoCo)
+    experts = [p for name, p in applied.model.named_parameters() if ".experts." in name]
+    held = {id(p) for p in experts} if fixed["ep"] > 1 else set()
+    dense = [p for p in applied.model.parameters() if id(p) not in held]
+    chosen = []
+    with count_traffic() as traffic, rounds:
+        for i in range(STEPS):
+            draw = torch.Generator().manual_seed(10 * mesh.data_rank + i)
+            count = 8 // mesh.data_size
+            chosen.append(stepped(applied, torch.randint(64, (count, 16), generator=draw), inner))
+            before = [p.detach().clone() for p in experts]
+            inner.step()
+            if i < STEPS - 1:
+                assert not equal_over(mesh.stage_group, dense)
+    for each in chosen:
+        routing = []
+        for mine in each if mesh.ep_size > 1 else ():
+            ranks = [torch.empty_like(mine) for _ in range(mesh.ep_size)]
+            dist.all_gather(ranks, mine, group=mesh.ep_group)
+            routing.append(ranks)
+        found = applied.sent_bytes(routing)
+        assert found["gradients"] == 0
+        foretold += sum(found.values())
+    assert foretold == traffic.total_bytes, (foretold, traffic)
+    assert rounds.round == 1 and equal_over(mesh.stage_group, dense)
+    if mesh.edp_size > 1:
+        assert equal_over(mesh.replica_mesh.get_group(), experts)
+    else:
+        # A step of AdamW alone: none of the outer optimizer's, which would go as far again.
+        moved = max(float((p - x).abs().max()) for p, x in zip(experts, before, strict=True))
+        assert moved < 1.3e-2
+
+
+@CHECKS()
+def times_a_step_with_its_share_of_a_round():
+    applied = applied_to(made_model(), ep=2, pp=1)
+    seconds = applied.plan.time(made_model, group=dist.group.WORLD, steps=1)
+    assert 0 < seconds < 60
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_over_ranks(name):
+    pytest.importorskip("transformers")
+    CHECKS.assert_passed(4, name)
+
+
+def columns(**axes):
+    return columns_of([axes])
+
+
+def test_seconds_of_a_round():
+    cost = CostModel(SMALL, CLUSTER, JOB)
+    placed = columns(ep=4)
+    dense, experts = (float(part) for part in cost.parameters(placed))
+    assert float(cost.gradients(placed)) == 0
+    # Over all eight ranks by the links of four, over pairs by those of each rank.
+    rings = [
+        2 * (7 * 1e-4 + all_reduce_bytes(4 * dense, 8) / 2 / (4 * 1e7)),
+        2 * (1e-4 + all_reduce_bytes(4 * experts, 2) / 2 / 1e7),
+    ]
+    # Four numbers of float32 are read and written.
+    passes = 2 * 4 * 4 * (dense + experts) / CLUSTER.memory_bandwidth
+    assert float(cost.rounds(placed)) == pytest.approx((sum(rings) + passes) / 10, rel=1e-6)
+    whole = CostModel(SMALL, CLUSTER, dataclasses.replace(JOB, local_steps=1))
+    assert float(whole.rounds(placed)) == 0
+    assert float(whole.gradients(placed)) == pytest.approx(sum(rings), rel=1e-6)
+    # Experts that no other rank holds have no rounds.
+    alone = float(cost.rounds(columns(ep=8)) * 10)
+    assert alone == pytest.approx(rings[0] + passes * dense / (dense + experts), rel=1e-6)
+    coded = CostModel(SMALL, CLUSTER, dataclasses.replace(JOB, local_codec="int8"))
+    few = CostModel(SMALL, CLUSTER, dataclasses.replace(JOB, local_codec="sparseloco"))
+    assert few.rounds(placed) < coded.rounds(placed) < cost.rounds(placed)
+
+
+@pytest.mark.parametrize("codec", ["none", "int8", "sparseloco"])
+def test_search_finds_the_best_of_all(codec):
+    job = Job(8, 256, 16, "float32", load=0.3, local_steps=4, local_codec=codec)
+    cost = CostModel(SMALL, dataclasses.replace(CLUSTER, memory=1.5e7), job)
+    found = search(cost, fixed={"dispatcher": "alltoall"})
+    every = search(cost, fixed={"dispatcher": "alltoall"}, exhaustive=True)
+    assert found.best == every.best and found.proven
+    choice = found.best.choice
+    assert [choice[name] for name in ("tp", "cp", "zero")] == [1, 1, 0]
+
+
+def test_plan_with_local_steps(tmp_path):
+    sizes = {"num_ranks": 8, "seq_len": 256, "global_batch": 16, "dtype": "float32"}
+    whole = plan(SMALL, CLUSTER, **sizes, fixed={"zero": 0, "tp": 1, "cp": 1})
+    made = plan(SMALL, CLUSTER, **sizes, local_steps=20, local_codec="int8")
+    assert made.seconds < whole.seconds
+    assert sum(made.time_terms().values()) == pytest.approx(made.seconds)
+    assert made.time_terms()["gradient messages"] == 0 < made.time_terms()["rounds"]
+    made.to_json(tmp_path / "plan.json")
+    assert Plan.from_json(tmp_path / "plan.json") == made
+    old = json.loads((tmp_path / "plan.json").read_text())
+    for name in ("local_steps", "local_codec"):
+        del old["job"][name]
+    (tmp_path / "plan.json").write_text(json.dumps(old))
+    assert Plan.from_json(tmp_path / "plan.json").job.local_steps == 1
+    # Each time a round: the more of them, the longer a step.
+    slow = dataclasses.replace(made, job=dataclasses.replace(made.job, local_steps=2))
+    assert slow.time_terms()["rounds"] == pytest.approx(10 * made.time_terms()["rounds"])
+
+
+def test_memory_of_a_round():
+    cost, placed = CostModel(SMALL, CLUSTER, JOB), columns(ep=8)
+    dense, experts = (float(part) for part in cost.parameters(placed))
+    assert float(cost.memory_terms(placed)["last round"]) == pytest.approx(2 * 4 * dense)
+    both = float(cost.memory_terms(columns(ep=4))["last round"])
+    assert both == pytest.approx(2 * 4 * (dense + 2 * experts))
+    few = CostModel(SMALL, CLUSTER, dataclasses.replace(JOB, local_codec="sparseloco"))
+    assert float(few.memory_terms(placed)["last round"]) == pytest.approx((4 + 8) * dense)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "text"),
+    [
+        ({"zero": 3}, "plan: expected zero to be 0 with local_steps=10, got 3"),
+        ({"tp": 2}, "plan: expected tp to be 1 with local_steps=10, got 2"),
+        ({"cp": 2}, "plan: expected cp to be 1 with local_steps=10, got 2"),
+    ],
+)
+def test_refuses_what_has_no_rounds(fixed, text):
+    sizes = {"num_ranks": 8, "seq_len": 256, "global_batch": 16, "dtype": "float32"}
+    with pytest.raises(ValueError, match=text):
+        plan(SMALL, CLUSTER, **sizes, local_steps=10, fixed=fixed)
+
+
+def test_refuses_jobs():
+    for options, text in (
+        ({"local_steps": 0}, "Job: expected local_steps to be at least 1, got 0"),
+        ({"local_steps": 2, "local_codec": "auto"}, "Job: expected local_codec to be one of"),
+        ({"local_codec": "int8"}, "expected local_codec to be 'none' without local steps"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            Job(4, **options)
+    made = plan(SMALL, CLUSTER, num_ranks=1, seq_len=16, global_batch=8, dtype="float32")
+    import moe_ext.planner.applied as applied
+
+    held = applied.Applied(torch.nn.Linear(2, 2), None, made)
+    assert held.round_bytes() == 0
+    inner = torch.optim.SGD(held.model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="expected a plan made with local_steps above 1, got 1"):
+        held.local_steps(inner, lr=1.0)
