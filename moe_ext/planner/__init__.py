@@ -2,7 +2,7 @@
 
 from moe_ext.distributed.cost_table import CodecRate, CostTable
 from moe_ext.planner.applied import Applied
-from moe_ext.planner.cluster import CLUSTERS, ClusterSpec, Level
+from moe_ext.planner.cluster import CLUSTERS, ClusterSpec, Host, Level
 from moe_ext.planner.cost import CostModel, Job, exchange_bytes, gradient_bytes
 from moe_ext.planner.plan import Plan, plan
 from moe_ext.planner.presets import PRESETS, ModelSpec, preset
@@ -21,6 +21,7 @@ __all__ = [
     "CostModel",
     "CostTable",
     "Found",
+    "Host",
     "Job",
     "Level",
     "ModelSpec",

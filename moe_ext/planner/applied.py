@@ -18,7 +18,7 @@ from moe_ext.distributed.gradients import gradient_buckets
 from moe_ext.distributed.groups import group_size
 from moe_ext.distributed.placement import sharded_parameters
 from moe_ext.nn.experts import slots_of_shards
-from moe_ext.optim import DiLoCo, SparseLoCo
+from moe_ext.optim import CPUAdamW, DiLoCo, SparseLoCo
 from moe_ext.pipeline import ActionTable, Pipeline, make_table
 from moe_ext.planner.cost import CHUNKS, exchange_bytes, gradient_bytes
 from moe_ext.planner.rounds import round_codec
@@ -165,12 +165,24 @@ class Applied:
         """Optimizers of the model, to be stepped one after another.
 
         With ZeRO 1 the first is a `ZeroRedundancyOptimizer` of the dense parameters, each of which
-        has its state on one rank; experts have theirs where they are.
+        has its state on one rank; experts have theirs where they are. With the optimizer on the
+        host they are `moe_ext.optim.CPUAdamW`.
 
         Args:
             cls: of the optimizer, such as ``torch.optim.AdamW``.
-            options: of it.
+            options: of it; of AdamW on the host those that choose a kernel alone are left out.
+
+        Raises:
+            ValueError: the plan has the optimizer on the host, and the class is another than AdamW.
         """
+        if self.plan.choice.get("offload") == "host":
+            if cls not in (torch.optim.AdamW, CPUAdamW):
+                raise ValueError(
+                    "Applied.optimizers: expected cls to be torch.optim.AdamW for offload='host', "
+                    f"got {cls.__name__}"
+                )
+            cls = CPUAdamW
+            options = {name: o for name, o in options.items() if name not in ("foreach", "fused")}
         group = self.mesh.stage_group
         if self.plan.choice["zero"] != 1 or group is None or group.size() == 1:
             kinds: dict[bool, list[nn.Parameter]] = {}

@@ -12,6 +12,7 @@ from moe_ext.planner.cluster import ClusterSpec
 from moe_ext.planner.plan import plan
 from moe_ext.planner.profile import measure_cluster
 from moe_ext.planner.report import html_report
+from moe_ext.planner.search import NAMES
 from moe_ext.planner.spec import model_spec
 
 
@@ -58,7 +59,7 @@ def _pair(text: str) -> dict[str, int | str | None]:
     name, is_pair, value = text.partition("=")
     if not is_pair:
         raise ValueError(f"plan: expected AXIS=VALUE, got {text!r}")
-    if value == "none":
+    if value == "none" and None in NAMES.get(name, (None,)):
         return {name: None}
     return {name: int(value) if value.isdigit() else value}
 

@@ -29,6 +29,36 @@ class Level:
     bandwidth: float
 
 
+@dataclass(frozen=True)
+class Host:
+    """Memory beside each processor, in which the optimizer may keep its state.
+
+    Attributes:
+        memory: bytes for each processor.
+        bandwidth: bytes a second between a processor and its host, in one direction.
+        rate: bytes a second that the host reads and writes for the optimizer of one processor.
+        disk: bytes of files for each processor; 0 without a disk.
+        disk_bandwidth: bytes a second of these files for each processor.
+    """
+
+    memory: float
+    bandwidth: float
+    rate: float
+    disk: float = 0.0
+    disk_bandwidth: float = 0.0
+
+    def __post_init__(self) -> None:
+        """ValueError for numbers that no host has."""
+        for name in ("memory", "bandwidth", "rate"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"Host: expected {name} to be above 0, got {getattr(self, name)}")
+        if not self.disk >= 0 or (self.disk > 0) != (self.disk_bandwidth > 0):
+            raise ValueError(
+                "Host: expected disk and disk_bandwidth to be above 0 or both 0, got "
+                f"{self.disk} and {self.disk_bandwidth}"
+            )
+
+
 # Parts of a step whose time may be measured.
 MEASURED = ("update", "all_reduce", "broadcast", "fsdp", "exchange", "sharing")
 _NUMBERS = (
@@ -63,6 +93,7 @@ class ClusterSpec:
             left out, where they are the second half of the all-reduce. "sharing": a layer's pass
             while all ranks compute, over one while the others wait: ranks that share cores make
             room for a busy one.
+        host: of each processor; None where nothing may be kept there.
     """
 
     levels: tuple[Level, ...]
@@ -77,6 +108,7 @@ class ClusterSpec:
     measured: Mapping[str, float] = field(default_factory=dict)
     node_launches: float = 0.0
     multiprocessors: int = 0
+    host: Host | None = None
 
     def __post_init__(self) -> None:
         """ValueError for numbers that no cluster has."""
@@ -144,6 +176,10 @@ class ClusterSpec:
             found: dict[str, Any] = {"flops": flops, "levels": levels, "costs": costs}
             factors = cluster.get("measured") or {}
             found["measured"] = {name: float(factor) for name, factor in factors.items()}
+            host = cluster.get("host")
+            if isinstance(host, Mapping):
+                host = Host(**{name: float(value) for name, value in host.items()})
+            found["host"] = host
             return cls(**{**cluster, **numbers, **found})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -181,12 +217,21 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _pod(
-    node: int, link: float, flops: float, memory: float, rate: float, source: str
+    node: int, link: float, flops: float, memory: float, rate: float, source: str, host: Host
 ) -> ClusterSpec:
     """Processors whose nodes have 400 Gbit/s Ethernet or InfiniBand for each of them."""
     levels = (Level("node", node, 3e-6, link), Level("network", 2**20, 10e-6, 50e9))
-    return ClusterSpec(levels, {"bfloat16": flops}, memory, rate, source=source)
+    return ClusterSpec(levels, {"bfloat16": flops}, memory, rate, source=source, host=host)
 
+
+# Nominal, an eighth of a DGX each: 2 TB, PCIe x16 in one direction, and half of the memory
+# channels' rate for a step that reads and writes: of EPYC 7742 2 x 8 DDR4-3200, of Xeon 8480C
+# 2 x 8 DDR5-4800 (DGX A100 and DGX H100 user guides).
+_DGX_A100 = Host(2e12 / 8, 32e9, 2 * 204.8e9 / 2 / 8)
+_DGX_H100 = Host(2e12 / 8, 64e9, 2 * 307.2e9 / 2 / 8)
+# Nominal, half of a Grace each: 480 GB of LPDDR5X at 512 GB/s, and NVLink-C2C of 900 GB/s in both
+# directions, which two GPUs share (NVIDIA GB200 NVL72 and Grace data sheets).
+_GRACE = Host(480e9 / 2, 450e9 / 2, 512e9 / 2 / 2)
 
 CLUSTERS = {
     "a100": ClusterSpec(
@@ -194,11 +239,20 @@ CLUSTERS = {
         {"bfloat16": 312e12},
         80e9,
         2.039e12,
-        source="NVIDIA A100 80GB data sheet; DGX A100: eight 200 Gbit/s adapters",
+        source="NVIDIA A100 80GB data sheet; DGX A100: eight 200 Gbit/s adapters; nominal host",
+        host=_DGX_A100,
     ),
-    "h100": _pod(8, 450e9, 989e12, 80e9, 3.35e12, "NVIDIA H100 SXM data sheet; DGX H100"),
-    "h200": _pod(8, 450e9, 989e12, 141e9, 4.8e12, "NVIDIA H200 SXM data sheet; DGX H200"),
-    "gb200": _pod(72, 900e9, 2.5e15, 186e9, 8e12, "NVIDIA GB200 NVL72 data sheet"),
+    "h100": _pod(
+        *(8, 450e9, 989e12, 80e9, 3.35e12),
+        *("NVIDIA H100 SXM data sheet; DGX H100, nominal host", _DGX_H100),
+    ),
+    "h200": _pod(
+        *(8, 450e9, 989e12, 141e9, 4.8e12),
+        *("NVIDIA H200 SXM data sheet; DGX H200, nominal host", _DGX_H100),
+    ),
+    "gb200": _pod(
+        *(72, 900e9, 2.5e15, 186e9, 8e12), *("NVIDIA GB200 NVL72 data sheet, nominal host", _GRACE)
+    ),
     "ethernet": ClusterSpec(
         (Level("node", 8, 5e-6, 12e9), Level("ethernet", 2**20, 50e-6, 1.25e9 / 8)),
         {"bfloat16": 312e12},

@@ -34,6 +34,7 @@ WIRES = (None, "int8", "fp8", "mx")
 COMBINES = ("exact", "reduced")
 BALANCES = ("none", "exact")
 SCHEMES = ("ring", "ulysses")
+OFFLOADS = ("none", "host")
 # Stages of a rank with "interleaved".
 CHUNKS = 2
 # Memory that formulas do not see, fragments and buffers of libraries, over what they see.
@@ -42,6 +43,8 @@ MARGIN = 1.1
 _BUCKET = 25 * 2**20
 # Of the result of a product that a multiprocessor makes at a time.
 _TILE = (128, 256)
+# Bytes of a parameter that `CPUAdamW` keeps: two moments and the weight, in float32.
+_HOST_STATE = 12.0
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 # Time of micro-batches that a pipeline is idle at least, for each stage behind the first.
@@ -681,7 +684,61 @@ class CostModel:
 
     def ends(self, c: Columns) -> Tensor:
         """Seconds of a step behind its passes: messages between copies, and the optimizer."""
-        return self.gradients(c) + self.rounds(c) + self.update(c)
+        return self.gradients(c) + self.rounds(c) + self.update(c) + self.offload(c)
+
+    def _is_offloaded(self, c: Columns) -> Tensor:
+        return c["offload"] == OFFLOADS.index("host")
+
+    def offload(self, c: Columns) -> Tensor:
+        """Seconds in which gradients go to the host, are stepped there, and weights come back."""
+        dense, experts = self.parameters(c)
+        host, size = self.cluster.host, self.job.itemsize
+        if host is None:
+            return torch.zeros_like(dense)
+        spread = (self._width(c) > 1) & (experts > 0)
+        shared = dense + torch.where(spread, 0.0, experts)
+        copies = torch.where(c["zero"] == 1, self._data(c) * c["cp"], 1.0)
+        stepped = shared / copies + torch.where(spread, experts, 0.0)
+        # One parameter after the other: nothing of it is hidden.
+        moved = 2.0 * size / host.bandwidth
+        worked = (2.0 * _HOST_STATE + 2.0 * size) / host.rate
+        return torch.where(self._is_offloaded(c), stepped * (moved + worked), 0.0)
+
+    def host_memory(self, c: Columns) -> Tensor:
+        """Bytes on the host of the fullest rank, with the margin."""
+        return MARGIN * _HOST_STATE * torch.where(self._is_offloaded(c), self._stepped(c)[0], 0.0)
+
+    def _over(self, c: Columns, memory: Tensor) -> Tensor:
+        """What is taken over what is there, on the processor or on the host."""
+        over, host = memory / self.cluster.memory, self.cluster.host
+        return over if host is None else over.maximum(self.host_memory(c) / host.memory)
+
+    def fits(self, c: Columns, memory: Tensor | None = None) -> Tensor:
+        """Whether candidates fit into the memory of processor and host.
+
+        Args:
+            c: candidates.
+            memory: of them, if it is known.
+        """
+        found = self.memory(c) if memory is None else memory
+        here, host = found <= self.cluster.memory, self.cluster.host
+        return here if host is None else here & (self.host_memory(c) <= host.memory)
+
+    def _stepped(self, c: Columns) -> tuple[Tensor, Tensor]:
+        """Parameters that a rank's optimizer steps, and those that it steps at once."""
+        m = self.model
+        dense, experts = self.parameters(c)
+        copies, edp = self._data(c) * c["cp"], self._stage(c) / self._width(c)
+        zero = c["zero"]
+        # ZeRO 1 shares the state of dense parameters alone, as `Applied.optimizers` does: experts
+        # that are not spread are among them. A rank has that of whole parameters.
+        spread = (self._width(c) > 1) & (experts > 0)
+        shared = dense + torch.where(spread, 0.0, experts)
+        largest = m.model_dim * m.vocab_size / c["tp"] * (self._ends(c) > 0)
+        held = torch.where(zero >= 1, torch.maximum(shared / copies, largest), shared)
+        own = torch.where(spread, experts, 0.0)
+        stepped = torch.where(zero >= 2, dense / copies + experts / edp, held + own)
+        return stepped, torch.where(zero == 1, torch.maximum(held, own), stepped)
 
     def update(self, c: Columns) -> Tensor:
         """Seconds of the optimizer's step, at the rate of the memory."""
@@ -691,7 +748,7 @@ class CostModel:
         size = self.job.itemsize
         # AdamW reads and writes its state, reads the gradient and writes the weight.
         num_bytes = own * (2 * _state_bytes(size) + 2 * size) * self._measured("update")
-        return num_bytes / self.cluster.memory_bandwidth
+        return torch.where(self._is_offloaded(c), 0.0, num_bytes / self.cluster.memory_bandwidth)
 
     def hop(self, c: Columns) -> Tensor:
         """Seconds of an activation from one stage to the next."""
@@ -807,17 +864,10 @@ class CostModel:
         m, size = self.model, self.job.itemsize
         dense, experts = self.parameters(c)
         copies, edp = self._data(c) * c["cp"], self._stage(c) / self._width(c)
-        zero, is_fsdp = c["zero"], c["zero"] >= 2
-        # ZeRO 1 shares the state of dense parameters alone, as `Applied.optimizers` does: experts
-        # that are not spread are among them. A rank has that of whole parameters.
-        spread = (self._width(c) > 1) & (experts > 0)
-        shared = dense + torch.where(spread, 0.0, experts)
-        largest = m.model_dim * m.vocab_size / c["tp"] * (self._ends(c) > 0)
-        held = torch.where(zero >= 1, torch.maximum(shared / copies, largest), shared)
-        own = torch.where(spread, experts, 0.0)
+        is_fsdp = c["zero"] >= 2
         whole = torch.where(is_fsdp, dense / copies + experts / edp, dense + experts)
-        stepped = torch.where(is_fsdp, whole, held + own)
-        one_by_one = torch.where(zero == 1, torch.maximum(held, own), stepped)
+        here = ~self._is_offloaded(c)
+        stepped, one_by_one = (numel * here for numel in self._stepped(c))
         fixed = {"weights": size * whole, "optimizer": _state_bytes(size) * stepped}
         phases = self._phases(c, size * (dense + experts), size * whole)
         # A bucket of gradients is copied for its message, and AdamW takes a root of each moment.

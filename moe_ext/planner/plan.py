@@ -28,7 +28,7 @@ SCHEMA = 1
 _REMEDIES = {
     "weights": "more pp, tp or ep, ZeRO 3, or processors with more memory",
     "gradients": "more pp, tp or ep, ZeRO 3, or processors with more memory",
-    "optimizer": "ZeRO 1 over more copies, more pp, or processors with more memory",
+    "optimizer": "ZeRO 1 over more copies, more pp, offload, or processors with more memory",
     "gathered": "ZeRO 1 or 3, or smaller layers by tp",
     "activations": "recompute, smaller micro-batches, more cp or tp, or more memory",
     "temporary": "smaller micro-batches, even routing, more ep, or more memory",
@@ -43,6 +43,8 @@ _REMEDIES = {
     "experts": "ep inside the node, dispatcher dedup, wire int8, or a quicker link",
     "moved experts": "balance none, larger micro-batches, or a quicker link",
     "last round": "more pp, or processors with more memory",
+    "host": "more pp or ep, ZeRO 1 over more copies, or a host with more memory",
+    "offload": "ZeRO 1, a larger global batch, or a quicker link to the host",
     "rounds": "more local steps, another local_codec, or a quicker network",
     "gradient messages": "less ZeRO, a larger global batch, or a quicker network",
     "idle pipeline": "more micro-batches, less pp, or zb-h1",
@@ -58,8 +60,8 @@ class Plan:
         cluster: processors and links.
         job: a step.
         choice: value of each axis: pp, tp, cp, ep, etp, micro_batch, schedule, zero, recompute,
-            dispatcher, wire, combine, balance and scheme. With recompute as many layers are
-            computed again as `stages` names.
+            offload, dispatcher, wire, combine, balance and scheme. With recompute as many layers
+            are computed again as `stages` names.
         seconds: of a step.
         memory: bytes of the fullest rank, with the margin.
         pareto: placements of which none is both quicker and smaller, by closed forms.
@@ -105,6 +107,15 @@ class Plan:
         """Share of the choices of experts that the job's capacity lets go to no expert."""
         experts = self.model.num_experts
         return self.job.dropped_share(experts) if experts else 0.0
+
+    @property
+    def host_memory(self) -> float:
+        """Bytes on the host of the fullest rank, with the margin; 0 without offload."""
+        cost = CostModel(self.model, self.cluster, self.job)
+        columns = columns_of([self.choice])
+        if self.stages:
+            columns = rank_columns(cost, columns, self.stages)
+        return float(cost.host_memory(columns).max())
 
     def why_not(self, **fixed: int | str | None) -> str:
         """The reason why the plan does not have other values, in a line.
@@ -303,6 +314,8 @@ class Plan:
         )
         if self.dropped_share:
             lines.append(f"{100 * self.dropped_share:.3g} % of the choices go to no expert")
+        if held := self.host_memory:
+            lines.append(f"  {held / 1e9:.1f} GB of the fullest rank on its host")
         lines += stage_lines(self.stages)
         lines += [f"  {name:<18}{value:>12.4g} s" for name, value in self.time_terms().items()]
         memory = self.memory_terms().items()
@@ -340,13 +353,21 @@ def _time_terms(cost: CostModel, found: Found) -> dict[str, float]:
     terms = {name: micro * float(value[slowest]) for name, value in each.items()}
     last = int(cost.ends(columns).argmax())
     ends = {"gradient messages": cost.gradients, "rounds": cost.rounds, "update": cost.update}
+    ends["offload"] = cost.offload
     terms |= {name: float(part(columns)[last]) for name, part in ends.items()}
     terms["idle pipeline"] = max(0.0, found.seconds - sum(terms.values()))
     return terms
 
 
 def _too_large(cost: CostModel, found: Found) -> str:
-    terms = cost.memory_terms(columns_of([found.choice]))
+    columns, host = columns_of([found.choice]), cost.cluster.host
+    taken = float(cost.host_memory(columns))
+    if host is not None and taken / host.memory > found.memory / cost.cluster.memory:
+        return (
+            f"the smallest takes {taken / 1e9:.1f} GB of {host.memory / 1e9:.1f} on the host: "
+            f"{_REMEDIES['host']}"
+        )
+    terms = cost.memory_terms(columns)
     term = max(terms, key=lambda name: float(terms[name]))
     return (
         f"the smallest takes {found.memory / 1e9:.1f} GB of {cost.cluster.memory / 1e9:.1f}; "

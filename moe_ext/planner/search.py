@@ -15,6 +15,7 @@ from moe_ext.planner.cost import (
     CHUNKS,
     COMBINES,
     DISPATCHERS,
+    OFFLOADS,
     SCHEDULES,
     SCHEMES,
     WIRES,
@@ -37,6 +38,7 @@ DEFAULTS: Mapping[str, int | str | None] = {
     "schedule": "1f1b",
     "zero": 0,
     "recompute": 0,
+    "offload": "none",
     "dispatcher": "alltoall",
     "wire": None,
     "combine": "exact",
@@ -48,13 +50,14 @@ _MESH = ("pp", "tp", "cp", "ep", "etp", "micro_batch")
 # The other axes, by what there has to be several ranks of for them to act.
 _GROUPS = {
     "pp": ("schedule",),
-    "": ("zero", "recompute"),
+    "": ("zero", "recompute", "offload"),
     "ep": ("dispatcher", "wire", "combine", "balance"),
     "cp": ("scheme",),
 }
 # Values of axes that are numbers of a tuple.
 NAMES: Mapping[str, tuple[str | None, ...]] = {
     "schedule": SCHEDULES,
+    "offload": OFFLOADS,
     "dispatcher": DISPATCHERS,
     "wire": WIRES,
     "combine": COMBINES,
@@ -214,7 +217,13 @@ def _options(cost: CostModel, fixed: Choice) -> dict[str, Tensor]:
     ]
     rows = {
         "pp": [(schedule,) for schedule in range(len(SCHEDULES))],
-        "": list(itertools.product((0, 1, 2, 3) if job.local_steps == 1 else (0,), (0, 1))),
+        "": [
+            (zero, again, offload)
+            for zero, again, offload in itertools.product((0, 1, 2, 3), (0, 1), (0, 1))
+            if (not zero and not offload or cost.job.local_steps == 1)
+            # `CPUAdamW` takes no shards of FSDP2 that are on a device.
+            and (not offload or zero < 2 and cost.cluster.host is not None)
+        ],
         "ep": ways if m.num_experts else [(0, 0, 0, 0)],
         "cp": [(scheme,) for scheme in range(len(SCHEMES))],
     }
@@ -259,6 +268,8 @@ def _expand(cost: CostModel, mesh: Tensor, options: Mapping[str, Tensor]) -> Col
     keep &= (c["etp"] == 1) | whole
     # Our pipelines run stages without FSDP2: it would reduce for each micro-batch.
     keep &= (c["zero"] < 2) | (c["pp"] == 1)
+    # `CPUAdamW` takes no shards of tp that are on a device.
+    keep &= (c["offload"] == OFFLOADS.index("none")) | (c["tp"] == 1)
     c = {name: c[name][keep] for name in AXES}
     balances = options["ep"][:, _GROUPS["ep"].index("balance")]
     if bool((balances == 0).any()):
@@ -271,11 +282,24 @@ def _expand(cost: CostModel, mesh: Tensor, options: Mapping[str, Tensor]) -> Col
 def _check_served(cost: CostModel, fixed: Choice) -> None:
     """ValueError for values that a job with local steps has not."""
     steps = cost.job.local_steps
-    for name in ("tp", "cp", "etp", "zero") if steps > 1 else ():
+    for name in ("tp", "cp", "etp", "zero", "offload") if steps > 1 else ():
         if fixed.get(name, DEFAULTS[name]) != DEFAULTS[name]:
             raise ValueError(
                 f"plan: expected {name} to be {DEFAULTS[name]} with local_steps={steps}, got "
                 f"{fixed[name]}"
+            )
+
+
+def _check_offload(cost: CostModel, fixed: Choice) -> None:
+    """ValueError for values that are not served beside an optimizer on the host."""
+    if fixed.get("offload") != "host":
+        return
+    if cost.cluster.host is None:
+        raise ValueError("plan: expected offload to be 'none' without cluster.host, got 'host'")
+    for name, served in (("tp", (1,)), ("zero", (0, 1))):
+        if name in fixed and fixed[name] not in served:
+            raise ValueError(
+                f"plan: expected {name} to be in {served} with offload='host', got {fixed[name]}"
             )
 
 
@@ -316,6 +340,7 @@ def search(
     for name, value in fixed.items():
         _number(name, value)
     _check_served(cost, fixed)
+    _check_offload(cost, fixed)
     mesh = _fixed(meshes(cost, all_shards="etp" in fixed), _MESH, fixed)
     options = _options(cost, fixed)
     num_options = math.prod(map(len, options.values()))
@@ -334,7 +359,8 @@ def search(
     kept: list[_Costed] = []
     points = too_large = 0
     # The least time that a placement which is not simulated can take.
-    limit, left, least = float("inf"), float("inf"), None
+    limit, left, nearest = float("inf"), float("inf"), float("inf")
+    least: Found | None = None
     for start in range(0, len(mesh), at_once):
         if float(bounds[start]) > limit and not exhaustive:
             left = min(left, float(bounds[start]))
@@ -346,10 +372,12 @@ def search(
             continue
         memory = cost.memory(columns)
         points += len(memory)
-        fits = memory <= cost.cluster.memory
+        fits = cost.fits(columns, memory)
         too_large += int((~fits).sum())
-        i = int(memory.argmin())
-        if least is None or float(memory[i]) < least.memory:
+        over = cost._over(columns, memory)
+        i = int(over.argmin())
+        if float(over[i]) < nearest:
+            nearest = float(over[i])
             one = {name: column[i : i + 1] for name, column in columns.items()}
             least = Found(choice_of(columns, i), float(cost.seconds(one)), float(memory[i]))
         if not bool(fits.any()):

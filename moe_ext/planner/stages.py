@@ -181,7 +181,7 @@ def _even(cost: CostModel, c: Columns, all_again: bool) -> tuple[StageLayers, ..
         each = [rank_columns(cost, c, stages) for stages in tried]
         columns = {name: torch.stack([one[name][rank] for one in each]) for name in each[0]}
         seconds = sum(cost.terms(columns).values()) + torch.zeros(len(tried))
-        seconds = seconds.masked_fill(cost.memory(columns) > cost.cluster.memory, torch.inf)
+        seconds = seconds.masked_fill(~cost.fits(columns), torch.inf)
         best = int(seconds.argmin())
         if not seconds[best] < torch.inf:
             return None
@@ -218,10 +218,10 @@ class _Chain:
         bound = self._bound()
         if bound < torch.inf:
             alone = [(s, kind, (0, 0)) for s, each in enumerate(kinds) for kind in each]
-            seconds, _ = self._costed(alone)
+            seconds, *_ = self._costed(alone)
             # But for rounding.
-            fits = (seconds <= bound * (1 + 1e-9)).tolist()
-            quick = {place[:2] for place, fit in zip(alone, fits, strict=True) if fit}
+            is_quick = (seconds <= bound * (1 + 1e-9)).tolist()
+            quick = {place[:2] for place, fit in zip(alone, is_quick, strict=True) if fit}
             kinds = [[kind for kind in each if (s, kind) in quick] for s, each in enumerate(kinds)]
         options = [
             (s, kind, again)
@@ -229,8 +229,8 @@ class _Chain:
             for kind in each
             for again in _choices(self._c, self._all_again, *kind)
         ]
-        seconds, memory = self._costed(options)
-        seconds = seconds.masked_fill(memory > self._cost.cluster.memory, torch.inf)
+        seconds, memory, fits = self._costed(options)
+        seconds = seconds.masked_fill(~fits, torch.inf)
         best: dict[tuple[int, tuple[int, int]], int] = {}
         times, bytes_ = seconds.tolist(), memory.tolist()
         for row, (s, kind, _) in enumerate(options):
@@ -260,7 +260,7 @@ class _Chain:
             for i, j in split_evenly(self._layers, self._stages)
         ]
         columns = stage_columns(self._cost, self._c, even)
-        if bool((self._cost.memory(columns) > self._cost.cluster.memory).any()):
+        if not bool(self._cost.fits(columns).all()):
             return float("inf")
         seconds = self._seconds(columns)
         # The sum of all stages is at least the slowest one.
@@ -273,8 +273,8 @@ class _Chain:
             found = found + part
         return found
 
-    def _costed(self, options: list[_Option]) -> tuple[Tensor, Tensor]:
-        """Seconds of a micro-batch and bytes of stages, by kind and by layers computed again."""
+    def _costed(self, options: list[_Option]) -> tuple[Tensor, Tensor, Tensor]:
+        """Seconds of a micro-batch, bytes, and whether they fit, by kind and layers run again."""
         cost, c, last = self._cost, self._c, self._stages - 1
         held = [_held(cost, c, s) for s in range(self._stages)]
         ends = [_ends(cost, s == 0, s == last) for s in range(self._stages)]
@@ -283,7 +283,8 @@ class _Chain:
             for s, kind, again in options
         ]
         columns = _with(c, torch.tensor(rows, dtype=torch.float64))
-        return self._seconds(columns), cost.memory(columns)
+        memory = cost.memory(columns)
+        return self._seconds(columns), memory, cost.fits(columns, memory)
 
     def _cuts(self, times: Tensor) -> list[int] | None:
         """Where stages begin, and L, by `[S, L, W]` seconds of a stage of 1 to W layers."""
