@@ -19,7 +19,7 @@ from moe_ext.planner.cost import CostModel, Job
 from moe_ext.planner.load import load_of
 from moe_ext.planner.presets import ModelSpec
 from moe_ext.planner.rerank import rerank, time_plan
-from moe_ext.planner.search import Choice, Found, columns_of, search
+from moe_ext.planner.search import DEFAULTS, MESH, Choice, Found, columns_of, search
 from moe_ext.planner.spec import model_spec
 from moe_ext.planner.stages import StageLayers, rank_columns
 
@@ -305,7 +305,13 @@ class Plan:
         return rerank(self, make_model, group=group, steps=steps)
 
     def __str__(self) -> str:
-        named = ", ".join(f"{name}={value}" for name, value in self.choice.items())
+        # Axes beside the mesh only where they do something.
+        shown = {
+            name: value
+            for name, value in self.choice.items()
+            if name in MESH or value != DEFAULTS[name]
+        }
+        named = ", ".join(f"{name}={value}" for name, value in shown.items())
         lines = [f"{self.job.num_ranks} ranks: {named}"]
         lines.append(
             f"{self.seconds:.4g} s a step, {self.memory / 1e9:.1f} GB of "

@@ -46,7 +46,7 @@ DEFAULTS: Mapping[str, int | str | None] = {
     "scheme": "ring",
 }
 AXES = tuple(DEFAULTS)
-_MESH = ("pp", "tp", "cp", "ep", "etp", "micro_batch")
+MESH = ("pp", "tp", "cp", "ep", "etp", "micro_batch")
 # The other axes, by what there has to be several ranks of for them to act.
 _GROUPS = {
     "pp": ("schedule",),
@@ -180,7 +180,7 @@ def meshes(cost: CostModel, *, all_shards: bool = False) -> Tensor:
                 for micro in _MICRO_BATCHES:
                     if job.global_batch % (data * micro) == 0:
                         rows += [(pp, tp, cp, ep, etp, micro) for ep, etp in spreads]
-    return torch.tensor(rows, dtype=torch.int64).view(-1, len(_MESH))
+    return torch.tensor(rows, dtype=torch.int64).view(-1, len(MESH))
 
 
 def _spreads(cost: CostModel, stage: int, all_shards: bool) -> list[tuple[int, int]]:
@@ -232,7 +232,7 @@ def _options(cost: CostModel, fixed: Choice) -> dict[str, Tensor]:
 
 def _expand(cost: CostModel, mesh: Tensor, options: Mapping[str, Tensor]) -> Columns:
     """Candidates of some meshes, those in which the same groups of axes act side by side."""
-    parts, own = [], {name: mesh[:, i] for i, name in enumerate(_MESH)}
+    parts, own = [], {name: mesh[:, i] for i, name in enumerate(MESH)}
     ranks = {"pp": own["pp"], "ep": own["ep"] * own["etp"], "cp": own["cp"]}
     ranks[""] = own["pp"] + 1
     acts = torch.stack([ranks[axis] > 1 for axis in options], 1)
@@ -248,7 +248,7 @@ def _expand(cost: CostModel, mesh: Tensor, options: Mapping[str, Tensor]) -> Col
             )
         left = here.repeat_interleave(len(found), 0)
         parts.append(torch.cat([left, found.repeat(len(here), 1)], 1))
-    names = [*_MESH, *(name for axis in options for name in _GROUPS[axis])]
+    names = [*MESH, *(name for axis in options for name in _GROUPS[axis])]
     c = dict(zip(names, torch.cat(parts).unbind(1), strict=True))
     inner = cost.cluster.levels[0].size
     micro = cost.num_micro_batches(c)
@@ -341,7 +341,7 @@ def search(
         _number(name, value)
     _check_served(cost, fixed)
     _check_offload(cost, fixed)
-    mesh = _fixed(meshes(cost, all_shards="etp" in fixed), _MESH, fixed)
+    mesh = _fixed(meshes(cost, all_shards="etp" in fixed), MESH, fixed)
     options = _options(cost, fixed)
     num_options = math.prod(map(len, options.values()))
     none = (
@@ -350,7 +350,7 @@ def search(
     )
     if not len(mesh) or not num_options:
         raise ValueError(none)
-    c = {name: mesh[:, i] for i, name in enumerate(_MESH)}
+    c = {name: mesh[:, i] for i, name in enumerate(MESH)}
     bounds = cost.bound(c)
     order = torch.argsort(bounds, stable=True)
     mesh, bounds = mesh[order], bounds[order]

@@ -398,7 +398,7 @@ def test_messages_behind_the_work_of_programs_that_hide_them():
 def test_a_router_that_keeps_to_few_nodes_sends_less_between_them():
     m = preset("deepseek-v3")
     free, kept = (CostModel(m, CLUSTERS["h100"], Job(64, node_limit=limit)) for limit in (0, 4))
-    way = (64, "hierarchical", None, "reduced")
+    way = (64, 1, "hierarchical", None, "reduced")
     (near, far), (inside, outside) = (each._dispatch(*way) for each in (free, kept))
     # Of eight nodes of 32 experts eight at random have five and a quarter.
     nodes = 8 * (1 - math.comb(224, 8) / math.comb(256, 8))
