@@ -1,7 +1,6 @@
 """Rates of every codec on one core, kept as a cost table in docs/benchmarks/rates-<name>.json."""
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,43 +12,15 @@ from moe_ext import ops
 from moe_ext.compression import Codec, Link, codec_of
 from moe_ext.compression.feedback import CodecMemory
 from moe_ext.compression.probe import rehearsal_of
-from moe_ext.distributed.dispatch.wire import ROW_WIRES
 from moe_ext.planner import CostTable
+from moe_ext.planner.rates import DIM, Calls, lossless, row_rehearsals, rows_rate
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"
 CODECS = ("bf16", "int8", "int4", "int2", "fp8", "onebit", "topk", "threshold", "lossless")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Elements of a row of activations, and of a row of the matrices that PowerSGD factors.
-DIM = 1024
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Namespaces pass what a host does unless they are limited.
 LINKS = {"node": None, "1 Gbit/s": 1e9, "0.2 Gbit/s": 0.2e9}
 SCRIPT = Path(__file__).with_name("codecs_rank.py")
-
-Calls = tuple[int, int, Callable[[], object], Callable[[], object]]
-
-
-def lossless(dtype: torch.dtype, numel: int) -> Calls:
-    """Exponents of normally distributed elements."""
-    x_N = torch.randn(numel).to(dtype)
-    sent, out_N = ops.encode_exponents(x_N), torch.empty_like(x_N)
-    return (
-        x_N.nbytes,
-        sent.numel(),
-        lambda: ops.encode_exponents(x_N),
-        lambda: ops.decode_exponents_(out_N, sent),
-    )
-
-
-def rows(format: str, numel: int) -> Calls:
-    """Bfloat16 rows of a dispatch."""
-    x_ND = torch.randn(numel // DIM, DIM).bfloat16()
-    sent = ops.quantize_rows(x_ND, format)
-    return (
-        x_ND.nbytes,
-        sent.nbytes,
-        lambda: ops.quantize_rows(x_ND, format),
-        lambda: ops.dequantize_rows(sent, DIM, format, dtype=x_ND.dtype),
-    )
 
 
 def delta(numel: int) -> Calls:
@@ -85,8 +56,8 @@ def matrices(codec: Codec, grad_N: Tensor) -> CodecMemory:
 REHEARSALS = {
     **{name: rehearsal_of(codec_of(name)) for name in CODECS},
     "powersgd": rehearsal_of(codec_of("powersgd"), memory_of=matrices),
-    **{f"lossless {name}": functools.partial(lossless, dtype) for name, dtype in DTYPES.items()},
-    **{f"rows {name}": functools.partial(rows, name) for name in ROW_WIRES if name is not None},
+    **{rows_rate("lossless", dtype): functools.partial(lossless, dtype=dtype) for dtype in DTYPES},
+    **row_rehearsals(),
     "delta": delta,
     "bitmap": bitmap,
 }

@@ -12,7 +12,9 @@ from torch.optim import Optimizer
 
 from moe_ext.attention import choose_scheme, prepare_model
 from moe_ext.attention.huggingface.prepare import SharedSequences
+from moe_ext.compression import Codec, CompressionState, Dense, Policy, compress_gradients
 from moe_ext.distributed import MoEMesh, fully_shard, sync_gradients
+from moe_ext.distributed.dispatch.wire import LOSSLESS
 from moe_ext.distributed.dtensor import is_dtensor, local_part
 from moe_ext.distributed.gradients import gradient_buckets
 from moe_ext.distributed.groups import group_size
@@ -22,11 +24,12 @@ from moe_ext.optim import CPUAdamW, DiLoCo, SparseLoCo
 from moe_ext.pipeline import ActionTable, Pipeline, make_table
 from moe_ext.planner.cost import CHUNKS, exchange_bytes, gradient_bytes
 from moe_ext.planner.rounds import round_codec
+from moe_ext.planner.search import gradients_problem
 from moe_ext.planner.spec import model_spec
 from moe_ext.planner.stages import StageLayers, split_evenly
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from moe_ext.integrations.huggingface.stages import Stages
     from moe_ext.planner.plan import Plan
@@ -57,12 +60,15 @@ class Applied:
             passes of a step, with the token ids `[micro_batch, seq_len]` of each micro-batch of the
             rank's data, and as labels, by the loss function of the model; None without stages. The
             model then has this rank's layers alone, by their names in the whole.
+        compression: of a plan with a codec of gradients, what is owed and how NaN is taken; saved
+            with the model (see `CompressionState.state_dict`) where the codec rounds.
     """
 
     model: nn.Module
     mesh: MoEMesh
     plan: Plan
     pipeline: Pipeline | None = None
+    compression: CompressionState | None = None
 
     def sent_bytes(self, routing: Sequence[Sequence[Tensor]]) -> dict[str, int]:
         """Bytes that this rank sends in a step of training, as `count_traffic` counts them.
@@ -81,8 +87,9 @@ class Applied:
             Bytes of "rows", "gradients", "pipeline" and "attention".
 
         Raises:
-            ValueError: the plan's dispatcher is "hierarchical", whose hops are not foretold; or it
-                has cp and the model windows or latent attention.
+            ValueError: the plan's dispatcher is "hierarchical", whose hops are not foretold; or its
+                wire or codec of gradients is "lossless", whose messages are as long as the data
+                make them; or it has cp and the model windows or latent attention.
         """
         choice = self.plan.choice
         ep, etp = int(choice["ep"] or 1), int(choice["etp"] or 1)
@@ -96,6 +103,12 @@ class Applied:
                 "Applied.sent_bytes: expected capacity_factor to be None, got "
                 f"{self.plan.job.capacity_factor}"
             )
+        for axis in ("wire", "gradients"):
+            if choice.get(axis) == LOSSLESS:
+                raise ValueError(
+                    f"Applied.sent_bytes: expected a plan whose {axis} has messages of known "
+                    f"lengths, got {LOSSLESS!r}: how long they are depends on the numbers in them"
+                )
         options: dict[str, Any] = {
             "num_experts": self.plan.model.num_experts * etp,
             "model_dim": self.plan.model.model_dim,
@@ -234,7 +247,11 @@ class Applied:
         alike = (whole, stage), (shards, stage // self.mesh.tp_size)
         total = 0
         for held, copies in (*alike, (self._sharded(), self.mesh.edp_size)):
-            own = [nn.Parameter(local_part(p.detach())) for p in held if p.requires_grad]
+            trained = [p for p in held if p.requires_grad]
+            if self.compression is not None:
+                total += _compressed_bytes(trained, self.compression, copies)
+                continue
+            own = [nn.Parameter(local_part(p.detach())) for p in trained]
             buckets = gradient_buckets(own)
             total += gradient_bytes([sum(p.nbytes for p in each) for each in buckets], copies)
         return total
@@ -258,6 +275,7 @@ class Applied:
             num_ranks=self.mesh.cp_size,
             dtype=getattr(torch, job.dtype),
             is_causal=True,
+            wire=choice.get("kv_wire"),  # type: ignore[arg-type]
         )
         # Shards are of one length, and keys go all the way round: each rank sends the most.
         scheme = next(each for each in found.candidates if each.scheme == choice["scheme"])
@@ -280,9 +298,16 @@ class Applied:
     def sync_gradients(self) -> None:
         """Average gradients after the last backward pass of a step; FSDP2 has done it before.
 
-        With local steps each rank keeps its own.
+        With local steps each rank keeps its own. With a codec of gradients as `compress_gradients`
+        does: matrices by the codec, and routers, norms, biases and parameters of fewer than 1024
+        elements as they are.
+
+        Raises:
+            ValueError: on every rank, of a plan with a codec of gradients: one is NaN or infinite.
         """
-        if self._averages:
+        if self.compression is not None:
+            compress_gradients(self.model, self.compression)
+        elif self._averages:
             sync_gradients(self.model, mesh=self.mesh)
 
 
@@ -316,6 +341,9 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
             f"Plan.apply: expected zero to be 0, 2 or 3 for tp={tp}, got 1: "
             "ZeroRedundancyOptimizer shares no shards"
         )
+    problem = gradients_problem(choice)
+    if problem is not None:
+        raise ValueError(f"Plan.apply: {problem}")
     styles = tensor_parallel_styles(model, tp, "Plan.apply") if tp > 1 else {}
     table = _table(plan) if pp > 1 else None
     stages = None if table is None else _stages(model, plan)
@@ -335,7 +363,8 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     sequences = None
     if cp > 1:
-        prepare_model(model, group=mesh.cp_group, scheme=str(choice["scheme"]))
+        scheme, wire = str(choice["scheme"]), choice.get("kv_wire")
+        prepare_model(model, group=mesh.cp_group, scheme=scheme, wire=wire)  # type: ignore[arg-type]
     try:
         if cp > 1 and pp > 1:
             sequences = SharedSequences(model, "Plan.apply")
@@ -370,7 +399,31 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
     if table is not None:
         assert stages is not None
         pipeline = _pipeline(table, stages, mesh, sequences, recompute=bool(again) and splits)
-    return Applied(model, mesh, plan, pipeline)
+    codec, state = choice.get("gradients", "none"), None
+    if codec != "none":
+        # Rows of embeddings that no token touched are sent too: as many bytes in each step.
+        policy = Policy(str(codec), embedding=None)
+        state = CompressionState(group=mesh.stage_group, model=model, policy=policy)
+    return Applied(model, mesh, plan, pipeline, state)
+
+
+def _compressed_bytes(parameters: Iterable[Any], state: CompressionState, num_ranks: int) -> int:
+    """Bytes that leave a rank when gradients of parameters are averaged as a state says."""
+    names, total = {id(p): name for name, p in state.parameters.by_name.items()}, 0
+    for bucket in gradient_buckets(list(parameters)):
+        by_codec: dict[Codec, list[nn.Parameter]] = {}
+        for p in bucket:
+            codec = state.parameters.codec(state.options.policy, names[id(p)])
+            # Nothing rounds numbers of 64 bits.
+            if codec is None or p.dtype == torch.float64:
+                codec = Dense()
+            by_codec.setdefault(codec, []).append(p)
+        for codec, held in by_codec.items():
+            if codec == Dense():
+                total += gradient_bytes([sum(p.nbytes for p in held)], num_ranks)
+            else:
+                total += codec.sent_bytes(sum(p.numel() for p in held), num_ranks)
+    return total
 
 
 def _check_model(plan: Plan, model: nn.Module) -> None:

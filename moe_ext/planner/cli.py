@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from moe_ext.distributed.cost_table import CostTable
 from moe_ext.planner.cluster import ClusterSpec
 from moe_ext.planner.plan import plan
 from moe_ext.planner.profile import measure_cluster
@@ -49,7 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile",
         action="store_true",
-        help="measure rates of products, memory and launches here, with a layer of the model",
+        help="measure rates of products, memory, launches and codecs here, with a layer of the "
+        "model",
+    )
+    parser.add_argument(
+        "--costs", help="cost table of codecs, as CostTable.save or the benchmark codecs writes it"
     )
     parser.add_argument("--out", default="plan.json", help="file of the plan")
     parser.add_argument("--report", help="file of a report in HTML")
@@ -93,6 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
             device = "cuda" if torch.cuda.is_available() else "cpu"
             cluster = measure_cluster(model, cluster, dtype=arguments.dtype, device=device)
             print(f"{cluster.source}: {_rates(cluster)}")
+        if arguments.costs is not None:
+            cluster = replace(cluster, costs=CostTable.load(arguments.costs))
         found = plan(
             model,
             cluster,
@@ -108,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
             progress=_show if sys.stderr.isatty() else None,
         )
         reasons = {text: found.why_not(**_pair(text)) for text in arguments.why_not}
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         print(f"\nmoe_ext plan: {error}", file=sys.stderr)
         return 2
     print(found)

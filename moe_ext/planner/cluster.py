@@ -84,8 +84,9 @@ class ClusterSpec:
         multiprocessors: of a processor, each of which works on a tile of a product at a time; 0
             where the rate of products does not depend on their shapes.
         source: of the numbers.
-        costs: measured rates, of which those of the formats of rows ("rows int8") are read; without
-            it these take what their bytes take through the memory.
+        costs: measured rates of codecs, by the names of `python benchmarks/run.py codecs`: formats
+            of rows ("rows int8"), "lossless bf16" for what keeps every bit of bfloat16, and codecs
+            of gradients ("int8"). One that it lacks takes what its bytes take through the memory.
         measured: times over those of the formulas, by part of a step; 1 for a part that is left
             out. "update": AdamW. "all_reduce": means of gradients. "fsdp": gathers and scatters of
             FSDP2. "exchange": rows on their way to experts and back. "broadcast": the weights that

@@ -9,32 +9,40 @@ Shapes: C candidates.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
 
 from moe_ext._checks import check_choice, check_sizes
+from moe_ext.compression import codec_of
 from moe_ext.distributed.comm import all_reduce_bytes
 from moe_ext.distributed.dispatch.auto import DispatchShape, expected_ranks
 from moe_ext.distributed.dispatch.base import sum_dtype
-from moe_ext.distributed.dispatch.wire import Wire, sent_row_bytes
+from moe_ext.distributed.dispatch.wire import LOSSLESS, Wire, sent_row_bytes
 from moe_ext.distributed.link import Link
+from moe_ext.ops.quantize import row_bytes
 from moe_ext.planner.balance import Loads, balanced, moves_of
 from moe_ext.planner.cluster import ClusterSpec
 from moe_ext.planner.load import Load, counts_of
 from moe_ext.planner.presets import ModelSpec
+from moe_ext.planner.rates import ROUNDED, rows_rate
 from moe_ext.planner.rounds import LOCAL_CODECS, RoundCodec, round_codec
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved")
 DISPATCHERS = ("alltoall", "dedup", "hierarchical", "allgather")
-WIRES = (None, "int8", "fp8", "mx")
+WIRES = (None, "int8", "fp8", "mx", LOSSLESS)
+# Formats of keys and values on their way round a ring.
+KV_WIRES = tuple(wire for wire in WIRES if wire != LOSSLESS)
 COMBINES = ("exact", "reduced")
 BALANCES = ("none", "exact")
 SCHEMES = ("ring", "ulysses")
 OFFLOADS = ("none", "host")
+# Codecs of the messages of gradients.
+GRADIENTS = ("none", LOSSLESS, *ROUNDED)
 # Stages of a rank with "interleaved".
 CHUNKS = 2
 # Memory that formulas do not see, fragments and buffers of libraries, over what they see.
@@ -471,12 +479,25 @@ class CostModel:
         self, ep: int, etp: int, dispatcher: str, wire: str | None, combine: str
     ) -> tuple[float, float]:
         """Bytes that stay in the node, and that leave it."""
-        m, inner, ranks = self.model, self.cluster.levels[0].size, ep * etp
-        if ranks == 1:
+        if ep * etp == 1:
             return 0.0, 0.0
+        share = self._lossless_share if wire == LOSSLESS else None
+        return self._sent(ep, etp, dispatcher, combine, wire, share)
+
+    def _sent(
+        self,
+        ep: int,
+        etp: int,
+        dispatcher: str,
+        combine: str,
+        wire: str | None,
+        share: float | None,
+    ) -> tuple[float, float]:
+        """Bytes as `_dispatch`; `share`: of their bytes that rows take with "lossless"."""
+        m, inner, ranks = self.model, self.cluster.levels[0].size, ep * etp
         node = min(ranks, inner) if ranks % min(ranks, inner) == 0 else 1
-        dtype, formats = getattr(torch, self.job.dtype), Wire.of("plan", wire)
-        shape = DispatchShape(m.num_experts, m.top_k, ranks, node, m.model_dim, dtype, formats, etp)
+        sizes = m.num_experts, m.top_k, ranks, node, m.model_dim, self._dtype
+        shape = DispatchShape(*sizes, Wire.of("plan", wire), etp, share)
         sent, off = shape.sent_bytes(dispatcher, combine, 1)
         near, limit = sent - off, self.job.node_limit
         if limit and dispatcher == "hierarchical":
@@ -484,30 +505,74 @@ class CostModel:
             off *= min(1.0, limit / expected_ranks(m.num_experts, ranks // node, m.top_k))
         return near, off
 
-    def _coded(self, ep: int, dispatcher: str, wire: str | None) -> float:
-        """Elements of a token that are encoded on their way to the experts, for even routing."""
-        if ep == 1 or wire is None:
-            return 0.0
-        m = self.model
-        once = 1.0 if dispatcher == "allgather" else expected_ranks(m.num_experts, ep, m.top_k)
-        return m.model_dim * (m.top_k if dispatcher == "alltoall" else once)
+    @functools.cached_property
+    def _dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.job.dtype)
+        return found
 
-    def _coding(self, wires: Tensor, numel: Tensor) -> Tensor:
-        """Seconds to encode so many elements in a format of rows, and to decode as many."""
-        found, costs = torch.zeros_like(numel), self.cluster.costs
-        dtype, dim = getattr(torch, self.job.dtype), self.model.model_dim
+    def has_rate(self, name: str) -> bool:
+        """Whether the rate of a codec was measured."""
+        return self.cluster.costs is not None and name in self.cluster.costs.codecs
+
+    @functools.cached_property
+    def _lossless_share(self) -> float | None:
+        """Share of their bytes that rows take with "lossless", as measured; None for no rate."""
+        name, costs = rows_rate(LOSSLESS, self._dtype), self.cluster.costs
+        if costs is None or not self.has_rate(name):
+            return None
+        numel = costs.codecs[name][-1].numel
+        return costs.payload_bytes(name, numel) / (numel * self._dtype.itemsize)
+
+    def _coded(
+        self, ep: int, dispatcher: str, wire: str | None, combine: str
+    ) -> tuple[float, float]:
+        """Elements of a token that are encoded in a layer's pass, for even routing, and messages.
+
+        Rows of a message are encoded together with "lossless", and those of all messages else.
+        """
+        if ep == 1 or wire is None:
+            return 0.0, 1.0
+        m = self.model
+        if wire == LOSSLESS:
+            # All that leaves a rank, there and back, but indices and weights.
+            whole, beside = (
+                sum(self._sent(ep, 1, dispatcher, combine, wire, each)) for each in (1.0, 0.0)
+            )
+            return (whole - beside) / self.job.itemsize, 2.0 * (ep - 1)
+        once = 1.0 if dispatcher == "allgather" else expected_ranks(m.num_experts, ep, m.top_k)
+        return m.model_dim * (m.top_k if dispatcher == "alltoall" else once), 1.0
+
+    def _coding(
+        self, wires: Tensor, numel: Tensor, dim: int, messages: Tensor, decodes: Tensor
+    ) -> Tensor:
+        """Seconds to encode elements in a format of rows, message by message, and to decode them.
+
+        Args:
+            wires: formats, as numbers of `WIRES`.
+            numel: elements of all messages.
+            dim: elements of a row.
+            messages: parts of the elements that are encoded one by one.
+            decodes: how many times as many elements are decoded.
+        """
+        found, costs, dtype = torch.zeros_like(numel), self.cluster.costs, self._dtype
         for i in _present(wires):
             wire = WIRES[i]
             if wire is None:
                 continue
-            here = wires == i
-            if costs is None:
+            here, name = wires == i, rows_rate(wire, dtype)
+            if costs is None or not self.has_rate(name):
                 # Read and written, both times.
-                each = 2.0 * (dtype.itemsize + sent_row_bytes(wire, dim, dtype) / dim)
-                found[here] = numel[here] * each / self.cluster.memory_bandwidth
+                each = dtype.itemsize + sent_row_bytes(wire, dim, dtype) / dim
+                moved = numel[here] * each * (1.0 + decodes[here])
+                found[here] = moved / self.cluster.memory_bandwidth
                 continue
-            numels, place = numel[here].unique(return_inverse=True)
-            seconds = [sum(costs.codec_seconds(f"rows {wire}", round(n))) for n in numels.tolist()]
+            alike, place = torch.stack([numel, messages, decodes])[:, here].unique(
+                dim=1, return_inverse=True
+            )
+            seconds = []
+            for n, count, times in alike.T.tolist():
+                encode, decode = costs.codec_seconds(name, round(n / count))
+                seconds.append(count * (encode + times * decode))
             found[here] = torch.tensor(seconds, dtype=found.dtype)[place]
         return torch.where(numel > 0, found, 0.0)
 
@@ -531,6 +596,10 @@ class CostModel:
             found["compute"] = found["compute"] + 0.5 * layers * self._scores(self.tokens(c))
         if self.job.hidden_tensor:
             found["tensor"] = (found["tensor"] - found["compute"]).clamp(min=0.0)
+        if bool(c["kv_wire"].any()):
+            # Gradients of keys and values are not rounded.
+            plain = self._key_ring({**c, "kv_wire": torch.zeros_like(c["kv_wire"])})
+            found["context"] = found["context"] + layers * plain - once["context"]
         if self.job.hidden_exchanges:
             work = found["compute"] + found["elementwise"]
             found["experts"] = (found["experts"] - work).clamp(min=0.0)
@@ -565,18 +634,14 @@ class CostModel:
         # Sequence-parallel: gathered before a product of columns, scattered behind one of rows.
         whole = tokens * c["tp"] * m.model_dim * size
         tensor = (4.0 * layers - 2.0 * moe) * self._ring(c["tp"], one, whole)
-        hop = 2.0 * tokens * c["tp"] * m.kv_dim * size / c["tp"].clamp(max=m.num_kv_heads or 1)
-        latency, bandwidth = self._link(c["cp"] * c["tp"])
-        block = self._scores(tokens) / c["cp"]
-        ring = (c["cp"] - 1) * (latency + hop / bandwidth - block).clamp(min=0.0)
         swaps = self._swaps_heads(c)
-        ring = torch.where(swaps, 0.0, ring)
-        heads = torch.where(swaps, self._heads(c)[0], 0.0)
-        experts = torch.zeros_like(ring)
+        context = torch.where(swaps, 0.0, layers * self._key_ring(c))
+        heads = torch.where(swaps, layers * self._heads(c)[0], 0.0)
+        experts = torch.zeros_like(context)
         if m.num_experts:
             most = (int(c[name].max()) + 1 for name in _EXCHANGE[:2])
             shape = (*most, len(DISPATCHERS), len(WIRES), len(COMBINES))
-            table = torch.zeros(*shape, 3, dtype=torch.float64)
+            table = torch.zeros(*shape, 4, dtype=torch.float64)
             key = torch.zeros_like(c["ep"])
             for name, size_of in zip(_EXCHANGE, shape, strict=True):
                 key = key * size_of + c[name]
@@ -585,18 +650,40 @@ class CostModel:
                     int(i) for i in torch.unravel_index(torch.tensor(place), shape)
                 )
                 names = DISPATCHERS[way], WIRES[wire], COMBINES[back]
-                each = (*self._dispatch(ep, etp, *names), self._coded(ep, *names[:2]))
+                each = (*self._dispatch(ep, etp, *names), *self._coded(ep, *names))
                 table[ep, etp, way, wire, back] = torch.tensor(each)
-            near, far, coded = table.view(-1, 3)[key].unbind(1)
+            near, far, coded, messages = table.view(-1, 4)[key].unbind(1)
             fast = self.cluster.levels[0].bandwidth
             latency, bandwidth = self._link(self._width(c))
             seconds = tokens * self._loads(c, "rows") * (near / fast + far / bandwidth)
-            seconds = seconds + 2.0 * latency * (self._width(c) > 1)
-            seconds = seconds + self._coding(c["wire"], tokens * coded)
-            experts = moe * seconds * self._measured("exchange")
+            # Ranks tell each other how long messages without a lost bit are.
+            rounds = torch.where(c["wire"] == WIRES.index(LOSSLESS), 4.0, 2.0)
+            seconds = seconds + rounds * latency * (self._width(c) > 1)
+            once = torch.ones_like(messages)
+            coding = self._coding(c["wire"], tokens * coded, m.model_dim, messages, once)
+            experts = moe * (seconds * self._measured("exchange") + coding)
         found = {"compute": self.compute(c), "elementwise": self.elementwise(c), "tensor": tensor}
-        found |= {"context": layers * ring, "heads": layers * heads, "experts": experts}
+        found |= {"context": context, "heads": heads, "experts": experts}
         return {**found, "moved experts": moe * self._loads(c, "moved")}
+
+    def _key_ring(self, c: Columns) -> Tensor:
+        """Seconds that a layer's pass waits for keys and values, and codes them."""
+        m, tokens, wires = self.model, self.tokens(c), c["kv_wire"]
+        numel = 2.0 * tokens * c["tp"] * m.kv_dim / c["tp"].clamp(max=m.num_kv_heads or 1)
+        # Each head of a position is a row.
+        dim = m.head_dim or m.model_dim // m.num_heads
+        rows = [
+            dim * self.job.itemsize if wire is None else row_bytes(dim, wire) for wire in KV_WIRES
+        ]
+        each = torch.tensor(rows, dtype=torch.float64)[wires] / dim
+        latency, bandwidth = self._link(c["cp"] * c["tp"])
+        block = self._scores(tokens) / c["cp"]
+        hops = (c["cp"] - 1) * (latency + numel * each / bandwidth - block).clamp(min=0.0)
+        if not bool(wires.any()):
+            return hops
+        # A rank encodes its own, and decodes those of all.
+        coding = self._coding(wires, numel.double(), dim, torch.ones_like(hops), c["cp"].double())
+        return hops + torch.where(c["cp"] > 1, coding, 0.0)
 
     def parameters(self, c: Columns) -> tuple[Tensor, Tensor]:
         """Parameters of a rank before ZeRO: dense ones and those of experts."""
@@ -631,7 +718,13 @@ class CostModel:
         # Experts that are spread are stepped where they are.
         sent = of_dense + torch.where(self._width(c) > 1, 0.0, of_experts)
         behind = torch.where(c["zero"] == 1, sent, 0.0) * self._measured("broadcast", 0.0)
-        sent = (of_dense + of_experts) * times + behind
+        messages = (of_dense + of_experts) * times
+        codecs = c["gradients"]
+        if bool(codecs.any()):
+            coded = self._coded_messages(codecs, dense, copies, c["tp"])
+            coded = coded + self._coded_messages(codecs, experts, edp, self._width(c))
+            messages = torch.where(codecs > 0, coded, messages)
+        sent = messages + behind
         if not self.job.hidden_gradients:
             return sent
         each = sum(self.terms(c).values())
@@ -739,6 +832,53 @@ class CostModel:
         own = torch.where(spread, experts, 0.0)
         stepped = torch.where(zero >= 2, dense / copies + experts / edp, held + own)
         return stepped, torch.where(zero == 1, torch.maximum(held, own), stepped)
+
+    def _coded_messages(
+        self, codecs: Tensor, numel: Tensor, ranks: Tensor, stride: Tensor
+    ) -> Tensor:
+        """Seconds to average so many gradients over ranks, in the formats of `codecs`."""
+        num_bytes, encode, decode = self._codec_rates[:, codecs]
+        rings = self._ring(ranks, stride, numel * num_bytes)
+        # Ranks tell each other how long messages without a lost bit are.
+        lengths = self._ring(ranks, stride, torch.zeros_like(numel))
+        rings = rings + torch.where(codecs == GRADIENTS.index(LOSSLESS), lengths, 0.0)
+        sizes = ranks.round().long()
+        passes = torch.zeros(len(GRADIENTS), int(sizes.max()) + 1, 2, dtype=torch.float64)
+        for i, size in itertools.product(_present(codecs), _present(sizes)):
+            passes[i, size] = torch.tensor(codec_of(GRADIENTS[i]).passes(max(size, 1)))
+        encodes, decodes = passes[codecs, sizes].unbind(1)
+        coding = numel * (encodes * encode + decodes * decode)
+        return 2.0 * self._measured("all_reduce") * rings + torch.where(sizes > 1, coding, 0.0)
+
+    @functools.cached_property
+    def _codec_rates(self) -> Tensor:
+        """`[3, codecs]`: bytes of a gradient, and seconds to encode it and to decode it.
+
+        At the size of a bucket. In proportion to the number of gradients, so that the mean over
+        stages of what they take is that of the mean stage: `least` is a bound.
+        """
+        rows = [(float(self.job.itemsize), 0.0, 0.0)]
+        costs, bucket = self.cluster.costs, _BUCKET // self.job.itemsize
+        for name in GRADIENTS[1:]:
+            codec, rate = codec_of(name), name
+            if name == LOSSLESS:
+                rate = rows_rate(name, self._dtype)
+                share = self._lossless_share
+                plain = bucket * self.job.itemsize
+                if share is None:
+                    share = sent_row_bytes(LOSSLESS, bucket, self._dtype) / plain
+                num_bytes = share * self.job.itemsize
+            else:
+                num_bytes = codec.sent_bytes(bucket, 2) / bucket
+            if costs is not None and self.has_rate(rate):
+                encode, decode = (each / bucket for each in costs.codec_seconds(rate, bucket))
+            else:
+                # Gradients and codes, and of what is owed the old and the new.
+                moved = self.job.itemsize + num_bytes
+                encode = (moved + 8.0 * codec.feeds_back) / self.cluster.memory_bandwidth
+                decode = moved / self.cluster.memory_bandwidth
+            rows.append((num_bytes, encode, decode))
+        return torch.tensor(rows, dtype=torch.float64).T
 
     def update(self, c: Columns) -> Tensor:
         """Seconds of the optimizer's step, at the rate of the memory."""
@@ -869,11 +1009,16 @@ class CostModel:
         here = ~self._is_offloaded(c)
         stepped, one_by_one = (numel * here for numel in self._stepped(c))
         fixed = {"weights": size * whole, "optimizer": _state_bytes(size) * stepped}
+        kept, copied = self._coded_memory[:, c["gradients"]]
+        if bool(kept.any()):
+            fixed["feedback"] = kept * (_owed(dense, copies) + _owed(experts, edp))
         phases = self._phases(c, size * (dense + experts), size * whole)
         # A bucket of gradients is copied for its message, and AdamW takes a root of each moment.
         groups = torch.maximum(dense, experts) if m.num_experts else dense
         averages = (copies > 1) & ~is_fsdp & (self.job.local_steps == 1)
         bucket = torch.where(averages, (size * groups).clamp(max=_BUCKET), 0.0)
+        # Messages with a codec are all under way at once.
+        bucket = torch.where(c["gradients"] > 0, copied * (dense + experts), bucket)
         fixed["last round"], travelling = self._round_memory(c)
         for temporary in (bucket, size * one_by_one, travelling):
             phases.append({"gradients": size * whole, "temporary": temporary})
@@ -1031,6 +1176,24 @@ class CostModel:
         copies = held * m.expert_parameters * size
         return tokens * (attention + ffn), tokens * (attention + moe) + copies, rise
 
+    @functools.cached_property
+    def _coded_memory(self) -> Tensor:
+        """`[2, codecs]`: bytes that are kept of what a gradient is owed, and of it on its way.
+
+        On its way it is copied with others, and coded beside that: as counted on two ranks.
+        """
+        rows, size = [(0.0, 0.0)], self.job.itemsize
+        for name in GRADIENTS[1:]:
+            codec = codec_of(name)
+            if codec.feeds_back:
+                # What is owed and what was before the step, in float32.
+                rows.append((8.0, 8.0))
+            elif codec.plain:
+                rows.append((0.0, 10.0 if size == 4 else 4.0))
+            else:
+                rows.append((0.0, 2.0 * size + 0.5))
+        return torch.tensor(rows, dtype=torch.float64).T
+
     def memory(self, c: Columns) -> Tensor:
         """Bytes of the fullest rank, with the margin."""
         total = sum(self.memory_terms(c).values())
@@ -1068,12 +1231,18 @@ def exchange_bytes(
         backward: of the gradients in the place of the forward pass.
 
     Raises:
-        ValueError: dispatcher is none of these.
+        ValueError: dispatcher is none of these; or wire has "lossless", whose messages are as long
+            as the data make them.
     """
     ways = ("alltoall", "dedup", "allgather")
     if dispatcher not in ways:
         raise ValueError(f"exchange_bytes: expected dispatcher to be in {ways}, got {dispatcher!r}")
     ranks, made = len(topk_idx_TK), Wire.of("exchange_bytes", wire)
+    if LOSSLESS in astuple(made):
+        raise ValueError(
+            f"exchange_bytes: expected wire to have formats of rows of one length, got {wire!r}: "
+            "how long lossless messages are depends on the numbers in them"
+        )
     owner = [idx.div(num_experts // ranks, rounding_mode="floor") for idx in topk_idx_TK]
     others = [p for p in range(ranks) if p != rank]
 
@@ -1111,6 +1280,11 @@ def exchange_bytes(
 def gradient_bytes(buckets: Sequence[int], num_ranks: int) -> int:
     """Bytes that leave a rank when so many bytes of gradients are averaged, bucket by bucket."""
     return sum(all_reduce_bytes(each, num_ranks) for each in buckets)
+
+
+def _owed(numel: Tensor, ranks: Tensor) -> Tensor:
+    """Numbers that a rank owes, to its gradients and to its shard of the sum over ranks."""
+    return torch.where(ranks > 1, numel * (1 + 1 / ranks), 0.0)
 
 
 def _state_bytes(itemsize: int) -> float:

@@ -29,6 +29,7 @@ _REMEDIES = {
     "weights": "more pp, tp or ep, ZeRO 3, or processors with more memory",
     "gradients": "more pp, tp or ep, ZeRO 3, or processors with more memory",
     "optimizer": "ZeRO 1 over more copies, more pp, offload, or processors with more memory",
+    "feedback": "gradients none or lossless, which owe nothing, or more pp or ep",
     "gathered": "ZeRO 1 or 3, or smaller layers by tp",
     "activations": "recompute, smaller micro-batches, more cp or tp, or more memory",
     "temporary": "smaller micro-batches, even routing, more ep, or more memory",
@@ -39,14 +40,14 @@ _REMEDIES = {
     "launches": "larger micro-batches, or less tp",
     "update": "ZeRO 1, or processors with a quicker memory",
     "tensor": "less tp, or a quicker link inside the node",
-    "context": "less cp, the other scheme, or a quicker link",
+    "context": "less cp, the other scheme, kv_wire int8, or a quicker link",
     "experts": "ep inside the node, dispatcher dedup, wire int8, or a quicker link",
     "moved experts": "balance none, larger micro-batches, or a quicker link",
     "last round": "more pp, or processors with more memory",
     "host": "more pp or ep, ZeRO 1 over more copies, or a host with more memory",
     "offload": "ZeRO 1, a larger global batch, or a quicker link to the host",
     "rounds": "more local steps, another local_codec, or a quicker network",
-    "gradient messages": "less ZeRO, a larger global batch, or a quicker network",
+    "gradient messages": "less ZeRO, a larger global batch, gradients int8, or a quicker network",
     "idle pipeline": "more micro-batches, less pp, or zb-h1",
 }
 
@@ -60,8 +61,8 @@ class Plan:
         cluster: processors and links.
         job: a step.
         choice: value of each axis: pp, tp, cp, ep, etp, micro_batch, schedule, zero, recompute,
-            offload, dispatcher, wire, combine, balance and scheme. With recompute as many layers
-            are computed again as `stages` names.
+            offload, dispatcher, wire, combine, balance, scheme, gradients and kv_wire. With
+            recompute as many layers are computed again as `stages` names.
         seconds: of a step.
         memory: bytes of the fullest rank, with the margin.
         pareto: placements of which none is both quicker and smaller, by closed forms.
@@ -412,9 +413,10 @@ def plan(
             None takes all.
         local_steps: see `Job`; with more than 1 tp and cp are 1, and there is no ZeRO.
         local_codec: see `Job`.
-        fixed: values that axes must have, such as ``{"pp": 1}``. Rows are rounded on their way
-            where "wire" is among them alone. With ``"recompute": 1`` all layers are computed again,
-            without it as few as fit.
+        fixed: values that axes must have, such as ``{"pp": 1}``. Rows, gradients, and keys and
+            values of a ring are rounded on their way only where "wire", "gradients" and "kv_wire"
+            are among them. With ``"recompute": 1`` all layers are computed again, without it as few
+            as fit.
         progress: called with numbers of meshes: done, and all of them.
 
     Raises:

@@ -20,11 +20,14 @@ from moe_ext.nn import MoELayer
 from moe_ext.planner.cluster import ClusterSpec, Level
 from moe_ext.planner.cost import CostModel, Job
 from moe_ext.planner.presets import ModelSpec
+from moe_ext.planner.rates import rehearsals
 from moe_ext.planner.search import columns_of
 
 # A layer with more experts is measured with so many: the others would only take memory.
 MAX_EXPERTS = 16
 _REPEATS = 5
+# Elements at which codecs are measured.
+CODEC_SIZES = (2**14, 2**20, 2**22)
 
 
 class _Layer(nn.Module):
@@ -91,8 +94,9 @@ def measure_cluster(
     A copy gives the rate of the memory; a tiny layer the time of launches; a layer of the model's
     sizes, forward and backward, that of products: what it takes beyond what it reads and writes;
     fused attention of one sequence that of scores; and a step of AdamW what it takes over its
-    formula. With a group the means of its gradients, `ZeroRedundancyOptimizer`, FSDP2 and experts
-    that are spread over the ranks are measured too. Ranks of a group measure at the same time, so
+    formula. Rates of codecs, each at three sizes, are `costs`. With a group the means of its
+    gradients, `ZeroRedundancyOptimizer`, FSDP2 and experts that are spread over the ranks are
+    measured too. Ranks of a group measure at the same time, so
     that cores which they share are shared, and the slowest one's numbers count.
 
     Args:
@@ -116,7 +120,7 @@ def measure_cluster(
     tiny = replace(tiny, shared_ffn_dim=16 if model.shared_ffn_dim else 0, dense_ffn_dim=None)
     tiny = replace(tiny, latent=())
     seconds = functools.partial(_seconds, group=group, device=on)
-    table = CostTable.measure(device=on)
+    table = CostTable.measure(device=on, codecs=rehearsals(kind, on), sizes=CODEC_SIZES)
     small, layer = _Layer(tiny, on, kind), _Layer(one, on, kind)
     x_small = torch.randn(4, 16, device=on, dtype=kind)
     x = torch.randn(seq_len, one.model_dim, device=on, dtype=kind, requires_grad=True)
@@ -137,6 +141,7 @@ def measure_cluster(
     size = group_size(group)
     if group is not None and size > 1:
         found = max_over_ranks(found, group, on)
+        table = _slowest(table, group, on)
         link = link_of(group, on)
         levels: tuple[Level, ...] = (
             Level("measured", size, link.latency, link.exchange_bandwidth),
@@ -155,6 +160,7 @@ def measure_cluster(
         node_launches=0.0,
         multiprocessors=0,
         source=f"measured on {table.processor}, torch {table.torch_version}",
+        costs=table,
     )
     # A backward pass has two products for each of the forward pass; half of the pairs are masked.
     numel = sum(p.numel() for p in layer.parameters() if p.dim() > 1)
@@ -170,6 +176,26 @@ def measure_cluster(
     made = replace(made, flops={dtype: rate}, score_efficiency=share)
     cost = replace(cost, cluster=made)
     return replace(made, measured=_factors(cost, layer, x, whole, group))
+
+
+def _slowest(table: CostTable, group: ProcessGroup, device: torch.device) -> CostTable:
+    """The rates of the slowest rank, equal on all; each rank has measured the same codecs."""
+    rows = [row for rates in table.codecs.values() for row in rates]
+    seconds = [1 / table.copy_bandwidth, *(1 / rate for rate in table.product_rates.values())]
+    seconds += [each for row in rows for each in (row.encode_seconds, row.decode_seconds)]
+    found = iter(max_over_ranks(seconds, group, device))
+    return replace(
+        table,
+        copy_bandwidth=1 / next(found),
+        product_rates={name: 1 / next(found) for name in table.product_rates},
+        codecs={
+            name: tuple(
+                replace(row, encode_seconds=next(found), decode_seconds=next(found))
+                for row in rates
+            )
+            for name, rates in table.codecs.items()
+        },
+    )
 
 
 def _factors(

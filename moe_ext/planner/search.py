@@ -10,11 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_ext.distributed.dispatch.wire import LOSSLESS
 from moe_ext.planner.cost import (
     BALANCES,
     CHUNKS,
     COMBINES,
     DISPATCHERS,
+    GRADIENTS,
+    KV_WIRES,
     OFFLOADS,
     SCHEDULES,
     SCHEMES,
@@ -23,6 +26,7 @@ from moe_ext.planner.cost import (
     CostModel,
     divisors,
 )
+from moe_ext.planner.rates import rows_rate
 from moe_ext.planner.stages import StageLayers, divide, rank_columns, simulated
 
 Choice = dict[str, "int | str | None"]
@@ -44,15 +48,17 @@ DEFAULTS: Mapping[str, int | str | None] = {
     "combine": "exact",
     "balance": "none",
     "scheme": "ring",
+    "gradients": "none",
+    "kv_wire": None,
 }
 AXES = tuple(DEFAULTS)
 MESH = ("pp", "tp", "cp", "ep", "etp", "micro_batch")
 # The other axes, by what there has to be several ranks of for them to act.
 _GROUPS = {
     "pp": ("schedule",),
-    "": ("zero", "recompute", "offload"),
+    "": ("zero", "recompute", "offload", "gradients"),
     "ep": ("dispatcher", "wire", "combine", "balance"),
-    "cp": ("scheme",),
+    "cp": ("scheme", "kv_wire"),
 }
 # Values of axes that are numbers of a tuple.
 NAMES: Mapping[str, tuple[str | None, ...]] = {
@@ -63,6 +69,8 @@ NAMES: Mapping[str, tuple[str | None, ...]] = {
     "combine": COMBINES,
     "balance": BALANCES,
     "scheme": SCHEMES,
+    "gradients": GRADIENTS,
+    "kv_wire": KV_WIRES,
 }
 # Placements whose pipeline is simulated, more of them while all have fewer passes of micro-batches
 # through stages than this.
@@ -201,33 +209,79 @@ def _spreads(cost: CostModel, stage: int, all_shards: bool) -> list[tuple[int, i
 
 def _options(cost: CostModel, fixed: Choice) -> dict[str, Tensor]:
     """Of each group of axes the rows of their values, `[O, A]`."""
-    # Rounded rows change results: taken where they are asked for.
-    wires = range(len(WIRES)) if "wire" in fixed else (0,)
+    # What rounds changes results: taken where it is asked for. What loses nothing is weighed where
+    # its rate is known.
+    wires = [wire for wire in WIRES if "wire" in fixed or wire is None or _is_free(cost, wire)]
+    codecs = [
+        name for name in GRADIENTS if "gradients" in fixed or name == "none" or _is_free(cost, name)
+    ]
     # Even loads have nothing to balance, and a capacity goes with none.
     m, job = cost.model, cost.job
     uneven = m.num_experts and float(job.imbalances(m.num_experts, m.num_experts).max()) > 1.0
     balances = (0, 1) if job.capacity_factor is None and (uneven or "balance" in fixed) else (0,)
     ways = [
-        (DISPATCHERS.index(way), wire, COMBINES.index(back), balance)
+        (DISPATCHERS.index(way), WIRES.index(wire), COMBINES.index(back), balance)
         for way in DISPATCHERS
         for wire in wires
         for back in COMBINES
         for balance in balances
-        if way != "alltoall" or back == "exact"
+        if (way != "alltoall" or back == "exact") and (way != "allgather" or wire != LOSSLESS)
     ]
     rows = {
         "pp": [(schedule,) for schedule in range(len(SCHEDULES))],
         "": [
-            (zero, again, offload)
+            (zero, again, offload, GRADIENTS.index(codec))
             for zero, again, offload in itertools.product((0, 1, 2, 3), (0, 1), (0, 1))
-            if (not zero and not offload or cost.job.local_steps == 1)
+            for codec in codecs
+            if (not zero and not offload or job.local_steps == 1)
             # `CPUAdamW` takes no shards of FSDP2 that are on a device.
             and (not offload or zero < 2 and cost.cluster.host is not None)
+            # FSDP2 averages them by itself, and local steps have none.
+            and (codec == "none" or zero < 2 and job.local_steps == 1)
         ],
         "ep": ways if m.num_experts else [(0, 0, 0, 0)],
-        "cp": [(scheme,) for scheme in range(len(SCHEMES))],
+        "cp": [
+            (scheme, wire)
+            for scheme in range(len(SCHEMES))
+            for wire in range(len(KV_WIRES) if "kv_wire" in fixed else 1)
+            # Exchanges of heads round nothing.
+            if not (scheme and wire)
+        ],
     }
     return {axis: _fixed(torch.tensor(rows[axis]), _GROUPS[axis], fixed) for axis in _GROUPS}
+
+
+def _is_free(cost: CostModel, codec: str) -> bool:
+    """Whether a codec changes no result, and its rate was measured."""
+    return codec == LOSSLESS and cost.has_rate(rows_rate(codec, getattr(torch, cost.job.dtype)))
+
+
+def _check_fixed(fixed: Choice) -> None:
+    """ValueError for values that no placement has together."""
+    if (fixed.get("wire"), fixed.get("dispatcher")) == (LOSSLESS, "allgather"):
+        raise ValueError(
+            "plan: expected dispatcher to be 'alltoall', 'dedup' or 'hierarchical' with "
+            f"wire={LOSSLESS!r}, got 'allgather', which gathers rows of one length"
+        )
+    problem = gradients_problem(fixed)
+    if problem is not None:
+        raise ValueError(f"plan: {problem}")
+
+
+def gradients_problem(choice: Mapping[str, int | str | None]) -> str | None:
+    """The reason why a placement cannot have its codec of gradients, or None."""
+    codec = choice.get("gradients", "none")
+    if codec == "none":
+        return None
+    if choice.get("zero") in (2, 3):
+        why = f"zero={choice['zero']}, got {codec!r}: FSDP2 averages gradients itself"
+    elif (choice.get("tp") or 1) != 1:
+        why = f"tp={choice['tp']}, got {codec!r}: codecs take no shards of tensor parallelism"
+    elif (choice.get("etp") or 1) != 1:
+        why = f"etp={choice['etp']}, got {codec!r}: codecs take whole experts"
+    else:
+        return None
+    return f"expected gradients to be 'none' with {why}"
 
 
 def _expand(cost: CostModel, mesh: Tensor, options: Mapping[str, Tensor]) -> Columns:
@@ -259,6 +313,9 @@ def _expand(cost: CostModel, mesh: Tensor, options: Mapping[str, Tensor]) -> Col
     width = c["ep"] * c["etp"]
     nodes = (width > inner) & (width % inner == 0)
     keep &= (c["dispatcher"] != DISPATCHERS.index("hierarchical")) | nodes
+    # Shards of tensor parallelism go by an all-reduce, and one rank has nobody to send to.
+    alone = (c["tp"] == 1) & (c["etp"] == 1) & (c["pp"] < cost.job.num_ranks)
+    keep &= (c["gradients"] == 0) | alone
     # Ranks of a sequence have as many heads each, of queries and of keys.
     heads = cost.model.num_heads, cost.model.num_kv_heads or cost.model.num_heads
     shared = [count % (c["tp"] * c["cp"]) == 0 for count in heads]
@@ -282,7 +339,8 @@ def _expand(cost: CostModel, mesh: Tensor, options: Mapping[str, Tensor]) -> Col
 def _check_served(cost: CostModel, fixed: Choice) -> None:
     """ValueError for values that a job with local steps has not."""
     steps = cost.job.local_steps
-    for name in ("tp", "cp", "etp", "zero", "offload") if steps > 1 else ():
+    names = ("tp", "cp", "etp", "zero", "offload", "gradients")
+    for name in names if steps > 1 else ():
         if fixed.get(name, DEFAULTS[name]) != DEFAULTS[name]:
             raise ValueError(
                 f"plan: expected {name} to be {DEFAULTS[name]} with local_steps={steps}, got "
@@ -334,13 +392,14 @@ def search(
         exhaustive: simulate everything and stop nowhere: for tests.
 
     Raises:
-        ValueError: an axis is not known, or no mesh divides the job.
+        ValueError: an axis is not known, or no placement has the values of `fixed`.
     """
     fixed = dict(fixed or {})
     for name, value in fixed.items():
         _number(name, value)
     _check_served(cost, fixed)
     _check_offload(cost, fixed)
+    _check_fixed(fixed)
     mesh = _fixed(meshes(cost, all_shards="etp" in fixed), MESH, fixed)
     options = _options(cost, fixed)
     num_options = math.prod(map(len, options.values()))

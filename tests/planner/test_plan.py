@@ -1,5 +1,6 @@
 """Plans against brute force, against what ranks send, and trained."""
 
+import argparse
 import dataclasses
 import json
 import math
@@ -25,6 +26,7 @@ from moe_ext.planner import (
     Level,
     ModelSpec,
     Plan,
+    cli,
     exchange_bytes,
     gradient_bytes,
     html_report,
@@ -544,12 +546,16 @@ def test_launchers_of_many_nodes(tmp_path):
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
 
 
-def test_command(tmp_path):
+def test_command(tmp_path, capsys):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
     command = [sys.executable, "-m", "moe_ext", "plan", "--cluster", "h100", "--gpus", "4"]
     options = ["--global-batch", "8", "--seq-len", "128", "--why-not", "tp=2", "--fix", "pp=1"]
     options += ["--load", "W1", "--profile"]
+    rates = CostTable.of_process()
+    rates = dataclasses.replace(rates, codecs={"rows mx": (CodecRate(4, 16, 8, 1.0, 2.0),)})
+    rates.save(tmp_path / "costs.json")
+    options += ["--costs", str(tmp_path / "costs.json")]
     out = ["--out", str(tmp_path / "plan.json"), "--report", str(tmp_path / "plan.html")]
     done = subprocess.run(
         [*command, "--model", str(config), *options, *out], capture_output=True, text=True
@@ -560,9 +566,16 @@ def test_command(tmp_path):
         and "why not tp=2" in done.stdout
         and "torchrun" in done.stdout
     )
-    assert Plan.from_json(tmp_path / "plan.json").choice["pp"] == 1
+    made = Plan.from_json(tmp_path / "plan.json")
+    assert made.choice["pp"] == 1 and made.cluster.costs == rates
     bad = subprocess.run([*command, "--model", "nothing"], capture_output=True, text=True)
     assert bad.returncode == 2 and "expected model to be one of" in bad.stderr
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    arguments = ["--model", str(config), "--cluster", "h100", "--gpus", "4", "--costs"]
+    for file, text in (("none.json", "No such file"), ("config.json", "expected schema to be 1")):
+        assert cli.run(parser.parse_args([*arguments, str(tmp_path / file)])) == 2
+        assert text in capsys.readouterr().err
 
 
 def _routing(rank, tokens):

@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from rank_checks import Checks
 
-from moe_ext.distributed.cost_table import CostTable
+from moe_ext.distributed.cost_table import CodecRate, CostTable
 from moe_ext.planner import CLUSTERS, CostModel, Job, ModelSpec, measure_cluster, plan, profile
 from moe_ext.planner.cluster import MEASURED
+from moe_ext.planner.rates import rehearsals
 from moe_ext.planner.search import columns_of
 
 CHECKS = Checks()
@@ -32,6 +33,7 @@ def test_rates_give_back_what_was_measured(monkeypatch):
     found = measure_cluster(MODEL, CLUSTERS["h100"], dtype="float32", seq_len=128)
     assert found.memory_bandwidth == 2.0**31 and found.layer_seconds == 1e-4
     assert found.levels == CLUSTERS["h100"].levels and set(found.flops) == {"float32"}
+    assert found.costs == table
     # One layer of sixteen experts: the pass that was timed, and its scores on top.
     one = dataclasses.replace(MODEL, num_layers=1, num_moe_layers=1, num_experts=16)
     cost = CostModel(one, found, Job(1, 128, 1, "float32"))
@@ -48,6 +50,26 @@ def test_rates_give_back_what_was_measured(monkeypatch):
     assert set(found.measured) == {"update"}
 
 
+def test_rates_are_those_of_the_slowest_rank(monkeypatch):
+    codec = (CodecRate(4, 16, 8, 1.0, 4.0), CodecRate(8, 32, 16, 3.0, 5.0))
+    table = dataclasses.replace(
+        CostTable.of_process(), copy_bandwidth=2.0, product_rates={"float32": 4.0},
+        codecs={"int8": codec, "bf16": codec[:1]},
+    )  # fmt: skip
+    given = []
+
+    def slower(seconds, group, device):
+        given.extend(seconds)
+        return [each + 1 for each in seconds]
+
+    monkeypatch.setattr(profile, "max_over_ranks", slower)
+    found = profile._slowest(table, None, torch.device("cpu"))
+    assert given == [0.5, 0.25, 1.0, 4.0, 3.0, 5.0, 1.0, 4.0]
+    assert found.copy_bandwidth == 1 / 1.5 and found.product_rates == {"float32": 1 / 1.25}
+    assert found.codecs["int8"][1] == CodecRate(8, 32, 16, 4.0, 6.0)
+    assert found.codecs["bf16"] == (CodecRate(4, 16, 8, 2.0, 5.0),)
+
+
 @CHECKS()
 def ranks_measure_together():
     found = measure_cluster(
@@ -56,6 +78,8 @@ def ranks_measure_together():
     (level,) = found.levels
     assert level.size == dist.get_world_size() and level.bandwidth > 0
     assert set(found.measured) == set(MEASURED) and min(found.measured.values()) >= 0
+    assert set(found.costs.codecs) == set(rehearsals(torch.float32))
+    assert {"lossless fp32", "rows int8", "int8"} <= set(found.costs.codecs)
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found.to_dict() | {"source": ""})
     assert all(other == everyone[0] for other in everyone)

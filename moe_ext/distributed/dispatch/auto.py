@@ -248,7 +248,11 @@ class AutoDispatcher(TokenDispatcher):
 
 @dataclass(frozen=True)
 class DispatchShape:
-    """Facts that the expected numbers of rows follow from."""
+    """Facts that the expected numbers of rows follow from.
+
+    `lossless_share` is the share of their bytes that rows in the format "lossless" take, None for
+    that of normally distributed numbers.
+    """
 
     num_experts: int
     top_k: int
@@ -258,6 +262,7 @@ class DispatchShape:
     dtype: torch.dtype
     wire: Wire = Wire()
     shards: int = 1
+    lossless_share: float | None = None
 
     @property
     def token_bytes(self) -> int:
@@ -270,10 +275,7 @@ class DispatchShape:
         # Ranks that share each expert all get its rows.
         places = ranks // self.shards
         held = expected_ranks(self.num_experts, places, self.top_k) / places
-        row, back = (
-            float(sent_row_bytes(format, self.model_dim, self.dtype))
-            for format in (self.wire.dispatch, self.wire.combine)
-        )
+        row, back = map(self._row_bytes, (self.wire.dispatch, self.wire.combine))
         # Indices and weights.
         beside = self.top_k * self.shards * (2.0 + sum_dtype(self.dtype).itemsize)
         rows_back = {"exact": self.top_k / places, "reduced": held}[combine]
@@ -292,6 +294,11 @@ class DispatchShape:
         }[name]
         each = num_tokens * (there + rows_back * back)
         return others * each, abroad * each
+
+    def _row_bytes(self, format: str | None) -> float:
+        if format == LOSSLESS and self.lossless_share is not None:
+            return self.lossless_share * self.model_dim * self.dtype.itemsize
+        return float(sent_row_bytes(format, self.model_dim, self.dtype))
 
 
 def _rehearse(
